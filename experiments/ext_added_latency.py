@@ -1,4 +1,4 @@
-"""Extension: what LoRA adds to a projection, measured where a layer puts it, behind the base product.
+"""Extension: latency that LoRA adds to a projection, measured as in a layer, after the base product.
 
 The paper compares the operator's own latency with the projection's (README figure); a user feels what the operator adds
 to a layer. Claim: what it adds is small beside the projection, at every batch and popularity, and no more than the
@@ -8,9 +8,9 @@ of its adapters, Uniform and Skewed between them; on a GPU, whose projection is 
 the added time; on a CPU, whose projection grows with the batch, it need not. There the small difference of two large
 times is uncertain: p10 and p90 say by how much.
 
-Timed: y = x W, alone and followed by y += x A^T B^T, at h1 = 4096, h2 = 11008, rank 16, both after a check against the
-reference and all popularities of one batch interleaved; what is added is the difference between neighbouring samples,
-and both are kept beside it. LoRA is what a layer calls: the device's wrapper at its defaults, the table of true ranks.
+Timed: y = x W, alone and followed by y += x A^T B^T, at h1 = 4096, h2 = 11008, rank 16. Both are checked against the
+reference, and all popularities of one batch are interleaved. Added latency is the difference between neighbouring
+samples; both are kept beside it. LoRA is a layer's call: the device's wrapper at its defaults, the table of true ranks.
 On a GPU product and operator are one CUDA graph, in decode steps with the shrink beside the product
 (`punica.layers.dual_stream`); on a CPU they run one after the other.
 

@@ -1,6 +1,6 @@
-"""Extension: where the time of one step of the engine goes, with and without LoRA.
+"""Extension: breakdown of the time of one step of the engine, with and without LoRA.
 
-The paper times an operator, a layer and a server; between them lies the step of the whole model, of which LoRA is a
+The paper times an operator, a layer and a server, but not the step of the whole model, of which LoRA is a
 part. Claim: what LoRA adds is little beside the base products, and less the longer the context. Expected shape: a
 decode step is mostly base products at a short context and attention gains on them at a long one, both bound by bytes;
 shrink hides beside the base product on a GPU, expand is what is seen. A prompt makes a step one of arithmetic, and the
@@ -53,7 +53,7 @@ SWITCHES: dict[str, dict[str, bool]] = {
     "batch invariant": {"batch_invariant": True},
     "fp8 cache": {"fp8_kv_cache": True},
 }
-"""System -> what of the engine it switches on."""
+"""System -> switches of the engine."""
 
 
 @dataclass

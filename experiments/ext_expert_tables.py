@@ -3,31 +3,25 @@
     python -m experiments.ext_expert_tables
 
 Batches of Mixtral-8x7B and Qwen3-30B-A3B (1 to 128 rows, 1 and 4 adapters, rank 16, bfloat16), through the wrapper at
-its defaults: w13 and w2 apart, added to their outputs and as a delta (outputs overwritten, which is what the fastest
-public kernel does), and the alignment of rows by adapter and expert, which a layer needs once: no cell and no row where
-nothing is aligned, since every pair of row and expert stands by itself. One CUDA graph per cell, weights from HBM,
-median of replays, results checked against float32 references, deltas again after a graph replay;
-`paper_results/anchors.csv` holds the public kernels' times.
+its defaults: w13 and w2 apart, added to their outputs and as a delta (outputs overwritten, as the fastest public kernel
+does), and the alignment of rows by adapter and expert, once per layer. Where the assignment is naive nothing is
+aligned, and there is no cell and no row. One CUDA graph per cell, weights from HBM, median of replays. Results are
+checked against float32 references, deltas again after a replay. `paper_results/anchors.csv` has the public kernels'
+times.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import statistics
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from multiprocessing import cpu_count, get_context
-from pathlib import Path
+from multiprocessing import cpu_count
 
+from experiments.benches import tables
 from experiments.benches.operator_lines import ANCHORS, NOT_PUBLIC, read_anchors
 from experiments.harness.command import with_options
 from experiments.harness.experiment import CheckFailed
-from experiments.harness.schema import ConfigError
-from experiments.harness.source import fingerprint
-from punica.measure import environment
 from punica.measure.records import Row, write_rows
 
 LAYERS = {"mixtral-8x7b": (4096, 14336, 8, 2), "qwen3-30b-a3b": (2048, 768, 128, 8)}
@@ -75,7 +69,7 @@ def lines() -> list[Line]:
 
 
 def measure(line: Line) -> list[str]:
-    """Fill in the line's microseconds; what failed its check, and so was not timed, comes back."""
+    """Fill in the line's microseconds; return the failed checks, whose calls are not timed."""
     from experiments.benches.expert_sets import ExpertSets, MoELayer
     from experiments.benches.operator_sets import captured
     from punica.measure.timing import seconds_between_events
@@ -99,15 +93,8 @@ def measure(line: Line) -> list[str]:
     return failed
 
 
-def compile_all(found: list[Line]) -> None:
-    """Call everything once in worker processes, so that its kernels are in Triton's cache when it is timed."""
-    with ProcessPoolExecutor(min(cpu_count(), 16), mp_context=get_context("spawn")) as pool:
-        for message in filter(None, pool.map(_call_once, found)):
-            print("not compiled:", message[:200])
-
-
 def _call_once(line: Line) -> str:
-    """What went wrong: it is met again, and reported, when the line is timed."""
+    """Call everything on `line` once; return the error, if any."""
     from experiments.benches.expert_sets import ExpertSets, MoELayer
 
     try:
@@ -139,29 +126,19 @@ def _body(found: list[Line]) -> Iterator[str]:
 def _ratios(found: list[Line]) -> Iterator[str]:
     for name, ending in SUMS.items():
         ratios = [line.best_existing() / us for line in found if (us := line.total(ending)) is not None]
-        if ratios:
-            mean = statistics.geometric_mean(ratios)
-            yield (f"best existing / ours, {name}: geometric mean {mean:.2f}, lowest {min(ratios):.2f}, "
-                   f"highest {max(ratios):.2f}, rows {len(ratios)}")  # fmt: skip
+        yield from tables.summary(f"best existing / ours, {name}", ratios)
 
 
 def rows_of(found: list[Line]) -> list[Row]:
-    """The measurements as rows of the repository's kind."""
-    about = {**environment.stamp(), "source_hash": fingerprint(Path(__file__).resolve())}
-    about |= {"figure": "expert tables", "hardware": environment.hardware_slug(), "device": environment.device_name()}
-    about |= {"unit": "us", "statistic": "median", "metric": "latency", "timer": "cuda_graph", "seq_len": None}
-    about |= {"scale": "paper"}
+    """Return the measurements as rows."""
+    about = {**tables.columns_of_all("expert tables", __file__), "metric": "latency", "timer": "cuda_graph"}
+    protocol = RANK, CALLS, REPLAYS, about["device"], about["torch"]
     return [
-        Row(value=us, config_hash=_digest(line, about), panel=line.label, batch_size=line.tokens, rank=RANK,
-            model=line.model, system=name, workload=f"{line.adapters} adapters", **about)
+        Row(value=us, config_hash=tables.digest(line.label, LAYERS[line.model], *protocol), panel=line.label,
+            batch_size=line.tokens, rank=RANK, model=line.model, system=name, workload=f"{line.adapters} adapters",
+            **about)
         for line in found for name, us in line.us.items()
     ]  # fmt: skip
-
-
-def _digest(line: Line, about: Mapping[str, object]) -> str:
-    """Twelve hex digits over what decides a line's numbers: layer, batch, protocol, device and torch."""
-    content = [line.label, LAYERS[line.model], RANK, CALLS, REPLAYS, about["device"], about["torch"]]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
 @dataclass
@@ -173,22 +150,18 @@ class Options:
 
 def tabulate(options: Options) -> None:
     """Measure, print and write the table; exit code 1 when a result was wrong."""
+    tables.needs_gpu("the expert tables")
     import torch
 
-    if not torch.cuda.is_available():
-        raise ConfigError("the expert tables time GPU kernels; no CUDA device is visible")
     found, failed = lines(), []
-    compile_all(found)
+    tables.compile_in_parallel(_call_once, found, min(cpu_count(), 16), chunk=1)
     for line in found:
         failed += measure(line)
         print(line.label + ": " + ", ".join(f"{name} {us:.2f}" for name, us in line.us.items()), flush=True)
         torch.cuda.empty_cache()
     print(show(found), flush=True)
-    folder = Path(options.out or f"outputs/{environment.hardware_slug()}/rows")
-    write_rows(folder / "ext_expert_tables.csv", rows_of(found))
-    if failed:
-        print("wrong, and not in the rows:", *failed, sep="\n  ", flush=True)
-        raise SystemExit(1)
+    write_rows(tables.rows_folder(options.out) / "ext_expert_tables.csv", rows_of(found))
+    tables.end(failed)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Extension: throughput *and* latency: what users wait for when requests arrive by the clock.
+"""Extension: throughput *and* latency of requests that arrive by the clock.
 
 The paper promises "only a small latency" and shows throughput with all requests waiting from the start. Here they
-arrive as a Poisson process (an open loop: nobody waits for an answer before the next one asks), at rates up to the
-system's saturation and beyond. Claim: where the best baseline saturates, Punica is far from it, and its users wait a
-few steps. Expected shape: latencies flat up to a knee and steep behind it; the baselines' knee lies at a fraction of
+arrive as a Poisson process (an open loop: arrivals do not wait for answers), at rates up to the system's saturation
+and beyond. Claim: where the best baseline saturates, Punica is far from it, and its users wait a
+few steps. Expected shape: latencies flat up to a knee and steep behind it; the baselines' knee is at a fraction of
 Punica's rate. The paper's rule of one prefill per step bounds what a step costs those who decode, and queues bursts;
 without the limit (`punica_many`) first tokens come sooner and single gaps between tokens have the longer tail.
 
 A system's rates are parts (`loads`) of its own capacity, requests per second while more wait than the batch has places
 for (panel `capacity`), which each repeat measures first and anew. `punica` and `punica_many` are also loaded with
 exactly the rate at which the better baseline saturates (panel `baseline capacity`), so that the baselines' capacities
-are measured whatever `system` says. Rates come from the rows of the same repeat and settings, and stand in
-`own_capacity` and `baseline_capacity` beside what was measured at them.
+are measured whatever `system` says. Rates come from the rows of the same repeat and settings, and are kept
+in `own_capacity` and `baseline_capacity`.
 
     time_to_first_token, time_per_output_token, request_latency, queue_time: by the host's clock, from the time at which
                   the request should arrive to delivery, i.e. the end of the step; median, p10, p90 and _p95, _p99, _max
@@ -184,7 +184,7 @@ class LoadBench:
         return self._systems[name]
 
     def capacity(self, name: str, workload: str) -> Capacity:
-        """What the system takes of `workload`, measured now."""
+        """Measure the capacity of the system for `workload`."""
         from experiments.systems.load_bench import capacity_of
 
         return capacity_of(self.system(name), self.jobs(workload), self.span.seconds)
@@ -201,8 +201,8 @@ def part_of(panel: str) -> float:
 
 
 def bound(readings: list[Reading]) -> list[Reading]:
-    """What the p99 of the time to first token is to stay below, and how far it does where there are requests enough for
-    a p99; nothing when no step decoded.
+    """Return the bound on the p99 of the time to first token, and p99 over bound where there are requests enough for a
+    p99; nothing when no step decoded.
     """
     values = {reading.metric: reading.value for reading in readings}
     if not {"decode_step", "prefill_step"} <= set(values):

@@ -3,8 +3,8 @@ r"""Extension: the paper's popularity sweep carried to mixtures of experts, with
 Not in the paper, whose models are dense. A token meets k experts, and its adapter has weights of its own in each of
 them: rows which share an adapter share its weights only where they also share an expert. Claim: batching rows of
 different adapters still pays, because the experts themselves, whatever the adapter, are read once. Expected shape: what
-LoRA adds to a layer grows with the (adapter, expert) pairs that the batch meets, so that popularities lie closer
-together than in a dense layer, closest where experts are many (Qwen3-30B-A3B: 128, 8 of them per token) and a batch
+LoRA adds to a layer grows with the (adapter, expert) pairs that the batch meets. So popularities are closer together
+than in a dense layer, closest where experts are many (Qwen3-30B-A3B: 128, 8 of them per token) and a batch
 hardly ever meets an expert twice; with 8 experts (Mixtral 8x7B) Identical stays cheapest. Throughput grows with the
 batch, less steeply than a dense model's until every expert is met.
 
@@ -43,8 +43,7 @@ from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point,
 from experiments.harness.schema import DType
 
 if TYPE_CHECKING:
-    from experiments.benches.moe_bench import MoEBench
-    from experiments.benches.moe_engine import MoEEngine
+    from experiments.benches.moe_bench import MoEBench, MoEEngine, MoESizes
 
 LAYER, MODEL = ("layer", "backbone layer"), ("model", "backbone model")
 ENGINE, BACKBONE_ENGINE = "engine", "backbone engine"
@@ -69,7 +68,7 @@ class MixtureOfExperts(Experiment):
 
     name, figure, order, conf = "ext_moe", "ext moe", 260, MoEConf
     reads = ("workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
-    differing, drawn_by = ("system",), "moe.draw_moe"
+    differing, drawn_by = ("system",), "extensions.draw_moe"
 
     def points(self, cfg: Config) -> list[Point]:
         figure = cast(MoEConf, cfg.figure)
@@ -91,7 +90,7 @@ class MixtureOfExperts(Experiment):
         ]
 
     def _systems(self, cfg: Config) -> tuple[list[str], list[str]]:
-        """Those of the first rows of axes, and those of the engine, which the host's clock times."""
+        """Split the systems into layers and models, and the engine's, which only the host's clock times."""
         engine = [name for name in cfg.system.names if name in (ENGINE, BACKBONE_ENGINE)]
         rest = [name for name in cfg.system.names if name not in engine]
         return rest, engine if cfg.timer.name == "host_clock" else []
@@ -131,28 +130,28 @@ class MixtureOfExperts(Experiment):
         return found
 
     def _engine(self, cfg: Config, model: str, rank: int) -> MoEEngine:
-        from experiments.benches.moe_engine import MoEEngine
+        from experiments.benches.moe_bench import MoEEngine
 
-        figure = cast(MoEConf, cfg.figure)
-        sizes = (figure.engine_layers, figure.divisor, max(figure.batch_sizes), figure.context)
-        key = (ENGINE, model, rank, *sizes, figure.dtype, figure.fp8)
-        return self.kept(
-            key, lambda: MoEEngine(model, rank, *sizes, figure.dtype.name, cfg.hardware.device, fp8=figure.fp8)
-        )
+        sizes = _sizes(cfg, model, rank, cast(MoEConf, cfg.figure).engine_layers)
+        return self.kept((ENGINE, sizes), lambda: MoEEngine(sizes, cfg.hardware.device))
 
     def _bench(self, cfg: Config, model: str, rank: int) -> MoEBench:
         from experiments.benches.moe_bench import MoEBench
 
-        figure, slots = cast(MoEConf, cfg.figure), self._slots(cfg)
-        sizes = (figure.layers, figure.divisor, slots, max(figure.batch_sizes), figure.context)
-        key = (model, rank, *sizes, figure.dtype, figure.fp8)
-        return self.kept(
-            key, lambda: MoEBench(model, rank, *sizes, figure.dtype.name, cfg.hardware.device, fp8=figure.fp8)
-        )
+        sizes, slots = _sizes(cfg, model, rank, cast(MoEConf, cfg.figure).layers), self._slots(cfg)
+        return self.kept((sizes, slots), lambda: MoEBench(sizes, slots, cfg.hardware.device))
+
+
+def _sizes(cfg: Config, model: str, rank: int, layers: int) -> MoESizes:
+    from experiments.benches.moe_bench import MoESizes
+
+    figure = cast(MoEConf, cfg.figure)
+    batch = max(figure.batch_sizes)
+    return MoESizes(model, rank, layers, figure.divisor, batch, figure.context, figure.dtype.name, figure.fp8)
 
 
 def panel_of(model: str, fp8: str | None) -> str:
-    """The panel of a model whose adapters lie in slots of the format `fp8`, or as wide as everything else."""
+    """Name the panel of a model with adapters in slots of the format `fp8` (None: the model's dtype)."""
     return model if fp8 is None else f"{model}, {fp8} adapters"
 
 

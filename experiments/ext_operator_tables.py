@@ -10,9 +10,9 @@ C            prefill, 4096 -> r -> 4096, 512 to 8192 tokens
 padding      mixed ranks at their true ranks, and padded to the widest
 shapes       projections of other models and ragged prefills, to which no rule was fitted
 step         the paper's step: one prompt and 31 decodes, and its parts
-gemm         what the operator adds to the base projection in front of it
+gemm         added latency of the operator after the base projection
 determinism  partials (ours), atomic additions
-invariant    what the same bits in every batch cost, on the batches of A and C
+invariant    cost of the same bits in every batch, on the batches of A and C
 fp8          adapters in FP8 beside the same ones in 16 bits: decode of ranks 16 and 64, and the batches of C
 ===========  ========================================================================
 
@@ -33,22 +33,19 @@ Cost of table=all: minutes on a GPU, where kernels are compiled on first use (in
 
 from __future__ import annotations
 
-import hashlib
-import json
+import multiprocessing
+import random
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from experiments.benches import tables
 from experiments.benches.operator_lines import ADDED, HOST, TABLES, Line, lines
 from experiments.harness.command import with_options
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError
-from experiments.harness.source import fingerprint
 from experiments.plots.operator_tables import show
-from punica.measure import environment
 from punica.measure.records import Row, write_rows
 
 CALLS_PER_SET, MOST_CALLS, REPLAYS, TURNS = 25, 200, 15, 3
@@ -58,7 +55,7 @@ line are timed one after the other, whose median counts again: a clock that drif
 
 
 def measure(line: Line, table: str) -> list[str]:
-    """Fill in the line's microseconds; what failed its check, and so was not timed, comes back."""
+    """Fill in the line's microseconds; return the failed checks, whose columns are not timed."""
     from experiments.benches import operator_columns, operator_gemm
     from experiments.benches.operator_sets import seconds_per_eager_call
 
@@ -90,27 +87,19 @@ def measure(line: Line, table: str) -> list[str]:
 
 
 def rows_of(table: str, found: list[Line]) -> list[Row]:
-    """The measurements as rows of the repository's kind."""
-    about = {**environment.stamp(), "source_hash": fingerprint(Path(__file__).resolve())}
-    about |= {"figure": "operator tables", "hardware": environment.hardware_slug(), "device": environment.device_name()}
-    about |= {"unit": "us", "statistic": "median", "model": "", "seq_len": None, "scale": "paper"}
-    out = []
+    """Return the measurements as rows."""
+    about, out = {**tables.columns_of_all("operator tables", __file__), "model": ""}, []
+    protocol = [CALLS_PER_SET, MOST_CALLS, REPLAYS, TURNS]
     for line in found:
         operator = {"batch_size": line.operator.tokens, "rank": line.operator.rank, "workload": line.workload}
-        cell = {"panel": f"{table}: {line.label}", **operator, **about, "config_hash": _digest(table, line, about)}
+        content = table, line.label, asdict(line.operator), protocol, about["device"], about["torch"]
+        cell = {"panel": f"{table}: {line.label}", **operator, **about, "config_hash": tables.digest(*content)}
         out += [Row(value=us, **cell, **_measured(name)) for name, us in line.us.items()]
     return out
 
 
-def _digest(table: str, line: Line, about: Mapping[str, object]) -> str:
-    """Twelve hex digits over what decides a line's numbers: operator, protocol, device and torch."""
-    protocol = [CALLS_PER_SET, MOST_CALLS, REPLAYS, TURNS]
-    content = [table, line.label, asdict(line.operator), protocol, about["device"], about["torch"]]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
-
-
 def _measured(column: str) -> dict[str, str]:
-    """Metric, clock and system of a column."""
+    """Return metric, clock and system of a column."""
     if column.startswith(HOST):
         return {"metric": "host_latency", "timer": "host_clock", "system": column.removeprefix(HOST)}
     metric = "added_latency" if column.startswith(ADDED) else "latency"
@@ -126,7 +115,7 @@ class Options:
 
 
 def chosen_tables(table: Any) -> list[str]:
-    """The tables that `table=` names; `ConfigError` for a name that is none."""
+    """Return the tables that `table=` names; `ConfigError` for an unknown name."""
     names = [table] if isinstance(table, str) else list(table)
     for name in names:
         if name not in (*TABLES, "all"):
@@ -137,17 +126,16 @@ def chosen_tables(table: Any) -> list[str]:
 
 def tabulate(options: Options) -> None:
     """Measure, print and write the chosen tables; exit code 1 when a result was wrong."""
-    tables = {table: lines(table) for table in chosen_tables(options.table)}
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError("the operator tables time GPU kernels; no CUDA device is visible")
-    from experiments.benches.operator_columns import compile_all_columns
+    chosen = {table: lines(table) for table in chosen_tables(options.table)}
+    tables.needs_gpu("the operator tables")
+    from experiments.benches.operator_columns import call_once
 
     started, failed = time.monotonic(), []
-    compile_all_columns((line.operator, table) for table, found in tables.items() for line in found)
-    folder = Path(options.out or f"outputs/{environment.hardware_slug()}/rows")
-    for table, found in tables.items():
+    jobs = list(dict.fromkeys((line.operator, table) for table, found in chosen.items() for line in found))
+    random.Random(0).shuffle(jobs)  # neighbours in a table need the same kernels
+    tables.compile_in_parallel(call_once, jobs, min(multiprocessing.cpu_count(), 16))
+    folder = tables.rows_folder(options.out)
+    for table, found in chosen.items():
         print(f"[{time.monotonic() - started:5.0f} s] table {table}", flush=True)
         for line in found:
             failed += measure(line, table)
@@ -155,9 +143,7 @@ def tabulate(options: Options) -> None:
             print(f"[{time.monotonic() - started:5.0f} s] {line.label}: {times}", flush=True)
         print(show(table, found), flush=True)
         write_rows(folder / f"ext_operator_tables_{table}.csv", rows_of(table, found))
-    if failed:
-        print("wrong, and not in the rows:", *failed, sep="\n  ", flush=True)
-        raise SystemExit(1)
+    tables.end(failed)
 
 
 if __name__ == "__main__":

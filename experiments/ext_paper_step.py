@@ -1,11 +1,11 @@
-"""Extension: the step that the paper runs, one prompt and many decodes in one batch, by one launch for all of them.
+"""Extension: the paper's step, one prompt and many decodes in one batch, by one launch for all of them.
 
 The paper's engine joins one prefill to all running decodes, so that an operator meets one long segment and many of one
 row; the paper times SGMV on decodes alone (Figures 7 to 9). Claim: one call for the whole step costs no more than the
-prompt and the decodes apart, whatever the length of the prompt, although the long segment wants large tiles and the
-short ones small. Expected shape: SGMV at or below `apart`, nearest to it where one part dominates; a loop over adapters
+prompt and the decodes apart, at any length of the prompt. The long segment needs large tiles, the short ones small
+ones. Expected shape: SGMV at or below `apart`, nearest to it where one part dominates; a loop over adapters
 pays for 31 decodes whatever the prompt; on a GPU the floor of the bytes comes nearer as the prompt grows. On a CPU,
-where a call costs little beside its products, SGMV and `apart` lie close together.
+where a call costs little beside its products, SGMV and `apart` are close together.
 
 Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16, 32 requests of 32 adapters, one of them a prompt; every system
 after a check against the reference, interleaved. `SGMV` and `apart` are what a layer calls: the device's wrapper at its

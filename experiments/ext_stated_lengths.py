@@ -20,7 +20,7 @@ from experiments.harness import main
 
 
 class StatedLengths(Fig11):
-    """As Figure 11, on Distinct and Identical."""
+    """Figure 11 on the stated lengths, for Distinct and Identical."""
 
     name, figure, order = "ext_stated_lengths", "ext stated lengths", 270
 

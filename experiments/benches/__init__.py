@@ -1,1 +1,1 @@
-"""What times an operator, a layer, a load or a step; `experiments.harness` makes rows of it."""
+"""Benches: operators, layers, loads and steps, checked and timed; `experiments.harness` makes rows of them."""

@@ -1,7 +1,7 @@
-"""Ways to load an adapter into the spare slot of a `Bench`, each checked, and the clock: what section 5.2 times.
+"""Loaders of an adapter into the spare slot of a `Bench`, checked and timed, for section 5.2.
 
-A `Loader` starts one load and returns at once where the device can; whoever needs the adapter waits on its handle. A
-new way to load is one function under `LOADERS` and its name in `conf/figure/sec52_adapter_loading.yaml`.
+A `Loader` starts a load, asynchronously on a GPU; its handle waits for the adapter. A new one is a function under
+`LOADERS` and its name in `conf/figure/sec52_adapter_loading.yaml`.
 """
 
 import time
@@ -24,7 +24,7 @@ from punica.registry import Registry
 @dataclass(frozen=True)
 class Loader:
     """`start(i)` begins to load the i-th adapter of the rotation (any i >= 0); `check(i)` raises `CheckFailed` unless
-    that is what lies at the destination once the device is idle.
+    the destination holds it once the device is idle.
     """
 
     start: Callable[[int], CopyHandle]

@@ -1,7 +1,6 @@
-"""A layer's base projection, alone and with LoRA behind it: what `ext_added_latency` times.
+"""A layer's base projection y = x W [h1, h2], alone and followed by LoRA (`layer_call`), for `ext_added_latency`.
 
-y = x W [h1, h2]; then what a layer calls (`layer_call`) adds x A^T B^T into the same y. Under `cuda_graph` the weights
-W rotate as the adapters do, so that both come from memory.
+Under `cuda_graph` the weights W rotate as the adapters do, so that both come from memory.
 """
 
 from collections.abc import Sequence
@@ -19,9 +18,8 @@ from punica.measure.timing import Call
 
 def projection(cfg: Config) -> torch.Tensor:
     """The weights W [copies, h1, h2], random, scaled so that y has unit variance."""
-    figure, device, copies = operator_conf(cfg), cfg.hardware.device, 1
-    if cfg.timer.name == "cuda_graph":
-        copies = max(2, -(-operators.flush_bytes(cfg) // (figure.h1 * figure.h2 * figure.dtype.bytes)))
+    figure, device = operator_conf(cfg), cfg.hardware.device
+    copies = operators.copies(cfg, figure.h1 * figure.h2 * figure.dtype.bytes)
     generator = torch.Generator(device).manual_seed(2)
     weights = torch.empty(copies, figure.h1, figure.h2, device=device, dtype=getattr(torch, figure.dtype.name))
     for one in weights:
@@ -30,9 +28,7 @@ def projection(cfg: Config) -> torch.Tensor:
 
 
 def checked_calls(batches: Sequence[Problem], weights: torch.Tensor, with_lora: bool) -> list[Call]:
-    """y = x W of every batch and, `with_lora`, what a layer adds to it; the first is checked, `CheckFailed` when it is
-    wrong.
-    """
+    """Prepare y = x W of every batch and, `with_lora`, a layer's LoRA; `CheckFailed` when the first is wrong."""
     products: list[Call] = [
         partial(torch.mm, one.x, weights[i % len(weights)], out=one.y) for i, one in enumerate(batches)
     ]

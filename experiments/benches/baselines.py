@@ -1,4 +1,4 @@
-"""What the paper compares SGMV with (Figure 8), and torch's own grouped matmul.
+"""Baselines of SGMV in the paper (Figure 8), and torch's own grouped matmul.
 
 All add ``scale * (x[t] @ A[l_t]^T) @ B[l_t]^T`` to row t of ``y``, in place, in the dtype of the model, on any device:
 
@@ -65,7 +65,7 @@ def _grouped_mm() -> Callable[..., Tensor] | None:
 
 @functools.cache
 def grouped_mm_available(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """Whether this torch multiplies groups of ``dtype`` matrices on ``device``, found out by doing it once.
+    """Check by one product that this torch multiplies groups of ``dtype`` matrices on ``device``.
 
     Which dtypes and devices are served changed with nearly every release, so a list would be wrong somewhere: torch
     2.13 on a CPU serves float32, bfloat16 and float16; earlier CUDA builds bfloat16 only.

@@ -1,9 +1,8 @@
-"""One step of the engine, taken apart: what `ext_breakdown` measures.
+"""Breakdown of one step of the engine into parts, for `ext_breakdown`.
 
-A case is a step with some adapters or none. Cases of one kind of step take turns, so that what drifts hits them alike.
-On a CPU every timed step is taken apart by a clock around a few dozen calls, which costs it nothing. On a GPU a
-profiler watches a few more steps; that costs time, so that both are kept, the step as it is and the one that was
-watched.
+A case is a step with some adapters or none. Cases of one kind of step take turns, so that a drift affects all alike. On
+a CPU a clock around a few dozen calls divides every timed step, at no cost. On a GPU a profiler watches a few further
+steps, which it slows down: both are kept.
 """
 
 import time
@@ -22,7 +21,7 @@ from punica.measure.timing import Protocol, seconds_between_events
 COPY_BYTES = 1 << 30
 ATTEMPTS = 5
 IN_A_ROW = 2
-"""Timed decode steps of a case before it is the next one's turn."""
+"""Consecutive timed decode steps of a case."""
 
 
 @dataclass
@@ -47,7 +46,7 @@ class Case:
 
 
 def measured(bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Protocol) -> dict[str, Case]:
-    """Every case of `shapes`, by name."""
+    """Measure every case of `shapes`, by name."""
     cases = {name: Case() for name in shapes}
     in_a_row = 1 if any(shape.prompt for shape in shapes.values()) else IN_A_ROW
     for _ in turns(len(cases), IN_A_ROW, protocol):
@@ -91,9 +90,7 @@ def _note(step: TimedStep, case: Case) -> None:
 
 
 def _profile(bench: EngineSteps, count: int, case: Case) -> None:
-    """Of steps that are begun ahead as many run inside as are called: the first had ended, the last is waited for. How
-    long each took cannot be told, so that all have the mean.
-    """
+    """Profile `count` steps. Steps launched ahead cannot be timed one by one, so that all have the mean."""
     steps: list[TimedStep] = []
     _warm_profiler()
     bench.wait()
@@ -120,7 +117,7 @@ def _warm_profiler() -> None:
 
 @cache
 def copy_bandwidth(device: str) -> float:
-    """Bytes per second, read and written, of a large copy: the best of a few, once per process."""
+    """Measure bytes per second, read and written, of a large copy: the best of a few, once per process."""
     source = torch.ones(COPY_BYTES >> 2, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
 
@@ -139,9 +136,9 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def bytes_moved(model: ModelConf, rank: int, shape: StepShape, *, fp8_cache: bool = False) -> int:
-    """What a step must read: the weights but for the embedding, of which it needs a few rows; keys and values of every
-    cached token of the requests that decode; each adapter once. Keys and values that are written, and activations,
-    are little beside it. `fp8_cache`: keys and values have a byte each.
+    """Return the bytes that a step must read: the weights without the embedding, keys and values of all cached tokens
+    of decoding requests, and each adapter once. Writes and activations are small beside them. `fp8_cache`: keys and
+    values have a byte each.
     """
     weights = model.backbone_parameters() - model.vocab_size * model.hidden_size
     cached = shape.decodes * shape.context * model.kv_elements()
@@ -150,6 +147,6 @@ def bytes_moved(model: ModelConf, rank: int, shape: StepShape, *, fp8_cache: boo
 
 
 def listed(cases: Sequence[Case], most: int = 6) -> str:
-    """Kernels that no part claims, the longest first; empty when there are none."""
+    """List kernels that no part claims, the longest first; empty without any."""
     total = sum((case.unknown for case in cases), Counter[str]())
     return "; ".join(f"{name[:60]} {1e3 * seconds:.3f} ms" for name, seconds in total.most_common(most))

@@ -1,4 +1,4 @@
-"""The variants that `ext_determinism` times, and what their bits do.
+"""Deterministic operators and atomic ones, for `ext_determinism`: their calls, and the differences of their bits.
 
 =========================  ==========================================================================================
 deterministic              the library's operator: split-K partials added in ascending order, early launch (PDL)
@@ -31,7 +31,7 @@ Linear = Callable[[Problem], Call]
 
 @dataclass(frozen=True)
 class Bits:
-    """How much the outputs of one call differ from those of another that should give the same bits."""
+    """Difference between the outputs of two calls that should give the same bits."""
 
     share: float  # of the outputs
     absolute: float  # largest difference
@@ -102,7 +102,7 @@ def from_row_alone(problem: Problem, name: str) -> Bits:
 
 
 def _added(problem: Problem, call: Call) -> torch.Tensor:
-    """What one call adds to y = 0."""
+    """Return the result of one call on y = 0."""
     problem.y.zero_()
     call()
     return problem.y.clone()
@@ -113,7 +113,7 @@ def _share(changed: torch.Tensor) -> float:
 
 
 def differences(result: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, float, int]:
-    """Which outputs have other bits, the largest absolute difference, and the largest in units in the last place."""
+    """Return a mask of changed outputs, the largest absolute difference, and the largest in ulp."""
     mine, theirs = _ordered(result), _ordered(other)
     return result != other, float((result.double() - other.double()).abs().max()), int((mine - theirs).abs().max())
 

@@ -1,10 +1,9 @@
-"""Where the time of a GPU goes: from the kernels that a profiler saw to seconds by part.
+"""Breakdown of a GPU's time: from the kernels of a profile to seconds by part.
 
-Every instant belongs to one part: among the kernels that run, to the one that started first, so that a kernel launched
-early counts from when the one before it ends. A LoRA shrink runs beside the base product: in its launch, where it is
-part of that (what low ranks cost is then found in the base product's time beside that without LoRA), or on a stream of
-its own, where it counts only while nothing else runs. What no kernel covers is a gap. So the parts add up to the time
-that was watched.
+Every instant belongs to one part: to the running kernel that started first, so that a kernel launched early counts from
+the end of its predecessor. A LoRA shrink on its own stream counts only while nothing else runs. In the launch of the
+base product it is part of that; its cost is the difference to the product without LoRA. Time without kernels is a gap,
+so that the parts add up to the time that was watched.
 """
 
 import itertools
@@ -34,7 +33,7 @@ _TABLE = [(part, re.compile(pattern, re.IGNORECASE)) for part, pattern in KERNEL
 
 
 class Kernel(NamedTuple):
-    """What the device ran (a kernel, a copy), and when, in seconds."""
+    """A kernel or copy that the device ran; start and end in seconds."""
 
     name: str
     start: float
@@ -92,7 +91,7 @@ def unknown(kernels: Sequence[Kernel]) -> Counter[str]:
 
 
 def watched_kernels(work: Callable[[], object]) -> list[Kernel]:
-    """What the current GPU runs during `work`, which must wait for it."""
+    """Profile the kernels of the current GPU during `work`, which must wait for it."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         work()

@@ -1,4 +1,4 @@
-"""Putting an engine into the middle of a stream: requests that run already, whose keys and values are noise."""
+"""State of an engine amid a stream: running requests whose keys and values are noise."""
 
 import torch
 
@@ -7,7 +7,7 @@ from punica.scheduling import RequestState, RequestStatus
 
 
 def put(engine: Engine, request: Request, generated: int) -> None:
-    """A request in the batch that has `generated` tokens; all its new ones if it is an idle member."""
+    """Add a running request with `generated` tokens; with all its new tokens it is an idle member of a fixed batch."""
     if generated == request.max_new_tokens:
         state = RequestState(request)
         state.status, state.finish_reason = RequestStatus.FINISHED, "length"
@@ -22,7 +22,7 @@ def put(engine: Engine, request: Request, generated: int) -> None:
 
 
 def clear(engine: Engine) -> None:
-    """Nobody waits or runs any more, and the device has nothing to do."""
+    """End all requests, waiting and running, and wait for the device."""
     scheduler = engine.scheduler
     for state in [*scheduler.running, *scheduler.waiting]:
         if not state.has_ended:

@@ -1,8 +1,6 @@
-"""Steps of an engine as one wants them: how many requests decode at which context, with or without a prompt, on whose
-adapters.
+"""Steps of an engine of a chosen shape: decoding requests, their context, a prompt or none, adapters.
 
-`EngineSteps` is an engine with its slots full. What lies in its cache before a step is noise, as in
-`benches.model_steps`, so that a step at any context can be had at once.
+`EngineSteps` is an engine with full slots, whose cache holds noise, so that a step at any context can start at once.
 """
 
 import itertools
@@ -28,7 +26,7 @@ from punica.measure.timing import Protocol
 from punica.models import LlamaForCausalLM
 
 ROOM = 64
-"""Tokens that a request may get before it ends and its step would be a smaller one."""
+"""New tokens of a request before it ends, and steps get smaller."""
 
 
 def fewest_turns(in_a_row: int, protocol: Protocol) -> int:
@@ -37,8 +35,8 @@ def fewest_turns(in_a_row: int, protocol: Protocol) -> int:
 
 
 def turns(cases: int, in_a_row: int, protocol: Protocol) -> Iterator[int]:
-    """Turns in which each of `cases` takes `in_a_row` steps: the fewest in any case, and as many of the protocol's
-    repeats as begin within its seconds per case.
+    """Yield turns in which each of `cases` takes `in_a_row` steps: the protocol's fewest repeats, and as many more as
+    begin within its seconds per case.
     """
     least, most = fewest_turns(in_a_row, protocol), max(1, protocol.repeats // in_a_row)
     deadline = time.perf_counter() + protocol.seconds * cases
@@ -102,7 +100,7 @@ class EngineSteps:
         make_adapter: Callable[[LoRAModelManager], LoRAModel], switches: Mapping[str, Any] | None = None, **lora: Any,
     ) -> None:  # fmt: skip
         config = EngineConfig(max_batch_size=batch_size, max_model_len=longest + ROOM, **(switches or {}))
-        sizes = {"max_loras": batch_size, "max_cpu_loras": batch_size}  # nobody joins for whom a slot is to be spare
+        sizes = {"max_loras": batch_size, "max_cpu_loras": batch_size}  # no spare slot: no request joins
         self.engine = Engine(model, config.lora_config(rank, **sizes, **lora), config)
         fill_with_noise(self.engine.runner.attention.cache)
         self._names = itertools.count()
@@ -121,22 +119,20 @@ class EngineSteps:
     def of_llama(
         cls, model: ModelConf, rank: int, batch_size: int, longest: int, device: str, **switches: Any
     ) -> "EngineSteps":
-        """Of a Llama with random weights; `switches` of the engine."""
+        """Build one for a Llama with random weights; `switches`: fields of `EngineConfig`."""
         llama = random_llama(model, device)
         adapter = random_adapter(1, llama.config, rank, 0, dtype=llama.lm_head.weight.dtype)
         return cls(llama, rank, batch_size, longest, lambda _: adapter, switches)
 
     def begin(self, shape: StepShape) -> None:
-        """Nothing but the decoding requests of `shape` runs; good for fewer than `ROOM` steps."""
+        """Run nothing but the decoding requests of `shape`, for fewer than `ROOM` steps."""
         clear(self.engine)
         self._shape = shape
         for adapter in shape.adapters[bool(shape.prompt) :]:
             put(self.engine, self._request(shape.context - 1, adapter), 1)
 
     def settle(self, shape: StepShape) -> None:
-        """Begin, and run what a step finds that is one of many: of decodes the one before, whose tables it shares; of
-        any shape its first step ever, which compiles kernels and captures graphs.
-        """
+        """Begin, and run the step before: decodes share its tables, and a shape's first step compiles and captures."""
         self.begin(shape)
         if not shape.prompt or shape not in self._ran:
             self.step()
@@ -144,16 +140,16 @@ class EngineSteps:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a device beside the host computes the steps."""
+        """True where a GPU computes the steps."""
         return self.engine.runner.model.lm_head.weight.is_cuda
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the device has begun the next step."""
+        """True once the device has begun the next step."""
         return self.engine.is_ahead
 
     def wait(self) -> None:
-        """Until the device has nothing to do."""
+        """Wait until the device is idle."""
         if self.engine.runner.model.lm_head.weight.is_cuda:
             torch.cuda.synchronize()
 
@@ -192,9 +188,7 @@ class EngineSteps:
 
 
 def check_adapters_matter(steps: EngineSteps, shapes: Sequence[StepShape]) -> None:
-    """The first step of each of `shapes`, which differ in their adapters, gives tokens of its own if those are none or
-    some; `CheckFailed` when adapters change nothing.
-    """
+    """`CheckFailed` when the first steps of `shapes`, with adapters and without, give the same tokens."""
     tokens = {}
     for shape in shapes:
         steps.begin(shape)
@@ -204,9 +198,7 @@ def check_adapters_matter(steps: EngineSteps, shapes: Sequence[StepShape]) -> No
 
 
 class Launched(NamedTuple):
-    """Seconds of the host in one step: until all of it was given to the device, its metadata included, and then ahead
-    of the device, for the next step.
-    """
+    """Seconds of the host in one step: until all is launched, metadata included, and then for the next step."""
 
     given: float
     ahead: float
@@ -214,7 +206,7 @@ class Launched(NamedTuple):
 
 @contextmanager
 def launch_times(engine: Engine) -> Iterator[list[Launched]]:
-    """Inside, every step adds one."""
+    """Collect the times of every step inside."""
     overlap, given, seen = engine._overlap, [0.0], list[Launched]()
     launch, prepare = overlap.launch, overlap.prepare_next
 

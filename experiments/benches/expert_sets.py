@@ -1,7 +1,7 @@
 """Inputs for timing the LoRA of experts on a GPU: rotating sets, so that weights come from HBM, as in `operator_sets`.
 
-A set is a routing of its own, activations of its own, and one of several stacks of weights. What all sets read together
-is more than a cache holds; where a stack is much larger than what one call reads of it, sets share stacks.
+A set has its own routing and activations, and one of several stacks of weights. All sets together read more bytes than
+a cache has; sets share stacks where one call reads little of a stack.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ class MoELayer(NamedTuple):
 class ExpertSets:
     """Both LoRA products of one layer for `tokens` rows, row t with adapter ``t % adapters`` of `adapters`.
 
-    ``calls`` are what can be timed, name -> call on set i; all of them accumulate into their outputs but those whose
-    name ends in ``delta``. The alignment is not among them where every pair stands by itself: nothing is launched.
+    ``calls``: name -> call on set i; those whose name ends in ``delta`` overwrite their outputs, others accumulate.
+    Where the assignment is naive no alignment is launched, nor is it among them.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ExpertSets:
         return self._normal(*shape, scale=shape[-1] ** -0.5)
 
     def _w13_aligned(self, i: int) -> Any:
-        """What a layer calls first; the alignment that it returns is for `_w2`."""
+        """Run a layer's first call; return its alignment, for `_w2`."""
         weights, ids = self.routing[i]
         (a, b), (_, _, experts, top_k) = self.w13[i % len(self.w13)], self.layer
         return self.wrapper.add_lora_w13(
@@ -108,7 +108,7 @@ class ExpertSets:
         return self.wrapper._slots_of_tokens(None, self.tokens)
 
     def _w13(self, i: int, add: bool) -> None:
-        """What `add_lora_w13` calls once it has aligned."""
+        """Run `add_lora_w13` without its alignment."""
         ids, experts, counts, mapping = self.aligned[i]
         if ids is not None:
             ids, experts = ids.view(self.adapters, -1), experts.view(self.adapters, -1)
@@ -137,7 +137,7 @@ class ExpertSets:
         return self.error_now(name)
 
     def error_now(self, name: str) -> float:
-        """The same of what the outputs of the first and the last set hold, as a call that overwrites them left it."""
+        """Return the same error of the outputs as they are, left by a call that overwrites them."""
         down = name.startswith("w2")
         y, x, stacks = (self.y2, self.x2, self.w2) if down else (self.y13, self.x13, self.w13)
         errors = []

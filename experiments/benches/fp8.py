@@ -1,4 +1,4 @@
-"""LoRA operators and a model with adapters in FP8, checked: what `ext_fp8` times and compares.
+"""LoRA operators and a model with adapters in FP8, checked, for `ext_fp8`.
 
 An operator's weights are those of `benches.operators`, quantised once for all batches that rotate through them, and
 stored as layers store them, rank after rank.
@@ -30,7 +30,7 @@ from punica.wrapper import get_punica_wrapper
 
 
 class System(NamedTuple):
-    """How a system holds weights (None: as wide as the activations), and whether it quantises activations too."""
+    """Format of a system's weights (None: that of the activations); `w8a8`: activations are quantised too."""
 
     fp8: torch.dtype | None
     w8a8: bool = False
@@ -43,8 +43,8 @@ SYSTEMS = {
     "FP8 w8a8": System(torch.float8_e4m3fn, True),
 }
 W8A8_TOLERANCE = 2 / 16
-"""Largest relative error of w8a8 beside the product of the rounded weights: activations are rounded twice, by up to a
-sixteenth of a value. Over many rows and ranks 0.035 is usual; one row of rank 16 exceeds 0.05 every now and then.
+"""Largest relative error of w8a8 against the product of the rounded weights: activations are rounded twice, by up to
+1/16 of a value. Over many rows and ranks 0.035 is usual; one row of rank 16 sometimes exceeds 0.05.
 """
 
 
@@ -67,7 +67,7 @@ def bytes_read(figure: OperatorConf, rows: int, adapters: int, rank: int, wide: 
 
 @lru_cache(maxsize=3)
 def _bank(storages: tuple[Any, Any], rank: int, fp8: torch.dtype) -> Quantised:
-    """All slots that rotate, in FP8; `storages` are the memory of A and B, which is what makes them these."""
+    """Quantise all slots that rotate; `storages`: the memory of A and B, which identifies them."""
     a, b = (memory.whole() for memory in storages)
     (a8, a_scale), (b8, b_scale) = (quantize_per_channel(w, fp8, check=False) for w in (a, b))
     return Quantised(a8, a_scale, b8.mT.contiguous().mT, b_scale)
@@ -125,7 +125,7 @@ def checked_calls(batches: Sequence[Problem], system: str) -> tuple[list[Call], 
 
 
 def _call(problem: Problem, held: System) -> Call:
-    """What a layer calls on the wrapper of the problem's device."""
+    """Prepare a layer's call on the wrapper of the problem's device."""
     slots, rank, _ = problem.a.shape
     wrapper = begun(get_punica_wrapper, tuple(problem.slots.tolist()), slots, rank, problem.x.device)
     ranks = torch.full((1, slots), rank, dtype=torch.int32, device=problem.x.device)
@@ -141,8 +141,8 @@ def _call(problem: Problem, held: System) -> Call:
 def model_errors(
     cfg: Config, systems: Sequence[str], requests: int, prompt: int, rank: int
 ) -> list[tuple[float, float, int]]:
-    """Of each system: relative error of the logits of `requests` prompts, share of their tokens whose largest logit is
-    another one, and bytes of a slot; against adapters as wide as the model.
+    """Return, per system: relative error of the logits of `requests` prompts, share of tokens whose greedy choice
+    changes, both against adapters in the model's dtype, and bytes of a slot.
     """
     wide, _ = _logits(cfg, None, requests, prompt, rank)
     found = []

@@ -1,7 +1,7 @@
-"""Where the time of a step goes on a CPU: the calls that the model and the engine make, timed one inside another.
+"""Breakdown of a step's time on a CPU: nested calls of model and engine, timed.
 
-What is called inside of another part's call counts for itself alone. What is called for the head stays the head's, its
-product too. The two LoRA products are one call on a CPU, hence one part.
+A nested call counts for its own part alone, except that calls inside the head are the head's. The two LoRA products are
+one call on a CPU, hence one part.
 """
 
 import time
@@ -34,12 +34,12 @@ class Stopwatch:
         self._part, self._since = REST, time.perf_counter()
 
     def stop(self) -> Counter[str]:
-        """What was counted until now."""
+        """Return the seconds by part until now."""
         self._switch(REST)
         return Counter(self.seconds)
 
     def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose time counts for `part`."""
+        """Wrap `function` so that its time counts for `part`."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             outer = self._part
@@ -61,7 +61,7 @@ class Stopwatch:
 
 @contextmanager
 def watched_calls(engine: Engine) -> Iterator[Stopwatch]:
-    """Inside, the steps of `engine`, which is on a CPU and has LoRA, are timed by part."""
+    """Time the steps of `engine`, on a CPU and with LoRA, by part."""
     watch, attention = Stopwatch(), engine.runner.attention
     calls: list[tuple[str, object, str]] = [
         (BASE, UnquantizedLinearMethod, "apply"),

@@ -1,4 +1,4 @@
-"""One decoder layer with LoRA in a decode step: what Figure 10 times.
+"""One decoder layer with LoRA in a decode step, for Figure 10.
 
 All seven projections carry adapters, every slot its own copy of the weights. Metadata (which row uses which slot)
 is set once per step, outside the timing, as a server does once for all layers.
@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from experiments.benches.model_steps import TOLERANCE, Invocation, difference, llama_config, random_llama, spans
-from experiments.harness.experiment import CheckFailed
+from experiments.benches.model_steps import TOLERANCE, Invocation, check_rows, llama_config, random_llama, spans
 from experiments.harness.schema import ModelConf
 from punica.adapters import LoRAModelManager, random_adapter
 from punica.config import LoRAConfig
@@ -53,30 +52,24 @@ class LayerBench:
         return cos, sin
 
     def run(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """The layer as the model calls it: the residual stream `x [T, hidden]` gains what attention makes of it, in
-        place; returned is what the MLP adds, which the layer behind adds to it.
+        """Run the layer as the model does: attention is added to the residual stream `x [T, hidden]` in place, and the
+        MLP's output is returned, for the next layer to add.
         """
         return self.layer(x, None, cos, sin, self.invocation.attention)
 
     def output(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """What the layer makes of `x`, which stays as it is: `[T, hidden]` to the same shape."""
+        """Return the layer's output of `x` `[T, hidden]`, which is not changed."""
         x = x.clone()
         return x.add_(self.run(x, cos, sin))
 
     @torch.inference_mode()
     def check(self, adapter_ids: list[int], kv_length: int) -> None:
-        """First and last row of the batch come out as when each runs alone, and not as without its adapter.
+        """`CheckFailed` unless first and last row equal the same row alone, and not without its adapter."""
+        x = self.rows(len(adapter_ids))
 
-        Raises `CheckFailed` when they do not.
-        """
-        batch_size = len(adapter_ids)
-        x = self.rows(batch_size)
-        together = self.output(x, *self.begin(adapter_ids, kv_length))
-        for row in {0, batch_size - 1}:
-            alone = self.output(x[row : row + 1], *self.begin([adapter_ids[row]], kv_length, row))
-            plain = self.output(x[row : row + 1], *self.begin([0], kv_length, row))
-            error = difference(together[row : row + 1], alone)
-            if not error <= TOLERANCE[self.dtype]:
-                raise CheckFailed(f"row {row} of {batch_size} differs by {error:.2e} from the same row alone")
-            if difference(plain, alone) <= TOLERANCE[self.dtype]:
-                raise CheckFailed(f"row {row} of {batch_size} comes out as if it had no adapter")
+        def of_row(row: int) -> tuple[torch.Tensor, torch.Tensor]:
+            one, own = x[row : row + 1], [adapter_ids[row]]
+            alone = self.output(one, *self.begin(own, kv_length, row))
+            return alone, self.output(one, *self.begin([0], kv_length, row))
+
+        check_rows(self.output(x, *self.begin(adapter_ids, kv_length)), of_row, TOLERANCE[self.dtype])

@@ -1,8 +1,6 @@
-"""What a layer calls: a wrapper with a server's slots, on which a step has begun.
+"""Calls of a layer: ``wrapper.add_linear`` on a wrapper with a server's slots, whose step has begun.
 
-A layer hands its rows and its weights, stacked with the table of their true ranks, to ``wrapper.add_linear``; how that
-is computed the wrapper chooses, from its `LoRAConfig`. A server begins a step once for all layers, so that here, too,
-it lies outside the timing.
+A server begins a step once for all layers, so that it is not timed here either.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +18,9 @@ from punica.ops.weights import LoRAWeights
 from punica.wrapper import PunicaWrapperBase, get_punica_wrapper
 
 MAX_LORAS = 64
-"""Slots that a step's metadata provides for, as in a server, however few adapters a batch has."""
+"""Slots in a step's metadata, as in a server, for any number of adapters in the batch."""
 MAX_ROWS = 8192
-"""Rows that it provides for."""
+"""Rows in it."""
 VOCAB_SIZE = 32000
 
 
@@ -34,10 +32,10 @@ def begun(
     device: torch.device | str,
     **switches: bool,
 ) -> PunicaWrapperBase:
-    """A wrapper for `max_loras` slots of width `rank`, made by `make`, on which a step has begun: row t uses slot
+    """Build a wrapper for `max_loras` slots of width `rank` by `make`, and begin a step: row t uses slot
     `slots_of_rows[t]`. `switches`: fields of `LoRAConfig`.
 
-    To the operator a prompt is a run of rows that share a slot, so that every step is described as one of decodes.
+    A prompt is a run of rows with one slot to the operator, so that every step is described as decodes.
     """
     config = LoRAConfig(max_lora_rank=rank, max_loras=max_loras, **switches)
     wrapper = make(max(MAX_ROWS, len(slots_of_rows)), max_loras, device, lora_config=config)
@@ -47,9 +45,9 @@ def begun(
 
 
 def layer_calls(batches: Sequence[Problem]) -> list[Call]:
-    """What a layer calls on each of `batches`, on the wrapper of their device at its defaults.
+    """Prepare a layer's call on each of `batches`, on the wrapper of their device at its defaults.
 
-    Batches whose rows use the same slots share a wrapper, as layers do: the step's metadata is the same memory.
+    Batches whose rows use the same slots share a wrapper, as layers do.
     """
     steps: dict[tuple[int, ...], PunicaWrapperBase] = {}
     calls = []
@@ -64,7 +62,7 @@ def layer_calls(batches: Sequence[Problem]) -> list[Call]:
 
 
 def behind_products(products: Sequence[Call], batches: Sequence[Problem]) -> list[Call]:
-    """A layer's base product of each of `batches`, and what it calls behind it, on two streams where it has two."""
+    """Prepare base product and LoRA call of a layer for each of `batches`, on two streams on a GPU."""
     x = batches[0].x
     streams = DualStream(x.device) if x.is_cuda else None
 
@@ -74,7 +72,7 @@ def behind_products(products: Sequence[Call], batches: Sequence[Problem]) -> lis
 def beside(
     streams: DualStream | None, x: torch.Tensor, product: Callable[[], object], call: Callable[..., object]
 ) -> None:
-    """``product()``, then what a layer calls behind it, begun in front of it; ``x``: what both read."""
+    """Run ``product()`` and a layer's LoRA call, on a second stream if there is one; ``x``: their input."""
     aside = streams.begin(x) if streams is not None else None
     product()
     call(**({} if aside is None else {"beside": Beside(aside)}))

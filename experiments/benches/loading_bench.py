@@ -1,7 +1,7 @@
-"""A model with one spare slot to load adapters into, alone or beside decode steps: where section 5.2 is measured.
+"""A model with one spare slot to load adapters into, alone or beside decode steps, for section 5.2.
 
-`Bench` builds the model, wraps it, and registers the adapters that take turns in the spare slot; with `Decode` it also
-runs decode steps whose adapters lie in the slots beside. It can tell whether the spare slot really holds an adapter.
+`Bench` builds and wraps the model, and registers the adapters that take turns in the spare slot; with `Decode` it also
+runs decode steps on the other slots. It checks the content of the spare slot.
 """
 
 import copy
@@ -11,9 +11,9 @@ from itertools import groupby
 
 import torch
 
-from experiments.benches.captured import CapturedRun
 from experiments.benches.model_steps import (
     TOLERANCE,
+    CapturedRun,
     Invocation,
     difference,
     llama_config,
@@ -33,9 +33,7 @@ from punica.workload.popularity import popularity
 
 MOST_ADAPTERS = 256
 DIFFERENT = 4
-"""Adapters with weights of their own. The others have a copy of one of them in other memory: drawing hundreds takes
-longer than timing them, and those that follow one another still differ.
-"""
+"""Adapters with weights of their own; others are copies in other memory, since drawing hundreds takes too long."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +150,8 @@ class Bench:
                     raise CheckFailed(f"after a load, the rank of slot {self.slot} of {name} is not {self.rank}")
 
     def _places(self) -> dict[str, list[SlotPart]]:
-        """`model.layers.0.self_attn.k_proj` -> where its A and its B lie, and their scales if they are in FP8: the
-        second slice of `qkv_proj`.
+        """Map module names to places of A and B, and of their scales in FP8 slots: `model.layers.0.self_attn.k_proj` is
+        the second slice of `qkv_proj`.
         """
         places = {}
         for name, layer in self.manager.modules.items():

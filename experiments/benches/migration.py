@@ -1,8 +1,7 @@
-"""Moving a running request from one engine to another: what `sec53_migration` times.
+"""Migration of a running request to another engine, for `sec53_migration`.
 
-Its keys and values lie in blocks anywhere in a cache, layer by layer. To copy them they are gathered into one piece of
-memory, cross whatever lies between the two caches in one copy, and are scattered into the blocks that the other engine
-gave them. To recompute them costs the other engine one prefill of the prompt and all that was generated.
+A copy gathers the request's blocks of keys and values into contiguous memory, crosses the link in one piece, and is
+scattered into blocks of the other engine. Recomputation is one prefill of prompt and generated tokens.
 """
 
 import itertools
@@ -55,7 +54,7 @@ class Blocks:
             part.index_copy_(0, self._table, place)
 
     def content(self) -> Tensor:
-        """What they hold, on the host."""
+        """Return their content, on the host."""
         there = self.room(self.device)
         self.gather(there)
         return there.cpu()
@@ -67,8 +66,8 @@ def parts_of(cache: KVCache) -> list[Tensor]:
 
 
 class Route:
-    """The way from `source` to `target` through the memories `between`, the first on the device of the source, the last
-    on that of the target.
+    """Way from `source` to `target` through memories `between`: the first on the source's device, the last on the
+    target's.
     """
 
     def __init__(self, source: Blocks, target: Blocks, between: Sequence[Tensor]) -> None:
@@ -84,9 +83,7 @@ class Route:
 
 @dataclass
 class Moves:
-    """Seconds of every way of one context, turn by turn, and of a decode step of a full batch with that context; the
-    bytes of keys and values.
-    """
+    """Seconds by system for one context, and of a decode step of a full batch; bytes of keys and values."""
 
     nbytes: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -125,7 +122,7 @@ class Migration:
         return moves
 
     def route(self, name: str, context: int) -> Route:
-        """How the system `name` copies a request of `context` tokens."""
+        """Build the route by which the system `name` copies a request of `context` tokens."""
         count = -(-context // BLOCK_SIZE)
         parts = self._target(PEER if name == COPY_PEER else self._device)
         source = Blocks(self._source, scattered(count, len(self._source[0])))
@@ -185,9 +182,7 @@ def check_moved(route: Route, name: str) -> None:
 
 
 def check_recomputed(engine: Engine) -> None:
-    """`CheckFailed` unless prompt and generated tokens, prefilled at once, give the keys and values that prefill and
-    decode steps gave, within rounding.
-    """
+    """`CheckFailed` unless a prefill of prompt and generated tokens gives the keys and values of prefill and decode."""
     first = Request("stays", [(5 * place + 3) % engine.vocab_size for place in range(CHECKED // 2)], CHECKED, _ADAPTER)
     state = engine.add_request(first)
     while state.num_tokens <= CHECKED:  # the last token has no keys and values yet

@@ -1,4 +1,4 @@
-"""Batches whose adapters have several ranks, in slots as wide as the largest: what `ext_padding` times.
+"""Batches whose adapters have several ranks, in slots as wide as the largest, for `ext_padding`.
 
 Slot s holds an adapter of rank `ranks[s % len(ranks)]`; its weights above that rank are zero. Three systems run on it:
 
@@ -91,7 +91,7 @@ def _mixed_bank(
 
 
 def _weights(cfg: Config, chosen: Variant) -> operators.Weights:
-    """A, B and the table of ranks of all slots. Narrow slots lie in the same memory as wide ones."""
+    """Return A, B and the table of ranks of all slots; narrow slots share the memory of wide ones."""
     figure, device, ranks = operator_conf(cfg), cfg.hardware.device, tuple(cfg.adapters.ranks)
     slots, shape = bank_slots(cfg), (figure.h1, figure.h2, figure.dtype, device)
     if chosen.system == UNIFORM:

@@ -1,4 +1,4 @@
-"""Single model invocations at a chosen batch and context: what Figures 1 and 10 time.
+"""Single model invocations at a chosen batch and context, for Figures 1 and 10.
 
 `Invocation` lays rows out as the engine does (`punica.scheduling.layout`) but without requests: row i of a decode step
 attends to `seq_len` cached tokens in blocks of its own, and a prefill computes whole prompts. The cache holds noise;
@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from transformers import LlamaConfig
 
-from experiments.benches.captured import CapturedRun
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
 from punica.engine.gpu_attention import attention_for
 from punica.engine.kv_cache import KVCache
+from punica.layers import rehearsal
 from punica.models import LlamaForCausalLM
 from punica.scheduling import Span
 
@@ -53,6 +53,28 @@ def random_llama(model: ModelConf, device: str, layers: int | None = None) -> Ll
     return llama
 
 
+class CapturedRun:
+    """A function as a CUDA graph, which the host replays; `function` is kept because it owns what the graph reads.
+
+    It runs once before the capture, as it will in the graph, so that every kernel is compiled and loaded.
+    """
+
+    def __init__(self, function: Callable[[], torch.Tensor]) -> None:
+        self.function, self.graph = function, torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), rehearsal():
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self.graph):
+            self.output = function()
+
+    def __call__(self) -> torch.Tensor:
+        """Run it again; the next call overwrites the result."""
+        self.graph.replay()
+        return self.output
+
+
 class StepInputs(NamedTuple):
     """Token ids, positions and cache rows of a step, each int64 `[T]` on the device."""
 
@@ -78,12 +100,12 @@ class Invocation:
         self.attention.begin(spans, kv_rows)
         return tokens, positions
 
-    @torch.inference_mode()  # else nobody could refill inputs that were made in it
+    @torch.inference_mode()  # else inputs made in it could not be refilled
     def decode_step(self, batch_size: int, kv_length: int) -> Callable[[], torch.Tensor]:
         """A decode step of `batch_size` requests with `kv_length` cached tokens each, begun: the call that runs it.
 
-        On a GPU that replays a graph, captured once per batch size: as in the engine the context lies in buffers that
-        are refilled, so that only the call of the step begun last is of use. Returns hidden states `[T, hidden]`.
+        On a GPU it replays a graph, captured once per batch size, whose buffers are refilled as in the engine: only the
+        call of the step begun last is valid. Returns hidden states `[T, hidden]`.
         """
         layout = spans(batch_size, 1, kv_length)
         if self.device.type != "cuda":
@@ -141,10 +163,9 @@ def step_tokens(batch_size: int, kv_length: int) -> int:
 
 @torch.inference_mode()
 def check_decode(invocation: Invocation) -> None:
-    """Prefill 19 tokens of two requests and decode the 20th: the same hidden states as computing all 20 at once, and
-    `prefill_step` and `decode_step` do what the host launches, the latter also once it has run with another context.
+    """`CheckFailed` unless, for two requests, a prefill of 19 tokens and a decode step equal one prefill of 20.
 
-    Raises `CheckFailed` when they differ: paging, positions or masks are wrong then, and no time would mean anything.
+    `prefill_step` and `decode_step`, run with another context before, must equal eager launches.
     """
     length = 20
     whole = spans(2, length, length)
@@ -168,6 +189,22 @@ def check_decode(invocation: Invocation) -> None:
             raise CheckFailed(f"a {name} step differs by {error:.2e} (relative) from what the host launches")
 
 
+def check_rows(
+    together: torch.Tensor, of_row: Callable[[int], tuple[torch.Tensor, torch.Tensor]], tolerance: float
+) -> None:
+    """`CheckFailed` unless the first and the last row of a batch equal the same row alone, and not without its adapter.
+
+    `of_row`: both outputs `[1, width]` of a row on its own, with and without its adapter.
+    """
+    for row in {0, len(together) - 1}:
+        alone, plain = of_row(row)
+        error = difference(together[row : row + 1], alone)
+        if not error <= tolerance:
+            raise CheckFailed(f"row {row} of {len(together)} differs by {error:.2e} from the same row alone")
+        if difference(plain, alone) <= tolerance:
+            raise CheckFailed(f"row {row} of {len(together)} comes out as if it had no adapter")
+
+
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative error of `found`."""
+    """Return the relative error of `found`."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())

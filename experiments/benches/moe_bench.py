@@ -1,4 +1,4 @@
-"""A mixture-of-experts model with adapters on its experts, and what `ext_moe` times of it.
+"""A mixture-of-experts model with adapters on its experts: the layers and steps that `ext_moe` times.
 
 Every slot holds a copy of one random adapter, at its own address: speed does not depend on values. Metadata is set once
 per step, outside the timing, except the grouping by expert, which follows the router and so belongs to every layer.
@@ -7,18 +7,20 @@ per step, outside the timing, except the grouping by expert, which follows the r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import MixtralConfig, Qwen3MoeConfig
 
-from experiments.benches.model_steps import Invocation, difference, spans, step_tokens
+from experiments.benches.engine_steps import EngineSteps, StepShape, check_adapters_matter, turns
+from experiments.benches.model_steps import Invocation, check_rows, difference, spans, step_tokens
 from experiments.harness.experiment import CheckFailed
 from punica.adapters import LoRAModel, LoRAModelManager, ModuleWeights
 from punica.config import LoRAConfig
 from punica.layers import FusedMoEWithLoRA
+from punica.measure.timing import Protocol
 from punica.metadata import LoRAMapping
 from punica.models import MixtureOfExpertsForCausalLM
 from punica.ops import reference
@@ -26,6 +28,8 @@ from punica.ops.quant import dequantize
 from punica.parallel import route
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+IN_A_ROW = 4
+"""Consecutive steps of one shape through the engine, before the next shape's turn."""
 COMMON = {"head_dim": 128, "max_position_embeddings": 4096, "dtype": "float32"}
 
 
@@ -58,26 +62,38 @@ MODELS: dict[str, tuple[Any, dict[str, int], dict[str, Any]]] = {
 """Class of the config, what is divided, and what is not."""
 
 
-class MoEBench:
-    """The model with `slots` adapters of `rank` on all experts (`fp8`: in slots of that format), a cache for `batch`
-    requests of `context` tokens.
-    """
+class MoESizes(NamedTuple):
+    """Sizes of a model (of `MODELS`), its adapters (`fp8`: format of their slots), and the largest batch."""
 
-    def __init__(
-        self, name: str, rank: int, layers: int, divisor: int, slots: int, batch: int, context: int, dtype: str,
-        device: str, fp8: str | None = None,
-    ) -> None:  # fmt: skip
-        config, self.dtype = model_config(name, layers, divisor), getattr(torch, dtype)
-        model = MixtureOfExpertsForCausalLM(config, dtype=self.dtype, device=device)
+    model: str
+    rank: int
+    layers: int
+    divisor: int
+    batch: int
+    context: int  # cached tokens of every request
+    dtype: str
+    fp8: str | None = None
+
+    def random_model(self, device: str) -> MixtureOfExpertsForCausalLM:
+        """Build the model with random weights."""
+        config = model_config(self.model, self.layers, self.divisor)
+        model = MixtureOfExpertsForCausalLM(config, dtype=getattr(torch, self.dtype), device=device)
         model.init_random_weights(0)
-        self.context, self.top_k = context, config.num_experts_per_tok
-        self.invocation = Invocation(model, step_tokens(batch, context))
-        self.model = model
-        lora = LoRAConfig(max_lora_rank=rank, max_loras=slots, target_modules=["experts"], fp8=fp8)
-        self.manager = LoRAModelManager(model, batch, batch, model.config.vocab_size, lora, device)
+        return model
+
+
+class MoEBench:
+    """A model with adapters on all experts in `slots` slots, and a cache for its largest batch."""
+
+    def __init__(self, sizes: MoESizes, slots: int, device: str) -> None:
+        self.model, self.dtype = sizes.random_model(device), getattr(torch, sizes.dtype)
+        batch, self.context, self.top_k = sizes.batch, sizes.context, self.model.config.num_experts_per_tok
+        self.invocation = Invocation(self.model, step_tokens(batch, sizes.context))
+        lora = LoRAConfig(max_lora_rank=sizes.rank, max_loras=slots, target_modules=["experts"], fp8=sizes.fp8)
+        self.manager = LoRAModelManager(self.model, batch, batch, self.model.config.vocab_size, lora, device)
         self.layers = [cast(FusedMoEWithLoRA, layer) for layer in self.manager.modules.values()]
         self.contexts = [layer.base_layer.routed_experts.lora_context for layer in self.layers]
-        one = random_experts(self.manager, rank)
+        one = random_experts(self.manager, sizes.rank)
         for slot in range(slots):
             self.manager.add_adapter(one.clone(slot + 1))
             self.manager.activate_adapter(slot + 1)
@@ -171,22 +187,41 @@ class MoEBench:
                 raise CheckFailed(f"{name} differs from the reference by {error:.2e} (relative)")
 
     def _check_rows(self, x: torch.Tensor, logits: torch.Tensor, adapter_ids: list[int]) -> None:
-        """First and last row of the batch come out as when each runs alone, and not as without its adapter."""
-        layer, last = self.layers[0], len(adapter_ids) - 1
-        together = _run(layer, x, logits)
-        for row in {0, last}:
+        layer = self.layers[0]
+
+        def of_row(row: int) -> tuple[torch.Tensor, torch.Tensor]:
             part = slice(row, row + 1)
             self._begin(adapter_ids[part])
-            alone = _run(layer, x[part], logits[part])
-            plain = self._without(partial(_run, layer, x[part], logits[part]))
-            if difference(together[part], alone) > TOLERANCE[self.dtype]:
-                raise CheckFailed(f"row {row} of {last + 1} differs from the same row alone")
-            if difference(plain, alone) <= TOLERANCE[self.dtype]:
-                raise CheckFailed(f"row {row} of {last + 1} comes out as if it had no adapter")
+            call = partial(_run, layer, x[part], logits[part])
+            return call(), self._without(call)
+
+        check_rows(_run(layer, x, logits), of_row, TOLERANCE[self.dtype])
+
+
+class MoEEngine(EngineSteps):
+    """An engine for a model, with an adapter on its experts for each request of the largest batch."""
+
+    def __init__(self, sizes: MoESizes, device: str) -> None:
+        lora = {"target_modules": ["experts"], "fp8": sizes.fp8}
+        model, batch, rank = sizes.random_model(device), sizes.batch, sizes.rank
+        super().__init__(model, rank, batch, sizes.context, lambda manager: random_experts(manager, rank), **lora)
+
+    def decode_seconds(self, shapes: Mapping[str, StepShape], protocol: Protocol) -> dict[str, list[float]]:
+        """Time decode steps of all `shapes`, which take turns, by the host's clock, in seconds.
+
+        `CheckFailed` where adapters change no token, or the engine makes another step.
+        """
+        check_adapters_matter(self, list(shapes.values()))
+        found: dict[str, list[float]] = {name: [] for name in shapes}
+        for _ in turns(len(shapes), IN_A_ROW, protocol):
+            for name, shape in shapes.items():
+                self.settle(shape)
+                found[name] += [self.step().seconds for _ in range(IN_A_ROW)]
+        return found
 
 
 def _real(stacks: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What FP8 slots stand for."""
+    """Dequantise the stacks of FP8 slots."""
     return [dequantize(stack, scale) for stack, scale in zip(stacks, scales, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""The operator tables' columns: what is called on the sets of one operator, and checked before its time counts.
+"""Columns of the operator tables: calls on the sets of one operator, checked before they are timed.
 
 ==========================  ==============================================================================
 punica                      the flat operator, both kernels early, B row after row as in adapter files
@@ -16,10 +16,7 @@ fp8 w8a8, x too             the same, x quantised in the call
 ==========================  ==============================================================================
 """
 
-import multiprocessing
-import random
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,13 +47,13 @@ TOLERANCES = {"torch": TORCH_TOLERANCE, "fp8 w8a8": 5e-2}
 
 
 class Beside(NamedTuple):
-    """A call that a layer begins in front of its base product, in a graph on a stream of its own."""
+    """A LoRA call that a layer begins before its base product, in a graph on a second stream."""
 
     streams: DualStream
     call: Callable[..., object]
 
     def behind(self, product: Callable[[], object], x: torch.Tensor, i: int) -> None:
-        """``product()``, then the call on set i; ``x``: what both read."""
+        """Run ``product()`` and the call on set i; ``x``: their input."""
         beside(self.streams, x, product, partial(self.call, i))
 
     def __call__(self, i: int) -> None:
@@ -227,22 +224,8 @@ def check(name: str, error: float, tolerance: float) -> None:
         raise CheckFailed(f"{name}: relative error {error:.1e} is above {tolerance:.0e}: not timed")
 
 
-def compile_all_columns(jobs: Iterable[tuple[Operator, str]]) -> None:
-    """Compile what the columns of (operator, table) call, in parallel: alone, one kernel takes about a second.
-
-    Worker processes call every column once; this process then finds the kernels in Triton's cache. Jobs that need the
-    same kernels stand side by side in a table, so they are dealt in a random order.
-    """
-    unique = list(dict.fromkeys(jobs))
-    random.Random(0).shuffle(unique)
-    workers = min(multiprocessing.cpu_count(), 16, len(unique))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for message in filter(None, pool.map(_call_once, unique, chunksize=4)):
-            print("not compiled:", message[:200])
-
-
-def _call_once(job: tuple[Operator, str]) -> str:
-    """What went wrong: it is met again, and reported, when the column is timed."""
+def call_once(job: tuple[Operator, str]) -> str:
+    """Call every column of an operator's line in a table once, which compiles it; return the error, if any."""
     operator, table = job
     try:
         for call in columns(sets_of(operator, table, rotating_bytes=0), table).values():

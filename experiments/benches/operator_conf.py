@@ -1,4 +1,4 @@
-"""The shapes that Figures 7, 8, 9 and README and the extensions compute. Imports no torch."""
+"""Shapes of the LoRA projection in Figures 7, 8, 9, README and the extensions. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,11 +18,11 @@ class OperatorConf(FigureConf):
     dtype: DType = MISSING
 
     def settings(self, cfg: Config) -> dict[str, Any]:
-        """What decides an operator's time beside batch, popularity and rank."""
+        """Return the settings that decide an operator's time beside batch, popularity and rank."""
         return {"h1": self.h1, "h2": self.h2, "dtype": self.dtype.name, "resident": self.resident(cfg)}
 
     def resident(self, cfg: Config) -> int:
-        """Adapters on the device, as in a server whose slots hold more than this batch uses."""
+        """Return the adapters on the device: a server's slots hold more than one batch uses."""
         return cfg.adapters.slots or max(self.batch_sizes)
 
 

@@ -1,4 +1,4 @@
-"""What Figures 7, 8, 9 and README share: a grid over popularity, batch and rank, systems timed side by side."""
+"""Base of Figures 7, 8, 9 and README: a grid over popularity, batch and rank, systems timed side by side."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class OperatorExperiment(Experiment):
     differing = ("system",)
 
     def points(self, cfg: Config) -> list[Point]:
-        """Every system at every rank, batch and popularity."""
+        """Return every system at every rank, batch and popularity."""
         settings = self.settings(cfg)
         return [
             Point(self.panel(workload, rank), system, workload, batch_size=rows, rank=rank, settings=settings)
@@ -33,11 +33,11 @@ class OperatorExperiment(Experiment):
         ]
 
     def panel(self, workload: str, rank: int) -> str:
-        """The panel of the figure that a point is drawn in."""
+        """Name the panel of a point."""
         return workload
 
     def settings(self, cfg: Config) -> dict[str, Any]:
-        """What decides a point's number beside its columns."""
+        """Return the settings that decide a point's number beside its columns."""
         return operator_conf(cfg).settings(cfg)
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
@@ -45,15 +45,15 @@ class OperatorExperiment(Experiment):
         return [self.readings(cfg, point, one) if one else [] for point, one in zip(points, samples, strict=True)]
 
     def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
-        """The rows of one point from its microseconds."""
+        """Return the readings of one point from its microseconds."""
         return sampled("latency", samples, "us")
 
     def operator(self, point: Point) -> str:
-        """Name in `experiments.benches.operators.OPERATORS` of what is timed as `point.system`."""
+        """Return the name in `experiments.benches.operators.OPERATORS` of `point.system`."""
         return point.system
 
     def calls(self, cfg: Config, point: Point) -> list[Call]:
-        """What is timed as `point`: checked calls on different inputs."""
+        """Prepare checked calls of `point` on different inputs."""
         from experiments.benches import operators
 
         rows = cast(int, point.batch_size)
@@ -63,7 +63,7 @@ class OperatorExperiment(Experiment):
         return operators.prepare_checked(batches, self.operator(point))
 
     def samples(self, cfg: Config, points: Sequence[Point]) -> list[list[float]]:
-        """Checked microseconds of each point, all timed interleaved; none for what this torch cannot run."""
+        """Measure the microseconds of each point, all interleaved; none for operators that this torch cannot run."""
         from experiments.benches import operators
 
         calls = {}

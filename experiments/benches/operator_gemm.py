@@ -1,8 +1,7 @@
-"""What the LoRA operator adds to the projection that a layer computes first, both in one CUDA graph.
+"""Latency that the LoRA operator adds to a layer's base projection, both in one CUDA graph.
 
-y = x W, then the operator adds into y: as in a layer, the operator's kernels start behind a product, and what it adds
-is the time of both less the time of the product alone. The weights W [K, N] rotate as the adapters do, so that they
-come from HBM and leave nothing of the adapters in the L2 cache.
+The operator adds into y = x W; its added latency is the time of both less that of the product. The weights W [K, N]
+rotate as the adapters do: they come from HBM, and evict the adapters from the L2 cache.
 """
 
 from __future__ import annotations

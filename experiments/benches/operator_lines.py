@@ -17,12 +17,12 @@ from punica.workload.popularity import PAPER_WORKLOADS
 PAPER_RESULTS = Path(__file__).resolve().parents[2] / "paper_results"
 ANCHORS, SHAPES = "anchors.csv", "anchors_shapes.csv"
 NOT_PUBLIC = ("proto", "floor")
-"""How the anchors' implementations begin that are nobody's kernels."""
+"""Prefixes of the anchors' implementations that are not public kernels."""
 STEP = "mixed_"
-"""How the cases of the paper's step, and of its parts, begin."""
+"""Prefix of the cases of the paper's step and of its parts."""
 DECODES = "31decodes"
 HOST, ADDED = "eager ", "added by "
-"""How the columns begin that are no time in a graph: the host's per call, and a difference between two of them."""
+"""Prefixes of columns that are no time in a graph: the host's per call, and a difference of two."""
 Anchor = dict[str, str]
 
 
@@ -110,14 +110,14 @@ def _invariant() -> list[Line]:
 
 
 def _fp8() -> list[Line]:
-    """Without anchors: our own 16-bit kernels stand beside."""
+    """List lines without anchors, to be compared with our 16-bit kernels."""
     batches = product((16, 64), (32, 64), PAPER_WORKLOADS)
     found = [Line(f"T={t} {p} r={r}", decode(UP, r, p, t), p, part="decode") for r, t, p in batches]
     return found + [replace(line, anchor={}, part="prefill") for line in _prefills()]
 
 
 def _behind_projection() -> list[Line]:
-    """Without anchors: nobody else's kernels were timed behind a projection."""
+    """List lines without anchors: public kernels were not timed behind a projection."""
     grid = [line for line in _decodes() if line.operator.tokens in (1, 8, 16, 32, 64)]
     prompts = [line for line in _prefills() if (len(line.operator.sizes), line.operator.rank) == (4, 16)]
     return [replace(line, anchor={}) for line in (*grid, *prompts)]

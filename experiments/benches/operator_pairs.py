@@ -1,9 +1,6 @@
-"""The LoRA operator with block sizes of one's own choice, and its kernels compiled in parallel beforehand."""
+"""The LoRA operator under chosen schedules, and parallel compilation of its kernels."""
 
-import json
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import cast
 
 import torch
@@ -11,6 +8,7 @@ import torch
 from experiments.benches.layer_call import MAX_LORAS
 from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import Operator
+from experiments.benches.tables import compile_in_parallel
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.triton_ops.launch import Launch
 from punica.ops.triton_ops.lora_linear import LinearMode, plan_linear
@@ -44,7 +42,7 @@ def step_of(op: Operator, device: torch.device) -> LoRABatch:
 def pair_plan(
     sets: OperatorSets, shrink: Schedule, expand: Schedule, *, pdl: bool, pdl_shrink: bool | None = None
 ) -> Callable[[int], None]:
-    """``call(i)``: the operator on set i with these schedules, as a layer has it run, but not dispatched."""
+    """Build ``call(i)``: the operator on set i with these schedules, as in a layer, without dispatch."""
     step, ranks = step_of(sets.operator, sets.x.device), sets.stacked_ranks
     forms = Stack.of_a(sets.stacked_a[0], ranks).form, Stack.of_b(sets.stacked_b[0], ranks).form
     mode = LinearMode(pdl=pdl, early=pdl_shrink)
@@ -60,7 +58,7 @@ def pair_plan(
 
 
 class _MetaSets:
-    """Stands in for `OperatorSets` in a worker that only compiles: the same shapes and strides, no memory."""
+    """Shapes and strides of `OperatorSets` without memory, for a worker that only compiles."""
 
     def __init__(self, op: Operator) -> None:
         def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -85,16 +83,6 @@ def _compile(job: Job) -> str:
 
 
 def compile_all(jobs: list[Job], workers: int) -> None:
-    """Compile the kernels of `jobs` in parallel; those that fail are met again, and skipped, when timed."""
-    unique = {json.dumps([_code_form(job[0]), *job[1:]]): job for job in jobs}
-    if workers == 0 or not unique:
-        return
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for message in pool.map(_compile, unique.values(), chunksize=4):
-            if message:
-                print("not compiled:", message[:200])
-
-
-def _code_form(op: Operator) -> tuple:
-    """What of an operator decides which code its kernels are (row counts do not)."""
-    return op.k, op.widths, op.rank, bool(op.ranks), op.tokens == 1
+    """Compile the kernels of `jobs` in parallel; those that fail are skipped when they are timed."""
+    code = {(op.k, op.widths, op.rank, bool(op.ranks), op.tokens == 1, *rest): (op, *rest) for op, *rest in jobs}
+    compile_in_parallel(_compile, list(code.values()), workers)  # other numbers of rows run the same code

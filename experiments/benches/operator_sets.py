@@ -1,8 +1,8 @@
-"""Inputs for timing the LoRA operator on a GPU, and the clock: what `tune.py` and `ext_operator_tables.py` share.
+"""Inputs and clock of the LoRA operator on a GPU, for `tune.py` and `ext_operator_tables.py`.
 
-Weights must come from HBM, as they do in a server, where a whole model runs between two uses of one layer's adapters.
-So an operator is timed on many *sets* (x, y, A, B), together more bytes than any cache holds, used in turn by the calls
-of one CUDA graph. The time of a call is the time of a replay over its calls: what one call costs inside a long graph.
+Weights must come from HBM, as in a server, where a whole model runs between two uses of a layer's adapters. The calls
+of one CUDA graph therefore rotate through *sets* (x, y, A, B) of more bytes than any cache has. The time of a call is
+that of a replay over its number of calls.
 """
 
 import statistics
@@ -21,19 +21,18 @@ ROTATING_BYTES = 256 << 20
 
 
 class OperatorSets:
-    """Rotating inputs of one operator. ``x[i]``, ``y[i]``, ``a[i]``, ``b[i]`` (tuples over slices) are set i;
-    ``meta_args`` is shared.
+    """Rotating inputs of one operator: ``x[i]``, ``y[i]``, ``a[i]``, ``b[i]`` (tuples over slices) are set i.
 
-    ``stacked_a[i]``, ``stacked_b[i]`` are what a layer holds: the adapters of set i in the first of its slots, those of
-    other sets in the rest, B rank after rank; ``stacked_ranks`` int32 ``[slices, slots]`` is the table of their true
-    ranks, 0 in the rest. ``banks`` are all slots that these are `windows` of, A and B, one tensor per slice.
+    ``stacked_a[i]``, ``stacked_b[i]`` are a layer's stacks: the adapters of set i in the first slots, those of other
+    sets in the rest, B rank after rank. ``stacked_ranks`` int32 ``[slices, slots]``: true ranks, 0 in the rest.
+    ``banks``: all slots of A and B, one tensor per slice, of which the stacks are `windows`.
     """
 
     def __init__(
         self, operator: Operator, device: torch.device | str = "cuda", rotating_bytes: int = ROTATING_BYTES,
         rounded: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """``rounded``: what the weights are replaced by before anything reads them."""
+        """``rounded`` replaces the weights before they are read."""
         self.operator = operator
         adapters, tokens, slices = len(operator.sizes), operator.tokens, len(operator.widths)
         slots = max(MAX_LORAS, adapters)
@@ -65,13 +64,13 @@ class OperatorSets:
         self.stacked_ranks[:, :adapters] = true
 
     def windows(self, bank: Sequence[torch.Tensor], length: int) -> list[tuple[torch.Tensor, ...]]:
-        """Of each set, ``length`` slots of `bank` (one tensor per slice), the set's adapters first."""
+        """Return ``length`` slots of `bank` (one tensor per slice) for each set, the set's adapters first."""
         adapters = len(self.operator.sizes)
         starts = range(0, self.count * adapters, adapters)
         return [tuple(weight[start : start + length] for weight in bank) for start in starts]
 
     def reference(self, i: int) -> torch.Tensor:
-        """What one call must add to y[i], in float32; computed once."""
+        """Return the float32 reference of one call on set i; computed once."""
         if i not in self._references:
             ranks = self.operator.ranks or [self.operator.rank] * len(self.operator.sizes)
             parts = zip(ranks, self.x[i].float().split(self.operator.sizes), strict=True)
@@ -99,12 +98,13 @@ class OperatorSets:
         return max(errors)
 
     def captured(self, call: Callable[[int], object], calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
-        """A graph of `calls` calls or one per set, every set in turn, and how often each set is in it."""
+        """Capture `calls` calls or one per set, every set in turn; return the graph and the calls per set."""
         return captured(call, self.count, calls)
 
     def time_graph(self, call: Callable[[int], object], *, calls: int = 200, replays: int = 9) -> tuple[float, float]:
-        """Microseconds per call in a graph of at least `calls` calls (median over replays), and the relative error left
-        by one whole replay from y = 0: calls that overlap wrongly would show there."""
+        """Time a graph of at least `calls` calls: median microseconds per call, and the relative error after one replay
+        from y = 0, which calls that overlap wrongly would raise.
+        """
         graph, rounds = self.captured(call, calls)
         self.y.zero_()
         graph.replay()
@@ -116,7 +116,7 @@ class OperatorSets:
 
 
 def captured(call: Callable[[int], object], sets: int, calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of at least `calls` calls or one for each of `sets`, every set in turn, and how often each is in it."""
+    """Capture `calls` calls or one for each of `sets`, every set in turn; return the graph and the calls per set."""
     rounds = max(1, calls // sets)
     for i in range(min(sets, 2)):
         call(i)

@@ -1,13 +1,12 @@
-"""The LoRA operators of Figures 7, 8, 9 and README, ready to be checked and timed on either device.
+"""The LoRA operators of Figures 7, 8, 9 and README, checked and timed on either device.
 
 A `Problem` is one batch: x [T, h1], slots [T], weights A [L, r, h1] and B [L, h2, r] of all resident adapters, and
-y [T, h2]. What stands for the library takes B as its layers store it, rank after rank; the baselines take it row after
-row, as adapter files hold it. An operator adds `x A^T B^T` of each row's adapter into y. Preparing one builds what a
-server builds once per step (segment plan, kernel metadata) outside the timing, and gives the call that is timed
-together with its result, so that the result can be checked first.
+y [T, h2]. An operator adds `x A^T B^T` of each row's adapter into y. The library's take B as layers store it, rank
+after rank, the baselines as adapter files do, row after row. The work of a server per step (segment plan, kernel
+metadata) is prepared outside the timing.
 
-On a CPU one problem is enough, because the timer empties the caches between calls. Under `cuda_graph` nothing does, so
-`problems` returns as many as it takes for their adapters to exceed the caches; each has its own x, y and adapters.
+On a CPU the timer empties the caches between calls, and one problem is enough. Under `cuda_graph` there are as many
+`problems`, each with its own x, y and adapters, as exceed the caches.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ OPERATORS: Registry[Prepare] = Registry("operator")
 
 @dataclass(frozen=True)
 class Backend:
-    """SGMV on one kind of device: `sgmv(problem, v)` shrinks into v and expands into y; `expand` only expands."""
+    """SGMV on one kind of device: `sgmv(problem, v)` adds into y; `expand` expands v alone."""
 
     sgmv: Callable[[Problem, torch.Tensor], Call]
     expand: Callable[[Problem, torch.Tensor], Call]
@@ -235,25 +234,24 @@ def bank(slots: int, rank: int, h1: int, h2: int, dtype: DType, device: str) -> 
 def problems(cfg: Config, workload: str, batch_size: int, rank: int) -> list[Problem]:
     """The batch of `workload` in the shapes of `cfg.figure`, as often as the timer needs it."""
     figure, adapters = operator_conf(cfg), popularity(workload).number_of_adapters(batch_size)
-    total, copies = max(figure.resident(cfg), adapters), 1
+    total, count = max(figure.resident(cfg), adapters), 1
     if cfg.timer.name == "cuda_graph":
-        per_slot = rank * (figure.h1 + figure.h2) * figure.dtype.bytes
-        total = max(total, -(-flush_bytes(cfg) // per_slot))
-        copies = total // adapters
+        total = max(total, copies(cfg, rank * (figure.h1 + figure.h2) * figure.dtype.bytes, least=1))
+        count = total // adapters
     a, b = bank(total, rank, figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
-    return rotated(cfg, popularity(workload).group_sizes(batch_size), copies, (a, b, None))
+    return rotated(cfg, popularity(workload).group_sizes(batch_size), count, (a, b, None))
 
 
-def rotated(cfg: Config, sizes: Sequence[int], copies: int, weights: Weights) -> list[Problem]:
-    """`copies` batches of `sizes` rows per adapter, each on its own x, y and adapters out of all slots of `weights`."""
+def rotated(cfg: Config, sizes: Sequence[int], count: int, weights: Weights) -> list[Problem]:
+    """Make `count` batches of `sizes` rows per adapter, each on its own x, y and adapters out of all of `weights`."""
     a, b, ranks = weights
     figure, device, rows = operator_conf(cfg), cfg.hardware.device, sum(sizes)
     slots = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     generator = torch.Generator(device).manual_seed(1)
-    x = torch.randn(copies, rows, figure.h1, generator=generator, device=device).to(a.dtype)
-    y = torch.zeros(copies, rows, figure.h2, dtype=a.dtype, device=device)
+    x = torch.randn(count, rows, figure.h1, generator=generator, device=device).to(a.dtype)
+    y = torch.zeros(count, rows, figure.h2, dtype=a.dtype, device=device)
     stored, made = b.mT.contiguous().mT, []
-    for i in range(copies):
+    for i in range(count):
         first = i * len(sizes)
         seen = window(first, max(figure.resident(cfg), len(sizes)), a.shape[0])
         true = None if ranks is None else ranks[:, seen].contiguous()
@@ -263,15 +261,20 @@ def rotated(cfg: Config, sizes: Sequence[int], copies: int, weights: Weights) ->
 
 
 def window(first: int, resident: int, total: int) -> slice:
-    """Which of the bank's `total` slots one problem sees whose adapters begin at slot `first`: as many as are resident
-    on a server, however many the timer rotates through, since kernels search among all slots they see.
+    """Return the slots of a problem whose adapters begin at slot `first`: as many as are resident on a server, out of
+    `total` that the timer rotates through, since kernels search all slots they see.
     """
     start = max(0, min(first, total - resident))
     return slice(start, min(start + resident, total))
 
 
+def copies(cfg: Config, nbytes: int, least: int = 2) -> int:
+    """Return how often inputs of `nbytes` are needed: once, or under `cuda_graph` until the caches have no room."""
+    return max(least, -(-flush_bytes(cfg) // nbytes)) if cfg.timer.name == "cuda_graph" else 1
+
+
 def flush_bytes(cfg: Config) -> int:
-    """How many bytes the caches cannot hold."""
+    """Return a number of bytes that no cache has room for."""
     return (cfg.hardware.flush_mib or 0) << 20
 
 
@@ -296,16 +299,14 @@ def prepare_backbone(cfg: Config, batch_size: int) -> list[Call]:
     """The calls of the backbone's projection X @ W [h1, h2] that LoRA is added to, the first of them checked."""
     figure, device = operator_conf(cfg), cfg.hardware.device
     h1, h2, dtype = figure.h1, figure.h2, figure.dtype
-    kind, copies = getattr(torch, dtype.name), 1
-    if cfg.timer.name == "cuda_graph":
-        copies = -(-flush_bytes(cfg) // (h1 * h2 * dtype.bytes))
+    kind, count = getattr(torch, dtype.name), copies(cfg, h1 * h2 * dtype.bytes, least=1)
     generator = torch.Generator(device).manual_seed(2)
-    x = torch.randn(copies, batch_size, h1, generator=generator, device=device).to(kind)
-    w = (torch.randn(copies, h1, h2, generator=generator, device=device) * h1**-0.5).to(kind)
-    out = torch.empty(copies, batch_size, h2, dtype=kind, device=device)
+    x = torch.randn(count, batch_size, h1, generator=generator, device=device).to(kind)
+    w = (torch.randn(count, h1, h2, generator=generator, device=device) * h1**-0.5).to(kind)
+    out = torch.empty(count, batch_size, h2, dtype=kind, device=device)
     torch.mm(x[0], w[0], out=out[0])
     check("backbone X@W", out[0], x[0].double() @ w[0].double(), TOLERANCE[dtype])
-    return [partial(torch.mm, x[i], w[i], out=out[i]) for i in range(copies)]
+    return [partial(torch.mm, x[i], w[i], out=out[i]) for i in range(count)]
 
 
 def microseconds(cfg: Config, calls: Mapping[Name, Sequence[Call]]) -> dict[Name, list[float]]:

@@ -1,4 +1,4 @@
-"""The step that the paper runs, one prompt and many decodes in one batch: what `ext_paper_step` times.
+"""The paper's step, one prompt and many decodes in one batch, for `ext_paper_step`.
 
 ===========  ==========================================================================
 SGMV         the whole step in one call of a layer (`layer_call`)
@@ -37,9 +37,7 @@ def steps(cfg: Config, requests: int, prompt: int, rank: int) -> list[Problem]:
     """The step on its own x, y and adapters, as often as the timer needs it: under `cuda_graph` often enough to move
     more bytes than the caches hold.
     """
-    figure, copies = operator_conf(cfg), 1
-    if cfg.timer.name == "cuda_graph":
-        copies = max(2, -(-operators.flush_bytes(cfg) // bytes_moved(cfg, requests, prompt, rank)))
+    figure, copies = operator_conf(cfg), operators.copies(cfg, bytes_moved(cfg, requests, prompt, rank))
     slots = max(figure.resident(cfg), copies * requests)
     a, b = operators.bank(slots, rank, figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
     return operators.rotated(cfg, sizes_of(requests, prompt), copies, (a, b, None))

@@ -1,1 +1,1 @@
-"""What `make` calls: reproduce, report, figures, record, tune and compare."""
+"""Commands of `make`: reproduce, report, figures, record, tune and compare."""

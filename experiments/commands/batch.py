@@ -1,4 +1,4 @@
-"""What the commands over many figures share: their Hydra entry, and running one step per figure without giving up."""
+"""Commands over many figures: their Hydra entry, and one step per figure that survives the failure of others."""
 
 import sys
 import traceback

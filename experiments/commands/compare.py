@@ -105,14 +105,14 @@ def _preference(timer: str) -> int:
 
 
 def content(rows: pd.DataFrame) -> str:
-    """What a set holds, for messages: figures, systems, models."""
+    """List figures, systems and models of a set, for messages."""
     found = {name: distinct(rows, name) for name in ("figure", "system", "model")}
     shown = {name: ", ".join(values[:6]) + (", ..." if len(values) > 6 else "") for name, values in found.items()}
     return "; ".join(f"{name} {text or '-'}" for name, text in shown.items())
 
 
 def meaning(ratio: float, better: str) -> str:
-    """What B / A says: `B 1.25x better`, `B 1.10x worse`, `same` within half a percent, or nothing."""
+    """Word the ratio B / A: `B 1.25x better`, `B 1.10x worse`, `same` within half a percent, or nothing."""
     if np.isnan(ratio) or not better:
         return ""
     if abs(ratio - 1) < 0.005:

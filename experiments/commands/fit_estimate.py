@@ -4,7 +4,7 @@
 
 Prints the constants with which the least estimate loses least: the mean of log(time of the choice / best time) over the
 operators' shrinks and expands, with losses above 10 % counted half again. A minute per hundred operators and thousand
-trials. `schedules.py` gets them by hand, after a look at what they mean.
+trials. They are copied to `schedules.py` by hand, once they make sense.
 """
 
 import math

@@ -57,14 +57,14 @@ REVERSED = "8c5a6bc"
 
 @dataclass(frozen=True)
 class Report:
-    """What was judged, what is to be said of it, and where the table is."""
+    """Verdicts, notes about them, and the path of the table."""
 
     verdicts: list[Verdict]
     notes: list[str]
     table: Path
 
     def summary(self, source: str) -> str:
-        """What `make report` and `make reproduce` print: counts per verdict, notes, then where the table is."""
+        """Return the text of `make report`: counts per verdict, notes, the path of the table."""
         found = counts(self.verdicts)
         width = max(len(name) for name in found)
         lines = [f"  {name:<{width}}  {number:2d}" for name, number in found.items()]
@@ -72,7 +72,7 @@ class Report:
 
 
 def rows_files(folder: Path) -> list[Path]:
-    """The files of rows in ``folder``, by name; a verdict table that lies beside them is not one."""
+    """Return the files of rows in ``folder``, by name, without verdict tables."""
     return [path for path in sorted(folder.glob("*.csv")) if not path.stem.startswith(NAME)]
 
 
@@ -86,7 +86,7 @@ def read_folder(folder: Path) -> pd.DataFrame:
 
 
 def is_older(row: Row, path: Path) -> bool:
-    """Whether other code decided ``row`` than the script of the rows file ``path`` runs now (its own or a kernel's)."""
+    """Check that ``row`` of the file ``path`` was measured by other code than its script runs now."""
     script = script_of(path)
     return script is not None and row.source_hash != fingerprint(script)
 
@@ -130,7 +130,7 @@ def write_report(
 
 
 def _two_clocks(clocks: Mapping[str, Sequence[Verdict]]) -> list[str]:
-    """The counts under both clocks of a machine that has both, what differs, and how one came to be preferred."""
+    """Return the counts under both clocks of a machine that has both, their differences, and which is preferred."""
     if OWN_TIMER not in clocks:
         return []
     both = clocks[AUTO], clocks[OWN_TIMER]
@@ -156,7 +156,7 @@ def _two_clocks(clocks: Mapping[str, Sequence[Verdict]]) -> list[str]:
 
 
 def _slowest_rivals(verdicts: Sequence[Verdict]) -> str:
-    """What the other operators take of SGMV's time by the host clock, as C12 and C13 have it."""
+    """Return a sentence on other operators' time over SGMV's by the host clock (C12, C13)."""
     value = {verdict.id: verdict.our_value for verdict in verdicts}
     said = [f"{name} {value[id]}" for id, name in (("C12", "Gather-BMM"), ("C13", "Loop")) if value[id]]
     about = "By the host clock the smallest ratios to SGMV's latency (below 1 SGMV is the slower one) are"
@@ -174,7 +174,7 @@ def _asked(rows: pd.DataFrame) -> list[str]:
 
 
 def _predicted(rows: pd.DataFrame, paper: Path) -> list[str]:
-    """What simulations predicted of the paper, and what their cost models rest on; nothing without such rows."""
+    """Return the section of simulated predictions and of their cost models; nothing without such rows."""
     found = predictions(rows, paper)
     if not found:
         return []

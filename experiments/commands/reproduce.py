@@ -3,7 +3,7 @@
 Run again, it measures only what other work disturbed and what time was too short for; delete one file of rows, and it
 redoes that figure. `figures=[fig08]` chooses figures by name or prefix; any other override (`scale=smoke`,
 `hardware=cpu`, `force=true`, ...) goes to every figure. It ends when the minutes of the chosen figures
-(`scale.minutes`) are over, on a slow or busy machine with less measured. A figure that fails does not stop the others,
+(`figure.minutes`) are over, on a slow or busy machine with less measured. A figure that fails does not stop the others,
 and the exit code says so at the end. The scale is `laptop` on a CPU and `gpu` on a GPU, unless it is named.
 
     python -m experiments.commands.reproduce
@@ -11,16 +11,17 @@ and the exit code says so at the end. The scale is `laptop` on a CPU and `gpu` o
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from omegaconf import DictConfig
 
 from experiments.commands.batch import batch_main, composed, each
 from experiments.harness.budget import Deadline
-from experiments.harness.catalogue import experiments
 from experiments.harness.command import finish
 from experiments.harness.experiment import Experiment
-from experiments.harness.resume import Outcome, run
+from experiments.harness.passes import Outcome
+from experiments.harness.resume import run
+from experiments.harness.schema import ConfigError
 from experiments.harness.settings import folders
 from punica.measure.records import RowsError
 
@@ -28,10 +29,13 @@ from punica.measure.records import RowsError
 def reproduce(cfg: DictConfig) -> int:
     """Run every chosen figure, then the report if any row changed; 0 when all went well."""
     started = time.perf_counter()
-    deadline = Deadline(_minutes(cfg))
+    configs, broken = each(cfg, composed)
+    deadline = Deadline(minutes_of(configs))
 
     def one(experiment: Experiment) -> Outcome:
-        outcome = run(composed(experiment), experiment, deadline.budget(experiment.name))
+        if experiment.name in broken:
+            raise ConfigError(broken[experiment.name])
+        outcome = run(configs[experiment.name], experiment, deadline.budget(experiment.name))
         state = f"{outcome.measured} measured, {outcome.skipped} up to date, {len(outcome.failed)} failed"
         if outcome.disturbed:
             state += f", {outcome.disturbed} marked as disturbed"
@@ -61,14 +65,14 @@ def reproduce(cfg: DictConfig) -> int:
     return 1 if failures else 0
 
 
-def _minutes(cfg: DictConfig) -> dict[str, float]:
-    """The minutes of the chosen figures that have some."""
-    minutes = cfg.scale.get("minutes") or {}
-    return {one.name: minutes[one.name] for one in experiments(cfg.figures) if one.name in minutes}
+def minutes_of(configs: Mapping[str, DictConfig]) -> dict[str, float]:
+    """Return the minutes at their scale of those figures that have some."""
+    found = {name: cfg.figure.minutes.get(cfg.scale.name) for name, cfg in configs.items()}
+    return {name: minutes for name, minutes in found.items() if minutes is not None}
 
 
 def _say_what_was_left_out(outcomes: Iterable[Outcome]) -> None:
-    """What time was too short for; the report says how many points were disturbed."""
+    """Print the points that were left out for want of time."""
     short = [f"{one.experiment} {one.left_out} of {one.points}" for one in outcomes if one.left_out]
     if short:
         said = f"left out for want of time: {', '.join(short)}; make reproduce again goes on with them"

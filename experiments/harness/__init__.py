@@ -1,6 +1,6 @@
-"""Runs an experiment: configuration, resume, progress, rows, figure.
+"""The harness of an experiment: configuration, resume, progress, rows, figure.
 
-**To add an experiment** write two files, one test and one line.
+**To add an experiment** write a script, a YAML file and a test.
 
 1. `experiments/figNN_name.py`: a docstring (the claim, the expected shape, the cost), a `FigureConf` dataclass with
    the figure's own fields, an `Experiment` subclass and two closing statements::
@@ -34,12 +34,11 @@
         if __name__ == "__main__":
             main(EXPERIMENT)
 
-2. `conf/figure/figNN_name.yaml`, which begins with `defaults: [{/schema/figure@_here_: figNN_name}, _self_]` and takes
-   what depends on the scale from there (`batch_sizes: ${scale.model_batch_sizes}`).
+2. `conf/figure/figNN_name.yaml`, which begins with `defaults: [{/schema/figure@_here_: figNN_name}, _self_]`, takes
+   what depends on the scale from there (`batch_sizes: ${scale.model_batch_sizes}`), and states the figure's minutes in
+   `make reproduce` (`minutes: {laptop: 0.5}`) if a CPU can run it.
 
 3. A test in `tests/experiments/`: its points, and that `measure` refuses a wrong result.
-
-4. Its minutes in `conf/scale/laptop.yaml`, if a CPU can run it.
 
 Nothing else: `experiments.harness.catalogue` finds the script by its name (`fig*`, `readme*`, `sec*`, `ext_*`), and
 `make reproduce` runs it in its `order`.
@@ -48,9 +47,8 @@ Nothing else: `experiments.harness.catalogue` finds the script by its name (`fig
 ("cpu" or "cuda"), `cfg.timer.name`. The harness sets torch's threads and seed before the first measurement. Everything
 that decides a point's number must be a column of its `Point` or in its `settings`: that is what makes rows stale.
 A grid is measured in `scale.passes` passes, forth and back; rows say which (`repeat`), and what else the machine did
-meanwhile. A figure that `make reproduce` runs on a CPU has its minutes in `conf/scale/laptop.yaml`; samples
-(`cfg.scale.seconds_per_point`), then passes, then points give way to keep them (`harness.budget`). A point that is
-computed from rows of others (`is_derived`) is taken last.
+meanwhile (`harness.passes`). Samples (`cfg.scale.seconds_per_point`), then passes, then points give way to keep a
+figure's minutes (`harness.budget`). A point that is computed from rows of others (`is_derived`) is taken last.
 To time several systems interleaved, set `differing` (the columns in which they differ) and override `measure_together`.
 """
 

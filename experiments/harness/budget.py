@@ -1,12 +1,9 @@
-"""`make reproduce` ends in time, whatever the machine: the time of all figures, and the share of one.
+"""Time limits of `make reproduce`: the deadline of all figures, and the budget of one.
 
-A figure gets its part (`scale.minutes`) of the time that is left for it and those after it, so that what one does not
-use goes to later ones, and what one takes too much is borne by all of them. Within its share samples give way first: a
-point gets no more than its part of the time, down to `scale.min_repeats` samples. Then whole passes, then points: what
-was measured before costs what it took then, anything else what its neighbour took, and what does not fit is left out. A
-measurement that runs on far beyond the share is stopped. What was left out is said, and measured by the next run.
-
-A figure's script by itself has no deadline: its first pass is whole, and only repeats give way.
+A figure's share of the time left is its part of the minutes (`figure.minutes`) of all figures that are not done. Unused
+time thus goes to later figures, and all of them bear an overrun. Within a share, samples give way first, down to
+`scale.min_repeats`; then passes; then points. A measurement is estimated by its last duration, a new one by that of the
+measurement before it. Outside `make reproduce` there is no deadline: the first pass is whole, only repeats give way.
 """
 
 import math
@@ -21,17 +18,17 @@ Clock = Callable[[], float]
 TIMED = 0.5
 """Part of a point's time that goes into samples; the rest prepares and checks."""
 SLACK = 0.1
-"""How far beyond the share a pass may end, as a part of the figure's own minutes ..."""
+"""How far beyond the share a pass may end, as a part of the figure's own minutes."""
 GRACE = 0.25
-"""... and when a measurement that runs on is stopped."""
+"""How far beyond it a measurement is stopped, likewise."""
 
 
 class OutOfTime(BaseException):
-    """A measurement was stopped. Like `KeyboardInterrupt` no `except Exception` on its way may take it."""
+    """End of a measurement by its budget; not an `Exception`, so that no handler of a library swallows it."""
 
 
 class Budget:
-    """One figure's time: `seconds` (None: no limit) from now, of which it was given `own` by `scale.minutes`.
+    """Time of one figure: `seconds` from now (None: no limit), of which `figure.minutes` gave it `own`.
 
     `firm`: under a deadline, so that even first measurements are left out or stopped.
     """
@@ -39,7 +36,7 @@ class Budget:
     def __init__(
         self, seconds: float | None, own: float | None = None, firm: bool = False, clock: Clock = time.monotonic
     ) -> None:
-        self._clock, self._firm, self._visits = clock, firm, 0
+        self.firm, self._clock = firm, clock
         self._end = math.inf if seconds is None else clock() + seconds
         self._own = (seconds or 0.0) if own is None else own
         self._costs: dict[str, float] = {}
@@ -50,50 +47,31 @@ class Budget:
         """Seconds until the share is spent; infinite without limit."""
         return self._end - self._clock()
 
-    def expect(self, points: int) -> None:
-        """`points` are to be measured, all passes together."""
-        self._visits = points
-
-    def visited(self, points: int) -> None:
-        """`points` of those expected are done."""
-        self._visits -= points
-
-    def seconds_per_point(self, wanted: float) -> float:
-        """`wanted`, or what a point may take of the time left if that is less."""
-        return min(wanted, max(0.0, TIMED * self.left / max(1, self._visits)))
+    def seconds_per_point(self, wanted: float, points: int) -> float:
+        """Return `wanted`, or the part of the time left that each of `points` may take if that is less."""
+        return min(wanted, max(0.0, TIMED * self.left / max(1, points)))
 
     @contextmanager
     def spending(self, key: str) -> Iterator[None]:
-        """What happens inside is a measurement of `key`, and what it takes is the estimate of its next one.
-
-        Raises `OutOfTime` in it when it has run on beyond the share.
-        """
+        """Time a measurement of `key`, as the estimate of its next one; `OutOfTime` stops it far beyond the share."""
         started = self._clock()
         try:
-            with stopped_after(self.left + GRACE * self._own if self._firm else math.inf):
+            with stopped_after(self.left + GRACE * self._own if self.firm else math.inf):
                 yield
         finally:
             self._last = self._costs[key] = self._clock() - started
 
     def estimate(self, key: str) -> float:
-        """Seconds that `key` will take: what it took before, or what was measured last took."""
+        """Return the seconds that `key` took last, or those of the latest measurement of all."""
         return self._costs.get(key, self._last)
 
-    def fits(self, key: str) -> bool:
-        """Whether one more measurement of `key` ends within the share."""
-        return 0 < self.left >= self.estimate(key)
-
-    def begins(self, key: str) -> bool:
-        """Whether `key` may be measured in a pass that has begun: always without a deadline."""
-        return not self._firm or (self.left > 0 and self.left + SLACK * self._own >= self.estimate(key))
-
-    def pass_fits(self, keys: list[str]) -> bool:
-        """Whether one more pass over `keys` ends in time."""
-        return self.left + SLACK * self._own >= sum(map(self.estimate, keys))
+    def fits(self, *keys: str, slack: float = 0.0) -> bool:
+        """Check that measurements of `keys` end within the share, or beyond it by the part `slack` of the minutes."""
+        return self.left > 0 and self.left + slack * self._own >= sum(map(self.estimate, keys))
 
 
 class Deadline:
-    """The time of all figures: the sum of their `minutes`, from now, and what those without minutes take."""
+    """Time of all figures: the sum of their `minutes` from now; figures without minutes extend it."""
 
     def __init__(self, minutes: Mapping[str, float], clock: Clock = time.monotonic) -> None:
         self._waiting = {name: 60.0 * share for name, share in minutes.items()}
@@ -101,24 +79,24 @@ class Deadline:
         self._unlimited_since: float | None = None
 
     def budget(self, name: str) -> Budget:
-        """The share of `name`, from now: its part of what is left for it and those that were not asked for yet.
+        """Return the share of `name`, from now: its part of the time left for it and for figures not asked for yet.
 
-        No limit for a figure without minutes, whose time, up to the next call, is not taken from the others.
+        A figure without minutes has no limit, and its time, up to the next call, is not taken from the others.
         """
         if self._unlimited_since is not None:
             self._end += self._clock() - self._unlimited_since
         self._unlimited_since = None if name in self._waiting else self._clock()
         if name not in self._waiting:
             return Budget(None, clock=self._clock)
-        everyone = sum(self._waiting.values())
+        total = sum(self._waiting.values())
         own = self._waiting.pop(name)
         left = max(0.0, self._end - self._clock())
-        return Budget(left * own / everyone, own, firm=True, clock=self._clock)
+        return Budget(left * own / total, own, firm=True, clock=self._clock)
 
 
 @contextmanager
 def stopped_after(seconds: float) -> Iterator[None]:
-    """Raise `OutOfTime` in what happens inside once `seconds` have passed; main thread only."""
+    """Raise `OutOfTime` inside the block once `seconds` have passed (main thread only)."""
     if math.isinf(seconds):
         yield
         return

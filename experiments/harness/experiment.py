@@ -1,7 +1,4 @@
-"""What an experiment is: a grid of points, a way to measure one, a way to draw them all.
-
-See `experiments.harness` for how to add one.
-"""
+"""The experiment: a grid of points, a way to measure one, a way to draw all. See `experiments.harness` to add one."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ PROTOCOL = ("scale.warmup", "scale.repeats", "scale.min_repeats", "scale.seconds
 
 @dataclass(frozen=True)
 class Overlay:
-    """What `plots.overlay` draws: one panel per value of column `panel` (None: one), one line per value of `line`."""
+    """Figure drawn by `plots.overlay`: a panel per value of column `panel` (None: one), a line per value of `line`."""
 
     title: str
     metric: str
@@ -37,7 +34,7 @@ class Overlay:
 
 
 class CheckFailed(RuntimeError):
-    """A result is wrong, so its speed means nothing: raised by `measure`, and the point gets no row."""
+    """Wrong result, whose speed means nothing: raised by `measure`; the point gets no row."""
 
 
 class Experiment(ABC):
@@ -87,9 +84,7 @@ class Experiment(ABC):
         return cfg.figure.systems
 
     def is_derived(self, point: Point) -> bool:
-        """Whether `point` is computed and not timed, perhaps from rows of its repeat: it is taken when those are final,
-        and no other work on the machine disturbs it.
-        """
+        """Tell whether `point` is computed and not timed, so that it is taken once the rows of its repeat are final."""
         return False
 
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:

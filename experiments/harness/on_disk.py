@@ -13,7 +13,7 @@ from punica.measure.records import read_rows
 
 
 def machine() -> dict[str, Any]:
-    """What of this machine decides a number, for `config_hash`."""
+    """Return the properties of this machine that decide a number, for `config_hash`."""
     return {"device": environment.device_name(), "torch": environment.installed("torch")}
 
 
@@ -34,10 +34,9 @@ def value_on_disk(experiment: Experiment, cfg: Config, point: Point, metric: str
 
 
 def givers_first(points: Sequence[Point], place: Callable[[Point], Any]) -> list[list[Point]]:
-    """`points` of one repeat, each alone, so that they are measured in ascending `place`, those of one place as they
-    come: for points that read the rows of others.
+    """Order `points` of one repeat by `place`, each alone: for points that read the rows of others.
 
-    `Passes` goes back over odd repeats, so that a drift of the machine cancels, and here that is foreseen.
+    `Passes` reverses odd repeats; they are ordered backwards here.
     """
     back = points[0].repeat % 2 == 1
     ordered = sorted(points[::-1] if back else points, key=place)

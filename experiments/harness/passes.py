@@ -1,225 +1,218 @@
-"""Measures a grid pass after pass, so that repeats of a point are spread in time; disturbed ones again while time is.
+"""Measurement of a grid: repeats spread in time, disturbed ones measured again, within a share of time.
 
-Rows are on disk after every group of points. What a pass measured beside other work is marked, and measured again, at
-most `scale.tries` times: after each pass where few are marked, as a burst does it, ahead of further repeats of others,
-and after the last one, when whatever it was may be over. A row gives way only to a quieter one.
-What does not fit into the figure's share of time (`budget`) is left out and counted. The first pass that measures
-anything new is begun in any case, so that runs of one command add up.
+A point is measured once per pass, so that its repeats are minutes apart; odd passes run backwards, which cancels a
+drift of the machine. Its rows are on disk at once. A repeat is marked as disturbed by the witnesses of
+`punica.measure.disturbance`, or by its siblings: `slow_repeats`. Marked ones are measured again, `scale.tries` times at
+most and while time is left: after a pass that left few of them (a burst), ahead of further repeats, and after the last
+pass. Only a quieter measurement replaces rows. What does not fit into the share of time (`budget`) is left out and
+counted; the first pass with new points starts in any case, so that repeated runs of one command make progress.
 """
 
-from __future__ import annotations
-
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
-from experiments.harness.budget import Budget, OutOfTime
+from experiments.harness.budget import SLACK, Budget, OutOfTime
 from experiments.harness.experiment import CheckFailed, Experiment
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config
 from experiments.harness.settings import is_read, keys_read
-from punica.measure.disturbance import Disturbance, Watch
+from punica.measure.disturbance import Disturbance, Watch, slow_repeats
 from punica.measure.records import Row, RowFile
 
-MakeRow = Callable[..., Row]
-"""`make_row(point, **columns of the reading and of its disturbance)`."""
-Loud = Callable[[Point], float | None]
-"""The `other_cpu` of the marked rows of a point that an earlier run left to be measured again; None where it has none.
-"""
-Group = list[Point]
+Group = Sequence[Point]
+"""Points of one repeat that are timed side by side."""
+Noise = dict[tuple[str, int | None], float]
+"""(config hash, repeat) -> `other_cpu` of rows that are marked as disturbed."""
 
 
 @dataclass
-class Measured:
-    """What came of it: points measured, failed ones with the reason, points whose rows are marked as disturbed, and
-    points that were left out for want of time.
-    """
+class Outcome:
+    """Outcome of a run, in points times repeats; its JSON is the last line on stdout."""
 
+    experiment: str
     points: int = 0
+    measured: int = 0
+    skipped: int = 0
     failed: list[str] = field(default_factory=list)
     disturbed: int = 0
     left_out: int = 0
-
-
-class _Marked(NamedTuple):
-    """Points whose rows are marked: what disturbed them, and how often they were measured again."""
-
-    group: Group
-    disturbance: Disturbance
-    tries: int = 0
+    rows_file: str = ""
+    figures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 class Passes:
-    """The measuring of one experiment under `cfg` into `rows`, within `budget`."""
+    """Measurement of one experiment under `cfg` into `rows`, within `budget`.
+
+    `columns` are those that all rows share, `digest` is a point's config hash, `noise` marks rows of earlier runs.
+    """
 
     def __init__(
-        self, experiment: Experiment, cfg: Config, make_row: MakeRow, rows: RowFile, loud: Loud, budget: Budget
-    ) -> None:
-        self.experiment, self.cfg, self.rows, self._loud, self._budget = experiment, cfg, rows, loud, budget
-        self.outcome = Measured()
-        self._make_row = make_row
-        self._marked: list[_Marked] = []
-        self._failed: set[str] = set()
+        self, experiment: Experiment, cfg: Config, columns: dict[str, Any], digest: Callable[[Point], str],
+        rows: RowFile, noise: Noise, budget: Budget,
+    ) -> None:  # fmt: skip
+        self.experiment, self.cfg, self.rows, self.budget = experiment, cfg, rows, budget
+        self._columns, self._digest, self._noise = columns, digest, noise
+        self._seen: dict[tuple[str, int], Group] = {}
+        self._tries: Counter[tuple[str, int]] = Counter()
+        self._wrong: set[str] = set()  # labels of points whose check failed
         self._short: set[int] = set()  # repeats of which something was left out
 
-    def run(self, pending: list[Point], derived: list[Point]) -> Measured:
-        """Measure `pending`, repeat by repeat, then those that are marked again, then what is `derived` from them."""
-        self._budget.expect(len(pending))
-        with tqdm(total=len(pending), desc=self.experiment.name, unit="point", dynamic_ncols=True) as progress:
-            passes, began = list(self._passes(pending)), False
+    def run(self, pending: Sequence[Point], derived: Sequence[Point], outcome: Outcome) -> None:
+        """Measure `pending` pass by pass, then compute what is `derived` from it, and complete `outcome`."""
+        passes, begun = list(self._passes(pending)), False
+        self._left, self.outcome = len(pending), outcome  # points to be measured, all passes together
+        with tqdm(total=len(pending), desc=self.experiment.name, unit="point", dynamic_ncols=True) as self.progress:
             for index, groups in enumerate(passes):
-                self._say_what_is_left(passes[index:], index, progress)
-                new = [self._earlier(group) is None for group in groups]  # else rows that an earlier run left marked
-                may_give_way = index > 0 and (began or not any(new))
-                if may_give_way and not self._budget.pass_fits([_key(group) for group in groups]):
-                    for group in groups:
-                        self._leave_out(group)
-                else:
-                    self._pass(groups, progress)
-                    if 2 * len(self._marked) <= len(groups):  # else other work goes on, and would spoil them again
-                        self._again(progress)
-                    began |= any(new)
+                if index:
+                    self._say_what_is_left(passes[index:], len(passes))
+                new = any(self._noise_of(group) is None for group in groups)
+                may_give_way = index > 0 and (begun or not new)
+                if may_give_way and not self.budget.fits(*map(_key, groups), slack=SLACK):
+                    self._leave_out(groups)
+                    continue
+                self._pass(groups)
+                if 2 * len(self._marked()) <= len(groups):  # else other work still runs and would disturb them again
+                    self._measure_marked()
+                begun |= new
             for _ in range(self.cfg.scale.tries):
-                self._again(progress)
-            self._derive(derived, progress)
-            if self.outcome.left_out:
-                progress.write(f"{self.experiment.name}: {_short_of_time(self.outcome.left_out)}", file=sys.stderr)
-        self.outcome.disturbed = sum(len(marked.group) for marked in self._marked)
-        return self.outcome
+                self._measure_marked()
+            self._derive(derived)
+            if outcome.left_out:
+                short = "did not fit into its share of time; the same command goes on with them"
+                self._say(f"{outcome.left_out} of its measurements {short}")
+        outcome.disturbed = sum(map(len, self._marked()))
 
-    def _passes(self, pending: list[Point]) -> Iterator[list[Group]]:
+    def _passes(self, pending: Sequence[Point]) -> Iterator[list[Group]]:
         for repeat in sorted({point.repeat for point in pending}):
             groups = list(self.experiment.together([point for point in pending if point.repeat == repeat]))
-            yield groups[::-1] if repeat % 2 else groups  # forth and back, so that a drift of the machine cancels
+            yield groups[::-1] if repeat % 2 else groups
 
-    def _say_what_is_left(self, passes: list[list[Group]], index: int, progress: tqdm) -> None:
-        """How long what is left will take at most, once one pass has shown what its points cost with their set-up."""
-        if index:
-            seconds = sum(self._budget.estimate(_key(group)) for groups in passes for group in groups)
-            left = f"{len(passes)} of {index + len(passes)} passes left, at most {seconds / 60:.1f} min"
-            progress.write(f"{self.experiment.name}: {left}", file=sys.stderr)
-
-    def _pass(self, groups: list[Group], progress: tqdm) -> None:
+    def _pass(self, groups: list[Group]) -> None:
         for group in groups:
-            progress.set_postfix_str(group[0].label(), refresh=True)
-            if not self._budget.begins(_key(group)):
-                self._leave_out(group)
-            elif group[0].label() not in self._failed:
-                self._first(group, progress)
-            self._budget.visited(len(group))
-            progress.update(len(group))
+            self.progress.set_postfix_str(group[0].label(), refresh=True)
+            if self.budget.firm and not self.budget.fits(_key(group), slack=SLACK):
+                self._leave_out([group])
+            elif group[0].label() not in self._wrong:
+                if self._measure(group):
+                    self.outcome.measured += len(group)
+                elif group[0].label() not in self._wrong:
+                    self._leave_out([group])
+            self._left -= len(group)
+            self.progress.update(len(group))
 
-    def _first(self, group: Group, progress: tqdm) -> None:
-        """Measure `group` for the first time in its pass."""
-        found = self._visit(group, progress)
-        if found is None:
-            if group[0].label() not in self._failed:
-                self._leave_out(group)
-            return
-        readings, disturbance = found
-        before = self._earlier(group)
-        if before is None or _quieter(disturbance, before):
-            self._keep(group, readings, disturbance)
-        else:
-            disturbance = before
-        self.outcome.points += len(group)
-        values = [f": {one.metric} {one.value:.4g} {one.unit}" for one in readings[-1][:1]]
-        progress.set_postfix_str("".join([group[-1].label(), *values]), refresh=False)
-        if disturbance.disturbed:
-            self._marked.append(_Marked(group, disturbance))
+    def _measure_marked(self) -> None:
+        """Measure marked groups once more, the most disturbed first, where the time that each took before is left."""
+        for group in sorted(self._marked(), key=lambda group: -(self._noise_of(group) or 0.0)):
+            name = _key(group), group[0].repeat
+            if self._tries[name] < self.cfg.scale.tries and self.budget.fits(_key(group)):
+                self._tries[name] += 1
+                self.progress.set_postfix_str(f"again: {group[0].label()}", refresh=True)
+                self._measure(group)
 
-    def _leave_out(self, group: Group) -> None:
-        """No time for `group`: what an earlier run left of it stays, with its mark."""
-        self._short.add(group[0].repeat)
-        self.outcome.left_out += len(group)
-        if before := self._earlier(group):
-            self._marked.append(_Marked(group, before))
-
-    def _earlier(self, group: Group) -> Disturbance | None:
-        """What disturbed the rows that an earlier run left of all of `group`; None when one has none."""
-        found = [self._loud(point) for point in group]
-        known = [other for other in found if other is not None]
-        return Disturbance(True, max(known), None, None) if len(known) == len(group) else None
-
-    def _visit(self, group: Group, progress: tqdm) -> tuple[list[list[Reading]], Disturbance] | None:
-        """Readings of `group` and what disturbed them; None when a result was wrong, which is noted, or when it was
-        stopped because it ran on beyond the figure's share.
-        """
+    def _measure(self, group: Group) -> bool:
+        """Measure `group`, and write its rows unless quieter ones are there; False where it failed or was stopped."""
         try:
-            with self._budget.spending(_key(group)):
+            with self.budget.spending(_key(group)):
                 watch = Watch(self.cfg.hardware.device)
                 readings = self.experiment.measure_together(self._in_time(), group)
-                return readings, watch.stop()
+                found = watch.stop()
         except CheckFailed as error:
-            self._fail(group, error, progress)
+            self._fail(group, error)
+            return False
         except OutOfTime:
             self.experiment.release()  # what is kept may be half done
-        return None
+            return False
+        before = self._noise_of(group)
+        if before is None or not found.disturbed or (found.other_cpu or 0.0) < before:
+            self._keep(group, readings, found)
+        self._seen[_key(group), group[0].repeat] = group
+        values = [f": {one.metric} {one.value:.4g} {one.unit}" for one in readings[-1][:1]]
+        self.progress.set_postfix_str("".join([group[-1].label(), *values]), refresh=False)
+        return True
+
+    def _keep(self, group: Group, readings: Sequence[Sequence[Reading]], found: Disturbance) -> None:
+        """Write the rows of `group`, then mark every repeat of it that they show to be slow."""
+        self._write(group, readings, asdict(found))
+        digests = [self._digest(point) for point in group]
+        for digest in digests:
+            self._noise.pop((digest, group[0].repeat), None)
+            if found.disturbed:
+                self._noise[digest, group[0].repeat] = found.other_cpu or 0.0
+        for repeat in slow_repeats(row for row in self.rows.rows if row.config_hash in digests):
+            marked = {(digest, repeat): math.inf for digest in digests}
+            self.rows.mark(marked)
+            self._noise |= marked
+            self._seen[_key(group), repeat] = [replace(point, repeat=repeat) for point in group]
+
+    def _write(self, group: Group, readings: Sequence[Sequence[Reading]], columns: dict[str, Any]) -> None:
+        pairs = [(point, one) for point, many in zip(group, readings, strict=True) for one in many]
+        self.rows.replace([self._row(point, **{**asdict(one), **columns}) for point, one in pairs])
+
+    def _row(self, point: Point, **columns: Any) -> Row:
+        return Row(config_hash=self._digest(point), **self._columns, **point.columns(), **columns)
+
+    def _noise_of(self, group: Group) -> float | None:
+        """`other_cpu` of the marked rows of `group`; None where a point of it has none."""
+        found = [self._noise.get((self._digest(point), point.repeat)) for point in group]
+        return None if None in found else max(value for value in found if value is not None)
+
+    def _marked(self) -> list[Group]:
+        return [group for group in self._seen.values() if self._noise_of(group) is not None]
+
+    def _leave_out(self, groups: Sequence[Group]) -> None:
+        """Count `groups` as left out for want of time; rows of earlier runs stay, with their marks."""
+        self._short |= {group[0].repeat for group in groups}
+        self._seen |= {(_key(group), group[0].repeat): group for group in groups}
+        self.outcome.left_out += sum(map(len, groups))
 
     def _in_time(self) -> Config:
-        """The configuration with no more seconds for a point than there is time for; as it is for an experiment that
-        does not read them, so that its rows on disk can be told by it (`harness.on_disk`).
+        """Return the configuration with no more seconds per point than time allows.
+
+        It is unchanged for experiments that do not read them: their config hashes identify rows (`harness.on_disk`).
         """
         if not is_read("scale.seconds_per_point", keys_read(self.experiment)):
             return self.cfg
-        wanted = self.cfg.scale.seconds_per_point
-        scale = replace(self.cfg.scale, seconds_per_point=self._budget.seconds_per_point(wanted))
-        return replace(self.cfg, scale=scale)
+        seconds = self.budget.seconds_per_point(self.cfg.scale.seconds_per_point, self._left)
+        return replace(self.cfg, scale=replace(self.cfg.scale, seconds_per_point=seconds))
 
-    def _fail(self, group: Group, error: CheckFailed, progress: tqdm) -> None:
-        self.rows.drop({self._make_row(point, metric="", value=0.0, unit="").point for point in group})
-        self._failed.add(group[0].label())
+    def _fail(self, group: Group, error: CheckFailed) -> None:
+        """Drop the rows of all repeats of `group`, and note the reason."""
+        self.rows.drop({self._row(point, metric="", value=0.0, unit="").point for point in group})
+        digests = {self._digest(point) for point in group}
+        self._noise = {key: noise for key, noise in self._noise.items() if key[0] not in digests}
+        self._wrong.add(group[0].label())
         self.outcome.failed.append(f"{group[0].label()}: {error}")
-        progress.write(f"{self.experiment.name}: no row for {group[0].label()}: {error}", file=sys.stderr)
+        self._say(f"no row for {group[0].label()}: {error}")
 
-    def _keep(self, group: Group, readings: Iterable[list[Reading]], disturbance: Disturbance | None) -> None:
-        columns = {} if disturbance is None else asdict(disturbance)
-        found = zip(group, readings, strict=True)
-        self.rows.replace(
-            [self._make_row(point, **{**asdict(one), **columns}) for point, many in found for one in many]
-        )
-
-    def _again(self, progress: tqdm) -> None:
-        """Measure marked groups once more, the most disturbed first, where there is time for what each took before."""
-        waiting, self._marked = sorted(self._marked, key=lambda marked: -(marked.disturbance.other_cpu or 0.0)), []
-        for group, before, tries in waiting:
-            found = None
-            if tries < self.cfg.scale.tries and self._budget.fits(_key(group)):
-                tries += 1
-                progress.set_postfix_str(f"again: {group[0].label()}", refresh=True)
-                found = self._visit(group, progress)
-            if found and _quieter(found[1], before):
-                self._keep(group, *found)
-                before = found[1]
-            if before.disturbed and group[0].label() not in self._failed:
-                self._marked.append(_Marked(group, before, tries))
-
-    def _derive(self, points: list[Point], progress: tqdm) -> None:
-        """What is computed from rows; nothing where those rows were left out."""
+    def _derive(self, points: Sequence[Point]) -> None:
+        """Compute points from rows, except where these were left out."""
         for point in points:
             try:
                 readings = self.experiment.measure(self.cfg, point)
             except CheckFailed as error:
                 if point.repeat in self._short:
                     self.outcome.left_out += 1
-                elif point.label() not in self._failed:
-                    self._fail([point], error, progress)
+                elif point.label() not in self._wrong:
+                    self._fail([point], error)
             else:
-                self._keep([point], [readings], None)
-                self.outcome.points += 1
+                self._write([point], [readings], {})
+                self.outcome.measured += 1
+
+    def _say_what_is_left(self, passes: Sequence[Sequence[Group]], of: int) -> None:
+        seconds = sum(self.budget.estimate(_key(group)) for groups in passes for group in groups)
+        self._say(f"{len(passes)} of {of} passes left, at most {seconds / 60:.1f} min")
+
+    def _say(self, text: str) -> None:
+        self.progress.write(f"{self.experiment.name}: {text}", file=sys.stderr)
 
 
 def _key(group: Group) -> str:
-    """The same for all repeats of `group`."""
+    """Return the same text for all repeats of `group`."""
     return group[0].key()
-
-
-def _short_of_time(points: int) -> str:
-    return f"{points} of its measurements did not fit into its share of time; the same command goes on with them"
-
-
-def _quieter(now: Disturbance, before: Disturbance) -> bool:
-    return not now.disturbed or (now.other_cpu or 0.0) < (before.other_cpu or 0.0)

@@ -1,4 +1,4 @@
-"""What is measured and what comes out: points of a grid, readings of a point, cells that are timed side by side."""
+"""Points of a grid, readings of a point, and cells whose points are timed side by side."""
 
 import itertools
 import json
@@ -12,8 +12,8 @@ from punica.measure.statistics import quantiles
 
 @dataclass(frozen=True)
 class Point:
-    """One thing to measure. The named fields become columns of its rows; `settings` holds whatever else decides the
-    number (shapes, dtype, seeds, limits; JSON values), so that a change of any of them makes the old rows stale.
+    """One thing to measure. The named fields become columns of its rows; `settings` holds all else that decides the
+    number (shapes, dtype, seeds, limits; JSON values): a change of any of them makes old rows stale.
     """
 
     panel: str = ""

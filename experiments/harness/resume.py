@@ -1,8 +1,8 @@
-"""Measures what is missing or stale of an experiment, row by row on disk, and draws it if its rows changed."""
+"""A run of one experiment: stale or missing points are measured (`passes`), and changed rows are drawn."""
 
 import json
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -11,55 +11,33 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.harness.budget import Budget
 from experiments.harness.experiment import Experiment, config_hash
 from experiments.harness.on_disk import machine
-from experiments.harness.passes import Passes
-from experiments.harness.points import Point
+from experiments.harness.passes import Outcome, Passes
 from experiments.harness.schema import Config, ConfigError
 from experiments.harness.settings import Folders, folders, is_read, keys_read, settle
 from experiments.harness.source import source_of
 from punica.measure import environment
-from punica.measure.records import Row, RowFile, ensure_writable
-
-
-@dataclass
-class Outcome:
-    """What a run did, in points times repeats; its JSON is the last line on stdout."""
-
-    experiment: str
-    points: int = 0
-    measured: int = 0
-    skipped: int = 0
-    failed: list[str] = field(default_factory=list)
-    disturbed: int = 0
-    left_out: int = 0
-    rows_file: str = ""
-    figures: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+from punica.measure.records import RowFile, ensure_writable
 
 
 def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -> Outcome:
-    """Measure what is missing or stale of `experiment` under `cfg`, then draw it if its rows changed.
+    """Measure what is missing, stale or marked as disturbed of `experiment` under `cfg`; draw it if its rows changed.
 
-    `budget`: its share of a longer run; None: `scale.minutes`, in which repeats alone give way.
-
-    Rows are on disk after every point, so an interruption loses at most the point in progress. A point whose result
-    fails its check is listed in `Outcome.failed` and has no row, whatever was on disk. What is marked as disturbed is
-    measured again, and gives way to a quieter row. Raises `ConfigError` for a choice that cannot run
-    and `RowsError` for files that cannot be read or written, both before anything is measured.
+    `budget`: its share of a longer run; None: `figure.minutes`, in which repeats alone give way. A point whose result
+    fails its check is listed in `Outcome.failed` and has no row. Raises `ConfigError` for a choice that cannot run and
+    `RowsError` for files that cannot be read or written, both before anything is measured.
     """
     started = time.perf_counter()
     settled = settle(cfg, experiment)
-    minutes = settled.scale.minutes.get(experiment.name)
+    minutes = settled.figure.minutes.get(settled.scale.name)
     budget = budget or Budget(None if minutes is None else 60 * minutes)
-    places = folders(settled)
+    places, source = folders(settled), source_of(experiment)
     rows = RowFile(places.fresh_rows / f"{experiment.name}.csv")
     digest = partial(config_hash, experiment, settled, machine=machine())
-    grid = list(experiment.points(settled))
-    passes = experiment.passes or settled.scale.passes
+    grid, passes = experiment.points(settled), experiment.passes or settled.scale.passes
     points = [replace(point, repeat=repeat) for repeat in range(passes) for point in grid]
-    source = source_of(experiment)
-    mine = [] if settled.force else [row for row in rows.rows if row.source_hash == source]
-    loud = {(row.config_hash, row.repeat): row.other_cpu or 0.0 for row in mine if row.disturbed}
-    done = {(row.config_hash, row.repeat) for row in mine} - set(loud)  # the marked ones may be quiet this time
+    current = [] if settled.force else [row for row in rows.rows if row.source_hash == source]
+    noise = {(row.config_hash, row.repeat): row.other_cpu or 0.0 for row in current if row.disturbed}
+    done = {(row.config_hash, row.repeat) for row in current} - set(noise)
     pending = [point for point in points if (digest(point), point.repeat) not in done]
     outcome = Outcome(experiment.name, len(points), skipped=len(points) - len(pending), rows_file=str(rows.path))
     if pending:
@@ -67,22 +45,13 @@ def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -
         _prepare(settled)
         rows.path.with_suffix(".json").write_text(_configuration(cfg, experiment), encoding="utf-8")
         columns = {"figure": experiment.figure, "source_hash": source, **_columns(settled)}
-
-        def make_row(point: Point, **found: Any) -> Row:
-            return Row(config_hash=digest(point), **columns, **point.columns(), **found)
-
-        def before(point: Point) -> float | None:
-            return loud.get((digest(point), point.repeat))
-
         timed = [point for point in pending if not experiment.is_derived(point)]
         changed = {point.repeat for point in pending}
         derived = [point for point in points if experiment.is_derived(point) and point.repeat in changed]
         try:
-            found = Passes(experiment, settled, make_row, rows, before, budget).run(timed, derived)
+            Passes(experiment, settled, columns, digest, rows, noise, budget).run(timed, derived, outcome)
         finally:
             experiment.release()
-        outcome.measured, outcome.failed = found.points, found.failed
-        outcome.disturbed, outcome.left_out = found.disturbed, found.left_out
     if settled.draw and rows.rows:
         outcome.figures = _draw(experiment, rows, places)
     outcome.seconds = round(time.perf_counter() - started, 2)
@@ -90,15 +59,16 @@ def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -
 
 
 def _columns(cfg: Config) -> dict[str, Any]:
-    """What all rows of a run have in common: where, how and when it was measured."""
+    """Return the columns that all rows of a run share: device, timer, scale, versions, commit and date."""
     device = environment.device_name() if cfg.hardware.device == "cuda" else environment.cpu_name()
     chosen = {"hardware": cfg.hardware.name, "timer": cfg.timer.name, "scale": cfg.scale.name, "device": device}
     return {**chosen, **environment.stamp()}
 
 
 def _configuration(cfg: DictConfig, experiment: Experiment) -> str:
-    """What `experiment` reads of the composed configuration, as JSON, kept beside the rows for the figure's provenance;
-    folders are left out.
+    """Return the part of the composed configuration that `experiment` reads, without folders, as JSON.
+
+    It is kept beside the rows for the figure's provenance.
     """
     content = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
     keys = keys_read(experiment) - {"paths"}
@@ -111,7 +81,7 @@ def _configuration(cfg: DictConfig, experiment: Experiment) -> str:
 
 
 def _prepare(cfg: Config) -> None:
-    """Give torch its threads, seed and, on a CPU, the faster of its matrix products; prove that the device is there."""
+    """Set torch's threads, seed and, on a CPU, the faster of its matrix products; refuse a GPU that is not there."""
     import torch
 
     from experiments.harness.products import use_faster_products

@@ -1,4 +1,4 @@
-"""The typed configuration: what may be written in `conf/` and on the command line.
+"""The typed configuration: keys and values of `conf/` and of the command line.
 
 YAML files under `conf/` hold values; the dataclasses here are their schema, registered in Hydra's ConfigStore. A key
 that no dataclass has, or a value of the wrong type, fails while the configuration is composed, before anything runs.
@@ -48,14 +48,14 @@ class DType(Enum):
 
 
 class Runtime(Enum):
-    """The world in which Figure 13's hour is served."""
+    """World in which Figure 13's hour is served."""
 
     simulated = "simulated"
     ray = "ray"
 
 
 def low(minimum: int, default: Any = MISSING) -> Any:
-    """A field whose value must be at least `minimum`; for whole numbers without it that is 1."""
+    """Declare a field whose value must be at least `minimum`; undeclared, that is 1 for integers."""
     return field(default=default, metadata={"low": minimum})
 
 
@@ -186,7 +186,6 @@ class ScaleConf:
     seconds_per_point: float = low(0)  # once spent, a point stops at min_repeats or later
     passes: int = MISSING  # over the grid of a figure: repeats of every point, spread in time
     tries: int = low(0)  # further ones of a disturbed point, once the passes are done
-    minutes: dict[str, float] = field(default_factory=dict)  # a figure's share of `make reproduce`; none: no limit
     batch_sizes: list[int] = MISSING  # operator figures: 7, 8, 9, README
     hidden_size: int = MISSING  # operator figures: h1 of the projection
     intermediate_size: int = MISSING  # operator figures: h2 of the projection
@@ -218,9 +217,10 @@ class PathsConf:
 
 @dataclass
 class FigureConf:
-    """What every figure has; an experiment subclasses it with its own fields and a file in `conf/figure/`."""
+    """Fields of every figure; an experiment subclasses it with its own, and has a file in `conf/figure/`."""
 
     title: str = MISSING
+    minutes: dict[str, float] = field(default_factory=dict)  # by scale: time of a run; none: no limit
     systems: list[str] = field(default_factory=list)  # what `system=all` runs, in drawing order
     workloads: list[str] = field(default_factory=lambda: list(PAPER_WORKLOADS))  # what `workload=all` runs
 
@@ -283,9 +283,7 @@ def gpu_bytes() -> float | None:
 
 
 def ranks_here(device: str) -> int:
-    """How many tensor-parallel ranks this machine has room for: the largest power of two of its GPUs, 8 at most, or two
-    processes on a CPU.
-    """
+    """Return the number of tensor-parallel ranks: the largest power of two of the GPUs, 8 at most; on a CPU two."""
     gpus = len(environment.gpu_query("index")) if device == "cuda" else 2
     return max(size for size in (1, 2, 4, 8) if size <= max(1, gpus))
 
@@ -306,18 +304,18 @@ def fitting_model(device: str, scale: str) -> str:
 
 
 def _fitting(field: str, device: str, scale: str) -> Any:
-    """One field of it, for `conf/model/fitting.yaml`."""
+    """Return one field of `fitting_model`, for `conf/model/fitting.yaml`."""
     value = getattr(model_conf(fitting_model(device, scale)), field)
     return value.name if isinstance(value, DType) else value
 
 
 def choice(name: str) -> str:
-    """How the command line spells a name: `skewed`, `gather_bmm`, and `backbone` for its projection X@W too."""
+    """Return the command line's spelling of a name: `skewed`, `gather_bmm`, `backbone` also for `backbone X@W`."""
     return re.sub(r"\W+", "_", name.removesuffix(" X@W").lower())
 
 
 def register_schemas() -> None:
-    """Put schemas, choices of `workload=` and `timer=` and the resolvers where Hydra finds them; may be repeated."""
+    """Register schemas, choices of `workload=` and `timer=`, and resolvers with Hydra; idempotent."""
     OmegaConf.register_new_resolver("detect_hardware", _detected, replace=True)
     OmegaConf.register_new_resolver("scale_of", scale_of, replace=True)
     OmegaConf.register_new_resolver("fitting_model", _fitting, replace=True)

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from experiments.harness.experiment import Experiment
 
 
-ALWAYS_READ = ("hardware", "scale.name", "scale.passes", "scale.tries", "scale.minutes", "paths")
+ALWAYS_READ = ("hardware", "scale.name", "scale.passes", "scale.tries", "paths")
 
 
 @dataclass(frozen=True)
 class Folders:
-    """Where one hardware's rows and figures are. `fresh` folders are this machine's, `recorded` ones are committed."""
+    """Folders of one hardware's rows and figures: `fresh` ones are this machine's, `recorded` ones are committed."""
 
     fresh_rows: Path
     fresh_figures: Path
@@ -36,7 +36,7 @@ class Folders:
 
 
 def folders(cfg: Config | DictConfig) -> Folders:
-    """Folders of `cfg.hardware` and `cfg.scale`; smoke rows lie apart, so that they never replace real ones."""
+    """Return the folders of `cfg.hardware` and `cfg.scale`; smoke rows have their own, lest they replace real ones."""
     hardware = cfg.hardware.name
     root = {name: REPOSITORY / getattr(cfg.paths, name) for name in ("outputs", "results", "figures", "paper_results")}
     fresh = root["outputs"] / hardware
@@ -129,10 +129,9 @@ def _systems(cfg: Config, experiment: Experiment) -> list[str]:
 
 
 def keys_read(experiment: Experiment) -> set[str]:
-    """Groups (`model`) and single keys (`adapters.ranks`) of the configuration that decide what `experiment` measures.
-
-    Those that every experiment reads, those that it declares (`Experiment.reads`), `timer` unless it has a clock of its
-    own, and those that its `conf/figure/<name>.yaml` interpolates.
+    """Return groups (`model`) and keys (`adapters.ranks`) of the configuration that decide what `experiment` measures:
+    those that all experiments read, that it declares (`Experiment.reads`), that its `conf/figure/<name>.yaml`
+    interpolates, and `timer` unless it has its own clock.
     """
     interpolated = re.findall(r"\$\{(\w+\.\w+)", (CONF / "figure" / f"{experiment.name}.yaml").read_text("utf-8"))
     timer = [] if experiment.clock else ["timer"]
@@ -140,13 +139,13 @@ def keys_read(experiment: Experiment) -> set[str]:
 
 
 def is_read(key: str, keys: Iterable[str]) -> bool:
-    """Whether `key` is one of `keys`, or lies in one, or holds one."""
+    """Check that `key` is one of `keys`, a part of one, or contains one."""
     return any(f"{key}.".startswith(f"{known}.") or known.startswith(f"{key}.") for known in keys)
 
 
 def refuse_unread(given: Iterable[str], keys: Collection[str], who: str) -> None:
     """Raise `ConfigError` for the first of the command line's overrides `given` that is none of `keys` (`is_read`):
-    it would be ignored, and still stand in the configuration that is kept beside the rows.
+    it would have no effect, but be in the configuration that is kept beside the rows.
     """
     for override in given:
         key = re.split(r"[=@]", override.lstrip("+~"))[0]

@@ -1,9 +1,8 @@
-"""Which code a number comes from: a short hash over the modules that decide it, kept in every row.
+"""Source hash of a row: a short hash over the modules that decide its number.
 
-Those modules are the experiment's script and, from there, everything of `experiments` and `punica` that it imports, at
-any depth and also inside functions. Left out are rooms that only show or judge numbers (plots, commands, claims) and
-what only a type checker imports. The hash is taken over the syntax tree
-without docstrings and comments, so that rows become stale when code changes and not when a text about it does.
+Those modules are the experiment's script and everything of `experiments` and `punica` that it imports, at any depth,
+inside functions too. Rooms that only show or judge numbers (plots, commands, claims) and imports for type checkers are
+left out. Docstrings and comments do not count: they make no rows stale.
 """
 
 import ast
@@ -38,7 +37,7 @@ def source_of(experiment: object) -> str:
 
 
 def script_of(rows_file: Path) -> Path | None:
-    """The script of `experiments/` whose rows lie in `rows_file`: the one whose name the file's begins with."""
+    """Return the script of `experiments/` that wrote `rows_file`: the file's name begins with the script's."""
     scripts = (REPOSITORY / "experiments").glob("*.py")
     return next((path for path in scripts if rows_file.stem.startswith(path.stem)), None)
 
@@ -99,7 +98,7 @@ def _canonical(value: object) -> str:
 
 
 def _is_text(statement: object) -> bool:
-    """A string that stands alone: a docstring, of a module, class, function or variable."""
+    """Check for a string statement: a docstring of a module, class, function or variable."""
     match statement:
         case ast.Expr(value=ast.Constant(value=str())):
             return True

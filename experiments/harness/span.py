@@ -1,4 +1,4 @@
-"""Requests that come by the clock: for how long, which of them count, and when each comes."""
+"""Arrivals by the clock: warm-up, measured time, drain, and the Poisson process of one load."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from punica.workload import independent_seeds, poisson_arrivals
 
 FEWEST_FOR_P99 = 100
-"""Samples; of fewer the p99 would lie between the two longest."""
+"""Fewest samples of a p99; of fewer it would be between the two longest."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Span:
     seconds: float
     drain: float
     least: float = 0.0
-    """Requests that are to be expected in the measured time; at a low rate it is as much longer ..."""
+    """Expected requests in the measured time, which a low rate lengthens for them ..."""
     longest: float = math.inf
-    """... but no longer than this (unless `seconds` are)."""
+    """... up to this (or `seconds`, if more)."""
 
     def at(self, rate: float) -> "Span":
         """The span for `rate` requests per second."""

@@ -90,9 +90,8 @@ def _look(name: str) -> dict[str, Any]:
 def _line(axis: Axes, mine: pd.DataFrame, name: str) -> None:
     xs, ys = series(centre(mine), "rank")
     axis.plot(xs, ys, zorder=2 if name == LINK else 3, **_look(name))
-    loud = disturbed_at(centre(mine), "rank")
-    hit = [(at, y) for at, y in zip(xs, ys, strict=True) if at in loud]
-    style.hollow(axis, [at for at, _ in hit], [y for _, y in hit], {**_look(name), "marker": LOOKS[name][1] or "o"})
+    looks = {**_look(name), "marker": LOOKS[name][1] or "o"}
+    style.hollow(axis, xs, ys, looks, disturbed_at(centre(mine), "rank"))
     band(axis, mine, "rank", _look(name)["color"])
 
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: stacked bars, without adapters and with, one group for each kind of step."""
+"""Breakdown of a step's time: stacked bars without and with adapters, a group per kind of step."""
 
 from typing import Any
 

@@ -66,13 +66,13 @@ def _draw_cluster(figure: SubFigure, rows: pd.DataFrame, paper: pd.DataFrame | N
 
 
 def _world(panel: str, rows: pd.DataFrame) -> str:
-    """What stands behind a panel: of a simulation what told it the time of a step, else where it was measured."""
+    """Describe a panel: the cost model of a simulation, or where it was measured."""
     models = ", ".join(distinct(rows, "cost_model"))
     return f"{panel}, not measured: {models}" if models else f"{panel}, measured: {described(rows)}"
 
 
 def _looks(panel: str) -> dict[str, Any]:
-    """Of a line: simulated ones are dotted where a measured one of the same cluster is beside them."""
+    """Return the looks of a line; simulated ones are dotted beside a measured one of the same cluster."""
     if ON_RAY not in panel:
         return {"color": style.look("punica")[0]}
     place = 0 if panel.startswith("simulated") else 1 + ("killed" in panel)

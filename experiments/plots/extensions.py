@@ -1,4 +1,4 @@
-"""Figures of the extensions, which the paper has nothing to stand beside.
+"""Figures of the extensions, which have no counterpart in the paper.
 
 One column of axes per popularity or panel: absolute latency above, ratios to the system of reference below.
 """
@@ -26,8 +26,15 @@ LOOKS = {
     "FP8 w8a8": (3, "s"),
 }  # fmt: skip
 """Legend -> place in the palette, and marker, where `style.look` has no other."""
+EXPERTS = (
+    ("latency", "w13 and w2", "alignment", "w13 and w2 LoRA (µs)"),
+    ("layer_latency", "layer", "backbone layer", "layer (µs)"),
+    ("throughput", "model", "backbone model", "decode (token/s)"),
+    ("step_latency", "engine", "backbone engine", "engine step (ms)"),
+)
+"""Metric, system, reference system, and label of each row of axes of `draw_moe`."""
 DODGE = 1.08
-"""Factor on the batch size between lines that would lie on one another."""
+"""Factor on the batch size between lines of equal values."""
 GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}
 """How a bound or a scale beside the measured lines looks."""
 
@@ -90,7 +97,7 @@ def draw_paper_step(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
 
 def draw_added_latency(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """What LoRA adds to the projection, and the projection alone; below, the one relative to the other."""
+    """Draw the latency that LoRA adds to the projection, and the projection's; below, their ratio."""
     panels, figure, axes = _columns(rows, 2, "panel")
     for panel, (above, below) in zip(panels, axes.T, strict=True):
         mine = rows[rows["panel"] == panel]
@@ -123,6 +130,27 @@ def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         _fill(below, {n: line for n, line in _by(mine, "error", "batch_size", "system").items() if n != "SGMV"})
     labels = "latency (µs)", "relative to SGMV", "relative error"
     return _finish(figure, axes, "Adapters in FP8", rows, *labels, x_label="batch size (model: rank)")
+
+
+def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """Per model, by popularity: both LoRA products, the layer, throughput, and a step of the engine, where measured."""
+    shown = [line for line in EXPERTS if line[1] in set(rows["system"])]
+    models, figure, axes = _columns(rows, len(shown), "panel")
+    for model, column in zip(models, axes.T, strict=True):
+        mine = rows[rows["panel"] == model]
+        for axis, (metric, system, reference, _) in zip(column, shown, strict=True):
+            timed = mine[mine["metric"] == metric]
+            own, other = (_by(timed[timed["system"] == name], metric, "batch_size", "workload")
+                          for name in (system, reference))  # fmt: skip
+            _fill(axis, own, marks=_marks(timed[timed["system"] == system], "workload"))
+            if other:
+                line = centre(timed[timed["system"] == reference]).groupby("batch_size")["value"].mean()
+                label = "grouping alone" if reference == "alignment" else "without LoRA"
+                axis.plot(line.index.astype(float), line.astype(float), label=label, **GREY)
+            if not own and not other:
+                axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.5")
+        column[0].set_title(model.replace(", ", ",\n"))
+    return _finish(figure, axes, "LoRA on experts", rows, *(label for *_, label in shown))
 
 
 def _changes(axis: Axes, lines: Lines) -> None:
@@ -191,8 +219,7 @@ def _fill(axis: Axes, lines: Lines, dashed: str = "", log: bool = True, marks: M
             looks = {"linestyle": "--"}
         looks |= {"color": colour, "marker": marker}
         axis.plot(line.index.astype(float), line.astype(float), label=name, **looks)
-        loud = line[line.index.isin((marks or {}).get(name, ()))]
-        style.hollow(axis, loud.index.astype(float).tolist(), loud.astype(float).tolist(), looks)
+        style.hollow(axis, line.index, line, looks, (marks or {}).get(name, ()))
     style.log_x(axis)
     if log:
         style.log_y(axis)

@@ -54,7 +54,7 @@ def disturbed_at(frame: pd.DataFrame, x: str) -> set[float]:
 
 
 def described(rows: pd.DataFrame) -> str:
-    """What was measured on, for titles: `AMD EPYC, 2 cores` or the GPU, the models, timer, scale and repeats."""
+    """Describe the measurement for titles: CPU (`AMD EPYC, 2 cores`) or GPU, models, timer, scale and repeats."""
     devices, timers, scales = (", ".join(distinct(rows, name)) for name in ("device", "timer", "scale"))
     models = [f"{model}{beside(model)}" for model in (distinct(rows, "model") if "model" in rows else [])]
     runs = [often] if (often := how_often(rows)) else []
@@ -63,8 +63,7 @@ def described(rows: pd.DataFrame) -> str:
 
 
 def how_often(rows: pd.DataFrame) -> str:
-    """How many repeats a point stands for, from the fewest to the most, and what has fewer; empty where nothing was
-    timed.
+    """Word the number of repeats per point, from fewest to most, and which have fewer; empty where nothing was timed.
 
     >>> how_often(pd.DataFrame({"statistic": "median", "repeats": [3, 1], "system": ["a", "b"], "timer": "events"}))
     'median of 1 to 3 repeats (b: 1)'
@@ -105,5 +104,5 @@ def role_of(model: str) -> str:
 
 
 def beside(model: str) -> str:
-    """Which of the paper's models a stand-in is drawn beside; empty for a model of the paper's size."""
+    """Name the paper's model that a smaller one is drawn beside; empty for a model of the paper's size."""
     return f" beside the paper's {STAND_INS[model]}" if model in STAND_INS else ""

@@ -112,7 +112,7 @@ def _loud(rows: pd.DataFrame) -> set[str]:
 
 
 def _latency(axis: Axes, table: pd.DataFrame, metric: str, looks: dict[str, Any]) -> None:
-    """The median as a line, p99 dashed or else p95 dotted, what lies between as a band."""
+    """Draw the median as a line, p99 dashed or else p95 dotted, with a band between."""
     if metric not in table:
         return
     table = table.dropna(subset=[metric])
@@ -120,7 +120,7 @@ def _latency(axis: Axes, table: pd.DataFrame, metric: str, looks: dict[str, Any]
     axis.plot(rates, low, **looks)
     for chosen, line in ((is_p99, "--"), (~is_p99, ":")):
         axis.plot(rates, high.where(chosen), color=looks["color"], linestyle=line, linewidth=0.9)
-    style.hollow(axis, rates[table["loud"]].tolist(), low[table["loud"]].tolist(), looks)
+    style.hollow(axis, rates[table["loud"]], low[table["loud"]], looks)
     axis.fill_between(rates, low, high, color=looks["color"], alpha=0.12, linewidth=0)
 
 
@@ -162,8 +162,8 @@ def _waits(axis: Axes, table: pd.DataFrame, system: str, shift: float) -> None:
         axis.vlines(places, low, high, color=colour, linewidth=0.9)
         looks = {"color": colour, "marker": marker, "linestyle": "", "markersize": 3.2}
         axis.plot(places, low, **looks)
-        loud = table["loud"].iloc[known].to_numpy().nonzero()[0]
-        style.hollow(axis, [places[i] for i in loud], [float(low.iloc[i]) for i in loud], looks)
+        loud = table["loud"].iloc[known]
+        style.hollow(axis, places, low, looks, {place for place, one in zip(places, loud, strict=True) if one})
 
 
 def _hits(axis: Axes, table: pd.DataFrame) -> None:

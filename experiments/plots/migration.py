@@ -48,6 +48,4 @@ def _line(axis: Axes, mine: pd.DataFrame, name: str, computed: bool) -> None:
     axis.plot(xs, ys, label=name, **looks)
     if not computed:
         band(axis, mine, "seq_len", looks["color"])
-        loud = disturbed_at(centre(mine), "seq_len")
-        hit = [(at, y) for at, y in zip(xs, ys, strict=True) if at in loud]
-        style.hollow(axis, [at for at, _ in hit], [y for _, y in hit], {**looks, "label": None})
+        style.hollow(axis, xs, ys, looks, disturbed_at(centre(mine), "seq_len"))

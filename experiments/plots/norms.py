@@ -33,8 +33,7 @@ def draw_norms(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         times.plot(lines[name].index, lines[name], label=name, **looks)
         spread = interval(mine, "batch_size")
         times.fill_between(spread["batch_size"], spread["p10"], spread["p90"], color=colour, alpha=0.2, linewidth=0)
-        loud = lines[name][lines[name].index.isin(disturbed_at(mine, "batch_size"))]
-        style.hollow(times, loud.index.astype(float).tolist(), loud.tolist(), looks)
+        style.hollow(times, lines[name].index, lines[name], looks, disturbed_at(mine, "batch_size"))
         times.axhline(said[name], color=colour, linestyle="--", linewidth=0.9, label=f"{name}, {style.PAPER_LABEL}")
     saved = (lines["unfused"] / lines["fused"]).dropna()
     ratios.plot(saved.index, saved, color="0.2", marker="D", label="unfused / fused")

@@ -1,12 +1,12 @@
 """The operator tables as text: microseconds, their ratios to the best public kernel, and what each table sums up."""
 
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 
 import pandas as pd
 
 from experiments.benches import operator_shapes as shapes
 from experiments.benches.operator_lines import Line, anchors_of, best_existing, parts_of_step
+from experiments.benches.tables import summary
 from punica.workload.popularity import PAPER_WORKLOADS
 
 RATIOS = ("punica", "wrapper", "normal shrink")
@@ -52,14 +52,11 @@ def _ratios(found: list[Line]) -> Iterator[str]:
 
 
 def _summed(what: str, part: str, ratios: list[float]) -> Iterator[str]:
-    if ratios:
-        mean = f"geometric mean {statistics.geometric_mean(ratios):.2f}"
-        where = f", {part}" if part else ""
-        yield f"{what}{where}: {mean}, lowest {min(ratios):.2f}, highest {max(ratios):.2f}, rows {len(ratios)}"
+    yield from summary(f"{what}, {part}" if part else what, ratios)
 
 
 def _torch_beside_anchors(found: list[Line]) -> Iterator[str]:
-    """How alike this machine and its clock are to the anchors'."""
+    """Compare torch's times on this machine with the anchors'."""
     for name in ("torch_loop", "torch_gbmm"):
         for line in found:
             here, there = line.us.get(name), anchors_of(line).get(name)

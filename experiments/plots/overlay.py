@@ -81,12 +81,11 @@ def _line(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, x: str, name: st
         if not xs:
             continue
         divisor = ys[0] if relative else 1.0
-        axis.plot(xs, [y / divisor for y in ys], markevery=_marked(xs), **look)
+        ys = [y / divisor for y in ys]
+        axis.plot(xs, ys, markevery=_marked(xs), **look)
         if frame is not theirs:
             band(axis, mine, x, style.look(name)[0], divisor)
-            loud = disturbed_at(frame, x)
-            hit = [(at, y / divisor) for at, y in zip(xs, ys, strict=True) if at in loud]
-            style.hollow(axis, [at for at, _ in hit], [y for _, y in hit], look)
+            style.hollow(axis, xs, ys, look, disturbed_at(frame, x))
 
 
 def band(axis: Axes, mine: pd.DataFrame, x: str, colour: Any, divisor: float = 1.0) -> None:

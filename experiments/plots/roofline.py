@@ -57,7 +57,7 @@ def _path(axis: Axes, frame: pd.DataFrame, look: dict[str, Any], every: int = 1)
         wide = wide.dropna(subset=["arithmetic_intensity", "achieved_flops"])
         axis.plot(wide["arithmetic_intensity"], wide["achieved_flops"], markevery=every, **look)
         loud = wide[wide.index.isin(disturbed_at(frame, "batch_size"))]
-        style.hollow(axis, loud["arithmetic_intensity"].tolist(), loud["achieved_flops"].tolist(), look)
+        style.hollow(axis, loud["arithmetic_intensity"], loud["achieved_flops"], look)
 
 
 def _roof_name(roofs: pd.DataFrame, panel: str) -> str:

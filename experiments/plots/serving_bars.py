@@ -57,7 +57,7 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 
 def regime(rows: pd.DataFrame) -> str:
-    """What each bar stands for: requests, tokens, their share of prompts, and windows of steps."""
+    """Describe the work of a bar: requests, tokens, their share of prompts, and windows of steps."""
     cells = rows[~rows["panel"].str.endswith("ratios")]
 
     def span(metric: str) -> str:
@@ -94,9 +94,7 @@ def colour_of(system: str) -> tuple[float, float, float]:
 
 
 class Places:
-    """Where bars stand in a group: measured systems in the order of the figure, each beside the paper's; those of the
-    paper alone come last.
-    """
+    """Places of bars in a group: measured systems in the figure's order, each beside the paper's, then the paper's."""
 
     def __init__(self, mine: pd.DataFrame, theirs: pd.DataFrame, order: Sequence[str]) -> None:
         self.workloads = list(dict.fromkeys(mine["workload"]))
@@ -113,7 +111,7 @@ class Places:
         return self.workloads.index(workload) - GROUP / 2 + self.width * self.slots.index((system, paper))
 
     def alone(self, system: str) -> bool:
-        """Whether only the paper has it."""
+        """Tell whether only the paper has it."""
         return (system, False) not in self.slots
 
 

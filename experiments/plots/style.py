@@ -1,7 +1,7 @@
 """One look for every figure: the same colour and marker is the same system, or popularity, everywhere."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -135,12 +135,16 @@ def measured_style(name: str) -> dict[str, Any]:
     return {"color": colour, "marker": marker, "linestyle": "-", "zorder": 3}
 
 
-def hollow(axis: Axes, xs: Sequence[float], ys: Sequence[float], looks: dict[str, Any]) -> None:
-    """White-filled markers at points that other work on the machine disturbed, over a line with `looks`."""
-    if not len(xs):
+def hollow(
+    axis: Axes, xs: Iterable[float], ys: Iterable[float], looks: dict[str, Any], at: Collection[float] | None = None
+) -> None:
+    """Draw white markers over those points of a line with `looks` that are disturbed: at x in `at` (None: at all)."""
+    points = [(x, y) for x, y in zip(xs, ys, strict=True) if at is None or x in at]
+    if not points:
         return
     looks = {**looks, "linestyle": "", "markerfacecolor": "white", "markeredgewidth": 1.0, "zorder": 4}
-    axis.plot(xs, ys, **{name: value for name, value in looks.items() if name not in ("label", "markevery")})
+    looks = {name: value for name, value in looks.items() if name not in ("label", "markevery")}
+    axis.plot(*zip(*points, strict=True), **looks)
 
 
 def paper_style(name: str) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _ratios(axis: Axes, rows: pd.DataFrame) -> None:
 
 
 def _side_by_side(axis: Axes, cells: pd.DataFrame) -> list[float]:
-    """A bar for each of `cells`, named by its model and ranks; where they stand."""
+    """Draw a bar for each of `cells`, named by its model and ranks; return their places."""
     places = [float(place) for place in range(len(cells))]
     for at, cell in zip(places, cells.itertuples(), strict=True):
         axis.bar(at, cell.value, 0.9, color=colour_of(cell.system), zorder=3)

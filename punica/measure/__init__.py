@@ -3,7 +3,8 @@
 * `timing`: three clocks with one interface (`host_clock`, `events`, `cuda_graph`), systems interleaved
 * `roofline`: the paper's FLOP and I/O formulas, and the machine's measured ceilings
 * `statistics`: quantiles of samples
-* `environment`: what the numbers were measured on; `python -m punica.measure.environment`
+* `disturbance`: other work on the machine during a measurement, and repeats that it must have slowed
+* `environment`: machine, software and commit of a number; `python -m punica.measure.environment`
 * `records`: tidy rows on disk, written atomically
 
 Nothing here imports the rest of the library, and `records`, `statistics` and `environment` do not import torch.

@@ -1,4 +1,4 @@
-"""What else the machine did while something was measured, and whether that spoils the number.
+"""Disturbance of a measurement by other work on the machine.
 
 Three witnesses, because each is blind to something:
 
@@ -7,8 +7,8 @@ Three witnesses, because each is blind to something:
   another guest of the same host that fills the memory bus or lowers the clock;
 * **GPU**: clock of the multiprocessors and reasons to throttle, from ``nvidia-smi``, where there is a GPU.
 
-A `Watch` brackets one measurement. Nothing is thrown away here: a number keeps its `Disturbance`, and whoever measures
-decides whether to try again.
+A `Watch` brackets one measurement. A number keeps its `Disturbance`; the caller decides whether to measure again.
+`slow_repeats` finds what no witness saw, once there are repeats to compare.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -28,11 +29,14 @@ import numpy as np
 import psutil
 
 from punica.measure.environment import gpu_query, l3_mib
+from punica.measure.records import Row
 
 OTHER_CPU_LIMIT = 0.05
 """Share of the CPU time of our cores that others may take; an idle Linux machine takes less than 0.01."""
 CALIBRATION_LIMIT = 1.5
 """How many times as long as on this machine when it is quiet (`Calibrator.quiet`) a calibration may take."""
+REPEAT_LIMIT = 5.0
+"""Largest ratio of a repeat's median to the p90 of its quickest sibling; quiet repeats stay below 2."""
 SHORTEST_OTHER_S = 0.04
 """Less other work than this is rounding: the kernel counts in ticks of 10 ms, per core."""
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
@@ -42,16 +46,15 @@ thermal, power brake. The power cap (0x4) is left out: dense products reach it o
 _ATTEMPTS = 5
 _COPY_MIB = 32
 _QUIET_SHARE = 0.1
-"""Of the calibrations of a process, those that say what it takes when nothing disturbs. Not the quickest alone: that is
-a rare one (on a virtual machine with two cores a third less than what is usual), the rarer the longer a run lasts, and
-it marked two of three points of an idle machine."""
+"""Quantile of a process's calibrations that counts as undisturbed. The quickest alone is too rare: on two virtual cores
+it takes a third less than usual, and marked two of three points of an idle machine."""
 _ENOUGH = 20
 """Calibrations from which on that may fall but not rise, so that a machine that stays slow stays marked."""
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """The columns of a row that say how quiet its interval was; ``None``: not known on this machine."""
+    """Columns of a row on other work in its interval; ``None``: not known on this machine."""
 
     disturbed: bool
     other_cpu: float | None
@@ -83,7 +86,7 @@ def cpu_times(stat: Path = Path("/proc/stat")) -> CpuTimes | None:
 
 
 def _living_children() -> float:
-    """Seconds of processes of ours that nobody has waited for yet, and of theirs: they count as children afterwards."""
+    """Return the seconds of child processes, and of theirs, that were not waited for yet."""
     found = 0.0
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
@@ -99,7 +102,7 @@ def _busy_ticks(fields: list[str]) -> int:
 
 
 def other_seconds(before: CpuTimes, after: CpuTimes) -> float:
-    """CPU seconds that others spent on our cores in between, at least 0."""
+    """Return the CPU seconds of other processes on our cores in between, at least 0."""
     return max(0.0, (after.busy - before.busy) - (after.own - before.own))
 
 
@@ -145,9 +148,7 @@ class Calibrator:
 
     @property
     def quiet(self) -> Calibration:
-        """What both take when nothing disturbs: a tenth of this process's calibrations were quicker, when that was
-        least; of its first few, a tenth of those so far.
-        """
+        """Undisturbed calibration: the least 10 % quantile in this process; of its first few, the present one."""
         return self._usual() if len(self._found) < _ENOUGH else self._lowest
 
     def _usual(self) -> Calibration:
@@ -167,7 +168,7 @@ class Calibrator:
 
 @cache
 def calibrator(device: str) -> Calibrator:
-    """The one of this process, so that all figures of a run have one idea of what is quick."""
+    """Return the calibrator of this process, so that all figures of a run share one reference."""
     return Calibrator(device)
 
 
@@ -181,7 +182,7 @@ class Watch:
         self._times = cpu_times()
 
     def stop(self) -> Disturbance:
-        """What happened since. The calibration lies outside of the interval whose CPU time is counted."""
+        """Return the disturbance since. The calibration is not part of the interval whose CPU time is counted."""
         before, after = self._times, cpu_times()
         gpu = _gpu_state() if self._device.startswith("cuda") else None
         calibration = self._calibrator.run()
@@ -211,3 +212,21 @@ def _gpu_state() -> tuple[float, int] | None:
         return float(clock.split()[0]), int(reasons, 16)
     except (IndexError, KeyError, ValueError):
         return None
+
+
+def slow_repeats(rows: Iterable[Row]) -> set[int]:
+    """Return the repeats of some points that are far slower than their siblings, though no witness saw why.
+
+    Two samples per repeat leave the median to one outlier: 4.4 ms beside 0.2 ms was recorded on an idle machine.
+    """
+    found: defaultdict[tuple[object, ...], dict[int, dict[str, float]]] = defaultdict(dict)
+    for row in rows:
+        if row.unit in ("us", "ms", "s") and row.statistic in ("median", "p90") and row.repeat is not None:
+            by_repeat = found[row.config_hash, row.metric, row.gpu, row.t_s]
+            by_repeat.setdefault(row.repeat, {})[row.statistic] = row.value
+    slow = set()
+    for by_repeat in found.values():
+        whole = {repeat: times for repeat, times in by_repeat.items() if len(times) == 2}
+        limit = REPEAT_LIMIT * min((times["p90"] for times in whole.values()), default=0.0)
+        slow |= {repeat for repeat, times in whole.items() if times["median"] > limit > 0}
+    return slow

@@ -1,4 +1,4 @@
-"""What a number was measured on: the machine, the software and the state of the source tree.
+"""Environment of a measurement: the machine, the software and the state of the source tree.
 
 Three users: `hardware_slug()` and `stamp()` mark rows (cheap: neither imports torch), and
 `python -m punica.measure.environment` prints the report that an issue needs. Every probe is guarded: a tool that is
@@ -44,7 +44,7 @@ def _output(*command: str) -> str | None:
 
 
 def gpu_query(*names: str) -> list[dict[str, str]]:
-    """One dictionary per visible NVIDIA GPU with the `nvidia-smi` fields `names`; empty when there is none.
+    """One dictionary per visible NVIDIA GPU with the `nvidia-smi` fields `names`; empty without GPUs.
 
     `CUDA_VISIBLE_DEVICES` hides GPUs here as it does for torch, as far as it lists plain indices.
     """
@@ -129,7 +129,7 @@ def commit() -> str:
 
 @lru_cache(maxsize=1)
 def numa_nodes() -> int | None:
-    """How many NUMA nodes the kernel shows; None where it does not say."""
+    """Return the number of NUMA nodes; None where the kernel does not tell."""
     return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None
 
 

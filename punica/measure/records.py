@@ -13,7 +13,7 @@ import csv
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from io import StringIO
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class Row:
     """One quantity and statistic, with all that is needed to say where it came from.
 
     `figure`, `panel`, `system`, `workload`, `metric` and `unit` use the spellings of `paper_results/`; `model` and
-    `hardware` are names of `conf/model` and `conf/hardware`. `None` stands for "does not apply" and is an empty cell.
+    `hardware` are names of `conf/model` and `conf/hardware`. `None` means "does not apply" and is an empty cell.
     """
 
     figure: str
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def point(self) -> tuple[object, ...]:
-        """What was measured, whatever the settings: a new measurement of the same point replaces the old rows."""
+        """Identity without settings: a new measurement of the same point replaces the old rows."""
         return (
             self.figure, self.panel, self.system, self.workload, self.model, self.hardware,
             self.batch_size, self.seq_len, self.rank, self.timer,
@@ -192,7 +192,7 @@ class RowFile:
         """Add `rows` and write the file atomically. Of the same points, older rows of the same repeat go, and all that
         were measured with other settings or by other code: repeats of one point are comparable.
 
-        They stand where the first that went stood, so that a file stays in the order of its grid, which figures keep.
+        They take the place of the first row that went, so that a file keeps the order of its grid, as figures do.
         """
         new = {(row.point, row.repeat) for row in rows}
         origin = {row.point: (row.config_hash, row.source_hash) for row in rows}
@@ -212,3 +212,12 @@ class RowFile:
         if len(kept) < len(self.rows):
             write_rows(self.path, kept)
             self.rows = kept
+
+    def mark(self, measurements: Collection[tuple[str, int | None]]) -> None:
+        """Mark all rows of these (config hash, repeat) as disturbed, and write the file."""
+        keys = set(measurements)
+        changed = [
+            replace(row, disturbed=True) if (row.config_hash, row.repeat) in keys else row for row in self.rows
+        ]
+        write_rows(self.path, changed)
+        self.rows = changed

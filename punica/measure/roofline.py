@@ -1,4 +1,4 @@
-"""The paper's roofline: how much arithmetic and how many bytes one SGMV launch needs, and what the machine can do.
+"""The paper's roofline: arithmetic and bytes of one SGMV launch, and the ceilings of the machine.
 
 For `s` rows, `n` distinct adapters and a weight of `h_in x h_out` (paper, section 7.1)::
 
@@ -36,7 +36,7 @@ def sgmv_intensity(rows: int, adapters: int, h_in: int, h_out: int, element_byte
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine can do at most: memory traffic in bytes/s (read + written) and arithmetic in FLOP/s."""
+    """Ceilings of the machine: memory traffic in bytes/s (read + written) and arithmetic in FLOP/s."""
 
     bandwidth: float
     flops: float

@@ -8,8 +8,8 @@ cuda_graph    one CUDA graph holds many calls, each on its own inputs out of mor
               of a replay over its calls. It is what one call costs inside a long graph, as a server runs it
 ============  =========================================================================================================
 
-All systems of a comparison are timed in one loop, one call of each per round, so that a clock that drifts or a
-neighbour that wakes up hits them alike. Garbage collection is off while the clock runs.
+All systems of a comparison are timed in one loop, one call of each per round, so that drift and other work affect them
+alike. Garbage collection is off while the clock runs.
 """
 
 import gc
@@ -30,7 +30,7 @@ CALLS_PER_GRAPH = 48
 
 @dataclass(frozen=True)
 class Protocol:
-    """How to time. `seconds` is the budget per system: once spent, a system stops at `min_repeats` or later."""
+    """Timing protocol. `seconds` is the budget per system: once spent, a system stops at `min_repeats` or later."""
 
     timer: str
     device: str

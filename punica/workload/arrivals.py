@@ -1,4 +1,4 @@
-"""When requests arrive: a Poisson process with a constant rate or one that rises and falls over an hour.
+"""Arrival times of requests: a Poisson process with a constant rate or one that rises and falls over an hour.
 
 Figure 13 of the paper offers requests to a cluster for one hour with exponential gaps. Paper and code disagree on the
 rate: the figure starts low, peaks in the middle and ends low; the released load generator starts and ends at its

@@ -1,4 +1,4 @@
-"""How long prompts and outputs are: the released generator, and the lengths that the paper states.
+"""Lengths of prompts and outputs: the released generator's, and those that the paper states.
 
 The two disagree tenfold (disagreement D01). The paper prints 1000 requests and about 101k generated tokens with
 lengths from ShareGPT; the released generator makes 985 693 for 1000 requests, from a log-normal law for prompts and a

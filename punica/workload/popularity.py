@@ -1,4 +1,4 @@
-"""Who asks for which adapter: the paper's four popularity patterns, as group sizes of n rows.
+"""Popularity of adapters: the paper's four patterns, as group sizes of n rows.
 
 A *group* is the set of rows (or requests) that name one adapter. The paper describes the patterns in words
 (section 7); the exact rules are those of the released benchmarks:
@@ -41,10 +41,10 @@ PAPER_WORKLOADS = ("Distinct", "Uniform", "Skewed", "Identical")
 ORDERS = ("shuffled", "grouped", "round_robin")
 
 ZIPF_EXPONENT = 1.5
-"""Of the law that the paper names. Requests for web pages follow 0.64 to 0.83 (Breslau et al., INFOCOM 1999): adapters
-that are asked for like these lie between Zipf and Uniform."""
+"""Exponent of the law that the paper names. Requests for web pages follow 0.64 to 0.83 (Breslau et al., INFOCOM 1999),
+between Zipf and Uniform."""
 SKEWED_RATIO = 1.5
-"""Of one adapter's requests to those of the next one, under Skewed."""
+"""Ratio of one adapter's requests to the next one's, under Skewed."""
 
 GroupRule = Callable[[int], list[int]]
 WORKLOADS: Registry[GroupRule] = Registry("workload")
@@ -161,7 +161,7 @@ class Popularity:
         return self.rule(as_count("n", n, 1, "row or request"))
 
     def number_of_adapters(self, n: int) -> int:
-        """How many adapters n rows name."""
+        """Return the number of adapters that n rows name."""
         return len(self.group_sizes(n))
 
     def slots(self, n: int) -> NDArray[np.int64]:
@@ -172,8 +172,8 @@ class Popularity:
     def requests(self, n: int, order: str = "shuffled", seed: int = RELEASED_SEED) -> NDArray[np.int64]:
         """Adapter index of each of n requests, [n] int64, in order of arrival.
 
-        ``shuffled`` is the released harness (a permutation by PCG64 with its seed), ``grouped`` keeps adapters
-        together, ``round_robin`` deals one request of each adapter in turn until none is left (``seed`` is not used).
+        ``shuffled`` is the released harness (a permutation by PCG64 with its seed). ``grouped`` keeps adapters
+        together. ``round_robin`` deals one request of each adapter in turn until none is left.
         """
         grouped = self.slots(n)
         if order == "shuffled":

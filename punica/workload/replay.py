@@ -27,7 +27,7 @@ MAX_BATCH = 32
 
 @dataclass
 class Replay:
-    """What a replay saw: steps by batch size (requests) and by number of LoRA segments.
+    """Step counts of a replay, by batch size (requests) and by number of LoRA segments.
 
     ``prefill_steps`` counts steps that ran one prefill alone; they are in neither table. ``batches`` counts the
     batches that static batching formed.
@@ -64,7 +64,7 @@ class Replay:
         return _mean(self.steps_by_segments)
 
     def share(self, smallest: int, largest: int) -> float:
-        """Share of the steps that decode whose batch size lies in [smallest, largest]."""
+        """Return the share of decode steps whose batch size is in [smallest, largest]."""
         inside = sum(steps for size, steps in self.steps_by_batch.items() if smallest <= size <= largest)
         return inside / self.decode_steps
 
@@ -72,8 +72,8 @@ class Replay:
 def replay_continuous(outputs: Sequence[int], adapters: Sequence[int], max_batch: int = MAX_BATCH) -> Replay:
     """Punica's rule: first come first served, any mix of adapters, one admission per step, prefill joined to decode.
 
-    The rows of the prefill come first and the decode rows are sorted by adapter, so a prefill makes a segment of its
-    own unless its adapter is the one with the lowest number among the decode rows.
+    Rows of the prefill come first, then decode rows sorted by adapter. A prefill is a segment of its own unless its
+    adapter has the lowest number of those that decode.
     """
     _check(outputs, adapters, max_batch)
     replay = Replay()

@@ -110,9 +110,15 @@ def test_reproduce_resumes_redoes_only_what_was_deleted_and_reports(tmp_path):
 
 @pytest.mark.slow
 def test_reproduce_ends_when_its_minutes_are_over_and_goes_on_when_run_again(tmp_path):
-    shares = [f"+scale.minutes.{name}=0.0005" for name in ("fig08_lora_operator", "readme_backbone")]
+    short = """
+from experiments.commands import reproduce as module
+module.minutes_of = lambda configs: dict.fromkeys(configs, 0.0005)
+module.batch_main("reproduce", "", module.reproduce, "figures", measures=True)
+"""
     words = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,readme]"]
-    done = command("commands.reproduce", *words, *shares)
+    done = subprocess.run(
+        [sys.executable, "-c", short, *words], capture_output=True, text=True, cwd=REPOSITORY, check=False
+    )
     assert done.returncode == 0, done.stderr
     left_out = last_json(done)["left_out"]
     assert set(left_out) == {"fig08_lora_operator", "readme_backbone"}

@@ -169,7 +169,7 @@ def test_a_run_that_names_no_scale_has_that_of_its_hardware(tmp_path, monkeypatc
     with initialize_config_dir(str(CONF), version_base="1.3"):
         figure, command = (compose(name, overrides=overrides) for name in ("fig10_layer", "reproduce"))
     assert (figure.scale.name, figure.model.name) == (scale, model)
-    assert command.scale == figure.scale, "its minutes are those of make reproduce"
+    assert command.scale == figure.scale
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,8 @@ def test_a_cpu_empties_its_caches_beyond_the_last_level_that_it_reports(tmp_path
 
 
 def test_every_figure_of_a_cpu_has_its_share_of_twenty_minutes(tmp_path):
-    minutes = settle(composed(tmp_path, "scale=laptop"), ALL["fig08_lora_operator"]).scale.minutes
+    found = {name: composed(tmp_path, name=name).figure.minutes.get("laptop") for name in ALL}
+    minutes = {name: share for name, share in found.items() if share is not None}
     assert set(minutes) == set(ALL) - set(GPU_ONLY)
     assert sum(minutes.values()) < 16.01  # three more are for set-up, one for judging
 

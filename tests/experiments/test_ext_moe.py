@@ -8,16 +8,15 @@ import torch
 from fakes import composed
 
 from experiments.benches.engine_steps import StepShape
-from experiments.benches.moe_bench import MODELS, MoEBench, model_config
-from experiments.benches.moe_engine import MoEEngine
+from experiments.benches.moe_bench import MODELS, MoEBench, MoEEngine, MoESizes, model_config
 from experiments.claims.rows import Rows
 from experiments.ext_moe import panel_of
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.settings import settle
+from experiments.plots.extensions import draw_moe
 from experiments.plots.frames import frame_of, measured_frame
-from experiments.plots.moe import draw_moe
 from punica.measure.records import Row, read_rows, write_rows
 from punica.measure.timing import Protocol
 
@@ -34,7 +33,7 @@ def modules_of(engine: MoEEngine) -> list:
 
 
 def bench(name: str = "qwen3-30b-a3b") -> MoEBench:
-    return MoEBench(name, 4, 1, 32, 3, 3, 16, "float32", "cpu")
+    return MoEBench(MoESizes(name, 4, 1, 32, 3, 16, "float32"), 3, "cpu")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -74,7 +73,7 @@ def test_wrong_products_are_not_timed(part, monkeypatch):
 
 
 def test_slots_may_be_fp8():
-    one = MoEBench("mixtral-8x7b", 4, 1, 32, 3, 3, 16, "float32", "cpu", fp8="float8_e5m2")
+    one = MoEBench(MoESizes("mixtral-8x7b", 4, 1, 32, 3, 16, "float32", "float8_e5m2"), 3, "cpu")
     assert one.contexts[0].w2_lora_a_stacked[0].dtype == torch.float8_e5m2
     assert set(one.checked_calls([0, 2])) == SYSTEMS
 
@@ -89,7 +88,7 @@ def test_adapters_without_effect_are_not_timed(monkeypatch):
 
 @pytest.mark.parametrize("fp8", [None, "float8_e4m3fn"])
 def test_the_engine_steps_with_the_adapters_of_a_popularity_and_with_none(fp8):
-    engine = MoEEngine("qwen3-30b-a3b", 4, 2, 32, 3, 16, "float32", "cpu", fp8=fp8)
+    engine = MoEEngine(MoESizes("qwen3-30b-a3b", 4, 2, 32, 3, 16, "float32", fp8), "cpu")
     stored = {layer.base_layer.routed_experts.lora_context.w2_lora_a_stacked[0].dtype for layer in modules_of(engine)}
     assert stored == {torch.float32 if fp8 is None else torch.float8_e4m3fn}
     shapes = {"engine": StepShape(3, 16, 0, (1, 2, 2)), "backbone engine": StepShape(3, 16, 0, (0, 0, 0))}
@@ -99,7 +98,7 @@ def test_the_engine_steps_with_the_adapters_of_a_popularity_and_with_none(fp8):
 
 
 def test_an_engine_whose_experts_have_no_adapters_is_not_timed():
-    engine = MoEEngine("mixtral-8x7b", 4, 1, 32, 2, 16, "float32", "cpu")
+    engine = MoEEngine(MoESizes("mixtral-8x7b", 4, 1, 32, 2, 16, "float32"), "cpu")
     for layer in modules_of(engine):
         layer.adapter_enabled.zero_()
     shapes = {"engine": StepShape(2, 16, 0, (1, 2)), "backbone engine": StepShape(2, 16, 0, (0, 0))}
@@ -118,7 +117,7 @@ def test_steps_of_the_engine_are_timed_by_the_hosts_clock_alone(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [None, "float8_e4m3fn"])
 def test_a_step_with_adapters_on_experts_is_a_graph(fp8):
-    engine = MoEEngine("qwen3-30b-a3b", 16, 2, 8, 4, 64, "float16", "cuda", fp8=fp8)
+    engine = MoEEngine(MoESizes("qwen3-30b-a3b", 16, 2, 8, 4, 64, "float16", fp8), "cuda")
     shapes = {"engine": StepShape(4, 64, 0, (1, 2, 3, 4)), "backbone engine": StepShape(4, 64, 0, (0,) * 4)}
     found = engine.decode_seconds(shapes, replace(PROTOCOL, device="cuda"))
     assert min(map(min, found.values())) > 0

@@ -240,7 +240,7 @@ def test_every_printed_command_can_be_pasted(tmp_path):
         if cfg.figure.whole_stream:
             assert (cfg.scale.passes, cfg.scale.tries) == (1, 0)
         if cfg.scale.name == "paper":
-            assert cfg.scale.minutes[NAME] == 8
+            assert cfg.figure.minutes["paper"] == 8
             assert cfg.scale.tries <= 1
     pieces = [words for words in commands if "whole_stream" not in " ".join(words)]
     assert any("workload.names=[Distinct,Uniform]" in words and "model=llama2-13b" in words for words in pieces)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from fakes import QUIET, Fake, composed
 
-from experiments.harness import CheckFailed, Point, Reading
+from experiments.harness import CheckFailed, Point, Reading, sampled
 from experiments.harness.budget import Budget
 from experiments.harness.resume import run
 from punica.measure.records import read_rows
@@ -77,6 +77,36 @@ def test_a_worse_second_try_does_not_replace_the_first(tmp_path, machine):
     assert [row.other_cpu for row in rows_of(tmp_path) if row.disturbed] == [0.25]
 
 
+class Spiky(Fake):
+    """Batch 2 takes the microseconds of `spikes`, in measuring order; others take 2."""
+
+    def __init__(self, *spikes):
+        super().__init__()
+        self.left = list(spikes)
+
+    def measure(self, cfg, point):
+        super().measure(cfg, point)
+        return sampled("latency", [self.left.pop(0) if point.batch_size == 2 else 2.0] * 2, "us")
+
+
+@pytest.mark.parametrize("spikes", [(40.0, 2.0, 2.0, 2.1), (2.0, 2.0, 40.0, 2.1)], ids=["first", "last"])
+def test_a_repeat_twenty_times_slower_than_its_siblings_is_measured_again(tmp_path, spikes):
+    outcome = run(composed(tmp_path, *GRID), Spiky(*spikes))
+    assert sorted(row.value for row in rows_of(tmp_path) if row.batch_size == 2) == [2.0, 2.0, 2.1]
+    assert (outcome.measured, outcome.disturbed, any(row.disturbed for row in rows_of(tmp_path))) == (6, 0, False)
+
+
+def test_a_repeat_that_stays_slower_than_its_siblings_is_marked_and_the_next_run_measures_it(tmp_path):
+    spiky = Spiky(2.0, 40.0, 41.0, 2.0, 42.0)
+    outcome = run(composed(tmp_path, *GRID), spiky)
+    marked = [row for row in read_rows(outcome.rows_file) if row.disturbed]
+    assert {(row.batch_size, row.repeat) for row in marked} == {(2, 1)}
+    assert {row.statistic for row in marked} == {"median", "p10", "p90", "count"}
+    assert (outcome.disturbed, spiky.left) == (1, [])
+    outcome = run(composed(tmp_path, *GRID), Spiky(2.0))
+    assert (outcome.measured, outcome.disturbed, any(row.disturbed for row in rows_of(tmp_path))) == (1, 0, False)
+
+
 def test_a_wrong_point_is_tried_in_one_pass_only(tmp_path):
     outcome = run(composed(tmp_path, *GRID), Fake(wrong=[2]))
     assert len(outcome.failed) == 1
@@ -116,7 +146,7 @@ def test_passes_that_would_not_end_in_time_are_left_out(tmp_path, minutes, passe
 
 def test_the_first_pass_gives_way_to_a_deadline_alone(tmp_path):
     slow = Slow()
-    outcome = run(composed(tmp_path, *GRID, f"+scale.minutes.{NAME}=0.0001"), slow)
+    outcome = run(composed(tmp_path, *GRID, "+figure.minutes.smoke=0.0001"), slow)
     assert (outcome.measured, outcome.left_out) == (2, 4)
     slow = Slow()
     outcome = run(composed(tmp_path / "firm", *GRID), slow, within(0.1, slow, firm=True))

@@ -3,12 +3,13 @@
 import subprocess
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from punica.measure import disturbance
-from punica.measure.disturbance import Calibration, CpuTimes, Watch, cpu_times, other_seconds
+from punica.measure.disturbance import Calibration, CpuTimes, Watch, cpu_times, other_seconds, slow_repeats
 
 STAT = """cpu  9 9 9 9 9 9 9 9 0 0
 cpu0 100 10 30 999 50 2 3 5 0 0
@@ -135,6 +136,33 @@ def test_what_is_copied_is_beyond_the_cache(mib, monkeypatch):
         if copied[-1] == copied[0] and len(copied) > 1:
             break
     assert len(copied) - 1 >= 2 * (mib or 4), "read before it comes again, and as many written"
+
+
+def repeats(*medians, p90=None, unit="us"):
+    found = []
+    for repeat, median in enumerate(medians):
+        for statistic, value in (("median", median), ("p90", p90 or median)):
+            found.append(SimpleNamespace(config_hash="a", metric="latency", gpu=None, t_s=None, unit=unit,
+                                         repeat=repeat, statistic=statistic, value=value))  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "slow"),
+    [
+        (repeats(4397.0, 275.0, 212.0), {0}),
+        (repeats(100.0, 501.0), {1}),
+        (repeats(100.0, 499.0), set()),
+        (repeats(1.0, 50.0, p90=60.0), set()),
+        (repeats(-1.0, 50.0), set()),
+        (repeats(1.0, 50.0, unit="token/s"), set()),
+        (repeats(7.0), set()),
+        ([], set()),
+    ],
+    ids=["recorded", "just", "not quite", "scattered samples", "differences around 0", "a rate", "one", "none"],
+)
+def test_a_repeat_far_slower_than_its_quickest_sibling_is_slow(rows, slow):
+    assert slow_repeats(rows) == slow
 
 
 BUSY = [sys.executable, "-c", "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"]
