@@ -21,7 +21,7 @@ FP8 (systems `batch invariant` and `fp8 cache`).
                            (from the tables until all is given to the device), then ahead (the next step, meanwhile);
                            of a decode step, which began beside the one before, all is ahead but the scheduling
     added_latency          what the adapters add to the step; in a decode step that is to every user's next token
-    added_per_token        the same over the tokens that the step computes
+    added_per_token        the same over the tokens that the step computes.
     floor                  the time of the bytes that must move, at the bandwidth of a large copy (copy_bandwidth)
 
 Cost at scale=laptop: about 25 seconds on two cores, 4 GB; at scale=gpu 1.5 minutes per model.

@@ -7,9 +7,9 @@ atomic adds, which needs a zero-fill; a form that also keeps a row's bits whatev
 batch for `deterministic` too, which chooses its kernel by shape.
 
 Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16, interleaved, every variant (`benches.determinism`) after a
-check against the reference. Facts measured beside it, per variant, popularity and batch: the share of outputs whose
-bits differ in any of `figure.runs` runs of one call, and between each row in its batch and the row alone, with the
-largest difference, absolute and in units in the last place.
+check against the reference. Measured beside it per variant, popularity and batch: the share of outputs whose
+bits differ in any of `figure.runs` runs of one call, and between a row in its batch and alone. Differences are the
+largest, absolute and in units in the last place.
 
 Cost at scale=laptop: minutes on a GPU, where kernels are compiled on first use; 4 GB. Nothing on a CPU.
 """

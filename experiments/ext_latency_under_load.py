@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 CAPACITY, AT_BASELINE = "capacity", "baseline capacity"
 WITHOUT_LORA = tuple(without_lora())
 DECODE_STEPS = 5
-"""Of the bound on Punica's p99 time to first token, beside the step of its own prompt."""
+"""Decode steps in the bound on Punica's p99 time to first token, beside the step of its own prompt."""
 
 
 @dataclass

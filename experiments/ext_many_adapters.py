@@ -3,17 +3,16 @@
 The paper's Distinct has one adapter for each request and hides loading behind decoding (section 5.2). Claim: how many
 adapters there are costs little throughput, and a request whose adapter must be loaded waits hardly longer. Expected
 shape: throughput of 1,000 adapters close to that of 32; time to first token of requests that must load above that of
-resident ones by a load, milliseconds. With as many adapters in use as there are slots, who needs another one waits
-until a slot is free and, first come first served, holds up everybody behind; `punica_resident_first` lets at most 32 of
-those behind, whose adapter is there, go first.
+resident ones by a load, milliseconds. While all slots are in use a request for another adapter waits. First come, first
+served, it delays all requests behind it; `punica_resident_first` lets at most 32 of those with a loaded adapter pass.
 
 Adapters of a stream are drawn by popularity (`punica.workload.drawn_adapters`), which may be any registered one; a
 popularity of few groups, such as Identical, asks for as few adapters. Panels:
 
-    N adapters                 all in host memory, a slot per place in the batch
-    N adapters, S slots        the same, with fewer slots than the batch has places
+    N adapters                 all in host memory, a slot per place in the batch.
+    N adapters, S slots        the same, with fewer slots than the batch has places.
     N adapters, M in memory    in PEFT folders, M of which host memory holds (`max_cpu_loras`), the most popular ones at
-                               first: others are read when somebody asks for them
+                               first: others are read on demand
 
 In each the capacity is measured first (`capacity`, `throughput`: more requests wait than the batch has places for),
 then requests arrive by the clock, as in `ext_latency_under_load`, which see for the latencies. Both rules of admission
@@ -29,8 +28,8 @@ says, from one seed.
     requests, unfinished, lost, doubled, starved: see `systems.open_loop`
 
 Only as many adapters have weights of their own as the batch has places (4 in folders): others are ids of the same
-weights, each with a slot, a load and on disk a reading of its own. A file that was read lies in the page cache of the
-system, so `disk` is the time to read, check, pack and stage it, without that of the drive.
+weights, each with a slot, a load and on disk a reading of its own. A file that was read is in the system's page cache,
+so `disk` is the time to read, check, pack and stage it, without that of the drive.
 
 Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 with Llama-2 7B, expected: a command measures one
 repeat of what it names and ends before ten minutes; the same command once more measures the next repeat.
@@ -96,7 +95,7 @@ class ManyConf(FigureConf):
 
 @dataclass(frozen=True)
 class Holding:
-    """Where the adapters of a panel are: `slots` None is one per place, `in_memory` None all."""
+    """Places of a panel's adapters: `slots` None is one per place, `in_memory` None all."""
 
     adapters: int
     slots: int | None = None

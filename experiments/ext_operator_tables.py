@@ -3,16 +3,16 @@
     python -m experiments.ext_operator_tables table=A              # or table=[A,ranks], or table=all
 
 ===========  ========================================================================
-A            one decode operator, 4096 -> r -> 11008, four popularities
-ranks        ranks 8 to 128, ranks 20 and 24, mixed ranks
-B            the packed projections of one Llama-2-7B layer, batch 32
-C            prefill, 4096 -> r -> 4096, 512 to 8192 tokens
-padding      mixed ranks at their true ranks, and padded to the widest
-shapes       projections of other models and ragged prefills, to which no rule was fitted
+A            one decode operator, 4096 -> r -> 11008, four popularities.
+ranks        ranks 8 to 128, ranks 20 and 24, mixed ranks.
+B            the packed projections of one Llama-2-7B layer, batch 32.
+C            prefill, 4096 -> r -> 4096, 512 to 8192 tokens.
+padding      mixed ranks at their true ranks, and padded to the widest.
+shapes       projections of other models and ragged prefills, to which no rule was fitted.
 step         the paper's step: one prompt and 31 decodes, and its parts
-gemm         added latency of the operator after the base projection
-determinism  partials (ours), atomic additions
-invariant    cost of the same bits in every batch, on the batches of A and C
+gemm         added latency of the operator after the base projection.
+determinism  partials (ours), atomic additions.
+invariant    cost of the same bits in every batch, on the batches of A and C.
 fp8          adapters in FP8 beside the same ones in 16 bits: decode of ranks 16 and 64, and the batches of C
 ===========  ========================================================================
 

@@ -34,7 +34,7 @@ from experiments.harness import Config, Experiment, FigureConf, Point, Reading, 
 PAPER_LOAD, MIXED, PADDED = "paper's load", "mixed ranks", "mixed ranks, padded"
 MIXED_WORKLOAD = "Zipf"
 PANELS = {"Skewed": (PAPER_LOAD,), MIXED_WORKLOAD: (MIXED, PADDED)}
-"""Of these workloads; any other has the paper's load with its own popularity."""
+"""Panels by workload; any other has the paper's load with its own popularity."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 r"""Figure 11: throughput of serving systems when requests ask for many adapters.
 
 Claim (section 7.2): Punica keeps its throughput whatever the popularity, and is 12 times faster than the best baseline
-where requests differ (Distinct), because a baseline's batch holds one adapter and so, nearly always, one request.
+where requests differ (Distinct): a baseline's batch holds one adapter and so, nearly always, one request.
 Expected shape: Punica flat; baselines low on Distinct, Uniform and Skewed, close to or above Punica on Identical.
 
 The stream is the paper's: the released generator with its seed, `scale.requests` requests that all wait from the start,

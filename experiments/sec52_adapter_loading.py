@@ -13,9 +13,9 @@ adapters (on a GPU a CUDA graph), and compares that step with the same step alon
                 page-locked image of the adapter through the link; on a CPU `set_lora` layer by layer
     punica fp8  the same with slots in FP8 (float8_e4m3fn, one float32 scale per channel), quantised at registration:
                 0.57 of the bytes of fp16 at rank 16
-    per_tensor  `set_lora` layer by layer, on the stream of the model, from page-locked tensors (GPU only)
-    pageable    the same from ordinary memory (GPU only)
-    link        one plain copy of as many bytes, host to device, page-locked (on a CPU: memory to memory): the roofline
+    per_tensor  `set_lora` layer by layer, on the stream of the model, from page-locked tensors (GPU only).
+    pageable    the same from ordinary memory (GPU only).
+    link        one plain copy of as many bytes, host to device, page-locked (on a CPU: memory to memory): the roofline.
 
 Loads take turns over adapters that together exceed the caches. Clock: the host's, which waits for the device after each
 call; on a GPU also events (`device_time`, and `load_time` beside a step). `host_time`: seconds that the call keeps the

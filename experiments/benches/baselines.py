@@ -3,11 +3,11 @@
 All add ``scale * (x[t] @ A[l_t]^T) @ B[l_t]^T`` to row t of ``y``, in place, in the dtype of the model, on any device:
 
 ============  =======================================================================================================
-Loop          per adapter two matmuls over its rows and an addition: ``y[seg] += x[seg] @ A @ B``
-Gather        copy A and B of every row side by side, ``[T, r, h1]`` and ``[T, h2, r]``
-BMM           two batched matmuls on gathered weights
-Gather-BMM    both, which is what a batch needs when its adapters change from step to step
-grouped_mm    ``torch.nn.functional.grouped_mm`` over rows sorted by slot, where torch has it
+Loop          per adapter two matmuls over its rows and an addition: ``y[seg] += x[seg] @ A @ B``.
+Gather        copy A and B of every row side by side, ``[T, r, h1]`` and ``[T, h2, r]``.
+BMM           two batched matmuls on gathered weights.
+Gather-BMM    both, which is what a batch needs when its adapters change from step to step.
+grouped_mm    ``torch.nn.functional.grouped_mm`` over rows sorted by slot, where torch has it.
 ============  =======================================================================================================
 
 Shapes: ``y [T, h2]``, ``x [T, h1]``, ``a [L, r, h1]``, ``b [L, h2, r]``, one dtype and device. Every row has an

@@ -2,17 +2,17 @@
 
 ==========================  ==============================================================================
 punica                      the flat operator, both kernels early, B row after row as in adapter files
-wrapper                     what a layer calls (`layer_call`): defaults, 64 slots, the table of true ranks, B by ranks
-layer                       the wrapper behind a base product as a layer calls it, in decode steps the shrink beside
-wrapper, normal launch      as ``wrapper`` with ``LoRAConfig(pdl=False)``
-normal shrink               as a layer has it run, expand early only
-no overlap                  the flat operator with plain launches
-rank table                  the flat operator, the ranks read from a table
-batch invariant             the flat operator with ``batch_invariant=True``
-wrapper, batch invariant    the wrapper with ``LoRAConfig(batch_invariant=True)``
-fp8                         the wrapper, A and B in FP8, one scale per channel, activations as they are
-fp8 w8a8                    the same, x quantised beforehand, the intermediate in the call
-fp8 w8a8, x too             the same, x quantised in the call
+wrapper                     what a layer calls (`layer_call`): defaults, 64 slots, the table of true ranks, B by ranks.
+layer                       the wrapper behind a base product as a layer calls it, in decode steps the shrink beside.
+wrapper, normal launch      as ``wrapper`` with ``LoRAConfig(pdl=False)``.
+normal shrink               as a layer has it run, expand early only.
+no overlap                  the flat operator with plain launches.
+rank table                  the flat operator, the ranks read from a table.
+batch invariant             the flat operator with ``batch_invariant=True``.
+wrapper, batch invariant    the wrapper with ``LoRAConfig(batch_invariant=True)``.
+fp8                         the wrapper, A and B in FP8, one scale per channel, activations as they are.
+fp8 w8a8                    the same, x quantised beforehand, the intermediate in the call.
+fp8 w8a8, x too             the same, x quantised in the call.
 ==========================  ==============================================================================
 """
 
@@ -43,7 +43,7 @@ TOLERANCE = 1e-3
 TORCH_TOLERANCE = 4 * TOLERANCE
 """The same for what torch computes, half precision between two products."""
 TOLERANCES = {"torch": TORCH_TOLERANCE, "fp8 w8a8": 5e-2}
-"""By how a column's name begins, where it is another: w8a8 rounds activations and what lies between the products."""
+"""Other tolerances, by the beginning of a column's name: w8a8 rounds activations and the low-rank tensor."""
 
 
 class Beside(NamedTuple):

@@ -1,10 +1,10 @@
 """The paper's step, one prompt and many decodes in one batch, for `ext_paper_step`.
 
 ===========  ==========================================================================
-SGMV         the whole step in one call of a layer (`layer_call`)
-apart        the prompt in one call of a layer, then the decodes in another
-Loop         one product pair per adapter, the decodes' of one row each
-grouped_mm   torch's grouped products
+SGMV         the whole step in one call of a layer (`layer_call`).
+apart        the prompt in one call of a layer, then the decodes in another.
+Loop         one product pair per adapter, the decodes' of one row each.
+grouped_mm   torch's grouped products.
 ===========  ==========================================================================
 """
 

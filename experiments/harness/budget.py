@@ -18,9 +18,9 @@ Clock = Callable[[], float]
 TIMED = 0.5
 """Part of a point's time that goes into samples; the rest prepares and checks."""
 SLACK = 0.1
-"""How far beyond the share a pass may end, as a part of the figure's own minutes."""
+"""Largest overrun of a pass over its share, as a part of the figure's own minutes."""
 GRACE = 0.25
-"""How far beyond it a measurement is stopped, likewise."""
+"""Overrun at which a measurement is stopped, likewise."""
 
 
 class OutOfTime(BaseException):

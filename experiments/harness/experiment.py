@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PROTOCOL = ("scale.warmup", "scale.repeats", "scale.min_repeats", "scale.seconds_per_point")
-"""What an experiment reads when `punica.measure.timing` times it."""
+"""Settings read by an experiment that `punica.measure.timing` times."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ EXPERTS = (
 DODGE = 1.08
 """Factor on the batch size between lines of equal values."""
 GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}
-"""How a bound or a scale beside the measured lines looks."""
+"""Look of a bound or a scale beside the measured lines."""
 
 
 def draw_padding(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:

@@ -13,7 +13,7 @@ from experiments.plots.frames import centre, disturbed_at
 from experiments.plots.overlay import Overlay, fill, finish, label
 
 ROOF = "roof"
-"""How the panels of roofs begin."""
+"""Prefix of the panels of roofs."""
 SHEET = "data sheet"
 MOSAIC = "RRA;RRB"  # roofline, absolute latency, relative latency
 

@@ -18,7 +18,7 @@ PAPER_NAMES = {ours: theirs for theirs, ours in reversed(by_paper_name().items()
 alone.
 """
 INITIALS = {system: "".join(letter for letter in name if letter.isupper()) for system, name in PAPER_NAMES.items()}
-"""What is written on a bar that the paper alone has."""
+"""Label of a bar that the paper alone has."""
 REFERENCE = "punica"
 ONE_MODEL = "Identical"
 SHADES = {entry.name: entry.shade for entry in entries() if entry.shade < 1}
@@ -81,7 +81,7 @@ def relative_to_best(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def under_our_names(paper: pd.DataFrame) -> pd.DataFrame:
-    """The paper's rows under the names of the systems that stand for theirs."""
+    """Rename the paper's systems to their counterparts here."""
     return paper.assign(system=paper["system"].map(by_paper_name())).dropna(subset=["system"])
 
 

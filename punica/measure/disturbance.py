@@ -34,7 +34,7 @@ from punica.measure.records import Row
 OTHER_CPU_LIMIT = 0.05
 """Share of the CPU time of our cores that others may take; an idle Linux machine takes less than 0.01."""
 CALIBRATION_LIMIT = 1.5
-"""How many times as long as on this machine when it is quiet (`Calibrator.quiet`) a calibration may take."""
+"""Largest time of a calibration over that of the quiet machine (`Calibrator.quiet`)."""
 REPEAT_LIMIT = 5.0
 """Largest ratio of a repeat's median to the p90 of its quickest sibling; quiet repeats stay below 2."""
 SHORTEST_OTHER_S = 0.04

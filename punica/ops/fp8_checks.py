@@ -63,7 +63,7 @@ class Scheme(NamedTuple):
 
 
 PLAIN = Scheme()
-"""Of weights without scales; with scales: weight-only, one scale per slot."""
+"""Scheme of weights without scales; with scales: weight-only, one scale per slot."""
 PER_CHANNEL = Scheme(per_channel_quant=True)
 """Weight-only with one scale per output column: what the layers hold."""
 

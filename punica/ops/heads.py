@@ -19,9 +19,10 @@ class HeadNorms(NamedTuple):
 
 
 class PackedHeads(NamedTuple):
-    """What a layer's q, k and v projections made of T rows, side by side in ``heads [T, H + 2 * Hkv, D]`` and not
-    rotated yet; ``cos`` and ``sin`` ``[T, 1, D / 2]`` are the angles of the rows (:mod:`punica.models.rotary`), and
-    ``norms`` what every query and key head passes first (Qwen3).
+    """Packed q, k and v of T rows before rotation: ``heads [T, H + 2 * Hkv, D]``.
+
+    ``cos`` and ``sin`` ``[T, 1, D / 2]`` are the angles of the rows (:mod:`punica.models.rotary`); ``norms`` is the
+    norm of every query and key head before rotation (Qwen3).
     """
 
     heads: Tensor

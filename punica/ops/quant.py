@@ -29,7 +29,7 @@ FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 FP8_DTYPES = tuple(FP8_MAX)
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(E4M3).float()
 LEAST = 1e-12
-"""What counts as the largest element of a unit of zeros."""
+"""Assumed largest element of a unit of zeros."""
 
 
 def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:

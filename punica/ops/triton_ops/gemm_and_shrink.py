@@ -45,7 +45,7 @@ from punica.ops.weights import Form
 
 MOST_RANKS = 16
 _MOST_ELEMENTS = 16384
-"""Of A, that a program holds in registers."""
+"""Elements of A that a program holds in registers."""
 
 
 class BaseForm(NamedTuple):

@@ -26,7 +26,7 @@ from punica.ops.triton_ops.launch import block_at_least, shared_memory
 # --- what is scheduled -----------------------------------------------------------------------------------------------
 
 WARPS = 4
-"""Of a program, unless it holds more than so many keep in registers."""
+"""Warps of a program whose tile fits their registers."""
 
 
 class Schedule(NamedTuple):
@@ -111,7 +111,7 @@ EXPAND_MMA, EPILOGUE = 1.89e6, 250
 TRUE_RANK = 16
 """Rank up to which slots are expected to be filled."""
 MOST_WARPS = 64
-"""Of a multiprocessor, and twice its programs."""
+"""Warps of a multiprocessor, and twice its programs."""
 PARTIAL, OUTPUT = 4, 2 * 2
 """Bytes of a partial sum, and of an output element, which is read and written."""
 
