@@ -60,7 +60,7 @@ _DIRECT_CALL = (
     "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata, "
     "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())"
 )
-"""Parameters with which Triton's `JITFunction.run` (3.6 and 3.7) starts a compiled kernel, as `Launch` does."""
+"""Statement by which Triton's `JITFunction.run` (3.6 and 3.7) starts a compiled kernel; `Launch` repeats it."""
 
 
 @functools.cache
