@@ -150,11 +150,11 @@ def _form(
     tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names
 ) -> Form:
     """Return the form of checked tensors; each combination of shapes, strides, dtypes and devices is checked once."""
-    listed = (tuple, list)
+    lists = isinstance(tensors, (tuple, list)), scales is None or isinstance(scales, (tuple, list))
     try:
         key = (
-            rank_dim, scheme, isinstance(tensors, listed), scales is None or isinstance(scales, listed), len(tensors),
-            *[(t.shape, t.stride(), t.dtype, t.device) for t in (*tensors, *(scales or ()))],
+            rank_dim, scheme, lists, len(tensors),
+            *[(t.shape, t.stride(), t.dtype, t.device) for t in (*tensors, *(() if scales is None else scales))],
             ranks if ranks is None else (ranks.shape, ranks.stride(), ranks.dtype, ranks.device),
         )  # fmt: skip
         known = _FORMS.get(key)

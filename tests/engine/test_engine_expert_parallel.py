@@ -85,6 +85,7 @@ def test_one_rank_equals_merged_models(folder, merged_tokens):
     assert len({str(tokens) for tokens in merged_tokens["mixtral, tp"]}) == len(PROMPTS)  # adapters change something
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_merged_models(folder, merged_tokens):
     assert spawn_tensor_parallel(serve, 2, folder, "cpu", backend="gloo") == [merged_tokens] * 2
 

@@ -2,6 +2,7 @@
 
 import pytest
 from fakes import composed
+from hydra.core.config_store import ConfigStore
 
 from experiments.facts import systems
 from experiments.facts.systems import FIG11, LOAD, SYSTEMS, System, entries
@@ -40,6 +41,8 @@ def added(monkeypatch):
     monkeypatch.setitem(ADMISSION_RULES._entries, NAME, NewestFirst)
     entry = System(NAME, admission=NAME, figures=(FIG11, LOAD), baseline=True)
     monkeypatch.setitem(SYSTEMS._entries, NAME, entry)
+    yield
+    ConfigStore.instance().repo.get("system", {}).pop(f"{NAME}.yaml", None)
 
 
 @pytest.fixture

@@ -123,6 +123,7 @@ def test_a_busy_machine_with_repeats_is_fit_while_its_verdicts_are_decided(place
 RECORDED = sorted(path.name for path in (REPOSITORY / "results").iterdir() if (path / "claims.csv").exists())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hardware", RECORDED)
 def test_recorded_verdicts_are_those_of_the_recorded_rows(hardware):
     """Whoever records rows, or changes a rule, judges again: make report ARGS="source=recorded hardware=..."."""
@@ -270,6 +271,7 @@ def command_line(tmp_path, *overrides):
     return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=900, check=False)
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path):
     empty = command_line(tmp_path)
     assert empty.returncode == 2

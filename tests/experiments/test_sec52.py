@@ -274,6 +274,7 @@ def test_the_link_of_a_gpu_says_its_generation_where_it_is_known(monkeypatch):
 # the whole
 
 
+@pytest.mark.slow
 def test_it_measures_draws_and_does_not_measure_again(tmp_path):
     words = ("adapters.ranks=[8,16]", "figure.overlap_rank=16")
     outcome = run(composed(tmp_path, *words, "draw=true", name=SEC52.name), SEC52)
