@@ -45,7 +45,10 @@ def choices(tmp_path, group):
     return [*(path.stem for path in (CONF / group).glob("*.yaml")), *(name.removesuffix(".yaml") for name in stored)]
 
 
-@pytest.mark.parametrize("group", ["model", "hardware", "workload", "adapters", pytest.param("system", marks=pytest.mark.slow), "timer"])
+SYSTEM = pytest.param("system", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("group", ["model", "hardware", "workload", "adapters", SYSTEM, "timer"])
 def test_every_choice_of_every_group_composes(tmp_path, group):
     found = choices(tmp_path, group)
     assert len(found) >= 3

@@ -200,7 +200,7 @@ def check_fp8(capability: int, records: list[Record]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", (80, *WHOLE))
+@pytest.mark.parametrize("capability", [80, *WHOLE])
 def test_fp8_compiles_and_fits(capability: int):
     """GEMM tiles whose ranks fit one pass read B in words, before the PDL wait."""
     records = compiled(capability, FP8_CASES)
