@@ -49,7 +49,7 @@ def two_runners(ray_here: None) -> Iterator[RayCluster]:
 @pytest.fixture
 def pair(two_runners: RayCluster) -> RayCluster:
     """Two runners shared by the tests that leave them alive; steps of the test before have ended."""
-    while two_runners._awaited:
+    while two_runners._pending:
         two_runners.step()
     return two_runners
 
