@@ -8,4 +8,17 @@
     forms.py           shapes of answers; text.py: text and log-probabilities of one choice
     engine_thread.py   the thread that owns the engine and makes its steps
     metrics.py         Prometheus metrics
+
+Parameters that a request leaves out are the checkpoint's defaults: greedy unless its `generation_config.json` samples.
+A client that leaves is aborted, and its memory is free after the step.
+
+* Adapters load and unload by `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` (fields as vLLM names them), from
+  folders below `--allow-folder DIR` alone, links resolved; without it, none. `load_inplace` replaces one, and requests
+  that have begun keep the old version. Write access to allowed folders is trusted.
+* `--api-key` opens the base model, adapters without a key of their own, and loading; `--adapter-key sql=KEY` closes
+  `sql` to all others. A file of arguments, one per line, keeps keys out of the process list: `@arguments.txt`.
+* `--max-queue` limits waiting generations (429 with `Retry-After`), `--max-body` bytes (413), `--max-model-len` tokens
+  of prompt and answer. A client that does not read its stream for 60 s is aborted.
+* `/health` is 503 after a failed step; `/metrics` is without names of tenants. Both are open.
+* No TLS, no rate limit per client, no time limit for slow uploads: a proxy's work.
 """
