@@ -39,7 +39,7 @@ def _members(system: Loaded, stream: Iterator[Job], steps: int) -> list[tuple[Jo
     for _ in range(steps):
         while len(waiting) <= most:
             job = next(stream)
-            waiting.append(state_of(str(len(jobs)), job.new_tokens, job.adapter_id))
+            waiting.append(state_of(str(len(jobs)), job.new_tokens, job.adapter_id, len(job.prompt)))
             jobs[waiting[-1]] = job
         batch = [(state, done) for state, done in batch if done < jobs[state].new_tokens]
         joined = take_joining(scheduler.rule, [state for state, _ in batch], waiting, most, fits)

@@ -22,9 +22,9 @@ FEATURES = ("tokens", "rows", "context", "adapters", "prompts", "prefills")
 adapters, tokens of prompts alone, and whether there are any (1 or 0)."""
 
 
-def state_of(name: str, new_tokens: int, adapter_id: int) -> RequestState:
-    """Build a waiting request, without its prompt, for an admission rule to decide about."""
-    return RequestState(Request(name, (0,), new_tokens, SimpleNamespace(lora_int_id=adapter_id)))
+def state_of(name: str, new_tokens: int, adapter_id: int, prompt: int = 1) -> RequestState:
+    """Build a waiting request for an admission rule to decide about; its prompt is as long, and zeros."""
+    return RequestState(Request(name, (0,) * prompt, new_tokens, SimpleNamespace(lora_int_id=adapter_id)))
 
 
 def take_joining(
@@ -41,7 +41,10 @@ def take_joining(
         batch = [*running, *admitted]
         if not (rule.allows(candidate, batch, admitted) and fits([*batch, candidate])):
             break
-        waiting.remove(candidate)
+        place = waiting.index(candidate)
+        for earlier in waiting[:place]:
+            earlier.overtaken += 1
+        del waiting[place]
         admitted.append(candidate)
     return admitted
 
@@ -135,7 +138,8 @@ class Timeline:
         return [stretch.first for stretch in self.stretches]
 
     def _replay(self, rule: AdmissionRule) -> list[Stretch]:
-        states = [state_of(str(i), *one) for i, one in enumerate(zip(self.outputs, self.adapters, strict=True))]
+        requests = zip(self.outputs, self.adapters, self.prompts, strict=True)
+        states = [state_of(str(i), *one) for i, one in enumerate(requests)]
         stretches: list[Stretch] = []
         members: list[tuple[int, int]] = []
         step, waiting = 0, list(states)
@@ -150,7 +154,10 @@ class Timeline:
             members += [(request, 0) for request in joined]
             self.order += joined
             left = min(self.outputs[request] - done for request, done in members if done < self.outputs[request])
+            counts = [state.overtaken for state in waiting]
             steps = 1 if joining(list(waiting)) else left
+            for state, count in zip(waiting, counts, strict=True):
+                state.overtaken = count  # the probe admits no request
             stretches.append(Stretch(step, steps, tuple(members), len(joined), len(self.order)))
             step += steps
             members = [(request, self._grown(request, done, steps)) for request, done in members]
