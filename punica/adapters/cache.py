@@ -232,7 +232,7 @@ class AdapterCache:
         """
         adapter_id = loaded.lora.id
         registered = self._registered.peek(adapter_id)
-        if registered is None:
+        if registered is None and not loaded.superseded:
             self._check_place(adapter_id)
             self._register(loaded)
         elif registered is not loaded:

@@ -22,6 +22,7 @@ from punica.checks import clip
 from punica.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 from punica.layers.base import SlotPart
 from punica.layers.packing import LoRAFactor, Slices
+from punica.layers.utils import check_has_data
 from punica.ops.quant import Fp8Matrix
 from punica.ops.slot_image import image_matrices, pack_image
 
@@ -69,13 +70,14 @@ class AdapterPacker:
         Raises:
             ValueError: unknown modules, or none; a module given twice (under two of its names, or whole and in parts).
                 A wrong shape, rank or size; a B that holds NaN or inf once it is scaled.
-            TypeError: unsupported dtype. RuntimeError: a module without tensors (shell).
+            TypeError: unsupported dtype, or a meta tensor. RuntimeError: a module without tensors (shell).
         """
         groups = self._groups(lora)
         if not fits:
             self._check(lora.id, groups)
         packed = {}
         for name, weights in groups.items():
+            check_has_data(weights.slices)
             check_scaled(lora.id, name, weights.slices)
             pairs = weights.slices if self._fp8 is None else _quantised(weights.slices, self._fp8)
             packed[name] = ModuleWeights(name, weights.rank, self._wrapped[name].layer.to_slices(pairs))
@@ -136,6 +138,11 @@ class AdapterPacker:
             for part, weights in own.items():
                 if part is None:
                     slices = weights.scaled()
+                elif weights.is_packed or not weights.slices:
+                    raise ValueError(
+                        f"adapter {lora.id}: {given[part]!r} has {len(weights.slices)} slices, expected 1: give "
+                        f"several under the name of the whole layer, {name!r}"
+                    )
                 else:
                     (slices[part],) = weights.scaled()
             groups[name] = ModuleWeights(name, max(weights.rank for weights in own.values()), slices)

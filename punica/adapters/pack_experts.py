@@ -34,7 +34,7 @@ def group_experts(
     """
     whole = [weights for part, weights in given.items() if part is None or part == BASE_LAYER]
     if whole and whole[0].is_packed:
-        return whole[0]
+        return ModuleWeights(name, whole[0].rank, whole[0].scaled())
     if whole and len(whole) < len(given):
         raise ValueError(f"adapter {adapter_id} has {name!r} both stacked and per expert; keep one of the two")
     try:

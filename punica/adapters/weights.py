@@ -51,10 +51,20 @@ class ModuleWeights:
         """A; of a packed module a list with one entry per slice."""
         return [a for a, _ in self.slices] if self.is_packed else self.slices[0][0]
 
+    @lora_a.setter
+    def lora_a(self, given: LoRAInput) -> None:
+        values = cast(Sequence[LoRAFactor], given if self.is_packed else [given])
+        self.slices = [(a, b) for a, (_, b) in zip(values, self.slices, strict=True)]
+
     @property
     def lora_b(self) -> LoRAInput:
         """B; of a packed module a list with one entry per slice."""
         return [b for _, b in self.slices] if self.is_packed else self.slices[0][1]
+
+    @lora_b.setter
+    def lora_b(self, given: LoRAInput) -> None:
+        values = cast(Sequence[LoRAFactor], given if self.is_packed else [given])
+        self.slices = [(a, b) for b, (a, _) in zip(values, self.slices, strict=True)]
 
     def pair(self) -> tuple[LoRAInput, LoRAInput]:
         """Return `(lora_a, lora_b)` as a layer's `set_lora` takes them."""

@@ -308,7 +308,9 @@ class BaseLayerWithLoRA(nn.Module):
         self._require_slots("check_lora")
         for i, (a, b) in enumerate(groups):
             check_lora_pair(i, a, b, cast(LoRAConfig, self.lora_config).max_lora_rank)
-        slices = self.to_slices(groups)
+        slices, expected = self.to_slices(groups), len(self.full_output_sizes)
+        if len(slices) != expected:
+            raise ValueError(f"{type(self).__name__} takes {expected} slices, got {len(slices)}; give one pair each")
         for i, (a, b) in enumerate(slices):
             if a is None or b is None:
                 continue

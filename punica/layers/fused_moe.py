@@ -219,6 +219,8 @@ class FusedMoEWithLoRA(ExpertSlots):
         """Check one entry per name in ``names`` as the base class. Without a gate w3 is ignored."""
         self._require_slots("check_lora")
         slices, sizes = self.to_slices(groups), self._full_sizes()
+        if len(slices) != len(self.names):
+            raise ValueError(f"expected a pair each for {list(self.names)}, got {len(slices)} slices")
         for name, (a, b) in zip(self.names, slices, strict=True):
             self._check_factor_pair(name, a, b, *sizes[name])
         return slices

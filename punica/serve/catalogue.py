@@ -43,10 +43,17 @@ class Keys:
         needed = self.adapter_keys.get(name, self.api_key)
         return needed is None or _equal(given, needed)
 
-    def check_manager(self, given: str | None, name: str) -> None:
-        """ApiError 401 for a key that may not load or unload this adapter: the server's may, without one its own."""
-        needed = self.adapter_keys.get(name) if self.api_key is None else self.api_key
-        if needed is not None and not _equal(given, needed):
+    def check_manager(self, given: str | None) -> None:
+        """ApiError 401 for a key that may not load or unload adapters: the server's may, or any where none has one.
+
+        An adapter's own key may not: it could serve the folder of another tenant under its own name.
+        """
+        if self.api_key is None and self.adapter_keys:
+            raise ApiError(
+                401, "this API key may not load or unload adapters: some have keys, so that needs the server's own; "
+                "start it with --api-key", code="invalid_api_key",
+            )  # fmt: skip
+        if self.api_key is not None and not _equal(given, self.api_key):
             raise ApiError(401, "this API key may not load or unload adapters", code="invalid_api_key")
 
 
@@ -89,7 +96,7 @@ class Catalogue:
 
         ApiError 401, 403, 404, 400: key, folder, name in use without ``replace``, or an adapter that does not fit.
         """
-        self.keys.check_manager(key, name)
+        self.keys.check_manager(key)
         folder = await asyncio.to_thread(allowed_folder, path, self._roots)
         async with self._lock:
             self._check_name(name, replace)
@@ -108,7 +115,7 @@ class Catalogue:
 
     async def unload(self, name: str, key: str | None, thread: EngineThread) -> None:
         """Forget a name; requests with it are served to their end. ApiError 401, 404: no such adapter."""
-        self.keys.check_manager(key, name)
+        self.keys.check_manager(key)
         async with self._lock:
             adapter = self._adapters.pop(name, None)
             if adapter is None:

@@ -136,6 +136,8 @@ class EngineThread:
         if self._is_stopping:
             raise ApiError(503, "the engine has stopped", code="engine_stopped")
         self._commands.put(command)
+        if self._is_stopping and future.cancel():  # the thread may have ended meanwhile
+            raise ApiError(503, "the engine has stopped", code="engine_stopped")
         return await asyncio.wrap_future(future)
 
     async def submit(self, call: Call) -> None:
@@ -238,9 +240,11 @@ class EngineThread:
         """Abort those of the requests that have not ended."""
         for request_id in request_ids:
             request = self._unfinished.pop(request_id, None)
-            if request is not None:
+            if request is None:
+                continue
+            with suppress(ValueError):  # it failed in a step that raised: the engine has let it go
                 self.metrics.note_result(self.engine.abort_request(request_id))
-                self._remove_retired({request.state.adapter_id})
+            self._remove_retired({request.state.adapter_id})
         if not self._unfinished:
             self.metrics.note_idle()
 

@@ -13,7 +13,7 @@ from adapter_world import (
 )
 from safetensors.torch import save_file
 
-from punica.adapters import LoRALayerWeights, LoRAModel
+from punica.adapters import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights
 
 
 def test_packed_parts_fill_their_slices_and_absent_ones_stay_zero(make_manager):
@@ -54,6 +54,41 @@ def test_one_pair_over_a_packed_module_is_split(make_manager):
     assert torch.equal(layer.lora_a_stacked[0][0, 0, :4], a)
     assert torch.equal(layer.lora_a_stacked[1][0, 0, :4], a)
     assert torch.equal(layer.lora_b_stacked[1][0, 0, :, :4], b[40:])
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize("name", [DOWN, "model.layers.0.self_attn.q_proj"])
+@pytest.mark.parametrize("count", [0, 2])
+def test_another_number_of_slices_is_refused(make_manager, name, count):
+    """A layer of one slice, and a part of a packed one."""
+    manager = make_manager()
+    weights = PackedLoRALayerWeights(name, 4, [torch.zeros(4, 24)] * count, [torch.zeros(24, 4)] * count)
+    with pytest.raises(ValueError, match=f"{count}"):
+        manager.add_adapter(LoRAModel(1, 4, {name: weights}))
+    assert manager.list_adapters() == {}
+
+
+def test_meta_tensors_are_refused(make_manager):
+    manager, model = make_manager(), adapter(5)
+    name = next(iter(model.loras))
+    model.loras[name].lora_a = model.loras[name].lora_a.to("meta")
+    with pytest.raises(TypeError, match="meta tensor"):
+        manager.add_adapter(model)
+    assert manager.list_adapters() == {}
+
+
+def test_a_shell_is_filled_by_its_members():
+    weights = LoRALayerWeights("m", 4, 8, None, None)
+    weights.lora_a, weights.lora_b = torch.ones(4, 6), torch.ones(5, 4)
+    ((a, b),) = weights.scaled()
+    assert (a.shape, b.shape, b.unique().tolist()) == ((4, 6), (5, 4), [2])
+    packed = PackedLoRALayerWeights("m", 4, [None, None], [None, None])
+    packed.lora_a = [torch.ones(4, 6), None]
+    assert packed.slices[0][0].shape == (4, 6)
+    with pytest.raises(ValueError, match="zip"):
+        packed.lora_b = [None]
 
 
 def test_slots_are_reused_and_leave_no_trace(make_manager):

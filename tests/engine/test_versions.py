@@ -93,6 +93,30 @@ def test_versions_run_side_by_side_and_the_old_one_gives_its_slot_back(backbone,
     assert is_of(backbone, new, 2)
 
 
+def test_an_old_version_that_is_made_active_again_does_not_replace_an_evicted_new_one(backbone, tenant) -> None:
+    engine = backbone.engine(max_loras=2)
+    old = engine.add_request(Request("old", [1, 2, 3], 50, tenant.asks()))
+    engine.step()
+    engine.step()
+    tenant.write(2)
+    newer = [engine.add_request(Request("new", [4, 5, 6], 2, tenant.asks(load_inplace=True)))]
+    for i in (3, 4, 5):  # they evict version 2 while version 1 runs
+        while not newer[-1].has_ended:
+            engine.step()
+        newer.append(engine.add_request(Request(f"other {i}", [4, 5, 6], 2, backbone.adapters[i])))
+    while not newer[-1].has_ended:
+        engine.step()
+    later = [engine.add_request(Request("later", [7, 8, 9], 6, tenant.asks()))]
+    while not later[0].has_ended:
+        engine.step()
+    assert not old.has_ended
+    finish(engine)
+    later.append(engine.add_request(Request("last", [7, 8, 9], 6, tenant.asks())))
+    finish(engine)
+    assert [is_of(backbone, state, 2) for state in (newer[0], *later)] == [True] * 3
+    assert is_of(backbone, old, 1)
+
+
 def test_one_load_serves_all_that_had_arrived_and_the_next_arrival_loads_again(backbone, tenant, monkeypatch) -> None:
     engine = backbone.engine()
     loads, real = [], engine.manager._loader.load
