@@ -34,8 +34,7 @@ from experiments.claims.asked import asked, asked_table
 from experiments.commands.report import read_folder
 from experiments.ext_latency_under_load import EXPERIMENT as LOAD
 from experiments.ext_many_adapters import EXPERIMENT as MANY
-from experiments.facts.systems import name_of
-from experiments.fig11_textgen import BASELINES
+from experiments.facts.systems import baselines, name_of
 from experiments.fig11_textgen import EXPERIMENT as FIG11
 from notebooks.stored_rows import SideBySide
 
@@ -69,9 +68,9 @@ def speed_up(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
     cells = rows[(rows["metric"] == "throughput") & ~rows["panel"].str.endswith("ratios")]
     cells = cells.pivot_table(index=["model", "workload"], columns="system", values="value", sort=False)
     found = pd.DataFrame({"punica (token/s)": cells["punica"]})
-    baselines = cells.reindex(columns=list(BASELINES))
-    found["best baseline"] = baselines.idxmax(axis=1).map(name_of)
-    found["punica / best baseline"] = cells["punica"] / baselines.max(axis=1)
+    others = cells.reindex(columns=baselines())
+    found["best baseline"] = others.idxmax(axis=1).map(name_of)
+    found["punica / best baseline"] = cells["punica"] / others.max(axis=1)
     ratios = rows[rows["metric"] == "speedup_over_best_baseline"].set_index(["model", "workload"])
     if not ratios.empty and {"lowest", "highest"} <= set(ratios.columns):
         found["runs"] = ratios["lowest"].map("{:.3g}".format) + " to " + ratios["highest"].map("{:.3g}".format)
