@@ -74,10 +74,9 @@ class AdapterPacker:
         """
         groups = self._groups(lora)
         if not fits:
-            self._check(lora.id, groups)
+            self._check(lora.id, groups, with_data=True)
         packed = {}
         for name, weights in groups.items():
-            check_has_data(weights.slices)
             check_scaled(lora.id, name, weights.slices)
             pairs = weights.slices if self._fp8 is None else _quantised(weights.slices, self._fp8)
             packed[name] = ModuleWeights(name, weights.rank, self._wrapped[name].layer.to_slices(pairs))
@@ -87,10 +86,12 @@ class AdapterPacker:
         """Check names, types and shapes against every layer; meta tensors will do. Raises as :meth:`pack`."""
         self._check(lora.id, self._groups(lora))
 
-    def _check(self, adapter_id: int, groups: Mapping[str, ModuleWeights]) -> None:
+    def _check(self, adapter_id: int, groups: Mapping[str, ModuleWeights], *, with_data: bool = False) -> None:
         """Apply each layer's rules for `set_lora`, so that activation cannot fail half-way."""
         for name, weights in groups.items():
             try:
+                if with_data:
+                    check_has_data(weights.slices)
                 self._wrapped[name].layer.check_slices(weights.slices)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"adapter {adapter_id}, module {name!r}: {error}") from error
