@@ -128,6 +128,7 @@ def _described(compiled: Any, log: str) -> Record:
         "order": re.findall(r"griddepcontrol\.(\w+)", code),
         "reads_first": READS_FIRST.search(code) is not None,
         "starts_early": bool(compiled.metadata.launch_pdl),
+        "reads_bytes": re.search(r"ld\.shared\S*\.[bu]8", code) is not None,
         "widths": sorted(set(re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"]))),
         "instructions": sorted(set(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*", code))),
     }

@@ -26,9 +26,11 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.heads import MAX_HEAD_SIZE
+from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops.backbone.checks import check_cache, check_same, check_shape
 from punica.ops.triton_ops.device import dot, pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
+from punica.ops.triton_ops.fp8_words import upcast_words
 from punica.ops.triton_ops.launch import INTERPRETED, block_at_least, launch_alone, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 from punica.ops.triton_ops.schedules import Gpu
@@ -45,7 +47,7 @@ class _Shape(NamedTuple):
     """Shape and schedule: a constexpr of the kernels.
 
     group: queries per kv head. size: of a head. page: tokens of a block of the cache. scale: of scores, base 2. format:
-    of keys and values, as of `fp8_format`.
+    of keys and values, as of `fp8_format`. words: FP8 values are read four elements of a head to a word.
     """
 
     kv_heads: int
@@ -58,9 +60,28 @@ class _Shape(NamedTuple):
     block_d: int
     scale: float
     format: int
+    words: bool
     pdl: bool
     stages: int = _STAGES
     interpret: bool = INTERPRETED
+
+
+@triton.jit
+def _add_values(sums, weights, shrunk, values, NATIVE: tl.constexpr, SHAPE: tl.constexpr):
+    """Add weights [BLOCK_G, BLOCK_N] times values [BLOCK_N, BLOCK_D] to the shrunk sums. In words the sums are four, of
+    every fourth element: tokens are the inner dimension of this product, so its operand takes pairs of them, and FP8
+    values that are not in words would leave shared memory byte by byte.
+    """
+    if SHAPE.words:
+        a, b, c, d = upcast_words(values, SHAPE.format, NATIVE, weights.dtype)  # each [BLOCK_N, BLOCK_D / 4]
+        parts = (a, b, c, d)
+    else:
+        parts = (upcast(values, SHAPE.format, weights.dtype),)
+    added: tl.tuple = ()
+    for part in tl.static_range(len(parts)):
+        before = sums[part] * shrunk[:, None]
+        added = added + (dot(weights, parts[part], before, False, SHAPE.interpret),)  # noqa: RUF005
+    return added
 
 
 @triton.jit
@@ -75,9 +96,16 @@ def _attend(q, keys_ptr, values_ptr, table_ptr, begin, end, SHAPE: tl.constexpr)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < SHAPE.size
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    PARTS: tl.constexpr = 4 if SHAPE.words else 1
+    NATIVE: tl.constexpr = values_ptr.dtype.element_ty != tl.uint8
+    offs_v = tl.arange(0, BLOCK_D // PARTS)
+    sums: tl.tuple = ()
+    for _ in tl.static_range(PARTS):
+        sums = sums + (tl.zeros([BLOCK_G, BLOCK_D // PARTS], tl.float32),)  # noqa: RUF005 (no starred tuples in Triton)
     largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
+    if SHAPE.words:
+        values_ptr = values_ptr.to(tl.pointer_type(tl.int32))
     for start in tl.range(begin, end, BLOCK_N, num_stages=SHAPE.stages):
         tokens = start + offs_n
         mask_n = tokens < end
@@ -86,19 +114,22 @@ def _attend(q, keys_ptr, values_ptr, table_ptr, begin, end, SHAPE: tl.constexpr)
         keys = tl.load(
             keys_ptr + rows[None, :] + offs_d[:, None], mask=mask_n[None, :] & mask_d[:, None], other=0.0
         )  # fmt: skip
-        values = tl.load(
-            values_ptr + rows[:, None] + offs_d[None, :], mask=mask_n[:, None] & mask_d[None, :], other=0.0
-        )  # fmt: skip
-        keys, values = upcast(keys, SHAPE.format, q.dtype), upcast(values, SHAPE.format, q.dtype)
-        # keys [BLOCK_D, BLOCK_N], values [BLOCK_N, BLOCK_D], scores [BLOCK_G, BLOCK_N]
+        mask_v = mask_n[:, None] & (offs_v < SHAPE.size // PARTS)[None, :]
+        values = tl.load(values_ptr + (rows // PARTS)[:, None] + offs_v[None, :], mask=mask_v, other=0)
+        keys = upcast(keys, SHAPE.format, q.dtype)
+        # keys [BLOCK_D, BLOCK_N], values [BLOCK_N, BLOCK_D / PARTS], scores [BLOCK_G, BLOCK_N]
         scores = dot(q, keys, tl.zeros([BLOCK_G, BLOCK_N], tl.float32), False, SHAPE.interpret) * SHAPE.scale
         scores = tl.where(mask_n[None, :], scores, float("-inf"))
         raised = tl.maximum(largest, tl.max(scores, 1))  # finite: every tile has a token
         shrunk = tl.exp2(largest - raised)
         weights = tl.exp2(scores - raised[:, None])
         total = total * shrunk + tl.sum(weights, 1)
-        acc = dot(weights.to(values.dtype), values, acc * shrunk[:, None], False, SHAPE.interpret)
+        sums = _add_values(sums, weights.to(q.dtype), shrunk, values, NATIVE, SHAPE)
         largest = raised
+    if SHAPE.words:
+        acc = tl.reshape(tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3])), (BLOCK_G, BLOCK_D))
+    else:
+        acc = sums[0]
     return acc, largest, total
 
 
@@ -179,6 +210,12 @@ def _tokens_at_once(group: int, size: int, itemsize: int) -> int:
     return max(16, min(128, (64 if group > 1 else 128) * 256 // (block_at_least(size) * itemsize)))
 
 
+def _in_words(values: Tensor) -> bool:
+    """Check that four elements of a head may be read at once, and are enough for a product of a quarter of a head."""
+    size = values.shape[2]
+    return values.dtype in FP8_DTYPES and size >= 64 and size % 4 == 0 and values.data_ptr() % 4 == 0
+
+
 class Pages(NamedTuple):
     """Cached tokens of R requests, on the device and not checked. No kernel in flight may write these tensors, which
     are read before the PDL wait.
@@ -224,7 +261,7 @@ def decode_attention(
     shape = _Shape(
         kv_heads, group, size, pages.block_size, splits, block_at_least(group),
         _tokens_at_once(group, size, q.element_size()), block_at_least(size), math.log2(math.e) / math.sqrt(size),
-        fp8_format(keys.dtype), supports_pdl(q.device),
+        fp8_format(keys.dtype), _in_words(values), supports_pdl(q.device),
     )  # fmt: skip
     parts, sums = out, out  # stand for what one split does not need
     if splits > 1:

@@ -102,6 +102,9 @@ CASES = [
     Case(4, 2, 64, (140, 5, 0), fp8=True),
     Case(8, 2, 128, (70, 3, 64), 2, torch.float16, fp8=True),
     Case(4, 4, 40, (33, 1), 1, torch.bfloat16, fp8=True),
+    Case(4, 4, 80, (33, 1, 150), 2, torch.bfloat16, fp8=True),
+    Case(2, 1, 66, (20, 3), 1, torch.float16, fp8=True),
+    Case(2, 2, 128, (65, 2), fp8=True),
 ]
 
 
