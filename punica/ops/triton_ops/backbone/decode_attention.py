@@ -36,11 +36,11 @@ from punica.ops.triton_ops.op import check_runnable
 from punica.ops.triton_ops.schedules import Gpu
 
 MAX_SPLITS = 32
-PROGRAMS_PER_SM = 2
-"""As many programs as keep enough loads under way; more splits would only add partials to read again."""
+KIB_PER_SM = 128
+"""Tiles of keys and values that a multiprocessor's programs hold: enough loads under way. Programs beyond these wait for
+a place, and each split adds partials to read again."""
 _STAGES = 3
 """Block ids are read two tiles ahead and, from their places, keys and values one. Two tiles ahead were slower."""
-_NUM_WARPS = 4
 
 
 class _Shape(NamedTuple):
@@ -195,17 +195,18 @@ def _combine_kernel(parts_ptr, sums_ptr, out_ptr, out_stride, SHAPE: tl.constexp
     tl.store(out_ptr + row * out_stride + head * SIZE + offs_d, mean.to(out_ptr.dtype.element_ty), mask=offs_d < SIZE)
 
 
-def choose_splits(requests: int, kv_heads: int, device: torch.device) -> int:
+def choose_splits(requests: int, kv_heads: int, tile_bytes: int, device: torch.device) -> int:
     """Return the parts that each request's tokens are cut into, a power of two up to ``MAX_SPLITS``: enough programs
     for the device when few requests with few kv heads run. Not a function of the lengths.
     """
-    wanted = PROGRAMS_PER_SM * Gpu.of(device).multiprocessors
-    return min(MAX_SPLITS, block_at_least(-(-wanted // (requests * kv_heads)), 1))
+    per_sm = max(2, min(4, (KIB_PER_SM << 10) // tile_bytes))
+    programs = per_sm * Gpu.of(device).multiprocessors // (requests * kv_heads)
+    return min(MAX_SPLITS, 1 << max(programs, 1).bit_length() - 1)
 
 
 def _tokens_at_once(group: int, size: int, itemsize: int) -> int:
     """Return the tokens of a tile: 32 KiB of keys and values under way suit queries that share a kv head, others are
-    read as fast with twice that (heads of 128 elements, H200).
+    read as fast with twice that (heads of 128 elements, H200). Small tiles and FP8 take two warps: 5 and 11 % less time.
     """
     return max(16, min(128, (64 if group > 1 else 128) * 256 // (block_at_least(size) * itemsize)))
 
@@ -256,12 +257,12 @@ def decode_attention(
     kv_heads = keys.shape[1]
     if requests == 0:
         return
-    splits = splits or choose_splits(requests, kv_heads, q.device)
-    group = heads // kv_heads
+    group, width, fp8 = heads // kv_heads, block_at_least(size), fp8_format(keys.dtype)
+    tokens = _tokens_at_once(group, size, q.element_size())
+    splits = splits or choose_splits(requests, kv_heads, 2 * tokens * width * keys.element_size(), q.device)
     shape = _Shape(
-        kv_heads, group, size, pages.block_size, splits, block_at_least(group),
-        _tokens_at_once(group, size, q.element_size()), block_at_least(size), math.log2(math.e) / math.sqrt(size),
-        fp8_format(keys.dtype), _in_words(values), supports_pdl(q.device),
+        kv_heads, group, size, pages.block_size, splits, block_at_least(group), tokens, width,
+        math.log2(math.e) / math.sqrt(size), fp8, _in_words(values), supports_pdl(q.device),
     )  # fmt: skip
     parts, sums = out, out  # stand for what one split does not need
     if splits > 1:
@@ -270,7 +271,7 @@ def decode_attention(
     tensors = (q, as_operand(keys), as_operand(values), *pages[:3], parts, sums)
     launch_alone(
         _decode_attention_kernel, (kv_heads, requests, splits), tensors, shape,
-        strides=(q.stride(0), out.stride(0)), dtypes=(q.dtype, keys.dtype), num_warps=_NUM_WARPS,
+        strides=(q.stride(0), out.stride(0)), dtypes=(q.dtype, keys.dtype), num_warps=2 if fp8 or tokens <= 64 else 4,
         counts=(pages.block_table.shape[1],),
     )  # fmt: skip
     if splits > 1:

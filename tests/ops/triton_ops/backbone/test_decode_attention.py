@@ -148,8 +148,10 @@ def test_with_fixed_splits_a_row_does_not_depend_on_the_batch(splits: int, devic
 
 def test_splits_follow_the_batch_and_not_the_lengths() -> None:
     device = torch.device("cpu")
-    chosen = [choose_splits(requests, 8, device) for requests in (1, 2, 8, 32, 256)]
-    assert chosen == [32, 32, 8, 2, 1]
+    small = [choose_splits(requests, 8, 32 << 10, device) for requests in (1, 2, 8, 32, 256)]
+    assert small == [32, 32, 8, 2, 1]
+    large = [choose_splits(requests, 32, 64 << 10, device) for requests in (1, 2, 8, 32)]
+    assert large == [8, 4, 1, 1]  # two programs fit a multiprocessor: more would wait
 
 
 def test_bad_operands_are_refused(device: str) -> None:
