@@ -59,6 +59,7 @@ class Reading:
     t_s: float | None = None  # of a series over time: seconds from its start
     gpu: int | None = None  # of one GPU among many
     cost_model: str = ""  # of a simulated number: what told it the time of a step
+    engine: str = ""  # of a number from another process: versions and settings of the engine there
 
 
 def sampled(metric: str, samples: Sequence[float], unit: str) -> list[Reading]:

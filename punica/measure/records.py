@@ -74,6 +74,7 @@ class Row:
     t_s: float | None = None  # of a series over time: seconds from its start
     gpu: int | None = None  # of a quantity of one GPU among many: its number from 0
     cost_model: str = ""  # of a simulated row: what told it the time of a step
+    engine: str = ""  # of an engine in another process: its versions and settings
 
     @property
     def point(self) -> tuple[object, ...]:
