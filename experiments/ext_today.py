@@ -7,6 +7,7 @@ for every request vLLM's kernels, whose grid has a place for each slot, take as 
 Each system is a process and an environment of its own: ours this interpreter, vLLM's `figure.vllm_python`. All get one
 checkpoint of random weights, one set of PEFT folders, each with weights of its own, and the same prompts as token ids;
 tokens are greedy and end tokens ignored. vLLM's prefix cache is off. Without that interpreter ours is measured alone.
+Settings of vLLM other than `vllm` are compared by decode steps alone, unless `figure.decode_only` leaves them out.
 
     vllm_as_shipped    LoRA enabled, all else as it comes
     vllm               and `specialize_active_lora`, and LoRA at the seven projections only (not embedding and head)
@@ -63,7 +64,8 @@ class TodayConf(FigureConf):
     lengths: list[int] = MISSING  # mean prompt and output
     warm: int = MISSING  # requests of the first pass
     rounds: int = MISSING
-    seconds: float = MISSING  # after which stream and registration begin no further round
+    seconds: dict[str, float] = MISSING  # of stream and registration, which begin no round that would end after them
+    decode_only: list[str] = MISSING  # systems whose other panels are left out
     check: list[int] = MISSING  # requests and new tokens of each
     check_prompt: int = MISSING
     sizes: dict[str, Any] = MISSING  # what depends on the scale
@@ -72,7 +74,7 @@ class TodayConf(FigureConf):
 class Today(Experiment):
     """Decode steps, a stream, registration and tokens (the panels) by popularity and system."""
 
-    name, figure, order, conf = "ext_today", "ext today", 310, TodayConf
+    name, figure, order, conf = "ext_today", "ext today", 291, TodayConf
     reads = ("model", "workload", "adapters.ranks", "adapters.seed")
     clock, drawn_by, passes = "host_clock", "today.draw_today", 1
 
@@ -94,7 +96,7 @@ class Today(Experiment):
                   _settings(cfg, system, peers))
             for system in self._possible(cfg)
             for panel, workload, context in cells
-            if panel in (TOKENS, *figure.parts)
+            if panel in (TOKENS, *figure.parts) and (system not in figure.decode_only or panel in (TOKENS, DECODE))
         ]  # fmt: skip
 
     def _possible(self, cfg: Config) -> list[str]:

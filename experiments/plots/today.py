@@ -39,8 +39,10 @@ def draw_today(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         _bars(axis, mine, systems)
         axis.set_ylabel(label if context is None else f"{label}\ncontext {context:.0f}")
     handles = [Patch(color=_colour(name), label=f"{name}: {_engine(rows, name)}") for name in systems]
-    said = [described(rows), "ratio: ours over the fastest setting of vLLM, which is named"]
-    style.caption(figure, "The engine of today beside ours", "; ".join(said[: 1 + any(map(_theirs, systems))]), handles, 1)
+    said = described(rows)
+    if any(map(_theirs, systems)):
+        said += "; ratio: ours over the fastest setting of vLLM, which is named"
+    style.caption(figure, "The engine of today beside ours", said, handles, 1)
     return figure
 
 

@@ -1,6 +1,7 @@
 """Jobs for engines in processes of their own, and the check of their tokens."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -153,9 +154,9 @@ def ids(workload: str, requests: int, adapters: int) -> list[int]:
 
 def stream_lengths(requests: int, prompt: int, new: int) -> list[tuple[int, int]]:
     """Draw lengths of prompts (log-normal, up to four times the mean `prompt`) and outputs (uniform about `new`)."""
-    draw, spread = random.Random(0), 0.8
-    drawn = [(prompt * draw.lognormvariate(-spread * spread / 2, spread), draw.uniform(0.4, 1.6)) for _ in range(requests)]
-    return [(max(1, min(4 * prompt, round(length))), max(1, round(new * share))) for length, share in drawn]
+    draw, spread, middle = random.Random(0), 0.8, math.log(prompt) - 0.8**2 / 2
+    drawn = [(draw.lognormvariate(middle, spread), new * draw.uniform(0.4, 1.6)) for _ in range(requests)]
+    return [(max(1, min(4 * prompt, round(length))), max(1, round(output))) for length, output in drawn]
 
 
 def first_tokens(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:

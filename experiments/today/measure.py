@@ -72,7 +72,7 @@ class Measurement:
     def registration(self, adapters: int) -> dict[str, Any]:
         """Time the registration of all adapters, none of which the engine knows."""
         seconds = []
-        for _ in self._rounds():
+        for _ in self._rounds(REGISTRATION):
             for adapter_id in range(1, adapters + 1):
                 self.engine.forget(adapter_id)
             began = time.perf_counter()
@@ -82,20 +82,20 @@ class Measurement:
         return {"seconds": seconds}
 
     def stream(self, prompts: list[list[int]], cases: Cases, new_tokens: list[int], warm: int) -> dict[str, Any]:
-        """Time all requests of a queue from the call to the last token; `first` is a pass over `warm` of them before."""
+        """Time all requests of a queue, from the call to the last token; `first`: a pass over `warm` of them before."""
         first = {name: self._timed(prompts[:warm], ids[:warm], new_tokens[:warm])[0] for name, ids in cases.items()}
         seconds: dict[str, list[float]] = {name: [] for name in cases}
-        for turn in self._rounds():
+        for turn in self._rounds(STREAM):
             for name in in_turns(cases, turn):
                 seconds[name].append(self._timed(prompts, cases[name], new_tokens)[0])
         return {"seconds": seconds, "first": first}
 
-    def _rounds(self) -> Iterator[int]:
-        """Yield rounds of a part: one, and up to the job's number of them as long as they fit into its seconds."""
+    def _rounds(self, part: str) -> Iterator[int]:
+        """Yield rounds of a part: one, and up to the job's number of them that will end within its seconds."""
         began, longest = time.perf_counter(), 0.0
         for turn in range(self.job["rounds"]):
             start = time.perf_counter()
-            if turn and start - began + longest > self.job["seconds"]:
+            if turn and start - began + longest > self.job["seconds"][part]:
                 return
             yield turn
             longest = max(longest, time.perf_counter() - start)

@@ -12,8 +12,8 @@ from experiments.harness.schema import REPOSITORY, ConfigError
 OURS = "experiments.today.worker_punica"
 VLLM = "experiments.today.worker_vllm"
 HOW_TO_GET_VLLM = (
-    "make an environment for it (python -m venv FOLDER && FOLDER/bin/pip install vllm; its GPU and driver as for torch) "
-    "and give figure.vllm_python=FOLDER/bin/python"
+    "make an environment for it (python -m venv FOLDER && FOLDER/bin/pip install vllm) and give "
+    "figure.vllm_python=FOLDER/bin/python"
 )
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SPECIALIZED = {"specialize_active_lora": True, "lora_target_modules": PROJECTIONS}

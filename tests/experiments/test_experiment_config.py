@@ -21,7 +21,7 @@ from punica.measure.records import TIMERS
 from punica.workload.popularity import WORKLOADS
 
 ALL = {experiment.name: experiment for experiment in experiments()}
-GPU_ONLY = ("ext_determinism",)
+GPU_ONLY = ("ext_determinism", "ext_today")
 
 
 @pytest.mark.parametrize("scale", ["smoke", "laptop", "gpu", "paper"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
-ROOMS = {"benches", "claims", "cluster", "commands", "facts", "harness", "plots", "systems"}
+ROOMS = {"benches", "claims", "cluster", "commands", "facts", "harness", "plots", "systems", "today"}
 NOT_A_FIGURE = {"__init__", "ext_expert_tables", "ext_operator_tables"}
 
 
@@ -77,7 +77,7 @@ def test_what_measures_and_draws_knows_no_command(room: str) -> None:
 
 
 def test_what_measures_knows_neither_plots_nor_claims() -> None:
-    for room in ("benches", "cluster", "facts", "systems"):
+    for room in ("benches", "cluster", "facts", "systems", "today"):
         for path in (EXPERIMENTS / room).rglob("*.py"):
             assert not [name for name in imports(path) if name.startswith(("experiments.plots", "experiments.claims"))]
 

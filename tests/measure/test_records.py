@@ -19,7 +19,7 @@ def test_columns_are_the_contract():
     expected = (
         "figure,panel,system,workload,model,hardware,batch_size,seq_len,rank,metric,value,unit,kind,statistic,timer,"
         "scale,config_hash,source_hash,commit,date,device,python,torch,triton,driver,transformers,peft,numa_nodes,l3_mib,"
-        "repeat,disturbed,other_cpu,calib_gemm_us,calib_copy_us,sm_clock_mhz,t_s,gpu,cost_model"
+        "repeat,disturbed,other_cpu,calib_gemm_us,calib_copy_us,sm_clock_mhz,t_s,gpu,cost_model,engine"
     )
     assert ",".join(COLUMNS) == expected
 
@@ -41,7 +41,7 @@ def test_files_from_before_a_column_are_read_and_lack_it(tmp_path):
     path = tmp_path / "rows.csv"
     write_rows(path, [ROW])
     old = [
-        ",".join(line.split(",")[:-9])
+        ",".join(line.split(",")[:-10])
         for line in path.read_text().replace(',"EPYC, ""2 cores""",', ",EPYC,").splitlines()
     ]
     path.write_text("\n".join(old))
@@ -77,7 +77,7 @@ def _lines(path: Path) -> list[str]:
     [
         (lambda lines: [lines[0].replace("rank,", ""), *lines[1:]], ["line 1", "misses the columns rank"]),
         (lambda lines: [], ["line 1", "misses the columns"]),
-        (lambda lines: [*lines[:2], lines[2][:40]], ["line 3", "cells instead of 38"]),
+        (lambda lines: [*lines[:2], lines[2][:40]], ["line 3", "cells instead of 39"]),
         (lambda lines: [lines[0], lines[1].replace("1234.5", "fast")], ["line 2", "value is 'fast'"]),
         (lambda lines: [lines[0], lines[1].replace(",64,", ",many,")], ["line 2", "batch_size is 'many'"]),
         (
@@ -86,7 +86,7 @@ def _lines(path: Path) -> list[str]:
         ),
         (lambda lines: [lines[0], lines[1].replace("median", "mean")], ["line 2", "statistic is 'mean'", "p90"]),
         (
-            lambda lines: [lines[0], lines[1].removesuffix("," * 8) + ",maybe" + "," * 7],
+            lambda lines: [lines[0], lines[1].removesuffix("," * 9) + ",maybe" + "," * 8],
             ["line 2", "disturbed is 'maybe'"],
         ),
         (
