@@ -50,7 +50,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Interpreters:
-    """vLLM's interpreter and folder of tuned LoRA tables; empty where there is none."""
+    """vLLM's interpreter and folder of tuned LoRA tables; empty: none."""
 
     python: str
     tables: str = ""

@@ -91,7 +91,7 @@ def test_the_scale_chooses_the_model_unless_the_user_does(tmp_path):
         ("figure.dtype=float8", "float8"),
         ("workload=foo", "foo"),
         ("model=llama3", "llama3"),
-        ("system=vllm", "vllm"),
+        ("system=tgi", "tgi"),
         ("figure.batch_sizes=64", "64"),
     ],
 )
