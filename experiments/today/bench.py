@@ -86,7 +86,7 @@ class TodayBench:
             cases = {name: ids(name, sizes["batch_size"], sizes["adapters"]) for name in workloads}
             given = {"context": context, "prompts": prompts, "cases": cases, "new_tokens": sizes["new_tokens"]}
             parts.append((DECODE, given))
-        if wanted[REGISTRATION]:
+        if wanted[REGISTRATION] or wanted[STREAM]:  # whose adapters are in host memory
             parts.append((REGISTRATION, {"adapters": sizes["adapters"]}))
         if wanted[STREAM]:
             lengths = stream_lengths(sizes["requests"], *sizes["lengths"])

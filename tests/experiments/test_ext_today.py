@@ -284,6 +284,14 @@ def bench(tmp_path, ours_is_a_fake) -> TodayBench:
     return TodayBench(TINY, "cpu", 4, 0, sizes, peers.Interpreters(""))
 
 
+def test_a_stream_alone_has_its_adapters_registered_first(bench):
+    bench.sizes |= {"requests": 2, "lengths": [4, 4], "new_tokens": [2, 4], "warm": 1}
+    parts = dict(bench.parts({DECODE: [], REGISTRATION: False, STREAM: True, "workloads": ["Distinct"]}))
+    assert list(parts) == [REGISTRATION, STREAM]
+    assert parts[STREAM]["cases"] == {"Distinct": [1, 2]}
+    assert [sum(map(len, parts[STREAM]["prompts"])), sum(parts[STREAM]["new_tokens"])] == list(bench.stream_tokens())[::-1]
+
+
 def test_tokens_that_depend_on_the_company_are_refused(bench):
     alone = [[place, place] for place in range(6)]
     found = {"together": alone, "alone": alone, "plain": [[9, 9]] * 6}
