@@ -34,15 +34,15 @@ class Peer:
     def described(self) -> str:
         """Name options and variables; `as shipped` without any."""
         given = {**self.options, **self.environment}
-        said = [f"{name}={','.join(value) if isinstance(value, list) else value}" for name, value in given.items()]
+        said = [f"{name}={'+'.join(value) if isinstance(value, list) else value}" for name, value in given.items()]
         return ", ".join(said) or "as shipped"
 
 
 PEERS = {
     "punica": Peer(OURS, {"admission": "fcfs"}),
     "punica_many": Peer(OURS, {"admission": "fcfs_many"}),
-    "vllm_as_shipped": Peer(VLLM),
     "vllm": Peer(VLLM, SPECIALIZED),
+    "vllm_as_shipped": Peer(VLLM),
     "vllm_dual_stream": Peer(VLLM, SPECIALIZED, {"VLLM_LORA_ENABLE_DUAL_STREAM": "1"}),
     "vllm_tuned": Peer(VLLM, SPECIALIZED, {"VLLM_TUNED_CONFIG_FOLDER": "{tables}"}),
 }

@@ -4,6 +4,7 @@ vLLM itself is a fake here, of the calls that the worker makes: these tests say 
 """
 
 import json
+import os
 import re
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
+import psutil
 import pytest
 from fakes import composed
 
@@ -244,7 +246,7 @@ def test_both_engines_do_the_same_work_and_rows_name_versions_and_settings(tmp_p
     assert as_shipped.startswith("vllm 0.0.0+fake, torch 2.")
     assert as_shipped.endswith(": as shipped")
     assert special.endswith(
-        "specialize_active_lora=True, lora_target_modules=q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+        "specialize_active_lora=True, lora_target_modules=q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
     )
     counts = Counter((row.panel, row.metric) for row in rows if row.system == "vllm")
     timed = (DECODE, "step_latency"), (STREAM, "output_throughput"), (REGISTRATION, "registration")
@@ -278,6 +280,14 @@ def test_a_process_that_fails_says_why(tmp_path, ours_is_a_fake):
     assert "KeyError: 'max_gpu_loras'" in outcome.failed[0]
 
 
+def test_what_a_process_leaves_behind_is_ended(tmp_path):
+    left = tmp_path / "pid"
+    assert bench_module._run(["sh", "-c", f"sleep 60 & echo $! > {left}; exit 3"], os.environ, tmp_path / "log") == 3
+    pid, deadline = int(left.read_text()), time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "it still runs"
+
+
 @pytest.fixture
 def bench(tmp_path, ours_is_a_fake) -> TodayBench:
     sizes = {"adapters": 2, "check": [6, 2], "check_prompt": 3}
@@ -289,7 +299,8 @@ def test_a_stream_alone_has_its_adapters_registered_first(bench):
     parts = dict(bench.parts({DECODE: [], REGISTRATION: False, STREAM: True, "workloads": ["Distinct"]}))
     assert list(parts) == [REGISTRATION, STREAM]
     assert parts[STREAM]["cases"] == {"Distinct": [1, 2]}
-    assert [sum(map(len, parts[STREAM]["prompts"])), sum(parts[STREAM]["new_tokens"])] == list(bench.stream_tokens())[::-1]
+    given = parts[STREAM]
+    assert (sum(given["new_tokens"]), sum(map(len, given["prompts"]))) == bench.stream_tokens()
 
 
 def test_tokens_that_depend_on_the_company_are_refused(bench):
