@@ -2,6 +2,6 @@
 
 `peers.py` has the settings of each engine and its interpreter, `folders.py` the checkpoint and the adapters on disk.
 `bench.py` writes jobs, runs a process for each, and checks its tokens. In that process a worker puts its engine behind
-the interface of `measure.py`, which takes the times. `measure.py` and `worker_vllm.py` import nothing of this
-repository, so that the interpreter of vLLM needs nothing but vLLM.
+the interface of `measure.py`, which takes the times. `measure.py` and `worker_vllm.py` import nothing else
+of this repository: the interpreter of vLLM needs vLLM alone.
 """

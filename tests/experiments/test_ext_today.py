@@ -21,8 +21,9 @@ from fakes import composed
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
-from experiments.harness.schema import ConfigError, DType, ModelConf
+from experiments.harness.schema import REPOSITORY, ConfigError, DType, ModelConf
 from experiments.harness.settings import settle
+from experiments.harness.source import decisive
 from experiments.plots.frames import measured_frame
 from experiments.plots.today import draw_today, gains
 from experiments.today import bench as bench_module
@@ -330,6 +331,19 @@ def test_our_engine_behind_the_protocol(tmp_path):
 
 
 # settings
+
+
+def test_rows_are_stale_once_an_engine_or_its_worker_changes():
+    found = {path.relative_to(REPOSITORY).as_posix() for path in decisive(REPOSITORY / "experiments/ext_today.py")}
+    workers = {f"experiments/today/{name}.py" for name in ("worker_punica", "worker_vllm", "measure")}
+    assert {"punica/engine/engine.py", *workers} <= found
+
+
+@pytest.mark.parametrize("name", ["worker_vllm", "measure"])
+def test_what_runs_under_the_other_interpreter_imports_nothing_of_this_repository(name):
+    source = (REPOSITORY / f"experiments/today/{name}.py").read_text(encoding="utf-8")
+    imported = re.findall(r"^ *(?:from|import) ((?:experiments|punica)[\w.]*)", source, flags=re.MULTILINE)
+    assert imported == (["experiments.today.measure"] if name == "worker_vllm" else [])
 
 
 def test_options_and_variables_reach_the_engine(tmp_path):
