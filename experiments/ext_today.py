@@ -22,9 +22,10 @@ Panels, the first two without adapters, with one (Identical) and many (Distinct)
     stream          `output_throughput` of a queue with the lengths of chats, all waiting from the start, adapters in
                     turns; `first_pass` of its first requests, when the engine is new. As many rounds as `seconds` hold
     registration    of all adapters from their folders, in the page cache, into host memory (and slots)
-    tokens          `start`: from the checkpoint to an engine; `same_alone`: share of requests of a mixed batch with the
-                    tokens up to the first difference, and `first_token_alone` with the first token, that they have
-                    alone in the batch; `first_token_reference`: as ours has. Where too few are, there are no rows
+    tokens          isolation, a mixed batch against each of its requests alone: `first_token_alone`, the share of requests
+                    with the same first token, and `same_alone`, the share of tokens before the first difference;
+                    `first_token_reference`: as ours has; `start`: seconds from checkpoint to engine, imports done.
+                    With too few equal first tokens a system has no rows
 
 Cost: at scale=gpu with Llama-2 7B on an H200, expected: two to three minutes per system; 30 GB of disk for temporary
 files, 30 GB of memory. On a CPU only scale=smoke, that it runs: vLLM's wheels are made for GPUs.

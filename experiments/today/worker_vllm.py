@@ -7,6 +7,9 @@ prompts, and no tokenizer.
 from importlib.metadata import version
 from typing import Any
 
+import vllm
+from vllm.lora.request import LoRARequest
+
 from experiments.today.measure import serve
 
 
@@ -14,9 +17,6 @@ class Vllm:
     """An `LLM` with a slot per request of a batch, and host memory for all adapters."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        import vllm
-        from vllm.lora.request import LoRARequest
-
         self._params = vllm.SamplingParams
         self._adapters = [LoRARequest(f"adapter-{i}", i, path) for i, path in enumerate(job["adapters"], start=1)]
         self._llm = vllm.LLM(

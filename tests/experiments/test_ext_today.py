@@ -30,6 +30,7 @@ from experiments.today import bench as bench_module
 from experiments.today import folders, peers
 from experiments.today.bench import TodayBench, common, first_tokens, ids, stream_lengths
 from experiments.today.measure import DECODE, REGISTRATION, STREAM, TOKENS, Measurement
+from experiments.today.worker_punica import Punica
 from punica.measure.records import read_rows
 
 TODAY = next(iter(experiments(["ext_today"])))
@@ -322,12 +323,23 @@ def test_adapters_that_change_nothing_are_refused(bench):
         bench.check("vllm", {"together": found["together"], "alone": found["together"], "plain": found["together"]})
 
 
-@pytest.mark.slow
 def test_our_engine_behind_the_protocol(tmp_path):
-    outcome = run(composed(tmp_path, name=TODAY.name), TODAY)
-    assert (outcome.failed, outcome.measured) == ([], 8)
-    values = {(row.panel, row.metric): row.value for row in read_rows(outcome.rows_file) if row.statistic == "value"}
-    assert values[TOKENS, "first_token_alone"] == values[TOKENS, "same_alone"] == 1.0
+    found = folders.written(tmp_path, TINY, "cpu", 4, 3, seed=0)
+    job = {"model": found.model, "adapters": [*found.adapters, str(tmp_path / "absent")], "rank": 4, "dtype": "float32",
+           "device": "cpu", "batch_size": 3, "max_len": 16, "options": {"admission": "fcfs_many"}}  # fmt: skip
+    engine = Punica(job)
+    prompts = [[5, 6, 7], [5, 6, 7], [5, 6, 7], [8, 9]]
+    tokens = Measurement(engine, job).tokens(prompts, [0, 1, 2, 3], 4)
+    assert tokens["together"] == tokens["alone"]
+    assert [len({tuple(one) for one in tokens[name][:3]}) for name in ("together", "plain")] == [3, 1]
+    manager = engine._engine.manager
+    for adapter_id in (1, 2, 3):
+        engine.forget(adapter_id)
+    assert not manager.list_adapters()
+    engine.register(2)
+    assert list(manager.list_adapters()) == [2]
+    with pytest.raises(RuntimeError, match="absent"):
+        engine.generate([[1]], [4], [1])
 
 
 # settings
