@@ -15,17 +15,18 @@ Settings of vLLM other than `vllm` are compared by decode steps alone, unless `f
     vllm_tuned         as vllm, kernel tables of its own benchmark_lora.py in `figure.vllm_tables` (likewise)
     punica_many, punica   this engine; as many prompts per step as fit, as in vLLM, or the paper's one (likewise)
 
-Panels, the first two without adapters, with one (Identical) and many (Distinct), in turns:
+Panels; the first two without adapters, with one (Identical) and with many (Distinct), in turns:
 
     decode          `step_latency` of a full batch with `seq_len` cached tokens on average: two numbers of new tokens
                     (`new_tokens`) of the same requests, subtracted; the median of `rounds`
     stream          `output_throughput` of a queue with the lengths of chats, all waiting from the start, adapters in
-                    turns; `first_pass` of its first requests, when the engine is new. As many rounds as `seconds` hold
+                    turns, in as many rounds as `seconds` hold. `first_pass`: of its first requests, to warm up.
     registration    of all adapters from their folders, in the page cache, into host memory (and slots)
-    tokens          isolation, a mixed batch against each of its requests alone: `first_token_alone`, the share of requests
-                    with the same first token, and `same_alone`, the share of tokens before the first difference;
-                    `first_token_reference`: as ours has; `start`: seconds from checkpoint to engine, imports done.
-                    With too few equal first tokens a system has no rows
+    tokens          isolation, a mixed batch against each of its requests alone: `first_token_alone`, share of requests
+                    with the same first token, and `same_alone`, share of tokens before the first difference.
+                    `first_token_reference`: as ours has. `start`: from checkpoint to engine, imports done.
+
+With too few equal first tokens a system has no rows.
 
 Cost: at scale=gpu with Llama-2 7B on an H200, expected: two to three minutes per system; 30 GB of disk for temporary
 files, 30 GB of memory. On a CPU only scale=smoke, that it runs: vLLM's wheels are made for GPUs.
