@@ -37,8 +37,8 @@ from punica.ops.triton_ops.schedules import Gpu
 
 MAX_SPLITS = 32
 KIB_PER_SM = 128
-"""Tiles of keys and values that a multiprocessor's programs hold: enough loads under way. Programs beyond these wait for
-a place, and each split adds partials to read again."""
+"""Tiles of keys and values that a multiprocessor's programs hold: enough loads under way. Programs beyond these wait,
+and each split adds partials to read again."""
 _STAGES = 3
 """Block ids are read two tiles ahead and, from their places, keys and values one. Two tiles ahead were slower."""
 
@@ -72,9 +72,9 @@ def _add_values(sums, weights, shrunk, values, NATIVE: tl.constexpr, SHAPE: tl.c
     every fourth element: tokens are the inner dimension of this product, so its operand takes pairs of them, and FP8
     values that are not in words would leave shared memory byte by byte.
     """
+    parts: tl.tuple = (values,)
     if SHAPE.words:
-        a, b, c, d = upcast_words(values, SHAPE.format, NATIVE, weights.dtype)  # each [BLOCK_N, BLOCK_D / 4]
-        parts = (a, b, c, d)
+        parts = upcast_words(values, SHAPE.format, NATIVE, weights.dtype)  # each [BLOCK_N, BLOCK_D / 4]
     else:
         parts = (upcast(values, SHAPE.format, weights.dtype),)
     added: tl.tuple = ()
@@ -206,7 +206,8 @@ def choose_splits(requests: int, kv_heads: int, tile_bytes: int, device: torch.d
 
 def _tokens_at_once(group: int, size: int, itemsize: int) -> int:
     """Return the tokens of a tile: 32 KiB of keys and values under way suit queries that share a kv head, others are
-    read as fast with twice that (heads of 128 elements, H200). Small tiles and FP8 take two warps: 5 and 11 % less time.
+    read as fast with twice that (heads of 128 elements, H200). Small tiles and FP8 take two warps: 5 and
+    11 % less time.
     """
     return max(16, min(128, (64 if group > 1 else 128) * 256 // (block_at_least(size) * itemsize)))
 
