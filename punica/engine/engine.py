@@ -31,6 +31,7 @@ from punica.engine.runner import ModelRunner, StepTokens, max_step_rows
 from punica.engine.sampler import NO_TOKEN
 from punica.engine.sizes import EngineMemory, check_cache, check_memory, memory_of
 from punica.engine.text import TextCodec
+from punica.engine.turns import exclusive
 from punica.models import LlamaForCausalLM
 from punica.parallel import (
     all_ranks_agree,
@@ -84,7 +85,7 @@ class Engine(Generation):
         admission: str = "fcfs", tokenizer: Any = None, defaults: GenerationDefaults | None = None,
         cache: KVCache | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(one_thread=get_tensor_model_parallel_world_size() > 1)
         rule = ADMISSION_RULES.get(admission)()
         check_types(model, lora_config, engine_config)
         self.config = config = engine_config or EngineConfig()
@@ -165,6 +166,7 @@ class Engine(Generation):
                 engine.manager.add_adapter(request)
         return engine
 
+    @exclusive
     def add_request(self, request: Request, generated: Sequence[int] = ()) -> RequestState:
         """Queue a request; return its state, which holds status and output from now on.
 
@@ -186,6 +188,7 @@ class Engine(Generation):
         self._intake.check_folder(request)
         return self._queue(request, generated)
 
+    @exclusive
     def add_or_fail(self, request: Request) -> RequestState:
         """Queue a request as :meth:`add_request` does, but return it as FAILED if its adapter's folder is refused."""
         self._check(request, ())
@@ -203,6 +206,7 @@ class Engine(Generation):
         """Check for requests that wait or run, and for results kept for the next :meth:`step`."""
         return bool(self._requests or self._kept)
 
+    @exclusive
     def abort_request(self, request_id: str) -> GenerationResult:
         """Remove an unfinished request; return its result, with its output so far. ValueError for an unknown id."""
         if not isinstance(request_id, str) or request_id not in self._requests:
@@ -212,6 +216,7 @@ class Engine(Generation):
         request.abort()
         return self.result_of(request)
 
+    @exclusive
     def step(self) -> StepOutput:
         """Run one model invocation over all runnable requests; without any, return an empty output.
 
@@ -256,6 +261,7 @@ class Engine(Generation):
         """The next step is launched already."""
         return self._next is not None and self._next.in_flight is not None
 
+    @exclusive
     def forget_next(self) -> None:
         """Drop the step that was prepared or launched ahead; its requests compute it again."""
         self._next = None
@@ -266,6 +272,7 @@ class Engine(Generation):
         graphs = self.runner.graphs
         return memory_of(self.runner.model, self.manager, self.config, 0 if graphs is None else graphs.statistics.bytes)
 
+    @exclusive
     def capture_graphs(self, prompt_tokens: int = 0) -> None:
         """Capture now, on a GPU, the CUDA graphs of all decode steps and of steps with up to ``prompt_tokens`` tokens.
 
@@ -279,6 +286,7 @@ class Engine(Generation):
         self.forget_next()
         self.runner.capture_graphs(count)
 
+    @exclusive
     def capture_step(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool) -> None:
         """Capture the CUDA graph of one shape of step now; arguments as of :meth:`ModelRunner.capture_step`."""
         self.forget_next()

@@ -4,6 +4,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -13,6 +14,7 @@ from punica.checks import clip
 from punica.engine.outputs import GenerationChunk, GenerationResult, StepOutput, result_of
 from punica.engine.pretrained import GenerationDefaults
 from punica.engine.text import GrowingText, TextCodec
+from punica.engine.turns import Turns, exclusive
 from punica.scheduling import Request, RequestState, SamplingParams, as_sampling_params
 
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
@@ -27,12 +29,15 @@ class Generation(ABC):
 
     Steps serve all requests of the engine, of every open call and added one by one. Results of the latter that end in a
     step of ``generate`` or ``stream``, or in one that raises, are kept for the caller's next :meth:`step`.
+
+    Several threads may call one engine: one is in it at a time, and the calls share their steps.
     """
 
     codec: TextCodec | None
     defaults: GenerationDefaults
 
-    def __init__(self) -> None:
+    def __init__(self, *, one_thread: bool = False) -> None:
+        self._turns = Turns(one_thread=one_thread)
         self._names = itertools.count()
         self._own: set[str] = set()  # names of the requests of open calls
         self._results: dict[RequestState, GenerationResult | None] = {}  # of the same, once they have ended
@@ -54,6 +59,7 @@ class Generation(ABC):
     def abort_request(self, request_id: str) -> GenerationResult:
         """Remove an unfinished request."""
 
+    @exclusive
     def result_of(self, state: RequestState) -> GenerationResult:
         """Return the result of a request that has ended. RuntimeError for one that has not."""
         result = self._results.get(state) or result_of(state, self.codec)
@@ -81,8 +87,7 @@ class Generation(ABC):
         states: list[RequestState] = []
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
             try:
-                for request in requests:
-                    states.append(self._take(request))
+                self._take(requests, states)
                 tokens, ended = 0, 0
                 while ended < len(states):  # in their order: no scan of all requests per step
                     if states[ended].has_ended:
@@ -91,7 +96,7 @@ class Generation(ABC):
                         bar.set_postfix(tokens=tokens, refresh=False)
                         bar.update()
                     else:
-                        self._step_for_all()
+                        self._turns.advance(partial(getattr, states[ended], "has_ended"), self._step_for_all)
                 return [self.result_of(state) for state in states]
             finally:
                 self._let_go(states)
@@ -104,27 +109,27 @@ class Generation(ABC):
         """
         states: list[RequestState] = []
         try:
-            for request in self._requests_of(prompts, adapters, params):
-                states.append(self._take(request))
+            self._take(self._requests_of(prompts, adapters, params), states)
             tails = [_Tail(index, state, self.codec) for index, state in enumerate(states)]
             while tails:
-                self._step_for_all()
-                for tail in tails:  # also tokens of other callers' steps
-                    if tail.has_news:
-                        yield self._chunk_of(tail)
+                yield from self._next_chunks(tails)
                 tails = [tail for tail in tails if not tail.is_complete]
         finally:
             self._let_go(states)
 
-    def _take(self, request: Request) -> RequestState:
-        """Queue a request of a call."""
-        state = self.add_or_fail(request)
-        self._own.add(state.request_id)
-        self._results[state] = None
-        return state
+    @exclusive
+    def _take(self, requests: Iterable[Request], states: list[RequestState]) -> None:
+        """Queue the requests of a call, and append their states."""
+        for request in requests:
+            state = self.add_or_fail(request)
+            states.append(state)
+            self._own.add(state.request_id)
+            self._results[state] = None
 
+    @exclusive
     def _let_go(self, states: Sequence[RequestState]) -> None:
         """Abort the unfinished requests of a call that ends."""
+        self._turns.resign()
         for state in states:
             if not state.has_ended:
                 self.abort_request(state.request_id)
@@ -153,6 +158,13 @@ class Generation(ABC):
         finished = [result for result in kept if result.error is None]
         failed = [result for result in kept if result.error is not None]
         return replace(output, finished=(*finished, *output.finished), failed=(*failed, *output.failed))
+
+    def _next_chunks(self, tails: Sequence["_Tail"]) -> list[GenerationChunk]:
+        """Return the new output of requests, also of steps that others made; make a step if there is none."""
+        self._turns.advance(lambda: any(tail.has_news for tail in tails), self._step_for_all)
+        with self._turns:
+            self._turns.resign()  # its caller may pause here for any time
+            return [self._chunk_of(tail) for tail in tails if tail.has_news]
 
     def _chunk_of(self, tail: "_Tail") -> GenerationChunk:
         """Return the new output of a request; the request fails if it cannot be decoded."""

@@ -1,0 +1,198 @@
+"""Several threads in one engine: right tokens, shared steps, and errors that stay with their call."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from punica.engine import Engine, EngineConfig, Request, SamplingParams
+from punica.engine.turns import Turns
+from tests.engine.helpers import tokens_of
+from tests.engine.text_world import byte_tokenizer
+
+THREADS, ROUNDS = 12, 6
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Run the calls in threads that begin at once; return what they return."""
+    barrier = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Any]) -> Any:
+        barrier.wait()
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(timeout=120) for future in [pool.submit(run, call) for call in calls]]
+
+
+def wishes_of(thread: int, turn: int) -> tuple[list[tuple[int, ...]], int, int]:
+    """Return prompts, adapter id and number of new tokens."""
+    return [(thread % 3 + 1, 4), (turn % 2, 3, 5)], (thread + turn) % 7, 3 + (thread + turn) % 4
+
+
+@pytest.mark.parametrize("way", ["generate", "stream", "both"])
+def test_every_thread_gets_its_own_tokens(backbone, way) -> None:
+    engine = backbone.engine(max_loras=3)
+
+    whole = {
+        (prompt, number): backbone.generate_merged(prompt, number, 6)
+        for thread in range(THREADS) for turn in range(ROUNDS)
+        for prompts, number, _ in [wishes_of(thread, turn)] for prompt in prompts
+    }  # fmt: skip
+
+    def serve(thread: int) -> None:
+        for turn in range(ROUNDS):
+            prompts, number, new = wishes_of(thread, turn)
+            adapter = backbone.adapters.get(number)
+            if way == "stream" or (way == "both" and thread % 2):
+                found = [[], []]
+                for chunk in engine.stream(prompts, adapter, new):
+                    found[chunk.index] += chunk.token_ids
+            else:
+                found = tokens_of(engine.generate(prompts, adapter, new))
+            assert found == [whole[prompt, number][:new] for prompt in prompts]
+
+    together(*(lambda thread=thread: serve(thread) for thread in range(THREADS)))
+    assert not engine.has_unfinished()
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+
+
+def test_calls_of_threads_share_their_steps(backbone) -> None:
+    """A call that comes while another makes steps joins its batch, and leaves it before that one ends."""
+    engine, entered = backbone.engine(), threading.Event()
+    step, sizes, order = engine.step, [], []
+
+    def slow_step() -> Any:
+        output = step()
+        sizes.append(output.statistics.batch_size)
+        entered.set()
+        return output
+
+    engine.step = slow_step
+
+    def long() -> None:
+        engine.generate([[1, 2]], None, 60)
+        order.append("long")
+
+    def short() -> None:
+        entered.wait()
+        engine.generate([[3]], None, 2)
+        order.append("short")
+
+    together(long, short)
+    assert max(sizes) == 2
+    assert order == ["short", "long"]
+    assert len(sizes) < 62
+
+
+def test_requests_of_one_thread_and_calls_of_another(backbone) -> None:
+    """A step of its own brings also what ends in it for a call."""
+    engine, prompts = backbone.engine(), [(number, 4) for number in range(4)]
+    expected = {f"own-{prompt[0]}": backbone.generate_merged(prompt, 1, 6) for prompt in prompts}
+
+    def own() -> dict[str, list[int]]:
+        found = {}
+        for prompt in prompts:
+            engine.add_request(Request(f"own-{prompt[0]}", prompt, 6, backbone.adapters[1]))
+            while f"own-{prompt[0]}" not in found:
+                found |= {result.request_id: result.token_ids for result in engine.step().finished}
+        return found
+
+    def calls() -> list[list[int]]:
+        return [tokens_of(engine.generate([prompt], backbone.adapters[2], 6))[0] for prompt in prompts]
+
+    wanted = [backbone.generate_merged(prompt, 2, 6) for prompt in prompts]
+    mine, theirs = together(own, calls)
+    assert {name: tokens for name, tokens in mine.items() if name in expected} == expected
+    assert theirs == wanted
+
+
+def test_a_paused_stream_keeps_nobody_waiting(backbone) -> None:
+    engine = backbone.engine()
+    stream = engine.stream([[1, 2]], None, 20)
+    next(stream)
+    (found,) = together(lambda: tokens_of(engine.generate([[3]], None, 40)))
+    assert found == [backbone.generate_merged((3,), 0, 40)]
+    chunks = list(stream)
+    assert chunks[-1].result.token_ids == backbone.generate_merged((1, 2), 0, 20)
+
+
+def test_an_error_in_one_thread_leaves_the_others_right(backbone) -> None:
+    """One step in ten raises, in whichever thread makes it: that call ends, the others go through."""
+    engine, count, raised = backbone.engine(), iter(range(1, 10_000)), []
+    step = engine.step
+
+    def failing_step() -> Any:
+        if next(count) % 10 == 0:
+            raise RuntimeError("injected")
+        return step()
+
+    engine.step = failing_step
+    wanted = [backbone.generate_merged((thread, 9), 3, 8) for thread in range(6)]
+
+    def serve(thread: int) -> None:
+        for _ in range(4):
+            try:
+                found = tokens_of(engine.generate([(thread, 9)], backbone.adapters[3], 8))
+            except RuntimeError as error:
+                raised.append(str(error))
+            else:
+                assert found == [wanted[thread]]
+
+    together(*(lambda thread=thread: serve(thread) for thread in range(6)))
+    assert raised
+    assert set(raised) == {"injected"}
+    assert not engine.has_unfinished()
+
+
+def test_a_refused_call_changes_nothing_for_the_others(backbone) -> None:
+    engine = backbone.engine()
+
+    def refused() -> None:
+        for _ in range(20):
+            with pytest.raises(ValueError, match="max_model_len"):
+                engine.generate([[1], [2] * 70], None, 4)
+
+    def served() -> list[list[int]]:
+        return [tokens_of(engine.generate([[5, 6]], None, 8))[0] for _ in range(8)]
+
+    assert together(refused, served)[1] == [backbone.generate_merged((5, 6), 0, 8)] * 8
+    assert not engine.has_unfinished()
+
+
+def test_text_and_aborts_in_threads(backbone) -> None:
+    config = EngineConfig(max_batch_size=8, max_model_len=64)
+    engine = Engine(backbone.model(), None, config, tokenizer=byte_tokenizer())
+    params = SamplingParams(20, stop=("zz",))
+    prompts = [[65 + number] for number in range(8)]
+    wanted = [engine.generate([prompt], None, params)[0].text for prompt in prompts]
+
+    def text(number: int) -> list[str | None]:
+        return [engine.generate([prompts[number]], None, params)[0].text for _ in range(3)]
+
+    def leave() -> None:
+        for _ in range(6):
+            stream = engine.stream([[1], [2]], None, 30)
+            next(stream)
+            stream.close()
+
+    found = together(leave, *(lambda number=number: text(number) for number in range(8)))
+    assert found[1:] == [[one] * 3 for one in wanted]
+    assert not engine.has_unfinished()
+
+
+def test_a_rank_of_several_serves_the_thread_that_built_it() -> None:
+    turns = Turns(one_thread=True)
+    with turns, turns:
+        pass
+
+    def enter() -> None:
+        with turns:
+            pass
+
+    with pytest.raises(RuntimeError, match="from the thread that built it"):
+        together(enter)
+    with turns:
+        pass
