@@ -4,7 +4,8 @@
     llama.py:               the dense model, and its mapping of checkpoint tensors to parameters
     mixture_of_experts.py:  the experts of Mixtral and Qwen3-MoE
     rotary.py:              rotary position embedding
-    checkpoint.py:          parameters from safetensors files, or random ones
+    stored.py:              tensors in the safetensors files of a folder, by name
+    checkpoint.py:          parameters from those, or random ones
     auto.py:                the model of a folder, of any family
 
 Attention is injected: the engine implements :class:`Attention`, with the cache and the batch layout.

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from punica.checks import check_count
+from punica.models.stored import UNQUANTISED
 
 CONFIG_FILE = "config.json"
 DENSE: dict[str, type[Any]] = {
@@ -51,7 +52,7 @@ def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
         FileNotFoundError: a folder without ``config.json``.
         TypeError: neither a folder nor one of ``classes``.
         ValueError: a damaged ``config.json``; a family that is not in ``classes``; sizes or an activation that no model
-            of these families has.
+            of these families has; a quantised base.
     """
     names = " or ".join(one.__name__ for one in classes.values())
     if isinstance(config, (str, Path)):
@@ -63,6 +64,7 @@ def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
     else:
         raise TypeError(f"config must be a transformers.{names} or a folder, got {type(config).__name__}")
     kind = resolved.model_type
+    _check_unquantised(resolved)
     if kind not in classes:
         raise ValueError(f"config is of model_type {kind!r}, this class computes {' or '.join(map(repr, classes))}")
     if resolved.hidden_act != "silu":
@@ -133,6 +135,21 @@ def read_json(path: Path, wanted: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{str(path)!r} holds a {type(values).__name__}, must be an object; download or save it again")
     return values
+
+
+def _check_unquantised(config: Any) -> None:
+    given = getattr(config, "quantization_config", None)
+    if not given:
+        return
+    values = given if isinstance(given, Mapping) else given.to_dict()
+    method = values.get("quant_method")
+    if method is None and {"load_in_4bit", "load_in_8bit"} & {*values}:
+        method = "bitsandbytes"
+    method = str(getattr(method, "value", method))
+    name = "bitsandbytes (bnb)" if method.startswith("bitsandbytes") else method[:80]
+    raise ValueError(
+        f"the config's quantization_config is of method {name}: quantised base models are not served; {UNQUANTISED}"
+    )
 
 
 def _check_sizes(config: Any) -> None:

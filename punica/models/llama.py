@@ -15,15 +15,17 @@ The adapter manager replaces layers by their LoRA versions, by name: linear laye
 ``logits_processor`` for the head. A tied embedding and head share their weight, not their adapters.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from punica.models.checkpoint import CheckpointEntry, fill_random, find_tensors, load_tensors
+from punica.models.checkpoint import CheckpointEntry, check_tensors, fill_random, load_tensors
 from punica.models.families import DENSE, resolve_config
 from punica.models.rotary import RotaryEmbedding
+from punica.models.stored import StoredTensor, stored_tensors
 from punica.ops.backbone import add_rms_norm, swiglu
 from punica.ops.heads import HeadNorms, PackedHeads
 from punica.parallel import (
@@ -35,6 +37,9 @@ from punica.parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names of the two tables over the vocabulary in checkpoints."""
 
 
 class Attention(Protocol):
@@ -203,15 +208,49 @@ class LlamaForCausalLM(nn.Module):
     def load_weights(self, folder: str | Path) -> None:
         """Read a Hugging Face folder: ``model.safetensors``, or several files with an index.
 
-        Raises the errors of :func:`~punica.models.checkpoint.find_tensors` (without change) and
+        A folder with a head unlike its embedding is served with it, whatever ``tie_word_embeddings`` says, as by
+        transformers; the model's config says so from then on.
+
+        Raises the errors of :func:`~punica.models.stored.stored_tensors` and
+        :func:`~punica.models.checkpoint.check_tensors` (without change), and of
         :func:`~punica.models.checkpoint.load_tensors` (the model has no weights then).
         """
-        tied = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
-        entries = self.checkpoint_entries()
-        found = find_tensors(entries, folder, ignore_suffixes=("rotary_emb.inv_freq", *tied))
+        stored = self._stored_tensors(folder)
+        entries, head = self.checkpoint_entries(), None
+        if self.config.tie_word_embeddings:
+            head = self._own_head(stored)
+            if head is not None:
+                entries.append(head)
+        check_tensors(entries, stored, folder)
         self.has_weights = False
-        load_tensors(entries, found)
+        load_tensors(entries, stored)
+        if head is not None:
+            self.lm_head.weight = head.parameter
+            self.config.tie_word_embeddings = False
         self.has_weights = True
+
+    def _stored_tensors(self, folder: str | Path) -> dict[str, StoredTensor]:
+        """List the tensors of a folder by the names of :meth:`checkpoint_entries`."""
+        return stored_tensors(folder, ignore_suffixes=("rotary_emb.inv_freq",))
+
+    def _own_head(self, stored: dict[str, StoredTensor]) -> CheckpointEntry | None:
+        """Return a head of its own for a tied model whose checkpoint has one; else leave the head out of ``stored``."""
+        head = stored.pop(HEAD, None)
+        if head is None:
+            return None
+        embedding = stored.setdefault(EMBEDDING, head)  # either one serves for both
+        if head.shape == embedding.shape and torch.equal(head.read(), embedding.read()):
+            return None
+        warnings.warn(
+            f"tie_word_embeddings is true, but the checkpoint's {HEAD} differs from {EMBEDDING}: the head is kept, as "
+            "in transformers; set tie_word_embeddings to false in config.json",
+            stacklevel=3,
+        )
+        stored[HEAD] = head
+        vocab, hidden = self.config.vocab_size, self.config.hidden_size
+        with torch.device(self.lm_head.weight.device):
+            own = ParallelLMHead(vocab, hidden, params_dtype=self.config.dtype).requires_grad_(False)
+        return CheckpointEntry(HEAD, (vocab, hidden), own.weight)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the state as ``nn.Module`` does, and set ``has_weights``."""
@@ -222,12 +261,12 @@ class LlamaForCausalLM(nn.Module):
     def checkpoint_entries(self) -> list[CheckpointEntry]:
         """List every tensor of a Hugging Face checkpoint of this model, with its parameter."""
         vocab, hidden = self.config.vocab_size, self.config.hidden_size
-        entries = [CheckpointEntry("model.embed_tokens.weight", (vocab, hidden), self.model.embed_tokens.weight)]
+        entries = [CheckpointEntry(EMBEDDING, (vocab, hidden), self.model.embed_tokens.weight)]
         for index, layer in enumerate(self.model.layers):
             entries += self._layer_entries(f"model.layers.{index}", layer)
         entries.append(CheckpointEntry("model.norm.weight", (hidden,), self.model.norm.weight))
         if not self.config.tie_word_embeddings:
-            entries.append(CheckpointEntry("lm_head.weight", (vocab, hidden), self.lm_head.weight))
+            entries.append(CheckpointEntry(HEAD, (vocab, hidden), self.lm_head.weight))
         return entries
 
     def _layer_entries(self, prefix: str, layer: Any) -> list[CheckpointEntry]:

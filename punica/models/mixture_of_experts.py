@@ -9,6 +9,8 @@ Adapters on experts have one pair of matrices per expert and projection (``exper
 one for all experts of a layer (PEFT's ``target_parameters``).
 """
 
+import re
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from punica.models.checkpoint import CheckpointEntry
 from punica.models.families import EXPERTS
 from punica.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from punica.models.stored import StoredTensor
 from punica.parallel import FusedMoE, ReplicatedLinear
 
 QWEN3, MIXTRAL = "qwen3_moe", "mixtral"
@@ -24,6 +27,16 @@ EXPERT_PARTS = {MIXTRAL: ("w1", "w2", "w3"), QWEN3: ("gate_proj", "down_proj", "
 """Names of gate, down and up of an expert in checkpoints and adapters."""
 BLOCK = {MIXTRAL: "block_sparse_moe", QWEN3: "mlp"}
 """Names of the block of experts in checkpoints; adapters use them, or ``mlp``."""
+_IN_BLOCK = re.compile(
+    r"(?P<layer>model\.layers\.\d+)\.(?:block_sparse_moe|mlp)\."
+    r"(?P<rest>gate\.weight|experts\.(?:(?P<packed>gate_up_proj|down_proj)|.+))"
+)
+
+
+def expert_size(config: Any) -> int:
+    """Return the inner size of an expert."""
+    size: int = config.moe_intermediate_size if config.model_type == QWEN3 else config.intermediate_size
+    return size
 
 
 class SparseMLP(nn.Module):
@@ -31,7 +44,7 @@ class SparseMLP(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        inner = config.moe_intermediate_size if config.model_type == QWEN3 else config.intermediate_size
+        inner = expert_size(config)
         hidden, experts, dtype = config.hidden_size, config.num_local_experts, config.dtype
         self.gate = ReplicatedLinear(hidden, experts, bias=False, params_dtype=dtype, return_bias=False)
         self.experts = FusedMoE(
@@ -92,6 +105,40 @@ class MixtureOfExpertsForCausalLM(LlamaForCausalLM):
         """List the module names of gate, down and up of every expert within the block."""
         parts = EXPERT_PARTS[self.config.model_type]
         return [f"experts.{expert}.{part}" for expert in range(self.config.num_local_experts) for part in parts]
+
+    def _stored_tensors(self, folder: str | Path) -> dict[str, StoredTensor]:
+        """List the tensors under the names of :meth:`checkpoint_entries`, packed experts one by one."""
+        found: dict[str, StoredTensor] = {}
+        for name, tensor in super()._stored_tensors(folder).items():
+            match = _IN_BLOCK.fullmatch(name)
+            if match is None:
+                found[name] = tensor
+                continue
+            block = f"{match['layer']}.{BLOCK[self.config.model_type]}"
+            if match["packed"] is None:
+                found[f"{block}.{match['rest']}"] = tensor
+            else:
+                found |= self._unpacked(block, match["packed"], tensor, folder)
+        return found
+
+    def _unpacked(
+        self, block: str, packed: str, tensor: StoredTensor, folder: str | Path
+    ) -> dict[str, StoredTensor]:
+        """List the experts of a tensor in which transformers 5 packs all of a layer: ``experts.gate_up_proj``."""
+        experts, inner, hidden = self.config.num_local_experts, expert_size(self.config), self.config.hidden_size
+        gate, down, up = EXPERT_PARTS[self.config.model_type]
+        parts, shape = {gate: slice(0, inner), up: slice(inner, 2 * inner)}, (experts, 2 * inner, hidden)
+        if packed == "down_proj":
+            parts, shape = {down: slice(0, hidden)}, (experts, hidden, inner)
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{tensor.name} of checkpoint {str(folder)!r} has shape {tensor.shape}, packed experts of this model "
+                f"have {shape} (experts, outputs, inputs); build the model from the config.json of the same folder"
+            )
+        return {
+            f"{block}.experts.{expert}.{part}.weight": tensor.part((expert, rows))
+            for expert in range(experts) for part, rows in parts.items()
+        }  # fmt: skip
 
     def _mlp_entries(self, prefix: str, mlp: Any) -> list[CheckpointEntry]:
         if isinstance(mlp, LlamaMLP):

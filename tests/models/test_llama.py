@@ -204,6 +204,7 @@ def test_missing_or_damaged_files(tmp_path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match="not a readable safetensors file"):
         model.load_weights(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="weight_map"):
         model.load_weights(tmp_path)

@@ -1,0 +1,243 @@
+"""Checkpoint folders as users have them: served as by transformers, or refused by the word for what they are."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from punica.engine import Engine
+from punica.models import LlamaForCausalLM, load_model
+from tests.engine.helpers import tokens_of
+from tests.models.moe_world import CONFIGS, hugging_face
+from tests.models.test_llama import hugging_face_model, make_config, our_logits
+
+IDS = torch.arange(20)
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """An untied model on disk."""
+    hugging_face_model(make_config()).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change(folder: Path, how: Any, file: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    """Rewrite the tensors of a folder; return the old ones."""
+    before = load_file(folder / file)
+    after = dict(before)
+    after = how(after) or after
+    save_file({name: tensor.contiguous() for name, tensor in after.items()}, folder / file, metadata={"format": "pt"})
+    return before
+
+
+def configure(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def check_as_transformers(folder: Path, model: Any = None) -> None:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        expected = reference(IDS[None] % 60).logits[0]
+    torch.testing.assert_close(our_logits(model or load_model(folder), IDS % 60), expected, atol=1e-4, rtol=1e-4)
+
+
+# --- tied or not -----------------------------------------------------------------------------------------------------
+
+
+def test_a_head_unlike_the_embedding_is_kept(folder) -> None:
+    configure(folder, tie_word_embeddings=True)
+    with pytest.warns(UserWarning, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        model = load_model(folder)
+    assert not model.config.tie_word_embeddings
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    check_as_transformers(folder, model)
+    with pytest.warns(UserWarning, match="differs"):
+        engine = Engine.from_pretrained(folder, device="cpu", max_model_len=32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    wanted = reference.generate(IDS[None, 1:6], max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert tokens_of(engine.generate([IDS[1:6]], None, 6)) == [wanted[0, 5:].tolist()]
+
+
+@pytest.mark.parametrize("which", ["both, equal", "embedding alone", "head alone"])
+def test_a_tied_model_stays_tied(tmp_path, recwarn, which) -> None:
+    hugging_face_model(make_config(tie_word_embeddings=True)).save_pretrained(tmp_path)
+
+    def names(tensors: dict[str, torch.Tensor]) -> None:
+        table = tensors.pop(EMBEDDING)
+        tensors.update({} if which == "head alone" else {EMBEDDING: table})
+        tensors.update({} if which == "embedding alone" else {HEAD: table.clone()})
+
+    change(tmp_path, names)
+    model = load_model(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not [one for one in recwarn if "differs" in str(one.message)]
+    check_as_transformers(tmp_path, model)
+
+
+# --- files and names -------------------------------------------------------------------------------------------------
+
+
+def test_a_single_file_beside_an_older_index_is_what_counts(tmp_path) -> None:
+    hugging_face_model(make_config()).save_pretrained(tmp_path, max_shard_size="60KB")
+    change(tmp_path, lambda tensors: {name: tensor * 2 for name, tensor in tensors.items()}, sorted(
+        path.name for path in tmp_path.glob("model-*.safetensors"))[0])  # fmt: skip
+    hugging_face_model(make_config()).save_pretrained(tmp_path / "new")
+    shutil.copy(tmp_path / "new" / "model.safetensors", tmp_path)
+    check_as_transformers(tmp_path)
+    newest = LlamaForCausalLM(tmp_path / "new")
+    newest.load_weights(tmp_path / "new")
+    assert torch.equal(our_logits(load_model(tmp_path), IDS), our_logits(newest, IDS))
+
+
+def test_a_single_file_beside_an_index_of_missing_files(folder) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {HEAD: "gone.safetensors"}}))
+    check_as_transformers(folder)
+
+
+def test_names_without_the_prefix_of_the_language_model(folder) -> None:
+    model = load_model(folder)
+    change(folder, lambda tensors: {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+    assert torch.equal(our_logits(load_model(folder), IDS), our_logits(model, IDS))
+    check_as_transformers(folder)
+
+
+def test_a_bare_backbone_with_a_tied_head(tmp_path) -> None:
+    """As ``AutoModel.save_pretrained`` writes it."""
+    whole = hugging_face_model(make_config(tie_word_embeddings=True))
+    whole.model.save_pretrained(tmp_path)
+    assert not any(name.startswith("model.") for name in load_file(tmp_path / "model.safetensors"))
+    with torch.inference_mode():
+        expected = whole(IDS[None]).logits[0]
+    torch.testing.assert_close(our_logits(load_model(tmp_path), IDS), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""], ids=["named as usual", "without the prefix"])
+@pytest.mark.parametrize("head", ["v_head.summary", "value_head", "score"])
+def test_heads_of_other_tasks_are_left_out_with_a_warning(folder, head, prefix) -> None:
+    model = load_model(folder)
+
+    def add(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        named = {prefix + name.removeprefix("model.") if name != HEAD else name: one for name, one in tensors.items()}
+        return named | {f"{head}.weight": torch.ones(1, 64), f"{head}.bias": torch.ones(1)}
+
+    change(folder, add)
+    with pytest.warns(UserWarning, match=f"holds {head.partition('.')[0]} beside"):
+        again = load_model(folder)
+    assert torch.equal(our_logits(again, IDS), our_logits(model, IDS))
+
+
+def test_a_bare_backbone_without_a_head_is_refused(folder) -> None:
+    change(folder, lambda tensors: {name.removeprefix("model."): one for name, one in tensors.items() if name != HEAD})
+    with pytest.raises(ValueError, match=r"missing lm_head\.weight"):
+        load_model(folder)
+
+
+# --- packed experts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("prefix", ["model.", ""], ids=["named as usual", "without the prefix"])
+def test_experts_that_transformers_packed(tmp_path, kind, prefix) -> None:
+    reference = hugging_face(CONFIGS[kind])
+    reference.save_pretrained(tmp_path)
+    plain = load_model(tmp_path)
+    packed = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in packed)
+    named = {prefix + name.removeprefix("model.") if name != HEAD else name: one for name, one in packed.items()}
+    save_file(named, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(tmp_path)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("gate_up_proj", (4, 32, 48)), ("down_proj", (3, 32, 24))])
+def test_packed_experts_of_another_shape(tmp_path, name, wrong) -> None:
+    reference = hugging_face(CONFIGS["mixtral"])
+    reference.save_pretrained(tmp_path)
+    tensors = {one: tensor.clone() for one, tensor in reference.state_dict().items()}
+    tensors[f"model.layers.1.mlp.experts.{name}"] = torch.zeros(wrong)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=re.escape(f"has shape {wrong}, packed experts of this model have")) as caught:
+        load_model(tmp_path)
+    assert f"model.layers.1.mlp.experts.{name}" in str(caught.value)
+
+
+# --- quantised bases -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, "bnb"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        (transformers.BitsAndBytesConfig(load_in_4bit=True), "bitsandbytes"),
+    ],
+    ids=str,
+)
+def test_configs_of_quantised_bases(folder, given, word) -> None:
+    config = make_config()
+    config.quantization_config = given
+    with pytest.raises(ValueError, match=f"{word}.*unquantised checkpoint"):
+        LlamaForCausalLM(config)
+    if isinstance(given, dict):
+        configure(folder, quantization_config=given)
+        with pytest.raises(ValueError, match=f"{word}.*unquantised checkpoint"):
+            Engine.from_pretrained(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "word"),
+    [
+        ("qweight", "GPTQ"), ("qzeros", "AWQ"), ("weight.absmax", "bnb"), ("SCB", "bnb"),
+        ("weight.quant_state.bitsandbytes__nf4", "bnb"),
+        ("weight_scale_inv", "FP8"), ("weight_scale", "FP8"),
+        ("weight_packed", "compressed-tensors"),
+    ],
+)  # fmt: skip
+def test_tensors_of_quantised_bases(folder, suffix, word) -> None:
+    """Where config.json says nothing."""
+    name = f"model.layers.0.mlp.down_proj.{suffix}"
+    change(folder, lambda tensors: tensors.update({name: torch.ones(2)}))
+    with pytest.raises(ValueError, match=rf"quantised by .*{word}.*down_proj\.{suffix}"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (torch.float8_e4m3fn, r"float8 \(F8_E4M3\) without scales"),
+        (torch.float8_e5m2, r"float8 \(F8_E5M2\) without scales"),
+        (torch.int8, "as I8"), (torch.uint8, "as U8"), (torch.int32, "as I32"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_weights_in_other_numbers_are_refused_before_any_is_read(folder, dtype, message) -> None:
+    model = load_model(folder)
+    before = [parameter.clone() for parameter in model.parameters()]
+    name = "model.layers.1.self_attn.q_proj.weight"
+    change(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(ValueError, match=message):
+        model.load_weights(folder)
+    assert model.has_weights
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_weights_in_other_floats_are_served(folder, dtype) -> None:
+    change(folder, lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    model = LlamaForCausalLM(folder, torch.float32)
+    model.load_weights(folder)
+    expected = load_file(folder / "model.safetensors")["model.norm.weight"].float()
+    assert torch.equal(model.model.norm.weight, expected)
