@@ -5,6 +5,7 @@ Modules in the order of a request's path; admission and preemption are policies 
     config.py:        sizes of batch and cache, and their checks against the model
     pretrained.py:    parts of an engine for a checkpoint folder; sizes.py: sizes that fit the memory
     generation.py:    prompts in, results out: ``generate`` and ``stream``; text.py: text to token ids and back
+    prompts.py:       forms of prompts; adapter_text.py: chat templates of adapter folders
     turns.py:         threads that share an engine, one in it at a time
     engine.py:        the loop: ``add_request`` queues, every ``step`` schedules, runs, delivers and retires
     intake.py:        checks on arrival, and the states of accepted requests

@@ -13,6 +13,7 @@ from punica.adapters import LoRARequest
 from punica.checks import clip
 from punica.engine.outputs import GenerationChunk, GenerationResult, StepOutput, result_of
 from punica.engine.pretrained import GenerationDefaults
+from punica.engine.prompts import is_chat, listed_prompts
 from punica.engine.text import GrowingText, TextCodec
 from punica.engine.turns import Turns, exclusive
 from punica.scheduling import Request, RequestState, SamplingParams, as_sampling_params
@@ -25,7 +26,8 @@ class Generation(ABC):
     """``generate`` and ``stream`` for a subclass that queues requests and makes steps.
 
     A prompt is a text, a chat (a list of messages with role and content) or a list of token ids; the first two need a
-    tokenizer.
+    tokenizer. vLLM's ``{"prompt": text}`` and ``{"prompt_token_ids": ids}`` are prompts, too. A chat with an adapter
+    takes the chat template of the adapter's folder, if it has one.
 
     Steps serve all requests of the engine, of every open call and added one by one. Results of the latter that end in a
     step of ``generate`` or ``stream``, or in one that raises, are kept for the caller's next :meth:`step`.
@@ -179,10 +181,8 @@ class Generation(ABC):
             return tail.last_chunk(self.result_of(state))
 
     def _requests_of(self, prompts: Any, adapters: Any, params: Any) -> list[Request]:
-        prompts = [prompts] if isinstance(prompts, str) or _is_chat(prompts) else _listed("prompts", prompts)
+        prompts = listed_prompts(prompts)
         count = len(prompts)
-        if count and hasattr(prompts[0], "__index__") and getattr(prompts[0], "ndim", 0) == 0:
-            raise TypeError(f"prompts[0] is {clip(prompts[0])}, a token id; pass a list of prompts, [[...]] for one")
         adapters = _per_prompt("adapters", adapters, count, LoRARequest)
         params = _per_prompt("params", params, count, SamplingParams, int)
         if not count == len(adapters) == len(params):
@@ -190,14 +190,13 @@ class Generation(ABC):
                 f"one adapter and one params per prompt, or one for all: got {count} prompts, {len(adapters)} "
                 f"adapters, {len(params)} params"
             )
+        encoded = [
+            self._token_ids(f"prompts[{place}]", prompt, adapter)
+            for place, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True))
+        ]
         return [
-            Request(
-                self._free_name(),
-                self._token_ids(prompt),
-                self.defaults.params if one is None else as_sampling_params(one),
-                adapter,
-            )
-            for prompt, adapter, one in zip(prompts, adapters, params, strict=True)
+            Request(self._free_name(), ids, self.defaults.params if one is None else as_sampling_params(one), adapter)
+            for ids, adapter, one in zip(encoded, adapters, params, strict=True)
         ]
 
     def _free_name(self) -> str:
@@ -205,16 +204,19 @@ class Generation(ABC):
         names = (f"generate-{number}" for number in self._names)
         return next(name for name in names if not self.is_in_use(name))
 
-    def _token_ids(self, prompt: Any) -> Any:
+    def _token_ids(self, name: str, prompt: Any, adapter: Any) -> Any:
         """Encode a text or a chat; anything else is returned as it is, for the request to check."""
-        if not isinstance(prompt, str) and not _is_chat(prompt):
+        if not isinstance(prompt, str) and not is_chat(prompt):
             return prompt
         if self.codec is None:
             raise ValueError(
                 f"prompt {clip(prompt)} is text, but this engine has no tokenizer; pass token ids, or build the engine "
                 "with Engine.from_pretrained on a folder with tokenizer files"
             )
-        return self.codec.encode(prompt)
+        try:
+            return self.codec.encode(prompt, getattr(adapter, "absolute_path", None))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
 
 class _Tail:
@@ -247,10 +249,6 @@ class _Tail:
         """Return new tokens and the result without text, after a decoding error."""
         self.is_complete = True
         return GenerationChunk(self._index, self.state.output_token_ids[self._tokens :], None, result)
-
-
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(isinstance(message, Mapping) for message in prompt)
 
 
 def _listed(name: str, values: Any) -> list[Any]:

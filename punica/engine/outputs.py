@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from punica.checks import clip
-from punica.engine.text import TextCodec
+from punica.engine.text import TextCodec, text_of
 from punica.scheduling import FinishReason, RequestState, StepLayout, StepPlan
 
 
@@ -108,7 +108,7 @@ def result_of(state: RequestState, codec: TextCodec | None) -> GenerationResult:
     text = None
     if codec is not None:
         try:
-            text = codec.decode(state.text_token_ids) if state.text is None else state.text.finish()
+            text = text_of(codec, state.text_token_ids) if state.text is None else state.text.finish()
         except Exception as error:  # any exception of a tokenizer
             state.fail(state.error or f"{type(error).__name__}: {error}")
     return GenerationResult(

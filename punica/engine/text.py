@@ -1,94 +1,173 @@
 """Text in, text out: the tokenizer of a checkpoint folder, chat templates, incremental decoding."""
 
+import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from punica.checks import clip
+from punica.engine.adapter_text import AdapterText
+from punica.engine.prompts import check_encodable, messages_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _LONGEST_CHARACTER = 16  # tokens
 _UNFINISHED = "�"  # decoded incomplete UTF-8 sequence
+_TEMPLATE_ARGUMENTS = frozenset({
+    "conversation", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
+    "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs",
+})  # fmt: skip
 
 
 class TextCodec:
-    """A transformers tokenizer; decoded text has no special tokens."""
+    """A transformers tokenizer; decoded text has no special tokens, unless asked for."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._lock = threading.Lock()  # encoding sets options of the tokenizer
+        self._adapters = AdapterText(tokenizer)
 
-    def encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode(
+        self, prompt: str | Sequence[Mapping[str, Any]], adapter_folder: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:  # fmt: skip
         """Encode a text, with the tokenizer's special tokens, or a chat by its template, with a generation prompt.
 
-        A chat is ``[{"role": "user", "content": "..."}]``.
+        A chat is ``[{"role": "user", "content": "..."}]``. The template in ``adapter_folder`` takes precedence over the
+        tokenizer's. ``arguments``: further variables of the template, e.g. ``{"enable_thinking": False}``.
 
-        ValueError: the tokenizer has no chat template, or the template refuses the messages.
+        ValueError: a lone surrogate; messages that are none; no chat template, or it refuses the messages.
         """
-        if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
+        if adapter_folder is not None:
+            self._adapters.check_tokenizer(adapter_folder)
+        text = prompt if isinstance(prompt, str) else self._rendered(prompt, adapter_folder, arguments or {})
+        check_encodable("the prompt", text)
+        with self._lock:
+            return list(self.tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
+
+    def decode(self, token_ids: Sequence[int], *, keeps_special: bool = False) -> str:
+        """Return the text of token ids."""
+        text: str = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=not keeps_special, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    @cached_property
+    def special_texts(self) -> dict[int, str]:
+        """Texts of the tokens that :meth:`decode` leaves out, by id."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        ids = {*self.tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        return {number: self.decode([number], keeps_special=True) for number in ids if not self.decode([number])}
+
+    def _rendered(
+        self, chat: Sequence[Mapping[str, Any]], adapter_folder: str | None, arguments: Mapping[str, Any]
+    ) -> str:
+        messages = messages_of(chat)
+        if taken := sorted(_TEMPLATE_ARGUMENTS.intersection(arguments)):
+            raise ValueError(f"chat template arguments {taken} are set by the engine; leave them out")
+        template = None if adapter_folder is None else self._adapters.template_of(adapter_folder)
         try:
-            return list(self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False))
+            rendered: str = self.tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=True, **arguments
+            )
         except Exception as error:  # any exception of a template
             raise ValueError(
-                f"the tokenizer's chat template cannot turn {clip(prompt)} into a prompt: {clip(str(error))}; pass a "
+                f"the chat template cannot turn {clip(messages)} into a prompt: {clip(str(error))}; pass a "
                 "list of messages with role and content, or a text"
             ) from error
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return rendered
 
 
 class GrowingText:
     """Incremental decoding, at a constant cost per token, with stop strings.
 
     ``settled`` is the text that no later token can change: whole characters, without a possible start of one of the
-    ``stop`` strings. Once one of these is complete, ``stopped`` is true and the text ends before it.
+    ``stop`` strings. Once one of these is complete, ``stopped`` is true and the text ends before it. Special tokens are
+    left out, but stop strings that contain one match it.
     """
 
     def __init__(self, codec: TextCodec, stop: Sequence[str] = ()) -> None:
         self.stopped = False
         self._codec, self._stop = codec, stop
         self._longest = max((len(one) for one in stop), default=1)
-        self._text = ""
+        self._text = ""  # with the hidden parts: special tokens that may be in a stop string
+        self._hidden: list[tuple[int, int]] = []
+        specials = codec.special_texts if stop else {}
+        is_searched = any(text in one for text in specials.values() for one in stop)
+        self._specials = specials if is_searched else {}
         self._ids: list[int] = []
         self._before, self._read = 0, 0  # tokens [before, read) are in the text: context of the next
 
     @property
     def settled(self) -> str:
         """Text that no later token can change."""
-        return self._text if self.stopped else self._text[: max(0, len(self._text) - self._longest + 1)]
+        return self._visible(len(self._text) if self.stopped else max(0, len(self._text) - self._longest + 1))
 
     def append(self, token_id: int) -> None:
         """Take the next token."""
+        special = self._specials.get(token_id)
+        if special is not None:
+            self._settle(self._pending())
+            self._hidden.append((len(self._text), len(self._text) + len(special)))
+            self._extend(special)
+            return
         self._ids.append(token_id)
         piece = self._pending()
         # longer than any character in bytes: the replacement character is final
-        settles = piece and not piece.endswith(_UNFINISHED)
-        if settles or len(self._ids) - self._read > _LONGEST_CHARACTER:
-            self._before, self._read = self._read, len(self._ids)
-            self._extend(piece)
+        is_whole = piece and not piece.endswith(_UNFINISHED)
+        if is_whole or len(self._ids) - self._read > _LONGEST_CHARACTER:
+            self._settle(piece)
 
     def finish(self) -> str:
         """Return the whole text after the last token, held-back parts included."""
         if not self.stopped:
-            self._extend(self._pending())
-            self._before = self._read = len(self._ids)
+            self._settle(self._pending())
             self._longest = 1
-        return self._text
+        return self._visible(len(self._text))
 
     def _pending(self) -> str:
         known = self._codec.decode(self._ids[self._before : self._read])
         return self._codec.decode(self._ids[self._before :])[len(known) :]
 
+    def _settle(self, piece: str) -> None:
+        """Take the pending tokens, of this text."""
+        if self._read < len(self._ids):
+            self._before, self._read = self._read, len(self._ids)
+        self._extend(piece)
+
     def _extend(self, piece: str) -> None:
+        if self.stopped:
+            return
         searched = max(0, len(self._text) - self._longest + 1)
         self._text += piece
         found = [place for one in self._stop if (place := self._text.find(one, searched)) >= 0]
         if found:
             self.stopped, self._text = True, self._text[: min(found)]
+
+    def _visible(self, end: int) -> str:
+        """Return the text up to ``end``, without its hidden parts."""
+        if not self._hidden:
+            return self._text[:end]
+        starts = [0, *(stop for _, stop in self._hidden)]
+        stops = [*(start for start, _ in self._hidden), end]
+        return "".join(self._text[start : min(stop, end)] for start, stop in zip(starts, stops, strict=True))
+
+
+def text_of(codec: TextCodec, token_ids: Sequence[int]) -> str:
+    """Return the text of an output, the same as its chunks in a stream join to.
+
+    They differ from the decoded whole where a byte-fallback tokenizer meets bytes that are no character: it turns the
+    run of bytes around them into replacement characters, the whole characters before included.
+    """
+    text = codec.decode(token_ids)
+    if _UNFINISHED not in text:
+        return text
+    growing = GrowingText(codec)
+    for token_id in token_ids:
+        growing.append(token_id)
+    return growing.finish()
 
 
 def load_codec(folder: str | Path) -> TextCodec | None:

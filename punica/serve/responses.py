@@ -22,7 +22,7 @@ from punica.serve.errors import ApiError, refused
 from punica.serve.forms import ChatForm, CompletionForm, usage
 from punica.serve.protocol import ChatBody, CompletionBody
 from punica.serve.sampling import for_choice, params_of, room_for
-from punica.serve.text import ChoiceText, TokenStrings, whole_text
+from punica.serve.text import ChoiceText, TokenStrings
 
 SEND_TIMEOUT_S = 60.0
 """Longest wait for a client that does not read its stream; then it counts as gone."""
@@ -42,11 +42,12 @@ class Generator:
     room: Room
     tokenizing: ThreadPoolExecutor
 
-    async def encode(self, body: CompletionBody | ChatBody) -> list[list[int]]:
+    async def encode(self, body: CompletionBody | ChatBody, adapter: LoRARequest | None) -> list[list[int]]:
         """Return the token ids of all prompts. ApiError 400: the tokenizer or its chat template refuses one."""
+        folder = None if adapter is None else adapter.absolute_path
 
         def encode() -> list[list[int]]:
-            return [_token_ids(self.codec, prompt) for prompt in body.prompts]
+            return [_token_ids(self.codec, prompt, folder) for prompt in body.prompts]
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
@@ -98,7 +99,7 @@ class GenerationResponse(Response):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = self._body
         with self._generator.room.take(len(body.prompts) * (body.n or 1)):
-            prompts = await self._generator.encode(body)
+            prompts = await self._generator.encode(body, self._adapter)
             self._num_prompt = sum(map(len, prompts))
             call = Call(self._requests(prompts), streams=bool(body.stream))
             async with self._generator.running(call):
@@ -130,7 +131,7 @@ class GenerationResponse(Response):
             for piece in pieces:
                 reason = _reason(piece)
                 num_generated += len(piece.token_ids)
-                text = whole_text(self._generator.codec, _stops(call.requests[piece.index]), piece)
+                text = "" if piece.result is None else piece.result.text or ""
                 choices[piece.index] = self._form.choice(piece.index, text, self._logprobs(piece, 0), reason)
         return {**self._head, "choices": choices, "usage": usage(self._num_prompt, num_generated)}
 
@@ -200,13 +201,11 @@ def _stops(request: Request) -> tuple[str, ...]:
     return request.params.stop if isinstance(request.params, SamplingParams) else ()
 
 
-def _token_ids(codec: TextCodec, prompt: Any) -> list[int]:
-    """Return the ids of a text, a chat or token ids. UnicodeEncodeError: a text with a lone surrogate."""
-    if isinstance(prompt, str):
-        prompt.encode()
-    elif isinstance(prompt[0], int):
+def _token_ids(codec: TextCodec, prompt: Any, folder: str | None) -> list[int]:
+    """Return the ids of a text, a chat or token ids."""
+    if not isinstance(prompt, str) and isinstance(prompt[0], int):
         return prompt
-    return codec.encode(prompt)
+    return codec.encode(prompt, folder)
 
 
 def _prompt_name(body: CompletionBody | ChatBody) -> str:

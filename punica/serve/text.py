@@ -5,7 +5,6 @@ from functools import lru_cache
 from punica.engine.text import GrowingText, TextCodec
 from punica.serve.engine_thread import Piece
 
-INCOMPLETE = "\ufffd"  # of decoders, for bytes that are no character
 _VOCABULARY = 1 << 18  # strings of tokens that are kept
 
 
@@ -25,16 +24,6 @@ class ChoiceText:
         whole = self._text.settled if piece.result is None else self._text.finish()
         start, self._num_sent = self._num_sent, len(whole)
         return whole[start:]
-
-
-def whole_text(codec: TextCodec, stop: tuple[str, ...], piece: Piece) -> str:
-    """Return the text of a request's only piece, the same as a stream of its tokens joins to.
-
-    A byte-fallback decoder turns a run of bytes that ends inside a character into ``\ufffd`` altogether, of which a
-    stream has sent the whole characters before.
-    """
-    text = "" if piece.result is None else piece.result.text or ""
-    return ChoiceText(codec, stop).add(piece) if INCOMPLETE in text else text
 
 
 class TokenStrings:

@@ -91,9 +91,9 @@ def test_unfinished_characters_do_not_pile_up() -> None:
     lengths: list[int] = []
 
     class Counting(TextCodec):
-        def decode(self, token_ids) -> str:
+        def decode(self, token_ids, **options) -> str:
             lengths.append(len(token_ids))
-            return super().decode(token_ids)
+            return super().decode(token_ids, **options)
 
     codec = Counting(byte_tokenizer())
     growing = GrowingText(codec)

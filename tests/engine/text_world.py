@@ -26,6 +26,14 @@ def byte_tokenizer(chat_template: str | None = CHAT) -> PreTrainedTokenizerFast:
     return made
 
 
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Ids are bytes, decoded as Llama's tokenizer does: a run of bytes is text if all of it is."""
+    vocabulary = {f"<0x{number:02X}>": number for number in range(256)} | {"<unk>": BEGIN}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
 def save_tokenizer(folder: Path, chat_template: str | None = CHAT) -> Path:
     """Into a checkpoint folder."""
     byte_tokenizer(chat_template).save_pretrained(folder)

@@ -1,18 +1,15 @@
 """Chunks of a stream whose tokens end inside of characters."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
-from punica.engine.text import TextCodec
+from punica.engine.text import TextCodec, text_of
 from punica.serve.engine_thread import Piece
-from punica.serve.text import ChoiceText, TokenStrings, whole_text
-from tests.engine.text_world import END, byte_tokenizer
+from punica.serve.text import ChoiceText, TokenStrings
+from tests.engine.text_world import END, byte_fallback_tokenizer, byte_tokenizer
 
 
 def pieces(tokens: list[int], size: int) -> list[Piece]:
@@ -41,22 +38,13 @@ def test_chunks_are_whole_characters_and_join_to_the_text(text: str, size: int, 
 @pytest.mark.parametrize("cut", range(5))
 @pytest.mark.parametrize("text", ["日本語", "é" * 9, "a☃"])
 def test_byte_fallback_gives_one_text_whole_and_streamed(text: str, cut: int) -> None:
-    codec = byte_fallback_codec()
+    codec = TextCodec(byte_fallback_tokenizer())
     tokens = list(text.encode())[: len(text.encode()) - cut]
-    result: Any = SimpleNamespace(text=codec.decode(tokens))
     choice = ChoiceText(codec, ())
     chunks = [choice.add(piece) for piece in pieces(tokens, 1)]
-    assert whole_text(codec, (), Piece(0, tokens, len(tokens), [], result)) == "".join(chunks)
+    assert text_of(codec, tokens) == "".join(chunks)
     whole_characters = bytes(tokens).decode(errors="ignore")
     assert "".join(chunks).startswith(whole_characters)
-
-
-def byte_fallback_codec() -> TextCodec:
-    """A codec that decodes as Llama's does: a run of bytes is text if all of it is."""
-    vocabulary = {f"<0x{number:02X}>": number for number in range(256)} | {"<unk>": 256}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
 
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:
