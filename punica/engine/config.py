@@ -116,11 +116,11 @@ def check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: Llam
     Refused: more positions than the model has; adapters both served and ignored; adapters, blocks or ranks that
     prevent batch invariance; a model without weights.
     """
-    limit, positions = model.max_context, model.config.max_position_embeddings
+    limit, window = model.max_context, getattr(model.config, "sliding_window", None)
     if config.max_model_len > limit:
-        what = f"{limit} positions (max_position_embeddings)" if limit == positions else (
-            f"a sliding window of {limit} tokens, beyond which it would have to forget"
-        )  # fmt: skip
+        what = f"{limit} positions (max_position_embeddings, or what its RoPE scaling makes of them)"
+        if limit == window:
+            what = f"a sliding window of {limit} tokens, beyond which it would have to forget"
         raise ValueError(f"max_model_len is {config.max_model_len}, the model has {what}; lower max_model_len")
     if config.ignore_adapters and lora_config is not None:
         raise ValueError("ignore_adapters=True is for an engine without LoRA; leave it out, or pass lora_config=None")

@@ -9,10 +9,14 @@ the order in which they came: one that makes steps cannot keep out another that 
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+import torch
+
+_DEVICES = ("cpu", "cuda")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -93,11 +97,20 @@ _S = TypeVar("_S", bound=Shared)
 
 
 def exclusive(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concatenate[_S, _P], _T]:
-    """Decorate a method that only one thread at a time may be in."""
+    """Decorate a method that only one thread at a time may be in, and that ``torch.autocast`` must not reach.
+
+    Autocast would change the dtype of some operations, and so tokens.
+    """
 
     @wraps(method)
     def alone(self: _S, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         with self._turns:
-            return method(self, *args, **kwargs)
+            enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+            if not enabled:
+                return method(self, *args, **kwargs)
+            with ExitStack() as stack:
+                for device in enabled:
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                return method(self, *args, **kwargs)
 
     return alone

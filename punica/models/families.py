@@ -37,6 +37,8 @@ DENSE: dict[str, type[Any]] = {
 EXPERTS: dict[str, type[Any]] = {"mixtral": MixtralConfig, "qwen3_moe": Qwen3MoeConfig}
 NORMALIZED = ("qwen3", "qwen3_moe")
 """Families with a norm of query and key heads before rotation."""
+SCALED_ROPES = ("linear", "llama3", "yarn")
+"""RoPE types whose factor extends the model's positions."""
 MOST_CONFIG_BYTES = 1 << 20
 _COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
            "vocab_size", "max_position_embeddings", "head_dim")  # fmt: skip
@@ -75,10 +77,23 @@ def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
     resolved.qkv_bias, resolved.o_bias = both or kind == "qwen2", both
     resolved.mlp_bias = kind == "llama" and bool(resolved.mlp_bias)
     resolved.qk_norm = kind in NORMALIZED
-    window = getattr(resolved, "sliding_window", None)
-    resolved.max_context = min(resolved.max_position_embeddings, window or resolved.max_position_embeddings)
+    positions = max(resolved.max_position_embeddings, scaled_positions(resolved))
+    resolved.max_context = min(positions, getattr(resolved, "sliding_window", None) or positions)
     resolved.dtype = _torch_dtype(resolved.dtype)
     return resolved
+
+
+def scaled_positions(config: Any) -> int:
+    """Return the positions that RoPE scaling extends a model to: its original ones times the factor; 0 without scaling.
+
+    ``max_position_embeddings`` need not tell: for YaRN Qwen's cards add the scaling to ``config.json`` and leave it as
+    it was, and so do older checkpoints for linear scaling.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor = rope.get("factor")
+    if rope.get("rope_type") not in SCALED_ROPES or not isinstance(factor, (int, float)):
+        return 0
+    return int((rope.get("original_max_position_embeddings") or config.max_position_embeddings) * factor)
 
 
 def model_type_of(folder: str | Path) -> str:

@@ -158,9 +158,9 @@ class LlamaForCausalLM(nn.Module):
     whose ``has_weights`` is False; set it after filling the parameters in another way.
 
     ``config`` (a copy) has the ``dtype``. A KV cache holds ``num_layers`` layers of ``num_kv_heads`` heads (of this
-    rank) of ``head_size`` elements. Full attention is exact up to ``max_context`` tokens: the model's positions, or its
-    shorter sliding window. Raises the errors of :func:`~punica.models.families.resolve_config`, and ValueError for a
-    RoPE type that ``rotary.py`` lacks.
+    rank) of ``head_size`` elements. Full attention is exact up to ``max_context`` tokens: the model's positions, scaled
+    as its RoPE is, or its shorter sliding window. Raises the errors of
+    :func:`~punica.models.families.resolve_config`, and ValueError for a RoPE type that ``rotary.py`` lacks.
     """
 
     packed_modules_mapping: ClassVar = {
