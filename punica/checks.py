@@ -53,3 +53,14 @@ def check_number(name: str, value: object) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} is {number}, must be finite")
     return number
+
+
+def check_encodable(name: str, text: str) -> None:
+    """Check for lone surrogates, which no tokenizer encodes: ValueError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, half of a "
+            "character; decode its bytes with errors='replace', or remove it"
+        ) from error

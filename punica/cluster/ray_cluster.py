@@ -103,6 +103,7 @@ class RayCluster(Generation):
             self.close()
             raise
         self.codec, self.defaults = self._open_dispatcher.codec, first.defaults
+        self.max_model_len = first.max_model_len
 
     def __enter__(self) -> "RayCluster":
         return self

@@ -119,7 +119,7 @@ class Engine(Generation):
         self._next: NextStep | None = None
         self._requests: dict[str, RequestState] = {}  # waiting and running
         self.codec = None if tokenizer is None else TextCodec(tokenizer)
-        self.defaults = defaults or GenerationDefaults()
+        self.defaults, self.max_model_len = defaults or GenerationDefaults(), config.max_model_len
         self._intake = Intake(config, self.vocab_size, self.blocks, self._residency, self.defaults, self.codec)
 
     @classmethod

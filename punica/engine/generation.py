@@ -14,7 +14,7 @@ from punica.checks import clip
 from punica.engine.outputs import GenerationChunk, GenerationResult, StepOutput, result_of
 from punica.engine.pretrained import GenerationDefaults
 from punica.engine.prompts import is_chat, listed_prompts
-from punica.engine.text import GrowingText, TextCodec
+from punica.engine.text import TextCodec, growing_text
 from punica.engine.turns import Turns, exclusive
 from punica.scheduling import Request, RequestState, SamplingParams, as_sampling_params
 
@@ -37,6 +37,7 @@ class Generation(ABC):
 
     codec: TextCodec | None
     defaults: GenerationDefaults
+    max_model_len: int
 
     def __init__(self, *, one_thread: bool = False) -> None:
         self._turns = Turns(one_thread=one_thread)
@@ -70,22 +71,25 @@ class Generation(ABC):
         return result
 
     def generate(
-        self, prompts: Any, adapters: Adapters = None, params: Params = None, *, progress: bool = False
-    ) -> list[GenerationResult]:
+        self, prompts: Any, adapters: Adapters = None, params: Params = None, *, progress: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[GenerationResult]:  # fmt: skip
         """Continue every prompt with its adapter; return the results in the order of the prompts.
 
         Args:
             prompts: a list of prompts, or one text or chat.
             adapters: one for all prompts, or a list with one each; ``None`` is the plain backbone.
             params: one for all prompts, or a list with one each; an integer is greedy decoding of so many tokens,
-                ``None`` the engine's defaults (the folder's, for :meth:`Engine.from_pretrained`).
-            progress: show a bar on standard error, with finished prompts and generated tokens.
+                ``None`` the engine's defaults (the folder's, for :meth:`Engine.from_pretrained`), with fewer tokens
+                where the prompt leaves less room. A prompt whose ``n`` is not 1 has so many results, one after another.
+            progress: show a bar on standard error, with finished results and generated tokens.
+            chat_template_kwargs: further variables of the chat template, e.g. ``{"enable_thinking": False}``.
 
         Other requests of the engine run in the same steps. A request that fails, also by its adapter's folder, has a
         result with the error, without effect on the others. Raises all other errors of :meth:`add_request` and
         :meth:`step`, and ValueError for different lengths; the requests of the call are removed then.
         """
-        requests = self._requests_of(prompts, adapters, params)
+        requests = self._requests_of(prompts, adapters, params, chat_template_kwargs)
         states: list[RequestState] = []
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
             try:
@@ -103,7 +107,10 @@ class Generation(ABC):
             finally:
                 self._let_go(states)
 
-    def stream(self, prompts: Any, adapters: Adapters = None, params: Params = None) -> Iterator[GenerationChunk]:
+    def stream(
+        self, prompts: Any, adapters: Adapters = None, params: Params = None, *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[GenerationChunk]:  # fmt: skip
         """Generate as :meth:`generate` does, but yield after every step a chunk for each prompt with new output.
 
         Iterating makes the steps; closing the iterator aborts the rest. A request whose tokens cannot be decoded fails
@@ -111,7 +118,7 @@ class Generation(ABC):
         """
         states: list[RequestState] = []
         try:
-            self._take(self._requests_of(prompts, adapters, params), states)
+            self._take(self._requests_of(prompts, adapters, params, chat_template_kwargs), states)
             tails = [_Tail(index, state, self.codec) for index, state in enumerate(states)]
             while tails:
                 yield from self._next_chunks(tails)
@@ -180,7 +187,9 @@ class Generation(ABC):
             self._results[state] = None  # to be made again, as failed
             return tail.last_chunk(self.result_of(state))
 
-    def _requests_of(self, prompts: Any, adapters: Any, params: Any) -> list[Request]:
+    def _requests_of(
+        self, prompts: Any, adapters: Any, params: Any, template_arguments: Mapping[str, Any] | None
+    ) -> list[Request]:
         prompts = listed_prompts(prompts)
         count = len(prompts)
         adapters = _per_prompt("adapters", adapters, count, LoRARequest)
@@ -190,21 +199,35 @@ class Generation(ABC):
                 f"one adapter and one params per prompt, or one for all: got {count} prompts, {len(adapters)} "
                 f"adapters, {len(params)} params"
             )
+        if template_arguments and not any(map(is_chat, prompts)):
+            raise ValueError(
+                f"chat_template_kwargs are {clip(template_arguments)}, but no prompt is a chat; leave them out, or "
+                "pass a list of messages with role and content"
+            )
         encoded = [
-            self._token_ids(f"prompts[{place}]", prompt, adapter)
+            self._token_ids(f"prompts[{place}]", prompt, adapter, template_arguments)
             for place, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True))
         ]
         return [
-            Request(self._free_name(), ids, self.defaults.params if one is None else as_sampling_params(one), adapter)
+            Request(self._free_name(), ids, choice, adapter)
             for ids, adapter, one in zip(encoded, adapters, params, strict=True)
+            for choice in (self._defaults_for(ids) if one is None else as_sampling_params(one)).choices()
         ]
+
+    def _defaults_for(self, token_ids: Any) -> SamplingParams:
+        """Return the default parameters, with as many new tokens as a prompt leaves room for."""
+        params = self.defaults.params
+        room = self.max_model_len - len(token_ids) if hasattr(token_ids, "__len__") else params.max_new_tokens
+        if not 0 < room < params.max_new_tokens:
+            return params
+        return replace(params, max_new_tokens=room, min_tokens=min(params.min_tokens, room))
 
     def _free_name(self) -> str:
         """Return a request name that is not in use."""
         names = (f"generate-{number}" for number in self._names)
         return next(name for name in names if not self.is_in_use(name))
 
-    def _token_ids(self, name: str, prompt: Any, adapter: Any) -> Any:
+    def _token_ids(self, name: str, prompt: Any, adapter: Any, arguments: Mapping[str, Any] | None) -> Any:
         """Encode a text or a chat; anything else is returned as it is, for the request to check."""
         if not isinstance(prompt, str) and not is_chat(prompt):
             return prompt
@@ -214,7 +237,7 @@ class Generation(ABC):
                 "with Engine.from_pretrained on a folder with tokenizer files"
             )
         try:
-            return self.codec.encode(prompt, getattr(adapter, "absolute_path", None))
+            return self.codec.encode(prompt, getattr(adapter, "absolute_path", None), arguments)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
@@ -225,7 +248,7 @@ class _Tail:
     def __init__(self, index: int, state: RequestState, codec: TextCodec | None) -> None:
         self.state, self.is_complete = state, False
         self._index = index
-        self._text = None if codec is None else GrowingText(codec, state.params.stop)
+        self._text = None if codec is None else growing_text(codec, state.params)
         self._tokens, self._characters = 0, 0
 
     @property

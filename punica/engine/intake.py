@@ -8,7 +8,7 @@ from punica.engine.config import EngineConfig
 from punica.engine.pretrained import GenerationDefaults
 from punica.engine.residency import AdapterResidency
 from punica.engine.sampler import derived_seed
-from punica.engine.text import GrowingText, TextCodec
+from punica.engine.text import TextCodec, bad_sequences, growing_text
 from punica.scheduling import BlockManager, Request, RequestState, as_sampling_params
 
 
@@ -31,8 +31,10 @@ class StateFactory:
         seed = params.seed
         if seed is None:
             seed = 0 if params.is_greedy else derived_seed(self._seed, number)
-        text = GrowingText(self._codec, params.stop) if self._codec is not None and params.stop else None
-        return RequestState(request, seed, self._defaults.eos_token_ids, text)
+        codec = self._codec
+        text = growing_text(codec, params) if codec is not None and params.stop else None
+        banned = bad_sequences(codec, params.bad_words)
+        return RequestState(request, seed, self._defaults.eos_token_ids, text, banned)
 
 
 class Intake:
@@ -81,7 +83,10 @@ class Intake:
 
 
 def check_tokens(request: Request, vocab_size: int, *, has_tokenizer: bool) -> None:
-    """Check that prompt and stop tokens are in the vocabulary, and stop strings have a tokenizer: ValueError."""
+    """Check that tokens of prompt and parameters are in the vocabulary, and strings have a tokenizer: ValueError.
+
+    ``n`` has to be 1: a request has one output.
+    """
     name, highest = clip(request.request_id), max(request.prompt_token_ids)
     if highest >= vocab_size:
         raise ValueError(
@@ -89,16 +94,28 @@ def check_tokens(request: Request, vocab_size: int, *, has_tokenizer: bool) -> N
             "tokenizer"
         )
     params = as_sampling_params(request.params)
-    last = max(params.stop_token_ids, default=0)
-    if last >= vocab_size:
+    words = [word for word in params.bad_words if not isinstance(word, str)]
+    for field, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", [token for token, _ in params.logit_bias]),
+        ("bad_words", [token for word in words for token in word]),
+    ):
+        last = max(ids, default=0)
+        if last >= vocab_size:
+            raise ValueError(
+                f"{field} of request {name} contain {clip(last)}, the vocabulary has {vocab_size} ids: it would "
+                "never come; check the tokenizer"
+            )
+    if not has_tokenizer and (params.stop or len(words) < len(params.bad_words)):
+        what = "stop strings" if params.stop else "bad words as text"
         raise ValueError(
-            f"stop_token_ids of request {name} contain {clip(last)}, the vocabulary has {vocab_size} ids: it would "
-            "never come; check the tokenizer"
+            f"request {name} has {what}, but this engine has no tokenizer; pass token ids (stop_token_ids, or lists of "
+            "ids as bad_words), or Engine(tokenizer=...)"
         )
-    if params.stop and not has_tokenizer:
+    if params.n != 1:
         raise ValueError(
-            f"request {name} has stop strings, but this engine has no tokenizer; pass stop_token_ids, or "
-            "Engine(tokenizer=...)"
+            f"request {name} has n={params.n}, a request has one output; call generate, or add a request for each of "
+            "params.choices()"
         )
 
 

@@ -16,8 +16,8 @@ class GenerationResult:
         request_id: name of the request.
         prompt_token_ids: its prompt.
         token_ids: generated tokens, including one that ended it.
-        text: of ``token_ids``, without special tokens, and up to the stop token or stop string that ended it; ``None``
-            on an engine without a tokenizer.
+        text: of ``token_ids``, without special tokens unless asked for, and up to the stop token or stop string that
+            ended it; ``None`` on an engine without a tokenizer.
         finish_reason: ``"stop"`` (an end token, a stop token or a stop string), ``"length"`` (``max_new_tokens``),
             ``"aborted"`` or ``"failed"``; the output before is kept in each case.
         error: reason of the failure, else ``None``.
@@ -41,9 +41,10 @@ class GenerationResult:
 class GenerationChunk:
     """New output of one of the prompts of ``Engine.stream``.
 
-    ``index``: of the prompt. ``token_ids``: new tokens, in order. ``text``: new text, ``None`` without a tokenizer or
-    if decoding failed. It holds back partial characters and possible stop strings, so it may lag behind the tokens; all
-    chunks together are the text of the result. ``result``: set in the last chunk of a prompt.
+    ``index``: of the prompt, or of the result where prompts have ``n`` each. ``token_ids``: new tokens, in order.
+    ``text``: new text, ``None`` without a tokenizer or if decoding failed. It holds back partial characters and
+    possible stop strings, so it may lag behind the tokens; all chunks together are the text of the result.
+    ``result``: set in the last chunk of a prompt.
     """
 
     index: int
@@ -108,7 +109,8 @@ def result_of(state: RequestState, codec: TextCodec | None) -> GenerationResult:
     text = None
     if codec is not None:
         try:
-            text = text_of(codec, state.text_token_ids) if state.text is None else state.text.finish()
+            keeps, ids = not state.params.skip_special_tokens, state.text_token_ids
+            text = text_of(codec, ids, keeps_special=keeps) if state.text is None else state.text.finish()
         except Exception as error:  # any exception of a tokenizer
             state.fail(state.error or f"{type(error).__name__}: {error}")
     return GenerationResult(

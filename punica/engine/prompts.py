@@ -37,17 +37,6 @@ def messages_of(chat: Sequence[Any]) -> list[dict[str, Any]]:
     return [_message(f"messages[{place}]", one) for place, one in enumerate(chat)]
 
 
-def check_encodable(name: str, text: str) -> None:
-    """Check for lone surrogates, which no tokenizer encodes: ValueError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} has the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, half of a "
-            "character; decode its bytes with errors='replace', or remove it"
-        ) from error
-
-
 def _as_list(prompts: Any) -> list[Any]:
     if not isinstance(prompts, bytes):
         try:

@@ -1,6 +1,6 @@
 """Sampling: tokens from logits, by ``argmax`` for greedy rows and one draw each for the others.
 
-For a row with scores z, temperature t and a uniform number u in [0, 1):
+For a row with scores z (adjusted by `penalties.py`), temperature t and a uniform number u in [0, 1):
 
     w_i = floor(2**40 exp((z_i - max z) / t)),  set to 0 outside of top-k, top-p, min-p;   token = first i with
     w_0 + ... + w_i > floor(u * sum w)
@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from punica.engine.penalties import AdjustedRequest, adjust_scores
 from punica.metadata.staging import send
 from punica.ops.backbone import argmax
-from punica.scheduling import SamplingParams
 from punica.scheduling.sampling_params import MOST_LOGPROBS
 
 NO_TOKEN = -1
@@ -32,24 +32,15 @@ NO_TOKEN = -1
 _ONE = 2.0**40
 
 
-class SampledRequest(Protocol):
-    """Fields of a request that sampling reads (``punica.scheduling.RequestState``)."""
+class SampledRequest(AdjustedRequest, Protocol):
+    """Fields of a request that sampling reads (``punica.scheduling.RequestState``).
 
-    @property
-    def params(self) -> SamplingParams:
-        """Sampling parameters."""
+    ``num_generated`` is also the number of its next draw.
+    """
 
     @property
     def seed(self) -> int:
         """Seed of its draws, 0 to 2**64 - 1."""
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt and output so far, for the repetition penalty."""
-
-    @property
-    def num_generated(self) -> int:
-        """Output tokens so far: the number of its next draw."""
 
 
 class PendingLogprobs(NamedTuple):
@@ -171,7 +162,7 @@ def _most_probable(scores: Tensor, weights: Tensor, most: Tensor, mass: Tensor) 
 
 def _sample(scores: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
     params = [request.params for request in requests]
-    _penalise(scores, requests)
+    adjust_scores(scores, requests)
     vocab = scores.shape[-1]
     greedy = [one.temperature == 0.0 for one in params]
     return draw(
@@ -182,16 +173,3 @@ def _sample(scores: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
         [one.min_p for one in params],
         [uniform(request.seed, request.num_generated) for request in requests],
     )
-
-
-def _penalise(scores: Tensor, requests: Sequence[SampledRequest]) -> None:
-    """Apply repetition penalties in place, equal ones together."""
-    seen: dict[float, list[np.ndarray]] = {}
-    for row, request in enumerate(requests):
-        if request.params.repetition_penalty != 1.0:
-            tokens = np.unique(request.token_ids)
-            seen.setdefault(request.params.repetition_penalty, []).append(np.stack((np.full_like(tokens, row), tokens)))
-    for penalty, places in seen.items():
-        rows, tokens = send(np.concatenate(places, axis=1), torch.int64, scores.device)
-        values = scores[rows, tokens]
-        scores[rows, tokens] = torch.where(values < 0, values * penalty, values / penalty)

@@ -8,9 +8,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from punica.checks import clip
+from punica.checks import check_encodable, clip
 from punica.engine.adapter_text import AdapterText
-from punica.engine.prompts import check_encodable, messages_of
+from punica.engine.prompts import messages_of
+from punica.scheduling import SamplingParams
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _LONGEST_CHARACTER = 16  # tokens
@@ -46,6 +47,11 @@ class TextCodec:
         check_encodable("the prompt", text)
         with self._lock:
             return list(self.tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
+
+    def encode_part(self, text: str) -> tuple[int, ...]:
+        """Encode a part of a text, without special tokens."""
+        with self._lock:
+            return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], *, keeps_special: bool = False) -> str:
         """Return the text of token ids."""
@@ -85,16 +91,20 @@ class GrowingText:
 
     ``settled`` is the text that no later token can change: whole characters, without a possible start of one of the
     ``stop`` strings. Once one of these is complete, ``stopped`` is true and the text ends before it. Special tokens are
-    left out, but stop strings that contain one match it.
+    left out unless ``keeps_special``, but stop strings that contain one match it. Those that are complete before token
+    number ``min_tokens`` are text.
     """
 
-    def __init__(self, codec: TextCodec, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, codec: TextCodec, stop: Sequence[str] = (), *, keeps_special: bool = False, min_tokens: int = 0
+    ) -> None:
         self.stopped = False
-        self._codec, self._stop = codec, stop
+        self._codec, self._stop, self._keeps_special = codec, stop, keeps_special
+        self._min_tokens, self._num_tokens = min_tokens, 0
         self._longest = max((len(one) for one in stop), default=1)
         self._text = ""  # with the hidden parts: special tokens that may be in a stop string
         self._hidden: list[tuple[int, int]] = []
-        specials = codec.special_texts if stop else {}
+        specials = codec.special_texts if stop and not keeps_special else {}
         is_searched = any(text in one for text in specials.values() for one in stop)
         self._specials = specials if is_searched else {}
         self._ids: list[int] = []
@@ -107,6 +117,7 @@ class GrowingText:
 
     def append(self, token_id: int) -> None:
         """Take the next token."""
+        self._num_tokens += 1
         special = self._specials.get(token_id)
         if special is not None:
             self._settle(self._pending())
@@ -128,8 +139,8 @@ class GrowingText:
         return self._visible(len(self._text))
 
     def _pending(self) -> str:
-        known = self._codec.decode(self._ids[self._before : self._read])
-        return self._codec.decode(self._ids[self._before :])[len(known) :]
+        known = self._codec.decode(self._ids[self._before : self._read], keeps_special=self._keeps_special)
+        return self._codec.decode(self._ids[self._before :], keeps_special=self._keeps_special)[len(known) :]
 
     def _settle(self, piece: str) -> None:
         """Take the pending tokens, of this text."""
@@ -140,9 +151,13 @@ class GrowingText:
     def _extend(self, piece: str) -> None:
         if self.stopped:
             return
-        searched = max(0, len(self._text) - self._longest + 1)
+        before = len(self._text)
         self._text += piece
-        found = [place for one in self._stop if (place := self._text.find(one, searched)) >= 0]
+        if self._num_tokens < self._min_tokens:
+            return
+        # from where a string can begin that this piece completes
+        places = [self._text.find(one, max(0, before - len(one) + 1)) for one in self._stop]
+        found = [place for place in places if place >= 0]
         if found:
             self.stopped, self._text = True, self._text[: min(found)]
 
@@ -155,19 +170,39 @@ class GrowingText:
         return "".join(self._text[start : min(stop, end)] for start, stop in zip(starts, stops, strict=True))
 
 
-def text_of(codec: TextCodec, token_ids: Sequence[int]) -> str:
-    """Return the text of an output, the same as its chunks in a stream join to.
+def growing_text(codec: TextCodec, params: SamplingParams) -> GrowingText:
+    """Return the empty text of a request's output."""
+    return GrowingText(
+        codec, params.stop, keeps_special=not params.skip_special_tokens, min_tokens=params.min_tokens
+    )
+
+
+def text_of(codec: TextCodec, token_ids: Sequence[int], *, keeps_special: bool = False) -> str:
+    """Return the text of an output without stop strings, the same as its chunks in a stream join to.
 
     They differ from the decoded whole where a byte-fallback tokenizer meets bytes that are no character: it turns the
     run of bytes around them into replacement characters, the whole characters before included.
     """
-    text = codec.decode(token_ids)
+    text = codec.decode(token_ids, keeps_special=keeps_special)
     if _UNFINISHED not in text:
         return text
-    growing = GrowingText(codec)
+    growing = GrowingText(codec, keeps_special=keeps_special)
     for token_id in token_ids:
         growing.append(token_id)
     return growing.finish()
+
+
+def bad_sequences(
+    codec: TextCodec | None, words: Sequence[str | tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of bad words: of a text as it is, and after a space, as within a sentence."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not isinstance(word, str):
+            found[word] = None
+        elif codec is not None:
+            found |= dict.fromkeys(codec.encode_part(text) for text in (word, f" {word.lstrip()}"))
+    return tuple(sequence for sequence in found if sequence)
 
 
 def load_codec(folder: str | Path) -> TextCodec | None:

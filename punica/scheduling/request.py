@@ -104,6 +104,7 @@ class RequestState:
         seed: seed of its draws.
         eos_token_ids: the model's end tokens, which end it unless its parameters ignore them.
         text: text of its output, if it has stop strings.
+        bad_sequences: tokens of its bad words.
 
     Attributes:
         request_id, prompt_token_ids, adapter, adapter_id, params: of the request.
@@ -122,6 +123,7 @@ class RequestState:
     seed: int = 0
     eos_token_ids: Collection[int] = ()
     text: OutputText | None = None
+    bad_sequences: Sequence[tuple[int, ...]] = ()
     request_id: str = field(init=False)
     prompt_token_ids: Sequence[int] = field(init=False)
     adapter: AdapterRequest | None = field(init=False)
@@ -177,6 +179,11 @@ class RequestState:
     def next_kv_length(self) -> int:
         """Tokens in the cache after the next step; for an idle request, without its last, never computed token."""
         return max(self.num_tokens - 1, 1) if self.status is RequestStatus.FINISHED else self.num_tokens
+
+    @property
+    def end_token_ids(self) -> Collection[int]:
+        """Tokens that end it."""
+        return self._ends
 
     @property
     def num_generated(self) -> int:

@@ -1,24 +1,31 @@
 """`SamplingParams`: choice of the next token of a request, and end of its generation."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from punica.checks import as_int, check_count, check_number, clip
+from punica.checks import as_int, check_count, check_encodable, check_number, clip
 
 LOWEST_TEMPERATURE = 1e-3
 """Lowest temperature but 0; below it scaled scores leave their usable range."""
 MOST_LOGPROBS = 20
 MOST_STOPS = 64
 LONGEST_STOP = 1024
+MOST_ADJUSTED = 1024
+"""Most bad words, and most tokens with a bias."""
+MOST_BIAS = 100.0
+MOST_PENALTY = 2.0
+MOST_CHOICES = 128
 _SEEDS = 1 << 64
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of sampling, greedy by default; checked and normalised when built (TypeError, ValueError).
 
-    Applied in the order of transformers: repetition penalty, temperature, top-k, top-p, min-p, draw.
+    Applied in the order of transformers and vLLM: biases, bans (bad words, ends before ``min_tokens``), repetition,
+    frequency and presence penalty, temperature, top-k, top-p, min-p, draw.
 
     Args:
         max_new_tokens: most tokens to generate, at least 1.
@@ -36,8 +43,16 @@ class SamplingParams:
         ignore_eos: ignore the model's end-of-sequence tokens; ``stop_token_ids`` still end generation.
         logprobs: number (0 to 20) of most probable tokens whose log-probabilities are returned beside the token's own,
             from the logits before penalty and temperature.
+        min_tokens: fewest tokens before an end token, stop token or stop string may end generation.
+        logit_bias: ``{token id: bias}``, -100 to 100, added to its score; kept as sorted pairs.
+        presence_penalty: taken from the scores of tokens in the output, -2 to 2.
+        frequency_penalty: taken from them for each time that they are in the output, -2 to 2.
+        bad_words: texts that are never completed, or sequences of token ids. A text stands for its tokens, and for
+            those of the text after a space; it needs an engine with a tokenizer.
+        skip_special_tokens: leave special tokens out of the text.
+        n: number of outputs of ``generate`` and ``stream`` for each prompt, see :meth:`choices`.
 
-    ``is_greedy``: the token is the argmax of the logits, without penalty.
+    ``adjusts``: some parameter changes scores by tokens. ``is_greedy``: the token is the argmax of the logits.
     """
 
     max_new_tokens: int = 16
@@ -51,6 +66,14 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    skip_special_tokens: bool = True
+    n: int = 1
+    adjusts: bool = field(init=False, repr=False, compare=False)
     is_greedy: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +81,9 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
         put("max_new_tokens", check_count("max_new_tokens", self.max_new_tokens))
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        put("min_tokens", check_count("min_tokens", self.min_tokens, 0))
+        put("n", check_count("n", self.n))
+        for name in _NUMBERS:
             put(name, check_number(name, getattr(self, name)))
         self._check_ranges()
         for name, lowest, highest in (("top_k", 1, None), ("seed", 0, _SEEDS - 1), ("logprobs", 0, MOST_LOGPROBS)):
@@ -67,11 +92,22 @@ class SamplingParams:
                 put(name, check_count(name, value, lowest, "None switches it off"))
                 if highest is not None and getattr(self, name) > highest:
                     raise ValueError(f"{name} is {clip(value)}, must be at most {highest}")
-        put("is_greedy", self.repetition_penalty == 1.0 and (self.temperature == 0.0 or self.top_k == 1))
-        put("stop_token_ids", _token_ids(self.stop_token_ids))
+        put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         put("stop", _strings(self.stop))
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be a bool, got {type(self.ignore_eos).__name__} {clip(self.ignore_eos)}")
+        put("logit_bias", _biases(self.logit_bias))
+        put("bad_words", _words(self.bad_words))
+        penalties = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        put("adjusts", penalties or bool(self.min_tokens or self.logit_bias or self.bad_words))
+        put("is_greedy", not self.adjusts and (self.temperature == 0.0 or self.top_k == 1))
+        for name in ("ignore_eos", "skip_special_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be a bool, got {type(value).__name__} {clip(value)}")
+
+    def choices(self) -> list["SamplingParams"]:
+        """Return the parameters of each of the ``n`` outputs: each its own seed, counted up from the given one."""
+        seeds = [None if self.seed is None else (self.seed + place) % _SEEDS for place in range(self.n)]
+        return [self] if self.n == 1 else [replace(self, n=1, seed=seed) for seed in seeds]
 
     def _check_ranges(self) -> None:
         if self.temperature != 0.0 and self.temperature < LOWEST_TEMPERATURE:
@@ -82,6 +118,13 @@ class SamplingParams:
             raise ValueError(f"min_p is {self.min_p}, must be in [0, 1]; 0 keeps every token")
         if self.repetition_penalty <= 0.0:
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}, must be > 0; 1 changes nothing")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if abs(getattr(self, name)) > MOST_PENALTY:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be in [-2, 2]; 0 changes nothing")
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}, must be at most max_new_tokens, {self.max_new_tokens}")
+        if self.n > MOST_CHOICES:
+            raise ValueError(f"n is {self.n}, must be at most {MOST_CHOICES}")
 
 
 def as_sampling_params(value: object) -> SamplingParams:
@@ -97,19 +140,53 @@ def as_sampling_params(value: object) -> SamplingParams:
     return SamplingParams(count)
 
 
-def _token_ids(values: Any) -> tuple[int, ...]:
-    ids = _listed("stop_token_ids", values, MOST_STOPS)
-    return tuple(check_count(f"stop_token_ids[{place}]", value, lowest=0) for place, value in enumerate(ids))
+def _token_ids(name: str, values: Any, most: int = MOST_STOPS) -> tuple[int, ...]:
+    ids = _listed(name, values, most)
+    return tuple(check_count(f"{name}[{place}]", value, lowest=0) for place, value in enumerate(ids))
 
 
 def _strings(values: Any) -> tuple[str, ...]:
     strings = (values,) if isinstance(values, str) else _listed("stop", values, MOST_STOPS)
-    for place, value in enumerate(strings):
-        if not isinstance(value, str):
-            raise TypeError(f"stop[{place}] must be a str, got {type(value).__name__} {clip(value)}")
-        if not 0 < len(value) <= LONGEST_STOP:
-            raise ValueError(f"stop[{place}] has {len(value)} characters, must have 1 to {LONGEST_STOP}")
-    return tuple(strings)
+    return tuple(_string(f"stop[{place}]", value) for place, value in enumerate(strings))
+
+
+def _string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {type(value).__name__} {clip(value)}")
+    if not 0 < len(value) <= LONGEST_STOP:
+        raise ValueError(f"{name} has {len(value)} characters, must have 1 to {LONGEST_STOP}")
+    check_encodable(name, value)
+    return value
+
+
+def _words(values: Any) -> tuple[str | tuple[int, ...], ...]:
+    words: list[str | tuple[int, ...]] = []
+    given = (values,) if isinstance(values, str) else _listed("bad_words", values, MOST_ADJUSTED)
+    for place, value in enumerate(given):
+        name = f"bad_words[{place}]"
+        words.append(_string(name, value) if isinstance(value, str) else _token_ids(name, value, LONGEST_STOP))
+        if not words[-1]:
+            raise ValueError(f"{name} is empty, must have at least one token")
+    return tuple(words)
+
+
+def _biases(values: Any) -> tuple[tuple[int, float], ...]:
+    if values is None:
+        return ()
+    try:
+        given = dict(values)
+    except (TypeError, ValueError):
+        kind = type(values).__name__
+        raise TypeError(f"logit_bias must be a dict of token ids and biases, got {kind} {clip(values)}") from None
+    if len(given) > MOST_ADJUSTED:
+        raise ValueError(f"logit_bias has {len(given)} entries, must have at most {MOST_ADJUSTED}")
+    biases: dict[int, float] = {}
+    for key, value in given.items():
+        token, bias = check_count("a token id of logit_bias", key, 0), check_number(f"logit_bias[{clip(key)}]", value)
+        if abs(bias) > MOST_BIAS:
+            raise ValueError(f"logit_bias[{token}] is {bias}, must be in [-100, 100]")
+        biases[token] = bias
+    return tuple(sorted(biases.items()))
 
 
 def _listed(name: str, values: Any, most: int) -> tuple[Any, ...]:

@@ -173,10 +173,10 @@ def test_a_tokenizer_error_in_a_stream_fails_its_request_only(backbone, talker, 
     at = clean[0].token_ids.index(poison)
     assert poison not in clean[1].token_ids
 
-    def chokes(token_ids) -> str:
+    def chokes(token_ids, **options) -> str:
         if poison in token_ids:
             raise KeyError(poison)
-        return decode(token_ids)
+        return decode(token_ids, **options)
 
     monkeypatch.setattr(talker.codec, "decode", chokes)
     chunks = list(talker.stream(prompts, None, new))

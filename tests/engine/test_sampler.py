@@ -37,7 +37,10 @@ PROMPT = [0, 5, 5, 17, 33]
 
 
 def state(params: SamplingParams, seed: int = 0, output: tuple[int, ...] = ()) -> SimpleNamespace:
-    return SimpleNamespace(params=params, seed=seed, token_ids=[*PROMPT, *output], num_generated=len(output))
+    return SimpleNamespace(
+        params=params, seed=seed, token_ids=[*PROMPT, *output], num_generated=len(output), end_token_ids=(7, 50),
+        bad_sequences=params.bad_words,
+    )  # fmt: skip
 
 
 def expected(params: SamplingParams, seen: list[int]) -> torch.Tensor:

@@ -22,6 +22,8 @@ PARAMS = [
     SamplingParams(repetition_penalty=1.2),
     SamplingParams(temperature=1.1, repetition_penalty=1.2, logprobs=20),
     SamplingParams(temperature=1.1, repetition_penalty=0.9, top_p=0.5),
+    SamplingParams(min_tokens=9, logit_bias={5: 2.0}, bad_words=[[4], [7, 8]]),
+    SamplingParams(temperature=1.1, presence_penalty=0.5, frequency_penalty=0.2),
     SamplingParams(),
 ]
 MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
@@ -70,7 +72,10 @@ class Copies(TorchDispatchMode):
 def states() -> list[SimpleNamespace]:
     tokens = [[0, 5, 5, 17, 33], [VOCAB - 1]]
     return [
-        SimpleNamespace(params=params, seed=i, token_ids=tokens[i % 2], num_generated=i)
+        SimpleNamespace(
+            params=params, seed=i, token_ids=tokens[i % 2], num_generated=i, end_token_ids=(3,),
+            bad_sequences=params.bad_words,
+        )
         for i, params in enumerate(PARAMS)
     ]
 
@@ -86,7 +91,7 @@ def test_nothing_waits() -> None:
     tokens, pending, sources = watched(torch.empty(len(PARAMS), VOCAB, device="meta"))
     assert tokens.shape == (len(PARAMS),)
     assert pending.table.shape == (3, 2, 21)
-    assert len(sources) == 6, "rows, numbers, cut rows, two penalties, rows with log-probabilities"
+    assert len(sources) == 8, "rows, numbers, cut rows, four adjustments, rows with log-probabilities"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,7 @@ def test_nothing_waits_on_a_gpu(dtype) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(source.is_pinned() for source in sources)
-    assert len(sources) == 6
+    assert len(sources) == 8
     on_host = choose_tokens(logits.cpu(), states())
     assert int(tokens[0]) == sampler.NO_TOKEN
     assert tokens.cpu().equal(on_host)

@@ -1,0 +1,292 @@
+"""Adjusted scores are those of a slow reference in floats and of transformers' processors, in mixed batches."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from punica.engine import Engine, EngineConfig, Request, SamplingParams
+from punica.engine.penalties import adjust_scores
+from punica.engine.pretrained import GenerationDefaults
+from punica.engine.sampler import choose_tokens
+from tests.engine.helpers import tokens_of
+from tests.engine.test_sampler import state
+from tests.engine.text_world import byte_fallback_tokenizer, byte_tokenizer
+
+VOCAB, ENDS = 53, (7, 50)  # the ends of `state`
+OUTPUTS = [(), (5,), (40, 2, 40, 40, 5), (17, 33, 17, 33)]
+SETTINGS = {
+    "presence": {"presence_penalty": 1.5}, "presence, encouraged": {"presence_penalty": -2},
+    "frequency": {"frequency_penalty": 0.7}, "both": {"presence_penalty": 0.4, "frequency_penalty": -0.9},
+    "bias": {"logit_bias": {5: -3.5, 40: 100, 52: 2}}, "one bad word": {"bad_words": [[33]]},
+    "bad words": {"bad_words": [[40], [17, 33], [5, 40, 2], [33, 17, 33, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]},
+    "fewest": {"min_tokens": 4}, "repetition": {"repetition_penalty": 1.8},
+    "all": {"presence_penalty": 1, "frequency_penalty": 0.3, "logit_bias": {40: 6, 7: 90}, "bad_words": [[40, 5]],
+            "min_tokens": 5, "repetition_penalty": 0.7},
+}  # fmt: skip
+
+
+def logits_of(rows: int) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(4)) * 3
+
+
+def reference(row: list[float], request: Any) -> list[float]:
+    """The definition, one token after another."""
+    params, tokens = request.params, request.token_ids
+    output = tokens[len(tokens) - request.num_generated :]
+    scores = []
+    for token, given in enumerate(row):
+        score = given + dict(params.logit_bias).get(token, 0.0)
+        if len(output) < params.min_tokens and token in ENDS:
+            score = -torch.inf
+        for word in params.bad_words:
+            if word[-1] == token and (len(word) == 1 or tuple(tokens[-len(word) + 1 :]) == word[:-1]):
+                score = -torch.inf
+        if token in tokens:
+            score = score * params.repetition_penalty if score < 0 else score / params.repetition_penalty
+        if token in output:
+            score -= params.presence_penalty + params.frequency_penalty * output.count(token)
+        scores.append(score)
+    return scores
+
+
+def test_a_mixed_batch_equals_the_reference() -> None:
+    requests = [
+        state(SamplingParams(9, **fields), output=output)
+        for output in OUTPUTS for fields in (*SETTINGS.values(), {}, {"temperature": 1.0})
+    ]  # fmt: skip
+    scores = logits_of(len(requests))
+    expected = torch.tensor([reference(row.tolist(), one) for row, one in zip(scores, requests, strict=True)])
+    adjust_scores(scores, requests)
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+    greedy = choose_tokens(logits_of(len(requests)), requests)
+    drawn = [request.params.temperature > 0 for request in requests]
+    best = expected.argmax(-1)
+    assert all(drawn[row] or int(greedy[row]) == int(best[row]) for row in range(len(requests)))
+
+
+@pytest.mark.parametrize("output", OUTPUTS, ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {5: -3.5, 40: 10.0}}, {"bad_words": [[40], [17, 33], [5, 40, 2]]}, {"min_tokens": 4},
+        {"bad_words": [[33]], "min_tokens": 2, "repetition_penalty": 1.4, "logit_bias": {2: 4.0, 7: 9.0}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_processors_of_transformers_give_the_same(fields, output) -> None:
+    params = SamplingParams(9, **fields)
+    request = state(params, output=output)
+    chain = LogitsProcessorList()
+    if params.logit_bias:
+        chain.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in params.logit_bias}))
+    if params.repetition_penalty != 1:
+        chain.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.bad_words:
+        chain.append(NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]))
+    if params.min_tokens:
+        prompt = len(request.token_ids) - len(output)
+        chain.append(MinNewTokensLengthLogitsProcessor(prompt, params.min_tokens, list(ENDS)))
+    scores = logits_of(1)
+    expected = chain(torch.tensor([request.token_ids]), scores.clone())
+    adjust_scores(scores, [request])
+    torch.testing.assert_close(scores, expected)
+
+
+def test_suppressed_tokens_are_bad_words_of_one_token() -> None:
+    scores = logits_of(1)
+    expected = SuppressTokensLogitsProcessor([4, 9])(torch.tensor([[1]]), scores.clone())
+    adjust_scores(scores, [state(SamplingParams(bad_words=[[4], [9]]))])
+    assert torch.equal(scores, expected)
+
+
+def test_plain_greedy_requests_keep_their_path() -> None:
+    """No table is made and nothing but the argmax decides, also beside requests that are adjusted."""
+    best = torch.tensor([3, 4])
+    assert choose_tokens(logits_of(2), [state(SamplingParams()), state(SamplingParams(logprobs=2))], best) is best
+    found = choose_tokens(logits_of(2), [state(SamplingParams()), state(SamplingParams(presence_penalty=1))], best)
+    assert int(found[0]) == 3
+
+
+@pytest.mark.parametrize("fields", SETTINGS.values(), ids=SETTINGS)
+def test_only_plain_requests_are_launched_ahead(fields) -> None:
+    assert not SamplingParams(9, **fields).is_greedy
+    assert SamplingParams(9, **fields).adjusts
+
+
+# --- in the engine ---------------------------------------------------------------------------------------------------
+
+
+def decode(backbone: Any, prompt: list[int], params: SamplingParams, new: int) -> list[int]:
+    """Greedy decoding by transformers' model and the reference."""
+    model, tokens = backbone._merged_model(0), list(prompt)
+    for _ in range(new):
+        with torch.inference_mode():
+            row = model(torch.tensor([tokens])).logits[0, -1]
+        request = state(params, output=())
+        request.token_ids, request.num_generated = tokens, len(tokens) - len(prompt)
+        tokens = [*tokens, int(torch.tensor(reference(row.tolist(), request)).argmax())]
+    return tokens[len(prompt) :]
+
+
+def test_tokens_of_a_batch_are_those_of_the_reference(backbone) -> None:
+    """With preemptions, which compute requests again, and counts that go on where they were."""
+    settings = [
+        {"presence_penalty": 2.0, "frequency_penalty": 1.0}, {"logit_bias": {9: 20.0}, "frequency_penalty": 2.0}, {},
+        {"bad_words": [[9], [4, 5]], "repetition_penalty": 1.5}, {"presence_penalty": -2.0},
+    ]  # fmt: skip
+    params = [SamplingParams(10, **fields) for fields in settings]
+    prompts = [[4, 4, number] for number in range(5)]
+    wanted = [decode(backbone, prompt, one, 10) for prompt, one in zip(prompts, params, strict=True)]
+    assert wanted[0] != backbone.generate_merged(tuple(prompts[0]), 0, 10)
+    for engine in (backbone.engine(), backbone.engine(block_size=2, num_blocks=16, max_batch_size=4)):
+        assert tokens_of(engine.generate(prompts, None, params)) == wanted
+    engine = backbone.engine()  # as after a migration: the first tokens are another engine's
+    states = [
+        engine.add_request(Request(str(row), prompt, one), found[:4])
+        for row, (prompt, one, found) in enumerate(zip(prompts, params, wanted, strict=True))
+    ]
+    while engine.has_unfinished():
+        engine.step()
+    assert [one.output_token_ids for one in states] == wanted
+
+
+@pytest.mark.parametrize("kind", ["model's end", "stop token"])
+def test_no_end_before_the_fewest_tokens(backbone, kind) -> None:
+    free = backbone.generate_merged((5, 6, 7), 2, 12)
+    end = free[2]
+    engine = backbone.engine(defaults=GenerationDefaults((end,) if kind == "model's end" else ()))
+    stops = () if kind == "model's end" else (end,)
+    for fewest in (0, 2, 3, 6):
+        params = SamplingParams(12, stop_token_ids=stops, min_tokens=fewest)
+        (result,) = engine.generate([[5, 6, 7]], backbone.adapters[2], params)
+        assert end not in result.token_ids[: max(fewest, 2)]
+        assert len(result.token_ids) >= fewest
+        if fewest <= 2:
+            assert result.token_ids == free[:3]
+
+
+def test_no_stop_string_before_the_fewest_tokens(backbone) -> None:
+    engine = talker(backbone)
+    (free,) = engine.generate([[5, 6]], None, 20)
+    letters = [place for place, token in enumerate(free.token_ids) if token < 94]
+    place, last = letters[0], max(letters)
+    for fewest in (0, place + 1, place + 2, 19):
+        params = SamplingParams(20, stop=tuple({letter(engine, free, one) for one in (place, last)}), min_tokens=fewest)
+        (result,) = engine.generate([[5, 6]], None, params)
+        stops = [one for one in letters if letter(engine, free, one) in params.stop and one + 1 >= fewest]
+        assert len(result.token_ids) == (stops[0] + 1 if stops else 20)
+        assert "".join(chunk.text for chunk in engine.stream([[5, 6]], None, params)) == result.text
+
+
+def letter(engine: Engine, result: Any, place: int) -> str:
+    return engine.codec.decode([result.token_ids[place]])
+
+
+def talker(backbone: Any, tokenizer: Any = None) -> Engine:
+    config, tokenizer = EngineConfig(max_batch_size=8, max_model_len=64), tokenizer or byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = byte_fallback_tokenizer().backend_tokenizer.post_processor
+    return Engine(backbone.model(), None, config, tokenizer=tokenizer)
+
+
+def test_bad_words_as_text(backbone) -> None:
+    engine = talker(backbone)
+    (free,) = engine.generate([[5, 6]], None, 20)
+    place = next(one for one, token in enumerate(free.token_ids) if token < 94)
+    word = letter(engine, free, place)
+    (result,) = engine.generate([[5, 6]], None, SamplingParams(20, bad_words=[word]))
+    assert word not in result.text
+    assert result.token_ids[:place] == free.token_ids[:place]
+    pair = engine.codec.decode(free.token_ids[place : place + 2])
+    (result,) = engine.generate([[5, 6]], None, SamplingParams(20, bad_words=[free.token_ids[place : place + 2]]))
+    assert result.token_ids[: place + 1] == free.token_ids[: place + 1]
+    assert result.token_ids[place + 1] != free.token_ids[place + 1], pair
+
+
+def test_special_tokens_stay_in_the_text_if_asked(backbone) -> None:
+    (free,) = talker(backbone).generate([[5, 6]], None, 12)
+    place = next(one for one, token in enumerate(free.token_ids) if token < 94)
+    tokenizer = byte_tokenizer()
+    text = tokenizer.convert_ids_to_tokens(free.token_ids[place])
+    tokenizer.add_special_tokens({"additional_special_tokens": [text]})
+    engine = talker(backbone, tokenizer)
+    hidden, shown = engine.generate([[5, 6]] * 2, None, [12, SamplingParams(12, skip_special_tokens=False)])
+    assert shown.text == engine.codec.decode(free.token_ids, keeps_special=True) != hidden.text
+    assert text in shown.text
+    chunks = list(engine.stream([[5, 6]], None, SamplingParams(12, skip_special_tokens=False)))
+    assert "".join(chunk.text for chunk in chunks) == shown.text
+
+
+def test_several_outputs_of_each_prompt(backbone) -> None:
+    engine = backbone.engine()
+    params = SamplingParams(8, temperature=1.3, seed=5, n=3)
+    results = engine.generate([[1, 2], [3]], [backbone.adapters[1], None], [params, 8])
+    assert [tuple(one.prompt_token_ids) for one in results] == [(1, 2)] * 3 + [(3,)]
+    for place in range(3):
+        alone = SamplingParams(8, temperature=1.3, seed=5 + place)
+        assert tokens_of(engine.generate([[1, 2]], backbone.adapters[1], alone)) == [results[place].token_ids]
+    assert len({tuple(one.token_ids) for one in results}) == 4
+    found: dict[int, list[int]] = {}
+    for chunk in engine.stream([[1, 2], [3]], [backbone.adapters[1], None], [params, 8]):
+        found.setdefault(chunk.index, []).extend(chunk.token_ids)
+    assert [found[index] for index in range(4)] == [one.token_ids for one in results]
+    unseeded = engine.generate([[1, 2]], None, SamplingParams(8, temperature=1.5, n=2))
+    assert unseeded[0].token_ids != unseeded[1].token_ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {256: 1}}, "logit_bias of request .* contain 256, the vocabulary has 256 ids"),
+        ({"bad_words": [[1, 300]]}, "bad_words of request .* contain 300"),
+        ({"bad_words": ["x"]}, "bad words as text, but this engine has no tokenizer"),
+        ({"n": 2}, r"n=2, a request has one output.*choices\(\)"),
+    ],
+)
+def test_refused_on_arrival(backbone, fields, message) -> None:
+    engine = backbone.engine()
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(Request("one", [1], SamplingParams(4, **fields)))
+    assert not engine.has_unfinished()
+
+
+# --- chat templates --------------------------------------------------------------------------------------------------
+
+THINKING = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}!{% endif %}"
+)
+CHAT = [{"role": "user", "content": "ab"}]
+
+
+def test_variables_of_the_chat_template(backbone) -> None:
+    engine = talker(backbone, byte_tokenizer(THINKING))
+    plain, off, on = (
+        engine.generate([CHAT], None, 1, chat_template_kwargs=given)[0].prompt_token_ids
+        for given in (None, {"enable_thinking": False}, {"enable_thinking": True})
+    )
+    assert engine.codec.decode(off) == engine.codec.decode(plain) + "!"
+    assert on == plain
+    (chunk, *_) = engine.stream([CHAT], None, 1, chat_template_kwargs={"enable_thinking": False})
+    assert chunk.result.prompt_token_ids == off
+
+
+@pytest.mark.parametrize(
+    ("prompts", "given", "message"),
+    [
+        ([CHAT], {"tokenize": True}, r"chat template arguments \['tokenize'\] are set by the engine"),
+        ([CHAT], {"chat_template": "x"}, "are set by the engine"),
+        ([[1, 2]], {"enable_thinking": False}, "no prompt is a chat"),
+    ],
+)
+def test_variables_that_would_be_lost_or_are_taken(backbone, prompts, given, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        talker(backbone).generate(prompts, None, 1, chat_template_kwargs=given)
