@@ -16,11 +16,18 @@ Modules in the order of a request's path; admission and preemption are policies 
     cuda_graph.py:    steps captured for padded sizes, then replayed
     attention.py:     attention over the paged cache in plain torch; gpu_attention.py: the same by GPU kernels
     kv_cache.py:      keys and values of all layers
-    sampler.py:       tokens from logits
+    sampler.py:       tokens from logits; penalties.py: logits adjusted by a request's parameters and tokens
     outputs.py:       results of requests, outputs and statistics of steps
 """
 
 from punica.engine.config import EngineConfig
 from punica.engine.engine import Engine
 from punica.engine.outputs import GenerationChunk, GenerationResult, StepOutput, StepStatistics
-from punica.scheduling import ADMISSION_RULES, Request, RequestState, RequestStatus, SamplingParams
+from punica.scheduling import (
+    ADMISSION_RULES,
+    Request,
+    RequestState,
+    RequestStatus,
+    SamplingParams,
+    as_sampling_params,
+)

@@ -40,7 +40,8 @@ class StreamOptions(Body):
 class GenerationBody(BaseModel):
     """Fields that completions and chats share; further ones are checked by :func:`punica.serve.sampling.params_of`.
 
-    ``user`` identifies the end user, and changes nothing. ``top_k`` to ``ignore_eos`` are vLLM's.
+    ``user`` identifies the end user, and changes nothing. ``top_k`` to ``ignore_eos`` are vLLM's, and so are
+    ``min_tokens`` to ``skip_special_tokens``.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -60,6 +61,12 @@ class GenerationBody(BaseModel):
     repetition_penalty: float | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[Annotated[str, Field(max_length=20)], float] | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -117,12 +124,13 @@ class Message(BaseModel):
 
 
 class ChatBody(GenerationBody):
-    """Body of ``/v1/chat/completions``."""
+    """Body of ``/v1/chat/completions``. ``chat_template_kwargs`` are variables of the template, as in vLLM."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def prompts(self) -> list[list[dict[str, Any]]]:

@@ -14,19 +14,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from punica.adapters import LoRARequest
-from punica.engine import Request, SamplingParams
+from punica.engine import Request, as_sampling_params
 from punica.engine.text import TextCodec
 from punica.serve.backpressure import Room
 from punica.serve.engine_thread import Call, EngineThread, Piece
 from punica.serve.errors import ApiError, refused
 from punica.serve.forms import ChatForm, CompletionForm, usage
 from punica.serve.protocol import ChatBody, CompletionBody
-from punica.serve.sampling import for_choice, params_of, room_for
+from punica.serve.sampling import params_of, room_for
 from punica.serve.text import ChoiceText, TokenStrings
 
 SEND_TIMEOUT_S = 60.0
 """Longest wait for a client that does not read its stream; then it counts as gone."""
-_ENGINE_NAMES = {"stop_token_ids": "stop_token_ids", "prompt": "prompt"}
+_ENGINE_NAMES = {name: name for name in ("stop_token_ids", "logit_bias", "bad_words", "prompt")}
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class Generator:
     async def encode(self, body: CompletionBody | ChatBody, adapter: LoRARequest | None) -> list[list[int]]:
         """Return the token ids of all prompts. ApiError 400: the tokenizer or its chat template refuses one."""
         folder = None if adapter is None else adapter.absolute_path
+        arguments = body.chat_template_kwargs if isinstance(body, ChatBody) else None
 
         def encode() -> list[list[int]]:
-            return [_token_ids(self.codec, prompt, folder) for prompt in body.prompts]
+            return [_token_ids(self.codec, prompt, folder, arguments) for prompt in body.prompts]
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
@@ -116,10 +117,10 @@ class GenerationResponse(Response):
         for prompt in prompts:
             defaults = engine.defaults.params
             params = params_of(body, defaults, room_for(body, len(prompt), defaults, engine.config.max_model_len))
-            for choice in range(body.n or 1):
+            for choice in params.choices():
                 name = f"{self._head['id']}-{len(requests)}"
                 try:
-                    requests.append(Request(name, prompt, for_choice(params, choice), self._adapter))
+                    requests.append(Request(name, prompt, choice, self._adapter))
                 except (TypeError, ValueError) as error:
                     raise ApiError(400, str(error), _prompt_name(body)) from error
         return requests
@@ -158,7 +159,7 @@ class GenerationResponse(Response):
         openings = [self._form.opening(index) for index in range(len(call.requests))]
         for choice in filter(None, openings):
             yield _event({**head, "choices": [choice]})
-        texts = [ChoiceText(self._generator.codec, _stops(request)) for request in call.requests]
+        texts = [ChoiceText(self._generator.codec, as_sampling_params(one.params)) for one in call.requests]
         offsets, num_generated = [0] * len(texts), 0
         async for pieces in call.batches():
             events = []
@@ -197,15 +198,13 @@ def _reason(piece: Piece) -> str | None:
     return piece.result.finish_reason
 
 
-def _stops(request: Request) -> tuple[str, ...]:
-    return request.params.stop if isinstance(request.params, SamplingParams) else ()
-
-
-def _token_ids(codec: TextCodec, prompt: Any, folder: str | None) -> list[int]:
+def _token_ids(
+    codec: TextCodec, prompt: Any, folder: str | None, arguments: dict[str, Any] | None
+) -> list[int]:
     """Return the ids of a text, a chat or token ids."""
     if not isinstance(prompt, str) and isinstance(prompt[0], int):
         return prompt
-    return codec.encode(prompt, folder)
+    return codec.encode(prompt, folder, arguments)
 
 
 def _prompt_name(body: CompletionBody | ChatBody) -> str:

@@ -1,5 +1,6 @@
 """From the fields of a body to the engine's `SamplingParams`; what the engine cannot do is refused by name."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,9 @@ from punica.serve.errors import ApiError, refused
 from punica.serve.protocol import ChatBody, CompletionBody, GenerationBody
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "min_tokens": (0,), "bad_words": ([],),
     "length_penalty": (1,), "allowed_token_ids": (), "best_of": (), "use_beam_search": (False,),
     "echo": (False,), "suffix": ("",), "prompt_logprobs": (), "truncate_prompt_tokens": (),
-    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,),
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
     "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
     "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": (), "verbosity": (),
@@ -24,9 +24,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 _SAME_NAME = (
     "temperature", "top_p", "seed", "stop", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos",
+    "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "bad_words", "skip_special_tokens",
 )  # fmt: skip
 _NAMES = {name: name for name in _SAME_NAME} | {"max_new_tokens": "max_tokens"}
-_SEEDS = 1 << 64
 
 
 def check_supported(body: CompletionBody | ChatBody) -> None:
@@ -50,20 +50,29 @@ def check_supported(body: CompletionBody | ChatBody) -> None:
 
 
 def params_of(body: GenerationBody, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
-    """Return the parameters of the body over the engine's defaults. ApiError 400 for a value out of range."""
-    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    """Return the parameters of the body over the engine's defaults. ApiError 400 for a value out of range.
+
+    A ``min_tokens`` of the defaults yields to ``max_new_tokens``.
+    """
+    given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     if given.get("top_k") in (0, -1):  # vLLM's ways to keep all tokens
         given["top_k"] = None
+    given.setdefault("min_tokens", min(defaults.min_tokens, max_new_tokens))
+    if "logit_bias" in given:
+        given["logit_bias"] = _biases(given["logit_bias"])
     names = {**_NAMES, "logprobs": "top_logprobs" if isinstance(body, ChatBody) else "logprobs"}
     try:
-        return replace(defaults, **given, max_new_tokens=max_new_tokens, logprobs=body.num_logprobs)
+        return replace(defaults, **given, n=body.n or 1, max_new_tokens=max_new_tokens, logprobs=body.num_logprobs)
     except (TypeError, ValueError) as error:
         raise refused(error, names) from error
 
 
-def for_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """Return the parameters of one of ``n`` choices: each its own seed, counted up from the given one."""
-    return params if params.seed is None or not choice else replace(params, seed=(params.seed + choice) % _SEEDS)
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Return biases by token id; JSON's keys are texts. ApiError 400 for a key that is no id."""
+    for key in given:
+        if not (key.isascii() and key.isdecimal()):
+            raise ApiError(400, f"logit_bias has the key {clip(key)}, must be a token id", "logit_bias")
+    return {int(key): bias for key, bias in given.items()}
 
 
 def room_for(body: GenerationBody, num_prompt: int, defaults: SamplingParams, max_model_len: int) -> int:

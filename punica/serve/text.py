@@ -2,7 +2,8 @@
 
 from functools import lru_cache
 
-from punica.engine.text import GrowingText, TextCodec
+from punica.engine import SamplingParams
+from punica.engine.text import TextCodec, growing_text
 from punica.serve.engine_thread import Piece
 
 _VOCABULARY = 1 << 18  # strings of tokens that are kept
@@ -13,8 +14,8 @@ class ChoiceText:
     the text of the result.
     """
 
-    def __init__(self, codec: TextCodec, stop: tuple[str, ...]) -> None:
-        self._text = GrowingText(codec, stop)
+    def __init__(self, codec: TextCodec, params: SamplingParams) -> None:
+        self._text = growing_text(codec, params)
         self._num_sent = 0
 
     def add(self, piece: Piece) -> str:

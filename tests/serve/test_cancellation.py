@@ -166,3 +166,48 @@ def test_stopping_answers_what_is_unfinished(world: Any) -> None:
 
     asyncio.run(scenario())
     assert state_of(engine) == before
+
+
+@pytest.mark.parametrize("given_up", [False, True], ids=["its client leaves", "the engine is given up"])
+def test_a_request_that_the_engine_lost_does_not_end_the_server(world: Any, given_up: bool) -> None:
+    """It failed in a step that raised, so the engine has let it go and the thread still counts it."""
+    engine, metrics = world.engine(2), Metrics()
+
+    async def run() -> None:
+        thread = EngineThread(engine, metrics)
+        params = SamplingParams(6, ignore_eos=True)
+        lost, kept = (Call([Request(name, [1], params)], False) for name in ("lost", "kept"))
+        step, raised = engine.step, []
+
+        def losing() -> Any:
+            if not raised:
+                engine.abort_request("lost")  # gone, without a result that the thread sees
+            if not raised or (given_up and len(raised) < 2):
+                raised.append(True)
+                raise RuntimeError("injected")
+            return step()
+
+        engine.step = losing
+        thread.start()
+        try:
+            await thread.call(lambda: (thread._add(lost), thread._add(kept)))
+            if given_up:
+                for call in (lost, kept):
+                    with pytest.raises(ApiError, match="the engine failed: RuntimeError: injected"):
+                        [piece async for pieces in call.batches() for piece in pieces]
+            else:
+                thread.abort(lost)
+                pieces = [piece async for batch in kept.batches() for piece in batch]
+                assert len(pieces[-1].token_ids) == 6
+            later = Call([Request("lost", [1], SamplingParams(3, ignore_eos=True))], False)  # its name is free
+            await thread.submit(later)
+            assert [len(piece.token_ids) async for batch in later.batches() for piece in batch] == [3]
+            assert thread.is_healthy
+        finally:
+            await thread.stop()
+
+    try:
+        asyncio.run(run())
+    finally:
+        del engine.step
+    assert not engine.has_unfinished()

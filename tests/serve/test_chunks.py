@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
+from punica.engine import SamplingParams
 from punica.engine.text import TextCodec, text_of
 from punica.serve.engine_thread import Piece
 from punica.serve.text import ChoiceText, TokenStrings
@@ -28,7 +29,7 @@ def test_chunks_are_whole_characters_and_join_to_the_text(text: str, size: int, 
     codec = TextCodec(byte_tokenizer())
     tokens = codec.encode(text)[1:]
     tokens = tokens[: len(tokens) - cut]
-    choice = ChoiceText(codec, ())
+    choice = ChoiceText(codec, SamplingParams())
     chunks = [choice.add(piece) for piece in pieces(tokens, size)]
     assert "".join(chunks) == codec.decode(tokens)
     if "\ufffd" not in text:
@@ -40,7 +41,7 @@ def test_chunks_are_whole_characters_and_join_to_the_text(text: str, size: int, 
 def test_byte_fallback_gives_one_text_whole_and_streamed(text: str, cut: int) -> None:
     codec = TextCodec(byte_fallback_tokenizer())
     tokens = list(text.encode())[: len(text.encode()) - cut]
-    choice = ChoiceText(codec, ())
+    choice = ChoiceText(codec, SamplingParams())
     chunks = [choice.add(piece) for piece in pieces(tokens, 1)]
     assert text_of(codec, tokens) == "".join(chunks)
     whole_characters = bytes(tokens).decode(errors="ignore")
@@ -49,7 +50,7 @@ def test_byte_fallback_gives_one_text_whole_and_streamed(text: str, cut: int) ->
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:
     codec = TextCodec(byte_tokenizer())
-    choice = ChoiceText(codec, ("stop",))
+    choice = ChoiceText(codec, SamplingParams(stop="stop"))
     chunks = [choice.add(piece) for piece in pieces(codec.encode("a stoa stop")[1:], 1)]
     assert "".join(chunks) == "a stoa "
     assert all("st" not in chunk[-3:] for chunk in chunks)
@@ -57,7 +58,7 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
 
 def test_the_token_that_ends_is_no_text() -> None:
     codec = TextCodec(byte_tokenizer())
-    choice, result = ChoiceText(codec, ()), object()
+    choice, result = ChoiceText(codec, SamplingParams()), object()
     tokens = codec.encode("ab")[1:]
     assert choice.add(Piece(0, tokens, 1, [], result)) == "a"  # type: ignore[arg-type]
     assert TokenStrings(codec).of(END) == "</s>"

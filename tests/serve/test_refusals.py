@@ -36,7 +36,13 @@ def refusal(response: Any, status: int = 400) -> dict[str, Any]:
         ("prompt", {"prompt": []}), ("prompt", {"prompt": [[]]}), ("prompt", {"prompt": [1, -2]}),
         ("prompt", {"prompt": [9999]}), ("prompt", {"prompt": {"text": "a"}}), ("prompt", {"prompt": [[1], "a"]}),
         ("prompt", {"prompt": "a" * 127}), ("n", {"n": 128, "prompt": ["a"] * 128}), ("bogus", {"bogus": 1}),
-        *((name, {name: {"x": 1}}) for name in UNSUPPORTED), ("presence_penalty", {"presence_penalty": 0.5}),
+        *((name, {name: {"x": 1}}) for name in UNSUPPORTED), ("presence_penalty", {"presence_penalty": 2.5}),
+        ("frequency_penalty", {"frequency_penalty": "1"}), ("frequency_penalty", {"frequency_penalty": -2.01}),
+        ("logit_bias", {"logit_bias": {"a": 1}}), ("logit_bias", {"logit_bias": {"5": 101}}),
+        ("logit_bias", {"logit_bias": {"9999": 1}}), ("logit_bias", {"logit_bias": {"-1": 1}}),
+        ("min_tokens", {"min_tokens": 3}), ("min_tokens", {"min_tokens": -1}), ("bad_words", {"bad_words": [""]}),
+        ("bad_words", {"bad_words": "a"}), ("skip_special_tokens", {"skip_special_tokens": 1}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"a": 1}}),
     ],
     ids=str,
 )  # fmt: skip
@@ -53,6 +59,8 @@ def test_a_completion_names_the_parameter(client: Any, param: str, fields: dict[
         ("messages", {"messages": [{"role": "user", "content": "a" * 200}]}), ("tools", {"tools": [{}]}),
         ("top_logprobs", {"top_logprobs": 2}), ("top_logprobs", {"top_logprobs": 21, "logprobs": True}),
         ("logprobs", {"logprobs": 1}), ("prompt", {"prompt": "a"}),
+        ("chat_template_kwargs", {"chat_template_kwargs": [1]}),
+        ("messages", {"chat_template_kwargs": {"tokenize": True}}),
     ],
     ids=str,
 )  # fmt: skip
@@ -104,7 +112,9 @@ VALUES = [None, True, 0, -1, 1, 3, 1e308, 0.5, "", "a", "\x00", "☃" * 50, [], 
           {"a": 1}, [{"role": "user", "content": "a"}], 1 << 70, "tenant-0", "tiny"]  # fmt: skip
 NAMES = ["model", "prompt", "messages", "max_tokens", "n", "stop", "seed", "temperature", "top_p", "top_k", "min_p",
          "logprobs", "top_logprobs", "stream", "stream_options", "user", "stop_token_ids", "ignore_eos", "tools",
-         "lora_name", "lora_path", "load_inplace", "repetition_penalty", "max_completion_tokens"]  # fmt: skip
+         "lora_name", "lora_path", "load_inplace", "repetition_penalty", "max_completion_tokens", "min_tokens",
+         "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "skip_special_tokens",
+         "chat_template_kwargs"]  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(4))
