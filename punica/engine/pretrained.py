@@ -1,5 +1,6 @@
 """Parts of an engine for a checkpoint folder, in sizes that fit the adapters and the machine."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,17 @@ from punica.scheduling import SamplingParams
 
 GENERATION_FILE = "generation_config.json"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_TOP_K = 50  # of transformers, where a folder that samples has none
+_UNSERVED: dict[str, Any] = {
+    "num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0, "min_length": 0, "max_time": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "begin_suppress_tokens": [], "sequence_bias": {}, "penalty_alpha": 0,
+    "exponential_decay_length_penalty": None, "guidance_scale": 1, "token_healing": False,
+    "watermarking_config": None, "dola_layers": None, "constraints": None, "force_words_ids": None,
+}  # fmt: skip
+"""Fields that change tokens and are not served, with the values that do not; None: any other value does."""
+_UNSERVED_DRAWS: dict[str, Any] = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
+"""The same of a folder that samples."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,7 @@ def load_pretrained(
             lora_config = replace(lora_config, batch_invariant=True)
         codec = load_codec(folder)
         model = load_model(folder, _as_dtype(dtype), device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        defaults = read_generation_defaults(folder, model.config)
+        defaults = read_generation_defaults(folder, model.config, has_tokenizer=codec is not None)
     length = min(model.max_context, DEFAULT_MODEL_LEN) if max_model_len is None else max_model_len
     config = EngineConfig(**{**sizes, "max_model_len": length})
     if config.num_blocks is None:
@@ -72,7 +84,7 @@ def load_pretrained(
         if max_model_len is None:
             length = min(length, blocks * config.block_size)
         config = EngineConfig(**{**sizes, "max_model_len": length, "num_blocks": blocks})
-    return Pretrained(model, lora_config, config, codec, defaults)
+    return Pretrained(model, lora_config, config, codec, clamped(defaults, config.max_model_len))
 
 
 def fit_lora_config(adapters: Sequence[LoRARequest], full_slots: int, fields: dict[str, Any]) -> LoRAConfig | None:
@@ -92,29 +104,73 @@ def fit_lora_config(adapters: Sequence[LoRARequest], full_slots: int, fields: di
     return LoRAConfig(**given)
 
 
-def read_generation_defaults(folder: str | Path, model_config: Any) -> GenerationDefaults:
+def read_generation_defaults(
+    folder: str | Path, model_config: Any, *, has_tokenizer: bool = True
+) -> GenerationDefaults:
     """Read ``generation_config.json``; missing end tokens come from the model's config.
 
-    Without ``do_sample`` the default is greedy, as in transformers. ValueError, TypeError: a damaged file, values out
-    of range, an end token outside of the vocabulary.
+    As in transformers: without ``do_sample`` the default is greedy, with it and without ``top_k`` the 50 most probable
+    tokens are drawn from. Fields that would change tokens and are not served are named in one warning. ValueError,
+    TypeError: a damaged file, values out of range, a token outside of the vocabulary.
     """
     path = Path(folder).expanduser() / GENERATION_FILE
-    values = read_json(path, "a generation config") if path.is_file() else {}
-    found = values.get("eos_token_id")
-    ends = _end_tokens(getattr(model_config, "eos_token_id", None) if found is None else found, model_config, path)
-    params = SamplingParams()
-    keys = ("repetition_penalty", *(_SAMPLING if values.get("do_sample") else ()))
-    chosen = {key: values[key] for key in keys if values.get(key) is not None}
-    if values.get("do_sample"):
-        chosen.setdefault("temperature", 1.0)
-    if chosen.get("top_k") == 0:
-        del chosen["top_k"]  # off, in transformers
-    if values.get("max_new_tokens") is not None:
-        chosen["max_new_tokens"] = values["max_new_tokens"]
+    given = read_json(path, "a generation config") if path.is_file() else {}
+    values = {name: value for name, value in given.items() if value is not None}
+    ends = _end_tokens(values.get("eos_token_id", getattr(model_config, "eos_token_id", None)), model_config, path)
     try:
-        return GenerationDefaults(ends, replace(params, **chosen))
+        defaults = GenerationDefaults(ends, SamplingParams(**_sampling_fields(values, has_tokenizer)))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{str(path)!r}: {error}") from error
+    banned = [token for word in defaults.params.bad_words for token in word if not isinstance(token, str)]
+    if max(banned, default=0) >= model_config.vocab_size:
+        raise ValueError(
+            f"{str(path)!r}: suppress_tokens or bad_words_ids have {max(banned)}, the vocabulary has "
+            f"{model_config.vocab_size} ids; correct them"
+        )
+    _warn_of_unserved(values, path, has_tokenizer)
+    return defaults
+
+
+def clamped(defaults: GenerationDefaults, max_model_len: int) -> GenerationDefaults:
+    """Lower the default number of new tokens to what an engine can hold, with a warning."""
+    params, most = defaults.params, max_model_len - 1  # beside one token of prompt
+    if params.max_new_tokens <= most:
+        return defaults
+    warnings.warn(
+        f"max_new_tokens of {GENERATION_FILE} is {params.max_new_tokens}, max_model_len is {max_model_len}; requests "
+        "without params end there, raise max_model_len for longer ones",
+        stacklevel=2,
+    )
+    return replace(defaults, params=replace(params, max_new_tokens=most, min_tokens=min(params.min_tokens, most)))
+
+
+def _sampling_fields(values: dict[str, Any], has_tokenizer: bool) -> dict[str, Any]:
+    """Return fields of ``SamplingParams`` from those of a generation config."""
+    fields: dict[str, Any] = {name: values[name] for name in ("repetition_penalty", "max_new_tokens") if name in values}
+    if values.get("do_sample"):
+        fields |= {"temperature": 1.0, "top_k": _TOP_K} | {name: values[name] for name in _SAMPLING if name in values}
+        if fields["top_k"] == 0:
+            fields["top_k"] = None
+    if "min_new_tokens" in values:
+        fewest = check_count("min_new_tokens", values["min_new_tokens"], 0)
+        longest = fields.setdefault("max_new_tokens", max(fewest, SamplingParams().max_new_tokens))
+        fields["min_tokens"] = min(fewest, check_count("max_new_tokens", longest))
+    suppressed = [[token] for token in values.get("suppress_tokens", ())]
+    fields["bad_words"] = [*suppressed, *values.get("bad_words_ids", ())]
+    if has_tokenizer and "stop_strings" in values:
+        fields["stop"] = values["stop_strings"]
+    return fields
+
+
+def _warn_of_unserved(values: dict[str, Any], path: Path, has_tokenizer: bool) -> None:
+    """Name the fields that change tokens in transformers and are not served."""
+    neutral = _UNSERVED | (_UNSERVED_DRAWS if values.get("do_sample") else {})
+    neutral |= {} if "max_new_tokens" in values else {"max_length": 0}
+    neutral |= {} if has_tokenizer else {"stop_strings": []}
+    named = [name for name, usual in neutral.items() if values.get(name, usual) != usual]
+    if named:
+        asked = ", ".join(f"{name}={clip(values[name])}" for name in sorted(named))
+        warnings.warn(f"{str(path)!r} asks for {asked}, which this engine does not serve", stacklevel=2)
 
 
 def as_requests(adapters: LoRARequest | Iterable[LoRARequest]) -> list[LoRARequest]:

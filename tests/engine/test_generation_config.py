@@ -1,13 +1,14 @@
 """Generation defaults of a checkpoint folder, and sizes that fit the machine."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 
-from punica.engine import EngineConfig, sizes
+from punica.engine import Engine, EngineConfig, sizes
 from punica.engine.kv_cache import KVCache, token_bytes
 from punica.engine.pretrained import read_generation_defaults
 from punica.models import LlamaForCausalLM
@@ -38,6 +39,72 @@ def test_sampling_of_the_folder(tmp_path) -> None:
     assert defaults_of(tmp_path, repetition_penalty=1.2).params == SamplingParams(repetition_penalty=1.2)
 
 
+def test_a_folder_that_samples_without_top_k_has_that_of_transformers(tmp_path) -> None:
+    for values in ({}, {"top_k": None}):
+        assert defaults_of(tmp_path, do_sample=True, **values).params == SamplingParams(temperature=1.0, top_k=50)
+    assert GenerationConfig()._get_default_generation_params()["top_k"] == 50
+    assert defaults_of(tmp_path, top_p=0.9).params.top_k is None  # greedy
+
+
+def test_fields_that_change_tokens_are_served(tmp_path, recwarn) -> None:
+    found = defaults_of(
+        tmp_path, min_new_tokens=4, max_new_tokens=9, suppress_tokens=[3, 5], bad_words_ids=[[6, 7], [8]],
+        stop_strings=["end"],
+    ).params  # fmt: skip
+    assert found == SamplingParams(9, min_tokens=4, bad_words=[[3], [5], [6, 7], [8]], stop=["end"])
+    assert defaults_of(tmp_path, min_new_tokens=40).params == SamplingParams(40, min_tokens=40)
+    assert defaults_of(tmp_path, min_new_tokens=40, max_new_tokens=7).params == SamplingParams(7, min_tokens=7)
+    assert defaults_of(tmp_path, stop_strings="end", suppress_tokens=[]).params == SamplingParams(stop="end")
+    assert not [one for one in recwarn if "does not serve" in str(one.message)]
+
+
+UNSERVED = {
+    "num_beams": 4, "no_repeat_ngram_size": 3, "max_length": 50, "min_length": 5, "num_return_sequences": 2,
+    "begin_suppress_tokens": [3], "sequence_bias": [[[3], 2.0]], "forced_eos_token_id": 2, "penalty_alpha": 0.6,
+    "exponential_decay_length_penalty": [5, 1.1], "guidance_scale": 1.5, "max_time": 3.0,
+}  # fmt: skip
+
+
+def test_fields_that_are_not_served_are_named_in_one_warning(tmp_path) -> None:
+    for names in (*([name] for name in UNSERVED), list(UNSERVED)):
+        with pytest.warns(UserWarning, match="generation_config.json.* does not serve") as caught:
+            defaults_of(tmp_path, **{name: UNSERVED[name] for name in names})
+        assert len(caught) == 1
+        assert all(f"{name}={UNSERVED[name]!r}" in str(caught[0].message) for name in names)
+    with pytest.warns(UserWarning, match=r"typical_p=0\.9"):
+        defaults_of(tmp_path, do_sample=True, typical_p=0.9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"stop_strings": ["end"]}))
+    with pytest.warns(UserWarning, match="stop_strings=.*does not serve"):
+        found = read_generation_defaults(tmp_path, MODEL, has_tokenizer=False)
+    assert found.params.stop == ()
+
+
+def test_fields_that_change_nothing_are_not_named(tmp_path, recwarn) -> None:
+    neutral = {
+        "num_beams": 1, "no_repeat_ngram_size": 0, "max_length": 20, "max_new_tokens": 9, "typical_p": 0.5,
+        "temperature": 0.3, "length_penalty": 1.0, "use_cache": True, "pad_token_id": 0, "bos_token_id": 1,
+        "transformers_version": "5", "_from_model_config": True, "begin_suppress_tokens": None, "sequence_bias": {},
+    }  # fmt: skip
+    assert defaults_of(tmp_path, **neutral).params == SamplingParams(9)
+    assert not [one for one in recwarn if "does not serve" in str(one.message)]
+
+
+def test_longer_defaults_than_the_engine_are_clamped(backbone, tmp_path) -> None:
+    folder = shutil.copytree(backbone.folder, tmp_path / "model", ignore=shutil.ignore_patterns("adapter*"))
+    values = {"max_new_tokens": 500, "min_new_tokens": 400, "eos_token_id": 3}
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    with pytest.warns(UserWarning, match="max_new_tokens of generation_config.json is 500, max_model_len is 32"):
+        engine = Engine.from_pretrained(folder, device="cpu", max_model_len=32)
+    assert engine.defaults.params == SamplingParams(31, min_tokens=31)
+    for length in (1, 20, 31):
+        (result,) = engine.generate([[5] * length])
+        assert len(result.token_ids) == 32 - length
+    with pytest.raises(ValueError, match="max_model_len is 32"):
+        engine.generate([[5] * 32])
+    with pytest.raises(ValueError, match="max_model_len is 32"):  # what a request asks for itself is not changed
+        engine.generate([[5] * 20], None, 13)
+
+
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
@@ -46,8 +113,12 @@ def test_sampling_of_the_folder(tmp_path) -> None:
         ({"eos_token_id": "</s>"}, TypeError, "eos_token_id .* must be an int"),
         ({"do_sample": True, "top_p": 3}, ValueError, "generation_config.json.*top_p is 3"),
         ({"max_new_tokens": "many"}, TypeError, "generation_config.json.*max_new_tokens"),
+        ({"min_new_tokens": -2}, ValueError, "generation_config.json.*min_new_tokens is -2"),
+        ({"suppress_tokens": [100]}, ValueError, "suppress_tokens or bad_words_ids have 100, the vocabulary has 100"),
+        ({"bad_words_ids": [3]}, TypeError, r"generation_config.json.*bad_words\[0\] must be a list"),
+        ({"suppress_tokens": 5}, TypeError, "generation_config.json"),
     ],
-    ids=["outside", "negative", "text", "range", "type"],
+    ids=["outside", "negative", "text", "range", "type", "fewest", "suppressed", "bad words", "no list"],
 )
 def test_mistakes_in_a_generation_config(tmp_path, values, error, message) -> None:
     with pytest.raises(error, match=message):

@@ -13,7 +13,8 @@ from tests.engine.text_world import END
 PROMPT, NEW = "abc", 12
 SETTINGS: list[dict[str, Any]] = [
     {"presence_penalty": 1.5}, {"frequency_penalty": -1.0, "presence_penalty": 1},
-    {"logit_bias": {"65": 30, "7": -4.5}}, {"min_tokens": 9}, {"bad_words": ["r", "ab"]}, {"skip_special_tokens": False},
+    {"logit_bias": {"65": 30, "7": -4.5}}, {"min_tokens": 9}, {"bad_words": ["r", "ab"]},
+    {"skip_special_tokens": False},
     {"frequency_penalty": 0.5, "temperature": 1.1, "seed": 4, "repetition_penalty": 1.2},
 ]  # fmt: skip
 
