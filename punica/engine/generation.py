@@ -3,6 +3,7 @@
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +33,8 @@ class Generation(ABC):
     Steps serve all requests of the engine, of every open call and added one by one. Results of the latter that end in a
     step of ``generate`` or ``stream``, or in one that raises, are kept for the caller's next :meth:`step`.
 
-    Several threads may call one engine: one is in it at a time, and the calls share their steps.
+    Several threads may call one engine: one is in it at a time, and the calls share their steps. Threads that use its
+    adapter manager do so inside :meth:`alone`.
     """
 
     codec: TextCodec | None
@@ -61,6 +63,10 @@ class Generation(ABC):
     @abstractmethod
     def abort_request(self, request_id: str) -> GenerationResult:
         """Remove an unfinished request."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep other threads out in a ``with`` block: between two steps, e.g. for ``engine.manager.add_adapter``."""
+        return self._turns
 
     @exclusive
     def result_of(self, state: RequestState) -> GenerationResult:
@@ -169,7 +175,7 @@ class Generation(ABC):
         return replace(output, finished=(*finished, *output.finished), failed=(*failed, *output.failed))
 
     def _next_chunks(self, tails: Sequence["_Tail"]) -> list[GenerationChunk]:
-        """Return the new output of requests, also of steps that others made; make a step if there is none."""
+        """Return the new output of requests, also by steps of other threads; make a step if there is none."""
         self._turns.advance(lambda: any(tail.has_news for tail in tails), self._step_for_all)
         with self._turns:
             self._turns.resign()  # its caller may pause here for any time

@@ -47,8 +47,8 @@ class SamplingParams:
         logit_bias: ``{token id: bias}``, -100 to 100, added to its score; kept as sorted pairs.
         presence_penalty: taken from the scores of tokens in the output, -2 to 2.
         frequency_penalty: taken from them for each time that they are in the output, -2 to 2.
-        bad_words: texts that are never completed, or sequences of token ids. A text stands for its tokens, and for
-            those of the text after a space; it needs an engine with a tokenizer.
+        bad_words: texts that are never completed, or sequences of token ids. Of a text these are its tokens, and those
+            of the text after a space; it needs an engine with a tokenizer.
         skip_special_tokens: leave special tokens out of the text.
         n: number of outputs of ``generate`` and ``stream`` for each prompt, see :meth:`choices`.
 

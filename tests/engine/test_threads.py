@@ -183,6 +183,35 @@ def test_text_and_aborts_in_threads(backbone) -> None:
     assert not engine.has_unfinished()
 
 
+def test_adapters_are_registered_and_removed_beside_calls(backbone) -> None:
+    engine = backbone.engine(max_loras=2)
+    wanted = backbone.generate_merged((5, 6), 1, 8)
+
+    def change() -> None:
+        for turn in range(12):
+            with engine.alone():
+                number = 2 + turn % 4
+                engine.manager.add_adapter(backbone.adapters[number])
+                engine.manager.remove_adapter(number)
+
+    def serve() -> list[list[int]]:
+        return [tokens_of(engine.generate([[5, 6]], backbone.adapters[1], 8))[0] for _ in range(6)]
+
+    assert together(change, serve, serve)[1:] == [[wanted] * 6] * 2
+    assert set(engine.manager.list_adapters()) == {1}
+
+
+def test_a_call_waits_while_another_thread_is_alone(backbone) -> None:
+    engine = backbone.engine()
+    with ThreadPoolExecutor(1) as pool:
+        with engine.alone():
+            waiting = pool.submit(engine.generate, [[1]], None, 2)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0.2)
+            assert not engine.has_unfinished()
+        assert tokens_of(waiting.result(timeout=60)) == [backbone.generate_merged((1,), 0, 2)]
+
+
 def test_a_rank_of_several_serves_the_thread_that_built_it() -> None:
     turns = Turns(one_thread=True)
     with turns, turns:
