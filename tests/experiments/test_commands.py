@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import composed
 
 from experiments.harness.catalogue import experiments
-from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
 from experiments.plots.draw import draw
 from punica.measure.records import Row, RowsError, read_rows, write_rows
@@ -79,18 +77,6 @@ def test_a_script_runs_and_multirun_sweeps_an_outer_axis(tmp_path):
     rows = read_rows(outcomes[-1]["rows_file"])
     assert {row.workload for row in rows} == {"Skewed", "Identical"}
     assert {row.hardware for row in rows} == {"cpu"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ALL if name != "ext_determinism"])  # which needs a GPU
-def test_every_experiment_measures_and_draws_at_smoke_scale(tmp_path, name):
-    outcome = run(composed(tmp_path, "draw=true", name=name), ALL[name])
-    assert outcome.failed == []
-    assert outcome.measured == outcome.points > 0
-    for kind in ("pdf", "png", "json"):
-        assert (tmp_path / "cpu" / "smoke" / "figures" / f"{name}.{kind}").stat().st_size > 300
-    again = run(composed(tmp_path, "draw=true", name=name), ALL[name])
-    assert again.measured == 0
 
 
 @pytest.mark.slow

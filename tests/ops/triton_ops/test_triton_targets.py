@@ -50,8 +50,8 @@ DEMANDING: list[Case] = [
     )
 ]
 """Much shared memory, many registers, or both."""
-WHOLE = (90, 100)
-"""Capabilities for which every form is compiled: a generation of tensor cores each, beside that of sm_80."""
+WHOLE = (90,)
+"""Capabilities for which every form is compiled; the others compile what is demanding."""
 FORMS = {
     "shrink rows", "shrink search", "shrink search, swapped operands", "shrink list", "shrink list, swapped operands",
     "expand rows", "expand search", "expand search, swapped operands", "expand list", "expand list, swapped operands",
