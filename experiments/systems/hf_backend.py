@@ -6,8 +6,8 @@ the other systems, so that batching and the adapters' operator are compared.
 
 There is one PEFT adapter per place in the batch; `load` gives it other weights between batches. A batch of one adapter
 has it merged into the weights, and on a GPU its decode steps are CUDA graphs: the same kernels as unmerged, less the
-adapter's. A mixed batch is launched kernel by kernel, since PEFT sorts its rows on the host. Loading, merging, capturing
-and building are not timed: the paper does not charge baselines for switching models.
+adapter's. A mixed batch is launched kernel by kernel, since PEFT sorts its rows on the host. Loading, merging,
+capturing and building are not timed: the paper does not charge baselines for switching models.
 """
 
 import math
@@ -157,17 +157,27 @@ class PeftBackend:
         return [place[adapter_id] for adapter_id in adapter_ids]
 
     def decoding(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None, done: int = 0
-    ) -> Decoding:
-        """Prepare a batch. `rows`: PEFT adapter of each row (a mixed batch); None: the active one for all, and on a GPU
-        graphs, captured here.
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None, done: int = 0,
+        graphs: bool = True,
+    ) -> Decoding:  # fmt: skip
+        """Prepare a batch. `rows`: PEFT adapter of each row (a mixed batch); None: the active one for all, and on a
+        GPU, unless `graphs` is false, graphs, captured here.
         """
         if self._faster:
             use_product(self._faster[kind_of(prompts, rows)], linear_layers(self.model, self.weights.device))
         named = {} if rows is None else {"adapter_names": rows}
         batch = self.model, prompts, new_tokens, self._room, self.weights.device, named, done
-        captures = rows is None and self.weights.device != "cpu"
+        captures = graphs and rows is None and self.weights.device != "cpu"
         return GraphDecoding(CapturedRun, *batch) if captures else Decoding(*batch)
+
+    @contextmanager
+    def product(self, kind: type[nn.Linear]) -> Iterator[None]:
+        """Have one product for all batches, whichever is faster."""
+        before, self._faster = self._faster, dict.fromkeys((ALONE, FULL, MIXED), kind)
+        try:
+            yield
+        finally:
+            self._faster = before
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None) -> Generated:
         """Continue all `prompts` greedily by `new_tokens`."""
@@ -194,11 +204,7 @@ class PeftBackend:
         one length.
         """
         forced = torch.tensor(tokens, device=self.weights.device)
-        decoding, found = self.decoding(prompts, forced.shape[1], rows), []
-        for column in forced.unbind(1):
-            found.append(decoding.logits().float().cpu())
-            decoding.take(column)
-        return torch.stack(found, dim=1)
+        return self.decoding(prompts, forced.shape[1], rows).forced(forced)
 
     def _add_places(self, count: int) -> None:
         """Make PEFT adapters for `count` places, new ones without weights."""
@@ -229,8 +235,8 @@ class PeftBackend:
         """Time a few steps of a batch with either product, twice."""
         seconds: dict[type[nn.Linear], float] = {SameProduct: math.inf, nn.Linear: math.inf}
         for kind in 2 * [*seconds]:
-            self._faster = dict.fromkeys((ALONE, FULL, MIXED), kind)
-            seconds[kind] = min(seconds[kind], self.generate(size * [[1, 2, 3]], 6, rows).decode_s)
+            with self.product(kind):
+                seconds[kind] = min(seconds[kind], self.generate(size * [[1, 2, 3]], 6, rows).decode_s)
         ours, torchs = (1e3 * spent / 5 for spent in seconds.values())
         said = f"Hugging Face, {batch}: {ours:.1f} ms per step with our product, {torchs:.1f} with torch's"
         tqdm.write(said, file=sys.stderr)

@@ -8,8 +8,8 @@ tokens on the host, as in a server.
 `DynamicCache` concatenates: at several hundred tokens of context it copies more bytes per step than the model has
 weights. The layers here hold their full length from the start.
 
-A graph needs a static cache, of which every step reads a fixed number of places: `StaticCache` its whole length, masked.
-Here there is a graph per `BLOCK` places (`GraphDecoding`), which reads at most so many too many.
+A graph needs a static cache, of which every step reads a fixed number of places: `StaticCache` its whole length. Here
+there is a graph per `BLOCK` places (`GraphDecoding`), which reads at most so many too many.
 """
 
 from collections.abc import Callable, Sequence
@@ -112,6 +112,16 @@ class Decoding:
         """Continue with `tokens` `[batch]`, generated or forced."""
         self._ids = tokens[:, None]
         self._done += 1
+
+    def forced(self, tokens: Tensor) -> Tensor:
+        """Return logits `[batch, positions, vocabulary]` (float32, on the host) of rows continued by `tokens [batch,
+        positions]`.
+        """
+        found = []
+        for column in tokens.unbind(1):
+            found.append(self.logits().float().cpu())
+            self.take(column)
+        return torch.stack(found, dim=1)
 
     def step(self) -> list[int]:
         """Invoke the model once; return its greedy tokens, on the host."""

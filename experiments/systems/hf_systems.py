@@ -1,8 +1,8 @@
 """Hugging Face Transformers with PEFT: static batches of one adapter, as in the paper, and PEFT's own mixed batches.
 
 A batch is consecutive requests, up to the limit, and runs until its longest request is done; finished rows compute for
-nothing. Timed: from the first invocation of a batch to its last token. Not timed: loading the adapters of the next batch,
-merging a batch's one adapter into the weights, and capturing its graphs (`PeftBackend`).
+nothing. Timed: from the first invocation of a batch to its last token. Not timed: loading the adapters of the next
+batch, merging a batch's one adapter into the weights, and capturing its graphs (`PeftBackend`).
 """
 
 import time
