@@ -50,7 +50,7 @@ class HfBaselinesConf(FigureConf):
 class HfBaselines(Experiment):
     """Latency and launches of a step per batch (the panels) and way."""
 
-    name, figure, order, conf = "ext_hf_baselines", "ext hf baselines", 265, HfBaselinesConf
+    name, figure, order, conf = "ext_hf_baselines", "ext hf baselines", 225, HfBaselinesConf
     reads = ("model", "adapters.ranks", "adapters.alpha", "adapters.seed", *PROTOCOL)
     clock, drawn_by = "host_clock", "hf_baselines.draw_hf_baselines"
 
