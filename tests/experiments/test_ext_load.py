@@ -153,6 +153,7 @@ class Scripted:
     @staticmethod
     def bench(bench, cfg) -> None:
         bench.span = Span(0.0, 1.0, 1.0, 6, 5.0)
+        bench.held = lambda system, holding: []
 
     def capacity_of(self, system, jobs, seconds):
         self.capacities.append((system, 10.0 + len(self.capacities)))
@@ -262,7 +263,11 @@ def test_many_adapters_have_rows_and_a_figure(tmp_path) -> None:
     disk = "7 adapters, 4 in memory"
     assert {row.panel for row in rows} == {"5 adapters", "4 adapters, 2 slots", disk}
     assert found["5 adapters", "memory_hit_rate"] == 1
-    assert found[disk, "adapters"] == 7
+    assert found[disk, "adapters"] == found[disk, "weight_sets"] == 7
+    assert found["5 adapters", "weight_sets"] == 5
+    assert {value for (_, name), value in found.items() if name == "aliases"} == {0}
+    assert 0 <= found[disk, "page_cache_share"] <= 1
+    assert ("5 adapters", "page_cache_share") not in found
     assert all(found[disk, name] == 0 for name in ("lost", "doubled", "starved"))
     figure = draw_many(measured_frame(outcome.rows_file), pd.DataFrame())
     assert len(figure.axes) == 3
