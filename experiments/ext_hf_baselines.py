@@ -16,6 +16,8 @@ Every way is compared with the reference's logits first, and has the faster of b
     kernels_per_step    ... and kernels and copies that the device ran
     device_time         time of a step in which the device ran any, by the profiler
     launch_time         the host's time for an empty kernel: a floor of a launch, which Python and PEFT add to
+    device_share, launch_share: device_time, and launches at launch_time each, over the step. Where neither is near 1
+                        the host's Python is what the step takes
 
 Cost at scale=laptop: about 20 seconds on two cores, 2 GB; at scale=gpu about a minute per model, 27 and 45 GB.
 
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, cast
 
 from omegaconf import MISSING
@@ -80,12 +83,15 @@ class HfBaselines(Experiment):
         found = sampled("step_latency", [1e3 * seconds for seconds in timed.steps], "ms")
         if timed.launches is None:
             return found
+        launch, step = seconds_per_launch(), median(timed.steps)
         return [
             *found,
             Reading("launches_per_step", timed.launches.launches, "launches", "count"),
             Reading("kernels_per_step", timed.launches.kernels, "kernels", "count"),
             Reading("device_time", 1e3 * timed.launches.busy, "ms"),
-            Reading("launch_time", 1e6 * seconds_per_launch(), "us"),
+            Reading("launch_time", 1e6 * launch, "us"),
+            Reading("device_share", timed.launches.busy / step, "share"),
+            Reading("launch_share", timed.launches.launches * launch / step, "share"),
             Reading("own_product", float(timed.ours), "share"),
         ]
 

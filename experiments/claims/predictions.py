@@ -2,8 +2,8 @@
 
 Cost models are fitted to Figures 1 and 10, to datasheets, to the windows that are not predicted, and to steps with a
 prompt at rates that are not predicted. Two exceptions were fitted to what is compared: the simulator's
-constant for such steps (88b0140), and the simulator of the rows on Ray, to steps of its runners in a rehearsal. Beside
-a prediction stands what a constant would have given, the mean of the rows that may tell it.
+constant for such steps (88b0140), and the simulator of the rows on Ray, to steps of its runners in a rehearsal. What
+a constant would have given, the mean of the rows that may tell it, is beside each.
 """
 
 from dataclasses import dataclass, replace

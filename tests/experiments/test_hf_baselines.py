@@ -102,6 +102,7 @@ def test_a_gpu_says_how_much_of_a_step_is_launches(tmp_path, monkeypatch):
     assert found["kernels_per_step", "count"] == 950
     assert (found["device_time", "value"], found["launch_time", "value"]) == pytest.approx((4.0, 2.0))
     assert found["own_product", "value"] == 0.0
+    assert (found["device_share", "value"], found["launch_share", "value"]) == pytest.approx((4 / 12, 1.8 / 12))
 
 
 def test_the_figure_shows_launches_where_they_were_counted():
