@@ -27,7 +27,7 @@ says, from one seed.
                   arrive; with _at_join: when it is their turn
     requests, unfinished, lost, doubled, starved: see `systems.open_loop`
     weight_sets, aliases: adapters with weights of their own, and ids of the same weights as another: those that
-                  `ROOM` of host memory (in folders, of the drive) cannot hold, each with a slot and a load of its own
+                  `ROOM` of host memory, or of the drive, cannot hold, each with a slot and a load of its own
     page_cache_share: share of the folders in the system's page cache when the load began, after it was told to forget
                   them. Where it is 1 (folders in memory, as in some /tmp), `disk` is without the drive's time; it is
                   so, too, for an adapter that is read a second time
@@ -40,7 +40,8 @@ repeat of what it names and ends before ten minutes; the same command once more 
     ...                                                                    # and so workload=uniform, workload=skewed
 
 Two minutes of each build and check systems and capture graphs, once for each kind of panel; a panel takes 25 seconds,
-ten of them for arrivals, about 200. At scale=paper five times as long.
+ten of them for arrivals, about 200. At scale=paper five times as long. Not in these: drawing 1,000 sets of weights into
+80 GB of page-locked memory, and writing folders.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ if TYPE_CHECKING:
     from experiments.systems.world import World
 
 
-ROOM = 0.6
-"""Part of what is free, of host memory and of the drive, that adapters may take."""
+ROOM, ROOM_ON_DRIVE = 0.7, 0.25
+"""Part of what is free, of host memory and of the drive (which takes long to write), that adapters may take."""
 GIVES_RATE = "punica"
 """The system at whose capacity in a panel the rate of all is taken."""
 
@@ -193,8 +194,8 @@ class ManyBench:
         limits = Limits(figure.batch_size, figure.max_len, cfg.engine.block_size)
         self._folders = TemporaryDirectory(prefix="adapters-")
         size = cfg.model.lora_parameters(adapters.ranks[0]) * cfg.model.dtype.bytes
-        free = free_bytes(torch.device("cpu")), disk_usage(self._folders.name).free
-        fitting = [max(figure.batch_size, int(ROOM * place / size)) for place in free]
+        free = ROOM * free_bytes(torch.device("cpu")), ROOM_ON_DRIVE * disk_usage(self._folders.name).free
+        fitting = [max(figure.batch_size, int(place / size)) for place in free]
         sets = min(max(holding.adapters for holding in holdings(figure)), fitting[0])
         self._on_disk = min(figure.adapters_on_disk, *fitting)
         self.world: World = World(

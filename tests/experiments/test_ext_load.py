@@ -4,6 +4,7 @@ import shlex
 from collections import Counter
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -11,7 +12,7 @@ from fakes import QUIET, composed
 from hydra.core.config_store import ConfigStore
 
 from experiments.ext_latency_under_load import AT_BASELINE, CAPACITY, WITHOUT_LORA, LoadBench, bound
-from experiments.ext_many_adapters import Holding, ManyBench
+from experiments.ext_many_adapters import ROOM, Holding, ManyBench
 from experiments.harness import ConfigError, Reading
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
@@ -89,6 +90,19 @@ def test_a_registered_workload_draws_among_many_adapters(tmp_path, halves) -> No
     drawn = Counter(job.adapter_id for job in ManyBench(cfg).jobs("Halves", 100))
     assert drawn.keys() == {1, 2}
     assert drawn.total() == cfg.figure.requests
+
+
+def test_adapters_that_memory_cannot_hold_are_aliases_and_said_to_be(tmp_path, monkeypatch) -> None:
+    cfg = settled(tmp_path, MANY)
+    size = cfg.model.lora_parameters(cfg.adapters.ranks[0]) * cfg.model.dtype.bytes
+    for free, sets in ((6.5 * size / ROOM, 6), (1e12, 7), (0, 3)):
+        monkeypatch.setattr("punica.parallel.memory.free_bytes", lambda _, free=free: int(free))
+        bench = ManyBench(cfg)
+        assert bench.world.sets == sets
+        held = {one.metric: one.value for one in bench.held(object(), Holding(7, in_memory=4))}
+        assert held == {"weight_sets": sets, "aliases": 7 - sets}
+        assert bench.held(object(), Holding(2))[0].value == 2
+    assert {one.metric for one in bench.held(SimpleNamespace(cached=0.0), Holding(2))} > {"page_cache_share"}
 
 
 @pytest.mark.slow
