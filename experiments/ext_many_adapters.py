@@ -26,10 +26,11 @@ says, from one seed.
     slot_hit_rate, memory_hit_rate: requests that find their adapter in a slot, and in host memory or a slot, when they
                   arrive; with _at_join: when it is their turn
     requests, unfinished, lost, doubled, starved: see `systems.open_loop`
-
-Only as many adapters have weights of their own as the batch has places (4 in folders): others are ids of the same
-weights, each with a slot, a load and on disk a reading of its own. A file that was read is in the system's page cache,
-so `disk` is the time to read, check, pack and stage it, without that of the drive.
+    weight_sets, aliases: adapters with weights of their own, and ids of the same weights as another: those that
+                  `ROOM` of host memory, or of the drive, cannot hold, each with a slot and a load of its own
+    page_cache_share: share of the folders in the system's page cache when the load began, after it was told to forget
+                  them. Where it is 1 (folders in memory, as in some /tmp), `disk` is without the drive's time; it is
+                  so, too, for an adapter that is read a second time
 
 Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 with Llama-2 7B, expected: a command measures one
 repeat of what it names and ends before ten minutes; the same command once more measures the next repeat.
@@ -39,7 +40,8 @@ repeat of what it names and ends before ten minutes; the same command once more 
     ...                                                                    # and so workload=uniform, workload=skewed
 
 Two minutes of each build and check systems and capture graphs, once for each kind of panel; a panel takes 25 seconds,
-ten of them for arrivals, about 200. At scale=paper five times as long.
+ten of them for arrivals, about 200. At scale=paper five times as long. Not in these: drawing 1,000 sets of weights into
+80 GB of page-locked memory, and writing folders.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import disk_usage
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,6 +68,8 @@ if TYPE_CHECKING:
     from experiments.systems.world import World
 
 
+ROOM, ROOM_ON_DRIVE = 0.7, 0.25
+"""Part of what is free, of host memory and of the drive (which takes long to write), that adapters may take."""
 GIVES_RATE = "punica"
 """The system at whose capacity in a panel the rate of all is taken."""
 
@@ -150,6 +155,7 @@ class ManyAdapters(Experiment):
         users = users_of(trace, bench.span.at(rate))
         return [
             Reading("adapters", holding.adapters, "adapters", "count"),
+            *bench.held(system, holding),
             *capacity.readings(),
             Reading("offered_rate", rate, "request/s"),
             Reading("load", rate / capacity.requests, "share"),
@@ -178,17 +184,25 @@ class ManyBench:
     """Engines of one world, checked; those of one way to hold adapters at a time."""
 
     def __init__(self, cfg: Config) -> None:
+        import torch
+
         from experiments.systems.weights import Limits
         from experiments.systems.world import World
+        from punica.parallel.memory import free_bytes
 
         figure, adapters = cast(ManyConf, cfg.figure), cfg.adapters
         limits = Limits(figure.batch_size, figure.max_len, cfg.engine.block_size)
+        self._folders = TemporaryDirectory(prefix="adapters-")
+        size = cfg.model.lora_parameters(adapters.ranks[0]) * cfg.model.dtype.bytes
+        free = ROOM * free_bytes(torch.device("cpu")), ROOM_ON_DRIVE * disk_usage(self._folders.name).free
+        fitting = [max(figure.batch_size, int(place / size)) for place in free]
+        sets = min(max(holding.adapters for holding in holdings(figure)), fitting[0])
+        self._on_disk = min(figure.adapters_on_disk, *fitting)
         self.world: World = World(
-            cfg.model, cfg.hardware.device, limits, adapters.ranks[0], adapters.alpha, adapters.seed
+            cfg.model, cfg.hardware.device, limits, adapters.ranks[0], adapters.alpha, adapters.seed, sets
         )
         self.span: Span = Span(figure.warm, figure.seconds, figure.drain, figure.least, figure.longest)
         self._figure, self._seed = figure, adapters.seed
-        self._folders = TemporaryDirectory(prefix="adapters-")
         self._systems: dict[tuple[str, int | None, int | None], Loaded] = {}
 
     def jobs(self, workload: str, adapters: int) -> list[Job]:
@@ -211,6 +225,16 @@ class ManyBench:
             self._systems[key] = self._checked(name, holding)
         return self._systems[key]
 
+    def held(self, system: Loaded, holding: Holding) -> list[Reading]:
+        """Return what a panel's adapters are: weights of their own, aliases, and where folders are."""
+        own = min(holding.adapters, self.world.sets if holding.in_memory is None else self._on_disk)
+        found = [
+            Reading("weight_sets", own, "adapters", "count"),
+            Reading("aliases", holding.adapters - own, "adapters", "count"),
+        ]
+        cached = getattr(system, "cached", None)
+        return found if cached is None else [*found, Reading("page_cache_share", cached, "share")]
+
     def _checked(self, name: str, holding: Holding) -> Loaded:
         from experiments.systems.load_bench import check_system
         from experiments.systems.loaded import FromFolders, Loaded
@@ -219,7 +243,8 @@ class ManyBench:
         if holding.in_memory is None:
             system = Loaded(self.world, name, holding.slots)
         else:
-            system = FromFolders(self.world, name, holding.slots, holding.in_memory, Path(self._folders.name))
+            root = Path(self._folders.name)
+            system = FromFolders(self.world, name, holding.slots, holding.in_memory, root, self._on_disk)
         figure = self._figure
         check_system(system, self.jobs("Uniform", figure.batch_size), figure.check_requests, figure.check_tokens)
         return system

@@ -14,12 +14,13 @@ Each with the paper's request rate on 16 GPUs, as Figure 13 has it, and with req
     capacity:     tokens per second of all GPUs while more requests wait than they can hold
     p99_time_to_first_token, time_per_output_token: of the paper's rate
     simulated_seconds: of the hour, from its start
+    ..._low, ..._high: the same over all `seeds`; the rows above are of the first
 
 Loads of adapters are left out, which `adapter_affinity` is made to save: it is shown and not judged.
 
 Every row is `kind=simulated`; steps take what the cost model of Figure 13 says (the paper's A100, or `figure.cost`).
 
-Cost at scale=laptop: half a minute on one core, for the first quarter of the hour.
+Cost at scale=laptop: half a minute on one core, for the first four minutes of the hour.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any, cast
 from omegaconf import MISSING
 
 from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main
+from experiments.harness.schema import low
 
 PAPER_LOAD, MIXED, PADDED = "paper's load", "mixed ranks", "mixed ranks, padded"
 MIXED_WORKLOAD = "Zipf"
@@ -39,13 +41,14 @@ PANELS = {"Skewed": (PAPER_LOAD,), MIXED_WORKLOAD: (MIXED, PADDED)}
 
 @dataclass
 class PlacementConf(FigureConf):
-    """`ranks` of the adapters under Zipf; `gpus` and whose `cost`; `seconds` of the hour, from its start; requests
-    `waiting` at once.
+    """`ranks` of the adapters under Zipf; `gpus` and whose `cost`; `seeds` of each simulation; `seconds` of the hour,
+    from its start; requests `waiting` at once.
     """
 
     ranks: list[int] = MISSING
     gpus: int = MISSING
     cost: str = MISSING
+    seeds: int = low(1)
     sizes: dict[str, Any] = MISSING
     seconds: int = MISSING
     waiting: int = MISSING

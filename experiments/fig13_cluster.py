@@ -18,7 +18,7 @@ down (`experiments.cluster.ray_hour`), here or on the Ray cluster at `address`; 
 are `kind=measured`, beside the same trace by a simulator fitted to these runners. `figure.kill=true` serves it once
 more and kills a runner in the middle. Every request's tokens are compared with a single engine's.
 
-Cost: simulated about 15 seconds, on one core; on Ray five minutes, with `figure.kill` nine, on two cores.
+Cost: simulated about a minute, on one core; on Ray five minutes, with `figure.kill` nine, on two cores.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class ClusterConf(FigureConf):
-    """Figure 13: `gpus` of the simulated cluster, `seconds` of the hour, `requests` of the predicted Figure 11,
-    `cost` of a step (`experiments.cluster.recorded`). On Ray: number of `runners`, seconds of the hour in one of ours
-    (`speed_up`), longest prompt and output (`max_len`), whether to `kill` a runner in another hour.
+    """Figure 13: `gpus` of the simulated cluster, `seconds` of the hour, `requests` of the predicted Figure 11, `seeds`
+    of each simulation, `cost` of a step (`experiments.cluster.recorded`). On Ray: number of `runners`, seconds of the
+    hour in one of ours (`speed_up`), longest prompt and output (`max_len`), whether to `kill` a runner in another hour.
     """
 
     gpus: int = MISSING
     seconds: int = MISSING
     requests: int = MISSING
+    seeds: int = low(1)
     cost: str = MISSING
     runners: int = MISSING
     speed_up: int = MISSING

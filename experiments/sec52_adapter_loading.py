@@ -3,14 +3,15 @@
 Claim: one layer's LoRA loads in about 50 us and one model's in 2 ms over PCIe Gen4 x16, so a decode step of 30 ms hides
 the load of a whole model. Arithmetic disagrees (D03): at rank 16 Llama-2 7B has 2.50 MB per layer and 80.0 MB in all,
 0.10 and 3.2 ms at 25 GB/s. Expected shape: time in proportion to the rank beyond a fixed cost, `punica` close to
-`link`, `set_lora` above it by host work per tensor, pageable memory far above; a decode step hardly notices a load.
+`link`, `per_tensor` above it by host work per tensor, pageable memory far above; a decode step hardly notices a load.
 
 Timed: from the call on the host until the adapter is in its slot of every layer. Panel `layer` is a model of one layer,
 `model` the whole model, both with nothing else running; `overlap` starts a load and at once a decode step of other
 adapters (on a GPU a CUDA graph), and compares that step with the same step alone. Systems:
 
     punica      `LoRAModelManager.prefetch_adapter`: on a GPU one kernel on a stream of its own, which reads a
-                page-locked image of the adapter through the link; on a CPU `set_lora` layer by layer
+                page-locked image of the adapter through the link; on a CPU copies into the slot of one layer after
+                the other
     punica fp8  the same with slots in FP8 (float8_e4m3fn, one float32 scale per channel), quantised at registration:
                 0.57 of the bytes of fp16 at rank 16
     per_tensor  `set_lora` layer by layer, on the stream of the model, from page-locked tensors (GPU only).

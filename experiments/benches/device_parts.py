@@ -92,12 +92,21 @@ def unknown(kernels: Sequence[Kernel]) -> Counter[str]:
 
 def watched_kernels(work: Callable[[], object]) -> list[Kernel]:
     """Profile the kernels of the current GPU during `work`, which must wait for it."""
+    return [kernel for kernel, on_device in watched(work) if on_device]
+
+
+def watched(work: Callable[[], object]) -> list[tuple[Kernel, bool]]:
+    """Profile what the current GPU runs during `work`, which must wait for it, and the host's calls of CUDA; the flag
+    is true of the former.
+    """
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
     return [
-        Kernel(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
+        (
+            Kernel(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6),
+            event.device_type == torch.autograd.DeviceType.CUDA,
+        )
         for event in profiler.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
     ]

@@ -3,6 +3,7 @@
 Rows of a cluster of another size or of other models (a run on Ray) are not judged: the claims are about 16 GPUs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,8 @@ from experiments.claims.fig11 import PUNICA, Serving
 from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim, why
 from experiments.claims.rows import NotMeasured, Rows, pick
 from experiments.cluster.served import HOUR, SHARE, STREAM, at_the_peak, mean_from
+from experiments.facts.paper import as_rows, read_figure
+from experiments.harness.schema import REPOSITORY
 
 STRICTER = {
     "seconds capped at 32 requests": f"{SHARE}_capped_seconds",
@@ -66,9 +69,31 @@ class Hour:
         """Check whether its rows have ``metric``."""
         return bool((self.frame["metric"] == metric).any())
 
+    @property
+    def pace(self) -> float:
+        """Tokens per second of an active GPU around the peak."""
+        return at_the_peak(self.over_time("throughput_10s_mean"), self.over_time("active_gpus_60s_mean"))[0]
+
+    @property
+    def full_minutes(self) -> float:
+        """Share of the active minutes of the heat map with at least 31 requests on the mean."""
+        minutes = self.batches.to_numpy()
+        return float((minutes[minutes >= IDLE] >= BATCH - 1).mean())
+
     def finding(self, quantities: dict[str, float], text: str) -> Finding:
         """Build a finding that names the cost model of a simulation."""
         return Finding(quantities, text, self.kind, cost_model=self.cost_model)
+
+
+def published() -> Hour:
+    """Return the paper's hour."""
+    return Hour(as_rows(read_figure(REPOSITORY / "paper_results", "13")), MEASURED)
+
+
+def beside_the_paper(hour: Hour, name: str, value: Callable[[Hour], float]) -> str:
+    """Word a number of an hour, with the paper's where the hour is not the paper's own."""
+    told = f"{name} {value(hour):.3g}"
+    return told if hour.kind == MEASURED else f"{told} (paper {value(published()):.3g})"
 
 
 def excess(hour: Hour) -> pd.Series:
@@ -92,7 +117,8 @@ def gpus_run_full(rows: Rows) -> Finding:
     hour = Hour.of(rows)
     full, mean = hour.one(SHARE), hour.one("mean_batch_size_of_active_cells")
     nearly = hour.one("share_of_active_cells_batch_ge_28")
-    stricter = [f"{name} {hour.one(metric):.3f}" for name, metric in STRICTER.items() if hour.has(metric)]
+    stricter = [beside_the_paper(hour, "of minute means", lambda one: one.full_minutes)]
+    stricter += [f"{name} {hour.one(metric):.3f}" for name, metric in STRICTER.items() if hour.has(metric)]
     return hour.finding({"share": full}, "; ".join([f"{full:.3f} (>= 28: {nearly:.3f}); mean {mean:.1f}", *stricter]))
 
 
@@ -117,9 +143,9 @@ def gpus_are_consolidated(rows: Rows) -> Finding:
     correlation = float(np.corrcoef(active, [mean_from(speed, start, 60) for start in active.index])[0, 1])
     most = float(excess(hour).max())
     quantities = {"first": first, "last": last, "peak": peak, "correlation": correlation, "largest_excess": most}
-    text = (
-        f"{first:.1f}, {last:.1f}, {peak:g}; {correlation:.3f}; at most {most:.2f} times the GPUs that requests need"
-    )
+    mean = beside_the_paper(hour, "mean", lambda one: one.one("mean_active_gpus"))
+    ends = f"{first:.1f}, {last:.1f}, {peak:g}; {mean}"
+    text = f"{ends}; {correlation:.3f}; at most {most:.2f} times the GPUs that requests need"
     return hour.finding(quantities, text)
 
 
@@ -136,12 +162,11 @@ def idle_gpus_stay_idle(rows: Rows) -> Finding:
 def peak_of_the_cluster(rows: Rows) -> Finding:
     """Best minute; tokens per second of an active GPU around the peak, and over what one GPU does alone."""
     hour = Hour.of(rows)
-    speed, active = hour.over_time("throughput_10s_mean"), hour.over_time("active_gpus_60s_mean")
-    peak = hour.one("peak_throughput_60s")
-    per_gpu, _ = at_the_peak(speed, active)
+    peak, per_gpu = hour.one("peak_throughput_60s"), hour.pace
     alone = single_gpu(rows, hour)
     quantities = {"peak": peak, "per_gpu": per_gpu, "share_of_single": per_gpu / alone}
-    text = f"{peak:.4g} token/s; per active GPU {per_gpu:.4g}, {per_gpu / alone:.2f} of the {alone:.4g} of one alone"
+    each = beside_the_paper(hour, "per active GPU", lambda one: one.pace)
+    text = f"{peak:.4g} token/s; {each}, {per_gpu / alone:.2f} of the {alone:.4g} of one alone"
     return hour.finding(quantities, text)
 
 

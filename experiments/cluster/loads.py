@@ -6,15 +6,17 @@ cost of a step with a prompt beside its rows. An engine on a GPU works ahead.
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.cluster.seeds import spanned
+from experiments.cluster.windows import CONSTANT
 from experiments.harness.points import Reading
 from experiments.harness.span import FEWEST_FOR_P99, Span
 from punica.cluster import ClusterPolicy, StepCost, Trace, simulate
@@ -25,6 +27,8 @@ FILE = "ext_latency_under_load"
 P99 = "time_to_first_token_p99"
 PREDICTED = ("offered_rate", "load", "requests", P99)
 TOLD = ("decode_step", "prefill_step")
+OTHER_SEED = 1000
+"""Between seeds of arrivals; repeats of a load have the seeds between."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Stream:
 class Load:
     """A load of Punica: requests per second (``rate``), p99 of their time to first token in seconds, and the stream.
 
-    ``joining``: seconds by which steps with a prompt exceeded others, at each rate that is not predicted.
+    ``joining``: seconds by which steps with a prompt exceeded others, at each rate that is not predicted. ``others``:
+    p99 of the machine's other predicted loads of the model.
     """
 
     panel: str
@@ -68,6 +73,7 @@ class Load:
     rank: int
     stream: Stream
     joining: tuple[float, ...]
+    others: tuple[float, ...] = ()
 
 
 @cache
@@ -101,7 +107,12 @@ def read_loads(folder: Path) -> dict[str, list[Load]]:
             counted = stream.counts(load.rate, stream.arrivals(load.rate, repeat)).sum()
             if FEWEST_FOR_P99 <= value["requests"] == counted:
                 found[model].append(load)
-    return dict(found)
+    return {model: [replace(one, others=_others(one, known)) for one in known] for model, known in found.items()}
+
+
+def _others(load: Load, known: Sequence[Load]) -> tuple[float, ...]:
+    """P99 of the loads in ``known`` of other rates, which a constant could know."""
+    return tuple(one.p99 for one in known if one.panel != load.panel)
 
 
 def _is_predicted(panel: str, value: Mapping[str, float]) -> bool:
@@ -119,8 +130,9 @@ def stream_of(settings: Mapping) -> Stream:
     )
 
 
-def first_token_readings(load: Load, cost: StepCost) -> list[Reading]:
-    """Return the simulated p99 and its error; `_low` and `_high`: by single rates' cost of steps with a prompt.
+def first_token_readings(load: Load, cost: StepCost, seeds: int = 1) -> list[Reading]:
+    """Return the simulated p99, its span over other arrivals of the same rate, and its error; `_low` and `_high` of
+    the error: by single rates' cost of steps with a prompt; `_of_a_constant`: of the mean of the other loads' p99.
 
     Near capacity a few percent of a step decide the length of the queue.
     """
@@ -129,9 +141,17 @@ def first_token_readings(load: Load, cost: StepCost) -> list[Reading]:
         cases = {"": median(told), "_low": told[0], "_high": told[-1]}
         costs = {name: with_joins(load, cost, seconds) for name, seconds in cases.items()}
     waits = {name: p99_first_token(load, one) for name, one in costs.items()}
+    if load.others:
+        waits[CONSTANT] = fmean(load.others)
     about = {"kind": "simulated", "cost_model": costs[""].name}
+
+    def run(place: int) -> list[Reading]:
+        stream = replace(load.stream, seed=load.stream.seed + place * OTHER_SEED)
+        wait = p99_first_token(replace(load, stream=stream), costs[""]) if place else waits[""]
+        return [Reading("p99_first_token", 1e3 * wait, "ms", **about)]
+
     return [
-        Reading("p99_first_token", 1e3 * waits[""], "ms", **about),
+        *spanned([run(place) for place in range(seeds)]),
         *(Reading(f"p99_error{name}", wait / load.p99 - 1, "fraction", **about) for name, wait in waits.items()),
     ]
 

@@ -8,13 +8,13 @@ import numpy as np
 
 from experiments.cluster.hour import RANK, paper_cluster, paper_hour
 from experiments.cluster.recorded import chosen_cost
+from experiments.cluster.seeds import over_seeds
 from experiments.cluster.served import SIMULATED_LENGTH, ServedHour, summary
 from experiments.cluster.step_costs import model_bytes
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config
 from experiments.harness.settings import folders
 from punica.cluster import SimulationResult, StepCost, Trace, simulate
-from punica.workload import RELEASED_SEED
 
 MODEL = "llama2-7b"
 KEPT = ("gpu_seconds", "mean_active_gpus", "max_active_gpus", "p99_time_to_first_token", "mean_throughput")
@@ -26,15 +26,19 @@ def settings(cfg: Config, figure: Any) -> dict[str, Any]:
     """Return what decides a row beside its columns."""
     return {
         "gpus": figure.gpus, "seconds": figure.seconds, "waiting": figure.waiting, "ranks": list(figure.ranks),
-        "cost": asdict(_cost(cfg)),
+        "seeds": figure.seeds, "cost": asdict(_cost(cfg)),
     }  # fmt: skip
 
 
 def served(cfg: Config, point: Point, ranks: Sequence[int], padded: bool) -> list[Reading]:
     """Simulate the rule of ``point`` on its load of adapters of ``ranks``, and with requests that all wait."""
+    return over_seeds(point.settings["seeds"], lambda seed: _served(cfg, point, ranks, padded, seed))
+
+
+def _served(cfg: Config, point: Point, ranks: Sequence[int], padded: bool, seed: int) -> list[Reading]:
     about = point.settings
     cost = _cost(cfg)
-    asked = paper_hour(folders(cfg).paper, about["seconds"], workload=point.workload, ranks=ranks)
+    asked = paper_hour(folders(cfg).paper, about["seconds"], seed, point.workload, ranks)
     result = _run(asked, point, cost, padded)
     hour = ServedHour(
         about["seconds"], asked.arrivals, result.first_token_s, result.finish_s, result.tokens, result.batch,
@@ -44,7 +48,7 @@ def served(cfg: Config, point: Point, ranks: Sequence[int], padded: bool) -> lis
     found = {
         "time_per_output_token": (1e3 * float(each.mean()), "ms"),
         SIMULATED_LENGTH: (about["seconds"], "s"),
-        "capacity": (_capacity(cfg, point, cost, padded, ranks), "token/s"),
+        "capacity": (_capacity(cfg, point, padded, ranks, seed), "token/s"),
     }
     kept = [reading for reading in summary(hour) if reading.metric in KEPT]
     marks = {"kind": "simulated", "cost_model": result.cost_model}
@@ -61,11 +65,11 @@ def _run(asked: Trace, point: Point, cost: StepCost, padded: bool) -> Simulation
     return simulate(asked, policy, cost, padded)
 
 
-def _capacity(cfg: Config, point: Point, cost: StepCost, padded: bool, ranks: Sequence[int]) -> float:
-    """Simulate tokens per second while all GPUs are full, of the hour's requests that wait from the start."""
-    hour = paper_hour(folders(cfg).paper, seed=RELEASED_SEED + 1, workload=point.workload, ranks=ranks)
+def _capacity(cfg: Config, point: Point, padded: bool, ranks: Sequence[int], seed: int) -> float:
+    """Simulate tokens per second while all GPUs are full, of another hour's requests that wait from the start."""
+    hour = paper_hour(folders(cfg).paper, seed=seed + 1, workload=point.workload, ranks=ranks)
     count = point.settings["waiting"]
     lengths = type(hour.lengths)(hour.lengths.prompt[:count], hour.lengths.output[:count])
     waiting = Trace(np.zeros(count), lengths, hour.adapters[:count], hour.ranks[:count])
-    tokens = _run(waiting, point, cost, padded).tokens
+    tokens = _run(waiting, point, _cost(cfg), padded).tokens
     return float(tokens[int(RAMP * len(tokens)) : max(1, int(TAIL * len(tokens)))].mean())

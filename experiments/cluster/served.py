@@ -146,8 +146,8 @@ def heat_map(batch: NDArray[np.int64]) -> NDArray[np.float64]:
     """Convert [gpus, seconds] to the paper's heat map, [gpus, pixels]: `smoothed`, then capped at 32, where its colours
     end.
 
-    The plotting library shrinks numbers before it colours them. The paper's minutes agree: 166 are full to the last
-    digit and 198 between 31 and 32, as here. Capping seconds first gives a share that is a point smaller.
+    The plotting library shrinks numbers before it colours them. Capping seconds first gives a share that is a point
+    smaller, and was the other choice when both were known; `summary` has both, and claims the paper's minute means.
     """
     return np.minimum(smoothed(batch), MAX_BATCH)
 

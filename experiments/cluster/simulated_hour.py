@@ -4,6 +4,9 @@ Panels: the hour; the same with slower steps; the stream of Figure 11 on one GPU
 windows of Figure 11, half of them predicted from the other half; and, with the same constant, first tokens of requests
 that arrived by the clock.
 
+Every simulation runs for some seeds, the slower steps for one: the first one's are the rows, `_low` and `_high` the
+ends over all.
+
 Slower steps: Figures 1 and 10 give an active GPU more tokens than Figure 13 shows. Every step is longer by that factor,
 which is fitted to Figure 13, so this hour is a sensitivity and no prediction.
 """
@@ -19,6 +22,7 @@ import pandas as pd
 from experiments.cluster.hour import DURATION_S, MEMORY_FRACTION, RANK, paper_cluster, paper_hour
 from experiments.cluster.loads import Load, first_token_readings, recorded_loads
 from experiments.cluster.recorded import chosen_cost, panel_of, recorded_costs, recorded_windows
+from experiments.cluster.seeds import over_seeds
 from experiments.cluster.served import (
     COSTS,
     FIRST_TOKEN,
@@ -40,7 +44,7 @@ from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config
 from experiments.harness.settings import folders
 from punica.cluster import ClusterPolicy, SimulationResult, StepCost, Trace, simulate
-from punica.workload import MAX_BATCH, PAPER_WORKLOADS, popularity, released_lengths
+from punica.workload import MAX_BATCH, PAPER_WORKLOADS, RELEASED_SEED, popularity, released_lengths
 
 MODEL = MODELS["7B"][0]
 PAPER_GPU_BYTES = 80e9
@@ -50,24 +54,25 @@ PAPER_GPU_BYTES = 80e9
 def points(cfg: Config) -> list[Point]:
     """List the hour under each chosen scheduling rule, then the rest."""
     figure, paper = cfg.figure, folders(cfg).paper
-    about = {"gpus": figure.gpus, "seconds": figure.seconds}  # type: ignore[attr-defined]
+    seeds = {"seeds": figure.seeds}  # type: ignore[attr-defined]
+    about = {"gpus": figure.gpus, "seconds": figure.seconds, **seeds}  # type: ignore[attr-defined]
     named: str = figure.cost  # type: ignore[attr-defined]
     panel = panel_of(HOUR, named)
     found = [_point(panel, rule, "Skewed", MODEL, _chosen(cfg), **about) for rule in cfg.system.names]
     # the published peak is in the middle of the hour
     if panel == HOUR and figure.seconds >= DURATION_S:  # type: ignore[attr-defined]
-        found.append(_point(SLOWED, "punica", "Skewed", MODEL, _chosen(cfg), **about))
+        found.append(_point(SLOWED, "punica", "Skewed", MODEL, _chosen(cfg), **{**about, "seeds": 1}))
     for role in ("7B", "13B"):
         for workload in PAPER_WORKLOADS:
             cost, requests = _paper_cost(paper, role).cost, figure.requests  # type: ignore[attr-defined]
-            found.append(_point(STREAM, "punica", workload, MODELS[role][0], cost, requests=requests))
+            found.append(_point(STREAM, "punica", workload, MODELS[role][0], cost, requests=requests, **seeds))
     found += [_point(COSTS, hardware, "", model, fitted.cost) for (hardware, model), fitted in _costs(cfg).items()]
     for hardware, model, windows in _windows(cfg):
         cost = _costs(cfg)[hardware, model].cost
         found.append(_point(WINDOWS, hardware, "", model, cost, windows=[asdict(window) for window in windows]))
     for hardware, model, load, cost in _loads(cfg):
         panel = f"{FIRST_TOKEN}, {load.panel}, repeat {load.repeat}"
-        found.append(_point(panel, hardware, load.workload, model, cost, load=asdict(load)))
+        found.append(_point(panel, hardware, load.workload, model, cost, load=asdict(load), **seeds))
     return found
 
 
@@ -75,25 +80,38 @@ def measure(cfg: Config, point: Point) -> list[Reading]:
     """Simulate or predict the panel of ``point``."""
     paper = folders(cfg).paper
     if point.panel.startswith(HOUR):
-        about = point.settings["seconds"], point.settings["gpus"], point.system
-        cost = _chosen(cfg)
-        served = _hour(paper, cost, *about)
-        if point.panel != SLOWED:
-            return readings(served)
-        factor = slowness(served, paper)
-        return slowed_readings(_hour(paper, slowed(cost, factor), *about), factor)
+        return _hours(paper, _chosen(cfg), point)
     if point.panel == STREAM:
         cost = _paper_cost(paper, next(role for role, names in MODELS.items() if point.model in names)).cost
-        return [_simulated("throughput", stream_throughput(point, cost), "token/s", cost)]
+        return over_seeds(
+            point.settings["seeds"],
+            lambda seed: [_simulated("throughput", stream_throughput(point, cost, seed), "token/s", cost)],
+        )
     if point.panel == COSTS:
         return cost_readings(_costs(cfg)[point.system, point.model])
     if point.panel.startswith(FIRST_TOKEN):
         asked = point.settings["load"]
         load, cost = next((load, cost) for *_, load, cost in _loads(cfg) if asdict(load) == asked)
-        return first_token_readings(load, cost)
+        return first_token_readings(load, cost, point.settings["seeds"])
     machine = point.system, point.model
     windows = next(windows for hardware, model, windows in _windows(cfg) if (hardware, model) == machine)
     return predicted_half(windows, _costs(cfg)[machine].cost)
+
+
+def _hours(paper: Path, cost: StepCost, point: Point) -> list[Reading]:
+    """Return the hour of the first seed, with the span of its totals over all seeds."""
+    about = point.settings["seconds"], point.settings["gpus"], point.system
+    factor = slowness(_hour(paper, cost, *about, RELEASED_SEED), paper) if point.panel == SLOWED else 1.0
+    if point.panel == SLOWED:
+        cost = slowed(cost, factor)
+
+    def run(seed: int) -> list[Reading]:
+        served = _hour(paper, cost, *about, seed)
+        if point.panel == SLOWED:
+            return slowed_readings(served, factor)
+        return readings(served) if seed == RELEASED_SEED else summary(served)
+
+    return over_seeds(point.settings["seeds"], run)
 
 
 def seen(asked: Trace, result: SimulationResult, seconds: float) -> ServedHour:
@@ -128,11 +146,11 @@ def slowed_readings(served: ServedHour, factor: float) -> list[Reading]:
     return [Reading("step_time_factor", factor, "ratio", **about), *summary(served)]
 
 
-def stream_throughput(point: Point, cost: StepCost) -> float:
+def stream_throughput(point: Point, cost: StepCost, seed: int = RELEASED_SEED) -> float:
     """Simulate the released requests, all waiting from the start, on one GPU of testbed 1: tokens per second."""
     count = point.settings["requests"]
-    lengths = released_lengths(count)
-    adapters = popularity(point.workload).requests(count) + 1
+    lengths = released_lengths(count, seed=seed)
+    adapters = popularity(point.workload).requests(count, seed=seed) + 1
     asked = Trace(0.0 * adapters, lengths, adapters, 0 * adapters + RANK)
     policy = ClusterPolicy()
     pages = model_bytes(point.model).pages(MEMORY_FRACTION * PAPER_GPU_BYTES, policy.page_size, MAX_BATCH, RANK)
@@ -169,8 +187,8 @@ def _chosen(cfg: Config) -> StepCost:
 
 
 @cache
-def _hour(paper: Path, cost: StepCost, seconds: float, gpus: int, rule: str) -> ServedHour:
-    asked = paper_hour(paper, seconds)
+def _hour(paper: Path, cost: StepCost, seconds: float, gpus: int, rule: str, seed: int) -> ServedHour:
+    asked = paper_hour(paper, seconds, seed)
     return seen(asked, simulate(asked, paper_cluster(rule, model_bytes(MODEL), gpus), cost), seconds)
 
 

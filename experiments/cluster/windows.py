@@ -16,6 +16,8 @@ from punica.workload import popularity
 
 LEAST = 4
 """Least windows of which a half is fitted."""
+CONSTANT = "_of_a_constant"
+"""Suffix of an error: what a constant, which is fitted to the same rows, would have had."""
 MILLI = 1e3
 NEEDED = ("throughput", "step_latency", "tokens_per_step", "mean_batch_size", "mean_context")
 
@@ -69,15 +71,23 @@ def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
 
 
 def predicted_half(windows: Sequence[Window], cost: StepCost) -> list[Reading]:
-    """Return the errors of predicted tokens per second: of all together, and the largest."""
+    """Return the errors of predicted steps per second: of all together, and the largest; and the same of a constant
+    (``_of_a_constant``), the mean step of the fitted half.
+    """
     seen, held_out = halves(windows)
     fitted = fitted_to(seen, cost)
-    errors = [one.seconds / fitted.seconds(one.step.work) - 1 for one in held_out]
-    whole = sum(one.seconds for one in held_out) / sum(fitted.seconds(one.step.work) for one in held_out) - 1
+    constant = float(np.mean([one.seconds for one in seen]))
     about = {"kind": "simulated", "cost_model": fitted.name}
-    return [
+    found = [
         Reading("windows_fitted", len(seen), "windows", "count", **about),
         Reading("windows_predicted", len(held_out), "windows", "count", **about),
-        Reading("throughput_error", whole, "fraction", **about),
-        Reading("largest_throughput_error", float(np.abs(errors).max()), "fraction", **about),
     ]
+    ways = {"": [fitted.seconds(one.step.work) for one in held_out], CONSTANT: [constant] * len(held_out)}
+    for suffix, told in ways.items():
+        whole = sum(one.seconds for one in held_out) / sum(told) - 1
+        errors = [one.seconds / seconds - 1 for one, seconds in zip(held_out, told, strict=True)]
+        found += [
+            Reading(f"throughput_error{suffix}", whole, "fraction", **about),
+            Reading(f"largest_throughput_error{suffix}", float(np.abs(errors).max()), "fraction", **about),
+        ]
+    return found

@@ -23,6 +23,8 @@ REFERENCE = "punica"
 ONE_MODEL = "Identical"
 SHADES = {entry.name: entry.shade for entry in entries() if entry.shade < 1}
 """Variants of Punica -> lighter shade of its colour."""
+WRONG = [entry.name for entry in entries() if not entry.exact]
+"""Systems with wrong tokens, which have no bar."""
 SPAN = ("lowest", "highest")
 """Columns of the span over repeats, where there are several (`frames.one_of_repeats`)."""
 GROUP = 0.86  # of the distance between groups
@@ -33,6 +35,7 @@ FOOT = 1.5
 def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Figure 11: one column of axes per panel (model): throughput above, relative to the best on Identical below."""
     about = regime(rows)
+    rows = rows[~rows["system"].isin(WRONG)]
     rows, paper = centre(rows[rows["metric"] == "throughput"]), paper[paper["metric"] == "throughput"]
     panels, order = (list(dict.fromkeys(rows[name])) for name in ("panel", "system"))
     figure, axes = style.grid(2, len(panels), 7.6 * len(panels), 5.2, sharex="col")

@@ -30,7 +30,7 @@ ALLOWED = "bytes_ratio"
 
 
 def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """Throughput beside the paper's bars above, steps and the collectives in them below."""
+    """Throughput above, of 70B beside the paper's bars; steps and the collectives in them below."""
     about, rows = regime(rows), centre(rows)
     theirs = under_our_names(paper[paper["metric"] == "throughput"])
     panels = [panel for panel in dict.fromkeys(rows["panel"]) if not panel.endswith("ratios")]
@@ -41,7 +41,7 @@ def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     for column, panel in enumerate(panels):
         mine = rows[rows["panel"] == panel]
         model = mine["model"].iloc[0]
-        alike = role_of(model) in ("", "70B")  # a toy or the paper's model; 7B's tokens are no match for 70B's
+        alike = role_of(model) == "70B"  # tokens of another model are no match for its
         _throughput(axes[0, column], mine[mine["metric"] == "throughput"], theirs if alike else theirs.iloc[:0])
         _steps(axes[1, column], mine)
         ranks = panel.rpartition(", tp ")[2]
@@ -50,7 +50,8 @@ def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     axes[1, 0].set_ylabel("step (ms), hatched: collectives")
     _memory(axes[0, -1], rows)
     _ratios(axes[1, -1], rows)
-    _finish(figure, rows, theirs, about)
+    shown = any(role_of(model) == "70B" for model in rows["model"])
+    _finish(figure, rows, theirs if shown else theirs.iloc[:0], about)
     return figure
 
 
@@ -119,7 +120,8 @@ def _side_by_side(axis: Axes, cells: pd.DataFrame) -> list[float]:
 def _finish(figure: Figure, rows: pd.DataFrame, theirs: pd.DataFrame, about: str) -> None:
     ours = list(dict.fromkeys(rows["system"]))
     handles = [Patch(color=colour_of(name), label=name_of(name)) for name in ours]
-    handles += [Patch(label=style.PAPER_LABEL, **PAPER_BAR), Patch(label="collectives", **COLLECTIVES)]
+    handles += [] if theirs.empty else [Patch(label=style.PAPER_LABEL, **PAPER_BAR)]
+    handles += [Patch(label="collectives", **COLLECTIVES)]
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
     title = f"Figure 12: text generation on tensor-parallel ranks, at most {limit} requests per batch"
     words = [described(rows), about, policies(ours), beside_ours(list(theirs["system"]), ours)]

@@ -4,8 +4,10 @@ The model is `transformers.LlamaForCausalLM` with SDPA attention, adapters are P
 are those of `hf_decoding`. Dtype, threads, `inference_mode`, the matrix product and a cache without copies are those of
 the other systems, so that batching and the adapters' operator are compared.
 
-There is one PEFT adapter per place in the batch; `load` gives it other weights between batches. Loading and building
-are not timed: the paper does not charge baselines for switching models.
+There is one PEFT adapter per place in the batch; `load` gives it other weights between batches. A batch of one adapter
+has it merged into the weights, and on a GPU its decode steps are CUDA graphs: the same kernels as unmerged, less the
+adapter's. A mixed batch is launched kernel by kernel, since PEFT sorts its rows on the host. Loading, merging,
+capturing and building are not timed: the paper does not charge baselines for switching models.
 """
 
 import math
@@ -24,7 +26,8 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from experiments.systems.hf_decoding import Decoding
+from experiments.benches.model_steps import CapturedRun
+from experiments.systems.hf_decoding import Decoding, GraphDecoding
 from experiments.systems.weights import Weights
 from punica.engine.kv_cache import KVCache
 from punica.parallel.matmul import linear
@@ -42,14 +45,24 @@ class SameProduct(nn.Linear):
 def linear_layers(model: nn.Module, device: str) -> list[nn.Linear]:
     """Return the linear layers of `model` whose product is ours on `device`.
 
-    On a GPU adapters' factors keep torch's: PEFT's thousands of small launches per step wait for the host, which takes
-    longer to launch ours.
+    On a GPU adapters' factors keep torch's: PEFT's thousands of small launches per step of a mixed batch wait for the
+    host, which takes longer to launch ours.
     """
     return [
         module
         for name, module in model.named_modules()
         if type(module) in (nn.Linear, SameProduct) and (device == "cpu" or ".lora_" not in name)
     ]
+
+
+ALONE, FULL, MIXED = "a request alone", "a batch of one adapter", "a mixed batch"
+
+
+def kind_of(prompts: Sequence[object], rows: Sequence[str] | None) -> str:
+    """Return the kind of a batch, each of which has the product with which it decodes faster."""
+    if rows is not None:
+        return MIXED
+    return ALONE if len(prompts) == 1 else FULL
 
 
 def use_product(kind: type[nn.Linear], layers: list[nn.Linear]) -> None:
@@ -90,7 +103,8 @@ class PeftBackend:
         self.model: Any = model
         self._add_places(1)
         self._layers = {name: layer for name, layer in self.model.named_modules() if isinstance(layer, LoraLayer)}
-        self._faster: dict[bool, type[nn.Linear]] = {}
+        self._unmerged: dict[str, torch.Tensor] = {}
+        self._faster: dict[str, type[nn.Linear]] = {}
         if weights.device != "cpu":
             self._find_faster_products()
 
@@ -114,6 +128,25 @@ class PeftBackend:
             self.load(self._names[0], adapter_id)
             yield
 
+    @contextmanager
+    def merged(self, adapter_id: int) -> Iterator[None]:
+        """Merge `adapter_id` into the weights, which all systems share; afterwards they have their bits back, from a
+        copy in host memory.
+        """
+        if not self._unmerged:
+            for name, layer in self._layers.items():
+                weight = layer.get_base_layer().weight.detach()
+                copy = weight.to("cpu", copy=True)
+                self._unmerged[name] = copy.pin_memory() if weight.is_cuda else copy
+        self.load(self._names[0], adapter_id)
+        try:
+            self.model.merge_adapter([self._names[0]])
+            yield
+        finally:
+            for name, layer in self._layers.items():
+                layer.get_base_layer().weight.data.copy_(self._unmerged[name])
+                layer.merged_adapters.clear()
+
     def places(self, adapter_ids: Sequence[int]) -> list[str]:
         """Load the distinct `adapter_ids`; return the PEFT adapter of each row."""
         distinct = list(dict.fromkeys(adapter_ids))
@@ -124,18 +157,32 @@ class PeftBackend:
         return [place[adapter_id] for adapter_id in adapter_ids]
 
     def decoding(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None, done: int = 0
-    ) -> Decoding:
-        """Prepare a batch. `rows`: PEFT adapter of each row (a mixed batch); None: the active one for all."""
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None, done: int = 0,
+        graphs: bool = True,
+    ) -> Decoding:  # fmt: skip
+        """Prepare a batch. `rows`: PEFT adapter of each row (a mixed batch); None: the active one for all, and on a
+        GPU, unless `graphs` is false, graphs, captured here.
+        """
         if self._faster:
-            use_product(self._faster[len(prompts) == 1], linear_layers(self.model, self.weights.device))
+            use_product(self._faster[kind_of(prompts, rows)], linear_layers(self.model, self.weights.device))
         named = {} if rows is None else {"adapter_names": rows}
-        return Decoding(self.model, prompts, new_tokens, self._room, self.weights.device, named, done)
+        batch = self.model, prompts, new_tokens, self._room, self.weights.device, named, done
+        captures = graphs and rows is None and self.weights.device != "cpu"
+        return GraphDecoding(CapturedRun, *batch) if captures else Decoding(*batch)
+
+    @contextmanager
+    def product(self, kind: type[nn.Linear]) -> Iterator[None]:
+        """Have one product for all batches, whichever is faster."""
+        before, self._faster = self._faster, dict.fromkeys((ALONE, FULL, MIXED), kind)
+        try:
+            yield
+        finally:
+            self._faster = before
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None) -> Generated:
         """Continue all `prompts` greedily by `new_tokens`."""
-        start = time.perf_counter()
         decoding = self.decoding(prompts, new_tokens, rows)
+        start = time.perf_counter()
         columns = [decoding.step()]
         prefill_s = time.perf_counter() - start
         columns += [decoding.step() for _ in range(new_tokens - 1)]
@@ -157,11 +204,7 @@ class PeftBackend:
         one length.
         """
         forced = torch.tensor(tokens, device=self.weights.device)
-        decoding, found = self.decoding(prompts, forced.shape[1], rows), []
-        for column in forced.unbind(1):
-            found.append(decoding.logits().float().cpu())
-            decoding.take(column)
-        return torch.stack(found, dim=1)
+        return self.decoding(prompts, forced.shape[1], rows).forced(forced)
 
     def _add_places(self, count: int) -> None:
         """Make PEFT adapters for `count` places, new ones without weights."""
@@ -181,21 +224,23 @@ class PeftBackend:
             use_product(SameProduct, linear_layers(self.model, "cpu"))
 
     def _find_faster_products(self) -> None:
-        """Choose the faster product, ours (less device time) or torch's (less host time): of a request alone, and of a
-        full batch of one adapter.
-        """
-        found: dict[bool, type[nn.Linear]] = {False: SameProduct}  # where a full batch is one request
-        for batch in (1, self.weights.limits.max_batch_size):
-            seconds: dict[type[nn.Linear], float] = {SameProduct: math.inf, nn.Linear: math.inf}
-            with self.adapter(1):
-                for kind in 2 * [*seconds]:
-                    self._faster = {batch == 1: kind}
-                    seconds[kind] = min(seconds[kind], self.generate(batch * [[1, 2, 3]], 6).decode_s)
-            found[batch == 1] = min(seconds, key=seconds.__getitem__)
-            ours, torchs = (1e3 * spent / 5 for spent in seconds.values())
-            said = f"Hugging Face, batch {batch}: {ours:.1f} ms per step with our product, {torchs:.1f} with torch's"
-            tqdm.write(said, file=sys.stderr)
-        self._faster = found
+        """Choose the faster product, ours (less device time) or torch's (less host time), per `kind_of` batch."""
+        most, found = self.weights.limits.max_batch_size, dict[str, type[nn.Linear]]()
+        place = self.places([1])[0]
+        with self.merged(1):
+            found |= {kind: self._faster_of(kind, size) for kind, size in ((ALONE, 1), (FULL, most))}
+        self._faster = found | {MIXED: self._faster_of(MIXED, most, most * [place])}
+
+    def _faster_of(self, batch: str, size: int, rows: list[str] | None = None) -> type[nn.Linear]:
+        """Time a few steps of a batch with either product, twice."""
+        seconds: dict[type[nn.Linear], float] = {SameProduct: math.inf, nn.Linear: math.inf}
+        for kind in 2 * [*seconds]:
+            with self.product(kind):
+                seconds[kind] = min(seconds[kind], self.generate(size * [[1, 2, 3]], 6, rows).decode_s)
+        ours, torchs = (1e3 * spent / 5 for spent in seconds.values())
+        said = f"Hugging Face, {batch}: {ours:.1f} ms per step with our product, {torchs:.1f} with torch's"
+        tqdm.write(said, file=sys.stderr)
+        return min(seconds, key=seconds.__getitem__)
 
     def _room(self, layer: int, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values for a batch, in memory that all batches and systems share; noise at first."""

@@ -1,4 +1,4 @@
-"""Decoding loop for a batch of a Hugging Face model, with a KV cache that grows in place.
+"""Decoding loops for a batch of a Hugging Face model: of launches by the host, and of a captured CUDA graph.
 
 The loop replaces `generate()`: it calls the same forward with the same kind of cache, without stopping criteria, logits
 processors and input preparation, and computes logits of the last position only, so it is faster. Batches are padded on
@@ -7,6 +7,9 @@ tokens on the host, as in a server.
 
 `DynamicCache` concatenates: at several hundred tokens of context it copies more bytes per step than the model has
 weights. The layers here hold their full length from the start.
+
+A graph needs a static cache, of which every step reads a fixed number of places: `StaticCache` its whole length. Here
+there is a graph per `BLOCK` places (`GraphDecoding`), which reads at most so many too many.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +21,8 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 PADDING = 0  # any token id: padded positions are masked
+BLOCK = 128
+"""Places by which the part of the cache that a graph reads grows."""
 
 Room = Callable[[int, int, int], tuple[Tensor, Tensor]]
 """`room(layer, batch, length)`: keys and values `[batch, heads, length, head_size]` to write into."""
@@ -45,6 +50,22 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
 
+class FixedLayer(DynamicLayer):
+    """Layer of the cache for a graph: writes at the place in `at [1]`, and reads the first `length` places."""
+
+    def __init__(self, keys: Tensor, values: Tensor, at: Tensor, length: int) -> None:
+        super().__init__()
+        self._all, self._at = (keys, values), at
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.keys, self.values = (whole[:, :, :length] for whole in self._all)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store the keys and values of one token per row; return those of all places that the graph reads."""
+        for whole, states in zip(self._all, (key_states, value_states), strict=True):
+            whole.index_copy_(2, self._at, states)
+        return self.keys, self.values
+
+
 class Decoding:
     """Greedy continuation of `prompts` by up to `new_tokens`, a step at a time.
 
@@ -65,8 +86,8 @@ class Decoding:
         self._positions = (column - (self._width - lengths)[:, None]).clamp_(min=0)
         filled = self._width + done - 1 if done else 0
         layers = range(model.config.num_hidden_layers)
-        pairs = (room(layer, len(prompts), self._width + new_tokens) for layer in layers)
-        self._cache = Cache(layers=[GrowingLayer(*pair, filled) for pair in pairs])
+        self._pairs = [room(layer, len(prompts), self._width + new_tokens) for layer in layers]
+        self._cache = Cache(layers=[GrowingLayer(*pair, filled) for pair in self._pairs])
         padded = [[PADDING] * (self._width - len(prompt)) + list(prompt) for prompt in prompts]
         self._ids = torch.tensor(padded, device=device)
         if done:
@@ -92,8 +113,82 @@ class Decoding:
         self._ids = tokens[:, None]
         self._done += 1
 
+    def forced(self, tokens: Tensor) -> Tensor:
+        """Return logits `[batch, positions, vocabulary]` (float32, on the host) of rows continued by `tokens [batch,
+        positions]`.
+        """
+        found = []
+        for column in tokens.unbind(1):
+            found.append(self.logits().float().cpu())
+            self.take(column)
+        return torch.stack(found, dim=1)
+
     def step(self) -> list[int]:
         """Invoke the model once; return its greedy tokens, on the host."""
         tokens = self.logits().argmax(dim=-1)
         self.take(tokens)
         return tokens.tolist()
+
+
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+"""Turns a step without arguments into its replay; on a GPU `benches.model_steps.CapturedRun`."""
+
+
+class GraphDecoding(Decoding):
+    """A `Decoding` whose steps after the first are replays of graphs, captured when it is built.
+
+    The first step, with the prompts, is launched by the host. Arguments are those of `Decoding`, and `capture`.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, capture: Capture, *batch: Any) -> None:
+        super().__init__(*batch)
+        capacity = self._mask.shape[1]
+        self._at = self._mask.new_zeros(1)
+        self._token = self._mask.new_zeros(len(self._mask), 1)
+        self._padding = self._mask.shape[1] - self._mask.sum(dim=1, keepdim=True)
+        self._column = torch.arange(capacity, device=self._at.device)
+        first = self._width + max(self._done, 1)  # places that the first replay reads
+        lengths = sorted({self._length(seen) for seen in range(first, capacity)})
+        self._replays = {}
+        for length in lengths:
+            self._begin(first)  # a capture runs the step: it writes where the first replay will
+            self._replays[length] = capture(self._step_of(length))
+        self._begun = False
+
+    @torch.inference_mode()
+    def logits(self) -> Tensor:
+        """Invoke the model once; return logits of each row's next token, `[batch, vocabulary]`."""
+        if not self._done:
+            return super().logits()
+        seen = self._width + self._done
+        if not self._begun:
+            self._begin(seen)
+            self._begun = True
+        self._token.copy_(self._ids)
+        return self._replays[self._length(seen)]()
+
+    def _begin(self, seen: int) -> None:
+        self._at.fill_(seen - 1)
+        self._token.fill_(PADDING)
+
+    def _length(self, seen: int) -> int:
+        """Places that the graph reads of which `seen` are filled."""
+        return min(-(-seen // BLOCK) * BLOCK, self._mask.shape[1])
+
+    def _step_of(self, length: int) -> Callable[[], Tensor]:
+        """Return the step over the first `length` places of the cache; it moves on by a place."""
+        cache = Cache(layers=[FixedLayer(*pair, self._at, length) for pair in self._pairs])
+        column, dtype = self._column[:length], self._pairs[0][0].dtype
+
+        def step() -> Tensor:
+            hidden = (column < self._padding) | (column > self._at)
+            mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)  # once, not in every layer
+            output = self._model(
+                input_ids=self._token, attention_mask=mask[:, None, None], position_ids=self._at - self._padding,
+                past_key_values=cache, use_cache=True, logits_to_keep=1, **self._named,
+            )  # fmt: skip
+            self._at.add_(1)
+            return output.logits[:, -1]
+
+        return step

@@ -1,13 +1,14 @@
 """Hugging Face Transformers with PEFT: static batches of one adapter, as in the paper, and PEFT's own mixed batches.
 
 A batch is consecutive requests, up to the limit, and runs until its longest request is done; finished rows compute for
-nothing. Timed: from the token ids of a batch to its last token. Not timed: loading the adapters of the next batch
-(`PeftBackend.load`).
+nothing. Timed: from the first invocation of a batch to its last token. Not timed: loading the adapters of the next
+batch, merging a batch's one adapter into the weights, and capturing its graphs (`PeftBackend`).
 """
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 
 import torch
@@ -33,9 +34,9 @@ class HfSystem(ServingSystem):
         tokens: list[list[int]] = []
         totals: Counter[str] = Counter()
         for batch in self._batches(jobs):
-            rows = backend.places([job.adapter_id for job in batch])
             longest = max(job.new_tokens for job in batch)
-            made = backend.generate([job.prompt for job in batch], longest, rows if self.mixed else None)
+            with self._applied(batch) as rows:
+                made = backend.generate([job.prompt for job in batch], longest, rows)
             tokens += [row[: job.new_tokens] for row, job in zip(made.tokens, batch, strict=True)]
             totals.update(steps=longest, rows=longest * len(batch), live=sum(job.new_tokens for job in batch))
             totals.update(prefill=made.prefill_s, decode=made.decode_s)
@@ -57,29 +58,38 @@ class HfSystem(ServingSystem):
 
     def _steps(self, batch: Sequence[Job], done: int, count: int) -> list[Step]:
         """Time up to `count` steps of a batch whose rows have generated `done` tokens."""
-        backend = self.world.peft
-        rows = backend.places([job.adapter_id for job in batch])
         last = min(max(job.new_tokens for job in batch), done + count)
-        started = time.perf_counter()
-        decoding = backend.decoding([job.prompt for job in batch], last, rows if self.mixed else None, done)
         steps = []
-        for index in range(done, last):
-            decoding.step()
-            ended = time.perf_counter()
-            live = sum(index < job.new_tokens for job in batch)
-            prompts = 0 if index else sum(len(job.prompt) for job in batch)
-            steps.append(Step(ended - started, prompts + live, live))
-            started = ended
+        with self._applied(batch) as rows:
+            decoding = self.world.peft.decoding([job.prompt for job in batch], last, rows, done)
+            started = time.perf_counter()
+            for index in range(done, last):
+                decoding.step()
+                ended = time.perf_counter()
+                live = sum(index < job.new_tokens for job in batch)
+                prompts = 0 if index else sum(len(job.prompt) for job in batch)
+                steps.append(Step(ended - started, prompts + live, live))
+                started = ended
         return steps
+
+    @contextmanager
+    def _applied(self, batch: Sequence[Job]) -> Iterator[list[str] | None]:
+        """Apply the adapters of a batch; yields the PEFT adapter of each row of a mixed batch, else None."""
+        backend = self.world.peft
+        if self.mixed:
+            yield backend.places([job.adapter_id for job in batch])
+        else:
+            with backend.merged(batch[0].adapter_id):
+                yield None
 
     def forced(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         for batch in self._batches(jobs):
-            rows = self.world.peft.places([job.adapter_id for job in batch])
             mine = [list(row) for row in tokens[len(found) : len(found) + len(batch)]]
             longest = max(map(len, mine))
             padded = [row + [0] * (longest - len(row)) for row in mine]
-            logits = self.world.peft.forced([job.prompt for job in batch], padded, rows if self.mixed else None)
+            with self._applied(batch) as rows:
+                logits = self.world.peft.forced([job.prompt for job in batch], padded, rows)
             found += [row[: len(own)] for row, own in zip(logits, mine, strict=True)]
         return found
 

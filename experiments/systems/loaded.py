@@ -5,6 +5,7 @@ folders.
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from experiments.benches import page_cache
 from experiments.facts.systems import SYSTEMS
 from experiments.systems.engine_systems import MOST_ADAPTERS, EngineSystem
 from experiments.systems.open_loop import DISK, MEMORY, SLOT
@@ -17,7 +18,7 @@ from punica.engine import EngineConfig, Request
 from punica.workload import released_lengths
 
 FOLDERS = 4
-"""Different adapters on disk; others are further ids of the same folders, each with a load of its own."""
+"""Different adapters on disk, where nothing says more; others are further ids of the same folders."""
 LONGEST_PROMPT = int(released_lengths(1000).prompt.max())
 """Tokens, of the stream's requests at 2,048 tokens: most prompt rows of a step with at most one prompt."""
 
@@ -30,8 +31,7 @@ def takes_many(admission: str) -> bool:
 class Loaded(EngineSystem):
     """The system called `name`, with adapters in host memory.
 
-    `slots` None: as many as a batch can use. Adapters beyond the different ones of a `World` share their memory, so
-    that thousands fit; loading one costs as much as loading a different one.
+    `slots` None: as many as a batch can use. Adapters beyond the different ones of a `World` share their memory.
     """
 
     def __init__(self, world: World, name: str, slots: int | None = None, in_memory: int = MOST_ADAPTERS) -> None:
@@ -67,18 +67,31 @@ class Loaded(EngineSystem):
 
 
 class FromFolders(Loaded):
-    """`Loaded` with adapters in PEFT folders below `root`, `in_memory` of which host memory holds."""
+    """`Loaded` with adapters in PEFT folders below `root`, `in_memory` of which host memory holds.
 
-    def __init__(self, world: World, name: str, slots: int | None, in_memory: int, root: Path) -> None:
+    `cached`: share of the folders' bytes in the system's page cache when the system was last loaded, after it was told
+    to forget them.
+    """
+
+    def __init__(
+        self, world: World, name: str, slots: int | None, in_memory: int, root: Path, folders: int = FOLDERS
+    ) -> None:
         super().__init__(world, name, slots, in_memory)
+        self.cached = 1.0
         self._read: dict[str, LoRAModel] = {}
-        self._folders = [root / str(index) for index in range(min(FOLDERS, world.limits.max_batch_size))]
+        self._folders = [root / str(index) for index in range(min(folders, world.sets))]
         for index, folder in enumerate(self._folders):
             if not folder.exists():
                 write_random_adapter(  # the world's own weights, which the reference has
                     folder, world.config, world.rank, world.seed + index,
                     alpha=world.alpha, dtype=world.dtype, device=world.device,
                 )  # fmt: skip
+
+    def hold(self, adapter_ids: Collection[int]) -> None:
+        """Put the most popular of these adapters into host memory; the others are on the drive, as far as it lets."""
+        super().hold(adapter_ids)
+        page_cache.drop(self._folders)
+        self.cached = page_cache.cached_share(self._folders)
 
     def _register(self, adapter_ids: Collection[int]) -> None:
         """Put the first, most popular ones into host memory, as after a long time; copies share their tensors."""

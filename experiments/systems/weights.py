@@ -2,7 +2,7 @@
 
 Weights exist once: engines and the Hugging Face model share the tensors (`exported` gives views under Hugging Face
 names), so that tokens can be compared one by one. As in the released harness (D10) there are at most `max_batch_size`
-different adapters; further ones are copies under ids of their own, which cost as much as different ones.
+different adapters, or `sets`; further ones are copies under ids of their own.
 """
 
 import copy
@@ -87,14 +87,15 @@ class Weights:
         return (adapter_id - 1) % self.sets
 
     def adapter_tensors(self, adapter_id: int) -> dict[str, torch.Tensor]:
-        """Return the adapter's tensors under PEFT names, on the device."""
+        """Return the adapter's tensors under PEFT names, on the device, which keeps as many as a batch can use."""
         index = self.adapter_set(adapter_id)
-        if index not in self._adapters:
-            seed = self.seed + index
-            self._adapters[index] = random_adapter_tensors(
-                self.config, self.rank, seed, dtype=self.dtype, device=self.device
-            )
-        return self._adapters[index]
+        if index in self._adapters:
+            return self._adapters[index]
+        seed = self.seed + index
+        drawn = random_adapter_tensors(self.config, self.rank, seed, dtype=self.dtype, device=self.device)
+        if index < self.limits.max_batch_size:
+            self._adapters[index] = drawn
+        return drawn
 
     def adapter(self, adapter_id: int) -> LoRAModel:
         """Build the adapter for our engine, in host memory."""

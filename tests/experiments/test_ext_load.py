@@ -4,6 +4,7 @@ import shlex
 from collections import Counter
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -11,7 +12,7 @@ from fakes import QUIET, composed
 from hydra.core.config_store import ConfigStore
 
 from experiments.ext_latency_under_load import AT_BASELINE, CAPACITY, WITHOUT_LORA, LoadBench, bound
-from experiments.ext_many_adapters import Holding, ManyBench
+from experiments.ext_many_adapters import ROOM, Holding, ManyBench
 from experiments.harness import ConfigError, Reading
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
@@ -91,6 +92,19 @@ def test_a_registered_workload_draws_among_many_adapters(tmp_path, halves) -> No
     assert drawn.total() == cfg.figure.requests
 
 
+def test_adapters_that_memory_cannot_hold_are_aliases_and_said_to_be(tmp_path, monkeypatch) -> None:
+    cfg = settled(tmp_path, MANY)
+    size = cfg.model.lora_parameters(cfg.adapters.ranks[0]) * cfg.model.dtype.bytes
+    for free, sets in ((6.5 * size / ROOM, 6), (1e12, 7), (0, 3)):
+        monkeypatch.setattr("punica.parallel.memory.free_bytes", lambda _, free=free: int(free))
+        bench = ManyBench(cfg)
+        assert bench.world.sets == sets
+        held = {one.metric: one.value for one in bench.held(object(), Holding(7, in_memory=4))}
+        assert held == {"weight_sets": sets, "aliases": 7 - sets}
+        assert bench.held(object(), Holding(2))[0].value == 2
+    assert {one.metric for one in bench.held(SimpleNamespace(cached=0.0), Holding(2))} > {"page_cache_share"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", [LOAD, MANY], ids=lambda experiment: experiment.name)
 def test_a_registered_workload_is_served_under_load(tmp_path, halves, experiment) -> None:
@@ -153,6 +167,7 @@ class Scripted:
     @staticmethod
     def bench(bench, cfg) -> None:
         bench.span = Span(0.0, 1.0, 1.0, 6, 5.0)
+        bench.held = lambda system, holding: []
 
     def capacity_of(self, system, jobs, seconds):
         self.capacities.append((system, 10.0 + len(self.capacities)))
@@ -262,7 +277,11 @@ def test_many_adapters_have_rows_and_a_figure(tmp_path) -> None:
     disk = "7 adapters, 4 in memory"
     assert {row.panel for row in rows} == {"5 adapters", "4 adapters, 2 slots", disk}
     assert found["5 adapters", "memory_hit_rate"] == 1
-    assert found[disk, "adapters"] == 7
+    assert found[disk, "adapters"] == found[disk, "weight_sets"] == 7
+    assert found["5 adapters", "weight_sets"] == 5
+    assert {value for (_, name), value in found.items() if name == "aliases"} == {0}
+    assert 0 <= found[disk, "page_cache_share"] <= 1
+    assert ("5 adapters", "page_cache_share") not in found
     assert all(found[disk, name] == 0 for name in ("lost", "doubled", "starved"))
     figure = draw_many(measured_frame(outcome.rows_file), pd.DataFrame())
     assert len(figure.axes) == 3

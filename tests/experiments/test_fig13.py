@@ -24,6 +24,7 @@ from experiments.cluster import loads as loads_module
 from experiments.cluster import recorded as recorded_module
 from experiments.cluster.hour import paper_cluster, paper_hour
 from experiments.cluster.loads import (
+    Load,
     Stream,
     first_token_readings,
     p99_first_token,
@@ -32,6 +33,7 @@ from experiments.cluster.loads import (
     with_joins,
 )
 from experiments.cluster.scaled import peak_bytes, replay, replayed
+from experiments.cluster.seeds import over_seeds
 from experiments.cluster.served import (
     ServedHour,
     heat_map,
@@ -51,6 +53,7 @@ from experiments.facts.paper import read_figure
 from experiments.fig13_cluster import EXPERIMENT as FIG13
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import CheckFailed
+from experiments.harness.points import Reading
 from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import settle
@@ -137,6 +140,21 @@ def test_a_gpu_wakes_after_a_window_without_tokens():
     assert means(np.arange(7), 3).tolist() == [1.0, 4.0]
 
 
+def test_the_rows_are_of_the_first_seed_and_the_span_of_all():
+    values = iter((3.0, 1.0, 2.0))
+
+    def run(seed):
+        value = next(values)
+        return [Reading("speed", value, "token/s", kind="simulated", cost_model="a cost"),
+                Reading("batch", value, "requests", t_s=0.0), Reading("changes", value, "count", gpu=1)]  # fmt: skip
+
+    found = over_seeds(3, run)
+    assert [(one.metric, one.value) for one in found] == [
+        ("speed", 3.0), ("batch", 3.0), ("changes", 3.0), ("speed_low", 1.0), ("speed_high", 3.0), ("seeds", 3),
+    ]  # fmt: skip
+    assert {(one.kind, one.cost_model) for one in found if "speed" in one.metric} == {("simulated", "a cost")}
+
+
 # the hour
 
 
@@ -189,6 +207,12 @@ def test_fig13_measures_draws_and_does_not_measure_again(tmp_path):
     assert all(row.cost_model for row in rows)
     assert {row.gpu for row in rows if row.metric == "gpu_batch_size_60s_mean"} == set(range(16))
     assert {row.disturbed for row in rows} == {None}
+    assert {row.value for row in rows if row.metric == "seeds"} == {5}
+    for panel, metric in ((HOUR, "mean_throughput"), (HOUR, "total_requests"), ("simulated Figure 11", "throughput")):
+        said = {row.metric: row.value for row in rows if row.panel == panel}
+        low, one, high = (said[metric + end] for end in ("_low", "", "_high"))
+        assert low <= one <= high
+        assert low < high
     assert run(composed(tmp_path, name=FIG13.name), FIG13).measured == 0
     assert predictions(frame_of([replace(row, scale="laptop") for row in rows]), PAPER) == []  # a minute is no hour
 
@@ -261,6 +285,10 @@ def test_half_of_the_windows_tells_the_constant_that_predicts_the_other_half():
     found = {one.metric: one.value for one in predicted_half(windows, elsewhere)}
     assert (found["windows_fitted"], found["windows_predicted"]) == (4, 4)
     assert abs(found["throughput_error"]) < 1e-9
+    # a constant, the mean of the fitted half, is off by what the context makes
+    assert found["largest_throughput_error"] < 1e-9 < 1e-4 < abs(found["largest_throughput_error_of_a_constant"])
+    told = [one.seconds for one in windows]
+    assert found["throughput_error_of_a_constant"] == pytest.approx(sum(told[1::2]) / sum(told[::2]) - 1)
     slow = [replace(one, seconds=one.seconds * (1.1 if one.repeat % 2 else 1.0)) for one in windows]
     assert {one.metric: one.value for one in predicted_half(slow, elsewhere)}["throughput_error"] == pytest.approx(0.1)
 
@@ -343,6 +371,22 @@ def test_first_tokens_under_load_are_compared_below_capacity(tmp_path):
     assert found["p99_error"] == pytest.approx(0.0)
     assert predicted["p99_error"] == pytest.approx(predicted["p99_first_token"] - 1)
     assert predicted["p99_error_low"] < predicted["p99_error"] < predicted["p99_error_high"]
+    assert "p99_error_of_a_constant" not in predicted, "one load alone has no other"
+    spread = {one.metric: one.value for one in first_token_readings(replace(again, others=(0.5, 1.5)), COST, seeds=3)}
+    assert spread["p99_error_of_a_constant"] == pytest.approx(1.0 / again.p99 - 1)
+    assert spread["p99_first_token_low"] <= spread["p99_first_token"] <= spread["p99_first_token_high"]
+    assert spread["p99_first_token_low"] < spread["p99_first_token_high"]
+    assert spread["p99_first_token"] == found["p99_first_token"]
+
+
+def test_a_constant_knows_loads_of_other_rates_alone():
+    stream = Stream("stated", 4, 64, Span(0.0, 1.0, 1.0, 1.0, 1.0), 0, works_ahead=False)
+    first, again, other = (
+        Load(panel, "Distinct", repeat, 1.0, p99, 4, 16, stream, ())
+        for panel, repeat, p99 in (("load 60", 0, 1.0), ("load 60", 1, 2.0), ("load 80", 0, 3.0))
+    )
+    assert loads_module._others(first, [first, again, other]) == (3.0,)
+    assert loads_module._others(other, [first, again, other]) == (1.0, 2.0)
 
 
 def test_rows_of_other_settings_than_those_beside_them_and_of_few_requests_are_not_predicted(tmp_path, monkeypatch):
@@ -363,7 +407,8 @@ def test_rates_that_are_not_predicted_tell_what_a_step_with_a_prompt_costs_besid
     assert with_joins(load, COST, 0.008).join == pytest.approx(0.008 - COST.prefill * rows)
     assert with_joins(load, COST, 1e-9).join == 0.0
     untold = {one.metric: one.cost_model for one in first_token_readings(replace(load, joining=()), COST)}
-    assert untold == dict.fromkeys(("p99_first_token", "p99_error"), COST.name)
+    assert {name for name in untold if "error" in name} == {"p99_error"}
+    assert set(untold.values()) == {COST.name}
 
 
 def test_the_requests_of_a_load_arrive_again_as_the_driver_sent_them(tmp_path, monkeypatch):
@@ -433,6 +478,11 @@ def test_predictions_say_how_far_off_they_are_and_whether_that_was_asked():
     (steps,) = [one for what, one in found.items() if "(share of GPU time in steps)" in what]
     assert (steps.off, steps.asked, steps.met) == ("-12.5 points", "within 5 points", False)
     assert found["Figure 11, 13B Skewed (token/s)"].off == "+0.0 %"
+    assert found["Figure 11, 13B Skewed (token/s)"].constant not in ("-", "+0.0 %")
+    ends = predicted_rows().query("metric == 'total_tokens' and panel == @HOUR")
+    ends = [ends.assign(metric=f"total_tokens_{end}", value=value) for end, value in (("low", 11.0), ("high", 22.0))]
+    spans = {one.what: one.span for one in predictions(pd.concat([predicted_rows(), *ends]), PAPER)}
+    assert spans["Figure 13, tokens (follow from the input)"] == " (11 to 22)"
     assert found["Figure 13, active GPUs over time (correlation)"].met
     windows, furthest = [one for what, one in found.items() if "windows" in what]
     assert (windows.off, windows.asked, windows.met) == ("-6.0 %", "within 5 %", False)
@@ -481,7 +531,8 @@ def test_a_share_that_is_off_is_said_to_be():
     found = predictions(predicted_rows(share=0.6), PAPER)
     lines = prediction_table(found)
     (line,) = [line for line in lines if "as the paper's code counts" in line]
-    assert line.endswith("| -12.5 points | within 5 points | **no** |")
+    assert line.endswith("| -12.5 points | - | within 5 points | **no** |")
+    assert "of minute means, on both sides) | 0.6618 | 0.6618 | +0.0 points | - | - | - |" in "\n".join(lines)
     assert remains(found).startswith("What remains: an active GPU of the paper's cluster gives 597.7 token/s")
     said = sensitivity(predicted_rows(), PAPER)
     assert "no prediction: with every step 1.50 times as long" in said
@@ -538,6 +589,8 @@ def test_placement_measures_every_rule_on_every_load_and_draws(tmp_path):
         "paper's load", "mixed ranks", "mixed ranks, padded",
     ]  # fmt: skip
     assert {row.kind for row in rows} == {"simulated"}
+    value = {(row.panel, row.metric): row.value for row in rows}
+    assert value["paper's load", "capacity_low"] < value["paper's load", "capacity_high"]
     plt.close("all")
 
 

@@ -1,15 +1,20 @@
 """Engines that are loaded by the clock: on a clock on which every step takes a second, all of it can be foretold."""
 
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+import torch
 
+from experiments.benches import page_cache
 from experiments.facts.systems import ENGINE, entries, without_lora
 from experiments.harness import CheckFailed
-from experiments.harness.schema import DType, ModelConf
+from experiments.harness.schema import REPOSITORY, DType, ModelConf
 from experiments.harness.span import Span
 from experiments.systems.load_bench import capacity_of, check_system, load
 from experiments.systems.load_readings import load_readings, place_readings, tail, user_readings, users_of
@@ -325,6 +330,43 @@ def test_adapters_that_host_memory_has_no_room_for_are_read_again(world, tmp_pat
     assert len(system.engine.manager) == 5
     monkeypatch.undo()
     check_system(system, jobs, 8, 4)
+
+
+@pytest.fixture
+def on_a_drive() -> Iterator[Path]:
+    """A folder that is not in memory."""
+    with TemporaryDirectory(dir=REPOSITORY) as folder:
+        yield Path(folder)
+
+
+def test_files_are_forgotten_by_the_page_cache(on_a_drive: Path) -> None:
+    folders = [on_a_drive / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "weights").write_bytes(os.urandom(1 << 20))
+    assert page_cache.cached_share(folders) == 1.0
+    page_cache.drop(folders[:1])
+    assert page_cache.cached_share(folders) == pytest.approx(0.5, abs=0.05)
+    assert (folders[0] / "weights").stat().st_size == len((folders[0] / "weights").read_bytes())
+    assert page_cache.cached_share(folders) == 1.0
+
+
+def test_adapters_on_disk_are_read_from_there(world, on_a_drive: Path) -> None:
+    system = FromFolders(world, "punica", slots=None, in_memory=4, root=on_a_drive, folders=world.sets)
+    assert system.cached == 1.0
+    system.hold(range(1, 9))
+    assert system.cached < 0.1
+    assert len(list(on_a_drive.iterdir())) == world.sets
+
+
+def test_a_world_draws_as_many_sets_as_it_is_asked_for_and_keeps_a_batch_of_them(world) -> None:
+    many = World(world.model, "cpu", Limits(max_batch_size=2, max_len=32), rank=8, sets=5)
+    drawn = [many.adapter_tensors(number) for number in range(1, 7)]
+    assert len({float(next(iter(one.values())).sum()) for one in drawn[:5]}) == 5
+    assert drawn[5] is drawn[0]
+    assert many.adapter_tensors(5) is not drawn[4], "not kept on the device"
+    name = next(iter(drawn[4]))
+    assert torch.equal(many.adapter_tensors(5)[name], drawn[4][name])
 
 
 def test_copies_share_the_memory_of_the_adapter(systems) -> None:

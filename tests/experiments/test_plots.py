@@ -169,6 +169,14 @@ def test_serving_bars_have_the_papers_deepspeed_and_say_their_regime():
     assert "; one run; " in title
 
 
+def test_a_system_with_wrong_tokens_has_no_bar_in_the_hero_figure():
+    wrong = served().query("system == 'punica'").assign(system="punica_last_admitted", value=9e9)
+    paper = read_figure(PAPER, "11").query("panel == '7B Model'")
+    alone, both = (draw_serving(rows, paper) for rows in (served(), pd.concat([served(), wrong])))
+    assert len(alone.axes[0].patches) == len(both.axes[0].patches) > 0
+    assert "punica_last_admitted" not in legend_of(both)
+
+
 FOREIGN = ("vllm", "fastertransformer")
 
 
@@ -209,8 +217,10 @@ def test_a_policy_on_our_engine_is_named_by_what_it_does(name):
 
 
 def test_a_model_of_another_size_does_not_stand_beside_the_papers_70b():
-    for model, bars in (("llama2-7b", 4), ("llama2-70b", 4 + 4), ("llama-tiny", 4 + 4)):
-        above = draw_ranks(on_ranks(served(), model), read_figure(PAPER, "12")).axes[0]
+    for model, bars in (("llama2-7b", 4), ("llama2-70b", 4 + 4), ("llama-tiny", 4)):
+        figure = draw_ranks(on_ranks(served(), model), read_figure(PAPER, "12"))
+        above = figure.axes[0]
+        assert ("paper, A100" in legend_of(figure)) == (bars > 4)
         assert len(above.patches) == bars, model
         assert ("beside the paper's 70B" in above.get_title()) == (bars > 4)
 

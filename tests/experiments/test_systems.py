@@ -13,6 +13,7 @@ from experiments.systems import check
 from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.check import check_tokens
 from experiments.systems.hf_backend import Generated, SameProduct, linear_layers
+from experiments.systems.hf_decoding import Decoding, GraphDecoding
 from experiments.systems.serving import built
 from experiments.systems.stream import Job, paper_stream, shortened, timeline_of
 from experiments.systems.weights import Limits
@@ -223,11 +224,13 @@ def test_transformers_and_peft_multiply_as_our_engine_does(world):
 
 @pytest.mark.parametrize("alone", [SameProduct, torch.nn.Linear])
 @pytest.mark.parametrize("full", [SameProduct, torch.nn.Linear])
-def test_on_a_gpu_hugging_face_has_the_product_with_which_it_decodes_faster(alone, full, monkeypatch, capsys):
+@pytest.mark.parametrize("mixed", [SameProduct, torch.nn.Linear])
+def test_on_a_gpu_hugging_face_has_the_product_with_which_it_decodes_faster(alone, full, mixed, monkeypatch, capsys):
     backend = World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8).peft
     backend.load("place0", 1)
     monkeypatch.setattr(backend.weights, "device", "cuda")  # where factors of adapters stay torch's
-    monkeypatch.setattr("experiments.systems.hf_backend.Decoding", lambda *_: None)
+    for kind in ("Decoding", "GraphDecoding"):
+        monkeypatch.setattr(f"experiments.systems.hf_backend.{kind}", lambda *_: None)
     layers, made = linear_layers(backend.model, "cuda"), []
     assert len(layers) == 7 * 2 + 1
     assert not {id(layer) for layer in layers} & {
@@ -239,18 +242,55 @@ def test_on_a_gpu_hugging_face_has_the_product_with_which_it_decodes_faster(alon
         (kind,) = {type(layer) for layer in layers}
         return kind
 
-    def generate(prompts, new_tokens):
-        kind = product(prompts)
-        made.append((len(prompts), kind))
-        return Generated([], 0.0, 0.005 if kind is (alone if len(prompts) == 1 else full) else 0.010)
+    def generate(prompts, new_tokens, rows=None):
+        kind = product(prompts, rows)
+        made.append((len(prompts), rows is not None, kind))
+        faster = mixed if rows else alone if len(prompts) == 1 else full
+        return Generated([], 0.0, 0.005 if kind is faster else 0.010)
 
     monkeypatch.setattr(backend, "generate", generate)
     backend._find_faster_products()
-    assert made == [(batch, kind) for batch in (1, 4) for kind in 2 * (SameProduct, torch.nn.Linear)]
+    both = 2 * (SameProduct, torch.nn.Linear)
+    assert made == [(*batch, kind) for batch in ((1, False), (4, False), (4, True)) for kind in both]
     assert (product([[1]]), product([[1], [2]])) == (alone, full)
-    assert product([[1], [2]], ["place0", "place0"]) is full
+    assert product([[1], [2]], ["place0", "place0"]) is mixed
     ours, torchs = (1.0, 2.0) if full is SameProduct else (2.0, 1.0)
-    assert f"batch 4: {ours} ms per step with our product, {torchs} with torch's" in capsys.readouterr().err
+    said = f"a batch of one adapter: {ours} ms per step with our product, {torchs} with torch's"
+    assert said in capsys.readouterr().err
+
+
+def test_a_merged_adapter_leaves_every_bit_of_the_weights_as_it_was(half_world, jobs):
+    backend, before = half_world.peft, {name: one.clone() for name, one in half_world.exported().items()}
+    with backend.merged(2):
+        changed = {name for name, one in half_world.exported().items() if not torch.equal(one, before[name])}
+        merged = backend.generate([jobs[0].prompt], 6).tokens
+    assert len(changed) == 7 * 2
+    assert all(torch.equal(one, before[name]) for name, one in half_world.exported().items())
+    with pytest.raises(RuntimeError, match="stopped"), backend.merged(3):
+        raise RuntimeError("stopped")
+    assert all(torch.equal(one, before[name]) for name, one in half_world.exported().items())
+    with backend.merged(2):
+        assert backend.generate([jobs[0].prompt], 6).tokens == merged
+
+
+def captured(step):
+    """As a graph is made: the step runs once, and is replayed."""
+    step()
+    return step
+
+
+@pytest.mark.parametrize("done", [0, 9])
+@pytest.mark.parametrize("rows", [slice(1), slice(3, 7)], ids=["alone", "padded"])
+def test_graphs_of_a_fixed_length_choose_what_the_host_would_launch(rows, done, world, jobs, monkeypatch):
+    monkeypatch.setattr("experiments.systems.hf_decoding.BLOCK", 8)
+    prompts, backend = [job.prompt for job in jobs[rows]], world.peft
+    batch = backend.model, prompts, 30, backend._room, "cpu", {}, done
+    with backend.merged(2):
+        plain, graphs = Decoding(*batch), GraphDecoding(captured, *batch)
+        expected = [plain.step() for _ in range(done, 30)]
+        assert [graphs.step() for _ in range(done, 30)] == expected
+    first, end = (max(map(len, prompts)) + steps for steps in (max(done, 1), 30))
+    assert list(graphs._replays) == [*range(-(-first // 8) * 8, end - 1, 8), min(-(-(end - 1) // 8) * 8, end)]
 
 
 def test_peft_computes_with_the_weights_of_the_adapter_in_its_place(world):

@@ -3,15 +3,19 @@
 import pytest
 import torch
 
+from experiments.benches.launches import launches_of, seconds_per_launch
 from experiments.facts.systems import FIG11, names_in
 from experiments.harness.schema import DType, ModelConf
 from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.hf_backend import linear_layers
+from experiments.systems.hf_bench import WAYS, HfBench
+from experiments.systems.hf_decoding import Decoding, GraphDecoding
 from experiments.systems.serving import built
 from experiments.systems.stream import shortened
 from experiments.systems.weights import Limits
 from experiments.systems.whole_stream import compare
 from experiments.systems.world import World
+from punica.measure.timing import Protocol
 
 pytestmark = pytest.mark.gpu
 HALF = ModelConf(
@@ -67,6 +71,33 @@ def test_peft_computes_with_the_adapters_where_they_are(bench):
     assert {tensor.data_ptr() for tensor in factors} == known
     assert {tensor.device.type for tensor in factors} == {"cuda"}
     assert len({type(layer) for layer in linear_layers(backend.model, "cuda")}) == 1
+
+
+def test_a_captured_step_of_hugging_face_gives_what_the_host_launches(bench, monkeypatch):
+    monkeypatch.setattr("experiments.systems.hf_decoding.BLOCK", 8)
+    backend, prompts = bench.world.peft, [(1, 2, 3), (4, 5, 6, 7, 8)]
+    tokens = torch.arange(40, device="cuda").view(2, 20) % 512
+    with backend.merged(2):
+        launched, captured = (backend.decoding(prompts, 20, graphs=graphs) for graphs in (False, True))
+        assert (type(launched), type(captured)) == (Decoding, GraphDecoding)
+        expected = launched.forced(tokens)
+        found = captured.forced(tokens)
+    assert len(captured._replays) == 3
+    assert float((found - expected).norm() / expected.norm()) < 0.02
+    with backend.merged(2):
+        few, many = (launches_of(backend.decoding(prompts, 9, done=3, graphs=graphs).step) for graphs in (True, False))
+    assert few.launches <= 8 < 30 < many.launches
+    assert few.kernels > 30
+    assert 1e-7 < seconds_per_launch() < 1e-3
+
+
+def test_every_way_of_hugging_face_is_right_and_its_launches_are_counted(bench):
+    ways, protocol = HfBench(bench.world), Protocol("host_clock", "cuda", 1, 3, 3, 0.0, 0)
+    found = {way: ways.measure(way, 4, 24, protocol) for way in WAYS}
+    few = {way for way, timed in found.items() if timed.launches.launches <= 8}
+    assert few == {"unmerged, graphs", "merged, graphs"}
+    assert found["merged, graphs"].launches.kernels < found["unmerged, graphs"].launches.kernels
+    assert found["merged"].launches.launches < found["unmerged"].launches.launches < found["mixed"].launches.launches
 
 
 def test_a_world_is_made_on_the_device(bench):

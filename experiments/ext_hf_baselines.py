@@ -1,0 +1,117 @@
+"""Extension: a decode step of Hugging Face with PEFT, the baseline of Figure 11, in every way that it offers.
+
+The paper measured Transformers on an A100 of 2023 and gives its throughput, not what limits it. Claim: with one adapter
+a baseline that is given the best decodes about as fast as its weights are read; PEFT's mixed batches do not, since
+each layer loops over the adapters and the host launches every kernel. Expected shape on a GPU: `unmerged`, which
+Figure 11 once had, waits for the host at any batch; graphs end that; `merged` saves the adapter's kernels; `mixed` has
+more launches the more adapters there are. On a CPU nothing is launched, and merging alone is left.
+
+Measured: a decode step behind `figure.context` tokens, of one request and of a full batch. `unmerged`, `merged`:
+launched by the host, over a cache that grows in place. `unmerged, graphs` and `merged, graphs`: replays of CUDA graphs
+over a static cache (GPU only). `mixed`: launched by the host, a different adapter for every row (`adapter_names`).
+Every way is compared with the reference's logits first, and has the faster of both products (ours and torch's).
+
+    step_latency        from one token on the host to the next
+    launches_per_step   kernels, graphs and copies that the host gives the device, counted by the profiler ...
+    kernels_per_step    ... and kernels and copies that the device ran
+    device_time         time of a step in which the device ran any, by the profiler
+    launch_time         the host's time for an empty kernel: a floor of a launch, which Python and PEFT add to
+    device_share, launch_share: device_time, and launches at launch_time each, over the step. Where neither is near 1
+                        the host's Python is what the step takes
+
+Cost at scale=laptop: about 20 seconds on two cores, 2 GB; at scale=gpu about a minute per model, 27 and 45 GB.
+
+    python -m experiments.ext_hf_baselines scale=gpu model=llama2-7b
+    python -m experiments.ext_hf_baselines scale=gpu model=llama2-13b
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, cast
+
+from omegaconf import MISSING
+
+from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
+from experiments.harness.points import model_settings
+
+if TYPE_CHECKING:
+    from experiments.systems.hf_bench import HfBench
+
+
+@dataclass
+class HfBaselinesConf(FigureConf):
+    """Rows of a step, and tokens behind each."""
+
+    gpu_systems: list[str] = MISSING
+    batch_sizes: list[int] = MISSING
+    context: int = MISSING
+
+
+class HfBaselines(Experiment):
+    """Latency and launches of a step per batch (the panels) and way."""
+
+    name, figure, order, conf = "ext_hf_baselines", "ext hf baselines", 225, HfBaselinesConf
+    reads = ("model", "adapters.ranks", "adapters.alpha", "adapters.seed", *PROTOCOL)
+    clock, drawn_by = "host_clock", "hf_baselines.draw_hf_baselines"
+
+    def known_systems(self, cfg: Config) -> Sequence[str]:
+        figure = cast(HfBaselinesConf, cfg.figure)
+        return [name for name in figure.systems if cfg.hardware.device != "cpu" or name not in figure.gpu_systems]
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure = cast(HfBaselinesConf, cfg.figure)
+        adapters = {"alpha": cfg.adapters.alpha, "seed": cfg.adapters.seed}
+        settings = {"model": model_settings(cfg.model), "adapters": adapters}
+        return [
+            Point(f"batch {batch}", system, "Distinct" if system == "mixed" else "Identical", cfg.model.name, batch,
+                  figure.context, rank, settings)
+            for rank in cfg.adapters.ranks
+            for batch in figure.batch_sizes
+            for system in cfg.system.names
+            if system in self.known_systems(cfg)
+        ]  # fmt: skip
+
+    def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        from experiments.benches.launches import seconds_per_launch
+        from experiments.benches.operators import protocol
+
+        batch, context = cast(int, point.batch_size), cast(int, point.seq_len)
+        timed = self._bench(cfg, cast(int, point.rank)).measure(point.system, batch, context, protocol(cfg))
+        found = sampled("step_latency", [1e3 * seconds for seconds in timed.steps], "ms")
+        if timed.launches is None:
+            return found
+        launch, step = seconds_per_launch(), median(timed.steps)
+        return [
+            *found,
+            Reading("launches_per_step", timed.launches.launches, "launches", "count"),
+            Reading("kernels_per_step", timed.launches.kernels, "kernels", "count"),
+            Reading("device_time", 1e3 * timed.launches.busy, "ms"),
+            Reading("launch_time", 1e6 * launch, "us"),
+            Reading("device_share", timed.launches.busy / step, "share"),
+            Reading("launch_share", timed.launches.launches * launch / step, "share"),
+            Reading("own_product", float(timed.ours), "share"),
+        ]
+
+    def _bench(self, cfg: Config, rank: int) -> HfBench:
+        """Model, cache and adapters, built once per rank."""
+        from experiments.systems.hf_bench import HfBench
+        from experiments.systems.weights import Limits
+        from experiments.systems.world import World
+
+        figure = cast(HfBaselinesConf, cfg.figure)
+        steps = cfg.scale.warmup + max(cfg.scale.repeats, cfg.scale.min_repeats)
+        limits = Limits(max(figure.batch_sizes), figure.context + steps + 2)
+
+        def build() -> HfBench:
+            return HfBench(World(cfg.model, cfg.hardware.device, limits, rank, cfg.adapters.alpha, cfg.adapters.seed))
+
+        return self.kept((cfg.model.name, rank, limits, cfg.hardware.device), build)
+
+
+EXPERIMENT = HfBaselines()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

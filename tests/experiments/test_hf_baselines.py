@@ -1,0 +1,121 @@
+"""Decode steps of Hugging Face: which ways there are, that each is right, and that launches are counted."""
+
+import pandas as pd
+import pytest
+from fakes import composed
+
+from experiments.benches.device_parts import Kernel
+from experiments.benches.launches import Launches, counted
+from experiments.ext_hf_baselines import EXPERIMENT
+from experiments.harness import CheckFailed
+from experiments.harness.resume import run
+from experiments.harness.schema import DType, ModelConf
+from experiments.harness.settings import settle
+from experiments.plots.hf_baselines import draw_hf_baselines
+from experiments.systems.hf_bench import WAYS, HfBench, Timed
+from experiments.systems.hf_decoding import Decoding
+from experiments.systems.weights import Limits
+from experiments.systems.world import World
+from punica.measure.records import read_rows
+from punica.measure.timing import Protocol
+
+NAME = EXPERIMENT.name
+TINY = ModelConf(
+    name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
+)  # fmt: skip
+PROTOCOL = Protocol("host_clock", "cpu", warmup=1, repeats=3, min_repeats=2, seconds=0.0, flush_mib=0)
+
+
+@pytest.fixture(scope="module")
+def bench() -> HfBench:
+    return HfBench(World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8))
+
+
+def points(tmp_path, *overrides):
+    return EXPERIMENT.points(settle(composed(tmp_path, *overrides, name=NAME), EXPERIMENT))
+
+
+def test_graphs_are_ways_of_a_gpu(tmp_path):
+    assert {point.system for point in points(tmp_path)} == {"unmerged", "merged", "mixed"}
+    on_gpu = points(tmp_path, "hardware=h200", "scale=gpu")
+    assert list(dict.fromkeys(point.system for point in on_gpu)) == list(WAYS)
+    assert {(point.batch_size, point.seq_len) for point in on_gpu} == {(1, 512), (32, 512)}
+    assert {point.workload for point in on_gpu if point.system == "mixed"} == {"Distinct"}
+
+
+def test_steps_are_rows_and_a_cpu_counts_no_launches(tmp_path):
+    outcome = run(composed(tmp_path, "system=merged", "engine.max_batch_size=3", name=NAME), EXPERIMENT)
+    assert (outcome.measured, outcome.failed) == (2, [])
+    rows = read_rows(outcome.rows_file)
+    assert {row.metric for row in rows} == {"step_latency"}
+    assert {row.batch_size for row in rows} == {1, 3}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_is_timed_behind_its_context(way, bench, monkeypatch):
+    seen, step = [], Decoding.step
+    monkeypatch.setattr(Decoding, "step", lambda self: seen.append(self._width + self._done) or step(self))
+    timed = bench.measure(way, 3, 20, PROTOCOL)
+    assert seen == [21, 22, 23]  # a step to warm up, and as many as the protocol asks for at least
+    assert len(timed.steps) == 2
+    assert timed.launches is None
+
+
+def test_a_way_with_other_logits_is_not_timed(bench, monkeypatch):
+    forced = Decoding.forced
+    monkeypatch.setattr(Decoding, "forced", lambda self, tokens: 1.1 * forced(self, tokens))
+    monkeypatch.setattr(bench, "_checked", set())
+    with pytest.raises(CheckFailed, match=r"merged gives logits that differ from the reference by 1\.00e-01"):
+        bench.measure("merged", 1, 20, PROTOCOL)
+
+
+def test_adapters_that_change_nothing_are_seen(monkeypatch):
+    bench = HfBench(World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8, alpha=1e-9))
+    with pytest.raises(CheckFailed, match=r"left out differs by \d.*e-"):
+        bench.measure("mixed", 2, 20, PROTOCOL)
+
+
+EVENTS = [
+    (Kernel("gemm", 1.0, 3.0), True), (Kernel("Memcpy DtoH", 2.0, 4.0), True), (Kernel("gemm", 6.0, 7.0), True),
+    (Kernel("cudaLaunchKernel", 0.0, 0.1), False), (Kernel("cuLaunchKernelEx", 0.1, 0.2), False),
+    (Kernel("cudaMemcpyAsync", 0.2, 0.3), False), (Kernel("cudaGraphLaunch", 0.2, 0.3), False),
+    (Kernel("cudaStreamSynchronize", 0.3, 7.0), False), (Kernel("cudaEventRecord", 0.3, 0.4), False),
+]  # fmt: skip
+
+
+def test_launches_are_counted_and_the_device_is_busy_once():
+    assert counted(EVENTS) == Launches(launches=4, kernels=3, busy=4.0)
+    for kept in (EVENTS[:3], EVENTS[3:]):
+        with pytest.raises(CheckFailed, match="the profiler saw"):
+            counted(kept)
+
+
+def test_a_gpu_says_how_much_of_a_step_is_launches(tmp_path, monkeypatch):
+    cfg = settle(composed(tmp_path, "engine.max_batch_size=2", name=NAME), EXPERIMENT)
+    timed = Timed([0.010, 0.012, 0.014], Launches(900, 950, 0.004), ours=False)
+    monkeypatch.setattr(HfBench, "measure", lambda *_: timed)
+    monkeypatch.setattr("experiments.benches.launches.seconds_per_launch", lambda: 2e-6)
+    found = {(one.metric, one.statistic): one.value for one in EXPERIMENT.measure(cfg, EXPERIMENT.points(cfg)[0])}
+    assert found["step_latency", "median"] == pytest.approx(12.0)
+    assert found["launches_per_step", "count"] == 900
+    assert found["kernels_per_step", "count"] == 950
+    assert (found["device_time", "value"], found["launch_time", "value"]) == pytest.approx((4.0, 2.0))
+    assert found["own_product", "value"] == 0.0
+    assert (found["device_share", "value"], found["launch_share", "value"]) == pytest.approx((4 / 12, 1.8 / 12))
+
+
+def test_the_figure_shows_launches_where_they_were_counted():
+    def row(system, metric, value, statistic="value"):
+        return {"panel": "batch 1", "model": "llama2-7b", "system": system, "metric": metric, "value": value,
+                "statistic": statistic, "device": "H200", "timer": "host_clock", "scale": "gpu"}  # fmt: skip
+
+    rows = [row("unmerged", "step_latency", 40.0, "median"), row("unmerged", "device_time", 9.0)]
+    counts = ("launches_per_step", "kernels_per_step")
+    rows += [row("unmerged", metric, 3000.0, "count") for metric in counts]
+    rows += [row("unmerged", "launch_time", 2.0), row("merged", "step_latency", 20.0, "median")]
+    figure = draw_hf_baselines(pd.DataFrame(rows), pd.DataFrame())
+    (axis,) = figure.axes
+    assert [patch.get_width() for patch in axis.patches] == [40.0, 9.0, 20.0]
+    assert [line.get_xdata()[0] for line in axis.lines] == [6.0]
+    assert [text.get_text() for text in axis.texts] == [" 3000 launches"]
