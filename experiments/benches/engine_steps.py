@@ -101,7 +101,7 @@ class EngineSteps:
     ) -> None:  # fmt: skip
         config = EngineConfig(max_batch_size=batch_size, max_model_len=longest + ROOM, **(switches or {}))
         sizes = {"max_loras": batch_size, "max_cpu_loras": batch_size}  # no spare slot: no request joins
-        self.engine = Engine(model, config.lora_config(rank, **sizes, **lora), config)
+        self.engine = Engine(model, config.lora_config(rank, **sizes, **lora), config, warm_up=False)
         fill_with_noise(self.engine.runner.attention.cache)
         self._names = itertools.count()
         self._shape: StepShape | None = None

@@ -9,6 +9,7 @@ execution (`overlap.py`): the next decode step is staged while the tokens of the
 is launched, too, unless a request could join it. A request that arrives after the launch joins one step later.
 """
 
+import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ from punica.parallel import (
     check_batch_invariant,
     check_in_step,
     dense_layers,
+    get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     set_batch_invariant,
 )
@@ -51,6 +53,10 @@ from punica.scheduling import (
     StepPlan,
     lay_out,
 )
+
+WARM_UP_TOKENS = 1024
+"""Most rows of prompts in the steps of a warm-up, whose time grows with it; longer prompts are rarer."""
+_log = logging.getLogger(__name__)
 
 
 class Engine(Generation):
@@ -74,6 +80,12 @@ class Engine(Generation):
         defaults: the model's end tokens and default sampling; without it no end tokens, and greedy decoding.
         cache: keys and values; ``None`` allocates ``engine_config``'s size. Engines on one CUDA stream may share one if
             only one of them has requests at a time.
+        warm_up: capture now the CUDA graphs of all decode steps and of steps with up to ``WARM_UP_TOKENS`` rows of
+            prompts, and compile their kernels; :meth:`capture_graphs` adds longer prompts. ``None``: on a GPU only,
+            with a progress bar. Without it the first step of each size does so. All ranks must agree.
+
+    Attributes:
+        warm_up_s: seconds of the warm-up, 0 without.
 
     Raises TypeError for a model or config of another class. ValueError: an unknown rule; ``max_model_len`` beyond the
     model's positions; cache and slots beyond free memory, on any rank; a given ``cache`` of other or too few blocks.
@@ -82,11 +94,11 @@ class Engine(Generation):
     def __init__(
         self, model: LlamaForCausalLM, lora_config: LoRAConfig | None = None, engine_config: EngineConfig | None = None,
         admission: str = "fcfs", tokenizer: Any = None, defaults: GenerationDefaults | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | None = None, warm_up: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         rule = ADMISSION_RULES.get(admission)()
-        check_types(model, lora_config, engine_config)
+        check_types(model, lora_config, engine_config, warm_up)
         self.config = config = engine_config or EngineConfig()
         check_fits(config, lora_config, model)
         self.vocab_size = model.config.vocab_size
@@ -120,6 +132,9 @@ class Engine(Generation):
         self.codec = None if tokenizer is None else TextCodec(tokenizer)
         self.defaults = defaults or GenerationDefaults()
         self._intake = Intake(config, self.vocab_size, self.blocks, self._residency, self.defaults, self.codec)
+        self.warm_up_s = 0.0
+        if device.type == "cuda" if warm_up is None else warm_up:
+            self.warm_up_s = self._warm_up(min(WARM_UP_TOKENS, max_tokens))
 
     @classmethod
     def from_pretrained(
@@ -127,7 +142,7 @@ class Engine(Generation):
         dtype: torch.dtype | str | None = None, device: torch.device | str | None = None,
         max_model_len: int | None = None, memory_fraction: float = 0.9, max_batch_size: int = 32, block_size: int = 16,
         num_blocks: int | None = None, fp8_kv_cache: bool = False, cuda_graphs: bool = True,
-        batch_invariant: bool = False, seed: int = 0, admission: str = "fcfs", **lora: Any,
+        batch_invariant: bool = False, seed: int = 0, admission: str = "fcfs", warm_up: bool | None = None, **lora: Any,
     ) -> "Engine":  # fmt: skip
         """Build an engine for the checkpoint in ``folder`` (nothing is downloaded), and load ``adapters``.
 
@@ -144,6 +159,7 @@ class Engine(Generation):
                 CUDA graphs would not fit beside them.
             max_batch_size, block_size, num_blocks, fp8_kv_cache, cuda_graphs, batch_invariant, seed: as in
                 :class:`EngineConfig`; ``num_blocks=None``: a full batch at full length, or what fits.
+            warm_up: as in :class:`Engine`.
             lora: fields of a :class:`LoRAConfig`. Defaults: ``max_lora_rank`` of the widest adapter, ``max_loras`` the
                 number of adapters, at most ``max_batch_size + 1``. Without adapters and fields: no LoRA layers.
 
@@ -159,7 +175,9 @@ class Engine(Generation):
         }  # fmt: skip
         parts = load_pretrained(folder, requests, dtype, device, max_model_len, memory_fraction, sizes, lora)
         tokenizer = None if parts.codec is None else parts.codec.tokenizer
-        engine = cls(parts.model, parts.lora_config, parts.engine_config, admission, tokenizer, parts.defaults)
+        engine = cls(
+            parts.model, parts.lora_config, parts.engine_config, admission, tokenizer, parts.defaults, warm_up=warm_up
+        )
         if engine.manager is not None:
             for request in requests:
                 engine.manager.add_adapter(request)
@@ -276,13 +294,27 @@ class Engine(Generation):
         launches the remaining shapes. All ranks must call it. TypeError, ValueError: not an integer of at least 0.
         """
         count = check_count("prompt_tokens", prompt_tokens, 0)
-        self.forget_next()
-        self.runner.capture_graphs(count)
+        if self.runner.graphs is not None:
+            self.forget_next()
+            self.runner.warm_up(count, progress=False)
 
     def capture_step(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool) -> None:
         """Capture the CUDA graph of one shape of step now; arguments as of :meth:`ModelRunner.capture_step`."""
         self.forget_next()
         self.runner.capture_step(prompt_rows, decode_rows, adapters, uses_lora=uses_lora)
+
+    def _warm_up(self, prompt_tokens: int) -> float:
+        """Run what steps with up to ``prompt_tokens`` rows of prompts run; return the seconds it took."""
+        start = time.perf_counter()
+        if self.manager is not None:  # the kernel that writes slots; no mark of embedding or head stays
+            self.manager.add_adapter(self.manager.create_dummy_lora(1, 1, embedding_modules=()))
+            self.manager.activate_adapter(1)
+            self.manager.remove_adapter(1)
+        on_gpu = self.runner.model.lm_head.weight.is_cuda
+        self.runner.warm_up(prompt_tokens, progress=on_gpu and get_tensor_model_parallel_rank() == 0)
+        seconds = time.perf_counter() - start
+        _log.info("warm-up of steps with up to %d prompt tokens: %.1f s", prompt_tokens, seconds)
+        return seconds
 
     def _activate(self, plan: StepPlan, failed: list[RequestState]) -> StepPlan:
         """Activate the adapters of the step; return the plan without requests that failed, appended to ``failed``.

@@ -6,14 +6,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from punica.adapters import LoRAModelManager
 from punica.engine.config import EngineConfig
-from punica.engine.cuda_graph import GraphShape, StepGraphs, StepResult, decode_sizes, prompt_sizes
+from punica.engine.cuda_graph import GraphShape, StepGraphs, StepResult, StepShapes, decode_sizes, prompt_sizes
 from punica.engine.gpu_attention import INVARIANT_SPLITS, KernelAttention, attention_for
 from punica.engine.kv_cache import KVCache
 from punica.engine.sampler import PendingLogprobs, PendingTokens, choose_tokens, greedy_tokens, token_logprobs
 from punica.engine.step_inputs import StepInputs, StepRows
+from punica.layers import capturing_vocabulary, rehearsal
 from punica.metadata import RowGroups
 from punica.models import LlamaForCausalLM
 from punica.parallel import collectives_can_be_captured, in_step
@@ -82,14 +84,15 @@ class ModelRunner:
         self._ends = [layer for layer in modules if layer.skips_when_empty]
         self.graphs: StepGraphs | None = None
         self._results: StepResult | None = None
+        prompts = config.max_num_batched_tokens
+        self.shapes = StepShapes(config.max_batch_size, prompts, 0 if manager is None else manager.lora_slots)
+        self._graphs_take_prompts = False
         if config.cuda_graphs and isinstance(self.attention, KernelAttention) and collectives_can_be_captured():
-            slots = 0 if manager is None else manager.lora_slots
-            prompt_rows = config.max_num_batched_tokens if self.attention.takes_prompts_in_graphs else 0
+            self._graphs_take_prompts = self.attention.takes_prompts_in_graphs
             this = weakref.proxy(self)  # a reference cycle would keep the KV cache of a dropped engine
             self.graphs = StepGraphs(
-                lambda shape: this._stage_dummy(shape), lambda shape: this._forward_shape(shape),
-                config.max_batch_size, prompt_rows, slots, device,
-            )  # fmt: skip
+                lambda shape: this._stage_dummy(shape), lambda shape: this._forward_shape(shape), device
+            )
 
     @property
     def works_ahead(self) -> bool:
@@ -145,11 +148,17 @@ class ModelRunner:
             return InFlight(layout, tokens, PendingTokens(tokens), logprobs, ready)
 
     @torch.inference_mode()
-    def capture_graphs(self, prompt_rows: int) -> None:
-        """Capture the graphs of all steps with up to ``prompt_rows`` rows of prompts, if steps are graphs."""
-        if self.graphs is not None:
-            for shape in self.graphs.shapes(prompt_rows, vocabulary=any(layer.filled_slots for layer in self._ends)):
-                self.graphs.prepare(shape)
+    def warm_up(self, prompt_rows: int, *, progress: bool) -> None:
+        """Capture the graphs of all steps with up to ``prompt_rows`` rows of prompts.
+
+        Steps without a graph are run once, which compiles their kernels. No cache row is written.
+        """
+        shapes = self.shapes.up_to(prompt_rows, vocabulary=any(layer.filled_slots for layer in self._ends))
+        for shape in tqdm(shapes, "warm-up: steps of each size", unit="step", disable=not progress):
+            if not self._capture(shape):
+                with in_step(), rehearsal(), capturing_vocabulary(shape.vocabulary):
+                    self._stage_dummy(shape)
+                    self._forward(self.inputs.first(*self._rows_of(shape)), samples_all=not shape.prompt_rows)
 
     @torch.inference_mode()
     def capture_step(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool) -> None:
@@ -157,10 +166,14 @@ class ModelRunner:
 
         ``adapters``: distinct ones of the decode rows; ``uses_lora``: any row of the step has one.
         """
-        if self.graphs is not None:
-            shape = self.graphs.shape(prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=False)
-            if shape is not None:
-                self.graphs.prepare(shape)
+        self._capture(self.shapes.of(prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=False))
+
+    def _capture(self, shape: GraphShape) -> bool:
+        """Capture the graph of ``shape`` if steps of that kind have graphs; return whether it exists."""
+        return self.graphs is not None and self._has_graphs(shape) and self.graphs.prepare(shape)
+
+    def _has_graphs(self, shape: GraphShape) -> bool:
+        return self._graphs_take_prompts or not shape.prompt_rows
 
     def _stage(self, layout: StepLayout, shape: GraphShape | None) -> StagedStep:
         """Refill inputs and attention, padded for the graph of ``shape`` (its capture would overwrite them)."""
@@ -176,10 +189,11 @@ class ModelRunner:
         slots = [slot for slot, span in zip(layout.sampled_slots, layout.spans, strict=True)
                  if span.start >= layout.num_prefill_rows]  # fmt: skip
         used = {*layout.sampled_slots} - {-1}
-        return self.graphs.shape(
+        shape = self.shapes.of(
             layout.num_prefill_rows, len(slots), len({*slots} - {-1}),
             uses_lora=bool(used), vocabulary=any(not used.isdisjoint(layer.filled_slots) for layer in self._ends),
         )  # fmt: skip
+        return shape if self._has_graphs(shape) and not self.graphs.is_refused(shape) else None
 
     def _stage_dummy(self, shape: GraphShape) -> None:
         """Stage a step of ``shape`` that writes no cache row: one prompt, and decode rows spread evenly over slots."""

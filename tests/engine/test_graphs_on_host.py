@@ -72,9 +72,9 @@ def graphs_on_host(monkeypatch) -> None:
     monkeypatch.setattr(runner_module, "attention_for", Padded)
 
 
-def build(backbone) -> Engine:
+def build(backbone, warm_up: bool = False) -> Engine:
     config = EngineConfig(max_batch_size=2, max_model_len=32)
-    return Engine(backbone.model(), config.lora_config(16), config)
+    return Engine(backbone.model(), config.lora_config(16), config, warm_up=warm_up)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_all_graphs_beforehand_are_all_that_steps_need(engine, backbone) -> None
     engine.capture_graphs(32)
     prompts = [GraphShape(64, *rest) for rest in ((2, 2), (2, 1), (2, 0), (0, 1), (0, 0))]
     assert graphs.tried == decodes + prompts
-    assert graphs.shapes(10_000, vocabulary=False) == prompts + decodes, "no step is longer"
+    assert engine.runner.shapes.up_to(10_000, vocabulary=False) == prompts + decodes, "no step is longer"
     serve(engine, backbone)
     assert {GraphShape(64, 0, 0), GraphShape(64, 2, 1)} < set(graphs.replayed), "the first request has no adapter"
     assert len(graphs.tried) == 10
@@ -154,6 +154,18 @@ def test_all_graphs_beforehand_are_all_that_steps_need(engine, backbone) -> None
     for wrong, kind in ((-1, ValueError), ("many", TypeError)):
         with pytest.raises(kind, match="prompt_tokens"):
             engine.capture_graphs(wrong)
+
+
+def test_a_warm_engine_has_all_graphs_that_steps_need(backbone, monkeypatch) -> None:
+    """What finds no memory runs once without a graph, and then in every step."""
+    refused = GraphShape(64, 2, 2)
+    monkeypatch.setattr(OnHost, "lacks", frozenset({refused}))
+    engine = build(backbone, warm_up=True)
+    graphs, shapes = engine.runner.graphs, engine.runner.shapes.up_to(32, vocabulary=False)
+    assert graphs.tried == shapes
+    assert (graphs.statistics.graphs, graphs.statistics.refused) == (len(shapes) - 1, 1)
+    serve(engine, backbone)
+    assert graphs.tried == shapes
 
 
 def test_steps_have_graphs_of_their_own_while_an_adapter_is_for_embedding_and_head(engine, backbone, tmp_path) -> None:
@@ -172,9 +184,10 @@ def test_steps_have_graphs_of_their_own_while_an_adapter_is_for_embedding_and_he
     graphs.replayed.clear()
     serve(engine, backbone)
     assert not any(shape.vocabulary for shape in graphs.replayed), "it lies in a slot, but no row has it"
-    assert graphs.shape(0, 2, 0, uses_lora=False, vocabulary=True) == GraphShape(0, 2, 0), "without any adapter, one"
-    with_lora = [shape for shape in graphs.shapes(64, vocabulary=False) if shape.adapters]
-    assert {*graphs.shapes(64, vocabulary=True)} - {*graphs.shapes(64, vocabulary=False)} == {
+    shapes = engine.runner.shapes
+    assert shapes.of(0, 2, 0, uses_lora=False, vocabulary=True) == GraphShape(0, 2, 0), "without any adapter, one"
+    with_lora = [shape for shape in shapes.up_to(64, vocabulary=False) if shape.adapters]
+    assert {*shapes.up_to(64, vocabulary=True)} - {*shapes.up_to(64, vocabulary=False)} == {
         shape._replace(vocabulary=True) for shape in with_lora
     }
 
