@@ -13,10 +13,11 @@ from punica.engine.config import EngineConfig
 from punica.engine.cuda_graph import GraphShape, StepGraphs, StepResult, StepShapes, decode_sizes, prompt_sizes
 from punica.engine.gpu_attention import INVARIANT_SPLITS, KernelAttention, attention_for
 from punica.engine.kv_cache import KVCache
-from punica.engine.sampler import PendingLogprobs, PendingTokens, choose_tokens, greedy_tokens, token_logprobs
+from punica.engine.sampler import PendingCopy, PendingLogprobs, choose_tokens, greedy_tokens, token_logprobs
 from punica.engine.step_inputs import StepInputs, StepRows
 from punica.layers import capturing_vocabulary, rehearsal
 from punica.metadata import RowGroups
+from punica.metadata.staging import send
 from punica.models import LlamaForCausalLM
 from punica.parallel import collectives_can_be_captured, in_step
 from punica.scheduling import StepLayout
@@ -50,7 +51,7 @@ class InFlight(NamedTuple):
 
     layout: StepLayout
     device_tokens: Tensor
-    token_ids: PendingTokens
+    token_ids: PendingCopy
     logprobs: PendingLogprobs
     metadata_ready_s: float
 
@@ -103,29 +104,21 @@ class ModelRunner:
         return self.graphs is not None
 
     @torch.inference_mode()
-    def stage(self, layout: StepLayout) -> StagedStep:
-        """Send the inputs of a step, and capture its graph if it is the first of its shape."""
-        shape = self._shape_of(layout)
-        if shape is not None and self.graphs is not None and not self.graphs.prepare(shape):
-            shape = None
-        return self._stage(layout, shape)
+    def stage(self, layout: StepLayout, before: InFlight | None = None) -> StagedStep:
+        """Send the inputs of a step, and capture its graph if it is the first of its shape.
 
-    @torch.inference_mode()
-    def stage_ahead(self, layout: StepLayout, tokens: Tensor) -> StagedStep | None:
-        """Send the inputs of the next decode step while the device computes this one; ``None`` if it lacks its graph.
-
-        ``tokens [S]``: this step's tokens on the device, in the order of the rows of ``layout``.
+        ``before``: the step in flight, whose tokens the decode rows continue; they stay on the device.
         """
         shape = self._shape_of(layout)
-        if not self.has_graph(shape):
-            return None
+        tokens = None if before is None else before.device_tokens
+        if shape is not None and self.graphs is not None and not self.graphs.has(shape):
+            tokens = None if tokens is None else tokens.clone()  # the capture overwrites results
+            if not self.graphs.prepare(shape):
+                shape = None
         staged = self._stage(layout, shape)
-        staged.rows.token_ids[: len(tokens)].copy_(tokens.clamp(min=0))  # NO_TOKEN: an idle row
+        if before is not None and tokens is not None:
+            self._feed(staged, before.layout, tokens)
         return staged
-
-    def has_graph(self, shape: GraphShape | None) -> bool:
-        """Check that a step of ``shape`` can be launched: its graph is captured, or it needs none (``None``)."""
-        return shape is None or (self.graphs is not None and self.graphs.has(shape))
 
     @torch.inference_mode()
     def launch(self, staged: StagedStep) -> InFlight:
@@ -145,7 +138,7 @@ class ModelRunner:
                 logits, best = (of_rows[: len(layout.spans)] for of_rows in self.graphs.replay(staged.shape))
             tokens = choose_tokens(logits, layout.requests, best)
             logprobs = token_logprobs(logits, tokens, layout.requests)
-            return InFlight(layout, tokens, PendingTokens(tokens), logprobs, ready)
+            return InFlight(layout, tokens, PendingCopy(tokens), logprobs, ready)
 
     @torch.inference_mode()
     def warm_up(self, prompt_rows: int, *, progress: bool) -> None:
@@ -181,6 +174,16 @@ class ModelRunner:
         rows = self.inputs.fill(padded, *((0, 0) if shape is None else self._rows_of(shape)))
         self.attention.begin(padded.spans, rows.kv_rows, padded.num_prefill_rows)
         return StagedStep(layout, padded, shape, rows)
+
+    def _feed(self, staged: StagedStep, before: StepLayout, tokens: Tensor) -> None:
+        """Replace the token ids of decode rows by the ``tokens [S]`` of the step before, for the same requests."""
+        joining = sum(span.start < staged.padded.num_prefill_rows for span in staged.padded.spans)
+        places = {request: place for place, request in enumerate(before.requests)}
+        order = [places[request] for request in staged.layout.requests[joining:]]
+        if order != list(range(len(tokens))):
+            tokens = tokens.index_select(0, send(order, torch.int64, tokens.device))
+        first = staged.padded.num_prefill_rows
+        staged.rows.token_ids[first : first + len(order)].copy_(tokens.clamp(min=0))  # NO_TOKEN: a row that is not read
 
     def _shape_of(self, layout: StepLayout) -> GraphShape | None:
         """Return the shape of the step's graph; ``None``: no graph."""

@@ -16,7 +16,7 @@ The host never waits here: operands are sent asynchronously, and results are rea
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -53,37 +53,37 @@ class SampledRequest(Protocol):
 
 
 class PendingLogprobs(NamedTuple):
-    """Log-probabilities on the device: ``table`` is float64 ``[rows, 2, n]``, the ids and their log-probabilities."""
+    """Log-probabilities: ``table`` copies float64 ``[rows, 2, n]``, the ids and their log-probabilities."""
 
     counts: dict[int, int]
-    table: Tensor | None
+    table: "PendingCopy | None"
 
     def read(self) -> dict[int, dict[int, float]]:
         """Return ``{row: {token id: logprob}}``: the chosen token, then the most probable ones in falling order.
 
         The host waits for the device.
         """
-        tables = [] if self.table is None else self.table.tolist()
+        tables = [] if self.table is None else self.table.read()
         found = {}
         for (row, count), (ids, values) in zip(self.counts.items(), tables, strict=True):
             found[row] = dict(zip(map(int, ids[: 1 + count]), values[: 1 + count], strict=True))
         return found
 
 
-class PendingTokens:
-    """Asynchronous copy of token ids to the host, so that the next step may overwrite them before the host reads."""
+class PendingCopy:
+    """Asynchronous copy of results to the host, so that the next step may overwrite them before the host reads."""
 
-    def __init__(self, tokens: Tensor) -> None:
-        self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=tokens.is_cuda)
-        self._tokens.copy_(tokens, non_blocking=True)
-        self._copied = torch.cuda.current_stream(tokens.device).record_event() if tokens.is_cuda else None
+    def __init__(self, values: Tensor) -> None:
+        self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)
+        self._values.copy_(values, non_blocking=True)
+        self._copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
 
-    def read(self) -> list[int]:
-        """Return the ids; the host waits for the device."""
+    def read(self) -> list[Any]:
+        """Return the values as nested lists; the host waits for the device, but for no later step."""
         if self._copied is not None:
             self._copied.synchronize()
-        ids: list[int] = self._tokens.tolist()
-        return ids
+        found: list[Any] = self._values.tolist()
+        return found
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[SampledReq
     chosen = tokens.index_select(0, index).clamp_(min=0).unsqueeze(-1)
     ids = torch.cat((chosen, best.indices), dim=-1)
     values = torch.cat((logprobs.gather(-1, chosen), best.values), dim=-1)
-    return PendingLogprobs(counts, torch.stack((ids.double(), values.double()), dim=1))
+    return PendingLogprobs(counts, PendingCopy(torch.stack((ids.double(), values.double()), dim=1)))
 
 
 def uniform(seed: int, position: int) -> float:

@@ -9,7 +9,7 @@ from punica.cluster import ClusterPolicy, StepCost, Trace, simulate
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine.overlap import Overlap
 from punica.engine.runner import ModelRunner
-from punica.engine.sampler import PendingTokens
+from punica.engine.sampler import PendingCopy
 from punica.scheduling import SamplingParams
 from punica.workload import RequestLengths
 
@@ -182,7 +182,7 @@ def test_a_step_that_fails_forgets_what_was_begun(backbone, begun, monkeypatch) 
     for _ in range(4):
         engine.step()
     with monkeypatch.context() as patched:
-        patched.setattr(PendingTokens, "read", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(PendingCopy, "read", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert not engine.is_ahead
