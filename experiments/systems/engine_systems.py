@@ -67,7 +67,7 @@ class EngineSystem(ServingSystem):
 
     def run_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:
         warm = min(WARM_STEPS, start)
-        self._capture(timeline, start - warm, start + count)
+        self._capture(timeline, start - warm, start + count + 1)  # one more is launched ahead
         steps = []
         with self.captures_nothing():
             self._set_up(jobs, timeline, start - warm, count + warm)

@@ -2,7 +2,7 @@
 
 Sections 5 and 6 of the paper.
 
-    step:  schedule -> activate adapters -> layout -> stage, launch -> [all that for the next step] -> read tokens, deliver
+    step:  schedule -> activate adapters -> layout -> stage, launch -> [the same for the next] -> read tokens, deliver
 
 Continuous batching: requests join and leave between steps, whatever their adapters. On a GPU scheduling overlaps
 execution (`overlap.py`): the next step, joining requests included, is launched while the tokens of the current one are

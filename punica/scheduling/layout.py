@@ -8,8 +8,9 @@ are made once per invocation and shared by all LoRA layers of the model (7 L of 
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from punica.scheduling.block_manager import BlockManager
 from punica.scheduling.request import RequestState
@@ -19,8 +20,7 @@ ADAPTER_INDEX_RULES = ("per_request", "last_admitted")
 """Rules for the adapter of a decode row, see :func:`lay_out`."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Rows ``[start, start + length)`` of one request: a whole prompt (``length == kv_length``) or one decode row.
 
     ``kv_length``: tokens of the request in the cache after the step, in the blocks of ``block_table``.
@@ -38,7 +38,10 @@ class Span:
 
     def kv_rows(self, block_size: int) -> list[int]:
         """Return the cache row written by each of its rows: ``block * block_size + offset``."""
-        return [self.block_table[p // block_size] * block_size + p % block_size for p in self.positions]
+        first = self.kv_length - self.length
+        blocks = self.block_table[first // block_size : -(-self.kv_length // block_size)]
+        rows = [row for block in blocks for row in range(block * block_size, (block + 1) * block_size)]
+        return rows[first % block_size :][: self.length]
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class StepLayout:
         first, gap = self.num_prefill_rows, prompt_rows - self.num_prefill_rows
         if not gap:
             return self
-        spans = tuple(span if span.start < first else replace(span, start=span.start + gap) for span in self.spans)
+        spans = tuple(span if span.start < first else span._replace(start=span.start + gap) for span in self.spans)
         token_ids, positions, kv_rows = (
             [*values[:first], *[nothing] * gap, *values[first:]]
             for values, nothing in ((self.token_ids, 0), (self.positions, 0), (self.kv_rows, -1))

@@ -108,6 +108,8 @@ class Scheduler:
 
     def can_grow(self) -> bool:
         """Check for blocks for the next token of each running request."""
+        if len(self.running) <= self.blocks.num_free:
+            return True  # each needs one at most
         growing = (request for request in self.running if request.status is RequestStatus.RUNNING)
         return sum(self.blocks.missing(r.request_id, r.num_tokens) for r in growing) <= self.blocks.num_free
 

@@ -176,7 +176,7 @@ def test_the_host_is_timed_until_all_is_given_to_the_device(bench):
     assert len(seen) == 2
     for launched, step in zip(seen, steps, strict=True):
         assert step.statistics.metadata_s < launched.given < launched.given + launched.ahead < step.seconds
-    assert not {"launch", "prepare_next"} & vars(bench.engine._overlap).keys()
+    assert not {"begin", "prepare_next"} & vars(bench.engine._overlap).keys()
 
 
 def test_parts_of_a_cpu_add_up_to_the_steps_and_nothing_stays_patched(bench, monkeypatch):
