@@ -2,7 +2,7 @@
 predicts.
 
 There are two kinds of events: an arrival, and the end of a GPU's step. Every GPU with requests runs one step after the
-other. GPUs whose engines work ahead launch the next step when this one begins, if a request of it goes on or waits: a
+other. GPUs whose engines work ahead launch the next step when this one begins, unless all requests end with it: a
 request that arrives meanwhile joins one step later. The simulation is deterministic: the same trace gives the same
 result, to the bit.
 

@@ -76,15 +76,15 @@ class Overlap:
     ) -> BegunStep | None:
         """Launch the step after ``current``; ``None`` if it has to wait for the tokens of that.
 
-        It waits for repetition penalties, which the host computes, for blocks, and for the end of the first member of a
-        static batch. A host that launches each kernel itself has no time to work ahead.
+        It waits for repetition penalties, which the host computes, for blocks and slots, and for the end of the first
+        member of a static batch. A host that launches each kernel itself has no time to work ahead.
         """
         scheduler, in_flight = self._scheduler, current.in_flight
         if in_flight is None or not self._runner.works_ahead or current.plan.num_requests != len(scheduler.running):
             return None
         with _one_token_ahead(scheduler.running) as growing:
             ending = [request for request in growing if request.is_complete]
-            if scheduler.rule.inseparable and ending:
+            if ending and (scheduler.rule.inseparable or not scheduler.has_slots_beside(len(ending), pinned)):
                 return None
             if any(request.params.repetition_penalty != 1.0 and not request.is_complete for request in growing):
                 return None

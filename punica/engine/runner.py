@@ -58,7 +58,7 @@ class InFlight(NamedTuple):
     def tokens(self) -> StepTokens:
         """Return the tokens; the host waits for the device. A failure on one of several ranks puts it out of step."""
         with in_step():
-            return StepTokens(self.token_ids.read(), self.logprobs.read())
+            return StepTokens(self.token_ids.tolist(), self.logprobs.read())
 
 
 def max_step_rows(config: EngineConfig) -> int:
@@ -137,7 +137,7 @@ class ModelRunner:
             else:
                 logits, best = (of_rows[: len(layout.spans)] for of_rows in self.graphs.replay(staged.shape))
             tokens = choose_tokens(logits, layout.requests, best)
-            logprobs = token_logprobs(logits, tokens, layout.requests)
+            logprobs = token_logprobs(logits, tokens, layout.requests).copied()
             return InFlight(layout, tokens, PendingCopy(tokens), logprobs, ready)
 
     @torch.inference_mode()

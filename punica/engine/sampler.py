@@ -53,17 +53,21 @@ class SampledRequest(Protocol):
 
 
 class PendingLogprobs(NamedTuple):
-    """Log-probabilities: ``table`` copies float64 ``[rows, 2, n]``, the ids and their log-probabilities."""
+    """Log-probabilities: ``table`` is float64 ``[rows, 2, n]``, the ids and their log-probabilities."""
 
     counts: dict[int, int]
-    table: "PendingCopy | None"
+    table: "Tensor | PendingCopy | None"
+
+    def copied(self) -> "PendingLogprobs":
+        """Begin the copy to the host, so that reading waits for no later step."""
+        return self._replace(table=PendingCopy(self.table)) if isinstance(self.table, Tensor) else self
 
     def read(self) -> dict[int, dict[int, float]]:
         """Return ``{row: {token id: logprob}}``: the chosen token, then the most probable ones in falling order.
 
         The host waits for the device.
         """
-        tables = [] if self.table is None else self.table.read()
+        tables = [] if self.table is None else self.table.tolist()
         found = {}
         for (row, count), (ids, values) in zip(self.counts.items(), tables, strict=True):
             found[row] = dict(zip(map(int, ids[: 1 + count]), values[: 1 + count], strict=True))
@@ -78,7 +82,7 @@ class PendingCopy:
         self._values.copy_(values, non_blocking=True)
         self._copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
 
-    def read(self) -> list[Any]:
+    def tolist(self) -> list[Any]:
         """Return the values as nested lists; the host waits for the device, but for no later step."""
         if self._copied is not None:
             self._copied.synchronize()
@@ -122,7 +126,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[SampledReq
     chosen = tokens.index_select(0, index).clamp_(min=0).unsqueeze(-1)
     ids = torch.cat((chosen, best.indices), dim=-1)
     values = torch.cat((logprobs.gather(-1, chosen), best.values), dim=-1)
-    return PendingLogprobs(counts, PendingCopy(torch.stack((ids.double(), values.double()), dim=1)))
+    return PendingLogprobs(counts, torch.stack((ids.double(), values.double()), dim=1))
 
 
 def uniform(seed: int, position: int) -> float:

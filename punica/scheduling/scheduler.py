@@ -106,6 +106,12 @@ class Scheduler:
         self._drop(request)
         self.leaving.append(request)
 
+    def has_slots_beside(self, num_ending: int, pinned: Collection[int]) -> bool:
+        """Check that those who may join have slots while ``num_ending`` running requests still have theirs."""
+        joining = itertools.islice(self.waiting, self.max_batch_size - len(self.running) + num_ending)
+        adapters = {request.weights_key for request in (*self.running, *joining)} - {0}
+        return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters
+
     def can_grow(self) -> bool:
         """Check for blocks for the next token of each running request."""
         if len(self.running) <= self.blocks.num_free:
@@ -145,7 +151,7 @@ class Scheduler:
 
         A new version of an adapter replaces the previous one in its slot, unless a running request uses that one.
         """
-        in_use = {request.weights_key for request in self.running}
+        in_use = {request.weights_key for request in (*self.running, *self.leaving)}
         replaces = candidate.weights is None and candidate.adapter_id not in in_use
         adapters = {*in_use, candidate.adapter_id if replaces else candidate.weights_key} - {0}
         return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters

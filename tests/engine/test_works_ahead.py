@@ -190,7 +190,7 @@ def test_a_step_that_fails_loses_no_request_that_joins_or_ends_with_it(backbone,
 
     with monkeypatch.context() as patched:
         if fails_in == "read":
-            patched.setattr(PendingCopy, "read", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+            patched.setattr(PendingCopy, "tolist", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         else:
             patched.setattr(ModelRunner, "launch", launch)
         with pytest.raises(KeyboardInterrupt):
@@ -249,7 +249,7 @@ def test_a_step_that_fails_forgets_what_was_begun(backbone, begun, monkeypatch) 
     for _ in range(4):
         engine.step()
     with monkeypatch.context() as patched:
-        patched.setattr(PendingCopy, "read", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(PendingCopy, "tolist", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert not engine.is_ahead
