@@ -52,21 +52,27 @@ def measured(bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Prot
     for _ in turns(len(cases), IN_A_ROW, protocol):
         for name, shape in shapes.items():
             bench.settle(shape)
-            (_time_on_gpu if bench.on_gpu else _time_on_cpu)(bench, in_a_row, cases[name])
+            if bench.on_gpu:
+                _time_on_gpu(bench, in_a_row, cases[name], bench.steps_each(shape))
+            else:
+                _time_on_cpu(bench, in_a_row, cases[name])
     if bench.on_gpu:
         for name, shape in shapes.items():
             bench.settle(shape)
-            _profile(bench, max(2, in_a_row * fewest_turns(IN_A_ROW, protocol)), cases[name])
+            count = max(2, in_a_row * fewest_turns(IN_A_ROW, protocol))
+            _profile(bench, count, cases[name], bench.steps_each(shape))
     return cases
 
 
-def _time_on_gpu(bench: EngineSteps, count: int, case: Case) -> None:
+def _time_on_gpu(bench: EngineSteps, count: int, case: Case, each: int) -> None:
+    """Time `count` steps, for each of which the engine takes `each`; the last but one of these launches it, if any."""
     with launch_times(bench.engine) as launches:
         steps = [bench.step() for _ in range(count)]
-    for step, launched in zip(steps, launches, strict=True):
+    own, launching = launches[each - 1 :: each], launches[max(0, each - 2) :: each]
+    for step, launched, before in zip(steps, own, launching, strict=True):
         _note(step, case)
         case.launch.append(launched.given - step.statistics.metadata_s)
-        case.ahead.append(launched.ahead)
+        case.ahead.append(before.ahead)
 
 
 def _time_on_cpu(bench: EngineSteps, count: int, case: Case) -> None:
@@ -89,8 +95,11 @@ def _note(step: TimedStep, case: Case) -> None:
     case.metadata.append(step.statistics.metadata_s)
 
 
-def _profile(bench: EngineSteps, count: int, case: Case) -> None:
-    """Profile `count` steps. Steps launched ahead cannot be timed one by one, so that all have the mean."""
+def _profile(bench: EngineSteps, count: int, case: Case, each: int) -> None:
+    """Profile `count` steps, for each of which the engine takes `each`.
+
+    Decode steps launched ahead cannot be timed one by one, so that all have the mean.
+    """
     steps: list[TimedStep] = []
     _warm_profiler()
     bench.wait()
@@ -104,6 +113,9 @@ def _profile(bench: EngineSteps, count: int, case: Case) -> None:
         spent = time.perf_counter() - started
 
     kernels = device_parts.watched_kernels(work)
+    if each > 1:
+        wanted = device_parts.by_step(kernels)[each - 1 :: each][:count]
+        kernels = [kernel for step in wanted for kernel in step]
     case.watched = [spent / count] * count if ahead else [step.seconds for step in steps]
     case.parts, case.unknown = device_parts.seconds_by_part(kernels), device_parts.unknown(kernels)
     case.parts[device_parts.GAPS] = sum(case.watched) - case.parts.total()

@@ -60,6 +60,17 @@ def parts_of(names: Sequence[str]) -> list[str]:
     return parts
 
 
+def by_step(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
+    """Divide kernels into steps, each of which ends with the choice of its tokens."""
+    steps: list[list[Kernel]] = [[]]
+    for kernel in sorted(kernels, key=lambda kernel: (kernel.start, kernel.end)):
+        chooses = part_of(kernel.name) == HEAD
+        if not chooses and steps[-1] and part_of(steps[-1][-1].name) == HEAD:
+            steps.append([])
+        steps[-1].append(kernel)
+    return steps
+
+
 def seconds_by_part(kernels: Sequence[Kernel]) -> Counter[str]:
     """Seconds of every part; gaps are not among them."""
     kernels = sorted(kernels, key=lambda kernel: (kernel.start, kernel.end))

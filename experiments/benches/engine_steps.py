@@ -20,8 +20,7 @@ from experiments.harness.schema import ModelConf
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest, random_adapter
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine.outputs import StepStatistics
-from punica.engine.overlap import NextStep
-from punica.engine.runner import InFlight
+from punica.engine.overlap import BegunStep
 from punica.measure.timing import Protocol
 from punica.models import LlamaForCausalLM
 
@@ -101,7 +100,7 @@ class EngineSteps:
     ) -> None:  # fmt: skip
         config = EngineConfig(max_batch_size=batch_size, max_model_len=longest + ROOM, **(switches or {}))
         sizes = {"max_loras": batch_size, "max_cpu_loras": batch_size}  # no spare slot: no request joins
-        self.engine = Engine(model, config.lora_config(rank, **sizes, **lora), config)
+        self.engine = Engine(model, config.lora_config(rank, **sizes, **lora), config, warm_up=False)
         fill_with_noise(self.engine.runner.attention.cache)
         self._names = itertools.count()
         self._shape: StepShape | None = None
@@ -128,8 +127,15 @@ class EngineSteps:
         """Run nothing but the decoding requests of `shape`, for fewer than `ROOM` steps."""
         clear(self.engine)
         self._shape = shape
+        cached = max(1, shape.context - self.steps_each(shape))
         for adapter in shape.adapters[bool(shape.prompt) :]:
-            put(self.engine, self._request(shape.context - 1, adapter), 1)
+            put(self.engine, self._request(cached, adapter), 1)
+
+    def steps_each(self, shape: StepShape) -> int:
+        """Steps of the engine for one of `shape`: an engine that works ahead launches a step with a prompt and decodes
+        beside a decode step, which was itself launched before the prompt arrived.
+        """
+        return 3 if shape.prompt and shape.decodes and self.engine.runner.works_ahead else 1
 
     def settle(self, shape: StepShape) -> None:
         """Begin, and run the step before: decodes share its tables, and a shape's first step compiles and captures."""
@@ -162,8 +168,14 @@ class EngineSteps:
         if shape is None:
             raise RuntimeError("no step was begun; call begin(shape) first")
         joining = self._request(shape.prompt, shape.adapters[0]) if shape.prompt else None
+        ahead = self.steps_each(shape) > 1
+        if ahead:
+            self.engine.step()
         if joining is not None:
             self.engine.add_request(joining)
+        if ahead:
+            self.engine.step()
+            self._ended = time.perf_counter()
         begins()
         started = self._ended if self.is_ahead else time.perf_counter()
         output = self.engine.step()
@@ -208,20 +220,19 @@ class Launched(NamedTuple):
 def launch_times(engine: Engine) -> Iterator[list[Launched]]:
     """Collect the times of every step inside."""
     overlap, given, seen = engine._overlap, [0.0], list[Launched]()
-    launch, prepare = overlap.launch, overlap.prepare_next
+    begin, prepare = overlap.begin, overlap.prepare_next
 
-    def timed_launch(*arguments: Any) -> InFlight:
-        started = time.perf_counter()
-        in_flight = launch(*arguments)
-        given[0] = time.perf_counter() - started
-        return in_flight
+    def timed_begin(*arguments: Any) -> BegunStep:
+        step = begin(*arguments)
+        given[0] = time.perf_counter() - step.scheduled_s
+        return step
 
-    def timed_prepare(*arguments: Any) -> NextStep | None:
-        started = time.perf_counter()
+    def timed_prepare(*arguments: Any) -> BegunStep | None:
+        started, launched = time.perf_counter(), given[0]
         upcoming = prepare(*arguments)
-        seen.append(Launched(given[0], time.perf_counter() - started))
+        seen.append(Launched(launched, time.perf_counter() - started))
         given[0] = 0.0  # of a step launched ahead
         return upcoming
 
-    with patch.multiple(overlap, launch=timed_launch, prepare_next=timed_prepare):
+    with patch.multiple(overlap, begin=timed_begin, prepare_next=timed_prepare):
         yield seen

@@ -4,8 +4,6 @@ All seven projections carry adapters, every slot its own copy of the weights. Me
 is set once per step, outside the timing, as a server does once for all layers.
 """
 
-from dataclasses import replace
-
 import torch
 
 from experiments.benches.model_steps import TOLERANCE, Invocation, check_rows, llama_config, random_llama, spans
@@ -45,7 +43,7 @@ class LayerBench:
         `adapter_ids`: one per row, 0 for none. Row i reads the blocks of request `first_row + i`.
         """
         requests = spans(first_row + len(adapter_ids), 1, kv_length)[first_row:]
-        layout = [replace(span, start=row) for row, span in enumerate(requests)]
+        layout = [span._replace(start=row) for row, span in enumerate(requests)]
         _, positions = self.invocation.begin(layout)
         self.manager.set_adapter_mapping(LoRAMapping(adapter_ids, adapter_ids))
         cos, sin = self.rotary(positions)

@@ -39,7 +39,7 @@ class EngineSystem(ServingSystem):
         super().__init__(world, facts)
         config = world.limits.engine_config(facts.lora, self.index_rule)
         lora = self.lora_config(config) if facts.lora else None
-        self.engine = Engine(world.backbone(), lora, config, facts.admission, cache=world.kv_cache)
+        self.engine = Engine(world.backbone(), lora, config, facts.admission, cache=world.kv_cache, warm_up=False)
         self._names = itertools.count()
 
     def lora_config(self, config: EngineConfig) -> LoRAConfig:
@@ -67,7 +67,7 @@ class EngineSystem(ServingSystem):
 
     def run_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:
         warm = min(WARM_STEPS, start)
-        self._capture(timeline, start - warm, start + count)
+        self._capture(timeline, start - warm, start + count + 1)  # one more is launched ahead
         steps = []
         with self.captures_nothing():
             self._set_up(jobs, timeline, start - warm, count + warm)

@@ -160,10 +160,10 @@ class ClusterPolicy:
             placed.append(PlacedRequest(head.request_id, chosen.uuid))
         return placed
 
-    def begin_step(self, uuid: str, joins: bool = True) -> ClusterStep:
+    def begin_step(self, uuid: str, most_joins: int | None = None) -> ClusterStep:
         """Begin a GPU's next step, in flight until `end_step`; RuntimeError when one is in flight already. Requests are
-        evicted until the others can grow; `place` gives them a GPU again. ``joins=False``: no prefill in this step,
-        which is empty without decodes.
+        evicted until the others can grow; `place` gives them a GPU again. ``most_joins`` bounds the prefills of this
+        step, which is empty without any row.
         """
         gpu = self._gpu(uuid)
         if gpu.in_flight:
@@ -173,7 +173,7 @@ class ClusterPolicy:
             victim = self.rule.victim(gpu)
             self._requeue(victim)
             evicted.append(victim.request_id)
-        prefills = tuple(gpu.pending.values())[: self.rule.prefills_per_step if joins else 0]
+        prefills = tuple(gpu.pending.values())[: self.rule.prefills_per_step][:most_joins]
         step = ClusterStep(tuple(request.request_id for request in prefills), gpu.num_decoding, tuple(evicted))
         if not step.is_empty:
             gpu.begin_step(prefills)

@@ -88,7 +88,8 @@ class StepReply:
 
     Attributes:
         tokens: one for each request that was served; ``logprobs`` of those that ask for them.
-        waiting: the joining request, if its adapter is still being read; it joins first as soon as it can.
+        waiting: the joining request, if its adapter is still being read or it joins the step launched ahead; it joins
+            first as soon as it can.
         finished: requests that ended with this step. ``failed``: errors of those that ended with one.
         used_blocks: KV blocks of the tokens computed so far; a GPU has also reserved those of the next tokens.
         seconds: time in the runner.
@@ -150,9 +151,11 @@ class Runner:
         }
         for name in (*finished, *failed):
             self._with_logprobs.pop(name, None)
-        running = self.engine.scheduler.running
-        used = sum(self.engine.blocks.blocks_for(state.num_tokens - 1) for state in running)
-        waiting = frozenset(state.request_id for state in self.engine.scheduler.waiting)
+        scheduler, blocks = self.engine.scheduler, self.engine.blocks
+        served = [state for state in scheduler.running if state.request_id in output.tokens]
+        unserved = {*scheduler.waiting, *scheduler.running}.difference(served)  # queued, or joins the step ahead
+        waiting = frozenset(state.request_id for state in unserved)
+        used = sum(blocks.blocks_for(state.num_tokens - 1) for state in served)
         return StepReply(output.tokens, logprobs, waiting, finished, failed, used, time.perf_counter() - start)
 
     def _join(self, joining: JoiningRequest) -> None:

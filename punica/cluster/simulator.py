@@ -2,15 +2,16 @@
 predicts.
 
 There are two kinds of events: an arrival, and the end of a GPU's step. Every GPU with requests runs one step after the
-other. GPUs whose engines work ahead launch the next step before the host has read this one's tokens, unless the batch
-changes; a request that arrives meanwhile joins one step later. The simulation is deterministic: the same trace gives
-the same result, to the bit.
+other. GPUs whose engines work ahead launch the next step when this one begins, unless all requests end with it: a
+request that arrives meanwhile joins one step later. The simulation is deterministic: the same trace gives the same
+result, to the bit.
 
 Left out: the network between scheduler and runners, sampling, and the load of an adapter (2 ms, hidden behind a step of
 30). The cost model must contain the step that hides it, see `StepCost.slowed`.
 """
 
 import heapq
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -114,7 +115,7 @@ class _Simulation:
         self.ends: dict[str, defaultdict[int, list[tuple[str, int]]]] = {
             uuid: defaultdict(list) for uuid in self.policy.gpus
         }
-        self.launched_ahead: set[str] = set()  # GPUs whose next step has the batch of the present one
+        self.known_at: dict[str, float] = {}  # GPU -> when its next step was launched, beside the present one
         self.tokens: defaultdict[int, int] = defaultdict(int)
         self.batch: dict[str, defaultdict[int, int]] = {uuid: defaultdict(int) for uuid in self.policy.gpus}
         self.by_batch = [0.0] * (self.policy.max_batch_size + 1)
@@ -144,8 +145,7 @@ class _Simulation:
         self.longest_queue = max(self.longest_queue, self.policy.num_queued)
 
     def _begin_step(self, now: float, uuid: str) -> None:
-        step = self.policy.begin_step(uuid, joins=uuid not in self.launched_ahead)
-        self.launched_ahead.discard(uuid)
+        step = self.policy.begin_step(uuid, self._most_joins(uuid, self.known_at.pop(uuid, np.inf)))
         if not step.is_empty:
             gpu, requests = self.policy.gpus[uuid], self.policy.requests
             prefill_tokens = 0
@@ -160,12 +160,17 @@ class _Simulation:
             if not seconds > 0:
                 raise RuntimeError(f"cost model {self.cost.name!r} gives a step of {seconds!r} s; it must be positive")
             self.current[uuid] = now, step
-            if self.works_ahead and not (step.prefills or gpu.pending or gpu.step in self.ends[uuid]):
-                self.launched_ahead.add(uuid)
+            if self.works_ahead and len(gpu.members) > len(self.ends[uuid].get(gpu.step, ())):
+                self.known_at[uuid] = now
             heapq.heappush(self.events, (now + seconds, uuid))
         if step.evicted:
             self.evictions += len(step.evicted)
             self._place(now)
+
+    def _most_joins(self, uuid: str, known_at: float) -> int:
+        """Count the requests at the head of a GPU's pending ones that arrived until ``known_at``."""
+        arrived = (self.trace.arrivals[int(name)] <= known_at for name in self.policy.gpus[uuid].pending)
+        return sum(itertools.takewhile(bool, arrived))
 
     def _end_step(self, now: float, uuid: str) -> None:
         began, step = self.current.pop(uuid)

@@ -26,8 +26,9 @@ class PagedAttention:
     def begin(self, spans: Sequence[Span], kv_rows: Tensor, num_prompt_rows: int | None = None) -> None:
         """Start a step.
 
-        ``spans``: its requests in row order. ``kv_rows``: cache row written by each of the T rows, int64 ``[T]`` on the
-        device. ``num_prompt_rows``: unused here, each span tells a prompt by its length.
+        ``spans``: its requests in row order; none: a dummy, which writes nothing. ``kv_rows``: cache row written by
+        each of the T rows, int64 ``[T]`` on the device. ``num_prompt_rows``: unused here, each span tells a prompt by
+        its length.
         """
         self._spans = spans
         self._kv_rows = kv_rows
@@ -40,7 +41,8 @@ class PagedAttention:
         if self._kv_rows is None:
             raise RuntimeError("attention has no step; call begin(spans, kv_rows) first")
         q, k, v = packed.rotated()
-        self.cache.write(layer_index, self._kv_rows, k, v)
+        if self._spans:
+            self.cache.write(layer_index, self._kv_rows, k, v)
         tokens, heads, size = q.shape
         kv_heads = k.shape[1]
         output = q.new_empty(q.shape)

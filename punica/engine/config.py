@@ -94,14 +94,15 @@ class EngineConfig:
         return LoRAConfig(**{**sizes, "batch_invariant": self.batch_invariant, **fields})
 
 
-def check_types(model: object, lora_config: object, engine_config: object) -> None:
-    """Check the classes of an engine's parts: TypeError, with advice for a transformers model."""
+def check_types(model: object, lora_config: object, engine_config: object, warm_up: object) -> None:
+    """Check the classes of an engine's arguments: TypeError, with advice for a transformers model."""
     if isinstance(model, nn.Module) and not isinstance(model, LlamaForCausalLM):
         raise TypeError(f"model is not of this library: {loading_advice(model)}")
     for name, value, wanted, optional in (
         ("model", model, LlamaForCausalLM, False),
         ("lora_config", lora_config, LoRAConfig, True),
         ("engine_config", engine_config, EngineConfig, True),
+        ("warm_up", warm_up, bool, True),
     ):
         if not isinstance(value, wanted) and not (optional and value is None):
             suffix = " or None" if optional else ""

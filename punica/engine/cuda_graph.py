@@ -64,30 +64,75 @@ class CaptureStatistics:
     refused: int = 0
 
 
+class StepShapes:
+    """Shapes that steps are padded to.
+
+    Args:
+        max_batch_size: most requests of a step.
+        max_prompt_rows: most rows of prompts in one step.
+        max_loras: slots; 0 without LoRA.
+    """
+
+    def __init__(self, max_batch_size: int, max_prompt_rows: int, max_loras: int) -> None:
+        self._max_loras = max_loras
+        self._decode_sizes, self._prompt_sizes = decode_sizes(max_batch_size), prompt_sizes(max_prompt_rows)
+
+    def of(
+        self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool, vocabulary: bool
+    ) -> GraphShape:
+        """Return the smallest shape for a step.
+
+        ``adapters``: distinct ones of the decode rows; ``uses_lora``: any row has one; ``vocabulary``: any row has one
+        for embedding or head.
+        """
+        if prompt_rows:
+            prompt_rows = _at_least(prompt_rows, self._prompt_sizes)
+            decode_rows = self._decode_sizes[-1] if decode_rows else 0
+        else:
+            decode_rows = _at_least(decode_rows, self._decode_sizes)
+        adapters = _at_least(adapters, self._counts(decode_rows)) if uses_lora else 0
+        return GraphShape(prompt_rows, decode_rows, adapters, vocabulary and adapters > 0)
+
+    def up_to(self, prompt_rows: int, *, vocabulary: bool) -> list[GraphShape]:
+        """List the shapes of all steps with up to ``prompt_rows`` rows of prompts, the largest first to share memory.
+
+        Prompts come with and without decode rows, all shapes with and without adapters. ``vocabulary`` adds those for
+        adapters of embedding and head.
+        """
+        prompts = self._prompt_sizes[: bisect.bisect_left(self._prompt_sizes, prompt_rows) + 1] if prompt_rows else []
+        rows = [(size, decodes) for size in reversed(prompts) for decodes in (self._decode_sizes[-1], 0)]
+        rows += [(0, decodes) for decodes in reversed(self._decode_sizes)]
+        return [
+            GraphShape(*pair, count, ends)
+            for pair in rows
+            for count in ((*reversed(self._counts(pair[1])), 0) if self._max_loras else (0,))
+            for ends in ((True, False) if vocabulary and count else (False,))
+        ]
+
+    def _counts(self, rows: int) -> list[int]:
+        return captured_adapters(rows, self._max_loras) or [1]
+
+
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     result: StepResult
 
 
 class StepGraphs:
-    """Graphs of steps of up to ``max_batch_size`` requests, each captured when the first step needs it.
+    """Graphs of steps, each captured when the first step needs it.
 
     Args:
         begin: stages a dummy step of a shape.
         forward: runs the model on the staged rows of a shape, and returns a result in memory shared by all shapes.
             Neither callable may hold the graphs: a reference cycle would delay their release.
-        max_prompt_rows: most rows of prompts in one step; 0: only steps without prompts are captured.
-        max_loras: slots; 0 without LoRA.
 
     A result is valid until the next replay of any graph. On several ranks the graphs are released with the group.
     """
 
     def __init__(
-        self, begin: Callable[[GraphShape], None], forward: Callable[[GraphShape], StepResult], max_batch_size: int,
-        max_prompt_rows: int, max_loras: int, device: torch.device,
-    ) -> None:  # fmt: skip
-        self._begin, self._forward, self._max_loras, self._device = begin, forward, max_loras, device
-        self._decode_sizes, self._prompt_sizes = decode_sizes(max_batch_size), prompt_sizes(max_prompt_rows)
+        self, begin: Callable[[GraphShape], None], forward: Callable[[GraphShape], StepResult], device: torch.device
+    ) -> None:
+        self._begin, self._forward, self._device = begin, forward, device
         self.statistics = CaptureStatistics()
         self._captured: dict[GraphShape, _Captured] = {}
         self._refused: set[GraphShape] = set()
@@ -95,28 +140,13 @@ class StepGraphs:
         if (group := current_group()).world_size > 1:
             group.before_close(self.release)  # type: ignore[attr-defined]  # of groups that can be captured
 
-    def shape(
-        self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool, vocabulary: bool
-    ) -> GraphShape | None:
-        """Return the smallest shape for a step; ``None``: too many rows of prompts, or no memory for its graph.
-
-        ``adapters``: distinct ones of the decode rows; ``uses_lora``: any row has one; ``vocabulary``: any row has one
-        for embedding or head.
-        """
-        if prompt_rows > (self._prompt_sizes or [0])[-1]:
-            return None
-        if prompt_rows:
-            prompt_rows = _at_least(prompt_rows, self._prompt_sizes)
-            decode_rows = self._decode_sizes[-1] if decode_rows else 0
-        else:
-            decode_rows = _at_least(decode_rows, self._decode_sizes)
-        adapters = _at_least(adapters, self._counts(decode_rows)) if uses_lora else 0
-        shape = GraphShape(prompt_rows, decode_rows, adapters, vocabulary and adapters > 0)
-        return None if shape in self._refused else shape
-
     def has(self, shape: GraphShape) -> bool:
         """Check that the graph of ``shape`` is captured."""
         return shape in self._captured
+
+    def is_refused(self, shape: GraphShape) -> bool:
+        """Check that there was no memory for the graph of ``shape``."""
+        return shape in self._refused
 
     def prepare(self, shape: GraphShape) -> bool:
         """Capture the graph of ``shape`` if it is missing, and return whether it exists; overwrites staged inputs.
@@ -137,30 +167,11 @@ class StepGraphs:
             self.statistics.refused += 1
         return shape in self._captured
 
-    def shapes(self, prompt_rows: int, *, vocabulary: bool) -> list[GraphShape]:
-        """List the shapes of all steps with up to ``prompt_rows`` rows of prompts, the largest first to share memory.
-
-        Prompts come with and without decode rows, all shapes with and without adapters. ``vocabulary`` adds those for
-        adapters of embedding and head.
-        """
-        prompts = self._prompt_sizes[: bisect.bisect_left(self._prompt_sizes, prompt_rows) + 1] if prompt_rows else []
-        rows = [(size, decodes) for size in reversed(prompts) for decodes in (self._decode_sizes[-1], 0)]
-        rows += [(0, decodes) for decodes in reversed(self._decode_sizes)]
-        return [
-            GraphShape(*pair, count, ends)
-            for pair in rows
-            for count in ((*reversed(self._counts(pair[1])), 0) if self._max_loras else (0,))
-            for ends in ((True, False) if vocabulary and count else (False,))
-        ]
-
     def replay(self, shape: GraphShape) -> StepResult:
         """Run the graph of ``shape`` on the staged inputs."""
         captured = self._captured[shape]
         captured.graph.replay()
         return captured.result
-
-    def _counts(self, rows: int) -> list[int]:
-        return captured_adapters(rows, self._max_loras) or [1]
 
     def release(self) -> None:
         """Wait for the device, and release all graphs and refusals; later steps capture theirs again."""

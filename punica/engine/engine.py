@@ -2,15 +2,16 @@
 
 Sections 5 and 6 of the paper.
 
-    step:  schedule -> activate adapters -> layout -> stage, launch -> [prepare next step] -> read tokens, deliver
+    step:  schedule -> activate adapters -> layout -> stage, launch -> [the same for the next] -> read tokens, deliver
 
 Continuous batching: requests join and leave between steps, whatever their adapters. On a GPU scheduling overlaps
-execution (`overlap.py`): the next decode step is staged while the tokens of the current one are still on the device. It
-is launched, too, unless a request could join it. A request that arrives after the launch joins one step later.
+execution (`overlap.py`): the next step, joining requests included, is launched while the tokens of the current one are
+still on the device. A request that arrives after the launch joins one step later.
 """
 
+import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from punica.engine.generation import Generation
 from punica.engine.intake import Intake
 from punica.engine.kv_cache import KVCache
 from punica.engine.outputs import GenerationResult, StepOutput, StepStatistics, no_token_error
-from punica.engine.overlap import NextStep, Overlap
+from punica.engine.overlap import BegunStep, Overlap
 from punica.engine.pretrained import GenerationDefaults, as_requests, load_pretrained
 from punica.engine.residency import AdapterResidency
 from punica.engine.runner import ModelRunner, StepTokens, max_step_rows
@@ -38,6 +39,7 @@ from punica.parallel import (
     check_batch_invariant,
     check_in_step,
     dense_layers,
+    get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     set_batch_invariant,
 )
@@ -49,9 +51,11 @@ from punica.scheduling import (
     RequestStatus,
     Scheduler,
     StepLayout,
-    StepPlan,
-    lay_out,
 )
+
+WARM_UP_TOKENS = 1024
+"""Most rows of prompts in the steps of a warm-up, whose time grows with it; longer prompts are rarer."""
+_log = logging.getLogger(__name__)
 
 
 class Engine(Generation):
@@ -75,6 +79,12 @@ class Engine(Generation):
         defaults: the model's end tokens and default sampling; without it no end tokens, and greedy decoding.
         cache: keys and values; ``None`` allocates ``engine_config``'s size. Engines on one CUDA stream may share one if
             only one of them has requests at a time.
+        warm_up: capture now the CUDA graphs of all decode steps and of steps with up to ``WARM_UP_TOKENS`` rows of
+            prompts, and compile their kernels; :meth:`capture_graphs` adds longer prompts. ``None``: on a GPU only,
+            with a progress bar. Without it the first step of each size does so. All ranks must agree.
+
+    Attributes:
+        warm_up_s: seconds of the warm-up, 0 without.
 
     Raises TypeError for a model or config of another class. ValueError: an unknown rule; ``max_model_len`` beyond the
     model's positions; cache and slots beyond free memory, on any rank; a given ``cache`` of other or too few blocks.
@@ -83,11 +93,11 @@ class Engine(Generation):
     def __init__(
         self, model: LlamaForCausalLM, lora_config: LoRAConfig | None = None, engine_config: EngineConfig | None = None,
         admission: str = "fcfs", tokenizer: Any = None, defaults: GenerationDefaults | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | None = None, warm_up: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__(one_thread=get_tensor_model_parallel_world_size() > 1)
         rule = ADMISSION_RULES.get(admission)()
-        check_types(model, lora_config, engine_config)
+        check_types(model, lora_config, engine_config, warm_up)
         self.config = config = engine_config or EngineConfig()
         check_fits(config, lora_config, model)
         self.vocab_size = model.config.vocab_size
@@ -115,12 +125,15 @@ class Engine(Generation):
         if self._residency is not None:
             self.scheduler.on_leave, self.scheduler.is_resident = self._residency.release, self._residency.is_resident
             self.scheduler.is_loaded = self._residency.is_loaded
-        self._overlap = Overlap(self.runner, self.scheduler, self.manager)
-        self._next: NextStep | None = None
+        self._overlap = Overlap(self.runner, self.scheduler, self._residency, config.adapter_index_rule)
+        self._next: BegunStep | None = None  # launched already
         self._requests: dict[str, RequestState] = {}  # waiting and running
         self.codec = None if tokenizer is None else TextCodec(tokenizer)
         self.defaults, self.max_model_len = defaults or GenerationDefaults(), config.max_model_len
         self._intake = Intake(config, self.vocab_size, self.blocks, self._residency, self.defaults, self.codec)
+        self.warm_up_s = 0.0
+        if device.type == "cuda" if warm_up is None else warm_up:
+            self.warm_up_s = self._warm_up(min(WARM_UP_TOKENS, max_tokens))
 
     @classmethod
     def from_pretrained(
@@ -128,7 +141,7 @@ class Engine(Generation):
         dtype: torch.dtype | str | None = None, device: torch.device | str | None = None,
         max_model_len: int | None = None, memory_fraction: float = 0.9, max_batch_size: int = 32, block_size: int = 16,
         num_blocks: int | None = None, fp8_kv_cache: bool = False, cuda_graphs: bool = True,
-        batch_invariant: bool = False, seed: int = 0, admission: str = "fcfs", **lora: Any,
+        batch_invariant: bool = False, seed: int = 0, admission: str = "fcfs", warm_up: bool | None = None, **lora: Any,
     ) -> "Engine":  # fmt: skip
         """Build an engine for the checkpoint in ``folder`` (nothing is downloaded), and load ``adapters``.
 
@@ -145,6 +158,7 @@ class Engine(Generation):
                 CUDA graphs would not fit beside them.
             max_batch_size, block_size, num_blocks, fp8_kv_cache, cuda_graphs, batch_invariant, seed: as in
                 :class:`EngineConfig`; ``num_blocks=None``: a full batch at full length, or what fits.
+            warm_up: as in :class:`Engine`.
             lora: fields of a :class:`LoRAConfig`. Defaults: ``max_lora_rank`` of the widest adapter, ``max_loras`` the
                 number of adapters, at most ``max_batch_size + 1``. Without adapters and fields: no LoRA layers.
 
@@ -160,7 +174,9 @@ class Engine(Generation):
         }  # fmt: skip
         parts = load_pretrained(folder, requests, dtype, device, max_model_len, memory_fraction, sizes, lora)
         tokenizer = None if parts.codec is None else parts.codec.tokenizer
-        engine = cls(parts.model, parts.lora_config, parts.engine_config, admission, tokenizer, parts.defaults)
+        engine = cls(
+            parts.model, parts.lora_config, parts.engine_config, admission, tokenizer, parts.defaults, warm_up=warm_up
+        )
         if engine.manager is not None:
             for request in requests:
                 engine.manager.add_adapter(request)
@@ -233,37 +249,37 @@ class Engine(Generation):
         start = time.perf_counter()
         upcoming, self._next = self._next, None
         pinned = frozenset[int]() if self.manager is None else self.manager.pinned_adapters
-        plan, current = self._overlap.schedule(upcoming, pinned)
-        failed = self._fail_unschedulable(pinned) if plan.is_empty else []
+        failed: list[RequestState] = []
+        current, following = upcoming, None
         try:
-            plan = self._activate(plan, failed)
-            if plan.is_empty:
-                idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=time.perf_counter() - start)
-                return self._with_kept(StepOutput({}, (), idle, tuple(map(self.result_of, failed))))
-            layout = self._lay_out(plan, upcoming) if current is None else current.layout
-            scheduled = time.perf_counter()
-            if current is None:
-                current = self._overlap.launch(layout, upcoming)
-            self._prefetch(pinned)
-            upcoming = self._overlap.prepare_next(current, plan, pinned)
-            tokens = current.tokens()
+            current = None if upcoming is None else self._overlap.take_up(upcoming, failed)
+            current = current or self._overlap.begin(pinned, failed)
+            plan, in_flight = current.plan, current.in_flight
+            if in_flight is None:
+                idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=current.scheduled_s - start)
+                return self._with_kept(StepOutput({}, (), idle, tuple(self._results_of(failed))))
+            self._overlap.prefetch(pinned)
+            following = self._overlap.prepare_next(current, pinned, failed)
+            tokens = in_flight.tokens()
         except BaseException:
-            self._requeue(plan, failed)
+            self._overlap.drop(current or upcoming, following)
+            self._keep(self._results_of(failed))
             raise
-        ready = max(scheduled, current.metadata_ready_s)
-        statistics = StepStatistics.of(plan, layout, scheduled - start, ready - scheduled, time.perf_counter() - ready)
-        output = self._deliver(layout, tokens, statistics, failed)
-        self._next = upcoming
+        scheduled, ready = current.scheduled_s, max(current.scheduled_s, in_flight.metadata_ready_s)
+        seconds = scheduled - start, ready - scheduled, time.perf_counter() - ready
+        output = self._deliver(in_flight.layout, tokens, StepStatistics.of(plan, in_flight.layout, *seconds), failed)
+        self._next = following
         return output
 
     @property
     def is_ahead(self) -> bool:
         """The next step is launched already."""
-        return self._next is not None and self._next.in_flight is not None
+        return self._next is not None
 
     @exclusive
     def forget_next(self) -> None:
-        """Drop the step that was prepared or launched ahead; its requests compute it again."""
+        """Drop the step that was launched ahead; its requests compute it again."""
+        self._overlap.drop(self._next)
         self._next = None
 
     @property
@@ -283,8 +299,9 @@ class Engine(Generation):
         launches the remaining shapes. All ranks must call it. TypeError, ValueError: not an integer of at least 0.
         """
         count = check_count("prompt_tokens", prompt_tokens, 0)
-        self.forget_next()
-        self.runner.capture_graphs(count)
+        if self.runner.graphs is not None:
+            self.forget_next()
+            self.runner.warm_up(count, progress=False)
 
     @exclusive
     def capture_step(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool) -> None:
@@ -292,66 +309,26 @@ class Engine(Generation):
         self.forget_next()
         self.runner.capture_step(prompt_rows, decode_rows, adapters, uses_lora=uses_lora)
 
-    def _activate(self, plan: StepPlan, failed: list[RequestState]) -> StepPlan:
-        """Activate the adapters of the step; return the plan without requests that failed, appended to ``failed``.
+    def _warm_up(self, prompt_tokens: int) -> float:
+        """Run what steps with up to ``prompt_tokens`` rows of prompts run; return the seconds it took."""
+        start = time.perf_counter()
+        if self.manager is not None:  # the kernel that writes slots; no mark of embedding or head stays
+            self.manager.add_adapter(self.manager.create_dummy_lora(1, 1, embedding_modules=()))
+            self.manager.activate_adapter(1)
+            self.manager.remove_adapter(1)
+        on_gpu = self.runner.model.lm_head.weight.is_cuda
+        self.runner.warm_up(prompt_tokens, progress=on_gpu and get_tensor_model_parallel_rank() == 0)
+        seconds = time.perf_counter() - start
+        _log.info("warm-up of steps with up to %d prompt tokens: %.1f s", prompt_tokens, seconds)
+        return seconds
 
-        Adapters of running requests come first, so that none of them is evicted for one that joins.
-        """
-        residency, wanted = self._residency, [*plan.decodes, *plan.idle, *plan.prefills]
-        if residency is None or residency.are_active(wanted):
-            return plan
-        for request in (*residency.running_first((*plan.decodes, *plan.idle)), *plan.prefills):
-            if request not in self.scheduler.running:
-                continue  # it left with the last unfinished member of its batch
-            try:
-                residency.activate(request)
-            except (OSError, TypeError, ValueError, RuntimeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise  # not caused by the adapter
-                failed += self._fail(request, f"{type(error).__name__}: {error}")
-        if not failed:
-            residency.note_active(wanted)
-            return plan
-        return plan.without({*wanted} - {*self.scheduler.running})
-
-    def _lay_out(self, plan: StepPlan, upcoming: NextStep | None) -> StepLayout:
-        slots = None if self._residency is None else self._residency.slots()
-        expected = None if upcoming is None else upcoming.layout
-        return lay_out(plan, self.blocks, slots, self.config.adapter_index_rule, expected)
-
-    def _prefetch(self, pinned: Collection[int]) -> None:
-        """Load the adapter of the head of the queue into a spare slot, beside the step (section 5.2 of the paper)."""
-        waiting = self.scheduler.waiting
-        if self._residency is not None and waiting and self.scheduler.has_slot(waiting[0], pinned):
-            self._residency.prefetch(waiting[0])
-
-    def _requeue(self, plan: StepPlan, failed: list[RequestState]) -> None:
-        """Queue the prompts of a step that raised again, as their keys and values are not cached; keep its failures."""
-        for request in reversed(plan.prefills):
-            if request.request_id in self._requests:
-                self.scheduler.requeue(request)
-        self._keep(map(self.result_of, failed))
-
-    def _fail(self, request: RequestState, error: str) -> list[RequestState]:
-        """Remove a request as FAILED, and return it; a finished member of the batch is removed alone."""
-        unfinished = self._requests.pop(request.request_id, None)
-        self.scheduler.remove(request)
-        if unfinished is None:
-            return []
-        request.fail(error)
-        return [request]
-
-    def _fail_unschedulable(self, pinned: Collection[int]) -> list[RequestState]:
-        """Fail the head of the queue if nothing runs and pins leave it no slot."""
-        scheduler = self.scheduler
-        if scheduler.running or not scheduler.waiting or scheduler.has_slot(scheduler.waiting[0], pinned):
-            return []
-        head = scheduler.waiting[0]
-        return self._fail(
-            head,
-            f"RuntimeError: no slot for adapter {head.adapter_id}: all {len(pinned)} slots were pinned, for adapters "
-            f"{sorted(pinned)}, while the request waited; call manager.unpin_adapter and ask again",
-        )
+    def _results_of(self, ended: Iterable[RequestState]) -> list[GenerationResult]:
+        """Return the results of requests that have ended, which are unfinished no more."""
+        results = []
+        for request in ended:
+            self._requests.pop(request.request_id, None)
+            results.append(self.result_of(request))
+        return results
 
     def _deliver(
         self, layout: StepLayout, tokens: StepTokens, statistics: StepStatistics, failed: list[RequestState]
@@ -361,7 +338,7 @@ class Engine(Generation):
         served = {request: token for request, token in pairs if request.status is RequestStatus.RUNNING}  # not idle
         for request in [request for request, token in served.items() if token == NO_TOKEN]:
             del served[request]
-            failed += self._fail(request, no_token_error(request))
+            failed += self._overlap.fail(request, no_token_error(request))
         for row, logprobs in tokens.logprobs.items():
             if layout.requests[row] in served:
                 layout.requests[row].logprobs.append(logprobs)
@@ -369,13 +346,11 @@ class Engine(Generation):
             try:
                 request.append(token)
             except Exception as error:  # any exception of a tokenizer
-                failed += self._fail(request, f"{type(error).__name__}: {error}")
+                failed += self._overlap.fail(request, f"{type(error).__name__}: {error}")
         finished = [request for request in served if request.status is RequestStatus.FINISHED]
-        for request in finished:
-            del self._requests[request.request_id]
         if finished:
             self.scheduler.retire_finished()
-        ended = [self.result_of(request) for request in (*finished, *failed)]
+        ended = self._results_of((*finished, *failed))
         results = tuple(result for result in ended if result.error is None)
         failures = tuple(result for result in ended if result.error is not None)
         new_tokens = {request.request_id: token for request, token in served.items()}

@@ -1,69 +1,185 @@
-"""Overlap scheduling: the host prepares the next decode step while the device computes the current one."""
+"""Overlap scheduling: steps are launched while the device computes the step before.
 
-from collections.abc import Collection
+    device:  | step k                        | step k + 1                    |
+    host:    | schedule, stage, launch k + 1 | tokens of k, then k + 2 ...
+
+Step k + 1 is scheduled as if the tokens of step k were known: each request has one more token, and requests that are
+complete with it have left. Their ids stay on the device, from which the next step reads them. Requests join as in any
+other step. One that stops at a token has a row in step k + 1 that is not read.
+"""
+
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from punica.adapters import LoRAModelManager
-from punica.engine.runner import InFlight, ModelRunner, StagedStep
-from punica.scheduling import Scheduler, StepLayout, StepPlan, next_decode_step
+import torch
+
+from punica.engine.residency import AdapterResidency
+from punica.engine.runner import InFlight, ModelRunner
+from punica.scheduling import RequestState, RequestStatus, Scheduler, StepPlan, lay_out
 
 
-class NextStep(NamedTuple):
-    """Decode step prepared ahead; valid until a step fails or graphs are captured.
+class BegunStep(NamedTuple):
+    """Step that was scheduled, and launched unless no request can run.
 
-    ``layout`` has no token ids yet. ``staged``: its inputs; ``None`` if its graph has to be captured first.
-    ``in_flight``: set once it is launched. ``adapter_uses``: ``manager.uses`` at that time.
+    ``adapter_uses``: ``manager.uses`` at that time. ``scheduled_s``: when it was scheduled or taken up, on the clock of
+    ``time.perf_counter``.
     """
 
-    layout: StepLayout
-    staged: StagedStep | None
+    plan: StepPlan
     in_flight: InFlight | None
     adapter_uses: int
+    scheduled_s: float
 
 
 class Overlap:
-    """Prepares and launches steps, the next one ahead of the tokens of the current one."""
+    """Schedules and launches steps, the next one ahead of the tokens of the current one.
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, manager: LoRAModelManager | None) -> None:
-        self._runner, self._scheduler, self._manager = runner, scheduler, manager
+    Requests that fail meanwhile are appended to the lists ``failed``.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, residency: AdapterResidency | None, index_rule: str
+    ) -> None:
+        self._runner, self._scheduler, self._residency, self._index_rule = runner, scheduler, residency, index_rule
 
     @property
     def _adapter_uses(self) -> int:
-        return 0 if self._manager is None else self._manager.uses
+        return 0 if self._residency is None else self._residency.manager.uses
 
-    def schedule(self, upcoming: NextStep | None, pinned: Collection[int]) -> tuple[StepPlan, InFlight | None]:
-        """Return the plan of the step to run, and that step if it was launched ahead.
+    def begin(
+        self, pinned: Collection[int], failed: list[RequestState], before: InFlight | None = None
+    ) -> BegunStep:
+        """Schedule and launch a step; ``before``: the step in flight, whose tokens it needs.
 
-        A launched step is continued unless adapters were used since: a pin may need the slot of a running request.
+        After an error the requests that were joining are queued again.
         """
-        if upcoming is not None and upcoming.in_flight is not None and upcoming.adapter_uses == self._adapter_uses:
-            plan = self._scheduler.continue_batch(upcoming.layout.requests)
-            if not plan.is_empty:
-                return plan, upcoming.in_flight
-        return self._scheduler.schedule(pinned), None
+        plan = self._scheduler.schedule(pinned)
+        if plan.is_empty and before is None:
+            failed += self._fail_unschedulable(pinned)
+        try:
+            plan = self._activate(plan, failed)
+            if plan.is_empty:
+                return BegunStep(plan, None, self._adapter_uses, time.perf_counter())
+            slots = None if self._residency is None else self._residency.slots()
+            layout = lay_out(plan, self._scheduler.blocks, slots, self._index_rule)
+            scheduled = time.perf_counter()
+            in_flight = self._runner.launch(self._runner.stage(layout, before))
+        except BaseException:
+            self._requeue(plan.prefills)
+            raise
+        return BegunStep(plan, in_flight, self._adapter_uses, scheduled)
 
-    def launch(self, layout: StepLayout, upcoming: NextStep | None) -> InFlight:
-        """Launch a step, unless it is the one that was launched ahead; stage it, unless that was done ahead."""
-        if upcoming is not None and upcoming.layout.is_same_step(layout):
-            if upcoming.in_flight is not None:
-                return upcoming.in_flight
-            if upcoming.staged is not None and self._runner.has_graph(upcoming.staged.shape):
-                return self._runner.launch(upcoming.staged)
-        return self._runner.launch(self._runner.stage(layout))
+    def prepare_next(
+        self, current: BegunStep, pinned: Collection[int], failed: list[RequestState]
+    ) -> BegunStep | None:
+        """Launch the step after ``current``; ``None`` if it has to wait for the tokens of that.
 
-    def prepare_next(self, current: InFlight, plan: StepPlan, pinned: Collection[int]) -> NextStep | None:
-        """Stage the decode step after ``current``, the step of ``plan``; launch it if no request could join it.
-
-        It is not launched if a choice of tokens needs the host. A request that finishes with ``current`` still has a
-        row in it, whose output is discarded. ``None``: the next step is not foreseen, or the device leaves no time.
+        It waits for repetition penalties, which the host computes, for blocks and slots, and for the end of the first
+        member of a static batch. A host that launches each kernel itself has no time to work ahead.
         """
-        is_complete = plan.num_requests == len(current.layout.requests) == len(self._scheduler.running)
-        if not (is_complete and self._runner.works_ahead):
+        scheduler, in_flight = self._scheduler, current.in_flight
+        if in_flight is None or not self._runner.works_ahead or current.plan.num_requests != len(scheduler.running):
             return None
-        layout = next_decode_step(current.layout, self._scheduler.blocks)
-        if layout is None:
+        with _one_token_ahead(scheduler.running) as growing:
+            ending = [request for request in growing if request.is_complete]
+            if ending and (scheduler.rule.inseparable or not scheduler.has_slots_beside(len(ending), pinned)):
+                return None
+            if any(request.params.repetition_penalty != 1.0 and not request.is_complete for request in growing):
+                return None
+            for request in ending:
+                scheduler.leave(request)
+            if not scheduler.can_grow():
+                return None
+            step = self.begin(pinned, failed, in_flight)
+        return None if step.in_flight is None else step
+
+    def take_up(self, step: BegunStep, failed: list[RequestState]) -> BegunStep | None:
+        """Return a step launched ahead, with those requests that are still in the batch.
+
+        ``None``, if none is or adapters were used since, as a pin may need the slot of a running request: the step is
+        dropped.
+        """
+        plan = step.plan.only(self._scheduler.running)
+        if plan.is_empty or step.adapter_uses != self._adapter_uses:
+            self.drop(step)
             return None
-        staged, in_flight = self._runner.stage_ahead(layout, current.device_tokens), None
-        if not self._scheduler.can_admit(pinned) and staged is not None and layout.is_greedy:
-            in_flight = self._runner.launch(staged)
-        return NextStep(layout, staged, in_flight, self._adapter_uses)
+        return step._replace(plan=self._activate(plan, failed), scheduled_s=time.perf_counter())
+
+    def drop(self, *steps: BegunStep | None) -> None:
+        """Queue the requests again that would have joined in these steps, in order, or left with the first."""
+        first, *later = steps
+        for step in reversed(later):
+            self._requeue(() if step is None else step.plan.prefills)
+        self._requeue(self._scheduler.leaving)
+        self._requeue(() if first is None else first.plan.prefills)
+
+    def prefetch(self, pinned: Collection[int]) -> None:
+        """Load the adapter of the head of the queue into a spare slot, beside the step (section 5.2 of the paper)."""
+        waiting = self._scheduler.waiting
+        if self._residency is not None and waiting and self._scheduler.has_slot(waiting[0], pinned):
+            self._residency.prefetch(waiting[0])
+
+    def fail(self, request: RequestState, error: str) -> list[RequestState]:
+        """Remove a request as FAILED, and return it; a finished member of the batch is removed alone."""
+        self._scheduler.remove(request)
+        if request.has_ended:
+            return []
+        request.fail(error)
+        return [request]
+
+    def _activate(self, plan: StepPlan, failed: list[RequestState]) -> StepPlan:
+        """Activate the adapters of the step; return the plan without requests that failed.
+
+        Adapters of running requests come first, so that none of them is evicted for one that joins.
+        """
+        residency, wanted = self._residency, [*plan.decodes, *plan.idle, *plan.prefills]
+        if residency is None or residency.are_active(wanted):
+            return plan
+        before = len(failed)
+        for request in (*residency.running_first((*plan.decodes, *plan.idle)), *plan.prefills):
+            if request not in self._scheduler.running:
+                continue  # it left with the last unfinished member of its batch
+            try:
+                residency.activate(request)
+            except (OSError, TypeError, ValueError, RuntimeError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise  # not caused by the adapter
+                failed += self.fail(request, f"{type(error).__name__}: {error}")
+        if len(failed) == before:
+            residency.note_active(wanted)
+            return plan
+        return plan.only(self._scheduler.running)
+
+    def _fail_unschedulable(self, pinned: Collection[int]) -> list[RequestState]:
+        """Fail the head of the queue if nothing runs and pins leave it no slot."""
+        scheduler = self._scheduler
+        if scheduler.running or not scheduler.waiting or scheduler.has_slot(scheduler.waiting[0], pinned):
+            return []
+        head = scheduler.waiting[0]
+        return self.fail(
+            head,
+            f"RuntimeError: no slot for adapter {head.adapter_id}: all {len(pinned)} slots were pinned, for adapters "
+            f"{sorted(pinned)}, while the request waited; call manager.unpin_adapter and ask again",
+        )
+
+    def _requeue(self, requests: Iterable[RequestState]) -> None:
+        """Queue requests again whose keys and values are not cached, or whose tokens are lost; in their order."""
+        scheduler = self._scheduler
+        for request in reversed(list(requests)):
+            if request in scheduler.running or request in scheduler.leaving:
+                scheduler.requeue(request)
+
+
+@contextmanager
+def _one_token_ahead(requests: Iterable[RequestState]) -> Iterator[list[RequestState]]:
+    """Count inside, for each running request of ``requests``, the token that is being computed."""
+    growing = [request for request in requests if request.status is RequestStatus.RUNNING]
+    for request in growing:
+        request.is_ahead = True
+    try:
+        yield growing
+    finally:
+        for request in growing:
+            request.is_ahead = False

@@ -6,15 +6,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from punica.adapters import LoRAModelManager
 from punica.engine.config import EngineConfig
-from punica.engine.cuda_graph import GraphShape, StepGraphs, StepResult, decode_sizes, prompt_sizes
+from punica.engine.cuda_graph import GraphShape, StepGraphs, StepResult, StepShapes, decode_sizes, prompt_sizes
 from punica.engine.gpu_attention import INVARIANT_SPLITS, KernelAttention, attention_for
 from punica.engine.kv_cache import KVCache
-from punica.engine.sampler import PendingLogprobs, PendingTokens, choose_tokens, greedy_tokens, token_logprobs
+from punica.engine.sampler import PendingCopy, PendingLogprobs, choose_tokens, greedy_tokens, token_logprobs
 from punica.engine.step_inputs import StepInputs, StepRows
+from punica.layers import capturing_vocabulary, rehearsal
 from punica.metadata import RowGroups
+from punica.metadata.staging import send
 from punica.models import LlamaForCausalLM
 from punica.parallel import collectives_can_be_captured, in_step
 from punica.scheduling import StepLayout
@@ -48,14 +51,14 @@ class InFlight(NamedTuple):
 
     layout: StepLayout
     device_tokens: Tensor
-    token_ids: PendingTokens
+    token_ids: PendingCopy
     logprobs: PendingLogprobs
     metadata_ready_s: float
 
     def tokens(self) -> StepTokens:
         """Return the tokens; the host waits for the device. A failure on one of several ranks puts it out of step."""
         with in_step():
-            return StepTokens(self.token_ids.read(), self.logprobs.read())
+            return StepTokens(self.token_ids.tolist(), self.logprobs.read())
 
 
 def max_step_rows(config: EngineConfig) -> int:
@@ -82,14 +85,15 @@ class ModelRunner:
         self._ends = [layer for layer in modules if layer.skips_when_empty]
         self.graphs: StepGraphs | None = None
         self._results: StepResult | None = None
+        prompts = config.max_num_batched_tokens
+        self.shapes = StepShapes(config.max_batch_size, prompts, 0 if manager is None else manager.lora_slots)
+        self._graphs_take_prompts = False
         if config.cuda_graphs and isinstance(self.attention, KernelAttention) and collectives_can_be_captured():
-            slots = 0 if manager is None else manager.lora_slots
-            prompt_rows = config.max_num_batched_tokens if self.attention.takes_prompts_in_graphs else 0
+            self._graphs_take_prompts = self.attention.takes_prompts_in_graphs
             this = weakref.proxy(self)  # a reference cycle would keep the KV cache of a dropped engine
             self.graphs = StepGraphs(
-                lambda shape: this._stage_dummy(shape), lambda shape: this._forward_shape(shape),
-                config.max_batch_size, prompt_rows, slots, device,
-            )  # fmt: skip
+                lambda shape: this._stage_dummy(shape), lambda shape: this._forward_shape(shape), device
+            )
 
     @property
     def works_ahead(self) -> bool:
@@ -100,29 +104,21 @@ class ModelRunner:
         return self.graphs is not None
 
     @torch.inference_mode()
-    def stage(self, layout: StepLayout) -> StagedStep:
-        """Send the inputs of a step, and capture its graph if it is the first of its shape."""
-        shape = self._shape_of(layout)
-        if shape is not None and self.graphs is not None and not self.graphs.prepare(shape):
-            shape = None
-        return self._stage(layout, shape)
+    def stage(self, layout: StepLayout, before: InFlight | None = None) -> StagedStep:
+        """Send the inputs of a step, and capture its graph if it is the first of its shape.
 
-    @torch.inference_mode()
-    def stage_ahead(self, layout: StepLayout, tokens: Tensor) -> StagedStep | None:
-        """Send the inputs of the next decode step while the device computes this one; ``None`` if it lacks its graph.
-
-        ``tokens [S]``: this step's tokens on the device, in the order of the rows of ``layout``.
+        ``before``: the step in flight, whose tokens the decode rows continue; they stay on the device.
         """
         shape = self._shape_of(layout)
-        if not self.has_graph(shape):
-            return None
+        tokens = None if before is None else before.device_tokens
+        if shape is not None and self.graphs is not None and not self.graphs.has(shape):
+            tokens = None if tokens is None else tokens.clone()  # the capture overwrites results
+            if not self.graphs.prepare(shape):
+                shape = None
         staged = self._stage(layout, shape)
-        staged.rows.token_ids[: len(tokens)].copy_(tokens.clamp(min=0))  # NO_TOKEN: an idle row
+        if before is not None and tokens is not None:
+            self._feed(staged, before.layout, tokens)
         return staged
-
-    def has_graph(self, shape: GraphShape | None) -> bool:
-        """Check that a step of ``shape`` can be launched: its graph is captured, or it needs none (``None``)."""
-        return shape is None or (self.graphs is not None and self.graphs.has(shape))
 
     @torch.inference_mode()
     def launch(self, staged: StagedStep) -> InFlight:
@@ -141,15 +137,21 @@ class ModelRunner:
             else:
                 logits, best = (of_rows[: len(layout.spans)] for of_rows in self.graphs.replay(staged.shape))
             tokens = choose_tokens(logits, layout.requests, best)
-            logprobs = token_logprobs(logits, tokens, layout.requests)
-            return InFlight(layout, tokens, PendingTokens(tokens), logprobs, ready)
+            logprobs = token_logprobs(logits, tokens, layout.requests).copied()
+            return InFlight(layout, tokens, PendingCopy(tokens), logprobs, ready)
 
     @torch.inference_mode()
-    def capture_graphs(self, prompt_rows: int) -> None:
-        """Capture the graphs of all steps with up to ``prompt_rows`` rows of prompts, if steps are graphs."""
-        if self.graphs is not None:
-            for shape in self.graphs.shapes(prompt_rows, vocabulary=any(layer.filled_slots for layer in self._ends)):
-                self.graphs.prepare(shape)
+    def warm_up(self, prompt_rows: int, *, progress: bool) -> None:
+        """Capture the graphs of all steps with up to ``prompt_rows`` rows of prompts.
+
+        Steps without a graph are run once, which compiles their kernels. No cache row is written.
+        """
+        shapes = self.shapes.up_to(prompt_rows, vocabulary=any(layer.filled_slots for layer in self._ends))
+        for shape in tqdm(shapes, "warm-up: steps of each size", unit="step", disable=not progress):
+            if not self._capture(shape):
+                with in_step(), rehearsal(), capturing_vocabulary(shape.vocabulary):
+                    self._stage_dummy(shape)
+                    self._forward(self.inputs.first(*self._rows_of(shape)), samples_all=not shape.prompt_rows)
 
     @torch.inference_mode()
     def capture_step(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool) -> None:
@@ -157,10 +159,14 @@ class ModelRunner:
 
         ``adapters``: distinct ones of the decode rows; ``uses_lora``: any row of the step has one.
         """
-        if self.graphs is not None:
-            shape = self.graphs.shape(prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=False)
-            if shape is not None:
-                self.graphs.prepare(shape)
+        self._capture(self.shapes.of(prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=False))
+
+    def _capture(self, shape: GraphShape) -> bool:
+        """Capture the graph of ``shape`` if steps of that kind have graphs; return whether it exists."""
+        return self.graphs is not None and self._has_graphs(shape) and self.graphs.prepare(shape)
+
+    def _has_graphs(self, shape: GraphShape) -> bool:
+        return self._graphs_take_prompts or not shape.prompt_rows
 
     def _stage(self, layout: StepLayout, shape: GraphShape | None) -> StagedStep:
         """Refill inputs and attention, padded for the graph of ``shape`` (its capture would overwrite them)."""
@@ -169,6 +175,16 @@ class ModelRunner:
         self.attention.begin(padded.spans, rows.kv_rows, padded.num_prefill_rows)
         return StagedStep(layout, padded, shape, rows)
 
+    def _feed(self, staged: StagedStep, before: StepLayout, tokens: Tensor) -> None:
+        """Replace the token ids of decode rows by the ``tokens [S]`` of the step before, for the same requests."""
+        joining = sum(span.start < staged.padded.num_prefill_rows for span in staged.padded.spans)
+        places = {request: place for place, request in enumerate(before.requests)}
+        order = [places[request] for request in staged.layout.requests[joining:]]
+        if order != list(range(len(tokens))):
+            tokens = tokens.index_select(0, send(order, torch.int64, tokens.device))
+        first = staged.padded.num_prefill_rows
+        staged.rows.token_ids[first : first + len(order)].copy_(tokens.clamp(min=0))  # NO_TOKEN: a row that is not read
+
     def _shape_of(self, layout: StepLayout) -> GraphShape | None:
         """Return the shape of the step's graph; ``None``: no graph."""
         if self.graphs is None:
@@ -176,10 +192,11 @@ class ModelRunner:
         slots = [slot for slot, span in zip(layout.sampled_slots, layout.spans, strict=True)
                  if span.start >= layout.num_prefill_rows]  # fmt: skip
         used = {*layout.sampled_slots} - {-1}
-        return self.graphs.shape(
+        shape = self.shapes.of(
             layout.num_prefill_rows, len(slots), len({*slots} - {-1}),
             uses_lora=bool(used), vocabulary=any(not used.isdisjoint(layer.filled_slots) for layer in self._ends),
         )  # fmt: skip
+        return shape if self._has_graphs(shape) and not self.graphs.is_refused(shape) else None
 
     def _stage_dummy(self, shape: GraphShape) -> None:
         """Stage a step of ``shape`` that writes no cache row: one prompt, and decode rows spread evenly over slots."""

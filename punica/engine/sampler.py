@@ -16,7 +16,7 @@ The host never waits here: operands are sent asynchronously, and results are rea
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -44,10 +44,14 @@ class SampledRequest(AdjustedRequest, Protocol):
 
 
 class PendingLogprobs(NamedTuple):
-    """Log-probabilities on the device: ``table`` is float64 ``[rows, 2, n]``, the ids and their log-probabilities."""
+    """Log-probabilities: ``table`` is float64 ``[rows, 2, n]``, the ids and their log-probabilities."""
 
     counts: dict[int, int]
-    table: Tensor | None
+    table: "Tensor | PendingCopy | None"
+
+    def copied(self) -> "PendingLogprobs":
+        """Begin the copy to the host, so that reading waits for no later step."""
+        return self._replace(table=PendingCopy(self.table)) if isinstance(self.table, Tensor) else self
 
     def read(self) -> dict[int, dict[int, float]]:
         """Return ``{row: {token id: logprob}}``: the chosen token, then the most probable ones in falling order.
@@ -61,20 +65,20 @@ class PendingLogprobs(NamedTuple):
         return found
 
 
-class PendingTokens:
-    """Asynchronous copy of token ids to the host, so that the next step may overwrite them before the host reads."""
+class PendingCopy:
+    """Asynchronous copy of results to the host, so that the next step may overwrite them before the host reads."""
 
-    def __init__(self, tokens: Tensor) -> None:
-        self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=tokens.is_cuda)
-        self._tokens.copy_(tokens, non_blocking=True)
-        self._copied = torch.cuda.current_stream(tokens.device).record_event() if tokens.is_cuda else None
+    def __init__(self, values: Tensor) -> None:
+        self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)
+        self._values.copy_(values, non_blocking=True)
+        self._copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
 
-    def read(self) -> list[int]:
-        """Return the ids; the host waits for the device."""
+    def tolist(self) -> list[Any]:
+        """Return the values as nested lists; the host waits for the device, but for no later step."""
         if self._copied is not None:
             self._copied.synchronize()
-        ids: list[int] = self._tokens.tolist()
-        return ids
+        found: list[Any] = self._values.tolist()
+        return found
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ The package does not import torch: the same policy serves an engine, a cluster s
 
 from punica.scheduling.admission import ADMISSION_RULES, AdmissionRule
 from punica.scheduling.block_manager import BlockManager
-from punica.scheduling.layout import ADAPTER_INDEX_RULES, Span, StepLayout, lay_out, next_decode_step
+from punica.scheduling.layout import ADAPTER_INDEX_RULES, Span, StepLayout, lay_out
 from punica.scheduling.request import FinishReason, Request, RequestState, RequestStatus
 from punica.scheduling.sampling_params import SamplingParams, as_sampling_params
 from punica.scheduling.scheduler import Scheduler, StepPlan

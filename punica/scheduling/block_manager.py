@@ -43,9 +43,13 @@ class BlockManager:
         """Return all owners of at least one block."""
         return tuple(self._tables)
 
+    def missing(self, owner: Hashable, num_tokens: int) -> int:
+        """Return the number of blocks that the owner lacks for ``num_tokens`` tokens."""
+        return max(0, self.blocks_for(num_tokens) - len(self._tables.get(owner, ())))
+
     def reserve(self, owner: Hashable, num_tokens: int) -> bool:
         """Grow the owner's block table to ``num_tokens`` tokens; False, without change, if too few blocks are free."""
-        missing = self.blocks_for(num_tokens) - len(self._tables.get(owner, ()))
+        missing = self.missing(owner, num_tokens)
         if missing > self.num_free:
             return False
         if missing > 0:

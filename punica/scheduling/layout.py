@@ -8,19 +8,19 @@ are made once per invocation and shared by all LoRA layers of the model (7 L of 
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from punica.scheduling.block_manager import BlockManager
-from punica.scheduling.request import RequestState, RequestStatus
+from punica.scheduling.request import RequestState
 from punica.scheduling.scheduler import StepPlan
 
 ADAPTER_INDEX_RULES = ("per_request", "last_admitted")
 """Rules for the adapter of a decode row, see :func:`lay_out`."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Rows ``[start, start + length)`` of one request: a whole prompt (``length == kv_length``) or one decode row.
 
     ``kv_length``: tokens of the request in the cache after the step, in the blocks of ``block_table``.
@@ -38,7 +38,10 @@ class Span:
 
     def kv_rows(self, block_size: int) -> list[int]:
         """Return the cache row written by each of its rows: ``block * block_size + offset``."""
-        return [self.block_table[p // block_size] * block_size + p % block_size for p in self.positions]
+        first = self.kv_length - self.length
+        blocks = self.block_table[first // block_size : -(-self.kv_length // block_size)]
+        rows = [row for block in blocks for row in range(block * block_size, (block + 1) * block_size)]
+        return rows[first % block_size :][: self.length]
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class StepLayout:
         first, gap = self.num_prefill_rows, prompt_rows - self.num_prefill_rows
         if not gap:
             return self
-        spans = tuple(span if span.start < first else replace(span, start=span.start + gap) for span in self.spans)
+        spans = tuple(span if span.start < first else span._replace(start=span.start + gap) for span in self.spans)
         token_ids, positions, kv_rows = (
             [*values[:first], *[nothing] * gap, *values[first:]]
             for values, nothing in ((self.token_ids, 0), (self.positions, 0), (self.kv_rows, -1))
@@ -97,55 +100,13 @@ class StepLayout:
         """Segments with an adapter."""
         return sum(slot >= 0 for slot, _ in self.segments)
 
-    @property
-    def is_greedy(self) -> bool:
-        """All tokens are argmaxes without log-probabilities: none depends on tokens read by the host."""
-        return all(request.params.is_greedy and request.params.logprobs is None for request in self.requests)
-
-    def is_same_step(self, other: "StepLayout") -> bool:
-        """Check for the same requests, spans and slots, whatever the token ids."""
-        return (self.requests, self.spans, self.sampled_slots) == (other.requests, other.spans, other.sampled_slots)
-
-
-def next_decode_step(layout: StepLayout, blocks: BlockManager) -> StepLayout | None:
-    """Build the layout of the decode step after ``layout``, before its tokens are known; reserve their blocks.
-
-    Each request computes one more token, whose id is 0 here. Idle members of a batch compute their last one again.
-    ``None`` if ``layout`` has a prompt, an output ends with it by length, or blocks run out.
-    """
-    grows = [request.status is RequestStatus.RUNNING for request in layout.requests]
-    if layout.num_prefill_rows or any(
-        request.num_generated + 1 >= request.params.max_new_tokens if running
-        else request.status is not RequestStatus.FINISHED
-        for request, running in zip(layout.requests, grows, strict=True)
-    ):  # fmt: skip
-        return None
-    spans = []
-    for request, span, more in zip(layout.requests, layout.spans, grows, strict=True):
-        table, length = span.block_table, span.kv_length + more
-        if length > len(table) * blocks.block_size:
-            if not blocks.reserve(request.request_id, length):
-                return None
-            table = blocks.block_table(request.request_id)
-        spans.append(Span(span.start, 1, length, table))
-    return replace(
-        layout,
-        spans=tuple(spans),
-        token_ids=[0] * len(spans),
-        positions=[position + more for position, more in zip(layout.positions, grows, strict=True)],
-        kv_rows=[row for span in spans for row in span.kv_rows(blocks.block_size)],
-    )
-
 
 def lay_out(
-    plan: StepPlan, blocks: BlockManager, slots: Mapping[Hashable, int] | None, index_rule: str = "per_request",
-    expected: StepLayout | None = None,
-) -> StepLayout:  # fmt: skip
+    plan: StepPlan, blocks: BlockManager, slots: Mapping[Hashable, int] | None, index_rule: str = "per_request"
+) -> StepLayout:
     """Build the layout of ``plan``: prompts, then decode rows without adapter, then decode rows by ascending slot.
 
     ``slots``: ``weights_key`` to slot, for every request of the plan; ``None`` when no adapters are applied.
-    ``expected``: the layout that :func:`next_decode_step` made of the step before. If ``plan`` is that step, its spans
-    are reused with the token ids known now.
 
     ``index_rule="last_admitted"`` reproduces the released text-generation harness (disagreement D04 of
     ``paper_results/README.md``): every decode row takes the adapter of the request admitted last. Each step then has a
@@ -161,16 +122,8 @@ def lay_out(
         newest = (plan.prefills or plan.decodes)[-1]
         sampled_slots = (slot_of(newest),) * len(requests)
     ends = [request.next_kv_length for request in requests]
-    if (
-        expected is not None
-        and not plan.prefills
-        and (expected.requests, expected.sampled_slots) == (requests, sampled_slots)
-        and ends == [span.kv_length for span in expected.spans]
-    ):
-        token_ids = [request.token_at(end - 1) for request, end in zip(requests, ends, strict=True)]
-        return replace(expected, token_ids=token_ids)
     spans: list[Span] = []
-    token_ids = []
+    token_ids: list[int] = []
     for request, end in zip(requests, ends, strict=True):
         length = end if request in plan.prefills else 1
         spans.append(Span(len(token_ids), length, end, blocks.block_table(request.request_id)))

@@ -109,6 +109,7 @@ class RequestState:
     Attributes:
         request_id, prompt_token_ids, adapter, adapter_id, params: of the request.
         output_token_ids: generated tokens.
+        is_ahead: its next token is being computed, and counts as generated already; false between two steps.
         logprobs: one entry per output token, if the request asks for them.
         status: WAITING, RUNNING, FINISHED, FAILED with the reason in ``error``, or ABORTED.
         finish_reason: reason of the end, ``None`` before.
@@ -130,6 +131,7 @@ class RequestState:
     adapter_id: int = field(init=False)
     params: SamplingParams = field(init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)
+    is_ahead: bool = field(default=False, init=False)
     logprobs: list[dict[int, float]] = field(default_factory=list, init=False)
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -166,14 +168,16 @@ class RequestState:
         return [*self.prompt_token_ids, *self.output_token_ids]
 
     def token_at(self, position: int) -> int:
-        """Return ``token_ids[position]`` without building the list."""
+        """Return ``token_ids[position]`` without building the list; 0 for a token that is being computed."""
         behind = position - len(self.prompt_token_ids)
-        return self.prompt_token_ids[position] if behind < 0 else self.output_token_ids[behind]
+        if behind < 0:
+            return self.prompt_token_ids[position]
+        return self.output_token_ids[behind] if behind < len(self.output_token_ids) else 0
 
     @property
     def num_tokens(self) -> int:
-        """Length of ``token_ids``."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        """Length of ``token_ids``, with a token that is being computed."""
+        return len(self.prompt_token_ids) + self.num_generated
 
     @property
     def next_kv_length(self) -> int:
@@ -187,8 +191,13 @@ class RequestState:
 
     @property
     def num_generated(self) -> int:
-        """Length of ``output_token_ids``."""
-        return len(self.output_token_ids)
+        """Length of ``output_token_ids``, with a token that is being computed."""
+        return len(self.output_token_ids) + self.is_ahead
+
+    @property
+    def is_complete(self) -> bool:
+        """All tokens that it asks for are generated."""
+        return self.num_generated >= self.params.max_new_tokens
 
     @property
     def text_token_ids(self) -> list[int]:
@@ -221,7 +230,7 @@ class RequestState:
             self.first_token_s = self.last_token_s
         if token_id in self._ends or (self.text is not None and self._completes_a_string(token_id, self.text)):
             self.status, self.finish_reason = RequestStatus.FINISHED, "stop"
-        elif len(self.output_token_ids) >= self.params.max_new_tokens:
+        elif self.is_complete:
             self.status, self.finish_reason = RequestStatus.FINISHED, "length"
 
     def fail(self, error: str) -> None:

@@ -38,13 +38,15 @@ class StepPlan:
         """Requests with rows in the step."""
         return len(self.prefills) + len(self.decodes) + len(self.idle)
 
-    def without(self, left: Collection[RequestState]) -> "StepPlan":
-        """The plan without the requests ``left``, which are out of the batch."""
-        prefills, decodes, idle = (
-            tuple(request for request in part if request not in left)
-            for part in (self.prefills, self.decodes, self.idle)
+    def only(self, members: Collection[RequestState]) -> "StepPlan":
+        """Return the plan of those requests that are among ``members``; one that has finished since is idle."""
+        here = set(members)
+        prefills, others = ([r for r in part if r in here] for part in (self.prefills, (*self.decodes, *self.idle)))
+        decodes, idle = (
+            tuple(request for request in others if (request.status is RequestStatus.RUNNING) == runs)
+            for runs in (True, False)
         )
-        return StepPlan(prefills, decodes, idle, self.preempted)
+        return StepPlan(tuple(prefills), decodes, idle, self.preempted)
 
 
 @dataclass(eq=False)
@@ -61,7 +63,7 @@ class Scheduler:
     Optional hooks: ``on_leave`` is called with every request that left both queue and batch. ``is_resident`` tells
     rules which adapters are in a slot. ``is_loaded`` keeps a request queued while its adapter's files are being read.
 
-    After every call each request is queued, in the batch or gone, and exactly those in the batch own blocks.
+    Between two steps each request is queued, in the batch or gone, and exactly those in the batch own blocks.
     """
 
     rule: AdmissionRule
@@ -71,6 +73,7 @@ class Scheduler:
     max_adapters: int | None = None
     waiting: deque[RequestState] = field(default_factory=deque, init=False)
     running: list[RequestState] = field(default_factory=list, init=False)
+    leaving: list[RequestState] = field(default_factory=list, init=False)
     on_leave: Callable[[RequestState], None] = field(default_factory=lambda: _ignore, init=False)
     is_resident: IsResident = field(default_factory=lambda: _always, init=False)
     is_loaded: IsResident = field(default_factory=lambda: _always, init=False)
@@ -95,25 +98,26 @@ class Scheduler:
         admitted = self._admit(len(self.running), pinned) if self.waiting else []
         return StepPlan(tuple(admitted), decoding, idle, tuple(preempted))
 
-    def can_admit(self, pinned: Collection[int] = ()) -> bool:
-        """Check if :meth:`schedule` would admit from the queue, were the batch unchanged."""
-        if not self.waiting:
-            return False
-        request = self.rule.candidate(self.waiting, self.is_resident)
-        return self._is_admissible(request, [], len(self.running), pinned)
+    def leave(self, request: RequestState) -> None:
+        """Take a request out of the batch whose last token is being computed: its place and blocks are free.
 
-    def continue_batch(self, requests: Collection[RequestState]) -> StepPlan:
-        """Return the step of those ``requests`` still in the batch, without admission or preemption.
-
-        Their blocks are reserved already.
+        It is of the scheduler until it is retired, requeued or removed.
         """
-        here = set(self.running)
-        members = [request for request in requests if request in here]
-        decoding, idle = (
-            tuple(request for request in members if (request.status is RequestStatus.RUNNING) == decodes)
-            for decodes in (True, False)
-        )
-        return StepPlan((), decoding, idle, ())
+        self._drop(request)
+        self.leaving.append(request)
+
+    def has_slots_beside(self, num_ending: int, pinned: Collection[int]) -> bool:
+        """Check that those who may join have slots while ``num_ending`` running requests still have theirs."""
+        joining = itertools.islice(self.waiting, self.max_batch_size - len(self.running) + num_ending)
+        adapters = {request.weights_key for request in (*self.running, *joining)} - {0}
+        return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters
+
+    def can_grow(self) -> bool:
+        """Check for blocks for the next token of each running request."""
+        if len(self.running) <= self.blocks.num_free:
+            return True  # each needs one at most
+        growing = (request for request in self.running if request.status is RequestStatus.RUNNING)
+        return sum(self.blocks.missing(r.request_id, r.num_tokens) for r in growing) <= self.blocks.num_free
 
     def retire_finished(self) -> None:
         """Release finished requests; those of an inseparable batch once all members are finished."""
@@ -147,13 +151,16 @@ class Scheduler:
 
         A new version of an adapter replaces the previous one in its slot, unless a running request uses that one.
         """
-        in_use = {request.weights_key for request in self.running}
+        in_use = {request.weights_key for request in (*self.running, *self.leaving)}
         replaces = candidate.weights is None and candidate.adapter_id not in in_use
         adapters = {*in_use, candidate.adapter_id if replaces else candidate.weights_key} - {0}
         return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters
 
     def _drop(self, request: RequestState) -> None:
         """Take a request out of the batch and free its blocks."""
+        if request in self.leaving:
+            self.leaving.remove(request)
+            return
         self.running.remove(request)
         self.blocks.release(request.request_id)
 
@@ -163,7 +170,7 @@ class Scheduler:
         self.on_leave(request)
 
     def _finished(self) -> list[RequestState]:
-        return [request for request in self.running if request.status is RequestStatus.FINISHED]
+        return [r for r in (*self.leaving, *self.running) if r.status is RequestStatus.FINISHED]
 
     def _preempt_for_pins(self, pinned: Collection[int]) -> list[RequestState]:
         """Preempt until the adapters of the batch and the pinned ones fit: those whose adapter joined last go first.

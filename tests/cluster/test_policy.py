@@ -31,11 +31,11 @@ def test_who_is_placed_waits_while_a_step_lets_nobody_join():
     policy = cluster("a")
     submit(policy, "1")
     policy.place()
-    assert policy.begin_step("a", joins=False).is_empty
+    assert policy.begin_step("a", most_joins=0).is_empty
     assert step(policy, "a").prefills == ("1",)
     submit(policy, "2")
     policy.place()
-    begun = policy.begin_step("a", joins=False)
+    begun = policy.begin_step("a", most_joins=0)
     policy.end_step("a")
     assert (begun.prefills, begun.num_decodes) == ((), 1)
     assert step(policy, "a").prefills == ("2",)

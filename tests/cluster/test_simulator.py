@@ -52,16 +52,23 @@ def test_who_takes_a_place_in_the_same_second_counts_beside_who_left_it_but_no_b
 def test_an_engine_that_works_ahead_lets_who_arrives_during_a_step_join_one_later():
     asked = trace([0.0, 1.5, 3.5], [5, 7, 3], [9, 4, 2])
     result = simulate(asked, cluster(1), SECOND, works_ahead=True)
-    # the first one's prompt until 1; its second step, begun at 1, has a third behind it when the second arrives at 1.5
-    assert result.first_token_s.tolist() == [1.0, 4.0, 5.0]  # the third arrives in the second one's prompt: at its end
+    # the step from 2 is launched at 1, before the second arrives; the one from 3 at 2, with it
+    assert result.first_token_s.tolist() == [1.0, 4.0, 6.0]
     assert simulate(asked, cluster(1), SECOND).first_token_s.tolist() == [1.0, 3.0, 5.0]
-    assert result.finish_s.tolist() == [9.0, 7.0, 6.0]
+    assert result.finish_s.tolist() == [9.0, 7.0, 7.0]
 
 
-def test_nothing_is_begun_ahead_of_a_step_with_which_somebody_leaves():
+def test_nothing_is_begun_ahead_of_a_step_with_which_all_leave():
     asked = trace([0.0, 1.5], [5, 7], [2, 2])
     for works_ahead in (False, True):  # the step from 1 to 2 is the first one's last
         assert simulate(asked, cluster(1), SECOND, works_ahead=works_ahead).first_token_s.tolist() == [1.0, 3.0]
+
+
+def test_who_waits_takes_the_place_of_who_leaves_at_once():
+    asked = trace([0.0, 0.0, 0.0, 1.5], [5, 7, 3, 4], [9, 2, 3, 2])
+    for works_ahead in (False, True):  # one prompt per step: the second has its two tokens at 2 and 3
+        result = simulate(asked, cluster(1, max_batch_size=2), SECOND, works_ahead=works_ahead)
+        assert result.first_token_s.tolist() == [1.0, 2.0, 4.0, 7.0]
 
 
 @pytest.mark.parametrize("rate", [5.0, 25.0])

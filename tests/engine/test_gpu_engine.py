@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 def engine_on_gpu(backbone, dtype: torch.dtype = torch.float32, **sizes) -> Engine:
     config = EngineConfig(**{"max_batch_size": 8, "max_model_len": 64, **sizes})
-    return Engine(backbone.model("cuda", dtype), config.lora_config(16), config)
+    return Engine(backbone.model("cuda", dtype), config.lora_config(16), config, warm_up=False)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -145,11 +145,12 @@ def test_requests_that_come_and_go_leave_nothing(backbone) -> None:
 
 def test_memory_of_graphs_is_within_its_reserve_and_is_given_back_with_the_engine(backbone) -> None:
     model, config = backbone.model("cuda", torch.float16), EngineConfig(max_batch_size=32, max_model_len=128)
-    engine = Engine(model, config.lora_config(16), config)
+    engine = Engine(model, config.lora_config(16), config, warm_up=False)
     engine.capture_graphs(config.max_num_batched_tokens)
     graphs, held = engine.runner.graphs, engine.memory
+    shapes = engine.runner.shapes.up_to(config.max_num_batched_tokens, vocabulary=False)
     assert graphs.statistics.refused == 0
-    assert graphs.statistics.graphs == len(graphs.shapes(config.max_num_batched_tokens, vocabulary=False)) == 24 + 6 * 3
+    assert graphs.statistics.graphs == len(shapes) == 24 + 6 * 3
     assert 0 < held.graphs <= graph_reserve(model, config)
     allocated = torch.cuda.memory_allocated()
     gc.disable()

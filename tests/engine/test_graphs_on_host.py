@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -52,7 +51,7 @@ class Padded(KernelAttention):
     def begin(self, spans, kv_rows, num_prompt_rows=None) -> None:
         self._real, starts, plain = (kv_rows >= 0).nonzero().flatten(), 0, []
         for span in spans:
-            plain.append(replace(span, start=starts))
+            plain.append(span._replace(start=starts))
             starts += span.length
         self._plain = PagedAttention(self.cache)
         self._plain.begin(plain, kv_rows[self._real])
@@ -72,9 +71,9 @@ def graphs_on_host(monkeypatch) -> None:
     monkeypatch.setattr(runner_module, "attention_for", Padded)
 
 
-def build(backbone) -> Engine:
+def build(backbone, warm_up: bool = False) -> Engine:
     config = EngineConfig(max_batch_size=2, max_model_len=32)
-    return Engine(backbone.model(), config.lora_config(16), config)
+    return Engine(backbone.model(), config.lora_config(16), config, warm_up=warm_up)
 
 
 @pytest.fixture
@@ -111,21 +110,14 @@ def test_a_step_that_finds_no_memory_for_its_graph_is_launched_by_the_host_and_n
     assert graphs.statistics.refused == 0
 
 
-@pytest.mark.parametrize("launches", [False, True], ids=["staged", "launched"])
-def test_graphs_released_under_a_step_that_was_staged_ahead_are_captured_again(
-    launches, engine, backbone, monkeypatch
-) -> None:
-    if not launches:
-        monkeypatch.setattr(engine.scheduler, "can_admit", lambda pinned: True)
-
+def test_graphs_released_under_a_step_that_was_launched_ahead_are_captured_again(engine, backbone) -> None:
     def release(step: int) -> None:
-        if step == 3:
-            assert engine._next.staged is not None
-            assert engine.is_ahead == launches
+        if step == 2:
+            assert engine.is_ahead
             engine.runner.graphs.release()
 
     serve(engine, backbone, release)
-    assert engine.runner.graphs.tried.count(GraphShape(0, 2, 1)) == (1 if launches else 2), "a launched step needs none"
+    assert engine.runner.graphs.tried.count(GraphShape(0, 2, 1)) == 2
 
 
 def test_results_of_all_graphs_lie_in_one_place(engine, backbone) -> None:
@@ -145,7 +137,7 @@ def test_all_graphs_beforehand_are_all_that_steps_need(engine, backbone) -> None
     engine.capture_graphs(32)
     prompts = [GraphShape(64, *rest) for rest in ((2, 2), (2, 1), (2, 0), (0, 1), (0, 0))]
     assert graphs.tried == decodes + prompts
-    assert graphs.shapes(10_000, vocabulary=False) == prompts + decodes, "no step is longer"
+    assert engine.runner.shapes.up_to(10_000, vocabulary=False) == prompts + decodes, "no step is longer"
     serve(engine, backbone)
     assert {GraphShape(64, 0, 0), GraphShape(64, 2, 1)} < set(graphs.replayed), "the first request has no adapter"
     assert len(graphs.tried) == 10
@@ -156,12 +148,24 @@ def test_all_graphs_beforehand_are_all_that_steps_need(engine, backbone) -> None
             engine.capture_graphs(wrong)
 
 
+def test_a_warm_engine_has_all_graphs_that_steps_need(backbone, monkeypatch) -> None:
+    """What finds no memory runs once without a graph, and then in every step."""
+    refused = GraphShape(64, 2, 2)
+    monkeypatch.setattr(OnHost, "lacks", frozenset({refused}))
+    engine = build(backbone, warm_up=True)
+    graphs, shapes = engine.runner.graphs, engine.runner.shapes.up_to(32, vocabulary=False)
+    assert graphs.tried == shapes
+    assert (graphs.statistics.graphs, graphs.statistics.refused) == (len(shapes) - 1, 1)
+    serve(engine, backbone)
+    assert graphs.tried == shapes
+
+
 def test_steps_have_graphs_of_their_own_while_an_adapter_is_for_embedding_and_head(engine, backbone, tmp_path) -> None:
     ends, merged = adapter_of_the_ends(backbone, tmp_path)
     graphs, plain = engine.runner.graphs, backbone.adapters[1]
     states = [engine.add_request(Request(f"r{i}", [3, 1], 5, ends if i else plain)) for i in range(2)]
-    engine.step()  # the plain one alone, and the other is on its way into its slot
-    engine.step()
+    engine.step()  # the plain one alone; the other joins the next step, launched already
+    assert graphs.replayed[0] == GraphShape(64, 0, 1)
     assert graphs.replayed[-1] == GraphShape(64, 2, 1, vocabulary=True)
     while engine.has_unfinished():
         engine.step()
@@ -172,9 +176,10 @@ def test_steps_have_graphs_of_their_own_while_an_adapter_is_for_embedding_and_he
     graphs.replayed.clear()
     serve(engine, backbone)
     assert not any(shape.vocabulary for shape in graphs.replayed), "it lies in a slot, but no row has it"
-    assert graphs.shape(0, 2, 0, uses_lora=False, vocabulary=True) == GraphShape(0, 2, 0), "without any adapter, one"
-    with_lora = [shape for shape in graphs.shapes(64, vocabulary=False) if shape.adapters]
-    assert {*graphs.shapes(64, vocabulary=True)} - {*graphs.shapes(64, vocabulary=False)} == {
+    shapes = engine.runner.shapes
+    assert shapes.of(0, 2, 0, uses_lora=False, vocabulary=True) == GraphShape(0, 2, 0), "without any adapter, one"
+    with_lora = [shape for shape in shapes.up_to(64, vocabulary=False) if shape.adapters]
+    assert {*shapes.up_to(64, vocabulary=True)} - {*shapes.up_to(64, vocabulary=False)} == {
         shape._replace(vocabulary=True) for shape in with_lora
     }
 

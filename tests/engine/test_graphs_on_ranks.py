@@ -26,8 +26,8 @@ def no_gpu_needed(monkeypatch) -> None:
 class Recorded(StepGraphs):
     """Notes what it would run and record; the host launches every step."""
 
-    def __init__(self, fails_in: str = "", failure: type[Exception] = torch.OutOfMemoryError, max_loras=4) -> None:
-        super().__init__(lambda shape: None, lambda shape: None, 8, 128, max_loras, torch.device("cpu"))
+    def __init__(self, fails_in: str = "", failure: type[Exception] = torch.OutOfMemoryError) -> None:
+        super().__init__(lambda shape: None, lambda shape: None, torch.device("cpu"))
         self.done: list[tuple[str, GraphShape]] = []
         self._fails_in, self._failure = fails_in, failure
 
@@ -80,11 +80,11 @@ def test_a_graph_without_memory_on_one_rank_is_launched_by_the_hosts_of_all() ->
     def body(rank: int) -> list:
         graphs = Recorded("recorded" if rank else "")
         found = [graphs.prepare(DECODE), graphs.prepare(DECODE)]
-        found.append(graphs.shape(0, 8, 1, uses_lora=True, vocabulary=False))
+        found.append(graphs.is_refused(DECODE))
         graphs._fails_in = ""
         return [*found, graphs.prepare(GraphShape(0, 8, 0)), graphs.statistics.refused]
 
-    assert on_threads(2, body) == [[False, False, None, True, 1]] * 2
+    assert on_threads(2, body) == [[False, False, True, True, 1]] * 2
 
 
 def test_a_warm_up_that_fails_on_one_rank_ends_the_group() -> None:
@@ -140,13 +140,13 @@ def test_engines_of_all_ranks_want_the_same_graphs_in_the_same_order(backbone, m
         config = EngineConfig(max_batch_size=8, max_model_len=64)
         lora = config.lora_config(16, max_loras=3, fully_sharded_loras=sharded)
         engine = Engine(model, lora, config)
-        graphs, wanted = Recorded(max_loras=3), []
+        graphs, wanted = Recorded(), []
 
         def shape_of(layout):
             slots = {slot for slot in layout.sampled_slots[bool(layout.num_prefill_rows) :] if slot >= 0}
             decodes = len(layout.spans) - bool(layout.num_prefill_rows)
             uses_lora = any(slot >= 0 for slot in layout.sampled_slots)
-            shape = graphs.shape(
+            shape = engine.runner.shapes.of(
                 layout.num_prefill_rows, decodes, len(slots), uses_lora=uses_lora, vocabulary=False
             )
             graphs.prepare(shape)

@@ -98,7 +98,7 @@ def test_generate_returns_the_error_beside_the_others_results(backbone, huge) ->
 def test_an_adapter_that_overflows_on_a_gpu(backbone, huge, graphs, choice) -> None:
     """In float32, in a cache whose blocks hold its NaN when others get them."""
     config = EngineConfig(max_batch_size=4, max_model_len=64, num_blocks=24, block_size=16, cuda_graphs=graphs)
-    engine = Engine(backbone.model("cuda", torch.float32), config.lora_config(16), config)
+    engine = Engine(backbone.model("cuda", torch.float32), config.lora_config(16), config, warm_up=False)
     states = []
     for i in range(12):
         engine.add_request(Request(f"bad{i}", [1 + i, 2, 3], CHOICES[choice], huge))

@@ -86,7 +86,7 @@ def generate_with_graphs_and_without(
             model = LlamaForCausalLM(folder, dtype, "cuda")
             model.load_weights(folder)
             config = EngineConfig(max_batch_size=8, max_model_len=64, cuda_graphs=graphs)
-            engine = Engine(model, config.lora_config(16, max_loras=SLOTS), config)
+            engine = Engine(model, config.lora_config(16, max_loras=SLOTS), config, warm_up=False)
             found[graphs] = tokens_of(engine.generate(prompts, adapters, new))
             outlives.append(engine)
     with told(rank, "all graphs"):

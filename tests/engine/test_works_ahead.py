@@ -1,15 +1,19 @@
-"""Overlap scheduling: the next step is staged and launched during this one; a wrong guess costs no token."""
+"""Overlap scheduling: the next step is launched during this one, with those who join it; a wrong guess costs no token.
+"""
 
 from dataclasses import replace
+from random import Random
+from shutil import copytree, rmtree
 
 import numpy as np
 import pytest
 
+from punica.adapters import LoRARequest
 from punica.cluster import ClusterPolicy, StepCost, Trace, simulate
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine.overlap import Overlap
 from punica.engine.runner import ModelRunner
-from punica.engine.sampler import PendingTokens
+from punica.engine.sampler import PendingCopy
 from punica.scheduling import SamplingParams
 from punica.workload import RequestLengths
 
@@ -20,27 +24,36 @@ def as_on_a_gpu(monkeypatch) -> None:
 
 
 @pytest.fixture
-def foreseen(monkeypatch) -> list:
-    """Steps staged ahead, and whether each was the next one."""
-    steps, ahead, prepare = [], ModelRunner.stage_ahead, Overlap.prepare_next
+def begun(monkeypatch) -> list:
+    """Layouts of the steps launched ahead."""
+    steps, prepare = [], Overlap.prepare_next
 
-    def noted(overlap, current, *given):
-        if steps and steps[-1][1] is None:
-            steps[-1][1] = steps[-1][0].is_same_step(current.layout)
-        return prepare(overlap, current, *given)
+    def noted(overlap, *given):
+        upcoming = prepare(overlap, *given)
+        if upcoming is not None:
+            steps.append(upcoming.in_flight.layout)
+        return upcoming
 
-    monkeypatch.setattr(ModelRunner, "stage_ahead", lambda *of: steps.append([of[1], None]) or ahead(*of))
     monkeypatch.setattr(Overlap, "prepare_next", noted)
     return steps
 
 
-def test_tokens_of_requests_that_join_leave_and_go_on(backbone, mixed_wishes, serve, foreseen) -> None:
+def finish(engine: Engine) -> dict[str, list[int]]:
+    """Serve all requests; return the tokens of those that did not fail."""
+    served = {}
+    while engine.has_unfinished():
+        served |= {result.request_id: result.token_ids for result in engine.step().finished}
+    assert not engine.blocks.owners()
+    return served
+
+
+def test_tokens_of_requests_that_join_leave_and_go_on(backbone, mixed_wishes, serve, begun) -> None:
     expected = [backbone.generate_merged(wish.prompt, wish.adapter_id, wish.new) for wish in mixed_wishes]
     assert serve(backbone.engine(max_batch_size=4), mixed_wishes) == expected
-    assert sum(bool(came_true) for _, came_true in foreseen) > 5
+    assert sum(layout.num_prefill_rows > 0 for layout in begun) == 15, "all but the first join a step launched ahead"
 
 
-def test_static_batches_with_idle_members(backbone, mixed_wishes, serve, foreseen) -> None:
+def test_static_batches_with_idle_members(backbone, mixed_wishes, serve, begun) -> None:
     expected = [backbone.generate_merged(wish.prompt, wish.adapter_id, wish.new) for wish in mixed_wishes]
     engine, idle = backbone.engine("static_mixed", max_batch_size=4), []
     step = engine.step
@@ -52,11 +65,11 @@ def test_static_batches_with_idle_members(backbone, mixed_wishes, serve, foresee
 
     engine.step = counted
     assert serve(engine, mixed_wishes) == expected
-    assert sum(bool(came_true) for _, came_true in foreseen) > len(idle) // 2
+    assert len(begun) > len(idle) // 2
     assert sum(number > 0 for number in idle) > len(idle) // 2
 
 
-def test_cancelled_preempted_and_new_requests(backbone, foreseen) -> None:
+def test_cancelled_preempted_and_new_requests(backbone, begun) -> None:
     engine = backbone.engine(block_size=4, num_blocks=12)
     for i in range(6):
         engine.add_request(Request(f"r{i}", [i + 1] * 3, 20, backbone.adapters.get(i % 4)))
@@ -100,21 +113,6 @@ def test_who_arrives_joins_in_the_step_that_the_cluster_s_simulator_says(
     assert [first[i] for i in range(len(arrivals))] == said.first_token_s.tolist()
 
 
-@pytest.fixture
-def begun(monkeypatch) -> list:
-    """Layouts of the steps launched ahead."""
-    steps, prepare = [], Overlap.prepare_next
-
-    def noted(overlap, *given):
-        upcoming = prepare(overlap, *given)
-        if upcoming is not None and upcoming.in_flight is not None:
-            steps.append(upcoming.layout)
-        return upcoming
-
-    monkeypatch.setattr(Overlap, "prepare_next", noted)
-    return steps
-
-
 def test_a_step_is_begun_before_the_host_has_read_the_one_before(backbone, begun, monkeypatch) -> None:
     """One invocation per step, and no activation of adapters in between."""
     engine, calls = backbone.engine(max_batch_size=2), {"forward": 0, "activate": 0}
@@ -138,7 +136,8 @@ def test_a_step_is_begun_before_the_host_has_read_the_one_before(backbone, begun
     expected = [backbone.generate_merged((3 + i, 1), i, 12) for i in (1, 2)]
     assert [state.output_token_ids for state in states] == expected
     assert steps == calls["forward"] == 13
-    assert len(begun) == 9, "all but two with a prompt, the first after them, and the one behind the end of a request"
+    assert len(begun) == 12, "all but the first"
+    assert [layout.num_prefill_rows for layout in begun[:3]] == [2, 0, 0]
     assert calls["activate"] == 1 + 2 + 1, "when one joins, when the other does, and when one is left"
 
 
@@ -176,13 +175,81 @@ def test_an_aborted_request_and_a_new_one_of_its_name(backbone, begun) -> None:
     assert again.output_token_ids == backbone.generate_merged((7, 1), 3, 6)
 
 
+@pytest.mark.parametrize("fails_in", ["read", "launch"])
+def test_a_step_that_fails_loses_no_request_that_joins_or_ends_with_it(backbone, begun, monkeypatch, fails_in) -> None:
+    """Step 4 is the last of `a`, in whose place `c` joins the next one; its tokens are lost, or the launch of that."""
+    engine = backbone.engine(max_batch_size=2)
+    for name, new in (("a", 4), ("b", 9), ("c", 3), ("d", 2)):
+        engine.add_request(Request(name, [5, ord(name)], new, backbone.adapters.get(ord(name) % 3)))
+    for _ in range(3):
+        engine.step()
+
+    def launch(runner, staged):
+        assert staged.layout.num_prefill_rows
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if fails_in == "read":
+            patched.setattr(PendingCopy, "tolist", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        else:
+            patched.setattr(ModelRunner, "launch", launch)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert not engine.is_ahead
+    assert not engine.scheduler.leaving
+    assert [request.request_id for request in engine.scheduler.waiting] == ["a", "c", "d"]
+    lengths = {"a": 4, "b": 9, "c": 3, "d": 2}
+    assert finish(engine) == {
+        name: backbone.generate_merged((5, ord(name)), ord(name) % 3, new) for name, new in lengths.items()
+    }
+
+
+def test_a_step_that_is_forgotten_queues_its_prompts_again(backbone, begun) -> None:
+    engine = backbone.engine(max_batch_size=3)
+    for i in range(3):
+        engine.add_request(Request(f"r{i}", [3 + i], 5, backbone.adapters.get(i)))
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["r0", "r1"]
+    engine.forget_next()
+    assert [request.request_id for request in engine.scheduler.waiting] == ["r1", "r2"]
+    assert finish(engine) == {f"r{i}": backbone.generate_merged((3 + i,), i, 5) for i in range(3)}
+
+
+def test_a_request_that_is_aborted_before_the_step_that_it_joins(backbone, begun) -> None:
+    engine = backbone.engine(max_batch_size=2)
+    for i in range(2):
+        engine.add_request(Request(f"r{i}", [3 + i], 5, backbone.adapters.get(i)))
+    engine.step()
+    assert engine.abort_request("r1").token_ids == []
+    again = engine.add_request(Request("r1", [9], 4, backbone.adapters[2]))
+    assert engine.step().tokens.keys() == {"r0"}
+    finish(engine)
+    assert again.output_token_ids == backbone.generate_merged((9,), 2, 4)
+
+
+def test_an_adapter_that_cannot_be_loaded_ahead_fails_its_request_alone(backbone, begun, tmp_path) -> None:
+    folder = copytree(backbone.adapters[3].lora_path, tmp_path / "adapter")
+    engine = backbone.engine(max_batch_size=3)
+    states = [engine.add_request(Request("first", [5], 6, backbone.adapters[1]))]
+    engine.add_request(Request("broken", [6], 6, LoRARequest("broken", 3, str(folder))))
+    states.append(engine.add_request(Request("behind", [7], 6, backbone.adapters[2])))
+    rmtree(folder)
+    output = engine.step()
+    assert [(result.request_id, result.finish_reason) for result in output.failed] == [("broken", "failed")]
+    assert output.tokens.keys() == {"first"}
+    finish(engine)
+    assert [state.output_token_ids for state in states] == [
+        backbone.generate_merged((5,), 1, 6), backbone.generate_merged((7,), 2, 6),
+    ]  # fmt: skip
+
+
 def test_a_step_that_fails_forgets_what_was_begun(backbone, begun, monkeypatch) -> None:
     engine = backbone.engine(max_batch_size=2)
     state = engine.add_request(Request("a", [5, 1], 12, backbone.adapters[1]))
     for _ in range(4):
         engine.step()
     with monkeypatch.context() as patched:
-        patched.setattr(PendingTokens, "read", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(PendingCopy, "tolist", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert not engine.is_ahead
@@ -191,22 +258,74 @@ def test_a_step_that_fails_forgets_what_was_begun(backbone, begun, monkeypatch) 
     assert state.output_token_ids == backbone.generate_merged((5, 1), 1, 12)
 
 
-@pytest.mark.parametrize("wish", [{"temperature": 0.7}, {"logprobs": 2}, {"repetition_penalty": 1.2}])
-def test_choices_that_need_what_the_host_reads_are_not_begun(wish, backbone, begun) -> None:
+def test_penalties_that_need_tokens_on_the_host_are_not_begun(backbone, begun) -> None:
+    """A prompt with one joins ahead: its tokens are known."""
     engine = backbone.engine(max_batch_size=2)
-    engine.add_request(Request("a", [5, 1], SamplingParams(max_new_tokens=6, **wish)))
-    while engine.has_unfinished():
-        engine.step()
-        assert not engine.is_ahead
+    engine.add_request(Request("plain", [5, 1], 9))
+    engine.add_request(Request("penalised", [5, 1], SamplingParams(max_new_tokens=4, repetition_penalty=1.2)))
+    finish(engine)
+    assert [[request.request_id for request in layout.requests] for layout in begun] == [
+        ["penalised", "plain"], *[["plain"]] * 4,
+    ]  # fmt: skip
+
+
+def _abort_and_pin(engine: Engine, chance: Random) -> None:
+    """Change the pin at times, and abort one of the youngest requests, which loses what is compared of it."""
+    if chance.random() < 0.15:
+        _unpin(engine)
+        if (adapter_id := chance.randint(1, 6)) in engine.manager.list_adapters():
+            engine.manager.pin_adapter(adapter_id)
+    if chance.random() < 0.15 and engine.scheduler.running:
+        engine.abort_request(engine.scheduler.running[-1].request_id)
+
+
+def _unpin(engine: Engine) -> None:
+    for adapter_id in list(engine.manager.pinned_adapters):
+        engine.manager.unpin_adapter(adapter_id)
+
+
+def test_random_runs_give_what_steps_in_turn_give(backbone, begun, monkeypatch) -> None:
+    """Arrivals, aborts, pins, ends and preemptions at random steps; samples, penalties, log-probabilities."""
+    outputs = []
+    for ahead in (False, True):
+        monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+        engine, states = backbone.engine(max_loras=4, max_batch_size=4, block_size=2, num_blocks=16), []
+        for step in range(60):
+            chance = Random(f"0 {step}")  # whatever the engine did
+            for _ in range(chance.randrange(3) if step < 40 else 0):
+                wishes = {"max_new_tokens": chance.randint(1, 16), "stop_token_ids": chance.sample(range(256), 8)}
+                wishes |= {} if chance.random() < 0.6 else {"temperature": 0.8, "seed": chance.randrange(99)}
+                wishes |= {} if chance.random() < 0.8 else {"logprobs": 2}
+                wishes |= {} if chance.random() < 0.9 else {"repetition_penalty": 1.3}
+                prompt = [chance.randrange(256) for _ in range(chance.randint(1, 9))]
+                adapter = backbone.adapters.get(chance.randrange(7))
+                states.append(engine.add_request(Request(f"r{len(states)}", prompt, SamplingParams(**wishes), adapter)))
+            _abort_and_pin(engine, chance)
+            engine.step()
+        _unpin(engine)
+        finish(engine)
+        assert [*engine.scheduler.running, *engine.scheduler.leaving, *engine._residency._users] == []
+        outputs.append(states)
+    ended = [pair for pair in zip(*outputs, strict=True) if "aborted" not in {one.finish_reason for one in pair}]
+    for one, other in ended:
+        assert one.output_token_ids == other.output_token_ids
+        assert one.finish_reason == other.finish_reason
+        assert list(map(list, one.logprobs)) == list(map(list, other.logprobs))
+    assert sum(state.preemptions for state in outputs[1]) > 0
+    assert len(ended) > 20
+    assert sum(layout.num_prefill_rows > 0 for layout in begun) > 15
 
 
 def test_who_may_join_is_not_kept_waiting(backbone, begun) -> None:
-    """With a place free and a request in the queue, the next step is left to the host."""
+    """Requests of the queue join the steps launched ahead, also in place of those that end with the step before."""
     engine = backbone.engine(max_batch_size=3)
     for i in range(3):
         engine.add_request(Request(f"r{i}", [3 + i], 9, backbone.adapters.get(i)))
-    sizes = [engine.step().statistics.batch_size for _ in range(3)]
-    assert sizes == [1, 2, 3]
+    engine.add_request(Request("late", [7], 2))
+    sizes = [engine.step().statistics.batch_size for _ in range(11)]
+    assert sizes == [1, 2, *[3] * 8, 2], "the fourth joins behind the first one's last step"
+    assert len(begun) == 10
+    assert not engine.has_unfinished()
 
 
 @pytest.fixture

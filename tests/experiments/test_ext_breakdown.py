@@ -29,6 +29,7 @@ TINY = ModelConf(
 )  # fmt: skip
 PROTOCOL = Protocol("host_clock", "cpu", warmup=0, repeats=2, min_repeats=2, seconds=0.0, flush_mib=0)
 CUBLAS = "nvjet_hsh_64x8_64x16_4x1_v_bz_TNN"
+ATTEND = "_decode_attention_kernel"
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +177,7 @@ def test_the_host_is_timed_until_all_is_given_to_the_device(bench):
     assert len(seen) == 2
     for launched, step in zip(seen, steps, strict=True):
         assert step.statistics.metadata_s < launched.given < launched.given + launched.ahead < step.seconds
-    assert not {"launch", "prepare_next"} & vars(bench.engine._overlap).keys()
+    assert not {"begin", "prepare_next"} & vars(bench.engine._overlap).keys()
 
 
 def test_parts_of_a_cpu_add_up_to_the_steps_and_nothing_stays_patched(bench, monkeypatch):
@@ -350,3 +351,27 @@ def test_the_watched_steps_of_a_gpu_that_is_ahead_share_the_time_of_all(bench, m
     (case,) = breakdown.measured(bench, {"Distinct": shape()}, PROTOCOL).values()
     assert len(set(case.watched)) == 1 < len(case.watched)
     assert case.mean_parts()[device_parts.GAPS] == pytest.approx(case.watched[0] - 1e-6 / len(case.watched))
+
+
+def test_a_prompt_joins_a_step_that_is_launched_beside_the_one_before(bench, monkeypatch):
+    """As in a stream: the engine takes three steps for one, and its host and its kernels are those of that step."""
+    monkeypatch.setattr(ModelRunner, "works_ahead", True)
+    monkeypatch.setattr(EngineSteps, "on_gpu", property(lambda _: True))
+    mixed, times = shape(2, 16, prompt=20), []
+
+    def scripted(work):
+        work()
+        ends = [(0.0, CUBLAS), (1.0, "argmax"), (2.0, CUBLAS), (3.0, "argmax"), (4.0, ATTEND), (5.0, "argmax")]
+        return [Kernel(name, time, time + 0.5) for time, name in ends] + [Kernel(CUBLAS, 6.0, 6.5)]
+
+    monkeypatch.setattr(device_parts, "watched_kernels", scripted)
+    bench.settle(mixed)
+    step = bench.step()
+    assert (step.statistics.batch_size, step.statistics.num_prefill_tokens) == (3, 20)
+    with launch_times(bench.engine) as launches:
+        times.append(bench.step().seconds)
+    assert [launched.given for launched in launches] == [0.0] * 3
+    (case,) = breakdown.measured(bench, {"Distinct": mixed}, PROTOCOL).values()
+    assert case.parts == {ATTENTION: 0.5, HEAD: 0.5, device_parts.GAPS: sum(case.watched) - 1.0}
+    assert min(case.ahead) > 0.0
+    assert bench.steps_each(shape()) == bench.steps_each(shape(0, prompt=20, adapters=(0,))) == 1

@@ -1,9 +1,11 @@
 """The layout of a step: rows, positions, cache rows, segments."""
 
+from dataclasses import replace
+
 import pytest
 
 from punica.adapters import LoRARequest
-from punica.scheduling import BlockManager, Request, RequestState, RequestStatus, StepPlan, lay_out, next_decode_step
+from punica.scheduling import BlockManager, Request, RequestState, RequestStatus, StepPlan, lay_out
 
 SLOTS = {10: 2, 20: 0, 30: 1}
 
@@ -125,55 +127,17 @@ def test_last_admitted_rule_gives_every_row_one_adapter(plan, blocks) -> None:
     assert decode.segments == ((2, 4),)  # d was admitted last
 
 
-def test_the_next_decode_step(plan, blocks) -> None:
-    decodes = StepPlan((), plan.decodes, (), ())
-    layout = lay_out(decodes, blocks, SLOTS)
-    expected = next_decode_step(layout, blocks)
-    for request, token in zip(layout.requests, (70, 71, 72, 73), strict=True):
-        request.append(token)
-    assert lay_out(decodes, blocks, SLOTS, expected=expected) == lay_out(decodes, blocks, SLOTS)
-    assert lay_out(decodes, blocks, SLOTS, expected=expected).spans is expected.spans
-
-
-def test_the_next_decode_step_of_a_batch_with_idle_members(plan, blocks) -> None:
-    """They stay where they are; that another one is done is not foreseen."""
-    idle, decodes = plan.decodes[1], (plan.decodes[0], *plan.decodes[2:])
-    idle.status = RequestStatus.FINISHED
-    batch = StepPlan((), decodes, (idle,), ())
-    for round in range(2):
-        layout = lay_out(batch, blocks, SLOTS)
-        expected = next_decode_step(layout, blocks)
-        for request in decodes:
-            request.append(70 + round)
-        assert lay_out(batch, blocks, SLOTS, expected=expected) == lay_out(batch, blocks, SLOTS)
-        assert lay_out(batch, blocks, SLOTS, expected=expected).spans is expected.spans
-    decodes[-1].status = RequestStatus.FINISHED
-    changed = StepPlan((), decodes[:-1], (idle, decodes[-1]), ())
-    assert lay_out(changed, blocks, SLOTS, expected=expected) == lay_out(changed, blocks, SLOTS)
-
-
-@pytest.mark.parametrize("change", ["a token too few", "another slot", "somebody left", "a prompt"])
-def test_what_did_not_come_true_is_laid_out_anew(plan, blocks, change) -> None:
-    decodes = StepPlan((), plan.decodes, (), ())
-    expected = next_decode_step(lay_out(decodes, blocks, SLOTS), blocks)
-    for request in plan.decodes[1 if change == "a token too few" else 0 :]:
-        request.append(70)
-    slots = SLOTS | ({10: 3} if change == "another slot" else {})
-    if change == "somebody left":
-        decodes = StepPlan((), plan.decodes[:-1], (), ())
-    elif change == "a prompt":
-        decodes = StepPlan(plan.prefills, plan.decodes, (), ())
-    assert lay_out(decodes, blocks, slots, expected=expected) == lay_out(decodes, blocks, slots)
-
-
-def test_no_step_is_foreseen_behind_a_prompt_the_end_of_an_output_or_a_full_cache(plan, blocks) -> None:
-    assert next_decode_step(lay_out(plan, blocks, SLOTS), blocks) is None
-    decodes = StepPlan((), plan.decodes, (), ())
-    full = BlockManager(4, 5)
-    for request in plan.decodes:
-        assert full.reserve(request.request_id, 5)
-    assert next_decode_step(lay_out(decodes, full, SLOTS), full) is None  # b needs a second block for its sixth token
-    layout = lay_out(decodes, blocks, SLOTS)
-    for token in range(8 - plan.decodes[3].num_generated):
-        plan.decodes[3].append(token)
-    assert next_decode_step(layout, blocks) is None  # its ninth token is the last
+def test_a_token_that_is_being_computed_has_a_place(plan, blocks) -> None:
+    """The layout of the next step, made before and after the tokens are known, differs in their ids alone."""
+    requests = [*plan.prefills, *plan.decodes]
+    after = StepPlan((), tuple(requests), (), ())
+    for request in requests:
+        request.is_ahead = True
+        assert blocks.reserve(request.request_id, request.num_tokens)
+    before = lay_out(after, blocks, SLOTS)
+    for number, request in enumerate(requests):
+        request.is_ahead = False
+        request.append(70 + number)
+    known = lay_out(after, blocks, SLOTS)
+    assert before == replace(known, token_ids=[0] * len(requests))
+    assert sorted(known.token_ids) == [70 + number for number in range(len(requests))]

@@ -1,0 +1,91 @@
+"""The warm-up of an engine: what its steps will need is made at once, and nothing else is changed by it."""
+
+import pytest
+import torch
+
+from punica.engine import Engine, EngineConfig, SamplingParams
+from punica.engine.runner import ModelRunner
+from tests.engine.helpers import tokens_of
+
+
+def build(backbone, warm_up: bool | None, model=None) -> Engine:
+    config = EngineConfig(max_batch_size=3, max_model_len=32, seed=5)
+    return Engine(model or backbone.model(), config.lora_config(16, max_loras=3), config, warm_up=warm_up)
+
+
+def state(engine: Engine) -> tuple:
+    manager, blocks, scheduler = engine.manager, engine.blocks, engine.scheduler
+    return (
+        manager.list_adapters(), list(manager.lora_index_to_id), manager.pinned_adapters, blocks.num_free,
+        blocks.owners(), list(scheduler.waiting), list(scheduler.running), engine.has_unfinished(), engine.is_ahead,
+        [sorted(layer.filled_slots) for layer in manager.modules.values() if layer.skips_when_empty],
+        [slots.abs().sum().item() for layer in manager.modules.values() for slots in layer.lora_b_stacked],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def forwards(monkeypatch) -> list[tuple[int, bool]]:
+    """Rows of every forward, and whether all of them are sampled."""
+    seen, forward = [], ModelRunner._forward
+
+    def noted(runner, rows, *, samples_all):
+        seen.append((len(rows.token_ids), samples_all))
+        return forward(runner, rows, samples_all=samples_all)
+
+    monkeypatch.setattr(ModelRunner, "_forward", noted)
+    return seen
+
+
+def test_steps_of_all_sizes_run_and_leave_the_engine_as_new(backbone, forwards, capsys) -> None:
+    cold, warm = build(backbone, None), build(backbone, True)
+    shapes = warm.runner.shapes.up_to(35, vocabulary=False)
+    assert forwards == [(sum(shape[:2]), not shape.prompt_rows) for shape in shapes]
+    assert {(3 + 1, True), (64 + 4, False), (64, False)} <= set(forwards)
+    assert (cold.warm_up_s, warm.warm_up_s > 0) == (0.0, True)
+    assert capsys.readouterr() == ("", "")
+    assert state(warm) == state(cold)
+    adapters = [backbone.adapters.get(i) for i in range(5)]
+    params = [SamplingParams(6, temperature=0.9) for _ in adapters]  # seeds are drawn by the engine
+    prompts = [[3 + i, 1, 4] for i in range(5)]
+    assert tokens_of(warm.generate(prompts, adapters, params)) == tokens_of(cold.generate(prompts, adapters, params))
+    assert tokens_of(warm.generate(prompts, adapters, 6)) == [
+        backbone.generate_merged(tuple(prompt), i, 6) for i, prompt in enumerate(prompts)
+    ]
+
+
+def test_longest_prompts_of_a_warm_up(backbone, forwards, monkeypatch) -> None:
+    monkeypatch.setattr("punica.engine.engine.WARM_UP_TOKENS", 1)
+    assert max(shape.prompt_rows for shape in build(backbone, True).runner.shapes.up_to(1, vocabulary=False)) == 64
+    assert max(rows for rows, _ in forwards) == 64 + 4
+    monkeypatch.setattr("punica.engine.engine.WARM_UP_TOKENS", 10_000)
+    forwards.clear()
+    build(backbone, True)
+    assert max(rows for rows, _ in forwards) == 64 + 4, "no step is longer"
+
+
+def test_engines_of_a_folder_pass_it_on(backbone, forwards) -> None:
+    sizes = {"device": "cpu", "max_model_len": 32, "max_batch_size": 2}
+    assert Engine.from_pretrained(backbone.folder, **sizes).warm_up_s == 0.0
+    assert not forwards
+    assert Engine.from_pretrained(backbone.folder, backbone.adapters[1], warm_up=True, **sizes).warm_up_s > 0.0
+    assert forwards
+
+
+def test_anything_but_a_bool_is_refused_before_the_model_is_changed(backbone) -> None:
+    model = backbone.model()
+    with pytest.raises(TypeError, match="warm_up must be of class bool or None, got str 'yes'"):
+        build(backbone, "yes", model)
+    build(backbone, False, model)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_first_requests_capture_nothing(backbone, mixed_wishes, serve, capsys) -> None:
+    config = EngineConfig(max_batch_size=4, max_model_len=64)
+    engine = Engine(backbone.model("cuda", torch.float16), config.lora_config(16), config)
+    graphs = engine.runner.graphs
+    captured = graphs.statistics.graphs
+    assert captured == len(engine.runner.shapes.up_to(config.max_num_batched_tokens, vocabulary=False))
+    assert "warm-up" in capsys.readouterr().err
+    serve(engine, mixed_wishes)
+    assert graphs.statistics.graphs == captured
+    assert engine.warm_up_s > graphs.statistics.seconds > 0
