@@ -16,7 +16,7 @@ import torch
 
 from punica.adapters.check import check_experts, check_finite, check_pair, check_tensors, join_scales
 from punica.adapters.peft_config import PEFTHelper
-from punica.adapters.read import NameMapper, is_stacked_name, lora_names, read_tensors
+from punica.adapters.read import NameMapper, WeightsFile, is_stacked_name, lora_names
 from punica.adapters.request import check_adapter_id
 from punica.adapters.weights import Factor, ModuleWeights
 from punica.adapters.wrap import MoEEPSpec
@@ -149,7 +149,8 @@ class LoRAModel:
             FileNotFoundError: no folder, or no weights file in it.
             ValueError: pickled or damaged file, unexpected modules (all are listed), bad content.
         """
-        tensors = read_tensors(lora_dir, expected_lora_modules, weights_mapper, skip_prefixes, moe_ep_spec)
+        with WeightsFile(lora_dir) as file:
+            tensors = file.numbers(file.entries(expected_lora_modules, weights_mapper, skip_prefixes, moe_ep_spec))
         model_id = next(_next_model_id) if lora_model_id is None else lora_model_id
         if not tensors and moe_ep_spec is not None:  # all of it belongs to experts of other ranks
             return cls(model_id, peft_helper.r, {})
