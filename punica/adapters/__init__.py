@@ -1,11 +1,12 @@
 """LoRA adapters, from a PEFT folder to a slot on the device. In the order of that path:
 
     request.py       `LoRARequest`: id, name and folder of an adapter; one id is one source
+    tensors.py       `AdapterTensors`: tensors and config in memory
     load.py          `AdapterLoader`: a folder, checked on arrival and loaded when it is needed
     peft_config.py   `adapter_config.json`: rank and scaling of every module
     patterns.py      its regular expressions, matched in bounded time
     read.py          tensors of `adapter_model.safetensors`
-    folder.py        `AdapterFolder`: both files, open
+    source.py        `AdapterSource`: both files, open, or memory
     certificate.py   `Certificate`: proof that they fit the model
     check.py         rules for names, dtypes, shapes and numbers
     lora_model.py    `LoRAModel`: all modules of one adapter

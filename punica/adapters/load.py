@@ -1,4 +1,4 @@
-"""`AdapterLoader`: reads, checks and packs the PEFT folders that requests name."""
+"""`AdapterLoader`: reads, checks and packs the adapters that requests name, in PEFT folders or in memory."""
 
 import warnings
 from collections.abc import Collection
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from punica.adapters.certificate import Certificate, Certificates
 from punica.adapters.check import is_scale_of_another, join_scales
-from punica.adapters.folder import AdapterFolder
 from punica.adapters.lora_model import LoRAModel, table_of_contents
 from punica.adapters.pack import AdapterPacker
 from punica.adapters.read import is_stacked_name, lora_names
 from punica.adapters.request import LoRARequest, loading
+from punica.adapters.source import AdapterSource, open_source
 from punica.adapters.wrap import MoEEPSpec
 from punica.config import LoRAConfig
 
 
 class AdapterLoader:
-    """Loads adapters from folders; changes nothing that is registered.
+    """Loads adapters from folders and from memory; changes nothing that is registered.
 
     A hostile folder costs time by many names and expensive expressions. That is limited, and spent by :meth:`check`
     when a request arrives; :meth:`load` of the same content, between the steps of others, uses its certificate. Config
@@ -56,8 +56,8 @@ class AdapterLoader:
         Raises:
             FileNotFoundError, ValueError, TypeError: prefixed with the adapter's name and path.
         """
-        with loading(request), AdapterFolder(request.absolute_path, self._packer.most_tensors) as folder:
-            self._certificate(request, folder)
+        with loading(request), open_source(request, self._packer.most_tensors) as source:
+            self._certificate(request, source)
 
     def load(self, request: LoRARequest) -> LoRAModel:
         """Read, check and pack a request's adapter. No number is read before all shapes are known to fit.
@@ -65,27 +65,27 @@ class AdapterLoader:
         Raises:
             FileNotFoundError, ValueError, TypeError: prefixed with the adapter's name and path.
         """
-        with loading(request), AdapterFolder(request.absolute_path, self._packer.most_tensors) as folder:
-            certificate = self._certificate(request, folder)
-            tensors = folder.weights.numbers(certificate.entries)
+        with loading(request), open_source(request, self._packer.most_tensors) as source:
+            certificate = self._certificate(request, source)
+            tensors = source.numbers(certificate.entries)
             return self._packer.pack(self._model(request, certificate, tensors, "cpu"), fits=True)
 
-    def _certificate(self, request: LoRARequest, folder: AdapterFolder) -> Certificate:
-        """Return the certificate of a folder's content, made now unless it is known. Warns of its doubts."""
-        content = (folder.content, request.is_3d_lora_weight)
+    def _certificate(self, request: LoRARequest, source: AdapterSource) -> Certificate:
+        """Return the certificate of a source's content, made now unless it is known. Warns of its doubts."""
+        content = (source.content, request.is_3d_lora_weight)
         certificate = self._certificates.find(content)
         if certificate is None:
-            certificate = self._certify(request, folder)
-            self._certificates.put(content, certificate, len(folder.weights.header))
+            certificate = self._certify(request, source)
+            self._certificates.put(content, certificate, source.size)
         for doubt in certificate.doubts:
             warnings.warn(f"adapter {request.lora_name!r}: {doubt}", stacklevel=1)  # one place: shown once
         return certificate
 
-    def _certify(self, request: LoRARequest, folder: AdapterFolder) -> Certificate:
-        """Check a folder's config, and names, types and shapes of its tensors."""
-        config = folder.config()
+    def _certify(self, request: LoRARequest, source: AdapterSource) -> Certificate:
+        """Check a source's config, and names, types and shapes of its tensors."""
+        config = source.config()
         config.refuse_illegal(self._lora_config, modules=())
-        entries = folder.weights.entries(self._expected_modules, None, None, self._moe_ep_spec)
+        entries = source.entries(self._expected_modules, self._moe_ep_spec)
         configured = _configured(entries)
         if config.rank_pattern:
             config.refuse_illegal(self._lora_config, configured)

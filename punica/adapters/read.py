@@ -221,23 +221,14 @@ class WeightsFile:
             mirror.flush()
             try:
                 with safe_open(mirror.name, framework="pt", device="cpu") as handle:
-                    keys = set(handle.keys())
-                    if len(keys) > self._most_tensors:
-                        raise ValueError(
-                            f"{str(file)!r} has {len(keys)} tensors, an adapter of this model at most "
-                            f"{self._most_tensors}"
-                        )
-                    own = [key for key in handle.keys() if not is_scale_of_another(key, keys)]  # noqa: SIM118
-                    names = lora_names(own, weights_mapper, skip_prefixes)
-                    check_any(names)
-                    check_expected_modules((name.module for name in names.values()), expected_lora_modules)
-                    remote = moe_ep_spec.is_remote if moe_ep_spec else lambda module: False
-                    wanted = [key for key, name in names.items() if not remote(name.module)]
-                    scales = [key + SCALE_SUFFIX for key in wanted if key + SCALE_SUFFIX in keys]
+                    keys = dict.fromkeys(handle.keys())
+                    wanted = wanted_keys(
+                        repr(str(file)), keys, self._most_tensors, expected_lora_modules, weights_mapper, skip_prefixes,
+                        moe_ep_spec,
+                    )  # fmt: skip
                     starts = json.loads(self.header[8:])
                     return {
-                        key: _entry(file, key, handle.get_slice(key), starts[key]["data_offsets"][0])
-                        for key in (*wanted, *scales)
+                        key: _entry(file, key, handle.get_slice(key), starts[key]["data_offsets"][0]) for key in wanted
                     }
             except SafetensorError as error:
                 raise ValueError(f"{str(file)!r} is not a valid safetensors file: {error}") from error
@@ -254,6 +245,29 @@ class WeightsFile:
                     f"{str(self._file)!r} became shorter while it was read; replace a file by renaming another to it"
                 )
         return tensors
+
+
+def wanted_keys(
+    where: str,
+    keys: Collection[str],
+    most_tensors: int,
+    expected_lora_modules: Collection[str],
+    weights_mapper: NameMapper | None = None,
+    skip_prefixes: Sequence[str] | None = None,
+    moe_ep_spec: MoEEPSpec | None = None,
+) -> list[str]:
+    """Check the names of an adapter's tensors; return those of the LoRA tensors, but for those of remote experts, and
+    of the scales of FP8 tensors.
+
+    ValueError: more than `most_tensors`, counted in `where`; a name is not a LoRA name, or a module not expected.
+    """
+    if len(keys) > most_tensors:
+        raise ValueError(f"{where} has {len(keys)} tensors, an adapter of this model at most {most_tensors}")
+    names = lora_names([key for key in keys if not is_scale_of_another(key, keys)], weights_mapper, skip_prefixes)
+    check_any(names)
+    check_expected_modules((name.module for name in names.values()), expected_lora_modules)
+    wanted = [key for key, name in names.items() if moe_ep_spec is None or not moe_ep_spec.is_remote(name.module)]
+    return [*wanted, *(key + SCALE_SUFFIX for key in wanted if key + SCALE_SUFFIX in keys)]
 
 
 def _read_header(opened: BinaryIO, file: Path, most: int) -> bytes:
