@@ -22,6 +22,7 @@ from punica.adapters.weights import Factor, ModuleWeights
 from punica.adapters.wrap import MoEEPSpec
 from punica.layers.packing import Slices
 from punica.ops.quant import Fp8Matrix
+from punica.threads import map_in_threads
 
 _next_model_id = itertools.count(1)
 
@@ -121,13 +122,16 @@ class LoRAModel:
         Raises:
             ValueError: NaN or inf.
         """
-        loras: dict[str, ModuleWeights] = {}
-        for module, key_a, key_b, rank, alpha, scaling in contents:
+
+        def weights_of(entry: ModuleEntry) -> ModuleWeights:
+            module, key_a, key_b, rank, alpha, scaling = entry
             a, b = _placed(tensors[key_a], device, dtype), _placed(tensors[key_b], device, dtype)
             check_finite(module, True, a, tensors[key_a])
             check_finite(module, False, b, tensors[key_b])
             pair = _by_expert(a, b, rank) if is_stacked_name(module) else (a, b)
-            loras[module] = ModuleWeights(module, rank, [pair], scaling, alpha)
+            return ModuleWeights(module, rank, [pair], scaling, alpha)
+
+        loras = {weights.module_name: weights for weights in map_in_threads(weights_of, list(contents))}
         stacked = any(map(is_stacked_name, loras))
         return cls(lora_model_id, max(weights.rank for weights in loras.values()), loras, stacked)
 

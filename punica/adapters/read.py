@@ -20,6 +20,7 @@ from punica.adapters.check import SCALE_SUFFIX, check_any, check_expected_module
 from punica.adapters.request import resolve_adapter_path
 from punica.adapters.wrap import MoEEPSpec
 from punica.checks import clip
+from punica.threads import map_in_threads
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
@@ -235,16 +236,20 @@ class WeightsFile:
 
     def numbers(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
         """Read tensors at checked entries. ValueError: the file became shorter meanwhile."""
-        tensors = {}
-        for key, entry in entries.items():
-            tensors[key] = tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-            self._opened.seek(len(self.header) + entry.start)
-            target = tensor.reshape(-1).view(torch.uint8).numpy()
-            if self._opened.readinto(target) < tensor.nbytes:  # type: ignore[arg-type]
+        return dict(zip(entries, map_in_threads(self._read, list(entries.values())), strict=True))
+
+    def _read(self, entry: TensorEntry) -> torch.Tensor:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        target = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        done = 0
+        while done < len(target):  # one call reads 2 GiB at most
+            read = os.preadv(self._opened.fileno(), [target[done:]], len(self.header) + entry.start + done)
+            if read == 0:
                 raise ValueError(
                     f"{str(self._file)!r} became shorter while it was read; replace a file by renaming another to it"
                 )
-        return tensors
+            done += read
+        return tensor
 
 
 def wanted_keys(
