@@ -84,11 +84,11 @@ class AdapterLoader:
     def _certify(self, request: LoRARequest, source: AdapterSource) -> Certificate:
         """Check a source's config, and names, types and shapes of its tensors."""
         config = source.config()
-        config.refuse_illegal(self._lora_config, modules=())
+        config.refuse_illegal(self._lora_config, modules=(), tensors_decide=True)
         entries = source.entries(self._expected_modules, self._moe_ep_spec)
         configured = _configured(entries)
         if config.rank_pattern:
-            config.refuse_illegal(self._lora_config, configured)
+            config.refuse_illegal(self._lora_config, configured, tensors_decide=True)
         tensors = {key: entry.meta() for key, entry in entries.items()}
         contents = []
         if tensors or self._moe_ep_spec is None:  # else all of it belongs to experts of other ranks

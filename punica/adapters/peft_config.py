@@ -25,6 +25,7 @@ MOST_CONFIG_BYTES = 4 << 20
 MOST_PATTERNS = 4096  # keys of rank_pattern, and of alpha_pattern
 # These initialisations subtract something from the base weights, and training went on from there.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
+_OTHER_INITS = ("gaussian", "eva", "orthogonal", "true", "false")
 # Parameters of all experts of a layer in the order in which their module has them: PEFT wraps the first innermost.
 _EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 
@@ -242,23 +243,32 @@ class PEFTHelper(UnsupportedFeatures):
     @property
     def doubt(self) -> str | None:
         """Describe an `init_lora_weights` of which outputs may be wrong, `None` for the others: with pissa, olora,
-        corda, lora_ga and loftq training starts from a changed base model, which the serving backbone is not.
+        corda, lora_ga and loftq training starts from a changed base model, which the serving backbone is not. So it may
+        with unknown ones.
         """
         init = self.init_lora_weights
-        if not isinstance(init, str) or not init.lower().startswith(_BASE_CHANGING_INITS):
+        if str(init).lower() in _OTHER_INITS:
             return None
+        is_known = isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS)
+        unknown = "" if is_known else "is not known here and "
         return (
-            f"init_lora_weights={clip(init)} may have altered the base model during training; unless the adapter "
+            f"init_lora_weights={clip(init)} {unknown}may have altered the base model during training; unless the adapter "
             "was converted to plain LoRA when it was saved, outputs on the original base model will be wrong"
         )
 
-    def refuse_illegal(self, lora_config: LoRAConfig, modules: Iterable[str] | None = None) -> None:
-        """Raise the errors of :meth:`validate_legal`."""
+    def refuse_illegal(
+        self, lora_config: LoRAConfig, modules: Iterable[str] | None = None, *, tensors_decide: bool = False
+    ) -> None:
+        """Raise the errors of :meth:`validate_legal`.
+
+        `tensors_decide`: accept what has an effect only with certain tensors: `bias`, if there are biases, and
+        `fan_in_fan_out`, which PEFT drops for linear layers.
+        """
         problems = [problem] if (problem := _peft_type_problem(self.peft_type)) else []
-        if self.bias != "none":
+        if self.bias != "none" and not (tensors_decide and self.bias in ("all", "lora_only")):
             problems.append(f"bias is {clip(self.bias)}, only 'none' is supported")
         for feature in fields(UnsupportedFeatures):
-            if value := getattr(self, feature.name):
+            if (value := getattr(self, feature.name)) and not (tensors_decide and feature.name == "fan_in_fan_out"):
                 problems.append(f"{feature.name} is set ({clip(value)}) and not supported{_remedy(feature.name)}")
         limit = lora_config.max_lora_rank
         for where, rank in self._ranks_in_use(modules).items():

@@ -126,7 +126,9 @@ def lora_names(
 
 
 def _remedy(key: str) -> str:
-    """Explain a whole embedding or head beside the LoRA weights."""
+    """Explain a trained bias, or a whole embedding or head, beside the LoRA weights."""
+    if key.endswith(".bias"):
+        return ". It is a bias, trained with bias='all' or 'lora_only': train with bias='none', or merge the adapter"
     if not key.endswith(("embed_tokens.weight", "lm_head.weight")):
         return ""
     return (
