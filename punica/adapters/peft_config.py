@@ -252,8 +252,8 @@ class PEFTHelper(UnsupportedFeatures):
         is_known = isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS)
         unknown = "" if is_known else "is not known here and "
         return (
-            f"init_lora_weights={clip(init)} {unknown}may have altered the base model during training; unless the adapter "
-            "was converted to plain LoRA when it was saved, outputs on the original base model will be wrong"
+            f"init_lora_weights={clip(init)} {unknown}may have altered the base model during training; unless the "
+            "adapter was converted to plain LoRA when it was saved, outputs on the original base model will be wrong"
         )
 
     def refuse_illegal(
