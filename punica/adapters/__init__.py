@@ -1,10 +1,13 @@
 """LoRA adapters, from a PEFT folder to a slot on the device. In the order of that path:
 
     request.py       `LoRARequest`: id, name and folder of an adapter; one id is one source
+    tensors.py       `AdapterTensors`: tensors and config in memory
     load.py          `AdapterLoader`: a folder, checked on arrival and loaded when it is needed
     peft_config.py   `adapter_config.json`: rank and scaling of every module
     patterns.py      its regular expressions, matched in bounded time
     read.py          tensors of `adapter_model.safetensors`
+    source.py        `AdapterSource`: both files, open, or memory
+    certificate.py   `Certificate`: proof that they fit the model
     check.py         rules for names, dtypes, shapes and numbers
     lora_model.py    `LoRAModel`: all modules of one adapter
     weights.py       `ModuleWeights`: A and B of one module, one pair per slice
@@ -18,7 +21,7 @@
 
 An adapter takes four forms on that path: tensors (:class:`~punica.ops.quant.Fp8Matrix` in FP8), the
 :class:`ModuleWeights` of a :class:`LoRAModel`, the :class:`~punica.layers.SlotPart` of each matrix, and the image that
-the copy kernel reads. Its shapes are checked once, from the header of its file: see :class:`load.Certificate`.
+the copy kernel reads. Its shapes are checked once, from the header of its file: see :class:`Certificate`.
 """
 
 from punica.adapters.cache import LoadedAdapter

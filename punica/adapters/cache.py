@@ -63,6 +63,7 @@ class AdapterCache:
         self._registered: LRUCache[int, LoadedAdapter] = LRUCache(self.capacity, self._on_unregister)
         self._active: LRUCache[LoadedAdapter, CopyHandle] = LRUCache(self.lora_slots, self._on_deactivate)
         self._slots: list[LoadedAdapter | None] = [None] * self.lora_slots
+        self._held: set[LoadedAdapter] = set()  # versions that have users
 
     # --- sizes and look-ups ------------------------------------------------------------------------------------------
 
@@ -216,13 +217,16 @@ class AdapterCache:
         """
         loaded = self._require(adapter_id)
         loaded.users += 1
+        self._held.add(loaded)
         return loaded
 
     def release(self, loaded: LoadedAdapter) -> None:
         """Count one user less; the last one frees the slot of a version that is not registered."""
         loaded.users -= 1
-        if loaded.users == 0 and self._registered.peek(loaded.lora.id) is not loaded:
-            self._active.pop(loaded)
+        if loaded.users == 0:
+            self._held.discard(loaded)
+            if self._registered.peek(loaded.lora.id) is not loaded:
+                self._active.pop(loaded)
 
     def activate(self, loaded: LoadedAdapter) -> bool:
         """Run :meth:`activate_adapter` for one version, as just used. One that was evicted or removed is registered
@@ -283,9 +287,12 @@ class AdapterCache:
             self._register(LoadedAdapter(lora, requests.get(lora.id)))
 
     def _register(self, loaded: LoadedAdapter) -> None:
+        """Put a version under its id; all others of the id, also those removed before, are superseded."""
         old = self._registered.peek(loaded.lora.id)
+        for version in (old, *self._held):
+            if version is not None and version.lora.id == loaded.lora.id:
+                version.superseded = True
         if old is not None:
-            old.superseded = True
             self._registered.pop(loaded.lora.id)
         loaded.superseded = False
         self._registered.put(loaded.lora.id, loaded)

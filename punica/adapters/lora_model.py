@@ -16,12 +16,13 @@ import torch
 
 from punica.adapters.check import check_experts, check_finite, check_pair, check_tensors, join_scales
 from punica.adapters.peft_config import PEFTHelper
-from punica.adapters.read import NameMapper, is_stacked_name, lora_names, read_tensors
+from punica.adapters.read import NameMapper, WeightsFile, is_stacked_name, lora_names
 from punica.adapters.request import check_adapter_id
 from punica.adapters.weights import Factor, ModuleWeights
 from punica.adapters.wrap import MoEEPSpec
 from punica.layers.packing import Slices
 from punica.ops.quant import Fp8Matrix
+from punica.threads import map_in_threads
 
 _next_model_id = itertools.count(1)
 
@@ -121,13 +122,16 @@ class LoRAModel:
         Raises:
             ValueError: NaN or inf.
         """
-        loras: dict[str, ModuleWeights] = {}
-        for module, key_a, key_b, rank, alpha, scaling in contents:
+
+        def weights_of(entry: ModuleEntry) -> ModuleWeights:
+            module, key_a, key_b, rank, alpha, scaling = entry
             a, b = _placed(tensors[key_a], device, dtype), _placed(tensors[key_b], device, dtype)
             check_finite(module, True, a, tensors[key_a])
             check_finite(module, False, b, tensors[key_b])
             pair = _by_expert(a, b, rank) if is_stacked_name(module) else (a, b)
-            loras[module] = ModuleWeights(module, rank, [pair], scaling, alpha)
+            return ModuleWeights(module, rank, [pair], scaling, alpha)
+
+        loras = {weights.module_name: weights for weights in map_in_threads(weights_of, list(contents))}
         stacked = any(map(is_stacked_name, loras))
         return cls(lora_model_id, max(weights.rank for weights in loras.values()), loras, stacked)
 
@@ -149,7 +153,8 @@ class LoRAModel:
             FileNotFoundError: no folder, or no weights file in it.
             ValueError: pickled or damaged file, unexpected modules (all are listed), bad content.
         """
-        tensors = read_tensors(lora_dir, expected_lora_modules, weights_mapper, skip_prefixes, moe_ep_spec)
+        with WeightsFile(lora_dir) as file:
+            tensors = file.numbers(file.entries(expected_lora_modules, weights_mapper, skip_prefixes, moe_ep_spec))
         model_id = next(_next_model_id) if lora_model_id is None else lora_model_id
         if not tensors and moe_ep_spec is not None:  # all of it belongs to experts of other ranks
             return cls(model_id, peft_helper.r, {})

@@ -10,6 +10,7 @@ call leaves registered adapters, slots and buffers as they were.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -146,13 +147,12 @@ class LoRAModelManager(AdapterCache):
         return self._writer.stage(self._loader.load(request))
 
     def add_read_adapter(self, request: LoRARequest, read: LoRAModel) -> None:
-        """Register and activate a result of :meth:`read_adapter`, whose id is not registered.
+        """Register and activate a result of :meth:`read_adapter`, in place of another version of the id; a pin stays.
 
         RuntimeError: all that could make room are pinned; nothing has changed.
         """
-        self._check_slots([request.lora_int_id], self.pinned_adapters)
-        self._enter([read], {request.lora_int_id: request})
-        self.activate_adapter(request.lora_int_id)
+        adapter_id = request.lora_int_id
+        self._make_active({adapter_id: request}, {adapter_id}, {adapter_id: read})
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -261,8 +261,14 @@ class LoRAModelManager(AdapterCache):
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _make_active(self, wanted: Mapping[int, LoRARequest], reload: Collection[int]) -> None:
-        """Make all of `wanted` registered and active; those in `reload` are loaded again.
+    def _make_active(
+        self,
+        wanted: Mapping[int, LoRARequest],
+        reload: Collection[int],
+        read: Mapping[int, LoRAModel] = MappingProxyType({}),
+    ) -> None:
+        """Make all of `wanted` registered and active; those in `reload` are loaded again, but for those that are `read`
+        and staged.
 
         Everything is loaded and checked on all tensor-parallel ranks, and slots for all found, before anything changes.
         If a copy into a slot fails, versions that requests hold are registered again.
@@ -273,9 +279,9 @@ class LoRAModelManager(AdapterCache):
         missing = [i for i in wanted if i in reload or self.loaded(i) is None]
         staged: list[LoRAModel] = []
         with all_ranks_agree() if missing else nullcontext():
-            packed = [self._loader.load(wanted[adapter_id]) for adapter_id in missing]
+            packed = {i: self._loader.load(wanted[i]) for i in missing if i not in read}
             self._check_slots(wanted, self.pinned_adapters.difference(wanted))
-            staged = [self._writer.stage(lora) for lora in packed]
+            staged = [read[i] if i in read else self._writer.stage(packed[i]) for i in missing]
         pinned = self.pinned_adapters.intersection(missing)  # to be pinned again with their new weights
         in_use = [old for i in missing if (old := self.loaded(i)) is not None and old.users]
         self._enter(staged, wanted)

@@ -25,6 +25,7 @@ from punica.layers.packing import LoRAFactor, Slices
 from punica.layers.utils import check_has_data
 from punica.ops.quant import Fp8Matrix
 from punica.ops.slot_image import image_matrices, pack_image
+from punica.threads import map_in_threads
 
 
 class AdapterPacker:
@@ -75,12 +76,15 @@ class AdapterPacker:
         groups = self._groups(lora)
         if not fits:
             self._check(lora.id, groups, with_data=True)
-        packed = {}
-        for name, weights in groups.items():
+
+        def packed(weights: ModuleWeights) -> ModuleWeights:
+            name = weights.module_name
             check_scaled(lora.id, name, weights.slices)
             pairs = weights.slices if self._fp8 is None else _quantised(weights.slices, self._fp8)
-            packed[name] = ModuleWeights(name, weights.rank, self._wrapped[name].layer.to_slices(pairs))
-        return LoRAModel(lora.id, max(weights.rank for weights in packed.values()), packed)
+            return ModuleWeights(name, weights.rank, self._wrapped[name].layer.to_slices(pairs))
+
+        loras = {weights.module_name: weights for weights in map_in_threads(packed, list(groups.values()))}
+        return LoRAModel(lora.id, max(weights.rank for weights in loras.values()), loras)
 
     def check(self, lora: LoRAModel) -> None:
         """Check names, types and shapes against every layer; meta tensors will do. Raises as :meth:`pack`."""
@@ -128,26 +132,28 @@ class AdapterPacker:
 
     def _groups(self, lora: LoRAModel) -> dict[str, ModuleWeights]:
         """Collect the parts that an adapter has of every layer, scaled: one pair per part, or the whole as it is."""
-        groups = {}
-        for name, given in self._by_layer(lora).items():
-            layer, parts = self._wrapped[name].layer, self._wrapped[name].parts
-            own = {part: _weights_of(lora, adapter_name) for part, adapter_name in given.items()}
-            if isinstance(layer, FusedMoEWithLoRA):
-                groups[name] = group_experts(lora.id, name, layer, own, len(parts))
-                continue
-            slices: Slices = [(None, None)] * len(parts)
-            for part, weights in own.items():
-                if part is None:
-                    slices = weights.scaled()
-                elif weights.is_packed or not weights.slices:
-                    raise ValueError(
-                        f"adapter {lora.id}: {given[part]!r} has {len(weights.slices)} slices, expected 1: give "
-                        f"several under the name of the whole layer, {name!r}"
-                    )
-                else:
-                    (slices[part],) = weights.scaled()
-            groups[name] = ModuleWeights(name, max(weights.rank for weights in own.values()), slices)
-        return groups
+        given = list(self._by_layer(lora).items())
+        groups = map_in_threads(lambda of_layer: self._group(lora, *of_layer), given)
+        return {group.module_name: group for group in groups}
+
+    def _group(self, lora: LoRAModel, name: str, given: Mapping[int | None, str]) -> ModuleWeights:
+        """Collect the parts `{part: name in the adapter}` of one layer."""
+        layer, parts = self._wrapped[name].layer, self._wrapped[name].parts
+        own = {part: _weights_of(lora, adapter_name) for part, adapter_name in given.items()}
+        if isinstance(layer, FusedMoEWithLoRA):
+            return group_experts(lora.id, name, layer, own, len(parts))
+        slices: Slices = [(None, None)] * len(parts)
+        for part, weights in own.items():
+            if part is None:
+                slices = weights.scaled()
+            elif weights.is_packed or not weights.slices:
+                raise ValueError(
+                    f"adapter {lora.id}: {given[part]!r} has {len(weights.slices)} slices, expected 1: give "
+                    f"several under the name of the whole layer, {name!r}"
+                )
+            else:
+                (slices[part],) = weights.scaled()
+        return ModuleWeights(name, max(weights.rank for weights in own.values()), slices)
 
 
 def _weights_of(lora: LoRAModel, name: str) -> ModuleWeights:

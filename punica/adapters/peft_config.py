@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from punica.adapters.patterns import ModuleNames, NamePattern, Steps, UnboundedPattern
 from punica.adapters.read import is_stacked_name
-from punica.adapters.request import LoRARequest, resolve_adapter_path
+from punica.adapters.request import resolve_adapter_path
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
 
@@ -25,6 +25,7 @@ MOST_CONFIG_BYTES = 4 << 20
 MOST_PATTERNS = 4096  # keys of rank_pattern, and of alpha_pattern
 # These initialisations subtract something from the base weights, and training went on from there.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
+_OTHER_INITS = ("gaussian", "eva", "orthogonal", "true", "false")
 # Parameters of all experts of a layer in the order in which their module has them: PEFT wraps the first innermost.
 _EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 
@@ -147,13 +148,11 @@ class PEFTHelper(UnsupportedFeatures):
 
         FileNotFoundError: no such folder or file. ValueError, TypeError: invalid JSON or content, with the file's name.
         """
-        file = resolve_adapter_path(path) / CONFIG_FILE
-        if not file.is_file():
-            raise FileNotFoundError(f"{str(file)!r} does not exist; a PEFT adapter folder needs {CONFIG_FILE}")
-        with file.open("rb") as opened:
-            text = opened.read(MOST_CONFIG_BYTES + 1)
-        if len(text) > MOST_CONFIG_BYTES:
-            raise ValueError(f"{str(file)!r} is larger than {MOST_CONFIG_BYTES} bytes, which no adapter's config is")
+        return cls.from_text(read_config_text(path), resolve_adapter_path(path) / CONFIG_FILE)
+
+    @classmethod
+    def from_text(cls, text: bytes, file: Path) -> PEFTHelper:
+        """Build from the content of the JSON `file`. ValueError, TypeError: as :meth:`from_local_dir`."""
         try:
             config = json.loads(text.decode("utf-8"))
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
@@ -230,21 +229,46 @@ class PEFTHelper(UnsupportedFeatures):
         return f"target_modules are {clip(targets)}, but {', and '.join(problems)}" if problems else None
 
     def validate_legal(self, lora_config: LoRAConfig, modules: Iterable[str] | None = None) -> None:
-        """Refuse unsupported features, all problems in one message.
+        """Refuse unsupported features, all problems in one message, and warn of a :attr:`doubt`.
 
         With `modules`, the ones that are adapted, only their ranks are checked; `None`: every rank in the config.
-
-        Warns when `init_lora_weights` is pissa, olora, corda, lora_ga or loftq: training started from a changed base
-        model, which the serving backbone is not.
 
         Raises:
             ValueError: DoRA, biases, extra saved modules, other unsupported features, or a rank above `max_lora_rank`.
         """
+        self.refuse_illegal(lora_config, modules)
+        if self.doubt is not None:
+            warnings.warn(self.doubt, stacklevel=2)
+
+    @property
+    def doubt(self) -> str | None:
+        """Describe an `init_lora_weights` of which outputs may be wrong, `None` for the others: with pissa, olora,
+        corda, lora_ga and loftq training starts from a changed base model, which the serving backbone is not. So it may
+        with unknown ones.
+        """
+        init = self.init_lora_weights
+        if str(init).lower() in _OTHER_INITS:
+            return None
+        is_known = isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS)
+        unknown = "" if is_known else "is not known here and "
+        return (
+            f"init_lora_weights={clip(init)} {unknown}may have altered the base model during training; unless the "
+            "adapter was converted to plain LoRA when it was saved, outputs on the original base model will be wrong"
+        )
+
+    def refuse_illegal(
+        self, lora_config: LoRAConfig, modules: Iterable[str] | None = None, *, tensors_decide: bool = False
+    ) -> None:
+        """Raise the errors of :meth:`validate_legal`.
+
+        `tensors_decide`: accept what has an effect only with certain tensors: `bias`, if there are biases, and
+        `fan_in_fan_out`, which PEFT drops for linear layers.
+        """
         problems = [problem] if (problem := _peft_type_problem(self.peft_type)) else []
-        if self.bias != "none":
+        if self.bias != "none" and not (tensors_decide and self.bias in ("all", "lora_only")):
             problems.append(f"bias is {clip(self.bias)}, only 'none' is supported")
         for feature in fields(UnsupportedFeatures):
-            if value := getattr(self, feature.name):
+            if (value := getattr(self, feature.name)) and not (tensors_decide and feature.name == "fan_in_fan_out"):
                 problems.append(f"{feature.name} is set ({clip(value)}) and not supported{_remedy(feature.name)}")
         limit = lora_config.max_lora_rank
         for where, rank in self._ranks_in_use(modules).items():
@@ -254,13 +278,6 @@ class PEFTHelper(UnsupportedFeatures):
                 )
         if problems:
             raise ValueError("this adapter cannot be served: " + "; ".join(problems))
-        init = self.init_lora_weights
-        if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
-            warnings.warn(
-                f"init_lora_weights={clip(init)} may have altered the base model during training; unless the adapter "
-                "was converted to plain LoRA when it was saved, outputs on the original base model will be wrong",
-                stacklevel=2,
-            )
 
     def _ranks_in_use(self, modules: Iterable[str] | None) -> dict[str, int]:
         """Return `{place in the config: rank}`."""
@@ -345,11 +362,16 @@ def _compile_rules(patterns: Any, name: str, check: Callable[[str, object], obje
     return rules
 
 
-def read_config(request: LoRARequest, lora_config: LoRAConfig) -> PEFTHelper:
-    """Read and check the config in a request's folder.
+def read_config_text(path: str | Path) -> bytes:
+    """Read the content of a PEFT folder's `adapter_config.json`.
 
-    Raises as :meth:`PEFTHelper.from_local_dir` and :meth:`PEFTHelper.validate_legal`.
+    FileNotFoundError: no such folder or file. ValueError: it is too large.
     """
-    config = PEFTHelper.from_local_dir(request.absolute_path)
-    config.validate_legal(lora_config, modules=())
-    return config
+    file = resolve_adapter_path(path) / CONFIG_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"{str(file)!r} does not exist; a PEFT adapter folder needs {CONFIG_FILE}")
+    with file.open("rb") as opened:
+        text = opened.read(MOST_CONFIG_BYTES + 1)
+    if len(text) > MOST_CONFIG_BYTES:
+        raise ValueError(f"{str(file)!r} is larger than {MOST_CONFIG_BYTES} bytes, which no adapter's config is")
+    return text

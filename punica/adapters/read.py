@@ -1,11 +1,12 @@
 """Tensors of a PEFT folder, `adapter_model.safetensors`: their names and their numbers.
 
-:func:`read_tensors` reads no number before the names of all tensors have been checked. No pickle is ever read.
+Of a :class:`WeightsFile` no number is read before the names of all tensors have been checked. No pickle is ever read.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from punica.adapters.check import SCALE_SUFFIX, check_any, check_expected_module
 from punica.adapters.request import resolve_adapter_path
 from punica.adapters.wrap import MoEEPSpec
 from punica.checks import clip
+from punica.threads import map_in_threads
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
@@ -124,7 +126,9 @@ def lora_names(
 
 
 def _remedy(key: str) -> str:
-    """Explain a whole embedding or head beside the LoRA weights."""
+    """Explain a trained bias, or a whole embedding or head, beside the LoRA weights."""
+    if key.endswith(".bias"):
+        return ". It is a bias, trained with bias='all' or 'lora_only': train with bias='none', or merge the adapter"
     if not key.endswith(("embed_tokens.weight", "lm_head.weight")):
         return ""
     return (
@@ -142,61 +146,135 @@ def is_stacked_name(module: str) -> bool:
     return _STACKED_NAME.fullmatch(module) is not None
 
 
-def read_tensors(
-    folder: str | Path,
-    expected_lora_modules: Collection[str],
-    weights_mapper: NameMapper | None,
-    skip_prefixes: Sequence[str] | None,
-    moe_ep_spec: MoEEPSpec | None = None,
-    most_tensors: int = MOST_TENSORS,
-    *,
-    with_numbers: bool = True,
-) -> dict[str, torch.Tensor]:
-    """Read the LoRA tensors of a PEFT folder, and the scales of those in FP8, but for those of remote experts. Without
-    numbers they are on the meta device, with types and shapes from the header alone, however large.
+class TensorEntry(NamedTuple):
+    """Dtype and shape of a tensor in a file, and where its bytes begin behind the header."""
 
-    Tensors are read, never mapped from the file, so that a change of the file changes nothing here, and a truncation
-    does not kill the process (SIGBUS).
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+
+    def meta(self) -> torch.Tensor:
+        """Build a tensor of this dtype and shape on the meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+class WeightsFile:
+    """An open `adapter_model.safetensors` of a PEFT folder, a context manager.
+
+    Header and numbers come from one open file, so that a folder that is replaced meanwhile is read as it was. Tensors
+    are read, never mapped from the file: a truncation does not kill the process (SIGBUS).
+
+    Args:
+        folder: with the file.
+        most_tensors: bounds the header's size.
+
+    Attributes:
+        header: its bytes, with the eight of its size.
+        size: of the file, in bytes.
 
     Raises:
-        ValueError: only pickled weights (.bin, .pt); no safetensors file, or a header too large for `most_tensors`
-            tensors; a dtype that torch lacks; a file that became shorter meanwhile. A name is not a LoRA name, or a
-            module is not in `expected_lora_modules`.
+        ValueError: only pickled weights (.bin, .pt), or a header too large for `most_tensors` tensors.
         FileNotFoundError: no folder, or no weights in it.
     """
-    directory = resolve_adapter_path(folder)
-    file = directory / WEIGHTS_FILE
-    if not file.is_file():
-        for pickled in ("adapter_model.bin", "adapter_model.pt"):
-            if (directory / pickled).is_file():
-                raise ValueError(
-                    f"{str(directory / pickled)!r} is a pickle and is not read; convert the adapter to {WEIGHTS_FILE} "
-                    "(load it with the peft library and save it with safe_serialization=True)"
-                )
-        raise FileNotFoundError(f"adapter folder {str(directory)!r} holds no {WEIGHTS_FILE}")
-    with file.open("rb") as opened, tempfile.NamedTemporaryFile() as mirror:
-        header = _read_header(opened, file, min(MOST_HEADER_BYTES, (1 << 20) + 1024 * most_tensors))
-        mirror.write(header)
-        mirror.truncate(max(len(header), file.stat().st_size))  # all holes: costs nothing, and safetensors checks sizes
-        mirror.flush()
-        try:
-            with safe_open(mirror.name, framework="pt", device="cpu") as handle:
-                keys = set(handle.keys())
-                if len(keys) > most_tensors:
+
+    def __init__(self, folder: str | Path, most_tensors: int = MOST_TENSORS) -> None:
+        directory = resolve_adapter_path(folder)
+        self._file, self._most_tensors = directory / WEIGHTS_FILE, most_tensors
+        if not self._file.is_file():
+            for pickled in ("adapter_model.bin", "adapter_model.pt"):
+                if (directory / pickled).is_file():
                     raise ValueError(
-                        f"{str(file)!r} has {len(keys)} tensors, an adapter of this model at most {most_tensors}"
+                        f"{str(directory / pickled)!r} is a pickle and is not read; convert the adapter to "
+                        f"{WEIGHTS_FILE} (load it with the peft library and save it with safe_serialization=True)"
                     )
-                own = [key for key in handle.keys() if not is_scale_of_another(key, keys)]  # noqa: SIM118 (no dict)
-                names = lora_names(own, weights_mapper, skip_prefixes)
-                check_any(names)
-                check_expected_modules((name.module for name in names.values()), expected_lora_modules)
-                remote = moe_ep_spec.is_remote if moe_ep_spec else lambda module: False
-                wanted = [key for key, name in names.items() if not remote(name.module)]
-                scales = [key + SCALE_SUFFIX for key in wanted if key + SCALE_SUFFIX in keys]
-                shapes = {key: _shape_of(file, key, handle.get_slice(key)) for key in (*wanted, *scales)}
-        except SafetensorError as error:
-            raise ValueError(f"{str(file)!r} is not a valid safetensors file: {error}") from error
-        return _read_numbers(opened, file, header, shapes) if with_numbers else shapes
+            raise FileNotFoundError(f"adapter folder {str(directory)!r} holds no {WEIGHTS_FILE}")
+        self._opened = self._file.open("rb")
+        try:
+            self.size = os.fstat(self._opened.fileno()).st_size
+            most_bytes = min(MOST_HEADER_BYTES, (1 << 20) + 1024 * most_tensors)
+            self.header = _read_header(self._opened, self._file, most_bytes)
+        except BaseException:
+            self._opened.close()
+            raise
+
+    def __enter__(self) -> WeightsFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def entries(
+        self,
+        expected_lora_modules: Collection[str],
+        weights_mapper: NameMapper | None,
+        skip_prefixes: Sequence[str] | None,
+        moe_ep_spec: MoEEPSpec | None = None,
+    ) -> dict[str, TensorEntry]:
+        """Check the header and the names in it; return the entries of the LoRA tensors, and of the scales of those in
+        FP8, but for those of remote experts.
+
+        Raises:
+            ValueError: no safetensors file, too many tensors, or a dtype that torch lacks. A name is not a LoRA name,
+                or a module is not in `expected_lora_modules`.
+        """
+        file = self._file
+        with tempfile.NamedTemporaryFile() as mirror:
+            mirror.write(self.header)
+            mirror.truncate(max(len(self.header), self.size))  # all holes: costs nothing, and safetensors checks sizes
+            mirror.flush()
+            try:
+                with safe_open(mirror.name, framework="pt", device="cpu") as handle:
+                    keys = dict.fromkeys(handle.keys())
+                    wanted = wanted_keys(
+                        repr(str(file)), keys, self._most_tensors, expected_lora_modules, weights_mapper, skip_prefixes,
+                        moe_ep_spec,
+                    )  # fmt: skip
+                    starts = json.loads(self.header[8:])
+                    return {
+                        key: _entry(file, key, handle.get_slice(key), starts[key]["data_offsets"][0]) for key in wanted
+                    }
+            except SafetensorError as error:
+                raise ValueError(f"{str(file)!r} is not a valid safetensors file: {error}") from error
+
+    def numbers(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+        """Read tensors at checked entries. ValueError: the file became shorter meanwhile."""
+        return dict(zip(entries, map_in_threads(self._read, list(entries.values())), strict=True))
+
+    def _read(self, entry: TensorEntry) -> torch.Tensor:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        target = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        done = 0
+        while done < len(target):  # one call reads 2 GiB at most
+            read = os.preadv(self._opened.fileno(), [target[done:]], len(self.header) + entry.start + done)
+            if read == 0:
+                raise ValueError(
+                    f"{str(self._file)!r} became shorter while it was read; replace a file by renaming another to it"
+                )
+            done += read
+        return tensor
+
+
+def wanted_keys(
+    where: str,
+    keys: Collection[str],
+    most_tensors: int,
+    expected_lora_modules: Collection[str],
+    weights_mapper: NameMapper | None = None,
+    skip_prefixes: Sequence[str] | None = None,
+    moe_ep_spec: MoEEPSpec | None = None,
+) -> list[str]:
+    """Check the names of an adapter's tensors; return those of the LoRA tensors, but for those of remote experts, and
+    of the scales of FP8 tensors.
+
+    ValueError: more than `most_tensors`, counted in `where`; a name is not a LoRA name, or a module not expected.
+    """
+    if len(keys) > most_tensors:
+        raise ValueError(f"{where} has {len(keys)} tensors, an adapter of this model at most {most_tensors}")
+    names = lora_names([key for key in keys if not is_scale_of_another(key, keys)], weights_mapper, skip_prefixes)
+    check_any(names)
+    check_expected_modules((name.module for name in names.values()), expected_lora_modules)
+    wanted = [key for key, name in names.items() if moe_ep_spec is None or not moe_ep_spec.is_remote(name.module)]
+    return [*wanted, *(key + SCALE_SUFFIX for key in wanted if key + SCALE_SUFFIX in keys)]
 
 
 def _read_header(opened: BinaryIO, file: Path, most: int) -> bytes:
@@ -211,31 +289,15 @@ def _read_header(opened: BinaryIO, file: Path, most: int) -> bytes:
     return start + opened.read(size)
 
 
-def _shape_of(file: Path, key: str, entry: Any) -> torch.Tensor:
-    """Build the meta tensor of an entry of the checked header."""
-    dtype, shape = _DTYPES.get(entry.get_dtype()), entry.get_shape()
+def _entry(file: Path, key: str, checked: Any, start: int) -> TensorEntry:
+    """Read an entry of the checked header."""
+    dtype, shape = _DTYPES.get(checked.get_dtype()), checked.get_shape()
     if dtype is torch.float4_e2m1fn_x2:  # two numbers to an element
         *rows, columns = shape
         dtype, shape = (None, shape) if columns % 2 else (dtype, [*rows, columns // 2])
     if dtype is None or max(shape, default=0) >= 1 << 63:
         raise ValueError(
-            f"{str(file)!r} is not a valid safetensors file of an adapter: {clip(key)} is {entry.get_dtype()} "
+            f"{str(file)!r} is not a valid safetensors file of an adapter: {clip(key)} is {checked.get_dtype()} "
             f"{clip(shape)}, which torch cannot hold; save LoRA tensors as float16, bfloat16, float32 or float8"
         )
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _read_numbers(
-    opened: BinaryIO, file: Path, header: bytes, shapes: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Read tensors of these types and shapes, at the offsets in the header, which safetensors has checked."""
-    entries = json.loads(header[8:])
-    tensors = {}
-    for key, shape in shapes.items():
-        tensors[key] = tensor = torch.empty(shape.shape, dtype=shape.dtype, device="cpu")
-        opened.seek(len(header) + entries[key]["data_offsets"][0])
-        if opened.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) < tensor.nbytes:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"{str(file)!r} became shorter while it was read; replace a file by renaming another to it"
-            )
-    return tensors
+    return TensorEntry(dtype, torch.Size(shape), start)

@@ -1,4 +1,4 @@
-"""`LoRARequest`: id, name and folder of an adapter, and the rule that one id has one source."""
+"""`LoRARequest`: id, name and folder or tensors of an adapter, and the rule that one id has one source."""
 
 import hashlib
 import os
@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from punica.adapters.tensors import AdapterTensors
 from punica.checks import check_count, clip
 
 
@@ -14,20 +16,26 @@ from punica.checks import check_count, clip
 class LoRARequest:
     """The adapter a generation request asks for.
 
+    The adapter is a PEFT folder (`lora_path`), or in memory (`tensors` with `config`).
+
     Args:
         lora_name: non-empty label; equality and hash use it alone.
         lora_int_id: integer >= 1, globally unique (0 means "no adapter" everywhere in the library); `None`: one derived
-            from name and folder, so that the same adapter has the same id in every request and on every rank.
+            from name and folder (in memory: the name), so that the same adapter has the same id in every request and
+            on every rank.
         lora_path: PEFT folder, a str or a `pathlib.Path` (kept as str); `~` and relative paths are resolved here, and
             looked up when the adapter is loaded.
         base_model_name: informational.
-        load_inplace: read the folder again even if the id is registered.
+        load_inplace: read the folder again even if the id is registered; the tensors, if they are others.
         is_3d_lora_weight: the adapter has its experts in one pair of matrices per layer; refused when it has not.
+        tensors, config: see :class:`AdapterTensors`. They are copied here, and kept with the request in host memory:
+            copies of the request share them, and every new request is a version of its own.
 
-    `absolute_path` is the folder whatever the working directory becomes.
+    `absolute_path` is the folder whatever the working directory becomes; in memory, the label of the tensors.
 
     Raises:
-        TypeError: a field has the wrong Python type. ValueError: empty name or path, id < 1.
+        TypeError: a field has the wrong Python type. ValueError: empty name or path, id < 1, a path and tensors, no
+            tensors.
     """
 
     lora_name: str
@@ -36,6 +44,8 @@ class LoRARequest:
     base_model_name: str | None = None
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
+    tensors: AdapterTensors | None = field(default=None, repr=False)  # a plain dict becomes one
+    config: Any = field(default=None, repr=False)
     absolute_path: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -45,14 +55,34 @@ class LoRARequest:
             value = getattr(self, key)
             if not isinstance(value, str):
                 raise TypeError(f"LoRARequest {key} must be a str, got {clip(value)} ({type(value).__name__})")
-            if not value:
+            if not value and (key == "lora_name" or self.tensors is None):
                 raise ValueError(f"LoRARequest {key} must not be empty (lora_name={clip(self.lora_name)})")
         for key in ("load_inplace", "is_3d_lora_weight"):
             if not isinstance(getattr(self, key), bool):
                 raise TypeError(f"LoRARequest {key} must be a bool, got {clip(getattr(self, key))}")
-        object.__setattr__(self, "absolute_path", os.path.abspath(os.path.expanduser(self.lora_path)))
-        given = _derived_id(*self.source) if self.lora_int_id is None else self.lora_int_id
+        self._take_tensors()
+        where = os.path.abspath(os.path.expanduser(self.lora_path)) if self.tensors is None else self.tensors.label
+        object.__setattr__(self, "absolute_path", where)
+        derived = _derived_id(self.lora_name, where if self.tensors is None else "")
+        given = derived if self.lora_int_id is None else self.lora_int_id
         object.__setattr__(self, "lora_int_id", check_adapter_id("LoRARequest lora_int_id", given))
+
+    def _take_tensors(self) -> None:
+        """Copy the tensors, unless they are a copy already."""
+        if self.tensors is None:
+            if self.config is not None:
+                raise ValueError(
+                    f"LoRARequest config comes with tensors; a folder has its own ({clip(self.lora_path)})"
+                )
+            return
+        if self.lora_path:
+            raise ValueError(
+                f"LoRARequest has tensors and lora_path {clip(self.lora_path)}; give one of the two (lora_name="
+                f"{clip(self.lora_name)})"
+            )
+        if not isinstance(self.tensors, AdapterTensors) or self.tensors.config is not self.config:
+            object.__setattr__(self, "tensors", AdapterTensors(self.tensors, self.config))
+            object.__setattr__(self, "config", self.tensors.config)
 
     @property
     def adapter_id(self) -> int:
@@ -71,7 +101,7 @@ class LoRARequest:
 
     @property
     def source(self) -> tuple[str, str]:
-        """Name and absolute path: what makes two requests with one id the same adapter."""
+        """Name and absolute path, or label of the tensors: what makes two requests with one id the same adapter."""
         return self.lora_name, self.absolute_path
 
     def __eq__(self, other: object) -> bool:
@@ -151,5 +181,5 @@ def loading(request: LoRARequest) -> Iterator[None]:
         yield
     except (OSError, TypeError, ValueError) as error:
         kind = next((kind for kind in (FileNotFoundError, TypeError) if isinstance(error, kind)), ValueError)
-        name, path = clip(request.lora_name), clip(str(request.lora_path))
+        name, path = clip(request.lora_name), clip(str(request.lora_path or request.absolute_path))
         raise kind(f"cannot load adapter {name} from {path}: {error}") from error

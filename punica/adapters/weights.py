@@ -100,8 +100,7 @@ def _times(b: LoRAFactor, scaling: float) -> LoRAFactor:
         return b.scaled(scaling)
     if b is None or b.is_meta:  # torch takes long to multiply meta tensors
         return b
-    wide = torch.promote_types(b.dtype, torch.float32)
-    return (b.to(wide) * scaling).to(b.dtype)
+    return b * scaling  # torch computes products of half precision in float32
 
 
 class LoRALayerWeights(ModuleWeights):

@@ -152,10 +152,11 @@ def build_layers(
     wrapped, under the head's name.
 
     Raises:
-        ValueError: the filter selects nothing, a targeted layer has no LoRA class in this configuration, a head has no
+        ValueError: the filter selects nothing, or a matrix without LoRA class in this configuration; a head has no
             logits processor of its own, or an embedding has not `vocab_size` ids.
     """
     packed = packed_modules_of(model)
+    _check_targets(model, layers, lora_config, packed)
     wrapped: list[NamedLayer[BaseLayerWithLoRA]] = []
     by_base: dict[int, BaseLayerWithLoRA] = {}  # by the id of what it replaces
     for layer, names, parts in layers:
@@ -228,6 +229,24 @@ def moe_ep_spec_of(layers: Collection[NamedLayer[nn.Module]]) -> MoEEPSpec | Non
             if mine and layer.moe_config.num_experts % len(mine) == 0 and mine == list(block):
                 return MoEEPSpec(rank, len(mine), layer.moe_config.num_experts)
     return None
+
+
+def _check_targets(
+    model: nn.Module, layers: Collection[NamedLayer[nn.Module]], lora_config: LoRAConfig, packed: PackedMapping
+) -> None:
+    """ValueError for a matrix that `target_modules` names and that no LoRA layer can wrap."""
+    if lora_config.target_modules is None:
+        return
+    supported = {id(inside) for layer in layers for inside in layer.layer.modules()}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if id(module) in supported or not isinstance(weight, torch.Tensor) or weight.ndim < 2:
+            continue
+        if is_in_target_modules(name, lora_config.target_modules, packed):
+            raise ValueError(
+                f"module {name!r} of class {type(module).__name__} has no LoRA class with {lora_config}; leave it out "
+                "of LoRAConfig.target_modules, or build it from a linear layer of punica.parallel"
+            )
 
 
 def _expert_slices(model: nn.Module, lora_config: LoRAConfig) -> list[str]:

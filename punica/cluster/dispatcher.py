@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from punica.adapters import LoRARequest, LRUCache, PEFTHelper
+from punica.adapters import LoRARequest, LRUCache
+from punica.adapters.source import config_of
 from punica.checks import check_count, clip
 from punica.cluster.adapter_files import StoredFiles
 from punica.cluster.crash_record import CrashRecord
@@ -262,7 +263,7 @@ class Dispatcher:
         if rank is None:
             rank = 0
             with suppress(OSError, TypeError, ValueError):  # the runner's check reports it
-                rank = PEFTHelper.from_local_dir(adapter.absolute_path).r
+                rank = config_of(adapter).r
             self._ranks.put(adapter.source, rank)
         return rank
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from punica.adapters import LoRARequest, PEFTHelper
+from punica.adapters import LoRARequest
 from punica.adapters.request import loading
+from punica.adapters.source import config_of
 from punica.checks import check_count, check_number, clip
 from punica.config import LoRAConfig
 from punica.engine.config import EngineConfig
@@ -213,7 +214,7 @@ def _end_tokens(value: Any, model_config: Any, path: Path) -> tuple[int, ...]:
 
 def _widest(request: LoRARequest) -> int:
     with loading(request):
-        helper = PEFTHelper.from_local_dir(request.absolute_path)
+        helper = config_of(request)
     return max([helper.r, *(helper.rank_pattern or {}).values()])
 
 

@@ -32,13 +32,13 @@ class AdapterResidency:
     so give ``max_cpu_loras`` room for all of those.
 
     ``load_inplace`` asks for the folder's content at some time after the request arrived: of several requests that wait
-    for one folder, the first loads it for all. Weights that a request began with stay in host memory until it leaves,
-    even if the manager evicts them.
+    for one folder, the first loads it for all. Tensors in memory are loaded again only in place of others. Weights that
+    a request began with stay in host memory until it leaves, even if the manager evicts them.
 
     With ``reads_beside`` folders are read by threads: a request whose adapter is not in host memory waits in the queue
     while others run. Then the next in the queue are read too, up to ``READERS`` at once and unused; requests for one
-    folder share its reading. It is for a device that computes meanwhile, and for one rank. Only a reload is read
-    between two steps.
+    folder share its reading. It is for a device that computes meanwhile, and for one rank. Only a folder's reload is
+    read between two steps.
     """
 
     def __init__(self, manager: LoRAModelManager, *, reads_beside: bool = False) -> None:
@@ -91,7 +91,11 @@ class AdapterResidency:
         """Note a queued request, whose adapter was checked: its id belongs to that folder until the request leaves."""
         if isinstance(request.adapter, LoRARequest):
             users = self._users.setdefault(request.adapter_id, {})
-            request.reloads = request.adapter.load_inplace
+            last = next(reversed(users.values())).adapter if users else None
+            if request.adapter.tensors is None:
+                request.reloads = request.adapter.load_inplace
+            else:  # these tensors are what they were: only others are loaded
+                request.reloads = last is not None and _source_of(last) != request.adapter.source
             if not users:
                 self._mark_reloads(request.adapter_id, [request])
             users[request.request_id] = self._waiting[request.request_id] = request
@@ -173,7 +177,9 @@ class AdapterResidency:
         A folder that cannot be read counts as loaded: the error belongs to the step in which the request joins.
         """
         adapter = request.adapter
-        if not self._reads_beside or not isinstance(adapter, LoRARequest) or request.reloads:
+        if not self._reads_beside or not isinstance(adapter, LoRARequest):
+            return True
+        if request.reloads and adapter.tensors is None:
             return True
         return self._is_read(request, adapter)
 
@@ -194,7 +200,7 @@ class AdapterResidency:
         return reading.done()
 
     def _is_in_memory(self, request: RequestState) -> bool:
-        return request.weights is not None or self._held(request.adapter_id) is not None
+        return request.weights is not None or (not request.reloads and self._held(request.adapter_id) is not None)
 
     def _read_ahead(self) -> None:
         """Read the next adapters of the queue while there is room for unused ones.
@@ -275,13 +281,16 @@ class AdapterResidency:
         """Load the folder again as a new version. Requests that have begun keep theirs; if the load fails, nothing
         changes.
         """
-        self.manager.add_adapter(replace(adapter, load_inplace=True))
+        reading = None if adapter.tensors is None else self._readers.find(request.request_id, adapter)
+        if reading is None:
+            self.manager.add_adapter(replace(adapter, load_inplace=True))
+        else:
+            self.manager.add_read_adapter(adapter, reading.result())
         for other in self._users[request.adapter_id].values():
-            if (begun := _weights_of(other)) is not None:
-                begun.superseded = True
-            elif _source_of(other.adapter) == adapter.source:
+            if _weights_of(other) is None and _source_of(other.adapter) == adapter.source:
                 other.reloads = False
                 self._readers.drop(other.request_id)  # its reading is older than this load
+        self._mark_reloads(request.adapter_id, self._users[request.adapter_id].values())
 
 
 def _weights_of(request: RequestState) -> LoadedAdapter | None:

@@ -16,8 +16,11 @@ not part of the image: the kernel makes them.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from punica.threads import map_in_threads
 
 ALIGNMENT = 16
 HEADER = 4
@@ -55,11 +58,26 @@ def pack_image(matrices: Sequence[ImagePart], dtype: torch.dtype, *, pin_memory:
     if header:
         _header(image, len(matrices)).copy_(torch.tensor(header, device="cpu"))
     targets = image_matrices(image, len(matrices), dtype)
-    for target, matrix, offset, end in zip(targets, matrices, offsets[:-1], offsets[1:], strict=True):
-        if target is not None and matrix.part is not None:
-            image[offset * ALIGNMENT + target.nbytes : end * ALIGNMENT] = 0  # between it and the next one
-            target.copy_(matrix.part.detach().to(dtype))  # cast apart: torch is slow to cast and turn at once
+
+    def fill(place: int) -> None:
+        target, part = targets[place], matrices[place].part
+        if target is not None and part is not None:
+            start, end = offsets[place] * ALIGNMENT + target.nbytes, offsets[place + 1] * ALIGNMENT
+            if start < end:
+                image[start:end] = 0  # between it and the next one
+            _fill(target, part.detach().to(dtype))  # cast apart: torch is slow to cast and turn at once
+
+    map_in_threads(fill, range(len(matrices)))
     return image
+
+
+def _fill(target: Tensor, part: Tensor) -> None:
+    """Copy a matrix of the target's dtype; numpy turns it in a third of the time that torch takes."""
+    if part.is_contiguous() or part.device.type != "cpu":
+        target.copy_(part)
+        return
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.dtype.itemsize]
+    np.copyto(target.view(integers).numpy(), part.view(integers).numpy())
 
 
 def image_matrices(image: Tensor, count: int, dtype: torch.dtype) -> list[Tensor | None]:

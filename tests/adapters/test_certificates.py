@@ -1,9 +1,14 @@
 """An adapter's shapes are checked once, when its folder is first seen; the certificate travels to its slot."""
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 import torch
-from adapter_world import adapter, adapter_tensors, decode
+from adapter_world import Tenants, adapter, adapter_tensors, decode, peft_config
 
+from punica.adapters.certificate import Certificate, Certificates
 from punica.layers import BaseLayerWithLoRA
 
 
@@ -38,19 +43,108 @@ def test_from_memory_to_its_slot_every_layer_checks_once(make_manager, checks):
     assert sorted(map(id, checks)) == sorted(map(id, manager.modules.values()))
 
 
-def test_a_certificate_is_good_for_the_tensors_it_was_made_of(make_manager, tenants, monkeypatch):
-    """The folder is replaced between the check and the reading of the numbers, and its file looks the same."""
-    tenants.write(1, adapter_tensors(1, 4), 4)
+def test_a_known_content_is_not_checked_again_whatever_its_folder(make_manager, tenants, checks):
+    """Tenants that were trained alike share one certificate."""
     manager = make_manager(max_loras=2)
-    request = tenants.request(1)
-    manager.check_adapter(request)
-    certificate = manager._loader._known(next(iter(dict(manager._loader._certificates.items()))))
-    monkeypatch.setattr(manager._loader, "_known", lambda state: certificate)
-    tenants.write(1, adapter_tensors(1, 2), 2)
-    manager.add_adapter(request)
-    assert manager.get_adapter(1).rank == 2
-    tensors = adapter_tensors(1, 4)
-    name = next(key for key in tensors if "lora_B" in key)
-    tenants.write(1, {**tensors, name: torch.zeros(1, 4)}, 4)
-    with pytest.raises(ValueError, match="must have 24 rows"):
-        manager.add_adapter(tenants.request(1, load_inplace=True))
+    for i in (1, 2, 1):
+        tenants.write(i)
+        manager.add_adapter(tenants.request(i, load_inplace=True))
+    assert sorted(map(id, checks)) == sorted(map(id, manager.modules.values()))
+    assert not torch.equal(b_of(manager, 1), b_of(manager, 2))
+
+
+def b_of(manager, adapter_id: int) -> torch.Tensor:
+    return manager.get_adapter(adapter_id).get_lora("model.layers.0.self_attn.o_proj").lora_b
+
+
+def replace_unseen(path: Path, *arguments: object, **config: object) -> None:
+    """Write the adapter 1 of these arguments over a folder so that no file changes its inode, size or times."""
+    (path / "new").mkdir()
+    new = Tenants(path / "new").write(1, *arguments, **config)
+    for file in new.iterdir():
+        old = (path / file.name).stat()
+        (path / file.name).write_bytes(file.read_bytes())
+        os.utime(path / file.name, ns=(old.st_atime_ns, old.st_mtime_ns))
+        found = (path / file.name).stat()
+        assert (found.st_ino, found.st_size, found.st_mtime_ns) == (old.st_ino, old.st_size, old.st_mtime_ns)
+
+
+@pytest.mark.parametrize("how", ["load_inplace", "removed", "another id", "checked only"])
+def test_a_config_replaced_by_one_of_the_same_size_and_time_is_served(make_manager, tenants, how):
+    manager = make_manager(max_loras=2)
+    path = tenants.write(1, lora_alpha=8)
+    manager.check_adapter(tenants.request(1))
+    if how != "checked only":
+        manager.add_adapter(tenants.request(1))
+    replace_unseen(path, lora_alpha=4)
+    manager.check_adapter(tenants.request(1, load_inplace=True))
+    if how == "removed":
+        manager.remove_adapter(1)
+    other = tenants.request(2, lora_path=str(path)) if how == "another id" else tenants.request(1, load_inplace=True)
+    manager.add_adapter(other)
+    own = adapter_tensors(1)["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"]
+    assert torch.equal(b_of(manager, other.lora_int_id), own * (4 / 4))
+
+
+def test_a_header_replaced_by_one_of_the_same_size_and_time_is_checked(make_manager, tenants):
+    """The same bytes in all, but two modules have changed names, and one of them is of another size."""
+    manager = make_manager(max_loras=2)
+    tensors = adapter_tensors(1, 4, ("0.self_attn.q_proj", "0.self_attn.k_proj"))
+    path = tenants.write(1, tensors)
+    manager.check_adapter(tenants.request(1))
+    swapped = {
+        name.replace("q_proj", "x").replace("k_proj", "q_proj").replace("x", "k_proj"): tensor
+        for name, tensor in tensors.items()
+    }
+    replace_unseen(path, swapped)
+    for call in (manager.check_adapter, manager.add_adapter):
+        with pytest.raises(ValueError, match="lora_b must have 24 rows, got 12"):
+            call(tenants.request(1))
+
+
+@pytest.mark.parametrize("changes", [{"r": 2}, {"lora_alpha": "x"}, {"use_dora": 1}], ids=str)
+def test_a_config_replaced_by_an_illegal_one_is_refused(make_manager, tenants, changes):
+    manager = make_manager(max_loras=2)
+    free = len(json.dumps(peft_config(4, note="x" * 64))) - len(json.dumps(peft_config(4, **changes, note="")))
+    path = tenants.write(1, note="x" * 64)
+    manager.check_adapter(tenants.request(1))
+    replace_unseen(path, **changes, note="x" * free)
+    for call in (manager.check_adapter, manager.add_adapter):
+        with pytest.raises((TypeError, ValueError), match=r"rank 4, the adapter's config says 2|lora_alpha|use_dora"):
+            call(tenants.request(1, load_inplace=True))
+
+
+def test_doubts_are_told_of_every_adapter(make_manager, tenants):
+    """Also of one whose content is known under another name."""
+    manager = make_manager(max_loras=2)
+    for i in (1, 2):
+        tenants.write(i, init_lora_weights="pissa", target_modules=["q_proj"])
+        with pytest.warns(UserWarning, match=f"adapter 'tenant {i}': init_lora_weights='pissa'"):
+            manager.check_adapter(tenants.request(i))
+        with pytest.warns(UserWarning, match=f"adapter 'tenant {i}': target_modules are"):
+            manager.check_adapter(tenants.request(i))
+
+
+def certificate() -> Certificate:
+    return Certificate({}, [], 4, [])
+
+
+def test_certificates_are_bounded_by_the_size_of_their_headers():
+    remembered = Certificates(most_bytes=100)
+    for i in range(4):
+        remembered.put((i,), certificate(), 40)
+        assert remembered.bytes <= 100
+    assert [remembered.find((i,)) is not None for i in range(4)] == [False, False, True, True]
+    remembered.put((2,), certificate(), 40)  # again: counted once
+    assert remembered.bytes == 80
+    remembered.put((9,), certificate(), 101)
+    assert remembered.find((9,)) is None
+    assert remembered.find((2,)) is not None
+
+
+def test_the_loader_counts_headers(make_manager, tenants):
+    manager = make_manager(max_loras=2)
+    for rank in (1, 2, 3):
+        tenants.write(rank, adapter_tensors(rank, rank), rank)
+        manager.check_adapter(tenants.request(rank))
+    assert manager._loader._certificates.bytes > 3 * 28 * 50

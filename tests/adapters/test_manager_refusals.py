@@ -21,7 +21,8 @@ UP_B = UP_A.replace("lora_A", "lora_B")
 UNKNOWN_A, UNKNOWN_B = UP_A.replace("layers.0", "layers.9"), UP_B.replace("layers.0", "layers.9")
 BAD_FOLDERS = {
     "dora": ({}, {"use_dora": True}, ValueError, "use_dora"),
-    "bias": ({}, {"bias": "all"}, ValueError, "bias is 'all'"),
+    "bias": ({}, {"bias": "some"}, ValueError, "bias is 'some'"),
+    "a bias": ({UP_B.replace("lora_B.weight", "bias"): torch.ones(40)}, {"bias": "all"}, ValueError, "is a bias"),
     "modules_to_save": ({}, {"modules_to_save": ["lm_head"]}, ValueError, "modules_to_save"),
     "rank too large": ({}, {"r": 9}, ValueError, "rank 9 exceeds max_lora_rank 8"),
     "unexpected module": ({"m.router.lora_A.weight": torch.ones(4, 2)}, {}, ValueError, r"\['m.router'\]"),

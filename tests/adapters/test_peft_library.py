@@ -135,6 +135,21 @@ def test_tied_embeddings_have_separate_adapters(tmp_path, targets):
     assert all(float((theirs[row] - plain[row]).abs().max()) > 0.5 for row in (0, 2))
 
 
+@pytest.mark.parametrize("fields", [{"bias": "all"}, {"bias": "lora_only"}, {"fan_in_fan_out": True}], ids=str)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True but the target module is")
+def test_settings_without_effect_on_these_layers_are_served_as_peft_does(tmp_path, fields):
+    """The base has no biases to train; PEFT drops `fan_in_fan_out` for linear layers, but an older one saved it."""
+    base = hugging_face_model()
+    base.save_pretrained(tmp_path)
+    model = peft_model(base, {"one": lora_config(target_modules=SEVEN, **fields)})
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "one" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    theirs = reference_logits(model, PROMPTS[:1], adapter_names=["one"])
+    ours = Ours(tmp_path, {"one": tmp_path / "one"})
+    assert largest_difference(ours.logits(PROMPTS[:1], ["one"]), theirs) < 1e-4
+
+
 def lora_layers(library: Library, name: str) -> dict[str, Any]:
     return {
         module.removeprefix("base_model.model."): layer

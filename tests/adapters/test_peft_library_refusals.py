@@ -27,6 +27,10 @@ def plain() -> nn.Module:
     return hugging_face_model()
 
 
+def biased() -> nn.Module:
+    return hugging_face_model(attention_bias=True)
+
+
 def deeper() -> nn.Module:
     return hugging_face_model(num_hidden_layers=LAYERS + 1)
 
@@ -52,8 +56,8 @@ def transposed() -> nn.Module:
 
 REFUSED: dict[str, tuple[Any, peft.PeftConfig, str]] = {
     "DoRA": (plain, lora_config(use_dora=True), "use_dora is set.*not supported"),
-    "bias all": (plain, lora_config(bias="all"), "bias is 'all', only 'none'"),
-    "bias lora_only": (plain, lora_config(bias="lora_only"), "bias is 'lora_only', only 'none'"),
+    "bias all": (biased, lora_config(bias="all"), r"\.bias'.* is a bias, trained with bias='all'"),
+    "bias lora_only": (biased, lora_config(bias="lora_only"), r"q_proj.*\.bias'.*train with bias='none', or merge"),
     "lora_bias": (plain, lora_config(lora_bias=True), "lora_bias is set.*not supported"),
     "modules_to_save": (plain, lora_config(modules_to_save=["lm_head"]), r"modules_to_save is set \(\['lm_head'\]\)"),
     "new tokens": (plain, lora_config(trainable_token_indices=[1, 2]), r"trainable_token_indices is set \(\[1, 2\]\)"),
@@ -65,7 +69,11 @@ REFUSED: dict[str, tuple[Any, peft.PeftConfig, str]] = {
         "use_bdlora is set",
     ),
     "KaSA": (plain, lora_config(kasa_config=peft.KasaConfig()), "kasa_config is set.*not supported"),
-    "transposed": (transposed, lora_config(target_modules=["c_attn"], fan_in_fan_out=True), "fan_in_fan_out is set"),
+    "transposed": (
+        transposed,
+        lora_config(target_modules=["c_attn"], fan_in_fan_out=True),
+        r"h\.0\.attn\.c_attn.*expected names",
+    ),
     "IA3": (
         plain,
         peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),

@@ -1,4 +1,4 @@
-"""What `read_tensors` tells and reads of a file, by safetensors' own word; and several folders read at once."""
+"""What a `WeightsFile` tells and reads, by safetensors' own word; and several folders read at once."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from punica.adapters.lora_model import LoRAModel
-from punica.adapters.read import read_tensors
+from punica.adapters.read import WeightsFile
 
 NAME = "base_model.model.layers.0.q_proj.lora_A.weight"
 BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64}
@@ -37,7 +37,9 @@ def write(folder: Path, dtype: str, shape: list[int], size: int, numbers: bytes 
 
 
 def read(folder: Path, with_numbers: bool = True) -> torch.Tensor:
-    return read_tensors(folder, {"q_proj"}, None, None, with_numbers=with_numbers)[NAME]
+    with WeightsFile(folder) as file:
+        entries = file.entries({"q_proj"}, None, None)
+        return file.numbers(entries)[NAME] if with_numbers else entries[NAME].meta()
 
 
 def asked(folder: Path) -> torch.Tensor | None:

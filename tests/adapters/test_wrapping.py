@@ -102,6 +102,18 @@ def test_alias_outside_the_filter_is_the_same_layer():
     assert model.outside is model.inside is manager.modules["inside"]
 
 
+@pytest.mark.parametrize("targets", [["plain"], ["linear", "inner.plain"], ["linear", "table"]], ids=str)
+def test_a_target_without_lora_class_is_refused_at_start(targets):
+    """It would be served without the adapter's part."""
+    inner = tree(plain=nn.Linear(6, 6), norm=nn.LayerNorm(6), table=nn.Embedding(4, 6))
+    model = linear_model(linear=ReplicatedLinear(6, 8), inner=inner)
+    kind = "Embedding" if "table" in targets else "Linear"
+    with pytest.raises(ValueError, match=rf"module 'inner\.\w+' of class {kind} has no LoRA class with LoRAConfig"):
+        manage(model, target_modules=targets)
+    assert isinstance(model.linear, ReplicatedLinear)
+    assert list(manage(model, target_modules=["linear", "norm"]).modules) == ["linear"]
+
+
 def test_model_without_supported_layers():
     with pytest.raises(ValueError, match="no layer that LoRA supports"):
         manage(linear_model(plain=nn.Linear(3, 3)))

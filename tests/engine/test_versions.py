@@ -1,6 +1,7 @@
 """One version of an adapter per request, from its first token to its last, and ids that nobody uses are free."""
 
 import contextlib
+import dataclasses
 import itertools
 import random
 import shutil
@@ -143,9 +144,11 @@ def test_a_preempted_request_whose_version_left_the_cache_has_it_again(backbone,
     assert is_of(backbone, state, 1)
 
 
+@pytest.mark.parametrize("slots", [None, 1], ids=["many slots", "one slot"])
 @pytest.mark.parametrize("by", ["request", "model"])
-def test_replacing_by_hand_under_a_running_request_changes_no_token_of_it(backbone, tenant, by) -> None:
-    engine = backbone.engine()
+def test_replacing_by_hand_under_a_running_request_changes_no_token_of_it(backbone, tenant, by, slots) -> None:
+    """With one slot the versions take turns: they must not count as one adapter when a step is planned."""
+    engine = backbone.engine(max_loras=slots)
     old = engine.add_request(Request("old", [1, 7], 12, tenant.asks()))
     for _ in range(3):
         engine.step()
@@ -198,6 +201,17 @@ def test_a_pin_passes_to_the_new_version(backbone, tenant) -> None:
     finish(engine)
     assert (is_of(backbone, old, 1), is_of(backbone, new, 2)) == (True, True)
     assert engine.manager.lora_index_to_id.count(ID) == 1
+
+
+def test_a_pinned_adapter_that_is_loaded_again_under_its_request_costs_no_step(backbone) -> None:
+    engine = backbone.engine(max_batch_size=2, max_loras=2)
+    states = [engine.add_request(Request(f"r{i}", [3, i], 20, backbone.adapters[i])) for i in (4, 5)]
+    engine.step()
+    engine.manager.pin_adapter(5)
+    engine.manager.add_adapter(dataclasses.replace(backbone.adapters[5], load_inplace=True))
+    assert engine.manager.pinned_adapters == {5}
+    finish(engine)
+    assert [is_of(backbone, state, i) for state, i in zip(states, (4, 5), strict=True)] == [True, True]
 
 
 def test_a_pinned_adapter_in_the_only_slot_is_replaced_when_nobody_runs_with_it(backbone, tenant) -> None:

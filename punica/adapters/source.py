@@ -1,0 +1,126 @@
+"""Sources of an adapter's config and tensors: a PEFT folder, or memory."""
+
+import hashlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from punica.adapters.peft_config import CONFIG_FILE, PEFTHelper, read_config_text
+from punica.adapters.read import TensorEntry, WeightsFile, wanted_keys
+from punica.adapters.request import LoRARequest
+from punica.adapters.tensors import AdapterTensors
+from punica.adapters.wrap import MoEEPSpec
+
+
+class AdapterSource(Protocol):
+    """Open config and tensors of one adapter, a context manager.
+
+    Attributes:
+        content: value that tells config, names, dtypes and shapes from all others. It has no part of the numbers.
+        size: bytes of names and shapes, about.
+    """
+
+    content: tuple
+    size: int
+
+    def __enter__(self) -> "AdapterSource": ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def config(self) -> PEFTHelper:
+        """Parse the config. ValueError, TypeError: as :meth:`PEFTHelper.from_dict`."""
+
+    def entries(
+        self, expected_lora_modules: Collection[str], moe_ep_spec: MoEEPSpec | None
+    ) -> dict[str, TensorEntry]:
+        """Check names, and return dtype, shape and place of every tensor that this rank needs.
+
+        ValueError: as :meth:`WeightsFile.entries`.
+        """
+
+    def numbers(self, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+        """Read tensors at checked entries. ValueError: as :meth:`WeightsFile.numbers`."""
+
+
+class AdapterFolder:
+    """A PEFT folder: its config as it was read, and its open weights file.
+
+    Raises as :func:`read_config_text` and :class:`WeightsFile`.
+    """
+
+    def __init__(self, path: str, most_tensors: int) -> None:
+        self._path, self._text = Path(path), read_config_text(path)
+        self._weights = WeightsFile(path, most_tensors)
+        digests = (hashlib.sha256(part).digest() for part in (self._text, self._weights.header))
+        self.content = (*digests, self._weights.size)
+        self.size = len(self._weights.header)
+
+    def __enter__(self) -> "AdapterFolder":
+        self._weights.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._weights.__exit__(*error)
+
+    def config(self) -> PEFTHelper:
+        """Parse the config."""
+        return PEFTHelper.from_text(self._text, self._path / CONFIG_FILE)
+
+    def entries(
+        self, expected_lora_modules: Collection[str], moe_ep_spec: MoEEPSpec | None
+    ) -> dict[str, TensorEntry]:
+        """Check the header and the names in it."""
+        return self._weights.entries(expected_lora_modules, None, None, moe_ep_spec)
+
+    def numbers(self, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+        """Read tensors."""
+        return self._weights.numbers(entries)
+
+
+class AdapterMemory:
+    """An adapter that came in memory; `numbers` are its own tensors, which must not be changed."""
+
+    def __init__(self, tensors: AdapterTensors, most_tensors: int) -> None:
+        self._tensors, self._most_tensors = tensors, most_tensors
+        self.content = (tensors.content,)
+        self.size = sum(map(len, tensors)) + 64 * len(tensors)
+
+    def __enter__(self) -> "AdapterMemory":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def config(self) -> PEFTHelper:
+        """Parse the config."""
+        return PEFTHelper.from_dict(self._tensors.config)
+
+    def entries(
+        self, expected_lora_modules: Collection[str], moe_ep_spec: MoEEPSpec | None
+    ) -> dict[str, TensorEntry]:
+        """Check the names."""
+        tensors = self._tensors
+        keys = wanted_keys(
+            "the adapter", tensors, self._most_tensors, expected_lora_modules, moe_ep_spec=moe_ep_spec
+        )
+        return {key: TensorEntry(tensors[key].dtype, tensors[key].shape, 0) for key in keys}
+
+    def numbers(self, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+        """Return the tensors."""
+        return {key: self._tensors[key] for key in entries}
+
+
+def open_source(request: LoRARequest, most_tensors: int) -> AdapterSource:
+    """Open what a request names. Raises as :class:`AdapterFolder`."""
+    if request.tensors is not None:
+        return AdapterMemory(request.tensors, most_tensors)
+    return AdapterFolder(request.absolute_path, most_tensors)
+
+
+def config_of(request: LoRARequest) -> PEFTHelper:
+    """Return the config of a request's adapter. Raises as :meth:`PEFTHelper.from_local_dir`."""
+    if request.tensors is not None:
+        return PEFTHelper.from_dict(request.tensors.config)
+    return PEFTHelper.from_local_dir(request.absolute_path)

@@ -1,0 +1,138 @@
+"""Requests with tensors: what they take, and what they refuse before anything is loaded."""
+
+import pickle
+from dataclasses import replace
+
+import peft
+import pytest
+import torch
+from adapter_world import adapter_tensors, assert_unchanged, full_manager, peft_config, snapshot
+
+from punica.adapters import LoRARequest
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+O_PROJ = "model.layers.0.self_attn.o_proj"
+
+
+def in_memory(adapter_id: int, rank: int = 4, **fields: object) -> LoRARequest:
+    given = {"tensors": adapter_tensors(adapter_id, rank), "config": peft_config(rank, target_modules=ALL), **fields}
+    return LoRARequest(f"tenant {adapter_id}", adapter_id, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_adapter_in_memory_is_that_of_the_folder(make_manager, tenants, dtype) -> None:
+    manager = make_manager(max_loras=2)
+    tensors = {name: tensor.to(dtype) for name, tensor in adapter_tensors(1).items()}
+    tenants.write(1, tensors, target_modules=ALL)
+    manager.add_adapter(tenants.request(1))
+    manager.add_adapter(in_memory(2, tensors=tensors))
+    for name, weights in manager.get_adapter(1).loras.items():
+        for (a, b), (own_a, own_b) in zip(weights.slices, manager.get_adapter(2).loras[name].slices, strict=True):
+            assert torch.equal(a, own_a)
+            assert torch.equal(b, own_b)
+
+
+def test_a_config_of_the_peft_library_will_do(make_manager) -> None:
+    manager = make_manager()
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=ALL, rank_pattern={"nothing": 2})
+    manager.add_adapter(in_memory(1, config=config))
+    b = adapter_tensors(1)[f"base_model.model.{O_PROJ}.lora_B.weight"]
+    assert torch.equal(manager.get_adapter(1).loras[O_PROJ].lora_b, b * 4)
+
+
+def test_the_config_is_copied_too(make_manager) -> None:
+    manager, config = make_manager(), peft_config(4, target_modules=ALL, alpha_pattern={"o_proj": 4})
+    request = in_memory(1, config=config)
+    config["alpha_pattern"]["o_proj"] = 8
+    config["lora_alpha"] = 400
+    manager.add_adapter(request)
+    b = adapter_tensors(1)[f"base_model.model.{O_PROJ}.lora_B.weight"]
+    assert torch.equal(manager.get_adapter(1).loras[O_PROJ].lora_b, b)
+
+
+def test_copies_of_a_request_share_tensors_and_source() -> None:
+    request = in_memory(1)
+    for other in (replace(request, load_inplace=True), pickle.loads(pickle.dumps(request))):
+        assert other.source == request.source
+        assert all(torch.equal(other.tensors[name], tensor) for name, tensor in request.tensors.items())
+    assert replace(request, load_inplace=True).tensors is request.tensors
+    assert in_memory(1).source != request.source
+
+
+def test_another_config_for_the_same_tensors_is_another_adapter(make_manager) -> None:
+    manager, request = make_manager(), in_memory(1)
+    other = replace(request, config=peft_config(4, lora_alpha=4, target_modules=ALL), load_inplace=True)
+    assert other.source != request.source
+    for asked, factor in ((request, 2), (other, 1)):
+        manager.add_adapter(asked)
+        b = request.tensors[f"base_model.model.{O_PROJ}.lora_B.weight"]
+        assert torch.equal(manager.get_adapter(1).loras[O_PROJ].lora_b, b * factor)
+
+
+def test_a_default_id_depends_on_the_name_alone() -> None:
+    one, two = (LoRARequest("policy", tensors=adapter_tensors(i), config=peft_config()) for i in (1, 2))
+    other = LoRARequest("other", tensors=one.tensors, config=one.config)
+    assert one.lora_int_id == two.lora_int_id != other.lora_int_id
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"lora_path": "somewhere"}, ValueError, "has tensors and lora_path 'somewhere'; give one of the two"),
+        ({"tensors": None}, ValueError, "lora_path must not be empty"),
+        ({"tensors": None, "lora_path": "x"}, ValueError, "config comes with tensors; a folder has its own"),
+        ({"config": None}, TypeError, "config must be the content of an adapter_config.json"),
+        ({"config": "folder"}, TypeError, "config must be .* got str"),
+        ({"tensors": {}}, ValueError, "tensors are empty"),
+        ({"tensors": [1]}, TypeError, "must be a dict of PEFT name to tensor, got list"),
+        ({"tensors": {"a": [1.0]}}, TypeError, "must map PEFT names to tensors, got 'a': list"),
+        ({"tensors": {1: torch.zeros(1)}}, TypeError, "must map PEFT names to tensors, got 1: Tensor"),
+        ({"tensors": {"a": torch.zeros(1, device="meta")}}, TypeError, "'a' must be a dense tensor with data"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else None,
+)
+def test_what_is_refused_when_the_request_is_made(fields, error, message) -> None:
+    with pytest.raises(error, match=message):
+        in_memory(1, **fields)
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "error", "message"),
+    [
+        ({f"base_model.model.{O_PROJ}.lora_A.weight": torch.zeros(4, 3)}, {}, ValueError, "24 columns, got 3"),
+        ({f"base_model.model.{O_PROJ}.lora_A.weight": torch.zeros(4, 24).int()}, {}, TypeError, "dtype torch.int32"),
+        ({"base_model.model.x.lora_A.weight": torch.zeros(4, 3)}, {}, ValueError, "expected names end in"),
+        ({"nonsense": torch.zeros(4, 3)}, {}, ValueError, "unsupported LoRA weight 'nonsense'"),
+        ({}, {"r": 2}, ValueError, "tensors have rank 4, the adapter's config says 2"),
+        ({}, {"use_dora": True}, ValueError, "use_dora is set"),
+        ({}, {"r": "4"}, TypeError, "r must be an int"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else None,
+)
+def test_what_is_refused_on_arrival(make_manager, tenants, changes, config, error, message) -> None:
+    manager = full_manager(make_manager, tenants)
+    before = snapshot(manager)
+    given = peft_config(4, **{"target_modules": ALL, **config})
+    request = in_memory(3, tensors={**adapter_tensors(3), **changes}, config=given)
+    for call in (manager.check_adapter, manager.add_adapter):
+        with pytest.raises(error, match=f"cannot load adapter 'tenant 3' from 'tensors .*{message}"):
+            call(request)
+    assert_unchanged(manager, before)
+
+
+def test_too_many_tensors_are_counted(make_manager) -> None:
+    extra = {f"base_model.model.x{i}.q_proj.lora_A.weight": torch.zeros(1, 1) for i in range(2000)}
+    with pytest.raises(ValueError, match="the adapter has 2000 tensors, an adapter of this model at most"):
+        make_manager().check_adapter(in_memory(1, tensors=extra))
+
+
+def test_versions_that_are_alike_share_a_certificate(make_manager, monkeypatch) -> None:
+    manager = make_manager()
+    certified = []
+    real = manager._loader._certify
+    monkeypatch.setattr(manager._loader, "_certify", lambda *given: (certified.append(1), real(*given))[1])
+    for seed in range(3):
+        manager.add_adapter(in_memory(1, tensors=adapter_tensors(seed), load_inplace=True))
+    assert len(certified) == 1
+    manager.add_adapter(in_memory(1, config=peft_config(4, lora_alpha=5, target_modules=ALL), load_inplace=True))
+    assert len(certified) == 2

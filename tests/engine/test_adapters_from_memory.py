@@ -1,0 +1,177 @@
+"""Adapters that come as tensors: the tokens of the folder, and each request one version while they are replaced."""
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from punica.adapters import LoRARequest, PEFTHelper
+from punica.engine import Engine, Request, RequestStatus
+from tests.engine.beside_world import reading_beside
+from tests.engine.helpers import tokens_of
+
+ID = 9
+
+
+def tensors_of(backbone, version: int) -> dict[str, torch.Tensor]:
+    return load_file(Path(backbone.adapters[version].lora_path) / "adapter_model.safetensors")
+
+
+def config_of(backbone, version: int) -> dict[str, object]:
+    helper = PEFTHelper.from_local_dir(backbone.adapters[version].lora_path)
+    fields = {"r": helper.r, "lora_alpha": helper.lora_alpha, "target_modules": helper.target_modules}
+    return {"peft_type": "LORA", **fields}
+
+
+def in_memory(backbone, version: int, **fields: object) -> LoRARequest:
+    return LoRARequest(
+        **{"lora_name": "policy", "lora_int_id": ID, "load_inplace": True, **fields},
+        tensors=tensors_of(backbone, version),
+        config=config_of(backbone, version),
+    )
+
+
+@pytest.fixture(params=["in turn", "beside"])
+def engine(backbone, request) -> Engine:
+    """An engine as on a CPU, and one that packs adapters in threads as on a GPU."""
+    engine = backbone.engine()
+    return reading_beside(engine) if request.param == "beside" else engine
+
+
+def finish(engine: Engine) -> None:
+    for _ in range(20_000):
+        if not engine.has_unfinished():
+            break
+        engine.step()
+    assert not engine.has_unfinished()
+    assert engine._residency._users == {}
+    assert engine._residency._readers.readings == {}
+
+
+def is_of(backbone, state, version: int) -> bool:
+    new = state.request.max_new_tokens
+    return state.output_token_ids == backbone.generate_merged(state.prompt_token_ids, version, new)
+
+
+def test_tokens_are_those_of_the_folder_whatever_becomes_of_the_tensors(backbone, engine) -> None:
+    adapters = []
+    for version in (2, 4, 5):
+        tensors = tensors_of(backbone, version)
+        adapters.append(LoRARequest(f"m{version}", tensors=tensors, config=config_of(backbone, version)))
+        for tensor in tensors.values():
+            tensor.fill_(float("nan"))  # the trainer goes on with its buffers
+    prompts = [(1, 7, version) for version in (2, 4, 5)]
+    results = engine.generate(prompts, adapters, 6)
+    assert tokens_of(results) == [
+        backbone.generate_merged(prompt, version, 6) for prompt, version in zip(prompts, (2, 4, 5), strict=True)
+    ]
+
+
+def test_replaced_while_it_serves_each_request_has_one_version(backbone, engine) -> None:
+    states = []
+    for version in (1, 2, 3, 2):
+        adapter = in_memory(backbone, version)
+        for i in range(2):
+            states.append((engine.add_request(Request(f"{len(states)}", [version, 7, i], 12, adapter)), version))
+        while states[-1][0].status is RequestStatus.WAITING:  # the next version comes while this one runs
+            engine.step()
+        assert states[-1][0].status is RequestStatus.RUNNING
+    finish(engine)
+    assert [is_of(backbone, state, version) for state, version in states] == [True] * 8
+
+
+def test_all_versions_queued_at_once_are_served_in_order(backbone, engine) -> None:
+    adapters = {version: in_memory(backbone, version) for version in (1, 2, 3)}
+    order = [1, 1, 2, 3, 3, 1, 2]
+    states = [
+        engine.add_request(Request(str(i), [version, i], 5, adapters[version])) for i, version in enumerate(order)
+    ]
+    finish(engine)
+    assert [is_of(backbone, state, version) for state, version in zip(states, order, strict=True)] == [True] * 7
+
+
+def test_the_same_tensors_are_loaded_once_however_often_they_are_asked_for(backbone, engine, monkeypatch) -> None:
+    loads = []
+    real = engine.manager._loader.load
+    monkeypatch.setattr(
+        engine.manager._loader, "load", lambda request: (loads.append(request.source), real(request))[1]
+    )
+    adapter = in_memory(backbone, 2)
+    for _ in range(3):
+        engine.generate([(1, 2), (3, 4)], adapter, 3)
+    assert loads == [adapter.source]
+    engine.generate([(1, 2)], in_memory(backbone, 2), 3)  # equal ones in another request count as others
+    assert len(loads) == 2
+
+
+def test_a_reload_is_packed_beside_the_steps_of_others(backbone, monkeypatch) -> None:
+    engine = reading_beside(backbone.engine())
+    old = engine.add_request(Request("old", [1, 7], 20, in_memory(backbone, 1)))
+    while old.status is RequestStatus.WAITING:
+        engine.step()
+    threads = []
+    real = engine.manager._loader.load
+    monkeypatch.setattr(
+        engine.manager._loader, "load", lambda request: (threads.append(threading.current_thread()), real(request))[1]
+    )
+    new = engine.add_request(Request("new", [2, 7], 5, in_memory(backbone, 2)))
+    finish(engine)
+    assert (is_of(backbone, old, 1), is_of(backbone, new, 2)) == (True, True)
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+def test_another_version_is_refused_while_one_is_in_use_unless_it_may_replace_it(backbone) -> None:
+    engine = backbone.engine()
+    engine.add_request(Request("old", [1, 7], 3, in_memory(backbone, 1)))
+    with pytest.raises(ValueError, match=r"adapter id 9 stands for .*load_inplace=True"):
+        engine.add_request(Request("new", [1, 7], 3, in_memory(backbone, 2, load_inplace=False)))
+    finish(engine)
+    results = engine.generate([(1, 7)], in_memory(backbone, 2, load_inplace=False), 3)
+    assert tokens_of(results) == [backbone.generate_merged((1, 7), 2, 3)]
+
+
+@pytest.mark.parametrize("when", ["arrival", "numbers"])
+def test_bad_tensors_leave_the_version_before(backbone, engine, when) -> None:
+    old = engine.add_request(Request("old", [1, 7], 8, in_memory(backbone, 1)))
+    while old.status is RequestStatus.WAITING:
+        engine.step()
+    tensors = tensors_of(backbone, 2)
+    name = next(iter(tensors))
+    tensors[name] = tensors[name][:, :-1] if when == "arrival" else tensors[name] * float("inf")
+    bad = LoRARequest("policy", ID, load_inplace=True, tensors=tensors, config=config_of(backbone, 2))
+    if when == "arrival":
+        with pytest.raises(ValueError, match=r"cannot load adapter 'policy' from 'tensors \w+'.*columns|rank"):
+            engine.add_request(Request("bad", [1], 3, bad))
+    else:
+        state = engine.add_request(Request("bad", [1], 3, bad))
+        while state.status is not RequestStatus.FAILED:
+            engine.step()
+        assert "contains NaN or inf" in state.error
+    later = engine.add_request(Request("later", [4, 7], 5, old.adapter))
+    finish(engine)
+    assert (is_of(backbone, old, 1), is_of(backbone, later, 1)) == (True, True)
+
+
+@pytest.mark.parametrize("rule", ["fcfs", "fcfs_many", "resident_first", "static"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_random_replacements_and_aborts(backbone, rule, slots) -> None:
+    draw = random.Random(slots)
+    engine = reading_beside(backbone.engine(rule, max_loras=slots))
+    adapters = {(place, v): in_memory(backbone, v, lora_int_id=place) for place in (1, 2) for v in (1, 2, 3)}
+    states = []
+    for number in range(20):
+        place, version = draw.choice(sorted(adapters))
+        request = Request(str(number), [place, number], draw.choice([1, 4, 9]), adapters[place, version])
+        states.append((engine.add_request(request), version))
+        for _ in range(draw.choice([0, 1, 3])):
+            engine.step()
+        if draw.random() < 0.2 and engine._requests:
+            engine.abort_request(draw.choice(sorted(engine._requests)))
+    finish(engine)
+    served = [(state, version) for state, version in states if state.status is RequestStatus.FINISHED]
+    assert len(served) > 8
+    assert all(is_of(backbone, state, version) for state, version in served)
