@@ -49,14 +49,14 @@ def measured(bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Prot
     """Measure every case of `shapes`, by name."""
     cases = {name: Case() for name in shapes}
     in_a_row = 1 if any(shape.prompt for shape in shapes.values()) else IN_A_ROW
-    for _ in turns(len(cases), IN_A_ROW, protocol):
+    for _ in turns(len(cases), in_a_row, protocol):
         for name, shape in shapes.items():
             bench.settle(shape)
             (_time_on_gpu if bench.on_gpu else _time_on_cpu)(bench, in_a_row, cases[name])
     if bench.on_gpu:
         for name, shape in shapes.items():
             bench.settle(shape)
-            _profile(bench, max(2, in_a_row * fewest_turns(IN_A_ROW, protocol)), cases[name])
+            _profile(bench, max(2, in_a_row * fewest_turns(in_a_row, protocol)), cases[name])
     return cases
 
 

@@ -66,10 +66,27 @@ def test_the_clock_is_one_of_seconds():
     assert sample >= 0.02
 
 
-@pytest.mark.parametrize(("seconds", "samples"), [(0.0, 3), (4.5, 5), (60.0, 8)])
+@pytest.mark.parametrize(("seconds", "samples"), [(1.5, 3), (4.5, 5), (60.0, 8)])
 def test_a_spent_budget_stops_at_the_minimum_or_later(clock, seconds, samples):
     limits = protocol(repeats=8, min_repeats=3, seconds=seconds)
     assert len(time_side_by_side({"a": [lambda: clock.take(1.0)]}, limits)["a"]) == samples
+
+
+@pytest.mark.parametrize(("seconds", "samples"), [(2.5, 5), (2.0, 5), (1.9, 4), (0.1, 2), (10.0, 8)])
+def test_a_call_too_slow_for_the_fewest_repeats_gets_fewer_and_two_at_least(clock, seconds, samples):
+    """Five take five seconds, and the fifth begins after four, which must not be over twice the budget."""
+    limits = protocol(repeats=8, min_repeats=5, seconds=seconds)
+    assert len(time_side_by_side({"a": [lambda: clock.take(1.0)]}, limits)["a"]) == samples
+    assert len(time_side_by_side({"a": [lambda: clock.take(1.0)]}, protocol(min_repeats=1, seconds=0.1))["a"]) == 1
+
+
+@pytest.mark.parametrize(("apart", "order"), [(True, "zab" * 3), (False, "zazb" * 3)])
+def test_the_caches_are_emptied_before_every_call_or_once_a_round_for_systems_apart(monkeypatch, apart, order):
+    seen = []
+    monkeypatch.setattr(timing, "_flusher", lambda protocol: lambda: seen.append("z"))
+    calls = {name: [lambda name=name: seen.append(name)] for name in "ab"}
+    time_side_by_side(calls, protocol(repeats=3, warmup=0), apart)
+    assert "".join(seen) == order
 
 
 def test_garbage_collection_is_off_while_timing_and_on_again_after():
