@@ -318,6 +318,7 @@ def register_schemas() -> None:
     """Register schemas, choices of `workload=` and `timer=`, and resolvers with Hydra; idempotent."""
     OmegaConf.register_new_resolver("detect_hardware", _detected, replace=True)
     OmegaConf.register_new_resolver("scale_of", scale_of, replace=True)
+    OmegaConf.register_new_resolver("from_root", lambda folder: str(REPOSITORY / folder), replace=True)
     OmegaConf.register_new_resolver("fitting_model", _fitting, replace=True)
     store = ConfigStore.instance()
     store.store(name="run", group="schema", node=Config, package="_global_")
