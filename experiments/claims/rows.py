@@ -24,7 +24,7 @@ SCALES = ("paper", "gpu", "laptop")
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 are all different and fill [0, 1] evenly
 _POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "t_s", "gpu"]
 _CELL = [name for name in _POINT if name not in ("system", "metric")]
-"""What points share that are timed side by side, and so slowed alike."""
+"""Columns that points share which are timed side by side, and so slowed alike."""
 
 
 class NoVerdict(Exception):

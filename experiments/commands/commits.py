@@ -6,8 +6,8 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from tempfile import TemporaryDirectory
+from types import TracebackType
 
 from experiments.harness.source import PACKAGES, fingerprint
 from punica.measure.commit import ROOT

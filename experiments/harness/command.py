@@ -138,7 +138,7 @@ def refuse_interpolated_paths() -> None:
     """Raise `ConfigError` where Hydra would take a part of the repository's or the working folder's path for a key."""
     for what, path in (("this repository", REPOSITORY), ("the working folder", Path.cwd())):
         if "${" in str(path):
-            raise ConfigError(f"the path of {what}, {path}, has ${{ in it, which Hydra reads as a key: rename that folder")
+            raise ConfigError(f"the path of {what}, {path}, has ${{ in it, which Hydra reads as a key: rename it")
 
 
 def finish(**facts: Any) -> None:

@@ -18,8 +18,7 @@ def refuse_unknown(cfg: DictConfig, above: str = "") -> None:
         if known is not None and key not in (*known, HYDRA):
             near = get_close_matches(key, known, n=1)
             listed = f"did you mean {above}{near[0]}=?" if near else f"it has {', '.join(known)}"
-            raise ConfigError(f"+{above}{key}= would be read by nothing: {above[:-1] or 'the configuration'} has no such "
-                              f"key; {listed}")  # fmt: skip
-        if not OmegaConf.is_missing(cfg, key) and isinstance(part := cfg._get_node(key), DictConfig):
-            if not part._is_none():
-                refuse_unknown(part, f"{above}{key}.")
+            what = above[:-1] or "the configuration"
+            raise ConfigError(f"+{above}{key}= would be read by nothing: {what} has no such key; {listed}")
+        if isinstance(part := cfg._get_node(key), DictConfig) and not (part._is_none() or part._is_missing()):
+            refuse_unknown(part, f"{above}{key}.")

@@ -2,10 +2,11 @@
 
 A point is measured once per pass, so that its repeats are minutes apart; odd passes run backwards, which cancels a
 drift of the machine. Its rows are on disk at once. A repeat is marked as disturbed by the witnesses of
-`punica.measure.disturbance`, or of a timed call by its siblings: `slow_repeats`. Marked ones are measured again, `scale.tries` times at
-most and while time is left: after a pass that left few of them (a burst), ahead of further repeats, and after the last
-pass. Only a quieter measurement replaces rows. What does not fit into the share of time (`budget`) is left out and
-counted; the first pass with new points starts in any case, so that repeated runs of one command make progress.
+`punica.measure.disturbance`, or, of a timed call, by its siblings: `slow_repeats`. Marked ones are measured again,
+`scale.tries` times at most and while time is left: after a pass that left few of them (a burst), ahead of further
+repeats, and after the last pass. Only a quieter measurement replaces rows. What does not fit into the share of time
+(`budget`) is left out and counted; the first pass with new points starts in any case, so that repeated runs of one
+command make progress.
 """
 
 import math

@@ -8,5 +8,5 @@
 * `commit`: commit of the source tree, also of a copy without history
 * `records`: tidy rows on disk, written atomically
 
-Nothing here imports the rest of the library, and `records`, `statistics`, `environment` and `commit` do not import torch.
+Nothing here imports the rest of the library. `records`, `statistics`, `environment` and `commit` do not import torch.
 """

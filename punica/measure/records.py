@@ -273,7 +273,7 @@ class RowFile:
             self.rows, self._read = read_rows(self.path) if version else [], version
 
     def _version(self) -> tuple[int, ...]:
-        """Return what changes with every version of the file; nothing where there is none."""
+        """Return inode, size and time of change of the file; empty without one."""
         try:
             found = self.path.stat()
         except FileNotFoundError:

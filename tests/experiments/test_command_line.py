@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from fakes import composed
+from hydra import compose, initialize_config_dir
 
 from experiments.harness import command
 from experiments.harness.keys import refuse_unknown
-from experiments.harness.schema import REPOSITORY, ConfigError, register_schemas
+from experiments.harness.schema import CONF, REPOSITORY, ConfigError
 
 NAME = "fig08_lora_operator"
 
@@ -47,15 +48,24 @@ def test_a_path_that_hydra_would_interpolate_is_one_error(monkeypatch, capsys, w
     assert capsys.readouterr().err.startswith(f"error: the path of {place}, {odd}, has ${{ in it")
 
 
-def test_a_script_started_elsewhere_by_its_path_keeps_its_runs_in_the_repository(tmp_path):
+def test_a_script_runs_by_its_path_from_another_folder_and_writes_nothing_there(tmp_path):
     script, environment = REPOSITORY / "experiments" / f"{NAME}.py", {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    words = [sys.executable, str(script), "--cfg", "hydra", "--package", "hydra.run", "--resolve", "hardware=cpu"]
+    words = [sys.executable, str(script), "--cfg", "job", "hardware=cpu"]
     done = subprocess.run(
         words, capture_output=True, text=True, cwd=tmp_path, env={**environment, "PYTHONSAFEPATH": "1"}, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert f"dir: {REPOSITORY}/outputs/cpu/runs/" in done.stdout
+    assert "outputs: outputs" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_are_kept_in_the_repository_wherever_they_were_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    composed(tmp_path)  # registers
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(NAME, overrides=["hardware=cpu", "hydra.job.num=0"], return_hydra_config=True)
+    for folder in (cfg.hydra.run.dir, cfg.hydra.sweep.dir):
+        assert folder.startswith(f"{REPOSITORY}/outputs/cpu/runs/{NAME}/")
 
 
 def test_the_environment_of_make_finds_the_experiments_from_any_folder(tmp_path):
@@ -100,11 +110,3 @@ def test_a_job_of_a_sweep_that_fails_does_not_stop_the_later_ones(tmp_path):
     assert done.stderr.splitlines()[-3:] == ["jobs that failed: 2", "  size=0", "  size=3"]
     assert "error: size=0 must be at least 1" in done.stderr
     assert "ZeroDivisionError" in done.stderr
-
-
-def test_folders_of_runs_are_relative_to_the_repository():
-    from omegaconf import OmegaConf
-
-    register_schemas()
-    paths = OmegaConf.create({"a": "${from_root:outputs}", "b": "${from_root:/tmp/x}"})
-    assert (paths.a, paths.b) == (str(REPOSITORY / "outputs"), "/tmp/x")

@@ -112,7 +112,7 @@ def test_rows_that_another_wrote_since_are_kept_by_every_change(tmp_path):
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_a_measured_latency_that_is_not_above_zero_is_refused_before_anything_is_written(tmp_path, value):
     file = RowFile(tmp_path / "rows.csv")
-    with pytest.raises(RowsError, match="latency=.* us of SGMV, figure 8: a measured duration must be above 0"):
+    with pytest.raises(RowsError, match=r"latency=.* us of SGMV, figure 8: a measured duration must be above 0"):
         file.replace([replace(ROW, batch_size=1), replace(ROW, value=value)])
     assert not file.path.exists()
 
