@@ -328,6 +328,7 @@ def protocol(cfg: Config) -> Protocol:
         repeats=cfg.scale.repeats,
         min_repeats=cfg.scale.min_repeats,
         seconds=cfg.scale.seconds_per_point,
+        patience=cfg.scale.patience,
         flush_mib=cfg.hardware.flush_mib or 0,
     )
 

@@ -182,8 +182,9 @@ class ScaleConf:
     name: str = MISSING
     warmup: int = low(0)  # untimed calls per system and point
     repeats: int = MISSING  # timed calls per system and point, at most
-    min_repeats: int = MISSING  # ... and at least, where they take no more than `timing.PATIENCE` times ...
-    seconds_per_point: float = low(0)  # ... this; once spent, a point stops at min_repeats or later
+    min_repeats: int = MISSING  # ... and at least, where they take no more than `patience`
+    seconds_per_point: float = low(0)  # once spent, a point stops at min_repeats or later
+    patience: float = low(0)  # seconds per system and point; once spent, a point stops at two calls or later
     passes: int = MISSING  # over the grid of a figure: repeats of every point, spread in time
     tries: int = low(0)  # further ones of a disturbed point, once the passes are done
     batch_sizes: list[int] = MISSING  # operator figures: 7, 8, 9, README

@@ -13,6 +13,7 @@ alike. Garbage collection is off while the clock runs.
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,14 +27,13 @@ from punica.measure.records import TIMERS
 Call = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
 CALLS_PER_GRAPH = 48
-PATIENCE = 2.0
-"""Times `Protocol.seconds` that its fewest repeats may take; of a slower call there are fewer."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """Timing protocol. `seconds` is the budget per system: once spent, a system stops at `min_repeats` or later, and
-    at two of them once it is spent `PATIENCE` times.
+    """Timing protocol. `seconds` is the budget per system: once spent, a system stops at `min_repeats` or later.
+
+    `patience`: seconds per system that these may take; a slower one stops at two repeats or later.
     """
 
     timer: str
@@ -43,6 +43,7 @@ class Protocol:
     min_repeats: int
     seconds: float
     flush_mib: int
+    patience: float = math.inf
 
     def __post_init__(self) -> None:
         if self.timer not in TIMERS:
@@ -54,7 +55,7 @@ class Protocol:
 
     def enough(self, taken: int, seconds: float) -> bool:
         """Tell whether a system that took ``seconds`` for ``taken`` repeats is to stop before `repeats`."""
-        least = self.min_repeats if seconds <= PATIENCE * self.seconds else min(2, self.min_repeats)
+        least = self.min_repeats if seconds <= self.patience else min(2, self.min_repeats)
         return taken >= least and seconds > self.seconds
 
 
