@@ -207,6 +207,12 @@ def refuse_impossible(rows: Iterable[Row]) -> None:
             raise ImpossibleRow(f"{what}: a measured duration must be above 0; leave out the row of what was not run")
 
 
+def write_measured(path: str | Path, rows: Sequence[Row]) -> None:
+    """Write newly measured `rows` to `path`, as `write_rows` does; `ImpossibleRow` before anything changes."""
+    refuse_impossible(rows)
+    write_rows(path, rows)
+
+
 class RowFile:
     """The rows of one figure, held in memory and mirrored to disk after every finished point.
 

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from punica.measure.records import COLUMNS, Row, RowFile, RowsError, ensure_writable, read_rows, write_rows
+from punica.measure.records import (
+    COLUMNS,
+    Row,
+    RowFile,
+    RowsError,
+    ensure_writable,
+    read_rows,
+    write_measured,
+    write_rows,
+)
 
 ROW = Row(
     figure="8", panel="Distinct", system="SGMV", workload="Distinct", model="", hardware="cpu", batch_size=64,
@@ -114,6 +123,8 @@ def test_a_measured_latency_that_is_not_above_zero_is_refused_before_anything_is
     file = RowFile(tmp_path / "rows.csv")
     with pytest.raises(RowsError, match=r"latency=.* us of SGMV, figure 8: a measured duration must be above 0"):
         file.replace([replace(ROW, batch_size=1), replace(ROW, value=value)])
+    with pytest.raises(RowsError, match="must be above 0"):
+        write_measured(file.path, [replace(ROW, value=value)])
     assert not file.path.exists()
 
 
