@@ -282,6 +282,6 @@ class RowFile:
         """Return inode, size and time of change of the file; empty without one."""
         try:
             found = self.path.stat()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return ()
         return found.st_ino, found.st_size, found.st_mtime_ns
