@@ -24,7 +24,12 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv $(VENV) || { echo "python -m venv failed: on Debian and Ubuntu install python3-venv"; exit 1; }
 	@touch $@
 
-$(VENV)/.experiments: $(VENV)/.created pyproject.toml constraints.txt
+# The packages of this checkout are found from any folder, also with PYTHONSAFEPATH and by a notebook's kernel.
+$(VENV)/.path: $(VENV)/.created
+	@$(RUN) -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "punica-checkout.pth").write_text(f"{pathlib.Path.cwd()}\n")'
+	@touch $@
+
+$(VENV)/.experiments: $(VENV)/.created pyproject.toml constraints.txt | $(VENV)/.path
 	@echo "Installing punica and the packages of the experiments (about a minute, most of it torch)"
 	@$(PIP) -e '.[experiments]'
 	@touch $@
@@ -49,7 +54,7 @@ figures: $(VENV)/.experiments ## Draw the figures again from recorded rows (resu
 report: $(VENV)/.experiments ## Judge the paper's claims on this machine's rows: claims.csv and claims.md
 	@$(RUN) -m experiments.commands.report $(ARGS)
 
-record: $(VENV)/.experiments ## Copy this machine's rows and figures to results/ and figures/
+record: $(VENV)/.experiments ## Copy this machine's rows, samples and figures to results/ and figures/, if they are of their commits
 	@$(RUN) -m experiments.commands.record $(ARGS)
 
 smoke: $(VENV)/.experiments ## Run every experiment at the smallest scale (a few minutes)

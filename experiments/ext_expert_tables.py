@@ -22,7 +22,7 @@ from experiments.benches import tables
 from experiments.benches.operator_lines import ANCHORS, NOT_PUBLIC, read_anchors
 from experiments.harness.command import with_options
 from experiments.harness.experiment import CheckFailed
-from punica.measure.records import Row, write_rows
+from punica.measure.records import Row, write_measured
 
 LAYERS = {"mixtral-8x7b": (4096, 14336, 8, 2), "qwen3-30b-a3b": (2048, 768, 128, 8)}
 """Hidden size, width of an expert, experts, experts of a token."""
@@ -160,7 +160,7 @@ def tabulate(options: Options) -> None:
         print(line.label + ": " + ", ".join(f"{name} {us:.2f}" for name, us in line.us.items()), flush=True)
         torch.cuda.empty_cache()
     print(show(found), flush=True)
-    write_rows(tables.rows_folder(options.out) / "ext_expert_tables.csv", rows_of(found))
+    write_measured(tables.rows_folder(options.out) / "ext_expert_tables.csv", rows_of(found))
     tables.end(failed)
 
 

@@ -46,7 +46,7 @@ from experiments.harness.command import with_options
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError
 from experiments.plots.operator_tables import show
-from punica.measure.records import Row, write_rows
+from punica.measure.records import Row, write_measured
 
 CALLS_PER_SET, MOST_CALLS, REPLAYS, TURNS = 25, 200, 15, 3
 """Calls of a graph (at least one per set of inputs), replays whose median counts, and turns in which all columns of a
@@ -142,7 +142,7 @@ def tabulate(options: Options) -> None:
             times = ", ".join(f"{name} {us:.2f}" for name, us in line.us.items())
             print(f"[{time.monotonic() - started:5.0f} s] {line.label}: {times}", flush=True)
         print(show(table, found), flush=True)
-        write_rows(folder / f"ext_operator_tables_{table}.csv", rows_of(table, found))
+        write_measured(folder / f"ext_operator_tables_{table}.csv", rows_of(table, found))
     tables.end(failed)
 
 

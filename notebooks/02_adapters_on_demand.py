@@ -24,6 +24,7 @@
 
 # %%
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -32,7 +33,10 @@ import torch
 from IPython.display import display
 from transformers import LlamaConfig
 
-sys.path.insert(0, str(next(f for f in (Path.cwd(), *Path.cwd().parents) if (f / "paper_results").is_dir())))
+sys.path.insert(
+    0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
+            if (f / "paper_results").is_dir())
+)  # fmt: skip
 from experiments.sec52_adapter_loading import EXPERIMENT as LOADING
 from notebooks.stored_rows import StoredRows, as_markdown
 from punica.adapters import LoRAModelManager, LoRARequest, write_random_adapter

@@ -24,12 +24,16 @@
 
 # %%
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
 from IPython.display import display
 
-sys.path.insert(0, str(next(f for f in (Path.cwd(), *Path.cwd().parents) if (f / "paper_results").is_dir())))
+sys.path.insert(
+    0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
+            if (f / "paper_results").is_dir())
+)  # fmt: skip
 from experiments.ext_breakdown import EXPERIMENT as BREAKDOWN
 from experiments.fig01_batching import EXPERIMENT as FIG1
 from experiments.fig10_layer import EXPERIMENT as FIG10

@@ -24,12 +24,16 @@
 
 # %%
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
 from IPython.display import Markdown, display
 
-sys.path.insert(0, str(next(f for f in (Path.cwd(), *Path.cwd().parents) if (f / "paper_results").is_dir())))
+sys.path.insert(
+    0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
+            if (f / "paper_results").is_dir())
+)  # fmt: skip
 from experiments.claims.asked import asked, asked_table
 from experiments.commands.report import read_folder
 from experiments.ext_latency_under_load import EXPERIMENT as LOAD

@@ -49,7 +49,7 @@ def measured(bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Prot
     """Measure every case of `shapes`, by name."""
     cases = {name: Case() for name in shapes}
     in_a_row = 1 if any(shape.prompt for shape in shapes.values()) else IN_A_ROW
-    for _ in turns(len(cases), IN_A_ROW, protocol):
+    for _ in turns(len(cases), in_a_row, protocol):
         for name, shape in shapes.items():
             bench.settle(shape)
             if bench.on_gpu:
@@ -59,7 +59,7 @@ def measured(bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Prot
     if bench.on_gpu:
         for name, shape in shapes.items():
             bench.settle(shape)
-            count = max(2, in_a_row * fewest_turns(IN_A_ROW, protocol))
+            count = max(2, in_a_row * fewest_turns(in_a_row, protocol))
             _profile(bench, count, cases[name], bench.steps_each(shape))
     return cases
 

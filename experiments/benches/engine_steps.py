@@ -4,6 +4,7 @@
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,17 +31,16 @@ ROOM = 64
 
 def fewest_turns(in_a_row: int, protocol: Protocol) -> int:
     """Turns of `in_a_row` steps that the protocol's fewest repeats ask for."""
-    return max(1, protocol.min_repeats // in_a_row)
+    return math.ceil(protocol.min_repeats / in_a_row)
 
 
 def turns(cases: int, in_a_row: int, protocol: Protocol) -> Iterator[int]:
     """Yield turns in which each of `cases` takes `in_a_row` steps: the protocol's fewest repeats, and as many more as
     begin within its seconds per case.
     """
-    least, most = fewest_turns(in_a_row, protocol), max(1, protocol.repeats // in_a_row)
-    deadline = time.perf_counter() + protocol.seconds * cases
-    for turn in range(max(least, most)):
-        if turn >= least and time.perf_counter() > deadline:
+    started = time.perf_counter()
+    for turn in range(max(fewest_turns(in_a_row, protocol), protocol.repeats // in_a_row)):
+        if protocol.enough(turn * in_a_row, (time.perf_counter() - started) / cases):
             return
         yield turn
 

@@ -111,9 +111,9 @@ class Migration:
         for name, route in routes.items():
             check_moved(route, name)
         moves = Moves(sum(part[0].nbytes for part in self._source) * -(-context // BLOCK_SIZE))
-        deadline = time.perf_counter() + protocol.seconds * (len(systems) + 1)
+        started = time.perf_counter()
         for turn in range(protocol.repeats):
-            if turn >= protocol.min_repeats and time.perf_counter() > deadline:
+            if protocol.enough(turn, (time.perf_counter() - started) / (len(systems) + 1)):
                 break
             for name in systems:
                 seconds = self._recompute(context) if name == RECOMPUTE else self._copy(routes[name])

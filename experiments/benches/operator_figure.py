@@ -72,5 +72,5 @@ class OperatorExperiment(Experiment):
                 calls[index] = self.calls(cfg, point)
             except operators.Unsupported as error:
                 tqdm.write(f"{self.name}: no row for {point.label()}: {error}", file=sys.stderr)
-        samples = operators.microseconds(cfg, calls)
+        samples = operators.microseconds(cfg, calls, apart=True)
         return [samples.get(index, []) for index in range(len(points))]

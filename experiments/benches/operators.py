@@ -239,6 +239,8 @@ def problems(cfg: Config, workload: str, batch_size: int, rank: int) -> list[Pro
         total = max(total, copies(cfg, rank * (figure.h1 + figure.h2) * figure.dtype.bytes, least=1))
         count = total // adapters
     a, b = bank(total, rank, figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
+    if cfg.timer.name != "cuda_graph":  # operators of a cell share no memory, so that one flush serves a round of them
+        a, b = a.clone(), b.clone()
     return rotated(cfg, popularity(workload).group_sizes(batch_size), count, (a, b, None))
 
 
@@ -309,9 +311,11 @@ def prepare_backbone(cfg: Config, batch_size: int) -> list[Call]:
     return [partial(torch.mm, x[i], w[i], out=out[i]) for i in range(count)]
 
 
-def microseconds(cfg: Config, calls: Mapping[Name, Sequence[Call]]) -> dict[Name, list[float]]:
-    """Samples of `calls`, interleaved, under `cfg`'s timer and scale, in microseconds."""
-    seconds = time_side_by_side(calls, protocol(cfg))
+def microseconds(
+    cfg: Config, calls: Mapping[Name, Sequence[Call]], apart: bool = False
+) -> dict[Name, list[float]]:
+    """Samples of `calls`, interleaved, under `cfg`'s timer and scale, in microseconds. `apart`: no two share memory."""
+    seconds = time_side_by_side(calls, protocol(cfg), apart)
     return {name: [value * 1e6 for value in values] for name, values in seconds.items()}
 
 
@@ -324,6 +328,7 @@ def protocol(cfg: Config) -> Protocol:
         repeats=cfg.scale.repeats,
         min_repeats=cfg.scale.min_repeats,
         seconds=cfg.scale.seconds_per_point,
+        patience=cfg.scale.patience,
         flush_mib=cfg.hardware.flush_mib or 0,
     )
 

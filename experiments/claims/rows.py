@@ -5,7 +5,8 @@ A folder of rows can hold several scales, timers and statistics of one point. A 
 * central statistics (median, single value, count), no rows of ``scale=smoke``;
 * per figure the largest scale present (paper, gpu, laptop);
 * per figure and metric one timer, as in the figures: the first of `punica.measure.records.TIMERS` present;
-* of repeats the median of the undisturbed ones, of all where none was quiet. `Rows.repeats` yields the same ones.
+* of repeats the median of the undisturbed ones, of all where none was quiet. `Rows.repeats` yields undisturbed ones
+  alone, `Rows.resamples` other choices of the repeats that count.
 """
 
 import itertools
@@ -22,6 +23,8 @@ CENTRAL = ("median", "value", "count")
 SCALES = ("paper", "gpu", "laptop")
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 are all different and fill [0, 1] evenly
 _POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "t_s", "gpu"]
+_CELL = [name for name in _POINT if name not in ("system", "metric")]
+"""Columns that points share which are timed side by side, and so slowed alike."""
 
 
 class NoVerdict(Exception):
@@ -42,8 +45,10 @@ class Rows:
     def __init__(self, frame: pd.DataFrame) -> None:
         smoke = set(frame.loc[frame["scale"] == "smoke", "figure"])
         older = frame.get("older")
-        chosen = _that_count(_one_row_per_repeat(frame))
-        self._parts = chosen[chosen["repeat"].notna()]
+        measured = _one_row_per_repeat(frame)
+        chosen = _that_count(measured)
+        self._parts = chosen[chosen["repeat"].notna() & ~chosen["disturbed"]]
+        self._measured = measured[measured["repeat"].notna()]
         self._fill(_one_number_per_point(chosen), smoke)
         self._older = [] if older is None else list(dict.fromkeys(chosen.loc[chosen["older"], "figure"]))
 
@@ -69,12 +74,48 @@ class Rows:
         return [figure for figure in self._older if _one_of(figure, names)]
 
     def repeats(self, figures: set[str]) -> Iterator["Rows"]:
-        """Yield the rows of ``figures`` by repeat; a point without that repeat keeps its number."""
+        """Yield the rows of ``figures`` by undisturbed repeat; a point without that repeat keeps its number."""
         parts = self._parts[self._parts["figure"].isin(figures)]
         frame = self._frame[self._frame["figure"].isin(figures)]
         for _, one in parts.groupby("repeat"):
             values = frame[_POINT].merge(one[[*_POINT, "value"]], on=_POINT, how="left")["value"].to_numpy()
             yield self._with(frame, np.where(np.isnan(values), frame["value"].to_numpy(dtype=float), values))
+
+    def resamples(self, seeds: int) -> Iterator["Rows"]:
+        """Yield the rows under other choices of the repeats that count: without each repeat in turn, then drawn with
+        replacement, ``seeds`` times.
+
+        Repeats of points that were timed side by side are drawn alike, so that what slowed both cancels in a ratio.
+        A point with a single undisturbed repeat is drawn from all: nothing else tells its spread.
+        """
+        parts = self._drawable()
+        for repeat in sorted(parts["repeat"].unique()):
+            left = parts[parts["repeat"] != repeat]
+            yield self._with(self._frame, self._medians(left["place"].to_numpy(), left["value"].to_numpy()))
+        cells = parts.groupby(_CELL, dropna=False).ngroup().to_numpy()
+        places, values = parts["place"].to_numpy(), parts["value"].to_numpy(dtype=float)
+        grouped = parts.groupby("place")["value"]
+        slots, times = grouped.cumcount().to_numpy(), grouped.transform("size").to_numpy()
+        for seed in range(seeds if len(parts) else 0):
+            luck = np.random.default_rng(seed).random((cells.max() + 1, times.max()))[cells, slots]
+            drawn = np.arange(len(parts)) - slots + (luck * times).astype(int)
+            yield self._with(self._frame, self._medians(places, values[drawn]))
+
+    def _drawable(self) -> pd.DataFrame:
+        """Return the repeats that a resample may draw, by point (``place`` in the frame) and in order."""
+        quiet = self._measured[~self._measured["disturbed"]]
+        often = quiet[quiet.duplicated(_POINT, keep=False)]
+        alone = self._measured[~_among(self._measured, often)]
+        numbered = self._frame[_POINT].assign(place=np.arange(len(self._frame)))
+        parts = pd.concat([often, alone])[[*_POINT, "repeat", "value"]].merge(numbered, on=_POINT)
+        return parts.sort_values(["place", "repeat"], ignore_index=True)
+
+    def _medians(self, places: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Return the numbers of all points, those at ``places`` from ``values``."""
+        found = self._frame["value"].to_numpy(dtype=float, copy=True)
+        medians = pd.Series(values).groupby(places).median()
+        found[medians.index.to_numpy()] = medians.to_numpy()
+        return found
 
     def stirred(self, figures: set[str], by: float, **where: Any) -> "Rows | None":
         """Return the rows of ``figures``, those whose columns equal ``where`` times different factors within ``1 - by``

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from experiments.benches.model_steps import llama_config
 from experiments.harness.experiment import CheckFailed
-from experiments.harness.schema import model_conf
+from experiments.harness.schema import ConfigError, model_conf
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.cluster.cluster_output import RunnerStep
 from punica.cluster.ray_cluster import RayCluster
@@ -80,9 +80,16 @@ def tenants(
 
 @contextmanager
 def runners(world: Tenants, count: int, rule: str, address: str | None) -> Iterator[RayCluster]:
-    """Start a cluster, with a GPU for each runner on GPUs; at an ``address`` adapters come from the object store."""
+    """Start a cluster, with a GPU for each runner on GPUs; at an ``address`` adapters come from the object store.
+
+    `ConfigError` where Ray or a runner does not come up.
+    """
     resources = RankResources(num_gpus=int(world.device == "cuda"))
-    with RayCluster(world.build, count, resources=resources, rule=rule, max_queued=1 << 20, address=address) as cluster:
+    try:
+        started = RayCluster(world.build, count, resources=resources, rule=rule, max_queued=1 << 20, address=address)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"runtime=ray: {error}") from error
+    with started as cluster:
         for adapter in world.adapters.values() if address else ():
             cluster.put_adapter(adapter)
         yield cluster

@@ -1,7 +1,8 @@
 """Promote this machine's fresh rows to recorded ones: `outputs/<hardware>/rows` -> `results/<hardware>`, figures too.
 
 Recorded rows are committed and are what readers without the hardware see, so they must be repeatable: rows of
-scale=smoke are refused, and so are rows measured from uncommitted code, unless `allow_dirty=true`.
+scale=smoke are refused, and so are rows measured from uncommitted code, unless `allow_dirty=true`, and rows whose
+source hash is not that of the commit they name. Raw samples go along while `results` stays below `MOST_BYTES`.
 
 Fresh rows replace recorded ones of the same points. Recorded points that the fresh set lacks (of another `runtime=`,
 `timer=` or `system=`) stay until their rows are deleted by hand, and the command says how many. The `.json` beside
@@ -17,10 +18,15 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from experiments.commands.batch import batch_main, each
+from experiments.commands.commits import Commits, is_uncommitted, refuse_other_sources
 from experiments.harness.command import finish
 from experiments.harness.experiment import Experiment
+from experiments.harness.samples import read_samples, samples_file, write_samples
 from experiments.harness.settings import folders
 from punica.measure.records import Row, RowFile, RowsError, read_rows
+
+MOST_BYTES = 20_000_000
+"""Size of all recorded rows and samples, above which samples are left out."""
 
 
 def record(cfg: DictConfig) -> int:
@@ -35,12 +41,15 @@ def record(cfg: DictConfig) -> int:
             return []
         rows = read_rows(source)
         refuse(source, rows, cfg.allow_dirty)
+        refuse_other_sources(rows, experiment.name, commits)
         promote(target, rows)
+        promote_samples(source, target, places.recorded_rows.parent)
         if source.with_suffix(".json").exists():
             shutil.copyfile(source.with_suffix(".json"), target.with_suffix(".json"))
         return [target, *draw(experiment, target, places.recorded_figures, places.paper)]
 
-    recorded, failures = each(cfg, one)
+    with Commits() as commits:
+        recorded, failures = each(cfg, one)
     if not any(recorded.values()) and not failures:
         raise RowsError(f"no fresh rows in {places.fresh_rows}: run make reproduce first")
     finish(command="record", recorded=[str(path) for files in recorded.values() for path in files], refused=failures)
@@ -57,11 +66,26 @@ def promote(target: Path, rows: list[Row]) -> None:
         print(f"{target.stem}: {len(stay)} recorded points without fresh rows stay ({panels})", file=sys.stderr)
 
 
+def promote_samples(source: Path, target: Path, results: Path) -> None:
+    """Put the samples behind the rows in `source` in the place of those of `target`, which others of its rows keep;
+    say so where ``results`` would grow too large.
+    """
+    file, fresh, rows = samples_file(target), read_samples(samples_file(source)), read_rows(target)
+    known = read_samples(file)
+    if not [*known, *fresh]:
+        return
+    write_samples(file, rows, [*known, *fresh])
+    if (size := sum(path.stat().st_size for path in results.rglob("*") if path.is_file())) > MOST_BYTES:
+        write_samples(file, rows, known)
+        left_out = f"{size / 1e6:.1f} MB of rows and samples are more than {MOST_BYTES / 1e6:.0f}"
+        print(f"{target.stem}: samples stay in {samples_file(source)}: {left_out}", file=sys.stderr)
+
+
 def refuse(source: Path, rows: list[Row], allow_dirty: bool) -> None:
     """Raise `RowsError` when `rows` must not be recorded."""
     if any(row.scale == "smoke" for row in rows):
         raise RowsError(f"{source} holds rows of scale=smoke, whose numbers mean nothing: measure with scale=laptop")
-    dirty = sorted({row.commit for row in rows if row.commit.endswith("-dirty") or row.commit in ("", "unknown")})
+    dirty = sorted({row.commit for row in rows if is_uncommitted(row.commit)})
     if dirty and not allow_dirty:
         raise RowsError(
             f"{source} holds rows measured from uncommitted code ({', '.join(dirty)}): commit and measure again with "

@@ -2,8 +2,9 @@
 
 A figure's share of the time left is its part of the minutes (`figure.minutes`) of all figures that are not done. Unused
 time thus goes to later figures, and all of them bear an overrun. Within a share, samples give way first, down to
-`scale.min_repeats`; then passes; then points. A measurement is estimated by its last duration, a new one by that of the
-measurement before it. Outside `make reproduce` there is no deadline: the first pass is whole, only repeats give way.
+`scale.min_repeats`, or to two of a call too slow for those (`scale.patience`); then passes; then points. A
+measurement is estimated by its last duration, a new one by that of the measurement before it. Outside `make reproduce`
+there is no deadline: the first pass is whole, only repeats give way.
 """
 
 import math

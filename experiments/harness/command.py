@@ -2,21 +2,28 @@
 
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.harness.experiment import Experiment
+from experiments.harness.keys import refuse_unknown
 from experiments.harness.resume import run
-from experiments.harness.schema import CONF, ConfigError, register_app, register_names, register_options
+from experiments.harness.schema import CONF, REPOSITORY, ConfigError, register_app, register_names, register_options
 from experiments.harness.settings import folders, keys_read, refuse_unread
 from punica.measure.records import RowsError, ensure_writable
+
+INTERRUPTED = 130
+"""Exit code of a run that Ctrl-C ended."""
 
 
 class CheckOutputs(Callback):
@@ -37,7 +44,7 @@ def or_exit(work: Callable[[], Any]) -> Any:
         print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted: finished rows are on disk; run the same command again to go on", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     raise SystemExit(2)
 
 
@@ -88,13 +95,50 @@ def given() -> list[str]:
 
 
 def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
-    """Compose the primary config `name` from the command line and run `job` on it; it may return an exit code."""
+    """Compose the primary config `name` from the command line and run `job` on it; it may return an exit code.
+
+    In a multirun a job that fails does not stop those after it; the failed ones are listed at the end.
+    """
+    failed: list[str] = []
 
     def task(cfg: DictConfig) -> None:
-        if code := or_exit(lambda: job(cfg)):
+        try:
+            code = or_exit(lambda: _checked(job, cfg))
+        except SystemExit as stop:
+            code = stop.code
+            if code == INTERRUPTED:
+                raise
+        except Exception:
+            if not _is_multirun():
+                raise
+            traceback.print_exc()
+            code = 1
+        if code and _is_multirun():
+            failed.append(" ".join(given()))
+        elif code:
             raise SystemExit(code)
 
+    or_exit(refuse_interpolated_paths)
     hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
+    if failed:
+        print(f"jobs that failed: {len(failed)}", *failed, sep="\n  ", file=sys.stderr)
+        raise SystemExit(1)
+
+
+def _checked(job: Callable[[DictConfig], int | None], cfg: DictConfig) -> int | None:
+    refuse_unknown(cfg)
+    return job(cfg)
+
+
+def _is_multirun() -> bool:
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def refuse_interpolated_paths() -> None:
+    """Raise `ConfigError` where Hydra would take a part of the repository's or the working folder's path for a key."""
+    for what, path in (("this repository", REPOSITORY), ("the working folder", Path.cwd())):
+        if "${" in str(path):
+            raise ConfigError(f"the path of {what}, {path}, has ${{ in it, which Hydra reads as a key: rename it")
 
 
 def finish(**facts: Any) -> None:

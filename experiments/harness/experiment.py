@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 T = TypeVar("T")
-PROTOCOL = ("scale.warmup", "scale.repeats", "scale.min_repeats", "scale.seconds_per_point")
+PROTOCOL = ("scale.warmup", "scale.repeats", "scale.min_repeats", "scale.seconds_per_point", "scale.patience")
 """Settings read by an experiment that `punica.measure.timing` times."""
 
 
@@ -104,7 +104,7 @@ def config_hash(experiment: Experiment, cfg: Config, point: Point, machine: Mapp
     """
     protocol = {
         "timer": cfg.timer.name,
-        "scale": [cfg.scale.warmup, cfg.scale.repeats, cfg.scale.min_repeats, cfg.scale.seconds_per_point],
+        "scale": [getattr(cfg.scale, key.partition(".")[2]) for key in PROTOCOL],
         "flush_mib": cfg.hardware.flush_mib,
         "threads": cfg.hardware.threads,
         "hardware": cfg.hardware.name,

@@ -2,10 +2,11 @@
 
 A point is measured once per pass, so that its repeats are minutes apart; odd passes run backwards, which cancels a
 drift of the machine. Its rows are on disk at once. A repeat is marked as disturbed by the witnesses of
-`punica.measure.disturbance`, or by its siblings: `slow_repeats`. Marked ones are measured again, `scale.tries` times at
-most and while time is left: after a pass that left few of them (a burst), ahead of further repeats, and after the last
-pass. Only a quieter measurement replaces rows. What does not fit into the share of time (`budget`) is left out and
-counted; the first pass with new points starts in any case, so that repeated runs of one command make progress.
+`punica.measure.disturbance`, or, of a timed call, by its siblings: `slow_repeats`. Marked ones are measured again,
+`scale.tries` times at most and while time is left: after a pass that left few of them (a burst), ahead of further
+repeats, and after the last pass. Only a quieter measurement replaces rows. What does not fit into the share of time
+(`budget`) is left out and counted; the first pass with new points starts in any case, so that repeated runs of one
+command make progress.
 """
 
 import math
@@ -20,10 +21,11 @@ from tqdm import tqdm
 from experiments.harness.budget import SLACK, Budget, OutOfTime
 from experiments.harness.experiment import CheckFailed, Experiment
 from experiments.harness.points import Point, Reading
+from experiments.harness.samples import add_samples, tidy_samples
 from experiments.harness.schema import Config
 from experiments.harness.settings import is_read, keys_read
 from punica.measure.disturbance import Disturbance, Watch, slow_repeats
-from punica.measure.records import Row, RowFile
+from punica.measure.records import ImpossibleRow, Row, RowFile
 
 Group = Sequence[Point]
 """Points of one repeat that are timed side by side."""
@@ -59,6 +61,7 @@ class Passes:
     ) -> None:  # fmt: skip
         self.experiment, self.cfg, self.rows, self.budget = experiment, cfg, rows, budget
         self._columns, self._digest, self._noise = columns, digest, noise
+        self._timed_calls = is_read("scale.min_repeats", keys_read(experiment))
         self._seen: dict[tuple[str, int], Group] = {}
         self._tries: Counter[tuple[str, int]] = Counter()
         self._wrong: set[str] = set()  # labels of points whose check failed
@@ -87,6 +90,7 @@ class Passes:
             if outcome.left_out:
                 short = "did not fit into its share of time; the same command goes on with them"
                 self._say(f"{outcome.left_out} of its measurements {short}")
+        tidy_samples(self.rows)
         outcome.disturbed = sum(map(len, self._marked()))
 
     def _passes(self, pending: Sequence[Point]) -> Iterator[list[Group]]:
@@ -131,7 +135,11 @@ class Passes:
             return False
         before = self._noise_of(group)
         if before is None or not found.disturbed or (found.other_cpu or 0.0) < before:
-            self._keep(group, readings, found)
+            try:
+                self._keep(group, readings, found)
+            except ImpossibleRow as error:
+                self._fail(group, error)
+                return False
         self._seen[_key(group), group[0].repeat] = group
         values = [f": {one.metric} {one.value:.4g} {one.unit}" for one in readings[-1][:1]]
         self.progress.set_postfix_str("".join([group[-1].label(), *values]), refresh=False)
@@ -145,7 +153,8 @@ class Passes:
             self._noise.pop((digest, group[0].repeat), None)
             if found.disturbed:
                 self._noise[digest, group[0].repeat] = found.other_cpu or 0.0
-        for repeat in slow_repeats(row for row in self.rows.rows if row.config_hash in digests):
+        same = self._timed_calls  # else each repeat is another draw of requests, whose times differ by that
+        for repeat in slow_repeats(row for row in self.rows.rows if same and row.config_hash in digests):
             marked = {(digest, repeat): math.inf for digest in digests}
             self.rows.mark(marked)
             self._noise |= marked
@@ -153,7 +162,10 @@ class Passes:
 
     def _write(self, group: Group, readings: Sequence[Sequence[Reading]], columns: dict[str, Any]) -> None:
         pairs = [(point, one) for point, many in zip(group, readings, strict=True) for one in many]
-        self.rows.replace([self._row(point, **{**asdict(one), **columns}) for point, one in pairs])
+        rows = [self._row(point, **{**one.columns(), **columns}) for point, one in pairs]
+        self.rows.replace(rows)
+        found = zip(rows, (one.samples for _, one in pairs), strict=True)
+        add_samples(self.rows, [(row, samples) for row, samples in found if len(samples)])
 
     def _row(self, point: Point, **columns: Any) -> Row:
         return Row(config_hash=self._digest(point), **self._columns, **point.columns(), **columns)
@@ -182,7 +194,7 @@ class Passes:
         seconds = self.budget.seconds_per_point(self.cfg.scale.seconds_per_point, self._left)
         return replace(self.cfg, scale=replace(self.cfg.scale, seconds_per_point=seconds))
 
-    def _fail(self, group: Group, error: CheckFailed) -> None:
+    def _fail(self, group: Group, error: Exception) -> None:
         """Drop the rows of all repeats of `group`, and note the reason."""
         self.rows.drop({self._row(point, metric="", value=0.0, unit="").point for point in group})
         digests = {self._digest(point) for point in group}
@@ -195,15 +207,13 @@ class Passes:
         """Compute points from rows, except where these were left out."""
         for point in points:
             try:
-                readings = self.experiment.measure(self.cfg, point)
-            except CheckFailed as error:
+                self._write([point], [self.experiment.measure(self.cfg, point)], {})
+                self.outcome.measured += 1
+            except (CheckFailed, ImpossibleRow) as error:
                 if point.repeat in self._short:
                     self.outcome.left_out += 1
                 elif point.label() not in self._wrong:
                     self._fail([point], error)
-            else:
-                self._write([point], [readings], {})
-                self.outcome.measured += 1
 
     def _say_what_is_left(self, passes: Sequence[Sequence[Group]], of: int) -> None:
         seconds = sum(self.budget.estimate(_key(group)) for groups in passes for group in groups)

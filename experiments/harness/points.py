@@ -60,13 +60,19 @@ class Reading:
     gpu: int | None = None  # of one GPU among many
     cost_model: str = ""  # of a simulated number: what told it the time of a step
     engine: str = ""  # of a number from another process: versions and settings of the engine there
+    samples: Sequence[float] = field(default=(), compare=False, repr=False)  # of a count: what is counted
+
+    def columns(self) -> dict[str, Any]:
+        """The row columns that this reading decides."""
+        return {name: value for name, value in vars(self).items() if name != "samples"}
 
 
 def sampled(metric: str, samples: Sequence[float], unit: str) -> list[Reading]:
-    """The readings of raw `samples` (already in `unit`): median, p10, p90 and count."""
+    """The readings of raw `samples` (already in `unit`): median, p10, p90 and count, which keeps the samples."""
+    *spread, count = quantiles(samples).items()
     return [
-        Reading(metric, value, "samples" if statistic == "count" else unit, statistic)
-        for statistic, value in quantiles(samples).items()
+        *(Reading(metric, value, unit, statistic) for statistic, value in spread),
+        Reading(metric, count[1], "samples", count[0], samples=samples),
     ]
 
 

@@ -182,8 +182,9 @@ class ScaleConf:
     name: str = MISSING
     warmup: int = low(0)  # untimed calls per system and point
     repeats: int = MISSING  # timed calls per system and point, at most
-    min_repeats: int = MISSING  # ... and at least, whatever they cost
+    min_repeats: int = MISSING  # ... and at least, where they take no more than `patience`
     seconds_per_point: float = low(0)  # once spent, a point stops at min_repeats or later
+    patience: float = low(0)  # seconds per system and point; once spent, a point stops at two calls or later
     passes: int = MISSING  # over the grid of a figure: repeats of every point, spread in time
     tries: int = low(0)  # further ones of a disturbed point, once the passes are done
     batch_sizes: list[int] = MISSING  # operator figures: 7, 8, 9, README
@@ -318,6 +319,7 @@ def register_schemas() -> None:
     """Register schemas, choices of `workload=` and `timer=`, and resolvers with Hydra; idempotent."""
     OmegaConf.register_new_resolver("detect_hardware", _detected, replace=True)
     OmegaConf.register_new_resolver("scale_of", scale_of, replace=True)
+    OmegaConf.register_new_resolver("from_root", lambda folder: str(REPOSITORY / folder), replace=True)
     OmegaConf.register_new_resolver("fitting_model", _fitting, replace=True)
     store = ConfigStore.instance()
     store.store(name="run", group="schema", node=Config, package="_global_")

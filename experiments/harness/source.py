@@ -20,7 +20,7 @@ NAMED = r"experiments(\.\w+)+"
 """A module named in a string, as in `facts.systems`, counts as imported."""
 ONLY_SHOW = (
     "experiments.plots", "experiments.commands", "experiments.claims", "experiments.harness.catalogue",
-    "experiments.harness.command", "experiments.harness.source",
+    "experiments.harness.command", "experiments.harness.keys", "experiments.harness.source",
 )  # fmt: skip
 
 

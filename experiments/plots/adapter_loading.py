@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from experiments.facts.paper import paper_file
 from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
-from experiments.plots.frames import centre, described, disturbed_at, series
+from experiments.plots.frames import FEWEST_FOR_BAND, centre, described, disturbed_at, series
 from experiments.plots.overlay import band
 
 PAPER_RANK = 16  # of D03; the text names none
@@ -151,7 +151,8 @@ def _stall(axis: Axes, place: int, own: pd.DataFrame, colour: Any) -> None:
         return
     low, middle, high = (100 * values[name] / step.iloc[0] for name in ("p10", "median", "p90"))
     axis.bar(place, middle, WIDTH, color=colour, zorder=3)
-    axis.vlines(place, low, high, color="0.2", linewidth=1.0, zorder=4)
+    if values.get("count", 0) >= FEWEST_FOR_BAND:
+        axis.vlines(place, low, high, color="0.2", linewidth=1.0, zorder=4)
     style.note(axis, f"{middle:.1f} %", place, high)
 
 

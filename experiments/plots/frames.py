@@ -42,10 +42,19 @@ def centre(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[frame["statistic"].isin(["median", "value"])]
 
 
+FEWEST_FOR_BAND = 5
+"""Fewest samples per repeat whose p10 and p90 are drawn."""
+
+
 def interval(frame: pd.DataFrame, x: str) -> pd.DataFrame:
-    """`x`, `p10` and `p90`, one row per x."""
-    wide = frame[frame["statistic"].isin(["p10", "p90"])].pivot_table(index=x, columns="statistic", values="value")
-    return wide.reset_index() if {"p10", "p90"} <= set(wide.columns) else pd.DataFrame(columns=[x, "p10", "p90"])
+    """`x`, `p10` and `p90`, one row per x with `FEWEST_FOR_BAND` samples in each repeat that counts."""
+    spread = frame[frame["statistic"].isin(["p10", "p90", "count"])]
+    least = "lowest" if "lowest" in frame else "value"
+    wide = spread.pivot_table(index=x, columns="statistic", values="value")
+    if not {"p10", "p90", "count"} <= set(wide.columns):
+        return pd.DataFrame(columns=[x, "p10", "p90"])
+    counts = spread[spread["statistic"] == "count"].groupby(x)[least].min()
+    return wide[counts.reindex(wide.index) >= FEWEST_FOR_BAND][["p10", "p90"]].dropna().reset_index()
 
 
 def disturbed_at(frame: pd.DataFrame, x: str) -> set[float]:

@@ -42,7 +42,7 @@ def connect(address: str | None, num_cpus: float, num_gpus: float) -> bool:
 
     ``address=None``: the cluster that this process has joined, else a new one on this machine with at least
     ``num_cpus`` logical CPUs. ValueError for an address where another cluster was joined, and for a cluster whose total
-    is too small.
+    is too small. RuntimeError where Ray does not come up, or does not answer at the address.
     """
     ray = import_ray()
     joins = not ray.is_initialized()
@@ -61,7 +61,7 @@ def connect(address: str | None, num_cpus: float, num_gpus: float) -> bool:
                 break
             except Exception as error:  # Ray raises nothing narrower; its processes end with this one
                 if last or "timed out during startup" not in str(error):
-                    raise
+                    raise RuntimeError(_not_up(address, error)) from error
     there = ray.cluster_resources()
     for name, needed in (("CPU", num_cpus), ("GPU", num_gpus)):
         if needed > there.get(name, 0):
@@ -72,6 +72,17 @@ def connect(address: str | None, num_cpus: float, num_gpus: float) -> bool:
                 "runners, or add machines"
             )
     return joins
+
+
+def _not_up(address: str | None, error: Exception) -> str:
+    """Say why there is no Ray cluster at ``address``, or none could be started here, and what to do."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if address is not None:
+        return f"no Ray cluster answers at {address} ({reason}); start one with ray start --head, or give no address"
+    return (
+        f"Ray did not come up on this machine ({reason}); end other work, look for free memory and room in /dev/shm, "
+        "or start it by ray start --head and give address='auto'"
+    )
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@
 * `roofline`: the paper's FLOP and I/O formulas, and the machine's measured ceilings
 * `statistics`: quantiles of samples
 * `disturbance`: other work on the machine during a measurement, and repeats that it must have slowed
-* `environment`: machine, software and commit of a number; `python -m punica.measure.environment`
+* `environment`: machine and software of a number; `python -m punica.measure.environment`
+* `commit`: commit of the source tree, also of a copy without history
 * `records`: tidy rows on disk, written atomically
 
-Nothing here imports the rest of the library, and `records`, `statistics` and `environment` do not import torch.
+Nothing here imports the rest of the library. `records`, `statistics`, `environment` and `commit` do not import torch.
 """

@@ -29,14 +29,14 @@ import numpy as np
 import psutil
 
 from punica.measure.environment import gpu_query, l3_mib
-from punica.measure.records import Row
+from punica.measure.records import Row, is_duration
 
 OTHER_CPU_LIMIT = 0.05
 """Share of the CPU time of our cores that others may take; an idle Linux machine takes less than 0.01."""
 CALIBRATION_LIMIT = 1.5
 """Largest time of a calibration over that of the quiet machine (`Calibrator.quiet`)."""
-REPEAT_LIMIT = 5.0
-"""Largest ratio of a repeat's median to the p90 of its quickest sibling; quiet repeats stay below 2."""
+REPEAT_LIMIT = 1.5
+"""Largest ratio of a repeat's median to that of its quickest sibling."""
 SHORTEST_OTHER_S = 0.04
 """Less other work than this is rounding: the kernel counts in ticks of 10 ms, per core."""
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
@@ -215,18 +215,18 @@ def _gpu_state() -> tuple[float, int] | None:
 
 
 def slow_repeats(rows: Iterable[Row]) -> set[int]:
-    """Return the repeats of some points that are far slower than their siblings, though no witness saw why.
+    """Return the repeats of some points that are slower than a sibling by more than `REPEAT_LIMIT`, in any duration,
+    though no witness saw why.
 
-    Two samples per repeat leave the median to one outlier: 4.4 ms beside 0.2 ms was recorded on an idle machine.
+    Few samples per repeat leave the median to outliers: 4.4 ms beside 0.2 ms was recorded on an idle machine.
     """
-    found: defaultdict[tuple[object, ...], dict[int, dict[str, float]]] = defaultdict(dict)
+    found: defaultdict[tuple[object, ...], dict[int, float]] = defaultdict(dict)
     for row in rows:
-        if row.unit in ("us", "ms", "s") and row.statistic in ("median", "p90") and row.repeat is not None:
-            by_repeat = found[row.config_hash, row.metric, row.gpu, row.t_s]
-            by_repeat.setdefault(row.repeat, {})[row.statistic] = row.value
-    slow = set()
-    for by_repeat in found.values():
-        whole = {repeat: times for repeat, times in by_repeat.items() if len(times) == 2}
-        limit = REPEAT_LIMIT * min((times["p90"] for times in whole.values()), default=0.0)
-        slow |= {repeat for repeat, times in whole.items() if times["median"] > limit > 0}
-    return slow
+        if row.statistic == "median" and is_duration(row.metric) and row.repeat is not None:
+            found[row.config_hash, row.metric, row.gpu, row.t_s][row.repeat] = row.value
+    return {
+        repeat
+        for medians in found.values()
+        for repeat, median in medians.items()
+        if median > REPEAT_LIMIT * min(medians.values())
+    }

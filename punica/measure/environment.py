@@ -20,6 +20,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
+from punica.measure.commit import commit
+
 UNKNOWN = "not available"
 PACKAGES = (
     "punica", "torch", "triton", "numpy", "scipy", "pandas", "transformers", "peft", "safetensors",
@@ -119,15 +121,6 @@ def installed(package: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def commit() -> str:
-    """Short commit of the source tree, with `-dirty` when tracked or new files differ; `unknown` outside git."""
-    revision = _output("git", "rev-parse", "--short=12", "HEAD")
-    if not revision:
-        return "unknown"
-    return f"{revision}-dirty" if _output("git", "status", "--porcelain") else revision
-
-
-@lru_cache(maxsize=1)
 def numa_nodes() -> int | None:
     """Return the number of NUMA nodes; None where the kernel does not tell."""
     return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None
@@ -144,8 +137,10 @@ def l3_mib() -> float | None:
 
 
 def stamp() -> dict[str, str | int | float | None]:
-    """The provenance columns of a row: commit, date (UTC), versions, GPU driver, NUMA nodes and last-level cache."""
-    gpus = gpu_query("driver_version")
+    """The provenance columns of a row: commit, date (UTC), versions, host CPU with its NUMA nodes and last-level cache;
+    driver, CUDA version and power limit of the GPU.
+    """
+    gpus = gpu_query("driver_version", "power.limit")
     return {
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -157,7 +152,16 @@ def stamp() -> dict[str, str | int | float | None]:
         "peft": installed("peft"),
         "numa_nodes": numa_nodes(),
         "l3_mib": l3_mib(),
+        "host_cpu": cpu_name(),
+        "cuda": (torch_cuda_build() or "") if gpus else "",
+        "power_limit_w": _watts(gpus[0].get("power.limit", "")) if gpus else None,
     }
+
+
+def _watts(text: str) -> float | None:
+    """Return the number in `700.00 W`; None in `[N/A]`."""
+    found = re.match(r"[\d.]+", text)
+    return float(found.group()) if found else None
 
 
 def _loaded_torch() -> str:

@@ -2,7 +2,8 @@
 
 A file of rows is the only thing that figures, tables, notebooks and verdicts read, so it must never be half written:
 `RowFile.replace` writes a temporary file beside the target, syncs it and renames it over the old one. An interrupted
-run therefore leaves the rows of every finished point and nothing else.
+run therefore leaves the rows of every finished point and nothing else. Runs that write into one file take turns by a
+lock, and each change is made to what the others left there.
 
 Reading is strict: a missing column, a ragged line or a value that is not a number raises one `RowsError` that names
 the file, the line and what to do. Only the standard library is used here, so a run that finds nothing to do starts
@@ -10,9 +11,11 @@ in milliseconds.
 """
 
 import csv
+import fcntl
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from io import StringIO
 from pathlib import Path
@@ -24,8 +27,16 @@ TIMERS = ("cuda_graph", "events", "host_clock")
 what a call itself costs, `host_clock` (the paper artifact's protocol) counts the host's launch and wait as well."""
 
 
+DIFFERENCES = ("added_latency", "added_per_token", "stall")
+"""Metrics of one time minus another, which may be zero or less."""
+
+
 class RowsError(RuntimeError):
     """A rows file or its folder cannot be used; the message names the path, the line and the remedy."""
+
+
+class ImpossibleRow(RowsError):
+    """A row that no measurement can give."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,9 @@ class Row:
     gpu: int | None = None  # of a quantity of one GPU among many: its number from 0
     cost_model: str = ""  # of a simulated row: what told it the time of a step
     engine: str = ""  # of an engine in another process: its versions and settings
+    host_cpu: str = ""  # processor of the host, on a GPU as on a CPU
+    cuda: str = ""  # version that torch was built for; empty without a GPU
+    power_limit_w: float | None = None  # of the first visible GPU
 
     @property
     def point(self) -> tuple[object, ...]:
@@ -87,7 +101,9 @@ class Row:
 
 COLUMNS = tuple(field.name for field in fields(Row))
 _INTEGERS = ("batch_size", "seq_len", "rank", "numa_nodes", "repeat", "gpu")
-_NUMBERS = ("value", "l3_mib", "other_cpu", "calib_gemm_us", "calib_copy_us", "sm_clock_mhz", "t_s")
+_NUMBERS = (
+    "value", "l3_mib", "other_cpu", "calib_gemm_us", "calib_copy_us", "sm_clock_mhz", "t_s", "power_limit_w",
+)  # fmt: skip
 _FLAGS = {"": None, "True": True, "False": False}
 _LATER = ("source_hash", *COLUMNS[COLUMNS.index("transformers") :])
 """Columns that files written before rows knew them may lack: such a row has their default, which is "not known"."""
@@ -178,23 +194,55 @@ def ensure_writable(folder: str | Path) -> None:
         ) from None
 
 
+def is_duration(metric: str) -> bool:
+    """Check for the name of a time that something takes, which is above zero; a difference of two is none."""
+    return metric.endswith(("latency", "load_time")) and metric not in DIFFERENCES
+
+
+def refuse_impossible(rows: Iterable[Row]) -> None:
+    """Raise `ImpossibleRow` for a measured duration that is not above zero, as a placeholder is."""
+    for row in rows:
+        if row.kind == "measured" and row.statistic != "count" and is_duration(row.metric) and not row.value > 0:
+            what = f"{row.metric}={row.value} {row.unit} of {row.system or row.panel}, figure {row.figure}"
+            raise ImpossibleRow(f"{what}: a measured duration must be above 0; leave out the row of what was not run")
+
+
+def write_measured(path: str | Path, rows: Sequence[Row]) -> None:
+    """Write newly measured `rows` to `path`, as `write_rows` does; `ImpossibleRow` before anything changes."""
+    refuse_impossible(rows)
+    write_rows(path, rows)
+
+
 class RowFile:
     """The rows of one figure, held in memory and mirrored to disk after every finished point.
 
     `replace(rows)` drops older rows of the same points and repeats first, so that a file never holds two answers to
-    one question.
+    one question. Rows that another process wrote meanwhile are read before a change and kept.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.rows: list[Row] = read_rows(self.path) if self.path.exists() else []
+        self.rows: list[Row] = []
+        self._read: tuple[int, ...] = ()
+        self._refresh()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the file's lock, which other processes wait for, with the rows as they are on disk."""
+        ensure_writable(self.path.parent)
+        with self.path.with_name(f".{self.path.stem}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by the end of the process
+            self._refresh()
+            yield
 
     def replace(self, rows: Sequence[Row]) -> None:
         """Add `rows` and write the file atomically. Of the same points, older rows of the same repeat go, and all that
         were measured with other settings or by other code: repeats of one point are comparable.
 
         They take the place of the first row that went, so that a file keeps the order of its grid, as figures do.
+        Raises `ImpossibleRow` before anything changes.
         """
+        refuse_impossible(rows)
         new = {(row.point, row.repeat) for row in rows}
         origin = {row.point: (row.config_hash, row.source_hash) for row in rows}
 
@@ -202,23 +250,38 @@ class RowFile:
             same_origin = origin.get(row.point) in (None, (row.config_hash, row.source_hash))
             return same_origin and (row.point, row.repeat) not in new
 
-        place = next((index for index, row in enumerate(self.rows) if not stays(row)), len(self.rows))
-        changed = [*self.rows[:place], *rows, *filter(stays, self.rows[place:])]
-        write_rows(self.path, changed)
-        self.rows = changed
+        with self.locked():
+            place = next((index for index, row in enumerate(self.rows) if not stays(row)), len(self.rows))
+            self._write([*self.rows[:place], *rows, *filter(stays, self.rows[place:])])
 
     def drop(self, points: Collection[tuple[object, ...]]) -> None:
         """Remove all rows of `points` (see `Row.point`), whatever their repeat, and write the file."""
-        kept = [row for row in self.rows if row.point not in points]
-        if len(kept) < len(self.rows):
-            write_rows(self.path, kept)
-            self.rows = kept
+        with self.locked():
+            kept = [row for row in self.rows if row.point not in points]
+            if len(kept) < len(self.rows):
+                self._write(kept)
 
     def mark(self, measurements: Collection[tuple[str, int | None]]) -> None:
         """Mark all rows of these (config hash, repeat) as disturbed, and write the file."""
         keys = set(measurements)
-        changed = [
-            replace(row, disturbed=True) if (row.config_hash, row.repeat) in keys else row for row in self.rows
-        ]
-        write_rows(self.path, changed)
-        self.rows = changed
+        with self.locked():
+            self._write(
+                [replace(row, disturbed=True) if (row.config_hash, row.repeat) in keys else row for row in self.rows]
+            )
+
+    def _write(self, rows: list[Row]) -> None:
+        write_rows(self.path, rows)
+        self.rows, self._read = rows, self._version()
+
+    def _refresh(self) -> None:
+        """Read the file unless it is the one that was read or written last."""
+        if (version := self._version()) != self._read:
+            self.rows, self._read = read_rows(self.path) if version else [], version
+
+    def _version(self) -> tuple[int, ...]:
+        """Return inode, size and time of change of the file; empty without one."""
+        try:
+            found = self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+        return found.st_ino, found.st_size, found.st_mtime_ns

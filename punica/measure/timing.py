@@ -13,6 +13,7 @@ alike. Garbage collection is off while the clock runs.
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,10 @@ CALLS_PER_GRAPH = 48
 
 @dataclass(frozen=True)
 class Protocol:
-    """Timing protocol. `seconds` is the budget per system: once spent, a system stops at `min_repeats` or later."""
+    """Timing protocol. `seconds` is the budget per system: once spent, a system stops at `min_repeats` or later.
+
+    `patience`: seconds per system that these may take; a slower one stops at two repeats or later.
+    """
 
     timer: str
     device: str
@@ -39,6 +43,7 @@ class Protocol:
     min_repeats: int
     seconds: float
     flush_mib: int
+    patience: float = math.inf
 
     def __post_init__(self) -> None:
         if self.timer not in TIMERS:
@@ -48,12 +53,20 @@ class Protocol:
         if min(self.repeats, self.min_repeats) < 1:
             raise ValueError(f"repeats={self.repeats} and min_repeats={self.min_repeats} must be at least 1")
 
+    def enough(self, taken: int, seconds: float) -> bool:
+        """Tell whether a system that took ``seconds`` for ``taken`` repeats is to stop before `repeats`."""
+        least = self.min_repeats if seconds <= self.patience else min(2, self.min_repeats)
+        return taken >= least and seconds > self.seconds
 
-def time_side_by_side(calls: Mapping[Name, Sequence[Call]], protocol: Protocol) -> dict[Name, list[float]]:
+
+def time_side_by_side(
+    calls: Mapping[Name, Sequence[Call]], protocol: Protocol, apart: bool = False
+) -> dict[Name, list[float]]:
     """Seconds per call of every system, as raw samples in measuring order.
 
     `calls[name]` holds one or more calls that do the same work on different inputs; they are used in turn, which is
-    how `cuda_graph` keeps weights out of the caches (give it inputs of more bytes than the caches hold).
+    how `cuda_graph` keeps weights out of the caches (give it inputs of more bytes than the caches hold). `apart`: no
+    two systems read the same memory, so that emptying the caches once serves all calls of a round.
     """
     if not calls or not all(calls.values()):
         raise ValueError("calls must name at least one system, each with at least one call")
@@ -62,12 +75,16 @@ def time_side_by_side(calls: Mapping[Name, Sequence[Call]], protocol: Protocol) 
             options[i % len(options)]()
     _synchronise(protocol.device)
     flush = _flusher(protocol)
-    samplers = {name: _sampler(options, flush, protocol) for name, options in calls.items()}
+    first = next(iter(calls))
+    samplers = {
+        name: _sampler(options, _nothing if apart and name != first else flush, protocol)
+        for name, options in calls.items()
+    }
     samples: dict[Name, list[float]] = {name: [] for name in calls}
-    deadline = time.perf_counter() + protocol.seconds * len(calls)
+    started = time.perf_counter()
     with _no_garbage_collection():
         for i in range(max(protocol.repeats, protocol.min_repeats)):
-            if i >= protocol.min_repeats and time.perf_counter() > deadline:
+            if protocol.enough(i, (time.perf_counter() - started) / len(calls)):
                 break
             for name, sampler in samplers.items():
                 samples[name].append(sampler(i))
@@ -133,6 +150,10 @@ def _flusher(protocol: Protocol) -> Call:
     """Zeroes `flush_mib` MiB on the device, so that the next call reads its operands from memory."""
     buffer = torch.empty(protocol.flush_mib << 18, dtype=torch.int32, device=protocol.device)
     return buffer.zero_
+
+
+def _nothing() -> None:
+    pass
 
 
 def _synchronise(device: str) -> None:

@@ -364,6 +364,7 @@ def test_a_start_that_had_too_little_time_is_tried_again(monkeypatch, address, f
     if failures < starts:
         assert connect(address, 2, 0)
     else:
-        with pytest.raises(Exception, match=message):
+        where = "no Ray cluster answers at host:1" if address else "Ray did not come up on this machine"
+        with pytest.raises(RuntimeError, match=rf"{where} \({message}\); .*ray start --head"):
             connect(address, 2, 0)
     assert len(started) == starts

@@ -1,6 +1,7 @@
 """Repeats spread in time, disturbed points measured again, and a figure that keeps to its share of time."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fakes import QUIET, Fake, composed
@@ -8,7 +9,8 @@ from fakes import QUIET, Fake, composed
 from experiments.harness import CheckFailed, Point, Reading, sampled
 from experiments.harness.budget import Budget
 from experiments.harness.resume import run
-from punica.measure.records import read_rows
+from experiments.harness.samples import read_samples, samples_file
+from punica.measure.records import RowsError, read_rows
 
 GRID = ("workload=distinct", "figure.batch_sizes=[1,2]", "scale.passes=3", "scale.tries=2")
 NAME = "fig08_lora_operator"
@@ -105,6 +107,52 @@ def test_a_repeat_that_stays_slower_than_its_siblings_is_marked_and_the_next_run
     assert (outcome.disturbed, spiky.left) == (1, [])
     outcome = run(composed(tmp_path, *GRID), Spiky(2.0))
     assert (outcome.measured, outcome.disturbed, any(row.disturbed for row in rows_of(tmp_path))) == (1, 0, False)
+
+
+class Drawn(Spiky):
+    """Each repeat draws other requests: no protocol of timed calls."""
+
+    reads = ("workload", "adapters.ranks")
+
+
+def test_repeats_that_draw_other_requests_are_not_siblings(tmp_path):
+    outcome = run(composed(tmp_path, *GRID), Drawn(2.0, 40.0, 2.0))
+    assert (outcome.measured, outcome.disturbed) == (6, 0)
+
+
+def test_an_impossible_reading_fails_its_point_alone(tmp_path):
+    outcome = run(composed(tmp_path, *GRID), Spiky(0.0))
+    assert (outcome.measured, {row.batch_size for row in rows_of(tmp_path)}) == (3, {1})
+    assert "latency=0.0 us of SGMV, figure 8: a measured duration must be above 0" in outcome.failed[0]
+
+
+def samples_of(outcome):
+    return read_samples(samples_file(Path(outcome.rows_file)))
+
+
+def test_raw_samples_are_kept_by_point_and_repeat(tmp_path):
+    outcome = run(composed(tmp_path, *GRID), Fake())
+    lines = samples_of(outcome)
+    assert {(line["batch_size"], line["repeat"]) for line in lines} == {(b, r) for b in (1, 2) for r in range(3)}
+    assert [line["samples"] for line in lines] == [[1.0, 2.0, 3.0]] * 6
+    counts = {(row.config_hash, row.repeat): row.value for row in rows_of(tmp_path, "count")}
+    assert {(line["config_hash"], line["repeat"]): len(line["samples"]) for line in lines} == counts
+
+
+def test_samples_are_those_of_the_rows_that_stay(tmp_path):
+    """Of a spike that was measured again, and of a run with other settings."""
+    outcome = run(composed(tmp_path, *GRID), Spiky(40.0, 2.0, 2.0, 2.1))
+    assert sorted(line["samples"] for line in samples_of(outcome)) == [[2.0, 2.0]] * 5 + [[2.1, 2.1]]
+    outcome = run(composed(tmp_path, *GRID, "scale.warmup=7", "scale.passes=1"), Fake())
+    assert [line["samples"] for line in samples_of(outcome)] == [[1.0, 2.0, 3.0]] * 2
+
+
+def test_damaged_samples_are_one_error_with_the_remedy(tmp_path):
+    outcome = run(composed(tmp_path, *GRID), Fake())
+    path = samples_file(Path(outcome.rows_file))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(RowsError, match=r"jsonl.gz is damaged .*: delete it, the rows stay"):
+        read_samples(path)
 
 
 def test_a_wrong_point_is_tried_in_one_pass_only(tmp_path):

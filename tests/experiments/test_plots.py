@@ -13,7 +13,7 @@ from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import settle
 from experiments.plots import style
-from experiments.plots.frames import described, frame_of, how_often, one_of_repeats
+from experiments.plots.frames import described, frame_of, how_often, interval, one_of_repeats
 from experiments.plots.load import draw_load
 from experiments.plots.overlay import named, panels
 from experiments.plots.roofline import draw_roofline
@@ -52,6 +52,19 @@ def test_a_panel_carries_the_name_of_the_model_that_was_measured(panel, model, t
 def test_a_stand_in_is_said_to_be_one():
     assert "llama-small beside the paper's 7B" in described(frame_of([row(1.0, model="llama-small")]))
     assert "beside" not in described(frame_of([row(1.0, model="llama2-7b")]))
+
+
+@pytest.mark.parametrize(("counts", "banded"), [((5, 5), [1, 8]), ((5, 4), [8]), ((2, 2), [8])])
+def test_no_band_is_drawn_where_a_repeat_has_fewer_than_five_samples(counts, banded):
+    """Of batch 1, whose repeats have `counts` samples; those of batch 8 have nine."""
+    sampled = {"p10": 9.0, "median": 10.0, "p90": 12.0}
+    rows = [row(value, repeat=i, batch_size=batch, statistic=name, unit="samples" if name == "count" else "us")
+            for batch, numbers in ((1, counts), (8, (9, 9))) for i, number in enumerate(numbers)
+            for name, value in {**sampled, "count": float(number)}.items()]  # fmt: skip
+    found = interval(one_of_repeats(frame_of(rows)), "batch_size")
+    assert found["batch_size"].tolist() == banded
+    assert set(found["p10"]) == {9.0}
+    assert set(found["p90"]) == {12.0}
 
 
 def test_repeats_become_one_point_of_the_quiet_ones():

@@ -16,6 +16,7 @@ from experiments.cluster import ray_hour
 from experiments.cluster.ray_hour import KILLED, RAY, SIMULATED_RAY, World, check_tokens, hour_of, overheads
 from experiments.fig13_cluster import EXPERIMENT
 from experiments.harness.experiment import CheckFailed
+from experiments.harness.schema import ConfigError
 from experiments.harness.settings import settle
 from punica.cluster import StepWork, Trace
 from punica.measure.records import read_rows
@@ -137,6 +138,22 @@ def test_runners_and_the_engine_they_are_compared_with_serve_on_the_hardware_of_
         build, count, asked_gpus = RecordedCluster.built.pop()
         assert (build, count, asked_gpus) == (tenants.build, 4, gpus)  # and `served_alone` builds by the same
         assert build.keywords == {"device": device}
+
+
+def test_a_ray_that_does_not_come_up_is_one_error_of_the_configuration(monkeypatch) -> None:
+    pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
+    from experiments.cluster import ray_serving
+
+    def never(*_: object, **__: object) -> None:
+        raise RuntimeError("Ray did not come up on this machine (timed out)")
+
+    monkeypatch.setattr(ray_serving, "RayCluster", never)
+    world = ray_serving.Tenants("llama-tiny", "cpu", lambda: None, {})
+    with (
+        pytest.raises(ConfigError, match="runtime=ray: Ray did not come up on this machine"),
+        ray_serving.runners(world, 1, "punica", None),
+    ):
+        pass
 
 
 @pytest.mark.slow

@@ -138,30 +138,29 @@ def test_what_is_copied_is_beyond_the_cache(mib, monkeypatch):
     assert len(copied) - 1 >= 2 * (mib or 4), "read before it comes again, and as many written"
 
 
-def repeats(*medians, p90=None, unit="us"):
-    found = []
-    for repeat, median in enumerate(medians):
-        for statistic, value in (("median", median), ("p90", p90 or median)):
-            found.append(SimpleNamespace(config_hash="a", metric="latency", gpu=None, t_s=None, unit=unit,
-                                         repeat=repeat, statistic=statistic, value=value))  # fmt: skip
-    return found
+def repeats(*medians, metric="latency"):
+    return [SimpleNamespace(config_hash="a", metric=metric, gpu=None, t_s=None, repeat=repeat, statistic=statistic,
+                            value=value)
+            for repeat, median in enumerate(medians)
+            for statistic, value in (("median", median), ("p90", 9 * median), ("p10", 0.1))]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("rows", "slow"),
     [
         (repeats(4397.0, 275.0, 212.0), {0}),
-        (repeats(100.0, 501.0), {1}),
-        (repeats(100.0, 499.0), set()),
-        (repeats(1.0, 50.0, p90=60.0), set()),
-        (repeats(-1.0, 50.0), set()),
-        (repeats(1.0, 50.0, unit="token/s"), set()),
+        (repeats(100.0, 151.0), {1}),
+        (repeats(100.0, 149.0), set()),
+        (repeats(160.0, 100.0, 155.0), {0, 2}),
+        (repeats(1.0, 50.0, metric="added_latency"), set()),
+        (repeats(1.0, 50.0, metric="throughput"), set()),
+        (repeats(1.0, 50.0, metric="load_time"), {1}),
         (repeats(7.0), set()),
         ([], set()),
     ],
-    ids=["recorded", "just", "not quite", "scattered samples", "differences around 0", "a rate", "one", "none"],
+    ids=["recorded", "just", "not quite", "two", "differences", "a rate", "a load", "one", "none"],
 )
-def test_a_repeat_far_slower_than_its_quickest_sibling_is_slow(rows, slow):
+def test_a_repeat_slower_than_its_quickest_sibling_is_slow(rows, slow):
     assert slow_repeats(rows) == slow
 
 

@@ -70,6 +70,19 @@ def test_the_report_is_a_command_and_names_what_an_issue_needs():
     } <= names
 
 
-def test_a_stamp_has_the_provenance_columns():
-    versions = {"python", "torch", "triton", "driver", "transformers", "peft"}
-    assert set(environment.stamp()) == {"commit", "date", "numa_nodes", "l3_mib"} | versions
+def test_a_stamp_has_the_provenance_columns(monkeypatch):
+    versions = {"python", "torch", "triton", "driver", "transformers", "peft", "cuda"}
+    machine = {"numa_nodes", "l3_mib", "host_cpu", "power_limit_w"}
+    assert set(environment.stamp()) == {"commit", "date"} | versions | machine
+    monkeypatch.setattr(environment, "gpu_query", lambda *_: [])
+    found = environment.stamp()
+    assert (found["host_cpu"], found["cuda"], found["power_limit_w"]) == (environment.cpu_name(), "", None)
+
+
+@pytest.mark.parametrize(("said", "watts"), [("700.00 W", 700.0), ("[N/A]", None)])
+def test_a_gpu_row_carries_its_host_cuda_and_power_limit(monkeypatch, said, watts):
+    monkeypatch.setattr(environment, "gpu_query", lambda *_: [{"driver_version": "570.1", "power.limit": said}])
+    monkeypatch.setattr(environment, "torch_cuda_build", lambda: "12.8")
+    found = environment.stamp()
+    assert (found["driver"], found["cuda"], found["power_limit_w"]) == ("570.1", "12.8", watts)
+    assert found["host_cpu"] == environment.cpu_name()

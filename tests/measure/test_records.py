@@ -1,12 +1,23 @@
 """Rows on disk: what is written comes back, a damaged file is one clear error, an interrupted write loses nothing."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from punica.measure.records import COLUMNS, Row, RowFile, RowsError, ensure_writable, read_rows, write_rows
+from punica.measure.records import (
+    COLUMNS,
+    Row,
+    RowFile,
+    RowsError,
+    ensure_writable,
+    read_rows,
+    write_measured,
+    write_rows,
+)
 
 ROW = Row(
     figure="8", panel="Distinct", system="SGMV", workload="Distinct", model="", hardware="cpu", batch_size=64,
@@ -19,7 +30,8 @@ def test_columns_are_the_contract():
     expected = (
         "figure,panel,system,workload,model,hardware,batch_size,seq_len,rank,metric,value,unit,kind,statistic,timer,"
         "scale,config_hash,source_hash,commit,date,device,python,torch,triton,driver,transformers,peft,numa_nodes,l3_mib,"
-        "repeat,disturbed,other_cpu,calib_gemm_us,calib_copy_us,sm_clock_mhz,t_s,gpu,cost_model,engine"
+        "repeat,disturbed,other_cpu,calib_gemm_us,calib_copy_us,sm_clock_mhz,t_s,gpu,cost_model,"
+        "engine,host_cpu,cuda,power_limit_w"
     )
     assert ",".join(COLUMNS) == expected
 
@@ -41,7 +53,7 @@ def test_files_from_before_a_column_are_read_and_lack_it(tmp_path):
     path = tmp_path / "rows.csv"
     write_rows(path, [ROW])
     old = [
-        ",".join(line.split(",")[:-10])
+        ",".join(line.split(",")[:-13])
         for line in path.read_text().replace(',"EPYC, ""2 cores""",', ",EPYC,").splitlines()
     ]
     path.write_text("\n".join(old))
@@ -68,6 +80,65 @@ def test_repeats_of_a_point_stand_beside_each_other_until_its_settings_change(tm
     assert [(row.repeat, row.config_hash) for row in read_rows(tmp_path / "rows.csv")] == [(0, "new")]
 
 
+HOLDING = """
+import sys
+from dataclasses import replace
+from punica.measure.records import RowFile, read_rows
+file, row = RowFile(sys.argv[1]), read_rows(sys.argv[2])[0]
+print(len(file.rows), flush=True)
+sys.stdin.readline()
+for batch in range(40):
+    file.replace([replace(row, batch_size=batch, system=sys.argv[3])])
+"""
+
+
+def test_two_processes_that_write_one_file_lose_no_row_of_each_other(tmp_path):
+    path, one = tmp_path / "rows.csv", tmp_path / "one.csv"
+    write_rows(one, [ROW])
+    command = [sys.executable, "-c", HOLDING, str(path), str(one)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (subprocess.Popen([*command, "a"], **pipes) as first, subprocess.Popen([*command, "b"], **pipes) as second):
+        assert [run.stdout.readline() for run in (first, second)] == ["0\n", "0\n"]  # both have read the empty file
+        for run in (first, second):
+            run.stdin.write("\n")
+            run.stdin.flush()
+        assert [run.wait(60) for run in (first, second)] == [0, 0]
+    written = {(row.system, row.batch_size) for row in read_rows(path)}
+    assert written == {(name, batch) for name in "ab" for batch in range(40)}
+
+
+def test_rows_that_another_wrote_since_are_kept_by_every_change(tmp_path):
+    ours, theirs = RowFile(tmp_path / "rows.csv"), RowFile(tmp_path / "rows.csv")
+    ours.replace([replace(ROW, repeat=0)])
+    other = replace(ROW, batch_size=1)
+    theirs.replace([other])
+    ours.mark([(ROW.config_hash, 0)])
+    assert read_rows(ours.path) == [replace(ROW, repeat=0, disturbed=True), other]
+    ours.drop({ROW.point})
+    assert ours.rows == read_rows(ours.path) == [other]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_a_measured_latency_that_is_not_above_zero_is_refused_before_anything_is_written(tmp_path, value):
+    file = RowFile(tmp_path / "rows.csv")
+    with pytest.raises(RowsError, match=r"latency=.* us of SGMV, figure 8: a measured duration must be above 0"):
+        file.replace([replace(ROW, batch_size=1), replace(ROW, value=value)])
+    with pytest.raises(RowsError, match="must be above 0"):
+        write_measured(file.path, [replace(ROW, value=value)])
+    assert not file.path.exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"metric": "added_latency"}, {"metric": "logit_error"}, {"kind": "simulated"}, {"metric": "stall", "unit": "ms"}],
+    ids=lambda changes: next(iter(changes.values())),
+)
+def test_a_difference_an_error_and_a_simulated_time_may_be_zero(tmp_path, changes):
+    file = RowFile(tmp_path / "rows.csv")
+    file.replace([replace(ROW, value=0.0, **changes)])
+    assert len(read_rows(file.path)) == 1
+
+
 def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
 
@@ -77,7 +148,7 @@ def _lines(path: Path) -> list[str]:
     [
         (lambda lines: [lines[0].replace("rank,", ""), *lines[1:]], ["line 1", "misses the columns rank"]),
         (lambda lines: [], ["line 1", "misses the columns"]),
-        (lambda lines: [*lines[:2], lines[2][:40]], ["line 3", "cells instead of 39"]),
+        (lambda lines: [*lines[:2], lines[2][:40]], ["line 3", "cells instead of 42"]),
         (lambda lines: [lines[0], lines[1].replace("1234.5", "fast")], ["line 2", "value is 'fast'"]),
         (lambda lines: [lines[0], lines[1].replace(",64,", ",many,")], ["line 2", "batch_size is 'many'"]),
         (
@@ -86,7 +157,7 @@ def _lines(path: Path) -> list[str]:
         ),
         (lambda lines: [lines[0], lines[1].replace("median", "mean")], ["line 2", "statistic is 'mean'", "p90"]),
         (
-            lambda lines: [lines[0], lines[1].removesuffix("," * 9) + ",maybe" + "," * 8],
+            lambda lines: [lines[0], lines[1].removesuffix("," * 12) + ",maybe" + "," * 11],
             ["line 2", "disturbed is 'maybe'"],
         ),
         (

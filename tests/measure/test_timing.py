@@ -72,6 +72,24 @@ def test_a_spent_budget_stops_at_the_minimum_or_later(clock, seconds, samples):
     assert len(time_side_by_side({"a": [lambda: clock.take(1.0)]}, limits)["a"]) == samples
 
 
+@pytest.mark.parametrize(("patience", "samples"), [(10.0, 5), (4.0, 5), (3.9, 4), (0.0, 2)])
+def test_a_call_too_slow_for_the_fewest_repeats_gets_fewer_and_two_at_least(clock, patience, samples):
+    """The fifth begins after four seconds."""
+    limits = protocol(repeats=8, min_repeats=5, seconds=0.1, patience=patience)
+    assert len(time_side_by_side({"a": [lambda: clock.take(1.0)]}, limits)["a"]) == samples
+    once = protocol(min_repeats=1, seconds=0.1, patience=patience)
+    assert len(time_side_by_side({"a": [lambda: clock.take(1.0)]}, once)["a"]) == 1
+
+
+@pytest.mark.parametrize(("apart", "order"), [(True, "zab" * 3), (False, "zazb" * 3)])
+def test_the_caches_are_emptied_before_every_call_or_once_a_round_for_systems_apart(monkeypatch, apart, order):
+    seen = []
+    monkeypatch.setattr(timing, "_flusher", lambda protocol: lambda: seen.append("z"))
+    calls = {name: [lambda name=name: seen.append(name)] for name in "ab"}
+    time_side_by_side(calls, protocol(repeats=3, warmup=0), apart)
+    assert "".join(seen) == order
+
+
 def test_garbage_collection_is_off_while_timing_and_on_again_after():
     seen = []
     time_side_by_side({"a": [lambda: seen.append(gc.isenabled())]}, protocol(warmup=0))

@@ -51,6 +51,12 @@ def decode(batch_sizes, scale="laptop", timer="host_clock", seq_len=64, growth=1
     ]
 
 
+def growths(*values):
+    """Figure 1 with one repeat per growth from batch 1 to 32."""
+    parts = [frame(decode([1, 2, 32], growth=value)).assign(repeat=i) for i, value in enumerate(values)]
+    return pd.concat(parts, ignore_index=True)
+
+
 def serving(**throughput):
     """Figure 11 rows: system -> token/s on Distinct, Uniform, Skewed, Identical."""
     names = ("Distinct", "Uniform", "Skewed", "Identical")

@@ -2,17 +2,11 @@
 
 import pandas as pd
 import pytest
-from claim_rows import decode, frame, repeated, verdict_of
+from claim_rows import decode, frame, growths, repeated, verdict_of
 
 from experiments.claims import VERDICTS
 
 REPRODUCED, _, NOISE, DIFFERS, *_ = VERDICTS
-
-
-def growths(*values):
-    """Figure 1 with one repeat per growth from batch 1 to 32."""
-    parts = [frame(decode([1, 2, 32], growth=value)).assign(repeat=i) for i, value in enumerate(values)]
-    return pd.concat(parts, ignore_index=True)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +75,8 @@ def test_value_and_interval_come_from_the_same_quiet_repeats():
     assert not judged.disturbed
     loud = verdict_of(rows.assign(disturbed=True), "C01")
     assert loud.disturbed
-    assert loud.interval == "ratio=1.3 to 2"  # none is quiet, so all count
+    assert loud.quantities == "ratio=1.4"  # none is quiet, so the median is of all ...
+    assert loud.interval == ""  # ... and what others did to them is no interval of ours
 
 
 def test_a_point_with_one_quiet_repeat_counts_as_measured_once():

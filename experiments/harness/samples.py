@@ -1,0 +1,76 @@
+"""Raw samples behind the rows of a figure, compressed: `rows/samples/<figure>.jsonl.gz`.
+
+One line of JSON per point, repeat and metric: the columns that name its rows, and every sample in measuring order, to
+six significant digits. Points are appended as they are measured; of several lines of one name the last counts.
+"""
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from punica.measure.records import Row, RowFile, RowsError, ensure_writable
+
+NAMES = (
+    "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "timer", "repeat", "metric", "gpu",
+    "config_hash", "source_hash",
+)  # fmt: skip
+"""Columns of a line, those of the rows that it belongs to."""
+Sampled = tuple[Row, Sequence[float]]
+"""A row that counts samples, and the samples in the unit of the metric."""
+
+
+def samples_file(rows_file: Path) -> Path:
+    """Return the file of the samples behind the rows in ``rows_file``."""
+    return rows_file.parent / "samples" / f"{rows_file.stem}.jsonl.gz"
+
+
+def add_samples(rows: RowFile, found: Iterable[Sampled]) -> None:
+    """Append the samples of newly written ``rows``."""
+    if lines := [_line(row, samples) for row, samples in found]:
+        with rows.locked():
+            path = samples_file(rows.path)
+            ensure_writable(path.parent)
+            with path.open("ab", buffering=0) as stream:
+                stream.write(gzip.compress("".join(lines).encode(), mtime=0))
+
+
+def _line(row: Row, samples: Sequence[float]) -> str:
+    named = {name: getattr(row, name) for name in NAMES}
+    return json.dumps({**named, "samples": [float(f"{value:.6g}") for value in samples]}) + "\n"
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of ``path`` that count, as dictionaries; none without the file. `RowsError` when damaged."""
+    if not path.exists():
+        return []
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as stream:
+            lines = [json.loads(line) for line in stream]
+            return list({_named(line): line for line in lines}.values())
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        raise RowsError(f"{path} is damaged ({error}): delete it, the rows stay") from None
+
+
+def _named(line: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[name] for name in NAMES)
+
+
+def write_samples(path: Path, rows: Sequence[Row], lines: Iterable[dict[str, Any]]) -> None:
+    """Write those of ``lines`` that are behind ``rows`` to ``path``, in one step."""
+    theirs = {tuple(getattr(row, name) for name in NAMES) for row in rows}
+    text = "".join(json.dumps(line) + "\n" for line in lines if _named(line) in theirs)
+    ensure_writable(path.parent)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(gzip.compress(text.encode(), mtime=0))
+    os.replace(temporary, path)
+
+
+def tidy_samples(rows: RowFile) -> None:
+    """Drop the samples whose rows are gone, and compress the rest as one."""
+    with rows.locked():
+        path = samples_file(rows.path)
+        if path.exists():
+            write_samples(path, rows.rows, read_samples(path))

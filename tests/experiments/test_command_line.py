@@ -1,0 +1,112 @@
+"""Where and how scripts may be started, keys that no schema has, and sweeps with a job that fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fakes import composed
+from hydra import compose, initialize_config_dir
+
+from experiments.harness import command
+from experiments.harness.keys import refuse_unknown
+from experiments.harness.schema import CONF, REPOSITORY, ConfigError
+
+NAME = "fig08_lora_operator"
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("engine.max_batchsize=8", r"\+engine.max_batchsize= would be read by nothing.*mean engine.max_batch_size="),
+        ("scale.repeat=3", "did you mean scale.repeats="),
+        ("figure.batchsizes=[1]", "did you mean figure.batch_sizes="),
+        ("model.zzz=1", "model has no such key; it has name, paper_name"),
+        ("forced=true", "the configuration has no such key; did you mean force="),
+    ],
+)
+def test_a_key_that_was_added_with_a_plus_is_refused_with_the_nearest_there_is(tmp_path, key, said):
+    with pytest.raises(ConfigError, match=said):
+        refuse_unknown(composed(tmp_path, f"+{key}"))
+
+
+def test_what_the_schema_has_is_taken_with_a_plus_too(tmp_path):
+    refuse_unknown(composed(tmp_path, "++scale.repeats=3", "+figure.minutes.smoke=1", name="fig11_textgen"))
+
+
+@pytest.mark.parametrize(("what", "place"), [("REPOSITORY", "this repository"), ("cwd", "the working folder")])
+def test_a_path_that_hydra_would_interpolate_is_one_error(monkeypatch, capsys, what, place):
+    odd = Path("/home/a${b}/punica")
+    if what == "cwd":
+        monkeypatch.setattr(command.Path, "cwd", lambda: odd)
+    else:
+        monkeypatch.setattr(command, what, odd)
+    with pytest.raises(SystemExit):
+        command.launch("none", lambda cfg: None)
+    assert capsys.readouterr().err.startswith(f"error: the path of {place}, {odd}, has ${{ in it")
+
+
+def test_a_script_runs_by_its_path_from_another_folder_and_writes_nothing_there(tmp_path):
+    script, environment = REPOSITORY / "experiments" / f"{NAME}.py", {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    words = [sys.executable, str(script), "--cfg", "job", "hardware=cpu"]
+    done = subprocess.run(
+        words, capture_output=True, text=True, cwd=tmp_path, env={**environment, "PYTHONSAFEPATH": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "outputs: outputs" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_are_kept_in_the_repository_wherever_they_were_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    composed(tmp_path)  # registers
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(NAME, overrides=["hardware=cpu", "hydra.job.num=0"], return_hydra_config=True)
+    for folder in (cfg.hydra.run.dir, cfg.hydra.sweep.dir):
+        assert folder.startswith(f"{REPOSITORY}/outputs/cpu/runs/{NAME}/")
+
+
+def test_the_environment_of_make_finds_the_experiments_from_any_folder(tmp_path):
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (venv / ".created").touch()
+    made = subprocess.run(["make", f"VENV={venv}", f"{venv}/.path"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run(
+        [venv / "bin" / "python", "-c", "import experiments; print(experiments.__file__)"],
+        capture_output=True, text=True, cwd=tmp_path, env={**clean, "PYTHONSAFEPATH": "1"}, check=False,
+    )  # fmt: skip
+    assert found.stdout.strip() == str(REPOSITORY / "experiments" / "__init__.py"), found.stderr
+
+
+SWEEP = """
+import sys
+from dataclasses import dataclass
+from experiments.harness.command import with_options
+from experiments.harness.schema import ConfigError
+
+@dataclass
+class Options:
+    size: int = 1
+
+def job(options):
+    if options.size == 0:
+        raise ConfigError("size=0 must be at least 1")
+    print({"size": options.size, "half": 6 // (options.size - 3)}, flush=True)
+
+with_options("sweep", "A sweep.", "sweep", Options, job)
+"""
+
+
+def test_a_job_of_a_sweep_that_fails_does_not_stop_the_later_ones(tmp_path):
+    """Sizes 0, refused, and 3, an error of the code, beside 4 and 5."""
+    words = [sys.executable, "-c", SWEEP, "--multirun", "size=0,4,3,5", f"hydra.sweep.dir={tmp_path}"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    assert [json.loads(line.replace("'", '"'))["size"] for line in done.stdout.splitlines() if line[0] == "{"] == [4, 5]
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-3:] == ["jobs that failed: 2", "  size=0", "  size=3"]
+    assert "error: size=0 must be at least 1" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
