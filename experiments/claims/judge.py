@@ -159,7 +159,7 @@ def _judged(
         verdict = exact if finding.cost_model else ARITHMETIC
     counting = {test: [one for one in all_ if one.counts(hardware, finding.models)] for test, all_ in bounds.items()}
     try:
-        cost = _cost(statement.id, verdict, finding, counting, evidence, clock)
+        cost = _cost(statement.id, verdict, finding, counting, evidence, clock, figures)
     except NotTestable as reason:
         return {"verdict": NOT_TESTABLE, "reason": f"{reason}; measured {finding.text}"}
     if cost and cost.holds and verdict == DIFFERS:
@@ -181,10 +181,14 @@ def _judged(
 
 
 def _cost(
-    id: str, verdict: str, finding: Finding, bounds: Mapping[str, list[Bound]], evidence: Evidence, clock: str
-) -> Explanation | None:
-    """Return the cost of a claim that differs or is within noise; NotTestable where its cost needs another machine."""
-    machine = evidence.machine(clock)
+    id: str, verdict: str, finding: Finding, bounds: Mapping[str, list[Bound]], evidence: Evidence, clock: str,
+    figures: set[str],
+) -> Explanation | None:  # fmt: skip
+    """Return the cost of a claim that differs or is within noise, by the clock that timed its rows; NotTestable where
+    its cost needs another machine.
+    """
+    timed = {timer for figure in figures for timer in evidence.rows(clock).timers(figure)}
+    machine = evidence.machine(timed.pop() if clock and len(timed) == 1 else clock)
     if id not in COSTS or finding.kind == SIMULATED or (machine.launches and verdict not in (DIFFERS, NOISE)):
         return None
     try:
