@@ -169,7 +169,7 @@ def _judged(
         "our_value": finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
         "verdict": verdict,
         "why": cost.text if cost else _said(verdict, statement, counting, finding, rows),
-        "remark": _remark(verdict, counting, finding),
+        "remark": _remark(verdict, counting, finding, known),
         "reason": _missing(bounds["shape"], finding) if unmeasured else "",
         "command": command(statement, hardware) if unmeasured else "",
         "quantities": "; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),
@@ -189,13 +189,14 @@ def _cost(
     """
     timed = {timer for figure in figures for timer in evidence.rows(clock).timers(figure)}
     machine = evidence.machine(timed.pop() if clock and len(timed) == 1 else clock)
-    if id not in COSTS or finding.kind == SIMULATED or (machine.launches and verdict not in (DIFFERS, NOISE)):
+    missed = verdict == DIFFERS or (verdict == NOISE and missed_bounds(bounds["shape"], finding.quantities))
+    if id not in COSTS or finding.kind == SIMULATED or (machine.launches and not missed):
         return None
     try:
         here = predicted(id, evidence.rows(clock), machine)
     except NotMeasured as missing:
         return Explanation(f"no cost of this machine ({missing})", False) if verdict == DIFFERS else None
-    return explain(id, finding.quantities, here, bounds, evidence.folder) if verdict in (DIFFERS, NOISE) else None
+    return explain(id, finding.quantities, here, bounds, evidence.folder) if missed else None
 
 
 def _said(
@@ -208,8 +209,10 @@ def _said(
     return _why(statement, rows) if verdict == DIFFERS else ""
 
 
-def _remark(verdict: str, bounds: Mapping[str, list[Bound]], finding: Finding) -> str:
-    """Say what the median of a value within noise misses; of a decided measurement, which bounds are close by."""
+def _remark(
+    verdict: str, bounds: Mapping[str, list[Bound]], finding: Finding, known: Mapping[str, Interval]
+) -> str:
+    """Say what the median of a value within noise misses; of a value without an interval, which bounds are close by."""
     if finding.kind == SIMULATED:
         return ""
     if verdict == NOISE:
@@ -218,6 +221,7 @@ def _remark(verdict: str, bounds: Mapping[str, list[Bound]], finding: Finding) -
     close = dict.fromkeys(
         f"{one.quantity} is {value:.4g}, {100 * gap:.1f} % from its bound {one}"
         for one in (*bounds["relation"], *bounds["shape"])
+        if one.quantity not in known
         if (value := finding.quantities.get(one.quantity)) is not None and (gap := one.distance(value)) <= EDGE
     )
     return f"at the edge: {'; '.join(close)}" if close else ""

@@ -90,10 +90,12 @@ class Rows:
         values = frame["value"].to_numpy(dtype=float)
         return self._with(frame, np.where(chosen, (1 + by * spread) * values, values)) if chosen.any() else None
 
-    def priced(self, systems: Collection[str], price: Callable[[Any], float | None]) -> "Rows":
-        """Return the rows of ``systems`` that ``price`` gives a value, with that value."""
-        frame = self._frame[self._frame["system"].isin(systems)]
-        values = np.array([price(row) for row in frame.itertuples()], dtype=float)
+    def priced(
+        self, figures: Collection[str], systems: Collection[str], price: Callable[[Any], float | None]
+    ) -> "Rows":
+        """Return the rows of ``systems`` in ``figures`` that ``price`` gives a value, with that value."""
+        frame = self._frame[self._frame["figure"].isin(figures) & self._frame["system"].isin(systems)]
+        values = np.array([price(row) for row in frame[[*_POINT, "unit", "value"]].itertuples()], dtype=float)
         known = ~np.isnan(values)
         return self._with(frame[known], values[known])
 

@@ -26,6 +26,8 @@ GIVEN = ("steps", "total_tokens", "bytes", "bandwidth")
 """Metrics that a claim reads beside times, and that no cost predicts: counts, and the link's own speed."""
 Quantities = Mapping[str, float]
 
+PRICED = {figure for figure, *_ in FORMULAS}
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -58,7 +60,7 @@ def predicted(id: str, rows: Rows, machine: Machine) -> Quantities:
             return 1.0
 
     try:
-        quantities = CLAIMS[id](rows.priced(COSTS[id], price)).quantities
+        quantities = CLAIMS[id](rows.priced(PRICED, COSTS[id], price)).quantities
     except NotMeasured as missing:
         raise (refused or unknown or [missing])[0] from None
     if unknown:

@@ -30,12 +30,12 @@ def as_priced(rows, id, hardware="h200"):
     machine, taken = Evidence(rows, PAPER).machine(CLOCK), {}
 
     def price(row):
-        if row.figure in chosen.asked and (function := FORMULAS.get((row.figure, row.system, row.metric))):
+        if function := FORMULAS.get((row.figure, row.system, row.metric)):
             taken[row.Index] = in_unit(row, function(machine, row))
 
     chosen = Rows(rows)
     CLAIMS[id](chosen)
-    chosen.priced(COSTS[id], price)
+    chosen.priced(chosen.asked, COSTS[id], price)
     return rows.assign(value=rows["value"].where(~rows.index.isin(taken), rows.index.map(taken)))
 
 
