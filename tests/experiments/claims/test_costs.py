@@ -73,7 +73,10 @@ CANNOT_MISS = {"C03", "C15", "C16"}
 
 @pytest.fixture(scope="module")
 def rows(paper_rows):
-    return paper_rows[(paper_rows["figure"] != "13") & ~paper_rows["metric"].str.startswith("achieved_")]
+    """The paper's rows at a few batch sizes, with the latency of Figure 7 alone."""
+    few = paper_rows["batch_size"].isin((1, 2, 4, 16, 32, 64)) | paper_rows["batch_size"].isna()
+    other = (paper_rows["figure"] == "13") | paper_rows["metric"].str.startswith("achieved_")
+    return paper_rows[few & ~other]
 
 
 @pytest.mark.parametrize(("id", "changes", "broken"), TURNED, ids=[turned[0] for turned in TURNED])
@@ -121,18 +124,17 @@ def test_a_cost_that_meets_a_bound_explains_no_miss_of_it():
 
 
 @pytest.mark.parametrize("id", sorted(COSTS))
-def test_no_cost_reads_the_times_that_it_predicts(id):
-    """Ten times the times of the claim's own rows leave the prediction where it is."""
-    rows, machine = paper_machine(PAPER)
-    CLAIMS[id](rows)
-    figures = set(rows.asked)
-    asked = rows.figure(*figures)
-    slow = rows.stirred(figures, 0.9, kind="paper")
-    assert len(asked)
-    own = {"text 5.2"} & figures  # the link's bandwidth and an adapter's bytes are given, and bytes are no time
-    if not own:
-        calibrated = Machine(rows, rows, launches=True, stated=machine.stated)
-        assert predicted(id, slow, calibrated) == pytest.approx(predicted(id, rows, machine))
+def test_no_cost_reads_the_times_that_it_predicts(rows, id):
+    """Other times of the claim's own rows leave the prediction where it is, also as calibration of the machine."""
+    frame, stated = rows.reset_index(drop=True), paper_machine(PAPER)[1].stated
+    usual = Rows(frame)
+    CLAIMS[id](usual)
+    figures, systems = set(usual.asked), COSTS[id]
+    own = frame["figure"].isin(figures) & frame["system"].isin(systems) & frame["unit"].isin(("us", "ms", "token/s"))
+    assert own.any()
+    slow = Rows(frame.assign(value=frame["value"].where(~own, frame["value"] * (1.1 + frame.index % 7))))
+    before, after = (predicted(id, one, Machine(one, one, launches=True, stated=stated)) for one in (usual, slow))
+    assert after == pytest.approx(before)
 
 
 @pytest.mark.parametrize(
