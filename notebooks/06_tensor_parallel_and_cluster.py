@@ -39,7 +39,7 @@ from experiments.claims.predictions import (
     residual_table,
     sensitivity,
 )
-from experiments.commands.report import read_folder
+from experiments.report.machines import read_folder
 from experiments.ext_cluster_scale import EXPERIMENT as SCALE
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.fig12_textgen_70b import EXPERIMENT as FIG12
