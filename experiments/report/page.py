@@ -49,14 +49,15 @@ def write_page(machines: Sequence[Machine], paper: Path, target: Path) -> Path:
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    sides = columns(machines)
+    sides, figures = columns(machines), list(_figures(machines))
     html = environment.get_template("page.html.j2").render(
         names=list(sides),
         summaries={name: _summary(verdicts) for name, verdicts in sides.items()},
         verdicts=[name for name in VERDICTS if any(one.verdict == name for side in sides.values() for one in side)],
         claims=list(_claims(sides)),
         machines=[_machine(machine, paper, target.parent) for machine in machines],
-        figures=list(_figures(machines)),
+        figures=figures,
+        drawn={figure["name"] for figure in figures},
         found_head=FOUND,
         middle=MIDDLE,
         tone=tone,

@@ -39,7 +39,7 @@ def write_results(machine: Machine, paper: Path, target: Path) -> Path:
         return f"[{name}]({Path(os.path.relpath(path, target.parent)).as_posix()})"
 
     tables = [link(machine.folder / f"{file_name(timer)}.md", file_name(timer)) for timer in machine.clocks]
-    where = f"{link(machine.folder, 'Rows')}, {link(machine.figures, 'figures')}, why claims differ: {', '.join(tables)}"
+    where = f"{link(machine.folder, 'Rows')}, {link(machine.figures, 'figures')}, with reasons: {', '.join(tables)}"
     parts = [GENERATED, f"# Results: {machine.name}", "", measured_on(machine.rows), "", where, "", "## Claims", ""]
     parts += [f"* {name}: {total(verdicts)}." for name, verdicts in columns([machine]).items()]
     parts += [f"* {note}" for note in notes(machine.verdicts, machine.rows)]
