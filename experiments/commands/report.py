@@ -1,4 +1,4 @@
-"""The report: what rows say about each of the paper's claims, as tables and as one page to look at.
+"""The report: what rows say about each of the paper's claims, as tables and as one page.
 
 `make report` computes our value of every claim (`experiments.claims`), compares it with the bounds in
 `paper_results/claim_bounds.csv` and writes what `experiments.report` lists. No verdict and no measured number is typed.

@@ -78,14 +78,14 @@ def recorded(machines: Machines) -> str:
         [name, total(verdicts), f"[docs/results-{name.partition(',')[0]}.md](docs/results-{name.partition(',')[0]}.md)"]
         for name, verdicts in columns(list(machines.values())).items()
     ]
-    return "\n".join(["", *markdown(("recorded on", "verdicts", "results"), lines), ""])
+    return "\n".join(["\n", *markdown(("recorded on", "verdicts", "results"), lines), "\n"])
 
 
 @value("highlights")
 def highlights(machines: Machines) -> str:
     """Build a table of `HIGHLIGHTS`."""
     lines = [[found.what, with_unit(found), _ends(found), f"`{name}`"] for name, found in _highlighted(machines[GPU])]
-    return "\n".join(["", *markdown(("on the H200", "measured", "range", "experiment"), lines), ""])
+    return "\n".join(["\n", *markdown(("on the H200", "measured", "range", "experiment"), lines), "\n"])
 
 
 def _highlighted(machine: Machine) -> list[tuple[str, Found]]:

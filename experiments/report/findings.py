@@ -31,7 +31,7 @@ class Sought:
 
 @dataclass(frozen=True)
 class Found:
-    """What rows say: the middle of ``points`` (geometric mean of a ratio, else median), its ends, and its unit.
+    """A number found: the middle of ``points`` (geometric mean of a ratio, else median), its ends, and its unit.
 
     ``marks`` has a dagger for disturbed points and a double dagger for points of a single run.
     """

@@ -33,8 +33,8 @@ def test_a_marker_is_filled_from_rows_and_filled_again(cpu):
 def test_a_table_spans_lines_and_what_stands_around_it_stays(cpu):
     table, word = "<!-- measured:machines -->\nold\nolder\n", "<!-- measured:single-runs -->"
     found = fill(f"a\n{table}<!-- /measured -->\nb {word}<!-- /measured -->", {"cpu": cpu})
-    assert found.startswith("a\n<!-- measured:machines -->\n| recorded on | verdicts | results |\n")
-    assert found.endswith("|\n<!-- /measured -->\nb <!-- measured:single-runs -->2 of 2 (cpu)<!-- /measured -->")
+    assert found.startswith("a\n<!-- measured:machines -->\n\n| recorded on | verdicts | results |\n")
+    assert found.endswith("|\n\n<!-- /measured -->\nb <!-- measured:single-runs -->2 of 2 (cpu)<!-- /measured -->")
 
 
 def test_an_unknown_marker_and_a_machine_without_rows_are_refused_before_anything_is_written(cpu, tmp_path):
