@@ -28,6 +28,7 @@ def _rate(panel: str, metric: str = "throughput", system: str = "punica") -> Wid
 
 
 TABLE, SERVED, LOAD, MANY, MOE = OPERATOR_TABLES, "11", "ext latency under load", "ext many adapters", "ext moe"
+TODAY = "ext today"
 ROLES = {"llama2-7b": "Llama-2 7B", "llama2-13b": "Llama-2 13B", "llama-small": "llama-small"}
 SOUGHT: dict[str, Sequence[Sought]] = {
     "ext_padding": [
@@ -127,6 +128,14 @@ SOUGHT: dict[str, Sequence[Sought]] = {
               ("one adapter", "engine", "Identical", "qwen3-30b-a3b"),
               ("32 adapters", "engine", "Distinct", "qwen3-30b-a3b"),
               ("32 adapters in FP8", "engine", "Distinct", "qwen3-30b-a3b, float8*"))),
+    ],
+    "ext_today": [
+        *(Sought(f"decode step, vLLM / ours, {name}", TODAY, {"system": "vllm"}, {"system": "punica_many"},
+                 {"metric": "step_latency", "panel": "decode", "workload": workload})
+          for name, workload in (("no adapters", ""), ("one adapter", "Identical"), ("an adapter each", "Distinct"))),
+        *(Sought(f"stream, tokens per second, ours / vLLM, {name}", TODAY, {"system": "punica_many"},
+                 {"system": "vllm"}, {"metric": "output_throughput", "panel": "stream", "workload": workload})
+          for name, workload in (("no adapters", ""), ("one adapter", "Identical"), ("many adapters", "Distinct"))),
     ],
     "ext_cluster_scale": [
         *(Sought(f"simulator, {what}", "ext cluster scale", _metric(metric, panel="18000 requests"))
