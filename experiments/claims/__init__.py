@@ -2,6 +2,7 @@
 
     rows.py bounds.py       which rows count; the bounds of `paper_results/claim_bounds.csv`
     finding.py judge.py     our value, its interval and why it differs; the verdict
+    evidence.py costs/      rows under the clock that decides; what a claim costs here and on the paper's A100
     table.py                verdicts as tables, and whether the machine was quiet enough
     fig*.py text.py         claims and why-sentences: one module per figure (fig01 has 10, fig08 has 9 and the README's)
     asked.py predictions.py ratios asked of the engine; simulations beside what was published
@@ -11,8 +12,9 @@
 >>> verdicts[0].verdict                          # doctest: +SKIP
 'reproduced'
 
-A new claim is a function with `@claim("C45")` and one with `@why("C45")` in the module of its figure, and its bounds in
-``paper_results/claim_bounds.csv``.
+A new claim is a function with `@claim("C45")` in the module of its figure, its bounds in
+``paper_results/claim_bounds.csv``, and what explains a difference: its systems in `costs.formula.COSTS`, or, where it
+is on no time, a sentence computed with `@why("C45")`.
 """
 
 from experiments.claims import fig01, fig07, fig08, fig11, fig12, fig13, text  # they fill CLAIMS and WHYS

@@ -1,15 +1,13 @@
 """Figures 1 and 10: steps and layers of a model over the batch (C01 to C04, C22 to C24)."""
 
-import itertools
 
 import numpy as np
 import pandas as pd
 
-from experiments.claims.finding import Finding, claim, why
+from experiments.claims.finding import Finding, claim
 from experiments.claims.rows import (
     NotMeasured,
     Rows,
-    at,
     curve,
     model_for,
     models_in,
@@ -87,63 +85,6 @@ def prefill_is_linear(rows: Rows) -> Finding:
     return Finding({"smallest_r2": min(fit.values()), "smallest_growth_per_row": min(per_row.values())}, text)
 
 
-def _parts(short: pd.Series, long: pd.Series, lengths: tuple[float, float], at_long: bool) -> str:
-    """Split the latency of batch 32 into one row alone, further rows, and their cached tokens: the difference between
-    two context lengths is the cache.
-    """
-    near, far = lengths
-    cache = max(0.0, at(long, LAST) - at(short, LAST)) / (LAST * (far - near)) if far > near else 0.0
-    length, latency = (far, long) if at_long else (near, short)
-    whole, alone = at(latency, LAST), at(latency, 1)
-    tokens = (LAST - 1) * length * cache
-    rows = whole - alone - tokens
-    shares = [100 * part / whole for part in (alone, tokens, rows)]
-    cause = "the cache outgrows the weights" if tokens > rows else "rows cost what they compute"
-    return (
-        f"of batch 32 at len {length:g}, one row alone is {shares[0]:.0f} %, the cached tokens of 31 further ones are "
-        f"{shares[1]:.0f} % and their own products {shares[2]:.0f} %: {cause}"
-    )
-
-
-@why("C01", at_long=False)
-@why("C02", at_long=True)
-def parts_of_a_step(rows: Rows, at_long: bool) -> str:
-    frame, model = panel_of(rows, "decode")
-    lengths = lengths_of(frame)
-    near, far = lengths[0], lengths[-1]
-    short, long = (curve(frame, "step_latency", seq_len=length) for length in (near, far))
-    return f"{model}: {_parts(short, long, (near, far), at_long)}"
-
-
-@why("C03")
-def order_of_lengths_breaks(rows: Rows) -> str:
-    frame, model = panel_of(rows, "decode")
-    growth = {length: ratio(curve(frame, "step_latency", seq_len=length), LAST, 1) for length in lengths_of(frame)}
-    lengths = list(growth)
-    before, after = min(itertools.pairwise(lengths), key=lambda pair: growth[pair[1]] / growth[pair[0]])
-    alone = [at(curve(frame, "step_latency", seq_len=length), 1) for length in (before, after)]
-    return (
-        f"{model}: growth falls from {growth[before]:.3g} (len {before:g}) to {growth[after]:.3g} (len {after:g}), "
-        f"while one row takes {alone[0]:.3g} and {alone[1]:.3g} ms"
-    )
-
-
-@why("C04")
-def prefill_is_not_linear(rows: Rows) -> str:
-    frame, model = panel_of(rows, "prefill")
-    fits = {}
-    for length in lengths_of(frame):
-        latency = curve(frame, "step_latency", seq_len=length)
-        fits[length] = 1e3 * latency / (latency.index * length)  # us per token
-    length = max(fits, key=lambda one: fits[one].max() / fits[one].min())
-    tokens = fits[length]
-    low, high = tokens.idxmin(), tokens.idxmax()
-    return (
-        f"{model}, len {length:g}: a token takes {tokens.max():.3g} us at batch {high:g} and {tokens.min():.3g} us at "
-        f"batch {low:g}; the products run at speeds that differ {tokens.max() / tokens.min():.2f}-fold with their size"
-    )
-
-
 def layers(rows: Rows) -> tuple[pd.DataFrame, dict[str, str], float, float]:
     """Return layer latencies with LoRA, the models that play 7B and 13B, and the lengths for 512 and 2048."""
     frame = pick(rows.figure("10"), metric="layer_latency", system="punica")
@@ -198,30 +139,3 @@ def workloads_cost_the_same(rows: Rows) -> Finding:
     text = f"Distinct {', '.join(f'{v:.3f}' for v in distinct)}; Uniform, Skewed {min(shared):.2f}-{max(shared):.2f}"
     quantities = {"distinct": max(distinct), "shared_largest": max(shared), "shared_smallest": min(shared)}
     return Finding(quantities, f"{text} ({', '.join(models.values())}, len {short:g}, {long:g})")
-
-
-@why("C22", at_long=False)
-@why("C23", at_long=True)
-def parts_of_a_layer(rows: Rows, at_long: bool) -> str:
-    frame, models, short, long = layers(rows)
-    role = "7B" if "7B" in models else next(iter(models))
-    cells = pick(frame, model=models[role], workload="Distinct")
-    curves = [curve(cells, "layer_latency", seq_len=length) for length in (short, long)]
-    return f"{models[role]}, Distinct: {_parts(*curves, (short, long), at_long)}"
-
-
-@why("C24")
-def workloads_show(rows: Rows) -> str:
-    frame, models, short, long = layers(rows)
-    furthest = []
-    for model in models.values():
-        for length in sorted({short, long}):
-            latency = curve(pick(frame, model=model, seq_len=length, batch_size=LAST), "layer_latency", over="workload")
-            for name in PAPER_WORKLOADS[:3]:
-                extra = float(latency[name] - latency["Identical"])
-                furthest.append((abs(extra / latency["Identical"]), name, model, length, extra))
-    share, name, model, length, extra = max(furthest)
-    return (
-        f"{model}, len {length:g}: {name} takes {extra:+.3g} us beside Identical at batch 32 ({100 * share:.0f} %); "
-        f"seven projections make that {extra / 7:.3g} us for the further adapters of each"
-    )

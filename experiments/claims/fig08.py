@@ -3,13 +3,12 @@
 The shapes are the paper's, at every scale that is judged.
 """
 
-import itertools
 
 import numpy as np
 import pandas as pd
 
-from experiments.claims.fig07 import SHARED, latency_of, roof_of
-from experiments.claims.finding import SIMULATED, Finding, claim, why
+from experiments.claims.fig07 import SHARED, latency_of
+from experiments.claims.finding import SIMULATED, Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, curve, numbers, pick, ratio, smallest_step
 from experiments.facts.models import SECONDS
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
@@ -17,10 +16,6 @@ from punica.workload.popularity import PAPER_WORKLOADS, popularity
 README = "README"
 BACKBONE = "backbone X@W"
 RANK = 16
-SHAPES = {"8": (4096, 11008), "9": (4096, 4096), README: (4096, 11008)}
-"""Figure -> input and output width of the projection that the operator is added to."""
-BOUND_BY_BYTES = 0.4
-"""Share of a latency from which its bytes set it."""
 ORDER = ("Distinct", "Skewed", "Uniform", "Identical")
 """Workloads from the most adapters to the fewest."""
 
@@ -219,167 +214,3 @@ def lora_stays_below_backbone(rows: Rows) -> Finding:
     last = at(share, 64)
     text = f"{last:.2f} at bs64; largest {share.max():.2f} (bs {share.idxmax():g})"
     return Finding({"batch_64": last, "largest": float(share.max())}, text)
-
-
-def moved_bytes(figure: str, workload: str, size: int, rank: int, element: int) -> float:
-    """Bytes that shrink and expand must move for ``size`` rows: adapters once, x and y once."""
-    h1, h2 = SHAPES[figure]
-    adapters = popularity(workload).number_of_adapters(size)
-    return element * (adapters * rank * (h1 + h2) + size * (h1 + 2 * h2))
-
-
-def _stream_us(rows: Rows, figure: str, workload: str, size: int, rank: int = RANK) -> float:
-    """Microseconds that the bytes of ``size`` rows take at the roof."""
-    roof = roof_of(rows)
-    return 1e6 * moved_bytes(figure, workload, size, rank, roof.element) / roof.bandwidth
-
-
-@why("C09", workload="Distinct")
-@why("C11", workload="Identical")
-def growth(rows: Rows, workload: str, figure: str = "8", rank: int = RANK) -> str:
-    roof, latency = roof_of(rows), latency_of(rows, "SGMV", workload, figure, rank)
-    first, last = at(latency, 1), at(latency, 64)
-    streams = [_stream_us(rows, figure, workload, n, rank) for n in (1, 64)]
-    share = streams[1] / last
-    cause = "bytes set the growth" if share >= BOUND_BY_BYTES else "work per row sets it, not bytes"
-    return (
-        f"{workload}, rank {rank}: beyond its bytes batch 1 takes {max(0.0, first - streams[0]):.3g} of {first:.3g} "
-        f"us, the floor under which growth would hide; the bytes of batch 64 take {streams[1]:.3g} of {last:.3g} us at "
-        f"{roof.bandwidth / 1e9:.4g} GB/s ({100 * share:.0f} %): {cause}"
-    )
-
-
-@why("C10")
-def shared_growth(rows: Rows) -> str:
-    return growth(rows, max(("Uniform", "Skewed"), key=lambda name: ratio(latency_of(rows, "SGMV", name), 64, 1)))
-
-
-@why("C21")
-def growth_at_a_rank(rows: Rows) -> str:
-    ranks = _ranks(pick(rows.figure("9"), system="SGMV"))
-    cells = [(workload, rank) for workload in SHARED for rank in ranks]
-    workload, rank = max(cells, key=lambda cell: ratio(latency_of(rows, "SGMV", cell[0], "9", cell[1]), 64, 1))
-    return growth(rows, workload, "9", rank)
-
-
-def _closest(rows: Rows, system: str, workloads: tuple[str, ...]) -> tuple[str, int]:
-    """Workload and batch size at which ``system`` comes closest to SGMV."""
-    cells = {name: (latency_of(rows, system, name) / latency_of(rows, "SGMV", name)).dropna() for name in workloads}
-    workload = min(cells, key=lambda name: cells[name].min())
-    return workload, int(cells[workload].idxmin())
-
-
-@why("C12")
-def gathering_is_cheap(rows: Rows) -> str:
-    workload, size = _closest(rows, "Gather-BMM", PAPER_WORKLOADS)
-    whole, bmm, sgmv = (at(latency_of(rows, name, workload), size) for name in ("Gather-BMM", "BMM", "SGMV"))
-    gathering = max(0.0, 1 - bmm / whole)
-    return (
-        f"{workload}, batch {size}: gathering is {100 * gathering:.0f} % of Gather-BMM's {whole:.3g} us, and "
-        f"BMM without it takes {bmm / sgmv:.2f}x SGMV's {sgmv:.3g} us; with no launches to save, that copy is what is "
-        "saved"
-    )
-
-
-@why("C13")
-def looping_is_cheap(rows: Rows) -> str:
-    workload, size = _closest(rows, "Loop", PAPER_WORKLOADS)
-    loop, sgmv = (at(latency_of(rows, name, workload), size) for name in ("Loop", "SGMV"))
-    adapters = popularity(workload).number_of_adapters(size)
-    stream = _stream_us(rows, "8", workload, size)
-    turns = f"its {adapters} turns each cost" if adapters > 1 else "its one turn costs"
-    than = "more" if loop >= sgmv else "less"
-    return (
-        f"{workload}, batch {size}: Loop takes {loop:.3g} us, {loop / sgmv:.3g} times SGMV's {sgmv:.3g} us, so {turns} "
-        f"{abs(loop - sgmv) / adapters:.3g} us {than} than with SGMV; the bytes alone take {stream:.3g} us, which both "
-        "pay"
-    )
-
-
-@why("C14")
-def loop_sees_rows(rows: Rows) -> str:
-    latency = latency_of(rows, "Loop", "Identical")
-    last = int(latency.idxmax())
-    stream = [_stream_us(rows, "8", "Identical", n) for n in (1, last)]
-    return (
-        f"with one adapter Loop grows from {at(latency, 1):.3g} us (batch 1; {stream[0]:.3g} us of bytes) to "
-        f"{at(latency, last):.3g} us (batch {last}; {stream[1]:.3g} us of bytes): its turns cost their rows, not only "
-        "a fixed launch"
-    )
-
-
-@why("C15")
-def bmm_sees_the_workload(rows: Rows) -> str:
-    table = pd.DataFrame({name: latency_of(rows, "BMM", name) for name in PAPER_WORKLOADS}).dropna()
-    size = (table.max(axis=1) / table.min(axis=1)).idxmax()
-    slow, fast = table.loc[size].idxmax(), table.loc[size].idxmin()
-    return (
-        f"batch {size:g}: {slow} takes {table.loc[size, slow]:.3g} us and {fast} {table.loc[size, fast]:.3g} us for "
-        f"the same {int(size)} copies and FLOP, so the {table.loc[size, slow] / table.loc[size, fast] - 1:.0%} are of "
-        "the measurement or of caches that hold copies of fewer adapters"
-    )
-
-
-@why("C16")
-def copies_are_most_bytes(rows: Rows) -> str:
-    table = _gather_bmm(rows)
-    falls = {(size, a, b): row[a] / row[b] for size, row in table.iterrows() for a, b in itertools.pairwise(ORDER)}
-    size, before, after = min(falls, key=lambda key: falls[key])
-    counts = [popularity(name).number_of_adapters(int(size)) for name in (before, after)]
-    moved = [number + 2 * int(size) for number in counts]  # weights once; a copy per row, written and read
-    return (
-        f"batch {size:g}: {before} reads {counts[0]} adapters and {after} {counts[1]}, but copies for {size:g} rows "
-        f"are written and read in both, so the bytes differ by {100 * abs(moved[0] / moved[1] - 1):.0f} %; measured "
-        f"{table.loc[size, before]:.4g} and {table.loc[size, after]:.4g} us: {after} takes "
-        f"{1 / falls[size, before, after]:.3g} times as long as {before}"
-    )
-
-
-@why("C17")
-def bmm_is_as_fast(rows: Rows) -> str:
-    _, size = _closest(rows, "BMM", ("Identical",))
-    bmm, sgmv = (at(latency_of(rows, name, "Identical"), size) for name in ("BMM", "SGMV"))
-    stream = _stream_us(rows, "8", "Identical", size)
-    return (
-        f"batch {size}: BMM takes {bmm:.4g} us and SGMV {sgmv:.4g} us, of which {stream:.3g} us are bytes; {size} "
-        "copies of one adapter cost BMM little, and SGMV has no launch to save"
-    )
-
-
-@why("C19", size=1)
-@why("C20", size=64)
-def line_through_ranks(rows: Rows, size: int) -> str:
-    ranks = _ranks(pick(rows.figure("9"), system="SGMV", workload="Distinct"))
-    latency = [at(latency_of(rows, "SGMV", "Distinct", "9", rank), size) for rank in ranks]
-    slope, fixed = np.polyfit(ranks, latency, 1)
-    stream = _stream_us(rows, "9", "Distinct", size, ranks[-1])
-    return (
-        f"at batch {size} a line through the ranks is {max(0.0, fixed):.3g} us + {slope:.3g} us per rank: what does "
-        f"not depend on the rank is {100 * max(0.0, min(1.0, fixed / latency[0])):.0f} % of rank {ranks[0]}; at rank "
-        f"{ranks[-1]} bytes take {stream:.3g} of {latency[-1]:.3g} us ({100 * stream / latency[-1]:.0f} %)"
-    )
-
-
-@why("C51")
-def projection_is_not_free_to_batch(rows: Rows) -> str:
-    latency, roof = curve(rows.figure(README), "latency", system=BACKBONE), roof_of(rows)
-    h1, h2 = SHAPES[README]
-    sides = [roof.side(2.0 * n * h1 * h2, roof.element * (h1 * h2 + n * (h1 + h2))) for n in (1, 64)]
-    ridge = roof.peak / roof.bandwidth
-    return (
-        f"the ridge of this machine is at {ridge:.3g} FLOP/byte: X@W at batch 1 is {sides[0]}, at batch 64 {sides[1]}, "
-        f"and takes {at(latency, 1):.4g} and {at(latency, 64):.4g} us"
-    )
-
-
-@why("C52")
-def add_on_is_not_small(rows: Rows) -> str:
-    frame, roof = rows.figure(README), roof_of(rows)
-    sgmv, base = curve(frame, "latency", system="SGMV", workload="Skewed"), curve(frame, "latency", system=BACKBONE)
-    size = int((sgmv / base).dropna().idxmax())
-    h1, h2 = SHAPES[README]
-    moved = moved_bytes(README, "Skewed", size, RANK, roof.element) / (roof.element * h1 * h2)
-    return (
-        f"batch {size}: the add-on moves {100 * moved:.0f} % of the projection's bytes and takes {at(sgmv, size):.3g} "
-        f"us beside {at(base, size):.3g} us"
-    )

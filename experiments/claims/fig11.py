@@ -3,12 +3,11 @@
 Throughput is tokens per step over time per step, so a ratio of throughputs splits into those two.
 """
 
-import itertools
 
 import pandas as pd
 
 from experiments.claims.fig01 import LAST, layers
-from experiments.claims.finding import Finding, claim, why
+from experiments.claims.finding import Finding, claim
 from experiments.claims.rows import NotMeasured, NotTestable, Rows, at, curve, model_for, pick, smallest_step
 from experiments.facts.models import MODELS
 from experiments.facts.systems import baselines, name_of
@@ -269,131 +268,3 @@ def lora_adds_two_milliseconds(rows: Rows) -> Finding:
         said[0] += f" ({quantities['extra_ms']:.2f} ms)"
     text = f"{', '.join(said)} of the step ({cell.model})"
     return Finding(quantities, text, models=(cell.model,))
-
-
-def split(cell: Serving, fast: tuple[str, str], slow: tuple[str, str]) -> str:
-    """Split the ratio of two throughputs, each of a (system, workload), into tokens per step and time per step."""
-    values = [cell.get(*pair) for pair in (fast, slow)]
-    names = [f"{name_of(system)} on {workload}" for system, workload in (fast, slow)]
-    text = f"{names[0]} {values[0]:.4g}, {names[1]} {values[1]:.4g} token/s ({values[0] / values[1]:.3g}x)"
-    steps = [cell.known(*pair, "step_latency") for pair in (fast, slow)]
-    if None in steps:
-        return text
-    tokens = [value * float(step or 0) / 1e3 for value, step in zip(values, steps, strict=True)]
-    return (
-        f"{text}: {tokens[0]:.3g} and {tokens[1]:.3g} tokens per step ({tokens[0] / tokens[1]:.3g}x), in steps of "
-        f"{steps[0]:.3g} and {steps[1]:.3g} ms ({float(steps[1] or 0) / float(steps[0] or 1):.3g}x)"
-    )
-
-
-@why("C26", role="7B")
-@why("C27", role="13B")
-@why("C38", role="70B")
-def popularity_shows(rows: Rows, role: str) -> str:
-    cell = Serving(rows, role)
-    speed = {name: cell.get(PUNICA, name) for name in PAPER_WORKLOADS}
-    fast, slow = max(speed, key=lambda name: speed[name]), min(speed, key=lambda name: speed[name])
-    return split(cell, (PUNICA, fast), (PUNICA, slow)) + _model_share(cell, fast, slow)
-
-
-def _model_share(cell: Serving, fast: str, slow: str) -> str:
-    """Name the model's own part of the difference between two workloads' steps."""
-    whole = [cell.known(PUNICA, name, "step_latency") for name in (fast, slow)]
-    inside = [_model_ms(cell, name) for name in (fast, slow)]
-    if None in (*whole, *inside):
-        return ""
-    of_model, of_step = (float(pair[1] or 0) - float(pair[0] or 0) for pair in (inside, whole))
-    return f"; the model's own time makes {of_model:.3g} of the {of_step:.3g} ms between them"
-
-
-def _model_ms(cell: Serving, workload: str) -> float | None:
-    """Return the model's milliseconds of a step of Punica: a row, or its time over its steps; None when unknown."""
-    if (found := cell.known(PUNICA, workload, "model_step_latency")) is not None:
-        return found
-    seconds, steps = (cell.known(PUNICA, workload, metric) for metric in ("model_time", "steps"))
-    return None if seconds is None or steps is None else 1e3 * seconds / steps
-
-
-@why("C28")
-def mixing_costs(rows: Rows) -> str:
-    cell = min(serving(rows, ("7B", "13B", "70B")), key=lambda one: one.collapse(PUNICA))
-    return split(cell, (PUNICA, "Identical"), (PUNICA, "Distinct")) + _model_share(cell, "Identical", "Distinct")
-
-
-@why("C29")
-def gain_on_distinct(rows: Rows) -> str:
-    cell = Serving(rows, "7B")
-    return split(cell, (PUNICA, "Distinct"), (cell.fastest_baseline("Distinct"), "Distinct"))
-
-
-@why("C30")
-def gains_out_of_order(rows: Rows) -> str:
-    gains, _ = mixed_gains(rows)
-    pairs = [(cell, a, b) for cell in gains for a, b in itertools.pairwise(MIXED)]
-    cell, before, after = min(pairs, key=lambda pair: gains[pair[0]][pair[1]] / gains[pair[0]][pair[2]])
-    change = [cell.get(PUNICA, after) / cell.get(PUNICA, before) - 1]
-    change.append(cell.best_baseline(after) / cell.best_baseline(before) - 1)
-    return (
-        f"{cell.model}: the gain is {gains[cell][before]:.3g} on {before} and {gains[cell][after]:.3g} on "
-        f"{after}, as Punica changes by {100 * change[0]:+.1f} % and the best baseline by {100 * change[1]:+.1f} % "
-        f"between them; the smallest gain is {min(gain for one in gains.values() for gain in one.values()):.3g}"
-    )
-
-
-@why("C31")
-def backbone_is_not_slightly_faster(rows: Rows) -> str:
-    cell = max(
-        serving(rows, ("7B", "13B", "70B")),
-        key=lambda one: abs(one.get(CONTINUOUS, "Identical") / one.get(PUNICA, "Identical") - 1),
-    )
-    return split(cell, (CONTINUOUS, "Identical"), (PUNICA, "Identical"))
-
-
-@why("C32")
-def order_fails(rows: Rows) -> str:
-    cell = serving(rows, ("7B", "13B"))[0]
-    order = [CONTINUOUS, PUNICA, STATIC, HF]
-    pairs = itertools.pairwise(order)
-    before, after = min(pairs, key=lambda pair: cell.get(pair[0], "Identical") / cell.get(pair[1], "Identical"))
-    return split(cell, (before, "Identical"), (after, "Identical"))
-
-
-@why("C33")
-@why("C39")
-def baseline_does_not_collapse(rows: Rows) -> str:
-    cell = max(serving(rows, ("7B", "13B", "70B")), key=lambda one: one.collapse(CONTINUOUS))
-    return split(cell, (CONTINUOUS, "Identical"), (CONTINUOUS, "Distinct"))
-
-
-@why("C34")
-def baseline_gains(rows: Rows) -> str:
-    cell = Serving(rows, "7B")
-    batches = [cell.known(CONTINUOUS, name, "mean_batch_size") for name in MIXED]
-    if any(batch is None for batch in batches):
-        return split(cell, (CONTINUOUS, "Skewed"), (CONTINUOUS, "Distinct"))
-    distinct, uniform, skewed = (float(batch or 0) for batch in batches)
-    speed = [cell.get(CONTINUOUS, name) / cell.get(CONTINUOUS, "Distinct") for name in MIXED[1:]]
-    return (
-        f"mean batches of {distinct:.3g}, {uniform:.3g} and {skewed:.3g} (Distinct, Uniform, Skewed) would give "
-        f"{uniform / distinct:.3g} and {skewed / distinct:.3g} if steps cost the same; measured {speed[0]:.3g} and "
-        f"{speed[1]:.3g}, so steps cost {uniform / distinct / speed[0]:.3g}x and {skewed / distinct / speed[1]:.3g}x"
-    )
-
-
-@why("C37", role="7B", slow=STATIC)
-@why("C40", role="70B", slow=PUNICA)
-@why("C41", role="7B", slow=PUNICA)
-def against_continuous_batching(rows: Rows, role: str, slow: str) -> str:
-    return split(Serving(rows, role), (CONTINUOUS, "Identical"), (slow, "Identical"))
-
-
-@why("C25")
-def layers_are_not_the_step(rows: Rows) -> str:
-    frame, _, short, long = layers(rows)
-    ends = _layers_ms(frame, short, long)
-    step = Serving(rows, "7B").step_ms() or 0.0
-    beside = step - ends[1] if step > ends[1] else step - ends[0]
-    return (
-        f"{LAYERS_7B} layers take {ends[0]:.3g} to {ends[1]:.3g} ms and a step {step:.3g} ms: {beside:+.3g} ms are "
-        "head, sampling, scheduling and steps below 32 rows"
-    )

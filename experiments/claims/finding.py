@@ -2,7 +2,7 @@
 
 Every claim of ``paper_results/claims.csv`` has one function, registered under its id with `@claim("C09")`, which
 computes *our* value from rows and knows no bound: bounds are data (``paper_results/claim_bounds.csv``). A second one,
-registered with `@why("C09")`, says in a sentence computed from rows why our value differs.
+registered with `@why("C46")`, says in a sentence computed from rows why our value differs, where no time is at stake.
 
 An interval is the span of a claim's function over the repeats that are spread in time; without repeats it is unknown.
 """
@@ -51,7 +51,7 @@ def claim(id: str, **chosen: Any) -> Callable[[Callable[..., Finding]], Callable
 
 
 def why(id: str, **chosen: Any) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """Register a function, called with ``chosen``, as the reason why our value of claim ``id`` differs."""
+    """Register a function, called with ``chosen``, as the reason why our value of a claim without a cost differs."""
     return _stored(WHYS, id, chosen)
 
 

@@ -9,7 +9,10 @@ from typing import Any
 import pandas as pd
 
 from experiments.claims.bounds import Bound, Interval, Outcome, described, missed_bounds, outcome_of, read_bounds
-from experiments.claims.finding import CLAIMS, SIMULATED, WHYS, Finding, intervals, rests_on
+from experiments.claims.costs import COSTS
+from experiments.claims.costs.explain import Explanation, explain, predicted
+from experiments.claims.evidence import Evidence
+from experiments.claims.finding import CLAIMS, MEASURED, SIMULATED, WHYS, Finding, intervals, rests_on
 from experiments.claims.rows import NotMeasured, NotTestable, NoVerdict, Rows
 from experiments.facts.models import MODELS, STAND_INS
 from experiments.facts.paper import Statement, read_claims
@@ -18,17 +21,20 @@ from experiments.harness.schema import model_conf
 from punica.measure.records import COLUMNS
 
 REPRODUCED, SHAPE, NOISE, DIFFERS = "reproduced", "shape holds", "within noise", "differs"
+EXPLAINED = "explained"
 ARITHMETIC = "holds by arithmetic"
 SIMULATED_TOO, SIMULATED_SHAPE = "reproduced in simulation", "shape holds in simulation"
 NOT_MEASURED, NOT_TESTABLE = "not measured here", "not testable on this hardware"
 NOT_IMPLEMENTED = "not implemented"
-DECIDED = (REPRODUCED, SHAPE, DIFFERS)
+DECIDED = (REPRODUCED, SHAPE, EXPLAINED, DIFFERS)
 JUDGED = (*DECIDED, NOISE)
 """Verdicts on measurements."""
 VERDICTS = (
-    REPRODUCED, SHAPE, NOISE, DIFFERS, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE, NOT_MEASURED, NOT_TESTABLE,
-    NOT_IMPLEMENTED,
+    REPRODUCED, SHAPE, EXPLAINED, NOISE, DIFFERS, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE, NOT_MEASURED,
+    NOT_TESTABLE, NOT_IMPLEMENTED,
 )  # fmt: skip
+EDGE = 0.02
+"""Relative distance from a bound below which a verdict says that it is at the edge."""
 MEASURED_IN = {"abstract": "11", "text 7.2": "11", "README": "README backbone-vs-sgmv"}
 """Place in the paper that is no figure of ours -> the figure whose rows answer it."""
 ROLES = {"C27": "13B", "C38": "70B", "C39": "70B", "C40": "70B"}
@@ -41,7 +47,9 @@ class Verdict:
 
     Attributes:
         quantities: numbers that the bounds apply to. `interval`: those of them whose interval is known.
-        why: what makes our value differ; of a simulation whose shape alone holds, what it misses.
+        why: what makes our value differ, by the claim's cost here and on an A100; of a simulation whose shape alone
+            holds, what it misses. `remark`: bounds close by, or missed by the median of a value within noise.
+        clock: clock of an operator's rows. `other_clock`: verdict and value by the other one.
         disturbed: it rests on disturbed points. `once`: on points measured once, whose interval is unknown.
         reason: what was missing. `command`: what would measure it.
         older_source: the claim's figures whose rows other code than today's measured.
@@ -57,6 +65,9 @@ class Verdict:
     shape_tested: str = ""
     verdict: str = ""
     why: str = ""
+    remark: str = ""
+    clock: str = ""
+    other_clock: str = ""
     reason: str = ""
     command: str = ""
     quantities: str = ""
@@ -80,28 +91,42 @@ def judge(rows: pd.DataFrame, folder: str | Path) -> list[Verdict]:
     machines = sorted(set(rows["hardware"]))
     if len(machines) > 1:
         raise ValueError(f"rows of {', '.join(machines)} are mixed; judge one hardware at a time")
-    bounds = read_bounds(folder)
-    chosen = Rows(rows)
-    hardware = machines[0] if machines else ""
-    return [judge_claim(statement, bounds.get(statement.id), chosen, hardware) for statement in read_claims(folder)]
+    bounds, evidence = read_bounds(folder), Evidence(rows, folder)
+    return [judge_claim(statement, bounds.get(statement.id), evidence) for statement in read_claims(folder)]
 
 
-def judge_claim(statement: Statement, bounds: dict[str, list[Bound]] | None, rows: Rows, hardware: str) -> Verdict:
-    """Judge one claim; ``bounds``: by test (`read_bounds`), None when it has none yet."""
+def judge_claim(statement: Statement, bounds: dict[str, list[Bound]] | None, evidence: Evidence) -> Verdict:
+    """Judge one claim by the clock that decides it; ``bounds``: by test (`read_bounds`), None when it has none yet."""
+    clock, other = evidence.clock(statement.id), evidence.other_clock(statement.id)
+    verdict = _by_clock(statement, bounds, evidence, clock)
+    if not other or verdict.kind != MEASURED or evidence.rows(other) is evidence.rows(clock):
+        return verdict
+    beside = _by_clock(statement, bounds, evidence, other)
+    if beside.clock == verdict.clock:
+        return verdict
+    return replace(verdict, other_clock=f"by {beside.clock}: {beside.verdict}, {beside.our_value}")
+
+
+def _by_clock(
+    statement: Statement, bounds: dict[str, list[Bound]] | None, evidence: Evidence, clock: str
+) -> Verdict:
+    rows, hardware = evidence.rows(clock), evidence.hardware
     open_claim = Verdict(
         statement.id, statement.statement, statement.figure, statement.expected_value, unit=statement.unit,
         relation_tested=described(bounds["relation"]) if bounds else "",
         shape_tested=described(bounds["shape"]) if bounds else "", hardware=hardware,
         older_source=", ".join(rows.older(statement.figure.split(", "))),
     )  # fmt: skip
+    rows.asked.clear()
     try:
         if bounds is None or statement.id not in CLAIMS:
             raise NotMeasured(f"nothing here computes {_place(statement.figure)}")
-        rows.asked.clear()
         finding = CLAIMS[statement.id](rows)
     except NoVerdict as reason:
         return replace(open_claim, **_unjudged(statement, hardware, reason))
-    return replace(open_claim, **_judged(statement, bounds, finding, rows, hardware))
+    timers = {timer for figure in rows.asked for timer in rows.timers(figure)} if clock else set()
+    judged = _judged(statement, bounds, finding, evidence, clock)
+    return replace(open_claim, clock=", ".join(sorted(timers)), **judged)
 
 
 def _unjudged(statement: Statement, hardware: str, reason: NoVerdict) -> dict[str, Any]:
@@ -116,8 +141,9 @@ def _unjudged(statement: Statement, hardware: str, reason: NoVerdict) -> dict[st
 
 
 def _judged(
-    statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, rows: Rows, hardware: str
+    statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, evidence: Evidence, clock: str
 ) -> dict[str, Any]:
+    rows, hardware = evidence.rows(clock), evidence.hardware
     function, figures = CLAIMS[statement.id], set(rows.asked)
     known: dict[str, Interval] = {}
     disturbed = once = False
@@ -131,11 +157,19 @@ def _judged(
     if finding.kind == SIMULATED and verdict in (REPRODUCED, SHAPE):
         exact = SIMULATED_TOO if verdict == REPRODUCED else SIMULATED_SHAPE
         verdict = exact if finding.cost_model else ARITHMETIC
+    counting = {test: [one for one in all_ if one.counts(hardware, finding.models)] for test, all_ in bounds.items()}
+    try:
+        cost = _cost(statement.id, verdict, finding, counting, evidence, clock, figures)
+    except NotTestable as reason:
+        return {"verdict": NOT_TESTABLE, "reason": f"{reason}; measured {finding.text}"}
+    if cost and cost.holds and verdict == DIFFERS:
+        verdict = EXPLAINED
     unmeasured = verdict == NOT_MEASURED
     return {
         "our_value": finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
         "verdict": verdict,
-        "why": _said(verdict, statement, bounds, finding, rows, hardware),
+        "why": cost.text if cost else _said(verdict, statement, counting, finding, rows),
+        "remark": _remark(verdict, counting, finding, known),
         "reason": _missing(bounds["shape"], finding) if unmeasured else "",
         "command": command(statement, hardware) if unmeasured else "",
         "quantities": "; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),
@@ -146,21 +180,55 @@ def _judged(
     }
 
 
+def _cost(
+    id: str, verdict: str, finding: Finding, bounds: Mapping[str, list[Bound]], evidence: Evidence, clock: str,
+    figures: set[str],
+) -> Explanation | None:  # fmt: skip
+    """Return the cost of a claim that differs or is within noise, by the clock that timed its rows; NotTestable where
+    its cost needs another machine.
+    """
+    timed = {timer for figure in figures for timer in evidence.rows(clock).timers(figure)}
+    machine = evidence.machine(timed.pop() if clock and len(timed) == 1 else clock)
+    missed = verdict == DIFFERS or (verdict == NOISE and missed_bounds(bounds["shape"], finding.quantities))
+    if id not in COSTS or finding.kind == SIMULATED or (machine.launches and not missed):
+        return None
+    try:
+        here = predicted(id, evidence.rows(clock), machine)
+    except NotMeasured as missing:
+        return Explanation(f"no cost of this machine ({missing})", False) if verdict == DIFFERS else None
+    return explain(id, finding.quantities, here, bounds, evidence.folder) if missed else None
+
+
 def _said(
-    verdict: str, statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, rows: Rows, hardware: str
+    verdict: str, statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, rows: Rows
 ) -> str:
-    """Say why it differs; of a simulation whose shape alone holds also which bounds it misses."""
+    """Say why a claim without a cost differs; of a simulation whose shape alone holds also which bounds it misses."""
     if verdict == SIMULATED_SHAPE:
-        missed = missed_bounds(bounds["relation"], finding.quantities, hardware, finding.models)
+        missed = missed_bounds(bounds["relation"], finding.quantities)
         return "; ".join(part for part in (missed, _why(statement, rows)) if part)
     return _why(statement, rows) if verdict == DIFFERS else ""
 
 
+def _remark(
+    verdict: str, bounds: Mapping[str, list[Bound]], finding: Finding, known: Mapping[str, Interval]
+) -> str:
+    """Say what the median of a value within noise misses; of a value without an interval, which bounds are close by."""
+    if finding.kind == SIMULATED:
+        return ""
+    if verdict == NOISE:
+        missed = [missed_bounds(bounds[test], finding.quantities) for test in ("shape", "relation")]
+        return "; ".join(f"the median: {one}" for one in dict.fromkeys(missed) if one) or "the median meets all bounds"
+    close = dict.fromkeys(
+        f"{one.quantity} is {value:.4g}, {100 * gap:.1f} % from its bound {one}"
+        for one in (*bounds["relation"], *bounds["shape"])
+        if one.quantity not in known
+        if (value := finding.quantities.get(one.quantity)) is not None and (gap := one.distance(value)) <= EDGE
+    )
+    return f"at the edge: {'; '.join(close)}" if close else ""
+
+
 def _why(statement: Statement, rows: Rows) -> str:
-    try:
-        return WHYS[statement.id](rows) if statement.id in WHYS else "the arithmetic does not come out"
-    except NoVerdict as missing:
-        return f"these rows do not say ({missing})"
+    return WHYS[statement.id](rows) if statement.id in WHYS else "the arithmetic does not come out"
 
 
 def decide(relation: Outcome, shape: Outcome) -> str:

@@ -4,12 +4,13 @@ A folder of rows can hold several scales, timers and statistics of one point. A 
 
 * central statistics (median, single value, count), no rows of ``scale=smoke``;
 * per figure the largest scale present (paper, gpu, laptop);
-* per figure and metric one timer, as in the figures: the first of `punica.measure.records.TIMERS` present;
+* per figure and metric one timer: the claim's (``paper_results/claim_clocks.csv``), else the first present of
+  `punica.measure.records.TIMERS`;
 * of repeats the median of the undisturbed ones, of all where none was quiet. `Rows.repeats` yields the same ones.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,12 +38,15 @@ class NotTestable(NoVerdict):
 
 
 class Rows:
-    """Rows to judge: a frame with the columns of `punica.measure.records`, one number per point."""
+    """Rows to judge: a frame with the columns of `punica.measure.records`, one number per point.
 
-    def __init__(self, frame: pd.DataFrame) -> None:
+    ``clock``: the timer to prefer; empty for the order of `TIMERS`.
+    """
+
+    def __init__(self, frame: pd.DataFrame, clock: str = "") -> None:
         smoke = set(frame.loc[frame["scale"] == "smoke", "figure"])
         older = frame.get("older")
-        chosen = _that_count(_one_row_per_repeat(frame))
+        chosen = _that_count(_one_row_per_repeat(frame, clock))
         self._parts = chosen[chosen["repeat"].notna()]
         self._fill(_one_number_per_point(chosen), smoke)
         self._older = [] if older is None else list(dict.fromkeys(chosen.loc[chosen["older"], "figure"]))
@@ -86,6 +90,19 @@ class Rows:
         values = frame["value"].to_numpy(dtype=float)
         return self._with(frame, np.where(chosen, (1 + by * spread) * values, values)) if chosen.any() else None
 
+    def priced(
+        self, figures: Collection[str], systems: Collection[str], price: Callable[[Any], float | None]
+    ) -> "Rows":
+        """Return the rows of ``systems`` in ``figures`` that ``price`` gives a value, with that value."""
+        frame = self._frame[self._frame["figure"].isin(figures) & self._frame["system"].isin(systems)]
+        values = np.array([price(row) for row in frame[[*_POINT, "unit", "value"]].itertuples()], dtype=float)
+        known = ~np.isnan(values)
+        return self._with(frame[known], values[known])
+
+    def timers(self, figure: str) -> list[str]:
+        """Return the clocks that timed the chosen rows of ``figure``."""
+        return sorted(set(self._figures[figure]["timer"]) - {""}) if figure in self._figures else []
+
     def _with(self, frame: pd.DataFrame, values: np.ndarray) -> "Rows":
         rows = object.__new__(Rows)
         rows._fill(frame.assign(value=values), self._smoke)
@@ -96,7 +113,7 @@ def _one_of(figure: str, names: Sequence[str]) -> bool:
     return any(figure == name or (not name.isdigit() and figure.startswith(name)) for name in names)
 
 
-def _one_row_per_repeat(frame: pd.DataFrame) -> pd.DataFrame:
+def _one_row_per_repeat(frame: pd.DataFrame, clock: str) -> pd.DataFrame:
     frame = frame[frame["statistic"].isin(CENTRAL) & (frame["scale"] != "smoke")]
     text = ["figure", "panel", "system", "workload", "model", "metric", "timer", "scale"]
     frame = frame.assign(**{name: frame[name].fillna("").astype(str) for name in text})
@@ -105,7 +122,7 @@ def _one_row_per_repeat(frame: pd.DataFrame) -> pd.DataFrame:
     # "count" rows of a sampled metric say how often it was measured; the median beside them is the number
     frame = frame[~((frame["statistic"] == "count") & (frame["unit"] == "samples"))]
     frame = _preferred(frame, "scale", SCALES, ["figure"])
-    frame = _preferred(frame, "timer", TIMERS, ["figure", "metric"])
+    frame = _preferred(frame, "timer", [clock, *TIMERS] if clock else TIMERS, ["figure", "metric"])
     return frame.sort_values("date", kind="stable").drop_duplicates([*_POINT, "repeat"], keep="last")
 
 

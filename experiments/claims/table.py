@@ -52,7 +52,8 @@ def _cells(verdict: Verdict, figures: Path, target: Path) -> list[str]:
     ours = verdict.our_value + (" *(simulated)*" if verdict.kind == "simulated" else "")
     interval = f"interval {verdict.interval}" if verdict.interval else ""
     how = f"`{verdict.command}`" if verdict.command else ""
-    ours = "; ".join(part for part in (ours, interval, verdict.reason, how) if part)
+    beside = (interval, verdict.remark, verdict.other_clock, verdict.reason, how)
+    ours = "; ".join(part for part in (ours, *beside) if part)
     tests = [("paper", verdict.relation_tested), ("shape", verdict.shape_tested)]
     tested = "; ".join(f"{name}: {bounds}" for name, bounds in tests if bounds)
     judged = f"**{marked(verdict)}**"

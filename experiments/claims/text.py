@@ -8,7 +8,7 @@ import pandas as pd
 
 from experiments.claims.fig11 import CONTINUOUS, PUNICA, STATIC, Serving
 from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim, why
-from experiments.claims.rows import NotMeasured, NotTestable, Rows, at, curve, model_for, pick
+from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick
 from experiments.facts.models import MODELS, SECONDS
 from experiments.harness.schema import model_conf
 from punica.workload.lengths import released_lengths
@@ -69,16 +69,11 @@ def loading_takes_milliseconds(rows: Rows) -> Finding:
 
 @claim("C43")
 def loading_hides_behind_a_step(rows: Rows) -> Finding:
-    """Load beside a decode step at batch 32, over that step; and the step's increase over a step alone.
-
-    Not testable on a CPU, whose cores both load and compute.
-    """
+    """Load beside a decode step at batch 32, over that step; and the step's increase over a step alone."""
     frame, model = loads(rows)
     beside = overlap(frame)
     load, step = (milliseconds(beside, "overlap", metric) for metric in ("load_time", "step_latency_alone"))
     text = f"{load:.3g} ms / {step:.3g} ms = {load / step:.3f} ({model})"
-    if "cpu" in set(beside["hardware"]):
-        raise NotTestable(f"on a CPU a load runs on the cores of the step, not on a stream of its own; it took {text}")
     quantities = {"load_over_step": load / step}
     try:
         stall = milliseconds(beside, "overlap", "stall")
@@ -86,31 +81,6 @@ def loading_hides_behind_a_step(rows: Rows) -> Finding:
         return Finding(quantities, text)
     quantities["stall_over_step"] = stall / step
     return Finding(quantities, f"{text}; the step beside a load {100 * stall / step:+.1f} %")
-
-
-@why("C42")
-def loading_takes_longer(rows: Rows) -> str:
-    frame, model = loads(rows)
-    load, link = (milliseconds(frame, "model", "load_time", system) for system in (SYSTEM, LINK))
-    bandwidth = float(pick(frame, panel="model", metric="bandwidth", system=LINK)["value"].iloc[0])
-    step = milliseconds(overlap(frame), "overlap", "step_latency_alone")
-    scaled = load * bandwidth / PAPER_LINK
-    return (
-        f"{model}: {100 * min(1.0, link / load):.0f} % of the load is the link's own copy; scaled from {bandwidth:.3g} "
-        f"to the paper's {PAPER_LINK:g} GB/s it is {scaled:.3g} ms beside a step that takes {step:.3g} ms here, and is "
-        f"below 15 % of one of {scaled / 0.15:.3g} ms"
-    )
-
-
-@why("C43")
-def load_is_not_hidden(rows: Rows) -> str:
-    frame, model = loads(rows)
-    beside = overlap(frame)
-    load, step = (milliseconds(beside, "overlap", metric) for metric in ("load_time", "step_latency_alone"))
-    return (
-        f"{model}: a load of {load:.3g} ms beside a step of {BATCH} rows that takes {step:.3g} ms covers "
-        f"{100 * load / step:.0f} % of it; it would be half of a step of {2 * load:.3g} ms"
-    )
 
 
 @claim("C44")
@@ -129,25 +99,10 @@ def norms(rows: Rows) -> tuple[pd.Series, pd.Series]:
 
 @claim("C45")
 def fusing_the_norm(rows: Rows) -> Finding:
-    """Operations one by one, over one kernel, at the rows of a full decode step; not testable on a CPU, where torch
-    norms by the same operations.
-    """
+    """Operations one by one, over one kernel, at the rows of a full decode step."""
     unfused, fused = (at(line, BATCH) for line in norms(rows))
     text = f"{unfused:.3g} us / {fused:.3g} us = {unfused / fused:.1f} for {BATCH} rows"
-    if "cpu" in set(rows.figure(NORM)["hardware"]):
-        raise NotTestable(f"torch norms on a CPU by the same operations, none of them fused: {text}")
     return Finding({"unfused_over_fused": unfused / fused}, text)
-
-
-@why("C45")
-def norm_is_not_all_launches(rows: Rows) -> str:
-    unfused, fused = norms(rows)
-    first = int(min(unfused.index))
-    return (
-        f"{first} row: {at(unfused, first):.3g} us unfused and {at(fused, first):.3g} fused; {BATCH} rows: "
-        f"{at(unfused, BATCH):.3g} and {at(fused, BATCH):.3g}: launches of single operations are not most of the time "
-        "here, or the fused one costs as much as several of them"
-    )
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.facts.systems import by_paper_name
-from punica.measure.records import COLUMNS
+from punica.measure.records import COLUMNS, TIMERS
 
 FIGURE_FILES = {
     "1": "fig01_prefill_decode_latency.csv",
@@ -97,7 +97,58 @@ def as_rows(paper: pd.DataFrame, scale: str = "paper") -> pd.DataFrame:
     )
 
 
+def paper_rows(folder: str | Path) -> pd.DataFrame:
+    """All numbers of the paper that claims compare, in the columns of our rows."""
+    frames = [as_rows(read_figure(folder, figure)) for figure in FIGURE_FILES]
+    return pd.concat([*frames, _text_rows(folder)], ignore_index=True)
+
+
+def _text_rows(folder: str | Path) -> pd.DataFrame:
+    """Sections 5.2 (three times, and 7B's bytes over the link, D03) and 6 (two times without a shape, taken as those of
+    one row and of a full step).
+    """
+    table = pd.read_csv(paper_file(folder, "text_other_numbers.csv"))
+    table = table[table["model"].isna() | (table["model"] == "7B")]
+    said = dict(zip(table["metric"], table["value"], strict=True))
+    size, copied = said["lora_bytes_model_fp16"], said["load_time_at_25GBps"]
+    loads = [
+        ("layer", "punica", "load_time", said["load_one_layer"], "us"),
+        ("model", "punica", "load_time", said["load_one_model"], "ms"),
+        ("model", "punica", "bytes", size, "byte"),
+        ("model", "link", "load_time", copied, "ms"),
+        ("model", "link", "bandwidth", size / copied / 1e6, "GB/s"),
+        ("overlap", "punica", "load_time", said["load_one_model"], "ms"),
+        ("overlap", "punica", "step_latency_alone", said["decode_step"], "ms"),
+    ]
+    norms = table[table["metric"] == "norm_latency"][["system", "value"]].itertuples(index=False)
+    columns = ["panel", "system", "metric", "value", "unit"]
+    section_52 = pd.DataFrame(loads, columns=columns).assign(figure="text 5.2", model="7B", rank=16, workload="")
+    beside = section_52["panel"] == "overlap"
+    section_52.loc[beside, ["workload", "batch_size"]] = ["Distinct", 32]
+    both = [("RMSNorm", system, "norm_latency", us, "us", rows) for system, us in norms for rows in (1, 32)]
+    section_6 = pd.DataFrame(both, columns=[*columns, "batch_size"]).assign(figure="text 6", workload="", model="")
+    found = pd.concat([section_52, section_6], ignore_index=True)
+    fixed = {"hardware": "a100", "kind": "paper", "statistic": "value", "scale": "paper", "timer": ""}
+    return found.assign(**fixed).reindex(columns=COLUMNS)
+
+
 def read_claims(folder: str | Path) -> list[Statement]:
     """The paper's claims, C01 first, as written in ``claims.csv``."""
     with paper_file(folder, "claims.csv").open(newline="", encoding="utf-8") as stream:
         return [Statement(**line) for line in csv.DictReader(stream)]
+
+
+def a100(folder: str | Path) -> dict[str, float]:
+    """Constants of the paper's A100 that its figures do not hold, from ``a100.csv``."""
+    with paper_file(folder, "a100.csv").open(newline="", encoding="utf-8") as stream:
+        return {line["quantity"]: float(line["value"]) for line in csv.DictReader(stream)}
+
+
+def claim_clocks(folder: str | Path) -> dict[str, str]:
+    """Map claims on operators to the clock that decides them, from ``claim_clocks.csv``; ValueError for another one."""
+    path = paper_file(folder, "claim_clocks.csv")
+    with path.open(newline="", encoding="utf-8") as stream:
+        found = {line["claim"]: line["clock"] for line in csv.DictReader(stream)}
+    if unknown := sorted(set(found.values()) - set(TIMERS)):
+        raise ValueError(f"{path}: clock {unknown[0]!r} must be one of {', '.join(TIMERS)}")
+    return found

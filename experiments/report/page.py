@@ -17,6 +17,7 @@ from experiments.claims import Verdict
 from experiments.claims.judge import (
     ARITHMETIC,
     DIFFERS,
+    EXPLAINED,
     REPRODUCED,
     SHAPE,
     SIMULATED_SHAPE,
@@ -36,7 +37,7 @@ PAGE = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
 TONES = {
     "good": (REPRODUCED,), "half": (SHAPE,), "bad": (DIFFERS,),
-    "aside": ("explained", ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE),
+    "aside": (EXPLAINED, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE),
 }  # fmt: skip
 """Class of a badge -> verdicts; `aside` are those that count apart from what measurements reproduce."""
 METHOD = 2

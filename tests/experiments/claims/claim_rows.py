@@ -6,26 +6,25 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.claims.bounds import read_bounds
+from experiments.claims.evidence import Evidence
 from experiments.claims.judge import judge_claim
-from experiments.claims.rows import Rows
-from experiments.facts.paper import FIGURE_FILES, as_rows, read_claims, read_figure
+from experiments.facts import paper as facts
 from punica.measure.records import COLUMNS, Row
 
 PAPER = Path(__file__).parents[3] / "paper_results"
-STATEMENTS = {statement.id: statement for statement in read_claims(PAPER)}
+STATEMENTS = {statement.id: statement for statement in facts.read_claims(PAPER)}
 BOUNDS = read_bounds(PAPER)
 
 
 def verdict_of(rows, id):
     """The verdict on one claim, as `judge` gives it for all."""
-    return judge_claim(STATEMENTS[id], BOUNDS[id], Rows(rows), rows["hardware"].iloc[0])
+    return judge_claim(STATEMENTS[id], BOUNDS[id], Evidence(rows, PAPER))
 
 
 @cache
 def paper_rows():
     """The paper's own numbers as rows of an A100: what any rule must call reproduced. Do not write into it."""
-    frames = [as_rows(read_figure(PAPER, figure)) for figure in FIGURE_FILES]
-    return pd.concat([*frames, section_52(), section_6()], ignore_index=True)
+    return facts.paper_rows(PAPER)
 
 
 def repeated(rows, *factors):
@@ -64,33 +63,6 @@ def serving(**throughput):
 
 def frame(rows):
     return pd.DataFrame([vars(row) for row in rows], columns=list(COLUMNS))
-
-
-def section_52():
-    """Section 5.2 has no figure: its three numbers and the bytes of 7B (D03), as the rows that an experiment gives."""
-    table = pd.read_csv(PAPER / "text_other_numbers.csv")
-    table = table[(table["figure"] == "text section 5.2") & (table["model"].isna() | (table["model"] == "7B"))]
-    said = dict(zip(table["metric"], table["value"], strict=True))
-    size, arithmetic = said["lora_bytes_model_fp16"], said["load_time_at_25GBps"]
-    return frame(
-        [
-            loading("layer", "punica", "load_time", said["load_one_layer"], "us"),
-            loading("model", "punica", "load_time", said["load_one_model"]),
-            loading("model", "punica", "bytes", size, "byte"),
-            loading("model", "link", "load_time", arithmetic),
-            loading("model", "link", "bandwidth", size / arithmetic / 1e6, "GB/s"),
-            loading("overlap", "punica", "load_time", said["load_one_model"]),
-            loading("overlap", "punica", "step_latency_alone", said["decode_step"]),
-        ]
-    )
-
-
-def section_6():
-    """Section 6 names two times and no shape: they are taken as those of a full decode step, and of one row."""
-    fixed = {"figure": "text 6", "panel": "RMSNorm", "metric": "norm_latency", "unit": "us", "kind": "paper"}
-    fixed |= {"hardware": "a100", "workload": "", "model": "", "seq_len": None, "rank": None}
-    said = (("unfused", 110.0), ("fused", 4.0))
-    return frame([Row(system=name, batch_size=rows, value=us, **fixed) for name, us in said for rows in (1, 32)])
 
 
 def loading(panel, system, metric, value, unit="ms", **more):

@@ -6,7 +6,7 @@ from claim_rows import frame, serving, verdict_of
 
 from experiments.claims import CLAIMS, VERDICTS
 
-REPRODUCED, SHAPE, NOISE, DIFFERS, ARITHMETIC, *_ = VERDICTS
+REPRODUCED, SHAPE, EXPLAINED, NOISE, DIFFERS, ARITHMETIC, *_ = VERDICTS
 
 # claim, rows to change (a query), factor -> verdict
 CHANGES = [
@@ -96,6 +96,8 @@ CHANGES = [
 ]
 
 
+MACHINE = ("1", "7", "8", "9", "README backbone-vs-sgmv", "text 5.2")
+"""Figures that tell a machine's speeds."""
 ARITHMETIC_ALONE = {"C05", "C18", "C35", "C44"}
 
 
@@ -110,7 +112,7 @@ def with_mean_batch(rows):
 def test_changed_rows_change_the_verdict(paper_rows, id, query, factor, verdict):
     changed = with_mean_batch(paper_rows)
     if id not in ("C25", "C50"):  # which need two figures
-        changed = changed[changed["figure"].isin({*changed.query(query)["figure"], "7"})]
+        changed = changed[changed["figure"].isin({*changed.query(query)["figure"], *MACHINE})]
     assert verdict_of(changed, id).verdict == REPRODUCED
     hit = changed.query(query).index
     assert len(hit) > 0
@@ -118,7 +120,7 @@ def test_changed_rows_change_the_verdict(paper_rows, id, query, factor, verdict)
     judged = verdict_of(changed, id)
     assert judged.verdict == verdict
     assert bool(judged.why) == (verdict == DIFFERS)
-    assert not judged.why.startswith("these rows do not say")
+    assert "no cost" not in judged.why
 
 
 def test_every_claim_but_arithmetic_can_be_turned_to_differ():

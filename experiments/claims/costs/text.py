@@ -1,0 +1,43 @@
+"""Costs of loading an adapter (section 5.2) and of a norm (section 6)."""
+
+from typing import Any
+
+from experiments.claims.costs.formula import formula
+from experiments.claims.costs.machine import Machine, conf_of
+from experiments.claims.text import LOADING, NORM, RANK
+
+OPERATIONS = 8
+"""Operations of an unfused norm on half-precision rows: two conversions, power, mean, addition, root, two products."""
+
+
+def _size(machine: Machine, row: Any) -> float:
+    """Bytes of an adapter, or of one layer of it."""
+    layers = 1 if row.panel == "layer" else None
+    return machine.element * conf_of(row.model).lora_parameters(RANK, layers)
+
+
+@formula((LOADING,), ("punica", "link"), "load_time")
+def load(machine: Machine, row: Any) -> float:
+    """The adapter's bytes over the link; beside a step it takes a copy engine."""
+    if row.panel == "overlap":
+        machine.copy_engine()
+    return _size(machine, row) / machine.link
+
+
+@formula((LOADING,), ("punica", "link"), "stall")
+def stall(machine: Machine, row: Any) -> float:
+    """The bytes that a load writes, which the step beside it cannot read meanwhile."""
+    machine.copy_engine()
+    return _size(machine, row) / machine.bandwidth
+
+
+@formula((NORM,), ("unfused",), "norm_latency")
+def unfused(machine: Machine, row: Any) -> float:
+    """One launch per operation, on rows that stay in the caches."""
+    return OPERATIONS * machine.kernel(NORM)
+
+
+@formula((NORM,), ("fused",), "norm_latency")
+def fused(machine: Machine, row: Any) -> float:
+    """One launch."""
+    return machine.kernel(NORM)
