@@ -205,6 +205,7 @@ def loading(rows: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
             "layer (us)": cells["layer", "load_time"],
             "model (ms)": cells["model", "load_time"],
             "bandwidth (GB/s)": cells["model", "bandwidth"],
+            "of the link": cells["model", "bandwidth"] / cells["model", "bandwidth"]["link"],
             "host kept busy (ms)": cells["model", "host_time"],
             "step alone (ms)": cells["overlap", "step_latency_alone"],
             "step beside a load (ms)": cells["overlap", "step_latency"],
@@ -224,7 +225,7 @@ def chapter(hardware: str) -> None:
 chapter("h200")
 
 # %% [markdown]
-# On the H200 a model's adapter moves at 0.88 of the link's speed, because it moves as one: packed when it is
+# On the H200 a model's adapter moves near the link's speed (`of the link`), because it moves as one: packed when it is
 # registered, read through the link by one kernel on a stream of its own. Layer by layer, as `set_lora` does it, the
 # same bytes take several times as long, and they stand in the way of the decode step for all of that time. One layer
 # alone takes longer than the paper's 50 µs: most of it is the host's work for one load, whatever its size.

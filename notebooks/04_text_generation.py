@@ -35,11 +35,11 @@ sys.path.insert(
             if (f / "paper_results").is_dir())
 )  # fmt: skip
 from experiments.claims.asked import asked, asked_table
-from experiments.commands.report import read_folder
 from experiments.ext_latency_under_load import EXPERIMENT as LOAD
 from experiments.ext_many_adapters import EXPERIMENT as MANY
 from experiments.facts.systems import baselines, name_of
 from experiments.fig11_textgen import EXPERIMENT as FIG11
+from experiments.report.machines import read_folder
 from notebooks.stored_rows import SideBySide
 
 ROOT = Path(sys.path[0])

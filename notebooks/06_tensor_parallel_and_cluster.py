@@ -43,11 +43,11 @@ from experiments.claims.predictions import (
     residual_table,
     sensitivity,
 )
-from experiments.commands.report import read_folder
 from experiments.ext_cluster_scale import EXPERIMENT as SCALE
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.fig12_textgen_70b import EXPERIMENT as FIG12
 from experiments.fig13_cluster import EXPERIMENT as FIG13
+from experiments.report.machines import read_folder
 from experiments.sec53_migration import EXPERIMENT as SEC53
 from notebooks.stored_rows import SideBySide, StoredRows, how_to_measure
 

@@ -16,10 +16,10 @@ import pandas as pd
 from IPython.display import Image, Markdown
 
 from experiments.claims import counts, judge
-from experiments.commands.report import read_folder, rows_files
 from experiments.harness.experiment import Experiment
 from experiments.plots.draw import draw
 from experiments.plots.frames import centre, described, measured_frame, paper_frame
+from experiments.report.machines import read_folder, rows_files
 
 PAPER = "paper, A100"
 TableOf = Callable[[pd.DataFrame, pd.DataFrame], pd.DataFrame]

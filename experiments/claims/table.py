@@ -1,4 +1,4 @@
-"""The verdict table for people, one column per machine where there are several; and whether a machine was quiet enough.
+"""The verdict table for people, one column per machine where there are several; and what noise cost.
 
 A verdict is decided when no bound is inside an interval. One that rests on disturbed points and on points of a single
 run is not decided: no interval tells what the disturbance did.
@@ -16,8 +16,6 @@ from experiments.claims.rows import markdown
 COLUMNS = ("claim", "statement", "paper", "ours", "tested", "verdict", "why it differs", "figure")
 DISTURBED, ONCE = "\u2020", "\u2021"
 """Marks of a verdict that rests on disturbed points, and on points of a single run."""
-FIT = 0.8
-"""Least share of the verdicts on measurements that are decided."""
 IDLE = 0.05
 """Largest share of disturbed points on an idle machine."""
 _POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "timer", "repeat"]
@@ -38,14 +36,15 @@ def verdict_table(verdicts: Sequence[Verdict], figures: Path, target: Path) -> l
 def machine_table(machines: Mapping[str, Sequence[Verdict]]) -> list[str]:
     """Build lines of Markdown: each claim's verdict on each of ``machines`` (name -> verdicts on the same claims)."""
     claims = zip(*machines.values(), strict=True)
-    lines = [[same[0].id, same[0].statement, *(_marked(verdict) for verdict in same)] for same in claims]
+    lines = [[same[0].id, same[0].statement, *(marked(verdict) for verdict in same)] for same in claims]
     found = [counts(list(verdicts)) for verdicts in machines.values()]
     occurring = [name for name in VERDICTS if any(one[name] for one in found)]
     totals = [["", f"**{name}**", *(str(one[name]) for one in found)] for name in occurring]
     return markdown(("claim", "statement", *machines), [*lines, *totals])
 
 
-def _marked(verdict: Verdict) -> str:
+def marked(verdict: Verdict) -> str:
+    """Return the verdict with its marks."""
     return verdict.verdict + (DISTURBED if verdict.disturbed else "") + (ONCE if verdict.once else "")
 
 
@@ -57,7 +56,7 @@ def _cells(verdict: Verdict, figures: Path, target: Path) -> list[str]:
     ours = "; ".join(part for part in (ours, *beside) if part)
     tests = [("paper", verdict.relation_tested), ("shape", verdict.shape_tested)]
     tested = "; ".join(f"{name}: {bounds}" for name, bounds in tests if bounds)
-    judged = f"**{_marked(verdict)}**"
+    judged = f"**{marked(verdict)}**"
     about = [verdict.id, verdict.statement, verdict.paper_value, ours, tested, judged, verdict.why or "-"]
     return [*about, _links(verdict.figure, figures, target)]
 
@@ -96,8 +95,8 @@ def disturbance(rows: pd.DataFrame) -> str:
 
 
 def certainty(verdicts: Sequence[Verdict]) -> str:
-    """Describe intervals, and whether the machine is fit to decide, in a line; empty when nothing was measured."""
-    measured = [verdict for verdict in verdicts if verdict.verdict in JUDGED and verdict.kind == "measured"]
+    """Describe how many verdicts on measurements are decided, in a line; empty when nothing was measured."""
+    measured = _on_measurements(verdicts)
     if not measured:
         return ""
     once = sum(verdict.once for verdict in measured)
@@ -105,6 +104,17 @@ def certainty(verdicts: Sequence[Verdict]) -> str:
     text = f"Verdicts on measurements: {decided} of {len(measured)} decided"
     if once:
         text += f"; {once} rest on points of a single run ({ONCE}), so they have no interval and cannot be {NOISE}"
-    if decided < FIT * len(measured):
-        text += f". Below {100 * FIT:.0f} %: this machine, as it was, is unfit; leave it idle and measure again"
     return f"{text}."
+
+
+def noise(verdicts: Sequence[Verdict], rows: pd.DataFrame) -> str:
+    """Describe what noise cost, in a line: disturbed points, the verdicts on them, and those within noise."""
+    known, disturbed = disturbed_points(rows)
+    measured = _on_measurements(verdicts)
+    hit, undecided = sum(one.disturbed for one in measured), sum(one.verdict == NOISE for one in measured)
+    share = f"{sum(disturbed.values())} of {known} points were disturbed" if known else "not known of these rows"
+    return f"Noise: {share}; {hit} of {len(measured)} verdicts rest on such, {undecided} are {NOISE}."
+
+
+def _on_measurements(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    return [verdict for verdict in verdicts if verdict.verdict in JUDGED and verdict.kind == "measured"]

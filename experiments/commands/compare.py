@@ -18,10 +18,10 @@ import numpy as np
 import pandas as pd
 from omegaconf import MISSING
 
-from experiments.commands.report import rows_files
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError
 from experiments.plots.frames import distinct, frame_of
+from experiments.report.machines import rows_files
 from punica.measure.records import TIMERS, RowsError, read_rows
 
 KEY = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "statistic"]

@@ -11,7 +11,7 @@ and the exit code says so at the end. The scale is `laptop` on a CPU and `gpu` o
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from omegaconf import DictConfig
 
@@ -46,10 +46,9 @@ def reproduce(cfg: DictConfig) -> int:
     failures |= {name: "; ".join(outcome.failed) for name, outcome in outcomes.items() if outcome.failed}
     changed = [name for name, outcome in outcomes.items() if outcome.measured]
     try:
-        report = _report(cfg, bool(changed))
+        report = _report(cfg, list(outcomes.values()), started)
     except RowsError as error:  # a damaged file of any figure: the figures above are done, the verdicts are not
         report, failures["report"] = "", str(error)
-    _say_what_was_left_out(outcomes.values())
     finish(
         command="reproduce",
         measured=changed,
@@ -71,26 +70,24 @@ def minutes_of(configs: Mapping[str, DictConfig]) -> dict[str, float]:
     return {name: minutes for name, minutes in found.items() if minutes is not None}
 
 
-def _say_what_was_left_out(outcomes: Iterable[Outcome]) -> None:
-    """Print the points that were left out for want of time."""
-    short = [f"{one.experiment} {one.left_out} of {one.points}" for one in outcomes if one.left_out]
-    if short:
-        said = f"left out for want of time: {', '.join(short)}; make reproduce again goes on with them"
-        print(said, file=sys.stderr, flush=True)
+def _report(cfg: DictConfig, outcomes: list[Outcome], started: float) -> str:
+    """Judge the claims when rows changed or no verdict is there yet, and print the end of the run; return the path of
+    the table, or an empty string without rows.
+    """
+    from experiments.commands.report import PAGE, write_fresh
+    from experiments.report.ending import ending
 
-
-def _report(cfg: DictConfig, changed: bool) -> str:
-    """Judge the claims when rows changed or no verdict is there yet; the path of the table, or an empty string."""
     places = folders(cfg)
-    target = places.fresh_rows.parent
-    table = target / "claims.md"
-    if places.fresh_rows.is_dir() and (changed or not table.exists()):
-        from experiments.commands.report import write_report
-
-        recorded = places.recorded_rows.parent
-        report = write_report(places.fresh_rows, target, places.fresh_figures, places.paper, recorded=recorded)
-        print(report.summary("fresh"), file=sys.stderr)
-    return str(table) if table.exists() else ""
+    table = places.fresh_rows.parent / "claims.md"
+    if not places.fresh_rows.is_dir():
+        return ""
+    if any(outcome.measured for outcome in outcomes) or not table.exists():
+        here, others, files = write_fresh(places)
+        minutes = (time.perf_counter() - started) / 60
+        print("\n" + ending(outcomes, minutes, here, others, files), file=sys.stderr, flush=True)
+    else:
+        print(f"nothing new was measured; the report is {table.with_name(PAGE)}", file=sys.stderr, flush=True)
+    return str(table)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
-ROOMS = {"benches", "claims", "cluster", "commands", "facts", "harness", "plots", "systems", "today"}
+ROOMS = {"benches", "claims", "cluster", "commands", "facts", "harness", "plots", "report", "systems", "today"}
 NOT_A_FIGURE = {"__init__", "ext_expert_tables", "ext_operator_tables"}
 
 
@@ -76,10 +76,11 @@ def test_what_measures_and_draws_knows_no_command(room: str) -> None:
     assert not [name for name in found if name.startswith("experiments.commands")]
 
 
-def test_what_measures_knows_neither_plots_nor_claims() -> None:
+def test_what_measures_knows_no_plots_claims_or_reports() -> None:
+    judging = ("experiments.plots", "experiments.claims", "experiments.report")
     for room in ("benches", "cluster", "facts", "systems", "today"):
         for path in (EXPERIMENTS / room).rglob("*.py"):
-            assert not [name for name in imports(path) if name.startswith(("experiments.plots", "experiments.claims"))]
+            assert not [name for name in imports(path) if name.startswith(judging)]
 
 
 def test_the_library_measures_without_knowing_this_paper() -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from fakes import Fake, composed
 
-from experiments.commands.report import read_folder, script_of, write_report
 from experiments.harness import resume, source
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
-from experiments.harness.source import decisive, fingerprint
+from experiments.harness.source import decisive, fingerprint, script_of
+from experiments.report.machines import columns, machine_of, read_folder
+from experiments.report.verdicts import write_claims
 from punica.measure.records import COLUMNS, RowsError, read_rows, write_rows
 
 FILES = {
@@ -141,9 +142,16 @@ def test_files_without_the_column_are_read_as_older_and_not_rewritten(tmp_path):
         read_rows(rows)
 
 
+def judged(rows, target):
+    """Verdicts on the rows in the folder `rows`, written to `target`."""
+    machine = machine_of(rows, target, REPOSITORY / "paper_results")
+    write_claims(machine, target, REPOSITORY / "paper_results", columns([machine]))
+    return machine.verdicts
+
+
 def test_the_report_names_figures_of_older_source_and_keeps_their_verdicts(tmp_path):
-    rows, paper = old_file(tmp_path), REPOSITORY / "paper_results"
-    old = write_report(rows.parent, tmp_path / "old", tmp_path, paper).verdicts
+    rows = old_file(tmp_path)
+    old = judged(rows.parent, tmp_path / "old")
     count = len(read_rows(rows))
     assert (
         f"Rows of older source, to be measured again (make reproduce): {count} of {count} (100.0 %), "
@@ -153,7 +161,7 @@ def test_the_report_names_figures_of_older_source_and_keeps_their_verdicts(tmp_p
     assert {verdict.older_source for verdict in old if verdict.figure == "7"} == {""}
     current = fingerprint(script_of(rows))
     write_rows(rows, [replace(row, source_hash=current) for row in read_rows(rows)])
-    new = write_report(rows.parent, tmp_path / "new", tmp_path, paper).verdicts
+    new = judged(rows.parent, tmp_path / "new")
     assert "older source" not in (tmp_path / "new/claims.md").read_text()
     assert [verdict.verdict for verdict in new] == [verdict.verdict for verdict in old]
 

@@ -1,0 +1,150 @@
+"""Numbers between markers in Markdown files, each filled in by a function of the recorded machines.
+
+A marker is ``<!-- measured:NAME -->`` and ``<!-- /measured -->`` around what the function of that name returns.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from experiments.claims.judge import JUDGED
+from experiments.claims.rows import markdown
+from experiments.claims.table import total
+from experiments.report.findings import Found, find
+from experiments.report.machines import Machine, columns
+from experiments.report.sought import SOUGHT, public_kernels
+from experiments.report.tables import said, with_unit
+
+MARKED = re.compile(r"(<!-- measured:([\w-]+) -->).*?(<!-- /measured -->)", re.DOTALL)
+Machines = Mapping[str, Machine]
+VALUES: dict[str, Callable[[Machines], str]] = {}
+GPU, CPU = "h200", "cpu"
+RAY_HOURS, OTHER = ("ray hour", "ray hour, a runner killed"), "requests_with_other_tokens"
+HIGHLIGHTS = {
+    "ext_operator_tables": ("table A: fastest public kernel / ours, as a layer calls it",
+                            "table A: fastest public kernel / ours, its shrink launched normally",
+                            "table shapes: fastest public kernel / ours, as a layer calls it"),
+    "ext_breakdown": ("decode step, Distinct / without adapters", "decode step, Distinct / its bytes alone"),
+    "ext_determinism": ("operator tables: batch_invariant / default, decode",),
+    "ext_fp8": ("time of a e4m3 adapter / 16 bits, Distinct, rank 16",
+                "time of a e4m3 adapter / 16 bits, Identical, rank 16", "share of greedy tokens changed, e4m3"),
+    "ext_latency_under_load": ("saturation: Punica", "saturation: continuous batching, one adapter"),
+    "ext_many_adapters": ("throughput, 1000 adapters / 32 adapters", "throughput, 16 adapters, 8 slots / 32 adapters"),
+    "ext_moe": ("layer of experts, 32 requests, with adapters / without, qwen3-30b-a3b, Distinct",),
+}  # fmt: skip
+"""Findings on the GPU that the README repeats."""
+
+
+def value(name: str) -> Callable[[Callable[[Machines], str]], Callable[[Machines], str]]:
+    """Register a function that fills the marker ``name``."""
+
+    def store(function: Callable[[Machines], str]) -> Callable[[Machines], str]:
+        VALUES[name] = function
+        return function
+
+    return store
+
+
+def fill(text: str, machines: Machines) -> str:
+    """Return ``text`` with every marker filled. ValueError names a marker that no function fills."""
+
+    def one(match: re.Match[str]) -> str:
+        if match[2] not in VALUES:
+            raise ValueError(f"measured:{match[2]} is filled by no function: choose one of {', '.join(sorted(VALUES))}")
+        try:
+            return match[1] + VALUES[match[2]](machines) + match[3]
+        except KeyError as missing:
+            raise ValueError(f"measured:{match[2]} has no rows for {missing}: record them, or take it out") from missing
+
+    return MARKED.sub(one, text)
+
+
+def write_filled(machines: Sequence[Machine], root: Path) -> list[Path]:
+    """Fill the markers of the Markdown files in ``root`` and ``root/docs``; return those that have some."""
+    known = {machine.name: machine for machine in machines}
+    paths = sorted([*root.glob("*.md"), *root.glob("docs/*.md")])
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    filled = {path: fill(text, known) for path, text in texts.items() if MARKED.search(text)}
+    for path, text in filled.items():
+        path.write_text(text, encoding="utf-8")
+    return list(filled)
+
+
+@value("machines")
+def recorded(machines: Machines) -> str:
+    """Build a table of the verdicts on each machine, under each of its clocks."""
+    lines = [
+        [name, total(verdicts), f"[docs/results-{name.partition(',')[0]}.md](docs/results-{name.partition(',')[0]}.md)"]
+        for name, verdicts in columns(list(machines.values())).items()
+    ]
+    return "\n".join(["\n", *markdown(("recorded on", "verdicts", "results"), lines), "\n"])
+
+
+@value("highlights")
+def highlights(machines: Machines) -> str:
+    """Build a table of `HIGHLIGHTS`."""
+    lines = [[found.what, with_unit(found), _ends(found), f"`{name}`"] for name, found in _highlighted(machines[GPU])]
+    return "\n".join(["\n", *markdown(("on the H200", "measured", "range", "experiment"), lines), "\n"])
+
+
+def _highlighted(machine: Machine) -> list[tuple[str, Found]]:
+    chosen = []
+    for name, wanted in HIGHLIGHTS.items():
+        found = public_kernels(machine.chosen) if name not in SOUGHT else find(SOUGHT[name], machine.chosen)
+        named = {one.what: one for one in found}
+        chosen += [(name, named[what]) for what in wanted if what in named]
+    return chosen
+
+
+def _ends(found: Found) -> str:
+    return f"{said(found.least)} to {said(found.most)} ({found.points} points)" if found.points > 1 else "one point"
+
+
+@value("single-runs")
+def single_runs(machines: Machines) -> str:
+    """Count verdicts on measurements that rest on points of a single run, by machine."""
+    texts = []
+    for name, machine in machines.items():
+        judged = [verdict for verdict in machine.verdicts if verdict.verdict in JUDGED and verdict.kind == "measured"]
+        texts.append(f"{sum(verdict.once for verdict in judged)} of {len(judged)} ({name})")
+    return ", ".join(texts)
+
+
+@value("gpu-steps")
+def gpu_steps(machines: Machines) -> str:
+    """Return milliseconds of decode steps on the GPU: without adapters, with one, with 32."""
+    named = {one.what: one for one in find(SOUGHT["ext_breakdown"], machines[GPU].chosen)}
+    steps = [named[f"decode step of 32 requests, 512 cached tokens, {name}, Llama-2 7B"]
+             for name in ("no adapters", "one adapter", "32 adapters")]  # fmt: skip
+    without, one, many = (said(step.middle) for step in steps)
+    return f"{without} ms without adapters, {one} ms with one for all and {many} ms with 32 different ones"
+
+
+@value("other-tokens")
+def other_tokens(machines: Machines) -> str:
+    """Say how many requests of the hours on Ray got other tokens than alone."""
+    frame = machines[CPU].rows
+    hours = frame[frame["panel"].isin(RAY_HOURS)].set_index(["panel", "metric"])["value"]
+    counts = [f"{said(hours[panel, OTHER])} of {said(hours[panel, 'total_requests'])} ({panel})" for panel in RAY_HOURS]
+    return f"Requests that got other tokens than alone, as recorded: {', '.join(counts)}"
+
+
+def _quantity(machines: Machines, machine: str, claim: str, name: str) -> str:
+    """Return a quantity of a claim, its interval where that is known."""
+    verdict = next(one for one in machines[machine].verdicts if one.id == claim)
+    values, intervals = _numbers(verdict.quantities), _numbers(verdict.interval)
+    return intervals.get(name) or said(float(values[name]))
+
+
+def _numbers(text: str) -> dict[str, str]:
+    """Map quantities to values or intervals in the text of a verdict."""
+    return dict(part.split("=", 1) for part in text.split("; ") if part)
+
+
+for _name, _of in {
+    "cpu-decode-growth": (CPU, "C01", "ratio"),
+    "speedup-7b": (GPU, "C30", "7B Distinct"),
+    "speedup-13b": (GPU, "C30", "13B Distinct"),
+}.items():
+    VALUES[_name] = partial(_quantity, machine=_of[0], claim=_of[1], name=_of[2])

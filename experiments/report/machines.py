@@ -1,0 +1,115 @@
+"""Machines: the rows of a folder with the verdicts on them, under each clock that timed the operators."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.claims import Verdict, judge
+from experiments.claims.rows import SCALES, Rows
+from experiments.harness.source import fingerprint, script_of
+from experiments.plots.frames import distinct
+from punica.measure.records import COLUMNS, Row, read_rows
+
+NAME = "claims"
+AUTO = "auto"
+"""All rows, of several clocks the one that decides the claim."""
+OTHER_TIMER = "cuda_graph"
+"""The clock that no claim on an operator was timed with in the paper, but that our engine's steps run by."""
+HERE = "this machine"
+OPERATOR_TABLES = "operator tables"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine.
+
+    Attributes:
+        name: of its folder in ``results``; `HERE` for fresh rows.
+        folder, figures: where its rows are, and its figures.
+        rows: with a column ``older``, see `read_folder`.
+        clocks: timer -> verdicts, see `verdicts_by_clock`.
+    """
+
+    name: str
+    folder: Path
+    figures: Path
+    rows: pd.DataFrame
+    clocks: Mapping[str, Sequence[Verdict]]
+
+    @property
+    def verdicts(self) -> Sequence[Verdict]:
+        """Verdicts on all rows, each under the clock that decides it."""
+        return self.clocks[AUTO]
+
+    @cached_property
+    def chosen(self) -> Rows:
+        """Rows that count, one number per point; the first operator tables name no scale, and have only one."""
+        scale = self.rows["scale"].fillna("")
+        tables = scale.eq("") & self.rows["figure"].eq(OPERATOR_TABLES)
+        return Rows(self.rows.assign(scale=scale.mask(tables, SCALES[0])))
+
+
+def machine_of(folder: Path, figures: Path, paper: Path, name: str = HERE) -> Machine:
+    """Read and judge the rows in ``folder``; ``paper`` is ``paper_results``."""
+    rows = read_folder(folder)
+    return Machine(name, folder, figures, rows, verdicts_by_clock(rows, paper))
+
+
+def recorded_machines(results: Path, figures: Path, paper: Path) -> list[Machine]:
+    """Read and judge every folder of rows in ``results``, by name; ``figures`` has a folder of figures for each."""
+    return [machine_of(folder, figures / folder.name, paper, folder.name) for folder in recorded_folders(results)]
+
+
+def columns(machines: Sequence[Machine]) -> dict[str, Sequence[Verdict]]:
+    """Map a heading to the verdicts below it: a column per machine, and one for its graphs where it has two clocks."""
+    return {
+        machine.name + (f", {timer}" if timer != AUTO else ""): verdicts
+        for machine in machines
+        for timer, verdicts in machine.clocks.items()
+    }
+
+
+def recorded_folders(results: Path) -> list[Path]:
+    """Return the folders in ``results`` that have rows, by name."""
+    return sorted(path for path in results.glob("*") if path.is_dir() and rows_files(path))
+
+
+def rows_files(folder: Path) -> list[Path]:
+    """Return the files of rows in ``folder``, by name, without verdict tables."""
+    return [path for path in sorted(folder.glob("*.csv")) if not path.stem.startswith(NAME)]
+
+
+def read_folder(folder: Path) -> pd.DataFrame:
+    """All rows of all figures in ``folder``, with a column ``older``: measured by other code than is here now.
+
+    RowsError names file, line and remedy when a file is damaged.
+    """
+    rows = [{**asdict(row), "older": is_older(row, path)} for path in rows_files(folder) for row in read_rows(path)]
+    return pd.DataFrame(rows, columns=[*COLUMNS, "older"])
+
+
+def is_older(row: Row, path: Path) -> bool:
+    """Check that ``row`` of the file ``path`` was measured by other code than its script runs now."""
+    script = script_of(path)
+    return script is not None and row.source_hash != fingerprint(script)
+
+
+def of_timer(frame: pd.DataFrame, timer: str) -> pd.DataFrame:
+    """The rows of ``timer`` alone, and those that no clock made; all rows for ``auto``."""
+    return frame if timer == AUTO else frame[frame["timer"].fillna("").isin([timer, ""])]
+
+
+def verdicts_by_clock(frame: pd.DataFrame, paper: Path) -> dict[str, list[Verdict]]:
+    """Timer -> verdicts: of all rows, and where operators were timed by two clocks of the graph's alone as well."""
+    found = {AUTO: judge(frame, paper)}
+    if len(distinct(frame[frame["figure"] == "8"], "timer")) > 1:
+        found[OTHER_TIMER] = judge(of_timer(frame, OTHER_TIMER), paper)
+    return found
+
+
+def file_name(timer: str) -> str:
+    """``claims``, or ``claims_<timer>`` for the verdicts of one timer."""
+    return NAME if timer == AUTO else f"{NAME}_{timer}"

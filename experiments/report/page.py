@@ -1,0 +1,127 @@
+"""report.html: one self-contained page of every machine beside the paper, with its figures.
+
+It loads nothing: style, script and figures are inside. Figures are lossless WebP, which takes half of their PNG.
+"""
+
+import base64
+import os
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from PIL import Image
+
+from experiments.claims import Verdict
+from experiments.claims.judge import (
+    ARITHMETIC,
+    DIFFERS,
+    EXPLAINED,
+    REPRODUCED,
+    SHAPE,
+    SIMULATED_SHAPE,
+    SIMULATED_TOO,
+    VERDICTS,
+    counts,
+    scripts,
+)
+from experiments.claims.table import marked
+from experiments.harness.catalogue import experiments
+from experiments.plots.frames import distinct
+from experiments.report.machines import Machine, columns, file_name
+from experiments.report.tables import FOUND, MIDDLE, findings, serving_tables, title_of
+from experiments.report.verdicts import measured_on, notes
+
+PAGE = "report.html"
+TEMPLATES = Path(__file__).parent / "templates"
+TONES = {
+    "good": (REPRODUCED,), "half": (SHAPE,), "bad": (DIFFERS,),
+    "aside": (EXPLAINED, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE),
+}  # fmt: skip
+"""Class of a badge -> verdicts; `aside` are those that count apart from what measurements reproduce."""
+METHOD = 2
+"""Effort of the WebP encoder: 0.2 s a figure, and a tenth more bytes than with the most."""
+
+
+def write_page(machines: Sequence[Machine], paper: Path, target: Path) -> Path:
+    """Write the page of ``machines``, the first of which comes first, to ``target``."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    sides, figures = columns(machines), list(_figures(machines))
+    html = environment.get_template("page.html.j2").render(
+        names=list(sides),
+        summaries={name: _summary(verdicts) for name, verdicts in sides.items()},
+        verdicts=[name for name in VERDICTS if any(one.verdict == name for side in sides.values() for one in side)],
+        claims=list(_claims(sides)),
+        machines=[_machine(machine, paper, target.parent) for machine in machines],
+        figures=figures,
+        drawn={figure["name"] for figure in figures},
+        found_head=FOUND,
+        middle=MIDDLE,
+        tone=tone,
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(html, encoding="utf-8")
+    return target
+
+
+def tone(verdict: str) -> str:
+    """Return the class of a verdict's badge."""
+    return next((name for name, verdicts in TONES.items() if verdict in verdicts), "plain")
+
+
+def _summary(verdicts: Sequence[Verdict]) -> dict[str, int]:
+    return {name: number for name, number in counts(list(verdicts)).items() if number}
+
+
+def _claims(sides: dict[str, Sequence[Verdict]]) -> Iterator[dict[str, Any]]:
+    for same in zip(*sides.values(), strict=True):
+        first = same[0]
+        names = [name for name in first.figure.split(", ") if name in scripts()]
+        yield {
+            "claim": first,
+            "figures": {name: scripts()[name] for name in names},
+            "cells": [
+                {"side": side, "verdict": one, "said": marked(one), "order": VERDICTS.index(one.verdict)}
+                for side, one in zip(sides, same, strict=True)
+            ],
+        }
+
+
+def _machine(machine: Machine, paper: Path, folder: Path) -> dict[str, Any]:
+    tables = [machine.folder / f"{file_name(timer)}.md" for timer in machine.clocks]
+    fresh = [folder / table.name for table in tables]
+    return {
+        "name": machine.name,
+        "measured": measured_on(machine.rows),
+        "notes": notes(machine.verdicts, machine.rows),
+        "serving": list(serving_tables(machine, paper)),
+        "findings": list(findings(machine)),
+        "files": {path.name: _relative(path, folder) for path in (*tables, *fresh) if path.exists()},
+    }
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path, folder)).as_posix()
+
+
+def _figures(machines: Sequence[Machine]) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each experiment; of machines with the same hardware the first one's alone."""
+    chosen: dict[str, Machine] = {}
+    for machine in machines:
+        chosen.setdefault(", ".join(distinct(machine.rows, "hardware")), machine)
+    for experiment in experiments():
+        files = {one.name: one.figures / f"{experiment.name}.png" for one in chosen.values()}
+        pictures = [_picture(name, path) for name, path in files.items() if path.exists()]
+        if pictures:
+            yield {"name": experiment.name, "title": title_of(experiment), "pictures": pictures}
+
+
+def _picture(machine: str, path: Path) -> dict[str, Any]:
+    image, stream = Image.open(path), BytesIO()
+    image.convert("RGB").save(stream, "WEBP", lossless=True, quality=50, method=METHOD)
+    data = base64.b64encode(stream.getvalue()).decode("ascii")
+    return {"machine": machine, "data": f"data:image/webp;base64,{data}", "width": image.width, "height": image.height}

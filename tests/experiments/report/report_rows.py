@@ -1,0 +1,71 @@
+"""Rows of a few figures with known ratios, and their report."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.claims import Verdict
+from experiments.harness.schema import REPOSITORY
+from experiments.harness.settings import Folders
+from experiments.report.machines import Machine, columns, machine_of, recorded_machines
+from experiments.report.verdicts import notes, write_claims
+from punica.measure.records import Row
+
+PAPER = REPOSITORY / "paper_results"
+
+
+def folders_in(root: Path) -> Folders:
+    return Folders(
+        fresh_rows=root / "outputs/cpu/rows",
+        fresh_figures=root / "outputs/cpu/figures",
+        recorded_rows=root / "results/cpu",
+        recorded_figures=root / "figures/cpu",
+        paper=PAPER,
+    )
+
+
+def decode_rows(scale: str = "laptop") -> list[Row]:
+    """Figure 1: decode of 32 requests takes 1.2 times as long as of one."""
+    columns = {"figure": "1", "panel": "decode", "system": "backbone", "workload": "", "model": "llama-small"}
+    columns |= {"hardware": "cpu", "seq_len": 128, "rank": None, "metric": "step_latency", "unit": "ms"}
+    columns |= {"statistic": "median", "timer": "host_clock", "scale": scale, "device": "A CPU, 2 cores"}
+    columns |= {"date": "2026-01-02", "commit": "abc1234"}
+    return [Row(batch_size=size, value=value, **columns) for size, value in ((1, 10.0), (32, 12.0))]
+
+
+def operator_rows(timer: str, sgmv: float) -> list[Row]:
+    """Figure 8: SGMV takes ``sgmv`` us, Gather-BMM and the loop 80."""
+    columns = {"figure": "8", "panel": "", "model": "", "hardware": "h200", "seq_len": None, "rank": 16}
+    columns |= {"metric": "latency", "unit": "us", "statistic": "median", "scale": "paper", "timer": timer}
+    columns |= {"date": "2026-01-02", "commit": "abc1234", "device": "A GPU"}
+    return [
+        Row(system=system, workload=workload, batch_size=size, value=value, **columns)
+        for system, value in (("SGMV", sgmv), ("Gather-BMM", 80.0), ("Loop", 80.0))
+        for workload in ("Distinct", "Uniform", "Skewed", "Identical")
+        for size in (1, 64)
+    ]
+
+
+@dataclass
+class Report:
+    """Fresh rows of ``places``, judged and written beside them."""
+
+    machine: Machine
+    table: Path
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return list(self.machine.verdicts)
+
+    @property
+    def notes(self) -> list[str]:
+        return notes(self.machine.verdicts, self.machine.rows)
+
+    @property
+    def text(self) -> str:
+        return self.table.read_text(encoding="utf-8")
+
+
+def write_report(places: Folders) -> Report:
+    here = machine_of(places.fresh_rows, places.fresh_figures, PAPER)
+    others = recorded_machines(places.recorded_rows.parent, places.recorded_figures.parent, PAPER)
+    return Report(here, write_claims(here, places.fresh_rows.parent, PAPER, columns([here, *others]))[0])

@@ -1,0 +1,72 @@
+"""Numbers between markers: each is filled by a function of rows, and the README has no other measured ones."""
+
+import re
+
+import pytest
+
+from experiments.harness.schema import REPOSITORY
+from experiments.report import filled
+from experiments.report.filled import MARKED, VALUES, fill, write_filled
+from experiments.report.machines import machine_of
+from punica.measure.records import write_rows
+from tests.experiments.report.report_rows import PAPER, decode_rows
+
+FILES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")]
+MEASURED = re.compile(r"\d (ms|µs|us|ns|token/s|requests?/s|GB/s)\b|\d\.\d+ times|\d(\.\d+)? %")
+SET = ("within 3 %", "within 12 %", "within 25 %")
+"""Settings of the protocol: windows are drawn so, and costs explain so."""
+
+
+@pytest.fixture
+def cpu(tmp_path):
+    write_rows(tmp_path / "fig01_batching.csv", decode_rows())
+    return machine_of(tmp_path, tmp_path, PAPER, "cpu")
+
+
+def test_a_marker_is_filled_from_rows_and_filled_again(cpu):
+    text = "takes <!-- measured:cpu-decode-growth -->9<!-- /measured --> times as long"
+    once = fill(text, {"cpu": cpu})
+    assert once == "takes <!-- measured:cpu-decode-growth -->1.2<!-- /measured --> times as long"
+    assert fill(once, {"cpu": cpu}) == once
+
+
+def test_a_table_spans_lines_and_what_stands_around_it_stays(cpu):
+    table, word = "<!-- measured:machines -->\nold\nolder\n", "<!-- measured:single-runs -->"
+    found = fill(f"a\n{table}<!-- /measured -->\nb {word}<!-- /measured -->", {"cpu": cpu})
+    assert found.startswith("a\n<!-- measured:machines -->\n\n| recorded on | verdicts | results |\n")
+    assert found.endswith("|\n\n<!-- /measured -->\nb <!-- measured:single-runs -->2 of 2 (cpu)<!-- /measured -->")
+
+
+def test_an_unknown_marker_and_a_machine_without_rows_are_refused_before_anything_is_written(cpu, tmp_path):
+    good = "<!-- measured:single-runs --><!-- /measured -->"
+    (tmp_path / "A.md").write_text(good)
+    (tmp_path / "B.md").write_text("<!-- measured:nothing --><!-- /measured -->")
+    with pytest.raises(ValueError, match=r"measured:nothing is filled by no function: choose one of cpu-decode-growth"):
+        write_filled([cpu], tmp_path)
+    (tmp_path / "B.md").write_text("<!-- measured:gpu-steps --><!-- /measured -->")
+    with pytest.raises(ValueError, match="measured:gpu-steps has no rows for 'h200': record them"):
+        write_filled([cpu], tmp_path)
+    assert (tmp_path / "A.md").read_text() == good
+    (tmp_path / "B.md").write_text("no marker")
+    assert write_filled([cpu], tmp_path) == [tmp_path / "A.md"]
+    assert "2 of 2 (cpu)" in (tmp_path / "A.md").read_text()
+
+
+def test_every_function_fills_a_marker():
+    used = {name for path in FILES for _, name, _ in MARKED.findall(path.read_text(encoding="utf-8"))}
+    assert used == set(VALUES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.name for path in FILES])
+def test_no_measured_number_is_typed(path):
+    """Outside of code, markers and what is said of the paper."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", MARKED.sub("", path.read_text(encoding="utf-8")), flags=re.DOTALL)
+    text = re.sub(r"\([^()]*in the paper\)", "", text)
+    for setting in SET:
+        text = text.replace(setting, "")
+    assert [match[0] for match in MEASURED.finditer(text)] == []
+
+
+def test_the_readme_repeats_findings_that_are_sought():
+    names = {one.what for sought in filled.SOUGHT.values() for one in sought}
+    assert {what for key, wanted in filled.HIGHLIGHTS.items() if key in filled.SOUGHT for what in wanted} <= names

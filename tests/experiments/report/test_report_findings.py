@@ -1,0 +1,105 @@
+"""Findings: ratios of rows, point by point, and the tables they make."""
+
+from dataclasses import replace
+
+import pytest
+
+from experiments.claims.rows import Rows
+from experiments.facts.frames import frame_of
+from experiments.harness.catalogue import experiments
+from experiments.report.findings import Sought, find
+from experiments.report.machines import machine_of
+from experiments.report.sought import SOUGHT, public_kernels
+from experiments.report.tables import serving_tables, write_results
+from punica.measure.records import Row, write_rows
+from tests.experiments.report.report_rows import PAPER, decode_rows
+
+ABOUT = {"figure": "ext fp8", "panel": "Distinct, rank 16", "model": "", "hardware": "h200", "seq_len": None}
+ABOUT |= {"rank": 16, "unit": "us", "statistic": "median", "scale": "gpu", "timer": "cuda_graph", "date": "2026-01-02"}
+
+
+def fp8_rows():
+    """FP8 takes a half and an eighth of the time of 16 bits; batch 64 has no FP8 beside it."""
+    cells = [("SGMV", 1, 8.0), ("SGMV", 8, 8.0), ("SGMV", 64, 9.0), ("FP8 e4m3", 1, 4.0), ("FP8 e4m3", 8, 1.0)]
+    return [Row(system=system, workload="Distinct", batch_size=size, metric="latency", value=value, **ABOUT)
+            for system, size, value in cells]  # fmt: skip
+
+
+def rows_of(*lists):
+    return Rows(frame_of(row for rows in lists for row in rows))
+
+
+RATIO = Sought("FP8 / 16 bits", "ext fp8", {"system": "FP8 e4m3"}, {"system": "SGMV"}, {"panel": "Distinct*"})
+
+
+def test_a_ratio_is_taken_point_by_point_where_both_were_measured():
+    (found,) = find([RATIO], rows_of(fp8_rows()))
+    assert (found.middle, found.least, found.most, found.points) == (pytest.approx(0.25), 0.125, 0.5, 2)
+    assert found.marks == "\u2021"
+
+
+def test_a_number_is_the_median_with_its_unit():
+    (found,) = find([Sought("time", "ext fp8", {"system": "SGMV"})], rows_of(fp8_rows()))
+    assert (found.middle, found.points, found.unit) == (8.0, 3, "us")
+
+
+def test_a_side_that_is_disturbed_marks_the_ratio():
+    rows = [replace(row, repeat=repeat, disturbed=row.system == "SGMV") for row in fp8_rows() for repeat in (0, 1)]
+    (found,) = find([RATIO], rows_of(rows))
+    assert found.marks == "\u2020"
+
+
+@pytest.mark.parametrize("missing", [
+    replace(RATIO, figure="ext moe"), replace(RATIO, above={"system": "FP8 e5m2"}),
+    replace(RATIO, where={"panel": "X"}),
+])  # fmt: skip
+def test_what_was_not_measured_is_not_found(missing):
+    assert find([missing], rows_of(fp8_rows())) == []
+
+
+def test_what_is_sought_is_of_experiments_that_exist():
+    assert set(SOUGHT) <= {experiment.name for experiment in experiments()}
+
+
+def test_public_kernels_are_divided_by_ours_line_by_line():
+    about = {**ABOUT, "figure": "operator tables", "panel": "A: T=1 Distinct", "metric": "latency"}
+    ours = [Row(system="wrapper", workload="Distinct", batch_size=1, value=3.1, **about)]
+    (found,) = public_kernels(rows_of(ours))
+    assert found.what == "table A: fastest public kernel / ours, as a layer calls it"
+    assert found.middle == pytest.approx(6.2 / 3.1, rel=0.02)  # sgl_v2_best in paper_results/anchors.csv
+    assert public_kernels(rows_of(fp8_rows())) == []
+
+
+def test_results_are_written_from_rows_and_name_what_has_none(tmp_path):
+    folder = tmp_path / "results" / "h200"
+    write_rows(folder / "ext_fp8.csv", fp8_rows())
+    write_rows(folder / "fig01_batching.csv", [replace(row, hardware="h200") for row in decode_rows()])
+    machine = machine_of(folder, tmp_path / "figures" / "h200", PAPER, "h200")
+    text = write_results(machine, PAPER, tmp_path / "docs" / "results-h200.md").read_text()
+    assert "| time of a e4m3 adapter / 16 bits, Distinct, rank 16 | 0.25\u2021 | 0.125 | 0.5 | 2 |" in text
+    assert "| 1.20 (llama-small, len 128: 10 -> 12 ms) | reproduced\u2021 |" in text
+    assert "[claims](../results/h200/claims.md)" in text
+    (missing,) = (line for line in text.splitlines() if line.startswith("* Not measured on this machine: "))
+    assert "`ext_moe`" in missing
+    assert "`ext_fp8`" not in missing
+
+
+def test_throughput_stands_beside_the_papers(tmp_path):
+    about = {**ABOUT, "figure": "11", "panel": "7B Model", "model": "llama2-7b", "metric": "throughput", "rank": None}
+    about |= {"unit": "token/s", "statistic": "value"}
+    rows = [Row(system=system, workload="Distinct", batch_size=32, value=value, **about)
+            for system, value in (("punica", 4185.4), ("hf_peft_mixed", 11.56))]  # fmt: skip
+    write_rows(tmp_path / "fig11_textgen.csv", rows)
+    ((title, (head, lines)),) = serving_tables(machine_of(tmp_path, tmp_path, PAPER), PAPER)
+    assert title.startswith("Figure 11: token/s of llama2-7b")
+    assert head[:2] == ("system", "Distinct")
+    assert [line[:2] for line in lines] == [["punica", "4,185 (1,054)"], ["hf_peft_mixed", "11.56"]]
+    assert lines[0][2] == "- (1,064)"
+
+
+def test_tables_without_a_scale_count_beside_those_with_one(tmp_path):
+    about = {**ABOUT, "figure": "operator tables", "metric": "latency", "system": "wrapper", "workload": "Distinct"}
+    cells = ("A: T=1 Distinct", ""), ("C: T=512 1 adapters r=16", "paper")
+    rows = [Row(batch_size=1, value=3.0, **{**about, "panel": panel, "scale": scale}) for panel, scale in cells]
+    write_rows(tmp_path / "ext_operator_tables_A.csv", rows)
+    assert len(public_kernels(machine_of(tmp_path, tmp_path, PAPER).chosen)) == 2

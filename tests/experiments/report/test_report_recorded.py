@@ -1,0 +1,31 @@
+"""Committed reports: what `make report ARGS=source=recorded` writes from the committed rows, byte for byte."""
+
+from pathlib import Path
+from shutil import copy, copytree
+
+import pytest
+
+from experiments.commands.report import write_recorded
+from experiments.harness.schema import REPOSITORY
+from tests.experiments.report.report_rows import PAPER
+
+REMEDY = "make report ARGS=source=recorded"
+
+
+@pytest.mark.slow
+def test_committed_reports_are_what_the_command_writes(tmp_path: Path) -> None:
+    copytree(REPOSITORY / "results", tmp_path / "results")
+    copytree(REPOSITORY / "docs", tmp_path / "docs")
+    (tmp_path / "figures").symlink_to(REPOSITORY / "figures")
+    for path in REPOSITORY.glob("*.md"):
+        copy(path, tmp_path)
+    page = tmp_path / "outputs" / "report.html"
+    machines, files = write_recorded(tmp_path / "results", tmp_path / "figures", PAPER, page)
+    names = [file.relative_to(tmp_path) for file in files if file != page]
+    assert {Path("README.md"), *(Path(f"docs/results-{machine.name}.md") for machine in machines)} <= set(names)
+    tables = [name.with_suffix(".csv") for name in names if name.parts[0] == "results"]
+    for name in [*names, *tables]:
+        assert (tmp_path / name).read_bytes() == (REPOSITORY / name).read_bytes(), f"{name}: {REMEDY}"
+    for machine in machines:
+        assert all(verdict.why for verdict in machine.verdicts if verdict.verdict == "differs")
+    assert 1_000_000 < page.stat().st_size < 6_000_000

@@ -1,0 +1,156 @@
+"""Verdict tables: beside the rows they judge, with a column per machine and marks for what is not certain."""
+
+import csv
+import re
+from dataclasses import replace
+
+import pytest
+
+from experiments.claims.table import noise, total
+from experiments.harness.schema import REPOSITORY
+from experiments.harness.source import fingerprint
+from experiments.report.machines import AUTO, OTHER_TIMER, columns, machine_of, read_folder
+from experiments.report.verdicts import write_claims
+from punica.measure.records import RowsError, write_rows
+from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, operator_rows, write_report
+
+
+@pytest.fixture
+def places(tmp_path):
+    return folders_in(tmp_path)
+
+
+def test_table_is_written_beside_the_rows(places):
+    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows())
+    places.fresh_figures.mkdir(parents=True)
+    (places.fresh_figures / "fig01_batching.png").touch()
+    verdicts = write_report(places).verdicts
+    with (places.fresh_rows.parent / "claims.csv").open(newline="") as stream:
+        table = list(csv.DictReader(stream))
+    assert len(table) == len(verdicts) == 52
+    assert table[0]["id"] == "C01"
+    assert table[0]["verdict"] == "reproduced"
+    assert table[0]["our_value"] == "1.20 (llama-small, len 128: 10 -> 12 ms)"
+    text = (places.fresh_rows.parent / "claims.md").read_text()
+    first = next(line for line in text.splitlines() if line.startswith("| C01"))
+    assert "**reproduced\u2021**" in first  # measured once
+    assert "[1](figures/fig01_batching.png)" in first
+    assert "A CPU, 2 cores" in text
+    assert "`llama-small` plays the paper's 7B" in text
+    assert text.count("\n| C") == 52
+    assert "Every machine" not in text
+
+
+def test_the_counts_are_all_claims_and_say_what_is_not_known(places):
+    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows())
+    report = write_report(places)
+    top = report.text.splitlines()[2]
+    assert sum(int(number) for number in re.findall(r"(?:^|, )(\d+) ", top)) == 52
+    assert top.endswith("(52 claims).")
+    once = "2 of 2 decided; 2 rest on points of a single run (\u2021), so they have no interval and cannot be within"
+    assert any(once in note for note in report.notes)
+
+
+def test_every_recorded_machine_has_its_column(places):
+    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows())
+    slow = [replace(row, hardware="h200", value=row.value * row.batch_size) for row in decode_rows("paper")]
+    write_rows(places.recorded_rows.parent / "h200" / "fig01_batching.csv", slow)
+    write_report(places)
+    text = (places.fresh_rows.parent / "claims.md").read_text()
+    assert "| claim | statement | this machine | h200 |" in text
+    last = [line for line in text.splitlines() if line.startswith("| C01")][-1]
+    assert last.endswith("| reproduced\u2021 | differs\u2021 |")
+    for name in ("this machine", "h200"):  # what their missing intervals mean
+        assert re.search(rf"^\* {name}: Verdicts .* 2 rest on points of a single run", text, re.MULTILINE)
+
+
+def test_disturbed_points_are_counted_and_mark_their_verdicts(places):
+    rows = [replace(row, disturbed=row.batch_size == 32) for row in decode_rows()]
+    write_rows(places.fresh_rows / "fig01_batching.csv", rows)
+    report = write_report(places)
+    busy = "This machine was not idle: one that is has at most 5 %."
+    assert f"Disturbed points: 1 of 2 (50.0 %); figure 1: 1. {busy}" in report.notes
+    first = next(line for line in report.text.splitlines() if line.startswith("| C01"))
+    assert "**reproduced\u2020\u2021**" in first
+    assert noise(report.verdicts, report.machine.rows) == (
+        "Noise: 1 of 2 points were disturbed; 2 of 2 verdicts rest on such, 0 are within noise."
+    )
+
+
+def test_each_clock_has_its_table_and_the_head_of_both_has_both_counts(places):
+    write_rows(places.fresh_rows / "fig08.csv", operator_rows("cuda_graph", 20.0) + operator_rows("host_clock", 160.0))
+    clocks, folder = write_report(places).machine.clocks, places.fresh_rows.parent
+    own, graph = total(clocks[AUTO]), total(clocks[OTHER_TIMER])
+    assert graph != own
+    for name, counted in (("claims", own), ("claims_cuda_graph", graph)):
+        head = (folder / f"{name}.md").read_text().partition("| claim")[0]
+        assert head.splitlines()[2] == f"{counted}."
+        assert f"`claims.md`): {own};" in head
+        assert f"(`claims_cuda_graph.md`): {graph}." in head
+        assert "C12 (differs, reproduced)" in head
+        assert (folder / f"{name}.csv").exists()
+
+
+def test_one_clock_has_one_count(places):
+    write_rows(places.fresh_rows / "fig08.csv", operator_rows("host_clock", 160.0))
+    assert "two clocks" not in write_report(places).text
+    assert not (places.fresh_rows.parent / "claims_cuda_graph.md").exists()
+
+
+def test_the_head_counts_rows_of_older_source(places):
+    now = fingerprint(REPOSITORY / "experiments" / "fig01_batching.py")
+    first, second = decode_rows()
+    rows = [first, replace(second, source_hash="0" * 12), replace(second, batch_size=2, source_hash=now)]
+    path = places.fresh_rows / "fig01_batching.csv"
+    write_rows(path, rows)
+    report = write_report(places)
+    said = "2 of 3 (66.7 %), 1 of which do not say what source they are of; figure 1."
+    assert any(note.endswith(said) for note in report.notes)
+    assert said in report.text.partition("| claim")[0]
+    write_rows(path, rows[2:])
+    report = write_report(places)
+    assert "older source" not in report.text
+
+
+def test_verdict_tables_are_no_rows(places):
+    write_rows(places.recorded_rows / "fig01_batching.csv", decode_rows())
+    recorded = machine_of(places.recorded_rows, places.recorded_figures, PAPER)
+    write_claims(recorded, places.recorded_rows, PAPER, columns([recorded]))
+    assert len(read_folder(places.recorded_rows)) == 2
+
+
+def test_links_of_recorded_tables_leave_the_folder(places):
+    write_rows(places.recorded_rows / "fig01_batching.csv", decode_rows())
+    places.recorded_figures.mkdir(parents=True)
+    (places.recorded_figures / "fig01_batching.png").touch()
+    recorded = machine_of(places.recorded_rows, places.recorded_figures, PAPER)
+    (table,) = write_claims(recorded, places.recorded_rows, PAPER, columns([recorded]))
+    assert "[1](../../figures/cpu/fig01_batching.png)" in table.read_text()
+
+
+def test_smoke_rows_make_a_table_without_verdicts_on_them(places):
+    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows("smoke"))
+    verdicts = write_report(places).verdicts
+    assert "scale=smoke" in verdicts[0].reason
+
+
+def test_damaged_rows_are_named_and_no_table_is_written(places):
+    path = places.fresh_rows / "fig01_batching.csv"
+    write_rows(path, decode_rows())
+    path.write_text(path.read_text().replace("12.0", "twelve"))
+    with pytest.raises(RowsError, match=r"fig01_batching.csv, line 3: value is 'twelve', not a number; .*delete"):
+        write_report(places)
+    assert not (places.fresh_rows.parent / "claims.csv").exists()
+
+
+def test_verdicts_whose_bounds_repeats_cross_are_counted_as_noise(places):
+    rows = [
+        replace(row, repeat=repeat, value=row.value * (factor if row.batch_size == 32 else 1.0))
+        for row in decode_rows()
+        for repeat, factor in enumerate((1.0, 1.2, 1.4))
+    ]
+    write_rows(places.fresh_rows / "fig01_batching.csv", rows)
+    report = write_report(places)
+    assert report.verdicts[0].verdict == "within noise"
+    said = noise(report.verdicts, report.machine.rows)
+    assert "not known of these rows; 0 of 2 verdicts rest on such, 2 are within noise." in said
