@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.claims.bounds import Bound, outcome_of, read_bounds
+from experiments.claims.evidence import Evidence
 from experiments.claims.finding import CLAIMS, SIMULATED, Finding
 from experiments.claims.judge import decide
 from experiments.claims.rows import NoVerdict, Rows
@@ -41,15 +42,22 @@ def stability(rows: pd.DataFrame, folder: str | Path, seeds: int = SEEDS) -> dic
     Absent are claims without a verdict, simulated ones, and those whose quantities no resample changes: they rest on
     points that were measured once.
     """
-    hardware = str(rows["hardware"].iloc[0]) if len(rows) else ""
-    bounds = read_bounds(folder)
-    all_rows = Rows(rows)
-    usual = {id: found for id in CLAIMS if id in bounds and (found := _finding(id, all_rows))}
-    usual = {id: found for id, found in usual.items() if found.kind != SIMULATED}
+    evidence, bounds = Evidence(rows, folder), read_bounds(folder)
+    found: dict[str, Stability] = {}
+    for clock in sorted({evidence.clock(id) for id in CLAIMS}):
+        mine = {id: bounds[id] for id in CLAIMS if id in bounds and evidence.clock(id) == clock}
+        found |= _under_one_clock(evidence.rows(clock), mine, evidence.hardware, seeds)
+    return {id: found[id] for id in bounds if id in found}
+
+
+def _under_one_clock(
+    rows: Rows, bounds: Mapping[str, Mapping[str, list[Bound]]], hardware: str, seeds: int
+) -> dict[str, Stability]:
+    usual = {id: found for id in bounds if (found := _finding(id, rows)) and found.kind != SIMULATED}
     verdicts = {id: _verdict(bounds[id], found, hardware) for id, found in usual.items()}
     tallies: dict[str, Counter[str]] = {id: Counter() for id in usual}
     moved = set()
-    for resample in all_rows.resamples(seeds):
+    for resample in rows.resamples(seeds):
         for id, before in usual.items():
             if found := _finding(id, resample):
                 tallies[id][_verdict(bounds[id], found, hardware)] += 1

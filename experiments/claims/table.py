@@ -12,6 +12,7 @@ import pandas as pd
 
 from experiments.claims.judge import DECIDED, JUDGED, NOISE, VERDICTS, Verdict, counts
 from experiments.claims.rows import markdown
+from experiments.claims.stability import Stability
 
 COLUMNS = ("claim", "statement", "paper", "ours", "tested", "verdict", "why it differs", "figure")
 DISTURBED, ONCE = "\u2020", "\u2021"
@@ -107,13 +108,26 @@ def certainty(verdicts: Sequence[Verdict]) -> str:
     return f"{text}."
 
 
-def noise(verdicts: Sequence[Verdict], rows: pd.DataFrame) -> str:
-    """Describe what noise cost, in a line: disturbed points, the verdicts on them, and those within noise."""
+def steadiness(stable: Mapping[str, Stability]) -> str:
+    """Describe how far verdicts depend on which repeats count, in a line; empty without repeats."""
+    if not stable:
+        return ""
+    turned = [f"{id} {one}" for id, one in stable.items() if one.same < one.of]
+    text = f"Other choices of the repeats that count: {len(stable) - len(turned)} of {len(stable)} verdicts stay"
+    return f"{text}. By value alone, without intervals: {'; '.join(turned)}." if turned else f"{text}."
+
+
+def noise(verdicts: Sequence[Verdict], rows: pd.DataFrame, stable: Mapping[str, Stability]) -> str:
+    """Describe what noise cost, in a line: disturbed points, the verdicts on them, those within noise, and those that
+    other choices of the repeats turn.
+    """
     known, disturbed = disturbed_points(rows)
     measured = _on_measurements(verdicts)
     hit, undecided = sum(one.disturbed for one in measured), sum(one.verdict == NOISE for one in measured)
     share = f"{sum(disturbed.values())} of {known} points were disturbed" if known else "not known of these rows"
-    return f"Noise: {share}; {hit} of {len(measured)} verdicts rest on such, {undecided} are {NOISE}."
+    text = f"Noise: {share}; {hit} of {len(measured)} verdicts rest on such, {undecided} are {NOISE}"
+    turned = sum(one.same < one.of for one in stable.values())
+    return f"{text}; other repeats would turn {turned} of {len(stable)}." if stable else f"{text}."
 
 
 def _on_measurements(verdicts: Sequence[Verdict]) -> list[Verdict]:

@@ -20,7 +20,7 @@ def ending(
     """Return the text; ``files`` are the tables and, last, the page."""
     page, table = files[-1], files[0]
     lines = [*_measured(outcomes, minutes), "", *_counts(columns([here, *others])), ""]
-    lines += [*_reasons(here.verdicts, table), noise(here.verdicts, here.rows), ""]
+    lines += [*_reasons(here.verdicts, table), noise(here.verdicts, here.rows, here.stability), ""]
     lines += [f"Look at   {page}", f"figures   {here.figures}", f"tables    {table}"]
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ import pandas as pd
 
 from experiments.claims import Verdict, judge
 from experiments.claims.rows import SCALES, Rows
+from experiments.claims.stability import Stability, stability
 from experiments.harness.source import fingerprint, script_of
 from experiments.plots.frames import distinct
 from punica.measure.records import COLUMNS, Row, read_rows
@@ -31,6 +32,7 @@ class Machine:
         folder, figures: where its rows are, and its figures.
         rows: with a column ``older``, see `read_folder`.
         clocks: timer -> verdicts, see `verdicts_by_clock`.
+        paper: folder of the paper's numbers, ``paper_results``.
     """
 
     name: str
@@ -38,11 +40,17 @@ class Machine:
     figures: Path
     rows: pd.DataFrame
     clocks: Mapping[str, Sequence[Verdict]]
+    paper: Path
 
     @property
     def verdicts(self) -> Sequence[Verdict]:
         """Verdicts on all rows, each under the clock that decides it."""
         return self.clocks[AUTO]
+
+    @cached_property
+    def stability(self) -> Mapping[str, Stability]:
+        """Claim -> how often other choices of the repeats give its verdict."""
+        return stability(self.rows, self.paper)
 
     @cached_property
     def chosen(self) -> Rows:
@@ -55,7 +63,7 @@ class Machine:
 def machine_of(folder: Path, figures: Path, paper: Path, name: str = HERE) -> Machine:
     """Read and judge the rows in ``folder``; ``paper`` is ``paper_results``."""
     rows = read_folder(folder)
-    return Machine(name, folder, figures, rows, verdicts_by_clock(rows, paper))
+    return Machine(name, folder, figures, rows, verdicts_by_clock(rows, paper), paper)
 
 
 def recorded_machines(results: Path, figures: Path, paper: Path) -> list[Machine]:

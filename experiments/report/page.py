@@ -97,7 +97,7 @@ def _machine(machine: Machine, paper: Path, folder: Path) -> dict[str, Any]:
     return {
         "name": machine.name,
         "measured": measured_on(machine.rows),
-        "notes": notes(machine.verdicts, machine.rows),
+        "notes": notes(machine.verdicts, machine.rows, machine.stability),
         "serving": list(serving_tables(machine, paper)),
         "findings": list(findings(machine)),
         "files": {path.name: _relative(path, folder) for path in (*tables, *fresh) if path.exists()},

@@ -42,7 +42,7 @@ def write_results(machine: Machine, paper: Path, target: Path) -> Path:
     where = f"{link(machine.folder, 'Rows')}, {link(machine.figures, 'figures')}, with reasons: {', '.join(tables)}"
     parts = [GENERATED, f"# Results: {machine.name}", "", measured_on(machine.rows), "", where, "", "## Claims", ""]
     parts += [f"* {name}: {total(verdicts)}." for name, verdicts in columns([machine]).items()]
-    parts += [f"* {note}" for note in notes(machine.verdicts, machine.rows)]
+    parts += [f"* {note}" for note in notes(machine.verdicts, machine.rows, machine.stability)]
     parts += ["", *markdown(*claims_table(machine)), ""]
     for title, table in serving_tables(machine, paper):
         parts += [f"## {title}", "", *markdown(*table), ""]

@@ -23,7 +23,8 @@ from experiments.claims.predictions import (
     residual_table,
     sensitivity,
 )
-from experiments.claims.table import certainty, disturbance, machine_table, total, verdict_table
+from experiments.claims.stability import Stability
+from experiments.claims.table import certainty, disturbance, machine_table, steadiness, total, verdict_table
 from experiments.facts.models import STAND_INS
 from experiments.plots.frames import distinct
 from experiments.report.machines import AUTO, OTHER_TIMER, Machine, file_name, of_timer
@@ -48,7 +49,9 @@ def _write(
     verdicts, frame, table = machine.clocks[timer], of_timer(machine.rows, timer), target / f"{file_name(timer)}.md"
     as_frame(list(verdicts)).to_csv(table.with_suffix(".csv"), index=False, lineterminator="\n")
     parts = ["# The paper's claims on this hardware", "", f"{total(verdicts)}.", ""]
-    parts += [*(f"* {note}" for note in notes(verdicts, frame)), "", *_two_clocks(machine.clocks), measured_on(frame)]
+    stable = machine.stability if timer == AUTO else {}
+    parts += [*(f"* {note}" for note in notes(verdicts, frame, stable)), "", *_two_clocks(machine.clocks)]
+    parts += [measured_on(frame)]
     parts += ["", *verdict_table(verdicts, machine.figures, target), "", *_asked(frame)]
     parts += [*_ranks(frame), *predicted(frame, paper), *_placed(frame)]
     if len(machines) > 1:
@@ -58,9 +61,10 @@ def _write(
     return table
 
 
-def notes(verdicts: Sequence[Verdict], rows: pd.DataFrame) -> list[str]:
-    """Return the notes on ``verdicts`` and the ``rows`` they rest on, a line each."""
-    return [note for note in (certainty(verdicts), older_note(rows), disturbance(rows)) if note]
+def notes(verdicts: Sequence[Verdict], rows: pd.DataFrame, stable: Mapping[str, Stability]) -> list[str]:
+    """Return the notes on ``verdicts``, the ``rows`` they rest on and their stability, a line each."""
+    said = (certainty(verdicts), older_note(rows), disturbance(rows), steadiness(stable))
+    return [note for note in said if note]
 
 
 def _two_clocks(clocks: Mapping[str, Sequence[Verdict]]) -> list[str]:
