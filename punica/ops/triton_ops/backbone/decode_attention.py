@@ -98,6 +98,7 @@ def _attend(q, keys_ptr, values_ptr, table_ptr, begin, end, SHAPE: tl.constexpr)
     mask_d = offs_d < SHAPE.size
     PARTS: tl.constexpr = 4 if SHAPE.words else 1
     NATIVE: tl.constexpr = values_ptr.dtype.element_ty != tl.uint8
+    ZERO: tl.constexpr = 0 if SHAPE.words else 0.0
     offs_v = tl.arange(0, BLOCK_D // PARTS)
     sums: tl.tuple = ()
     for _ in tl.static_range(PARTS):
@@ -115,7 +116,7 @@ def _attend(q, keys_ptr, values_ptr, table_ptr, begin, end, SHAPE: tl.constexpr)
             keys_ptr + rows[None, :] + offs_d[:, None], mask=mask_n[None, :] & mask_d[:, None], other=0.0
         )  # fmt: skip
         mask_v = mask_n[:, None] & (offs_v < SHAPE.size // PARTS)[None, :]
-        values = tl.load(values_ptr + (rows // PARTS)[:, None] + offs_v[None, :], mask=mask_v, other=0)
+        values = tl.load(values_ptr + (rows // PARTS)[:, None] + offs_v[None, :], mask=mask_v, other=ZERO)
         keys = upcast(keys, SHAPE.format, q.dtype)
         # keys [BLOCK_D, BLOCK_N], values [BLOCK_N, BLOCK_D / PARTS], scores [BLOCK_G, BLOCK_N]
         scores = dot(q, keys, tl.zeros([BLOCK_G, BLOCK_N], tl.float32), False, SHAPE.interpret) * SHAPE.scale
@@ -215,7 +216,7 @@ def _tokens_at_once(group: int, size: int, itemsize: int) -> int:
 def _in_words(values: Tensor) -> bool:
     """Check that four elements of a head may be read at once, and are enough for a product of a quarter of a head."""
     size = values.shape[2]
-    return values.dtype in FP8_DTYPES and size >= 64 and size % 4 == 0 and values.data_ptr() % 4 == 0
+    return values.dtype in FP8_DTYPES and size > 32 and size % 4 == 0 and values.data_ptr() % 4 == 0
 
 
 class Pages(NamedTuple):

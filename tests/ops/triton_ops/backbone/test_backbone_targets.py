@@ -22,7 +22,8 @@ OTHERS = [
     )
 ] + [
     {"layer": layer, "dtype": dtype, "splits": 8, "fp8": True}
-    for layer, dtype in (("llama2-70b", "bfloat16"), ("wide", "float16"), ("odd", "float32"), ("small", "bfloat16"))
+    for layer, dtype in (("llama2-70b", "bfloat16"), ("wide", "float16"), ("odd", "float32"), ("small", "bfloat16"),
+                         ("slim", "float16"))
 ]  # fmt: skip
 
 
