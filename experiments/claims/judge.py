@@ -99,6 +99,9 @@ def judge_claim(statement: Statement, bounds: dict[str, list[Bound]] | None, evi
     """Judge one claim by the clock that decides it; ``bounds``: by test (`read_bounds`), None when it has none yet."""
     clock, other = evidence.clock(statement.id), evidence.other_clock(statement.id)
     verdict = _by_clock(statement, bounds, evidence, clock)
+    if clock and verdict.clock and clock not in verdict.clock:
+        missing = f"judged by {verdict.clock}: there are no rows of {clock}, which decides (measure with timer={clock})"
+        verdict = replace(verdict, remark="; ".join(filter(None, (verdict.remark, missing))))
     if not other or verdict.kind != MEASURED or evidence.rows(other) is evidence.rows(clock):
         return verdict
     beside = _by_clock(statement, bounds, evidence, other)

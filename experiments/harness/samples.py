@@ -7,6 +7,7 @@ six significant digits. Points are appended as they are measured; of several lin
 import gzip
 import json
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,13 @@ def write_samples(path: Path, rows: Sequence[Row], lines: Iterable[dict[str, Any
 
 
 def tidy_samples(rows: RowFile) -> None:
-    """Drop the samples whose rows are gone, and compress the rest as one."""
+    """Drop the samples whose rows are gone, and compress the rest as one. A damaged file is deleted, with a message."""
     with rows.locked():
         path = samples_file(rows.path)
-        if path.exists():
+        if not path.exists():
+            return
+        try:
             write_samples(path, rows.rows, read_samples(path))
+        except RowsError as error:  # of a run that was killed while it wrote
+            print(f"{error}; deleted now", file=sys.stderr)
+            path.unlink()

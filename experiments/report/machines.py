@@ -18,7 +18,7 @@ NAME = "claims"
 AUTO = "auto"
 """All rows, of several clocks the one that decides the claim."""
 OTHER_TIMER = "cuda_graph"
-"""The clock that no claim on an operator was timed with in the paper, but that our engine's steps run by."""
+"""The clock of CUDA graphs, as our engine runs its steps; the paper timed operators from the host."""
 HERE = "this machine"
 OPERATOR_TABLES = "operator tables"
 

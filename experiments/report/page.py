@@ -29,7 +29,7 @@ from experiments.claims.judge import (
 from experiments.claims.table import marked
 from experiments.harness.catalogue import experiments
 from experiments.plots.frames import distinct
-from experiments.report.machines import Machine, columns, file_name
+from experiments.report.machines import HERE, Machine, columns, file_name
 from experiments.report.tables import FOUND, MIDDLE, findings, serving_tables, title_of
 from experiments.report.verdicts import measured_on, notes
 
@@ -93,7 +93,7 @@ def _claims(sides: dict[str, Sequence[Verdict]]) -> Iterator[dict[str, Any]]:
 
 def _machine(machine: Machine, paper: Path, folder: Path) -> dict[str, Any]:
     tables = [machine.folder / f"{file_name(timer)}.md" for timer in machine.clocks]
-    fresh = [folder / table.name for table in tables]
+    fresh = [folder / table.name for table in tables] if machine.name == HERE else []
     return {
         "name": machine.name,
         "measured": measured_on(machine.rows),
@@ -109,14 +109,15 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _figures(machines: Sequence[Machine]) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each experiment; of machines with the same hardware the first one's alone."""
-    chosen: dict[str, Machine] = {}
-    for machine in machines:
-        chosen.setdefault(", ".join(distinct(machine.rows, "hardware")), machine)
+    """Yield the figures of each experiment; of machines with the same hardware that of the first one that has it."""
+    hardware = [", ".join(distinct(machine.rows, "hardware")) for machine in machines]
     for experiment in experiments():
-        files = {one.name: one.figures / f"{experiment.name}.png" for one in chosen.values()}
-        pictures = [_picture(name, path) for name, path in files.items() if path.exists()]
-        if pictures:
+        chosen: dict[str, tuple[str, Path]] = {}
+        for kind, machine in zip(hardware, machines, strict=True):
+            if (path := machine.figures / f"{experiment.name}.png").exists():
+                chosen.setdefault(kind, (machine.name, path))
+        if chosen:
+            pictures = [_picture(*one) for one in chosen.values()]
             yield {"name": experiment.name, "title": title_of(experiment), "pictures": pictures}
 
 

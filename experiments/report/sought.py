@@ -28,7 +28,7 @@ def _rate(panel: str, metric: str = "throughput", system: str = "punica") -> Wid
 
 
 TABLE, SERVED, LOAD, MANY, MOE = OPERATOR_TABLES, "11", "ext latency under load", "ext many adapters", "ext moe"
-TODAY = "ext today"
+TODAY, HF = "ext today", "ext hf baselines"
 ROLES = {"llama2-7b": "Llama-2 7B", "llama2-13b": "Llama-2 13B", "llama-small": "llama-small"}
 SOUGHT: dict[str, Sequence[Sought]] = {
     "ext_padding": [
@@ -150,6 +150,16 @@ SOUGHT: dict[str, Sequence[Sought]] = {
                  {"system": "punica_static"}, {"metric": "throughput", "model": model})
           for model, role in ROLES.items()),
         Sought("windows / whole streams, throughput of Punica", SERVED, _metric("prediction_over_stream")),
+    ],
+    "ext_hf_baselines": [
+        *(Sought(f"Hugging Face, time of a step, {panel}: adapter unmerged, eager / merged, graphs", HF,
+                 {"system": "unmerged"}, {"system": "merged, graphs"}, {"panel": panel, "metric": "step_latency"})
+          for panel in ("batch 1", "batch 32")),
+        *(Sought(f"PEFT's mixed batch, {panel}: {what}", HF, _metric(metric, panel=panel, system="mixed"))
+          for panel in ("batch 1", "batch 32")
+          for metric, what in (("step_latency", "time of a step"), ("launches_per_step", "launches of a step"),
+                               ("launch_time", "time of a launch alone"),
+                               ("device_share", "share of a step that the device computes"))),
     ],
     "fig12_textgen_70b": [
         *(Sought(f"fully sharded / plain adapters, {what}", "12", {"system": "punica_sharded"}, {"system": "punica"},

@@ -80,7 +80,7 @@ class LoRARequest:
                 f"LoRARequest has tensors and lora_path {clip(self.lora_path)}; give one of the two (lora_name="
                 f"{clip(self.lora_name)})"
             )
-        if not isinstance(self.tensors, AdapterTensors) or self.tensors.config is not self.config:
+        if not isinstance(self.tensors, AdapterTensors) or self.tensors.config != self.config:
             object.__setattr__(self, "tensors", AdapterTensors(self.tensors, self.config))
             object.__setattr__(self, "config", self.tensors.config)
 

@@ -42,11 +42,16 @@ class AdapterTensors(Mapping[str, Tensor]):
                 )
             if tensor.is_meta or tensor.layout is not torch.strided:
                 raise TypeError(f"LoRARequest tensors: {clip(name)} must be a dense tensor with data")
-        self.config = _as_dict(config)
+        self._config = _as_dict(config)
         self._tensors = {name: _copied(tensor) for name, tensor in tensors.items()}
         self.label = f"tensors {secrets.token_hex(8)}"
         forms = sorted((name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in self._tensors.items())
-        self.content = hashlib.sha256(repr((self.config, forms)).encode(errors="surrogatepass")).digest()
+        self.content = hashlib.sha256(repr((self._config, forms)).encode(errors="surrogatepass")).digest()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """A copy of the config, whose content is part of what identifies the adapter."""
+        return copy.deepcopy(self._config)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]

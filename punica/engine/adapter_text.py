@@ -13,7 +13,7 @@ from typing import Any
 from punica.checks import clip
 
 _TEMPLATE, _CONFIG, _TOKENIZERS = "chat_template.jinja", "tokenizer_config.json", ("tokenizer.json", "tokenizer.model")
-_MOST_BYTES = 64 << 20
+_MOST_BYTES, _MOST_TEMPLATE_BYTES = 64 << 20, 1 << 20
 
 
 class AdapterText:
@@ -25,7 +25,7 @@ class AdapterText:
 
     def template_of(self, folder: str) -> str | None:
         """Return the chat template in a folder, as it is now; ``None``: it has none, or no such folder."""
-        template = _read(Path(folder, _TEMPLATE))
+        template = _read(Path(folder, _TEMPLATE), _MOST_TEMPLATE_BYTES)
         if template is not None:
             return template.decode("utf-8", errors="replace")
         config = _read(Path(folder, _CONFIG))
@@ -52,9 +52,10 @@ class AdapterText:
                 )
 
 
-def _read(path: Path) -> bytes | None:
+def _read(path: Path, most: int = _MOST_BYTES) -> bytes | None:
+    """Read a regular file of at most ``most`` bytes; a pipe would keep the reader for ever."""
     try:
-        return path.read_bytes() if path.stat().st_size <= _MOST_BYTES else None
+        return path.read_bytes() if path.is_file() and path.stat().st_size <= most else None
     except (OSError, ValueError):
         return None
 

@@ -267,7 +267,15 @@ class Engine(Generation):
             raise
         scheduled, ready = current.scheduled_s, max(current.scheduled_s, in_flight.metadata_ready_s)
         seconds = scheduled - start, ready - scheduled, time.perf_counter() - ready
-        output = self._deliver(in_flight.layout, tokens, StepStatistics.of(plan, in_flight.layout, *seconds), failed)
+        layout = in_flight.layout
+        try:
+            output = self._deliver(layout, tokens, StepStatistics.of(plan, layout, *seconds), failed)
+        except BaseException:  # an interrupt: requests without their token compute it again
+            self.scheduler.retire_finished()
+            self._overlap.drop(None, following)
+            ended = (one for one in layout.requests if one.has_ended and one.request_id in self._requests)
+            self._keep(self._results_of(dict.fromkeys((*failed, *ended))))
+            raise
         self._next = following
         return output
 
@@ -313,9 +321,11 @@ class Engine(Generation):
         """Run what steps with up to ``prompt_tokens`` rows of prompts run; return the seconds it took."""
         start = time.perf_counter()
         if self.manager is not None:  # the kernel that writes slots; no mark of embedding or head stays
-            self.manager.add_adapter(self.manager.create_dummy_lora(1, 1, embedding_modules=()))
-            self.manager.activate_adapter(1)
-            self.manager.remove_adapter(1)
+            dummy = self.manager.create_dummy_lora(1, 1, embedding_modules=())
+            if dummy.loras:  # LoRA may be on embedding and head alone
+                self.manager.add_adapter(dummy)
+                self.manager.activate_adapter(1)
+                self.manager.remove_adapter(1)
         on_gpu = self.runner.model.lm_head.weight.is_cuda
         self.runner.warm_up(prompt_tokens, progress=on_gpu and get_tensor_model_parallel_rank() == 0)
         seconds = time.perf_counter() - start

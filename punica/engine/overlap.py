@@ -76,8 +76,8 @@ class Overlap:
     ) -> BegunStep | None:
         """Launch the step after ``current``; ``None`` if it has to wait for the tokens of that.
 
-        It waits for repetition penalties, which the host computes, for blocks and slots, and for the end of the first
-        member of a static batch. A host that launches each kernel itself has no time to work ahead.
+        It waits for scores that the host adjusts by the tokens so far, for blocks and slots, and for the end of the
+        first member of a static batch. A host that launches each kernel itself has no time to work ahead.
         """
         scheduler, in_flight = self._scheduler, current.in_flight
         if in_flight is None or not self._runner.works_ahead or current.plan.num_requests != len(scheduler.running):
@@ -86,7 +86,7 @@ class Overlap:
             ending = [request for request in growing if request.is_complete]
             if ending and (scheduler.rule.inseparable or not scheduler.has_slots_beside(len(ending), pinned)):
                 return None
-            if any(request.params.repetition_penalty != 1.0 and not request.is_complete for request in growing):
+            if any(request.params.adjusts and not request.is_complete for request in growing):
                 return None
             for request in ending:
                 scheduler.leave(request)

@@ -98,6 +98,6 @@ def _banned(request: AdjustedRequest, tokens: list[int], vocab: int) -> list[int
     ends = request.end_token_ids if request.num_generated < request.params.min_tokens else ()
     found = {token for token in ends if token < vocab}
     for *before, last in request.bad_sequences:
-        if len(before) <= len(tokens) and tokens[len(tokens) - len(before) :] == before:
+        if last < vocab and len(before) <= len(tokens) and tokens[len(tokens) - len(before) :] == before:
             found.add(last)
     return sorted(found)

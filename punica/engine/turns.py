@@ -59,14 +59,16 @@ class Turns:
     def advance(self, is_done: Callable[[], bool], step: Callable[[], None]) -> None:
         """Make one step, or wait for one of the leading thread; nothing if ``is_done`` already.
 
-        The thread leads from its first step on, until :meth:`resign`.
+        The thread leads from its first step on, until :meth:`resign`. Where it is alone in the engine, the leading
+        thread cannot step, and it makes the step itself.
         """
         this = threading.get_ident()
         with self:
             if is_done():
                 return
-            if self._leader in (None, this):
+            if self._leader is None:
                 self._leader = this
+            if self._leader == this or self._depth > 1:
                 step()
                 self._tell(1)
                 return

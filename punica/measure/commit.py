@@ -28,7 +28,7 @@ def commit(root: Path = ROOT) -> str:
     Raises `RowsError` for a damaged stamp.
     """
     if revision := _git(root, "rev-parse", "--short=12", "HEAD"):
-        return f"{revision}-dirty" if _git(root, "status", "--porcelain") else revision
+        return f"{revision}-dirty" if _git(root, "status", "--porcelain") != "" else revision  # or where git fails
     if not (root / STAMP).exists():
         return UNKNOWN
     sent, sources = _read_stamp(root / STAMP)
@@ -41,7 +41,10 @@ def write_stamp(root: Path = ROOT) -> Path:
     revision = _git(root, "rev-parse", "--short=12", "HEAD")
     if not revision:
         raise RowsError(f"{root} has no git history: stamp the checkout that is sent, not the copy")
-    if changed := (_git(root, "status", "--porcelain") or "").splitlines():
+    status = _git(root, "status", "--porcelain")
+    if status is None:
+        raise RowsError(f"git status fails in {root}: run it by hand, then stamp again")
+    if changed := status.splitlines():
         listed = ", ".join(line.strip() for line in changed[:5])
         raise RowsError(f"{len(changed)} files differ from commit {revision} ({listed}): commit them, then stamp again")
     (root / STAMP).write_text(json.dumps({"commit": revision, "sources": tree_hash(root)}) + "\n", encoding="utf-8")

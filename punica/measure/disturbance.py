@@ -19,7 +19,7 @@ import os
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -215,8 +215,8 @@ def _gpu_state() -> tuple[float, int] | None:
 
 
 def slow_repeats(rows: Iterable[Row]) -> set[int]:
-    """Return the repeats of some points that are slower than a sibling by more than `REPEAT_LIMIT`, in any duration,
-    though no witness saw why.
+    """Return the repeats of some points that are more than `REPEAT_LIMIT` times off their siblings' median, or of two
+    the slower one, in any duration, though no witness saw why.
 
     Few samples per repeat leave the median to outliers: 4.4 ms beside 0.2 ms was recorded on an idle machine.
     """
@@ -228,5 +228,10 @@ def slow_repeats(rows: Iterable[Row]) -> set[int]:
         repeat
         for medians in found.values()
         for repeat, median in medians.items()
-        if median > REPEAT_LIMIT * min(medians.values())
+        if not _usual(medians) / REPEAT_LIMIT <= median <= REPEAT_LIMIT * _usual(medians)
     }
+
+
+def _usual(medians: Mapping[int, float]) -> float:
+    values = list(medians.values())
+    return float(np.median(values)) if len(values) > 2 else min(values)

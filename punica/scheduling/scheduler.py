@@ -234,7 +234,7 @@ class Scheduler:
             and self.rule.allows(candidate, self.running, admitted)
             and self.has_slot(candidate, pinned)
             and self._has_blocks(candidate)
-            and (self.rule.inseparable or not self.running or self.is_loaded(candidate))
+            and (self.rule.inseparable or not (self.running or self.leaving) or self.is_loaded(candidate))
         )
 
     def _tokens_to_reserve(self, request: RequestState) -> int:

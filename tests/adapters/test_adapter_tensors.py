@@ -44,7 +44,7 @@ def test_the_config_is_copied_too(make_manager) -> None:
     manager, config = make_manager(), peft_config(4, target_modules=ALL, alpha_pattern={"o_proj": 4})
     request = in_memory(1, config=config)
     config["alpha_pattern"]["o_proj"] = 8
-    config["lora_alpha"] = 400
+    config["lora_alpha"] = request.config["lora_alpha"] = 400
     manager.add_adapter(request)
     b = adapter_tensors(1)[f"base_model.model.{O_PROJ}.lora_B.weight"]
     assert torch.equal(manager.get_adapter(1).loras[O_PROJ].lora_b, b)

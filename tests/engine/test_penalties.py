@@ -27,7 +27,7 @@ SETTINGS = {
     "presence": {"presence_penalty": 1.5}, "presence, encouraged": {"presence_penalty": -2},
     "frequency": {"frequency_penalty": 0.7}, "both": {"presence_penalty": 0.4, "frequency_penalty": -0.9},
     "bias": {"logit_bias": {5: -3.5, 40: 100, 52: 2}}, "one bad word": {"bad_words": [[33]]},
-    "bad words": {"bad_words": [[40], [17, 33], [5, 40, 2], [33, 17, 33, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]},
+    "bad words": {"bad_words": [[40], [60], [17, 33], [5, 40, 2], [33, 17, 33, 9], list(range(1, 13))]},
     "fewest": {"min_tokens": 4}, "repetition": {"repetition_penalty": 1.8},
     "all": {"presence_penalty": 1, "frequency_penalty": 0.3, "logit_bias": {40: 6, 7: 90}, "bad_words": [[40, 5]],
             "min_tokens": 5, "repetition_penalty": 0.7},

@@ -225,3 +225,33 @@ def test_a_rank_of_several_serves_the_thread_that_built_it() -> None:
         together(enter)
     with turns:
         pass
+
+
+def test_a_call_of_a_thread_that_is_alone_makes_its_own_steps(backbone) -> None:
+    """The leading thread cannot step meanwhile."""
+    engine, entered, found = backbone.engine(max_batch_size=4), threading.Event(), {}
+    step = engine.step
+
+    def noted_step() -> Any:
+        entered.set()
+        return step()
+
+    engine.step = noted_step
+    prompt = (5, 6)
+
+    def lead() -> None:
+        found["leader"] = tokens_of(engine.generate([prompt], None, 20))
+
+    def alone() -> None:
+        entered.wait(60)
+        with engine.alone():
+            found["alone"] = tokens_of(engine.generate([prompt], None, 3))
+
+    threads = [threading.Thread(target=call, daemon=True) for call in (lead, alone)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not any(thread.is_alive() for thread in threads)
+    whole = backbone.generate_merged(prompt, 0, 20)
+    assert found == {"leader": [whole], "alone": [whole[:3]]}

@@ -89,3 +89,10 @@ def test_on_a_gpu_the_first_requests_capture_nothing(backbone, mixed_wishes, ser
     serve(engine, mixed_wishes)
     assert graphs.statistics.graphs == captured
     assert engine.warm_up_s > graphs.statistics.seconds > 0
+
+
+def test_lora_on_the_head_alone(backbone) -> None:
+    config = EngineConfig(max_batch_size=2, max_model_len=32)
+    lora = config.lora_config(16, max_loras=2, target_modules=["lm_head"])
+    engine = Engine(backbone.model(), lora, config, warm_up=True)
+    assert tokens_of(engine.generate([[3, 1]], None, 4)) == [backbone.generate_merged((3, 1), 0, 4)]

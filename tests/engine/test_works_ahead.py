@@ -14,8 +14,13 @@ from punica.engine import Engine, EngineConfig, Request
 from punica.engine.overlap import Overlap
 from punica.engine.runner import ModelRunner
 from punica.engine.sampler import PendingCopy
-from punica.scheduling import SamplingParams
+from punica.scheduling import RequestState, SamplingParams
 from punica.workload import RequestLengths
+
+ADJUSTMENTS = (
+    {"repetition_penalty": 1.3}, {"frequency_penalty": 0.8}, {"presence_penalty": 1.5}, {"logit_bias": {5: 3.0}},
+    {"bad_words": [[token, other] for token in range(0, 256, 3) for other in (7, 9, 50)]}, {"min_tokens": 3},
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +180,7 @@ def test_an_aborted_request_and_a_new_one_of_its_name(backbone, begun) -> None:
     assert again.output_token_ids == backbone.generate_merged((7, 1), 3, 6)
 
 
-@pytest.mark.parametrize("fails_in", ["read", "launch"])
+@pytest.mark.parametrize("fails_in", ["read", "launch", "append", "second append"])
 def test_a_step_that_fails_loses_no_request_that_joins_or_ends_with_it(backbone, begun, monkeypatch, fails_in) -> None:
     """Step 4 is the last of `a`, in whose place `c` joins the next one; its tokens are lost, or the launch of that."""
     engine = backbone.engine(max_batch_size=2)
@@ -188,16 +193,27 @@ def test_a_step_that_fails_loses_no_request_that_joins_or_ends_with_it(backbone,
         assert staged.layout.num_prefill_rows
         raise KeyboardInterrupt
 
+    append, calls = RequestState.append, [None] * (fails_in == "append")
+
+    def append_once(request, token):
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        append(request, token)
+
     with monkeypatch.context() as patched:
         if fails_in == "read":
             patched.setattr(PendingCopy, "tolist", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-        else:
+        elif fails_in == "launch":
             patched.setattr(ModelRunner, "launch", launch)
+        else:
+            patched.setattr(RequestState, "append", append_once)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert not engine.is_ahead
     assert not engine.scheduler.leaving
-    assert [request.request_id for request in engine.scheduler.waiting] == ["a", "c", "d"]
+    waiting = [request.request_id for request in engine.scheduler.waiting]
+    assert waiting == ["a", "c", "d"][fails_in == "second append" :]
     lengths = {"a": 4, "b": 9, "c": 3, "d": 2}
     assert finish(engine) == {
         name: backbone.generate_merged((5, ord(name)), ord(name) % 3, new) for name, new in lengths.items()
@@ -258,11 +274,14 @@ def test_a_step_that_fails_forgets_what_was_begun(backbone, begun, monkeypatch) 
     assert state.output_token_ids == backbone.generate_merged((5, 1), 1, 12)
 
 
-def test_penalties_that_need_tokens_on_the_host_are_not_begun(backbone, begun) -> None:
+@pytest.mark.parametrize(
+    "adjusts", [{"repetition_penalty": 1.2}, {"frequency_penalty": 1.0}, {"bad_words": [[3, 4]]}], ids=str
+)
+def test_adjustments_that_need_tokens_on_the_host_are_not_begun(backbone, begun, adjusts) -> None:
     """A prompt with one joins ahead: its tokens are known."""
     engine = backbone.engine(max_batch_size=2)
     engine.add_request(Request("plain", [5, 1], 9))
-    engine.add_request(Request("penalised", [5, 1], SamplingParams(max_new_tokens=4, repetition_penalty=1.2)))
+    engine.add_request(Request("penalised", [5, 1], SamplingParams(max_new_tokens=4, **adjusts)))
     finish(engine)
     assert [[request.request_id for request in layout.requests] for layout in begun] == [
         ["penalised", "plain"], *[["plain"]] * 4,
@@ -296,7 +315,7 @@ def test_random_runs_give_what_steps_in_turn_give(backbone, begun, monkeypatch) 
                 wishes = {"max_new_tokens": chance.randint(1, 16), "stop_token_ids": chance.sample(range(256), 8)}
                 wishes |= {} if chance.random() < 0.6 else {"temperature": 0.8, "seed": chance.randrange(99)}
                 wishes |= {} if chance.random() < 0.8 else {"logprobs": 2}
-                wishes |= {} if chance.random() < 0.9 else {"repetition_penalty": 1.3}
+                wishes |= {} if chance.random() < 0.8 else chance.choice(ADJUSTMENTS)
                 prompt = [chance.randrange(256) for _ in range(chance.randint(1, 9))]
                 adapter = backbone.adapters.get(chance.randrange(7))
                 states.append(engine.add_request(Request(f"r{len(states)}", prompt, SamplingParams(**wishes), adapter)))

@@ -45,7 +45,7 @@ def generated(prompt, adapter, count):
 FAKE_VLLM = (
     TOKENS_OF_A_FAKE
     + """
-import json, os
+import json, os, time
 from types import SimpleNamespace
 
 __version__ = "0.0.0+fake"
@@ -69,6 +69,7 @@ class LLM:
         self.known.add(request.lora_int_id)
 
     def generate(self, prompts, params, *, lora_request, use_tqdm):
+        time.sleep(2e-4 * max(one.max_tokens for one in params))  # or the difference of two lengths may be negative
         chosen = [request.lora_int_id if request else 0 for request in lora_request]
         tokens = [generated(p["prompt_token_ids"], a, one.max_tokens) for p, a, one in zip(prompts, chosen, params)]
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=one)]) for one in tokens]

@@ -370,7 +370,9 @@ def test_first_tokens_under_load_are_compared_below_capacity(tmp_path):
     found = {one.metric: one.value for one in first_token_readings(again, COST)}
     assert found["p99_error"] == pytest.approx(0.0)
     assert predicted["p99_error"] == pytest.approx(predicted["p99_first_token"] - 1)
-    assert predicted["p99_error_low"] < predicted["p99_error"] < predicted["p99_error_high"]
+    for suffix, seconds in (("_low", load.joining[0]), ("_high", load.joining[-1])):
+        wait = loads_module.p99_first_token(load, loads_module.with_joins(load, COST, seconds))
+        assert predicted[f"p99_error{suffix}"] == pytest.approx(wait / load.p99 - 1)
     assert "p99_error_of_a_constant" not in predicted, "one load alone has no other"
     spread = {one.metric: one.value for one in first_token_readings(replace(again, others=(0.5, 1.5)), COST, seeds=3)}
     assert spread["p99_error_of_a_constant"] == pytest.approx(1.0 / again.p99 - 1)

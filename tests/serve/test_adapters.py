@@ -110,6 +110,7 @@ def test_adapters_that_are_refused(served_home: Any, world: Any) -> None:
     (home / "empty").mkdir()
     (home / "broken").mkdir()
     (home / "broken/adapter_config.json").write_text("{")
+    (home / "broken/adapter_model.safetensors").write_bytes(bytes(8))
     for path, status in (
         (home / "missing", 404), (home / "empty", 404), (home / "broken", 400), (home / "..", 403),
         (world.adapters[1].absolute_path, 403),

@@ -83,10 +83,12 @@ class Machine:
         """Bytes of a number."""
         return self._roof.element
 
-    @cached_property
-    def _projection(self) -> tuple[np.ndarray, np.ndarray]:
+    def _projection(self, figure: str) -> tuple[np.ndarray, np.ndarray]:
+        """Rows, and seconds per weight: the measured product without its launch, which a step hides, or its bytes."""
         latency = curve(self.rows.figure(README), "latency", system="backbone X@W")
-        return latency.index.to_numpy(dtype=float), 1e-6 * latency.to_numpy() / (WIDE * OUT)
+        launch = self.call("9" if figure == "9" else README) if self.launches else 0.0
+        seconds = (1e-6 * latency.to_numpy() - launch) / (WIDE * OUT)
+        return latency.index.to_numpy(dtype=float), np.maximum(seconds, self.element / self.bandwidth)
 
     @cached_property
     def _prompt_flops(self) -> float:
@@ -101,7 +103,7 @@ class Machine:
         """Seconds of a product of ``rows`` rows with ``count`` weights, whose bytes and FLOP the measured one holds."""
         if figure == README:
             return count * max(self.element / self.bandwidth, 2 * rows / self._prompt_flops)
-        sizes, seconds = self._projection
+        sizes, seconds = self._projection(figure)
         if rows > sizes[-1]:
             return count * max(seconds[0], 2 * rows / self.peak)
         return count * float(np.interp(rows, sizes, seconds))
@@ -119,7 +121,7 @@ class Machine:
     def _call(self, figure: str) -> float:
         source, rank, out = ("8", 16, OUT) if figure == "9" else ("9", 8, WIDE)
         latency = 1e-6 * at(latency_of(self.rows, "SGMV", "Distinct", source, rank), 1)
-        work = self.weights(rank * (WIDE + out), 1, figure) + self.numbers(WIDE + 2 * out)
+        work = self.weights(rank * (WIDE + out), 1, README) + self.numbers(WIDE + 2 * out)
         return max(0.0, latency - work) / 2
 
     def kernel(self, figure: str) -> float:

@@ -29,11 +29,11 @@ def backbone(machine: Machine, conf: ModelConf, rows: float, context: float) -> 
     return machine.weights(multiplied(conf), rows) + machine.numbers(rows * context * conf.kv_elements())
 
 
-def lora(machine: Machine, conf: ModelConf, rows: float, adapters: float) -> float:
-    """Seconds that LoRA of all projections adds to a step."""
+def lora(machine: Machine, conf: ModelConf, rows: float, adapters: float, shared: int = 1) -> float:
+    """Seconds that LoRA of all projections adds to a step on ``shared`` GPUs, each of which launches everything."""
     launches = 2 * machine.lora_calls * conf.num_hidden_layers * machine.queued
     passes = machine.numbers(1.5 * rows * conf.lora_parameters(1))  # x once, y twice, of about equal widths
-    return launches + machine.weights(adapters * conf.lora_parameters(RANK), rows / adapters) + passes
+    return launches + (machine.weights(adapters * conf.lora_parameters(RANK), rows / adapters) + passes) / shared
 
 
 @formula(("1",), ("backbone",), "step_latency")
@@ -91,5 +91,5 @@ def _step(machine: Machine, row: Any, rows: float) -> float:
     adapters = 1.0
     if entry.admission == "fcfs" and entry.exact:
         adapters = min(rows, _replayed(row).mean_segments)
-    added = lora(machine, conf, rows, adapters) if entry.lora else 0.0
-    return (backbone(machine, conf, rows, CONTEXT) + added) / shared
+    added = lora(machine, conf, rows, adapters, shared) if entry.lora else 0.0
+    return backbone(machine, conf, rows, CONTEXT) / shared + added
