@@ -175,7 +175,7 @@ class Generation(ABC):
         return replace(output, finished=(*finished, *output.finished), failed=(*failed, *output.failed))
 
     def _next_chunks(self, tails: Sequence["_Tail"]) -> list[GenerationChunk]:
-        """Return the new output of requests, also by steps of other threads; make a step if there is none."""
+        """Return the new output of requests; make a step unless one of another thread has brought some."""
         self._turns.advance(lambda: any(tail.has_news for tail in tails), self._step_for_all)
         with self._turns:
             self._turns.resign()  # its caller may pause here for any time

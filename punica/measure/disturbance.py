@@ -36,7 +36,7 @@ OTHER_CPU_LIMIT = 0.05
 CALIBRATION_LIMIT = 1.5
 """Largest time of a calibration over that of the quiet machine (`Calibrator.quiet`)."""
 REPEAT_LIMIT = 1.5
-"""Largest ratio of a repeat's median to that of its quickest sibling."""
+"""Largest ratio of a repeat's median to its siblings' (of two, the quicker one), either way."""
 SHORTEST_OTHER_S = 0.04
 """Less other work than this is rounding: the kernel counts in ticks of 10 ms, per core."""
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80

@@ -63,6 +63,7 @@ class Machine:
     def __init__(self, rows: Rows, graphs: Rows, launches: bool, stated: Mapping[str, float] | None = None) -> None:
         self.rows, self.graphs, self.launches, self.stated = rows, graphs, launches, stated or {}
         self._calls: dict[str, float] = {}
+        self._products: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     @cached_property
     def _roof(self) -> Roof:
@@ -83,10 +84,18 @@ class Machine:
         """Bytes of a number."""
         return self._roof.element
 
-    def _projection(self, figure: str) -> tuple[np.ndarray, np.ndarray]:
-        """Rows, and seconds per weight: the measured product without its launch, which a step hides, or its bytes."""
+    def _projection(self, launched: str) -> tuple[np.ndarray, np.ndarray]:
+        """Rows, and seconds per weight: the measured product without its launch, which a step hides, or its bytes.
+
+        ``launched``: figure that the launch is for, as of `call`.
+        """
+        if launched not in self._products:
+            self._products[launched] = self._product(launched)
+        return self._products[launched]
+
+    def _product(self, launched: str) -> tuple[np.ndarray, np.ndarray]:
         latency = curve(self.rows.figure(README), "latency", system="backbone X@W")
-        launch = self.call("9" if figure == "9" else README) if self.launches else 0.0
+        launch = self.call(launched) if self.launches else 0.0
         seconds = (1e-6 * latency.to_numpy() - launch) / (WIDE * OUT)
         return latency.index.to_numpy(dtype=float), np.maximum(seconds, self.element / self.bandwidth)
 
@@ -103,7 +112,7 @@ class Machine:
         """Seconds of a product of ``rows`` rows with ``count`` weights, whose bytes and FLOP the measured one holds."""
         if figure == README:
             return count * max(self.element / self.bandwidth, 2 * rows / self._prompt_flops)
-        sizes, seconds = self._projection(figure)
+        sizes, seconds = self._projection("9" if figure == "9" else README)
         if rows > sizes[-1]:
             return count * max(seconds[0], 2 * rows / self.peak)
         return count * float(np.interp(rows, sizes, seconds))
@@ -121,8 +130,8 @@ class Machine:
     def _call(self, figure: str) -> float:
         source, rank, out = ("8", 16, OUT) if figure == "9" else ("9", 8, WIDE)
         latency = 1e-6 * at(latency_of(self.rows, "SGMV", "Distinct", source, rank), 1)
-        work = self.weights(rank * (WIDE + out), 1, README) + self.numbers(WIDE + 2 * out)
-        return max(0.0, latency - work) / 2
+        moved = rank * (WIDE + out) + WIDE + 2 * out
+        return max(0.0, latency - self.numbers(moved)) / 2
 
     def kernel(self, figure: str) -> float:
         """Seconds of a launch on a device; NotTestable on a CPU, whose calls run where they are made."""

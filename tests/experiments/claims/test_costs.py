@@ -59,6 +59,7 @@ TURNED = [
     ("C21", [SLOW_MEMORY], f"{LAST} == '9'"),
     ("C24", [ONE_ROW_COSTS], "figure == '10' and batch_size == 32 and workload == 'Identical'"),
     ("C28", [ONE_ROW_COSTS], "figure in ('11', '12') and workload == 'Identical' and system == 'punica'"),
+    ("C29", [ROWS_COST], "figure == '11' and system == 'punica' and workload == 'Distinct'"),
     ("C34", [ROWS_COST], "figure == '11' and workload == 'Distinct'"),
     ("C39", [ROWS_COST], "figure == '12' and system == 'punica' and workload == 'Distinct'"),
     ("C51", [SLOW_PROMPTS], f"{LAST} == 'README backbone-vs-sgmv'"),
