@@ -207,7 +207,7 @@ def test_fig13_measures_draws_and_does_not_measure_again(tmp_path):
     assert all(row.cost_model for row in rows)
     assert {row.gpu for row in rows if row.metric == "gpu_batch_size_60s_mean"} == set(range(16))
     assert {row.disturbed for row in rows} == {None}
-    assert {row.value for row in rows if row.metric == "seeds"} == {5}
+    assert {row.value for row in rows if row.metric == "seeds"} == {cfg.figure.seeds}
     for panel, metric in ((HOUR, "mean_throughput"), (HOUR, "total_requests"), ("simulated Figure 11", "throughput")):
         said = {row.metric: row.value for row in rows if row.panel == panel}
         low, one, high = (said[metric + end] for end in ("_low", "", "_high"))
