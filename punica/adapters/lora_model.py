@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from punica.adapters.blocks import Blocks, dense
 from punica.adapters.check import check_experts, check_finite, check_pair, check_tensors, join_scales
 from punica.adapters.peft_config import PEFTHelper
 from punica.adapters.read import NameMapper, WeightsFile, is_stacked_name, lora_names
@@ -36,6 +37,7 @@ class ModuleEntry(NamedTuple):
     rank: int
     lora_alpha: float
     scaling: float
+    blocks: Blocks
 
 
 class LoRAModel:
@@ -124,10 +126,11 @@ class LoRAModel:
         """
 
         def weights_of(entry: ModuleEntry) -> ModuleWeights:
-            module, key_a, key_b, rank, alpha, scaling = entry
+            module, key_a, key_b, rank, alpha, scaling, blocks = entry
             a, b = _placed(tensors[key_a], device, dtype), _placed(tensors[key_b], device, dtype)
             check_finite(module, True, a, tensors[key_a])
             check_finite(module, False, b, tensors[key_b])
+            a, b = dense(key_a, a, blocks.a), dense(key_b, b, blocks.b)
             pair = _by_expert(a, b, rank) if is_stacked_name(module) else (a, b)
             return ModuleWeights(module, rank, [pair], scaling, alpha)
 
@@ -181,9 +184,12 @@ def table_of_contents(
     for module, keys in sides.items():
         configured = names[keys[False]].configured
         rank, check = peft_helper.rank_of(configured), check_experts if is_stacked_name(module) else check_pair
-        check(module, tensors[keys[True]], tensors[keys[False]], rank)
+        key_a, key_b = keys[True], keys[False]
+        is_linear = not is_stacked_name(module) and "lora_embedding_" not in key_a
+        blocks = peft_helper.blocks_of(configured) if is_linear else Blocks()
+        check(module, dense(key_a, tensors[key_a], blocks.a), dense(key_b, tensors[key_b], blocks.b), rank)
         alpha, scaling = peft_helper.alpha_of(configured), peft_helper.scaling_of(configured)
-        contents.append(ModuleEntry(module, keys[True], keys[False], rank, alpha, scaling))
+        contents.append(ModuleEntry(module, key_a, key_b, rank, alpha, scaling, blocks))
     return contents
 
 

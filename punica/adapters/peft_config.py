@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from punica.adapters.blocks import BlockDiagonal, Blocks
 from punica.adapters.patterns import ModuleNames, NamePattern, Steps, UnboundedPattern
 from punica.adapters.read import is_stacked_name
 from punica.adapters.request import resolve_adapter_path
@@ -57,7 +58,6 @@ class UnsupportedFeatures:
     layer_replication: list | None = None
     alora_invocation_tokens: list[int] | None = None
     use_qalora: bool = False
-    use_bdlora: Any = None
     kasa_config: Any = None
     arrow_config: Any = None
     monteclora_config: Any = None
@@ -99,6 +99,8 @@ class PEFTHelper(UnsupportedFeatures):
     bias: str = "none"
     peft_type: str | None = None
     init_lora_weights: bool | str = True
+    use_bdlora: Any = None
+    _blocks: BlockDiagonal | None = field(init=False, repr=False, compare=False)
     _parameters: frozenset[str] = field(init=False, repr=False, compare=False)
     _rank_rules: list[_Rule] = field(init=False, repr=False, compare=False)
     _alpha_rules: list[_Rule] = field(init=False, repr=False, compare=False)
@@ -118,6 +120,7 @@ class PEFTHelper(UnsupportedFeatures):
             object.__setattr__(self, key, _targets(key, getattr(self, key)))
         if not self.target_modules and not self.target_parameters:
             raise ValueError("target_modules or target_parameters is required, got neither")
+        object.__setattr__(self, "_blocks", BlockDiagonal.from_config(self.use_bdlora))
         object.__setattr__(self, "_parameters", frozenset(self.target_parameters or ()))
         object.__setattr__(self, "_rank_rules", _compile_rules(self.rank_pattern, "rank_pattern", check_count))
         object.__setattr__(self, "_alpha_rules", _compile_rules(self.alpha_pattern, "alpha_pattern", _check_alpha))
@@ -204,6 +207,10 @@ class PEFTHelper(UnsupportedFeatures):
         """Return `alpha_m / r_m`, or `alpha_m / sqrt(r_m)` with `use_rslora` (rank-stabilised LoRA)."""
         rank = self.rank_of(module_name)
         return self.alpha_of(module_name) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def blocks_of(self, module_name: str) -> Blocks:
+        """Return the blocks of a linear module's factors. ValueError: as :meth:`BlockDiagonal.of_module`."""
+        return Blocks() if self._blocks is None else self._blocks.of_module(module_name)
 
     def disagreement(self, modules: Iterable[str]) -> str | None:
         """Describe how the adapted `modules` differ from `target_modules`; `None` if they agree, or for `"all-linear"`,

@@ -63,11 +63,6 @@ REFUSED: dict[str, tuple[Any, peft.PeftConfig, str]] = {
     "new tokens": (plain, lora_config(trainable_token_indices=[1, 2]), r"trainable_token_indices is set \(\[1, 2\]\)"),
     "layer_replication": (plain, lora_config(layer_replication=[(0, 2), (1, 2)]), "layer_replication is set"),
     "activated LoRA": (plain, lora_config(alora_invocation_tokens=[5]), r"alora_invocation_tokens is set \(\[5\]\)"),
-    "block-diagonal": (
-        plain,
-        lora_config(use_bdlora=peft.BdLoraConfig(nblocks=2, target_modules_bd_a=["q_proj"])),
-        "use_bdlora is set",
-    ),
     "KaSA": (plain, lora_config(kasa_config=peft.KasaConfig()), "kasa_config is set.*not supported"),
     "transposed": (
         transposed,

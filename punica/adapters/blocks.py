@@ -1,0 +1,83 @@
+"""Block-diagonal LoRA factors (PEFT's `use_bdlora`): stored as blocks, loaded as dense matrices.
+
+In training every tensor-parallel rank then owns whole blocks (BD-LoRA). Served they are plain
+factors, with zeros beside the blocks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from punica.checks import check_count, clip
+from punica.ops.quant import Fp8Matrix
+
+
+class Blocks(NamedTuple):
+    """Blocks on the diagonals of a module's A and B; 1: stored dense."""
+
+    a: int = 1
+    b: int = 1
+
+
+@dataclass(frozen=True)
+class BlockDiagonal:
+    """The value of `use_bdlora`: `nblocks` blocks in A of modules that contain one of `a` in their names, B of `b`."""
+
+    nblocks: int
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    match_strict: bool
+
+    @classmethod
+    def from_config(cls, value: Any) -> "BlockDiagonal | None":
+        """Read `use_bdlora` of an `adapter_config.json`, or a `peft.BdLoraConfig`; `None` where it is not used.
+
+        TypeError: not a mapping, or a value of another type. ValueError: less than one block.
+        """
+        if not value:
+            return None
+        value = value if isinstance(value, Mapping) else getattr(value, "__dict__", value)
+        if not isinstance(value, Mapping):
+            raise TypeError(f"use_bdlora must be an object with nblocks, got {clip(value)} ({type(value).__name__})")
+        check_count("use_bdlora.nblocks", nblocks := value.get("nblocks", 1))
+        names = [value.get(f"target_modules_bd_{side}") or [] for side in "ab"]
+        for side, listed in zip("ab", names, strict=True):
+            if not isinstance(listed, list | tuple) or not all(isinstance(name, str) for name in listed):
+                raise TypeError(f"use_bdlora.target_modules_bd_{side} must be a list of str, got {clip(listed)}")
+        return cls(nblocks, tuple(names[0]), tuple(names[1]), bool(value.get("match_strict", True)))
+
+    def of_module(self, name: str) -> Blocks:
+        """Return the blocks of a linear module. ValueError: both factors have some, or neither with `match_strict`."""
+        in_a, in_b = (any(pattern in name for pattern in patterns) for patterns in (self.a, self.b))
+        if (in_a and in_b) or (self.match_strict and not in_a and not in_b):
+            which = "both target_modules_bd_a and target_modules_bd_b" if in_a else (
+                "neither target_modules_bd_a nor target_modules_bd_b, which match_strict demands"
+            )
+            raise ValueError(f"use_bdlora: module {clip(name)} matches {which}")
+        return Blocks(self.nblocks if in_a else 1, self.nblocks if in_b else 1)
+
+
+def dense(what: str, factor: Tensor | Fp8Matrix, blocks: int) -> Tensor | Fp8Matrix:
+    """Build the matrix `[rows, blocks * columns]` with the blocks of `factor [rows, columns]` on its diagonal.
+
+    Row `i` belongs to block `i // (rows / blocks)`. ValueError, naming `what`: the rows cannot be divided.
+    """
+    if blocks == 1 or factor.ndim != 2:  # another number of dimensions is refused with the factor's own shape
+        return factor
+    rows = factor.shape[0]
+    if rows % blocks:
+        raise ValueError(f"{what} has {rows} rows, which use_bdlora.nblocks = {blocks} does not divide")
+    if isinstance(factor, Fp8Matrix):
+        values = _on_diagonal(factor.values.view(torch.uint8), blocks)  # of a zero all bits are zero
+        return Fp8Matrix(values.view(factor.values.dtype), factor.scale)
+    return _on_diagonal(factor, blocks)
+
+
+def _on_diagonal(stored: Tensor, blocks: int) -> Tensor:
+    rows, columns = stored.shape
+    matrix = stored.new_zeros(blocks, rows // blocks, blocks, columns)
+    matrix.diagonal(dim1=0, dim2=2).copy_(stored.view(blocks, rows // blocks, columns).permute(1, 2, 0))
+    return matrix.view(rows, blocks * columns)
