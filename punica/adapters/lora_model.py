@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from punica.adapters.check import check_experts, check_finite, check_pair, check
 from punica.adapters.peft_config import PEFTHelper
 from punica.adapters.read import NameMapper, WeightsFile, is_stacked_name, lora_names
 from punica.adapters.request import check_adapter_id
+from punica.adapters.shared_experts import check_projection, is_projection_name
 from punica.adapters.weights import Factor, ModuleWeights
 from punica.adapters.wrap import MoEEPSpec
 from punica.layers.packing import Slices
@@ -183,14 +184,21 @@ def table_of_contents(
     contents = []
     for module, keys in sides.items():
         configured = names[keys[False]].configured
-        rank, check = peft_helper.rank_of(configured), check_experts if is_stacked_name(module) else check_pair
+        rank, check = peft_helper.rank_of(configured), _check_of(module)
         key_a, key_b = keys[True], keys[False]
-        is_linear = not is_stacked_name(module) and "lora_embedding_" not in key_a
+        is_linear = check is check_pair and "lora_embedding_" not in key_a
         blocks = peft_helper.blocks_of(configured) if is_linear else Blocks()
         check(module, dense(key_a, tensors[key_a], blocks.a), dense(key_b, tensors[key_b], blocks.b), rank)
         alpha, scaling = peft_helper.alpha_of(configured), peft_helper.scaling_of(configured)
         contents.append(ModuleEntry(module, key_a, key_b, rank, alpha, scaling, blocks))
     return contents
+
+
+def _check_of(module: str) -> Callable[[str, Factor, Factor, int], None]:
+    """Choose the rule for shapes of a module's A and B."""
+    if is_projection_name(module):
+        return check_projection
+    return check_experts if is_stacked_name(module) else check_pair
 
 
 def _by_expert(a: Factor, b: Factor, rank: int) -> tuple[Factor, Factor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from punica.adapters.check import check_scaled
 from punica.adapters.lora_model import LoRAModel
 from punica.adapters.pack_experts import BASE_LAYER, group_experts
+from punica.adapters.shared_experts import PROJECTIONS
 from punica.adapters.weights import ModuleWeights
 from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules, sibling
 from punica.checks import clip
@@ -61,7 +62,8 @@ class AdapterPacker:
         for name, layer in self._wrapped.items():  # a layer of that name comes before a part
             self._place |= dict.fromkeys(layer.names, (name, None))
             if isinstance(layer.layer, FusedMoEWithLoRA):
-                self._place |= {f"{alias}.base_layer": (name, BASE_LAYER) for alias in layer.names}
+                ends = {"base_layer": BASE_LAYER, **PROJECTIONS}
+                self._place |= {f"{alias}.{end}": (name, part) for alias in layer.names for end, part in ends.items()}
 
     def pack(self, lora: LoRAModel, *, fits: bool = False) -> LoRAModel:
         """Return a new model with the same id: for every layer that it touches, the slices as the layer holds them.

@@ -3,7 +3,9 @@
 *Per expert*: a pair (A, B) for each expert and projection. *Stacked* (PEFT's `target_parameters`): one pair for all
 experts, `A [E, r, in]` and `B [E, out, r]`, called `...experts.base_layer` and `...experts`, whichever of gate-and-up
 and down PEFT wrapped first; their shapes tell which is which. Where the layer keeps gate and up apart, a stacked pair
-is split: both take its A, and each its half of B. With expert parallelism only this rank's experts are kept.
+is split: both take its A, and each its half of B. *By projection* (:mod:`punica.adapters.shared_experts`): one pair per
+projection, in which a factor may be one for all experts; it is repeated here, without a copy. With expert parallelism
+only this rank's experts are kept.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -12,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from punica.adapters.shared_experts import PROJECTIONS, W1, W2, W3, W13
 from punica.adapters.weights import Factor, ModuleWeights, stack_experts
 from punica.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from punica.layers.packing import Slices
@@ -19,6 +22,10 @@ from punica.ops.quant import Fp8Matrix
 
 BASE_LAYER = -1
 """Part number of `...experts.base_layer`; those of an expert's matrices start at 0, `...experts` itself has None."""
+_APART = (
+    "its gate and up are apart, and this model's adapters have them as one; set "
+    "LoRAConfig(enable_mixed_moe_lora_format=True) to serve both kinds"
+)
 
 
 def group_experts(
@@ -35,10 +42,16 @@ def group_experts(
     whole = [weights for part, weights in given.items() if part is None or part == BASE_LAYER]
     if whole and whole[0].is_packed:
         return ModuleWeights(name, whole[0].rank, whole[0].scaled())
-    if whole and len(whole) < len(given):
-        raise ValueError(f"adapter {adapter_id} has {name!r} both stacked and per expert; keep one of the two")
+    projections = {part: weights for part, weights in given.items() if part in PROJECTIONS.values()}
+    if max(len(whole), len(projections)) not in (0, len(given)):
+        raise ValueError(
+            f"adapter {adapter_id} has {name!r} in two of the spellings stacked, per expert, by projection; keep one"
+        )
     try:
-        slices = _stacked(whole, layer) if whole else _per_expert(given, layer, parts)
+        if projections:
+            slices = _by_projection(projections, layer)
+        else:
+            slices = _stacked(whole, layer) if whole else _per_expert(given, layer, parts)
     except ValueError as error:
         raise ValueError(f"adapter {adapter_id}, module {name!r}: {error}") from error
     return ModuleWeights(name, max(weights.rank for weights in given.values()), slices)
@@ -46,10 +59,7 @@ def group_experts(
 
 def _per_expert(given: Mapping[int | None, ModuleWeights], layer: FusedMoEWithLoRA, parts: int) -> Slices:
     if isinstance(layer, FusedMoE3DWithLoRA):
-        raise ValueError(
-            "its gate and up are apart, and this model's adapters have them as one; set "
-            "LoRAConfig(enable_mixed_moe_lora_format=True) to serve both kinds"
-        )
+        raise ValueError(_APART)
     pairs: Slices = [(None, None)] * parts
     for part, weights in given.items():
         (pairs[cast(int, part)],) = weights.scaled()
@@ -57,6 +67,39 @@ def _per_expert(given: Mapping[int | None, ModuleWeights], layer: FusedMoEWithLo
         stack_experts([pairs[3 * expert + projection] for expert in layer.local_experts]) for projection in range(3)
     )
     return [w1, w2, w3 if layer.moe_config.is_act_and_mul else w1]
+
+
+def _by_projection(given: Mapping[int | None, ModuleWeights], layer: FusedMoEWithLoRA) -> Slices:
+    found: dict[int | None, tuple[Factor, Factor]] = {}
+    for part, weights in given.items():
+        ((a, b),) = weights.scaled()
+        a, b = cast(Tensor, a), cast(Tensor, b)
+        found[part] = _of_experts(weights, a, layer), _of_experts(weights, b, layer)
+    if W13 in found and (W1 in found or W3 in found):
+        raise ValueError("it has gate and up both as one and apart; keep one of the two")
+    joined = isinstance(layer, FusedMoE3DWithLoRA)
+    if joined and (W1 in found or W3 in found):
+        raise ValueError(_APART)
+    if W13 in found and not joined:
+        found |= _split(found.pop(W13), layer)
+    slices: Slices = [found.get(part, (None, None)) for part in (W13 if joined else W1, W2, W3)]
+    return slices[: len(layer.names)]
+
+
+def _of_experts(weights: ModuleWeights, factor: Tensor, layer: FusedMoEWithLoRA) -> Tensor:
+    """Return a factor `[E, ...]` of this rank's experts; one of all of them is repeated, as a view."""
+    if factor.shape[0] == 1:
+        return factor.expand(layer.local_num_experts, -1, -1)
+    _check_experts(weights, factor.shape[0], layer)
+    return cast(Tensor, _local(factor, layer))
+
+
+def _split(pair: tuple[Factor, Factor], layer: FusedMoEWithLoRA) -> dict[int | None, tuple[Factor, Factor]]:
+    """Split gate-and-up: both take its A, each its half of B. Without a gate all of it is w1."""
+    a, b = pair
+    if not layer.moe_config.is_act_and_mul:
+        return {W1: pair}
+    return {W1: (a, _cut(b, lambda rows: rows.chunk(2, 1)[0])), W3: (a, _cut(b, lambda rows: rows.chunk(2, 1)[1]))}
 
 
 def _stacked(whole: Collection[ModuleWeights], layer: FusedMoEWithLoRA) -> Slices:
@@ -78,9 +121,8 @@ def _stacked(whole: Collection[ModuleWeights], layer: FusedMoEWithLoRA) -> Slice
         found[which] = _local(a, layer), _local(b, layer)
     slices: Slices = [found.get("w13", (None, None)), found.get("w2", (None, None)), (None, None)]
     if gated and "w13" in found and not isinstance(layer, FusedMoE3DWithLoRA):
-        a, b = found["w13"]
-        slices[0] = a, _cut(b, lambda rows: rows.chunk(2, 1)[0])
-        slices[2] = a, _cut(b, lambda rows: rows.chunk(2, 1)[1])
+        halves = _split(found["w13"], layer)
+        slices[0], slices[2] = halves[W1], halves[W3]
     return slices[: len(layer.names)]
 
 

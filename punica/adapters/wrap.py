@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch import nn
 
+from punica.adapters.shared_experts import PROJECTIONS
 from punica.config import LoRAConfig
 from punica.layers import BaseLayerWithLoRA, from_layer, from_layer_logits_processor
 from punica.layers.utils import base_weight
@@ -123,7 +124,7 @@ def expected_lora_modules(layers: Collection[NamedLayer[nn.Module]]) -> set[str]
     """Return the last name components that an adapter may use: of supported layers, and of the parts of packed ones."""
     expected = {adapter_component(name) for layer in layers for name in [*layer.names, *layer.parts]}
     experts = [name for layer in layers if isinstance(layer.layer, FusedMoE) for name in layer.names]
-    return expected | {f"{adapter_component(name)}.base_layer" for name in experts}
+    return expected | {f"{adapter_component(name)}.{last}" for name in experts for last in ("base_layer", *PROJECTIONS)}
 
 
 def is_in_target_modules(
