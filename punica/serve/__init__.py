@@ -19,6 +19,6 @@ A client that leaves is aborted, and its memory is free after the step.
   `sql` to all others. A file of arguments, one per line, keeps keys out of the process list: `@arguments.txt`.
 * `--max-queue` limits waiting generations (429 with `Retry-After`), `--max-body` bytes (413), `--max-model-len` tokens
   of prompt and answer. A client that does not read its stream for 60 s is aborted.
-* `/health` is 503 after a failed step; `/metrics` is without names of tenants. Both are open.
+* `/health` is 503 after a failed step; `/metrics` is without names of tenants. Both are open, and so is `/version`.
 * No TLS, no rate limit per client, no time limit for slow uploads: a proxy's work.
 """

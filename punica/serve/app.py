@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from punica import __version__
 from punica.adapters import LoRARequest
 from punica.checks import clip
 from punica.engine import Engine
@@ -123,6 +124,10 @@ def _add_operations(app: FastAPI, thread: EngineThread, metrics: Metrics) -> Non
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if thread.is_healthy else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
     @app.get("/metrics")
     async def exposition() -> Response:

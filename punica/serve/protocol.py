@@ -32,9 +32,12 @@ class UnloadAdapter(Body):
 
 
 class StreamOptions(Body):
-    """``include_usage``: one more chunk at the end, with the numbers of tokens."""
+    """``include_usage``: one more chunk at the end, with the numbers of tokens. ``continuous_usage_stats``, vLLM's: the
+    others have those so far.
+    """
 
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class GenerationBody(BaseModel):

@@ -155,7 +155,10 @@ class GenerationResponse(Response):
         """Yield server-sent events, those of one step together."""
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
+        continuous = options is not None and with_usage and bool(options.continuous_usage_stats)
         head = {**self._head, "usage": None} if with_usage else self._head
+        if continuous:
+            head["usage"] = usage(self._num_prompt, 0)
         openings = [self._form.opening(index) for index in range(len(call.requests))]
         for choice in filter(None, openings):
             yield _event({**head, "choices": [choice]})
@@ -165,6 +168,8 @@ class GenerationResponse(Response):
             events = []
             for piece in pieces:
                 num_generated += len(piece.token_ids)
+                if continuous:
+                    head["usage"] = usage(self._num_prompt, num_generated)
                 text, reason = texts[piece.index].add(piece), _reason(piece)
                 logprobs = self._logprobs(piece, offsets[piece.index])
                 offsets[piece.index] += self._num_characters(piece)
