@@ -11,8 +11,7 @@ batches one adapter at a time has its knee early under Distinct. Start a server,
     url          address of the server; without it nothing is measured, also not by `make reproduce`
     adapters     model names; by default all that /v1/models lists with a parent. Distinct needs one for each of
                  `requests`, others fewer
-    server       name in rows; by default what /v1/models says (`owned_by`). Another server of the same name, model and
-                 sizes replaces its rows
+    server       name in rows, before the version; by default what /v1/models says (`owned_by`)
     loads        `poisson`: arrivals at each of `rates`, in requests per second, whether others are answered or not;
                  `in_flight`: each number in `in_flight` of requests under way, the next one sent when one ends
     requests     length of the stream (`systems.stream`): adapters and lengths, which come again and again; prompts
@@ -69,7 +68,7 @@ POISSON, IN_FLIGHT = "poisson", "in_flight"
 IDS, TEXT = "ids", "text"
 KEY = "SERVER_API_KEY"
 """Environment variable with the API key."""
-WORDS = "the of and to in is it on as at by we he or an be do so up no".split()
+WORDS = ("the", "of", "and", "to", "in", "is", "it", "on", "as", "at", "by", "we", "he", "or", "an", "be", "do", "so")
 """Words that are one token each in most vocabularies."""
 
 
@@ -112,25 +111,23 @@ class ServerLoad(Experiment):
             return []
         server = look_up(figure.url, key(), figure.server, figure.adapters)
         check_adapters(cfg, server)
-        loads = [(f"{rate:g} requests/s", None) for rate in figure.rates if POISSON in figure.loads]
+        loads: list[tuple[str, int | None]] = []
+        loads += [(f"{rate:g} requests/s", None) for rate in figure.rates if POISSON in figure.loads]
         loads += [(f"{number} in flight", number) for number in figure.in_flight if IN_FLIGHT in figure.loads]
         settings = _settings(figure, server)
         return [
-            Point(panel, server.name, workload, server.base, number, figure.max_len, None, settings)
+            Point(panel, server.label, workload, server.base, number, figure.max_len, None, settings)
             for workload in cfg.workload.names
             for panel, number in loads
         ]
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        from experiments.http_load.about import look_up
         from experiments.http_load.readings import run_readings
 
         figure = cast(ServerConf, cfg.figure)
-        server = look_up(figure.url, key(), figure.server, figure.adapters)
-        fields = self.kept(figure.url, lambda: _fields(figure, server))
+        server, fields = self.kept(figure.url, lambda: _tried(figure))
         run = asyncio.run(_load(figure, server, fields, point))
         found = run_readings(run)
-        found.append(Reading("adapters", len(server.adapters), "adapters", "count"))
         if point.batch_size is None:
             found.append(Reading("offered_rate", rate_of(point.panel), "request/s"))
         engine = _described(server, fields, figure.prompts)
@@ -208,16 +205,20 @@ async def _load(figure: ServerConf, server: Server, fields: frozenset[str], poin
         return await open_loop(client, stream, span.arrivals(rate_of(point.panel), seed).tolist(), span)
 
 
-def _fields(figure: ServerConf, server: Server) -> frozenset[str]:
+def _tried(figure: ServerConf) -> tuple[Server, frozenset[str]]:
+    """Return the server and the fields that it takes, after one request to it."""
+    from experiments.http_load.about import look_up
     from experiments.http_load.fields import accepted
 
+    server = look_up(figure.url, key(), figure.server, figure.adapters)
     first = next(jobs(figure, "Identical", server.adapters, figure.seed))
-    return accepted(server, key(), first, figure.warm + figure.drain)
+    return server, accepted(server, key(), first, figure.warm + figure.drain)
 
 
 def _described(server: Server, fields: frozenset[str], prompts: str) -> str:
     taken = " and ".join(sorted(fields)) or "neither ignore_eos nor min_tokens: answers may end early"
-    return f"{server.name} {server.version or 'of unknown version'}; {taken}; prompts as {prompts}"
+    version = "" if server.version else " of unknown version"
+    return f"{server.label}{version}; {len(server.adapters)} adapters; {taken}; prompts as {prompts}"
 
 
 def _settings(figure: ServerConf, server: Server) -> dict[str, Any]:

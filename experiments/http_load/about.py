@@ -25,9 +25,14 @@ class Server:
     base: str
     adapters: tuple[str, ...]
 
+    @property
+    def label(self) -> str:
+        """Name and version."""
+        return f"{self.name} {self.version}".strip()
+
 
 def address(url: str) -> str:
-    """Return `url` without a final slash and /v1. `ConfigError`: not http, or with a password, which rows would show."""
+    """Return `url` without a final slash and /v1. `ConfigError`: not http, or with a password (stored)."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"figure.url={url!r} must be an address like http://127.0.0.1:8000")
@@ -53,7 +58,7 @@ def look_up(url: str, key: str, name: str = "", adapters: Sequence[str] = ()) ->
         version = _version(client)
     listed = [str(model["id"]) for model in served]
     if served and (unknown := [one for one in adapters if one not in listed]):
-        raise ConfigError(f"figure.adapters has {unknown[0]!r}, which {url} does not serve: it lists {', '.join(listed)}")
+        raise ConfigError(f"figure.adapters has {unknown[0]!r}, which {url} lacks: it lists {', '.join(listed)}")
     owner = str(served[0].get("owned_by") or "") if served else ""
     told = name or owner or response.headers.get("server", "") or "server"
     bases = [one for one in served if not one.get("parent")]
@@ -70,7 +75,7 @@ def _answer(client: httpx2.Client, path: str) -> httpx2.Response:
 
 def _models(response: httpx2.Response, url: str) -> list[dict[str, Any]]:
     if response.status_code in (401, 403):
-        raise ConfigError(f"{url} wants an API key (status {response.status_code}): set the environment's SERVER_API_KEY")
+        raise ConfigError(f"{url} wants an API key (status {response.status_code}): give it by SERVER_API_KEY=...")
     try:
         found = response.raise_for_status().json()["data"]
         if all(isinstance(one["id"], str) for one in found):
@@ -90,8 +95,8 @@ def _adapters(served: Sequence[dict[str, Any]], url: str) -> tuple[str, ...]:
         return found
     names = ", ".join(str(one["id"]) for one in served)
     raise ConfigError(
-        f"{url} lists no adapters (a model with a parent), but {names or 'nothing'}: load some, or name the models with "
-        "figure.adapters=[...]"
+        f"{url} lists no adapters (models with a parent), but {names or 'nothing'}: load some there, or name models "
+        "with figure.adapters=[...]"
     )
 
 

@@ -22,12 +22,13 @@ DASHES = ("-", "--", ":", "-.")
 
 
 def draw_server(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """A column for arrivals by the clock and one for requests in flight; a colour per popularity, a dash per server.
+    """A column for arrivals by the clock and one for requests in flight; a colour per popularity, a dash per server,
+    model and length.
 
     Waits are medians with a band up to p99, p95 of fewer requests. Hollow: the client was the bottleneck.
     """
     table = _table(rows)
-    servers = list(dict.fromkeys(table["system"]))
+    servers = list(dict.fromkeys(table["server"]))
     workloads = list(dict.fromkeys(table["workload"]))
     loops = [one for one in (False, True) if (table["in_flight"] == one).any()]
     figure, axes = style.grid(len(SHOWN), len(loops), 3.0 * len(loops) + 1.2, 1.45 * len(SHOWN) + 1.4, sharex="col")
@@ -35,7 +36,7 @@ def draw_server(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         for place, server in enumerate(servers):
             for workload in workloads:
                 mine = table[
-                    (table["in_flight"] == closed) & (table["system"] == server) & (table["workload"] == workload)
+                    (table["in_flight"] == closed) & (table["server"] == server) & (table["workload"] == workload)
                 ]
                 for axis, metric in zip(column, SHOWN, strict=True):
                     _line(axis, mine.sort_values("load"), metric, _look(workload, place))
@@ -51,11 +52,11 @@ def draw_server(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     axes[3, 0].yaxis.set_major_formatter(PercentFormatter(1))
     handles = [Line2D([], [], label=workload, **_look(workload, 0)) for workload in workloads]
     handles += [
-        Line2D([], [], color="0.3", linestyle=DASHES[place % len(DASHES)], label=engine)
+        Line2D([], [], color="0.3", linestyle=DASHES[place % len(DASHES)], label=server)
         for place, server in enumerate(servers)
-        for engine in distinct(rows[rows["system"] == server], "engine")
     ]
-    said = "; ".join([described(rows.assign(disturbed=None)), "band: median to p99, p95 of fewer than 100 requests"])
+    band = "band: median to p99, p95 of fewer than 100 requests"
+    said = "; ".join([described(rows.assign(disturbed=None)), *distinct(rows, "engine"), band])
     if (table["client_is_bottleneck"] > 0).any():
         said += "; hollow: the client was the bottleneck"
     style.caption(figure, "Servers of many adapters", said, handles, 5)
@@ -65,7 +66,9 @@ def draw_server(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 def _table(rows: pd.DataFrame) -> pd.DataFrame:
     """One line per load, with its value on the horizontal axis and the share of requests with an error."""
     chosen = pd.concat([centre(rows), rows[rows["metric"].isin(["requests", "errors"])]])
-    keys = ["system", "workload", "panel"]
+    names = chosen["system"] + ", " + chosen["model"].fillna("")
+    chosen["server"] = names + ", " + chosen["seq_len"].astype(int).astype(str) + " tokens"
+    keys = ["server", "workload", "panel"]
     table = chosen.drop_duplicates([*keys, "metric"]).pivot(index=keys, columns="metric", values="value").reset_index()
     table["in_flight"] = table["panel"].str.endswith("in flight")
     table["load"] = table["panel"].str.split().str[0].astype(float)

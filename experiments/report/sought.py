@@ -28,7 +28,7 @@ def _rate(panel: str, metric: str = "throughput", system: str = "punica") -> Wid
 
 
 TABLE, SERVED, LOAD, MANY, MOE = OPERATOR_TABLES, "11", "ext latency under load", "ext many adapters", "ext moe"
-TODAY, HF = "ext today", "ext hf baselines"
+TODAY, HF, SERVER = "ext today", "ext hf baselines", "ext server"
 ROLES = {"llama2-7b": "Llama-2 7B", "llama2-13b": "Llama-2 13B", "llama-small": "llama-small"}
 SOUGHT: dict[str, Sequence[Sought]] = {
     "ext_padding": [
@@ -136,6 +136,16 @@ SOUGHT: dict[str, Sequence[Sought]] = {
         *(Sought(f"stream, tokens per second, ours / vLLM, {name}", TODAY, {"system": "punica_many"},
                  {"system": "vllm"}, {"metric": "output_throughput", "panel": "stream", "workload": workload})
           for name, workload in (("no adapters", ""), ("one adapter", "Identical"), ("many adapters", "Distinct"))),
+    ],
+    "ext_server": [
+        *(Sought(f"{server} over HTTP, Distinct, {what}", SERVER, _rate(panel, metric, f"{server}*"), None,
+                 {"workload": "Distinct"})
+          for server in ("punica", "vllm")
+          for what, panel, metric in (("output, 32 in flight", "32 in flight", "output_throughput"),
+                                      ("p99 first token at 16 requests per second", "16 requests/s",
+                                       "time_to_first_token_p99"))),
+        Sought("over HTTP, 32 in flight, tokens per second, Distinct / Identical", SERVER, {"workload": "Distinct"},
+               {"workload": "Identical"}, {"panel": "32 in flight", "metric": "output_throughput"}),
     ],
     "ext_cluster_scale": [
         *(Sought(f"simulator, {what}", "ext cluster scale", _metric(metric, panel="18000 requests"))
