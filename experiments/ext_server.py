@@ -1,8 +1,8 @@
 """Extension: any server that has OpenAI's API and serves adapters by model name, under the paper's workloads.
 
 Claim: none of the paper's; it had no such test. It compares servers: this repository's, vLLM, SGLang, LoRAX. Expected
-shape: latencies flat up to a knee and steep behind it, and with one adapter per batch as good as without; a server that
-batches one adapter at a time has its knee early under Distinct. Start a server, then point this at it::
+shape: latencies flat up to a knee and steep behind it; a server that batches one adapter at a time has its knee early
+under Distinct. Start a server, then point this at it::
 
     python -m punica.serve CHECKPOINT --adapter a=FOLDER --adapter b=FOLDER ... --port 8000
     python -m experiments.ext_server figure.url=http://127.0.0.1:8000 scale=gpu
@@ -39,7 +39,8 @@ An API key is taken from the environment's SERVER_API_KEY alone, and is in no ro
 Column `hardware` is this machine, wherever the server runs. A server on the same machine is other work to the witnesses
 of `harness.passes`, which mark its rows; `scale.tries=0` saves the repeats.
 
-Cost: for each popularity and load `warm` + `seconds`, and at most `drain`: at scale=gpu 25 loads of 23 to 83 seconds.
+Cost: for each popularity and load `warm` + `seconds`, and at most `drain`: at scale=gpu 25 loads of 23 to 83 seconds in
+each pass.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class ServerConf(FigureConf):
 class ServerLoad(Experiment):
     """Throughput, waits and errors by load (the panels), server and popularity."""
 
-    name, figure, order, conf = "ext_server", "ext server", 292, ServerConf
+    name, figure, order, conf = "ext_server", "ext server", 300, ServerConf
     reads = ("workload",)
     clock, drawn_by = "host_clock", "server.draw_server"
 

@@ -14,6 +14,8 @@ from experiments.http_load.about import Server, headers_of
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # it reports every request
 CONNECT_S = 10.0
 """Longest wait for a connection; for answers, a run has a deadline."""
+KEEP_ALIVE_S = 2.0
+"""Time until an idle connection is closed: less than servers keep theirs (uvicorn: 5 s), or requests meet closed ones."""
 CONNECTION, BROKEN, IN_STREAM = "no connection", "broken stream", "error in stream"
 NO_USAGE, WRONG_COUNT, UNFINISHED = "no usage", "wrong token count", "unfinished"
 IGNORE_EOS, MIN_TOKENS = "ignore_eos", "min_tokens"
@@ -70,7 +72,7 @@ class Client:
         self._http = httpx2.AsyncClient(
             base_url=server.url, headers=headers_of(key), trust_env=False,
             timeout=httpx2.Timeout(None, connect=CONNECT_S),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx2.Limits(None, None, keepalive_expiry=KEEP_ALIVE_S),
         )  # fmt: skip
         self.start = time.perf_counter()
 

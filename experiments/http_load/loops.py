@@ -1,7 +1,7 @@
 """Arrivals by the clock, a number of requests in flight, and the lag of the client's own event loop.
 
-Measured are requests that begin within the measured time of a `Span`. Others go on arriving until those are done, or
-until the deadline, which cancels the rest.
+Measured are requests that begin within the measured time of a `Span`. Arrivals continue until those are done, or until
+the deadline, which cancels the rest.
 """
 
 import asyncio
