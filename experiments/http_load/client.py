@@ -15,7 +15,7 @@ logging.getLogger("httpx2").setLevel(logging.WARNING)  # it reports every reques
 CONNECT_S = 10.0
 """Longest wait for a connection; for answers, a run has a deadline."""
 KEEP_ALIVE_S = 2.0
-"""Time until an idle connection is closed: less than servers keep theirs (uvicorn: 5 s), or requests meet closed ones."""
+"""Time until an idle connection is closed: shorter than at servers (uvicorn: 5 s), else requests meet closed ones."""
 CONNECTION, BROKEN, IN_STREAM = "no connection", "broken stream", "error in stream"
 NO_USAGE, WRONG_COUNT, UNFINISHED = "no usage", "wrong token count", "unfinished"
 IGNORE_EOS, MIN_TOKENS = "ignore_eos", "min_tokens"
@@ -72,7 +72,7 @@ class Client:
         self._http = httpx2.AsyncClient(
             base_url=server.url, headers=headers_of(key), trust_env=False,
             timeout=httpx2.Timeout(None, connect=CONNECT_S),
-            limits=httpx2.Limits(None, None, keepalive_expiry=KEEP_ALIVE_S),
+            limits=httpx2.Limits(keepalive_expiry=KEEP_ALIVE_S),
         )  # fmt: skip
         self.start = time.perf_counter()
 

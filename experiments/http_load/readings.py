@@ -55,7 +55,7 @@ def tokens_in(answers: Sequence[Answer], begin: float, end: float) -> float:
 
 
 def is_late(lags: Sequence[float], first: Sequence[float]) -> bool:
-    """Check that the client was the bottleneck: its event loop was late, or gave no time to look at it."""
+    """Check that the client was the bottleneck: its event loop was late, or was never free."""
     if not lags:
         return True
     limit = max(LAG_S, LAG_SHARE * float(np.median(first))) if len(first) else LAG_S
