@@ -65,6 +65,7 @@ def own(tmp_path_factory):
         yield engine, url
 
 
+@pytest.mark.slow
 def test_our_server_is_measured_and_drawn(tmp_path, own) -> None:
     engine, url = own
     words = [f"figure.url={url}", "workload.names=[Distinct,Zipf]", "figure.seconds=0.5", "figure.warm=0", "draw=true"]
