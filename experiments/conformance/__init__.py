@@ -1,0 +1,7 @@
+"""Conformance test of multi-LoRA servers behind OpenAI's API: every tenant must get its own adapter's tokens.
+
+`weights.py` writes a tiny Llama and adapters in PEFT's form, `oracle.py` has PEFT merge them in float32 and compute the
+right greedy tokens, and `expected.py` keeps those that no 16-bit rounding could turn. `servers.py` prints the lines
+that start a server on the folder. `client.py` asks it, `cases.py` has the cases, and `verdict.py` names the owner of
+tokens that came to the wrong tenant. The command is `experiments.commands.conformance`.
+"""
