@@ -58,7 +58,7 @@ def make(options: Options) -> None:
     print("", lines(world), sep="\n")
 
 
-async def test(options: Options, world: expected.World) -> list[Result]:
+async def results_of(options: Options, world: expected.World) -> list[Result]:
     """Run the cases against the server."""
     key = os.environ.get(KEY_VARIABLE)
     server = Server(str(options.url), options.prefix or "", options.base, key, options.timeout)
@@ -84,11 +84,15 @@ def conformance(options: Options) -> None:
         raise ConfigError("url= needs folder=, what make= wrote and the server was started on")
     if not options.batches or min(options.batches) < 1:
         raise ConfigError(f"batches={options.batches} must be one or more positive numbers")
-    results = asyncio.run(test(options, expected.read(Path(options.folder).expanduser())))
+    if not options.timeout > 0:
+        raise ConfigError(f"timeout={options.timeout} must be a positive number of seconds")
+    if options.out is not None and not Path(options.out).expanduser().parent.is_dir():
+        raise ConfigError(f"out={options.out} cannot be written, its folder is not there: give another file")
+    results = asyncio.run(results_of(options, expected.read(Path(options.folder).expanduser())))
     print("", table(results), ", ".join(f"{number} {status}" for status, number in counts(results).items()), sep="\n")
     if options.out is not None:
         content = {"url": options.url, "results": [result.as_json() for result in results]}
-        Path(options.out).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        Path(options.out).expanduser().write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if any(result.status == FAIL for result in results):
         raise SystemExit(1)
 

@@ -56,18 +56,18 @@ Case = Callable[[Run, Result], Awaitable[None]]
 
 
 async def alone(run: Run, result: Result) -> None:
-    """Each model by itself, twice."""
+    """Send each model two requests, one at a time."""
     for ask in run.asks([model for model in run.world.models for _ in range(2)]):
         await run.wave(result, [ask])
 
 
 async def mixed(run: Run, result: Result) -> None:
-    """All models at once."""
+    """Send requests of all models at once."""
     await run.wave(result, run.asks(run.world.models * 2))
 
 
 async def ranks(run: Run, result: Result) -> None:
-    """Neighbours of different ranks, an adapter for each, in rising and falling order."""
+    """Send requests of an adapter of each rank at once, in rising and falling order."""
     by_rank = {tenant.rank: tenant.name for tenant in run.world.tenants}
     order = [by_rank[rank] for rank in sorted(by_rank)]
     result.note = f"ranks {', '.join(map(str, sorted(by_rank)))}"
@@ -76,19 +76,19 @@ async def ranks(run: Run, result: Result) -> None:
 
 
 async def subsets(run: Run, result: Result) -> None:
-    """Neighbours that change different layers."""
+    """Send requests of adapters that change different layers at once."""
     by_subset = {tenant.subset: tenant.name for tenant in run.world.tenants}
     result.note = "; ".join(by_subset)
     await run.wave(result, run.asks([*by_subset.values()] * 4))
 
 
 async def base_between(run: Run, result: Result) -> None:
-    """Rows of the base model between those of adapters."""
+    """Send a request of the base model after each adapter's, all at once."""
     await run.wave(result, run.asks([name for tenant in run.tenants for name in (tenant, BASE)]))
 
 
 async def many(run: Run, result: Result) -> None:
-    """All adapters in turn, forwards and backwards, so that each loses its slot to others where slots are fewer."""
+    """Send requests of all adapters in turn, forwards and backwards: where slots are fewer, each loses its own."""
     result.note = f"{len(run.tenants)} adapters; the server should have fewer slots"
     for order in (run.tenants, run.tenants[::-1], run.tenants):
         for name in order:
@@ -97,7 +97,7 @@ async def many(run: Run, result: Result) -> None:
 
 
 async def repeated(run: Run, result: Result) -> None:
-    """One wave three times: an answer that changes is found, right or wrong."""
+    """Send one wave three times, and find answers that change, right or wrong."""
     asks = run.asks(run.world.models * 2)
     runs = [await asyncio.gather(*map(run.send, asks)) for _ in range(3)]
     result.answers += 3 * len(asks)
@@ -107,7 +107,7 @@ async def repeated(run: Run, result: Result) -> None:
 
 
 async def shared_prefix(run: Run, result: Result) -> None:
-    """Prompts with one long prefix: an adapter first, then all others, which must not get its cached blocks."""
+    """Send prompts with one long prefix: an adapter's, then all others', which must not get its blocks."""
     turns = {model: run.world.sharing(model) for model in run.world.models}
     for prompt in turns[run.world.warmer][:2]:
         await run.wave(result, [run.form(Ask(run.world.warmer, prompt))])
@@ -117,7 +117,7 @@ async def shared_prefix(run: Run, result: Result) -> None:
 
 
 async def same_prompt(run: Run, result: Result) -> None:
-    """One prompt for all models that are sure of it, at once and in turn."""
+    """Send one prompt to all models that are sure of it, at once and in turn."""
     prompts = sorted(run.world.prompts, key=lambda prompt: -len(prompt.sure))[:2]
     for prompt in prompts:
         asks = [run.form(Ask(model, prompt)) for model in run.world.models if model in prompt.sure]
@@ -128,7 +128,7 @@ async def same_prompt(run: Run, result: Result) -> None:
 
 
 async def poisoned(run: Run, result: Result) -> None:
-    """Adapters of NaN, inf and huge weights beside all others, in whatever slots and blocks they leave.
+    """Send requests of adapters of NaN, inf and huge weights beside all others, and then others alone.
 
     To refuse one, at its load or its request, is right; what a poisoned adapter answers does not count.
     """
@@ -142,12 +142,12 @@ async def poisoned(run: Run, result: Result) -> None:
         said, _ = await asyncio.gather(asyncio.gather(*spoil), run.wave(result, run.asks(run.world.models)))
         await run.wave(result, run.asks(run.world.models))
         await _unload(run, name)
-        notes.append(f"{name} {'refused' if all(answer.error for answer in said) else 'served'}")
+        notes.append(f"{name} {'failed' if all(answer.error for answer in said) else 'served'}")
     result.note = ", ".join(notes)
 
 
 async def cancelled(run: Run, result: Result) -> None:
-    """Clients that leave in mid-stream beside others that stay, and requests after them."""
+    """Leave streams in the middle beside others that stay, and send requests after them."""
     models = run.world.models
     for _ in range(2):
         leaving = [

@@ -28,7 +28,8 @@ class Oracle:
 
     def __init__(self, checkpoint: Path, adapters: Mapping[str, Path]) -> None:
         self._adapters = adapters
-        self._full = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        full: Any = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self._merged = {BASE: full}
         half: Any = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
         for name, folder in adapters.items():
             if isinstance(half, PeftModel):
@@ -39,9 +40,10 @@ class Oracle:
 
     def merged(self, name: str) -> Any:
         """Return the float32 model with an adapter in its weights."""
-        if name == BASE:
-            return self._full
-        return PeftModel.from_pretrained(copy.deepcopy(self._full), self._adapters[name]).merge_and_unload()
+        if name not in self._merged:
+            adapter = PeftModel.from_pretrained(copy.deepcopy(self._merged[BASE]), self._adapters[name])
+            self._merged[name] = adapter.merge_and_unload()
+        return self._merged[name]
 
     @torch.inference_mode()
     def answers(self, name: str, prompts: Tensor, count: int) -> Answers:
@@ -55,7 +57,7 @@ class Oracle:
     @torch.inference_mode()
     def leaked(self, name: str, other: str, prompts: Tensor, num_prefix: int, count: int) -> Tensor:
         """Compute the tokens over keys and values of the first `num_prefix` tokens that are `other`'s."""
-        cache = DynamicCache(config=self._full.config)
+        cache = DynamicCache(config=self._merged[BASE].config)
         self.merged(other)(prompts[:, :num_prefix], past_key_values=cache)
         return greedy(self.merged(name), prompts, count, past_key_values=cache)[0]
 

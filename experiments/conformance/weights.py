@@ -69,7 +69,7 @@ def write_checkpoint(folder: Path, seed: int) -> Path:
                 weight.normal_(0, spread, generator=generator)
         model.lm_head.weight[LIVE:] = 0
     model.generation_config = GenerationConfig(eos_token_id=END)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     return folder
 
