@@ -39,7 +39,7 @@ class Options:
     base: str = expected.BASE  # url: name of the base model
     prefix: str | None = None  # url: text before an adapter's name, where the server does not list adapters by name
     batches: list[int] = field(default_factory=lambda: [64, 256])  # url: requests at once, of a case each
-    timeout: float = 60  # url: seconds for each answer
+    timeout: float = 60  # url: seconds without a byte of an answer
     out: str | None = None  # url: file.json that receives the results
 
 

@@ -56,7 +56,7 @@ class Server:
         Raises `ConfigError` where this is no such server, or it does not serve the world's models.
         """
         listed = await self._listed()
-        missing = [name for name in map(self.served, world.models) if name not in listed]
+        missing = [name for name in world.models if self.served(name) not in listed]
         if missing and not self.prefix:
             raise ConfigError(
                 f"url={self.url} serves {_some(listed)}, but not {_some(missing)}: start it as make={world.folder} "
@@ -70,7 +70,7 @@ class Server:
         self.takes_ids = not (await self.ask(BASE, list(prompt.ids), 1)).error
 
     async def _listed(self) -> list[str]:
-        """Return the names in `/v1/models`."""
+        """Return the names in `/v1/models`, none where a server with `prefix` has no such list."""
         try:
             answer = await self._http.get(f"{self.url}/v1/models")
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
@@ -78,6 +78,8 @@ class Server:
             raise ConfigError(f"url={self.url} cannot be reached ({text}): give http://HOST:PORT of a server") from None
         if answer.status_code in (401, 403):
             raise ConfigError(f"url={self.url} wants an API key (HTTP {answer.status_code}): set {KEY_VARIABLE}")
+        if answer.status_code == 404 and self.prefix:
+            return []
         try:
             return [str(model["id"]) for model in answer.raise_for_status().json()["data"]]
         except (httpx2.HTTPError, ValueError, KeyError, TypeError):

@@ -18,7 +18,7 @@ def lines(world: World) -> str:
     root = str((world.folder / ADAPTERS).resolve())
     names = world.models[1:]
     given = [f"{name}={shlex.quote(str(world.adapter(name)))}" for name in names]
-    rank = max(tenant.rank for tenant in world.tenants)
+    rank = max(8, 1 << (max(tenant.rank for tenant in world.tenants) - 1).bit_length())  # vLLM takes few other sizes
     sizes = f"--max-loras {SLOTS} --max-lora-rank {rank} --max-model-len {MAX_LEN}"
     test = f"python -m experiments.commands.conformance folder={shlex.quote(str(world.folder.resolve()))}"
     return "\n\n".join([

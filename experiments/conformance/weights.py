@@ -98,10 +98,11 @@ def write_adapter(folder: Path, config: LlamaConfig, tenant: Tenant, seed: int, 
         b = b if value is None else torch.full_like(b, value)
         tensors[f"{_PREFIX}{module}.lora_A.weight"] = a.to(torch.bfloat16)
         tensors[f"{_PREFIX}{module}.lora_B.weight"] = b.to(torch.bfloat16)
+    alpha = tenant.rank * tenant.scaling
     written = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "base", "inference_mode": True,
-        "r": tenant.rank, "lora_alpha": tenant.rank * tenant.scaling, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": list(layers),
+        "r": tenant.rank, "lora_alpha": int(alpha) if alpha.is_integer() else alpha, "lora_dropout": 0.0,
+        "bias": "none", "target_modules": list(layers),
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

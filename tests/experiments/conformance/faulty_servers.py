@@ -24,6 +24,7 @@ class RightServer:
 
     loads = True  # requests may load adapters
     ids = True  # prompts may be token ids
+    lists = True  # /v1/models is there
     key: str | None = None
 
     def __init__(self, world: World) -> None:
@@ -50,7 +51,8 @@ class RightServer:
     def serve(self) -> AbstractContextManager[str]:
         """A real server; its address."""
         app = FastAPI()
-        app.get("/v1/models")(self._list)
+        if self.lists:
+            app.get("/v1/models")(self._list)
         app.post("/v1/completions")(self._complete)
         if self.loads:
             app.post("/v1/load_lora_adapter")(self._load)

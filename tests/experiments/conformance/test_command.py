@@ -101,10 +101,11 @@ def test_servers_that_are_not_the_one_meant(world: World, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("two_cases")
-def test_adapters_behind_a_prefix_and_a_base_of_another_name(
+def test_adapters_behind_a_prefix_on_a_server_that_lists_none(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = faulty.RightServer(world)
+    server.lists = False
     server.models = {"llama": "base"} | {f"llama:{tenant.name}": tenant.name for tenant in world.tenants}
     with server.serve() as url:
         conformance(options(world, url, prefix="llama:", base="llama"))
