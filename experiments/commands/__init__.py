@@ -1,1 +1,4 @@
-"""Commands of `make`: reproduce, report, figures, record, tune and compare; and `stamp`, before a tree is sent."""
+"""Commands of `make`: reproduce, report, figures, record, tune and compare.
+
+`stamp` is for a tree that is sent somewhere, `conformance` for any multi-LoRA server.
+"""

@@ -1,0 +1,192 @@
+"""Servers of right tokens with one fault each, behind OpenAI's API; tokens are the merged models'."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from experiments.conformance.expected import COUNT, PREFIX, Tokens, World
+from experiments.conformance.oracle import BASE, Oracle
+from experiments.conformance.verdict import Ask
+from tests.serve.world import served
+
+
+class RightServer:
+    """Answers with the right tokens of the prompts that the world knows, and with ``w1`` else.
+
+    ``models``: served name -> adapter whose weights it has.
+    """
+
+    loads = True  # requests may load adapters
+    ids = True  # prompts may be token ids
+    lists = True  # /v1/models is there
+    key: str | None = None
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.models = {name: name for name in world.models}
+        self.prompts = {prompt.ids: prompt for prompt in world.prompts}
+        self.groups: list[int] = []  # sizes of the next groups of requests that are served beside each other; then 1
+        self.waiting: list[tuple[Ask, asyncio.Future[list[Ask]]]] = []
+
+    def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
+        """Tokens of one request; ``beside``: its group, this one included."""
+        return self.right(self.models[name], ids)
+
+    def right(self, model: str, ids: Tokens) -> Tokens:
+        prompt = self.prompts.get(ids)
+        return (1,) * COUNT if prompt is None or model not in prompt.answers else prompt.answers[model]
+
+    def load(self, name: str, folder: str) -> None:
+        self.models[name] = folder.rpartition("/")[2]
+
+    def unload(self, name: str) -> None:
+        del self.models[name]
+
+    def serve(self) -> AbstractContextManager[str]:
+        """A real server; its address."""
+        app = FastAPI()
+        if self.lists:
+            app.get("/v1/models")(self._list)
+        app.post("/v1/completions")(self._complete)
+        if self.loads:
+            app.post("/v1/load_lora_adapter")(self._load)
+            app.post("/v1/unload_lora_adapter")(self._unload)
+        return served(app)
+
+    async def _list(self, request: Request) -> Response:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return _error(401, "no key")
+        return JSONResponse({"object": "list", "data": [{"id": name} for name in self.models]})
+
+    async def _load(self, body: dict[str, Any]) -> Response:
+        if body["lora_name"] in self.models and not body.get("load_inplace"):
+            return _error(400, "loaded already")
+        self.load(body["lora_name"], body["lora_path"])
+        return Response("loaded")
+
+    async def _unload(self, body: dict[str, Any]) -> Response:
+        self.unload(body["lora_name"])
+        return Response("unloaded")
+
+    async def _complete(self, body: dict[str, Any]) -> Response:
+        name, prompt = body["model"], body["prompt"]
+        if name not in self.models:
+            return _error(404, f"no model {name}")
+        if not self.ids and not isinstance(prompt, str):
+            return _error(400, "the prompt must be text")
+        ids = tuple(int(word[1:]) for word in prompt.split()) if isinstance(prompt, str) else tuple(prompt)
+        request = Ask(name, self.prompts.get(ids, self.world.prompts[0]), bool(body["stream"]))
+        beside = await self._group(request) if body["max_tokens"] == COUNT else [request]
+        tokens = self.tokens(name, ids, beside)[: body["max_tokens"]]
+        words = [f"w{token} " for token in tokens]
+        if body["stream"]:
+            return StreamingResponse(_events(words), media_type="text/event-stream")
+        return JSONResponse({"choices": [{"index": 0, "text": "".join(words), "finish_reason": "length"}]})
+
+    async def _group(self, request: Ask) -> list[Ask]:
+        """The requests of its group, once all of them are here."""
+        here = asyncio.get_running_loop().create_future()
+        self.waiting.append((request, here))
+        if len(self.waiting) >= (self.groups[0] if self.groups else 1):
+            group, self.waiting, self.groups = self.waiting, [], self.groups[1:]
+            for _, future in group:
+                future.set_result([ask for ask, _ in group])
+        return await here
+
+
+async def _events(words: list[str]) -> AsyncIterator[str]:
+    for word in words:
+        yield f"data: {json.dumps({'choices': [{'index': 0, 'text': word}]})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _error(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, status)
+
+
+class SlotZeroAboveThreshold(RightServer):
+    """Serves every adapter with the first one's weights, where more requests run than its fast path has room for."""
+
+    threshold = 32
+
+    def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
+        crowded = len(beside) > self.threshold and name != BASE
+        return self.right(self.world.tenants[0].name if crowded else self.models[name], ids)
+
+
+class PrefixCacheWithoutAdapter(RightServer):
+    """Takes the keys and values of a prefix that it has seen, whichever adapter made them; computed by the models."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        adapters = {tenant.name: world.adapter(tenant.name) for tenant in world.tenants}
+        self.oracle, self.owner = Oracle(world.folder / "checkpoint", adapters), dict[Tokens, str]()
+
+    def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
+        if len(ids) <= PREFIX:
+            return self.right(name, ids)
+        owner = self.owner.setdefault(ids[:PREFIX], name)
+        if owner == name:
+            return self.right(name, ids)
+        return tuple(self.oracle.leaked(name, owner, torch.tensor([ids]), PREFIX, COUNT)[0].tolist())
+
+
+class KeepsOldWeights(RightServer):
+    """Remembers the weights of a name also after it was unloaded."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.remembered: dict[str, str] = {}
+
+    def load(self, name: str, folder: str) -> None:
+        super().load(name, folder)
+        self.models[name] = self.remembered.setdefault(name, self.models[name])
+
+
+class NeverUnloads(RightServer):
+    """Says that an adapter is unloaded, and serves it."""
+
+    def unload(self, name: str) -> None:
+        pass
+
+    async def _load(self, body: dict[str, Any]) -> Response:
+        return await super()._load({**body, "load_inplace": True})
+
+
+class MixesStreams(RightServer):
+    """Gives the second half of a stream to the stream that came before it."""
+
+    def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
+        own = self.right(self.models[name], ids)
+        streams = [ask for ask in beside if ask.stream]
+        place = next((n for n, ask in enumerate(streams) if ask.model == name and ask.prompt.ids == ids), None)
+        if place is None or len(streams) < 2:
+            return own
+        other = streams[place - 1]
+        return own[: COUNT // 2] + self.right(self.models[other.model], other.prompt.ids)[COUNT // 2 :]
+
+
+class SpoiledByPoison(RightServer):
+    """Gives one token to all while it holds a poisoned adapter."""
+
+    def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
+        if any(loaded.startswith("poison") for loaded in self.models):
+            return (0,) * COUNT
+        return super().tokens(name, ids, beside)
+
+
+class ChangesItsMind(RightServer):
+    """Answers a prompt another way each time it is asked."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.turns: Callable[[], int] = iter(range(10**6)).__next__
+
+    def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
+        return (self.turns() % 8,) * COUNT
