@@ -28,6 +28,7 @@ class Fig07(OperatorExperiment):
     """FLOP/s, intensity and latency of one expand launch per popularity and batch, and the roof above them."""
 
     name, figure, order, conf = "fig07_sgmv_roofline", "7", 10, OperatorConf
+    differing = ("system", "workload")
     drawn_by = "roofline.draw_roofline"
 
     def points(self, cfg: Config) -> list[Point]:
