@@ -5,7 +5,8 @@ rises with it; where rows share adapters it is flat over the batch at every rank
 the rank, the other three stay together near the bottom.
 
 Timed: `SGMV` is shrink and expand, 4096 -> r -> 4096; `SGMV expand`, dotted, the expand launch alone, which the paper's
-script times; its plotted values are twice that (D06). Each is checked against the reference first.
+script times; its plotted values are twice that (D06). Each is checked against the reference first. All popularities of
+a batch run interleaved, after one emptying of the caches per round.
 
 Cost at scale=laptop: about 1 minute on two cores, 0.3 GB.
 """

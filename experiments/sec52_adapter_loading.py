@@ -64,7 +64,10 @@ class AdapterLoading(Experiment):
 
     name, figure, order, conf = "sec52_adapter_loading", "text 5.2", 65, LoadingConf
     defaults = {"adapters": "loading_ranks", "timer": "host_clock"}  # noqa: RUF012 (never written)
-    reads = ("model", "workload", "adapters.ranks", "adapters.seed", "scale.model_batch_sizes", *PROTOCOL)
+    reads = (
+        "model", "workload", "adapters.ranks", "adapters.seed", "scale.model_batch_sizes", "scale.loading_ranks",
+        *PROTOCOL,
+    )  # fmt: skip
     differing, drawn_by = ("system",), "adapter_loading.draw_loading"
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
