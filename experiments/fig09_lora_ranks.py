@@ -8,7 +8,7 @@ Timed: `SGMV` is shrink and expand, 4096 -> r -> 4096; `SGMV expand`, dotted, th
 script times; its plotted values are twice that (D06). Each is checked against the reference first. All popularities of
 a batch run interleaved, after one emptying of the caches per round.
 
-Cost at scale=laptop: about 1 minute on two cores, 0.3 GB.
+Cost at scale=laptop: about half a minute on two cores, 1 GB.
 """
 
 from experiments.benches.operator_conf import OperatorConf

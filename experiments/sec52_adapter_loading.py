@@ -22,7 +22,7 @@ Loads take turns over adapters that together exceed the caches. Clock: the host'
 call; on a GPU also events (`device_time`, and `load_time` beside a step). `host_time`: seconds that the call keeps the
 host. First, a slot full of NaN must hold the adapter after one load, beside a step too, whose result must not change.
 
-Cost at scale=laptop: about 25 s on two cores, 2 GB.
+Cost at scale=laptop: about a minute on two cores, 2 GB.
 """
 
 from __future__ import annotations
