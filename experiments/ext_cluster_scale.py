@@ -13,7 +13,7 @@ Figure 13, on a GPU for every thousand:
 Recorded in `results/cpu`, three repeats each: 1 962 requests on 16 GPUs in 1.1 to 1.3 s and 124 MiB, 18 020 on 18 in
 5.2 to 5.3 s and 129 MiB, 7.1 to 8.5 us a step. Nothing larger is recorded.
 
-Cost at scale=laptop: 6 to 7 s of simulation a pass, up to three passes.
+Cost at scale=laptop: 6 to 7 s of simulation a pass.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Loads of adapters are left out, which `adapter_affinity` is made to save: it is 
 
 Every row is `kind=simulated`; steps take what the cost model of Figure 13 says (the paper's A100, or `figure.cost`).
 
-Cost at scale=laptop: half a minute on one core, for the first four minutes of the hour.
+Cost at scale=laptop: half a minute on one core, for the first minute of the hour.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ it through parallelism alone; with one adapter intensity and FLOP/s climb with t
 between. Expected shape: Distinct moves straight up, Identical up and to the right.
 
 Timed: one expand launch, y += v B^T, after a check against the reference; the segment plan is built before, as once per
-step in a server. The roof is measured, and on a known GPU also its data sheet's. Intensity counts the bytes of the
-dtype that ran, and, for the paper's own scale, two.
+step in a server. All popularities of a batch run interleaved. The roof is measured, and on a known GPU also its data
+sheet's. Intensity counts the bytes of the dtype that ran, and, for the paper's own scale, two.
 
 Cost at scale=laptop: about half a minute on two cores, 0.2 GB.
 """
@@ -28,6 +28,7 @@ class Fig07(OperatorExperiment):
     """FLOP/s, intensity and latency of one expand launch per popularity and batch, and the roof above them."""
 
     name, figure, order, conf = "fig07_sgmv_roofline", "7", 10, OperatorConf
+    differing = ("system", "workload")
     drawn_by = "roofline.draw_roofline"
 
     def points(self, cfg: Config) -> list[Point]:

@@ -5,9 +5,10 @@ rises with it; where rows share adapters it is flat over the batch at every rank
 the rank, the other three stay together near the bottom.
 
 Timed: `SGMV` is shrink and expand, 4096 -> r -> 4096; `SGMV expand`, dotted, the expand launch alone, which the paper's
-script times; its plotted values are twice that (D06). Each is checked against the reference first.
+script times; its plotted values are twice that (D06). Each is checked against the reference first. All popularities of
+a batch run interleaved, after one emptying of the caches per round.
 
-Cost at scale=laptop: about 1 minute on two cores, 0.3 GB.
+Cost at scale=laptop: about half a minute on two cores, 1 GB.
 """
 
 from experiments.benches.operator_conf import OperatorConf
@@ -19,6 +20,7 @@ class Fig09(OperatorExperiment):
     """Latency per rank (the panels), popularity and batch."""
 
     name, figure, order, conf = "fig09_lora_ranks", "9", 30, OperatorConf
+    differing = ("system", "workload")
     defaults = {"adapters": "paper_ranks"}  # noqa: RUF012 (never written)
     overlay = Overlay(
         "Figure 9: SGMV at four ranks", metric="latency", panel="panel", line="workload", part="SGMV expand"

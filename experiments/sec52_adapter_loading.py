@@ -22,7 +22,7 @@ Loads take turns over adapters that together exceed the caches. Clock: the host'
 call; on a GPU also events (`device_time`, and `load_time` beside a step). `host_time`: seconds that the call keeps the
 host. First, a slot full of NaN must hold the adapter after one load, beside a step too, whose result must not change.
 
-Cost at scale=laptop: about 25 s on two cores, 2 GB.
+Cost at scale=laptop: about a minute on two cores, 2 GB.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class AdapterLoading(Experiment):
 
     name, figure, order, conf = "sec52_adapter_loading", "text 5.2", 65, LoadingConf
     defaults = {"adapters": "loading_ranks", "timer": "host_clock"}  # noqa: RUF012 (never written)
-    reads = ("model", "workload", "adapters.ranks", "adapters.seed", "scale.model_batch_sizes", *PROTOCOL)
+    reads = (
+        "model", "workload", "adapters.ranks", "adapters.seed", "scale.model_batch_sizes", "scale.loading_ranks",
+        *PROTOCOL,
+    )  # fmt: skip
     differing, drawn_by = ("system",), "adapter_loading.draw_loading"
 
     def known_systems(self, cfg: Config) -> Sequence[str]:

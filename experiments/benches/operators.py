@@ -240,7 +240,8 @@ def problems(cfg: Config, workload: str, batch_size: int, rank: int) -> list[Pro
         count = total // adapters
     a, b = bank(total, rank, figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
     if cfg.timer.name != "cuda_graph":  # operators of a cell share no memory, so that one flush serves a round of them
-        a, b = a.clone(), b.clone()
+        seen = total if cfg.hardware.device == "cuda" else adapters  # a CPU's operators look at no other slot
+        a, b = a[:seen].clone(), b[:seen].clone()
     return rotated(cfg, popularity(workload).group_sizes(batch_size), count, (a, b, None))
 
 

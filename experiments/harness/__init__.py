@@ -47,7 +47,7 @@ Nothing else: `experiments.harness.catalogue` finds the script by its name (`fig
 ("cpu" or "cuda"), `cfg.timer.name`. The harness sets torch's threads and seed before the first measurement. Everything
 that decides a point's number must be a column of its `Point` or in its `settings`: that is what makes rows stale.
 A grid is measured in `scale.passes` passes, forth and back; rows say which (`repeat`), and what else the machine did
-meanwhile (`harness.passes`). Samples (`cfg.scale.seconds_per_point`), then passes, then points give way to keep a
+meanwhile (`harness.passes`). Samples (`cfg.scale.seconds_per_point`), then repeats, then points give way to keep a
 figure's minutes (`harness.budget`). A point that is computed from rows of others (`is_derived`) is taken last.
 To time several systems interleaved, set `differing` (the columns in which they differ) and override `measure_together`.
 """

@@ -2,9 +2,11 @@
 
 A figure's share of the time left is its part of the minutes (`figure.minutes`) of all figures that are not done. Unused
 time thus goes to later figures, and all of them bear an overrun. Within a share, samples give way first, down to
-`scale.min_repeats`, or to two of a call too slow for those (`scale.patience`); then passes; then points. A
+`scale.min_repeats`, or to two of a call too slow for those (`scale.patience`); then repeats; then points. A
 measurement is estimated by its last duration, a new one by that of the measurement before it. Outside `make reproduce`
 there is no deadline: the first pass is whole, only repeats give way.
+
+A first measurement may hold a set-up that later ones find done, so repeats are weighed one by one and not as a pass.
 """
 
 import math
@@ -19,7 +21,7 @@ Clock = Callable[[], float]
 TIMED = 0.5
 """Part of a point's time that goes into samples; the rest prepares and checks."""
 SLACK = 0.1
-"""Largest overrun of a pass over its share, as a part of the figure's own minutes."""
+"""Largest overrun of a measurement over its share, as a part of the figure's own minutes."""
 GRACE = 0.25
 """Overrun at which a measurement is stopped, likewise."""
 

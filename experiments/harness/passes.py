@@ -76,11 +76,7 @@ class Passes:
                 if index:
                     self._say_what_is_left(passes[index:], len(passes))
                 new = any(self._noise_of(group) is None for group in groups)
-                may_give_way = index > 0 and (begun or not new)
-                if may_give_way and not self.budget.fits(*map(_key, groups), slack=SLACK):
-                    self._leave_out(groups)
-                    continue
-                self._pass(groups)
+                self._pass(groups, may_give_way=self.budget.firm or (index > 0 and (begun or not new)))
                 if 2 * len(self._marked()) <= len(groups):  # else other work still runs and would disturb them again
                     self._measure_marked()
                 begun |= new
@@ -98,10 +94,10 @@ class Passes:
             groups = list(self.experiment.together([point for point in pending if point.repeat == repeat]))
             yield groups[::-1] if repeat % 2 else groups
 
-    def _pass(self, groups: list[Group]) -> None:
+    def _pass(self, groups: list[Group], may_give_way: bool) -> None:
         for group in groups:
             self.progress.set_postfix_str(group[0].label(), refresh=True)
-            if self.budget.firm and not self.budget.fits(_key(group), slack=SLACK):
+            if may_give_way and not self.budget.fits(_key(group), slack=SLACK):
                 self._leave_out([group])
             elif group[0].label() not in self._wrong:
                 if self._measure(group):
@@ -204,11 +200,15 @@ class Passes:
         self._say(f"no row for {group[0].label()}: {error}")
 
     def _derive(self, points: Sequence[Point]) -> None:
-        """Compute points from rows, except where these were left out."""
+        """Compute points from rows, except where these were left out; a long simulation may be stopped."""
         for point in points:
             try:
-                self._write([point], [self.experiment.measure(self.cfg, point)], {})
+                with self.budget.spending(point.key()):
+                    readings = self.experiment.measure(self.cfg, point)
+                self._write([point], [readings], {})
                 self.outcome.measured += 1
+            except OutOfTime:
+                self.outcome.left_out += 1
             except (CheckFailed, ImpossibleRow) as error:
                 if point.repeat in self._short:
                     self.outcome.left_out += 1

@@ -195,6 +195,7 @@ class ScaleConf:
     layer_seq_lens: list[int] = MISSING  # figure 10
     prefill_seq_lens: list[int] = MISSING  # figure 1: the lengths whose prefill is timed too
     prompts: list[int] = MISSING  # ext_paper_step: rows of the one prompt among decodes
+    loading_ranks: list[int] = MISSING  # section 5.2: ranks of the adapters that are loaded
     moe_divisor: int = MISSING  # ext_moe: widths of the models are theirs over this
     requests: int = MISSING  # figure 11
     max_len: int = low(3)  # figure 11: longest prompt + output

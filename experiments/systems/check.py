@@ -73,9 +73,14 @@ def _check_exactly(system: ServingSystem, jobs: Sequence[Job]) -> Agreement:
 
 
 def chosen(world: World, job: Job, tokens: Sequence[int], lora: bool) -> list[int]:
-    """Return the tokens that Hugging Face chooses for a job alone, each given those of `tokens` before it."""
-    best: list[int] = world.reference(job, tokens, lora).argmax(dim=-1).tolist()
-    return best
+    """Return the tokens that Hugging Face chooses for a job alone, each given those of `tokens` before it.
+
+    They are computed once for all systems that generate the same.
+    """
+    asked = job.prompt, job.adapter_id if lora else None, tuple(tokens)
+    if asked not in world.chosen:
+        world.chosen[asked] = world.reference(job, tokens, lora).argmax(dim=-1).tolist()
+    return world.chosen[asked]
 
 
 def drawn_tokens(jobs: Sequence[Job], vocab_size: int) -> list[list[int]]:

@@ -41,6 +41,11 @@ class World(Weights):
         """(fully sharded, weight set) -> adapter as the first engine registered it; on a GPU in page-locked memory."""
         return {}
 
+    @cached_property
+    def chosen(self) -> dict[tuple[tuple[int, ...], int | None, tuple[int, ...]], list[int]]:
+        """(prompt, adapter or None, continuation) -> tokens that the reference chooses (`systems.check`)."""
+        return {}
+
     def reference(self, job: Job, tokens: Sequence[int], lora: bool) -> torch.Tensor:
         """Return logits `[tokens, vocabulary]` (float32, on the host) of Hugging Face's model for a job alone, with its
         adapter or without, continued by `tokens`: one invocation over prompt and tokens.

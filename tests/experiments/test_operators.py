@@ -48,6 +48,22 @@ def test_a_wrong_operator_is_refused_and_gets_no_row(tmp_path, monkeypatch):
         FIG08.measure(settled(tmp_path), Point("Skewed", "SGMV", "Skewed", batch_size=7, rank=16))
 
 
+@pytest.mark.parametrize(("workload", "used"), [("Distinct", 7), ("Identical", 1)])
+def test_a_cpu_copies_the_adapters_of_the_batch_alone(tmp_path, workload, used):
+    cfg = settled(tmp_path, "adapters.slots=9")
+    (batch,) = problems(cfg, workload, 7, 16)
+    assert [len(part) for part in (batch.a, batch.b, batch.stored_b)] == [used] * 3
+
+
+@pytest.mark.parametrize(("name", "systems"), [("fig07", 1), ("fig09", 2)])
+def test_all_popularities_of_a_batch_are_timed_side_by_side(tmp_path, name, systems):
+    (experiment,) = experiments([name])
+    cfg = settle(composed(tmp_path, name=experiment.name), experiment)
+    groups = [group for group in experiment.together(experiment.points(cfg)) if group[0].workload]
+    assert {len(group) for group in groups} == {4 * systems}
+    assert all(len({(point.batch_size, point.rank) for point in group}) == 1 for group in groups)
+
+
 def test_nan_does_not_pass_the_check(tmp_path):
     with pytest.raises(CheckFailed):
         operators.check("x", torch.tensor([float("nan")]), torch.tensor([1.0]), 1e-5)

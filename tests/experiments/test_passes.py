@@ -1,5 +1,6 @@
 """Repeats spread in time, disturbed points measured again, and a figure that keeps to its share of time."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,6 +193,20 @@ def test_passes_that_would_not_end_in_time_are_left_out(tmp_path, minutes, passe
     assert len(missing.measured) == 2 * left_out
 
 
+@pytest.mark.parametrize("firm", [False, True])
+def test_a_repeat_is_measured_where_the_time_left_has_room_for_it_though_not_for_its_whole_pass(tmp_path, firm):
+    class WithSetUp(Slow):
+        def measure(self, cfg, point):
+            self.now += 0.0 if self.measured else 30.0
+            return super().measure(cfg, point)
+
+    slow = WithSetUp()
+    outcome = run(composed(tmp_path, *GRID, "scale.passes=2"), slow, within(1.5, slow, firm))
+    assert [batch for _, batch in slow.measured] == [1, 2, 2]
+    assert (outcome.measured, outcome.left_out) == (3, 1)  # batch 1 took 40 seconds before
+    assert {(row.batch_size, row.repeat) for row in rows_of(tmp_path)} == {(1, 0), (2, 0), (2, 1)}
+
+
 def test_the_first_pass_gives_way_to_a_deadline_alone(tmp_path):
     slow = Slow()
     outcome = run(composed(tmp_path, *GRID, "+figure.minutes.smoke=0.0001"), slow)
@@ -309,3 +324,14 @@ def test_what_cannot_be_derived_for_want_of_time_is_left_out_and_not_wrong(tmp_p
     short.path = tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv"
     outcome = run(composed(tmp_path, *GRID, "scale.passes=1"), short, within(0.1, short, firm=True))
     assert (outcome.measured, outcome.left_out, outcome.failed) == (1, 2, [])
+
+
+def test_a_simulation_that_runs_on_is_stopped_and_left_out(tmp_path):
+    class Endless(Summed):
+        def measure(self, cfg, point):
+            while point.panel == "sum":
+                time.sleep(0.001)
+            return super().measure(cfg, point)
+
+    outcome = run(composed(tmp_path, *GRID, "scale.passes=1"), Endless(), Budget(2.0, firm=True))
+    assert (outcome.measured, outcome.left_out, outcome.failed) == (2, 1, [])

@@ -95,11 +95,12 @@ def test_a_cpu_has_the_manager_and_the_link_and_a_gpu_all(tmp_path):
     gpu = SEC52.points(settled(tmp_path, "scale=paper", "hardware=h200"))
     assert {point.system for point in cpu} == {"punica", "punica fp8", "link"}
     assert [point.system for point in gpu if point.panel == "overlap"] == ["punica", "punica fp8", *GPU_SYSTEMS[1:]]
+    assert {point.rank for point in cpu if point.panel != "overlap"} == {8, 16, 64}
     assert {point.rank for point in gpu if point.panel != "overlap"} == {8, 16, 32, 64, 128}
-    for points, systems in ((cpu, 3), (gpu, 5)):
-        assert len(points) == systems * (2 * 5 + 1)
+    for points, systems, ranks in ((cpu, 3, 3), (gpu, 5, 5)):
+        assert len(points) == systems * (2 * ranks + 1)
         assert {(p.batch_size, p.seq_len, p.rank) for p in points if p.panel == "overlap"} == {(32, 512, 16)}
-        assert [len(group) for group in SEC52.together(points)] == [systems] * 11
+        assert [len(group) for group in SEC52.together(points)] == [systems] * (2 * ranks + 1)
 
 
 @pytest.mark.parametrize("override", ["system=per_tensor", "system=pageable"])

@@ -55,6 +55,22 @@ def reference_tokens(world, jobs, lora):
     return tokens
 
 
+def test_the_reference_is_computed_once_for_systems_that_agree_and_again_for_other_tokens(jobs, monkeypatch):
+    fresh, asked = World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8), []
+
+    def reference(job, tokens, lora):
+        asked.append((job.adapter_id, tuple(tokens), lora))
+        return torch.eye(256)[list(tokens)]
+
+    monkeypatch.setattr(fresh, "reference", reference)
+    first, other = jobs[0], replace(jobs[0], adapter_id=2)
+    for job, tokens in [(first, [3, 4]), (first, [3, 4]), (first, [3, 5]), (other, [3, 4])]:
+        assert check.chosen(fresh, job, tokens, lora=True) == tokens
+    for job in (first, other):  # without LoRA the adapter does not matter
+        assert check.chosen(fresh, job, [3, 4], lora=False) == [3, 4]
+    assert asked == [(1, (3, 4), True), (1, (3, 5), True), (2, (3, 4), True), (1, (3, 4), False)]
+
+
 @pytest.mark.parametrize("lora", [True, False])
 def test_one_forward_over_a_sequence_chooses_what_is_generated_step_by_step(lora, world, jobs):
     for job, tokens in zip(jobs, reference_tokens(world, jobs, lora), strict=True):
