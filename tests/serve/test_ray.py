@@ -20,6 +20,7 @@ ray = pytest.importorskip("ray", reason="the optional extra 'cluster' is not ins
 import httpx2
 
 from punica.cluster.ray_cluster import RayCluster
+from punica.cluster.ray_runners import connect
 from punica.engine import SamplingParams
 from punica.serve import cli
 from tests.serve.world import make_world, served, text_of, wait_until
@@ -40,11 +41,13 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         "--dtype=float32", f"--allow-folder={home}",
     ])  # fmt: skip
     found: list[RayCluster] = []
+    assert connect(None, 3, 0)  # a place for the runner of another server
     cluster_of = cli.cluster_of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "cluster_of", lambda *given: found.append(cluster_of(*given)) or found[0])
         with cli.opened(options, cli.settings_of(options)) as app, served(app) as url:
             yield world, found[0], url
+    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
