@@ -1,7 +1,6 @@
 """Steps of a runner without requests: aborted requests leave it, and a probe shows whether it lives."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 

@@ -83,7 +83,8 @@ def test_several_engines_are_the_factory_of_one_with_a_slot_for_every_request(
     given: dict[str, Any] = {}
     monkeypatch.setattr(cli, "RayCluster", lambda build, count, **options: given.update(options, build=build, n=count))
     arguments = ["tiny", "--ray=3", "--max-batch-size=5", "--max-model-len=32", "--ray-address=host:1"]
-    for more, slots in (["--adapter=sql=adapters/tenant-1"], 5), (["--max-lora-rank=4", "--max-loras=9"], 9), ([], None):
+    cases = (["--adapter=sql=adapters/tenant-1"], 5), (["--max-lora-rank=4", "--max-loras=9"], 9), ([], None)
+    for more, slots in cases:
         options = cli.parser().parse_args([*arguments, *more])
         cli.cluster_of(options, cli.settings_of(options))
         assert (given["n"], given["address"]) == (3, "host:1")

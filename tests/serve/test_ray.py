@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
-ray = pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
+pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
 
 import httpx2
+import ray
 
 from punica.cluster.ray_cluster import RayCluster
 from punica.cluster.ray_runners import connect
