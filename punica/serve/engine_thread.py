@@ -100,7 +100,7 @@ class ServedEngine(Protocol):
         """Queue a request; return its state, updated by the steps."""
 
     def abort_request(self, request_id: str) -> GenerationResult:
-        """Remove an unfinished request. ValueError: there is none of this id."""
+        """Remove an unfinished request. ValueError: an unknown id."""
 
     def step(self) -> StepOutput:
         """Run one model invocation, or wait for one."""
