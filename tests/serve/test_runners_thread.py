@@ -174,8 +174,10 @@ def test_a_runner_that_contradicts_the_scheduler_fails_what_is_served_and_is_rep
     client: Any, cluster: RayCluster
 ) -> None:
     first = complete(client)
-    for number in (0, 1):
-        local(cluster, number).lies = True
+    liars = [local(cluster, number) for number in (0, 1)]
+    before = [liar.runner for liar in liars]
+    for liar in liars:
+        liar.lies = True
     texts = []
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda _: client.post("/v1/completions", json={"model": "tenant-0", **LONG}), range(6)))
@@ -190,6 +192,7 @@ def test_a_runner_that_contradicts_the_scheduler_fails_what_is_served_and_is_rep
     wait_until(lambda: client.get("/health").json() == {"status": "ok"})
     assert complete(client) == first
     assert not cluster.has_unfinished()
+    assert all(liar.lies or liar.runner is not old for liar, old in zip(liars, before, strict=True))
 
 
 def test_a_full_server_counts_over_all_runners(client: Any) -> None:
