@@ -26,7 +26,7 @@ BESIDE = {
     "workload": {"checks", "registry"},
     "measure": {"checks", "registry", "workload"},
     "cluster": {*RANK, "workload"},
-    "serve": {"checks", "adapters", "engine"},
+    "serve": {"checks", "adapters", "engine", "cluster"},
 }
 PURE = ("punica.checks", "punica.registry", "punica.scheduling", "punica.workload", "punica.cluster")
 

@@ -10,8 +10,8 @@ from punica.engine import GenerationResult, RequestState, StepOutput, StepStatis
 
 @dataclass(frozen=True)
 class RunnerStep:
-    """Timed step of a runner: order sent and reply received (``time.perf_counter`` seconds), and ``seconds`` in the
-    runner.
+    """Timed step of a runner: order sent and reply received (``time.perf_counter`` seconds), ``seconds`` in the runner,
+    and the tokens of the requests that were not aborted meanwhile.
     """
 
     runner: str
@@ -19,6 +19,12 @@ class RunnerStep:
     begin_s: float
     end_s: float
     seconds: float
+    num_tokens: int
+
+    @property
+    def is_empty(self) -> bool:
+        """True for a step without requests: a probe, or one that only took requests out."""
+        return not (self.work.decodes or self.work.prefill_tokens)
 
 
 @dataclass(frozen=True)

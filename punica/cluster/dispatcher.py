@@ -59,12 +59,13 @@ class _TrackedRequest:
 
 @dataclass(eq=False)
 class _RunnerState:
-    """Requests in a runner, by key. ``drop``: those to leave with its next step. ``starting``: the prefill of the step
-    in flight; ``work`` of that step.
+    """Requests in a runner, by key. ``drop``: those to leave with its next step. ``probed``: its next step is due even
+    without requests. ``starting``: the prefill of the step in flight; ``work`` of that step.
     """
 
     inside: set[str] = field(default_factory=set)
     drop: set[str] = field(default_factory=set)
+    probed: bool = False
     starting: str | None = None
     work: StepWork = field(default_factory=StepWork)
 
@@ -82,6 +83,7 @@ class Dispatcher:
         policy: the scheduling policy. ``codec``: of the runners' tokenizer.
         startable: runners with something to do and no step in flight.
         decisions_s: seconds of each call of ``policy.place`` and ``policy.begin_step``; its reader clears it.
+        num_evicted: requests evicted from runners, so far.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Dispatcher:
         self._states = StateFactory(description.seed, description.defaults, self.codec)
         self.startable: set[str] = set()
         self.decisions_s: list[float] = []
+        self.num_evicted = 0
         self._files_of = files_of
         self._entries: dict[str, _TrackedRequest] = {}  # by key
         self._keys: dict[str, str] = {}  # by id of an unfinished request
@@ -178,17 +181,31 @@ class Dispatcher:
         self._place()
         return tuple(failed)
 
+    def probe(self) -> None:
+        """Have every idle runner make a step without requests: whether it lives shows in its reply."""
+        for uuid, gpu in self.policy.gpus.items():
+            if not gpu.in_flight:
+                self._runners[uuid].probed = True
+                self.startable.add(uuid)
+
     def begin(self, uuid: str) -> StepCommand | None:
-        """Return the next step of a runner, ``None`` if it has nothing to do."""
+        """Return the next step of a runner, ``None`` if it has nothing to do.
+
+        Without members its step takes out the aborted requests, whose pages are free with it, or answers :meth:`probe`.
+        """
         self.startable.discard(uuid)
         runner = self._runners[uuid]
         with self._timed():
             step = self.policy.begin_step(uuid)
         runner.drop.update(runner.inside.intersection(step.evicted))
         if step.evicted:
+            self.num_evicted += len(step.evicted)
             self._place()
         if step.is_empty:
-            return None
+            if not (runner.drop or runner.probed):
+                return None
+            self.policy.gpus[uuid].begin_step(())
+        runner.probed = False
         drop = tuple(sorted(runner.drop))
         runner.inside -= runner.drop
         runner.drop, runner.starting = set(), next(iter(step.prefills), None)
@@ -230,8 +247,7 @@ class Dispatcher:
         if not runner.drop:
             _compare(uuid, "KV blocks in use", self._used_pages(uuid), reply.used_blocks)
         self._place()
-        if self.policy.gpus[uuid].members:
-            self.startable.add(uuid)
+        self._note_due(uuid)
         return EndedStep(work, tokens, tuple(finished), tuple(failed))
 
     def _check(self, request: Request) -> None:
@@ -288,9 +304,16 @@ class Dispatcher:
             runner = self._runners[gpu.uuid]
             if entry.key in runner.inside:
                 runner.drop.add(entry.key)
-            if not gpu.members:
-                self.startable.discard(gpu.uuid)
+            self._note_due(gpu.uuid)
         del self._entries[entry.key], self._keys[entry.state.request_id]
+
+    def _note_due(self, uuid: str) -> None:
+        """Mark a runner as startable or not."""
+        runner, gpu = self._runners[uuid], self.policy.gpus[uuid]
+        if not gpu.in_flight and (gpu.members or runner.drop or runner.probed):
+            self.startable.add(uuid)
+        else:
+            self.startable.discard(uuid)
 
     def _deferred(self, uuid: str, reply: StepReply) -> str | None:
         """Return the starting request if it waits in the runner for its adapter and was not aborted."""

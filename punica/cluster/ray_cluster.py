@@ -195,12 +195,40 @@ class RayCluster(Generation):
                 self._dispatcher.join(uuid, answer)
                 joined.append(uuid)
             elif answer is not None:
-                arrived, done = time.perf_counter(), self._dispatcher.end(uuid, answer)
-                ended.append((RunnerStep(uuid, done.work, pending.begin_s, arrived, answer.seconds), done))
+                arrived, done = time.perf_counter(), self._end(uuid, answer)
+                times = pending.begin_s, arrived, answer.seconds
+                ended.append((RunnerStep(uuid, done.work, *times, len(done.tokens)), done))
         self._order()
         decisions, self._dispatcher.decisions_s = tuple(self._dispatcher.decisions_s), []
         output = cluster_output(ended, failed, decisions, lost, joined, self.result_of)
         return cast(ClusterOutput, self._with_kept(output))
+
+    @property
+    def is_busy(self) -> bool:
+        """True while :meth:`step` has an order to give or a reply to await, be it of a runner that starts."""
+        return bool(self._pending or self._dispatcher.startable)
+
+    def probe(self) -> None:
+        """Have idle runners make an empty step, so that :meth:`step` reports those that have died meanwhile."""
+        self._dispatcher.probe()
+
+    def check_adapter(self, adapter: LoRARequest) -> None:
+        """Have a runner refuse an adapter that does not fit, as far as can be told without reading its numbers.
+
+        Waits for the runner's step in flight. FileNotFoundError, TypeError, ValueError: the adapter. RuntimeError: no
+        runner is ready.
+        """
+        files = self._files_of(adapter)
+        gpus = self._dispatcher.policy.gpus.values()
+        for gpu in sorted(gpus, key=lambda one: (one.in_flight, one.uuid)):
+            try:
+                refusal = self.runners[gpu.uuid].check_adapter(adapter, files)
+            except Lost:
+                continue  # the next step reports the loss
+            if refusal is not None:
+                raise refusal
+            return
+        raise RuntimeError(f"adapter {clip(adapter.lora_name)} was not checked: no runner is ready; try again later")
 
     @property
     def scale_signal(self) -> ScaleSignal:
@@ -216,6 +244,21 @@ class RayCluster(Generation):
     def num_queued(self) -> int:
         """Requests that wait for a GPU."""
         return self._dispatcher.policy.num_queued
+
+    @property
+    def num_evicted(self) -> int:
+        """Requests that runners without KV pages sent back to the queue, so far."""
+        return self._dispatcher.num_evicted
+
+    @property
+    def max_batch_size(self) -> int:
+        """Requests that one runner serves at once."""
+        return self._dispatcher.description.max_batch_size
+
+    @property
+    def has_lora(self) -> bool:
+        """True where runners serve adapters."""
+        return self._dispatcher.description.has_lora
 
     @property
     def num_pages(self) -> int:
@@ -300,6 +343,14 @@ class RayCluster(Generation):
             return None
         del self._pending[uuid]
         return cast("RunnerDescription | StepReply", pending.answer)
+
+    def _end(self, uuid: str, reply: StepReply) -> EndedStep:
+        """Apply a reply; RuntimeError for one that contradicts the scheduler, whose runner is replaced."""
+        try:
+            return self._dispatcher.end(uuid, reply)
+        except RuntimeError as error:
+            self._replace(uuid, str(error))
+            raise
 
     def _order(self) -> None:
         """Order the next step of every runner that has something to do and no step under way."""

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from punica.adapters import LoRARequest
 from punica.checks import check_count, check_number
+from punica.cluster.adapter_files import StoredFiles
 from punica.cluster.runner import Runner, RunnerDescription, StepCommand, StepReply
 from punica.engine import Engine
 from punica.parallel import init_tensor_parallel
@@ -143,6 +145,16 @@ class RankActor:
         reply = self._runner.step(command)
         return reply if self._rank == 0 else None
 
+    def check_adapter(self, adapter: LoRARequest, files: StoredFiles | None) -> Exception | None:
+        """Return the error for which the engine refuses an adapter, ``None`` for one that fits."""
+        if self._runner is None:
+            raise RuntimeError("the rank was not started; call start first")
+        try:
+            self._runner.check_adapter(adapter, files)
+        except (OSError, TypeError, ValueError) as error:
+            return error
+        return None
+
 
 @dataclass(frozen=True)
 class RankResources:
@@ -225,6 +237,12 @@ class RunnerProcesses:
     def step(self, command: StepCommand) -> list[Any]:
         """Order a step of all ranks; return a future reply of each, ``None`` but for rank 0."""
         return [actor.step.remote(command) for actor in self.actors]
+
+    def check_adapter(self, adapter: LoRARequest, files: StoredFiles | None) -> Exception | None:
+        """Wait for all ranks to check an adapter; return rank 0's error, ``None`` for one that fits. `Lost`."""
+        futures = [actor.check_adapter.remote(adapter, files) for actor in self.actors]
+        refusals = [result_of(future) for future in futures]
+        return cast("Exception | None", refusals[0])
 
     def kill(self) -> None:
         """Kill the actors without waiting for them."""

@@ -158,6 +158,12 @@ class Runner:
         used = sum(blocks.blocks_for(state.num_tokens - 1) for state in served)
         return StepReply(output.tokens, logprobs, waiting, finished, failed, used, time.perf_counter() - start)
 
+    def check_adapter(self, adapter: LoRARequest, files: StoredFiles | None) -> None:
+        """Refuse an adapter as the engine does. ValueError: the engine has no LoRA layers."""
+        if self.engine.manager is None:
+            raise ValueError("the runners' engines have no LoRA layers; build them with adapters or max_loras")
+        self.engine.manager.check_adapter(adapter if files is None else self.folders.local(adapter, files))
+
     def _join(self, joining: JoiningRequest) -> None:
         request = joining.request
         if joining.files is not None and isinstance(request.adapter, LoRARequest):

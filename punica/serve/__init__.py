@@ -1,4 +1,4 @@
-"""OpenAI-compatible HTTP server for one engine and its adapters; optional extra ``serve`` (FastAPI, uvicorn).
+"""OpenAI-compatible HTTP server for one engine or a cluster, and adapters; extra ``serve`` (FastAPI, uvicorn).
 
     cli.py             command line of ``python -m punica.serve``
     app.py             routes, and every error in OpenAI's form (errors.py)
@@ -7,7 +7,8 @@
     responses.py       one generation call: admitted (backpressure.py), tokenized, streamed or collected, cancelled
     forms.py           shapes of answers; text.py: text and log-probabilities of one choice
     engine_thread.py   the thread that owns the engine and makes its steps
-    metrics.py         Prometheus metrics
+    runners_thread.py  the same for a cluster of engines on Ray (`punica.cluster`)
+    metrics.py         Prometheus metrics; runner_metrics.py: by runner
 
 Parameters that a request leaves out are the checkpoint's defaults: greedy unless its `generation_config.json` samples.
 A client that leaves is aborted, and its memory is free after the step.
@@ -20,5 +21,7 @@ A client that leaves is aborted, and its memory is free after the step.
 * `--max-queue` limits waiting generations (429 with `Retry-After`), `--max-body` bytes (413), `--max-model-len` tokens
   of prompt and answer. A client that does not read its stream for 60 s is aborted.
 * `/health` is 503 after a failed step; `/metrics` is without names of tenants. Both are open, and so is `/version`.
+* `--ray N` (extra ``cluster``) serves on N engines, placed by the paper's scheduler. Requests of one that dies continue
+  on others, `/health` says `degraded` until it is replaced. A request fails if three die with it alone.
 * No TLS, no rate limit per client, no time limit for slow uploads: a proxy's work.
 """

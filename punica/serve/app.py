@@ -20,7 +20,7 @@ from punica.checks import clip
 from punica.engine import Engine
 from punica.serve.backpressure import BodyLimit, Room
 from punica.serve.catalogue import Catalogue, Keys
-from punica.serve.engine_thread import EngineThread
+from punica.serve.engine_thread import EngineThread, SteppingThread
 from punica.serve.errors import ApiError, invalid_body
 from punica.serve.metrics import Metrics
 from punica.serve.protocol import ChatBody, CompletionBody, LoadAdapter, UnloadAdapter
@@ -53,15 +53,19 @@ class Settings:
 
 
 def make_app(engine: Engine, settings: Settings) -> FastAPI:
-    """Build the ASGI application that serves an engine; its thread runs from start-up to shut-down.
+    """Build the ASGI application that serves one engine; errors of :func:`app_of`."""
+    return app_of(EngineThread(engine, Metrics()), settings)
+
+
+def app_of(thread: SteppingThread, settings: Settings) -> FastAPI:
+    """Build the ASGI application that serves the engine of a thread, which runs from start-up to shut-down.
 
     ValueError: the engine has no tokenizer.
     """
-    if engine.codec is None:
+    codec = thread.engine.codec
+    if codec is None:
         raise ValueError("the engine has no tokenizer, so no text to serve; add tokenizer files to the checkpoint")
-    metrics = Metrics()
-    thread = EngineThread(engine, metrics)
-    room = Room(engine.config.max_batch_size + settings.max_queue)
+    metrics, room = thread.metrics, Room(thread.num_places + settings.max_queue)
     catalogue = Catalogue(settings.base, settings.adapters, settings.keys, settings.roots)
 
     @asynccontextmanager
@@ -74,7 +78,7 @@ def make_app(engine: Engine, settings: Settings) -> FastAPI:
             tokenizing.shutdown()
 
     tokenizing = ThreadPoolExecutor(1, "punica-tokenizer")
-    generator = Generator(thread, engine.codec, TokenStrings(engine.codec), room, tokenizing)
+    generator = Generator(thread, codec, TokenStrings(codec), room, tokenizing)
     app = FastAPI(title="punica", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, max_body=settings.max_body)
     _add_errors(app, metrics)
@@ -99,7 +103,7 @@ def _add_generation(app: FastAPI, generator: Generator, catalogue: Catalogue) ->
         return respond(request, body)
 
 
-def _add_adapters(app: FastAPI, thread: EngineThread, catalogue: Catalogue) -> None:
+def _add_adapters(app: FastAPI, thread: SteppingThread, catalogue: Catalogue) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         return {"object": "list", "data": catalogue.visible(_key(request))}
@@ -120,10 +124,11 @@ def _add_adapters(app: FastAPI, thread: EngineThread, catalogue: Catalogue) -> N
         return PlainTextResponse(f"Success: LoRA adapter {clip(body.lora_name)} removed successfully.")
 
 
-def _add_operations(app: FastAPI, thread: EngineThread, metrics: Metrics) -> None:
+def _add_operations(app: FastAPI, thread: SteppingThread, metrics: Metrics) -> None:
     @app.get("/health")
     async def health() -> Response:
-        return Response(status_code=200 if thread.is_healthy else 503)
+        health = thread.health
+        return JSONResponse({"status": health}, 503 if health == "failed" else 200)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -6,13 +6,12 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from punica.adapters import LoRARequest
 from punica.checks import clip
-from punica.serve.engine_thread import EngineThread
+from punica.serve.engine_thread import SteppingThread
 from punica.serve.errors import ApiError
 from punica.serve.folders import allowed_folder
 
@@ -91,7 +90,7 @@ class Catalogue:
         parent = None if name == self.base else self.base
         return {"id": name, "object": "model", "created": self._created, "owned_by": "punica", "parent": parent}
 
-    async def load(self, name: str, path: str, replace: bool, key: str | None, thread: EngineThread) -> None:
+    async def load(self, name: str, path: str, replace: bool, key: str | None, thread: SteppingThread) -> None:
         """Serve the adapter in ``path`` under ``name``; checked here but for its numbers, read when first used.
 
         ApiError 401, 403, 404, 400: key, folder, name in use without ``replace``, or an adapter that does not fit.
@@ -101,11 +100,10 @@ class Catalogue:
         async with self._lock:
             self._check_name(name, replace)
             adapter = LoRARequest(name, next(self._ids), folder)
-            manager = thread.engine.manager
-            if manager is None:
+            if not thread.has_lora:
                 raise ApiError(400, "this server has no adapter slots; start it with --adapter or --max-loras")
             try:
-                await thread.call(partial(manager.check_adapter, adapter))
+                await thread.admit(adapter)
             except (OSError, TypeError, ValueError) as error:
                 status = 404 if isinstance(error, FileNotFoundError) else 400
                 raise ApiError(status, str(error), "lora_path") from error
@@ -113,7 +111,7 @@ class Catalogue:
             if old is not None:
                 await thread.retire(old.lora_int_id)
 
-    async def unload(self, name: str, key: str | None, thread: EngineThread) -> None:
+    async def unload(self, name: str, key: str | None, thread: SteppingThread) -> None:
         """Forget a name; requests with it are served to their end. ApiError 401, 404: no such adapter."""
         self.keys.check_manager(key)
         async with self._lock:

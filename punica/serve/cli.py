@@ -1,23 +1,35 @@
 """Command line of ``python -m punica.serve``."""
 
+import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
+from fastapi import FastAPI
 
 from punica.adapters import LoRARequest
 from punica.checks import check_count
+from punica.cluster.ray_cluster import RayCluster
+from punica.cluster.ray_runners import RankResources
 from punica.engine import Engine
-from punica.serve.app import Settings, make_app
+from punica.serve.app import Settings, app_of, make_app
 from punica.serve.catalogue import Keys
 from punica.serve.folders import allowed_roots
+from punica.serve.metrics import Metrics
+from punica.serve.runners_thread import RunnersThread
 
 GRACE_S = 30
 """Time in which running answers may end at a shut-down."""
 KEEP_ALIVE_S = 75
 """Time until an idle connection is closed; longer than clients keep theirs, which else meet a closed one."""
+RUNNER_BATCH = 32
+"""Requests of one step of a runner, unless ``--max-batch-size`` is given."""
+_MOST_QUEUED = 1 << 30  # no limit of the cluster's own: the server counts with --max-queue
 _EPILOG = "Arguments may stand in a file, one per line: python -m punica.serve CHECKPOINT @arguments.txt (for keys)."
 
 
@@ -53,6 +65,8 @@ def parser() -> ArgumentParser:
         ("max-model-len", "tokens of one request"), ("max-batch-size", "requests of one step"),
     ):  # fmt: skip
         made.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}, as Engine.from_pretrained")
+    made.add_argument("--ray", type=int, metavar="N", help="serve on N engines, one GPU each where there are GPUs")
+    made.add_argument("--ray-address", metavar="ADDRESS", help="of a Ray cluster; default: a new one on this machine")
     made.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
     return made
 
@@ -71,8 +85,8 @@ def settings_of(options: Namespace) -> Settings:
     return Settings(base, adapters, keys, roots, max_queue, check_count("--max-body", options.max_body))
 
 
-def engine_of(options: Namespace, settings: Settings) -> Engine:
-    """Load the engine, with slots for adapters that are given or may be loaded later."""
+def sizes_of(options: Namespace, settings: Settings) -> dict[str, Any]:
+    """Return the sizes of an engine, with slots for adapters that are given or may be loaded later."""
     sizes: dict[str, Any] = {
         name: value
         for name in ("max_model_len", "max_batch_size", "max_loras", "max_cpu_loras", "max_lora_rank", "dtype")
@@ -80,17 +94,57 @@ def engine_of(options: Namespace, settings: Settings) -> Engine:
     }
     if settings.roots and not settings.adapters:
         sizes.setdefault("max_lora_rank", 16)
-    return Engine.from_pretrained(options.checkpoint, settings.adapters, **sizes)
+    return sizes
+
+
+def engine_of(options: Namespace, settings: Settings) -> Engine:
+    """Load the engine."""
+    return Engine.from_pretrained(options.checkpoint, settings.adapters, **sizes_of(options, settings))
+
+
+def cluster_of(options: Namespace, settings: Settings) -> RayCluster:
+    """Start the runners of ``--ray``, each with a slot for every request of its batch.
+
+    Raises, besides the errors of `RayCluster`, ValueError: fewer slots.
+    """
+    count, sizes = check_count("--ray", options.ray), sizes_of(options, settings)
+    batch = sizes.setdefault("max_batch_size", RUNNER_BATCH)
+    if settings.adapters or sizes.keys() & {"max_loras", "max_cpu_loras", "max_lora_rank"}:
+        slots = sizes.setdefault("max_loras", batch)
+        if slots < batch:
+            raise ValueError(
+                f"--max-loras {slots} is below --max-batch-size {batch}, and with --ray every request of a batch needs "
+                "a slot; raise the one or lower the other"
+            )
+    folder = os.path.abspath(os.path.expanduser(options.checkpoint))  # runners have other working directories
+    threads = max(1, (os.cpu_count() or 1) // count)
+    each = RankResources(num_gpus=float(torch.cuda.is_available()), num_threads=threads)
+    build = partial(Engine.from_pretrained, folder, settings.adapters, **sizes)
+    return RayCluster(build, count, resources=each, max_queued=_MOST_QUEUED, address=options.ray_address)
+
+
+@contextmanager
+def opened(options: Namespace, settings: Settings) -> Iterator[FastAPI]:
+    """Build the application over one engine, or over runners that end with the block."""
+    if options.ray is None:
+        if options.ray_address is not None:
+            raise ValueError("--ray-address needs --ray N, the number of engines")
+        yield make_app(engine_of(options, settings), settings)
+        return
+    with cluster_of(options, settings) as cluster:
+        yield app_of(RunnersThread(cluster, Metrics()), settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until interrupted; exit with a message for arguments and checkpoints that are refused."""
     options = parser().parse_args(arguments)
-    try:
-        settings = settings_of(options)
-        app = make_app(engine_of(options, settings), settings)
-    except (OSError, TypeError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
-    uvicorn.run(
-        app, host=options.host, port=options.port, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S
-    )
+    with ExitStack() as stack:
+        try:
+            settings = settings_of(options)
+            app = stack.enter_context(opened(options, settings))
+        except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+            raise SystemExit(f"{type(error).__name__}: {error}") from None
+        uvicorn.run(
+            app, host=options.host, port=options.port, timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+        )  # fmt: skip

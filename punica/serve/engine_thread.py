@@ -1,29 +1,33 @@
-"""`EngineThread`: the one thread that owns the engine, between the event loop and the engine's steps.
+"""`SteppingThread`: the one thread that owns the engine, between the event loop and the engine's steps.
 
     event loop:  call, submit, abort --queue--> thread: commands, then one step, again   (blocks while idle)
     event loop:  Call.batches() <--one call_soon_threadsafe per step-- thread: new tokens of all requests
 
-The engine is single-threaded: whatever touches it is a command on this thread, run between two steps.
+The engine is single-threaded: whatever touches it is a command on this thread, run between two steps. `EngineThread`
+steps one engine; a cluster of them has its own (`runners_thread.py`).
 """
 
 import asyncio
 import logging
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+from punica.adapters import LoRARequest
 from punica.engine import Engine, GenerationResult, Request, RequestState, StepOutput
+from punica.engine.pretrained import GenerationDefaults
+from punica.engine.text import TextCodec
 from punica.serve.errors import ApiError
 from punica.serve.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_MOST_STEP_ERRORS = 2  # in a row, before the requests of the engine are given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +89,33 @@ class _Unfinished:
         return Piece(self.index, state.output_token_ids[start:], num_text, state.logprobs[start:], result)
 
 
-class EngineThread:
-    """Stepping thread of one engine.
+class ServedEngine(Protocol):
+    """One engine, or several with the interface of one."""
 
-    A step that raises is repeated once, as the engine allows; if the next one raises too, all unfinished requests are
-    aborted and their calls get a 500. Later requests are served again.
+    codec: TextCodec | None
+    defaults: GenerationDefaults
+    max_model_len: int
+
+    def add_request(self, request: Request) -> RequestState:
+        """Queue a request; return its state, updated by the steps."""
+
+    def abort_request(self, request_id: str) -> GenerationResult:
+        """Remove an unfinished request. ValueError: an unknown id."""
+
+    def step(self) -> StepOutput:
+        """Run one model invocation, or wait for one."""
+
+
+class SteppingThread(ABC):
+    """Thread that steps a `ServedEngine`.
+
+    After ``most_step_errors`` steps in a row that raised, all unfinished requests are aborted and their calls get a
+    500. Later requests are served again.
     """
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+    most_step_errors = 1
+
+    def __init__(self, engine: ServedEngine, metrics: Metrics) -> None:
         self.engine, self.metrics = engine, metrics
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished: dict[str, _Unfinished] = {}
@@ -117,9 +140,28 @@ class EngineThread:
         await asyncio.to_thread(self._thread.join)
 
     @property
+    @abstractmethod
+    def num_places(self) -> int:
+        """Requests that are served at once."""
+
+    @property
+    @abstractmethod
+    def has_lora(self) -> bool:
+        """True where adapters can be served."""
+
+    @abstractmethod
+    async def admit(self, adapter: LoRARequest) -> None:
+        """Check an adapter that is about to get a name. FileNotFoundError, TypeError, ValueError: it does not fit."""
+
+    @property
     def is_healthy(self) -> bool:
         """True while the thread runs and its last step did not raise."""
         return self._thread.is_alive() and not self._is_stopping and not self._is_failing
+
+    @property
+    def health(self) -> str:
+        """State in one word: ``"ok"``, ``"degraded"`` (slower than it was started for) or ``"failed"``."""
+        return "ok" if self.is_healthy else "failed"
 
     async def call(self, function: Callable[[], _T]) -> _T:
         """Run ``function`` on the thread, between two steps; its result. ApiError 503 if the thread has ended."""
@@ -160,11 +202,27 @@ class EngineThread:
 
     # --- engine's thread ----------------------------------------------------------------------------------------------
 
+    @abstractmethod
+    def _remove_adapter(self, adapter_id: int) -> None:
+        """Free the memory of an adapter that no request uses."""
+
+    def _has_work(self) -> bool:
+        """Return True while steps are to be made."""
+        return bool(self._unfinished)
+
+    def _advance(self) -> StepOutput:
+        """Make one step."""
+        return self.engine.step()
+
+    def _note_step(self, output: StepOutput) -> None:
+        """Count a step in the metrics."""
+        self.metrics.note_step(output.statistics, len(self._unfinished))
+
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._run_commands(wait=not self._unfinished)
-                if self._unfinished:
+                self._run_commands(wait=not self._has_work())
+                if self._has_work():
                     self._step()
         except BaseException:
             _log.exception("the engine's thread ends")
@@ -183,12 +241,12 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
-            output = self.engine.step()
+            output = self._advance()
         except Exception as error:
             _log.exception("a step failed")
             self._is_failing = True
             self._step_errors += 1
-            if self._step_errors == _MOST_STEP_ERRORS:
+            if self._step_errors == self.most_step_errors:
                 self._step_errors = 0
                 self._give_up(f"the engine failed: {type(error).__name__}: {error}")
             return
@@ -209,7 +267,7 @@ class EngineThread:
                 del self._unfinished[request_id]
                 left.add(request.state.adapter_id)
                 self.metrics.note_result(result)
-        self.metrics.note_step(output.statistics, len(self._unfinished))
+        self._note_step(output)
         self._remove_retired(left)
         self._send(pieces)
 
@@ -261,9 +319,38 @@ class EngineThread:
     def _remove_retired(self, adapter_ids: set[int]) -> None:
         """Remove those of the adapters that are retired and that no request uses."""
         leaving = adapter_ids & self._retired
-        if leaving and self.engine.manager is not None:
+        if leaving:
             for adapter_id in leaving - {request.state.adapter_id for request in self._unfinished.values()}:
-                self.engine.manager.remove_adapter(adapter_id)
+                self._remove_adapter(adapter_id)
+
+
+class EngineThread(SteppingThread):
+    """Thread that steps one engine. A step that raises is repeated once, as the engine allows."""
+
+    most_step_errors = 2
+    engine: Engine
+
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+        super().__init__(engine, metrics)
+
+    @property
+    def num_places(self) -> int:
+        """Requests of one step."""
+        return self.engine.config.max_batch_size
+
+    @property
+    def has_lora(self) -> bool:
+        """True for an engine with adapter slots."""
+        return self.engine.manager is not None
+
+    async def admit(self, adapter: LoRARequest) -> None:
+        """Check an adapter between two steps; its numbers are read when it is first used."""
+        if self.engine.manager is not None:
+            await self.call(partial(self.engine.manager.check_adapter, adapter))
+
+    def _remove_adapter(self, adapter_id: int) -> None:
+        if self.engine.manager is not None:
+            self.engine.manager.remove_adapter(adapter_id)
 
 
 def _nothing() -> None:

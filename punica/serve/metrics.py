@@ -12,7 +12,7 @@ class Metrics:
     """Counters, gauges and histograms in a registry of their own."""
 
     def __init__(self) -> None:
-        registry = self._registry = CollectorRegistry()
+        registry = self.registry = CollectorRegistry()
         self._requests = Counter(
             "punica_requests", "Generations that ended, by finish reason", ["reason"], registry=registry
         )
@@ -33,16 +33,23 @@ class Metrics:
 
     def note_step(self, statistics: StepStatistics, num_unfinished: int) -> None:
         """Count one step, after which ``num_unfinished`` requests are left."""
-        self._steps.inc(statistics.batch_size > 0)
-        self._preempted.inc(statistics.num_preempted)
+        self.note_steps(statistics.batch_size > 0, statistics.num_preempted)
         num_running = min(statistics.batch_size, num_unfinished)
+        self.note_requests(num_running, num_unfinished - num_running)
+
+    def note_steps(self, num_steps: int, num_preempted: int) -> None:
+        """Count steps of several runners."""
+        self._steps.inc(num_steps)
+        self._preempted.inc(num_preempted)
+
+    def note_requests(self, num_running: int, num_waiting: int) -> None:
+        """Set the numbers of unfinished requests."""
         self._running.set(num_running)
-        self._waiting.set(num_unfinished - num_running)
+        self._waiting.set(num_waiting)
 
     def note_idle(self) -> None:
         """Clear the gauges: the last request has left without a step."""
-        self._running.set(0)
-        self._waiting.set(0)
+        self.note_requests(0, 0)
 
     def note_result(self, result: GenerationResult) -> None:
         """Count one generation that ended."""
@@ -58,4 +65,4 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)

@@ -17,7 +17,7 @@ from punica.adapters import LoRARequest
 from punica.engine import Request, as_sampling_params
 from punica.engine.text import TextCodec
 from punica.serve.backpressure import Room
-from punica.serve.engine_thread import Call, EngineThread, Piece
+from punica.serve.engine_thread import Call, Piece, SteppingThread
 from punica.serve.errors import ApiError, refused
 from punica.serve.forms import ChatForm, CompletionForm, usage
 from punica.serve.protocol import ChatBody, CompletionBody
@@ -36,7 +36,7 @@ class Generator:
     ``tokenizing``: one thread, so that long prompts stop neither the event loop nor the steps.
     """
 
-    thread: EngineThread
+    thread: SteppingThread
     codec: TextCodec
     strings: TokenStrings
     room: Room
@@ -116,7 +116,7 @@ class GenerationResponse(Response):
         requests: list[Request] = []
         for prompt in prompts:
             defaults = engine.defaults.params
-            params = params_of(body, defaults, room_for(body, len(prompt), defaults, engine.config.max_model_len))
+            params = params_of(body, defaults, room_for(body, len(prompt), defaults, engine.max_model_len))
             for choice in params.choices():
                 name = f"{self._head['id']}-{len(requests)}"
                 try:

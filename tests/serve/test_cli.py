@@ -61,15 +61,46 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
     [
         (["--adapter", "tiny=x"], "name two models"), (["--adapter", "a=x", "--adapter", "a=y"], "name two models"),
         (["--allow-folder", "/nowhere"], "nowhere"), (["--max-queue=-1"], "--max-queue"),
-        (["--max-body=0"], "--max-body"), (["--adapter", "a=/nowhere"], "nowhere"),
+        (["--max-body=0"], "--max-body"), (["--adapter", "a=/nowhere"], "nowhere"), (["--ray=0"], "--ray"),
+        (["--ray-address=auto"], "needs --ray N"),
+        (["--ray=2", "--adapter", "a=x", "--max-loras=3", "--max-batch-size=4"], "--max-loras 3 is below"),
     ],
-    ids=range(6),
+    ids=range(9),
 )  # fmt: skip
 def test_what_is_refused_is_one_line(world: Any, arguments: list[str], message: str) -> None:
     from punica.serve import cli
 
     with pytest.raises(SystemExit, match=message):
         cli.main([str(world.checkpoint), *arguments])
+
+
+def test_several_engines_are_the_factory_of_one_with_a_slot_for_every_request(
+    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from punica.serve import cli
+
+    monkeypatch.chdir(world.checkpoint.parent)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(cli, "RayCluster", lambda build, count, **options: given.update(options, build=build, n=count))
+    arguments = ["tiny", "--ray=3", "--max-batch-size=5", "--max-model-len=32", "--ray-address=host:1"]
+    cases = (["--adapter=sql=adapters/tenant-1"], 5), (["--max-lora-rank=4", "--max-loras=9"], 9), ([], None)
+    for more, slots in cases:
+        options = cli.parser().parse_args([*arguments, *more])
+        cli.cluster_of(options, cli.settings_of(options))
+        assert (given["n"], given["address"]) == (3, "host:1")
+        monkeypatch.chdir(tmp_path)  # as the processes of the runners
+        engine = given["build"]()
+        monkeypatch.chdir(world.checkpoint.parent)
+        assert (engine.config.max_batch_size, engine.config.max_model_len) == (5, 32)
+        assert (None if engine.manager is None else engine.manager.lora_slots) == slots
+
+
+def test_without_ray_it_says_how_to_install_it(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from punica.serve import cli
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SystemExit, match=r"a cluster needs Ray; install it with: pip install 'punica\[cluster\]'"):
+        cli.main([str(world.checkpoint), "--ray=2"])
 
 
 def test_a_pair_needs_both_parts(world: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,178 @@
+"""The API over two runners on Ray: real processes, real deaths. All slow: Ray takes up to half a minute to start."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
+
+import httpx2
+import ray
+
+from punica.cluster.ray_cluster import RayCluster
+from punica.cluster.ray_runners import connect
+from punica.engine import SamplingParams
+from punica.serve import cli
+from tests.serve.world import make_world, served, text_of, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+ADAPTERS, CALLS, NEW = 8, 64, 40
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """World, cluster and address of a server with two runners, started from a command line."""
+    home = tmp_path_factory.mktemp("ray")
+    world = make_world(home, ADAPTERS, words=True)
+    adapters = [f"--adapter={one.lora_name}={one.absolute_path}" for one in world.adapters[: ADAPTERS - 1]]
+    options = cli.parser().parse_args([
+        str(world.checkpoint), "--ray=2", *adapters, "--max-batch-size=8", "--max-lora-rank=8", "--max-model-len=128",
+        "--dtype=float32", f"--allow-folder={home}",
+    ])  # fmt: skip
+    found: list[RayCluster] = []
+    assert connect(None, 3, 0)  # a place for the runner of another server
+    cluster_of = cli.cluster_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "cluster_of", lambda *given: found.append(cluster_of(*given)) or found[0])
+        with cli.opened(options, cli.settings_of(options)) as app, served(app) as url:
+            yield world, found[0], url
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone(running: Any) -> Any:
+    return running[0].engine(ADAPTERS)
+
+
+def texts(url: str, number: int) -> str:
+    """Streamed text of one call of the 64; adapter and prompt follow from its number. Errors fail the test."""
+    body = {
+        "model": f"tenant-{number % ADAPTERS}", "prompt": prompt(number), "max_tokens": NEW, "stream": True,
+        "ignore_eos": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=300)
+    *chunks, usage = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert usage["usage"]["completion_tokens"] == NEW, usage
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
+def prompt(number: int) -> str:
+    return " ".join(f"w{word}" for word in range(number, number + 3 + number % 5))
+
+
+def health(url: str) -> Any:
+    return httpx2.get(f"{url}/health").json()["status"]
+
+
+def free_blocks(cluster: RayCluster) -> list[int]:
+    """Free KV blocks of the runners' engines."""
+    actors = [cluster.runners[name].actors[0] for name in sorted(cluster.runners)]
+    return ray.get([actor.__ray_call__.remote(lambda self: self._runner.engine.blocks.num_free) for actor in actors])
+
+
+def test_64_calls_over_8_adapters_survive_a_killed_runner(running: Any, alone: Any) -> None:
+    """Each gets the tokens of one engine, once, whether it was on the runner that died or not."""
+    world, cluster, url = running
+    body = {"lora_name": "tenant-7", "lora_path": world.adapters[7].absolute_path}
+    assert httpx2.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
+    params = SamplingParams(NEW, ignore_eos=True)
+    prompts = [prompt(number) for number in range(CALLS)]
+    results = alone.generate(prompts, [world.adapters[number % ADAPTERS] for number in range(CALLS)], params)
+    expected = [result.text for result in results]
+    assert len(set(expected)) > CALLS // 2
+    with ThreadPoolExecutor(CALLS) as pool:
+        assert list(pool.map(lambda number: texts(url, number), range(CALLS))) == expected
+        again = [pool.submit(texts, url, number) for number in range(CALLS)]
+        wait_until(lambda: min(cluster.working_sets.values()) == 8)
+        victim = cluster.runners["runner-0001"].actors[0]
+        os.kill(ray.get(victim.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+        assert [future.result() for future in again] == expected
+    assert 'punica_runner_losses_total{runner="runner-0001"} 1.0' in httpx2.get(f"{url}/metrics").text
+    wait_until(lambda: health(url) == "ok", 120)
+    assert f'punica_requests_total{{reason="length"}} {2 * CALLS}.0' in httpx2.get(f"{url}/metrics").text
+
+
+def test_chats_and_completions_are_those_of_one_engine(running: Any, alone: Any) -> None:
+    world, _, url = running
+    messages = [{"role": "user", "content": "w1 w2"}]
+    chat = {"model": "tenant-2", "messages": messages, "max_tokens": 9, "logprobs": True}
+    choice = httpx2.post(f"{url}/v1/chat/completions", json=chat, timeout=60).json()["choices"][0]
+    assert choice["message"]["content"] == text_of(alone, messages, world.adapters[2], 9)
+    assert len(choice["logprobs"]["content"]) == 9
+    plain = {"model": "tiny", "prompt": "w1", "max_tokens": 9}
+    found = httpx2.post(f"{url}/v1/completions", json=plain, timeout=60).json()["choices"][0]["text"]
+    assert found == text_of(alone, "w1", None, 9)
+
+
+def test_clients_that_leave_in_the_middle_free_the_pages_of_runners(running: Any) -> None:
+    _, cluster, url = running
+    wait_until(lambda: health(url) == "ok")
+    before = free_blocks(cluster)
+    body = {"model": "tenant-0", "prompt": "w1 w2 w3", "max_tokens": 120, "ignore_eos": True, "stream": True, "n": 8}
+    body |= {"temperature": 1.0}
+    for _ in range(2):
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+            wait_until(lambda: free_blocks(cluster) != before)
+    wait_until(lambda: free_blocks(cluster) == before)
+    assert 'punica_requests_total{reason="aborted"} 16.0' in httpx2.get(f"{url}/metrics").text
+
+
+def test_an_adapter_is_loaded_replaced_and_unloaded_beside_calls(running: Any, alone: Any, tmp_path: Path) -> None:
+    world, _, url = running
+    folder = world.checkpoint.parent / "poet"
+
+    def post(action: str, **body: Any) -> int:
+        return httpx2.post(f"{url}/v1/{action}", json={"lora_name": "poet", **body}, timeout=60).status_code
+
+    def ask() -> list[str]:
+        body = {"model": "poet", "prompt": ["w1"] * 16, "max_tokens": 12}
+        return [one["text"] for one in httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]]
+
+    others = [threading.Thread(target=texts, args=(url, number)) for number in range(8)]
+    for thread in others:
+        thread.start()
+    for number in (3, 4):
+        shutil.copytree(world.adapters[number].absolute_path, folder)
+        assert post("load_lora_adapter", lora_path=str(folder), load_inplace=True) == 200
+        shutil.rmtree(folder)
+        assert ask() == [text_of(alone, "w1", world.adapters[number], 12)] * 16
+    assert post("unload_lora_adapter") == 200
+    assert post("unload_lora_adapter") == 404
+    for thread in others:
+        thread.join()
+
+
+def test_the_command_line_serves_and_ends(running: Any) -> None:
+    """A server in a process of its own, in the Ray of this one."""
+    world, _, _ = running
+    command = [
+        sys.executable, "-m", "punica.serve", str(world.checkpoint), "--ray=1", "--port=0", "--max-batch-size=2",
+        "--ray-address", ray.get_runtime_context().gcs_address, "--max-model-len=64",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "Uvicorn running on" in line:
+                url = line.partition("running on ")[2].split()[0]
+                body = {"model": "tiny", "prompt": "w1", "max_tokens": 3}
+                assert httpx2.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+                assert health(url) == "ok"
+                process.send_signal(signal.SIGTERM)
+        assert process.wait() in (-signal.SIGTERM, signal.SIGTERM), "".join(lines)  # uvicorn's way, Ray's way
+    assert any("Application shutdown complete" in line for line in lines)
