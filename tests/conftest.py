@@ -1,5 +1,6 @@
 """Shared test set-up: fixed seeds, no network, GPU tests skipped (with the reason) where there is no GPU."""
 
+import gc
 import os
 
 import pytest
@@ -16,6 +17,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
+gc.disable()  # until the tests are collected: what is made here stays, and a full collection takes a second
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count()
@@ -27,4 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)  # the other keeps a traceback of each call, for a GPU to come

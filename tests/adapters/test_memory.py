@@ -110,7 +110,7 @@ def test_shared_storage_counts_once(make_manager):
 
 
 def small_manager(max_loras: int, max_cpu_loras: int) -> tuple[LoRAModelManager, list[LoRAModel]]:
-    """One layer, so that ten thousand activations are quick, and six adapters for it."""
+    """One layer, so that thousands of activations are quick, and six adapters for it."""
     model = tree(proj=ReplicatedLinear(8, 8, bias=False, return_bias=False))
     config = LoRAConfig(max_lora_rank=4, max_loras=max_loras, max_cpu_loras=max_cpu_loras)
     adapters = []
@@ -136,7 +136,7 @@ def table_sizes(manager: LoRAModelManager) -> dict[str, int]:
     }
 
 
-def test_ten_thousand_activations_leave_nothing_behind():
+def test_three_thousand_activations_leave_nothing_behind():
     """Registering, evicting, activating, pinning and mapping on and on: memory, tensors and tables stay as they are."""
     manager, adapters = small_manager(max_loras=2, max_cpu_loras=3)
 
@@ -164,7 +164,7 @@ def test_ten_thousand_activations_leave_nothing_behind():
     finally:
         tracemalloc.stop()
     assert growth < 10_000  # bytes; one object kept per activation would be more
-    churn(7600)
+    churn(600)
     assert live_tensors() == tensors
     assert table_sizes(manager) == tables == {"registered": 3, "active": 2, "slots": 2, "pins": 0}
     assert [b.data_ptr() for layer in manager.modules.values() for b in layer.lora_a_stacked] == pointers

@@ -231,7 +231,7 @@ class World:
 
 @pytest.mark.parametrize("rule", SCHEDULING_RULES.names())
 @pytest.mark.parametrize(
-    ("seed", "page_size", "closed"), [(1, 4, 0.0), (2, 4, 0.0), (3, 1, 0.0), (4, 5, 0.0), (5, 4, 0.1)]
+    ("seed", "page_size", "closed"), [(1, 4, 0.0), (3, 1, 0.0), (4, 5, 0.0), (5, 4, 0.1)]
 )
 def test_random_events(rule, seed, page_size, closed):
     world = World(rule, seed, page_size, closed)

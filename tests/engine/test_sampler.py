@@ -80,7 +80,7 @@ def test_distribution_is_that_of_transformers(params) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS)
 def test_distribution_over_many_draws(params) -> None:
-    check_distribution(params, 100_000)
+    check_distribution(params, 40_000)
 
 
 def test_the_check_sees_a_wrong_distribution(monkeypatch) -> None:

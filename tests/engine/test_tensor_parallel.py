@@ -21,55 +21,50 @@ SLOTS = 3
 
 
 def generate(
-    rank: int,
-    folder: Path,
-    prompts: list,
-    adapters: list[LoRARequest | None],
-    new: list[int],
-    device: str,
-    sharded: bool,
-) -> tuple[list, int]:
-    """The tokens, and this rank's kv heads."""
-    with told(rank, f"{'fully sharded' if sharded else 'plain'} adapters on {device}"):
-        model = LlamaForCausalLM(folder, device=device)
-        model.load_weights(folder)
-        config = EngineConfig(max_batch_size=8, max_model_len=64)
-        lora = config.lora_config(16, max_loras=SLOTS, fully_sharded_loras=sharded)
-        return tokens_of(Engine(model, lora, config).generate(prompts, adapters, new)), model.num_kv_heads
+    rank: int, folder: Path, prompts: list, adapters: list[LoRARequest | None], new: list[int], device: str
+) -> dict[str, tuple[list, int]]:
+    """The tokens, and this rank's kv heads, with plain and with fully sharded adapters."""
+    found = {}
+    for kind in ("plain", "fully sharded"):
+        with told(rank, f"{kind} adapters on {device}"):
+            model = LlamaForCausalLM(folder, device=device)
+            model.load_weights(folder)
+            config = EngineConfig(max_batch_size=8, max_model_len=64)
+            lora = config.lora_config(16, max_loras=SLOTS, fully_sharded_loras=kind == "fully sharded")
+            found[kind] = tokens_of(Engine(model, lora, config).generate(prompts, adapters, new)), model.num_kv_heads
+    return found
 
 
-def check(backbone, wishes: list, tp_size: int, device: str, sharded: bool) -> None:
+def check(backbone, wishes: list, tp_size: int, device: str) -> None:
     prompts, new = [wish.prompt for wish in wishes], [wish.new for wish in wishes]
     adapters = [backbone.adapters.get(wish.adapter_id) for wish in wishes]
-    arguments = (backbone.folder, prompts, adapters, new, device, sharded)
+    arguments = (backbone.folder, prompts, adapters, new, device)
     if tp_size == 1:
         ranks = [generate(0, *arguments)]
     else:
         ranks = spawn_tensor_parallel(generate, tp_size, *arguments, backend="gloo" if device == "cpu" else None)
     expected = [backbone.generate_merged(wish.prompt, wish.adapter_id, wish.new) for wish in wishes]
     kv_heads = max(1, backbone.config.num_key_value_heads // tp_size)
-    assert ranks == [(expected, kv_heads)] * tp_size
+    assert ranks == [dict.fromkeys(("plain", "fully sharded"), (expected, kv_heads))] * tp_size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fully sharded"])
 @pytest.mark.parametrize("tp_size", [2, 4])
-def test_ranks_equal_merged_models(backbone, mixed_wishes, tp_size, sharded) -> None:
-    check(backbone, mixed_wishes[:8], tp_size, "cpu", sharded)
+def test_ranks_equal_merged_models(backbone, mixed_wishes, tp_size) -> None:
+    check(backbone, mixed_wishes[:8], tp_size, "cpu")
 
 
 @pytest.mark.gpu
 def test_one_gpu_equals_merged_models(backbone, mixed_wishes) -> None:
-    check(backbone, mixed_wishes, 1, "cuda", sharded=False)
+    check(backbone, mixed_wishes, 1, "cuda")
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fully sharded"])
 @pytest.mark.parametrize("tp_size", [2, 4])
-def test_ranks_on_gpus_equal_merged_models(backbone, mixed_wishes, tp_size, sharded) -> None:
+def test_ranks_on_gpus_equal_merged_models(backbone, mixed_wishes, tp_size) -> None:
     if torch.cuda.device_count() < tp_size:
         pytest.skip(f"needs {tp_size} GPUs, this machine has {torch.cuda.device_count()}")
-    check(backbone, mixed_wishes[:8], tp_size, "cuda", sharded)
+    check(backbone, mixed_wishes[:8], tp_size, "cuda")
 
 
 outlives: list[Engine] = []

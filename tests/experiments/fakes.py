@@ -1,7 +1,9 @@
 """An experiment that costs nothing, for tests of the harness."""
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -49,13 +51,40 @@ def _register_all() -> None:
         register(experiment)
 
 
-def composed(tmp_path, *overrides: str, name: str = "fig08_lora_operator") -> DictConfig:
-    """The configuration of experiment `name` at smoke scale with outputs in `tmp_path`, and `overrides` on top."""
+@cache
+def _composed(name: str, overrides: tuple[str, ...], options: tuple[tuple[str, int], ...]) -> tuple[bytes, object]:
+    """A configuration, pickled, and the options that Hydra chose from, kept so that no other gets their id."""
     from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
 
     from experiments.harness.schema import CONF
 
-    _register_all()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        given = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", f"paths.results={tmp_path}/results"]
-        return compose(name, overrides=[*given, f"paths.figures={tmp_path}/figures", "draw=false", *overrides])
+        return pickle.dumps(compose(name, overrides=list(overrides))), dict(_options(ConfigStore.instance().repo))
+
+
+def _options(group: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything that is registered with Hydra, by its path."""
+    for name, found in group.items():
+        if isinstance(found, dict):
+            yield from _options(found, f"{above}/{name}")
+        else:
+            yield f"{above}/{name}", found.node
+
+
+def composed(tmp_path, *overrides: str, name: str = "fig08_lora_operator") -> DictConfig:
+    """The configuration of experiment `name` at smoke scale with outputs in `tmp_path`, and `overrides` on top.
+
+    Hydra takes a third of a second, so it is asked once for the same.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    _register_all()
+    paths = {"outputs": tmp_path, "results": f"{tmp_path}/results", "figures": f"{tmp_path}/figures"}
+    options = tuple((path, id(node)) for path, node in _options(ConfigStore.instance().repo))
+    given = ("scale=smoke", "hardware=cpu", *(f"paths.{path}=here" for path in paths), "draw=false", *overrides)
+    config = pickle.loads(_composed(name, given, options)[0])
+    for path, place in paths.items():
+        if not any(override.startswith(f"paths.{path}=") for override in overrides):
+            config.paths[path] = str(place)
+    return config

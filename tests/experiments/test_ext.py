@@ -168,11 +168,13 @@ def needs_triton(test):
 
 INTERPRETED = """
 import sys, json
-sys.path.insert(0, "tests/experiments")
+sys.path[:0] = ["tests/experiments", "tests/ops/triton_ops"]
+import fast_interpreter
 from fakes import composed
 from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness.catalogue import experiments
 from experiments.harness.settings import settle
+fast_interpreter.install()
 (experiment,) = experiments(["ext_determinism"])
 cfg = settle(composed(sys.argv[1], *sys.argv[2:], name=experiment.name), experiment)
 points = OperatorExperiment.points(experiment, cfg)

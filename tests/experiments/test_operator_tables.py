@@ -190,6 +190,9 @@ def test_tables_are_chosen_by_name(given, expected):
 
 INTERPRETED = """
 import sys
+sys.path.insert(0, "tests/ops/triton_ops")
+import fast_interpreter
+fast_interpreter.install()
 from experiments.benches import operator_gemm
 from experiments.benches.operator_columns import columns
 from experiments.benches.operator_gemm import Projection

@@ -15,25 +15,15 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from triton.runtime import interpreter  # noqa: E402
+import fast_interpreter  # noqa: E402
 
 from punica.ops.triton_ops import configs  # noqa: E402
 from punica.ops.weights import forget_plans  # noqa: E402
 
 CHOOSING = ("step_ops", "lora_linear")
 
-_PATCHED: set[str] = set()
-
-
-def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Patch the language once per module, not at every call: a third of the interpreter's time."""
-    if function.fn.__module__ not in _PATCHED:
-        _PATCHED.add(function.fn.__module__)
-        interpreter._patch_lang(function.fn)
-    return function.rewrite()(*args, **kwargs)
-
-
-interpreter.InterpretedFunction.__call__ = _call_device_function
+if not HAS_GPU:
+    fast_interpreter.install()
 
 
 @pytest.fixture
