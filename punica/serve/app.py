@@ -71,10 +71,11 @@ def make_app(engine: Engine, settings: Settings) -> FastAPI:
             yield
         finally:
             await thread.stop()
-            tokenizing.shutdown()
+            for workers in (tokenizing, rendering):
+                workers.shutdown()
 
-    tokenizing = ThreadPoolExecutor(1, "punica-tokenizer")
-    generator = Generator(thread, engine.codec, TokenStrings(engine.codec), room, tokenizing)
+    tokenizing, rendering = (ThreadPoolExecutor(1, f"punica-{name}") for name in ("tokenizer", "templates"))
+    generator = Generator(thread, engine.codec, TokenStrings(engine.codec), room, tokenizing, rendering)
     app = FastAPI(title="punica", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, max_body=settings.max_body)
     _add_errors(app, metrics)

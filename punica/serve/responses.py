@@ -34,7 +34,8 @@ _ENGINE_NAMES = {name: name for name in ("stop_token_ids", "logit_bias", "bad_wo
 class Generator:
     """State shared by all generation calls: the engine's thread, its tokenizer, the limit of requests.
 
-    ``tokenizing``: one thread, so that long prompts stop neither the event loop nor the steps.
+    ``tokenizing``: one thread, so that long prompts stop neither the event loop nor the steps. ``rendering``: another
+    for chats with adapters, whose templates may take long, so that all else does not wait for them.
     """
 
     thread: EngineThread
@@ -42,6 +43,7 @@ class Generator:
     strings: TokenStrings
     room: Room
     tokenizing: ThreadPoolExecutor
+    rendering: ThreadPoolExecutor
 
     async def encode(self, body: CompletionBody | ChatBody, adapter: LoRARequest | None) -> list[list[int]]:
         """Return the token ids of all prompts. ApiError 400: the tokenizer or its chat template refuses one."""
@@ -52,7 +54,8 @@ class Generator:
             return [_token_ids(self.codec, prompt, folder, arguments) for prompt in body.prompts]
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
+            thread = self.rendering if folder is not None and isinstance(body, ChatBody) else self.tokenizing
+            return await asyncio.get_running_loop().run_in_executor(thread, encode)
         except Exception as error:  # whatever a tokenizer raises
             raise ApiError(400, str(error), _prompt_name(body)) from error
 
