@@ -31,9 +31,8 @@ class TextCodec:
         self._lock = threading.Lock()  # encoding sets options of the tokenizer
         self._adapters = AdapterText(tokenizer)
         self._untrusted = TemplateProcess()
-        is_plain = all(
-            getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
-        )
+        own, plain = type(tokenizer), PreTrainedTokenizerFast
+        is_plain = all(getattr(own, name, None) is getattr(plain, name) for name in ("decode", "_decode"))
         self._fast = tokenizer.backend_tokenizer if is_plain else None  # half the time of its wrapper, once per token
 
     def encode(
@@ -43,7 +42,8 @@ class TextCodec:
         """Encode a text, with the tokenizer's special tokens, or a chat by its template, with a generation prompt.
 
         A chat is ``[{"role": "user", "content": "..."}]``. The template in ``adapter_folder`` takes precedence over the
-        tokenizer's, and is rendered within limits (:mod:`punica.engine.rendering`). ``arguments``: further variables of the template, e.g. ``{"enable_thinking": False}``.
+        tokenizer's, and is rendered within limits (:mod:`punica.engine.rendering`). ``arguments``: further variables of
+        the template, e.g. ``{"enable_thinking": False}``.
 
         ValueError: a lone surrogate; messages that are none; no chat template, or it refuses the messages.
         """
