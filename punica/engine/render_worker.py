@@ -29,7 +29,7 @@ def main(cpu_s: float, most_bytes: int) -> None:
 def rendered(job: dict) -> bytes:
     """Return the text or the error of a job, encoded. A text longer than ``most_characters`` is an error."""
     try:
-        (text,), _ = render_jinja_template([job["messages"]], chat_template=job["template"], **job["variables"])
+        text = render_jinja_template([job["messages"]], chat_template=job["template"], **job["variables"])[0][0]
         if len(text) > job["most_characters"]:
             raise ValueError(f"it writes {len(text)} characters, the limit for this chat is {job['most_characters']}")
         return json.dumps({"text": text}).encode()

@@ -112,7 +112,7 @@ def _add_adapters(app: FastAPI, thread: EngineThread, catalogue: Catalogue) -> N
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: Request, body: LoadAdapter) -> Response:
-        await catalogue.load(body.lora_name, body.lora_path, body.load_inplace, _key(request), thread)
+        await catalogue.load(body, _key(request), thread)
         return PlainTextResponse(f"Success: LoRA adapter {clip(body.lora_name)} added successfully.")
 
     @app.post("/v1/unload_lora_adapter")

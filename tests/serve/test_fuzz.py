@@ -28,10 +28,11 @@ JSON = st.recursive(
 )  # fmt: skip
 LIKELY = {
     "model": st.sampled_from(["tiny", "tenant-0", "tenant-2", "nobody"]), "max_tokens": st.integers(1, 3),
-    "max_completion_tokens": st.integers(1, 3), "lora_path": st.sampled_from(["/", "..", "/etc", "~", "a\0b", "x" * 999]),
+    "max_completion_tokens": st.integers(1, 3),
+    "lora_path": st.sampled_from(["/", "..", "/etc", "~", "a\0b", "x" * 999]),
     "lora_name": st.sampled_from(["tenant-2", "new", "tiny", "a b"]), "n": st.integers(1, 3),
     "prompt": st.text(max_size=9) | st.lists(st.integers(0, 300), min_size=1, max_size=4), "stream": st.booleans(),
-    "role": st.sampled_from(["user", "assistant", "system"]), "temperature": st.floats(0, 2), "top_p": st.floats(0.1, 1),
+    "role": st.sampled_from(["user", "assistant", "system"]), "temperature": st.floats(0, 2),
     "seed": st.integers(0, 1 << 64), "content": st.text(max_size=9), "logprobs": st.booleans() | st.integers(0, 5),
 }  # fmt: skip
 
@@ -168,7 +169,7 @@ def fuzz(server: Any, count: int) -> dict[int, int]:
 
 
 def test_some_random_requests_are_served_or_refused(server: Any) -> None:
-    statuses = fuzz(server, 200)
+    statuses = fuzz(server, 100)
     assert {200, 400, 404} <= set(statuses)
 
 
