@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 CPU_S = 1.0
 """Most processor time of one rendering; usual templates take milliseconds."""
@@ -23,7 +23,7 @@ MOST_CHARACTERS = 1 << 20
 """Most characters that a template may add to those of the chat."""
 REFUSED_S = 60.0
 """Time for which a template that exceeded its processor time is not tried again."""
-_MOST_REFUSED = 1024
+_MOST_REFUSED = 64
 _PROGRAM = Path(__file__).with_name("render_worker.py")
 
 
@@ -57,12 +57,11 @@ class TemplateProcess:
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
+        jobs, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
         try:
-            process.stdin.write(job)
-            process.stdin.flush()
-            line = process.stdout.readline()
+            jobs.write(job)
+            jobs.flush()
+            line = answers.readline()
         except BaseException as error:  # an interrupt in between: its answer would be the next one's
             _end(process)
             if isinstance(error, OSError):
