@@ -1,7 +1,7 @@
 """`AdapterLoader`: reads, checks and packs the adapters that requests name, in PEFT folders or in memory."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import cast
 
 import torch
@@ -72,7 +72,7 @@ class AdapterLoader:
 
     def _certificate(self, request: LoRARequest, source: AdapterSource) -> Certificate:
         """Return the certificate of a source's content, made now unless it is known. Warns of its doubts."""
-        content = (source.content, request.is_3d_lora_weight)
+        content = (source.content, request.is_3d_lora_weight, *(request.weights_mapper or {}).items())
         certificate = self._certificates.find(content)
         if certificate is None:
             certificate = self._certify(request, source)
@@ -86,13 +86,15 @@ class AdapterLoader:
         config = source.config()
         config.refuse_illegal(self._lora_config, modules=(), tensors_decide=True)
         entries = source.entries(self._expected_modules, self._moe_ep_spec)
-        configured = _configured(entries)
+        configured = _configured(entries, request.weights_mapper)
         if config.rank_pattern:
             config.refuse_illegal(self._lora_config, configured, tensors_decide=True)
         tensors = {key: entry.meta() for key, entry in entries.items()}
         contents = []
         if tensors or self._moe_ep_spec is None:  # else all of it belongs to experts of other ranks
-            contents = table_of_contents(join_scales(tensors), config, self._vocab_size)
+            contents = table_of_contents(
+                join_scales(tensors), config, self._vocab_size, request.weights_mapper
+            )
         disagreement = config.disagreement(configured) if self._moe_ep_spec is None else None
         doubts = [doubt for doubt in (config.doubt, disagreement) if doubt is not None]
         certificate = Certificate(entries, contents, config.r, doubts)
@@ -116,9 +118,9 @@ class AdapterLoader:
         return lora
 
 
-def _configured(keys: Collection[str]) -> set[str]:
+def _configured(keys: Collection[str], renames: Mapping[str, str] | None) -> set[str]:
     """Return the adapter's names of the modules that it has tensors for."""
-    names = lora_names((key for key in keys if not is_scale_of_another(key, keys)), None, None)
+    names = lora_names((key for key in keys if not is_scale_of_another(key, keys)), renames, None)
     return {name.configured for name in names.values()}
 
 

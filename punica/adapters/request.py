@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,8 @@ class LoRARequest:
         base_model_name: informational.
         load_inplace: read the folder again even if the id is registered; the tensors, if they are others.
         is_3d_lora_weight: the adapter has its experts in one pair of matrices per layer; refused when it has not.
+        weights_mapper: `{old: new}`, replaced in the names of the tensors, in order: for adapters that were trained
+            inside of another model, e.g. `{"language_model.model.": "model."}`.
         tensors, config: see :class:`AdapterTensors`. They are copied here, and kept with the request in host memory:
             copies of the request share them, and every new request is a version of its own.
 
@@ -44,6 +46,7 @@ class LoRARequest:
     base_model_name: str | None = None
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
+    weights_mapper: Mapping[str, str] | None = None
     tensors: AdapterTensors | None = field(default=None, repr=False)  # a plain dict becomes one
     config: Any = field(default=None, repr=False)
     absolute_path: str = field(init=False, repr=False)
@@ -60,6 +63,8 @@ class LoRARequest:
         for key in ("load_inplace", "is_3d_lora_weight"):
             if not isinstance(getattr(self, key), bool):
                 raise TypeError(f"LoRARequest {key} must be a bool, got {clip(getattr(self, key))}")
+        if self.weights_mapper is not None:
+            object.__setattr__(self, "weights_mapper", _renames(self.weights_mapper))
         self._take_tensors()
         where = os.path.abspath(os.path.expanduser(self.lora_path)) if self.tensors is None else self.tensors.label
         object.__setattr__(self, "absolute_path", where)
@@ -100,9 +105,9 @@ class LoRARequest:
         return self.lora_path
 
     @property
-    def source(self) -> tuple[str, str]:
-        """Name and absolute path, or label of the tensors: what makes two requests with one id the same adapter."""
-        return self.lora_name, self.absolute_path
+    def source(self) -> tuple:
+        """Name, absolute path or label of the tensors, and renames: equal for two requests of the same adapter."""
+        return self.lora_name, self.absolute_path, *(self.weights_mapper or {}).items()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LoRARequest) and self.lora_name == other.lora_name
@@ -114,6 +119,15 @@ class LoRARequest:
 def check_adapter_id(name: str, value: object) -> int:
     """Return `value` as an adapter id, an integer >= 1. Raises TypeError (not an int) or ValueError (< 1)."""
     return check_count(name, value, meaning="0 means 'no adapter'")
+
+
+def _renames(given: object) -> dict[str, str]:
+    """Return a copy of a `weights_mapper`. TypeError: not a mapping of texts. ValueError: an empty text to replace."""
+    if not isinstance(given, Mapping) or not all(isinstance(text, str) for pair in given.items() for text in pair):
+        raise TypeError(f"LoRARequest weights_mapper must be a dict of str to str, got {clip(given)}")
+    if "" in given:
+        raise ValueError("LoRARequest weights_mapper has an empty text to replace; name the part of the tensors' names")
+    return dict(given)
 
 
 def _derived_id(name: str, path: str) -> int:

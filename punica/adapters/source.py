@@ -50,9 +50,9 @@ class AdapterFolder:
     Raises as :func:`read_config_text` and :class:`WeightsFile`.
     """
 
-    def __init__(self, path: str, most_tensors: int) -> None:
+    def __init__(self, path: str, most_tensors: int, renames: Mapping[str, str] | None) -> None:
         self._path, self._text = Path(path), read_config_text(path)
-        self._weights = WeightsFile(path, most_tensors)
+        self._weights, self._renames = WeightsFile(path, most_tensors), renames
         digests = (hashlib.sha256(part).digest() for part in (self._text, self._weights.header))
         self.content = (*digests, self._weights.size)
         self.size = len(self._weights.header)
@@ -72,7 +72,7 @@ class AdapterFolder:
         self, expected_lora_modules: Collection[str], moe_ep_spec: MoEEPSpec | None
     ) -> dict[str, TensorEntry]:
         """Check the header and the names in it."""
-        return self._weights.entries(expected_lora_modules, None, None, moe_ep_spec)
+        return self._weights.entries(expected_lora_modules, self._renames, None, moe_ep_spec)
 
     def numbers(self, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
         """Read tensors."""
@@ -82,8 +82,8 @@ class AdapterFolder:
 class AdapterMemory:
     """An adapter that came in memory; `numbers` are its own tensors, which must not be changed."""
 
-    def __init__(self, tensors: AdapterTensors, most_tensors: int) -> None:
-        self._tensors, self._most_tensors = tensors, most_tensors
+    def __init__(self, tensors: AdapterTensors, most_tensors: int, renames: Mapping[str, str] | None) -> None:
+        self._tensors, self._most_tensors, self._renames = tensors, most_tensors, renames
         self.content = (tensors.content,)
         self.size = sum(map(len, tensors)) + 64 * len(tensors)
 
@@ -103,7 +103,7 @@ class AdapterMemory:
         """Check the names."""
         tensors = self._tensors
         keys = wanted_keys(
-            "the adapter", tensors, self._most_tensors, expected_lora_modules, moe_ep_spec=moe_ep_spec
+            "the adapter", tensors, self._most_tensors, expected_lora_modules, self._renames, moe_ep_spec=moe_ep_spec
         )
         return {key: TensorEntry(tensors[key].dtype, tensors[key].shape, 0) for key in keys}
 
@@ -115,8 +115,8 @@ class AdapterMemory:
 def open_source(request: LoRARequest, most_tensors: int) -> AdapterSource:
     """Open what a request names. Raises as :class:`AdapterFolder`."""
     if request.tensors is not None:
-        return AdapterMemory(request.tensors, most_tensors)
-    return AdapterFolder(request.absolute_path, most_tensors)
+        return AdapterMemory(request.tensors, most_tensors, request.weights_mapper)
+    return AdapterFolder(request.absolute_path, most_tensors, request.weights_mapper)
 
 
 def config_of(request: LoRARequest) -> PEFTHelper:

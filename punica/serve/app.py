@@ -75,10 +75,11 @@ def app_of(thread: SteppingThread, settings: Settings) -> FastAPI:
             yield
         finally:
             await thread.stop()
-            tokenizing.shutdown()
+            for workers in (tokenizing, rendering):
+                workers.shutdown()
 
-    tokenizing = ThreadPoolExecutor(1, "punica-tokenizer")
-    generator = Generator(thread, codec, TokenStrings(codec), room, tokenizing)
+    tokenizing, rendering = (ThreadPoolExecutor(1, f"punica-{name}") for name in ("tokenizer", "templates"))
+    generator = Generator(thread, codec, TokenStrings(codec), room, tokenizing, rendering)
     app = FastAPI(title="punica", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, max_body=settings.max_body)
     _add_errors(app, metrics)
@@ -115,7 +116,7 @@ def _add_adapters(app: FastAPI, thread: SteppingThread, catalogue: Catalogue) ->
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: Request, body: LoadAdapter) -> Response:
-        await catalogue.load(body.lora_name, body.lora_path, body.load_inplace, _key(request), thread)
+        await catalogue.load(body, _key(request), thread)
         return PlainTextResponse(f"Success: LoRA adapter {clip(body.lora_name)} added successfully.")
 
     @app.post("/v1/unload_lora_adapter")

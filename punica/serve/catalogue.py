@@ -14,6 +14,7 @@ from punica.checks import clip
 from punica.serve.engine_thread import SteppingThread
 from punica.serve.errors import ApiError
 from punica.serve.folders import allowed_folder
+from punica.serve.protocol import LoadAdapter
 
 MOST_ADAPTERS = 65_536
 """Adapters that have a name at once; further ones are refused."""
@@ -90,19 +91,20 @@ class Catalogue:
         parent = None if name == self.base else self.base
         return {"id": name, "object": "model", "created": self._created, "owned_by": "punica", "parent": parent}
 
-    async def load(self, name: str, path: str, replace: bool, key: str | None, thread: SteppingThread) -> None:
-        """Serve the adapter in ``path`` under ``name``; checked here but for its numbers, read when first used.
+    async def load(self, body: LoadAdapter, key: str | None, thread: SteppingThread) -> None:
+        """Serve an adapter under a name; checked here but for its numbers, read when first used.
 
-        ApiError 401, 403, 404, 400: key, folder, name in use without ``replace``, or an adapter that does not fit.
+        ApiError 401, 403, 404, 400: key, folder, name in use without ``load_inplace``, or an adapter that does not fit.
         """
+        name = body.lora_name
         self.keys.check_manager(key)
-        folder = await asyncio.to_thread(allowed_folder, path, self._roots)
+        folder = await asyncio.to_thread(allowed_folder, body.lora_path, self._roots)
         async with self._lock:
-            self._check_name(name, replace)
-            adapter = LoRARequest(name, next(self._ids), folder)
+            self._check_name(name, body.load_inplace)
             if not thread.has_lora:
                 raise ApiError(400, "this server has no adapter slots; start it with --adapter or --max-loras")
             try:
+                adapter = LoRARequest(name, next(self._ids), folder, weights_mapper=body.weights_mapper)
                 await thread.admit(adapter)
             except (OSError, TypeError, ValueError) as error:
                 status = 404 if isinstance(error, FileNotFoundError) else 400

@@ -46,25 +46,31 @@ class Piece:
 
 @dataclass(eq=False)
 class Call:
-    """Requests of one HTTP call, and the queue in which their pieces arrive on the event loop.
+    """Requests of one HTTP call, and their pieces as they arrive on the event loop.
 
     ``streams``: pieces with every step; otherwise one piece per request, when it ends.
     """
 
     requests: Sequence[Request]
     streams: bool
-    pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
     num_unfinished: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_unfinished = len(self.requests)
+        self._pieces: list[Piece] = []
+        self._arrived = asyncio.Event()
+
+    def put(self, piece: Piece) -> None:
+        """Append a piece; on the event loop."""
+        self._pieces.append(piece)
+        self._arrived.set()
 
     async def batches(self) -> AsyncIterator[list[Piece]]:
         """Yield all pieces that have arrived, until every request has ended. ApiError 500: the engine failed."""
         while self.num_unfinished:
-            batch = [await self.pieces.get()]
-            while not self.pieces.empty():
-                batch.append(self.pieces.get_nowait())
+            await self._arrived.wait()
+            self._arrived.clear()
+            batch, self._pieces = self._pieces, []
             for piece in batch:
                 if piece.error is not None:
                     raise ApiError(500, piece.error, code="engine_failed")
@@ -274,7 +280,7 @@ class SteppingThread(ABC):
     def _send(self, pieces: Sequence[tuple[Call, Piece]]) -> None:
         def put() -> None:
             for call, piece in pieces:
-                call.pieces.put_nowait(piece)
+                call.put(piece)
 
         if pieces and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed

@@ -17,11 +17,15 @@ class Body(BaseModel):
 
 
 class LoadAdapter(Body):
-    """Body of ``/v1/load_lora_adapter``. ``load_inplace`` replaces a loaded adapter of that name."""
+    """Body of ``/v1/load_lora_adapter``. ``load_inplace`` replaces a loaded adapter of that name.
+
+    ``weights_mapper`` renames the adapter's tensors, see :class:`punica.adapters.LoRARequest`.
+    """
 
     lora_name: Name
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool = False
+    weights_mapper: Annotated[dict[str, str], Field(max_length=64)] | None = None
 
 
 class UnloadAdapter(Body):

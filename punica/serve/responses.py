@@ -26,6 +26,7 @@ from punica.serve.text import ChoiceText, TokenStrings
 
 SEND_TIMEOUT_S = 60.0
 """Longest wait for a client that does not read its stream; then it counts as gone."""
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _ENGINE_NAMES = {name: name for name in ("stop_token_ids", "logit_bias", "bad_words", "prompt")}
 
 
@@ -33,7 +34,8 @@ _ENGINE_NAMES = {name: name for name in ("stop_token_ids", "logit_bias", "bad_wo
 class Generator:
     """State shared by all generation calls: the engine's thread, its tokenizer, the limit of requests.
 
-    ``tokenizing``: one thread, so that long prompts stop neither the event loop nor the steps.
+    ``tokenizing``: one thread, so that long prompts stop neither the event loop nor the steps. ``rendering``: another
+    for chats with adapters, whose templates may take long, so that all else does not wait for them.
     """
 
     thread: SteppingThread
@@ -41,6 +43,7 @@ class Generator:
     strings: TokenStrings
     room: Room
     tokenizing: ThreadPoolExecutor
+    rendering: ThreadPoolExecutor
 
     async def encode(self, body: CompletionBody | ChatBody, adapter: LoRARequest | None) -> list[list[int]]:
         """Return the token ids of all prompts. ApiError 400: the tokenizer or its chat template refuses one."""
@@ -51,7 +54,8 @@ class Generator:
             return [_token_ids(self.codec, prompt, folder, arguments) for prompt in body.prompts]
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
+            thread = self.rendering if folder is not None and isinstance(body, ChatBody) else self.tokenizing
+            return await asyncio.get_running_loop().run_in_executor(thread, encode)
         except Exception as error:  # whatever a tokenizer raises
             raise ApiError(400, str(error), _prompt_name(body)) from error
 
@@ -137,19 +141,23 @@ class GenerationResponse(Response):
         return {**self._head, "choices": choices, "usage": usage(self._num_prompt, num_generated)}
 
     async def _stream(self, call: Call, send: Send) -> None:
+        loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)  # one for all chunks: it runs while one is sent
+
         async def put(chunk: bytes, more_body: bool = True) -> None:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": chunk, "more_body": more_body})
+            limit.reschedule(loop.time() + SEND_TIMEOUT_S)
+            await send({"type": "http.response.body", "body": chunk, "more_body": more_body})
+            limit.reschedule(None)
 
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         with suppress(TimeoutError):
-            try:
-                async for chunk in self._chunks(call):
-                    await put(chunk)
-            except ApiError as error:  # the status is sent already
-                await put(_event(error.body))
-            await put(b"data: [DONE]\n\n", more_body=False)
+            async with limit:
+                try:
+                    async for chunk in self._chunks(call):
+                        await put(chunk)
+                except ApiError as error:  # the status is sent already
+                    await put(_event(error.body))
+                await put(b"data: [DONE]\n\n", more_body=False)
 
     async def _chunks(self, call: Call) -> AsyncIterator[bytes]:
         """Yield server-sent events, those of one step together."""
@@ -172,7 +180,8 @@ class GenerationResponse(Response):
                     head["usage"] = usage(self._num_prompt, num_generated)
                 text, reason = texts[piece.index].add(piece), _reason(piece)
                 logprobs = self._logprobs(piece, offsets[piece.index])
-                offsets[piece.index] += self._num_characters(piece)
+                if logprobs is not None:
+                    offsets[piece.index] += self._num_characters(piece)
                 if text or logprobs is not None or reason is not None:
                     events.append(_event({**head, "choices": [self._form.delta(piece.index, text, logprobs, reason)]}))
             if events:
@@ -191,7 +200,7 @@ class GenerationResponse(Response):
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(data).encode() + b"\n\n"
 
 
 def _reason(piece: Piece) -> str | None:

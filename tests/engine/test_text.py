@@ -3,7 +3,7 @@
 import pytest
 
 from punica.engine.text import GrowingText, TextCodec, load_codec
-from tests.engine.text_world import BEGIN, byte_tokenizer, save_tokenizer
+from tests.engine.text_world import BEGIN, END, byte_tokenizer, save_tokenizer
 
 TEXT = "Größe: 3 € — 数 👍!\nend"
 
@@ -102,3 +102,17 @@ def test_unfinished_characters_do_not_pile_up() -> None:
         growing.append(half)
     assert max(lengths) < 50
     assert growing.finish() == codec.decode([half] * 300)
+
+
+def test_decoding_is_the_tokenizers_own_with_and_without_its_wrapper(codec) -> None:
+    """The wrapper is left out where no class overrides it, as it costs more than decoding."""
+    ids = [*codec.encode("größe ☃"), END, 65]
+    for keeps in (False, True):
+        expected = codec.tokenizer.decode(ids, skip_special_tokens=not keeps, clean_up_tokenization_spaces=False)
+        assert codec.decode(tuple(ids), keeps_special=keeps) == expected
+
+    class Shouting(type(codec.tokenizer)):
+        def _decode(self, *args, **options) -> str:
+            return super()._decode(*args, **options).upper()
+
+    assert TextCodec(Shouting(tokenizer_object=codec.tokenizer.backend_tokenizer)).decode(ids_of(codec, "ab")) == "AB"

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
 from fastapi.testclient import TestClient
+from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest
 from punica.engine import Request
@@ -131,6 +132,17 @@ def test_an_adapter_that_breaks_after_it_was_loaded_fails_its_requests_alone(ser
         assert answer.json()["error"]["code"] == "model_not_found"
     assert text(client, "tenant-0")
     assert state_of(engine) == before
+
+
+def test_an_adapter_trained_inside_of_another_model_is_renamed(served_home: Any, alone: Any) -> None:
+    _, client, home = served_home
+    expected_text, file = expected(alone, home / "copy-2"), home / "copy-2/adapter_model.safetensors"
+    inside = {name.replace(".model.", ".model.vision.", 1): tensor for name, tensor in load_file(file).items()}
+    save_file(inside, file)
+    assert load(client, "poet", home / "copy-2").status_code == 400
+    assert load(client, "poet", home / "copy-2", weights_mapper={"": "a"}).status_code == 400
+    assert load(client, "poet", home / "copy-2", weights_mapper={"vision.": ""}).status_code == 200
+    assert text(client, "poet") == expected_text
 
 
 def test_a_server_without_slots_says_how_to_get_them(world: Any, home: Path) -> None:
