@@ -51,7 +51,7 @@ def predicted(id: str, rows: Rows, machine: Machine) -> Quantities:
         if (function := FORMULAS.get((row.figure, row.system, row.metric))) is None:
             return None
         try:
-            return in_unit(row, function(machine, row))
+            return in_unit(row, sum(function(machine, row).values()))
         except NotTestable as reason:
             refused.append(reason)
             return None
