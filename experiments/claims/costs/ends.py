@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments.claims.costs.formula import Terms
-from experiments.claims.costs.prices import Point, Prediction
+from experiments.claims.costs.prices import Point, Prediction, Quantities
 from experiments.claims.finding import CLAIMS
 from experiments.claims.rows import NoVerdict
 from experiments.facts.models import SECONDS
@@ -22,61 +22,66 @@ MOST = 4
 """Points of one quantity that a sentence names."""
 SMALL = 0.02
 """Share of a prediction below which terms are told as one."""
-_TOLD = {"model": "{}", "system": "{}", "workload": "{}", "seq_len": "len {:g}", "rank": "rank {:g}",
-         "batch_size": "batch {:g}", "metric": "{}"}  # fmt: skip
-"""Columns that tell points apart -> words."""
+_TOLD = {"batch_size": "batch {:g}", "workload": "{}", "system": "{}", "rank": "rank {:g}", "seq_len": "len {:g}",
+         "metric": "{}", "model": "{}"}  # fmt: skip
+"""Columns that tell points apart, those to use first -> words."""
+_SHARED = ("system", "workload", "seq_len", "batch_size")
+"""Columns that are told once where all points agree."""
 
 
-def ends_of(prediction: Prediction, quantity: str) -> list[Point]:
-    """Return the points that ``quantity`` of the measured rows depends on, those that it depends on most first."""
+def ends_of(prediction: Prediction) -> dict[str, list[Point]]:
+    """Return the points that each quantity of the measured rows depends on, those that it depends on most first."""
     values = np.array([point.row.value for point in prediction.points], dtype=float)
     spread = 1 + STEP * (0.5 + np.arange(1, len(values) + 1) * 0.618 % 1)  # all different: no two cancel in a ratio
 
-    def asked(places: Sequence[int]) -> float | None:
+    def asked(places: Sequence[int]) -> Quantities:
         changed = values.copy()
         changed[places] *= spread[places]
         try:
-            return CLAIMS[prediction.id](prediction.measured.valued(changed)).quantities.get(quantity)
+            return CLAIMS[prediction.id](prediction.measured.valued(changed)).quantities
         except NoVerdict:
-            return None
+            return {}
 
     usual = asked([])
-    if usual is None:
-        return []
-    found = _among(list(range(len(values))), lambda places: _differ(asked(places), usual))
-    weight = {place: abs((asked([place]) or usual) - usual) / (spread[place] - 1) for place in found}
-    ordered = sorted(found, key=lambda place: -weight[place])
-    return [prediction.points[place] for place in ordered if prediction.points[place].terms]
+    changed = _alone(list(range(len(values))), usual, asked)
+    ends: dict[str, list[Point]] = {}
+    for name, value in usual.items():
+        weight = {place: abs(found.get(name, value) - value) / (spread[place] - 1) for place, found in changed.items()}
+        least = 1e-6 * max(weight.values(), default=0.0)
+        ordered = sorted(weight, key=lambda place: -weight[place])
+        points = [prediction.points[place] for place in ordered if weight[place] > least]
+        ends[name] = [point for point in points if point.terms]
+    return ends
 
 
-def _differ(value: float | None, usual: float) -> bool:
-    return value is not None and not math.isclose(value, usual, rel_tol=1e-9, abs_tol=1e-12)
-
-
-def _among(places: list[int], changes: Callable[[list[int]], bool]) -> list[int]:
-    """Return those of ``places`` that change the quantity, by halves."""
-    if not places or not changes(places):
-        return []
+def _alone(
+    places: list[int], usual: Quantities, asked: Callable[[list[int]], Quantities]
+) -> dict[int, Quantities]:  # fmt: skip
+    """Return those of ``places`` that change a quantity, each with the quantities that it alone gives, by halves."""
+    found = asked(places) if places else usual
+    if all(math.isclose(found.get(name, value), value, rel_tol=1e-9, abs_tol=1e-12) for name, value in usual.items()):
+        return {}
     if len(places) == 1:
-        return places
+        return {places[0]: found}
     half = len(places) // 2
-    return _among(places[:half], changes) + _among(places[half:], changes)
+    return _alone(places[:half], usual, asked) | _alone(places[half:], usual, asked)
 
 
 def told(ends: Sequence[Point], measured: str) -> str:
     """Tell what was ``measured`` and predicted of each end, with the prediction's terms."""
+    shared = [cell for name in _SHARED if len(cells := {_cell(end.row, name) for end in ends}) == 1 for cell in cells]
     parts = [
-        f"{label} {end.row.value:.3g} {end.row.unit}{measured}, {end.value:.3g} predicted = {_consists(end)}"
+        f"{label} {number(end.row.value)} {end.row.unit}{measured}, {number(end.value)} predicted = {_consists(end)}"
         for label, end in zip(_labels(ends), ends[:MOST], strict=False)
     ]
     more = [f"{len(ends) - MOST} points more"] if len(ends) > MOST else []
-    return "; ".join([*parts, *more])
+    return f"({', '.join(filter(None, shared))}) " + "; ".join([*parts, *more])
 
 
 def misses(ends: Sequence[Point]) -> str:
     """Tell how far each end's prediction is off."""
     named = zip(_labels(ends), ends[:MOST], strict=False)
-    return ", ".join(f"{label} {off(end.value, end.row.value)}" for label, end in named)
+    return ", ".join(f"{label} {off(end.value, end.row.value)}".strip() for label, end in named)
 
 
 def off(predicted: float, measured: float) -> str:
@@ -85,22 +90,29 @@ def off(predicted: float, measured: float) -> str:
         return f"{predicted:.3g} for {measured:.3g}"
     ratio = predicted / measured
     if not 0.5 <= ratio <= 2:
-        return f"x{ratio:.2g}"
-    return f"{100 * (ratio - 1):+.0f} %"
+        return f"{ratio:.2g}-fold"
+    percent = round(100 * (ratio - 1))
+    return f"{percent:+d} %" if percent else "0 %"
+
+
+def number(value: float) -> str:
+    """Write a number with three digits, thousands in full."""
+    return f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
 
 
 def _labels(ends: Sequence[Point]) -> list[str]:
-    """Tell ends apart, by the columns in which they differ; one alone by all that it has."""
-    columns = {name: [_cell(end.row, name) for end in ends] for name in _TOLD}
-    varied = [name for name, cells in columns.items() if len(set(cells)) > 1]
-    chosen = varied or [name for name in ("system", "workload", "batch_size") if columns[name][0]]
-    labels = zip(*(columns[name] for name in chosen), strict=True)
+    """Tell ends apart, by as few columns as it takes."""
+    labels: list[tuple[str, ...]] = [()] * len(ends)
+    for name in _TOLD:
+        longer = [(*label, _cell(end.row, name)) for label, end in zip(labels, ends, strict=True)]
+        if len(set(longer)) > len(set(labels)):
+            labels = longer
     return [" ".join(filter(None, cells)) for cells in labels]
 
 
 def _cell(row: Any, name: str) -> str:
     value = getattr(row, name)
-    if value == "" or value != value:
+    if value in ("", "none") or value != value:
         return ""
     if name == "system":
         return name_of(value)
@@ -118,6 +130,6 @@ def _consists(end: Point) -> str:
 def _sum(terms: Terms, unit: float) -> str:
     total = sum(terms.values())
     large = {name: seconds for name, seconds in terms.items() if seconds >= SMALL * total}
-    said = [f"{name} {seconds / unit:.3g}" for name, seconds in sorted(large.items(), key=lambda one: -one[1])]
+    said = [f"{name} {number(seconds / unit)}" for name, seconds in sorted(large.items(), key=lambda one: -one[1])]
     rest = total - sum(large.values())
-    return " + ".join([*said, f"rest {rest / unit:.2g}"] if rest > 1e-9 * total else said)
+    return " + ".join([*said, f"rest {number(rest / unit)}"] if rest > 1e-9 * total else said)

@@ -7,7 +7,7 @@ on both machines explains no difference between them.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from experiments.claims.bounds import Bound
@@ -47,11 +47,19 @@ class Side:
 
     def miss(self, name: str) -> str:
         """Tell how far the prediction of a quantity is off, and by which of its ends."""
-        found, ends = self.cost.quantities.get(name), ends_of(self.cost, name)
-        if found is None:
+        if (found := self.cost.quantities.get(name)) is None:
             return f"{name} has no prediction"
-        by = f" ({misses(ends)})" if ends else ""
-        return f"{name} is predicted {off(found, self.measured[name])}{by}"
+        return f"{name} is predicted {off(found, self.measured[name])}{self.by(name)}"
+
+    def by(self, name: str) -> str:
+        """Tell how far the predictions of a quantity's ends are off."""
+        ends = self.ends.get(name, [])
+        return f" ({misses(ends)})" if ends else ""
+
+    @cached_property
+    def ends(self) -> Mapping[str, list[Point]]:
+        """Points that decide each quantity."""
+        return ends_of(self.cost)
 
 
 @cache
@@ -76,6 +84,8 @@ def explain(measured: Quantities, cost: Prediction, bounds: Bounds, folder: Path
     except NoVerdict as reason:
         return Explanation(f"no cost for an A100 ({reason})", False)
     missed = [bound for bound in bounds["shape"] if bound.quantity in measured and not _holds(bound, measured)]
+    met = [bound for bound in missed if _holds(bound, cost.quantities)]
+    wide = [bound for bound in missed if not _holds(bound, there.cost.quantities)]
     decisive = list(dict.fromkeys(bound.quantity for bound in missed))
     every = dict.fromkeys([*decisive, *(one.quantity for one in (*bounds["shape"], *bounds["relation"]))])
     names = [name for name in every if name in measured]
@@ -83,21 +93,21 @@ def explain(measured: Quantities, cost: Prediction, bounds: Bounds, folder: Path
     against = [
         *(f"here {here.miss(name)}" for name in wrong),
         *(f"on an A100 {there.miss(name)}" for name in wrong_there),
-        *(f"the cost here meets {bound}" for bound in missed if _holds(bound, cost.quantities)),
-        *(f"the cost of an A100 misses {bound}" for bound in missed if not _holds(bound, there.cost.quantities)),
+        *(f"the cost here meets {bound}{here.by(bound.quantity)}" for bound in met),
+        *(f"the cost of an A100 misses {bound}{there.by(bound.quantity)}" for bound in wide),
     ]
     asked = decisive or names
     said = ["; ".join(_numbers(name, here, there) for name in asked)]
-    said.append(f"here {told(_ends(here, asked), '')}")
-    if wrong_there or any(not _holds(bound, there.cost.quantities) for bound in missed):
-        said.append(f"on an A100 {told(_ends(there, asked), ' in the paper')}")
+    said.append(f"Here {told(_ends(here, asked), '')}")
+    if wrong_there or wide:
+        said.append(f"On an A100 {told(_ends(there, asked), ' in the paper')}")
     outcome = f"not explained, as {', '.join(against)}" if against else "explained"
     return Explanation(f"{'. '.join(said)}: {outcome}", not against)
 
 
 def _ends(side: Side, names: Iterable[str]) -> list[Point]:
     """Return the ends of several quantities, each point once."""
-    found = {id(end): end for name in names for end in ends_of(side.cost, name)}
+    found = {id(end): end for name in names for end in side.ends.get(name, [])}
     return list(found.values())
 
 
