@@ -61,8 +61,10 @@ def predicted(id: str, rows: Rows, machine: Machine) -> Prediction:
         points.append(point)
         return point.value
 
+    rows.asked.clear()
     try:
-        priced = rows.priced(PRICED, COSTS[id], price)
+        CLAIMS[id](rows)  # asks for its figures
+        priced = rows.priced(PRICED & rows.asked, COSTS[id], price)
         quantities = CLAIMS[id](priced).quantities
     except NotMeasured as missing:
         raise (refused or unknown or [missing])[0] from None

@@ -29,7 +29,7 @@ SERVED = ("punica", RELEASED_RULE, "continuous_batching", "static_batching", "de
 def backbone(
     machine: Machine, conf: ModelConf, rows: float, context: float, count: float | None = None, shared: int = 1
 ) -> Terms:
-    """A decode step without LoRA on ``shared`` GPUs, each of which launches everything; ``count``: weights, all that
+    """Price a decode step without LoRA on ``shared`` GPUs, each of which launches everything; ``count``: weights, all that
     a step multiplies without one.
     """
     weights = machine.weights(multiplied(conf) if count is None else count, rows)
@@ -39,7 +39,7 @@ def backbone(
 
 
 def lora(machine: Machine, conf: ModelConf, rows: float, adapters: float, shared: int = 1) -> Terms:
-    """What LoRA of all projections adds to a step on ``shared`` GPUs, each of which launches everything."""
+    """Price what LoRA of all projections adds to a step on ``shared`` GPUs, each of which launches everything."""
     launches = machine.lora_launches * conf.num_hidden_layers * machine.queued
     passes = machine.numbers(1.5 * rows * conf.lora_parameters(1))  # x once, y twice, of about equal widths
     all_, each = adapters * conf.lora_parameters(RANK), rows / adapters
@@ -99,7 +99,7 @@ def _replayed(row: Any) -> Any:
 
 
 def _step(machine: Machine, row: Any, rows: float) -> Terms:
-    """A step of ``rows`` rows of the system of ``row``."""
+    """Price a step of ``rows`` rows of the system of ``row``."""
     conf, entry = conf_of(row.model), SYSTEMS.get(row.system)
     gpus = re.search(r", tp (\d+)", row.panel)
     shared = int(gpus[1]) if gpus else (PAPER_GPUS if row.figure == "12" else 1)
