@@ -2,9 +2,8 @@
 
     machine.py                      speeds and floors of this machine, or of the paper's A100
     operators.py steps.py text.py   terms of a row in seconds, by figure and system
-    prices.py                       a claim's value on predicted rows
-    ends.py                         the points that decide a value, and what each was predicted to consist of
-    explain.py                      measured and predicted, here and on an A100
+    prices.py ends.py               a claim's value on predicted rows; the points that decide it
+    explain.py                      measured and predicted
 
 A claim's value is predicted by its own function on rows that hold predictions in place of times. No formula reads the
 time that it predicts, and none has a constant of its own.

@@ -29,8 +29,9 @@ SERVED = ("punica", RELEASED_RULE, "continuous_batching", "static_batching", "de
 def backbone(
     machine: Machine, conf: ModelConf, rows: float, context: float, count: float | None = None, shared: int = 1
 ) -> Terms:
-    """Price a decode step without LoRA on ``shared`` GPUs, each of which launches everything; ``count``: weights, all that
-    a step multiplies without one.
+    """Price a decode step without LoRA on ``shared`` GPUs, each of which launches everything.
+
+    ``count``: weights, all that a step multiplies without one.
     """
     weights = machine.weights(multiplied(conf) if count is None else count, rows)
     cached = machine.shared_out(rows * context * conf.kv_elements(), rows * conf.num_key_value_heads / shared)
