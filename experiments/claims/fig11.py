@@ -3,6 +3,7 @@
 Throughput is tokens per step over time per step, so a ratio of throughputs splits into those two.
 """
 
+from functools import cached_property
 
 import pandas as pd
 
@@ -36,6 +37,7 @@ class Serving:
         frame = frame if self.gpus is None else frame[sizes == self.gpus]
         self.batch = 32 if (frame["batch_size"] == 32).any() else frame["batch_size"].max()
         self.frame = frame[(frame["batch_size"] == self.batch) | frame["batch_size"].isna()]
+        self._throughput: dict[str, pd.Series] = {}
 
     @property
     def as_in_the_paper(self) -> bool:
@@ -47,12 +49,20 @@ class Serving:
         """Name of the model, with the number of GPUs where it is not the paper's."""
         return self.model if self.as_in_the_paper else f"{self.model} on {self.gpus} GPUs"
 
+    @cached_property
+    def _served(self) -> dict[str, pd.DataFrame]:
+        served = self.frame[self.frame["metric"] == "throughput"]
+        return {str(name): cells for name, cells in served.groupby("system")}
+
     def has(self, system: str) -> bool:
-        return bool(((self.frame["system"] == system) & (self.frame["metric"] == "throughput")).any())
+        return system in self._served
 
     def throughput(self, system: str) -> pd.Series:
         """Return throughput by workload; NotMeasured when the system was not measured."""
-        return curve(self.frame, "throughput", over="workload", system=system)
+        if system not in self._throughput:
+            cells = self._served.get(system, self.frame)
+            self._throughput[system] = curve(cells, "throughput", over="workload", system=system)
+        return self._throughput[system]
 
     def get(self, system: str, workload: str) -> float:
         values = self.throughput(system)

@@ -10,7 +10,8 @@ import pandas as pd
 
 from experiments.claims.bounds import Bound, Interval, Outcome, described, missed_bounds, outcome_of, read_bounds
 from experiments.claims.costs import COSTS
-from experiments.claims.costs.explain import Explanation, explain, predicted
+from experiments.claims.costs.explain import Explanation, explain
+from experiments.claims.costs.prices import predicted
 from experiments.claims.evidence import Evidence
 from experiments.claims.finding import CLAIMS, MEASURED, SIMULATED, WHYS, Finding, intervals, rests_on
 from experiments.claims.rows import NotMeasured, NotTestable, NoVerdict, Rows
@@ -199,7 +200,7 @@ def _cost(
         here = predicted(id, evidence.rows(clock), machine)
     except NotMeasured as missing:
         return Explanation(f"no cost of this machine ({missing})", False) if verdict == DIFFERS else None
-    return explain(id, finding.quantities, here, bounds, evidence.folder) if missed else None
+    return explain(finding.quantities, here, bounds, evidence.folder) if missed else None
 
 
 def _said(

@@ -140,6 +140,10 @@ class Rows:
         known = ~np.isnan(values)
         return self._with(frame[known], values[known])
 
+    def valued(self, values: np.ndarray) -> "Rows":
+        """Return the same rows with other values."""
+        return self._with(self._frame, values)
+
     def timers(self, figure: str) -> list[str]:
         """Return the clocks that timed the chosen rows of ``figure``."""
         return sorted(set(self._figures[figure]["timer"]) - {""}) if figure in self._figures else []

@@ -5,28 +5,22 @@ of the paper's, it misses the bounds that are missed here, and it meets them on 
 on both machines explains no difference between them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
 
 from experiments.claims.bounds import Bound
-from experiments.claims.costs.formula import COSTS, FORMULAS
+from experiments.claims.costs.ends import ends_of, misses, off, told
 from experiments.claims.costs.machine import Machine
+from experiments.claims.costs.prices import Point, Prediction, Quantities, predicted
 from experiments.claims.finding import CLAIMS
-from experiments.claims.rows import NotMeasured, NotTestable, NoVerdict, Rows
-from experiments.facts.models import SECONDS
+from experiments.claims.rows import NoVerdict, Rows
 from experiments.facts.paper import a100, paper_rows
-from punica.measure.roofline import sgmv_flop
 
 WITHIN = 0.25
 """Largest relative difference of a prediction from what was measured."""
-GIVEN = ("steps", "total_tokens", "bytes", "bandwidth")
-"""Metrics that a claim reads beside times, and that no cost predicts: counts, and the link's own speed."""
-Quantities = Mapping[str, float]
-
-PRICED = {figure for figure, *_ in FORMULAS}
+Bounds = Mapping[str, Sequence[Bound]]
 
 
 @dataclass(frozen=True)
@@ -37,42 +31,35 @@ class Explanation:
     holds: bool
 
 
-def predicted(id: str, rows: Rows, machine: Machine) -> Quantities:
-    """Return the quantities of claim ``id`` on ``rows`` with every time priced for ``machine``.
+@dataclass(frozen=True)
+class Side:
+    """One machine: quantities as measured, and their prediction."""
 
-    NotTestable where it needs what the machine has not.
-    """
-    unknown: list[NotMeasured] = []
-    refused: list[NotTestable] = []
+    measured: Quantities
+    cost: Prediction
 
-    def price(row: Any) -> float | None:
-        if row.metric in GIVEN:
-            return float(row.value)
-        if (function := FORMULAS.get((row.figure, row.system, row.metric))) is None:
-            return None
-        try:
-            return in_unit(row, function(machine, row))
-        except NotTestable as reason:
-            refused.append(reason)
-            return None
-        except NotMeasured as reason:  # any number: what is not testable shows without the calibration
-            unknown.append(reason)
-            return 1.0
+    def near(self, name: str) -> bool:
+        """Check whether a quantity is predicted within `WITHIN`, or not measured here."""
+        if name not in self.measured:
+            return True
+        found, wanted = self.cost.quantities.get(name), self.measured[name]
+        return found is not None and abs(found - wanted) <= WITHIN * abs(wanted)
 
-    try:
-        quantities = CLAIMS[id](rows.priced(PRICED, COSTS[id], price)).quantities
-    except NotMeasured as missing:
-        raise (refused or unknown or [missing])[0] from None
-    if unknown:
-        raise unknown[0]
-    return quantities
+    def miss(self, name: str) -> str:
+        """Tell how far the prediction of a quantity is off, and by which of its ends."""
+        if (found := self.cost.quantities.get(name)) is None:
+            return f"{name} has no prediction"
+        return f"{name} is predicted {off(found, self.measured[name])}{self.by(name)}"
 
+    def by(self, name: str) -> str:
+        """Tell how far the predictions of a quantity's ends are off."""
+        ends = self.ends.get(name, [])
+        return f" ({misses(ends)})" if ends else ""
 
-def in_unit(row: Any, seconds: float) -> float:
-    """Return ``seconds`` of ``row`` in its unit."""
-    if row.unit == "FLOP/s":
-        return sgmv_flop(int(row.batch_size), int(row.rank), 4096) / seconds
-    return 1 / seconds if row.unit == "token/s" else seconds / SECONDS[row.unit]
+    @cached_property
+    def ends(self) -> Mapping[str, list[Point]]:
+        """Points that decide each quantity."""
+        return ends_of(self.cost)
 
 
 @cache
@@ -83,45 +70,52 @@ def paper_machine(folder: Path) -> tuple[Rows, Machine]:
 
 
 @cache
-def on_an_a100(id: str, folder: Path) -> tuple[Quantities, Quantities]:
-    """Return the paper's quantities of claim ``id``, and those that the formula gives for an A100."""
+def on_an_a100(id: str, folder: Path) -> Side:
+    """Return the paper's quantities of claim ``id``, and their prediction for an A100."""
     rows, machine = paper_machine(folder)
-    return CLAIMS[id](rows).quantities, predicted(id, rows, machine)
+    return Side(CLAIMS[id](rows).quantities, predicted(id, rows, machine))
 
 
-def explain(
-    id: str, measured: Quantities, here: Quantities, bounds: Mapping[str, Sequence[Bound]], folder: Path
-) -> Explanation:
+def explain(measured: Quantities, cost: Prediction, bounds: Bounds, folder: Path) -> Explanation:
     """Compare prediction and measurement here and on an A100; ``bounds``: those that count here, by test."""
+    here = Side(measured, cost)
     try:
-        paper, there = on_an_a100(id, folder)
+        there = on_an_a100(cost.id, folder)
     except NoVerdict as reason:
         return Explanation(f"no cost for an A100 ({reason})", False)
     missed = [bound for bound in bounds["shape"] if bound.quantity in measured and not _holds(bound, measured)]
-    names = dict.fromkeys(bound.quantity for bound in (*missed, *bounds["shape"], *bounds["relation"]))
-    near = {name: (_near(here, measured, name), _near(there, paper, name)) for name in names if name in measured}
+    met = [bound for bound in missed if _holds(bound, cost.quantities)]
+    wide = [bound for bound in missed if not _holds(bound, there.cost.quantities)]
+    decisive = list(dict.fromkeys(bound.quantity for bound in missed))
+    every = dict.fromkeys([*decisive, *(one.quantity for one in (*bounds["shape"], *bounds["relation"]))])
+    names = [name for name in every if name in measured]
+    wrong, wrong_there = ([name for name in names if not side.near(name)] for side in (here, there))
     against = [
-        *(f"here {name} is not within {WITHIN:.0%}" for name, (own, _) in near.items() if not own),
-        *(f"on an A100 {name} is not within {WITHIN:.0%}" for name, (_, other) in near.items() if not other),
-        *(f"the cost here meets {bound}" for bound in missed if _holds(bound, here)),
-        *(f"the cost of an A100 misses {bound}" for bound in missed if not _holds(bound, there)),
+        *(f"here {here.miss(name)}" for name in wrong),
+        *(f"on an A100 {there.miss(name)}" for name in wrong_there),
+        *(f"the cost here meets {bound}{here.by(bound.quantity)}" for bound in met),
+        *(f"the cost of an A100 misses {bound}{there.by(bound.quantity)}" for bound in wide),
     ]
-    decisive = dict.fromkeys(bound.quantity for bound in missed)
-    said = "; ".join(_said(name, measured, here, there, paper) for name in decisive or near)
+    asked = decisive or names
+    said = ["; ".join(_numbers(name, here, there) for name in asked)]
+    said.append(f"Here {told(_ends(here, asked), '')}")
+    if wrong_there or wide:
+        said.append(f"On an A100 {told(_ends(there, asked), ' in the paper')}")
     outcome = f"not explained, as {', '.join(against)}" if against else "explained"
-    return Explanation(f"{said}: {outcome}", not against)
+    return Explanation(f"{'. '.join(said)}: {outcome}", not against)
 
 
-def _near(found: Quantities, wanted: Quantities, name: str) -> bool:
-    if name not in wanted:  # what the paper does not give
-        return True
-    return name in found and abs(found[name] - wanted[name]) <= WITHIN * abs(wanted[name])
+def _ends(side: Side, names: Iterable[str]) -> list[Point]:
+    """Return the ends of several quantities, each point once."""
+    found = {id(end): end for name in names for end in side.ends.get(name, [])}
+    return list(found.values())
 
 
 def _holds(bound: Bound, quantities: Quantities) -> bool:
     return bound.quantity in quantities and bound.holds(quantities[bound.quantity])
 
 
-def _said(name: str, measured: Quantities, here: Quantities, there: Quantities, paper: Quantities) -> str:
-    value = [f"{found[name]:.3g}" if name in found else "none" for found in (measured, here, there, paper)]
+def _numbers(name: str, here: Side, there: Side) -> str:
+    every = (here.measured, here.cost.quantities, there.cost.quantities, there.measured)
+    value = [f"{found[name]:.3g}" if name in found else "none" for found in every]
     return f"{name} {value[0]} here, {value[1]} predicted; {value[2]} predicted for an A100, {value[3]} in the paper"

@@ -5,9 +5,11 @@ from typing import Any
 
 from experiments.claims.costs.machine import Machine
 
-Seconds = Callable[[Machine, Any], float]
-FORMULAS: dict[tuple[str, str, str], Seconds] = {}
-"""Figure, system and metric of a row -> its seconds, per token for a throughput, on a machine."""
+Terms = dict[str, float]
+"""Seconds of a row, per token for a throughput, by what they are spent on."""
+Cost = Callable[[Machine, Any], Terms]
+FORMULAS: dict[tuple[str, str, str], Cost] = {}
+"""Figure, system and metric of a row -> its terms on a machine."""
 _BASELINES = ("continuous_batching", "static_batching", "deepspeed", "hf_peft")
 COSTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("C01", "C02", "C03", "C04"), ("backbone",)),
@@ -15,7 +17,6 @@ COSTS: dict[str, tuple[str, ...]] = {
     "C12": ("SGMV", "Gather-BMM"),
     "C13": ("SGMV", "Loop"),
     "C14": ("Loop",),
-    "C15": ("BMM",),
     "C16": ("Gather-BMM",),
     "C17": ("SGMV", "BMM"),
     **dict.fromkeys(("C22", "C23", "C24", "C25"), ("punica",)),
@@ -33,10 +34,24 @@ COSTS: dict[str, tuple[str, ...]] = {
 """Claim -> systems whose rows are priced; claims on counts and on simulated hours have no cost."""
 
 
-def formula(figures: tuple[str, ...], systems: tuple[str, ...], *metrics: str) -> Callable[[Seconds], Seconds]:
+def added(*parts: Terms) -> Terms:
+    """Add terms of the same name."""
+    total: Terms = {}
+    for part in parts:
+        for name, seconds in part.items():
+            total[name] = total.get(name, 0.0) + seconds
+    return total
+
+
+def scaled(terms: Terms, factor: float) -> Terms:
+    """Multiply every term."""
+    return {name: factor * seconds for name, seconds in terms.items()}
+
+
+def formula(figures: tuple[str, ...], systems: tuple[str, ...], *metrics: str) -> Callable[[Cost], Cost]:
     """Register a function of a machine and a row as the cost of these rows."""
 
-    def store(function: Seconds) -> Seconds:
+    def store(function: Cost) -> Cost:
         FORMULAS.update({(f, s, m): function for f in figures for s in systems for m in metrics})
         return function
 

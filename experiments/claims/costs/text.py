@@ -2,12 +2,10 @@
 
 from typing import Any
 
-from experiments.claims.costs.formula import formula
-from experiments.claims.costs.machine import Machine, conf_of
+from experiments.claims.costs.formula import Terms, formula
+from experiments.claims.costs.machine import UNFUSED, Machine, conf_of
+from experiments.claims.costs.operators import LAUNCHES
 from experiments.claims.text import LOADING, NORM, RANK
-
-OPERATIONS = 8
-"""Operations of an unfused norm on half-precision rows: two conversions, power, mean, addition, root, two products."""
 
 
 def _size(machine: Machine, row: Any) -> float:
@@ -17,27 +15,29 @@ def _size(machine: Machine, row: Any) -> float:
 
 
 @formula((LOADING,), ("punica", "link"), "load_time")
-def load(machine: Machine, row: Any) -> float:
+def load(machine: Machine, row: Any) -> Terms:
     """The adapter's bytes over the link; beside a step it takes a copy engine."""
     if row.panel == "overlap":
         machine.copy_engine()
-    return _size(machine, row) / machine.link
+    return {"link": _size(machine, row) / machine.link}
 
 
 @formula((LOADING,), ("punica", "link"), "stall")
-def stall(machine: Machine, row: Any) -> float:
+def stall(machine: Machine, row: Any) -> Terms:
     """The bytes that a load writes, which the step beside it cannot read meanwhile."""
     machine.copy_engine()
-    return _size(machine, row) / machine.bandwidth
+    return {"memory": _size(machine, row) / machine.bandwidth}
 
 
 @formula((NORM,), ("unfused",), "norm_latency")
-def unfused(machine: Machine, row: Any) -> float:
-    """One launch per operation, on rows that stay in the caches."""
-    return OPERATIONS * machine.kernel(NORM)
+def unfused(machine: Machine, row: Any) -> Terms:
+    """One of the framework's operators per operation, on rows that stay in the caches."""
+    machine.device()
+    return {LAUNCHES: machine.operators(UNFUSED, NORM)}
 
 
 @formula((NORM,), ("fused",), "norm_latency")
-def fused(machine: Machine, row: Any) -> float:
+def fused(machine: Machine, row: Any) -> Terms:
     """One launch."""
-    return machine.kernel(NORM)
+    machine.device()
+    return {LAUNCHES: machine.call(NORM)}

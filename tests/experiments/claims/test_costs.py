@@ -1,20 +1,24 @@
 """Costs of claims: `explained` needs this machine and the A100, both within a quarter, and the bound between them."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 from claim_rows import BOUNDS, PAPER, verdict_of
 
 from experiments.claims import CLAIMS
 from experiments.claims.costs import COSTS, FORMULAS
-from experiments.claims.costs.explain import explain, in_unit, on_an_a100, paper_machine, predicted
-from experiments.claims.costs.machine import Machine
+from experiments.claims.costs import explain as explaining
+from experiments.claims.costs.ends import ends_of, misses, off, told
+from experiments.claims.costs.explain import explain, on_an_a100, paper_machine
+from experiments.claims.costs.machine import README, Machine
+from experiments.claims.costs.prices import in_unit, predicted
 from experiments.claims.evidence import Evidence
 from experiments.claims.judge import DIFFERS, EXPLAINED, NOT_TESTABLE
 from experiments.claims.rows import Rows
-from experiments.facts.paper import claim_clocks
+from experiments.facts.paper import a100, claim_clocks
 
 CLOCK = "host_clock"
-
 
 
 def slower(rows, query, factor):
@@ -24,14 +28,20 @@ def slower(rows, query, factor):
     return rows.assign(value=rows["value"].where(~rows.index.isin(hit), rows["value"] * factor))
 
 
-def as_priced(rows, id, hardware="h200"):
-    """``rows`` of a machine that takes what the cost of claim ``id`` says, given its calibration in ``rows``."""
-    rows = rows.assign(hardware=hardware, timer=CLOCK).reset_index(drop=True)
-    machine, taken = Evidence(rows, PAPER).machine(CLOCK), {}
+def changed(rows, changes):
+    """``rows`` of a machine with other speeds."""
+    for query, factor in changes:
+        rows = slower(rows, query, factor)
+    return rows
+
+
+def as_priced(rows, id, machine):
+    """``rows`` of a ``machine`` that takes what the cost of claim ``id`` says, given its calibration in ``rows``."""
+    taken = {}
 
     def price(row):
         if function := FORMULAS.get((row.figure, row.system, row.metric)):
-            taken[row.Index] = in_unit(row, function(machine, row))
+            taken[row.Index] = in_unit(row, sum(function(machine, row).values()))
 
     chosen = Rows(rows)
     CLAIMS[id](chosen)
@@ -39,86 +49,170 @@ def as_priced(rows, id, hardware="h200"):
     return rows.assign(value=rows["value"].where(~rows.index.isin(taken), rows.index.map(taken)))
 
 
-PROJECTION = "figure == 'README backbone-vs-sgmv' and system == 'backbone X@W'"
+PROJECTION = f"figure == '{README}' and system == 'backbone X@W'"
 LAUNCH = "system == 'SGMV' and workload == 'Distinct' and batch_size == 1 and figure in ('8', '9')"
-SLOW_MEMORY = ("figure == '7' and metric == 'memory_bandwidth_line'", 0.05)
-ROWS_COST, ONE_ROW_COSTS = (f"{PROJECTION} and batch_size > 1", 4.0), (f"{PROJECTION} and batch_size == 1", 10.0)
-SLOW_PRODUCTS, SLOW_PROMPTS = (PROJECTION, 20.0), ("figure == '1' and panel == 'prefill'", 4.0)
-QUICK_LAUNCH, SLOW_LAUNCH = (LAUNCH, 0.3), (LAUNCH, 30.0)
-LAST = "batch_size == 64 and figure"
-# claim, changes of the A100 that its relation does not survive, rows of the claim whose change breaks the explanation
-TURNED = [
-    ("C01", [ROWS_COST], "figure == '1' and panel == 'decode' and batch_size == 32"),
-    ("C04", [ONE_ROW_COSTS], "figure == '1' and panel == 'prefill' and batch_size == 32"),
-    ("C07", [SLOW_MEMORY], f"{LAST} == '7' and workload == 'Identical'"),
-    ("C11", [SLOW_MEMORY], f"{LAST} == '8' and workload == 'Identical'"),
-    ("C12", [SLOW_PRODUCTS, QUICK_LAUNCH], "figure == '8' and system == 'SGMV'"),
-    ("C14", [SLOW_MEMORY], f"{LAST} == '8' and workload == 'Identical' and system == 'Loop'"),
-    ("C19", [SLOW_PRODUCTS], "figure == '9' and rank == 64"),
-    ("C20", [ONE_ROW_COSTS], f"{LAST} == '9' and rank == 64 and workload == 'Distinct'"),
-    ("C21", [SLOW_MEMORY], f"{LAST} == '9'"),
-    ("C24", [ONE_ROW_COSTS], "figure == '10' and batch_size == 32 and workload == 'Identical'"),
-    ("C28", [ONE_ROW_COSTS], "figure in ('11', '12') and workload == 'Identical' and system == 'punica'"),
-    ("C29", [ROWS_COST], "figure == '11' and system == 'punica' and workload == 'Distinct'"),
-    ("C34", [ROWS_COST], "figure == '11' and workload == 'Distinct'"),
-    ("C39", [ROWS_COST], "figure == '12' and system == 'punica' and workload == 'Distinct'"),
-    ("C51", [SLOW_PROMPTS], f"{LAST} == 'README backbone-vs-sgmv'"),
-    ("C52", [SLOW_LAUNCH], "figure == 'README backbone-vs-sgmv' and system == 'SGMV'"),
-]
-CANNOT_MISS = {"C03", "C15", "C16"}
-"""Claims whose relation the cost meets on every machine."""
+BANDWIDTH = "figure == '7' and metric == 'memory_bandwidth_line'"
+SLOW_MEMORY, ENDLESS_MEMORY = (BANDWIDTH, 0.05), (BANDWIDTH, 1e18)
+ROWS_COST, ROWS_COST_ALL = (f"{PROJECTION} and batch_size > 1", 4.0), (f"{PROJECTION} and batch_size > 1", 1e4)
+MANY_ROWS_COST = (f"{PROJECTION} and batch_size >= 32", 100.0)
+ONE_ROW_COSTS = (f"{PROJECTION} and batch_size == 1", 10.0)
+NO_LAUNCH, SLOW_LAUNCH = (LAUNCH, 0.1), (LAUNCH, 30.0)
+SLOW_PROMPTS = ("figure == '1' and panel == 'prefill'", 4.0)
+SLOW_LINK = ("figure == 'text 5.2' and metric == 'bandwidth'", 0.02)
+# claim, changes of the A100 on whose cost its relation holds, changes of the A100 without the released code's ways on
+# whose cost it does not
+TURNED = {
+    **{id: ([], [ROWS_COST]) for id in ("C01", "C29", "C34", "C39")},
+    **{
+        id: ([], [SLOW_MEMORY])
+        for id in ("C02", "C04", "C06", "C07", "C08", "C09", "C10", "C11", "C14", "C19", "C20", "C21", "C22", "C38")
+    },
+    **{id: ([], [ROWS_COST_ALL]) for id in ("C12", "C17", "C25", "C33")},
+    "C03": ([], [ROWS_COST_ALL, SLOW_MEMORY]),
+    **{id: ([], [ENDLESS_MEMORY]) for id in ("C16", "C23")},
+    **{id: ([], [ONE_ROW_COSTS]) for id in ("C24", "C28")},
+    **{id: ([], []) for id in ("C13", "C26", "C27", "C30")},
+    **{id: ([SLOW_MEMORY], []) for id in ("C31", "C40", "C41", "C45")},
+    "C32": ([], [MANY_ROWS_COST]),
+    "C37": ([ROWS_COST], []),
+    "C42": ([], [NO_LAUNCH]),
+    "C43": ([], [SLOW_LINK]),
+    "C51": ([], [SLOW_PROMPTS]),
+    "C52": ([], [SLOW_LAUNCH]),
+}
+MANY_POINTS = {"C12", "C30"}
+"""Claims whose points take longest to search."""
 
 
 @pytest.fixture(scope="module")
 def rows(paper_rows):
-    """The paper's rows at a few batch sizes, with the latency of Figure 7 alone."""
+    """The paper's rows at a few batch sizes and lengths, with the latency of Figure 7 alone."""
     few = paper_rows["batch_size"].isin((1, 2, 4, 16, 32, 64)) | paper_rows["batch_size"].isna()
+    lengths = paper_rows["figure"].map({"1": 128, "10": 512})
+    few &= paper_rows["seq_len"].isin((2048, float("nan"))) | (paper_rows["seq_len"] == lengths)
     other = (paper_rows["figure"] == "13") | paper_rows["metric"].str.startswith("achieved_")
-    return paper_rows[few & ~other]
+    return paper_rows[few & ~other].reset_index(drop=True)
 
 
-@pytest.mark.parametrize(("id", "changes", "broken"), TURNED, ids=[turned[0] for turned in TURNED])
-def test_a_machine_explains_what_its_calibration_tells_and_nothing_else(rows, id, changes, broken):
-    machine = rows
-    for query, factor in changes:
-        machine = slower(machine, query, factor)
-    measured = as_priced(machine, id)
+@pytest.fixture(scope="module")
+def a_machine(rows):
+    """The rows' machine: an A100 with kernels and served steps as ours are."""
+    usual = Rows(rows)
+    return Machine(usual, usual, launches=True)
+
+
+def test_every_cost_has_a_change_of_the_machine_that_turns_its_verdict():
+    assert set(TURNED) == set(COSTS)
+
+
+@pytest.mark.parametrize(
+    "id", [pytest.param(id, marks=[pytest.mark.slow] if id in MANY_POINTS else []) for id in sorted(COSTS)]
+)
+def test_a_machine_explains_what_its_calibration_tells_and_nothing_else(rows, id, monkeypatch):
+    """Both sides take what the cost says: the claim is explained. Another time of a deciding point: it differs."""
+    of_paper, here = TURNED[id]
+    paper = changed(rows, of_paper)
+    machine = Machine(Rows(paper), Rows(paper), launches=True, stated=a100(PAPER))
+    papers = Rows(as_priced(paper, id, machine))
+    monkeypatch.setattr(explaining, "paper_machine", lambda folder: (papers, machine))
+    monkeypatch.setattr(explaining, "on_an_a100", on_an_a100.__wrapped__)
+    calibrated = changed(rows, here).assign(hardware="h200", timer=CLOCK)
+    measured = as_priced(calibrated, id, Evidence(calibrated, PAPER).machine(CLOCK))
+    cost = predicted(id, Rows(measured), Evidence(measured, PAPER).machine(CLOCK))
+    ends = dict.fromkeys(end.row.Index for points in ends_of(cost).values() for end in points[:2])
+    monkeypatch.setattr(explaining, "ends_of", lambda cost: {})  # of a sentence, which other tests read
     explained = verdict_of(measured, id)
     assert (explained.verdict, explained.why[-11:]) == (EXPLAINED, ": explained")
     assert "in the paper" in explained.why
-    assert verdict_of(slower(measured, broken, 2.0), id).verdict != EXPLAINED
-    other_calibration = rows.set_axis(measured.index).assign(hardware="h200", timer=CLOCK)
-    priced = measured["value"].to_numpy() != machine["value"].to_numpy()
-    judged = verdict_of(other_calibration.assign(value=measured["value"].where(priced, rows["value"].to_numpy())), id)
-    assert judged.verdict == DIFFERS
-    assert ": not explained, as " in judged.why
+    broken = (verdict_of(slower(measured, f"index == {end}", factor), id) for end in ends for factor in (2.5, 0.4))
+    differing = next(one for one in broken if one.verdict == DIFFERS)
+    assert ": not explained, as " in differing.why
 
 
-def test_every_other_cost_fails_on_the_papers_own_numbers_or_cannot_miss():
-    """So its claim is never `explained`, on any machine."""
-    for id in set(COSTS) - {turned[0] for turned in TURNED} - CANNOT_MISS:
-        paper, there = on_an_a100(id, PAPER)
-        bounds = {test: [one for one in of_test if one.counts("h200", ())] for test, of_test in BOUNDS[id].items()}
-        against = explain(id, dict.fromkeys(paper, float("nan")), there, bounds, PAPER).text  # which misses every bound
-        assert "on an A100" in against or "the cost of an A100 misses" in against, (id, against)
-
-
-@pytest.mark.parametrize("id", sorted(CANNOT_MISS))
-def test_a_cost_that_is_the_same_everywhere_explains_nothing(rows, id):
-    assert verdict_of(as_priced(rows, id), id).verdict not in (DIFFERS, EXPLAINED)
-
-
-def test_a_cost_that_meets_a_bound_explains_no_miss_of_it():
+def test_a_cost_that_meets_a_bound_explains_no_miss_of_it(rows, a_machine):
     """A ratio of 1.14 is within a quarter of 1.4, but it does not say why 1.3 is missed."""
-    bounds = {"relation": [], "shape": BOUNDS["C11"]["shape"]}
-    near = explain("C11", {"ratio": 1.3}, {"ratio": 1.14}, bounds, PAPER)
+    bounds, cost = {"relation": [], "shape": BOUNDS["C11"]["shape"]}, predicted("C11", Rows(rows), a_machine)
+    near = explain({"ratio": 1.3}, replace(cost, quantities={"ratio": 1.14}), bounds, PAPER)
     assert not near.holds
-    assert near.text.endswith("not explained, as the cost here meets ratio <= 1.2")
-    told = explain("C11", {"ratio": 1.3}, {"ratio": 1.25}, bounds, PAPER)
-    assert told.holds
-    assert told.text == "ratio 1.3 here, 1.25 predicted; 1.04 predicted for an A100, 1.08 in the paper: explained"
-    far = explain("C11", {"ratio": 1.7}, {"ratio": 1.25}, bounds, PAPER)
-    assert far.text.endswith(": not explained, as here ratio is not within 25%")
+    assert ": not explained, as the cost here meets ratio <= 1.2 (batch 64 " in near.text
+    explained = explain({"ratio": 1.3}, replace(cost, quantities={"ratio": 1.25}), bounds, PAPER)
+    assert explained.holds
+    numbers = "ratio 1.3 here, 1.25 predicted; 1.04 predicted for an A100, 1.08 in the paper. Here (SGMV, Identical) "
+    assert explained.text.startswith(numbers)
+    far = explain({"ratio": 1.7}, replace(cost, quantities={"ratio": 1.25}), bounds, PAPER)
+    assert ": not explained, as here ratio is predicted -26 % (batch 64 " in far.text
+
+
+def test_a_reason_names_both_ends_with_the_terms_of_their_predictions(rows, a_machine):
+    """C01: the batch that is measured slow is the one that is off, and terms add up to the prediction."""
+    cost = predicted("C01", Rows(rows), a_machine)
+    usual = {int(end.row.batch_size): end for end in ends_of(cost)["ratio"]}
+    assert set(usual) == {1, 32}
+    assert usual[32].terms.keys() >= {"products", "cached tokens", "kernels' floors"}
+    assert in_unit(usual[32].row, sum(usual[32].terms.values())) == pytest.approx(usual[32].value)
+    slow = slower(rows, "figure == '1' and panel == 'decode' and seq_len == 128 and batch_size == 32", 3.0)
+    judged = verdict_of(slow.assign(hardware="h200", timer=CLOCK), "C01")
+    assert judged.verdict == DIFFERS
+    assert "Here (backbone, len 128) batch 32 41.1 ms, " in judged.why
+    assert " predicted = products " in judged.why
+    off_by = judged.why.rpartition("not explained, as here ratio is predicted ")[2]
+    assert off_by.startswith("0.29-fold (batch 32 0.4-fold, batch 1 +41 %)")
+
+
+def test_an_end_of_a_minimum_is_the_point_that_is_smallest(rows, a_machine):
+    """C12: one of many batch sizes, where Gather-BMM was made quick."""
+    quick = slower(rows, "figure == '8' and system == 'Gather-BMM' and workload == 'Skewed' and batch_size == 16", 0.1)
+    ends = ends_of(predicted("C12", Rows(quick), a_machine))["smallest"]
+    assert {(end.row.system, end.row.workload, end.row.batch_size) for end in ends} == {
+        ("Gather-BMM", "Skewed", 16), ("SGMV", "Skewed", 16),
+    }  # fmt: skip
+    assert told(ends, "").startswith("(Skewed, batch 16) ")
+    assert misses(ends).startswith("Gather-BMM ")
+
+
+@pytest.mark.parametrize(
+    ("predicted_", "measured", "said"),
+    [(1.1, 1.0, "+10 %"), (0.75, 1.0, "-25 %"), (1.0, 1.001, "0 %"), (5.0, 1.0, "5-fold"), (0.1, -0.1, "0.1 for -0.1")],
+)
+def test_a_miss_is_told_in_percent_or_as_a_factor(predicted_, measured, said):
+    assert off(predicted_, measured) == said
+
+
+def test_few_blocks_leave_bandwidth_of_an_a100_unused_and_not_ours(rows, a_machine):
+    """A head of a row has one of 108 processors in the released kernels."""
+    _, paper = paper_machine(PAPER)
+    assert paper.shared_out(1e9, 32) == pytest.approx(108 / 32 * paper.numbers(1e9))
+    assert paper.shared_out(1e9, 1024) == pytest.approx(paper.numbers(1e9))
+    assert a_machine.shared_out(1e9, 1) == pytest.approx(a_machine.numbers(1e9))
+
+
+def test_a_host_waits_for_one_operator_and_issues_the_others(rows, a_machine):
+    """The line through X @ W and the unfused norm; without a common clock every operator counts as a call."""
+    one, two, three = (a_machine.operators(count, "8") for count in (1, 2, 3))
+    assert three - two == pytest.approx(two - one)
+    assert one > two - one
+    assert a_machine.wait("8") == pytest.approx(one - (two - one))
+    assert a_machine.operators(8, "8") == pytest.approx(110e-6)
+    clocks = Rows(rows.assign(timer=rows["figure"].map({"text 6": "host_clock"}).fillna("cuda_graph")))
+    mixed = Machine(clocks, clocks, launches=True)
+    assert mixed.operators(3, "8") == pytest.approx(3 * mixed.call("8"))
+
+
+def test_a_cpu_has_one_floor_per_call_and_adds_bytes_and_flop(rows, a_machine):
+    usual = Rows(rows)
+    cpu = Machine(usual, usual, launches=False)
+    assert cpu.operators(5, "8") == cpu.call("8") == pytest.approx(2 * a_machine.call("8"))
+    bytes_alone = cpu.element / cpu.bandwidth
+    assert cpu.weights(1, 64, README) == pytest.approx(bytes_alone + 2 * 64 / cpu._prompt_flops)
+    assert a_machine.weights(1, 64, README) == pytest.approx(max(bytes_alone, 2 * 64 / a_machine._prompt_flops))
+    assert cpu.small == pytest.approx(4e-6)
+
+
+def test_the_papers_served_steps_have_one_adapter(rows):
+    """D04: its flatness over workloads is that of its harness, so that an engine with 31 adapters differs by cost."""
+    assert on_an_a100("C26", PAPER).cost.quantities["min_over_max"] == pytest.approx(1.0)
+    usual = Rows(rows)
+    assert predicted("C26", usual, Machine(usual, usual, launches=True)).quantities["min_over_max"] < 0.95
 
 
 @pytest.mark.parametrize("id", sorted(COSTS))
@@ -132,7 +226,7 @@ def test_no_cost_reads_the_times_that_it_predicts(rows, id):
     assert own.any()
     slow = Rows(frame.assign(value=frame["value"].where(~own, frame["value"] * (1.1 + frame.index % 7))))
     before, after = (predicted(id, one, Machine(one, one, launches=True, stated=stated)) for one in (usual, slow))
-    assert after == pytest.approx(before)
+    assert dict(after.quantities) == pytest.approx(dict(before.quantities))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +242,7 @@ def test_every_claim_on_an_operator_names_its_clock():
     clocks = claim_clocks(PAPER)
     timed = {figure for figure, *_ in FORMULAS} - {"1", "11", "12", "text 5.2"}
     operators = {id for id in COSTS if set(_figures(id)) & timed} - {"C25"}  # whose other side is a served step
-    assert set(clocks) == operators
+    assert set(clocks) == operators | {"C15"}  # whose cost is the same in all that it compares, so that it has none
 
 
 def _figures(id):
