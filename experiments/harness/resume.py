@@ -11,8 +11,8 @@ from experiments.harness.budget import Budget
 from experiments.harness.experiment import Experiment, config_hash
 from experiments.harness.on_disk import machine
 from experiments.harness.passes import Outcome, Passes
-from experiments.harness.schema import Config, ConfigError
 from experiments.harness.points import Point
+from experiments.harness.schema import Config, ConfigError
 from experiments.harness.settings import Folders, by_clocks, folders, is_read, keys_read, settle
 from experiments.harness.source import source_of
 from punica.measure import environment
