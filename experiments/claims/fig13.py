@@ -186,49 +186,61 @@ def single_gpu(rows: Rows, hour: Hour) -> float:
     return Hour(stream, SIMULATED).one("throughput")
 
 
+def of_one(hour: Hour, text: str) -> str:
+    """Say that ``text`` is about one seed of a simulation."""
+    return f"{text} (first seed)" if hour.kind == SIMULATED else text
+
+
 @why("C46")
 def batches_are_not_full(rows: Rows) -> str:
-    batches = Hour.of(rows).windows.batches
+    hour = Hour.of(rows)
+    batches = hour.windows.batches
     active, filling = (batches >= IDLE).sum(), ((batches >= IDLE) & (batches < FULL)).sum()
-    return (
+    return of_one(
+        hour,
         f"of {active.mean():.3g} active GPUs {filling.mean():.2g} hold fewer than {FULL} requests; one "
-        f"alone that fills or empties would be {1 / active.mean():.2f} of them"
+        f"alone that fills or empties would be {1 / active.mean():.2f} of them",
     )
 
 
 @why("C47")
 def throughput_leaves_the_load(rows: Rows) -> str:
-    windows = Hour.of(rows).windows
-    rate = windows.rate
+    hour = Hour.of(rows)
+    windows, rate = hour.windows, hour.windows.rate
     means = {start: speed for start, (_, speed) in zip(rate.index, windows.rates(), strict=True)}
     each = sum(means.values()) / rate.sum()
     worst = max(means, key=lambda start: abs(means[start] - each * rate[start]))
-    return (
+    return of_one(
+        hour,
         f"at {each:.4g} tokens per request, the {RATE_S} s from {worst:g} s on would give {each * rate[worst]:.4g} "
-        f"token/s and give {means[worst]:.4g}"
+        f"token/s and give {means[worst]:.4g}",
     )
 
 
 @why("C48")
 def gpus_are_spread(rows: Rows) -> str:
-    windows = Hour.of(rows).windows
+    hour = Hour.of(rows)
+    windows = hour.windows
     start = float(windows.excess().idxmax())
     active, held = (mean_from(line, start, WINDOW_S) for line in (windows.active, windows.batches.sum()))
-    return (
+    return of_one(
+        hour,
         f"from {start:g} s on {active:.3g} GPUs are active for {held:.4g} requests, which "
-        f"{np.ceil(held / MAX_BATCH):g} could hold"
+        f"{np.ceil(held / MAX_BATCH):g} could hold",
     )
 
 
 @why("C49")
 def idle_gpus_wake(rows: Rows) -> str:
-    changes = Hour.of(rows).windows.woken()
+    hour = Hour.of(rows)
+    changes = hour.windows.woken()
     often = (changes > 3).sum()
-    return f"GPU {changes.idxmax():g} changes {changes.max()} times, {often} of {len(changes)} more than 3"
+    text = f"GPU {changes.idxmax():g} changes {changes.max()} times, {often} of {len(changes)} more than 3"
+    return of_one(hour, text)
 
 
 @why("C50")
 def gpus_are_slower_together(rows: Rows) -> str:
-    windows = Hour.of(rows).windows
-    each, gpus = at_the_peak(windows.speed, windows.active)
-    return f"around the peak {gpus:.3g} GPUs are active and give {each:.4g} token/s each"
+    hour = Hour.of(rows)
+    each, gpus = at_the_peak(hour.windows.speed, hour.windows.active)
+    return of_one(hour, f"around the peak {gpus:.3g} GPUs are active and give {each:.4g} token/s each")
