@@ -54,7 +54,7 @@ class Fp8(OperatorExperiment):
 
     name, figure, order, conf = "ext_fp8", "ext fp8", 250, Fp8Conf
     reads = ("model", "workload", "adapters.ranks", "adapters.slots", "adapters.seed", *PROTOCOL)
-    drawn_by = "extensions.draw_fp8"
+    drawn_by, host_clock_too = "extensions.draw_fp8", False  # errors and bytes, most of its cost, have no clock
     defaults = {"adapters": "fp8_ranks"}  # noqa: RUF012 (never written)
 
     def panel(self, workload: str, rank: int) -> str:

@@ -39,7 +39,7 @@ class Fig10(Experiment):
     """Latency of one layer per context length (the panels), popularity and batch."""
 
     name, figure, order, conf = "fig10_layer", "10", 60, LayerConf
-    reads = ("model", "workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
+    reads, host_clock_too = ("model", "workload", "adapters.ranks", "adapters.slots", *PROTOCOL), True
     overlay = Overlay("Figure 10: one layer with LoRA, decode", metric="layer_latency", panel="panel", line="workload")
 
     def points(self, cfg: Config) -> list[Point]:

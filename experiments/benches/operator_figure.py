@@ -20,6 +20,7 @@ class OperatorExperiment(Experiment):
 
     reads = ("workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
     differing = ("system",)
+    host_clock_too = True
 
     def points(self, cfg: Config) -> list[Point]:
         """Return every system at every rank, batch and popularity."""

@@ -13,12 +13,14 @@ GRAPH = TIMERS[0]
 
 
 class Evidence:
-    """Rows of one machine, ``frame``; ``folder`` is ``paper_results``."""
+    """Rows of one machine, ``frame``; ``folder`` is ``paper_results``; ``only``: the clock that decides all claims on
+    operators, empty for each claim's own.
+    """
 
-    def __init__(self, frame: pd.DataFrame, folder: str | Path) -> None:
+    def __init__(self, frame: pd.DataFrame, folder: str | Path, only: str = "") -> None:
         self.folder = Path(folder)
         self.hardware = str(frame["hardware"].iloc[0]) if len(frame) else ""
-        self._frame, self._clocks = frame, claim_clocks(folder)
+        self._frame, self._clocks = frame, {id: only or clock for id, clock in claim_clocks(folder).items()}
         self._several = len(set(frame["timer"].dropna()) - {""}) > 1
         self._rows: dict[str, Rows] = {}
         self._machines: dict[str, Machine] = {}

@@ -80,10 +80,11 @@ class Verdict:
     older_source: str = ""
 
 
-def judge(rows: pd.DataFrame, folder: str | Path) -> list[Verdict]:
+def judge(rows: pd.DataFrame, folder: str | Path, clock: str = "") -> list[Verdict]:
     """Judge each claim in ``folder`` (``paper_results``), C01 first, from ``rows`` of one hardware.
 
     ``rows`` has the columns of `punica.measure.records.Row`, and perhaps ``older`` (see `Verdict.older_source`).
+    ``clock`` decides all claims on operators; empty: each claim's own does.
     ValueError when a column is missing or when rows of several machines are mixed.
     """
     missing = [name for name in COLUMNS if name not in rows]
@@ -92,7 +93,7 @@ def judge(rows: pd.DataFrame, folder: str | Path) -> list[Verdict]:
     machines = sorted(set(rows["hardware"]))
     if len(machines) > 1:
         raise ValueError(f"rows of {', '.join(machines)} are mixed; judge one hardware at a time")
-    bounds, evidence = read_bounds(folder), Evidence(rows, folder)
+    bounds, evidence = read_bounds(folder), Evidence(rows, folder, clock)
     return [judge_claim(statement, bounds.get(statement.id), evidence) for statement in read_claims(folder)]
 
 
@@ -100,7 +101,7 @@ def judge_claim(statement: Statement, bounds: dict[str, list[Bound]] | None, evi
     """Judge one claim by the clock that decides it; ``bounds``: by test (`read_bounds`), None when it has none yet."""
     clock, other = evidence.clock(statement.id), evidence.other_clock(statement.id)
     verdict = _by_clock(statement, bounds, evidence, clock)
-    if clock and verdict.clock and clock not in verdict.clock:
+    if verdict.clock and clock not in verdict.clock and verdict.verdict != NOT_TESTABLE:
         missing = f"judged by {verdict.clock}: there are no rows of {clock}, which decides (measure with timer={clock})"
         verdict = replace(verdict, remark="; ".join(filter(None, (verdict.remark, missing))))
     if not other or verdict.kind != MEASURED or evidence.rows(other) is evidence.rows(clock):

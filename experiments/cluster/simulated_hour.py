@@ -4,8 +4,8 @@ Panels: the hour; the same with slower steps; the stream of Figure 11 on one GPU
 windows of Figure 11, half of them predicted from the other half; and, with the same constant, first tokens of requests
 that arrived by the clock.
 
-Every simulation runs for some seeds, the slower steps for one: the first one's are the rows, `_low` and `_high` the
-ends over all.
+Every simulation runs for some seeds, the slower steps for one: the first one's are the rows, `_mean`, `_low` and
+`_high` are over all.
 
 Slower steps: Figures 1 and 10 give an active GPU more tokens than Figure 13 shows. Every step is longer by that factor,
 which is fitted to Figure 13, so this hour is a sensitivity and no prediction.
@@ -17,9 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from experiments.cluster.hour import DURATION_S, MEMORY_FRACTION, RANK, paper_cluster, paper_hour
+from experiments.cluster.hour_numbers import Windows, number_readings, windows_of
 from experiments.cluster.loads import Load, first_token_readings, recorded_loads
 from experiments.cluster.recorded import chosen_cost, panel_of, recorded_costs, recorded_windows
 from experiments.cluster.seeds import over_seeds
@@ -33,7 +32,6 @@ from experiments.cluster.served import (
     ServedHour,
     at_the_peak,
     readings,
-    series,
     summary,
 )
 from experiments.cluster.step_costs import FittedCost, model_bytes, paper_a100
@@ -99,7 +97,7 @@ def measure(cfg: Config, point: Point) -> list[Reading]:
 
 
 def _hours(paper: Path, cost: StepCost, point: Point) -> list[Reading]:
-    """Return the hour of the first seed, with the span of its totals over all seeds."""
+    """Return the hour of the first seed, with mean and span of its totals over all seeds."""
     about = point.settings["seconds"], point.settings["gpus"], point.system
     factor = slowness(_hour(paper, cost, *about, RELEASED_SEED), paper) if point.panel == SLOWED else 1.0
     if point.panel == SLOWED:
@@ -109,7 +107,8 @@ def _hours(paper: Path, cost: StepCost, point: Point) -> list[Reading]:
         served = _hour(paper, cost, *about, seed)
         if point.panel == SLOWED:
             return slowed_readings(served, factor)
-        return readings(served) if seed == RELEASED_SEED else summary(served)
+        told = readings(served) if seed == RELEASED_SEED else summary(served)
+        return [*told, *number_readings(served)]
 
     return over_seeds(point.settings["seeds"], run)
 
@@ -124,15 +123,11 @@ def seen(asked: Trace, result: SimulationResult, seconds: float) -> ServedHour:
 
 def slowness(served: ServedHour, paper: Path) -> float:
     """Divide the tokens per second of an active GPU around the peak of ``served`` by the published ones."""
-    ours = pd.DataFrame([{"metric": one.metric, "t_s": one.t_s, "value": one.value} for one in series(served)])
-    found = []
-    for lines in (ours, read_figure(paper, "13")):
-        speed, active = (
-            lines[lines["metric"] == metric].set_index("t_s")["value"].sort_index().astype(float)
-            for metric in ("throughput_10s_mean", "active_gpus_60s_mean")
-        )
-        found.append(at_the_peak(speed, active)[0])
-    return found[0] / found[1]
+    ours, published = (
+        at_the_peak(windows.speed, windows.active)[0]
+        for windows in (windows_of(served), Windows.of(read_figure(paper, "13")))
+    )
+    return ours / published
 
 
 def slowed(cost: StepCost, factor: float) -> StepCost:

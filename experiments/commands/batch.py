@@ -2,7 +2,8 @@
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +58,28 @@ def composed(experiment: Experiment) -> DictConfig:
 def each(cfg: DictConfig, step: Callable[[Experiment], Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """`step(experiment)` for each chosen figure: results by name, and what went wrong by name.
 
-    One figure that fails does not stop the others; what is not a message for the user comes with its traceback.
+    One figure that fails does not stop the others, see `noted`.
     """
     results: dict[str, Any] = {}
     failures: dict[str, str] = {}
     for experiment in experiments(cfg.figures):
-        try:
+        with noted(experiment.name, failures):
             results[experiment.name] = step(experiment)
-        except (ConfigError, RowsError, CheckFailed) as error:
-            failures[experiment.name] = str(error)
-        except Exception as error:  # the other figures must still run; the exit code tells
-            traceback.print_exc()
-            failures[experiment.name] = f"{type(error).__name__}: {error}"
-        if experiment.name in failures:
-            print(f"{experiment.name} failed: {failures[experiment.name]}", file=sys.stderr, flush=True)
     return results, failures
+
+
+@contextmanager
+def noted(name: str, failures: dict[str, str], then: str = "") -> Iterator[None]:
+    """Note in ``failures`` why the block fails, and print it with what to do ``then``, so that the rest still runs.
+
+    What is not a message for the user comes with its traceback.
+    """
+    try:
+        yield
+        return
+    except (ConfigError, RowsError, CheckFailed, OSError) as error:
+        failures[name] = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        failures[name] = f"{type(error).__name__}: {error}"
+    print(f"{name} failed: {failures[name]}{then}", file=sys.stderr, flush=True)

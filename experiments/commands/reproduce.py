@@ -9,13 +9,14 @@ and the exit code says so at the end. The scale is `laptop` on a CPU and `gpu` o
     python -m experiments.commands.reproduce
 """
 
+import math
 import sys
 import time
 from collections.abc import Mapping
 
 from omegaconf import DictConfig
 
-from experiments.commands.batch import batch_main, composed, each
+from experiments.commands.batch import batch_main, composed, each, noted
 from experiments.harness.budget import Deadline
 from experiments.harness.command import finish
 from experiments.harness.experiment import Experiment
@@ -23,7 +24,6 @@ from experiments.harness.passes import Outcome
 from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import folders
-from punica.measure.records import RowsError
 
 
 def reproduce(cfg: DictConfig) -> int:
@@ -45,10 +45,9 @@ def reproduce(cfg: DictConfig) -> int:
     outcomes, failures = each(cfg, one)
     failures |= {name: "; ".join(outcome.failed) for name, outcome in outcomes.items() if outcome.failed}
     changed = [name for name, outcome in outcomes.items() if outcome.measured]
-    try:
+    report = ""
+    with noted("report", failures, "; the rows are on disk: once that is mended, make report judges and shows them"):
         report = _report(cfg, list(outcomes.values()), started)
-    except RowsError as error:  # a damaged file of any figure: the figures above are done, the verdicts are not
-        report, failures["report"] = "", str(error)
     finish(
         command="reproduce",
         measured=changed,
@@ -71,7 +70,7 @@ def minutes_of(configs: Mapping[str, DictConfig]) -> dict[str, float]:
 
 
 def _report(cfg: DictConfig, outcomes: list[Outcome], started: float) -> str:
-    """Judge the claims when rows changed or no verdict is there yet, and print the end of the run; return the path of
+    """Judge the claims when rows are newer than the page, and print the end of the run; return the path of
     the table, or an empty string without rows.
     """
     from experiments.commands.report import PAGE, write_fresh
@@ -81,12 +80,14 @@ def _report(cfg: DictConfig, outcomes: list[Outcome], started: float) -> str:
     table = places.fresh_rows.parent / "claims.md"
     if not places.fresh_rows.is_dir():
         return ""
-    if any(outcome.measured for outcome in outcomes) or not table.exists():
+    page, rows = table.with_name(PAGE), places.fresh_rows.glob("*.csv")
+    written = page.stat().st_mtime if page.exists() else -math.inf
+    if any(outcome.measured for outcome in outcomes) or any(path.stat().st_mtime > written for path in rows):
         here, others, files = write_fresh(places)
         minutes = (time.perf_counter() - started) / 60
         print("\n" + ending(outcomes, minutes, here, others, files), file=sys.stderr, flush=True)
     else:
-        print(f"nothing new was measured; the report is {table.with_name(PAGE)}", file=sys.stderr, flush=True)
+        print(f"nothing new was measured; the report is {page}", file=sys.stderr, flush=True)
     return str(table)
 
 

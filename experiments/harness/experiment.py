@@ -49,6 +49,7 @@ class Experiment(ABC):
     defaults: ClassVar[Mapping[str, str]] = {}  # other choices of config groups, e.g. {"adapters": "paper_ranks"}
     reads: ClassVar[Sequence[str]] = ()  # groups and keys of the configuration, see `harness.settings.keys_read`
     clock: ClassVar[str | None] = None  # the one clock that it is timed with; None: the one of `timer=`
+    host_clock_too: ClassVar[bool] = False  # by `timer=auto` on a GPU the paper's clock times it beside the graph
     overlay: ClassVar[Overlay | None] = None  # how rows are drawn; None: by `drawn_by`
     drawn_by: ClassVar[str] = ""  # `module.function` of experiments.plots that makes a figure of (rows, the paper's)
     differing: ClassVar[Sequence[str]] = ()  # columns of the points that are timed side by side; (): each point alone

@@ -12,7 +12,7 @@ command make progress.
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -50,16 +50,18 @@ class Outcome:
 
 
 class Passes:
-    """Measurement of one experiment under `cfg` into `rows`, within `budget`.
+    """Measurement of one experiment into `rows`, within `budget`.
 
-    `columns` are those that all rows share, `digest` is a point's config hash, `noise` marks rows of earlier runs.
+    `clocks`: clock -> configuration that its points are measured under; all else in these is alike. `columns` are those
+    that all rows share, `digest` is a point's config hash, `noise` marks rows of earlier runs.
     """
 
     def __init__(
-        self, experiment: Experiment, cfg: Config, columns: dict[str, Any], digest: Callable[[Point], str],
-        rows: RowFile, noise: Noise, budget: Budget,
+        self, experiment: Experiment, clocks: Mapping[str, Config], columns: dict[str, Any],
+        digest: Callable[[Point], str], rows: RowFile, noise: Noise, budget: Budget,
     ) -> None:  # fmt: skip
-        self.experiment, self.cfg, self.rows, self.budget = experiment, cfg, rows, budget
+        self.experiment, self.rows, self.budget, self._clocks = experiment, rows, budget, clocks
+        self.cfg = next(iter(clocks.values()))
         self._columns, self._digest, self._noise = columns, digest, noise
         self._timed_calls = is_read("scale.min_repeats", keys_read(experiment))
         self._seen: dict[tuple[str, int], Group] = {}
@@ -121,7 +123,7 @@ class Passes:
         try:
             with self.budget.spending(_key(group)):
                 watch = Watch(self.cfg.hardware.device)
-                readings = self.experiment.measure_together(self._in_time(), group)
+                readings = self.experiment.measure_together(self._in_time(group), group)
                 found = watch.stop()
         except CheckFailed as error:
             self._fail(group, error)
@@ -180,15 +182,16 @@ class Passes:
         self._seen |= {(_key(group), group[0].repeat): group for group in groups}
         self.outcome.left_out += sum(map(len, groups))
 
-    def _in_time(self) -> Config:
-        """Return the configuration with no more seconds per point than time allows.
+    def _in_time(self, group: Group) -> Config:
+        """Return the configuration of `group`'s clock with no more seconds per point than time allows.
 
         It is unchanged for experiments that do not read them: their config hashes identify rows (`harness.on_disk`).
         """
+        cfg = self._clocks[group[0].timer]
         if not is_read("scale.seconds_per_point", keys_read(self.experiment)):
-            return self.cfg
-        seconds = self.budget.seconds_per_point(self.cfg.scale.seconds_per_point, self._left)
-        return replace(self.cfg, scale=replace(self.cfg.scale, seconds_per_point=seconds))
+            return cfg
+        seconds = self.budget.seconds_per_point(cfg.scale.seconds_per_point, self._left)
+        return replace(cfg, scale=replace(cfg.scale, seconds_per_point=seconds))
 
     def _fail(self, group: Group, error: Exception) -> None:
         """Drop the rows of all repeats of `group`, and note the reason."""
@@ -204,7 +207,7 @@ class Passes:
         for point in points:
             try:
                 with self.budget.spending(point.key()):
-                    readings = self.experiment.measure(self.cfg, point)
+                    readings = self.experiment.measure(self._clocks[point.timer], point)
                 self._write([point], [readings], {})
                 self.outcome.measured += 1
             except OutOfTime:
@@ -224,5 +227,5 @@ class Passes:
 
 
 def _key(group: Group) -> str:
-    """Return the same text for all repeats of `group`."""
-    return group[0].key()
+    """Return the same text for all repeats of `group` under one clock."""
+    return f"{group[0].timer} {group[0].key()}"

@@ -24,22 +24,23 @@ class Point:
     seq_len: int | None = None
     rank: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    repeat: int = 0  # which of the passes over the grid; set by the harness
+    repeat: int = 0  # which of the passes over the grid; set by the harness, as is the clock
+    timer: str = ""
 
     def columns(self) -> dict[str, Any]:
         """The row columns that this point decides."""
         return {name: value for name, value in vars(self).items() if name != "settings"}
 
     def key(self) -> str:
-        """Canonical text of everything that this point decides; the same for all its repeats."""
-        columns = {name: value for name, value in self.columns().items() if name != "repeat"}
+        """Canonical text of everything that this point decides; the same for all its repeats and clocks."""
+        columns = {name: value for name, value in self.columns().items() if name not in ("repeat", "timer")}
         return json.dumps({**columns, "settings": dict(self.settings)}, sort_keys=True)
 
     def label(self) -> str:
         """Short text for the progress bar."""
         numbers = (("batch", self.batch_size), ("len", self.seq_len), ("rank", self.rank))
         parts = [self.panel, self.system, self.workload, self.model]
-        parts += [f"{name} {value}" for name, value in numbers if value is not None]
+        parts += [*(f"{name} {value}" for name, value in numbers if value is not None), self.timer]
         return ", ".join(dict.fromkeys(part for part in parts if part))
 
 

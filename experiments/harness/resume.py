@@ -3,7 +3,6 @@
 import json
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,8 +11,9 @@ from experiments.harness.budget import Budget
 from experiments.harness.experiment import Experiment, config_hash
 from experiments.harness.on_disk import machine
 from experiments.harness.passes import Outcome, Passes
+from experiments.harness.points import Point
 from experiments.harness.schema import Config, ConfigError
-from experiments.harness.settings import Folders, folders, is_read, keys_read, settle
+from experiments.harness.settings import Folders, by_clocks, folders, is_read, keys_read, settle
 from experiments.harness.source import source_of
 from punica.measure import environment
 from punica.measure.records import RowFile, ensure_writable
@@ -32,8 +32,13 @@ def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -
     budget = budget or Budget(None if minutes is None else 60 * minutes)
     places, source = folders(settled), source_of(experiment)
     rows = RowFile(places.fresh_rows / f"{experiment.name}.csv")
-    digest = partial(config_hash, experiment, settled, machine=machine())
-    grid, passes = experiment.points(settled), experiment.passes or settled.scale.passes
+    clocks, here = by_clocks(cfg, settled, experiment), machine()
+
+    def digest(point: Point) -> str:
+        return config_hash(experiment, clocks[point.timer], point, here)
+
+    grid = [replace(point, timer=name) for name, one in clocks.items() for point in experiment.points(one)]
+    passes = experiment.passes or settled.scale.passes
     points = [replace(point, repeat=repeat) for repeat in range(passes) for point in grid]
     current = [] if settled.force else [row for row in rows.rows if row.source_hash == source]
     noise = {(row.config_hash, row.repeat): row.other_cpu or 0.0 for row in current if row.disturbed}
@@ -49,7 +54,7 @@ def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -
         changed = {point.repeat for point in pending}
         derived = [point for point in points if experiment.is_derived(point) and point.repeat in changed]
         try:
-            Passes(experiment, settled, columns, digest, rows, noise, budget).run(timed, derived, outcome)
+            Passes(experiment, clocks, columns, digest, rows, noise, budget).run(timed, derived, outcome)
         finally:
             experiment.release()
     if settled.draw and rows.rows:
@@ -59,9 +64,9 @@ def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -
 
 
 def _columns(cfg: Config) -> dict[str, Any]:
-    """Return the columns that all rows of a run share: device, timer, scale, versions, commit and date."""
+    """Return the columns that all rows of a run share: device, scale, versions, commit and date."""
     device = environment.device_name() if cfg.hardware.device == "cuda" else environment.cpu_name()
-    chosen = {"hardware": cfg.hardware.name, "timer": cfg.timer.name, "scale": cfg.scale.name, "device": device}
+    chosen = {"hardware": cfg.hardware.name, "scale": cfg.scale.name, "device": device}
     return {**chosen, **environment.stamp()}
 
 

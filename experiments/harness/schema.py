@@ -170,7 +170,7 @@ class EngineConf:
 
 @dataclass
 class TimerConf:
-    """Which clock (`punica.measure.timing`); auto: cuda_graph on a GPU, host_clock on a CPU."""
+    """Which clock (`punica.measure.timing`); auto: host_clock on a CPU, on a GPU cuda_graph, for operators both."""
 
     name: str = MISSING
 

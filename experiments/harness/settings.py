@@ -6,13 +6,22 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.harness.schema import CONF, REPOSITORY, Config, ConfigError, HardwareConf, check_ranges, choice
+from experiments.harness.schema import (
+    CONF,
+    REPOSITORY,
+    Config,
+    ConfigError,
+    HardwareConf,
+    TimerConf,
+    check_ranges,
+    choice,
+)
 from punica.measure import environment
 from punica.measure.records import TIMERS
 from punica.workload.popularity import WORKLOADS
@@ -21,6 +30,8 @@ if TYPE_CHECKING:
     from experiments.harness.experiment import Experiment
 
 
+AUTO = "auto"
+HOST_CLOCK = TIMERS[-1]
 ALWAYS_READ = ("hardware", "scale.name", "scale.passes", "scale.tries", "paths")
 
 
@@ -71,6 +82,16 @@ def settle(cfg: DictConfig, experiment: Experiment) -> Config:
     return settled
 
 
+def by_clocks(cfg: DictConfig, settled: Config, experiment: Experiment) -> dict[str, Config]:
+    """Map every clock that is to time `experiment` to `settled` with that clock: the one of `settled`, and where
+    `cfg` leaves the choice for operators on a GPU also the host's, which is the paper's.
+    """
+    clocks = [settled.timer.name]
+    if experiment.host_clock_too and cfg.timer.name == AUTO and settled.hardware.device == "cuda":
+        clocks.append(HOST_CLOCK)
+    return {clock: replace(settled, timer=TimerConf(clock)) for clock in clocks}
+
+
 def settle_hardware(hardware: DictConfig) -> DictConfig:
     """`hardware` with nulls filled in from `conf/hardware/<name>.yaml`, the number of CPU threads and, on a CPU, how
     much empties the caches decided.
@@ -96,8 +117,8 @@ def _beyond_the_caches() -> int:
 
 
 def _timer(name: str, device: str) -> str:
-    allowed = TIMERS if device == "cuda" else TIMERS[-1:]
-    if name == "auto":
+    allowed = TIMERS if device == "cuda" else (HOST_CLOCK,)
+    if name == AUTO:
         return allowed[0]
     if name not in allowed:
         raise ConfigError(f"timer={name!r} does not exist on {device}: choose timer={' or timer='.join(allowed)}")

@@ -102,7 +102,8 @@ def draw_added_latency(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     for panel, (above, below) in zip(panels, axes.T, strict=True):
         mine = rows[rows["panel"] == panel]
         added, base = (_by(mine, metric, "batch_size", "workload") for metric in ("added_latency", "base_latency"))
-        _fill(above, added, marks=_marks(mine, "workload"))
+        positive = all((line > 0).all() for line in added.values())  # the difference of two large times may be below 0
+        _fill(above, added, log=positive, marks=_marks(mine, "workload"))
         alone = pd.concat(base.values(), axis=1).mean(axis=1)
         above.plot(alone.index.astype(float), alone, label="the projection alone", **GREY)
         _fill(below, {name: line / base[name] for name, line in added.items()}, log=False)

@@ -14,6 +14,11 @@ from experiments.plots.overlay import band
 COMPUTED = {"linestyle": ":", "linewidth": 1.0, "marker": ""}
 """Lines of links, which are computed from their datasheets."""
 STEP = "decode step of a full batch"
+LEGENDS = {
+    "recompute": "computed again", "copy": "copied on the same GPU or CPU", "copy_host": "copied through host memory",
+    "copy_peer": "copied to the next GPU",
+}  # fmt: skip
+"""Systems in words."""
 
 
 def draw_migration(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
@@ -27,7 +32,7 @@ def draw_migration(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         _line(links, rows[(rows["system"] == name) & (rows["metric"] == metric)], name, computed)
     _line(times, rows[rows["metric"] == "decode_step_latency"], STEP, False)
     times.set_ylabel("time (ms)")
-    links.set_ylabel("bandwidth (GB/s); recompute:\nbelow it, a copy takes longer")
+    links.set_ylabel("bandwidth (GB/s); a link below the line\nof computing again is slower than that")
     for axis in (times, links):
         style.log_x(axis)
         style.log_y(axis)
@@ -45,7 +50,7 @@ def _line(axis: Axes, mine: pd.DataFrame, name: str, computed: bool) -> None:
     if name == STEP:
         looks |= {"color": "0.35", "linestyle": "--"}
     xs, ys = series(centre(mine), "seq_len")
-    axis.plot(xs, ys, label=name, **looks)
+    axis.plot(xs, ys, label=LEGENDS.get(name, name), **looks)
     if not computed:
         band(axis, mine, "seq_len", looks["color"])
         style.hollow(axis, xs, ys, looks, disturbed_at(centre(mine), "seq_len"))

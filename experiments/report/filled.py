@@ -15,6 +15,7 @@ from experiments.report.findings import Found, find
 from experiments.report.machines import Machine, columns
 from experiments.report.sought import SOUGHT, public_kernels
 from experiments.report.tables import said, with_unit
+from punica.measure.records import RowsError
 
 MARKED = re.compile(r"(<!-- measured:([\w-]+) -->).*?(<!-- /measured -->)", re.DOTALL)
 Machines = Mapping[str, Machine]
@@ -46,26 +47,34 @@ def value(name: str) -> Callable[[Callable[[Machines], str]], Callable[[Machines
     return store
 
 
-def fill(text: str, machines: Machines) -> str:
-    """Return ``text`` with every marker filled. ValueError names a marker that no function fills."""
+def fill(text: str, machines: Machines, path: Path) -> str:
+    """Return the ``text`` of ``path`` with every marker filled.
+
+    `RowsError` names file and marker where no function fills it, or recorded rows that it needs are missing.
+    """
 
     def one(match: re.Match[str]) -> str:
+        marker = f"{path}: the marker measured:{match[2]}"
         if match[2] not in VALUES:
-            raise ValueError(f"measured:{match[2]} is filled by no function: choose one of {', '.join(sorted(VALUES))}")
+            raise RowsError(f"{marker} is filled by no function: choose one of {', '.join(sorted(VALUES))}")
         try:
             return match[1] + VALUES[match[2]](machines) + match[3]
         except KeyError as missing:
-            raise ValueError(f"measured:{match[2]} has no rows for {missing}: record them, or take it out") from missing
+            text = f"{marker} needs recorded rows for {missing}, and there are none"
+            raise RowsError(f"{text}: measure and record them (make reproduce, make record), or take it out") from None
 
     return MARKED.sub(one, text)
 
 
 def write_filled(machines: Sequence[Machine], root: Path) -> list[Path]:
-    """Fill the markers of the Markdown files in ``root`` and ``root/docs``; return those that have some."""
+    """Fill the markers of the Markdown files in ``root`` and ``root/docs``; return those that have some.
+
+    `RowsError`, as `fill` raises it, before any file is written.
+    """
     known = {machine.name: machine for machine in machines}
     paths = sorted([*root.glob("*.md"), *root.glob("docs/*.md")])
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
-    filled = {path: fill(text, known) for path, text in texts.items() if MARKED.search(text)}
+    filled = {path: fill(text, known, path) for path, text in texts.items() if MARKED.search(text)}
     for path, text in filled.items():
         path.write_text(text, encoding="utf-8")
     return list(filled)
@@ -84,16 +93,20 @@ def recorded(machines: Machines) -> str:
 @value("highlights")
 def highlights(machines: Machines) -> str:
     """Build a table of `HIGHLIGHTS`."""
-    lines = [[found.what, with_unit(found), _ends(found), f"`{name}`"] for name, found in _highlighted(machines[GPU])]
+    lines = [
+        [what, *((with_unit(found), _ends(found)) if found else ("not measured", "")), f"`{name}`"]
+        for name, what, found in _highlighted(machines[GPU])
+    ]
     return "\n".join(["\n", *markdown(("on the H200", "measured", "range", "experiment"), lines), "\n"])
 
 
-def _highlighted(machine: Machine) -> list[tuple[str, Found]]:
+def _highlighted(machine: Machine) -> list[tuple[str, str, Found | None]]:
+    """Return experiment, name and finding of every highlight; None for one without rows."""
     chosen = []
     for name, wanted in HIGHLIGHTS.items():
         found = public_kernels(machine.chosen) if name not in SOUGHT else find(SOUGHT[name], machine.chosen)
         named = {one.what: one for one in found}
-        chosen += [(name, named[what]) for what in wanted if what in named]
+        chosen += [(name, what, named.get(what)) for what in wanted]
     return chosen
 
 

@@ -114,7 +114,7 @@ def verdicts_by_clock(frame: pd.DataFrame, paper: Path) -> dict[str, list[Verdic
     """Timer -> verdicts: of all rows, and where operators were timed by two clocks of the graph's alone as well."""
     found = {AUTO: judge(frame, paper)}
     if len(distinct(frame[frame["figure"] == "8"], "timer")) > 1:
-        found[OTHER_TIMER] = judge(of_timer(frame, OTHER_TIMER), paper)
+        found[OTHER_TIMER] = judge(of_timer(frame, OTHER_TIMER), paper, OTHER_TIMER)
     return found
 
 

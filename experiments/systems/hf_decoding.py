@@ -9,7 +9,8 @@ tokens on the host, as in a server.
 weights. The layers here hold their full length from the start.
 
 A graph needs a static cache, of which every step reads a fixed number of places: `StaticCache` its whole length. Here
-there is a graph per `BLOCK` places (`GraphDecoding`), which reads at most so many too many.
+there is a graph per `BLOCK` places (`GraphDecoding`), which reads at most so many too many. Its mask hides these, so
+that it has one without padding too: without it, tokens would attend to places that are not filled yet.
 """
 
 from collections.abc import Callable, Sequence

@@ -187,19 +187,21 @@ def test_added_latency_is_measured_and_drawn(tmp_path):
     assert run(composed(tmp_path, *words, name=ADDED.name), ADDED).measured == 0
 
 
-def test_the_projection_stands_beside_what_is_added():
+@pytest.mark.parametrize(("added", "scale"), [(3.0, "log"), (-3.0, "linear")])
+def test_the_projection_stands_beside_what_is_added(added, scale):
     import matplotlib.pyplot as plt
 
     rows = [
         drawn(panel="rank 16", workload=workload, batch_size=rows, metric=metric, value=us)
         for workload in ("Distinct", "Identical") for rows in (1, 64)
-        for metric, us in (("added_latency", 3.0), ("base_latency", 24.0), ("latency", 27.0))
+        for metric, us in (("added_latency", added), ("base_latency", 24.0), ("latency", 24.0 + added))
     ]  # fmt: skip
     figure = draw_added_latency(pd.DataFrame(rows), pd.DataFrame())
     try:
         above, below = figure.axes
         assert [line.get_label() for line in above.lines] == ["Distinct", "Identical", "the projection alone"]
-        assert list(below.lines[1].get_ydata()) == [0.125, 0.125]
+        assert list(below.lines[1].get_ydata()) == [added / 24, added / 24]
+        assert above.get_yscale() == scale
     finally:
         plt.close(figure)
 

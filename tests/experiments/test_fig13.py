@@ -140,7 +140,7 @@ def test_a_gpu_wakes_after_a_window_without_tokens():
     assert means(np.arange(7), 3).tolist() == [1.0, 4.0]
 
 
-def test_the_rows_are_of_the_first_seed_and_the_span_of_all():
+def test_the_rows_are_of_the_first_seed_and_mean_and_span_of_all():
     values = iter((3.0, 1.0, 2.0))
 
     def run(seed):
@@ -150,7 +150,8 @@ def test_the_rows_are_of_the_first_seed_and_the_span_of_all():
 
     found = over_seeds(3, run)
     assert [(one.metric, one.value) for one in found] == [
-        ("speed", 3.0), ("batch", 3.0), ("changes", 3.0), ("speed_low", 1.0), ("speed_high", 3.0), ("seeds", 3),
+        ("speed", 3.0), ("batch", 3.0), ("changes", 3.0), ("speed_low", 1.0), ("speed_mean", 2.0), ("speed_high", 3.0),
+        ("seeds", 3),
     ]  # fmt: skip
     assert {(one.kind, one.cost_model) for one in found if "speed" in one.metric} == {("simulated", "a cost")}
 
@@ -210,8 +211,9 @@ def test_fig13_measures_draws_and_does_not_measure_again(tmp_path):
     assert {row.value for row in rows if row.metric == "seeds"} == {cfg.figure.seeds}
     for panel, metric in ((HOUR, "mean_throughput"), (HOUR, "total_requests"), ("simulated Figure 11", "throughput")):
         said = {row.metric: row.value for row in rows if row.panel == panel}
-        low, one, high = (said[metric + end] for end in ("_low", "", "_high"))
+        low, mean, one, high = (said[metric + end] for end in ("_low", "_mean", "", "_high"))
         assert low <= one <= high
+        assert low < mean < high
         assert low < high
     assert run(composed(tmp_path, name=FIG13.name), FIG13).measured == 0
     assert predictions(frame_of([replace(row, scale="laptop") for row in rows]), PAPER) == []  # a minute is no hour

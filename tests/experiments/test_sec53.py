@@ -1,12 +1,16 @@
 """Section 5.3: what is moved arrives, what is recomputed is what was there, and the rows of both."""
 
+import pandas as pd
 import pytest
 import torch
 from fakes import composed
+from matplotlib import pyplot
 
 from experiments.benches.migration import (
     COPY,
     COPY_HOST,
+    COPY_PEER,
+    RECOMPUTE,
     Blocks,
     Migration,
     Route,
@@ -99,6 +103,20 @@ def test_scattered_blocks_are_different_and_exist(count, blocks):
     found = scattered(count, blocks)
     assert len(set(found)) == count
     assert max(found) < blocks
+
+
+def test_ways_are_drawn_in_words():
+    from experiments.plots import migration as plots
+
+    axis = pyplot.subplots()[1]
+    line = {"seq_len": 128, "value": 2.0, "statistic": "median", "disturbed": False}
+    for name in (COPY, COPY_HOST, COPY_PEER, RECOMPUTE, "ethernet 25G"):
+        plots._line(axis, pd.DataFrame([line]), name, computed=True)
+    assert [one.get_label() for one in axis.get_lines()] == [
+        "copied on the same GPU or CPU", "copied through host memory", "copied to the next GPU", "computed again",
+        "ethernet 25G",
+    ]  # fmt: skip
+    pyplot.close("all")
 
 
 def test_rows_of_both_ways(tmp_path):

@@ -5,8 +5,9 @@ import torch
 from fakes import composed
 
 from experiments import sec6_norm
-from experiments.harness import CheckFailed
+from experiments.harness import CheckFailed, resume
 from experiments.harness.resume import run
+from punica.measure import timing
 from punica.measure.records import read_rows
 from tests.experiments.claims.claim_rows import paper_rows, verdict_of
 
@@ -32,6 +33,22 @@ def test_it_measures_draws_and_does_not_measure_again(tmp_path) -> None:
     assert kinds == {("text 6", "norm_latency", "us", "host_clock")}
     assert len(outcome.figures) == 3
     assert run(cfg, sec6_norm.EXPERIMENT).measured == 0
+
+
+def test_a_gpu_times_it_without_the_launches_too(tmp_path, monkeypatch) -> None:
+    protocols = []
+
+    def timed(calls, protocol):
+        protocols.append((protocol.timer, protocol.flush_mib))
+        return {name: [1e-6] * 5 for name in calls}
+
+    monkeypatch.setattr(timing, "time_side_by_side", timed)
+    monkeypatch.setattr(sec6_norm, "checked", lambda cfg, system, rows: lambda: None)
+    monkeypatch.setattr(resume, "_prepare", lambda cfg: None)
+    cfg = composed(tmp_path, "hardware=h200", "figure.batch_sizes=[32]", name="sec6_norm")
+    rows = read_rows(run(cfg, sec6_norm.EXPERIMENT).rows_file)
+    assert {row.timer for row in rows} == {"cuda_graph", "host_clock"}
+    assert protocols == [("cuda_graph", 0), ("host_clock", 0)]
 
 
 def test_a_wrong_norm_is_not_timed(tmp_path, monkeypatch) -> None:

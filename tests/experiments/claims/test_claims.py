@@ -42,6 +42,34 @@ def test_a_simulated_hour_that_misses_the_papers_numbers_says_so_and_why(paper_r
     assert verdict_of(rows, "C48").verdict == DIFFERS
 
 
+@pytest.mark.parametrize(
+    ("id", "metric", "values", "said"),
+    [
+        ("C46", "share_of_active_cells_batch_ge_31", (0.58, 0.62, 0.68), "0.620 (0.580 to 0.680)"),
+        ("C47", "correlation_of_throughput_and_request_rate", (0.8, 0.96, 0.99), "0.9600 (0.8000 to 0.9900)"),
+        ("C48", "correlation_of_active_gpus_and_throughput", (0.9, 0.95, 0.97), "correlation 0.95 (0.9 to 0.97)"),
+        ("C49", "median_changes_from_idle_to_active", (1.0, 2.5, 4.0), "median 2.5 (1 to 4)"),
+        ("C50", "throughput_of_an_active_gpu_at_the_peak", (400.0, 700.0, 900.0), "per active GPU 700 (400 to 900)"),
+    ],
+)
+def test_a_simulated_hour_is_judged_on_the_mean_over_its_seeds(paper_rows, id, metric, values, said):
+    simulated = {"panel": "simulated hour", "system": "punica", "kind": "simulated", "cost_model": "a cost"}
+    first = paper_rows[paper_rows["figure"] == "13"].assign(**simulated)
+    one = first.iloc[:1].assign(t_s=float("nan"), gpu=float("nan"))
+    of_one_gpu = {"panel": "simulated Figure 11", "workload": "Skewed", "model": "llama2-7b", "metric": "throughput"}
+    alone = pd.concat([paper_rows.drop(first.index), first, one.assign(**of_one_gpu, value=1000.0)], ignore_index=True)
+    assert verdict_of(alone, id).our_value.endswith("; one seed (steps: a cost)")
+    ends = zip(("_low", "_mean", "_high"), values, strict=True)
+    told = [one.assign(metric="share_of_active_cells_batch_ge_31_mean", value=0.7)][id == "C46" :]
+    told += [one.assign(metric=f"{metric}{end}", value=value) for end, value in ends]
+    rows = pd.concat([alone, *told, one.assign(metric="seeds", value=3.0)], ignore_index=True)
+    verdict = verdict_of(rows, id)
+    assert (verdict.verdict, said in verdict.our_value) == (SIMULATED_SHAPE, True)
+    assert verdict.our_value.endswith("; means and spans over 3 seeds (steps: a cost)")
+    rows.loc[rows["metric"] == f"{metric}_mean", "value"] = 3.5 if id == "C49" else 0.4
+    assert verdict_of(rows, id).verdict == DIFFERS
+
+
 @pytest.mark.parametrize("id", sorted(CLAIMS))
 def test_the_paper_passes_its_shape_tests(paper_rows, id):
     finding = CLAIMS[id](Rows(paper_rows))

@@ -1,6 +1,8 @@
 """Numbers between markers: each is filled by a function of rows, and the README has no other measured ones."""
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,9 +10,10 @@ from experiments.harness.schema import REPOSITORY
 from experiments.report import filled
 from experiments.report.filled import MARKED, VALUES, fill, write_filled
 from experiments.report.machines import machine_of
-from punica.measure.records import write_rows
+from punica.measure.records import RowsError, write_rows
 from tests.experiments.report.report_rows import PAPER, decode_rows
 
+A = Path("A.md")
 FILES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")]
 MEASURED = re.compile(r"\d (ms|µs|us|ns|token/s|requests?/s|GB/s)\b|\d\.\d+ times|\d(\.\d+)? %")
 SET = ("within 3 %", "within 12 %", "within 25 %", "1.5 times slower than a sibling")
@@ -25,14 +28,14 @@ def cpu(tmp_path):
 
 def test_a_marker_is_filled_from_rows_and_filled_again(cpu):
     text = "takes <!-- measured:cpu-decode-growth -->9<!-- /measured --> times as long"
-    once = fill(text, {"cpu": cpu})
+    once = fill(text, {"cpu": cpu}, A)
     assert once == "takes <!-- measured:cpu-decode-growth -->1.2<!-- /measured --> times as long"
-    assert fill(once, {"cpu": cpu}) == once
+    assert fill(once, {"cpu": cpu}, A) == once
 
 
 def test_a_table_spans_lines_and_what_stands_around_it_stays(cpu):
     table, word = "<!-- measured:machines -->\nold\nolder\n", "<!-- measured:single-runs -->"
-    found = fill(f"a\n{table}<!-- /measured -->\nb {word}<!-- /measured -->", {"cpu": cpu})
+    found = fill(f"a\n{table}<!-- /measured -->\nb {word}<!-- /measured -->", {"cpu": cpu}, A)
     assert found.startswith("a\n<!-- measured:machines -->\n\n| recorded on | verdicts | results |\n")
     assert found.endswith("|\n\n<!-- /measured -->\nb <!-- measured:single-runs -->2 of 2 (cpu)<!-- /measured -->")
 
@@ -41,15 +44,30 @@ def test_an_unknown_marker_and_a_machine_without_rows_are_refused_before_anythin
     good = "<!-- measured:single-runs --><!-- /measured -->"
     (tmp_path / "A.md").write_text(good)
     (tmp_path / "B.md").write_text("<!-- measured:nothing --><!-- /measured -->")
-    with pytest.raises(ValueError, match=r"measured:nothing is filled by no function: choose one of cpu-decode-growth"):
+    with pytest.raises(RowsError, match=r"B.md: the marker measured:nothing is filled by no function: choose one"):
         write_filled([cpu], tmp_path)
     (tmp_path / "B.md").write_text("<!-- measured:gpu-steps --><!-- /measured -->")
-    with pytest.raises(ValueError, match="measured:gpu-steps has no rows for 'h200': record them"):
+    with pytest.raises(RowsError, match=r"B.md: .*measured:gpu-steps needs recorded rows for 'h200'.*make record"):
         write_filled([cpu], tmp_path)
     assert (tmp_path / "A.md").read_text() == good
     (tmp_path / "B.md").write_text("no marker")
     assert write_filled([cpu], tmp_path) == [tmp_path / "A.md"]
     assert "2 of 2 (cpu)" in (tmp_path / "A.md").read_text()
+
+
+@pytest.mark.parametrize("name", sorted({*VALUES} - {"machines", "single-runs", "highlights"}))
+def test_rows_that_a_marker_needs_are_asked_for(name, tmp_path):
+    row = replace(decode_rows()[0], figure="2")
+    write_rows(tmp_path / "rows.csv", [row])
+    machines = {machine: machine_of(tmp_path, tmp_path, PAPER, machine) for machine in ("cpu", "h200")}
+    with pytest.raises(RowsError, match=f"A.md: the marker measured:{name} needs recorded rows for "):
+        fill(f"<!-- measured:{name} --><!-- /measured -->", machines, A)
+
+
+def test_a_highlight_without_rows_is_not_left_out(tmp_path):
+    write_rows(tmp_path / "rows.csv", decode_rows())
+    table = filled.highlights({"h200": machine_of(tmp_path, tmp_path, PAPER, "h200")})
+    assert table.count("| not measured |") == sum(map(len, filled.HIGHLIGHTS.values()))
 
 
 def test_every_function_fills_a_marker():

@@ -89,6 +89,22 @@ def test_each_clock_has_its_table_and_the_head_of_both_has_both_counts(places):
         assert f"(`claims_cuda_graph.md`): {graph}." in head
         assert "C12 (differs, reproduced)" in head
         assert (folder / f"{name}.csv").exists()
+        assert "there are no rows of" not in (folder / f"{name}.csv").read_text()
+
+
+def test_a_clock_that_decides_and_has_no_rows_is_missed_where_it_could_have_some(places):
+    norms = [
+        replace(row, figure="text 6", system=system, workload="", batch_size=32, metric="norm_latency", rank=None)
+        for row, system in zip(operator_rows("host_clock", 64.0), ("unfused", "fused"), strict=False)
+    ]
+    path = places.fresh_rows / "rows.csv"
+    write_rows(path, [*operator_rows("cuda_graph", 20.0), *norms])
+    remarks = {verdict.id: verdict.remark for verdict in write_report(places).verdicts}
+    assert "judged by cuda_graph: there are no rows of host_clock, which decides" in remarks["C12"]
+    assert "judged by host_clock: there are no rows of cuda_graph, which decides" in remarks["C45"]
+    write_rows(path, [replace(row, hardware="cpu", scale="laptop") for row in norms])
+    on_cpu = {verdict.id: verdict for verdict in write_report(places).verdicts}["C45"]
+    assert (on_cpu.verdict, on_cpu.clock, on_cpu.remark) == ("not testable on this hardware", "host_clock", "")
 
 
 def test_one_clock_has_one_count(places):

@@ -1,0 +1,98 @@
+"""Numbers of a whole hour by its windows: of the paper's rows, and of every seed of a simulation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from experiments.cluster.served import FULL, ServedHour, at_the_peak, mean_from, series
+from experiments.harness.points import Reading
+from punica.workload import MAX_BATCH
+
+IDLE = 0.5
+"""Mean requests of a minute below which a GPU counts as idle, as where the paper's heat map was read."""
+HOUR_S, WINDOW_S, LOW_S, RATE_S = 3600, 300, 300, 200
+FOLLOWS, CONSOLIDATED = "correlation_of_throughput_and_request_rate", "correlation_of_active_gpus_and_throughput"
+FIRST, LAST, EXCESS = f"active_gpus_first_{LOW_S}s", f"active_gpus_last_{LOW_S}s", "largest_excess_of_active_gpus"
+LEAST_WOKEN, WOKEN, MOST_WOKEN = (f"{which}_changes_from_idle_to_active" for which in ("least", "median", "most"))
+PACE, FULL_MINUTES = "throughput_of_an_active_gpu_at_the_peak", "share_of_active_minutes_batch_ge_31"
+UNITS = {
+    FOLLOWS: "1", CONSOLIDATED: "1", FIRST: "GPUs", LAST: "GPUs", EXCESS: "ratio", LEAST_WOKEN: "count",
+    WOKEN: "count", MOST_WOKEN: "count", PACE: "token/s", FULL_MINUTES: "fraction",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of an hour by their start in seconds: means of requests, tokens and active GPUs, and mean requests of a
+    minute, one line per GPU.
+    """
+
+    rate: pd.Series
+    speed: pd.Series
+    active: pd.Series
+    batches: pd.DataFrame
+
+    @classmethod
+    def of(cls, frame: pd.DataFrame) -> "Windows":
+        """Take them from rows or readings, with columns `metric`, `t_s`, `gpu` and `value`."""
+        names = ("request_rate", "throughput_10s_mean", "active_gpus_60s_mean")
+        held = frame[frame["metric"] == "gpu_batch_size_60s_mean"]
+        lines = (over_time(frame, name) for name in names)
+        return cls(*lines, held.pivot_table(index="gpu", columns="t_s", values="value"))
+
+    def rates(self) -> list[tuple[float, float]]:
+        """Return request rate and tokens per second of each window of the request rate."""
+        return [(value, mean_from(self.speed, start, RATE_S)) for start, value in self.rate.items()]
+
+    def excess(self) -> pd.Series:
+        """Divide active GPUs by the least that the requests need, by five minutes."""
+        held = self.batches.sum()
+        starts = sorted({WINDOW_S * int(t // WINDOW_S) for t in self.active.index})
+        return pd.Series(
+            {
+                t: mean_from(self.active, t, WINDOW_S) / np.ceil(mean_from(held, t, WINDOW_S) / MAX_BATCH)
+                for t in starts
+            }
+        )
+
+    def woken(self) -> pd.Series:
+        """Count how often each GPU became active after an idle minute."""
+        active = self.batches >= IDLE
+        return (active & ~active.shift(1, axis=1, fill_value=True)).sum(axis=1)
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of a whole hour that follow from its windows, by the names in `UNITS`."""
+        woken, minutes = self.woken(), self.batches.to_numpy()
+        speeds = [mean_from(self.speed, start, 60) for start in self.active.index]
+        found = {
+            FOLLOWS: np.corrcoef(*zip(*self.rates(), strict=True))[0, 1],
+            CONSOLIDATED: np.corrcoef(self.active, speeds)[0, 1],
+            FIRST: mean_from(self.active, 0, LOW_S),
+            LAST: mean_from(self.active, self.active.index.max() + 60 - LOW_S, LOW_S),
+            EXCESS: self.excess().max(),
+            LEAST_WOKEN: woken.min(), WOKEN: woken.median(), MOST_WOKEN: woken.max(),
+            PACE: at_the_peak(self.speed, self.active)[0],
+            FULL_MINUTES: (minutes[minutes >= IDLE] >= FULL).mean(),
+        }  # fmt: skip
+        return {name: float(value) for name, value in found.items()}
+
+
+def over_time(frame: pd.DataFrame, metric: str) -> pd.Series:
+    """Return values of ``metric`` by the start of their window."""
+    return frame[frame["metric"] == metric].set_index("t_s")["value"].sort_index().astype(float)
+
+
+def windows_of(served: ServedHour) -> Windows:
+    """Return the windows of a served hour."""
+    lines = [{"metric": one.metric, "t_s": one.t_s, "gpu": one.gpu, "value": one.value} for one in series(served)]
+    return Windows.of(pd.DataFrame(lines))
+
+
+def number_readings(served: ServedHour) -> Sequence[Reading]:
+    """Return the numbers of ``served``; none of a part of an hour."""
+    if served.duration_s < HOUR_S:
+        return []
+    about = {"kind": served.kind, "cost_model": served.cost_model}
+    return [Reading(name, value, UNITS[name], **about) for name, value in windows_of(served).numbers().items()]
