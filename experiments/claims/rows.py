@@ -230,19 +230,28 @@ def _players(role: str) -> list[str]:
 
 def pick(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
     """Return rows whose columns equal ``where``; NotMeasured without any."""
+    return frame.take(_places(frame, where))
+
+
+def _places(frame: pd.DataFrame, where: dict[str, Any]) -> np.ndarray:
+    """Return the positions of rows whose columns equal ``where``; NotMeasured without any."""
+    places = np.arange(len(frame))
     for name, value in where.items():
-        frame = frame[frame[name].to_numpy() == value]
-    if frame.empty:
+        places = places[frame[name].to_numpy()[places] == value]
+    if not len(places):
         raise NotMeasured("no rows with " + ", ".join(f"{name}={value}" for name, value in where.items()))
-    return frame
+    return places
 
 
 def curve(frame: pd.DataFrame, metric: str, over: str = "batch_size", **where: Any) -> pd.Series:
     """Return ``metric`` where columns equal ``where``, indexed by ``over`` ascending; NotMeasured when empty."""
-    chosen = pick(frame, metric=metric, **where).dropna(subset=[over])
-    values = chosen.set_index(over)["value"].sort_index()
+    places = _places(frame, {"metric": metric, **where})  # copies of all columns would take most of a report's time
+    keys = frame[over].to_numpy()[places]
+    known = ~pd.isna(keys)
+    values = pd.Series(frame["value"].to_numpy()[places][known], pd.Index(keys[known], name=over), name="value")
+    values = values.sort_index()
     if values.index.has_duplicates:
-        panels = ", ".join(sorted(set(chosen["panel"]))) or "one panel"
+        panels = ", ".join(sorted(set(frame["panel"].to_numpy()[places]))) or "one panel"
         raise NotMeasured(f"{metric} has several values per {over} ({panels}); the claim is about one curve")
     return values
 

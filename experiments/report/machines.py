@@ -1,7 +1,7 @@
 """Machines: the rows of a folder with the verdicts on them, under each clock that timed the operators."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from experiments.claims.rows import SCALES, Rows
 from experiments.claims.stability import Stability, stability
 from experiments.harness.source import fingerprint, script_of
 from experiments.plots.frames import distinct
-from punica.measure.records import COLUMNS, Row, read_rows
+from punica.measure.records import COLUMNS, read_rows
 
 NAME = "claims"
 AUTO = "auto"
@@ -95,14 +95,14 @@ def read_folder(folder: Path) -> pd.DataFrame:
 
     RowsError names file, line and remedy when a file is damaged.
     """
-    rows = [{**asdict(row), "older": is_older(row, path)} for path in rows_files(folder) for row in read_rows(path)]
+    rows = []
+    for path in rows_files(folder):
+        script = script_of(path)
+        current = None if script is None else fingerprint(script)
+        rows += [
+            {**vars(row), "older": current is not None and row.source_hash != current} for row in read_rows(path)
+        ]
     return pd.DataFrame(rows, columns=[*COLUMNS, "older"])
-
-
-def is_older(row: Row, path: Path) -> bool:
-    """Check that ``row`` of the file ``path`` was measured by other code than its script runs now."""
-    script = script_of(path)
-    return script is not None and row.source_hash != fingerprint(script)
 
 
 def of_timer(frame: pd.DataFrame, timer: str) -> pd.DataFrame:
