@@ -28,7 +28,8 @@ An API key is taken from the environment's SERVER_API_KEY alone, and is in no ro
     output_throughput, request_rate: tokens and ended requests per second of the measured time. Tokens are those of the
                   usage at the end of a stream, shared out over its pieces; of an answer with an error none counts
     time_to_first_token, time_per_output_token, request_latency: median, p10, p90, _mean, _p95, _max, and _p99 of 100
-                  requests or more, of right answers; from the time at which a request should arrive to its first piece
+                  requests or more, of right answers; from the time at which a request should arrive to its first piece.
+                  First tokens also of unfinished requests, which waited at least to the end of `drain`
     requests, errors, errors_*: of those that began in the measured time: errors_http_429 and other states,
                   errors_no_connection, errors_broken_stream, errors_error_in_stream, errors_no_usage,
                   errors_wrong_token_count (usage against what was asked for, and against the pieces),
@@ -155,8 +156,8 @@ def check(figure: ServerConf) -> None:
             raise ConfigError(f"figure.{name} has {value!r}, must be of {', '.join(known)}")
     if not figure.loads or (POISSON in figure.loads and not figure.rates):
         raise ConfigError("figure.loads or figure.rates is empty: choose figure.loads=[poisson] 'figure.rates=[1,2,4]'")
-    for name, values in (("rates", figure.rates), ("seconds", [figure.seconds])):
-        if min(values) <= 0:
+    for name, values in (("rates", figure.rates), ("in_flight", figure.in_flight), ("seconds", [figure.seconds])):
+        if min(values, default=1) <= 0:
             raise ConfigError(f"figure.{name}={values} must be above 0")
     if min(figure.warm, figure.drain) < 0:
         raise ConfigError(f"figure.warm={figure.warm} and figure.drain={figure.drain} must be 0 or more")

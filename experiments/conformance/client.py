@@ -37,10 +37,11 @@ class Server:
         self, url: str, prefix: str = "", base: str = BASE, key: str | None = None, timeout: float = 60
     ) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+        # idle connections end before the server's do; a proxy of the environment is not what is tested
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
         self.url, self.prefix, self._base = url.rstrip("/").removesuffix("/v1"), prefix, base
         self.takes_ids = False
-        self._http = httpx2.AsyncClient(headers=headers, limits=limits, timeout=timeout)
+        self._http = httpx2.AsyncClient(headers=headers, limits=limits, timeout=timeout, trust_env=False)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -110,18 +111,21 @@ class Server:
             if not body["stream"]:
                 await answer.aread()
                 return Answer(_tokens(answer.json()["choices"][0]["text"]))
-            text, chunks = "", 0
+            text, chunks, whole = "", 0, False
             async for line in answer.aiter_lines():
                 if leave_after is not None and chunks >= leave_after:
-                    break
+                    return Answer(_tokens(text))
                 data = line.removeprefix("data:").strip()
-                if not line.startswith("data:") or data == "[DONE]":
+                if not line.startswith("data:"):
                     continue
+                if data == "[DONE]":
+                    whole = True
+                    break
                 chunk = json.loads(data)
                 if "error" in chunk:
                     return Answer(_tokens(text), f"error in the stream: {chunk['error']}")
                 text, chunks = text + "".join(choice["text"] for choice in chunk["choices"]), chunks + 1
-            return Answer(_tokens(text))
+            return Answer(_tokens(text), "" if whole else "the stream ended without [DONE]")
 
     async def change(self, path: str, **fields: Any) -> tuple[int, str]:
         """Post to `load_lora_adapter` or `unload_lora_adapter`, below `/v1` or not; status and text of the answer."""

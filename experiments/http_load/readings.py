@@ -9,7 +9,7 @@ import numpy as np
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading, sampled
 from experiments.harness.span import FEWEST_FOR_P99
-from experiments.http_load.client import Answer
+from experiments.http_load.client import UNFINISHED, Answer
 from experiments.http_load.loops import Run
 
 MS = 1e3
@@ -28,7 +28,7 @@ def run_readings(run: Run) -> list[Reading]:
     if not users:
         raise CheckFailed(f"no request began in {run.span.seconds:.3g} s: choose a longer time (figure.seconds)")
     right = [answer for answer in users if not answer.error]
-    first = [answer.first - answer.at for answer in right if answer.first is not None]
+    first = [_first_wait(answer, run.span.deadline) for answer in users if answer.error in ("", UNFINISHED)]
     late = is_late(run.lags, first)
     return [
         Reading("output_throughput", tokens_in(run.answers, begin, end) / run.span.seconds, "token/s"),
@@ -52,6 +52,11 @@ def tokens_in(answers: Sequence[Answer], begin: float, end: float) -> float:
             inside = sum(begin <= at < end for at in answer.pieces)
             found += (answer.tokens or 0) * inside / len(answer.pieces)
     return found
+
+
+def _first_wait(answer: Answer, deadline: float) -> float:
+    """Return the wait for the first piece; of a request without one, which waited to the end, at least so long."""
+    return (deadline if answer.first is None else answer.first) - answer.at
 
 
 def is_late(lags: Sequence[float], first: Sequence[float]) -> bool:

@@ -106,8 +106,11 @@ def read_folder(folder: Path) -> pd.DataFrame:
 
 
 def of_timer(frame: pd.DataFrame, timer: str) -> pd.DataFrame:
-    """The rows of ``timer`` alone, and those that no clock made; all rows for ``auto``."""
-    return frame if timer == AUTO else frame[frame["timer"].fillna("").isin([timer, ""])]
+    """The rows of ``timer`` alone in figures that have such, the others whole; all rows for ``auto``."""
+    if timer == AUTO:
+        return frame
+    timed = set(frame.loc[frame["timer"] == timer, "figure"])
+    return frame[~frame["figure"].isin(timed) | frame["timer"].fillna("").isin([timer, ""])]
 
 
 def verdicts_by_clock(frame: pd.DataFrame, paper: Path) -> dict[str, list[Verdict]]:

@@ -152,6 +152,7 @@ def test_a_slow_answer_is_unfinished_at_the_deadline() -> None:
         found = counts(run_readings(served(fake.url, "slow", seconds=0.1, drain=0.1)))
         assert time.monotonic() - began < 0.9, "not waited for"
     assert found["requests"] == found["errors"] == found["errors_unfinished"] == 2
+    assert found["time_to_first_token_max"] >= 100, "of requests without a token, too, the wait so far"
 
 
 def test_a_dead_server_is_asked_at_a_bounded_rate() -> None:

@@ -1,7 +1,8 @@
 """Explanation of a claim that does not hold here: its cost on this machine, and on the paper's A100.
 
-`explained` asks four things of one formula: here it gives every measured quantity within `WITHIN`, on an A100 every one
-of the paper's, it misses the bounds that are missed here, and it meets them on an A100. A formula that gives the same
+`explained` asks four things of one formula: here it gives every measured quantity and its ends within `WITHIN`, on an
+A100 every one of the paper's, it misses the bounds that are missed here, and it meets them on an A100. A quotient whose
+two ends are off alike is no explanation. A formula that gives the same
 on both machines explains no difference between them.
 """
 
@@ -43,7 +44,9 @@ class Side:
         if name not in self.measured:
             return True
         found, wanted = self.cost.quantities.get(name), self.measured[name]
-        return found is not None and abs(found - wanted) <= WITHIN * abs(wanted)
+        return found is not None and _is_near(found, wanted) and all(
+            _is_near(end.value, end.row.value) for end in self.ends.get(name, [])
+        )
 
     def miss(self, name: str) -> str:
         """Tell how far the prediction of a quantity is off, and by which of its ends."""
@@ -60,6 +63,10 @@ class Side:
     def ends(self) -> Mapping[str, list[Point]]:
         """Points that decide each quantity."""
         return ends_of(self.cost)
+
+
+def _is_near(found: float, wanted: float) -> bool:
+    return abs(found - wanted) <= WITHIN * abs(wanted)
 
 
 @cache

@@ -105,11 +105,8 @@ def test_every_cost_has_a_change_of_the_machine_that_turns_its_verdict():
     assert set(TURNED) == set(COSTS)
 
 
-@pytest.mark.parametrize(
-    "id", [pytest.param(id, marks=[pytest.mark.slow] if id in MANY_POINTS else []) for id in sorted(COSTS)]
-)
-def test_a_machine_explains_what_its_calibration_tells_and_nothing_else(rows, id, monkeypatch):
-    """Both sides take what the cost says: the claim is explained. Another time of a deciding point: it differs."""
+def explained_rows(rows, id, monkeypatch):
+    """Rows of a machine, and for this test an A100, that take what the cost of claim ``id`` says."""
     of_paper, here = TURNED[id]
     paper = changed(rows, of_paper)
     machine = Machine(Rows(paper), Rows(paper), launches=True, stated=a100(PAPER))
@@ -117,7 +114,15 @@ def test_a_machine_explains_what_its_calibration_tells_and_nothing_else(rows, id
     monkeypatch.setattr(explaining, "paper_machine", lambda folder: (papers, machine))
     monkeypatch.setattr(explaining, "on_an_a100", on_an_a100.__wrapped__)
     calibrated = changed(rows, here).assign(hardware="h200", timer=CLOCK)
-    measured = as_priced(calibrated, id, Evidence(calibrated, PAPER).machine(CLOCK))
+    return as_priced(calibrated, id, Evidence(calibrated, PAPER).machine(CLOCK))
+
+
+@pytest.mark.parametrize(
+    "id", [pytest.param(id, marks=[pytest.mark.slow] if id in MANY_POINTS else []) for id in sorted(COSTS)]
+)
+def test_a_machine_explains_what_its_calibration_tells_and_nothing_else(rows, id, monkeypatch):
+    """Both sides take what the cost says: the claim is explained. Another time of a deciding point: it differs."""
+    measured = explained_rows(rows, id, monkeypatch)
     cost = predicted(id, Rows(measured), Evidence(measured, PAPER).machine(CLOCK))
     ends = dict.fromkeys(end.row.Index for points in ends_of(cost).values() for end in points[:2])
     monkeypatch.setattr(explaining, "ends_of", lambda cost: {})  # of a sentence, which other tests read
@@ -127,6 +132,14 @@ def test_a_machine_explains_what_its_calibration_tells_and_nothing_else(rows, id
     broken = (verdict_of(slower(measured, f"index == {end}", factor), id) for end in ends for factor in (2.5, 0.4))
     differing = next(one for one in broken if one.verdict == DIFFERS)
     assert ": not explained, as " in differing.why
+
+
+def test_ends_that_are_off_alike_explain_no_ratio(rows, monkeypatch):
+    measured = explained_rows(rows, "C01", monkeypatch)
+    assert verdict_of(measured, "C01").verdict == EXPLAINED
+    both = verdict_of(slower(measured, "figure == '1' and panel == 'decode' and seq_len == 128", 1.5), "C01")
+    assert both.verdict == DIFFERS
+    assert ": not explained, as here ratio is predicted 0 % (batch 32 -33 %, batch 1 -33 %)" in both.why
 
 
 def test_a_cost_that_meets_a_bound_explains_no_miss_of_it(rows, a_machine):

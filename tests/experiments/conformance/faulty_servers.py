@@ -25,6 +25,7 @@ class RightServer:
     loads = True  # requests may load adapters
     ids = True  # prompts may be token ids
     lists = True  # /v1/models is there
+    ends_streams = True  # with [DONE]
     key: str | None = None
 
     def __init__(self, world: World) -> None:
@@ -86,7 +87,7 @@ class RightServer:
         tokens = self.tokens(name, ids, beside)[: body["max_tokens"]]
         words = [f"w{token} " for token in tokens]
         if body["stream"]:
-            return StreamingResponse(_events(words), media_type="text/event-stream")
+            return StreamingResponse(_events(words, self.ends_streams), media_type="text/event-stream")
         return JSONResponse({"choices": [{"index": 0, "text": "".join(words), "finish_reason": "length"}]})
 
     async def _group(self, request: Ask) -> list[Ask]:
@@ -100,10 +101,11 @@ class RightServer:
         return await here
 
 
-async def _events(words: list[str]) -> AsyncIterator[str]:
+async def _events(words: list[str], ends: bool) -> AsyncIterator[str]:
     for word in words:
         yield f"data: {json.dumps({'choices': [{'index': 0, 'text': word}]})}\n\n"
-    yield "data: [DONE]\n\n"
+    if ends:
+        yield "data: [DONE]\n\n"
 
 
 def _error(status: int, message: str) -> Response:

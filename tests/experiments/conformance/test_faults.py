@@ -103,6 +103,14 @@ def test_answers_that_change_from_run_to_run(world: World) -> None:
     assert all(found.endswith("got other tokens or errors from run to run") for found in result.findings)
 
 
+def test_streams_that_are_cut_behind_their_last_token(world: World) -> None:
+    server = faulty.RightServer(world)
+    server.ends_streams = False
+    result = outcome(server, cases.mixed)
+    assert result.status == FAIL
+    assert any("the stream ended without [DONE]" in found for found in result.findings)
+
+
 def test_a_request_that_gets_no_answer(world: World) -> None:
     class Drops(faulty.RightServer):
         def tokens(self, name: str, ids: Any, beside: Any) -> Any:
