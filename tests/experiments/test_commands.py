@@ -14,8 +14,6 @@ from experiments.plots.draw import draw
 from punica.measure.records import Row, RowsError, read_rows, write_rows
 
 ALL = {experiment.name: experiment for experiment in experiments()}
-SMALL = ("scale=smoke", "hardware=cpu", "scale.batch_sizes=[1,7]", "workload=distinct", "system=sgmv")
-"""Two points of Figure 8 instead of all: the command decides by figures and left-out points, not by their number."""
 
 
 def command(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -83,7 +81,7 @@ def test_a_script_runs_and_multirun_sweeps_an_outer_axis(tmp_path):
 
 @pytest.mark.slow
 def test_reproduce_resumes_redoes_only_what_was_deleted_and_reports(tmp_path):
-    words = [*SMALL, f"paths.outputs={tmp_path}", "figures=[fig08,readme]"]
+    words = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,readme]"]
     first = command("commands.reproduce", *words)
     assert first.returncode == 0, first.stderr
     assert last_json(first)["measured"] == ["fig08_lora_operator", "readme_backbone"]
@@ -103,7 +101,7 @@ from experiments.commands import reproduce as module
 module.minutes_of = lambda configs: dict.fromkeys(configs, 0.0005)
 module.batch_main("reproduce", "", module.reproduce, "figures", measures=True)
 """
-    words = [*SMALL, f"paths.outputs={tmp_path}", "figures=[fig08,readme]"]
+    words = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,readme]"]
     done = subprocess.run(
         [sys.executable, "-c", short, *words], capture_output=True, text=True, cwd=REPOSITORY, check=False
     )
@@ -119,7 +117,9 @@ def test_a_figure_that_fails_does_not_stop_the_others(tmp_path):
     rows = tmp_path / "cpu" / "smoke" / "rows"
     rows.mkdir(parents=True)
     (rows / "fig08_lora_operator.csv").write_text("not,rows\n")
-    done = command("commands.reproduce", *SMALL, f"paths.outputs={tmp_path}", "figures=[fig08,readme]")
+    done = command(
+        "commands.reproduce", "scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,readme]"
+    )
     assert done.returncode == 1
     assert last_json(done)["measured"] == ["readme_backbone"]
     assert "line 1" in last_json(done)["failed"]["fig08_lora_operator"]
@@ -141,7 +141,7 @@ def test_a_choice_that_no_chosen_figure_reads_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_choice_that_one_chosen_figure_reads_is_taken(tmp_path):
-    words = [*SMALL, f"paths.outputs={tmp_path}", "figures=[fig08,fig01]", "model=llama-tiny"]
+    words = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,fig01]", "model=llama-tiny"]
     done = command("commands.reproduce", *words, "draw=false")
     assert done.returncode == 0, done.stderr
     assert last_json(done)["measured"] == ["fig08_lora_operator", "fig01_batching"]
