@@ -74,7 +74,7 @@ def _report(cfg: DictConfig, outcomes: list[Outcome], started: float) -> str:
     the table, or an empty string without rows.
     """
     from experiments.commands.report import PAGE, write_fresh
-    from experiments.report.ending import ending
+    from experiments.report.ending import ending, left_out
 
     places = folders(cfg)
     table = places.fresh_rows.parent / "claims.md"
@@ -87,7 +87,8 @@ def _report(cfg: DictConfig, outcomes: list[Outcome], started: float) -> str:
         minutes = (time.perf_counter() - started) / 60
         print("\n" + ending(outcomes, minutes, here, others, files), file=sys.stderr, flush=True)
     else:
-        print(f"nothing new was measured; the report is {page}", file=sys.stderr, flush=True)
+        lines = [*left_out(outcomes), f"Nothing new was measured; the report is {page}"]
+        print("\n".join(lines), file=sys.stderr, flush=True)
     return str(table)
 
 

@@ -26,14 +26,19 @@ def ending(
 
 
 def _measured(outcomes: Sequence[Outcome], minutes: float) -> list[str]:
-    """Say what was measured, and what was left out."""
+    """Say how much was measured, and what was left out."""
     now = [one for one in outcomes if one.measured]
     text = f"Measured {sum(one.measured for one in now):,} points of {len(now)} figures in {minutes:.1f} minutes"
     if skipped := sum(one.skipped for one in outcomes):
         text += f"; {skipped:,} points were up to date"
+    return [f"{text}.", *left_out(outcomes)]
+
+
+def left_out(outcomes: Sequence[Outcome]) -> list[str]:
+    """Say which points of which figures were left out."""
     short = [f"{one.experiment} {one.left_out} of {one.points}" for one in outcomes if one.left_out]
-    more = f"Left out for want of time: {', '.join(short)}; make reproduce again goes on with them."
-    return [f"{text}.", *(textwrap.wrap(more, WIDTH) if short else [])]
+    text = f"Left out for want of time: {', '.join(short)}; make reproduce again goes on with them."
+    return textwrap.wrap(text, WIDTH) if short else []
 
 
 def _counts(sides: Mapping[str, Sequence[Verdict]]) -> list[str]:

@@ -65,4 +65,4 @@ def test_a_page_that_is_newer_than_its_rows_is_not_written_again(measured, tmp_p
     write_rows(tmp_path / "cpu" / "smoke" / "rows" / "fig01_batching.csv", decode_rows())
     (tmp_path / "cpu" / "smoke" / report.PAGE).write_text("a page")
     assert measured(0) == 0
-    assert "nothing new was measured" in capsys.readouterr().err
+    assert "Nothing new was measured" in capsys.readouterr().err
