@@ -1,13 +1,13 @@
 """Figures 1 and 10: steps and layers of a model over the batch (C01 to C04, C22 to C24)."""
 
 
-import numpy as np
 import pandas as pd
 
 from experiments.claims.finding import Finding, claim
 from experiments.claims.rows import (
     NotMeasured,
     Rows,
+    correlation,
     curve,
     model_for,
     models_in,
@@ -74,7 +74,7 @@ def prefill_is_linear(rows: Rows) -> Finding:
     curves = {length: values for length, values in curves.items() if len(values) >= 3 and 1 in values.index}
     if not curves:
         raise NotMeasured("a line needs prefill at batch 1 and at two more batch sizes")
-    fit = {length: float(np.corrcoef(values.index, values)[0, 1] ** 2) for length, values in curves.items()}
+    fit = {length: correlation(values.index, values) ** 2 for length, values in curves.items()}
     long = [length for length in curves if length >= 512] or [max(curves)]
     per_row = {length: ratio(curves[length], curves[length].index[-1], 1) / curves[length].index[-1] for length in long}
     largest = max(values.index[-1] for values in curves.values())

@@ -9,7 +9,7 @@ import pandas as pd
 
 from experiments.claims.fig07 import SHARED, latency_of
 from experiments.claims.finding import SIMULATED, Finding, claim, why
-from experiments.claims.rows import NotMeasured, Rows, at, curve, numbers, pick, ratio, smallest_step
+from experiments.claims.rows import NotMeasured, Rows, at, correlation, curve, numbers, pick, ratio, smallest_step
 from experiments.facts.models import SECONDS
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
 
@@ -84,7 +84,7 @@ def loop_costs_per_adapter(rows: Rows) -> Finding:
     if len(set(groups)) < 3:
         raise NotMeasured("a line needs Loop at three different numbers of adapters")
     slope = float(np.polyfit(groups, latency, 1)[0])
-    fit = float(np.corrcoef(groups, latency)[0, 1] ** 2)
+    fit = correlation(groups, latency) ** 2
     identical = latency_of(rows, "Loop", "Identical")
     flatness = float(identical.max() / identical.min())
     text = f"{slope:.1f} us per group, R2 {fit:.3f} ({source}); Identical max/min {flatness:.2f}"

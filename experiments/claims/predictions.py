@@ -9,12 +9,11 @@ a constant would have given, the mean of the rows that may tell it, is beside ea
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from experiments.claims.fig13 import STRICTER, Hour
 from experiments.claims.finding import SIMULATED
-from experiments.claims.rows import NoVerdict, Rows, markdown, pick
+from experiments.claims.rows import NoVerdict, Rows, correlation, markdown, pick
 from experiments.cluster.seeds import HIGH, LOW
 from experiments.cluster.served import (
     COSTS,
@@ -164,7 +163,7 @@ def _over_seeds(frame: pd.DataFrame, metric: str) -> str:
 
 def _correlation(ours: pd.Series, theirs: pd.Series) -> float:
     both = pd.concat([ours, theirs], axis=1, join="inner").to_numpy()
-    return float(np.corrcoef(both.T)[0, 1]) if len(both) > 1 else float("nan")
+    return correlation(*both.T) if len(both) > 1 else float("nan")
 
 
 def _windows(frame: pd.DataFrame) -> list[Prediction]:

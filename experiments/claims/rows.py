@@ -269,6 +269,12 @@ def ratio(values: pd.Series, upper: float, lower: float) -> float:
     return at(values, upper) / at(values, lower)
 
 
+def correlation(x: Any, y: Any) -> float:
+    """Return Pearson's correlation; NaN where one of the two is constant, as some predictions are."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.corrcoef(x, y)[0, 1])
+
+
 def smallest_step(values: Sequence[float]) -> float:
     """Return the smallest ratio of a value to the one before it: at least 1 when the sequence never falls."""
     if len(values) < 2:
