@@ -60,6 +60,14 @@ class BlockDiagonal:
         return Blocks(self.nblocks if in_a else 1, self.nblocks if in_b else 1)
 
 
+def check_blocks(module: str, blocks: Blocks, rank: int) -> None:
+    """ValueError, before a matrix is built, for blocks that do not divide the rank."""
+    if rank % max(blocks):
+        raise ValueError(
+            f"module {clip(module)} has rank {rank}, which use_bdlora.nblocks = {max(blocks)} does not divide"
+        )
+
+
 def dense(what: str, factor: Tensor | Fp8Matrix, blocks: int) -> Tensor | Fp8Matrix:
     """Build the matrix `[rows, blocks * columns]` with the blocks of `factor [rows, columns]` on its diagonal.
 

@@ -13,6 +13,7 @@ from punica.adapters.lora_model import LoRAModel, table_of_contents
 from punica.adapters.pack import AdapterPacker
 from punica.adapters.read import is_stacked_name, lora_names
 from punica.adapters.request import LoRARequest, loading
+from punica.adapters.shared_experts import is_projection_name
 from punica.adapters.source import AdapterSource, open_source
 from punica.adapters.wrap import MoEEPSpec
 from punica.config import LoRAConfig
@@ -127,9 +128,10 @@ def _configured(keys: Collection[str], renames: Mapping[str, str] | None) -> set
 def _check_all_experts(lora: LoRAModel, num_experts: int) -> None:
     """ValueError for a folder that has a part of the experts; a rank takes its own from all of them."""
     for name, weights in lora.loras.items():
-        a = weights.slices[0][0]
-        if a is not None and is_stacked_name(name) and a.shape[0] != num_experts:
-            raise ValueError(
-                f"module {name!r} has {a.shape[0]} experts of rank {weights.rank}, the rank in the adapter's config; "
-                f"the model has {num_experts}"
-            )
+        allowed = (num_experts, 1) if is_projection_name(name) else (num_experts,)
+        for factor in weights.slices[0] if is_stacked_name(name) or is_projection_name(name) else ():
+            if factor is not None and factor.shape[0] not in allowed:
+                raise ValueError(
+                    f"module {name!r} has {factor.shape[0]} experts of rank {weights.rank}, the rank in the adapter's "
+                    f"config; the model has {num_experts}"
+                )

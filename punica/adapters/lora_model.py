@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from punica.adapters.blocks import Blocks, dense
+from punica.adapters.blocks import Blocks, check_blocks, dense
 from punica.adapters.check import check_experts, check_finite, check_pair, check_tensors, join_scales
 from punica.adapters.peft_config import PEFTHelper
 from punica.adapters.read import NameMapper, WeightsFile, is_stacked_name, lora_names
@@ -188,6 +188,7 @@ def table_of_contents(
         key_a, key_b = keys[True], keys[False]
         is_linear = check is check_pair and "lora_embedding_" not in key_a
         blocks = peft_helper.blocks_of(configured) if is_linear else Blocks()
+        check_blocks(module, blocks, rank)
         check(module, dense(key_a, tensors[key_a], blocks.a), dense(key_b, tensors[key_b], blocks.b), rank)
         alpha, scaling = peft_helper.alpha_of(configured), peft_helper.scaling_of(configured)
         contents.append(ModuleEntry(module, key_a, key_b, rank, alpha, scaling, blocks))

@@ -26,6 +26,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 MOST_HEADER_BYTES = 32 << 20
 MOST_TENSORS = 1 << 17
+MOST_NAME = 1 << 14
+"""Most characters of a renamed tensor."""
 
 NameMapper = Callable[[str], str] | Mapping[str, str]
 
@@ -48,13 +50,18 @@ def map_tensor_name(name: str, weights_mapper: NameMapper | None) -> str:
     """Return a checkpoint tensor's name without `base_model.model.`, renamed by `weights_mapper`.
 
     The mapper is a function, or a dict `{old: new}` whose keys are replaced in order wherever they occur in the name.
-    Raises TypeError for anything else.
+    Raises TypeError for anything else, ValueError for a dict that makes a name too long.
     """
     name = name.removeprefix(PEFT_PREFIX)
     if weights_mapper is None:
         return name
     if isinstance(weights_mapper, Mapping):
         for old, new in weights_mapper.items():
+            if len(name) + name.count(old) * len(new) > MOST_NAME:  # before it is built: names could grow at each turn
+                raise ValueError(
+                    f"weights_mapper replaces {clip(old)} by {clip(new)} in {clip(name)}; at most {MOST_NAME} "
+                    "characters, use longer keys or fewer"
+                )
             name = name.replace(old, new)
         return name
     if not callable(weights_mapper):

@@ -16,6 +16,9 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
+_Part = Annotated[str, Field(max_length=256)]
+
+
 class LoadAdapter(Body):
     """Body of ``/v1/load_lora_adapter``. ``load_inplace`` replaces a loaded adapter of that name.
 
@@ -25,7 +28,7 @@ class LoadAdapter(Body):
     lora_name: Name
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool = False
-    weights_mapper: Annotated[dict[str, str], Field(max_length=64)] | None = None
+    weights_mapper: Annotated[dict[_Part, _Part], Field(max_length=64)] | None = None
 
 
 class UnloadAdapter(Body):

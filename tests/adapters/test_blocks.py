@@ -61,8 +61,10 @@ def test_refusals_name_module_and_remedy(saved, tmp_path):
     def load(**changes):
         LoRAModel.from_lora_tensors(1, tensors, PEFTHelper.from_dict(full | {"use_bdlora": config | changes}))
 
-    with pytest.raises(ValueError, match=r"down_proj.lora_A.*has 8 rows, which use_bdlora.nblocks = 3 does not divide"):
+    with pytest.raises(ValueError, match=r"down_proj' has rank 8, which use_bdlora.nblocks = 3 does not divide"):
         load(nblocks=3)
+    with pytest.raises(ValueError, match=r"rank 8, which use_bdlora.nblocks = 40 does not divide"):
+        load(nblocks=40)  # as many as B has rows
     with pytest.raises(ValueError, match=r"layers.0.self_attn.o_proj' matches neither .* which match_strict demands"):
         load(target_modules_bd_a=["down_proj"])
     with pytest.raises(ValueError, match=r"o_proj' matches both"):

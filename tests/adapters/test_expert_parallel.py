@@ -7,7 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from punica.adapters import LoRAModel, wrap
+from punica.adapters.load import _check_all_experts
 from punica.adapters.peft_config import PEFTHelper
+from punica.adapters.weights import ModuleWeights
 from punica.adapters.wrap import MoEEPSpec, NamedLayer, moe_ep_spec_of
 
 
@@ -51,3 +53,17 @@ def test_a_rank_without_any_of_an_adapters_experts_has_an_empty_adapter(tmp_path
         tmp_path, expected, helper, lora_model_id=1, moe_ep_spec=MoEEPSpec(rank, 4, 8)
     )
     assert len(lora.loras) == count
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "refused"), [(1, 8, False), (8, 8, False), (1, 1, False), (1, 4, True), (4, 4, True)]
+)
+def test_projections_have_all_experts_or_one_for_all(a, b, refused):
+    """The number on a rank is no number of experts: both ranks would take the same ones."""
+    pair = (torch.ones(a, 2, 6), torch.ones(b, 5, 2))
+    lora = LoRAModel(1, 2, {"mlp.experts.w1": ModuleWeights("mlp.experts.w1", 2, [pair])})
+    if not refused:
+        _check_all_experts(lora, 8)
+        return
+    with pytest.raises(ValueError, match=r"'mlp.experts.w1' has 4 experts of rank 2.* the model has 8"):
+        _check_all_experts(lora, 8)

@@ -5,7 +5,13 @@ import torch
 from adapter_world import MODULES, adapter_tensors, peft_config
 from safetensors.torch import save_file
 
-from punica.adapters import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights, PEFTHelper
+from punica.adapters import (
+    LoRALayerWeights,
+    LoRAModel,
+    PackedLoRALayerWeights,
+    PEFTHelper,
+    parse_fine_tuned_lora_name,
+)
 
 A, B = "base_model.model.m.q_proj.lora_A.weight", "base_model.model.m.q_proj.lora_B.weight"
 EXPECTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -212,3 +218,9 @@ def test_missing_pickled_and_damaged_files(tmp_path):
     save_file({}, file)
     with pytest.raises(ValueError, match="no LoRA tensors at all"):
         LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper())
+
+
+def test_a_mapper_cannot_make_names_without_end():
+    doubling = {"q": "_b"} | {chr(97 + i): 2 * chr(98 + i) for i in range(1, 16)}
+    with pytest.raises(ValueError, match=r"weights_mapper replaces .* at most 16384 characters"):
+        parse_fine_tuned_lora_name("q_proj.lora_A.weight", doubling)
