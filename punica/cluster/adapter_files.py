@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from punica.adapters import LoRARequest, LRUCache
+from punica.adapters.peft_config import CONFIG_FILE, MOST_CONFIG_BYTES
+from punica.adapters.read import WEIGHTS_FILE
+from punica.adapters.request import resolve_adapter_path
 from punica.parallel import all_ranks_agree
 
 AdapterFiles = Mapping[str, bytes]
 """Files of a PEFT folder, ``{name: content}``."""
+
+MOST_WEIGHTS_BYTES = 16 << 30
+"""Largest weights file that is put into the object store; all of a file is read into memory."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,26 @@ class StoredFiles:
 
     digest: str
     content: Any
+
+
+def read_adapter_files(adapter: LoRARequest) -> AdapterFiles:
+    """Read the files of an adapter's folder, after a check of both files' sizes.
+
+    FileNotFoundError: no such folder, or a file is missing or not a regular one. ValueError: a file is too large.
+    """
+    folder = resolve_adapter_path(adapter.absolute_path)
+    limits = {CONFIG_FILE: MOST_CONFIG_BYTES, WEIGHTS_FILE: MOST_WEIGHTS_BYTES}
+    for name, most in limits.items():
+        file = folder / name
+        if not file.is_file():
+            raise FileNotFoundError(f"{str(file)!r} is not a regular file; a PEFT adapter folder needs {name}")
+        size = file.stat().st_size
+        if size > most:
+            raise ValueError(
+                f"{str(file)!r} has {size} bytes, and at most {most} are served from the object store; give the "
+                "adapter a smaller file, or name it when the engines start, which then read its folder"
+            )
+    return {name: (folder / name).read_bytes() for name in limits}
 
 
 def digest_of(files: AdapterFiles) -> str:

@@ -15,17 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 from punica.adapters import LoRARequest
-from punica.adapters.peft_config import CONFIG_FILE
-from punica.adapters.read import WEIGHTS_FILE
-from punica.adapters.request import check_same_source, resolve_adapter_path
+from punica.adapters.request import check_same_source
 from punica.checks import check_count, check_number, clip
 from punica.cluster import ray_runners
-from punica.cluster.adapter_files import StoredFiles, digest_of
+from punica.cluster.adapter_files import StoredFiles
 from punica.cluster.cluster_output import ClusterOutput, LostRunner, RunnerStep, cluster_output
 from punica.cluster.dispatcher import Dispatcher, EndedStep
 from punica.cluster.policy import ScaleSignal
@@ -144,16 +141,14 @@ class RayCluster(Generation):
         """Return True while :meth:`step` has output to bring."""
         return bool(self._dispatcher.num_unfinished or self._kept)
 
-    def put_adapter(self, adapter: LoRARequest) -> None:
+    def put_adapter(self, adapter: LoRARequest, files: StoredFiles | None = None) -> None:
         """Serve an adapter from Ray's object store, for runners on machines that do not see its folder. Its files are
-        read here, once; each runner fetches them when it first needs them. FileNotFoundError: no such folder, or files
-        missing in it. ValueError: another adapter has its id.
+        read here, once, unless ``files`` come from `ray_runners.store_adapter`, which any thread may call. Each runner
+        fetches them when it first needs them. Errors of `read_adapter_files`; ValueError: another adapter has its id.
         """
         known, _ = self._stored.get(adapter.lora_int_id, (None, None))
         check_same_source(known, adapter)
-        folder = resolve_adapter_path(adapter.absolute_path)
-        files = {name: Path(folder, name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
-        self._stored[adapter.lora_int_id] = adapter, StoredFiles(digest_of(files), ray_runners.store(files))
+        self._stored[adapter.lora_int_id] = adapter, files or ray_runners.store_adapter(adapter)
 
     def drop_adapter(self, adapter: LoRARequest) -> None:
         """Serve an adapter from its folder again, and free its id. Its files are freed here now, in the object store
@@ -216,7 +211,7 @@ class RayCluster(Generation):
         """Have a runner refuse an adapter that does not fit, as far as can be told without reading its numbers.
 
         Waits for the runner's step in flight. FileNotFoundError, TypeError, ValueError: the adapter. RuntimeError: no
-        runner is ready.
+        runner is ready, or it does not reply in time.
         """
         files = self._files_of(adapter)
         gpus = self._dispatcher.policy.gpus.values()

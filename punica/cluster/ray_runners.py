@@ -8,6 +8,7 @@ and its replacement takes over the placement group.
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,14 +18,17 @@ from typing import Any, cast
 import torch
 
 from punica.adapters import LoRARequest
-from punica.checks import check_count, check_number
-from punica.cluster.adapter_files import StoredFiles
+from punica.checks import check_count, check_number, clip
+from punica.cluster.adapter_files import StoredFiles, digest_of, read_adapter_files
 from punica.cluster.runner import Runner, RunnerDescription, StepCommand, StepReply
 from punica.engine import Engine
 from punica.parallel import init_tensor_parallel
 
 OBJECT_STORE_BYTES = 128 << 20
 """Object store of a Ray started here, for adapters and messages; a container's /dev/shm may be small."""
+
+CHECK_TIMEOUT_S = 30.0
+"""Longest wait for a runner's check of an adapter, beyond which it hangs."""
 
 _STARTS = 3  # attempts: Ray limits a start to 30 s, too little on a busy machine until its files are cached
 
@@ -239,9 +243,19 @@ class RunnerProcesses:
         return [actor.step.remote(command) for actor in self.actors]
 
     def check_adapter(self, adapter: LoRARequest, files: StoredFiles | None) -> Exception | None:
-        """Wait for all ranks to check an adapter; return rank 0's error, ``None`` for one that fits. `Lost`."""
+        """Wait for all ranks to check an adapter; return rank 0's error, ``None`` for one that fits. `Lost`.
+
+        RuntimeError: a rank has not replied after `CHECK_TIMEOUT_S`.
+        """
         futures = [actor.check_adapter.remote(adapter, files) for actor in self.actors]
-        refusals = [result_of(future) for future in futures]
+        deadline = time.monotonic() + CHECK_TIMEOUT_S
+        try:
+            refusals = [result_of(future, max(0.0, deadline - time.monotonic())) for future in futures]
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"adapter {clip(adapter.lora_name)} was not checked: its runner has not replied within "
+                f"{CHECK_TIMEOUT_S:g} s, it is busy or hangs; try again later"
+            ) from error
         return cast("Exception | None", refusals[0])
 
     def kill(self) -> None:
@@ -262,11 +276,13 @@ class Lost(Exception):
     """Error for a future of a dead actor; the cause is Ray's error."""
 
 
-def result_of(future: Any) -> Any:
-    """Return the result of a ready future. `Lost` when the actor died or raised."""
+def result_of(future: Any, timeout_s: float | None = None) -> Any:
+    """Return the result of a future. `Lost` when the actor died or raised; TimeoutError after ``timeout_s``."""
     ray = import_ray()
     try:
-        return ray.get(future)
+        return ray.get(future, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise TimeoutError(str(error)) from error
     except ray.exceptions.RayError as error:
         raise Lost(str(error).strip().rpartition("\n")[2]) from error
 
@@ -283,3 +299,9 @@ def wait_for(futures: Sequence[Any], timeout_s: float | None) -> list[Any]:
 def store(content: Any) -> Any:
     """Put ``content`` into Ray's object store; return its reference."""
     return import_ray().put(content)
+
+
+def store_adapter(adapter: LoRARequest) -> StoredFiles:
+    """Read the files of an adapter, and put them into the object store. Errors of `read_adapter_files`."""
+    files = read_adapter_files(adapter)
+    return StoredFiles(digest_of(files), store(files))

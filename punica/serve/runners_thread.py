@@ -14,6 +14,8 @@ from functools import partial
 from typing import cast
 
 from punica.adapters import LoRARequest
+from punica.cluster import ray_runners
+from punica.cluster.adapter_files import StoredFiles
 from punica.cluster.cluster_output import ClusterOutput
 from punica.cluster.ray_cluster import RayCluster
 from punica.engine import StepOutput
@@ -79,9 +81,12 @@ class RunnersThread(SteppingThread):
         return "ok" if self._num_ready >= self._num_wanted else "degraded"
 
     async def admit(self, adapter: LoRARequest) -> None:
-        """Keep the adapter's files for all runners, and have one check them. ApiError 503: no runner is ready."""
+        """Keep the adapter's files for all runners, and have one check them. ApiError 503: no runner is ready, or it
+        hangs. Files are read and stored beside the cluster's thread, which relays the tokens of all meanwhile.
+        """
+        files = await asyncio.to_thread(ray_runners.store_adapter, adapter)
         try:
-            await self.call(partial(self._admit, adapter))
+            await self.call(partial(self._admit, adapter, files))
         except RuntimeError as error:
             raise ApiError(503, str(error), code="no_runner") from error
 
@@ -124,8 +129,8 @@ class RunnersThread(SteppingThread):
         self.engine.probe()
         self._step()
 
-    def _admit(self, adapter: LoRARequest) -> None:
-        self.engine.put_adapter(adapter)
+    def _admit(self, adapter: LoRARequest, files: StoredFiles) -> None:
+        self.engine.put_adapter(adapter, files)
         self._loaded[adapter.lora_int_id] = adapter
         try:
             self.engine.check_adapter(adapter)

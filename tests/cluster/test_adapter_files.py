@@ -1,11 +1,14 @@
 """Folder cache of a runner: bounded, and correct under eviction."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from punica.adapters import LoRARequest, write_random_adapter
-from punica.cluster.adapter_files import AdapterFolderCache, StoredFiles, digest_of
+from punica.cluster import ray_runners
+from punica.cluster.adapter_files import AdapterFolderCache, StoredFiles, digest_of, read_adapter_files
 from punica.cluster.dispatcher import Dispatcher
 from punica.engine import Request
 from tests.cluster.runner_world import MODEL, LocalRunners, new_runner, run, undisturbed
@@ -61,3 +64,33 @@ def test_a_fetch_that_fails_leaves_nothing(tmp_path) -> None:
         folders.local(LoRARequest("one", 1, "nowhere"), StoredFiles("0", "gone"))
     assert list(Path(folders._home.name).iterdir()) == []
     assert len(folders) == 0
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path, name) -> None:
+    folder = write_random_adapter(tmp_path / "one", MODEL, 8, 1)
+    adapter = LoRARequest("one", 1, str(folder))
+    assert read_adapter_files(adapter) == files_in(adapter)
+    os.truncate(folder / name, 1 << 40)  # sparse
+    with pytest.raises(ValueError, match=f"{name}' has 1099511627776 bytes, and at most .* give the adapter a smaller"):
+        read_adapter_files(adapter)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(FileNotFoundError, match="is not a regular file"):
+        read_adapter_files(adapter)
+
+
+def test_a_runner_that_hangs_at_a_check_is_named(monkeypatch) -> None:
+    class GetTimeoutError(Exception):
+        pass
+
+    def get(future: object, timeout: float) -> None:
+        assert 0 < timeout <= ray_runners.CHECK_TIMEOUT_S
+        raise GetTimeoutError
+
+    errors = SimpleNamespace(GetTimeoutError=GetTimeoutError, RayError=RuntimeError)
+    monkeypatch.setattr(ray_runners, "import_ray", lambda: SimpleNamespace(get=get, exceptions=errors))
+    runner = ray_runners.RunnerProcesses(new_runner, 1, ray_runners.RankResources())
+    runner.actors = [SimpleNamespace(check_adapter=SimpleNamespace(remote=lambda *_: object()))]
+    with pytest.raises(RuntimeError, match="'poet' was not checked: its runner has not replied within 30 s"):
+        runner.check_adapter(LoRARequest("poet", 1, "nowhere"), None)
