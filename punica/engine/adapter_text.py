@@ -69,7 +69,7 @@ def _template_in(config: bytes) -> str | None:
             found = {one["name"]: one["template"] for one in found}["default"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str) and len(found) <= _MOST_TEMPLATE_BYTES else None
 
 
 def _vocabulary(content: bytes) -> Any:

@@ -1,10 +1,14 @@
 """Chat templates of adapter folders: the text of transformers, within limits that no template exceeds."""
 
+import json
+import os
 import weakref
+from pathlib import Path
 
 import pytest
 
-from punica.engine import rendering
+from punica.engine import render_worker, rendering
+from punica.engine.adapter_text import AdapterText
 from punica.engine.rendering import TemplateProcess
 from tests.engine.text_world import byte_tokenizer
 
@@ -31,7 +35,7 @@ def test_the_text_is_that_of_transformers(process: TemplateProcess) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ range(10 ** 9) | list }}", "range"), ("{{ 'a' * 10 ** 9 }}", "memory"),
+        ("{{ range(10 ** 9) | list }}", "range"),
         ("{{ 'a' * 10 ** 7 }}", "characters"),
         ("{{ raise_exception('no') }}", "no"), ("{% for %}", "TemplateSyntaxError"), ("{{ [].a.b }}", "UndefinedError"),
     ],
@@ -56,6 +60,9 @@ def test_processor_time_is_limited(monkeypatch: pytest.MonkeyPatch, template: st
     with pytest.raises(ValueError, match="processor time"):
         process.render(template, CHAT, {})
     assert process._process is ended  # not tried again
+    with pytest.raises(ValueError, match="processor time"):
+        process.render(template, CHAT[:1], {})
+    assert process._process is not ended  # another chat is
     monkeypatch.setattr(rendering, "REFUSED_S", -1.0)
     process._refused.clear()
     for _ in range(2):
@@ -81,3 +88,63 @@ def test_a_killed_process_is_started_again() -> None:
 def test_values_are_json(process: TemplateProcess) -> None:
     with pytest.raises(ValueError, match="JSON values"):
         process.render("a", CHAT, {"tool": print})
+
+
+def test_printed_text_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('hello')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    process = TemplateProcess()
+    assert [process.render(text, CHAT, {}) for text in ("a", "b")] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("os.write(fd, b'7 {}\\n'); sys.stdin.read()", "another chat"),
+        ("os.write(fd, b'1 no\\n'); sys.stdin.read()", "Expecting value"),
+        ("sys.exit(3)", "ended"), ("sys.stdin.read()", "ended with status -9"),
+    ],
+)  # fmt: skip
+def test_a_wrong_answer_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str
+) -> None:
+    (worker := tmp_path / "worker.py").write_text(f"import os, sys\nfd = int(sys.argv[3])\n{program}\n")
+    monkeypatch.setattr(rendering, "_PROGRAM", worker)
+    monkeypatch.setattr(rendering, "ANSWER_S", 0.5)
+    process = TemplateProcess()
+    with pytest.raises(ValueError, match=message):
+        process.render("a", CHAT, {})
+    assert process._process is not None
+    assert process._process.returncode is not None
+
+
+def test_ended_processes_leave_no_pipes() -> None:
+    process = TemplateProcess()
+    counts = []
+    for _ in range(3):
+        process._start()
+        counts.append(len(os.listdir("/dev/fd")))
+        process._process.kill()
+        process._process.wait()
+    assert len(set(counts)) == 1
+
+
+def test_a_process_without_memory_is_ended(process: TemplateProcess) -> None:
+    with pytest.raises(ValueError, match="memory"):
+        process.render("{{ 'a' * 10 ** 9 }}", CHAT, {})
+    assert process._process.returncode is not None
+    assert process.render("b", CHAT, {}) == "b"
+
+
+def test_memory_is_limited_where_its_use_is_unknown() -> None:
+    assert 0 < render_worker.in_use("/missing") < 1 << 40
+
+
+def test_a_job_that_is_no_json_is_an_error() -> None:
+    assert "JSONDecodeError" in json.loads(render_worker.rendered(b"{"))["error"]
+
+
+def test_templates_in_configurations_have_a_limit(tmp_path: Path) -> None:
+    for size, is_taken in ((1 << 20, True), (1 + (1 << 20), False)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "a" * size}))
+        assert (AdapterText(None).template_of(str(tmp_path)) is not None) == is_taken
