@@ -11,9 +11,11 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
 from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry, generate_latest
 
 from punica.engine import rendering
 from punica.serve import app, catalogue, cli, folders, protocol, responses
+from punica.serve.runner_metrics import RunnerMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/deployment.md").read_text(encoding="utf-8")
@@ -39,6 +41,9 @@ def test_its_commands_run_as_written(world: Any, tmp_path: Path, monkeypatch: py
             answer = client.request(method, path, content=fields.get("-d"), headers=headers)
             assert answer.status_code == 200, (address, answer.text)
         exposed = client.get("/metrics").text
+    by_runner = CollectorRegistry()
+    RunnerMetrics(by_runner, 1)
+    exposed += generate_latest(by_runner).decode()
     named = set(re.findall(r"^\| `(punica_\w+)", PAGE, flags=re.MULTILINE))
     kinds = re.findall(r"^# TYPE (punica_\w+) (\w+)$", exposed, flags=re.MULTILINE)
     assert named == {name for name, _ in kinds if not name.endswith("_created")}
