@@ -1,8 +1,8 @@
 """Explanation of a claim that does not hold here: its cost on this machine, and on the paper's A100.
 
-`explained` asks four things of one formula: here it gives every measured quantity and its ends within `WITHIN`, on an
-A100 every one of the paper's, it misses the bounds that are missed here, and it meets them on an A100. A quotient whose
-two ends are off alike is no explanation. A formula that gives the same
+`explained` asks four things of one formula. Here, and on an A100 for the paper, it gives every quantity and its ends
+within `WITHIN`. It misses the bounds that are missed here, and meets them on an A100. A quotient whose two ends are off
+alike is no explanation. A formula that gives the same
 on both machines explains no difference between them.
 """
 
