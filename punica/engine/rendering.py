@@ -43,10 +43,11 @@ class TemplateProcess:
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """Return the prompt of a chat. ValueError: the template's error, or the limit that it exceeds."""
         try:
-            chat = json.dumps([{name: value for name, value in one.items() if value is not None} for one in messages])
+            chat = [{name: value for name, value in one.items() if value is not None} for one in messages]
+            most_characters = len(json.dumps(chat)) + MOST_CHARACTERS
             job = json.dumps({
-                "template": template, "messages": json.loads(chat), "variables": dict(variables),
-                "most_characters": len(chat) + MOST_CHARACTERS,
+                "template": template, "messages": chat, "variables": dict(variables),
+                "most_characters": most_characters,
             })  # fmt: skip
         except (TypeError, RecursionError) as error:
             raise ValueError(f"an adapter's own chat template takes JSON values alone: {error}") from error
@@ -107,9 +108,7 @@ class TemplateProcess:
         self._answers = open(read, "rb")  # noqa: SIM115
         command = [sys.executable, "-P", str(_PROGRAM), str(CPU_S), str(MOST_BYTES), str(write)]
         try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(write,)
-            )  # fmt: skip
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(write,))
         except OSError:
             self._answers.close()
             raise
