@@ -13,6 +13,7 @@ import httpx2
 from experiments.conformance.expected import Tokens, World
 from experiments.conformance.oracle import BASE
 from experiments.harness.schema import ConfigError
+from experiments.http_load.about import headers_of
 
 KEY_VARIABLE = "CONFORMANCE_API_KEY"
 """Environment variable with the API key."""
@@ -36,12 +37,11 @@ class Server:
     def __init__(
         self, url: str, prefix: str = "", base: str = BASE, key: str | None = None, timeout: float = 60
     ) -> None:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         # idle connections end before the server's do; a proxy of the environment is not what is tested
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
         self.url, self.prefix, self._base = url.rstrip("/").removesuffix("/v1"), prefix, base
         self.takes_ids = False
-        self._http = httpx2.AsyncClient(headers=headers, limits=limits, timeout=timeout, trust_env=False)
+        self._http = httpx2.AsyncClient(headers=headers_of(key or ""), limits=limits, timeout=timeout, trust_env=False)
 
     async def close(self) -> None:
         """Close the connections."""
