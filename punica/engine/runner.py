@@ -70,7 +70,7 @@ class ModelRunner:
     """The model, its attention and (with LoRA) the manager whose wrapper the LoRA layers share.
 
     On a GPU steps run as CUDA graphs. Exceptions: ``cuda_graphs=False``, collectives that cannot be captured (gloo),
-    attention without a kernel, no memory for the graph. Prompts also need 16-bit elements (`gpu_attention.py`).
+    attention without a kernel, no memory for the graph.
     """
 
     def __init__(
@@ -87,9 +87,7 @@ class ModelRunner:
         self._results: StepResult | None = None
         prompts = config.max_num_batched_tokens
         self.shapes = StepShapes(config.max_batch_size, prompts, 0 if manager is None else manager.lora_slots)
-        self._graphs_take_prompts = False
         if config.cuda_graphs and isinstance(self.attention, KernelAttention) and collectives_can_be_captured():
-            self._graphs_take_prompts = self.attention.takes_prompts_in_graphs
             this = weakref.proxy(self)  # a reference cycle would keep the KV cache of a dropped engine
             self.graphs = StepGraphs(
                 lambda shape: this._stage_dummy(shape), lambda shape: this._forward_shape(shape), device
@@ -162,11 +160,8 @@ class ModelRunner:
         self._capture(self.shapes.of(prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=False))
 
     def _capture(self, shape: GraphShape) -> bool:
-        """Capture the graph of ``shape`` if steps of that kind have graphs; return whether it exists."""
-        return self.graphs is not None and self._has_graphs(shape) and self.graphs.prepare(shape)
-
-    def _has_graphs(self, shape: GraphShape) -> bool:
-        return self._graphs_take_prompts or not shape.prompt_rows
+        """Capture the graph of ``shape`` if steps have graphs; return whether it exists."""
+        return self.graphs is not None and self.graphs.prepare(shape)
 
     def _stage(self, layout: StepLayout, shape: GraphShape | None) -> StagedStep:
         """Refill inputs and attention, padded for the graph of ``shape`` (its capture would overwrite them)."""
@@ -196,7 +191,7 @@ class ModelRunner:
             layout.num_prefill_rows, len(slots), len({*slots} - {-1}),
             uses_lora=bool(used), vocabulary=any(not used.isdisjoint(layer.filled_slots) for layer in self._ends),
         )  # fmt: skip
-        return shape if self._has_graphs(shape) and not self.graphs.is_refused(shape) else None
+        return None if self.graphs.is_refused(shape) else shape
 
     def _stage_dummy(self, shape: GraphShape) -> None:
         """Stage a step of ``shape`` that writes no cache row: one prompt, and decode rows spread evenly over slots."""

@@ -46,8 +46,6 @@ class OnHost(StepGraphs):
 class Padded(KernelAttention):
     """Plain torch on the rows of requests, zeros for those that pad a step."""
 
-    takes_prompts_in_graphs = True
-
     def begin(self, spans, kv_rows, num_prompt_rows=None) -> None:
         self._real, starts, plain = (kv_rows >= 0).nonzero().flatten(), 0, []
         for span in spans:

@@ -11,6 +11,7 @@ from punica.ops.triton_ops.backbone.angles import rotary_angles
 from punica.ops.triton_ops.backbone.argmax import argmax
 from punica.ops.triton_ops.backbone.decode_attention import Pages, choose_splits, decode_attention
 from punica.ops.triton_ops.backbone.norm import add_rms_norm
+from punica.ops.triton_ops.backbone.prompt_attention import prompt_attention
 from punica.ops.triton_ops.backbone.rotary import rotate_and_store
 from punica.ops.triton_ops.backbone.skinny_gemm import MAX_TOKENS, skinny_gemm
 from punica.ops.triton_ops.backbone.swiglu import swiglu

@@ -1,0 +1,142 @@
+"""Attention of prompts equals causal SDPA of each prompt alone, wherever its rows are."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from punica.ops.triton_ops.backbone import prompt_attention
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int
+    kv_heads: int
+    size: int
+    lengths: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    padding: int = 0
+
+    def __str__(self) -> str:
+        lengths = "-".join(map(str, self.lengths))
+        return f"H{self.heads}of{self.kv_heads}xD{self.size} n{lengths}+{self.padding} {self.dtype}"
+
+    def packed(self, device: str) -> torch.Tensor:
+        """Queries, keys and values as a projection gives them; rows that pad a captured step are NaN."""
+        rows = sum(self.lengths)
+        heads = torch.randn(rows + self.padding, self.heads + 2 * self.kv_heads, self.size)
+        heads[rows:] = torch.nan
+        return heads.to(device, self.dtype)
+
+    def starts(self, device: str) -> torch.Tensor:
+        ends = torch.tensor(self.lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return F.pad(ends, (1, 0)).to(device)
+
+    def run(self, packed: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        q, k, v = packed.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        out = torch.full(q.shape, 7.0, dtype=q.dtype, device=q.device)
+        prompt_attention(out, q, k, v, starts)
+        return out
+
+    def expected(self, packed: torch.Tensor) -> torch.Tensor:
+        """In float64."""
+        found = []
+        for prompt in packed[: sum(self.lengths)].cpu().double().split(self.lengths):
+            q, k, v = prompt.transpose(0, 1).split((self.heads, self.kv_heads, self.kv_heads))
+            found.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1))
+        return torch.cat(found)
+
+
+CASES = [
+    Case(2, 2, 64, (1,)),
+    Case(2, 1, 64, (65,)),
+    Case(2, 1, 64, (0, 130, 0, 1, 2), padding=59),
+    Case(4, 2, 128, (150, 20), torch.float16, 22),
+    Case(2, 1, 128, (129, 128, 1), torch.bfloat16),
+    Case(3, 1, 40, (70, 3), torch.float16, 1),  # neither a power of two
+    Case(2, 1, 80, (33, 100)),
+    Case(1, 1, 256, (66,), torch.float16),
+    Case(2, 1, 16, (3,) * 19, padding=7),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_causal_sdpa_of_each_prompt(case: Case, device: str) -> None:
+    packed = case.packed(device)
+    found, rows, tolerance = case.run(packed, case.starts(device)), sum(case.lengths), TOLERANCE[case.dtype]
+    torch.testing.assert_close(found[:rows].cpu().double(), case.expected(packed), rtol=tolerance, atol=tolerance)
+    assert bool((found[rows:] == 7.0).all())
+
+
+def test_large_scores_that_rise_and_fall_between_blocks(device: str) -> None:
+    case = Case(2, 2, 64, (140, 75))
+    packed = case.packed(device)
+    packed[:, :2] *= 6
+    found = case.run(packed, case.starts(device))
+    torch.testing.assert_close(found.cpu().double(), case.expected(packed), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_prompt_has_the_same_bits_beside_others(dtype: torch.dtype, device: str) -> None:
+    case = Case(2, 1, 64, (37, 140, 9), dtype)
+    packed = case.packed(device)
+    whole, start = case.run(packed, case.starts(device)), 0
+    for length in case.lengths:
+        alone = Case(2, 1, 64, (length,), dtype)
+        rows = slice(start, start + length)
+        assert torch.equal(whole[rows], alone.run(packed[rows], alone.starts(device)))
+        start += length
+
+
+def test_rows_of_a_larger_output_and_nothing_else(device: str) -> None:
+    case = Case(2, 2, 64, (20, 5))
+    packed = case.packed(device)
+    q, k, v = packed.split(2, dim=1)
+    step = torch.full((30, 3, 64), 9.0, device=device)
+    prompt_attention(step[2:27, :2], q, k, v, case.starts(device))
+    torch.testing.assert_close(step[2:27, :2].cpu().double(), case.expected(packed), rtol=2e-5, atol=2e-5)
+    step[2:27, :2] = 9.0
+    assert bool((step == 9.0).all())
+
+
+def test_no_rows_and_no_prompts(device: str) -> None:
+    empty = torch.empty(0, 3, 64, device=device).split(1, dim=1)
+    prompt_attention(empty[0].clone(), *empty, torch.zeros(2, dtype=torch.int32, device=device))
+    case = Case(1, 1, 64, (4,))
+    assert bool((case.run(case.packed(device), torch.zeros(1, dtype=torch.int32, device=device)) == 7.0).all())
+
+
+def _wrong(**changed: Any) -> dict[str, torch.Tensor]:
+    packed = torch.randn(4, 6, 64)
+    q, k, v = packed.split(2, dim=1)
+    starts = torch.tensor([0, 4], dtype=torch.int32)
+    return {"out": torch.empty(4, 2, 64), "q": q, "k": k, "v": v, "starts": starts} | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"k": torch.randn(4, 2, 32)}, ValueError, "k must be"),
+        ({"v": torch.randn(4, 1, 64)}, ValueError, "v must be"),
+        ({"out": torch.empty(4, 2, 64, dtype=torch.float16)}, TypeError, "out must be"),
+        ({"k": torch.randn(4, 2, 64)}, ValueError, "as far apart"),
+        ({"q": torch.randn(4, 64, 2).mT}, ValueError, "side by side"),
+        ({"starts": torch.tensor([0, 4])}, TypeError, "starts must be int32"),
+        ({"starts": torch.empty(0, dtype=torch.int32)}, TypeError, "starts must be int32"),
+    ],
+)  # fmt: skip
+def test_illegal_operands(changed: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        prompt_attention(**_wrong(**changed))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (2, 0)])
+def test_heads_that_do_not_divide(heads: int, kv_heads: int) -> None:
+    packed = torch.randn(4, heads + 2 * kv_heads, 64)
+    q, k, v = packed.split((heads, kv_heads, kv_heads), dim=1)
+    with pytest.raises(ValueError, match="multiple"):
+        prompt_attention(torch.empty(4, heads, 64), q, k, v, torch.tensor([0, 4], dtype=torch.int32))
