@@ -154,6 +154,16 @@ def _of_shapes(step: bool) -> list[Line]:
     return list(found.values())
 
 
+def _mixed_steps() -> list[Line]:
+    """List the projections of a layer in steps with a prompt and 31 decodes, without anchors."""
+    decodes = {"Distinct": (1,) * 31, "Identical": (31,)}
+    grid = product((128, 256, 512, 1024), decodes.items(), PROJECTIONS.items())
+    return [
+        Line(f"{name} {prompt}+31 {pattern}", Operator(*projection, 16, (prompt, *sizes)), pattern)
+        for prompt, (pattern, sizes), (name, projection) in grid
+    ]
+
+
 def parts_of_step(line: Line, found: list[Line]) -> list[Line]:
     """The prompt alone and the decodes alone of the step `line`, out of `found`; none when it is a part itself."""
     prompt, plus, _ = line.workload.partition("+")
@@ -171,6 +181,7 @@ TABLES: dict[str, Callable[[], list[Line]]] = {
     "padding": _mixed_ranks,
     "shapes": lambda: _of_shapes(step=False),
     "step": lambda: _of_shapes(step=True),
+    "mixed": _mixed_steps,
     "gemm": _behind_projection,
     "determinism": lambda: [*_decodes(), *_prefills()],
     "invariant": _invariant,

@@ -154,7 +154,7 @@ def write_table(entries: dict[str, dict[str, list[Any]]], path: Path, about: dic
 class Options:
     """The command line."""
 
-    tables: Any = ("A", "ranks", "B", "C", "shapes", "step")  # of `ext_operator_tables`
+    tables: Any = ("A", "ranks", "B", "C", "shapes", "step", "mixed")  # of `ext_operator_tables`
     minutes: float = 9
     gain: float = 0.03  # least gain over the estimate's schedules that an entry is worth
     work: str = "outputs/tune"  # folder of the measurements

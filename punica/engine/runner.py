@@ -201,8 +201,9 @@ class ModelRunner:
         self.attention.begin((), rows.kv_rows, prompts)
         if self.manager is None:
             return
-        slots = [0, *((i + (prompts > 0)) % self.manager.lora_slots for i in range(adapters))] if adapters else [-1]
-        shares = [decodes // adapters + (i < decodes % adapters) for i in range(adapters)]
+        spread = max(1, adapters - (prompts > 0)) if adapters else 0  # the prompt has one of them
+        slots = [0, *((i + (prompts > 0)) % self.manager.lora_slots for i in range(spread))] if adapters else [-1]
+        shares = [decodes // spread + (i < decodes % spread) for i in range(spread)]
         tokens, sampled = (
             RowGroups.of_runs(slots, [rows - sum(shares), *shares]) for rows in (num_rows, num_sampled)
         )  # fmt: skip

@@ -24,7 +24,7 @@ from torch import Tensor
 from punica.ops.heads import MAX_HEAD_SIZE
 from punica.ops.triton_ops.backbone.checks import check_same, check_shape
 from punica.ops.triton_ops.device import dot, max_tiles, pdl_launch_then_wait
-from punica.ops.triton_ops.launch import INTERPRETED, block_at_least, launch_alone, supports_pdl
+from punica.ops.triton_ops.launch import INTERPRETED, block_at_least, launch_alone, stages_that_fit, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
 
@@ -72,8 +72,10 @@ def _add_block(state, q, heads, first, rows, end, SHAPE: tl.constexpr, CAUSAL: t
     """
     acc, largest, total = state
     k_ptr, v_ptr, stride = heads
+    BLOCK_M: tl.constexpr = SHAPE.block_m
+    BLOCK_N: tl.constexpr = SHAPE.block_n
     offs_d = tl.arange(0, SHAPE.block_d)
-    tokens = first + tl.arange(0, SHAPE.block_n)
+    tokens = first + tl.arange(0, BLOCK_N)
     inside = tokens < end
     mask_d = offs_d < SHAPE.size
     at = tokens.to(tl.int64) * stride
@@ -87,7 +89,7 @@ def _add_block(state, q, heads, first, rows, end, SHAPE: tl.constexpr, CAUSAL: t
         keys = tl.load(k_ptrs, mask=mask_d[:, None], other=0.0)
         values = tl.load(v_ptrs, mask=mask_d[None, :], other=0.0)
     # q [BLOCK_M, BLOCK_D], keys [BLOCK_D, BLOCK_N], values [BLOCK_N, BLOCK_D]
-    scores = dot(q, keys, tl.zeros([SHAPE.block_m, SHAPE.block_n], tl.float32), False, SHAPE.interpret) * SHAPE.scale
+    scores = dot(q, keys, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), False, SHAPE.interpret) * SHAPE.scale
     if CAUSAL:
         scores = tl.where(tokens[None, :] <= rows[:, None], scores, float("-inf"))
     raised = tl.maximum(largest, tl.max(scores, 1))  # finite: the first block has a key for every row
@@ -148,8 +150,10 @@ def prompt_attention(out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tenso
     if not rows or not prompts:
         return
     block_m, block_n, stages, warps = _tile(size, q.element_size())
+    width = block_at_least(size)
+    stages = stages_that_fit(stages, 2 * block_n * width * q.element_size(), q.device)
     shape = _Shape(
-        heads // k.shape[1], size, block_at_least(prompts, 1), block_m, block_n, block_at_least(size), stages,
+        heads // k.shape[1], size, block_at_least(prompts, 1), block_m, block_n, width, stages,
         math.log2(math.e) / math.sqrt(size), supports_pdl(q.device),
     )  # fmt: skip
     launch_alone(
@@ -160,9 +164,9 @@ def prompt_attention(out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tenso
 
 def _tile(size: int, itemsize: int) -> tuple[int, int, int, int]:
     """Return rows and keys of a tile, stages and warps: the same whatever the prompts are, as the bits depend on it."""
-    if itemsize > 2 or size > 128:
-        return 64, 32, 2, 4
-    return 128, 64, 3, 8
+    if itemsize > 2:
+        return 32, 16, 2, 4
+    return (128, 32, 2, 8) if size > 128 else (128, 64, 3, 8)
 
 
 def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> None:

@@ -20,6 +20,7 @@ from punica.ops.triton_ops.backbone import (
     add_rms_norm,
     argmax,
     decode_attention,
+    prompt_attention,
     rotary_angles,
     rotate_and_store,
     skinny_gemm,
@@ -28,7 +29,7 @@ from punica.ops.triton_ops.backbone import (
 from punica.ops.triton_ops.gemm_and_shrink import describe_base, fused_schedule, plan_gemm_and_shrink
 from punica.ops.weights import Stack
 
-MODULES = ("angles", "argmax", "decode_attention", "norm", "rotary", "skinny_gemm", "swiglu")
+MODULES = ("angles", "argmax", "decode_attention", "norm", "prompt_attention", "rotary", "skinny_gemm", "swiglu")
 LAYERS = {
     "llama2-7b": (32, 32, 128, 4096, 11008), "llama2-70b": (64, 8, 128, 8192, 28672), "odd": (6, 2, 80, 100, 300),
     "small": (32, 8, 64, 2048, 8192), "wide": (16, 8, 256, 3072, 24576),
@@ -41,7 +42,7 @@ RANK, SLOTS, VOCAB = 16, 4, 128_256
 
 
 def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any]]:
-    """The kernels of a decode step with one layer, in the order of their launches."""
+    """The kernels of a decode step with one layer, and a prompt's attention, in the order of their launches."""
     heads, kv_heads, size, hidden, inner = LAYERS[case["layer"]]
     dtype, i32, before = getattr(torch, case["dtype"]), torch.int32, len(done.records)
     cached = E4M3 if case.get("fp8") else dtype
@@ -56,6 +57,7 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     out = empty(TOKENS, heads, size, dtype=dtype)
     pages = Pages(table, lengths, lengths, BLOCK_SIZE)
     decode_attention(out, qkv[:, :heads], keys, keys, pages, case["splits"])
+    prompt_attention(out, *qkv.split((heads, kv_heads, kv_heads), dim=1), empty(TOKENS + 1, dtype=i32))
     swiglu(empty(TOKENS, inner, dtype=dtype), empty(TOKENS, 2 * inner, dtype=dtype))
     down, hidden_rows = empty(hidden, inner, dtype=dtype), empty(TOKENS, inner, dtype=dtype)
     for tokens in (1, TOKENS):
