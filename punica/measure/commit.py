@@ -1,7 +1,8 @@
-"""Commit of the source tree: from git, or in a copy without history from the file that its sender wrote.
+"""Commit of the source tree: from git, or in a copy from the file that its sender wrote.
 
 `write_stamp` writes `.commit.json` (git ignores it) into a clean checkout: the commit, and the hash of all sources.
-A copy that carries the file is of that commit as long as its sources have that hash, and `-dirty` from then on.
+A copy that carries the file, without a clean history of its own, is of that commit as long as its sources have that
+hash, and `-dirty` from then on.
 """
 
 import hashlib
@@ -27,12 +28,13 @@ def commit(root: Path = ROOT) -> str:
 
     Raises `RowsError` for a damaged stamp.
     """
-    if revision := _git(root, "rev-parse", "--short=12", "HEAD"):
-        return f"{revision}-dirty" if _git(root, "status", "--porcelain") != "" else revision  # or where git fails
-    if not (root / STAMP).exists():
-        return UNKNOWN
-    sent, sources = _read_stamp(root / STAMP)
-    return sent if tree_hash(root) == sources else f"{sent}-dirty"
+    revision = _git(root, "rev-parse", "--short=12", "HEAD")
+    if revision and _git(root, "status", "--porcelain") == "":
+        return revision
+    sent, sources = _read_stamp(root / STAMP) if (root / STAMP).exists() else ("", "")
+    if sent and tree_hash(root) == sources:  # in a copy, whose history may be that of an older commit
+        return sent
+    return f"{revision or sent}-dirty" if revision or sent else UNKNOWN
 
 
 def write_stamp(root: Path = ROOT) -> Path:

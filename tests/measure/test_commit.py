@@ -56,6 +56,16 @@ def test_a_copy_has_the_commit_of_its_stamp_until_a_source_changes(checkout):
     assert of(copy) == of(checkout) + "-dirty"
 
 
+def test_a_copy_with_the_history_of_an_older_commit_has_that_of_its_stamp(checkout):
+    older = shutil.copytree(checkout, checkout.parent / "older")
+    (checkout / "conf" / "b.yaml").write_text("b: 2\n")
+    git(checkout, "commit", "-aqm", "two")
+    shutil.copytree(sent(checkout), older, dirs_exist_ok=True)
+    assert of(older) == of(checkout)
+    (older / "punica" / "a.py").write_text("A = 2\n")
+    assert of(older) == git(checkout, "rev-parse", "--short=12", "HEAD~1") + "-dirty"
+
+
 @pytest.mark.parametrize("change", ["add", "remove"])
 def test_a_file_more_or_less_makes_a_copy_dirty(checkout, change):
     copy = sent(checkout)

@@ -9,8 +9,11 @@ first row (FlashAttention-2). So a prompt has the same bits wherever its rows ar
 
 The grid is (H, tiles), where tiles are the most that so many rows of so many prompts can have. Where they begin is read
 on the device: a captured graph serves all prompts that fit into its rows. Programs without a tile end at once, and of
-a prompt the last tiles, which have the most keys, begin first. torch's `varlen_attn` has programs for as many rows in
-every prompt: 42 us for a prompt of 512 rows in a step of up to 32 (Llama-2 7B, H200).
+a prompt the last tiles, which have the most keys, begin first.
+
+torch 2.11's `varlen_attn` has programs for as many rows in every prompt, and no instructions of Hopper. With 32 heads
+of 128 on an H200, a prompt of 512 rows in a graph of 32 takes 15 us here and 36 there. Alone, 2,048 rows take 91 and
+171 us, 8,192 rows 1.46 and 1.72 ms.
 """
 
 import math
@@ -166,7 +169,7 @@ def _tile(size: int, itemsize: int) -> tuple[int, int, int, int]:
     """Return rows and keys of a tile, stages and warps: the same whatever the prompts are, as the bits depend on it."""
     if itemsize > 2:
         return 32, 16, 2, 4
-    return (128, 32, 2, 8) if size > 128 else (128, 64, 3, 8)
+    return (128, 32, 2, 8) if size > 128 else (64, 64, 3, 4)
 
 
 def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> None:
