@@ -13,16 +13,16 @@ import torch
 T = TypeVar("T")
 R = TypeVar("R")
 MOST_THREADS = 8
-_LEAST_ITEMS = 16
+LEAST_ITEMS = 16
 """Items for one thread: starting a thread on fewer takes longer than their work."""
 
 
-def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Return `[function(item) for item in items]`, computed by threads in runs of neighbours.
+def map_in_threads(function: Callable[[T], R], items: Sequence[T], least: int = LEAST_ITEMS) -> list[R]:
+    """Return `[function(item) for item in items]`, computed by threads in runs of neighbours, ``least`` or more each.
 
     The functions of torch and numpy release the interpreter's lock. Raises the first error in the order of the items.
     """
-    runs = min(_threads(), len(items) // _LEAST_ITEMS)
+    runs = min(_threads(), len(items) // least)
     if runs < 2 or os.getpid() != _process:  # a forked child has no threads, and torch cannot set their number there
         return [function(item) for item in items]
     bounds = [len(items) * i // runs for i in range(runs + 1)]

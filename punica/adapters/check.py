@@ -167,20 +167,20 @@ def check_finite(module: str, is_a: bool, placed: Tensor | Fp8Matrix, read: Tens
         placed = read = placed.values.float()
     elif isinstance(read, Fp8Matrix):
         read = read.real()
-    if _all_finite(placed):
+    if all_finite(placed):
         return
-    cast = placed.dtype != read.dtype and _all_finite(read)
+    cast = placed.dtype != read.dtype and all_finite(read)
     after = f" after the cast from {read.dtype} to {placed.dtype}" if cast else ""
     raise ValueError(f"module {module!r}: {'A' if is_a else 'B'} contains NaN or inf{after}")
 
 
 def check_scaled(adapter_id: int, name: str, slices: Slices) -> None:
     """ValueError if the scaling made a B overflow."""
-    if not all(b is None or _all_finite(b.scale if isinstance(b, Fp8Matrix) else b) for _, b in slices):
+    if not all(b is None or all_finite(b.scale if isinstance(b, Fp8Matrix) else b) for _, b in slices):
         raise ValueError(f"adapter {adapter_id}, module {name!r}: B contains NaN or inf after scaling")
 
 
-def _all_finite(tensor: Tensor) -> bool:
+def all_finite(tensor: Tensor) -> bool:
     """True if no element is NaN or inf; always true of meta tensors.
 
     In NaN and inf all bits of the exponent are set. Read as integers, positive ones are larger than all finite numbers

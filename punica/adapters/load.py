@@ -5,13 +5,12 @@ from collections.abc import Collection, Mapping
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from punica.adapters.certificate import Certificate, Certificates
 from punica.adapters.check import is_scale_of_another, join_scales
 from punica.adapters.lora_model import LoRAModel, table_of_contents
 from punica.adapters.pack import AdapterPacker
-from punica.adapters.read import is_stacked_name, lora_names
+from punica.adapters.read import Numbers, is_stacked_name, lora_names
 from punica.adapters.request import LoRARequest, loading
 from punica.adapters.shared_experts import is_projection_name
 from punica.adapters.source import AdapterSource, open_source
@@ -68,8 +67,8 @@ class AdapterLoader:
         """
         with loading(request), open_source(request, self._packer.most_tensors) as source:
             certificate = self._certificate(request, source)
-            tensors = source.numbers(certificate.entries)
-            return self._packer.pack(self._model(request, certificate, tensors, "cpu"), fits=True)
+            numbers = source.numbers(certificate.entries)
+            return self._packer.pack(self._model(request, certificate, numbers, "cpu"), fits=True)
 
     def _certificate(self, request: LoRARequest, source: AdapterSource) -> Certificate:
         """Return the certificate of a source's content, made now unless it is known. Warns of its doubts."""
@@ -99,19 +98,20 @@ class AdapterLoader:
         disagreement = config.disagreement(configured) if self._moe_ep_spec is None else None
         doubts = [doubt for doubt in (config.doubt, disagreement) if doubt is not None]
         certificate = Certificate(entries, contents, config.r, doubts)
-        self._packer.check(self._model(request, certificate, tensors, "meta"))
+        self._packer.check(self._model(request, certificate, Numbers(tensors, finite=True), "meta"))
         return certificate
 
     def _model(
-        self, request: LoRARequest, certificate: Certificate, tensors: dict[str, Tensor], device: str
+        self, request: LoRARequest, certificate: Certificate, numbers: Numbers, device: str
     ) -> LoRAModel:
         if not certificate.contents:
             return LoRAModel(request.lora_int_id, certificate.rank, {})
         # FP8 slots: rounded once, from the dtype of the file
         dtype = cast(torch.dtype, self._lora_config.lora_dtype) if self._lora_config.fp8 is None else None
         lora = LoRAModel.from_contents(
-            request.lora_int_id, certificate.contents, join_scales(tensors), device, dtype
-        )
+            request.lora_int_id, certificate.contents, join_scales(numbers.tensors), device, dtype,
+            finite=numbers.finite,
+        )  # fmt: skip
         if request.is_3d_lora_weight and not lora.is_3d_lora_weight:
             raise ValueError("is_3d_lora_weight is set, but no experts are stored as one pair of matrices")
         if self._moe_ep_spec is not None:

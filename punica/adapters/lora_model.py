@@ -119,8 +119,12 @@ class LoRAModel:
         tensors: Mapping[str, Factor],
         device: torch.device | str,
         dtype: torch.dtype | None,
+        *,
+        finite: bool = False,
     ) -> LoRAModel:
         """Build an adapter from tensors of the shapes that `contents`, one entry or more, was made from.
+
+        `finite`: they are known to hold neither NaN nor inf, so that only what a cast changed is checked.
 
         Raises:
             ValueError: NaN or inf.
@@ -129,8 +133,9 @@ class LoRAModel:
         def weights_of(entry: ModuleEntry) -> ModuleWeights:
             module, key_a, key_b, rank, alpha, scaling, blocks = entry
             a, b = _placed(tensors[key_a], device, dtype), _placed(tensors[key_b], device, dtype)
-            check_finite(module, True, a, tensors[key_a])
-            check_finite(module, False, b, tensors[key_b])
+            for is_a, placed, read in ((True, a, tensors[key_a]), (False, b, tensors[key_b])):
+                if not finite or placed.dtype != read.dtype:
+                    check_finite(module, is_a, placed, read)
             a, b = dense(key_a, a, blocks.a), dense(key_b, b, blocks.b)
             pair = _by_expert(a, b, rank) if is_stacked_name(module) else (a, b)
             return ModuleWeights(module, rank, [pair], scaling, alpha)
@@ -158,7 +163,8 @@ class LoRAModel:
             ValueError: pickled or damaged file, unexpected modules (all are listed), bad content.
         """
         with WeightsFile(lora_dir) as file:
-            tensors = file.numbers(file.entries(expected_lora_modules, weights_mapper, skip_prefixes, moe_ep_spec))
+            entries = file.entries(expected_lora_modules, weights_mapper, skip_prefixes, moe_ep_spec)
+            tensors = file.numbers(entries).tensors
         model_id = next(_next_model_id) if lora_model_id is None else lora_model_id
         if not tensors and moe_ep_spec is not None:  # all of it belongs to experts of other ranks
             return cls(model_id, peft_helper.r, {})

@@ -5,10 +5,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
 from punica.adapters.peft_config import CONFIG_FILE, PEFTHelper, read_config_text
-from punica.adapters.read import TensorEntry, WeightsFile, wanted_keys
+from punica.adapters.read import Numbers, TensorEntry, WeightsFile, wanted_keys
 from punica.adapters.request import LoRARequest
 from punica.adapters.tensors import AdapterTensors
 from punica.adapters.wrap import MoEEPSpec
@@ -40,7 +38,7 @@ class AdapterSource(Protocol):
         ValueError: as :meth:`WeightsFile.entries`.
         """
 
-    def numbers(self, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+    def numbers(self, entries: Mapping[str, TensorEntry]) -> Numbers:
         """Read tensors at checked entries. ValueError: as :meth:`WeightsFile.numbers`."""
 
 
@@ -74,7 +72,7 @@ class AdapterFolder:
         """Check the header and the names in it."""
         return self._weights.entries(expected_lora_modules, self._renames, None, moe_ep_spec)
 
-    def numbers(self, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+    def numbers(self, entries: Mapping[str, TensorEntry]) -> Numbers:
         """Read tensors."""
         return self._weights.numbers(entries)
 
@@ -107,9 +105,9 @@ class AdapterMemory:
         )
         return {key: TensorEntry(tensors[key].dtype, tensors[key].shape, 0) for key in keys}
 
-    def numbers(self, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+    def numbers(self, entries: Mapping[str, TensorEntry]) -> Numbers:
         """Return the tensors."""
-        return {key: self._tensors[key] for key in entries}
+        return Numbers({key: self._tensors[key] for key in entries}, finite=False)
 
 
 def open_source(request: LoRARequest, most_tensors: int) -> AdapterSource:

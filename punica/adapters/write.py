@@ -167,9 +167,7 @@ class StreamSlotWriter:
         return stage(self._modules, lora, self._table.dtype, pin_memory=True)
 
     def host_bytes(self, lora: LoRAModel) -> int:
-        """Return the size of a staged adapter's image in bytes. torch allocates page-locked memory in powers of two, so
-        the process holds up to twice as much.
-        """
+        """Return the size of a staged adapter's image in bytes."""
         return _image_of(lora).numel()
 
     def write(self, slot: int, lora: LoRAModel) -> CopyHandle:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from punica.ops.pages import Pages
 from punica.threads import map_in_threads
 
 ALIGNMENT = 16
@@ -50,7 +51,9 @@ class SlotMatrix(NamedTuple):
 def pack_image(matrices: Sequence[ImagePart], dtype: torch.dtype, *, pin_memory: bool = False) -> Tensor:
     """Pack ``matrices``, cast to ``dtype``, into an image: uint8 ``[bytes]`` on the CPU, page-locked if asked."""
     offsets = _offsets(matrices, dtype)
-    image = torch.empty(offsets[-1] * ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
+    size = offsets[-1] * ALIGNMENT
+    pages = Pages(size) if pin_memory else None
+    image = torch.empty(size, dtype=torch.uint8, device="cpu") if pages is None else pages.tensor()
     header = [
         (offset, *matrix.part.shape, matrix.rank) if matrix.part is not None else (0, 0, 0, matrix.rank)
         for offset, matrix in zip(offsets[:-1], matrices, strict=True)
@@ -68,6 +71,8 @@ def pack_image(matrices: Sequence[ImagePart], dtype: torch.dtype, *, pin_memory:
             _fill(target, part.detach().to(dtype))  # cast apart: torch is slow to cast and turn at once
 
     map_in_threads(fill, range(len(matrices)))
+    if pages is not None:
+        pages.lock(image)
     return image
 
 

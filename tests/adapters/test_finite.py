@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from punica.adapters.check import _all_finite
+from punica.adapters.check import all_finite
 from punica.adapters.weights import _times
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -13,8 +13,8 @@ HALVES = [torch.float16, torch.bfloat16]
 def test_every_number_of_sixteen_bits(dtype):
     numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
     finite = torch.isfinite(numbers)
-    assert _all_finite(numbers[finite])
-    assert not any(_all_finite(numbers[i : i + 1]) for i in (~finite).nonzero()[:, 0].tolist())
+    assert all_finite(numbers[finite])
+    assert not any(all_finite(numbers[i : i + 1]) for i in (~finite).nonzero()[:, 0].tolist())
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
@@ -25,14 +25,14 @@ def test_one_bad_number_among_others(dtype, turned):
         matrix = torch.randn(5, 7).to(dtype)
         matrix[3, 2] = bad
         matrix = matrix.T if turned else matrix
-        assert _all_finite(matrix) == bool(torch.isfinite(matrix).all())
+        assert all_finite(matrix) == bool(torch.isfinite(matrix).all())
     for sign in (1, -1):  # NaN of both signs
         nan = (torch.isfinite(torch.tensor(1.0)).to(dtype) * float("nan")).copysign(torch.tensor(sign, dtype=dtype))
-        assert not _all_finite(nan.reshape(1))
+        assert not all_finite(nan.reshape(1))
 
 
 def test_nothing_is_finite():
-    assert _all_finite(torch.empty(0, 4))
+    assert all_finite(torch.empty(0, 4))
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -2,14 +2,17 @@
 
 import json
 import math
+import os
 import re
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from punica.adapters.lora_model import LoRAModel
 from punica.adapters.read import WeightsFile
@@ -39,7 +42,7 @@ def write(folder: Path, dtype: str, shape: list[int], size: int, numbers: bytes 
 def read(folder: Path, with_numbers: bool = True) -> torch.Tensor:
     with WeightsFile(folder) as file:
         entries = file.entries({"q_proj"}, None, None)
-        return file.numbers(entries)[NAME] if with_numbers else entries[NAME].meta()
+        return file.numbers(entries).tensors[NAME] if with_numbers else entries[NAME].meta()
 
 
 def asked(folder: Path) -> torch.Tensor | None:
@@ -113,3 +116,41 @@ def tensors_of(lora: LoRAModel) -> list[torch.Tensor]:
     pairs = [weights.pair() for _, weights in sorted(lora.loras.items())]
     flat = [each for pair in pairs for side in pair for each in (side if isinstance(side, list) else [side])]
     return [each for each in flat if each is not None]
+
+
+def many(folder: Path, dtype: torch.dtype = torch.float16, wrong: float | None = None) -> dict[str, torch.Tensor]:
+    """Tensors of several sizes, of which the last B may hold a wrong number, saved as a folder's weights."""
+    tensors = {}
+    for i in range(60):
+        name = f"base_model.model.layers.{i}.q_proj.lora_"
+        tensors[f"{name}A.weight"] = torch.randn(1 + i % 5, 33).to(dtype)
+        tensors[f"{name}B.weight"] = torch.randn(21, 1 + i % 5).to(dtype)
+    if wrong is not None:
+        tensors[name + "B.weight"][-1, -1] = wrong
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize("at_once", [1 << 30, 777], ids=["whole runs", "short reads"])
+@pytest.mark.parametrize("run", [1 << 22, 1 << 10, 1], ids=["one run", "several", "alone"])
+def test_tensors_read_in_runs_are_those_of_the_file(tmp_path: Path, run: int, at_once: int, monkeypatch) -> None:
+    expected = many(tmp_path)
+
+    def limited(descriptor: int, targets: list[memoryview], start: int) -> int:
+        return os.preadv(descriptor, [targets[0][:at_once]] if at_once < 1 << 30 else targets, start)
+
+    monkeypatch.setattr("punica.adapters.read.RUN_BYTES", run)
+    monkeypatch.setattr("punica.adapters.read.os", SimpleNamespace(preadv=limited, fstat=os.fstat))
+    with WeightsFile(tmp_path) as file:
+        numbers = file.numbers(file.entries({"q_proj"}, None, None))
+    assert numbers.finite
+    assert numbers.tensors.keys() == expected.keys()
+    assert all(torch.equal(numbers.tensors[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_numbers_that_are_not_finite_are_noticed_as_they_are_read(tmp_path: Path, dtype: torch.dtype, wrong) -> None:
+    many(tmp_path, dtype, wrong)
+    with WeightsFile(tmp_path) as file:
+        assert not file.numbers(file.entries({"q_proj"}, None, None)).finite
