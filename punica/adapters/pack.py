@@ -68,7 +68,8 @@ class AdapterPacker:
     def pack(self, lora: LoRAModel, *, fits: bool = False) -> LoRAModel:
         """Return a new model with the same id: for every layer that it touches, the slices as the layer holds them.
 
-        `fits`: :meth:`check` has accepted tensors of these names, types and shapes, so only numbers are checked here.
+        `fits`: :meth:`check` has accepted tensors of these names, types and shapes, and the numbers are finite, so that
+        only what the scaling changed is checked here.
 
         Raises:
             ValueError: unknown modules, or none; a module given twice (under two of its names, or whole and in parts).
@@ -79,9 +80,12 @@ class AdapterPacker:
         if not fits:
             self._check(lora.id, groups, with_data=True)
 
+        is_finite = fits and all(_weights_of(lora, name).scaling == 1 for name in lora.loras)
+
         def packed(weights: ModuleWeights) -> ModuleWeights:
             name = weights.module_name
-            check_scaled(lora.id, name, weights.slices)
+            if not is_finite:
+                check_scaled(lora.id, name, weights.slices)
             pairs = weights.slices if self._fp8 is None else _quantised(weights.slices, self._fp8)
             return ModuleWeights(name, weights.rank, self._wrapped[name].layer.to_slices(pairs))
 
