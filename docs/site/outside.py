@@ -1,0 +1,74 @@
+"""MkDocs hook: files outside of docs/ that its pages link to become part of the site.
+
+Pages link to files as they are in the repository, so that links work there too. A linked file is added under its path
+in the repository, and so are the files that it links to if it is Markdown. Links to folders and to the README, which
+MkDocs would take for the index, become plain text.
+"""
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS, HOME = "docs/", "README.md"
+CODE = r"```.*?```|`[^`\n]*`"
+LINK = r"!?\[(?P<text>(?:[^\[\]]|!?\[[^\]]*\]\([^)]*\))*)\]\((?P<target>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)"
+EITHER = re.compile(f"{CODE}|{LINK}", re.DOTALL)
+"""Code, in which nothing is a link, or a link without a scheme."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the files that pages link to, and those that the added pages link to."""
+    waiting = [file.src_uri for file in files.documentation_pages()]
+    while waiting:
+        page = waiting.pop()
+        for path in _linked((ROOT / _path_of(page)).read_text(encoding="utf-8"), page):
+            uri = path.removeprefix(DOCS)
+            if path == HOME or not (ROOT / path).is_file() or files.get_file_from_path(uri) is not None:
+                continue
+            files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+            if uri.endswith(".md"):
+                waiting.append(uri)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links to the places that files have in the site."""
+    return EITHER.sub(lambda match: _rewritten(match, page.file.src_uri), markdown)
+
+
+def _linked(markdown: str, page: str) -> Iterator[str]:
+    """Yield the paths in the repository that the links of ``page`` name."""
+    for match in EITHER.finditer(markdown):
+        if match["target"]:
+            yield _target(page, match["target"])
+            yield from _linked(match["text"], page)
+
+
+def _rewritten(match: re.Match[str], page: str) -> str:
+    """Return a link between places in the site; code, and links to what does not exist, as they are."""
+    if not match["target"]:
+        return match[0]
+    path = _target(page, match["target"])
+    text = EITHER.sub(lambda inner: _rewritten(inner, page), match["text"])
+    if path == HOME or (ROOT / path).is_dir():
+        return text
+    if not (ROOT / path).is_file():
+        return match[0]
+    place = posixpath.relpath(path.removeprefix(DOCS), posixpath.dirname(page) or ".")
+    return f"{'!' * match[0].startswith('!')}[{text}]({place}{match['anchor'] or ''})"
+
+
+def _target(page: str, link: str) -> str:
+    """Return the path in the repository that ``link`` on the site's ``page`` names."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(_path_of(page)), link))
+
+
+def _path_of(uri: str) -> str:
+    """Return the path in the repository of a file of the site."""
+    return DOCS + uri if (ROOT / DOCS / uri).exists() else uri
