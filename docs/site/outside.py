@@ -1,4 +1,4 @@
-"""MkDocs hook: files outside of docs/ that its pages link to become part of the site.
+"""MkDocs hook: files outside of docs/ that its pages link to become part of the site; roles of docstrings go.
 
 Pages link to files as they are in the repository, so that links work there too. A linked file is added under its path
 in the repository, and so are the files that it links to if it is Markdown. Links to folders and to the README, which
@@ -20,6 +20,8 @@ CODE = r"```.*?```|`[^`\n]*`"
 LINK = r"!?\[(?P<text>(?:[^\[\]]|!?\[[^\]]*\]\([^)]*\))*)\]\((?P<target>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)"
 EITHER = re.compile(f"{CODE}|{LINK}", re.DOTALL)
 """Code, in which nothing is a link, or a link without a scheme."""
+ROLE = re.compile(r":[a-z]+:(<code>)~?(?:punica\.(?:\w+\.)*(?=[A-Z]))?")
+"""Role of a name in a docstring, e.g. ``:class:``, and the modules before a class."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -40,6 +42,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links to the places that files have in the site."""
     return EITHER.sub(lambda match: _rewritten(match, page.file.src_uri), markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Drop the roles that docstrings give to names."""
+    return ROLE.sub(r"\1", html)
 
 
 def _linked(markdown: str, page: str) -> Iterator[str]:

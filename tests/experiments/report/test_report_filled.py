@@ -108,3 +108,9 @@ def test_no_measured_number_is_typed(path):
 def test_the_readme_repeats_findings_that_are_sought():
     names = {one.what for sought in filled.SOUGHT.values() for one in sought}
     assert {what for key, wanted in filled.HIGHLIGHTS.items() if key in filled.SOUGHT for what in wanted} <= names
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.name for path in FILES])
+def test_no_marker_ends_a_paragraph(path):
+    """A line that begins with a comment is a block of its own in Markdown."""
+    assert re.findall(r"[^\n]\n<!-- measured:.*", path.read_text(encoding="utf-8")) == []
