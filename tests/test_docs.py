@@ -91,7 +91,7 @@ def run_blocks(page: str) -> dict[str, Any]:
 
 
 SLOW_PAGES = {"extending.md"}
-WITH_CODE = [name for name in sorted(path.name for path in DOCS.glob("*.md")) if BLOCK.search((DOCS / name).read_text())]
+WITH_CODE = [path.name for path in sorted(DOCS.glob("*.md")) if BLOCK.search(path.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.usefixtures("untouched")

@@ -70,7 +70,8 @@ def test_make_targets_exist() -> None:
 
 def command_lines() -> list[tuple[str, list[str]]]:
     """Parse every `$ make reproduce ARGS="figures=..."` and `$ python -m experiments.<figure> ...`: name, overrides."""
-    lines = re.findall(r"^\$ (?:make (reproduce) ARGS=(?=.figures)|python -m experiments\.)(.*)$", PAGES, flags=re.MULTILINE)
+    command = r"^\$ (?:make (reproduce) ARGS=(?=.figures)|python -m experiments\.)(.*)$"
+    lines = re.findall(command, PAGES, flags=re.MULTILINE)
     found = []
     for command, rest in lines:
         words = shlex.split(rest, comments=True)

@@ -1,8 +1,8 @@
-"""MkDocs hook: files outside of docs/ that its pages link to become part of the site; roles of docstrings go.
+"""MkDocs hook: files outside of docs/ become part of the site, if pages link to them; roles of docstrings go.
 
 Pages link to files as they are in the repository, so that links work there too. A linked file is added under its path
-in the repository, and so are the files that it links to if it is Markdown. Links to folders and to the README, which
-MkDocs would take for the index, become plain text.
+in the repository, and so are the files that it links to if it is Markdown. The Markdown files at the top are added in
+any case, but for the README, which MkDocs would take for the index: links to it, and to folders, become plain text.
 """
 
 import posixpath
@@ -26,16 +26,17 @@ ROLE = re.compile(r":[a-z]+:(<code>)~?(?:punica\.(?:\w+\.)*(?=[A-Z]))?")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files that pages link to, and those that the added pages link to."""
-    waiting = [file.src_uri for file in files.documentation_pages()]
+    waiting = [path.name for path in ROOT.glob("*.md")]
+    for page in files.documentation_pages():
+        waiting += _linked(page.src_uri)
     while waiting:
-        page = waiting.pop()
-        for path in _linked((ROOT / _path_of(page)).read_text(encoding="utf-8"), page):
-            uri = path.removeprefix(DOCS)
-            if path == HOME or not (ROOT / path).is_file() or files.get_file_from_path(uri) is not None:
-                continue
-            files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
-            if uri.endswith(".md"):
-                waiting.append(uri)
+        path = waiting.pop()
+        uri = path.removeprefix(DOCS)
+        if path == HOME or not (ROOT / path).is_file() or files.get_file_from_path(uri) is not None:
+            continue
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+        if uri.endswith(".md"):
+            waiting += _linked(uri)
     return files
 
 
@@ -49,12 +50,16 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return ROLE.sub(r"\1", html)
 
 
-def _linked(markdown: str, page: str) -> Iterator[str]:
+def _linked(page: str) -> Iterator[str]:
     """Yield the paths in the repository that the links of ``page`` name."""
+    return _targets((ROOT / _path_of(page)).read_text(encoding="utf-8"), page)
+
+
+def _targets(markdown: str, page: str) -> Iterator[str]:
     for match in EITHER.finditer(markdown):
         if match["target"]:
             yield _target(page, match["target"])
-            yield from _linked(match["text"], page)
+            yield from _targets(match["text"], page)
 
 
 def _rewritten(match: re.Match[str], page: str) -> str:
