@@ -22,6 +22,8 @@ EITHER = re.compile(f"{CODE}|{LINK}", re.DOTALL)
 """Code, in which nothing is a link, or a link without a scheme."""
 ROLE = re.compile(r":[a-z]+:(<code>)~?(?:punica\.(?:\w+\.)*(?=[A-Z]))?")
 """Role of a name in a docstring, e.g. ``:class:``, and the modules before a class."""
+SEVERAL = re.compile(r"(,</\w+></code>)</td>\s*<td>\s*<code>\(?(.*?)\)?</code>\s*</td>")
+"""Attributes of one entry: mkdocstrings takes those behind the first for its type."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -46,8 +48,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Drop the roles that docstrings give to names."""
-    return ROLE.sub(r"\1", html)
+    """Drop the roles that docstrings give to names, and keep the names of an entry together."""
+    return SEVERAL.sub(r"\1 <code>\2</code></td><td></td>", ROLE.sub(r"\1", html))
 
 
 def _linked(page: str) -> Iterator[str]:
