@@ -94,7 +94,7 @@ def recorded(machines: Machines) -> str:
 
 @value("claims")
 def claims(machines: Machines) -> str:
-    """Build a table of `CLAIMS`; where another clock turns a verdict, both stand."""
+    """Build a table of `CLAIMS`; where another clock turns a verdict, name both."""
     lines = []
     for name, on in CLAIMS:
         machine = machines[on]
