@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from experiments.claims.table import total
 from experiments.commands.batch import batch_main, sides
+from experiments.expected.files import write_expected
 from experiments.harness.command import given
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import Folders, folders
@@ -64,6 +65,7 @@ def write_recorded(results: Path, figures: Path, paper: Path, page: Path) -> tup
     machines, root = recorded_machines(results, figures, paper), results.parent
     files = [file for one in machines for file in write_claims(one, one.folder, paper, columns(machines))]
     files += [write_results(one, paper, root / "docs" / f"results-{one.name}.md") for one in machines]
+    files += [path for one in machines for path in write_expected(one.folder, one.rows, one.verdicts)]
     files += [write_page(machines, paper, page), *write_filled(machines, root)]
     return machines, files
 
