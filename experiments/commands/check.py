@@ -57,7 +57,8 @@ def rows_said(held: Held) -> list[str]:
     lines = [f"Measurements: {len(held.compared)} held, at {points} common points, {len(held.outside)} outside"]
     for one in held.outside.itertuples():
         name = ", ".join(filter(None, (f"figure {one.figure}", one.system, one.model, f"{one.metric} ({one.unit})")))
-        where = f"{one.timer}, {one.common} points" if one.timer else f"{one.common} points"
+        often = "" if one.repeats > 1 else "recorded once"
+        where = ", ".join(filter(None, (one.timer, f"{one.common:.0f} points", often)))
         said = f"{one.here:.3f} of the recorded, expected {one.low:.3f} to {one.high:.3f}"
         lines.append(f"  outside: {name}: {said}; {where}")
     for side, why in ((held.absent, "not measured here"), (held.unknown, "not recorded")):
