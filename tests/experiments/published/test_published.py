@@ -49,6 +49,13 @@ def test_the_same_choices_give_the_same_bytes(tmp_path):
     assert all(first[name] != other[name] for name in first)
 
 
+def test_the_bytes_of_the_paper_are_the_same_on_every_machine(tmp_path):
+    """Compare sums with those of the first files: published requests must not change."""
+    write_streams(Stream(1000, 2048, 32000, "released", None), tmp_path)
+    sums = json.loads((tmp_path / "about.json").read_text())["sha256"]
+    assert [sums[name][:16] for name in ("distinct.jsonl", "skewed.jsonl")] == ["ce42f7a22a918713", "f77fda87b97b37e1"]
+
+
 def test_arrivals_ascend_at_the_rate(tmp_path):
     times = replace(STREAM, count=4000, rate=8.0).arrivals()
     assert (times[1:] >= times[:-1]).all()
