@@ -84,16 +84,14 @@ def check(cfg: DictConfig) -> int:
     here = machine_of(places.fresh_rows, places.fresh_figures, places.paper, HERE)
     recorded = read_folder(places.recorded_rows)
     claims = hold_claims(of_claims, here.verdicts)
-    print("\n".join(claims_said(claims)))
-    outside = len(claims.outside)
+    lines, outside = claims_said(claims), len(claims.outside)
     if said := other_device(recorded, here.rows):
-        print(said)
+        lines.append(said)
     else:
         held = hold_rows(of_rows, recorded, here.rows)
-        outside += len(held.outside)
-        print("\n".join(rows_said(held)))
-    print("\n".join(f"  not compared: {count} rows {reason}" for reason, count in left_out(here.rows).items()))
-    print(f"{outside} outside of the expected ranges of {places.recorded_rows.name}")
+        lines, outside = [*lines, *rows_said(held)], outside + len(held.outside)
+    lines += [f"  not compared: {count} rows {reason}" for reason, count in left_out(here.rows).items()]
+    print("\n".join([*lines, f"{outside} outside of the expected ranges of {places.recorded_rows.name}"]))
     return 1 if outside else 0
 
 
