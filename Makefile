@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 PARALLEL := -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8))) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce figure figures report record smoke notebooks docs test test-slow test-gpu fresh lint tune compare clean
+.PHONY: help setup reproduce figure figures report record smoke notebooks docs test test-slow test-gpu fresh lint tune compare check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ tune: $(VENV)/.experiments ## Search kernel configurations for this GPU, resumab
 compare: $(VENV)/.experiments ## Ratios of two sets of rows: make compare A=results/h200 B=outputs/h200/rows
 	@test -n "$(A)" -a -n "$(B)" || { echo "Say which rows: make compare A=results/h200 B=outputs/h200/rows"; exit 2; }
 	@$(RUN) -m experiments.commands.compare a=$(A) b=$(B) $(ARGS)
+
+check: $(VENV)/.experiments ## Hold this machine's rows against the expected ranges of its hardware
+	@$(RUN) -m experiments.commands.check $(ARGS)
 
 clean: ## Remove the environment and caches; measurements in outputs/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
