@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 PARALLEL := -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8))) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce figure figures report record smoke notebooks test test-slow test-gpu fresh lint tune compare clean
+.PHONY: help setup reproduce figure figures report record smoke notebooks docs test test-slow test-gpu fresh lint tune compare check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,8 +35,8 @@ $(VENV)/.experiments: $(VENV)/.created pyproject.toml constraints.txt | $(VENV)/
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.experiments
-	@echo "Installing the packages of tests and notebooks"
-	@$(PIP) -e '.[dev,notebooks,cluster]'
+	@echo "Installing the packages of tests, notebooks and docs"
+	@$(PIP) -e '.[dev,notebooks,cluster,docs]'
 	@touch $@
 
 setup: $(VENV)/.dev ## Create .venv and install everything, pinned by constraints.txt
@@ -63,6 +63,10 @@ smoke: $(VENV)/.experiments ## Run every experiment at the smallest scale (a few
 notebooks: $(VENV)/.dev ## Execute the notebooks again on the recorded rows
 	@set -e; for source in notebooks/[0-9]*.py; do $(BIN)/jupytext --to ipynb --execute $$source; done
 
+docs: $(VENV)/.dev ## Build the site of docs/ in outputs/site; a broken link or reference is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/site/mkdocs.yml
+	@echo "outputs/site/index.html"
+
 test: $(VENV)/.dev ## Run the test suite (CPU, under 10 minutes)
 	@$(RUN) -m pytest $(PARALLEL) -m "not slow and not gpu and not multi_gpu" $(ARGS)
 
@@ -85,6 +89,9 @@ tune: $(VENV)/.experiments ## Search kernel configurations for this GPU, resumab
 compare: $(VENV)/.experiments ## Ratios of two sets of rows: make compare A=results/h200 B=outputs/h200/rows
 	@test -n "$(A)" -a -n "$(B)" || { echo "Say which rows: make compare A=results/h200 B=outputs/h200/rows"; exit 2; }
 	@$(RUN) -m experiments.commands.compare a=$(A) b=$(B) $(ARGS)
+
+check: $(VENV)/.experiments ## Hold this machine's rows against the expected ranges of its hardware
+	@$(RUN) -m experiments.commands.check $(ARGS)
 
 clean: ## Remove the environment and caches; measurements in outputs/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -185,8 +185,8 @@ print("rows of A on each rank:", [len(part) for part in parts])
 print("equals x A^T B^T:", torch.allclose(y, x @ a.T @ b.T, atol=1e-4))
 
 # %% [markdown]
-# On real processes this is `torchrun --nproc-per-node 4 serve.py` with `init_tensor_parallel()` in the program, see the
-# README; the tests run every class on 2 and 4 ranks and compare with one.
+# On real processes this is `torchrun --nproc-per-node 4 serve.py` with `init_tensor_parallel()` in the program, see
+# docs/distributed.md; the tests run every class on 2 and 4 ranks and compare with one.
 #
 # ## 4. How long it takes, and whether decoding notices
 #

@@ -59,10 +59,10 @@ def _cells(verdict: Verdict, figures: Path, target: Path) -> list[str]:
     tested = "; ".join(f"{name}: {bounds}" for name, bounds in tests if bounds)
     judged = f"**{marked(verdict)}**"
     about = [verdict.id, verdict.statement, verdict.paper_value, ours, tested, judged, verdict.why or "-"]
-    return [*about, _links(verdict.figure, figures, target)]
+    return [*about, figure_links(verdict.figure, figures, target)]
 
 
-def _links(figure: str, figures: Path, target: Path) -> str:
+def figure_links(figure: str, figures: Path, target: Path) -> str:
     """Link the pictures of a claim's figures, e.g. of ``8, README`` or ``text 5.2``; a dash without any."""
     found = []
     for name in figure.split(", "):

@@ -8,7 +8,8 @@
 
 =========  ==================================================================================================
 fresh      `outputs/<hardware>/`: claims.csv, claims.md, and report.html with the recorded machines beside it
-recorded   `results/*/claims*`, `docs/results-*.md`, numbers between markers in `*.md`; `outputs/report.html`
+recorded   `results/*/claims*`, `results/*/expected/`, `docs/results-*.md`, `docs/artifact.md`, `REPRODUCING.md`,
+           numbers between markers in `*.md`; `outputs/report.html`
 =========  ==================================================================================================
 
 It runs with whatever rows exist: a claim without rows is `not measured here`, with the command that measures it.
@@ -20,9 +21,11 @@ from omegaconf import DictConfig
 
 from experiments.claims.table import total
 from experiments.commands.batch import batch_main, sides
+from experiments.expected.files import write_expected
 from experiments.harness.command import given
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import Folders, folders
+from experiments.report.artifact import write_artifact
 from experiments.report.filled import write_filled
 from experiments.report.machines import (
     Machine,
@@ -33,6 +36,7 @@ from experiments.report.machines import (
     rows_files,
 )
 from experiments.report.page import PAGE, write_page
+from experiments.report.reproducing import write_reproducing
 from experiments.report.tables import write_results
 from experiments.report.verdicts import notes, write_claims
 
@@ -64,6 +68,9 @@ def write_recorded(results: Path, figures: Path, paper: Path, page: Path) -> tup
     machines, root = recorded_machines(results, figures, paper), results.parent
     files = [file for one in machines for file in write_claims(one, one.folder, paper, columns(machines))]
     files += [write_results(one, paper, root / "docs" / f"results-{one.name}.md") for one in machines]
+    files += [path for one in machines for path in write_expected(one.folder, one.rows, one.verdicts)]
+    files += [write_reproducing(machines, paper, root / "REPRODUCING.md")]
+    files += [write_artifact(machines, root / "docs" / "artifact.md")]
     files += [write_page(machines, paper, page), *write_filled(machines, root)]
     return machines, files
 

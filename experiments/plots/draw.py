@@ -1,4 +1,7 @@
-"""From a file of rows to `<name>.pdf`, `<name>.png` and `<name>.json` (where every number of the picture came from)."""
+"""From a file of rows to `<name>.pdf`, `<name>.png` and `<name>.json` (where every number of the picture came from).
+
+Experiments in `SHORT` have a second picture, with fewer systems.
+"""
 
 import json
 import logging
@@ -8,6 +11,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 from hydra.utils import get_method
+from matplotlib.figure import Figure
 
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import REPOSITORY
@@ -23,15 +27,20 @@ LISTED = {
     "drivers": "driver",
 }  # fmt: skip
 """Key of the JSON -> column whose values it lists."""
+SHORT = {"fig11_textgen": ("hero", "hero.draw_hero")}
+"""Experiment -> name of its short figure, and the function that draws it."""
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every font table that a PDF keeps
 
 
 def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Path) -> list[Path]:
-    """Draw `experiment` from `rows_file` into `folder` beside the paper's rows; returns the three files."""
+    """Draw `experiment` from `rows_file` into `folder` beside the paper's rows; return the three files, and those of a
+    short figure behind them.
+    """
     rows = measured_frame(rows_file)
     paper = paper_frame(paper_folder, experiment.figure)
     ensure_writable(folder)
     pdf, png, facts = (folder / f"{experiment.name}.{kind}" for kind in KINDS)
+    shorter = []
     with style.themed():
         if experiment.overlay is None:
             figure = get_method(f"{__package__}.{experiment.drawn_by}")(rows, paper)
@@ -39,11 +48,20 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
             figure = panels(experiment.shown(rows), experiment.shown(paper), experiment.overlay)
         about = provenance(experiment, rows, rows_file)
         words = f"commit {', '.join(about['commits'])}; config {', '.join(about['config_hashes'][:4])}"
-        figure.savefig(pdf, metadata={"Title": experiment.name, "Keywords": words, "CreationDate": None})
-        figure.savefig(png, metadata={"Title": experiment.name, "Description": words})
-        plt.close(figure)
+        _save(figure, experiment.name, words, pdf, png)
+        if experiment.name in SHORT:
+            name, function = SHORT[experiment.name]
+            shorter = [folder / f"{name}.{kind}" for kind in KINDS[:2]]
+            _save(get_method(f"{__package__}.{function}")(rows, paper), name, words, *shorter)
     facts.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    return [pdf, png, facts]
+    return [pdf, png, facts, *shorter]
+
+
+def _save(figure: Figure, name: str, words: str, pdf: Path, png: Path) -> None:
+    """Write ``figure`` with ``words`` on its source, and close it."""
+    figure.savefig(pdf, metadata={"Title": name, "Keywords": words, "CreationDate": None})
+    figure.savefig(png, metadata={"Title": name, "Description": words})
+    plt.close(figure)
 
 
 def provenance(experiment: Experiment, rows: pd.DataFrame, rows_file: Path) -> dict[str, Any]:

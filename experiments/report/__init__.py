@@ -4,7 +4,9 @@
     verdicts.py             claims.csv and claims.md beside the rows
     findings.py sought.py   what the extensions found: ratios of rows, point by point; which ones are looked for
     tables.py               docs/results-<hardware>.md
+    reproducing.py          REPRODUCING.md; runs.py: commands, minutes and commits behind a figure
+    artifact.py             docs/artifact.md
     page.py templates/      report.html: one page with figures, every machine beside the paper
-    filled.py               numbers between markers in README.md
+    filled.py               numbers between markers in README.md and docs/
     ending.py               the last lines of `make reproduce`
 """

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from experiments.claims.judge import JUDGED
 from experiments.claims.rows import markdown
-from experiments.claims.table import total
+from experiments.claims.table import figure_links, marked, total
 from experiments.report.findings import Found, find
-from experiments.report.machines import Machine, columns
+from experiments.report.machines import OTHER_TIMER, Machine, columns
 from experiments.report.sought import SOUGHT, public_kernels
 from experiments.report.tables import said, with_unit
 from punica.measure.records import RowsError
@@ -34,7 +34,9 @@ HIGHLIGHTS = {
     "ext_many_adapters": ("throughput, 1000 adapters / 32 adapters", "throughput, 16 adapters, 8 slots / 32 adapters"),
     "ext_moe": ("layer of experts, 32 requests, with adapters / without, qwen3-30b-a3b, Distinct",),
 }  # fmt: skip
-"""Findings on the GPU that the README repeats."""
+"""Findings on the GPU that pages repeat."""
+CLAIMS = (("C29", GPU), ("C24", GPU), ("C26", GPU), ("C12", GPU), ("C42", GPU), ("C46", CPU))
+"""Claims that the README shows, and the machine of their verdict."""
 
 
 def value(name: str) -> Callable[[Callable[[Machines], str]], Callable[[Machines], str]]:
@@ -88,6 +90,21 @@ def recorded(machines: Machines) -> str:
         for name, verdicts in columns(list(machines.values())).items()
     ]
     return "\n".join(["\n", *markdown(("recorded on", "verdicts", "results"), lines), "\n"])
+
+
+@value("claims")
+def claims(machines: Machines) -> str:
+    """Build a table of `CLAIMS`; where another clock turns a verdict, name both."""
+    lines = []
+    for name, on in CLAIMS:
+        machine = machines[on]
+        verdict, *others = (next(one for one in found if one.id == name) for found in machine.clocks.values())
+        turned = [f"; {OTHER_TIMER}: {marked(one)}" for one in others if one.verdict != verdict.verdict]
+        hardware = f"{on}, simulated" if verdict.kind == "simulated" else on
+        ours = verdict.our_value or "-"
+        link = figure_links(verdict.figure, machine.figures, machine.figures.parents[1])
+        lines.append([verdict.statement, verdict.paper_value, ours, hardware, marked(verdict) + "".join(turned), link])
+    return "\n".join(["\n", *markdown(("claim", "paper", "ours", "hardware", "verdict", "figure"), lines), "\n"])
 
 
 @value("highlights")

@@ -7,6 +7,7 @@ from fakes import composed
 from matplotlib.patches import Patch
 
 from experiments.facts.paper import read_figure
+from experiments.facts.systems import name_of
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG07
 from experiments.fig07_sgmv_roofline import SHEET
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
@@ -14,10 +15,11 @@ from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import settle
 from experiments.plots import style
 from experiments.plots.frames import described, frame_of, how_often, interval, one_of_repeats
+from experiments.plots.hero import SHOWN, draw_hero
 from experiments.plots.load import draw_load
 from experiments.plots.overlay import named, panels
 from experiments.plots.roofline import draw_roofline
-from experiments.plots.serving_bars import draw_serving, relative_to_best, short
+from experiments.plots.serving_bars import PAPER_NAMES, draw_serving, relative_to_best, short
 from experiments.plots.tensor_parallel import draw_ranks
 from punica.measure.records import Row
 
@@ -188,6 +190,22 @@ def test_a_system_with_wrong_tokens_has_no_bar_in_the_hero_figure():
     alone, both = (draw_serving(rows, paper) for rows in (served(), pd.concat([served(), wrong])))
     assert len(alone.axes[0].patches) == len(both.axes[0].patches) > 0
     assert "punica_last_admitted" not in legend_of(both)
+
+
+def test_the_hero_figure_has_policies_beside_the_papers_bars_on_a_linear_axis():
+    paper = read_figure(PAPER, "11").query("panel == '7B Model'")
+    rows = pd.concat([served(), served().query("system == 'punica'").assign(system="hf_peft")])
+    figure = draw_hero(rows, paper)
+    (axis,) = figure.axes
+    assert axis.get_yscale() == "linear"
+    assert axis.get_ylim()[0] == 0
+    systems = [name for name in SHOWN if name in set(served()["system"])]
+    workloads = set(served()["workload"])
+    assert len(axis.patches) == 2 * len(systems) * len(workloads)
+    hatched = [bar.get_hatch() is not None for bar in axis.patches]
+    assert sum(hatched) == len(hatched) // 2
+    expected = {*map(name_of, systems), *(f"paper, A100: {PAPER_NAMES[name]}" for name in systems)}
+    assert set(legend_of(figure)) == expected
 
 
 FOREIGN = ("vllm", "fastertransformer")

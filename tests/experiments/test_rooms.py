@@ -8,8 +8,8 @@ import pytest
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 ROOMS = {
-    "benches", "claims", "cluster", "commands", "conformance", "facts", "harness", "http_load", "plots", "report",
-    "systems", "today",
+    "benches", "claims", "cluster", "commands", "conformance", "expected", "facts", "harness", "http_load", "plots",
+    "published", "report", "systems", "today",
 }  # fmt: skip
 NOT_A_FIGURE = {"__init__", "ext_expert_tables", "ext_operator_tables"}
 
@@ -81,7 +81,7 @@ def test_what_measures_and_draws_knows_no_command(room: str) -> None:
 
 def test_what_measures_knows_no_plots_claims_or_reports() -> None:
     judging = ("experiments.plots", "experiments.claims", "experiments.report")
-    for room in ("benches", "cluster", "conformance", "facts", "http_load", "systems", "today"):
+    for room in ("benches", "cluster", "conformance", "facts", "http_load", "published", "systems", "today"):
         for path in (EXPERIMENTS / room).rglob("*.py"):
             assert not [name for name in imports(path) if name.startswith(judging)]
 

@@ -149,10 +149,10 @@ def test_torchrun(folders: list[Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_readme_program_gives_the_same_tokens_on_one_and_two_ranks(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    match = re.search(r"cat > two_ranks\.py <<'EOF'\n(.*?)\nEOF\n\$ (.*?)\n", readme, flags=re.DOTALL)
-    assert match, "the README has no two_ranks.py"
+def test_program_of_the_docs_gives_the_same_tokens_on_one_and_two_ranks(tmp_path: Path) -> None:
+    page = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
+    match = re.search(r"cat > two_ranks\.py <<'EOF'\n(.*?)\nEOF\n\$ (.*?)\n", page, flags=re.DOTALL)
+    assert match, "docs/distributed.md has no two_ranks.py"
     assert match.group(2) == "torchrun --nproc-per-node 2 two_ranks.py"
     program = tmp_path / "two_ranks.py"
     program.write_text(match.group(1))

@@ -10,11 +10,16 @@ from experiments.harness.schema import REPOSITORY
 from experiments.report import filled
 from experiments.report.filled import MARKED, VALUES, fill, write_filled
 from experiments.report.machines import machine_of
+from experiments.report.tables import GENERATED
 from punica.measure.records import RowsError, write_rows
-from tests.experiments.report.report_rows import PAPER, decode_rows
+from tests.experiments.report.report_rows import PAPER, decode_rows, operator_rows
 
 A = Path("A.md")
-FILES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")]
+FILES = [
+    path
+    for path in (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(REPOSITORY.glob("docs/*.md")))
+    if GENERATED not in path.read_text(encoding="utf-8")
+]
 MEASURED = re.compile(r"\d (ms|µs|us|ns|token/s|requests?/s|GB/s)\b|\d\.\d+ times|\d(\.\d+)? %")
 SET = ("within 3 %", "within 12 %", "within 25 %", "1.5 times slower than a sibling")
 """Settings of the protocol: windows are drawn so, costs explain so, repeats are measured again so."""
@@ -55,7 +60,7 @@ def test_an_unknown_marker_and_a_machine_without_rows_are_refused_before_anythin
     assert "2 of 2 (cpu)" in (tmp_path / "A.md").read_text()
 
 
-@pytest.mark.parametrize("name", sorted({*VALUES} - {"machines", "single-runs", "highlights"}))
+@pytest.mark.parametrize("name", sorted({*VALUES} - {"machines", "single-runs", "highlights", "claims"}))
 def test_rows_that_a_marker_needs_are_asked_for(name, tmp_path):
     row = replace(decode_rows()[0], figure="2")
     write_rows(tmp_path / "rows.csv", [row])
@@ -68,6 +73,21 @@ def test_a_highlight_without_rows_is_not_left_out(tmp_path):
     write_rows(tmp_path / "rows.csv", decode_rows())
     table = filled.highlights({"h200": machine_of(tmp_path, tmp_path, PAPER, "h200")})
     assert table.count("| not measured |") == sum(map(len, filled.HIGHLIGHTS.values()))
+
+
+def test_a_claim_without_rows_is_not_left_out_and_a_clock_that_turns_a_verdict_is_named(tmp_path):
+    rows = [*operator_rows("host_clock", 160.0), *operator_rows("cuda_graph", 20.0)]
+    for name, found in (("h200", rows), ("cpu", decode_rows())):
+        write_rows(tmp_path / "results" / name / "rows.csv", found)
+    machines = {
+        name: machine_of(tmp_path / "results" / name, tmp_path / "figures" / name, PAPER, name)
+        for name in ("h200", "cpu")
+    }
+    lines = filled.claims(machines).strip().splitlines()[2:]
+    assert len(lines) == len(filled.CLAIMS)
+    assert sum("| not measured here |" in line for line in lines) == len(filled.CLAIMS) - 1
+    (operators,) = (line for line in lines if "Gather-BMM" in line)
+    assert "| h200 | differs‡; cuda_graph: reproduced‡ | - |" in operators
 
 
 def test_every_function_fills_a_marker():
@@ -88,3 +108,9 @@ def test_no_measured_number_is_typed(path):
 def test_the_readme_repeats_findings_that_are_sought():
     names = {one.what for sought in filled.SOUGHT.values() for one in sought}
     assert {what for key, wanted in filled.HIGHLIGHTS.items() if key in filled.SOUGHT for what in wanted} <= names
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.name for path in FILES])
+def test_no_marker_ends_a_paragraph(path):
+    """A line that begins with a comment is a block of its own in Markdown."""
+    assert re.findall(r"[^\n]\n<!-- measured:.*", path.read_text(encoding="utf-8")) == []

@@ -1,0 +1,99 @@
+"""Check of this machine's rows against the expected ranges of the same hardware: `results/<hardware>/expected/`.
+
+    make check                       # outputs/<hardware>/rows
+    make check ARGS=hardware=h200
+
+A range reaches twice as far as the farthest recorded repeat, and never less than a tenth (`experiments.expected`).
+Quantities of the claims are held on every device of that hardware. Measurements are held as ratios to the recorded
+ones, and only on the recorded device: a CPU of another model has other times. Status 1 when anything is outside.
+"""
+
+from pathlib import Path
+
+import pandas as pd
+from omegaconf import DictConfig
+
+from experiments.commands.batch import batch_main
+from experiments.expected.files import FOLDER, read_expected
+from experiments.expected.held import Held, hold_claims, hold_rows
+from experiments.expected.ranges import left_out
+from experiments.harness.schema import ConfigError
+from experiments.harness.settings import folders
+from experiments.plots.frames import distinct
+from experiments.report.machines import HERE, machine_of, read_folder, rows_files
+
+
+def refuse(cfg: DictConfig, fresh: Path, recorded: Path) -> None:
+    """Raise `ConfigError` where there are no rows here, no ranges for the hardware, or rows of scale=smoke."""
+    if cfg.scale.name == "smoke":
+        raise ConfigError("scale=smoke has no expected ranges, its shapes are others: measure without scale=smoke")
+    if not (recorded / FOLDER).is_dir():
+        known = sorted(path.parent.name for path in recorded.parent.glob(f"*/{FOLDER}"))
+        which = ", ".join(known) or "none"
+        text = f"hardware={recorded.name} has no expected ranges; recorded are those of {which}"
+        raise ConfigError(f"{text}: compare single rows with one of these by make compare")
+    if not rows_files(fresh):
+        raise ConfigError(f"no rows in {fresh}: measure them with make reproduce")
+
+
+def claims_said(held: Held) -> list[str]:
+    """Describe the claims: quantities outside, verdicts that turned, claims without a value here."""
+    lines = [f"Claims: {len(held.compared)} quantities held, {len(held.outside)} outside"]
+    lines += [
+        f"  outside: {one.claim} {one.quantity}: {one.here:.4g}, expected {one.low:.4g} to {one.high:.4g} "
+        f"(recorded {one.value:.4g})"
+        for one in held.outside.itertuples()
+    ]
+    turned = held.compared[held.compared["verdict"] != held.compared["verdict_here"]].drop_duplicates("claim")
+    lines += [f"  {one.claim} is {one.verdict_here!r} here, {one.verdict!r} recorded" for one in turned.itertuples()]
+    absent, unknown = (", ".join(dict.fromkeys(side["claim"])) for side in (held.absent, held.unknown))
+    lines += [f"  not compared, no value here: {absent}"] if absent else []
+    return [*lines, f"  not compared, no recorded value: {unknown}"] if unknown else lines
+
+
+def rows_said(held: Held) -> list[str]:
+    """Describe the measurements: lines outside by figure, then figures without a common point."""
+    points = int(held.compared["common"].sum())
+    lines = [f"Measurements: {len(held.compared)} held, at {points} common points, {len(held.outside)} outside"]
+    for one in held.outside.itertuples():
+        name = ", ".join(filter(None, (f"figure {one.figure}", one.system, one.model, f"{one.metric} ({one.unit})")))
+        often = "" if one.repeats > 1 else "recorded once"
+        where = ", ".join(filter(None, (one.timer, f"{one.common:.0f} points", often)))
+        said = f"{one.here:.3f} of the recorded, expected {one.low:.3f} to {one.high:.3f}"
+        lines.append(f"  outside: {name}: {said}; {where}")
+    for side, why in ((held.absent, "not measured here"), (held.unknown, "not recorded")):
+        counts = side["figure"].value_counts(sort=False)
+        names = ", ".join(f"figure {figure} ({count})" for figure, count in counts.items())
+        lines += [f"  not compared, {why}: {names}"] if names else []
+    return lines
+
+
+def other_device(recorded: pd.DataFrame, here: pd.DataFrame) -> str:
+    """Say that the devices differ; empty where they are the same."""
+    theirs, ours = (", ".join(distinct(rows, "device")) for rows in (recorded, here))
+    if theirs == ours:
+        return ""
+    return f"Measurements: not compared, recorded on {theirs}, and these are of {ours}"
+
+
+def check(cfg: DictConfig) -> int:
+    """Hold the fresh rows of ``cfg.hardware`` against its ranges and print the outcome; 1 when any is outside."""
+    places = folders(cfg)
+    refuse(cfg, places.fresh_rows, places.recorded_rows)
+    of_claims, of_rows = read_expected(places.recorded_rows)
+    here = machine_of(places.fresh_rows, places.fresh_figures, places.paper, HERE)
+    recorded = read_folder(places.recorded_rows)
+    claims = hold_claims(of_claims, here.verdicts)
+    lines, outside = claims_said(claims), len(claims.outside)
+    if said := other_device(recorded, here.rows):
+        lines.append(said)
+    else:
+        held = hold_rows(of_rows, recorded, here.rows)
+        lines, outside = [*lines, *rows_said(held)], outside + len(held.outside)
+    lines += [f"  not compared: {count} rows {reason}" for reason, count in left_out(here.rows).items()]
+    print("\n".join([*lines, f"{outside} outside of the expected ranges of {places.recorded_rows.name}"]))
+    return 1 if outside else 0
+
+
+if __name__ == "__main__":
+    batch_main("check", __doc__ or "", check)

@@ -1,0 +1,50 @@
+"""The paper's requests as files, for systems outside this repository, and the score of their answers.
+
+    python -m experiments.commands.workload out=/tmp/requests
+    python -m experiments.commands.workload requests=/tmp/requests/distinct.jsonl score=answers.jsonl
+
+The first line writes a file per popularity (distinct, uniform, skewed, identical, zipf), the schemas of requests and
+answers, and about.json with the sums of the files. A system sends requests in their order, each at its `arrival_s`, and
+writes a line per request with the times of its tokens. The second line prints throughput (`throughput` counts prompt
+tokens as the paper does, `output_throughput` new ones alone), time to first token, time per output token, and errors.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.harness.command import with_options
+from experiments.harness.schema import ConfigError
+from experiments.published.requests import Stream, write_streams
+from experiments.published.score import score
+
+
+@dataclass
+class Options:
+    """The command line."""
+
+    out: str | None = None  # folder that receives the requests
+    count: int = 1000  # out: requests, the paper's number
+    max_len: int = 2048  # out: most tokens of prompt and output, to which lengths are scaled
+    vocab_size: int = 32000  # out: of the model, Llama 2's
+    lengths: str = "released"  # out: or stated, with the mean that the paper's text gives (D01)
+    rate: float | None = None  # out: arrivals per second; null: all wait from the start, as in Figure 11
+    requests: str | None = None  # score: file of requests that was served
+    score: str | None = None  # file of answers
+
+
+def workload(options: Options) -> None:
+    """Write requests, or print the score of answers."""
+    if (options.out is None) == (options.score is None):
+        raise ConfigError("give one of out=FOLDER and score=FILE")
+    if options.out is not None:
+        stream = Stream(options.count, options.max_len, options.vocab_size, options.lengths, options.rate)
+        print(*(str(path) for path in write_streams(stream, Path(options.out).expanduser())), sep="\n")
+        return
+    if options.requests is None:
+        raise ConfigError("score= needs requests=, the file of requests that was served")
+    for one in score(Path(options.requests).expanduser(), Path(str(options.score)).expanduser()):
+        print(f"{one.metric} {one.statistic}: {one.value:.6g} {one.unit}")
+
+
+if __name__ == "__main__":
+    with_options("workload", __doc__ or "", "commands.workload", Options, workload)

@@ -1,0 +1,9 @@
+"""Expected ranges: what another run on recorded hardware should give, and the rows and claims that are outside.
+
+    ranges.py       the rule, and ranges of measurements from recorded repeats.
+    claims.py       ranges of the quantities behind the claims.
+    held.py         rows and verdicts of this machine beside the ranges.
+    files.py        `results/<hardware>/expected/`.
+
+The rule: a range reaches twice as far as the farthest recorded repeat, and never less than a tenth.
+"""

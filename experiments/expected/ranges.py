@@ -1,0 +1,81 @@
+"""Ranges of measurements: how far the ratio of a new run to the recorded one may be from 1.
+
+A line is one metric of one system and model in one figure. Its ratio is the median over all points that both runs have,
+so one slow point does not decide it. The farthest repeat is taken over all lines of the same figure, metric and clock:
+most points have few repeats, and some a single one.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+
+from punica.measure.records import DIFFERENCES
+
+FLOOR = 0.10
+"""Least width of a range, as a part of the recorded value: two sessions differ by more than repeats of one."""
+TIMES = 2.0
+"""Width of a range over the distance of its farthest repeat."""
+LINE = ["figure", "system", "model", "metric", "unit", "timer"]
+_NUMBERS = ["batch_size", "seq_len", "rank", "t_s", "gpu"]
+POINT = [*LINE, "panel", "workload", *_NUMBERS]
+"""A point. Its scale is no part of it: equal points of two scales differ by the number of samples alone."""
+POOL = ["figure", "metric", "timer"]
+COLUMNS = [*LINE, "points", "repeats", "low", "high"]
+SINGLE = ("median", "value")
+_REASONS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
+    "of scale=smoke, whose shapes are others": lambda rows: rows["scale"].eq("smoke"),
+    "simulated or from a datasheet": lambda rows: rows["kind"].ne("measured"),
+    "differences of two times, which may be close to zero": lambda rows: rows["metric"].isin(DIFFERENCES),
+    "of zero or less, which have no ratio": lambda rows: ~rows["value"].gt(0),
+}
+"""Why a row has no range, and which rows that holds for."""
+
+
+def left_out(rows: pd.DataFrame) -> dict[str, int]:
+    """Count the rows without a range by reason. Spreads and counts, which belong to a median, are not listed."""
+    rows, found = rows[rows["statistic"].isin(SINGLE)], {}
+    for reason, is_so in _REASONS.items():
+        holds = is_so(rows)
+        found[reason] = int(holds.sum())
+        rows = rows[~holds]
+    return {reason: count for reason, count in found.items() if count}
+
+
+def comparable(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows that have a range, one per point and repeat, without disturbed repeats of points with quiet ones.
+
+    ``rows`` has the columns of `punica.measure.records.Row`. Column ``centre``: the median of its point.
+    """
+    rows = rows[rows["statistic"].isin(SINGLE)]
+    for is_so in _REASONS.values():
+        rows = rows[~is_so(rows)]
+    rows = rows.assign(**{name: rows[name].fillna("").astype(str) for name in POINT if name not in _NUMBERS})
+    rows = rows.astype(dict.fromkeys(_NUMBERS, float)).assign(disturbed=rows["disturbed"].eq(True))
+    rows = rows.sort_values("date", kind="stable").drop_duplicates([*POINT, "repeat"], keep="last").sort_index()
+    loud = rows.groupby(POINT, dropna=False)["disturbed"].transform("all")
+    rows = rows[loud | ~rows["disturbed"]]
+    return rows.assign(centre=rows.groupby(POINT, dropna=False)["value"].transform("median"))
+
+
+def ranges(rows: pd.DataFrame) -> pd.DataFrame:
+    """Build the ranges of ``rows``, those of one machine: a line per `LINE` with the columns `COLUMNS`.
+
+    ``low``, ``high``: ends of the ratio. ``repeats``: the most that a point has; 0 where rows do not say.
+    """
+    rows = comparable(rows)
+    if rows.empty:
+        return pd.DataFrame(columns=COLUMNS)
+    points = rows.drop_duplicates(POINT).groupby(LINE).size().rename("points")
+    repeats = rows.groupby(POINT, dropna=False)["repeat"].transform("nunique")
+    most = repeats.groupby([rows[name] for name in LINE]).max().rename("repeats")
+    lines = pd.concat([points, most], axis=1).reset_index().merge(_farthest(rows[repeats > 1]), on=POOL, how="left")
+    width = np.maximum(np.log1p(FLOOR), TIMES * lines["farthest"].fillna(0.0))
+    return lines.assign(low=np.exp(-width), high=np.exp(width))[COLUMNS]
+
+
+def _farthest(parts: pd.DataFrame) -> pd.DataFrame:
+    """Return the largest distance (log of the ratio) of a repeat from the median of all, per `POOL`."""
+    ratio = np.log(parts["value"] / parts["centre"])
+    of_repeat = ratio.groupby([parts[name] for name in (*LINE, "repeat")]).median().abs().rename("farthest")
+    return of_repeat.groupby(level=POOL).max().reset_index()

@@ -1,0 +1,115 @@
+"""REPRODUCING.md: figures with commands and minutes, expected ranges of the claims, answers to the disagreements."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.claims import Verdict
+from experiments.claims.rows import markdown
+from experiments.claims.table import marked
+from experiments.expected.claims import claim_ranges
+from experiments.expected.ranges import FLOOR, TIMES
+from experiments.facts.disagreements import read_disagreements
+from experiments.facts.paper import read_claims
+from experiments.harness.catalogue import experiments
+from experiments.report.machines import Machine
+from experiments.report.runs import (
+    UNKNOWN,
+    all_minutes,
+    commits,
+    cost,
+    figure_command,
+    figures_of,
+    how,
+    minutes_of,
+    scales,
+    total_minutes,
+)
+from experiments.report.tables import GENERATED, Table, title_of
+
+INTRODUCTION = """\
+`make reproduce` measures and judges all figures on your machine; `make check` holds your rows against recorded ones.
+
+```console
+$ make reproduce
+$ make check
+```
+
+`make check` prints what is outside of its expected range and what was not compared; its status is 1 when anything is
+outside. Rows are in `outputs/<hardware>/rows`, recorded ones in `results/<hardware>`.
+
+**The rule of all ranges** (`experiments/expected`): a range reaches {times:g} times as far as the farthest recorded
+repeat, and never less than {floor:.0%}. Quantities of claims have ranges of their own, below and in
+`results/<hardware>/expected/claims.csv`. Other measurements are held as ratios to the recorded ones
+(`measurements.csv`), by the median over common points, and only on the recorded device. A line that was recorded once
+has the least range, as its spread is not known; `make check` says so.
+
+**Minutes** are those that `make reproduce` gives a figure at a scale (`conf/figure/*.yaml`): it ends with less measured
+where they do not suffice. All figures together have {laptop:.0f} on a CPU. A dash: none are stated, and the figure runs
+to its end. Time and memory are what the script states; peak memory of the recorded runs was not recorded. Human minutes
+were not measured.
+"""
+FIGURES = ("figure", "command", "minutes (scale)", "time and memory at scale=laptop, as the script states")
+CLAIMS = ("claim", "statement", "figure", "command", "minutes", "expected", "verdict", "commit of its rows")
+DISAGREE = (
+    "Each disagreement is described in [paper_results/README.md](paper_results/README.md#disagreements). Measured "
+    "values are those of the named claims."
+)
+LEGEND = "† rests on points that other work disturbed, ‡ on points of a single run."
+
+
+def write_reproducing(machines: Sequence[Machine], paper: Path, target: Path) -> Path:
+    """Write the page on ``machines``, the recorded ones, to ``target``; ``paper`` is ``paper_results``."""
+    said = INTRODUCTION.format(times=TIMES, floor=FLOOR, laptop=total_minutes(experiments(), "laptop"))
+    parts = [GENERATED, "# Reproducing", "", said, "## Figures", "", *markdown(*figures_table(machines)), ""]
+    for machine in machines:
+        parts += [f"## Claims on {machine.name}", "", LEGEND, "", *markdown(*claims_table(machine, paper)), ""]
+    parts += ["## Where text, figures and released code of the paper disagree", "", DISAGREE, ""]
+    parts += [*markdown(*disagreements_table(machines, paper)), ""]
+    target.write_text("\n".join(parts), encoding="utf-8")
+    return target
+
+
+def figures_table(machines: Sequence[Machine]) -> Table:
+    """Return head and lines: an experiment, its command and cost, and scale and commits of its rows per machine."""
+    lines = []
+    for one in experiments():
+        of_rows = [_recorded(machine, one.figure) for machine in machines]
+        lines.append([title_of(one), figure_command(one.name), all_minutes(one.name), cost(one), *of_rows])
+    return [*FIGURES, *(f"rows of {machine.name}" for machine in machines)], lines
+
+
+def _recorded(machine: Machine, figure: str) -> str:
+    known = scales(machine.rows, figure)
+    return f"{', '.join(known)}; {commits(machine.rows, [figure])}" if known else UNKNOWN
+
+
+def claims_table(machine: Machine, paper: Path) -> Table:
+    """Return head and lines: a claim, how to measure it, the range to expect, and what was recorded."""
+    statements = {statement.id: statement for statement in read_claims(paper)}
+    lines = []
+    for verdict in machine.verdicts:
+        rows = machine.rows
+        run = [how(verdict, statements, machine.name), minutes_of(verdict, rows), expected(verdict)]
+        about = [verdict.id, verdict.statement, verdict.figure]
+        lines.append([*about, *run, marked(verdict), commits(rows, figures_of(verdict))])
+    return CLAIMS, lines
+
+
+def expected(verdict: Verdict) -> str:
+    """Word the expected ranges of the quantities of a claim; of one without a value, the reason."""
+    found = claim_ranges([verdict])
+    ranges = [f"{one.quantity} {one.low:.4g} to {one.high:.4g}" for one in found.itertuples()]
+    return "; ".join(ranges) or (f"no value: {verdict.reason}" if verdict.reason else UNKNOWN)
+
+
+def disagreements_table(machines: Sequence[Machine], paper: Path) -> Table:
+    """Return head and lines: a disagreement, what is done about it, and the measured values that belong to it."""
+    lines = []
+    for one in read_disagreements(paper):
+        values = []
+        for machine in machines:
+            ours = {verdict.id: verdict for verdict in machine.verdicts}
+            said = [f"{id}: {ours[id].our_value or ours[id].reason}" for id in one.claims]
+            values.append("; ".join(said) or UNKNOWN)
+        lines.append([f"{one.id} {one.title}", one.answer, *values])
+    return ["disagreement", "answer", *(f"measured on {machine.name}" for machine in machines)], lines

@@ -1,0 +1,69 @@
+"""`make check`: its status, what it prints, and clear errors."""
+
+from dataclasses import replace
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.commands.check import check, other_device
+from experiments.expected.files import read_expected, write_expected
+from experiments.expected.held import hold_rows
+from experiments.harness.schema import REPOSITORY, ConfigError
+from experiments.report.machines import machine_of, read_folder, recorded_folders
+from punica.measure.records import write_rows
+from tests.experiments.expected.made_rows import frame, made
+from tests.experiments.report.report_rows import PAPER, decode_rows
+
+
+def config(root, hardware="cpu", scale="laptop") -> DictConfig:
+    paths = {name: str(root / name) for name in ("outputs", "results", "figures")} | {"paper_results": str(PAPER)}
+    return OmegaConf.create({"hardware": {"name": hardware}, "scale": {"name": scale}, "paths": paths})
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A recorded machine with Figure 1 and its ranges."""
+    root = tmp_path_factory.mktemp("recorded")
+    folder = root / "results" / "cpu"
+    write_rows(folder / "fig01_batching.csv", decode_rows())
+    machine = machine_of(folder, root / "figures" / "cpu", PAPER, "cpu")
+    write_expected(folder, machine.rows, machine.verdicts)
+    return root
+
+
+def test_without_rows_or_ranges_it_says_what_to_do(recorded):
+    with pytest.raises(ConfigError, match="hardware=h100 has no expected ranges; recorded are those of cpu"):
+        check(config(recorded, hardware="h100"))
+    with pytest.raises(ConfigError, match="scale=smoke has no expected ranges"):
+        check(config(recorded, scale="smoke"))
+    with pytest.raises(ConfigError, match=r"no rows in .*rows: measure them with make reproduce"):
+        check(config(recorded))
+
+
+def test_equal_rows_pass_and_slower_ones_are_named(recorded, capsys):
+    fresh = recorded / "outputs" / "cpu" / "rows" / "fig01_batching.csv"
+    write_rows(fresh, decode_rows())
+    assert check(config(recorded)) == 0
+    assert "Measurements: 1 held, at 2 common points, 0 outside" in capsys.readouterr().out
+    write_rows(fresh, [replace(row, value=row.value * row.batch_size**0.2) for row in decode_rows()])
+    assert check(config(recorded)) == 1
+    said = capsys.readouterr().out
+    assert "outside: C01 ratio: 2.4, expected 1.08 to 1.32 (recorded 1.2)" in said
+    assert "C01 is 'differs' here, 'reproduced' recorded" in said
+    assert "outside: figure 1, backbone, llama-small, step_latency (ms): 1.500 of the recorded" in said
+    assert "recorded once" in said
+
+
+def test_another_device_is_told_apart():
+    theirs, ours = frame(made(1.0)), frame(made(1.0, device="Another CPU"))
+    assert other_device(theirs, theirs) == ""
+    assert "recorded on A CPU, 2 cores, and these are of Another CPU" in other_device(theirs, ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", recorded_folders(REPOSITORY / "results"), ids=lambda folder: folder.name)
+def test_recorded_rows_are_inside_of_the_committed_ranges(folder):
+    rows = read_folder(folder)
+    found = hold_rows(read_expected(folder)[1], rows, rows)
+    assert len(found.compared) > 100
+    assert all(lines.empty for lines in (found.outside, found.absent, found.unknown))

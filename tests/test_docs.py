@@ -1,0 +1,170 @@
+"""docs/: links resolve, Python blocks run as written, tables and API pages are complete, the site builds."""
+
+import ast
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.facts.systems import SYSTEMS
+from experiments.harness.catalogue import experiments
+from punica.cluster import SCHEDULING_RULES
+from punica.layers import selection
+from punica.measure.records import read_rows
+from punica.models.families import DENSE
+from punica.scheduling import ADMISSION_RULES
+from punica.workload import WORKLOADS
+from punica.wrapper import BACKENDS
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+LINKING = [*sorted(ROOT.glob("*.md")), *PAGES, ROOT / "paper_results/README.md"]
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+REGISTRIES = (BACKENDS, WORKLOADS, ADMISSION_RULES, SCHEDULING_RULES, SYSTEMS)
+NOT_PUBLIC = {"Registry": "punica.wrapper imports it to make one", "sgmv_": "methods of PaperOps", "bgmv_": "likewise"}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    heads = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    """Yield the links of a page that lead nowhere; those with a scheme are not followed."""
+    for link in LINK.findall(re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if "://" in link or path.startswith("mailto:"):
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield link
+
+
+@pytest.mark.parametrize("page", LINKING, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert list(broken_links(page)) == []
+
+
+def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "b.md").write_text("# A head: `x`\n```\n# none\n```\n")
+    (tmp_path / "a.md").write_text("[1](b.md#a-head-x) [2](c.md) [3](b.md#none) [4](#gone) [5](https://x.y)\n")
+    assert list(broken_links(tmp_path / "a.md")) == ["c.md", "b.md#none", "#gone"]
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What examples register is gone afterwards; files that they write are temporary."""
+    for registry in REGISTRIES:
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    monkeypatch.setattr(selection, "LORA_CLASSES", selection.LORA_CLASSES)
+    kept = dict(DENSE)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    yield
+    DENSE.clear()
+    DENSE.update(kept)
+
+
+def run_blocks(page: str) -> dict[str, Any]:
+    """Run the Python blocks of a page in order, in one namespace, and return that."""
+    names: dict[str, Any] = {"__name__": page}
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for match in BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start(1))
+        exec(compile("\n" * line + match[1], DOCS / page, "exec"), names)
+    return names
+
+
+SLOW_PAGES = {"extending.md"}
+WITH_CODE = [path.name for path in sorted(DOCS.glob("*.md")) if BLOCK.search(path.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize(
+    "page", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_PAGES else ()) for name in WITH_CODE]
+)
+def test_python_blocks_run_as_written(page: str) -> None:
+    names = run_blocks(page)
+    if page == "index.md":
+        tokens = [tuple(result.token_ids) for result in names["results"]]
+        assert [len(one) for one in tokens] == [8] * 4
+        assert len(set(tokens)) == 4, "the adapters make no difference"
+
+
+def test_every_experiment_has_a_row() -> None:
+    text = (DOCS / "reproducing.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| [^|]+ \| `(\w+)` \|", text, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(one.name for one in experiments())
+
+
+def public_names(package: Path) -> set[str]:
+    """Names that the ``__init__`` of a package imports from this library or defines."""
+    found = set()
+    for node in ast.parse(package.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("punica."):
+            found |= {alias.asname or alias.name for alias in node.names}
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+    return {name for name in found if not name.startswith(("_", *NOT_PUBLIC))}
+
+
+@pytest.mark.parametrize("package", sorted(path.parent.name for path in ROOT.glob("punica/*/__init__.py")))
+def test_api_pages_have_every_public_name(package: str) -> None:
+    if package == "serve":
+        assert not public_names(ROOT / "punica/serve/__init__.py")
+        return
+    entries = re.findall(r"^::: (\S+)$", (DOCS / "api" / f"{package}.md").read_text("utf-8"), flags=re.MULTILINE)
+    assert public_names(ROOT / f"punica/{package}/__init__.py") <= {entry.rpartition(".")[2] for entry in entries}
+    for entry in entries:
+        home, _, name = entry.rpartition(".")
+        assert "triton" in home or hasattr(importlib.import_module(home), name) or importlib.import_module(entry), entry
+
+
+@pytest.mark.slow
+def test_the_figure_that_a_page_adds_is_measured_and_drawn(tmp_path: Path) -> None:
+    text = (DOCS / "extending.md").read_text(encoding="utf-8")
+    script = next(block for block in BLOCK.findall(text) if "EXPERIMENT = Copy()" in block)
+    (settings,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    for folder in ("experiments", "conf"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("punica", "paper_results"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "experiments/ext_copy.py").write_text(script)
+    (tmp_path / "conf/figure/ext_copy.yaml").write_text(settings)
+    command = [sys.executable, "-m", "experiments.ext_copy", "scale=smoke", "hardware=cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MPLBACKEND": "Agg"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (rows,) = tmp_path.glob("outputs/cpu/smoke/rows/ext_copy.csv")
+    assert {row.batch_size for row in read_rows(rows)} == {1, 16}
+    assert list(tmp_path.glob("outputs/cpu/smoke/figures/ext_copy.png"))
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="needs the extra docs: pip install 'punica[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", DOCS / "site/mkdocs.yml", "-d", tmp_path]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    for page in PAGES:
+        place = page.relative_to(DOCS).with_suffix("")
+        built = tmp_path / (place.parent if place.name == "index" else place) / "index.html"
+        assert built.exists(), page
+    assert (tmp_path / "figures/h200").is_dir() or (tmp_path / "results/h200/claims/index.html").exists()
