@@ -147,11 +147,13 @@ def check(cfg: Config) -> None:
         )
     if not 0 < figure.load < 100:
         raise ConfigError(f"figure.load={figure.load} must be in (0, 100), percent of the saturated rate")
-    for name, value in (("seconds", figure.seconds), ("warm", figure.warm), ("drain", figure.drain)):
-        if value < 0 or (name == "seconds" and not value):
-            raise ConfigError(f"figure.{name}={value} must be above 0" if name == "seconds" else
-                              f"figure.{name}={value} must be 0 or more")  # fmt: skip
-    needed = max(figure.check[0], *(popularity(name).number_of_adapters(figure.requests) for name in cfg.workload.names))
+    if figure.seconds <= 0 or min(figure.warm, figure.drain) < 0:
+        raise ConfigError(
+            f"figure.seconds={figure.seconds} must be above 0, figure.warm={figure.warm} and figure.drain="
+            f"{figure.drain} must be 0 or more"
+        )
+    named = [popularity(name).number_of_adapters(figure.requests) for name in cfg.workload.names]
+    needed = max(figure.check[0], *named)
     if needed > figure.adapters:
         raise ConfigError(
             f"figure.adapters={figure.adapters} must be at least {needed}: the popularities (workload=) of "

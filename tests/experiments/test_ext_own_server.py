@@ -185,7 +185,7 @@ def test_adapters_that_change_nothing_are_refused(tmp_path, monkeypatch) -> None
 
 
 def test_a_process_that_fails_says_what_it_said_last(tmp_path) -> None:
-    with pytest.raises(CheckFailed, match="exit code 1, and said last:\n.*No module named punica.nothing"):
+    with pytest.raises(CheckFailed, match=r"exit code 1, and said last:\n.*No module named punica.nothing"):
         process.run_module("punica.nothing", [], os.environ, tmp_path / "log")
 
 
