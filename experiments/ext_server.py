@@ -5,6 +5,9 @@ shape: latencies flat up to a knee and steep behind it; a server that batches on
 under Distinct. Start a server, then point this at it::
 
     python -m punica.serve CHECKPOINT --adapter a=FOLDER --adapter b=FOLDER ... --port 8000
+    python -m vllm.entrypoints.openai.api_server --model CHECKPOINT --enable-lora --max-loras 32 --max-lora-rank 16 \\
+        --max-num-seqs 32 --no-enable-prefix-caching --lora-modules a=FOLDER b=FOLDER ... --port 8000
+
     python -m experiments.ext_server figure.url=http://127.0.0.1:8000 scale=gpu
     python -m experiments.ext_server figure.url=http://127.0.0.1:8000 'figure.rates=[1,2,4]' workload=zipf
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +12,12 @@ import httpx2
 from experiments.conformance.expected import Tokens, World
 from experiments.conformance.oracle import BASE
 from experiments.harness.schema import ConfigError
-from experiments.http_load.about import headers_of
+from experiments.http_load.protocol import BrokenStream, ErrorInStream, address, chunks, headers_of
 
 KEY_VARIABLE = "CONFORMANCE_API_KEY"
 """Environment variable with the API key."""
 TRIES, PAUSE_S = 60, 0.5
 """A full server (429) is asked again so often, after such pauses."""
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # else a line for each request
 _WORD = re.compile(r"w(\d+)")
 
 
@@ -39,7 +37,7 @@ class Server:
     ) -> None:
         # idle connections end before the server's do; a proxy of the environment is not what is tested
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
-        self.url, self.prefix, self._base = url.rstrip("/").removesuffix("/v1"), prefix, base
+        self.url, self.prefix, self._base = address(url, "url"), prefix, base
         self.takes_ids = False
         self._http = httpx2.AsyncClient(headers=headers_of(key or ""), limits=limits, timeout=timeout, trust_env=False)
 
@@ -99,9 +97,9 @@ class Server:
                     break
                 await asyncio.sleep(PAUSE_S)
             return answer
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, httpx2.SSEError) as error:
             return Answer((), f"{type(error).__name__} {error}".strip())
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             return Answer((), f"no completion of OpenAI's form: {type(error).__name__} {error}")
 
     async def _ask(self, body: Mapping[str, Any], leave_after: int | None) -> Answer:
@@ -111,21 +109,19 @@ class Server:
             if not body["stream"]:
                 await answer.aread()
                 return Answer(_tokens(answer.json()["choices"][0]["text"]))
-            text, chunks, whole = "", 0, False
-            async for line in answer.aiter_lines():
-                if leave_after is not None and chunks >= leave_after:
-                    return Answer(_tokens(text))
-                data = line.removeprefix("data:").strip()
-                if not line.startswith("data:"):
-                    continue
-                if data == "[DONE]":
-                    whole = True
-                    break
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    return Answer(_tokens(text), f"error in the stream: {chunk['error']}")
-                text, chunks = text + "".join(choice["text"] for choice in chunk["choices"]), chunks + 1
-            return Answer(_tokens(text), "" if whole else "the stream ended without [DONE]")
+            text, seen = "", 0
+            if leave_after == 0:
+                return Answer(())
+            try:
+                async for chunk in chunks(answer):
+                    text, seen = text + "".join(choice["text"] for choice in chunk["choices"]), seen + 1
+                    if seen == leave_after:
+                        break
+            except ErrorInStream as error:
+                return Answer(_tokens(text), f"error in the stream: {error}")
+            except BrokenStream as error:
+                return Answer(_tokens(text), str(error))
+            return Answer(_tokens(text))
 
     async def change(self, path: str, **fields: Any) -> tuple[int, str]:
         """Post to `load_lora_adapter` or `unload_lora_adapter`, below `/v1` or not; status and text of the answer."""

@@ -27,7 +27,8 @@ def lines(world: World) -> str:
             f"--max-batch-size {BATCH} --allow-folder {shlex.quote(root)}", *(f"--adapter {one}" for one in given),
         ]) + f"\n{test} url=http://127.0.0.1:8000",
         "vLLM:\n" + _joined([
-            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {checkpoint} --served-model-name {BASE} {sizes}",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True python -m vllm.entrypoints.openai.api_server",
+            f"--model {checkpoint} --served-model-name {BASE} {sizes} --max-num-seqs {BATCH}",
             f"--enable-lora --max-cpu-loras {len(names) + 2} --lora-modules", *given,
         ]) + f"\n{test} url=http://127.0.0.1:8000",
         "SGLang:\n" + _joined([

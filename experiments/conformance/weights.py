@@ -79,9 +79,9 @@ def _spread(name: str) -> float:
     return 0.7 if "q_proj" in name or "k_proj" in name else 1
 
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the tokenizer whose text tells every token: id `n` is the word ``wn``."""
-    vocabulary = {f"w{number}": number for number in range(WORDS)} | {"</s>": END, "<unk>": UNKNOWN}
+def word_tokenizer(words: int = WORDS) -> PreTrainedTokenizerFast:
+    """Build the tokenizer whose text tells every token: id `n` is the word ``wn``; the end and unknown words follow."""
+    vocabulary = {f"w{number}": number for number in range(words)} | {"</s>": words, "<unk>": words + 1}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["</s>", "<unk>"])

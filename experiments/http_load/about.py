@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 
 from experiments.harness.schema import ConfigError
+from experiments.http_load.protocol import address, headers_of
 
 PATIENCE_S = 10.0
 """Longest wait for an answer that needs no model."""
@@ -31,27 +31,12 @@ class Server:
         return f"{self.name} {self.version}".strip()
 
 
-def address(url: str) -> str:
-    """Return `url` without a final slash and /v1. `ConfigError`: not http, or with a password (stored)."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"figure.url={url!r} must be an address like http://127.0.0.1:8000")
-    if parts.username or parts.password:
-        raise ConfigError("figure.url has a user or a password in it: give the key by the environment instead")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def headers_of(key: str) -> dict[str, str]:
-    """Return the headers that carry an API key; none without one."""
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
 def look_up(url: str, key: str, name: str = "", adapters: Sequence[str] = ()) -> Server:
     """Ask the server at `url` for what it serves. `name` and `adapters` are what the user says instead, if anything.
 
     `ConfigError`: no answer, an error, or no word on which models are adapters.
     """
-    url = address(url)
+    url = address(url, "figure.url")
     with httpx2.Client(base_url=url, headers=headers_of(key), timeout=PATIENCE_S, trust_env=False) as client:
         response = _answer(client, "/v1/models")
         served = _models(response, url) if response.status_code != 404 or not adapters else []  # LoRAX has no list

@@ -1,7 +1,5 @@
 """One streamed completion of OpenAI's API, and the kind of its error."""
 
-import json
-import logging
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -9,9 +7,9 @@ from typing import Any
 
 import httpx2
 
-from experiments.http_load.about import Server, headers_of
+from experiments.http_load.about import Server
+from experiments.http_load.protocol import BrokenStream, ErrorInStream, chunks, headers_of
 
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # it reports every request
 CONNECT_S = 10.0
 """Longest wait for a connection; for answers, a run has a deadline."""
 KEEP_ALIVE_S = 2.0
@@ -117,23 +115,20 @@ class Client:
     async def _read(self, response: httpx2.Response, answer: Answer) -> str:
         """Read a stream to its end; return the kind of its error."""
         texts = 0
-        async for event in httpx2.EventSource(response):
-            if event.data == "[DONE]":
-                return self._judged(answer, texts)
-            try:
-                chunk = json.loads(event.data)
-                if chunk.get("error"):
-                    answer.detail = event.data
-                    return IN_STREAM
+        try:
+            async for chunk in chunks(response):
                 if chunk.get("choices"):
                     answer.pieces.append(self.now())
                     texts += bool(chunk["choices"][0].get("text"))
                 if usage := chunk.get("usage"):
                     answer.tokens, answer.prompt_tokens = int(usage["completion_tokens"]), int(usage["prompt_tokens"])
-            except (ValueError, TypeError, KeyError, AttributeError):
-                answer.detail = event.data
-                return BROKEN
-        return BROKEN
+        except ErrorInStream as error:
+            answer.detail = str(error)
+            return IN_STREAM
+        except (BrokenStream, ValueError, TypeError, KeyError, AttributeError) as error:
+            answer.detail = str(error) or type(error).__name__
+            return BROKEN
+        return self._judged(answer, texts)
 
     def _judged(self, answer: Answer, texts: int) -> str:
         """Compare usage with what was asked for, and with the pieces of text, of which each has a token or more."""

@@ -28,7 +28,7 @@ def _rate(panel: str, metric: str = "throughput", system: str = "punica") -> Wid
 
 
 TABLE, SERVED, LOAD, MANY, MOE = OPERATOR_TABLES, "11", "ext latency under load", "ext many adapters", "ext moe"
-TODAY, HF, SERVER = "ext today", "ext hf baselines", "ext server"
+TODAY, HF, SERVER, OWN = "ext today", "ext hf baselines", "ext server", "ext own server"
 ROLES = {"llama2-7b": "Llama-2 7B", "llama2-13b": "Llama-2 13B", "llama-small": "llama-small"}
 SOUGHT: dict[str, Sequence[Sought]] = {
     "ext_padding": [
@@ -146,6 +146,12 @@ SOUGHT: dict[str, Sequence[Sought]] = {
                                        "time_to_first_token_p99"))),
         Sought("over HTTP, 32 in flight, tokens per second, Distinct / Identical", SERVER, {"workload": "Distinct"},
                {"workload": "Identical"}, {"panel": "32 in flight", "metric": "output_throughput"}),
+    ],
+    "ext_own_server": [
+        Sought("chats, tokens per second, server over HTTP / its engine alone", OWN,
+               _metric("throughput_over_engine", system="punica_server")),
+        Sought("chats at 80 % load, p99 first token", OWN,
+               {"panel": "load 80 %", "metric": "time_to_first_token_p99", "system": "punica_server"}),
     ],
     "ext_cluster_scale": [
         *(Sought(f"simulator, {what}", "ext cluster scale", _metric(metric, panel="18000 requests"))

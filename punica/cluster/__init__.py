@@ -13,6 +13,7 @@ adapter_files.py    adapter files from a store: LRU cache of folders
 runner.py           engine that executes the scheduler's steps
 crash_record.py     crash history of a request: quarantine, failure
 dispatcher.py       commands to runners, replies to results, recovery from lost runners
+timeouts.py         longest waits for a runner
 ray_runners.py      Ray actors: start, step, kill
 cluster_output.py   output of a cluster step
 ray_cluster.py      interface of one large engine

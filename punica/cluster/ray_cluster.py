@@ -12,7 +12,7 @@ The order for the next step costs one round trip, in which only that runner wait
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from punica.adapters import LoRARequest
 from punica.adapters.request import check_same_source
-from punica.checks import check_count, check_number, clip
+from punica.checks import check_count, clip
 from punica.cluster import ray_runners
 from punica.cluster.adapter_files import StoredFiles
 from punica.cluster.cluster_output import ClusterOutput, LostRunner, RunnerStep, cluster_output
@@ -28,22 +28,24 @@ from punica.cluster.dispatcher import Dispatcher, EndedStep
 from punica.cluster.policy import ScaleSignal
 from punica.cluster.ray_runners import Lost, RankResources, RunnerProcesses, wait_for
 from punica.cluster.runner import RunnerDescription, StepReply
+from punica.cluster.timeouts import Timeouts
 from punica.engine import Engine, GenerationResult, Request, RequestState
 from punica.engine.generation import Generation
 
-_ONE_CPU = RankResources()
+_ONE_CPU, _TIMEOUTS = RankResources(), Timeouts()
 
 
 @dataclass(eq=False)
 class _PendingReply:
     """Replies expected of one runner since ``begin_s``: its description when it starts, or the end of a step.
-    ``futures`` of the ranks that have not replied; ``answer`` is rank 0's. ``place_by_s``: deadline of its reservation,
-    ``None`` once that is made.
+    ``futures`` of the ranks that have not replied; ``answer`` is rank 0's. Deadlines: ``place_by_s`` of its
+    reservation, ``None`` once that is made; ``end_by_s`` of a step, ``None`` for a start.
     """
 
     futures: list[Any]
     begin_s: float
     place_by_s: float | None = None
+    end_by_s: float | None = None
     answer: Any = None
 
 
@@ -61,7 +63,7 @@ class RayCluster(Generation):
             wait.
         address: of a Ray cluster (``"auto"``, ``"host:6379"``); ``None``: the one that this process has joined, else a
             new one on this machine, which ends with this object.
-        place_timeout_s: seconds that a runner may wait for its reservation.
+        timeouts: of runners; one whose step takes longer is killed and counts as dead.
 
     Not thread-safe; work proceeds only in :meth:`step`. Use it in a ``with`` block, or call :meth:`close`. Greedy
     requests, and sampled ones with a seed, get the tokens of a single engine on whichever runners serve them. Requests
@@ -74,11 +76,11 @@ class RayCluster(Generation):
     def __init__(
         self, build: Callable[[], Engine], num_runners: int = 1, *, tp_size: int = 1,
         resources: RankResources = _ONE_CPU, rule: str = "punica", max_queued: int = 1024,
-        address: str | None = None, place_timeout_s: float = 60.0,
+        address: str | None = None, timeouts: Timeouts = _TIMEOUTS,
     ) -> None:  # fmt: skip
         super().__init__()
         count, ranks = check_count("num_runners", num_runners), check_count("tp_size", tp_size)
-        self._place_timeout_s = check_number("place_timeout_s", place_timeout_s)
+        self._timeouts = timeouts
         self._last_loss = ""
         self._new_runner = partial(RunnerProcesses, build, ranks, resources)
         self._numbers = itertools.count()
@@ -193,6 +195,10 @@ class RayCluster(Generation):
                 arrived, done = time.perf_counter(), self._end(uuid, answer)
                 times = pending.begin_s, arrived, answer.seconds
                 ended.append((RunnerStep(uuid, done.work, *times, len(done.tokens)), done))
+        for uuid in self._overdue():
+            hung = f"its step has not ended within {self._timeouts.step_s:g} s"
+            lost.append(self._note_loss(uuid, hung))
+            failed += self._replace(uuid, hung)
         self._order()
         decisions, self._dispatcher.decisions_s = tuple(self._dispatcher.decisions_s), []
         output = cluster_output(ended, failed, decisions, lost, joined, self.result_of)
@@ -207,23 +213,21 @@ class RayCluster(Generation):
         """Have idle runners make an empty step, so that :meth:`step` reports those that have died meanwhile."""
         self._dispatcher.probe()
 
-    def check_adapter(self, adapter: LoRARequest) -> None:
-        """Have a runner refuse an adapter that does not fit, as far as can be told without reading its numbers.
+    def order_check(self, adapter: LoRARequest, tried: Collection[str] = ()) -> tuple[str, Callable[[], None]]:
+        """Have a runner that is not among ``tried`` check an adapter, as far as can be told without reading its
+        numbers; return its name and a function for any thread, which waits for the result.
 
-        Waits for the runner's step in flight. FileNotFoundError, TypeError, ValueError: the adapter. RuntimeError: no
-        runner is ready, or it does not reply in time.
+        The function raises FileNotFoundError, TypeError, ValueError for an adapter that does not fit, `Lost` where the
+        runner dies, RuntimeError where it does not reply in time. RuntimeError: no such runner is ready.
         """
-        files = self._files_of(adapter)
-        gpus = self._dispatcher.policy.gpus.values()
-        for gpu in sorted(gpus, key=lambda one: (one.in_flight, one.uuid)):
-            try:
-                refusal = self.runners[gpu.uuid].check_adapter(adapter, files)
-            except Lost:
-                continue  # the next step reports the loss
-            if refusal is not None:
-                raise refusal
-            return
-        raise RuntimeError(f"adapter {clip(adapter.lora_name)} was not checked: no runner is ready; try again later")
+        files, gpus = self._files_of(adapter), self._dispatcher.policy.gpus.values()
+        ready = [(gpu.in_flight, gpu.uuid) for gpu in gpus if gpu.uuid not in tried]
+        if not ready:
+            raise RuntimeError(
+                f"adapter {clip(adapter.lora_name)} was not checked: no runner is ready; try again later"
+            )
+        _, uuid = min(ready)
+        return uuid, self.runners[uuid].order_check(adapter, files)
 
     @property
     def scale_signal(self) -> ScaleSignal:
@@ -290,7 +294,7 @@ class RayCluster(Generation):
 
     def _start(self, uuid: str) -> None:
         begin_s = time.perf_counter()
-        self._pending[uuid] = _PendingReply(self.runners[uuid].start(), begin_s, begin_s + self._place_timeout_s)
+        self._pending[uuid] = _PendingReply(self.runners[uuid].start(), begin_s, begin_s + self._timeouts.place_s)
 
     def _await_start(self, uuid: str) -> RunnerDescription:
         while True:
@@ -314,15 +318,21 @@ class RayCluster(Generation):
             if runner.is_placed:
                 pending.place_by_s = None
             elif time.perf_counter() >= pending.place_by_s:
-                lost.append(self._note_loss(uuid, runner.no_place(self._place_timeout_s)))
+                lost.append(self._note_loss(uuid, runner.no_place(self._timeouts.place_s)))
                 self._give_up(uuid)
         return lost
 
-    def _patience(self, timeout_s: float | None) -> float | None:
-        """Return the seconds to wait: until the next deadline of a reservation, at most ``timeout_s``."""
+    def _overdue(self) -> list[str]:
+        """Return the runners whose step takes too long."""
         now = time.perf_counter()
-        places = [max(0.0, one.place_by_s - now) for one in self._pending.values() if one.place_by_s is not None]
-        return min([*places, *([] if timeout_s is None else [timeout_s])], default=None)
+        return [uuid for uuid, one in self._pending.items() if one.end_by_s is not None and now >= one.end_by_s]
+
+    def _patience(self, timeout_s: float | None) -> float | None:
+        """Return the seconds to wait: until the next deadline of a runner, at most ``timeout_s``."""
+        now = time.perf_counter()
+        deadlines = [by_s for one in self._pending.values() for by_s in (one.place_by_s, one.end_by_s)]
+        waits = [max(0.0, by_s - now) for by_s in deadlines if by_s is not None]
+        return min([*waits, *([] if timeout_s is None else [timeout_s])], default=None)
 
     def _note_loss(self, uuid: str, reason: str) -> LostRunner:
         self._last_loss = f"; the last one was lost: {uuid}: {reason}"
@@ -354,10 +364,12 @@ class RayCluster(Generation):
             command = self._dispatcher.begin(uuid)
             if command is not None:
                 begin_s = time.perf_counter()  # before the order: the step may end while it is sent
-                self._pending[uuid] = _PendingReply(self.runners[uuid].step(command), begin_s)
+                end_by_s = begin_s + self._timeouts.step_s
+                self._pending[uuid] = _PendingReply(self.runners[uuid].step(command), begin_s, end_by_s=end_by_s)
 
     def _replace(self, uuid: str, reason: str) -> tuple[RequestState, ...]:
-        """Replace a runner that died, or give up one that died while starting; return the requests that failed with it.
+        """Replace a runner that is lost, or give up one that died while starting; return the requests that failed with
+        it.
         """
         if uuid not in self._dispatcher.policy.gpus:
             self._give_up(uuid)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -235,28 +235,34 @@ class RunnerProcesses:
                 wanted.append(f"{needed} {name}s ({free.get(name, 0):g} of {total.get(name, 0):g} are free)")
         return (
             f"no place in the Ray cluster within {waited_s:g} s for {' and '.join(wanted)}; wait until others give "
-            "theirs back, ask for fewer runners, add machines, or raise place_timeout_s"
+            "theirs back, ask for fewer runners, add machines, or raise Timeouts.place_s"
         )
 
     def step(self, command: StepCommand) -> list[Any]:
         """Order a step of all ranks; return a future reply of each, ``None`` but for rank 0."""
         return [actor.step.remote(command) for actor in self.actors]
 
-    def check_adapter(self, adapter: LoRARequest, files: StoredFiles | None) -> Exception | None:
-        """Wait for all ranks to check an adapter; return rank 0's error, ``None`` for one that fits. `Lost`.
+    def order_check(self, adapter: LoRARequest, files: StoredFiles | None) -> Callable[[], None]:
+        """Order all ranks to check an adapter; return a function for any thread, which waits for them.
 
-        RuntimeError: a rank has not replied after `CHECK_TIMEOUT_S`.
+        It raises rank 0's error for an adapter that does not fit, `Lost`, and RuntimeError where a rank has not replied
+        `CHECK_TIMEOUT_S` after the order.
         """
         futures = [actor.check_adapter.remote(adapter, files) for actor in self.actors]
         deadline = time.monotonic() + CHECK_TIMEOUT_S
-        try:
-            refusals = [result_of(future, max(0.0, deadline - time.monotonic())) for future in futures]
-        except TimeoutError as error:
-            raise RuntimeError(
-                f"adapter {clip(adapter.lora_name)} was not checked: its runner has not replied within "
-                f"{CHECK_TIMEOUT_S:g} s, it is busy or hangs; try again later"
-            ) from error
-        return cast("Exception | None", refusals[0])
+
+        def wait() -> None:
+            try:
+                refusals = [result_of(future, max(0.0, deadline - time.monotonic())) for future in futures]
+            except TimeoutError as error:
+                raise RuntimeError(
+                    f"adapter {clip(adapter.lora_name)} was not checked: its runner has not replied within "
+                    f"{CHECK_TIMEOUT_S:g} s, it is busy or hangs; try again later"
+                ) from error
+            if refusals[0] is not None:
+                raise refusals[0]
+
+        return wait
 
     def kill(self) -> None:
         """Kill the actors without waiting for them."""

@@ -16,6 +16,7 @@ from punica.adapters import LoRARequest
 from punica.checks import check_count
 from punica.cluster.ray_cluster import RayCluster
 from punica.cluster.ray_runners import RankResources
+from punica.cluster.timeouts import Timeouts
 from punica.engine import Engine
 from punica.serve.app import Settings, app_of, make_app
 from punica.serve.catalogue import Keys
@@ -41,6 +42,15 @@ def pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+def rename(text: str) -> tuple[str, str, str]:
+    """Split ``NAME=OLD=NEW``, of which ``NEW`` may be empty. ArgumentTypeError: another is missing."""
+    (name, _, rest) = text.partition("=")
+    old, sign, new = rest.partition("=")
+    if not (name and old and sign):
+        raise ArgumentTypeError(f"{text!r} is not NAME=OLD=NEW")
+    return name, old, new
+
+
 def parser() -> ArgumentParser:
     """Build the parser."""
     made = ArgumentParser(
@@ -49,6 +59,10 @@ def parser() -> ArgumentParser:
     )  # fmt: skip
     made.add_argument("checkpoint", help="folder that transformers wrote")
     made.add_argument("--adapter", type=pair, action="append", default=[], metavar="NAME=FOLDER", help="repeatable")
+    made.add_argument(
+        "--adapter-rename", type=rename, action="append", default=[], metavar="NAME=OLD=NEW",
+        help="replaces OLD in the names of this adapter's tensors; NEW may be empty; repeatable, in order",
+    )  # fmt: skip
     made.add_argument("--host", default="127.0.0.1")
     made.add_argument("--port", type=int, default=8000)
     made.add_argument("--served-model-name", metavar="NAME", help="of the base model; default: the folder's name")
@@ -67,18 +81,32 @@ def parser() -> ArgumentParser:
         made.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}, as Engine.from_pretrained")
     made.add_argument("--ray", type=int, metavar="N", help="serve on N engines, one GPU each where there are GPUs")
     made.add_argument("--ray-address", metavar="ADDRESS", help="of a Ray cluster; default: a new one on this machine")
+    made.add_argument(
+        "--step-timeout", type=float, metavar="SECONDS",
+        help=f"a runner of --ray whose step takes longer is killed; default: {Timeouts.step_s:g}",
+    )  # fmt: skip
     made.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
     return made
 
 
 def settings_of(options: Namespace) -> Settings:
-    """Return the server's settings. ValueError: a name twice, or the base model's for an adapter."""
+    """Return the server's settings. ValueError: a name twice, the base model's for an adapter, a name to rename in that
+    no adapter has.
+    """
     base = options.served_model_name or Path(options.checkpoint).expanduser().resolve().name
     names = [base, *(name for name, _ in options.adapter)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{twice} name two models; pass other names to --adapter or --served-model-name")
-    adapters = [LoRARequest(name, number, folder) for number, (name, folder) in enumerate(options.adapter, start=1)]
+    mappers: dict[str, dict[str, str]] = {name: {} for name in names[1:]}
+    for name, old, new in options.adapter_rename:
+        if name not in mappers:
+            raise ValueError(f"--adapter-rename {name}={old}={new} is of no --adapter; there are {sorted(mappers)}")
+        mappers[name][old] = new
+    adapters = [
+        LoRARequest(name, number, folder, weights_mapper=mappers[name] or None)
+        for number, (name, folder) in enumerate(options.adapter, start=1)
+    ]
     keys = Keys(options.api_key, dict(options.adapter_key))
     roots = allowed_roots(options.allow_folder)
     max_queue = check_count("--max-queue", options.max_queue, 0)
@@ -120,15 +148,19 @@ def cluster_of(options: Namespace, settings: Settings) -> RayCluster:
     threads = max(1, (os.cpu_count() or 1) // count)
     each = RankResources(num_gpus=float(torch.cuda.is_available()), num_threads=threads)
     build = partial(Engine.from_pretrained, folder, settings.adapters, **sizes)
-    return RayCluster(build, count, resources=each, max_queued=_MOST_QUEUED, address=options.ray_address)
+    timeouts = Timeouts() if options.step_timeout is None else Timeouts(step_s=options.step_timeout)
+    return RayCluster(
+        build, count, resources=each, max_queued=_MOST_QUEUED, address=options.ray_address, timeouts=timeouts
+    )
 
 
 @contextmanager
 def opened(options: Namespace, settings: Settings) -> Iterator[FastAPI]:
     """Build the application over one engine, or over runners that end with the block."""
     if options.ray is None:
-        if options.ray_address is not None:
-            raise ValueError("--ray-address needs --ray N, the number of engines")
+        for name, value in (("--ray-address", options.ray_address), ("--step-timeout", options.step_timeout)):
+            if value is not None:
+                raise ValueError(f"{name} needs --ray N, the number of engines")
         yield make_app(engine_of(options, settings), settings)
         return
     with cluster_of(options, settings) as cluster:

@@ -5,6 +5,7 @@
 
 Its engine is a `RayCluster`, which places requests by the paper's rule. The requests of a runner that dies are computed
 again on others, with the tokens that their clients have (`punica/cluster/dispatcher.py`). A dead runner is replaced.
+So is one that hangs in a step, which the cluster kills.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from punica.cluster import ray_runners
 from punica.cluster.adapter_files import StoredFiles
 from punica.cluster.cluster_output import ClusterOutput
 from punica.cluster.ray_cluster import RayCluster
+from punica.cluster.ray_runners import Lost
 from punica.engine import StepOutput
 from punica.serve.engine_thread import SteppingThread
 from punica.serve.errors import ApiError
@@ -82,13 +84,26 @@ class RunnersThread(SteppingThread):
 
     async def admit(self, adapter: LoRARequest) -> None:
         """Keep the adapter's files for all runners, and have one check them. ApiError 503: no runner is ready, or it
-        hangs. Files are read and stored beside the cluster's thread, which relays the tokens of all meanwhile.
+        does not reply in time. Reading files and waiting for the check leave the cluster's thread free to relay tokens.
         """
         files = await asyncio.to_thread(ray_runners.store_adapter, adapter)
         try:
-            await self.call(partial(self._admit, adapter, files))
-        except RuntimeError as error:
-            raise ApiError(503, str(error), code="no_runner") from error
+            await self.call(partial(self._keep, adapter, files))
+            await self._check(adapter)
+        except BaseException as error:
+            await self.call(partial(self._remove_adapter, adapter.lora_int_id))
+            if isinstance(error, RuntimeError):
+                raise ApiError(503, str(error), code="no_runner") from error
+            raise
+
+    async def _check(self, adapter: LoRARequest) -> None:
+        """Have a runner check an adapter, the next one where it dies; errors of `RayCluster.order_check`."""
+        tried: set[str] = set()
+        while True:
+            runner, wait = await self.call(partial(self.engine.order_check, adapter, tried))
+            tried.add(runner)
+            with suppress(Lost):  # a step reports the loss
+                return await asyncio.to_thread(wait)
 
     async def _tend_regularly(self) -> None:
         while True:
@@ -129,14 +144,9 @@ class RunnersThread(SteppingThread):
         self.engine.probe()
         self._step()
 
-    def _admit(self, adapter: LoRARequest, files: StoredFiles) -> None:
+    def _keep(self, adapter: LoRARequest, files: StoredFiles) -> None:
         self.engine.put_adapter(adapter, files)
         self._loaded[adapter.lora_int_id] = adapter
-        try:
-            self.engine.check_adapter(adapter)
-        except BaseException:
-            self._remove_adapter(adapter.lora_int_id)
-            raise
 
     def _remove_adapter(self, adapter_id: int) -> None:
         """Free the files of an adapter that was loaded; runners evict it, as one that they were started with."""

@@ -92,5 +92,6 @@ def test_a_runner_that_hangs_at_a_check_is_named(monkeypatch) -> None:
     monkeypatch.setattr(ray_runners, "import_ray", lambda: SimpleNamespace(get=get, exceptions=errors))
     runner = ray_runners.RunnerProcesses(new_runner, 1, ray_runners.RankResources())
     runner.actors = [SimpleNamespace(check_adapter=SimpleNamespace(remote=lambda *_: object()))]
+    wait = runner.order_check(LoRARequest("poet", 1, "nowhere"), None)
     with pytest.raises(RuntimeError, match="'poet' was not checked: its runner has not replied within 30 s"):
-        runner.check_adapter(LoRARequest("poet", 1, "nowhere"), None)
+        wait()

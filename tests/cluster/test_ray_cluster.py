@@ -20,6 +20,7 @@ from punica.cluster.crash_record import MAX_SOLO_CRASHES
 from punica.cluster.dispatcher import ClusterFull
 from punica.cluster.ray_cluster import RayCluster
 from punica.cluster.ray_runners import RankPlace, RankResources, connect, device_environment, import_ray
+from punica.cluster.timeouts import Timeouts
 from punica.engine import Engine, Request, SamplingParams
 from tests.cluster.runner_world import factory, requests, undisturbed, write_adapters
 from tests.engine.text_world import BEGIN, END, VOCAB, save_tokenizer
@@ -272,9 +273,10 @@ def test_a_busy_cluster_is_waited_for_a_while_and_named(pair) -> None:
     said = rf"within 1 s for 2 CPUs \(1 of {total:g} are free\)"
     try:
         with pytest.raises(RuntimeError, match=rf"runner-0000 could not be started: no place in .* {said}"):
-            RayCluster(factory(), 1, resources=RankResources(num_cpus=2), place_timeout_s=1)
+            RayCluster(factory(), 1, resources=RankResources(num_cpus=2), timeouts=Timeouts(place_s=1))
         said = rf"within 10 s for 1 CPUs \(0 of {total:g} are free\)"
-        with RayCluster(factory(), 1, place_timeout_s=10) as cluster:  # a busy machine's Ray takes seconds to give one
+        timeouts = Timeouts(place_s=10)  # a busy machine's Ray takes seconds to give one
+        with RayCluster(factory(), 1, timeouts=timeouts) as cluster:
             added = cluster.add_runner()
             lost: list[LostRunner] = []
             assert serve_until_lost(cluster, lost).runner == added

@@ -21,7 +21,7 @@ from punica.measure.records import TIMERS
 from punica.workload.popularity import WORKLOADS
 
 ALL = {experiment.name: experiment for experiment in experiments()}
-GPU_ONLY = ("ext_determinism", "ext_today")
+GPU_ONLY = ("ext_determinism", "ext_today", "ext_own_server")
 NEEDS_A_SERVER = "ext_server"
 
 

@@ -1,5 +1,6 @@
 """A `RayCluster` whose runners are in this process: no Ray, and deaths, hanging starts and false replies on demand."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,8 +22,9 @@ from tests.serve.world import World
 
 @dataclass(eq=False)
 class LocalProcesses:
-    """Runner without a process of its own. ``dies``: at its next step. ``starts``: whether a start succeeds, ``None``
-    for never an answer. ``lies``: its next reply names a block more than it uses.
+    """Runner without a process of its own. ``dies``: at its next step. ``hangs``: in its next step, and in checks.
+    ``starts``: whether a start succeeds, ``None`` for never an answer. ``lies``: its next reply names a block more than
+    it uses.
     """
 
     build: Callable[[], Engine]
@@ -32,6 +34,9 @@ class LocalProcesses:
     dies: bool = False
     starts: bool | None = True
     lies: bool = False
+    hangs: bool = False
+    killed: threading.Event = field(default_factory=threading.Event)
+    is_checking: bool = False
     runner: Runner | None = None
     checked: list[str] = field(default_factory=list)
 
@@ -43,11 +48,12 @@ class LocalProcesses:
     def _start(self) -> Any:
         if not self.starts:
             raise Lost("no memory for the model")
-        self.dies, self.runner = False, Runner(self.build, fetch=lambda content: content)
+        self.dies = self.hangs = False
+        self.runner = Runner(self.build, fetch=lambda content: content)
         return self.runner.describe()
 
     def step(self, command: StepCommand) -> list[Future[Any]]:
-        return [done(lambda: self._step(command))]
+        return [Future()] if self.hangs else [done(lambda: self._step(command))]
 
     def _step(self, command: StepCommand) -> Any:
         if self.dies or self.runner is None:
@@ -57,18 +63,24 @@ class LocalProcesses:
         lies, self.lies = self.lies, False
         return replace(reply, used_blocks=reply.used_blocks + lies)
 
-    def check_adapter(self, adapter: LoRARequest, files: StoredFiles | None) -> Exception | None:
-        if self.dies or self.runner is None:
-            raise Lost("the process has died")
-        self.checked.append(adapter.lora_name)
-        try:
-            self.runner.check_adapter(adapter, files)
-        except (OSError, TypeError, ValueError) as error:
-            return error
-        return None
+    def order_check(self, adapter: LoRARequest, files: StoredFiles | None) -> Callable[[], None]:
+        """Return a wait that hangs until the runner is killed, where it hangs."""
+        runner, hangs, killed = self.runner, self.hangs, self.killed
+
+        def wait() -> None:
+            self.is_checking = True
+            if hangs:
+                assert killed.wait(30), "a runner that hangs was not killed"
+            if hangs or self.dies or runner is None:
+                raise Lost("the process has died")
+            self.checked.append(adapter.lora_name)
+            runner.check_adapter(adapter, files)
+
+        return wait
 
     def kill(self) -> None:
-        self.runner = None
+        self.killed.set()
+        self.runner, self.killed = None, threading.Event()
 
     close = kill
 

@@ -146,28 +146,6 @@ def test_a_client_that_does_not_read_counts_as_gone(world: Any, monkeypatch: pyt
     assert state_of(engine) == before
 
 
-def test_stopping_answers_what_is_unfinished(world: Any) -> None:
-    engine = world.engine(1)
-    before = state_of(engine)
-
-    async def scenario() -> None:
-        thread = EngineThread(engine, Metrics())
-        thread.start()
-        call = Call([Request("long", [1], SamplingParams(120, ignore_eos=True), world.adapters[0])], streams=True)
-        await thread.submit(call)
-        await anext(call.batches())
-        await thread.stop()
-        with pytest.raises(ApiError, match="stopping"):
-            async for _ in call.batches():
-                pass
-        with pytest.raises(ApiError, match="stopped") as caught:
-            await thread.call(engine.has_unfinished)
-        assert caught.value.status == 503
-
-    asyncio.run(scenario())
-    assert state_of(engine) == before
-
-
 @pytest.mark.parametrize("given_up", [False, True], ids=["its client leaves", "the engine is given up"])
 def test_a_request_that_the_engine_lost_does_not_end_the_server(world: Any, given_up: bool) -> None:
     """It failed in a step that raised, so the engine has let it go and the thread still counts it."""

@@ -1,11 +1,13 @@
 """The command line: what it makes of its arguments, and what it says without the extra."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT = """
@@ -62,10 +64,11 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
         (["--adapter", "tiny=x"], "name two models"), (["--adapter", "a=x", "--adapter", "a=y"], "name two models"),
         (["--allow-folder", "/nowhere"], "nowhere"), (["--max-queue=-1"], "--max-queue"),
         (["--max-body=0"], "--max-body"), (["--adapter", "a=/nowhere"], "nowhere"), (["--ray=0"], "--ray"),
-        (["--ray-address=auto"], "needs --ray N"),
+        (["--ray-address=auto"], "--ray-address needs --ray N"), (["--step-timeout=9"], "--step-timeout needs --ray N"),
+        (["--ray=1", "--step-timeout=0"], "step_s is 0"), (["--adapter-rename=a=b="], "a=b= is of no --adapter"),
         (["--ray=2", "--adapter", "a=x", "--max-loras=3", "--max-batch-size=4"], "--max-loras 3 is below"),
     ],
-    ids=range(9),
+    ids=range(12),
 )  # fmt: skip
 def test_what_is_refused_is_one_line(world: Any, arguments: list[str], message: str) -> None:
     from punica.serve import cli
@@ -83,11 +86,12 @@ def test_several_engines_are_the_factory_of_one_with_a_slot_for_every_request(
     given: dict[str, Any] = {}
     monkeypatch.setattr(cli, "RayCluster", lambda build, count, **options: given.update(options, build=build, n=count))
     arguments = ["tiny", "--ray=3", "--max-batch-size=5", "--max-model-len=32", "--ray-address=host:1"]
+    arguments.append("--step-timeout=7.5")
     cases = (["--adapter=sql=adapters/tenant-1"], 5), (["--max-lora-rank=4", "--max-loras=9"], 9), ([], None)
     for more, slots in cases:
         options = cli.parser().parse_args([*arguments, *more])
         cli.cluster_of(options, cli.settings_of(options))
-        assert (given["n"], given["address"]) == (3, "host:1")
+        assert (given["n"], given["address"], given["timeouts"].step_s) == (3, "host:1", 7.5)
         monkeypatch.chdir(tmp_path)  # as the processes of the runners
         engine = given["build"]()
         monkeypatch.chdir(world.checkpoint.parent)
@@ -103,10 +107,37 @@ def test_without_ray_it_says_how_to_install_it(world: Any, monkeypatch: pytest.M
         cli.main([str(world.checkpoint), "--ray=2"])
 
 
-def test_a_pair_needs_both_parts(world: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "form", "given"),
+    [
+        ("--adapter", "NAME=VALUE", ("sql", "sql=", "=x")),
+        ("--adapter-rename", "NAME=OLD=NEW", ("sql", "sql=a", "sql==b", "=a=b")),
+    ],
+)  # fmt: skip
+def test_an_argument_needs_all_its_parts(capsys: pytest.CaptureFixture[str], option, form, given) -> None:
     from punica.serve import cli
 
-    for argument in ("sql", "sql=", "=x"):
+    for argument in given:
         with pytest.raises(SystemExit):
-            cli.parser().parse_args(["x", "--adapter", argument])
-        assert "is not NAME=VALUE" in capsys.readouterr().err
+            cli.parser().parse_args(["x", option, argument])
+        assert f"is not {form}" in capsys.readouterr().err
+
+
+def test_an_adapter_with_other_names_of_tensors_is_renamed(world: Any, tmp_path: Path, alone: Any) -> None:
+    from punica.serve import cli
+
+    adapter, other = world.adapters[2], tmp_path / "other"
+    shutil.copytree(adapter.absolute_path, other)
+    tensors = load_file(other / "adapter_model.safetensors")
+    save_file(
+        {name.replace("model.layers", "model.visual.text.layers"): one for name, one in tensors.items()},
+        other / "adapter_model.safetensors",
+    )
+    words = [str(world.checkpoint), f"--adapter=plain={adapter.absolute_path}", f"--adapter=other={other}"]
+    words += ["--adapter-rename=other=visual.=", "--adapter-rename=other=text.=", "--max-batch-size=2"]
+    options = cli.parser().parse_args(words)
+    settings = cli.settings_of(options)
+    assert [one.weights_mapper for one in settings.adapters] == [None, {"visual.": "", "text.": ""}]
+    engine = cli.engine_of(options, settings)
+    found = engine.generate(["hello"] * 2, list(settings.adapters), 8)
+    assert [one.text for one in found] == [alone.generate(["hello"], adapter, 8)[0].text] * 2

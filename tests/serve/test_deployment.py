@@ -13,8 +13,10 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, generate_latest
 
+from punica.cluster.ray_runners import CHECK_TIMEOUT_S
+from punica.cluster.timeouts import Timeouts
 from punica.engine import rendering
-from punica.serve import app, catalogue, cli, folders, protocol, responses
+from punica.serve import app, catalogue, cli, folders, protocol, responses, runners_thread
 from punica.serve.runner_metrics import RunnerMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,3 +69,6 @@ def test_its_limits_are_those_of_the_server() -> None:
     memory = f"{rendering.MOST_BYTES >> 20} MiB"
     assert template.startswith(f"{rendering.CPU_S:.0f} s of processor time, {memory}, {rendering.MOST_CHARACTERS:,}")
     assert f"refused for {rendering.REFUSED_S:.0f} s" in PAGE
+    assert f"`--step-timeout` ({Timeouts().step_s:.0f} s)" in PAGE
+    assert f"tried every {runners_thread.TEND_S:.0f} s" in PAGE
+    assert f"within {CHECK_TIMEOUT_S:.0f} s gives a 503" in PAGE

@@ -22,6 +22,7 @@ import ray
 
 from punica.cluster.ray_cluster import RayCluster
 from punica.cluster.ray_runners import connect
+from punica.cluster.timeouts import Timeouts
 from punica.engine import SamplingParams
 from punica.serve import cli
 from tests.serve.world import make_world, served, text_of, wait_until
@@ -128,6 +129,27 @@ def test_clients_that_leave_in_the_middle_free_the_pages_of_runners(running: Any
             wait_until(lambda: free_blocks(cluster) != before)
     wait_until(lambda: free_blocks(cluster) == before)
     assert 'punica_requests_total{reason="aborted"} 16.0' in httpx2.get(f"{url}/metrics").text
+
+
+def test_a_runner_that_hangs_in_a_step_is_replaced(
+    running: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped by a signal, it neither dies nor replies."""
+    world, cluster, url = running
+    wait_until(lambda: health(url) == "ok")
+    monkeypatch.setattr(cluster, "_timeouts", Timeouts(step_s=3.0))
+    adapters = [world.adapters[number % ADAPTERS] for number in range(12)]
+    results = alone.generate([prompt(number) for number in range(12)], adapters, SamplingParams(NEW, ignore_eos=True))
+    with ThreadPoolExecutor(12) as pool:
+        calls = [pool.submit(texts, url, number) for number in range(12)]
+        wait_until(lambda: cluster.working_sets["runner-0000"] > 0)
+        victim = cluster.runners["runner-0000"].actors[0]
+        stopped = ray.get(victim.__ray_call__.remote(lambda self: os.getpid()))
+        os.kill(stopped, signal.SIGSTOP)
+        wait_until(lambda: health(url) == "degraded", 60)
+        assert [call.result() for call in calls] == [result.text for result in results]
+    wait_until(lambda: health(url) == "ok", 120)
+    assert not Path(f"/proc/{stopped}").exists()
 
 
 def test_an_adapter_is_loaded_replaced_and_unloaded_beside_calls(running: Any, alone: Any, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,11 +21,11 @@ from punica.adapters import LoRARequest
 from punica.cluster import ray_runners
 from punica.cluster.adapter_files import StoredFiles
 from punica.cluster.ray_cluster import RayCluster
+from punica.cluster.timeouts import Timeouts
 from punica.engine import Request, SamplingParams
 from punica.serve import runners_thread
 from punica.serve.app import Settings, app_of
 from punica.serve.engine_thread import Call
-from punica.serve.errors import ApiError
 from punica.serve.metrics import Metrics
 from punica.serve.runners_thread import RunnersThread
 from tests.serve.runners_world import build_of, local, use_local_runners
@@ -152,6 +153,42 @@ def test_an_idle_runner_that_dies_is_noticed_and_replaced(client: Any, cluster: 
     assert 'punica_runner_requests{runner="runner-0001"}' not in client.get("/metrics").text
 
 
+def test_a_runner_that_hangs_is_killed_and_its_requests_continue(
+    client: Any, cluster: RayCluster, alone: Any, world: Any
+) -> None:
+    cluster._timeouts = Timeouts(step_s=0.1)
+    expected = [alone.generate(["hello"], adapter, SamplingParams(60, ignore_eos=True))[0].text
+                for adapter in world.adapters[:3]]  # fmt: skip
+    victim = local(cluster, 0)
+    victim.starts = None  # its replacement takes its time
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(streamed, client, model=f"tenant-{number % 3}") for number in range(8)]
+        wait_until(lambda: min(cluster.working_sets.values()) == 4)
+        victim.hangs = True
+        assert [future.result(60) for future in found] == [expected[number % 3] for number in range(8)]
+    assert victim.runner is None, "it is killed"
+    assert value_of_losses(client) == 1
+    assert value(client, 'punica_requests_total{reason="length"}') == 8
+    assert client.get("/health").json() == {"status": "degraded"}
+
+
+def test_an_idle_runner_that_hangs_is_replaced(client: Any, cluster: RayCluster) -> None:
+    cluster._timeouts = Timeouts(step_s=0.1)
+    before = local(cluster, 1).runner
+    local(cluster, 1).hangs = True
+    wait_until(lambda: local(cluster, 1).runner not in (None, before))
+    wait_until(lambda: client.get("/health").json() == {"status": "ok"})
+    assert value_of_losses(client) == 1
+
+
+def test_a_reply_that_is_collected_late_is_no_loss(cluster: RayCluster) -> None:
+    cluster._timeouts = Timeouts(step_s=0.01)
+    cluster.add_request(Request("r", [1, 2], 3))
+    while cluster.has_unfinished():
+        assert cluster.step(0.0).lost == ()
+        time.sleep(0.02)
+
+
 def test_without_any_runner_calls_end_with_one_error_until_one_is_back(
     client: Any, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +284,46 @@ def test_an_adapter_is_checked_by_a_runner_that_lives(client: Any, cluster: RayC
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_runner")
 
 
+def test_a_check_that_hangs_stops_no_others_and_is_made_by_another_runner(
+    client: Any, cluster: RayCluster, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe, hung = cluster.probe, local(cluster, 0)
+    monkeypatch.setattr(cluster, "probe", lambda: None)
+    folder = tmp_path / "poet"
+    shutil.copytree(world.adapters[3].absolute_path, folder)
+    hung.hangs = True
+    with ThreadPoolExecutor(1) as pool:
+        body = {"lora_name": "poet", "lora_path": str(folder)}
+        loading = pool.submit(lambda: client.post("/v1/load_lora_adapter", json=body))
+        wait_until(lambda: hung.is_checking)
+        assert len(complete(client)) == 1  # the other runner is the first to get requests
+        cluster._timeouts = Timeouts(step_s=0.1)
+        monkeypatch.setattr(cluster, "probe", probe)
+        assert loading.result(30).status_code == 200
+    assert local(cluster, 1).checked == ["poet"]
+
+
+def test_a_check_that_is_cancelled_keeps_no_files(cluster: RayCluster, world: Any) -> None:
+    for number in (0, 1):
+        local(cluster, number).hangs = True
+
+    async def scenario() -> None:
+        thread = RunnersThread(cluster, Metrics())
+        thread.start()
+        loading = asyncio.create_task(thread.admit(world.adapters[3]))
+        while not local(cluster, 0).is_checking:
+            await asyncio.sleep(0.001)
+        assert cluster._stored
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert not cluster._stored
+        local(cluster, 0).kill()  # frees the waiting thread
+        await thread.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 def test_files_are_read_beside_the_thread_that_relays_tokens(
     client: Any, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,21 +342,3 @@ def test_files_are_read_beside_the_thread_that_relays_tokens(
         complete(client)
         answered.set()
         assert loading.result(30).status_code == 200
-
-
-def test_stopping_ends_what_is_unfinished_and_leaves_the_cluster(cluster: RayCluster) -> None:
-    async def scenario() -> None:
-        thread = RunnersThread(cluster, Metrics())
-        thread.start()
-        call = Call([Request("long", [1], SamplingParams(120, ignore_eos=True))], streams=True)
-        await thread.submit(call)
-        await anext(call.batches())
-        await thread.stop()
-        with pytest.raises(ApiError, match="stopping"):
-            async for _ in call.batches():
-                pass
-        assert thread.health == "failed"
-
-    asyncio.run(scenario())
-    assert not cluster.has_unfinished()
-    assert cluster.generate([[1, 2]], None, 3)[0].finish_reason == "length"

@@ -103,7 +103,7 @@ def test_ranks_layers_and_scalings_vary() -> None:
 
 def test_every_server_gets_its_lines(world: World) -> None:
     text = lines(world)
-    for server in ("punica.serve", "vllm serve", "sglang.launch_server", "lorax-launcher"):
+    for server in ("punica.serve", "vllm.entrypoints", "sglang.launch_server", "lorax-launcher"):
         assert server in text
     assert text.count(f"tenant-4={world.adapter('tenant-4')}") == 3
     assert text.count("experiments.commands.conformance") == 4
