@@ -7,6 +7,7 @@
     reproducing.py          REPRODUCING.md; runs.py: commands, minutes and commits behind a figure
     artifact.py             docs/artifact.md
     page.py templates/      report.html: one page with figures, every machine beside the paper
+    trials.py               table of reliability trials
     filled.py               numbers between markers in README.md and docs/
     ending.py               the last lines of `make reproduce`
 """

@@ -15,6 +15,7 @@ from experiments.report.findings import Found, find
 from experiments.report.machines import OTHER_TIMER, Machine, columns
 from experiments.report.sought import SOUGHT, public_kernels
 from experiments.report.tables import said, with_unit
+from experiments.report.trials import NO_TRIALS, trials_table
 from punica.measure.records import RowsError
 
 MARKED = re.compile(r"(<!-- measured:([\w-]+) -->).*?(<!-- /measured -->)", re.DOTALL)
@@ -129,6 +130,17 @@ def _highlighted(machine: Machine) -> list[tuple[str, str, Found | None]]:
 
 def _ends(found: Found) -> str:
     return f"{said(found.least)} to {said(found.most)} ({found.points} points)" if found.points > 1 else "one point"
+
+
+@value("reliability")
+def reliability(machines: Machines) -> str:
+    """Build a table of recorded trials for each machine, or say that it has none."""
+    parts = []
+    for name, machine in machines.items():
+        table = trials_table(machine.folder)
+        lines = markdown(*table) if table else [NO_TRIALS]
+        parts += [f"### {name}", "", *lines, ""]
+    return "\n".join(["\n", *parts])
 
 
 @value("single-runs")

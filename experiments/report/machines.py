@@ -12,6 +12,7 @@ from experiments.claims.rows import SCALES, Rows
 from experiments.claims.stability import Stability, stability
 from experiments.harness.source import fingerprint, script_of
 from experiments.plots.frames import distinct
+from experiments.reliability.rows import FILE as TRIALS
 from punica.measure.records import COLUMNS, read_rows
 
 NAME = "claims"
@@ -86,8 +87,8 @@ def recorded_folders(results: Path) -> list[Path]:
 
 
 def rows_files(folder: Path) -> list[Path]:
-    """Return the files of rows in ``folder``, by name, without verdict tables."""
-    return [path for path in sorted(folder.glob("*.csv")) if not path.stem.startswith(NAME)]
+    """Return the files of figures' rows in ``folder``, by name: no verdict tables, no trials of reliability."""
+    return [path for path in sorted(folder.glob("*.csv")) if not path.stem.startswith(NAME) and path.name != TRIALS]
 
 
 def read_folder(folder: Path) -> pd.DataFrame:

@@ -31,6 +31,7 @@ from experiments.harness.catalogue import experiments
 from experiments.plots.frames import distinct
 from experiments.report.machines import HERE, Machine, columns, file_name
 from experiments.report.tables import FOUND, MIDDLE, findings, serving_tables, title_of
+from experiments.report.trials import NO_TRIALS, trials_table
 from experiments.report.verdicts import measured_on, notes
 
 PAGE = "report.html"
@@ -60,6 +61,7 @@ def write_page(machines: Sequence[Machine], paper: Path, target: Path) -> Path:
         figures=figures,
         drawn={figure["name"] for figure in figures},
         found_head=FOUND,
+        no_trials=NO_TRIALS,
         middle=MIDDLE,
         tone=tone,
     )
@@ -100,6 +102,7 @@ def _machine(machine: Machine, paper: Path, folder: Path) -> dict[str, Any]:
         "notes": notes(machine.verdicts, machine.rows, machine.stability),
         "serving": list(serving_tables(machine, paper)),
         "findings": list(findings(machine)),
+        "trials": trials_table(folder if machine.name == HERE else machine.folder),
         "files": {path.name: _relative(path, folder) for path in (*tables, *fresh) if path.exists()},
     }
 

@@ -85,13 +85,21 @@ class AdapterFolderCache:
         if folder is None:
             folder = Path(self._home.name, name)
             with all_ranks_agree():
-                contents = self._fetch(files.content)
-                unfinished = Path(tempfile.mkdtemp(dir=self._home.name))
-                for file, content in contents.items():
-                    (unfinished / os.path.basename(file)).write_bytes(content)
-                unfinished.rename(folder)
+                _write(self._fetch(files.content), folder)
             self._folders.put(name, folder)
         return replace(adapter, lora_path=str(folder))
+
+
+def _write(contents: AdapterFiles, folder: Path) -> None:
+    """Write files into a new folder beside `folder` and rename it; nothing is left of it after an error."""
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        for file, content in contents.items():
+            (unfinished / os.path.basename(file)).write_bytes(content)
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 def _remove(name: str, folder: Path) -> None:

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from glob import escape
 from io import StringIO
 from pathlib import Path
 
@@ -159,17 +160,31 @@ def _remedy(path: Path) -> str:
 
 
 def write_rows(path: str | Path, rows: Sequence[Row]) -> None:
-    """Write `rows` to `path` in one step: a reader sees the old file or the new one, never a part."""
+    """Write `rows` to `path` in one step: a reader sees the old file or the new one, never a part.
+
+    Raises `RowsError` when the file cannot be written, as on a full disk; the old one stays.
+    """
     path = Path(path)
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     writer.writerows(["" if (cell := getattr(row, name)) is None else cell for name in COLUMNS] for row in rows)
     ensure_writable(path.parent)
+    try:
+        _replace_file(path, text.getvalue())
+    except OSError as error:
+        raise RowsError(
+            f"{path}: {len(rows)} rows cannot be written ({error.strerror or error}), what the file held is kept: make "
+            "room there, or choose another folder with paths.outputs=<folder>"
+        ) from error
+
+
+def _replace_file(path: Path, text: str) -> None:
+    """Write `text` to a temporary file beside `path`, sync it and rename it over `path`."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text.getvalue())
+            stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
@@ -270,6 +285,9 @@ class RowFile:
             )
 
     def _write(self, rows: list[Row]) -> None:
+        """Write the file, and remove what writers that were killed left beside it: the lock says that none writes."""
+        for left in self.path.parent.glob(f".{escape(self.path.stem)}-????????.tmp"):
+            left.unlink(missing_ok=True)
         write_rows(self.path, rows)
         self.rows, self._read = rows, self._version()
 

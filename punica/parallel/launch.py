@@ -23,12 +23,14 @@ replicas of the model.
 import importlib
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -211,7 +213,7 @@ def spawn_tensor_parallel(
     ``"gloo"`` to compute on the CPU of a machine with fewer GPUs than ranks.
 
     Raises TypeError or ValueError for arguments that cannot be used, before a process starts. When a rank fails the
-    others are ended, and a RuntimeError carries the traceback of the rank that failed first.
+    others are ended. A RuntimeError names ranks that were killed, and carries the traceback of the first that failed.
     """
     check_count("tp_size", tp_size)
     _check_backend(backend)
@@ -253,12 +255,24 @@ def _run_ranks(home: Path, tp_size: int, backend: str | None) -> None:
                 "if __name__ == '__main__'"
             ) from None
     finally:
+        killed = _killed(processes.processes)
         for process in processes.processes:
             if process.is_alive():  # an interrupt of this process, or a rank that failed and cannot leave its group
                 process.kill()
                 process.join()
     if failure.exists():
-        raise RuntimeError(f"spawn_tensor_parallel: {failure.read_text(encoding='utf-8')}")
+        text = failure.read_text(encoding="utf-8")
+        causes = [
+            f"rank {rank} of {tp_size} was ended by signal {number} ({signal.strsignal(number)}), 9 may be lack of "
+            "memory; others lost their connection\n" for rank, number in killed.items()
+        ]  # fmt: skip
+        raise RuntimeError(f"spawn_tensor_parallel: {''.join(causes)}{text}")
+
+
+def _killed(processes: Sequence[BaseProcess]) -> dict[int, int]:
+    """Map ranks that a signal ended to its number, without the SIGTERM by which torch ends the others."""
+    codes = {rank: process.exitcode or 0 for rank, process in enumerate(processes)}
+    return {rank: -code for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM}
 
 
 def _rank_main(rank: int, tp_size: int, backend: str | None, threads: int, home: Path) -> None:

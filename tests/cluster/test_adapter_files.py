@@ -95,3 +95,21 @@ def test_a_runner_that_hangs_at_a_check_is_named(monkeypatch) -> None:
     wait = runner.order_check(LoRARequest("poet", 1, "nowhere"), None)
     with pytest.raises(RuntimeError, match="'poet' was not checked: its runner has not replied within 30 s"):
         wait()
+
+
+def test_a_folder_that_cannot_be_stored_is_not_kept_in_part(tmp_path, monkeypatch) -> None:
+    folders = AdapterFolderCache({"a": {"x": b"1", "y": b"2"}}.__getitem__, 1)
+    adapter, files = LoRARequest("one", 1, "nowhere"), StoredFiles("digest", "a")
+    write = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> None:
+        if path.name == "y":
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left"):
+            folders.local(adapter, files)
+    assert list(Path(folders._home.name).iterdir()) == []
+    assert Path(folders.local(adapter, files).lora_path, "y").read_bytes() == b"2"

@@ -1,5 +1,6 @@
 """Rows on disk: what is written comes back, a damaged file is one clear error, an interrupted write loses nothing."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -206,3 +207,26 @@ def test_an_interrupted_write_leaves_the_old_file_and_no_litter(tmp_path, monkey
         write_rows(path, [ROW, ROW])
     assert read_rows(path) == [ROW]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_one_error_and_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    write_rows(path, [ROW])
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RowsError, match=r"rows.csv: 2 rows cannot be written \(No space left .*make room there"):
+        write_rows(path, [ROW, ROW])
+    assert read_rows(path) == [ROW]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_and_nothing_else(tmp_path):
+    left, others = tmp_path / ".rows-aok4vo1r.tmp", [tmp_path / ".rows-b-aok4vo1r.tmp", tmp_path / "rows.tmp"]
+    for path in (left, *others):
+        path.write_text("half")
+    RowFile(tmp_path / "rows.csv").replace([ROW])
+    assert not left.exists()
+    assert all(path.exists() for path in others)

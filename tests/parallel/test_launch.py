@@ -9,6 +9,7 @@ import tempfile
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from punica.parallel import (
     tensor_model_parallel_all_reduce,
 )
 from punica.parallel.group import process_wide_group
+from punica.parallel.launch import _killed
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = 900.0
@@ -328,6 +330,15 @@ def be_killed(rank: int, pids: str) -> None:
     time.sleep(LONG)
 
 
+def be_killed_amid_sums(rank: int, pids: str) -> None:
+    (Path(pids) / str(rank)).write_text(str(os.getpid()))
+    tensor_model_parallel_all_reduce(torch.ones(1))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tensor_model_parallel_all_reduce(torch.ones(1))  # fails, with an error of a connection
+    time.sleep(LONG)
+
+
 def leave_early(rank: int, pids: str) -> None:
     sys.exit(0)
 
@@ -341,6 +352,10 @@ def return_the_unpicklable(rank: int, pids: str) -> object:
     [
         pytest.param(fail_on_one, r"rank 1 of 2 failed\n(.|\n)*in fail_on_one\n(.|\n)*no such adapter", id="raises"),
         pytest.param(be_killed, "rank 0 of 2: .*SIGKILL", id="killed", marks=pytest.mark.slow),
+        pytest.param(
+            be_killed_amid_sums, r"rank 1 of 2(: .*SIGKILL| was ended by signal 9 \(Killed\))", id="others raise",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(leave_early, "rank 0 of 2 ended without a result", id="sys.exit", marks=pytest.mark.slow),
         pytest.param(
             return_the_unpicklable, "rank [01] of 2 failed\n(.|\n)*pickle", id="unpicklable", marks=pytest.mark.slow
@@ -358,3 +373,8 @@ def test_a_failing_rank_ends_them_all(function, message, temporary_home: Path, t
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.read_text()), 0)
     assert list(temporary_home.iterdir()) == []
+
+
+def test_ranks_that_a_signal_ended_are_told_from_those_that_torch_ended() -> None:
+    codes = (None, 0, 1, -signal.SIGTERM, -signal.SIGKILL, -signal.SIGSEGV)
+    assert _killed([SimpleNamespace(exitcode=code) for code in codes]) == {4: 9, 5: 11}

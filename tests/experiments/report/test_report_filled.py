@@ -60,7 +60,7 @@ def test_an_unknown_marker_and_a_machine_without_rows_are_refused_before_anythin
     assert "2 of 2 (cpu)" in (tmp_path / "A.md").read_text()
 
 
-@pytest.mark.parametrize("name", sorted({*VALUES} - {"machines", "single-runs", "highlights", "claims"}))
+@pytest.mark.parametrize("name", sorted({*VALUES} - {"machines", "single-runs", "highlights", "claims", "reliability"}))
 def test_rows_that_a_marker_needs_are_asked_for(name, tmp_path):
     row = replace(decode_rows()[0], figure="2")
     write_rows(tmp_path / "rows.csv", [row])

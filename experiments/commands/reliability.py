@@ -1,0 +1,127 @@
+"""Reliability: trials of load, faults, bad input, isolation and determinism, each in a process of its own.
+
+    python -m experiments.commands.reliability trials=[engine_soak,faults] size=full seed=1
+
+Trials are chosen by name or group, and `record=true` copies the rows to `results/` without running any.
+
+Rows of tried, injected, survived and lost go to `outputs/<hardware>/reliability.csv` as each trial ends, and the exit
+code is 1 where something was lost. `device=auto` takes the GPU where there is one.
+"""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from experiments.commands.commits import Commits, refuse_other_sources
+from experiments.commands.record import promote, refuse
+from experiments.harness.command import finish, with_options
+from experiments.harness.schema import REPOSITORY, ConfigError
+from experiments.reliability.groups import all_trials, file_of
+from experiments.reliability.process import run_apart
+from experiments.reliability.rows import COUNTS, CPU, hardware_of, rows_file, rows_of
+from experiments.reliability.trial import SIZES, Outcome, Trial
+from punica.measure import environment
+from punica.measure.records import RowFile, RowsError, ensure_writable, read_rows
+
+CUDA = "cuda"
+DEVICES = ("auto", CPU, CUDA)
+START_S = 8.0
+"""Seconds expected until a trial's process has imported what it needs."""
+
+
+@dataclass
+class Options:
+    """The command line."""
+
+    trials: list[str] = field(default_factory=list)  # names and groups; none: all
+    size: str = "laptop"  # smoke, laptop or full: counts of each trial
+    seed: int = 0  # of all that is drawn
+    device: str = "auto"  # of engines: auto, cpu or cuda
+    outputs: str = "outputs"  # folder of fresh rows
+    results: str = "results"  # folder of recorded rows
+    record: bool = False  # copy fresh rows to the recorded ones, and run nothing
+
+
+def reliability(options: Options) -> None:
+    """Run the chosen trials and write their rows, or record those that are there. Exits with 1 where one lost."""
+    device = device_of(options)
+    fresh = REPOSITORY / options.outputs / hardware_of(device) / ("smoke" if options.size == SIZES[0] else "")
+    if options.record:
+        target = rows_file(REPOSITORY / options.results / hardware_of(device))
+        record(rows_file(fresh), target)
+        finish(command="reliability", recorded=str(target))
+        return
+    chosen = chosen_trials(options.trials, device)
+    ensure_writable(fresh)
+    lost = run_all(chosen, options, device, rows_file(fresh))
+    finish(command="reliability", rows=str(rows_file(fresh)), trials=len(chosen), lost=lost)
+    if lost:
+        raise SystemExit(1)
+
+
+def device_of(options: Options) -> str:
+    """Decide the device. `ConfigError` for a size, a seed or a device that does not exist."""
+    for key, known in (("size", SIZES), ("device", DEVICES)):
+        if getattr(options, key) not in known:
+            raise ConfigError(f"{key}={getattr(options, key)} is unknown: choose one of {', '.join(known)}")
+    if options.seed < 0:
+        raise ConfigError(f"seed={options.seed} must be 0 or more")
+    has_gpu = environment.hardware_slug() != CPU
+    if options.device == CUDA and not has_gpu:
+        raise ConfigError("device=cuda needs an NVIDIA GPU, and there is none: leave it out, or give device=cpu")
+    return CUDA if options.device != CPU and has_gpu else CPU
+
+
+def chosen_trials(names: list[str], device: str) -> list[Trial]:
+    """Return trials by name or group, all without names. `ConfigError` for an unknown name, or one that needs a GPU."""
+    registry = all_trials()
+    trials = [registry.get(name) for name in registry.names()]
+    known = {*registry.names(), *(trial.group for trial in trials)}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"trials={unknown} are unknown: choose from {', '.join(sorted(known))}")
+    named = [trial for trial in trials if not names or trial.name in names or trial.group in names]
+    if without := [trial.name for trial in named if trial.needs_gpu and device == CPU]:
+        if set(without) & set(names):
+            raise ConfigError(f"trials={without} need an NVIDIA GPU: leave them out, or run on a machine with one")
+        print(f"left out, they need a GPU: {', '.join(without)}")
+    return [trial for trial in named if not trial.needs_gpu or device == CUDA]
+
+
+def run_all(chosen: list[Trial], options: Options, device: str, file: Path) -> int:
+    """Run trials one after the other and write the rows of each; return how much was lost in all."""
+    lost, begun, rows = 0, time.monotonic(), RowFile(file)
+    expected = [START_S + trial.seconds * trial.counts[options.size] / trial.counts["laptop"] for trial in chosen]
+    for number, trial in enumerate(chosen, start=1):
+        print(f"[{number}/{len(chosen)}] {trial.name}: {trial.about}", flush=True)
+        outcome = run_apart(trial, options.size, options.seed, device)
+        rows.replace(rows_of(trial, outcome, options.size, options.seed, device))
+        lost += outcome.lost
+        spent = time.monotonic() - begun
+        left = spent * sum(expected[number:]) / sum(expected[:number])
+        print(f"    {said(outcome)}; {spent:.0f} s so far, about {left:.0f} s left", flush=True)
+    return lost
+
+
+def said(outcome: Outcome) -> str:
+    """Return counts and values of an outcome as a line, and a line for each of the first losses."""
+    counts = ", ".join(f"{name} {getattr(outcome, name):,}" for name in COUNTS)
+    values = [f"{name} {value:.3g} {unit}" for name, (value, unit) in outcome.values.items()]
+    return "; ".join([counts, *values]) + "".join(f"\n    lost: {note}" for note in outcome.notes)
+
+
+def record(source: Path, target: Path) -> None:
+    """Promote fresh rows. `RowsError` where there are none, or they are not of the commit that they name."""
+    rows = read_rows(source)
+    refuse(source, rows, allow_dirty=False)
+    registry = all_trials()
+    with Commits() as commits:
+        for name in dict.fromkeys(row.system for row in rows):
+            if name not in registry.names():
+                raise RowsError(f"{source} has rows of a trial {name} that is no more: take them out")
+            of_trial = [row for row in rows if row.system == name]
+            refuse_other_sources(of_trial, file_of(registry.get(name)), commits)
+    promote(target, rows)
+
+
+if __name__ == "__main__":
+    with_options("reliability", __doc__ or "", "commands.reliability", Options, reliability)

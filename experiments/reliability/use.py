@@ -1,0 +1,42 @@
+"""Use of a process: memory, threads, handles, and throughput of the first and last quarter of a run."""
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import psutil
+import torch
+
+
+@dataclass(frozen=True)
+class Use:
+    """Host and device memory in MiB, threads, and open file handles of a process."""
+
+    host_mib: float
+    device_mib: float
+    threads: int
+    handles: int
+
+    @classmethod
+    def of(cls, pid: int | None = None) -> "Use":
+        """Read those of a process, of this one by default; device memory is known of this one alone."""
+        gc.collect()
+        process = psutil.Process(pid)
+        device = torch.cuda.memory_allocated() if pid is None and torch.cuda.is_available() else 0
+        return cls(process.memory_info().rss / 2**20, device / 2**20, process.num_threads(), process.num_fds())
+
+    def growth(self, before: "Use") -> dict[str, tuple[float, str]]:
+        """Return the differences to ``before`` as values of an outcome."""
+        return {
+            "host_memory_growth": (self.host_mib - before.host_mib, "MiB"),
+            "device_memory_growth": (self.device_mib - before.device_mib, "MiB"),
+            "thread_growth": (self.threads - before.threads, "count"),
+            "handle_growth": (self.handles - before.handles, "count"),
+        }
+
+
+def drift(rates: Sequence[float]) -> float:
+    """Return the median of the last quarter of ``rates`` over that of the first, minus 1, in per cent."""
+    quarter = max(1, len(rates) // 4)
+    return 100 * (median(rates[-quarter:]) / median(rates[:quarter]) - 1)
