@@ -6,10 +6,12 @@ same for 1 request and for 32.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from punica.checks import check_count
+from punica.cluster.residency import Residency
 
 
 @dataclass(eq=False)
@@ -75,6 +77,8 @@ class Gpu:
         requests_of: members per adapter id, without the plain backbone.
         rank_sum: sum of the ranks of the different adapters of the members.
         reserved: it admits only quarantined requests.
+        residency: of adapters, in a simulation that has it.
+        catch_up: called before free pages are read, where steps are not reported one by one.
     """
 
     uuid: str
@@ -89,6 +93,8 @@ class Gpu:
     requests_of: Counter[int] = field(default_factory=Counter, init=False)
     rank_sum: int = field(default=0, init=False)
     reserved: bool = field(default=False, init=False)
+    residency: Residency | None = field(default=None, init=False)
+    catch_up: Callable[[], None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         check_count("max_batch_size", self.max_batch_size)
@@ -137,6 +143,8 @@ class Gpu:
         """
         if self.reserved or len(self.members) >= self.max_batch_size or request.final_tokens > self.capacity:
             return False
+        if self.catch_up is not None:
+            self.catch_up()
         spare = len(self.members) + 1 if self.members else 0
         return self.pages_for(request.num_tokens) + spare <= self.free_pages
 
@@ -152,6 +160,8 @@ class Gpu:
         if request.adapter_id:
             self.requests_of[request.adapter_id] += 1
             self.rank_sum += request.rank if self.requests_of[request.adapter_id] == 1 else 0
+        if self.residency is not None:
+            self.residency.use(request.adapter_id, request.rank)
 
     def remove(self, request: ClusterRequest) -> None:
         """Remove a member and free its pages; ``num_tokens`` becomes all its tokens, to be recomputed elsewhere."""
@@ -167,6 +177,8 @@ class Gpu:
             if not self.requests_of[request.adapter_id]:
                 del self.requests_of[request.adapter_id]
                 self.rank_sum -= request.rank
+        if self.residency is not None:
+            self.residency.release(request.adapter_id)
         request.gpu, request.first_step, request.num_tokens = None, None, total
 
     def begin_step(self, prefills: tuple[ClusterRequest, ...]) -> None:
@@ -178,6 +190,26 @@ class Gpu:
             del self.pending[request.request_id]
             request.first_step = self.step
             self._count(request, self.step, 1)
+
+    def advance(self, steps: int) -> None:
+        """End the step in flight and begin the next, ``steps`` times, with the same members, all of them prefilled."""
+        cycles, rest = divmod(steps, self.page_size)
+        first = (self.step + 1) % self.page_size
+        wrapped = max(0, first + rest - self.page_size)
+        grown = sum(self._growing_at[first : first + rest]) + sum(self._growing_at[:wrapped])
+        self.used_pages += cycles * len(self.members) + grown
+        self.step += steps
+
+    def steps_with_spare_pages(self, most: int) -> int:
+        """Count the steps after the present one, up to ``most``, that begin with a free page for each member."""
+        count, free = len(self.members), self.free_pages
+        if free - count * (most // self.page_size + 1) >= count:
+            return most
+        for step in range(most):
+            if free < count:
+                return step
+            free -= self._growing_at[(self.step + 1 + step) % self.page_size]
+        return most
 
     def defer(self, request: ClusterRequest) -> None:
         """Undo the prefill of a request that did not start in the last step; it is first among the pending again."""
