@@ -26,8 +26,7 @@ from punica.ops.triton_ops.moe_tiles import (
     live,
     pair_at,
     pairs_of,
-    rank_in,
-    rank_table,
+    rank_of,
     ranks_read,
     slot_table,
 )
@@ -217,15 +216,14 @@ def moe_expand_kernel(
     tile, part = tl.program_id(0) // (N_BLOCKS * SHAPE.slices), tl.program_id(0) % (N_BLOCKS * SHAPE.slices)
     slice_id, first_n = part // N_BLOCKS, part % N_BLOCKS * RUN
     slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
-    ranks = rank_table(ranks_ptr, slice_id, SHAPE.has_ranks, PAIRS)
     partial = pairs.to(tl.int64) * (SHAPE.rank * SHAPE.slices)
     h_ptr += slice_id * (pairs.to(tl.int64) * SHAPE.rank)
     y_ptr += SHAPE.offset + slice_id * SHAPE.n
     pdl_wait(TILE.pdl, (tl.program_id(0) == 0) & (tile >= total))
     while tile < total:
         where = experts_ptr, mapping_ptr, enabled_ptr
-        slot, index, first = find_tile(tile, slots, until, where, padded, blocks, PAIRS)
-        rank = rank_in(ranks, slot, 0, SHAPE.rank, SHAPE.has_ranks, PAIRS)
+        slot, index, first, owner = find_tile(tile, slots, until, where, padded, blocks, PAIRS)
+        rank = rank_of(ranks_ptr, slice_id, owner, 0, SHAPE.rank, SHAPE.has_ranks, PAIRS)
         if (slot >= 0) & ((rank > 0) | (not SHAPE.add)):
             found, place = (h_ptr, y_ptr, weights_ptr), (slice_id, index, first_n)
             if TILE.rows:
