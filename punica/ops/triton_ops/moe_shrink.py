@@ -30,7 +30,6 @@ from punica.ops.triton_ops.moe_tiles import (
     pairs_of,
     rank_of,
     ranks_read,
-    slot_table,
 )
 
 
@@ -188,13 +187,12 @@ def moe_shrink_kernel(
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     pid_k, first_r = part % TILE.split_k, part // TILE.split_k % R_BLOCKS * TILE.block_r
     slice_id = part // (TILE.split_k * R_BLOCKS)
-    slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
     partial = pairs.to(tl.int64) * SHAPE.rank
     out_ptr += (pid_k * SHAPE.slices + slice_id) * partial
-    pdl_wait(TILE.pdl, (tl.program_id(0) == 0) & (tile >= total))  # one waiting program keeps the chain transitive
+    total = tile + 1  # until a tile is looked for: what finds it is read again, as it would hold registers meanwhile
     while tile < total:
-        where = experts_ptr, mapping_ptr, enabled_ptr
-        slot, index, first, owner = find_tile(tile, slots, until, where, padded, blocks, PAIRS)
+        tables = experts_ptr, counts_ptr, mapping_ptr, enabled_ptr, ids_ptr
+        total, slot, index, first, owner = find_tile(tile, tables, pairs, padded, blocks, PAIRS)
         rank = rank_of(ranks_ptr, slice_id, owner, SHAPE.first_rank, SHAPE.rank, SHAPE.has_ranks, PAIRS)
         rank_next = rank
         if TILE.joined:
@@ -211,5 +209,5 @@ def moe_shrink_kernel(
                     SHAPE, TILE,
                 )  # fmt: skip
         else:
-            pdl_wait(TILE.pdl, tl.program_id(0) == 0)
+            pdl_wait(TILE.pdl, tl.program_id(0) == 0)  # one waiting program keeps the chain transitive
         tile += num_tiles

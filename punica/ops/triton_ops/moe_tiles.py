@@ -56,20 +56,23 @@ def slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS: tl.conste
 
 
 @triton.jit
-def find_tile(tile, slots, until, where, padded, blocks, PAIRS: tl.constexpr):
-    """Slot (-1: nothing to do), number of its expert's weights, place of the tile's first pair in the sorted pairs
-    (naive: the pair), and ``owner``: a slot in [0, L), the same but known before the expert is. ``where``: expert of
-    every block (naive: pair), slot of every token, enabled slots.
+def find_tile(tile, tables, pairs, padded, blocks, PAIRS: tl.constexpr):
+    """Number of tiles, and of this one: slot (-1: nothing to do), number of its expert's weights, place of its first
+    pair in the sorted pairs (naive: the pair), and ``owner``, for `rank_of`: place of its slot in the table, and that.
+
+    ``tables``: expert of every block (naive: pair), counts, slot of every token, enabled slots, listed slots.
     """
-    experts_ptr, mapping_ptr, enabled_ptr = where
+    experts_ptr, counts_ptr, mapping_ptr, enabled_ptr, ids_ptr = tables
     BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
+    slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
+    found = tile < total
     if PAIRS.naive:
-        slot = tl.load(mapping_ptr + tile // PAIRS.top_k)
-        expert = tl.load(experts_ptr + tile)
+        slot = tl.load(mapping_ptr + tile // PAIRS.top_k, mask=found, other=-1)
+        expert = tl.load(experts_ptr + tile, mask=found, other=-1)
         expert = tl.where((expert >= 0) & (expert < PAIRS.experts), expert, -1).to(tl.int32)  # of 64 bits it may be
         here = (slot >= 0) & (slot < PAIRS.slots)
-        owner = tl.where(here, slot, 0)
-        here = here & (tl.load(enabled_ptr + owner) != 0)
+        place = tl.where(here, slot, 0)
+        here = here & (tl.load(enabled_ptr + place) != 0)
         first = tile.to(tl.int64)
     else:
         place = tl.sum((until <= tile).to(tl.int32), 0)
@@ -77,13 +80,12 @@ def find_tile(tile, slots, until, where, padded, blocks, PAIRS: tl.constexpr):
         slot = place
         if PAIRS.num_ids >= 0:
             slot = tl.sum(tl.where(tl.arange(0, BLOCK_SLOTS) == place, slots, 0), 0)
-        expert = tl.load(experts_ptr + slot.to(tl.int64) * blocks + block)
+        expert = tl.load(experts_ptr + slot.to(tl.int64) * blocks + block, mask=found, other=-1)
         here = slot < PAIRS.slots
-        owner = tl.where(here, slot, 0)
         first = slot.to(tl.int64) * padded + block * PAIRS.block_m
     here = here & (expert >= 0) & (expert < PAIRS.experts)
     slot = tl.where(here, slot, -1)
-    return slot, slot.to(tl.int64) * PAIRS.experts + expert, first, owner
+    return total, slot, slot.to(tl.int64) * PAIRS.experts + expert, first, (place, slots)
 
 
 @triton.jit
@@ -121,9 +123,18 @@ def first_pair(first, sorted_ptr, pairs, PAIRS: tl.constexpr):
 def rank_of(
     ranks_ptr, slice_id, owner, FIRST: tl.constexpr, RANK: tl.constexpr, HAS_RANKS: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Number of the ranks FIRST to FIRST + RANK that the adapter in slot ``owner`` has; RANK without a table."""
+    """Number of the ranks FIRST to FIRST + RANK that a tile's adapter has; RANK without a table. Nothing here waits for
+    the tile's expert.
+    """
+    place, slots = owner
+    BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
     if HAS_RANKS:
-        rank = tl.load(ranks_ptr + slice_id * PAIRS.slots + owner) - FIRST
+        if PAIRS.naive:
+            rank = tl.load(ranks_ptr + slice_id * PAIRS.slots + place)
+        else:
+            ranks = tl.load(ranks_ptr + slice_id * PAIRS.slots + slots)
+            rank = tl.sum(tl.where(tl.arange(0, BLOCK_SLOTS) == place, ranks, 0), 0)
+        rank -= FIRST
         rank = tl.minimum(tl.maximum(rank, 0), RANK)
     else:
         rank = tl.full([], RANK, tl.int32)
