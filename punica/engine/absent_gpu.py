@@ -1,9 +1,8 @@
 """A GPU that is described, not there: a process in which tensors "on" it have no memory and launches only compile.
 
-Kernels, their schedules and their constants are those that the same program would launch on that GPU, as the library
-decides on them by shapes, by dtypes, and by what torch says of the device. Tensors are torch's meta tensors that name a
-CUDA device: shapes are followed, values are not. Launches become compilations (`Launch.compile_only`), which end in
-Triton's cache folder.
+The library chooses kernels and schedules by shapes, dtypes and what torch says of the device, so they are those of that
+GPU. Tensors are torch's meta tensors that name a CUDA device: they have shapes and no values. Launches become
+compilations (`Launch.compile_only`), which end in Triton's cache folder.
 """
 
 import json
@@ -16,11 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from punica.checks import check_count, clip
-from punica.ops.triton_ops.launch import INTERPRETED, IS_ROCM, Launch
 
 DEVICE = torch.device("cuda", 0)
 WARP = 32
@@ -43,7 +39,7 @@ class GpuDescription:
     @classmethod
     def of_this_machine(cls) -> "GpuDescription":
         """Describe the current GPU. RuntimeError without one, or for one of AMD."""
-        if not torch.cuda.is_available() or IS_ROCM:
+        if not torch.cuda.is_available() or torch.version.hip is not None:
             raise RuntimeError("this machine has no NVIDIA GPU to describe; pass the file that one wrote (--gpu FILE)")
         found = torch.cuda.get_device_properties(torch.cuda.current_device())
         given: dict[str, Any] = {one.name: getattr(found, one.name, 0) for one in fields(cls)}
@@ -150,10 +146,10 @@ class _Inert:
 class _Driver:
     """Triton's driver, as far as a compilation needs it."""
 
-    def __init__(self, target: GPUTarget) -> None:
+    def __init__(self, target: Any) -> None:
         self._target = target
 
-    def get_current_target(self) -> GPUTarget:
+    def get_current_target(self) -> Any:
         """Return what to compile for."""
         return self._target
 
@@ -171,6 +167,12 @@ def stand_in(gpu: GpuDescription) -> None:
 
     RuntimeError where kernels are interpreted, or torch is ROCm's.
     """
+    # imported here so that the CPU path never imports triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from punica.ops.triton_ops.launch import INTERPRETED, IS_ROCM, Launch
+
     if INTERPRETED or IS_ROCM:
         raise RuntimeError("kernels are compiled for NVIDIA GPUs, without TRITON_INTERPRET and not by torch for ROCm")
     driver.set_active(_Driver(GPUTarget("cuda", 10 * gpu.major + gpu.minor, WARP)))  # type: ignore[arg-type]

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from triton import knobs
-
 from punica.adapters import LoRARequest
 from punica.engine import pretrained
 from punica.engine.absent_gpu import GpuDescription, stand_in
@@ -33,6 +31,8 @@ def compile_ahead(gpu: GpuDescription, folder: str | Path, adapters: Sequence[Lo
 
     The process computes nothing any more (:func:`stand_in`). Raises the errors of ``Engine.from_pretrained``.
     """
+    from triton import knobs  # the CPU path never imports it
+
     hits: list[bool] = []
     stand_in(gpu)
     knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
@@ -44,7 +44,7 @@ def compile_ahead(gpu: GpuDescription, folder: str | Path, adapters: Sequence[Lo
 
 
 def _without_weights(model: LlamaForCausalLM, folder: str | Path) -> None:
-    """Stand in for ``load_weights``: values are not followed."""
+    """Mark the weights as loaded, and read none."""
     model.has_weights = True
 
 

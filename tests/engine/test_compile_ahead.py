@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -13,7 +15,7 @@ import torch
 
 from punica.engine import absent_gpu
 from punica.engine.absent_gpu import AbsentTensor, GpuDescription, stand_in
-from punica.engine.compile_ahead import main
+from punica.engine.compile_ahead import main, parser
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = GpuDescription("an H200", 9, 0, 132, 227 << 10, 3_201_000, 6144)
@@ -104,6 +106,14 @@ def test_other_descriptions_are_refused_in_one_line(text, message, tmp_path) -> 
         main([str(tmp_path), f"--gpu={path}"])
 
 
+def test_the_documented_commands_are_legal() -> None:
+    page = (ROOT / "docs/deployment.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\$ .*python -m punica\.engine\.compile_ahead (.*)$", page, flags=re.MULTILINE)
+    describe, compile_ = (parser().parse_args(shlex.split(words, comments=True)) for words in found)
+    assert (describe.describe, describe.checkpoint) == ("gpu.json", None)
+    assert (compile_.gpu, compile_.checkpoint, len(compile_.adapter)) == ("gpu.json", "checkpoint", 2)
+
+
 def test_what_is_missing_is_said(tmp_path) -> None:
     with pytest.raises(SystemExit, match="no checkpoint is given"):
         main([])
@@ -114,6 +124,6 @@ def test_what_is_missing_is_said(tmp_path) -> None:
 
 
 def test_interpreted_kernels_are_not_compiled(monkeypatch) -> None:
-    monkeypatch.setattr(absent_gpu, "INTERPRETED", True)
+    monkeypatch.setattr("punica.ops.triton_ops.launch.INTERPRETED", True)
     with pytest.raises(RuntimeError, match="without TRITON_INTERPRET"):
         stand_in(H200)
