@@ -16,8 +16,8 @@ and without it, in tokens per second. Random weights, rank-16 adapters on all ex
 numbers of experts are theirs.
 
 `figure.slots` repeats layers and models in engines of other sizes: all of so many slots hold adapters, and a batch uses
-as many of them as its popularity has. A step's time follows these, not the slots. Eight adapters (Skewed, 32 rows) in 8
-to 256 slots of one layer of Qwen3-30B-A3B take 9 GB, and on a GPU less than a minute:
+as many of them as its popularity has. Expected shape: latency follows these adapters, and is the same at all numbers of
+slots. Eight adapters (Skewed, 32 rows) in 8 to 256 slots of one layer of Qwen3-30B-A3B, 9 GB of slots at most:
 
     python -m experiments.ext_moe scale=gpu timer=cuda_graph 'system.names=[alignment,w13 and w2,layer]' \
         'figure.models=[qwen3-30b-a3b]' figure.layers=1 'figure.batch_sizes=[32]' 'figure.slots=[8,32,64,128,256]' \

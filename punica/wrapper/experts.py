@@ -3,7 +3,7 @@
 A layer calls `assign_pairs`, which groups the (token, expert) pairs by adapter and expert once for both products, and
 `add_lora_experts` for each of them.
 
-Alignment and kernels work through the list of the step's slots: their time follows its adapters and rows, not the
+Alignment and kernels work through the list of the step's slots: launches grow with its adapters and rows, not with the
 number of slots. A mapping that is not the wrapper's own (tokens gathered from other ranks) may name slots that no local
 token uses: then every slot counts as in use, and a step without local adapters adds them nevertheless.
 
