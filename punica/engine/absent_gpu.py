@@ -118,7 +118,7 @@ class _OnAbsentGpu(TorchFunctionMode):
 
 
 class _Inert:
-    """A stream or event: nothing is under way."""
+    """A stream, an event, or CUDA's runtime: nothing is under way."""
 
     cuda_stream = 0
 
@@ -140,7 +140,7 @@ class _Inert:
     def record(self, *args: Any) -> None:
         """Do nothing."""
 
-    wait_event = wait_stream = synchronize = wait = record
+    wait_event = wait_stream = synchronize = wait = cudaHostRegister = cudaHostUnregister = record
 
 
 class _Driver:
@@ -182,7 +182,7 @@ def stand_in(gpu: GpuDescription) -> None:
         "get_device_capability": (gpu.major, gpu.minor), "get_device_name": gpu.name,
         "get_device_properties": SimpleNamespace(**asdict(gpu)), "mem_get_info": (ENDLESS, ENDLESS),
         "memory_reserved": 0, "memory_allocated": 0, "current_stream": _Inert(), "stream": _Inert(),
-        "synchronize": None, "set_device": None,
+        "synchronize": None, "set_device": None, "cudart": _Inert(), "check_error": None,
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **kwargs: answer)
