@@ -28,6 +28,7 @@ from punica.ops.triton_ops.moe_tiles import (
     pairs_of,
     rank_of,
     ranks_read,
+    slot_table,
 )
 
 
@@ -217,10 +218,11 @@ def moe_expand_kernel(
     partial = pairs.to(tl.int64) * (SHAPE.rank * SHAPE.slices)
     h_ptr += slice_id * (pairs.to(tl.int64) * SHAPE.rank)
     y_ptr += SHAPE.offset + slice_id * SHAPE.n
-    total = tile + 1
+    total = tile + 1  # until the table is read: for every tile again, as it would hold registers meanwhile
     while tile < total:
-        tables = experts_ptr, counts_ptr, mapping_ptr, enabled_ptr, ids_ptr
-        total, slot, index, first, owner = find_tile(tile, tables, pairs, padded, blocks, PAIRS)
+        slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
+        where = experts_ptr, mapping_ptr, enabled_ptr
+        slot, index, first, owner = find_tile(tile, (slots, until, total), where, padded, blocks, PAIRS)
         rank = rank_of(ranks_ptr, slice_id, owner, 0, SHAPE.rank, SHAPE.has_ranks, PAIRS)
         if (slot >= 0) & ((rank > 0) | (not SHAPE.add)):
             found, place = (h_ptr, y_ptr, weights_ptr), (slice_id, index, first_n)

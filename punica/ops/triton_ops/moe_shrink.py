@@ -30,6 +30,7 @@ from punica.ops.triton_ops.moe_tiles import (
     pairs_of,
     rank_of,
     ranks_read,
+    slot_table,
 )
 
 
@@ -189,10 +190,11 @@ def moe_shrink_kernel(
     slice_id = part // (TILE.split_k * R_BLOCKS)
     partial = pairs.to(tl.int64) * SHAPE.rank
     out_ptr += (pid_k * SHAPE.slices + slice_id) * partial
-    total = tile + 1  # until a tile is looked for: what finds it is read again, as it would hold registers meanwhile
+    slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
+    pdl_wait(TILE.pdl, (tl.program_id(0) == 0) & (tile >= total))  # one waiting program keeps the chain transitive
     while tile < total:
-        tables = experts_ptr, counts_ptr, mapping_ptr, enabled_ptr, ids_ptr
-        total, slot, index, first, owner = find_tile(tile, tables, pairs, padded, blocks, PAIRS)
+        where = experts_ptr, mapping_ptr, enabled_ptr
+        slot, index, first, owner = find_tile(tile, (slots, until, total), where, padded, blocks, PAIRS)
         rank = rank_of(ranks_ptr, slice_id, owner, SHAPE.first_rank, SHAPE.rank, SHAPE.has_ranks, PAIRS)
         rank_next = rank
         if TILE.joined:
@@ -209,5 +211,5 @@ def moe_shrink_kernel(
                     SHAPE, TILE,
                 )  # fmt: skip
         else:
-            pdl_wait(TILE.pdl, tl.program_id(0) == 0)  # one waiting program keeps the chain transitive
+            pdl_wait(TILE.pdl, tl.program_id(0) == 0)
         tile += num_tiles

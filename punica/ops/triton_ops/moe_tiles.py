@@ -56,15 +56,15 @@ def slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS: tl.conste
 
 
 @triton.jit
-def find_tile(tile, tables, pairs, padded, blocks, PAIRS: tl.constexpr):
-    """Number of tiles, and of this one: slot (-1: nothing to do), number of its expert's weights, place of its first
+def find_tile(tile, table, where, padded, blocks, PAIRS: tl.constexpr):
+    """Slot of a tile (-1: nothing to do), number of its expert's weights, place of its first
     pair in the sorted pairs (naive: the pair), and ``owner``, for `rank_of`: place of its slot in the table, and that.
 
-    ``tables``: expert of every block (naive: pair), counts, slot of every token, enabled slots, listed slots.
+    ``table``: of `slot_table`. ``where``: expert of every block (naive: pair), slot of every token, enabled slots.
     """
-    experts_ptr, counts_ptr, mapping_ptr, enabled_ptr, ids_ptr = tables
+    experts_ptr, mapping_ptr, enabled_ptr = where
+    slots, until, total = table
     BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
-    slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
     found = tile < total
     if PAIRS.naive:
         slot = tl.load(mapping_ptr + tile // PAIRS.top_k, mask=found, other=-1)
@@ -85,7 +85,7 @@ def find_tile(tile, tables, pairs, padded, blocks, PAIRS: tl.constexpr):
         first = slot.to(tl.int64) * padded + block * PAIRS.block_m
     here = here & (expert >= 0) & (expert < PAIRS.experts)
     slot = tl.where(here, slot, -1)
-    return total, slot, slot.to(tl.int64) * PAIRS.experts + expert, first, (place, slots)
+    return slot, slot.to(tl.int64) * PAIRS.experts + expert, first, (place, slots)
 
 
 @triton.jit
