@@ -15,6 +15,14 @@ and without it, in tokens per second. Random weights, rank-16 adapters on all ex
 `figure.fp8=float8_e4m3fn`. Widths are those of the two models over `divisor` (8 at scale=laptop, 1 at scale=paper);
 numbers of experts are theirs.
 
+`figure.slots` repeats layers and models in engines of other sizes: all of so many slots hold adapters, and a batch uses
+as many of them as its popularity has. Expected shape: latency follows these adapters, and is the same at all numbers of
+slots. Eight adapters (Skewed, 32 rows) in 8 to 256 slots of one layer of Qwen3-30B-A3B, 9 GB of slots at most:
+
+    python -m experiments.ext_moe scale=gpu timer=cuda_graph 'system.names=[alignment,w13 and w2,layer]' \
+        'figure.models=[qwen3-30b-a3b]' figure.layers=1 'figure.batch_sizes=[32]' 'figure.slots=[8,32,64,128,256]' \
+        'workload.names=[Skewed]'
+
 A last row of axes is the engine: a decode step from `Engine.step` to the tokens, with an adapter per request as the
 popularity has it (`engine`) and with none (`backbone engine`), of a model of `engine_layers` layers: `step_latency`
 and `engine_throughput`. Its clock is the host's, so on a GPU it has rows with timer=host_clock only; a figure takes the
@@ -55,6 +63,7 @@ class MoEConf(FigureConf):
 
     models: list[str] = field(default_factory=list)
     batch_sizes: list[int] = MISSING
+    slots: list[int] | None = None  # a panel for each; null: adapters.slots alone
     layers: int = MISSING
     engine_layers: int = MISSING  # of the model that the engine serves
     divisor: int = MISSING
@@ -74,16 +83,19 @@ class MixtureOfExperts(Experiment):
         figure = cast(MoEConf, cfg.figure)
         settings: dict[str, Any] = {
             "layers": figure.layers, "divisor": figure.divisor, "context": figure.context, "dtype": figure.dtype.name,
-            "slots": self._slots(cfg),
         }  # fmt: skip
         if figure.fp8 is not None:
             settings["fp8"] = figure.fp8
         through_engine = {**settings, "layers": figure.engine_layers, "slots": max(figure.batch_sizes)}
+        own, engine = self._systems(cfg)
+        alone = [cfg.adapters.slots or max(figure.batch_sizes)]
+        kinds = [(own, {**settings, "slots": slots}, slots if figure.slots else None)
+                 for slots in figure.slots or alone]  # fmt: skip
         return [
-            Point(panel_of(model, figure.fp8), system, workload, model, batch, figure.context, rank, of_system)
+            Point(panel_of(model, figure.fp8, slots), system, workload, model, batch, figure.context, rank, of_system)
             for model in figure.models
             for rank in cfg.adapters.ranks
-            for systems, of_system in zip(self._systems(cfg), (settings, through_engine), strict=True)
+            for systems, of_system, slots in [*kinds, (engine, through_engine, None)]
             for batch in figure.batch_sizes
             for workload in cfg.workload.names
             for system in systems
@@ -95,9 +107,6 @@ class MixtureOfExperts(Experiment):
         rest = [name for name in cfg.system.names if name not in engine]
         return rest, engine if cfg.timer.name == "host_clock" else []
 
-    def _slots(self, cfg: Config) -> int:
-        return cfg.adapters.slots or max(cast(MoEConf, cfg.figure).batch_sizes)
-
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
         from experiments.benches.operators import microseconds
         from punica.workload.popularity import popularity
@@ -106,7 +115,11 @@ class MixtureOfExperts(Experiment):
         batch = cast(int, first.batch_size)
         if first.system in (ENGINE, BACKBONE_ENGINE):
             return self._engine_steps(cfg, points)
-        bench = self._bench(cfg, first.model, cast(int, first.rank))
+        slots, adapters = first.settings["slots"], popularity(first.workload).number_of_adapters(batch)
+        if adapters > slots:
+            raise ValueError(f"figure.slots or adapters.slots is {slots}, {first.workload} has {adapters} adapters in "
+                             f"a batch of {batch}; give at least as many, or another workload")  # fmt: skip
+        bench = self._bench(cfg, first.model, cast(int, first.rank), slots)
         calls = bench.checked_calls([int(slot) for slot in popularity(first.workload).slots(batch)])
         samples = microseconds(cfg, {point.system: calls[point.system] for point in points})
         return [_readings(point.system, batch, samples[point.system]) for point in points]
@@ -135,10 +148,10 @@ class MixtureOfExperts(Experiment):
         sizes = _sizes(cfg, model, rank, cast(MoEConf, cfg.figure).engine_layers)
         return self.kept((ENGINE, sizes), lambda: MoEEngine(sizes, cfg.hardware.device))
 
-    def _bench(self, cfg: Config, model: str, rank: int) -> MoEBench:
+    def _bench(self, cfg: Config, model: str, rank: int, slots: int) -> MoEBench:
         from experiments.benches.moe_bench import MoEBench
 
-        sizes, slots = _sizes(cfg, model, rank, cast(MoEConf, cfg.figure).layers), self._slots(cfg)
+        sizes = _sizes(cfg, model, rank, cast(MoEConf, cfg.figure).layers)
         return self.kept((sizes, slots), lambda: MoEBench(sizes, slots, cfg.hardware.device))
 
 
@@ -150,9 +163,12 @@ def _sizes(cfg: Config, model: str, rank: int, layers: int) -> MoESizes:
     return MoESizes(model, rank, layers, figure.divisor, batch, figure.context, figure.dtype.name, figure.fp8)
 
 
-def panel_of(model: str, fp8: str | None) -> str:
-    """Name the panel of a model with adapters in slots of the format `fp8` (None: the model's dtype)."""
-    return model if fp8 is None else f"{model}, {fp8} adapters"
+def panel_of(model: str, fp8: str | None, slots: int | None = None) -> str:
+    """Name the panel of a model with adapters in slots of the format `fp8` (None: the model's dtype), in as many as the
+    others have (None) or in `slots` of them.
+    """
+    parts = (model, fp8 and f"{fp8} adapters", slots and f"{slots} slots")
+    return ", ".join(part for part in parts if part)
 
 
 def _readings(system: str, batch: int, samples: Sequence[float]) -> list[Reading]:

@@ -83,7 +83,9 @@ class MoESizes(NamedTuple):
 
 
 class MoEBench:
-    """A model with adapters on all experts in `slots` slots, and a cache for its largest batch."""
+    """A model with adapters on all experts in `slots` slots, all filled, and a cache for its largest batch. Rows may
+    use as many of them as that batch has rows.
+    """
 
     def __init__(self, sizes: MoESizes, slots: int, device: str) -> None:
         self.model, self.dtype = sizes.random_model(device), getattr(torch, sizes.dtype)
@@ -94,9 +96,12 @@ class MoEBench:
         self.layers = [cast(FusedMoEWithLoRA, layer) for layer in self.manager.modules.values()]
         self.contexts = [layer.base_layer.routed_experts.lora_context for layer in self.layers]
         one = random_experts(self.manager, sizes.rank)
-        for slot in range(slots):
+        registered = min(slots, batch)
+        for slot in range(registered):
             self.manager.add_adapter(one.clone(slot + 1))
             self.manager.activate_adapter(slot + 1)
+        for layer in self.layers:
+            fill_slots(layer, registered)
 
     def checked_calls(self, slots: Sequence[int]) -> dict[str, list[Callable[[], object]]]:
         """System -> calls on one row per entry of `slots`; one per layer, where a layer is timed.
@@ -228,6 +233,18 @@ def _real(stacks: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> lis
 @torch.inference_mode()
 def _run(layer: FusedMoEWithLoRA, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return layer(x, logits)
+
+
+def fill_slots(layer: FusedMoEWithLoRA, first: int) -> None:
+    """Copy the first slot into those from `first` on, on the device: adapters that no row uses."""
+    families = (
+        layer.w13_lora_a_stacked, layer.w13_lora_b_stacked, layer.w2_lora_a_stacked, layer.w2_lora_b_stacked,
+        layer.w13_lora_a_scale, layer.w13_lora_b_scale, layer.w2_lora_a_scale, layer.w2_lora_b_scale,
+    )  # fmt: skip
+    for stack in itertools.chain(*families):
+        stack.view(torch.uint8)[first:] = stack.view(torch.uint8)[:1]
+    layer.adapter_enabled[first:-1] = 1
+    layer.lora_ranks[:, first:] = layer.lora_ranks[:, :1]
 
 
 def random_experts(manager: LoRAModelManager, rank: int) -> LoRAModel:

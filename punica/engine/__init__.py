@@ -18,6 +18,7 @@ Modules in the order of a request's path; admission and preemption are policies 
     kv_cache.py:      keys and values of all layers
     sampler.py:       tokens from logits; penalties.py: logits adjusted by a request's parameters and tokens
     outputs.py:       results of requests, outputs and statistics of steps
+    compile_ahead.py: a command that compiles an engine's kernels beforehand; absent_gpu.py: on a GPU that is described
 """
 
 from punica.engine.config import EngineConfig

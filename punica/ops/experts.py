@@ -99,7 +99,7 @@ class Assignment(NamedTuple):
     """Pairs of a step by slot and expert, for both products of a layer. ``mapping``: slot of every token, ``[T]``.
 
     ``ids``, ``experts``, ``counts``: of `moe_lora_align_block_size`, viewed ``[L, P]``, ``[L, B]`` and ``[L]``; naive:
-    None, the expert of every pair ``[T*k]``, None.
+    None, the expert of every pair ``[T*k]``, None. Rows of slots outside the step's own list may be undefined.
     """
 
     topk_weights: Tensor
@@ -112,9 +112,9 @@ class Assignment(NamedTuple):
 class Experts(NamedTuple):
     """Operands of one fused MoE LoRA call, as `fused_moe_lora` takes them.
 
-    ``sorted_ids``, ``expert_ids``, ``counts``, ``mapping``: as in `Assignment`. ``lora_ids``: slots in use, ``[L+1]``
-    (None: all). ``lora_ranks``: true rank of every slice and slot, int32 ``[n, L]``, not divided over a group; A and B
-    are not read beyond (None: they are). ``fp8``: scales of weights in FP8.
+    ``sorted_ids``, ``expert_ids``, ``counts``, ``mapping``: as in `Assignment`. ``lora_ids``: slots in use, at most
+    ``[L+1]``, -1: none (None: all). ``lora_ranks``: true rank of every slice and slot, int32 ``[n, L]``, not divided
+    over a group; A and B are not read beyond (None: they are). ``fp8``: scales of weights in FP8.
     """
 
     output: Tensor
@@ -171,9 +171,11 @@ class ExpertOps(Protocol):
 
     def align(
         self, topk_ids: Tensor, mapping: Tensor, sizes: tuple[int, int, int, int, int], enabled: Tensor,
-        expert_map: Tensor | None,
+        expert_map: Tensor | None, lora_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """New flat outputs of `moe_lora_align_block_size` for all slots; ``sizes``: its five numbers."""
+        """New flat outputs of `moe_lora_align_block_size`; ``sizes``: its five numbers. ``lora_ids``: slots to align,
+        those of others are undefined (None: all).
+        """
 
     def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
         """Tell whether pairs are not aligned, for both products of a layer."""

@@ -197,16 +197,15 @@ class TorchExpertOps:
 
     def align(
         self, topk_ids: Tensor, mapping: Tensor, sizes: tuple[int, int, int, int, int], enabled: Tensor,
-        expert_map: Tensor | None,
+        expert_map: Tensor | None, lora_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Align the pairs of all slots."""
+        """Align the pairs of all slots, or of those in ``lora_ids``."""
         _, _, max_loras, padded, blocks = sizes
         new: dict[str, Any] = {"dtype": torch.int32, "device": topk_ids.device}
         ids = torch.full((max_loras * padded,), topk_ids.numel(), **new)
         experts, counts = torch.full((max_loras * blocks,), -1, **new), torch.zeros(max_loras, **new)
-        moe_lora_align_block_size(
-            topk_ids, mapping, *sizes, ids, experts, counts, enabled, mapping.unique(), expert_map
-        )
+        listed = mapping.unique() if lora_ids is None else lora_ids
+        moe_lora_align_block_size(topk_ids, mapping, *sizes, ids, experts, counts, enabled, listed, expert_map)
         return ids, experts, counts
 
     def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:

@@ -3,8 +3,9 @@
 A layer calls `assign_pairs`, which groups the (token, expert) pairs by adapter and expert once for both products, and
 `add_lora_experts` for each of them.
 
-A mapping that is not the wrapper's own (tokens gathered from other ranks) may name slots that no local token uses: then
-every slot counts as in use, and a step without local adapters adds them nevertheless.
+Alignment and kernels work through the list of the step's slots: launches grow with its adapters and rows, not with the
+number of slots. A mapping that is not the wrapper's own (tokens gathered from other ranks) may name slots that no local
+token uses: then every slot counts as in use, and a step without local adapters adds them nevertheless.
 
 With FP8 weights and ``use_fp8_w8a8`` an x that is not FP8 is quantised per token; the intermediate stays real.
 """
@@ -25,9 +26,12 @@ class ExpertMethods(LinearMethods):
 
     def assign_pairs(
         self, topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None, weights: ExpertLoRAWeights,
-        mapping: Tensor | None = None,
+        mapping: Tensor | None = None, *, every_slot: bool = False,
     ) -> Assignment:  # fmt: skip
-        """Group the pairs of ``topk_ids [T, k]`` for both products of a layer, ``weights`` being the first one's."""
+        """Group the pairs of ``topk_ids [T, k]`` for both products of a layer, ``weights`` being the first one's.
+
+        ``every_slot``: an alignment also of slots that the step does not use, for callers who pass it on.
+        """
         ops = self._expert_ops("assign_pairs")
         tokens, top_k = topk_ids.shape
         mapping = self._slots_of_tokens(mapping, tokens)
@@ -38,7 +42,8 @@ class ExpertMethods(LinearMethods):
         if expert_map is None and ops.use_naive_assignment(topk_ids.numel(), active, weights):
             return Assignment(topk_weights, None, topk_ids.contiguous().view(-1), None, mapping)
         sizes = (weights.experts, ops.block_size(tokens, top_k, active, weights), weights.slots)
-        aligned = self._aligned(topk_ids, mapping, weights.enabled, expert_map, sizes)
+        listed = None if every_slot else self._listed(mapping, weights.slots)
+        aligned = self._aligned(topk_ids, mapping, weights.enabled, expert_map, sizes, listed=listed)
         return Assignment(topk_weights, *by_slot(weights.slots, *aligned), mapping)
 
     def add_lora_experts(self, y: Tensor, x: Tensor, weights: ExpertLoRAWeights, assignment: Assignment) -> None:
@@ -51,10 +56,10 @@ class ExpertMethods(LinearMethods):
 
     def _aligned(
         self, topk_ids: Tensor, mapping: Tensor, enabled: Tensor, expert_map: Tensor | None,
-        sizes: tuple[int, int, int], pad: bool = True,
+        sizes: tuple[int, int, int], pad: bool = True, listed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Flat sorted ids, experts of blocks and counts. ``sizes``: experts, rows of a block, slots; ``pad``: whole
-        blocks.
+        blocks; ``listed``: slots to align (None: all).
         """
         experts, block_size, slots = sizes
         pairs, buckets = topk_ids.numel(), experts if expert_map is None else expert_map.numel()
@@ -64,12 +69,15 @@ class ExpertMethods(LinearMethods):
         if pairs < buckets:
             padded = pairs * block_size
         lengths = (buckets, block_size, slots, padded, -(-padded // block_size))
-        return self._expert_ops("moe_lora_align_block_size").align(topk_ids, mapping, lengths, enabled, expert_map)
+        ops = self._expert_ops("moe_lora_align_block_size")
+        return ops.align(topk_ids, mapping, lengths, enabled, expert_map, listed)
 
     def _operands(self, y: Tensor, x: Tensor, weights: ExpertLoRAWeights, assignment: Assignment) -> Experts:
         x, fp8 = self._quantized(x, weights.fp8)
+        naive = assignment.ids is None
+        listed = None if naive else self._listed(assignment.mapping, weights.slots)
         return Experts(
-            y, x, weights.lora_a, weights.lora_b, *assignment, weights.enabled, None, weights.lora_ranks, fp8
+            y, x, weights.lora_a, weights.lora_b, *assignment, weights.enabled, listed, weights.lora_ranks, fp8
         )
 
     def _quantized(self, x: Tensor, fp8: Fp8Experts | None) -> tuple[Tensor, Fp8Experts | None]:
@@ -112,6 +120,16 @@ class ExpertMethods(LinearMethods):
         if type(mapping) is not Tensor and is_fake(mapping):
             return False
         return mapping.untyped_storage().data_ptr() == self.batch.tensors[0].untyped_storage().data_ptr()
+
+    def _listed(self, mapping: Tensor, slots: int) -> Tensor | None:
+        """The step's slots, ascending behind -1, as many entries as its rows can fill; None: all slots.
+
+        Lengths are powers of two, or all of the list, so that steps of similar sizes share their kernels.
+        """
+        if not self._is_own(mapping):
+            return None
+        rows = max(mapping.shape[0], self.batch.num_rows)
+        return self.batch.tensors[-1][: min(1 << (rows - 1).bit_length(), slots + 1)]
 
     def _active(self, mapping: Tensor, slots: int) -> int:
         """Estimate the number of adapters that the tokens use, as far as the host knows."""

@@ -168,6 +168,38 @@ def test_fp8_adapters_have_points_of_their_own(tmp_path):
     assert not found[0] & found[1]
 
 
+def test_slots_beyond_the_batch_hold_adapters_that_no_row_uses():
+    for fp8 in (None, "float8_e4m3fn"):
+        one = MoEBench(MoESizes("mixtral-8x7b", 4, 1, 32, 3, 16, "float32", fp8), 9, "cpu")
+        layer = one.layers[0]
+        assert layer.adapter_enabled.tolist() == [1] * 9 + [0]
+        assert layer.lora_ranks.tolist() == [[4] * 9] * 3
+        for stack in (*layer.w13_lora_b_stacked, *layer.w2_lora_a_stacked):
+            assert bool(stack[0].float().any())
+            assert torch.equal(stack[8].float(), stack[0].float())
+        assert set(one.checked_calls([0, 2])) == SYSTEMS
+
+
+def test_numbers_of_slots_are_panels(tmp_path):
+    words = ("figure.slots=[3,7]", "figure.batch_sizes=[3]", "workload.names=[Uniform]", "figure.layers=1",
+             "figure.models=[mixtral-8x7b]", "figure.divisor=64", "scale=smoke")  # fmt: skip
+    cfg = settle(composed(tmp_path, *words, "system.names=[layer,engine]", "timer=host_clock", name="ext_moe"), MOE)
+    panels = [panel_of("mixtral-8x7b", None, slots) for slots in (3, 7, None)]
+    points = MOE.points(cfg)
+    assert [(one.panel, one.system, one.settings["slots"]) for one in points] == [
+        (panels[0], "layer", 3), (panels[1], "layer", 7), (panels[2], "engine", 3)
+    ]  # fmt: skip
+    (readings,) = MOE.measure_together(cfg, points[1:2])
+    assert min(one.value for one in readings) > 0
+
+
+def test_more_adapters_than_slots_are_refused(tmp_path):
+    cfg = settle(composed(tmp_path, "figure.slots=[2]", "figure.batch_sizes=[3]", name="ext_moe"), MOE)
+    points = [one for one in MOE.points(cfg) if one.workload == "Distinct" and one.system == "layer"]
+    with pytest.raises(ValueError, match="slots is 2, Distinct has 3 adapters in a batch of 3"):
+        MOE.measure_together(cfg, points)
+
+
 def test_every_system_is_measured_and_drawn(tmp_path):
     words = ("figure.batch_sizes=[1,3]", "workload.names=[Distinct,Identical]", "figure.layers=1")
     outcome = run(composed(tmp_path, *words, "draw=true", name="ext_moe"), MOE)

@@ -26,14 +26,12 @@ EXPERTS_PER_PROGRAM = 8
 class AlignShape(NamedTuple):
     """Blocks of an alignment and optional operands: a constexpr of the kernel.
 
-    bins: power of two > number of experts. block: pairs read at once. ids: power of two >= length of ``lora_ids``.
-    single_slot: one slot, of all tokens.
+    bins: power of two > number of experts. block: pairs read at once. single_slot: one slot, of all tokens.
     """
 
     bins: int
     block: int
     block_size: int
-    ids: int
     has_map: bool
     has_ids: bool
     single_slot: bool
@@ -67,31 +65,28 @@ def _fill_behind(sorted_ptr, experts_ptr, total, pairs, padded, blocks, SHAPE: t
 
 
 @triton.jit(
-    do_not_specialize=["pairs", "top_k", "buckets", "padded", "blocks", "num_ids"],
+    do_not_specialize=["pairs", "top_k", "buckets", "padded", "blocks", "slots"],
     do_not_specialize_on_alignment=["mapping_ptr", "map_ptr", "enabled_ptr", "ids_ptr"],
 )
 def _moe_align_kernel(
-    tensors, mapping_ptr, map_ptr, enabled_ptr, ids_ptr, pairs, top_k, buckets, padded, blocks, num_ids,
+    tensors, mapping_ptr, map_ptr, enabled_ptr, ids_ptr, pairs, top_k, buckets, padded, blocks, slots,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Align slot ``program_id(1)``, if it is among ``num_ids`` listed ones. Without a list all slots are aligned, and
-    those without blocks are filled, too.
+    """Align the slot at place ``program_id(1)`` of the list, if it is one of ``slots``. Without a list all slots are
+    aligned, and those without blocks are filled, too.
     """
     topk_ptr, sorted_ptr, experts_ptr, counts_ptr = tensors
     BINS: tl.constexpr = SHAPE.bins
     BLOCK: tl.constexpr = SHAPE.block
     EXPERTS: tl.constexpr = SHAPE.experts
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
-    IDS: tl.constexpr = SHAPE.ids
     slot = tl.program_id(1)
     first = tl.program_id(0) * EXPERTS
-    active = slot >= 0
-    if not SHAPE.single_slot:
-        active = tl.load(enabled_ptr + slot) != 0
     if SHAPE.has_ids:
-        offs_ids = tl.arange(0, IDS)
-        listed = tl.load(ids_ptr + offs_ids, mask=offs_ids < num_ids, other=-1) == slot
-        active = active & (tl.sum(listed.to(tl.int32), 0) > 0)
+        slot = tl.load(ids_ptr + slot)
+    active = (slot >= 0) & (slot < slots)
+    if not SHAPE.single_slot:
+        active = tl.load(enabled_ptr + slot, mask=active, other=0) != 0
     offs = tl.arange(0, BLOCK)
     bins = tl.arange(0, BINS)
     sorted_ptr += slot.to(tl.int64) * padded
@@ -141,31 +136,32 @@ def _launch(
     """
     check_runnable(topk_ids.device)
     buckets, block_size, max_loras, padded, blocks = sizes
-    if max_loras == 0:
+    aligned_slots = max_loras if lora_ids is None else len(lora_ids)
+    if 0 in (max_loras, aligned_slots):
         return
     topk_ids = topk_ids.contiguous()
-    num_ids = 0 if lora_ids is None else len(lora_ids)
     shape = AlignShape(
         block_at_least(buckets + 1), min(1024, block_at_least(topk_ids.numel(), 128)), block_size,
-        block_at_least(num_ids), expert_map is not None, lora_ids is not None, mapping is None,
+        expert_map is not None, lora_ids is not None, mapping is None,
     )  # fmt: skip
-    grid = (max(1, triton.cdiv(buckets, EXPERTS_PER_PROGRAM)), max_loras, 1)
+    grid = (max(1, triton.cdiv(buckets, EXPERTS_PER_PROGRAM)), aligned_slots, 1)
     launch = Launch(
         _moe_align_kernel, grid, (topk_ids.dtype,), (), {"SHAPE": shape}, num_warps=4, pdl=False, device=topk_ids.device
     )
     counts = outputs[2]  # fills unused operands
     maybe = (mapping, expert_map, enabled, lora_ids)
     tensors = ((topk_ids, *outputs), *[counts if one is None else one for one in maybe])
-    numbers = (topk_ids.numel(), topk_ids.shape[1] or 1, buckets, padded, blocks, num_ids)
+    numbers = (topk_ids.numel(), topk_ids.shape[1] or 1, buckets, padded, blocks, max_loras)
     with on_device(topk_ids.get_device()):
         launch(tensors, numbers, not INTERPRETED and all_aligned(topk_ids, *outputs))
 
 
 def align_all(
     topk_ids: Tensor, mapping: Tensor | None, sizes: tuple[int, int, int, int, int], adapter_enabled: Tensor | None,
-    expert_map: Tensor | None,
+    expert_map: Tensor | None, lora_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Align checked operands for all slots into new flat outputs, every element written by the one launch.
+    """Align checked operands into new flat outputs, in one launch: all slots and every element, or what ``lora_ids``
+    lists and nothing else.
 
     ``sizes``: the five numbers of `moe_lora_align_block_size`. Without ``mapping`` and ``adapter_enabled``: one slot,
     of all tokens.
@@ -177,13 +173,13 @@ def align_all(
         apart = tuple(torch.empty(length, **integers) for length in lengths)
         mapping = torch.zeros(topk_ids.shape[0], **integers) if mapping is None else mapping
         enabled = torch.ones(max_loras + 1, **integers) if adapter_enabled is None else adapter_enabled
-        moe_lora_align_block_size(topk_ids, mapping, *sizes, *apart, enabled, None, expert_map)
+        moe_lora_align_block_size(topk_ids, mapping, *sizes, *apart, enabled, lora_ids, expert_map)
         return apart  # type: ignore[return-value]
     starts = [0, -(-lengths[0] // 4) * 4]  # each on an address that is a multiple of 16
     starts.append(starts[1] + -(-lengths[1] // 4) * 4)
     memory = torch.empty(starts[2] + lengths[2], dtype=torch.int32, device=topk_ids.device)
     outputs = tuple(memory[start : start + length] for start, length in zip(starts, lengths, strict=True))
-    _launch(topk_ids, mapping, sizes, outputs, adapter_enabled, None, expert_map)  # type: ignore[arg-type]
+    _launch(topk_ids, mapping, sizes, outputs, adapter_enabled, lora_ids, expert_map)  # type: ignore[arg-type]
     return outputs  # type: ignore[return-value]
 
 

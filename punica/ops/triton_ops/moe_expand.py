@@ -26,8 +26,7 @@ from punica.ops.triton_ops.moe_tiles import (
     live,
     pair_at,
     pairs_of,
-    rank_in,
-    rank_table,
+    rank_of,
     ranks_read,
     slot_table,
 )
@@ -216,16 +215,15 @@ def moe_expand_kernel(
     h_ptr, y_ptr, weights_ptr = tensors
     tile, part = tl.program_id(0) // (N_BLOCKS * SHAPE.slices), tl.program_id(0) % (N_BLOCKS * SHAPE.slices)
     slice_id, first_n = part // N_BLOCKS, part % N_BLOCKS * RUN
-    slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
-    ranks = rank_table(ranks_ptr, slice_id, SHAPE.has_ranks, PAIRS)
     partial = pairs.to(tl.int64) * (SHAPE.rank * SHAPE.slices)
     h_ptr += slice_id * (pairs.to(tl.int64) * SHAPE.rank)
     y_ptr += SHAPE.offset + slice_id * SHAPE.n
-    pdl_wait(TILE.pdl, (tl.program_id(0) == 0) & (tile >= total))
+    total = tile + 1  # until the table is read: for every tile again, as it would hold registers meanwhile
     while tile < total:
+        slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
         where = experts_ptr, mapping_ptr, enabled_ptr
-        slot, index, first = find_tile(tile, slots, until, where, padded, blocks, PAIRS)
-        rank = rank_in(ranks, slot, 0, SHAPE.rank, SHAPE.has_ranks, PAIRS)
+        slot, index, first, owner = find_tile(tile, (slots, until, total), where, padded, blocks, PAIRS)
+        rank = rank_of(ranks_ptr, slice_id, owner, 0, SHAPE.rank, SHAPE.has_ranks, PAIRS)
         if (slot >= 0) & ((rank > 0) | (not SHAPE.add)):
             found, place = (h_ptr, y_ptr, weights_ptr), (slice_id, index, first_n)
             if TILE.rows:

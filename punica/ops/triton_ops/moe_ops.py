@@ -104,12 +104,10 @@ def _form(value: Any) -> Any:
 
 def index_tensors(given: Experts) -> tuple[Tensor, ...]:
     """sorted ids, experts, counts, mapping, enabled, slot ids, ranks; unused ones are filled with the mapping."""
-    mapping, slots = given.mapping, given.lora_a[0].shape[0]
+    mapping = given.mapping
     ids = mapping if given.sorted_ids is None else given.sorted_ids
     counts = mapping if given.counts is None else given.counts
     listed = mapping if given.lora_ids is None else given.lora_ids
-    if given.lora_ids is not None and len(listed) <= slots:  # kernels read L + 1; -1 is none
-        listed = torch.nn.functional.pad(listed, (0, slots + 1 - len(listed)), value=-1)
     ranks = mapping if given.lora_ranks is None else given.lora_ranks
     return ids, given.expert_ids, counts, mapping, given.enabled, listed, ranks
 
@@ -147,7 +145,7 @@ def _packed(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, 
     fp8 = given.fp8 or Fp8Experts((), ())
     flags: tuple[Any, ...] = (*switches, how.active, how.early, *how.options[:2], *fp8.shrink, *fp8.expand)
     numbers = [max_lora_rank, top_k, *map(int, flags), *[n for config in how.configs or () for n in config]]
-    tensors = (given.x, *given[4:10], given.lora_ranks, fp8.x_scale)
+    tensors = (given.x, *given[4:12], fp8.x_scale)
     weights, scales = [*given.lora_a, *given.lora_b], [*fp8.a_scale, *fp8.b_scale]
     return given.output, tensors, weights, scales, numbers, how.site, how.options.tuned_dir
 
@@ -158,12 +156,12 @@ def fused_moe_lora_step(
     numbers: Sequence[int], site: str | None, tuned_dir: str | None,
 ) -> None:  # fmt: skip
     """`TritonExpertOps.add` as one node of a trace: `fused` on the operands that `_packed` has laid out."""
-    x, *routing, lora_ranks, x_scale = tensors
+    x, *routing, x_scale = tensors
     rank, top_k, routed, sharded, offset, add_inputs, active, early, invariant, pdl = numbers[:10]
     schemes = [Scheme(k, n, bool(w8a8), bool(channel)) for k, n, w8a8, channel in (numbers[10:14], numbers[14:18])]
     (a, b), (a_scale, b_scale) = ((one[: len(one) // 2], one[len(one) // 2 :]) for one in (weights, scales))
     fp8 = Fp8Experts(a_scale, b_scale, x_scale, None, *schemes) if scales else None
-    given = Experts._make((output, x, a, b, *routing, None, lora_ranks, fp8))
+    given = Experts._make((output, x, a, b, *routing, fp8))
     switches = Switches(bool(routed), bool(sharded), offset, bool(add_inputs))
     configs = (tuple(numbers[18:25]), tuple(numbers[25:])) if len(numbers) > 18 else None
     how = How(configs, active, bool(early), site, Options(bool(invariant), bool(pdl), tuned_dir))

@@ -68,9 +68,10 @@ class _Common(NamedTuple):
     def pairs(self) -> Pairs:
         """The kernels' constexpr of the assignment."""
         form, naive = self.form, self.given.sorted_ids is None
-        has_ids = self.given.lora_ids is not None and not naive
-        block_slots = block_at_least(form.slots + 1, 2)
-        return Pairs(form.top_k, form.slots, form.experts, self.block_m, block_slots, naive, has_ids)
+        listed = None if naive else self.given.lora_ids
+        num_ids, searched = (-1, form.slots) if listed is None else (len(listed), len(listed))
+        block_slots = 2 if naive else block_at_least(searched, 2)
+        return Pairs(form.top_k, form.slots, form.experts, self.block_m, block_slots, naive, num_ids)
 
     @property
     def counts(self) -> Numbers:

@@ -28,8 +28,7 @@ from punica.ops.triton_ops.moe_tiles import (
     first_pair,
     pair_at,
     pairs_of,
-    rank_in,
-    rank_table,
+    rank_of,
     ranks_read,
     slot_table,
 )
@@ -189,17 +188,19 @@ def moe_shrink_kernel(
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     pid_k, first_r = part % TILE.split_k, part // TILE.split_k % R_BLOCKS * TILE.block_r
     slice_id = part // (TILE.split_k * R_BLOCKS)
-    slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
-    ranks = rank_table(ranks_ptr, slice_id, SHAPE.has_ranks, PAIRS)
-    ranks_next = rank_table(ranks_ptr, SHAPE.slices - 1 if TILE.joined else slice_id, SHAPE.has_ranks, PAIRS)
     partial = pairs.to(tl.int64) * SHAPE.rank
     out_ptr += (pid_k * SHAPE.slices + slice_id) * partial
+    slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
     pdl_wait(TILE.pdl, (tl.program_id(0) == 0) & (tile >= total))  # one waiting program keeps the chain transitive
     while tile < total:
         where = experts_ptr, mapping_ptr, enabled_ptr
-        slot, index, first = find_tile(tile, slots, until, where, padded, blocks, PAIRS)
-        rank = rank_in(ranks, slot, SHAPE.first_rank, SHAPE.rank, SHAPE.has_ranks, PAIRS)
-        rank_next = rank_in(ranks_next, slot, SHAPE.first_rank, SHAPE.rank, SHAPE.has_ranks, PAIRS)
+        slot, index, first, owner = find_tile(tile, (slots, until, total), where, padded, blocks, PAIRS)
+        rank = rank_of(ranks_ptr, slice_id, owner, SHAPE.first_rank, SHAPE.rank, SHAPE.has_ranks, PAIRS)
+        rank_next = rank
+        if TILE.joined:
+            rank_next = rank_of(
+                ranks_ptr, SHAPE.slices - 1, owner, SHAPE.first_rank, SHAPE.rank, SHAPE.has_ranks, PAIRS
+            )
         if (slot >= 0) & (first_r < ranks_read(tl.maximum(rank, rank_next), SHAPE.rank, 1)):
             place = slice_id, index, pid_k, first_r
             if TILE.rows:

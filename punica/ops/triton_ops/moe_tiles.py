@@ -19,7 +19,8 @@ COUNTS = ["pairs", "num_tiles", "padded", "blocks"]
 class Pairs(NamedTuple):
     """Assignment of pairs to slots and experts: a constexpr of the kernels.
 
-    naive: every pair is a tile of its own. has_ids: the slots in use are listed. block_slots: power of two > slots.
+    naive: every pair is a tile of its own. num_ids: length of the list of slots in use (-1: no list, all slots).
+    block_slots: power of two >= that many slots.
     """
 
     top_k: int
@@ -28,7 +29,7 @@ class Pairs(NamedTuple):
     block_m: int
     block_slots: int
     naive: bool
-    has_ids: bool
+    num_ids: int
 
 
 @triton.jit
@@ -36,8 +37,8 @@ def slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS: tl.conste
     """Slots in the order of their tiles, running sum of their tiles (both [block_slots]), and the number of tiles."""
     BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
     places = tl.arange(0, BLOCK_SLOTS)
-    if PAIRS.has_ids:
-        slots = tl.load(ids_ptr + places, mask=places <= PAIRS.slots, other=-1)
+    if PAIRS.num_ids >= 0:
+        slots = tl.load(ids_ptr + places, mask=places < PAIRS.num_ids, other=-1)
     else:
         slots = places
     here = (slots >= 0) & (slots < PAIRS.slots)
@@ -55,31 +56,36 @@ def slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS: tl.conste
 
 
 @triton.jit
-def find_tile(tile, slots, until, where, padded, blocks, PAIRS: tl.constexpr):
-    """Slot (-1: nothing to do), number of its expert's weights, and place of the tile's first pair in the sorted pairs
-    (naive: the pair). ``where``: expert of every block (naive: pair), slot of every token, enabled slots.
+def find_tile(tile, table, where, padded, blocks, PAIRS: tl.constexpr):
+    """Slot of a tile (-1: nothing to do), number of its expert's weights, place of its first
+    pair in the sorted pairs (naive: the pair), and ``owner``, for `rank_of`: place of its slot in the table, and that.
+
+    ``table``: of `slot_table`. ``where``: expert of every block (naive: pair), slot of every token, enabled slots.
     """
     experts_ptr, mapping_ptr, enabled_ptr = where
+    slots, until, total = table
     BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
+    found = tile < total
     if PAIRS.naive:
-        slot = tl.load(mapping_ptr + tile // PAIRS.top_k)
-        expert = tl.load(experts_ptr + tile)
+        slot = tl.load(mapping_ptr + tile // PAIRS.top_k, mask=found, other=-1)
+        expert = tl.load(experts_ptr + tile, mask=found, other=-1)
         expert = tl.where((expert >= 0) & (expert < PAIRS.experts), expert, -1).to(tl.int32)  # of 64 bits it may be
         here = (slot >= 0) & (slot < PAIRS.slots)
-        here = here & (tl.load(enabled_ptr + tl.where(here, slot, 0)) != 0)
+        place = tl.where(here, slot, 0)
+        here = here & (tl.load(enabled_ptr + place) != 0)
         first = tile.to(tl.int64)
     else:
         place = tl.sum((until <= tile).to(tl.int32), 0)
         block = tile - tl.max(tl.where(until <= tile, until, 0), 0)
         slot = place
-        if PAIRS.has_ids:
+        if PAIRS.num_ids >= 0:
             slot = tl.sum(tl.where(tl.arange(0, BLOCK_SLOTS) == place, slots, 0), 0)
-        expert = tl.load(experts_ptr + slot.to(tl.int64) * blocks + block)
+        expert = tl.load(experts_ptr + slot.to(tl.int64) * blocks + block, mask=found, other=-1)
         here = slot < PAIRS.slots
         first = slot.to(tl.int64) * padded + block * PAIRS.block_m
     here = here & (expert >= 0) & (expert < PAIRS.experts)
     slot = tl.where(here, slot, -1)
-    return slot, slot.to(tl.int64) * PAIRS.experts + expert, first
+    return slot, slot.to(tl.int64) * PAIRS.experts + expert, first, (place, slots)
 
 
 @triton.jit
@@ -114,22 +120,21 @@ def first_pair(first, sorted_ptr, pairs, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def rank_table(ranks_ptr, slice_id, HAS_RANKS: tl.constexpr, PAIRS: tl.constexpr):
-    """True ranks of all slots, [block_slots], loaded before the tile is known."""
-    BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
-    slots = tl.arange(0, BLOCK_SLOTS)
-    ranks = tl.zeros([BLOCK_SLOTS], tl.int32)
-    if HAS_RANKS:
-        ranks = tl.load(ranks_ptr + slice_id * PAIRS.slots + slots, mask=slots < PAIRS.slots, other=0)
-    return ranks
-
-
-@triton.jit
-def rank_in(ranks, slot, FIRST: tl.constexpr, RANK: tl.constexpr, HAS_RANKS: tl.constexpr, PAIRS: tl.constexpr):
-    """Number of the ranks FIRST to FIRST + RANK that the adapter in ``slot`` has; RANK without a table."""
+def rank_of(
+    ranks_ptr, slice_id, owner, FIRST: tl.constexpr, RANK: tl.constexpr, HAS_RANKS: tl.constexpr, PAIRS: tl.constexpr
+):
+    """Number of the ranks FIRST to FIRST + RANK that a tile's adapter has; RANK without a table. Nothing here waits for
+    the tile's expert.
+    """
+    place, slots = owner
     BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
     if HAS_RANKS:
-        rank = tl.sum(tl.where(tl.arange(0, BLOCK_SLOTS) == slot, ranks, 0), 0) - FIRST
+        if PAIRS.naive:
+            rank = tl.load(ranks_ptr + slice_id * PAIRS.slots + place)
+        else:
+            ranks = tl.load(ranks_ptr + slice_id * PAIRS.slots + slots)
+            rank = tl.sum(tl.where(tl.arange(0, BLOCK_SLOTS) == place, ranks, 0), 0)
+        rank -= FIRST
         rank = tl.minimum(tl.maximum(rank, 0), RANK)
     else:
         rank = tl.full([], RANK, tl.int32)

@@ -92,7 +92,9 @@ class ExpertContract(ExpertMethods):
         switches, site = Switches(False, fully_sharded, 0, add_inputs), "w13" if use_tuned_config else None
         weights = self._weights("add_lora_w13", lora_a_stacked, lora_b_stacked, adapter_enabled, switches, kwargs, site)
         _check_counts(topk_ids, num_tokens, (top_k_num, top_k), len(lora_a_stacked), num_slices)
-        assignment = self.assign_pairs(topk_ids, topk_weights, expert_map, weights, token_lora_mapping)
+        assignment = self.assign_pairs(
+            topk_ids, topk_weights, expert_map, weights, token_lora_mapping, every_slot=True
+        )
         _, ids, experts, counts, mapping = assignment
         if not self._is_idle(mapping):
             self.add_lora_experts(y.view(num_tokens, top_k, -1), x, weights, assignment)

@@ -43,7 +43,8 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     fp8 = _scales(case, x.shape[0], (experts, slices, rank, k, n)) if case["fp8"] else None
     if case["w8a8"]:
         x = empty(*x.shape, dtype=torch.float8_e4m3fn)
-    given = Experts(y, x, a, b, weights, *aligned, mapping, enabled, None, ranks, fp8)
+    listed = None if case["naive"] else empty(min(SLOTS + 1, tokens), dtype=i32)  # as the wrapper lists them
+    given = Experts(y, x, a, b, weights, *aligned, mapping, enabled, listed, ranks, fp8)
     before = len(done.records)
     fused(given, rank, top_k, Switches(down), moe_plan.How(early=down))
     if down:

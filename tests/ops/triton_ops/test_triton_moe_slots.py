@@ -1,0 +1,89 @@
+"""LoRA on experts works through the adapters of a step: its launches do not grow with the number of slots."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from punica.metadata import LoRAMapping
+from punica.ops.experts import ExpertLoRAWeights
+from punica.ops.triton_ops import moe_ops, moe_rules
+from punica.ops.triton_ops.launch import Launch
+from punica.wrapper import PunicaWrapperCPU, PunicaWrapperGPU
+from tests.ops.moe_cases import Case, World
+
+BACKENDS = [PunicaWrapperCPU, PunicaWrapperGPU]
+MAPPING = (7, -1, 3, 7, 0, 3, 7, 5, 0)
+LIVE = 4
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[tuple[Launch, tuple]]:
+    """Every launch and its counts; none is made."""
+    seen: list[tuple[Launch, tuple]] = []
+    monkeypatch.setattr(Launch, "__call__", lambda launch, tensors, counts, *rest: seen.append((launch, counts)))
+    monkeypatch.setattr(moe_ops, "_PLANS", {})
+    return seen
+
+
+def added(backend: type, case: Case, step: tuple[int, ...], device: str) -> tuple[World, torch.Tensor]:
+    """One product of a layer, y with it, of a call on the first ``case.tokens`` rows of a step."""
+    world = World(case.but(mapping=step[: case.tokens]), device)
+    wrapper = backend(64, 64, device, max_loras=case.slots)
+    ids = tuple(slot + 1 for slot in step)
+    wrapper.update_metadata(LoRAMapping(ids, ids), list(range(1, case.slots + 1)), case.slots + 1, 100)
+    weights = ExpertLoRAWeights(tuple(world.a), tuple(world.b), world.enabled, world.ranks, None, world.switches)
+    y = world.y.clone()
+    wrapper.add_lora_experts(y, world.x, weights, wrapper.assign_pairs(world.topk_ids, world.weights, None, weights))
+    return world, y
+
+
+def case_of(slots: int, tokens: int) -> Case:
+    ranks = tuple(1 + slot % 20 for slot in range(slots))
+    return Case(tokens=tokens, slots=slots, rank=20, ranks=ranks, slices=2, hidden=16, width=16)
+
+
+def of_launch(launch: Launch, counts: tuple) -> tuple[Any, ...]:
+    """Grid, and of a product its pairs, its tiles, and the lanes in which a program looks for a tile's slot."""
+    constants = dict(zip(launch.kernel.arg_names[-len(launch.tail) :], launch.tail, strict=True))
+    pairs = getattr(constants["SHAPE"], "pairs", None)
+    return (launch.grid, *(() if pairs is None else (counts[:2], pairs.block_slots)))
+
+
+@pytest.mark.parametrize("naive", [False, True])
+def test_launches_follow_the_adapters_in_use(naive, launches, monkeypatch, device):
+    monkeypatch.setattr(moe_rules, "most_naive", lambda *call: 10**6 if naive else 0)
+    of_slots = {}
+    for slots in (16, 64, 256):
+        added(PunicaWrapperGPU, case_of(slots, len(MAPPING)), MAPPING, device)
+        of_slots[slots] = [of_launch(*one) for one in launches]
+        launches.clear()
+    assert of_slots[256] == of_slots[64] == of_slots[16]
+    *alignment, shrink, expand = of_slots[256]
+    assert [grid for grid, in alignment] == ([] if naive else [(1, 16, 1)]), "a place for each row, rounded up"
+    pairs, tiles = len(MAPPING) * 2, LIVE * 4
+    assert shrink[1] == expand[1] == (pairs, pairs if naive else tiles)
+    assert shrink[2] == expand[2] == (2 if naive else 16)
+
+
+@pytest.mark.parametrize("naive", [False, True])
+def test_four_adapters_in_256_slots(naive, monkeypatch, device):
+    monkeypatch.setattr(moe_rules, "most_naive", lambda *call: 10**6 if naive else 0)
+    step = tuple(255 - slot if slot >= 0 else -1 for slot in MAPPING)
+    world, y = added(PunicaWrapperGPU, case_of(256, 3), step, device)
+    world.check(y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_call_on_some_rows_of_a_step_finds_their_slots(backend, monkeypatch, device):
+    """The first rows have the last slots of the list."""
+    monkeypatch.setattr(moe_rules, "most_naive", lambda *call: 0)
+    world, y = added(backend, case_of(40, 2), tuple(range(39, 0, -1)), device)
+    world.check(y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_in_which_all_slots_are_used(backend, monkeypatch, device):
+    monkeypatch.setattr(moe_rules, "most_naive", lambda *call: 0)
+    world, y = added(backend, case_of(3, 4), (-1, 2, 0, 1), device)
+    world.check(y)
