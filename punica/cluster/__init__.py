@@ -3,6 +3,7 @@
 gpu.py              scheduler's model of one GPU: working set, KV pages
 placement.py        placement rules: Punica's, the released code's, newer systems'
 policy.py           queue and decisions
+residency.py        adapters of one simulated GPU: slots, host memory, disk
 quarantine.py       suspected requests, served alone on a reserved GPU
 latency.py          cost model of a step: fitted to timed steps, or a roofline
 simulator.py        discrete-event simulation of the policy
@@ -31,4 +32,5 @@ from punica.cluster.latency import (
 )
 from punica.cluster.placement import SCHEDULING_RULES, SchedulingRule
 from punica.cluster.policy import PAGE_SIZE, ClusterPolicy, ClusterStep, PlacedRequest, ScaleSignal
+from punica.cluster.residency import LoadCost, Residency, ResidencyConfig
 from punica.cluster.simulator import SimulationResult, Trace, simulate

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from punica.checks import check_count
+from punica.cluster.residency import Residency
 
 
 @dataclass(eq=False)
@@ -75,6 +76,7 @@ class Gpu:
         requests_of: members per adapter id, without the plain backbone.
         rank_sum: sum of the ranks of the different adapters of the members.
         reserved: it admits only quarantined requests.
+        residency: of adapters, in a simulation that has it.
     """
 
     uuid: str
@@ -89,6 +91,7 @@ class Gpu:
     requests_of: Counter[int] = field(default_factory=Counter, init=False)
     rank_sum: int = field(default=0, init=False)
     reserved: bool = field(default=False, init=False)
+    residency: Residency | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         check_count("max_batch_size", self.max_batch_size)
@@ -152,6 +155,8 @@ class Gpu:
         if request.adapter_id:
             self.requests_of[request.adapter_id] += 1
             self.rank_sum += request.rank if self.requests_of[request.adapter_id] == 1 else 0
+        if self.residency is not None:
+            self.residency.use(request.adapter_id, request.rank)
 
     def remove(self, request: ClusterRequest) -> None:
         """Remove a member and free its pages; ``num_tokens`` becomes all its tokens, to be recomputed elsewhere."""
@@ -167,6 +172,8 @@ class Gpu:
             if not self.requests_of[request.adapter_id]:
                 del self.requests_of[request.adapter_id]
                 self.rank_sum -= request.rank
+        if self.residency is not None:
+            self.residency.release(request.adapter_id)
         request.gpu, request.first_step, request.num_tokens = None, None, total
 
     def begin_step(self, prefills: tuple[ClusterRequest, ...]) -> None:

@@ -11,7 +11,6 @@ Left out: the network between scheduler and runners, sampling, and the load of a
 """
 
 import heapq
-import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from punica.cluster.latency import StepCost, StepWork
 from punica.cluster.policy import ClusterPolicy, ClusterStep
+from punica.cluster.residency import Residency, ResidencyConfig
 from punica.workload import RequestLengths
 
 
@@ -57,6 +57,9 @@ class SimulationResult:
             exceed its largest batch.
         seconds_by_batch: [max_batch_size + 1] float64, GPU time in steps by batch size; 0 at size 0.
         longest_queue: most requests that waited for a GPU. ``steps``, ``evictions``: how many.
+        loads_from_host, loads_from_disk: loads of adapters; 0 where residency is not simulated.
+        load_wait_s: seconds between the step that a request, first in line on its GPU, could have joined but for its
+            adapter's load, and the step that it joined; summed over requests.
     """
 
     cost_model: str
@@ -69,6 +72,9 @@ class SimulationResult:
     longest_queue: int
     steps: int
     evictions: int
+    loads_from_host: int = 0
+    loads_from_disk: int = 0
+    load_wait_s: float = 0.0
 
     @property
     def busy_seconds(self) -> float:
@@ -77,20 +83,27 @@ class SimulationResult:
 
 
 def simulate(
-    trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool = False, works_ahead: bool = False
-) -> SimulationResult:
+    trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool = False, works_ahead: bool = False,
+    adapters: ResidencyConfig | None = None,
+) -> SimulationResult:  # fmt: skip
     """Serve a trace on the GPUs of ``policy``, which must be new: GPUs added, nothing submitted.
 
     ``padded_ranks``: kernels read every adapter of a batch at the batch's largest rank. ``works_ahead``: engines launch
-    steps ahead, as ours on a GPU. ValueError for a used policy or a request larger than any GPU; RuntimeError when a
-    step takes no time.
+    steps ahead, as ours on a GPU. ``adapters``: memory of adapters; ``None``: all are in slots. ValueError for a used
+    policy, a request larger than any GPU, or fewer slots than requests of a batch; RuntimeError when a step takes no
+    time.
     """
     if not policy.gpus or policy.requests:
         raise ValueError(
             f"the policy has {len(policy.gpus)} GPUs and {len(policy.requests)} requests; start from one with GPUs and "
             "without requests"
         )
-    return _Simulation(trace, policy, cost, padded_ranks, works_ahead).run()
+    if adapters is not None and adapters.num_slots < policy.max_batch_size:
+        raise ValueError(
+            f"num_slots is {adapters.num_slots} for batches of {policy.max_batch_size}: a request could wait for a "
+            "slot, of which the policy knows nothing; give as many slots, or lower the policy's max_batch_size"
+        )
+    return _Simulation(trace, policy, cost, padded_ranks, works_ahead, adapters).run()
 
 
 @dataclass(eq=False)
@@ -100,6 +113,8 @@ class _Simulation:
     cost: StepCost
     padded_ranks: bool
     works_ahead: bool
+    adapters: ResidencyConfig | None
+    now: float = 0.0
     events: list[tuple[float, str]] = field(default_factory=list)  # ends of steps: time, GPU
     steps: int = 0
     evictions: int = 0
@@ -119,6 +134,14 @@ class _Simulation:
         self.tokens: defaultdict[int, int] = defaultdict(int)
         self.batch: dict[str, defaultdict[int, int]] = {uuid: defaultdict(int) for uuid in self.policy.gpus}
         self.by_batch = [0.0] * (self.policy.max_batch_size + 1)
+        self.residencies: list[Residency] = []
+        self.held: dict[str, float] = {}  # request that waits for its load -> since when
+        self.load_wait_s = 0.0
+        self.wakes: dict[str, float] = {}  # idle GPU whose requests wait for a load -> its end
+        if self.adapters is not None:
+            for gpu in self.policy.gpus.values():
+                gpu.residency = Residency(self.adapters, lambda: self.now)
+                self.residencies.append(gpu.residency)
 
     def run(self) -> SimulationResult:
         arrivals = self.trace.arrivals.tolist()
@@ -127,9 +150,14 @@ class _Simulation:
         while arrived < len(arrivals) or self.events:
             if self.events and (arrived == len(arrivals) or self.events[0][0] <= arrivals[arrived]):
                 now, uuid = heapq.heappop(self.events)
-                self._end_step(now, uuid)
+                self.now = now
+                if uuid in self.current:
+                    self._end_step(now, uuid)
+                elif self.wakes.get(uuid) == now:
+                    self._begin_step(now, uuid)
             else:
                 i, now, arrived = arrived, arrivals[arrived], arrived + 1
+                self.now = now
                 prompt = self.prompts[i]
                 self.policy.submit(str(i), prompt, prompt + self.outputs[i] - 1, adapters[i], ranks[i])
                 self._place(now)
@@ -146,11 +174,12 @@ class _Simulation:
 
     def _begin_step(self, now: float, uuid: str) -> None:
         step = self.policy.begin_step(uuid, self._most_joins(uuid, self.known_at.pop(uuid, np.inf)))
+        gpu, requests = self.policy.gpus[uuid], self.policy.requests
         if not step.is_empty:
-            gpu, requests = self.policy.gpus[uuid], self.policy.requests
             prefill_tokens = 0
             for name in step.prefills:
                 length = requests[name].num_tokens
+                self.load_wait_s += now - self.held.pop(name, now)
                 prefill_tokens += length
                 left = self.prompts[int(name)] + self.outputs[int(name)] - length
                 self.ends[uuid][gpu.step + left - 1].append((name, gpu.step))
@@ -163,14 +192,28 @@ class _Simulation:
             if self.works_ahead and len(gpu.members) > len(self.ends[uuid].get(gpu.step, ())):
                 self.known_at[uuid] = now
             heapq.heappush(self.events, (now + seconds, uuid))
+        elif gpu.residency is not None and gpu.pending:
+            self.wakes[uuid] = gpu.residency.load_ends
+            heapq.heappush(self.events, (self.wakes[uuid], uuid))
         if step.evicted:
             self.evictions += len(step.evicted)
             self._place(now)
 
     def _most_joins(self, uuid: str, known_at: float) -> int:
-        """Count the requests at the head of a GPU's pending ones that arrived until ``known_at``."""
-        arrived = (self.trace.arrivals[int(name)] <= known_at for name in self.policy.gpus[uuid].pending)
-        return sum(itertools.takewhile(bool, arrived))
+        """Count the requests at the head of a GPU's pending ones that arrived until ``known_at`` and whose adapters are
+        loaded.
+        """
+        gpu = self.policy.gpus[uuid]
+        count = 0
+        for name, request in gpu.pending.items():
+            if self.trace.arrivals[int(name)] > known_at:
+                break
+            if gpu.residency is not None and not gpu.residency.in_slot(request.adapter_id):
+                if not count:
+                    self.held.setdefault(name, self.now)
+                break
+            count += 1
+        return count
 
     def _end_step(self, now: float, uuid: str) -> None:
         began, step = self.current.pop(uuid)
@@ -209,4 +252,6 @@ class _Simulation:
         return SimulationResult(
             self.cost.name, uuids, np.array(self.first_token), np.array(self.finish), tokens, batch,
             np.array(self.by_batch), self.longest_queue, self.steps, self.evictions,
+            sum(one.loads_from_host for one in self.residencies), sum(one.loads_from_disk for one in self.residencies),
+            self.load_wait_s,
         )  # fmt: skip

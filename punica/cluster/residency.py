@@ -1,0 +1,173 @@
+"""Residency of adapters on one simulated GPU: slots in its memory, a cache in host memory, the rest on disk.
+
+    disk --disk_seconds--> host memory --host_seconds--> slot
+
+A load is asked for when a request is placed, and runs beside steps, one at a time per GPU, first come first served. The
+adapters of members stay. Of the others the least recently used one leaves, from a slot and from host memory.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from punica.checks import check_count, clip
+
+
+@dataclass(frozen=True)
+class LoadCost:
+    """Linear cost of a load; ``name`` is the source of its numbers, in seconds and seconds per unit of rank: from host
+    memory into a slot, and from disk into host memory. ValueError for a negative number.
+    """
+
+    name: str
+    host_base: float
+    host_rank: float
+    disk_base: float
+    disk_rank: float
+
+    def __post_init__(self) -> None:
+        numbers = self.host_base, self.host_rank, self.disk_base, self.disk_rank
+        if not all(0 <= number < inf for number in numbers):
+            raise ValueError(f"load cost {clip(self.name)} has {numbers}; they must be finite seconds, at least 0")
+
+    def host_seconds(self, rank: int) -> float:
+        """Return the seconds from host memory into a slot."""
+        return self.host_base + self.host_rank * rank
+
+    def disk_seconds(self, rank: int) -> float:
+        """Return the seconds from disk into host memory."""
+        return self.disk_base + self.disk_rank * rank
+
+
+@dataclass(frozen=True)
+class ResidencyConfig:
+    """Memory of adapters on each GPU. ``num_slots`` in its own memory; ``host_adapters`` in its host's, empty at the
+    start, at least as many as slots; ``None``: all adapters, from the start.
+    """
+
+    num_slots: int
+    cost: LoadCost
+    host_adapters: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("num_slots", self.num_slots)
+        if self.host_adapters is not None:
+            check_count("host_adapters", self.host_adapters, self.num_slots, "num_slots; they keep a copy")
+
+
+class Residency:
+    """Adapters of one GPU at the present of ``clock`` (seconds). Members never have more adapters than there are slots.
+
+    Attributes:
+        num_slots: adapters that GPU memory holds.
+        loads_from_host, loads_from_disk: loads begun so far.
+    """
+
+    def __init__(self, config: ResidencyConfig, clock: Callable[[], float]) -> None:
+        self.num_slots = config.num_slots
+        self.loads_from_host = self.loads_from_disk = 0
+        self._config, self._clock = config, clock
+        self._slots: set[int] = set()  # loaded
+        self._users: dict[int, int] = {}  # adapter -> members
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in a slot without members, least recently used first
+        self._host: OrderedDict[int, None] = OrderedDict()  # in host memory, least recently used first
+        self._asked: deque[tuple[int, int]] = deque()  # adapter and rank of loads that have not begun
+        self._loading: tuple[float, int] | None = None  # end and adapter of the load in flight
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that no member's adapter needs: empty, or with an adapter that may leave."""
+        return self.num_slots - len(self._users)
+
+    @property
+    def load_ends(self) -> float:
+        """End of the load in flight; infinite without one."""
+        self._advance()
+        return inf if self._loading is None else self._loading[0]
+
+    def in_slot(self, adapter_id: int) -> bool:
+        """Return True when a request with the adapter can join a step; always for 0, the plain backbone."""
+        self._advance()
+        return adapter_id == 0 or adapter_id in self._slots
+
+    def loading(self, adapter_id: int) -> bool:
+        """Return True while the adapter's load waits or runs."""
+        self._advance()
+        in_flight = self._loading is not None and self._loading[1] == adapter_id
+        return in_flight or (adapter_id in self._users and adapter_id not in self._slots)
+
+    def on_host(self, adapter_id: int) -> bool:
+        """Return True when the adapter is in host memory."""
+        self._advance()
+        return self._config.host_adapters is None or adapter_id in self._host
+
+    def use(self, adapter_id: int, rank: int) -> None:
+        """Add a member with the adapter, and ask for its load where it is in no slot."""
+        if not adapter_id:
+            return
+        self._advance()
+        members = self._users.get(adapter_id, 0)
+        self._users[adapter_id] = members + 1
+        if members:
+            return
+        if adapter_id in self._slots:
+            del self._idle[adapter_id]
+        elif self._loading is None or self._loading[1] != adapter_id:
+            self._asked.append((adapter_id, rank))
+            self._begin_load(self._clock())
+
+    def release(self, adapter_id: int) -> None:
+        """Remove a member with the adapter; a load that has begun goes on without it."""
+        if not adapter_id:
+            return
+        self._advance()
+        self._users[adapter_id] -= 1
+        if self._users[adapter_id]:
+            return
+        del self._users[adapter_id]
+        if adapter_id in self._slots:
+            self._idle[adapter_id] = None
+            self._touch(adapter_id)
+        self._asked = deque(one for one in self._asked if one[0] != adapter_id)
+        self._begin_load(self._clock())
+
+    def _advance(self) -> None:
+        """End the loads that end until now."""
+        now = self._clock()
+        while self._loading is not None and self._loading[0] <= now:
+            ended, adapter = self._loading
+            self._loading = None
+            self._slots.add(adapter)
+            if adapter not in self._users:
+                self._idle[adapter] = None
+            self._begin_load(ended)
+
+    def _begin_load(self, now: float) -> None:
+        """Begin the first load asked for, once the link is free."""
+        if self._loading is not None or not self._asked:
+            return
+        if len(self._slots) == self.num_slots:  # one of them is idle, as members have at most so many adapters
+            self._slots.remove(self._idle.popitem(last=False)[0])
+        adapter, rank = self._asked.popleft()
+        seconds = self._config.cost.host_seconds(rank)
+        if self._config.host_adapters is not None and adapter not in self._host:
+            self.loads_from_disk += 1
+            seconds += self._config.cost.disk_seconds(rank)
+        else:
+            self.loads_from_host += 1
+        self._loading = now + seconds, adapter
+        self._touch(adapter)
+
+    def _touch(self, adapter: int) -> None:
+        """Mark the adapter as the most recently used in host memory, where the least recently used one without a slot
+        makes room.
+        """
+        most = self._config.host_adapters
+        if most is None:
+            return
+        self._host[adapter] = None
+        self._host.move_to_end(adapter)
+        if len(self._host) > most:
+            oldest = next(one for one in self._host if one not in self._slots and one != adapter)
+            del self._host[oldest]
