@@ -6,6 +6,7 @@ same for 1 request and for 32.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,6 +78,7 @@ class Gpu:
         rank_sum: sum of the ranks of the different adapters of the members.
         reserved: it admits only quarantined requests.
         residency: of adapters, in a simulation that has it.
+        catch_up: called before free pages are read, where steps are not reported one by one.
     """
 
     uuid: str
@@ -92,6 +94,7 @@ class Gpu:
     rank_sum: int = field(default=0, init=False)
     reserved: bool = field(default=False, init=False)
     residency: Residency | None = field(default=None, init=False)
+    catch_up: Callable[[], None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         check_count("max_batch_size", self.max_batch_size)
@@ -140,6 +143,8 @@ class Gpu:
         """
         if self.reserved or len(self.members) >= self.max_batch_size or request.final_tokens > self.capacity:
             return False
+        if self.catch_up is not None:
+            self.catch_up()
         spare = len(self.members) + 1 if self.members else 0
         return self.pages_for(request.num_tokens) + spare <= self.free_pages
 
@@ -185,6 +190,26 @@ class Gpu:
             del self.pending[request.request_id]
             request.first_step = self.step
             self._count(request, self.step, 1)
+
+    def advance(self, steps: int) -> None:
+        """End the step in flight and begin the next, ``steps`` times, with the same members, all of them prefilled."""
+        cycles, rest = divmod(steps, self.page_size)
+        self.used_pages += cycles * len(self.members)
+        for _ in range(rest):
+            self.used_pages += self.pages_to_grow()
+            self.step += 1
+        self.step += steps - rest
+
+    def steps_with_spare_pages(self, most: int) -> int:
+        """Count the steps after the present one, up to ``most``, that begin with a free page for each member."""
+        count, free = len(self.members), self.free_pages
+        if free - count * (most // self.page_size + 1) >= count:
+            return most
+        for step in range(most):
+            if free < count:
+                return step
+            free -= self._growing_at[(self.step + 1 + step) % self.page_size]
+        return most
 
     def defer(self, request: ClusterRequest) -> None:
         """Undo the prefill of a request that did not start in the last step; it is first among the pending again."""

@@ -65,6 +65,12 @@ class StepCost:
             + (self.join if work.prefill_tokens else 0.0)
         )
 
+    def decode_seconds(self, decodes: int, kv_tokens: int, adapter_ranks: int, steps: int) -> list[float]:
+        """Return `seconds` of ``steps`` steps in a row of the same requests, the first of which reads ``kv_tokens``."""
+        constant, ranks = self.base + self.row * decodes, self.rank * adapter_ranks
+        read = range(kv_tokens, kv_tokens + steps * decodes, decodes)
+        return [constant + self.kv * tokens + ranks for tokens in read]  # in the order of `seconds`, to the bit
+
     def slowed(self, factor: float, name: str) -> "StepCost":
         """Return the same GPU with every step ``factor`` times as long."""
         scaled = {key: value * factor for key, value in asdict(self).items() if key != "name"}

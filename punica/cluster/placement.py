@@ -5,10 +5,11 @@
 changes one thing. A new rule is one class with :data:`SCHEDULING_RULES` ``.register("name")``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from punica.cluster.gpu import ClusterRequest, Gpu
+from punica.cluster.open_gpus import OpenGpus
 from punica.registry import Registry
 
 
@@ -23,10 +24,24 @@ class SchedulingRule(Protocol):
         """Return one of ``gpus``: at least one, all with room for the request."""
 
     def must_evict(self, gpu: Gpu) -> bool:
-        """Return True when a member has to leave before the next step; at least when the pages do not suffice."""
+        """Return True when a member has to leave before the next step: at least when the pages do not suffice, never
+        when there is a free page for each member.
+        """
 
     def victim(self, gpu: Gpu) -> ClusterRequest:
         """Return the member to evict."""
+
+
+class OrderedRule(SchedulingRule, Protocol):
+    """Rule whose choice is the first GPU with room in an order, which the policy keeps: no scan of all GPUs. A subclass
+    with another `choose` is not taken for one.
+    """
+
+    def order(self, gpu: Gpu) -> tuple:
+        """Return the key of the order, see `open_gpus.Order`."""
+
+    def candidates(self, gpus: OpenGpus) -> Iterator[Gpu]:
+        """Yield ``gpus``, sorted by `order`, in the order of preference."""
 
 
 SCHEDULING_RULES: Registry[type[SchedulingRule]] = Registry("scheduling rule")
@@ -42,7 +57,16 @@ class LargestWorkingSet:
 
     def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
         """Consolidate."""
-        return max(gpus, key=lambda gpu: (len(gpu.members), gpu.uuid))
+        return max(gpus, key=LargestWorkingSet.order)
+
+    @staticmethod
+    def order(gpu: Gpu) -> tuple[int, str]:
+        """Order by working set."""
+        return len(gpu.members), gpu.uuid
+
+    def candidates(self, gpus: OpenGpus) -> Iterator[Gpu]:
+        """Prefer the largest working set."""
+        return reversed(gpus)
 
     def must_evict(self, gpu: Gpu) -> bool:
         """Evict only when the next step would not fit."""
@@ -85,7 +109,16 @@ class LeastLoaded(LargestWorkingSet):
 
     def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
         """Spread."""
-        return max(gpus, key=lambda gpu: (-len(gpu.members), gpu.uuid))
+        return max(gpus, key=LeastLoaded.order)
+
+    @staticmethod
+    def order(gpu: Gpu) -> tuple[int, str]:
+        """Order by free places."""
+        return -len(gpu.members), gpu.uuid
+
+    def candidates(self, gpus: OpenGpus) -> Iterator[Gpu]:
+        """Prefer the smallest working set."""
+        return reversed(gpus)
 
 
 @SCHEDULING_RULES.register("round_robin")
@@ -100,6 +133,15 @@ class RoundRobin(LargestWorkingSet):
         chosen = min(gpus, key=lambda gpu: (gpu.uuid <= self._last, gpu.uuid))
         self._last = chosen.uuid
         return chosen
+
+    @staticmethod
+    def order(gpu: Gpu) -> tuple[str]:
+        """Order by UUID."""
+        return (gpu.uuid,)
+
+    def candidates(self, gpus: OpenGpus) -> Iterator[Gpu]:
+        """Prefer the next one after the last choice."""
+        return gpus.after((self._last,))
 
 
 @SCHEDULING_RULES.register("adapter_affinity")

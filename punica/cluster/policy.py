@@ -15,10 +15,12 @@ The same object decides in a simulation, for actors on a cluster and in tests. I
 
 import heapq
 from dataclasses import dataclass
+from typing import cast
 
 from punica.checks import check_count, clip
 from punica.cluster.gpu import ClusterRequest, Gpu, PlacedRequest
-from punica.cluster.placement import SCHEDULING_RULES, SchedulingRule
+from punica.cluster.open_gpus import OpenGpus
+from punica.cluster.placement import SCHEDULING_RULES, OrderedRule, SchedulingRule
 from punica.cluster.quarantine import Quarantine
 from punica.workload import MAX_BATCH
 
@@ -71,6 +73,8 @@ class ClusterPolicy:
         light_load: int | None = None,
     ) -> None:  # fmt: skip
         self.rule: SchedulingRule = SCHEDULING_RULES.get(rule)()
+        ordered = "candidates" in vars(type(self.rule))  # a subclass may choose otherwise
+        self._ordered = cast(OrderedRule, self.rule) if ordered else None
         self.max_batch_size = check_count("max_batch_size", max_batch_size)
         self.page_size = check_count("page_size", page_size)
         half = max(1, max_batch_size // 2)
@@ -81,7 +85,7 @@ class ClusterPolicy:
         self._queue: list[tuple[int, ClusterRequest]] = []  # a heap by arrival
         self._blocked: ClusterRequest | None = None  # queue head without room
         self._freed: dict[str, Gpu] = {}  # gained room since
-        self._open: dict[str, Gpu] = {}  # GPUs whose batch has room
+        self._open = OpenGpus(None if self._ordered is None else self._ordered.order)  # GPUs whose batch has room
         self._most_tokens = 0  # capacity of the largest GPU
         self._submitted = 0
 
@@ -101,7 +105,7 @@ class ClusterPolicy:
         if uuid in self.gpus:
             raise ValueError(f"GPU {clip(uuid)} is in the cluster already; remove it first, or choose another name")
         gpu = self.gpus[uuid] = Gpu(uuid, self.max_batch_size, num_pages, self.page_size)
-        self._freed[uuid] = self._open[uuid] = gpu
+        self._gained_room(gpu)
         self._most_tokens = max(self._most_tokens, gpu.capacity)
 
     def remove_gpu(self, uuid: str) -> tuple[str, ...]:
@@ -113,7 +117,8 @@ class ClusterPolicy:
         for request in members:
             self._requeue(request)
         self._quarantine.forget(gpu)
-        del self.gpus[uuid], self._open[uuid]
+        del self.gpus[uuid]
+        self._open.discard(gpu)
         self._freed.pop(uuid, None)
         self._most_tokens = max((one.capacity for one in self.gpus.values()), default=0)
         return tuple(request.request_id for request in members)
@@ -143,11 +148,10 @@ class ClusterPolicy:
         """
         placed, freed = self._quarantine.place(self.gpus.values())
         if freed is not None:
-            self._freed[freed.uuid] = self._open[freed.uuid] = freed
+            self._gained_room(freed)
         while self._queue:
             head = self._queue[0][1]
-            asked = self._freed if head is self._blocked else self._open
-            roomy = [gpu for gpu in asked.values() if gpu.has_room(head)]
+            roomy = self._with_room(head)
             if not roomy:
                 self._blocked, self._freed = head, {}
                 break
@@ -156,9 +160,20 @@ class ClusterPolicy:
             chosen = self.rule.choose(head, roomy)
             chosen.place(head)
             if chosen.working_set == self.max_batch_size:
-                del self._open[chosen.uuid]
+                self._open.discard(chosen)
+            else:
+                self._open.put(chosen)
             placed.append(PlacedRequest(head.request_id, chosen.uuid))
         return placed
+
+    def _with_room(self, head: ClusterRequest) -> list[Gpu]:
+        """Return GPUs with room for ``head``, the rule's choice at least."""
+        if head is self._blocked:
+            return [gpu for gpu in self._freed.values() if gpu.has_room(head)]
+        if self._ordered is None:
+            return [gpu for gpu in self._open if gpu.has_room(head)]
+        first = next((gpu for gpu in self._ordered.candidates(self._open) if gpu.has_room(head)), None)
+        return [] if first is None else [first]
 
     def begin_step(self, uuid: str, most_joins: int | None = None) -> ClusterStep:
         """Begin a GPU's next step, in flight until `end_step`; RuntimeError when one is in flight already. Requests are
@@ -235,7 +250,7 @@ class ClusterPolicy:
 
     def _head_is_blocked(self) -> bool:
         """Return True when no GPU has room for the head of the queue."""
-        return bool(self._queue) and not any(gpu.has_room(self._queue[0][1]) for gpu in self._open.values())
+        return bool(self._queue) and not any(gpu.has_room(self._queue[0][1]) for gpu in self._open)
 
     def _is_lightly_loaded(self, gpu: Gpu) -> bool:
         """Check for few requests, pages for one more of their mean size, and a spare page per request."""
@@ -263,7 +278,11 @@ class ClusterPolicy:
 
     def _leave_gpu(self, gpu: Gpu, request: ClusterRequest) -> None:
         gpu.remove(request)
-        self._freed[gpu.uuid] = self._open[gpu.uuid] = gpu
+        self._gained_room(gpu)
+
+    def _gained_room(self, gpu: Gpu) -> None:
+        self._freed[gpu.uuid] = gpu
+        self._open.put(gpu)
 
     def _gpu(self, uuid: str) -> Gpu:
         if uuid not in self.gpus:

@@ -68,7 +68,7 @@ class Residency:
         self.num_slots = config.num_slots
         self.loads_from_host = self.loads_from_disk = 0
         self._config, self._clock = config, clock
-        self._slots: set[int] = set()  # loaded
+        self._slots: dict[int, float] = {}  # adapter in a slot -> since when
         self._users: dict[int, int] = {}  # adapter -> members
         self._idle: OrderedDict[int, None] = OrderedDict()  # in a slot without members, least recently used first
         self._host: OrderedDict[int, None] = OrderedDict()  # in host memory, least recently used first
@@ -90,6 +90,11 @@ class Residency:
         """Return True when a request with the adapter can join a step; always for 0, the plain backbone."""
         self._advance()
         return adapter_id == 0 or adapter_id in self._slots
+
+    def in_slot_since(self, adapter_id: int) -> float:
+        """Return since when a request with the adapter can join a step; infinite while it cannot."""
+        self._advance()
+        return self._slots.get(adapter_id, inf) if adapter_id else -inf
 
     def loading(self, adapter_id: int) -> bool:
         """Return True while the adapter's load waits or runs."""
@@ -138,7 +143,7 @@ class Residency:
         while self._loading is not None and self._loading[0] <= now:
             ended, adapter = self._loading
             self._loading = None
-            self._slots.add(adapter)
+            self._slots[adapter] = ended
             if adapter not in self._users:
                 self._idle[adapter] = None
             self._begin_load(ended)
@@ -148,7 +153,7 @@ class Residency:
         if self._loading is not None or not self._asked:
             return
         if len(self._slots) == self.num_slots:  # one of them is idle, as members have at most so many adapters
-            self._slots.remove(self._idle.popitem(last=False)[0])
+            del self._slots[self._idle.popitem(last=False)[0]]
         adapter, rank = self._asked.popleft()
         seconds = self._config.cost.host_seconds(rank)
         if self._config.host_adapters is not None and adapter not in self._host:

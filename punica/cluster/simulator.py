@@ -11,15 +11,19 @@ Left out: the network between scheduler and runners, sampling, and the load of a
 """
 
 import heapq
-from collections import defaultdict
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass
+from functools import partial
+from math import inf, isnan, nan
 
 import numpy as np
 from numpy.typing import NDArray
 
+from punica.cluster.gpu import Gpu
 from punica.cluster.latency import StepCost, StepWork
 from punica.cluster.policy import ClusterPolicy, ClusterStep
 from punica.cluster.residency import Residency, ResidencyConfig
+from punica.cluster.stride import StepRecord, Stride
 from punica.workload import RequestLengths
 
 
@@ -106,152 +110,169 @@ def simulate(
     return _Simulation(trace, policy, cost, padded_ranks, works_ahead, adapters).run()
 
 
-@dataclass(eq=False)
 class _Simulation:
-    trace: Trace
-    policy: ClusterPolicy
-    cost: StepCost
-    padded_ranks: bool
-    works_ahead: bool
-    adapters: ResidencyConfig | None
-    now: float = 0.0
-    events: list[tuple[float, str]] = field(default_factory=list)  # ends of steps: time, GPU
-    steps: int = 0
-    evictions: int = 0
-    longest_queue: int = 0
+    """State of a simulation: strides of all GPUs, and the events at which they stop.
 
-    def __post_init__(self) -> None:
-        count = len(self.trace.arrivals)
-        self.prompts, self.outputs = self.trace.lengths.prompt.tolist(), self.trace.lengths.output.tolist()
-        self.first_token: list[float] = [np.nan] * count
-        self.finish: list[float] = [np.nan] * count
-        self.current: dict[str, tuple[float, ClusterStep]] = {}  # GPU -> start and content of its step in flight
-        # GPU -> step -> requests that end with it, with the step in which they began there
-        self.ends: dict[str, defaultdict[int, list[tuple[str, int]]]] = {
-            uuid: defaultdict(list) for uuid in self.policy.gpus
-        }
-        self.known_at: dict[str, float] = {}  # GPU -> when its next step was launched, beside the present one
-        self.tokens: defaultdict[int, int] = defaultdict(int)
-        self.batch: dict[str, defaultdict[int, int]] = {uuid: defaultdict(int) for uuid in self.policy.gpus}
-        self.by_batch = [0.0] * (self.policy.max_batch_size + 1)
-        self.residencies: list[Residency] = []
-        self.held: dict[str, float] = {}  # request that waits for its load -> since when
+    Attributes:
+        now, row: time of the event, and row of its GPU among the names; an arrival is behind all rows.
+        events: times and rows; outdated where the GPU stops at another time.
+    """
+
+    def __init__(
+        self, trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool, works_ahead: bool,
+        adapters: ResidencyConfig | None,
+    ) -> None:  # fmt: skip
+        self.trace, self.policy, self.cost = trace, policy, cost
+        self.padded_ranks, self.works_ahead = padded_ranks, works_ahead
+        self.now, self.row = 0.0, len(policy.gpus)
+        self.record = StepRecord(policy.max_batch_size)
+        self.strides = [Stride(policy.gpus[uuid], row, self.record) for row, uuid in enumerate(sorted(policy.gpus))]
+        self.stride_of = {stride.gpu.uuid: stride for stride in self.strides}
+        self.events: list[tuple[float, int]] = []
+        self.arrivals = trace.arrivals.tolist()
+        self.prompts, self.outputs = trace.lengths.prompt.tolist(), trace.lengths.output.tolist()
+        self.first_token: list[float] = [nan] * len(trace.arrivals)
+        self.finish: list[float] = [nan] * len(trace.arrivals)
+        self.evictions = self.longest_queue = 0
+        self.joins = itertools.count()
+        self.held: dict[str, float] = {}  # request that waits for a load -> since when
         self.load_wait_s = 0.0
-        self.wakes: dict[str, float] = {}  # idle GPU whose requests wait for a load -> its end
-        if self.adapters is not None:
-            for gpu in self.policy.gpus.values():
-                gpu.residency = Residency(self.adapters, lambda: self.now)
-                self.residencies.append(gpu.residency)
+        for stride in self.strides:
+            stride.gpu.catch_up = partial(self._catch_up, stride)
+            if adapters is not None:
+                stride.gpu.residency = Residency(adapters, lambda: self.now)
 
     def run(self) -> SimulationResult:
-        arrivals = self.trace.arrivals.tolist()
+        arrivals, events = self.arrivals, self.events
         adapters, ranks = self.trace.adapters.tolist(), self.trace.ranks.tolist()
         arrived = 0
-        while arrived < len(arrivals) or self.events:
-            if self.events and (arrived == len(arrivals) or self.events[0][0] <= arrivals[arrived]):
-                now, uuid = heapq.heappop(self.events)
-                self.now = now
-                if uuid in self.current:
-                    self._end_step(now, uuid)
-                elif self.wakes.get(uuid) == now:
-                    self._begin_step(now, uuid)
+        while arrived < len(arrivals) or events:
+            if events and (arrived == len(arrivals) or events[0][0] <= arrivals[arrived]):
+                self.now, self.row = heapq.heappop(events)
+                stride = self.strides[self.row]
+                if stride.stop == self.now:
+                    self._stop(stride)
             else:
-                i, now, arrived = arrived, arrivals[arrived], arrived + 1
-                self.now = now
+                i, self.now, self.row, arrived = arrived, arrivals[arrived], len(self.strides), arrived + 1
                 prompt = self.prompts[i]
                 self.policy.submit(str(i), prompt, prompt + self.outputs[i] - 1, adapters[i], ranks[i])
-                self._place(now)
+                self._place()
         return self._result()
 
-    def _place(self, now: float) -> None:
-        """Place queued requests, and start idle GPUs that got one."""
+    def _catch_up(self, stride: Stride) -> None:
+        stride.catch_up(self.now, self.row)
+
+    def _expect(self, stride: Stride) -> None:
+        heapq.heappush(self.events, (stride.stop, stride.row))
+
+    def _place(self) -> None:
+        """Place queued requests; begin strides of idle GPUs that got one, and cut those of others."""
         if not self.policy.num_queued:
             return
         for _, uuid in self.policy.place():
-            if uuid not in self.current:
-                self._begin_step(now, uuid)
+            stride = self.stride_of[uuid]
+            if not stride.is_running:
+                self._begin(stride)
+            elif stride.cut(self.now, self.row):
+                self._expect(stride)
         self.longest_queue = max(self.longest_queue, self.policy.num_queued)
 
-    def _begin_step(self, now: float, uuid: str) -> None:
-        step = self.policy.begin_step(uuid, self._most_joins(uuid, self.known_at.pop(uuid, np.inf)))
-        gpu, requests = self.policy.gpus[uuid], self.policy.requests
-        if not step.is_empty:
-            prefill_tokens = 0
-            for name in step.prefills:
-                length = requests[name].num_tokens
-                self.load_wait_s += now - self.held.pop(name, now)
-                prefill_tokens += length
-                left = self.prompts[int(name)] + self.outputs[int(name)] - length
-                self.ends[uuid][gpu.step + left - 1].append((name, gpu.step))
-            kv_tokens = gpu.decoding_kv_tokens - prefill_tokens
-            ranks = gpu.padded_rank_sum if self.padded_ranks else gpu.rank_sum
-            seconds = self.cost.seconds(StepWork(step.num_decodes, kv_tokens, prefill_tokens, ranks))
-            if not seconds > 0:
-                raise RuntimeError(f"cost model {self.cost.name!r} gives a step of {seconds!r} s; it must be positive")
-            self.current[uuid] = now, step
-            if self.works_ahead and len(gpu.members) > len(self.ends[uuid].get(gpu.step, ())):
-                self.known_at[uuid] = now
-            heapq.heappush(self.events, (now + seconds, uuid))
-        elif gpu.residency is not None and gpu.pending:
-            self.wakes[uuid] = gpu.residency.load_ends
-            heapq.heappush(self.events, (self.wakes[uuid], uuid))
-        if step.evicted:
-            self.evictions += len(step.evicted)
-            self._place(now)
+    def _stop(self, stride: Stride) -> None:
+        """End a stride, or a wait for a load, and begin the next stride."""
+        if stride.is_running:
+            self._end(stride)
+            self._place()
+        if not stride.is_running:
+            self._begin(stride)
 
-    def _most_joins(self, uuid: str, known_at: float) -> int:
-        """Count the requests at the head of a GPU's pending ones that arrived until ``known_at`` and whose adapters are
-        loaded.
-        """
-        gpu = self.policy.gpus[uuid]
-        count = 0
-        for name, request in gpu.pending.items():
-            if self.trace.arrivals[int(name)] > known_at:
-                break
-            if gpu.residency is not None and not gpu.residency.in_slot(request.adapter_id):
-                if not count:
-                    self.held.setdefault(name, self.now)
-                break
-            count += 1
-        return count
-
-    def _end_step(self, now: float, uuid: str) -> None:
-        began, step = self.current.pop(uuid)
-        self.policy.end_step(uuid)
-        self._record(now, began, uuid, step)
-        for name, first_step in self.ends[uuid].pop(self.policy.gpus[uuid].step, ()):
+    def _end(self, stride: Stride) -> None:
+        """End a stride, and the requests that have all their tokens."""
+        gpu, began = stride.gpu, stride.end()
+        self.policy.end_step(gpu.uuid)
+        leaving = []
+        while stride.leaving and stride.leaving[0][0] == gpu.step:
+            leaving.append(heapq.heappop(stride.leaving))
+        stride.known_at = began if self.works_ahead and stride.members > len(leaving) else inf
+        for _, _, name, first_step in leaving:
             request = self.policy.requests.get(name)
             # after an eviction it ends elsewhere
-            if request and request.gpu and request.gpu.uuid == uuid and request.first_step == first_step:
-                self.finish[int(name)] = now
+            if request and request.gpu is gpu and request.first_step == first_step:
+                self.finish[int(name)] = self.now
                 self.policy.finish(name)
-        self._place(now)
-        if uuid not in self.current:
-            self._begin_step(now, uuid)
 
-    def _record(self, now: float, began: float, uuid: str, step: ClusterStep) -> None:
-        size = step.num_decodes + len(step.prefills)
-        second, seen = int(now), self.batch[uuid]
-        seen[second] = seen[second] + len(step.prefills) if second in seen else size
-        self.by_batch[size] += now - began
-        self.steps += 1
-        self.tokens[second] += size
+    def _begin(self, stride: Stride) -> None:
+        """Begin the next stride; without a request that can run, wait for a load."""
+        gpu = stride.gpu
+        joins = self._most_joins(gpu, stride.known_at) if gpu.pending else None
+        stride.known_at = inf
+        step = self.policy.begin_step(gpu.uuid, joins)
+        if not step.is_empty:
+            self._run(stride, step)
+        elif gpu.residency is not None and gpu.pending:
+            stride.stop = gpu.residency.load_ends
+            self._expect(stride)
+        if step.evicted:
+            self.evictions += len(step.evicted)
+            for name in step.evicted:
+                self._end_wait(name)
+            self._place()
+
+    def _run(self, stride: Stride, step: ClusterStep) -> None:
+        """Begin ``step``, and as many further steps of the same requests as no decision falls between."""
+        gpu, prefill_tokens, new = stride.gpu, 0, []
         for name in step.prefills:
-            if np.isnan(self.first_token[int(name)]):
-                self.first_token[int(name)] = now
-                self.tokens[second] += self.prompts[int(name)]
+            i, length = int(name), self.policy.requests[name].num_tokens
+            prefill_tokens += length
+            last = gpu.step + self.prompts[i] + self.outputs[i] - length - 1
+            heapq.heappush(stride.leaving, (last, next(self.joins), name, gpu.step))
+            self._end_wait(name)
+            if isnan(self.first_token[i]):
+                new.append(i)
+        kv_tokens = gpu.decoding_kv_tokens - prefill_tokens
+        work = StepWork(step.num_decodes, kv_tokens, prefill_tokens, self._ranks(gpu))
+        further = 0 if gpu.pending else gpu.steps_with_spare_pages(stride.leaving[0][0] - gpu.step)
+        prompts = sum(self.prompts[i] for i in new)
+        first_end = stride.begin(self.now, work, len(step.prefills), prompts, self.cost, further)
+        for i in new:
+            self.first_token[i] = first_end
+        self._expect(stride)
+
+    def _ranks(self, gpu: Gpu) -> int:
+        """Sum the ranks that a step reads. Without residency a pending request's adapter counts already."""
+        if gpu.residency is None or not gpu.pending:
+            return gpu.padded_rank_sum if self.padded_ranks else gpu.rank_sum
+        prefilled = {one.adapter_id: one.rank for one in gpu.members.values() if one.first_step is not None}
+        prefilled.pop(0, None)
+        return len(prefilled) * max(prefilled.values(), default=0) if self.padded_ranks else sum(prefilled.values())
+
+    def _most_joins(self, gpu: Gpu, known_at: float) -> int:
+        """Count the requests at the head of a GPU's pending ones that could join until ``known_at``: they had arrived,
+        and their adapters were loaded.
+        """
+        until = min(known_at, self.now)
+        for count, (name, request) in enumerate(gpu.pending.items()):
+            if self.arrivals[int(name)] > until:
+                return count
+            if gpu.residency is not None and gpu.residency.in_slot_since(request.adapter_id) > until:
+                if not count:
+                    self.held.setdefault(name, self.now)
+                return count
+        return len(gpu.pending)
+
+    def _end_wait(self, name: str) -> None:
+        self.load_wait_s += self.now - self.held.pop(name, self.now)
 
     def _result(self) -> SimulationResult:
-        seconds = max(self.tokens, default=-1) + 1
-        uuids = tuple(sorted(self.policy.gpus))
-        batch = np.zeros((len(uuids), seconds), dtype=np.int64)
-        for row, uuid in enumerate(uuids):
-            batch[row, list(self.batch[uuid])] = list(self.batch[uuid].values())
+        seconds = max(self.record.tokens, default=-1) + 1
+        batch = np.zeros((len(self.strides), seconds), dtype=np.int64)
+        for line, stride in zip(batch, self.strides, strict=True):
+            line[: len(stride.batch)] = stride.batch
         tokens = np.zeros(seconds, dtype=np.int64)
-        tokens[list(self.tokens)] = list(self.tokens.values())
+        tokens[list(self.record.tokens)] = list(self.record.tokens.values())
+        residencies = [stride.gpu.residency for stride in self.strides if stride.gpu.residency is not None]
         return SimulationResult(
-            self.cost.name, uuids, np.array(self.first_token), np.array(self.finish), tokens, batch,
-            np.array(self.by_batch), self.longest_queue, self.steps, self.evictions,
-            sum(one.loads_from_host for one in self.residencies), sum(one.loads_from_disk for one in self.residencies),
+            self.cost.name, tuple(self.stride_of), np.array(self.first_token), np.array(self.finish), tokens, batch,
+            np.array(self.record.seconds_by_batch), self.longest_queue, self.record.steps, self.evictions,
+            sum(one.loads_from_host for one in residencies), sum(one.loads_from_disk for one in residencies),
             self.load_wait_s,
         )  # fmt: skip
