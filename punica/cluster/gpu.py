@@ -194,11 +194,11 @@ class Gpu:
     def advance(self, steps: int) -> None:
         """End the step in flight and begin the next, ``steps`` times, with the same members, all of them prefilled."""
         cycles, rest = divmod(steps, self.page_size)
-        self.used_pages += cycles * len(self.members)
-        for _ in range(rest):
-            self.used_pages += self.pages_to_grow()
-            self.step += 1
-        self.step += steps - rest
+        first = (self.step + 1) % self.page_size
+        wrapped = max(0, first + rest - self.page_size)
+        grown = sum(self._growing_at[first : first + rest]) + sum(self._growing_at[:wrapped])
+        self.used_pages += cycles * len(self.members) + grown
+        self.step += steps
 
     def steps_with_spare_pages(self, most: int) -> int:
         """Count the steps after the present one, up to ``most``, that begin with a free page for each member."""

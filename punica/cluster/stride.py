@@ -8,6 +8,7 @@ the GPU up to date, when it is asked for room.
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from itertools import accumulate
 from math import inf
 
 from punica.cluster.gpu import Gpu
@@ -69,17 +70,15 @@ class Stride:
         self.is_running, self._done, self._began = True, 0, now
         self._size, self._joined, self._prompt_tokens = work.decodes + joined, joined, prompt_tokens
         self.members = len(self.gpu.members)
-        end = now + _positive(cost.seconds(work), cost)
-        self._ends = [end]
+        first_end = now + _positive(cost.seconds(work), cost)
+        self._ends = [first_end]
         if further:
             kv_tokens = self.gpu.decoding_kv_tokens + self._size
             each = cost.decode_seconds(self._size, kv_tokens, work.adapter_ranks, further)
             _positive(min(each[0], each[-1]), cost)  # linear between
-            for seconds in each:
-                end += seconds
-                self._ends.append(end)
-        self.stop = end
-        return self._ends[0]
+            self._ends = list(accumulate(each, initial=first_end))
+        self.stop = self._ends[-1]
+        return first_end
 
     def cut(self, now: float, row: int) -> bool:
         """End the stride with the step in flight; False when it does so already."""
