@@ -1,0 +1,168 @@
+"""Answers of the simulator to the bit: recorded ones, step by step against strides, an index against a scan."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from punica.cluster import (
+    SCHEDULING_RULES,
+    ClusterPolicy,
+    LoadCost,
+    ResidencyConfig,
+    SimulationResult,
+    StepCost,
+    Trace,
+    simulate,
+)
+from punica.cluster.gpu import Gpu
+from punica.cluster.placement import LargestWorkingSet
+from punica.workload import RequestLengths, poisson_arrivals, popularity, scaled_lengths
+
+ODD = StepCost("odd", base=0.0171, row=3e-5, kv=4.1e-7, prefill=1.03e-4, rank=4.3e-6, join=1e-3)
+SECOND = StepCost("a step is a second", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=0.0)
+ROOMY, TIGHT = {"gpus": 5, "pages": 2000}, {"gpus": 4, "pages": 60, "max_batch_size": 8}
+LOADS = LoadCost("slow", host_base=0.01, host_rank=1e-3, disk_base=0.1, disk_rank=1e-3)
+ORDERED = [name for name in SCHEDULING_RULES.names() if "candidates" in vars(SCHEDULING_RULES.get(name))]
+
+
+def cluster(rule: str, gpus: int, pages: int, **settings) -> ClusterPolicy:
+    policy = ClusterPolicy(rule, **settings)
+    for i in range(gpus):
+        policy.add_gpu(f"gpu-{i:04}", pages)
+    return policy
+
+
+def mixed_ranks(count: int, rate: float, seed: int, whole_seconds: bool = False) -> Trace:
+    arrivals = poisson_arrivals(rate, 10 * count / rate, seed)[:count]
+    adapters = popularity("Skewed").requests(count, seed=seed) + 1
+    ranks = np.array([8, 16, 32, 64])[adapters % 4]
+    return Trace(np.floor(arrivals) if whole_seconds else arrivals, scaled_lengths(count, 256, seed), adapters, ranks)
+
+
+def digest(result: SimulationResult) -> str:
+    """Hash the answers; GPU time to the microsecond, as its sum rounds by its order."""
+    found = hashlib.sha256()
+    whole = result.first_token_s, result.finish_s, result.tokens, result.batch
+    for values in (*whole, np.round(result.seconds_by_batch, 6)):
+        found.update(np.ascontiguousarray(values).tobytes())
+    found.update(repr((result.longest_queue, result.steps, result.evictions)).encode())
+    return found.hexdigest()[:16]
+
+
+RECORDED = {
+    "punica, roomy": "7fcd372b5ac5d994",
+    "punica, tight": "301e65428df72a2d",
+    "released, roomy": "97607e3f60f7d801",
+    "released, tight": "e912156cccf3715b",
+    "least_loaded, roomy": "6f51d28fb5ee1786",
+    "least_loaded, tight": "7c9914b65476ed9d",
+    "round_robin, roomy": "c80df6695e1c742b",
+    "round_robin, tight": "c640536d405aea32",
+    "adapter_affinity, roomy": "3530ddfdfa697324",
+    "rank_aware, roomy": "894ea9dfbe105e14",
+    "rank_aware, tight": "bc3fb60c299203c9",
+    "punica, roomy, padded": "f489c777868b8cf3",
+    "punica, roomy, ahead": "e422e5fed529fb9a",
+    "punica, tight, ahead": "d3ca2c94a9eccfdc",
+    "punica, tight, ties": "97d96c39b162c1de",
+    "least_loaded, roomy, ties, ahead": "8264fe3b3a75353a",
+}
+"""Case -> digest of what the simulator answered when it took one step after the other."""
+
+
+@pytest.mark.parametrize(("case", "told"), RECORDED.items())
+def test_answers_are_those_of_the_simulator_that_took_step_by_step(case, told):
+    rule, size, *marks = case.split(", ")
+    asked = mixed_ranks(500, 60.0, seed=4, whole_seconds="ties" in marks)
+    policy = cluster(rule=rule, **(TIGHT if size == "tight" else ROOMY))
+    cost = SECOND if "ties" in marks else ODD
+    assert digest(simulate(asked, policy, cost, "padded" in marks, "ahead" in marks)) == told
+
+
+@pytest.mark.parametrize("works_ahead", [False, True])
+@pytest.mark.parametrize("host_adapters", [None, 9])
+@pytest.mark.parametrize("cost", [ODD, SECOND])
+def test_strides_change_no_answer_with_residency_either(works_ahead, host_adapters, cost, monkeypatch):
+    asked = mixed_ranks(200, 40.0, seed=5, whole_seconds=cost is SECOND)
+
+    def served() -> tuple[str, int, int, float]:
+        adapters = ResidencyConfig(8, LOADS, host_adapters)
+        result = simulate(asked, cluster("adapter_affinity", **TIGHT), cost, False, works_ahead, adapters)
+        assert np.isfinite(result.finish_s).all()
+        return digest(result), result.loads_from_host, result.loads_from_disk, result.load_wait_s
+
+    strides = served()
+    monkeypatch.setattr(Gpu, "steps_with_spare_pages", lambda gpu, most: 0)
+    assert served() == strides
+    assert strides[2 if host_adapters else 1] > 8, "some adapters are loaded more than once"
+
+
+@pytest.mark.parametrize("rule", ORDERED)
+def test_an_ordered_rule_chooses_as_if_it_saw_all_gpus(rule, monkeypatch):
+    found = []
+    for scans in (False, True):
+        policy = cluster(rule, **TIGHT)
+        if scans:
+            monkeypatch.setattr(policy, "_ordered", None)
+        found.append(digest(simulate(mixed_ranks(300, 60.0, seed=6), policy, ODD)))
+    assert found[0] == found[1]
+
+
+def test_rules_of_one_order_are_ordered_and_a_subclass_with_its_own_choice_is_asked():
+    assert set(ORDERED) >= {"punica", "least_loaded", "round_robin"}
+    assert "released" not in ORDERED
+    asked: list[int] = []
+
+    class Watched(LargestWorkingSet):
+        def choose(self, request, gpus):
+            asked.append(len(gpus))
+            return gpus[0]
+
+    SCHEDULING_RULES.register("watched")(Watched)
+    try:
+        policy = cluster("watched", **ROOMY)
+    finally:
+        SCHEDULING_RULES._entries.pop("watched")
+    policy.submit("a", 4, 8)
+    policy.place()
+    assert asked == [5]
+
+
+@pytest.mark.parametrize("rule", SCHEDULING_RULES.names())
+def test_no_rule_evicts_while_each_member_has_a_free_page(rule):
+    policy = cluster(rule, gpus=1, pages=12, max_batch_size=3, page_size=4)
+    for name in "abc":
+        policy.submit(name, 8, 40)
+    policy.place()
+    gpu = policy.gpus["gpu-0000"]
+    while gpu.free_pages >= len(gpu.members):
+        assert not policy.rule.must_evict(gpu)
+        policy.begin_step(gpu.uuid)
+        policy.end_step(gpu.uuid)
+    assert gpu.step >= 5
+
+
+def decoding_gpu() -> Gpu:
+    policy = cluster("punica", gpus=1, pages=60, page_size=4)
+    for name, tokens in (("a", 5), ("b", 6), ("c", 12)):
+        policy.submit(name, tokens, 100)
+    policy.place()
+    for _ in range(3):
+        policy.begin_step("gpu-0000")
+        policy.end_step("gpu-0000")
+    return policy.gpus["gpu-0000"]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 9, 60, 70])
+def test_a_gpu_advances_as_by_single_steps_and_tells_how_far_its_pages_last(steps):
+    one, many = decoding_gpu(), decoding_gpu()
+    last = many.steps_with_spare_pages(1000)
+    assert many.steps_with_spare_pages(steps) == min(steps, last)
+    had_spare = 0
+    for _ in range(steps):
+        had_spare += one.free_pages >= 3
+        one.begin_step(())
+    many.advance(steps)
+    assert (many.step, many.used_pages) == (one.step, one.used_pages)
+    assert had_spare == min(steps, last)
