@@ -60,7 +60,7 @@ class LargestWorkingSet:
         return max(gpus, key=LargestWorkingSet.order)
 
     @staticmethod
-    def order(gpu: Gpu) -> tuple[int, str]:
+    def order(gpu: Gpu) -> tuple:
         """Order by working set."""
         return len(gpu.members), gpu.uuid
 
@@ -112,7 +112,7 @@ class LeastLoaded(LargestWorkingSet):
         return max(gpus, key=LeastLoaded.order)
 
     @staticmethod
-    def order(gpu: Gpu) -> tuple[int, str]:
+    def order(gpu: Gpu) -> tuple:
         """Order by free places."""
         return -len(gpu.members), gpu.uuid
 
@@ -135,7 +135,7 @@ class RoundRobin(LargestWorkingSet):
         return chosen
 
     @staticmethod
-    def order(gpu: Gpu) -> tuple[str]:
+    def order(gpu: Gpu) -> tuple:
         """Order by UUID."""
         return (gpu.uuid,)
 

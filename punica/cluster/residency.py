@@ -123,7 +123,7 @@ class Residency:
             self._begin_load(self._clock())
 
     def release(self, adapter_id: int) -> None:
-        """Remove a member with the adapter; a load that has begun goes on without it."""
+        """Remove a member with the adapter; a load that has begun is not stopped."""
         if not adapter_id:
             return
         self._advance()

@@ -172,11 +172,11 @@ def test_loads_that_take_no_time_delay_no_request():
 
 
 def test_bad_input():
+    policy = ClusterPolicy(max_batch_size=4)
+    policy.add_gpu("gpu", 9)
+    nothing = np.zeros(0, dtype=np.int64)
+    asked = Trace(np.zeros(0), RequestLengths(nothing, nothing), nothing, nothing)
     with pytest.raises(ValueError, match="num_slots is 3 for batches of 4"):
-        policy = ClusterPolicy(max_batch_size=4)
-        policy.add_gpu("gpu", 9)
-        nothing = np.zeros(0, dtype=np.int64)
-        asked = Trace(np.zeros(0), RequestLengths(nothing, nothing), nothing, nothing)
         simulate(asked, policy, SECOND, adapters=ResidencyConfig(3, LOADS))
     with pytest.raises(ValueError, match="host_adapters is 1, must be >= 2"):
         ResidencyConfig(2, LOADS, 1)
