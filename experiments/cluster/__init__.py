@@ -5,6 +5,7 @@
     simulated_hour.py    the world on a virtual clock, and what its cost models predict beside.
     ray_hour.py ray_serving.py  runners on Ray.
     step_costs.py        cost models of a step: the paper's A100, other GPUs from our rows, a roofline
+    load_costs.py        cost models of adapter loads, from recorded rows
     recorded.py          cost models and windows from recorded rows; a cost model by name
     windows.py loads.py  recorded windows and loads, predicted from others
     placed.py scaled.py  scheduling rules beside one another; a thousand GPUs

@@ -161,6 +161,7 @@ def cost_readings(fitted: FittedCost) -> list[Reading]:
     ]
     for kind, one in fitted.residuals.items():
         found.append(_simulated(f"residual_rms_{kind}", one.rms, "fraction", cost))
+        found.append(_simulated(f"residual_median_{kind}", one.median, "fraction", cost))
         found.append(_simulated(f"residual_largest_{kind}", one.largest, "fraction", cost))
     return found
 

@@ -104,6 +104,11 @@ class Residuals:
         return float(np.sqrt(np.mean(self.relative**2)))
 
     @property
+    def median(self) -> float:
+        """Median magnitude."""
+        return float(np.median(np.abs(self.relative)))
+
+    @property
     def largest(self) -> float:
         """Largest magnitude."""
         return float(np.abs(self.relative).max())

@@ -43,6 +43,18 @@ def test_residuals_tell_the_noise_and_are_never_better_on_steps_that_were_not_fi
     assert residuals(found, timed(TRUE)).largest < 0.05
 
 
+def test_residuals_have_a_median_and_a_largest_of_either_sign():
+    steps = [TimedStep(StepWork(), TRUE.base * factor) for factor in (1.0, 0.8, 2.0)]
+    found = residuals(TRUE, steps)
+    assert (found.median, found.largest) == pytest.approx((0.25, 0.5))
+
+
+def test_steps_in_a_row_take_what_each_of_them_takes_to_the_bit():
+    cost = StepCost("odd", base=0.0171, row=3e-5, kv=4.1e-7, prefill=1.03e-4, rank=4.3e-6, join=1e-3)
+    found = cost.decode_seconds(7, 1000, 48, steps=50)
+    assert found == [cost.seconds(StepWork(7, 1000 + 7 * step, 0, 48)) for step in range(50)]
+
+
 def test_no_coefficient_is_negative():
     falling = [TimedStep(StepWork(n, n * 100, n, n), 0.03 - n * 1e-4) for n in range(1, 30)]
     found = fit_step_cost("falling", falling)

@@ -1,0 +1,98 @@
+"""Cost models of adapter loads from recorded rows.
+
+From host memory into a slot: `load_time` of section 5.2, whole model, alone by rank and beside a decode step. From disk
+into host memory: median time to first token of requests whose adapter is on disk, less that of those whose adapter is
+in host memory (`ext_many_adapters`, undisturbed rows), in proportion to the rank, of which one is recorded.
+
+Left out: the step beside a load is not slowed (`stall` of section 5.2).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import nnls
+
+from experiments.facts.frames import frame_of, one_of_repeats
+from experiments.facts.models import SECONDS
+from experiments.harness.schema import ConfigError
+from punica.cluster import LoadCost, Residuals
+from punica.measure.records import read_rows
+
+LINK_FILE, DISK_FILE = "sec52_adapter_loading", "ext_many_adapters"
+FROM_DISK, FROM_MEMORY = "time_to_first_token_from_disk", "time_to_first_token_from_memory"
+
+
+@dataclass(frozen=True)
+class TimedLoad:
+    """Load of an adapter of ``rank``, and its seconds."""
+
+    rank: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FittedLoads:
+    """Cost model of loads, and its residuals from host memory and from disk."""
+
+    cost: LoadCost
+    host: Residuals
+    disk: Residuals
+
+
+def recorded_load_cost(results: Path, hardware: str, model: str) -> FittedLoads:
+    """Fit the rows of ``results/<hardware>`` of ``model``. ConfigError names the file without such rows."""
+    folder = results / hardware
+    host = timed_links(_rows(folder / f"{LINK_FILE}.csv", model))
+    disk = timed_reads(_rows(folder / f"{DISK_FILE}.csv", model))
+    for name, found in ((LINK_FILE, host), (DISK_FILE, disk)):
+        if not found:
+            raise ConfigError(f"{folder / name}.csv has no loads of {model}; record them, or name another machine")
+    return fitted(f"{hardware} {model}, own rows of section 5.2 and ext_many_adapters", host, disk)
+
+
+def timed_links(rows: pd.DataFrame) -> list[TimedLoad]:
+    """Read Punica's loads of whole models from host memory."""
+    whole = rows["panel"].isin(("model", "overlap")) & (rows["system"] == "punica")
+    chosen = rows[whole & (rows["metric"] == "load_time") & (rows["statistic"] == "median")]
+    return [_timed(row) for row in chosen.to_dict("records")]
+
+
+def timed_reads(rows: pd.DataFrame) -> list[TimedLoad]:
+    """Read how much later a first token is from disk than from host memory, by panel, rule and popularity."""
+    waits = rows["metric"].isin((FROM_DISK, FROM_MEMORY)) & (rows["statistic"] == "median")
+    found = []
+    for _, part in rows[waits & ~rows["disturbed"].eq(True)].groupby(["panel", "system", "workload"], sort=False):
+        one = {row["metric"]: _timed(row) for row in part.to_dict("records")}
+        if len(one) == 2:
+            found.append(TimedLoad(one[FROM_DISK].rank, one[FROM_DISK].seconds - one[FROM_MEMORY].seconds))
+    return found
+
+
+def fitted(name: str, host: Sequence[TimedLoad], disk: Sequence[TimedLoad]) -> FittedLoads:
+    """Fit a line to ``host`` and a proportion to ``disk``, by least relative squares; neither falls with the rank."""
+    base, per_rank = _fit([(1.0, load.rank) for load in host], host)
+    (disk_rank,) = _fit([(load.rank,) for load in disk], disk)
+    cost = LoadCost(name, base, per_rank, 0.0, disk_rank)
+    told = [cost.host_seconds(load.rank) for load in host], [cost.disk_seconds(load.rank) for load in disk]
+    return FittedLoads(cost, *(_residuals(each, loads) for each, loads in zip(told, (host, disk), strict=True)))
+
+
+def _fit(features: Sequence[tuple[float, ...]], loads: Sequence[TimedLoad]) -> list[float]:
+    seconds = np.array([load.seconds for load in loads])
+    return nnls(np.array(features) / seconds[:, None], np.ones(len(loads)))[0].tolist()
+
+
+def _residuals(told: Sequence[float], loads: Sequence[TimedLoad]) -> Residuals:
+    return Residuals(np.array([one / load.seconds - 1 for one, load in zip(told, loads, strict=True)]))
+
+
+def _timed(row: dict) -> TimedLoad:
+    return TimedLoad(int(row["rank"]), float(row["value"]) * SECONDS[str(row["unit"])])
+
+
+def _rows(file: Path, model: str) -> pd.DataFrame:
+    rows = one_of_repeats(frame_of(read_rows(file) if file.exists() else ()))
+    return rows[rows["model"] == model]
