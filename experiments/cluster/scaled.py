@@ -26,17 +26,19 @@ class Replay:
     peak_bytes: int
 
 
-def replay(paper: str, requests: int, gpus: int) -> Replay:
-    """Simulate about ``requests`` requests of an hour on ``gpus`` GPUs; ``paper``: path of `paper_results`."""
+def replay(paper: str, requests: int, gpus: int, rule: str) -> Replay:
+    """Simulate about ``requests`` requests of an hour on ``gpus`` GPUs under ``rule``; ``paper``: path of
+    `paper_results`.
+    """
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(replayed, (paper, requests, gpus))
+        return pool.apply(replayed, (paper, requests, gpus, rule))
 
 
-def replayed(paper: str, requests: int, gpus: int) -> Replay:
+def replayed(paper: str, requests: int, gpus: int, rule: str) -> Replay:
     """Simulate in this process, whose peak counts all that it did before."""
     whole = float(read_figure(paper, "13").query("metric == 'total_requests'")["value"].iloc[0])
     asked = paper_hour(paper, load=requests / whole)
-    policy = paper_cluster("punica", model_bytes("llama2-7b"), gpus)
+    policy = paper_cluster(rule, model_bytes("llama2-7b"), gpus)
     started = time.perf_counter()
     result = simulate(asked, policy, a100_of_the_cluster(paper))
     seconds = time.perf_counter() - started

@@ -137,21 +137,31 @@ def _simulated_caption(figure: Figure, title: str, rows: pd.DataFrame) -> None:
 
 
 def draw_scale(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Time and memory of the simulator over the requests of its hour, with the number of GPUs."""
-    figure, axes = plt.subplots(1, 2, figsize=(5.0, 2.4), layout="constrained")
-    table = centred(rows).pivot_table(index="panel", columns="metric", values="value", sort=False)
-    table = table.sort_values("requests")
+    """Time and memory of the simulator over the requests of its hour, a line per rule, with the number of GPUs."""
+    figure, axes = plt.subplots(1, 2, figsize=(6.0, 2.6), layout="constrained")
+    rules = list(dict.fromkeys(rows["system"]))
+    tables = {rule: _by_requests(rows[rows["system"] == rule]) for rule in rules}
+    longest = max(tables.values(), key=len)
     for axis, (metric, label) in zip(axes, (("wall_time", "seconds"), ("peak_memory", "MiB")), strict=True):
-        axis.plot(table["requests"], table[metric], **style.measured_style("punica"))
-        for _, line in table.iterrows():
+        for rule, table in tables.items():
+            axis.plot(table["requests"], table[metric], **style.measured_style(rule))
+        for _, line in longest.iterrows():
             style.note(axis, f"{line['gpus']:g} GPUs", line["requests"], line[metric])
-        axis.set(xscale="log", xlabel="requests of an hour", title=label, ylim=(0, 1.2 * table[metric].max()))
-        axis.set_xticks(table["requests"], [f"{number:,.0f}" for number in table["requests"]])
+        most = max(table[metric].max() for table in tables.values())
+        axis.set(xscale="log", xlabel="requests of an hour", title=label, ylim=(0, 1.2 * most))
+        axis.set_xticks(longest["requests"], [f"{number:,.0f}" for number in longest["requests"]])
+        axis.tick_params(axis="x", rotation=30)
         axis.minorticks_off()
         axis.margins(x=0.15)
-    handles = [Line2D([], [], **style.measured_style("punica"), label="simulator, one core")]
-    style.caption(figure, "How large a cluster can be simulated", described(rows), handles, 1)
+    handles = [Line2D([], [], **style.measured_style(rule), label=f"simulator, one core, {rule}") for rule in rules]
+    style.caption(figure, "How large a cluster can be simulated", described(rows), handles, len(handles))
     return figure
+
+
+def _by_requests(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line per number of requests, a column per metric."""
+    table = centred(rows).pivot_table(index="panel", columns="metric", values="value", sort=False)
+    return table.sort_values("requests")
 
 
 def centred(rows: pd.DataFrame) -> pd.DataFrame:

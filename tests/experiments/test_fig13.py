@@ -608,7 +608,7 @@ def test_another_popularity_is_placed_at_one_rank_in_a_panel_of_its_own(tmp_path
 
 
 def test_a_larger_cluster_is_replayed_and_its_requests_counted():
-    found = replayed(str(PAPER), 60, 16)
+    found = replayed(str(PAPER), 60, 16, "punica")
     assert found.requests == found.finished > 30
     assert found.steps > 1000
     assert found.seconds > 0
@@ -620,12 +620,20 @@ def test_the_peak_is_of_the_simulating_process_and_not_of_its_parent():
     held = np.ones(most, dtype=np.uint8)
     assert peak_bytes() >= held.nbytes
     del held
-    assert 2**20 < replay(str(PAPER), 60, 16).peak_bytes < most // 2
+    assert 2**20 < replay(str(PAPER), 60, 16, "punica").peak_bytes < most // 2
 
 
 def test_a_system_that_does_not_tell_the_peak_is_refused(tmp_path):
     with pytest.raises(CheckFailed, match=r"VmHWM.*on Linux"):
         peak_bytes(tmp_path / "status")
+
+
+def test_scale_has_a_point_per_rule_up_to_a_thousand_gpus(tmp_path):
+    for chosen, rules in ((), {"punica"}), (("system.names=[released,punica]",), {"released", "punica"}):
+        cfg = settle(composed(tmp_path, "scale=paper", *chosen, name=SCALE.name), SCALE)
+        found = [(point.settings["requests"], point.system) for point in SCALE.points(cfg)]
+        assert {rule for _, rule in found} == rules
+        assert [min(found)[0], max(found)[0]] == [16_000, 1_000_000]
 
 
 @pytest.mark.slow
