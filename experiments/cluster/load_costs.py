@@ -7,8 +7,9 @@ in host memory (`ext_many_adapters`, undisturbed rows), in proportion to the ran
 Left out: the step beside a load is not slowed (`stall` of section 5.2).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -35,22 +36,33 @@ class TimedLoad:
 
 @dataclass(frozen=True)
 class FittedLoads:
-    """Cost model of loads, and its residuals from host memory and from disk."""
+    """Cost model of loads, and its residuals by kind of row."""
 
     cost: LoadCost
-    host: Residuals
-    disk: Residuals
+    residuals: Mapping[str, Residuals]
 
 
-def recorded_load_cost(results: Path, hardware: str, model: str) -> FittedLoads:
-    """Fit the rows of ``results/<hardware>`` of ``model``. ConfigError names the file without such rows."""
-    folder = results / hardware
-    host = timed_links(_rows(folder / f"{LINK_FILE}.csv", model))
-    disk = timed_reads(_rows(folder / f"{DISK_FILE}.csv", model))
-    for name, found in ((LINK_FILE, host), (DISK_FILE, disk)):
-        if not found:
-            raise ConfigError(f"{folder / name}.csv has no loads of {model}; record them, or name another machine")
-    return fitted(f"{hardware} {model}, own rows of section 5.2 and ext_many_adapters", host, disk)
+@cache
+def recorded_load_costs(results: Path) -> dict[tuple[str, str], FittedLoads]:
+    """Fit machine and model -> cost model of loads, for the folders of ``results`` that have rows of both kinds."""
+    found = {}
+    for folder in sorted(path for path in results.glob("*") if path.is_dir()):
+        links, reads = (_rows(folder / f"{name}.csv") for name in (LINK_FILE, DISK_FILE))
+        for model in sorted(set(links["model"]) & set(reads["model"])):
+            host, disk = timed_links(links[links["model"] == model]), timed_reads(reads[reads["model"] == model])
+            if host and disk:
+                name = f"{folder.name} {model}, loads of own rows of section 5.2 and ext_many_adapters"
+                found[folder.name, model] = fitted(name, host, disk)
+    return found
+
+
+def load_cost(results: Path, machine: str, model: str) -> LoadCost:
+    """Return the cost model of loads of ``model`` on ``machine``; ConfigError names the machines that have one."""
+    known = recorded_load_costs(results)
+    if (machine, model) not in known:
+        machines = ", ".join(name for name, what in known if what == model) or "none"
+        raise ConfigError(f"{machine!r} has no recorded loads of {model}; machines that have: {machines}")
+    return known[machine, model].cost
 
 
 def timed_links(rows: pd.DataFrame) -> list[TimedLoad]:
@@ -76,8 +88,9 @@ def fitted(name: str, host: Sequence[TimedLoad], disk: Sequence[TimedLoad]) -> F
     base, per_rank = _fit([(1.0, load.rank) for load in host], host)
     (disk_rank,) = _fit([(load.rank,) for load in disk], disk)
     cost = LoadCost(name, base, per_rank, 0.0, disk_rank)
-    told = [cost.host_seconds(load.rank) for load in host], [cost.disk_seconds(load.rank) for load in disk]
-    return FittedLoads(cost, *(_residuals(each, loads) for each, loads in zip(told, (host, disk), strict=True)))
+    from_host = _residuals([cost.host_seconds(load.rank) for load in host], host)
+    from_disk = _residuals([cost.disk_seconds(load.rank) for load in disk], disk)
+    return FittedLoads(cost, {"loads_from_host": from_host, "loads_from_disk": from_disk})
 
 
 def _fit(features: Sequence[tuple[float, ...]], loads: Sequence[TimedLoad]) -> list[float]:
@@ -93,6 +106,5 @@ def _timed(row: dict) -> TimedLoad:
     return TimedLoad(int(row["rank"]), float(row["value"]) * SECONDS[str(row["unit"])])
 
 
-def _rows(file: Path, model: str) -> pd.DataFrame:
-    rows = one_of_repeats(frame_of(read_rows(file) if file.exists() else ()))
-    return rows[rows["model"] == model]
+def _rows(file: Path) -> pd.DataFrame:
+    return one_of_repeats(frame_of(read_rows(file) if file.exists() else ()))

@@ -11,7 +11,7 @@ Slower steps: Figures 1 and 10 give an active GPU more tokens than Figure 13 sho
 which is fitted to Figure 13, so this hour is a sensitivity and no prediction.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from experiments.cluster.hour import DURATION_S, MEMORY_FRACTION, RANK, paper_cluster, paper_hour
 from experiments.cluster.hour_numbers import Windows, number_readings, windows_of
+from experiments.cluster.load_costs import FittedLoads, recorded_load_costs
 from experiments.cluster.loads import Load, first_token_readings, recorded_loads
 from experiments.cluster.recorded import chosen_cost, panel_of, recorded_costs, recorded_windows
 from experiments.cluster.seeds import over_seeds
@@ -41,7 +42,7 @@ from experiments.facts.paper import read_figure
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config
 from experiments.harness.settings import folders
-from punica.cluster import ClusterPolicy, SimulationResult, StepCost, Trace, simulate
+from punica.cluster import ClusterPolicy, LoadCost, Residuals, SimulationResult, StepCost, Trace, simulate
 from punica.workload import MAX_BATCH, PAPER_WORKLOADS, RELEASED_SEED, popularity, released_lengths
 
 MODEL = MODELS["7B"][0]
@@ -64,7 +65,9 @@ def points(cfg: Config) -> list[Point]:
         for workload in PAPER_WORKLOADS:
             cost, requests = _paper_cost(paper, role).cost, figure.requests  # type: ignore[attr-defined]
             found.append(_point(STREAM, "punica", workload, MODELS[role][0], cost, requests=requests, **seeds))
-    found += [_point(COSTS, hardware, "", model, fitted.cost) for (hardware, model), fitted in _costs(cfg).items()]
+    for machine, fitted in _costs(cfg).items():
+        loads = {"loads": asdict(_load_costs(cfg)[machine].cost)} if machine in _load_costs(cfg) else {}
+        found.append(_point(COSTS, machine[0], "", machine[1], fitted.cost, **loads))
     for hardware, model, windows in _windows(cfg):
         cost = _costs(cfg)[hardware, model].cost
         found.append(_point(WINDOWS, hardware, "", model, cost, windows=[asdict(window) for window in windows]))
@@ -86,7 +89,9 @@ def measure(cfg: Config, point: Point) -> list[Reading]:
             lambda seed: [_simulated("throughput", stream_throughput(point, cost, seed), "token/s", cost)],
         )
     if point.panel == COSTS:
-        return cost_readings(_costs(cfg)[point.system, point.model])
+        key = point.system, point.model
+        loads = load_readings(_load_costs(cfg)[key]) if key in _load_costs(cfg) else []
+        return [*cost_readings(_costs(cfg)[key]), *loads]
     if point.panel.startswith(FIRST_TOKEN):
         asked = point.settings["load"]
         load, cost = next((load, cost) for *_, load, cost in _loads(cfg) if asdict(load) == asked)
@@ -155,14 +160,21 @@ def stream_throughput(point: Point, cost: StepCost, seed: int = RELEASED_SEED) -
 
 def cost_readings(fitted: FittedCost) -> list[Reading]:
     """Return the coefficients (microseconds), and the residuals by kind of row, as parts of the time."""
-    cost = fitted.cost
+    return _fit_readings("cost", fitted.cost, fitted.residuals)
+
+
+def load_readings(fitted: FittedLoads) -> list[Reading]:
+    """Return the same of a cost model of adapter loads."""
+    return _fit_readings("load", fitted.cost, fitted.residuals)
+
+
+def _fit_readings(what: str, cost: StepCost | LoadCost, residuals: Mapping[str, Residuals]) -> list[Reading]:
     found = [
-        _simulated(f"cost_{name}", 1e6 * value, "us", cost) for name, value in asdict(cost).items() if name != "name"
+        _simulated(f"{what}_{name}", 1e6 * value, "us", cost) for name, value in asdict(cost).items() if name != "name"
     ]
-    for kind, one in fitted.residuals.items():
-        found.append(_simulated(f"residual_rms_{kind}", one.rms, "fraction", cost))
-        found.append(_simulated(f"residual_median_{kind}", one.median, "fraction", cost))
-        found.append(_simulated(f"residual_largest_{kind}", one.largest, "fraction", cost))
+    for kind, one in residuals.items():
+        for name, value in (("rms", one.rms), ("median", one.median), ("largest", one.largest)):
+            found.append(_simulated(f"residual_{name}_{kind}", value, "fraction", cost))
     return found
 
 
@@ -173,7 +185,7 @@ def _point(panel: str, system: str, workload: str, model: str, cost: StepCost | 
     return Point(panel, system, workload, model, MAX_BATCH if workload else None, None, rank, about)
 
 
-def _simulated(metric: str, value: float, unit: str, cost: StepCost) -> Reading:
+def _simulated(metric: str, value: float, unit: str, cost: StepCost | LoadCost) -> Reading:
     return Reading(metric, value, unit, kind="simulated", cost_model=cost.name)
 
 
@@ -198,6 +210,10 @@ def _costs(cfg: Config) -> dict[tuple[str, str], FittedCost]:
     places = folders(cfg)
     found = {("a100-80g", MODELS[role][0]): _paper_cost(places.paper, role) for role in ("7B", "13B")}
     return {**found, **recorded_costs(places.recorded_rows.parent)}
+
+
+def _load_costs(cfg: Config) -> dict[tuple[str, str], FittedLoads]:
+    return recorded_load_costs(folders(cfg).recorded_rows.parent)
 
 
 def _windows(cfg: Config) -> Iterator[tuple[str, str, list[Any]]]:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from experiments.cluster.load_costs import fitted, recorded_load_cost, timed_links, timed_reads
+from experiments.cluster.load_costs import fitted, load_cost, recorded_load_costs, timed_links, timed_reads
+from experiments.cluster.simulated_hour import load_readings
 from experiments.harness.schema import ConfigError
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -36,7 +37,8 @@ def test_a_line_over_the_ranks_and_a_proportion_are_found():
     assert found.cost.name == "a machine"
     assert found.cost.host_seconds(32) == pytest.approx(8.5e-3)
     assert found.cost.disk_seconds(32) == pytest.approx(0.32)
-    assert max(found.host.largest, found.disk.largest) < 1e-9
+    assert set(found.residuals) == {"loads_from_host", "loads_from_disk"}
+    assert max(one.largest for one in found.residuals.values()) < 1e-9
 
 
 def test_residuals_tell_what_a_line_does_not():
@@ -47,20 +49,25 @@ def test_residuals_tell_what_a_line_does_not():
         ("few", "punica", "Zipf", 16, FROM_MEMORY, 20.0, "ms", "median", False),
     )
     found = fitted("uneven", timed_links(uneven), timed_reads(reads))
-    assert 0.05 < found.host.median < 0.2 < found.host.largest < 0.5
-    assert found.disk.relative.tolist() == pytest.approx([0.0])
+    host = found.residuals["loads_from_host"]
+    assert 0.05 < host.median < 0.2 < host.largest < 0.5
+    assert found.residuals["loads_from_disk"].relative.tolist() == pytest.approx([0.0])
+    rows = {one.metric: one.value for one in load_readings(found)}
+    assert rows["load_host_rank"] == pytest.approx(1e6 * found.cost.host_rank)
+    assert rows["residual_median_loads_from_host"] == host.median
 
 
 def test_recorded_loads_of_the_paper_s_rank_take_milliseconds_and_reads_a_hundred():
-    found = recorded_load_cost(RESULTS, "h200", "llama2-7b")
-    assert len(found.host.relative) >= 5
-    assert found.host.largest < 0.1
-    assert 1e-3 < found.cost.host_seconds(16) < 5e-3 < 0.02 < found.cost.disk_seconds(16) < 1
-    assert "h200 llama2-7b" in found.cost.name
+    found = recorded_load_costs(RESULTS)["h200", "llama2-7b"]
+    assert len(found.residuals["loads_from_host"].relative) >= 5
+    assert found.residuals["loads_from_host"].largest < 0.1
+    cost = load_cost(RESULTS, "h200", "llama2-7b")
+    assert 1e-3 < cost.host_seconds(16) < 5e-3 < 0.02 < cost.disk_seconds(16) < 1
+    assert "h200 llama2-7b" in cost.name
 
 
-def test_a_machine_without_loads_is_refused():
-    with pytest.raises(ConfigError, match=r"h200.sec52_adapter_loading.csv has no loads of llama2-70b"):
-        recorded_load_cost(RESULTS, "h200", "llama2-70b")
-    with pytest.raises(ConfigError, match="nowhere"):
-        recorded_load_cost(RESULTS, "nowhere", "llama2-7b")
+def test_a_machine_without_loads_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"'nowhere' has no recorded loads of llama2-7b; machines that have: .*h200"):
+        load_cost(RESULTS, "nowhere", "llama2-7b")
+    with pytest.raises(ConfigError, match="machines that have: none"):
+        load_cost(tmp_path, "h200", "llama2-7b")
