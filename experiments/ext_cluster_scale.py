@@ -2,8 +2,8 @@
 
 Claim: the simulator replays an hour of a million requests on 1,000 GPUs in three minutes and 1 GB, on one core.
 Expected shape: time in proportion to the requests, under the rules whose order of GPUs the policy keeps (`punica`,
-`least_loaded`, `round_robin`); the others look at every GPU, for time in proportion to requests times GPUs. Memory for
-a few numbers per request, and per second of each GPU.
+`least_loaded`, `round_robin`); other rules scan all GPUs, for time in proportion to requests times GPUs. Memory for a
+few numbers per request, and per second of each GPU.
 
 Every point runs in a process of its own, under a scheduling rule (the systems; `punica` alone by default);
 `figure.requests` lists how many requests its hour has, at the rate profile of Figure 13, on a GPU for every thousand,

@@ -2,11 +2,13 @@
 
 gpu.py              scheduler's model of one GPU: working set, KV pages
 placement.py        placement rules: Punica's, the released code's, newer systems'
+open_gpus.py        GPUs with room, in the order of a rule
 policy.py           queue and decisions
 residency.py        adapters of one simulated GPU: slots, host memory, disk
 quarantine.py       suspected requests, served alone on a reserved GPU
 latency.py          cost model of a step: fitted to timed steps, or a roofline
 simulator.py        discrete-event simulation of the policy
+stride.py           steps in a row of one simulated GPU
 
 `punica.cluster.ray_cluster.RayCluster` schedules real engines; it needs torch, and Ray (the extra ``cluster``):
 

@@ -2,7 +2,7 @@
 
     disk --disk_seconds--> host memory --host_seconds--> slot
 
-A load is asked for when a request is placed, and runs beside steps, one at a time per GPU, first come first served. The
+A load is queued when a request is placed, and runs beside steps, one at a time per GPU, first come first served. The
 adapters of members stay. Of the others the least recently used one leaves, from a slot and from host memory.
 """
 
@@ -72,7 +72,7 @@ class Residency:
         self._users: dict[int, int] = {}  # adapter -> members
         self._idle: OrderedDict[int, None] = OrderedDict()  # in a slot without members, least recently used first
         self._host: OrderedDict[int, None] = OrderedDict()  # in host memory, least recently used first
-        self._asked: deque[tuple[int, int]] = deque()  # adapter and rank of loads that have not begun
+        self._queue: deque[tuple[int, int]] = deque()  # adapter and rank of loads to begin
         self._loading: tuple[float, int] | None = None  # end and adapter of the load in flight
 
     @property
@@ -108,7 +108,7 @@ class Residency:
         return self._config.host_adapters is None or adapter_id in self._host
 
     def use(self, adapter_id: int, rank: int) -> None:
-        """Add a member with the adapter, and ask for its load where it is in no slot."""
+        """Add a member with the adapter, and queue its load where it is in no slot."""
         if not adapter_id:
             return
         self._advance()
@@ -119,7 +119,7 @@ class Residency:
         if adapter_id in self._slots:
             del self._idle[adapter_id]
         elif self._loading is None or self._loading[1] != adapter_id:
-            self._asked.append((adapter_id, rank))
+            self._queue.append((adapter_id, rank))
             self._begin_load(self._clock())
 
     def release(self, adapter_id: int) -> None:
@@ -134,7 +134,7 @@ class Residency:
         if adapter_id in self._slots:
             self._idle[adapter_id] = None
             self._touch(adapter_id)
-        self._asked = deque(one for one in self._asked if one[0] != adapter_id)
+        self._queue = deque(one for one in self._queue if one[0] != adapter_id)
         self._begin_load(self._clock())
 
     def _advance(self) -> None:
@@ -149,12 +149,12 @@ class Residency:
             self._begin_load(ended)
 
     def _begin_load(self, now: float) -> None:
-        """Begin the first load asked for, once the link is free."""
-        if self._loading is not None or not self._asked:
+        """Begin the first load of the queue, once the link is free."""
+        if self._loading is not None or not self._queue:
             return
         if len(self._slots) == self.num_slots:  # one of them is idle, as members have at most so many adapters
             del self._slots[self._idle.popitem(last=False)[0]]
-        adapter, rank = self._asked.popleft()
+        adapter, rank = self._queue.popleft()
         seconds = self._config.cost.host_seconds(rank)
         if self._config.host_adapters is not None and adapter not in self._host:
             self.loads_from_disk += 1

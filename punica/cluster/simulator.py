@@ -1,13 +1,14 @@
 """Discrete-event simulation of a cluster: the real policy, arrivals over time, and steps that cost what a model
 predicts.
 
-There are two kinds of events: an arrival, and the end of a GPU's step. Every GPU with requests runs one step after the
-other. GPUs whose engines work ahead launch the next step when this one begins, unless all requests end with it: a
-request that arrives meanwhile joins one step later. The simulation is deterministic: the same trace gives the same
-result, to the bit.
+Events are arrivals, and ends of strides, which are steps in a row without a decision between (`stride.py`). Every GPU
+with requests runs one step after the other. GPUs whose engines work ahead launch the next step when this one begins,
+unless all requests end with it: a request that arrives meanwhile joins one step later. The simulation is deterministic:
+the same trace gives the same result, to the bit.
 
-Left out: the network between scheduler and runners, sampling, and the load of an adapter (2 ms, hidden behind a step of
-30). The cost model must contain the step that hides it, see `StepCost.slowed`.
+Adapters may have to be loaded (`residency.py`). A request whose adapter is in no slot waits for its load, and those
+behind it on its GPU wait too; other steps run beside. Left out: the network between scheduler and runners, sampling,
+and what a load takes from the step beside it.
 """
 
 import heapq

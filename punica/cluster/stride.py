@@ -3,7 +3,7 @@
 A stride ends with the step after which the GPU's requests may change: one of them has all its tokens, one waits for its
 prefill, or pages could run out. No decision of the policy falls between its steps, so its end is the only event of it.
 A request that is placed meanwhile cuts the stride to the step in flight. `Stride.catch_up` brings the policy's model of
-the GPU up to date, when it is asked for room.
+the GPU up to date, before the policy checks it for room.
 """
 
 from bisect import bisect_left, bisect_right
