@@ -24,9 +24,9 @@ FROM_DISK, FROM_MEMORY = "time_to_first_token_from_disk", "time_to_first_token_f
 @cache
 def load_cost(results: Path, machine: str, model: str) -> LoadCost:
     """Fit the loads of ``model`` on ``machine``; ConfigError names the machines of ``results`` that have the rows."""
-    known = [path.name for path in sorted(results.glob("*")) if _has_rows(path, model)]
-    if machine not in known:
-        raise ConfigError(f"figure.loads is {machine!r}, which has no loads of {model}; it can be {', '.join(known)}")
+    if not _has_rows(results / machine, model):
+        known = ", ".join(path.name for path in sorted(results.glob("*")) if _has_rows(path, model))
+        raise ConfigError(f"figure.loads is {machine!r}, which has no loads of {model}; it can be {known or 'none'}")
     seconds = _slot_loads(results / machine, model)
     relative = 1 / seconds.to_numpy()  # weights of the residuals
     slope, base = np.polyfit(seconds.index.to_numpy(dtype=float), seconds.to_numpy(), 1, w=relative)
@@ -63,8 +63,12 @@ def _disk_loads(folder: Path, model: str) -> tuple[float, int]:
 
 
 def _medians(file: Path, model: str) -> pd.DataFrame:
-    rows = frame_of(read_rows(file) if file.exists() else [])
-    return rows[(rows["model"] == model) & rows["system"].str.startswith("punica") & (rows["statistic"] == "median")]
+    rows = read_rows(file) if file.exists() else []
+    return frame_of(
+        row for row in rows
+        if row.statistic == "median" and row.model == model and row.system.startswith("punica")
+        and row.metric in ("load_time", FROM_DISK, FROM_MEMORY)
+    )  # fmt: skip
 
 
 def _seconds(rows: pd.DataFrame) -> pd.Series:

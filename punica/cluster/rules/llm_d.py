@@ -1,4 +1,4 @@
-"""llm-d's router: its LoRA residency filter in front of its LoRA affinity scorer.
+"""llm-d's router: its LoRA residency filter, then its LoRA affinity scorer.
 
 Source: ``lora_affinity.go`` and the filter ``loraresidency`` with its README, https://github.com/llm-d/llm-d-router,
 read in November 2026.
