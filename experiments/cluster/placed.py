@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.cluster.adapter_loads import load_cost
 from experiments.cluster.hour import DURATION_S, RANK, paper_cluster, paper_hour
+from experiments.cluster.load_costs import load_cost
 from experiments.cluster.recorded import chosen_cost
 from experiments.cluster.seeds import over_seeds
 from experiments.cluster.served import SIMULATED_LENGTH, ServedHour, summary

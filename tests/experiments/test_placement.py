@@ -9,14 +9,12 @@ import pytest
 from fakes import composed
 
 from experiments.claims.placement import placement_verdicts
-from experiments.cluster.adapter_loads import load_cost
 from experiments.cluster.hour import RANK
 from experiments.cluster.placed import CROWD, DRIFT, LOAD, MIXED, PADDED, load
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.harness.points import Point
 from experiments.harness.resume import run
-from experiments.harness.schema import ConfigError
-from punica.measure.records import Row, read_rows, write_rows
+from punica.measure.records import read_rows
 
 PAPER = Path(__file__).parents[2] / "paper_results"
 ABOUT = {"ranks": [8, 64], "adapters": 200}
@@ -148,37 +146,6 @@ def test_under_drift_other_adapters_are_popular_and_each_keeps_its_rank() -> Non
     assert favourites == [1 + 32 * turn for turn in range(6)]
     ranks = pd.Series(asked.ranks).groupby(asked.adapters).nunique()
     assert (ranks == 1).all()
-
-
-# cost of loads
-
-
-def test_loads_cost_what_rows_say(tmp_path) -> None:
-    def rows(figure: str, panel: str, values: dict[tuple[str, int], float], unit: str, disturbed: bool = False):
-        about = {"figure": figure, "panel": panel, "system": "punica", "workload": "Zipf", "model": "toy"}
-        about |= {"hardware": "box", "batch_size": None, "seq_len": None, "unit": unit, "statistic": "median"}
-        return [
-            Row(**about, metric=metric, rank=rank, value=value, disturbed=disturbed, repeat=0)
-            for (metric, rank), value in values.items()
-        ]
-
-    folder = tmp_path / "box"
-    write_rows(
-        folder / "sec52_adapter_loading.csv",
-        rows("text 5.2", "model", {("load_time", rank): 1.0 + 0.1 * rank for rank in (8, 16, 64)}, "ms"),
-    )
-    with pytest.raises(ConfigError, match=r"figure.loads is 'box', which has no loads of toy"):
-        load_cost(tmp_path, "box", "toy")
-    memory, disk = "time_to_first_token_from_memory", "time_to_first_token_from_disk"
-    write_rows(folder / "ext_many_adapters.csv", [
-        *rows("ext many adapters", "few in memory", {(memory, 16): 20.0, (disk, 16): 180.0}, "ms"),
-        *rows("ext many adapters", "disturbed", {(memory, 16): 20.0, (disk, 16): 900.0}, "ms", disturbed=True),
-        *rows("ext many adapters", "all in memory", {(memory, 16): 25.0}, "ms"),
-    ])  # fmt: skip
-    load_cost.cache_clear()
-    cost = load_cost(tmp_path, "box", "toy")
-    assert [cost.host_seconds(rank) for rank in (8, 16, 64)] == pytest.approx([0.0018, 0.0026, 0.0074])
-    assert [cost.disk_seconds(rank) for rank in (16, 32)] == pytest.approx([0.16, 0.32])
 
 
 # the figure
