@@ -63,6 +63,7 @@ class Placement(Experiment):
     reads = ("workload",)
     clock, drawn_by = "host_clock", "cluster.draw_placement"
     passes = 1  # a simulation repeats itself
+    version = 2  # with loads of adapters, around the hour's peak
 
     def points(self, cfg: Config) -> list[Point]:
         from experiments.cluster.placed import CROWD, DRIFT, LOAD, MIXED, MODEL, PADDED, settings

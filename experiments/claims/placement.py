@@ -89,7 +89,7 @@ def _length(rows: pd.DataFrame) -> str:
     if known.empty:
         return "the part of the hour that was simulated"
     seconds = float(known.iloc[-1])
-    return "the whole hour" if seconds >= WHOLE_HOUR else f"{seconds:g} s around the hour's peak"
+    return "the whole hour" if seconds >= WHOLE_HOUR else f"{seconds:g} s of the hour"
 
 
 def _sentence(rule: str, ratios: pd.Series, over: str) -> str:

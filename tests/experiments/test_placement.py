@@ -52,7 +52,7 @@ def test_a_sentence_compares_each_rule_with_punica_over_all_loads() -> None:
     assert "over the part of the hour that was simulated takes 1.20 to 2.00 times its GPU time" in said
     assert "0.50 to 2.00 times its loads (lowest and highest of 2 loads)." in said
     length = {"figure": "ext placement", "panel": "load", "system": "punica", "metric": "simulated_seconds"}
-    for seconds, told in ((30.0, "over 30 s around the hour's peak"), (3600.0, "over the whole hour")):
+    for seconds, told in ((30.0, "over 30 s of the hour takes"), (3600.0, "over the whole hour")):
         assert told in placement_verdicts(pd.concat([rows, pd.DataFrame([{**length, "value": seconds}])]))[0]
     assert placement_verdicts(rows[rows["system"] != "punica"]) == []
     assert placement_verdicts(rows.assign(figure="13")) == []
