@@ -38,7 +38,8 @@ class RuleClaim:
     every: bool = False
 
 
-LORASERVE, CHAMELEON = "LoRAServe (arXiv 2511.22880)", "Chameleon (MICRO 2025)"
+LORASERVE = "LoRAServe (arXiv 2511.22880; here by its abstract, without remote access to adapters)"
+CHAMELEON = "Chameleon (MICRO 2025)"
 FEWER = "routes to adapters where they are, to load fewer (no number)"
 RULE_CLAIMS = (
     RuleClaim("loraserve", LORASERVE, "claims up to 2 times the throughput", CAPACITY, 2.0, lower=False),

@@ -1,8 +1,8 @@
 """Scheduling over many GPUs (section 5 of the paper). The names exported here need no torch.
 
 gpu.py              scheduler's model of one GPU: working set, KV pages
-placement.py        placement rules: protocol, registry, Punica's and its released code's
-rules/              placement rules of other systems
+placement.py        placement rules: protocol, registry, the paper's
+rules/              rules of other systems
 open_gpus.py        GPUs with room, in the order of a rule
 policy.py           queue and decisions
 residency.py        adapters of one simulated GPU: slots, host memory, disk
