@@ -35,8 +35,8 @@ sys.path.insert(
             if (f / "paper_results").is_dir())
 )  # fmt: skip
 from experiments.claims.fig12 import ranks_table
+from experiments.claims.placement import placement_verdicts
 from experiments.claims.predictions import (
-    placement_verdicts,
     prediction_table,
     predictions,
     remains,
@@ -136,9 +136,9 @@ else:
 # %% [markdown]
 # ## 3. Other rules (an ablation)
 #
-# Newer systems place requests by load, in turn, by adapter or by rank, and claim up to twice the throughput and half
-# the GPUs. On the paper's load, on mixed ranks, and under kernels that pad every adapter to the largest rank of its
-# batch, all simulated:
+# Production's routers and newer papers place requests by load, in turn, by adapter or by rank, and claim fewer loads,
+# up to twice the throughput and half the GPUs. On the paper's load, on mixed ranks (also under kernels that pad every
+# adapter to the largest rank of its batch), in a flash crowd and under drift, all simulated:
 
 # %%
 display(*SIMULATED.figure(PLACEMENT))

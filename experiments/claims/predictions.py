@@ -1,4 +1,4 @@
-"""Predictions of simulations beside what was published or measured; scheduling rules beside Punica's.
+"""Predictions of simulations beside what was published or measured.
 
 Cost models are fitted to Figures 1 and 10, to datasheets, to the windows that are not predicted, and to steps with a
 prompt at rates that are not predicted. Two exceptions were fitted to what is compared: the simulator's
@@ -20,7 +20,6 @@ from experiments.cluster.served import (
     FIRST_TOKEN,
     RAY,
     SHARE,
-    SIMULATED_LENGTH,
     SIMULATED_RAY,
     SLOWED,
     STREAM,
@@ -38,15 +37,6 @@ RAY_TOO = {
     "mean_throughput": "token/s", "mean_batch_size_of_active_cells": "mean batch of active runners",
     "mean_active_gpus": "mean of active runners",
 }  # fmt: skip
-PLACEMENT, PUNICA = "ext placement", "punica"
-UNCLAIMED = {
-    "released": "nobody claims more of it",
-    "adapter_affinity": "adapter loads, which it is made to save, are not simulated: it is not judged",
-}
-"""Scheduling rule that is not held against what newer papers claim -> reason."""
-WHOLE_HOUR = 3600
-TWICE, HALF = 2.0, 0.5
-"""Throughput and GPU time over Punica's that newer papers claim."""
 LEVELS = {
     "requests (input)": "total_requests", "tokens (follow from the input)": "total_tokens",
     MEAN_ACTIVE: "mean_active_gpus",
@@ -266,41 +256,4 @@ def remains(found: list[Prediction]) -> str:
         f"{level.published:.3g} GPUs are active on the mean and not {level.predicted:.3g}. The paper's Figure 11 has "
         f"{alone.published:.4g} token/s on one GPU, on a card with faster memory; no figure times the steps of the "
         "cluster's runner, so its cost is not known, and no coefficient was changed for it."
-    )
-
-
-def placement_verdicts(rows: pd.DataFrame) -> list[str]:
-    """Describe each scheduling rule of `ext_placement` other than Punica's, in a sentence."""
-    mine = rows[(rows["figure"] == PLACEMENT) & rows["metric"].isin(("capacity", "gpu_seconds"))]
-    if mine.empty or PUNICA not in set(mine["system"]):
-        return []
-    cells = mine.drop_duplicates(["panel", "system", "metric"], keep="last")
-    table = cells.pivot_table(index=["system", "panel"], columns="metric", values="value", sort=False)
-    rules = [rule for rule in dict.fromkeys(cells["system"]) if rule != PUNICA]
-    over = _length(rows)
-    return [_sentence(rule, table.loc[rule] / table.loc[PUNICA], over) for rule in rules]
-
-
-def _length(rows: pd.DataFrame) -> str:
-    """Name the part of the hour that was simulated."""
-    known = rows.loc[(rows["figure"] == PLACEMENT) & (rows["metric"] == SIMULATED_LENGTH), "value"]
-    if known.empty:
-        return "the part of the hour that was simulated"
-    seconds = float(known.iloc[-1])
-    return "the whole hour" if seconds >= WHOLE_HOUR else f"the first {seconds:g} s of the hour"
-
-
-def _sentence(rule: str, ratios: pd.DataFrame, over: str) -> str:
-    """Compare a rule; ``ratios``: capacity and GPU seconds over Punica's, by panel; ``over``: part of the hour."""
-    fastest, fewest = ratios["capacity"].idxmax(), ratios["gpu_seconds"].idxmin()
-    speed, gpus = float(ratios["capacity"].max()), float(ratios["gpu_seconds"].min())
-    most = float(ratios["gpu_seconds"].max())
-    twice, half = (
-        "" if rule in UNCLAIMED else ", as claimed" if met else f", and not the {claimed:g} that are claimed"
-        for met, claimed in ((speed >= TWICE, TWICE), (gpus <= HALF, HALF))
-    )
-    end = f"; {UNCLAIMED[rule]}" if rule in UNCLAIMED else ""
-    return (
-        f"`{rule}` serves at best {speed:.2f} times Punica's throughput where all GPUs are full ({fastest}){twice}, "
-        f"and over {over} takes at least {gpus:.2f} times its GPU time ({fewest}; at most {most:.2f}){half}{end}."
     )

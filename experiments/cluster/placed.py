@@ -1,45 +1,60 @@
 """One scheduling rule on one load, simulated, for `ext_placement`."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from experiments.cluster.hour import RANK, paper_cluster, paper_hour
+from experiments.cluster.hour import DURATION_S, RANK, paper_cluster, paper_hour
+from experiments.cluster.load_costs import load_cost
 from experiments.cluster.recorded import chosen_cost
 from experiments.cluster.seeds import over_seeds
 from experiments.cluster.served import SIMULATED_LENGTH, ServedHour, summary
 from experiments.cluster.step_costs import model_bytes
 from experiments.harness.points import Point, Reading
-from experiments.harness.schema import Config
+from experiments.harness.schema import REPOSITORY, Config
 from experiments.harness.settings import folders
-from punica.cluster import SimulationResult, StepCost, Trace, simulate
+from punica.cluster import LoadCost, ResidencyConfig, SimulationResult, StepCost, Trace, simulate
+from punica.workload import MAX_BATCH, adapter_shares, drifting, flash_crowd, independent_seeds
 
 MODEL = "llama2-7b"
 KEPT = ("gpu_seconds", "mean_active_gpus", "max_active_gpus", "p99_time_to_first_token", "mean_throughput")
 RAMP, TAIL = 0.1, 0.5
 """Parts of a run with all requests waiting: before RAMP the GPUs fill, after TAIL some may run empty."""
+CAPACITY, FROM_HOST, FROM_DISK = "capacity", "loads_from_host", "loads_from_disk"
+LOAD, MIXED, PADDED, CROWD, DRIFT = "paper's load", "mixed ranks", "mixed ranks, padded", "flash crowd", "drift"
+"""Panels. All but the first have Zipf popularity and several ranks."""
+CROWD_SHARE = 0.5
+"""Share of the requests in the middle third that name one adapter, the least popular one before and after."""
+DRIFT_MOVES = 6
+"""Times that popularity moves on, each time by `MAX_BATCH` adapters: no slot has an adapter that is popular next."""
 
 
 def settings(cfg: Config, figure: Any) -> dict[str, Any]:
     """Return what decides a row beside its columns."""
+    places = folders(cfg)
+    results = places.recorded_rows.parent
+    loads = load_cost(REPOSITORY / "results", figure.loads, MODEL)  # committed rows, wherever those of this run go
     return {
         "gpus": figure.gpus, "seconds": figure.seconds, "waiting": figure.waiting, "ranks": list(figure.ranks),
-        "seeds": figure.seeds, "cost": asdict(_cost(cfg)),
+        "seeds": figure.seeds, "cost": asdict(chosen_cost(figure.cost, MODEL, places.paper, results)),
+        "adapters": figure.adapters, "loads": asdict(loads),
+        "host_adapters": figure.host_adapters,
     }  # fmt: skip
 
 
-def served(cfg: Config, point: Point, ranks: Sequence[int], padded: bool) -> list[Reading]:
-    """Simulate the rule of ``point`` on its load of adapters of ``ranks``, and with requests that all wait."""
-    return over_seeds(point.settings["seeds"], lambda seed: _served(cfg, point, ranks, padded, seed))
+def served(paper: Path, point: Point) -> list[Reading]:
+    """Simulate the rule of ``point`` on the load of its panel, and with requests that all wait."""
+    return over_seeds(point.settings["seeds"], lambda seed: _served(paper, point, seed))
 
 
-def _served(cfg: Config, point: Point, ranks: Sequence[int], padded: bool, seed: int) -> list[Reading]:
+def _served(paper: Path, point: Point, seed: int) -> list[Reading]:
     about = point.settings
-    cost = _cost(cfg)
-    asked = paper_hour(folders(cfg).paper, about["seconds"], seed, point.workload, ranks)
-    result = _run(asked, point, cost, padded)
+    asked = load(paper, point, seed, seconds=about["seconds"])
+    result = _run(point, asked)
     hour = ServedHour(
         about["seconds"], asked.arrivals, result.first_token_s, result.finish_s, result.tokens, result.batch,
         result.seconds_by_batch, "simulated", result.cost_model,
@@ -48,28 +63,63 @@ def _served(cfg: Config, point: Point, ranks: Sequence[int], padded: bool, seed:
     found = {
         "time_per_output_token": (1e3 * float(each.mean()), "ms"),
         SIMULATED_LENGTH: (about["seconds"], "s"),
-        "capacity": (_capacity(cfg, point, padded, ranks, seed), "token/s"),
+        CAPACITY: (_capacity(paper, point, seed), "token/s"),
+        FROM_HOST: (result.loads_from_host, "loads"),
+        FROM_DISK: (result.loads_from_disk, "loads"),
+        "load_wait": (1e3 * result.load_wait_s / max(1, len(asked.arrivals)), "ms"),
     }
     kept = [reading for reading in summary(hour) if reading.metric in KEPT]
     marks = {"kind": "simulated", "cost_model": result.cost_model}
     return [*kept, *(Reading(name, value, unit, **marks) for name, (value, unit) in found.items())]
 
 
-def _cost(cfg: Config) -> StepCost:
-    figure: Any = cfg.figure
-    return chosen_cost(figure.cost, MODEL, folders(cfg).paper, folders(cfg).recorded_rows.parent)
+def load(paper: Path, point: Point, seed: int, seconds: float = DURATION_S, count: int | None = None) -> Trace:
+    """Draw the requests of a panel: of ``seconds`` in the middle of the hour, its peak, or the first ``count`` of them.
+    Crowd and drift stretch over all of them.
+    """
+    panel = _panel(point)
+    ranks = tuple(point.settings["ranks"]) if panel in (MIXED, PADDED, CROWD, DRIFT) else (RANK,)
+    hour = _hour(paper, DURATION_S, seed, point.workload, ranks)
+    start = (DURATION_S - seconds) / 2
+    first, end = np.searchsorted(hour.arrivals, (start, start + seconds))
+    part = slice(first, end if count is None else first + count)
+    lengths = type(hour.lengths)(hour.lengths.prompt[part], hour.lengths.output[part])
+    asked = Trace(hour.arrivals[part] - start, lengths, hour.adapters[part], hour.ranks[part])
+    if panel not in (CROWD, DRIFT) or not len(asked.arrivals):
+        return asked
+    adapters = _changing(asked, point, seed)
+    of_adapter = np.random.default_rng(seed).choice(np.asarray(ranks), point.settings["adapters"])
+    return Trace(asked.arrivals, lengths, adapters + 1, of_adapter[adapters])
 
 
-def _run(asked: Trace, point: Point, cost: StepCost, padded: bool) -> SimulationResult:
-    policy = paper_cluster(point.system, model_bytes(MODEL), point.settings["gpus"], int(asked.ranks.max(initial=RANK)))
-    return simulate(asked, policy, cost, padded)
+_hour = lru_cache(maxsize=32)(paper_hour)  # the same for every rule
 
 
-def _capacity(cfg: Config, point: Point, padded: bool, ranks: Sequence[int], seed: int) -> float:
+def _changing(asked: Trace, point: Point, seed: int) -> NDArray[np.int64]:
+    """Draw adapters whose popularity changes over the arrivals of ``asked``."""
+    shares = adapter_shares(point.workload, point.settings["adapters"])
+    end = float(asked.arrivals[-1])
+    drawn = independent_seeds(seed, 5)[-1]  # the fifth, behind those of the hour
+    if _panel(point) == CROWD:
+        return flash_crowd(asked.arrivals, shares, (end / 3, 2 * end / 3, CROWD_SHARE), drawn)
+    return drifting(asked.arrivals, shares, end / DRIFT_MOVES, drawn, MAX_BATCH)
+
+
+def _panel(point: Point) -> str:
+    """Return the panel without its cost model."""
+    return point.panel.partition(", cost ")[0]
+
+
+def _run(point: Point, asked: Trace) -> SimulationResult:
+    about = point.settings
+    policy = paper_cluster(point.system, model_bytes(MODEL), about["gpus"], int(asked.ranks.max(initial=RANK)))
+    adapters = ResidencyConfig(MAX_BATCH, LoadCost(**about["loads"]), about["host_adapters"])
+    return simulate(asked, policy, StepCost(**about["cost"]), _panel(point) == PADDED, adapters=adapters)
+
+
+def _capacity(paper: Path, point: Point, seed: int) -> float:
     """Simulate tokens per second while all GPUs are full, of another hour's requests that wait from the start."""
-    hour = paper_hour(folders(cfg).paper, seed=seed + 1, workload=point.workload, ranks=ranks)
-    count = point.settings["waiting"]
-    lengths = type(hour.lengths)(hour.lengths.prompt[:count], hour.lengths.output[:count])
-    waiting = Trace(np.zeros(count), lengths, hour.adapters[:count], hour.ranks[:count])
-    tokens = _run(waiting, point, _cost(cfg), padded).tokens
+    hour = load(paper, point, seed + 1, count=point.settings["waiting"])
+    waiting = Trace(np.zeros(len(hour.arrivals)), hour.lengths, hour.adapters, hour.ranks)
+    tokens = _run(point, waiting).tokens
     return float(tokens[int(RAMP * len(tokens)) : max(1, int(TAIL * len(tokens)))].mean())

@@ -11,6 +11,8 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from experiments.cluster.placed import FROM_DISK, FROM_HOST
+from experiments.cluster.seeds import HIGH, LOW, MEAN
 from experiments.plots import style
 from experiments.plots.frames import described, distinct, series
 
@@ -23,6 +25,7 @@ HEAT = "gpu_batch_size_60s_mean"
 MINUTE = 60.0
 ON_RAY = "ray hour"
 """In the panels of runners on Ray, and of what simulates them."""
+LOADS = "loads"
 WIDTH = int(style.LETTERS_PER_INCH * 7.0)
 
 
@@ -102,33 +105,51 @@ BARS = (
     ("mean_active_gpus", "active GPUs"),
     ("capacity", "full GPUs: token/s"),
     ("p99_time_to_first_token", "p99 first token (ms)"),
-    ("time_per_output_token", "ms per output token"),
+    (LOADS, "adapters loaded"),
 )
+BAR_HEIGHT = 0.145
+"""Inches of a rule, in a panel."""
 
 
 def draw_placement(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """One column per quantity, one row per load; a bar for each scheduling rule, with its number."""
+    """One column per quantity, one row per load; a bar for each scheduling rule, with its mean over seeds and their
+    span.
+    """
     panels, rules = list(dict.fromkeys(rows["panel"])), list(dict.fromkeys(rows["system"]))
+    height = 0.8 + len(panels) * (0.3 + BAR_HEIGHT * len(rules))
     figure, axes = plt.subplots(
-        len(panels), len(BARS), figsize=(7.0, 0.9 + 1.25 * len(panels)), sharey=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
+        len(panels), len(BARS), figsize=(7.0, height), sharey=True, squeeze=False, layout="constrained"
+    )
     for line, panel in zip(axes, panels, strict=True):
         for axis, (metric, label) in zip(line, BARS, strict=True):
-            mine = rows[(rows["panel"] == panel) & (rows["metric"] == metric)].set_index("system")["value"]
-            values = [float(mine.get(rule, 0.0)) for rule in rules]
-            colours = [style.look(rule)[0] if rule == "punica" else "0.7" for rule in rules]
-            axis.barh(range(len(rules)), values, color=colours)
-            for place, value in enumerate(values):
-                said = f" {value:.3g}" if value < 1000 else f" {value:.0f}"
-                style.note(axis, said, value, place, lift=0, ha="left", va="center")
-            axis.set(yticks=range(len(rules)), yticklabels=rules, xlim=(0, 1.35 * max([*values, 1e-9])))
-            axis.grid(axis="y", visible=False)
+            _draw_rules(axis, rows[rows["panel"] == panel], metric, rules)
             axis.set_title(label if panel == panels[0] else "")
         line[0].set_ylabel(panel)
         line[0].invert_yaxis()
     _simulated_caption(figure, "Where a request goes: scheduling rules, simulated", rows)
     return figure
+
+
+def _draw_rules(axis: Axes, rows: pd.DataFrame, metric: str, rules: list[str]) -> None:
+    """Draw mean and span of ``metric`` for each rule; zeros where there are no such rows."""
+    low, mean, high = ([_one(rows, metric, suffix, rule) for rule in rules] for suffix in (LOW, MEAN, HIGH))
+    spans = [(value - least, most - value) for least, value, most in zip(low, mean, high, strict=True)]
+    colours = [style.look(rule)[0] if rule == "punica" else "0.7" for rule in rules]
+    looks = {"elinewidth": 0.7, "ecolor": "0.35"}
+    axis.barh(range(len(rules)), mean, color=colours, xerr=list(zip(*spans, strict=True)), error_kw=looks)
+    for place, (value, most) in enumerate(zip(mean, high, strict=True)):
+        said = f" {value:.3g}" if value < 1000 else f" {value:.0f}"
+        style.note(axis, said, most, place, lift=0, ha="left", va="center", fontsize=6)
+    axis.set(yticks=range(len(rules)), yticklabels=rules, xlim=(0, 1.35 * max([*high, 1e-9])))
+    axis.tick_params(axis="y", labelsize=6)
+    axis.grid(axis="y", visible=False)
+
+
+def _one(rows: pd.DataFrame, metric: str, suffix: str, rule: str) -> float:
+    """Return the last value of a rule, loads from host and disk added up."""
+    names = [f"{name}{suffix}" for name in ((FROM_HOST, FROM_DISK) if metric == LOADS else (metric,))]
+    chosen = rows[(rows["system"] == rule) & rows["metric"].isin(names)]
+    return float(chosen.drop_duplicates("metric", keep="last")["value"].sum())
 
 
 def _simulated_caption(figure: Figure, title: str, rows: pd.DataFrame) -> None:

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from experiments.claims import Verdict
 from experiments.claims.fig11 import Serving
-from experiments.claims.predictions import placement_verdicts
+from experiments.claims.placement import placement_verdicts
 from experiments.claims.rows import NotMeasured, Rows, markdown
 from experiments.claims.table import marked, total
 from experiments.facts.paper import as_rows, read_figure

@@ -15,8 +15,8 @@ from experiments.claims import Verdict, as_frame
 from experiments.claims.asked import asked, asked_table
 from experiments.claims.fig12 import ranks_table
 from experiments.claims.judge import NOT_MEASURED
+from experiments.claims.placement import placement_verdicts
 from experiments.claims.predictions import (
-    placement_verdicts,
     prediction_table,
     predictions,
     remains,
@@ -127,7 +127,7 @@ def _ranks(rows: pd.DataFrame) -> list[str]:
 
 
 def _placed(rows: pd.DataFrame) -> list[str]:
-    """A sentence about each scheduling rule beside Punica's; nothing without such rows."""
+    """Sentences about each scheduling rule and claim of a newer one; nothing without such rows."""
     said = placement_verdicts(rows)
     return ["## Other scheduling rules, simulated", "", *(f"* {sentence}" for sentence in said), ""] if said else []
 

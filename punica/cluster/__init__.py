@@ -1,7 +1,8 @@
 """Scheduling over many GPUs (section 5 of the paper). The names exported here need no torch.
 
 gpu.py              scheduler's model of one GPU: working set, KV pages
-placement.py        placement rules: Punica's, the released code's, newer systems'
+placement.py        placement rules: protocol, registry, the paper's
+rules/              rules of other systems
 open_gpus.py        GPUs with room, in the order of a rule
 policy.py           queue and decisions
 residency.py        adapters of one simulated GPU: slots, host memory, disk
@@ -16,12 +17,12 @@ adapter_files.py    adapter files from a store: LRU cache of folders
 runner.py           engine that executes the scheduler's steps
 crash_record.py     crash history of a request: quarantine, failure
 dispatcher.py       commands to runners, replies to results, recovery from lost runners
-timeouts.py         longest waits for a runner
 ray_runners.py      Ray actors: start, step, kill
 cluster_output.py   output of a cluster step
 ray_cluster.py      interface of one large engine
 """
 
+from punica.cluster import rules
 from punica.cluster.gpu import ClusterRequest, Gpu
 from punica.cluster.latency import (
     ModelBytes,

@@ -1,8 +1,8 @@
-"""Placement and eviction rules of a cluster.
+"""Placement and eviction rules of a cluster: their protocol, their registry, and the paper's two.
 
 `punica` is section 5.1 of the paper. `released` is its released code where the two differ (disagreement D12 of
-``paper_results/README.md``). The others are proposals of newer systems with Punica's eviction, so that a comparison
-changes one thing. A new rule is one class with :data:`SCHEDULING_RULES` ``.register("name")``.
+``paper_results/README.md``). Rules of other systems are in `punica.cluster.rules`, with Punica's eviction unless they
+say so, and a comparison changes one thing. A new rule is one class with :data:`SCHEDULING_RULES` ``.register("name")``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,8 +24,8 @@ class SchedulingRule(Protocol):
         """Return one of ``gpus``: at least one, all with room for the request."""
 
     def must_evict(self, gpu: Gpu) -> bool:
-        """Return True when a member has to leave before the next step: at least when the pages do not suffice, never
-        when there is a free page for each member.
+        """Return True when a member has to leave before the next step: at least when the pages do not suffice. While
+        there is a free page for each member, the answer changes with the members alone.
         """
 
     def victim(self, gpu: Gpu) -> ClusterRequest:
@@ -101,71 +101,3 @@ class Released(LargestWorkingSet):
     def victim(self, gpu: Gpu) -> ClusterRequest:
         """Return the oldest member."""
         return min(gpu.members.values(), key=lambda request: request.arrival)
-
-
-@SCHEDULING_RULES.register("least_loaded")
-class LeastLoaded(LargestWorkingSet):
-    """Smallest working set: the usual load balancer."""
-
-    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        """Spread."""
-        return max(gpus, key=LeastLoaded.order)
-
-    @staticmethod
-    def order(gpu: Gpu) -> tuple:
-        """Order by free places."""
-        return -len(gpu.members), gpu.uuid
-
-    def candidates(self, gpus: OpenGpus) -> Iterator[Gpu]:
-        """Prefer the smallest working set."""
-        return reversed(gpus)
-
-
-@SCHEDULING_RULES.register("round_robin")
-class RoundRobin(LargestWorkingSet):
-    """GPUs in turn, in the order of UUIDs; a GPU without room loses its turn."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        """Return the next one after the last choice."""
-        chosen = min(gpus, key=lambda gpu: (gpu.uuid <= self._last, gpu.uuid))
-        self._last = chosen.uuid
-        return chosen
-
-    @staticmethod
-    def order(gpu: Gpu) -> tuple:
-        """Order by UUID."""
-        return (gpu.uuid,)
-
-    def candidates(self, gpus: OpenGpus) -> Iterator[Gpu]:
-        """Prefer the next one after the last choice."""
-        return gpus.after((self._last,))
-
-
-@SCHEDULING_RULES.register("adapter_affinity")
-class AdapterAffinity(LargestWorkingSet):
-    """Most requests of the same adapter, then Punica's rule: fewer adapters per batch, fewer loads."""
-
-    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        """Keep adapters together first."""
-        adapter = request.adapter_id
-        return max(gpus, key=lambda gpu: (gpu.requests_of[adapter], len(gpu.members), gpu.uuid))
-
-
-@SCHEDULING_RULES.register("rank_aware")
-class RankAware(LargestWorkingSet):
-    """Least added cost if every row of a batch paid for the batch's largest rank, then Punica's rule. Requests of
-    similar ranks are batched, so that a high rank does not slow low ones down. Kernels that read each adapter's own
-    rank have no such cost.
-    """
-
-    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        """Minimise added rows times rank."""
-        return max(gpus, key=lambda gpu: (-self._added(request.rank, gpu), len(gpu.members), gpu.uuid))
-
-    @staticmethod
-    def _added(rank: int, gpu: Gpu) -> int:
-        largest = max((member.rank for member in gpu.members.values()), default=0)
-        return (len(gpu.members) + 1) * max(largest, rank) - len(gpu.members) * largest

@@ -1,6 +1,7 @@
 """The paper's request streams, defined once. No torch in here.
 
     popularity.py       who asks for which adapter
+    changing.py         the same over time: a flash crowd, drift
     lengths.py          how much: tokens of prompts and outputs
     arrivals.py         when
     replay.py           how many steps that takes under each scheduling rule of the paper
@@ -20,6 +21,7 @@ from punica.workload.arrivals import (
     profile_arrivals,
     released_rate,
 )
+from punica.workload.changing import drifting, flash_crowd
 from punica.workload.lengths import RequestLengths, released_lengths, rescaled, scaled_lengths, stated_lengths
 from punica.workload.popularity import (
     PAPER_WORKLOADS,

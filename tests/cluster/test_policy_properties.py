@@ -229,9 +229,16 @@ class World:
         self.check()
 
 
-@pytest.mark.parametrize("rule", SCHEDULING_RULES.names())
+PAPERS = ("punica", "released")
+"""Rules that differ in eviction and prefills, on which the other worlds depend."""
+
+
 @pytest.mark.parametrize(
-    ("seed", "page_size", "closed"), [(1, 4, 0.0), (3, 1, 0.0), (4, 5, 0.0), (5, 4, 0.1)]
+    ("rule", "seed", "page_size", "closed"),
+    [
+        *((rule, 1, 4, 0.0) for rule in SCHEDULING_RULES.names()),
+        *((rule, *world) for rule in PAPERS for world in ((3, 1, 0.0), (4, 5, 0.0), (5, 4, 0.1))),
+    ],
 )
 def test_random_events(rule, seed, page_size, closed):
     world = World(rule, seed, page_size, closed)

@@ -13,7 +13,6 @@ import pytest
 from fakes import composed
 
 from experiments.claims.predictions import (
-    placement_verdicts,
     prediction_table,
     predictions,
     remains,
@@ -549,62 +548,6 @@ def test_a_share_that_is_off_is_said_to_be():
 def test_the_papers_own_hour_is_no_prediction():
     rows = predicted_rows()
     assert predictions(rows[rows["panel"] != HOUR], PAPER) == []
-
-
-def test_a_sentence_for_every_other_rule():
-    cells = {"punica": (1000, 50), "doubled": (2100, 60), "halved": (1000, 24), "neither": (900, 70)}
-    rows = pd.DataFrame(
-        [
-            {"figure": "ext placement", "panel": "load", "system": rule, "metric": metric, "value": value}
-            for rule, values in cells.items()
-            for metric, value in zip(("capacity", "gpu_seconds"), values, strict=True)
-        ]
-    )
-    doubled, halved, neither = placement_verdicts(rows)
-    assert "at best 2.10 times Punica's throughput where all GPUs are full (load), as claimed" in doubled
-    assert "at least 1.20 times its GPU time (load; at most 1.20), and not the 0.5 that are claimed" in doubled
-    assert "at least 0.48 times its GPU time (load; at most 0.48), as claimed" in halved
-    assert neither.count("and not the") == 2
-    assert placement_verdicts(rows[rows["figure"] == "13"]) == []
-    assert "over the part of the hour that was simulated takes" in neither
-
-
-def test_rules_of_which_nobody_claims_more_are_shown_and_not_judged():
-    values = {"capacity": 1000.0, "gpu_seconds": 50.0, "simulated_seconds": 900.0}
-    about = {"figure": "ext placement", "panel": "load"}
-    rules = ("punica", "released", "adapter_affinity", "rank_aware")
-    cells = [{**about, "system": rule, "metric": name, "value": values[name]} for rule in rules for name in values]
-    rows = pd.DataFrame(cells)
-    released, affinity, aware = placement_verdicts(rows)
-    assert "claimed" not in released + affinity
-    assert "over the first 900 s of the hour takes at least 1.00 times" in released
-    assert affinity.endswith("adapter loads, which it is made to save, are not simulated: it is not judged.")
-    assert aware.count("and not the") == 2
-    rows.loc[rows["metric"] == "simulated_seconds", "value"] = 3600.0
-    assert all("over the whole hour takes" in sentence for sentence in placement_verdicts(rows))
-
-
-def test_placement_measures_every_rule_on_every_load_and_draws(tmp_path):
-    cfg = composed(tmp_path, "draw=true", "system=punica", "figure.seconds=5", "figure.waiting=8", name=PLACEMENT.name)
-    outcome = run(cfg, PLACEMENT)
-    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 3, 3)
-    rows = read_rows(outcome.rows_file)
-    assert [row.panel for row in rows if row.metric == "capacity"] == [
-        "paper's load", "mixed ranks", "mixed ranks, padded",
-    ]  # fmt: skip
-    assert {row.kind for row in rows} == {"simulated"}
-    value = {(row.panel, row.metric): row.value for row in rows}
-    assert value["paper's load", "capacity_low"] < value["paper's load", "capacity_high"]
-    plt.close("all")
-
-
-def test_another_popularity_is_placed_at_one_rank_in_a_panel_of_its_own(tmp_path):
-    cut = ("system=punica", "figure.seconds=5", "figure.waiting=8", "draw=false")
-    outcome = run(composed(tmp_path, *cut, "workload.names=[Skewed,Identical,Zipf]", name=PLACEMENT.name), PLACEMENT)
-    rows = {(row.panel, row.workload): row.value for row in read_rows(outcome.rows_file) if row.metric == "capacity"}
-    skewed, own = ("paper's load", "Skewed"), ("paper's load, Identical", "Identical")
-    assert list(rows) == [skewed, own, ("mixed ranks", "Zipf"), ("mixed ranks, padded", "Zipf")]
-    assert rows[skewed] < rows[own], "one adapter of rank 16 is read for all"
 
 
 def test_a_larger_cluster_is_replayed_and_its_requests_counted():
