@@ -19,8 +19,11 @@ _ADDRESS = re.compile(r"Uvicorn running on (http://\S+)")
 
 
 def environment_of(device: str, threads: int) -> dict[str, str]:
-    """Return the environment of a process that finds this repository, and no GPU where `device` is the CPU."""
-    found = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(threads)}
+    """Return the environment of a process that finds this repository and what this process finds, and no GPU where
+    `device` is the CPU.
+    """
+    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    found = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
     return found if device == "cuda" else {**found, "CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -52,8 +52,8 @@ def pack_image(matrices: Sequence[ImagePart], dtype: torch.dtype, *, pin_memory:
     """Pack ``matrices``, cast to ``dtype``, into an image: uint8 ``[bytes]`` on the CPU, page-locked if asked."""
     offsets = _offsets(matrices, dtype)
     size = offsets[-1] * ALIGNMENT
-    pages = Pages(size) if pin_memory else None
-    image = torch.empty(size, dtype=torch.uint8, device="cpu") if pages is None else pages.tensor()
+    pages = Pages.of(size) if pin_memory else None
+    image = torch.empty(size, dtype=torch.uint8, device="cpu") if pages is None else pages.tensor(size)
     header = [
         (offset, *matrix.part.shape, matrix.rank) if matrix.part is not None else (0, 0, 0, matrix.rank)
         for offset, matrix in zip(offsets[:-1], matrices, strict=True)
@@ -72,7 +72,7 @@ def pack_image(matrices: Sequence[ImagePart], dtype: torch.dtype, *, pin_memory:
 
     map_in_threads(fill, range(len(matrices)))
     if pages is not None:
-        pages.lock(image)
+        pages.lock()
     return image
 
 

@@ -1,64 +1,68 @@
-"""Page-locked memory: exact sizes, locked once, unlocked when the last tensor on it is gone."""
+"""Page-locked memory: locked once, and free for the next adapter when the last tensor on it is gone."""
 
 import gc
+import mmap
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from punica.ops import pages as module
 from punica.ops.pages import Pages
 
 
 @pytest.fixture
-def cuda(monkeypatch):
-    """What CUDA is asked for, without CUDA."""
-    asked: list[tuple] = []
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: asked.append(("lock", address, size)) or 0,
-        cudaHostUnregister=lambda address: asked.append(("unlock", address)) or 0,
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+def locked(monkeypatch) -> list[tuple[int, int]]:
+    """Addresses and bytes that CUDA is asked to lock, without CUDA."""
+    asked: list[tuple[int, int]] = []
+    lock = SimpleNamespace(cudaHostRegister=lambda address, size, flags: asked.append((address, size)) or 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: lock)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(module, "_free", module.defaultdict(list))
     return asked
 
 
-def test_memory_is_locked_once_and_unlocked_with_its_last_view(cuda) -> None:
-    pages = Pages(100_001)
-    tensor = pages.tensor()
+def test_pages_are_used_again_when_the_last_view_of_them_is_gone(locked) -> None:
+    first = Pages.of(100_001)
+    tensor = first.tensor(100_001)
     assert tensor.shape == (100_001,)
-    assert not tensor.any()
     tensor.fill_(7)
-    pages.lock(tensor)
-    address, view = tensor.data_ptr(), tensor[8:24].view(torch.int32)
-    assert cuda == [("lock", address, 100_001)]
-    del pages, tensor
-    gc.collect()
-    assert view.tolist() == [0x07070707] * 4
-    assert len(cuda) == 1
-    del view
-    gc.collect()
-    assert cuda[1:] == [("unlock", address)]
-
-
-def test_memory_that_was_not_locked_is_not_unlocked(cuda) -> None:
-    tensor = Pages(64).tensor()
+    first.lock()
+    first.lock()
+    assert locked == [(tensor.data_ptr(), first.size)]
+    view = tensor[8:24].view(torch.int32)
     del tensor
     gc.collect()
-    assert cuda == []
+    assert Pages.of(100_001) is not first
+    assert view.tolist() == [0x07070707] * 4
+    del view
+    gc.collect()
+    assert Pages.of(100_002) is first
+    assert Pages.of(100_002) is not first
 
 
-def test_no_bytes(cuda) -> None:
-    pages = Pages(0)
-    pages.lock(pages.tensor())
-    assert cuda == []
+def test_pages_that_were_not_locked_are_given_to_the_system(locked) -> None:
+    first = Pages.of(64)
+    tensor = first.tensor(64)
+    del tensor
+    gc.collect()
+    assert Pages.of(64) is not first
+    assert locked == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 4097, 100_000, 80_000_001])
+def test_no_more_than_an_eighth_and_a_page_is_wasted(size: int, locked) -> None:
+    assert size <= Pages.of(size).size <= size * 9 // 8 + mmap.PAGESIZE
+
+
+def test_no_bytes(locked) -> None:
+    assert Pages.of(0).tensor(0).shape == (0,)
 
 
 @pytest.mark.gpu
-def test_a_device_reads_it_and_an_error_is_one() -> None:
-    pages = Pages(1 << 20)
-    tensor = pages.tensor().fill_(3)
-    pages.lock(tensor)
+def test_a_device_reads_it() -> None:
+    pages = Pages.of(1 << 20)
+    tensor = pages.tensor(1 << 20).fill_(3)
+    pages.lock()
     assert tensor.is_pinned()
     assert tensor.to("cuda", non_blocking=True).sum().item() == 3 << 20
-    with pytest.raises(torch.cuda.CudaError):
-        pages.lock(tensor)  # twice
