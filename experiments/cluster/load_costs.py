@@ -1,8 +1,8 @@
 """Cost models of adapter loads from recorded rows.
 
 From host memory into a slot: `load_time` of section 5.2, whole model, alone by rank and beside a decode step. From disk
-into host memory: median time to first token of requests whose adapter is on disk, less that of those whose adapter is
-in host memory (`ext_many_adapters`, undisturbed rows), in proportion to the rank, of which one is recorded.
+into host memory: median time to first token with adapters on disk, less that with adapters in host memory
+(`ext_many_adapters`, undisturbed rows). It is in proportion to the rank, of which one is recorded.
 
 Left out: the step beside a load is not slowed (`stall` of section 5.2).
 """

@@ -19,7 +19,7 @@ _free: defaultdict[int, list["Pages"]] = defaultdict(list)
 
 
 class Pages:
-    """Anonymous memory of ``size`` bytes that tensors can lie on, and a device can read once it is locked."""
+    """Anonymous memory of ``size`` bytes for tensors, which a device can read once it is locked."""
 
     def __init__(self, size: int) -> None:
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
