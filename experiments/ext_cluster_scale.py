@@ -1,6 +1,6 @@
 """Extension: how large a cluster can be simulated: time and memory of the simulator, by requests and GPUs.
 
-Claim: the simulator replays an hour of a million requests on 1,000 GPUs in three minutes and 1 GB, on one core.
+Claim: the simulator replays an hour of a million requests on 1,000 GPUs on one core, in an expected three minutes.
 Expected shape: time in proportion to the requests, under the rules whose order of GPUs the policy keeps (`punica`,
 `least_loaded`, `round_robin`); other rules scan all GPUs, for time in proportion to requests times GPUs. Memory for a
 few numbers per request, and per second of each GPU.

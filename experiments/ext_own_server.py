@@ -16,8 +16,7 @@ Panels, for each popularity:
     load N %        the server with Poisson arrivals, at this part of its request rate above: `offered_rate`
 
 Rows of the server have the metrics of `ext_server`, among them `time_to_first_token_p99` (of 100 requests or more) and
-`client_is_bottleneck`. The client is this process. It took 0.12 ms of processor time per token on two virtual cores,
-with 64 requests in flight.
+`client_is_bottleneck`. The client is this process.
 
     python -m experiments.ext_own_server scale=gpu scale.tries=0
 

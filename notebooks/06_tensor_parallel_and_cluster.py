@@ -138,7 +138,7 @@ else:
 #
 # Production's routers and newer papers place requests by load, in turn, by adapter or by rank, and claim fewer loads,
 # up to twice the throughput and half the GPUs. On the paper's load, on mixed ranks (also under kernels that pad every
-# adapter to the largest rank of its batch), in a flash crowd and under drift, all simulated:
+# adapter to the largest rank of its batch), in a flash crowd and under drift (where recorded), all simulated:
 
 # %%
 display(*SIMULATED.figure(PLACEMENT))

@@ -146,9 +146,12 @@ def _draw_rules(axis: Axes, rows: pd.DataFrame, metric: str, rules: list[str]) -
 
 
 def _one(rows: pd.DataFrame, metric: str, suffix: str, rule: str) -> float:
-    """Return the last value of a rule, loads from host and disk added up."""
+    """Return the last value of a rule, loads from host and disk added up; without rows over seeds that of one."""
+    rows = rows[rows["system"] == rule]
     names = [f"{name}{suffix}" for name in ((FROM_HOST, FROM_DISK) if metric == LOADS else (metric,))]
-    chosen = rows[(rows["system"] == rule) & rows["metric"].isin(names)]
+    chosen = rows[rows["metric"].isin(names)]
+    if chosen.empty:
+        chosen = rows[rows["metric"] == metric]
     return float(chosen.drop_duplicates("metric", keep="last")["value"].sum())
 
 

@@ -31,7 +31,7 @@ class Clients:
     outcome: Outcome
 
     async def run(self, count: int) -> float:
-        """Send ``count`` requests; return the answered requests per second."""
+        """Send ``count`` requests; return the requests per second, those that clients left among them."""
         begun, left = time.perf_counter(), [count]
 
         async def client() -> None:

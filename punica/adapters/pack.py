@@ -80,7 +80,7 @@ class AdapterPacker:
         if not fits:
             self._check(lora.id, groups, with_data=True)
 
-        is_finite = fits and all(_weights_of(lora, name).scaling == 1 for name in lora.loras)
+        is_finite = fits and self._fp8 is None and all(_weights_of(lora, name).scaling == 1 for name in lora.loras)
 
         def packed(weights: ModuleWeights) -> ModuleWeights:
             name = weights.module_name

@@ -164,7 +164,8 @@ class StreamSlotWriter:
 
     def stage(self, lora: LoRAModel) -> LoRAModel:
         """Copy a packed adapter into page-locked memory."""
-        return stage(self._modules, lora, self._table.dtype, pin_memory=True)
+        with torch.cuda.device(self._device):  # in whose context memory is locked, whatever thread this is
+            return stage(self._modules, lora, self._table.dtype, pin_memory=True)
 
     def host_bytes(self, lora: LoRAModel) -> int:
         """Return the size of a staged adapter's image in bytes."""

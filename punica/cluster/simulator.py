@@ -209,6 +209,8 @@ class _Simulation:
         step = self.policy.begin_step(gpu.uuid, joins)
         if not step.is_empty:
             self._run(stride, step)
+        elif gpu.residency is not None and gpu.pending and gpu.residency.load_ends == inf:
+            self._begin(stride)  # it was launched before the load of its head ended, and evicted what decoded
         elif gpu.residency is not None and gpu.pending:
             stride.stop = gpu.residency.load_ends
             self._expect(stride)

@@ -32,7 +32,7 @@ def commit(root: Path = ROOT) -> str:
     if revision and _git(root, "status", "--porcelain") == "":
         return revision
     sent, sources = _read_stamp(root / STAMP) if (root / STAMP).exists() else ("", "")
-    if sent and tree_hash(root) == sources:  # in a copy, whose history may be that of an older commit
+    if sent not in ("", revision) and tree_hash(root) == sources:  # a copy, with the history of an older commit if any
         return sent
     return f"{revision or sent}-dirty" if revision or sent else UNKNOWN
 

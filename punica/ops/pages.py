@@ -14,6 +14,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+MOST_FREE = 4 << 30
+"""Bytes of locked pages that are kept for later adapters."""
 _free: defaultdict[int, list["Pages"]] = defaultdict(list)
 """Locked pages without a tensor, by their bytes."""
 
@@ -50,9 +52,17 @@ class Pages:
         """Lock the pages, once. torch.cuda.CudaError: CUDA refuses it."""
         if not self._is_locked:
             address = ctypes.addressof(ctypes.c_uint8.from_buffer(self._memory))
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, self.size, 0))
+            code = int(torch.cuda.cudart().cudaHostRegister(address, self.size, 0))
+            if code:
+                with suppress(RuntimeError):  # CUDA tells the error once more, to the next launch: to this one
+                    torch.zeros(1, device="cuda")
+            torch.cuda.check_error(code)
             self._is_locked = True
 
     def _give_back(self) -> None:
-        if self._is_locked:
+        if not self._is_locked:
+            return
+        if sum(size * len(pages) for size, pages in list(_free.items())) + self.size <= MOST_FREE:
             _free[self.size].append(self)
+        else:
+            torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(ctypes.c_uint8.from_buffer(self._memory)))

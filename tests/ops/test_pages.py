@@ -15,7 +15,10 @@ from punica.ops.pages import Pages
 def locked(monkeypatch) -> list[tuple[int, int]]:
     """Addresses and bytes that CUDA is asked to lock, without CUDA."""
     asked: list[tuple[int, int]] = []
-    lock = SimpleNamespace(cudaHostRegister=lambda address, size, flags: asked.append((address, size)) or 0)
+    lock = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: asked.append((address, size)) or 0,
+        cudaHostUnregister=lambda address: asked.append((address, 0)) or 0,
+    )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: lock)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     monkeypatch.setattr(module, "_free", module.defaultdict(list))
@@ -48,6 +51,18 @@ def test_pages_that_were_not_locked_are_given_to_the_system(locked) -> None:
     gc.collect()
     assert Pages.of(64) is not first
     assert locked == []
+
+
+def test_pages_beyond_the_limit_are_unlocked(locked, monkeypatch) -> None:
+    monkeypatch.setattr(module, "MOST_FREE", 100_000)
+    for _ in range(2):
+        one, other = Pages.of(70_000), Pages.of(70_000)
+        tensors = [one.tensor(70_000), other.tensor(70_000)]
+        for pages in (one, other):
+            pages.lock()
+        del one, other, pages, tensors
+        gc.collect()
+    assert [size > 0 for _, size in locked] == [True, True, False, True, False]
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 4097, 100_000, 80_000_001])
