@@ -52,11 +52,12 @@ class Pages:
         """Lock the pages, once. torch.cuda.CudaError: CUDA refuses it."""
         if not self._is_locked:
             address = ctypes.addressof(ctypes.c_uint8.from_buffer(self._memory))
-            code = int(torch.cuda.cudart().cudaHostRegister(address, self.size, 0))
-            if code:
+            try:
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, self.size, 0))
+            except torch.cuda.CudaError:
                 with suppress(RuntimeError):  # CUDA tells the error once more, to the next launch: to this one
                     torch.zeros(1, device="cuda")
-            torch.cuda.check_error(code)
+                raise
             self._is_locked = True
 
     def _give_back(self) -> None:
