@@ -6,6 +6,7 @@ compilations (`Launch.compile_only`), which end in Triton's cache folder.
 """
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +184,7 @@ def stand_in(gpu: GpuDescription) -> None:
         "get_device_properties": SimpleNamespace(**asdict(gpu)), "mem_get_info": (ENDLESS, ENDLESS),
         "memory_reserved": 0, "memory_allocated": 0, "current_stream": _Inert(), "stream": _Inert(),
         "synchronize": None, "set_device": None, "cudart": _Inert(), "check_error": None,
+        "device": nullcontext(),
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **kwargs: answer)
