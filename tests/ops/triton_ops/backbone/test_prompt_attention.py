@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_decode_attention import TOLERANCE
 
 from punica.ops.triton_ops.backbone import prompt_attention
-
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 @dataclass(frozen=True)
