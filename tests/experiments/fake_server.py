@@ -16,7 +16,8 @@ class FakeServer(ThreadingHTTPServer):
         refuses: fields of a body that get 400, as a strict server answers what it does not know.
         key: the API key that every request must carry, if any.
         pause: seconds before the first token of the model slow.
-        bodies: those that came, in order; `most`: most requests that were under way at once.
+        bodies: those that came, in order.
+        most: most requests under way at once; one ends before the last bytes of its answer are sent.
     """
 
     daemon_threads = True
@@ -83,11 +84,12 @@ class Handler(BaseHTTPRequestHandler):
             if not self.is_open():
                 return
             if refused := self.server.refuses & body.keys():
-                self.answer(400, {"error": {"message": f"unknown {refused}"}})
-            elif body["model"].startswith("http-"):
-                self.answer(int(body["model"].removeprefix("http-")), {"error": {"message": "no"}})
-            else:
-                self.stream(body)
+                return self.answer(400, {"error": {"message": f"unknown {refused}"}})
+            if body["model"].startswith("http-"):
+                return self.answer(int(body["model"].removeprefix("http-")), {"error": {"message": "no"}})
+            self.stream(body)
+        if body["model"] != "cut":
+            self.end(body["model"])
 
     def stream(self, body: dict[str, Any]) -> None:
         model, wanted = body["model"], body["max_tokens"]
@@ -112,6 +114,8 @@ class Handler(BaseHTTPRequestHandler):
         if model != "no-usage":
             said = tokens - 1 if model == "wrong" else tokens
             self.event({"choices": [], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": said}})
+
+    def end(self, model: str) -> None:
         if model != "endless":
             self.send("data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
