@@ -28,7 +28,8 @@ def refusal(response: Any, status: int = 400) -> dict[str, Any]:
     [
         ("temperature", {"temperature": -1}), ("temperature", {"temperature": "1"}), ("top_p", {"top_p": 0}),
         ("max_tokens", {"max_tokens": 0}), ("max_tokens", {"max_tokens": 2.5}), ("n", {"n": 0}), ("n", {"n": True}),
-        ("seed", {"seed": -(1 << 63) - 1}), ("seed", {"seed": 1 << 64}), ("stop", {"stop": [""]}), ("stop", {"stop": ["a"] * 65}),
+        ("seed", {"seed": -(1 << 63) - 1}), ("seed", {"seed": 1 << 64}), ("stop", {"stop": [""]}),
+        ("stop", {"stop": ["a"] * 65}),
         ("stop_token_ids", {"stop_token_ids": [9999]}), ("stop_token_ids", {"stop_token_ids": [-1]}),
         ("logprobs", {"logprobs": 21}), ("logprobs", {"logprobs": True}), ("top_k", {"top_k": -2}),
         ("min_p", {"min_p": 2}), ("repetition_penalty", {"repetition_penalty": 0}),
