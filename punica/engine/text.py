@@ -77,7 +77,8 @@ class TextCodec:
         SentencePiece's decoders drop the space of ``▁word`` at the start of a text.
         """
         alone = self.decode([token_id], keeps_special=True)
-        if not str(self.tokenizer.convert_ids_to_tokens(token_id)).startswith(_WORD_START):
+        piece_of = getattr(self.tokenizer, "convert_ids_to_tokens", str)
+        if not str(piece_of(token_id)).startswith(_WORD_START):
             return alone
         return self.decode([token_id, token_id], keeps_special=True)[len(alone) :]
 
