@@ -2,8 +2,8 @@
 
 Recorded rows are committed and are what readers without the hardware see, so they must be repeatable: rows of
 scale=smoke are refused, and so are rows measured from uncommitted code, unless `allow_dirty=true`, and rows whose
-source hash is not that of the commit they name. With `commit=...`, rows of another commit are refused, too: a release has
-one. Raw samples go along while `results` stays below `MOST_BYTES`.
+source hash is not that of the commit they name. With `commit=...`, rows of another commit are refused, too: a release
+has one. Raw samples go along while `results` stays below `MOST_BYTES`.
 
 Fresh rows replace recorded ones of the same points. Recorded points that the fresh set lacks (of another `runtime=`,
 `timer=` or `system=`) stay until their rows are deleted by hand, and the command says how many. The `.json` beside
@@ -101,7 +101,7 @@ def refuse_other_commits(source: Path, rows: list[Row], commit: str) -> None:
     others = Counter(row.commit for row in rows if not row.commit.startswith(commit))
     if others:
         listed = ", ".join(f"{number} of {name}" for name, number in others.items())
-        raise RowsError(f"{source} holds rows of other commits than {commit} ({listed}): measure them there, force=true")
+        raise RowsError(f"{source} holds rows of other commits than {commit} ({listed}): measure them at that one")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import shlex
 
 import pytest
+from fakes import composed
 
 from experiments.commands import record_all
 from experiments.commands.record_all import Options, Progress, RecordedSet, run_for, sets_of
@@ -11,8 +12,6 @@ from experiments.harness.catalogue import experiments
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import keys_read, refuse_unread
 from punica.measure.records import RowsError
-
-from fakes import composed
 
 ON_A_CPU = {"fig13_cluster", "ext_placement", "ext_cluster_scale"}
 OF_OTHERS = {"ext_server"}
@@ -27,14 +26,14 @@ def scripts(hardware):
 def test_every_experiment_is_in_a_set():
     known = {experiment.name for experiment in experiments()}
     assert known - OF_OTHERS == (known & scripts("h200")) | ON_A_CPU
-    assert ON_A_CPU <= scripts("cpu")
+    assert scripts("cpu") >= ON_A_CPU
     assert {name for name in scripts("h200") if not name.endswith("_tables")} <= known
     assert sets_of("h100") == sets_of("h200")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hardware", "one"), [(name, one) for name in ("cpu", "h200") for one in sets_of(name)], ids=lambda one: str(one)[:60]
+    ("hardware", "one"), [(name, one) for name in ("cpu", "h200") for one in sets_of(name)], ids=lambda one: str(one)[:50]
 )
 def test_every_set_composes_and_its_words_are_read(hardware, one, tmp_path):
     script = one.run.split()[0]
@@ -111,7 +110,8 @@ def test_calls_continue_and_failures_are_told(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         call(1.0)
     answer = told()
-    assert answer["failed"] == ["round 1: b"] and answer["not_on_this_machine"] == {"c": "needs 1 GPU(s) of 100 GB"}
+    assert answer["failed"] == ["round 1: b"]
+    assert answer["not_on_this_machine"] == {"c": "needs 1 GPU(s) of 100 GB"}
     broken.clear()
     call(9.0)
     assert ran[2:] == [f"experiments.b hardware=h200 scale.passes={n}" for n in (1, 2)]
