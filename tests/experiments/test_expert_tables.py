@@ -36,7 +36,8 @@ def test_recorded_rows_took_time_and_the_ten_lines_without_alignment_have_no_cel
 
 
 @pytest.mark.parametrize(
-    ("tokens", "aligned"), [(1, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((9, False), (40, True)))]
+    ("tokens", "aligned"),
+    [(1, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((9, False), (40, True)))],
 )
 def test_what_is_timed_is_right(tokens, aligned):
     sets = ExpertSets(MoELayer(64, 32, 4, 2), tokens, 2, 8, device="cpu", rotating_bytes=1)

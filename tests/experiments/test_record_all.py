@@ -33,7 +33,9 @@ def test_every_experiment_is_in_a_set():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hardware", "one"), [(name, one) for name in ("cpu", "h200") for one in sets_of(name)], ids=lambda one: str(one)[:50]
+    ("hardware", "one"),
+    [(name, one) for name in ("cpu", "h200") for one in sets_of(name)],
+    ids=lambda one: str(one)[:50],
 )
 def test_every_set_composes_and_its_words_are_read(hardware, one, tmp_path):
     script = one.run.split()[0]
