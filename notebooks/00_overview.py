@@ -106,7 +106,7 @@ display(Markdown("; ".join(f"{test}: `{described(found)}`" for test, found in bo
 lines = []
 for name, table in JUDGED.items():
     one = table.set_index("id", drop=False).loc[CHOSEN]
-    (expected,) = claim_ranges([one]).itertuples()
+    (expected,) = claim_ranges([one], ROOT / "paper_results").itertuples()
     spread = f"{expected.low:.3g} to {expected.high:.3g}"
     lines.append({"machine": name, "quantity": one["quantities"], "span of repeats": one["interval"] or "-",
                   "expected": spread, "verdict": one["verdict"]})  # fmt: skip

@@ -12,20 +12,26 @@
 # ---
 
 # %% [markdown]
-# # 7. Extend it: a workload, a system, a rule
+# # 7. Extend it: a workload, a system, a rule, a kernel
 #
-# Popularities, serving systems and scheduling rules are entries of registries. An entry is found by everything else:
-# command lines, figures, claims, reports. Here each is added in a few lines and run at once, on a CPU, with a model of
-# two small layers. Nothing is timed, so all numbers are the same on every machine.
+# Popularities, serving systems, scheduling rules and backends of operators are entries of registries. An entry is
+# found by everything else: command lines, figures, claims, reports, layers. Here each is added in a few lines and run
+# at once, on a CPU, with a model of two small layers. Nothing is timed: all numbers are the same on every machine.
 #
 # `make setup && .venv/bin/jupytext --to ipynb --execute notebooks/07_extend_it.py`
 
 # %%
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: section 4 runs its kernel on the CPU
+
 import pandas as pd
+import torch
+import triton
+import triton.language as tl
 from IPython.display import Markdown, display
 
 sys.path.insert(
@@ -45,8 +51,12 @@ from experiments.systems.world import World
 from notebooks.stored_rows import as_markdown
 from punica.cluster import simulate
 from punica.cluster.placement import SCHEDULING_RULES, LargestWorkingSet
+from punica.metadata import LoRAMapping
+from punica.ops.reference import bgmv_expand_slice, bgmv_shrink
+from punica.ops.torch_ops import TorchOps
 from punica.scheduling import ADMISSION_RULES, AdmissionRule
 from punica.workload import WORKLOADS, popularity
+from punica.wrapper import BACKENDS, PunicaWrapperCPU, get_punica_wrapper
 
 ROOT = Path(sys.path[0])
 TINY = ModelConf(
@@ -155,5 +165,135 @@ display(Markdown(f"Simulated, the first {SECONDS} s of the hour; steps: {result.
 display(as_markdown(pd.DataFrame(lines)))
 
 # %% [markdown]
-# `conf/figure/ext_placement.yaml` names the rules that its figure compares. CONTRIBUTING.md lists the files of an
-# extension that stays.
+# `conf/figure/ext_placement.yaml` names the rules that its figure compares.
+#
+# ## 4. A kernel
+#
+# LoRA adds $s\,(x_t A_l^\top) B_l^\top$ to row $t$, whose adapter is in slot $l$. The first product, the *shrink*, sums
+# over the hidden size; the second, the *expand*, needs that whole sum for each of its columns. Punica therefore
+# launches two kernels. A row of few ranks does so little work per byte that launches and memory decide its time.
+#
+# So why not one launch? Let each program own one row and one block of output columns, and compute the row's shrink for
+# itself. That saves a launch and the trip of the intermediate through memory. The price is A, which is read again for
+# every block of columns. It can be counted before anything is written, here for the widest projection of Llama-2 7B:
+
+# %%
+hidden, width, rank, element = 4096, 11008, 16, 2  # the last in bytes
+two = rank * (hidden + width) * element + 2 * rank * 4  # the intermediate, float32, is written and read
+lines = [{"form": "shrink, then expand", "launches": 2, "bytes read and written for a row's adapter": f"{two:,}"}]
+for block in (64, 512, 4096):
+    one = rank * (hidden * triton.cdiv(width, block) + width) * element
+    lines.append({"form": f"one launch, blocks of {block} columns", "launches": 1,
+                  "bytes read and written for a row's adapter": f"{one:,}"})  # fmt: skip
+display(as_markdown(pd.DataFrame(lines)))
+
+# %% [markdown]
+# Caches may serve part of the repeated reads, and few wide blocks leave most of a GPU idle: the count says what to
+# measure, not who wins. First the kernel has to be right. Triton's interpreter runs it on the CPU, one statement after
+# the other; on a GPU the same source is compiled.
+
+
+# %%
+@triton.jit
+def one_launch_kernel(
+    y_ptr, x_ptr, a_ptr, b_ptr, slots_ptr, K, N, stride_y, scale,
+    R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add `scale * (x[t] @ A[slot]^T) @ B[slot]^T` to a block of columns of row t.
+
+    x [T, K], A [L, R, K], B [L, N, R]; R is a power of two. Rows in slot -1 have no adapter and stay as they are.
+    """
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    if slot >= 0:
+        ranks, columns = tl.arange(0, R), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        low = tl.zeros([R], tl.float32)
+        for first in range(0, K, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)
+            x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+            a = tl.load(a_ptr + (slot * R + ranks)[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0.0)
+            low += tl.sum(a.to(tl.float32) * x[None, :], axis=1)
+        inside = columns < N
+        b = tl.load(b_ptr + (slot * N + columns)[:, None] * R + ranks[None, :], mask=inside[:, None], other=0.0)
+        y_ptrs = y_ptr + row * stride_y + columns
+        y = tl.load(y_ptrs, mask=inside, other=0.0) + scale * tl.sum(b.to(tl.float32) * low[None, :], axis=1)
+        tl.store(y_ptrs, y, mask=inside)
+
+
+# %% [markdown]
+# Layers call a *wrapper*, and a wrapper hands the step to the operations of its backend (`punica.ops.interface.Ops`).
+# A backend that replaces one operation is a subclass and an entry of `BACKENDS`. A layer may hold several products side
+# by side, as q, k and v: its slices.
+
+
+# %%
+class OneLaunchOps(TorchOps):
+    """The CPU's operations, but `linear` is one launch per slice."""
+
+    def linear(self, y, x, weights, batch, scale=1.0, *args, **kwargs):
+        slots = torch.tensor(batch.rows.slots).repeat_interleave(torch.tensor(batch.rows.lengths))
+        first = 0
+        for a, b in zip(weights.a.tensors, weights.b.tensors, strict=True):
+            (rank, hidden), width = a.shape[-2:], b.shape[-2]
+            grid = (len(slots), triton.cdiv(width, 32))
+            operands = (y[:, first:], x.contiguous(), a, b, slots, hidden, width, y.stride(0), scale)
+            one_launch_kernel[grid](*operands, R=rank, BLOCK_K=64, BLOCK_N=32)
+            first += width
+
+
+@BACKENDS.register("one_launch")
+class OneLaunchWrapper(PunicaWrapperCPU):
+    _ops = OneLaunchOps()
+
+
+# %% [markdown]
+# What is right is said by `punica.ops.reference`, which is written to be read and rounds once. The comparison covers
+# sizes that no block divides, rows without an adapter, and the popularity of section 1. A comparison must also be able
+# to fail, so the last column runs the same kernel on weights whose slots are off by one.
+
+# %%
+ROWS, SLOTS, HIDDEN, WIDTHS, RANK, SCALE = 9, 9, 100, (70, 33), 8, 0.5
+torch.manual_seed(0)
+x = torch.randn(ROWS, HIDDEN)
+a = tuple(torch.randn(SLOTS, 1, RANK, HIDDEN) for _ in WIDTHS)
+b = tuple(torch.randn(SLOTS, 1, width, RANK) for width in WIDTHS)
+
+
+def added(backend, ids, shift=0):
+    """Return what a backend adds for rows of these adapters, with slots off by `shift`; adapter 0 is none."""
+    wrapper = get_punica_wrapper(ROWS, ROWS, "cpu", max_loras=SLOTS, backend=backend)
+    wrapper.update_metadata(LoRAMapping(ids, ids), list(range(1, SLOTS + 1)), SLOTS, 100)
+    y = torch.zeros(ROWS, sum(WIDTHS))
+    wrapper.add_lora_linear(y, x, tuple(one.roll(shift, 0) for one in a), b, SCALE, WIDTHS)
+    return y
+
+
+def expected(ids):
+    """Return the same by the definition."""
+    y, slots, first = torch.zeros(ROWS, sum(WIDTHS)), torch.tensor(ids) - 1, 0
+    for one_a, one_b, width in zip(a, b, WIDTHS, strict=True):
+        low = torch.zeros(ROWS, RANK)
+        bgmv_shrink(x, one_a, low, slots, SCALE)
+        bgmv_expand_slice(low, one_b, y, slots, first, width, add_inputs=True)
+        first += width
+    return y
+
+
+def agrees(y, ids):
+    return "yes" if torch.allclose(y, expected(ids), rtol=1e-4, atol=1e-4) else "no"
+
+
+lines = []
+for name in ("Distinct", "HalfHot", "Identical"):
+    ids = (*(popularity(name).requests(ROWS - 1) + 1).tolist(), 0)
+    lines.append({"popularity": name, "adapters of the rows": ", ".join(map(str, ids)),
+                  "cpu": agrees(added("cpu", ids), ids), "one_launch": agrees(added("one_launch", ids), ids),
+                  "one_launch, slots off by one": agrees(added("one_launch", ids, shift=1), ids)})  # fmt: skip
+display(Markdown("Agrees with the reference:"))
+display(as_markdown(pd.DataFrame(lines)))
+
+# %% [markdown]
+# Now it may be timed. A kernel that stays is a file in `punica/ops/triton_ops/`, with a test in the interpreter and one
+# on a GPU. An entry of `OPERATORS` in `experiments/benches/operators.py`, whose name is added to the `systems` of
+# `conf/figure/fig08_lora_operator.yaml`, has it timed beside the others, after its result was compared.
+# [Extending](../docs/extending.md#an-operator) lists the files in order.

@@ -38,6 +38,8 @@ EDGE = 0.02
 """Relative distance from a bound below which a verdict says that it is at the edge."""
 MEASURED_IN = {"abstract": "11", "text 7.2": "11", "README": "README backbone-vs-sgmv"}
 """Place in the paper that is no figure of ours -> the figure whose rows answer it."""
+LAPTOP = "laptop"
+"""Scale on a CPU."""
 ROLES = {"C27": "13B", "C38": "70B", "C39": "70B", "C40": "70B"}
 """Claims about a model that is not the paper's 7B."""
 
@@ -128,21 +130,21 @@ def _by_clock(
             raise NotMeasured(f"nothing here computes {_place(statement.figure)}")
         finding = CLAIMS[statement.id](rows)
     except NoVerdict as reason:
-        return replace(open_claim, **_unjudged(statement, hardware, reason))
+        return replace(open_claim, **_unjudged(statement, hardware, reason, rows))
     timers = {timer for figure in rows.asked for timer in rows.timers(figure)} if clock else set()
     judged = _judged(statement, bounds, finding, evidence, clock)
     return replace(open_claim, clock=", ".join(sorted(timers)), **judged)
 
 
-def _unjudged(statement: Statement, hardware: str, reason: NoVerdict) -> dict[str, Any]:
+def _unjudged(statement: Statement, hardware: str, reason: NoVerdict, rows: Rows) -> dict[str, Any]:
     if statement.id not in CLAIMS:
         return {"verdict": NOT_IMPLEMENTED, "reason": str(reason)}
-    if not scripts_of(statement):
+    if not scales_of(statement, hardware, rows):
         return {"verdict": NOT_IMPLEMENTED, "reason": f"no script measures {_place(statement.figure)}"}
     why_not = str(reason) if isinstance(reason, NotTestable) else impossible(statement, hardware)
     if why_not:
         return {"verdict": NOT_TESTABLE, "reason": why_not}
-    return {"verdict": NOT_MEASURED, "reason": str(reason), "command": command(statement, hardware)}
+    return {"verdict": NOT_MEASURED, "reason": str(reason), "command": command(statement, hardware, rows)}
 
 
 def _judged(
@@ -176,7 +178,7 @@ def _judged(
         "why": cost.text if cost else _said(verdict, statement, counting, finding, rows),
         "remark": _remark(verdict, counting, finding, known),
         "reason": _missing(bounds["shape"], finding) if unmeasured else "",
-        "command": command(statement, hardware) if unmeasured else "",
+        "command": command(statement, hardware, rows) if unmeasured else "",
         "quantities": "; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),
         "interval": "; ".join(f"{name}={low:.4g} to {high:.4g}" for name, (low, high) in known.items()),
         "disturbed": disturbed,
@@ -272,20 +274,28 @@ def scripts() -> dict[str, str]:
     return {experiment.figure: experiment.name for experiment in experiments()}
 
 
-def scripts_of(statement: Statement) -> list[str]:
-    """Return the scripts that measure what ``statement`` is about; none where nothing is implemented."""
+def scales_of(statement: Statement, hardware: str, rows: Rows) -> dict[str, str]:
+    """Map the scripts that measure what ``statement`` is about to the scale of their rows on ``hardware``.
+
+    A script without rows has the scale of the paper, on a CPU the laptop's. Empty where nothing is implemented.
+    """
     figures = [MEASURED_IN.get(name, name) for name in statement.figure.split(", ")]
-    return [scripts()[figure] for figure in figures if figure in scripts()]
+    usual = LAPTOP if hardware in ("", "cpu") else "paper"
+    return {scripts()[figure]: rows.scale(figure) or usual for figure in figures if figure in scripts()}
 
 
-def command(statement: Statement, hardware: str) -> str:
-    """Return the command that measures it on ``hardware``."""
-    prefixes = ",".join(dict.fromkeys(name.partition("_")[0] for name in scripts_of(statement)))
-    options = [] if hardware in ("", "cpu") else ["scale=paper"]
-    if options and (role := ROLES.get(statement.id)):
-        options.append(f"model={MODELS[role][0]}")
-    given = f' ARGS="{" ".join(options)}"' if options else ""
-    return f"make figure FIG={prefixes}{given}"
+def command(statement: Statement, hardware: str, rows: Rows) -> str:
+    """Return the command that measures it on ``hardware``, at the scales of its ``rows``; one part per scale."""
+    found = scales_of(statement, hardware, rows)
+    parts = []
+    for scale in dict.fromkeys(found.values()):
+        short = ",".join(dict.fromkeys(name.partition("_")[0] for name, of in found.items() if of == scale))
+        options = [] if hardware in ("", "cpu") and scale == LAPTOP else [f"scale={scale}"]
+        if options and (role := ROLES.get(statement.id)):
+            options.append(f"model={MODELS[role][0]}")
+        given = f' ARGS="{" ".join(options)}"' if options else ""
+        parts.append(f"make figure FIG={short}{given}")
+    return " && ".join(parts)
 
 
 def impossible(statement: Statement, hardware: str) -> str:

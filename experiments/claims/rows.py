@@ -73,6 +73,10 @@ class Rows:
         mine = [self._figures[figure] for figure in found]
         return mine[0] if len(mine) == 1 else pd.concat(mine)
 
+    def scale(self, figure: str) -> str:
+        """Return the scale of the rows of ``figure``; empty without rows."""
+        return str(self._figures[figure]["scale"].iloc[0]) if figure in self._figures else ""
+
     def older(self, names: Sequence[str]) -> list[str]:
         """Return those of the figures ``names`` with rows of other code than today's."""
         return [figure for figure in self._older if _one_of(figure, names)]

@@ -68,7 +68,7 @@ def write_recorded(results: Path, figures: Path, paper: Path, page: Path) -> tup
     machines, root = recorded_machines(results, figures, paper), results.parent
     files = [file for one in machines for file in write_claims(one, one.folder, paper, columns(machines))]
     files += [write_results(one, paper, root / "docs" / f"results-{one.name}.md") for one in machines]
-    files += [path for one in machines for path in write_expected(one.folder, one.rows, one.verdicts)]
+    files += [path for one in machines for path in write_expected(one.folder, one.rows, one.verdicts, one.paper)]
     files += [write_reproducing(machines, paper, root / "REPRODUCING.md")]
     files += [write_artifact(machines, root / "docs" / "artifact.md")]
     files += [write_page(machines, paper, page), *write_filled(machines, root)]

@@ -1,7 +1,8 @@
 """Expected ranges: what another run on recorded hardware should give, and the rows and claims that are outside.
 
     ranges.py       the rule, and ranges of measurements from recorded repeats.
-    claims.py       ranges of the quantities behind the claims.
+    scales.py       scales of the quantities behind the claims, and which values are possible.
+    claims.py       ranges of those quantities.
     held.py         rows and verdicts of this machine beside the ranges.
     files.py        `results/<hardware>/expected/`.
 

@@ -2,29 +2,38 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pandas as pd
 
 from experiments.claims import Verdict
-from experiments.expected.ranges import FLOOR, TIMES
+from experiments.expected.scales import FILE, Scale, read_scales
 
 COLUMNS = ["claim", "quantity", "value", "low", "high", "verdict"]
 
 
-def claim_ranges(verdicts: Sequence[Verdict]) -> pd.DataFrame:
+def claim_ranges(verdicts: Sequence[Verdict], paper: Path) -> pd.DataFrame:
     """Build a line per quantity of each of the ``verdicts`` that has some, with the columns `COLUMNS`.
 
-    A quantity may be zero or negative, so its range is around the value and not a ratio.
+    Each range is on the scale of its quantity; ``paper`` is ``paper_results``, whose `FILE` has those scales.
+    ValueError names claim and quantity of a value that its scale excludes.
     """
-    lines = []
+    scales, lines = read_scales(paper), []
     for verdict in verdicts:
         spans = _parts(verdict.interval)
-        for name, text in _parts(verdict.quantities).items():
-            value = float(text)
-            ends = [float(end) for end in re.split(" to ", spans[name])] if name in spans else [value]
-            width = max(FLOOR * abs(value), TIMES * max(abs(end - value) for end in ends))
-            lines.append((verdict.id, name, value, value - width, value + width, verdict.verdict))
+        for name, value in values_of(verdict).items():
+            ends = [float(end) for end in re.split(" to ", spans[name])] if name in spans else []
+            try:
+                low, high = scales.get((verdict.id, name), Scale()).around(value, ends)
+            except ValueError as error:
+                raise ValueError(f"{verdict.id}, {name}: {error}; write its scale into {paper / FILE}") from None
+            lines.append((verdict.id, name, value, low, high, verdict.verdict))
     return pd.DataFrame(lines, columns=COLUMNS)
+
+
+def values_of(verdict: Verdict) -> dict[str, float]:
+    """Map the quantities of a claim to their values."""
+    return {name: float(text) for name, text in _parts(verdict.quantities).items()}
 
 
 def _parts(text: str) -> dict[str, str]:

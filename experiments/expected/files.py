@@ -14,10 +14,12 @@ REMEDY = "write it again: make report ARGS=source=recorded"
 _TABLES = {"claims": claims.COLUMNS, "measurements": ranges.COLUMNS}
 
 
-def write_expected(folder: Path, rows: pd.DataFrame, verdicts: Sequence[Verdict]) -> list[Path]:
-    """Write the ranges of the ``rows`` in ``folder`` (``results/<hardware>``) and of the ``verdicts`` on them."""
+def write_expected(folder: Path, rows: pd.DataFrame, verdicts: Sequence[Verdict], paper: Path) -> list[Path]:
+    """Write the ranges of the ``rows`` in ``folder`` (``results/<hardware>``) and of the ``verdicts`` on them;
+    ``paper`` is ``paper_results``.
+    """
     ensure_writable(folder / FOLDER)
-    tables = {"claims": claims.claim_ranges(verdicts), "measurements": ranges.ranges(rows)}
+    tables = {"claims": claims.claim_ranges(verdicts, paper), "measurements": ranges.ranges(rows)}
     paths = [folder / FOLDER / f"{name}.csv" for name in tables]
     for path, table in zip(paths, tables.values(), strict=True):
         table.to_csv(path, index=False, lineterminator="\n", float_format="%.6g")

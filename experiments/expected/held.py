@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.claims import Verdict
-from experiments.expected.claims import claim_ranges
+from experiments.expected.claims import values_of
 from experiments.expected.ranges import LINE, POINT, comparable
 
 TINY = 1e-9
@@ -46,8 +46,8 @@ def hold_rows(ranges: pd.DataFrame, recorded: pd.DataFrame, here: pd.DataFrame) 
 def hold_claims(ranges: pd.DataFrame, verdicts: Sequence[Verdict]) -> Held:
     """Hold the quantities of ``verdicts`` against ``ranges``; column ``verdict_here`` has our verdict."""
     key = ["claim", "quantity"]
-    ours = claim_ranges(verdicts)[[*key, "value", "verdict"]]
-    ours = ours.rename(columns={"value": "here", "verdict": "verdict_here"})
+    lines = [(one.id, name, value, one.verdict) for one in verdicts for name, value in values_of(one).items()]
+    ours = pd.DataFrame(lines, columns=[*key, "here", "verdict_here"])
     return _beside(ranges, ours, ours[key], key)
 
 

@@ -13,7 +13,14 @@ from experiments.harness.catalogue import experiments
 from experiments.harness.schema import REPOSITORY
 from experiments.plots.frames import distinct
 from experiments.report.machines import Machine, columns
-from experiments.report.runs import UNKNOWN, all_minutes, figure_command, figures_of, total_minutes
+from experiments.report.runs import (
+    UNKNOWN,
+    all_minutes,
+    figure_command,
+    figures_of,
+    recorded_scales,
+    total_minutes,
+)
 from experiments.report.tables import GENERATED, Table, title_of
 from punica.workload import PAPER_WORKLOADS
 
@@ -93,5 +100,6 @@ def claims_table(machines: Sequence[Machine]) -> Table:
         if verdicts and verdicts[0]:
             claims = ", ".join(verdict.id for verdict in verdicts[0])
             counts = [total(found).rpartition(" (")[0] or UNKNOWN for found in verdicts]
-            lines.append([title_of(one), claims, figure_command(one.name), all_minutes(one.name), *counts])
+            given = all_minutes(one.name, recorded_scales(machines, one.figure))
+            lines.append([title_of(one), claims, figure_command(one.name), given, *counts])
     return ["figure", "claims", "command", "minutes (scale)", *clocks], lines

@@ -16,6 +16,7 @@ from experiments.report.machines import OTHER_TIMER, Machine, columns
 from experiments.report.sought import SOUGHT, public_kernels
 from experiments.report.tables import said, with_unit
 from experiments.report.trials import NO_TRIALS, trials_table
+from experiments.report.verdicts import older_share
 from punica.measure.records import RowsError
 
 MARKED = re.compile(r"(<!-- measured:([\w-]+) -->).*?(<!-- /measured -->)", re.DOTALL)
@@ -141,6 +142,12 @@ def reliability(machines: Machines) -> str:
         lines = markdown(*table) if table else [NO_TRIALS]
         parts += [f"### {name}", "", *lines, ""]
     return "\n".join(["\n", *parts])
+
+
+@value("older-rows")
+def older_rows(machines: Machines) -> str:
+    """Count rows that were measured by other code than is here now, by machine."""
+    return ", ".join(f"{older_share(machine.rows)} on {name}" for name, machine in machines.items())
 
 
 @value("single-runs")

@@ -21,6 +21,7 @@ from experiments.report.runs import (
     figures_of,
     how,
     minutes_of,
+    recorded_scales,
     scales,
     total_minutes,
 )
@@ -39,17 +40,22 @@ outside. Rows are in `outputs/<hardware>/rows`, recorded ones in `results/<hardw
 
 **The rule of all ranges** (`experiments/expected`): a range reaches {times:g} times as far as the farthest recorded
 repeat, and never less than {floor:.0%}. Quantities of claims have ranges of their own, below and in
-`results/<hardware>/expected/claims.csv`. Other measurements are held as ratios to the recorded ones
-(`measurements.csv`), by the median over common points, and only on the recorded device. A line that was recorded once
-has the least range, as its spread is not known; `make check` says so.
+`results/<hardware>/expected/claims.csv`: as factors for times, throughputs and ratios, linear for shares, correlations
+and differences, and cut to what is possible (`paper_results/claim_quantities.csv`). Other measurements are held as
+ratios to the recorded ones (`measurements.csv`), by the median over common points, and only on the recorded device. A
+line that was recorded once has the least range, as its spread is not known; `make check` says so.
 
 **Minutes** are those that `make reproduce` gives a figure at a scale (`conf/figure/*.yaml`): it ends with less measured
-where they do not suffice. All figures together have {laptop:.0f} on a CPU. A dash: none are stated, and the figure runs
-to its end. Time and memory are what the script states; peak memory of the recorded runs was not recorded. Human minutes
-were not measured.
+where they do not suffice. All figures together have {laptop:.0f} on a CPU. `not measured`: none are given at that
+scale, and the figure runs to its end. Time and memory are what the script states; peak memory of the recorded runs was
+not recorded. Human minutes were not measured.
+
+**Scales.** A command without `scale=` measures at `laptop` on a CPU and on a GPU below 75 GB, at `gpu` on a larger one.
+Command and minutes of a claim are of the scale of its recorded rows, without rows of the paper's (on a CPU the
+laptop's).
 """
 FIGURES = ("figure", "command", "minutes (scale)", "time and memory at scale=laptop, as the script states")
-CLAIMS = ("claim", "statement", "figure", "command", "minutes", "expected", "verdict", "commit of its rows")
+CLAIMS = ("claim", "statement", "figure", "command", "its minutes", "expected", "verdict", "commit of its rows")
 DISAGREE = (
     "Each disagreement is described in [paper_results/README.md](paper_results/README.md#disagreements). Measured "
     "values are those of the named claims."
@@ -74,7 +80,8 @@ def figures_table(machines: Sequence[Machine]) -> Table:
     lines = []
     for one in experiments():
         of_rows = [_recorded(machine, one.figure) for machine in machines]
-        lines.append([title_of(one), figure_command(one.name), all_minutes(one.name), cost(one), *of_rows])
+        given = all_minutes(one.name, recorded_scales(machines, one.figure))
+        lines.append([title_of(one), figure_command(one.name), given, cost(one), *of_rows])
     return [*FIGURES, *(f"rows of {machine.name}" for machine in machines)], lines
 
 
@@ -88,16 +95,16 @@ def claims_table(machine: Machine, paper: Path) -> Table:
     statements = {statement.id: statement for statement in read_claims(paper)}
     lines = []
     for verdict in machine.verdicts:
-        rows = machine.rows
-        run = [how(verdict, statements, machine.name), minutes_of(verdict, rows), expected(verdict)]
+        of_command = (statements[verdict.id], machine.name, machine.chosen)
+        run = [how(*of_command), minutes_of(*of_command), expected(verdict, paper)]
         about = [verdict.id, verdict.statement, verdict.figure]
-        lines.append([*about, *run, marked(verdict), commits(rows, figures_of(verdict))])
+        lines.append([*about, *run, marked(verdict), commits(machine.rows, figures_of(verdict))])
     return CLAIMS, lines
 
 
-def expected(verdict: Verdict) -> str:
+def expected(verdict: Verdict, paper: Path) -> str:
     """Word the expected ranges of the quantities of a claim; of one without a value, the reason."""
-    found = claim_ranges([verdict])
+    found = claim_ranges([verdict], paper)
     ranges = [f"{one.quantity} {one.low:.4g} to {one.high:.4g}" for one in found.itertuples()]
     return "; ".join(ranges) or (f"no value: {verdict.reason}" if verdict.reason else UNKNOWN)
 

@@ -4,20 +4,23 @@ commits of its rows.
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import pandas as pd
 from omegaconf import OmegaConf
 
 from experiments.claims import Verdict
-from experiments.claims.judge import MEASURED_IN, command, scripts
+from experiments.claims.judge import MEASURED_IN, command, scales_of
+from experiments.claims.rows import SCALES, Rows
 from experiments.facts.paper import Statement
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import CONF
 from experiments.plots.frames import distinct
+from experiments.report.machines import Machine
 
 _COST = re.compile(r"^Cost(?: at scale=laptop)?(.+?)(?:\.\s|:\n|\.?\Z)", re.MULTILINE | re.DOTALL)
 UNKNOWN = "-"
+NOT_MEASURED = "not measured"
 
 
 def figure_command(name: str) -> str:
@@ -32,10 +35,16 @@ def minutes(name: str, scale: str) -> float | None:
     return stated.get(scale)
 
 
-def all_minutes(name: str) -> str:
-    """Word the minutes of an experiment by scale."""
-    known = [(scale, minutes(name, scale)) for scale in ("laptop", "gpu", "paper")]
-    return ", ".join(f"{value:g} ({scale})" for scale, value in known if value is not None) or UNKNOWN
+def all_minutes(name: str, recorded: Collection[str]) -> str:
+    """Word the minutes of an experiment by scale, those without any, and those of no ``recorded`` run."""
+    known = {scale: minutes(name, scale) for scale in reversed(SCALES)}
+    said = [
+        f"{value:g} ({scale}{'' if scale in recorded else ', no recorded run'})"
+        for scale, value in known.items()
+        if value is not None
+    ]
+    without = ", ".join(scale for scale, value in known.items() if value is None)
+    return ", ".join([*said, f"{NOT_MEASURED} ({without})"] if without else said)
 
 
 def total_minutes(experiments: Iterable[Experiment], scale: str) -> float:
@@ -54,24 +63,30 @@ def figures_of(verdict: Verdict) -> list[str]:
     return [MEASURED_IN.get(name, name) for name in verdict.figure.split(", ")]
 
 
-def how(verdict: Verdict, statements: dict[str, Statement], hardware: str) -> str:
+def how(statement: Statement, hardware: str, rows: Rows) -> str:
     """Return the command that measures the claim on ``hardware``, as code; a dash for one without a script."""
-    measured = any(figure in scripts() for figure in figures_of(verdict))
-    return f"`{command(statements[verdict.id], hardware)}`" if measured else UNKNOWN
+    found = command(statement, hardware, rows)
+    return f"`{found}`" if found else UNKNOWN
 
 
-def minutes_of(verdict: Verdict, rows: pd.DataFrame) -> str:
-    """Return the minutes of the claim's figures at the scales of their ``rows``; a dash where none are stated."""
-    found = []
-    for figure in figures_of(verdict):
-        known = [minutes(scripts()[figure], scale) for scale in scales(rows, figure) if figure in scripts()]
-        found += [value for value in known if value is not None]
-    return f"{sum(found):g}" if found else UNKNOWN
+def minutes_of(statement: Statement, hardware: str, rows: Rows) -> str:
+    """Return the minutes of the command of `how`; of scripts without any at their scale say so by name."""
+    known = {name: minutes(name, scale) for name, scale in scales_of(statement, hardware, rows).items()}
+    given = [value for value in known.values() if value is not None]
+    without = ", ".join(name.partition("_")[0] for name, value in known.items() if value is None)
+    total = [f"{sum(given):g}"] if given else []
+    missing = [f"{NOT_MEASURED} ({without})" if given else NOT_MEASURED] if without else []
+    return ", ".join([*total, *missing]) or UNKNOWN
 
 
 def scales(rows: pd.DataFrame, figure: str) -> list[str]:
     """Return the scales of the ``rows`` of a figure."""
     return distinct(rows[rows["figure"] == figure], "scale")
+
+
+def recorded_scales(machines: Sequence[Machine], figure: str) -> set[str]:
+    """Return the scales at which any of ``machines`` has rows of a figure."""
+    return {scale for machine in machines for scale in scales(machine.rows, figure)}
 
 
 def commits(rows: pd.DataFrame, figures: Sequence[str]) -> str:

@@ -137,11 +137,16 @@ def older_note(rows: pd.DataFrame) -> str:
     older = rows[rows["older"].astype(bool)]
     if older.empty:
         return ""
-    share = f"{len(older):,} of {len(rows):,} ({100 * len(older) / len(rows):.1f} %)"
-    text = f"Rows of older source, to be measured again (make reproduce): {share}"
+    text = f"Rows of older source, to be measured again (make reproduce): {older_share(rows)}"
     if unnamed := int((older["source_hash"].fillna("") == "").sum()):
         text += f", {unnamed:,} of which do not say what source they are of"
     return f"{text}; figure {', '.join(dict.fromkeys(older['figure']))}."
+
+
+def older_share(rows: pd.DataFrame) -> str:
+    """Return the number of rows that were measured by other code than is here now, and their share."""
+    older = int(rows["older"].astype(bool).sum())
+    return f"{older:,} of {len(rows):,} ({100 * older / len(rows):.1f} %)"
 
 
 def measured_on(rows: pd.DataFrame) -> str:

@@ -9,7 +9,7 @@ from claim_rows import BOUNDS, PAPER, STATEMENTS, decode, frame, laptop, serving
 from experiments.claims import CLAIMS, VERDICTS, WHYS, as_frame, claim, counts, judge
 from experiments.claims.bounds import Outcome, outcome_of
 from experiments.claims.costs import COSTS
-from experiments.claims.judge import scripts_of
+from experiments.claims.judge import command, scales_of
 from experiments.claims.rows import Rows
 from experiments.facts.paper import read_claims
 from punica.measure.records import COLUMNS
@@ -105,8 +105,8 @@ def test_a_claim_without_its_rows_is_not_measured_and_says_how_it_would_be(paper
     """The rows of other figures are no help."""
     names = STATEMENTS[id].figure.replace("README", "README backbone-vs-sgmv").replace("abstract", "11")
     needed = names.split(", ")
-    verdict = verdict_of(paper_rows[~paper_rows["figure"].isin(needed)], id)
-    scripts = scripts_of(STATEMENTS[id])
+    others = paper_rows[~paper_rows["figure"].isin(needed)]
+    verdict, scripts = verdict_of(others, id), list(scales_of(STATEMENTS[id], "a100", Rows(others)))
     assert (verdict.verdict, verdict.our_value) == (NOT_MEASURED if scripts else NOT_IMPLEMENTED, "")
     if scripts:
         assert "no rows of figure" in verdict.reason
@@ -120,9 +120,25 @@ def test_a_claim_about_a_larger_model_is_measured_with_it_and_not_on_a_cpu():
     assert on_cpu.verdict == NOT_TESTABLE
     assert on_cpu.reason.startswith("no model stands in for 13B on a CPU, and 26 GB")
     assert on_cpu.command == ""
-    on_gpu = verdict_of(serves.assign(hardware="h200"), "C27")
+    on_gpu = verdict_of(serves.assign(hardware="h200", scale="gpu"), "C27")
     assert on_gpu.verdict == NOT_MEASURED
-    assert on_gpu.command == 'make figure FIG=fig11 ARGS="scale=paper model=llama2-13b"'
+    assert on_gpu.command == 'make figure FIG=fig11 ARGS="scale=gpu model=llama2-13b"'
+
+
+@pytest.mark.parametrize(
+    ("hardware", "scales", "wanted"),
+    [
+        ("cpu", {}, "make figure FIG=fig10,fig11"),
+        ("cpu", {"10": "laptop", "11": "laptop"}, "make figure FIG=fig10,fig11"),
+        ("h200", {}, 'make figure FIG=fig10,fig11 ARGS="scale=paper"'),
+        ("h200", {"10": "gpu", "11": "gpu"}, 'make figure FIG=fig10,fig11 ARGS="scale=gpu"'),
+        ("h200", {"10": "gpu", "11": "paper"},
+         'make figure FIG=fig10 ARGS="scale=gpu" && make figure FIG=fig11 ARGS="scale=paper"'),
+    ],
+)  # fmt: skip
+def test_a_command_measures_at_the_scales_of_the_rows(paper_rows, hardware, scales, wanted):
+    known = paper_rows[paper_rows["figure"].isin(list(scales))]
+    assert command(STATEMENTS["C25"], hardware, Rows(known.assign(scale=known["figure"].map(scales)))) == wanted
 
 
 def test_a_claim_without_a_function_is_not_implemented(paper_rows, monkeypatch):

@@ -27,7 +27,7 @@ def recorded(tmp_path_factory):
     folder = root / "results" / "cpu"
     write_rows(folder / "fig01_batching.csv", decode_rows())
     machine = machine_of(folder, root / "figures" / "cpu", PAPER, "cpu")
-    write_expected(folder, machine.rows, machine.verdicts)
+    write_expected(folder, machine.rows, machine.verdicts, machine.paper)
     return root
 
 
@@ -48,7 +48,7 @@ def test_equal_rows_pass_and_slower_ones_are_named(recorded, capsys):
     write_rows(fresh, [replace(row, value=row.value * row.batch_size**0.2) for row in decode_rows()])
     assert check(config(recorded)) == 1
     said = capsys.readouterr().out
-    assert "outside: C01 ratio: 2.4, expected 1.08 to 1.32 (recorded 1.2)" in said
+    assert "outside: C01 ratio: 2.4, expected 1.091 to 1.32 (recorded 1.2)" in said
     assert "C01 is 'differs' here, 'reproduced' recorded" in said
     assert "outside: figure 1, backbone, llama-small, step_latency (ms): 1.500 of the recorded" in said
     assert "recorded once" in said

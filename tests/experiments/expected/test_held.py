@@ -9,6 +9,7 @@ from experiments.expected.held import hold_claims, hold_rows
 from experiments.expected.ranges import ranges
 from punica.measure.records import RowsError
 from tests.experiments.expected.made_rows import frame, made
+from tests.experiments.report.report_rows import PAPER
 
 RECORDED = frame(made(10.0, 10.5, 9.5), made(20.0, system="Loop"))
 
@@ -47,21 +48,21 @@ def test_points_of_another_scale_meet():
 
 
 def test_claims_outside_and_absent():
-    first = Verdict("C01", "", "1", "", verdict="reproduced", quantities="ratio=2; zero=0")
+    first = Verdict("C01", "", "1", "", verdict="reproduced", quantities="ratio=2; other=3")
     verdicts = [first, Verdict("C02", "", "1", "", quantities="x=1")]
-    table = claim_ranges(verdicts)
+    table = claim_ranges(verdicts, PAPER)
     assert hold_claims(table, verdicts).outside.empty
-    here = [Verdict("C01", "", "1", "", verdict="differs", quantities="ratio=3; other=1")]
+    here = [Verdict("C01", "", "1", "", verdict="differs", quantities="ratio=3; new=1")]
     found = hold_claims(table, here)
     assert list(found.outside["quantity"]) == ["ratio"]
     assert list(found.outside["verdict_here"]) == ["differs"]
-    assert list(found.absent["quantity"]) == ["zero", "x"]
-    assert list(found.unknown["quantity"]) == ["other"]
+    assert list(found.absent["quantity"]) == ["other", "x"]
+    assert list(found.unknown["quantity"]) == ["new"]
 
 
 def test_files_are_read_as_they_were_written(tmp_path):
     verdicts = [Verdict("C01", "", "1", "", quantities="ratio=2")]
-    write_expected(tmp_path, RECORDED, verdicts)
+    write_expected(tmp_path, RECORDED, verdicts, PAPER)
     claims, rows = read_expected(tmp_path)
     assert claims["value"].tolist() == [2.0]
     assert hold_rows(rows, RECORDED, RECORDED).absent.empty

@@ -1,9 +1,7 @@
-"""Expected ranges: twice the farthest repeat, never less than the floor, one rule for all lines."""
+"""Ranges of measurements: twice the farthest repeat, never less than the floor, one rule for all lines."""
 
 import pytest
 
-from experiments.claims import Verdict
-from experiments.expected.claims import claim_ranges
 from experiments.expected.ranges import FLOOR, TIMES, comparable, left_out, ranges
 from tests.experiments.expected.made_rows import frame, made
 
@@ -52,12 +50,3 @@ def test_what_has_no_range_is_counted_by_reason():
     assert list(left_out(rows).values()) == [3, 3, 3, 3]
     assert set(comparable(rows)["value"]) == {1.0, 8.0, 64.0}
     assert left_out(frame(made(1.0))) == {}
-
-
-def test_quantities_of_claims_follow_the_same_rule():
-    verdict = Verdict("C01", "", "1", "", quantities="flat=10; wide=-2; zero=0", interval="wide=-2.5 to -1.9")
-    lines = {line.quantity: (line.low, line.high) for line in claim_ranges([verdict]).itertuples()}
-    assert lines["flat"] == pytest.approx((10 * (1 - FLOOR), 10 * (1 + FLOOR)))
-    assert lines["wide"] == pytest.approx((-2 - TIMES * 0.5, -2 + TIMES * 0.5))
-    assert lines["zero"] == (0, 0)
-    assert claim_ranges([Verdict("C02", "", "1", "")]).empty

@@ -25,6 +25,10 @@ SET = ("within 3 %", "within 12 %", "within 25 %", "1.5 times slower than a sibl
 """Settings of the protocol: windows are drawn so, costs explain so, repeats are measured again so."""
 
 
+ANY_ROWS = {"machines", "single-runs", "older-rows", "highlights", "claims", "reliability"}
+"""Markers that need no particular rows."""
+
+
 @pytest.fixture
 def cpu(tmp_path):
     write_rows(tmp_path / "fig01_batching.csv", decode_rows())
@@ -45,6 +49,11 @@ def test_a_table_spans_lines_and_what_stands_around_it_stays(cpu):
     assert found.endswith("|\n\n<!-- /measured -->\nb <!-- measured:single-runs -->2 of 2 (cpu)<!-- /measured -->")
 
 
+def test_rows_of_older_source_are_counted_by_machine(cpu):
+    half = replace(cpu, rows=cpu.rows.assign(older=[True, False]))
+    assert filled.older_rows({"cpu": half, "h200": cpu}) == "1 of 2 (50.0 %) on cpu, 2 of 2 (100.0 %) on h200"
+
+
 def test_an_unknown_marker_and_a_machine_without_rows_are_refused_before_anything_is_written(cpu, tmp_path):
     good = "<!-- measured:single-runs --><!-- /measured -->"
     (tmp_path / "A.md").write_text(good)
@@ -60,7 +69,7 @@ def test_an_unknown_marker_and_a_machine_without_rows_are_refused_before_anythin
     assert "2 of 2 (cpu)" in (tmp_path / "A.md").read_text()
 
 
-@pytest.mark.parametrize("name", sorted({*VALUES} - {"machines", "single-runs", "highlights", "claims", "reliability"}))
+@pytest.mark.parametrize("name", sorted({*VALUES} - ANY_ROWS))
 def test_rows_that_a_marker_needs_are_asked_for(name, tmp_path):
     row = replace(decode_rows()[0], figure="2")
     write_rows(tmp_path / "rows.csv", [row])
