@@ -16,10 +16,12 @@ import pytest
 from experiments.facts.systems import SYSTEMS
 from experiments.harness.catalogue import experiments
 from punica.cluster import SCHEDULING_RULES
+from punica.engine import compile_ahead
 from punica.layers import selection
 from punica.measure.records import read_rows
 from punica.models.families import DENSE
 from punica.scheduling import ADMISSION_RULES
+from punica.serve import cli
 from punica.workload import WORKLOADS
 from punica.wrapper import BACKENDS
 
@@ -133,6 +135,14 @@ def test_api_pages_have_every_public_name(package: str) -> None:
     for entry in entries:
         home, _, name = entry.rpartition(".")
         assert "triton" in home or hasattr(importlib.import_module(home), name) or importlib.import_module(entry), entry
+
+
+def test_every_option_of_the_server_that_a_page_names_exists() -> None:
+    option = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+    named = set(option.findall((DOCS / "deployment.md").read_text(encoding="utf-8")))
+    known = {name for made in (cli.parser(), compile_ahead.parser()) for name in option.findall(made.format_help())}
+    assert len(named) > 15
+    assert named <= known
 
 
 @pytest.mark.slow

@@ -86,7 +86,9 @@ def test_no_command_gives_figures_what_they_do_not_read() -> None:
     for name, given in command_lines():
         if name == "reproduce":
             (chosen,) = (word for word in given if word.startswith("figures="))
-            reads = set.union(*map(keys_read, experiments(chosen.removeprefix("figures=[").strip("]").split(","))))
+            names = chosen.removeprefix("figures=[").strip("]").split(",")
+            assert [len(experiments([name])) for name in names] == [1] * len(names), f"a prefix of several: {chosen}"
+            reads = set.union(*map(keys_read, experiments(names)))
             refuse_unread(given, {"figures", *reads}, "README")
         elif name in known:
             refuse_unread([word for word in given if word != "job"], keys_read(known[name]), "README")

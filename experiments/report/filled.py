@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from experiments.claims.judge import JUDGED
+from experiments.claims.judge import DIFFERS, JUDGED
 from experiments.claims.rows import markdown
 from experiments.claims.table import figure_links, marked, total
 from experiments.report.findings import Found, find
@@ -107,6 +107,18 @@ def claims(machines: Machines) -> str:
         link = figure_links(verdict.figure, machine.figures, machine.figures.parents[1])
         lines.append([verdict.statement, verdict.paper_value, ours, hardware, marked(verdict) + "".join(turned), link])
     return "\n".join(["\n", *markdown(("claim", "paper", "ours", "hardware", "verdict", "figure"), lines), "\n"])
+
+
+@value("differing")
+def differing(machines: Machines) -> str:
+    """Build a table of the claims that differ on the GPU, and name those that differ on a CPU."""
+    on_gpu, on_cpu = (
+        [verdict for verdict in machines[name].verdicts if verdict.verdict == DIFFERS] for name in (GPU, CPU)
+    )
+    lines = [[one.id, one.statement, one.paper_value, one.our_value, marked(one)] for one in on_gpu]
+    table = markdown(("claim", "statement", "paper", "ours", "verdict"), lines)
+    others = ", ".join(verdict.id for verdict in on_cpu) or "none"
+    return "\n".join(["\n", *table, "", f"On the CPU: {others}.", "\n"])
 
 
 @value("highlights")

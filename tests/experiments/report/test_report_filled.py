@@ -25,7 +25,7 @@ SET = ("within 3 %", "within 12 %", "within 25 %", "1.5 times slower than a sibl
 """Settings of the protocol: windows are drawn so, costs explain so, repeats are measured again so."""
 
 
-ANY_ROWS = {"machines", "single-runs", "older-rows", "highlights", "claims", "reliability"}
+ANY_ROWS = {"machines", "single-runs", "older-rows", "differing", "highlights", "claims", "reliability"}
 """Markers that need no particular rows."""
 
 
@@ -52,6 +52,15 @@ def test_a_table_spans_lines_and_what_stands_around_it_stays(cpu):
 def test_rows_of_older_source_are_counted_by_machine(cpu):
     half = replace(cpu, rows=cpu.rows.assign(older=[True, False]))
     assert filled.older_rows({"cpu": half, "h200": cpu}) == "1 of 2 (50.0 %) on cpu, 2 of 2 (100.0 %) on h200"
+
+
+def test_what_differs_on_the_gpu_is_a_table_and_on_a_cpu_a_list(cpu):
+    half = replace(cpu, clocks={"auto": [replace(one, verdict="reproduced") for one in cpu.verdicts]})
+    found = filled.differing({"h200": cpu, "cpu": half})
+    differs = [one.id for one in cpu.verdicts if one.verdict == "differs"]
+    assert [line.split()[1] for line in found.splitlines() if line.startswith("| C")] == differs != []
+    assert "On the CPU: none." in found
+    assert f"On the CPU: {', '.join(differs)}." in filled.differing({"h200": half, "cpu": cpu})
 
 
 def test_an_unknown_marker_and_a_machine_without_rows_are_refused_before_anything_is_written(cpu, tmp_path):
