@@ -157,7 +157,7 @@ def run_for(seconds: float, words: Sequence[str]) -> int | None:
 
 
 def gpu_memory() -> list[float]:
-    """Return the GB of each GPU here; `ConfigError` where there is none."""
+    """Return the GB of each GPU; `ConfigError` where there is none."""
     import torch
 
     if not torch.cuda.is_available():
