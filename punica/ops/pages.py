@@ -1,10 +1,10 @@
 """Host memory for tensors that is used again: for reading adapters, and page-locked for devices that read it.
 
 The first touch of a page costs several times the copy into it: on a virtual machine with two cores 80 MB are read in
-49 ms of one into new pages, in 12 ms into used ones. torch also allocates page-locked memory in powers of two, zeroed by one thread while it is locked:
-92 ms for 80 MB on the host of an H200. Here the threads that write the memory are the first to touch its pages, and
-locking them is what remains. Pages that are free again stay, locked or not, for later adapters of about their size:
-unlocking waits for the device.
+49 ms of one into new pages, in 12 ms into used ones. torch also allocates page-locked memory in powers of two, zeroed
+by one thread while it is locked: 92 ms for 80 MB on the host of an H200. Here the threads that write the memory are the
+first to touch its pages, and locking them is what remains. Pages that are free again stay, locked or not, for later
+adapters of about their size: unlocking waits for the device.
 """
 
 import ctypes
