@@ -1,25 +1,20 @@
 """Block-diagonal LoRA factors (PEFT's `use_bdlora`): stored as blocks, loaded as dense matrices.
 
-In training every tensor-parallel rank then owns whole blocks (BD-LoRA). Served they are plain
-factors, with zeros beside the blocks.
+So every tensor-parallel rank can own whole blocks, without a collective for LoRA (BD-LoRA). Loaded they are
+plain factors, with zeros beside the blocks; a plain layer on several ranks keeps only those of its own blocks
+(``own_ranks``). Fully sharded layers hold them as any other adapter.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from punica.checks import check_count, clip
+from punica.layers.packing import Blocks
 from punica.ops.quant import Fp8Matrix
-
-
-class Blocks(NamedTuple):
-    """Blocks on the diagonals of a module's A and B; 1: stored dense."""
-
-    a: int = 1
-    b: int = 1
 
 
 @dataclass(frozen=True)

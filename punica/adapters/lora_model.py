@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from punica.adapters.blocks import Blocks, check_blocks, dense
+from punica.adapters.blocks import check_blocks, dense
 from punica.adapters.check import check_experts, check_finite, check_pair, check_tensors, join_scales
 from punica.adapters.peft_config import PEFTHelper
 from punica.adapters.read import NameMapper, WeightsFile, is_stacked_name, lora_names
@@ -22,7 +22,7 @@ from punica.adapters.request import check_adapter_id
 from punica.adapters.shared_experts import check_projection, is_projection_name
 from punica.adapters.weights import Factor, ModuleWeights
 from punica.adapters.wrap import MoEEPSpec
-from punica.layers.packing import Slices
+from punica.layers.packing import Blocks, Slices
 from punica.ops.quant import Fp8Matrix
 from punica.threads import map_in_threads
 
@@ -138,7 +138,7 @@ class LoRAModel:
                     check_finite(module, is_a, placed, read)
             a, b = dense(key_a, a, blocks.a), dense(key_b, b, blocks.b)
             pair = _by_expert(a, b, rank) if is_stacked_name(module) else (a, b)
-            return ModuleWeights(module, rank, [pair], scaling, alpha)
+            return ModuleWeights(module, rank, [pair], scaling, alpha, [blocks])
 
         loras = {weights.module_name: weights for weights in map_in_threads(weights_of, list(contents))}
         stacked = any(map(is_stacked_name, loras))

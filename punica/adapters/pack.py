@@ -22,7 +22,7 @@ from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules
 from punica.checks import clip
 from punica.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 from punica.layers.base import SlotPart
-from punica.layers.packing import LoRAFactor, Slices
+from punica.layers.packing import Blocks, LoRAFactor, Slices
 from punica.layers.utils import check_has_data
 from punica.ops.quant import Fp8Matrix
 from punica.ops.slot_image import image_matrices, pack_image
@@ -86,8 +86,12 @@ class AdapterPacker:
             name = weights.module_name
             if not is_finite:
                 check_scaled(lora.id, name, weights.slices)
-            pairs = weights.slices if self._fp8 is None else _quantised(weights.slices, self._fp8)
-            return ModuleWeights(name, weights.rank, self._wrapped[name].layer.to_slices(pairs))
+            layer = self._wrapped[name].layer
+            slices = layer.to_slices(weights.slices if self._fp8 is None else _quantised(weights.slices, self._fp8))
+            if len(weights.blocks) == len(slices):  # else blocks of a matrix that the layer splits
+                each = zip(slices, weights.blocks, strict=True)
+                slices = [layer.own_ranks(i, pair, blocks) for i, (pair, blocks) in enumerate(each)]
+            return ModuleWeights(name, weights.rank, slices)
 
         loras = {weights.module_name: weights for weights in map_in_threads(packed, list(groups.values()))}
         return LoRAModel(lora.id, max(weights.rank for weights in loras.values()), loras)
@@ -149,9 +153,10 @@ class AdapterPacker:
         if isinstance(layer, FusedMoEWithLoRA):
             return group_experts(lora.id, name, layer, own, len(parts))
         slices: Slices = [(None, None)] * len(parts)
+        blocks: list[Blocks] = [Blocks()] * len(parts)
         for part, weights in own.items():
             if part is None:
-                slices = weights.scaled()
+                slices, blocks = weights.scaled(), list(weights.blocks)
             elif weights.is_packed or not weights.slices:
                 raise ValueError(
                     f"adapter {lora.id}: {given[part]!r} has {len(weights.slices)} slices, expected 1: give "
@@ -159,7 +164,8 @@ class AdapterPacker:
                 )
             else:
                 (slices[part],) = weights.scaled()
-        return ModuleWeights(name, max(weights.rank for weights in own.values()), slices)
+                blocks[part] = (*weights.blocks, Blocks())[0]
+        return ModuleWeights(name, max(weights.rank for weights in own.values()), slices, blocks=blocks)
 
 
 def _weights_of(lora: LoRAModel, name: str) -> ModuleWeights:

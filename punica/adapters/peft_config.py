@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from punica.adapters.blocks import BlockDiagonal, Blocks
+from punica.adapters.blocks import BlockDiagonal
 from punica.adapters.patterns import ModuleNames, NamePattern, Steps, UnboundedPattern
 from punica.adapters.read import is_stacked_name
 from punica.adapters.request import resolve_adapter_path
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
+from punica.layers.packing import Blocks
 
 CONFIG_FILE = "adapter_config.json"
 MOST_CONFIG_BYTES = 4 << 20

@@ -20,6 +20,7 @@ from punica.adapters.check import SCALE_SUFFIX, all_finite, check_any, check_exp
 from punica.adapters.request import resolve_adapter_path
 from punica.adapters.wrap import MoEEPSpec
 from punica.checks import clip
+from punica.ops.pages import Pages
 from punica.threads import map_in_threads
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -273,7 +274,7 @@ class WeightsFile:
             is_b = name is not None and name["side"] == "B"
             places.append((is_b, slice(sizes[is_b], sizes[is_b] + entry.nbytes)))
             sizes[is_b] += entry.nbytes
-        blocks = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        blocks = [Pages.of(size).tensor(size) for size in sizes]
         targets, tensors = [], {}
         for (is_b, place), (key, entry) in zip(places, run, strict=True):
             part = blocks[is_b][place]

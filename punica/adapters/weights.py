@@ -16,7 +16,7 @@ import torch
 from punica.adapters.check import check_pair
 from punica.adapters.peft_config import PEFTHelper
 from punica.layers.base import LoRAInput
-from punica.layers.packing import LoRAFactor, Slices
+from punica.layers.packing import Blocks, LoRAFactor, Slices
 from punica.ops.quant import Fp8Matrix
 
 Factor = torch.Tensor | Fp8Matrix
@@ -33,6 +33,7 @@ class ModuleWeights:
             and `[E, out, r]`; `(None, None)` where the adapter has none.
         scaling: factor of `B A` that is not in B yet.
         lora_alpha: numerator of the scaling in the adapter's config.
+        blocks: of every slice the blocks of A and B; default: no slice is block-diagonal.
     """
 
     module_name: str
@@ -40,6 +41,7 @@ class ModuleWeights:
     slices: Slices
     scaling: float = 1
     lora_alpha: float = 1
+    blocks: Sequence[Blocks] = ()
 
     @property
     def is_packed(self) -> bool:

@@ -173,11 +173,13 @@ def stand_in(gpu: GpuDescription) -> None:
     from triton.runtime import driver
 
     from punica.ops.triton_ops.launch import INTERPRETED, IS_ROCM, Launch
+    from punica.parallel.matmul import PLAIN_TENSORS
 
     if INTERPRETED or IS_ROCM:
         raise RuntimeError("kernels are compiled for NVIDIA GPUs, without TRITON_INTERPRET and not by torch for ROCm")
     driver.set_active(_Driver(GPUTarget("cuda", 10 * gpu.major + gpu.minor, WARP)))  # type: ignore[arg-type]
     Launch.compile_only = True
+    PLAIN_TENSORS.add(AbsentTensor)
     answers: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_device": 0, "is_current_stream_capturing": False,
         "get_device_capability": (gpu.major, gpu.minor), "get_device_name": gpu.name,

@@ -1,6 +1,7 @@
 """LoRA over column-parallel layers: plain, merged (gate/up) and QKV, with one adapter or one per packed matrix.
 
-Every rank computes its own outputs, so A is replicated and B is sharded by rows like the base weight. The classes
+Every rank computes its own outputs, so A is replicated and B is sharded by rows like the base weight; where B is
+block-diagonal, a rank keeps only the ranks of its own blocks in both. The classes
 differ in the rows of a rank. Packed matrices share one A (an adapter trained on the packed matrix), or have one each
 (trained on ``q_proj``, ``k_proj``, ``v_proj``: the usual case).
 """
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from punica.layers.base import LoRAInput
 from punica.layers.base_linear import BaseLinearLayerWithLoRA
-from punica.layers.packing import LoRAFactor, Slices, expand_groups
+from punica.layers.packing import Blocks, LoRAFactor, Slices, expand_groups, ranks_of_blocks
 from punica.layers.utils import _not_fully_sharded_can_replace, as_pair_list, is_exactly, is_kind_of
 from punica.ops.quant import Fp8Matrix
 from punica.parallel.group import tensor_model_parallel_all_gather
@@ -54,6 +55,13 @@ class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
         parts = lora_b.split([matrix.full for matrix in self._matrices])
         own = [matrix.rows_of(part) for matrix, part in zip(self._matrices, parts, strict=True)]
         return own[0] if len(own) == 1 else torch.cat(own)
+
+    def own_ranks(self, i: int, pair: tuple[LoRAFactor, LoRAFactor], blocks: Blocks) -> tuple[LoRAFactor, LoRAFactor]:
+        """Cut out the ranks of the blocks of B with this rank's rows, where a slice is one matrix."""
+        if len(self._matrices) != self.n_slices:
+            return pair
+        matrix = self._matrices[i]
+        return ranks_of_blocks(pair, blocks.b, matrix.index, matrix.full // matrix.rows)
 
     def forward(self, input_: Tensor) -> LinearOutput:
         """``[..., in] -> [..., out/tp]``, or ``[..., out]`` when the base layer gathers."""

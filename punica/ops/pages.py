@@ -1,8 +1,10 @@
-"""Page-locked host memory that is locked after it was written, and used again.
+"""Host memory for tensors that is used again: for reading adapters, and page-locked for devices that read it.
 
-torch allocates page-locked memory in powers of two, zeroed by one thread while it is locked: 92 ms for 80 MB on the
-host of an H200. Here the threads that write the memory are the first to touch its pages, and locking them is what
-remains. Pages that are free again stay locked for later adapters of about their size: unlocking waits for the device.
+The first touch of a page costs several times the copy into it: on a virtual machine with two cores 80 MB are read in
+49 ms of one into new pages, in 12 ms into used ones. torch also allocates page-locked memory in powers of two, zeroed
+by one thread while it is locked: 92 ms for 80 MB on the host of an H200. Here the threads that write the memory are the
+first to touch its pages, and locking them is what remains. Pages that are free again stay, locked or not, for later
+adapters of about their size: unlocking waits for the device.
 """
 
 import ctypes
@@ -10,43 +12,70 @@ import mmap
 import weakref
 from collections import defaultdict
 from contextlib import suppress
+from typing import Self
 
 import torch
 from torch import Tensor
 
-MOST_FREE = 4 << 30
-"""Bytes of locked pages that are kept for later adapters."""
-_free: defaultdict[int, list["Pages"]] = defaultdict(list)
-"""Locked pages without a tensor, by their bytes."""
+_free: defaultdict[tuple[type["Pages"], int], list["Pages"]] = defaultdict(list)
+"""Pages without a tensor, by their kind and bytes."""
 
 
 class Pages:
-    """Anonymous memory of ``size`` bytes for tensors, which a device can read once it is locked."""
+    """Anonymous memory of ``size`` bytes for tensors, free for others when the last tensor on it is gone.
+
+    Attributes: ``most_free``: bytes of free pages of this kind that are kept, three adapters of 80 MB.
+    """
+
+    most_free = 256 << 20
 
     def __init__(self, size: int) -> None:
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.size, self._is_locked = size, False
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a child would share pages that the device reads
-            with suppress(AttributeError, OSError):  # of kernels without huge pages
-                self._memory.madvise(getattr(mmap, advice))
+        self.size = size
+        self._advise("MADV_HUGEPAGE")
+
+    def _advise(self, advice: str) -> None:
+        with suppress(AttributeError, OSError):  # of kernels without it
+            self._memory.madvise(getattr(mmap, advice))
 
     @classmethod
-    def of(cls, size: int) -> "Pages":
+    def of(cls, size: int) -> Self:
         """Return free pages, or new ones: at least ``size`` bytes, at most an eighth and a page more."""
         step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 4))
         size = max(1, -(-size // step)) * step
         try:
-            return _free[size].pop()
+            return _free[cls, size].pop()  # type: ignore[return-value]
         except IndexError:
             return cls(size)
 
     def tensor(self, size: int) -> Tensor:
-        """Return the first ``size`` bytes, uint8. Locked pages are free again when the last tensor on them is gone."""
+        """Return the first ``size`` bytes, uint8."""
         if not size:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         array = (ctypes.c_uint8 * size).from_buffer(self._memory)
         weakref.finalize(array, self._give_back)
         return torch.frombuffer(array, dtype=torch.uint8)
+
+    def _give_back(self) -> None:
+        kept = sum(size * len(pages) for (kind, size), pages in list(_free.items()) if kind is type(self))
+        if kept + self.size <= self.most_free:
+            _free[type(self), self.size].append(self)
+        else:
+            self._release()
+
+    def _release(self) -> None:
+        """Prepare for the system, which gets the memory with this object's end."""
+
+
+class LockedPages(Pages):
+    """Pages that a device can read once they are locked. Those that never were are given back to the system."""
+
+    most_free = 4 << 30
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._is_locked = False
+        self._advise("MADV_DONTFORK")  # a child would share pages that the device reads
 
     def lock(self) -> None:
         """Lock the pages, once. torch.cuda.CudaError: CUDA refuses it."""
@@ -61,9 +90,8 @@ class Pages:
             self._is_locked = True
 
     def _give_back(self) -> None:
-        if not self._is_locked:
-            return
-        if sum(size * len(pages) for size, pages in list(_free.items())) + self.size <= MOST_FREE:
-            _free[self.size].append(self)
-        else:
-            torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(ctypes.c_uint8.from_buffer(self._memory)))
+        if self._is_locked:
+            super()._give_back()
+
+    def _release(self) -> None:
+        torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(ctypes.c_uint8.from_buffer(self._memory)))

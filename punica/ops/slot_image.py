@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from punica.ops.pages import Pages
+from punica.ops.pages import LockedPages
 from punica.threads import map_in_threads
 
 ALIGNMENT = 16
@@ -52,7 +52,7 @@ def pack_image(matrices: Sequence[ImagePart], dtype: torch.dtype, *, pin_memory:
     """Pack ``matrices``, cast to ``dtype``, into an image: uint8 ``[bytes]`` on the CPU, page-locked if asked."""
     offsets = _offsets(matrices, dtype)
     size = offsets[-1] * ALIGNMENT
-    pages = Pages.of(size) if pin_memory else None
+    pages = LockedPages.of(size) if pin_memory else None
     image = torch.empty(size, dtype=torch.uint8, device="cpu") if pages is None else pages.tensor(size)
     header = [
         (offset, *matrix.part.shape, matrix.rank) if matrix.part is not None else (0, 0, 0, matrix.rank)

@@ -33,6 +33,9 @@ class OneDnnRows:
 
 onednn_for = OneDnnRows()
 
+PLAIN_TENSORS: set[type[Tensor]] = {Tensor}
+"""Classes of tensors without an arithmetic of their own."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x [..., in]``, ``weight [out, in]``, ``bias [out]`` or None to ``[..., out]``; any device, any dtype."""
@@ -53,7 +56,7 @@ def is_skinny(x: Tensor, weight: Tensor) -> bool:
     """Tell whether `skinny_gemm` serves a product on a GPU: few rows, 16 bits, no gradient, no tracer."""
     if x.dim() != 2 or x.shape[0] > MOST_SKINNY_ROWS or x.dtype not in (torch.float16, torch.bfloat16):
         return False
-    plain = type(x) is Tensor and x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
+    plain = type(x) in PLAIN_TENSORS and x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
     return plain and x.numel() > 0 and not (x.requires_grad or torch.compiler.is_compiling())
 
 

@@ -5,7 +5,8 @@ import json
 import peft
 import pytest
 import torch
-from peft_world import SEVEN, Ours, hugging_face_model, lora_config, peft_model, reference_logits
+from managed_world import Ours
+from peft_world import SEVEN, hugging_face_model, lora_config, peft_model, reference_logits
 from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRAModel, PEFTHelper

@@ -10,12 +10,10 @@ import peft
 import pytest
 import torch
 import transformers
+from managed_world import MAX_RANK, VOCAB, Ours
 from peft_world import (
     ADAPTERS,
-    MAX_RANK,
     SEVEN,
-    VOCAB,
-    Ours,
     hugging_face_model,
     lora_config,
     merged,

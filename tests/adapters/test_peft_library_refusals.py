@@ -8,7 +8,8 @@ import peft
 import pytest
 import torch
 from adapter_world import assert_unchanged, snapshot
-from peft_world import LAYERS, MAX_RANK, VOCAB, Ours, hugging_face_model, lora_config, peft_model
+from managed_world import MAX_RANK, VOCAB, Ours
+from peft_world import LAYERS, hugging_face_model, lora_config, peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel

@@ -1,5 +1,6 @@
 """What a `WeightsFile` tells and reads, by safetensors' own word; and several folders read at once."""
 
+import gc
 import json
 import math
 import os
@@ -146,6 +147,28 @@ def test_tensors_read_in_runs_are_those_of_the_file(tmp_path: Path, run: int, at
     assert numbers.finite
     assert numbers.tensors.keys() == expected.keys()
     assert all(torch.equal(numbers.tensors[name], tensor) for name, tensor in expected.items())
+
+
+def test_an_adapter_is_read_into_the_memory_of_one_that_is_gone(tmp_path: Path) -> None:
+    """Memory of tensors that live is not touched."""
+    many(tmp_path)
+
+    def numbers() -> dict[str, torch.Tensor]:
+        with WeightsFile(tmp_path) as file:
+            return file.numbers(file.entries({"q_proj"}, None, None)).tensors
+
+    first = numbers()
+    copies = {name: tensor.clone() for name, tensor in first.items()}
+    second = numbers()
+    place = {tensor.untyped_storage().data_ptr() for tensor in second.values()}
+    assert place.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in first.values())
+    del second
+    gc.collect()
+    many(tmp_path)
+    third = numbers()
+    assert {tensor.untyped_storage().data_ptr() for tensor in third.values()} == place
+    assert all(torch.equal(first[name], copies[name]) for name in first)
+    assert not any(torch.equal(first[name], third[name]) for name in first)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])

@@ -1,4 +1,4 @@
-"""Page-locked memory: locked once, and free for the next adapter when the last tensor on it is gone."""
+"""Memory that is free for the next adapter when the last tensor on it is gone; page-locked, it is locked once."""
 
 import gc
 import mmap
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from punica.ops import pages as module
-from punica.ops.pages import Pages
+from punica.ops.pages import LockedPages, Pages
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def locked(monkeypatch) -> list[tuple[int, int]]:
 
 
 def test_pages_are_used_again_when_the_last_view_of_them_is_gone(locked) -> None:
-    first = Pages.of(100_001)
+    first = LockedPages.of(100_001)
     tensor = first.tensor(100_001)
     assert tensor.shape == (100_001,)
     tensor.fill_(7)
@@ -36,27 +36,27 @@ def test_pages_are_used_again_when_the_last_view_of_them_is_gone(locked) -> None
     view = tensor[8:24].view(torch.int32)
     del tensor
     gc.collect()
-    assert Pages.of(100_001) is not first
+    assert LockedPages.of(100_001) is not first
     assert view.tolist() == [0x07070707] * 4
     del view
     gc.collect()
-    assert Pages.of(100_002) is first
-    assert Pages.of(100_002) is not first
+    assert LockedPages.of(100_002) is first
+    assert LockedPages.of(100_002) is not first
 
 
 def test_pages_that_were_not_locked_are_given_to_the_system(locked) -> None:
-    first = Pages.of(64)
+    first = LockedPages.of(64)
     tensor = first.tensor(64)
     del tensor
     gc.collect()
-    assert Pages.of(64) is not first
+    assert LockedPages.of(64) is not first
     assert locked == []
 
 
 def test_pages_beyond_the_limit_are_unlocked(locked, monkeypatch) -> None:
-    monkeypatch.setattr(module, "MOST_FREE", 100_000)
+    monkeypatch.setattr(LockedPages, "most_free", 100_000)
     for _ in range(2):
-        one, other = Pages.of(70_000), Pages.of(70_000)
+        one, other = LockedPages.of(70_000), LockedPages.of(70_000)
         tensors = [one.tensor(70_000), other.tensor(70_000)]
         for pages in (one, other):
             pages.lock()
@@ -65,18 +65,31 @@ def test_pages_beyond_the_limit_are_unlocked(locked, monkeypatch) -> None:
     assert [size > 0 for _, size in locked] == [True, True, False, True, False]
 
 
+def test_memory_for_reading_is_used_again_unlocked_and_only_for_that(locked, monkeypatch) -> None:
+    monkeypatch.setattr(Pages, "most_free", 100_000)
+    first, second = Pages.of(70_000), Pages.of(70_000)
+    tensors = [first.tensor(70_000), second.tensor(70_000)]
+    assert tensors[0].data_ptr() != tensors[1].data_ptr()
+    tensors.clear()
+    gc.collect()
+    assert type(LockedPages.of(70_000)) is LockedPages
+    found = [Pages.of(70_000), Pages.of(70_000)]
+    assert [one in (first, second) for one in found] == [True, False], "more than most_free goes to the system"
+    assert locked == []
+
+
 @pytest.mark.parametrize("size", [0, 1, 4096, 4097, 100_000, 80_000_001])
 def test_no_more_than_an_eighth_and_a_page_is_wasted(size: int, locked) -> None:
-    assert size <= Pages.of(size).size <= size * 9 // 8 + mmap.PAGESIZE
+    assert size <= LockedPages.of(size).size <= size * 9 // 8 + mmap.PAGESIZE
 
 
 def test_no_bytes(locked) -> None:
-    assert Pages.of(0).tensor(0).shape == (0,)
+    assert LockedPages.of(0).tensor(0).shape == (0,)
 
 
 @pytest.mark.gpu
 def test_a_device_reads_it() -> None:
-    pages = Pages.of(1 << 20)
+    pages = LockedPages.of(1 << 20)
     tensor = pages.tensor(1 << 20).fill_(3)
     pages.lock()
     assert tensor.is_pinned()
