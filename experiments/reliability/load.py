@@ -98,7 +98,9 @@ def engine_soak(setting: Setting) -> Outcome:
         outcome.expect(False, f"{name} never ended")
     for name, kept in kept_by(engine).items():
         outcome.expect(kept == 0, f"{name} {kept}")
-    outcome.values |= Use.of().growth(before) | {
+    after = Use.of()
+    outcome.expect(not after.leaks(before), f"left over: {after.leaks(before)}")
+    outcome.values |= after.growth(before) | {
         "preemptions": (soak.preemptions, "count"), "throughput": (statistics.median(rates), "token/s"),
         "throughput_drift": (drift(rates), "%"),
     }  # fmt: skip

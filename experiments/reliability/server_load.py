@@ -74,7 +74,9 @@ async def _soak(clients: Clients, served: Served, count: int) -> dict[str, tuple
         rates = [await clients.run(count // WINDOWS) for _ in range(WINDOWS - WARM)]
         idle = await asyncio.to_thread(wait_until, served.is_idle, 60)
         clients.outcome.expect(idle, "requests are left in the server after their clients have gone")
-    growth = Use.of(served.process.pid).growth(before)
+    after = Use.of(served.process.pid)
+    clients.outcome.expect(not after.leaks(before), f"left over: {after.leaks(before)}")
+    growth = after.growth(before)
     del growth["device_memory_growth"]
     return growth | {"throughput": (statistics.median(rates), "request/s"), "throughput_drift": (drift(rates), "%")}
 
