@@ -65,6 +65,7 @@ def loading_neighbours(setting: Setting) -> Outcome:
     config, tenant = AutoConfig.from_pretrained(world.checkpoint), Tenant("changing", MAX_RANK, "all")
     sizes = {} if setting.device == "cpu" else {"batch_invariant": True}
     engine, quiet = world.engine(**sizes), world.engine(**sizes)
+    resident = LoRARequest("resident", 20_000, world.adapters[2].lora_path)  # of the same slot size and layers
     for turn in range(setting.count):
         wishes, kind = draw_wishes(world, VICTIMS, choose), ("loaded", "reloaded", "gone")[turn % 3]
         number = 30_000 if kind == "reloaded" else 30_001 + turn
@@ -75,7 +76,7 @@ def loading_neighbours(setting: Setting) -> Outcome:
             expected = victims_of(quiet, world, wishes, [])
         else:
             found = victims_of(engine, world, wishes, [neighbour])
-            expected = victims_of(quiet, world, wishes, [world.adapters[2]])  # of the same slot size and layers
+            expected = victims_of(quiet, world, wishes, [resident])
         outcome.injected += 1
         for one, other in zip(found, expected, strict=True):
             outcome.expect(one == other, f"{kind}: {one} instead of {other}")

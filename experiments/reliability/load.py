@@ -80,7 +80,7 @@ class Soak:
         return tokens / (time.perf_counter() - begun)
 
 
-@trial("load", smoke=200, laptop=8_000, full=20_000, seconds=90)
+@trial("load", smoke=200, laptop=3_000, full=20_000, seconds=90)
 def engine_soak(setting: Setting) -> Outcome:
     """Requests over ten times more adapters than slots, with cancellations, reloads and few pages."""
     choose, outcome = random.Random(setting.seed), Outcome()

@@ -81,7 +81,7 @@ async def _soak(clients: Clients, served: Served, count: int) -> dict[str, tuple
     return growth | {"throughput": (statistics.median(rates), "request/s"), "throughput_drift": (drift(rates), "%")}
 
 
-@trial("load", smoke=60, laptop=3_000, full=20_000, seconds=90)
+@trial("load", smoke=60, laptop=1_500, full=20_000, seconds=90)
 def server_soak(setting: Setting) -> Outcome:
     """Requests to a server over ten times more adapters than slots, with clients that vanish and reloads."""
     choose, outcome = random.Random(setting.seed), Outcome()
