@@ -35,9 +35,9 @@ class Use:
             "handle_growth": (self.handles - before.handles, "count"),
         }
 
-    def leaks(self, before: "Use") -> dict[str, int]:
-        """Return the threads and handles that there are more of than ``before``."""
-        more = {"threads": self.threads - before.threads, "handles": self.handles - before.handles}
+    def leaks(self, before: "Use", pool: int = 0) -> dict[str, int]:
+        """Return the threads and handles that there are more of than ``before``; a pool may have started ``pool``."""
+        more = {"threads": self.threads - before.threads - pool, "handles": self.handles - before.handles}
         return {name: number for name, number in more.items() if number > 0}
 
 

@@ -156,6 +156,7 @@ def test_more_threads_or_handles_than_before_are_a_leak() -> None:
     before = Use(host_mib=100, device_mib=0, threads=4, handles=9)
     assert replace(before, host_mib=120, threads=3).leaks(before) == {}
     assert replace(before, threads=5, handles=11).leaks(before) == {"threads": 1, "handles": 2}
+    assert replace(before, threads=6).leaks(before, pool=2) == {}
 
 
 def test_only_the_first_losses_are_described() -> None:
