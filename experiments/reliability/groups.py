@@ -6,7 +6,8 @@ from experiments.reliability.trial import TRIALS, Trial
 from punica.registry import Registry
 
 MODULES = (
-    "load", "server_load", "faults", "full_disk", "killed", "killed_runner", "input", "api", "isolation", "determinism",
+    "load", "server_load", "faults", "full_disk", "killed", "killed_runner", "input", "mappings", "api", "isolation",
+    "determinism",
 )  # fmt: skip
 
 

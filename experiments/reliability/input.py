@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+import re
 import warnings
 from typing import Any
 
@@ -30,10 +32,16 @@ KEYS = (
     "modules_to_save", "layers_to_transform", "fan_in_fan_out",
 )  # fmt: skip
 SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I32": 4, "F64": 8, "F31": 4}
+CHUNK = 50
+"""Inputs of one example: Hypothesis takes longer to draw a folder than the loader to read it."""
+NUMBERS = (b"-1", b"0", b"7", b"4294967296", b"18446744073709551616", b"1e99", b"0.5", b"null", b"true", b'"1"', b"[]")
+CALLS = 5
+"""Operator calls of one example."""
 Files = tuple[bytes, bytes]
 
 
-def _settings(count: int) -> Any:
+def drawn(count: int) -> Any:
+    """Return settings of ``count`` examples, without a database or a second run of any."""
     return settings(
         max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.target],
@@ -97,6 +105,44 @@ def _spoilt(draw: Any, content: bytes) -> bytes:
     return content
 
 
+def neighbour(files: Files, choose: random.Random) -> Files:
+    """Return files with one or two small changes of the config, the header or the data."""
+    config, weights = files
+    size = int.from_bytes(weights[:8], "little")
+    for _ in range(choose.choice((1, 1, 1, 2))):
+        match choose.randrange(8):
+            case 0 | 1:
+                config = _changed(config, choose)
+            case 2 | 3:
+                weights = weights[: 8 + size] + _overwritten(weights[8 + size :], choose)
+            case _:
+                header = _changed(weights[8 : 8 + size], choose)
+                weights = len(header).to_bytes(8, "little") + header + weights[8 + size :]
+                size = len(header)
+    return config, weights
+
+
+def _changed(content: bytes, choose: random.Random) -> bytes:
+    """Return content with another number or byte, without a piece, or with a piece of it twice."""
+    start = choose.randint(0, len(content))
+    stop = min(len(content), start + choose.choice((1, 2, 8, 60)))
+    match choose.randrange(4):
+        case 0 if numbers := list(re.finditer(rb"-?\d+", content)):
+            start, stop = choose.choice(numbers).span()
+            return content[:start] + choose.choice(NUMBERS) + content[stop:]
+        case 1:
+            return content[:start] + content[stop:]
+        case 2:
+            return content[:stop] + content[start:]
+    return _overwritten(content, choose)
+
+
+def _overwritten(content: bytes, choose: random.Random) -> bytes:
+    """Return content with another byte at one place, or a byte more at its end."""
+    start = choose.randint(0, len(content))
+    return content[:start] + choose.randbytes(1) + content[start + 1 :]
+
+
 def _state(engine: Engine) -> tuple[Any, ...]:
     manager = engine.manager
     return (
@@ -105,9 +151,9 @@ def _state(engine: Engine) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-@trial("input", smoke=60, laptop=6_000, full=1_000_000, seconds=60)
+@trial("input", smoke=100, laptop=50_000, full=1_000_000, seconds=60)
 def adapter_folders(setting: Setting) -> Outcome:
-    """Random adapter folders, guided by how far they get: read with finite numbers, or one clear error."""
+    """Random adapter folders and near ones, guided by how far they get: finite numbers, or one clear error."""
     outcome, read = Outcome(), [0]
     world = make_world(setting.folder, 1, setting.seed, setting.device)
     engine = world.engine()
@@ -116,17 +162,23 @@ def adapter_folders(setting: Setting) -> Outcome:
     place = setting.folder / "drawn"
     place.mkdir()
 
-    @seed(setting.seed)
-    @_settings(setting.count)
-    @given(folders(shapes))
-    def run(files: Files) -> None:
+    def load(files: Files) -> int:
         (place / CONFIG_FILE).write_bytes(files[0])
         (place / WEIGHTS_FILE).write_bytes(files[1])
         error, stage = _load(engine, LoRARequest("drawn", ADAPTER_ID, str(place)))
-        target(float(stage))
         read[0] += error is None
         clear = error is None or (isinstance(error, CLEAR) and bool(str(error)))
-        outcome.expect(clear and _state(engine) == before, f"{error!r} of {files[0][:200]!r} {files[1][:200]!r}")
+        outcome.expect(clear and _state(engine) == before, f"{error!r} of {files[0][:200]!r} {files[1][:400]!r}")
+        return stage
+
+    @seed(setting.seed)
+    @drawn(max(1, setting.count // CHUNK))
+    @given(folders(shapes), st.integers(0, 1 << 32))
+    def run(files: Files, start: int) -> None:
+        choose = random.Random(start)
+        target(float(load(files)))
+        for _ in range(CHUNK - 1):
+            load(neighbour(files, choose))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of modules without tensors, once per folder
@@ -156,40 +208,48 @@ def calls(draw: Any) -> dict[str, Any]:
                                  draw(st.integers(1, 4)))  # fmt: skip
     wrong = draw(st.integers(0, 7))
     return {
-        "shrink": draw(st.booleans()),
+        "shrink": draw(st.booleans()), "start": draw(st.integers(0, 1 << 32)),
         "x": (rows, inner + (wrong == 0)), "weights": (slots, outer, inner), "y": (rows + (wrong == 1), outer),
-        "indices": draw(st.lists(st.integers(-1 - (wrong == 2), slots - (wrong != 3)), min_size=rows, max_size=rows)),
+        "lowest": -1 - (wrong == 2), "highest": slots - (wrong != 3),
         "dtypes": [draw(dtypes)] * 3 if wrong != 4 else [draw(dtypes) for _ in range(3)],
         "factor": draw(st.sampled_from([0.5, 1.0] if wrong != 5 else [math.nan, math.inf, 1])),
     }  # fmt: skip
 
 
-@trial("input", smoke=60, laptop=6_000, full=100_000, seconds=30)
+@trial("input", smoke=60, laptop=10_000, full=100_000, seconds=35)
 def operator_calls(setting: Setting) -> Outcome:
     """Random calls of the paper's operators: the result of the definition, or its error with the output unchanged."""
     outcome = Outcome()
     make = torch.Generator().manual_seed(setting.seed)
 
     @seed(setting.seed)
-    @_settings(setting.count)
+    @drawn(max(1, setting.count // CALLS))
     @given(calls())
     def run(call: dict[str, Any]) -> None:
-        x, weights, y = (
-            torch.randn(call[name], generator=make).to(kind)
-            for name, kind in zip(("x", "weights", "y"), call["dtypes"], strict=True)
-        )
-        found, expected = y.clone(), y.clone()
-        error, right = (_call(ops, call, x, weights, out) for ops, out in ((torch_ops, found), (reference, expected)))
-        outcome.injected += error is not None
-        if error is not None:
-            same = isinstance(error, (ValueError, TypeError)) and type(error) is type(right) and torch.equal(found, y)
-        else:
-            bound = 1e-4 if found.dtype in (torch.float32, torch.float64) else 0.1
-            same = right is None and torch.allclose(found.double(), expected.double(), bound, bound)
-        outcome.expect(same, f"{call}: {error!r}, and by the definition {right!r}")
+        choose = random.Random(call["start"])
+        for _ in range(CALLS):
+            indices = [choose.randint(call["lowest"], call["highest"]) for _ in range(call["x"][0])]
+            compare({**call, "indices": indices}, make, outcome)
 
     run()
     return outcome
+
+
+def compare(call: dict[str, Any], make: torch.Generator, outcome: Outcome) -> None:
+    """Count one call of an operator with new numbers: the result or the error of the definition."""
+    x, weights, y = (
+        torch.randn(call[name], generator=make).to(kind)
+        for name, kind in zip(("x", "weights", "y"), call["dtypes"], strict=True)
+    )
+    found, expected = y.clone(), y.clone()
+    error, right = (_call(ops, call, x, weights, out) for ops, out in ((torch_ops, found), (reference, expected)))
+    outcome.injected += error is not None
+    if error is not None:
+        same = isinstance(error, (ValueError, TypeError)) and type(error) is type(right) and torch.equal(found, y)
+    else:
+        bound = 1e-4 if found.dtype in (torch.float32, torch.float64) else 0.1
+        same = right is None and torch.allclose(found.double(), expected.double(), bound, bound)
+    outcome.expect(same, f"{call}: {error!r}, and by the definition {right!r}")
 
 
 def _call(ops: Any, call: dict[str, Any], x: torch.Tensor, weights: torch.Tensor, y: torch.Tensor) -> Exception | None:

@@ -1,14 +1,17 @@
 """Isolation: what other tenants do, or left behind, changes no bit and opens no adapter."""
 
 import random
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 
 import httpx2
+from transformers import AutoConfig
 
+from experiments.conformance.weights import Tenant, write_adapter
 from experiments.reliability.faults import finish
 from experiments.reliability.server import BASE, serving
 from experiments.reliability.trial import Outcome, Setting, trial
-from experiments.reliability.world import Wish, World, draw_wishes, make_world, poisoned
+from experiments.reliability.world import MAX_RANK, Wish, World, draw_wishes, make_world, poisoned
 from punica.adapters import LoRARequest
 from punica.engine import Engine, Request, SamplingParams
 
@@ -16,10 +19,14 @@ VICTIMS = 4
 LOGPROBS = 5
 
 
-def victims_of(engine: Engine, world: World, wishes: Sequence[Wish], beside: Sequence[LoRARequest]) -> list[object]:
+def victims_of(
+    engine: Engine, world: World, wishes: Sequence[Wish], beside: Sequence[LoRARequest],
+    arrived: Callable[[], object] = lambda: None,
+) -> list[tuple[object, ...]]:  # fmt: skip
     """Serve wishes with one request of each adapter ``beside`` them; return tokens and log-probabilities, bit for bit.
 
     A neighbour leaves after its first token, whether it finishes or fails, so that batches have the same sizes.
+    ``arrived`` is called once before the first step.
     """
     states = []
     for number, wish in enumerate(wishes):
@@ -27,6 +34,7 @@ def victims_of(engine: Engine, world: World, wishes: Sequence[Wish], beside: Seq
         states.append(engine.add_request(Request(f"victim-{number}", list(wish.prompt), params, world.adapter(wish))))
     for number, adapter in enumerate(beside):
         engine.add_request(Request(f"neighbour-{number}", [1, 2, 3], SamplingParams(1, ignore_eos=True), adapter))
+    arrived()
     finish(engine)
     return [(state.output_token_ids, state.logprobs, state.finish_reason) for state in states]
 
@@ -46,6 +54,36 @@ def overflowing_neighbours(setting: Setting) -> Outcome:
         outcome.injected += 1
         for poisoned_one, expected in zip(*found, strict=True):
             outcome.expect(poisoned_one == expected, f"{poisoned_one} instead of {expected}")
+    return outcome
+
+
+@trial("isolation", smoke=3, laptop=60, full=1_000, seconds=20)
+def loading_neighbours(setting: Setting) -> Outcome:
+    """A neighbour whose adapter is loaded, reloaded with other weights, or gone when read; no token of others changes.
+
+    On a GPU, batch-invariant, no bit either. On a CPU last bits depend on the order of rows, which follows the slots.
+    """
+    choose, outcome = random.Random(setting.seed), Outcome()
+    world = make_world(setting.folder, 6, setting.seed, setting.device)
+    config, tenant = AutoConfig.from_pretrained(world.checkpoint), Tenant("changing", MAX_RANK, "all")
+    sizes = {} if setting.device == "cpu" else {"batch_invariant": True}
+    engine, quiet = world.engine(**sizes), world.engine(**sizes)
+    resident = LoRARequest("resident", 20_000, world.adapters[2].lora_path)  # of the same slot size and layers
+    for turn in range(setting.count):
+        wishes, kind = draw_wishes(world, VICTIMS, choose), ("loaded", "reloaded", "gone")[turn % 3]
+        number = 30_000 if kind == "reloaded" else 30_001 + turn
+        folder = write_adapter(world.folder / f"neighbour-{number}", config, tenant, turn)
+        neighbour = LoRARequest(f"neighbour-{number}", number, str(folder), load_inplace=kind == "reloaded")
+        if kind == "gone":
+            found = victims_of(engine, world, wishes, [neighbour], lambda folder=folder: shutil.rmtree(folder))
+            expected = victims_of(quiet, world, wishes, [])
+        else:
+            found = victims_of(engine, world, wishes, [neighbour])
+            expected = victims_of(quiet, world, wishes, [resident])
+        outcome.injected += 1
+        for one, other in zip(found, expected, strict=True):
+            same = one == other if sizes else (one[0], one[2]) == (other[0], other[2])
+            outcome.expect(same, f"{kind}: {one} instead of {other}")
     return outcome
 
 

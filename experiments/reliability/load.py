@@ -80,7 +80,7 @@ class Soak:
         return tokens / (time.perf_counter() - begun)
 
 
-@trial("load", smoke=200, laptop=8_000, full=20_000, seconds=90)
+@trial("load", smoke=200, laptop=3_000, full=20_000, seconds=90)
 def engine_soak(setting: Setting) -> Outcome:
     """Requests over ten times more adapters than slots, with cancellations, reloads and few pages."""
     choose, outcome = random.Random(setting.seed), Outcome()
@@ -98,7 +98,9 @@ def engine_soak(setting: Setting) -> Outcome:
         outcome.expect(False, f"{name} never ended")
     for name, kept in kept_by(engine).items():
         outcome.expect(kept == 0, f"{name} {kept}")
-    outcome.values |= Use.of().growth(before) | {
+    after = Use.of()
+    outcome.expect(not after.leaks(before), f"left over: {after.leaks(before)}")
+    outcome.values |= after.growth(before) | {
         "preemptions": (soak.preemptions, "count"), "throughput": (statistics.median(rates), "token/s"),
         "throughput_drift": (drift(rates), "%"),
     }  # fmt: skip

@@ -1,6 +1,7 @@
 """Load: a server in a process of its own, whose clients vanish and whose adapters are loaded again."""
 
 import asyncio
+import os
 import random
 import statistics
 import time
@@ -16,6 +17,8 @@ from punica.engine import GenerationResult
 
 SLOTS, ADAPTERS, KINDS, CLIENTS = 4, 40, 160, 24
 WINDOWS, WARM = 20, 4
+POOL = min(32, (os.cpu_count() or 1) + 4)
+"""Most threads of asyncio's pool, which it starts when calls meet."""
 VANISH, RELOAD = 0.1, 0.02
 """Parts of the requests whose client leaves, and before which an adapter is loaded again."""
 
@@ -74,12 +77,15 @@ async def _soak(clients: Clients, served: Served, count: int) -> dict[str, tuple
         rates = [await clients.run(count // WINDOWS) for _ in range(WINDOWS - WARM)]
         idle = await asyncio.to_thread(wait_until, served.is_idle, 60)
         clients.outcome.expect(idle, "requests are left in the server after their clients have gone")
-    growth = Use.of(served.process.pid).growth(before)
+    after = Use.of(served.process.pid)
+    leaks = after.leaks(before, POOL)
+    clients.outcome.expect(not leaks, f"left over: {leaks}")
+    growth = after.growth(before)
     del growth["device_memory_growth"]
     return growth | {"throughput": (statistics.median(rates), "request/s"), "throughput_drift": (drift(rates), "%")}
 
 
-@trial("load", smoke=60, laptop=3_000, full=20_000, seconds=90)
+@trial("load", smoke=60, laptop=1_500, full=20_000, seconds=90)
 def server_soak(setting: Setting) -> Outcome:
     """Requests to a server over ten times more adapters than slots, with clients that vanish and reloads."""
     choose, outcome = random.Random(setting.seed), Outcome()

@@ -35,6 +35,11 @@ class Use:
             "handle_growth": (self.handles - before.handles, "count"),
         }
 
+    def leaks(self, before: "Use", pool: int = 0) -> dict[str, int]:
+        """Return the threads and handles that there are more of than ``before``; a pool may have started ``pool``."""
+        more = {"threads": self.threads - before.threads - pool, "handles": self.handles - before.handles}
+        return {name: number for name, number in more.items() if number > 0}
+
 
 def drift(rates: Sequence[float]) -> float:
     """Return the median of the last quarter of ``rates`` over that of the first, minus 1, in per cent."""

@@ -147,10 +147,9 @@ def test_errors_of_some_requests_leave_the_others(tmp_path) -> None:
 
 def test_a_slow_answer_is_unfinished_at_the_deadline() -> None:
     with fake_server("slow") as fake:
-        fake.pause = 1.0
-        began = time.monotonic()
+        fake.pause = 600
         found = counts(run_readings(served(fake.url, "slow", seconds=0.1, drain=0.1)))
-        assert time.monotonic() - began < 0.9, "not waited for"
+        assert fake.under_way == len(fake.bodies) > 0, "not waited for"
     assert found["requests"] == found["errors"] == found["errors_unfinished"] == 2
     assert found["time_to_first_token_max"] >= 100, "of requests without a token, too, the wait so far"
 

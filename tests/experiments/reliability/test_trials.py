@@ -1,5 +1,6 @@
 """Trials at tiny counts: each passes on a sound system, and counts losses on a broken one."""
 
+import random
 import resource
 import signal
 from collections.abc import Iterator
@@ -15,20 +16,24 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 
 from experiments.reliability import full_disk, isolation
 from experiments.reliability.groups import all_trials
+from experiments.reliability.input import neighbour
 from experiments.reliability.trial import Outcome, Setting
-from experiments.reliability.use import drift
+from experiments.reliability.use import Use, drift
 from punica.adapters import LoRAModelManager
 from punica.engine import Engine
 from punica.measure.records import RowFile, write_rows
+from punica.metadata import LoRAMapping
 from punica.ops import torch_ops
+from punica.wrapper import PunicaWrapperCPU
 
 HERE = {
     "engine_soak": 30, "truncated_adapter": 1, "deleted_adapter": 1, "poisoned_weights": 3, "tokenizer_that_raises": 2,
     "out_of_memory": 2, "interrupted_steps": 3, "disk_full": 1, "clock_backwards": 2, "adapter_folders": 30,
-    "operator_calls": 60, "api_bodies": 20, "overflowing_neighbours": 1, "evicted_adapters": 1,
+    "operator_calls": 60, "wrapper_steps": 60, "api_bodies": 20, "overflowing_neighbours": 1, "loading_neighbours": 3,
+    "evicted_adapters": 1,
 }  # fmt: skip
 """Trials that need no process of their own at these counts."""
-FAST = {"engine_soak", "disk_full", "operator_calls"}
+FAST = {"engine_soak", "disk_full", "operator_calls", "wrapper_steps"}
 OTHERS = ("server_soak", "killed_writers", "signalled_server", "killed_rank", "adapter_keys", "same_simulation")
 
 
@@ -98,6 +103,27 @@ def test_an_operator_that_differs_from_its_definition_is_a_loss(tmp_path: Path, 
     assert run("operator_calls", tmp_path).lost > 0
 
 
+def test_a_step_that_forgets_the_one_before_is_a_loss(tmp_path: Path, monkeypatch: Any) -> None:
+    begin = PunicaWrapperCPU.update_metadata
+
+    def careless(wrapper: PunicaWrapperCPU, mapping: Any, table: Any, *rest: Any) -> None:
+        begin(wrapper, LoRAMapping([], []), [], 1, 1)
+        begin(wrapper, mapping, table, *rest)
+
+    monkeypatch.setattr(PunicaWrapperCPU, "update_metadata", careless)
+    assert run("wrapper_steps", tmp_path).lost > 0
+
+
+def test_changed_folders_are_near_the_drawn_one() -> None:
+    header = b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    files = (b'{"r": 8}', len(header).to_bytes(8, "little") + header + bytes(8))
+    found = [neighbour(files, random.Random(number)) for number in range(200)]
+    assert all(abs(len(config) - 8) <= 60 for config, _ in found)
+    assert len(set(found)) > 100
+    whole = [int.from_bytes(weights[:8], "little") <= len(weights) - 8 for _, weights in found]
+    assert all(whole)  # a header of another length is announced as such
+
+
 def test_bits_that_depend_on_a_neighbour_are_a_loss(tmp_path: Path, monkeypatch: Any) -> None:
     real, calls = isolation.victims_of, []
 
@@ -124,6 +150,13 @@ def test_rows_that_are_lost_on_a_full_disk_are_a_loss(tmp_path: Path, monkeypatc
 def test_drift_compares_the_last_quarter_with_the_first() -> None:
     assert drift([100, 100, 1, 1, 1, 1, 90, 90]) == pytest.approx(-10)
     assert drift([5]) == 0
+
+
+def test_more_threads_or_handles_than_before_are_a_leak() -> None:
+    before = Use(host_mib=100, device_mib=0, threads=4, handles=9)
+    assert replace(before, host_mib=120, threads=3).leaks(before) == {}
+    assert replace(before, threads=5, handles=11).leaks(before) == {"threads": 1, "handles": 2}
+    assert replace(before, threads=6).leaks(before, pool=2) == {}
 
 
 def test_only_the_first_losses_are_described() -> None:
