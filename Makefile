@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 PARALLEL := -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8))) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce figure figures report record reliability smoke notebooks docs test test-slow test-gpu fresh lint tune compare check clean
+.PHONY: help setup reproduce figure figures report record record-all reliability smoke notebooks docs test test-slow test-gpu fresh lint tune compare check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ report: $(VENV)/.experiments ## Judge the paper's claims, write report.html: mak
 
 record: $(VENV)/.experiments ## Copy this machine's rows, samples and figures to results/ and figures/, if they are of their commits
 	@$(RUN) -m experiments.commands.record $(ARGS)
+
+record-all: $(VENV)/.experiments ## Measure all recorded sets, in calls that continue: make record-all HARDWARE=h200 LIMIT=9
+	@$(RUN) -m experiments.commands.record_all machine=$(or $(HARDWARE),cpu) limit=$(or $(LIMIT),9) $(ARGS)
 
 reliability: $(VENV)/.dev ## Load, faults, bad input: make reliability ARGS="trials=[faults] size=full"
 	@$(RUN) -m experiments.commands.reliability $(ARGS)

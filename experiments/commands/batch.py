@@ -18,7 +18,7 @@ from experiments.harness.settings import ALWAYS_READ, Folders, keys_read, refuse
 from punica.measure.records import RowsError
 
 SOURCES = ("auto", "fresh", "recorded")
-BATCH_KEYS = ("figures", "source", "allow_dirty")
+BATCH_KEYS = ("figures", "source", "allow_dirty", "commit")
 
 
 def batch_main(name: str, doc: str, job: Callable[[DictConfig], int], *reads: str, measures: bool = False) -> None:

@@ -2,7 +2,8 @@
 
 Recorded rows are committed and are what readers without the hardware see, so they must be repeatable: rows of
 scale=smoke are refused, and so are rows measured from uncommitted code, unless `allow_dirty=true`, and rows whose
-source hash is not that of the commit they name. Raw samples go along while `results` stays below `MOST_BYTES`.
+source hash is not that of the commit they name. With `commit=...`, rows of another commit are refused, too: a release
+has one. Raw samples go along while `results` stays below `MOST_BYTES`.
 
 Fresh rows replace recorded ones of the same points. Recorded points that the fresh set lacks (of another `runtime=`,
 `timer=` or `system=`) stay until their rows are deleted by hand, and the command says how many. The `.json` beside
@@ -13,6 +14,7 @@ the rows describes the newest set alone.
 
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -41,6 +43,7 @@ def record(cfg: DictConfig) -> int:
             return []
         rows = read_rows(source)
         refuse(source, rows, cfg.allow_dirty)
+        refuse_other_commits(source, rows, cfg.commit)
         refuse_other_sources(rows, experiment.name, commits)
         promote(target, rows)
         promote_samples(source, target, places.recorded_rows.parent)
@@ -93,5 +96,13 @@ def refuse(source: Path, rows: list[Row], allow_dirty: bool) -> None:
         )
 
 
+def refuse_other_commits(source: Path, rows: list[Row], commit: str) -> None:
+    """Raise `RowsError` for rows that are not of `commit`, whole or shortened; empty: all are taken."""
+    others = Counter(row.commit for row in rows if not row.commit.startswith(commit))
+    if others:
+        listed = ", ".join(f"{number} of {name}" for name, number in others.items())
+        raise RowsError(f"{source} holds rows of other commits than {commit} ({listed}): measure them at that one")
+
+
 if __name__ == "__main__":
-    batch_main("record", __doc__ or "", record, "figures", "allow_dirty")
+    batch_main("record", __doc__ or "", record, "figures", "allow_dirty", "commit")

@@ -8,7 +8,7 @@ rank's part of every matrix is packed, in the order of the model's layers, into 
 (:mod:`punica.ops.slot_image`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ class AdapterPacker:
         if unknown := sorted(lora.loras.keys() - self._place.keys()):
             raise ValueError(
                 f"adapter {lora.id} has weights for {clip(unknown)}, which the model does not have or which "
-                "LoRAConfig.target_modules leaves out"
+                f"LoRAConfig.target_modules leaves out{_renames_of(unknown[0], self._place)}"
             )
         given: dict[str, dict[int | None, str]] = {}
         for name in lora.loras:
@@ -235,3 +235,17 @@ def _fp8_view(values: Tensor | None, scale: Tensor | None, of_experts: bool) -> 
     if values is None or scale is None:
         return None
     return Fp8Matrix(values.view(*scale.shape, -1), scale) if of_experts else Fp8Matrix(values, scale[:, 0])
+
+
+def _renames_of(unknown: str, known: Iterable[str]) -> str:
+    """Advise a `weights_mapper` for an unknown module that has a known name but for its beginning; else `""`."""
+    for name in known:
+        if unknown.endswith(f".{name}"):
+            mapper = {unknown.removesuffix(name): ""}
+        elif name.endswith(f".{unknown}"):
+            start = unknown.partition(".")[0] + "."
+            mapper = {start: name.removesuffix(unknown) + start}
+        else:
+            continue
+        return f"; it was saved inside of another model or wrapper: pass LoRARequest(weights_mapper={clip(mapper)})"
+    return ""

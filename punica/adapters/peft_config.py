@@ -29,6 +29,7 @@ _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 _OTHER_INITS = ("gaussian", "eva", "orthogonal", "true", "false")
 # Parameters of all experts of a layer in the order in which their module has them: PEFT wraps the first innermost.
 _EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+_TIED = ("embed_tokens", "lm_head")  # PEFT adapts both of a tied pair where one is a target
 
 
 class _Rule(NamedTuple):
@@ -100,6 +101,8 @@ class PEFTHelper(UnsupportedFeatures):
     peft_type: str | None = None
     init_lora_weights: bool | str = True
     use_bdlora: Any = None
+    exclude_modules: list[str] | str | None = field(default=None, compare=False)
+    ensure_weight_tying: bool = field(default=False, compare=False)
     _blocks: BlockDiagonal | None = field(init=False, repr=False, compare=False)
     _parameters: frozenset[str] = field(init=False, repr=False, compare=False)
     _rank_rules: list[_Rule] = field(init=False, repr=False, compare=False)
@@ -116,7 +119,7 @@ class PEFTHelper(UnsupportedFeatures):
             raise TypeError(
                 f"use_rslora must be a bool, got {clip(self.use_rslora)} ({type(self.use_rslora).__name__})"
             )
-        for key in ("target_modules", "target_parameters"):
+        for key in ("target_modules", "target_parameters", "exclude_modules"):
             object.__setattr__(self, key, _targets(key, getattr(self, key)))
         if not self.target_modules and not self.target_parameters:
             raise ValueError("target_modules or target_parameters is required, got neither")
@@ -215,6 +218,8 @@ class PEFTHelper(UnsupportedFeatures):
     def disagreement(self, modules: Iterable[str]) -> str | None:
         """Describe how the adapted `modules` differ from `target_modules`; `None` if they agree, or for `"all-linear"`,
         `target_parameters`, and expressions that cannot be matched in bounded time.
+
+        `exclude_modules` and `ensure_weight_tying` explain targets without tensors, and tensors of a tied module.
         """
         targets, names = self.target_modules, sorted(modules)
         if not targets or self.target_parameters or targets == "all-linear":
@@ -229,8 +234,13 @@ class PEFTHelper(UnsupportedFeatures):
             ends = {name[start:] for name in names for start in _starts_of_parts(name)}
             wanted = set(targets)
             inside = [any(name[start:] in wanted for start in _starts_of_parts(name)) for name in names]
-            unused = sorted(wanted - ends)
-        outside = [name for name, is_inside in zip(names, inside, strict=True) if not is_inside]
+            excluded = self.exclude_modules or ()
+            unused = [] if isinstance(excluded, str) else sorted(wanted - ends - set(excluded))
+        tied = _TIED if self.ensure_weight_tying else ()
+        outside = [
+            name for name, is_inside in zip(names, inside, strict=True)
+            if not is_inside and name.rpartition(".")[2] not in tied
+        ]  # fmt: skip
         problems = [f"they leave out {clip(outside)}, whose tensors are applied"] if outside else []
         problems += [f"there are no tensors for {clip(unused)}"] if unused else []
         return f"target_modules are {clip(targets)}, but {', and '.join(problems)}" if problems else None

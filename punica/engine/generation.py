@@ -254,7 +254,7 @@ class _Tail:
     def __init__(self, index: int, state: RequestState, codec: TextCodec | None) -> None:
         self.state, self.is_complete = state, False
         self._index = index
-        self._text = None if codec is None else growing_text(codec, state.params)
+        self._text = None if codec is None else growing_text(codec, state.params, state.prompt_token_ids)
         self._tokens, self._characters = 0, 0
 
     @property

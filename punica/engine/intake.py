@@ -32,7 +32,7 @@ class StateFactory:
         if seed is None:
             seed = 0 if params.is_greedy else derived_seed(self._seed, number)
         codec = self._codec
-        text = growing_text(codec, params) if codec is not None and params.stop else None
+        text = growing_text(codec, params, request.prompt_token_ids) if codec is not None and params.stop else None
         banned = bad_sequences(codec, params.bad_words)
         return RequestState(request, seed, self._defaults.eos_token_ids, text, banned)
 

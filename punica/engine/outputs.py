@@ -17,7 +17,7 @@ class GenerationResult:
         prompt_token_ids: its prompt.
         token_ids: generated tokens, including one that ended it.
         text: of ``token_ids``, without special tokens unless asked for, and up to the stop token or stop string that
-            ended it; ``None`` on an engine without a tokenizer.
+            ended it; it continues the prompt, so it may begin with a space. ``None`` on an engine without a tokenizer.
         finish_reason: ``"stop"`` (an end token, a stop token or a stop string), ``"length"`` (``max_new_tokens``),
             ``"aborted"`` or ``"failed"``; the output before is kept in each case.
         error: reason of the failure, else ``None``.
@@ -110,7 +110,10 @@ def result_of(state: RequestState, codec: TextCodec | None) -> GenerationResult:
     if codec is not None:
         try:
             keeps, ids = not state.params.skip_special_tokens, state.text_token_ids
-            text = text_of(codec, ids, keeps_special=keeps) if state.text is None else state.text.finish()
+            if state.text is not None:
+                text = state.text.finish()
+            else:
+                text = text_of(codec, ids, keeps_special=keeps, prompt_token_ids=state.prompt_token_ids)
         except Exception as error:  # any exception of a tokenizer
             state.fail(state.error or f"{type(error).__name__}: {error}")
     return GenerationResult(

@@ -17,6 +17,9 @@ from punica.scheduling import SamplingParams
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _LONGEST_CHARACTER = 16  # tokens
 _UNFINISHED = "�"  # decoded incomplete UTF-8 sequence
+_WORD_START = "▁"  # SentencePiece's space before a word
+_LAST_TOKENS = 16
+"""Tokens of a prompt among which text is looked for."""
 _TEMPLATE_ARGUMENTS = frozenset({
     "conversation", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
     "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs",
@@ -68,6 +71,25 @@ class TextCodec:
         )
         return text
 
+    def spelled(self, token_id: int) -> str:
+        """Return the text of one token within a text, special ones included.
+
+        SentencePiece's decoders drop the space of ``▁word`` at the start of a text.
+        """
+        alone = self.decode([token_id], keeps_special=True)
+        piece_of = getattr(self.tokenizer, "convert_ids_to_tokens", str)
+        if not str(piece_of(token_id)).startswith(_WORD_START):
+            return alone
+        return self.decode([token_id, token_id], keeps_special=True)[len(alone) :]
+
+    def space_before(self, token_id: int, prompt_token_ids: Sequence[int]) -> str:
+        """Return the space between a prompt and the first token of its output, which decoding that alone drops."""
+        inside, alone = self.spelled(token_id), self.decode([token_id], keeps_special=True)
+        if inside == alone or not inside.endswith(alone):
+            return ""
+        has_text = any(token not in self.special_texts and self.spelled(token) for token in prompt_token_ids)
+        return inside.removesuffix(alone) if has_text else ""
+
     @cached_property
     def special_texts(self) -> dict[int, str]:
         """Texts of the tokens that :meth:`decode` leaves out, by id."""
@@ -103,12 +125,13 @@ class GrowingText:
     ``settled`` is the text that no later token can change: whole characters, without a possible start of one of the
     ``stop`` strings. Once one of these is complete, ``stopped`` is true and the text ends before it. Special tokens are
     left out unless ``keeps_special``, but stop strings that contain one match it. Those that are complete before token
-    number ``min_tokens`` are text.
+    number ``min_tokens`` are text. ``prompt_token_ids``: tokens before the text, which begins with their space.
     """
 
     def __init__(
-        self, codec: TextCodec, stop: Sequence[str] = (), *, keeps_special: bool = False, min_tokens: int = 0
-    ) -> None:
+        self, codec: TextCodec, stop: Sequence[str] = (), *, keeps_special: bool = False, min_tokens: int = 0,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.stopped = False
         self._codec, self._stop, self._keeps_special = codec, stop, keeps_special
         self._min_tokens, self._num_tokens = min_tokens, 0
@@ -119,6 +142,7 @@ class GrowingText:
         is_searched = any(text in one for text in specials.values() for one in stop)
         self._specials = specials if is_searched else {}
         self._ids: list[int] = []
+        self._prompt_token_ids = prompt_token_ids[-_LAST_TOKENS:]
         self._before, self._read = 0, 0  # tokens [before, read) are in the text: context of the next
 
     @property
@@ -129,6 +153,8 @@ class GrowingText:
     def append(self, token_id: int) -> None:
         """Take the next token."""
         self._num_tokens += 1
+        if self._num_tokens == 1 and (space := self._codec.space_before(token_id, self._prompt_token_ids)):
+            self._extend(space)
         special = self._specials.get(token_id)
         if special is not None:
             self._settle(self._pending())
@@ -181,14 +207,17 @@ class GrowingText:
         return "".join(self._text[start : min(stop, end)] for start, stop in zip(starts, stops, strict=True))
 
 
-def growing_text(codec: TextCodec, params: SamplingParams) -> GrowingText:
+def growing_text(codec: TextCodec, params: SamplingParams, prompt_token_ids: Sequence[int]) -> GrowingText:
     """Return the empty text of a request's output."""
     return GrowingText(
-        codec, params.stop, keeps_special=not params.skip_special_tokens, min_tokens=params.min_tokens
-    )
+        codec, params.stop, keeps_special=not params.skip_special_tokens, min_tokens=params.min_tokens,
+        prompt_token_ids=prompt_token_ids,
+    )  # fmt: skip
 
 
-def text_of(codec: TextCodec, token_ids: Sequence[int], *, keeps_special: bool = False) -> str:
+def text_of(
+    codec: TextCodec, token_ids: Sequence[int], *, keeps_special: bool = False, prompt_token_ids: Sequence[int] = ()
+) -> str:
     """Return the text of an output without stop strings, the same as its chunks in a stream join to.
 
     They differ from the decoded whole where a byte-fallback tokenizer meets bytes that are no character: it turns the
@@ -196,8 +225,9 @@ def text_of(codec: TextCodec, token_ids: Sequence[int], *, keeps_special: bool =
     """
     text = codec.decode(token_ids, keeps_special=keeps_special)
     if _UNFINISHED not in text:
-        return text
-    growing = GrowingText(codec, keeps_special=keeps_special)
+        space = codec.space_before(token_ids[0], prompt_token_ids[-_LAST_TOKENS:]) if token_ids else ""
+        return space + text
+    growing = GrowingText(codec, keeps_special=keeps_special, prompt_token_ids=prompt_token_ids)
     for token_id in token_ids:
         growing.append(token_id)
     return growing.finish()

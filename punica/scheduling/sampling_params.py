@@ -6,8 +6,8 @@ from typing import Any
 
 from punica.checks import as_int, check_count, check_encodable, check_number, clip
 
-LOWEST_TEMPERATURE = 1e-3
-"""Lowest temperature but 0; below it scaled scores leave their usable range."""
+LOWEST_TEMPERATURE = 1e-8
+"""Lowest temperature but 0; clients that mean greedy send such values where 0 was once refused."""
 MOST_LOGPROBS = 20
 MOST_STOPS = 64
 LONGEST_STOP = 1024
@@ -29,7 +29,7 @@ class SamplingParams:
 
     Args:
         max_new_tokens: most tokens to generate, at least 1.
-        temperature: divisor of the scores, at least 0.001; 0 is greedy.
+        temperature: divisor of the scores, at least 1e-8; 0 is greedy.
         top_k: keep the k highest scores (of equal ones the lower ids); ``None`` keeps all.
         top_p: keep the smallest set of most probable tokens whose probabilities sum to at least this, in (0, 1].
         min_p: keep tokens at least this probable relative to the most probable one, in [0, 1].

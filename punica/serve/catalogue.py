@@ -104,7 +104,10 @@ class Catalogue:
             if not thread.has_lora:
                 raise ApiError(400, "this server has no adapter slots; start it with --adapter or --max-loras")
             try:
-                adapter = LoRARequest(name, next(self._ids), folder, weights_mapper=body.weights_mapper)
+                adapter = LoRARequest(
+                    name, next(self._ids), folder, is_3d_lora_weight=body.is_3d_lora_weight,
+                    weights_mapper=body.weights_mapper,
+                )  # fmt: skip
                 await thread.admit(adapter)
             except (OSError, TypeError, ValueError) as error:
                 status = 404 if isinstance(error, FileNotFoundError) else 400

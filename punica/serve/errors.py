@@ -37,8 +37,10 @@ def refused(error: Exception, names: Mapping[str, str]) -> ApiError:
     places = {message.find(inner): inner for inner in names if inner in message}
     if not places:
         return ApiError(400, message)
-    inner = places[min(places)]
-    return ApiError(400, message.replace(inner, names[inner]), names[inner])
+    for inner, name in names.items():
+        if inner != name:
+            message = message.replace(inner, name)
+    return ApiError(400, message, names[places[min(places)]])
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -46,6 +48,8 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if isinstance(first.get("input"), bytes):
+        return ApiError(400, "the body is read as JSON only with the header Content-Type: application/json; send it")
     param = _place(first["loc"][1:2])
     same = [error for error in errors if _place(error["loc"][1:2]) == param]
     reasons = [f"{_place(error['loc'][1:]) or 'body'}: {error['msg']}" for error in same[:_MOST_REASONS]]

@@ -22,12 +22,14 @@ _Part = Annotated[str, Field(max_length=256)]
 class LoadAdapter(Body):
     """Body of ``/v1/load_lora_adapter``. ``load_inplace`` replaces a loaded adapter of that name.
 
-    ``weights_mapper`` renames the adapter's tensors, see :class:`punica.adapters.LoRARequest`.
+    ``is_3d_lora_weight`` and ``weights_mapper`` (renames the adapter's tensors): see
+    :class:`punica.adapters.LoRARequest`.
     """
 
     lora_name: Name
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool = False
+    is_3d_lora_weight: bool = False
     weights_mapper: Annotated[dict[_Part, _Part], Field(max_length=64)] | None = None
 
 
@@ -40,18 +42,19 @@ class UnloadAdapter(Body):
 
 class StreamOptions(Body):
     """``include_usage``: one more chunk at the end, with the numbers of tokens. ``continuous_usage_stats``, vLLM's: the
-    others have those so far.
+    others have those so far. ``include_obfuscation``: chunks are never padded.
     """
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+    include_obfuscation: Literal[False] | None = False
 
 
 class GenerationBody(BaseModel):
     """Fields that completions and chats share; further ones are checked by :func:`punica.serve.sampling.params_of`.
 
-    ``user`` identifies the end user, and changes nothing. ``top_k`` to ``ignore_eos`` are vLLM's, and so are
-    ``min_tokens`` to ``skip_special_tokens``.
+    ``user`` identifies the end user, and changes nothing; so do its successors ``safety_identifier`` and
+    ``prompt_cache_key``. ``top_k`` to ``ignore_eos`` are vLLM's, and so are ``min_tokens`` to ``skip_special_tokens``.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -66,10 +69,12 @@ class GenerationBody(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -120,17 +125,27 @@ class TextPart(Body):
 
 
 class Message(BaseModel):
-    """Message of a chat. Further fields may be null or empty, as clients return them from answers."""
+    """Message of a chat. Further fields may be null or empty, as clients return them from answers.
+
+    ``name``: of the speaker, for templates that show it.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Name
     content: str | list[TextPart]
+    name: Annotated[str, Field(max_length=256)] | None = None
 
     @property
     def text(self) -> str:
         """Content as one text; parts are joined by line ends, as vLLM joins them."""
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The message as templates read it."""
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": self.text, **named}
 
 
 class ChatBody(GenerationBody):
@@ -145,7 +160,7 @@ class ChatBody(GenerationBody):
     @property
     def prompts(self) -> list[list[dict[str, Any]]]:
         """The chat, as the only prompt."""
-        return [[{"role": message.role, "content": message.text} for message in self.messages]]
+        return [[message.variables for message in self.messages]]
 
     @property
     def num_logprobs(self) -> int | None:

@@ -170,7 +170,8 @@ class GenerationResponse(Response):
         openings = [self._form.opening(index) for index in range(len(call.requests))]
         for choice in filter(None, openings):
             yield _event({**head, "choices": [choice]})
-        texts = [ChoiceText(self._generator.codec, as_sampling_params(one.params)) for one in call.requests]
+        codec = self._generator.codec
+        texts = [ChoiceText(codec, as_sampling_params(one.params), one.prompt_token_ids) for one in call.requests]
         offsets, num_generated = [0] * len(texts), 0
         async for pieces in call.batches():
             events = []

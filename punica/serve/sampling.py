@@ -18,9 +18,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": (), "verbosity": (),
     "web_search_options": (), "store": (False,), "metadata": ({},), "service_tier": ("auto", "default"),
     "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "priority": (0,),
-    "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "lora_path": (),
 }  # fmt: skip
 """Parameters that are refused, with the values besides null that ask for nothing, so may be sent."""
+_RANDOM_SEED = -1
+_SEEDS = 1 << 64
 
 _SAME_NAME = (
     "temperature", "top_p", "seed", "stop", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos",
@@ -30,11 +32,18 @@ _NAMES = {name: name for name in _SAME_NAME} | {"max_new_tokens": "max_tokens"}
 
 
 def check_supported(body: CompletionBody | ChatBody) -> None:
-    """ApiError 400 for a parameter that is unknown, or that the engine does not serve with this value."""
+    """ApiError 400 for a parameter that is unknown, or that the engine does not serve with this value.
+
+    Null asks for nothing. Neither does what a load generator repeats: as many choices as ``n``, the adapter by its name
+    in SGLang's ``lora_path``.
+    """
+    repeated = {"best_of": body.n or 1, "lora_path": body.model}
     for name, value in (body.model_extra or {}).items():
+        if value is None or (name in repeated and value == repeated[name]):
+            continue
         if name not in UNSUPPORTED:
             raise ApiError(400, f"unknown parameter {clip(name)}", clip(name)[1:-1], "unknown_parameter")
-        if value is not None and value not in UNSUPPORTED[name]:
+        if value not in UNSUPPORTED[name]:
             raise ApiError(400, f"{name}={clip(value)} is not supported by this server", name, "unsupported_parameter")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true", "stream_options")
@@ -52,11 +61,14 @@ def check_supported(body: CompletionBody | ChatBody) -> None:
 def params_of(body: GenerationBody, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
     """Return the parameters of the body over the engine's defaults. ApiError 400 for a value out of range.
 
-    A ``min_tokens`` of the defaults yields to ``max_new_tokens``.
+    A ``min_tokens`` of the defaults yields to ``max_new_tokens``. Of OpenAI's seeds, 64-bit integers with a sign, -1 is
+    none, as in vLLM.
     """
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     if given.get("top_k") in (0, -1):  # vLLM's ways to keep all tokens
         given["top_k"] = None
+    if -_SEEDS // 2 <= given.get("seed", 0) < 0:
+        given["seed"] = None if given["seed"] == _RANDOM_SEED else given["seed"] % _SEEDS
     given.setdefault("min_tokens", min(defaults.min_tokens, max_new_tokens))
     if "logit_bias" in given:
         given["logit_bias"] = _biases(given["logit_bias"])

@@ -1,5 +1,6 @@
 """Text of one choice as its tokens arrive, and the strings of single tokens."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from punica.engine import SamplingParams
@@ -14,8 +15,8 @@ class ChoiceText:
     the text of the result.
     """
 
-    def __init__(self, codec: TextCodec, params: SamplingParams) -> None:
-        self._text = growing_text(codec, params)
+    def __init__(self, codec: TextCodec, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        self._text = growing_text(codec, params, prompt_token_ids)
         self._num_sent = 0
 
     def add(self, piece: Piece) -> str:
@@ -31,8 +32,4 @@ class TokenStrings:
     """Strings of single tokens, special ones included; ``\\ufffd`` where a token is part of a character."""
 
     def __init__(self, codec: TextCodec) -> None:
-        self._tokenizer = codec.tokenizer
-        self.of = lru_cache(_VOCABULARY)(self._decode)
-
-    def _decode(self, token: int) -> str:
-        return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        self.of = lru_cache(_VOCABULARY)(codec.spelled)

@@ -1,12 +1,14 @@
 """What `check_adapter` tells when a request arrives, before anything is loaded."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from adapter_world import adapter_tensors, assert_unchanged, full_manager, snapshot
 
+from punica.adapters import LoRARequest
 from punica.adapters.read import WeightsFile
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -36,6 +38,39 @@ def test_targets_that_disagree_with_the_tensors_are_named(make_manager, tenants,
     tenants.write(1, adapter_tensors(1, 4, modules), target_modules=targets)
     with pytest.warns(UserWarning, match=message):
         manager.check_adapter(tenants.request(1))
+
+
+@pytest.mark.parametrize("excluded", [["v_proj"], r".*v_proj"], ids=str)
+def test_excluded_targets_have_no_tensors_without_a_warning(make_manager, tenants, recwarn, excluded) -> None:
+    tenants.write(1, adapter_tensors(1, 4, ("q_proj",)), target_modules=["q_proj", "v_proj"], exclude_modules=excluded)
+    make_manager().check_adapter(tenants.request(1))
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("written", "mapper"),
+    [
+        ("base_model.model._orig_mod.model.", {"_orig_mod.": ""}),
+        ("module.base_model.model.model.", {"module.base_model.model.": ""}),
+        ("base_model.model.base_model.model.model.", {"base_model.model.": ""}),
+        ("base_model.model.", {"layers.": "model.layers."}),
+    ],
+)
+def test_names_behind_another_beginning_are_refused_with_the_renames_that_load_them(
+    make_manager, tenants, written, mapper
+) -> None:
+    """As training under torch.compile, data-parallel wrappers or a second PEFT model writes them."""
+    manager, tensors = make_manager(), adapter_tensors(1)
+    names = {name: name.replace("base_model.model.model.", written) for name in tensors}
+    tenants.write(1, {names[name]: tensor for name, tensor in tensors.items()}, target_modules="all-linear")
+    with pytest.raises(ValueError, match=re.escape(f"weights_mapper={mapper!r}")):
+        manager.check_adapter(tenants.request(1))
+    renamed = LoRARequest("renamed", 2, tenants.request(1).lora_path, weights_mapper=mapper)
+    manager.check_adapter(renamed)
+    tenants.write(3, {name.replace("layers.1.", "layers.99."): tensor for name, tensor in tensors.items()})
+    with pytest.raises(ValueError, match="which the model does not have") as caught:
+        manager.check_adapter(tenants.request(3))
+    assert "weights_mapper" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])

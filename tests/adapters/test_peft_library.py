@@ -135,6 +135,17 @@ def test_tied_embeddings_have_separate_adapters(tmp_path, targets):
     assert all(float((theirs[row] - plain[row]).abs().max()) > 0.5 for row in (0, 2))
 
 
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_one_adapter_of_a_tied_pair(tmp_path, recwarn, target):
+    """`ensure_weight_tying` adapts both uses with the same matrices, and names only one of them as target."""
+    base = hugging_face_model(tie_word_embeddings=True)
+    library = save(tmp_path, base, {"one": {"target_modules": [target, "q_proj"], "ensure_weight_tying": True}})
+    theirs = reference_logits(library.model, PROMPTS[:2], adapter_names=["one", "__base__"])
+    recwarn.clear()
+    assert largest_difference(library.ours().logits(PROMPTS[:2], ["one", None]), theirs) < 1e-4
+    assert not [warning for warning in recwarn if "target_modules" in str(warning.message)]
+
+
 @pytest.mark.parametrize("fields", [{"bias": "all"}, {"bias": "lora_only"}, {"fan_in_fan_out": True}], ids=str)
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True but the target module is")
 def test_settings_without_effect_on_these_layers_are_served_as_peft_does(tmp_path, fields):

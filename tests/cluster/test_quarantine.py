@@ -95,7 +95,7 @@ def test_bystanders_of_a_request_that_kills_runners_all_complete(adapters, count
     assert not any(gpu.used_pages for gpu in deadly.dispatcher.policy.gpus.values())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 3))])
 def test_unrelated_deaths_fail_nobody(adapters, seed) -> None:
     asked = requests(adapters, 24, seed, seeded=True)
     deadly = Deadly(3, at=1000, seed=seed)

@@ -101,8 +101,9 @@ def test_draws_along_one_request_are_as_good_as_over_seeds() -> None:
 
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(temperature=2.0, top_k=1), SamplingParams(temperature=0.001),
-               SamplingParams(temperature=1.0, top_p=1e-9), SamplingParams(temperature=1.0, min_p=1.0)],
-    ids=["greedy", "top-k 1", "cold", "top-p 0", "min-p 1"],
+               SamplingParams(temperature=1e-8), SamplingParams(temperature=1.0, top_p=1e-9),
+               SamplingParams(temperature=1.0, min_p=1.0)],
+    ids=["greedy", "top-k 1", "cold", "coldest", "top-p 0", "min-p 1"],
 )  # fmt: skip
 def test_one_candidate_is_greedy(params) -> None:
     rows = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(1))

@@ -2,8 +2,9 @@
 
 import pytest
 
-from punica.engine.text import GrowingText, TextCodec, load_codec
-from tests.engine.text_world import BEGIN, END, byte_tokenizer, save_tokenizer
+from punica.engine import SamplingParams
+from punica.engine.text import GrowingText, TextCodec, load_codec, text_of
+from tests.engine.text_world import BEGIN, END, WORDS, byte_tokenizer, save_tokenizer, sentencepiece_tokenizer
 
 TEXT = "Größe: 3 € — 数 👍!\nend"
 
@@ -116,3 +117,35 @@ def test_decoding_is_the_tokenizers_own_with_and_without_its_wrapper(codec) -> N
             return super()._decode(*args, **options).upper()
 
     assert TextCodec(Shouting(tokenizer_object=codec.tokenizer.backend_tokenizer)).decode(ids_of(codec, "ab")) == "AB"
+
+
+@pytest.mark.parametrize("first", ["▁return", "▁", "▁▁▁", "s"])
+@pytest.mark.parametrize("prompt", [["▁x"], ["▁x", "▁"], [], ["</s>"]], ids=str)
+def test_an_output_continues_its_prompt_with_its_space(first, prompt) -> None:
+    """SentencePiece's decoders drop the first space of a text, which is not the first of prompt and output together."""
+    codec = TextCodec(sentencepiece_tokenizer())
+    before = codec.tokenizer.convert_tokens_to_ids(prompt)
+    output = [WORDS[first], WORDS["▁x"], WORDS["s"]]
+    together = codec.decode([*before, *output])
+    assert codec.decode(before) + text_of(codec, output, prompt_token_ids=before) == together
+    growing = GrowingText(codec, prompt_token_ids=before)
+    for token in output:
+        growing.append(token)
+    assert codec.decode(before) + growing.finish() == together
+
+
+@pytest.mark.parametrize(("stop", "left"), [(" return", ""), (" ", ""), ("urns", " ret")])
+def test_a_stop_string_may_begin_with_the_space_of_the_output(stop, left) -> None:
+    growing = GrowingText(TextCodec(sentencepiece_tokenizer()), [stop], prompt_token_ids=[WORDS["▁x"]])
+    for word in ("▁return", "s"):
+        growing.append(WORDS[word])
+    assert (growing.stopped, growing.finish()) == (True, left)
+
+
+def test_results_and_chunks_of_an_engine_continue_the_prompt(backbone) -> None:
+    engine = backbone.engine(tokenizer=sentencepiece_tokenizer())
+    bias = {WORDS["▁return"]: 100.0}
+    for params in (SamplingParams(2, logit_bias=bias), SamplingParams(2, logit_bias=bias, stop="no")):
+        prompts = [[WORDS["▁x"]], [65]]
+        assert [result.text for result in engine.generate(prompts, None, params)] == [" return return"] * 2
+        assert "".join(chunk.text for chunk in engine.stream(prompts[:1], None, params)) == " return return"

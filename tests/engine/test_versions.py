@@ -227,7 +227,7 @@ def test_a_pinned_adapter_in_the_only_slot_is_replaced_when_nobody_runs_with_it(
     assert engine.manager.pinned_adapters == {ID}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_random_replacements_preemptions_and_aborts(backbone, tmp_path, seed) -> None:
     """Three tenants whose folders change all the time; what a request is computed with was in its folder when it, or
     another one before it that asked to load, arrived or later, but before it joined: here, exactly what was there then.
@@ -283,7 +283,7 @@ def disturb(engine: Engine, draw: random.Random, tenants: list[Tenant]) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_whatever_happens_to_adapters_a_request_is_computed_with_one_version(
     backbone, tmp_path, monkeypatch, seed, ahead
 ) -> None:

@@ -34,6 +34,19 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+WORDS = {word: number for number, word in enumerate(("<unk>", "▁", "▁return", "s", "▁x", "▁▁▁"))}
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Ids are ``WORDS`` and bytes, decoded as Llama's: the first space of a text is dropped."""
+    vocabulary = WORDS | {f"<0x{number:02X}>": len(WORDS) + number for number in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
 def save_tokenizer(folder: Path, chat_template: str | None = CHAT) -> Path:
     """Into a checkpoint folder."""
     byte_tokenizer(chat_template).save_pretrained(folder)

@@ -123,7 +123,8 @@ def test_a_machine_as_fast_as_meant_leaves_nothing_out(tmp_path, on):
     assert all((outcome.measured, outcome.left_out) == (12, 0) for outcome, _ in found.values())
 
 
-@pytest.mark.parametrize("factor", [pytest.param(1.5, marks=pytest.mark.slow), 3.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1.5, 3.0])
 def test_a_slow_machine_ends_in_time_with_rows_of_every_figure(tmp_path, on, factor):
     shares = minutes(tmp_path)
     found = reproduce(tmp_path, on(factor), shares, lambda name: 60 * shares[name] / COST)

@@ -127,6 +127,7 @@ def test_a_figure_that_fails_does_not_stop_the_others(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_choice_that_no_chosen_figure_reads_is_refused(tmp_path):
     words = [f"paths.outputs={tmp_path}", "figures=[fig08,readme]", "model=llama-tiny"]
     done = command("commands.reproduce", *words)

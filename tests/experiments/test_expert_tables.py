@@ -35,7 +35,10 @@ def test_recorded_rows_took_time_and_the_ten_lines_without_alignment_have_no_cel
     assert (len(lines), len(lines - {row.panel for row in rows if row.system == "alignment"})) == (16, 10)
 
 
-@pytest.mark.parametrize(("tokens", "aligned"), [(1, False), (9, False), (40, True)])
+@pytest.mark.parametrize(
+    ("tokens", "aligned"),
+    [(1, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((9, False), (40, True)))],
+)
 def test_what_is_timed_is_right(tokens, aligned):
     sets = ExpertSets(MoELayer(64, 32, 4, 2), tokens, 2, 8, device="cpu", rotating_bytes=1)
     assert ("alignment" in sets.calls) == aligned, "what is not launched has no time"

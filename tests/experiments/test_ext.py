@@ -196,7 +196,8 @@ def interpreted(*words):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_variant_is_right_and_its_bits_are_compared(tmp_path, dtype):
     found = interpreted(
         tmp_path, f"figure.dtype={dtype}", "figure.h1=600", "figure.h2=40", "figure.runs=2",

@@ -114,3 +114,11 @@ def test_samples_stay_where_they_are_when_the_recorded_set_would_grow_too_large(
     record.promote_samples(fresh.path, recorded.path, recorded.path.parents[1])
     assert samples(recorded) == {2: [5.0]}  # those of batch 1 were of the row that went
     assert f"fig08: samples stay in {samples_file(fresh.path)}" in capsys.readouterr().err
+
+
+def test_a_release_takes_rows_of_one_commit(tmp_path):
+    rows = [a_row(commit="abcdef012345"), a_row(2, commit="0123456789ab")]
+    record.refuse_other_commits(tmp_path, rows, "")
+    record.refuse_other_commits(tmp_path, rows[:1], "abcdef0")
+    with pytest.raises(RowsError, match=r"other commits than abcdef0 \(1 of 0123456789ab\)"):
+        record.refuse_other_commits(tmp_path, rows, "abcdef0")

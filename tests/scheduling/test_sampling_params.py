@@ -60,7 +60,7 @@ def test_what_is_not_greedy(params) -> None:
         ({"max_new_tokens": torch.tensor(True)}, TypeError, "must be an int, got Tensor"),
         ({"max_new_tokens": 2.0}, TypeError, "max_new_tokens must be an int, got float"),
         ({"temperature": -1}, ValueError, "temperature is -1.0"),
-        ({"temperature": 1e-9}, ValueError, "at least 0.001"),
+        ({"temperature": 1e-9}, ValueError, "at least 1e-08"),
         ({"temperature": float("nan")}, ValueError, "temperature is nan"),
         ({"temperature": 10**400}, ValueError, "temperature is inf"),
         ({"temperature": "hot"}, TypeError, "temperature must be a number, got str"),

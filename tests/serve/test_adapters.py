@@ -118,6 +118,8 @@ def test_adapters_that_are_refused(served_home: Any, world: Any) -> None:
     ):  # fmt: skip
         answer = load(client, "x", Path(path))
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, "lora_path"), path
+    answer = load(client, "x", home / "copy-2", is_3d_lora_weight=True)
+    assert "no experts" in answer.json()["error"]["message"]
     assert client.post("/v1/completions", json={"model": "x", "prompt": "a"}).status_code == 404
 
 

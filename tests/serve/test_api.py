@@ -101,6 +101,20 @@ def test_neutral_values_of_what_is_not_served_are_taken(client: Any) -> None:
     assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"best_of": 1}, {"n": 2, "best_of": 2}, {"lora_path": "tenant-0"}, {"stop_token_ids": []}, {"unknown": None},
+        {"safety_identifier": "a", "prompt_cache_key": "b"},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_load_generators_and_clients_send_besides_is_taken(client: Any, fields: dict[str, Any]) -> None:
+    body = {"model": "tenant-0", "prompt": "a", "max_tokens": 1, **fields}
+    assert client.post("/v1/completions", json=body).status_code == 200
+
+
 def test_a_chat_without_a_limit_fills_the_context(client: Any) -> None:
     body = {"model": "tiny", "messages": CHAT, "ignore_eos": True}
     assert client.post("/v1/chat/completions", json=body).json()["usage"]["total_tokens"] == 128

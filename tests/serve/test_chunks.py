@@ -10,7 +10,7 @@ from punica.engine import SamplingParams
 from punica.engine.text import TextCodec, text_of
 from punica.serve.engine_thread import Piece
 from punica.serve.text import ChoiceText, TokenStrings
-from tests.engine.text_world import END, byte_fallback_tokenizer, byte_tokenizer
+from tests.engine.text_world import END, WORDS, byte_fallback_tokenizer, byte_tokenizer, sentencepiece_tokenizer
 
 
 def pieces(tokens: list[int], size: int) -> list[Piece]:
@@ -29,7 +29,7 @@ def test_chunks_are_whole_characters_and_join_to_the_text(text: str, size: int, 
     codec = TextCodec(byte_tokenizer())
     tokens = codec.encode(text)[1:]
     tokens = tokens[: len(tokens) - cut]
-    choice = ChoiceText(codec, SamplingParams())
+    choice = ChoiceText(codec, SamplingParams(), ())
     chunks = [choice.add(piece) for piece in pieces(tokens, size)]
     assert "".join(chunks) == codec.decode(tokens)
     if "\ufffd" not in text:
@@ -41,7 +41,7 @@ def test_chunks_are_whole_characters_and_join_to_the_text(text: str, size: int, 
 def test_byte_fallback_gives_one_text_whole_and_streamed(text: str, cut: int) -> None:
     codec = TextCodec(byte_fallback_tokenizer())
     tokens = list(text.encode())[: len(text.encode()) - cut]
-    choice = ChoiceText(codec, SamplingParams())
+    choice = ChoiceText(codec, SamplingParams(), ())
     chunks = [choice.add(piece) for piece in pieces(tokens, 1)]
     assert text_of(codec, tokens) == "".join(chunks)
     whole_characters = bytes(tokens).decode(errors="ignore")
@@ -50,7 +50,7 @@ def test_byte_fallback_gives_one_text_whole_and_streamed(text: str, cut: int) ->
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:
     codec = TextCodec(byte_tokenizer())
-    choice = ChoiceText(codec, SamplingParams(stop="stop"))
+    choice = ChoiceText(codec, SamplingParams(stop="stop"), ())
     chunks = [choice.add(piece) for piece in pieces(codec.encode("a stoa stop")[1:], 1)]
     assert "".join(chunks) == "a stoa "
     assert all("st" not in chunk[-3:] for chunk in chunks)
@@ -58,7 +58,18 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
 
 def test_the_token_that_ends_is_no_text() -> None:
     codec = TextCodec(byte_tokenizer())
-    choice, result = ChoiceText(codec, SamplingParams()), object()
+    choice, result = ChoiceText(codec, SamplingParams(), ()), object()
     tokens = codec.encode("ab")[1:]
     assert choice.add(Piece(0, tokens, 1, [], result)) == "a"  # type: ignore[arg-type]
     assert TokenStrings(codec).of(END) == "</s>"
+
+
+@pytest.mark.parametrize("stop", [(), ("xyz",)])
+def test_chunks_and_strings_of_sentencepiece_continue_the_prompt(stop: tuple[str, ...]) -> None:
+    codec = TextCodec(sentencepiece_tokenizer())
+    prompt, tokens = [WORDS["▁return"]], [WORDS["▁"], WORDS["▁return"], WORDS["s"], WORDS["▁x"]]
+    choice = ChoiceText(codec, SamplingParams(stop=stop), prompt)
+    chunks = [choice.add(piece) for piece in pieces(tokens, 1)]
+    assert "".join(chunks) == "  returns x"
+    assert codec.decode(prompt) + "".join(chunks) == codec.decode([*prompt, *tokens])
+    assert [TokenStrings(codec).of(token) for token in tokens] == [" ", " return", "s", " x"]

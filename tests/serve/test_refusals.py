@@ -28,7 +28,8 @@ def refusal(response: Any, status: int = 400) -> dict[str, Any]:
     [
         ("temperature", {"temperature": -1}), ("temperature", {"temperature": "1"}), ("top_p", {"top_p": 0}),
         ("max_tokens", {"max_tokens": 0}), ("max_tokens", {"max_tokens": 2.5}), ("n", {"n": 0}), ("n", {"n": True}),
-        ("seed", {"seed": -1}), ("seed", {"seed": 1 << 64}), ("stop", {"stop": [""]}), ("stop", {"stop": ["a"] * 65}),
+        ("seed", {"seed": -(1 << 63) - 1}), ("seed", {"seed": 1 << 64}), ("stop", {"stop": [""]}),
+        ("stop", {"stop": ["a"] * 65}),
         ("stop_token_ids", {"stop_token_ids": [9999]}), ("stop_token_ids", {"stop_token_ids": [-1]}),
         ("logprobs", {"logprobs": 21}), ("logprobs", {"logprobs": True}), ("top_k", {"top_k": -2}),
         ("min_p", {"min_p": 2}), ("repetition_penalty", {"repetition_penalty": 0}),
@@ -42,7 +43,9 @@ def refusal(response: Any, status: int = 400) -> dict[str, Any]:
         ("logit_bias", {"logit_bias": {"9999": 1}}), ("logit_bias", {"logit_bias": {"-1": 1}}),
         ("min_tokens", {"min_tokens": 3}), ("min_tokens", {"min_tokens": -1}), ("bad_words", {"bad_words": [""]}),
         ("bad_words", {"bad_words": "a"}), ("skip_special_tokens", {"skip_special_tokens": 1}),
-        ("chat_template_kwargs", {"chat_template_kwargs": {"a": 1}}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"a": 1}}), ("best_of", {"best_of": 1, "n": 2}),
+        ("best_of", {"best_of": 2}), ("lora_path", {"lora_path": "tenant-0"}), ("user", {"user": 1}),
+        ("stream_options", {"stream": True, "stream_options": {"include_obfuscation": True}}),
     ],
     ids=str,
 )  # fmt: skip
@@ -55,7 +58,8 @@ def test_a_completion_names_the_parameter(client: Any, param: str, fields: dict[
     [
         ("messages", {"messages": []}), ("messages", {"messages": "a"}), ("messages", {"messages": [{"role": "user"}]}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}),
-        ("messages[0].name", {"messages": [{"role": "user", "content": "a", "name": "bob"}]}),
+        ("messages[0].audio", {"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}]}),
+        ("messages", {"messages": [{"role": "user", "content": "a", "name": "b" * 257}]}),
         ("messages", {"messages": [{"role": "user", "content": "a" * 200}]}), ("tools", {"tools": [{}]}),
         ("top_logprobs", {"top_logprobs": 2}), ("top_logprobs", {"top_logprobs": 21, "logprobs": True}),
         ("logprobs", {"logprobs": 1}), ("prompt", {"prompt": "a"}),
@@ -66,6 +70,11 @@ def test_a_completion_names_the_parameter(client: Any, param: str, fields: dict[
 )  # fmt: skip
 def test_a_chat_names_the_parameter(client: Any, param: str, fields: dict[str, Any]) -> None:
     assert refusal(client.post("/v1/chat/completions", json={**CHAT, **fields}))["param"] == param
+
+
+def test_a_message_has_the_names_of_the_api(client: Any) -> None:
+    error = refusal(client.post("/v1/completions", json={**COMPLETION, "min_tokens": 3}))
+    assert error["message"] == "min_tokens is 3, must be at most max_tokens, 2"
 
 
 def test_the_context_has_openais_code(client: Any) -> None:
@@ -93,6 +102,15 @@ def test_unknown_models_and_routes(client: Any) -> None:
 def test_broken_bodies(client: Any, content: bytes) -> None:
     response = client.post("/v1/completions", content=content, headers=JSON)
     refusal(response, 404 if b'"model": "\\ud800"' in content else 400)
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_of_another_type_names_the_header(client: Any, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    content = b'{"model": "tiny", "prompt": "a"}'
+    assert "Content-Type: application/json" in refusal(
+        client.post("/v1/completions", content=content, headers=headers)
+    )["message"]
 
 
 def test_names_of_adapters_are_text(client: Any) -> None:

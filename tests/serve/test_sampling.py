@@ -72,6 +72,30 @@ def test_variables_of_the_chat_template(client: Any, shared: Any, monkeypatch: p
     assert [count["prompt_tokens"] for count in counts] == [2, 3, 3, 3]
 
 
+def test_the_name_of_a_speaker_is_a_variable_of_the_message(
+    client: Any, shared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frameworks of several agents send it with every message."""
+    monkeypatch.setattr(shared[0].codec.tokenizer, "chat_template", "{{ messages[0].name | default('') }}.")
+    counts = []
+    for name in ("bob", None):
+        messages = [{"role": "user", "content": "ab", "name": name}]
+        body = {"model": "tiny", "messages": messages, "max_tokens": 1}
+        counts.append(client.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"])
+    assert counts == [4, 1]
+
+
+def test_negative_seeds_are_seeds_and_minus_one_is_none(client: Any, alone: Any) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": NEW, "temperature": 5.0}
+
+    def text(seed: int) -> str:
+        return client.post("/v1/completions", json={**body, "seed": seed}).json()["choices"][0]["text"]
+
+    (expected,) = alone.generate([PROMPT], None, SamplingParams(NEW, temperature=5.0, seed=(1 << 64) - 2))
+    assert text(-2) == text(-2) == expected.text
+    assert len({text(-1) for _ in range(3)}) > 1
+
+
 def test_a_lone_surrogate_is_the_request_at_fault(client: Any) -> None:
     for content in (b'{"model": "tiny", "prompt": ["a", "b\\ud800"]}', b'{"model": "tiny", "prompt": "\\udfff"}'):
         response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
