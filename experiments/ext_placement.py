@@ -11,7 +11,7 @@ popular adapters change six times). Another `workload=` is the paper's load with
 Each with the paper's request rate on 16 GPUs, as Figure 13 has it, and with requests that all wait from the start:
 
     gpu_seconds, mean_active_gpus: GPU seconds in which a token came out, and GPUs per second
-    capacity:     tokens per second of all GPUs while more requests wait than they can hold
+    capacity:     tokens per second while all GPUs are full and requests wait; `figure.waiting` above 32 per GPU
     p99_time_to_first_token, time_per_output_token: of the paper's rate
     loads_from_host, loads_from_disk: adapters loaded; load_wait: for loads, a request's mean
     simulated_seconds: of the hour, around its peak
@@ -63,7 +63,7 @@ class Placement(Experiment):
     reads = ("workload",)
     clock, drawn_by = "host_clock", "cluster.draw_placement"
     passes = 1  # a simulation repeats itself
-    version = 2  # with loads of adapters, around the hour's peak
+    version = 3  # with loads of adapters, around the hour's peak, full GPUs by first tokens
 
     def points(self, cfg: Config) -> list[Point]:
         from experiments.cluster.placed import CROWD, DRIFT, LOAD, MIXED, MODEL, PADDED, settings

@@ -22,8 +22,6 @@ from punica.workload import MAX_BATCH, adapter_shares, drifting, flash_crowd, in
 
 MODEL = "llama2-7b"
 KEPT = ("gpu_seconds", "mean_active_gpus", "max_active_gpus", "p99_time_to_first_token", "mean_throughput")
-RAMP, TAIL = 0.1, 0.5
-"""Parts of a run with all requests waiting: before RAMP the GPUs fill, after TAIL some may run empty."""
 CAPACITY, FROM_HOST, FROM_DISK = "capacity", "loads_from_host", "loads_from_disk"
 LOAD, MIXED, PADDED, CROWD, DRIFT = "paper's load", "mixed ranks", "mixed ranks, padded", "flash crowd", "drift"
 """Panels. All but the first have Zipf popularity and several ranks."""
@@ -121,5 +119,14 @@ def _capacity(paper: Path, point: Point, seed: int) -> float:
     """Simulate tokens per second while all GPUs are full, of another hour's requests that wait from the start."""
     hour = load(paper, point, seed + 1, count=point.settings["waiting"])
     waiting = Trace(np.zeros(len(hour.arrivals)), hour.lengths, hour.adapters, hour.ranks)
-    tokens = _run(point, waiting).tokens
-    return float(tokens[int(RAMP * len(tokens)) : max(1, int(TAIL * len(tokens)))].mean())
+    result = _run(point, waiting)
+    return while_full(result.first_token_s, result.tokens, point.settings["gpus"] * MAX_BATCH)
+
+
+def while_full(first_token_s: NDArray[np.float64], tokens: NDArray[np.int64], places: int) -> float:
+    """Average tokens per second from the first token that fills the last of ``places`` until nothing waits, at the last
+    first token. With fewer than two requests per place the GPUs count as full from half of the first tokens on.
+    """
+    firsts = np.sort(first_token_s)
+    start, end = int(firsts[min(places, len(firsts) // 2)]), int(firsts[-1])
+    return float(tokens[start : max(start + 1, end)].mean())

@@ -200,15 +200,19 @@ class Gpu:
         self.used_pages += cycles * len(self.members) + grown
         self.step += steps
 
-    def steps_with_spare_pages(self, most: int) -> int:
-        """Count the steps after the present one, up to ``most``, that begin with a free page for each member."""
-        count, free = len(self.members), self.free_pages
+    def steps_that_fit(self, most: int, spare: bool) -> int:
+        """Count the steps after the present one, up to ``most``, whose pages are free; with ``spare`` those that begin
+        with a free page for each member.
+        """
+        count, free = len(self.members), self.num_pages - self.used_pages
         if free - count * (most // self.page_size + 1) >= count:
             return most
+        place, growing = self.step % self.page_size, self._growing_at
         for step in range(most):
-            if free < count:
+            place = (place + 1) % self.page_size
+            if free < (count if spare else growing[place]):
                 return step
-            free -= self._growing_at[(self.step + 1 + step) % self.page_size]
+            free -= growing[place]
         return most
 
     def defer(self, request: ClusterRequest) -> None:

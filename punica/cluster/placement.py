@@ -15,17 +15,19 @@ from punica.registry import Registry
 
 class SchedulingRule(Protocol):
     """Placement and eviction; ``prefills_per_step``: most prompts in one step of a GPU, ``None`` for all that are
-    pending.
+    pending. ``spare_pages``: it may evict as soon as some member has no free page, and not only for the next step's.
     """
 
     prefills_per_step: int | None
+    spare_pages: bool
 
     def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
         """Return one of ``gpus``: at least one, all with room for the request."""
 
     def must_evict(self, gpu: Gpu) -> bool:
         """Return True when a member has to leave before the next step: at least when the pages do not suffice. While
-        there is a free page for each member, the answer changes with the members alone.
+        they do, with ``spare_pages`` while there is a free page for each member, the answer changes with the members
+        alone.
         """
 
     def victim(self, gpu: Gpu) -> ClusterRequest:
@@ -54,6 +56,7 @@ class LargestWorkingSet:
     """
 
     prefills_per_step: int | None = 1
+    spare_pages: bool = False
 
     def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
         """Consolidate."""
@@ -88,6 +91,7 @@ class Released(LargestWorkingSet):
     """
 
     prefills_per_step: int | None = None
+    spare_pages: bool = True
 
     def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
         """Consolidate, then keep adapters together, then fill memory."""

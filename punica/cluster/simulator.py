@@ -15,11 +15,12 @@ import heapq
 import itertools
 from dataclasses import dataclass
 from functools import partial
-from math import inf, isnan, nan
+from math import inf, isfinite, isnan, nan
 
 import numpy as np
 from numpy.typing import NDArray
 
+from punica.checks import clip
 from punica.cluster.gpu import Gpu
 from punica.cluster.latency import StepCost, StepWork
 from punica.cluster.policy import ClusterPolicy, ClusterStep
@@ -32,7 +33,7 @@ from punica.workload import RequestLengths
 class Trace:
     """Requests of a simulation, n in all. ``arrivals`` [n] in seconds, ascending; ``lengths`` of the requests;
     ``adapters`` [n], from 1 on (0: the plain backbone); ``ranks`` [n] of these adapters. ValueError when the sizes
-    differ or arrivals descend.
+    differ, arrivals descend or are not finite, an adapter or rank is negative, or an adapter has two ranks.
     """
 
     arrivals: NDArray[np.float64]
@@ -44,8 +45,21 @@ class Trace:
         sizes = {len(self.arrivals), len(self.lengths), len(self.adapters), len(self.ranks)}
         if len(sizes) != 1:
             raise ValueError(f"a trace has one arrival, length, adapter and rank per request, got {sorted(sizes)}")
-        if len(self.arrivals) and (self.arrivals[0] < 0 or np.any(np.diff(self.arrivals) < 0)):
-            raise ValueError("arrivals must ascend from 0 s on; sort them first")
+        steps = np.diff(self.arrivals, prepend=0.0)
+        if not (np.isfinite(self.arrivals).all() and (steps >= 0).all()):
+            raise ValueError("arrivals must ascend from 0 s on, all finite; sort them first")
+        for name, values in (("adapters", self.adapters), ("ranks", self.ranks)):
+            if len(values) and values.min() < 0:
+                raise ValueError(f"{name} has {values.min()}; they start at 0")
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        order = np.argsort(self.adapters, kind="stable")
+        adapters, ranks = self.adapters[order], self.ranks[order]
+        twice = np.flatnonzero((np.diff(adapters) == 0) & (np.diff(ranks) != 0) & (adapters[1:] > 0))
+        if len(twice):
+            at = twice[0]
+            raise ValueError(f"adapter {adapters[at]} has ranks {ranks[at]} and {ranks[at + 1]}; give each adapter one")
 
 
 @dataclass(frozen=True)
@@ -95,20 +109,27 @@ def simulate(
 
     ``padded_ranks``: kernels read every adapter of a batch at the batch's largest rank. ``works_ahead``: engines launch
     steps ahead, as ours on a GPU. ``adapters``: memory of adapters; ``None``: all are in slots. ValueError for a used
-    policy, a request larger than any GPU, or fewer slots than requests of a batch; RuntimeError when a step takes no
-    time.
+    policy, a request larger than any GPU, fewer slots than requests of a batch, or a load that never ends; RuntimeError
+    when a step takes no time.
     """
     if not policy.gpus or policy.requests:
         raise ValueError(
             f"the policy has {len(policy.gpus)} GPUs and {len(policy.requests)} requests; start from one with GPUs and "
             "without requests"
         )
-    if adapters is not None and adapters.num_slots < policy.max_batch_size:
+    if adapters is not None:
+        _check_memory(adapters, policy, int(trace.ranks.max(initial=0)))
+    return _Simulation(trace, policy, cost, padded_ranks, works_ahead, adapters).run()
+
+
+def _check_memory(adapters: ResidencyConfig, policy: ClusterPolicy, rank: int) -> None:
+    if adapters.num_slots < policy.max_batch_size:
         raise ValueError(
             f"num_slots is {adapters.num_slots} for batches of {policy.max_batch_size}: a request could wait for a "
             "slot, of which the policy knows nothing; give as many slots, or lower the policy's max_batch_size"
         )
-    return _Simulation(trace, policy, cost, padded_ranks, works_ahead, adapters).run()
+    if not isfinite(adapters.cost.host_seconds(rank) + adapters.cost.disk_seconds(rank)):
+        raise ValueError(f"a load of rank {rank} never ends by load cost {clip(adapters.cost.name)}; lower its numbers")
 
 
 class _Simulation:
@@ -233,7 +254,8 @@ class _Simulation:
                 new.append(i)
         kv_tokens = gpu.decoding_kv_tokens - prefill_tokens
         work = StepWork(step.num_decodes, kv_tokens, prefill_tokens, self._ranks(gpu))
-        further = 0 if gpu.pending else gpu.steps_with_spare_pages(stride.leaving[0][0] - gpu.step)
+        most = 0 if gpu.pending else stride.leaving[0][0] - gpu.step
+        further = gpu.steps_that_fit(most, self.policy.rule.spare_pages)
         prompts = sum(self.prompts[i] for i in new)
         first_end = stride.begin(self.now, work, len(step.prefills), prompts, self.cost, further)
         for i in new:

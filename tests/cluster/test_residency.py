@@ -178,6 +178,18 @@ def test_bad_input():
     asked = Trace(np.zeros(0), RequestLengths(nothing, nothing), nothing, nothing)
     with pytest.raises(ValueError, match="num_slots is 3 for batches of 4"):
         simulate(asked, policy, SECOND, adapters=ResidencyConfig(3, LOADS))
+    one = np.ones(1, dtype=np.int64)
+    huge = LoadCost("huge", 1e308, 1e308, 0, 0)
+    asked = Trace(np.zeros(1), RequestLengths(one, one), one, 4 * one)
+    with pytest.raises(ValueError, match="a load of rank 4 never ends by load cost 'huge'"):
+        simulate(asked, policy, SECOND, adapters=ResidencyConfig(4, huge))
+    two, lengths = np.ones(2, dtype=np.int64), RequestLengths(np.ones(2, dtype=np.int64), np.ones(2, dtype=np.int64))
+    with pytest.raises(ValueError, match="adapter 1 has ranks 1 and 8"):
+        Trace(np.zeros(2), lengths, two, np.array([1, 8]))
+    with pytest.raises(ValueError, match="ranks has -1"):
+        Trace(np.zeros(2), lengths, two, -two)
+    with pytest.raises(ValueError, match="adapters has -1"):
+        Trace(np.zeros(2), lengths, -two, two)
     with pytest.raises(ValueError, match="host_adapters is 1, must be >= 2"):
         ResidencyConfig(2, LOADS, 1)
     with pytest.raises(ValueError, match="num_slots is 0"):

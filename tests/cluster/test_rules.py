@@ -152,6 +152,11 @@ def test_dynamo_grows_a_set_with_the_load_and_shrinks_it_late() -> None:
     assert size(1) < 8
 
 
+def test_dynamo_spreads_the_plain_backbone_over_all_gpus() -> None:
+    world = World("dynamo", "abcd", slots=1)
+    assert sorted(world.ask(0, count=8, rank=0)) == sorted("abcd" * 2)
+
+
 # Ray Serve
 
 

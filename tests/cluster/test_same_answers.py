@@ -93,9 +93,29 @@ def test_strides_change_no_answer_with_residency_either(works_ahead, host_adapte
         return digest(result), result.loads_from_host, result.loads_from_disk, result.load_wait_s
 
     strides = served()
-    monkeypatch.setattr(Gpu, "steps_with_spare_pages", lambda gpu, most: 0)
+    monkeypatch.setattr(Gpu, "steps_that_fit", lambda gpu, most, spare: 0)
     assert served() == strides
     assert strides[2 if host_adapters else 1] > 8, "some adapters are loaded more than once"
+
+
+@pytest.mark.parametrize("rule", SCHEDULING_RULES.names())
+def test_strides_change_no_answer_of_a_rule_that_evicts(rule, monkeypatch):
+    found = []
+    for strides in (True, False):
+        if not strides:
+            monkeypatch.setattr(Gpu, "steps_that_fit", lambda gpu, most, spare: 0)
+        result = simulate(mixed_ranks(150, 60.0, seed=7), cluster(rule, **TIGHT), ODD)
+        found.append((digest(result), result.evictions))
+    assert found[0] == found[1]
+    assert found[0][1] > 0
+
+
+def test_strides_reach_past_the_last_spare_page(monkeypatch):
+    begun = []
+    begin_step = ClusterPolicy.begin_step
+    monkeypatch.setattr(ClusterPolicy, "begin_step", lambda *given: begun.append(1) or begin_step(*given))
+    result = simulate(mixed_ranks(300, 60.0, seed=6), cluster("punica", **TIGHT), ODD)
+    assert len(begun) < 0.15 * result.steps
 
 
 @pytest.mark.parametrize("rule", ORDERED)
@@ -130,17 +150,19 @@ def test_rules_of_one_order_are_ordered_and_a_subclass_with_its_own_choice_is_as
 
 
 @pytest.mark.parametrize("rule", SCHEDULING_RULES.names())
-def test_no_rule_evicts_while_each_member_has_a_free_page(rule):
+def test_no_rule_evicts_before_its_pages_run_short(rule):
     policy = cluster(rule, gpus=1, pages=12, max_batch_size=3, page_size=4)
     for name in "abc":
         policy.submit(name, 8, 40)
     policy.place()
     gpu = policy.gpus["gpu-0000"]
-    while gpu.free_pages >= len(gpu.members):
+    spare = policy.rule.spare_pages
+    while gpu.free_pages >= (len(gpu.members) if spare else gpu.pages_to_grow()):
         assert not policy.rule.must_evict(gpu)
         policy.begin_step(gpu.uuid)
         policy.end_step(gpu.uuid)
     assert gpu.step >= 5
+    assert policy.rule.must_evict(gpu)
 
 
 def decoding_gpu() -> Gpu:
@@ -157,12 +179,15 @@ def decoding_gpu() -> Gpu:
 @pytest.mark.parametrize("steps", [1, 3, 4, 9, 60, 70])
 def test_a_gpu_advances_as_by_single_steps_and_tells_how_far_its_pages_last(steps):
     one, many = decoding_gpu(), decoding_gpu()
-    last = many.steps_with_spare_pages(1000)
-    assert many.steps_with_spare_pages(steps) == min(steps, last)
-    had_spare = 0
+    last, fit = (many.steps_that_fit(1000, spare) for spare in (True, False))
+    assert many.steps_that_fit(steps, spare=True) == min(steps, last)
+    assert many.steps_that_fit(steps, spare=False) == min(steps, fit)
+    had_spare = fitted = 0
     for _ in range(steps):
         had_spare += one.free_pages >= 3
+        fitted += one.free_pages >= one.pages_to_grow()
         one.begin_step(())
     many.advance(steps)
     assert (many.step, many.used_pages) == (one.step, one.used_pages)
-    assert had_spare == min(steps, last)
+    assert (had_spare, fitted) == (min(steps, last), min(steps, fit))
+    assert fit > last

@@ -161,6 +161,9 @@ def test_the_cost_model_is_named():
 def test_bad_input():
     with pytest.raises(ValueError, match="arrivals must ascend"):
         trace([1.0, 0.0], [1, 1], [1, 1])
+    for wrong in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match="arrivals must ascend"):
+            trace([wrong], [1], [1])
     with pytest.raises(ValueError, match="one arrival, length, adapter and rank per request"):
         trace([1.0], [1, 1], [1, 1])
     with pytest.raises(ValueError, match="the policy has 0 GPUs"):

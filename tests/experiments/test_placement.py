@@ -10,7 +10,7 @@ from fakes import composed
 
 from experiments.claims.placement import placement_verdicts
 from experiments.cluster.hour import RANK
-from experiments.cluster.placed import CROWD, DRIFT, LOAD, MIXED, PADDED, load
+from experiments.cluster.placed import CROWD, DRIFT, LOAD, MIXED, PADDED, load, while_full
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.harness.points import Point
 from experiments.harness.resume import run
@@ -146,6 +146,14 @@ def test_under_drift_other_adapters_are_popular_and_each_keeps_its_rank() -> Non
     assert favourites == [1 + 32 * turn for turn in range(6)]
     ranks = pd.Series(asked.ranks).groupby(asked.adapters).nunique()
     assert (ranks == 1).all()
+
+
+def test_capacity_is_that_of_full_gpus_while_requests_wait() -> None:
+    firsts = np.array([9.5, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5])  # the fourth fills the last of three places
+    tokens = np.array([1, 2, 4, 8, 8, 8, 8, 8, 8, 8, 3, 2, 1])
+    assert while_full(firsts, tokens, places=3) == 8.0
+    assert while_full(firsts[:2], tokens, places=3) == 8.0
+    assert while_full(np.array([0.1, 0.2]), tokens[:1], places=3) == 1.0
 
 
 # the figure

@@ -25,7 +25,8 @@ class Dynamo(LargestWorkingSet):
     """The GPUs of highest rendezvous hash with the adapter, as many as its share of the load has of all slots.
 
     A set grows at once and shrinks after `COOLDOWN` requests in which it was too large. Within a set GPUs with the
-    adapter come first, then the smallest working set. The next GPU by hash takes the place of one without room.
+    adapter come first, then the smallest working set. The next GPU by hash takes the place of one without room. The
+    plain backbone, which every GPU has, has no set.
 
     Left out: budgets of slots, and the placement by min-cost flow (an option there).
     """
@@ -40,6 +41,8 @@ class Dynamo(LargestWorkingSet):
         """Return one of the adapter's set."""
         adapter = request.adapter_id
         self._most_gpus = max(self._most_gpus, len(gpus))
+        if not adapter:
+            return min(gpus, key=lambda gpu: (len(gpu.members), gpu.uuid))
         self._count(adapter)
         size = self._size(adapter, num_slots(gpus[0]) * self._most_gpus)
         ranked = sorted(gpus, key=lambda gpu: rendezvous(adapter, gpu.uuid), reverse=True)[:size]
