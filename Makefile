@@ -57,7 +57,7 @@ report: $(VENV)/.experiments ## Judge the paper's claims, write report.html: mak
 record: $(VENV)/.experiments ## Copy this machine's rows, samples and figures to results/ and figures/, if they are of their commits
 	@$(RUN) -m experiments.commands.record $(ARGS)
 
-record-all: $(VENV)/.experiments ## Measure all recorded sets, in calls that continue: make record-all HARDWARE=h200 LIMIT=9
+record-all: $(VENV)/.dev ## Measure all recorded sets, in calls that continue: make record-all HARDWARE=h200 LIMIT=9
 	@$(RUN) -m experiments.commands.record_all machine=$(or $(HARDWARE),cpu) limit=$(or $(LIMIT),9) $(ARGS)
 
 reliability: $(VENV)/.dev ## Load, faults, bad input: make reliability ARGS="trials=[faults] size=full"

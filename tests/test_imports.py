@@ -238,5 +238,6 @@ print(y.tolist(), "triton" in sys.modules, torch.cuda.is_initialized())
 """
 
 
+@pytest.mark.slow
 def test_cpu_path_needs_neither_triton_nor_cuda() -> None:
     assert run_python(CPU_PATH_WITHOUT_TRITON) == "[[2.0, 2.0], [0.0, 0.0], [2.0, 2.0]] False False"

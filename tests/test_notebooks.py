@@ -217,6 +217,7 @@ def test_recorded_rows_win_and_are_never_mixed(tmp_path: Path) -> None:
     assert [stored.has(experiment) for experiment in OPERATORS] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_machines_stand_side_by_side_and_one_without_rows_says_so(repository: Path) -> None:
     write_paper_rows(repository / "results" / "h200", "h200", [FIG9])
     first, absent, second, picture, source = SideBySide(repository).figure(FIG9)
@@ -227,6 +228,7 @@ def test_machines_stand_side_by_side_and_one_without_rows_says_so(repository: Pa
     assert len(SideBySide(repository).verdicts(["9"])) == 4
 
 
+@pytest.mark.slow
 def test_picture_is_that_of_make_reproduce(repository: Path) -> None:
     folder = repository / "results" / "cpu"
     write_paper_rows(folder, "cpu", [FIG9])

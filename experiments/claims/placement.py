@@ -98,12 +98,12 @@ def _sentence(rule: str, ratios: pd.Series, over: str) -> str:
     by_metric = ratios.unstack("metric")
     speed, gpus = by_metric[CAPACITY], by_metric[GPU_TIME]
     text = (
-        f"`{rule}` serves {_span(speed)} times Punica's throughput where all GPUs are full, and over {over} takes "
+        f"Simulated: `{rule}` serves {_span(speed)} times Punica's throughput of full GPUs. Over {over} it takes "
         f"{_span(gpus)} times its GPU time"
     )
     if LOADS in by_metric:
         text += f" and {_span(by_metric[LOADS])} times its loads"
-    return f"{text} (lowest and highest of {len(by_metric)} loads)."
+    return f"{text}: lowest and highest of {len(by_metric)} loads."
 
 
 def _span(values: pd.Series) -> str:
@@ -129,8 +129,8 @@ def _judged(claim: RuleClaim, table: pd.DataFrame) -> Iterator[str]:
         verdict = f"{NOT_IMPLEMENTED}, since {LACKS[claim.rule]}"
     extent = "at worst" if claim.every else "at best"
     yield (
-        f"{claim.source} {claim.text}: `{claim.rule}` has {extent} {value:.2f} times the {NAMES[claim.metric]} of "
-        f"`{BASELINE}` ({low:.2f} to {high:.2f} over seeds; {panel}): {verdict}."
+        f"Simulated: {claim.source} {claim.text}: `{claim.rule}` has {extent} {value:.2f} times the "
+        f"{NAMES[claim.metric]} of `{BASELINE}` ({low:.2f} to {high:.2f} over seeds; {panel}): {verdict}."
     )
 
 

@@ -98,7 +98,10 @@ def refuse(source: Path, rows: list[Row], allow_dirty: bool) -> None:
 
 def refuse_other_commits(source: Path, rows: list[Row], commit: str) -> None:
     """Raise `RowsError` for rows that are not of `commit`, whole or shortened; empty: all are taken."""
-    others = Counter(row.commit for row in rows if not row.commit.startswith(commit))
+    if set(commit) - set("0123456789abcdef"):
+        raise RowsError(f"commit={commit} is none: give its first 12 digits, in quotes as commit=\\'4028c06\\'")
+    short = commit[:12]  # rows have so many digits
+    others = Counter(row.commit for row in rows if not row.commit.startswith(short))
     if others:
         listed = ", ".join(f"{number} of {name}" for name, number in others.items())
         raise RowsError(f"{source} holds rows of other commits than {commit} ({listed}): measure them at that one")

@@ -6,8 +6,9 @@
 `conf/recording.yaml` lists the sets, in the order of the claims. Every set is measured in rounds, one repeat of all of
 them before the next, so that a cut run leaves whole claims and repeats are of different times or machines. A call ends
 after `limit` minutes, and the same command continues: `outputs/<hardware>/record_all.json` says what is done, at which
-commit. Carry `outputs` to the next machine. Rows of one commit only: it refuses a changed tree, and `make record
-ARGS="commit=..."` refuses rows of another. `list=true` prints sets and minutes and measures nothing.
+commit. A set that the limit stopped is measured last; one of more minutes than `limit` is not begun. Carry `outputs` to
+the next machine. Rows are of one commit: a changed tree is refused, and rows of another commit are, too. `make record
+ARGS="commit=..."` refuses them once more. `list=true` prints sets and minutes and measures nothing.
 """
 
 import json
@@ -16,9 +17,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
@@ -27,12 +29,13 @@ from experiments.commands.commits import is_uncommitted
 from experiments.harness.command import finish, with_options
 from experiments.harness.schema import CONF, REPOSITORY, ConfigError
 from punica.measure.commit import commit
-from punica.measure.records import RowsError, ensure_writable
+from punica.measure.environment import hardware_slug
+from punica.measure.records import RowsError, ensure_writable, read_rows
 
-LEAST_MINUTES = 0.5
-"""Time below which no set is begun: loading and compiling take as long."""
 STOPPING_S = 30.0
 """Seconds that an interrupted set has for writing its rows."""
+THREADS = 16
+"""Threads of every GPU set: rows of machines with other numbers of cores would replace each other."""
 
 
 @dataclass
@@ -42,7 +45,7 @@ class Options:
     machine: str = MISSING  # cpu, or a GPU of conf/hardware
     limit: float = 9.0  # minutes of this call
     list: bool = False  # print the sets and what is left of them; measure nothing
-    more: str | None = None  # overrides for the sets that need them, as figure.vllm_python=/path/to/python
+    vllm_python: str | None = None  # Python of an environment with vLLM, for the set that needs one
 
 
 @dataclass(frozen=True)
@@ -55,59 +58,67 @@ class RecordedSet:
     gb: float = 30.0
     gpus: int = 1
     rounds: int = 3
-    needs: str = ""
+    vllm: bool = False
 
-    def command(self, hardware: str, round_: int, more: str) -> list[str]:
+    def command(self, machine: str, round_: int, vllm_python: str | None) -> list[str]:
         """Return the words after `python -m`; later rounds measure the repeats that earlier ones have not."""
         script, *words = shlex.split(self.run)
         if not script.startswith("commands.") and not script.endswith("_tables"):  # those find the hardware themselves
-            words.append(f"hardware={hardware}")
+            words += [f"hardware={machine}", *([] if machine == "cpu" else [f"hardware.threads={THREADS}"])]
         if self.rounds > 1:
             words.append(f"scale.passes={round_ + 1}")
-        return [f"experiments.{script}", *words, *(shlex.split(more) if self.needs else [])]
+        return [f"experiments.{script}", *words, *([f"figure.vllm_python={vllm_python}"] if self.vllm else [])]
 
-    def missing(self, more: str, memory_gb: Sequence[float]) -> str:
-        """Return what this machine lacks for the set, given the memory of its GPUs; empty where it lacks nothing."""
-        if self.needs and f"{self.needs}=" not in more:
-            return f"needs more='{self.needs}=...'"
-        if sum(here >= self.gb for here in memory_gb) < self.gpus:
+    def missing(self, vllm_python: str | None, memory_gb: Sequence[float]) -> str:
+        """Return what the machine lacks for the set, given the memory of its GPUs; empty where it lacks nothing."""
+        if self.vllm and not vllm_python:
+            return "needs vllm_python=/path/to/python, an environment with vLLM"
+        if sum(memory >= self.gb for memory in memory_gb) < self.gpus:
             return f"needs {self.gpus} GPU(s) of {self.gb:g} GB"
         return ""
 
 
-def sets_of(hardware: str) -> list[RecordedSet]:
-    """Return the sets of `hardware`; `ConfigError` for a name without a file in `conf/hardware`."""
+def sets_of(machine: str) -> list[RecordedSet]:
+    """Return the sets of `machine`; `ConfigError` for a name without a file in `conf/hardware`."""
     known = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml") if path.stem != "auto")
-    if hardware not in known:
-        raise ConfigError(f"machine={hardware} is unknown: choose machine={' or machine='.join(known)}")
+    if machine not in known:
+        raise ConfigError(f"machine={machine} is unknown: choose machine={' or machine='.join(known)}")
     content: Any = OmegaConf.to_container(OmegaConf.load(CONF / "recording.yaml"))
-    return [RecordedSet(**one) for one in content["cpu" if hardware == "cpu" else "gpu"]]
+    return [RecordedSet(**one) for one in content["cpu" if machine == "cpu" else "gpu"]]
 
 
 class Progress:
-    """Rounds of sets that are done at a commit, kept in `path`. Raises `RowsError` where they are of another one."""
+    """Rounds of sets that are done or were stopped at a commit, kept in `path`.
+
+    Raises `RowsError` where they are of another commit, or rows beside them are.
+    """
 
     def __init__(self, path: Path, revision: str) -> None:
-        self.path, self.revision, self.done = path, revision, set[tuple[str, int]]()
+        self.path, self.revision = path, revision
+        self.done, self.stopped = set[tuple[str, int]](), set[tuple[str, int]]()
+        found = {row.commit for rows in path.parent.glob("rows/*.csv") for row in read_rows(rows)}
         if path.exists():
             kept = json.loads(path.read_text(encoding="utf-8"))
-            if kept["commit"] != revision:
-                raise RowsError(
-                    f"{path} is of commit {kept['commit']}, this is {revision}: check out that one to go on, or move "
-                    f"{path.parent} away to begin again"
-                )
-            self.done = {(run, round_) for run, round_ in kept["done"]}
+            found.add(kept["commit"])
+            self.done, self.stopped = ({(run, round_) for run, round_ in kept[key]} for key in ("done", "stopped"))
+        if others := sorted(found - {revision}):
+            raise RowsError(
+                f"{path.parent} holds work of commit {', '.join(others)}, this is {revision}: check out that one to go "
+                "on, or move the folder away to begin again"
+            )
 
-    def add(self, one: RecordedSet, round_: int) -> None:
-        """Note a round of a set as done, on disk."""
-        self.done.add((one.run, round_))
-        content = {"commit": self.revision, "done": sorted(self.done)}
+    def add(self, one: RecordedSet, round_: int, whole: bool) -> None:
+        """Note a round of a set as done, or as stopped, on disk."""
+        (self.done if whole else self.stopped).add((one.run, round_))
+        content = {"commit": self.revision, "done": sorted(self.done), "stopped": sorted(self.stopped)}
         self.path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
-    def left(self, sets: Sequence[RecordedSet]) -> Iterator[tuple[RecordedSet, int]]:
-        """Yield what is not done: all sets of a round before the next round."""
-        for round_ in range(max(one.rounds for one in sets)):
-            yield from ((one, round_) for one in sets if round_ < one.rounds and (one.run, round_) not in self.done)
+    def left(self, sets: Sequence[RecordedSet]) -> list[tuple[RecordedSet, int]]:
+        """Return what is not done: all sets of a round before the next round, and last what was stopped."""
+        rounds = range(max(one.rounds for one in sets))
+        found = [(one, round_) for round_ in rounds for one in sets if round_ < one.rounds]
+        found = [(one, round_) for one, round_ in found if (one.run, round_) not in self.done]
+        return sorted(found, key=lambda pair: (pair[0].run, pair[1]) in self.stopped)
 
 
 def record_all(options: Options) -> None:
@@ -120,48 +131,73 @@ def record_all(options: Options) -> None:
     if options.list:
         return show(progress, sets)
     ensure_writable(outputs)
-    more, memory = options.more or "", [] if options.machine == "cpu" else gpu_memory()
-    lacking = {one.run: missing for one in sets if memory and (missing := one.missing(more, memory))}
+    memory = [] if options.machine == "cpu" else gpu_memory(options.machine)
+    lacking = {one.run: why for one in sets if memory and (why := one.missing(options.vllm_python, memory))}
     failed = list[str]()
-    for one, round_ in list(progress.left(sets)):
+    for one, round_ in progress.left(sets):
         seconds = 60 * options.limit - (time.monotonic() - started)
-        if one.run in lacking or seconds < 60 * LEAST_MINUTES:
+        if one.run in lacking or seconds < 60 * one.minutes:
             continue
-        words = one.command(options.machine, round_, more)
+        words = one.command(options.machine, round_, options.vllm_python)
         print(f"\nround {round_ + 1}: python -m {shlex.join(words)}", file=sys.stderr, flush=True)
-        status = run_for(seconds, words)
-        if status == 0:
-            progress.add(one, round_)
-        elif status is not None:
+        status, facts = run_for(seconds, words)
+        if status:
             failed.append(f"round {round_ + 1}: {one.run}")
+        else:
+            progress.add(one, round_, whole=status == 0 and is_whole(facts))
     left = [one for one, _ in progress.left(sets) if one.run not in lacking]
     minutes = round(sum(one.minutes for one in left), 1)
-    facts = {"left": len(left), "minutes_left": minutes, "failed": failed, "not_on_this_machine": lacking}
-    finish(command="record_all", commit=revision, done=len(progress.done), **facts)
+    told = {"left": len(left), "minutes_left": minutes, "failed": failed, "not_on_this_machine": lacking}
+    finish(command="record_all", commit=revision, done=len(progress.done), **told)
     if failed:
         raise SystemExit(1)
 
 
-def run_for(seconds: float, words: Sequence[str]) -> int | None:
-    """Run a set for at most `seconds`: its exit status, or None where it was interrupted, with its rows on disk."""
-    with subprocess.Popen([sys.executable, "-m", *words], cwd=REPOSITORY) as process:
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-        try:
-            process.wait(STOPPING_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+def run_for(seconds: float, words: Sequence[str]) -> tuple[int | None, dict[str, Any]]:
+    """Run a set for at most `seconds`; return its exit status and its last line, from JSON.
+
+    The status is None where it was interrupted, with its rows on disk.
+    """
+    with TemporaryFile("w+") as output:
+        command = [sys.executable, "-m", *words]
+        with subprocess.Popen(command, cwd=REPOSITORY, stdout=output, preexec_fn=_take_interrupts) as process:
+            status = _ended(process, seconds)
+        output.seek(0)
+        lines = output.read().splitlines()
+    print(*lines, sep="\n")
+    return status, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+
+
+def _take_interrupts() -> None:
+    """Undo what a shell does to jobs in the background: they ignore SIGINT, and so do their children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOPPING_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
     return None
 
 
-def gpu_memory() -> list[float]:
-    """Return the GB of each GPU; `ConfigError` where there is none."""
+def is_whole(facts: Mapping[str, Any]) -> bool:
+    """Check that a set, by its last line, had points and left none out; tables say neither."""
+    return facts.get("points", 1) > 0 and not facts.get("left_out")
+
+
+def gpu_memory(machine: str) -> list[float]:
+    """Return the GB of each GPU; `ConfigError` where there is none, or another one than `machine`."""
     import torch
 
     if not torch.cuda.is_available():
         raise ConfigError("torch sees no GPU: call it on the GPU machine, or choose machine=cpu")
+    if (found := hardware_slug()) != machine:
+        raise ConfigError(f"machine={machine}, but this GPU is {found}: choose machine={found}")
     return [torch.cuda.get_device_properties(index).total_memory / 1e9 for index in range(torch.cuda.device_count())]
 
 
@@ -171,7 +207,7 @@ def show(progress: Progress, sets: Sequence[RecordedSet]) -> None:
         done = sum((one.run, round_) in progress.done for round_ in range(one.rounds))
         print(f"{done}/{one.rounds} rounds of {one.minutes:g} min  {one.claims or '-':14} {one.run}")
     minutes = sum(one.minutes for one, _ in progress.left(sets))
-    print(f"{minutes / 60:.1f} hours are left, in calls of limit= minutes")
+    print(f"{minutes / 60:.1f} hours are left; a call measures for limit= minutes")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ ratios to the recorded ones (`measurements.csv`), by the median over common poin
 line that was recorded once has the least range, as its spread is not known; `make check` says so.
 
 **Minutes** are those that `make reproduce` gives a figure at a scale (`conf/figure/*.yaml`): it ends with less measured
-where they do not suffice. All figures together have {laptop:.0f} on a CPU. `not measured`: none are given at that
+where they do not suffice. All figures together have {laptop:.0f} on a CPU. `not stated`: none are given at that
 scale, and the figure runs to its end. Time and memory are what the script states; peak memory of the recorded runs was
 not recorded. Human minutes were not measured.
 

@@ -20,7 +20,7 @@ from experiments.report.machines import Machine
 
 _COST = re.compile(r"^Cost(?: at scale=laptop)?(.+?)(?:\.\s|:\n|\.?\Z)", re.MULTILINE | re.DOTALL)
 UNKNOWN = "-"
-NOT_MEASURED = "not measured"
+NOT_STATED = "not stated"
 
 
 def figure_command(name: str) -> str:
@@ -44,7 +44,7 @@ def all_minutes(name: str, recorded: Collection[str]) -> str:
         if value is not None
     ]
     without = ", ".join(scale for scale, value in known.items() if value is None)
-    return ", ".join([*said, f"{NOT_MEASURED} ({without})"] if without else said)
+    return ", ".join([*said, f"{NOT_STATED} ({without})"] if without else said)
 
 
 def total_minutes(experiments: Iterable[Experiment], scale: str) -> float:
@@ -75,7 +75,7 @@ def minutes_of(statement: Statement, hardware: str, rows: Rows) -> str:
     given = [value for value in known.values() if value is not None]
     without = ", ".join(name.partition("_")[0] for name, value in known.items() if value is None)
     total = [f"{sum(given):g}"] if given else []
-    missing = [f"{NOT_MEASURED} ({without})" if given else NOT_MEASURED] if without else []
+    missing = [f"{NOT_STATED} ({without})" if given else NOT_STATED] if without else []
     return ", ".join([*total, *missing]) or UNKNOWN
 
 

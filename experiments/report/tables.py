@@ -51,7 +51,10 @@ def write_results(machine: Machine, paper: Path, target: Path) -> Path:
         picture = machine.figures / f"{name}.png"
         head = link(picture, title) if picture.exists() else title
         parts += [f"### {head}", "", f"`{name}`", "", *markdown(*table), ""]
-    parts += [*(f"* {sentence}" for sentence in placement_verdicts(machine.rows)), *_unmeasured(machine), ""]
+    parts += _unmeasured(machine)
+    if said := placement_verdicts(machine.rows):
+        parts += ["", "### Where a request goes, simulated", "", *(f"* {sentence}" for sentence in said)]
+    parts.append("")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("\n".join(parts), encoding="utf-8")
     return target

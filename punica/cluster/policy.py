@@ -73,6 +73,9 @@ class ClusterPolicy:
         light_load: int | None = None,
     ) -> None:  # fmt: skip
         self.rule: SchedulingRule = SCHEDULING_RULES.get(rule)()
+        if missing := [name for name in SchedulingRule.__annotations__ if not hasattr(self.rule, name)]:
+            names = " and no ".join(missing)
+            raise TypeError(f"scheduling rule {rule} has no {names}: see punica.cluster.SchedulingRule")
         ordered = "candidates" in vars(type(self.rule))  # a subclass may choose otherwise
         self._ordered = cast(OrderedRule, self.rule) if ordered else None
         self.max_batch_size = check_count("max_batch_size", max_batch_size)

@@ -45,8 +45,7 @@ class Trace:
         sizes = {len(self.arrivals), len(self.lengths), len(self.adapters), len(self.ranks)}
         if len(sizes) != 1:
             raise ValueError(f"a trace has one arrival, length, adapter and rank per request, got {sorted(sizes)}")
-        steps = np.diff(self.arrivals, prepend=0.0)
-        if not (np.isfinite(self.arrivals).all() and (steps >= 0).all()):
+        if not (np.isfinite(self.arrivals).all() and (np.diff(self.arrivals, prepend=0.0) >= 0).all()):
             raise ValueError("arrivals must ascend from 0 s on, all finite; sort them first")
         for name, values in (("adapters", self.adapters), ("ranks", self.ranks)):
             if len(values) and values.min() < 0:

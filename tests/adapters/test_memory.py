@@ -136,6 +136,7 @@ def table_sizes(manager: LoRAModelManager) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 def test_three_thousand_activations_leave_nothing_behind():
     """Registering, evicting, activating, pinning and mapping on and on: memory, tensors and tables stay as they are."""
     manager, adapters = small_manager(max_loras=2, max_cpu_loras=3)

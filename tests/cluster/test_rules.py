@@ -324,3 +324,12 @@ def test_rules_that_know_where_adapters_are_load_fewer_than_those_that_spread_bl
     blind = min(loads(rule) for rule in ("least_loaded", "round_robin"))
     for rule in ("llm_d", "dynamo", "ray_serve"):
         assert loads(rule) < 0.75 * blind
+
+
+def test_a_rule_without_an_attribute_is_refused() -> None:
+    SCHEDULING_RULES.register("half")(type("Half", (), {"prefills_per_step": 1}))
+    try:
+        with pytest.raises(TypeError, match="scheduling rule half has no spare_pages"):
+            ClusterPolicy("half")
+    finally:
+        SCHEDULING_RULES._entries.pop("half")

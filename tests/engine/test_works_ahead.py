@@ -303,6 +303,7 @@ def _unpin(engine: Engine) -> None:
         engine.manager.unpin_adapter(adapter_id)
 
 
+@pytest.mark.slow
 def test_random_runs_give_what_steps_in_turn_give(backbone, begun, monkeypatch) -> None:
     """Arrivals, aborts, pins, ends and preemptions at random steps; samples, penalties, log-probabilities."""
     outputs = []

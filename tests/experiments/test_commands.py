@@ -32,6 +32,7 @@ def test_cfg_job_prints_the_configuration_and_runs_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_help_is_our_own_and_says_what_the_figure_is():
     done = command("fig08_lora_operator", "--help")
     assert done.returncode == 0, done.stderr
@@ -149,6 +150,7 @@ def test_a_choice_that_one_chosen_figure_reads_is_taken(tmp_path):
     assert last_json(done)["measured"] == ["fig08_lora_operator", "fig01_batching"]
 
 
+@pytest.mark.slow
 def test_an_unknown_figure_is_refused(tmp_path):
     done = command("commands.reproduce", f"paths.outputs={tmp_path}", "figures=[fig99]")
     assert done.returncode == 2

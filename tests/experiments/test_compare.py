@@ -203,6 +203,7 @@ def command_line(*words):
     return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path):
     stored(tmp_path / "a", "fig08", rows())
     done = command_line(f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}")

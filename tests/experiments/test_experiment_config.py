@@ -24,7 +24,6 @@ ALL = {experiment.name: experiment for experiment in experiments()}
 GPU_ONLY = ("ext_determinism", "ext_today", "ext_own_server")
 NEEDS_A_SERVER = "ext_server"
 SLOW = pytest.mark.slow
-FEW = ("fig08_lora_operator", "fig11_textgen")
 
 
 @pytest.mark.parametrize("scale", ["smoke", "gpu", *(pytest.param(name, marks=SLOW) for name in ("laptop", "paper"))])
@@ -59,6 +58,7 @@ def test_every_choice_of_every_group_composes(tmp_path, group):
         assert composed(tmp_path, f"{group}={name}")[group] is not None
 
 
+@pytest.mark.slow
 def test_workloads_systems_and_timers_are_choices_by_being_registered(tmp_path):
     assert set(choices(tmp_path, "workload")) == {"all", *(name.lower() for name in WORKLOADS.names())}
     assert set(choices(tmp_path, "timer")) == {"auto", *TIMERS}
@@ -70,13 +70,13 @@ def test_workloads_systems_and_timers_are_choices_by_being_registered(tmp_path):
     assert not [group for group in ("workload", "system", "timer") if (CONF / group).exists()]
 
 
-@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=SLOW) for name in ALL if name not in FEW)])
+@pytest.mark.parametrize("name", ALL)
 def test_every_system_of_a_figure_can_be_chosen_alone(tmp_path, name):
-    figure = composed(tmp_path, name=name).figure
-    hardware = "h200" if name in GPU_ONLY or "gpu_systems" in figure else "cpu"
-    for system in figure.systems:
-        cfg = settle(composed(tmp_path, f"hardware={hardware}", f"system={choice(system)}", name=name), ALL[name])
-        assert cfg.system.names == [system]
+    hardware = "h200" if name in GPU_ONLY or "gpu_systems" in composed(tmp_path, name=name).figure else "cpu"
+    cfg = composed(tmp_path, f"hardware={hardware}", name=name)
+    for system in cfg.figure.systems:
+        cfg.system.names = [choice(system)]
+        assert settle(cfg, ALL[name]).system.names == [system]
 
 
 def test_the_scale_chooses_the_model_unless_the_user_does(tmp_path):
@@ -210,7 +210,8 @@ def test_a_cpu_empties_its_caches_beyond_the_last_level_that_it_reports(tmp_path
 
 
 def test_every_figure_of_a_cpu_has_its_share_of_twenty_minutes():
-    found = {name: OmegaConf.load(CONF / "figure" / f"{name}.yaml").minutes.get("laptop") for name in ALL}
+    files = {name: OmegaConf.load(CONF / "figure" / f"{name}.yaml") for name in ALL}
+    found = {name: file.get("minutes", {}).get("laptop") for name, file in files.items()}
     minutes = {name: share for name, share in found.items() if share is not None}
     assert set(minutes) == set(ALL) - {*GPU_ONLY, NEEDS_A_SERVER}
     assert sum(minutes.values()) < 16.01  # three more are for set-up, one for judging
@@ -267,6 +268,7 @@ def test_what_an_experiment_reads_is_not_refused(name):
     refuse_unread([f"{key}=1" for key in ALL[name].reads], keys_read(ALL[name]), name)
 
 
+@pytest.mark.slow
 def test_every_declared_key_exists(tmp_path):
     for experiment in ALL.values():
         cfg = composed(tmp_path, name=experiment.name)

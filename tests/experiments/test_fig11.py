@@ -184,6 +184,7 @@ def test_ratios_are_refused_when_a_system_failed_its_check(tmp_path, monkeypatch
     assert not [row for row in rows_of(tmp_path) if row.system == "hf_peft" or "ratios" in row.panel]
 
 
+@pytest.mark.slow
 def test_a_whole_stream_is_an_option_with_rows_of_its_own(tmp_path, capsys):
     options = ("workload=distinct", "system=punica", "figure.whole_stream=true", "engine.max_batch_size=4")
     run(composed(tmp_path, *options, name=NAME), Fig11())
@@ -227,6 +228,7 @@ def test_a_prediction_says_how_sure_it_is_and_whether_it_is_near():
     assert far.interval == (330.0, 330.0)
 
 
+@pytest.mark.slow
 def test_every_printed_command_can_be_pasted(tmp_path):
     """A shell joins its lines, and the configuration takes its words."""
     from experiments import fig11_textgen

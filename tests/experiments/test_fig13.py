@@ -558,6 +558,7 @@ def test_a_larger_cluster_is_replayed_and_its_requests_counted():
     assert found.peak_bytes > 2**20
 
 
+@pytest.mark.slow
 def test_the_peak_is_of_the_simulating_process_and_not_of_its_parent():
     most = 2**30
     held = np.ones(most, dtype=np.uint8)

@@ -120,5 +120,8 @@ def test_a_release_takes_rows_of_one_commit(tmp_path):
     rows = [a_row(commit="abcdef012345"), a_row(2, commit="0123456789ab")]
     record.refuse_other_commits(tmp_path, rows, "")
     record.refuse_other_commits(tmp_path, rows[:1], "abcdef0")
+    record.refuse_other_commits(tmp_path, rows[:1], "abcdef0123456789abcdef0123456789abcdef01")
     with pytest.raises(RowsError, match=r"other commits than abcdef0 \(1 of 0123456789ab\)"):
         record.refuse_other_commits(tmp_path, rows, "abcdef0")
+    with pytest.raises(RowsError, match=r"commit=4028000000\.0 is none"):
+        record.refuse_other_commits(tmp_path, rows, "4028000000.0")

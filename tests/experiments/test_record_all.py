@@ -1,17 +1,18 @@
 """The list of recorded sets against the experiments there are, and a run of it in several calls."""
 
 import json
-import shlex
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from fakes import composed
 
 from experiments.commands import record_all
-from experiments.commands.record_all import Options, Progress, RecordedSet, run_for, sets_of
+from experiments.commands.record_all import Options, Progress, RecordedSet, is_whole, run_for, sets_of
 from experiments.harness.catalogue import experiments
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import keys_read, refuse_unread
-from punica.measure.records import RowsError
+from punica.measure.records import Row, RowsError, write_rows
 
 ON_A_CPU = {"fig13_cluster", "ext_placement", "ext_cluster_scale"}
 OF_OTHERS = {"ext_server"}
@@ -21,6 +22,16 @@ SETS = [RecordedSet("a", 1.0, rounds=1), RecordedSet("b", 2.0, rounds=2), Record
 
 def scripts(hardware):
     return {one.run.split()[0] for one in sets_of(hardware)}
+
+
+def names(left):
+    return [(one.run, round_) for one, round_ in left]
+
+
+def a_row():
+    names = {"figure": "8", "panel": "", "system": "SGMV", "workload": "", "model": "", "hardware": "h200"}
+    sizes = {"batch_size": 1, "seq_len": None, "rank": 16}
+    return Row(**names, **sizes, metric="latency", value=1.0, unit="us", statistic="median", config_hash="c")
 
 
 def test_every_experiment_is_in_a_set():
@@ -41,7 +52,7 @@ def test_every_set_composes_and_its_words_are_read(hardware, one, tmp_path):
     script = one.run.split()[0]
     if script.startswith("commands.") or script.endswith("_tables"):
         pytest.skip("no figure")
-    words = one.command(hardware, 1, "figure.vllm_python=/python")[1:]
+    words = one.command(hardware, 1, "/python")[1:]
     (experiment,) = experiments([script])
     assert composed(tmp_path, *words, name=script).hardware.name == hardware
     refuse_unread(words, keys_read(experiment), script)
@@ -53,17 +64,17 @@ def test_an_unknown_machine_is_refused():
 
 
 def test_a_set_says_what_a_machine_lacks():
-    one = RecordedSet("x", 1.0, gb=100.0, gpus=2, needs="figure.vllm_python")
-    assert one.missing("", [141.0, 141.0]) == "needs more='figure.vllm_python=...'"
-    assert one.missing("figure.vllm_python=/p", [141.0]) == "needs 2 GPU(s) of 100 GB"
-    assert one.missing("figure.vllm_python=/p", [141.0, 80.0]) == "needs 2 GPU(s) of 100 GB"
-    assert one.missing("figure.vllm_python=/p", [141.0, 141.0]) == ""
+    one = RecordedSet("x", 1.0, gb=100.0, gpus=2, vllm=True)
+    assert one.missing(None, [141.0, 141.0]).startswith("needs vllm_python=")
+    assert one.missing("/p", [141.0]) == "needs 2 GPU(s) of 100 GB"
+    assert one.missing("/p", [141.0, 80.0]) == "needs 2 GPU(s) of 100 GB"
+    assert one.missing("/p", [141.0, 141.0]) == ""
 
 
 def test_later_rounds_measure_further_repeats():
     one = RecordedSet("fig08_lora_operator scale=paper", 1.0)
-    assert [one.command("h200", round_, "")[-1] for round_ in range(3)] == [f"scale.passes={n}" for n in (1, 2, 3)]
-    assert RecordedSet("ext_operator_tables table=all", 1.0, rounds=1).command("h200", 0, "") == [
+    assert [one.command("h200", round_, None)[-1] for round_ in range(3)] == [f"scale.passes={n}" for n in (1, 2, 3)]
+    assert RecordedSet("ext_operator_tables table=all", 1.0, rounds=1).command("h200", 0, None) == [
         "experiments.ext_operator_tables", "table=all",
     ]  # fmt: skip
 
@@ -71,53 +82,86 @@ def test_later_rounds_measure_further_repeats():
 def test_progress_is_kept_by_rounds_and_for_one_commit(tmp_path):
     path = tmp_path / "record_all.json"
     first = Progress(path, "abc")
-    assert [(one.run, round_) for one, round_ in first.left(SETS)] == [("a", 0), ("b", 0), ("c", 0), ("b", 1), ("c", 1)]
-    first.add(SETS[0], 0)
-    first.add(SETS[1], 0)
-    assert [(one.run, round_) for one, round_ in Progress(path, "abc").left(SETS)] == [("c", 0), ("b", 1), ("c", 1)]
-    with pytest.raises(RowsError, match="is of commit abc, this is def"):
+    assert names(first.left(SETS)) == [("a", 0), ("b", 0), ("c", 0), ("b", 1), ("c", 1)]
+    first.add(SETS[0], 0, whole=True)
+    first.add(SETS[1], 0, whole=False)
+    assert names(Progress(path, "abc").left(SETS)) == [("c", 0), ("b", 1), ("c", 1), ("b", 0)], "stopped ones last"
+    with pytest.raises(RowsError, match="holds work of commit abc, this is def"):
         Progress(path, "def")
 
 
-def test_a_command_is_interrupted_at_the_limit():
-    assert run_for(60.0, ["timeit", "-n1", "-r1", "pass"]) == 0
-    assert run_for(60.0, ["timeit", "-n1", "-r1", "raise SystemExit(3)"]) == 1
-    assert run_for(0.3, ["timeit", "-n1", "-r1", "import time; time.sleep(60)"]) is None
+def test_rows_of_another_commit_are_refused_without_progress(tmp_path):
+    write_rows(tmp_path / "rows" / "fig.csv", [replace(a_row(), commit="abc")])
+    assert Progress(tmp_path / "record_all.json", "abc").done == set()
+    with pytest.raises(RowsError, match="holds work of commit abc, this is def"):
+        Progress(tmp_path / "record_all.json", "def")
 
 
-def test_calls_continue_and_failures_are_told(tmp_path, monkeypatch, capsys):
+def test_a_command_is_interrupted_at_the_limit(capfd):
+    told = 'print(chr(123) + chr(34) + "points" + chr(34) + ":0}")'
+    assert run_for(60.0, ["timeit", "-n1", "-r1", "raise SystemExit(3)"])[0] == 1
+    assert run_for(0.3, ["timeit", "-n1", "-r1", "import time; time.sleep(60)"]) == (None, {})
+    status, facts = run_for(60.0, ["timeit", "-n1", "-r1", f"{told}; raise SystemExit(0)"])
+    assert (status, facts) == (1, {"points": 0})
+
+
+@pytest.mark.parametrize(
+    ("facts", "whole"),
+    [
+        ({}, True), ({"points": 3, "left_out": 0}, True), ({"points": 0, "left_out": 0}, False),
+        ({"points": 3, "left_out": 1}, False), ({"left_out": {"fig08": 2}}, False), ({"left_out": {}}, True),
+    ],
+)  # fmt: skip
+def test_a_set_is_done_when_it_had_points_and_left_none_out(facts, whole):
+    assert is_whole(facts) == whole
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """A machine of one GPU of 80 GB where a set takes a minute of a fake clock; `answers`: status and facts by run."""
     monkeypatch.setattr(record_all, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(record_all, "sets_of", lambda hardware: SETS)
+    monkeypatch.setattr(record_all, "sets_of", lambda machine: SETS)
     monkeypatch.setattr(record_all, "commit", lambda: "abc")
-    monkeypatch.setattr(record_all, "gpu_memory", lambda: [80.0])
-    ran, now, broken = [], [0.0], {"b"}
+    monkeypatch.setattr(record_all, "gpu_memory", lambda machine: [80.0])
+    ran, now, answers = [], [0.0], {}
     monkeypatch.setattr(record_all.time, "monotonic", lambda: now[0])
 
     def fake_run(seconds, words):
-        ran.append(shlex.join(words))
+        ran.append((words[0].removeprefix("experiments."), words[-1]))
         now[0] += 60.0
-        return 1 if words[0] == "experiments.b" and broken else 0
+        return answers.get(ran[-1][0], (0, {}))
 
     monkeypatch.setattr(record_all, "run_for", fake_run)
+    return ran, answers
 
-    def call(limit):
+
+def call(capsys, limit):
+    """Call it; return its last line."""
+    with suppress(SystemExit):
         record_all.record_all(Options(machine="h200", limit=limit))
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
-    def told():
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
 
-    call(1.0)
-    assert ran == ["experiments.a hardware=h200"]
-    assert told()["left"] == 2  # both rounds of b; c needs a larger GPU
-    with pytest.raises(SystemExit):
-        call(1.0)
-    answer = told()
-    assert answer["failed"] == ["round 1: b"]
-    assert answer["not_on_this_machine"] == {"c": "needs 1 GPU(s) of 100 GB"}
-    broken.clear()
-    call(9.0)
-    assert ran[2:] == [f"experiments.b hardware=h200 scale.passes={n}" for n in (1, 2)]
-    assert told()["left"] == 0
+def test_calls_continue_and_failures_are_told(world, capsys):
+    ran, answers = world
+    answers["b"] = 1, {}
+    assert call(capsys, 1.0)["left"] == 2  # both rounds of b; c needs a larger GPU
+    assert [name for name, _ in ran] == ["a"]
+    told = call(capsys, 2.0)
+    assert told["failed"] == ["round 1: b"]
+    assert told["not_on_this_machine"] == {"c": "needs 1 GPU(s) of 100 GB"}
+    del answers["b"]
+    assert call(capsys, 9.0)["left"] == 0
+    assert ran[2:] == [("b", f"scale.passes={n}") for n in (1, 2)]
+
+
+@pytest.mark.parametrize("answer", [(None, {}), (0, {"points": 2, "left_out": 1}), (0, {"points": 0})])
+def test_a_set_that_never_ends_stops_no_other(world, capsys, answer):
+    ran, answers = world
+    answers["a"] = answer
+    assert call(capsys, 1.0)["left"] == 3
+    assert call(capsys, 5.0)["left"] == 1
+    assert [name for name, _ in ran] == ["a", "b", "b", "a"]
 
 
 def test_uncommitted_code_is_refused(monkeypatch):

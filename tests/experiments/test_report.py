@@ -25,6 +25,7 @@ def test_fresh_rows_come_first_and_any_recorded_machine_will_do(places):
     assert choose(places, "recorded") == "recorded"
 
 
+@pytest.mark.slow
 def test_a_fresh_report_leaves_recorded_folders_alone(places):
     write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows())
     write_rows(places.recorded_rows / "fig01_batching.csv", decode_rows())

@@ -83,6 +83,7 @@ def test_what_a_point_costs_is_known_for_each_clock(tmp_path, monkeypatch):
     assert len(set(asked)) == 4
 
 
+@pytest.mark.slow
 def test_a_cpu_has_one_clock_and_so_has_what_no_graph_holds(tmp_path):
     fake = Operators()
     run(composed(tmp_path, "workload=distinct", "figure.batch_sizes=[1]"), fake)

@@ -288,6 +288,7 @@ def test_noise_fills_the_caches_of_engines_and_of_hugging_face(world):
     assert torch.isfinite(larger).all()
 
 
+@pytest.mark.slow
 def test_a_whole_stream_stands_beside_what_its_windows_predict(bench, monkeypatch):
     """On a clock that a step moves by what it costs, windows predict the stream; here within what tiny draws can."""
     readings = compare(many_draws(bench), "punica", "Distinct").readings()

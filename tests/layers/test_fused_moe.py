@@ -224,6 +224,7 @@ def found() -> list[dict[str, torch.Tensor]]:
     return spawn_tensor_parallel(run_cases, 2, list(RANK_CASES), "cpu", torch.float32, backend="gloo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RANK_CASES)
 def test_two_ranks_equal_one(name, found):
     wanted = output_of(name)

@@ -7,7 +7,12 @@ from punica.parallel import spawn_tensor_parallel
 
 
 @pytest.fixture(
-    scope="module", params=[(2, None), (4, None), (2, "float8_e4m3fn")], ids=["tp2", "tp4", "tp2 with FP8 slots"]
+    scope="module",
+    params=[
+        pytest.param((2, None), id="tp2"),
+        pytest.param((4, None), id="tp4", marks=pytest.mark.slow),
+        pytest.param((2, "float8_e4m3fn"), id="tp2 with FP8 slots", marks=pytest.mark.slow),
+    ],
 )
 def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """What each rank found; one group of processes runs all checks, since starting it is what takes time."""

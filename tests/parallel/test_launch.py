@@ -95,6 +95,7 @@ print(world())
 """
 
 
+@pytest.mark.slow
 def test_a_late_import_does_not_keep_the_world(alone) -> None:
     command = [sys.executable, "-c", LATE_IMPORT, alone["init_method"]]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

@@ -23,6 +23,7 @@ runpy.run_module("punica.serve", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_without_the_extra_it_says_how_to_install_it() -> None:
     command = [sys.executable, "-c", WITHOUT.format("uvicorn")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

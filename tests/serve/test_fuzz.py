@@ -33,6 +33,7 @@ def fuzz(server: Any, count: int) -> Counter[int]:
     return statuses
 
 
+@pytest.mark.slow
 def test_some_random_requests_are_served_or_refused(server: Any) -> None:
     statuses = fuzz(server, 100)
     assert {200, 400, 404} <= set(statuses)

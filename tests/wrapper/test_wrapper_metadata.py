@@ -289,6 +289,7 @@ def test_unknown_backend_lists_the_known_ones() -> None:
         get_punica_wrapper(8, 4, "cpu", backend="tpu", max_loras=2)
 
 
+@pytest.mark.slow
 def test_exceptions_hold_under_python_optimize() -> None:
     """With ``python -O`` assert statements vanish; none of the checks may."""
     script = """

@@ -71,6 +71,7 @@ def test_trials_with_processes_lose_nothing(name: str, tmp_path: Path) -> None:
     assert outcome.tried > 0
 
 
+@pytest.mark.slow
 def test_a_result_that_comes_twice_or_with_other_tokens_is_a_loss(tmp_path: Path, monkeypatch: Any) -> None:
     step = Engine.step
 

@@ -32,13 +32,14 @@ def test_a_claim_has_its_command_minutes_range_verdict_and_commit(machine: Machi
     assert all(f"| D{number:02d} " in text for number in range(1, 23))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "claim", "of_command"),
     [
         ("gpu", "C01", '`make figure FIG=fig01 ARGS="scale=gpu"` | {minutes:g} |'),
-        ("paper", "C01", '`make figure FIG=fig01 ARGS="scale=paper"` | not measured |'),
+        ("paper", "C01", '`make figure FIG=fig01 ARGS="scale=paper"` | not stated |'),
         ("paper", "C26", '`make figure FIG=fig11 ARGS="scale=paper"` | {fig11:g} |'),
-        ("paper", "C25", '`make figure FIG=fig10,fig11 ARGS="scale=paper"` | {fig11:g}, not measured (fig10) |'),
+        ("paper", "C25", '`make figure FIG=fig10,fig11 ARGS="scale=paper"` | {fig11:g}, not stated (fig10) |'),
     ],
 )
 def test_minutes_and_command_of_a_claim_are_of_one_scale(
@@ -58,8 +59,8 @@ def test_minutes_by_scale_tell_which_were_never_measured_or_recorded() -> None:
     said = all_minutes("ext_many_adapters", {"laptop", "gpu"})
     assert said == f"{laptop:g} (laptop), {gpu:g} (gpu), {paper:g} (paper, no recorded run)"
     norm = minutes("sec6_norm", "laptop")
-    assert all_minutes("sec6_norm", {"laptop"}) == f"{norm:g} (laptop), not measured (gpu, paper)"
-    assert all_minutes("ext_today", set()) == "not measured (laptop, gpu, paper)"
+    assert all_minutes("sec6_norm", {"laptop"}) == f"{norm:g} (laptop), not stated (gpu, paper)"
+    assert all_minutes("ext_today", set()) == "not stated (laptop, gpu, paper)"
 
 
 def test_every_experiment_says_what_it_costs() -> None:

@@ -84,6 +84,7 @@ def test_usual_calls_spill_nothing_and_overlap():
     assert early == len(USUAL) + sum(case["down"] for case in USUAL)  # every expand, and shrink behind an activation
 
 
+@pytest.mark.slow
 def test_a_decode_step_compiles():
     records = compiled([CASE | {"naive": True}])
     check(records)

@@ -237,7 +237,10 @@ def test_blocks_of_many_ranks_fit_the_shared_memory(kib, ranks, monkeypatch):
     assert constants_of(plan)["block_r"] == ranks
 
 
-@pytest.mark.parametrize(("capability", "fp8"), [(89, FP8_CASES[0]), (120, FP8_CASES[1])], ids=["89", "120"])
+@pytest.mark.parametrize(
+    ("capability", "fp8"),
+    [pytest.param(89, FP8_CASES[0], id="89"), pytest.param(120, FP8_CASES[1], id="120", marks=pytest.mark.slow)],
+)
 def test_a_usual_step_compiles(capability: int, fp8: Case):
     records = compiled(capability, [USUAL | {"step": "prompt and 31 rows"}, fp8])
     check(capability, [one for one in records if "fp8" not in one["case"]])
@@ -260,6 +263,7 @@ def check_rocm(arch: str, cases: list[Case]) -> None:
     assert not [(one["form"], one["case"], one["shared"]) for one in records if one["shared"] > ROCM_KIB[arch] << 10]
 
 
+@pytest.mark.slow
 def test_usual_steps_compile_for_rocm():
     check_rocm("gfx942", [ROCM_CASES[0], *ROCM_CASES[2:]])
 

@@ -42,10 +42,8 @@ def check(capability: int, cases: list[dict[str, Any]], records: list[dict[str, 
         assert {record["order"][0] for record in records} == {"launch_dependents"}
 
 
-EVERY_GPU = [pytest.param(one, marks=[] if one == 90 else pytest.mark.slow) for one in SHARED_KIB]
-
-
-@pytest.mark.parametrize("capability", EVERY_GPU)
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB)
 def test_a_decode_step_compiles_for_every_gpu(capability: int) -> None:
     cases = [{"layer": "llama2-7b", "dtype": "float16", "splits": 8, "fp8": fp8} for fp8 in (False, True)]
     records = compiled(capability, cases)
