@@ -191,7 +191,7 @@ def is_whole(facts: Mapping[str, Any]) -> bool:
 
 
 def gpu_memory(machine: str) -> list[float]:
-    """Return the GB of each GPU; `ConfigError` where there is none, or another one than `machine`."""
+    """Return the GB of each GPU. Raises `ConfigError` without a GPU, or for another than `machine`."""
     import torch
 
     if not torch.cuda.is_available():
