@@ -1,7 +1,7 @@
 """Text in, text out: the tokenizer of a checkpoint folder, chat templates, incremental decoding."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ from punica.scheduling import SamplingParams
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _LONGEST_CHARACTER = 16  # tokens
 _UNFINISHED = "�"  # decoded incomplete UTF-8 sequence
-_WORD_START = "▁"  # SentencePiece's space before a word
-_LAST_TOKENS = 16
-"""Tokens of a prompt among which text is looked for."""
+_SPACES = ("▁", "<0x20>")  # SentencePiece's space before a word, and as a byte
 _TEMPLATE_ARGUMENTS = frozenset({
     "conversation", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
     "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs",
@@ -74,21 +72,23 @@ class TextCodec:
     def spelled(self, token_id: int) -> str:
         """Return the text of one token within a text, special ones included.
 
-        SentencePiece's decoders drop the space of ``▁word`` at the start of a text.
+        SentencePiece's decoders drop the space of ``▁word`` at the start of a text, see :meth:`dropped_space`.
         """
         alone = self.decode([token_id], keeps_special=True)
         piece_of = getattr(self.tokenizer, "convert_ids_to_tokens", str)
-        if not str(piece_of(token_id)).startswith(_WORD_START):
+        if not str(piece_of(token_id)).startswith(_SPACES):
             return alone
         return self.decode([token_id, token_id], keeps_special=True)[len(alone) :]
 
-    def space_before(self, token_id: int, prompt_token_ids: Sequence[int]) -> str:
-        """Return the space between a prompt and the first token of its output, which decoding that alone drops."""
+    def dropped_space(self, token_id: int) -> str:
+        """Return the space of a token that decoding drops at the start of a text."""
         inside, alone = self.spelled(token_id), self.decode([token_id], keeps_special=True)
-        if inside == alone or not inside.endswith(alone):
-            return ""
-        has_text = any(token not in self.special_texts and self.spelled(token) for token in prompt_token_ids)
-        return inside.removesuffix(alone) if has_text else ""
+        return inside.removesuffix(alone) if inside.endswith(alone) else ""
+
+    def first_text(self, token_ids: Iterable[int], *, keeps_special: bool) -> int | None:
+        """Return the first token that gives text, be it a space that decoding drops."""
+        hidden = () if keeps_special else self.special_texts
+        return next((token for token in token_ids if token not in hidden and self.spelled(token)), None)
 
     @cached_property
     def special_texts(self) -> dict[int, str]:
@@ -138,11 +138,10 @@ class GrowingText:
         self._longest = max((len(one) for one in stop), default=1)
         self._text = ""  # with the hidden parts: special tokens that may be in a stop string
         self._hidden: list[tuple[int, int]] = []
-        specials = codec.special_texts if stop and not keeps_special else {}
-        is_searched = any(text in one for text in specials.values() for one in stop)
-        self._specials = specials if is_searched else {}
+        self._specials = {} if keeps_special else codec.special_texts
+        self._is_searched = any(text in one for one in stop for text in self._specials.values())
         self._ids: list[int] = []
-        self._prompt_token_ids = prompt_token_ids[-_LAST_TOKENS:]
+        self._prompt_token_ids, self._has_begun = prompt_token_ids, False
         self._before, self._read = 0, 0  # tokens [before, read) are in the text: context of the next
 
     @property
@@ -153,14 +152,15 @@ class GrowingText:
     def append(self, token_id: int) -> None:
         """Take the next token."""
         self._num_tokens += 1
-        if self._num_tokens == 1 and (space := self._codec.space_before(token_id, self._prompt_token_ids)):
-            self._extend(space)
         special = self._specials.get(token_id)
-        if special is not None:
-            self._settle(self._pending())
-            self._hidden.append((len(self._text), len(self._text) + len(special)))
-            self._extend(special)
+        if special is not None:  # never decoded: as context they would be the start of a text
+            if self._is_searched:
+                self._settle(self._pending())
+                self._hidden.append((len(self._text), len(self._text) + len(special)))
+                self._extend(special)
             return
+        if not self._has_begun and self._codec.spelled(token_id):
+            self._begin(self._codec.dropped_space(token_id))
         self._ids.append(token_id)
         piece = self._pending()
         # longer than any character in bytes: the replacement character is final
@@ -174,6 +174,17 @@ class GrowingText:
             self._settle(self._pending())
             self._longest = 1
         return self._visible(len(self._text))
+
+    def _begin(self, space: str) -> None:
+        """Take the space before the first text; without text in the prompt it is for stop strings only."""
+        self._has_begun = True
+        if not space:
+            return
+        if self._codec.first_text(reversed(self._prompt_token_ids), keeps_special=self._keeps_special) is None:
+            if not self._hidden:
+                return
+            self._hidden.append((len(self._text), len(self._text) + len(space)))
+        self._extend(space)
 
     def _pending(self) -> str:
         known = self._codec.decode(self._ids[self._before : self._read], keeps_special=self._keeps_special)
@@ -225,7 +236,10 @@ def text_of(
     """
     text = codec.decode(token_ids, keeps_special=keeps_special)
     if _UNFINISHED not in text:
-        space = codec.space_before(token_ids[0], prompt_token_ids[-_LAST_TOKENS:]) if token_ids else ""
+        first = codec.first_text(token_ids, keeps_special=keeps_special)
+        space = "" if first is None else codec.dropped_space(first)
+        if space and codec.first_text(reversed(prompt_token_ids), keeps_special=keeps_special) is None:
+            return text
         return space + text
     growing = GrowingText(codec, keeps_special=keeps_special, prompt_token_ids=prompt_token_ids)
     for token_id in token_ids:

@@ -6,8 +6,8 @@ from typing import Any
 
 from punica.checks import as_int, check_count, check_encodable, check_number, clip
 
-LOWEST_TEMPERATURE = 1e-8
-"""Lowest temperature but 0; clients that mean greedy send such values where 0 was once refused."""
+LOWEST_TEMPERATURE = 1e-5
+"""Lower temperatures are greedy, as in vLLM; clients send them where 0 was once refused."""
 MOST_LOGPROBS = 20
 MOST_STOPS = 64
 LONGEST_STOP = 1024
@@ -29,7 +29,7 @@ class SamplingParams:
 
     Args:
         max_new_tokens: most tokens to generate, at least 1.
-        temperature: divisor of the scores, at least 1e-8; 0 is greedy.
+        temperature: divisor of the scores; 0 and all below 1e-5 are greedy, kept as 0.
         top_k: keep the k highest scores (of equal ones the lower ids); ``None`` keeps all.
         top_p: keep the smallest set of most probable tokens whose probabilities sum to at least this, in (0, 1].
         min_p: keep tokens at least this probable relative to the most probable one, in [0, 1].
@@ -86,6 +86,8 @@ class SamplingParams:
         for name in _NUMBERS:
             put(name, check_number(name, getattr(self, name)))
         self._check_ranges()
+        if self.temperature < LOWEST_TEMPERATURE:
+            put("temperature", 0.0)
         for name, lowest, highest in (("top_k", 1, None), ("seed", 0, _SEEDS - 1), ("logprobs", 0, MOST_LOGPROBS)):
             value = getattr(self, name)
             if value is not None:
@@ -110,8 +112,8 @@ class SamplingParams:
         return [self] if self.n == 1 else [replace(self, n=1, seed=seed) for seed in seeds]
 
     def _check_ranges(self) -> None:
-        if self.temperature != 0.0 and self.temperature < LOWEST_TEMPERATURE:
-            raise ValueError(f"temperature is {self.temperature}, must be 0 (greedy) or at least {LOWEST_TEMPERATURE}")
+        if self.temperature < 0.0:
+            raise ValueError(f"temperature is {self.temperature}, must be at least 0 (greedy)")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}, must be in (0, 1]; 1 keeps every token")
         if not 0.0 <= self.min_p <= 1.0:

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from punica.serve.text import TokenStrings
-
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
-Logprobs = list[dict[int, float]]  # per token {token id: logprob}, the chosen one first
+Logprobs = list[list[tuple[str, float]]]  # per token (string, logprob), the chosen one first
 
 
 class CompletionForm:
@@ -22,18 +20,17 @@ class CompletionForm:
     def opening(self, index: int) -> None:
         """No choice before the first token."""
 
-    def logprobs(self, tokens: Logprobs, strings: TokenStrings, offset: int, num_top: int) -> dict[str, Any]:
+    def logprobs(self, tokens: Logprobs, offset: int, num_top: int) -> dict[str, Any]:
         """Log-probabilities of new tokens, the first at character ``offset``; alternatives are what the engine gave."""
-        chosen = [next(iter(entry.items())) for entry in tokens]
-        texts = [strings.of(token) for token, _ in chosen]
+        texts = [entry[0][0] for entry in tokens]
         offsets = [offset + len("".join(texts[:place])) for place in range(len(texts))]
         tops: list[dict[str, float]] = []
         for entry in tokens:
             top: dict[str, float] = {}
-            for token, value in entry.items():
-                top.setdefault(strings.of(token), _finite(value))  # of equal strings the more probable token
+            for text, value in entry:
+                top.setdefault(text, _finite(value))  # of equal strings the more probable token
             tops.append(top)
-        values = [_finite(value) for _, value in chosen]
+        values = [_finite(entry[0][1]) for entry in tokens]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -56,18 +53,16 @@ class ChatForm:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def logprobs(self, tokens: Logprobs, strings: TokenStrings, offset: int, num_top: int) -> dict[str, Any]:
+    def logprobs(self, tokens: Logprobs, offset: int, num_top: int) -> dict[str, Any]:
         """Log-probabilities of new tokens, with the ``num_top`` most probable ones of each."""
 
-        def described(token: int, value: float) -> dict[str, Any]:
-            text = strings.of(token)
+        def described(text: str, value: float) -> dict[str, Any]:
             return {"token": text, "logprob": _finite(value), "bytes": list(text.encode())}
 
         content = []
         for entry in tokens:
-            (token, value), *_ = entry.items()
-            best = sorted(entry.items(), key=lambda one: -one[1])[:num_top]
-            content.append({**described(token, value), "top_logprobs": [described(*one) for one in best]})
+            best = sorted(entry, key=lambda one: -one[1])[:num_top]
+            content.append({**described(*entry[0]), "top_logprobs": [described(*one) for one in best]})
         return {"content": content, "refusal": None}
 
 

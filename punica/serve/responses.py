@@ -19,10 +19,10 @@ from punica.engine.text import TextCodec
 from punica.serve.backpressure import Room
 from punica.serve.engine_thread import Call, Piece, SteppingThread
 from punica.serve.errors import ApiError, refused
-from punica.serve.forms import ChatForm, CompletionForm, usage
+from punica.serve.forms import ChatForm, CompletionForm, Logprobs, usage
 from punica.serve.protocol import ChatBody, CompletionBody
 from punica.serve.sampling import params_of, room_for
-from punica.serve.text import ChoiceText, TokenStrings
+from punica.serve.text import ChoiceStrings, ChoiceText, TokenStrings
 
 SEND_TIMEOUT_S = 60.0
 """Longest wait for a client that does not read its stream; then it counts as gone."""
@@ -131,13 +131,15 @@ class GenerationResponse(Response):
 
     async def _collect(self, call: Call) -> dict[str, Any]:
         choices: list[dict[str, Any]] = [{}] * len(call.requests)
+        strings = self._strings(call)
         num_generated = 0
         async for pieces in call.batches():
             for piece in pieces:
                 reason = _reason(piece)
                 num_generated += len(piece.token_ids)
                 text = "" if piece.result is None else piece.result.text or ""
-                choices[piece.index] = self._form.choice(piece.index, text, self._logprobs(piece, 0), reason)
+                logprobs = self._logprobs(strings[piece.index].add(piece.logprobs), 0)
+                choices[piece.index] = self._form.choice(piece.index, text, logprobs, reason)
         return {**self._head, "choices": choices, "usage": usage(self._num_prompt, num_generated)}
 
     async def _stream(self, call: Call, send: Send) -> None:
@@ -172,7 +174,7 @@ class GenerationResponse(Response):
             yield _event({**head, "choices": [choice]})
         codec = self._generator.codec
         texts = [ChoiceText(codec, as_sampling_params(one.params), one.prompt_token_ids) for one in call.requests]
-        offsets, num_generated = [0] * len(texts), 0
+        strings, offsets, num_generated = self._strings(call), [0] * len(texts), 0
         async for pieces in call.batches():
             events = []
             for piece in pieces:
@@ -180,9 +182,9 @@ class GenerationResponse(Response):
                 if continuous:
                     head["usage"] = usage(self._num_prompt, num_generated)
                 text, reason = texts[piece.index].add(piece), _reason(piece)
-                logprobs = self._logprobs(piece, offsets[piece.index])
-                if logprobs is not None:
-                    offsets[piece.index] += self._num_characters(piece)
+                tokens = strings[piece.index].add(piece.logprobs)
+                logprobs = self._logprobs(tokens, offsets[piece.index])
+                offsets[piece.index] += sum(len(entry[0][0]) for entry in tokens)
                 if text or logprobs is not None or reason is not None:
                     events.append(_event({**head, "choices": [self._form.delta(piece.index, text, logprobs, reason)]}))
             if events:
@@ -190,14 +192,13 @@ class GenerationResponse(Response):
         if with_usage:
             yield _event({**self._head, "choices": [], "usage": usage(self._num_prompt, num_generated)})
 
-    def _logprobs(self, piece: Piece, offset: int) -> Any:
-        num_top = self._body.num_logprobs
-        if num_top is None or not piece.logprobs:
-            return None
-        return self._form.logprobs(piece.logprobs, self._generator.strings, offset, num_top)
+    def _strings(self, call: Call) -> list[ChoiceStrings]:
+        strings = self._generator.strings
+        return [ChoiceStrings(strings, as_sampling_params(one.params), one.prompt_token_ids) for one in call.requests]
 
-    def _num_characters(self, piece: Piece) -> int:
-        return sum(len(self._generator.strings.of(next(iter(entry)))) for entry in piece.logprobs)
+    def _logprobs(self, tokens: Logprobs, offset: int) -> Any:
+        num_top = self._body.num_logprobs
+        return None if num_top is None or not tokens else self._form.logprobs(tokens, offset, num_top)
 
 
 def _event(data: dict[str, Any]) -> bytes:

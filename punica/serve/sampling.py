@@ -39,11 +39,11 @@ def check_supported(body: CompletionBody | ChatBody) -> None:
     """
     repeated = {"best_of": body.n or 1, "lora_path": body.model}
     for name, value in (body.model_extra or {}).items():
-        if value is None or (name in repeated and value == repeated[name]):
+        if value is None or (name in repeated and _is_one_of(value, (repeated[name],))):
             continue
         if name not in UNSUPPORTED:
             raise ApiError(400, f"unknown parameter {clip(name)}", clip(name)[1:-1], "unknown_parameter")
-        if value not in UNSUPPORTED[name]:
+        if not _is_one_of(value, UNSUPPORTED[name]):
             raise ApiError(400, f"{name}={clip(value)} is not supported by this server", name, "unsupported_parameter")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true", "stream_options")
@@ -56,6 +56,11 @@ def check_supported(body: CompletionBody | ChatBody) -> None:
             if value not in (None, [], {}):
                 where = f"messages[{place}].{clip(name)[1:-1]}"
                 raise ApiError(400, f"{where} is not supported by this server", where, "unsupported_parameter")
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Check for a value; JSON's true is no 1."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
 def params_of(body: GenerationBody, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:

@@ -1,7 +1,7 @@
 """Text of one choice as its tokens arrive, and the strings of single tokens."""
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 
 from punica.engine import SamplingParams
 from punica.engine.text import TextCodec, growing_text
@@ -32,4 +32,27 @@ class TokenStrings:
     """Strings of single tokens, special ones included; ``\\ufffd`` where a token is part of a character."""
 
     def __init__(self, codec: TextCodec) -> None:
+        self.codec = codec
         self.of = lru_cache(_VOCABULARY)(codec.spelled)
+
+    def at_start(self, token_id: int) -> str:
+        """Return the string of a token at the start of a text, where its space is dropped."""
+        return self.of(token_id).removeprefix(self.codec.dropped_space(token_id))
+
+
+class ChoiceStrings:
+    """Strings of the tokens of one choice with their log-probabilities, which join to its text."""
+
+    def __init__(self, strings: TokenStrings, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        self._strings = strings
+        self._first_text = partial(strings.codec.first_text, keeps_special=not params.skip_special_tokens)
+        self._is_start = self._first_text(reversed(prompt_token_ids)) is None
+
+    def add(self, logprobs: Sequence[Mapping[int, float]]) -> list[list[tuple[str, float]]]:
+        """Return ``(string, logprob)`` of the next tokens, the chosen one of each first."""
+        found = []
+        for entry in logprobs:
+            of = self._strings.at_start if self._is_start else self._strings.of
+            found.append([(of(token), value) for token, value in entry.items()])
+            self._is_start = self._is_start and self._first_text([next(iter(entry))]) is None
+        return found

@@ -101,13 +101,22 @@ def test_draws_along_one_request_are_as_good_as_over_seeds() -> None:
 
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(temperature=2.0, top_k=1), SamplingParams(temperature=0.001),
-               SamplingParams(temperature=1e-8), SamplingParams(temperature=1.0, top_p=1e-9),
+               SamplingParams(temperature=1e-5), SamplingParams(temperature=1.0, top_p=1e-9),
                SamplingParams(temperature=1.0, min_p=1.0)],
     ids=["greedy", "top-k 1", "cold", "coldest", "top-p 0", "min-p 1"],
 )  # fmt: skip
 def test_one_candidate_is_greedy(params) -> None:
     rows = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(1))
     assert choose_tokens(rows, [state(params, seed) for seed in range(64)]).equal(rows.argmax(-1))
+
+
+@pytest.mark.parametrize("adjusted", [{}, {"logit_bias": {50: -1.0}}], ids=["argmax", "adjusted"])
+@pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-8, 9e-6])
+def test_lowest_temperatures_are_greedy_for_equal_logits(temperature, adjusted) -> None:
+    rows = torch.zeros(20, VOCAB, dtype=torch.bfloat16)
+    rows[:, [7, 9]] = 3.0
+    params = SamplingParams(temperature=temperature, **adjusted)
+    assert choose_tokens(rows, [state(params, seed) for seed in range(20)]).tolist() == [7] * 20
 
 
 def test_of_equal_scores_the_lower_ids_are_kept() -> None:

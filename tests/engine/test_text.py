@@ -1,5 +1,7 @@
 """Text in, text out: tokenizers of folders, chats, and text that grows token by token."""
 
+import random
+
 import pytest
 
 from punica.engine import SamplingParams
@@ -132,6 +134,38 @@ def test_an_output_continues_its_prompt_with_its_space(first, prompt) -> None:
     for token in output:
         growing.append(token)
     assert codec.decode(before) + growing.finish() == together
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("stop", [(), ("</s>zzz",)], ids=["plain", "stop"])
+def test_random_outputs_continue_their_prompts(keeps, stop) -> None:
+    """Special tokens, spaces and words anywhere; as one text, and token by token."""
+    codec, chance = TextCodec(sentencepiece_tokenizer()), random.Random(5)
+    vocabulary = codec.tokenizer.convert_tokens_to_ids([*WORDS, "<s>", "</s>", "<0x20>", "<0x41>"])
+    special = codec.tokenizer.convert_tokens_to_ids(["<s>"])
+    for _ in range(500):
+        prompt, output = (chance.choices(vocabulary, k=chance.randrange(5)) for _ in range(2))
+        prompt += chance.choice([[], special * 20])
+        output += chance.choice([[], special * 20 + [WORDS["▁return"]]])
+        start, together = (codec.decode(ids, keeps_special=keeps) for ids in (prompt, prompt + output))
+        whole = text_of(codec, output, keeps_special=keeps, prompt_token_ids=prompt)
+        assert start + whole == together, (prompt, output)
+        growing = GrowingText(codec, stop, keeps_special=keeps, prompt_token_ids=prompt)
+        for token in output:
+            growing.append(token)
+        assert growing.finish() == whole, (prompt, output)
+
+
+@pytest.mark.parametrize("prompt", ["▁x", "<s>"])
+@pytest.mark.parametrize("stop", ["</s> return", "turns"])
+def test_a_stop_string_may_begin_an_output_with_a_special_token(prompt, stop) -> None:
+    codec = TextCodec(sentencepiece_tokenizer())
+    before, output = map(codec.tokenizer.convert_tokens_to_ids, ([prompt], ["</s>", "▁return", "s"]))
+    growing = GrowingText(codec, [stop, "</s>zzz"], prompt_token_ids=before)
+    for token in output:
+        growing.append(token)
+    left = "" if stop.startswith("</s>") else codec.decode([*before, *output])[len(codec.decode(before)) : -len(stop)]
+    assert (growing.stopped, growing.finish()) == (True, left)
 
 
 @pytest.mark.parametrize(("stop", "left"), [(" return", ""), (" ", ""), ("urns", " ret")])

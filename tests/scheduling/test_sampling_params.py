@@ -42,12 +42,14 @@ def test_choices_count_their_seeds_up() -> None:
     assert SamplingParams().choices() == [SamplingParams()]
 
 
-@pytest.mark.parametrize("params", [{"top_k": 1, "temperature": 1.0}, {"temperature": 0}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{"top_k": 1, "temperature": 1.0}, {"temperature": 0}, {"temperature": 1e-9}, {"top_p": 0.5}], ids=str
+)
 def test_what_is_greedy(params) -> None:
     assert SamplingParams(**params).is_greedy
 
 
-@pytest.mark.parametrize("params", [{"temperature": 1}, {"repetition_penalty": 1.1}], ids=str)
+@pytest.mark.parametrize("params", [{"temperature": 1e-5}, {"repetition_penalty": 1.1}], ids=str)
 def test_what_is_not_greedy(params) -> None:
     assert not SamplingParams(**params).is_greedy
 
@@ -60,7 +62,7 @@ def test_what_is_not_greedy(params) -> None:
         ({"max_new_tokens": torch.tensor(True)}, TypeError, "must be an int, got Tensor"),
         ({"max_new_tokens": 2.0}, TypeError, "max_new_tokens must be an int, got float"),
         ({"temperature": -1}, ValueError, "temperature is -1.0"),
-        ({"temperature": 1e-9}, ValueError, "at least 1e-08"),
+        ({"temperature": -1e-9}, ValueError, "temperature is -1e-09"),
         ({"temperature": float("nan")}, ValueError, "temperature is nan"),
         ({"temperature": 10**400}, ValueError, "temperature is inf"),
         ({"temperature": "hot"}, TypeError, "temperature must be a number, got str"),

@@ -9,7 +9,8 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 from punica.engine import SamplingParams
 from punica.engine.text import TextCodec, text_of
 from punica.serve.engine_thread import Piece
-from punica.serve.text import ChoiceText, TokenStrings
+from punica.serve.forms import CompletionForm
+from punica.serve.text import ChoiceStrings, ChoiceText, TokenStrings
 from tests.engine.text_world import END, WORDS, byte_fallback_tokenizer, byte_tokenizer, sentencepiece_tokenizer
 
 
@@ -73,3 +74,17 @@ def test_chunks_and_strings_of_sentencepiece_continue_the_prompt(stop: tuple[str
     assert "".join(chunks) == "  returns x"
     assert codec.decode(prompt) + "".join(chunks) == codec.decode([*prompt, *tokens])
     assert [TokenStrings(codec).of(token) for token in tokens] == [" ", " return", "s", " x"]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("prompt", [["▁x"], ["<s>"]], ids=str)
+def test_strings_of_tokens_join_to_the_text(prompt: list[str], keeps: bool) -> None:
+    codec = TextCodec(sentencepiece_tokenizer())
+    before, tokens = codec.tokenizer.convert_tokens_to_ids(prompt), [WORDS["▁return"], WORDS["▁x"], WORDS["s"]]
+    strings = ChoiceStrings(TokenStrings(codec), SamplingParams(skip_special_tokens=not keeps), before)
+    entries = [entry for token in tokens for entry in strings.add([{token: -1.0, WORDS["▁x"]: -2.0}])]
+    text = text_of(codec, tokens, keeps_special=keeps, prompt_token_ids=before)
+    assert "".join(entry[0][0] for entry in entries) == text
+    assert entries[0][1] == (" x" if text.startswith(" ") else "x", -2.0)
+    assert entries[2] == [("s", -1.0), (" x", -2.0)]
+    assert CompletionForm().logprobs(entries, 0, 1)["text_offset"][2] == text.index("s", text.index("x"))
