@@ -122,7 +122,7 @@ class AdapterPacker:
         if unknown := sorted(lora.loras.keys() - self._place.keys()):
             raise ValueError(
                 f"adapter {lora.id} has weights for {clip(unknown)}, which the model does not have or which "
-                f"LoRAConfig.target_modules leaves out{_renames_of(unknown[0], self._place)}"
+                f"LoRAConfig.target_modules leaves out{_renames_of(unknown[0], lora.loras, self._place)}"
             )
         given: dict[str, dict[int | None, str]] = {}
         for name in lora.loras:
@@ -243,15 +243,21 @@ def _fp8_view(values: Tensor | None, scale: Tensor | None, of_experts: bool) -> 
     return Fp8Matrix(values.view(*scale.shape, -1), scale) if of_experts else Fp8Matrix(values, scale[:, 0])
 
 
-def _renames_of(unknown: str, known: Iterable[str]) -> str:
-    """Advise a `weights_mapper` for an unknown module that has a known name but for its beginning; else `""`."""
+def _renames_of(unknown: str, names: Iterable[str], known: Collection[str]) -> str:
+    """Advise a `weights_mapper` that gives the unknown module another beginning, and all `names` known ones; else `""`.
+
+    No beginning with a layer's number: any layer would become that one.
+    """
     for name in known:
         if unknown.endswith(f".{name}"):
-            mapper = {unknown.removesuffix(name): ""}
+            old, new = unknown.removesuffix(name), ""
         elif name.endswith(f".{unknown}"):
-            start = unknown.partition(".")[0] + "."
-            mapper = {start: name.removesuffix(unknown) + start}
+            old = unknown.partition(".")[0] + "."
+            new = name.removesuffix(unknown) + old
         else:
             continue
-        return f"; it was saved inside of another model or wrapper: pass LoRARequest(weights_mapper={clip(mapper)})"
+        is_numbered = any(part.isdecimal() for part in new.split("."))
+        if not is_numbered and all(f"{each}.".replace(old, new)[:-1] in known for each in names):
+            wrapped = "it was saved inside of another model or wrapper"
+            return f"; {wrapped}: pass LoRARequest(weights_mapper={clip({old: new})})"
     return ""

@@ -269,3 +269,27 @@ def _union(sets: Iterable[int]) -> int:
     for positions in sets:
         union |= positions
     return union
+
+
+def not_excluded(targets: list[str], excluded: list[str] | str) -> list[str]:
+    """Return the targets that `exclude_modules` do not explain: all of them, if the steps of matching are too many.
+
+    A name explains those that end in it, and those in which it ends; an expression those that it matches.
+    """
+    steps = Steps()
+    try:
+        if isinstance(excluded, str):
+            pattern = NamePattern(excluded, suffix=False)
+            as_module = ModuleNames(targets, steps).matching(pattern)
+            inside = ModuleNames([f".{target}" for target in targets], steps).matching(pattern)  # of another module
+            explained = [either or other for either, other in zip(as_module, inside, strict=True)]
+        else:
+            steps.take(len(targets) * len(excluded))
+            ends = tuple(f".{name}" for name in excluded)
+            explained = [
+                f".{target}".endswith(ends) or any(name.endswith(f".{target}") for name in excluded)
+                for target in targets
+            ]
+    except ValueError:
+        return targets
+    return [target for target, is_explained in zip(targets, explained, strict=True) if not is_explained]

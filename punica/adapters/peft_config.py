@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from punica.adapters.blocks import BlockDiagonal
-from punica.adapters.patterns import ModuleNames, NamePattern, Steps, UnboundedPattern
+from punica.adapters.patterns import ModuleNames, NamePattern, Steps, UnboundedPattern, not_excluded
 from punica.adapters.read import is_stacked_name
 from punica.adapters.request import resolve_adapter_path
 from punica.checks import check_count, clip
@@ -86,7 +86,7 @@ class PEFTHelper(UnsupportedFeatures):
     :meth:`validate_legal`.
 
     Raises:
-        TypeError: rank not an int, alpha not a number, `use_rslora` not a bool, targets or a pattern of another type.
+        TypeError: rank not an int, alpha not a number, a switch not a bool, targets or a pattern of another type.
         ValueError: rank < 1, alpha not finite, no target, too many patterns, or a pattern key that is no regular
             expression or of a kind that cannot be matched in bounded time.
     """
@@ -116,10 +116,9 @@ class PEFTHelper(UnsupportedFeatures):
     def __post_init__(self) -> None:
         check_count("r", self.r)
         _check_alpha("lora_alpha", self.lora_alpha)
-        if not isinstance(self.use_rslora, bool):
-            raise TypeError(
-                f"use_rslora must be a bool, got {clip(self.use_rslora)} ({type(self.use_rslora).__name__})"
-            )
+        for key in ("use_rslora", "ensure_weight_tying"):
+            if not isinstance(value := getattr(self, key), bool):
+                raise TypeError(f"{key} must be a bool, got {clip(value)} ({type(value).__name__})")
         for key in ("target_modules", "target_parameters", "exclude_modules"):
             object.__setattr__(self, key, _targets(key, getattr(self, key)))
         if not self.target_modules and not self.target_parameters:
@@ -235,8 +234,7 @@ class PEFTHelper(UnsupportedFeatures):
             ends = {name[start:] for name in names for start in _starts_of_parts(name)}
             wanted = set(targets)
             inside = [any(name[start:] in wanted for start in _starts_of_parts(name)) for name in names]
-            excluded = self.exclude_modules or ()
-            unused = [] if isinstance(excluded, str) else sorted(wanted - ends - set(excluded))
+            unused = not_excluded(sorted(wanted - ends), self.exclude_modules or [])
         tied = _TIED if self.ensure_weight_tying else ()
         outside = [
             name for name, is_inside in zip(names, inside, strict=True)

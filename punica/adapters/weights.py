@@ -57,6 +57,7 @@ class ModuleWeights:
     def lora_a(self, given: LoRAInput) -> None:
         values = cast(Sequence[LoRAFactor], given if self.is_packed else [given])
         self.slices = [(a, b) for a, (_, b) in zip(values, self.slices, strict=True)]
+        self.blocks = ()  # the new matrix may be dense
 
     @property
     def lora_b(self) -> LoRAInput:
@@ -67,6 +68,7 @@ class ModuleWeights:
     def lora_b(self, given: LoRAInput) -> None:
         values = cast(Sequence[LoRAFactor], given if self.is_packed else [given])
         self.slices = [(a, b) for b, (a, _) in zip(values, self.slices, strict=True)]
+        self.blocks = ()
 
     def pair(self) -> tuple[LoRAInput, LoRAInput]:
         """Return `(lora_a, lora_b)` as a layer's `set_lora` takes them."""

@@ -1,9 +1,9 @@
 """LoRA over column-parallel layers: plain, merged (gate/up) and QKV, with one adapter or one per packed matrix.
 
 Every rank computes its own outputs, so A is replicated and B is sharded by rows like the base weight; where B is
-block-diagonal, a rank keeps only the ranks of its own blocks in both. The classes
-differ in the rows of a rank. Packed matrices share one A (an adapter trained on the packed matrix), or have one each
-(trained on ``q_proj``, ``k_proj``, ``v_proj``: the usual case).
+block-diagonal, a rank keeps only the ranks of its own blocks in both. The classes differ in the rows of a rank. Packed
+matrices share one A (an adapter trained on the packed matrix), or have one each (trained on ``q_proj``, ``k_proj``,
+``v_proj``: the usual case).
 """
 
 from collections.abc import Sequence

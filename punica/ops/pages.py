@@ -10,15 +10,14 @@ adapters of about their size: unlocking waits for the device.
 import ctypes
 import mmap
 import weakref
-from collections import defaultdict
 from contextlib import suppress
 from typing import Self
 
 import torch
 from torch import Tensor
 
-_free: defaultdict[tuple[type["Pages"], int], list["Pages"]] = defaultdict(list)
-"""Pages without a tensor, by their kind and bytes."""
+_free: dict["Pages", bool] = {}
+"""Pages without a tensor, of every kind, the oldest first. One call each adds or takes: threads share them."""
 
 
 class Pages:
@@ -43,28 +42,32 @@ class Pages:
         """Return free pages, or new ones: at least ``size`` bytes, at most an eighth and a page more."""
         step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 4))
         size = max(1, -(-size // step)) * step
-        try:
-            return _free[cls, size].pop()  # type: ignore[return-value]
-        except IndexError:
-            return cls(size)
+        for pages in reversed(list(_free)):
+            if type(pages) is cls and pages.size == size and _free.pop(pages, False):
+                return pages
+        return cls(size)
 
     def tensor(self, size: int) -> Tensor:
         """Return the first ``size`` bytes, uint8."""
-        if not size:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        array = (ctypes.c_uint8 * size).from_buffer(self._memory)
+        array = (ctypes.c_uint8 * max(1, size)).from_buffer(self._memory)  # torch takes no empty buffer
         weakref.finalize(array, self._give_back)
-        return torch.frombuffer(array, dtype=torch.uint8)
+        return torch.frombuffer(array, dtype=torch.uint8)[:size]
 
     def _give_back(self) -> None:
-        kept = sum(size * len(pages) for (kind, size), pages in list(_free.items()) if kind is type(self))
-        if kept + self.size <= self.most_free:
-            _free[type(self), self.size].append(self)
-        else:
+        """Keep the pages free, and release the oldest of this kind that are then beyond ``most_free``."""
+        if self.size > self.most_free:
             self._release()
+            return
+        _free[self] = True
+        kept = [pages for pages in list(_free) if type(pages) is type(self)]
+        excess = sum(pages.size for pages in kept) - self.most_free
+        for pages in kept:
+            if excess > 0 and _free.pop(pages, False):
+                pages._release()
+                excess -= pages.size
 
     def _release(self) -> None:
-        """Prepare for the system, which gets the memory with this object's end."""
+        """Undo what must be undone before the memory is unmapped, which happens when this object is deleted."""
 
 
 class LockedPages(Pages):

@@ -9,6 +9,7 @@ import torch
 from adapter_world import adapter_tensors, assert_unchanged, full_manager, snapshot
 
 from punica.adapters import LoRARequest
+from punica.adapters.pack import _renames_of
 from punica.adapters.read import WeightsFile
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -120,3 +121,23 @@ def test_a_file_that_becomes_shorter_is_an_error_and_never_a_signal(make_manager
     total = sum(t.sum() for lora in loaded.loras.values() for t in (lora.lora_a, lora.lora_b) if torch.is_tensor(t))
     assert torch.isfinite(torch.as_tensor(total))
     assert file.stat().st_size == 0
+
+
+@pytest.mark.parametrize(
+    ("unknown", "others", "mapper"),
+    [
+        ("lm_head", [], {"lm_head.": "language_model.lm_head."}),
+        ("lm_head", ["layers.1.q_proj"], None),  # which has another beginning
+        ("layers.0.q_proj", ["layers.1.q_proj"], {"layers.": "language_model.layers."}),
+        ("layers.0.q_proj", ["layers.2.q_proj"], None),  # a layer that the model lacks
+        ("layers.0.q_proj", ["language_model.layers.1.q_proj"], None),  # a name that the rename would spoil
+        ("x.language_model.lm_head", ["x.language_model.layers.1.q_proj"], {"x.": ""}),
+        ("q_proj", [], None),  # of any layer
+        ("0.q_proj", [], None),  # a key that other numbers end in
+    ],
+    ids=str,
+)
+def test_a_rename_is_advised_if_all_names_are_known_after_it(unknown, others, mapper) -> None:
+    known = [f"language_model.{name}" for name in ("layers.0.q_proj", "layers.1.q_proj", "lm_head")]
+    found = _renames_of(unknown, [unknown, *others], known)
+    assert found.endswith(f"weights_mapper={mapper!r})") if mapper else found == ""

@@ -6,10 +6,14 @@ import torch
 from blocks_world import PROMPTS, serve
 from peft_world import SEVEN, hugging_face_model, lora_config, peft_model, reference_logits
 
-from punica.layers import RowParallelLinearWithLoRA
+from punica.adapters import LoRAModel
+from punica.adapters.pack import AdapterPacker
+from punica.adapters.weights import ModuleWeights
+from punica.adapters.wrap import NamedLayer
+from punica.layers import MergedQKVParallelLinearWithLoRA, RowParallelLinearWithLoRA
 from punica.layers.packing import Blocks, ranks_of_blocks
 from punica.ops.quant import Fp8Matrix
-from punica.parallel import spawn_tensor_parallel
+from punica.parallel import QKVParallelLinear, spawn_tensor_parallel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
@@ -71,6 +75,29 @@ def test_ranks_of_own_blocks_make_the_own_part_of_the_product(blocks, count, fp8
         least = max(1, -(-blocks // count))
         assert least * 12 // blocks <= len(own_a) <= min(12, (least + 1) * 12 // blocks)
     assert ranks_of_blocks((None, None), blocks, 0, count) == (None, None)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_packs_the_blocks_of_its_own_heads(rank):
+    """Four query heads, and two key-value heads that two ranks each have."""
+    layer = MergedQKVParallelLinearWithLoRA(QKVParallelLinear(6, 3, 4, 2, bias=False, tp_rank=rank, tp_size=4))
+    parts = ["q_proj", "k_proj", "v_proj"]
+    packer = AdapterPacker([NamedLayer(layer, ["qkv_proj"], parts)], {"qkv_proj": parts}, None)
+    loras = {}
+    for name, height in zip(parts, (12, 6, 6), strict=True):
+        pair = torch.randn(RANK, 6), torch.block_diag(*torch.randn(2, height // 2, RANK // 2))
+        loras[name] = ModuleWeights(name, RANK, [pair], blocks=[Blocks(b=2)])
+    packed = packer.pack(LoRAModel(1, RANK, loras), fits=True).loras["qkv_proj"].slices
+    for name, (a, b), start in zip(parts, packed, (3 * rank, 3 * (rank // 2), 3 * (rank // 2)), strict=True):
+        [(whole_a, whole_b)] = loras[name].slices
+        assert a.shape == (RANK // 2, 6)
+        rows = slice(start, start + 3)
+        torch.testing.assert_close(b[rows] @ a, whole_b[rows] @ whole_a)
+    loras["q_proj"].lora_b = torch.randn(12, RANK)
+    dense = packer.pack(LoRAModel(1, RANK, loras), fits=True).loras["qkv_proj"].slices[0]
+    assert dense == loras["q_proj"].slices[0], "a matrix given later has no blocks"
+    loras["k_proj"].lora_a = torch.randn(RANK, 6)
+    assert not loras["k_proj"].blocks
 
 
 def test_a_module_with_blocks_on_its_other_side_is_whole():

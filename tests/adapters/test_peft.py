@@ -101,6 +101,7 @@ def test_another_method_is_named_where_its_config_lacks_the_keys_of_lora(peft_ty
         pytest.param({"target_modules": ["q", 1]}, TypeError, "target_modules must be", id="target int"),
         pytest.param({"target_parameters": {"a": 1}}, TypeError, "target_parameters must be", id="parameters dict"),
         pytest.param({"use_rslora": "false"}, TypeError, "use_rslora must be a bool.*'false'", id="rslora str"),
+        pytest.param({"ensure_weight_tying": "false"}, TypeError, "ensure_weight_tying must be a bool", id="tying str"),
         pytest.param({"r": 0}, ValueError, "r is 0", id="rank 0"),
         pytest.param({"r": "8"}, TypeError, "r must be an int.*'8'", id="rank str"),
         pytest.param({"r": True}, TypeError, "r must be an int.*True", id="rank bool"),

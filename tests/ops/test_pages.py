@@ -21,7 +21,7 @@ def locked(monkeypatch) -> list[tuple[int, int]]:
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: lock)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
-    monkeypatch.setattr(module, "_free", module.defaultdict(list))
+    monkeypatch.setattr(module, "_free", {})
     return asked
 
 
@@ -78,13 +78,45 @@ def test_memory_for_reading_is_used_again_unlocked_and_only_for_that(locked, mon
     assert locked == []
 
 
+@pytest.mark.parametrize("kind", [Pages, LockedPages])
+def test_the_oldest_free_pages_make_room_for_those_of_another_size(locked, monkeypatch, kind) -> None:
+    """Of one size alone nothing could be kept after the sizes in use have changed."""
+    monkeypatch.setattr(kind, "most_free", 300_000)
+
+    def use(*sizes: int) -> list[Pages]:
+        found = [kind.of(size) for size in sizes]
+        tensors = [pages.tensor(pages.size) for pages in found]
+        for pages in found:
+            if kind is LockedPages:
+                pages.lock()
+        while tensors:  # the first is free first
+            del tensors[0]
+        return found
+
+    large = use(80_000, 80_000, 80_000)
+    small = use(50_000, 50_000)
+    assert list(module._free) == [*large[1:], *small]
+    assert [kind.of(50_000), kind.of(50_000)] == small[::-1]
+    use(400_000)
+    assert list(module._free) == large[1:], "pages that are too large to be kept drive others out"
+    unlocked = [size for _, size in locked].count(0)
+    assert unlocked == (2 if kind is LockedPages else 0), "the oldest, and those that are too large"
+
+
 @pytest.mark.parametrize("size", [0, 1, 4096, 4097, 100_000, 80_000_001])
 def test_no_more_than_an_eighth_and_a_page_is_wasted(size: int, locked) -> None:
     assert size <= LockedPages.of(size).size <= size * 9 // 8 + mmap.PAGESIZE
 
 
-def test_no_bytes(locked) -> None:
-    assert LockedPages.of(0).tensor(0).shape == (0,)
+def test_pages_of_no_bytes_are_given_back(locked) -> None:
+    pages = LockedPages.of(0)
+    tensor = pages.tensor(0)
+    assert tensor.shape == (0,)
+    pages.lock()
+    assert LockedPages.of(0) is not pages
+    del tensor
+    gc.collect()
+    assert list(module._free) == [pages]
 
 
 @pytest.mark.gpu
