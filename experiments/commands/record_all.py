@@ -88,23 +88,23 @@ def sets_of(machine: str) -> list[RecordedSet]:
 
 
 class Progress:
-    """Rounds of sets that are done or were stopped at a commit, kept in `path`.
-
-    Raises `RowsError` where they are of another commit, or rows beside them are.
-    """
+    """Rounds of sets that are done or were stopped at a commit, kept in `path`."""
 
     def __init__(self, path: Path, revision: str) -> None:
         self.path, self.revision = path, revision
         self.done, self.stopped = set[tuple[str, int]](), set[tuple[str, int]]()
-        found = {row.commit for rows in path.parent.glob("rows/*.csv") for row in read_rows(rows)}
-        if path.exists():
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            found.add(kept["commit"])
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"commit": revision}
+        self._commits = {kept["commit"]}
+        if kept["commit"] == revision and path.exists():
             self.done, self.stopped = ({(run, round_) for run, round_ in kept[key]} for key in ("done", "stopped"))
-        if others := sorted(found - {revision}):
+
+    def refuse_others(self) -> None:
+        """Raise `RowsError` where this is of another commit, or rows beside it are."""
+        rows = {row.commit for path in self.path.parent.glob("rows/*.csv") for row in read_rows(path)}
+        if others := sorted((self._commits | rows) - {self.revision}):
             raise RowsError(
-                f"{path.parent} holds work of commit {', '.join(others)}, this is {revision}: check out that one to go "
-                "on, or move the folder away to begin again"
+                f"{self.path.parent} holds work of commit {', '.join(others)}, this is {self.revision}: check out that "
+                "one to go on, or move the folder away to begin again"
             )
 
     def add(self, one: RecordedSet, round_: int, whole: bool) -> None:
@@ -130,6 +130,7 @@ def record_all(options: Options) -> None:
     progress = Progress(outputs / "record_all.json", revision)
     if options.list:
         return show(progress, sets)
+    progress.refuse_others()
     ensure_writable(outputs)
     memory = [] if options.machine == "cpu" else gpu_memory(options.machine)
     lacking = {one.run: why for one in sets if memory and (why := one.missing(options.vllm_python, memory))}

@@ -86,15 +86,17 @@ def test_progress_is_kept_by_rounds_and_for_one_commit(tmp_path):
     first.add(SETS[0], 0, whole=True)
     first.add(SETS[1], 0, whole=False)
     assert names(Progress(path, "abc").left(SETS)) == [("c", 0), ("b", 1), ("c", 1), ("b", 0)], "stopped ones last"
+    other = Progress(path, "def")
+    assert len(other.left(SETS)) == 5
     with pytest.raises(RowsError, match="holds work of commit abc, this is def"):
-        Progress(path, "def")
+        other.refuse_others()
 
 
 def test_rows_of_another_commit_are_refused_without_progress(tmp_path):
     write_rows(tmp_path / "rows" / "fig.csv", [replace(a_row(), commit="abc")])
-    assert Progress(tmp_path / "record_all.json", "abc").done == set()
+    Progress(tmp_path / "record_all.json", "abc").refuse_others()
     with pytest.raises(RowsError, match="holds work of commit abc, this is def"):
-        Progress(tmp_path / "record_all.json", "def")
+        Progress(tmp_path / "record_all.json", "def").refuse_others()
 
 
 def test_a_command_is_interrupted_at_the_limit(capfd):
