@@ -93,9 +93,9 @@ class Progress:
     def __init__(self, path: Path, revision: str) -> None:
         self.path, self.revision = path, revision
         self.done, self.stopped = set[tuple[str, int]](), set[tuple[str, int]]()
-        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"commit": revision}
-        self._commits = {kept["commit"]}
-        if kept["commit"] == revision and path.exists():
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self._commits = {kept.get("commit", revision)}
+        if kept.get("commit") == revision:
             self.done, self.stopped = ({(run, round_) for run, round_ in kept[key]} for key in ("done", "stopped"))
 
     def refuse_others(self) -> None:
