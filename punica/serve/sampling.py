@@ -37,13 +37,13 @@ def check_supported(body: CompletionBody | ChatBody) -> None:
     Null asks for nothing. Neither does what a load generator repeats: as many choices as ``n``, the adapter by its name
     in SGLang's ``lora_path``.
     """
-    repeated = {"best_of": body.n or 1, "lora_path": body.model}
+    allowed = {**UNSUPPORTED, "best_of": (body.n or 1,), "lora_path": (body.model,)}
     for name, value in (body.model_extra or {}).items():
-        if value is None or (name in repeated and _is_one_of(value, (repeated[name],))):
+        if value is None:
             continue
-        if name not in UNSUPPORTED:
+        if name not in allowed:
             raise ApiError(400, f"unknown parameter {clip(name)}", clip(name)[1:-1], "unknown_parameter")
-        if not _is_one_of(value, UNSUPPORTED[name]):
+        if not _is_one_of(value, allowed[name]):
             raise ApiError(400, f"{name}={clip(value)} is not supported by this server", name, "unsupported_parameter")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true", "stream_options")
