@@ -20,7 +20,7 @@ SMALL, HEAD, COPIES, REST, GAPS = "small_kernels", "head_and_sampling", "copies"
 KERNELS: tuple[tuple[str, str], ...] = (
     (SHRINK, r"_lora_shrink"),
     (EXPAND, r"_lora_expand"),
-    (ATTENTION, r"_decode_attention|_combine_kernel|flash|fmha|sdpa"),
+    (ATTENTION, r"_(decode|prompt)_attention|_combine_kernel|flash|fmha|sdpa"),
     (SMALL, r"rms_norm|_rotary_angles|_rotate_and_store|swiglu"),
     (HEAD, r"argmax"),
     (BASE, r"gemm|gemv|nvjet|cutlass|splitk|cublas"),

@@ -65,7 +65,6 @@ def test_a_second_process_finds_every_kernel_of_the_first(backbone, tmp_path) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.xfail(reason="an H200's engine compiled 5 kernels more, those of skinny products; not run on one since")
 def test_an_engine_on_the_gpu_compiles_nothing_after_it(backbone, tmp_path) -> None:
     new, _ = ahead(backbone, GpuDescription.of_this_machine(), tmp_path / "cache")
     compiled, found = numbers_of(["-c", ENGINE.format(SIZES), str(backbone.folder)], tmp_path / "cache")

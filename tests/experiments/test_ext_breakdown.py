@@ -47,6 +47,7 @@ def bench() -> EngineSteps:
         ("_gemm_and_shrink_kernel", BASE),
         ("_lora_expand_search_kernel", EXPAND),
         ("_decode_attention_kernel", ATTENTION),
+        ("_prompt_attention_kernel", ATTENTION),
         ("_combine_kernel", ATTENTION),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", ATTENTION),
         ("fmha_cutlassF_f16_aligned_64x128_rf_sm80", ATTENTION),
@@ -71,7 +72,7 @@ def test_kernels_have_their_parts(name, part):
     ("file", "part"),
     [
         ("lora_shrink", SHRINK), ("lora_expand", EXPAND), ("backbone/decode_attention", ATTENTION),
-        ("backbone/skinny_gemm", BASE),
+        ("backbone/prompt_attention", ATTENTION), ("backbone/skinny_gemm", BASE), ("backbone/argmax", HEAD),
         ("backbone/norm", SMALL), ("backbone/rotary", SMALL), ("backbone/swiglu", SMALL),
     ],
 )  # fmt: skip
