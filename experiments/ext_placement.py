@@ -22,7 +22,7 @@ recorded, beside steps. A rule sees only GPUs with room, since the queue is the 
 
 Every row is `kind=simulated`; steps take what the cost model of Figure 13 says (the paper's A100, or `figure.cost`).
 
-Cost at scale=laptop: half a minute on one core, for half a minute of the hour.
+Cost on one core: half a minute at scale=laptop, for half a minute of the hour; half an hour at scale=paper.
 """
 
 from __future__ import annotations
