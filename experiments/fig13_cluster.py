@@ -14,13 +14,13 @@ Figures 1 and 10. Its rows are `kind=simulated` and name the model; Figures 11 t
 gives the GPUs another machine's steps: an hour in a panel of its own, which no claim is held against.
 
 `ray` are `figure.runners` engines in processes of their own that serve a model with time, load and lengths scaled down
-(`experiments.cluster.ray_hour`), here or on the Ray cluster at `address`: a tiny one on CPUs; on `hardware=h200` and
-the like Llama-2 7B, each runner on a GPU. Rows are `kind=measured`, beside the same trace by a simulator fitted to these
-runners. `figure.kill=true` serves it once more and kills a runner in the middle; `figure.rates=[0.4,0.7,1]` adds
-streams at these shares of the hour's highest rate. `system=[punica,least_loaded]` serves it under these rules.
+(`experiments.cluster.ray_hour`), here or on the Ray cluster at `address`: a tiny one on CPUs, Llama-2 7B on GPUs, one
+for each runner. Rows are `kind=measured`, beside the same trace by a simulator fitted to these runners. Rules are
+chosen as in `system.names=[punica,least_loaded]`. `figure.kill=true` serves the hour once more and kills a runner in
+its middle. `figure.rates=[0.4,0.7,1]` adds streams at these shares of the hour's highest rate.
 
 Cost: simulated about a minute, on one core; on Ray five minutes, with `figure.kill` nine, on two cores; on four GPUs
-an hour takes 75 seconds.
+an hour takes a minute.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 @dataclass
 class ClusterConf(FigureConf):
     """Figure 13: `gpus` of the simulated cluster, `seconds` of the hour, `requests` of the predicted Figure 11, `seeds`
-    of each simulation, `cost` of a step (`experiments.cluster.recorded`). On Ray: number of `runners` of `model`, seconds
-    of the hour in one of ours (`speed_up`), longest prompt and output (`max_len`), `rates` of streams, as shares of the
-    hour's highest, whether to `kill` a runner in another hour.
+    of each simulation, `cost` of a step (`experiments.cluster.recorded`).
+
+    On Ray: number of `runners` of `model`, seconds of the hour in one of ours (`speed_up`), longest prompt and output
+    (`max_len`). `rates` of streams, as shares of the hour's highest; whether to `kill` a runner in another hour.
     """
 
     gpus: int = MISSING

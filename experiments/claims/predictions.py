@@ -20,9 +20,9 @@ from experiments.cluster.served import (
     FIRST_TOKEN,
     RAY,
     SHARE,
-    SIMULATED,
-    STEADY,
+    SIMULATED_RAY,
     SLOWED,
+    STEADY,
     STREAM,
     WINDOWS,
     at_the_peak,
@@ -197,12 +197,12 @@ def _runners(frame: pd.DataFrame) -> list[Prediction]:
         asked = {name: (what, None) for name, what in RAY_TOO.items()} if panel == RAY else STEADY_TOO
         if panel != RAY and not panel.startswith(STEADY):
             continue
-        other = frame[(frame["panel"] == f"{SIMULATED} {panel}") & (frame["system"] == system)]
+        where = panel.removeprefix(RAY)
+        other = frame[(frame["panel"] == f"{SIMULATED_RAY}{where}") & (frame["system"] == system)]
         ours, theirs = (
             one.drop_duplicates("metric", keep="last").set_index("metric")["value"]
             for one in (other[other["model"] == model], part)
         )
-        where = panel.removeprefix(RAY)
         for metric, (name, within) in asked.items():
             if metric in ours.index and metric in theirs.index:
                 what = f"runners on Ray, {model}, rule {system}{where}: {name}"

@@ -29,7 +29,6 @@ from experiments.cluster.served import (
     KILLED,
     RAY,
     SIMULATED,
-    SIMULATED_RAY,
     STEADY,
     ServedHour,
     over_simulated,

@@ -31,8 +31,8 @@ from punica.workload import RequestLengths
 @dataclass(frozen=True)
 class Served:
     """A served trace: seconds [n] from the start to first and last token, tokens by request, steps of runners (times
-    from the start), seconds of each decision, runners lost, evictions, numbers of requests that were computed again on
-    another runner, and whether other work disturbed it.
+    from the start), seconds of each decision. Runners lost, requests evicted, numbers of those that were computed again
+    on another runner, and whether other work disturbed it.
     """
 
     first_token_s: NDArray[np.float64]

@@ -112,7 +112,7 @@ def summary(served: ServedHour) -> list[Reading]:
         SHARE: (_share(cells >= FULL), "fraction"),
         f"{SHARE}_capped_seconds": (_share(capped >= FULL), "fraction"),
         "share_of_step_time_batch_ge_31": (steps[FULL:].sum() / max(steps.sum(), 1e-9), "fraction"),
-        "mean_batch_size_of_steps": (np.average(np.arange(len(steps)), weights=steps) if steps.any() else 0.0, "requests"),
+        "mean_batch_size_of_steps": (steps @ np.arange(len(steps)) / max(steps.sum(), 1e-9), "requests"),
         "share_of_active_cells_batch_ge_28": (_share(cells >= 28), "fraction"),
         "mean_batch_size_of_active_cells": (cells.mean() if cells.size else 0.0, "requests"),
         "median_time_to_first_token": (1e3 * float(np.median(wait)), "ms"),

@@ -38,8 +38,8 @@ class LostRunner:
 @dataclass(frozen=True)
 class ClusterOutput(StepOutput):
     """Output of a `RayCluster.step`: ``steps`` of runners that ended, ``decisions_s`` (seconds of each decision of the
-    policy since the last output), runners ``lost`` (died or not started) and ``joined``, ids of requests whose tokens
-    were ``recomputed`` on another runner.
+    policy since the last output), runners ``lost`` (died or not started) and ``joined``. ``recomputed``: requests that
+    went on in another runner.
     """
 
     steps: tuple[RunnerStep, ...] = ()

@@ -7,8 +7,8 @@
 ``adapter_ranks`` is the sum of the ranks of the different adapters in the step, whose bytes are read once each.
 ``join`` is the constant cost of a step with a prompt: the device waits for the host to prepare it, and its rows are
 padded. The coefficients are not negative. The fit minimises relative errors, so that short steps count as much as long
-ones; ``join`` is 0 unless it is asked for. `roofline_cost` is the same form from bandwidth and arithmetic rate, for GPUs without timed
-steps.
+ones. It leaves ``join`` at 0, unless told otherwise. `roofline_cost` is the same form from bandwidth and arithmetic
+rate, for GPUs without timed steps.
 """
 
 from collections.abc import Mapping, Sequence
