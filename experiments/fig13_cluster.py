@@ -25,6 +25,7 @@ an hour takes a minute.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,11 @@ class Fig13(Experiment):
     reads = ("runtime", "address")
     clock, drawn_by = "host_clock", "cluster.draw_hour"
     passes = 1  # a simulation repeats itself
+
+    def known_systems(self, cfg: Config) -> Sequence[str]:
+        from punica.cluster import SCHEDULING_RULES
+
+        return SCHEDULING_RULES.names()
 
     def points(self, cfg: Config) -> list[Point]:
         return _world(cfg).points(cfg)

@@ -42,7 +42,7 @@ STEADY_TOO = {
     "mean_throughput": ("token/s", 0.03), "mean_batch_size_of_steps": ("mean batch of steps", 0.05),
     "p99_time_to_first_token": ("p99 of first tokens", 0.1),
 }  # fmt: skip
-"""Of streams of a constant rate, with the bounds asked for."""
+"""Predicted numbers of streams of a constant rate, and the bounds asked for."""
 LEVELS = {
     "requests (input)": "total_requests", "tokens (follow from the input)": "total_tokens",
     MEAN_ACTIVE: "mean_active_gpus",

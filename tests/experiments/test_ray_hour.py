@@ -14,18 +14,10 @@ import torch
 from fakes import composed
 
 from experiments.cluster import ray_hour
-from experiments.cluster.ray_hour import (
-    KILLED,
-    RAY,
-    SIMULATED_RAY,
-    World,
-    check_numbers,
-    check_tokens,
-    hour_of,
-    overheads,
-)
+from experiments.cluster.ray_hour import check_numbers, check_tokens, hour_of, overheads
 from experiments.cluster.ray_session import requests, tenants_of
-from experiments.cluster.ray_world import timed_steps
+from experiments.cluster.ray_world import World, timed_steps
+from experiments.cluster.served import KILLED, RAY, SIMULATED_RAY, STEADY
 from experiments.fig13_cluster import EXPERIMENT
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError
@@ -142,6 +134,26 @@ def test_other_tokens_are_no_result_beyond_ties() -> None:
         check_tokens([*([9999] for _ in range(3)), *alone[3:]], alone)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "scale", "model", "speed_up", "max_len"),
+    [("cpu", "laptop", "llama-tiny", 20, 192), ("h100", "gpu", "llama2-7b", 60, 128)],
+)
+def test_hours_of_all_rules_then_streams_and_the_loss_of_a_runner_under_the_first(
+    tmp_path, hardware, scale, model, speed_up, max_len
+) -> None:
+    words = ("runtime=ray", f"hardware={hardware}", f"scale={scale}", "system.names=[punica,round_robin]", "figure.rates=[0.4]")
+    found = ray_hour.points(settle(composed(tmp_path, *words, "figure.kill=true", name="fig13_cluster"), EXPERIMENT))
+    stream = f"{STEADY} 0.4 of the peak"
+    assert [(one.panel, one.system) for one in found] == [
+        (RAY, "punica"), (SIMULATED_RAY, "punica"), (RAY, "round_robin"), (SIMULATED_RAY, "round_robin"),
+        (stream, "punica"), (f"simulated {stream}", "punica"), (KILLED, "punica"),
+    ]  # fmt: skip
+    assert [one.settings.get("share", 0.0) for one in found] == [0.0, 0.0, 0.0, 0.0, 0.4, 0.4, 0.0]
+    assert {(one.model, one.settings["speed_up"], one.settings["max_len"]) for one in found} == {
+        (model, speed_up, max_len)
+    }
+
+
 class RecordedCluster:
     """In place of `RayCluster`: what it was built with."""
 
@@ -200,19 +212,31 @@ def test_a_ray_that_does_not_come_up_is_one_error_of_the_configuration(monkeypat
 def test_the_hour_on_ray_from_the_command_line(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
     words = ["runtime=ray", "scale=smoke", "figure.kill=true", "figure.seconds=120", "figure.max_len=48"]
+    words += ["system.names=[punica,round_robin]", "figure.rates=[1]"]
     done = subprocess.run(
         [sys.executable, "-m", "experiments.fig13_cluster", *words, f"paths.outputs={tmp_path}"],
         cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout.splitlines()[-1])
-    assert (outcome["measured"], outcome["failed"]) == (3, [])
+    assert (outcome["measured"], outcome["failed"]) == (7, [])
     rows = read_rows(Path(outcome["rows_file"]))
-    assert {row.panel: row.kind for row in rows} == {RAY: "measured", KILLED: "measured", SIMULATED_RAY: "simulated"}
-    value = {(row.panel, row.metric, row.statistic): row.value for row in rows}
+    stream = f"{STEADY} 1 of the peak"
+    assert {row.panel: row.kind for row in rows} == {
+        RAY: "measured", KILLED: "measured", SIMULATED_RAY: "simulated",
+        stream: "measured", f"simulated {stream}": "simulated",
+    }  # fmt: skip
+    value = {(row.panel, row.metric, row.statistic): row.value for row in rows if row.system == "punica"}
+    for rule in ("punica", "round_robin"):
+        (other,) = [
+            row.value for row in rows
+            if (row.panel, row.system, row.metric) == (RAY, rule, "requests_with_other_tokens")
+        ]  # fmt: skip
+        assert other == 0
     for panel in (RAY, KILLED, SIMULATED_RAY):
         assert value[panel, "total_tokens", "value"] == value[RAY, "total_tokens", "value"]
     assert value[KILLED, "lost_runners", "value"] == 1
     assert value[RAY, "requests_with_other_tokens", "value"] == 0
     assert 0 < value[RAY, "decision_time", "median"] < value[RAY, "decision_time", "p90"]
     assert all(row.cost_model for row in rows if row.panel == SIMULATED_RAY)
+    assert value[f"simulated {stream}", "measured_over_simulated_mean_throughput", "value"] > 0
