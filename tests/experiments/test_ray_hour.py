@@ -141,8 +141,9 @@ def test_other_tokens_are_no_result_beyond_ties() -> None:
 def test_hours_of_all_rules_then_streams_and_the_loss_of_a_runner_under_the_first(
     tmp_path, hardware, scale, model, speed_up, max_len
 ) -> None:
-    words = ("runtime=ray", f"hardware={hardware}", f"scale={scale}", "system.names=[punica,round_robin]", "figure.rates=[0.4]")
-    found = ray_hour.points(settle(composed(tmp_path, *words, "figure.kill=true", name="fig13_cluster"), EXPERIMENT))
+    words = ("runtime=ray", f"hardware={hardware}", f"scale={scale}", "system.names=[punica,round_robin]")
+    chosen = (*words, "figure.rates=[0.4]", "figure.kill=true")
+    found = ray_hour.points(settle(composed(tmp_path, *chosen, name="fig13_cluster"), EXPERIMENT))
     stream = f"{STEADY} 0.4 of the peak"
     assert [(one.panel, one.system) for one in found] == [
         (RAY, "punica"), (SIMULATED_RAY, "punica"), (RAY, "round_robin"), (SIMULATED_RAY, "round_robin"),
