@@ -75,7 +75,8 @@ def time_runners(cluster: "RayCluster", tenants: "Tenants", world: World) -> Fit
     asked = tenants.requests(trace.lengths, _among(tenants, trace.adapters))
     steps = serve(cluster, asked, trace.arrivals / world.speed_up).steps
     timed = [TimedStep(step.work, seconds) for step, seconds in timed_steps(steps)]
-    cost = fit_step_cost(f"{world.runners} runners on Ray, {world.model}, their own steps", timed, joins=True)
+    served_by = f"{world.runners} runners on Ray, {world.model}{', batch-invariant' if world.batch_invariant else ''}"
+    cost = fit_step_cost(f"{served_by}, their own steps", timed, joins=True)
     return Fit(cost, residuals(cost, timed).rms, len(timed), cluster.num_pages)
 
 
