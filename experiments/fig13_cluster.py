@@ -13,17 +13,20 @@ time is spent at batch 31 or 32, and a GPU that became idle stays idle.
 Figures 1 and 10. Its rows are `kind=simulated` and name the model; Figures 11 to 13 are predictions. `figure.cost`
 gives the GPUs another machine's steps: an hour in a panel of its own, which no claim is held against.
 
-`ray` are `figure.runners` engines in processes of their own that serve a tiny model with time, load and lengths scaled
-down (`experiments.cluster.ray_hour`), here or on the Ray cluster at `address`; on `hardware=h200` each on a GPU. Rows
-are `kind=measured`, beside the same trace by a simulator fitted to these runners. `figure.kill=true` serves it once
-more and kills a runner in the middle. Every request's tokens are compared with a single engine's.
+`ray` are `figure.runners` engines in processes of their own that serve a model with time, load and lengths scaled down
+(`experiments.cluster.ray_hour`), here or on the Ray cluster at `address`: a tiny one on CPUs, Llama-2 7B on GPUs, one
+for each runner. Rows are `kind=measured`, beside the same trace by a simulator fitted to these runners. Rules are
+chosen as in `system.names=[punica,least_loaded]`. `figure.kill=true` serves the hour once more and kills a runner in
+its middle. `figure.rates=[0.4,0.7,1]` adds streams at these shares of the hour's highest rate.
 
-Cost: simulated about a minute, on one core; on Ray five minutes, with `figure.kill` nine, on two cores.
+Cost: simulated about a minute, on one core; on Ray five minutes, with `figure.kill` nine, on two cores; on four GPUs
+an hour takes a minute.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
@@ -38,8 +41,10 @@ if TYPE_CHECKING:
 @dataclass
 class ClusterConf(FigureConf):
     """Figure 13: `gpus` of the simulated cluster, `seconds` of the hour, `requests` of the predicted Figure 11, `seeds`
-    of each simulation, `cost` of a step (`experiments.cluster.recorded`). On Ray: number of `runners`, seconds of the
-    hour in one of ours (`speed_up`), longest prompt and output (`max_len`), whether to `kill` a runner in another hour.
+    of each simulation, `cost` of a step (`experiments.cluster.recorded`).
+
+    On Ray: number of `runners` of `model`, seconds of the hour in one of ours (`speed_up`), longest prompt and output
+    (`max_len`). `rates` of streams, as shares of the hour's highest; whether to `kill` a runner in another hour.
     """
 
     gpus: int = MISSING
@@ -48,8 +53,10 @@ class ClusterConf(FigureConf):
     seeds: int = low(1)
     cost: str = MISSING
     runners: int = MISSING
+    model: str = MISSING
     speed_up: int = MISSING
     max_len: int = low(4)
+    rates: list[float] = field(default_factory=list)
     kill: bool = False
 
 
@@ -63,6 +70,11 @@ class Fig13(Experiment):
     reads = ("runtime", "address")
     clock, drawn_by = "host_clock", "cluster.draw_hour"
     passes = 1  # a simulation repeats itself
+
+    def known_systems(self, cfg: Config) -> Sequence[str]:
+        from punica.cluster import SCHEDULING_RULES
+
+        return SCHEDULING_RULES.names()
 
     def points(self, cfg: Config) -> list[Point]:
         return _world(cfg).points(cfg)

@@ -22,6 +22,7 @@ from experiments.cluster.served import (
     SHARE,
     SIMULATED_RAY,
     SLOWED,
+    STEADY,
     STREAM,
     WINDOWS,
     at_the_peak,
@@ -37,6 +38,11 @@ RAY_TOO = {
     "mean_throughput": "token/s", "mean_batch_size_of_active_cells": "mean batch of active runners",
     "mean_active_gpus": "mean of active runners",
 }  # fmt: skip
+STEADY_TOO = {
+    "mean_throughput": ("token/s", 0.03), "mean_batch_size_of_steps": ("mean batch of steps", 0.05),
+    "p99_time_to_first_token": ("p99 of first tokens", 0.1),
+}  # fmt: skip
+"""Predicted numbers of streams of a constant rate, and the bounds asked for."""
 LEVELS = {
     "requests (input)": "total_requests", "tokens (follow from the input)": "total_tokens",
     MEAN_ACTIVE: "mean_active_gpus",
@@ -185,14 +191,22 @@ def _span(frame: pd.DataFrame, row: pd.Series) -> str:
 
 
 def _runners(frame: pd.DataFrame) -> list[Prediction]:
-    """Hour of runners on Ray, by the simulator fitted to their steps in a rehearsal."""
+    """Hour of runners on Ray, and streams, by the simulator fitted to their steps in a rehearsal."""
     found = []
-    for (system, model), part in frame[frame["metric"].isin(RAY_TOO)].groupby(["system", "model"], sort=False):
-        latest = part.drop_duplicates(["panel", "metric"], keep="last").set_index(["panel", "metric"])["value"]
-        for metric, name in RAY_TOO.items():
-            if (RAY, metric) in latest.index and (SIMULATED_RAY, metric) in latest.index:
-                values = (float(latest[panel, metric]) for panel in (SIMULATED_RAY, RAY))
-                found.append(_relative(f"runners on Ray, {model}, rule {system}: {name}", *values))
+    for (system, model, panel), part in frame.groupby(["system", "model", "panel"], sort=False):
+        asked = {name: (what, None) for name, what in RAY_TOO.items()} if panel == RAY else STEADY_TOO
+        if panel != RAY and not panel.startswith(STEADY):
+            continue
+        where = panel.removeprefix(RAY)
+        other = frame[(frame["panel"] == f"{SIMULATED_RAY}{where}") & (frame["system"] == system)]
+        ours, theirs = (
+            one.drop_duplicates("metric", keep="last").set_index("metric")["value"]
+            for one in (other[other["model"] == model], part)
+        )
+        for metric, (name, within) in asked.items():
+            if metric in ours.index and metric in theirs.index:
+                what = f"runners on Ray, {model}, rule {system}{where}: {name}"
+                found.append(_relative(what, float(ours[metric]), float(theirs[metric]), within))
     return found
 
 

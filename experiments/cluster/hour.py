@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from experiments.facts.paper import read_figure
 from punica.cluster import ClusterPolicy, ModelBytes, Trace
@@ -12,6 +13,7 @@ from punica.workload import (
     RELEASED_SEED,
     independent_seeds,
     plotted_rate,
+    poisson_arrivals,
     popularity,
     profile_arrivals,
     released_lengths,
@@ -35,11 +37,32 @@ def paper_hour(
     ``folder``: path of `paper_results`. Every adapter of ``workload`` has one of ``ranks``, each as likely. Arrivals,
     lengths, popularity and ranks have independent seeds, all from ``seed``.
     """
+    times, rates = _rates(folder, load)
+    gaps, *others = independent_seeds(seed, 4)
+    arrivals = profile_arrivals(plotted_rate(times, rates), max(rates), DURATION_S, gaps)
+    return _requests(arrivals[arrivals < seconds], others, workload, ranks)
+
+
+def steady_stream(
+    folder: str | Path, seconds: float, share: float, seed: int = RELEASED_SEED, load: float = 1.0
+) -> Trace:  # fmt: skip
+    """Draw requests as `paper_hour` with Skewed adapters, at a constant rate: ``share`` of the hour's highest."""
+    _, rates = _rates(folder, load)
+    gaps, *others = independent_seeds(seed, 4)
+    return _requests(poisson_arrivals(share * max(rates), seconds, gaps), others, "Skewed", (RANK,))
+
+
+def _rates(folder: str | Path, load: float) -> tuple[list[float], list[float]]:
+    """Return starts of windows, and ``load`` times Figure 13's rate in each."""
     points = read_figure(folder, "13").query("metric == 'request_rate'").sort_values("t_s")
-    rates = [load * rate for rate in points["value"].tolist()]
-    gaps, lengths, adapters, widths = independent_seeds(seed, 4)
-    arrivals = profile_arrivals(plotted_rate(points["t_s"].tolist(), rates), max(rates), DURATION_S, gaps)
-    arrivals = arrivals[arrivals < seconds]
+    return points["t_s"].tolist(), [load * rate for rate in points["value"].tolist()]
+
+
+def _requests(
+    arrivals: NDArray[np.float64], seeds: Sequence[int], workload: str, ranks: Sequence[int]
+) -> Trace:  # fmt: skip
+    """Draw lengths, adapters and their ranks for ``arrivals``, from a seed of each."""
+    lengths, adapters, widths = seeds
     count = len(arrivals)
     asked = popularity(workload).requests(count, seed=adapters)
     rank_of = np.random.default_rng(widths).choice(np.asarray(ranks), asked.max(initial=0) + 1)

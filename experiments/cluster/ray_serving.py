@@ -1,5 +1,6 @@
 """A trace served by runners on Ray, as the front of the cluster sees it. Imported to measure alone."""
 
+import gc
 import os
 import tempfile
 import time
@@ -30,7 +31,8 @@ from punica.workload import RequestLengths
 @dataclass(frozen=True)
 class Served:
     """A served trace: seconds [n] from the start to first and last token, tokens by request, steps of runners (times
-    from the start), seconds of each decision, runners lost, and whether other work disturbed it.
+    from the start), seconds of each decision. Runners lost, requests evicted, numbers of those that were computed again
+    on another runner, and whether other work disturbed it.
     """
 
     first_token_s: NDArray[np.float64]
@@ -39,6 +41,8 @@ class Served:
     steps: list[RunnerStep]
     decisions_s: list[float]
     lost: int
+    evicted: int
+    recomputed: frozenset[int]
     disturbed: bool | None
 
 
@@ -67,15 +71,17 @@ def tenants(
     model: str, engine_config: EngineConfig, rank: int, ids: list[int], device: str
 ) -> Iterator[Tenants]:  # fmt: skip
     """Write random adapters of ``rank`` for a random backbone on ``device`` into a temporary folder."""
-    config = llama_config(model_conf(model))
+    conf = model_conf(model)
+    config, dtype = llama_config(conf), getattr(torch, conf.dtype.name)
     slots = engine_config.lora_config(rank).max_loras
     lora = engine_config.lora_config(rank, max_cpu_loras=max(slots, len(ids)))
     with tempfile.TemporaryDirectory(prefix="punica-adapters-") as home:
-        adapters = {
-            i: LoRARequest(f"adapter-{i}", i, str(write_random_adapter(Path(home, str(i)), config, rank, i)))
-            for i in ids
-        }
-        yield Tenants(model, device, partial(random_engine, config, lora, engine_config, device=device), adapters)
+        adapters = {}
+        for i in ids:
+            folder = write_random_adapter(Path(home, str(i)), config, rank, i, dtype=dtype)
+            adapters[i] = LoRARequest(f"adapter-{i}", i, str(folder))
+        build = partial(random_engine, config, lora, engine_config, dtype=dtype, device=device)
+        yield Tenants(model, device, build, adapters)
 
 
 @contextmanager
@@ -95,6 +101,12 @@ def runners(world: Tenants, count: int, rule: str, address: str | None) -> Itera
         yield cluster
 
 
+def wait_for_all(cluster: RayCluster, count: int) -> None:
+    """Wait until ``count`` runners are ready, after one was lost."""
+    while len(cluster.working_sets) < count:
+        cluster.step(1.0)
+
+
 def serve(
     cluster: RayCluster, asked: list[Request], arrivals_s: NDArray[np.float64], kill_at_s: float = float("inf")
 ) -> Served:
@@ -106,7 +118,10 @@ def serve(
     tokens: list[list[int]] = [[] for _ in asked]
     steps: list[RunnerStep] = []
     decisions: list[float] = []
-    lost = 0
+    recomputed: set[int] = set()
+    lost, evicted = 0, cluster.num_evicted
+    gc.collect()
+    gc.freeze()  # a collection of all that a process has imported would halt every runner for some steps
     before = cpu_times()
     start = time.perf_counter()
     while len(states) < len(asked) or cluster.has_unfinished():
@@ -128,11 +143,13 @@ def serve(
             raise CheckFailed(f"request {output.failed[0].request_id} failed: {output.failed[0].error}")
         steps += [replace(one, begin_s=one.begin_s - start, end_s=one.end_s - start) for one in output.steps]
         decisions += output.decisions_s
+        recomputed.update(map(int, output.recomputed))
         lost += len(output.lost)
     disturbed = _disturbed(before, cpu_times())
     firsts = np.array([state.first_token_s for state in states]) - start
     lasts = np.array([state.last_token_s for state in states]) - start
-    return Served(firsts, lasts, tokens, steps, decisions, lost, disturbed)
+    evicted = cluster.num_evicted - evicted
+    return Served(firsts, lasts, tokens, steps, decisions, lost, evicted, frozenset(recomputed), disturbed)
 
 
 def served_alone(world: Tenants, asked: list[Request]) -> list[list[int]]:

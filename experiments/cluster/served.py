@@ -18,7 +18,8 @@ HOUR, SLOWED, STREAM, COSTS, WINDOWS, FIRST_TOKEN = (
     for name in ("hour", "hour, slower steps", "Figure 11", "step costs", "windows", "first token")
 )
 """Panels of the simulation."""
-RAY, KILLED, SIMULATED_RAY = "ray hour", "ray hour, a runner killed", "simulated ray hour"
+RAY, KILLED, STEADY, SIMULATED = "ray hour", "ray hour, a runner killed", "ray hour, steady at", "simulated"
+SIMULATED_RAY = f"{SIMULATED} {RAY}"
 """Panels of runners on Ray, and of the simulator fitted to them."""
 SHARE = "share_of_active_cells_batch_ge_31"
 SIMULATED_LENGTH = "simulated_seconds"
@@ -111,6 +112,7 @@ def summary(served: ServedHour) -> list[Reading]:
         SHARE: (_share(cells >= FULL), "fraction"),
         f"{SHARE}_capped_seconds": (_share(capped >= FULL), "fraction"),
         "share_of_step_time_batch_ge_31": (steps[FULL:].sum() / max(steps.sum(), 1e-9), "fraction"),
+        "mean_batch_size_of_steps": (steps @ np.arange(len(steps)) / max(steps.sum(), 1e-9), "requests"),
         "share_of_active_cells_batch_ge_28": (_share(cells >= 28), "fraction"),
         "mean_batch_size_of_active_cells": (cells.mean() if cells.size else 0.0, "requests"),
         "median_time_to_first_token": (1e3 * float(np.median(wait)), "ms"),
@@ -124,7 +126,9 @@ def summary(served: ServedHour) -> list[Reading]:
 
 
 def over_simulated(measured: ServedHour, simulated: ServedHour) -> list[Reading]:
-    """Divide measured throughput, batch and active runners by those of a simulation fitted to the same runners."""
+    """Divide measured throughput, batch, active runners and first tokens by those of a simulation fitted to the same
+    runners.
+    """
     values = [{one.metric: one.value for one in summary(served)} for served in (measured, simulated)]
     about = {"kind": simulated.kind, "cost_model": simulated.cost_model}
     return [
@@ -133,7 +137,10 @@ def over_simulated(measured: ServedHour, simulated: ServedHour) -> list[Reading]
     ]  # fmt: skip
 
 
-COMPARED = ("mean_throughput", "mean_batch_size_of_active_cells", "mean_active_gpus")
+COMPARED = (
+    "mean_throughput", "mean_batch_size_of_active_cells", "mean_active_gpus", "mean_batch_size_of_steps",
+    "p99_time_to_first_token",
+)  # fmt: skip
 
 
 def transitions(batch: NDArray[np.int64]) -> int:

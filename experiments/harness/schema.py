@@ -205,6 +205,9 @@ class ScaleConf:
     whole_requests: int = MISSING  # figure 11: requests whose tokens are compared from end to end ...
     whole_tokens: int = MISSING  # ... or to this token
     cluster_seconds: int = MISSING  # figure 13: so much of the hour is served, from its start
+    cluster_model: str = MISSING  # figure 13 on Ray: what its runners serve ...
+    cluster_speed_up: int = MISSING  # ... seconds of the hour in one of theirs ...
+    cluster_max_len: int = MISSING  # ... and longest prompt and output
 
 
 @dataclass

@@ -30,11 +30,12 @@ WIDTH = int(style.LETTERS_PER_INCH * 7.0)
 
 
 def draw_hour(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """The hour on the paper's number of GPUs beside the paper's; below, where there is one, the hour of runners on Ray,
-    of which the paper has none.
+    """The hour on the paper's number of GPUs beside the paper's; below, where there are some, the hours of runners on
+    Ray, of which the paper has none, rule by rule.
     """
     on_ray = rows["panel"].str.contains(ON_RAY)
-    clusters = [(part, beside) for part, beside in ((rows[~on_ray], paper), (rows[on_ray], None)) if len(part)]
+    simulated = [(rows[~on_ray], paper)] if not on_ray.all() else []
+    clusters = [*simulated, *((part, None) for _, part in rows[on_ray].groupby("system", sort=False))]
     figure = plt.figure(figsize=(7.0, 4.4 * len(clusters)), layout="constrained")
     for place, (part, beside) in zip(figure.subfigures(len(clusters), 1, squeeze=False)[:, 0], clusters, strict=True):
         _draw_cluster(place, part, beside)
@@ -63,7 +64,8 @@ def _draw_cluster(figure: SubFigure, rows: pd.DataFrame, paper: pd.DataFrame | N
         Line2D([], [], color=style.PAPER_GREY, linestyle="--", label=style.PAPER_LABEL)
     ]  # fmt: skip
     handles += [Line2D([], [], **_looks(panel), label=panel) for panel in hours]
-    worlds = "; ".join(_world(panel, part) for panel, part in hours.items())
+    rules = ", ".join(distinct(rows, "system"))
+    worlds = f"rule {rules}: " + "; ".join(_world(panel, part) for panel, part in hours.items())
     figure.suptitle("\n".join(["One hour on a cluster", *textwrap.wrap(worlds, WIDTH)]), fontsize=8.5)
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 

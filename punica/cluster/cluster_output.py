@@ -38,18 +38,21 @@ class LostRunner:
 @dataclass(frozen=True)
 class ClusterOutput(StepOutput):
     """Output of a `RayCluster.step`: ``steps`` of runners that ended, ``decisions_s`` (seconds of each decision of the
-    policy since the last output), runners ``lost`` (died or not started) and ``joined``.
+    policy since the last output), runners ``lost`` (died or not started) and ``joined``. ``recomputed``: requests that
+    went on in another runner.
     """
 
     steps: tuple[RunnerStep, ...] = ()
     decisions_s: tuple[float, ...] = ()
     lost: tuple[LostRunner, ...] = ()
     joined: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
 
 
 def cluster_output(
     ended: Sequence[tuple[RunnerStep, EndedStep]], failed: Sequence[RequestState], decisions: tuple[float, ...],
-    lost: Sequence[LostRunner], joined: Sequence[str], result_of: Callable[[RequestState], GenerationResult],
+    lost: Sequence[LostRunner], joined: Sequence[str], recomputed: tuple[str, ...],
+    result_of: Callable[[RequestState], GenerationResult],
 ) -> ClusterOutput:  # fmt: skip
     """Build the output from ended steps, and requests that ``failed`` with lost runners."""
     steps = tuple(step for step, _ in ended)
@@ -65,5 +68,5 @@ def cluster_output(
         tuple(result for result in results if result.error is None),
         statistics,
         tuple(result for result in results if result.error is not None),
-        steps, decisions, tuple(lost), tuple(joined),
+        steps, decisions, tuple(lost), tuple(joined), recomputed,
     )  # fmt: skip

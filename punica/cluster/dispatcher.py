@@ -84,6 +84,7 @@ class Dispatcher:
         startable: runners with something to do and no step in flight.
         decisions_s: seconds of each call of ``policy.place`` and ``policy.begin_step``; its reader clears it.
         num_evicted: requests evicted from runners, so far.
+        recomputed: requests that joined a runner with tokens of another one, in order; its reader clears it.
     """
 
     def __init__(
@@ -92,14 +93,13 @@ class Dispatcher:
     ) -> None:  # fmt: skip
         self.description = description
         self.max_queued = check_count("max_queued", max_queued)
-        self.policy = ClusterPolicy(rule, description.max_batch_size, description.page_size)
-        if self.policy.rule.prefills_per_step != 1:
-            raise ValueError(f"scheduling rule {rule!r} puts several prompts into a step; the engine runs one per step")
+        self.policy = self._policy(rule)
         self.codec = None if description.tokenizer is None else TextCodec(description.tokenizer)
         self._states = StateFactory(description.seed, description.defaults, self.codec)
         self.startable: set[str] = set()
         self.decisions_s: list[float] = []
         self.num_evicted = 0
+        self.recomputed: list[str] = []
         self._files_of = files_of
         self._entries: dict[str, _TrackedRequest] = {}  # by key
         self._keys: dict[str, str] = {}  # by id of an unfinished request
@@ -136,6 +136,19 @@ class Dispatcher:
         self._entries[key], self._keys[request.request_id] = _TrackedRequest(key, state, files), key
         self._place()
         return state
+
+    def use_rule(self, rule: str) -> None:
+        """Schedule by another rule from now on. ValueError as from the constructor, and while runners have work."""
+        policy = self._policy(rule)
+        busy = [uuid for uuid, one in self._runners.items() if one.inside or self.policy.gpus[uuid].in_flight]
+        if self._entries or busy:
+            raise ValueError(
+                f"rule {clip(rule)} was not taken: {len(self._entries)} requests are unfinished, {len(busy)} runners "
+                "have work; call step until they have none"
+            )
+        for uuid, gpu in self.policy.gpus.items():
+            policy.add_gpu(uuid, gpu.num_pages)
+        self.policy = policy
 
     def abort(self, request_id: str) -> RequestState:
         """Abort an unfinished request, queued or running. ValueError for an unknown id."""
@@ -215,6 +228,7 @@ class Dispatcher:
             state, params = entry.state, replace(entry.state.params, seed=entry.state.seed)
             request = Request(key, state.prompt_token_ids, params, state.adapter)
             joins = JoiningRequest(request, tuple(state.output_token_ids), entry.files)
+            self.recomputed += [state.request_id] if state.output_token_ids else []
             runner.inside.add(key)
         gpu, prompt = self.policy.gpus[uuid], sum(self.policy.requests[key].num_tokens for key in step.prefills)
         runner.work = StepWork(step.num_decodes, gpu.decoding_kv_tokens - prompt, prompt, gpu.rank_sum)
@@ -249,6 +263,12 @@ class Dispatcher:
         self._place()
         self._note_due(uuid)
         return EndedStep(work, tokens, tuple(finished), tuple(failed))
+
+    def _policy(self, rule: str) -> ClusterPolicy:
+        policy = ClusterPolicy(rule, self.description.max_batch_size, self.description.page_size)
+        if policy.rule.prefills_per_step != 1:
+            raise ValueError(f"scheduling rule {rule!r} puts several prompts into a step; the engine runs one per step")
+        return policy
 
     def _check(self, request: Request) -> None:
         if not isinstance(request, Request):

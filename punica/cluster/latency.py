@@ -6,9 +6,9 @@
 ``base`` is the weights of the backbone and the launches, ``kv_tokens`` the tokens whose keys and values are read.
 ``adapter_ranks`` is the sum of the ranks of the different adapters in the step, whose bytes are read once each.
 ``join`` is the constant cost of a step with a prompt: the device waits for the host to prepare it, and its rows are
-padded. The coefficients are not negative. The fit, of all but ``join``, minimises relative errors, so that short steps
-count as much as long ones. `roofline_cost` is the same form from bandwidth and arithmetic rate, for GPUs without timed
-steps.
+padded. The coefficients are not negative. The fit minimises relative errors, so that short steps count as much as long
+ones. It leaves ``join`` at 0, unless told otherwise. `roofline_cost` is the same form from bandwidth and arithmetic
+rate, for GPUs without timed steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ class StepCost:
         )  # fmt: skip
 
 
-COEFFICIENTS = ("base", "row", "kv", "prefill", "rank")
+COEFFICIENTS = ("base", "row", "kv", "prefill", "rank", "join")
 
 
 @dataclass(frozen=True)
@@ -121,18 +121,21 @@ def residuals(cost: StepCost, steps: Sequence[TimedStep]) -> Residuals:
     return Residuals(np.array([cost.seconds(step.work) / step.seconds - 1 for step in steps]))
 
 
-def fit_step_cost(name: str, steps: Sequence[TimedStep], known: Mapping[str, float] | None = None) -> StepCost:
+def fit_step_cost(
+    name: str, steps: Sequence[TimedStep], known: Mapping[str, float] | None = None, joins: bool = False
+) -> StepCost:
     """Fit by least relative squares over ``steps``, with the coefficients of ``known`` (of `COEFFICIENTS`) held fixed.
-    A coefficient whose feature is 0 in all steps must be in ``known``. ValueError for one that is not, for an unknown
+    ``join`` is among them with ``joins``, else it is 0. A coefficient whose feature is 0 in all steps must be in
+    ``known``. ValueError for one that is not, for an unknown
     coefficient, for fewer steps than coefficients, and for a time that is not positive.
     """
-    fixed = dict(known or {})
+    fixed = {**({} if joins else {"join": 0.0}), **(known or {})}
     if unknown := set(fixed) - set(COEFFICIENTS):
         raise ValueError(f"known has {sorted(unknown)}; the coefficients are {', '.join(COEFFICIENTS)}")
     free = [key for key in COEFFICIENTS if key not in fixed]
     if len(steps) < len(free):
         raise ValueError(f"{len(steps)} steps cannot tell {len(free)} coefficients; time more, or give some as known")
-    features = np.array([(1.0, *astuple(step.work)) for step in steps])
+    features = np.array([(1.0, *astuple(step.work), float(step.work.prefill_tokens > 0)) for step in steps])
     seconds = np.array([step.seconds for step in steps])
     if not (np.isfinite(seconds).all() and (seconds > 0).all()):
         raise ValueError(f"times must be positive numbers of seconds, got {seconds.min()!r} as the smallest")

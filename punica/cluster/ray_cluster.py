@@ -201,8 +201,15 @@ class RayCluster(Generation):
             failed += self._replace(uuid, hung)
         self._order()
         decisions, self._dispatcher.decisions_s = tuple(self._dispatcher.decisions_s), []
-        output = cluster_output(ended, failed, decisions, lost, joined, self.result_of)
+        recomputed, self._dispatcher.recomputed = tuple(self._dispatcher.recomputed), []
+        output = cluster_output(ended, failed, decisions, lost, joined, recomputed, self.result_of)
         return cast(ClusterOutput, self._with_kept(output))
+
+    def use_rule(self, rule: str) -> None:
+        """Schedule by another rule from now on, e.g. to compare rules on the same runners. ValueError for an unknown
+        one, and while runners have work.
+        """
+        self._dispatcher.use_rule(rule)
 
     @property
     def is_busy(self) -> bool:

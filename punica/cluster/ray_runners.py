@@ -61,6 +61,8 @@ def connect(address: str | None, num_cpus: float, num_gpus: float) -> bool:
             os.environ.setdefault("RAY_worker_niceness", "0")  # runners are no background work
             cpus = max(num_cpus, os.cpu_count() or 1)
             quiet |= {"include_dashboard": False, "num_cpus": cpus, "object_store_memory": OBJECT_STORE_BYTES}
+            # those that engines will find: Ray's own count is 0 where its library does not find the driver
+            quiet |= {"num_gpus": torch.cuda.device_count()} if num_gpus else {}
         for last in (*[False] * (_STARTS - 1), True) if address is None else (True,):
             try:
                 ray.init(address=address or "local", **quiet)

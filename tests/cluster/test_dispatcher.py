@@ -235,6 +235,34 @@ def test_what_no_runner_could_serve_is_refused_at_once(request_of, error) -> Non
     assert world.dispatcher.num_unfinished == 1
 
 
+def test_another_rule_takes_over_runners_without_work(adapters) -> None:
+    world = LocalRunners.of(2)
+    asked = requests(adapters, 6)
+    for request in asked[:4]:
+        world.dispatcher.add(request)
+    with pytest.raises(ValueError, match="rule 'least_loaded' was not taken: 4 requests are unfinished"):
+        world.dispatcher.use_rule("least_loaded")
+    run(world)
+    with pytest.raises(ValueError, match="nonesuch"):
+        world.dispatcher.use_rule("nonesuch")
+    world.dispatcher.use_rule("least_loaded")
+    for request in asked[:2]:  # one on each, where Punica's rule fills one
+        world.dispatcher.add(request)
+    assert [gpu.working_set for gpu in world.dispatcher.policy.gpus.values()] == [1, 1]
+    assert not run(world)
+
+
+def test_requests_that_go_on_elsewhere_are_told(adapters) -> None:
+    world = LocalRunners.of(2)
+    state = world.dispatcher.add(requests(adapters, 1)[0])
+    uuid = next(iter(world.dispatcher.startable))
+    world.dispatcher.end(uuid, world.runners[uuid].step(world.dispatcher.begin(uuid)))
+    assert len(state.output_token_ids) == 1
+    world.dispatcher.leave(uuid)
+    assert not run(world)
+    assert world.dispatcher.recomputed == ["request-0"]
+
+
 def test_rules_and_runners_that_do_not_fit_are_refused(adapters) -> None:
     description = new_runner().describe()
     with pytest.raises(ValueError, match="'released' puts several prompts into a step"):

@@ -1,6 +1,7 @@
 """Cost models: a fit recovers the coefficients behind the times, and its residuals; a roofline is arithmetic."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,6 +34,13 @@ def test_a_fit_finds_the_coefficients_that_made_the_times():
     for key in ("base", "row", "kv", "prefill", "rank"):
         assert getattr(found, key) == pytest.approx(getattr(TRUE, key), rel=1e-6)
     assert residuals(found, timed(TRUE)).largest < 1e-9
+
+
+def test_a_fit_finds_the_constant_of_a_step_with_a_prompt_where_it_is_asked_for():
+    joining = replace(TRUE, join=3e-3)
+    found = fit_step_cost("fitted", timed(joining), joins=True)
+    assert (found.join, found.prefill) == (pytest.approx(3e-3, rel=1e-6), pytest.approx(TRUE.prefill, rel=1e-6))
+    assert fit_step_cost("fitted", timed(joining)).join == 0
 
 
 def test_residuals_tell_the_noise_and_are_never_better_on_steps_that_were_not_fitted():

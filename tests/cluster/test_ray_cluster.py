@@ -370,3 +370,16 @@ def test_a_start_that_had_too_little_time_is_tried_again(monkeypatch, address, f
         with pytest.raises(RuntimeError, match=rf"{where} \({message}\); .*ray start --head"):
             connect(address, 2, 0)
     assert len(started) == starts
+
+
+@pytest.mark.parametrize(("wanted", "told"), [(0, None), (4, 4)])
+def test_a_ray_that_is_started_here_is_told_the_gpus_that_engines_will_find(monkeypatch, wanted, told) -> None:
+    started: dict = {}
+    fake = SimpleNamespace(
+        is_initialized=lambda: False, init=lambda **settings: started.update(settings),
+        cluster_resources=lambda: {"CPU": 4.0, "GPU": 4.0},
+    )  # fmt: skip
+    monkeypatch.setattr(ray_runners, "import_ray", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert connect(None, 4, wanted)
+    assert started.get("num_gpus") == told

@@ -506,6 +506,19 @@ def test_runners_on_ray_stand_beside_the_simulator_that_was_fitted_to_them():
     assert runners.what.endswith("mean of active runners")
 
 
+@pytest.mark.parametrize(("measured", "met"), [(10.9, True), (12.0, False)])
+def test_streams_on_ray_have_the_bounds_that_were_asked_for(measured, met):
+    rows = predicted_rows()
+    (one,) = rows.index[rows["metric"] == "step_time_factor"]
+    about = {"system": "punica", "model": "llama2-7b", "metric": "p99_time_to_first_token"}
+    pair = (("ray hour, steady at 0.4 of the peak", measured), ("simulated ray hour, steady at 0.4 of the peak", 10.0))
+    ours = [{**rows.loc[one], **about, "panel": panel, "value": value} for panel, value in pair]
+    found = predictions(pd.concat([rows, pd.DataFrame(ours)], ignore_index=True), PAPER)
+    (stream,) = [one for one in found if "runners on Ray" in one.what]
+    assert stream.what == "runners on Ray, llama2-7b, rule punica, steady at 0.4 of the peak: p99 of first tokens"
+    assert (stream.asked, stream.met) == ("within 10 %", met)
+
+
 def test_the_recorded_hour_on_ray_is_drawn_and_predicted_and_says_whose_tokens_differ():
     rows = measured_frame(PAPER.parent / "results" / "cpu" / f"{FIG13.name}.csv")
     on_ray = rows[rows["panel"].str.contains("ray hour")]
@@ -526,6 +539,7 @@ def test_what_was_measured_is_set_over_what_was_simulated():
     found = {one.metric: one for one in over_simulated(measured, simulated)}
     ratio = {name.removeprefix("measured_over_simulated_"): one.value for name, one in found.items()}
     expected = {"mean_throughput": 1.5, "mean_batch_size_of_active_cells": 1.5, "mean_active_gpus": 1.0}
+    expected |= {"mean_batch_size_of_steps": 1.5, "p99_time_to_first_token": 1.0}
     assert ratio == pytest.approx(expected)
     assert {(one.kind, one.cost_model) for one in found.values()} == {("simulated", "a cost")}
 

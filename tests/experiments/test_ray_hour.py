@@ -4,16 +4,20 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from fakes import composed
 
 from experiments.cluster import ray_hour
-from experiments.cluster.ray_hour import KILLED, RAY, SIMULATED_RAY, World, check_tokens, hour_of, overheads
+from experiments.cluster.ray_hour import check_numbers, check_tokens, hour_of, overheads
+from experiments.cluster.ray_session import requests, tenants_of
+from experiments.cluster.ray_world import World, timed_steps
+from experiments.cluster.served import KILLED, RAY, SIMULATED_RAY, STEADY
 from experiments.fig13_cluster import EXPERIMENT
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError
@@ -44,7 +48,7 @@ class Front:
     first_token_s = np.array([0.05, 0.10])
     finish_s = np.array([0.10, 0.15])
     decisions_s = (1e-5, 2e-5, 3e-5)
-    lost = 0
+    lost = evicted = 0
     steps = (
         Step("runner-0001", StepWork(0, 0, 7, 16), 0.0, 0.0501, 0.04),
         Step("runner-0001", StepWork(1, 8, 5, 32), 0.0501, 0.1001, 0.03),
@@ -73,6 +77,32 @@ def test_overheads_are_told_on_our_clock() -> None:
     assert found["step_messages", "median"] == pytest.approx(1e3 * np.median(between))
 
 
+def test_a_step_with_decodes_began_when_the_one_before_ended() -> None:
+    joined, decoding, empty = StepWork(0, 0, 7, 16), StepWork(1, 8, 0, 16), StepWork()
+    steps = [
+        Step("a", joined, 1.0, 1.2, 0.1), Step("b", joined, 1.1, 1.25, 0.1), Step("a", decoding, 1.23, 1.3, 0.1),
+        Step("b", empty, 1.3, 1.31, 0.0), Step("b", joined, 2.0, 2.1, 0.1),
+    ]  # fmt: skip
+    runners, seconds = zip(*((step.runner, seconds) for step, seconds in timed_steps(steps)), strict=True)
+    assert "".join(runners) == "abab"
+    assert seconds == pytest.approx((0.2, 0.15, 0.1, 0.1))
+
+
+def test_a_stream_has_a_share_of_the_highest_rate_and_adapters_of_the_hour() -> None:
+    world = World(WORLD.paper, "punica", 3600, 4, 48, 192, "", "cpu", share=0.5)
+    trace = world.trace()
+    assert (world.duration_s, trace.arrivals.max() < 720) == (720, True)
+    highest = np.bincount((replace(world, share=0.0).trace().arrivals // 200).astype(int)).max() / 200
+    assert len(trace.arrivals) / 720 == pytest.approx(highest / 2, rel=0.15)
+    with tenants_of(replace(world, seconds=120)) as tenants:
+        assert {one.adapter.lora_int_id for one in requests(world, tenants)} == set(tenants.adapters)
+
+
+def test_runners_are_shared_by_rules_streams_and_checks_and_by_nothing_else() -> None:
+    assert replace(WORLD, rule="least_loaded", share=0.4, checked=9).fleet() == WORLD.fleet()
+    assert replace(WORLD, batch_invariant=True).fleet() != WORLD.fleet()
+
+
 def test_load_and_lengths_are_scaled_and_time_is_not_yet() -> None:
     trace = WORLD.trace()
     assert trace.arrivals.max() < 120
@@ -88,12 +118,12 @@ def test_load_and_lengths_are_scaled_and_time_is_not_yet() -> None:
     ("served", "error"),
     [
         pytest.param([[1], [2, 3]], "1 of 2 requests lost tokens or got them twice: request 0 has 1", id="lost"),
-        pytest.param([[1, 2, 2], [2, 3]], "request 0 has 3, from one engine 2", id="twice"),
+        pytest.param([[1, 2, 2], [2, 3]], "request 0 has 3, asked for 2", id="twice"),
     ],
 )
 def test_tokens_that_were_lost_or_came_twice_are_no_result(served, error) -> None:
     with pytest.raises(CheckFailed, match=error):
-        check_tokens(served, [[1, 2], [2, 3]])
+        check_numbers(served, [2, 2])
 
 
 def test_other_tokens_are_no_result_beyond_ties() -> None:
@@ -102,6 +132,27 @@ def test_other_tokens_are_no_result_beyond_ties() -> None:
     assert check_tokens([*([9999] for _ in range(2)), *alone[2:]], alone) == 2
     with pytest.raises(CheckFailed, match="3 of 2000 requests have other tokens"):
         check_tokens([*([9999] for _ in range(3)), *alone[3:]], alone)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "scale", "model", "speed_up", "max_len"),
+    [("cpu", "laptop", "llama-tiny", 20, 192), ("h100", "gpu", "llama2-7b", 60, 128)],
+)
+def test_hours_of_all_rules_then_streams_and_the_loss_of_a_runner_under_the_first(
+    tmp_path, hardware, scale, model, speed_up, max_len
+) -> None:
+    words = ("runtime=ray", f"hardware={hardware}", f"scale={scale}", "system.names=[punica,round_robin]")
+    chosen = (*words, "figure.rates=[0.4]", "figure.kill=true")
+    found = ray_hour.points(settle(composed(tmp_path, *chosen, name="fig13_cluster"), EXPERIMENT))
+    stream = f"{STEADY} 0.4 of the peak"
+    assert [(one.panel, one.system) for one in found] == [
+        (RAY, "punica"), (SIMULATED_RAY, "punica"), (RAY, "round_robin"), (SIMULATED_RAY, "round_robin"),
+        (stream, "punica"), (f"simulated {stream}", "punica"), (KILLED, "punica"),
+    ]  # fmt: skip
+    assert [one.settings.get("share", 0.0) for one in found] == [0.0, 0.0, 0.0, 0.0, 0.4, 0.4, 0.0]
+    assert {(one.model, one.settings["speed_up"], one.settings["max_len"]) for one in found} == {
+        (model, speed_up, max_len)
+    }
 
 
 class RecordedCluster:
@@ -133,11 +184,13 @@ def test_runners_and_the_engine_they_are_compared_with_serve_on_the_hardware_of_
     settings = ray_hour.points(settle(cfg, EXPERIMENT))[0].settings
     assert settings["device"] == device
     monkeypatch.setattr(ray_serving, "RayCluster", RecordedCluster)
+    assert settings.get("checked", 0) == (ray_hour.CHECKED if gpus else 0)
     world = World(WORLD.paper, "punica", **settings)
-    with ray_hour._tenants(world) as tenants, ray_serving.runners(tenants, 4, "punica", None):
+    with tenants_of(world) as tenants, ray_serving.runners(tenants, 4, "punica", None):
         build, count, asked_gpus = RecordedCluster.built.pop()
         assert (build, count, asked_gpus) == (tenants.build, 4, gpus)  # and `served_alone` builds by the same
-        assert build.keywords == {"device": device}
+        assert build.keywords == {"device": device, "dtype": torch.float32}
+        assert build.args[2].batch_invariant == bool(gpus)
 
 
 def test_a_ray_that_does_not_come_up_is_one_error_of_the_configuration(monkeypatch) -> None:
@@ -160,19 +213,31 @@ def test_a_ray_that_does_not_come_up_is_one_error_of_the_configuration(monkeypat
 def test_the_hour_on_ray_from_the_command_line(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
     words = ["runtime=ray", "scale=smoke", "figure.kill=true", "figure.seconds=120", "figure.max_len=48"]
+    words += ["system.names=[punica,round_robin]", "figure.rates=[1]"]
     done = subprocess.run(
         [sys.executable, "-m", "experiments.fig13_cluster", *words, f"paths.outputs={tmp_path}"],
         cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout.splitlines()[-1])
-    assert (outcome["measured"], outcome["failed"]) == (3, [])
+    assert (outcome["measured"], outcome["failed"]) == (7, [])
     rows = read_rows(Path(outcome["rows_file"]))
-    assert {row.panel: row.kind for row in rows} == {RAY: "measured", KILLED: "measured", SIMULATED_RAY: "simulated"}
-    value = {(row.panel, row.metric, row.statistic): row.value for row in rows}
+    stream = f"{STEADY} 1 of the peak"
+    assert {row.panel: row.kind for row in rows} == {
+        RAY: "measured", KILLED: "measured", SIMULATED_RAY: "simulated",
+        stream: "measured", f"simulated {stream}": "simulated",
+    }  # fmt: skip
+    value = {(row.panel, row.metric, row.statistic): row.value for row in rows if row.system == "punica"}
+    for rule in ("punica", "round_robin"):
+        (other,) = [
+            row.value for row in rows
+            if (row.panel, row.system, row.metric) == (RAY, rule, "requests_with_other_tokens")
+        ]  # fmt: skip
+        assert other == 0
     for panel in (RAY, KILLED, SIMULATED_RAY):
         assert value[panel, "total_tokens", "value"] == value[RAY, "total_tokens", "value"]
     assert value[KILLED, "lost_runners", "value"] == 1
     assert value[RAY, "requests_with_other_tokens", "value"] == 0
     assert 0 < value[RAY, "decision_time", "median"] < value[RAY, "decision_time", "p90"]
     assert all(row.cost_model for row in rows if row.panel == SIMULATED_RAY)
+    assert value[f"simulated {stream}", "measured_over_simulated_mean_throughput", "value"] > 0
