@@ -12,6 +12,8 @@ A folder of rows can hold several scales, timers and statistics of one point. A 
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from copy import copy
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,16 +53,26 @@ class Rows:
         older = frame.get("older")
         measured = _one_row_per_repeat(frame, clock)
         chosen = _that_count(measured)
+        self._smoke = smoke
+        self._older = [] if older is None else list(dict.fromkeys(chosen.loc[chosen["older"], "figure"]))
         self._parts = chosen[chosen["repeat"].notna() & ~chosen["disturbed"]]
         self._measured = measured[measured["repeat"].notna()]
-        self._fill(_one_number_per_point(chosen), smoke)
-        self._older = [] if older is None else list(dict.fromkeys(chosen.loc[chosen["older"], "figure"]))
+        self._fill(_one_number_per_point(chosen))
 
-    def _fill(self, frame: pd.DataFrame, smoke: set[str]) -> None:
-        self._frame, self._smoke = frame, smoke
-        self._figures = {str(name): part for name, part in frame.groupby("figure")}
+    def _fill(self, frame: pd.DataFrame) -> None:
+        """Keep ``frame``: values apart from the other columns, which rows with other values share."""
+        self._values = frame["value"].to_numpy(dtype=float)
+        self._frame = frame.drop(columns="value").copy()  # the copy has columns of a kind in one block, quick to select
+        self._places = {str(name): places for name, places in sorted(frame.groupby("figure").indices.items())}
+        self._figures = {name: self._frame.take(places) for name, places in self._places.items()}
         self.asked: set[str] = set()
         """Figures asked for so far."""
+
+    def valued(self, values: np.ndarray) -> "Rows":
+        """Return the same rows with other values."""
+        rows = copy(self)
+        rows._values, rows.asked = values, set()
+        return rows
 
     def figure(self, *names: str) -> pd.DataFrame:
         """Return all rows of the figures whose name is, or begins with, one of ``names``; NotMeasured without any."""
@@ -70,7 +82,7 @@ class Rows:
             hint = " (only at scale=smoke, whose numbers mean nothing)" if smoke else ""
             raise NotMeasured(f"no rows of figure {' or '.join(names)} yet{hint}")
         self.asked |= set(found)
-        mine = [self._figures[figure] for figure in found]
+        mine = [self._figures[figure].assign(value=self._values[self._places[figure]]) for figure in found]
         return mine[0] if len(mine) == 1 else pd.concat(mine)
 
     def scale(self, figure: str) -> str:
@@ -82,12 +94,21 @@ class Rows:
         return [figure for figure in self._older if _one_of(figure, names)]
 
     def repeats(self, figures: set[str]) -> Iterator["Rows"]:
-        """Yield the rows of ``figures`` by undisturbed repeat; a point without that repeat keeps its number."""
-        parts = self._parts[self._parts["figure"].isin(figures)]
-        frame = self._frame[self._frame["figure"].isin(figures)]
-        for _, one in parts.groupby("repeat"):
-            values = frame[_POINT].merge(one[[*_POINT, "value"]], on=_POINT, how="left")["value"].to_numpy()
-            yield self._with(frame, np.where(np.isnan(values), frame["value"].to_numpy(dtype=float), values))
+        """Yield the rows by undisturbed repeat of ``figures``; a point without that repeat keeps its number."""
+        parts = self._placed_parts
+        for _, one in parts[parts["figure"].isin(figures)].groupby("repeat"):
+            values = self._values.copy()
+            values[one["place"]] = one["value"]
+            yield self.valued(values)
+
+    @cached_property
+    def _placed_parts(self) -> pd.DataFrame:
+        return self._placed(self._parts)
+
+    def _placed(self, parts: pd.DataFrame) -> pd.DataFrame:
+        """Return repeats with the places of their points in the frame (``place``)."""
+        numbered = self._frame[_POINT].assign(place=np.arange(len(self._frame)))
+        return parts[[*_POINT, "repeat", "value"]].merge(numbered, on=_POINT)
 
     def resamples(self, seeds: int) -> Iterator["Rows"]:
         """Yield the rows under other choices of the repeats that count: without each repeat in turn, then drawn with
@@ -99,7 +120,7 @@ class Rows:
         parts = self._drawable()
         for repeat in sorted(parts["repeat"].unique()):
             left = parts[parts["repeat"] != repeat]
-            yield self._with(self._frame, self._medians(left["place"].to_numpy(), left["value"].to_numpy()))
+            yield self.valued(self._medians(left["place"].to_numpy(), left["value"].to_numpy()))
         cells = parts.groupby(_CELL, dropna=False).ngroup().to_numpy()
         places, values = parts["place"].to_numpy(), parts["value"].to_numpy(dtype=float)
         grouped = parts.groupby("place")["value"]
@@ -107,55 +128,49 @@ class Rows:
         for seed in range(seeds if len(parts) else 0):
             luck = np.random.default_rng(seed).random((cells.max() + 1, times.max()))[cells, slots]
             drawn = np.arange(len(parts)) - slots + (luck * times).astype(int)
-            yield self._with(self._frame, self._medians(places, values[drawn]))
+            yield self.valued(self._medians(places, values[drawn]))
 
     def _drawable(self) -> pd.DataFrame:
         """Return the repeats that a resample may draw, by point (``place`` in the frame) and in order."""
         quiet = self._measured[~self._measured["disturbed"]]
         often = quiet[quiet.duplicated(_POINT, keep=False)]
         alone = self._measured[~_among(self._measured, often)]
-        numbered = self._frame[_POINT].assign(place=np.arange(len(self._frame)))
-        parts = pd.concat([often, alone])[[*_POINT, "repeat", "value"]].merge(numbered, on=_POINT)
-        return parts.sort_values(["place", "repeat"], ignore_index=True)
+        return self._placed(pd.concat([often, alone])).sort_values(["place", "repeat"], ignore_index=True)
 
     def _medians(self, places: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Return the numbers of all points, those at ``places`` from ``values``."""
-        found = self._frame["value"].to_numpy(dtype=float, copy=True)
+        found = self._values.copy()
         medians = pd.Series(values).groupby(places).median()
         found[medians.index.to_numpy()] = medians.to_numpy()
         return found
 
     def stirred(self, figures: set[str], by: float, **where: Any) -> "Rows | None":
-        """Return the rows of ``figures``, those whose columns equal ``where`` times different factors within ``1 - by``
+        """Return the rows, those of ``figures`` whose columns equal ``where`` times different factors within ``1 - by``
         and ``1 + by``, so that ratios change too; None without such a row.
         """
-        frame = self._frame[self._frame["figure"].isin(figures)]
-        chosen = np.logical_and.reduce([frame[name].to_numpy() == value for name, value in where.items()])
-        spread = 2 * (np.arange(1, len(frame) + 1) * _GOLDEN % 1) - 1
-        values = frame["value"].to_numpy(dtype=float)
-        return self._with(frame, np.where(chosen, (1 + by * spread) * values, values)) if chosen.any() else None
+        places = np.flatnonzero(self._frame["figure"].isin(figures))
+        chosen = np.logical_and.reduce([self._frame[name].to_numpy()[places] == value for name, value in where.items()])
+        if not chosen.any():
+            return None
+        spread = 2 * (np.arange(1, len(places) + 1) * _GOLDEN % 1) - 1
+        values = self._values.copy()
+        values[places[chosen]] *= 1 + by * spread[chosen]
+        return self.valued(values)
 
     def priced(
         self, figures: Collection[str], systems: Collection[str], price: Callable[[Any], float | None]
     ) -> "Rows":
         """Return the rows of ``systems`` in ``figures`` that ``price`` gives a value, with that value."""
-        frame = self._frame[self._frame["figure"].isin(figures) & self._frame["system"].isin(systems)]
+        places = np.flatnonzero(self._frame["figure"].isin(figures) & self._frame["system"].isin(systems))
+        frame = self._frame.take(places).assign(value=self._values[places])
         values = np.array([price(row) for row in frame[[*_POINT, "unit", "value"]].itertuples()], dtype=float)
-        known = ~np.isnan(values)
-        return self._with(frame[known], values[known])
-
-    def valued(self, values: np.ndarray) -> "Rows":
-        """Return the same rows with other values."""
-        return self._with(self._frame, values)
+        rows = copy(self)
+        rows._fill(frame.assign(value=values)[~np.isnan(values)])
+        return rows
 
     def timers(self, figure: str) -> list[str]:
         """Return the clocks that timed the chosen rows of ``figure``."""
         return sorted(set(self._figures[figure]["timer"]) - {""}) if figure in self._figures else []
-
-    def _with(self, frame: pd.DataFrame, values: np.ndarray) -> "Rows":
-        rows = object.__new__(Rows)
-        rows._fill(frame.assign(value=values), self._smoke)
-        return rows
 
 
 def _one_of(figure: str, names: Sequence[str]) -> bool:
@@ -172,6 +187,8 @@ def _one_row_per_repeat(frame: pd.DataFrame, clock: str) -> pd.DataFrame:
     frame = frame[~((frame["statistic"] == "count") & (frame["unit"] == "samples"))]
     frame = _preferred(frame, "scale", SCALES, ["figure"])
     frame = _preferred(frame, "timer", [clock, *TIMERS] if clock else TIMERS, ["figure", "metric"])
+    texts = [name for name, kind in frame.dtypes.items() if isinstance(kind, pd.StringDtype)]
+    frame = frame.astype(dict.fromkeys(texts, object))  # pandas selects one block of objects, and texts column by column
     return frame.sort_values("date", kind="stable").drop_duplicates([*_POINT, "repeat"], keep="last")
 
 
