@@ -4,7 +4,9 @@ Throughput is tokens per step over time per step, so a ratio of throughputs spli
 """
 
 import re
+from functools import cache
 
+import numpy as np
 import pandas as pd
 
 from experiments.claims.fig01 import LAST, layers
@@ -32,13 +34,12 @@ class Serving:
         frame = rows.figure("12" if role == "70B" else "11")
         self.model = model_for(frame, role)
         frame = pick(frame, model=self.model)
-        sizes = frame["panel"].map({panel: _gpus(panel) for panel in set(frame["panel"])})
-        self.gpus = max(sizes) or None  # the paper's own rows do not say
-        frame = frame if self.gpus is None else frame[sizes == self.gpus]
-        self.batch = 32 if (frame["batch_size"] == 32).any() else frame["batch_size"].max()
-        self.frame = frame[(frame["batch_size"] == self.batch) | frame["batch_size"].isna()]
-        self._served = self.frame[self.frame["metric"] == "throughput"]
-        self._systems = set(self._served["system"])
+        gpus, sizes = np.array([*map(_gpus, frame["panel"])]), frame["batch_size"].to_numpy(dtype=float)
+        self.gpus = int(gpus.max()) or None  # the paper's own rows do not say
+        most = gpus == gpus.max()
+        self.batch = 32 if (sizes[most] == 32).any() else np.fmax.reduce(sizes[most])
+        self.frame = frame[most & ((sizes == self.batch) | np.isnan(sizes))]
+        self._systems = set(self.frame["system"].to_numpy()[self.frame["metric"] == "throughput"])
         self._throughput: dict[str, pd.Series] = {}
 
     @property
@@ -57,7 +58,7 @@ class Serving:
     def throughput(self, system: str) -> pd.Series:
         """Return throughput by workload; NotMeasured when the system was not measured."""
         if system not in self._throughput:
-            self._throughput[system] = curve(self._served, "throughput", over="workload", system=system)
+            self._throughput[system] = curve(self.frame, "throughput", over="workload", system=system)
         return self._throughput[system]
 
     def get(self, system: str, workload: str) -> float:
@@ -103,6 +104,7 @@ class Serving:
         return 1e3 * tokens / self.get(PUNICA, "Identical") / steps
 
 
+@cache
 def _gpus(panel: str) -> int:
     """Return the number of GPUs that ``panel`` names; 0 for none."""
     named = re.search(r", tp (\d+)", panel)

@@ -26,6 +26,11 @@ CENTRAL = ("median", "value", "count")
 SCALES = ("paper", "gpu", "laptop")
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 are all different and fill [0, 1] evenly
 _POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "t_s", "gpu"]
+_READ = {
+    *_POINT, "value", "unit", "repeat", "statistic", "timer", "scale", "hardware", "disturbed", "kind", "cost_model",
+    "date", "older",
+}  # fmt: skip
+"""Columns that decide which rows count, and those that claims read."""
 _CELL = [name for name in _POINT if name not in ("system", "metric")]
 """Columns that points share which are timed side by side, and so slowed alike."""
 
@@ -49,12 +54,10 @@ class Rows:
     """
 
     def __init__(self, frame: pd.DataFrame, clock: str = "") -> None:
-        smoke = set(frame.loc[frame["scale"] == "smoke", "figure"])
-        older = frame.get("older")
         measured = _one_row_per_repeat(frame, clock)
         chosen = _that_count(measured)
-        self._smoke = smoke
-        self._older = [] if older is None else list(dict.fromkeys(chosen.loc[chosen["older"], "figure"]))
+        self._smoke = set(frame.loc[frame["scale"] == "smoke", "figure"])
+        self._older = list(dict.fromkeys(chosen.loc[chosen["older"], "figure"])) if "older" in chosen else []
         self._parts = chosen[chosen["repeat"].notna() & ~chosen["disturbed"]]
         self._measured = measured[measured["repeat"].notna()]
         self._fill(_one_number_per_point(chosen))
@@ -107,8 +110,8 @@ class Rows:
 
     def _placed(self, parts: pd.DataFrame) -> pd.DataFrame:
         """Return repeats with the places of their points in the frame (``place``)."""
-        numbered = self._frame[_POINT].assign(place=np.arange(len(self._frame)))
-        return parts[[*_POINT, "repeat", "value"]].merge(numbered, on=_POINT)
+        place = pd.Series(np.arange(len(self._frame)), self._frame["point"])
+        return parts.assign(place=place.loc[parts["point"]].to_numpy())
 
     def resamples(self, seeds: int) -> Iterator["Rows"]:
         """Yield the rows under other choices of the repeats that count: without each repeat in turn, then drawn with
@@ -133,8 +136,8 @@ class Rows:
     def _drawable(self) -> pd.DataFrame:
         """Return the repeats that a resample may draw, by point (``place`` in the frame) and in order."""
         quiet = self._measured[~self._measured["disturbed"]]
-        often = quiet[quiet.duplicated(_POINT, keep=False)]
-        alone = self._measured[~_among(self._measured, often)]
+        often = quiet[quiet.duplicated("point", keep=False)]
+        alone = self._measured[~self._measured["point"].isin(often["point"])]
         return self._placed(pd.concat([often, alone])).sort_values(["place", "repeat"], ignore_index=True)
 
     def _medians(self, places: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -178,46 +181,43 @@ def _one_of(figure: str, names: Sequence[str]) -> bool:
 
 
 def _one_row_per_repeat(frame: pd.DataFrame, clock: str) -> pd.DataFrame:
+    """Choose statistic, scale, timer and the latest of each repeat; column ``point``: a number of the point's own."""
+    frame = frame[[name for name in frame if name in _READ]]
     frame = frame[frame["statistic"].isin(CENTRAL) & (frame["scale"] != "smoke")]
     text = ["figure", "panel", "system", "workload", "model", "metric", "timer", "scale"]
     frame = frame.assign(**{name: frame[name].fillna("").astype(str) for name in text})
     frame = frame.assign(disturbed=frame["disturbed"].eq(True))
     frame = frame.assign(**{name: pd.to_numeric(frame[name]) for name in ("repeat", "value", "t_s", "gpu")})
+    texts = [name for name, kind in frame.dtypes.items() if isinstance(kind, pd.StringDtype)]
+    frame = frame.astype(dict.fromkeys(texts, object))  # pandas selects objects in one block, texts column by column
     # "count" rows of a sampled metric say how often it was measured; the median beside them is the number
     frame = frame[~((frame["statistic"] == "count") & (frame["unit"] == "samples"))]
     frame = _preferred(frame, "scale", SCALES, ["figure"])
     frame = _preferred(frame, "timer", [clock, *TIMERS] if clock else TIMERS, ["figure", "metric"])
-    texts = [name for name, kind in frame.dtypes.items() if isinstance(kind, pd.StringDtype)]
-    frame = frame.astype(dict.fromkeys(texts, object))  # pandas selects one block of objects, and texts column by column
-    return frame.sort_values("date", kind="stable").drop_duplicates([*_POINT, "repeat"], keep="last")
+    frame = frame.assign(point=frame.groupby(_POINT, dropna=False, sort=False).ngroup())
+    return frame.sort_values("date", kind="stable").drop_duplicates(["point", "repeat"], keep="last")
 
 
 def _that_count(frame: pd.DataFrame) -> pd.DataFrame:
     """Drop the disturbed repeats of points that have quiet ones."""
     parts = frame["repeat"].notna()
-    quiet = frame[parts & ~frame["disturbed"]]
-    return frame[~(parts & frame["disturbed"] & _among(frame, quiet))]
+    quiet = frame.loc[parts & ~frame["disturbed"], "point"]
+    return frame[~(parts & frame["disturbed"] & frame["point"].isin(quiet))]
 
 
 def _one_number_per_point(frame: pd.DataFrame) -> pd.DataFrame:
     """Keep aggregates, and make one median of each point that has repeats alone; column ``once``: points with fewer
     than two repeats.
     """
-    times = frame.groupby(_POINT, dropna=False)["repeat"].transform("nunique")
+    times = frame.groupby("point")["repeat"].transform("nunique")
     frame = frame.assign(once=times < 2)
     whole, parts = frame[frame["repeat"].isna()], frame[frame["repeat"].notna()]
     if parts.empty:
         return whole
-    first = parts.drop_duplicates(_POINT)
-    medians = parts.groupby(_POINT, dropna=False, sort=False)["value"].median()
+    first = parts.drop_duplicates("point")
+    medians = parts.groupby("point", sort=False)["value"].median()
     first = first.assign(value=medians.to_numpy())  # groups come in the order of their first rows
-    return pd.concat([part for part in (whole, first[~_among(first, whole)]) if not part.empty])
-
-
-def _among(rows: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
-    """Check for each of ``rows`` whether its point is among those of ``others``."""
-    points = others[_POINT].drop_duplicates().assign(there=True)
-    return rows[_POINT].merge(points, on=_POINT, how="left")["there"].notna().to_numpy()
+    return pd.concat([part for part in (whole, first[~first["point"].isin(whole["point"])]) if not part.empty])
 
 
 def _preferred(frame: pd.DataFrame, column: str, order: Sequence[str], within: list[str]) -> pd.DataFrame:
@@ -229,8 +229,9 @@ def _preferred(frame: pd.DataFrame, column: str, order: Sequence[str], within: l
 def model_for(frame: pd.DataFrame, role: str) -> str:
     """Return the model in ``frame`` that plays ``role`` ("7B", "13B", "70B"); NotMeasured without one."""
     players = _players(role)
+    present = set(frame["model"].to_numpy())
     for name in players:
-        if name in set(frame["model"]):
+        if name in present:
             return name
     raise NotMeasured(f"no rows of the {role} model ({', '.join(players)})")
 
@@ -269,12 +270,12 @@ def curve(frame: pd.DataFrame, metric: str, over: str = "batch_size", **where: A
     places = _places(frame, {"metric": metric, **where})  # copies of all columns would take most of a report's time
     keys = frame[over].to_numpy()[places]
     known = ~pd.isna(keys)
-    values = pd.Series(frame["value"].to_numpy()[places][known], pd.Index(keys[known], name=over), name="value")
-    values = values.sort_index()
-    if values.index.has_duplicates:
+    order = np.argsort(keys[known], kind="stable")
+    keys, values = keys[known][order], frame["value"].to_numpy()[places[known][order]]
+    if (keys[1:] == keys[:-1]).any():
         panels = ", ".join(sorted(set(frame["panel"].to_numpy()[places]))) or "one panel"
         raise NotMeasured(f"{metric} has several values per {over} ({panels}); the claim is about one curve")
-    return values
+    return pd.Series(values, pd.Index(keys, name=over), name="value")
 
 
 def at(values: pd.Series, index: float, what: str = "batch size") -> float:
