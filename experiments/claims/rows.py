@@ -13,7 +13,6 @@ A folder of rows can hold several scales, timers and statistics of one point. A 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -98,15 +97,10 @@ class Rows:
 
     def repeats(self, figures: set[str]) -> Iterator["Rows"]:
         """Yield the rows by undisturbed repeat of ``figures``; a point without that repeat keeps its number."""
-        parts = self._placed_parts
-        for _, one in parts[parts["figure"].isin(figures)].groupby("repeat"):
+        for _, one in self._placed(self._parts[self._parts["figure"].isin(figures)]).groupby("repeat"):
             values = self._values.copy()
             values[one["place"]] = one["value"]
             yield self.valued(values)
-
-    @cached_property
-    def _placed_parts(self) -> pd.DataFrame:
-        return self._placed(self._parts)
 
     def _placed(self, parts: pd.DataFrame) -> pd.DataFrame:
         """Return repeats with the places of their points in the frame (``place``)."""
@@ -163,12 +157,13 @@ class Rows:
     def priced(
         self, figures: Collection[str], systems: Collection[str], price: Callable[[Any], float | None]
     ) -> "Rows":
-        """Return the rows of ``systems`` in ``figures`` that ``price`` gives a value, with that value."""
+        """Return the rows of ``systems`` in ``figures`` that ``price`` gives a value, with that value and no repeats."""
         places = np.flatnonzero(self._frame["figure"].isin(figures) & self._frame["system"].isin(systems))
         frame = self._frame.take(places).assign(value=self._values[places])
         values = np.array([price(row) for row in frame[[*_POINT, "unit", "value"]].itertuples()], dtype=float)
         rows = copy(self)
         rows._fill(frame.assign(value=values)[~np.isnan(values)])
+        rows._parts, rows._measured = self._parts[:0], self._measured[:0]
         return rows
 
     def timers(self, figure: str) -> list[str]:
