@@ -157,7 +157,7 @@ class Rows:
     def priced(
         self, figures: Collection[str], systems: Collection[str], price: Callable[[Any], float | None]
     ) -> "Rows":
-        """Return the rows of ``systems`` in ``figures`` that ``price`` gives a value, with that value and no repeats."""
+        """Return the rows of ``systems`` in ``figures`` that ``price`` gives a value, with that value; no repeats."""
         places = np.flatnonzero(self._frame["figure"].isin(figures) & self._frame["system"].isin(systems))
         frame = self._frame.take(places).assign(value=self._values[places])
         values = np.array([price(row) for row in frame[[*_POINT, "unit", "value"]].itertuples()], dtype=float)
