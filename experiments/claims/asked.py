@@ -26,6 +26,8 @@ SPLIT = {
     "of that continuous batching, Punica / it in static batches": (PUNICA, STATIC_LORA),
 }
 """Parts of the gain over PEFT, which has the same matrix product; each part is asked to gain."""
+SERVED, ADAPTERS = "11", "ext many adapters"
+"""Figures that have the rows."""
 MANY, FEW = "1000 adapters", "32 adapters"
 TIGHT = "16 adapters, 8 slots"
 STREAM = 0.03
@@ -48,9 +50,9 @@ class Asked:
 
 def asked(rows: pd.DataFrame) -> list[Asked]:
     """Compute the ratios that ``rows`` of one machine give."""
-    chosen, on_gpu = Rows(rows), not (rows["hardware"] == "cpu").any()
+    chosen, on_gpu = Rows(rows[rows["figure"].isin((SERVED, ADAPTERS))]), not (rows["hardware"] == "cpu").any()
     found = []
-    for group, figures in ((_serving, {"11"}), (_streams, {"11"}), (_many, {"ext many adapters"})):
+    for group, figures in ((_serving, {SERVED}), (_streams, {SERVED}), (_many, {ADAPTERS})):
         quantities = _of(group, chosen)
         if not quantities:
             continue
@@ -129,7 +131,7 @@ def _has(cell: Serving, system: str, workload: str) -> bool:
 
 def _streams(rows: Rows) -> Quantities:
     """Streams served to their end: predicted by windows over measured."""
-    frame = rows.figure("11")
+    frame = rows.figure(SERVED)
     lines = frame[frame["metric"] == "prediction_over_stream"]
     name = "{0.model}, {0.panel}: {0.system}, {0.workload}, predicted / measured"
     return {name.format(row): (float(row.value), (WITHIN, STREAM)) for row in lines.itertuples()}
@@ -137,7 +139,7 @@ def _streams(rows: Rows) -> Quantities:
 
 def _many(rows: Rows) -> Quantities:
     """`ext_many_adapters`: many adapters against few, and requests that wait for a load against others."""
-    frame = rows.figure("ext many adapters")
+    frame = rows.figure(ADAPTERS)
     frame = frame[frame["system"] == PUNICA]
     found: Quantities = {}
     for (model, workload), cells in frame.groupby(["model", "workload"], sort=False):

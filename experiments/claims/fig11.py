@@ -3,8 +3,10 @@
 Throughput is tokens per step over time per step, so a ratio of throughputs splits into those two.
 """
 
-from functools import cached_property
+import re
+from functools import cache
 
+import numpy as np
 import pandas as pd
 
 from experiments.claims.fig01 import LAST, layers
@@ -32,11 +34,12 @@ class Serving:
         frame = rows.figure("12" if role == "70B" else "11")
         self.model = model_for(frame, role)
         frame = pick(frame, model=self.model)
-        sizes = frame["panel"].str.extract(r", tp (\d+)")[0].astype(float)
-        self.gpus = None if sizes.isna().all() else int(sizes.max())  # the paper's own rows do not say
-        frame = frame if self.gpus is None else frame[sizes == self.gpus]
-        self.batch = 32 if (frame["batch_size"] == 32).any() else frame["batch_size"].max()
-        self.frame = frame[(frame["batch_size"] == self.batch) | frame["batch_size"].isna()]
+        gpus, sizes = np.array([*map(_gpus, frame["panel"])]), frame["batch_size"].to_numpy(dtype=float)
+        self.gpus = int(gpus.max()) or None  # the paper's own rows do not say
+        most = gpus == gpus.max()
+        self.batch = 32 if (sizes[most] == 32).any() else np.fmax.reduce(sizes[most])
+        self.frame = frame[most & ((sizes == self.batch) | np.isnan(sizes))]
+        self._systems = set(self.frame["system"].to_numpy()[self.frame["metric"] == "throughput"])
         self._throughput: dict[str, pd.Series] = {}
 
     @property
@@ -49,19 +52,13 @@ class Serving:
         """Name of the model, with the number of GPUs where it is not the paper's."""
         return self.model if self.as_in_the_paper else f"{self.model} on {self.gpus} GPUs"
 
-    @cached_property
-    def _served(self) -> dict[str, pd.DataFrame]:
-        served = self.frame[self.frame["metric"] == "throughput"]
-        return {str(name): cells for name, cells in served.groupby("system")}
-
     def has(self, system: str) -> bool:
-        return system in self._served
+        return system in self._systems
 
     def throughput(self, system: str) -> pd.Series:
         """Return throughput by workload; NotMeasured when the system was not measured."""
         if system not in self._throughput:
-            cells = self._served.get(system, self.frame)
-            self._throughput[system] = curve(cells, "throughput", over="workload", system=system)
+            self._throughput[system] = curve(self.frame, "throughput", over="workload", system=system)
         return self._throughput[system]
 
     def get(self, system: str, workload: str) -> float:
@@ -105,6 +102,13 @@ class Serving:
         if implied is not None or tokens is None or steps is None:
             return implied
         return 1e3 * tokens / self.get(PUNICA, "Identical") / steps
+
+
+@cache
+def _gpus(panel: str) -> int:
+    """Return the number of GPUs that ``panel`` names; 0 for none."""
+    named = re.search(r", tp (\d+)", panel)
+    return int(named[1]) if named else 0
 
 
 def serving(rows: Rows, roles: tuple[str, ...]) -> list[Serving]:

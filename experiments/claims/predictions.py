@@ -68,7 +68,7 @@ class Prediction:
 
 def predictions(rows: pd.DataFrame, folder: str | Path) -> list[Prediction]:
     """Compare the simulated rows in ``rows`` (of one machine) with ``folder``, the path of `paper_results`."""
-    chosen = Rows(rows)
+    chosen = Rows(rows[rows["figure"] == "13"])
     try:
         ours = Hour.of(chosen)
     except NoVerdict:

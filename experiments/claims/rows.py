@@ -12,6 +12,7 @@ A folder of rows can hold several scales, timers and statistics of one point. A 
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,11 @@ CENTRAL = ("median", "value", "count")
 SCALES = ("paper", "gpu", "laptop")
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 are all different and fill [0, 1] evenly
 _POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "t_s", "gpu"]
+_READ = {
+    *_POINT, "value", "unit", "repeat", "statistic", "timer", "scale", "hardware", "disturbed", "kind", "cost_model",
+    "date", "older",
+}  # fmt: skip
+"""Columns that decide which rows count, and those that claims read."""
 _CELL = [name for name in _POINT if name not in ("system", "metric")]
 """Columns that points share which are timed side by side, and so slowed alike."""
 
@@ -47,20 +53,28 @@ class Rows:
     """
 
     def __init__(self, frame: pd.DataFrame, clock: str = "") -> None:
-        smoke = set(frame.loc[frame["scale"] == "smoke", "figure"])
-        older = frame.get("older")
         measured = _one_row_per_repeat(frame, clock)
         chosen = _that_count(measured)
+        self._smoke = set(frame.loc[frame["scale"] == "smoke", "figure"])
+        self._older = list(dict.fromkeys(chosen.loc[chosen["older"], "figure"])) if "older" in chosen else []
         self._parts = chosen[chosen["repeat"].notna() & ~chosen["disturbed"]]
         self._measured = measured[measured["repeat"].notna()]
-        self._fill(_one_number_per_point(chosen), smoke)
-        self._older = [] if older is None else list(dict.fromkeys(chosen.loc[chosen["older"], "figure"]))
+        self._fill(_one_number_per_point(chosen))
 
-    def _fill(self, frame: pd.DataFrame, smoke: set[str]) -> None:
-        self._frame, self._smoke = frame, smoke
-        self._figures = {str(name): part for name, part in frame.groupby("figure")}
+    def _fill(self, frame: pd.DataFrame) -> None:
+        """Keep ``frame``: values apart from the other columns, which rows with other values share."""
+        self._values = frame["value"].to_numpy(dtype=float)
+        self._frame = frame.drop(columns="value").copy()  # the copy has columns of a kind in one block, quick to select
+        self._places = {str(name): places for name, places in sorted(frame.groupby("figure").indices.items())}
+        self._figures = {name: self._frame.take(places) for name, places in self._places.items()}
         self.asked: set[str] = set()
         """Figures asked for so far."""
+
+    def valued(self, values: np.ndarray) -> "Rows":
+        """Return the same rows with other values."""
+        rows = copy(self)
+        rows._values, rows.asked = values, set()
+        return rows
 
     def figure(self, *names: str) -> pd.DataFrame:
         """Return all rows of the figures whose name is, or begins with, one of ``names``; NotMeasured without any."""
@@ -70,7 +84,7 @@ class Rows:
             hint = " (only at scale=smoke, whose numbers mean nothing)" if smoke else ""
             raise NotMeasured(f"no rows of figure {' or '.join(names)} yet{hint}")
         self.asked |= set(found)
-        mine = [self._figures[figure] for figure in found]
+        mine = [self._figures[figure].assign(value=self._values[self._places[figure]]) for figure in found]
         return mine[0] if len(mine) == 1 else pd.concat(mine)
 
     def scale(self, figure: str) -> str:
@@ -82,12 +96,16 @@ class Rows:
         return [figure for figure in self._older if _one_of(figure, names)]
 
     def repeats(self, figures: set[str]) -> Iterator["Rows"]:
-        """Yield the rows of ``figures`` by undisturbed repeat; a point without that repeat keeps its number."""
-        parts = self._parts[self._parts["figure"].isin(figures)]
-        frame = self._frame[self._frame["figure"].isin(figures)]
-        for _, one in parts.groupby("repeat"):
-            values = frame[_POINT].merge(one[[*_POINT, "value"]], on=_POINT, how="left")["value"].to_numpy()
-            yield self._with(frame, np.where(np.isnan(values), frame["value"].to_numpy(dtype=float), values))
+        """Yield the rows by undisturbed repeat of ``figures``; a point without that repeat keeps its number."""
+        for _, one in self._placed(self._parts[self._parts["figure"].isin(figures)]).groupby("repeat"):
+            values = self._values.copy()
+            values[one["place"]] = one["value"]
+            yield self.valued(values)
+
+    def _placed(self, parts: pd.DataFrame) -> pd.DataFrame:
+        """Return repeats with the places of their points in the frame (``place``)."""
+        place = pd.Series(np.arange(len(self._frame)), self._frame["point"])
+        return parts.assign(place=place.loc[parts["point"]].to_numpy())
 
     def resamples(self, seeds: int) -> Iterator["Rows"]:
         """Yield the rows under other choices of the repeats that count: without each repeat in turn, then drawn with
@@ -99,7 +117,7 @@ class Rows:
         parts = self._drawable()
         for repeat in sorted(parts["repeat"].unique()):
             left = parts[parts["repeat"] != repeat]
-            yield self._with(self._frame, self._medians(left["place"].to_numpy(), left["value"].to_numpy()))
+            yield self.valued(self._medians(left["place"].to_numpy(), left["value"].to_numpy()))
         cells = parts.groupby(_CELL, dropna=False).ngroup().to_numpy()
         places, values = parts["place"].to_numpy(), parts["value"].to_numpy(dtype=float)
         grouped = parts.groupby("place")["value"]
@@ -107,55 +125,50 @@ class Rows:
         for seed in range(seeds if len(parts) else 0):
             luck = np.random.default_rng(seed).random((cells.max() + 1, times.max()))[cells, slots]
             drawn = np.arange(len(parts)) - slots + (luck * times).astype(int)
-            yield self._with(self._frame, self._medians(places, values[drawn]))
+            yield self.valued(self._medians(places, values[drawn]))
 
     def _drawable(self) -> pd.DataFrame:
         """Return the repeats that a resample may draw, by point (``place`` in the frame) and in order."""
         quiet = self._measured[~self._measured["disturbed"]]
-        often = quiet[quiet.duplicated(_POINT, keep=False)]
-        alone = self._measured[~_among(self._measured, often)]
-        numbered = self._frame[_POINT].assign(place=np.arange(len(self._frame)))
-        parts = pd.concat([often, alone])[[*_POINT, "repeat", "value"]].merge(numbered, on=_POINT)
-        return parts.sort_values(["place", "repeat"], ignore_index=True)
+        often = quiet[quiet.duplicated("point", keep=False)]
+        alone = self._measured[~self._measured["point"].isin(often["point"])]
+        return self._placed(pd.concat([often, alone])).sort_values(["place", "repeat"], ignore_index=True)
 
     def _medians(self, places: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Return the numbers of all points, those at ``places`` from ``values``."""
-        found = self._frame["value"].to_numpy(dtype=float, copy=True)
+        found = self._values.copy()
         medians = pd.Series(values).groupby(places).median()
         found[medians.index.to_numpy()] = medians.to_numpy()
         return found
 
     def stirred(self, figures: set[str], by: float, **where: Any) -> "Rows | None":
-        """Return the rows of ``figures``, those whose columns equal ``where`` times different factors within ``1 - by``
+        """Return the rows, those of ``figures`` whose columns equal ``where`` times different factors within ``1 - by``
         and ``1 + by``, so that ratios change too; None without such a row.
         """
-        frame = self._frame[self._frame["figure"].isin(figures)]
-        chosen = np.logical_and.reduce([frame[name].to_numpy() == value for name, value in where.items()])
-        spread = 2 * (np.arange(1, len(frame) + 1) * _GOLDEN % 1) - 1
-        values = frame["value"].to_numpy(dtype=float)
-        return self._with(frame, np.where(chosen, (1 + by * spread) * values, values)) if chosen.any() else None
+        places = np.flatnonzero(self._frame["figure"].isin(figures))
+        chosen = np.logical_and.reduce([self._frame[name].to_numpy()[places] == value for name, value in where.items()])
+        if not chosen.any():
+            return None
+        spread = 2 * (np.arange(1, len(places) + 1) * _GOLDEN % 1) - 1
+        values = self._values.copy()
+        values[places[chosen]] *= 1 + by * spread[chosen]
+        return self.valued(values)
 
     def priced(
         self, figures: Collection[str], systems: Collection[str], price: Callable[[Any], float | None]
     ) -> "Rows":
-        """Return the rows of ``systems`` in ``figures`` that ``price`` gives a value, with that value."""
-        frame = self._frame[self._frame["figure"].isin(figures) & self._frame["system"].isin(systems)]
+        """Return the rows of ``systems`` in ``figures`` that ``price`` gives a value, with that value; no repeats."""
+        places = np.flatnonzero(self._frame["figure"].isin(figures) & self._frame["system"].isin(systems))
+        frame = self._frame.take(places).assign(value=self._values[places])
         values = np.array([price(row) for row in frame[[*_POINT, "unit", "value"]].itertuples()], dtype=float)
-        known = ~np.isnan(values)
-        return self._with(frame[known], values[known])
-
-    def valued(self, values: np.ndarray) -> "Rows":
-        """Return the same rows with other values."""
-        return self._with(self._frame, values)
+        rows = copy(self)
+        rows._fill(frame.assign(value=values)[~np.isnan(values)])
+        rows._parts, rows._measured = self._parts[:0], self._measured[:0]
+        return rows
 
     def timers(self, figure: str) -> list[str]:
         """Return the clocks that timed the chosen rows of ``figure``."""
         return sorted(set(self._figures[figure]["timer"]) - {""}) if figure in self._figures else []
-
-    def _with(self, frame: pd.DataFrame, values: np.ndarray) -> "Rows":
-        rows = object.__new__(Rows)
-        rows._fill(frame.assign(value=values), self._smoke)
-        return rows
 
 
 def _one_of(figure: str, names: Sequence[str]) -> bool:
@@ -163,44 +176,43 @@ def _one_of(figure: str, names: Sequence[str]) -> bool:
 
 
 def _one_row_per_repeat(frame: pd.DataFrame, clock: str) -> pd.DataFrame:
+    """Choose statistic, scale, timer and the latest of each repeat; column ``point``: a number of the point's own."""
+    frame = frame[[name for name in frame if name in _READ]]
     frame = frame[frame["statistic"].isin(CENTRAL) & (frame["scale"] != "smoke")]
     text = ["figure", "panel", "system", "workload", "model", "metric", "timer", "scale"]
     frame = frame.assign(**{name: frame[name].fillna("").astype(str) for name in text})
     frame = frame.assign(disturbed=frame["disturbed"].eq(True))
     frame = frame.assign(**{name: pd.to_numeric(frame[name]) for name in ("repeat", "value", "t_s", "gpu")})
+    texts = [name for name, kind in frame.dtypes.items() if isinstance(kind, pd.StringDtype)]
+    frame = frame.astype(dict.fromkeys(texts, object))  # pandas selects objects in one block, texts column by column
     # "count" rows of a sampled metric say how often it was measured; the median beside them is the number
     frame = frame[~((frame["statistic"] == "count") & (frame["unit"] == "samples"))]
     frame = _preferred(frame, "scale", SCALES, ["figure"])
     frame = _preferred(frame, "timer", [clock, *TIMERS] if clock else TIMERS, ["figure", "metric"])
-    return frame.sort_values("date", kind="stable").drop_duplicates([*_POINT, "repeat"], keep="last")
+    frame = frame.assign(point=frame.groupby(_POINT, dropna=False, sort=False).ngroup())
+    return frame.sort_values("date", kind="stable").drop_duplicates(["point", "repeat"], keep="last")
 
 
 def _that_count(frame: pd.DataFrame) -> pd.DataFrame:
     """Drop the disturbed repeats of points that have quiet ones."""
     parts = frame["repeat"].notna()
-    quiet = frame[parts & ~frame["disturbed"]]
-    return frame[~(parts & frame["disturbed"] & _among(frame, quiet))]
+    quiet = frame.loc[parts & ~frame["disturbed"], "point"]
+    return frame[~(parts & frame["disturbed"] & frame["point"].isin(quiet))]
 
 
 def _one_number_per_point(frame: pd.DataFrame) -> pd.DataFrame:
     """Keep aggregates, and make one median of each point that has repeats alone; column ``once``: points with fewer
     than two repeats.
     """
-    times = frame.groupby(_POINT, dropna=False)["repeat"].transform("nunique")
+    times = frame.groupby("point")["repeat"].transform("nunique")
     frame = frame.assign(once=times < 2)
     whole, parts = frame[frame["repeat"].isna()], frame[frame["repeat"].notna()]
     if parts.empty:
         return whole
-    first = parts.drop_duplicates(_POINT)
-    medians = parts.groupby(_POINT, dropna=False, sort=False)["value"].median()
+    first = parts.drop_duplicates("point")
+    medians = parts.groupby("point", sort=False)["value"].median()
     first = first.assign(value=medians.to_numpy())  # groups come in the order of their first rows
-    return pd.concat([part for part in (whole, first[~_among(first, whole)]) if not part.empty])
-
-
-def _among(rows: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
-    """Check for each of ``rows`` whether its point is among those of ``others``."""
-    points = others[_POINT].drop_duplicates().assign(there=True)
-    return rows[_POINT].merge(points, on=_POINT, how="left")["there"].notna().to_numpy()
+    return pd.concat([part for part in (whole, first[~first["point"].isin(whole["point"])]) if not part.empty])
 
 
 def _preferred(frame: pd.DataFrame, column: str, order: Sequence[str], within: list[str]) -> pd.DataFrame:
@@ -212,8 +224,9 @@ def _preferred(frame: pd.DataFrame, column: str, order: Sequence[str], within: l
 def model_for(frame: pd.DataFrame, role: str) -> str:
     """Return the model in ``frame`` that plays ``role`` ("7B", "13B", "70B"); NotMeasured without one."""
     players = _players(role)
+    present = set(frame["model"].to_numpy())
     for name in players:
-        if name in set(frame["model"]):
+        if name in present:
             return name
     raise NotMeasured(f"no rows of the {role} model ({', '.join(players)})")
 
@@ -252,12 +265,12 @@ def curve(frame: pd.DataFrame, metric: str, over: str = "batch_size", **where: A
     places = _places(frame, {"metric": metric, **where})  # copies of all columns would take most of a report's time
     keys = frame[over].to_numpy()[places]
     known = ~pd.isna(keys)
-    values = pd.Series(frame["value"].to_numpy()[places][known], pd.Index(keys[known], name=over), name="value")
-    values = values.sort_index()
-    if values.index.has_duplicates:
+    order = np.argsort(keys[known], kind="stable")
+    keys, values = keys[known][order], frame["value"].to_numpy()[places[known][order]]
+    if (keys[1:] == keys[:-1]).any():
         panels = ", ".join(sorted(set(frame["panel"].to_numpy()[places]))) or "one panel"
         raise NotMeasured(f"{metric} has several values per {over} ({panels}); the claim is about one curve")
-    return values
+    return pd.Series(values, pd.Index(keys, name=over), name="value")
 
 
 def at(values: pd.Series, index: float, what: str = "batch size") -> float:

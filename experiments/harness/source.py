@@ -49,12 +49,18 @@ def decisive(script: Path, root: Path = REPOSITORY) -> set[Path]:
         path = waiting.pop()
         if path not in seen:
             seen.add(path)
-            waiting += [file for name in _code(path)[1] for file in _files(name, root)]
+            waiting += _imported(path, root)
     return seen
 
 
 def _name(path: Path, root: Path) -> str:
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+
+
+@lru_cache(maxsize=512)
+def _imported(path: Path, root: Path) -> tuple[Path, ...]:
+    """The module files that importing the file `path` runs."""
+    return tuple(dict.fromkeys(file for name in _code(path)[1] for file in _files(name, root)))
 
 
 def _files(name: str, root: Path) -> Iterator[Path]:

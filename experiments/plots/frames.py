@@ -13,7 +13,7 @@ from punica.measure.records import COLUMNS, TIMERS, read_rows
 
 def distinct(rows: pd.DataFrame, column: str) -> list[str]:
     """The different texts of a column, sorted, without the empty one."""
-    return sorted(set(rows[column].dropna().astype(str)) - {""})
+    return sorted(set(rows[column].drop_duplicates().dropna().astype(str)) - {""})
 
 
 def measured_frame(path: Path) -> pd.DataFrame:

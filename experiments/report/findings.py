@@ -74,9 +74,12 @@ def _found(sought: Sought, rows: Rows) -> Found | None:
 def matching(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
     """Return the rows of ``frame`` whose columns match ``where``."""
     for name, wanted in where.items():
-        column = frame[name]
-        same = [fnmatchcase(one, wanted) for one in column] if isinstance(wanted, str) else (column == wanted)
-        frame = frame[np.asarray(same, dtype=bool)]
+        column = frame[name].to_numpy()
+        if isinstance(wanted, str):
+            same = np.isin(column, [one for one in set(column) if fnmatchcase(one, wanted)])
+        else:
+            same = column == wanted
+        frame = frame[same]
     return frame
 
 

@@ -5,9 +5,10 @@ commits of its rows.
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from functools import cache
 
 import pandas as pd
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from experiments.claims import Verdict
 from experiments.claims.judge import MEASURED_IN, command, scales_of
@@ -31,8 +32,13 @@ def figure_command(name: str) -> str:
 
 def minutes(name: str, scale: str) -> float | None:
     """Return the minutes that ``make reproduce`` gives the experiment ``name`` at ``scale``; None where it has none."""
-    stated = OmegaConf.load(CONF / "figure" / f"{name}.yaml").get("minutes") or {}
-    return stated.get(scale)
+    return (settings(name).get("minutes") or {}).get(scale)
+
+
+@cache
+def settings(name: str) -> DictConfig:
+    """Return what the figure of the experiment ``name`` sets."""
+    return OmegaConf.load(CONF / "figure" / f"{name}.yaml")
 
 
 def all_minutes(name: str, recorded: Collection[str]) -> str:

@@ -4,8 +4,6 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from experiments.claims import Verdict
 from experiments.claims.fig11 import Serving
 from experiments.claims.placement import placement_verdicts
@@ -15,9 +13,9 @@ from experiments.facts.paper import as_rows, read_figure
 from experiments.facts.systems import SYSTEMS, name_of
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import Experiment
-from experiments.harness.schema import CONF
 from experiments.report.findings import Found, find
 from experiments.report.machines import Machine, columns, file_name
+from experiments.report.runs import settings
 from experiments.report.sought import SOUGHT, public_kernels
 from experiments.report.verdicts import measured_on, notes
 from punica.workload.popularity import PAPER_WORKLOADS
@@ -108,7 +106,7 @@ def findings(machine: Machine) -> Iterable[tuple[str, str, Table]]:
 
 def title_of(experiment: Experiment) -> str:
     """Return the title of a figure, with its place in the paper where it has one."""
-    title = str(OmegaConf.load(CONF / "figure" / f"{experiment.name}.yaml").title)
+    title = str(settings(experiment.name).title)
     figure = experiment.figure
     place = f"Figure {figure}" if figure.isdigit() else figure.replace("text", "Section").replace("README", "README,")
     return title if figure.startswith("ext") else f"{place.partition(',')[0]}: {title}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from experiments.benches.operator_conf import OperatorConf
 from experiments.harness import PROTOCOL, CheckFailed, Experiment, Point, Reading, sampled
@@ -80,11 +80,12 @@ def composed(tmp_path, *overrides: str, name: str = "fig08_lora_operator") -> Di
     from hydra.core.config_store import ConfigStore
 
     _register_all()
-    paths = {"outputs": tmp_path, "results": f"{tmp_path}/results", "figures": f"{tmp_path}/figures"}
     options = tuple((path, id(node)) for path, node in _options(ConfigStore.instance().repo))
-    given = ("scale=smoke", "hardware=cpu", *(f"paths.{path}=here" for path in paths), "draw=false", *overrides)
-    config = pickle.loads(_composed(name, given, options)[0])
-    for path, place in paths.items():
-        if not any(override.startswith(f"paths.{path}=") for override in overrides):
-            config.paths[path] = str(place)
+    keys = [override.partition("=")[0] for override in overrides]
+    usual = (choice for choice in ("scale=smoke", "hardware=cpu") if choice.partition("=")[0] not in keys)
+    config = pickle.loads(_composed(name, (*usual, *overrides), options)[0])
+    places = {"outputs": tmp_path, "results": tmp_path / "results", "figures": tmp_path / "figures"}
+    given = {"draw": False, **{f"paths.{path}": str(place) for path, place in places.items()}}
+    for key in given.keys() - keys:
+        OmegaConf.update(config, key, given[key])
     return config

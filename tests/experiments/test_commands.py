@@ -21,6 +21,11 @@ def command(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, check=False)
 
 
+def alone(folder: Path) -> list[str]:
+    """Options of a run into ``folder`` at smoke scale, whose report judges no recorded machine beside it."""
+    return ["scale=smoke", "hardware=cpu", f"paths.outputs={folder}", f"paths.results={folder}/recorded"]
+
+
 def last_json(done: subprocess.CompletedProcess[str]) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -82,11 +87,12 @@ def test_a_script_runs_and_multirun_sweeps_an_outer_axis(tmp_path):
 
 @pytest.mark.slow
 def test_reproduce_resumes_redoes_only_what_was_deleted_and_reports(tmp_path):
-    words = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,readme]"]
-    first = command("commands.reproduce", *words)
+    beside_the_recorded = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,readme]"]
+    first = command("commands.reproduce", *beside_the_recorded)
     assert first.returncode == 0, first.stderr
     assert last_json(first)["measured"] == ["fig08_lora_operator", "readme_backbone"]
     assert Path(last_json(first)["report"]).exists()
+    words = [*alone(tmp_path), "figures=[fig08,readme]"]
     second = last_json(command("commands.reproduce", *words))
     assert set(second["measured"]) <= set(last_json(first)["disturbed"])  # none, where nothing else runs
     (tmp_path / "cpu" / "smoke" / "rows" / "readme_backbone.csv").unlink()
@@ -102,7 +108,7 @@ from experiments.commands import reproduce as module
 module.minutes_of = lambda configs: dict.fromkeys(configs, 0.0005)
 module.batch_main("reproduce", "", module.reproduce, "figures", measures=True)
 """
-    words = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,readme]"]
+    words = [*alone(tmp_path), "figures=[fig08,readme]"]
     done = subprocess.run(
         [sys.executable, "-c", short, *words], capture_output=True, text=True, cwd=REPOSITORY, check=False
     )
@@ -119,9 +125,7 @@ def test_a_figure_that_fails_does_not_stop_the_others(tmp_path):
     rows = tmp_path / "cpu" / "smoke" / "rows"
     rows.mkdir(parents=True)
     (rows / "fig08_lora_operator.csv").write_text("not,rows\n")
-    done = command(
-        "commands.reproduce", "scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,readme]"
-    )
+    done = command("commands.reproduce", *alone(tmp_path), "figures=[fig08,readme]")
     assert done.returncode == 1
     assert last_json(done)["measured"] == ["readme_backbone"]
     assert "line 1" in last_json(done)["failed"]["fig08_lora_operator"]
@@ -144,7 +148,7 @@ def test_a_choice_that_no_chosen_figure_reads_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_choice_that_one_chosen_figure_reads_is_taken(tmp_path):
-    words = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", "figures=[fig08,fig01]", "model=llama-tiny"]
+    words = [*alone(tmp_path), "figures=[fig08,fig01]", "model=llama-tiny"]
     done = command("commands.reproduce", *words, "draw=false")
     assert done.returncode == 0, done.stderr
     assert last_json(done)["measured"] == ["fig08_lora_operator", "fig01_batching"]

@@ -2,8 +2,11 @@
 
 Each value of an interpreted kernel gets a block type and a shape of constexprs, new every time though only few differ.
 Each sum of integers is computed a second time, in 64 bits, for an assertion that is only made with ``debug``.
+Each operation of two values of one type is asked which type they become, and each call passes two wrappers.
 """
 
+import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,9 +18,11 @@ from triton.runtime import interpreter
 _original_np_dtype = interpreter._get_np_dtype
 _original_block_type = core.block_type.__init__
 _original_broadcast = TritonSemantic.broadcast_impl_value
+_original_operands = TritonSemantic.binary_op_type_checking_impl
+_original_unwrap = core._unwrap_if_constexpr
+_original_equal = core.dtype.__eq__
 _np_dtypes: dict[str, np.dtype] = {}
 _block_types: dict[tuple, dict[str, Any]] = {}
-_shapes: dict[tuple, tuple[core.constexpr, core.tuple]] = {}
 _patched: set[str] = set()
 
 
@@ -29,27 +34,76 @@ def _np_dtype(of: tl.dtype) -> np.dtype:
 
 
 def _init_block_type(self: core.block_type, element_ty: tl.dtype, shape: Any) -> None:
-    key = (element_ty.name, *(size.value if isinstance(size, core.constexpr) else size for size in shape))
+    sizes = tuple([size.value if type(size) is core.constexpr else size for size in shape])
+    key = element_ty.name, sizes
     if key not in _block_types:
         _original_block_type(self, element_ty, shape)
         _block_types[key] = {name: getattr(self, name) for name in ("shape", "numel", "name")}
+        _block_types[key]["of_tensors"] = _of_tensors(sizes)
     self.element_ty = element_ty
     self.__dict__.update(_block_types[key])
 
 
+@cache
+def _of_tensors(sizes: tuple[int, ...]) -> tuple[core.constexpr, core.tuple]:
+    """Return ``numel`` and ``shape`` of tensors, the same objects for the same sizes."""
+    return core.constexpr(math.prod(sizes)), core.tuple([core.constexpr(size) for size in sizes])
+
+
+_OF_SCALARS = _of_tensors(())
+
+
 def _init_tensor(self: core.tensor, handle: Any, type: tl.dtype) -> None:
-    shape = tuple(type.shape.values) if type.is_block() else ()
-    if shape not in _shapes:
-        sizes = core.tuple([core.constexpr(size) for size in shape])
-        _shapes[shape] = core.constexpr(int(np.prod(shape, dtype=np.int64))), sizes
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.numel, self.shape = _shapes[shape]
+    self.numel, self.shape = type.of_tensors if type.is_block() else _OF_SCALARS
 
 
 def _broadcast(self: TritonSemantic, lhs: core.tensor, rhs: core.tensor) -> tuple[core.tensor, core.tensor]:
     if lhs.shape is rhs.shape:
         return lhs, rhs
     return _original_broadcast(self, lhs, rhs)
+
+
+_SIGNED = "int32", "int64"
+
+
+def _operands(
+    self: TritonSemantic, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True, div_or_mod: bool = False,
+) -> tuple[core.tensor, core.tensor]:  # fmt: skip
+    """Two tensors of one type, pointers and offsets, signed tensors and small integers keep their types."""
+    if type(lhs) is core.tensor and not div_or_mod:
+        kind = lhs.dtype
+        if type(rhs) is core.tensor:
+            if allow_lhs_ptr and rhs.dtype.name in _SIGNED if kind.is_ptr() else rhs.dtype.name == kind.name:
+                return _broadcast(self, lhs, rhs)
+        elif type(rhs) is int and kind.name in _SIGNED and arithmetic_check and abs(rhs) < 1 << 31:
+            return _broadcast(self, lhs, self.scalar_constant(rhs, kind))
+    return _original_operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+_PLAIN = {int, float, bool, str, type(None), core.tensor, core.dtype}
+
+
+def _unwrap(value: Any) -> Any:
+    if type(value) is core.constexpr:
+        return value.value
+    return value if type(value) in _PLAIN else _original_unwrap(value)
+
+
+def _equal(self: core.dtype, other: Any) -> bool:
+    return self.name == other.name if type(other) is core.dtype else _original_equal(self, other)
+
+
+def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Call what is inside of the wrapper that asks for ``_semantic``, with it."""
+    inner = getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return inner(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
 
 
 def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,5 +120,9 @@ def install() -> None:
     core.block_type.__init__ = _init_block_type
     core.tensor.__init__ = _init_tensor
     TritonSemantic.broadcast_impl_value = _broadcast
+    TritonSemantic.binary_op_type_checking_impl = _operands
+    core._unwrap_if_constexpr = _unwrap
+    core.dtype.__eq__ = _equal
+    interpreter._patch_attr = _patch_attr
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.InterpretedFunction.__call__ = _call_device_function
