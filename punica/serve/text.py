@@ -17,15 +17,10 @@ class ChoiceText:
 
     def __init__(self, codec: TextCodec, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._text = growing_text(codec, params, prompt_token_ids)
-        self._num_sent = 0
 
     def add(self, piece: Piece) -> str:
         """Return the text that became certain with a piece."""
-        for token in piece.token_ids[: piece.num_text]:
-            self._text.append(token)
-        whole = self._text.settled if piece.result is None else self._text.finish()
-        start, self._num_sent = self._num_sent, len(whole)
-        return whole[start:]
+        return self._text.take(piece.token_ids[: piece.num_text], is_last=piece.result is not None)
 
 
 class TokenStrings:
