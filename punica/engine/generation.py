@@ -255,7 +255,7 @@ class _Tail:
         self.state, self.is_complete = state, False
         self._index = index
         self._text = None if codec is None else growing_text(codec, state.params, state.prompt_token_ids)
-        self._tokens, self._characters = 0, 0
+        self._tokens = 0
 
     @property
     def has_news(self) -> bool:
@@ -266,10 +266,7 @@ class _Tail:
         """Return the new output; the last chunk has the result. A tokenizer's error leaves the position unchanged."""
         start, text = self._tokens, None
         if self._text is not None:
-            for token in self.state.text_token_ids[start:]:
-                self._text.append(token)
-            whole = self._text.settled if result is None else self._text.finish()
-            text, self._characters = whole[self._characters :], len(whole)
+            text = self._text.take(self.state.text_token_ids[start:], is_last=result is not None)
         self.is_complete = result is not None
         self._tokens = self.state.num_generated
         return GenerationChunk(self._index, self.state.output_token_ids[start:], text, result)

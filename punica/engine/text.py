@@ -140,9 +140,10 @@ class GrowingText:
         self._hidden: list[tuple[int, int]] = []
         self._specials = {} if keeps_special else codec.special_texts
         self._is_searched = any(text in one for one in stop for text in self._specials.values())
-        self._ids: list[int] = []
         self._prompt_token_ids, self._has_begun = prompt_token_ids, False
-        self._before, self._read = 0, 0  # tokens [before, read) are in the text: context of the next
+        self._ids: list[int] = []  # the first num_context are in the text, as known: context of the next
+        self._num_context, self._known = 0, ""
+        self._num_taken = 0
 
     @property
     def settled(self) -> str:
@@ -165,8 +166,16 @@ class GrowingText:
         piece = self._pending()
         # longer than any character in bytes: the replacement character is final
         is_whole = piece and not piece.endswith(_UNFINISHED)
-        if is_whole or len(self._ids) - self._read > _LONGEST_CHARACTER:
+        if is_whole or len(self._ids) - self._num_context > _LONGEST_CHARACTER:
             self._settle(piece)
+
+    def take(self, token_ids: Iterable[int], *, is_last: bool) -> str:
+        """Append tokens; return the text that became certain since the last call, all that is left with the last."""
+        for token_id in token_ids:
+            self.append(token_id)
+        whole = self.finish() if is_last else self.settled
+        start, self._num_taken = self._num_taken, len(whole)
+        return whole[start:]
 
     def finish(self) -> str:
         """Return the whole text after the last token, held-back parts included."""
@@ -187,13 +196,14 @@ class GrowingText:
         self._extend(space)
 
     def _pending(self) -> str:
-        known = self._codec.decode(self._ids[self._before : self._read], keeps_special=self._keeps_special)
-        return self._codec.decode(self._ids[self._before :], keeps_special=self._keeps_special)[len(known) :]
+        return self._codec.decode(self._ids, keeps_special=self._keeps_special)[len(self._known) :]
 
     def _settle(self, piece: str) -> None:
         """Take the pending tokens, of this text."""
-        if self._read < len(self._ids):
-            self._before, self._read = self._read, len(self._ids)
+        if self._num_context < len(self._ids):
+            del self._ids[: self._num_context]
+            self._num_context = len(self._ids)
+            self._known = self._codec.decode(self._ids, keeps_special=self._keeps_special)
         self._extend(piece)
 
     def _extend(self, piece: str) -> None:
@@ -201,7 +211,7 @@ class GrowingText:
             return
         before = len(self._text)
         self._text += piece
-        if self._num_tokens < self._min_tokens:
+        if not self._stop or self._num_tokens < self._min_tokens:
             return
         # from where a string can begin that this piece completes
         places = [self._text.find(one, max(0, before - len(one) + 1)) for one in self._stop]

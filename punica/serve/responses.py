@@ -1,12 +1,12 @@
 """One generation call as an ASGI response: admitted, tokenized, submitted, streamed or collected, cancelled."""
 
 import asyncio
-import json
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,14 @@ from punica.engine.text import TextCodec
 from punica.serve.backpressure import Room
 from punica.serve.engine_thread import Call, Piece, SteppingThread
 from punica.serve.errors import ApiError, refused
-from punica.serve.forms import ChatForm, CompletionForm, Logprobs, usage
+from punica.serve.events import TextEvents, event
+from punica.serve.forms import ChatForm, CompletionForm, usage
 from punica.serve.protocol import ChatBody, CompletionBody
 from punica.serve.sampling import params_of, room_for
 from punica.serve.text import ChoiceStrings, ChoiceText, TokenStrings
 
 SEND_TIMEOUT_S = 60.0
 """Longest wait for a client that does not read its stream; then it counts as gone."""
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _ENGINE_NAMES = {name: name for name in ("stop_token_ids", "logit_bias", "bad_words", "prompt")}
 
 
@@ -86,18 +86,18 @@ class GenerationResponse(Response):
             "created": int(time.time()), "model": body.model,
         }  # fmt: skip
         self._num_prompt = 0
+        self._sends_since = math.inf  # the loop's time at which the chunk that is being sent began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the call while its client stays connected."""
+        """Serve the call while its client stays connected and reads."""
         work = asyncio.ensure_future(self._serve(scope, receive, send))
-        left = asyncio.ensure_future(_disconnected(receive))
+        tasks = [work, *map(asyncio.ensure_future, (_disconnected(receive), self._stalled()))]
         try:
-            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            left.cancel()
-            if not work.done():
-                work.cancel()
-            await asyncio.wait({work, left})
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
         if not work.cancelled():
             work.result()
 
@@ -138,28 +138,32 @@ class GenerationResponse(Response):
                 reason = _reason(piece)
                 num_generated += len(piece.token_ids)
                 text = "" if piece.result is None else piece.result.text or ""
-                logprobs = self._logprobs(strings[piece.index].add(piece.logprobs), 0)
+                logprobs = self._logprobs(strings, piece)
                 choices[piece.index] = self._form.choice(piece.index, text, logprobs, reason)
         return {**self._head, "choices": choices, "usage": usage(self._num_prompt, num_generated)}
 
     async def _stream(self, call: Call, send: Send) -> None:
-        loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)  # one for all chunks: it runs while one is sent
+        clock = asyncio.get_running_loop().time
 
         async def put(chunk: bytes, more_body: bool = True) -> None:
-            limit.reschedule(loop.time() + SEND_TIMEOUT_S)
+            self._sends_since = clock()
             await send({"type": "http.response.body", "body": chunk, "more_body": more_body})
-            limit.reschedule(None)
+            self._sends_since = math.inf
 
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        with suppress(TimeoutError):
-            async with limit:
-                try:
-                    async for chunk in self._chunks(call):
-                        await put(chunk)
-                except ApiError as error:  # the status is sent already
-                    await put(_event(error.body))
-                await put(b"data: [DONE]\n\n", more_body=False)
+        try:
+            async for chunk in self._chunks(call):
+                await put(chunk)
+        except ApiError as error:  # the status is sent already
+            await put(event(error.body))
+        await put(b"data: [DONE]\n\n", more_body=False)
+
+    async def _stalled(self) -> None:
+        """Return when a chunk has waited for its client too long; one timer, as one for each chunk costs more."""
+        clock = asyncio.get_running_loop().time
+        while (left := min(self._sends_since, clock()) + SEND_TIMEOUT_S - clock()) > 0:
+            await asyncio.sleep(left)
 
     async def _chunks(self, call: Call) -> AsyncIterator[bytes]:
         """Yield server-sent events, those of one step together."""
@@ -171,38 +175,38 @@ class GenerationResponse(Response):
             head["usage"] = usage(self._num_prompt, 0)
         openings = [self._form.opening(index) for index in range(len(call.requests))]
         for choice in filter(None, openings):
-            yield _event({**head, "choices": [choice]})
+            yield event({**head, "choices": [choice]})
         codec = self._generator.codec
         texts = [ChoiceText(codec, as_sampling_params(one.params), one.prompt_token_ids) for one in call.requests]
-        strings, offsets, num_generated = self._strings(call), [0] * len(texts), 0
+        events, strings, num_generated = TextEvents(self._form, head), self._strings(call), 0
         async for pieces in call.batches():
-            events = []
+            chunk = b""
             for piece in pieces:
                 num_generated += len(piece.token_ids)
                 if continuous:
-                    head["usage"] = usage(self._num_prompt, num_generated)
+                    events.set_usage(usage(self._num_prompt, num_generated))
                 text, reason = texts[piece.index].add(piece), _reason(piece)
-                tokens = strings[piece.index].add(piece.logprobs)
-                logprobs = self._logprobs(tokens, offsets[piece.index])
-                offsets[piece.index] += sum(len(entry[0][0]) for entry in tokens)
+                logprobs = self._logprobs(strings, piece)
                 if text or logprobs is not None or reason is not None:
-                    events.append(_event({**head, "choices": [self._form.delta(piece.index, text, logprobs, reason)]}))
-            if events:
-                yield b"".join(events)
+                    chunk += events.of(piece.index, text, logprobs, reason)
+            if chunk:
+                yield chunk
         if with_usage:
-            yield _event({**self._head, "choices": [], "usage": usage(self._num_prompt, num_generated)})
+            yield event({**self._head, "choices": [], "usage": usage(self._num_prompt, num_generated)})
 
     def _strings(self, call: Call) -> list[ChoiceStrings]:
+        """Return the strings of the choices where log-probabilities are asked for."""
+        if self._body.num_logprobs is None:
+            return []
         strings = self._generator.strings
         return [ChoiceStrings(strings, as_sampling_params(one.params), one.prompt_token_ids) for one in call.requests]
 
-    def _logprobs(self, tokens: Logprobs, offset: int) -> Any:
-        num_top = self._body.num_logprobs
-        return None if num_top is None or not tokens else self._form.logprobs(tokens, offset, num_top)
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(data).encode() + b"\n\n"
+    def _logprobs(self, strings: list[ChoiceStrings], piece: Piece) -> Any:
+        if not strings or not piece.logprobs:
+            return None
+        of = strings[piece.index]
+        offset, tokens = of.length, of.add(piece.logprobs)
+        return self._form.logprobs(tokens, offset, self._body.num_logprobs or 0)
 
 
 def _reason(piece: Piece) -> str | None:

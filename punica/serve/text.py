@@ -17,15 +17,10 @@ class ChoiceText:
 
     def __init__(self, codec: TextCodec, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._text = growing_text(codec, params, prompt_token_ids)
-        self._num_sent = 0
 
     def add(self, piece: Piece) -> str:
         """Return the text that became certain with a piece."""
-        for token in piece.token_ids[: piece.num_text]:
-            self._text.append(token)
-        whole = self._text.settled if piece.result is None else self._text.finish()
-        start, self._num_sent = self._num_sent, len(whole)
-        return whole[start:]
+        return self._text.take(piece.token_ids[: piece.num_text], is_last=piece.result is not None)
 
 
 class TokenStrings:
@@ -41,12 +36,13 @@ class TokenStrings:
 
 
 class ChoiceStrings:
-    """Strings of the tokens of one choice with their log-probabilities, which join to its text."""
+    """Strings of the tokens of one choice with their log-probabilities, which join to its text, and their length."""
 
     def __init__(self, strings: TokenStrings, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._strings = strings
         self._first_text = partial(strings.codec.first_text, keeps_special=not params.skip_special_tokens)
         self._is_start = self._first_text(reversed(prompt_token_ids)) is None
+        self.length = 0
 
     def add(self, logprobs: Sequence[Mapping[int, float]]) -> list[list[tuple[str, float]]]:
         """Return ``(string, logprob)`` of the next tokens, the chosen one of each first."""
@@ -54,5 +50,6 @@ class ChoiceStrings:
         for entry in logprobs:
             of = self._strings.at_start if self._is_start else self._strings.of
             found.append([(of(token), value) for token, value in entry.items()])
+            self.length += len(found[-1][0][0])
             self._is_start = self._is_start and self._first_text([next(iter(entry))]) is None
         return found

@@ -1,0 +1,64 @@
+"""Events of a stream: what is encoded once is the same as each event encoded whole, and who reads slowly keeps it."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+
+from punica.serve import responses
+from punica.serve.events import TextEvents, event
+from punica.serve.forms import ChatForm, CompletionForm, usage
+from punica.serve.protocol import CompletionBody
+
+
+@pytest.mark.parametrize("form", [CompletionForm(), ChatForm()], ids=["completion", "chat"])
+@pytest.mark.parametrize("extra", [{}, {"usage": None}], ids=["plain", "usage"])
+def test_an_event_is_its_object_encoded_whole(form: Any, extra: dict[str, Any]) -> None:
+    head: dict[str, Any] = {"id": "x", "model": 'a"", ""', **extra}
+    events = TextEvents(form, head)
+
+    def check(index: int, text: str, logprobs: Any = None, reason: str | None = None) -> None:
+        found = events.of(index, text, logprobs, reason)
+        assert found == event({**head, "choices": [form.delta(index, text, logprobs, reason)]})
+        assert json.loads(found.removeprefix(b"data: "))["model"] == head["model"]
+
+    for index, text in [(0, "a"), (1, '"" \\ \n\x00'), (0, "größe ☃ 𝄞"), (11, "</s>"), (1, "")]:
+        check(index, text)
+    check(1, "", reason="stop")
+    check(0, "a", form.logprobs([[("a", -1.0)]], 0, 1))
+    if extra:
+        for count in range(3):
+            head = {**head, "usage": usage(5, count)}
+            events.set_usage(usage(5, count))
+            check(0, "a")
+            check(0, "b")
+
+
+def test_a_client_that_reads_slowly_keeps_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is one for each chunk, not for the stream."""
+    monkeypatch.setattr(responses, "SEND_TIMEOUT_S", 0.5)
+    response = responses.GenerationResponse(SimpleNamespace(), CompletionBody(model="m", prompt="p", stream=True), None)
+    sent: list[bytes] = []
+
+    async def chunks(_: Any) -> Any:
+        for _ in range(8):
+            yield b"x"
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0.1)
+        sent.append(message.get("body", b""))
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        await response._stream(None, send)
+
+    async def receive() -> Any:
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(response, "_chunks", chunks)
+    monkeypatch.setattr(response, "_serve", serve)
+    asyncio.run(response({}, receive, send))
+    assert b"".join(sent) == b"x" * 8 + b"data: [DONE]\n\n"
