@@ -1,6 +1,8 @@
 """Program of the engine's process: a `Stepper` whose calls are in the server's process (`engine_process.py`).
 
-orders --reader--> commands, then one step, again --one message per step--> the server
+    orders --reader thread--> commands, then one step, again --one message per step--> the server
+
+The stepping thread is the main one. The reader ends the process when the server's end of the connection closes.
 """
 
 import logging
