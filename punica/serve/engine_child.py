@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
@@ -109,7 +110,8 @@ class RemoteStepper(EngineStepper):
     def _flush(self, reply: tuple[int, Exception | None] | None = None) -> None:
         message = Message(self._pieces, self._notes.take(), self._is_failing, reply)
         self._pieces = []
-        self._connection.send_bytes(pickle.dumps(message))
+        with suppress(OSError):  # the server has gone: the reader ends this process
+            self._connection.send_bytes(pickle.dumps(message))
 
 
 def run(connection: Connection, build: Callable[[], Engine]) -> None:
@@ -149,3 +151,6 @@ def _read(connection: Connection, stepper: "Future[RemoteStepper]") -> None:
             stepper.result().order(*order)
     except (EOFError, OSError):
         os._exit(0)
+    except BaseException:
+        _log.exception("orders cannot be read: the engine's process ends")
+        os._exit(1)

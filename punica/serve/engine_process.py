@@ -50,7 +50,7 @@ class EngineProcess(Backend):
         self._end_reason = ""  # once it has ended
         context = multiprocessing.get_context("spawn")  # a fork would inherit threads, and perhaps CUDA
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=run, args=(theirs, build), name="punica-engine", daemon=True)
+        self._process = context.Process(target=run, args=(theirs, build), name="punica-engine")
         try:
             self._process.start()
             theirs.close()  # the other end's is the only one: it closes with the process
@@ -140,29 +140,32 @@ class EngineProcess(Backend):
         return reply
 
     def _receive(self) -> None:
-        """Take one message; on the event loop."""
+        """Take all messages that have come; on the event loop."""
         try:
-            message: Message = self._connection.recv()
+            while self._connection.poll():
+                self._take(self._connection.recv())
         except (EOFError, OSError):
             reason = f"{self._how_it_ended()}; restart the server"
             _log.error(reason)
             self._end(reason)
-            return
+
+    def _take(self, message: Message) -> None:
         for note in message.notes:
             note(self.metrics)
         self._is_failing = message.is_failing
         for number, piece in message.pieces:
             if number in self._calls:
                 self._calls[number].put(piece)
-        if message.reply is not None:
-            number, error = message.reply
-            reply = self._replies.pop(number)
-            if reply.done():  # cancelled
-                return
-            if error is None:
-                reply.set_result(None)
-            else:
-                reply.set_exception(error)
+        if message.reply is None:
+            return
+        number, error = message.reply
+        reply = self._replies.pop(number)
+        if reply.done():  # cancelled
+            return
+        if error is None:
+            reply.set_result(None)
+        else:
+            reply.set_exception(error)
 
     def _end(self, reason: str) -> None:
         """Take no further message; open calls get an error, orders without reply a refusal."""
