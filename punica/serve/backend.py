@@ -11,7 +11,7 @@ from punica.serve.metrics import Metrics
 
 
 class EngineFacts(Protocol):
-    """What the API knows of an engine."""
+    """Sizes and settings of an engine, as far as the API needs them."""
 
     @property
     def codec(self) -> TextCodec | None:

@@ -1,4 +1,4 @@
-"""What the API and an engine exchange: the requests of one HTTP call, and pieces of their answers."""
+"""Requests of one HTTP call, and pieces of their answers: what the API and an engine exchange."""
 
 import asyncio
 import itertools

@@ -33,7 +33,7 @@ REFUSALS = (ImportError, OSError, RuntimeError, TypeError, ValueError)
 
 @dataclass(frozen=True)
 class EngineDescription:
-    """What the server knows of its engine; its first message."""
+    """Sizes and settings of the engine, for the server: the first message."""
 
     tokenizer: Any = field(repr=False)
     defaults: GenerationDefaults
@@ -48,7 +48,7 @@ class EngineDescription:
 
 
 class Message(NamedTuple):
-    """What has changed by one step or order: pieces with the numbers of their calls, notes for the metrics, health.
+    """Changes by one step or order: pieces with the numbers of their calls, notes for the metrics, health.
 
     ``reply``: number of an order that was carried out, and its error.
     """

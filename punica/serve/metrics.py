@@ -12,7 +12,7 @@ _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 
 
 
 class StepNotes(Protocol):
-    """Where an engine's steps and results are counted."""
+    """Counter of an engine's steps and results."""
 
     def note_step(self, statistics: StepStatistics, num_unfinished: int) -> None:
         """Count one step, after which ``num_unfinished`` requests are left."""
