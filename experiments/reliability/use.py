@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Use:
-    """Host and device memory in MiB, threads, and open file handles of a process."""
+    """Host and device memory in MiB, threads, and open file handles of a process, or of one with its children."""
 
     host_mib: float
     device_mib: float
@@ -20,11 +20,17 @@ class Use:
 
     @classmethod
     def of(cls, pid: int | None = None) -> "Use":
-        """Read those of a process, of this one by default; device memory is known of this one alone."""
+        """Read those of a process with its children, a server's engine among them; without ``pid`` of this one alone,
+        with its device memory.
+        """
         gc.collect()
         process = psutil.Process(pid)
+        all_of_it = [process] if pid is None else [process, *process.children(recursive=True)]
         device = torch.cuda.memory_allocated() if pid is None and torch.cuda.is_available() else 0
-        return cls(process.memory_info().rss / 2**20, device / 2**20, process.num_threads(), process.num_fds())
+        return cls(
+            sum(one.memory_info().rss for one in all_of_it) / 2**20, device / 2**20,
+            sum(one.num_threads() for one in all_of_it), sum(one.num_fds() for one in all_of_it),
+        )  # fmt: skip
 
     def growth(self, before: "Use") -> dict[str, tuple[float, str]]:
         """Return the differences to ``before`` as values of an outcome."""

@@ -6,7 +6,10 @@
     catalogue.py       base model and adapters by name, API keys; folders.py: folders that adapters may come from
     responses.py       one generation call: admitted (backpressure.py), tokenized, streamed or collected, cancelled
     forms.py           shapes of answers; text.py: text and log-probabilities of one choice
-    engine_thread.py   the thread that owns the engine and makes its steps
+    backend.py         an engine as the API sees it; calls.py: requests of a call, and pieces of their answers
+    stepper.py         the engine's side: commands of all calls between two steps, pieces after each
+    engine_process.py  an engine in a process of its own, as the command line has it; engine_child.py: its program
+    engine_thread.py   an engine in a thread of this process, for applications that have one (`app.make_app`)
     runners_thread.py  the same for a cluster of engines on Ray (`punica.cluster`)
     metrics.py         Prometheus metrics; runner_metrics.py: by runner
 

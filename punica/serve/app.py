@@ -18,9 +18,10 @@ from punica import __version__
 from punica.adapters import LoRARequest
 from punica.checks import clip
 from punica.engine import Engine
+from punica.serve.backend import Backend
 from punica.serve.backpressure import BodyLimit, Room
 from punica.serve.catalogue import Catalogue, Keys
-from punica.serve.engine_thread import EngineThread, SteppingThread
+from punica.serve.engine_thread import EngineThread
 from punica.serve.errors import ApiError, invalid_body
 from punica.serve.metrics import Metrics
 from punica.serve.protocol import ChatBody, CompletionBody, LoadAdapter, UnloadAdapter
@@ -57,35 +58,35 @@ def make_app(engine: Engine, settings: Settings) -> FastAPI:
     return app_of(EngineThread(engine, Metrics()), settings)
 
 
-def app_of(thread: SteppingThread, settings: Settings) -> FastAPI:
-    """Build the ASGI application that serves the engine of a thread, which runs from start-up to shut-down.
+def app_of(backend: Backend, settings: Settings) -> FastAPI:
+    """Build the ASGI application that serves an engine, which runs from start-up to shut-down.
 
     ValueError: the engine has no tokenizer.
     """
-    codec = thread.engine.codec
+    codec = backend.engine.codec
     if codec is None:
         raise ValueError("the engine has no tokenizer, so no text to serve; add tokenizer files to the checkpoint")
-    metrics, room = thread.metrics, Room(thread.num_places + settings.max_queue)
+    metrics, room = backend.metrics, Room(backend.num_places + settings.max_queue)
     catalogue = Catalogue(settings.base, settings.adapters, settings.keys, settings.roots)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        thread.start()
+        backend.start()
         try:
             yield
         finally:
-            await thread.stop()
+            await backend.stop()
             for workers in (tokenizing, rendering):
                 workers.shutdown()
 
     tokenizing, rendering = (ThreadPoolExecutor(1, f"punica-{name}") for name in ("tokenizer", "templates"))
-    generator = Generator(thread, codec, TokenStrings(codec), room, tokenizing, rendering)
+    generator = Generator(backend, codec, TokenStrings(codec), room, tokenizing, rendering)
     app = FastAPI(title="punica", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, max_body=settings.max_body)
     _add_errors(app, metrics)
     _add_generation(app, generator, catalogue)
-    _add_adapters(app, thread, catalogue)
-    _add_operations(app, thread, metrics)
+    _add_adapters(app, backend, catalogue)
+    _add_operations(app, backend, metrics)
     return app
 
 
@@ -104,7 +105,7 @@ def _add_generation(app: FastAPI, generator: Generator, catalogue: Catalogue) ->
         return respond(request, body)
 
 
-def _add_adapters(app: FastAPI, thread: SteppingThread, catalogue: Catalogue) -> None:
+def _add_adapters(app: FastAPI, backend: Backend, catalogue: Catalogue) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         return {"object": "list", "data": catalogue.visible(_key(request))}
@@ -116,19 +117,19 @@ def _add_adapters(app: FastAPI, thread: SteppingThread, catalogue: Catalogue) ->
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: Request, body: LoadAdapter) -> Response:
-        await catalogue.load(body, _key(request), thread)
+        await catalogue.load(body, _key(request), backend)
         return PlainTextResponse(f"Success: LoRA adapter {clip(body.lora_name)} added successfully.")
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(request: Request, body: UnloadAdapter) -> Response:
-        await catalogue.unload(body.lora_name, _key(request), thread)
+        await catalogue.unload(body.lora_name, _key(request), backend)
         return PlainTextResponse(f"Success: LoRA adapter {clip(body.lora_name)} removed successfully.")
 
 
-def _add_operations(app: FastAPI, thread: SteppingThread, metrics: Metrics) -> None:
+def _add_operations(app: FastAPI, backend: Backend, metrics: Metrics) -> None:
     @app.get("/health")
     async def health() -> Response:
-        health = thread.health
+        health = backend.health
         return JSONResponse({"status": health}, 503 if health == "failed" else 200)
 
     @app.get("/version")

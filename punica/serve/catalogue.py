@@ -11,7 +11,7 @@ from typing import Any
 
 from punica.adapters import LoRARequest
 from punica.checks import clip
-from punica.serve.engine_thread import SteppingThread
+from punica.serve.backend import Backend
 from punica.serve.errors import ApiError
 from punica.serve.folders import allowed_folder
 from punica.serve.protocol import LoadAdapter
@@ -91,7 +91,7 @@ class Catalogue:
         parent = None if name == self.base else self.base
         return {"id": name, "object": "model", "created": self._created, "owned_by": "punica", "parent": parent}
 
-    async def load(self, body: LoadAdapter, key: str | None, thread: SteppingThread) -> None:
+    async def load(self, body: LoadAdapter, key: str | None, backend: Backend) -> None:
         """Serve an adapter under a name; checked here but for its numbers, read when first used.
 
         ApiError 401, 403, 404, 400: key, folder, name in use without ``load_inplace``, or an adapter that does not fit.
@@ -101,29 +101,29 @@ class Catalogue:
         folder = await asyncio.to_thread(allowed_folder, body.lora_path, self._roots)
         async with self._lock:
             self._check_name(name, body.load_inplace)
-            if not thread.has_lora:
+            if not backend.has_lora:
                 raise ApiError(400, "this server has no adapter slots; start it with --adapter or --max-loras")
             try:
                 adapter = LoRARequest(
                     name, next(self._ids), folder, is_3d_lora_weight=body.is_3d_lora_weight,
                     weights_mapper=body.weights_mapper,
                 )  # fmt: skip
-                await thread.admit(adapter)
+                await backend.admit(adapter)
             except (OSError, TypeError, ValueError) as error:
                 status = 404 if isinstance(error, FileNotFoundError) else 400
                 raise ApiError(status, str(error), "lora_path") from error
             old, self._adapters[name] = self._adapters.get(name), adapter
             if old is not None:
-                await thread.retire(old.lora_int_id)
+                await backend.retire(old.lora_int_id)
 
-    async def unload(self, name: str, key: str | None, thread: SteppingThread) -> None:
+    async def unload(self, name: str, key: str | None, backend: Backend) -> None:
         """Forget a name; requests with it are served to their end. ApiError 401, 404: no such adapter."""
         self.keys.check_manager(key)
         async with self._lock:
             adapter = self._adapters.pop(name, None)
             if adapter is None:
                 raise ApiError(404, f"no adapter {clip(name)} is loaded", "lora_name", "model_not_found")
-            await thread.retire(adapter.lora_int_id)
+            await backend.retire(adapter.lora_int_id)
 
     def _check_name(self, name: str, replace: bool) -> None:
         if name == self.base:

@@ -2,7 +2,7 @@
 
 import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,10 @@ from punica.cluster.ray_cluster import RayCluster
 from punica.cluster.ray_runners import RankResources
 from punica.cluster.timeouts import Timeouts
 from punica.engine import Engine
-from punica.serve.app import Settings, app_of, make_app
+from punica.serve.app import Settings, app_of
 from punica.serve.catalogue import Keys
+from punica.serve.engine_child import REFUSALS
+from punica.serve.engine_process import EngineProcess
 from punica.serve.folders import allowed_roots
 from punica.serve.metrics import Metrics
 from punica.serve.runners_thread import RunnersThread
@@ -125,9 +127,14 @@ def sizes_of(options: Namespace, settings: Settings) -> dict[str, Any]:
     return sizes
 
 
+def build_of(options: Namespace, settings: Settings) -> Callable[[], Engine]:
+    """Return the function that loads the engine, in whichever process."""
+    return partial(Engine.from_pretrained, options.checkpoint, settings.adapters, **sizes_of(options, settings))
+
+
 def engine_of(options: Namespace, settings: Settings) -> Engine:
     """Load the engine."""
-    return Engine.from_pretrained(options.checkpoint, settings.adapters, **sizes_of(options, settings))
+    return build_of(options, settings)()
 
 
 def cluster_of(options: Namespace, settings: Settings) -> RayCluster:
@@ -156,12 +163,13 @@ def cluster_of(options: Namespace, settings: Settings) -> RayCluster:
 
 @contextmanager
 def opened(options: Namespace, settings: Settings) -> Iterator[FastAPI]:
-    """Build the application over one engine, or over runners that end with the block."""
+    """Build the application over an engine in a process of its own, or over runners; they end with the block."""
     if options.ray is None:
         for name, value in (("--ray-address", options.ray_address), ("--step-timeout", options.step_timeout)):
             if value is not None:
                 raise ValueError(f"{name} needs --ray N, the number of engines")
-        yield make_app(engine_of(options, settings), settings)
+        with EngineProcess(build_of(options, settings), Metrics()) as engine:
+            yield app_of(engine, settings)
         return
     with cluster_of(options, settings) as cluster:
         yield app_of(RunnersThread(cluster, Metrics()), settings)
@@ -174,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             settings = settings_of(options)
             app = stack.enter_context(opened(options, settings))
-        except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        except REFUSALS as error:
             raise SystemExit(f"{type(error).__name__}: {error}") from None
         uvicorn.run(
             app, host=options.host, port=options.port, timeout_keep_alive=KEEP_ALIVE_S,

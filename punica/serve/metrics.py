@@ -1,11 +1,51 @@
 """Prometheus metrics of a server; no names of tenants or adapters."""
 
+from operator import methodcaller
+from typing import Protocol
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from punica.engine import GenerationResult, StepStatistics
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+
+
+class StepNotes(Protocol):
+    """Counter of an engine's steps and results."""
+
+    def note_step(self, statistics: StepStatistics, num_unfinished: int) -> None:
+        """Count one step, after which ``num_unfinished`` requests are left."""
+
+    def note_idle(self) -> None:
+        """Clear the gauges: the last request has left without a step."""
+
+    def note_result(self, result: GenerationResult) -> None:
+        """Count one generation that ended."""
+
+
+class KeptNotes:
+    """`StepNotes` that are kept, to be called with the `Metrics` of another process."""
+
+    def __init__(self) -> None:
+        self._kept: list[methodcaller] = []
+
+    def note_step(self, statistics: StepStatistics, num_unfinished: int) -> None:
+        """Count one step."""
+        self._kept.append(methodcaller("note_step", statistics, num_unfinished))
+
+    def note_idle(self) -> None:
+        """Clear the gauges."""
+        self._kept.append(methodcaller("note_idle"))
+
+    def note_result(self, result: GenerationResult) -> None:
+        """Count one generation that ended."""
+        self._kept.append(methodcaller("note_result", result))
+
+    def take(self) -> list[methodcaller]:
+        """Return what has been kept since the last time."""
+        taken, self._kept = self._kept, []
+        return taken
 
 
 class Metrics:

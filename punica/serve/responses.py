@@ -16,8 +16,9 @@ from starlette.types import Receive, Scope, Send
 from punica.adapters import LoRARequest
 from punica.engine import Request, as_sampling_params
 from punica.engine.text import TextCodec
+from punica.serve.backend import Backend
 from punica.serve.backpressure import Room
-from punica.serve.engine_thread import Call, Piece, SteppingThread
+from punica.serve.calls import Call, Piece
 from punica.serve.errors import ApiError, refused
 from punica.serve.events import TextEvents, event
 from punica.serve.forms import ChatForm, CompletionForm, usage
@@ -32,13 +33,13 @@ _ENGINE_NAMES = {name: name for name in ("stop_token_ids", "logit_bias", "bad_wo
 
 @dataclass(frozen=True)
 class Generator:
-    """State shared by all generation calls: the engine's thread, its tokenizer, the limit of requests.
+    """State shared by all generation calls: the engine, its tokenizer, the limit of requests.
 
     ``tokenizing``: one thread, so that long prompts stop neither the event loop nor the steps. ``rendering``: another
     for chats with adapters, whose templates may take long, so that all else does not wait for them.
     """
 
-    thread: SteppingThread
+    backend: Backend
     codec: TextCodec
     strings: TokenStrings
     room: Room
@@ -64,14 +65,14 @@ class Generator:
         """Have the engine serve a call inside; what has not ended at the exit is aborted. ApiError: refused."""
         try:
             try:
-                await self.thread.submit(call)
+                await self.backend.submit(call)
             except FileNotFoundError as error:
                 raise ApiError(404, str(error), "model", "model_not_found") from error
             except (TypeError, ValueError) as error:
                 raise refused(error, _ENGINE_NAMES) from error
             yield
         finally:
-            self.thread.abort(call)
+            self.backend.abort(call)
 
 
 class GenerationResponse(Response):
@@ -116,7 +117,7 @@ class GenerationResponse(Response):
 
     def _requests(self, prompts: list[list[int]]) -> list[Request]:
         """Build the engine's requests: ``n`` for each prompt, in the order of the choices."""
-        body, engine = self._body, self._generator.thread.engine
+        body, engine = self._body, self._generator.backend.engine
         requests: list[Request] = []
         for prompt in prompts:
             defaults = engine.defaults.params

@@ -5,7 +5,7 @@ from functools import lru_cache, partial
 
 from punica.engine import SamplingParams
 from punica.engine.text import TextCodec, growing_text
-from punica.serve.engine_thread import Piece
+from punica.serve.calls import Piece
 
 _VOCABULARY = 1 << 18  # strings of tokens that are kept
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest
 from punica.engine import Request
-from punica.serve.engine_thread import Call, EngineThread
+from punica.serve.calls import Call
+from punica.serve.engine_thread import EngineThread
 from punica.serve.metrics import Metrics
 from tests.serve.world import state_of, wait_until
 

@@ -14,7 +14,8 @@ from fastapi.testclient import TestClient
 
 from punica.engine import Request, SamplingParams
 from punica.serve import responses
-from punica.serve.engine_thread import Call, EngineThread
+from punica.serve.calls import Call
+from punica.serve.engine_thread import EngineThread
 from punica.serve.errors import ApiError
 from punica.serve.metrics import Metrics
 from tests.serve.world import served, state_of, wait_until

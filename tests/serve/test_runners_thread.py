@@ -25,7 +25,7 @@ from punica.cluster.timeouts import Timeouts
 from punica.engine import Request, SamplingParams
 from punica.serve import runners_thread
 from punica.serve.app import Settings, app_of
-from punica.serve.engine_thread import Call
+from punica.serve.calls import Call
 from punica.serve.metrics import Metrics
 from punica.serve.runners_thread import RunnersThread
 from tests.serve.runners_world import build_of, local, use_local_runners

@@ -11,7 +11,8 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 
 from punica.cluster.ray_cluster import RayCluster
 from punica.engine import Request, SamplingParams
-from punica.serve.engine_thread import Call, EngineThread, SteppingThread
+from punica.serve.calls import Call
+from punica.serve.engine_thread import EngineThread, SteppingThread
 from punica.serve.errors import ApiError
 from punica.serve.metrics import Metrics
 from punica.serve.runners_thread import RunnersThread

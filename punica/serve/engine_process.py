@@ -1,0 +1,192 @@
+"""`EngineProcess`: an engine in a process of its own, so that the event loop never holds up a step.
+
+    event loop:  submit, abort, retire --orders--> engine's process: commands, then one step, again
+    event loop:  Call.batches() <--one message per step-- engine's process: new tokens of all requests
+
+A step of an engine on a GPU needs the interpreter all the time, to launch the next one. The work per token and client
+would take turns with it in one process. Only the engine's process uses the GPU.
+"""
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from punica.adapters import LoRARequest
+from punica.engine import Engine
+from punica.serve.backend import Backend
+from punica.serve.calls import Call, Piece
+from punica.serve.engine_child import EngineDescription, Message, RemoteStepper, run
+from punica.serve.errors import ApiError
+from punica.serve.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+_END_S = 5.0  # longest wait for the end of a process that has been told to end, which then is killed
+
+
+class EngineProcess(Backend):
+    """Engine in a spawned process, which ends with this one. Use it in a ``with`` block, or call :meth:`close`.
+
+    Args:
+        build: makes the engine, in the process; it travels by pickle.
+        metrics: of the server.
+
+    Raises the errors of ``build``; RuntimeError: the process ends before the engine is ready.
+    """
+
+    engine: EngineDescription
+
+    def __init__(self, build: Callable[[], Engine], metrics: Metrics) -> None:
+        self.metrics = metrics
+        self._numbers = itertools.count()
+        self._replies: dict[int, asyncio.Future[None]] = {}  # by number of the order
+        self._calls: dict[int, Call] = {}  # by their numbers: those that have not ended
+        self._is_failing = False
+        self._end_reason = ""  # once it has ended
+        context = multiprocessing.get_context("spawn")  # a fork would inherit threads, and perhaps CUDA
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=run, args=(theirs, build), name="punica-engine")
+        try:
+            self._process.start()
+            theirs.close()  # the other end's is the only one: it closes with the process
+            self.engine = self._await_engine()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "EngineProcess":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process. Unfinished requests are lost."""
+        self._connection.close()
+        if self._process.pid is not None:
+            self._process.join(_END_S)
+            self._process.kill()
+            self._process.join()
+
+    def start(self) -> None:
+        """Begin to deliver pieces on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._connection.fileno(), self._receive)
+
+    async def stop(self) -> None:
+        """Abort what is unfinished and end the process."""
+        self._end("the server is stopping")
+        await asyncio.to_thread(self.close)
+
+    @property
+    def num_places(self) -> int:
+        """Requests of one step."""
+        return self.engine.num_places
+
+    @property
+    def has_lora(self) -> bool:
+        """True for an engine with adapter slots."""
+        return self.engine.has_lora
+
+    @property
+    def is_healthy(self) -> bool:
+        """True while the process runs and its last step did not raise."""
+        return not self._end_reason and not self._is_failing
+
+    async def submit(self, call: Call) -> None:
+        """Queue all requests of a call, or none; raises what ``Engine.add_request`` raises. ApiError 503: it ended."""
+        self._calls[call.number] = call
+        await self._order(RemoteStepper.add, call.number, call.requests, call.streams)
+
+    def abort(self, call: Call) -> None:
+        """Take out the requests of a call that have not ended; also of one whose :meth:`submit` was cancelled."""
+        self._calls.pop(call.number, None)
+        if call.num_unfinished:
+            with suppress(ApiError):  # ended: all its requests have
+                self._order(RemoteStepper.abort, [request.request_id for request in call.requests])
+
+    async def admit(self, adapter: LoRARequest) -> None:
+        """Check an adapter between two steps."""
+        await self._order(RemoteStepper.check, adapter)
+
+    async def retire(self, adapter_id: int) -> None:
+        """Remove an adapter from the engine's memory as soon as no request uses it."""
+        await self._order(RemoteStepper.retire, adapter_id)
+
+    def _await_engine(self) -> EngineDescription:
+        try:
+            found = self._connection.recv()
+        except (EOFError, OSError):
+            raise RuntimeError(f"{self._how_it_ended()} before the engine was ready; see its output above") from None
+        if isinstance(found, EngineDescription):
+            return found
+        raise found
+
+    def _order(self, function: Callable[..., None], *arguments: Any) -> asyncio.Future[None]:
+        """Have a method of the process's `RemoteStepper` called; the future has its error. ApiError 503: it ended."""
+        if self._end_reason:
+            raise ApiError(503, self._end_reason, code="engine_stopped")
+        number = next(self._numbers)
+        try:
+            self._connection.send((number, function, arguments))
+        except OSError as error:  # its end is noticed with the next message
+            raise ApiError(503, "the engine's process does not answer", code="engine_stopped") from error
+        reply = self._replies[number] = self._loop.create_future()
+        return reply
+
+    def _receive(self) -> None:
+        """Take all messages that have come; on the event loop."""
+        try:
+            while self._connection.poll():
+                self._take(self._connection.recv())
+        except (EOFError, OSError):
+            reason = f"{self._how_it_ended()}; restart the server"
+            _log.error(reason)
+            self._end(reason)
+
+    def _take(self, message: Message) -> None:
+        for note in message.notes:
+            note(self.metrics)
+        self._is_failing = message.is_failing
+        for number, piece in message.pieces:
+            if number in self._calls:
+                self._calls[number].put(piece)
+        if message.reply is None:
+            return
+        number, error = message.reply
+        reply = self._replies.pop(number)
+        if reply.done():  # cancelled
+            return
+        if error is None:
+            reply.set_result(None)
+        else:
+            reply.set_exception(error)
+
+    def _end(self, reason: str) -> None:
+        """Take no further message; open calls get an error, orders without reply a refusal."""
+        if self._end_reason:
+            return
+        self._end_reason = reason
+        self._loop.remove_reader(self._connection.fileno())
+        self.metrics.note_idle()
+        for call in self._calls.values():
+            if call.num_unfinished:
+                call.put(Piece(0, [], 0, [], error=reason))
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(ApiError(503, reason, code="engine_stopped"))
+
+    def _how_it_ended(self) -> str:
+        self._process.join(_END_S)  # its connection is closed first
+        code = self._process.exitcode
+        if code is None:
+            return "the engine's process has closed its connection"
+        if code >= 0:
+            return f"the engine's process ended with exit code {code}"
+        memory = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+        return f"the engine's process was ended by {signal.Signals(-code).name}{memory}"

@@ -1,0 +1,178 @@
+"""The API over an engine in a process of its own answers as over one in a thread, and nothing is kept in either."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+
+import httpx2
+
+from punica.serve.app import Settings, app_of
+from punica.serve.engine_process import EngineProcess
+from punica.serve.engine_thread import EngineThread
+from punica.serve.metrics import Metrics
+from tests.serve.two_backends import Served, builder
+from tests.serve.world import World, served, wait_until
+
+LONG = {"model": "tenant-0", "prompt": "a", "ignore_eos": True, "max_tokens": 120, "n": 64}  # seconds
+
+
+@pytest.fixture(scope="module")
+def home(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copies of two adapters, in a folder that requests may name."""
+    made = tmp_path_factory.mktemp("loadable").resolve()
+    for number in (2, 3):
+        shutil.copytree(world.adapters[number].absolute_path, made / f"copy-{number}")
+    return made
+
+
+@pytest.fixture(scope="module")
+def pair(world: World, home: Path) -> Iterator[dict[str, Served]]:
+    """Servers of both kinds."""
+    thread_file, process_file = home / "thread", home / "process"
+    settings = Settings("tiny", world.adapters[:2], roots=[home])
+    thread = EngineThread(builder(world, thread_file)(), Metrics())
+    with EngineProcess(builder(world, process_file), Metrics()) as process:
+        with served(app_of(thread, settings)) as one, served(app_of(process, settings)) as other:
+            yield {
+                "thread": Served(one, thread, thread_file), "process": Served(other, process, process_file),
+            }  # fmt: skip
+        assert not process.is_healthy  # the lifespan has ended it
+
+
+@pytest.fixture(params=["thread", "process"])
+def server(pair: dict[str, Served], request: pytest.FixtureRequest) -> Iterator[Served]:
+    """One of the servers, which keeps nothing of a test's requests."""
+    made = pair[request.param]
+    before = made.state()
+    yield made
+    wait_until(lambda: {**made.state(), "adapters": None} == {**before, "adapters": None})
+
+
+def post(server: Served, path: str = "completions", **body: Any) -> Any:
+    return httpx2.post(f"{server.url}/v1/{path}", json=body, trust_env=False, timeout=60)
+
+
+def load(server: Served, folder: Path, **fields: Any) -> Any:
+    return post(server, "load_lora_adapter", lora_name="poet", lora_path=str(folder), **fields)
+
+
+def text(server: Served, name: str, new: int = 8) -> str:
+    answer = post(server, model=name, prompt="hello", max_tokens=new)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def events(server: Served, path: str, body: dict[str, Any]) -> list[Any]:
+    """Data of a stream, without what differs from one call to the next."""
+    *found, last = [line[6:] for line in post(server, path, **body, stream=True).text.split("\n\n") if line]
+    assert last == "[DONE]"
+    return [{**json.loads(event), "id": 0, "created": 0} for event in found]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {}, {"model": "tenant-1", "logprobs": 2}, {"n": 3, "temperature": 1.0, "seed": 5},
+        {"stop": ["e", "l"], "max_tokens": 30}, {"prompt": ["a", "b c", "d"]}, {"prompt": [[1, 2], [3]]},
+        {"presence_penalty": 1.0, "logit_bias": {"3": 5.0}, "min_tokens": 4, "stream_options": {"include_usage": True}},
+    ],
+    ids=range(7),
+)  # fmt: skip
+def test_completions_are_the_same(pair: dict[str, Served], body: dict[str, Any]) -> None:
+    asked = {"model": "tenant-0", "prompt": "hello", "max_tokens": 9, **body}
+    streams = [events(one, "completions", asked) for one in pair.values()]
+    assert streams[0] == streams[1]
+    asked.pop("stream_options", None)
+    answers = [post(one, **asked) for one in pair.values()]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    found = [{**answer.json(), "id": 0, "created": 0} for answer in answers]
+    assert found[0] == found[1]
+
+
+def test_chats_are_the_same(pair: dict[str, Served]) -> None:
+    chat = {"role": "user", "content": "hi"}
+    asked = {"model": "tenant-1", "messages": [chat], "max_tokens": 9, "logprobs": True, "top_logprobs": 2}
+    streams = [events(one, "chat/completions", asked) for one in pair.values()]
+    assert streams[0] == streams[1]
+    choices = [post(one, "chat/completions", **asked).json()["choices"] for one in pair.values()]
+    assert choices[0] == choices[1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [[1], [2], [9999]]}, {"stop_token_ids": [9999]}, {"logit_bias": {"9999": 1}},
+        {"max_tokens": 9999}, {"model": "nobody"},
+    ],
+    ids=range(5),
+)  # fmt: skip
+def test_refusals_are_the_same_and_leave_nothing(pair: dict[str, Served], body: dict[str, Any]) -> None:
+    asked = {"model": "tenant-0", "prompt": "a", **body}
+    states = [one.state() for one in pair.values()]
+    answers = [post(one, **asked) for one in pair.values()]
+    assert answers[0].status_code == answers[1].status_code != 200
+    first, other = (re.sub("cmpl-[0-9a-f]+", "", answer.text) for answer in answers)
+    assert first == other
+    assert [one.state() for one in pair.values()] == states
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_is_aborted(server: Served, stream: bool) -> None:
+    before = server.state()
+    with httpx2.Client(trust_env=False) as client:
+        if stream:
+            with client.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as answer:
+                next(answer.iter_lines())
+                assert server.state() != before
+        else:
+            with pytest.raises(httpx2.ReadTimeout):
+                client.post(f"{server.url}/v1/completions", json=LONG, timeout=0.2)
+    wait_until(lambda: server.state() == before)
+    metrics = httpx2.get(f"{server.url}/metrics", trust_env=False).text
+    assert 'punica_requests_total{reason="aborted"}' in metrics
+    assert "\npunica_requests_running 0.0\n" in metrics
+
+
+def test_adapters_are_loaded_replaced_and_unloaded(server: Served, home: Path) -> None:
+    held = server.state()["adapters"]
+    assert load(server, home / "copy-2").status_code == 200
+    first = text(server, "poet")
+    assert load(server, home / "copy-3").json()["error"]["param"] == "lora_name"
+    assert load(server, home / "copy-3", load_inplace=True).status_code == 200
+    assert text(server, "poet") != first
+    assert post(server, "unload_lora_adapter", lora_name="poet").status_code == 200
+    assert server.state()["adapters"] <= held
+    assert post(server, model="poet", prompt="a").status_code == 404
+
+
+def test_an_adapter_that_does_not_fit_is_refused_as_its_files_say(server: Served, home: Path, tmp_path: Path) -> None:
+    assert load(server, home / "missing").status_code == 404
+    answer = load(server, home / "copy-2", is_3d_lora_weight=True)
+    assert answer.status_code == 400
+    assert "no experts" in answer.json()["error"]["message"]
+    shutil.copytree(home / "copy-2", home / "gone", dirs_exist_ok=True)
+    assert load(server, home / "gone").status_code == 200
+    shutil.rmtree(home / "gone")
+    answer = post(server, model="poet", prompt="a")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert post(server, "unload_lora_adapter", lora_name="poet").status_code == 200
+
+
+def test_one_failed_step_is_repeated_and_two_fail_the_requests(server: Served) -> None:
+    whole = text(server, "tenant-0", 3)
+    server.fail_steps(1)
+    assert text(server, "tenant-0", 3) == whole
+    server.fail_steps(2)
+    answer = post(server, model="tenant-0", prompt="a", max_tokens=3)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+    assert "injected" in answer.json()["error"]["message"]
+    assert httpx2.get(f"{server.url}/health", trust_env=False).status_code == 503
+    assert text(server, "tenant-0", 3) == whole
+    assert httpx2.get(f"{server.url}/health", trust_env=False).status_code == 200

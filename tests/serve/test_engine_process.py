@@ -1,0 +1,184 @@
+"""The engine's process and the server's: neither outlives the other unnoticed, and answers under way may end."""
+
+import asyncio
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+
+import httpx2
+import torch
+
+from punica.engine import Engine, Request
+from punica.serve.app import Settings, app_of
+from punica.serve.calls import Call, Piece
+from punica.serve.engine_child import portable
+from punica.serve.engine_process import EngineProcess
+from punica.serve.metrics import Metrics
+from tests.serve.two_backends import Peculiar, builder, ending, refusing
+from tests.serve.world import World, served, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG = {"model": "tenant-0", "prompt": "a", "ignore_eos": True, "max_tokens": 120}
+
+
+def post(url: str, **body: Any) -> Any:
+    return httpx2.post(f"{url}/v1/completions", json={**LONG, **body}, trust_env=False, timeout=60)
+
+
+def health(url: str) -> int:
+    return httpx2.get(f"{url}/health", trust_env=False).status_code
+
+
+def metric(url: str, name: str) -> float:
+    text = httpx2.get(f"{url}/metrics", trust_env=False).text
+    (found,) = re.findall(rf"^{name} (\S+)$", text, re.MULTILINE)
+    return float(found)
+
+
+def test_calls_of_a_process_that_dies_get_one_clear_error(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the server itself ask for a GPU: it would take memory on it."""
+    for name in ("_lazy_init", "init", "is_available", "device_count"):
+        monkeypatch.setattr(torch.cuda, name, partial(pytest.fail, f"torch.cuda.{name} in the server's process"))
+    with (
+        EngineProcess(builder(world, tmp_path / "failures"), Metrics()) as process, ThreadPoolExecutor(4) as pool,
+        served(app_of(process, Settings("tiny", world.adapters[:2]))) as url,
+    ):  # fmt: skip
+        whole = [pool.submit(post, url, n=4) for _ in range(2)]
+        stream = pool.submit(post, url, stream=True)
+        wait_until(lambda: metric(url, "punica_requests_running") == 8)
+        assert process._process.pid is not None
+        os.kill(process._process.pid, signal.SIGKILL)
+        for answer in [one.result(60) for one in whole]:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+            assert "ended by SIGKILL, perhaps for want of memory; restart the server" in answer.text
+        *_, error, last = [line[6:] for line in stream.result(60).text.split("\n\n") if line]
+        assert "SIGKILL" in json.loads(error)["error"]["message"]
+        assert last == "[DONE]"
+        later = post(url)
+        assert (later.status_code, later.json()["error"]["code"]) == (503, "engine_stopped")
+        assert health(url) == 503
+        assert metric(url, "punica_requests_running") == 0
+
+
+def test_stopping_ends_what_is_unfinished_and_what_has_ended_stays(world: World, tmp_path: Path) -> None:
+    async def scenario(process: EngineProcess) -> None:
+        process.start()
+        ended, open_call = (Call([Request(name, [1], count)], False) for name, count in (("a", 1), ("b", 120)))
+        await process.submit(ended)
+        await process.submit(open_call)
+        while ended.num_unfinished:
+            await asyncio.sleep(0.01)
+        await process.stop()
+        assert [len(piece.token_ids) async for batch in ended.batches() for piece in batch] == [1]
+        with pytest.raises(Exception, match="the server is stopping"):
+            await anext(open_call.batches())
+        with pytest.raises(Exception, match="the server is stopping"):
+            await process.submit(Call([Request("c", [1], 1)], False))
+        process.abort(open_call)
+
+    with EngineProcess(builder(world, tmp_path / "failures"), Metrics()) as process:
+        asyncio.run(scenario(process))
+        assert process._process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (partial(ending, 3), "process ended with exit code 3 before the engine was ready; see its output above"),
+        (refusing, "Peculiar: max_loras is above 3"),
+        (partial(Engine.from_pretrained, "/nowhere"), "model folder '/nowhere' does not exist"),
+    ],
+    ids=["it ends", "an error that does not pickle", "a refusal"],
+)
+def test_an_engine_that_is_not_built_is_an_error_of_the_server(build: Any, message: str) -> None:
+    with pytest.raises((RuntimeError, FileNotFoundError), match=message):
+        EngineProcess(build, Metrics())
+
+
+def test_errors_travel_with_their_message() -> None:
+    for error in (FileNotFoundError(2, "gone", "x"), ValueError("a\nb"), UnicodeDecodeError("utf-8", b"x", 0, 1, "no")):
+        assert portable(error) is error
+    found = portable(Peculiar("x", 1))
+    assert (type(found), str(found)) == (RuntimeError, "Peculiar: x is above 1")
+
+
+def test_a_piece_is_the_same_after_its_journey() -> None:
+    piece = Piece(1, [2, 3], 1, [{2: -0.5}], None, "e")
+    assert pickle.loads(pickle.dumps(piece)) == piece
+
+
+@pytest.fixture
+def command_line(world: World, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process, str]]:
+    """A server of the command line in a process group of its own, its engine's process, and its address."""
+    adapter, log = world.adapters[0], tmp_path / "log.txt"
+    words = [sys.executable, "-m", "punica.serve", str(world.checkpoint), "--port=0", "--max-model-len=128"]
+    words += [f"--adapter={adapter.lora_name}={adapter.absolute_path}"]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    with log.open("wb") as output:
+        server = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        wait_until(lambda: server.poll() is not None or "Uvicorn running on" in log.read_text(), 120)
+        assert server.poll() is None, log.read_text()
+        (address,) = re.findall(r"Uvicorn running on (http://\S+)", log.read_text())
+        (engine,) = [one for one in psutil.Process(server.pid).children() if "spawn_main" in " ".join(one.cmdline())]
+        yield server, engine, address
+    finally:
+        server.kill()
+        server.wait()
+    wait_until(lambda: not engine.is_running())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_group_lets_answers_end(command_line: Any, number: int) -> None:
+    server, engine, url = command_line
+    with httpx2.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, trust_env=False) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        first = next(lines)
+        os.killpg(server.pid, number)
+        found = [first, *lines]
+    assert found[-1] == "data: [DONE]"
+    assert json.loads(found[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert not any('"error"' in line for line in found)
+    assert server.wait(60) in (0, -number, 130)
+    wait_until(lambda: not engine.is_running())
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_leaves_no_engine(command_line: Any) -> None:
+    server, engine, url = command_line
+    with httpx2.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, trust_env=False) as answer:
+        next(answer.iter_lines())
+        server.kill()
+        wait_until(lambda: not engine.is_running(), 10)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_interrupted_while_the_engine_loads_leaves_none(world: World, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "punica.serve", str(world.checkpoint), "--port=0"]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with (tmp_path / "log.txt").open("wb") as output:
+        server = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": paths}, stdout=output, stderr=output)
+    parent = psutil.Process(server.pid)
+    wait_until(lambda: parent.children())
+    children = parent.children()
+    server.send_signal(signal.SIGINT)
+    assert server.wait(60) != 0
+    wait_until(lambda: not any(child.is_running() for child in children))

@@ -1,0 +1,88 @@
+"""The same engine in a thread of this process and in a process of its own, with steps that fail on demand."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from punica.engine import Engine
+from punica.serve.backend import Backend
+from punica.serve.engine_child import RemoteStepper
+from punica.serve.engine_process import EngineProcess
+from punica.serve.engine_thread import EngineThread
+from tests.serve.world import World, state_of
+
+
+@dataclass(frozen=True)
+class Served:
+    """A backend behind a real server: its address, and what its engine holds."""
+
+    url: str
+    backend: Backend
+    failures: Path
+
+    def state(self) -> Any:
+        """What requests take of the engine, wherever it is."""
+        if isinstance(self.backend, EngineThread):
+            return state_of(self.backend.engine)
+        return eval(asyncio.run_coroutine_threadsafe(told(self.backend), self.backend._loop).result(60))
+
+    def fail_steps(self, count: int) -> None:
+        """Have the next steps raise."""
+        self.failures.write_text("x" * count)
+
+
+def failing_engine(world: World, failures: Path, **sizes: Any) -> Engine:
+    """An engine whose steps raise as often as the file has letters."""
+    engine = world.engine(2, **sizes)
+    step = engine.step
+
+    def failing() -> Any:
+        left = failures.read_text()
+        if left:
+            failures.write_text(left[1:])
+            raise RuntimeError("injected")
+        return step()
+
+    engine.step = failing  # type: ignore[method-assign]
+    return engine
+
+
+def builder(world: World, failures: Path, **sizes: Any) -> Callable[[], Engine]:
+    """What makes a `failing_engine`, in whichever process."""
+    failures.touch()
+    return partial(failing_engine, world, failures, **sizes)
+
+
+def ending(code: int) -> Engine:
+    """End the process instead of building an engine."""
+    os._exit(code)
+
+
+class Peculiar(ValueError):
+    """An error that cannot be built anew from its message."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        super().__init__(f"{name} is above {limit}")
+
+
+def refusing() -> Engine:
+    """Refuse to build an engine."""
+    raise Peculiar("max_loras", 3)
+
+
+def tell(stepper: RemoteStepper) -> None:
+    """Say what the engine holds: replies carry errors alone."""
+    raise ValueError(repr(state_of(stepper.engine)))
+
+
+async def told(process: EngineProcess) -> str:
+    """Ask what the engine holds."""
+    try:
+        await process._order(tell)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("no answer")
