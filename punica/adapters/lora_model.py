@@ -24,7 +24,6 @@ from punica.adapters.weights import Factor, ModuleWeights
 from punica.adapters.wrap import MoEEPSpec
 from punica.layers.packing import Blocks, Slices
 from punica.ops.quant import Fp8Matrix
-from punica.threads import map_in_threads
 
 _next_model_id = itertools.count(1)
 
@@ -140,7 +139,7 @@ class LoRAModel:
             pair = _by_expert(a, b, rank) if is_stacked_name(module) else (a, b)
             return ModuleWeights(module, rank, [pair], scaling, alpha, [blocks])
 
-        loras = {weights.module_name: weights for weights in map_in_threads(weights_of, list(contents))}
+        loras = {weights.module_name: weights for weights in map(weights_of, contents)}
         stacked = any(map(is_stacked_name, loras))
         return cls(lora_model_id, max(weights.rank for weights in loras.values()), loras, stacked)
 

@@ -26,7 +26,6 @@ from punica.layers.packing import Blocks, LoRAFactor, Slices
 from punica.layers.utils import check_has_data
 from punica.ops.quant import Fp8Matrix
 from punica.ops.slot_image import image_matrices, pack_image
-from punica.threads import map_in_threads
 
 
 class AdapterPacker:
@@ -93,7 +92,7 @@ class AdapterPacker:
                 slices = [layer.own_ranks(i, pair, blocks) for i, (pair, blocks) in enumerate(each)]
             return ModuleWeights(name, weights.rank, slices)
 
-        loras = {weights.module_name: weights for weights in map_in_threads(packed, list(groups.values()))}
+        loras = {weights.module_name: weights for weights in map(packed, groups.values())}
         return LoRAModel(lora.id, max(weights.rank for weights in loras.values()), loras)
 
     def check(self, lora: LoRAModel) -> None:
@@ -142,8 +141,7 @@ class AdapterPacker:
 
     def _groups(self, lora: LoRAModel) -> dict[str, ModuleWeights]:
         """Collect the parts that an adapter has of every layer, scaled: one pair per part, or the whole as it is."""
-        given = list(self._by_layer(lora).items())
-        groups = map_in_threads(lambda of_layer: self._group(lora, *of_layer), given)
+        groups = [self._group(lora, name, given) for name, given in self._by_layer(lora).items()]
         return {group.module_name: group for group in groups}
 
     def _group(self, lora: LoRAModel, name: str, given: Mapping[int | None, str]) -> ModuleWeights:

@@ -21,7 +21,6 @@ from punica.adapters.request import resolve_adapter_path
 from punica.adapters.wrap import MoEEPSpec
 from punica.checks import clip
 from punica.ops.pages import Pages
-from punica.threads import map_in_threads
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
@@ -30,7 +29,7 @@ MOST_TENSORS = 1 << 17
 MOST_NAME = 1 << 14
 """Most characters of a renamed tensor."""
 RUN_BYTES = 4 << 20
-"""Bytes of neighbouring tensors that are read at once: enough to forget what a call costs, and runs for all threads."""
+"""Bytes of neighbouring tensors that are read at once: enough to forget what a call costs."""
 RUN_TENSORS = 512
 """Most tensors that are read at once; a call of the system takes 1,024 pieces."""
 
@@ -262,7 +261,7 @@ class WeightsFile:
 
     def numbers(self, entries: Mapping[str, TensorEntry]) -> Numbers:
         """Read tensors at checked entries. ValueError: the file became shorter meanwhile."""
-        runs = map_in_threads(self._read_run, _runs(entries), least=1)
+        runs = [self._read_run(run) for run in _runs(entries)]
         tensors = {key: tensor for run in runs for key, tensor in run.tensors.items()}
         return Numbers({key: tensors[key] for key in entries}, all(run.finite for run in runs))
 

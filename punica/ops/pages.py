@@ -2,9 +2,9 @@
 
 The first touch of a page costs several times the copy into it: on a virtual machine with two cores 80 MB are read in
 49 ms of one into new pages, in 12 ms into used ones. torch also allocates page-locked memory in powers of two, zeroed
-by one thread while it is locked: 92 ms for 80 MB on the host of an H200. Here the threads that write the memory are the
-first to touch its pages, and locking them is what remains. Pages that are free again stay, locked or not, for later
-adapters of about their size: unlocking waits for the device.
+while it is locked: 92 ms for 80 MB on the host of an H200. Here what is written to the memory touches its pages first,
+and locking them is what remains: 4 ms. Pages that are free again stay, locked or not, for later adapters of about their
+size: unlocking waits for the device.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _free: dict["Pages", bool] = {}
-"""Pages without a tensor, of every kind, the oldest first. One call each adds or takes: threads share them."""
+"""Pages without a tensor, of every kind, the oldest first. One call each adds or takes: readers share them."""
 
 
 class Pages:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from punica.ops.pages import LockedPages
-from punica.threads import map_in_threads
 
 ALIGNMENT = 16
 HEADER = 4
@@ -62,15 +61,10 @@ def pack_image(matrices: Sequence[ImagePart], dtype: torch.dtype, *, pin_memory:
         _header(image, len(matrices)).copy_(torch.tensor(header, device="cpu"))
     targets = image_matrices(image, len(matrices), dtype)
 
-    def fill(place: int) -> None:
-        target, part = targets[place], matrices[place].part
-        if target is not None and part is not None:
-            start, end = offsets[place] * ALIGNMENT + target.nbytes, offsets[place + 1] * ALIGNMENT
-            if start < end:
-                image[start:end] = 0  # between it and the next one
-            _fill(target, part.detach().to(dtype))  # cast apart: torch is slow to cast and turn at once
-
-    map_in_threads(fill, range(len(matrices)))
+    for target, matrix, start, end in zip(targets, matrices, offsets[:-1], offsets[1:], strict=True):
+        if target is not None and matrix.part is not None:
+            image[start * ALIGNMENT + target.nbytes : end * ALIGNMENT] = 0  # between it and the next one
+            _fill(target, matrix.part.detach().to(dtype))  # cast apart: torch is slow to cast and turn at once
     if pages is not None:
         pages.lock()
     return image

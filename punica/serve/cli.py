@@ -1,5 +1,6 @@
 """Command line of ``python -m punica.serve``."""
 
+import gc
 import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -184,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             app = stack.enter_context(opened(options, settings))
         except REFUSALS as error:
             raise SystemExit(f"{type(error).__name__}: {error}") from None
+        gc.freeze()  # a collection of all that was imported would halt every stream
         uvicorn.run(
             app, host=options.host, port=options.port, timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,

@@ -5,6 +5,7 @@
 The stepping thread is the main one. The reader ends the process when the server's end of the connection closes.
 """
 
+import gc
 import logging
 import os
 import pickle
@@ -129,6 +130,7 @@ def run(connection: Connection, build: Callable[[], Engine]) -> None:
     places, has_lora = engine.config.max_batch_size, engine.manager is not None
     connection.send(EngineDescription(tokenizer, engine.defaults, engine.max_model_len, places, has_lora))
     made = RemoteStepper(engine, connection)
+    gc.freeze()  # a collection of all that was imported would halt the steps
     stepper.set_result(made)
     made.run()
 
