@@ -18,7 +18,7 @@ def draw_own_server(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Two axes with a group of bars per popularity; hollow where the client was the bottleneck."""
     drawn = centre(rows)
     loaded = drawn["panel"].str.startswith("load")
-    figure, axes = style.grid(1, 2, 8.0, 3.4, sharex=False)
+    figure, axes = style.grid(1, 2, 8.0, 3.4, sharex=False, sharey=False)
     late = drawn[(drawn["metric"] == "client_is_bottleneck") & (drawn["value"] > 0)]
     places = set(zip(late["panel"], late["workload"], strict=True))
     _bars(axes[0, 0], drawn[~loaded & (drawn["metric"] == THROUGHPUT)], "system", LABELS, places)

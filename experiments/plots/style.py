@@ -82,10 +82,12 @@ def themed() -> Iterator[None]:
         yield
 
 
-def grid(depth: int, columns: int, width: float, height: float, sharex: bool | str = True) -> tuple[Figure, Any]:
-    """A figure of `width` by `height` inches with `depth` rows of axes, each of one vertical scale."""
+def grid(
+    depth: int, columns: int, width: float, height: float, sharex: bool | str = True, sharey: bool | str = "row"
+) -> tuple[Figure, Any]:
+    """A figure of `width` by `height` inches with `depth` rows of axes, each of one vertical scale by default."""
     return plt.subplots(
-        depth, columns, figsize=(width, height), sharex=sharex, sharey="row", squeeze=False, layout="constrained"
+        depth, columns, figsize=(width, height), sharex=sharex, sharey=sharey, squeeze=False, layout="constrained"
     )
 
 
