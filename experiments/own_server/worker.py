@@ -54,8 +54,8 @@ def saturated(
 
 
 def params_of(job: Job) -> SamplingParams:
-    """Return greedy sampling to the job's number of tokens."""
-    return SamplingParams(job.new_tokens, ignore_eos=True)
+    """Return greedy sampling to the job's number of tokens, asked for as the server's client does."""
+    return SamplingParams(job.new_tokens, ignore_eos=True, min_tokens=job.new_tokens)
 
 
 def main() -> None:

@@ -99,7 +99,8 @@ class SamplingParams:
         put("logit_bias", _biases(self.logit_bias))
         put("bad_words", _words(self.bad_words))
         penalties = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        put("adjusts", penalties or bool(self.min_tokens or self.logit_bias or self.bad_words))
+        bans_ends = self.min_tokens and (self.stop_token_ids or not self.ignore_eos)
+        put("adjusts", penalties or bool(bans_ends or self.logit_bias or self.bad_words))
         put("is_greedy", not self.adjusts and (self.temperature == 0.0 or self.top_k == 1))
         for name in ("ignore_eos", "skip_special_tokens"):
             value = getattr(self, name)

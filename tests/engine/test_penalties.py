@@ -122,6 +122,13 @@ def test_only_plain_requests_are_launched_ahead(fields) -> None:
     assert SamplingParams(9, **fields).adjusts
 
 
+def test_fewest_tokens_of_requests_without_ends_change_nothing() -> None:
+    """Load generators ask for both: no token is to be banned."""
+    assert SamplingParams(9, ignore_eos=True, min_tokens=9).is_greedy
+    assert SamplingParams(9, ignore_eos=True, min_tokens=9, stop_token_ids=(3,)).adjusts
+    assert SamplingParams(9, min_tokens=9).adjusts
+
+
 # --- in the engine ---------------------------------------------------------------------------------------------------
 
 
