@@ -2,18 +2,17 @@
 
 A notebook measures nothing. `StoredRows` looks for recorded rows first (``results/<hardware>``, committed) and for
 fresh ones of this machine otherwise (``outputs/<hardware>/rows``, from ``make reproduce``), and never mixes the two.
-What is shown is made by the functions behind ``make reproduce`` and ``make report``, so the pictures and the verdicts
-are the same. A figure without rows is one line that says which command measures it.
+Figures are the files of ``make reproduce``, as links; verdicts are made by the functions behind ``make report``. A
+figure without rows is one line that says which command measures it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pandas as pd
-from IPython.display import Image, Markdown
+from IPython.display import Markdown
 
 from experiments.claims import counts, judge
 from experiments.harness.experiment import Experiment
@@ -37,20 +36,24 @@ class StoredRows:
         self.root, self.hardware = root, hardware
         self.recorded = bool(rows_files(recorded)) or not rows_files(fresh)
         self.folder = recorded if self.recorded else fresh
+        self._figures = root / "figures" / hardware if self.recorded else fresh.parent / "figures"
 
     def has(self, experiment: Experiment) -> bool:
         """Whether ``experiment`` has rows here."""
         return self._file(experiment).exists()
 
-    def figure(self, experiment: Experiment) -> list[Image | Markdown]:
-        """The figure of ``make reproduce``, and a line that says whose rows it shows; without rows, that line alone."""
+    def figure(self, experiment: Experiment) -> list[Markdown]:
+        """The file that `make record` or `make reproduce` drew, as a link (drawn now if it is missing), and a line that
+        says whose rows it shows; without rows, that line alone.
+        """
         if not self.has(experiment):
             what = f"Figure {experiment.figure} has no rows of `{self.hardware}` yet"
             return [Markdown(f"*{what}: {how_to_measure(self, experiment)}*")]
-        with TemporaryDirectory() as folder:
-            files = draw(experiment, self._file(experiment), Path(folder), self.root / "paper_results")
-            png = next(file for file in files if file.suffix == ".png").read_bytes()
-        return [Image(png, format="png"), self._source(experiment)]
+        png = self._figures / f"{experiment.name}.png"
+        if not png.exists():
+            draw(experiment, self._file(experiment), self._figures, self.root / "paper_results")
+        link = f"../{png.relative_to(self.root).as_posix()}"
+        return [Markdown(f"![Figure {experiment.figure}]({link})"), self._source(experiment)]
 
     def table(self, experiment: Experiment, table_of: TableOf) -> Markdown:
         """``table_of(measured rows, the paper's rows)`` of a figure; a line instead when it has no rows."""
@@ -96,19 +99,19 @@ class SideBySide:
     def __init__(self, root: Path) -> None:
         self.machines = {name: StoredRows(root, folder) for name, folder in _MACHINES.items()}
 
-    def figure(self, experiment: Experiment) -> list[Image | Markdown]:
+    def figure(self, experiment: Experiment) -> list[Markdown]:
         """`StoredRows.figure` of every machine."""
         return self._each(lambda stored: stored.figure(experiment))
 
-    def table(self, experiment: Experiment, table_of: TableOf) -> list[Image | Markdown]:
+    def table(self, experiment: Experiment, table_of: TableOf) -> list[Markdown]:
         """`StoredRows.table` of every machine."""
         return self._each(lambda stored: [stored.table(experiment, table_of)])
 
-    def verdicts(self, figures: Sequence[str]) -> list[Image | Markdown]:
+    def verdicts(self, figures: Sequence[str]) -> list[Markdown]:
         """`StoredRows.verdicts` of every machine."""
         return self._each(lambda stored: [stored.verdicts(figures)])
 
-    def _each(self, parts_of: Callable[[StoredRows], list[Image | Markdown]]) -> list[Image | Markdown]:
+    def _each(self, parts_of: Callable[[StoredRows], list[Markdown]]) -> list[Markdown]:
         return [part for name, stored in self.machines.items() for part in (Markdown(f"**{name}**"), *parts_of(stored))]
 
 

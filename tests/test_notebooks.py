@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable
-from io import BytesIO
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 from typing import Any
@@ -95,7 +94,7 @@ def texts(notebook: NotebookNode) -> str:
 
 
 def pictures(notebook: NotebookNode) -> int:
-    return sum("image/png" in output.get("data", {}) for output in outputs(notebook))
+    return texts(notebook).count("![Figure ")
 
 
 def test_there_are_notebooks() -> None:
@@ -120,6 +119,14 @@ def test_stored_outputs_are_complete_and_clean(path: Path) -> None:
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
     assert not [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
     assert not ABSOLUTE_PATH.search(texts(notebook))
+
+
+@each_notebook
+def test_stored_figures_are_files_and_not_copies(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert path.stat().st_size < 1 << 20
+    assert not [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
+    assert all((path.parent / link).is_file() for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", texts(notebook)))
 
 
 @each_notebook
@@ -232,9 +239,11 @@ def test_machines_stand_side_by_side_and_one_without_rows_says_so(repository: Pa
 def test_picture_is_that_of_make_reproduce(repository: Path) -> None:
     folder = repository / "results" / "cpu"
     write_paper_rows(folder, "cpu", [FIG9])
-    shown, _ = StoredRows(repository, "cpu").figure(FIG9)
-    _, drawn, _ = draw(FIG9, folder / f"{FIG9.name}.csv", repository / "figures", PAPER)
-    assert np.array_equal(plt.imread(BytesIO(shown.data)), plt.imread(drawn))
+    link, _ = StoredRows(repository, "cpu").figure(FIG9)
+    shown = repository / "notebooks" / link.data.partition("](")[2].removesuffix(")")
+    assert shown.resolve() == repository / f"figures/cpu/{FIG9.name}.png"
+    _, drawn, _ = draw(FIG9, folder / f"{FIG9.name}.csv", repository / "other", PAPER)
+    assert np.array_equal(plt.imread(shown), plt.imread(drawn))
 
 
 def frames() -> tuple[pd.DataFrame, pd.DataFrame]:
