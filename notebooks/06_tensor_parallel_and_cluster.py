@@ -125,7 +125,8 @@ RAY = "measured_over_simulated_"
 on_ray = rows[rows["panel"].str.contains("ray hour")]
 beside = on_ray[on_ray["metric"].str.startswith(RAY)]
 if len(beside):
-    ratios = beside.assign(metric=beside["metric"].str.removeprefix(RAY)).set_index("metric")["value"]
+    named = beside.assign(metric=beside["metric"].str.removeprefix(RAY))
+    ratios = named.set_index(["system", "panel", "metric"])["value"]
     display(ratios.rename("Ray over its simulator").to_frame().round(3))
     others = on_ray[on_ray["metric"] == "requests_with_other_tokens"].set_index("panel")["value"]
     said = ", ".join(f"{value:.0f} ({panel})" for panel, value in others.items())

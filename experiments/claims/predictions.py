@@ -69,13 +69,13 @@ class Prediction:
 def predictions(rows: pd.DataFrame, folder: str | Path) -> list[Prediction]:
     """Compare the simulated rows in ``rows`` (of one machine) with ``folder``, the path of `paper_results`."""
     chosen = Rows(rows[rows["figure"] == "13"])
+    frame = chosen.figure("13")
     try:
         ours = Hour.of(chosen)
     except NoVerdict:
-        return []
+        return _runners(frame)
     if ours.kind != SIMULATED:
-        return []
-    frame = chosen.figure("13")
+        return _runners(frame)
     theirs = Hour.of(Rows(as_rows(read_figure(folder, "13"))))
     return [*_stream(frame, folder), *_hour(ours, theirs), *_windows(frame), *_runners(frame)]
 

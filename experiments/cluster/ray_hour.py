@@ -38,9 +38,9 @@ from experiments.cluster.served import (
 from experiments.cluster.simulated_hour import seen
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Point, Reading, sampled
-from experiments.harness.schema import Config
+from experiments.harness.schema import Config, ConfigError
 from experiments.harness.settings import folders
-from punica.cluster import Trace, simulate
+from punica.cluster import ClusterPolicy, Trace, simulate
 from punica.workload import MAX_BATCH
 
 if TYPE_CHECKING:
@@ -56,9 +56,12 @@ CHECKED = 1000
 
 def points(cfg: Config) -> list[Point]:
     """List the hour under each scheduling rule, served and simulated; then, under the first, streams of a constant rate
-    and the hour with a runner killed.
+    and the hour with a runner killed. `ConfigError`: a rule that engines cannot follow.
     """
     figure: Any = cfg.figure
+    for rule in cfg.system.names:
+        if ClusterPolicy(rule).rule.prefills_per_step != 1:
+            raise ConfigError(f"system={rule} puts several prompts into a step; on Ray engines run one: leave it out")
     chosen = ("seconds", "runners", "speed_up", "max_len")
     settings = {name: getattr(figure, name) for name in chosen}
     settings |= {"address": cfg.address, "device": cfg.hardware.device}

@@ -1,7 +1,7 @@
 """Runners on Ray that stay for all hours of a run: timed once, then the same under every rule."""
 
 import atexit
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -36,10 +36,19 @@ def served(world: World, kills: bool = False) -> "Served":
 
     session = _session(world.fleet())
     wait_for_all(session.cluster, world.runners)
+    while session.cluster.is_busy:  # runners that only had something to evict
+        session.cluster.step(1.0)
     session.cluster.use_rule(world.rule)
     middle = world.duration_s / world.speed_up / 2 if kills else float("inf")
     arrivals = world.trace().arrivals / world.speed_up
-    return serve(session.cluster, requests(world, session.tenants), arrivals, middle)
+    asked = requests(world, session.tenants)
+    try:
+        return serve(session.cluster, asked, arrivals, middle)
+    except Exception:  # the same runners serve the next hour
+        for request in asked:
+            with suppress(ValueError):  # it has ended, or was never due
+                session.cluster.abort_request(request.request_id)
+        raise
 
 
 def fit_of(world: World) -> Fit:

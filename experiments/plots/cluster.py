@@ -35,7 +35,8 @@ def draw_hour(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """
     on_ray = rows["panel"].str.contains(ON_RAY)
     simulated = [(rows[~on_ray], paper)] if not on_ray.all() else []
-    clusters = [*simulated, *((part, None) for _, part in rows[on_ray].groupby("system", sort=False))]
+    rules = (part for _, part in rows[on_ray].groupby("system", sort=False))
+    clusters = [*simulated, *((part, None) for part in rules if (part["metric"] == HEAT).any())]
     figure = plt.figure(figsize=(7.0, 4.4 * len(clusters)), layout="constrained")
     for place, (part, beside) in zip(figure.subfigures(len(clusters), 1, squeeze=False)[:, 0], clusters, strict=True):
         _draw_cluster(place, part, beside)

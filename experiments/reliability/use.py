@@ -25,7 +25,8 @@ class Use:
         """
         gc.collect()
         process = psutil.Process(pid)
-        all_of_it = [process] if pid is None else [process, *process.children(recursive=True)]
+        children = [] if pid is None else process.children(recursive=True)
+        all_of_it = [process, *filter(psutil.Process.is_running, children)]
         device = torch.cuda.memory_allocated() if pid is None and torch.cuda.is_available() else 0
         return cls(
             sum(one.memory_info().rss for one in all_of_it) / 2**20, device / 2**20,

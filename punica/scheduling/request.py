@@ -255,10 +255,13 @@ def _token_ids(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
             f"prompt_token_ids of request {name} must be a sequence of ints, got {type(token_ids).__name__}; pass the "
             "token ids in their order, as a list"
         )
-    try:
-        ids = tuple(as_int("a token id", token) for token in token_ids)
-    except TypeError as error:
-        raise TypeError(f"prompt_token_ids of request {name} must be a sequence of ints: {error}") from error
+    if isinstance(token_ids, tuple) and all(type(token) is int for token in token_ids):
+        ids = token_ids  # shared by the outputs of one prompt, also where they are pickled together
+    else:
+        try:
+            ids = tuple(as_int("a token id", token) for token in token_ids)
+        except TypeError as error:
+            raise TypeError(f"prompt_token_ids of request {name} must be a sequence of ints: {error}") from error
     if not ids:
         raise ValueError(f"prompt_token_ids of request {name} is empty; a prompt has at least one token")
     if min(ids) < 0:

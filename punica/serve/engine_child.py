@@ -117,6 +117,7 @@ class RemoteStepper(EngineStepper):
 
 def run(connection: Connection, build: Callable[[], Engine]) -> None:
     """Build the engine and serve it, until the connection ends."""
+    os.set_inheritable(connection.fileno(), False)  # a compiler that outlives this process would keep it open
     for number in (signal.SIGINT, signal.SIGTERM):  # of a whole process group: the server's, which lets answers end
         signal.signal(number, signal.SIG_IGN)
     stepper: Future[RemoteStepper] = Future()

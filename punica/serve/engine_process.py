@@ -27,6 +27,7 @@ from punica.serve.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _END_S = 5.0  # longest wait for the end of a process that has been told to end, which then is killed
+_REASON_S = 0.5  # longest wait for the exit code after its connection has closed: nothing is served meanwhile
 
 
 class EngineProcess(Backend):
@@ -148,6 +149,9 @@ class EngineProcess(Backend):
             reason = f"{self._how_it_ended()}; restart the server"
             _log.error(reason)
             self._end(reason)
+        except Exception as error:  # its pieces and replies are lost
+            _log.exception("a message of the engine's process cannot be read")
+            self._end(f"a message of the engine's process cannot be read: {error}; restart the server")
 
     def _take(self, message: Message) -> None:
         for note in message.notes:
@@ -182,7 +186,7 @@ class EngineProcess(Backend):
                 reply.set_exception(ApiError(503, reason, code="engine_stopped"))
 
     def _how_it_ended(self) -> str:
-        self._process.join(_END_S)  # its connection is closed first
+        self._process.join(_REASON_S)  # its connection is closed first
         code = self._process.exitcode
         if code is None:
             return "the engine's process has closed its connection"

@@ -46,13 +46,13 @@ class Generator:
     tokenizing: ThreadPoolExecutor
     rendering: ThreadPoolExecutor
 
-    async def encode(self, body: CompletionBody | ChatBody, adapter: LoRARequest | None) -> list[list[int]]:
+    async def encode(self, body: CompletionBody | ChatBody, adapter: LoRARequest | None) -> list[tuple[int, ...]]:
         """Return the token ids of all prompts. ApiError 400: the tokenizer or its chat template refuses one."""
         folder = None if adapter is None else adapter.absolute_path
         arguments = body.chat_template_kwargs if isinstance(body, ChatBody) else None
 
-        def encode() -> list[list[int]]:
-            return [_token_ids(self.codec, prompt, folder, arguments) for prompt in body.prompts]
+        def encode() -> list[tuple[int, ...]]:
+            return [tuple(_token_ids(self.codec, prompt, folder, arguments)) for prompt in body.prompts]
 
         try:
             thread = self.rendering if folder is not None and isinstance(body, ChatBody) else self.tokenizing
@@ -115,7 +115,7 @@ class GenerationResponse(Response):
                 answer = await self._collect(call)
         await JSONResponse(answer)(scope, receive, send)  # a client that reads slowly takes no room
 
-    def _requests(self, prompts: list[list[int]]) -> list[Request]:
+    def _requests(self, prompts: list[tuple[int, ...]]) -> list[Request]:
         """Build the engine's requests: ``n`` for each prompt, in the order of the choices."""
         body, engine = self._body, self._generator.backend.engine
         requests: list[Request] = []

@@ -84,7 +84,7 @@ def composed(tmp_path, *overrides: str, name: str = "fig08_lora_operator") -> Di
     keys = [override.partition("=")[0] for override in overrides]
     usual = (choice for choice in ("scale=smoke", "hardware=cpu") if choice.partition("=")[0] not in keys)
     config = pickle.loads(_composed(name, (*usual, *overrides), options)[0])
-    places = {"outputs": tmp_path, "results": tmp_path / "results", "figures": tmp_path / "figures"}
+    places = {"outputs": tmp_path, "results": f"{tmp_path}/results", "figures": f"{tmp_path}/figures"}
     given = {"draw": False, **{f"paths.{path}": str(place) for path, place in places.items()}}
     for key in given.keys() - keys:
         OmegaConf.update(config, key, given[key])

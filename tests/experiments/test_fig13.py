@@ -517,6 +517,7 @@ def test_streams_on_ray_have_the_bounds_that_were_asked_for(measured, met):
     (stream,) = [one for one in found if "runners on Ray" in one.what]
     assert stream.what == "runners on Ray, llama2-7b, rule punica, steady at 0.4 of the peak: p99 of first tokens"
     assert (stream.asked, stream.met) == ("within 10 %", met)
+    assert predictions(pd.DataFrame(ours), PAPER) == [stream]  # also of a machine without the simulated hour
 
 
 def test_the_recorded_hour_on_ray_is_drawn_and_predicted_and_says_whose_tokens_differ():

@@ -155,6 +155,12 @@ def test_hours_of_all_rules_then_streams_and_the_loss_of_a_runner_under_the_firs
     }
 
 
+def test_a_rule_that_engines_cannot_follow_is_refused_before_anything_starts(tmp_path) -> None:
+    words = ("runtime=ray", "system.names=[punica,released]")
+    with pytest.raises(ConfigError, match="system=released puts several prompts into a step"):
+        ray_hour.points(settle(composed(tmp_path, *words, name="fig13_cluster"), EXPERIMENT))
+
+
 class RecordedCluster:
     """In place of `RayCluster`: what it was built with."""
 

@@ -20,7 +20,7 @@ from punica.serve.metrics import Metrics
 from tests.serve.two_backends import Served, builder
 from tests.serve.world import World, served, wait_until
 
-LONG = {"model": "tenant-0", "prompt": "a", "ignore_eos": True, "max_tokens": 120, "n": 64}  # seconds
+LONG = {"model": "tenant-0", "prompt": "a", "ignore_eos": True, "max_tokens": 120, "n": 4}
 
 
 @pytest.fixture(scope="module")
@@ -126,15 +126,18 @@ def test_refusals_are_the_same_and_leave_nothing(pair: dict[str, Served], body: 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_is_aborted(server: Served, stream: bool) -> None:
     before = server.state()
+    server.slow_steps(True)
     with httpx2.Client(trust_env=False) as client:
         if stream:
             with client.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as answer:
-                next(answer.iter_lines())
+                lines = answer.iter_lines()  # kept: its end would close the connection
+                assert json.loads(next(lines)[6:])["choices"]
                 assert server.state() != before
         else:
             with pytest.raises(httpx2.ReadTimeout):
                 client.post(f"{server.url}/v1/completions", json=LONG, timeout=0.2)
     wait_until(lambda: server.state() == before)
+    server.slow_steps(False)
     metrics = httpx2.get(f"{server.url}/metrics", trust_env=False).text
     assert 'punica_requests_total{reason="aborted"}' in metrics
     assert "\npunica_requests_running 0.0\n" in metrics

@@ -1,7 +1,8 @@
-"""The same engine in a thread of this process and in a process of its own, with steps that fail on demand."""
+"""The same engine in a thread of this process and in a process of its own, with steps that fail or last on demand."""
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -34,17 +35,22 @@ class Served:
         """Have the next steps raise."""
         self.failures.write_text("x" * count)
 
+    def slow_steps(self, slow: bool) -> None:
+        """Have steps last 50 ms more, or no longer."""
+        self.failures.write_text("slow" if slow else "")
+
 
 def failing_engine(world: World, failures: Path, **sizes: Any) -> Engine:
-    """An engine whose steps raise as often as the file has letters."""
+    """An engine whose steps raise for each x in a file, or last while it says so."""
     engine = world.engine(2, **sizes)
     step = engine.step
 
     def failing() -> Any:
         left = failures.read_text()
-        if left:
+        if left.startswith("x"):
             failures.write_text(left[1:])
             raise RuntimeError("injected")
+        time.sleep(0.05 * left.startswith("slow"))
         return step()
 
     engine.step = failing  # type: ignore[method-assign]
