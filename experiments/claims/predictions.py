@@ -69,7 +69,10 @@ class Prediction:
 def predictions(rows: pd.DataFrame, folder: str | Path) -> list[Prediction]:
     """Compare the simulated rows in ``rows`` (of one machine) with ``folder``, the path of `paper_results`."""
     chosen = Rows(rows[rows["figure"] == "13"])
-    frame = chosen.figure("13")
+    try:
+        frame = chosen.figure("13")
+    except NoVerdict:
+        return []
     try:
         ours = Hour.of(chosen)
     except NoVerdict:
