@@ -125,7 +125,8 @@ def test_clients_that_leave_in_the_middle_free_the_pages_of_runners(running: Any
     body |= {"temperature": 1.0}
     for _ in range(2):
         with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # kept: its end would close the connection
+            next(lines)
             wait_until(lambda: free_blocks(cluster) != before)
     wait_until(lambda: free_blocks(cluster) == before)
     assert 'punica_requests_total{reason="aborted"} 16.0' in httpx2.get(f"{url}/metrics").text
