@@ -42,13 +42,9 @@ TOKENS_OF_A_FAKE = """
 def generated(prompt, adapter, count):
     return [(sum(prompt) + 7 * adapter + 13 * place) % 251 for place in range(count)]
 """
-FAKE_VLLM = (
-    TOKENS_OF_A_FAKE
-    + """
-import json, os, time
-from types import SimpleNamespace
+CLOCK_OF_A_FAKE = """
+import time
 
-__version__ = "0.0.0+fake"
 now = [0.0]  # of a clock of tokens and looks, or a busy machine makes the difference of two lengths negative
 
 def clock():
@@ -56,6 +52,15 @@ def clock():
     return now[0]
 
 time.perf_counter = clock
+"""
+FAKE_VLLM = (
+    TOKENS_OF_A_FAKE
+    + CLOCK_OF_A_FAKE
+    + """
+import json, os
+from types import SimpleNamespace
+
+__version__ = "0.0.0+fake"
 
 class SamplingParams:
     def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
@@ -89,13 +94,16 @@ class LoRARequest:
 """
 FAKE_OURS = (
     TOKENS_OF_A_FAKE
+    + CLOCK_OF_A_FAKE
     + """
 from experiments.today.measure import serve
 
 class Fake:
     about = "punica, a fake"
     def __init__(self, job): assert job["options"] == {"admission": "fcfs_many"}
-    def generate(self, prompts, adapters, counts): return list(map(generated, prompts, adapters, counts))
+    def generate(self, prompts, adapters, counts):
+        now[0] += 1e-4 * max(counts)
+        return list(map(generated, prompts, adapters, counts))
     def register(self, adapter_id): pass
     def forget(self, adapter_id): pass
 
