@@ -5,11 +5,14 @@
 The stepping thread is the main one. The reader ends the process when the server's end of the connection closes.
 """
 
+import fcntl
 import gc
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -117,6 +120,7 @@ class RemoteStepper(EngineStepper):
 
 def run(connection: Connection, build: Callable[[], Engine]) -> None:
     """Build the engine and serve it, until the connection ends."""
+    _die_with_the_server()
     os.set_inheritable(connection.fileno(), False)  # a compiler that outlives this process would keep it open
     for number in (signal.SIGINT, signal.SIGTERM):  # of a whole process group: the server's, which lets answers end
         signal.signal(number, signal.SIG_IGN)
@@ -134,6 +138,19 @@ def run(connection: Connection, build: Callable[[], Engine]) -> None:
     gc.freeze()  # a collection of all that was imported would halt the steps
     stepper.set_result(made)
     made.run()
+
+
+def _die_with_the_server() -> None:
+    """Have the kernel kill this process when the server's ends, also where a step hangs with the interpreter's lock.
+
+    ``PR_SET_PDEATHSIG`` would do so already when the thread ends that started this process.
+    """
+    server = multiprocessing.parent_process()
+    if sys.platform == "linux" and server is not None:
+        end = server.sentinel  # a pipe that is never written to: its only event is the end of the server
+        fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def portable(error: Exception) -> Exception:

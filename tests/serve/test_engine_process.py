@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,49 @@ def test_errors_travel_with_their_message() -> None:
 def test_a_piece_is_the_same_after_its_journey() -> None:
     piece = Piece(1, [2, 3], 1, [{2: -0.5}], None, "e")
     assert pickle.loads(pickle.dumps(piece)) == piece
+
+
+def script(text: str, *arguments: Any) -> subprocess.Popen[bytes]:
+    """Start a program that imports this repository."""
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    words = [sys.executable, "-c", text, *map(str, arguments)]
+    return subprocess.Popen(words, env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.PIPE)
+
+
+START = """
+import sys
+from functools import partial
+from pathlib import Path
+from punica.serve.engine_process import EngineProcess
+from punica.serve.metrics import Metrics
+from tests.serve.two_backends import hanging
+"""
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Tell so also of one that its new parent has not waited for."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_an_engine_that_hangs_with_the_interpreter_ends_with_a_killed_server(tmp_path: Path) -> None:
+    file = tmp_path / "number"
+    server = script(START + "EngineProcess(partial(hanging, Path(sys.argv[1])), Metrics())", file)
+    try:
+        wait_until(lambda: file.exists() or server.poll() is not None)
+        engine = psutil.Process(int(file.read_text()))
+        try:
+            assert not has_ended(engine)
+            server.kill()
+            wait_until(lambda: has_ended(engine))
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                engine.kill()
+    finally:
+        server.kill()
+        server.communicate()
 
 
 @pytest.fixture

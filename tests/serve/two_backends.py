@@ -1,6 +1,7 @@
 """The same engine in a thread of this process and in a process of its own, with steps that fail or last on demand."""
 
 import asyncio
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -66,6 +67,14 @@ def builder(world: World, failures: Path, **sizes: Any) -> Callable[[], Engine]:
 def ending(code: int) -> Engine:
     """End the process instead of building an engine."""
     os._exit(code)
+
+
+def hanging(file: Path) -> Engine:
+    """Write the process's number to a file and hang with the interpreter's lock."""
+    file.with_suffix(".part").write_text(str(os.getpid()))
+    file.with_suffix(".part").rename(file)
+    ctypes.PyDLL(None).sleep(3600)  # unlike CDLL, it keeps the lock
+    raise AssertionError("not reached")
 
 
 class Peculiar(ValueError):
