@@ -2,7 +2,7 @@
 
     orders --reader thread--> commands, then one step, again --one message per step--> the server
 
-The stepping thread is the main one. The reader ends the process when the server's end of the connection closes.
+The stepping thread is the main one. The reader ends the process when the server's end of the orders closes.
 """
 
 import fcntl
@@ -64,13 +64,13 @@ class Message(NamedTuple):
 
 
 class RemoteStepper(EngineStepper):
-    """Steps of one engine, for the server at the other end of a connection."""
+    """Steps of one engine, for the server at the other end of the messages."""
 
     _notes: KeptNotes
 
-    def __init__(self, engine: Engine, connection: Connection) -> None:
+    def __init__(self, engine: Engine, messages: Connection) -> None:
         super().__init__(engine, KeptNotes())
-        self._connection = connection
+        self._messages = messages
         self._pieces: list[tuple[int, Piece]] = []
 
     def order(self, number: int, function: Callable[..., None], arguments: Sequence[Any]) -> None:
@@ -115,26 +115,27 @@ class RemoteStepper(EngineStepper):
         message = Message(self._pieces, self._notes.take(), self._is_failing, reply)
         self._pieces = []
         with suppress(OSError):  # the server has gone: the reader ends this process
-            self._connection.send_bytes(pickle.dumps(message))
+            self._messages.send_bytes(pickle.dumps(message))
 
 
-def run(connection: Connection, build: Callable[[], Engine]) -> None:
-    """Build the engine and serve it, until the connection ends."""
+def run(orders: Connection, messages: Connection, build: Callable[[], Engine]) -> None:
+    """Build the engine and serve it, until the orders end."""
     _die_with_the_server()
-    os.set_inheritable(connection.fileno(), False)  # a compiler that outlives this process would keep it open
+    for end in (orders, messages):  # a compiler that outlives this process would keep them open
+        os.set_inheritable(end.fileno(), False)
     for number in (signal.SIGINT, signal.SIGTERM):  # of a whole process group: the server's, which lets answers end
         signal.signal(number, signal.SIG_IGN)
     stepper: Future[RemoteStepper] = Future()
-    threading.Thread(target=_read, args=(connection, stepper), name="punica-orders", daemon=True).start()
+    threading.Thread(target=_read, args=(orders, stepper), name="punica-orders", daemon=True).start()
     try:
         engine = build()
     except REFUSALS as error:
-        connection.send(portable(error))
+        messages.send(portable(error))
         return
     tokenizer = None if engine.codec is None else engine.codec.tokenizer
     places, has_lora = engine.config.max_batch_size, engine.manager is not None
-    connection.send(EngineDescription(tokenizer, engine.defaults, engine.max_model_len, places, has_lora))
-    made = RemoteStepper(engine, connection)
+    messages.send(EngineDescription(tokenizer, engine.defaults, engine.max_model_len, places, has_lora))
+    made = RemoteStepper(engine, messages)
     gc.freeze()  # a collection of all that was imported would halt the steps
     stepper.set_result(made)
     made.run()
@@ -163,11 +164,11 @@ def portable(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _read(connection: Connection, stepper: "Future[RemoteStepper]") -> None:
+def _read(orders: Connection, stepper: "Future[RemoteStepper]") -> None:
     """Take orders, the first of which comes when there is a stepper; without a server end at once, also in a step."""
     try:
         while True:
-            order = connection.recv()
+            order = orders.recv()
             stepper.result().order(*order)
     except (EOFError, OSError):
         os._exit(0)

@@ -1,6 +1,6 @@
 """`EngineProcess`: an engine in a process of its own, so that the event loop never holds up a step.
 
-    event loop:  submit, abort, retire --orders--> engine's process: commands, then one step, again
+    event loop:  submit, abort, retire --orders, by a thread--> engine's process: commands, then one step, again
     event loop:  Call.batches() <--one message per step-- engine's process: new tokens of all requests
 
 A step of an engine on a GPU needs the interpreter all the time, to launch the next one. The work per token and client
@@ -11,9 +11,13 @@ import asyncio
 import itertools
 import logging
 import multiprocessing
+import pickle
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -50,11 +54,15 @@ class EngineProcess(Backend):
         self._is_failing = False
         self._end_reason = ""  # once it has ended
         context = multiprocessing.get_context("spawn")  # a fork would inherit threads, and perhaps CUDA
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=run, args=(theirs, build), name="punica-engine")
+        orders, ours = context.Pipe(duplex=False)
+        self._messages, theirs = context.Pipe()  # not read by the process: a pair of sockets holds more than a pipe
+        self._orders: SimpleQueue[bytes | None] = SimpleQueue()
+        threading.Thread(target=_send, args=(self._orders, ours), name="punica-orders", daemon=True).start()
+        self._process = context.Process(target=run, args=(orders, theirs, build), name="punica-engine")
         try:
             self._process.start()
-            theirs.close()  # the other end's is the only one: it closes with the process
+            for end in (orders, theirs):  # the process has the only ones: they close with it
+                end.close()
             self.engine = self._await_engine()
         except BaseException:
             self.close()
@@ -68,7 +76,8 @@ class EngineProcess(Backend):
 
     def close(self) -> None:
         """End the process. Unfinished requests are lost."""
-        self._connection.close()
+        self._orders.put(None)
+        self._messages.close()
         if self._process.pid is not None:
             self._process.join(_END_S)
             self._process.kill()
@@ -77,7 +86,7 @@ class EngineProcess(Backend):
     def start(self) -> None:
         """Begin to deliver pieces on the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._connection.fileno(), self._receive)
+        self._loop.add_reader(self._messages.fileno(), self._receive)
 
     async def stop(self) -> None:
         """Abort what is unfinished and end the process."""
@@ -121,7 +130,7 @@ class EngineProcess(Backend):
 
     def _await_engine(self) -> EngineDescription:
         try:
-            found = self._connection.recv()
+            found = self._messages.recv()
         except (EOFError, OSError):
             raise RuntimeError(f"{self._how_it_ended()} before the engine was ready; see its output above") from None
         if isinstance(found, EngineDescription):
@@ -133,18 +142,15 @@ class EngineProcess(Backend):
         if self._end_reason:
             raise ApiError(503, self._end_reason, code="engine_stopped")
         number = next(self._numbers)
-        try:
-            self._connection.send((number, function, arguments))
-        except OSError as error:  # its end is noticed with the next message
-            raise ApiError(503, "the engine's process does not answer", code="engine_stopped") from error
+        self._orders.put(pickle.dumps((number, function, arguments)))
         reply = self._replies[number] = self._loop.create_future()
         return reply
 
     def _receive(self) -> None:
         """Take all messages that have come; on the event loop."""
         try:
-            while self._connection.poll():
-                self._take(self._connection.recv())
+            while self._messages.poll():
+                self._take(self._messages.recv())
         except (EOFError, OSError):
             reason = f"{self._how_it_ended()}; restart the server"
             _log.error(reason)
@@ -176,7 +182,7 @@ class EngineProcess(Backend):
         if self._end_reason:
             return
         self._end_reason = reason
-        self._loop.remove_reader(self._connection.fileno())
+        self._loop.remove_reader(self._messages.fileno())
         self.metrics.note_idle()
         for call in self._calls.values():
             if call.num_unfinished:
@@ -194,3 +200,10 @@ class EngineProcess(Backend):
             return f"the engine's process ended with exit code {code}"
         memory = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
         return f"the engine's process was ended by {signal.Signals(-code).name}{memory}"
+
+
+def _send(orders: "SimpleQueue[bytes | None]", connection: Connection) -> None:
+    """Send orders, then close the connection. One that the process does not take blocks this thread alone."""
+    with connection, suppress(OSError):  # the process has ended: noticed with the next message
+        while (order := orders.get()) is not None:
+            connection.send_bytes(order)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -96,6 +97,25 @@ def test_stopping_ends_what_is_unfinished_and_what_has_ended_stays(world: World,
     with EngineProcess(builder(world, tmp_path / "failures"), Metrics()) as process:
         asyncio.run(scenario(process))
         assert process._process.exitcode == 0
+
+
+def test_orders_that_a_hanging_process_does_not_take_leave_the_event_loop_free(world: World, tmp_path: Path) -> None:
+    async def scenario(process: EngineProcess, number: int) -> None:
+        process.start()
+        calls = [Call([Request(str(index), range(1000, 60_000), 1)], False) for index in range(16)]
+        os.kill(number, signal.SIGSTOP)
+        woken = threading.Timer(60, os.kill, (number, signal.SIGCONT))
+        woken.start()
+        refused = asyncio.gather(*map(process.submit, calls), return_exceptions=True)
+        await asyncio.sleep(0)
+        assert woken.is_alive()  # nothing waited for it
+        woken.cancel()
+        os.kill(number, signal.SIGCONT)
+        assert [type(error) for error in await refused] == [ValueError] * 16
+
+    with EngineProcess(builder(world, tmp_path / "failures"), Metrics()) as process:
+        assert process._process.pid is not None
+        asyncio.run(scenario(process, process._process.pid))
 
 
 @pytest.mark.parametrize(
