@@ -8,6 +8,7 @@ would take turns with it in one process. Only the engine's process uses the GPU.
 """
 
 import asyncio
+import atexit
 import itertools
 import logging
 import multiprocessing
@@ -35,7 +36,7 @@ _REASON_S = 0.5  # longest wait for the exit code after its connection has close
 
 
 class EngineProcess(Backend):
-    """Engine in a spawned process, which ends with this one. Use it in a ``with`` block, or call :meth:`close`.
+    """Engine in a spawned process, which ends with this one, with its ``with`` block or by :meth:`close`.
 
     Args:
         build: makes the engine, in the process; it travels by pickle.
@@ -55,10 +56,11 @@ class EngineProcess(Backend):
         self._end_reason = ""  # once it has ended
         context = multiprocessing.get_context("spawn")  # a fork would inherit threads, and perhaps CUDA
         orders, ours = context.Pipe(duplex=False)
-        self._messages, theirs = context.Pipe()  # not read by the process: a pair of sockets holds more than a pipe
+        self._messages, theirs = context.Pipe()  # used one way: sockets hold more than a pipe
         self._orders: SimpleQueue[bytes | None] = SimpleQueue()
         threading.Thread(target=_send, args=(self._orders, ours), name="punica-orders", daemon=True).start()
         self._process = context.Process(target=run, args=(orders, theirs, build), name="punica-engine")
+        atexit.register(self.close)  # else multiprocessing, whose turn is later, would wait for the process
         try:
             self._process.start()
             for end in (orders, theirs):  # the process has the only ones: they close with it
@@ -82,6 +84,7 @@ class EngineProcess(Backend):
             self._process.join(_END_S)
             self._process.kill()
             self._process.join()
+        atexit.unregister(self.close)
 
     def start(self) -> None:
         """Begin to deliver pieces on the running event loop."""

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,11 +144,16 @@ def test_a_piece_is_the_same_after_its_journey() -> None:
     assert pickle.loads(pickle.dumps(piece)) == piece
 
 
-def script(text: str, *arguments: Any) -> subprocess.Popen[bytes]:
-    """Start a program that imports this repository."""
+@contextmanager
+def script(text: str, *arguments: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that imports this repository."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    words = [sys.executable, "-c", text, *map(str, arguments)]
-    return subprocess.Popen(words, env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.PIPE)
+    words = [sys.executable, "-c", START + text, *map(str, arguments)]
+    with subprocess.Popen(words, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE) as program:
+        try:
+            yield program
+        finally:
+            program.kill()
 
 
 START = """
@@ -157,7 +162,7 @@ from functools import partial
 from pathlib import Path
 from punica.serve.engine_process import EngineProcess
 from punica.serve.metrics import Metrics
-from tests.serve.two_backends import hanging
+from tests.serve.two_backends import hanging, plain
 """
 
 
@@ -171,8 +176,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 def test_an_engine_that_hangs_with_the_interpreter_ends_with_a_killed_server(tmp_path: Path) -> None:
     file = tmp_path / "number"
-    server = script(START + "EngineProcess(partial(hanging, Path(sys.argv[1])), Metrics())", file)
-    try:
+    with script("EngineProcess(partial(hanging, Path(sys.argv[1])), Metrics())", file) as server:
         wait_until(lambda: file.exists() or server.poll() is not None)
         engine = psutil.Process(int(file.read_text()))
         try:
@@ -182,9 +186,13 @@ def test_an_engine_that_hangs_with_the_interpreter_ends_with_a_killed_server(tmp
         finally:
             with suppress(psutil.NoSuchProcess):
                 engine.kill()
-    finally:
-        server.kill()
-        server.communicate()
+
+
+def test_an_engine_that_is_not_closed_ends_with_its_program() -> None:
+    with script("process = EngineProcess(plain, Metrics()); print(process._process.pid, flush=True)") as program:
+        output, _ = program.communicate(timeout=120)
+        assert program.returncode == 0
+        assert not psutil.pid_exists(int(output))
 
 
 @pytest.fixture

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from punica.engine import Engine
+from punica.engine.pretrained import GenerationDefaults
 from punica.serve.backend import Backend
 from punica.serve.engine_child import RemoteStepper
 from punica.serve.engine_process import EngineProcess
@@ -67,6 +69,12 @@ def builder(world: World, failures: Path, **sizes: Any) -> Callable[[], Engine]:
 def ending(code: int) -> Engine:
     """End the process instead of building an engine."""
     os._exit(code)
+
+
+def plain() -> Any:
+    """What a process needs of an engine that serves nothing."""
+    config = SimpleNamespace(max_batch_size=1)
+    return SimpleNamespace(codec=None, config=config, manager=None, defaults=GenerationDefaults(), max_model_len=8)
 
 
 def hanging(file: Path) -> Engine:
