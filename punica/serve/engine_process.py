@@ -32,7 +32,7 @@ from punica.serve.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _END_S = 5.0  # longest wait for the end of a process that has been told to end, which then is killed
-_REASON_S = 0.5  # longest wait for the exit code after its connection has closed: nothing is served meanwhile
+_REASON_S = 0.5  # longest wait for the exit code after its connection has closed
 
 
 class EngineProcess(Backend):
@@ -155,12 +155,17 @@ class EngineProcess(Backend):
             while self._messages.poll():
                 self._take(self._messages.recv())
         except (EOFError, OSError):
-            reason = f"{self._how_it_ended()}; restart the server"
-            _log.error(reason)
-            self._end(reason)
+            self._loop.remove_reader(self._messages.fileno())
+            self._is_failing = True
+            self._ending = self._loop.create_task(self._tell_the_end())
         except Exception as error:  # its pieces and replies are lost
             _log.exception("a message of the engine's process cannot be read")
             self._end(f"a message of the engine's process cannot be read: {error}; restart the server")
+
+    async def _tell_the_end(self) -> None:
+        reason = f"{await asyncio.to_thread(self._how_it_ended)}; restart the server"
+        _log.error(reason)
+        self._end(reason)
 
     def _take(self, message: Message) -> None:
         for note in message.notes:
@@ -195,6 +200,7 @@ class EngineProcess(Backend):
                 reply.set_exception(ApiError(503, reason, code="engine_stopped"))
 
     def _how_it_ended(self) -> str:
+        """Wait for the exit code; say what it means."""
         self._process.join(_REASON_S)  # its connection is closed first
         code = self._process.exitcode
         if code is None:

@@ -30,7 +30,7 @@ from punica.serve.calls import Call, Piece
 from punica.serve.engine_child import portable
 from punica.serve.engine_process import EngineProcess
 from punica.serve.metrics import Metrics
-from tests.serve.two_backends import Peculiar, builder, ending, refusing
+from tests.serve.two_backends import Peculiar, builder, ending, plain, refusing
 from tests.serve.world import World, served, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +116,31 @@ def test_orders_that_a_hanging_process_does_not_take_leave_the_event_loop_free(w
     with EngineProcess(builder(world, tmp_path / "failures"), Metrics()) as process:
         assert process._process.pid is not None
         asyncio.run(scenario(process, process._process.pid))
+
+
+def test_the_exit_code_of_a_process_that_ended_is_awaited_beside_the_event_loop(monkeypatch: Any) -> None:
+    async def scenario(process: EngineProcess) -> None:
+        process.start()
+        join, waiting, may_end = process._process.join, threading.Event(), threading.Event()
+
+        def slow(timeout: float | None = None) -> None:
+            waiting.set()
+            assert may_end.wait(60)  # set by the event loop
+            join(timeout)
+
+        monkeypatch.setattr(process._process, "join", slow)
+        process._process.kill()
+        while not waiting.is_set():
+            await asyncio.sleep(0.01)
+        assert not process.is_healthy
+        late = asyncio.ensure_future(process.retire(1))
+        await asyncio.sleep(0)
+        may_end.set()
+        with pytest.raises(Exception, match="SIGKILL"):
+            await late
+
+    with EngineProcess(plain, Metrics()) as process:
+        asyncio.run(scenario(process))
 
 
 @pytest.mark.parametrize(
