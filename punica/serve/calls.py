@@ -4,12 +4,33 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from punica.engine import GenerationResult, Request
 from punica.serve.errors import ApiError
 
 _NUMBERS = itertools.count()
+
+
+class Outcome(NamedTuple):
+    """A result without its prompt and tokens, which the call and its pieces have."""
+
+    text: str | None
+    finish_reason: str
+    error: str | None
+    num_prompt: int
+    num_generated: int
+    arrival_s: float
+    first_token_s: float | None
+    last_token_s: float | None
+
+    @classmethod
+    def of(cls, result: GenerationResult) -> "Outcome":
+        """Keep what the server tells of a result."""
+        return cls(
+            result.text, result.finish_reason, result.error, len(result.prompt_token_ids), len(result.token_ids),
+            result.arrival_s, result.first_token_s, result.last_token_s,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +43,7 @@ class Piece:
     token_ids: list[int]
     num_text: int
     logprobs: list[dict[int, float]]
-    result: GenerationResult | None = None
+    result: Outcome | None = None
     error: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -5,7 +5,8 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from punica.engine import GenerationResult, StepStatistics
+from punica.engine import StepStatistics
+from punica.serve.calls import Outcome
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
@@ -20,7 +21,7 @@ class StepNotes(Protocol):
     def note_idle(self) -> None:
         """Clear the gauges: the last request has left without a step."""
 
-    def note_result(self, result: GenerationResult) -> None:
+    def note_result(self, result: Outcome) -> None:
         """Count one generation that ended."""
 
 
@@ -38,7 +39,7 @@ class KeptNotes:
         """Clear the gauges."""
         self._kept.append(methodcaller("note_idle"))
 
-    def note_result(self, result: GenerationResult) -> None:
+    def note_result(self, result: Outcome) -> None:
         """Count one generation that ended."""
         self._kept.append(methodcaller("note_result", result))
 
@@ -91,17 +92,17 @@ class Metrics:
         """Clear the gauges: the last request has left without a step."""
         self.note_requests(0, 0)
 
-    def note_result(self, result: GenerationResult) -> None:
+    def note_result(self, result: Outcome) -> None:
         """Count one generation that ended."""
         self._requests.labels(result.finish_reason).inc()
-        self._prompt.inc(len(result.prompt_token_ids))
-        self._generated.inc(len(result.token_ids))
+        self._prompt.inc(result.num_prompt)
+        self._generated.inc(result.num_generated)
         if result.first_token_s is None or result.last_token_s is None:
             return
         self._first.observe(result.first_token_s - result.arrival_s)
         self._whole.observe(result.last_token_s - result.arrival_s)
-        if len(result.token_ids) > 1:
-            self._token.observe((result.last_token_s - result.first_token_s) / (len(result.token_ids) - 1))
+        if result.num_generated > 1:
+            self._token.observe((result.last_token_s - result.first_token_s) / (result.num_generated - 1))
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -17,7 +17,7 @@ from typing import Protocol
 from punica.adapters import LoRARequest
 from punica.engine import Engine, GenerationResult, Request, RequestState, StepOutput
 from punica.serve.backend import EngineFacts
-from punica.serve.calls import Call, Piece
+from punica.serve.calls import Call, Outcome, Piece
 from punica.serve.metrics import StepNotes
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class _Unfinished:
     state: RequestState
     num_sent: int = 0
 
-    def piece(self, result: GenerationResult | None) -> Piece:
+    def piece(self, result: Outcome | None) -> Piece:
         """Build the piece with the tokens since the last one."""
         start, state = self.num_sent, self.state
         self.num_sent = state.num_generated
@@ -129,7 +129,7 @@ class Stepper(ABC):
 
     def _deliver(self, output: StepOutput) -> None:
         """Send new tokens and results."""
-        results = {result.request_id: result for result in (*output.finished, *output.failed)}
+        results = {result.request_id: Outcome.of(result) for result in (*output.finished, *output.failed)}
         pieces: list[tuple[Call, Piece]] = []
         left: set[int] = set()
         for request_id in {**output.tokens, **results}:
@@ -164,7 +164,7 @@ class Stepper(ABC):
             if request is None:
                 continue
             with suppress(ValueError):  # it failed in a step that raised: the engine has let it go
-                self._notes.note_result(self.engine.abort_request(request_id))
+                self._notes.note_result(Outcome.of(self.engine.abort_request(request_id)))
             self._remove_retired({request.state.adapter_id})
         if not self._unfinished:
             self._notes.note_idle()

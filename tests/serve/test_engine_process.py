@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -27,7 +28,7 @@ import torch
 from punica.engine import Engine, Request
 from punica.serve.app import Settings, app_of
 from punica.serve.calls import Call, Piece
-from punica.serve.engine_child import portable
+from punica.serve.engine_child import RemoteStepper, portable
 from punica.serve.engine_process import EngineProcess
 from punica.serve.metrics import Metrics
 from tests.serve.two_backends import Peculiar, builder, ending, plain, refusing
@@ -246,6 +247,21 @@ def test_outputs_of_one_prompt_are_sent_with_one_copy_of_it() -> None:
     prompt = tuple(range(1000, 6000))
     requests = [Request(f"request-{i}", prompt, 4) for i in range(16)]
     assert len(pickle.dumps(requests)) < 2 * len(pickle.dumps(requests[:1]))
+
+
+def test_messages_of_a_step_do_not_repeat_the_prompt(world: World) -> None:
+    engine, sizes = world.engine(0), []
+    for number, length in enumerate((1, 100)):
+        sent: list[bytes] = []
+        connection: Any = SimpleNamespace(send_bytes=sent.append)
+        stepper = RemoteStepper(engine, connection)
+        stepper.add(number, [Request(f"request-{number}", [*range(length)], 4)], True)
+        while stepper._unfinished:
+            stepper._step()
+        *_, last = [piece for message in sent for _, piece in pickle.loads(message).pieces]
+        assert (last.result.num_prompt, last.result.num_generated) == (length, 4)
+        sizes.append(sum(map(len, sent)))
+    assert abs(sizes[1] - sizes[0]) < 64  # texts differ
 
 
 @pytest.mark.slow
