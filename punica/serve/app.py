@@ -106,10 +106,12 @@ def _add_generation(app: FastAPI, generator: Generator, catalogue: Catalogue) ->
 
 
 def _add_adapters(app: FastAPI, backend: Backend, catalogue: Catalogue) -> None:
+    @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         return {"object": "list", "data": catalogue.visible(_key(request))}
 
+    @app.head("/v1/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> dict[str, Any]:
         catalogue.find(name, _key(request))
@@ -127,15 +129,18 @@ def _add_adapters(app: FastAPI, backend: Backend, catalogue: Catalogue) -> None:
 
 
 def _add_operations(app: FastAPI, backend: Backend, metrics: Metrics) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         health = backend.health
         return JSONResponse({"status": health}, 503 if health == "failed" else 200)
 
+    @app.head("/version", include_in_schema=False)
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics")
     async def exposition() -> Response:
         return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -136,3 +136,10 @@ def test_health_and_metrics(client: Any) -> None:
     assert 'punica_requests_total{reason="length"}' in text
     assert "punica_requests_waiting 0.0" in text
     assert "tenant" not in text
+
+
+@pytest.mark.parametrize("path", ["health", "version", "metrics", "v1/models", "v1/models/tenant-1", "v1/models/x"])
+def test_head_is_get_without_a_body(client: Any, path: str) -> None:
+    whole, head = client.get(f"/{path}"), client.head(f"/{path}")
+    assert head.status_code == whole.status_code != 405
+    assert (head.headers["content-type"], head.content) == (whole.headers["content-type"], b"")
