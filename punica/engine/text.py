@@ -85,6 +85,14 @@ class TextCodec:
         inside, alone = self.spelled(token_id), self.decode([token_id], keeps_special=True)
         return inside.removesuffix(alone) if inside.endswith(alone) else ""
 
+    def leading_space(self, first: int, prompt_token_ids: Sequence[int], *, keeps_special: bool) -> str:
+        """Return the space before an output whose text begins with token ``first``: none behind a prompt without text.
+        """
+        space = self.dropped_space(first)
+        if space and self.first_text(reversed(prompt_token_ids), keeps_special=keeps_special) is None:
+            return ""
+        return space
+
     def first_text(self, token_ids: Iterable[int], *, keeps_special: bool) -> int | None:
         """Return the first token that gives text, be it a space that decoding drops."""
         hidden = () if keeps_special else self.special_texts
@@ -161,7 +169,7 @@ class GrowingText:
                 self._extend(special)
             return
         if not self._has_begun and self._codec.spelled(token_id):
-            self._begin(self._codec.dropped_space(token_id))
+            self._begin(token_id)
         self._ids.append(token_id)
         piece = self._pending()
         # longer than any character in bytes: the replacement character is final
@@ -184,14 +192,12 @@ class GrowingText:
             self._longest = 1
         return self._visible(len(self._text))
 
-    def _begin(self, space: str) -> None:
-        """Take the space before the first text; without text in the prompt it is for stop strings only."""
+    def _begin(self, first: int) -> None:
+        """Take the space before the first text."""
         self._has_begun = True
-        if not space:
-            return
-        if self._codec.first_text(reversed(self._prompt_token_ids), keeps_special=self._keeps_special) is None:
-            if not self._hidden:
-                return
+        space = self._codec.leading_space(first, self._prompt_token_ids, keeps_special=self._keeps_special)
+        if not space and self._hidden:  # in no text, but a stop string may have it behind a special token
+            space = self._codec.dropped_space(first)
             self._hidden.append((len(self._text), len(self._text) + len(space)))
         self._extend(space)
 
@@ -247,9 +253,7 @@ def text_of(
     text = codec.decode(token_ids, keeps_special=keeps_special)
     if _UNFINISHED not in text:
         first = codec.first_text(token_ids, keeps_special=keeps_special)
-        space = "" if first is None else codec.dropped_space(first)
-        if space and codec.first_text(reversed(prompt_token_ids), keeps_special=keeps_special) is None:
-            return text
+        space = "" if first is None else codec.leading_space(first, prompt_token_ids, keeps_special=keeps_special)
         return space + text
     growing = GrowingText(codec, keeps_special=keeps_special, prompt_token_ids=prompt_token_ids)
     for token_id in token_ids:

@@ -122,7 +122,7 @@ def test_decoding_is_the_tokenizers_own_with_and_without_its_wrapper(codec) -> N
 
 
 @pytest.mark.parametrize("first", ["▁return", "▁", "▁▁▁", "s"])
-@pytest.mark.parametrize("prompt", [["▁x"], ["▁x", "▁"], [], ["</s>"]], ids=str)
+@pytest.mark.parametrize("prompt", [["▁x"], ["▁x", "▁"], ["<unk>"], [], ["</s>"]], ids=str)
 def test_an_output_continues_its_prompt_with_its_space(first, prompt) -> None:
     """SentencePiece's decoders drop the first space of a text, which is not the first of prompt and output together."""
     codec = TextCodec(sentencepiece_tokenizer())
