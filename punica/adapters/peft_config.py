@@ -231,10 +231,10 @@ class PEFTHelper(UnsupportedFeatures):
             except UnboundedPattern:
                 return None
         else:
-            ends = {name[start:] for name in names for start in _starts_of_parts(name)}
             wanted = set(targets)
-            inside = [any(name[start:] in wanted for start in _starts_of_parts(name)) for name in names]
-            unused = not_excluded(sorted(wanted - ends), self.exclude_modules or [])
+            ends = [wanted.intersection(name[start:] for start in _starts_of_parts(name)) for name in names]
+            inside = [bool(found) for found in ends]
+            unused = not_excluded(sorted(wanted.difference(*ends)), self.exclude_modules or [])
         tied = _TIED if self.ensure_weight_tying else ()
         outside = [
             name for name, is_inside in zip(names, inside, strict=True)

@@ -28,6 +28,8 @@ MOST_HEADER_BYTES = 32 << 20
 MOST_TENSORS = 1 << 17
 MOST_NAME = 1 << 14
 """Most characters of a renamed tensor."""
+MOST_PARTS = 32
+"""Most parts of a module's name, each end of which is looked up: without a limit in quadratic time."""
 RUN_BYTES = 4 << 20
 """Bytes of neighbouring tensors that are read at once: enough to forget what a call costs."""
 RUN_TENSORS = 512
@@ -110,7 +112,10 @@ def _parse(key: str, weights_mapper: NameMapper | None) -> TensorName:
             f".lora_embedding_A/B{_remedy(key)}"
         )
     own = match if weights_mapper is None else _TENSOR_NAME.fullmatch(map_tensor_name(key, None)) or match
-    return TensorName(match["module"], match["side"] == "A", own["module"])
+    configured = own["module"]
+    if (parts := configured.count(".") + 1) > MOST_PARTS:
+        raise ValueError(f"{clip(configured)} has {parts} parts, a module's name at most {MOST_PARTS}; rename it")
+    return TensorName(match["module"], match["side"] == "A", configured)
 
 
 def lora_names(

@@ -248,6 +248,15 @@ def test_unsupported_tensor_names(name, message):
     assert name in str(caught.value)
 
 
+@pytest.mark.parametrize("mapper", [None, {"a.": ""}], ids=["", "renamed"])
+def test_a_module_of_too_many_parts_is_refused_before_its_ends_are_looked_up(mapper):
+    deep = "a." * 31 + "q_proj"
+    module, _ = parse_fine_tuned_lora_name(f"{deep}.lora_A.weight", mapper)
+    assert module == (deep if mapper is None else "q_proj")
+    with pytest.raises(ValueError, match="has 5001 parts, a module's name at most 32; rename it"):
+        parse_fine_tuned_lora_name("a." * 5000 + "q_proj.lora_A.weight", mapper)
+
+
 @pytest.mark.parametrize(
     "mapper",
     [{"transformer.h.": "model.layers.", "c_fc": "up_proj"},
