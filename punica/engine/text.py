@@ -1,5 +1,6 @@
 """Text in, text out: the tokenizer of a checkpoint folder, chat templates, incremental decoding."""
 
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -17,6 +18,10 @@ from punica.scheduling import SamplingParams
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _LONGEST_CHARACTER = 16  # tokens
 _UNFINISHED = "�"  # decoded incomplete UTF-8 sequence
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)}.difference(_PRINTED)))
+}  # by letter of byte-level tokens
 _SPACES = ("▁", "<0x20>")  # SentencePiece's space before a word, and as a byte
 _TEMPLATE_ARGUMENTS = frozenset({
     "conversation", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
@@ -75,10 +80,20 @@ class TextCodec:
         SentencePiece's decoders drop the space of ``▁word`` at the start of a text, see :meth:`dropped_space`.
         """
         alone = self.decode([token_id], keeps_special=True)
-        piece_of = getattr(self.tokenizer, "convert_ids_to_tokens", str)
-        if not str(piece_of(token_id)).startswith(_SPACES):
+        if not self._piece(token_id).startswith(_SPACES):
             return alone
         return self.decode([token_id, token_id], keeps_special=True)[len(alone) :]
+
+    def utf8(self, token_id: int, text: str) -> bytes:
+        """Return the bytes of a token that is spelled ``text``; of a part of a character its own, as the vocabulary
+        tells them in byte-level letters or as ``<0xE2>``.
+        """
+        if _UNFINISHED not in text:
+            return text.encode()
+        piece = self._piece(token_id)
+        fallback = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+        own = bytes.fromhex(fallback[1]) if fallback else bytes(_BYTES.get(letter, 0) for letter in piece)
+        return own if own.decode(errors="replace") == text else text.encode()
 
     def dropped_space(self, token_id: int) -> str:
         """Return the space of a token that decoding drops at the start of a text."""
@@ -104,6 +119,10 @@ class TextCodec:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         ids = {*self.tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
         return {number: self.decode([number], keeps_special=True) for number in ids if not self.decode([number])}
+
+    def _piece(self, token_id: int) -> str:
+        """Return a token as the vocabulary has it."""
+        return str(getattr(self.tokenizer, "convert_ids_to_tokens", str)(token_id))
 
     def _rendered(
         self, chat: Sequence[Mapping[str, Any]], adapter_folder: str | None, arguments: Mapping[str, Any]

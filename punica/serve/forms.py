@@ -3,7 +3,7 @@
 from typing import Any
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
-Logprobs = list[list[tuple[str, float]]]  # per token (string, logprob), the chosen one first
+Logprobs = list[list[tuple[str, float, bytes]]]  # per token (string, logprob, bytes), the chosen one first
 
 
 class CompletionForm:
@@ -27,7 +27,7 @@ class CompletionForm:
         tops: list[dict[str, float]] = []
         for entry in tokens:
             top: dict[str, float] = {}
-            for text, value in entry:
+            for text, value, _ in entry:
                 top.setdefault(text, _finite(value))  # of equal strings the more probable token
             tops.append(top)
         values = [_finite(entry[0][1]) for entry in tokens]
@@ -56,8 +56,8 @@ class ChatForm:
     def logprobs(self, tokens: Logprobs, offset: int, num_top: int) -> dict[str, Any]:
         """Log-probabilities of new tokens, with the ``num_top`` most probable ones of each."""
 
-        def described(text: str, value: float) -> dict[str, Any]:
-            return {"token": text, "logprob": _finite(value), "bytes": list(text.encode())}
+        def described(text: str, value: float, utf8: bytes) -> dict[str, Any]:
+            return {"token": text, "logprob": _finite(value), "bytes": list(utf8)}
 
         content = []
         for entry in tokens:

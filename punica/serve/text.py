@@ -6,6 +6,7 @@ from functools import lru_cache, partial
 from punica.engine import SamplingParams
 from punica.engine.text import TextCodec, growing_text
 from punica.serve.calls import Piece
+from punica.serve.forms import Logprobs
 
 _VOCABULARY = 1 << 18  # strings of tokens that are kept
 
@@ -44,12 +45,12 @@ class ChoiceStrings:
         self._is_start = self._first_text(reversed(prompt_token_ids)) is None
         self.length = 0
 
-    def add(self, logprobs: Sequence[Mapping[int, float]]) -> list[list[tuple[str, float]]]:
-        """Return ``(string, logprob)`` of the next tokens, the chosen one of each first."""
-        found = []
+    def add(self, logprobs: Sequence[Mapping[int, float]]) -> Logprobs:
+        """Return ``(string, logprob, bytes)`` of the next tokens, the chosen one of each first."""
+        utf8, found = self._strings.codec.utf8, []
         for entry in logprobs:
             of = self._strings.at_start if self._is_start else self._strings.of
-            found.append([(of(token), value) for token, value in entry.items()])
+            found.append([(text := of(token), value, utf8(token, text)) for token, value in entry.items()])
             self.length += len(found[-1][0][0])
             self._is_start = self._is_start and self._first_text([next(iter(entry))]) is None
         return found

@@ -85,6 +85,20 @@ def test_strings_of_tokens_join_to_the_text(prompt: list[str], keeps: bool) -> N
     entries = [entry for token in tokens for entry in strings.add([{token: -1.0, WORDS["▁x"]: -2.0}])]
     text = text_of(codec, tokens, keeps_special=keeps, prompt_token_ids=before)
     assert "".join(entry[0][0] for entry in entries) == text
-    assert entries[0][1] == (" x" if text.startswith(" ") else "x", -2.0)
-    assert entries[2] == [("s", -1.0), (" x", -2.0)]
+    other = " x" if text.startswith(" ") else "x"
+    assert entries[0][1] == (other, -2.0, other.encode())
+    assert entries[2] == [("s", -1.0, b"s"), (" x", -2.0, b" x")]
     assert CompletionForm().logprobs(entries, 0, 1)["text_offset"][2] == text.index("s", text.index("x"))
+
+
+@pytest.mark.parametrize("tokenizer", [byte_tokenizer, byte_fallback_tokenizer, sentencepiece_tokenizer])
+def test_bytes_of_tokens_are_their_own_where_they_are_part_of_a_character(tokenizer: Any) -> None:
+    codec, text = TextCodec(tokenizer()), "größe ☃ 𝄞\ufffd\0\x7f\xad"
+    strings = ChoiceStrings(TokenStrings(codec), SamplingParams(), codec.encode("x"))
+    entries = strings.add([{token: -1.0} for token in codec.encode_part(text)])
+    assert any(string == "\ufffd" != data.decode(errors="ignore") for [(string, _, data)] in entries)
+    assert b"".join(data for [(_, _, data)] in entries) == text.encode()
+
+
+def test_a_replacement_character_that_is_a_token_of_its_own_keeps_its_bytes() -> None:
+    assert TextCodec(sentencepiece_tokenizer()).utf8(WORDS["▁x"], "\ufffd") == "\ufffd".encode()
