@@ -18,12 +18,12 @@ SHOWN = {
     "failed": "requests with\nan error",
 }
 X_LABELS = ("requests per second that arrive", "requests in flight")
-DASHES = ("-", "--", ":", "-.")
+DASHES, MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
 
 
 def draw_server(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """A column for arrivals by the clock and one for requests in flight; a colour per popularity, a dash per server,
-    model and length.
+    """A column for arrivals by the clock and one for requests in flight; a colour per popularity, dash and marker per
+    server, model and length.
 
     Waits are medians with a band up to p99, p95 of fewer requests. Hollow: the client was the bottleneck.
     """
@@ -50,9 +50,9 @@ def draw_server(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         style.log_y(axis)
     axes[3, 0].set_ylim(-0.05, 1.05)
     axes[3, 0].yaxis.set_major_formatter(PercentFormatter(1))
-    handles = [Line2D([], [], label=workload, **_look(workload, 0)) for workload in workloads]
+    handles = [Line2D([], [], color=style.look(workload)[0], label=workload) for workload in workloads]
     handles += [
-        Line2D([], [], color="0.3", linestyle=DASHES[place % len(DASHES)], label=server)
+        Line2D([], [], label=server, **_look(workloads[0], place) | {"color": "0.3"})
         for place, server in enumerate(servers)
     ]
     band = "band: median to p99, p95 of fewer than 100 requests"
@@ -77,8 +77,8 @@ def _table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _look(workload: str, server: int) -> dict[str, Any]:
-    colour, marker = style.look(workload)
-    return {"color": colour, "marker": marker, "linestyle": DASHES[server % len(DASHES)]}
+    place = server % len(DASHES)
+    return {"color": style.look(workload)[0], "marker": MARKERS[place], "linestyle": DASHES[place]}
 
 
 def _line(axis: Axes, table: pd.DataFrame, metric: str, looks: dict[str, Any]) -> None:
