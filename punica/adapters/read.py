@@ -22,7 +22,8 @@ from punica.adapters.request import resolve_adapter_path
 from punica.adapters.wrap import MoEEPSpec
 from punica.checks import clip
 from punica.ops.pages import Pages
-from punica.ops.slot_image import copy_matrix
+from punica.ops.slot_image import copy_matrices
+from punica.threads import map_in_threads
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
@@ -271,7 +272,7 @@ class WeightsFile:
 
         ValueError: the file became shorter meanwhile.
         """
-        runs = [self._read_run(run, dtype, scalings) for run in _runs(entries, scalings)]
+        runs = map_in_threads(lambda run: self._read_run(run, dtype, scalings), _runs(entries, scalings))
         tensors = {key: tensor for run in runs for key, tensor in run.tensors.items()}
         return Numbers({key: tensors[key] for key in entries}, all(run.finite for run in runs))
 
@@ -353,7 +354,7 @@ def _split_scaled(values: torch.Tensor, side: _Run, scaling: float) -> dict[str,
         values *= scaling  # torch computes products of half precision in float32
     columns = side[0][1].shape[-1]
     turned = _empty(values.numel(), values.dtype).view(columns, -1)
-    copy_matrix(turned, values.view(-1, columns).T)
+    copy_matrices([turned], [values.view(-1, columns).T])
     pieces = turned.split([entry.shape[:-1].numel() for _, entry in side], 1)
     return {key: piece.T.view(entry.shape) for (key, entry), piece in zip(side, pieces, strict=True)}
 
