@@ -96,11 +96,11 @@ def copy_matrices(targets: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 def image_matrices(image: Tensor, count: int, dtype: torch.dtype) -> list[Tensor | None]:
     """Return the ``count`` matrices of an image on the CPU, as views; ``None`` where a slot's matrix is all zeros."""
     data, per_unit = image.view(dtype), ALIGNMENT // dtype.itemsize
-    found: list[Tensor | None] = []
-    for offset, rows, cols, _ in _header(image, count).tolist():
-        start = offset * per_unit
-        found.append(data[start : start + rows * cols].view(rows, cols) if offset else None)
-    return found
+    first = data.storage_offset()
+    return [
+        data.as_strided((rows, cols), (cols, 1), first + offset * per_unit) if offset else None
+        for offset, rows, cols, _ in _header(image, count).tolist()
+    ]
 
 
 def write_slot(image: Tensor, slots: Sequence[Tensor], ranks: Sequence[Tensor], index: int) -> None:
