@@ -34,8 +34,8 @@ def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
 @cache
 def thread_count() -> int:
-    """Return how many threads compute."""
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    """Return how many threads compute: half of the cores are left to the steps."""
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 @cache

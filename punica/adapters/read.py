@@ -18,11 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from punica.adapters.check import SCALE_SUFFIX, all_finite, check_any, check_expected_modules, is_scale_of_another
+from punica.adapters.joined import new_block, split, split_scaled
 from punica.adapters.request import resolve_adapter_path
 from punica.adapters.wrap import MoEEPSpec
 from punica.checks import clip
-from punica.ops.pages import Pages
-from punica.ops.slot_image import copy_matrices
 from punica.threads import map_in_threads
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -280,21 +279,26 @@ class WeightsFile:
         """Read neighbouring tensors of one dtype, B's apart from others. Few large operations prepare them, while they
         are in the cache.
         """
-        stored, scaled = run[0][1].dtype, [key in scalings for key, _ in run]
-        sides = [[pair for pair, is_b in zip(run, scaled, strict=True) if is_b is side] for side in (False, True)]
-        blocks = [_empty(sum(entry.shape.numel() for _, entry in side), stored) for side in sides]
+        stored, is_b = run[0][1].dtype, [key in scalings for key, _ in run]
+        keys: tuple[list[str], list[str]] = ([], [])
+        shapes: tuple[list[torch.Size], list[torch.Size]] = ([], [])
+        for (key, entry), side in zip(run, is_b, strict=True):
+            keys[side].append(key)
+            shapes[side].append(entry.shape)
+        blocks = [new_block(sum(shape.numel() for shape in of_side), stored) for of_side in shapes]
         rest = [memoryview(block.view(torch.uint8).numpy()) for block in blocks]  # type: ignore[arg-type]
         targets = []
-        for (_, entry), is_b in zip(run, scaled, strict=True):
-            targets.append(rest[is_b][: entry.nbytes])
-            rest[is_b] = rest[is_b][entry.nbytes :]
+        for (_, entry), side in zip(run, is_b, strict=True):
+            targets.append(rest[side][: entry.nbytes])
+            rest[side] = rest[side][entry.nbytes :]
         self._fill(targets, len(self.header) + run[0][1].start)
-        values = [block if dtype is None else _cast(block, dtype) for block in blocks]
-        tensors = _split(values[0], sides[0])
-        if sides[1]:
-            tensors |= _split_scaled(values[1], sides[1], scalings[sides[1][0][0]])
+        if dtype not in (None, stored):
+            blocks = [new_block(block.numel(), dtype).copy_(block) for block in blocks]
+        tensors = split(blocks[0], shapes[0])
+        if keys[1]:
+            tensors += split_scaled(blocks[1], shapes[1], scalings[keys[1][0]])
         checked = stored.is_floating_point and stored.itemsize > 1
-        return Numbers(tensors, checked and all(map(all_finite, values)))
+        return Numbers(dict(zip(keys[0] + keys[1], tensors, strict=True)), checked and all(map(all_finite, blocks)))
 
     def _fill(self, targets: list[memoryview], start: int) -> None:
         """Read bytes from `start` on into one target after the other."""
@@ -332,31 +336,6 @@ def _runs(entries: Mapping[str, TensorEntry], scalings: Mapping[str, float]) -> 
         runs[-1].append((key, entry))
         end, size, form = entry.start + entry.nbytes, size + entry.nbytes, own
     return runs
-
-
-def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    size = numel * dtype.itemsize
-    return Pages.of(size).tensor(size).view(dtype)
-
-
-def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return values if values.dtype == dtype else _empty(values.numel(), dtype).copy_(values)
-
-
-def _split(values: torch.Tensor, side: _Run) -> dict[str, torch.Tensor]:
-    pieces = values.split([entry.shape.numel() for _, entry in side])
-    return {key: piece.view(entry.shape) for (key, entry), piece in zip(side, pieces, strict=True)}
-
-
-def _split_scaled(values: torch.Tensor, side: _Run, scaling: float) -> dict[str, torch.Tensor]:
-    """Scale B's of one width in place, and return views of a copy that holds them as slots do, rank after rank."""
-    if scaling != 1:
-        values *= scaling  # torch computes products of half precision in float32
-    columns = side[0][1].shape[-1]
-    turned = _empty(values.numel(), values.dtype).view(columns, -1)
-    copy_matrices([turned], [values.view(-1, columns).T])
-    pieces = turned.split([entry.shape[:-1].numel() for _, entry in side], 1)
-    return {key: piece.T.view(entry.shape) for (key, entry), piece in zip(side, pieces, strict=True)}
 
 
 def wanted_keys(
