@@ -19,7 +19,7 @@ def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
     An item should take a millisecond or more: of shorter ones, passing the interpreter's lock around costs most.
     """
-    if thread_count() < 2 or len(items) < 2 or os.getpid() != _process:
+    if os.getpid() != _process:
         return [function(item) for item in items]  # torch cannot set the threads of a forked child
     is_inference = torch.is_inference_mode_enabled()  # threads have a mode each
 

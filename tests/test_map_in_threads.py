@@ -24,8 +24,8 @@ def test_results_are_in_order_and_computed_by_several_threads():
 
 
 def test_threads_of_this_module_compute_on_one_core_and_others_as_before():
-    before = torch.get_num_threads()
-    assert set(threads.map_in_threads(lambda i: torch.get_num_threads(), range(64))) == {1}
+    before, meeting = torch.get_num_threads(), threading.Barrier(4, timeout=30)  # all have begun
+    assert threads.map_in_threads(lambda i: (torch.get_num_threads(), meeting.wait())[0], range(4)) == [1] * 4
     assert torch.get_num_threads() == before
     later: list[int] = []
     other = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
@@ -34,8 +34,9 @@ def test_threads_of_this_module_compute_on_one_core_and_others_as_before():
     assert later == [before]
 
 
-def test_one_item_is_computed_here():
-    assert threads.map_in_threads(lambda i: threading.get_ident(), range(1)) == [threading.get_ident()]
+@pytest.mark.parametrize("count", [0, 1])
+def test_few_items_are_computed_on_one_core_too(count: int):
+    assert threads.map_in_threads(lambda i: torch.get_num_threads(), range(count)) == [1] * count
 
 
 def test_the_first_error_in_order_is_raised_after_all_have_ended():
