@@ -16,6 +16,7 @@ from punica.adapters.shared_experts import is_projection_name
 from punica.adapters.source import AdapterSource, open_source
 from punica.adapters.wrap import MoEEPSpec
 from punica.config import LoRAConfig
+from punica.layers.utils import ADAPTER_DTYPES
 
 
 class AdapterLoader:
@@ -66,9 +67,17 @@ class AdapterLoader:
             FileNotFoundError, ValueError, TypeError: prefixed with the adapter's name and path.
         """
         with loading(request), open_source(request, self._packer.most_tensors) as source:
-            certificate = self._certificate(request, source)
-            numbers = source.numbers(certificate.entries)
+            certificate, numbers = self._read(source, self._certificate(request, source))
             return self._packer.pack(self._model(request, certificate, numbers, "cpu"), fits=True)
+
+    def _read(self, source: AdapterSource, certificate: Certificate) -> tuple[Certificate, Numbers]:
+        """Read a source's tensors, cast and scaled; or as they are, for later steps to tell which is not finite."""
+        entries, contents = certificate.entries, certificate.contents
+        if all(entry.dtype in ADAPTER_DTYPES for entry in entries.values()):  # FP8 has its own scales
+            numbers = source.numbers(entries, self._dtype, {each.key_b: each.scaling for each in contents})
+            if numbers.finite:
+                return certificate._replace(contents=[each._replace(scaling=1) for each in contents]), numbers
+        return certificate, source.numbers(entries, None, {})
 
     def _certificate(self, request: LoRARequest, source: AdapterSource) -> Certificate:
         """Return the certificate of a source's content, made now unless it is known. Warns of its doubts."""
@@ -101,15 +110,18 @@ class AdapterLoader:
         self._packer.check(self._model(request, certificate, Numbers(tensors, finite=True), "meta"))
         return certificate
 
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        """Dtype of adapters; `None` for FP8 slots: rounded once, from the dtype of the file."""
+        return cast(torch.dtype, self._lora_config.lora_dtype) if self._lora_config.fp8 is None else None
+
     def _model(
         self, request: LoRARequest, certificate: Certificate, numbers: Numbers, device: str
     ) -> LoRAModel:
         if not certificate.contents:
             return LoRAModel(request.lora_int_id, certificate.rank, {})
-        # FP8 slots: rounded once, from the dtype of the file
-        dtype = cast(torch.dtype, self._lora_config.lora_dtype) if self._lora_config.fp8 is None else None
         lora = LoRAModel.from_contents(
-            request.lora_int_id, certificate.contents, join_scales(numbers.tensors), device, dtype,
+            request.lora_int_id, certificate.contents, join_scales(numbers.tensors), device, self._dtype,
             finite=numbers.finite,
         )  # fmt: skip
         if request.is_3d_lora_weight and not lora.is_3d_lora_weight:

@@ -11,16 +11,18 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from punica.adapters.check import SCALE_SUFFIX, all_finite, check_any, check_expected_modules, is_scale_of_another
+from punica.adapters.joined import new_block, split, split_scaled
 from punica.adapters.request import resolve_adapter_path
 from punica.adapters.wrap import MoEEPSpec
 from punica.checks import clip
-from punica.ops.pages import Pages
+from punica.threads import map_in_threads
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
@@ -264,29 +266,44 @@ class WeightsFile:
             except SafetensorError as error:
                 raise ValueError(f"{str(file)!r} is not a valid safetensors file: {error}") from error
 
-    def numbers(self, entries: Mapping[str, TensorEntry]) -> Numbers:
-        """Read tensors at checked entries. ValueError: the file became shorter meanwhile."""
-        runs = [self._read_run(run) for run in _runs(entries)]
+    def numbers(
+        self,
+        entries: Mapping[str, TensorEntry],
+        dtype: torch.dtype | None = None,
+        scalings: Mapping[str, float] = MappingProxyType({}),
+    ) -> Numbers:
+        """Read tensors at checked entries, cast to `dtype`; those with a scaling, B's, are then multiplied by it.
+
+        ValueError: the file became shorter meanwhile.
+        """
+        runs = map_in_threads(lambda run: self._read_run(run, dtype, scalings), _runs(entries, scalings))
         tensors = {key: tensor for run in runs for key, tensor in run.tensors.items()}
         return Numbers({key: tensors[key] for key in entries}, all(run.finite for run in runs))
 
-    def _read_run(self, run: Sequence[tuple[str, TensorEntry]]) -> Numbers:
-        """Read neighbouring tensors of one dtype, A and B into a block of memory each: a scaled B drops its own."""
-        dtype, places, sizes = run[0][1].dtype, [], [0, 0]
-        for key, entry in run:
-            name = _TENSOR_NAME.fullmatch(key)
-            is_b = name is not None and name["side"] == "B"
-            places.append((is_b, slice(sizes[is_b], sizes[is_b] + entry.nbytes)))
-            sizes[is_b] += entry.nbytes
-        blocks = [Pages.of(size).tensor(size) for size in sizes]
-        targets, tensors = [], {}
-        for (is_b, place), (key, entry) in zip(places, run, strict=True):
-            part = blocks[is_b][place]
-            targets.append(memoryview(part.numpy()))  # type: ignore[arg-type]
-            tensors[key] = part.view(dtype).view(entry.shape)
+    def _read_run(self, run: _Run, dtype: torch.dtype | None, scalings: Mapping[str, float]) -> Numbers:
+        """Read neighbouring tensors of one dtype, B's apart from others. Few large operations prepare them, while they
+        are in the cache.
+        """
+        stored, is_b = run[0][1].dtype, [key in scalings for key, _ in run]
+        keys: tuple[list[str], list[str]] = ([], [])
+        shapes: tuple[list[torch.Size], list[torch.Size]] = ([], [])
+        for (key, entry), side in zip(run, is_b, strict=True):
+            keys[side].append(key)
+            shapes[side].append(entry.shape)
+        blocks = [new_block(sum(shape.numel() for shape in of_side), stored) for of_side in shapes]
+        rest = [memoryview(block.view(torch.uint8).numpy()) for block in blocks]  # type: ignore[arg-type]
+        targets = []
+        for (_, entry), side in zip(run, is_b, strict=True):
+            targets.append(rest[side][: entry.nbytes])
+            rest[side] = rest[side][entry.nbytes :]
         self._fill(targets, len(self.header) + run[0][1].start)
-        checked = dtype.is_floating_point and dtype.itemsize > 1
-        return Numbers(tensors, checked and all(all_finite(block.view(dtype)) for block in blocks))
+        if dtype not in (None, stored):
+            blocks = [new_block(block.numel(), dtype).copy_(block) for block in blocks]
+        tensors = split(blocks[0], shapes[0])
+        if keys[1]:
+            tensors += split_scaled(blocks[1], shapes[1], scalings[keys[1][0]])
+        checked = stored.is_floating_point and stored.itemsize > 1
+        return Numbers(dict(zip(keys[0] + keys[1], tensors, strict=True)), checked and all(map(all_finite, blocks)))
 
     def _fill(self, targets: list[memoryview], start: int) -> None:
         """Read bytes from `start` on into one target after the other."""
@@ -304,17 +321,25 @@ class WeightsFile:
                 targets[0] = targets[0][read:]
 
 
-def _runs(entries: Mapping[str, TensorEntry]) -> list[list[tuple[str, TensorEntry]]]:
-    """Divide tensors, in the order of the file, into runs of neighbours of one dtype: of `RUN_BYTES`, or one tensor."""
-    runs: list[list[tuple[str, TensorEntry]]] = []
+_Run = list[tuple[str, TensorEntry]]
+
+
+def _runs(entries: Mapping[str, TensorEntry], scalings: Mapping[str, float]) -> list[_Run]:
+    """Divide tensors, in the order of the file, into runs of neighbours of one dtype: of `RUN_BYTES`, or one tensor.
+
+    All B's of a run have one scaling and one number of columns.
+    """
+    runs: list[_Run] = []
     end = size = 0
+    form = None  # of the run's B's
     for key, entry in sorted(entries.items(), key=lambda item: item[1].start):
-        is_next = runs and entry.start == end and entry.dtype == runs[-1][-1][1].dtype
+        own = (scalings[key], entry.shape[-1]) if key in scalings else form
+        is_next = runs and entry.start == end and entry.dtype == runs[-1][-1][1].dtype and form in (None, own)
         if not is_next or size >= RUN_BYTES or len(runs[-1]) == RUN_TENSORS:
             runs.append([])
-            size = 0
+            size, own = 0, own if key in scalings else None
         runs[-1].append((key, entry))
-        end, size = entry.start + entry.nbytes, size + entry.nbytes
+        end, size, form = entry.start + entry.nbytes, size + entry.nbytes, own
     return runs
 
 

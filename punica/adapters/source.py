@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from punica.adapters.peft_config import CONFIG_FILE, PEFTHelper, read_config_text
 from punica.adapters.read import Numbers, TensorEntry, WeightsFile, wanted_keys
 from punica.adapters.request import LoRARequest
@@ -38,8 +40,12 @@ class AdapterSource(Protocol):
         ValueError: as :meth:`WeightsFile.entries`.
         """
 
-    def numbers(self, entries: Mapping[str, TensorEntry]) -> Numbers:
-        """Read tensors at checked entries. ValueError: as :meth:`WeightsFile.numbers`."""
+    def numbers(
+        self, entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, scalings: Mapping[str, float]
+    ) -> Numbers:
+        """Read tensors at checked entries, cast and scaled if they are called finite. Arguments, ValueError: as
+        :meth:`WeightsFile.numbers`.
+        """
 
 
 class AdapterFolder:
@@ -72,9 +78,11 @@ class AdapterFolder:
         """Check the header and the names in it."""
         return self._weights.entries(expected_lora_modules, self._renames, None, moe_ep_spec)
 
-    def numbers(self, entries: Mapping[str, TensorEntry]) -> Numbers:
+    def numbers(
+        self, entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, scalings: Mapping[str, float]
+    ) -> Numbers:
         """Read tensors."""
-        return self._weights.numbers(entries)
+        return self._weights.numbers(entries, dtype, scalings)
 
 
 class AdapterMemory:
@@ -105,8 +113,10 @@ class AdapterMemory:
         )
         return {key: TensorEntry(tensors[key].dtype, tensors[key].shape, 0) for key in keys}
 
-    def numbers(self, entries: Mapping[str, TensorEntry]) -> Numbers:
-        """Return the tensors."""
+    def numbers(
+        self, entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, scalings: Mapping[str, float]
+    ) -> Numbers:
+        """Return the tensors as they are, unchecked."""
         return Numbers({key: self._tensors[key] for key in entries}, finite=False)
 
 

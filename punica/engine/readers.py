@@ -1,11 +1,9 @@
 """`FolderReaders`: a thread pool that reads adapters' folders while the device computes."""
 
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
-
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest
+from punica.threads import compute_alone
 
 READERS = 4
 """Threads, and most adapters that are read ahead of the turn of their request, in host memory beside those that are
@@ -20,7 +18,7 @@ class FolderReaders:
         self.readings: dict[str, Future[LoRAModel]] = {}
         self._adapters: dict[str, LoRARequest] = {}  # of those requests
         self._manager = manager
-        self._pool = ThreadPoolExecutor(READERS, "punica-adapters", _compute_alone)
+        self._pool = ThreadPoolExecutor(READERS, "punica-adapters", compute_alone)
 
     @property
     def has_room(self) -> bool:
@@ -53,20 +51,3 @@ class FolderReaders:
         self._adapters.pop(request_id, None)
         if reading is not None and reading not in self.readings.values():
             reading.cancel()
-
-
-_starts = threading.Lock()
-
-
-def _compute_alone() -> None:
-    """Limit this thread to one core. By default each thread has an OpenMP team as large as the machine, for copies of
-    100 KB, and the teams compete with the thread that runs the steps.
-
-    torch applies the number to later threads too, so another thread restores theirs.
-    """
-    with _starts:
-        common = torch.get_num_threads()  # a thread takes the common number when it first asks, and then keeps its own
-        torch.set_num_threads(1)
-        others = threading.Thread(target=torch.set_num_threads, args=(common,))
-        others.start()
-        others.join()

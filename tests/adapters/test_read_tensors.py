@@ -182,3 +182,30 @@ def test_numbers_that_are_not_finite_are_noticed_as_they_are_read(tmp_path: Path
     many(tmp_path, dtype, wrong)
     with WeightsFile(tmp_path) as file:
         assert not file.numbers(file.entries({"q_proj"}, None, None)).finite
+
+
+@pytest.mark.parametrize("run", [1 << 22, 1 << 10, 1], ids=["one run", "several", "alone"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_tensors_are_cast_and_each_is_scaled_by_its_own(tmp_path: Path, run: int, dtype, monkeypatch) -> None:
+    """Cast first, then scaled: rounded as those of a caller are. Neighbours differ in rank, in scaling, or in both."""
+    monkeypatch.setattr("punica.adapters.read.RUN_BYTES", run)
+    stored = many(tmp_path)
+    scalings = {name: (1, 1 / 3, -7.0)[i // 14 % 3] for i, name in enumerate(stored) if "lora_B" in name}
+    with WeightsFile(tmp_path) as file:
+        numbers = file.numbers(file.entries({"q_proj"}, None, None), dtype, scalings)
+    assert numbers.finite
+    assert numbers.tensors.keys() == stored.keys()
+    for name, tensor in stored.items():
+        expected = tensor.to(dtype or tensor.dtype) * scalings.get(name, 1)
+        assert numbers.tensors[name].dtype == expected.dtype
+        assert torch.equal(numbers.tensors[name], expected), name
+
+
+@pytest.mark.parametrize(("dtype", "scaling"), [(torch.float16, 1.0), (None, 1e38)])
+def test_numbers_that_are_finite_only_in_the_file_are_noticed(tmp_path: Path, dtype, scaling: float) -> None:
+    stored = many(tmp_path, torch.float32, wrong=1e5)
+    last = list(stored)[-1]
+    with WeightsFile(tmp_path) as file:
+        entries = file.entries({"q_proj"}, None, None)
+        assert file.numbers(entries, None, {last: 1.0}).finite
+        assert not file.numbers(entries, dtype, {last: scaling}).finite

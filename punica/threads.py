@@ -1,0 +1,61 @@
+"""Threads for the few large operations of reading and copying adapters, each of which frees the interpreter's lock."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+R = TypeVar("R")
+MOST_THREADS = 8
+
+
+def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return `[function(item) for item in items]`, computed by threads; raises the first error in order.
+
+    An item should take a millisecond or more: of shorter ones, passing the interpreter's lock around costs most.
+    """
+    if os.getpid() != _process:
+        return [function(item) for item in items]  # torch cannot set the threads of a forked child
+    is_inference = torch.is_inference_mode_enabled()  # threads have a mode each
+
+    def compute(item: T) -> R:
+        with torch.inference_mode(is_inference):
+            return function(item)
+
+    computing = [_pool().submit(compute, item) for item in items]
+    wait(computing)  # also after an error: the caller's buffers are written to
+    return [future.result() for future in computing]
+
+
+@cache
+def thread_count() -> int:
+    """Return how many threads compute: half of the cores are left to the steps."""
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_count(), "punica-adapter", compute_alone)
+
+
+_process = os.getpid()
+_starts = threading.Lock()
+
+
+def compute_alone() -> None:
+    """Limit this thread to one core. By default each thread has an OpenMP team as large as the machine, and the teams
+    compete with the thread that runs the steps.
+
+    torch applies the number to later threads too, so another thread restores theirs.
+    """
+    with _starts:
+        common = torch.get_num_threads()  # a thread takes the common number when it first asks, and then keeps its own
+        torch.set_num_threads(1)
+        others = threading.Thread(target=torch.set_num_threads, args=(common,))
+        others.start()
+        others.join()
