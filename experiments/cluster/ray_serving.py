@@ -78,7 +78,7 @@ def tenants(
     with tempfile.TemporaryDirectory(prefix="punica-adapters-") as home:
         adapters = {}
         for i in ids:
-            folder = write_random_adapter(Path(home, str(i)), config, rank, i, dtype=dtype)
+            folder = write_random_adapter(Path(home, str(i)), config, rank, i, dtype=dtype, device=device)
             adapters[i] = LoRARequest(f"adapter-{i}", i, str(folder))
         build = partial(random_engine, config, lora, engine_config, dtype=dtype, device=device)
         yield Tenants(model, device, build, adapters)

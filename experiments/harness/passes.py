@@ -73,7 +73,8 @@ class Passes:
         """Measure `pending` pass by pass, then compute what is `derived` from it, and complete `outcome`."""
         passes, begun = list(self._passes(pending)), False
         self._left, self.outcome = len(pending), outcome  # points to be measured, all passes together
-        with tqdm(total=len(pending), desc=self.experiment.name, unit="point", dynamic_ncols=True) as self.progress:
+        points = len(pending) + len(derived)
+        with tqdm(total=points, desc=self.experiment.name, unit="point", dynamic_ncols=True) as self.progress:
             for index, groups in enumerate(passes):
                 if index:
                     self._say_what_is_left(passes[index:], len(passes))
@@ -205,6 +206,7 @@ class Passes:
     def _derive(self, points: Sequence[Point]) -> None:
         """Compute points from rows, except where these were left out; a long simulation may be stopped."""
         for point in points:
+            self.progress.set_postfix_str(point.label(), refresh=True)
             try:
                 with self.budget.spending(point.key()):
                     readings = self.experiment.measure(self._clocks[point.timer], point)
@@ -217,6 +219,7 @@ class Passes:
                     self.outcome.left_out += 1
                 elif point.label() not in self._wrong:
                     self._fail([point], error)
+            self.progress.update()
 
     def _say_what_is_left(self, passes: Sequence[Sequence[Group]], of: int) -> None:
         seconds = sum(self.budget.estimate(_key(group)) for groups in passes for group in groups)
