@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from experiments.cluster.placed import FROM_DISK, FROM_HOST
 from experiments.cluster.seeds import HIGH, LOW, MEAN
@@ -165,23 +165,21 @@ def _simulated_caption(figure: Figure, title: str, rows: pd.DataFrame) -> None:
 
 def draw_scale(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Time and memory of the simulator over the requests of its hour, a line per rule, with the number of GPUs."""
-    figure, axes = plt.subplots(1, 2, figsize=(6.0, 2.6), layout="constrained")
-    rules = list(dict.fromkeys(rows["system"]))
-    tables = {rule: _by_requests(rows[rows["system"] == rule]) for rule in rules}
+    figure, axes = plt.subplots(1, 2, figsize=(6.5, 4.0), layout="constrained")
+    tables = {rule: _by_requests(rows[rows["system"] == rule]) for rule in dict.fromkeys(rows["system"])}
+    looks = {rule: style.numbered(place) for place, rule in enumerate(tables)}
     longest = max(tables.values(), key=len)
     for axis, (metric, label) in zip(axes, (("wall_time", "seconds"), ("peak_memory", "MiB")), strict=True):
         for rule, table in tables.items():
-            axis.plot(table["requests"], table[metric], **style.measured_style(rule))
-        for _, line in longest.iterrows():
-            style.note(axis, f"{line['gpus']:g} GPUs", line["requests"], line[metric])
-        most = max(table[metric].max() for table in tables.values())
-        axis.set(xscale="log", xlabel="requests of an hour", title=label, ylim=(0, 1.2 * most))
-        axis.set_xticks(longest["requests"], [f"{number:,.0f}" for number in longest["requests"]])
-        axis.tick_params(axis="x", rotation=30)
-        axis.minorticks_off()
-        axis.margins(x=0.15)
-    handles = [Line2D([], [], **style.measured_style(rule), label=f"simulator, one core, {rule}") for rule in rules]
-    style.caption(figure, "How large a cluster can be simulated", described(rows), handles, len(handles))
+            axis.plot(table["requests"], table[metric], **looks[rule])
+        for _, line in longest.drop_duplicates("gpus").iterrows():
+            style.note(axis, f"{line['gpus']:g} GPUs", line["requests"], line[metric], lift=-9)
+        axis.set(xscale="log", xlabel="requests of an hour", title=label)
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.0f}"))
+        style.log_y(axis)
+        axis.margins(x=0.15, y=0.15)
+    handles = [Line2D([], [], label=rule, **looks[rule]) for rule in tables]
+    style.caption(figure, "How large a cluster can be simulated on one core", described(rows), handles, 6)
     return figure
 
 

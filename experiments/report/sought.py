@@ -154,9 +154,13 @@ SOUGHT: dict[str, Sequence[Sought]] = {
                {"panel": "load 80 %", "metric": "time_to_first_token_p99", "system": "punica_server"}),
     ],
     "ext_cluster_scale": [
-        *(Sought(f"simulator, {what}", "ext cluster scale", _metric(metric, panel="18000 requests"))
-          for metric, what in (("wall_time", "18000 requests"), ("time_per_step", "a step of 18000 requests"),
-                               ("peak_memory", "memory for 18000 requests"))),
+        *(Sought(f"simulator, {what}", "ext cluster scale",
+                 _metric(metric, panel=f"{number} requests", system="punica"))
+          for number, metric, what in ((18000, "wall_time", "18000 requests"),
+                                       (18000, "time_per_step", "a step of 18000 requests"),
+                                       (18000, "peak_memory", "memory for 18000 requests"),
+                                       (1000000, "wall_time", "a million requests on 1,000 GPUs"),
+                                       (1000000, "peak_memory", "memory for a million requests"))),
     ],
     "fig11_textgen": [
         *(Sought(f"Punica / PEFT's mixed batches, {role}, {name}", SERVED, {"system": "punica"},
