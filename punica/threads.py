@@ -17,7 +17,8 @@ MOST_THREADS = 8
 def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Return `[function(item) for item in items]`, computed by threads; raises the first error in order.
 
-    An item should take a millisecond or more: of shorter ones, passing the interpreter's lock around costs most.
+    An item should take a millisecond or more: of shorter ones, passing the interpreter's lock around costs most. Calls
+    at the same time share the threads, first come, first served.
     """
     if os.getpid() != _process:
         return [function(item) for item in items]  # torch cannot set the threads of a forked child
@@ -40,7 +41,7 @@ def thread_count() -> int:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_count(), "punica-adapter", compute_alone)
+    return ThreadPoolExecutor(thread_count(), "punica-copies", compute_alone)
 
 
 _process = os.getpid()

@@ -23,7 +23,7 @@ ORDER = [
 RANK = {part: rank for rank, row in enumerate(ORDER) for part in row}
 # beside that order: what each may import
 BESIDE = {
-    "workload": {"checks", "registry", "threads"},
+    "workload": {"checks", "registry"},
     "measure": {"checks", "registry", "workload"},
     "cluster": {*RANK, "workload"},
     "serve": {"checks", "adapters", "engine", "cluster"},

@@ -1,6 +1,7 @@
 """Work on tensors in threads: results in order, the first error, and the caller's mode."""
 
 import os
+import signal
 import threading
 
 import pytest
@@ -34,9 +35,8 @@ def test_threads_of_this_module_compute_on_one_core_and_others_as_before():
     assert later == [before]
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_few_items_are_computed_on_one_core_too(count: int):
-    assert threads.map_in_threads(lambda i: torch.get_num_threads(), range(count)) == [1] * count
+def test_one_item_is_computed_on_one_core_too():
+    assert threads.map_in_threads(lambda i: torch.get_num_threads(), range(1)) == [1]
 
 
 def test_the_first_error_in_order_is_raised_after_all_have_ended():
@@ -64,5 +64,10 @@ def test_a_forked_process_computes_too():
     threads.map_in_threads(lambda i: i, range(64))
     child = os.fork()
     if child == 0:
-        os._exit(threads.map_in_threads(lambda i: i, range(64)) != list(range(64)))
+        code = 1
+        try:
+            signal.alarm(30)  # it would wait for threads that it has not
+            code = int(threads.map_in_threads(lambda i: i, range(64)) != list(range(64)))
+        finally:
+            os._exit(code)
     assert os.waitpid(child, 0)[1] == 0

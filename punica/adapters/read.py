@@ -276,34 +276,35 @@ class WeightsFile:
 
         ValueError: the file became shorter meanwhile.
         """
-        runs = map_in_threads(lambda run: self._read_run(run, dtype, scalings), _runs(entries, scalings))
+        runs = map_in_threads(lambda run: self._read_run(run, dtype, scalings), _runs(entries))
         tensors = {key: tensor for run in runs for key, tensor in run.tensors.items()}
         return Numbers({key: tensors[key] for key in entries}, all(run.finite for run in runs))
 
     def _read_run(self, run: _Run, dtype: torch.dtype | None, scalings: Mapping[str, float]) -> Numbers:
-        """Read neighbouring tensors of one dtype, B's apart from others. Few large operations prepare them, while they
-        are in the cache.
+        """Read neighbouring tensors of one dtype: A's into a block of memory, B's into one for each scaling and number
+        of columns. Few large operations prepare them, while they are in the cache.
         """
-        stored, is_b = run[0][1].dtype, [key in scalings for key, _ in run]
-        keys: tuple[list[str], list[str]] = ([], [])
-        shapes: tuple[list[torch.Size], list[torch.Size]] = ([], [])
-        for (key, entry), side in zip(run, is_b, strict=True):
-            keys[side].append(key)
-            shapes[side].append(entry.shape)
-        blocks = [new_block(sum(shape.numel() for shape in of_side), stored) for of_side in shapes]
-        rest = [memoryview(block.view(torch.uint8).numpy()) for block in blocks]  # type: ignore[arg-type]
-        targets = []
-        for (_, entry), side in zip(run, is_b, strict=True):
-            targets.append(rest[side][: entry.nbytes])
-            rest[side] = rest[side][entry.nbytes :]
-        self._fill(targets, len(self.header) + run[0][1].start)
-        if dtype not in (None, stored):
-            blocks = [new_block(block.numel(), dtype).copy_(block) for block in blocks]
-        tensors = split(blocks[0], shapes[0])
-        if keys[1]:
-            tensors += split_scaled(blocks[1], shapes[1], scalings[keys[1][0]])
-        checked = stored.is_floating_point and stored.itemsize > 1
-        return Numbers(dict(zip(keys[0] + keys[1], tensors, strict=True)), checked and all(map(all_finite, blocks)))
+        stored, alike = run[0][1].dtype, _alike(run, scalings)
+        blocks = {
+            form: new_block(sum(entry.shape.numel() for _, entry in members), stored)
+            for form, members in alike.items()
+        }
+        places: dict[str, memoryview] = {}
+        for form, members in alike.items():
+            rest = memoryview(blocks[form].view(torch.uint8).numpy())  # type: ignore[arg-type]
+            for key, entry in members:
+                places[key], rest = rest[: entry.nbytes], rest[entry.nbytes :]
+        self._fill([places[key] for key, _ in run], len(self.header) + run[0][1].start)
+        tensors: dict[str, torch.Tensor] = {}
+        finite = stored.is_floating_point and stored.itemsize > 1
+        for form, members in alike.items():
+            block, shapes = blocks.pop(form), [entry.shape for _, entry in members]
+            if dtype not in (None, stored):
+                block = new_block(block.numel(), dtype).copy_(block)
+            pieces = split(block, shapes) if form.scaling is None else split_scaled(block, shapes, form.scaling)
+            tensors |= zip([key for key, _ in members], pieces, strict=True)
+            finite = finite and all_finite(block)
+        return Numbers(tensors, finite)
 
     def _fill(self, targets: list[memoryview], start: int) -> None:
         """Read bytes from `start` on into one target after the other."""
@@ -324,23 +325,40 @@ class WeightsFile:
 _Run = list[tuple[str, TensorEntry]]
 
 
-def _runs(entries: Mapping[str, TensorEntry], scalings: Mapping[str, float]) -> list[_Run]:
-    """Divide tensors, in the order of the file, into runs of neighbours of one dtype: of `RUN_BYTES`, or one tensor.
-
-    All B's of a run have one scaling and one number of columns.
-    """
+def _runs(entries: Mapping[str, TensorEntry]) -> list[_Run]:
+    """Divide tensors, in the order of the file, into runs of neighbours of one dtype: of `RUN_BYTES`, or one tensor."""
     runs: list[_Run] = []
     end = size = 0
-    form = None  # of the run's B's
     for key, entry in sorted(entries.items(), key=lambda item: item[1].start):
-        own = (scalings[key], entry.shape[-1]) if key in scalings else form
-        is_next = runs and entry.start == end and entry.dtype == runs[-1][-1][1].dtype and form in (None, own)
+        is_next = runs and entry.start == end and entry.dtype == runs[-1][-1][1].dtype
         if not is_next or size >= RUN_BYTES or len(runs[-1]) == RUN_TENSORS:
             runs.append([])
-            size, own = 0, own if key in scalings else None
+            size = 0
         runs[-1].append((key, entry))
-        end, size, form = entry.start + entry.nbytes, size + entry.nbytes, own
+        end, size = entry.start + entry.nbytes, size + entry.nbytes
     return runs
+
+
+class _Form(NamedTuple):
+    """What the tensors of a block have in common. Those that are scaled have one number of columns."""
+
+    is_b: bool
+    scaling: float | None = None
+    columns: int = 0
+
+
+def _alike(run: _Run, scalings: Mapping[str, float]) -> dict[_Form, _Run]:
+    """Group the tensors of a run by their form. A's are apart from B's also unscaled: a B that is scaled later drops
+    its memory.
+    """
+    alike: dict[_Form, _Run] = {}
+    for key, entry in run:
+        name = _TENSOR_NAME.fullmatch(key)
+        form = _Form(name is not None and name["side"] == "B")
+        if key in scalings:
+            form = form._replace(scaling=scalings[key], columns=entry.shape[-1])
+        alike.setdefault(form, []).append((key, entry))
+    return alike
 
 
 def wanted_keys(

@@ -68,7 +68,9 @@ def pack_image(matrices: Sequence[ImagePart], dtype: torch.dtype, *, pin_memory:
             if (gap := start * ALIGNMENT + target.nbytes) < end * ALIGNMENT:  # between it and the next one
                 image[gap : end * ALIGNMENT] = 0
             targets.append(target)
-            parts.append(matrix.part.detach().cpu())  # here: threads have a stream each
+            part = matrix.part.detach()
+            # fetched here: threads have a stream each
+            parts.append(part if part.device.type == "cpu" else part.to("cpu", dtype))
     bounds = [len(targets) * i // thread_count() for i in range(thread_count() + 1)]
     shares = [slice(*share) for share in itertools.pairwise(bounds)]  # two threads would each clear a new page
     map_in_threads(lambda share: copy_matrices(targets[share], parts[share]), shares)

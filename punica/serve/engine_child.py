@@ -148,10 +148,11 @@ def _die_with_the_server() -> None:
     """
     server = multiprocessing.parent_process()
     if sys.platform == "linux" and server is not None:
-        end = server.sentinel  # a pipe that is never written to: its only event is the end of the server
-        fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
+        end = server.sentinel  # a pipe to which nothing more is written: its only event is the end of the server
+        with suppress(OSError):  # of kernels without it: then the end of the orders has to do
+            fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def portable(error: Exception) -> Exception:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from punica.adapters.lora_model import LoRAModel
-from punica.adapters.read import WeightsFile
+from punica.adapters.read import WeightsFile, _runs
 from punica.ops import pages
 
 NAME = "base_model.model.layers.0.q_proj.lora_A.weight"
@@ -209,3 +209,28 @@ def test_numbers_that_are_finite_only_in_the_file_are_noticed(tmp_path: Path, dt
         entries = file.entries({"q_proj"}, None, None)
         assert file.numbers(entries, None, {last: 1.0}).finite
         assert not file.numbers(entries, dtype, {last: scaling}).finite
+
+
+def test_b_is_apart_from_a_also_unscaled(tmp_path):
+    names = [f"base_model.model.layers.0.q_proj.lora_{side}.weight" for side in "AB"]
+    save_file({names[0]: torch.ones(4, 64), names[1]: torch.ones(64, 4)}, tmp_path / "adapter_model.safetensors")
+    with WeightsFile(tmp_path) as file:
+        tensors = file.numbers(file.entries({"q_proj"}, None, None)).tensors
+    a, b = (tensors[name].untyped_storage().data_ptr() for name in names)
+    assert a != b  # a B that is scaled later drops its own memory
+
+
+def test_mixed_scalings_and_ranks_share_a_run(tmp_path):
+    stored, scalings = {}, {}
+    for layer in range(6):
+        rank, prefix = (4, 12)[layer % 2], f"base_model.model.layers.{layer}.q_proj.lora_"
+        stored |= {f"{prefix}A.weight": torch.randn(rank, 64), f"{prefix}B.weight": torch.randn(64, rank)}
+        scalings[f"{prefix}B.weight"] = (0.5, 3.0, 1.0)[layer % 3]
+    save_file(stored, tmp_path / "adapter_model.safetensors")
+    with WeightsFile(tmp_path) as file:
+        entries = file.entries({"q_proj"}, None, None)
+        assert len(_runs(entries)) == 1
+        found = file.numbers(entries, torch.bfloat16, scalings)
+    assert found.finite
+    for key, tensor in found.tensors.items():
+        torch.testing.assert_close(tensor, stored[key].bfloat16() * scalings.get(key, 1.0), rtol=0, atol=0)
