@@ -7,11 +7,10 @@ gigabytes, a GPU holds a few, and LoRA servers win where a link's latency is sma
 the GPU that has their adapter saves memory without a link.
 
 Systems: `coupled` (LoRA on every GPU, requests go anywhere), `coupled_by_adapter` (they go where their adapter is) and
-`disaggregated`. Panels: number of adapters, for each model and rank.
+`disaggregated`. Panels: number of adapters and exponent of their popularity, for each model and rank.
 
     request_rate:  requests/s per GPU, LoRA servers counted, within the targets; 0 where no rate is
-    time_per_output_token: a step of it
-    slots, lora_servers: adapters in memory, on a GPU or on all servers; GPUs that serve no base model
+    slots, lora_servers: adapters in a GPU's memory; GPUs that serve no base model
     ..., 50 GB/s, 5 us: of `disaggregated`, over such a link (each way, one way)
 
 Every row is `kind=simulated`, by `experiments.cluster.disaggregated`. Step costs are of Llama-2 7B under `figure.cost`,
@@ -19,7 +18,7 @@ per byte and weight. Targets: `token_ms` of a step, ours; `wait_ms` for an adapt
 
     python -m experiments.ext_disaggregated 'figure.models=[qwen3-30b-a3b]' figure.wait_ms=1000 figure.gpus=8
 
-Cost: a few seconds on one core.
+Cost on one core: 12 s at scale=laptop, 20 s at scale=paper, which has a second exponent.
 """
 
 from __future__ import annotations
@@ -36,13 +35,15 @@ from experiments.harness.settings import folders
 
 @dataclass
 class DisaggregatedConf(FigureConf):
-    """`models`, `ranks`, numbers of `adapters`; links of `bandwidths` (GB/s each way) and `latencies` (us one way);
-    `gpus` of `memory_gb`, `most` requests in flight on each; targets; whose `cost` of steps, and whose `loads`.
+    """`models`, `ranks`, numbers of `adapters` and `exponents` of their popularity (Zipf's law); links of `bandwidths`
+    (GB/s each way) and `latencies` (us one way); `gpus` of `memory_gb`, `most` requests in flight on each; targets;
+    whose `cost` of steps, and whose `loads`.
     """
 
     models: list[str] = field(default_factory=list)
     ranks: list[int] = MISSING
     adapters: list[int] = MISSING
+    exponents: list[float] = MISSING
     bandwidths: list[int] = MISSING
     latencies: list[int] = MISSING
     gpus: int = low(2)
@@ -59,7 +60,6 @@ class Disaggregated(Experiment):
     """Request rates within targets, per number of adapters (the panels), model, rank and system."""
 
     name, figure, order, conf = "ext_disaggregated", "ext disaggregated", 293, DisaggregatedConf
-    reads = ("workload",)
     clock, drawn_by = "host_clock", "disaggregated.draw_map"
     passes = 1  # a formula repeats itself
 
@@ -69,13 +69,16 @@ class Disaggregated(Experiment):
         figure = cast(DisaggregatedConf, cfg.figure)
         about = _settings(cfg, figure)
         found = [
-            Point(panel_of(adapters), system, workload, model, rank=rank, settings={**about, "adapters": adapters})
-            for workload in cfg.workload.names
+            Point(
+                panel_of(adapters, exponent), system, "", model, rank=rank,
+                settings={**about, "adapters": adapters, "exponent": exponent},
+            )
+            for exponent in figure.exponents
             for model in figure.models
             for rank in figure.ranks
             for adapters in figure.adapters
             for system in cfg.system.names
-        ]
+        ]  # fmt: skip
         for point in found:
             asked_of(point)  # refuses a model that there is not, or that a GPU does not hold
         return found

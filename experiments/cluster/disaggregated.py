@@ -14,7 +14,7 @@ draws of a popularity. Slots keep the most recent adapters (Che's approximation 
 
 Both sides have the numbers of slots, of servers and of requests in flight that serve most. What is left out favours
 LoRA servers: uneven work between them, base GPUs that wait for one another, launches of sends and sums (those of LoRA
-are in the base of both).
+are in the base of both). Against them: halves of a batch whose ways there and back overlap.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from experiments.cluster.adapted_shapes import ITEM, Shape
 from punica.cluster import LoadCost, ModelBytes, StepCost
-from punica.workload import adapter_shares
 
 Floats = NDArray[np.float64]
 LATE = 0.05
@@ -70,7 +69,7 @@ class Link:
 @dataclass(frozen=True)
 class Asked:
     """Load, GPUs and targets. Requests have ``prompt`` and ``output`` tokens on average and name one of ``adapters`` of
-    ``rank`` by the popularity ``workload``; at most ``most`` are in flight on one of ``gpus`` of ``memory`` bytes.
+    ``rank`` by Zipf's law of ``exponent``; at most ``most`` are in flight on one of ``gpus`` of ``memory`` bytes.
     Targets: ``token_s`` of a step, ``wait_s`` for an adapter.
     """
 
@@ -78,7 +77,7 @@ class Asked:
     rates: Rates
     rank: int
     adapters: int
-    workload: str
+    exponent: float
     prompt: float
     output: float
     gpus: int
@@ -105,10 +104,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Served:
-    """Most requests/s per GPU within the targets (0: none), seconds of a step, slots and LoRA servers."""
+    """Most requests/s per GPU within the targets (0: none), with so many slots and LoRA servers."""
 
     rate: float = 0.0
-    step: float = 0.0
     slots: int = 0
     servers: int = 0
 
@@ -131,11 +129,12 @@ class Seen:
 
 
 @lru_cache(maxsize=64)
-def seen(workload: str, adapters: int, gpus: int = 1) -> Seen:
+def seen(exponent: float, adapters: int, gpus: int = 1) -> Seen:
     """Route by adapter: each of ``gpus`` has a part of the rare ones, and more have a popular one, until none of them
     gets more than a GPU's share of the requests. With one GPU: requests go anywhere.
     """
-    shares = adapter_shares(workload, adapters)
+    shares = np.arange(1, adapters + 1) ** -exponent
+    shares /= shares.sum()
     copies = np.clip(np.ceil(shares * gpus), 1, gpus)
     return Seen(copies / gpus, shares * gpus / copies)
 
@@ -204,7 +203,7 @@ def busiest(missed: float, waits: Floats) -> Floats:
 
 def coupled(asked: Asked, routed: bool) -> Served:
     """Serve with LoRA on every GPU, requests ``routed`` to where their adapter is, or anywhere."""
-    where, flying = seen(asked.workload, asked.adapters, asked.gpus if routed else 1), _flying(asked)
+    where, flying = seen(asked.exponent, asked.adapters, asked.gpus if routed else 1), _flying(asked)
     step = coupled_step(asked, flying, where)
     most = min(asked.adapters, int(asked.left // asked.adapter_bytes))
     tried = sorted({int(slots) for slots in np.geomspace(1, most, SPLITS).round()}) if most else []
@@ -214,7 +213,7 @@ def coupled(asked: Asked, routed: bool) -> Served:
 
 def disaggregated(asked: Asked, links: Sequence[Link]) -> list[Served]:
     """Serve with LoRA servers over each of ``links``, on as many of the GPUs as is best."""
-    where, flying, best = seen(asked.workload, asked.adapters), _flying(asked), [Served() for _ in links]
+    where, flying, best = seen(asked.exponent, asked.adapters), _flying(asked), [Served() for _ in links]
     for servers in range(1, asked.gpus):
         slots = min(asked.adapters, int(servers * asked.memory // asked.adapter_bytes))
         loras = [lora / servers for lora in lora_times(asked, where, (asked.gpus - servers) * flying)]
@@ -250,5 +249,4 @@ def _best(asked: Asked, flying: Floats, step: Floats, bound: Floats, split: Serv
     """Choose the requests in flight that serve most on the base GPUs."""
     rate = (1 - split.servers / asked.gpus) * flying / (asked.output * step)
     rate = np.where(step <= asked.token_s, np.minimum(rate, bound), 0.0)
-    best = int(rate.argmax())
-    return replace(split, rate=float(rate[best]), step=float(step[best])) if rate[best] > 0 else Served()
+    return replace(split, rate=float(rate.max())) if rate.max() > 0 else Served()

@@ -17,17 +17,17 @@ TIMED = "llama2-7b"
 
 CLAIMED = 3.05
 """InfiniLoRA's claim: serviceable request rate over that of LoRA on every GPU."""
-MADE_WITH = {"workload": "Zipf", "adapters": 512, "rank": 64, "bandwidth": 50}
-"""Cells that the claim is held against: by summaries of the paper, 512 adapters of rank 64 under a Zipf law, 400 Gb/s.
-Qwen3's adapters had rank 32 there, and the law an exponent of 1.2.
+MADE_WITH: dict[str, float] = {"exponent": 1.2, "adapters": 512, "bandwidth": 50}
+"""Cells that the claim is held against: 512 adapters under a Zipf law, over 400 Gb/s InfiniBand, by summaries of the
+paper.
 """
 COUPLED, ROUTED, DISAGGREGATED = "coupled", "coupled_by_adapter", "disaggregated"
-RATE, STEP, SERVERS, SLOTS = "request_rate", "time_per_output_token", "lora_servers", "slots"
+RATE, SERVERS, SLOTS = "request_rate", "lora_servers", "slots"
 
 
-def panel_of(adapters: int) -> str:
-    """Name the panel of so many adapters."""
-    return f"{adapters} adapters"
+def panel_of(adapters: int, exponent: float) -> str:
+    """Name the panel of so many adapters, whose popularity falls with an ``exponent``."""
+    return f"{adapters} adapters, Zipf {exponent:g}"
 
 
 def over_link(bandwidth: int, latency: int) -> str:
@@ -41,9 +41,13 @@ def asked_of(point: Point) -> Asked:
     shape, memory = shape_of(point.model), 1e9 * about["memory_gb"]
     rates = Rates.of(StepCost(**about["cost"]), LoadCost(**about["loads"]), model_bytes(TIMED))
     asked = Asked(
-        shape, rates, point.rank or 0, about["adapters"], point.workload, about["prompt"], about["output"],
+        shape, rates, point.rank or 0, about["adapters"], about["exponent"], about["prompt"], about["output"],
         about["gpus"], memory, about["most"], about["token_ms"] / 1e3, about["wait_ms"] / 1e3,
     )  # fmt: skip
+    if asked.exponent < 0:
+        raise ConfigError(
+            f"figure.exponents has {asked.exponent}, must be at least 0 (all alike): give figure.exponents=[1.2]"
+        )
     if asked.left <= 0:
         least = 1 + int((memory - asked.left) / 1e9)
         raise ConfigError(f"figure.memory_gb={about['memory_gb']} does not hold {point.model}: give {least} or more")
@@ -61,24 +65,24 @@ def readings(point: Point) -> list[Reading]:
 
 
 def _said(served: Served, link: str, cost: str) -> list[Reading]:
-    values = {RATE: (served.rate, "request/s"), STEP: (1e3 * served.step, "ms"), SLOTS: (served.slots, "adapters")}
-    if link:
-        values[SERVERS] = (served.servers, "GPUs")
+    split = (SERVERS, served.servers, "GPUs") if link else (SLOTS, served.slots, "adapters")
+    values = [(RATE, served.rate, "request/s"), split]
     marks = {"kind": "simulated", "cost_model": cost}
-    return [Reading(f"{metric}{link}", value, unit, **marks) for metric, (value, unit) in values.items()]
+    return [Reading(f"{metric}{link}", value, unit, **marks) for metric, value, unit in values]
 
 
 def ratios(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """Divide request rates of LoRA servers by those of ``baseline``: a line per model, rank, adapters and link.
+    """Divide request rates of LoRA servers by those of ``baseline``: a line per model, rank, popularity and link.
 
     Infinite where the baseline meets no target at any rate; not a number where neither does.
     """
     rates = rows[rows["metric"].str.startswith(RATE)].astype({"value": float})
-    keys = ["workload", "model", "rank", "panel"]
+    keys = ["model", "rank", "panel"]
     theirs = rates.loc[rates["system"] == baseline, [*keys, "value"]]
     found = rates[rates["system"] == DISAGGREGATED].merge(theirs, on=keys, suffixes=("", "_without"))
     link = found["metric"].str.extract(r", (?P<bandwidth>\d+) GB/s, (?P<latency>\d+) us").astype(int)
-    adapters = found["panel"].str.extract(r"(\d+)", expand=False).astype(int)
+    about = found["panel"].str.extract(r"(?P<adapters>\d+) adapters, Zipf (?P<exponent>.+)")
+    about = about.astype({"adapters": int, "exponent": float})
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = found["value"].to_numpy() / found["value_without"].to_numpy()
-    return pd.concat([found[keys].assign(adapters=adapters, ratio=ratio), link], axis=1)
+    return pd.concat([found[keys].assign(ratio=ratio), about, link], axis=1)

@@ -2,6 +2,7 @@
 
 import textwrap
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -29,46 +30,43 @@ DARK, TICKS = 4.0, (0.125, 0.25, 0.5, 1, 2, 4, 8)
 
 
 def draw_map(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Draw a map per model and rank, at the adapters of InfiniLoRA's claim; below, ratios over numbers of adapters."""
-    rows = rows[rows["workload"] == rows["workload"].iloc[0]]
+    """Draw a map per model and rank, at the popularity of the claim; below, ratios over numbers of adapters."""
     table = ratios(rows, COUPLED)
     models, ranks = list(dict.fromkeys(table["model"])), list(dict.fromkeys(table["rank"]))
-    adapters = _nearest(table["adapters"], MADE_WITH["adapters"])
-    depth, columns = len(models) + 1, max(len(models), len(ranks))
-    figure, axes = style.grid(depth, columns, 7.0, 1.4 + HEIGHT * depth, sharex=False, sharey=False)
-    for axis in axes.flat:
-        axis.set_visible(False)
-    for line, model in zip(axes, models, strict=False):
-        for axis, rank in zip(line, ranks, strict=False):
-            cells = table[(table["model"] == model) & (table["rank"] == rank) & (table["adapters"] == adapters)]
+    adapters, exponent = (_nearest(table[name], MADE_WITH[name]) for name in ("adapters", "exponent"))
+    figure = plt.figure(figsize=(7.0, 1.3 + HEIGHT * (len(models) + 1)), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(len(models), 1.15))
+    axes = above.subplots(len(models), len(ranks), sharex=True, sharey=True, squeeze=False)
+    for line, model in zip(axes, models, strict=True):
+        for axis, rank in zip(line, ranks, strict=True):
+            cells = _at(table, model=model, rank=rank, adapters=adapters, exponent=exponent)
             image = _draw_cells(axis, cells.set_index(["bandwidth", "latency"])["ratio"].unstack())
-            axis.set_title(f"{model}, rank {rank:g}")
-        line[0].set_ylabel("link, GB/s each way")
-    for axis in axes[len(models) - 1]:
-        axis.set_xlabel("latency one way, µs")
-    label = f"requests/s over LoRA on every GPU,\n{adapters} adapters"
-    figure.colorbar(image, ax=axes[:-1], label=label, pad=0.01, ticks=TICKS, format=style.PLAIN)
-    for axis, model in zip(axes[-1], models, strict=False):
+            axis.set_title(f"rank {rank:g}" if model == models[0] else "")
+        line[0].set_ylabel(f"{model}\nlink, GB/s each way")
+    above.supxlabel("latency one way, µs", fontsize=8)
+    label = f"requests/s over LoRA on every GPU,\n{adapters} adapters, Zipf {exponent}"
+    above.colorbar(image, ax=axes, label=label, pad=0.01, ticks=TICKS, format=style.PLAIN).minorticks_off()
+    lines = below.subplots(1, len(models), squeeze=False)[0]
+    for axis, model in zip(lines, models, strict=True):
         _draw_adapters(axis, rows[rows["model"] == model])
-    axes[-1, 0].set_ylabel("requests/s over those\nwithout LoRA servers")
+    lines[0].set_ylabel("requests/s over those\nwithout LoRA servers")
+    below.legend(handles=_handles(ranks), loc="outside lower center", ncols=4, frameon=False)
     costs = textwrap.wrap(f"simulated, not measured: {', '.join(distinct(rows, 'cost_model'))}", WIDTH)
     figure.suptitle("\n".join(["LoRA servers: requests/s within targets, over those without", *costs]), fontsize=8.5)
-    figure.legend(handles=_handles(ranks), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
 def _draw_cells(axis: Axes, cells: pd.DataFrame) -> AxesImage:
     """Draw ratios by bandwidth and latency, and lines where they are one, and what is claimed."""
-    axis.set_visible(True)
     shown = np.clip(cells.to_numpy(), 1 / CLIP, CLIP)
     image = axis.imshow(shown, norm=LogNorm(1 / CLIP, CLIP), cmap="RdBu", aspect="auto", origin="lower")
     for (row, column), ratio in np.ndenumerate(cells.to_numpy()):
         colour = "white" if ratio > DARK or ratio < 1 / DARK else "black"
-        said = "-" if np.isnan(ratio) else "only" if np.isinf(ratio) else f"{ratio:.2g}"
+        said = "-" if np.isnan(ratio) else "only" if np.isinf(ratio) else f"{ratio:.{1 if ratio >= 1 else 2}f}"
         axis.text(column, row, said, ha="center", va="center", fontsize=6, color=colour)
     for level, line in LEVELS.items():
         if min(shown.shape) > 1 and np.nanmin(shown) < level < np.nanmax(shown):
-            axis.contour(shown, levels=[level], colors="black", linestyles=line, linewidths=1.2)
+            axis.contour(shown, levels=[level], colors="black", linestyles=line, linewidths=0.9)
     axis.set_xticks(range(len(cells.columns)), cells.columns)
     axis.set_yticks(range(len(cells)), cells.index)
     axis.grid(visible=False)
@@ -77,16 +75,17 @@ def _draw_cells(axis: Axes, cells: pd.DataFrame) -> AxesImage:
 
 def _draw_adapters(axis: Axes, rows: pd.DataFrame) -> None:
     """Draw ratios of a model over numbers of adapters, a line per rank and baseline, at one link."""
-    axis.set_visible(True)
     for baseline, (line, _) in BASELINES.items():
         table = ratios(rows, baseline)
-        bandwidth, latency = _nearest(table["bandwidth"], MADE_WITH["bandwidth"]), _nearest(table["latency"], LATENCY)
-        table = table[(table["bandwidth"] == bandwidth) & (table["latency"] == latency)]
+        link = {"bandwidth": MADE_WITH["bandwidth"], "latency": LATENCY, "exponent": MADE_WITH["exponent"]}
+        shown = {name: _nearest(table[name], wanted) for name, wanted in link.items()}
+        table = _at(table, **shown)
         for place, (_, part) in enumerate(table.groupby("rank", sort=False)):
             axis.plot(part["adapters"], part["ratio"], line, color=style.PALETTE[place], marker="o", markersize=2.5)
     for level, line in LEVELS.items():
         axis.axhline(level, color="0.3", linestyle=line, linewidth=0.8)
-    axis.set(title=f"{rows['model'].iloc[0]}, {bandwidth} GB/s, {latency} µs", xlabel="adapters", yscale="log")
+    axis.set_title(f"{rows['model'].iloc[0]}, {shown['bandwidth']} GB/s, {shown['latency']} µs")
+    axis.set_xlabel("adapters")
     style.log_x(axis)
     style.log_y(axis)
     axis.set_xticks(sorted(set(table["adapters"])))
@@ -100,5 +99,10 @@ def _handles(ranks: list[float]) -> list[Line2D]:
     return [*colours, *lines, *levels]
 
 
-def _nearest(values: pd.Series, wanted: float) -> int:
-    return int(min(values, key=lambda value: abs(value - wanted)))
+def _nearest(values: pd.Series, wanted: float) -> float:
+    return min(values, key=lambda value: abs(value - wanted))
+
+
+def _at(table: pd.DataFrame, **where: object) -> pd.DataFrame:
+    """Return the rows whose columns have these values."""
+    return table[(table[list(where)] == pd.Series(where)).all(axis=1)]

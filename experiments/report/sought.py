@@ -157,8 +157,8 @@ SOUGHT: dict[str, Sequence[Sought]] = {
         *(Sought(f"simulated: requests/s with LoRA servers / {without}, {model}, rank {rank}", "ext disaggregated",
                  {"system": "disaggregated", "metric": "request_rate, 50 GB/s, 5 us"},
                  {"system": system, "metric": "request_rate"},
-                 {"model": model, "rank": rank, "panel": "512 adapters"})
-          for model in ("llama2-7b", "qwen3-30b-a3b") for rank in (16, 64)
+                 {"model": model, "rank": rank, "panel": "512 adapters, Zipf 1.2"})
+          for model in ("llama2-7b", "mixtral-8x7b", "qwen3-30b-a3b") for rank in (16, 64)
           for system, without in (("coupled", "on every GPU"), ("coupled_by_adapter", "the same, routed by adapter"))),
     ],
     "ext_cluster_scale": [
