@@ -3,8 +3,8 @@
 Claim: InfiniLoRA (arXiv 2604.07173) serves 3.05 times the requests within latency targets, on average over mixtures of
 experts, as LoRA servers hold the adapters of all base GPUs. Expected shape: an adapter of a dense model is small, its
 GPUs hold enough of them, and round trips in every layer cost more than they save; an adapter on all experts has
-gigabytes, a GPU holds a few, and LoRA servers win where a link's latency is small beside a layer. Routing requests to
-the GPU that has their adapter saves memory without a link.
+gigabytes, a GPU holds a few, and LoRA servers win where the link is fast enough. Routing requests to the GPU that has
+their adapter saves memory without a link.
 
 Systems: `coupled` (LoRA on every GPU, requests go anywhere), `coupled_by_adapter` (they go where their adapter is) and
 `disaggregated`. Panels: number of adapters and exponent of their popularity, for each model and rank.

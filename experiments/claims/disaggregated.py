@@ -1,4 +1,4 @@
-"""Where LoRA servers win in the model of `ext_disaggregated`, and InfiniLoRA's claim for them, from simulated rows.
+"""Cells in which LoRA servers win in the map of `ext_disaggregated`, and InfiniLoRA's claim, from simulated rows.
 
 The claim is an average over mixtures of experts, so it is held against the geometric mean of those that there are, with
 the popularity and link that it was made with. By summaries of the paper Mixtral's adapters had rank 64 and Qwen3's 32,

@@ -14,7 +14,8 @@ draws of a popularity. Slots keep the most recent adapters (Che's approximation 
 
 Both sides have the numbers of slots, of servers and of requests in flight that serve most. What is left out favours
 LoRA servers: uneven work between them, base GPUs that wait for one another, launches of sends and sums (those of LoRA
-are in the base of both). Against them: halves of a batch whose ways there and back overlap.
+are in the base of both). Against them: halves of a batch whose ways there and back overlap, and that routing by adapter
+loads some GPUs more than others.
 """
 
 from collections.abc import Sequence

@@ -67,19 +67,20 @@ def readings(point: Point) -> list[Reading]:
 def _said(served: Served, link: str, cost: str) -> list[Reading]:
     split = (SERVERS, served.servers, "GPUs") if link else (SLOTS, served.slots, "adapters")
     values = [(RATE, served.rate, "request/s"), split]
-    marks = {"kind": "simulated", "cost_model": cost}
-    return [Reading(f"{metric}{link}", value, unit, **marks) for metric, value, unit in values]
+    return [
+        Reading(f"{metric}{link}", value, unit, kind="simulated", cost_model=cost) for metric, value, unit in values
+    ]
 
 
 def ratios(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Divide request rates of LoRA servers by those of ``baseline``: a line per model, rank, popularity and link.
 
-    Infinite where the baseline meets no target at any rate; not a number where neither does.
+    Infinite where the baseline meets no target at any rate; not a number where neither does, or where it has no row.
     """
     rates = rows[rows["metric"].str.startswith(RATE)].astype({"value": float})
     keys = ["model", "rank", "panel"]
     theirs = rates.loc[rates["system"] == baseline, [*keys, "value"]]
-    found = rates[rates["system"] == DISAGGREGATED].merge(theirs, on=keys, suffixes=("", "_without"))
+    found = rates[rates["system"] == DISAGGREGATED].merge(theirs, on=keys, how="left", suffixes=("", "_without"))
     link = found["metric"].str.extract(r", (?P<bandwidth>\d+) GB/s, (?P<latency>\d+) us").astype(int)
     about = found["panel"].str.extract(r"(?P<adapters>\d+) adapters, Zipf (?P<exponent>.+)")
     about = about.astype({"adapters": int, "exponent": float})

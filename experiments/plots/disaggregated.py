@@ -1,6 +1,7 @@
 """Maps of `ext_disaggregated`: request rate with LoRA servers over that without, by the link between the GPUs."""
 
 import textwrap
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -15,9 +16,12 @@ from experiments.cluster.link_map import CLAIMED, COUPLED, MADE_WITH, ROUTED, ra
 from experiments.plots import style
 from experiments.plots.frames import distinct
 
-BASELINES = {COUPLED: ("-", "LoRA on every GPU"), ROUTED: ("--", "the same, requests routed by adapter")}
+BASELINES: dict[str, tuple[Any, str]] = {
+    COUPLED: ("-", "LoRA on every GPU"),
+    ROUTED: ("--", "the same, requests routed by adapter"),
+}
 """System -> line and name of what LoRA servers are compared with."""
-LEVELS = {1.0: "-", CLAIMED: ":"}
+LEVELS: dict[float, Any] = {1.0: "-", CLAIMED: ":"}
 """Ratio -> line where a map has it."""
 CLIP = 8.0
 """Ratio at which colours end, as they do at its inverse."""
@@ -32,10 +36,12 @@ DARK, TICKS = 4.0, (0.125, 0.25, 0.5, 1, 2, 4, 8)
 def draw_map(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Draw a map per model and rank, at the popularity of the claim; below, ratios over numbers of adapters."""
     table = ratios(rows, COUPLED)
+    if table.empty:
+        return plt.figure(figsize=(7.0, 0.3))  # of systems without LoRA servers
     models, ranks = list(dict.fromkeys(table["model"])), list(dict.fromkeys(table["rank"]))
     adapters, exponent = (_nearest(table[name], MADE_WITH[name]) for name in ("adapters", "exponent"))
     figure = plt.figure(figsize=(7.0, 1.3 + HEIGHT * (len(models) + 1)), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(len(models), 1.15))
+    above, below = figure.subfigures(2, 1, height_ratios=(len(models), 1.15), squeeze=False)[:, 0]
     axes = above.subplots(len(models), len(ranks), sharex=True, sharey=True, squeeze=False)
     for line, model in zip(axes, models, strict=True):
         for axis, rank in zip(line, ranks, strict=True):
@@ -65,7 +71,7 @@ def _draw_cells(axis: Axes, cells: pd.DataFrame) -> AxesImage:
         said = "-" if np.isnan(ratio) else "only" if np.isinf(ratio) else f"{ratio:.{1 if ratio >= 1 else 2}f}"
         axis.text(column, row, said, ha="center", va="center", fontsize=6, color=colour)
     for level, line in LEVELS.items():
-        if min(shown.shape) > 1 and np.nanmin(shown) < level < np.nanmax(shown):
+        if min(shown.shape) > 1 and (shown < level).any() and (shown > level).any():
             axis.contour(shown, levels=[level], colors="black", linestyles=line, linewidths=0.9)
     axis.set_xticks(range(len(cells.columns)), cells.columns)
     axis.set_yticks(range(len(cells)), cells.index)
