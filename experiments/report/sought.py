@@ -153,6 +153,14 @@ SOUGHT: dict[str, Sequence[Sought]] = {
         Sought("chats at 80 % load, p99 first token", OWN,
                {"panel": "load 80 %", "metric": "time_to_first_token_p99", "system": "punica_server"}),
     ],
+    "ext_disaggregated": [
+        *(Sought(f"simulated: requests/s with LoRA servers / {without}, {model}, rank {rank}", "ext disaggregated",
+                 {"system": "disaggregated", "metric": "request_rate, 50 GB/s, 5 us"},
+                 {"system": system, "metric": "request_rate"},
+                 {"model": model, "rank": rank, "panel": "512 adapters, Zipf 1.2"})
+          for model in ("llama2-7b", "mixtral-8x7b", "qwen3-30b-a3b") for rank in (16, 64)
+          for system, without in (("coupled", "on every GPU"), ("coupled_by_adapter", "the same, routed by adapter"))),
+    ],
     "ext_cluster_scale": [
         *(Sought(f"simulator, {what}", "ext cluster scale",
                  _metric(metric, panel=f"{number} requests", system="punica"))

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from experiments.claims import Verdict
+from experiments.claims.disaggregated import disaggregated_verdicts
 from experiments.claims.fig11 import Serving
 from experiments.claims.placement import placement_verdicts
 from experiments.claims.rows import NotMeasured, Rows, markdown
@@ -50,8 +51,10 @@ def write_results(machine: Machine, paper: Path, target: Path) -> Path:
         head = link(picture, title) if picture.exists() else title
         parts += [f"### {head}", "", f"`{name}`", "", *markdown(*table), ""]
     parts += _unmeasured(machine)
-    if said := placement_verdicts(machine.rows):
-        parts += ["", "### Where a request goes, simulated", "", *(f"* {sentence}" for sentence in said)]
+    simulated = {"Where a request goes": placement_verdicts, "LoRA servers": disaggregated_verdicts}
+    for title, verdicts_of in simulated.items():
+        if said := verdicts_of(machine.rows):
+            parts += ["", f"### {title}, simulated", "", *(f"* {sentence}" for sentence in said)]
     parts.append("")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("\n".join(parts), encoding="utf-8")

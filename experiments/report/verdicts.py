@@ -13,6 +13,7 @@ import pandas as pd
 
 from experiments.claims import Verdict, as_frame
 from experiments.claims.asked import asked, asked_table
+from experiments.claims.disaggregated import disaggregated_verdicts
 from experiments.claims.fig12 import ranks_table
 from experiments.claims.judge import NOT_MEASURED
 from experiments.claims.placement import placement_verdicts
@@ -53,7 +54,7 @@ def _write(
     parts += [*(f"* {note}" for note in notes(verdicts, frame, stable)), "", *_two_clocks(machine.clocks)]
     parts += [measured_on(frame)]
     parts += ["", *verdict_table(verdicts, machine.figures, target), "", *_asked(frame)]
-    parts += [*_ranks(frame), *predicted(frame, paper), *_placed(frame)]
+    parts += [*_ranks(frame), *predicted(frame, paper), *_simulated(frame)]
     if len(machines) > 1:
         sure = [f"* {name}: {certainty(found)}" for name, found in machines.items()]
         parts += ["## Every machine that was measured", "", *machine_table(machines), "", *sure, ""]
@@ -126,10 +127,11 @@ def _ranks(rows: pd.DataFrame) -> list[str]:
     return ["## Figure 12 at every number of ranks", "", intro, "", *table, ""] if table else []
 
 
-def _placed(rows: pd.DataFrame) -> list[str]:
-    """Sentences about each scheduling rule and claim of a newer one; nothing without such rows."""
-    said = placement_verdicts(rows)
-    return ["## Other scheduling rules, simulated", "", *(f"* {sentence}" for sentence in said), ""] if said else []
+def _simulated(rows: pd.DataFrame) -> list[str]:
+    """Sentences about scheduling rules and LoRA servers, and claims of newer papers; nothing without such rows."""
+    found = {"Other scheduling rules": placement_verdicts(rows), "LoRA servers": disaggregated_verdicts(rows)}
+    said = {title: [f"* {sentence}" for sentence in sentences] for title, sentences in found.items() if sentences}
+    return [line for title, lines in said.items() for line in (f"## {title}, simulated", "", *lines, "")]
 
 
 def older_note(rows: pd.DataFrame) -> str:
