@@ -172,8 +172,8 @@ def draw_scale(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     for axis, (metric, label) in zip(axes, (("wall_time", "seconds"), ("peak_memory", "MiB")), strict=True):
         for rule, table in tables.items():
             axis.plot(table["requests"], table[metric], **looks[rule])
-            late = table[table["disturbed"] > 0]
-            style.hollow(axis, late["requests"], late[metric], looks[rule])
+            marked = table[table["disturbed"]]
+            style.hollow(axis, marked["requests"], marked[metric], looks[rule])
         for _, line in longest.drop_duplicates("gpus").iterrows():
             style.note(axis, f"{line['gpus']:g} GPUs", line["requests"], line[metric], lift=-9)
         axis.set(xscale="log", xlabel="requests of an hour", title=label)
@@ -188,8 +188,8 @@ def draw_scale(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 def _by_requests(rows: pd.DataFrame) -> pd.DataFrame:
     """One line per number of requests, a column per metric."""
     table = centred(rows).pivot_table(index="panel", columns="metric", values="value", sort=False)
-    table["disturbed"] = rows.groupby("panel")["disturbed"].agg(lambda marks: int((marks == True).any()))  # noqa: E712
-    return table.sort_values("requests")
+    marked = rows.loc[rows["disturbed"].eq(True), "panel"] if "disturbed" in rows else []
+    return table.assign(disturbed=table.index.isin(marked)).sort_values("requests")
 
 
 def centred(rows: pd.DataFrame) -> pd.DataFrame:

@@ -55,8 +55,9 @@ def draw_server(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         Line2D([], [], label=server, **_look(workloads[0], place) | {"color": "0.3"})
         for place, server in enumerate(servers)
     ]
-    band = "band: median to p99, p95 of fewer than 100 requests"
-    said = "; ".join([described(rows.assign(disturbed=None)), *distinct(rows, "engine"), band])
+    said = "; ".join([described(rows.assign(disturbed=None)), *distinct(rows, "engine")])
+    if table.groupby(["server", "workload", "in_flight"]).size().max() > 1:
+        said += "; band: median to p99, p95 of fewer than 100 requests"
     if (table["client_is_bottleneck"] > 0).any():
         said += "; hollow: the client was the bottleneck"
     style.caption(figure, "Servers of many adapters", said, handles, 5)

@@ -144,8 +144,10 @@ SOUGHT: dict[str, Sequence[Sought]] = {
           for what, panel, metric in (("output, 32 in flight", "32 in flight", "output_throughput"),
                                       ("p99 first token at 16 requests per second", "16 requests/s",
                                        "time_to_first_token_p99"))),
-        Sought("over HTTP, 32 in flight, tokens per second, Distinct / Identical", SERVER, {"workload": "Distinct"},
-               {"workload": "Identical"}, {"panel": "32 in flight", "metric": "output_throughput"}),
+        *(Sought(f"{server} over HTTP, 32 in flight, tokens per second, Distinct / Identical", SERVER,
+                 {"workload": "Distinct"}, {"workload": "Identical"},
+                 _rate("32 in flight", "output_throughput", f"{server}*"))
+          for server in ("punica", "vllm")),
     ],
     "ext_own_server": [
         Sought("chats, tokens per second, server over HTTP / its engine alone", OWN,
