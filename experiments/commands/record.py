@@ -71,13 +71,16 @@ def promote(target: Path, rows: list[Row]) -> None:
 
 def promote_samples(source: Path, target: Path, results: Path) -> None:
     """Put the samples behind the rows in `source` in the place of those of `target`, which others of its rows keep;
-    say so where ``results`` would grow too large.
+    say so where ``results`` would grow too large, or where all samples are of other rows.
     """
     file, fresh, rows = samples_file(target), read_samples(samples_file(source)), read_rows(target)
     known = read_samples(file)
     if not [*known, *fresh]:
         return
     write_samples(file, rows, [*known, *fresh])
+    if not read_samples(file):
+        file.unlink()
+        print(f"{target.stem}: no samples; those in {samples_file(source)} are of other rows", file=sys.stderr)
     if (size := sum(path.stat().st_size for path in results.rglob("*") if path.is_file())) > MOST_BYTES:
         write_samples(file, rows, known)
         left_out = f"{size / 1e6:.1f} MB of rows and samples are more than {MOST_BYTES / 1e6:.0f}"

@@ -54,6 +54,7 @@ class EngineProcess(Backend):
         self._calls: dict[int, Call] = {}  # by their numbers: those that have not ended
         self._is_failing = False
         self._end_reason = ""  # once it has ended
+        self._ending: asyncio.Task[None] | None = None
         context = multiprocessing.get_context("spawn")  # a fork would inherit threads, and perhaps CUDA
         orders, ours = context.Pipe(duplex=False)
         self._messages, theirs = context.Pipe()  # used one way: sockets hold more than a pipe
@@ -95,6 +96,8 @@ class EngineProcess(Backend):
         """Abort what is unfinished and end the process."""
         self._end("the server is stopping")
         await asyncio.to_thread(self.close)
+        if self._ending is not None:  # it says why the process ended before
+            await self._ending
 
     @property
     def num_places(self) -> int:

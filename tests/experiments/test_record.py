@@ -103,6 +103,14 @@ def test_samples_go_along_with_their_rows_and_those_of_rows_that_stay_remain(fre
     assert samples(recorded) == {1: [6.0], 2: [5.0]}
 
 
+def test_samples_that_are_all_of_other_rows_are_said_to_be(fresh_and_recorded, capsys):
+    fresh, recorded = fresh_and_recorded
+    recorded.replace([a_row(batch, source_hash="later") for batch in (1, 2)])
+    record.promote_samples(fresh.path, recorded.path, recorded.path.parents[1])
+    assert not samples_file(recorded.path).exists()
+    assert f"fig08: no samples; those in {samples_file(fresh.path)} are of other rows" in capsys.readouterr().err
+
+
 def test_samples_stay_where_they_are_when_the_recorded_set_would_grow_too_large(
     fresh_and_recorded, monkeypatch, capsys
 ):

@@ -107,11 +107,13 @@ def test_orders_that_a_hanging_process_does_not_take_leave_the_event_loop_free(w
         os.kill(number, signal.SIGSTOP)
         woken = threading.Timer(60, os.kill, (number, signal.SIGCONT))
         woken.start()
-        refused = asyncio.gather(*map(process.submit, calls), return_exceptions=True)
-        await asyncio.sleep(0)
-        assert woken.is_alive()  # nothing waited for it
-        woken.cancel()
-        os.kill(number, signal.SIGCONT)
+        try:
+            refused = asyncio.gather(*map(process.submit, calls), return_exceptions=True)
+            await asyncio.sleep(0)
+            assert woken.is_alive()  # nothing waited for it
+        finally:
+            woken.cancel()
+            os.kill(number, signal.SIGCONT)
         assert [type(error) for error in await refused] == [ValueError] * 16
 
     with EngineProcess(builder(world, tmp_path / "failures"), Metrics()) as process:
@@ -131,8 +133,9 @@ def test_the_exit_code_of_a_process_that_ended_is_awaited_beside_the_event_loop(
 
         monkeypatch.setattr(process._process, "join", slow)
         process._process.kill()
-        while not waiting.is_set():
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not waiting.is_set():
+                await asyncio.sleep(0.01)
         assert not process.is_healthy
         late = asyncio.ensure_future(process.retire(1))
         await asyncio.sleep(0)
