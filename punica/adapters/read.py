@@ -340,7 +340,7 @@ def _runs(entries: Mapping[str, TensorEntry]) -> list[_Run]:
 
 
 class _Form(NamedTuple):
-    """What the tensors of a block have in common. Those that are scaled have one number of columns."""
+    """Common form of the tensors of a block. Those that are scaled have one number of columns."""
 
     is_b: bool
     scaling: float | None = None
