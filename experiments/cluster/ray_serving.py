@@ -88,7 +88,7 @@ def tenants(
 
 def _draw(folders: dict[int, str], config: LlamaConfig, rank: int, dtype: torch.dtype, device: str) -> None:
     """Write a random adapter into each folder, its id the seed. A GPU draws them in a process that ends: this one
-    would go on to hold memory of a runner's GPU.
+    would keep memory of a runner's GPU.
     """
     if device == "cpu":
         for seed, folder in folders.items():

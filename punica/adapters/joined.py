@@ -1,12 +1,47 @@
 """Matrices that were read at once, in one block of memory: scaling and turning them takes one operation each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from punica.ops.pages import Pages
 from punica.ops.slot_image import copy_matrices
+
+
+class Shaped(Protocol):
+    """Entry of a tensor."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+
+
+Entry = TypeVar("Entry", bound=Shaped)
+
+
+class Form(NamedTuple):
+    """Common form of the tensors of a block. Those that are scaled have one number of columns."""
+
+    is_b: bool
+    scaling: float | None = None
+    columns: int = 0
+
+
+def alike(
+    run: Iterable[tuple[str, Entry]], scalings: Mapping[str, float], is_b: Callable[[str], bool]
+) -> dict[Form, list[tuple[str, Entry]]]:
+    """Group named tensors by their form. A's are apart from B's also unscaled: a B that is scaled later drops its
+    memory.
+    """
+    forms: dict[Form, list[tuple[str, Entry]]] = {}
+    for key, entry in run:
+        form = Form(is_b(key))
+        if key in scalings:
+            form = form._replace(scaling=scalings[key], columns=entry.shape[-1])
+        forms.setdefault(form, []).append((key, entry))
+    return forms
 
 
 def new_block(numel: int, dtype: torch.dtype) -> Tensor:

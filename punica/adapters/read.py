@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from punica.adapters.check import SCALE_SUFFIX, all_finite, check_any, check_expected_modules, is_scale_of_another
-from punica.adapters.joined import new_block, split, split_scaled
+from punica.adapters.joined import alike, new_block, split, split_scaled
 from punica.adapters.request import resolve_adapter_path
 from punica.adapters.wrap import MoEEPSpec
 from punica.checks import clip
@@ -284,20 +284,20 @@ class WeightsFile:
         """Read neighbouring tensors of one dtype: A's into a block of memory, B's into one for each scaling and number
         of columns. Few large operations prepare them, while they are in the cache.
         """
-        stored, alike = run[0][1].dtype, _alike(run, scalings)
+        stored, forms = run[0][1].dtype, alike(run, scalings, _is_b)
         blocks = {
             form: new_block(sum(entry.shape.numel() for _, entry in members), stored)
-            for form, members in alike.items()
+            for form, members in forms.items()
         }
         places: dict[str, memoryview] = {}
-        for form, members in alike.items():
+        for form, members in forms.items():
             rest = memoryview(blocks[form].view(torch.uint8).numpy())  # type: ignore[arg-type]
             for key, entry in members:
                 places[key], rest = rest[: entry.nbytes], rest[entry.nbytes :]
         self._fill([places[key] for key, _ in run], len(self.header) + run[0][1].start)
         tensors: dict[str, torch.Tensor] = {}
         finite = stored.is_floating_point and stored.itemsize > 1
-        for form, members in alike.items():
+        for form, members in forms.items():
             block, shapes = blocks.pop(form), [entry.shape for _, entry in members]
             if dtype not in (None, stored):
                 block = new_block(block.numel(), dtype).copy_(block)
@@ -339,26 +339,9 @@ def _runs(entries: Mapping[str, TensorEntry]) -> list[_Run]:
     return runs
 
 
-class _Form(NamedTuple):
-    """Common form of the tensors of a block. Those that are scaled have one number of columns."""
-
-    is_b: bool
-    scaling: float | None = None
-    columns: int = 0
-
-
-def _alike(run: _Run, scalings: Mapping[str, float]) -> dict[_Form, _Run]:
-    """Group the tensors of a run by their form. A's are apart from B's also unscaled: a B that is scaled later drops
-    its memory.
-    """
-    alike: dict[_Form, _Run] = {}
-    for key, entry in run:
-        name = _TENSOR_NAME.fullmatch(key)
-        form = _Form(name is not None and name["side"] == "B")
-        if key in scalings:
-            form = form._replace(scaling=scalings[key], columns=entry.shape[-1])
-        alike.setdefault(form, []).append((key, entry))
-    return alike
+def _is_b(key: str) -> bool:
+    name = _TENSOR_NAME.fullmatch(key)
+    return name is not None and name["side"] == "B"
 
 
 def wanted_keys(
