@@ -50,7 +50,7 @@ MOST_TIES = 1e-3
 """Largest share of requests whose tokens differ from one engine's on a CPU: another batch rounds otherwise, which
 decides ties of two logits.
 """
-CHECKED = 1000
+CHECKED = 250
 """Requests whose tokens are compared with one engine's on GPUs."""
 
 

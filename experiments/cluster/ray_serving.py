@@ -1,12 +1,10 @@
 """A trace served by runners on Ray, as the front of the cluster sees it. Imported to measure alone."""
 
 import gc
-import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +14,6 @@ import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
-from transformers import LlamaConfig
 
 from experiments.benches.model_steps import llama_config
 from experiments.harness.experiment import CheckFailed
@@ -79,25 +76,12 @@ def tenants(
     slots = engine_config.lora_config(rank).max_loras
     lora = engine_config.lora_config(rank, max_cpu_loras=max(slots, len(ids)))
     with tempfile.TemporaryDirectory(prefix="punica-adapters-") as home:
-        folders = {i: str(Path(home, str(i))) for i in ids}
-        _draw(folders, config, rank, dtype, device)
-        adapters = {i: LoRARequest(f"adapter-{i}", i, folder) for i, folder in folders.items()}
+        adapters = {}
+        for i in ids:
+            folder = write_random_adapter(Path(home, str(i)), config, rank, i, dtype=dtype)
+            adapters[i] = LoRARequest(f"adapter-{i}", i, str(folder))
         build = partial(random_engine, config, lora, engine_config, dtype=dtype, device=device)
         yield Tenants(model, device, build, adapters)
-
-
-def _draw(folders: dict[int, str], config: LlamaConfig, rank: int, dtype: torch.dtype, device: str) -> None:
-    """Write a random adapter into each folder, its id the seed. A GPU draws them in a process that ends: this one
-    would keep memory of a runner's GPU.
-    """
-    if device == "cpu":
-        for seed, folder in folders.items():
-            write_random_adapter(folder, config, rank, seed, dtype=dtype)
-        return
-    drawing = partial(write_random_adapter, model_config=config, rank=rank, dtype=dtype, device=device)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        for written in [process.submit(drawing, folder, seed=seed) for seed, folder in folders.items()]:
-            written.result()
 
 
 @contextmanager

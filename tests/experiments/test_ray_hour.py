@@ -190,7 +190,6 @@ def test_runners_and_the_engine_they_are_compared_with_serve_on_the_hardware_of_
     settings = ray_hour.points(settle(cfg, EXPERIMENT))[0].settings
     assert settings["device"] == device
     monkeypatch.setattr(ray_serving, "RayCluster", RecordedCluster)
-    monkeypatch.setattr(ray_serving, "_draw", lambda *_: None)  # it needs the device
     assert settings.get("checked", 0) == (ray_hour.CHECKED if gpus else 0)
     world = World(WORLD.paper, "punica", **settings)
     with tenants_of(world) as tenants, ray_serving.runners(tenants, 4, "punica", None):
