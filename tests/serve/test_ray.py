@@ -57,6 +57,12 @@ def alone(running: Any) -> Any:
     return running[0].engine(ADAPTERS)
 
 
+def load_last(world: Any, url: str) -> None:
+    """Load the adapter that the command line leaves out, also where another test has."""
+    body = {"lora_name": "tenant-7", "lora_path": world.adapters[7].absolute_path, "load_inplace": True}
+    assert httpx2.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
+
+
 def texts(url: str, number: int) -> str:
     """Streamed text of one call of the 64; adapter and prompt follow from its number. Errors fail the test."""
     body = {
@@ -86,8 +92,7 @@ def free_blocks(cluster: RayCluster) -> list[int]:
 def test_64_calls_over_8_adapters_survive_a_killed_runner(running: Any, alone: Any) -> None:
     """Each gets the tokens of one engine, once, whether it was on the runner that died or not."""
     world, cluster, url = running
-    body = {"lora_name": "tenant-7", "lora_path": world.adapters[7].absolute_path}
-    assert httpx2.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
+    load_last(world, url)
     params = SamplingParams(NEW, ignore_eos=True)
     prompts = [prompt(number) for number in range(CALLS)]
     results = alone.generate(prompts, [world.adapters[number % ADAPTERS] for number in range(CALLS)], params)
@@ -138,6 +143,7 @@ def test_a_runner_that_hangs_in_a_step_is_replaced(
     """Stopped by a signal, it neither dies nor replies."""
     world, cluster, url = running
     wait_until(lambda: health(url) == "ok")
+    load_last(world, url)
     monkeypatch.setattr(cluster, "_timeouts", Timeouts(step_s=3.0))
     adapters = [world.adapters[number % ADAPTERS] for number in range(12)]
     results = alone.generate([prompt(number) for number in range(12)], adapters, SamplingParams(NEW, ignore_eos=True))
@@ -156,6 +162,7 @@ def test_a_runner_that_hangs_in_a_step_is_replaced(
 def test_an_adapter_is_loaded_replaced_and_unloaded_beside_calls(running: Any, alone: Any, tmp_path: Path) -> None:
     world, _, url = running
     folder = world.checkpoint.parent / "poet"
+    load_last(world, url)
 
     def post(action: str, **body: Any) -> int:
         return httpx2.post(f"{url}/v1/{action}", json={"lora_name": "poet", **body}, timeout=60).status_code
