@@ -23,8 +23,8 @@ from tests.serve.world import World
 @dataclass(eq=False)
 class LocalProcesses:
     """Runner without a process of its own. ``dies``: at its next step. ``hangs``: in its next step, and in checks.
-    ``starts``: whether a start succeeds, ``None`` for never an answer. ``lies``: its next reply names a block more than
-    it uses.
+    ``starts``: whether a start succeeds, ``None`` for never an answer. ``lies``: its replies name a block more than it
+    uses, until it is started again.
     """
 
     build: Callable[[], Engine]
@@ -48,7 +48,7 @@ class LocalProcesses:
     def _start(self) -> Any:
         if not self.starts:
             raise Lost("no memory for the model")
-        self.dies = self.hangs = False
+        self.dies = self.hangs = self.lies = False
         self.runner = Runner(self.build, fetch=lambda content: content)
         return self.runner.describe()
 
@@ -60,8 +60,7 @@ class LocalProcesses:
             raise Lost("the process has died")
         time.sleep(0.001)  # a runner beside it has its turn
         reply = self.runner.step(command)
-        lies, self.lies = self.lies, False
-        return replace(reply, used_blocks=reply.used_blocks + lies)
+        return replace(reply, used_blocks=reply.used_blocks + self.lies)
 
     def order_check(self, adapter: LoRARequest, files: StoredFiles | None) -> Callable[[], None]:
         """Return a wait that hangs until the runner is killed, where it hangs."""
