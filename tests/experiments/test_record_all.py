@@ -3,6 +3,7 @@
 import json
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fakes import composed
@@ -90,6 +91,11 @@ def test_progress_is_kept_by_rounds_and_for_one_commit(tmp_path):
     assert len(other.left(SETS)) == 5
     with pytest.raises(RowsError, match="holds work of commit abc, this is def"):
         other.refuse_others()
+
+
+def test_sets_that_decide_claims_are_repeated_before_the_others():
+    sets = [RecordedSet("a", 1.0, rounds=1), RecordedSet("b", 1.0, claims="C01", rounds=2)]
+    assert names(Progress(Path("none"), "abc").left(sets)) == [("b", 0), ("b", 1), ("a", 0)]
 
 
 def test_rows_of_another_commit_are_refused_without_progress(tmp_path):
