@@ -148,7 +148,7 @@ def test_errors_of_some_requests_leave_the_others(tmp_path) -> None:
 def test_a_slow_answer_is_unfinished_at_the_deadline() -> None:
     with fake_server("slow") as fake:
         fake.pause = 600
-        found = counts(run_readings(served(fake.url, "slow", seconds=0.1, drain=0.1)))
+        found = counts(run_readings(served(fake.url, "slow", seconds=0.1, drain=1.0)))
         assert fake.under_way == len(fake.bodies) > 0, "not waited for"
     assert found["requests"] == found["errors"] == found["errors_unfinished"] == 2
     assert found["time_to_first_token_max"] >= 100, "of requests without a token, too, the wait so far"
@@ -169,7 +169,7 @@ def test_a_dead_server_is_asked_at_a_bounded_rate() -> None:
 def test_arrivals_do_not_wait_for_answers_and_begin_when_due() -> None:
     times = [0.01, 0.02, 0.05, 0.09, 0.12, 5.0]
     with fake_server("slow") as fake:
-        fake.pause = 0.3
+        fake.pause = 1.0
 
         async def work():
             async with Client(look_up(fake.url, ""), "", BOTH) as client:
@@ -181,7 +181,7 @@ def test_arrivals_do_not_wait_for_answers_and_begin_when_due() -> None:
     assert [answer.at for answer in found.answers] == times[:5], "those after the measured time arrive, too"
     assert counts(run_readings(found))["requests"] == 4
     assert [answer.error for answer in found.answers[:4]] == [""] * 4
-    assert all(answer.first - answer.at >= 0.3 for answer in found.answers[:4])
+    assert all(answer.first - answer.at >= 1.0 for answer in found.answers[:4])
 
 
 def test_a_closed_loop_keeps_its_number_in_flight() -> None:

@@ -135,7 +135,7 @@ def test_a_client_that_leaves_is_aborted(server: Served, stream: bool) -> None:
                 assert server.state() != before
         else:
             with pytest.raises(httpx2.ReadTimeout):
-                client.post(f"{server.url}/v1/completions", json=LONG, timeout=0.2)
+                client.post(f"{server.url}/v1/completions", json=LONG, timeout=1.0)
     wait_until(lambda: server.state() == before)
     server.slow_steps(False)
     metrics = httpx2.get(f"{server.url}/metrics", trust_env=False).text

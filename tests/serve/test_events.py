@@ -40,7 +40,7 @@ def test_an_event_is_its_object_encoded_whole(form: Any, extra: dict[str, Any]) 
 
 def test_a_client_that_reads_slowly_keeps_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is one for each chunk, not for the stream."""
-    monkeypatch.setattr(responses, "SEND_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(responses, "SEND_TIMEOUT_S", 2.0)
     response = responses.GenerationResponse(SimpleNamespace(), CompletionBody(model="m", prompt="p", stream=True), None)
     sent: list[bytes] = []
 
@@ -49,7 +49,7 @@ def test_a_client_that_reads_slowly_keeps_its_stream(monkeypatch: pytest.MonkeyP
             yield b"x"
 
     async def send(message: Any) -> None:
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         sent.append(message.get("body", b""))
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:
