@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 PARALLEL := -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8))) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce figure figures report record record-all reliability smoke notebooks docs test test-slow test-gpu fresh lint tune compare check clean
+.PHONY: help setup reproduce figure figures report record record-all reliability smoke notebooks docs test test-slow test-gpu fresh release lint tune compare check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,9 @@ test-gpu: $(VENV)/.dev ## Run the GPU tests, on as many GPUs as there are (NVIDI
 
 fresh: ## Test the last commit in a new Debian root (root, debootstrap): make fresh SUITE=trixie
 	@.ci/fresh $(SUITE)
+
+release: $(VENV)/.dev ## Archive the last commit: source with rows and figures, site, wheel, checksums
+	@.ci/release
 
 lint: $(VENV)/.dev ## ruff and mypy
 	@$(BIN)/ruff check .
