@@ -52,7 +52,8 @@ class Verdict:
         quantities: numbers that the bounds apply to. `interval`: those of them whose interval is known.
         why: what makes our value differ, by the claim's cost here and on an A100; of a simulation whose shape alone
             holds, what it misses. `remark`: bounds close by, or missed by the median of a value within noise.
-        clock: clock of an operator's rows. `other_clock`: verdict and value by the other one.
+        clock: clock of an operator's rows. `clock_missing`: the one that decides, where it has no rows. `other_clock`:
+            verdict and value by the other one.
         disturbed: it rests on disturbed points. `once`: on points measured once, whose interval is unknown.
         reason: what was missing. `command`: what would measure it.
         older_source: the claim's figures whose rows other code than today's measured.
@@ -70,6 +71,7 @@ class Verdict:
     why: str = ""
     remark: str = ""
     clock: str = ""
+    clock_missing: str = ""
     other_clock: str = ""
     reason: str = ""
     command: str = ""
@@ -105,7 +107,8 @@ def judge_claim(statement: Statement, bounds: dict[str, list[Bound]] | None, evi
     verdict = _by_clock(statement, bounds, evidence, clock)
     if verdict.clock and clock not in verdict.clock and verdict.verdict != NOT_TESTABLE:
         missing = f"judged by {verdict.clock}: there are no rows of {clock}, which decides (measure with timer={clock})"
-        verdict = replace(verdict, remark="; ".join(filter(None, (verdict.remark, missing))))
+        remark = "; ".join(filter(None, (verdict.remark, missing)))
+        verdict = replace(verdict, remark=remark, clock_missing=clock)
     if not other or verdict.kind != MEASURED or evidence.rows(other) is evidence.rows(clock):
         return verdict
     beside = _by_clock(statement, bounds, evidence, other)

@@ -15,8 +15,9 @@ from experiments.claims.rows import markdown
 from experiments.claims.stability import Stability
 
 COLUMNS = ("claim", "statement", "paper", "ours", "tested", "verdict", "why it differs", "figure")
-DISTURBED, ONCE = "\u2020", "\u2021"
-"""Marks of a verdict that rests on disturbed points, and on points of a single run."""
+DISTURBED, ONCE, OTHER_CLOCK = "\u2020", "\u2021", "\u00a7"
+"""Marks of a verdict that rests on disturbed points, on points of a single run, and on the clock that does not decide.
+"""
 IDLE = 0.05
 """Largest share of disturbed points on an idle machine."""
 _POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "timer", "repeat"]
@@ -46,7 +47,8 @@ def machine_table(machines: Mapping[str, Sequence[Verdict]]) -> list[str]:
 
 def marked(verdict: Verdict) -> str:
     """Return the verdict with its marks."""
-    return verdict.verdict + (DISTURBED if verdict.disturbed else "") + (ONCE if verdict.once else "")
+    marks = {DISTURBED: verdict.disturbed, ONCE: verdict.once, OTHER_CLOCK: verdict.clock_missing}
+    return verdict.verdict + "".join(mark for mark, holds in marks.items() if holds)
 
 
 def _cells(verdict: Verdict, figures: Path, target: Path) -> list[str]:
@@ -105,6 +107,8 @@ def certainty(verdicts: Sequence[Verdict]) -> str:
     text = f"Verdicts on measurements: {decided} of {len(measured)} decided"
     if once:
         text += f"; {once} rest on points of a single run ({ONCE}), so they have no interval and cannot be {NOISE}"
+    if others := [verdict.id for verdict in measured if verdict.clock_missing]:
+        text += f"; {', '.join(others)} by the other clock ({OTHER_CLOCK}), as the one that decides has no rows"
     return f"{text}."
 
 

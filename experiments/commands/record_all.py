@@ -3,9 +3,9 @@
     make record-all HARDWARE=h200 LIMIT=9
     python -m experiments.commands.record_all machine=h200 limit=9 list=true
 
-`conf/recording.yaml` lists the sets, in the order of the claims. Those that decide claims are measured first, in rounds,
-one repeat of all of them before the next: a cut run leaves whole claims, and repeats are of different times or machines.
-Sets without claims follow.
+`conf/recording.yaml` lists the sets, in the order of the claims. Those that decide claims are measured first, in
+rounds, one repeat of all of them before the next: a cut run leaves whole claims, and repeats are of different times or
+machines. Sets without claims follow.
 
 A call ends after `limit` minutes, and the same command continues: `outputs/<hardware>/record_all.json` says what is
 done, at which commit. A set that the limit stopped is measured last; one of more minutes than `limit` is not begun.

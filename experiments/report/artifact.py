@@ -44,6 +44,8 @@ WORKFLOW = """\
 Each claim's expected range, command and recorded commit is in [REPRODUCING.md](../REPRODUCING.md), its bounds in
 [paper_results/claim_bounds.csv](../paper_results/claim_bounds.csv). A claim that differs is part of the result: its
 reason is in `results/<hardware>/claims.md`."""
+SERVERS = "ext server"
+"""Its models are names that servers gave."""
 CUSTOM = """\
 Every key of `conf/` is an override: `make figure FIG=fig08 ARGS="workload=skewed"`. Another system, popularity or
 figure is one registered function or class. `python -m experiments.commands.workload` writes the requests for a system
@@ -72,12 +74,14 @@ def _abstract(machines: Sequence[Machine], about: dict[str, object]) -> str:
 
 def checklist(machines: Sequence[Machine], about: dict[str, object]) -> list[list[str]]:
     """Return the lines of the check-list."""
-    rows = pd.concat([machine.rows for machine in machines]) if machines else pd.DataFrame(columns=["model"])
+    rows = pd.concat([pd.DataFrame(columns=["model", "system", "figure"]), *(machine.rows for machine in machines)])
+    systems, own = set(distinct(rows, "system")), rows[rows["figure"] != SERVERS]
+    measuring = total_minutes(experiments(), "laptop")
     packages = {name: ", ".join(distinct(rows, name)) for name in ("python", "torch", "triton") if name in rows}
     return [
         ["Algorithm", "SGMV (segmented gather matrix-vector product), continuous batching over many LoRA adapters"],
-        ["Program", "; ".join(name_of(system) for system in SYSTEMS.names())],
-        ["Models", f"random weights in the shapes of {', '.join(distinct(rows, 'model'))}"],
+        ["Program", "; ".join(name_of(one) for one in SYSTEMS.names() if {one, name_of(one)} & systems)],
+        ["Models", f"random weights in the shapes of {', '.join(distinct(own, 'model'))}"],
         ["Data set", f"request streams of the released generator: {', '.join(PAPER_WORKLOADS)}; made from a seed"],
         ["Run-time environment", "; ".join(f"{name} {versions}" for name, versions in packages.items())],
         ["Hardware", "; ".join(f"{one.name}: {', '.join(distinct(one.rows, 'device'))}" for one in machines)],
@@ -85,7 +89,7 @@ def checklist(machines: Sequence[Machine], about: dict[str, object]) -> list[lis
         ["Output", "rows (CSV), figures (PNG, PDF), verdicts (CSV, Markdown), one HTML page"],
         ["Experiments", str(len(experiments()))],
         ["Disk space, time to prepare", "not recorded"],
-        ["Time to complete", f"{total_minutes(experiments(), 'laptop'):.0f} minutes on a CPU (`make reproduce`)"],
+        ["Time to complete", f"on a CPU {measuring:.0f} minutes of measuring (`make reproduce`), 20 with set-up"],
         ["Licence", str(about["license"])],
         ["Archived", f"DOI {about['doi']}" if "doi" in about else "no DOI yet"],
     ]

@@ -8,7 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from experiments.claims.judge import DIFFERS, JUDGED
+from experiments.claims.judge import (
+    ARITHMETIC,
+    DIFFERS,
+    JUDGED,
+    NOT_MEASURED,
+    REPRODUCED,
+    SHAPE,
+    SIMULATED_SHAPE,
+    SIMULATED_TOO,
+    Verdict,
+)
 from experiments.claims.rows import markdown
 from experiments.claims.table import figure_links, marked, total
 from experiments.report.findings import Found, find
@@ -39,6 +49,7 @@ HIGHLIGHTS = {
 """Findings on the GPU that pages repeat."""
 CLAIMS = (("C29", GPU), ("C24", GPU), ("C26", GPU), ("C12", GPU), ("C42", GPU), ("C46", CPU))
 """Claims that the README shows, and the machine of their verdict."""
+HOLDS = (REPRODUCED, SHAPE, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE)
 
 
 def value(name: str) -> Callable[[Callable[[Machines], str]], Callable[[Machines], str]]:
@@ -105,8 +116,9 @@ def claims(machines: Machines) -> str:
         hardware = f"{on}, simulated" if verdict.kind == "simulated" else on
         ours = verdict.our_value or "-"
         link = figure_links(verdict.figure, machine.figures, machine.figures.parents[1])
-        lines.append([verdict.statement, verdict.paper_value, ours, hardware, marked(verdict) + "".join(turned), link])
-    return "\n".join(["\n", *markdown(("claim", "paper", "ours", "hardware", "verdict", "figure"), lines), "\n"])
+        about = [verdict.id, verdict.statement, verdict.paper_value, ours, hardware]
+        lines.append([*about, marked(verdict) + "".join(turned), link])
+    return "\n".join(["\n", *markdown(("", "claim", "paper", "ours", "hardware", "verdict", "figure"), lines), "\n"])
 
 
 @value("differing")
@@ -115,10 +127,28 @@ def differing(machines: Machines) -> str:
     on_gpu, on_cpu = (
         [verdict for verdict in machines[name].verdicts if verdict.verdict == DIFFERS] for name in (GPU, CPU)
     )
-    lines = [[one.id, one.statement, one.paper_value, one.our_value, marked(one)] for one in on_gpu]
-    table = markdown(("claim", "statement", "paper", "ours", "verdict"), lines)
-    others = ", ".join(verdict.id for verdict in on_cpu) or "none"
-    return "\n".join(["\n", *table, "", f"On the CPU: {others}.", "\n"])
+    lines = [
+        [one.id, one.statement, one.paper_value, one.our_value, one.shape_tested, marked(one)] for one in on_gpu
+    ]
+    table = markdown(("claim", "statement", "paper", "ours", "test of the shape", "verdict"), lines)
+    return "\n".join(["\n", *table, "", f"On the CPU: {_ids(on_cpu)}.", "\n"])
+
+
+@value("holding")
+def holding(machines: Machines) -> str:
+    """Build a table of the claims that hold on the GPU; name those that hold on a CPU, and those not measured."""
+    on_gpu, on_cpu = ([one for one in machines[name].verdicts if one.verdict in HOLDS] for name in (GPU, CPU))
+    missing = [one for one in machines[GPU].verdicts if one.verdict == NOT_MEASURED]
+    table = markdown(
+        ("claim", "statement", "ours", "verdict"),
+        [[one.id, one.statement, one.our_value, marked(one)] for one in on_gpu],
+    )
+    others = f"On the CPU: {_ids(on_cpu)}. Not measured on the H200: {_ids(missing)}."
+    return "\n".join(["\n", *table, "", others, "\n"])
+
+
+def _ids(verdicts: Sequence[Verdict]) -> str:
+    return ", ".join(verdict.id for verdict in verdicts) or "none"
 
 
 @value("highlights")

@@ -47,12 +47,13 @@ line that was recorded once has the least range, as its spread is not known; `ma
 
 **Minutes** are those that `make reproduce` gives a figure at a scale (`conf/figure/*.yaml`): it ends with less measured
 where they do not suffice. All figures together have {laptop:.0f} on a CPU. `not stated`: none are given at that
-scale, and the figure runs to its end. Time and memory are what the script states; peak memory of the recorded runs was
-not recorded. Human minutes were not measured.
+scale, and the figure runs to its end; `conf/recording.yaml` has the minutes of one repeat on a GPU. Time and memory are
+what the script states; peak memory of the recorded runs was not recorded. Human minutes were not measured.
 
 **Scales.** A command without `scale=` measures at `laptop` on a CPU and on a GPU below 75 GB, at `gpu` on a larger one.
 Command and minutes of a claim are of the scale of its recorded rows, without rows of the paper's (on a CPU the
-laptop's).
+laptop's). On a GPU the command measures Llama-2 7B: ranges that also hold 13B need it once more with
+`model=llama2-13b`.
 """
 FIGURES = ("figure", "command", "minutes (scale)", "time and memory at scale=laptop, as the script states")
 CLAIMS = ("claim", "statement", "figure", "command", "its minutes", "expected", "verdict", "commit of its rows")
@@ -60,7 +61,10 @@ DISAGREE = (
     "Each disagreement is described in [paper_results/README.md](paper_results/README.md#disagreements). Measured "
     "values are those of the named claims."
 )
-LEGEND = "† rests on points that other work disturbed, ‡ on points of a single run."
+LEGEND = (
+    "† rests on points that other work disturbed, ‡ on points of a single run. § is judged by the other clock, as the "
+    "one that decides has no rows."
+)
 
 
 def write_reproducing(machines: Sequence[Machine], paper: Path, target: Path) -> Path:

@@ -25,7 +25,7 @@ SET = ("within 3 %", "within 12 %", "within 25 %", "1.5 times slower than a sibl
 """Settings of the protocol: windows are drawn so, costs explain so, repeats are measured again so."""
 
 
-ANY_ROWS = {"machines", "single-runs", "older-rows", "differing", "highlights", "claims", "reliability"}
+ANY_ROWS = {"machines", "single-runs", "older-rows", "differing", "holding", "highlights", "claims", "reliability"}
 """Markers that need no particular rows."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.claims.table import noise, total
+from experiments.claims.table import certainty, marked, noise, total
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
 from experiments.report.machines import AUTO, OTHER_TIMER, columns, machine_of, read_folder
@@ -99,7 +99,11 @@ def test_a_clock_that_decides_and_has_no_rows_is_missed_where_it_could_have_some
     ]
     path = places.fresh_rows / "rows.csv"
     write_rows(path, [*operator_rows("cuda_graph", 20.0), *norms])
-    remarks = {verdict.id: verdict.remark for verdict in write_report(places).verdicts}
+    verdicts = write_report(places).verdicts
+    remarks = {verdict.id: verdict.remark for verdict in verdicts}
+    marks = {verdict.id: marked(verdict)[-1] for verdict in verdicts}
+    assert (marks["C12"], marks["C45"]) == ("§", "§")
+    assert "C45 by the other clock (§)" in certainty(verdicts)
     assert "judged by cuda_graph: there are no rows of host_clock, which decides" in remarks["C12"]
     assert "judged by host_clock: there are no rows of cuda_graph, which decides" in remarks["C45"]
     write_rows(path, [replace(row, hardware="cpu", scale="laptop") for row in norms])
