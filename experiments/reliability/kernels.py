@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import psutil
 
@@ -56,7 +57,8 @@ def watch(tool: str, names: Sequence[str]) -> tuple[str, int | None]:
         except subprocess.TimeoutExpired:
             code = None
             for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-                one.kill()
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
             process.wait()
     return file.read_text(encoding="utf-8", errors="replace"), code
 
