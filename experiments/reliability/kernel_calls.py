@@ -36,7 +36,7 @@ from punica.ops.weights import LoRAWeights
 FP16 = torch.float16
 SLOTS, RANK, WIDTHS = 4, 5, (40, 33)
 COLUMNS = 520
-"""Of x: no multiple of a block, and enough for a base product that is cut into two parts."""
+"""Columns of x: no multiple of a block, and enough for a base product that is cut into two parts."""
 FEW, MANY = (3, 0, -1, 1, 2, 0, 3), (0,) * 351 + (-1,) * 2 + (2,) + (1,) * 47
 """Slots of rows: few without tensor cores, many in tiles; one of their segments is one row."""
 EXPERTS, TOP_K, BLOCK = 3, 2, 16
