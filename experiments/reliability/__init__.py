@@ -11,4 +11,5 @@
     input.py, api.py            Random folders and calls of operators and of the API, drawn by Hypothesis.
     isolation.py                Neighbours, evicted adapters, API keys.
     determinism.py              Processes, orders, simulations; on a GPU graphs and batch sizes.
+    kernels.py, kernel_calls.py Every Triton kernel, watched by compute-sanitizer.
 """

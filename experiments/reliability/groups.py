@@ -7,7 +7,7 @@ from punica.registry import Registry
 
 MODULES = (
     "load", "server_load", "faults", "full_disk", "killed", "killed_runner", "input", "mappings", "api", "isolation",
-    "determinism",
+    "determinism", "kernels",
 )  # fmt: skip
 
 
