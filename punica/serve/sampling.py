@@ -49,13 +49,15 @@ def check_supported(body: CompletionBody | ChatBody) -> None:
         raise ApiError(400, "stream_options needs stream=true", "stream_options")
     if not isinstance(body, ChatBody):
         return
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     for place, message in enumerate(body.messages):
         for name, value in (message.model_extra or {}).items():
-            if value not in (None, [], {}):
+            if value not in (None, [], {}, ""):
                 where = f"messages[{place}].{clip(name)[1:-1]}"
                 raise ApiError(400, f"{where} is not supported by this server", where, "unsupported_parameter")
+        if message.content is None and message.role != "assistant":
+            raise ApiError(400, f"messages[{place}].content is missing; only an assistant's may be null", "messages")
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
