@@ -5,6 +5,7 @@ Of a :class:`WeightsFile` no number is read before the names of all tensors have
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -217,7 +218,8 @@ class WeightsFile:
                         f"{str(directory / pickled)!r} is a pickle and is not read; convert the adapter to "
                         f"{WEIGHTS_FILE} (load it with the peft library and save it with safe_serialization=True)"
                     )
-            raise FileNotFoundError(f"adapter folder {str(directory)!r} holds no {WEIGHTS_FILE}")
+            found = clip(sorted(path.name for path in itertools.islice(directory.iterdir(), 100)))
+            raise FileNotFoundError(f"adapter folder {str(directory)!r} holds no {WEIGHTS_FILE}; it has {found}")
         self._opened = self._file.open("rb")
         try:
             self.size = os.fstat(self._opened.fileno()).st_size
