@@ -130,7 +130,7 @@ class Catalogue:
             raise ApiError(400, f"{clip(name)} is the name of the base model; choose another", "lora_name")
         if name in self._adapters and not replace:
             raise ApiError(
-                400, f"the adapter {clip(name)} is loaded already; unload it, or pass load_inplace=true", "lora_name"
+                400, f"adapter {clip(name)} has already been loaded; unload it or pass load_inplace=true", "lora_name"
             )
         if name not in self._adapters and len(self._adapters) >= MOST_ADAPTERS:
             raise ApiError(400, f"{len(self._adapters)} adapters are loaded, the limit; unload some", "lora_name")

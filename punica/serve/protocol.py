@@ -133,7 +133,7 @@ class TextPart(Body):
 
 
 class Message(BaseModel):
-    """Message of a chat. Further fields may be null or empty, as clients return them from answers.
+    """Message of a chat. Of further fields see :data:`punica.serve.sampling.UNSUPPORTED_IN_MESSAGES`.
 
     ``content`` may be null where it is the assistant's. ``name``: of the speaker, for templates that show it.
     """

@@ -21,6 +21,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "continue_final_message": (False,), "lora_path": (),
 }  # fmt: skip
 """Parameters that are refused, with the values besides null that ask for nothing, so may be sent."""
+UNSUPPORTED_IN_MESSAGES = frozenset({
+    "tool_calls", "tool_call_id", "function_call", "audio", "images", "reasoning", "reasoning_content", "thinking",
+    "prefix", "partial",
+})  # fmt: skip
+"""Fields of messages that other servers put into the prompt, refused unless empty. Further ones are a client's own."""
 _RANDOM_SEED = -1
 _SEEDS = 1 << 64
 
@@ -53,8 +58,8 @@ def check_supported(body: CompletionBody | ChatBody) -> None:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     for place, message in enumerate(body.messages):
         for name, value in (message.model_extra or {}).items():
-            if value not in (None, [], {}, ""):
-                where = f"messages[{place}].{clip(name)[1:-1]}"
+            if name in UNSUPPORTED_IN_MESSAGES and value not in (None, [], {}, "", False):
+                where = f"messages[{place}].{name}"
                 raise ApiError(400, f"{where} is not supported by this server", where, "unsupported_parameter")
         if message.content is None and message.role != "assistant":
             raise ApiError(400, f"messages[{place}].content is missing; only an assistant's may be null", "messages")

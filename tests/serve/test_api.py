@@ -121,8 +121,8 @@ def test_what_load_generators_and_clients_send_besides_is_taken(client: Any, fie
 
 @pytest.mark.parametrize("content", [None, "", []])
 def test_an_answer_without_text_goes_back_into_the_chat(client: Any, content: Any) -> None:
-    """As agent frameworks keep it, with the empty fields of other servers."""
-    kept = {"role": "assistant", "content": content, "tool_calls": None, "reasoning": "", "annotations": []}
+    """As agent frameworks keep it, with the empty fields of other servers and some of their own."""
+    kept = {"role": "assistant", "content": content, "tool_calls": None, "reasoning": "", "id": 7, "opts": {"a": 1}}
     question = {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": None}]}
     body = {"model": "tiny", "messages": [question, kept, *CHAT], "max_tokens": 4, "top_logprobs": 0}
     answer = client.post("/v1/chat/completions", json=body)
