@@ -102,7 +102,7 @@ def check_tensors(
 def check_pair(module: str, a: Tensor | Fp8Matrix, b: Tensor | Fp8Matrix, rank: int) -> None:
     """Check A `[rank, in]` and B `[out, rank]`. Raises ValueError naming the module and both values."""
     if a.ndim != 2 or b.ndim != 2:
-        empty = "; the trainer saved them empty: gather its shards before (DeepSpeed ZeRO-3, FSDP)" * (not a.numel())
+        empty = "; the trainer saved them empty: gather its shards before (DeepSpeed ZeRO-3, FSDP)" * (0 in a.shape)
         raise ValueError(
             f"module {module!r}: A and B must be 2-D, got shapes {tuple(a.shape)} and {tuple(b.shape)}{empty}"
         )

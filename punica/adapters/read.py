@@ -55,6 +55,9 @@ _TENSOR_NAME = re.compile(
 )
 
 
+_BASE_WEIGHTS = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
+
+
 def map_tensor_name(name: str, weights_mapper: NameMapper | None) -> str:
     """Return a checkpoint tensor's name without `base_model.model.`, renamed by `weights_mapper`.
 
@@ -134,7 +137,7 @@ def lora_names(
     for key in keys:
         mapped = map_tensor_name(key, weights_mapper)
         skipped = any(f".{prefix}" in f".{mapped}" for prefix in skip_prefixes or ())
-        if skipped or key.endswith(("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")):
+        if skipped or key.endswith(_BASE_WEIGHTS):
             continue
         names[key] = name = _parse(key, weights_mapper)
         first = owner.setdefault(name[:2], key)
@@ -142,6 +145,18 @@ def lora_names(
             side = "A" if name.is_a else "B"
             raise ValueError(f"tensors {clip(first)} and {clip(key)} are both {side} of module {clip(name.module)}")
     return names
+
+
+def base_weights_doubt(keys: Iterable[str]) -> str | None:
+    """Describe base weights among an adapter's tensors, which are left out; ``None``: there are none."""
+    saved = sorted(key for key in keys if key.endswith(_BASE_WEIGHTS))
+    if not saved:
+        return None
+    return (
+        f"{clip(saved)} are not read; PEFT saves them beside adapters of embedding and head, and loads them over the "
+        "base model's. If they were changed, for added tokens for example, outputs will be wrong: serve the adapter on "
+        "the model that it was trained on"
+    )
 
 
 def _remedy(key: str) -> str:
@@ -234,6 +249,10 @@ class WeightsFile:
 
     def __exit__(self, *error: object) -> None:
         self._opened.close()
+
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors in a header that :meth:`entries` accepted."""
+        return json.loads(self.header[8:]).keys()
 
     def entries(
         self,
