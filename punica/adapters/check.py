@@ -21,6 +21,8 @@ RESIZED = (
     "; the vocabulary was resized for the training: serve the adapter on that model (save_pretrained after the "
     "resize), or merge it there (merge_and_unload) and serve that"
 )
+BASE_WEIGHTS = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
+"""Ends of the names of base weights that PEFT saves along; they are not read."""
 SCALE_SUFFIX = "_scale"
 """Suffix of a tensor's name in the name of its scales: ``lora_A.weight`` and ``lora_A.weight_scale``."""
 
@@ -53,6 +55,18 @@ def check_any(names: Mapping[str, object]) -> None:
     """ValueError where an adapter has no LoRA tensors."""
     if not names:
         raise ValueError("the adapter has no LoRA tensors at all")
+
+
+def base_weights_doubt(keys: Iterable[str]) -> str | None:
+    """Describe base weights among an adapter's tensors, which are left out; ``None``: there are none."""
+    saved = sorted(key for key in keys if key.endswith(BASE_WEIGHTS))
+    if not saved:
+        return None
+    return (
+        f"{clip(saved)} are not read; PEFT saves them beside adapters of embedding and head, and loads them over the "
+        "base model's. If they were changed, for added tokens for example, outputs will be wrong: serve the adapter on "
+        "the model that it was trained on"
+    )
 
 
 def check_tensors(

@@ -7,10 +7,10 @@ from typing import cast
 import torch
 
 from punica.adapters.certificate import Certificate, Certificates
-from punica.adapters.check import is_scale_of_another, join_scales
+from punica.adapters.check import base_weights_doubt, is_scale_of_another, join_scales
 from punica.adapters.lora_model import LoRAModel, table_of_contents
 from punica.adapters.pack import AdapterPacker
-from punica.adapters.read import Numbers, base_weights_doubt, is_stacked_name, lora_names
+from punica.adapters.read import Numbers, is_stacked_name, lora_names
 from punica.adapters.request import LoRARequest, loading
 from punica.adapters.shared_experts import is_projection_name
 from punica.adapters.source import AdapterSource, open_source

@@ -5,7 +5,6 @@ Of a :class:`WeightsFile` no number is read before the names of all tensors have
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -18,7 +17,14 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from punica.adapters.check import SCALE_SUFFIX, all_finite, check_any, check_expected_modules, is_scale_of_another
+from punica.adapters.check import (
+    BASE_WEIGHTS,
+    SCALE_SUFFIX,
+    all_finite,
+    check_any,
+    check_expected_modules,
+    is_scale_of_another,
+)
 from punica.adapters.joined import alike, new_block, split, split_scaled
 from punica.adapters.request import resolve_adapter_path
 from punica.adapters.wrap import MoEEPSpec
@@ -53,9 +59,6 @@ _DTYPES = {
 _TENSOR_NAME = re.compile(
     r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.[^.]+)?(?(embedding)|\.weight)"
 )
-
-
-_BASE_WEIGHTS = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
 
 
 def map_tensor_name(name: str, weights_mapper: NameMapper | None) -> str:
@@ -99,8 +102,7 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: NameMapper | None = No
     `base_model.model.<m>.lora_A.weight`, `<m>.lora_A.<adapter>.weight`, and the same without the prefix give
     `(<m>, True)`; B gives `False`; embeddings are spelled `<m>.lora_embedding_A`.
 
-    Raises:
-        ValueError: a DoRA magnitude, or any other name ("unsupported LoRA weight").
+    ValueError: a DoRA magnitude, or any other name ("unsupported LoRA weight").
     """
     return _parse(name, weights_mapper)[:2]
 
@@ -137,7 +139,7 @@ def lora_names(
     for key in keys:
         mapped = map_tensor_name(key, weights_mapper)
         skipped = any(f".{prefix}" in f".{mapped}" for prefix in skip_prefixes or ())
-        if skipped or key.endswith(_BASE_WEIGHTS):
+        if skipped or key.endswith(BASE_WEIGHTS):
             continue
         names[key] = name = _parse(key, weights_mapper)
         first = owner.setdefault(name[:2], key)
@@ -145,18 +147,6 @@ def lora_names(
             side = "A" if name.is_a else "B"
             raise ValueError(f"tensors {clip(first)} and {clip(key)} are both {side} of module {clip(name.module)}")
     return names
-
-
-def base_weights_doubt(keys: Iterable[str]) -> str | None:
-    """Describe base weights among an adapter's tensors, which are left out; ``None``: there are none."""
-    saved = sorted(key for key in keys if key.endswith(_BASE_WEIGHTS))
-    if not saved:
-        return None
-    return (
-        f"{clip(saved)} are not read; PEFT saves them beside adapters of embedding and head, and loads them over the "
-        "base model's. If they were changed, for added tokens for example, outputs will be wrong: serve the adapter on "
-        "the model that it was trained on"
-    )
 
 
 def _remedy(key: str) -> str:
@@ -233,7 +223,7 @@ class WeightsFile:
                         f"{str(directory / pickled)!r} is a pickle and is not read; convert the adapter to "
                         f"{WEIGHTS_FILE} (load it with the peft library and save it with safe_serialization=True)"
                     )
-            found = clip(sorted(path.name for path in itertools.islice(directory.iterdir(), 100)))
+            found = clip(sorted(os.listdir(directory))[:100])
             raise FileNotFoundError(f"adapter folder {str(directory)!r} holds no {WEIGHTS_FILE}; it has {found}")
         self._opened = self._file.open("rb")
         try:
@@ -249,10 +239,6 @@ class WeightsFile:
 
     def __exit__(self, *error: object) -> None:
         self._opened.close()
-
-    def names(self) -> Collection[str]:
-        """Return the names of all tensors in a header that :meth:`entries` accepted."""
-        return json.loads(self.header[8:]).keys()
 
     def entries(
         self,
