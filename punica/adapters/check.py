@@ -22,7 +22,9 @@ RESIZED = (
     "resize), or merge it there (merge_and_unload) and serve that"
 )
 BASE_WEIGHTS = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
-"""Ends of the names of base weights that PEFT saves along; they are not read."""
+"""Ends of the names of base weights that PEFT saves along."""
+NOT_READ = (*BASE_WEIGHTS, ".lora_velora_embed")
+"""Ends of the names of tensors that are left out; VeLoRA's are of its backward pass alone."""
 SCALE_SUFFIX = "_scale"
 """Suffix of a tensor's name in the name of its scales: ``lora_A.weight`` and ``lora_A.weight_scale``."""
 

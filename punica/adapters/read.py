@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from punica.adapters.check import (
-    BASE_WEIGHTS,
+    NOT_READ,
     SCALE_SUFFIX,
     all_finite,
     check_any,
@@ -129,8 +129,8 @@ def _parse(key: str, weights_mapper: NameMapper | None) -> TensorName:
 def lora_names(
     keys: Iterable[str], weights_mapper: NameMapper | None, skip_prefixes: Sequence[str] | None
 ) -> dict[str, TensorName]:
-    """Parse the names of LoRA tensors. Left out are base weights that PEFT saves along, and modules whose name, or its
-    part after some dot, starts with one of `skip_prefixes`.
+    """Parse the names of LoRA tensors. Left out are those `NOT_READ`, and modules whose name, or its part after some
+    dot, starts with one of `skip_prefixes`.
 
     ValueError: a key is not a LoRA name, or two keys name the same matrix.
     """
@@ -139,7 +139,7 @@ def lora_names(
     for key in keys:
         mapped = map_tensor_name(key, weights_mapper)
         skipped = any(f".{prefix}" in f".{mapped}" for prefix in skip_prefixes or ())
-        if skipped or key.endswith(BASE_WEIGHTS):
+        if skipped or key.endswith(NOT_READ):
             continue
         names[key] = name = _parse(key, weights_mapper)
         first = owner.setdefault(name[:2], key)
