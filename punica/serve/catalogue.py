@@ -25,8 +25,9 @@ class Keys:
     """API keys, sent as ``Authorization: Bearer KEY``; without any, everything is open.
 
     ``api_key`` opens the base model, adapters without a key of their own, and loading and unloading.
-    ``adapter_keys``: name -> key, the only one that opens that adapter. ValueError: a key that no header can carry as it
-    is, such as the empty one of an unset variable.
+    ``adapter_keys``: name -> key, the only one that opens that adapter.
+
+    ValueError: a key that no header can carry as it is, such as the empty one of an unset variable.
     """
 
     api_key: str | None = None

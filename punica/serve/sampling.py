@@ -102,7 +102,7 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 def room_for(body: GenerationBody, num_prompt: int, defaults: SamplingParams, max_model_len: int) -> int:
     """Return ``max_new_tokens`` for a prompt: as given, or for a chat what is left, for a completion the default.
 
-    ApiError 400 ``context_length_exceeded``: beyond ``max_model_len``.
+    ApiError 400 ``context_length_exceeded``: beyond ``max_model_len``, in OpenAI's words, which clients look for.
     """
     left = max_model_len - num_prompt
     if body.token_limit is not None:
@@ -112,7 +112,8 @@ def room_for(body: GenerationBody, num_prompt: int, defaults: SamplingParams, ma
     if wanted > left:
         param = "messages" if isinstance(body, ChatBody) else "prompt"
         raise ApiError(
-            400, f"{num_prompt} prompt tokens and {wanted} new ones exceed this server's context of {max_model_len}; "
-            "shorten the prompt or lower max_tokens", param, "context_length_exceeded",
+            400, f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt + wanted} tokens ({num_prompt} in the {param}, {wanted} in the completion). Please reduce "
+            "the length of either.", param, "context_length_exceeded",
         )  # fmt: skip
     return wanted
