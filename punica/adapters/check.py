@@ -21,6 +21,10 @@ RESIZED = (
     "; the vocabulary was resized for the training: serve the adapter on that model (save_pretrained after the "
     "resize), or merge it there (merge_and_unload) and serve that"
 )
+BASE_WEIGHTS = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
+"""Ends of the names of base weights that PEFT saves along."""
+NOT_READ = (*BASE_WEIGHTS, ".lora_velora_embed")
+"""Ends of the names of tensors that are left out; VeLoRA's are of its backward pass alone."""
 SCALE_SUFFIX = "_scale"
 """Suffix of a tensor's name in the name of its scales: ``lora_A.weight`` and ``lora_A.weight_scale``."""
 
@@ -53,6 +57,18 @@ def check_any(names: Mapping[str, object]) -> None:
     """ValueError where an adapter has no LoRA tensors."""
     if not names:
         raise ValueError("the adapter has no LoRA tensors at all")
+
+
+def base_weights_doubt(keys: Iterable[str]) -> str | None:
+    """Describe base weights among an adapter's tensors, which are left out; ``None``: there are none."""
+    saved = sorted(key for key in keys if key.endswith(BASE_WEIGHTS))
+    if not saved:
+        return None
+    return (
+        f"{clip(saved)} are not read; PEFT saves them beside adapters of embedding and head, and loads them over the "
+        "base model's. If they were changed, for added tokens for example, outputs will be wrong: serve the adapter on "
+        "the model that it was trained on"
+    )
 
 
 def check_tensors(
@@ -102,7 +118,10 @@ def check_tensors(
 def check_pair(module: str, a: Tensor | Fp8Matrix, b: Tensor | Fp8Matrix, rank: int) -> None:
     """Check A `[rank, in]` and B `[out, rank]`. Raises ValueError naming the module and both values."""
     if a.ndim != 2 or b.ndim != 2:
-        raise ValueError(f"module {module!r}: A and B must be 2-D, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
+        empty = "; the trainer saved them empty: gather its shards before (DeepSpeed ZeRO-3, FSDP)" * (0 in a.shape)
+        raise ValueError(
+            f"module {module!r}: A and B must be 2-D, got shapes {tuple(a.shape)} and {tuple(b.shape)}{empty}"
+        )
     if a.shape[0] != b.shape[1]:
         raise ValueError(
             f"module {module!r}: A has rank {a.shape[0]} (rows), B has rank {b.shape[1]} (columns); they must agree"

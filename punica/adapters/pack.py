@@ -242,20 +242,31 @@ def _fp8_view(values: Tensor | None, scale: Tensor | None, of_experts: bool) -> 
 
 
 def _renames_of(unknown: str, names: Iterable[str], known: Collection[str]) -> str:
-    """Advise a `weights_mapper` that gives the unknown module another beginning, and all `names` known ones; else `""`.
+    """Advise a `weights_mapper` that gives the unknown module another beginning, or takes a wrapper's name out of it,
+    and all `names` known ones; else `""`.
 
-    No beginning with a layer's number: any layer would become that one.
+    Not with a layer's number: any layer would become that one.
     """
     for name in known:
-        if unknown.endswith(f".{name}"):
-            old, new = unknown.removesuffix(name), ""
+        if old := _wrapper_in(unknown, name):
+            new = ""
         elif name.endswith(f".{unknown}"):
             old = unknown.partition(".")[0] + "."
             new = name.removesuffix(unknown) + old
         else:
             continue
-        is_numbered = any(part.isdecimal() for part in new.split("."))
+        is_numbered = any(part.isdecimal() for part in (old + new).split("."))
         if not is_numbered and all(f"{each}.".replace(old, new)[:-1] in known for each in names):
             wrapped = "it was saved inside of another model or wrapper"
             return f"; {wrapped}: pass LoRARequest(weights_mapper={clip({old: new})})"
+    return ""
+
+
+def _wrapper_in(unknown: str, name: str) -> str:
+    """Return the parts, one after the other, without which an unknown name is this one; `""` where there are none."""
+    longer, shorter = unknown.split("."), name.split(".")
+    extra = len(longer) - len(shorter)
+    for place in range(len(shorter)) if extra > 0 else ():
+        if longer[:place] == shorter[:place] and longer[place + extra :] == shorter[place:]:
+            return ".".join(longer[place : place + extra]) + "."
     return ""

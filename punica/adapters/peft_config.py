@@ -385,7 +385,9 @@ def read_config_text(path: str | Path) -> bytes:
     """
     file = resolve_adapter_path(path) / CONFIG_FILE
     if not file.is_file():
-        raise FileNotFoundError(f"{str(file)!r} does not exist; a PEFT adapter folder needs {CONFIG_FILE}")
+        is_below = any(file.parent.glob(f"*/{CONFIG_FILE}"))  # PEFT saves adapters that have names in folders of these
+        instead = "; a folder inside has one, pass that" if is_below else ""
+        raise FileNotFoundError(f"{str(file)!r} does not exist; a PEFT adapter folder needs {CONFIG_FILE}{instead}")
     with file.open("rb") as opened:
         text = opened.read(MOST_CONFIG_BYTES + 1)
     if len(text) > MOST_CONFIG_BYTES:

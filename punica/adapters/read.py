@@ -17,7 +17,14 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from punica.adapters.check import SCALE_SUFFIX, all_finite, check_any, check_expected_modules, is_scale_of_another
+from punica.adapters.check import (
+    NOT_READ,
+    SCALE_SUFFIX,
+    all_finite,
+    check_any,
+    check_expected_modules,
+    is_scale_of_another,
+)
 from punica.adapters.joined import alike, new_block, split, split_scaled
 from punica.adapters.request import resolve_adapter_path
 from punica.adapters.wrap import MoEEPSpec
@@ -95,8 +102,7 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: NameMapper | None = No
     `base_model.model.<m>.lora_A.weight`, `<m>.lora_A.<adapter>.weight`, and the same without the prefix give
     `(<m>, True)`; B gives `False`; embeddings are spelled `<m>.lora_embedding_A`.
 
-    Raises:
-        ValueError: a DoRA magnitude, or any other name ("unsupported LoRA weight").
+    ValueError: a DoRA magnitude, or any other name ("unsupported LoRA weight").
     """
     return _parse(name, weights_mapper)[:2]
 
@@ -123,8 +129,8 @@ def _parse(key: str, weights_mapper: NameMapper | None) -> TensorName:
 def lora_names(
     keys: Iterable[str], weights_mapper: NameMapper | None, skip_prefixes: Sequence[str] | None
 ) -> dict[str, TensorName]:
-    """Parse the names of LoRA tensors. Left out are base weights that PEFT saves along, and modules whose name, or its
-    part after some dot, starts with one of `skip_prefixes`.
+    """Parse the names of LoRA tensors. Left out are those `NOT_READ`, and modules whose name, or its part after some
+    dot, starts with one of `skip_prefixes`.
 
     ValueError: a key is not a LoRA name, or two keys name the same matrix.
     """
@@ -133,7 +139,7 @@ def lora_names(
     for key in keys:
         mapped = map_tensor_name(key, weights_mapper)
         skipped = any(f".{prefix}" in f".{mapped}" for prefix in skip_prefixes or ())
-        if skipped or key.endswith(("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")):
+        if skipped or key.endswith(NOT_READ):
             continue
         names[key] = name = _parse(key, weights_mapper)
         first = owner.setdefault(name[:2], key)
@@ -217,7 +223,8 @@ class WeightsFile:
                         f"{str(directory / pickled)!r} is a pickle and is not read; convert the adapter to "
                         f"{WEIGHTS_FILE} (load it with the peft library and save it with safe_serialization=True)"
                     )
-            raise FileNotFoundError(f"adapter folder {str(directory)!r} holds no {WEIGHTS_FILE}")
+            found = clip(sorted(os.listdir(directory))[:100])
+            raise FileNotFoundError(f"adapter folder {str(directory)!r} holds no {WEIGHTS_FILE}; it has {found}")
         self._opened = self._file.open("rb")
         try:
             self.size = os.fstat(self._opened.fileno()).st_size

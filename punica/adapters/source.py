@@ -1,6 +1,7 @@
 """Sources of an adapter's config and tensors: a PEFT folder, or memory."""
 
 import hashlib
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +41,9 @@ class AdapterSource(Protocol):
         ValueError: as :meth:`WeightsFile.entries`.
         """
 
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors, once :meth:`entries` has checked them."""
+
     def numbers(
         self, entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, scalings: Mapping[str, float]
     ) -> Numbers:
@@ -78,6 +82,10 @@ class AdapterFolder:
         """Check the header and the names in it."""
         return self._weights.entries(expected_lora_modules, self._renames, None, moe_ep_spec)
 
+    def names(self) -> Collection[str]:
+        """Return the names in the header."""
+        return json.loads(self._weights.header[8:]).keys()
+
     def numbers(
         self, entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, scalings: Mapping[str, float]
     ) -> Numbers:
@@ -112,6 +120,10 @@ class AdapterMemory:
             "the adapter", tensors, self._most_tensors, expected_lora_modules, self._renames, moe_ep_spec=moe_ep_spec
         )
         return {key: TensorEntry(tensors[key].dtype, tensors[key].shape, 0) for key in keys}
+
+    def names(self) -> Collection[str]:
+        """Return the tensors' names."""
+        return self._tensors.keys()
 
     def numbers(
         self, entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, scalings: Mapping[str, float]

@@ -278,8 +278,8 @@ class _Tail:
 
 
 def _listed(name: str, values: Any) -> list[Any]:
-    """Return ``values`` as a list; TypeError if it is not iterable."""
-    if not isinstance(values, (bytes, Mapping)):
+    """Return ``values`` as a list; TypeError if it is not iterable, or a text."""
+    if not isinstance(values, (bytes, str, Mapping)):
         try:
             return list(values)
         except TypeError:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from punica.adapters import LoRARequest
+from punica.adapters.peft_config import CONFIG_FILE as ADAPTER_FILE
 from punica.adapters.request import loading
 from punica.adapters.source import config_of
 from punica.checks import check_count, check_number, clip
@@ -18,7 +19,7 @@ from punica.engine.config import EngineConfig
 from punica.engine.sizes import DEFAULT_MODEL_LEN, fit_blocks, slot_bytes
 from punica.engine.text import TextCodec, load_codec
 from punica.models import LlamaForCausalLM, load_model
-from punica.models.families import loading_advice, read_json
+from punica.models.families import CONFIG_FILE, loading_advice, read_json
 from punica.parallel import all_ranks_agree
 from punica.scheduling import SamplingParams
 
@@ -198,6 +199,12 @@ def _check_folder(folder: object) -> None:
         raise FileNotFoundError(
             f"model folder {clip(str(folder))} does not exist or is not a folder; nothing is downloaded here: for the "
             "name of a repository, pass what huggingface_hub.snapshot_download(name) returns"
+        )
+    home = Path(folder).expanduser()
+    if (home / ADAPTER_FILE).is_file() and not (home / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{clip(str(folder))} is the folder of an adapter; pass its base model's, and this one as "
+            "LoRARequest(name, lora_path=folder)"
         )
 
 

@@ -26,10 +26,18 @@ class Keys:
 
     ``api_key`` opens the base model, adapters without a key of their own, and loading and unloading.
     ``adapter_keys``: name -> key, the only one that opens that adapter.
+
+    ValueError: a key that no header can carry as it is, such as the empty one of an unset variable.
     """
 
     api_key: str | None = None
     adapter_keys: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        own = [] if self.api_key is None else [("the server", self.api_key)]
+        for name, key in (*own, *self.adapter_keys.items()):
+            if not (key and key.isascii() and key.isprintable()) or " " in key:
+                raise ValueError(f"the API key of {clip(name)} must be printable ASCII without spaces, and not empty")
 
     def check(self, given: str | None) -> None:
         """ApiError 401 for a missing or unknown key, where the base model needs one."""
@@ -130,7 +138,7 @@ class Catalogue:
             raise ApiError(400, f"{clip(name)} is the name of the base model; choose another", "lora_name")
         if name in self._adapters and not replace:
             raise ApiError(
-                400, f"the adapter {clip(name)} is loaded already; unload it, or pass load_inplace=true", "lora_name"
+                400, f"adapter {clip(name)} has already been loaded; unload it or pass load_inplace=true", "lora_name"
             )
         if name not in self._adapters and len(self._adapters) >= MOST_ADAPTERS:
             raise ApiError(400, f"{len(self._adapters)} adapters are loaded, the limit; unload some", "lora_name")

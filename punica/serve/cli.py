@@ -31,6 +31,10 @@ GRACE_S = 30
 """Time in which running answers may end at a shut-down."""
 KEEP_ALIVE_S = 75
 """Time until an idle connection is closed; longer than clients keep theirs, which else meet a closed one."""
+HTTP = "h11"
+"""uvicorn's parser. Its other one, the default where it is installed, drops the body of a POST that offers HTTP/2, as
+Java's client sends it.
+"""
 RUNNER_BATCH = 32
 """Requests of one step of a runner, unless ``--max-batch-size`` is given."""
 _MOST_QUEUED = 1 << 30  # no limit of the cluster's own: the server counts with --max-queue
@@ -187,6 +191,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit(f"{type(error).__name__}: {error}") from None
         gc.freeze()  # a collection of all that was imported would halt every stream
         uvicorn.run(
-            app, host=options.host, port=options.port, timeout_keep_alive=KEEP_ALIVE_S,
+            app, host=options.host, port=options.port, http=HTTP, timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
         )  # fmt: skip

@@ -1,5 +1,6 @@
 """Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ from punica.checks import clip
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _MOST_REASONS = 3  # of one invalid body that are named in the message
+_FORM = re.compile(r"str|list\[.*\]")  # pydantic's name of one of the forms that a value may have
 
 
 class ApiError(Exception):
@@ -51,14 +53,29 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if isinstance(first.get("input"), bytes):
         return ApiError(400, "the body is read as JSON only with the header Content-Type: application/json; send it")
     param = _place(first["loc"][1:2])
-    same = [error for error in errors if _place(error["loc"][1:2]) == param]
-    reasons = [f"{_place(error['loc'][1:]) or 'body'}: {error['msg']}" for error in same[:_MOST_REASONS]]
-    return ApiError(400, clip("; ".join(reasons))[1:-1], param or None)
+    same = _of_nearest_forms([error for error in errors if _place(error["loc"][1:2]) == param])
+    reasons = dict.fromkeys(f"{_place(error['loc'][1:]) or 'body'}: {error['msg']}" for error in same)
+    return ApiError(400, clip("; ".join(list(reasons)[:_MOST_REASONS]))[1:-1], param or None)
+
+
+def _of_nearest_forms(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Leave out the errors of forms that a value was not meant to have: another form fits it to a greater depth."""
+    deepest: dict[tuple[str | int, ...], int] = {}
+    for error in errors:
+        for value in _places_of_forms(error["loc"]):
+            deepest[value] = max(deepest.get(value, 0), len(error["loc"]))
+    return [one for one in errors if all(len(one["loc"]) == deepest[value] for value in _places_of_forms(one["loc"]))]
+
+
+def _places_of_forms(path: tuple[str | int, ...]) -> list[tuple[str | int, ...]]:
+    """Return the places of the values in a path that have one of several forms."""
+    return [path[:place] for place, step in enumerate(path) if isinstance(step, str) and _FORM.fullmatch(step)]
 
 
 def _place(path: Sequence[str | int]) -> str:
-    """Return ``messages[0].content`` of ``("messages", 0, "content")``."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    """Return ``messages[0].content[1]`` of ``("messages", 0, "content", "list[TextPart]", 1)``."""
+    steps = [step for step in path if isinstance(step, int) or not _FORM.fullmatch(step)]
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     return text.removeprefix(".")
 
 

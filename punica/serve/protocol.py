@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MOST_CHOICES = 128
 MOST_MESSAGES = 10_000
@@ -11,9 +11,14 @@ TokenIds = Annotated[list[int], Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """Checked strictly: no value changes its type, no field is unknown."""
+    """Checked strictly: no value changes its type, no field is unknown. Null asks for nothing, as if not given."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 _Part = Annotated[str, Field(max_length=256)]
@@ -23,7 +28,8 @@ class LoadAdapter(Body):
     """Body of ``/v1/load_lora_adapter``. ``load_inplace`` replaces a loaded adapter of that name.
 
     ``is_3d_lora_weight`` and ``weights_mapper`` (renames the adapter's tensors): see
-    :class:`punica.adapters.LoRARequest`.
+    :class:`punica.adapters.LoRARequest`. ``base_model_name`` changes nothing; the LoRA sidecar of Kubernetes' inference
+    gateway sends it.
     """
 
     lora_name: Name
@@ -31,6 +37,7 @@ class LoadAdapter(Body):
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
     weights_mapper: Annotated[dict[_Part, _Part], Field(max_length=64)] | None = None
+    base_model_name: str | None = None
 
 
 class UnloadAdapter(Body):
@@ -38,6 +45,7 @@ class UnloadAdapter(Body):
 
     lora_name: Name
     lora_int_id: None = None
+    base_model_name: str | None = None
 
 
 class StreamOptions(Body):
@@ -125,21 +133,21 @@ class TextPart(Body):
 
 
 class Message(BaseModel):
-    """Message of a chat. Further fields may be null or empty, as clients return them from answers.
+    """Message of a chat. Of further fields see :data:`punica.serve.sampling.UNSUPPORTED_IN_MESSAGES`.
 
-    ``name``: of the speaker, for templates that show it.
+    ``content`` may be null where it is the assistant's. ``name``: of the speaker, for templates that show it.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Name
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
 
     @property
     def text(self) -> str:
         """Content as one text; parts are joined by line ends, as vLLM joins them."""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
 
     @property
     def variables(self) -> dict[str, Any]:

@@ -21,6 +21,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "continue_final_message": (False,), "lora_path": (),
 }  # fmt: skip
 """Parameters that are refused, with the values besides null that ask for nothing, so may be sent."""
+UNSUPPORTED_IN_MESSAGES = frozenset({
+    "tool_calls", "tool_call_id", "function_call", "audio", "images", "reasoning", "reasoning_content", "thinking",
+    "prefix", "partial",
+})  # fmt: skip
+"""Fields of messages that other servers put into the prompt, refused unless empty. Further ones are a client's own."""
 _RANDOM_SEED = -1
 _SEEDS = 1 << 64
 
@@ -49,13 +54,15 @@ def check_supported(body: CompletionBody | ChatBody) -> None:
         raise ApiError(400, "stream_options needs stream=true", "stream_options")
     if not isinstance(body, ChatBody):
         return
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     for place, message in enumerate(body.messages):
         for name, value in (message.model_extra or {}).items():
-            if value not in (None, [], {}):
-                where = f"messages[{place}].{clip(name)[1:-1]}"
+            if name in UNSUPPORTED_IN_MESSAGES and value not in (None, [], {}, "", False):
+                where = f"messages[{place}].{name}"
                 raise ApiError(400, f"{where} is not supported by this server", where, "unsupported_parameter")
+        if message.content is None and message.role != "assistant":
+            raise ApiError(400, f"messages[{place}].content is missing; only an assistant's may be null", "messages")
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -95,7 +102,7 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 def room_for(body: GenerationBody, num_prompt: int, defaults: SamplingParams, max_model_len: int) -> int:
     """Return ``max_new_tokens`` for a prompt: as given, or for a chat what is left, for a completion the default.
 
-    ApiError 400 ``context_length_exceeded``: beyond ``max_model_len``.
+    ApiError 400 ``context_length_exceeded``: beyond ``max_model_len``, in OpenAI's words, which clients look for.
     """
     left = max_model_len - num_prompt
     if body.token_limit is not None:
@@ -105,7 +112,8 @@ def room_for(body: GenerationBody, num_prompt: int, defaults: SamplingParams, ma
     if wanted > left:
         param = "messages" if isinstance(body, ChatBody) else "prompt"
         raise ApiError(
-            400, f"{num_prompt} prompt tokens and {wanted} new ones exceed this server's context of {max_model_len}; "
-            "shorten the prompt or lower max_tokens", param, "context_length_exceeded",
+            400, f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt + wanted} tokens ({num_prompt} in the {param}, {wanted} in the completion). Please reduce "
+            "the length of either.", param, "context_length_exceeded",
         )  # fmt: skip
     return wanted

@@ -55,6 +55,7 @@ def test_excluded_targets_have_no_tensors_without_a_warning(make_manager, tenant
         ("module.base_model.model.model.", {"module.base_model.model.": ""}),
         ("base_model.model.base_model.model.model.", {"base_model.model.": ""}),
         ("base_model.model.", {"layers.": "model.layers."}),
+        ("base_model.model.model.language_model.", {"language_model.": ""}),
     ],
 )
 def test_names_behind_another_beginning_are_refused_with_the_renames_that_load_them(
@@ -72,6 +73,17 @@ def test_names_behind_another_beginning_are_refused_with_the_renames_that_load_t
     with pytest.raises(ValueError, match="which the model does not have") as caught:
         manager.check_adapter(tenants.request(3))
     assert "weights_mapper" not in str(caught.value)
+
+
+def test_empty_tensors_of_a_sharded_trainer_and_other_files_say_what_they_are(make_manager, tenants) -> None:
+    manager = make_manager()
+    tenants.write(1, dict.fromkeys(adapter_tensors(1), torch.empty(0)))
+    with pytest.raises(ValueError, match=r"got shapes \(0,\) and \(0,\); .* gather its shards"):
+        manager.check_adapter(tenants.request(1))
+    folder = Path(tenants.request(1).lora_path)
+    (folder / "adapter_model.safetensors").rename(folder / "adapters.safetensors")  # as mlx-lm calls it
+    with pytest.raises(FileNotFoundError, match=r"no adapter_model\.safetensors; it has \[.*'adapters\.safetensors'\]"):
+        manager.check_adapter(tenants.request(1))
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
@@ -134,6 +146,10 @@ def test_a_file_that_becomes_shorter_is_an_error_and_never_a_signal(make_manager
         ("x.language_model.lm_head", ["x.language_model.layers.1.q_proj"], {"x.": ""}),
         ("q_proj", [], None),  # of any layer
         ("0.q_proj", [], None),  # a key that other numbers end in
+        ("language_model.layers.0._fsdp_wrapped_module.q_proj", ["lm_head"], None),
+        ("language_model.layers.0._fsdp_wrapped_module.q_proj", ["language_model.lm_head"],
+         {"_fsdp_wrapped_module.": ""}),
+        ("language_model.layers.1.10.q_proj", [], None),
     ],
     ids=str,
 )

@@ -193,6 +193,8 @@ def test_from_local_dir(tmp_path):
         PEFTHelper.from_local_dir(tmp_path)
     file.write_text(json.dumps(BASE))
     assert PEFTHelper.from_local_dir(tmp_path) == PEFTHelper.from_dict(BASE)
+    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json; a folder inside has one, pass that"):
+        PEFTHelper.from_local_dir(tmp_path.parent)
 
 
 def test_paths_are_resolved(tmp_path, monkeypatch):

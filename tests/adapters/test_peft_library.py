@@ -144,6 +144,21 @@ def test_one_adapter_of_a_tied_pair(tmp_path, recwarn, target):
     assert not [warning for warning in recwarn if "target_modules" in str(warning.message)]
 
 
+def test_velora_is_plain_lora_at_inference(tmp_path):
+    library = save(tmp_path, hugging_face_model(), {"one": {"target_modules": SEVEN, "velora_config": {}}})
+    saved = load_file(library.adapters["one"] / "adapter_model.safetensors")
+    assert any(key.endswith(".lora_velora_embed") for key in saved)
+    theirs = reference_logits(library.model, PROMPTS[:1], adapter_names=["one"])
+    assert largest_difference(library.ours().logits(PROMPTS[:1], ["one"]), theirs) < 1e-4
+
+
+def test_base_weights_that_are_saved_along_are_warned_of(tmp_path):
+    """PEFT loads them over the base model's, so they matter if they were changed, for new tokens for example."""
+    library = save(tmp_path, hugging_face_model(), {"one": {"target_modules": ["embed_tokens", "q_proj"]}})
+    with pytest.warns(UserWarning, match=r"'one': \['base_model\.\S*embed_tokens\.base_layer\.weight'\] are not read"):
+        library.ours().logits(PROMPTS[:1], ["one"])
+
+
 @pytest.mark.parametrize("fields", [{"bias": "all"}, {"bias": "lora_only"}, {"fan_in_fan_out": True}], ids=str)
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True but the target module is")
 def test_settings_without_effect_on_these_layers_are_served_as_peft_does(tmp_path, fields):

@@ -272,8 +272,9 @@ def test_an_illegal_adapter_is_refused_on_arrival_by_name_and_path(backbone, tmp
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [((None,), "prompts"), ((b"text",), "prompts"), (([[1]], 3), "adapters"), (([[1]], None, 2.5), "params")],
-    ids=["no prompts", "bytes", "an id", "float length"],
+    [((None,), "prompts"), ((b"text",), "prompts"), (([[1]], 3), "adapters"), (([[1]], "sql"), "adapters"),
+     (([[1]], None, 2.5), "params")],
+    ids=["no prompts", "bytes", "an id", "a name", "float length"],
 )
 def test_generate_wants_one_entry_per_prompt(backbone, arguments, name) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a list with one entry per prompt, got "):

@@ -192,13 +192,15 @@ def test_a_rank_without_the_folder_ends_all_ranks_with_its_cause(folder) -> None
     assert messages[0].startswith("rank 1 of 2: model folder 'not/here' does not exist")
 
 
-def test_a_folder_that_is_none(tmp_path) -> None:
+def test_a_folder_that_is_none(adapters, tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         Engine.from_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"'meta-llama/Llama-3\.2-1B' does not exist .*snapshot_download"):
         Engine.from_pretrained("meta-llama/Llama-3.2-1B")
     with pytest.raises(TypeError, match="folder must be the path of a checkpoint, got NoneType"):
         Engine.from_pretrained(None)
+    with pytest.raises(ValueError, match=r"is the folder of an adapter; pass its base model's"):
+        Engine.from_pretrained(adapters[0].lora_path)
 
 
 def test_models_of_other_libraries_by_mistake(reference, adapters, folder) -> None:

@@ -63,6 +63,16 @@ def test_a_loaded_adapter_serves_until_it_is_unloaded(served_home: Any, alone: A
     assert client.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).status_code == 404
 
 
+def test_what_other_servers_clients_send_to_load_and_unload_is_taken(served_home: Any, alone: Any) -> None:
+    """Kubernetes' LoRA sidecar names the base model; null is not given."""
+    _, client, home = served_home
+    fields = {"base_model_name": "meta-llama/Llama-3.1-8B", "load_inplace": None, "weights_mapper": None}
+    assert load(client, "poet", home / "copy-2", **fields).status_code == 200
+    assert text(client, "poet") == expected(alone, home / "copy-2")
+    body = {"lora_name": "poet", "lora_int_id": None, "base_model_name": "meta-llama/Llama-3.1-8B"}
+    assert client.post("/v1/unload_lora_adapter", json=body).status_code == 200
+
+
 def test_a_name_in_use_is_replaced_only_in_place(served_home: Any, alone: Any) -> None:
     _, client, home = served_home
     assert load(client, "poet", home / "copy-2").status_code == 200

@@ -119,6 +119,19 @@ def test_what_load_generators_and_clients_send_besides_is_taken(client: Any, fie
     assert client.post("/v1/completions", json=body).status_code == 200
 
 
+@pytest.mark.parametrize("content", [None, "", []])
+def test_an_answer_without_text_goes_back_into_the_chat(client: Any, content: Any) -> None:
+    """As agent frameworks keep it, with the empty fields of other servers and some of their own."""
+    kept = {"role": "assistant", "content": content, "tool_calls": None, "reasoning": "", "id": 7, "opts": {"a": 1}}
+    question = {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": None}]}
+    body = {"model": "tiny", "messages": [question, kept, *CHAT], "max_tokens": 4, "top_logprobs": 0}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    plain = [*CHAT, {"role": "assistant", "content": ""}, *CHAT]
+    same = client.post("/v1/chat/completions", json={"model": "tiny", "messages": plain, "max_tokens": 4})
+    assert answer.json()["choices"] == same.json()["choices"]
+
+
 def test_a_chat_without_a_limit_fills_the_context(client: Any) -> None:
     body = {"model": "tiny", "messages": CHAT, "ignore_eos": True}
     assert client.post("/v1/chat/completions", json=body).json()["usage"]["total_tokens"] == 128

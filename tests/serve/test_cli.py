@@ -1,8 +1,11 @@
 """The command line: what it makes of its arguments, and what it says without the extra."""
 
+import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,27 @@ def test_arguments_become_settings_and_an_engine(world: Any, tmp_path: Path) -> 
     engine = cli.engine_of(options, settings)
     assert (engine.config.max_model_len, engine.config.max_batch_size, engine.manager.lora_slots) == (32, 2, 2)
     assert list(engine.manager.list_adapters()) == [settings.adapters[0].lora_int_id]
+
+
+def test_a_post_that_offers_http_2_keeps_its_body(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Java's client sends it; whichever parsers uvicorn finds."""
+    from punica.serve import cli
+    from tests.serve.world import served
+
+    app = world.app(1)[1]
+    with served(app) as url:
+        connection = HTTPConnection(url.removeprefix("http://"), timeout=60)
+        offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAAAAIAAAAB"}
+        body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json", **offer})
+        assert connection.getresponse().status == 200
+        connection.close()
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(cli, "opened", lambda *_: nullcontext(app))
+    monkeypatch.setattr(cli.gc, "freeze", lambda: None)
+    monkeypatch.setattr(cli.uvicorn, "run", lambda _, **settings: given.update(settings))
+    cli.main([str(world.checkpoint)])
+    assert given["http"] == cli.HTTP
 
 
 def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> None:

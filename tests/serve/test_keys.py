@@ -40,6 +40,16 @@ def test_other_keys_open_nothing(catalogue: Catalogue, key: str | None) -> None:
         assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
 
 
+@pytest.mark.parametrize("key", ["", " ", "a b", "k\n", "schl\u00fcssel"])
+def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
+    """An empty one, of an unset variable, would close the server to all."""
+    with pytest.raises(ValueError, match="the API key of 'the server' must be printable ASCII") as caught:
+        Keys(key)
+    with pytest.raises(ValueError, match="the API key of 'sql' must be printable ASCII"):
+        Keys(None, {"sql": key})
+    assert not key.strip() or key not in str(caught.value)
+
+
 def test_without_a_key_of_the_server_only_keyed_adapters_are_closed(world: Any) -> None:
     catalogue = Catalogue("tiny", world.adapters[:2], Keys(None, {"tenant-0": "zero"}), ())
     assert [model["id"] for model in catalogue.visible(None)] == ["tiny", "tenant-1"]

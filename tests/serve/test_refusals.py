@@ -73,6 +73,36 @@ def test_a_chat_names_the_parameter(client: Any, param: str, fields: dict[str, A
     assert refusal(client.post("/v1/chat/completions", json={**CHAT, **fields}))["param"] == param
 
 
+TOOL_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}, "messages[0].tool_calls is not supported"),
+        ({"role": "assistant", "tool_calls": [TOOL_CALL]}, "messages[0].tool_calls is not supported"),
+        ({"role": "tool", "content": "4", "tool_call_id": "a"}, "messages[0].tool_call_id is not supported"),
+        ({"role": "user", "content": "a", "images": ["b"]}, "messages[0].images is not supported"),
+        ({"role": "user", "content": None}, "messages[0].content is missing"),
+        ({"role": "user", "content": 5}, "messages[0].content: Input should be a valid string; messages[0].content: I"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, "messages[0].content[1].type: Input sho"),
+        ({"role": "user", "content": ["a"]}, "messages[0].content[0]: Input should be a valid dictionary"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_place_in_a_message_is_named(client: Any, message: dict[str, Any], reason: str) -> None:
+    error = refusal(client.post("/v1/chat/completions", json={**CHAT, "messages": [message]}))
+    assert error["message"].startswith(reason)
+
+
+def test_the_place_in_a_prompt_is_named(client: Any) -> None:
+    error = refusal(client.post("/v1/completions", json={**COMPLETION, "stop": ["a", None]}))
+    assert error["message"] == "stop[1]: Input should be a valid string"
+    error = refusal(client.post("/v1/completions", json={**COMPLETION, "prompt": ["a", [1]]}))
+    assert "prompt[1]: Input should be a valid string" in error["message"]
+
+
 def test_a_message_has_the_names_of_the_api(client: Any) -> None:
     error = refusal(client.post("/v1/completions", json={**COMPLETION, "min_tokens": 3}))
     assert error["message"] == "min_tokens is 3, must be at most max_tokens, 2"
@@ -81,7 +111,9 @@ def test_a_message_has_the_names_of_the_api(client: Any) -> None:
 def test_the_context_has_openais_code(client: Any) -> None:
     error = refusal(client.post("/v1/completions", json={**COMPLETION, "max_tokens": 1000}))
     assert error["code"] == "context_length_exceeded"
-    assert "128" in error["message"]
+    assert error["message"].startswith(
+        "This model's maximum context length is 128 tokens. However, you requested 1002 tokens (2 in the prompt, 1000 "
+    )
 
 
 def test_unknown_models_and_routes(client: Any) -> None:

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine
 from punica.serve.app import Settings, make_app
+from punica.serve.cli import HTTP
 from tests.engine.text_world import CHAT, END, VOCAB, save_tokenizer
 
 CONFIG = LlamaConfig(
@@ -94,7 +95,7 @@ def text_of(engine: Engine, prompt: Any, adapter: LoRARequest | None, new: int) 
 @contextmanager
 def served(app: FastAPI) -> Iterator[str]:
     """A real server on a free port of this machine; its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, http=HTTP, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
