@@ -30,12 +30,11 @@ class ApiError(Exception):
         return {"error": {"message": _encodable(self.message), "type": kind, "param": param, "code": self.code}}
 
 
-def refused(error: Exception, names: Mapping[str, str]) -> ApiError:
-    """Return the 400 for an argument error of the engine; ``param`` is the first name that its message contains.
+def refused(message: str, names: Mapping[str, str]) -> ApiError:
+    """Return the 400 for an argument error of the engine; ``param`` is the first name that its ``message`` contains.
 
     ``names``: name in the engine's messages -> name of the API's parameter.
     """
-    message = str(error)
     places = {message.find(inner): inner for inner in names if inner in message}
     if not places:
         return ApiError(400, message)

@@ -1,6 +1,7 @@
 """One generation call as an ASGI response: admitted, tokenized, submitted, streamed or collected, cancelled."""
 
 import asyncio
+import logging
 import math
 import time
 import uuid
@@ -14,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from punica.adapters import LoRARequest
+from punica.checks import clip
 from punica.engine import Request, as_sampling_params
 from punica.engine.text import TextCodec
 from punica.serve.backend import Backend
@@ -26,6 +28,7 @@ from punica.serve.protocol import ChatBody, CompletionBody
 from punica.serve.sampling import params_of, room_for
 from punica.serve.text import ChoiceStrings, ChoiceText, TokenStrings
 
+_log = logging.getLogger(__name__)
 SEND_TIMEOUT_S = 60.0
 """Longest wait for a client that does not read its stream; then it counts as gone."""
 _ENGINE_NAMES = {name: name for name in ("stop_token_ids", "logit_bias", "bad_words", "prompt")}
@@ -61,15 +64,15 @@ class Generator:
             raise ApiError(400, str(error), _prompt_name(body)) from error
 
     @asynccontextmanager
-    async def running(self, call: Call) -> AsyncIterator[None]:
+    async def running(self, call: Call, adapter: LoRARequest | None) -> AsyncIterator[None]:
         """Have the engine serve a call inside; what has not ended at the exit is aborted. ApiError: refused."""
         try:
             try:
                 await self.backend.submit(call)
             except FileNotFoundError as error:
-                raise ApiError(404, str(error), "model", "model_not_found") from error
+                raise ApiError(404, _told(error, adapter), "model", "model_not_found") from error
             except (TypeError, ValueError) as error:
-                raise refused(error, _ENGINE_NAMES) from error
+                raise refused(_told(error, adapter), _ENGINE_NAMES) from error
             yield
         finally:
             self.backend.abort(call)
@@ -108,7 +111,7 @@ class GenerationResponse(Response):
             prompts = await self._generator.encode(body, self._adapter)
             self._num_prompt = sum(map(len, prompts))
             call = Call(self._requests(prompts), streams=bool(body.stream))
-            async with self._generator.running(call):
+            async with self._generator.running(call, self._adapter):
                 if body.stream:
                     await self._stream(call, send)
                     return
@@ -136,7 +139,7 @@ class GenerationResponse(Response):
         num_generated = 0
         async for pieces in call.batches():
             for piece in pieces:
-                reason = _reason(piece)
+                reason = _reason(piece, self._adapter)
                 num_generated += len(piece.token_ids)
                 text = "" if piece.result is None else piece.result.text or ""
                 logprobs = self._logprobs(strings, piece)
@@ -186,7 +189,7 @@ class GenerationResponse(Response):
                 num_generated += len(piece.token_ids)
                 if continuous:
                     events.set_usage(usage(self._num_prompt, num_generated))
-                text, reason = texts[piece.index].add(piece), _reason(piece)
+                text, reason = texts[piece.index].add(piece), _reason(piece, self._adapter)
                 logprobs = self._logprobs(strings, piece)
                 if text or logprobs is not None or reason is not None:
                     chunk += events.of(piece.index, text, logprobs, reason)
@@ -210,13 +213,22 @@ class GenerationResponse(Response):
         return self._form.logprobs(tokens, offset, self._body.num_logprobs or 0)
 
 
-def _reason(piece: Piece) -> str | None:
+def _reason(piece: Piece, adapter: LoRARequest | None) -> str | None:
     """Return OpenAI's finish reason. ApiError 500 for a request that failed, e.g. for a damaged adapter."""
     if piece.result is None:
         return None
     if piece.result.error is not None:
-        raise ApiError(500, piece.result.error, code="generation_failed")
+        raise ApiError(500, _told(piece.result.error, adapter), code="generation_failed")
     return piece.result.finish_reason
+
+
+def _told(error: object, adapter: LoRARequest | None) -> str:
+    """Return an error's text for a client, to whom the place of the adapter's folder is not told."""
+    text = str(error)
+    if adapter is None or adapter.absolute_path not in text:
+        return text
+    _log.warning("an adapter cannot be served: %s", text)
+    return f"the files of adapter {clip(adapter.lora_name)} cannot be served as they are now; load it again"
 
 
 def _token_ids(

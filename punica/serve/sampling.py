@@ -88,7 +88,7 @@ def params_of(body: GenerationBody, defaults: SamplingParams, max_new_tokens: in
     try:
         return replace(defaults, **given, n=body.n or 1, max_new_tokens=max_new_tokens, logprobs=body.num_logprobs)
     except (TypeError, ValueError) as error:
-        raise refused(error, names) from error
+        raise refused(str(error), names) from error
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

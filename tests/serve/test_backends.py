@@ -162,9 +162,13 @@ def test_an_adapter_that_does_not_fit_is_refused_as_its_files_say(server: Served
     assert "no experts" in answer.json()["error"]["message"]
     shutil.copytree(home / "copy-2", home / "gone", dirs_exist_ok=True)
     assert load(server, home / "gone").status_code == 200
+    (home / "gone" / "adapter_model.safetensors").write_bytes(b"damaged")
+    damaged = post(server, model="poet", prompt="a")
+    assert damaged.status_code == 400
     shutil.rmtree(home / "gone")
     answer = post(server, model="poet", prompt="a")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert str(home) not in damaged.text + answer.text, "where adapters are is not a client's to know"
     assert post(server, "unload_lora_adapter", lora_name="poet").status_code == 200
 
 

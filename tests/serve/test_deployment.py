@@ -34,7 +34,7 @@ def test_its_commands_run_as_written(world: Any, tmp_path: Path, monkeypatch: py
     options = cli.parser().parse_args([*shlex.split(serve), "--max-batch-size=2", "--max-model-len=64"])
     settings = cli.settings_of(options)
     commands = [shlex.split(line) for line in re.findall(r"^\$ curl (.*)$", PAGE, flags=re.MULTILINE)]
-    assert len(commands) == 4
+    assert len(commands) == 6
     with TestClient(app.make_app(cli.engine_of(options, settings), settings)) as client:
         for address, *words in commands:
             fields = dict(zip(words[::2], words[1::2], strict=True))
