@@ -5,6 +5,7 @@
     load.py          `AdapterLoader`: a folder, checked on arrival and loaded when it is needed
     peft_config.py   `adapter_config.json`: rank and scaling of every module
     patterns.py      its regular expressions, matched in bounded time
+    doubts.py        warnings of adapters that load, and whose outputs may be wrong
     read.py          tensors of `adapter_model.safetensors`
     source.py        `AdapterSource`: both files, open, or memory
     certificate.py   `Certificate`: proof that they fit the model

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from punica.adapters.doubts import BASE_WEIGHTS
 from punica.adapters.wrap import adapter_component
 from punica.checks import clip
 from punica.layers.packing import Slices
@@ -21,8 +22,6 @@ RESIZED = (
     "; the vocabulary was resized for the training: serve the adapter on that model (save_pretrained after the "
     "resize), or merge it there (merge_and_unload) and serve that"
 )
-BASE_WEIGHTS = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
-"""Ends of the names of base weights that PEFT saves along."""
 NOT_READ = (*BASE_WEIGHTS, ".lora_velora_embed")
 """Ends of the names of tensors that are left out; VeLoRA's are of its backward pass alone."""
 SCALE_SUFFIX = "_scale"
@@ -57,18 +56,6 @@ def check_any(names: Mapping[str, object]) -> None:
     """ValueError where an adapter has no LoRA tensors."""
     if not names:
         raise ValueError("the adapter has no LoRA tensors at all")
-
-
-def base_weights_doubt(keys: Iterable[str]) -> str | None:
-    """Describe base weights among an adapter's tensors, which are left out; ``None``: there are none."""
-    saved = sorted(key for key in keys if key.endswith(BASE_WEIGHTS))
-    if not saved:
-        return None
-    return (
-        f"{clip(saved)} are not read; PEFT saves them beside adapters of embedding and head, and loads them over the "
-        "base model's. If they were changed, for added tokens for example, outputs will be wrong: serve the adapter on "
-        "the model that it was trained on"
-    )
 
 
 def check_tensors(

@@ -7,7 +7,8 @@ from typing import cast
 import torch
 
 from punica.adapters.certificate import Certificate, Certificates
-from punica.adapters.check import base_weights_doubt, is_scale_of_another, join_scales
+from punica.adapters.check import is_scale_of_another, join_scales
+from punica.adapters.doubts import doubt_of_base_weights
 from punica.adapters.lora_model import LoRAModel, table_of_contents
 from punica.adapters.pack import AdapterPacker
 from punica.adapters.read import Numbers, is_stacked_name, lora_names
@@ -105,7 +106,7 @@ class AdapterLoader:
                 join_scales(tensors), config, self._vocab_size, request.weights_mapper
             )
         disagreement = config.disagreement(configured) if self._moe_ep_spec is None else None
-        all_doubts = (config.doubt, disagreement, base_weights_doubt(source.names()))
+        all_doubts = (*config.doubts, disagreement, doubt_of_base_weights(source.names()))
         doubts = [doubt for doubt in all_doubts if doubt is not None]
         certificate = Certificate(entries, contents, config.r, doubts)
         self._packer.check(self._model(request, certificate, Numbers(tensors, finite=True), "meta"))

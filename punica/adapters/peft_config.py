@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from punica.adapters.blocks import BlockDiagonal
+from punica.adapters.doubts import doubt_of_init, doubt_of_switches
 from punica.adapters.patterns import ModuleNames, NamePattern, Steps, UnboundedPattern, not_excluded
 from punica.adapters.read import is_stacked_name
 from punica.adapters.request import resolve_adapter_path
@@ -25,9 +26,6 @@ from punica.layers.packing import Blocks
 CONFIG_FILE = "adapter_config.json"
 MOST_CONFIG_BYTES = 4 << 20
 MOST_PATTERNS = 4096  # keys of rank_pattern, and of alpha_pattern
-# These initialisations subtract something from the base weights, and training went on from there.
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
-_OTHER_INITS = ("gaussian", "eva", "orthogonal", "true", "false")
 # Parameters of all experts of a layer in the order in which their module has them: PEFT wraps the first innermost.
 _EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 _TIED = ("embed_tokens", "lm_head")  # PEFT adapts both of a tied pair where one is a target
@@ -82,8 +80,8 @@ class PEFTHelper(UnsupportedFeatures):
     adapted. :meth:`disagreement` compares the two. Expressions are matched in bounded time
     (:mod:`punica.adapters.patterns`).
 
-    Unknown keys are ignored. Unsupported features (DoRA, biases, ...) are read here and refused by
-    :meth:`validate_legal`.
+    Unknown keys are ignored, with a warning of features that are on. Unsupported features (DoRA, biases, ...) are read
+    here and refused by :meth:`validate_legal`.
 
     Raises:
         TypeError: rank not an int, alpha not a number, a switch not a bool, targets or a pattern of another type.
@@ -104,6 +102,7 @@ class PEFTHelper(UnsupportedFeatures):
     use_bdlora: Any = None
     exclude_modules: list[str] | str | None = field(default=None, compare=False)
     ensure_weight_tying: bool = field(default=False, compare=False)
+    _doubt_of_switches: str | None = field(init=False, repr=False, compare=False, default=None)
     _blocks: BlockDiagonal | None = field(init=False, repr=False, compare=False)
     _parameters: frozenset[str] = field(init=False, repr=False, compare=False)
     _rank_rules: list[_Rule] = field(init=False, repr=False, compare=False)
@@ -130,7 +129,7 @@ class PEFTHelper(UnsupportedFeatures):
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> PEFTHelper:
-        """Build from the parsed JSON, or from `LoraConfig.to_dict()`; unknown keys are ignored, `null` means not given.
+        """Build from the parsed JSON, or from `LoraConfig.to_dict()`. Unknown keys are no error; `null`: not given.
 
         TypeError: `config` is not a mapping. ValueError: required keys are missing, all of which are named.
         """
@@ -146,7 +145,9 @@ class PEFTHelper(UnsupportedFeatures):
                 f"{clip(sorted(map(str, config)))}"
             )
         known = {f.name for f in fields(cls) if f.init}
-        return cls(**{key: value for key, value in config.items() if key in known and value is not None})
+        made = cls(**{key: value for key, value in config.items() if key in known and value is not None})
+        object.__setattr__(made, "_doubt_of_switches", doubt_of_switches(config, known))
+        return made
 
     @classmethod
     def from_local_dir(cls, path: str | Path) -> PEFTHelper:
@@ -253,24 +254,13 @@ class PEFTHelper(UnsupportedFeatures):
             ValueError: DoRA, biases, extra saved modules, other unsupported features, or a rank above `max_lora_rank`.
         """
         self.refuse_illegal(lora_config, modules)
-        if self.doubt is not None:
-            warnings.warn(self.doubt, stacklevel=2)
+        for doubt in self.doubts:
+            warnings.warn(doubt, stacklevel=2)
 
     @property
-    def doubt(self) -> str | None:
-        """Describe an `init_lora_weights` of which outputs may be wrong, `None` for the others: with pissa, olora,
-        corda, lora_ga and loftq training starts from a changed base model, which the serving backbone is not. So it may
-        with unknown ones.
-        """
-        init = self.init_lora_weights
-        if str(init).lower() in _OTHER_INITS:
-            return None
-        is_known = isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS)
-        unknown = "" if is_known else "is not known here and "
-        return (
-            f"init_lora_weights={clip(init)} {unknown}may have altered the base model during training; unless the "
-            "adapter was converted to plain LoRA when it was saved, outputs on the original base model will be wrong"
-        )
+    def doubts(self) -> list[str]:
+        """Texts on what may make outputs wrong (:mod:`punica.adapters.doubts`)."""
+        return [doubt for doubt in (doubt_of_init(self.init_lora_weights), self._doubt_of_switches) if doubt]
 
     def refuse_illegal(
         self, lora_config: LoRAConfig, modules: Iterable[str] | None = None, *, tensors_decide: bool = False

@@ -4,6 +4,7 @@ import json
 import math
 
 import numpy as np
+import peft
 import pytest
 import torch
 
@@ -176,6 +177,17 @@ def test_other_initialisations_do_not_warn(init):
 def test_initialisations_that_change_the_base_model_warn(init):
     with pytest.warns(UserWarning, match=f"init_lora_weights='?{init}'? (is not known here and )?may have altered"):
         PEFTHelper.from_dict({**BASE, "init_lora_weights": init}).validate_legal(LoRAConfig())
+
+
+def test_features_of_a_later_peft_are_warned_of_where_they_are_on():
+    later = {"use_later": True, "later_config": {"x": 1}, "use_off": False, "off_config": None, "loftq_config": {1: 2}}
+    with pytest.warns(UserWarning, match=r"'later_config', 'use_later'\] of its config are not known here"):
+        PEFTHelper.from_dict({**BASE, **later}).validate_legal(LoRAConfig())
+
+
+def test_no_config_of_this_peft_is_doubted():
+    config = peft.LoraConfig(r=8, target_modules=["q_proj"], eva_config=None).to_dict()
+    assert PEFTHelper.from_dict(config).doubts == []
 
 
 def test_from_local_dir(tmp_path):
