@@ -241,3 +241,19 @@ print(y.tolist(), "triton" in sys.modules, torch.cuda.is_initialized())
 @pytest.mark.slow
 def test_cpu_path_needs_neither_triton_nor_cuda() -> None:
     assert run_python(CPU_PATH_WITHOUT_TRITON) == "[[2.0, 2.0], [0.0, 0.0], [2.0, 2.0]] False False"
+
+
+SUBMODULES_LAST = """
+import importlib, pkgutil
+import punica.ops.triton_ops as package
+before = {name: id(value) for name, value in vars(package).items() if callable(value)}
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+print([name for name, value in before.items() if id(getattr(package, name)) != value])
+"""
+
+
+def test_importing_a_submodule_hides_no_operator_of_its_name() -> None:
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-c", SUBMODULES_LAST], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
