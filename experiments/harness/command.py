@@ -1,5 +1,6 @@
 """The command line of every script here: Hydra composes, mistakes are one line, an interruption loses nothing."""
 
+import argparse
 import json
 import sys
 import traceback
@@ -119,6 +120,8 @@ def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
             raise SystemExit(code)
 
     or_exit(refuse_interpolated_paths)
+    if sys.version_info >= (3, 14):  # its argparse checks help texts, of which Hydra 1.3 has one that is no string
+        argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
     hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
     if failed:
         print(f"jobs that failed: {len(failed)}", *failed, sep="\n  ", file=sys.stderr)

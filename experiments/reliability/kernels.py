@@ -56,10 +56,12 @@ def watch(tool: str, names: Sequence[str]) -> tuple[str, int | None]:
             code: int | None = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             code = None
-            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+            family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+            for one in family:
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
             process.wait()
+            psutil.wait_procs(family, timeout=10)
     return file.read_text(encoding="utf-8", errors="replace"), code
 
 

@@ -153,7 +153,7 @@ def test_a_machine_without_the_tool_is_one_loss(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_tool_that_takes_too_long_ends_with_its_children(tool_says, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "LIMIT_S", 0.5)
+    monkeypatch.setattr(kernels, "LIMIT_S", 2.0)
     tool_says("", before=f"sleep 900 & echo $! > {tmp_path}/child; wait")
     outcome = run(tmp_path, 1)
     assert (outcome.tried, outcome.survived) == (len(ALL), 0)
