@@ -8,9 +8,10 @@ rounds, one repeat of all of them before the next: a cut run leaves whole claims
 machines. Sets without claims follow.
 
 A call ends after `limit` minutes, and the same command continues: `outputs/<hardware>/record_all.json` says what is
-done, at which commit. A set that the limit stopped is measured last; one of more minutes than `limit` is not begun.
-Carry `outputs` to the next machine. Rows are of one commit: a changed tree is refused, and rows of another commit are,
-too. `make record ARGS="commit=..."` refuses them once more. `list=true` prints sets and minutes and measures nothing.
+done, at which commit. A set that the limit stopped is measured after its kin; one of more minutes than `limit` is not
+begun. Carry `outputs` to the next machine. Rows are of one commit: a changed tree is refused, and rows of another
+commit are, too. `make record ARGS="commit=..."` refuses them once more. `list=true` prints sets and minutes, and
+measures nothing.
 """
 
 import json
@@ -116,11 +117,11 @@ class Progress:
         self.path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def left(self, sets: Sequence[RecordedSet]) -> list[tuple[RecordedSet, int]]:
-        """Return what is not done: all rounds of what decides claims, then the others, and last what was stopped."""
+        """Return what is not done: rounds of what decides claims, then the others; of both what was stopped last."""
         rounds = range(max(one.rounds for one in sets))
         found = [(one, round_) for round_ in rounds for one in sets if round_ < one.rounds]
         found = [(one, round_) for one, round_ in found if (one.run, round_) not in self.done]
-        return sorted(found, key=lambda pair: ((pair[0].run, pair[1]) in self.stopped, not pair[0].claims))
+        return sorted(found, key=lambda pair: (not pair[0].claims, (pair[0].run, pair[1]) in self.stopped))
 
 
 def record_all(options: Options) -> None:

@@ -8,6 +8,7 @@ Rows of tried, injected, survived and lost go to `outputs/<hardware>/reliability
 code is 1 where something was lost. `device=auto` takes the GPU where there is one.
 """
 
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,11 +81,19 @@ def chosen_trials(names: list[str], device: str) -> list[Trial]:
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"trials={unknown} are unknown: choose from {', '.join(sorted(known))}")
     named = [trial for trial in trials if not names or trial.name in names or trial.group in names]
-    if without := [trial.name for trial in named if trial.needs_gpu and device == CPU]:
-        if set(without) & set(names):
-            raise ConfigError(f"trials={without} need an NVIDIA GPU: leave them out, or run on a machine with one")
-        print(f"left out, they need a GPU: {', '.join(without)}")
-    return [trial for trial in named if not trial.needs_gpu or device == CUDA]
+    lacking = {trial.name: what for trial in named if (what := _lacking(trial, device))}
+    for name, what in lacking.items():
+        if name in names:
+            raise ConfigError(f"trials=[{name}] needs {what}: leave it out, or run it on a machine with one")
+        print(f"left out: {name} needs {what}")
+    return [trial for trial in named if trial.name not in lacking]
+
+
+def _lacking(trial: Trial, device: str) -> str:
+    """Return what a trial needs and is not here; empty where it has everything."""
+    if trial.needs_gpu and device == CPU:
+        return "an NVIDIA GPU"
+    return f"{trial.program} on the PATH" if trial.program and shutil.which(trial.program) is None else ""
 
 
 def run_all(chosen: list[Trial], options: Options, device: str, file: Path) -> int:

@@ -4,10 +4,12 @@ import argparse
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -120,12 +122,23 @@ def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
             raise SystemExit(code)
 
     or_exit(refuse_interpolated_paths)
-    if sys.version_info >= (3, 14):  # its argparse checks help texts, of which Hydra 1.3 has one that is no string
-        argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
+    with _any_help():
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
     if failed:
         print(f"jobs that failed: {len(failed)}", *failed, sep="\n  ", file=sys.stderr)
         raise SystemExit(1)
+
+
+@contextmanager
+def _any_help() -> Iterator[None]:
+    """Allow a help text that is no string: Hydra 1.3 has one, and Python 3.14's argparse checks them."""
+    check = getattr(argparse.ArgumentParser, "_check_help", None)
+    if check is None:
+        yield
+        return
+    checked: Any = lambda self, action: check(self, action) if isinstance(action.help, str) else None  # noqa: E731
+    with mock.patch.object(argparse.ArgumentParser, "_check_help", checked):
+        yield
 
 
 def _checked(job: Callable[[DictConfig], int | None], cfg: DictConfig) -> int | None:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,16 +24,13 @@ EDGE, REFUSAL = "=========", "Device not supported"
 SUMMARY = re.compile(rf"^{EDGE} (?:ERROR|RACECHECK) SUMMARY: (\d+)", re.MULTILINE)
 
 
-@trial("faults", smoke=1, laptop=4, full=4, seconds=200, needs_gpu=True)
+@trial("faults", smoke=1, laptop=4, full=4, seconds=200, needs_gpu=True, program=SANITIZER)
 def kernel_checks(setting: Setting) -> Outcome:
     """Triton kernels under compute-sanitizer: no access out of bounds, race, wrong barrier or read of new memory."""
     from experiments.reliability.kernel_calls import kernels  # imports Triton
 
     outcome, names = Outcome(), sorted(kernels())
     for tool in TOOLS[: setting.count]:
-        if shutil.which(SANITIZER) is None:
-            outcome.expect(False, f"{SANITIZER} is not on the PATH: add the bin folder of the CUDA toolkit")
-            break
         said, code = watch(tool, names)
         if REFUSAL in said:
             outcome.expect(False, f"{tool} checked no kernel: {REFUSAL} (a GPU behind gVisor is not)")

@@ -64,6 +64,7 @@ class Trial:
     counts: Mapping[str, int]
     seconds: float
     needs_gpu: bool = False
+    program: str = ""
 
     @property
     def about(self) -> str:
@@ -76,14 +77,15 @@ class Trial:
 
 
 def trial(
-    group: str, *, smoke: int, laptop: int, full: int, seconds: float, needs_gpu: bool = False
+    group: str, *, smoke: int, laptop: int, full: int, seconds: float, needs_gpu: bool = False,
+    program: str = "",
 ) -> Callable[[Callable[[Setting], Outcome]], Callable[[Setting], Outcome]]:
     """Register a function as the trial of its name."""
 
     def store(function: Callable[[Setting], Outcome]) -> Callable[[Setting], Outcome]:
         counts = dict(zip(SIZES, (smoke, laptop, full), strict=True))
         name = function.__name__
-        TRIALS.register(name)(Trial(name, group, function, counts, seconds, needs_gpu))
+        TRIALS.register(name)(Trial(name, group, function, counts, seconds, needs_gpu, program))
         return function
 
     return store

@@ -89,7 +89,7 @@ def checklist(machines: Sequence[Machine], about: dict[str, object]) -> list[lis
         ["Output", "rows (CSV), figures (PNG, PDF), verdicts (CSV, Markdown), one HTML page"],
         ["Experiments", str(len(experiments()))],
         ["Disk space, time to prepare", "not recorded"],
-        ["Time to complete", f"on a CPU {measuring:.0f} minutes of measuring (`make reproduce`), 20 with set-up"],
+        ["Time to complete", f"on a CPU {measuring:.0f} minutes of measuring (`make reproduce`)"],
         ["Licence", str(about["license"])],
         ["Archived", f"DOI {about['doi']}" if "doi" in about else "no DOI yet"],
     ]

@@ -12,7 +12,6 @@ from experiments.claims.judge import (
     ARITHMETIC,
     DIFFERS,
     JUDGED,
-    NOT_MEASURED,
     REPRODUCED,
     SHAPE,
     SIMULATED_SHAPE,
@@ -136,15 +135,21 @@ def differing(machines: Machines) -> str:
 
 @value("holding")
 def holding(machines: Machines) -> str:
-    """Build a table of the claims that hold on the GPU; name those that hold on a CPU, and those not measured."""
+    """Build a table of the claims whose shape holds on the GPU; name those on a CPU, and those that no table has."""
     on_gpu, on_cpu = ([one for one in machines[name].verdicts if one.verdict in HOLDS] for name in (GPU, CPU))
-    missing = [one for one in machines[GPU].verdicts if one.verdict == NOT_MEASURED]
-    table = markdown(
-        ("claim", "statement", "ours", "verdict"),
-        [[one.id, one.statement, one.our_value, marked(one)] for one in on_gpu],
-    )
-    others = f"On the CPU: {_ids(on_cpu)}. Not measured on the H200: {_ids(missing)}."
-    return "\n".join(["\n", *table, "", others, "\n"])
+    lines = [[one.id, one.statement, one.paper_value, one.our_value, marked(one)] for one in on_gpu]
+    table = markdown(("claim", "statement", "paper", "ours", "verdict"), lines)
+    others = [f"In no table, {name}: {_by_verdict(machines[name])}." for name in (GPU, CPU)]
+    return "\n".join(["\n", *table, "", f"On the CPU: {_ids(on_cpu)}. {' '.join(others)}", "\n"])
+
+
+def _by_verdict(machine: Machine) -> str:
+    """Name the claims of a machine that neither hold nor differ, by verdict."""
+    found: dict[str, list[Verdict]] = {}
+    for one in machine.verdicts:
+        if one.verdict not in (*HOLDS, DIFFERS):
+            found.setdefault(one.verdict, []).append(one)
+    return "; ".join(f"{verdict} {_ids(them)}" for verdict, them in found.items()) or "none"
 
 
 def _ids(verdicts: Sequence[Verdict]) -> str:

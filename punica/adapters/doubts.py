@@ -12,7 +12,7 @@ _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 _OTHER_INITS = ("gaussian", "eva", "orthogonal", "true", "false")
 _OF_TRAINING = frozenset({
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "runtime_config",
-    "megatron_config", "use_cache",
+    "megatron_config", "quantization_config", "use_cache", "use_gradient_checkpointing", "use_unsloth",
 })  # fmt: skip
 """Settings of a config that no result of a layer depends on."""
 

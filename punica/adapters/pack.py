@@ -248,14 +248,16 @@ def _renames_of(unknown: str, names: Iterable[str], known: Collection[str]) -> s
     Not with a layer's number: any layer would become that one.
     """
     for name in known:
-        if old := _wrapper_in(unknown, name):
-            new = ""
+        if unknown.endswith(f".{name}"):
+            old, fixed, new = unknown.removesuffix(name), "", ""
+        elif old := _wrapper_in(unknown, name):
+            fixed, new = old, ""
         elif name.endswith(f".{unknown}"):
             old = unknown.partition(".")[0] + "."
-            new = name.removesuffix(unknown) + old
+            fixed = new = name.removesuffix(unknown) + old
         else:
             continue
-        is_numbered = any(part.isdecimal() for part in (old + new).split("."))
+        is_numbered = any(part.isdecimal() for part in fixed.split("."))
         if not is_numbered and all(f"{each}.".replace(old, new)[:-1] in known for each in names):
             wrapped = "it was saved inside of another model or wrapper"
             return f"; {wrapped}: pass LoRARequest(weights_mapper={clip({old: new})})"

@@ -223,7 +223,7 @@ class WeightsFile:
                         f"{str(directory / pickled)!r} is a pickle and is not read; convert the adapter to "
                         f"{WEIGHTS_FILE} (load it with the peft library and save it with safe_serialization=True)"
                     )
-            found = clip(sorted(os.listdir(directory))[:100])
+            found = clip(sorted(os.listdir(directory)))
             raise FileNotFoundError(f"adapter folder {str(directory)!r} holds no {WEIGHTS_FILE}; it has {found}")
         self._opened = self._file.open("rb")
         try:

@@ -184,6 +184,10 @@ def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRAR
     return wanted
 
 
+LOAD_ERROR = "cannot load adapter "
+"""Beginning of the errors of a load, which name the adapter's place; a server keeps that from clients."""
+
+
 @contextmanager
 def loading(request: LoRARequest) -> Iterator[None]:
     """Prefix the errors of a load with the adapter's name and path.
@@ -196,4 +200,4 @@ def loading(request: LoRARequest) -> Iterator[None]:
     except (OSError, TypeError, ValueError) as error:
         kind = next((kind for kind in (FileNotFoundError, TypeError) if isinstance(error, kind)), ValueError)
         name, path = clip(request.lora_name), clip(str(request.lora_path or request.absolute_path))
-        raise kind(f"cannot load adapter {name} from {path}: {error}") from error
+        raise kind(f"{LOAD_ERROR}{name} from {path}: {error}") from error

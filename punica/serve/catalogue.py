@@ -27,7 +27,7 @@ class Keys:
     ``api_key`` opens the base model, adapters without a key of their own, and loading and unloading.
     ``adapter_keys``: name -> key, the only one that opens that adapter.
 
-    ValueError: a key that no header can carry as it is, such as the empty one of an unset variable.
+    ValueError: a key that no header can carry as it is, such as the empty one of an unset variable. TypeError: no text.
     """
 
     api_key: str | None = None
@@ -36,8 +36,12 @@ class Keys:
     def __post_init__(self) -> None:
         own = [] if self.api_key is None else [("the server", self.api_key)]
         for name, key in (*own, *self.adapter_keys.items()):
-            if not (key and key.isascii() and key.isprintable()) or " " in key:
-                raise ValueError(f"the API key of {clip(name)} must be printable ASCII without spaces, and not empty")
+            if not isinstance(key, str):
+                raise TypeError(f"the API key of {clip(name)} must be a str, got {type(key).__name__}")
+            if not key or key != key.strip() or not key.isprintable() or max(key) > "\xff":
+                raise ValueError(
+                    f"the API key of {clip(name)} must be printable Latin-1 without spaces at its ends, and not empty"
+                )
 
     def check(self, given: str | None) -> None:
         """ApiError 401 for a missing or unknown key, where the base model needs one."""

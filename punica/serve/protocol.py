@@ -130,6 +130,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None  # of a prefix cache: without effect
 
 
 class Message(BaseModel):

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from punica.adapters import LoRARequest
+from punica.adapters.request import LOAD_ERROR
 from punica.checks import clip
 from punica.engine import Request, as_sampling_params
 from punica.engine.text import TextCodec
@@ -61,7 +62,7 @@ class Generator:
             thread = self.rendering if folder is not None and isinstance(body, ChatBody) else self.tokenizing
             return await asyncio.get_running_loop().run_in_executor(thread, encode)
         except Exception as error:  # whatever a tokenizer raises
-            raise ApiError(400, str(error), _prompt_name(body)) from error
+            raise ApiError(400, _told(error, adapter), _prompt_name(body)) from error
 
     @asynccontextmanager
     async def running(self, call: Call, adapter: LoRARequest | None) -> AsyncIterator[None]:
@@ -225,7 +226,7 @@ def _reason(piece: Piece, adapter: LoRARequest | None) -> str | None:
 def _told(error: object, adapter: LoRARequest | None) -> str:
     """Return an error's text for a client, to whom the place of the adapter's folder is not told."""
     text = str(error)
-    if adapter is None or adapter.absolute_path not in text:
+    if adapter is None or not (LOAD_ERROR in text or (adapter.tensors is None and adapter.absolute_path in text)):
         return text
     _log.warning("an adapter cannot be served: %s", text)
     return f"the files of adapter {clip(adapter.lora_name)} cannot be served as they are now; load it again"

@@ -22,7 +22,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Parameters that are refused, with the values besides null that ask for nothing, so may be sent."""
 UNSUPPORTED_IN_MESSAGES = frozenset({
-    "tool_calls", "tool_call_id", "function_call", "audio", "images", "reasoning", "reasoning_content", "thinking",
+    "tools", "tool_calls", "tool_call_id", "tool_plan", "function_call", "refusal", "audio", "image", "images",
+    "videos", "files", "task", "reasoning", "reasoning_content", "reasoning_details", "thinking", "thinking_blocks",
     "prefix", "partial",
 })  # fmt: skip
 """Fields of messages that other servers put into the prompt, refused unless empty. Further ones are a client's own."""

@@ -1,6 +1,7 @@
 """Adapters that are loaded, replaced and unloaded while the server runs."""
 
 import asyncio
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest
 from punica.engine import Request
+from punica.serve.app import Settings, make_app
 from punica.serve.calls import Call
 from punica.serve.engine_thread import EngineThread
 from punica.serve.metrics import Metrics
@@ -145,6 +147,19 @@ def test_an_adapter_that_breaks_after_it_was_loaded_fails_its_requests_alone(ser
         assert answer.json()["error"]["code"] == "model_not_found"
     assert text(client, "tenant-0")
     assert state_of(engine) == before
+
+
+def test_clients_are_not_told_where_adapters_are(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor by a path as it was given, relative to the folder in which the server was started."""
+    shutil.copytree(world.adapters[0].absolute_path, tmp_path / "secret" / "poet")
+    monkeypatch.chdir(tmp_path)
+    with TestClient(make_app(world.engine(2), Settings("tiny", [LoRARequest("poet", 9, "secret/poet")]))) as client:
+        config = tmp_path / "secret/poet/adapter_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 999}))
+        answer = client.post("/v1/completions", json={"model": "poet", "prompt": "a"})
+    assert answer.status_code == 400
+    assert "load it again" in answer.json()["error"]["message"]
+    assert "secret" not in answer.text
 
 
 def test_an_adapter_trained_inside_of_another_model_is_renamed(served_home: Any, alone: Any) -> None:

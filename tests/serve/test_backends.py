@@ -165,6 +165,7 @@ def test_an_adapter_that_does_not_fit_is_refused_as_its_files_say(server: Served
     (home / "gone" / "adapter_model.safetensors").write_bytes(b"damaged")
     damaged = post(server, model="poet", prompt="a")
     assert damaged.status_code == 400
+    assert "load it again" in damaged.json()["error"]["message"]
     shutil.rmtree(home / "gone")
     answer = post(server, model="poet", prompt="a")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

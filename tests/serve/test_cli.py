@@ -73,7 +73,7 @@ def test_a_post_that_offers_http_2_keeps_its_body(world: Any, monkeypatch: pytes
     monkeypatch.setattr(cli.gc, "freeze", lambda: None)
     monkeypatch.setattr(cli.uvicorn, "run", lambda _, **settings: given.update(settings))
     cli.main([str(world.checkpoint)])
-    assert given["http"] == cli.HTTP
+    assert given["http"] == "h11"
 
 
 def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> None:

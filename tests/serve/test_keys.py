@@ -40,14 +40,14 @@ def test_other_keys_open_nothing(catalogue: Catalogue, key: str | None) -> None:
         assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
 
 
-@pytest.mark.parametrize("key", ["", " ", "a b", "k\n", "schl\u00fcssel"])
+@pytest.mark.parametrize("key", ["", " ", " a", "k\n", "\u043a\u043b\u044e\u0447"])
 def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
     """An empty one, of an unset variable, would close the server to all."""
-    with pytest.raises(ValueError, match="the API key of 'the server' must be printable ASCII") as caught:
+    with pytest.raises(ValueError, match="the API key of 'the server' must be printable Latin-1") as caught:
         Keys(key)
-    with pytest.raises(ValueError, match="the API key of 'sql' must be printable ASCII"):
+    with pytest.raises(ValueError, match="the API key of 'sql' must be printable Latin-1"):
         Keys(None, {"sql": key})
-    assert not key.strip() or key not in str(caught.value)
+    assert len(key.strip()) < 2 or key not in str(caught.value)
 
 
 def test_without_a_key_of_the_server_only_keyed_adapters_are_closed(world: Any) -> None:

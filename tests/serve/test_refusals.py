@@ -84,6 +84,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
         ({"role": "assistant", "tool_calls": [TOOL_CALL]}, "messages[0].tool_calls is not supported"),
         ({"role": "tool", "content": "4", "tool_call_id": "a"}, "messages[0].tool_call_id is not supported"),
         ({"role": "user", "content": "a", "images": ["b"]}, "messages[0].images is not supported"),
+        ({"role": "developer", "content": "a", "tools": [TOOL_CALL]}, "messages[0].tools is not supported"),
+        ({"role": "assistant", "content": None, "refusal": "no"}, "messages[0].refusal is not supported"),
         ({"role": "user", "content": None}, "messages[0].content is missing"),
         ({"role": "user", "content": 5}, "messages[0].content: Input should be a valid string; messages[0].content: I"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, "messages[0].content[1].type: Input sho"),

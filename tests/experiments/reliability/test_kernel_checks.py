@@ -145,13 +145,6 @@ def test_a_device_that_is_refused_is_one_loss(tool_says, tmp_path: Path) -> None
     assert outcome.notes == ["memcheck checked no kernel: Device not supported (a GPU behind gVisor is not)"]
 
 
-def test_a_machine_without_the_tool_is_one_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    outcome = run(tmp_path)
-    assert (outcome.tried, outcome.survived) == (1, 0)
-    assert "compute-sanitizer is not on the PATH" in outcome.notes[0]
-
-
 def test_a_tool_that_takes_too_long_ends_with_its_children(tool_says, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "LIMIT_S", 2.0)
     tool_says("", before=f"sleep 900 & echo $! > {tmp_path}/child; wait")

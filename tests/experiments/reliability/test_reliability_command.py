@@ -89,7 +89,7 @@ def test_a_trial_again_replaces_its_rows_and_another_seed_stands_beside_them(run
     ("fields", "said"),
     [
         ({"trials": ["soak"]}, r"trials=\['soak'\] are unknown: choose from .*engine_soak"),
-        ({"trials": ["graphs_and_batch_sizes"]}, "need an NVIDIA GPU"),
+        ({"trials": ["graphs_and_batch_sizes"]}, "needs an NVIDIA GPU"),
         ({"size": "big"}, "size=big is unknown: choose one of smoke, laptop, full"),
         ({"device": "tpu"}, "device=tpu is unknown: choose one of auto, cpu, cuda"),
         ({"device": "cuda"}, "device=cuda needs an NVIDIA GPU"),
@@ -106,7 +106,7 @@ def test_mistakes_are_one_error_before_anything_runs(run_as: Any, tmp_path: Path
 def test_trials_that_need_a_gpu_are_left_out_aloud(run_as: Any, tmp_path: Path, capsys: Any) -> None:
     run_as()
     reliability(options(tmp_path, "determinism"))
-    assert "left out, they need a GPU: graphs_and_batch_sizes\n" in capsys.readouterr().out
+    assert "left out: graphs_and_batch_sizes needs an NVIDIA GPU\n" in capsys.readouterr().out
     names = {row.system for row in read_rows(tmp_path / "outputs/cpu/reliability.csv")}
     assert names == {"same_tokens", "same_simulation"}
 

@@ -63,6 +63,15 @@ def test_what_differs_on_the_gpu_is_a_table_and_on_a_cpu_a_list(cpu):
     assert f"On the CPU: {', '.join(differs)}." in filled.differing({"h200": half, "cpu": cpu})
 
 
+def test_the_two_tables_and_what_is_in_none_have_all_claims(cpu):
+    machines = {"h200": cpu, "cpu": cpu}
+    tables = [line.split()[1] for text in (filled.holding(machines), filled.differing(machines))
+              for line in text.splitlines() if line.startswith("| C")]  # fmt: skip
+    (last,) = [line for line in filled.holding(machines).splitlines() if "In no table, cpu:" in line]
+    others = re.findall(r"C\d\d", last.partition("In no table, cpu:")[2])
+    assert sorted([*tables, *others]) == [verdict.id for verdict in cpu.verdicts]
+
+
 def test_an_unknown_marker_and_a_machine_without_rows_are_refused_before_anything_is_written(cpu, tmp_path):
     good = "<!-- measured:single-runs --><!-- /measured -->"
     (tmp_path / "A.md").write_text(good)
