@@ -52,6 +52,7 @@ def watch(tool: str, names: Sequence[str]) -> tuple[str, int | None]:
             code: int | None = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             code = None
+            # in the session of the trial's process, whose end would end it, so not one to kill as a whole
             family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
             for one in family:
                 with suppress(psutil.NoSuchProcess):

@@ -56,7 +56,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trial:
-    """A function of a setting, its group, the count of each size, and the seconds expected of size ``laptop``."""
+    """A function of a setting, its group, the count of each size, and the seconds expected of size ``laptop``.
+
+    ``program``: what it needs on the PATH, if anything.
+    """
 
     name: str
     group: str

@@ -21,6 +21,7 @@ from experiments.report.runs import (
     recorded_scales,
     total_minutes,
 )
+from experiments.report.sought import SERVER
 from experiments.report.tables import GENERATED, Table, title_of
 from punica.workload import PAPER_WORKLOADS
 
@@ -44,8 +45,6 @@ WORKFLOW = """\
 Each claim's expected range, command and recorded commit is in [REPRODUCING.md](../REPRODUCING.md), its bounds in
 [paper_results/claim_bounds.csv](../paper_results/claim_bounds.csv). A claim that differs is part of the result: its
 reason is in `results/<hardware>/claims.md`."""
-SERVERS = "ext server"
-"""Its models are names that servers gave."""
 CUSTOM = """\
 Every key of `conf/` is an override: `make figure FIG=fig08 ARGS="workload=skewed"`. Another system, popularity or
 figure is one registered function or class. `python -m experiments.commands.workload` writes the requests for a system
@@ -75,7 +74,7 @@ def _abstract(machines: Sequence[Machine], about: dict[str, object]) -> str:
 def checklist(machines: Sequence[Machine], about: dict[str, object]) -> list[list[str]]:
     """Return the lines of the check-list."""
     rows = pd.concat([pd.DataFrame(columns=["model", "system", "figure"]), *(machine.rows for machine in machines)])
-    systems, own = set(distinct(rows, "system")), rows[rows["figure"] != SERVERS]
+    systems, own = set(distinct(rows, "system")), rows[rows["figure"] != SERVER]  # whose models servers named
     measuring = total_minutes(experiments(), "laptop")
     packages = {name: ", ".join(distinct(rows, name)) for name in ("python", "torch", "triton") if name in rows}
     return [

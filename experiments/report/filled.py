@@ -8,16 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from experiments.claims.judge import (
-    ARITHMETIC,
-    DIFFERS,
-    JUDGED,
-    REPRODUCED,
-    SHAPE,
-    SIMULATED_SHAPE,
-    SIMULATED_TOO,
-    Verdict,
-)
+from experiments.claims.judge import DIFFERS, HOLDS, JUDGED, Verdict
 from experiments.claims.rows import markdown
 from experiments.claims.table import figure_links, marked, total
 from experiments.report.findings import Found, find
@@ -48,7 +39,6 @@ HIGHLIGHTS = {
 """Findings on the GPU that pages repeat."""
 CLAIMS = (("C29", GPU), ("C24", GPU), ("C26", GPU), ("C12", GPU), ("C42", GPU), ("C46", CPU))
 """Claims that the README shows, and the machine of their verdict."""
-HOLDS = (REPRODUCED, SHAPE, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE)
 
 
 def value(name: str) -> Callable[[Callable[[Machines], str]], Callable[[Machines], str]]:

@@ -248,10 +248,8 @@ def _renames_of(unknown: str, names: Iterable[str], known: Collection[str]) -> s
     Not with a layer's number: any layer would become that one.
     """
     for name in known:
-        if unknown.endswith(f".{name}"):
-            old, fixed, new = unknown.removesuffix(name), "", ""
-        elif old := _wrapper_in(unknown, name):
-            fixed, new = old, ""
+        if old := _wrapper_in(unknown, name):
+            fixed, new = "" if unknown == old + name else old, ""
         elif name.endswith(f".{unknown}"):
             old = unknown.partition(".")[0] + "."
             fixed = new = name.removesuffix(unknown) + old

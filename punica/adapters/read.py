@@ -205,7 +205,7 @@ class WeightsFile:
         most_tensors: bounds the header's size.
 
     Attributes:
-        header: its bytes, with the eight of its size.
+        header: its bytes, with the eight of its size. `places`: parsed, by tensor, once :meth:`entries` has checked it.
         size: of the file, in bytes.
 
     Raises:
@@ -266,9 +266,9 @@ class WeightsFile:
                         repr(str(file)), keys, self._most_tensors, expected_lora_modules, weights_mapper, skip_prefixes,
                         moe_ep_spec,
                     )  # fmt: skip
-                    starts = json.loads(self.header[8:])
+                    self.places = places = json.loads(self.header[8:])
                     return {
-                        key: _entry(file, key, handle.get_slice(key), starts[key]["data_offsets"][0]) for key in wanted
+                        key: _entry(file, key, handle.get_slice(key), places[key]["data_offsets"][0]) for key in wanted
                     }
             except SafetensorError as error:
                 raise ValueError(f"{str(file)!r} is not a valid safetensors file: {error}") from error

@@ -1,7 +1,6 @@
 """Sources of an adapter's config and tensors: a PEFT folder, or memory."""
 
 import hashlib
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -84,7 +83,7 @@ class AdapterFolder:
 
     def names(self) -> Collection[str]:
         """Return the names in the header."""
-        return json.loads(self._weights.header[8:]).keys()
+        return self._weights.places.keys()
 
     def numbers(
         self, entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, scalings: Mapping[str, float]
