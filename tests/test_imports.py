@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # imports point from a later row to an earlier one, or stay within one package; the members of a row are strangers
 ORDER = [
-    {"checks", "registry", "threads"},
+    {"capture", "checks", "registry", "threads"},
     {"config", "scheduling", "metadata"},
     {"ops"},
     {"wrapper", "parallel"},
@@ -24,7 +24,7 @@ RANK = {part: rank for rank, row in enumerate(ORDER) for part in row}
 # beside that order: what each may import
 BESIDE = {
     "workload": {"checks", "registry"},
-    "measure": {"checks", "registry", "workload"},
+    "measure": {"capture", "checks", "registry", "workload"},
     "cluster": {*RANK, "workload"},
     "serve": {"checks", "adapters", "engine", "cluster"},
 }

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
+from punica.capture import capture
 from punica.engine.gpu_attention import attention_for
 from punica.engine.kv_cache import KVCache
 from punica.layers import rehearsal
@@ -66,7 +67,7 @@ class CapturedRun:
         with torch.cuda.stream(stream), rehearsal():
             function()
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self.graph):
+        with capture(self.graph):
             self.output = function()
 
     def __call__(self) -> torch.Tensor:

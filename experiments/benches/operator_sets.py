@@ -14,6 +14,7 @@ import torch
 from experiments.benches.layer_call import MAX_LORAS
 from experiments.benches.operator_shapes import Operator
 from experiments.benches.operators import kernel_meta_args
+from punica.capture import capture
 from punica.measure.timing import seconds_between_events
 
 ROTATING_BYTES = 256 << 20
@@ -122,7 +123,7 @@ def captured(call: Callable[[int], object], sets: int, calls: int) -> tuple[torc
         call(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         for _ in range(rounds):
             for i in range(sets):
                 call(i)

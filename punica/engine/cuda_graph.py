@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from punica.capture import capture
 from punica.layers import capturing_vocabulary, rehearsal
 from punica.metadata import captured_adapters
 from punica.parallel import all_ranks_agree, check_in_step, check_same_on_all_ranks, current_group, in_step
@@ -216,7 +217,7 @@ class StepGraphs:
             # the stream outside, too: a failed capture does not restore it
             with (
                 torch.cuda.stream(stream),
-                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+                capture(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
             ):
                 result = self._forward(shape)
         except RuntimeError as error:

@@ -12,16 +12,15 @@ All systems of a comparison are timed in one loop, one call of each per round, s
 alike. Garbage collection is off while the clock runs.
 """
 
-import gc
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
+from punica.capture import capture, no_garbage_collection
 from punica.measure.records import TIMERS
 
 Call = Callable[[], object]
@@ -82,7 +81,7 @@ def time_side_by_side(
     }
     samples: dict[Name, list[float]] = {name: [] for name in calls}
     started = time.perf_counter()
-    with _no_garbage_collection():
+    with no_garbage_collection():
         for i in range(max(protocol.repeats, protocol.min_repeats)):
             if protocol.enough(i, (time.perf_counter() - started) / len(calls)):
                 break
@@ -138,7 +137,7 @@ def _cuda_graph(options: Sequence[Call]) -> Callable[[int], float]:
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         for _ in range(rounds):
             for call in options:
                 call()
@@ -159,14 +158,3 @@ def _nothing() -> None:
 def _synchronise(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
