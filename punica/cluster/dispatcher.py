@@ -60,13 +60,15 @@ class _TrackedRequest:
 @dataclass(eq=False)
 class _RunnerState:
     """Requests in a runner, by key. ``drop``: those to leave with its next step. ``probed``: its next step is due even
-    without requests. ``starting``: the prefill of the step in flight; ``work`` of that step.
+    without requests. ``starting``: the prefill of the step in flight, ``behind``: the next prefill, if that waits in
+    the runner too; ``work`` of that step.
     """
 
     inside: set[str] = field(default_factory=set)
     drop: set[str] = field(default_factory=set)
     probed: bool = False
     starting: str | None = None
+    behind: str | None = None
     work: StepWork = field(default_factory=StepWork)
 
 
@@ -204,7 +206,8 @@ class Dispatcher:
     def begin(self, uuid: str) -> StepCommand | None:
         """Return the next step of a runner, ``None`` if it has nothing to do.
 
-        Without members its step takes out the aborted requests, whose pages are free with it, or answers :meth:`probe`.
+        An engine that works ahead has launched this step already, so a request joins the one after. Where the prefill
+        of this step came with an earlier order, the next prefill comes with this one. Without members its step takes out the aborted requests, whose pages are free with it, or answers :meth:`probe`.
         """
         self.startable.discard(uuid)
         runner = self._runners[uuid]
@@ -222,15 +225,14 @@ class Dispatcher:
         drop = tuple(sorted(runner.drop))
         runner.inside -= runner.drop
         runner.drop, runner.starting = set(), next(iter(step.prefills), None)
+        gpu = self.policy.gpus[uuid]
+        runner.behind = next(iter(gpu.pending), None) if runner.starting in runner.inside else None
+        key = runner.behind or runner.starting
         joins = None
-        for key in set(step.prefills) - runner.inside:  # the others wait in the runner for their adapters
-            entry = self._entries[key]
-            state, params = entry.state, replace(entry.state.params, seed=entry.state.seed)
-            request = Request(key, state.prompt_token_ids, params, state.adapter)
-            joins = JoiningRequest(request, tuple(state.output_token_ids), entry.files)
-            self.recomputed += [state.request_id] if state.output_token_ids else []
+        if key is not None and key not in runner.inside:
+            joins = self._joining(key)
             runner.inside.add(key)
-        gpu, prompt = self.policy.gpus[uuid], sum(self.policy.requests[key].num_tokens for key in step.prefills)
+        prompt = sum(self.policy.requests[key].num_tokens for key in step.prefills)
         runner.work = StepWork(step.num_decodes, gpu.decoding_kv_tokens - prompt, prompt, gpu.rank_sum)
         return StepCommand(drop, joins)
 
@@ -239,7 +241,7 @@ class Dispatcher:
         runner, deferred = self._runners[uuid], self._deferred(uuid, reply)
         _compare(uuid, "requests in the step", runner.inside, {*reply.tokens, *reply.failed, *reply.waiting})
         self.policy.end_step(uuid, deferred)
-        work = replace(runner.work, prefill_tokens=0) if reply.waiting else runner.work
+        work = replace(runner.work, prefill_tokens=0) if runner.starting in reply.waiting else runner.work
         tokens: dict[str, int] = {}
         finished: list[RequestState] = []
         failed: list[RequestState] = []
@@ -303,6 +305,14 @@ class Dispatcher:
             self._ranks.put(adapter.source, rank)
         return rank
 
+    def _joining(self, key: str) -> JoiningRequest:
+        """Describe a request to the runner that it joins."""
+        entry = self._entries[key]
+        state, params = entry.state, replace(entry.state.params, seed=entry.state.seed)
+        self.recomputed += [state.request_id] if state.output_token_ids else []
+        request = Request(key, state.prompt_token_ids, params, state.adapter)
+        return JoiningRequest(request, tuple(state.output_token_ids), entry.files)
+
     def _forget(self, uuid: str) -> _RunnerState:
         """Remove a runner; its requests are queued again."""
         self.policy.remove_gpu(uuid)
@@ -336,12 +346,11 @@ class Dispatcher:
             self.startable.discard(uuid)
 
     def _deferred(self, uuid: str, reply: StepReply) -> str | None:
-        """Return the starting request if it waits in the runner for its adapter and was not aborted."""
+        """Return the starting request if it waits in the runner still and was not aborted."""
         runner = self._runners[uuid]
-        if not reply.waiting:
-            return None
-        _compare(uuid, "requests that may wait", {runner.starting}, set(reply.waiting))
-        return None if runner.starting in runner.drop else runner.starting
+        _compare(uuid, "requests that may wait", {runner.starting, runner.behind} & reply.waiting, set(reply.waiting))
+        _compare(uuid, "tokens before their turn", set(), {runner.behind} & reply.tokens.keys())
+        return runner.starting if runner.starting in reply.waiting - runner.drop else None
 
     def _used_pages(self, uuid: str) -> int:
         """Count pages in use in the runner; the policy also counts those of pending prefills."""

@@ -88,8 +88,8 @@ class StepReply:
 
     Attributes:
         tokens: one for each request that was served; ``logprobs`` of those that ask for them.
-        waiting: the joining request, if its adapter is still being read or it joins the step launched ahead; it joins
-            first as soon as it can.
+        waiting: requests that have joined no step yet, as their adapter is still being read, or as the step was
+            launched ahead of their order; they join in their order as soon as they can.
         finished: requests that ended with this step. ``failed``: errors of those that ended with one.
         used_blocks: KV blocks of the tokens computed so far; a GPU has also reserved those of the next tokens.
         seconds: time in the runner.

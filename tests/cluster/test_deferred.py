@@ -21,9 +21,10 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LoRARequest]
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["in turn", "ahead"])
-def works_ahead(request, monkeypatch) -> None:
+def works_ahead(request, monkeypatch) -> bool:
     """Steps one after the other, as on a CPU, and launched ahead, as on a GPU."""
     monkeypatch.setattr(ModelRunner, "works_ahead", request.param)
+    return request.param
 
 
 class SlowWorld:
@@ -111,6 +112,81 @@ def test_an_adapter_that_breaks_while_it_is_read_fails_its_own_request(adapters,
     monkeypatch.setattr(slow.world.runners[NAME].engine.manager, "read_adapter", read)
     assert run(slow.world) == {"second": "ValueError: damaged meanwhile"}
     assert slow.first.output_token_ids == slow.expected["first"]
+
+
+class Queue:
+    """One runner that decodes `request-0`, and others that wait for it: one prompt joins with each step."""
+
+    def __init__(self, adapters) -> None:
+        self.asked = [Request(f"request-{i}", [5, 6, i], 16, adapters.get(i)) for i in range(4)]
+        self.expected = undisturbed(self.asked)
+        self.world = LocalRunners.of(1)
+        self.states = {one.request_id: self.world.dispatcher.add(one) for one in self.asked[:1]}
+        self.step()
+        self.states |= {one.request_id: self.world.dispatcher.add(one) for one in self.asked[1:]}
+
+    def step(self) -> EndedStep:
+        return self.world.dispatcher.end(NAME, self.world.runners[NAME].step(self.world.dispatcher.begin(NAME)))
+
+    def num_tokens(self) -> list[int]:
+        return [state.num_generated for state in self.states.values()]
+
+
+def test_one_prompt_joins_with_every_step(adapters, works_ahead) -> None:
+    """Also where engines launch steps ahead: the next prompt is in the runner before the one that waits has joined."""
+    queue = Queue(adapters)
+    late = [queue.step() for _ in range(int(works_ahead))]
+    assert [ended.work.prefill_tokens for ended in late] == [0] * works_ahead
+    for joined in range(3):
+        assert queue.step().work.prefill_tokens == 3
+        assert queue.num_tokens()[1:] == [*range(joined + 1, 0, -1), *[0] * (2 - joined)]
+    assert run(queue.world) == {}
+    assert {name: state.output_token_ids for name, state in queue.states.items()} == queue.expected
+
+
+@pytest.mark.parametrize("when", ["between steps", "in a step"])
+@pytest.mark.parametrize("aborted", [["request-2"], ["request-1"], ["request-1", "request-2"]])
+def test_prompts_that_wait_in_line_can_be_aborted(adapters, when, aborted) -> None:
+    queue = Queue(adapters)
+    queue.step()
+    dispatcher, command = queue.world.dispatcher, None
+    if when == "in a step":
+        command = dispatcher.begin(NAME)
+    for name in aborted:
+        dispatcher.abort(name)
+    if command is not None:
+        dispatcher.end(NAME, queue.world.runners[NAME].step(command))
+    assert run(queue.world) == {}
+    for name, state in queue.states.items():
+        assert state.output_token_ids == (
+            queue.expected[name][: state.num_generated] if name in aborted else queue.expected[name]
+        )
+        assert (state.finish_reason == "aborted") == (name in aborted)
+    assert queue.world.dispatcher.policy.gpus[NAME].used_pages == 0
+
+
+def test_a_prompt_with_a_bad_adapter_in_line_fails_alone(adapters, tmp_path) -> None:
+    queue = Queue(adapters)
+    lost = Request("lost", [1, 2], 4, LoRARequest("lost", 9, str(tmp_path / "nowhere")))
+    last = Request("last", [1, 2], 4)
+    queue.world.dispatcher.abort("request-2")
+    for request in (lost, last):
+        queue.states[request.request_id] = queue.world.dispatcher.add(request)
+    assert run(queue.world).keys() == {"lost"}
+    assert queue.states["last"].output_token_ids == undisturbed([last])["last"]
+
+
+def test_a_token_before_its_turn_is_a_contradiction(adapters, works_ahead) -> None:
+    if not works_ahead:
+        pytest.skip("no prompt waits in line in a runner")
+    queue = Queue(adapters)
+    queue.step()
+    reply = queue.world.runners[NAME].step(queue.world.dispatcher.begin(NAME))
+    behind = next(iter(reply.waiting))
+    assert behind.startswith("request-2")
+    tokens = {**reply.tokens, behind: 7}
+    with pytest.raises(RuntimeError, match="tokens before their turn"):
+        queue.world.dispatcher.end(NAME, replace(reply, tokens=tokens, waiting=frozenset()))
 
 
 def test_nobody_else_may_wait_in_a_runner(adapters) -> None:

@@ -12,6 +12,7 @@ from punica.cluster.adapter_files import StoredFiles, digest_of
 from punica.cluster.dispatcher import ClusterFull, Dispatcher
 from punica.cluster.runner import Runner, StepCommand
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
+from punica.engine.runner import ModelRunner
 from tests.cluster.runner_world import (
     LocalRunners,
     factory,
@@ -72,9 +73,13 @@ class Disturbed:
         self.crashes += 1
 
 
+@pytest.mark.parametrize("works_ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("beside", [False, True], ids=["at the join", "beside"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 3))])
-def test_tokens_come_once_and_as_undisturbed_whoever_crashes_or_is_evicted(adapters, seed, beside) -> None:
+def test_tokens_come_once_and_as_undisturbed_whoever_crashes_or_is_evicted(
+    adapters, monkeypatch, seed, beside, works_ahead
+) -> None:
+    monkeypatch.setattr(ModelRunner, "works_ahead", works_ahead)
     asked = requests(adapters, 24, seed)
     expected = undisturbed(asked)
     disturbed = Disturbed(seed, num_blocks=19, beside=beside)
