@@ -263,8 +263,10 @@ def sensitivity(rows: pd.DataFrame, folder: str | Path) -> str:
 
 
 def remains(found: list[Prediction]) -> str:
-    """Describe the level of active GPUs, which the cost models do not give."""
+    """Describe the level of active GPUs, which the cost models do not give; empty without the hour on 16 GPUs."""
     named = {one.what: one for one in found}
+    if PACE not in named:
+        return ""
     pace, level, alone = (named[what] for what in (PACE, f"Figure 13, {MEAN_ACTIVE}", "Figure 11, 7B Skewed (token/s)"))
     factor = pace.predicted / pace.published
     return (

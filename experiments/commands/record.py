@@ -27,7 +27,7 @@ from experiments.harness.samples import read_samples, samples_file, write_sample
 from experiments.harness.settings import folders
 from punica.measure.records import Row, RowFile, RowsError, read_rows
 
-MOST_BYTES = 20_000_000
+MOST_BYTES = 25_000_000
 """Size of all recorded rows and samples, above which samples are left out."""
 
 
@@ -79,12 +79,13 @@ def promote_samples(source: Path, target: Path, results: Path) -> None:
         return
     write_samples(file, rows, [*known, *fresh])
     if not read_samples(file):
-        file.unlink()
         print(f"{target.stem}: no samples; those in {samples_file(source)} are of other rows", file=sys.stderr)
-    if (size := sum(path.stat().st_size for path in results.rglob("*") if path.is_file())) > MOST_BYTES:
+    elif (size := sum(path.stat().st_size for path in results.rglob("*") if path.is_file())) > MOST_BYTES:
         write_samples(file, rows, known)
         left_out = f"{size / 1e6:.1f} MB of rows and samples are more than {MOST_BYTES / 1e6:.0f}"
         print(f"{target.stem}: samples stay in {samples_file(source)}: {left_out}", file=sys.stderr)
+    if not read_samples(file):
+        file.unlink()
 
 
 def refuse(source: Path, rows: list[Row], allow_dirty: bool) -> None:

@@ -24,7 +24,7 @@ PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # 0.5, 1, 20: no powers of
 PAPER_LABEL = "paper, A100"
 PANEL_WIDTH, PANEL_HEIGHT = 2.1, 1.9  # inches; 3.3 in is one column of the paper, 7 in two
 
-LETTERS_PER_INCH = 15.5  # of a title, so that it stays within the figure
+LETTERS_PER_INCH = 14.5  # of a title, so that it stays within the figure
 
 PALETTE = sns.color_palette("colorblind")
 # the i-th entry of a group gets the i-th colour and marker; names in one tuple are one thing under several spellings

@@ -26,6 +26,8 @@ INTERRUPTED = 0.3
 """Part of the steps that are interrupted."""
 BESIDE = 3
 """Requests beside each fault."""
+SMALLEST = 512
+"""Bytes of the smallest block of torch's allocator on a GPU."""
 CLEAR = ("ValueError", "TypeError", "FileNotFoundError", "NotADirectoryError", "OSError", "RuntimeError")
 """Documented exceptions of an adapter that cannot be read."""
 
@@ -179,22 +181,36 @@ def tokenizer_that_raises(setting: Setting) -> Outcome:
 
 @contextmanager
 def _memory_that_runs_out(victims: Victims) -> Iterator[None]:
-    """Let allocations fail: on a GPU really, by a limit; on a CPU at the copy into a slot and at the model's start."""
-    if victims.world.device != "cpu":
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
-        try:
+    """Let allocations fail: at the copy into a slot, at the model's start, or on a GPU wherever one is made."""
+    places = ((victims.engine.runner, "launch"), (victims.engine.manager, "add_adapter"))
+    place = victims.choose.choice((*places, None) if victims.world.device != "cpu" else places)
+    if place is None:
+        with _no_memory_left():
             yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
         return
-    place = victims.choose.choice(((victims.engine.runner, "launch"), (victims.engine.manager, "add_adapter")))
     setattr(*place, _out_of_memory)
     try:
         yield
     finally:
         delattr(*place)
+
+
+@contextmanager
+def _no_memory_left() -> Iterator[None]:
+    """Take all memory of the GPU that this process may have: a step replays what is captured, and allocates nothing."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    taken, size = [], SMALLEST << 20
+    while size >= SMALLEST:
+        try:
+            taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def _out_of_memory(*_: Any, **__: Any) -> None:
@@ -216,6 +232,7 @@ def out_of_memory(setting: Setting) -> Outcome:
                     victims.outcome.injected += 1
             victims.engine.step()
         victims.judge(added)
+    victims.outcome.expect(victims.outcome.injected > 0, "no step was ever without memory")
     return victims.ended()
 
 

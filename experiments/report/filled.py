@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from experiments.claims.judge import DIFFERS, HOLDS, JUDGED, Verdict
+from experiments.claims.predictions import predictions
 from experiments.claims.rows import markdown
 from experiments.claims.table import figure_links, marked, total
+from experiments.cluster.served import RAY, STEADY
 from experiments.report.findings import Found, find
 from experiments.report.machines import OTHER_TIMER, Machine, columns
 from experiments.report.sought import SOUGHT, public_kernels
@@ -24,6 +26,8 @@ Machines = Mapping[str, Machine]
 VALUES: dict[str, Callable[[Machines], str]] = {}
 GPU, CPU = "h200", "cpu"
 RAY_HOURS, OTHER = ("ray hour", "ray hour, a runner killed"), "requests_with_other_tokens"
+CHECKED = ("requests_checked", "total_requests")
+"""Numbers of requests whose tokens were compared; rows without the first are of hours that compared all."""
 HIGHLIGHTS = {
     "ext_operator_tables": ("table A: fastest public kernel / ours, as a layer calls it",
                             "table A: fastest public kernel / ours, its shrink launched normally",
@@ -210,10 +214,31 @@ def gpu_steps(machines: Machines) -> str:
 @value("other-tokens")
 def other_tokens(machines: Machines) -> str:
     """Say how many requests of the hours on Ray got other tokens than alone."""
-    frame = machines[CPU].rows
-    hours = frame[frame["panel"].isin(RAY_HOURS)].set_index(["panel", "metric"])["value"]
-    counts = [f"{said(hours[panel, OTHER])} of {said(hours[panel, 'total_requests'])} ({panel})" for panel in RAY_HOURS]
+    counts = []
+    for name, machine in machines.items():
+        hours = machine.rows[machine.rows["panel"].isin(RAY_HOURS)].set_index(["panel", "metric"])["value"]
+        for panel in (panel for panel in RAY_HOURS if (panel, OTHER) in hours.index):
+            checked = next(hours[panel, number] for number in CHECKED if (panel, number) in hours.index)
+            counts.append(f"{said(hours[panel, OTHER])} of {said(checked)} ({name}, {panel})")
+    if not counts:
+        raise KeyError(RAY_HOURS[0])
     return f"Requests that got other tokens than alone, as recorded: {', '.join(counts)}"
+
+
+@value("streams-on-ray")
+def streams_on_ray(machines: Machines) -> str:
+    """Say how far the simulation is off for streams of constant rates, by machine."""
+    told = []
+    for name, machine in machines.items():
+        off: dict[str, list[float]] = {}
+        for one in predictions(machine.rows, machine.paper):
+            if STEADY.removeprefix(RAY) in one.what:
+                off.setdefault(one.what.rsplit(": ", 1)[1], []).append(100 * (one.predicted / one.published - 1))
+        spans = [f"{what} {min(found):+.1f} to {max(found):+.1f} %" for what, found in off.items()]
+        told += [f"{', '.join(spans)} ({name})"] if spans else []
+    if not told:
+        raise KeyError(STEADY)
+    return f"Simulated over measured: {'; '.join(told)}"
 
 
 def _quantity(machines: Machines, machine: str, claim: str, name: str) -> str:

@@ -24,6 +24,7 @@ from experiments.claims.predictions import (
     residual_table,
     sensitivity,
 )
+from experiments.claims.runners import runners_table
 from experiments.claims.stability import Stability
 from experiments.claims.table import certainty, disturbance, machine_table, steadiness, total, verdict_table
 from experiments.facts.models import STAND_INS
@@ -54,7 +55,7 @@ def _write(
     parts += [*(f"* {note}" for note in notes(verdicts, frame, stable)), "", *_two_clocks(machine.clocks)]
     parts += [measured_on(frame)]
     parts += ["", *verdict_table(verdicts, machine.figures, target), "", *_asked(frame)]
-    parts += [*_ranks(frame), *predicted(frame, paper), *_simulated(frame)]
+    parts += [*_ranks(frame), *predicted(frame, paper), *_runners(frame, paper), *_simulated(frame)]
     if len(machines) > 1:
         sure = [f"* {name}: {certainty(found)}" for name, found in machines.items()]
         parts += ["## Every machine that was measured", "", *machine_table(machines), "", *sure, ""]
@@ -114,10 +115,11 @@ def predicted(rows: pd.DataFrame, paper: Path) -> list[str]:
         f"simulator's constant for steps with a prompt came in while p99 was compared (commit {COMPARED}). The "
         "simulator of the rows on Ray was fitted to steps of its runners in a rehearsal."
     )
-    fits = "What the cost models were fitted to, and how far they are from it:"
     table, residuals = prediction_table(found), residual_table(rows)
+    heading = "What the cost models were fitted to, and how far they are from it:"
+    fits = [heading, "", *residuals, ""] if residuals else []
     said = [line for one in (remains(found), sensitivity(rows, paper)) if one for line in (one, "")]
-    return ["## Predicted and published", "", intro, "", *table, "", *said, fits, "", *residuals, ""]
+    return ["## Predicted and published", "", intro, "", *table, "", *said, *fits]
 
 
 def _ranks(rows: pd.DataFrame) -> list[str]:
@@ -125,6 +127,16 @@ def _ranks(rows: pd.DataFrame) -> list[str]:
     table = ranks_table(rows)
     intro = "Asked of 70B on data-centre GPUs; on a CPU, where a toy model is cut, the numbers say only that it works."
     return ["## Figure 12 at every number of ranks", "", intro, "", *table, ""] if table else []
+
+
+def _runners(rows: pd.DataFrame, paper: Path) -> list[str]:
+    """Figure 13's bounds on runners on Ray; nothing without such rows."""
+    table = runners_table(rows, paper)
+    intro = (
+        "The hour compressed in time, on fewer runners than the paper's 16 GPUs, so these are no verdicts. The bounds "
+        "are those of the claims' shape. C50 needs one GPU alone at these lengths, which is not measured."
+    )
+    return ["## Figure 13 on runners", "", intro, "", *table, ""] if table else []
 
 
 def _simulated(rows: pd.DataFrame) -> list[str]:

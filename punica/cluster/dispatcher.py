@@ -207,7 +207,8 @@ class Dispatcher:
         """Return the next step of a runner, ``None`` if it has nothing to do.
 
         An engine that works ahead has launched this step already, so a request joins the one after. Where the prefill
-        of this step came with an earlier order, the next prefill comes with this one. Without members its step takes out the aborted requests, whose pages are free with it, or answers :meth:`probe`.
+        of this step came with an earlier order, the next prefill comes with this one. Without members the step takes
+        out aborted requests, whose pages are free with it, or answers :meth:`probe`.
         """
         self.startable.discard(uuid)
         runner = self._runners[uuid]

@@ -52,6 +52,14 @@ def run(name: str, folder: Path, count: int | None = None) -> Outcome:
     return all_trials().get(name).run(Setting(count or HERE[name], 0, "cpu", folder))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["out_of_memory", "overflowing_neighbours"])
+def test_a_sound_system_loses_nothing_on_a_gpu(name: str, tmp_path: Path) -> None:
+    outcome = all_trials().get(name).run(Setting(20, 0, "cuda", tmp_path))
+    assert (outcome.lost, outcome.notes) == (0, [])
+    assert outcome.injected > 0
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in HERE]
 )
