@@ -173,6 +173,6 @@ def p99_first_token(load: Load, cost: StepCost) -> float:
     policy = ClusterPolicy(max_batch_size=size)
     policy.add_gpu("gpu", size * (policy.page_size + int((drawn.prompt + drawn.output).max())))
     trace = Trace(arrivals, lengths, adapters, np.full(count, load.rank))
-    result = simulate(trace, policy, cost, works_ahead=stream.works_ahead)
+    result = simulate(trace, policy, cost, works_ahead=stream.works_ahead, own_queue=True)
     waits = result.first_token_s - arrivals
     return float(np.quantile(waits[stream.counts(load.rate, arrivals)], 0.99))

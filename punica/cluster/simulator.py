@@ -3,8 +3,8 @@ predicts.
 
 Events are arrivals, and ends of strides, which are steps in a row without a decision between (`stride.py`). Every GPU
 with requests runs one step after the other. GPUs whose engines work ahead launch the next step when this one begins,
-unless all requests end with it: a request that arrives meanwhile joins one step later. The simulation is deterministic:
-the same trace gives the same result, to the bit.
+unless all requests end with it: a request that is placed meanwhile joins one step later. The simulation is
+deterministic: the same trace gives the same result, to the bit.
 
 Adapters may have to be loaded (`residency.py`). A request whose adapter is in no slot waits for its load, and those
 behind it on its GPU wait too; other steps run beside. Left out: the network between scheduler and runners, sampling,
@@ -13,9 +13,10 @@ and what a load takes from the step beside it.
 
 import heapq
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from math import inf, isfinite, isnan, nan
+from math import inf, isfinite, isnan, nan, nextafter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,14 +103,15 @@ class SimulationResult:
 
 def simulate(
     trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool = False, works_ahead: bool = False,
-    adapters: ResidencyConfig | None = None,
+    adapters: ResidencyConfig | None = None, own_queue: bool = False,
 ) -> SimulationResult:  # fmt: skip
     """Serve a trace on the GPUs of ``policy``, which must be new: GPUs added, nothing submitted.
 
     ``padded_ranks``: kernels read every adapter of a batch at the batch's largest rank. ``works_ahead``: engines launch
-    steps ahead, as ours on a GPU. ``adapters``: memory of adapters; ``None``: all are in slots. ValueError for a used
-    policy, a request larger than any GPU, fewer slots than requests of a batch, or a load that never ends; RuntimeError
-    when a step takes no time.
+    steps ahead, as ours on a GPU. ``adapters``: memory of adapters; ``None``: all are in slots. ``own_queue``: it is
+    the queue of one engine, which gives a place away when it launches the last step of a request; a cluster's scheduler
+    does so at the end of that step. ValueError for a used policy, a request larger than any GPU, fewer slots than
+    requests of a batch, or a load that never ends; RuntimeError when a step takes no time.
     """
     if not policy.gpus or policy.requests:
         raise ValueError(
@@ -118,7 +120,7 @@ def simulate(
         )
     if adapters is not None:
         _check_memory(adapters, policy, int(trace.ranks.max(initial=0)))
-    return _Simulation(trace, policy, cost, padded_ranks, works_ahead, adapters).run()
+    return _Simulation(trace, policy, cost, padded_ranks, works_ahead, own_queue, adapters).run()
 
 
 def _check_memory(adapters: ResidencyConfig, policy: ClusterPolicy, rank: int) -> None:
@@ -137,20 +139,22 @@ class _Simulation:
     Attributes:
         now, row: time of the event, and row of its GPU among the names; an arrival is behind all rows.
         events: times and rows; outdated where the GPU stops at another time.
+        known: when each request's engine knew of it.
     """
 
     def __init__(
         self, trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool, works_ahead: bool,
-        adapters: ResidencyConfig | None,
+        own_queue: bool, adapters: ResidencyConfig | None,
     ) -> None:  # fmt: skip
         self.trace, self.policy, self.cost = trace, policy, cost
-        self.padded_ranks, self.works_ahead = padded_ranks, works_ahead
+        self.padded_ranks, self.works_ahead, self.own_queue = padded_ranks, works_ahead, own_queue
         self.now, self.row = 0.0, len(policy.gpus)
         self.record = StepRecord(policy.max_batch_size)
         self.strides = [Stride(policy.gpus[uuid], row, self.record) for row, uuid in enumerate(sorted(policy.gpus))]
         self.stride_of = {stride.gpu.uuid: stride for stride in self.strides}
         self.events: list[tuple[float, int]] = []
         self.arrivals = trace.arrivals.tolist()
+        self.known = trace.arrivals.tolist()
         self.prompts, self.outputs = trace.lengths.prompt.tolist(), trace.lengths.output.tolist()
         self.first_token: list[float] = [nan] * len(trace.arrivals)
         self.finish: list[float] = [nan] * len(trace.arrivals)
@@ -190,7 +194,9 @@ class _Simulation:
         """Place queued requests; begin strides of idle GPUs that got one, and cut those of others."""
         if not self.policy.num_queued:
             return
-        for _, uuid in self.policy.place():
+        placed = self.policy.place()
+        self._tell((name for name, _ in placed), self.now)
+        for _, uuid in placed:
             stride = self.stride_of[uuid]
             if not stride.is_running:
                 self._begin(stride)
@@ -213,7 +219,9 @@ class _Simulation:
         leaving = []
         while stride.leaving and stride.leaving[0][0] == gpu.step:
             leaving.append(heapq.heappop(stride.leaving))
-        stride.known_at = began if self.works_ahead and stride.members > len(leaving) else inf
+        head = next(iter(gpu.pending), None)
+        goes_on = stride.size > len(leaving) or (head is not None and self.known[int(head)] <= began)
+        stride.known_at = began if self.works_ahead and goes_on else inf
         for _, _, name, first_step in leaving:
             request = self.policy.requests.get(name)
             # after an eviction it ends elsewhere
@@ -225,13 +233,15 @@ class _Simulation:
         """Begin the next stride; without a request that can run, wait for a load."""
         gpu = stride.gpu
         joins = self._most_joins(gpu, stride.known_at) if gpu.pending else None
-        stride.known_at = inf
+        begins_afresh, stride.known_at = stride.known_at == inf, inf
         step = self.policy.begin_step(gpu.uuid, joins)
+        if begins_afresh:  # an order brings one prompt, and with this one the engine launches the next step, too
+            self._tell(gpu.pending, nextafter(self.now, inf))
         if not step.is_empty:
             self._run(stride, step)
-        elif gpu.residency is not None and gpu.pending and gpu.residency.load_ends == inf:
-            self._begin(stride)  # it was launched before the load of its head ended, and evicted what decoded
-        elif gpu.residency is not None and gpu.pending:
+        elif gpu.pending and (gpu.residency is None or gpu.residency.load_ends == inf):
+            self._begin(stride)  # it was launched before its head could join, and evicted what decoded
+        elif gpu.pending and gpu.residency is not None:
             stride.stop = gpu.residency.load_ends
             self._expect(stride)
         if step.evicted:
@@ -269,13 +279,19 @@ class _Simulation:
         prefilled.pop(0, None)
         return len(prefilled) * max(prefilled.values(), default=0) if self.padded_ranks else sum(prefilled.values())
 
+    def _tell(self, names: Iterable[str], when: float) -> None:
+        """Note when engines that work ahead get requests from a scheduler."""
+        if self.works_ahead and not self.own_queue:
+            for name in names:
+                self.known[int(name)] = when
+
     def _most_joins(self, gpu: Gpu, known_at: float) -> int:
-        """Count the requests at the head of a GPU's pending ones that could join until ``known_at``: they had arrived,
-        and their adapters were loaded.
+        """Count the requests at the head of a GPU's pending ones that could join until ``known_at``: their engine knew
+        them, and their adapters were loaded.
         """
         until = min(known_at, self.now)
         for count, (name, request) in enumerate(gpu.pending.items()):
-            if self.arrivals[int(name)] > until:
+            if self.known[int(name)] > until:
                 return count
             if gpu.residency is not None and gpu.residency.in_slot_since(request.adapter_id) > until:
                 if not count:

@@ -36,7 +36,7 @@ class Stride:
         stop: time of its next event, the end of the stride or of a load that it waits for; infinite without one.
         is_running: a step is in flight.
         batch: [seconds], different requests that got a token.
-        members: of the GPU when the stride began.
+        size: requests of its steps.
         leaving: a heap of the last step of each request that is prefilled here, its number, name and first step.
             An evicted request stays in it.
         known_at: when the next step was launched, beside the last one; infinite where it was not.
@@ -47,13 +47,13 @@ class Stride:
         self.stop = inf
         self.is_running = False
         self.batch: list[int] = []
-        self.members = 0
+        self.size = 0
         self.leaving: list[tuple[int, int, str, int]] = []
         self.known_at = inf
         self._ends: list[float] = []  # of its steps
         self._done = 0  # steps that have ended
         self._began = 0.0  # the step in flight
-        self._size = self._joined = self._prompt_tokens = 0  # requests; prefills of the first step, and their tokens
+        self._joined = self._prompt_tokens = 0  # prefills of the first step, and their tokens
 
     @property
     def began(self) -> float:
@@ -68,13 +68,12 @@ class Stride:
         time.
         """
         self.is_running, self._done, self._began = True, 0, now
-        self._size, self._joined, self._prompt_tokens = work.decodes + joined, joined, prompt_tokens
-        self.members = len(self.gpu.members)
+        self.size, self._joined, self._prompt_tokens = work.decodes + joined, joined, prompt_tokens
         first_end = now + _positive(cost.seconds(work), cost)
         self._ends = [first_end]
         if further:
-            kv_tokens = self.gpu.decoding_kv_tokens + self._size
-            each = cost.decode_seconds(self._size, kv_tokens, work.adapter_ranks, further)
+            kv_tokens = self.gpu.decoding_kv_tokens + self.size
+            each = cost.decode_seconds(self.size, kv_tokens, work.adapter_ranks, further)
             _positive(min(each[0], each[-1]), cost)  # linear between
             self._ends = list(accumulate(each, initial=first_end))
         self.stop = self._ends[-1]
@@ -112,18 +111,18 @@ class Stride:
     def _record(self, ended: int) -> None:
         """Record the steps before ``ended``."""
         ends, done, record = self._ends, self._done, self.record
-        record.seconds_by_batch[self._size] += ends[ended - 1] - self.began
+        record.seconds_by_batch[self.size] += ends[ended - 1] - self.began
         record.steps += ended - done
         self._done = ended
         if done == 0:
             second = int(ends[0])
-            record.tokens[second] += self._size + self._prompt_tokens
+            record.tokens[second] += self.size + self._prompt_tokens
             self._count(second, self._joined)
             done = 1
         while done < ended:
             second = int(ends[done])
             until = bisect_left(ends, second + 1, done, ended)
-            record.tokens[second] += self._size * (until - done)
+            record.tokens[second] += self.size * (until - done)
             self._count(second, 0)
             done = until
 
@@ -134,7 +133,7 @@ class Stride:
             batch[second] += joined
         else:
             batch.extend([0] * (second - len(batch)))
-            batch.append(self._size)
+            batch.append(self.size)
 
 
 def _positive(seconds: float, cost: StepCost) -> float:

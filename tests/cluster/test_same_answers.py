@@ -77,7 +77,7 @@ def test_answers_are_those_of_the_simulator_that_took_step_by_step(case, told):
     asked = mixed_ranks(500, 60.0, seed=4, whole_seconds="ties" in marks)
     policy = cluster(rule=rule, **(TIGHT if size == "tight" else ROOMY))
     cost = SECOND if "ties" in marks else ODD
-    assert digest(simulate(asked, policy, cost, "padded" in marks, "ahead" in marks)) == told
+    assert digest(simulate(asked, policy, cost, "padded" in marks, "ahead" in marks, own_queue=True)) == told
 
 
 @pytest.mark.parametrize("works_ahead", [False, True])

@@ -67,14 +67,14 @@ def test_nothing_is_begun_ahead_of_a_step_with_which_all_leave():
 def test_who_waits_takes_the_place_of_who_leaves_at_once():
     asked = trace([0.0, 0.0, 0.0, 1.5], [5, 7, 3, 4], [9, 2, 3, 2])
     for works_ahead in (False, True):  # one prompt per step: the second has its two tokens at 2 and 3
-        result = simulate(asked, cluster(1, max_batch_size=2), SECOND, works_ahead=works_ahead)
+        result = simulate(asked, cluster(1, max_batch_size=2), SECOND, works_ahead=works_ahead, own_queue=True)
         assert result.first_token_s.tolist() == [1.0, 2.0, 4.0, 7.0]
 
 
 @pytest.mark.parametrize("rate", [5.0, 25.0])
 def test_working_ahead_changes_no_throughput_and_delays_first_tokens_by_a_step_at_most(rate):
     asked = random_trace(300, rate, seed=3)
-    plain, ahead = (simulate(asked, cluster(1), A100, works_ahead=works) for works in (False, True))
+    plain, ahead = (simulate(asked, cluster(1), A100, works_ahead=works, own_queue=True) for works in (False, True))
     longest = A100.seconds(StepWork(32, 32 * 256, 256, 32 * 16))
     delay = np.median(ahead.first_token_s - asked.arrivals) - np.median(plain.first_token_s - asked.arrivals)
     assert -1e-9 <= delay <= longest

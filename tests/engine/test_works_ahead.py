@@ -114,7 +114,8 @@ def test_who_arrives_joins_in_the_step_that_the_cluster_s_simulator_says(
     policy.add_gpu("gpu", 1000)
     second = StepCost("a step is a second", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=0.0)
     nobody = np.zeros(len(arrivals), dtype=np.int64)
-    said = simulate(Trace(arrivals, lengths, nobody, nobody), policy, second, works_ahead=works_ahead)
+    trace = Trace(arrivals, lengths, nobody, nobody)
+    said = simulate(trace, policy, second, works_ahead=works_ahead, own_queue=True)
     assert [first[i] for i in range(len(arrivals))] == said.first_token_s.tolist()
 
 
