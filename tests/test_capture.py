@@ -63,12 +63,12 @@ def test_an_earlier_graph_in_a_cycle_does_not_break_a_capture():
             with capture(self.graph):
                 self.y = x + 1
 
-    before = gc.get_threshold()
-    Owner()
+    before, owner = gc.get_threshold(), Owner()
     gc.set_threshold(1)
     try:
         graph = torch.cuda.CUDAGraph()
         with capture(graph):
+            del owner
             ys = [x + i for i in range(50)]
         graph.replay()
     finally:

@@ -54,6 +54,7 @@ class Prediction:
     """A predicted number, the published or measured one, the difference, and the bound asked for (``-``: none).
 
     ``span``: the lowest and highest of all seeds; ``constant``: the difference of a constant, fitted to the same rows.
+    ``panel`` of rows of runners, and the number's ``name`` without them.
     """
 
     what: str
@@ -64,6 +65,8 @@ class Prediction:
     met: bool | None = None
     span: str = ""
     constant: str = NO_BOUND
+    panel: str = ""
+    name: str = ""
 
 
 def predictions(rows: pd.DataFrame, folder: str | Path) -> list[Prediction]:
@@ -209,7 +212,8 @@ def _runners(frame: pd.DataFrame) -> list[Prediction]:
         for metric, (name, within) in asked.items():
             if metric in ours.index and metric in theirs.index:
                 what = f"runners on Ray, {model}, rule {system}{where}: {name}"
-                found.append(_relative(what, float(ours[metric]), float(theirs[metric]), within))
+                one = _relative(what, float(ours[metric]), float(theirs[metric]), within)
+                found.append(replace(one, panel=panel, name=name))
     return found
 
 

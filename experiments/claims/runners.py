@@ -43,8 +43,8 @@ def runners_table(rows: pd.DataFrame, folder: str | Path) -> list[str]:
 
 def _numbers(hour: pd.DataFrame) -> dict[str, float]:
     """Return the numbers of a whole hour; none of a part."""
-    if not hour.loc[hour["metric"] == "active_gpus_60s_mean", "t_s"].max() + 60 >= HOUR_S:
+    minutes = hour.loc[hour["metric"] == "active_gpus_60s_mean", "t_s"]
+    if minutes.empty or minutes.max() + 60 < HOUR_S:
         return {}
     share = hour.loc[hour["metric"] == SHARE, "value"]
     return {**Windows.of(hour).numbers(), SHARE: float(share.iloc[-1])}
-

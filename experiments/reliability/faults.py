@@ -26,8 +26,8 @@ INTERRUPTED = 0.3
 """Part of the steps that are interrupted."""
 BESIDE = 3
 """Requests beside each fault."""
-SMALLEST = 512
-"""Bytes of the smallest block of torch's allocator on a GPU."""
+LARGEST, SMALLEST = 1 << 29, 512
+"""Bytes of blocks that take what memory a GPU has: the first tried, and the smallest that torch's allocator has."""
 CLEAR = ("ValueError", "TypeError", "FileNotFoundError", "NotADirectoryError", "OSError", "RuntimeError")
 """Documented exceptions of an adapter that cannot be read."""
 
@@ -200,14 +200,14 @@ def _no_memory_left() -> Iterator[None]:
     """Take all memory of the GPU that this process may have: a step replays what is captured, and allocates nothing."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
-    taken, size = [], SMALLEST << 20
-    while size >= SMALLEST:
-        try:
-            taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-        except torch.OutOfMemoryError:
-            size //= 2
+    taken, size = [], LARGEST
     try:
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+        while size >= SMALLEST:
+            try:
+                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                size //= 2
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

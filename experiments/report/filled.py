@@ -12,7 +12,7 @@ from experiments.claims.judge import DIFFERS, HOLDS, JUDGED, Verdict
 from experiments.claims.predictions import predictions
 from experiments.claims.rows import markdown
 from experiments.claims.table import figure_links, marked, total
-from experiments.cluster.served import RAY, STEADY
+from experiments.cluster.served import STEADY
 from experiments.report.findings import Found, find
 from experiments.report.machines import OTHER_TIMER, Machine, columns
 from experiments.report.sought import SOUGHT, public_kernels
@@ -216,7 +216,7 @@ def other_tokens(machines: Machines) -> str:
     """Say how many requests of the hours on Ray got other tokens than alone."""
     counts = []
     for name, machine in machines.items():
-        hours = machine.rows[machine.rows["panel"].isin(RAY_HOURS)].set_index(["panel", "metric"])["value"]
+        hours = machine.rows[machine.rows["panel"].isin(RAY_HOURS)].groupby(["panel", "metric"])["value"].sum()
         for panel in (panel for panel in RAY_HOURS if (panel, OTHER) in hours.index):
             checked = next(hours[panel, number] for number in CHECKED if (panel, number) in hours.index)
             counts.append(f"{said(hours[panel, OTHER])} of {said(checked)} ({name}, {panel})")
@@ -232,8 +232,8 @@ def streams_on_ray(machines: Machines) -> str:
     for name, machine in machines.items():
         off: dict[str, list[float]] = {}
         for one in predictions(machine.rows, machine.paper):
-            if STEADY.removeprefix(RAY) in one.what:
-                off.setdefault(one.what.rsplit(": ", 1)[1], []).append(100 * (one.predicted / one.published - 1))
+            if one.panel.startswith(STEADY):
+                off.setdefault(one.name, []).append(100 * (one.predicted / one.published - 1))
         spans = [f"{what} {min(found):+.1f} to {max(found):+.1f} %" for what, found in off.items()]
         told += [f"{', '.join(spans)} ({name})"] if spans else []
     if not told:

@@ -111,10 +111,15 @@ def predicted(rows: pd.DataFrame, paper: Path) -> list[str]:
         return []
     intro = (
         "Simulated, not measured: a virtual clock around the cluster's scheduling policy, with steps that take what a "
-        "cost model says. With two exceptions nothing in this table was fitted to what it is compared with. The "
-        f"simulator's constant for steps with a prompt came in while p99 was compared (commit {COMPARED}). The "
-        "simulator of the rows on Ray was fitted to steps of its runners in a rehearsal."
+        "cost model says."
     )
+    if not all(one.panel for one in found):
+        intro += (
+            " Nothing was fitted to what it is compared with here, but the simulator's constant for steps with a "
+            f"prompt came in while p99 was compared (commit {COMPARED})."
+        )
+    if any(one.panel for one in found):
+        intro += " The simulator of the rows on Ray was fitted to steps of its runners in a rehearsal."
     table, residuals = prediction_table(found), residual_table(rows)
     heading = "What the cost models were fitted to, and how far they are from it:"
     fits = [heading, "", *residuals, ""] if residuals else []

@@ -206,9 +206,9 @@ class Dispatcher:
     def begin(self, uuid: str) -> StepCommand | None:
         """Return the next step of a runner, ``None`` if it has nothing to do.
 
-        An engine that works ahead has launched this step already, so a request joins the one after. Where the prefill
-        of this step came with an earlier order, the next prefill comes with this one. Without members the step takes
-        out aborted requests, whose pages are free with it, or answers :meth:`probe`.
+        An engine that works ahead may have launched this step already; then a request joins the one after. Where the
+        prefill of this step came with an earlier order, the next prefill comes with this one. Without members the step
+        takes out aborted requests, whose pages are free with it, or answers :meth:`probe`.
         """
         self.startable.discard(uuid)
         runner = self._runners[uuid]
@@ -347,7 +347,9 @@ class Dispatcher:
             self.startable.discard(uuid)
 
     def _deferred(self, uuid: str, reply: StepReply) -> str | None:
-        """Return the starting request if it waits in the runner still and was not aborted."""
+        """Return the starting request if it waits in the runner still and was not aborted. RuntimeError for a reply
+        that contradicts the order of prefills.
+        """
         runner = self._runners[uuid]
         _compare(uuid, "requests that may wait", {runner.starting, runner.behind} & reply.waiting, set(reply.waiting))
         _compare(uuid, "tokens before their turn", set(), {runner.behind} & reply.tokens.keys())

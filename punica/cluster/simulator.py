@@ -109,9 +109,10 @@ def simulate(
 
     ``padded_ranks``: kernels read every adapter of a batch at the batch's largest rank. ``works_ahead``: engines launch
     steps ahead, as ours on a GPU. ``adapters``: memory of adapters; ``None``: all are in slots. ``own_queue``: it is
-    the queue of one engine, which gives a place away when it launches the last step of a request; a cluster's scheduler
-    does so at the end of that step. ValueError for a used policy, a request larger than any GPU, fewer slots than
-    requests of a batch, or a load that never ends; RuntimeError when a step takes no time.
+    the queue of one engine, which knows requests from their arrival on, and so gives a place away when it launches the
+    last step of a request. A cluster's scheduler tells it when that step has ended. ValueError for a used policy, a
+    request larger than any GPU, fewer slots than requests of a batch, or a load that never ends; RuntimeError when a
+    step takes no time.
     """
     if not policy.gpus or policy.requests:
         raise ValueError(
@@ -139,7 +140,7 @@ class _Simulation:
     Attributes:
         now, row: time of the event, and row of its GPU among the names; an arrival is behind all rows.
         events: times and rows; outdated where the GPU stops at another time.
-        known: when each request's engine knew of it.
+        known: when the engine of each request knew of it; its arrival with ``own_queue``, and where none works ahead.
     """
 
     def __init__(
@@ -218,16 +219,16 @@ class _Simulation:
         self.policy.end_step(gpu.uuid)
         leaving = []
         while stride.leaving and stride.leaving[0][0] == gpu.step:
-            leaving.append(heapq.heappop(stride.leaving))
+            _, _, name, first_step = heapq.heappop(stride.leaving)
+            request = self.policy.requests.get(name)
+            if request and request.gpu is gpu and request.first_step == first_step:  # not evicted since
+                leaving.append(name)
         head = next(iter(gpu.pending), None)
         goes_on = stride.size > len(leaving) or (head is not None and self.known[int(head)] <= began)
         stride.known_at = began if self.works_ahead and goes_on else inf
-        for _, _, name, first_step in leaving:
-            request = self.policy.requests.get(name)
-            # after an eviction it ends elsewhere
-            if request and request.gpu is gpu and request.first_step == first_step:
-                self.finish[int(name)] = self.now
-                self.policy.finish(name)
+        for name in leaving:
+            self.finish[int(name)] = self.now
+            self.policy.finish(name)
 
     def _begin(self, stride: Stride) -> None:
         """Begin the next stride; without a request that can run, wait for a load."""
@@ -235,7 +236,7 @@ class _Simulation:
         joins = self._most_joins(gpu, stride.known_at) if gpu.pending else None
         begins_afresh, stride.known_at = stride.known_at == inf, inf
         step = self.policy.begin_step(gpu.uuid, joins)
-        if begins_afresh:  # an order brings one prompt, and with this one the engine launches the next step, too
+        if begins_afresh:  # an order brings one prompt; others are told after this one has launched the next step, too
             self._tell(gpu.pending, nextafter(self.now, inf))
         if not step.is_empty:
             self._run(stride, step)

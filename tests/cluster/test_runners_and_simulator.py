@@ -1,4 +1,4 @@
-"""First tokens of the dispatcher's runners come in the steps that the simulator says, whose clock a test cannot see."""
+"""The dispatcher's runners give tokens in the steps that the simulator says, evictions included."""
 
 import heapq
 
@@ -15,39 +15,47 @@ from tests.cluster.runner_world import LocalRunners
 BATCH, PAGE = 4, 4
 
 
-def first_tokens(world: LocalRunners, trace: Trace) -> list[float]:
-    """Serve a trace with steps of a second each on every runner; return when first tokens came."""
-    dispatcher, first, replies = world.dispatcher, {}, {}
+def served(world: LocalRunners, trace: Trace) -> tuple[list[float], list[float]]:
+    """Serve a trace with steps of a second each on every runner; return when first and last tokens came."""
+    dispatcher, first, last, replies = world.dispatcher, {}, {}, {}
     due = [(float(when), "", i) for i, when in enumerate(trace.arrivals)]
     while due:
         now, uuid, i = heapq.heappop(due)
         if uuid:
             for name in dispatcher.end(uuid, replies.pop(uuid)).tokens:
                 first.setdefault(int(name), now)
+                last[int(name)] = now
         else:
             prompt, output = int(trace.lengths.prompt[i]), int(trace.lengths.output[i])
             dispatcher.add(Request(str(i), [1] * prompt, output))
         while dispatcher.startable:
             uuid = min(dispatcher.startable)
-            replies[uuid] = world.runners[uuid].step(dispatcher.begin(uuid))
-            heapq.heappush(due, (now + 1.0, uuid, 0))
-    return [first[i] for i in range(len(trace.arrivals))]
+            command = dispatcher.begin(uuid)
+            if command is not None:
+                replies[uuid] = world.runners[uuid].step(command)
+                heapq.heappush(due, (now + 1.0, uuid, 0))
+    count = range(len(trace.arrivals))
+    return [first[i] for i in count], [last[i] for i in count]
 
 
 @pytest.mark.parametrize("works_ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize(("count", "rate"), [(1, 0.4), (1, 2.0), (2, 0.8), (2, 3.0)])
+@pytest.mark.parametrize("num_blocks", [64, 14])
 @pytest.mark.parametrize("seed", range(3))
-def test_prompts_join_when_the_simulator_says(monkeypatch, seed, count, rate, works_ahead) -> None:
+def test_tokens_come_when_the_simulator_says(monkeypatch, seed, num_blocks, count, rate, works_ahead) -> None:
     monkeypatch.setattr(ModelRunner, "works_ahead", works_ahead)
     chance = np.random.default_rng(seed)
     arrivals = np.cumsum(chance.exponential(1 / rate, 40))
-    lengths = RequestLengths(chance.integers(1, 6, 40), chance.integers(1, 14, 40))
+    lengths = RequestLengths(chance.integers(1, 12, 40), chance.integers(1, 18, 40))
     nothing = np.zeros(40, dtype=np.int64)
     trace = Trace(arrivals, lengths, nothing, nothing)
-    world = LocalRunners.of(count)
+    world = LocalRunners.of(count, num_blocks=num_blocks)
     policy = ClusterPolicy(max_batch_size=BATCH, page_size=PAGE)
     for uuid, runner in world.runners.items():
         policy.add_gpu(uuid, runner.describe().num_pages)
     second = StepCost("a step is a second", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=0.0)
-    said = simulate(trace, policy, second, works_ahead=works_ahead).first_token_s
-    assert first_tokens(world, trace) == pytest.approx(said.tolist())
+    said = simulate(trace, policy, second, works_ahead=works_ahead)
+    first, last = served(world, trace)
+    assert first == pytest.approx(said.first_token_s.tolist())
+    assert last == pytest.approx(said.finish_s.tolist())
+    assert world.dispatcher.num_evicted == said.evictions

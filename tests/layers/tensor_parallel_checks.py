@@ -23,6 +23,7 @@ from layer_cases import (
 )
 from torch import Tensor
 
+from punica.capture import capture
 from punica.layers import from_layer, from_layer_logits_processor
 from punica.parallel import (
     LogitsProcessor,
@@ -83,7 +84,7 @@ def check_graph(rank: int) -> bool:
     run()  # compiles, and connects the ranks
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         outputs = run()
     changed = True
     for slots, swap in ((MIXED, {}), (MIXED[::-1], {0: 1}), ([-1] * len(MIXED), {}), (MIXED, {2: 8, 1: 3})):

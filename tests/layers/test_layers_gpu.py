@@ -23,6 +23,7 @@ from layer_cases import (
 )
 from torch import Tensor, nn
 
+from punica.capture import capture
 from punica.config import LoRAConfig
 from punica.layers import from_layer, from_layer_logits_processor
 from punica.parallel import (
@@ -144,7 +145,7 @@ def captured(layer: Any, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     layer(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         result = layer(x)
     return graph, result
 
@@ -271,7 +272,7 @@ def test_decoder_block_in_a_graph_sees_new_adapters(dtype: torch.dtype, dual: bo
     assert not block.logits.filled_slots
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         output = block(ids)
     swaps = [{}, {0: 8}, {2: 1, 3: 5}, {0: 3, 1: 8, 2: 8, 3: 8}, {}]
     for step, swap in enumerate(swaps):

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
 
 from fp8_batches import E4M3, E5M2, Stack, fp8, product, real_rows
 
+from punica.capture import capture
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.wrapper import PunicaWrapperCPU, PunicaWrapperGPU
@@ -187,7 +188,7 @@ def test_a_captured_graph_follows_the_step(w8a8):
     wrapper.update_metadata(LoRAMapping(tuple(IDS), tuple(IDS)), TABLE, 4, 100)
     run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         run()
     for ids in (IDS, [3, 3, 3, 0, 7], [7] * 5, [0] * 5):
         wrapper.update_metadata(LoRAMapping(tuple(ids), tuple(ids)), TABLE, 4, 100)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from punica.capture import capture
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.wrapper import PunicaWrapperBase, PunicaWrapperCPU, PunicaWrapperGPU, get_punica_wrapper
@@ -240,7 +241,7 @@ def test_one_graph_replays_every_mapping(rows: int) -> None:
     _, gpu = pair([0, 1, 2, 3, -1] * (rows // 5))
     gpu.add_lora_linear(y, x, a, b, 1.0, widths)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         gpu.add_lora_linear(y, x, a, b, 1.0, widths)
     for step in range(20):
         slots = [-1] * 7 if step == 3 else torch.randint(-1, L, (int(torch.randint(1, rows + 1, ())),)).tolist()

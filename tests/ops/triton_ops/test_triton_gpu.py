@@ -7,6 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from triton_batches import EXPANDS, SHRINKS, Batch, assert_close, random_slots
 
+from punica.capture import capture
 from punica.ops.triton_ops import lora_expand, lora_linear, lora_shrink
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +91,7 @@ def test_one_graph_replays_over_any_mapping(shrink, expand, pdl, use_schedules):
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         step()
     numbers = random.Random(0)
     for i in range(20):
@@ -119,7 +120,7 @@ def test_capture_without_warm_up():
     batch = Batch(random_slots(9, 3), 272, (144,), 16, 3, FP16, "cuda")
     y = batch.y.clone()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         linear(batch, y)
     graph.replay()
     want = batch.y.cpu().double() + batch.expanded(batch.shrunk())

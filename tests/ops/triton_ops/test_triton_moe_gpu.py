@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from punica.capture import capture
 from punica.metadata import LoRAMapping
 from punica.ops import moe_torch
 from punica.ops.experts import Switches
@@ -141,7 +142,7 @@ def test_a_graph_replays_other_mappings_and_routings(tokens, experts, top_k, fp8
     layer.run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         output = layer.run()
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)

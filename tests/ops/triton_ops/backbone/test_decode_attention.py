@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from punica.capture import capture
 from punica.ops.triton_ops.backbone import Pages, choose_splits, decode_attention
 
 PAGE = 16
@@ -216,7 +217,7 @@ def test_a_captured_graph_follows_lengths_and_tables(splits: int) -> None:
     lengths.zero_()
     decode_attention(*call)  # compiles
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         decode_attention(*call)
     for world in worlds:
         for target, source in ((q, world.q), (table, world.table), (lengths, world.lengths)):

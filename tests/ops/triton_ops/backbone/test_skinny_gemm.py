@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from punica.capture import capture
 from punica.ops.triton_ops.backbone import skinny_gemm
 from punica.ops.triton_ops.backbone.skinny_gemm import GemmForm, RowsForm, TilesForm, choose_form, run_form
 
@@ -138,7 +139,7 @@ def test_a_graph_counts_arrivals_at_a_new_weight_by_itself() -> None:
     run_form(case.out, case.x, case.weight.clone(), None, form)  # compiled
     stranger, graph, expected = case.weight.clone(), torch.cuda.CUDAGraph(), case.out.clone()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         run_form(case.out, case.x, stranger, None, form)
     for _ in range(3):
         case.out.fill_(float("nan"))
