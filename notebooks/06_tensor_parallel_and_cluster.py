@@ -43,6 +43,7 @@ from experiments.claims.predictions import (
     residual_table,
     sensitivity,
 )
+from experiments.claims.runners import runners_table
 from experiments.ext_cluster_scale import EXPERIMENT as SCALE
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.fig12_textgen_70b import EXPERIMENT as FIG12
@@ -117,22 +118,32 @@ else:
 display(Markdown("\n".join(residual_table(rows))) if found else missing(FIG13))
 
 # %% [markdown]
-# The same policy over engines in processes of their own, on Ray: four runners with a tiny model, the hour compressed in
-# time, beside the simulator that was fitted to these runners (the lower half of the figure, where it was recorded).
+# The same policy over engines in processes of their own, on Ray, the hour compressed in time: a tiny model on a CPU,
+# and Llama-2 7B on two GPUs. Beside it the simulator that was fitted to these runners. Streams have constant rates.
 
 # %%
 RAY = "measured_over_simulated_"
-on_ray = rows[rows["panel"].str.contains("ray hour")]
-beside = on_ray[on_ray["metric"].str.startswith(RAY)]
-if len(beside):
+recorded = {name: read_folder(stored.folder) for name, stored in MACHINES.machines.items()}
+for name, frame in recorded.items():
+    on_ray = frame[frame["panel"].str.contains("ray hour")]
+    if on_ray.empty:
+        continue
+    beside = on_ray[on_ray["metric"].str.startswith(RAY)]
     named = beside.assign(metric=beside["metric"].str.removeprefix(RAY))
-    ratios = named.set_index(["system", "panel", "metric"])["value"]
-    display(ratios.rename("Ray over its simulator").to_frame().round(3))
+    ratios = named.pivot_table(index=["system", "panel"], columns="metric", values="value")
+    display(Markdown(f"**{name}**, Ray over its simulator:"), ratios.round(3))
     others = on_ray[on_ray["metric"] == "requests_with_other_tokens"].set_index("panel")["value"]
     said = ", ".join(f"{value:.0f} ({panel})" for panel, value in others.items())
     display(Markdown(f"Requests with other tokens than from one engine (ties that are rounded otherwise): {said}"))
-else:
-    display(Markdown(f"*No rows of runners on Ray yet: `python -m experiments.{FIG13.name} runtime=ray`*"))
+
+# %% [markdown]
+# The bounds of the claims' shape, on the measured hour of these runners. They are no verdicts: the paper's hour had 16
+# GPUs.
+
+# %%
+hours = {name: runners_table(frame, ROOT / "paper_results") for name, frame in recorded.items()}
+shown = [Markdown("\n".join([f"**{name}**", "", *table])) for name, table in hours.items() if table]
+display(*(shown or [Markdown(f"*No hour on Ray yet: `python -m experiments.{FIG13.name} runtime=ray`*")]))
 
 # %% [markdown]
 # ## 3. Other rules (an ablation)
