@@ -54,6 +54,7 @@ from notebooks.stored_rows import SideBySide, StoredRows, how_to_measure
 
 ROOT = Path(sys.path[0])
 MACHINES = SideBySide(ROOT)
+ROWS = {name: read_folder(stored.folder) for name, stored in MACHINES.machines.items()}
 SIMULATED = StoredRows(ROOT, "cpu")  # a simulation needs no GPU
 
 
@@ -76,7 +77,7 @@ display(*MACHINES.figure(FIG12))
 # was asked of 70B on data-centre GPUs; on a CPU a toy model is cut, whose numbers say only that it works:
 
 # %%
-tables = {name: ranks_table(read_folder(stored.folder)) for name, stored in MACHINES.machines.items()}
+tables = {name: ranks_table(frame) for name, frame in ROWS.items()}
 shown = [Markdown("\n".join([f"**{name}**", "", *table])) for name, table in tables.items() if table]
 display(*(shown or [missing(FIG12)]))
 
@@ -123,8 +124,7 @@ display(Markdown("\n".join(residual_table(rows))) if found else missing(FIG13))
 
 # %%
 RAY = "measured_over_simulated_"
-recorded = {name: read_folder(stored.folder) for name, stored in MACHINES.machines.items()}
-for name, frame in recorded.items():
+for name, frame in ROWS.items():
     on_ray = frame[frame["panel"].str.contains("ray hour")]
     if on_ray.empty:
         continue
@@ -141,7 +141,7 @@ for name, frame in recorded.items():
 # GPUs.
 
 # %%
-hours = {name: runners_table(frame, ROOT / "paper_results") for name, frame in recorded.items()}
+hours = {name: runners_table(frame, ROOT / "paper_results") for name, frame in ROWS.items()}
 shown = [Markdown("\n".join([f"**{name}**", "", *table])) for name, table in hours.items() if table]
 display(*(shown or [Markdown(f"*No hour on Ray yet: `python -m experiments.{FIG13.name} runtime=ray`*")]))
 

@@ -13,7 +13,7 @@ import pandas as pd
 from experiments.claims.bounds import Interval
 from experiments.claims.fig11 import CONTINUOUS, MIXED, PUNICA, Serving
 from experiments.claims.finding import Finding, intervals
-from experiments.claims.rows import NotMeasured, Rows, markdown
+from experiments.claims.rows import MET, NO_BOUND, NotMeasured, Rows, markdown
 from punica.workload.popularity import PAPER_WORKLOADS
 
 AT_LEAST, AT_MOST, WITHIN = "at least", "at most", "within"
@@ -34,7 +34,6 @@ STREAM = 0.03
 """Largest relative difference of windows from a stream served to its end."""
 Bound = tuple[str, float]
 Quantities = dict[str, tuple[float, Bound]]
-NO_BOUND = "-"
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,7 @@ def asked_table(found: list[Asked]) -> list[str]:
         kind, limit = one.bound
         bound = f"1 {WITHIN} {100 * limit:g} %" if kind == WITHIN else f"{kind} {limit:g}"
         span = NO_BOUND if one.span is None else f"{one.span[0]:.3g} to {one.span[1]:.3g}"
-        met = {None: NO_BOUND, True: "yes", False: "**no**"}[one.met]
-        lines.append([one.what, f"{one.value:.3g}", span, NO_BOUND if one.met is None else bound, met])
+        lines.append([one.what, f"{one.value:.3g}", span, NO_BOUND if one.met is None else bound, MET[one.met]])
     return markdown(("asked of an H200", "measured", "runs", "bound", "met"), lines)
 
 

@@ -8,7 +8,7 @@ import pandas as pd
 
 from experiments.claims.fig11 import CONTINUOUS, PUNICA, Serving
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import Rows, markdown
+from experiments.claims.rows import MET, Rows, markdown
 
 BETTER, ALLOWED, ELSEWHERE = 0.85, 0.9, 15.0
 """Least ratios: Distinct over backbone-only Identical, under the better layout of adapters; the same of plain layers
@@ -71,5 +71,5 @@ def _panel(where: str, values: dict[tuple[str, str], float]) -> list[list[str]]:
 
 def _met(value: float | None, least: float) -> str:
     if value is None or value != value:  # nothing was asked, or nothing measured
-        return "-"
-    return "yes" if value >= least else "**no**"
+        return MET[None]
+    return MET[bool(value >= least)]

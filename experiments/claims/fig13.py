@@ -60,14 +60,24 @@ class Hour:
         frame = rows.figure("13")
         mine = frame[(frame["panel"] == HOUR) & (frame["system"] == PUNICA)]
         if len(mine):
-            seconds = mine.loc[mine["metric"] == "active_gpus_60s_mean", "t_s"].max() + 60
-            if not seconds >= HOUR_S:
-                raise NotMeasured(f"no rows of the whole hour on 16 GPUs (its first {seconds:g} s alone)")
-            return cls(mine, SIMULATED, str(mine["cost_model"].iloc[0]))
+            hour = cls(mine, SIMULATED, str(mine["cost_model"].iloc[0]))
+            if not hour.is_whole:
+                raise NotMeasured(f"no rows of the whole hour on 16 GPUs (its first {hour.seconds:g} s alone)")
+            return hour
         paper = frame[frame["kind"] == "paper"]
         if paper.empty:
             raise NotMeasured(f"no rows of the hour on 16 GPUs ({HOUR})")
         return cls(paper, MEASURED)
+
+    @property
+    def seconds(self) -> float:
+        """Return the end of its last minute; NaN without one."""
+        return self.frame.loc[self.frame["metric"] == "active_gpus_60s_mean", "t_s"].max() + 60
+
+    @property
+    def is_whole(self) -> bool:
+        """Check whether its rows reach to the end of the hour."""
+        return bool(self.seconds >= HOUR_S)
 
     def over_time(self, metric: str) -> pd.Series:
         """Return values of ``metric`` by the start of their window."""

@@ -13,7 +13,7 @@ import pandas as pd
 
 from experiments.claims.fig13 import STRICTER, Hour
 from experiments.claims.finding import SIMULATED
-from experiments.claims.rows import NoVerdict, Rows, correlation, markdown, pick
+from experiments.claims.rows import MET, NO_BOUND, NoVerdict, Rows, correlation, markdown, pick
 from experiments.cluster.seeds import HIGH, LOW
 from experiments.cluster.served import (
     COSTS,
@@ -31,7 +31,6 @@ from experiments.cluster.windows import CONSTANT
 from experiments.facts.models import MODELS
 from experiments.facts.paper import as_rows, read_figure
 
-NO_BOUND = "-"
 AT_31, MEAN_ACTIVE = "share at batch >= 31", "mean of active GPUs"
 PACE = "Figure 13, token/s of an active GPU around the peak"
 RAY_TOO = {
@@ -219,13 +218,12 @@ def _runners(frame: pd.DataFrame) -> list[Prediction]:
 
 def prediction_table(found: list[Prediction]) -> list[str]:
     """Build lines of Markdown."""
-    met = {None: NO_BOUND, True: "yes", False: "**no**"}
     return markdown(
         ("predicted", "simulated (all seeds)", "published or measured", "off", "a constant is off", "asked", "met"),
         (
             [
                 one.what, f"{one.predicted:.4g}{one.span}", f"{one.published:.4g}", one.off, one.constant, one.asked,
-                met[one.met],
+                MET[one.met],
             ]
             for one in found
         ),

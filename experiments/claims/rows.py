@@ -299,6 +299,11 @@ def smallest_step(values: Sequence[float]) -> float:
     return min(after / before for before, after in itertools.pairwise(values))
 
 
+NO_BOUND = "-"
+MET = {None: NO_BOUND, True: "yes", False: "**no**"}
+"""Cells of a table by whether a bound is met; None: there is no bound, or no number."""
+
+
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Build the lines of a table."""
 

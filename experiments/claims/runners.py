@@ -9,8 +9,10 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.claims.bounds import read_bounds
-from experiments.claims.rows import NoVerdict, Rows, markdown
-from experiments.cluster.hour_numbers import CONSOLIDATED, EXCESS, FOLLOWS, HOUR_S, WOKEN, Windows
+from experiments.claims.fig13 import Hour
+from experiments.claims.finding import MEASURED, SIMULATED
+from experiments.claims.rows import MET, NoVerdict, Rows, markdown
+from experiments.cluster.hour_numbers import CONSOLIDATED, EXCESS, FOLLOWS, WOKEN
 from experiments.cluster.served import RAY, SHARE, SIMULATED_RAY
 
 ASKED = {
@@ -32,19 +34,10 @@ def runners_table(rows: pd.DataFrame, folder: str | Path) -> list[str]:
     lines, bounds = [], read_bounds(folder)
     for (system, model), part in frame[frame["panel"] == RAY].groupby(["system", "model"], sort=False):
         other = frame[(frame["panel"] == SIMULATED_RAY) & (frame["system"] == system) & (frame["model"] == model)]
-        measured, simulated = _numbers(part), _numbers(other)
-        for (claim, quantity), name in ASKED.items() if measured else ():
+        measured, simulated = Hour(part, MEASURED), Hour(other, SIMULATED)
+        for (claim, quantity), name in ASKED.items() if measured.is_whole else ():
+            value, beside = measured.one(name), f"{simulated.one(name):.3g}" if simulated.is_whole else "-"
             bound = next(one for one in bounds[claim]["shape"] if one.quantity == quantity)
-            met = "yes" if bound.holds(measured[name]) else "**no**"
-            found = [f"{measured[name]:.3g}", f"{simulated[name]:.3g}" if simulated else "-"]
-            lines.append([claim, f"{model}, rule {system}", name.replace("_", " "), *found, str(bound), met])
+            what = f"{model}, rule {system}", name.replace("_", " ")
+            lines.append([claim, *what, f"{value:.3g}", beside, str(bound), MET[bound.holds(value)]])
     return markdown(("claim", "runners", "number", "measured", "simulated", "bound", "met"), lines) if lines else []
-
-
-def _numbers(hour: pd.DataFrame) -> dict[str, float]:
-    """Return the numbers of a whole hour; none of a part."""
-    minutes = hour.loc[hour["metric"] == "active_gpus_60s_mean", "t_s"]
-    if minutes.empty or minutes.max() + 60 < HOUR_S:
-        return {}
-    share = hour.loc[hour["metric"] == SHARE, "value"]
-    return {**Windows.of(hour).numbers(), SHARE: float(share.iloc[-1])}

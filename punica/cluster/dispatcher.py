@@ -307,7 +307,7 @@ class Dispatcher:
         return rank
 
     def _joining(self, key: str) -> JoiningRequest:
-        """Describe a request to the runner that it joins."""
+        """Describe a request to the runner that it joins, and note it as recomputed where it has tokens."""
         entry = self._entries[key]
         state, params = entry.state, replace(entry.state.params, seed=entry.state.seed)
         self.recomputed += [state.request_id] if state.output_token_ids else []

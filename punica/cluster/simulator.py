@@ -140,7 +140,8 @@ class _Simulation:
     Attributes:
         now, row: time of the event, and row of its GPU among the names; an arrival is behind all rows.
         events: times and rows; outdated where the GPU stops at another time.
-        known: when the engine of each request knew of it; its arrival with ``own_queue``, and where none works ahead.
+        known: when the engine of each request knew of it. It is the arrival, unless engines that work ahead are told
+            by a scheduler (``is_told``).
     """
 
     def __init__(
@@ -148,14 +149,15 @@ class _Simulation:
         own_queue: bool, adapters: ResidencyConfig | None,
     ) -> None:  # fmt: skip
         self.trace, self.policy, self.cost = trace, policy, cost
-        self.padded_ranks, self.works_ahead, self.own_queue = padded_ranks, works_ahead, own_queue
+        self.padded_ranks, self.works_ahead = padded_ranks, works_ahead
+        self.is_told = works_ahead and not own_queue
         self.now, self.row = 0.0, len(policy.gpus)
         self.record = StepRecord(policy.max_batch_size)
         self.strides = [Stride(policy.gpus[uuid], row, self.record) for row, uuid in enumerate(sorted(policy.gpus))]
         self.stride_of = {stride.gpu.uuid: stride for stride in self.strides}
         self.events: list[tuple[float, int]] = []
         self.arrivals = trace.arrivals.tolist()
-        self.known = trace.arrivals.tolist()
+        self.known = list(self.arrivals)
         self.prompts, self.outputs = trace.lengths.prompt.tolist(), trace.lengths.output.tolist()
         self.first_token: list[float] = [nan] * len(trace.arrivals)
         self.finish: list[float] = [nan] * len(trace.arrivals)
@@ -196,7 +198,8 @@ class _Simulation:
         if not self.policy.num_queued:
             return
         placed = self.policy.place()
-        self._tell((name for name, _ in placed), self.now)
+        if self.is_told:
+            self._tell((name for name, _ in placed), self.now)
         for _, uuid in placed:
             stride = self.stride_of[uuid]
             if not stride.is_running:
@@ -236,7 +239,8 @@ class _Simulation:
         joins = self._most_joins(gpu, stride.known_at) if gpu.pending else None
         begins_afresh, stride.known_at = stride.known_at == inf, inf
         step = self.policy.begin_step(gpu.uuid, joins)
-        if begins_afresh:  # an order brings one prompt; others are told after this one has launched the next step, too
+        if self.is_told and begins_afresh:
+            # an order brings one prompt; others are told after this one has launched the next step, too
             self._tell(gpu.pending, nextafter(self.now, inf))
         if not step.is_empty:
             self._run(stride, step)
@@ -281,10 +285,9 @@ class _Simulation:
         return len(prefilled) * max(prefilled.values(), default=0) if self.padded_ranks else sum(prefilled.values())
 
     def _tell(self, names: Iterable[str], when: float) -> None:
-        """Note when engines that work ahead get requests from a scheduler."""
-        if self.works_ahead and not self.own_queue:
-            for name in names:
-                self.known[int(name)] = when
+        """Note when engines get requests from a scheduler."""
+        for name in names:
+            self.known[int(name)] = when
 
     def _most_joins(self, gpu: Gpu, known_at: float) -> int:
         """Count the requests at the head of a GPU's pending ones that could join until ``known_at``: their engine knew

@@ -27,6 +27,11 @@ def works_ahead(request, monkeypatch) -> bool:
     return request.param
 
 
+def step(world: LocalRunners) -> EndedStep:
+    """Run one step of the runner."""
+    return world.dispatcher.end(NAME, world.runners[NAME].step(world.dispatcher.begin(NAME)))
+
+
 class SlowWorld:
     """One runner with `first` in it; other adapters are read when `disk` is set."""
 
@@ -48,7 +53,7 @@ class SlowWorld:
         self.second = self.world.dispatcher.add(self.asked[1])
 
     def step(self) -> EndedStep:
-        return self.world.dispatcher.end(NAME, self.world.runners[NAME].step(self.world.dispatcher.begin(NAME)))
+        return step(self.world)
 
     def open(self) -> None:
         self.disk.set()
@@ -126,7 +131,7 @@ class Queue:
         self.states |= {one.request_id: self.world.dispatcher.add(one) for one in self.asked[1:]}
 
     def step(self) -> EndedStep:
-        return self.world.dispatcher.end(NAME, self.world.runners[NAME].step(self.world.dispatcher.begin(NAME)))
+        return step(self.world)
 
     def num_tokens(self) -> list[int]:
         return [state.num_generated for state in self.states.values()]
@@ -193,7 +198,7 @@ def test_nobody_else_may_wait_in_a_runner(adapters) -> None:
     world = LocalRunners.of(1)
     for request in requests(adapters, 2, seeded=True):
         world.dispatcher.add(request)
-    world.dispatcher.end(NAME, world.runners[NAME].step(world.dispatcher.begin(NAME)))
+    step(world)
     reply = world.runners[NAME].step(world.dispatcher.begin(NAME))
     decoding = next(name for name in reply.tokens if name.startswith("request-0"))
     tokens = {name: token for name, token in reply.tokens.items() if name != decoding}

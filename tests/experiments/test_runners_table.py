@@ -14,11 +14,10 @@ PAPER = Path(__file__).resolve().parents[2] / "paper_results"
 
 
 def hour(panel: str, batches: list[int], seconds: int = 3600) -> pd.DataFrame:
-    """Rows of an hour in which each GPU serves as many requests all the time, and one comes in every second."""
-    arrivals = np.arange(seconds) + 0.5
+    """Rows of an hour in which each GPU serves as many requests all the time, while their rate doubles."""
     batch = np.repeat(np.array(batches)[:, None], seconds, axis=1)
-    load = np.linspace(1, 2, seconds)  # tokens that follow a growing number of requests
-    arrivals = np.repeat(arrivals, np.round(load * 5).astype(int))
+    load = np.linspace(1, 2, seconds)
+    arrivals = np.repeat(np.arange(seconds) + 0.5, np.round(load * 5).astype(int))
     tokens = np.round(load * 1000).astype(int)
     served = ServedHour(seconds, arrivals, arrivals + 1, arrivals + 2, tokens, batch, np.zeros(33), "measured")
     frame = as_rows(read_figure(PAPER, "13")).iloc[:1]
