@@ -7,8 +7,9 @@ import pandas as pd
 from experiments.facts.frames import frame_of, one_of_repeats
 from experiments.facts.models import MODELS, STAND_INS
 from experiments.facts.paper import FIGURE_FILES, read_figure
-from experiments.facts.systems import short_name
+from experiments.facts.systems import SYSTEMS, short_name
 from punica.measure.records import COLUMNS, TIMERS, read_rows
+from punica.workload.popularity import WORKLOADS
 
 
 def distinct(rows: pd.DataFrame, column: str) -> list[str]:
@@ -17,13 +18,30 @@ def distinct(rows: pd.DataFrame, column: str) -> list[str]:
 
 
 def measured_frame(path: Path) -> pd.DataFrame:
-    """All measured rows of `path`, repeats made one; of several timers only the first of `TIMERS` that a metric has, as
-    the claims choose it.
+    """All measured rows of `path` in the order of `in_order`, repeats made one; of several timers only the first of
+    `TIMERS` that a metric has, as the claims choose it.
     """
     frame = frame_of(read_rows(path))
     place = frame["timer"].map({timer: place for place, timer in enumerate(TIMERS)})  # nan: not timed
     best = place.groupby(frame["metric"]).transform("min")
-    return one_of_repeats(frame[place.isna() | (place == best)].reset_index(drop=True))
+    return in_order(one_of_repeats(frame[place.isna() | (place == best)].reset_index(drop=True)))
+
+
+def in_order(rows: pd.DataFrame) -> pd.DataFrame:
+    """Sort rows by system and popularity as their registries do, in whichever order they ran; others come last. Rows
+    of one panel stay together.
+
+    >>> rows = pd.DataFrame({"system": "punica", "workload": ["Identical", "other", "Distinct"], "panel": ""})
+    >>> list(in_order(rows)["workload"])
+    ['Distinct', 'Identical', 'other']
+    """
+    for column, registry in (("workload", WORKLOADS), ("system", SYSTEMS)):
+        places = {name: place for place, name in enumerate(registry.names())}
+        rows = rows.sort_values(
+            column, key=lambda names, places=places: names.map(places).fillna(len(places)), kind="stable"
+        )
+    panels = pd.Categorical(rows["panel"], rows["panel"].unique())
+    return rows.iloc[panels.codes.argsort(kind="stable")].reset_index(drop=True)
 
 
 def paper_frame(folder: Path, figure: str) -> pd.DataFrame:

@@ -32,7 +32,7 @@ def draw_migration(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         _line(links, rows[(rows["system"] == name) & (rows["metric"] == metric)], name, computed)
     _line(times, rows[rows["metric"] == "decode_step_latency"], STEP, False)
     times.set_ylabel("time (ms)")
-    links.set_ylabel("bandwidth (GB/s); a link below the line\nof computing again is slower than that")
+    links.set_ylabel("bandwidth (GB/s); a link below\nthe line of computing again\nis slower than that")
     for axis in (times, links):
         style.log_x(axis)
         style.log_y(axis)

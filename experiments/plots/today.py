@@ -21,7 +21,7 @@ SHOWN = {
 """Panel -> metric and label; more is better of the stream alone."""
 COLOURS = {"vllm": 4, "vllm_as_shipped": 7, "vllm_dual_stream": 8, "vllm_tuned": 1}
 BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.2}  # of numbers, over the lines of spans
-GROUP = 0.84  # of the distance between groups
+GROUP, WIDEST = 0.84, 0.3  # of the distance between groups: their bars, and one bar at most
 
 
 def draw_today(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
@@ -82,10 +82,10 @@ def _bars(axis: Axes, rows: pd.DataFrame, systems: list[str]) -> None:
     """Draw one bar per popularity and system with its span of rounds, hollow where disturbed, and the ratios."""
     table = centre(rows).pivot_table(index="workload", columns="system", values="value", sort=False)
     table = table.reindex([case for case in CASES if case in table.index])
-    width = GROUP / len(systems)
+    width = min(GROUP / len(systems), WIDEST)
     for place, system in enumerate(systems):
         mine = rows[rows["system"] == system].assign(at=lambda one: one["workload"].map(list(table.index).index))
-        mine = mine.assign(at=mine["at"] - GROUP / 2 + (place + 0.5) * width)
+        mine = mine.assign(at=mine["at"] + (place + 0.5 - len(systems) / 2) * width)
         for bar in centre(mine).itertuples():
             look = {"edgecolor": _colour(system), "facecolor": "white" if bar.disturbed is True else _colour(system)}
             axis.bar(bar.at, bar.value, 0.92 * width, linewidth=1.0, **look)
@@ -97,5 +97,6 @@ def _bars(axis: Axes, rows: pd.DataFrame, systems: list[str]) -> None:
         style.note(axis, f"{ratio:.2f}x ({other})", list(table.index).index(case), top, lift=11, fontweight="bold")
     axis.set_ylim(0, 1.3 * float(table.max().max()))
     names = [CASES[str(case)] for case in table.index]
+    axis.set_xlim(-0.5, len(table) - 0.5)
     axis.set_xticks(range(len(table)), ["all adapters"] if (rows["panel"] == "registration").any() else names)
     axis.grid(axis="x", visible=False)
