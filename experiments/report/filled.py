@@ -213,13 +213,15 @@ def gpu_steps(machines: Machines) -> str:
 
 @value("other-tokens")
 def other_tokens(machines: Machines) -> str:
-    """Say how many requests of the hours on Ray got other tokens than alone."""
+    """Say how many requests of the hours on Ray got other tokens than alone, and how many of these were recomputed."""
     counts = []
     for name, machine in machines.items():
         hours = machine.rows[machine.rows["panel"].isin(RAY_HOURS)].groupby(["panel", "metric"])["value"].sum()
         for panel in (panel for panel in RAY_HOURS if (panel, OTHER) in hours.index):
             checked = next(hours[panel, number] for number in CHECKED if (panel, number) in hours.index)
-            counts.append(f"{said(hours[panel, OTHER])} of {said(checked)} ({name}, {panel})")
+            others, not_recomputed = hours[panel, OTHER], hours.get((panel, f"{OTHER}_not_recomputed"))
+            recomputed = f"; {said(others - not_recomputed)} recomputed" if others and not_recomputed is not None else ""
+            counts.append(f"{said(others)} of {said(checked)} ({name}, {panel}{recomputed})")
     if not counts:
         raise KeyError(RAY_HOURS[0])
     return f"Requests that got other tokens than alone, as recorded: {', '.join(counts)}"
