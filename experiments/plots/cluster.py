@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from experiments.cluster.placed import FROM_DISK, FROM_HOST
 from experiments.cluster.seeds import HIGH, LOW, MEAN
+from experiments.cluster.served import KILLED
 from experiments.plots import style
 from experiments.plots.frames import described, distinct, series
 
@@ -53,7 +54,7 @@ def _draw_cluster(figure: SubFigure, rows: pd.DataFrame, paper: pd.DataFrame | N
         if paper is not None:
             _line(axis, paper, metric, {"color": style.PAPER_GREY, "linestyle": "--", "linewidth": 1.0, "zorder": 2})
         for panel, part in hours.items():
-            _line(axis, part, metric, {**_looks(panel), "linewidth": 1.0, "zorder": 3})
+            _line(axis, part, metric, {**_looks(panel), "linewidth": 1.0, "zorder": 2.5 if panel == KILLED else 3})
         axis.set(title=label, xlabel="minutes", ylim=(0, None))
     below = [
         figure.add_subplot(places[1, i * len(LINES) : (i + 1) * len(LINES)]) for i in range(len(maps))
@@ -74,7 +75,10 @@ def _draw_cluster(figure: SubFigure, rows: pd.DataFrame, paper: pd.DataFrame | N
 def _world(panel: str, rows: pd.DataFrame) -> str:
     """Describe a panel: the cost model of a simulation, or where it was measured."""
     models = ", ".join(distinct(rows, "cost_model"))
-    return f"{panel}, not measured: {models}" if models else f"{panel}, measured: {described(rows)}"
+    if models:
+        return f"{panel}, not measured: {models}"
+    marks = "; disturbed by other work" if "disturbed" in rows and rows["disturbed"].eq(True).any() else ""
+    return f"{panel}, measured: {described(rows.drop(columns='disturbed', errors='ignore'))}{marks}"
 
 
 def _looks(panel: str) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from experiments.facts.systems import SYSTEMS, short_name
 from punica.measure.records import COLUMNS, TIMERS, read_rows
 from punica.workload.popularity import WORKLOADS
 
+SIZES = [ours for ours, _ in MODELS.values()]
+
 
 def distinct(rows: pd.DataFrame, column: str) -> list[str]:
     """The different texts of a column, sorted, without the empty one."""
@@ -28,20 +30,21 @@ def measured_frame(path: Path) -> pd.DataFrame:
 
 
 def in_order(rows: pd.DataFrame) -> pd.DataFrame:
-    """Sort rows by system and popularity as their registries do, in whichever order they ran; others come last. Rows
-    of one panel stay together.
+    """Rows by model, panel, system and popularity: models by size, the last two as their registries order them.
 
-    >>> rows = pd.DataFrame({"system": "punica", "workload": ["Identical", "other", "Distinct"], "panel": ""})
+    Other names come last. They, and panels, stay in the order of `rows`.
+
+    >>> workloads = ["Identical", "other", "Distinct"]
+    >>> rows = pd.DataFrame({"model": "", "panel": "", "system": "punica", "workload": workloads})
     >>> list(in_order(rows)["workload"])
     ['Distinct', 'Identical', 'other']
     """
-    for column, registry in (("workload", WORKLOADS), ("system", SYSTEMS)):
-        places = {name: place for place, name in enumerate(registry.names())}
-        rows = rows.sort_values(
-            column, key=lambda names, places=places: names.map(places).fillna(len(places)), kind="stable"
-        )
-    panels = pd.Categorical(rows["panel"], rows["panel"].unique())
-    return rows.iloc[panels.codes.argsort(kind="stable")].reset_index(drop=True)
+    orders = {"workload": WORKLOADS.names(), "system": SYSTEMS.names(), "panel": (), "model": SIZES}
+    for column, known in orders.items():
+        found = [name for name in rows[column].unique() if name not in known]
+        places = {name: place for place, name in enumerate([*known, *found])}
+        rows = rows.sort_values(column, key=lambda names, places=places: names.map(places), kind="stable")
+    return rows.reset_index(drop=True)
 
 
 def paper_frame(folder: Path, figure: str) -> pd.DataFrame:
@@ -73,6 +76,12 @@ def interval(frame: pd.DataFrame, x: str) -> pd.DataFrame:
         return pd.DataFrame(columns=[x, "p10", "p90"])
     counts = spread[spread["statistic"] == "count"].groupby(x)[least].min()
     return wide[counts.reindex(wide.index) >= FEWEST_FOR_BAND][["p10", "p90"]].dropna().reset_index()
+
+
+def has_bands(rows: pd.DataFrame) -> bool:
+    """Tell whether any point has enough samples for its p10 and p90 to be drawn."""
+    counts = rows[rows["statistic"] == "count"]
+    return bool((counts["lowest" if "lowest" in rows else "value"] >= FEWEST_FOR_BAND).any())
 
 
 def disturbed_at(frame: pd.DataFrame, x: str) -> set[float]:

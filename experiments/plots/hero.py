@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from experiments.facts.systems import SYSTEMS, name_of
 from experiments.plots import style
 from experiments.plots.frames import beside, centre, described
-from experiments.plots.serving_bars import PAPER_NAMES, REFERENCE, SPAN, Places, short, under_our_names
+from experiments.plots.serving_bars import PAPER_NAMES, REFERENCE, SPAN, Places, not_measured, short, under_our_names
 
 SHOWN = (REFERENCE, *(name for name in SYSTEMS.names() if SYSTEMS.get(name).policy))
 """Punica, and the systems that have another system's policy on this engine."""
@@ -67,4 +67,5 @@ def _legend(figure: Figure, rows: pd.DataFrame, systems: Sequence[str], paper: p
     handles += [Patch(label=label, **_look(system, True, True)) for system, label in labels.items()]
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
     title = f"Figure 11: text generation, at most {limit} requests per batch"
-    style.caption(figure, title, described(rows), handles, 3, columnspacing=1.4)
+    words = "; ".join(filter(None, [described(rows), not_measured(rows)]))
+    style.caption(figure, title, words, handles, 3, columnspacing=1.4)

@@ -76,9 +76,23 @@ def regime(rows: pd.DataFrame) -> str:
     return ", ".join(part for part in (span("requests"), span("total_tokens"), prompts, windows) if part)
 
 
+def not_measured(rows: pd.DataFrame) -> str:
+    """Name the cells without a bar among the models, systems and popularities that have some."""
+    cells = rows.pivot_table(index=["panel", "system"], columns="workload", values="value", sort=False)
+    gaps = []
+    for (panel, system), values in cells.iterrows():
+        if lacking := [str(name) for name in values.index[values.isna()]]:
+            model = f", {rows.loc[rows['panel'] == panel, 'model'].iloc[0]}" if rows["panel"].nunique() > 1 else ""
+            gaps.append(f"{name_of(system)} on {' and '.join(lacking)}{model}")
+    return f"not measured: {'; '.join(gaps)}" if gaps else ""
+
+
 def relative_to_best(frame: pd.DataFrame) -> pd.DataFrame:
-    """Values divided by the largest on Identical, of the same machine; nothing where Identical was not served."""
-    best = frame.loc[frame["workload"] == ONE_MODEL, "value"].max()
+    """Values divided by the largest on Identical, of the same machine; nothing where a system lacks that."""
+    at_one = frame[frame["workload"] == ONE_MODEL]
+    if set(frame["system"]) - set(at_one["system"]):
+        return frame.iloc[:0]  # the best may be among those
+    best = at_one["value"].max()
     values = [name for name in ("value", *SPAN) if name in frame]
     return frame.assign(**{name: frame[name] / best for name in values}).dropna(subset=["value"])
 
@@ -167,7 +181,7 @@ def _finish(figure: Figure, rows: pd.DataFrame, paper: pd.DataFrame, about: str)
     name = ", ".join(dict.fromkeys(rows["figure"]))
     name = f"Figure {name}" if name.isdigit() else name.removeprefix("ext ").capitalize()
     title = f"{name}: text generation, at most {limit} requests per batch"
-    words = [described(rows), about, policies(ours), beside_ours(known, ours)]
+    words = [described(rows), about, policies(ours), beside_ours(known, ours), not_measured(rows)]
     style.caption(figure, title, "; ".join(filter(None, words)), handles, 3, columnspacing=1.4)
 
 

@@ -38,13 +38,15 @@ def draw_today(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         metric, label = SHOWN[panel]
         mine = rows[(rows["panel"] == panel) & (rows["metric"] == metric)]
         mine = mine if context is None else mine[mine["seq_len"] == context]
-        _bars(axis, mine, systems)
+        _bars(axis, mine, [name for name in systems if (mine["system"] == name).any()])
         axis.set_ylabel(label if context is None else f"{label}\ncontext {context:.0f}")
     labels = [textwrap.fill(f"{name}: {_engine(rows, name)}", 110) for name in systems]
     handles = [Patch(color=_colour(name), label=label) for name, label in zip(systems, labels, strict=True)]
     said = described(rows)
     if any(map(_theirs, systems)):
         said += "; ratio: ours over the fastest setting of vLLM, which is named"
+    else:
+        said += "; vLLM was not measured"
     style.caption(figure, "The engine of today beside ours", said, handles, 1)
     return figure
 

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import pandas as pd
+
 from experiments.claims.judge import DIFFERS, HOLDS, JUDGED, Verdict
 from experiments.claims.predictions import predictions
 from experiments.claims.rows import markdown
 from experiments.claims.table import figure_links, marked, total
-from experiments.cluster.served import STEADY
+from experiments.cluster.served import KILLED, RAY, STEADY
 from experiments.report.findings import Found, find
 from experiments.report.machines import OTHER_TIMER, Machine, columns
 from experiments.report.sought import SOUGHT, public_kernels
@@ -25,8 +27,9 @@ MARKED = re.compile(r"(<!-- measured:([\w-]+) -->).*?(<!-- /measured -->)", re.D
 Machines = Mapping[str, Machine]
 VALUES: dict[str, Callable[[Machines], str]] = {}
 GPU, CPU = "h200", "cpu"
-RAY_HOURS, OTHER = ("ray hour", "ray hour, a runner killed"), "requests_with_other_tokens"
-CHECKED = ("requests_checked", "total_requests")
+RAY_HOURS, OTHER = (RAY, KILLED), "requests_with_other_tokens"
+FIRST_TOKENS = "p99_time_to_first_token"
+CHECKED = ["requests_checked", "total_requests"]
 """Numbers of requests whose tokens were compared; rows without the first are of hours that compared all."""
 HIGHLIGHTS = {
     "ext_operator_tables": ("table A: fastest public kernel / ours, as a layer calls it",
@@ -216,15 +219,39 @@ def other_tokens(machines: Machines) -> str:
     """Say how many requests of the hours on Ray got other tokens than alone, and how many of these were recomputed."""
     counts = []
     for name, machine in machines.items():
-        hours = machine.rows[machine.rows["panel"].isin(RAY_HOURS)].groupby(["panel", "metric"])["value"].sum()
-        for panel in (panel for panel in RAY_HOURS if (panel, OTHER) in hours.index):
-            checked = next(hours[panel, number] for number in CHECKED if (panel, number) in hours.index)
-            others, not_recomputed = hours[panel, OTHER], hours.get((panel, f"{OTHER}_not_recomputed"))
-            recomputed = f"; {said(others - not_recomputed)} recomputed" if others and not_recomputed is not None else ""
-            counts.append(f"{said(others)} of {said(checked)} ({name}, {panel}{recomputed})")
+        for panel, hours in _ray_hours(machine, OTHER):
+            others, checked = hours[OTHER].sum(), hours[CHECKED].bfill(axis="columns").iloc[:, 0].sum()
+            recomputed = others - hours[f"{OTHER}_not_recomputed"].sum(min_count=len(hours))  # nan: not told
+            told = f"; recomputed before: {said(recomputed)}" if recomputed > 0 else ""
+            counts.append(f"{said(others)} of {said(checked)} ({name}, {panel}{told})")
     if not counts:
         raise KeyError(RAY_HOURS[0])
     return f"Requests that got other tokens than alone, as recorded: {', '.join(counts)}"
+
+
+@value("killed-runner")
+def killed_runner(machines: Machines) -> str:
+    """Say how late first tokens were in the hour with a killed runner, and in the one without."""
+    told = []
+    for name, machine in machines.items():
+        late = {panel: said(hours[FIRST_TOKENS].median() / 1e3) for panel, hours in _ray_hours(machine, FIRST_TOKENS)}
+        if len(late) == len(RAY_HOURS):
+            disturbed = machine.rows.loc[machine.rows["panel"] == KILLED, "disturbed"].eq(True).any()
+            told.append(f"{late[KILLED]} instead of {late[RAY]} s ({name}{', disturbed' if disturbed else ''})")
+    if not told:
+        raise KeyError(KILLED)
+    return f"p99 of first tokens, in the paper's seconds: {', '.join(told)}"
+
+
+def _ray_hours(machine: Machine, metric: str) -> list[tuple[str, pd.DataFrame]]:
+    """Return panels of hours on Ray that have `metric`: by rule, a column per metric that any hour has or may have."""
+    rows = machine.rows[machine.rows["panel"].isin(RAY_HOURS)]
+    wide = rows.pivot_table(index=["panel", "system"], columns="metric", values="value")
+    if metric not in wide:
+        return []
+    wide = wide.reindex(columns=wide.columns.union([OTHER, f"{OTHER}_not_recomputed", *CHECKED]))
+    found = {str(panel): hours for panel, hours in wide.dropna(subset=[metric]).groupby(level="panel")}
+    return [(panel, found[panel]) for panel in RAY_HOURS if panel in found]
 
 
 @value("streams-on-ray")

@@ -192,8 +192,8 @@ SOUGHT: dict[str, Sequence[Sought]] = {
                                ("device_share", "share of a step that the device computes"))),
     ],
     "fig12_textgen_70b": [
-        *(Sought(f"fully sharded / plain adapters, {what}", "12", {"system": "punica_sharded"}, {"system": "punica"},
-                 {"metric": metric, "model": "llama2-70b"})
+        *(Sought(f"fully sharded / plain adapters, {what}, Llama-2 70B", "12", {"system": "punica_sharded"},
+                 {"system": "punica"}, {"metric": metric, "model": "llama2-70b"})
           for metric, what in (("adapter_memory", "memory"), ("step_latency", "time of a step"))),
     ],
     "sec53_migration": [

@@ -1,5 +1,7 @@
 """What figures show beside their lines: names of models, repeats, disturbed points, both roofs, DeepSpeed's bar."""
 
+import itertools
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
@@ -14,12 +16,12 @@ from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import settle
 from experiments.plots import style
-from experiments.plots.frames import described, frame_of, how_often, interval, one_of_repeats
+from experiments.plots.frames import described, frame_of, has_bands, how_often, in_order, interval, one_of_repeats
 from experiments.plots.hero import SHOWN, draw_hero
 from experiments.plots.load import draw_load
 from experiments.plots.overlay import named, panels
 from experiments.plots.roofline import draw_roofline
-from experiments.plots.serving_bars import PAPER_NAMES, draw_serving, relative_to_best, short
+from experiments.plots.serving_bars import PAPER_NAMES, draw_serving, not_measured, relative_to_best, short
 from experiments.plots.tensor_parallel import draw_ranks
 from punica.measure.records import Row
 
@@ -67,6 +69,21 @@ def test_no_band_is_drawn_where_a_repeat_has_fewer_than_five_samples(counts, ban
     assert found["batch_size"].tolist() == banded
     assert set(found["p10"]) == {9.0}
     assert set(found["p90"]) == {12.0}
+    assert has_bands(one_of_repeats(frame_of(rows)))
+    assert has_bands(one_of_repeats(frame_of([one for one in rows if one.batch_size == 1]))) == (1 in banded)
+
+
+def test_rows_are_in_the_order_of_models_systems_and_popularities_whatever_ran_first():
+    """Bars of a figure stood in the order of the run, and those of two machines differently."""
+    models, panels, systems = ("llama2-7b", "llama2-70b"), ("b", "a"), ("punica", "hf_peft", "Loop")
+    cells = list(itertools.product(models, panels, systems, ("Distinct", "Uniform", "Skewed", "Identical")))
+    ran = cells[-12:] + cells[12:-12] + cells[:12]  # whole panels, the last first
+    ran = [cell for cell in ran if cell[3] == "Identical"] + [cell for cell in ran if cell[3] != "Identical"]
+    rows = in_order(pd.DataFrame(ran, columns=["model", "panel", "system", "workload"]))
+    found = list(rows.itertuples(index=False, name=None))
+    order = list(dict.fromkeys(cell[1] for cell in ran))
+    assert found == sorted(cells, key=lambda cell: (cell[0] == "llama2-70b", order.index(cell[1])))
+    assert in_order(rows).equals(rows)
 
 
 def test_repeats_become_one_point_of_the_quiet_ones():
@@ -159,6 +176,17 @@ def test_bars_are_relative_to_the_best_system_on_identical():
         ("punica", "Distinct"): 0.72, ("punica", "Identical"): 0.8,
         ("continuous_batching", "Distinct"): 0.08, ("continuous_batching", "Identical"): 1.0,
     }  # fmt: skip
+
+
+def test_bars_are_relative_to_nothing_where_the_best_may_be_missing():
+    """An H100 whose backbone was not measured on Identical showed Punica as the best there."""
+    rows = served().query("metric == 'throughput'")
+    gap = rows[(rows["system"] == "punica") | (rows["workload"] == "Distinct")]
+    assert relative_to_best(gap).empty
+    assert not_measured(rows) == ""
+    assert not_measured(gap) == "not measured: continuous batching, one adapter on Identical"
+    both = pd.concat([gap, rows.assign(panel="13B Model", model="llama2-13b")])
+    assert not_measured(both) == "not measured: continuous batching, one adapter on Identical, llama-small"
 
 
 def test_bars_are_labelled_with_two_or_three_digits():

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from experiments.harness.schema import REPOSITORY
@@ -52,6 +53,42 @@ def test_a_table_spans_lines_and_what_stands_around_it_stays(cpu):
 def test_rows_of_older_source_are_counted_by_machine(cpu):
     half = replace(cpu, rows=cpu.rows.assign(older=[True, False]))
     assert filled.older_rows({"cpu": half, "h200": cpu}) == "1 of 2 (50.0 %) on cpu, 2 of 2 (100.0 %) on h200"
+
+
+def ray_hours(disturbed=False):
+    """Rows of two rules' hours, and of the first's with a runner killed; an older rule without numbers of moves."""
+    numbers = {
+        ("ray hour", "punica"): {"requests_checked": 9, "requests_with_other_tokens": 0},
+        ("ray hour", "least_loaded"): {"total_requests": 40, "requests_with_other_tokens": 2},
+        ("ray hour, a runner killed", "punica"): {
+            "requests_checked": 9, "total_requests": 40, "requests_with_other_tokens": 3,
+            "requests_with_other_tokens_not_recomputed": 1,
+        },
+    }  # fmt: skip
+    late = {"ray hour": 2_880.0, "ray hour, a runner killed": 16_800.0}
+    cells = [(panel, system, metric, value) for (panel, system), found in numbers.items()
+             for metric, value in {**found, "p99_time_to_first_token": late[panel]}.items()]  # fmt: skip
+    return pd.DataFrame(cells, columns=["panel", "system", "metric", "value"]).assign(disturbed=disturbed)
+
+
+def test_other_tokens_of_all_rules_are_counted_and_those_of_moved_requests_told_apart(cpu):
+    assert filled.other_tokens({"cpu": replace(cpu, rows=ray_hours())}) == (
+        "Requests that got other tokens than alone, as recorded: 2 of 49 (cpu, ray hour), "
+        "3 of 9 (cpu, ray hour, a runner killed; recomputed before: 2)"
+    )
+    with pytest.raises(KeyError, match="ray hour"):
+        filled.other_tokens({"cpu": cpu})
+
+
+def test_first_tokens_of_the_hour_with_a_killed_runner_stand_beside_those_without(cpu):
+    rows = ray_hours()
+    alone = rows[rows["panel"] == "ray hour"]
+    machines = {"h200": replace(cpu, rows=ray_hours(disturbed=True)), "h100": replace(cpu, rows=alone), "cpu": cpu}
+    assert filled.killed_runner(machines) == (
+        "p99 of first tokens, in the paper's seconds: 16.8 instead of 2.88 s (h200, disturbed)"
+    )
+    with pytest.raises(KeyError, match="killed"):
+        filled.killed_runner({"h100": machines["h100"]})
 
 
 def test_what_differs_on_the_gpu_is_a_table_and_on_a_cpu_a_list(cpu):
