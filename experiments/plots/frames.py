@@ -11,7 +11,8 @@ from experiments.facts.systems import SYSTEMS, short_name
 from punica.measure.records import COLUMNS, TIMERS, read_rows
 from punica.workload.popularity import WORKLOADS
 
-SIZES = [ours for ours, _ in MODELS.values()]
+SIZES = ["", *(ours for ours, _ in MODELS.values())]
+"""Models by size; operators alone first."""
 
 
 def distinct(rows: pd.DataFrame, column: str) -> list[str]:

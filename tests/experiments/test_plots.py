@@ -75,14 +75,14 @@ def test_no_band_is_drawn_where_a_repeat_has_fewer_than_five_samples(counts, ban
 
 def test_rows_are_in_the_order_of_models_systems_and_popularities_whatever_ran_first():
     """Bars of a figure stood in the order of the run, and those of two machines differently."""
-    models, panels, systems = ("llama2-7b", "llama2-70b"), ("b", "a"), ("punica", "hf_peft", "Loop")
+    models, panels, systems = ("", "llama2-7b", "llama2-70b"), ("b", "a"), ("punica", "hf_peft", "Loop")
     cells = list(itertools.product(models, panels, systems, ("Distinct", "Uniform", "Skewed", "Identical")))
     ran = cells[-12:] + cells[12:-12] + cells[:12]  # whole panels, the last first
     ran = [cell for cell in ran if cell[3] == "Identical"] + [cell for cell in ran if cell[3] != "Identical"]
     rows = in_order(pd.DataFrame(ran, columns=["model", "panel", "system", "workload"]))
     found = list(rows.itertuples(index=False, name=None))
     order = list(dict.fromkeys(cell[1] for cell in ran))
-    assert found == sorted(cells, key=lambda cell: (cell[0] == "llama2-70b", order.index(cell[1])))
+    assert found == sorted(cells, key=lambda cell: (models.index(cell[0]), order.index(cell[1])))
     assert in_order(rows).equals(rows)
 
 
