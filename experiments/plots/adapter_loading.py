@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from experiments.facts.paper import paper_file
 from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
-from experiments.plots.frames import FEWEST_FOR_BAND, centre, described, disturbed_at, series
+from experiments.plots.frames import FEWEST_FOR_BAND, centre, described_with_bands, disturbed_at, series
 from experiments.plots.overlay import band
 
 PAPER_RANK = 16  # of D03; the text names none
@@ -168,5 +168,5 @@ def _finish(figure: Figure, rows: pd.DataFrame) -> None:
     handles = [Line2D([], [], label=NAMES[name], **_look(name)) for name in _systems(rows)]
     handles.append(Line2D([], [], label="paper's text, A100: 50 µs, 2 ms", **PAPER))
     handles.append(Line2D([], [], label="7B's bytes at 25 GB/s, PCIe Gen4 x16 (D03)", **ARITHMETIC))
-    title, measured = "Section 5.2: loading one adapter from host memory", f"{described(rows)}; band p10-p90"
-    style.caption(figure, title, measured, handles, 3, columnspacing=1.4)
+    title = "Section 5.2: loading one adapter from host memory"
+    style.caption(figure, title, described_with_bands(rows), handles, 3, columnspacing=1.4)

@@ -78,7 +78,7 @@ def _world(panel: str, rows: pd.DataFrame) -> str:
     if models:
         return f"{panel}, not measured: {models}"
     marks = "; disturbed by other work" if "disturbed" in rows and rows["disturbed"].eq(True).any() else ""
-    return f"{panel}, measured: {described(rows.drop(columns='disturbed', errors='ignore'))}{marks}"
+    return f"{panel}, measured: {described(rows.assign(disturbed=None))}{marks}"
 
 
 def _looks(panel: str) -> dict[str, Any]:

@@ -71,18 +71,21 @@ FEWEST_FOR_BAND = 5
 def interval(frame: pd.DataFrame, x: str) -> pd.DataFrame:
     """`x`, `p10` and `p90`, one row per x with `FEWEST_FOR_BAND` samples in each repeat that counts."""
     spread = frame[frame["statistic"].isin(["p10", "p90", "count"])]
-    least = "lowest" if "lowest" in frame else "value"
     wide = spread.pivot_table(index=x, columns="statistic", values="value")
     if not {"p10", "p90", "count"} <= set(wide.columns):
         return pd.DataFrame(columns=[x, "p10", "p90"])
-    counts = spread[spread["statistic"] == "count"].groupby(x)[least].min()
+    counts = _samples(spread).groupby(spread[x]).min()
     return wide[counts.reindex(wide.index) >= FEWEST_FOR_BAND][["p10", "p90"]].dropna().reset_index()
 
 
 def has_bands(rows: pd.DataFrame) -> bool:
     """Tell whether any point has enough samples for its p10 and p90 to be drawn."""
-    counts = rows[rows["statistic"] == "count"]
-    return bool((counts["lowest" if "lowest" in rows else "value"] >= FEWEST_FOR_BAND).any())
+    return bool((_samples(rows) >= FEWEST_FOR_BAND).any())
+
+
+def _samples(rows: pd.DataFrame) -> pd.Series:
+    """Numbers of samples per point, in the repeat that has the fewest."""
+    return rows.loc[rows["statistic"] == "count", "lowest" if "lowest" in rows else "value"]
 
 
 def disturbed_at(frame: pd.DataFrame, x: str) -> set[float]:
@@ -97,6 +100,11 @@ def described(rows: pd.DataFrame) -> str:
     runs = [often] if (often := how_often(rows)) else []
     marks = ["hollow: disturbed"] if "disturbed" in rows and rows["disturbed"].eq(True).any() else []
     return "; ".join([devices, *models, timers, f"scale={scales}", *runs, *marks])
+
+
+def described_with_bands(rows: pd.DataFrame) -> str:
+    """Describe the measurement, and what bands show where any is drawn."""
+    return f"{described(rows)}{'; band p10-p90' if has_bands(rows) else ''}"
 
 
 def how_often(rows: pd.DataFrame) -> str:

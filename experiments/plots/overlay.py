@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 
 from experiments.harness.experiment import Overlay
 from experiments.plots import style
-from experiments.plots.frames import centre, described, distinct, disturbed_at, has_bands, interval, role_of, series
+from experiments.plots.frames import centre, described_with_bands, distinct, disturbed_at, interval, role_of, series
 
 
 def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
@@ -119,5 +119,5 @@ def finish(figure: Figure, title: str, rows: pd.DataFrame, paper: pd.DataFrame, 
         grey: dict[str, Any] = style.paper_style(name) if known else {"linestyle": ""}
         handles.append(Line2D([], [], label=style.PAPER_LABEL if known else "not in the paper", **grey))
     dotted = f"; dotted: {part} alone" if part and (rows["system"] == part).any() else ""
-    measured = f"{described(rows)}{'; band p10-p90' if has_bands(rows) else ''}{dotted}"
+    measured = f"{described_with_bands(rows)}{dotted}"
     style.caption(figure, title, measured, handles, len(handles) // 2, handlelength=2.6, columnspacing=1.4)

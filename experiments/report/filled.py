@@ -27,7 +27,8 @@ MARKED = re.compile(r"(<!-- measured:([\w-]+) -->).*?(<!-- /measured -->)", re.D
 Machines = Mapping[str, Machine]
 VALUES: dict[str, Callable[[Machines], str]] = {}
 GPU, CPU = "h200", "cpu"
-RAY_HOURS, OTHER = (RAY, KILLED), "requests_with_other_tokens"
+RAY_HOURS = (RAY, KILLED)
+OTHER, NOT_MOVED = "requests_with_other_tokens", "requests_with_other_tokens_not_recomputed"
 FIRST_TOKENS = "p99_time_to_first_token"
 CHECKED = ["requests_checked", "total_requests"]
 """Numbers of requests whose tokens were compared; rows without the first are of hours that compared all."""
@@ -219,13 +220,13 @@ def other_tokens(machines: Machines) -> str:
     """Say how many requests of the hours on Ray got other tokens than alone, and how many of these were recomputed."""
     counts = []
     for name, machine in machines.items():
-        for panel, hours in _ray_hours(machine, OTHER):
+        for panel, hours in _ray_hours(machine, OTHER, NOT_MOVED, *CHECKED).items():
             others, checked = hours[OTHER].sum(), hours[CHECKED].bfill(axis="columns").iloc[:, 0].sum()
-            recomputed = others - hours[f"{OTHER}_not_recomputed"].sum(min_count=len(hours))  # nan: not told
+            recomputed = others - hours[NOT_MOVED].sum(min_count=len(hours))  # nan: not told
             told = f"; recomputed before: {said(recomputed)}" if recomputed > 0 else ""
             counts.append(f"{said(others)} of {said(checked)} ({name}, {panel}{told})")
     if not counts:
-        raise KeyError(RAY_HOURS[0])
+        raise KeyError(RAY)
     return f"Requests that got other tokens than alone, as recorded: {', '.join(counts)}"
 
 
@@ -234,7 +235,8 @@ def killed_runner(machines: Machines) -> str:
     """Say how late first tokens were in the hour with a killed runner, and in the one without."""
     told = []
     for name, machine in machines.items():
-        late = {panel: said(hours[FIRST_TOKENS].median() / 1e3) for panel, hours in _ray_hours(machine, FIRST_TOKENS)}
+        hours = _ray_hours(machine, FIRST_TOKENS)
+        late = {panel: said(found[FIRST_TOKENS].median() / 1e3) for panel, found in hours.items()}
         if len(late) == len(RAY_HOURS):
             disturbed = machine.rows.loc[machine.rows["panel"] == KILLED, "disturbed"].eq(True).any()
             told.append(f"{late[KILLED]} instead of {late[RAY]} s ({name}{', disturbed' if disturbed else ''})")
@@ -243,15 +245,12 @@ def killed_runner(machines: Machines) -> str:
     return f"p99 of first tokens, in the paper's seconds: {', '.join(told)}"
 
 
-def _ray_hours(machine: Machine, metric: str) -> list[tuple[str, pd.DataFrame]]:
-    """Return panels of hours on Ray that have `metric`: by rule, a column per metric that any hour has or may have."""
+def _ray_hours(machine: Machine, *metrics: str) -> dict[str, pd.DataFrame]:
+    """Return `metrics` of the hours on Ray that have the first of them, by panel: a row per rule."""
     rows = machine.rows[machine.rows["panel"].isin(RAY_HOURS)]
-    wide = rows.pivot_table(index=["panel", "system"], columns="metric", values="value")
-    if metric not in wide:
-        return []
-    wide = wide.reindex(columns=wide.columns.union([OTHER, f"{OTHER}_not_recomputed", *CHECKED]))
-    found = {str(panel): hours for panel, hours in wide.dropna(subset=[metric]).groupby(level="panel")}
-    return [(panel, found[panel]) for panel in RAY_HOURS if panel in found]
+    wide = rows.pivot_table(index=["panel", "system"], columns="metric", values="value").reindex(columns=list(metrics))
+    found = wide.dropna(subset=metrics[0])
+    return {panel: found.loc[[panel]] for panel in RAY_HOURS if panel in found.index}
 
 
 @value("streams-on-ray")

@@ -523,9 +523,9 @@ def test_streams_on_ray_have_the_bounds_that_were_asked_for(measured, met):
 def test_the_recorded_hour_on_ray_is_drawn_and_predicted_and_says_whose_tokens_differ():
     rows = measured_frame(PAPER.parent / "results" / "cpu" / f"{FIG13.name}.csv")
     on_ray = rows[rows["panel"].str.contains("ray hour")]
-    sizes = on_ray.groupby("panel").size()
-    assert set(sizes.index) == {"ray hour", "ray hour, a runner killed", "simulated ray hour"}
-    assert sizes.min() > 900  # curves over an hour, a row per GPU and minute
+    assert on_ray.groupby("panel").size().to_dict() == {
+        "ray hour": 969, "ray hour, a runner killed": 961, "simulated ray hour": 944,
+    }  # fmt: skip
     others = on_ray[on_ray["metric"] == "requests_with_other_tokens"].set_index("panel")["value"]
     assert others.to_dict() == {"ray hour": 0, "ray hour, a runner killed": 0}
     assert sum("runners on Ray" in one.what for one in predictions(rows, PAPER)) == 3

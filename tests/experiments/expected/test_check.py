@@ -65,5 +65,5 @@ def test_another_device_is_told_apart():
 def test_recorded_rows_are_inside_of_the_committed_ranges(folder):
     rows = read_folder(folder)
     found = hold_rows(read_expected(folder)[1], rows, rows)
-    assert len(found.compared) > 5 * rows["figure"].nunique()
+    assert len(found.compared) > 100
     assert all(lines.empty for lines in (found.outside, found.absent, found.unknown))
