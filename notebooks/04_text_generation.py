@@ -57,8 +57,9 @@ def values(rows: pd.DataFrame, *keys: str) -> pd.DataFrame:
 #
 # All requests wait from the start. Continuous and static batching of one adapter run without LoRA on the same engine,
 # and switching their adapter costs nothing; what they lack is a batch of several adapters. They have the policies of
-# the paper's vLLM and FasterTransformer, neither of which was run. Hugging Face with PEFT was (`hf_peft`,
-# `hf_peft_mixed`); its host launches every kernel, which limits it on a fast GPU.
+# the paper's vLLM and FasterTransformer, neither of which was run. Hugging Face with PEFT was: with its one
+# adapter merged into the weights (`hf_peft`), and with adapters mixed (`hf_peft_mixed`), where the host launches every
+# kernel, which limits it on a fast GPU. The H200's 13B rows of `hf_peft` are older: not merged, and launched as well.
 
 # %%
 display(*MACHINES.figure(FIG11))
