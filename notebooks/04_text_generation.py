@@ -121,7 +121,7 @@ display(*MACHINES.table(FIG11, index_rule))
 # Requests arrive as a Poisson process and nobody waits for anybody. Every system is loaded up to its own capacity and a
 # little beyond, so that its knee is seen. Where the best baseline saturates, Punica has most of its capacity left: the
 # p99 of its time to first token is to stay below five decode steps and the step of a prompt (`bound`). A p99 is of at
-# least 100 requests; the CPU's share of time has fewer of them, so that p95 and the longest stand there.
+# least 100 requests; most points of the CPU have fewer, so that p95 and the longest stand there.
 
 # %%
 display(*MACHINES.figure(LOAD))

@@ -137,7 +137,7 @@ display(as_markdown(pd.DataFrame(rows)))
 # %% [markdown]
 # Even with one adapter the rows of a decode step are spread over the experts: with 128 experts, 32 rows of one adapter
 # meet most pairs, with few rows each. To the operator, Identical looks like Distinct. The popularity that decides how
-# fast dense layers are counts for little here, until batches are large.
+# fast dense layers are counts for less with many experts and few rows than with few experts or many rows.
 #
 # ## 4. Measured: experts
 #
@@ -154,6 +154,7 @@ display(Markdown("Ratios to the public kernels: [operator tables](../results/h20
 # %% [markdown]
 # A layer, a model and a step of the engine of either kind (on a CPU an eighth as wide): what the adapters add, by
 # popularity. Layers and models are timed by the best clock of the machine, steps of the engine by the host's.
+# On the H200 those with FP8 adapters are of older source: compare them with their own backbone.
 
 # %%
 display(*machines.figure(MOE))
