@@ -113,19 +113,21 @@ def test_a_coupled_step_of_the_timed_model_is_its_cost_models(rank) -> None:
     assert float(coupled_step(work, flying, seen(1.2, 1))[0]) == pytest.approx(COST.seconds(tokens), rel=1e-9)
 
 
-def test_the_rates_of_a_dense_model_tell_recorded_layers_of_experts() -> None:
-    """Nothing was fitted to them: 32 rows with an adapter each at rank 16, on an H200."""
+def test_the_rates_of_a_dense_model_tell_recorded_experts() -> None:
+    """Nothing was fitted to them: 32 rows with an adapter each at rank 16, on an H200. Compared are a layer's base
+    products, and what LoRA adds to a step, whose rows are as new as those that its rate is from.
+    """
     rows = frame_of(read_rows(RESULTS / "h200" / "ext_moe.csv"))
-    chosen = rows[(rows["metric"] == "layer_latency") & (rows["batch_size"] == 32) & (rows["workload"] == "Distinct")]
-    chosen = chosen[(chosen["statistic"] == "median") & (chosen["model"] == MIXTURE)]
-    timed = chosen.groupby("system")["value"].median() / 1e6
+    chosen = rows[(rows["panel"] == MIXTURE) & (rows["batch_size"] == 32) & (rows["workload"] == "Distinct")]
+    chosen = chosen[chosen["metric"].isin(["layer_latency", "step_latency"]) & (chosen["statistic"] == "median")]
+    timed = chosen.groupby("system")["value"].median()
     work = asked(rank=16, prompt=0.0)
     gate, down = base_times(work, np.array([32.0]))[1][2:]
-    assert float((gate + down)[0]) == pytest.approx(timed["backbone layer"], rel=0.15)
-    pairs = 32 * 8
-    lora = ITEM * RATES.lora * 16 * pairs * sum(part.lora for part in work.shape.products[2:])
-    # the rate is of newer rows than these layers: it gives three quarters of what their LoRA took
-    assert lora == pytest.approx(timed["layer"] - timed["backbone layer"], rel=0.25)
+    assert float((gate + down)[0]) == pytest.approx(timed["backbone layer"] / 1e6, rel=0.15)
+    pairs = [32, 32, 32 * 8, 32 * 8]  # of rows or their experts with an adapter, on each input of a layer
+    elements = sum(met * part.lora for met, part in zip(pairs, work.shape.products, strict=True))
+    lora = work.shape.layers * ITEM * RATES.lora * 16 * elements
+    assert lora == pytest.approx((timed["engine"] - timed["backbone engine"]) / 1e3, rel=0.15)
 
 
 @pytest.mark.parametrize("model", [DENSE, *MIXTURES])
