@@ -8,8 +8,8 @@
 
 =========  ==================================================================================================
 fresh      `outputs/<hardware>/`: claims.csv, claims.md, and report.html with the recorded machines beside it
-recorded   `results/*/claims*`, `results/*/expected/`, `docs/results-*.md`, `docs/artifact.md`, `REPRODUCING.md`,
-           numbers between markers in `*.md`; `outputs/report.html`
+recorded   `results/*/claims*`, `results/*/operator_tables.md`, `results/*/expected/`, `docs/results-*.md`,
+           `docs/artifact.md`, `REPRODUCING.md`, numbers between markers in `*.md`; `outputs/report.html`
 =========  ==================================================================================================
 
 It runs with whatever rows exist: a claim without rows is `not measured here`, with the command that measures it.
@@ -35,6 +35,7 @@ from experiments.report.machines import (
     recorded_machines,
     rows_files,
 )
+from experiments.report.operators import write_operator_tables
 from experiments.report.page import PAGE, write_page
 from experiments.report.reproducing import write_reproducing
 from experiments.report.tables import write_results
@@ -68,6 +69,7 @@ def write_recorded(results: Path, figures: Path, paper: Path, page: Path) -> tup
     machines, root = recorded_machines(results, figures, paper), results.parent
     files = [file for one in machines for file in write_claims(one, one.folder, paper, columns(machines))]
     files += [write_results(one, paper, root / "docs" / f"results-{one.name}.md") for one in machines]
+    files += [path for one in machines for path in write_operator_tables(one, one.folder / "operator_tables.md")]
     files += [path for one in machines for path in write_expected(one.folder, one.rows, one.verdicts, one.paper)]
     files += [write_reproducing(machines, paper, root / "REPRODUCING.md")]
     files += [write_artifact(machines, root / "docs" / "artifact.md")]

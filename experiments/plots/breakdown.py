@@ -45,7 +45,10 @@ def draw_breakdown(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         mine = rows[(rows["panel"] == panel) & (rows["batch_size"] == batch) & (rows["seq_len"] == length)]
         for axis, model in zip(line, models, strict=True):
             title = f"{_named(panel, int(batch), int(length))}" + (f", {model}" if len(models) > 1 else "")
-            _fill(axis, mine[mine["model"] == model], title)
+            here = mine[mine["model"] == model]
+            axis.set_visible(not here.empty)  # a model may lack a kind of step
+            if not here.empty:
+                _fill(axis, here, title)
     for axis in axes[-1]:
         axis.set_xlabel("time of a step (ms)")
     handles: list[Any] = [_patch(part) for part in PARTS if (rows["metric"] == f"time_{part}").any()]
@@ -63,7 +66,7 @@ def draw_breakdown(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
 def _named(panel: str, batch: int, length: int) -> str:
     """A kind of step in words."""
-    decodes = f"{batch} decodes, context {length}"
+    decodes = f"{batch} decode{'s' * (batch > 1)}, context {length}"
     others = {"prefill": f"a prompt of {length}", "mixed": f"a prompt of {length} and {batch - 1} decodes"}
     return others.get(panel, decodes)
 
