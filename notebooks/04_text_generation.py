@@ -59,7 +59,7 @@ def values(rows: pd.DataFrame, *keys: str) -> pd.DataFrame:
 # and switching their adapter costs nothing; what they lack is a batch of several adapters. They have the policies of
 # the paper's vLLM and FasterTransformer, neither of which was run. Hugging Face with PEFT was: with its one
 # adapter merged into the weights (`hf_peft`), and with adapters mixed (`hf_peft_mixed`), where the host launches every
-# kernel, which limits it on a fast GPU. The H200's 13B rows of `hf_peft` are older: not merged, and launched as well.
+# kernel, which limits it on a fast GPU.
 
 # %%
 display(*MACHINES.figure(FIG11))

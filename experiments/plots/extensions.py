@@ -33,6 +33,8 @@ EXPERTS = (
     ("step_latency", "engine", "backbone engine", "engine step (ms)"),
 )
 """Metric, system, reference system, and label of each row of axes of `draw_moe`."""
+SLOTS = ", by slots"
+"""End of the name of a column of `draw_moe` that has the slots to the right."""
 DODGE = 1.08
 """Factor on the batch size between lines of equal values."""
 GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}
@@ -134,9 +136,13 @@ def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
 
 def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Per model, by popularity: both LoRA products, the layer, throughput, and a step of the engine, where measured."""
+    """Per model, by popularity: both LoRA products, the layer, throughput, and a step of the engine, where measured.
+
+    Panels of different numbers of slots share a column, which has the slots to the right.
+    """
+    rows = _by_slots(rows)
     shown = [line for line in EXPERTS if line[1] in set(rows["system"])]
-    models, figure, axes = _columns(rows, len(shown), "panel")
+    models, figure, axes = _columns(rows, len(shown), "panel", sharex="col")
     for model, column in zip(models, axes.T, strict=True):
         mine = rows[rows["panel"] == model]
         for axis, (metric, system, reference, _) in zip(column, shown, strict=True):
@@ -151,7 +157,20 @@ def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             if not own and not other:
                 axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.5")
         column[0].set_title(model.replace(", ", ",\n"))
-    return _finish(figure, axes, "LoRA on experts", rows, *(label for *_, label in shown))
+    _finish(figure, axes, "LoRA on experts", rows, *(label for *_, label in shown))
+    for model, axis in zip(models, axes[-1], strict=True):
+        if model.endswith(SLOTS):
+            axis.set_xlabel("slots")
+    return figure
+
+
+def _by_slots(rows: pd.DataFrame) -> pd.DataFrame:
+    """Put the panels "model, N slots" together, with N in place of their batch size, which is one."""
+    found = rows["panel"].str.extract(r"^(.+), (\d+) slots$")
+    slots, place = found[1].notna(), found[1].astype(float)
+    batches = rows.loc[slots, "batch_size"].astype(int).astype(str)
+    names = found[0] + ",\nbatch " + batches + SLOTS
+    return rows.assign(panel=rows["panel"].mask(slots, names), batch_size=rows["batch_size"].mask(slots, place))
 
 
 def _changes(axis: Axes, lines: Lines) -> None:
@@ -168,11 +187,13 @@ def _changes(axis: Axes, lines: Lines) -> None:
         axis.text(0.03, 0.95, text, transform=axis.transAxes, va="top", fontsize=6.5, color="0.3")
 
 
-def _columns(rows: pd.DataFrame, depth: int, column: str = "workload") -> tuple[list[str], Figure, Any]:
+def _columns(
+    rows: pd.DataFrame, depth: int, column: str = "workload", sharex: bool | str = True
+) -> tuple[list[str], Figure, Any]:
     """The values of `column`, and a figure with a column of `depth` axes for each."""
     names = list(dict.fromkeys(rows[column]))
     width = max(style.PANEL_WIDTH * len(names), 4.2) + 0.6
-    figure, axes = style.grid(depth, len(names), width, depth * style.PANEL_HEIGHT + 1.2)
+    figure, axes = style.grid(depth, len(names), width, depth * style.PANEL_HEIGHT + 1.2, sharex=sharex)
     for axis, name in zip(axes[0], names, strict=True):
         axis.set_title(name)
     return names, figure, axes

@@ -29,8 +29,8 @@ TITLES = {
 }
 """Table -> its heading, in the order of the page."""
 LEGEND = """\
-Microseconds per operator, medians. Weights come from HBM: one CUDA graph over more than 256 MB of inputs in turns. Every result was checked against
-float32 references in the same run.
+Microseconds per operator, medians. Weights come from HBM: one CUDA graph over more than 256 MB of inputs in turns.
+Every result was checked against float32 references in the same run.
 
 | column | what |
 |---|---|
@@ -43,14 +43,14 @@ float32 references in the same run.
 | `no overlap` | the flat operator with plain launches |
 | `rank table` | as `punica`, true ranks read from a table |
 | `eager` | host time per call |
-| `best existing`, `us` | the fastest public kernel of that row on an H200 (`paper_results/anchors.csv`, `anchors_shapes.csv`) |
+| `best existing`, `us` | the fastest public kernel of that row on an H200 (`paper_results/anchors*.csv`) |
 | `ratio` | theirs over ours |
 | `fp8` | A and B in FP8 with a scale for each channel, activations as they are |
 | `fp8 w8a8`; `fp8 w8a8, x too` | x given as FP8 with its scales; x quantised in the call |
 """
 EXPERTS = """\
-`python -m experiments.ext_expert_tables`. `sum`: w13 and w2. `delta`: outputs are overwritten, as the fastest public kernel does. `alignment`: grouping of
-rows by adapter and expert, once a layer; empty where nothing is launched.
+`python -m experiments.ext_expert_tables`. `sum`: w13 and w2. `delta`: outputs are overwritten, as the fastest public
+kernel does. `alignment`: grouping of rows by adapter and expert, once a layer; empty where nothing is launched.
 """
 
 

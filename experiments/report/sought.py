@@ -81,10 +81,10 @@ SOUGHT: dict[str, Sequence[Sought]] = {
                {"system": "punica"}, {"metric": "step_latency", "panel": "decode"}),
         Sought("decode step, FP8 cache / 16 bits", "ext breakdown", {"system": "fp8 cache"}, {"system": "punica"},
                {"metric": "step_latency", "panel": "decode"}),
-        *(Sought(f"decode step of 32 requests, 512 cached tokens, {name}, {role}", "ext breakdown",
+        *(Sought(f"decode step of {requests}, 512 cached tokens, {name}, {role}", "ext breakdown",
                  {"metric": "step_latency", "workload": workload, "model": model, "panel": "decode",
-                  "system": "punica", "seq_len": 512, "batch_size": 32})
-          for model, role in ROLES.items()
+                  "system": "punica", "seq_len": 512, "batch_size": batch})
+          for batch, requests in ((1, "one request"), (32, "32 requests")) for model, role in ROLES.items()
           for name, workload in (("no adapters", ""), ("one adapter", "Identical"), ("32 adapters", "Distinct"))),
     ],
     "ext_stated_lengths": [
@@ -121,6 +121,8 @@ SOUGHT: dict[str, Sequence[Sought]] = {
                  {"system": "backbone layer"},
                  {"metric": "layer_latency", "batch_size": 32, "model": model, "workload": name})
           for model in ("mixtral-8x7b", "qwen3-30b-a3b") for name in ("Distinct", "Identical")),
+        Sought("layer of experts, 32 requests of 8 adapters, 256 slots / 8 slots", MOE, {"panel": "*, 256 slots"},
+               {"panel": "*, 8 slots"}, {"metric": "layer_latency", "system": "layer"}),
         *(Sought(f"engine's step of 32 requests, {name}", MOE,
                  {"metric": "step_latency", "system": system, "workload": workload, "panel": panel, "batch_size": 32})
           for name, system, workload, panel in (

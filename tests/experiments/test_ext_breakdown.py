@@ -292,6 +292,19 @@ def gpu_rows(models=("llama2-7b", "llama2-13b")):
     return pd.DataFrame(lines)
 
 
+def test_a_kind_of_step_that_one_model_lacks_leaves_its_place_empty():
+    import matplotlib.pyplot as plt
+
+    rows = gpu_rows()
+    alone = rows[(rows["panel"] == "decode") & (rows["model"] == "llama2-7b")].assign(batch_size=1)
+    figure = draw_breakdown(pd.concat([alone, rows]), pd.DataFrame())
+    try:
+        assert [axis.get_visible() for axis in figure.axes[:4]] == [True, False, True, True]
+        assert figure.axes[0].get_title() == "1 decode, context 512, llama2-7b"
+    finally:
+        plt.close(figure)
+
+
 def test_the_figure_stacks_the_parts_of_every_model_and_step():
     import matplotlib.pyplot as plt
 

@@ -158,6 +158,19 @@ def test_engine_and_fp8_stand_beside_what_other_clocks_time(tmp_path):
     }  # fmt: skip
 
 
+def test_numbers_of_slots_share_a_column(tmp_path):
+    panels = [panel_of("qwen3-30b-a3b", None), *(panel_of("qwen3-30b-a3b", None, slots) for slots in (8, 256))]
+    path = tmp_path / "ext_moe.csv"
+    engine_and_layers(path, panels)
+    rows = [row for row in read_rows(path) if "slots" not in row.panel or row.batch_size == 8]
+    figure = draw_moe(frame_of(rows), pd.DataFrame())
+    last = [axis for axis in figure.axes if axis.get_subplotspec().is_last_row()]
+    assert [axis.get_xlabel() for axis in last] == ["batch size", "slots"]
+    assert last[1].lines[0].get_xdata().tolist() == [8, 256]
+    assert last[1].lines[0].get_ydata().tolist() == [11, 12]
+    assert last[1].get_subplotspec().colspan.start == 1, "the layers' panel stays beside it"
+
+
 def test_fp8_adapters_have_points_of_their_own(tmp_path):
     found = []
     for words in ((), ("figure.fp8=float8_e4m3fn",)):

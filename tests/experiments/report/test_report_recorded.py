@@ -24,7 +24,9 @@ def test_committed_reports_are_what_the_command_writes(tmp_path: Path) -> None:
     names = [file.relative_to(tmp_path) for file in files if file != page]
     assert {Path("README.md"), Path("REPRODUCING.md"), Path("docs/artifact.md")} <= set(names)
     assert {*(Path(f"docs/results-{machine.name}.md") for machine in machines)} <= set(names)
-    tables = [name.with_suffix(".csv") for name in names if name.parts[0] == "results"]
+    results = [name for name in names if name.parts[0] == "results"]
+    assert Path("results/h200/operator_tables.md") in results
+    tables = [name.with_suffix(".csv") for name in results if name.stem != "operator_tables"]
     assert {Path(f"results/{machine.name}/expected/claims.csv") for machine in machines} <= set(tables)
     for name in [*names, *tables]:
         assert (tmp_path / name).read_bytes() == (REPOSITORY / name).read_bytes(), f"{name}: {REMEDY}"
