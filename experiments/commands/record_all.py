@@ -1,4 +1,4 @@
-"""All recorded sets of a hardware, measured one after the other in calls of a few minutes each.
+"""All recorded sets of a hardware, measured in calls of a few minutes each.
 
     make record-all HARDWARE=h200 LIMIT=9
     python -m experiments.commands.record_all machine=h200 limit=9 list=true
@@ -6,6 +6,9 @@
 `conf/recording.yaml` lists the sets, in the order of the claims. Those that decide claims are measured first, in
 rounds, one repeat of all of them before the next: a cut run leaves whole claims, and repeats are of different times or
 machines. Sets without claims follow.
+
+One set is measured after the other. On a machine with several GPUs as many are measured at once, each on a GPU of its
+own with a share of the cores (`experiments.commands.processes`).
 
 A call ends after `limit` minutes, and the same command continues: `outputs/<hardware>/record_all.json` says what is
 done, at which commit. A set that the limit stopped is measured after its kin; one of more minutes than `limit` is not
@@ -16,27 +19,25 @@ measures nothing.
 
 import json
 import shlex
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
 from experiments.commands.commits import is_uncommitted
+from experiments.commands.processes import Processes
 from experiments.harness.command import finish, with_options
 from experiments.harness.schema import CONF, REPOSITORY, ConfigError
 from punica.measure.commit import commit
 from punica.measure.environment import hardware_slug
 from punica.measure.records import RowsError, ensure_writable, read_rows
 
-STOPPING_S = 30.0
-"""Seconds that an interrupted set has for writing its rows."""
+POLL_S = 0.5
+"""Seconds between two looks at the sets under way."""
 THREADS = 16
 """Threads of every GPU set: rows of machines with other numbers of cores would replace each other."""
 
@@ -62,6 +63,11 @@ class RecordedSet:
     gpus: int = 1
     rounds: int = 3
     vllm: bool = False
+
+    @property
+    def script(self) -> str:
+        """The script that it runs, which has one file of rows."""
+        return self.run.split()[0]
 
     def command(self, machine: str, round_: int, vllm_python: str | None) -> list[str]:
         """Return the words after `python -m`; later rounds measure the repeats that earlier ones have not."""
@@ -126,7 +132,7 @@ class Progress:
 
 def record_all(options: Options) -> None:
     """Measure what is left until the limit; exit code 1 where a set failed."""
-    started, sets, revision = time.monotonic(), sets_of(options.machine), commit()
+    ends, sets, revision = time.monotonic() + 60 * options.limit, sets_of(options.machine), commit()
     if is_uncommitted(revision) and not options.list:
         raise RowsError(f"the tree is of {revision}: commit, or carry the stamp of experiments.commands.stamp")
     outputs = REPOSITORY / "outputs" / options.machine
@@ -137,14 +143,9 @@ def record_all(options: Options) -> None:
     ensure_writable(outputs)
     memory = [] if options.machine == "cpu" else gpu_memory(options.machine)
     lacking = {one.run: why for one in sets if memory and (why := one.missing(options.vllm_python, memory))}
+    waiting = [(one, round_) for one, round_ in progress.left(sets) if one.run not in lacking]
     failed = list[str]()
-    for one, round_ in progress.left(sets):
-        seconds = 60 * options.limit - (time.monotonic() - started)
-        if one.run in lacking or seconds < 60 * one.minutes:
-            continue
-        words = one.command(options.machine, round_, options.vllm_python)
-        print(f"\nround {round_ + 1}: python -m {shlex.join(words)}", file=sys.stderr, flush=True)
-        status, facts = run_for(seconds, words)
+    for one, round_, status, facts in measured(waiting, options, Processes(max(1, len(memory)), outputs), ends):
         if status:
             failed.append(f"round {round_ + 1}: {one.run}")
         else:
@@ -157,36 +158,47 @@ def record_all(options: Options) -> None:
         raise SystemExit(1)
 
 
-def run_for(seconds: float, words: Sequence[str]) -> tuple[int | None, dict[str, Any]]:
-    """Run a set for at most `seconds`; return its exit status and its last line, from JSON.
+def measured(
+    waiting: list[tuple[RecordedSet, int]], options: Options, processes: Processes, ends: float
+) -> Iterator[tuple[RecordedSet, int, int | None, dict[str, Any]]]:
+    """Measure the sets in their order, as many at once as there are GPUs, until the clock is at `ends`.
 
-    The status is None where it was interrupted, with its rows on disk.
+    Yields each set and round with exit status (None: interrupted) and last line. Two sets of one script write the same
+    file of rows, so they are not measured at once.
     """
-    with TemporaryFile("w+") as output:
-        command = [sys.executable, "-m", *words]
-        with subprocess.Popen(command, cwd=REPOSITORY, stdout=output, preexec_fn=_take_interrupts) as process:
-            status = _ended(process, seconds)
-        output.seek(0)
-        lines = output.read().splitlines()
-    print(*lines, sep="\n")
-    return status, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
-
-
-def _take_interrupts() -> None:
-    """Undo what a shell does to jobs in the background: they ignore SIGINT, and so do their children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    begun = dict[str, tuple[RecordedSet, int]]()
     try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-    try:
-        process.wait(STOPPING_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-    return None
+        while True:
+            over = time.monotonic() >= ends
+            for one in processes.interrupt() if over else processes.ended():
+                yield *begun.pop(one.name), one.status, one.facts
+            for chosen in _to_begin(waiting, [*begun], processes.free, ends):
+                waiting.remove(chosen)
+                begun[chosen[0].script] = chosen
+                words = chosen[0].command(options.machine, chosen[1], options.vllm_python)
+                print(f"\nround {chosen[1] + 1}: python -m {shlex.join(words)}", file=sys.stderr, flush=True)
+                processes.start(chosen[0].script, words, chosen[0].gpus)
+            if not begun:
+                return
+            time.sleep(POLL_S)
+    finally:
+        list(processes.interrupt())  # of a call that somebody ends
+
+
+def _to_begin(
+    waiting: Sequence[tuple[RecordedSet, int]], begun: list[str], free: Sequence[int], ends: float
+) -> list[tuple[RecordedSet, int]]:
+    """Choose what begins now; a set of several GPUs is waited for, so that it is not passed over until the end."""
+    left, chosen = len(free), list[tuple[RecordedSet, int]]()
+    for one, round_ in waiting:
+        if one.script in begun or time.monotonic() + 60 * one.minutes > ends:
+            continue
+        if one.gpus > left:
+            break
+        left -= one.gpus
+        begun.append(one.script)
+        chosen.append((one, round_))
+    return chosen
 
 
 def is_whole(facts: Mapping[str, Any]) -> bool:

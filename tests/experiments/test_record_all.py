@@ -9,7 +9,8 @@ import pytest
 from fakes import composed
 
 from experiments.commands import record_all
-from experiments.commands.record_all import Options, Progress, RecordedSet, is_whole, run_for, sets_of
+from experiments.commands.processes import Ended
+from experiments.commands.record_all import Options, Progress, RecordedSet, is_whole, sets_of
 from experiments.harness.catalogue import experiments
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import keys_read, refuse_unread
@@ -105,14 +106,6 @@ def test_rows_of_another_commit_are_refused_without_progress(tmp_path):
         Progress(tmp_path / "record_all.json", "def").refuse_others()
 
 
-def test_a_command_is_interrupted_at_the_limit(capfd):
-    told = 'print(chr(123) + chr(34) + "points" + chr(34) + ":0}")'
-    assert run_for(60.0, ["timeit", "-n1", "-r1", "raise SystemExit(3)"])[0] == 1
-    assert run_for(0.3, ["timeit", "-n1", "-r1", "import time; time.sleep(60)"]) == (None, {})
-    status, facts = run_for(60.0, ["timeit", "-n1", "-r1", f"{told}; raise SystemExit(0)"])
-    assert (status, facts) == (1, {"points": 0})
-
-
 @pytest.mark.parametrize(
     ("facts", "whole"),
     [
@@ -124,23 +117,42 @@ def test_a_set_is_done_when_it_had_points_and_left_none_out(facts, whole):
     assert is_whole(facts) == whole
 
 
+class FakeProcesses:
+    """Sets that take their minutes on a fake clock; `answers`: status and facts by script, None while it never ends."""
+
+    def __init__(self, places, now, answers, ran):
+        self.free, self._now, self._answers, self._ran, self._running = list(range(places)), now, answers, ran, {}
+
+    def start(self, name, words, gpus):
+        self._ran.append((name, words[-1], [*self._running]))
+        self._running[name] = (self._now[0] + 60.0, [self.free.pop(0) for _ in range(gpus)])
+
+    def ended(self):
+        for name in [name for name, (ends, _) in self._running.items() if ends <= self._now[0]]:
+            yield self._end(name, *self._answers.get(name, (0, {})))
+
+    def interrupt(self):
+        yield from self.ended()
+        for name in [*self._running]:
+            yield self._end(name, None, {})
+
+    def _end(self, name, status, facts):
+        self.free += self._running.pop(name)[1]
+        return Ended(name, status, facts)
+
+
 @pytest.fixture
 def world(tmp_path, monkeypatch):
-    """A machine of one GPU of 80 GB where a set takes a minute of a fake clock; `answers`: status and facts by run."""
+    """A machine of GPUs of 80 GB where a set takes a minute of a fake clock."""
     monkeypatch.setattr(record_all, "REPOSITORY", tmp_path)
     monkeypatch.setattr(record_all, "sets_of", lambda machine: SETS)
     monkeypatch.setattr(record_all, "commit", lambda: "abc")
-    monkeypatch.setattr(record_all, "gpu_memory", lambda machine: [80.0])
-    ran, now, answers = [], [0.0], {}
+    ran, now, answers, memory = [], [0.0], {}, [80.0]
+    monkeypatch.setattr(record_all, "gpu_memory", lambda machine: memory)
+    monkeypatch.setattr(record_all, "Processes", lambda places, logs: FakeProcesses(places, now, answers, ran))
     monkeypatch.setattr(record_all.time, "monotonic", lambda: now[0])
-
-    def fake_run(seconds, words):
-        ran.append((words[0].removeprefix("experiments."), words[-1]))
-        now[0] += 60.0
-        return answers.get(ran[-1][0], (0, {}))
-
-    monkeypatch.setattr(record_all, "run_for", fake_run)
-    return ran, answers
+    monkeypatch.setattr(record_all.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + 30.0))
+    return ran, answers, memory
 
 
 def call(capsys, limit):
@@ -151,25 +163,41 @@ def call(capsys, limit):
 
 
 def test_calls_continue_and_failures_are_told(world, capsys):
-    ran, answers = world
+    ran, answers, _ = world
     answers["b"] = 1, {}
     assert call(capsys, 1.0)["left"] == 2  # both rounds of b; c needs a larger GPU
-    assert [name for name, _ in ran] == ["a"]
+    assert [name for name, *_ in ran] == ["a"]
     told = call(capsys, 2.0)
     assert told["failed"] == ["round 1: b"]
     assert told["not_on_this_machine"] == {"c": "needs 1 GPU(s) of 100 GB"}
     del answers["b"]
     assert call(capsys, 9.0)["left"] == 0
-    assert ran[2:] == [("b", f"scale.passes={n}") for n in (1, 2)]
+    assert ran[-2:] == [("b", f"scale.passes={n}", []) for n in (1, 2)]
 
 
 @pytest.mark.parametrize("answer", [(None, {}), (0, {"points": 2, "left_out": 1}), (0, {"points": 0})])
 def test_a_set_that_never_ends_stops_no_other(world, capsys, answer):
-    ran, answers = world
+    ran, answers, _ = world
     answers["a"] = answer
     assert call(capsys, 1.0)["left"] == 3
     assert call(capsys, 5.0)["left"] == 1
-    assert [name for name, _ in ran] == ["a", "b", "b", "a"]
+    assert [name for name, *_ in ran] == ["a", "b", "b", "a"]
+
+
+def test_as_many_sets_as_gpus_are_measured_at_once_and_two_rounds_of_one_are_not(world, capsys):
+    ran, _, memory = world
+    memory.append(80.0)
+    assert call(capsys, 9.0)["left"] == 0
+    assert [(name, beside) for name, _, beside in ran] == [("a", []), ("b", ["a"]), ("b", [])]
+
+
+def test_a_set_of_several_gpus_is_waited_for(world, capsys, monkeypatch):
+    ran, _, memory = world
+    memory.append(80.0)
+    sets = [RecordedSet("a", 1.0, rounds=1), RecordedSet("d", 1.0, rounds=1, gpus=2), RecordedSet("e", 1.0, rounds=1)]
+    monkeypatch.setattr(record_all, "sets_of", lambda machine: sets)
+    assert call(capsys, 9.0)["left"] == 0
+    assert [(name, beside) for name, _, beside in ran] == [("a", []), ("d", []), ("e", [])]
 
 
 def test_uncommitted_code_is_refused(monkeypatch):
