@@ -1,10 +1,10 @@
 """Extension: breakdown of the time of one step of the engine, with and without LoRA.
 
-The paper times an operator, a layer and a server, but not the step of the whole model, of which LoRA is a
-part. Claim: what LoRA adds is little beside the base products, and less the longer the context. Expected shape: a
-decode step is mostly base products at a short context and attention gains on them at a long one, both bound by bytes;
-shrink hides beside the base product on a GPU, expand is what is seen. A prompt makes a step one of arithmetic, and the
-decodes that join it (the paper's mixed step, section 5) come nearly free. On a CPU the products are nearly everything.
+The paper times an operator, a layer and a server, but not the step of the whole model, of which LoRA is a part. Claim:
+what LoRA adds is little beside the base products, and less the longer the context. Expected shape: a decode step is
+mostly base products at a short context and attention gains on them at a long one, both bound by bytes; shrink hides
+beside the base product on a GPU, expand is what is seen. A prompt makes a step one of arithmetic, and the decodes that
+join it (the paper's mixed step, section 5) cost a fraction of their own. On a CPU the products are nearly everything.
 
 Measured on an `Engine` whose slots are full: a decode step of `batch_size` requests at each of `contexts`, a prompt
 alone, and a prompt with `batch_size` - 1 decodes; each without adapters, with one for all (Identical), and with one for

@@ -225,10 +225,11 @@ def chapter(hardware: str) -> None:
 chapter("h200")
 
 # %% [markdown]
-# On the H200 a model's adapter moves near the link's speed (`of the link`), because it moves as one: packed when it is
-# registered, read through the link by one kernel on a stream of its own. Layer by layer, as `set_lora` does it, the
-# same bytes take several times as long, and they stand in the way of the decode step for all of that time. One layer
-# alone takes longer than the paper's 50 µs: most of it is the host's work for one load, whatever its size.
+# On the H200 a model's adapter moves at more than three quarters of the link's speed (`of the link`), because it moves
+# as one: packed when it is registered, read through the link by one kernel on a stream of its own. Decoding notices: a
+# step beside a load takes longer (C43). Layer by layer, as `set_lora` does it, the same bytes take several times as
+# long, and they stand in the way of the decode step for all of that time. One layer alone takes longer than the paper's
+# 50 µs: at rank 16 most of it is the host's work for one load.
 #
 # On a CPU there is no device to load onto: a load is a copy within the memory, by the cores that also compute.
 

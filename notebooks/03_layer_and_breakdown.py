@@ -71,7 +71,7 @@ display(*MACHINES.figure(FIG1))
 # ## 2. A layer with LoRA (Figure 10)
 #
 # The claim is that popularity hardly matters: Distinct, with an adapter for every row, lies close to Identical. On a
-# GPU the gap is the bytes of the adapters; the faster the backbone, the larger their share.
+# GPU the gap is at least the bytes of the adapters.
 
 # %%
 display(*MACHINES.figure(FIG10))
@@ -165,7 +165,7 @@ def of_the_host(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
     """Milliseconds of the host, per step."""
     cells = values(rows)
     phases = [name for name in ("host_schedule", "host_metadata", "host_launch", "host_ahead") if name in cells]
-    found = cells[["model", "step", "len", "adapters", *phases]].copy()
+    found = cells[["model", "step", "batch_size", "len", "adapters", *phases]].copy()
     before = [name for name in phases if name != "host_ahead"]
     found["before the device works (% of the step)"] = 100 * cells[before].sum(axis=1) / cells["step_latency"]
     return found.rename(columns={name: f"{name.removeprefix('host_')} (ms)" for name in phases})

@@ -88,7 +88,8 @@ display(*MACHINES.table(FIG11, speed_up))
 
 # %% [markdown]
 # What an H200 was asked to reach, as ratios of one machine's rows with their span over repeats. The bounds are those of
-# bytes that a GPU's step moves: a CPU has none. Many adapters and whole streams are here as well.
+# bytes that a GPU's step moves: a CPU has none. Many adapters and whole streams are here as well:
+# those under Uniform and Skewed, and streams of 256 requests, are of older source, so compare within a line.
 
 # %%
 for machine, stored in MACHINES.machines.items():
@@ -155,8 +156,9 @@ display(*MACHINES.table(LOAD, at_the_baselines_capacity))
 
 # %% [markdown]
 # The paper admits one prefill per step. That bounds how long a step keeps those waiting who decode, and lets bursts
-# queue; without the limit (`punica_many`) it is to be the other way round. What a step does to those who decode is in
-# single gaps between two tokens: a request's mean gap hides it.
+# queue; without the limit (`punica_many`) it is to be the other way round. On the H200 the limit shortens gaps at
+# saturation and beyond; below it, it only delays first tokens. What a step does to those who decode is in single gaps
+# between two tokens: a request's mean gap hides it.
 
 
 # %%

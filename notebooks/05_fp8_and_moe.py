@@ -86,10 +86,10 @@ decode = fp8["panel"].str.contains("Distinct|Uniform|Skewed|Identical")
 display(as_markdown(fp8[decode]))
 
 # %% [markdown]
-# With an adapter for every row FP8 gains most (last column), at rank 64 more than at rank 16; where adapters are shared
-# it gains little, and where one serves all hardly anything, as the bytes said. Prefills of few adapters gain little as
-# well: their weights are few, and making them wide once for every tile of rows costs instructions. With 16 adapters of
-# rank 64 there are bytes to save there too.
+# With an adapter for every row FP8 gains most (last column), at rank 64 more than at rank 16. Shared adapters gain at
+# rank 64 and not at rank 16. One adapter for all is mostly slower in FP8, though the bytes are no more: making its
+# weights wide costs instructions. Most prefills are as fast or slower, since every tile of rows makes the weights wide
+# again; those of 16 adapters of rank 64 gain, except the longest.
 
 # %%
 display(as_markdown(fp8[~decode][["panel", "wrapper", "fp8", "fp8 / wrapper"]]))
@@ -154,7 +154,7 @@ display(Markdown("Ratios to the public kernels: [operator tables](../results/h20
 # %% [markdown]
 # A layer, a model and a step of the engine of either kind (on a CPU an eighth as wide): what the adapters add, by
 # popularity. Layers and models are timed by the best clock of the machine, steps of the engine by the host's.
-# On the H200 those with FP8 adapters are of older source: compare them with their own backbone.
+# FP8 adapters have a backbone of their own, measured in the same run.
 
 # %%
 display(*machines.figure(MOE))

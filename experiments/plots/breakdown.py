@@ -49,8 +49,9 @@ def draw_breakdown(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             axis.set_visible(not here.empty)  # a model may lack a kind of step
             if not here.empty:
                 _fill(axis, here, title)
-    for axis in axes[-1]:
-        axis.set_xlabel("time of a step (ms)")
+    for column in axes.T:
+        lowest = [axis for axis in column if axis.get_visible()][-1]
+        lowest.set_xlabel("time of a step (ms)")
     handles: list[Any] = [_patch(part) for part in PARTS if (rows["metric"] == f"time_{part}").any()]
     handles += [
         Line2D([], [], color="black", marker="|", linestyle="", markersize=9, label="step (median)"),

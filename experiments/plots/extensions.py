@@ -34,7 +34,7 @@ EXPERTS = (
 )
 """Metric, system, reference system, and label of each row of axes of `draw_moe`."""
 SLOTS = ", by slots"
-"""End of the name of a column of `draw_moe` that has the slots to the right."""
+"""End of the name of a column of `draw_moe` whose x axis is the number of slots."""
 DODGE = 1.08
 """Factor on the batch size between lines of equal values."""
 GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}
@@ -138,7 +138,7 @@ def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Per model, by popularity: both LoRA products, the layer, throughput, and a step of the engine, where measured.
 
-    Panels of different numbers of slots share a column, which has the slots to the right.
+    Panels of different numbers of slots share a column, whose x axis is the number of slots.
     """
     rows = _by_slots(rows)
     shown = [line for line in EXPERTS if line[1] in set(rows["system"])]
@@ -165,7 +165,7 @@ def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
 
 def _by_slots(rows: pd.DataFrame) -> pd.DataFrame:
-    """Put the panels "model, N slots" together, with N in place of their batch size, which is one."""
+    """Put the panels "model, N slots" of one batch size together, with N in its place."""
     found = rows["panel"].str.extract(r"^(.+), (\d+) slots$")
     slots, place = found[1].notna(), found[1].astype(float)
     batches = rows.loc[slots, "batch_size"].astype(int).astype(str)

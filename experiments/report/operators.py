@@ -11,8 +11,11 @@ from experiments.plots.operator_tables import show
 from experiments.report.machines import OPERATOR_TABLES, Machine
 from experiments.report.tables import GENERATED
 from experiments.report.verdicts import measured_on
+from punica.measure.records import RowsError
 
 COMMAND = "`python -m experiments.ext_operator_tables table=all`."
+PREFIXES = {"latency": "", "host_latency": HOST, "added_latency": ADDED}
+"""Metric of a row -> what its column's name begins with."""
 EXPERT_TABLES = "expert tables"
 TITLES = {
     "A": "A: one decode operator, 4096 -> r -> 11008, r = 16",
@@ -42,7 +45,7 @@ Every result was checked against float32 references in the same run.
 | `normal shrink` | as `wrapper`, only expand starts early: the like-for-like column |
 | `no overlap` | the flat operator with plain launches |
 | `rank table` | as `punica`, true ranks read from a table |
-| `eager` | host time per call |
+| `eager` | host time per call; uneven on the GPUs' hosts (`docs/limitations.md`) |
 | `best existing`, `us` | the fastest public kernel of that row on an H200 (`paper_results/anchors*.csv`) |
 | `ratio` | theirs over ours |
 | `fp8` | A and B in FP8 with a scale for each channel, activations as they are |
@@ -55,7 +58,7 @@ kernel does. `alignment`: grouping of rows by adapter and expert, once a layer; 
 
 
 def write_operator_tables(machine: Machine, target: Path) -> list[Path]:
-    """Write the tables that ``machine`` has rows of to the file ``target``; return it, or nothing without rows."""
+    """Write the tables that ``machine`` has rows of to the file ``target``; return it, or nothing without them."""
     ours = machine.rows[machine.rows["figure"].eq(OPERATOR_TABLES)]
     of_experts = machine.rows[machine.rows["figure"].eq(EXPERT_TABLES)]
     if ours.empty:
@@ -80,8 +83,10 @@ def write_operator_tables(machine: Machine, target: Path) -> list[Path]:
 def _fill(line: Line | experts.Line, rows: pd.DataFrame, panel: str) -> None:
     """Give `line` the microseconds that `panel` has in `rows`, by column."""
     mine = rows[rows["panel"].eq(panel)]
-    prefixes = mine["metric"].map({"host_latency": HOST, "added_latency": ADDED}).fillna("")
-    line.us |= dict(zip(prefixes + mine["system"], mine["value"], strict=True))
+    columns = mine["metric"].map(PREFIXES) + mine["system"]
+    if columns.isna().any() or columns.duplicated().any():
+        raise RowsError(f"{panel}: rows of an unknown metric, or two of one column; delete those of other settings")
+    line.us |= dict(zip(columns, mine["value"], strict=True))
 
 
 def _as_markdown(text: str) -> Iterator[str]:

@@ -29,6 +29,7 @@ def _rate(panel: str, metric: str = "throughput", system: str = "punica") -> Wid
 
 TABLE, SERVED, LOAD, MANY, MOE = OPERATOR_TABLES, "11", "ext latency under load", "ext many adapters", "ext moe"
 TODAY, HF, SERVER, OWN = "ext today", "ext hf baselines", "ext server", "ext own server"
+ADAPTERS = (("no adapters", ""), ("one adapter", "Identical"), ("32 adapters", "Distinct"))
 ROLES = {"llama2-7b": "Llama-2 7B", "llama2-13b": "Llama-2 13B", "llama-small": "llama-small"}
 SOUGHT: dict[str, Sequence[Sought]] = {
     "ext_padding": [
@@ -84,8 +85,8 @@ SOUGHT: dict[str, Sequence[Sought]] = {
         *(Sought(f"decode step of {requests}, 512 cached tokens, {name}, {role}", "ext breakdown",
                  {"metric": "step_latency", "workload": workload, "model": model, "panel": "decode",
                   "system": "punica", "seq_len": 512, "batch_size": batch})
-          for batch, requests in ((1, "one request"), (32, "32 requests")) for model, role in ROLES.items()
-          for name, workload in (("no adapters", ""), ("one adapter", "Identical"), ("32 adapters", "Distinct"))),
+          for model, role in ROLES.items() for requests, batch, cases in (("one request", 1, 2), ("32 requests", 32, 3))
+          for name, workload in ADAPTERS[:cases]),
     ],
     "ext_stated_lengths": [
         *(Sought(f"Punica, Distinct, lengths as the paper states them, {role}", "ext stated lengths",

@@ -297,10 +297,12 @@ def test_a_kind_of_step_that_one_model_lacks_leaves_its_place_empty():
 
     rows = gpu_rows()
     alone = rows[(rows["panel"] == "decode") & (rows["model"] == "llama2-7b")].assign(batch_size=1)
-    figure = draw_breakdown(pd.concat([alone, rows]), pd.DataFrame())
+    figure = draw_breakdown(pd.concat([rows, alone]), pd.DataFrame())
     try:
-        assert [axis.get_visible() for axis in figure.axes[:4]] == [True, False, True, True]
-        assert figure.axes[0].get_title() == "1 decode, context 512, llama2-7b"
+        assert [axis.get_visible() for axis in figure.axes[-4:]] == [True, True, True, False]
+        assert figure.axes[-2].get_title() == "1 decode, context 512, llama2-7b"
+        labelled = [bool(axis.get_xlabel()) for axis in figure.axes[-4:]]
+        assert labelled == [False, True, True, False], "a column's lowest axes have the label"
     finally:
         plt.close(figure)
 

@@ -9,7 +9,7 @@ rank has fewer rows than its slot, and only where ranks are columns (the A of an
 The image (:mod:`punica.ops.slot_image`) stays in page-locked host memory and the kernel reads it through the link, so
 an adapter needs no copy on the device and moves once. A few programs suffice to keep the link busy, and they leave the
 other multiprocessors to the model: on an H200 (PCIe Gen5 x16, 54 GB/s for one large copy) 32 programs read
-40 to 640 MB with 44 to 50 GB/s (results/h200/sec52_adapter_loading.csv). The zeros of a slot that is wider than the
+40 to 640 MB with 43 to 50 GB/s (results/h200/sec52_adapter_loading.csv). The zeros of a slot that is wider than the
 adapter cost the device's bandwidth, not the link's.
 
 The buffers never change, so their addresses, sizes and widths are in a table on the device (:class:`SlotTable`), beside
