@@ -66,7 +66,7 @@ def _draw_cluster(figure: SubFigure, rows: pd.DataFrame, paper: pd.DataFrame | N
         Line2D([], [], color=style.PAPER_GREY, linestyle="--", label=style.PAPER_LABEL)
     ]  # fmt: skip
     handles += [Line2D([], [], **_looks(panel), label=panel) for panel in hours]
-    rules = ", ".join(distinct(rows, "system"))
+    rules = ", ".join(distinct(pd.concat(hours.values()), "system"))
     worlds = f"rule {rules}: " + "; ".join(_world(panel, part) for panel, part in hours.items())
     figure.suptitle("\n".join(["One hour on a cluster", *textwrap.wrap(worlds, WIDTH)]), fontsize=8.5)
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
