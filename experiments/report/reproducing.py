@@ -43,7 +43,9 @@ repeat, and never less than {floor:.0%}. Quantities of claims have ranges of the
 `results/<hardware>/expected/claims.csv`: as factors for times, throughputs and ratios, linear for shares, correlations
 and differences, and cut to what is possible (`paper_results/claim_quantities.csv`). Other measurements are held as
 ratios to the recorded ones (`measurements.csv`), by the median over common points, and only on the recorded device. A
-line that was recorded once has the least range, as its spread is not known; `make check` says so.
+line that was recorded once has the least range, as its spread is not known; `make check` says so. Calibrations tell
+how fast a machine is as a whole, beside other guests of its host: where that is another speed than recorded,
+`make check` says it, prints what is outside, and counts none.
 
 **Minutes** are those that `make reproduce` gives a figure at a scale (`conf/figure/*.yaml`): it ends with less measured
 where they do not suffice. All figures together have {laptop:.0f} on a CPU. `not stated`: none are given at that

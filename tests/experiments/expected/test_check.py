@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.commands.check import check, other_device
+from experiments.commands.check import check, other_device, other_speed
 from experiments.expected.files import read_expected, write_expected
 from experiments.expected.held import hold_rows
 from experiments.harness.schema import REPOSITORY, ConfigError
@@ -58,6 +58,26 @@ def test_another_device_is_told_apart():
     theirs, ours = frame(made(1.0)), frame(made(1.0, device="Another CPU"))
     assert other_device(theirs, theirs) == ""
     assert "recorded on A CPU, 2 cores, and these are of Another CPU" in other_device(theirs, ours)
+
+
+def test_a_machine_that_is_slower_as_a_whole_is_told_and_not_counted(recorded, capsys):
+    theirs = frame(made(1.0, calib_gemm_us=10.0, calib_copy_us=20.0))
+    for copy_us, said in ((24.0, ""), (32.0, "a copy takes 1.60 of the recorded time"), (10.0, "a copy takes 0.50")):
+        ours = frame(made(1.0, calib_gemm_us=10.0, calib_copy_us=copy_us))
+        assert said in other_speed(theirs, ours)
+        assert bool(other_speed(theirs, ours)) == bool(said)
+    assert other_speed(frame(made(1.0)), theirs) == "", "rows without calibrations do not tell"
+    slower = [replace(row, value=2 * row.value * row.batch_size**0.2, calib_copy_us=40.0) for row in decode_rows()]
+    write_rows(recorded / "outputs" / "cpu" / "rows" / "fig01_batching.csv", slower)
+    folder = recorded / "results" / "cpu" / "fig01_batching.csv"
+    before = folder.read_bytes()
+    write_rows(folder, [replace(row, calib_copy_us=20.0) for row in decode_rows()])
+    assert check(config(recorded)) == 0
+    folder.write_bytes(before)
+    said = capsys.readouterr().out
+    assert "outside: figure 1, backbone, llama-small, step_latency (ms)" in said
+    assert "a copy takes 2.00 of the recorded time" in said
+    assert "0 outside of the expected ranges of cpu" in said
 
 
 @pytest.mark.slow
