@@ -90,7 +90,8 @@ def other_speed(recorded: pd.DataFrame, here: pd.DataFrame) -> str:
     ratios = {what: here[name].median() / recorded[name].median() for name, what in CALIBRATIONS.items()}
     off = [f"{what} takes {ratio:.2f} of the recorded time" for what, ratio in ratios.items()
            if abs(math.log(ratio)) > math.log(SPEED_LIMIT)]  # fmt: skip
-    return f"The machine is not as fast as the recorded one ({', '.join(off)}): what is outside is not counted" if off else ""
+    said = f"The machine is not as fast as the recorded one ({', '.join(off)}): what is outside is not counted"
+    return said if off else ""
 
 
 def check(cfg: DictConfig) -> int:
