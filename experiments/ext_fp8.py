@@ -2,8 +2,8 @@
 
 Not in the paper, whose adapters have 16 bits. A decode step of many adapters reads little else than their weights, so
 half the bytes should be about half the time; one float32 scale per channel adds 4 / (2 r) of B. Claim: weight-only FP8
-is faster than 16 bits where weights dominate (Distinct, large batches, more at rank 64 than at 16), and was to be no
-slower where one adapter serves all, which the H200's rows miss; its error is that of one rounding to 4 bits (e4m3) or 3
+is faster than 16 bits where weights dominate (Distinct, large batches, more at rank 64 than at 16), and no slower where
+one adapter serves all. The H200's rows miss the second part. The error is that of one rounding to 4 bits (e4m3) or 3
 (e5m2) of each weight, averaged over a sum. w8a8 rounds x and the rank vector too, for no fewer bytes of weights. On a
 CPU, which dequantises FP8 before it multiplies, FP8 saves memory and no time.
 

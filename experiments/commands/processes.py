@@ -110,4 +110,6 @@ class Processes:
         if self._places == 1:
             return os.fdopen(os.dup(sys.stderr.fileno()), "wb")
         self._logs.mkdir(parents=True, exist_ok=True)
-        return (self._logs / f"record_all_gpu{taken[0]}.log").open("ab")
+        path = self._logs / f"record_all_gpu{taken[0]}.log"
+        print(f"on GPU {', '.join(map(str, taken))}, progress in {path}", file=sys.stderr, flush=True)
+        return path.open("ab")

@@ -47,7 +47,9 @@ def test_each_has_gpus_and_cores_of_its_own_and_a_log(tmp_path, capfd, monkeypat
     processes.start("b", once(SEEN), 2)
     assert processes.free == []
     assert {name: one.status for name, one in wait_for(processes).items()} == {"a": 0, "b": 0}
-    devices = [device for device, _ in seen(capfd.readouterr().out)]
+    out, errors = capfd.readouterr()
+    assert f"on GPU 1, 2, progress in {tmp_path / 'record_all_gpu1.log'}" in errors
+    devices = [device for device, _ in seen(out)]
     assert sorted(devices) == ["3", "5,7"]
     assert processes.free == [0, 1, 2]
     assert (tmp_path / "record_all_gpu0.log").read_text() == "1\n"
