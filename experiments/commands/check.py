@@ -86,11 +86,11 @@ def other_device(recorded: pd.DataFrame, here: pd.DataFrame) -> str:
 
 
 def other_speed(recorded: pd.DataFrame, here: pd.DataFrame) -> str:
-    """Say that the machine is as a whole not as fast as when it was recorded; empty where it is, or nothing tells."""
+    """Say that the machine as a whole has another speed than the recorded one; empty where no calibration differs."""
     ratios = {what: here[name].median() / recorded[name].median() for name, what in CALIBRATIONS.items()}
     off = [f"{what} takes {ratio:.2f} of the recorded time" for what, ratio in ratios.items()
            if abs(math.log(ratio)) > math.log(SPEED_LIMIT)]  # fmt: skip
-    said = f"The machine is not as fast as the recorded one ({', '.join(off)}): what is outside is not counted"
+    said = f"The machine has another speed than the recorded one ({', '.join(off)}): what is outside is not counted"
     return said if off else ""
 
 

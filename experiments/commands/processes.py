@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, Generic, TypeVar
 
 from experiments.harness.schema import REPOSITORY
 
@@ -18,24 +18,28 @@ STOPPING_S = 30.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A command that ended: its name, exit status (None: interrupted), and its last line, from JSON."""
+K = TypeVar("K")
+"""Key by which a caller tells a command from others."""
 
-    name: str
+
+@dataclass(frozen=True)
+class Ended(Generic[K]):
+    """A command that ended: its key, exit status (None: interrupted), and its last line, from JSON."""
+
+    key: K
     status: int | None
     facts: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _Running:
-    name: str
+class _Running(Generic[K]):
+    key: K
     process: subprocess.Popen[bytes]
     output: IO[str]
     places: tuple[int, ...]
 
 
-class Processes:
+class Processes(Generic[K]):
     """Commands under way on `places` GPUs; one place is the whole machine, without a change of its environment.
 
     With several, a command sees its GPUs alone (`CUDA_VISIBLE_DEVICES`), and its share of the cores. So the CPU time of
@@ -44,14 +48,14 @@ class Processes:
 
     def __init__(self, places: int, logs: Path) -> None:
         self.free, self._places, self._logs = list(range(places)), places, logs
-        self._running: list[_Running] = []
+        self._running: list[_Running[K]] = []
 
     @property
-    def names(self) -> list[str]:
-        """Names of the commands under way."""
-        return [one.name for one in self._running]
+    def running(self) -> list[K]:
+        """Keys of the commands under way."""
+        return [one.key for one in self._running]
 
-    def start(self, name: str, words: Sequence[str], gpus: int) -> None:
+    def start(self, key: K, words: Sequence[str], gpus: int) -> None:
         """Run `python -m words` on as many of the free GPUs, and their cores."""
         taken = tuple(self.free[:gpus])
         del self.free[:gpus]
@@ -61,15 +65,15 @@ class Processes:
                 [sys.executable, "-m", *words], cwd=REPOSITORY, stdout=output, stderr=errors,
                 env=os.environ | self._visible(taken), preexec_fn=lambda: self._settle(taken),
             )  # fmt: skip
-        self._running.append(_Running(name, process, output, taken))
+        self._running.append(_Running(key, process, output, taken))
 
-    def ended(self) -> Iterator[Ended]:
+    def ended(self) -> Iterator[Ended[K]]:
         """Yield the commands that ended since the last call, and free their GPUs."""
         for one in list(self._running):
             if (status := one.process.poll()) is not None:
                 yield self._end(one, status)
 
-    def interrupt(self) -> Iterator[Ended]:
+    def interrupt(self) -> Iterator[Ended[K]]:
         """Interrupt all commands, wait while they write their rows, and yield them."""
         yield from self.ended()
         for one in self._running:
@@ -82,7 +86,7 @@ class Processes:
                 one.process.wait()
             yield self._end(one, None)
 
-    def _end(self, one: _Running, status: int | None) -> Ended:
+    def _end(self, one: _Running[K], status: int | None) -> Ended[K]:
         with one.output as output:
             output.seek(0)
             lines = output.read().splitlines()
@@ -90,12 +94,13 @@ class Processes:
         self._running.remove(one)
         self.free = sorted([*self.free, *one.places])
         facts = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
-        return Ended(one.name, status, facts)
+        return Ended(one.key, status, facts)
 
     def _visible(self, taken: Sequence[int]) -> dict[str, str]:
         if self._places == 1:
             return {}
-        mine = os.environ.get(VISIBLE, "").split(",") if os.environ.get(VISIBLE) else [*map(str, range(self._places))]
+        outer = os.environ.get(VISIBLE)
+        mine = outer.split(",") if outer else [*map(str, range(self._places))]
         return {VISIBLE: ",".join(mine[place] for place in taken)}
 
     def _settle(self, taken: Sequence[int]) -> None:

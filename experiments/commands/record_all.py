@@ -29,7 +29,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from experiments.commands.commits import is_uncommitted
-from experiments.commands.processes import Processes
+from experiments.commands.processes import Ended, Processes
 from experiments.harness.command import finish, with_options
 from experiments.harness.schema import CONF, REPOSITORY, ConfigError
 from punica.measure.commit import commit
@@ -87,6 +87,9 @@ class RecordedSet:
         return ""
 
 
+Round = tuple[RecordedSet, int]
+
+
 def sets_of(machine: str) -> list[RecordedSet]:
     """Return the sets of `machine`; `ConfigError` for a name without a file in `conf/hardware`."""
     known = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml") if path.stem != "auto")
@@ -122,7 +125,7 @@ class Progress:
         content = {"commit": self.revision, "done": sorted(self.done), "stopped": sorted(self.stopped)}
         self.path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
-    def left(self, sets: Sequence[RecordedSet]) -> list[tuple[RecordedSet, int]]:
+    def left(self, sets: Sequence[RecordedSet]) -> list[Round]:
         """Return what is not done: rounds of what decides claims, then the others; of both what was stopped last."""
         rounds = range(max(one.rounds for one in sets))
         found = [(one, round_) for round_ in rounds for one in sets if round_ < one.rounds]
@@ -145,11 +148,12 @@ def record_all(options: Options) -> None:
     lacking = {one.run: why for one in sets if memory and (why := one.missing(options.vllm_python, memory))}
     waiting = [(one, round_) for one, round_ in progress.left(sets) if one.run not in lacking]
     failed = list[str]()
-    for one, round_, status, facts in measured(waiting, options, Processes(max(1, len(memory)), outputs), ends):
-        if status:
+    for ended in measured(waiting, options, Processes(max(1, len(memory)), outputs), ends):
+        one, round_ = ended.key
+        if ended.status:
             failed.append(f"round {round_ + 1}: {one.run}")
         else:
-            progress.add(one, round_, whole=status == 0 and is_whole(facts))
+            progress.add(one, round_, whole=ended.status == 0 and is_whole(ended.facts))
     left = [one for one, _ in progress.left(sets) if one.run not in lacking]
     minutes = round(sum(one.minutes for one in left), 1)
     told = {"left": len(left), "minutes_left": minutes, "failed": failed, "not_on_this_machine": lacking}
@@ -159,44 +163,39 @@ def record_all(options: Options) -> None:
 
 
 def measured(
-    waiting: list[tuple[RecordedSet, int]], options: Options, processes: Processes, ends: float
-) -> Iterator[tuple[RecordedSet, int, int | None, dict[str, Any]]]:
+    waiting: Sequence[Round], options: Options, processes: Processes[Round], ends: float
+) -> Iterator[Ended[Round]]:
     """Measure the sets in their order, as many at once as there are GPUs, until the clock is at `ends`.
 
-    Yields each set and round with exit status (None: interrupted) and last line. Two sets of one script write the same
-    file of rows, so they are not measured at once.
+    Yields each when it ended. Two sets of one script write the same file of rows, so they are not measured at once.
     """
-    begun = dict[str, tuple[RecordedSet, int]]()
+    waiting = list(waiting)
     try:
         while True:
             over = time.monotonic() >= ends
-            for one in processes.interrupt() if over else processes.ended():
-                yield *begun.pop(one.name), one.status, one.facts
-            for chosen in _to_begin(waiting, [*begun], processes.free, ends):
-                waiting.remove(chosen)
-                begun[chosen[0].script] = chosen
-                words = chosen[0].command(options.machine, chosen[1], options.vllm_python)
-                print(f"\nround {chosen[1] + 1}: python -m {shlex.join(words)}", file=sys.stderr, flush=True)
-                processes.start(chosen[0].script, words, chosen[0].gpus)
-            if not begun:
+            yield from processes.interrupt() if over else processes.ended()
+            for one, round_ in _to_begin(waiting, processes, ends):
+                waiting.remove((one, round_))
+                words = one.command(options.machine, round_, options.vllm_python)
+                print(f"\nround {round_ + 1}: python -m {shlex.join(words)}", file=sys.stderr, flush=True)
+                processes.start((one, round_), words, one.gpus)
+            if not processes.running:
                 return
             time.sleep(POLL_S)
     finally:
         list(processes.interrupt())  # of a call that somebody ends
 
 
-def _to_begin(
-    waiting: Sequence[tuple[RecordedSet, int]], begun: list[str], free: Sequence[int], ends: float
-) -> list[tuple[RecordedSet, int]]:
+def _to_begin(waiting: Sequence[Round], processes: Processes[Round], ends: float) -> list[Round]:
     """Choose what begins now; a set of several GPUs is waited for, so that it is not passed over until the end."""
-    left, chosen = len(free), list[tuple[RecordedSet, int]]()
+    busy, left, chosen = {one.script for one, _ in processes.running}, len(processes.free), list[Round]()
     for one, round_ in waiting:
-        if one.script in begun or time.monotonic() + 60 * one.minutes > ends:
+        if one.script in busy or time.monotonic() + 60 * one.minutes > ends:
             continue
         if one.gpus > left:
             break
         left -= one.gpus
-        begun.append(one.script)
+        busy.add(one.script)
         chosen.append((one, round_))
     return chosen
 

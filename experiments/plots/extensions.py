@@ -169,7 +169,7 @@ def _by_slots(rows: pd.DataFrame) -> pd.DataFrame:
     found = rows["panel"].str.extract(r"^(.+), (\d+) slots$")
     slots, place = found[1].notna(), found[1].astype(float)
     batches = rows.loc[slots, "batch_size"].astype(int).astype(str)
-    names = found[0] + ",\nbatch " + batches + SLOTS
+    names = found[0] + ", batch " + batches + SLOTS
     return rows.assign(panel=rows["panel"].mask(slots, names), batch_size=rows["batch_size"].mask(slots, place))
 
 

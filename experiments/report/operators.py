@@ -7,6 +7,7 @@ import pandas as pd
 
 from experiments import ext_expert_tables as experts
 from experiments.benches.operator_lines import ADDED, HOST, Line, lines
+from experiments.claims.rows import markdown
 from experiments.plots.operator_tables import show
 from experiments.report.machines import OPERATOR_TABLES, Machine
 from experiments.report.tables import GENERATED
@@ -92,8 +93,7 @@ def _fill(line: Line | experts.Line, rows: pd.DataFrame, panel: str) -> None:
 def _as_markdown(text: str) -> Iterator[str]:
     """Turn printed lines into a table, and the sentences behind it into a list."""
     head, *rest = text.splitlines()
-    table = [head, " | ".join("---" for _ in head.split(" | ")), *(line for line in rest if " | " in line)]
-    yield from (f"| {line} |" for line in table)
+    yield from markdown(head.split(" | "), [line.split(" | ") for line in rest if " | " in line])
     yield ""
     yield from (f"* {line}" for line in rest if " | " not in line)
 

@@ -18,10 +18,10 @@ def once(code):
 
 def wait_for(processes):
     found = []
-    while processes.names:
+    while processes.running:
         found += processes.ended()
         time.sleep(0.02)
-    return {one.name: one for one in found}
+    return {one.key: one for one in found}
 
 
 def seen(out):
@@ -75,4 +75,4 @@ def test_facts_are_the_last_line_and_an_interrupted_command_has_no_status(tmp_pa
     assert (one.status, one.facts) == (1, {"points": 0})
     processes.start("slow", once("import time; time.sleep(60)"), 1)
     (stopped,) = processes.interrupt()
-    assert (stopped.name, stopped.status, processes.free) == ("slow", None, [0])
+    assert (stopped.key, stopped.status, stopped.facts, processes.free) == ("slow", None, {}, [0])

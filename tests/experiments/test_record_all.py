@@ -123,22 +123,26 @@ class FakeProcesses:
     def __init__(self, places, now, answers, ran):
         self.free, self._now, self._answers, self._ran, self._running = list(range(places)), now, answers, ran, {}
 
-    def start(self, name, words, gpus):
-        self._ran.append((name, words[-1], [*self._running]))
-        self._running[name] = (self._now[0] + 60.0, [self.free.pop(0) for _ in range(gpus)])
+    @property
+    def running(self):
+        return [*self._running]
+
+    def start(self, key, words, gpus):
+        self._ran.append((key[0].script, words[-1], [one.script for one, _ in self._running]))
+        self._running[key] = (self._now[0] + 60.0, [self.free.pop(0) for _ in range(gpus)])
 
     def ended(self):
-        for name in [name for name, (ends, _) in self._running.items() if ends <= self._now[0]]:
-            yield self._end(name, *self._answers.get(name, (0, {})))
+        for key in [key for key, (ends, _) in self._running.items() if ends <= self._now[0]]:
+            yield self._end(key, *self._answers.get(key[0].script, (0, {})))
 
     def interrupt(self):
         yield from self.ended()
-        for name in [*self._running]:
-            yield self._end(name, None, {})
+        for key in [*self._running]:
+            yield self._end(key, None, {})
 
-    def _end(self, name, status, facts):
-        self.free += self._running.pop(name)[1]
-        return Ended(name, status, facts)
+    def _end(self, key, status, facts):
+        self.free += self._running.pop(key)[1]
+        return Ended(key, status, facts)
 
 
 @pytest.fixture
