@@ -1,4 +1,4 @@
-"""Files that cite the package agree with each other: title, version, licence, authors, the paper."""
+"""Files that cite the package agree with each other: title, version, date, licence, authors, the paper."""
 
 import json
 import tomllib
@@ -15,10 +15,12 @@ ZENODO, CODEMETA = (json.loads((ROOT / name).read_text(encoding="utf-8")) for na
 PAPER = "arXiv:2310.18547"
 
 
-def test_the_version_is_one():
+def test_version_and_date_are_one():
     versions = {CITATION["version"], PROJECT["version"], ZENODO["version"], CODEMETA["version"], punica.__version__}
     assert len(versions) == 1
-    assert f"## {versions.pop()}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    dates = {str(CITATION["date-released"]), ZENODO["publication_date"], CODEMETA["datePublished"]}
+    assert len(dates) == 1
+    assert f"\n## {versions.pop()} ({dates.pop()})\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_licence_and_authors_are_one():

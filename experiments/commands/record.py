@@ -27,7 +27,7 @@ from experiments.harness.samples import read_samples, samples_file, write_sample
 from experiments.harness.settings import folders
 from punica.measure.records import Row, RowFile, RowsError, read_rows
 
-MOST_BYTES = 32_000_000
+MOST_BYTES = 48_000_000
 """Size of all recorded rows and samples, above which samples are left out."""
 
 

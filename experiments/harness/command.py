@@ -27,6 +27,8 @@ from punica.measure.records import RowsError, ensure_writable
 
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C ended."""
+EXTRAS = {"ray": "cluster", "fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve"}
+"""Package -> the extra of `pyproject.toml` that has it, of those that `make reproduce` does not install."""
 
 
 class CheckOutputs(Callback):
@@ -45,6 +47,11 @@ def or_exit(work: Callable[[], Any]) -> Any:
         return work()
     except (ConfigError, RowsError) as error:
         print(f"error: {error}", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        extra = f"pip install -c constraints.txt -e '.[{EXTRAS[error.name]}]'"
+        print(f"error: this choice needs {error.name}, which is not installed: {extra}", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted: finished rows are on disk; run the same command again to go on", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None

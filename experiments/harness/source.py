@@ -2,7 +2,7 @@
 
 Those modules are the experiment's script and everything of `experiments` and `punica` that it imports, at any depth,
 inside functions too. Rooms that only show or judge numbers (plots, commands, claims) and imports for type checkers are
-left out. Docstrings and comments do not count: they make no rows stale.
+left out. Docstrings, comments and the package's version do not count: they make no rows stale.
 """
 
 import ast
@@ -18,6 +18,8 @@ from experiments.harness.schema import REPOSITORY
 PACKAGES = ("experiments", "punica")
 NAMED = r"experiments(\.\w+)+"
 """A module named in a string, as in `facts.systems`, counts as imported."""
+VERSION = ast.parse('__version__ = "0.1.0"').body[0]
+"""What every version is hashed as: the one of the first recorded rows."""
 ONLY_SHOW = (
     "experiments.plots", "experiments.commands", "experiments.claims", "experiments.harness.catalogue",
     "experiments.harness.command", "experiments.harness.keys", "experiments.harness.source",
@@ -94,11 +96,13 @@ def _imports(node: ast.AST) -> Iterator[str]:
 
 
 def _canonical(value: object) -> str:
-    """`ast.dump` without docstrings and empty fields: the same text on every Python that parses the same code."""
+    """`ast.dump` without docstrings, version and empty fields: the same text on every Python that parses the code."""
     if isinstance(value, list):
         return f"[{','.join(_canonical(entry) for entry in value if not _is_text(entry))}]"
     if not isinstance(value, ast.AST):
         return repr(value)
+    if isinstance(value, ast.Assign) and ast.unparse(value.targets[0]) == "__version__":
+        value = VERSION
     fields = [(name, entry) for name, entry in ast.iter_fields(value) if entry is not None and entry != []]
     return f"{type(value).__name__}({','.join(f'{name}={_canonical(entry)}' for name, entry in fields)})"
 

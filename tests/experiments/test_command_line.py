@@ -49,6 +49,19 @@ def test_a_path_that_hydra_would_interpolate_is_one_error(monkeypatch, capsys, w
     assert capsys.readouterr().err.startswith(f"error: the path of {place}, {odd}, has ${{ in it")
 
 
+def test_a_package_of_an_extra_that_is_missing_is_one_line_that_says_which(capsys):
+    def work(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    with pytest.raises(SystemExit) as ended:
+        command.or_exit(lambda: work("ray"))
+    assert ended.value.code == 2
+    said = "needs ray, which is not installed: pip install -c constraints.txt -e '.[cluster]'"
+    assert said in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError):
+        command.or_exit(lambda: work("experiments.none"))
+
+
 def test_a_script_runs_by_its_path_from_another_folder_and_writes_nothing_there(tmp_path):
     script, environment = REPOSITORY / "experiments" / f"{NAME}.py", {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     words = [sys.executable, str(script), "--cfg", "job", "hardware=cpu"]

@@ -72,8 +72,8 @@ def test_our_server_is_measured_and_drawn(tmp_path, own) -> None:
     outcome = run(composed(tmp_path, *words, "figure.rates=[20]", name=SERVER.name), SERVER)
     assert (outcome.measured, outcome.failed) == (4, [])
     rows = read_rows(outcome.rows_file)
-    assert {(row.system, row.model) for row in rows} == {("punica 0.1.0", "tiny")}
-    assert {row.engine for row in rows} == {"punica 0.1.0; 6 adapters; ignore_eos and min_tokens; prompts as ids"}
+    assert {(row.system, row.model) for row in rows} == {("punica 1.0.0", "tiny")}
+    assert {row.engine for row in rows} == {"punica 1.0.0; 6 adapters; ignore_eos and min_tokens; prompts as ids"}
     assert {row.panel for row in rows} == {"20 requests/s", "3 in flight"}
     for panel in ("20 requests/s", "3 in flight"):
         for workload in ("Distinct", "Zipf"):

@@ -22,7 +22,7 @@ FILES = {
     "experiments/benches/clock.py": '"""Times."""\n\nREPEATS = 3  # of a call\n',
     "experiments/plots/__init__.py": "",
     "experiments/plots/bars.py": "WIDTH = 2\n",
-    "punica/__init__.py": "",
+    "punica/__init__.py": '__version__ = "0.1.0"\n',
     "punica/ops/__init__.py": "from punica.ops.kernel import run\n",
     "punica/ops/kernel.py": "def run(x):\n    return x + 1\n",
     "punica/ops/other.py": "def unused():\n    return 0\n",
@@ -56,8 +56,9 @@ def test_what_decides_is_found_at_any_depth_and_inside_functions(tree):
         ("experiments/benches/clock.py", "REPEATS = 4\n"),
         ("experiments/fig99.py", "from punica import ops\n"),
         ("punica/ops/__init__.py", "from punica.ops.kernel import run\nfrom punica.ops import other\n"),
+        ("punica/__init__.py", '__version__ = "0.1.0"\nversion = "1.0.0"\n'),
     ],
-    ids=["kernel", "bench", "script", "new-import"],
+    ids=["kernel", "bench", "script", "new-import", "no-version"],
 )
 def test_changed_code_changes_the_hash(tree, file, text):
     before = hashed(tree)
@@ -74,8 +75,9 @@ def test_changed_code_changes_the_hash(tree, file, text):
         ("punica/ops/kernel.py", '# why\ndef run(x):\n    """One more."""\n\n    return (x + 1)\n'),
         ("experiments/plots/bars.py", "WIDTH = 3\n"),
         ("punica/ops/other.py", "def unused():\n    return 1\n"),
+        ("punica/__init__.py", '__version__ = "1.0.0"\n'),
     ],
-    ids=["docstring", "comment-and-layout", "plot", "unused-module"],
+    ids=["docstring", "comment-and-layout", "plot", "unused-module", "version"],
 )
 def test_words_layout_plots_and_what_is_not_read_do_not(tree, file, text):
     before = hashed(tree)
