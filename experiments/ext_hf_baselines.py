@@ -19,7 +19,7 @@ Every way is compared with the reference's logits first, and has the faster of b
     device_share, launch_share: device_time, and launches at launch_time each, over the step. Where neither is near 1
                         the host's Python is what the step takes
 
-Cost at scale=laptop: about 20 seconds on two cores, 2 GB; at scale=gpu about a minute per model, 27 and 45 GB.
+Cost at scale=laptop: about 20 seconds on two cores, 2 GB; at scale=gpu three to five minutes per model, 27 and 45 GB.
 
     python -m experiments.ext_hf_baselines scale=gpu model=llama2-7b
     python -m experiments.ext_hf_baselines scale=gpu model=llama2-13b

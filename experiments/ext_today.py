@@ -1,8 +1,8 @@
 """Extension: the engine that users would pick today, vLLM, beside ours, on the same machine in one run.
 
 Claim: with adapters this engine is the faster one, and the more, the more adapters a batch has. Expected shape: decode
-steps without adapters about equal, since both read the same bytes; with one adapter for all a little apart; with one
-for every request vLLM's kernels, whose grid has a place for each slot, take as long as the base products.
+steps without adapters close, since both read the same bytes; with one adapter for all further apart; with one for
+every request vLLM's kernels, whose grid has a place for each slot, take at least as long as the base products.
 
 Each system is a process and an environment of its own: ours this interpreter, vLLM's `figure.vllm_python`. All get one
 checkpoint of random weights, one set of PEFT folders, each with weights of its own, and the same prompts as token ids;

@@ -88,8 +88,7 @@ display(*MACHINES.table(FIG11, speed_up))
 
 # %% [markdown]
 # What an H200 was asked to reach, as ratios of one machine's rows with their span over repeats. The bounds are those of
-# bytes that a GPU's step moves: a CPU has none. Many adapters and whole streams are here as well:
-# those under Uniform and Skewed, and streams of 256 requests, are of older source, so compare within a line.
+# bytes that a GPU's step moves: a CPU has none. Many adapters and whole streams are here as well.
 
 # %%
 for machine, stored in MACHINES.machines.items():

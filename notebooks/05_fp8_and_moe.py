@@ -89,7 +89,7 @@ display(as_markdown(fp8[decode]))
 # With an adapter for every row FP8 gains most (last column), at rank 64 more than at rank 16. Shared adapters gain at
 # rank 64 and not at rank 16. One adapter for all is mostly slower in FP8, though the bytes are no more: making its
 # weights wide costs instructions. Most prefills are as fast or slower, since every tile of rows makes the weights wide
-# again; those of 16 adapters of rank 64 gain, except the longest.
+# again. Those of 2,048 rows gain at rank 16, and those of 16 adapters at rank 64, except the longest.
 
 # %%
 display(as_markdown(fp8[~decode][["panel", "wrapper", "fp8", "fp8 / wrapper"]]))
@@ -153,7 +153,7 @@ display(Markdown("Ratios to the public kernels: [operator tables](../results/h20
 
 # %% [markdown]
 # A layer, a model and a step of the engine of either kind (on a CPU an eighth as wide): what the adapters add, by
-# popularity. Layers and models are timed by the best clock of the machine, steps of the engine by the host's.
+# popularity. Layers are timed by the best clock of the machine, models and steps of the engine by the host's.
 # FP8 adapters have a backbone of their own, measured in the same run.
 
 # %%

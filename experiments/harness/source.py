@@ -19,7 +19,7 @@ PACKAGES = ("experiments", "punica")
 NAMED = r"experiments(\.\w+)+"
 """A module named in a string, as in `facts.systems`, counts as imported."""
 VERSION = ast.parse('__version__ = "0.1.0"').body[0]
-"""What every version is hashed as: the one of the first recorded rows."""
+"""The version of the first recorded rows, as which every version is hashed."""
 ONLY_SHOW = (
     "experiments.plots", "experiments.commands", "experiments.claims", "experiments.harness.catalogue",
     "experiments.harness.command", "experiments.harness.keys", "experiments.harness.source",

@@ -197,7 +197,7 @@ def older_rows(machines: Machines) -> str:
 
 @value("single-runs")
 def single_runs(machines: Machines) -> str:
-    """Count verdicts on measurements that rest on points of a single run, by machine."""
+    """Count verdicts on measurements that rest on points with a single undisturbed run, by machine."""
     texts = []
     for name, machine in machines.items():
         judged = [verdict for verdict in machine.verdicts if verdict.verdict in JUDGED and verdict.kind == "measured"]

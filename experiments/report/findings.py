@@ -33,7 +33,7 @@ class Sought:
 class Found:
     """A number found: the middle of ``points`` (geometric mean of a ratio, else median), its ends, and its unit.
 
-    ``marks`` has a dagger for disturbed points and a double dagger for points of a single run.
+    ``marks`` has a dagger for disturbed points and a double dagger for points with a single undisturbed run.
     """
 
     what: str

@@ -64,8 +64,8 @@ DISAGREE = (
     "values are those of the named claims."
 )
 LEGEND = (
-    "† rests on points that other work disturbed, ‡ on points of a single run. § is judged by the other clock, as the "
-    "one that decides has no rows."
+    "† rests on points that other work disturbed, ‡ on points with a single undisturbed run. § is judged by the "
+    "other clock, as the one that decides has no rows."
 )
 
 

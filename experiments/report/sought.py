@@ -133,10 +133,11 @@ SOUGHT: dict[str, Sequence[Sought]] = {
               ("32 adapters in FP8", "engine", "Distinct", "qwen3-30b-a3b, float8*"))),
     ],
     "ext_today": [
-        *(Sought(f"decode step, vLLM / ours, {name}", TODAY, {"system": "vllm"}, {"system": "punica_many"},
+        *(Sought(f"decode step, {vllm} / ours, {name}", TODAY, {"system": vllm}, {"system": "punica_many"},
                  {"metric": "step_latency", "panel": "decode", "workload": workload})
+          for vllm in ("vllm", "vllm_as_shipped", "vllm_dual_stream")
           for name, workload in (("no adapters", ""), ("one adapter", "Identical"), ("an adapter each", "Distinct"))),
-        *(Sought(f"stream, tokens per second, ours / vLLM, {name}", TODAY, {"system": "punica_many"},
+        *(Sought(f"stream, tokens per second, ours / vllm, {name}", TODAY, {"system": "punica_many"},
                  {"system": "vllm"}, {"metric": "output_throughput", "panel": "stream", "workload": workload})
           for name, workload in (("no adapters", ""), ("one adapter", "Identical"), ("many adapters", "Distinct"))),
     ],

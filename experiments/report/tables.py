@@ -26,7 +26,7 @@ HEAD = ("claim", "statement", "paper", "ours")
 FOUND = ("what", "middle", "least", "largest", "points")
 MIDDLE = (
     "Middle: the geometric mean of a ratio (a / b), else the median; points: how many it is taken over. † rests on "
-    "disturbed points, ‡ on points of a single run."
+    "disturbed points, ‡ on points with a single undisturbed run."
 )
 Table = tuple[Sequence[str], list[list[str]]]
 

@@ -3,7 +3,7 @@
 Rows that other code measured than is here now are judged too, counted above the table, and named in `older_source` of
 `claims.csv`. Where operators were timed by two clocks each has its table, and the head of both has the counts of both.
 A dagger marks verdicts that rest on points which other work on the machine disturbed, a double dagger those that rest
-on points of a single run.
+on points with a single undisturbed run.
 """
 
 from collections.abc import Mapping, Sequence
