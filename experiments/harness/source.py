@@ -101,10 +101,14 @@ def _canonical(value: object) -> str:
         return f"[{','.join(_canonical(entry) for entry in value if not _is_text(entry))}]"
     if not isinstance(value, ast.AST):
         return repr(value)
-    if isinstance(value, ast.Assign) and ast.unparse(value.targets[0]) == "__version__":
+    if isinstance(value, ast.Assign) and _is_version(value):
         value = VERSION
     fields = [(name, entry) for name, entry in ast.iter_fields(value) if entry is not None and entry != []]
     return f"{type(value).__name__}({','.join(f'{name}={_canonical(entry)}' for name, entry in fields)})"
+
+
+def _is_version(statement: ast.Assign) -> bool:
+    return ast.unparse(statement.targets[0]) == "__version__" and isinstance(statement.value, ast.Constant)
 
 
 def _is_text(statement: object) -> bool:

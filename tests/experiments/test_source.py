@@ -57,8 +57,9 @@ def test_what_decides_is_found_at_any_depth_and_inside_functions(tree):
         ("experiments/fig99.py", "from punica import ops\n"),
         ("punica/ops/__init__.py", "from punica.ops.kernel import run\nfrom punica.ops import other\n"),
         ("punica/__init__.py", '__version__ = "0.1.0"\nversion = "1.0.0"\n'),
+        ("punica/__init__.py", "__version__ = read()\n"),
     ],
-    ids=["kernel", "bench", "script", "new-import", "no-version"],
+    ids=["kernel", "bench", "script", "new-import", "no-version", "computed-version"],
 )
 def test_changed_code_changes_the_hash(tree, file, text):
     before = hashed(tree)
