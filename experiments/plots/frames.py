@@ -31,15 +31,16 @@ def measured_frame(path: Path) -> pd.DataFrame:
 
 
 def in_order(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows by model, panel, system and popularity: models by size, the last two as their registries order them.
+    """Rows by model, panel, system, popularity and rank: models by size, systems and popularities as registered.
 
-    Other names come last. They, and panels, stay in the order of `rows`.
+    Other names come last. They, and panels of one rank, stay in the order of `rows`.
 
-    >>> workloads = ["Identical", "other", "Distinct"]
-    >>> rows = pd.DataFrame({"model": "", "panel": "", "system": "punica", "workload": workloads})
-    >>> list(in_order(rows)["workload"])
-    ['Distinct', 'Identical', 'other']
+    >>> names = {"workload": ["Identical", "other", "Distinct"], "panel": ["r=16", "r=16", "r=8"]}
+    >>> found = in_order(pd.DataFrame({"model": "", "system": "punica", "rank": [16, 16, 8]} | names))
+    >>> [*found["workload"]], [*found["panel"]]
+    (['Distinct', 'Identical', 'other'], ['r=8', 'r=16', 'r=16'])
     """
+    rows = rows.sort_values("rank", kind="stable")
     orders = {"workload": WORKLOADS.names(), "system": SYSTEMS.names(), "panel": (), "model": SIZES}
     for column, known in orders.items():
         found = [name for name in rows[column].unique() if name not in known]

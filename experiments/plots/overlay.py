@@ -5,7 +5,6 @@ which is what the claims are about, is the lower row: every line divided by its 
 """
 
 import math
-import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,9 +21,9 @@ from experiments.plots.frames import centre, described_with_bands, distinct, dis
 
 
 def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
-    """One column of axes per panel, by the numbers in its name: values above, relative to the first batch below."""
+    """One column of axes per panel: values above, values relative to the first batch below."""
     rows, paper = rows[rows["metric"] == spec.metric], paper[paper["metric"] == spec.metric]
-    names = sorted(dict.fromkeys(rows[spec.panel]), key=_numbers) if spec.panel else [""]
+    names = list(dict.fromkeys(rows[spec.panel])) if spec.panel else [""]
     width = max(style.PANEL_WIDTH * len(names), 4.2, 1.15 * rows[spec.line].nunique()) + 0.6  # room for the legend
     figure, axes = style.grid(2, len(names), width, 2 * style.PANEL_HEIGHT + 1.0)
     for column, name in enumerate(names):
@@ -35,15 +34,6 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
     label(axes[0, 0], axes[1, 0], rows, spec)
     finish(figure, spec.title, rows, paper, spec.line, spec.part)
     return figure
-
-
-def _numbers(panel: str) -> list[int]:
-    """Return the numbers in the name of a panel; rows of several runs are in no order.
-
-    >>> sorted(["r=16", "r=64", "r=8"], key=_numbers)
-    ['r=8', 'r=16', 'r=64']
-    """
-    return [int(number) for number in re.findall(r"\d+", panel)]
 
 
 def named(panel: str, rows: pd.DataFrame, beside: bool = True) -> str:

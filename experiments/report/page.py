@@ -30,7 +30,7 @@ from experiments.claims.table import marked
 from experiments.harness.catalogue import experiments
 from experiments.plots.frames import distinct
 from experiments.report.machines import HERE, Machine, columns, file_name
-from experiments.report.tables import FOUND, MIDDLE, findings, serving_tables, title_of
+from experiments.report.tables import FOUND, LEGEND, MIDDLE, findings, serving_tables, title_of
 from experiments.report.trials import NO_TRIALS, trials_table
 from experiments.report.verdicts import measured_on, notes
 
@@ -62,6 +62,7 @@ def write_page(machines: Sequence[Machine], paper: Path, target: Path) -> Path:
         drawn={figure["name"] for figure in figures},
         found_head=FOUND,
         no_trials=NO_TRIALS,
+        legend=LEGEND,
         middle=MIDDLE,
         tone=tone,
     )

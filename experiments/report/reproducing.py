@@ -25,7 +25,7 @@ from experiments.report.runs import (
     scales,
     total_minutes,
 )
-from experiments.report.tables import GENERATED, Table, title_of
+from experiments.report.tables import GENERATED, LEGEND, Table, title_of
 
 INTRODUCTION = """\
 `make reproduce` measures and judges all figures on your machine; `make check` holds your rows against recorded ones.
@@ -62,10 +62,6 @@ CLAIMS = ("claim", "statement", "figure", "command", "its minutes", "expected", 
 DISAGREE = (
     "Each disagreement is described in [paper_results/README.md](paper_results/README.md#disagreements). Measured "
     "values are those of the named claims."
-)
-LEGEND = (
-    "† rests on points that other work disturbed, ‡ on points with a single undisturbed run. § is judged by the "
-    "other clock, as the one that decides has no rows."
 )
 
 
