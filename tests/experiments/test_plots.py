@@ -86,6 +86,15 @@ def test_rows_are_in_the_order_of_models_systems_and_popularities_whatever_ran_f
     assert in_order(rows).equals(rows)
 
 
+def test_panels_of_ranks_are_in_the_order_of_ranks_whatever_ran_first():
+    """Figure 9 began with rank 16 where its ranks were measured in runs of their own."""
+    ran = [row(1.0, panel=f"r={rank}", rank=rank, workload=name)
+           for rank in (16, 64, 8) for name in ("Uniform", "Distinct")]  # fmt: skip
+    rows = in_order(frame_of(ran))
+    assert rows["panel"].drop_duplicates().tolist() == ["r=8", "r=16", "r=64"]
+    assert rows["workload"].tolist() == 3 * ["Distinct", "Uniform"]
+
+
 def test_repeats_become_one_point_of_the_quiet_ones():
     values = ((10.0, False), (12.0, False), (50.0, True))
     rows = [row(value, repeat=i, disturbed=loud) for i, (value, loud) in enumerate(values)]
