@@ -18,8 +18,8 @@ bytes of the adapter slots on the fullest rank. On Distinct, ratios per LoRA sys
 beside `bytes_ratio` (simulated: what the bytes of Punica's mean step allow), over its own Identical, over backbone-only
 Distinct.
 
-Cost at scale=laptop: about 35 s on two cores; at scale=gpu, on two H200s, Distinct and Identical take 80 s with 7B and
-two minutes with 70B.
+Cost at scale=laptop: about 35 s on two cores; at scale=gpu, on two H200s, a repeat of 7B takes 90 s, and three
+of 70B take seven minutes.
 """
 
 from __future__ import annotations

@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.commands.check import check, other_device, other_speed
+from experiments.claims import Verdict
+from experiments.commands.check import check, counted, other_device
 from experiments.expected.files import read_expected, write_expected
-from experiments.expected.held import hold_rows
+from experiments.expected.held import Held, hold_rows
+from experiments.expected.speeds import other_speed, other_speeds
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.report.machines import machine_of, read_folder, recorded_folders
 from punica.measure.records import write_rows
@@ -78,6 +81,23 @@ def test_a_machine_that_is_slower_as_a_whole_is_told_and_not_counted(recorded, c
     assert "outside: figure 1, backbone, llama-small, step_latency (ms)" in said
     assert "a copy takes 2.00 of the recorded time" in said
     assert "0 outside of the expected ranges of cpu" in said
+
+
+def test_figures_of_another_speed_are_told_and_not_counted():
+    calibrated = {"calib_gemm_us": 10.0, "calib_copy_us": 20.0}
+    theirs = frame([*made(1.0, **calibrated), *made(1.0, figure="10", **calibrated)])
+    ours = theirs.assign(calib_copy_us=[32.0 if figure == "10" else 20.0 for figure in theirs["figure"]])
+    slow = other_speeds(theirs, ours)
+    assert slow == {"10": "a copy takes 1.60 of the recorded time"}
+    assert other_speeds(theirs, ours.assign(figure="11")) == {}, "a figure without recorded rows has no speed"
+
+    def held(**columns: list[str]) -> Held:
+        return Held(pd.DataFrame({**columns, "is_outside": True}), pd.DataFrame(), pd.DataFrame())
+
+    verdicts = [Verdict(id, "", figure, "") for id, figure in (("C01", "1"), ("C25", "10, 11"), ("C26", "11"))]
+    claims, rows = held(claim=["C01", "C25", "C26"]), held(figure=["1", "10", "11", "10"])
+    assert counted(claims, rows, verdicts, slow) == 2 + 2
+    assert counted(claims, rows, verdicts, {}) == 3 + 4
 
 
 @pytest.mark.slow

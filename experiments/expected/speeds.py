@@ -1,0 +1,30 @@
+"""Speed of a machine beside the recorded one, by the calibrations between points (`calib_gemm_us`, `calib_copy_us`).
+
+A virtual machine shares its host's memory, whose speed may change from one figure to the next.
+"""
+
+import math
+
+import pandas as pd
+
+SPEED_LIMIT = 1.25
+"""Largest ratio, either way, of the median calibration to the recorded one. Of two days on one virtual CPU a copy took
+1.57 times as long, and 233 of 545 lines were more than a tenth off."""
+CALIBRATIONS = {"calib_gemm_us": "a product", "calib_copy_us": "a copy"}
+
+
+def other_speed(recorded: pd.DataFrame, here: pd.DataFrame) -> str:
+    """Describe the calibrations that differ by more than `SPEED_LIMIT`; empty where none does, or rows have none."""
+    ratios = {what: here[name].median() / recorded[name].median() for name, what in CALIBRATIONS.items()}
+    off = [f"{what} takes {ratio:.2f} of the recorded time" for what, ratio in ratios.items()
+           if abs(math.log(ratio)) > math.log(SPEED_LIMIT)]  # fmt: skip
+    return ", ".join(off)
+
+
+def other_speeds(recorded: pd.DataFrame, here: pd.DataFrame) -> dict[str, str]:
+    """Map those figures to `other_speed` that were measured at another speed than recorded."""
+    parts = {
+        figure: other_speed(recorded[recorded["figure"] == figure], here[here["figure"] == figure])
+        for figure in here["figure"].unique()
+    }
+    return {figure: said for figure, said in parts.items() if said}
