@@ -50,6 +50,6 @@ def _fill(axis: Axes, table: pd.DataFrame) -> None:
         axis.text(max(case["step_latency"], launching), place, said, va="center", fontsize=6.5)
     axis.set_yticks(range(len(table)), list(table.index))
     axis.invert_yaxis()
-    axis.margins(x=0.32)
+    axis.margins(x=0.38)
     axis.set_xlim(left=0)
     axis.grid(axis="y", visible=False)
