@@ -3,7 +3,8 @@
     make check                       # outputs/<hardware>/rows
     make check ARGS=hardware=h200
 
-A range reaches twice as far as the farthest recorded repeat, and never less than a tenth (`experiments.expected`).
+A range reaches twice as far as the farthest recorded repeat, and never less than a tenth, measured on a CPU than a half
+(`experiments.expected`).
 Quantities of the claims are held on every device of that hardware. Measurements are held as ratios to the recorded
 ones, and only on the recorded device: a CPU of another model has other times. Status 1 when anything is outside.
 

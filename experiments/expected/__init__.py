@@ -7,5 +7,6 @@
     speeds.py       the machine's speed beside the recorded one, by the calibrations between points.
     files.py        `results/<hardware>/expected/`.
 
-The rule: a range reaches twice as far as the farthest recorded repeat, and never less than a tenth.
+The rule: a range reaches twice as far as the farthest recorded repeat, and never less than a tenth,
+measured on a CPU than a half.
 """

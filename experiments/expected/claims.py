@@ -7,6 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.claims import Verdict
+from experiments.claims.finding import SIMULATED
+from experiments.expected.ranges import FLOOR, floor_of
 from experiments.expected.scales import FILE, Scale, read_scales
 
 COLUMNS = ["claim", "quantity", "value", "low", "high", "verdict"]
@@ -21,10 +23,11 @@ def claim_ranges(verdicts: Sequence[Verdict], paper: Path) -> pd.DataFrame:
     scales, lines = read_scales(paper), []
     for verdict in verdicts:
         spans = _parts(verdict.interval)
+        floor = FLOOR if verdict.kind == SIMULATED else floor_of(verdict.hardware)
         for name, value in values_of(verdict).items():
             ends = [float(end) for end in re.split(" to ", spans[name])] if name in spans else []
             try:
-                low, high = scales.get((verdict.id, name), Scale()).around(value, ends)
+                low, high = scales.get((verdict.id, name), Scale()).around(value, ends, floor)
             except ValueError as error:
                 raise ValueError(f"{verdict.id}, {name}: {error}; write its scale into {paper / FILE}") from None
             lines.append((verdict.id, name, value, low, high, verdict.verdict))

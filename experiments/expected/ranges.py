@@ -12,8 +12,9 @@ import pandas as pd
 
 from punica.measure.records import DIFFERENCES
 
-FLOOR = 0.10
-"""Least width of a range, as a part of the recorded value: two sessions differ by more than repeats of one."""
+FLOOR, CPU_FLOOR = 0.10, 0.50
+"""Least width of a range, as a part of the recorded value: two sessions differ by more than repeats of one. A CPU may
+share its host: of two runs on one machine, 45 minutes apart, 280 of 420 lines were within a tenth, 402 within half."""
 TIMES = 2.0
 """Width of a range over the distance of its farthest repeat."""
 LINE = ["figure", "system", "model", "metric", "unit", "timer"]
@@ -30,6 +31,11 @@ _REASONS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
     "of zero or less, which have no ratio": lambda rows: ~rows["value"].gt(0),
 }
 """Why a row has no range, and which rows that holds for."""
+
+
+def floor_of(hardware: str) -> float:
+    """Return the least width of ranges of measurements on ``hardware``, e.g. ``cpu``."""
+    return CPU_FLOOR if hardware == "cpu" else FLOOR
 
 
 def left_out(rows: pd.DataFrame) -> dict[str, int]:
@@ -70,7 +76,8 @@ def ranges(rows: pd.DataFrame) -> pd.DataFrame:
     repeats = rows.groupby(POINT, dropna=False)["repeat"].transform("nunique")
     most = repeats.groupby([rows[name] for name in LINE]).max().rename("repeats")
     lines = pd.concat([points, most], axis=1).reset_index().merge(_farthest(rows[repeats > 1]), on=POOL, how="left")
-    width = np.maximum(np.log1p(FLOOR), TIMES * lines["farthest"].fillna(0.0))
+    floor = np.log1p(floor_of(rows["hardware"].iloc[0]))
+    width = np.maximum(floor, TIMES * lines["farthest"].fillna(0.0))
     return lines.assign(low=np.exp(-width), high=np.exp(width))[COLUMNS]
 
 

@@ -33,8 +33,10 @@ class Scale:
         """Check whether the quantity can have ``value``."""
         return self.least <= value <= self.most and value > ZEROS.get(self.kind, -math.inf)
 
-    def around(self, value: float, ends: Sequence[float]) -> tuple[float, float]:
+    def around(self, value: float, ends: Sequence[float], floor: float = FLOOR) -> tuple[float, float]:
         """Return the range around ``value`` whose repeats reach to ``ends``, cut to what is possible.
+
+        It is at least ``floor`` wide, as a part of the value.
 
         ValueError names a value or an end that is not possible.
         """
@@ -42,12 +44,12 @@ class Scale:
             if not self.is_possible(one):
                 raise ValueError(f"{one:g} is not possible on the scale {self}")
         if self.kind == LINEAR:
-            width = max(FLOOR * abs(value), TIMES * max((abs(end - value) for end in ends), default=0.0))
+            width = max(floor * abs(value), TIMES * max((abs(end - value) for end in ends), default=0.0))
             low, high = value - width, value + width
         else:
             zero = ZEROS[self.kind]
             farthest = max((abs(math.log((end - zero) / (value - zero))) for end in ends), default=0.0)
-            factor = math.exp(max(math.log1p(FLOOR), TIMES * farthest))
+            factor = math.exp(max(math.log1p(floor), TIMES * farthest))
             low, high = zero + (value - zero) / factor, zero + (value - zero) * factor
         return max(self.least, low), min(self.most, high)
 

@@ -8,9 +8,9 @@ from experiments.plots.frames import frame_of
 from punica.measure.records import Row
 
 BASE = Row(
-    figure="8", panel="", system="SGMV", workload="Distinct", model="", hardware="cpu", batch_size=1, seq_len=None,
+    figure="8", panel="", system="SGMV", workload="Distinct", model="", hardware="h200", batch_size=1, seq_len=None,
     rank=16, metric="latency", value=10.0, unit="us", statistic="median", timer="host_clock", scale="laptop",
-    date="2026-01-02", device="A CPU, 2 cores",
+    date="2026-01-02", device="A GPU",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from tests.experiments.expected.made_rows import frame, made
 from tests.experiments.report.report_rows import PAPER, decode_rows
 
 
-def config(root, hardware="cpu", scale="laptop") -> DictConfig:
+def config(root, hardware="h200", scale="laptop") -> DictConfig:
     paths = {name: str(root / name) for name in ("outputs", "results", "figures")} | {"paper_results": str(PAPER)}
     return OmegaConf.create({"hardware": {"name": hardware}, "scale": {"name": scale}, "paths": paths})
 
@@ -27,15 +27,15 @@ def config(root, hardware="cpu", scale="laptop") -> DictConfig:
 def recorded(tmp_path_factory):
     """A recorded machine with Figure 1 and its ranges."""
     root = tmp_path_factory.mktemp("recorded")
-    folder = root / "results" / "cpu"
-    write_rows(folder / "fig01_batching.csv", decode_rows())
-    machine = machine_of(folder, root / "figures" / "cpu", PAPER, "cpu")
+    folder = root / "results" / "h200"
+    write_rows(folder / "fig01_batching.csv", decode_rows(hardware="h200"))
+    machine = machine_of(folder, root / "figures" / "h200", PAPER, "h200")
     write_expected(folder, machine.rows, machine.verdicts, machine.paper)
     return root
 
 
 def test_without_rows_or_ranges_it_says_what_to_do(recorded):
-    with pytest.raises(ConfigError, match="hardware=h100 has no expected ranges; recorded are those of cpu"):
+    with pytest.raises(ConfigError, match="hardware=h100 has no expected ranges; recorded are those of h200"):
         check(config(recorded, hardware="h100"))
     with pytest.raises(ConfigError, match="scale=smoke has no expected ranges"):
         check(config(recorded, scale="smoke"))
@@ -44,11 +44,11 @@ def test_without_rows_or_ranges_it_says_what_to_do(recorded):
 
 
 def test_equal_rows_pass_and_slower_ones_are_named(recorded, capsys):
-    fresh = recorded / "outputs" / "cpu" / "rows" / "fig01_batching.csv"
-    write_rows(fresh, decode_rows())
+    fresh = recorded / "outputs" / "h200" / "rows" / "fig01_batching.csv"
+    write_rows(fresh, decode_rows(hardware="h200"))
     assert check(config(recorded)) == 0
     assert "Measurements: 1 held, at 2 common points, 0 outside" in capsys.readouterr().out
-    write_rows(fresh, [replace(row, value=row.value * row.batch_size**0.2) for row in decode_rows()])
+    write_rows(fresh, [replace(row, value=row.value * row.batch_size**0.2) for row in decode_rows(hardware="h200")])
     assert check(config(recorded)) == 1
     said = capsys.readouterr().out
     assert "outside: C01 ratio: 2.4, expected 1.091 to 1.32 (recorded 1.2)" in said
@@ -58,9 +58,9 @@ def test_equal_rows_pass_and_slower_ones_are_named(recorded, capsys):
 
 
 def test_another_device_is_told_apart():
-    theirs, ours = frame(made(1.0)), frame(made(1.0, device="Another CPU"))
+    theirs, ours = frame(made(1.0)), frame(made(1.0, device="Another GPU"))
     assert other_device(theirs, theirs) == ""
-    assert "recorded on A CPU, 2 cores, and these are of Another CPU" in other_device(theirs, ours)
+    assert "recorded on A GPU, and these are of Another GPU" in other_device(theirs, ours)
 
 
 def test_a_machine_that_is_slower_as_a_whole_is_told_and_not_counted(recorded, capsys):
@@ -70,17 +70,18 @@ def test_a_machine_that_is_slower_as_a_whole_is_told_and_not_counted(recorded, c
         assert said in other_speed(theirs, ours)
         assert bool(other_speed(theirs, ours)) == bool(said)
     assert other_speed(frame(made(1.0)), theirs) == "", "rows without calibrations do not tell"
-    slower = [replace(row, value=2 * row.value * row.batch_size**0.2, calib_copy_us=40.0) for row in decode_rows()]
-    write_rows(recorded / "outputs" / "cpu" / "rows" / "fig01_batching.csv", slower)
-    folder = recorded / "results" / "cpu" / "fig01_batching.csv"
+    rows = decode_rows(hardware="h200")
+    slower = [replace(row, value=2 * row.value * row.batch_size**0.2, calib_copy_us=40.0) for row in rows]
+    write_rows(recorded / "outputs" / "h200" / "rows" / "fig01_batching.csv", slower)
+    folder = recorded / "results" / "h200" / "fig01_batching.csv"
     before = folder.read_bytes()
-    write_rows(folder, [replace(row, calib_copy_us=20.0) for row in decode_rows()])
+    write_rows(folder, [replace(row, calib_copy_us=20.0) for row in decode_rows(hardware="h200")])
     assert check(config(recorded)) == 0
     folder.write_bytes(before)
     said = capsys.readouterr().out
     assert "outside: figure 1, backbone, llama-small, step_latency (ms)" in said
     assert "a copy takes 2.00 of the recorded time" in said
-    assert "0 outside of the expected ranges of cpu" in said
+    assert "0 outside of the expected ranges of h200" in said
 
 
 def test_figures_of_another_speed_are_told_and_not_counted():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.expected.ranges import FLOOR, TIMES, comparable, left_out, ranges
+from experiments.expected.ranges import CPU_FLOOR, FLOOR, TIMES, comparable, left_out, ranges
 from tests.experiments.expected.made_rows import frame, made
 
 
@@ -16,6 +16,11 @@ def test_a_line_recorded_once_has_the_floor():
     line = only(ranges(frame(made(10.0))))
     assert (line.points, line.repeats) == (3, 0)
     assert (line.low, line.high) == pytest.approx((1 / (1 + FLOOR), 1 + FLOOR))
+
+
+def test_a_cpu_has_a_floor_of_its_own():
+    line = only(ranges(frame(made(10.0, 10.01, 9.99, hardware="cpu"))))
+    assert (line.low, line.high) == pytest.approx((1 / (1 + CPU_FLOOR), 1 + CPU_FLOOR))
 
 
 def test_repeats_closer_than_the_floor_do_not_narrow_it():

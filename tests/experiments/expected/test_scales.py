@@ -8,7 +8,7 @@ import pytest
 from experiments.claims import Verdict
 from experiments.claims.bounds import read_bounds
 from experiments.expected.claims import claim_ranges
-from experiments.expected.ranges import FLOOR, TIMES
+from experiments.expected.ranges import CPU_FLOOR, FLOOR, TIMES
 from experiments.expected.scales import Scale, read_scales
 from experiments.harness.schema import REPOSITORY
 from tests.experiments.report.report_rows import PAPER
@@ -16,9 +16,9 @@ from tests.experiments.report.report_rows import PAPER
 RECORDED = sorted(REPOSITORY.glob("results/*/expected/claims.csv"))
 
 
-def ends(claim, quantities, interval=""):
+def ends(claim, quantities, interval="", **columns):
     """Return the range of each quantity of a claim."""
-    verdict = Verdict(claim, "", "1", "", quantities=quantities, interval=interval)
+    verdict = Verdict(claim, "", "1", "", quantities=quantities, interval=interval, **columns)
     return {line.quantity: (line.low, line.high) for line in claim_ranges([verdict], PAPER).itertuples()}
 
 
@@ -26,6 +26,12 @@ def test_a_ratio_reaches_as_many_times_up_as_down():
     found = ends("C01", "flat=10; wide=4", "wide=1 to 5")
     assert found["flat"] == pytest.approx((10 / (1 + FLOOR), 10 * (1 + FLOOR)))
     assert found["wide"] == pytest.approx((4 / 4**TIMES, 4 * 4**TIMES))
+
+
+def test_what_a_cpu_measured_has_a_floor_of_its_own():
+    for kind, floor in (("measured", CPU_FLOOR), ("simulated", FLOOR)):
+        found = ends("C01", "ratio=10", "ratio=9.9 to 10.1", hardware="cpu", kind=kind)
+        assert found["ratio"] == pytest.approx((10 / (1 + floor), 10 * (1 + floor)))
 
 
 def test_a_growth_in_percent_is_a_ratio_less_one():

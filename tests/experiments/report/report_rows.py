@@ -23,10 +23,10 @@ def folders_in(root: Path) -> Folders:
     )
 
 
-def decode_rows(scale: str = "laptop") -> list[Row]:
+def decode_rows(scale: str = "laptop", hardware: str = "cpu") -> list[Row]:
     """Figure 1: decode of 32 requests takes 1.2 times as long as of one."""
     columns = {"figure": "1", "panel": "decode", "system": "backbone", "workload": "", "model": "llama-small"}
-    columns |= {"hardware": "cpu", "seq_len": 128, "rank": None, "metric": "step_latency", "unit": "ms"}
+    columns |= {"hardware": hardware, "seq_len": 128, "rank": None, "metric": "step_latency", "unit": "ms"}
     columns |= {"statistic": "median", "timer": "host_clock", "scale": scale, "device": "A CPU, 2 cores"}
     columns |= {"date": "2026-01-02", "commit": "abc1234"}
     return [Row(batch_size=size, value=value, **columns) for size, value in ((1, 10.0), (32, 12.0))]
