@@ -8,5 +8,5 @@
     files.py        `results/<hardware>/expected/`.
 
 The rule: a range reaches twice as far as the farthest recorded repeat, and never less than a tenth,
-measured on a CPU than a half.
+or a half on a CPU.
 """

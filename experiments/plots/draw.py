@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
-from experiments.plots.frames import distinct, measured_frame, paper_frame
+from experiments.plots.frames import distinct, measured_frame, paper_frame, rows_of_repeats
 from experiments.plots.overlay import panels
 from punica.measure.records import ensure_writable
 
@@ -65,15 +65,18 @@ def _save(figure: Figure, name: str, words: str, pdf: Path, png: Path) -> None:
 
 
 def provenance(experiment: Experiment, rows: pd.DataFrame, rows_file: Path) -> dict[str, Any]:
-    """Rows file, configuration, commits, devices, versions and dates behind a figure, as JSON values."""
-    config = rows_file.with_suffix(".json")
+    """Rows file, configuration, commits, devices, versions and dates behind a figure, as JSON values.
+
+    ``rows`` has repeats made one; dates are those of all repeats.
+    """
+    config, dates = rows_file.with_suffix(".json"), rows_of_repeats(rows_file)["date"]
     return {
         "experiment": experiment.name,
         "figure": experiment.figure,
         "rows_file": _relative(rows_file),
         "rows": len(rows),
         **{key: distinct(rows, column) for key, column in LISTED.items()},
-        "measured": [min(rows["date"]), max(rows["date"])],
+        "measured": [min(dates), max(dates)],
         "config": json.loads(config.read_text(encoding="utf-8")) if config.exists() else None,
     }
 

@@ -20,14 +20,19 @@ def distinct(rows: pd.DataFrame, column: str) -> list[str]:
     return sorted(set(rows[column].drop_duplicates().dropna().astype(str)) - {""})
 
 
-def measured_frame(path: Path) -> pd.DataFrame:
-    """All measured rows of `path` in the order of `in_order`, repeats made one; of several timers only the first of
-    `TIMERS` that a metric has, as the claims choose it.
+def rows_of_repeats(path: Path) -> pd.DataFrame:
+    """All measured rows of `path`; of several timers only the first of `TIMERS` that a metric has, as the claims choose
+    it.
     """
     frame = frame_of(read_rows(path))
     place = frame["timer"].map({timer: place for place, timer in enumerate(TIMERS)})  # nan: not timed
     best = place.groupby(frame["metric"]).transform("min")
-    return in_order(one_of_repeats(frame[place.isna() | (place == best)].reset_index(drop=True)))
+    return frame[place.isna() | (place == best)].reset_index(drop=True)
+
+
+def measured_frame(path: Path) -> pd.DataFrame:
+    """`rows_of_repeats` in the order of `in_order`, repeats made one."""
+    return in_order(one_of_repeats(rows_of_repeats(path)))
 
 
 def in_order(rows: pd.DataFrame) -> pd.DataFrame:

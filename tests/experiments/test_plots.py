@@ -16,14 +16,24 @@ from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import settle
 from experiments.plots import style
-from experiments.plots.frames import described, frame_of, has_bands, how_often, in_order, interval, one_of_repeats
+from experiments.plots.draw import provenance
+from experiments.plots.frames import (
+    described,
+    frame_of,
+    has_bands,
+    how_often,
+    in_order,
+    interval,
+    measured_frame,
+    one_of_repeats,
+)
 from experiments.plots.hero import SHOWN, draw_hero
 from experiments.plots.load import draw_load
 from experiments.plots.overlay import named, panels
 from experiments.plots.roofline import draw_roofline
 from experiments.plots.serving_bars import PAPER_NAMES, draw_serving, not_measured, relative_to_best, short
 from experiments.plots.tensor_parallel import draw_ranks
-from punica.measure.records import Row
+from punica.measure.records import Row, write_rows
 
 PAPER = REPOSITORY / "paper_results"
 
@@ -38,6 +48,12 @@ def row(value, **columns):
 def closed():
     yield
     plt.close("all")
+
+
+def test_a_figure_names_the_dates_of_all_repeats(tmp_path):
+    path, days = tmp_path / "fig09_lora_ranks.csv", ("2026-01-01T00:00:00Z", "2026-01-09T00:00:00Z")
+    write_rows(path, [row(10.0 + repeat, repeat=repeat, date=date) for repeat, date in enumerate(days)])
+    assert provenance(FIG09, measured_frame(path), path)["measured"] == list(days)
 
 
 @pytest.mark.parametrize(

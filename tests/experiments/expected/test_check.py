@@ -84,21 +84,51 @@ def test_a_machine_that_is_slower_as_a_whole_is_told_and_not_counted(recorded, c
     assert "0 outside of the expected ranges of h200" in said
 
 
-def test_figures_of_another_speed_are_told_and_not_counted():
-    calibrated = {"calib_gemm_us": 10.0, "calib_copy_us": 20.0}
-    theirs = frame([*made(1.0, **calibrated), *made(1.0, figure="10", **calibrated)])
-    ours = theirs.assign(calib_copy_us=[32.0 if figure == "10" else 20.0 for figure in theirs["figure"]])
-    slow = other_speeds(theirs, ours)
-    assert slow == {"10": "a copy takes 1.60 of the recorded time"}
-    assert other_speeds(theirs, ours.assign(figure="11")) == {}, "a figure without recorded rows has no speed"
+def test_a_speed_is_that_of_the_figures_here_and_of_any_recorded_repeat():
+    both = [*made(1.0, 1.0, calib_gemm_us=10.0, calib_copy_us=20.0), *made(1.0, figure="10", calib_copy_us=50.0)]
+    mixed = frame(both).assign(calib_gemm_us=10.0)
+    mixed.loc[mixed["repeat"].eq(1), "calib_copy_us"] = 40.0
+    for copy_us, said in ((20.0, ""), (40.0, ""), (60.0, "a copy takes 1.50 of the recorded time")):
+        ours = frame(made(1.0, calib_gemm_us=10.0, calib_copy_us=copy_us))
+        assert other_speed(mixed, ours) == said
+        assert other_speeds(mixed, ours) == ({"8": said} if said else {})
+    assert other_speeds(mixed, ours.assign(figure="11")) == {}, "a figure without recorded rows has no speed"
 
-    def held(**columns: list[str]) -> Held:
+
+def test_measured_claims_and_rows_of_figures_of_another_speed_are_not_counted():
+    def outside(**columns: list[str]) -> Held:
         return Held(pd.DataFrame({**columns, "is_outside": True}), pd.DataFrame(), pd.DataFrame())
 
-    verdicts = [Verdict(id, "", figure, "") for id, figure in (("C01", "1"), ("C25", "10, 11"), ("C26", "11"))]
-    claims, rows = held(claim=["C01", "C25", "C26"]), held(figure=["1", "10", "11", "10"])
-    assert counted(claims, rows, verdicts, slow) == 2 + 2
-    assert counted(claims, rows, verdicts, {}) == 3 + 4
+    figures = {"C01": "1", "C25": "10, 11", "C26": "11", "C46": "10"}
+    verdicts = [
+        Verdict(id, "", figure, "", kind="simulated" if id == "C46" else "measured") for id, figure in figures.items()
+    ]
+    claims, rows = outside(claim=list(figures)), outside(figure=["1", "10", "11", "10"])
+    assert counted(claims, rows, verdicts, {"10"}) == 3 + 2
+    assert counted(claims, rows, verdicts, ()) == 4 + 4
+
+
+@pytest.mark.parametrize(("copy_us", "status"), [(20.0, 1), (40.0, 0)])
+def test_a_slower_figure_counts_at_the_recorded_speed_alone(tmp_path, capsys, copy_us, status):
+    folder, fresh = tmp_path / "results" / "h200", tmp_path / "outputs" / "h200" / "rows"
+    columns = {"calib_gemm_us": 10.0, "calib_copy_us": 20.0}
+    parts = {
+        "fig01_batching": [replace(row, **columns) for row in decode_rows(hardware="h200")],
+        "fig08_lora_operator": made(1.0, batches=tuple(range(1, 9)), **columns),
+    }
+    for name, rows in parts.items():
+        write_rows(folder / f"{name}.csv", rows)
+        write_rows(fresh / f"{name}.csv", rows)
+    machine = machine_of(folder, tmp_path / "figures" / "h200", PAPER, "h200")
+    write_expected(folder, machine.rows, machine.verdicts, machine.paper)
+    columns["calib_copy_us"] = copy_us
+    slower = [replace(row, value=2 * row.value * row.batch_size**0.2, **columns) for row in parts["fig01_batching"]]
+    write_rows(fresh / "fig01_batching.csv", slower)
+    assert check(config(tmp_path)) == status
+    said = capsys.readouterr().out
+    assert "outside: figure 1, backbone, llama-small, step_latency (ms)" in said
+    told = "Measured at another speed than recorded: figure 1 (a copy takes 2.00 of the recorded time). What is outside"
+    assert (told in said) == (status == 0)
 
 
 @pytest.mark.slow

@@ -32,6 +32,8 @@ def test_what_a_cpu_measured_has_a_floor_of_its_own():
     for kind, floor in (("measured", CPU_FLOOR), ("simulated", FLOOR)):
         found = ends("C01", "ratio=10", "ratio=9.9 to 10.1", hardware="cpu", kind=kind)
         assert found["ratio"] == pytest.approx((10 / (1 + floor), 10 * (1 + floor)))
+    share = ends("C46", "share=0.5", hardware="cpu", kind="measured")["share"]
+    assert share == pytest.approx((0.5 * (1 - FLOOR), 0.5 * (1 + FLOOR)))
 
 
 def test_a_growth_in_percent_is_a_ratio_less_one():
