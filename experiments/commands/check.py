@@ -3,14 +3,13 @@
     make check                       # outputs/<hardware>/rows
     make check ARGS=hardware=h200
 
-A range reaches twice as far as the farthest recorded repeat, and never less than a tenth, or a half on a CPU
-(`experiments.expected`).
+A range reaches twice as far as the farthest recorded repeat, and has a least width (`experiments.expected`).
 Quantities of the claims are held on every device of that hardware. Measurements are held as ratios to the recorded
 ones, and only on the recorded device: a CPU of another model has other times. Status 1 when anything is outside.
 
 Calibrations between the points say how fast the machine is, beside other guests of its host. What was measured at
-another speed than recorded (`experiments.expected.speeds`) is printed and not counted. That is all, where the machine
-differs as a whole, else the figures that do.
+another speed than recorded (`experiments.expected.speeds`) is printed and not counted. That is all but simulations,
+where the machine differs as a whole, else the figures that do.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -31,6 +30,8 @@ from experiments.harness.settings import folders
 from experiments.plots.frames import distinct
 from experiments.report.machines import HERE, machine_of, read_folder, rows_files
 from experiments.report.runs import figures_of
+
+NOT_COUNTED = "measurements and measured claims that are outside are not counted"
 
 
 def refuse(cfg: DictConfig, fresh: Path, recorded: Path) -> None:
@@ -89,17 +90,22 @@ def other_device(recorded: pd.DataFrame, here: pd.DataFrame) -> str:
 def speeds_said(whole: str, figures: Mapping[str, str]) -> list[str]:
     """Describe what was measured at another speed than recorded: all of it, or some figures."""
     if whole:
-        return [f"The machine has another speed than the recorded one ({whole}): what is outside is not counted"]
+        return [f"The machine has another speed than the recorded one ({whole}): {NOT_COUNTED}"]
     if not figures:
         return []
     named = "; ".join(f"figure {figure} ({said})" for figure, said in figures.items())
-    return [f"Measured at another speed than recorded: {named}. What is outside of these is not counted"]
+    return [f"Measured at another speed than recorded: {named}. Of these {NOT_COUNTED}"]
 
 
-def counted(claims: Held, rows: Held, verdicts: Sequence[Verdict], figures: Collection[str]) -> int:
-    """Count what is outside, without measurements of ``figures`` and measured claims that rest on them."""
+def counted_claims(held: Held, verdicts: Sequence[Verdict], figures: Collection[str]) -> int:
+    """Count the quantities outside, without those of measured claims that rest on ``figures``."""
     excused = [one.id for one in verdicts if one.kind != SIMULATED and set(figures_of(one)) & set(figures)]
-    return int((~claims.outside["claim"].isin(excused)).sum() + (~rows.outside["figure"].isin(list(figures))).sum())
+    return int((~held.outside["claim"].isin(excused)).sum())
+
+
+def counted_rows(held: Held, figures: Collection[str]) -> int:
+    """Count the lines outside, without those of ``figures``."""
+    return int((~held.outside["figure"].isin(list(figures))).sum())
 
 
 def check(cfg: DictConfig) -> int:
@@ -110,14 +116,15 @@ def check(cfg: DictConfig) -> int:
     here = machine_of(places.fresh_rows, places.fresh_figures, places.paper, HERE)
     recorded = read_folder(places.recorded_rows)
     claims = hold_claims(of_claims, here.verdicts)
-    lines, outside = claims_said(claims), 0
+    lines, outside, figures = claims_said(claims), 0, dict.fromkeys(distinct(here.rows, "figure"), "")
     if said := other_device(recorded, here.rows):
-        lines += [said, "Claims outside of their ranges are not counted on another device"]
+        lines += [said, f"On another device {NOT_COUNTED}"]
     else:
         held, whole = hold_rows(of_rows, recorded, here.rows), other_speed(recorded, here.rows)
-        figures = dict.fromkeys(distinct(here.rows, "figure"), whole) if whole else other_speeds(recorded, here.rows)
+        figures = figures if whole else other_speeds(recorded, here.rows)
         lines += [*rows_said(held), *speeds_said(whole, figures)]
-        outside = counted(claims, held, here.verdicts, figures)
+        outside = counted_rows(held, figures)
+    outside += counted_claims(claims, here.verdicts, figures)
     lines += [f"  not compared: {count} rows {reason}" for reason, count in left_out(here.rows).items()]
     print("\n".join([*lines, f"{outside} outside of the expected ranges of {places.recorded_rows.name}"]))
     return 1 if outside else 0

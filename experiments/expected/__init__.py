@@ -7,6 +7,6 @@
     speeds.py       the machine's speed beside the recorded one, by the calibrations between points.
     files.py        `results/<hardware>/expected/`.
 
-The rule: a range reaches twice as far as the farthest recorded repeat, and never less than a tenth,
-or a half on a CPU.
+The rule: a range reaches twice as far as the farthest recorded repeat, and never less than a tenth, or
+than a factor of 1.5 for times and ratios that a CPU measured.
 """

@@ -36,8 +36,7 @@ class Scale:
     def around(self, value: float, ends: Sequence[float], floor: float = FLOOR) -> tuple[float, float]:
         """Return the range around ``value`` whose repeats reach to ``ends``, cut to what is possible.
 
-        Factors reach at least ``floor``, as a part of the value; shares and differences at least `FLOOR`, as the speed
-        of a machine changes them less.
+        It reaches at least ``floor``, as a part of the value; of shares and correlations, which have a most, `FLOOR`.
 
         ValueError names a value or an end that is not possible.
         """
@@ -45,7 +44,8 @@ class Scale:
             if not self.is_possible(one):
                 raise ValueError(f"{one:g} is not possible on the scale {self}")
         if self.kind == LINEAR:
-            width = max(FLOOR * abs(value), TIMES * max((abs(end - value) for end in ends), default=0.0))
+            floor = floor if self.most == math.inf else FLOOR
+            width = max(floor * abs(value), TIMES * max((abs(end - value) for end in ends), default=0.0))
             low, high = value - width, value + width
         else:
             zero = ZEROS[self.kind]

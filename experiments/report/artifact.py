@@ -40,7 +40,7 @@ the same as an image, for a CPU and for CUDA.
 WORKFLOW = """\
 1. `make reproduce` measures every figure, draws it beside the paper's and judges the claims. Run again, it continues.
 2. `make report` writes the judged claims and `report.html`; `make report ARGS=source=recorded` those of recorded rows.
-3. `make check` holds the rows against the expected ranges of the same hardware; its status is 1 when any is outside.
+3. `make check` holds the rows against the expected ranges of the hardware; status 1: one that counts is outside.
 
 Each claim's expected range, command and recorded commit is in [REPRODUCING.md](../REPRODUCING.md), its bounds in
 [paper_results/claim_bounds.csv](../paper_results/claim_bounds.csv). A claim that differs is part of the result: its

@@ -39,14 +39,14 @@ $ make check
 outside. Rows are in `outputs/<hardware>/rows`, recorded ones in `results/<hardware>`.
 
 **The rule of all ranges** (`experiments/expected`): a range reaches {times:g} times as far as the farthest recorded
-repeat, and never less than {floor:.0%}, or {cpu_floor:.0%} on a CPU. There two runs on one machine differ by more than
-the repeats of one. Quantities of claims have ranges of their own, below and in
+repeat, and never less than {floor:.0%}, or than a factor of {cpu:g} for times and ratios that a CPU measured. There two
+runs on one machine differ by more than the repeats of one. Quantities of claims have ranges of their own, below and in
 `results/<hardware>/expected/claims.csv`: as factors for times, throughputs and ratios, linear for shares, correlations
 and differences, and cut to what is possible (`paper_results/claim_quantities.csv`). Other measurements are held as
 ratios to the recorded ones (`measurements.csv`), by the median over common points, and only on the recorded device. A
 line that was recorded once has the least range, as its spread is not known; `make check` says so. Calibrations tell
 how fast a machine is, beside other guests of its host. Where that is another speed than recorded, as a whole or in a
-figure, `make check` prints what is outside and counts none of it.
+figure, `make check` counts no measurement that is outside, and no measured claim.
 
 **Minutes** are those that `make reproduce` gives a figure at a scale (`conf/figure/*.yaml`): it ends with less measured
 where they do not suffice. All figures together have {laptop:.0f} on a CPU. `not stated`: none are given at that
@@ -69,7 +69,7 @@ DISAGREE = (
 def write_reproducing(machines: Sequence[Machine], paper: Path, target: Path) -> Path:
     """Write the page on ``machines``, the recorded ones, to ``target``; ``paper`` is ``paper_results``."""
     laptop = total_minutes(experiments(), "laptop")
-    said = INTRODUCTION.format(times=TIMES, floor=FLOOR, cpu_floor=CPU_FLOOR, laptop=laptop)
+    said = INTRODUCTION.format(times=TIMES, floor=FLOOR, cpu=1 + CPU_FLOOR, laptop=laptop)
     parts = [GENERATED, "# Reproducing", "", said, "## Figures", "", *markdown(*figures_table(machines)), ""]
     for machine in machines:
         parts += [f"## Claims on {machine.name}", "", LEGEND, "", *markdown(*claims_table(machine, paper)), ""]

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.claims import Verdict
-from experiments.commands.check import check, counted, other_device
+from experiments.commands.check import check, counted_claims, counted_rows, other_device
 from experiments.expected.files import read_expected, write_expected
 from experiments.expected.held import Held, hold_rows
 from experiments.expected.speeds import other_speed, other_speeds
@@ -92,7 +92,10 @@ def test_a_speed_is_that_of_the_figures_here_and_of_any_recorded_repeat():
         ours = frame(made(1.0, calib_gemm_us=10.0, calib_copy_us=copy_us))
         assert other_speed(mixed, ours) == said
         assert other_speeds(mixed, ours) == ({"8": said} if said else {})
-    assert other_speeds(mixed, ours.assign(figure="11")) == {}, "a figure without recorded rows has no speed"
+    unknown = ours.assign(figure="11")
+    assert other_speeds(mixed, unknown) == {}, "a figure without recorded rows has no speed"
+    same = frame(made(1.0, calib_gemm_us=10.0, calib_copy_us=20.0))
+    assert other_speed(mixed, pd.concat([same, unknown, unknown])) == ""
 
 
 def test_measured_claims_and_rows_of_figures_of_another_speed_are_not_counted():
@@ -104,8 +107,8 @@ def test_measured_claims_and_rows_of_figures_of_another_speed_are_not_counted():
         Verdict(id, "", figure, "", kind="simulated" if id == "C46" else "measured") for id, figure in figures.items()
     ]
     claims, rows = outside(claim=list(figures)), outside(figure=["1", "10", "11", "10"])
-    assert counted(claims, rows, verdicts, {"10"}) == 3 + 2
-    assert counted(claims, rows, verdicts, ()) == 4 + 4
+    assert (counted_claims(claims, verdicts, {"10"}), counted_rows(rows, {"10"})) == (3, 2)
+    assert (counted_claims(claims, verdicts, ()), counted_rows(rows, ())) == (4, 4)
 
 
 @pytest.mark.parametrize(("copy_us", "status"), [(20.0, 1), (40.0, 0)])
@@ -127,7 +130,7 @@ def test_a_slower_figure_counts_at_the_recorded_speed_alone(tmp_path, capsys, co
     assert check(config(tmp_path)) == status
     said = capsys.readouterr().out
     assert "outside: figure 1, backbone, llama-small, step_latency (ms)" in said
-    told = "Measured at another speed than recorded: figure 1 (a copy takes 2.00 of the recorded time). What is outside"
+    told = "Measured at another speed than recorded: figure 1 (a copy takes 2.00 of the recorded time). Of these"
     assert (told in said) == (status == 0)
 
 
