@@ -17,7 +17,7 @@ from IPython.display import Markdown
 from experiments.claims import counts, judge
 from experiments.harness.experiment import Experiment
 from experiments.plots.draw import draw
-from experiments.plots.frames import centre, described, measured_frame, paper_frame
+from experiments.plots.frames import centre, described, measured_frame, paper_frame, rows_of_repeats
 from experiments.report.machines import read_folder, rows_files
 
 PAPER = "paper, A100"
@@ -59,7 +59,7 @@ class StoredRows:
         """``table_of(measured rows, the paper's rows)`` of a figure; a line instead when it has no rows."""
         if not self.has(experiment):
             return Markdown(f"*No rows of Figure {experiment.figure} yet, see there.*")
-        rows = measured_frame(self._file(experiment))
+        rows = measured_frame(rows_of_repeats(self._file(experiment)))
         return as_markdown(table_of(rows, paper_frame(self.root / "paper_results", experiment.figure)))
 
     def verdicts(self, figures: Sequence[str]) -> Markdown:
@@ -83,7 +83,7 @@ class StoredRows:
         return self.folder / f"{experiment.name}.csv"
 
     def _source(self, experiment: Experiment) -> Markdown:
-        rows = measured_frame(self._file(experiment))
+        rows = measured_frame(rows_of_repeats(self._file(experiment)))
         kind = "recorded" if self.recorded else "fresh"
         commits = ", ".join(sorted(set(rows["commit"]) - {""})) or "not known"
         first, last = min(rows["date"])[:10], max(rows["date"])[:10]

@@ -33,7 +33,7 @@ class Scale:
         """Check whether the quantity can have ``value``."""
         return self.least <= value <= self.most and value > ZEROS.get(self.kind, -math.inf)
 
-    def around(self, value: float, ends: Sequence[float], floor: float = FLOOR) -> tuple[float, float]:
+    def around(self, value: float, ends: Sequence[float], floor: float) -> tuple[float, float]:
         """Return the range around ``value`` whose repeats reach to ``ends``, cut to what is possible.
 
         It reaches at least ``floor``, as a part of the value; of shares and correlations, which have a most, `FLOOR`.

@@ -36,7 +36,8 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
     """Draw `experiment` from `rows_file` into `folder` beside the paper's rows; return the three files, and those of a
     short figure behind them.
     """
-    rows = measured_frame(rows_file)
+    repeats = rows_of_repeats(rows_file)
+    rows = measured_frame(repeats)
     paper = paper_frame(paper_folder, experiment.figure)
     ensure_writable(folder)
     pdf, png, facts = (folder / f"{experiment.name}.{kind}" for kind in KINDS)
@@ -46,7 +47,7 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
             figure = get_method(f"{__package__}.{experiment.drawn_by}")(rows, paper)
         else:
             figure = panels(experiment.shown(rows), experiment.shown(paper), experiment.overlay)
-        about = provenance(experiment, rows, rows_file)
+        about = provenance(experiment, rows, repeats["date"], rows_file)
         words = f"commit {', '.join(about['commits'])}; config {', '.join(about['config_hashes'][:4])}"
         _save(figure, experiment.name, words, pdf, png)
         if experiment.name in SHORT:
@@ -64,12 +65,12 @@ def _save(figure: Figure, name: str, words: str, pdf: Path, png: Path) -> None:
     plt.close(figure)
 
 
-def provenance(experiment: Experiment, rows: pd.DataFrame, rows_file: Path) -> dict[str, Any]:
+def provenance(experiment: Experiment, rows: pd.DataFrame, dates: pd.Series, rows_file: Path) -> dict[str, Any]:
     """Rows file, configuration, commits, devices, versions and dates behind a figure, as JSON values.
 
-    ``rows`` has repeats made one; dates are those of all repeats.
+    ``rows`` has repeats made one; ``dates`` are those of all repeats.
     """
-    config, dates = rows_file.with_suffix(".json"), rows_of_repeats(rows_file)["date"]
+    config = rows_file.with_suffix(".json")
     return {
         "experiment": experiment.name,
         "figure": experiment.figure,

@@ -30,9 +30,9 @@ def rows_of_repeats(path: Path) -> pd.DataFrame:
     return frame[place.isna() | (place == best)].reset_index(drop=True)
 
 
-def measured_frame(path: Path) -> pd.DataFrame:
-    """`rows_of_repeats` in the order of `in_order`, repeats made one."""
-    return in_order(one_of_repeats(rows_of_repeats(path)))
+def measured_frame(rows: pd.DataFrame) -> pd.DataFrame:
+    """`rows`, those of `rows_of_repeats`, in the order of `in_order`, repeats made one."""
+    return in_order(one_of_repeats(rows))
 
 
 def in_order(rows: pd.DataFrame) -> pd.DataFrame:

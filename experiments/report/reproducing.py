@@ -35,8 +35,8 @@ $ make reproduce
 $ make check
 ```
 
-`make check` prints what is outside of its expected range and what was not compared; its status is 1 when anything is
-outside. Rows are in `outputs/<hardware>/rows`, recorded ones in `results/<hardware>`.
+`make check` prints what is outside of its expected range and what was not compared; its status is 1 when one that
+counts is outside. Rows are in `outputs/<hardware>/rows`, recorded ones in `results/<hardware>`.
 
 **The rule of all ranges** (`experiments/expected`): a range reaches {times:g} times as far as the farthest recorded
 repeat, and never less than {floor:.0%}, or than a factor of {cpu:g} for times and ratios that a CPU measured. There two

@@ -19,7 +19,7 @@ from experiments.harness.resume import run
 from experiments.harness.schema import register_names
 from experiments.harness.settings import keys_read, refuse_unread, settle
 from experiments.harness.span import FEWEST_FOR_P99, Span
-from experiments.plots.frames import measured_frame
+from experiments.plots.frames import measured_frame, rows_of_repeats
 from experiments.plots.load import draw_load, draw_many
 from experiments.systems import load_bench
 from experiments.systems.open_loop import SLOT, TimedStep, Trace, Traced
@@ -265,7 +265,7 @@ def test_a_loaded_system_has_rows_and_a_figure(tmp_path) -> None:
         assert {"offered_rate", "time_to_first_token_max", "steps_to_first_token", "lost", "starved"} <= by_panel[panel]
     wrong = [row.value for row in rows if row.metric in ("lost", "doubled", "starved")]
     assert wrong == [0.0] * 6
-    figure = draw_load(measured_frame(outcome.rows_file), pd.DataFrame())
+    figure = draw_load(measured_frame(rows_of_repeats(outcome.rows_file)), pd.DataFrame())
     assert [axis.get_ylabel() for axis in figure.axes][-1] == "throughput\n(token/s)"
     assert all(axis.lines for axis in figure.axes)
 
@@ -285,6 +285,6 @@ def test_many_adapters_have_rows_and_a_figure(tmp_path) -> None:
     assert 0 <= found[disk, "page_cache_share"] <= 1
     assert ("5 adapters", "page_cache_share") not in found
     assert all(found[disk, name] == 0 for name in ("lost", "doubled", "starved"))
-    figure = draw_many(measured_frame(outcome.rows_file), pd.DataFrame())
+    figure = draw_many(measured_frame(rows_of_repeats(outcome.rows_file)), pd.DataFrame())
     assert len(figure.axes) == 3
     assert len(figure.axes[0].patches) == 6

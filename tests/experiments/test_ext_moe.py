@@ -16,7 +16,7 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.settings import settle
 from experiments.plots.extensions import draw_moe
-from experiments.plots.frames import frame_of, measured_frame
+from experiments.plots.frames import frame_of, measured_frame, rows_of_repeats
 from punica.measure.records import Row, read_rows, write_rows
 from punica.measure.timing import Protocol
 
@@ -147,7 +147,7 @@ def engine_and_layers(path, panels) -> None:
 def test_engine_and_fp8_stand_beside_what_other_clocks_time(tmp_path):
     panels = [panel_of("qwen3-30b-a3b", fp8) for fp8 in (None, "float8_e4m3fn")]
     engine_and_layers(tmp_path / "ext_moe.csv", panels)
-    figure = draw_moe(measured_frame(tmp_path / "ext_moe.csv"), pd.DataFrame())
+    figure = draw_moe(measured_frame(rows_of_repeats(tmp_path / "ext_moe.csv")), pd.DataFrame())
     shown = {(axis.get_subplotspec().rowspan.start, axis.get_subplotspec().colspan.start): axis for axis in figure.axes}
     assert [line.get_ydata().tolist() for line in shown[0, 0].lines] == [[100, 100]] * 2, "layers by their best clock"
     assert [line.get_ydata().tolist() for line in shown[1, 0].lines] == [[10, 10]] * 2

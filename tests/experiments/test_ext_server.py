@@ -23,7 +23,7 @@ from experiments.http_load.client import Answer, Client, Job
 from experiments.http_load.fields import accepted
 from experiments.http_load.loops import BACK_OFF_S, Run, closed_loop, open_loop
 from experiments.http_load.readings import is_late, run_readings, tokens_in
-from experiments.plots.frames import measured_frame
+from experiments.plots.frames import measured_frame, rows_of_repeats
 from experiments.plots.server import draw_server
 from punica.measure.records import read_rows
 
@@ -139,7 +139,7 @@ def test_errors_of_some_requests_leave_the_others(tmp_path) -> None:
     assert found["errors"] == found["errors_http_429"] > 0
     assert found["requests"] - found["errors"] == found["time_to_first_token"] > 0
     assert abs(asked["right"] - asked["http-429"]) <= 4, "Distinct: in turns"
-    figure = draw_server(measured_frame(outcome.rows_file), pd.DataFrame())
+    figure = draw_server(measured_frame(rows_of_repeats(outcome.rows_file)), pd.DataFrame())
     assert len(figure.axes) == 4
     assert all(axis.lines for axis in figure.axes)
     assert figure.axes[3].lines[0].get_ydata()[0] == found["errors"] / found["requests"]

@@ -24,7 +24,7 @@ from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError, DType, ModelConf
 from experiments.harness.settings import settle
 from experiments.harness.source import decisive
-from experiments.plots.frames import measured_frame
+from experiments.plots.frames import measured_frame, rows_of_repeats
 from experiments.plots.today import draw_today, gains
 from experiments.today import bench as bench_module
 from experiments.today import folders, peers
@@ -277,7 +277,7 @@ def test_both_engines_do_the_same_work_and_rows_name_versions_and_settings(tmp_p
     assert {tuple(one[name] for name in limits) for one in told} == {(3, 3, 4, False)}
     assert len(outcome.figures) == 3
     assert run(cfg, TODAY).measured == 0
-    figure = draw_today(measured_frame(Path(outcome.rows_file)), pd.DataFrame())
+    figure = draw_today(measured_frame(rows_of_repeats(Path(outcome.rows_file))), pd.DataFrame())
     texts = [[text.get_text() for text in axis.texts if "x (vllm" in text.get_text()] for axis in figure.axes]
     assert list(map(len, texts)) == [3, 3, 1]  # a ratio above every case
 

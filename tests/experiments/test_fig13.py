@@ -58,7 +58,7 @@ from experiments.harness.schema import ConfigError
 from experiments.harness.settings import settle
 from experiments.harness.span import Span
 from experiments.plots.cluster import draw_hour
-from experiments.plots.frames import frame_of, measured_frame, paper_frame
+from experiments.plots.frames import frame_of, measured_frame, paper_frame, rows_of_repeats
 from punica.cluster import StepCost, StepWork, simulate
 from punica.measure.records import Row, read_rows, write_rows
 
@@ -521,7 +521,7 @@ def test_streams_on_ray_have_the_bounds_that_were_asked_for(measured, met):
 
 
 def test_the_recorded_hour_on_ray_is_drawn_and_predicted_and_says_whose_tokens_differ():
-    rows = measured_frame(PAPER.parent / "results" / "cpu" / f"{FIG13.name}.csv")
+    rows = measured_frame(rows_of_repeats(PAPER.parent / "results" / "cpu" / f"{FIG13.name}.csv"))
     on_ray = rows[rows["panel"].str.contains("ray hour")]
     assert on_ray.groupby("panel").size().to_dict() == {
         "ray hour": 969, "ray hour, a runner killed": 961, "simulated ray hour": 944,

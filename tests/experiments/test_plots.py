@@ -1,6 +1,7 @@
 """What figures show beside their lines: names of models, repeats, disturbed points, both roofs, DeepSpeed's bar."""
 
 import itertools
+import json
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -16,17 +17,8 @@ from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import settle
 from experiments.plots import style
-from experiments.plots.draw import provenance
-from experiments.plots.frames import (
-    described,
-    frame_of,
-    has_bands,
-    how_often,
-    in_order,
-    interval,
-    measured_frame,
-    one_of_repeats,
-)
+from experiments.plots.draw import draw
+from experiments.plots.frames import described, frame_of, has_bands, how_often, in_order, interval, one_of_repeats
 from experiments.plots.hero import SHOWN, draw_hero
 from experiments.plots.load import draw_load
 from experiments.plots.overlay import named, panels
@@ -53,7 +45,8 @@ def closed():
 def test_a_figure_names_the_dates_of_all_repeats(tmp_path):
     path, days = tmp_path / "fig09_lora_ranks.csv", ("2026-01-01T00:00:00Z", "2026-01-09T00:00:00Z")
     write_rows(path, [row(10.0 + repeat, repeat=repeat, date=date) for repeat, date in enumerate(days)])
-    assert provenance(FIG09, measured_frame(path), path)["measured"] == list(days)
+    _, _, facts = draw(FIG09, path, tmp_path, PAPER)
+    assert json.loads(facts.read_text(encoding="utf-8"))["measured"] == list(days)
 
 
 @pytest.mark.parametrize(
