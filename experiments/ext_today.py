@@ -37,6 +37,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import MISSING
@@ -55,8 +56,8 @@ if TYPE_CHECKING:
 class TodayConf(FigureConf):
     """Interpreter of vLLM, sizes of the work, and its rounds."""
 
-    vllm_python: str = ""
-    vllm_tables: str = ""
+    vllm_python: Path | None = None
+    vllm_tables: Path | None = None
     parts: list[str] = MISSING  # panels
     adapters: int = MISSING
     batch_size: int = MISSING

@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -71,15 +72,15 @@ def _columns(cfg: Config) -> dict[str, Any]:
 
 
 def _configuration(cfg: DictConfig, experiment: Experiment) -> str:
-    """Return the part of the composed configuration that `experiment` reads, without folders, as JSON.
+    """Return the part of the composed configuration that `experiment` reads as JSON, without what is of type `Path`.
 
-    It is kept beside the rows for the figure's provenance.
+    It is kept beside the rows for the figure's provenance; paths of the machine mean nothing elsewhere.
     """
     content = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
     keys = keys_read(experiment) - {"paths"}
 
     def read(part: dict[str, Any], above: str = "") -> dict[str, Any]:
-        kept = {key: value for key, value in part.items() if is_read(above + key, keys)}
+        kept = {key: value for key, value in part.items() if is_read(above + key, keys) and not isinstance(value, Path)}
         return {key: read(value, f"{above}{key}.") if isinstance(value, dict) else value for key, value in kept.items()}
 
     return json.dumps(read(content), indent=1) + "\n"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from experiments.harness.schema import REPOSITORY, ConfigError
@@ -29,13 +30,17 @@ class Peer:
 
     worker: str
     options: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str | Path] = field(default_factory=dict)
 
     def described(self) -> str:
-        """Name options and variables; `as shipped` without any."""
+        """Name options and variables, of paths the last part; `as shipped` without any."""
         given = {**self.options, **self.environment}
-        said = [f"{name}={'+'.join(value) if isinstance(value, list) else value}" for name, value in given.items()]
+        said = [f"{name}={_shown(value)}" for name, value in given.items()]
         return ", ".join(said) or "as shipped"
+
+
+def _shown(value: Any) -> str:
+    return value.name if isinstance(value, Path) else "+".join(value) if isinstance(value, list) else str(value)
 
 
 PEERS = {
@@ -44,43 +49,44 @@ PEERS = {
     "vllm": Peer(VLLM, SPECIALIZED),
     "vllm_as_shipped": Peer(VLLM),
     "vllm_dual_stream": Peer(VLLM, SPECIALIZED, {"VLLM_LORA_ENABLE_DUAL_STREAM": "1"}),
-    "vllm_tuned": Peer(VLLM, SPECIALIZED, {"VLLM_TUNED_CONFIG_FOLDER": "{tables}"}),
+    "vllm_tuned": Peer(VLLM, SPECIALIZED, {"VLLM_TUNED_CONFIG_FOLDER": Path("{tables}")}),
 }
 
 
 @dataclass(frozen=True)
 class Interpreters:
-    """vLLM's interpreter and folder of tuned LoRA tables; empty: none."""
+    """vLLM's interpreter and folder of tuned LoRA tables, where there are some."""
 
-    python: str
-    tables: str = ""
+    python: Path | None
+    tables: Path | None = None
 
     def peer(self, system: str) -> Peer:
         """Return the setting of `system`. `ConfigError` for tables that are not there."""
         peer = PEERS[system]
-        if "{tables}" not in peer.environment.values():
+        if Path("{tables}") not in peer.environment.values():
             return peer
-        if not os.path.isdir(self.tables):
+        if self.tables is None or not self.tables.is_dir():
             raise ConfigError(
-                f"figure.vllm_tables={self.tables!r} must be the folder that vLLM's benchmark_lora.py saved tables in "
+                f"figure.vllm_tables={self.tables} must be the folder that vLLM's benchmark_lora.py saved tables in "
                 f"(VLLM_TUNED_CONFIG_FOLDER) for system={system}: make one, or leave the system out"
             )
-        return Peer(peer.worker, peer.options, {"VLLM_TUNED_CONFIG_FOLDER": os.path.abspath(self.tables)})
+        return Peer(peer.worker, peer.options, {"VLLM_TUNED_CONFIG_FOLDER": self.tables.absolute()})
 
     def versions(self, system: str) -> str:
         """Return versions that decide the numbers of `system`; ours are columns of every row."""
-        return "" if PEERS[system].worker == OURS else _versions(self.python)
+        return "" if PEERS[system].worker == OURS else _versions(str(self.python))
 
     def command(self, system: str) -> list[str]:
         """Return the command that runs the worker of `system`."""
         worker = PEERS[system].worker
-        return [sys.executable if worker == OURS else self.python, "-m", worker]
+        return [sys.executable if worker == OURS else str(self.python), "-m", worker]
 
     def environment(self, system: str) -> dict[str, str]:
         """Return the environment of the worker: this process's, less the packages that are not its own."""
         paths = os.environ.get("PYTHONPATH", "") if PEERS[system].worker == OURS else ""
         own = {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), paths]))}
-        return {**os.environ, **QUIET, **own, **self.peer(system).environment}
+        given = {name: str(value) for name, value in self.peer(system).environment.items()}
+        return {**os.environ, **QUIET, **own, **given}
 
 
 @cache

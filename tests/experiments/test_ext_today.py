@@ -257,6 +257,9 @@ def test_both_engines_do_the_same_work_and_rows_name_versions_and_settings(tmp_p
     cfg = composed(tmp_path, f"figure.vllm_python={python}", "draw=true", name=TODAY.name)
     outcome = run(cfg, TODAY)
     assert (outcome.failed, outcome.measured) == ([], 24)
+    kept = [file.read_text() for file in tmp_path.rglob("ext_today.*") if file.suffix in (".csv", ".json")]
+    assert len(kept) == 3  # rows, their configuration, the figure's facts
+    assert not [one for one in kept if str(python.parent) in one]
     rows = [row for row in read_rows(outcome.rows_file) if row.statistic in ("median", "value")]
     shown = {system: {row.engine for row in rows if row.system == system} for system in cfg.figure.systems}
     assert shown["punica_many"] == {"punica, a fake: admission=fcfs_many"}
@@ -309,7 +312,7 @@ def test_what_a_process_leaves_behind_is_ended(tmp_path):
 @pytest.fixture
 def bench(tmp_path, ours_is_a_fake) -> TodayBench:
     sizes = {"adapters": 2, "check": [6, 2], "check_prompt": 3}
-    return TodayBench(TINY, "cpu", 4, 0, sizes, peers.Interpreters(""))
+    return TodayBench(TINY, "cpu", 4, 0, sizes, peers.Interpreters(None))
 
 
 def test_a_stream_alone_has_its_adapters_registered_first(bench):
@@ -375,11 +378,12 @@ def test_what_runs_under_the_other_interpreter_imports_nothing_of_this_repositor
 
 
 def test_options_and_variables_reach_the_engine(tmp_path):
-    found = peers.Interpreters("python", str(tmp_path))
+    found = peers.Interpreters(Path("python"), tmp_path)
     assert found.environment("vllm_dual_stream")["VLLM_LORA_ENABLE_DUAL_STREAM"] == "1"
     assert found.environment("vllm_tuned")["VLLM_TUNED_CONFIG_FOLDER"] == str(tmp_path)
-    with pytest.raises(ConfigError, match=r"figure.vllm_tables='' must be the folder"):
-        peers.Interpreters("python").peer("vllm_tuned")
+    assert found.peer("vllm_tuned").described().endswith(f", VLLM_TUNED_CONFIG_FOLDER={tmp_path.name}")  # no path
+    with pytest.raises(ConfigError, match=r"figure.vllm_tables=None must be the folder"):
+        peers.Interpreters(Path("python")).peer("vllm_tuned")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Committed reports: what `make report ARGS=source=recorded` writes from the committed rows, byte for byte."""
 
+import gzip
+import re
 from pathlib import Path
 from shutil import copy, copytree
 
@@ -10,6 +12,18 @@ from experiments.harness.schema import REPOSITORY
 from tests.experiments.report.report_rows import PAPER
 
 REMEDY = "make report ARGS=source=recorded"
+PATH = re.compile(rb"""(?:^|[\s"'=,:(])(?:~|/[\w.-]+)/[\w./-]+""")
+KINDS = (".csv", ".json", ".md", ".gz")
+
+
+def test_recorded_files_name_no_path_of_a_machine() -> None:
+    recorded = [file for name in ("results", "figures") for file in (REPOSITORY / name).rglob("*.*")]
+    written = [REPOSITORY / "REPRODUCING.md", *(REPOSITORY / "docs").glob("results-*.md")]
+    texts = [file for file in [*recorded, *written] if file.suffix in KINDS]
+    assert len(texts) > 200
+    for file in texts:
+        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        assert not (found := PATH.search(content)), (file, found)
 
 
 @pytest.mark.slow
