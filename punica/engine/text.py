@@ -95,6 +95,17 @@ class TextCodec:
         own = bytes.fromhex(fallback[1]) if fallback else bytes(_BYTES.get(letter, 0) for letter in piece)
         return own if own.decode(errors="replace") == text else text.encode()
 
+    def name(self, token_id: int, text: str) -> str:
+        """Return the spelling by which clients tell a token from others: ``text``; of a part of a character OpenAI's
+        ``bytes:\\xe2``; without text the vocabulary's piece, or ``token_id:7`` as vLLM's.
+        """
+        if not text:
+            piece = getattr(self.tokenizer, "convert_ids_to_tokens", str)(token_id)
+            return str(piece or f"token_id:{token_id}")
+        if _UNFINISHED not in text or (own := self.utf8(token_id, text)) == text.encode():
+            return text
+        return "bytes:" + own.decode(errors="backslashreplace")
+
     def dropped_space(self, token_id: int) -> str:
         """Return the space of a token that decoding drops at the start of a text."""
         inside, alone = self.spelled(token_id), self.decode([token_id], keeps_special=True)

@@ -1,9 +1,25 @@
 """Shapes of answers: OpenAI's completion and chat objects, whole and in chunks."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
-Logprobs = list[list[tuple[str, float, bytes]]]  # per token (string, logprob, bytes), the chosen one first
+
+
+class Candidate(NamedTuple):
+    """Token with its log-probability (``name``: see :meth:`punica.engine.text.TextCodec.name`)."""
+
+    text: str
+    logprob: float
+    utf8: bytes
+    name: str
+
+
+class Position(NamedTuple):
+    """Place of an answer's token in its text, in characters, and the candidates for it, the chosen one first."""
+
+    offset: int
+    candidates: Sequence[Candidate]
 
 
 class CompletionForm:
@@ -20,18 +36,17 @@ class CompletionForm:
     def opening(self, index: int) -> None:
         """No choice before the first token."""
 
-    def logprobs(self, tokens: Logprobs, offset: int, num_top: int) -> dict[str, Any]:
-        """Log-probabilities of new tokens, the first at character ``offset``; alternatives are what the engine gave."""
-        texts = [entry[0][0] for entry in tokens]
-        offsets = [offset + len("".join(texts[:place])) for place in range(len(texts))]
-        tops: list[dict[str, float]] = []
-        for entry in tokens:
-            top: dict[str, float] = {}
-            for text, value, _ in entry:
-                top.setdefault(text, _finite(value))  # of equal strings the more probable token
-            tops.append(top)
-        values = [_finite(entry[0][1]) for entry in tokens]
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+    def logprobs(self, positions: Sequence[Position], num_top: int) -> dict[str, Any]:
+        """Log-probabilities of new tokens; alternatives are what the engine gave, by name."""
+        tops: list[dict[str, float]] = [{} for _ in positions]
+        for top, position in zip(tops, positions, strict=True):
+            for one in position.candidates:  # of tokens with one text the more probable
+                top[one.name] = max(_finite(one.logprob), top.get(one.name, _LOWEST_LOGPROB))
+        chosen = [position.candidates[0] for position in positions]
+        return {
+            "tokens": [one.name for one in chosen], "token_logprobs": [_finite(one.logprob) for one in chosen],
+            "top_logprobs": tops, "text_offset": [position.offset for position in positions],
+        }  # fmt: skip
 
 
 class ChatForm:
@@ -53,16 +68,16 @@ class ChatForm:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def logprobs(self, tokens: Logprobs, offset: int, num_top: int) -> dict[str, Any]:
+    def logprobs(self, positions: Sequence[Position], num_top: int) -> dict[str, Any]:
         """Log-probabilities of new tokens, with the ``num_top`` most probable ones of each."""
 
-        def described(text: str, value: float, utf8: bytes) -> dict[str, Any]:
-            return {"token": text, "logprob": _finite(value), "bytes": list(utf8)}
+        def described(one: Candidate) -> dict[str, Any]:
+            return {"token": one.text, "logprob": _finite(one.logprob), "bytes": list(one.utf8)}
 
         content = []
-        for entry in tokens:
-            best = sorted(entry, key=lambda one: -one[1])[:num_top]
-            content.append({**described(*entry[0]), "top_logprobs": [described(*one) for one in best]})
+        for _, candidates in positions:
+            best = sorted(candidates, key=lambda one: -one.logprob)[:num_top]
+            content.append({**described(candidates[0]), "top_logprobs": [described(one) for one in best]})
         return {"content": content, "refusal": None}
 
 

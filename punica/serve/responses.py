@@ -209,9 +209,7 @@ class GenerationResponse(Response):
     def _logprobs(self, strings: list[ChoiceStrings], piece: Piece) -> Any:
         if not strings or not piece.logprobs:
             return None
-        of = strings[piece.index]
-        offset, tokens = of.length, of.add(piece.logprobs)
-        return self._form.logprobs(tokens, offset, self._body.num_logprobs or 0)
+        return self._form.logprobs(strings[piece.index].add(piece.logprobs), self._body.num_logprobs or 0)
 
 
 def _reason(piece: Piece, adapter: LoRARequest | None) -> str | None:

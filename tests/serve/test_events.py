@@ -11,7 +11,7 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 
 from punica.serve import responses
 from punica.serve.events import TextEvents, event
-from punica.serve.forms import ChatForm, CompletionForm, usage
+from punica.serve.forms import Candidate, ChatForm, CompletionForm, Position, usage
 from punica.serve.protocol import CompletionBody
 
 
@@ -29,7 +29,7 @@ def test_an_event_is_its_object_encoded_whole(form: Any, extra: dict[str, Any]) 
     for index, text in [(0, "a"), (1, '"" \\ \n\x00'), (0, "größe ☃ 𝄞"), (11, "</s>"), (1, "")]:
         check(index, text)
     check(1, "", reason="stop")
-    check(0, "a", form.logprobs([[("a", -1.0, b"a")]], 0, 1))
+    check(0, "a", form.logprobs([Position(0, [Candidate("a", -1.0, b"a", "a")])], 1))
     if extra:
         for count in range(3):
             head = {**head, "usage": usage(5, count)}
