@@ -39,6 +39,14 @@ def _dtype_of_product(y_ptr, b_ptr, quant):
 
 
 @triton.jit
+def _ranks_of_h(lanes, rank):
+    """Tell which lanes of h are below ``rank``, by a difference. As a comparison equal to B's, the compiler would compute
+    both in one vector, and LLVM of Triton 3.6 lets its lanes overflow into each other: misaligned addresses.
+    """
+    return rank - lanes > 0
+
+
+@triton.jit
 def _channel_scales(operands, place, offs_n, width, SHAPE: tl.constexpr):
     """Return the scales [BLOCK_N] that follow the sum over the ranks; 1, and not read, where there are none."""
     QUANT: tl.constexpr = SHAPE.quant
@@ -84,7 +92,7 @@ def _one_pass(
     DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     STRIDE_B: tl.constexpr = SHAPE.rank if SHAPE.row_major else 1
     offs_r = tl.arange(0, TILE.block_r)
-    mask_h = mask_m[:, None] & (offs_r < rank_read)[None, :]
+    mask_h = mask_m[:, None] & _ranks_of_h(offs_r, rank_read)[None, :]
     mask_b = (offs_r < (rank_read if SHAPE.row_major else rank))[:, None]
     if TILE.at_once:
         mask_n = (offs_n < width)[None, :]
@@ -135,7 +143,7 @@ def _sum_ranks(
     acc = accumulator(TILE.block_m, TILE.block_n, TILE.swap_ab and QUANT.group_k == 0)
     for first_r in tl.range(0, rank, TILE.block_r, num_stages=TILE.stages):
         lanes = first_r + offs_r
-        mask_h, h_block = mask_m[:, None] & (lanes < rank_read)[None, :], h_ptrs + first_r * stride_hr
+        mask_h, h_block = mask_m[:, None] & _ranks_of_h(lanes, rank_read)[None, :], h_ptrs + first_r * stride_hr
         h = read_shrunk_rows(h_block, mask_h, lanes, rank, stride_hp, READ == "rank", DTYPE, SHAPE)
         mask_b = (lanes < (rank_read if SHAPE.row_major else rank))[:, None] & (offs_n < width)[None, :]
         b = tl.load(b_ptrs + first_r * (1 if SHAPE.row_major else width), mask=mask_b, other=0.0)  # [BLOCK_R, BLOCK_N]

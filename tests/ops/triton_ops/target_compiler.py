@@ -47,6 +47,10 @@ from punica.ops.weights import Form, Stack
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that a block may opt in to (CUDA C++ programming guide, technical specifications per capability)."""
+PACKED = re.compile(r"= shl [a-z ]*<\d+ x i32> %\w+, <i32")
+"""Lanes of one vector shifted by different amounts. Triton 3.6 packs them into a register and lets one overflow into the
+next, which then addresses memory.
+"""
 READS_FIRST = re.compile(r"(cp\.async|ld\.global\S*\.v[24]\.).*griddepcontrol\.wait", re.DOTALL)
 """Code that reads vectors (weights, rows) before the PDL wait."""
 ROCM_KIB = {"gfx942": 64, "gfx950": 160}
@@ -55,6 +59,7 @@ STEPS = {
     "one row": [1],
     "64 distinct": [1] * 64,
     "64 of one": [64],
+    "64 of five": [13, 13, 13, 13, 12],
     "prefill 512": [512],
     "prefill 2048": [1500, 548],
     "prefill 8192": [8192],
@@ -124,6 +129,7 @@ def _described(compiled: Any, log: str) -> Record:
         "shared": compiled.metadata.shared,
         "registers": int(re.findall(r"Used (\d+) registers", log)[-1]),
         "spilled": int(re.findall(r"(\d+) bytes spill stores", log)[-1]),
+        "packed": PACKED.search(compiled.asm["llir"]) is not None,
         "waits": "griddepcontrol" in code,
         "order": re.findall(r"griddepcontrol\.(\w+)", code),
         "reads_first": READS_FIRST.search(code) is not None,
@@ -144,13 +150,13 @@ class Operands:
     def __init__(self, case: dict[str, Any]) -> None:
         sizes, (self.k, self.widths) = STEPS[case["step"]], LAYERS[case["layer"]]
         self.rank, self.dtype = case["rank"], getattr(torch, case["dtype"])
-        self.tokens, self.slices = sum(sizes), len(self.widths)
+        self.tokens, self.slices, self.slots = sum(sizes), len(self.widths), case.get("slots", SLOTS)
         self.x, self.y = self._empty(self.tokens, self.k), self._empty(self.tokens, sum(self.widths))
-        self.a = tuple([self._empty(SLOTS, self.rank, self.k) for _ in self.widths])
+        self.a = tuple([self._empty(self.slots, self.rank, self.k) for _ in self.widths])
         self.by_rows = not case["by_ranks"]
         self.b = tuple([self._b(width, case["by_ranks"]) for width in self.widths])
-        self.ranks = empty(self.slices, SLOTS, dtype=torch.int32) if case["ranks"] else None
-        step = LoRABatch(self.tokens, SLOTS, "meta")
+        self.ranks = empty(self.slices, self.slots, dtype=torch.int32) if case["ranks"] else None
+        step = LoRABatch(self.tokens, self.slots, "meta")
         step.fill(RowGroups.of_runs(range(len(sizes)), sizes))
         flat = TensorBatch.given(*step.tensors, flag=torch.tensor([False]), count=len(sizes))
         self.batch: Batch = step if case["listed"] else flat
@@ -161,8 +167,8 @@ class Operands:
 
     def _b(self, width: int, by_ranks: bool) -> Tensor:
         if by_ranks:
-            return self._empty(SLOTS, self.rank, width).transpose(1, 2)
-        return self._empty(SLOTS, width, self.rank)
+            return self._empty(self.slots, self.rank, width).transpose(1, 2)
+        return self._empty(self.slots, width, self.rank)
 
     def stacks(self) -> tuple[Stack, Stack]:
         return Stack.of_a(self.a, self.ranks), Stack.of_b(self.b, self.ranks)

@@ -248,6 +248,17 @@ def test_a_usual_step_compiles(capability: int, fp8: Case):
     check_fp8(capability, records)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_ranks_of_h_and_of_b_share_no_register(dtype: str):
+    """An expand of SGLang's chunked decode: 64 rows, rank 32, 16-bit inputs, tables of ranks; no address of a GPU with
+    Triton 3.6 was aligned.
+    """
+    case = USUAL | {"dtype": dtype, "step": "64 of five", "rank": 32, "linear": False, "listed": False, "slots": 8}
+    records = compiled(90, [case])
+    check(90, records)
+    assert not [one["form"] for one in records if one["packed"]]
+
+
 ROCM_CASES: list[Case] = [
     USUAL | {"step": "64 distinct", "rank": 16},
     USUAL | {"step": "prefill 2048", "rank": 16},
