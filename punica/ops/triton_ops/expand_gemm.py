@@ -40,8 +40,8 @@ def _dtype_of_product(y_ptr, b_ptr, quant):
 
 @triton.jit
 def _ranks_of_h(lanes, rank):
-    """Tell which lanes of h are below ``rank``, by a difference. As a comparison equal to B's, the compiler would compute
-    both in one vector, and LLVM of Triton 3.6 lets its lanes overflow into each other: misaligned addresses.
+    """Tell which lanes of h are below ``rank``, by a difference. A comparison as of B would be computed with B's in one
+    vector, whose lanes overflow into each other in the LLVM of Triton 3.6: misaligned addresses.
     """
     return rank - lanes > 0
 

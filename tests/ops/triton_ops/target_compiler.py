@@ -48,8 +48,8 @@ from punica.ops.weights import Form, Stack
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that a block may opt in to (CUDA C++ programming guide, technical specifications per capability)."""
 PACKED = re.compile(r"= shl [a-z ]*<\d+ x i32> %\w+, <i32")
-"""Lanes of one vector shifted by different amounts. Triton 3.6 packs them into a register and lets one overflow into the
-next, which then addresses memory.
+"""Lanes of one vector shifted by different amounts. Triton 3.6 packs them into a register, and one overflows into the
+next, which addresses memory.
 """
 READS_FIRST = re.compile(r"(cp\.async|ld\.global\S*\.v[24]\.).*griddepcontrol\.wait", re.DOTALL)
 """Code that reads vectors (weights, rows) before the PDL wait."""
