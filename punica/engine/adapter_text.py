@@ -1,11 +1,13 @@
 """Chat template and tokenizer that an adapter's folder may hold beside its weights.
 
-Training tools save both there. The template is used for chats with that adapter. Its tokenizer is not: prompts are
-encoded by the base model's, and a tokenizer with another vocabulary is warned of once.
+Training tools save both there. The template is used for chats with that adapter, and with it the special tokens that
+its tokenizer's configuration names; the end token ends the answer. The tokenizer is not: prompts are encoded by the
+base model's, and one with another vocabulary is warned of once.
 """
 
 import json
 import warnings
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,15 @@ class AdapterText:
         self._home = Path(getattr(tokenizer, "name_or_path", "") or ".")
         self._checked: set[tuple[str, int, int]] = set()
 
-    def template_of(self, folder: str) -> str | None:
-        """Return the chat template in a folder, as it is now; ``None``: it has none, or no such folder."""
-        template = _read(Path(folder, _TEMPLATE), _MOST_TEMPLATE_BYTES)
-        if template is not None:
-            return template.decode("utf-8", errors="replace")
-        config = _read(Path(folder, _CONFIG))
-        return None if config is None else _template_in(config)
+    def template_of(self, folder: str) -> tuple[str, dict[str, str]] | None:
+        """Return the chat template in a folder, as it is now, and its special tokens by name (``"eos_token"``).
+
+        ``None``: it has no template, or there is no such folder.
+        """
+        template, content = _read(Path(folder, _TEMPLATE), _MOST_TEMPLATE_BYTES), _read(Path(folder, _CONFIG))
+        configured, special = (None, {}) if content is None else _configured(content)
+        text = configured if template is None else template.decode("utf-8", errors="replace")
+        return None if text is None else (text, special)
 
     def check_tokenizer(self, folder: str) -> None:
         """Warn once if a folder's tokenizer differs from the base model's."""
@@ -61,15 +65,22 @@ def _read(path: Path, most: int = _MOST_BYTES) -> bytes | None:
 
 
 @lru_cache(64)
-def _template_in(config: bytes) -> str | None:
-    """Return the template in the content of a ``tokenizer_config.json``: a text, or the default one of several."""
+def _configured(content: bytes) -> tuple[str | None, dict[str, str]]:
+    """Return template and special tokens in the content of a ``tokenizer_config.json``.
+
+    A template is a text, or the default one of several; a token is a text, or the content of a mapping.
+    """
     try:
-        found = json.loads(config)["chat_template"]
+        values = dict(json.loads(content))
+    except (ValueError, TypeError, RecursionError):
+        return None, {}
+    found = values.get("chat_template")
+    with suppress(KeyError, TypeError):
         if isinstance(found, list):
             found = {one["name"]: one["template"] for one in found}["default"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return found if isinstance(found, str) and len(found) <= _MOST_TEMPLATE_BYTES else None
+    template = found if isinstance(found, str) and len(found) <= _MOST_TEMPLATE_BYTES else None
+    tokens = {name: one.get("content") if isinstance(one, dict) else one for name, one in values.items()}
+    return template, {name: one for name, one in tokens.items() if name.endswith("_token") and isinstance(one, str)}
 
 
 def _vocabulary(content: bytes) -> Any:

@@ -15,7 +15,7 @@ from punica.checks import clip
 from punica.engine.outputs import GenerationChunk, GenerationResult, StepOutput, result_of
 from punica.engine.pretrained import GenerationDefaults
 from punica.engine.prompts import is_chat, listed_prompts
-from punica.engine.text import TextCodec, growing_text
+from punica.engine.text import TextCodec, ending_at, growing_text
 from punica.engine.turns import Turns, exclusive
 from punica.scheduling import Request, RequestState, SamplingParams, as_sampling_params
 
@@ -28,7 +28,7 @@ class Generation(ABC):
 
     A prompt is a text, a chat (a list of messages with role and content) or a list of token ids; the first two need a
     tokenizer. vLLM's ``{"prompt": text}`` and ``{"prompt_token_ids": ids}`` are prompts, too. A chat with an adapter
-    takes the chat template of the adapter's folder, if it has one.
+    takes the chat template of the adapter's folder, if it has one, and ends at that folder's end token, too.
 
     Steps serve all requests of the engine, of every open call and added one by one. Results of the latter that end in a
     step of ``generate`` or ``stream``, or in one that raises, are kept for the caller's next :meth:`step`.
@@ -211,13 +211,13 @@ class Generation(ABC):
                 "pass a list of messages with role and content"
             )
         encoded = [
-            self._token_ids(f"prompts[{place}]", prompt, adapter, template_arguments)
+            self._encoded(f"prompts[{place}]", prompt, adapter, template_arguments)
             for place, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True))
         ]
         return [
             Request(self._free_name(), ids, choice, adapter)
-            for ids, adapter, one in zip(encoded, adapters, params, strict=True)
-            for choice in (self._defaults_for(ids) if one is None else as_sampling_params(one)).choices()
+            for (ids, ends), adapter, one in zip(encoded, adapters, params, strict=True)
+            for choice in ending_at(self._defaults_for(ids) if one is None else as_sampling_params(one), ends).choices()
         ]
 
     def _defaults_for(self, token_ids: Any) -> SamplingParams:
@@ -233,17 +233,22 @@ class Generation(ABC):
         names = (f"generate-{number}" for number in self._names)
         return next(name for name in names if not self.is_in_use(name))
 
-    def _token_ids(self, name: str, prompt: Any, adapter: Any, arguments: Mapping[str, Any] | None) -> Any:
-        """Encode a text or a chat; anything else is returned as it is, for the request to check."""
+    def _encoded(
+        self, name: str, prompt: Any, adapter: Any, arguments: Mapping[str, Any] | None
+    ) -> tuple[Any, tuple[int, ...]]:
+        """Encode a text or a chat, with the end tokens of its template; for the request to check, anything else stays
+        as it is.
+        """
         if not isinstance(prompt, str) and not is_chat(prompt):
-            return prompt
+            return prompt, ()
         if self.codec is None:
             raise ValueError(
                 f"prompt {clip(prompt)} is text, but this engine has no tokenizer; pass token ids, or build the engine "
                 "with Engine.from_pretrained on a folder with tokenizer files"
             )
         try:
-            return self.codec.encode(prompt, getattr(adapter, "absolute_path", None), arguments)
+            folder = getattr(adapter, "absolute_path", None)
+            return self.codec.encode(prompt, folder, arguments), self.codec.end_token_ids(prompt, folder)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 

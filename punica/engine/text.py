@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from punica.checks import check_encodable, clip
 from punica.engine.adapter_text import AdapterText
-from punica.engine.prompts import messages_of
+from punica.engine.prompts import is_chat, messages_of
 from punica.engine.rendering import TemplateProcess
 from punica.scheduling import SamplingParams
 
@@ -23,6 +24,7 @@ _BYTES = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)}.difference(_PRINTED)))
 }  # by letter of byte-level tokens
 _SPACES = ("▁", "<0x20>")  # SentencePiece's space before a word, and as a byte
+_DEVELOPER = re.compile("""["']developer["']""")  # a template's comparison with the role
 _TEMPLATE_ARGUMENTS = frozenset({
     "conversation", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
     "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs",
@@ -49,7 +51,7 @@ class TextCodec:
 
         A chat is ``[{"role": "user", "content": "..."}]``. The template in ``adapter_folder`` takes precedence over the
         tokenizer's, and is rendered within limits (:mod:`punica.engine.rendering`). ``arguments``: further variables of
-        the template, e.g. ``{"enable_thinking": False}``.
+        the template, e.g. ``{"enable_thinking": False}``. Role ``developer`` is ``system`` for a template without it.
 
         ValueError: a lone surrogate; messages that are none; no chat template, or it refuses the messages.
         """
@@ -59,6 +61,25 @@ class TextCodec:
         check_encodable("the prompt", text)
         with self._lock:
             return list(self.tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
+
+    def end_token_ids(self, prompt: Any, adapter_folder: str | None) -> tuple[int, ...]:
+        """Return the end token of the chat template in ``adapter_folder``, as its ``tokenizer_config.json`` names it.
+
+        None where that template is not used: for other prompts than chats. ValueError: the tokenizer has no such token.
+        """
+        if adapter_folder is None or not is_chat(prompt):
+            return ()
+        _, special = self._adapters.template_of(adapter_folder) or ("", {})
+        if (end := special.get("eos_token")) is None:
+            return ()
+        token_id = self.tokenizer.convert_tokens_to_ids(end)
+        if token_id is None or self.tokenizer.convert_ids_to_tokens(token_id) != end:
+            raise ValueError(
+                f"the adapter's tokenizer_config.json has the eos_token {clip(end)}, which is no token of the model's "
+                "tokenizer, so no answer by its chat template would end; name one of the model's there, or remove the "
+                "template"
+            )
+        return (int(token_id),)
 
     def encode_part(self, text: str) -> tuple[int, ...]:
         """Encode a part of a text, without special tokens."""
@@ -141,11 +162,16 @@ class TextCodec:
         messages = messages_of(chat)
         if taken := sorted(_TEMPLATE_ARGUMENTS.intersection(arguments)):
             raise ValueError(f"chat template arguments {taken} are set by the engine; leave them out")
-        template = None if adapter_folder is None else self._adapters.template_of(adapter_folder)
+        own = None if adapter_folder is None else self._adapters.template_of(adapter_folder)
+        template, special = own or (getattr(self.tokenizer, "chat_template", None), {})
+        if isinstance(template, Mapping):
+            template = template.get("default")
+        if not _DEVELOPER.search(str(template)):
+            messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
         try:
-            if template is not None:
-                variables = {**self.tokenizer.special_tokens_map, "add_generation_prompt": True, **arguments}
-                return self._untrusted.render(template, messages, variables)
+            if own is not None:
+                variables = {**self.tokenizer.special_tokens_map, **special, "add_generation_prompt": True, **arguments}
+                return self._untrusted.render(own[0], messages, variables)
             rendered: str = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **arguments
             )
@@ -262,6 +288,13 @@ class GrowingText:
         starts = [0, *(stop for _, stop in self._hidden)]
         stops = [*(start for start, _ in self._hidden), end]
         return "".join(self._text[start : min(stop, end)] for start, stop in zip(starts, stops, strict=True))
+
+
+def ending_at(params: SamplingParams, token_ids: Sequence[int]) -> SamplingParams:
+    """Return parameters with more end tokens, unless they ignore those of the model."""
+    if params.ignore_eos or not token_ids:
+        return params
+    return replace(params, stop_token_ids=tuple({*params.stop_token_ids, *token_ids}))
 
 
 def growing_text(codec: TextCodec, params: SamplingParams, prompt_token_ids: Sequence[int]) -> GrowingText:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -18,7 +18,7 @@ from punica.adapters import LoRARequest
 from punica.adapters.request import LOAD_ERROR
 from punica.checks import clip
 from punica.engine import Request, as_sampling_params
-from punica.engine.text import TextCodec
+from punica.engine.text import TextCodec, ending_at
 from punica.serve.backend import Backend
 from punica.serve.backpressure import Room
 from punica.serve.calls import Call, Piece
@@ -33,6 +33,13 @@ _log = logging.getLogger(__name__)
 SEND_TIMEOUT_S = 60.0
 """Longest wait for a client that does not read its stream; then it counts as gone."""
 _ENGINE_NAMES = {name: name for name in ("stop_token_ids", "logit_bias", "bad_words", "prompt")}
+
+
+class Prompt(NamedTuple):
+    """Prompt as tokens, and end tokens that its chat template brings."""
+
+    token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,13 +57,16 @@ class Generator:
     tokenizing: ThreadPoolExecutor
     rendering: ThreadPoolExecutor
 
-    async def encode(self, body: CompletionBody | ChatBody, adapter: LoRARequest | None) -> list[tuple[int, ...]]:
-        """Return the token ids of all prompts. ApiError 400: the tokenizer or its chat template refuses one."""
+    async def encode(self, body: CompletionBody | ChatBody, adapter: LoRARequest | None) -> list[Prompt]:
+        """Encode all prompts. ApiError 400: the tokenizer or its chat template refuses one."""
         folder = None if adapter is None else adapter.absolute_path
         arguments = body.chat_template_kwargs if isinstance(body, ChatBody) else None
 
-        def encode() -> list[tuple[int, ...]]:
-            return [tuple(_token_ids(self.codec, prompt, folder, arguments)) for prompt in body.prompts]
+        def encode() -> list[Prompt]:
+            return [
+                Prompt(tuple(_token_ids(self.codec, one, folder, arguments)), self.codec.end_token_ids(one, folder))
+                for one in body.prompts
+            ]
 
         try:
             thread = self.rendering if folder is not None and isinstance(body, ChatBody) else self.tokenizing
@@ -110,7 +120,7 @@ class GenerationResponse(Response):
         body = self._body
         with self._generator.room.take(len(body.prompts) * (body.n or 1)):
             prompts = await self._generator.encode(body, self._adapter)
-            self._num_prompt = sum(map(len, prompts))
+            self._num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
             call = Call(self._requests(prompts), streams=bool(body.stream))
             async with self._generator.running(call, self._adapter):
                 if body.stream:
@@ -119,17 +129,17 @@ class GenerationResponse(Response):
                 answer = await self._collect(call)
         await JSONResponse(answer)(scope, receive, send)  # a client that reads slowly takes no room
 
-    def _requests(self, prompts: list[tuple[int, ...]]) -> list[Request]:
+    def _requests(self, prompts: list[Prompt]) -> list[Request]:
         """Build the engine's requests: ``n`` for each prompt, in the order of the choices."""
         body, engine = self._body, self._generator.backend.engine
         requests: list[Request] = []
         for prompt in prompts:
             defaults = engine.defaults.params
-            params = params_of(body, defaults, room_for(body, len(prompt), defaults, engine.max_model_len))
-            for choice in params.choices():
+            room = room_for(body, len(prompt.token_ids), defaults, engine.max_model_len)
+            for choice in ending_at(params_of(body, defaults, room), prompt.end_token_ids).choices():
                 name = f"{self._head['id']}-{len(requests)}"
                 try:
-                    requests.append(Request(name, prompt, choice, self._adapter))
+                    requests.append(Request(name, prompt.token_ids, choice, self._adapter))
                 except (TypeError, ValueError) as error:
                     raise ApiError(400, str(error), _prompt_name(body)) from error
         return requests

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -282,3 +283,62 @@ def test_another_tokenizer_is_warned_of_once(backbone, adapter, tmp_path, differ
             engine.generate(["ab"], adapter, 1)
     found = [str(one.message) for one in caught if "tokenizer of its own" in str(one.message)]
     assert len(found) == differs
+
+
+ENDED = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+def own_end(adapter: LoRARequest, end: object, as_file: bool = True) -> None:
+    """A template and an end token in an adapter's folder."""
+    if as_file:
+        Path(adapter.lora_path, "chat_template.jinja").write_text(ENDED)
+    config = {"eos_token": end} if as_file else {"eos_token": end, "chat_template": ENDED, "pad_token": None}
+    Path(adapter.lora_path, "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True, **config}))
+
+
+@pytest.mark.parametrize("as_file", [True, False], ids=["file", "config"])
+@pytest.mark.parametrize("end", ["Q", {"content": "Q", "lstrip": False}], ids=["text", "mapping"])
+def test_a_chat_by_the_template_of_an_adapter_ends_at_its_end_token(talker, adapter, end, as_file) -> None:
+    own_end(adapter, end, as_file)
+    q, z = talker.codec.encode("QZ")
+    params = SamplingParams(4, logit_bias={q: 100.0}, stop_token_ids=[z])
+    prompts = [[USER], [USER], "Hi"]
+    chat, base, text = talker.generate(prompts, [adapter, None, adapter], params)
+    assert said(talker, chat.prompt_token_ids) == "HiQ"
+    assert (chat.token_ids, chat.text, chat.finish_reason) == ([q], "", "stop")
+    assert base.text == text.text == "QQQQ"
+    assert "".join(chunk.text for chunk in talker.stream(prompts[:1], adapter, params)) == ""
+    params = SamplingParams(4, logit_bias={q: 100.0}, ignore_eos=True)
+    assert talker.generate([USER], adapter, params)[0].text == "QQQQ"
+    assert talker.generate([USER], adapter, SamplingParams(4, logit_bias={z: 100.0}))[0].text == "ZZZZ"
+
+
+@pytest.mark.parametrize("end", ["<|no such|>", "QZ", ""], ids=str)
+def test_an_end_token_that_the_model_does_not_have_is_one_error(talker, adapter, end) -> None:
+    own_end(adapter, end)
+    with pytest.raises(ValueError, match=rf"prompts\[0\]: .*eos_token {re.escape(repr(end))}, which is no token"):
+        talker.generate([USER], adapter, 1)
+    assert talker.generate(["Hi"], adapter, 1)[0].error is None
+
+
+@pytest.mark.parametrize("end", [None, 7, ["Q"], {"content": 7}], ids=str)
+def test_without_a_named_end_token_the_models_own_remain(codec, adapter, end) -> None:
+    own_end(adapter, end)
+    folder = adapter.absolute_path
+    assert codec.decode(codec.encode([USER], folder), keeps_special=True) == "Hi</s>"
+    assert codec.end_token_ids([USER], folder) == ()
+
+
+@pytest.mark.parametrize("place", ["tokenizer", "several", "adapter"])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_developer_is_the_system_where_a_template_knows_none(place, known, tmp_path) -> None:
+    template = "{% if m.role == 'developer' %}dev{% endif %}" if known else "a developer's \"template\""
+    template = "{% for m in messages %}<{{ m.role }}>" + template + "{% endfor %}"
+    codec = TextCodec(byte_tokenizer())
+    if place == "adapter":
+        (tmp_path / "chat_template.jinja").write_text(template)
+    else:
+        other = {"tool_use": "'developer'"}
+        codec.tokenizer.chat_template = template if place == "tokenizer" else {"default": template, **other}
+    ids = codec.encode([{**USER, "role": "developer"}, USER], str(tmp_path))
+    assert codec.decode(ids).startswith("<developer>dev<user>" if known else "<system>a dev")

@@ -1,5 +1,6 @@
 """Chat templates in adapter folders, over the API: limits, and what waits for them."""
 
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+
+from tokenizers import pre_tokenizers
 
 from punica.engine import rendering
 
@@ -37,6 +40,25 @@ def test_a_template_that_takes_too_long_is_refused_by_its_limit(chat: Any, monke
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     assert "more than 0.25 s of processor time" in answer.json()["error"]["message"]
     assert chat("{{ messages[0].content }}!").json()["usage"]["prompt_tokens"] == 3
+
+
+def test_a_chat_ends_where_the_template_of_its_adapter_does(chat: Any, client: Any, world: Any) -> None:
+    chat("{{ messages[0].content }}")
+    config = Path(world.checkpoint.parent, "adapters/own/tokenizer_config.json")
+    number = sorted(pre_tokenizers.ByteLevel.alphabet()).index("Q")
+    body = {"model": "own", "messages": MESSAGES, "max_tokens": 5, "logit_bias": {number: 100}}
+    for end, tokens in ((None, 5), ("Q", 1)):
+        config.write_text(json.dumps({"eos_token": end}))
+        answer = client.post("/v1/chat/completions", json=body).json()
+        assert answer["usage"]["completion_tokens"] == tokens
+        assert answer["choices"][0]["message"]["content"] == ("" if end else "QQQQQ")
+        assert answer["choices"][0]["finish_reason"] == ("stop" if end else "length")
+    streamed = client.post("/v1/chat/completions", json={**body, "stream": True}).text
+    assert '"Q"' not in streamed
+    config.write_text(json.dumps({"eos_token": "<|no such|>"}))
+    answer = client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert "eos_token '<|no such|>', which is no token of the model" in answer.json()["error"]["message"]
 
 
 def test_only_chats_with_adapters_wait_for_a_template(chat: Any, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
