@@ -4,7 +4,8 @@
     python -m experiments.commands.conformance folder=/tmp/conformance url=http://127.0.0.1:8000
 
 The first line writes a tiny checkpoint, its adapters and their right tokens, and prints the lines that start a server.
-The second one runs the cases; status 1 if one fails. An API key is taken from the variable CONFORMANCE_API_KEY.
+The second one runs the cases. Status 1: tokens of another model, or wrong ones; 3: right tokens, but faults of the
+protocol, which are counted apart. An API key is taken from the variable CONFORMANCE_API_KEY.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from experiments.conformance import expected
 from experiments.conformance.cases import Run, run_cases
 from experiments.conformance.client import KEY_VARIABLE, Server
 from experiments.conformance.servers import lines
-from experiments.conformance.verdict import FAIL, Result, counts, table
+from experiments.conformance.verdict import FAIL, Result, protocol, summary, table
 from experiments.conformance.weights import HIDDEN
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError
@@ -36,8 +37,8 @@ class Options:
     seed: int = 0  # make: of all weights and prompts
     url: str | None = None  # of the server, http://HOST:PORT
     folder: str | None = None  # url: what make= wrote, as the server sees it too
-    base: str = expected.BASE  # url: name of the base model
-    prefix: str | None = None  # url: text before an adapter's name, where the server does not list adapters by name
+    base: str | None = None  # url: name of the base model; null: as /v1/models has it
+    prefix: str | None = None  # url: text before an adapter's name; null: as /v1/models has it
     batches: list[int] = field(default_factory=lambda: [64, 256])  # url: requests at once, of a case each
     timeout: float = 60  # url: seconds without a byte of an answer
     out: str | None = None  # url: file.json that receives the results
@@ -61,20 +62,19 @@ def make(options: Options) -> None:
 async def results_of(options: Options, world: expected.World) -> list[Result]:
     """Run the cases against the server."""
     key = os.environ.get(KEY_VARIABLE)
-    server = Server(str(options.url), options.prefix or "", options.base, key, options.timeout)
+    server = Server(str(options.url), options.prefix, options.base, key, options.timeout)
 
     def said(result: Result) -> None:
         print(f"{result.case}: {result.status}", flush=True)
 
     try:
-        await server.check(world)
-        return await run_cases(Run(server, world), options.batches, said)
+        return await run_cases(Run(server, world, await server.check(world)), options.batches, said)
     finally:
         await server.close()
 
 
 def conformance(options: Options) -> None:
-    """Make a folder or test a server. Exits with 1 where a case fails."""
+    """Make a folder or test a server. Exits with 1 or 3 where tokens or the protocol fail."""
     if (options.make is None) == (options.url is None):
         raise ConfigError("give one of make=FOLDER and url=http://HOST:PORT")
     if options.make is not None:
@@ -89,12 +89,12 @@ def conformance(options: Options) -> None:
     if options.out is not None and not Path(options.out).expanduser().parent.is_dir():
         raise ConfigError(f"out={options.out} cannot be written, its folder is not there: give another file")
     results = asyncio.run(results_of(options, expected.read(Path(options.folder).expanduser())))
-    print("", table(results), ", ".join(f"{number} {status}" for status, number in counts(results).items()), sep="\n")
+    print("", table(results), "", summary(results), sep="\n")
     if options.out is not None:
         content = {"url": options.url, "results": [result.as_json() for result in results]}
         Path(options.out).expanduser().write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if any(result.status == FAIL for result in results):
-        raise SystemExit(1)
+    if code := 1 if any(result.status == FAIL for result in results) else 3 if protocol(results) else 0:
+        raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from experiments.conformance.client import Answer, Server
 from experiments.conformance.expected import COUNT, World
 from experiments.conformance.oracle import BASE
-from experiments.conformance.verdict import NOT_OFFERED, Ask, Judge, Result
-from experiments.conformance.weights import MAX_LEN, POISONS
+from experiments.conformance.verdict import EMPTY, Ask, Judge, Result
+from experiments.conformance.weights import MAX_LEN, POISONS, WARMER
 
 SWAPPED = "swapped"
 """Name that different adapters are loaded under."""
@@ -19,12 +20,13 @@ LONG = MAX_LEN // 4
 
 
 class Run:
-    """One server under test."""
+    """One server under test. `absent`: errors of models that it does not serve, which are left out."""
 
-    def __init__(self, server: Server, world: World) -> None:
-        self.server, self.world, self.judge = server, world, Judge(world)
-        self._turns = {model: itertools.cycle(world.sure(model)) for model in world.models}
-        self._numbers = itertools.count()
+    def __init__(self, server: Server, world: World, absent: Mapping[str, str] | None = None) -> None:
+        self.server, self.judge, self.absent = server, Judge(world), absent or {}
+        self.world = replace(world, tenants=[one for one in world.tenants if one.name not in self.absent])
+        self._turns = {model: itertools.cycle(world.sure(model)) for model in self.world.models}
+        self._numbers = {model: itertools.count(place) for place, model in enumerate(self.world.models)}
 
     @property
     def tenants(self) -> list[str]:
@@ -36,8 +38,8 @@ class Run:
         return [self.form(Ask(model, next(self._turns[model]))) for model in models]
 
     def form(self, ask: Ask) -> Ask:
-        """Choose by turn: every other request streams, every third is text where token ids are taken."""
-        number = next(self._numbers)
+        """Choose by turn: every other request of a model streams, every third is text where token ids are taken."""
+        number = next(self._numbers[ask.model])
         return Ask(ask.model, ask.prompt, number % 2 == 0, self.server.takes_ids and number % 3 != 0, ask.name)
 
     async def send(self, ask: Ask) -> Answer:
@@ -45,72 +47,69 @@ class Run:
         prompt = list(ask.prompt.ids) if ask.as_ids else ask.prompt.text
         return await self.server.ask(ask.asked, prompt, COUNT, ask.stream)
 
-    async def wave(self, result: Result, asks: Sequence[Ask]) -> list[Answer]:
+    async def wave(self, result: Result, asks: Sequence[Ask]) -> None:
         """Send requests at once and judge their answers."""
-        answers = await asyncio.gather(*map(self.send, asks))
-        self.judge.judge(result, asks, answers)
-        return answers
+        self.judge.judge(result, asks, await asyncio.gather(*map(self.send, asks)))
 
 
 Case = Callable[[Run, Result], Awaitable[None]]
 
 
-async def alone(run: Run, result: Result) -> None:
-    """Send each model two requests, one at a time."""
-    for ask in run.asks([model for model in run.world.models for _ in range(2)]):
-        await run.wave(result, [ask])
+def waves(models: Callable[[Run], Iterable[Iterable[str]]]) -> Case:
+    """Return the case of one wave after another, each of requests of these models."""
+
+    async def sent(run: Run, result: Result) -> None:
+        for wave in models(run):
+            await run.wave(result, run.asks(wave))
+
+    return sent
 
 
-async def mixed(run: Run, result: Result) -> None:
-    """Send requests of all models at once."""
-    await run.wave(result, run.asks(run.world.models * 2))
+def batch(size: int) -> Case:
+    """Return the case of `size` requests at once, over all models."""
+    return waves(lambda run: [itertools.islice(itertools.cycle(run.world.models), size)])
 
 
-async def ranks(run: Run, result: Result) -> None:
-    """Send requests of an adapter of each rank at once, in rising and falling order."""
-    by_rank = {tenant.rank: tenant.name for tenant in run.world.tenants}
-    order = [by_rank[rank] for rank in sorted(by_rank)]
-    result.note = f"ranks {', '.join(map(str, sorted(by_rank)))}"
+def _by_rank(run: Run) -> Iterator[list[str]]:
+    """Yield an adapter of each rank, in rising and falling order, at once."""
+    order = [name for _, name in sorted({tenant.rank: tenant.name for tenant in run.world.tenants}.items())]
     for _ in range(2):
-        await run.wave(result, run.asks([*order, *reversed(order)] * 2))
+        yield [*order, *reversed(order)] * 2
 
 
-async def subsets(run: Run, result: Result) -> None:
-    """Send requests of adapters that change different layers at once."""
-    by_subset = {tenant.subset: tenant.name for tenant in run.world.tenants}
-    result.note = "; ".join(by_subset)
-    await run.wave(result, run.asks([*by_subset.values()] * 4))
-
-
-async def base_between(run: Run, result: Result) -> None:
-    """Send a request of the base model after each adapter's, all at once."""
-    await run.wave(result, run.asks([name for tenant in run.tenants for name in (tenant, BASE)]))
-
-
-async def many(run: Run, result: Result) -> None:
-    """Send requests of all adapters in turn, forwards and backwards: where slots are fewer, each loses its own."""
-    result.note = f"{len(run.tenants)} adapters; the server should have fewer slots"
+def _many(run: Run) -> Iterator[list[str]]:
+    """Yield all adapters, alone and at once, forwards and backwards: where slots are fewer, each loses its own."""
     for order in (run.tenants, run.tenants[::-1], run.tenants):
-        for name in order:
-            await run.wave(result, run.asks([name]))
-        await run.wave(result, run.asks(order))
+        yield from ([name] for name in order)
+        yield order
+
+
+alone = waves(lambda run: ([model] for model in run.world.models for _ in range(2)))
+mixed = waves(lambda run: [run.world.models * 2])
+ranks = waves(_by_rank)
+subsets = waves(lambda run: [[*{tenant.subset: tenant.name for tenant in run.world.tenants}.values()] * 4])
+base_between = waves(lambda run: [[name for tenant in run.tenants for name in (tenant, BASE)]])
+many = waves(_many)
 
 
 async def repeated(run: Run, result: Result) -> None:
     """Send one wave three times, and find answers that change, right or wrong."""
     asks = run.asks(run.world.models * 2)
     runs = [await asyncio.gather(*map(run.send, asks)) for _ in range(3)]
-    result.answers += 3 * len(asks)
     for ask, *answers in zip(asks, *runs, strict=True):
-        if len({answer.tokens for answer in answers}) > 1 or any(answer.error for answer in answers):
-            result.add(f"{run.judge.label(ask)} got other tokens or errors from run to run")
+        found = {run.judge.tokens(result, ask, answer) for answer in answers}
+        if len({tokens for tokens in found if len(tokens) == COUNT}) > 1:
+            result.findings[f"{run.judge.label(ask)} got other tokens from run to run"] += 1
 
 
 async def shared_prefix(run: Run, result: Result) -> None:
     """Send prompts with one long prefix: an adapter's, then all others', which must not get its blocks."""
+    if WARMER in run.absent:
+        result.not_offered(f"{WARMER} is absent")
+        return
     turns = {model: run.world.sharing(model) for model in run.world.models}
-    for prompt in turns[run.world.warmer][:2]:
-        await run.wave(result, [run.form(Ask(run.world.warmer, prompt))])
+    for prompt in turns[WARMER][:2]:
+        await run.wave(result, [run.form(Ask(WARMER, prompt))])
     for model, prompts in turns.items():
         await run.wave(result, [run.form(Ask(model, prompts[0]))])
     await run.wave(result, [run.form(Ask(model, prompt)) for model, prompts in turns.items() for prompt in prompts[:3]])
@@ -118,13 +117,11 @@ async def shared_prefix(run: Run, result: Result) -> None:
 
 async def same_prompt(run: Run, result: Result) -> None:
     """Send one prompt to all models that are sure of it, at once and in turn."""
-    prompts = sorted(run.world.prompts, key=lambda prompt: -len(prompt.sure))[:2]
-    for prompt in prompts:
+    for prompt in sorted(run.world.prompts, key=lambda prompt: -len(prompt.sure))[:2]:
         asks = [run.form(Ask(model, prompt)) for model in run.world.models if model in prompt.sure]
         await run.wave(result, asks)
         for ask in asks:
             await run.wave(result, [ask])
-    result.note = f"{', '.join(str(len(prompt.sure)) for prompt in prompts)} models"
 
 
 async def poisoned(run: Run, result: Result) -> None:
@@ -136,13 +133,13 @@ async def poisoned(run: Run, result: Result) -> None:
     for name in POISONS:
         status, _ = await _load(run, name, name)
         if status in CLOSED and not run.server.prefix:
-            result.status, result.note = NOT_OFFERED, f"load_lora_adapter: HTTP {status}"
+            result.not_offered(f"load_lora_adapter: HTTP {status}")
             return
         spoil = [run.server.ask(name, run.world.prompts[0].text, 4 * COUNT, stream) for stream in (True, False) * 2]
         said, _ = await asyncio.gather(asyncio.gather(*spoil), run.wave(result, run.asks(run.world.models)))
         await run.wave(result, run.asks(run.world.models))
         await _unload(run, name)
-        notes.append(f"{name} {'failed' if all(answer.error for answer in said) else 'served'}")
+        notes.append(f"{name} {'served' if any(answer.text for answer in said) else 'failed'}")
     result.note = ", ".join(notes)
 
 
@@ -158,51 +155,44 @@ async def cancelled(run: Run, result: Result) -> None:
     await run.wave(result, run.asks(models * 2))
 
 
-def batch(size: int) -> Case:
-    """Return the case of `size` requests at once, over all models."""
-
-    async def large(run: Run, result: Result) -> None:
-        await run.wave(result, run.asks(itertools.islice(itertools.cycle(run.world.models), size)))
-
-    return large
-
-
 async def reloaded(run: Run, result: Result) -> None:
     """Unload an adapter and load another under its name, beside others; at last the name is unknown."""
     first, second = _two(run)
     status, text = await _load(run, first)
     if status in CLOSED:
-        result.status, result.note = NOT_OFFERED, f"load_lora_adapter: HTTP {status}"
+        result.not_offered(f"load_lora_adapter: HTTP {status}")
         return
     if status != 200:
-        result.add(f"load_lora_adapter gave HTTP {status}: {text}")
+        result.fault(SWAPPED, f"load_lora_adapter gave HTTP {status}: {text}")
         return
     await run.wave(result, [*_swapped(run, first), *run.asks(run.world.models)])
     for model in (second, first, second):
         for step, (status, text) in (("unload", await _unload(run)), ("load", await _load(run, model))):
             if status != 200:
-                result.add(f"{step}_lora_adapter gave HTTP {status}: {text}")
+                result.fault(SWAPPED, f"{step}_lora_adapter gave HTTP {status}: {text}")
                 return
         for ask in _swapped(run, model):
             await run.wave(result, [ask])
         await run.wave(result, [*_swapped(run, model), *run.asks(run.world.models)])
     await _unload(run)
     answer = await run.server.ask(SWAPPED, run.world.prompts[0].text, COUNT)
-    if not answer.error.startswith("HTTP 404"):
-        result.add(f"{SWAPPED}, unloaded, got {answer.error or 'tokens'} instead of HTTP 404")
+    if answer.tokens:
+        result.findings[f"{SWAPPED}, unloaded, got tokens"] += 1
+    elif not any(fault.startswith("HTTP 404") for fault in answer.faults):
+        result.fault(SWAPPED, f"a name that was unloaded gave {answer.faults or EMPTY} instead of HTTP 404")
 
 
 async def replaced(run: Run, result: Result) -> None:
     """Load another adapter in place of one that is loaded (`load_inplace`, as vLLM names it)."""
     first, second = _two(run)
     if (await _load(run, first))[0] != 200:
-        result.status, result.note = NOT_OFFERED, "load_lora_adapter is refused"
+        result.not_offered("load_lora_adapter is refused")
         return
     await run.wave(result, _swapped(run, first))
     for model in (second, first):
         status, _ = await _load(run, model, load_inplace=True)
         if status != 200:
-            result.status, result.note = NOT_OFFERED, f"load_inplace: HTTP {status}"
+            result.not_offered(f"load_inplace: HTTP {status}")
             break
         await run.wave(result, [*_swapped(run, model), *run.asks(run.tenants)])
     await _unload(run)
@@ -242,7 +232,10 @@ def cases(batches: Sequence[int]) -> dict[str, Case]:
 
 async def run_cases(run: Run, batches: Sequence[int], said: Callable[[Result], None]) -> list[Result]:
     """Run every case, and call `said` after each."""
-    results = []
+    results = [Result("models", len(run.world.models) + len(run.absent), len(run.world.models))]
+    for model, why in run.absent.items():
+        results[0].fault(model, f"absent: {why}")
+    said(results[0])
     for name, case in cases(batches).items():
         result = Result(name)
         await case(run, result)

@@ -15,6 +15,7 @@ from experiments.conformance.weights import (
     CHECKPOINT,
     END,
     POISONS,
+    WARMER,
     WORDS,
     Tenant,
     tenants,
@@ -45,7 +46,7 @@ class Prompt:
         ids: token ids; as a text, the words ``w<id>``.
         answers: tokens by model.
         sure: models whose tokens keep the margin and are no other model's; only these are asked.
-        leaked: tokens by model where the shared prefix's keys and values are `World.warmer`'s; empty: shares no prefix.
+        leaked: tokens by model where the shared prefix's keys and values are `WARMER`'s; empty: shares no prefix.
     """
 
     ids: Tokens
@@ -71,11 +72,6 @@ class World:
     def models(self) -> list[str]:
         """Names of the base model and the adapters."""
         return [BASE, *(tenant.name for tenant in self.tenants)]
-
-    @property
-    def warmer(self) -> str:
-        """Adapter that is the first to use the shared prefix."""
-        return self.tenants[0].name
 
     def adapter(self, name: str) -> Path:
         """Return an adapter's folder."""
@@ -120,8 +116,7 @@ def _prompts(oracle: Oracle, models: Sequence[str], seed: int) -> Iterator[Promp
     for length in LENGTHS:
         yield from _answered(oracle, models, draw(PER_LENGTH, length))
     prompts = torch.cat([draw(1, PREFIX).expand(SHARING, -1), draw(SHARING, SUFFIX)], 1)
-    warmer = models[1]
-    leaked = {name: oracle.leaked(name, warmer, prompts, PREFIX, COUNT) for name in models if name != warmer}
+    leaked = {name: oracle.leaked(name, WARMER, prompts, PREFIX, COUNT) for name in models if name != WARMER}
     for number, prompt in enumerate(_answered(oracle, models, prompts)):
         others = {name: _tuple(tokens[number]) for name, tokens in leaked.items()}
         shown = frozenset(name for name in prompt.sure if others.get(name) != prompt.answers[name])

@@ -30,6 +30,8 @@ SUBSETS: Mapping[str, Sequence[str]] = {
 SCALINGS = (2.0, 1.0, 0.5)
 POISONS = {"poison-nan": math.nan, "poison-inf": math.inf, "poison-huge": 1e38}
 """Adapters that spoil whatever reads their weights: name and value of their B matrices."""
+WARMER = "tenant-0"
+"""Adapter that is the first to use the shared prefix."""
 CHECKPOINT, ADAPTERS = "checkpoint", "adapters"
 _PREFIX = "base_model.model."
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,13 +26,17 @@ class RightServer:
     loads = True  # requests may load adapters
     ids = True  # prompts may be token ids
     lists = True  # /v1/models is there
+    keeps_limit = True  # of tokens
     ends_streams = True  # with [DONE]
+    between = ""  # after each event of a stream
+    stream_type: str | None = "text/event-stream"  # None: whole answers alone
     key: str | None = None
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.models = {name: name for name in world.models}
         self.prompts = {prompt.ids: prompt for prompt in world.prompts}
+        self.asked = Counter[str]()  # requests by name; the first one asks whether the model is there
         self.groups: list[int] = []  # sizes of the next groups of requests that are served beside each other; then 1
         self.waiting: list[tuple[Ask, asyncio.Future[list[Ask]]]] = []
 
@@ -84,11 +89,18 @@ class RightServer:
         ids = tuple(int(word[1:]) for word in prompt.split()) if isinstance(prompt, str) else tuple(prompt)
         request = Ask(name, self.prompts.get(ids, self.world.prompts[0]), bool(body["stream"]))
         beside = await self._group(request) if body["max_tokens"] == COUNT else [request]
-        tokens = self.tokens(name, ids, beside)[: body["max_tokens"]]
+        self.asked[name] += 1
+        tokens = self.tokens(name, ids, beside)[: body["max_tokens"] if self.keeps_limit else None]
         words = [f"w{token} " for token in tokens]
-        if body["stream"]:
-            return StreamingResponse(_events(words, self.ends_streams), media_type="text/event-stream")
+        if body["stream"] and self.stream_type:
+            return StreamingResponse(self._events(words), media_type=self.stream_type)
         return JSONResponse({"choices": [{"index": 0, "text": "".join(words), "finish_reason": "length"}]})
+
+    async def _events(self, words: list[str]) -> AsyncIterator[str]:
+        for word in words:
+            yield f"data: {json.dumps({'choices': [{'index': 0, 'text': word}]})}\n\n{self.between}"
+        if self.ends_streams:
+            yield "data: [DONE]\n\n"
 
     async def _group(self, request: Ask) -> list[Ask]:
         """The requests of its group, once all of them are here."""
@@ -101,15 +113,25 @@ class RightServer:
         return await here
 
 
-async def _events(words: list[str], ends: bool) -> AsyncIterator[str]:
-    for word in words:
-        yield f"data: {json.dumps({'choices': [{'index': 0, 'text': word}]})}\n\n"
-    if ends:
-        yield "data: [DONE]\n\n"
-
-
 def _error(status: int, message: str) -> Response:
     return JSONResponse({"error": {"message": message}}, status)
+
+
+class Foreign(RightServer):
+    """Right tokens in another house: names in a form of their own, no [DONE], text alone, and no loading."""
+
+    loads = ids = ends_streams = False
+
+    def __init__(self, world: World, form: str = "org/{}") -> None:
+        super().__init__(world)
+        self.models = {"llama-tiny": BASE} | {form.format(one.name): one.name for one in world.tenants}
+
+
+class ForeignOfSlotZero(Foreign):
+    """The same, with the first adapter's tokens for another."""
+
+    def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
+        return self.right("tenant-0" if name == "org/tenant-2" else self.models[name], ids)
 
 
 class SlotZeroAboveThreshold(RightServer):

@@ -32,8 +32,9 @@ def test_a_right_server_is_told_in_a_table(world: World, capsys: pytest.CaptureF
     with faulty.RightServer(world).serve() as url:
         conformance(options(world, f"{url}/v1/"))
     said = capsys.readouterr().out
-    assert "mixed: pass\nlarge: pass\n" in said
-    assert "mixed  pass            12 answers\nlarge  pass            40 answers\n2 pass\n" in said
+    assert "models: pass\nmixed: pass\nlarge: pass\n" in said
+    assert "mixed   pass            12 of 12 answers\nlarge   pass            40 of 40 answers\n\n" in said
+    assert said.endswith("tokens: 3 pass\nprotocol: 0 faults, 0 times\n")
 
 
 @pytest.mark.usefixtures("two_cases")
@@ -49,8 +50,8 @@ def test_a_faulty_server_gives_status_1_and_names_tenants(
     said = capsys.readouterr().out
     finding = "tenant-4 (rank 8, q v) got the tokens of tenant-0 (rank 1, all)"
     assert f" x {finding}\n" in said
-    assert "1 pass, 1 FAIL" in said
-    right, wrong = json.loads(out.read_text())["results"]
+    assert "tokens: 2 pass, 1 FAIL\nprotocol: 0 faults" in said
+    _, right, wrong = json.loads(out.read_text())["results"]
     assert (right["case"], right["status"], right["findings"]) == ("mixed", "pass", {})
     assert (wrong["status"], wrong["answers"]) == ("FAIL", 40)
     assert wrong["findings"][finding] >= 2
@@ -98,24 +99,55 @@ def test_servers_that_are_not_the_one_meant(world: World, monkeypatch: pytest.Mo
         with pytest.raises(ConfigError, match=r"wants an API key .* set CONFORMANCE_API_KEY"):
             conformance(options(world, url))
         monkeypatch.setenv(command.KEY_VARIABLE, "secret")
-        with pytest.raises(ConfigError, match=r"serves base, other, but not tenant-0, .* start it as make="):
+        with pytest.raises(ConfigError, match=r"base, other, and does not answer as tenant-0, .* start it as make="):
             conformance(options(world, url))
-        with pytest.raises(ConfigError, match="does not answer as model 'base:tenant-0': HTTP 404: no model base:"):
+        with pytest.raises(ConfigError, match=r"does not answer as base:tenant-0, .* \(HTTP 404: no model MODEL\)"):
             conformance(options(world, url, prefix="base:"))
         with pytest.raises(ConfigError, match=r"is no server of OpenAI's API: /v1/models gave HTTP 404"):
             conformance(options(world, f"{url}/elsewhere"))
 
 
 @pytest.mark.usefixtures("two_cases")
-def test_adapters_behind_a_prefix_on_a_server_that_lists_none(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_behind_a_prefix_on_a_server_that_lists_none(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     server = faulty.RightServer(world)
     server.lists = False
     server.models = {"llama": "base"} | {f"llama:{tenant.name}": tenant.name for tenant in world.tenants}
     with server.serve() as url:
         conformance(options(world, url, prefix="llama:", base="llama"))
-    assert "2 pass" in capsys.readouterr().out
+    assert "3 pass" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("two_cases")
+def test_a_foreign_server_has_few_faults_of_the_protocol_and_its_tokens_are_judged(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An absent adapter is one fault and left out; streams without [DONE] are one. Neither is a finding of tokens."""
+    out = tmp_path / "results.json"
+    server = faulty.Foreign(world)
+    del server.models["org/tenant-3"]
+    with server.serve() as url, pytest.raises(SystemExit) as stopped:
+        conformance(options(world, url, out=str(out)))
+    assert stopped.value.code == 3
+    said = capsys.readouterr().out
+    assert said.endswith("tokens: 1 unjudged, 2 pass\nprotocol: 2 faults, 26 times\n")
+    assert "    1 x absent: HTTP 404: no model MODEL (tenant-3)\n" in said
+    assert "    25 x the stream ended without [DONE] (base, tenant-0, tenant-1, tenant-2, tenant-4)\n" in said, said
+    _, mixed, large = json.loads(out.read_text())["results"]
+    assert [mixed["judged"], large["judged"]] == [10, 40]
+    with faulty.ForeignOfSlotZero(world).serve() as url, pytest.raises(SystemExit) as stopped:
+        conformance(options(world, url))
+    assert stopped.value.code == 1
+    said = capsys.readouterr().out
+    assert " x tenant-2 (rank 16, mlp) got the tokens of tenant-0 (rank 1, all)\n" in said
+    assert "tokens: 1 pass, 2 FAIL\nprotocol: 1 faults, 26 times\n" in said
+
+
+@pytest.mark.usefixtures("two_cases")
+def test_names_that_could_be_two_adapters_are_not_guessed(world: World) -> None:
+    server = faulty.Foreign(world)
+    server.models["other/tenant-2"] = "tenant-2"
+    with server.serve() as url, pytest.raises(ConfigError, match="lists org/tenant-2, other/tenant-2: give prefix="):
+        conformance(options(world, url))
 
 
 @pytest.mark.slow

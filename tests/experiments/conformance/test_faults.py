@@ -1,6 +1,7 @@
 """Faulty servers: each fault is caught by its case, and the owner of the tokens is named."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -8,11 +9,13 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
+from fastapi import HTTPException
+
 from experiments.conformance import cases
 from experiments.conformance.cases import Case, Run
 from experiments.conformance.client import Server
-from experiments.conformance.expected import World
-from experiments.conformance.verdict import FAIL, NOT_OFFERED, PASS, Result
+from experiments.conformance.expected import COUNT, World
+from experiments.conformance.verdict import CUT, EMPTY, FAIL, LONG, NOT_OFFERED, PASS, UNJUDGED, Result
 from tests.experiments.conformance import faulty_servers as faulty
 
 
@@ -23,9 +26,8 @@ def outcome(server: faulty.RightServer, case: Case, *groups: int) -> Result:
     async def tried(url: str) -> Result:
         client = Server(url)
         try:
-            await client.check(server.world)
             result = Result("case")
-            await case(Run(client, server.world), result)
+            await case(Run(client, server.world, await client.check(server.world)), result)
             return result
         finally:
             await client.close()
@@ -37,7 +39,7 @@ def outcome(server: faulty.RightServer, case: Case, *groups: int) -> Result:
 @pytest.mark.parametrize("case", [cases.shared_prefix, cases.reloaded, cases.replaced, cases.cancelled])
 def test_a_right_server_passes(world: World, case: Callable[[Run, Result], Awaitable[None]]) -> None:
     result = outcome(faulty.RightServer(world), case)
-    assert (result.status, dict(result.findings)) == (PASS, {})
+    assert (result.status, dict(result.findings), result.protocol) == (PASS, {}, {})
     assert result.answers > 5
 
 
@@ -80,7 +82,7 @@ def test_old_weights_after_a_reload(world: World) -> None:
 
 def test_an_adapter_that_stays_after_its_unloading(world: World) -> None:
     result = outcome(faulty.NeverUnloads(world), cases.reloaded)
-    assert dict(result.findings) == {"swapped, unloaded, got tokens instead of HTTP 404": 1}
+    assert (dict(result.findings), result.protocol) == ({"swapped, unloaded, got tokens": 1}, {})
 
 
 def test_two_streams_that_are_mixed_up(world: World) -> None:
@@ -100,21 +102,102 @@ def test_neighbours_of_a_poisoned_adapter(world: World) -> None:
 def test_answers_that_change_from_run_to_run(world: World) -> None:
     result = outcome(faulty.ChangesItsMind(world), cases.repeated)
     assert result.status == FAIL
-    assert all(found.endswith("got other tokens or errors from run to run") for found in result.findings)
+    assert all(found.endswith("got other tokens from run to run") for found in result.findings)
 
 
-def test_streams_that_are_cut_behind_their_last_token(world: World) -> None:
-    server = faulty.RightServer(world)
-    server.ends_streams = False
-    result = outcome(server, cases.mixed)
-    assert result.status == FAIL
-    assert any("the stream ended without [DONE]" in found for found in result.findings)
+@pytest.mark.parametrize("case", [cases.mixed, cases.repeated])
+def test_tokens_of_streams_without_an_end_are_judged(world: World, case: Case) -> None:
+    """The protocol's fault is one, with its count; it neither fails right tokens nor hides wrong ones."""
+
+    class Endless(faulty.RightServer):
+        ends_streams = False
+
+    result = outcome(Endless(world), case)
+    assert (result.status, result.judged) == (PASS, result.answers)
+    ((fault, models),) = result.protocol.items()
+    assert fault == "the stream ended without [DONE]"
+    assert models.total() == result.answers // 2
+    assert set(models) == set(world.models)
+
+    class Wrong(Endless, faulty.ChangesItsMind):
+        pass
+
+    wrong = outcome(Wrong(world), case)
+    assert wrong.status == FAIL
+    assert [*wrong.protocol] == [fault]
 
 
-def test_a_request_that_gets_no_answer(world: World) -> None:
-    class Drops(faulty.RightServer):
+FORMS = {
+    "an event that is no chunk: ping": "data: ping\n\n",
+    'error in the stream: {"error": "late"}': 'data: {"error": "late"}\n\n',
+    'an event that is no chunk: {"usage": #}': 'data: {"usage": 3}\n\n',
+}
+
+
+@pytest.mark.parametrize("fault", FORMS)
+def test_an_odd_event_does_not_hide_the_tokens_after_it(world: World, fault: str) -> None:
+    class Odd(faulty.RightServer):
+        between = FORMS[fault]
+
+    result = outcome(Odd(world), cases.mixed)
+    assert (result.status, result.judged, [*result.protocol]) == (PASS, result.answers, [fault])
+    assert result.protocol[fault].total() == COUNT * result.answers // 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [("text/plain", "a stream of content type text/plain"), (None, "a whole answer in place of a stream")],
+)
+def test_streams_of_another_form_are_read(world: World, kind: str | None, fault: str) -> None:
+    class Other(faulty.RightServer):
+        stream_type = kind
+
+    result = outcome(Other(world), cases.mixed)
+    assert (result.status, result.judged, [*result.protocol]) == (PASS, result.answers, [fault])
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "judged", "fault"),
+    [
+        (lambda tokens: tokens[:3], UNJUDGED, 10, CUT), (lambda tokens: (), UNJUDGED, 10, EMPTY),
+        (lambda tokens: tokens + tokens, PASS, 12, LONG), (lambda tokens: (60, 61), FAIL, 12, None),
+    ],
+    ids=["cut", "empty", "long", "cut and wrong"],
+)  # fmt: skip
+def test_answers_of_another_length(world: World, change: Any, status: str, judged: int, fault: str | None) -> None:
+    class Changes(faulty.RightServer):
+        keeps_limit = False
+
         def tokens(self, name: str, ids: Any, beside: Any) -> Any:
-            return super().tokens(name, ids, beside)[:3] if name == "tenant-1" else super().tokens(name, ids, beside)
+            own = super().tokens(name, ids, beside)
+            return change(own) if name == "tenant-1" and self.asked[name] > 1 else own
 
-    result = outcome(Drops(world), cases.mixed)
-    assert {found.partition(" got ")[2] for found in result.findings} == {"3 tokens of 8, right ones"}
+    result = outcome(Changes(world), cases.mixed)
+    assert (result.status, result.judged, result.answers) == (status, judged, 12)
+    wrong = {"tenant-1 (rank 8, q v) got 2 tokens of 8, not the right ones": 2}
+    assert (dict(result.findings), result.protocol) == (({}, {fault: {"tenant-1": 2}}) if fault else (wrong, {}))
+
+
+def test_errors_that_differ_by_name_and_number_are_one_fault(world: World) -> None:
+    class Refuses(faulty.RightServer):
+        numbers = itertools.count()
+
+        def tokens(self, name: str, ids: Any, beside: Any) -> Any:
+            if self.asked[name] > 1 and name != "base":
+                number = next(self.numbers)
+                raise HTTPException(503, f"{name} of request 3f2a77b0-{number} failed after 0.{number} s")
+            return super().tokens(name, ids, beside)
+
+    result = outcome(Refuses(world), cases.mixed)
+    ((fault, models),) = result.protocol.items()
+    assert fault == "HTTP 503: MODEL of request # failed after #.# s"
+    assert result.status == UNJUDGED
+    assert models.total() == result.answers - result.judged == 10
+
+
+@pytest.mark.parametrize("form", ["org/{}", "llama:{}", "{}", "/srv/adapters/{}", "llama+{}@v1"])
+def test_names_are_found_in_the_list(world: World, form: str) -> None:
+    server = faulty.Foreign(world, form)
+    result = outcome(server, cases.mixed)
+    assert (result.status, result.judged) == (PASS, 12)
+    assert outcome(server, cases.reloaded).status == NOT_OFFERED
