@@ -27,6 +27,8 @@ PANEL_WIDTH, PANEL_HEIGHT = 2.1, 1.9  # inches; 3.3 in is one column of the pape
 LETTERS_PER_INCH = 14.5  # of a title, so that it stays within the figure
 
 PALETTE = sns.color_palette("colorblind")
+OTHERS = [sns.color_palette("dark")[place] for place in (4, 3, 9, 5, 6, 2, 0, 7, 1, 8)]
+"""Colours of lines that have none here, e.g. a new operator's; no other line has one of these."""
 # the i-th entry of a group gets the i-th colour and marker; names in one tuple are one thing under several spellings
 _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("SGMV",), ("Loop",), ("Gather-BMM",), ("BMM",), ("Gather",), ("backbone X@W",), ("grouped_mm", "SGMV expand")),
@@ -56,14 +58,15 @@ def _system_looks() -> dict[str, tuple[tuple[float, float, float], str]]:
 
 
 _KNOWN = _LINES | _system_looks()
+_unknown: dict[str, int] = {}  # in the figure at hand, in the order of drawing
 
 
 def look(name: str) -> tuple[tuple[float, float, float], str]:
-    """Colour and marker of the system, popularity or other line called `name`."""
+    """Colour and marker of the system, popularity or other line called `name`; unknown ones get those of `OTHERS`."""
     if name in _KNOWN:
         return _KNOWN[name]
-    position = sum(name.encode())
-    return PALETTE[position % len(PALETTE)], _MARKERS[position % len(_MARKERS)]
+    place = _unknown.setdefault(name, len(_unknown))
+    return OTHERS[place % len(OTHERS)], _MARKERS[place % len(_MARKERS)]
 
 
 def numbered(place: int) -> dict[str, Any]:
@@ -74,6 +77,7 @@ def numbered(place: int) -> dict[str, Any]:
 @contextmanager
 def themed() -> Iterator[None]:
     """The theme of every figure: fonts stay text in the PDF (type 42), thin lines, light grid."""
+    _unknown.clear()
     with plt.rc_context():
         sns.set_theme("paper", "whitegrid", palette="colorblind")
         plt.rcParams.update(

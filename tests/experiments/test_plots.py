@@ -8,13 +8,15 @@ import pandas as pd
 import pytest
 from fakes import composed
 from matplotlib.patches import Patch
+from omegaconf import OmegaConf
 
 from experiments.facts.paper import read_figure
 from experiments.facts.systems import name_of
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG07
 from experiments.fig07_sgmv_roofline import SHEET
+from experiments.fig08_lora_operator import EXPERIMENT as FIG08
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
-from experiments.harness.schema import REPOSITORY
+from experiments.harness.schema import CONF, REPOSITORY
 from experiments.harness.settings import settle
 from experiments.plots import style
 from experiments.plots.draw import draw
@@ -140,6 +142,15 @@ def test_disturbed_points_are_hollow_and_expand_is_dotted():
     for line in (above[1], below[1]):
         assert (list(line.get_xdata()), line.get_markerfacecolor()) == ([4], "white")
     assert list(below[1].get_ydata()) == [4]
+
+
+def test_new_operators_have_colours_of_their_own_in_figure_8():
+    names = [*OmegaConf.load(CONF / "figure/fig08_lora_operator.yaml").systems, "tiles", "selit", "a third"]
+    with style.themed():
+        figure = panels(frame_of([row(1.0, system=name) for name in names]), read_figure(PAPER, "8"), FIG08.overlay)
+    solid = [line.get_color() for line in figure.axes[0].lines if line.get_linestyle() == "-"]
+    assert len(solid) == len(set(solid)) == len(names)
+    assert [handle.get_color() for handle in figure.legends[0].legend_handles[::2]] == solid
 
 
 def test_both_roofs_are_measured_or_of_the_data_sheet(tmp_path):
