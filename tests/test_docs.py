@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -165,16 +166,47 @@ def test_the_figure_that_a_page_adds_is_measured_and_drawn(tmp_path: Path) -> No
     assert list(tmp_path.glob("outputs/cpu/smoke/figures/ext_copy.png"))
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built without a warning."""
     pytest.importorskip("mkdocs", reason="needs the extra docs: pip install 'punica[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", DOCS / "site/mkdocs.yml", "-d", tmp_path]
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", DOCS / "site/mkdocs.yml", "-d", target]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     )
     assert done.returncode == 0, done.stderr
-    for page in PAGES:
-        place = page.relative_to(DOCS).with_suffix("")
-        built = tmp_path / (place.parent if place.name == "index" else place) / "index.html"
-        assert built.exists(), page
-    assert (tmp_path / "figures/h200").is_dir() or (tmp_path / "results/h200/claims/index.html").exists()
+    return target
+
+
+@pytest.mark.slow
+def test_every_address_in_the_site_is_a_file_and_no_script_comes_from_elsewhere(site: Path) -> None:
+    pages = {page.relative_to(site).as_posix(): page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    assert {page.relative_to(DOCS).with_suffix(".html").as_posix() for page in PAGES} < set(pages)
+    del pages["404.html"]  # a server's, whose addresses begin at its root
+    for page, text in pages.items():
+        plain = re.sub(r"<(pre|code)\b.*?</\1>", "", text, flags=re.DOTALL)
+        for address in re.findall(r"""(?:href|src)=["']?([^"'> ]+)""", plain):
+            path = unquote(address.partition("#")[0])
+            if not re.match(r"\w+:", address):
+                assert not path or (site / page).parent.joinpath(path).is_file(), (page, address)
+        assert not re.search(r"<(script|link|img)[^>]*(src|href)=.?https?:", text), page
+        assert "iframe-worker.js" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["index", *(page.stem for page in DOCS.glob("results-*.md"))])
+def test_home_and_results_show_pictures(site: Path, page: str) -> None:
+    shown = re.findall(r'<img[^>]* src="([^"]+)"', (site / f"{page}.html").read_text(encoding="utf-8"))
+    assert shown == ["figures/h200/hero.png"] if page == "index" else len(shown) > 5
+
+
+@pytest.mark.slow
+def test_search_works_from_the_file_system(site: Path, tmp_path: Path) -> None:
+    assert (site / "search/search_index.js").is_file()
+    browser = shutil.which("chromium") or pytest.skip("needs the program chromium")
+    flags = ["--headless", "--no-sandbox", f"--user-data-dir={tmp_path}", "--virtual-time-budget=60000"]
+    address = f"{(site / 'api/engine.html').as_uri()}?q=segments"
+    done = subprocess.run([browser, *flags, "--dump-dom", address], capture_output=True, text=True, check=True)
+    found = re.findall(r'href="([^"#?]+)[^"]*" class="md-search-result__link"', done.stdout)
+    assert (site / "api/metadata.html").as_uri() in found

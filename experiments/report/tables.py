@@ -41,6 +41,10 @@ def write_results(machine: Machine, paper: Path, target: Path) -> Path:
     def link(path: Path, name: str) -> str:
         return f"[{name}]({Path(os.path.relpath(path, target.parent)).as_posix()})"
 
+    def picture(name: str, title: str) -> list[str]:
+        file = machine.figures / f"{name}.png"
+        return [f"!{link(file, title)}", ""] if file.exists() else []
+
     tables = [link(machine.folder / f"{file_name(timer)}.md", file_name(timer)) for timer in machine.clocks]
     where = f"{link(machine.folder, 'Rows')}, {link(machine.figures, 'figures')}, with reasons: {', '.join(tables)}"
     parts = [GENERATED, f"# Results: {machine.name}", "", measured_on(machine.rows), "", where, "", "## Claims", ""]
@@ -49,11 +53,18 @@ def write_results(machine: Machine, paper: Path, target: Path) -> Path:
     parts += ["", *markdown(*claims_table(machine)), ""]
     for title, table in serving_tables(machine, paper):
         parts += [f"## {title}", "", *markdown(*table), ""]
+    found = list(findings(machine))
+    others = [(one.name, title_of(one)) for one in experiments() if one.name not in [name for name, *_ in found]]
+    shown = [
+        line
+        for name, title in others
+        if (image := picture(name, title))
+        for line in (f"### {title}", "", f"`{name}`", "", *image)
+    ]
+    parts += ["## Figures", "", *shown] if shown else []
     parts += ["## What extensions and other systems found", "", MIDDLE, ""]
-    for name, title, table in findings(machine):
-        picture = machine.figures / f"{name}.png"
-        head = link(picture, title) if picture.exists() else title
-        parts += [f"### {head}", "", f"`{name}`", "", *markdown(*table), ""]
+    for name, title, table in found:
+        parts += [f"### {title}", "", f"`{name}`", "", *picture(name, title), *markdown(*table), ""]
     parts += _unmeasured(machine)
     simulated = {"Where a request goes": placement_verdicts, "LoRA servers": disaggregated_verdicts}
     for title, verdicts_of in simulated.items():
