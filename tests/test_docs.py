@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import unquote
 
@@ -136,6 +137,24 @@ def test_api_pages_have_every_public_name(package: str) -> None:
     for entry in entries:
         home, _, name = entry.rpartition(".")
         assert "triton" in home or hasattr(importlib.import_module(home), name) or importlib.import_module(entry), entry
+
+
+def imported(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield package and name of everything that the Python blocks of a page import from this library."""
+    for block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("punica."):
+                yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def test_api_pages_have_what_pages_import_and_the_classes_of_a_backend() -> None:
+    pages = [page.read_text(encoding="utf-8") for page in DOCS.glob("api/*.md")]
+    entries = {entry for page in pages for entry in re.findall(r"^::: .*\.(\w+)$", page, re.MULTILINE)}
+    backend = {"Ops", "TorchOps", "TritonOps", "LoRAWeights", "Stack"}
+    used = {name for page in DOCS.glob("*.md") for package, name in imported(page)
+            if not isinstance(getattr(importlib.import_module(package), name), ModuleType)}  # fmt: skip
+    assert len(used) > 30
+    assert {name for name in used | backend if not name.startswith(tuple(NOT_PUBLIC))} <= entries
 
 
 def test_every_option_of_the_server_that_a_page_names_exists() -> None:

@@ -34,6 +34,7 @@ CONFIG_FILE = "config.json"
 DENSE: dict[str, type[Any]] = {
     "llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
 }  # fmt: skip
+"""``model_type`` of a checkpoint's config -> its class; of dense models."""
 EXPERTS: dict[str, type[Any]] = {"mixtral": MixtralConfig, "qwen3_moe": Qwen3MoeConfig}
 NORMALIZED = ("qwen3", "qwen3_moe")
 """Families with a norm of query and key heads before rotation."""
