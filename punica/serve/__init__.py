@@ -1,7 +1,7 @@
 """OpenAI-compatible HTTP server for one engine or a cluster, and adapters; extra ``serve`` (FastAPI, uvicorn).
 
     cli.py             command line of ``python -m punica.serve``
-    app.py             routes, and every error in OpenAI's form (errors.py)
+    app.py             routes, every error in OpenAI's form (errors.py), and an id on every answer (request_ids.py)
     protocol.py        bodies of requests; sampling.py: the engine's parameters from them, or a refusal
     catalogue.py       base model and adapters by name, API keys; folders.py: folders that adapters may come from
     responses.py       one generation call: admitted (backpressure.py), tokenized, streamed or collected, cancelled

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
 
 from punica import __version__
 from punica.adapters import LoRARequest
@@ -22,9 +23,10 @@ from punica.serve.backend import Backend
 from punica.serve.backpressure import BodyLimit, Room
 from punica.serve.catalogue import Catalogue, Keys
 from punica.serve.engine_thread import EngineThread
-from punica.serve.errors import ApiError, invalid_body
+from punica.serve.errors import ApiError, invalid_body, unreadable_body
 from punica.serve.metrics import Metrics
 from punica.serve.protocol import ChatBody, CompletionBody, LoadAdapter, UnloadAdapter
+from punica.serve.request_ids import RequestIds
 from punica.serve.responses import GenerationResponse, Generator
 from punica.serve.sampling import check_supported
 from punica.serve.text import TokenStrings
@@ -51,6 +53,14 @@ class Settings:
     roots: Sequence[Path] = ()
     max_queue: int = 1024
     max_body: int = 1 << 20
+
+
+class _App(FastAPI):
+    """Application whose answers have ids, those to unexpected errors included."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Put the ids around all other layers."""
+        return RequestIds(super().build_middleware_stack())
 
 
 def make_app(engine: Engine, settings: Settings) -> FastAPI:
@@ -81,7 +91,7 @@ def app_of(backend: Backend, settings: Settings) -> FastAPI:
 
     tokenizing, rendering = (ThreadPoolExecutor(1, f"punica-{name}") for name in ("tokenizer", "templates"))
     generator = Generator(backend, codec, TokenStrings(codec), room, tokenizing, rendering)
-    app = FastAPI(title="punica", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = _App(title="punica", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, max_body=settings.max_body)
     _add_errors(app, metrics)
     _add_generation(app, generator, catalogue)
@@ -157,15 +167,18 @@ def _add_errors(app: FastAPI, metrics: Metrics) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> Response:
-        return answer(invalid_body(error.errors()))
+        cause = error.__cause__  # json.loads's
+        return answer(invalid_body(error.errors()) if cause is None else unreadable_body(cause))
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
+        if error.status_code == 400 and error.__cause__ is not None:  # of what else ends the reading of a body
+            return answer(unreadable_body(error.__cause__))
         return answer(ApiError(error.status_code, str(error.detail)), error.headers)
 
     @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> Response:
-        _log.error("a request failed", exc_info=error)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        _log.error("request %s failed", request.scope["request_id"], exc_info=error)
         return answer(ApiError(500, "internal error; see the server's log"))
 
 

@@ -1,13 +1,19 @@
 """Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``."""
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from json import JSONDecodeError
 from typing import Any
 
 from punica.checks import clip
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _MOST_REASONS = 3  # of one invalid body that are named in the message
+_SHOWN = 20  # characters of an invalid body
+_KINDS = {
+    type(None): "empty or null", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number",
+}  # fmt: skip
 _FORM = re.compile(r"str|list\[.*\]")  # pydantic's name of one of the forms that a value may have
 
 
@@ -44,13 +50,32 @@ def refused(message: str, names: Mapping[str, str]) -> ApiError:
     return ApiError(400, message, names[places[min(places)]])
 
 
+def unreadable_body(error: BaseException) -> ApiError:
+    """Return the 400 for a body of which no JSON value can be read; ``error`` as ``json.loads`` raises it."""
+    if isinstance(error, JSONDecodeError):
+        place = f"line {error.lineno}, column {error.colno} (character {error.pos})"
+        found = clip(error.doc[error.pos : error.pos + _SHOWN]) if error.pos < len(error.doc) else "the end"
+        return ApiError(400, f"the body is not JSON: {error.msg} at {place}, where {found} is")
+    if isinstance(error, UnicodeDecodeError):
+        place = f"byte {error.start} (0x{error.object[error.start : error.start + 1].hex()})"
+        return ApiError(400, f"the body is not {error.encoding.upper()}: {error.reason} at {place}")
+    reason = type(error).__name__
+    if isinstance(error, RecursionError):
+        reason = "its lists or objects are nested too deeply"
+    elif isinstance(error, ValueError):
+        reason = f"an integer in it has more than {sys.get_int_max_str_digits()} digits"
+    return ApiError(400, f"the body cannot be read: {reason}")
+
+
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Return the 400 for a body that does not fit its model; ``errors`` as pydantic lists them."""
     first = errors[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    if isinstance(first.get("input"), bytes):
-        return ApiError(400, "the body is read as JSON only with the header Content-Type: application/json; send it")
+    if first["loc"] == ("body",):
+        if isinstance(first["input"], bytes):
+            text = "the body is read as JSON only with the header Content-Type: application/json; send it"
+        else:
+            text = f"the body is {_KINDS.get(type(first['input']), 'no object')}, must be a JSON object"
+        return ApiError(400, text)
     param = _place(first["loc"][1:2])
     same = _of_nearest_forms([error for error in errors if _place(error["loc"][1:2]) == param])
     reasons = dict.fromkeys(f"{_place(error['loc'][1:]) or 'body'}: {error['msg']}" for error in same)

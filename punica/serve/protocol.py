@@ -125,12 +125,13 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class TextPart(Body):
-    """Part of a message's content; only text is served."""
+class TextPart(BaseModel):
+    """Part of a message's content; only text is served. Further fields are the client's own, and change nothing."""
+
+    model_config = ConfigDict(strict=True)
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None  # of a prefix cache: without effect
 
 
 class Message(BaseModel):

@@ -16,11 +16,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
     "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
     "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": (), "verbosity": (),
-    "web_search_options": (), "store": (False,), "metadata": ({},), "service_tier": ("auto", "default"),
-    "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "priority": (0,),
+    "web_search_options": (), "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "priority": (0,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "lora_path": (),
 }  # fmt: skip
 """Parameters that are refused, with the values besides null that ask for nothing, so may be sent."""
+WITHOUT_EFFECT = frozenset({
+    "store", "metadata", "service_tier", "prompt_cache_retention", "prompt_cache_options",
+})  # fmt: skip
+"""Parameters that ask for no other answer: whatever their value, it is not read."""
+_CHOICES = {"tools": "tool_choice", "functions": "function_call"}
 UNSUPPORTED_IN_MESSAGES = frozenset({
     "tools", "tool_calls", "tool_call_id", "tool_plan", "function_call", "refusal", "audio", "image", "images",
     "videos", "files", "task", "reasoning", "reasoning_content", "reasoning_details", "thinking", "thinking_blocks",
@@ -40,17 +44,21 @@ _NAMES = {name: name for name in _SAME_NAME} | {"max_new_tokens": "max_tokens"}
 def check_supported(body: CompletionBody | ChatBody) -> None:
     """ApiError 400 for a parameter that is unknown, or that the engine does not serve with this value.
 
-    Null asks for nothing. Neither does what a load generator repeats: as many choices as ``n``, the adapter by its name
-    in SGLang's ``lora_path``.
+    Null asks for nothing. Neither do tools of which none may be chosen, nor what a load generator repeats: as many
+    choices as ``n``, the adapter by its name in SGLang's ``lora_path``.
     """
+    given = body.model_extra or {}
     allowed = {**UNSUPPORTED, "best_of": (body.n or 1,), "lora_path": (body.model,)}
-    for name, value in (body.model_extra or {}).items():
-        if value is None:
+    for name, value in given.items():
+        choice = _CHOICES.get(name, "")
+        if value is None or name in WITHOUT_EFFECT or given.get(choice) == "none":
             continue
         if name not in allowed:
             raise ApiError(400, f"unknown parameter {clip(name)}", clip(name)[1:-1], "unknown_parameter")
         if not _is_one_of(value, allowed[name]):
-            raise ApiError(400, f"{name}={clip(value)} is not supported by this server", name, "unsupported_parameter")
+            remedy = choice and f'; leave it out, or send {choice}="none"'
+            text = f"{name}={clip(value)} is not supported by this server{remedy}"
+            raise ApiError(400, text, name, "unsupported_parameter")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true", "stream_options")
     if not isinstance(body, ChatBody):

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
+import punica
 from punica.engine import SamplingParams
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -123,6 +124,42 @@ def test_what_load_generators_and_clients_send_besides_is_taken(client: Any, fie
     assert client.post("/v1/completions", json=body).status_code == 200
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [TOOL], "tool_choice": "none"}, {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+        {"functions": [TOOL["function"]], "function_call": "none"}, {"store": True}, {"metadata": {"a": "b"}},
+        {"service_tier": "flex"}, {"prompt_cache_retention": "24h"}, {"prompt_cache_options": {"mode": "explicit"}},
+        {"store": False, "metadata": {}, "service_tier": "auto", "prompt_cache_retention": None},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_asks_for_nothing_changes_nothing(client: Any, path: str, fields: dict[str, Any]) -> None:
+    body = {"model": "tiny", "max_tokens": 4, **({"messages": CHAT} if "chat" in path else {"prompt": "a"})}
+    answer = client.post(path, json={**body, **fields})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == client.post(path, json=body).json()["choices"]
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_fields_of_text_parts_are_the_clients_own(client: Any, role: str) -> None:
+    """As LangChain returns an answer's parts, and clients of other servers mark a prefix to be kept."""
+    own = {"annotations": [{"type": "url_citation"}], "id": "msg_1", "index": 0, "extras": {"a": None}, "logprobs": []}
+    cached = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    parts = [{"type": "text", "text": "hi", **own}, {"type": "text", "text": "you", **cached, "annotations": None}]
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": role, "content": parts, "id": "a"}, *CHAT]}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    role = "system" if role == "developer" else role
+    body["messages"] = [{"role": role, "content": "hi\nyou"}, *CHAT]
+    plain = client.post("/v1/chat/completions", json=body)
+    assert (answer.json()["choices"], answer.json()["usage"]) == (plain.json()["choices"], plain.json()["usage"])
+
+
 @pytest.mark.parametrize("content", [None, "", []])
 def test_an_answer_without_text_goes_back_into_the_chat(client: Any, content: Any) -> None:
     """As agent frameworks keep it, with the empty fields of other servers and some of their own."""
@@ -157,6 +194,10 @@ def test_health_and_metrics(client: Any) -> None:
     assert 'punica_requests_total{reason="length"}' in text
     assert "punica_requests_waiting 0.0" in text
     assert "tenant" not in text
+
+
+def test_the_description_has_the_version_of_the_package(client: Any) -> None:
+    assert client.get("/openapi.json").json()["info"] == {"title": "punica", "version": punica.__version__}
 
 
 @pytest.mark.parametrize("path", ["health", "version", "metrics", "v1/models", "v1/models/tenant-1", "v1/models/x"])

@@ -64,6 +64,7 @@ def test_sync_client(running: Any, expected: dict[tuple[str, int], str]) -> None
     assert {model.id for model in client.models.list()} == {"tiny", *(f"tenant-{n}" for n in range(ADAPTERS))}
     answer = client.completions.create(model="tenant-3", prompt=prompt(1), max_tokens=NEW)
     assert answer.choices[0].text == expected["tenant-3", 1]
+    assert answer._request_id
     messages = [{"role": "user", "content": "w1"}]
     options: Any = {"model": "tenant-4", "messages": messages, "max_tokens": 9, "logprobs": True, "top_logprobs": 2}
     chat = client.chat.completions.create(**options)

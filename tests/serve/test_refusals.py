@@ -73,6 +73,23 @@ def test_a_chat_names_the_parameter(client: Any, param: str, fields: dict[str, A
     assert refusal(client.post("/v1/chat/completions", json={**CHAT, **fields}))["param"] == param
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"a": 1}]}, {"tools": [{"a": 1}], "tool_choice": "auto"}, {"tools": [1], "tool_choice": "required"},
+        {"tools": [1], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"tools": [1], "function_call": "none"}, {"functions": [1]}, {"functions": [1], "function_call": "auto"},
+        {"functions": [1], "function_call": {"name": "f"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tools_that_may_be_chosen_are_refused_with_the_remedy(client: Any, fields: dict[str, Any]) -> None:
+    error = refusal(client.post("/v1/chat/completions", json={**CHAT, **fields}))
+    name, choice = ("tools", "tool_choice") if "tools" in fields else ("functions", "function_call")
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert error["message"].endswith(f'is not supported by this server; leave it out, or send {choice}="none"')
+
+
 TOOL_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
 
@@ -137,6 +154,35 @@ def test_unknown_models_and_routes(client: Any) -> None:
 def test_broken_bodies(client: Any, content: bytes) -> None:
     response = client.post("/v1/completions", content=content, headers=JSON)
     refusal(response, 404 if b'"model": "\\ud800"' in content else 400)
+
+
+NO_JSON = "the body is not JSON: "
+BEGIN = b'{"model": "tiny",\n "prompt": '
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (BEGIN + b'"a" 1}', f"{NO_JSON}Expecting ',' delimiter at line 2, column 16 (character 33), where '1}}' is"),
+        (BEGIN, f"{NO_JSON}Expecting value at line 2, column 12 (character 29), where the end is"),
+        (BEGIN + b"n" * 99, f"{NO_JSON}Expecting value at line 2, column 12 (character 29), where {'n' * 20!r} is"),
+        (b"model=tiny", f"{NO_JSON}Expecting value at line 1, column 1 (character 0), where 'model=tiny' is"),
+        (BEGIN + b'"gr\xf6\xdfe"}', "the body is not UTF-8: invalid start byte at byte 32 (0xf6)"),
+        (b"\xff", "the body is not UTF-8: invalid start byte at byte 0 (0xff)"),
+        (BEGIN + b"[" * 100_000, "the body cannot be read: its lists or objects are nested too deeply"),
+        (BEGIN + b"9" * 5000 + b"}", "the body cannot be read: an integer in it has more than 4300 digits"),
+        (b"[1]", "the body is a list, must be a JSON object"), (b'"a"', "the body is a string, must be a JSON object"),
+        (b"1.5", "the body is a number, must be a JSON object"), (b"3", "the body is a number, must be a JSON object"),
+        (b"true", "the body is a boolean, must be a JSON object"),
+        (b"null", "the body is empty or null, must be a JSON object"),
+        (b"", "the body is empty or null, must be a JSON object"),
+    ],
+    ids=range(15),
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "load_lora_adapter", "unload_lora_adapter"])
+def test_what_of_a_body_cannot_be_read_is_told(client: Any, path: str, content: bytes, message: str) -> None:
+    error = refusal(client.post(f"/v1/{path}", content=content, headers=JSON))
+    assert (error["message"], error["param"], error["code"]) == (message, None, None)
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
