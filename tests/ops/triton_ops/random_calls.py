@@ -272,7 +272,8 @@ def call_experts(form: SimpleNamespace, call: SimpleNamespace, rng: Random) -> s
     y = Output(world.y, touched, call.add, "y" in form.off)
     (experts_of_wrapper if form.wrapper else experts_of_tensors)(form, call, world, y.view)
     size = world.expected[touched & (world.expected != 0)].square().mean().sqrt().nan_to_num()
-    return y.fault(world.expected, (2e-2 if form.fp8 else 1e-4 + 6 * ROUNDING[form.dtype]) * size)
+    bound = 1e-4 + 6 * ROUNDING[form.dtype] if not form.fp8 else 4e-2 if case.w8a8 else 2e-2  # w8a8 rounds h to 3 bits
+    return y.fault(world.expected, bound * size)
 
 
 def experts_of_tensors(form: SimpleNamespace, call: SimpleNamespace, world: World, y: Tensor) -> None:
