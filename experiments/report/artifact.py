@@ -33,8 +33,9 @@ generated from seeds, so no model hub is needed.
 **Hardware.** Any x86-64 Linux machine measures the paper's figures with a smaller model in place of 7B. The paper's
 models need an NVIDIA GPU of compute capability 8.0 or newer, and 70B as many as hold it; recorded were those above.
 
-**Software.** Python 3.11 or newer with `venv`, GNU make, git. `constraints.txt` pins every package. `Containerfile` has
-the same as an image, for a CPU and for CUDA.
+**Software.** Python 3.11 or newer with `venv`, GNU make, git. `constraints.txt` pins every package that `make setup`
+installs, and the CPU's rows were measured with them; `constraints-gpu.txt` has the versions of the GPUs' rows.
+`Containerfile` has those of `constraints.txt` as an image, for a CPU and for CUDA.
 
 **Installation.** `make setup`; `make test` is the functional check."""
 WORKFLOW = """\

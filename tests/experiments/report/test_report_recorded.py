@@ -9,6 +9,8 @@ import pytest
 
 from experiments.commands.report import write_recorded
 from experiments.harness.schema import REPOSITORY
+from experiments.report.machines import rows_files
+from punica.measure.records import read_rows
 from tests.experiments.report.report_rows import PAPER
 
 REMEDY = "make report ARGS=source=recorded"
@@ -24,6 +26,20 @@ def test_recorded_files_name_no_path_of_a_machine() -> None:
     for file in texts:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         assert not (found := PATH.search(content)), (file, found)
+
+
+@pytest.mark.parametrize(
+    ("file", "hardware"), [("constraints.txt", ["cpu"]), ("constraints-gpu.txt", ["h100", "h200"])]
+)
+def test_constraints_hold_the_versions_of_recorded_rows(file: str, hardware: list[str]) -> None:
+    text = (REPOSITORY / file).read_text(encoding="utf-8")
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", text, flags=re.MULTILINE))
+    rows = [row for name in hardware for path in rows_files(REPOSITORY / "results" / name) for row in read_rows(path)]
+    assert rows
+    for package in ("torch", "triton", "transformers", "peft"):
+        assert {getattr(row, package).partition("+")[0] for row in rows} == {pins[package]}, package
+    told = {row.python.rpartition(".")[0] for row in rows}, {row.driver for row in rows if row.driver}
+    assert all(version in text for versions in told for version in versions)
 
 
 @pytest.mark.slow
