@@ -11,8 +11,9 @@ from typing import cast
 from punica.adapters.lora_model import LoRAModel
 from punica.adapters.lru import LRUCache
 from punica.adapters.request import LoRARequest
+from punica.adapters.source import AdapterVersion, changed_error
 from punica.adapters.write import CopyHandle, SlotWriter
-from punica.checks import as_int
+from punica.checks import as_int, clip
 from punica.config import LoRAConfig
 from punica.layers import BaseLayerWithLoRA
 from punica.parallel import all_ranks_agree
@@ -45,7 +46,8 @@ class LoadedAdapter:
 class AdapterCache:
     """Adapters in host memory and in slots, by id.
 
-    An active adapter is registered and a pinned one active, but for superseded versions that requests still hold.
+    An active adapter is registered and a pinned one active, but for superseded versions that requests still hold. An id
+    has the version that was loaded last, also once that was evicted, until it is removed or another adapter takes it.
 
     Args:
         modules: `{name: LoRA layer}`.
@@ -64,6 +66,8 @@ class AdapterCache:
         self._active: LRUCache[LoadedAdapter, CopyHandle] = LRUCache(self.lora_slots, self._on_deactivate)
         self._slots: list[LoadedAdapter | None] = [None] * self.lora_slots
         self._held: set[LoadedAdapter] = set()  # versions that have users
+        # by id, of the latest load: the request, and what was in its folder; tensors in memory stay what they are
+        self._latest: dict[int, tuple[LoRARequest | None, AdapterVersion | None]] = {}
 
     # --- sizes and look-ups ------------------------------------------------------------------------------------------
 
@@ -143,8 +147,9 @@ class AdapterCache:
         self._register(LoadedAdapter(adapter, request))
 
     def remove_adapter(self, adapter_id: int) -> bool:
-        """Deactivate and unregister, pinned or not. `False` if the id is unknown."""
-        return self._registered.pop(_checked(adapter_id)) is not None
+        """Deactivate and unregister, pinned or not, and forget its version. `False` if the id is not registered."""
+        self._latest.pop(_checked(adapter_id), None)
+        return self._registered.pop(adapter_id) is not None
 
     def remove_oldest_adapter(self) -> bool:
         """Remove the least recently used unpinned adapter. `False` if none is registered; RuntimeError: all pinned."""
@@ -155,7 +160,7 @@ class AdapterCache:
 
     def remove_all_adapters(self) -> None:
         """Remove every adapter and every pin."""
-        for adapter_id in self.list_adapters():
+        for adapter_id in {**self._latest, **self.list_adapters()}:
             self.remove_adapter(adapter_id)
 
     # --- slots -------------------------------------------------------------------------------------------------------
@@ -254,6 +259,23 @@ class AdapterCache:
         self._use(loaded)
         return is_inactive
 
+    def folder_versions(self) -> dict[int, tuple[Hashable, AdapterVersion]]:
+        """Return source and version of the latest load of each id that came from a folder."""
+        return {i: (request.source, version) for i, (request, version) in self._latest.items() if request and version}
+
+    def expect_version(self, request: LoRARequest, version: AdapterVersion) -> None:
+        """Serve a request's folder in this version alone, as if it was loaded last. Requests that have begun with
+        another one keep it.
+        """
+        adapter_id = request.lora_int_id
+        known, latest = self._latest.get(adapter_id, (None, None))
+        if known is not None and known.source == request.source and latest and not latest.changed_files(version):
+            return
+        for held in self._held:
+            held.superseded |= held.lora.id == adapter_id
+        self._registered.pop(adapter_id)
+        self._latest[adapter_id] = request, version
+
     def active_versions(self) -> list[LoadedAdapter]:
         """Return all versions that have a slot."""
         return [loaded for loaded in self._slots if loaded is not None]
@@ -296,6 +318,27 @@ class AdapterCache:
             self._registered.pop(loaded.lora.id)
         loaded.superseded = False
         self._registered.put(loaded.lora.id, loaded)
+        self._note_latest(loaded.lora.id, loaded.request, loaded.lora.version)
+
+    def _note_latest(self, adapter_id: int, request: LoRARequest | None, version: AdapterVersion | None) -> None:
+        if request is None or request.tensors is None:
+            self._latest[adapter_id] = request, version
+        else:
+            self._latest.pop(adapter_id, None)
+
+    def _check_unchanged(self, request: LoRARequest, now: AdapterVersion | None) -> None:
+        """ValueError if a request's folder holds another version than the one that was loaded last under the id."""
+        if request.lora_int_id not in self._latest or now is None:
+            return
+        known, version = self._latest[request.lora_int_id]
+        if known is None:
+            raise ValueError(
+                f"adapter {clip(request.lora_name)} (id {request.lora_int_id}) was registered as a LoRAModel and has "
+                "left host memory; add it again, remove_adapter it to have the folder of the request loaded, or raise "
+                "LoRAConfig.max_cpu_loras"
+            )
+        if known.source == request.source and version is not None and (changed := version.changed_files(now)):
+            raise ValueError(changed_error(request, changed))
 
     def _on_unregister(self, adapter_id: int, loaded: LoadedAdapter) -> None:
         if loaded.superseded and loaded.users:

@@ -52,6 +52,19 @@ def check_expected_modules(modules: Iterable[str], expected_lora_modules: Collec
         )
 
 
+def remedy_of(key: str) -> str:
+    """Explain the name of a trained bias, or a whole embedding or head, beside the LoRA weights."""
+    if key.endswith(".bias"):
+        return ". It is a bias, trained with bias='all' or 'lora_only': train with bias='none', or merge the adapter"
+    if not key.endswith(("embed_tokens.weight", "lm_head.weight")):
+        return ""
+    return (
+        ". PEFT saves whole embeddings along after the vocabulary was resized or with save_embedding_layers=True: if "
+        "the vocabulary is the model's, save the adapter again with save_embedding_layers=False; if it was resized, "
+        "merge the adapter into the resized model (merge_and_unload) and serve that as a model of its own"
+    )
+
+
 def check_any(names: Mapping[str, object]) -> None:
     """ValueError where an adapter has no LoRA tensors."""
     if not names:

@@ -14,7 +14,7 @@ from punica.adapters.pack import AdapterPacker
 from punica.adapters.read import Numbers, is_stacked_name, lora_names
 from punica.adapters.request import LoRARequest, loading
 from punica.adapters.shared_experts import is_projection_name
-from punica.adapters.source import AdapterSource, open_source
+from punica.adapters.source import AdapterSource, AdapterVersion, open_source
 from punica.adapters.wrap import MoEEPSpec
 from punica.config import LoRAConfig
 from punica.layers.utils import ADAPTER_DTYPES
@@ -51,15 +51,16 @@ class AdapterLoader:
         self._moe_ep_spec = moe_ep_spec
         self._certificates = Certificates()
 
-    def check(self, request: LoRARequest) -> None:
+    def check(self, request: LoRARequest) -> AdapterVersion | None:
         """Refuse what :meth:`load` would refuse, as far as can be told without reading the numbers: config, names,
-        types, shapes, ranks. Warns where outputs may be wrong.
+        types, shapes, ranks. Return the version of a folder. Warns where outputs may be wrong.
 
         Raises:
             FileNotFoundError, ValueError, TypeError: prefixed with the adapter's name and path.
         """
         with loading(request), open_source(request, self._packer.most_tensors) as source:
             self._certificate(request, source)
+            return source.version()
 
     def load(self, request: LoRARequest) -> LoRAModel:
         """Read, check and pack a request's adapter. No number is read before all shapes are known to fit.
@@ -69,7 +70,14 @@ class AdapterLoader:
         """
         with loading(request), open_source(request, self._packer.most_tensors) as source:
             certificate, numbers = self._read(source, self._certificate(request, source))
-            return self._packer.pack(self._model(request, certificate, numbers, "cpu"), fits=True)
+            version = source.version(numbers)
+            lora = self._packer.pack(self._model(request, certificate, numbers, "cpu"), fits=True)
+            lora.version = version
+            return lora
+
+    def common_part(self, version: AdapterVersion | None) -> AdapterVersion | None:
+        """Return the part of a version that all ranks have read: not the numbers of experts of other ranks."""
+        return version if version is None or self._moe_ep_spec is None else version._replace(numbers=b"")
 
     def _read(self, source: AdapterSource, certificate: Certificate) -> tuple[Certificate, Numbers]:
         """Read a source's tensors, cast and scaled; or as they are, for later steps to tell which is not finite."""

@@ -20,6 +20,7 @@ from punica.adapters.peft_config import PEFTHelper
 from punica.adapters.read import NameMapper, WeightsFile, is_stacked_name, lora_names
 from punica.adapters.request import check_adapter_id
 from punica.adapters.shared_experts import check_projection, is_projection_name
+from punica.adapters.source import AdapterVersion
 from punica.adapters.weights import Factor, ModuleWeights
 from punica.adapters.wrap import MoEEPSpec
 from punica.layers.packing import Blocks, Slices
@@ -49,6 +50,8 @@ class LoRAModel:
         loras: `{module name: weights}`.
         is_3d_lora_weight: whether experts are stored as one pair for all of a layer.
 
+    `version` is that of the folder it was loaded from, if it was.
+
     Raises:
         TypeError, ValueError: the id is not an integer >= 1.
     """
@@ -61,6 +64,7 @@ class LoRAModel:
         self.rank = rank
         self.is_3d_lora_weight = is_3d_lora_weight
         self.loras: dict[str, ModuleWeights] = dict(loras)
+        self.version: AdapterVersion | None = None
 
     def clone(self, lora_model_id: int) -> LoRAModel:
         """Return the same adapter, staged or not, under another id; weights are shared."""

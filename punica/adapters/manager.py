@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from punica.adapters import wrap
-from punica.adapters.cache import AdapterCache
+from punica.adapters.cache import AdapterCache, LoadedAdapter
 from punica.adapters.load import AdapterLoader
 from punica.adapters.lora_model import LoRAModel
 from punica.adapters.pack import AdapterPacker
@@ -95,8 +95,10 @@ class LoRAModelManager(AdapterCache):
 
     # --- registered adapters -----------------------------------------------------------------------------------------
 
-    def check_adapter(self, request: LoRARequest) -> None:
-        """Refuse a request's folder if :meth:`add_adapter` would, as far as can be told without reading the numbers.
+    def check_adapter(self, request: LoRARequest, *, numbers: bool = False) -> None:
+        """Refuse a request's folder if :meth:`add_adapter` would; without `numbers` as far as can be told unread.
+
+        So it does if the folder has changed since it was loaded under this id, unless the request has `load_inplace`.
 
         Serving calls it when a request arrives, so that a hostile folder costs no time between the steps of others. All
         tensor-parallel ranks call it together. Warns where `target_modules` and the tensors disagree.
@@ -106,8 +108,11 @@ class LoRAModelManager(AdapterCache):
         """
         if not isinstance(request, LoRARequest):
             raise TypeError(f"request must be a LoRARequest, got {type(request).__name__}")
-        with all_ranks_agree():
-            self._loader.check(request)
+        with all_ranks_agree() as same:
+            version = self._loader.load(request).version if numbers else self._loader.check(request)
+            same.append(self._loader.common_part(version))
+            if not request.load_inplace:
+                self._check_unchanged(request, version)
 
     def add_adapter(self, adapter: LoRAModel | LoRARequest) -> bool:
         """Register an adapter; when `max_cpu_loras` are registered, the least recently used unpinned one is removed.
@@ -116,11 +121,12 @@ class LoRAModelManager(AdapterCache):
         On a CPU it shares the tensors that need no scaling or casting: do not change them afterwards.
 
         The folder of a `LoRARequest` is loaded unless the id is registered (with `load_inplace` in any case; a pin
-        stays), registered, and activated. Always `True`: afterwards it is loaded.
+        stays), registered, and activated. Always `True`: afterwards it is loaded. Without `load_inplace` an adapter
+        that was evicted is loaded only in the version that it had: a folder that has changed since is refused.
 
         Raises:
-            FileNotFoundError, ValueError, TypeError: the adapter cannot be loaded or does not fit the model.
-                RuntimeError: all that could make room are pinned. Nothing has changed.
+            FileNotFoundError, ValueError, TypeError: the adapter cannot be loaded or does not fit the model, or its
+                folder has changed. RuntimeError: all that could make room are pinned. Nothing has changed.
         """
         if isinstance(adapter, LoRARequest):
             wanted = {adapter.lora_int_id: adapter}
@@ -149,10 +155,20 @@ class LoRAModelManager(AdapterCache):
     def add_read_adapter(self, request: LoRARequest, read: LoRAModel) -> None:
         """Register and activate a result of :meth:`read_adapter`, in place of another version of the id; a pin stays.
 
-        RuntimeError: all that could make room are pinned; nothing has changed.
+        ValueError: its folder has changed, as in :meth:`add_adapter`. RuntimeError: all that could make room are
+        pinned. Nothing has changed.
         """
         adapter_id = request.lora_int_id
         self._make_active({adapter_id: request}, {adapter_id}, {adapter_id: read})
+
+    def note_read_adapter(self, request: LoRARequest, read: LoRAModel) -> None:
+        """Serve a result of :meth:`read_adapter` under a new id. It is registered if that evicts none; else its folder
+        is loaded when it is used, in this version.
+        """
+        if len(self) < self.capacity or self.loaded(read.id) is not None:
+            self._register(LoadedAdapter(read, request))
+        else:
+            self._note_latest(read.id, request, read.version)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -179,7 +195,8 @@ class LoRAModelManager(AdapterCache):
                 "(max_loras); run fewer distinct adapters together or raise LoRAConfig.max_loras"
             )
         self._check_mapping(mapping, wanted)
-        reload = {i for i, request in wanted.items() if request.load_inplace and self.request_of(i) is not request}
+        loaded = {i: self._latest.get(i, (self.request_of(i), None))[0] for i in wanted}
+        reload = {i for i, request in wanted.items() if request.load_inplace and loaded[i] is not request}
         self._make_active(wanted, reload)
         self.set_adapter_mapping(mapping)
 
@@ -278,8 +295,13 @@ class LoRAModelManager(AdapterCache):
                 check_same_source(self.request_of(adapter_id), request)
         missing = [i for i in wanted if i in reload or self.loaded(i) is None]
         staged: list[LoRAModel] = []
-        with all_ranks_agree() if missing else nullcontext():
+        with all_ranks_agree() if missing else nullcontext[list[object]]([]) as same:
             packed = {i: self._loader.load(wanted[i]) for i in missing if i not in read}
+            for i in missing:
+                version = (read.get(i) or packed[i]).version
+                same.append(self._loader.common_part(version))
+                if i not in reload or (i in read and not wanted[i].load_inplace):
+                    self._check_unchanged(wanted[i], version)
             self._check_slots(wanted, self.pinned_adapters.difference(wanted))
             staged = [read[i] if i in read else self._writer.stage(packed[i]) for i in missing]
         pinned = self.pinned_adapters.intersection(missing)  # to be pinned again with their new weights

@@ -190,7 +190,7 @@ class StagedAdapter(LoRAModel):
 
     def __init__(self, lora: LoRAModel, loras: Mapping[str, ModuleWeights], image: Tensor) -> None:
         super().__init__(lora.id, lora.rank, loras)
-        self.image = image
+        self.image, self.version = image, lora.version
 
 
 def stage(

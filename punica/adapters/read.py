@@ -5,10 +5,12 @@ Of a :class:`WeightsFile` no number is read before the names of all tensors have
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import tempfile
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +26,7 @@ from punica.adapters.check import (
     check_any,
     check_expected_modules,
     is_scale_of_another,
+    remedy_of,
 )
 from punica.adapters.joined import alike, new_block, split, split_scaled
 from punica.adapters.request import resolve_adapter_path
@@ -117,7 +120,7 @@ def _parse(key: str, weights_mapper: NameMapper | None) -> TensorName:
     if match is None:
         raise ValueError(
             f"unsupported LoRA weight {clip(key)}; expected <module>.lora_A.weight, .lora_B.weight or "
-            f".lora_embedding_A/B{_remedy(key)}"
+            f".lora_embedding_A/B{remedy_of(key)}"
         )
     own = match if weights_mapper is None else _TENSOR_NAME.fullmatch(map_tensor_name(key, None)) or match
     configured = own["module"]
@@ -149,19 +152,6 @@ def lora_names(
     return names
 
 
-def _remedy(key: str) -> str:
-    """Explain a trained bias, or a whole embedding or head, beside the LoRA weights."""
-    if key.endswith(".bias"):
-        return ". It is a bias, trained with bias='all' or 'lora_only': train with bias='none', or merge the adapter"
-    if not key.endswith(("embed_tokens.weight", "lm_head.weight")):
-        return ""
-    return (
-        ". PEFT saves whole embeddings along after the vocabulary was resized or with save_embedding_layers=True: if "
-        "the vocabulary is the model's, save the adapter again with save_embedding_layers=False; if it was resized, "
-        "merge the adapter into the resized model (merge_and_unload) and serve that as a model of its own"
-    )
-
-
 _STACKED_NAME = re.compile(r"(?:.*\.)?experts(?:\.base_layer)*")
 
 
@@ -188,10 +178,13 @@ class TensorEntry(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Tensors by name. ``finite``: they were found to hold neither NaN nor inf; else that is not known."""
+    """Tensors by name. ``finite``: they were found to hold neither NaN nor inf; else that is not known. ``digest``: of
+    the bytes that were read, if they were.
+    """
 
     tensors: dict[str, torch.Tensor]
     finite: bool
+    digest: bytes = b""
 
 
 class WeightsFile:
@@ -227,7 +220,8 @@ class WeightsFile:
             raise FileNotFoundError(f"adapter folder {str(directory)!r} holds no {WEIGHTS_FILE}; it has {found}")
         self._opened = self._file.open("rb")
         try:
-            self.size = os.fstat(self._opened.fileno()).st_size
+            status = os.fstat(self._opened.fileno())
+            self.size, self._written_ns = status.st_size, status.st_mtime_ns
             most_bytes = min(MOST_HEADER_BYTES, (1 << 20) + 1024 * most_tensors)
             self.header = _read_header(self._opened, self._file, most_bytes)
         except BaseException:
@@ -241,12 +235,9 @@ class WeightsFile:
         self._opened.close()
 
     def entries(
-        self,
-        expected_lora_modules: Collection[str],
-        weights_mapper: NameMapper | None,
-        skip_prefixes: Sequence[str] | None,
-        moe_ep_spec: MoEEPSpec | None = None,
-    ) -> dict[str, TensorEntry]:
+        self, expected_lora_modules: Collection[str], weights_mapper: NameMapper | None,
+        skip_prefixes: Sequence[str] | None, moe_ep_spec: MoEEPSpec | None = None,
+    ) -> dict[str, TensorEntry]:  # fmt: skip
         """Check the header and the names in it; return the entries of the LoRA tensors, and of the scales of those in
         FP8, but for those of remote experts.
 
@@ -285,7 +276,13 @@ class WeightsFile:
         """
         runs = map_in_threads(lambda run: self._read_run(run, dtype, scalings), _runs(entries))
         tensors = {key: tensor for run in runs for key, tensor in run.tensors.items()}
-        return Numbers({key: tensors[key] for key in entries}, all(run.finite for run in runs))
+        digest = hashlib.sha256(b"".join(run.digest for run in runs)).digest()
+        return Numbers({key: tensors[key] for key in entries}, all(run.finite for run in runs), digest)
+
+    def was_written(self) -> bool:
+        """Tell if the open file was written to since it was opened."""
+        now = os.fstat(self._opened.fileno())
+        return (now.st_size, now.st_mtime_ns) != (self.size, self._written_ns)
 
     def _read_run(self, run: _Run, dtype: torch.dtype | None, scalings: Mapping[str, float]) -> Numbers:
         """Read neighbouring tensors of one dtype: A's into a block of memory, B's into one for each scaling and number
@@ -302,6 +299,7 @@ class WeightsFile:
             for key, entry in members:
                 places[key], rest = rest[: entry.nbytes], rest[entry.nbytes :]
         self._fill([places[key] for key, _ in run], len(self.header) + run[0][1].start)
+        sums = b"".join(zlib.crc32(places[key]).to_bytes(4, "big") for key, _ in run)  # against mishaps, not forgery
         tensors: dict[str, torch.Tensor] = {}
         finite = stored.is_floating_point and stored.itemsize > 1
         for form, members in forms.items():
@@ -311,7 +309,7 @@ class WeightsFile:
             pieces = split(block, shapes) if form.scaling is None else split_scaled(block, shapes, form.scaling)
             tensors |= zip([key for key, _ in members], pieces, strict=True)
             finite = finite and all_finite(block)
-        return Numbers(tensors, finite)
+        return Numbers(tensors, finite, sums)
 
     def _fill(self, targets: list[memoryview], start: int) -> None:
         """Read bytes from `start` on into one target after the other."""

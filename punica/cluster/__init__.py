@@ -16,6 +16,7 @@ stride.py           steps in a row of one simulated GPU
 adapter_files.py    adapter files from a store: LRU cache of folders
 runner.py           engine that executes the scheduler's steps
 crash_record.py     crash history of a request: quarantine, failure
+loaded_versions.py  versions of adapters' folders over all runners
 dispatcher.py       commands to runners, replies to results, recovery from lost runners
 ray_runners.py      Ray actors: start, step, kill
 cluster_output.py   output of a cluster step

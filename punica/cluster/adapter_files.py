@@ -33,10 +33,16 @@ class StoredFiles:
 def read_adapter_files(adapter: LoRARequest) -> AdapterFiles:
     """Read the files of an adapter's folder, after a check of both files' sizes.
 
-    FileNotFoundError: no such folder, or a file is missing or not a regular one. ValueError: a file is too large.
+    FileNotFoundError: no such folder, or a file is missing or not a regular one. ValueError: a file is too large, or
+    changed meanwhile, so that the files may be of two versions.
     """
     folder = resolve_adapter_path(adapter.absolute_path)
     limits = {CONFIG_FILE: MOST_CONFIG_BYTES, WEIGHTS_FILE: MOST_WEIGHTS_BYTES}
+
+    def states() -> list[tuple[int, int, int]]:
+        found = [(folder / name).stat() for name in limits]
+        return [(status.st_ino, status.st_size, status.st_mtime_ns) for status in found]
+
     for name, most in limits.items():
         file = folder / name
         if not file.is_file():
@@ -47,7 +53,11 @@ def read_adapter_files(adapter: LoRARequest) -> AdapterFiles:
                 f"{str(file)!r} has {size} bytes, and at most {most} are served from the object store; give the "
                 "adapter a smaller file, or name it when the engines start, which then read its folder"
             )
-    return {name: (folder / name).read_bytes() for name in limits}
+    before = states()
+    files = {name: (folder / name).read_bytes() for name in limits}
+    if states() != before:
+        raise ValueError(f"{str(folder)!r} changed while it was read; load it when all files are written")
+    return files
 
 
 def digest_of(files: AdapterFiles) -> str:

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from punica.adapters import LoRARequest, LRUCache
-from punica.adapters.source import config_of
+from punica.adapters.source import AdapterVersion, config_of
 from punica.checks import check_count, clip
 from punica.cluster.adapter_files import StoredFiles
 from punica.cluster.crash_record import CrashRecord
 from punica.cluster.latency import StepWork
+from punica.cluster.loaded_versions import LoadedVersions
 from punica.cluster.policy import ClusterPolicy
 from punica.cluster.runner import JoiningRequest, RunnerDescription, StepCommand, StepReply
 from punica.engine.intake import StateFactory, check_tokens
@@ -48,12 +49,13 @@ class EndedStep:
 @dataclass(eq=False)
 class _TrackedRequest:
     """Unfinished request. ``key`` is its name in policy and runners, unique even when a user reuses the id of an
-    aborted request that is still in a runner.
+    aborted request that is still in a runner. ``version``: of its adapter's folder, once it has begun.
     """
 
     key: str
     state: RequestState
     files: StoredFiles | None
+    version: AdapterVersion | None = None
     crashes: CrashRecord = field(default_factory=CrashRecord)
 
 
@@ -108,6 +110,7 @@ class Dispatcher:
         self._runners: dict[str, _RunnerState] = {}
         self._numbers = itertools.count()
         self._ranks: LRUCache[tuple[str, str], int] = LRUCache(_MOST_REMEMBERED)
+        self._versions = LoadedVersions()
 
     @property
     def is_full(self) -> bool:
@@ -171,6 +174,7 @@ class Dispatcher:
             )
         self.policy.add_gpu(uuid, description.num_pages)
         self._runners[uuid] = _RunnerState()
+        self._versions.start(description.versions)
         self._place()
 
     def leave(self, uuid: str) -> None:
@@ -249,9 +253,14 @@ class Dispatcher:
         arrived = runner.inside - runner.drop - reply.waiting
         for key in sorted(arrived, key=lambda key: self.policy.requests[key].arrival):
             entry, state = self._entries[key], self._entries[key].state
-            if key in reply.tokens:
-                tokens[state.request_id] = reply.tokens[key]
-            _apply(state, reply, key)
+            error = None
+            if key in reply.versions and entry.version is None:
+                entry.version, error = reply.versions[key], self._versions.begin(state.adapter, reply.versions[key])
+            if error is not None:
+                state.fail(error)
+            else:
+                _apply(state, reply, key)
+                tokens |= {state.request_id: reply.tokens[key]} if key in reply.tokens else {}
             if state.has_ended:
                 (failed if state.error else finished).append(state)
                 self._remove(entry)
@@ -311,8 +320,10 @@ class Dispatcher:
         entry = self._entries[key]
         state, params = entry.state, replace(entry.state.params, seed=entry.state.seed)
         self.recomputed += [state.request_id] if state.output_token_ids else []
-        request = Request(key, state.prompt_token_ids, params, state.adapter)
-        return JoiningRequest(request, tuple(state.output_token_ids), entry.files)
+        adapter, version = self._versions.wanted(state.adapter, entry.version)
+        request = Request(key, state.prompt_token_ids, params, adapter)
+        return JoiningRequest(request, tuple(state.output_token_ids), entry.files, version)
+
 
     def _forget(self, uuid: str) -> _RunnerState:
         """Remove a runner; its requests are queued again."""
@@ -333,8 +344,7 @@ class Dispatcher:
         self.policy.cancel(entry.key)
         if gpu is not None:
             runner = self._runners[gpu.uuid]
-            if entry.key in runner.inside:
-                runner.drop.add(entry.key)
+            runner.drop |= {entry.key} & runner.inside
             self._note_due(gpu.uuid)
         del self._entries[entry.key], self._keys[entry.state.request_id]
 

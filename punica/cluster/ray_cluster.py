@@ -221,8 +221,8 @@ class RayCluster(Generation):
         self._dispatcher.probe()
 
     def order_check(self, adapter: LoRARequest, tried: Collection[str] = ()) -> tuple[str, Callable[[], None]]:
-        """Have a runner that is not among ``tried`` check an adapter, as far as can be told without reading its
-        numbers; return its name and a function for any thread, which waits for the result.
+        """Have a runner that is not among ``tried`` read and check an adapter; return its name and a function for any
+        thread, which waits for the result.
 
         The function raises FileNotFoundError, TypeError, ValueError for an adapter that does not fit, `Lost` where the
         runner dies, RuntimeError where it does not reply in time. RuntimeError: no such runner is ready.

@@ -8,7 +8,7 @@ compares.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,12 +16,14 @@ import torch
 from transformers import PretrainedConfig
 
 from punica.adapters import LoRARequest
+from punica.adapters.source import AdapterVersion
 from punica.checks import clip
 from punica.cluster.adapter_files import AdapterFiles, AdapterFolderCache, StoredFiles
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, RequestState
 from punica.engine.pretrained import GenerationDefaults
 from punica.models import LlamaForCausalLM
+from punica.parallel import get_tensor_model_parallel_rank
 from punica.scheduling.admission import FirstComeFirstServed
 
 
@@ -41,7 +43,7 @@ def random_engine(
 class RunnerDescription:
     """Sizes and settings of a runner, for the scheduler. ``num_pages`` of ``page_size`` tokens are its engine's blocks
     without the reserve. Requests without a seed get theirs from ``seed``. ``tokenizer`` and ``defaults`` are its
-    engine's.
+    engine's. ``versions``: of the adapters that it was started with.
     """
 
     max_batch_size: int
@@ -53,6 +55,7 @@ class RunnerDescription:
     seed: int
     defaults: GenerationDefaults
     tokenizer: Any = field(repr=False)
+    versions: Mapping[int, tuple[Hashable, AdapterVersion]] = field(default_factory=dict, repr=False)
 
     @property
     def kind(self) -> tuple:
@@ -66,12 +69,13 @@ class RunnerDescription:
 @dataclass(frozen=True)
 class JoiningRequest:
     """Request that is new to a runner. ``generated``: its tokens from other runners. ``files``: stored files of its
-    adapter; ``None``: read its folder.
+    adapter; ``None``: read its folder, which has to be of ``version``, or of any where no runner has loaded it.
     """
 
     request: Request
     generated: tuple[int, ...] = ()
     files: StoredFiles | None = None
+    version: AdapterVersion | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class StepReply:
         waiting: requests that have joined no step yet, as their adapter is still being read, or as the step was
             launched ahead of their order; they join in their order as soon as they can.
         finished: requests that ended with this step. ``failed``: errors of those that ended with one.
+        versions: of the adapters' folders with which requests have begun in this step.
         used_blocks: KV blocks of the tokens computed so far; a GPU has also reserved those of the next tokens.
         seconds: time in the runner.
     """
@@ -100,6 +105,7 @@ class StepReply:
     waiting: frozenset[str]
     finished: frozenset[str]
     failed: dict[str, str]
+    versions: dict[str, AdapterVersion]
     used_blocks: int
     seconds: float
 
@@ -121,6 +127,7 @@ class Runner:
         in_memory = engine.manager.lora_config.max_cpu_loras if engine.manager is not None else None
         self.folders = AdapterFolderCache(fetch, in_memory or engine.config.max_batch_size)
         self._with_logprobs: dict[str, RequestState] = {}
+        self._beginning: dict[str, int] = {}  # ids of their adapters
 
     def describe(self) -> RunnerDescription:
         """Return the description for the scheduler."""
@@ -128,7 +135,7 @@ class Runner:
         return RunnerDescription(
             config.max_batch_size, config.total_blocks - _reserve(config), config.block_size, config.max_model_len,
             engine.vocab_size, engine.manager is not None or config.ignore_adapters, config.seed, engine.defaults,
-            None if engine.codec is None else engine.codec.tokenizer,
+            None if engine.codec is None else engine.codec.tokenizer, self._versions(),
         )  # fmt: skip
 
     def step(self, command: StepCommand) -> StepReply:
@@ -138,6 +145,7 @@ class Runner:
         for name in command.drop:
             self.engine.abort_request(name)
             self._with_logprobs.pop(name, None)
+            self._beginning.pop(name, None)
         if command.joins is not None:
             try:
                 self._join(command.joins)
@@ -149,25 +157,40 @@ class Runner:
         logprobs = {
             name: state.logprobs[-1] for name, state in self._with_logprobs.items() if name in output.tokens
         }
+        begun = {name: self._beginning.pop(name) for name in {*self._beginning}.intersection(output.tokens)}
+        known = self._versions() if begun else {}
         for name in (*finished, *failed):
             self._with_logprobs.pop(name, None)
+            self._beginning.pop(name, None)
+        versions = {name: known[adapter_id][1] for name, adapter_id in begun.items() if adapter_id in known}
         scheduler, blocks = self.engine.scheduler, self.engine.blocks
         served = [state for state in scheduler.running if state.request_id in output.tokens]
         unserved = {*scheduler.waiting, *scheduler.running}.difference(served)  # queued, or joins the step ahead
         waiting = frozenset(state.request_id for state in unserved)
         used = sum(blocks.blocks_for(state.num_tokens - 1) for state in served)
-        return StepReply(output.tokens, logprobs, waiting, finished, failed, used, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return StepReply(output.tokens, logprobs, waiting, finished, failed, versions, used, seconds)
 
     def check_adapter(self, adapter: LoRARequest, files: StoredFiles | None) -> None:
-        """Refuse an adapter as the engine does. ValueError: the engine has no LoRA layers."""
+        """Read all of an adapter and refuse it as the engine does. ValueError: the engine has no LoRA layers."""
         if self.engine.manager is None:
             raise ValueError("the runners' engines have no LoRA layers; build them with adapters or max_loras")
-        self.engine.manager.check_adapter(adapter if files is None else self.folders.local(adapter, files))
+        local = adapter if files is None else self.folders.local(adapter, files)
+        self.engine.manager.check_adapter(local, numbers=True)
+
+    def _versions(self) -> dict[int, tuple[Hashable, AdapterVersion]]:
+        return {} if self.engine.manager is None else self.engine.manager.folder_versions()
 
     def _join(self, joining: JoiningRequest) -> None:
-        request = joining.request
-        if joining.files is not None and isinstance(request.adapter, LoRARequest):
+        request, version = joining.request, joining.version
+        if isinstance(request.adapter, LoRARequest) and joining.files is not None:
             request = replace(request, adapter=self.folders.local(request.adapter, joining.files))
+        elif isinstance(request.adapter, LoRARequest):
+            self._beginning[request.request_id] = request.adapter_id
+            if version is not None and self.engine.manager is not None:
+                if get_tensor_model_parallel_rank():  # the version is rank 0's, which may have read other experts
+                    version = version._replace(numbers=b"")
+                self.engine.manager.expect_version(request.adapter, version)
         state = self.engine.add_request(request, joining.generated)
         if state.params.logprobs is not None:
             self._with_logprobs[state.request_id] = state

@@ -13,7 +13,7 @@ from punica.adapters import LoRARequest
 from punica.adapters.peft_config import CONFIG_FILE as ADAPTER_FILE
 from punica.adapters.request import loading
 from punica.adapters.source import config_of
-from punica.checks import check_count, check_number, clip
+from punica.checks import as_int, check_count, check_number, clip
 from punica.config import LoRAConfig
 from punica.engine.config import EngineConfig
 from punica.engine.sizes import DEFAULT_MODEL_LEN, fit_blocks, slot_bytes
@@ -112,22 +112,26 @@ def read_generation_defaults(
     """Read ``generation_config.json``; missing end tokens come from the model's config.
 
     As in transformers: without ``do_sample`` the default is greedy, with it and without ``top_k`` the 50 most probable
-    tokens are drawn from. Fields that would change tokens and are not served are named in one warning. ValueError,
-    TypeError: a damaged file, values out of range, a token outside of the vocabulary.
+    tokens are drawn from, and end tokens and suppressed tokens outside of the vocabulary never come. Of those, and of
+    fields that would change tokens and are not served, it warns. ValueError, TypeError: a damaged file, values out of
+    range, a bad word outside of the vocabulary.
     """
     path = Path(folder).expanduser() / GENERATION_FILE
     given = read_json(path, "a generation config") if path.is_file() else {}
     values = {name: value for name, value in given.items() if value is not None}
-    ends = _end_tokens(values.get("eos_token_id", getattr(model_config, "eos_token_id", None)), model_config, path)
+    vocab_size = model_config.vocab_size
+    ends = values.get("eos_token_id", getattr(model_config, "eos_token_id", None))
+    ends = _in_vocabulary("eos_token_id", ends, vocab_size, path)
+    if isinstance(values.get("suppress_tokens"), list):
+        values["suppress_tokens"] = _in_vocabulary("suppress_tokens", values["suppress_tokens"], vocab_size, path)
     try:
         defaults = GenerationDefaults(ends, SamplingParams(**_sampling_fields(values, has_tokenizer)))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{str(path)!r}: {error}") from error
     banned = [token for word in defaults.params.bad_words for token in word if not isinstance(token, str)]
-    if max(banned, default=0) >= model_config.vocab_size:
+    if max(banned, default=0) >= vocab_size:
         raise ValueError(
-            f"{str(path)!r}: suppress_tokens or bad_words_ids have {max(banned)}, the vocabulary has "
-            f"{model_config.vocab_size} ids; correct them"
+            f"{str(path)!r}: bad_words_ids have {max(banned)}, the vocabulary has {vocab_size} ids; correct them"
         )
     _warn_of_unserved(values, path, has_tokenizer)
     return defaults
@@ -208,15 +212,18 @@ def _check_folder(folder: object) -> None:
         )
 
 
-def _end_tokens(value: Any, model_config: Any, path: Path) -> tuple[int, ...]:
+def _in_vocabulary(name: str, value: Any, vocab_size: int, path: Path) -> tuple[int, ...]:
+    """Return the tokens of a field, one or several, that can come; warn of the others. TypeError: no integers."""
+    where = f"{name} (of {str(path)!r} or config.json)"
     ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    for token in ids:
-        if check_count(f"eos_token_id (of {str(path)!r} or config.json)", token, 0) >= model_config.vocab_size:
-            raise ValueError(
-                f"eos_token_id is {clip(token)} in {str(path)!r} or config.json, the vocabulary has "
-                f"{model_config.vocab_size} ids; correct it, or generation would never end with it"
-            )
-    return ids
+    known = tuple(token for token in ids if 0 <= as_int(where, token) < vocab_size)
+    if len(known) < len(ids):
+        warnings.warn(
+            f"{where} is {clip(value)}, the vocabulary has {vocab_size} ids: what is outside never comes, as in "
+            "transformers; correct it",
+            stacklevel=3,
+        )
+    return known
 
 
 def _widest(request: LoRARequest) -> int:

@@ -28,9 +28,13 @@ class FolderReaders:
     def begin(self, request_id: str, adapter: LoRARequest) -> Future[LoRAModel]:
         """Return the reading that a request waits for, shared or begun now."""
         if request_id not in self.readings:
-            self.readings[request_id] = self.shared(adapter) or self._pool.submit(self._manager.read_adapter, adapter)
+            self.readings[request_id] = self.shared(adapter) or self.read(adapter)
             self._adapters[request_id] = adapter
         return self.readings[request_id]
+
+    def read(self, adapter: LoRARequest) -> Future[LoRAModel]:
+        """Begin a reading that no request waits for; from any thread."""
+        return self._pool.submit(self._manager.read_adapter, adapter)
 
     def find(self, request_id: str, adapter: LoRARequest) -> Future[LoRAModel] | None:
         """Return the reading that the request, or another one for the same adapter, waits for, if there is one."""

@@ -77,8 +77,9 @@ class AdapterResidency:
             held = self._held(adapter.lora_int_id)
             if held is not None and (held.users or _source_of(held.request) in {None, adapter.source}):
                 return  # nothing to load
+        awaited = replace(adapter, load_inplace=True) if self._awaits_reload(adapter.lora_int_id) else adapter
         try:
-            self.manager.check_adapter(adapter)
+            self.manager.check_adapter(awaited)
         except FileNotFoundError as error:
             registered = sorted(self.manager.list_adapters())
             raise FileNotFoundError(

@@ -345,9 +345,16 @@ class BaseLayerWithLoRA(nn.Module):
         """Store the wrapper, shared by all layers of a model, that knows which row uses which slot."""
         self.punica_wrapper = punica_wrapper
 
-    def _ready_wrapper(self) -> PunicaWrapperABC:
-        """Return the wrapper for a forward; ``RuntimeError`` naming the missing call without slots or wrapper."""
+    def _ready_wrapper(self, *inputs: Tensor) -> PunicaWrapperABC:
+        """Return the wrapper for a forward of ``inputs``; ``RuntimeError`` naming the missing call without slots or
+        wrapper, and where a gradient would be needed.
+        """
         self._require_slots("forward")
+        if torch.is_grad_enabled() and any(one.requires_grad for one in (*inputs, *self.parameters())):
+            raise RuntimeError(
+                f"{type(self).__name__} is for inference, and its input or weights require gradients; call the model "
+                "under torch.inference_mode() or torch.no_grad(), or model.requires_grad_(False) before"
+            )
         if self.punica_wrapper is None:
             raise RuntimeError(f"{type(self).__name__}: forward needs a PunicaWrapper; call set_mapping first")
         return self.punica_wrapper

@@ -82,7 +82,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         The base output may have another dtype than the adapters (a router kept in fp32); ``x`` is cast to theirs.
         ``ValueError`` for another width of ``x``; what else is wrong with it the op finds.
         """
-        wrapper, rows, beside = self._ready_wrapper(), self._adapter_rows(x), ALONE
+        wrapper, rows, beside = self._ready_wrapper(x), self._adapter_rows(x), ALONE
         form = inner_form(wrapper, "add_lora_linear")
         takes_aside = form is wrapper and getattr(wrapper, "takes_aside", False)  # the contract's method has no base
         if self._streams is not None and takes_aside and not has_no_lora(wrapper):

@@ -47,7 +47,7 @@ class _FullySharded(BaseLinearLayerWithLoRA):
         """Compute the parent's result with a collective on the intermediate, never on a second stream."""
         if self.tp_size == 1:
             return super().apply(x, bias)
-        wrapper, rows = self._ready_wrapper(), self._adapter_rows(x)
+        wrapper, rows = self._ready_wrapper(x), self._adapter_rows(x)
         if not len(self.lora_a_stacked) == len(self.lora_b_stacked) == len(self.output_slices):
             slices = (len(self.lora_a_stacked), len(self.lora_b_stacked), len(self.output_slices))
             raise RuntimeError(

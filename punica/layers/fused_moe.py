@@ -318,7 +318,7 @@ class FusedMoEWithLoRA(ExpertSlots):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the base layer, whose experts add the adapters."""
-        self._ready_wrapper()
+        self._ready_wrapper(*(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)))
         return self.base_layer(*args, **kwargs)
 
     @classmethod

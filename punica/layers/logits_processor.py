@@ -92,8 +92,8 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
 
         ``lm_head`` may be wrapped (``lm_head.base_layer``). ``RuntimeError``: no slots or wrapper yet.
         """
-        wrapper = self._ready_wrapper()
         head = getattr(lm_head, "base_layer", lm_head)
+        wrapper = self._ready_wrapper(hidden_states, head.weight)
         order = self.sharded_to_full_mapping_gpu
         logits = ordered_logits(self.base_layer, head, hidden_states, embedding_bias, order)
         if logits is None:

@@ -4,6 +4,7 @@ The order matters where two can: a merged layer on one rank is wrapped by the pl
 nothing to shard there.
 """
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -37,6 +38,7 @@ LORA_CLASSES: tuple[type[BaseLayerWithLoRA], ...] = (
     FusedMoE3DWithLoRA,
 )
 """Replacement order. A new LoRA class takes part by its line here."""
+_INSTEAD = {nn.Linear: "ReplicatedLinear", nn.Embedding: "VocabParallelEmbedding"}
 
 
 def from_layer(
@@ -49,6 +51,7 @@ def from_layer(
     """``layer`` wrapped by the first class that can replace it, with ``max_loras`` zeroed slots; else ``layer`` itself.
 
     ``packed_modules_list``: names under which adapters know the matrices packed in ``layer`` (empty if not packed).
+    Warns of a linear layer or embedding of torch, which no class can replace.
     """
     situation = {"lora_config": lora_config, "packed_modules_list": packed_modules_list, "model_config": model_config}
     for lora_class in LORA_CLASSES:
@@ -56,6 +59,13 @@ def from_layer(
             wrapped = lora_class(layer)
             wrapped.create_lora_weights(max_loras, lora_config, model_config)
             return wrapped
+    for plain, ours in _INSTEAD.items():
+        if isinstance(layer, plain):
+            warnings.warn(
+                f"from_layer returns a {type(layer).__name__} without LoRA, as no LoRA class replaces it; build a "
+                f"punica.parallel.{ours} with its weight and wrap that",
+                stacklevel=2,
+            )
     return layer
 
 

@@ -12,6 +12,7 @@ tokens, so such a model is served up to that length.
 
 import copy
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from punica.checks import check_count
-from punica.models.stored import UNQUANTISED
+from punica.checks import check_count, clip
 
 CONFIG_FILE = "config.json"
 DENSE: dict[str, type[Any]] = {
@@ -49,13 +49,13 @@ def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
     """Copy ``config``, or read it from a folder's ``config.json``, and add the fields common to all families.
 
     They are ``head_dim``, ``qkv_bias``, ``o_bias``, ``mlp_bias``, ``qk_norm``, ``max_context`` (longest sequence for
-    which full attention is exact) and ``dtype`` (a torch dtype or ``None``).
+    which full attention is exact) and ``dtype`` (a torch dtype; ``None`` where the config has none, or "auto").
 
     Raises:
         FileNotFoundError: a folder without ``config.json``.
         TypeError: neither a folder nor one of ``classes``.
         ValueError: a damaged ``config.json``; a family that is not in ``classes``; sizes or an activation that no model
-            of these families has; a quantised base.
+            of these families has.
     """
     names = " or ".join(one.__name__ for one in classes.values())
     if isinstance(config, (str, Path)):
@@ -67,11 +67,10 @@ def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
     else:
         raise TypeError(f"config must be a transformers.{names} or a folder, got {type(config).__name__}")
     kind = resolved.model_type
-    _check_unquantised(resolved)
     if kind not in classes:
         raise ValueError(f"config is of model_type {kind!r}, this class computes {' or '.join(map(repr, classes))}")
-    if resolved.hidden_act != "silu":
-        raise ValueError(f"hidden_act is {resolved.hidden_act!r}, the SwiGLU of these models needs 'silu'")
+    if resolved.hidden_act not in ("silu", "swish"):  # transformers' names of one function
+        raise ValueError(f"hidden_act is {resolved.hidden_act!r}, the SwiGLU of these models needs 'silu' or 'swish'")
     resolved.head_dim = getattr(resolved, "head_dim", None) or resolved.hidden_size // resolved.num_attention_heads
     _check_sizes(resolved)
     both = kind in ("llama", *NORMALIZED) and bool(getattr(resolved, "attention_bias", False))
@@ -129,10 +128,15 @@ def _read(path: Path, classes: Mapping[str, type[Any]], names: str) -> Any:
     for key in _COUNTS:
         if values.get(key) is not None:
             check_count(f"{key} of {str(path)!r}", values[key])
+    older = values.pop("torch_dtype", None)
+    dtype = values.pop("dtype", None) or older
     try:
-        return classes[kind].from_dict(values)
+        made = classes[kind].from_dict(values)
     except Exception as error:  # any exception of transformers
-        raise ValueError(f"{str(path)!r} is no config of a {kind}: {str(error)[:300]}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{str(path)!r} is no config of a {kind}: {reason}") from error
+    made.dtype = _torch_dtype(dtype)
+    return made
 
 
 def read_json(path: Path, wanted: str) -> dict[str, Any]:
@@ -153,19 +157,15 @@ def read_json(path: Path, wanted: str) -> dict[str, Any]:
     return values
 
 
-def _check_unquantised(config: Any) -> None:
-    given = getattr(config, "quantization_config", None)
-    if not given:
-        return
-    values = given if isinstance(given, Mapping) else given.to_dict()
-    method = values.get("quant_method")
-    if method is None and {"load_in_4bit", "load_in_8bit"} & {*values}:
-        method = "bitsandbytes"
-    method = str(getattr(method, "value", method))
-    name = "bitsandbytes (bnb)" if method.startswith("bitsandbytes") else method[:80]
-    raise ValueError(
-        f"the config's quantization_config is of method {name}: quantised base models are not served; {UNQUANTISED}"
-    )
+def warn_of_quantization(config: Any) -> None:
+    """Warn of a config that tells of quantised weights, where the tensors are plain, as after a merge of a QLoRA."""
+    if given := getattr(config, "quantization_config", None):
+        warnings.warn(
+            f"the config has a quantization_config, {clip(given)}, but the checkpoint's tensors are not quantised: "
+            f"they are served as they are stored; remove it from {CONFIG_FILE} if the weights were merged or "
+            "dequantised",
+            stacklevel=3,
+        )
 
 
 def _check_sizes(config: Any) -> None:
@@ -183,8 +183,12 @@ def _check_sizes(config: Any) -> None:
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype | None:
-    """Return the dtype of a config, which transformers may leave as a name."""
-    found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-    if found is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ValueError(f"dtype of the config is {str(dtype)[:80]!r}, must be float32, float16 or bfloat16")
+    """Return the dtype of a config, which may be a name; ``None``: that of the tensors."""
+    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else None
+    found = None if name == "auto" else dtype if name is None else getattr(torch, name, name)
+    if found not in (None, torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        raise ValueError(
+            f"dtype of the config is {str(dtype)[:80]!r}, must be float32, float16, bfloat16 or auto; correct it in "
+            f"{CONFIG_FILE}"
+        )
     return found

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from punica.models.checkpoint import CheckpointEntry, check_tensors, fill_random, load_tensors
-from punica.models.families import DENSE, resolve_config
+from punica.models.families import DENSE, resolve_config, warn_of_quantization
 from punica.models.rotary import RotaryEmbedding
-from punica.models.stored import StoredTensor, stored_tensors
+from punica.models.stored import NO_WEIGHTS, StoredTensor, stored_tensors
 from punica.ops.backbone import add_rms_norm, swiglu
 from punica.ops.heads import HeadNorms, PackedHeads
 from punica.parallel import (
@@ -222,6 +222,7 @@ class LlamaForCausalLM(nn.Module):
             if head is not None:
                 entries.append(head)
         check_tensors(entries, stored, folder)
+        warn_of_quantization(self.config)
         self.has_weights = False
         load_tensors(entries, stored)
         if head is not None:
@@ -231,7 +232,7 @@ class LlamaForCausalLM(nn.Module):
 
     def _stored_tensors(self, folder: str | Path) -> dict[str, StoredTensor]:
         """List the tensors of a folder by the names of :meth:`checkpoint_entries`."""
-        return stored_tensors(folder, ignore_suffixes=("rotary_emb.inv_freq",))
+        return stored_tensors(folder, NO_WEIGHTS)
 
     def _own_head(self, stored: dict[str, StoredTensor]) -> CheckpointEntry | None:
         """Return a head of its own for a tied model whose checkpoint has one; else leave the head out of ``stored``."""

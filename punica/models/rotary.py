@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from punica.checks import clip
 from punica.ops.backbone import rotary_angles
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -39,7 +40,12 @@ def inverse_frequencies(config: Any) -> tuple[Tensor, float]:
         if kind == "default":
             size = config.head_dim
             return rope["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
-        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        try:
+            return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        except Exception as error:  # any exception of transformers, which checks no values
+            raise ValueError(
+                f"the config's rope_parameters are {clip(rope)}, of which no frequencies follow: {error}; correct them"
+            ) from error
 
 
 class RotaryEmbedding(nn.Module):

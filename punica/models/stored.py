@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -23,7 +24,10 @@ UNQUANTISED = "serve the unquantised checkpoint that it was made from, or write 
 _PREFIX = "model."
 _BACKBONE = ("embed_tokens.", "layers.", "norm.")
 _OTHER_HEADS = ("v_head.", "value_head.", "score.")
-_FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes of weights by their names in safetensors."""
+NO_WEIGHTS = ("rotary_emb.inv_freq",)
+"""Ends of the names of tensors that older checkpoints hold beside their weights."""
 _QUANTISED = {
     "GPTQ or AWQ": (".qweight", ".qzeros", ".g_idx"),
     "bitsandbytes (bnb)": (".absmax", ".quant_map", ".SCB", "__nf4", "__fp4"),
@@ -100,14 +104,14 @@ def _check_numbers(found: Mapping[str, StoredTensor], folder: str | Path) -> Non
         if signs:
             raise ValueError(f"{where} is quantised by {kind}, as its tensor {signs[0]} tells; {UNQUANTISED}")
     for name, one in sorted(found.items()):
-        if one.dtype in _FLOATS or name.startswith(_OTHER_HEADS):
+        if one.dtype in FLOATS or name.startswith(_OTHER_HEADS):
             continue
         if one.dtype.startswith("F8"):
             raise ValueError(
                 f"{where} stores {name} in float8 ({one.dtype}) without scales, so its numbers need not be the "
                 f"weights; {UNQUANTISED}"
             )
-        raise ValueError(f"{where} stores {name} as {one.dtype}, must be one of {', '.join(_FLOATS)}; {UNQUANTISED}")
+        raise ValueError(f"{where} stores {name} as {one.dtype}, must be one of {', '.join(FLOATS)}; {UNQUANTISED}")
 
 
 def _open(path: Path) -> safe_open:

@@ -5,6 +5,7 @@ they wait for it in a collective until a time-out that names no cause. Outside o
 failure common to all; inside of one `in_step` ends the group.
 """
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,8 +20,10 @@ _MESSAGE_BYTES = 2048
 
 
 @contextmanager
-def all_ranks_agree() -> Iterator[None]:
+def all_ranks_agree() -> Iterator[list[object]]:
     """Make an error of one rank inside the block an error of all ranks at its end.
+
+    Ranks that have all succeeded raise ValueError unless the lists, which the block appends to, have equal reprs.
 
     Every rank then raises the error of the first rank that failed, its message preceded by that rank's number.
     FileNotFoundError, TypeError, ValueError and errors of too little memory keep their type, others become a
@@ -29,18 +32,23 @@ def all_ranks_agree() -> Iterator[None]:
     (:func:`in_step` is for those).
     """
     group = current_group()
+    found: list[object] = []
     if group.world_size == 1:
-        yield
+        yield found
         return
     failure: Exception | None = None
     try:
-        yield
+        yield found
     except Exception as error:
         failure = error
     device = getattr(group, "message_device", torch.device("cpu"))
     kind = 0 if failure is None else next((i for i, k in enumerate(_KINDS, 1) if isinstance(failure, k)), len(_KINDS))
-    verdicts = group.all_gather(torch.tensor([kind], dtype=torch.int64, device=device), 0).tolist()
+    verdict = [kind, zlib.crc32(repr(found).encode(errors="replace"))]
+    gathered = group.all_gather(torch.tensor([verdict], dtype=torch.int64, device=device), 0).tolist()
+    verdicts = [kind for kind, _ in gathered]
     if not any(verdicts):
+        if len({digest for _, digest in gathered}) > 1:
+            raise ValueError("the ranks have read different files: give all the same, and change none while it is read")
         return
     texts = group.all_gather(_as_bytes(failure).to(device), 0).cpu()
     rank = next(rank for rank, verdict in enumerate(verdicts) if verdict)

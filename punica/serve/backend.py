@@ -70,7 +70,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def admit(self, adapter: LoRARequest) -> None:
-        """Check an adapter that is about to get a name. FileNotFoundError, TypeError, ValueError: it does not fit."""
+        """Read and check an adapter that is about to get a name, and serve this version of it.
+
+        FileNotFoundError, TypeError, ValueError: it does not fit.
+        """
 
     @abstractmethod
     async def retire(self, adapter_id: int) -> None:

@@ -104,7 +104,7 @@ class Catalogue:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "punica", "parent": parent}
 
     async def load(self, body: LoadAdapter, key: str | None, backend: Backend) -> None:
-        """Serve an adapter under a name; checked here but for its numbers, read when first used.
+        """Serve an adapter under a name, as it is in its folder now.
 
         ApiError 401, 403, 404, 400: key, folder, name in use without ``load_inplace``, or an adapter that does not fit.
         """

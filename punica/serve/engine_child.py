@@ -73,7 +73,7 @@ class RemoteStepper(EngineStepper):
         self._messages = messages
         self._pieces: list[tuple[int, Piece]] = []
 
-    def order(self, number: int, function: Callable[..., None], arguments: Sequence[Any]) -> None:
+    def order(self, number: int, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Have ``function(self, *arguments)`` called between two steps; from any thread."""
         self._commands.put(partial(self._carry_out, number, function, arguments))
 
@@ -89,14 +89,18 @@ class RemoteStepper(EngineStepper):
         self._add(Call(requests, streams, number))
 
     abort = EngineStepper._take_out
-    check = EngineStepper._check
+    read = EngineStepper._read
     retire = EngineStepper._retire
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, number: int, function: Callable[..., None], arguments: Sequence[Any]) -> None:
+    def _carry_out(self, number: int, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        """Call a function of an order and reply; where it began to read an adapter, once that is kept."""
         try:
-            function(self, *arguments)
+            begun = function(self, *arguments)
+            if isinstance(begun, Future):
+                begun.add_done_callback(lambda read: self.order(number, RemoteStepper._keep, (*arguments, read)))
+                return
         except Exception as error:
             if not isinstance(error, REFUSALS):
                 _log.exception("an order failed")

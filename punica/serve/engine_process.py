@@ -127,8 +127,8 @@ class EngineProcess(Backend):
                 self._order(RemoteStepper.abort, [request.request_id for request in call.requests])
 
     async def admit(self, adapter: LoRARequest) -> None:
-        """Check an adapter between two steps."""
-        await self._order(RemoteStepper.check, adapter)
+        """Read and check an adapter beside the steps."""
+        await self._order(RemoteStepper.read, adapter)
 
     async def retire(self, adapter_id: int) -> None:
         """Remove an adapter from the engine's memory as soon as no request uses it."""
@@ -143,7 +143,7 @@ class EngineProcess(Backend):
             return found
         raise found
 
-    def _order(self, function: Callable[..., None], *arguments: Any) -> asyncio.Future[None]:
+    def _order(self, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[None]:
         """Have a method of the process's `RemoteStepper` called; the future has its error. ApiError 503: it ended."""
         if self._end_reason:
             raise ApiError(503, self._end_reason, code="engine_stopped")

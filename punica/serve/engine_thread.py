@@ -118,8 +118,10 @@ class EngineThread(EngineStepper, SteppingThread):
         return self.engine.manager is not None
 
     async def admit(self, adapter: LoRARequest) -> None:
-        """Check an adapter between two steps."""
-        await self.call(partial(self._check, adapter))
+        """Read and check an adapter beside the steps."""
+        reading = self._read(adapter)
+        await asyncio.wrap_future(reading)
+        await self.call(partial(self._keep, adapter, reading))
 
 
 def _nothing() -> None:

@@ -10,12 +10,14 @@ import logging
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
-from punica.adapters import LoRARequest
+from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest
 from punica.engine import Engine, GenerationResult, Request, RequestState, StepOutput
+from punica.engine.readers import FolderReaders
 from punica.serve.backend import EngineFacts
 from punica.serve.calls import Call, Outcome, Piece
 from punica.serve.metrics import StepNotes
@@ -198,11 +200,22 @@ class EngineStepper(Stepper):
     most_step_errors = 2
     engine: Engine
 
-    def _check(self, adapter: LoRARequest) -> None:
-        """Check an adapter; its numbers are read when it is first used."""
-        if self.engine.manager is not None:
-            self.engine.manager.check_adapter(adapter)
+    def __init__(self, engine: Engine, notes: StepNotes) -> None:
+        super().__init__(engine, notes)
+        self._readers = FolderReaders(self._manager)
+
+    def _read(self, adapter: LoRARequest) -> Future[LoRAModel]:
+        """Begin to read and check all of an adapter, beside the steps; for :meth:`_keep`."""
+        return self._readers.read(adapter)
+
+    def _keep(self, adapter: LoRARequest, reading: Future[LoRAModel]) -> None:
+        """Serve an adapter that was read, in this version. Raises what the reading did."""
+        self._manager.note_read_adapter(adapter, reading.result())
 
     def _remove_adapter(self, adapter_id: int) -> None:
         if self.engine.manager is not None:
-            self.engine.manager.remove_adapter(adapter_id)
+            self._manager.remove_adapter(adapter_id)
+
+    @property
+    def _manager(self) -> LoRAModelManager:
+        return cast(LoRAModelManager, self.engine.manager)

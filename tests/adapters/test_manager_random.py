@@ -30,6 +30,7 @@ class TwoSets:
         self.registered: list[int] = []
         self.active: list[int] = []
         self.pins: set[int] = set()
+        self.models: set[int] = set()  # ids that were registered last as a `LoRAModel`: no folder may replace it
 
     def touch(self, i: int) -> None:
         for cache in (self.registered, self.active):
@@ -48,7 +49,7 @@ class TwoSets:
 
     def register(self, i: int) -> None:
         if len(self.registered) == self.capacity:
-            self.remove(self.oldest(self.registered))
+            self.drop(self.oldest(self.registered))
         self.registered.append(i)
 
     def add(self, i: int) -> bool:
@@ -56,6 +57,7 @@ class TwoSets:
             self.touch(i)
             return False
         self.register(i)
+        self.models.add(i)
         return True
 
     def activate(self, i: int) -> bool:
@@ -81,6 +83,10 @@ class TwoSets:
         return True
 
     def remove(self, i: int) -> bool:
+        self.models.discard(i)
+        return self.drop(i)
+
+    def drop(self, i: int) -> bool:
         self.deactivate(i)
         if i not in self.registered:
             return False
@@ -88,7 +94,7 @@ class TwoSets:
         return True
 
     def evict(self) -> bool:
-        return bool(self.registered) and self.remove(self.oldest(self.registered))
+        return bool(self.registered) and self.drop(self.oldest(self.registered))
 
     def pin(self, i: int) -> bool:
         self.activate(i)
@@ -103,7 +109,7 @@ class TwoSets:
     def step(self, wanted: list[int], reload: bool = False) -> None:
         if len(wanted) > len(self.table):
             raise RuntimeError
-        if BROKEN in wanted:
+        if BROKEN in wanted or (not reload and self.models.intersection(wanted).difference(self.registered)):
             raise ValueError
         self.room(*wanted)
         pinned = self.pins.intersection(wanted) if reload else set()
@@ -114,6 +120,7 @@ class TwoSets:
                 self.remove(i)
             if i not in self.registered:
                 self.register(i)
+                self.models.discard(i)
         for i in wanted:
             self.activate(i)
         self.pins |= pinned

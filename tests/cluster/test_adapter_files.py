@@ -80,6 +80,28 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path, name) -> None:
         read_adapter_files(adapter)
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("how", ["in place", "by a new file"])
+def test_files_of_two_versions_are_not_stored(tmp_path, monkeypatch, name, how) -> None:
+    folder, real = write_random_adapter(tmp_path / "one", MODEL, 8, 1), Path.read_bytes
+    new = write_random_adapter(tmp_path / "two", MODEL, 4, 2) / name
+
+    def read(path: Path) -> bytes:
+        found = real(path)
+        if path.name == "adapter_config.json" and new.exists():
+            if how == "in place":
+                (folder / name).write_bytes(real(new))
+                new.unlink()
+            else:
+                new.rename(folder / name)
+        return found
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    with pytest.raises(ValueError, match="changed while it was read; load it when all files are written"):
+        read_adapter_files(LoRARequest("one", 1, str(folder)))
+    assert read_adapter_files(LoRARequest("one", 1, str(folder)))[name] == real(folder / name)
+
+
 def test_a_runner_that_hangs_at_a_check_is_named(monkeypatch) -> None:
     class GetTimeoutError(Exception):
         pass

@@ -106,19 +106,35 @@ def test_longer_defaults_than_the_engine_are_clamped(backbone, tmp_path) -> None
 
 
 @pytest.mark.parametrize(
+    ("given", "kept"), [(100, ()), (-1, ()), ([3, 100, -1, 7], (3, 7)), (7, (7,))],
+    ids=["above", "below", "some", "none"],
+)  # fmt: skip
+def test_tokens_outside_of_the_vocabulary_never_come(tmp_path, recwarn, given, kept) -> None:
+    """As in transformers: in either config, and among suppressed tokens."""
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    model = SimpleNamespace(vocab_size=100, eos_token_id=given)
+    assert read_generation_defaults(tmp_path, model).eos_token_ids == kept
+    assert defaults_of(tmp_path, eos_token_id=given).eos_token_ids == kept
+    tokens = given if isinstance(given, list) else [given]
+    found = defaults_of(tmp_path, suppress_tokens=tokens).params
+    assert found == SamplingParams(bad_words=[[token] for token in kept])
+    told = [str(one.message) for one in recwarn]
+    assert len(told) == (0 if kept == (7,) else 3)
+    assert all("the vocabulary has 100 ids: what is outside never comes, as in transformers" in one for one in told)
+
+
+@pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"eos_token_id": 100}, ValueError, "eos_token_id is 100 .*vocabulary has 100 ids"),
-        ({"eos_token_id": [3, -1]}, ValueError, "eos_token_id .* is -1"),
         ({"eos_token_id": "</s>"}, TypeError, "eos_token_id .* must be an int"),
         ({"do_sample": True, "top_p": 3}, ValueError, "generation_config.json.*top_p is 3"),
         ({"max_new_tokens": "many"}, TypeError, "generation_config.json.*max_new_tokens"),
         ({"min_new_tokens": -2}, ValueError, "generation_config.json.*min_new_tokens is -2"),
-        ({"suppress_tokens": [100]}, ValueError, "suppress_tokens or bad_words_ids have 100, the vocabulary has 100"),
+        ({"bad_words_ids": [[100]]}, ValueError, "bad_words_ids have 100, the vocabulary has 100"),
         ({"bad_words_ids": [3]}, TypeError, r"generation_config.json.*bad_words\[0\] must be a list"),
         ({"suppress_tokens": 5}, TypeError, "generation_config.json"),
     ],
-    ids=["outside", "negative", "text", "range", "type", "fewest", "suppressed", "bad words", "no list"],
+    ids=["text", "range", "type", "fewest", "outside", "bad words", "no list"],
 )
 def test_mistakes_in_a_generation_config(tmp_path, values, error, message) -> None:
     with pytest.raises(error, match=message):

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,16 @@ def test_random_replacements_preemptions_and_aborts(backbone, tmp_path, seed) ->
     assert [is_of(backbone, state, version) for state, version in seen] == [True] * len(seen)
 
 
+@contextlib.contextmanager
+def unless_changed() -> Iterator[None]:
+    """Take a refusal of a folder that was changed after its adapter was loaded and evicted."""
+    try:
+        yield
+    except ValueError as error:
+        if "has changed on disk" not in str(error):
+            raise
+
+
 def disturb(engine: Engine, draw: random.Random, tenants: list[Tenant]) -> None:
     """Do what an owner may do to adapters and requests between two steps."""
     manager, place = engine.manager, draw.randrange(len(tenants))
@@ -304,7 +315,7 @@ def test_whatever_happens_to_adapters_a_request_is_computed_with_one_version(
             f"tenant {place}", place + 1, str(tenants[place].folder), load_inplace=draw.random() < 0.4
         )
         new = draw.choice([1, 5, 14])
-        with contextlib.suppress(RuntimeError):  # every slot is pinned
+        with contextlib.suppress(RuntimeError), unless_changed():  # every slot is pinned
             states.append(engine.add_request(Request(str(number), [place, draw.randrange(200)], new, adapter)))
         for _ in range(draw.choice([0, 1, 1, 3])):
             engine.step()

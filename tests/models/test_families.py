@@ -84,6 +84,47 @@ def test_damaged_configs_are_one_clear_error(tmp_path, content, message) -> None
     assert len(str(raised.value)) < 700
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(
+    ("given", "served"),
+    [
+        ("auto", torch.bfloat16), (None, torch.bfloat16), ("torch.float16", torch.float16), ("half", torch.float16),
+        ("float32", torch.float32),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_dtype_of_a_folder(tmp_path, key, given, served) -> None:
+    """By name, or by the tensors, as transformers does."""
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).to(torch.bfloat16).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    values = {name: one for name, one in json.loads(file.read_text()).items() if "dtype" not in name}
+    file.write_text(json.dumps(values | {key: given}))
+    assert load_model(tmp_path).config.dtype == served
+    assert load_model(tmp_path, torch.float32).lm_head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("given", ["fp16", "float8_e4m3fn", "int8", 16, "device", {"": "float16"}], ids=str)
+def test_a_dtype_that_no_model_is_served_in(tmp_path, given) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, "torch_dtype": given}))
+    with pytest.raises(ValueError, match=r"dtype of the config is .*, must be float32, float16, bfloat16 or auto"):
+        load_model(tmp_path)
+
+
+def test_swish_is_silu(tmp_path) -> None:
+    config = transformers.LlamaConfig(**SIZES, hidden_act="swish")
+    expected, model = checkpoint(config, tmp_path), load_model(tmp_path, torch.float32)
+    with torch.inference_mode():
+        found = model.compute_logits(model(IDS, torch.arange(len(IDS)), CausalAttention()))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_scaling_of_another_type_is_one_clear_line(tmp_path) -> None:
+    scaling = {"type": "linear", "factor": "2"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, "rope_scaling": scaling}))
+    with pytest.raises(ValueError, match=r"rope_parameters are .*'factor': '2'.*; correct them"):
+        LlamaForCausalLM(tmp_path)
+
+
 def test_counts_of_other_types(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, "hidden_size": "wide"}))
     with pytest.raises(TypeError, match=r"hidden_size .* must be an int, got str"):

@@ -52,6 +52,21 @@ def test_all_fail_alike_when_one_does(error, kind, text, failing) -> None:
     assert text in str(outcomes[0])
 
 
+@pytest.mark.parametrize("values", [[1, 1, 1], ["a", "b", "a"], [None, 1, 1]])
+def test_values_that_differ_between_ranks_fail_on_all(values) -> None:
+    def run(rank: int) -> str:
+        with all_ranks_agree() as same:
+            same.append(values[rank])
+        return "went on"
+
+    outcomes = on_threads(SIZE, run)
+    if len(set(values)) == 1:
+        assert outcomes == ["went on"] * SIZE
+    else:
+        assert [type(outcome) for outcome in outcomes] == [ValueError] * SIZE
+        assert {str(outcome)[:36] for outcome in outcomes} == {"the ranks have read different files:"}
+
+
 def test_one_rank_keeps_its_error_as_it_is() -> None:
     with pytest.raises(KeyError, match="own"), all_ranks_agree():
         raise KeyError("own")

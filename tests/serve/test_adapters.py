@@ -139,8 +139,14 @@ def test_adapters_that_are_refused(served_home: Any, world: Any) -> None:
 def test_an_adapter_that_breaks_after_it_was_loaded_fails_its_requests_alone(served_home: Any, alone: Any) -> None:
     engine, client, home = served_home
     before = state_of(engine)
+    poet = expected(alone, home / "copy-2")
     load(client, "poet", home / "copy-2")
+    load(client, "novelist", home / "copy-3")
     shutil.rmtree(home / "copy-2")
+    assert text(client, "poet") == poet, "it was loaded"
+    for name in ("novelist", "tenant-0"):  # which take its place
+        text(client, name)
+    client.post("/v1/unload_lora_adapter", json={"lora_name": "novelist"})
     for stream in (False, True):
         answer = client.post("/v1/completions", json={"model": "poet", "prompt": "a", "stream": stream})
         assert answer.status_code == 404

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
 import httpx2
+from safetensors.torch import load_file, save_file
 
 from punica.serve.app import Settings, app_of
 from punica.serve.engine_process import EngineProcess
@@ -60,7 +61,7 @@ def post(server: Served, path: str = "completions", **body: Any) -> Any:
 
 
 def load(server: Served, folder: Path, **fields: Any) -> Any:
-    return post(server, "load_lora_adapter", lora_name="poet", lora_path=str(folder), **fields)
+    return post(server, "load_lora_adapter", **{"lora_name": "poet", "lora_path": str(folder), **fields})
 
 
 def text(server: Served, name: str, new: int = 8) -> str:
@@ -162,6 +163,7 @@ def test_an_adapter_that_does_not_fit_is_refused_as_its_files_say(server: Served
     assert "no experts" in answer.json()["error"]["message"]
     shutil.copytree(home / "copy-2", home / "gone", dirs_exist_ok=True)
     assert load(server, home / "gone").status_code == 200
+    evict(server)
     (home / "gone" / "adapter_model.safetensors").write_bytes(b"damaged")
     damaged = post(server, model="poet", prompt="a")
     assert damaged.status_code == 400
@@ -170,6 +172,70 @@ def test_an_adapter_that_does_not_fit_is_refused_as_its_files_say(server: Served
     answer = post(server, model="poet", prompt="a")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert str(home) not in damaged.text + answer.text, "where adapters are is not a client's to know"
+    assert post(server, "unload_lora_adapter", lora_name="poet").status_code == 200
+
+
+def evict(server: Served) -> None:
+    """Fill the memory of the engine with the adapters that it was started with."""
+    for name in ("tenant-0", "tenant-1"):
+        text(server, name)
+
+
+def poison(file: Path, module: str, value: float = float("nan")) -> None:
+    """Put a number into B of a module."""
+    tensors = load_file(file)
+    tensors[f"base_model.model.{module}.lora_B.weight"][1, 0] = value
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("what", ["config", "weights"])
+def test_a_name_serves_what_was_loaded_until_it_is_loaded_again(server: Served, home: Path, what: str) -> None:
+    folder = home / f"{server.failures.name}-{what}"
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+
+    def change(number: int) -> None:
+        if what == "config":
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": number}))
+        else:
+            poison(weights, "model.layers.1.mlp.up_proj", number)
+
+    def refusal() -> str:
+        answer = post(server, model="poet", prompt="hello")
+        assert answer.status_code >= 400
+        return str(answer.json()["error"]["message"])
+
+    shutil.copytree(home / "copy-2", folder)
+    evict(server)
+    assert load(server, folder).status_code == 200
+    change(99)  # before it is used
+    named = config.name if what == "config" else weights.name
+    assert re.fullmatch(
+        rf".*adapter 'poet' \(id \d+\) has changed on disk since it was loaded: {named}; load it again, with "
+        "load_inplace=True, or restore the files", refusal(),
+    )  # fmt: skip
+    assert load(server, folder, load_inplace=True).status_code == 200
+    new = text(server, "poet")
+    change(-99)
+    assert text(server, "poet") == new
+    evict(server)
+    assert named in refusal()
+    change(99)
+    assert text(server, "poet") == new
+    assert post(server, "unload_lora_adapter", lora_name="poet").status_code == 200
+
+
+def test_numbers_that_are_not_finite_are_refused_by_the_load(server: Served, home: Path) -> None:
+    folder, module = home / f"{server.failures.name}-nan", "model.layers.0.self_attn.q_proj"
+    shutil.copytree(home / "copy-2", folder)
+    assert load(server, folder).status_code == 200
+    good = text(server, "poet")
+    poison(folder / "adapter_model.safetensors", module)
+    for fields in ({"load_inplace": True}, {"lora_name": "other"}):
+        answer = load(server, folder, **fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
+        assert f"module '{module}': B contains NaN or inf" in answer.json()["error"]["message"]
+    assert text(server, "poet") == good
+    assert post(server, model="other", prompt="a").status_code == 404
     assert post(server, "unload_lora_adapter", lora_name="poet").status_code == 200
 
 

@@ -1,0 +1,147 @@
+"""What an id serves does not depend on eviction: the version that was loaded last, or a refusal."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from punica.adapters import LoRARequest
+from punica.engine import Engine, EngineConfig, Request, RequestState
+from tests.engine.beside_world import reading_beside
+
+ID, CONFIG, WEIGHTS = 9, "adapter_config.json", "adapter_model.safetensors"
+PROMPT, NEW = (1, 7, 3), 6
+
+
+def change_config(folder: Path) -> None:
+    file = folder / CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 64}))
+
+
+def change_weights(folder: Path) -> None:
+    """Two matrices of one shape change places, so that the file's size, time and header stay what they are."""
+    file = folder / WEIGHTS
+    status, tensors = file.stat(), load_file(file)
+    one, other = (f"base_model.model.model.layers.{i}.mlp.up_proj.lora_B.weight" for i in (0, 1))
+    save_file(tensors | {one: tensors[other], other: tensors[one]}, file, metadata={"format": "pt"})
+    assert file.stat().st_size == status.st_size
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def change_both(folder: Path) -> None:
+    change_config(folder)
+    change_weights(folder)
+
+
+CHANGES = {
+    "config": (change_config, f": {CONFIG}; load it again"),
+    "weights": (change_weights, f": {WEIGHTS}; load it again"),
+    "both": (change_both, f": {CONFIG}; load it again"),  # found at the arrival, which reads no numbers
+    "deleted": (shutil.rmtree, "does not exist"),
+}
+
+
+@pytest.fixture
+def folder(backbone, tmp_path: Path) -> Path:
+    path = tmp_path / "tenant"
+    shutil.copytree(backbone.adapters[2].lora_path, path)
+    file = path / WEIGHTS
+    save_file(load_file(file), file, metadata={"format": "pt"})
+    return path
+
+
+def tenant(folder: Path, **fields) -> LoRARequest:
+    return LoRARequest("tenant", ID, str(folder), **fields)
+
+
+def ask(engine: Engine, adapter: LoRARequest, name: str = "asks") -> RequestState:
+    state = engine.add_or_fail(Request(name, PROMPT, NEW, adapter))
+    while not state.has_ended:
+        engine.step()
+    return state
+
+
+def evict(backbone, engine: Engine) -> None:
+    """Push the tenant out of host memory."""
+    assert ask(engine, backbone.adapters[3], "other").error is None
+    assert engine.manager.get_adapter(ID) is None
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["at the join", "beside"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_after_an_eviction_the_loaded_version_or_a_refusal(backbone, folder, tmp_path, what, beside) -> None:
+    engine = backbone.engine(max_loras=1)
+    engine = reading_beside(engine) if beside else engine
+    change, message = CHANGES[what]
+    shutil.copytree(folder, tmp_path / "copy")
+    old = backbone.generate_merged(PROMPT, 2, NEW)
+    assert ask(engine, tenant(folder)).output_token_ids == old
+    change(folder)
+    assert ask(engine, tenant(folder)).output_token_ids == old, "it is in memory"
+    for _ in range(2):  # a refusal changes nothing
+        evict(backbone, engine)
+        refused = ask(engine, tenant(folder))
+        assert refused.output_token_ids == []
+        assert "adapter 'tenant' (id 9)" in refused.error
+        assert message in refused.error
+    if what == "deleted":
+        shutil.copytree(tmp_path / "copy", folder)
+    else:
+        new = ask(engine, tenant(folder, load_inplace=True)).output_token_ids
+        assert new == ask(backbone.engine(), tenant(folder)).output_token_ids != old
+        evict(backbone, engine)
+        assert ask(engine, tenant(folder)).output_token_ids == new, "it was loaded again"
+        for name in (CONFIG, WEIGHTS):
+            shutil.copy(tmp_path / "copy" / name, folder / name)
+        evict(backbone, engine)
+        assert "has changed on disk" in ask(engine, tenant(folder)).error, "the old version is not the one loaded last"
+        engine.manager.remove_adapter(ID)
+    assert ask(engine, tenant(folder)).output_token_ids == old
+
+
+@pytest.mark.parametrize("what", ["config", "weights"])
+def test_an_eviction_from_a_slot_reads_nothing(backbone, folder, what) -> None:
+    sizes = EngineConfig(max_batch_size=8, max_model_len=64)
+    engine = Engine(backbone.model(), sizes.lora_config(16, max_loras=1, max_cpu_loras=3), sizes)
+    old = ask(engine, tenant(folder)).output_token_ids
+    CHANGES[what][0](folder)
+    ask(engine, backbone.adapters[3], "other")
+    assert not engine.manager.is_active(ID)
+    assert ask(engine, tenant(folder)).output_token_ids == old
+
+
+@pytest.mark.parametrize("what", ["config", "weights"])
+def test_a_prefetch_of_a_changed_folder_makes_nothing_active(backbone, folder, what) -> None:
+    engine = backbone.engine(max_loras=2)
+    ask(engine, tenant(folder))
+    for i in (3, 4):
+        ask(engine, backbone.adapters[i], f"other {i}")
+    first = engine.add_request(Request("first", [1], 6, backbone.adapters[3]))
+    second = engine.add_request(Request("second", PROMPT, NEW, tenant(folder)))
+    CHANGES[what][0](folder)  # behind the check of its arrival
+    engine.step()  # tries the load of `second`
+    assert engine.manager.get_adapter(ID) is None
+    while engine.has_unfinished():
+        engine.step()
+    assert CHANGES[what][1] in second.error
+    assert first.error is None
+
+
+def test_a_request_behind_a_load_in_place_takes_what_that_loads(backbone, folder) -> None:
+    engine = backbone.engine(max_loras=1)
+    ask(engine, tenant(folder))
+    evict(backbone, engine)
+    change_config(folder)
+    running = engine.add_request(Request("running", [1], 9, backbone.adapters[3]))
+    engine.step()
+    states = [
+        engine.add_request(Request(f"r{i}", PROMPT, NEW, tenant(folder, load_inplace=not i))) for i in range(2)
+    ]
+    while engine.has_unfinished():
+        engine.step()
+    assert running.error is None
+    expected = ask(backbone.engine(), tenant(folder)).output_token_ids
+    assert [state.output_token_ids for state in states] == [expected] * 2
