@@ -12,6 +12,10 @@ import torch
 T = TypeVar("T")
 R = TypeVar("R")
 MOST_THREADS = 8
+SMALL = 64 << 20
+"""Parameters below which one thread computes the steps. On two idle cores a second made 14 million 16 % faster and 100
+million 70 to 90 %; beside two busy loops it was slower by a factor of four and more.
+"""
 
 
 def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
@@ -31,6 +35,17 @@ def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     computing = [_pool().submit(compute, item) for item in items]
     wait(computing)  # also after an error: the caller's buffers are written to
     return [future.result() for future in computing]
+
+
+def limit_threads(model: torch.nn.Module) -> None:
+    """Have this process compute the steps of a small model on a CPU by one thread, unless ``OMP_NUM_THREADS`` is set.
+
+    Two threads wait for each other after each small operation, and where other processes run, for their time slices.
+    """
+    parameters = [*model.parameters()]
+    is_small = sum(parameter.numel() for parameter in parameters) < SMALL
+    if is_small and not any(parameter.is_cuda for parameter in parameters) and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(1)
 
 
 @cache

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # imports point from a later row to an earlier one, or stay within one package; the members of a row are strangers
 ORDER = [
-    {"capture", "checks", "registry", "threads"},
+    {"capture", "checks", "processes", "registry", "threads"},
     {"config", "scheduling", "metadata"},
     {"ops"},
     {"wrapper", "parallel"},
@@ -26,7 +26,7 @@ BESIDE = {
     "workload": {"checks", "registry"},
     "measure": {"capture", "checks", "registry", "workload"},
     "cluster": {*RANK, "workload"},
-    "serve": {"checks", "adapters", "engine", "cluster"},
+    "serve": {"checks", "processes", "threads", "adapters", "engine", "cluster"},
 }
 PURE = ("punica.checks", "punica.registry", "punica.scheduling", "punica.workload", "punica.cluster")
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from experiments.harness.schema import ConfigError
 from experiments.harness.source import fingerprint
 from punica.measure import environment
+from punica.processes import end_with_parent
 
 Job = TypeVar("Job")
 
@@ -23,7 +24,8 @@ def compile_in_parallel(call: Callable[[Job], str], jobs: Sequence[Job], workers
     """
     if workers == 0 or not jobs:
         return
-    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=get_context("spawn")) as pool:
+    context, number = get_context("spawn"), min(workers, len(jobs))
+    with ProcessPoolExecutor(number, mp_context=context, initializer=end_with_parent) as pool:
         for message in filter(None, pool.map(call, jobs, chunksize=chunk)):
             print("not compiled:", message[:200])
 

@@ -41,6 +41,7 @@ import torch.multiprocessing as mp
 
 from punica.checks import check_count
 from punica.parallel.group import TorchDistGroup, process_wide_group, set_tensor_parallel_group
+from punica.processes import end_with_parent
 
 TORCHRUN_HINT = "start the program with torchrun --nproc-per-node N, or use punica.parallel.spawn_tensor_parallel"
 FIRST_FAILURE = "first-failure"  # file with the traceback of the rank that failed first
@@ -277,6 +278,7 @@ def _killed(processes: Sequence[BaseProcess]) -> dict[int, int]:
 
 def _rank_main(rank: int, tp_size: int, backend: str | None, threads: int, home: Path) -> None:
     """Run one rank of `spawn_tensor_parallel`; results and failures go to files in ``home``."""
+    end_with_parent()
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(tp_size))
     torch.set_num_threads(threads)
     place: dict[str, Any] = {"rank": rank, "world_size": tp_size, "init_method": (home / "rendezvous").as_uri()}

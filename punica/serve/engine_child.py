@@ -5,14 +5,11 @@
 The stepping thread is the main one. The reader ends the process when the server's end of the orders closes.
 """
 
-import fcntl
 import gc
 import logging
-import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -29,6 +26,7 @@ from punica.engine.text import TextCodec
 from punica.serve.calls import Call, Piece
 from punica.serve.metrics import KeptNotes
 from punica.serve.stepper import EngineStepper
+from punica.threads import limit_threads
 
 _log = logging.getLogger(__name__)
 REFUSALS = (ImportError, OSError, RuntimeError, TypeError, ValueError)
@@ -124,7 +122,6 @@ class RemoteStepper(EngineStepper):
 
 def run(orders: Connection, messages: Connection, build: Callable[[], Engine]) -> None:
     """Build the engine and serve it, until the orders end."""
-    _die_with_the_server()
     for end in (orders, messages):  # a compiler that outlives this process would keep them open
         os.set_inheritable(end.fileno(), False)
     for number in (signal.SIGINT, signal.SIGTERM):  # of a whole process group: the server's, which lets answers end
@@ -136,6 +133,7 @@ def run(orders: Connection, messages: Connection, build: Callable[[], Engine]) -
     except REFUSALS as error:
         messages.send(portable(error))
         return
+    limit_threads(engine.runner.model)
     tokenizer = None if engine.codec is None else engine.codec.tokenizer
     places, has_lora = engine.config.max_batch_size, engine.manager is not None
     messages.send(EngineDescription(tokenizer, engine.defaults, engine.max_model_len, places, has_lora))
@@ -143,20 +141,6 @@ def run(orders: Connection, messages: Connection, build: Callable[[], Engine]) -
     gc.freeze()  # a collection of all that was imported would halt the steps
     stepper.set_result(made)
     made.run()
-
-
-def _die_with_the_server() -> None:
-    """Have the kernel kill this process when the server's ends, also where a step hangs with the interpreter's lock.
-
-    ``PR_SET_PDEATHSIG`` would do so already when the thread ends that started this process.
-    """
-    server = multiprocessing.parent_process()
-    if sys.platform == "linux" and server is not None:
-        end = server.sentinel  # a pipe to which nothing more is written: its only event is the end of the server
-        with suppress(OSError):  # of kernels without it: then the end of the orders has to do
-            fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
-            fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
-            fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def portable(error: Exception) -> Exception:

@@ -24,6 +24,7 @@ from typing import Any
 
 from punica.adapters import LoRARequest
 from punica.engine import Engine
+from punica.processes import run_with_parent
 from punica.serve.backend import Backend
 from punica.serve.calls import Call, Piece
 from punica.serve.engine_child import EngineDescription, Message, RemoteStepper, run
@@ -60,7 +61,8 @@ class EngineProcess(Backend):
         self._messages, theirs = context.Pipe()  # used one way: sockets hold more than a pipe
         self._orders: SimpleQueue[bytes | None] = SimpleQueue()
         threading.Thread(target=_send, args=(self._orders, ours), name="punica-orders", daemon=True).start()
-        self._process = context.Process(target=run, args=(orders, theirs, build), name="punica-engine")
+        program = pickle.dumps((run, (build,)))
+        self._process = context.Process(target=run_with_parent, args=(program, orders, theirs), name="punica-engine")
         atexit.register(self.close)  # else multiprocessing, whose turn is later, would wait for the process
         try:
             self._process.start()

@@ -31,10 +31,12 @@ from punica.serve.calls import Call, Piece
 from punica.serve.engine_child import RemoteStepper, portable
 from punica.serve.engine_process import EngineProcess
 from punica.serve.metrics import Metrics
-from tests.serve.two_backends import Peculiar, builder, ending, plain, refusing
+from tests.serve.two_backends import Peculiar, builder, ending, plain, refusing, threads, told
 from tests.serve.world import World, served, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 600
+"""For processes that import torch on a busy machine."""
 LONG = {"model": "tenant-0", "prompt": "a", "ignore_eos": True, "max_tokens": 120}
 
 
@@ -178,11 +180,19 @@ def script(text: str, *arguments: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A program that imports this repository."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     words = [sys.executable, "-c", START + text, *map(str, arguments)]
-    with subprocess.Popen(words, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE) as program:
+    environment = {**os.environ, "PYTHONPATH": paths}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, start_new_session=True) as program:
         try:
             yield program
         finally:
-            program.kill()
+            end_session(program)
+
+
+def end_session(program: subprocess.Popen[bytes]) -> None:
+    """Kill a program and whatever it left in its session, as it would be after a time-out."""
+    with suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    program.wait()
 
 
 START = """
@@ -191,7 +201,7 @@ from functools import partial
 from pathlib import Path
 from punica.serve.engine_process import EngineProcess
 from punica.serve.metrics import Metrics
-from tests.serve.two_backends import hanging, plain
+from tests.serve.two_backends import Hangs, hanging, plain
 """
 
 
@@ -203,23 +213,66 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def test_an_engine_that_hangs_with_the_interpreter_ends_with_a_killed_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", ["partial(hanging, Path(sys.argv[1]))", "Hangs(Path(sys.argv[1]))"])
+def test_an_engine_that_hangs_with_the_interpreter_ends_with_a_killed_server(build: str, tmp_path: Path) -> None:
+    """While it loads, and before that, while its libraries are imported."""
     file = tmp_path / "number"
-    with script("EngineProcess(partial(hanging, Path(sys.argv[1])), Metrics())", file) as server:
-        wait_until(lambda: file.exists() or server.poll() is not None)
+    with script(f"EngineProcess({build}, Metrics())", file) as server:
+        wait_until(lambda: file.exists() or server.poll() is not None, LIMIT_S)
         engine = psutil.Process(int(file.read_text()))
-        try:
-            assert not has_ended(engine)
-            server.kill()
-            wait_until(lambda: has_ended(engine))
-        finally:
-            with suppress(psutil.NoSuchProcess):
-                engine.kill()
+        assert not has_ended(engine)
+        server.kill()
+        wait_until(lambda: has_ended(engine), LIMIT_S)
+
+
+def test_a_process_whose_parent_ended_before_the_kernel_knew_ends(tmp_path: Path) -> None:
+    file = tmp_path / "number"
+    with script(ORPHAN, file) as parent:
+        wait_until(lambda: file.exists() or parent.poll() is not None, LIMIT_S)
+        child = psutil.Process(int(file.read_text()))
+        parent.kill()
+        wait_until(lambda: has_ended(child), LIMIT_S)
+
+
+ORPHAN = """
+import multiprocessing, os, time
+from punica.processes import end_with_parent
+file = Path(sys.argv[1])
+def late():
+    parent = os.getppid()
+    file.with_suffix(".part").write_text(str(os.getpid()))
+    file.with_suffix(".part").rename(file)
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    end_with_parent()
+    time.sleep(3600)
+multiprocessing.get_context("fork").Process(target=late).start()
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, (1, "10000")), ({"OMP_NUM_THREADS": "2"}, (2, "10000")), ({"OMP_WAIT_POLICY": "passive"}, (1, None))],
+)
+def test_a_small_model_has_one_thread_unless_the_user_says_otherwise(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], found: Any
+) -> None:
+    async def scenario(process: EngineProcess) -> str:
+        process.start()
+        return await told(process, threads)
+
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with EngineProcess(builder(world, tmp_path / "failures"), Metrics()) as process:
+        assert asyncio.run(scenario(process)) == repr(found)
 
 
 def test_an_engine_that_is_not_closed_ends_with_its_program() -> None:
     with script("process = EngineProcess(plain, Metrics()); print(process._process.pid, flush=True)") as program:
-        output, _ = program.communicate(timeout=120)
+        output, _ = program.communicate(timeout=LIMIT_S)
         assert program.returncode == 0
         assert not psutil.pid_exists(int(output))
 
@@ -241,8 +294,7 @@ def command_line(world: World, tmp_path: Path) -> Iterator[tuple[subprocess.Pope
         (engine,) = [one for one in psutil.Process(server.pid).children() if "spawn_main" in " ".join(one.cmdline())]
         yield server, engine, address
     finally:
-        server.kill()
-        server.wait()
+        end_session(server)
     wait_until(lambda: not engine.is_running())
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from punica.engine import Engine
 from punica.engine.pretrained import GenerationDefaults
 from punica.serve.backend import Backend
@@ -73,8 +75,10 @@ def ending(code: int) -> Engine:
 
 def plain() -> Any:
     """What a process needs of an engine that serves nothing."""
-    config = SimpleNamespace(max_batch_size=1)
-    return SimpleNamespace(codec=None, config=config, manager=None, defaults=GenerationDefaults(), max_model_len=8)
+    config, runner = SimpleNamespace(max_batch_size=1), SimpleNamespace(model=torch.nn.Linear(1, 1))
+    return SimpleNamespace(
+        codec=None, config=config, manager=None, defaults=GenerationDefaults(), max_model_len=8, runner=runner
+    )
 
 
 def hanging(file: Path) -> Engine:
@@ -83,6 +87,24 @@ def hanging(file: Path) -> Engine:
     file.with_suffix(".part").rename(file)
     ctypes.PyDLL(None).sleep(3600)  # unlike CDLL, it keeps the lock
     raise AssertionError("not reached")
+
+
+class Hangs:
+    """What a process hangs at with the interpreter's lock while it unpickles it: as at the import of a library."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return hanging, (self.file,)
+
+    def __call__(self) -> Engine:
+        raise AssertionError("not reached")
+
+
+def threads(stepper: RemoteStepper) -> None:
+    """Say how many threads compute a step, and how long they wait for each other."""
+    raise ValueError(repr((torch.get_num_threads(), os.environ.get("GOMP_SPINCOUNT"))))
 
 
 class Peculiar(ValueError):
@@ -102,10 +124,10 @@ def tell(stepper: RemoteStepper) -> None:
     raise ValueError(repr(state_of(stepper.engine)))
 
 
-async def told(process: EngineProcess) -> str:
+async def told(process: EngineProcess, question: Callable[[RemoteStepper], None] = tell) -> str:
     """Ask what the engine holds."""
     try:
-        await process._order(tell)
+        await process._order(question)
     except ValueError as error:
         return str(error)
     raise AssertionError("no answer")
