@@ -7,7 +7,8 @@ ARGS   ?=
 SUITE  ?= trixie
 BIN    := $(VENV)/bin
 RUN    := $(BIN)/python
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# pip says what it downloads on a terminal, and only errors elsewhere
+PIP    := $(BIN)/python -m pip install $$([ -t 2 ] || echo --quiet) --disable-pip-version-check -c constraints.txt
 # One test process per core, at most 8 (1 GB each), single-threaded; ARGS="-n 0" runs all in one, e.g. for a debugger.
 PARALLEL := -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8))) --dist worksteal
 
@@ -44,9 +45,9 @@ setup: $(VENV)/.dev ## Create .venv and install everything, pinned by constraint
 reproduce: $(VENV)/.experiments ## Measure every figure on this machine, compare with the paper, draw, judge
 	@$(RUN) -m experiments.commands.reproduce $(ARGS)
 
-figure: $(VENV)/.experiments ## Measure and draw one figure: make figure FIG=fig08
-	@test -n "$(FIG)" || { echo "Say which figure: make figure FIG=fig08"; exit 2; }
-	@$(RUN) -m experiments.commands.reproduce figures=[$(FIG)] $(ARGS)
+figure: $(VENV)/.experiments ## Measure and draw one figure: make figure FIG=8, or FIG=ext_moe
+	@test -n "$(FIG)" || { echo "Say which figure: make figure FIG=8, or FIG=ext_moe"; exit 2; }
+	@$(RUN) -m experiments.commands.reproduce 'figures=[$(FIG)]' $(ARGS)
 
 figures: $(VENV)/.experiments ## Draw the figures again from recorded rows (results/), no measuring
 	@$(RUN) -m experiments.commands.figures $(ARGS)

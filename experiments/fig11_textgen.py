@@ -199,7 +199,7 @@ class Fig11(Experiment):
         self, cfg: Config, point: Point, panel: str, cells: Iterable[tuple[str, str]], called: str = "{0} on {1}"
     ) -> dict[tuple[str, str, str], Row]:
         """Read the rows of the repeat of `point` and today's code, by system, workload and metric. `CheckFailed` when
-        the throughput of one of `cells` is missing because its check failed.
+        the throughput of one of `cells` is missing, because its check failed or for want of time.
         """
         source = source_of(self)
         cell = (panel, point.model, point.batch_size, cfg.scale.name, cfg.timer.name, point.repeat)
@@ -208,7 +208,8 @@ class Fig11(Experiment):
             mine = (row.panel, row.model, row.batch_size, row.scale, row.timer, row.repeat)
             return mine == cell and row.rank in (None, point.rank) and row.source_hash == source
 
-        rows = filter(belongs, read_rows(folders(cfg).fresh_rows / f"{self.name}.csv"))
+        file = folders(cfg).fresh_rows / f"{self.name}.csv"
+        rows = filter(belongs, read_rows(file) if file.exists() else [])
         found = {(row.system, row.workload, row.metric): row for row in rows}
         if missing := [called.format(*one) for one in cells if (*one, "throughput") not in found]:
             raise CheckFailed(f"no throughput of {', '.join(missing)} to compare with; see the messages above")

@@ -1,5 +1,6 @@
 """Commands over many figures: their Hydra entry, and one step per figure that survives the failure of others."""
 
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -8,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from experiments.harness.catalogue import experiments
-from experiments.harness.command import given, launch, register
+from experiments.harness.command import given, launch, or_exit, register, said_by_hydra
 from experiments.harness.experiment import CheckFailed, Experiment
 from experiments.harness.schema import ConfigError, register_app
 from experiments.harness.settings import ALWAYS_READ, Folders, keys_read, refuse_unread
-from punica.measure.records import RowsError
+from punica.measure.records import RowsError, disk_is_full
 
 SOURCES = ("auto", "fresh", "recorded")
 BATCH_KEYS = ("figures", "source", "allow_dirty", "commit")
@@ -37,7 +39,16 @@ def batch_main(name: str, doc: str, job: Callable[[DictConfig], int], *reads: st
         refuse_unread(given(), {*ALWAYS_READ, *reads}.union(*map(keys_read, chosen)), who)
         return job(cfg)
 
+    or_exit(refuse_keys_of_one_figure)
     launch(name, task)
+
+
+def refuse_keys_of_one_figure() -> None:
+    """Raise `ConfigError` for the first word of the command line that sets a key of `figure`, which each has."""
+    for word in sys.argv[1:]:
+        if re.match(r"\+*figure[.=@]", word):
+            own = f"python -m experiments.fig08_lora_operator {word}"
+            raise ConfigError(f"{word} is of one figure, and this command takes many: give it to a script, as in {own}")
 
 
 def sides(places: Folders, source: str) -> dict[str, tuple[Path, Path]]:
@@ -58,7 +69,7 @@ def composed(experiment: Experiment) -> DictConfig:
 def each(cfg: DictConfig, step: Callable[[Experiment], Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """`step(experiment)` for each chosen figure: results by name, and what went wrong by name.
 
-    One figure that fails does not stop the others, see `noted`.
+    One figure that fails does not stop the others, see `noted`; a full disk does.
     """
     results: dict[str, Any] = {}
     failures: dict[str, str] = {}
@@ -72,13 +83,17 @@ def each(cfg: DictConfig, step: Callable[[Experiment], Any]) -> tuple[dict[str, 
 def noted(name: str, failures: dict[str, str], then: str = "") -> Iterator[None]:
     """Note in ``failures`` why the block fails, and print it with what to do ``then``, so that the rest still runs.
 
-    What is not a message for the user comes with its traceback.
+    What is not a message for the user comes with its traceback. A full disk ends the command.
     """
     try:
         yield
         return
     except (ConfigError, RowsError, CheckFailed, OSError) as error:
+        if disk_is_full(error):
+            raise
         failures[name] = str(error)
+    except HydraException as error:
+        failures[name] = said_by_hydra(error)
     except Exception as error:
         traceback.print_exc()
         failures[name] = f"{type(error).__name__}: {error}"

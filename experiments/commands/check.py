@@ -116,7 +116,7 @@ def check(cfg: DictConfig) -> int:
     here = machine_of(places.fresh_rows, places.fresh_figures, places.paper, HERE)
     recorded = read_folder(places.recorded_rows)
     claims = hold_claims(of_claims, here.verdicts)
-    lines, outside = claims_said(claims), 0
+    lines, found, counted = claims_said(claims), len(claims.outside), 0
     excused: Collection[str] = distinct(here.rows, "figure")
     if said := other_device(recorded, here.rows):
         lines += [said, f"On another device {NOT_COUNTED}"]
@@ -125,11 +125,12 @@ def check(cfg: DictConfig) -> int:
         slow = other_speeds(recorded, here.rows)
         lines += [*rows_said(held), *speeds_said(whole, slow)]
         excused = excused if whole else slow
-        outside = counted_rows(held, excused)
-    outside += counted_claims(claims, here.verdicts, excused)
+        found, counted = found + len(held.outside), counted_rows(held, excused)
+    counted += counted_claims(claims, here.verdicts, excused)
     lines += [f"  not compared: {count} rows {reason}" for reason, count in left_out(here.rows).items()]
-    print("\n".join([*lines, f"{outside} outside of the expected ranges of {places.recorded_rows.name}"]))
-    return 1 if outside else 0
+    ended = f"{found} outside, of which {counted} count: expected ranges of {places.recorded_rows.name}"
+    print("\n".join([*lines, ended]))
+    return 1 if counted else 0
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 """Reproduce the paper: measure what is missing or stale of every figure, draw what changed, judge the claims.
 
 Run again, it measures only what other work disturbed and what time was too short for; delete one file of rows, and it
-redoes that figure. `figures=[fig08]` chooses figures by name or prefix; any other override (`scale=smoke`,
+redoes that figure. `figures=[8,ext_moe]` chooses figures by number, name or prefix; any other override (`scale=smoke`,
 `hardware=cpu`, `force=true`, ...) goes to every figure. It ends when the minutes of the chosen figures
-(`figure.minutes`) are over, on a slow or busy machine with less measured. A figure that fails does not stop the others,
-and the exit code says so at the end. The scale is `laptop` on a CPU and `gpu` on a GPU, unless it is named.
+(`figure.minutes`) are over, on a slow or busy machine with less measured, and behind them with a point of each at
+least. A figure that fails does not stop the others, and the exit code and the first lines of the end say so. The scale
+is `laptop` on a CPU and `gpu` on a GPU, unless it is named.
 
     python -m experiments.commands.reproduce
 """
 
+import itertools
 import math
 import sys
+import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from omegaconf import DictConfig
 
@@ -25,14 +28,20 @@ from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import folders
 
+WIDTH = 118
+"""Characters of a line at the end."""
+
 
 def reproduce(cfg: DictConfig) -> int:
     """Run every chosen figure, then the report if any row changed; 0 when all went well."""
     started = time.perf_counter()
     configs, broken = each(cfg, composed)
-    deadline = Deadline(minutes_of(configs))
+    shares, place, of = minutes_of(configs), itertools.count(1), len(configs) + len(broken)
+    deadline = Deadline(shares)
 
     def one(experiment: Experiment) -> Outcome:
+        time_left = time_said(deadline.minutes_left) if experiment.name in shares else "no limit of time"
+        print(f"figure {next(place)} of {of}: {experiment.name}, {time_left}", file=sys.stderr, flush=True)
         if experiment.name in broken:
             raise ConfigError(broken[experiment.name])
         outcome = run(configs[experiment.name], experiment, deadline.budget(experiment.name))
@@ -43,16 +52,19 @@ def reproduce(cfg: DictConfig) -> int:
         return outcome
 
     outcomes, failures = each(cfg, one)
+    over = max(0.0, -deadline.minutes_left)
     failures |= {name: "; ".join(outcome.failed) for name, outcome in outcomes.items() if outcome.failed}
     changed = [name for name, outcome in outcomes.items() if outcome.measured]
-    report = ""
+    report, said = "", measured(outcomes.values(), (time.perf_counter() - started) / 60, over)
     with noted("report", failures, "; the rows are on disk: once that is mended, make report judges and shows them"):
-        report = _report(cfg, list(outcomes.values()), started)
+        report, judged = _report(cfg, bool(changed))
+        said += judged
+    print("\n".join(["", *failed(failures, outcomes), *said]), file=sys.stderr, flush=True)
     finish(
         command="reproduce",
+        failed=failures,
         measured=changed,
         up_to_date=[name for name in outcomes if name not in changed],
-        failed=failures,
         figures=[path for outcome in outcomes.values() for path in outcome.figures if path.endswith(".png")],
         disturbed={name: outcome.disturbed for name, outcome in outcomes.items() if outcome.disturbed},
         left_out={name: outcome.left_out for name, outcome in outcomes.items() if outcome.left_out},
@@ -69,27 +81,50 @@ def minutes_of(configs: Mapping[str, DictConfig]) -> dict[str, float]:
     return {name: minutes for name, minutes in found.items() if minutes is not None}
 
 
-def _report(cfg: DictConfig, outcomes: list[Outcome], started: float) -> str:
-    """Judge the claims when rows are newer than the page, and print the end of the run; return the path of
-    the table, or an empty string without rows.
+def time_said(left: float) -> str:
+    """Say how many minutes are ``left`` to all figures that have a limit."""
+    return f"{left:.1f} minutes left in all" if left > 0 else f"{-left:.1f} minutes over: one measurement of each"
+
+
+def failed(failures: Mapping[str, str], outcomes: Mapping[str, Outcome]) -> list[str]:
+    """Say what failed and why: of a figure with wrong points the first."""
+    lines = []
+    for name, why in failures.items():
+        if wrong := outcomes[name].failed if name in outcomes else []:
+            why = wrong[0] + (f"; and {len(wrong) - 1} more of its points" if len(wrong) > 1 else "")
+        lines.append(f"  {name}: {' '.join(why.split())}")
+    return [f"Failed ({len(failures)}):", *lines, ""] if failures else []
+
+
+def measured(outcomes: Collection[Outcome], minutes: float, over: float) -> list[str]:
+    """Say how much was measured in how many ``minutes``, ``over`` of them too many, and what was left out."""
+    now = [one for one in outcomes if one.measured]
+    text = f"Measured {sum(one.measured for one in now):,} points of {len(now)} figures in {minutes:.1f} minutes"
+    if over > 0.05:
+        text += f", {over:.1f} more than planned, since every figure has a point whatever the time"
+    if skipped := sum(one.skipped for one in outcomes):
+        text += f"; {skipped:,} points were up to date"
+    short = [f"{one.experiment} {one.left_out} of {one.points}" for one in outcomes if one.left_out]
+    left = f"Left out for want of time: {', '.join(short)}; make reproduce again goes on with them."
+    return [*textwrap.wrap(f"{text}.", WIDTH), *(textwrap.wrap(left, WIDTH) if short else [])]
+
+
+def _report(cfg: DictConfig, changed: bool) -> tuple[str, list[str]]:
+    """Judge the claims when rows ``changed`` or are newer than the page; return the path of the table, which is empty
+    without rows, and the lines to print.
     """
     from experiments.commands.report import PAGE, write_fresh
-    from experiments.report.ending import ending, left_out
+    from experiments.report.ending import ending
 
     places = folders(cfg)
     table = places.fresh_rows.parent / "claims.md"
     if not places.fresh_rows.is_dir():
-        return ""
+        return "", []
     page, rows = table.with_name(PAGE), places.fresh_rows.glob("*.csv")
     written = page.stat().st_mtime if page.exists() else -math.inf
-    if any(outcome.measured for outcome in outcomes) or any(path.stat().st_mtime > written for path in rows):
-        here, others, files = write_fresh(places)
-        minutes = (time.perf_counter() - started) / 60
-        print("\n" + ending(outcomes, minutes, here, others, files), file=sys.stderr, flush=True)
-    else:
-        lines = [*left_out(outcomes), f"Nothing new was measured; the report is {page}"]
-        print("\n".join(lines), file=sys.stderr, flush=True)
-    return str(table)
+    if changed or any(path.stat().st_mtime > written for path in rows):
+        return str(table), ending(*write_fresh(places))
+    return str(table), [f"Nothing new was measured; the report is {page}"]
 
 
 if __name__ == "__main__":

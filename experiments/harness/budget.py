@@ -2,11 +2,12 @@
 
 A figure's share of the time left is its part of the minutes (`figure.minutes`) of all figures that are not done. Unused
 time thus goes to later figures, and all of them bear an overrun. Within a share, samples give way first, down to
-`scale.min_repeats`, or to two of a call too slow for those (`scale.patience`); then repeats; then points. A
-measurement is estimated by its last duration, a new one by that of the measurement before it. Outside `make reproduce`
-there is no deadline: the first pass is whole, only repeats give way.
+`scale.min_repeats`, or to two of a call too slow for those (`scale.patience`); then repeats; then points. The first
+measurement of a run is taken whatever the time, so a slow machine runs over with a point of every figure. Outside
+`make reproduce` there is no deadline: the first pass is whole, only repeats give way.
 
-A first measurement may hold a set-up that later ones find done, so repeats are weighed one by one and not as a pass.
+A measurement is estimated by its last duration, a new one by the shorter of the two before it: one of these may hold a
+set-up that later ones find done. So repeats are weighed one by one, too, and not as a pass.
 """
 
 import math
@@ -33,7 +34,7 @@ class OutOfTime(BaseException):
 class Budget:
     """Time of one figure: `seconds` from now (None: no limit), of which `figure.minutes` gave it `own`.
 
-    `firm`: under a deadline, so that even first measurements are left out or stopped.
+    `firm`: under a deadline, so that even points of the first pass are left out or stopped.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Budget:
         self._end = math.inf if seconds is None else clock() + seconds
         self._own = (seconds or 0.0) if own is None else own
         self._costs: dict[str, float] = {}
-        self._last = 0.0
+        self._latest = (0.0, 0.0)
 
     @property
     def left(self) -> float:
@@ -55,18 +56,21 @@ class Budget:
         return min(wanted, max(0.0, TIMED * self.left / max(1, points)))
 
     @contextmanager
-    def spending(self, key: str) -> Iterator[None]:
-        """Time a measurement of `key`, as the estimate of its next one; `OutOfTime` stops it far beyond the share."""
+    def spending(self, key: str, whole: bool = False) -> Iterator[None]:
+        """Time a measurement of `key`, as the estimate of its next one; `OutOfTime` stops it far beyond the share,
+        unless it is to be taken `whole`.
+        """
         started = self._clock()
         try:
-            with stopped_after(self.left + GRACE * self._own if self.firm else math.inf):
+            with stopped_after(self.left + GRACE * self._own if self.firm and not whole else math.inf):
                 yield
         finally:
-            self._last = self._costs[key] = self._clock() - started
+            self._costs[key] = self._clock() - started
+            self._latest = self._latest[1], self._costs[key]
 
     def estimate(self, key: str) -> float:
-        """Return the seconds that `key` took last, or those of the latest measurement of all."""
-        return self._costs.get(key, self._last)
+        """Return the seconds that `key` took last, or the fewer of the latest two measurements of all."""
+        return self._costs.get(key, min(self._latest))
 
     def fits(self, *keys: str, slack: float = 0.0) -> bool:
         """Check that measurements of `keys` end within the share, or beyond it by the part `slack` of the minutes."""
@@ -80,6 +84,12 @@ class Deadline:
         self._waiting = {name: 60.0 * share for name, share in minutes.items()}
         self._clock, self._end = clock, clock() + sum(self._waiting.values())
         self._unlimited_since: float | None = None
+
+    @property
+    def minutes_left(self) -> float:
+        """Minutes until it; fewer than zero behind it."""
+        now = self._clock() if self._unlimited_since is None else self._unlimited_since
+        return (self._end - now) / 60
 
     def budget(self, name: str) -> Budget:
         """Return the share of `name`, from now: its part of the time left for it and for figures not asked for yet.

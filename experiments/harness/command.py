@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from unittest import mock
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -23,7 +26,7 @@ from experiments.harness.keys import refuse_unknown
 from experiments.harness.resume import run
 from experiments.harness.schema import CONF, REPOSITORY, ConfigError, register_app, register_names, register_options
 from experiments.harness.settings import folders, keys_read, refuse_unread
-from punica.measure.records import RowsError, ensure_writable
+from punica.measure.records import RowsError, disk_is_full, ensure_writable
 
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C ended."""
@@ -47,6 +50,13 @@ def or_exit(work: Callable[[], Any]) -> Any:
         return work()
     except (ConfigError, RowsError) as error:
         print(f"error: {error}", file=sys.stderr)
+    except HydraException as error:
+        print(f"error: {said_by_hydra(error)}", file=sys.stderr)
+    except OSError as error:
+        if not disk_is_full(error):
+            raise
+        kept = "make room there, or choose another folder with paths.outputs=<folder>; what was measured is kept"
+        print(f"error: {error.filename or 'a file'} cannot be written ({error.strerror}): {kept}", file=sys.stderr)
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
@@ -56,6 +66,14 @@ def or_exit(work: Callable[[], Any]) -> Any:
         print("interrupted: finished rows are on disk; run the same command again to go on", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
     raise SystemExit(2)
+
+
+def said_by_hydra(error: HydraException) -> str:
+    """Return what Hydra has against an override, or a choice, in one line."""
+    about = re.split(r"\n(?:Config search path|See https|To append)", str(error))[0]
+    cause = str(error.__cause__ or "").partition("\n")[0]
+    lists = "; a list has brackets, key=[value,value]" if "ListConfig" in cause else ""
+    return " ".join(f"{about} {cause}{lists}; --help lists keys and choices".split())
 
 
 def register(experiment: Experiment) -> None:
@@ -128,9 +146,9 @@ def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
         elif code:
             raise SystemExit(code)
 
-    or_exit(refuse_interpolated_paths)
-    with _any_help():
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
+    or_exit(refuse_what_hydra_takes_otherwise)
+    with _any_help(), mock.patch.dict(os.environ, HYDRA_FULL_ERROR="1"):  # it raises what it would print in many lines
+        or_exit(hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task))
     if failed:
         print(f"jobs that failed: {len(failed)}", *failed, sep="\n  ", file=sys.stderr)
         raise SystemExit(1)
@@ -157,8 +175,13 @@ def _is_multirun() -> bool:
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
-def refuse_interpolated_paths() -> None:
-    """Raise `ConfigError` where Hydra would take a part of the repository's or the working folder's path for a key."""
+def refuse_what_hydra_takes_otherwise() -> None:
+    """Raise `ConfigError` where Hydra would take a part of the repository's or the working folder's path for a key, or
+    the `~` of an override for the order to delete one.
+    """
+    for word in sys.argv[1:]:
+        if re.search(r"^~|=['\"]?~", word):
+            raise ConfigError(f"{word}: ~ is no home folder here, and no key can be deleted; write key=value without ~")
     for what, path in (("this repository", REPOSITORY), ("the working folder", Path.cwd())):
         if "${" in str(path):
             raise ConfigError(f"the path of {what}, {path}, has ${{ in it, which Hydra reads as a key: rename it")

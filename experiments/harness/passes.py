@@ -5,8 +5,8 @@ drift of the machine. Its rows are on disk at once. A repeat is marked as distur
 `punica.measure.disturbance`, or, of a timed call, by its siblings: `slow_repeats`. Marked ones are measured again,
 `scale.tries` times at most and while time is left: after a pass that left few of them (a burst), ahead of further
 repeats, and after the last pass. Only a quieter measurement replaces rows. What does not fit into the share of time
-(`budget`) is left out and counted; the first pass with new points starts in any case, so that repeated runs of one
-command make progress.
+(`budget`) is left out and counted; the first measurement is taken in any case, so that every figure has a point and
+repeated runs of one command make progress.
 """
 
 import math
@@ -100,7 +100,7 @@ class Passes:
     def _pass(self, groups: list[Group], may_give_way: bool) -> None:
         for group in groups:
             self.progress.set_postfix_str(group[0].label(), refresh=True)
-            if may_give_way and not self.budget.fits(_key(group), slack=SLACK):
+            if may_give_way and self.outcome.measured and not self.budget.fits(_key(group), slack=SLACK):
                 self._leave_out([group])
             elif group[0].label() not in self._wrong:
                 if self._measure(group):
@@ -122,7 +122,7 @@ class Passes:
     def _measure(self, group: Group) -> bool:
         """Measure `group`, and write its rows unless quieter ones are there; False where it failed or was stopped."""
         try:
-            with self.budget.spending(_key(group)):
+            with self.budget.spending(_key(group), whole=not self.outcome.measured):
                 watch = Watch(self.cfg.hardware.device)
                 readings = self.experiment.measure_together(self._in_time(group), group)
                 found = watch.stop()
@@ -208,7 +208,7 @@ class Passes:
         for point in points:
             self.progress.set_postfix_str(point.label(), refresh=True)
             try:
-                with self.budget.spending(point.key()):
+                with self.budget.spending(point.key(), whole=not self.outcome.measured):
                     readings = self.experiment.measure(self._clocks[point.timer], point)
                 self._write([point], [readings], {})
                 self.outcome.measured += 1

@@ -69,8 +69,8 @@ def fill(above: Axes, below: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spe
 
 def label(above: Axes, below: Axes, rows: pd.DataFrame, spec: Overlay) -> None:
     """Name the vertical axes."""
-    unit = rows["unit"].iloc[0]
-    above.set_ylabel(f"{spec.metric.replace('_', ' ')} ({'µs' if unit == 'us' else unit})")
+    units = ", ".join("µs" if unit == "us" else unit for unit in distinct(rows, "unit"))
+    above.set_ylabel(f"{spec.metric.replace('_', ' ')} ({units})")
     below.set_ylabel("relative to its own\nsmallest batch")
 
 

@@ -5,9 +5,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.artist import Artist
@@ -76,9 +73,12 @@ def numbered(place: int) -> dict[str, Any]:
 
 @contextmanager
 def themed() -> Iterator[None]:
-    """The theme of every figure: fonts stay text in the PDF (type 42), thin lines, light grid."""
+    """The theme of every figure, whatever the user's matplotlibrc says: fonts stay text in the PDF (type 42), thin
+    lines, light grid.
+    """
     _unknown.clear()
     with plt.rc_context():
+        plt.rcdefaults()
         sns.set_theme("paper", "whitegrid", palette="colorblind")
         plt.rcParams.update(
             {

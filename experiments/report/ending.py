@@ -1,4 +1,4 @@
-"""The last lines of `make reproduce`, for the person who waited: what was measured, what it shows, where to look."""
+"""The last lines of `make reproduce`, for the person who waited: what the rows show, and where to look."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -7,38 +7,18 @@ from pathlib import Path
 from experiments.claims import Verdict
 from experiments.claims.judge import DIFFERS, VERDICTS, counts
 from experiments.claims.table import noise
-from experiments.harness.passes import Outcome
 from experiments.report.machines import Machine, columns
 
 WIDTH, STATEMENT, MOST_REASONS = 118, 58, 14
 """Characters of a line, and of a claim in it; reasons that are printed, so that all fits on one screen."""
 
 
-def ending(
-    outcomes: Sequence[Outcome], minutes: float, here: Machine, others: Sequence[Machine], files: Sequence[Path]
-) -> str:
-    """Return the text; ``files`` are the tables and, last, the page."""
+def ending(here: Machine, others: Sequence[Machine], files: Sequence[Path]) -> list[str]:
+    """Return the lines; ``files`` are the tables and, last, the page."""
     page, table = files[-1], files[0]
-    lines = [*_measured(outcomes, minutes), "", *_counts(columns([here, *others])), ""]
+    lines = ["", *_counts(columns([here, *others])), ""]
     lines += [*_reasons(here.verdicts, table), noise(here.verdicts, here.rows, here.stability), ""]
-    lines += [f"Look at   {page}", f"figures   {here.figures}", f"tables    {table}"]
-    return "\n".join(lines)
-
-
-def _measured(outcomes: Sequence[Outcome], minutes: float) -> list[str]:
-    """Say how much was measured, and what was left out."""
-    now = [one for one in outcomes if one.measured]
-    text = f"Measured {sum(one.measured for one in now):,} points of {len(now)} figures in {minutes:.1f} minutes"
-    if skipped := sum(one.skipped for one in outcomes):
-        text += f"; {skipped:,} points were up to date"
-    return [f"{text}.", *left_out(outcomes)]
-
-
-def left_out(outcomes: Sequence[Outcome]) -> list[str]:
-    """Say which points of which figures were left out."""
-    short = [f"{one.experiment} {one.left_out} of {one.points}" for one in outcomes if one.left_out]
-    text = f"Left out for want of time: {', '.join(short)}; make reproduce again goes on with them."
-    return textwrap.wrap(text, WIDTH) if short else []
+    return [*lines, f"Look at   {page}", f"figures   {here.figures}", f"tables    {table}"]
 
 
 def _counts(sides: Mapping[str, Sequence[Verdict]]) -> list[str]:

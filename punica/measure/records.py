@@ -11,6 +11,7 @@ in milliseconds.
 """
 
 import csv
+import errno
 import fcntl
 import os
 import tempfile
@@ -34,6 +35,12 @@ DIFFERENCES = ("added_latency", "added_per_token", "stall")
 
 class RowsError(RuntimeError):
     """A rows file or its folder cannot be used; the message names the path, the line and the remedy."""
+
+
+def disk_is_full(error: BaseException | None) -> bool:
+    """Check for an error of a disk, a quota or a largest file that is full, or one that is raised from it."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return error is not None and (getattr(error, "errno", None) in full or disk_is_full(error.__cause__))
 
 
 class ImpossibleRow(RowsError):
@@ -199,14 +206,14 @@ def ensure_writable(folder: str | Path) -> None:
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
     except OSError as error:
         reason = error.strerror or str(error)
+        remedy = "make room" if disk_is_full(error) else "give yourself write permission"
         raise RowsError(
-            f"cannot write in {folder} ({reason}): give yourself write permission there, "
-            "or choose another folder with paths.outputs=<folder>"
-        ) from None
+            f"cannot write in {folder} ({reason}): {remedy} there, or choose another folder with paths.outputs=<folder>"
+        ) from error
 
 
 def is_duration(metric: str) -> bool:

@@ -43,14 +43,16 @@ class Machine:
 
 
 class Working(Fake):
-    """Takes `seconds` per measurement on the machine that shares are for, three times as much for the first."""
+    """Takes `seconds` per measurement on the machine that shares are for, three times as much for the first; all but
+    the first are `endless`.
+    """
 
-    def __init__(self, machine, seconds):
+    def __init__(self, machine, seconds, endless=False):
         super().__init__()
-        self.machine, self.seconds = machine, seconds
+        self.machine, self.seconds, self.endless = machine, seconds, endless
 
     def measure(self, cfg, point):
-        self.machine.work(self.seconds * (1 if self.measured else 3))
+        self.machine.work(self.seconds * (1 if self.measured else 3) * (1e6 if self.measured and self.endless else 1))
         return super().measure(cfg, point)
 
 
@@ -71,12 +73,13 @@ def minutes(tmp_path):
     return {name: by_scale["laptop"] for name, by_scale in found.items() if "laptop" in by_scale}
 
 
-def reproduce(tmp_path, machine, shares, seconds):
+def reproduce(tmp_path, machine, shares, seconds, endless=""):
     """One figure per share, as the command runs them; outcomes and rows by name. It ends in time."""
     deadline, found = Deadline(shares, clock=machine), {}
     for name in shares:
         place = tmp_path / name
-        outcome = run(composed(place, *GRID), Working(machine, seconds(name)), deadline.budget(name))
+        working = Working(machine, seconds(name), name == endless)
+        outcome = run(composed(place, *GRID), working, deadline.budget(name))
         rows = read_rows(outcome.rows_file) if outcome.measured else []
         found[name] = outcome, [row for row in rows if row.statistic == "median"]
     assert machine.now <= 60 * (sum(shares.values()) + GRACE * shares[name])
@@ -146,33 +149,53 @@ def test_a_machine_ten_times_slower_ends_in_time(tmp_path, on):
         assert outcome.measured + outcome.left_out == 12
 
 
-def test_one_endless_figure_does_not_starve_the_others(tmp_path, on):
+def test_one_figure_whose_second_point_is_endless_does_not_starve_the_others(tmp_path, on):
     shares = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
-    found = reproduce(tmp_path, on(), shares, lambda name: 1e6 if name == "b" else 3.0)
-    assert {name: outcome.left_out for name, (outcome, _) in found.items()} == {"a": 0, "b": 12, "c": 0, "d": 0}
+    found = reproduce(tmp_path, on(), shares, lambda name: 3.0, endless="b")
+    assert {name: outcome.left_out for name, (outcome, _) in found.items()} == {"a": 0, "b": 11, "c": 0, "d": 0}
 
 
-def test_after_the_deadline_nothing_is_begun(tmp_path, on):
-    machine = on()
-    deadline = Deadline({NAME: 1.0}, clock=machine)
+def test_after_the_deadline_every_figure_has_its_first_point_whole_and_the_overrun_is_known(tmp_path, on):
+    machine = on(1000.0)
+    shares = dict.fromkeys("abc", 1.0)
+    deadline, kept = Deadline(shares, clock=machine), {}
+    for name in shares:
+        working = Working(machine, 1.0)
+        kept[name] = run(composed(tmp_path / name, *GRID), working, deadline.budget(name))
+        assert [batch for _, batch in working.measured] == [1]
+        assert {row.batch_size for row in read_rows(kept[name].rows_file)} == {1}
+    assert {(one.measured, one.left_out, tuple(one.failed)) for one in kept.values()} == {(1, 11, ())}
+    assert deadline.minutes_left == 3 - 3 * 3000 / 60
+    late, again = Deadline({"a": 1.0}, clock=machine), Working(machine, 1.0)
     machine.now += 61
-    outcome = run(composed(tmp_path, *GRID), working := Working(machine, 1.0), deadline.budget(NAME))
-    assert (working.measured, outcome.left_out, outcome.failed) == ([], 12, [])
+    run(composed(tmp_path / "a", *GRID), again, late.budget("a"))
+    assert [batch for _, batch in again.measured] == [2], "a second run makes progress"
 
 
-def test_what_was_not_measured_yet_is_taken_to_cost_as_much_as_its_neighbour(on):
+def test_a_set_up_that_took_the_share_is_not_taken_for_the_cost_of_what_follows(tmp_path, on):
+    class Starting(Working):
+        def measure(self, cfg, point):
+            self.machine.now += 0.0 if self.measured else 50.0
+            return super().measure(cfg, point)
+
+    machine = on()
+    outcome = run(composed(tmp_path, *GRID), Starting(machine, 0.5), Deadline({NAME: 1.0}, clock=machine).budget(NAME))
+    assert (outcome.measured, outcome.left_out) == (10, 2)  # its own repeats are not begun, as they took 51 seconds
+
+
+def test_what_was_not_measured_yet_is_taken_to_cost_as_much_as_its_cheaper_neighbour(on):
     machine = on()
     budget = Budget(100.0, firm=True, clock=machine)
     for key, seconds in (("a", 5.0), ("b", 30.0)):
         with budget.spending(key):
             machine.work(seconds)
-    assert (budget.estimate("a"), budget.estimate("b"), budget.estimate("new")) == (5.0, 30.0, 30.0)
+    assert (budget.estimate("a"), budget.estimate("b"), budget.estimate("new")) == (5.0, 30.0, 5.0)
     machine.now += 45  # 20 are left
-    assert [budget.fits(key) for key in ("a", "b", "new")] == [True, False, False]
+    assert [budget.fits(key) for key in ("a", "b", "new")] == [True, False, True]
     assert [budget.fits(key, slack=SLACK) for key in ("a", "b", "new")] == [True, True, True]  # it may end 10 too late
     assert [budget.fits(*keys, slack=SLACK) for keys in (["a", "b"], ["b"])] == [False, True]
     machine.now += 15
-    assert [budget.fits(key, slack=SLACK) for key in ("a", "b", "new")] == [True, False, False]
+    assert [budget.fits(key, slack=SLACK) for key in ("a", "b", "new")] == [True, False, True]
 
 
 class Endless(Fake):
