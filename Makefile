@@ -31,7 +31,7 @@ $(VENV)/.path: $(VENV)/.created
 	@touch $@
 
 $(VENV)/.experiments: $(VENV)/.created pyproject.toml constraints.txt | $(VENV)/.path
-	@echo "Installing punica and the packages of the experiments (about a minute, most of it torch)"
+	@echo "Installing punica and the packages of the experiments (with CUDA 2.9 GB to download, most of it torch; docs/index.md has a smaller way)"
 	@$(PIP) -e '.[experiments]'
 	@touch $@
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,29 @@ def test_the_environment_of_make_finds_the_experiments_from_any_folder(tmp_path)
         capture_output=True, text=True, cwd=tmp_path, env={**clean, "PYTHONSAFEPATH": "1"}, check=False,
     )  # fmt: skip
     assert found.stdout.strip() == str(REPOSITORY / "experiments" / "__init__.py"), found.stderr
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_set_up_shows_what_pip_does_on_a_terminal_alone(tmp_path, terminal):
+    (tmp_path / "bin").mkdir()
+    for name in (".created", ".path"):
+        (tmp_path / name).touch()
+    pip = tmp_path / "bin" / "python"
+    pip.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n')
+    pip.chmod(0o755)
+    ours, theirs = os.openpty() if terminal else os.pipe()
+    subprocess.run(["make", f"VENV={tmp_path}", f"{tmp_path}/.experiments"], cwd=REPOSITORY, stderr=theirs, check=True)
+    for end in (ours, theirs):
+        os.close(end)
+    words = (tmp_path / "words").read_text().split()
+    assert words[:3] == ["-m", "pip", "install"]
+    assert ("--quiet" in words) is not terminal
+
+
+def test_the_line_for_the_cpu_wheel_installs_the_pinned_torch():
+    (pinned,) = re.findall(r"^torch==(\S+)$", (REPOSITORY / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    line = f"$ .venv/bin/pip install torch=={pinned} --index-url https://download.pytorch.org/whl/cpu\n"
+    assert line in (REPOSITORY / "docs" / "index.md").read_text("utf-8")
 
 
 SWEEP = """

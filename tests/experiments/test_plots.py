@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -42,6 +45,25 @@ def row(value, **columns):
 def closed():
     yield
     plt.close("all")
+
+
+def test_neither_matplotlibrc_nor_backend_of_the_user_reach_a_figure(tmp_path):
+    """LaTeX, which few have installed, and a backend that there is not."""
+    write_rows(tmp_path / "fig09_lora_ranks.csv", [row(10.0)])
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nsavefig.bbox: tight\nsavefig.dpi: 10\n")
+    code = f"""
+from pathlib import Path
+from experiments.fig09_lora_ranks import EXPERIMENT
+from experiments.plots.draw import draw
+draw(EXPERIMENT, Path("fig09_lora_ranks.csv"), Path("."), Path({str(PAPER)!r}))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MPLBACKEND": "none"}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    draw(FIG09, tmp_path / "fig09_lora_ranks.csv", tmp_path / "ours", PAPER)
+    sizes = [plt.imread(folder / "fig09_lora_ranks.png").shape for folder in (tmp_path, tmp_path / "ours")]
+    assert sizes[0] == sizes[1]
 
 
 def test_a_figure_names_the_dates_of_all_repeats(tmp_path):

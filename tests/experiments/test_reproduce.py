@@ -9,17 +9,17 @@ import sys
 import pytest
 from fakes import composed
 from omegaconf import OmegaConf
-from test_commands import command, last_json
 
 from experiments.commands import report, reproduce
+from experiments.commands.batch import batch_main
 from experiments.harness.budget import Budget
 from experiments.harness.catalogue import experiments
 from experiments.harness.command import or_exit
 from experiments.harness.passes import Outcome
 from experiments.harness.resume import run
-from experiments.harness.schema import REPOSITORY
+from experiments.harness.schema import REPOSITORY, ConfigError
 from punica.measure.records import RowsError, read_rows, write_rows
-from tests.experiments.report.report_rows import decode_rows
+from tests.experiments.report.report_rows import decode_rows, folders_in
 
 REMEDY = "; the rows are on disk: once that is mended, make report judges and shows them"
 
@@ -86,9 +86,11 @@ def test_what_failed_comes_first_with_its_reason_then_what_was_measured_and_left
     }
     failures = {"fig13_cluster": "ValueError:\n nothing", "fig08_lora_operator": "a: off; b: off"}
     assert reproduce.failed(failures, outcomes) == [
-        "Failed (2):", "  fig13_cluster: ValueError: nothing", "  fig08_lora_operator: a: off; and 1 more of its points",
+        "Failed (2):",
+        "  fig13_cluster: ValueError: nothing",
+        "  fig08_lora_operator: a: off; and 1 more of its points",
         "",
-    ]  # fmt: skip
+    ]
     assert reproduce.failed({}, outcomes) == []
     lines = reproduce.measured(outcomes.values(), 17.44, 0.0)
     assert lines[0] == "Measured 10 points of 1 figures in 17.4 minutes; 7 points were up to date."
@@ -99,7 +101,7 @@ def test_what_failed_comes_first_with_its_reason_then_what_was_measured_and_left
     assert "in 21.0 minutes, 5.0 more than planned, since every figure has a point whatever the time" in over
 
 
-NO_POINTS = {"ext_server"}
+NO_POINTS = {"ext_server", "ext_determinism"}  # without a server, without a GPU
 QUICK = ("fig07_sgmv_roofline", "sec6_norm", "fig13_cluster", "ext_disaggregated")
 
 
@@ -121,19 +123,32 @@ def test_a_figure_whose_time_is_over_has_a_point_and_a_picture(tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("points", [1, 4])
+def test_rows_of_the_first_points_of_all_figures_are_judged_and_shown(tmp_path, points):
+    places = folders_in(tmp_path)
+    for path in (REPOSITORY / "results" / "cpu").glob("*.csv"):
+        rows = read_rows(path)
+        first = list(dict.fromkeys(row.point for row in rows))[:points]
+        write_rows(places.fresh_rows / path.name, [row for row in rows if row.point in first])
+    _, _, files = report.write_fresh(places)
+    assert all(file.exists() for file in files)
+
+
+@pytest.mark.slow
 def test_without_time_reproduce_ends_well_with_a_point_of_figures_of_every_kind(tmp_path):
     """Operators, engines with ratios of other rows, ranks in processes of their own, simulations."""
     names = ["fig08_lora_operator", "fig11_textgen", "fig12_textgen_70b", "ext_stated_lengths", "fig13_cluster"]
     names += ["ext_disaggregated", "ext_cluster_scale"]
-    late = f"""
+    late = """
 from experiments.commands import reproduce as module
 module.minutes_of = lambda configs: dict.fromkeys(configs, 0.0001)
 module.batch_main("reproduce", "", module.reproduce, "figures", measures=True)
 """
     words = ["scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", f"figures=[{','.join(names)}]"]
-    done = subprocess.run([sys.executable, "-c", late, *words], capture_output=True, text=True, cwd=REPOSITORY)
+    words = [sys.executable, "-c", late, *words]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert done.returncode == 0, done.stderr
-    said = last_json(done)
+    said = json.loads(done.stdout.splitlines()[-1])
     assert (sorted(said["measured"]), said["failed"], len(said["figures"])) == (sorted(names), {}, len(names))
     assert "Traceback" not in done.stderr
     assert "more than planned, since every figure has a point whatever the time" in " ".join(done.stderr.split())
@@ -179,30 +194,41 @@ def test_a_full_disk_is_one_line_before_anything_is_measured(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["figures=fig08"], "a list has brackets, key=[value,value]"),
-        (["figures=fig08,fig09"], "Ambiguous value"),
-        (["figures=[2]"], "figures has '2', but a figure's number or how one of these begins is: fig07_sgmv_roofline, "),
-        (["figure.minutes.laptop=0.01"], "figure.minutes.laptop=0.01 is of one figure, and this command takes many"),
-        (["+figure.minutes.laptop=0.01"], "is of one figure"),
-        (["~scale"], "~scale: ~ is no home folder here, and no key can be deleted"),
-        (["paths.outputs=~/results"], "paths.outputs=~/results: ~ is no home folder here"),
-        (["scale=foo"], "Could not find 'scale/foo' Available options in 'scale': gpu laptop paper smoke"),
-        (["scale.repeats=many"], "Value 'many' of type 'str' could not be converted to Integer"),
+        ("figures=fig08", "a list has brackets, key=[value,value]"),
+        ("figures=fig08,fig09", "Ambiguous value"),
+        ("figures=[8", "no viable alternative at input '[8'"),
+        ("figure.minutes.laptop=0.01", "figure.minutes.laptop=0.01 is of one figure, and this command takes many"),
+        ("+figure.minutes.laptop=0.01", "is of one figure"),
+        ("~scale", "~scale: ~ is no home folder here, and no key can be deleted"),
+        ("paths.outputs=~/results", "paths.outputs=~/results: ~ is no home folder here"),
+        ("scale=foo", "Could not find 'scale/foo' Available options in 'scale': gpu laptop paper smoke"),
+        ("scale.repeats=many", "Value 'many' of type 'str' could not be converted to Integer"),
+        ("scale.repeat=3", "Key 'repeat' not in 'ScaleConf'"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_line(tmp_path, words, said):
-    done = command("commands.reproduce", *words)
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
+def test_a_mistake_on_the_command_line_is_one_line(monkeypatch, capsys, words, said):
+    monkeypatch.setattr(sys, "argv", ["reproduce", words])
+    with pytest.raises(SystemExit) as ended:
+        batch_main("reproduce", "", lambda cfg: pytest.fail("it ran"), "figures", measures=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (ended.value.code, line.startswith("error: ")) == (2, True)
     assert said in line
+
+
+@pytest.mark.parametrize("entry", ["2", "fig2", "fig0", "fig99", "nope"])
+def test_an_unknown_figure_is_one_line_with_those_there_are(entry):
+    with pytest.raises(ConfigError) as refused:
+        experiments([entry])
+    said = f"figures has {entry!r}, but a figure's number or how one of these begins is: fig07_sgmv_roofline, fig08_"
+    assert str(refused.value).startswith(said)
 
 
 @pytest.mark.parametrize(
     ("entry", "name"),
     [
-        ("1", "fig01_batching"), ("fig1", "fig01_batching"), ("fig01", "fig01_batching"), ("Figure 1", "fig01_batching"),
-        ("08", "fig08_lora_operator"), ("fig11", "fig11_textgen"), ("12", "fig12_textgen_70b"),
+        ("1", "fig01_batching"), ("fig1", "fig01_batching"), ("fig01", "fig01_batching"),
+        ("Figure 1", "fig01_batching"), ("08", "fig08_lora_operator"), ("fig11", "fig11_textgen"),
+        ("12", "fig12_textgen_70b"),
         ("fig13_cluster", "fig13_cluster"), ("sec6", "sec6_norm"), ("readme", "readme_backbone"),
     ],
 )  # fmt: skip
