@@ -37,6 +37,7 @@ sys.path.insert(
 from experiments.ext_expert_tables import LAYERS
 from experiments.ext_fp8 import EXPERIMENT as FP8
 from experiments.ext_moe import EXPERIMENT as MOE
+from experiments.harness.counted import counted, frame_of, merged
 from notebooks.stored_rows import SideBySide, as_markdown
 from punica.measure.records import read_rows
 
@@ -74,7 +75,7 @@ display(as_markdown(pd.DataFrame(rows)))
 def operator_table(name: str) -> pd.DataFrame:
     """Recorded rows of a table of the H200: a line for each operator, a column for each way to compute it."""
     path = ROOT / "results" / "h200" / f"{name}.csv"
-    frame = pd.DataFrame([vars(row) for row in read_rows(path)])
+    frame = merged(counted(frame_of(read_rows(path))))
     cells = frame.pivot_table(index="panel", columns="system", values="value", sort=False)
     return cells.reset_index()
 

@@ -48,6 +48,7 @@ from experiments.ext_cluster_scale import EXPERIMENT as SCALE
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.fig12_textgen_70b import EXPERIMENT as FIG12
 from experiments.fig13_cluster import EXPERIMENT as FIG13
+from experiments.harness.counted import counted, merged
 from experiments.report.machines import read_folder
 from experiments.sec53_migration import EXPERIMENT as SEC53
 from notebooks.stored_rows import SideBySide, StoredRows, how_to_measure
@@ -125,7 +126,8 @@ display(Markdown("\n".join(residual_table(rows))) if found else missing(FIG13))
 # %%
 RAY = "measured_over_simulated_"
 for name, frame in ROWS.items():
-    on_ray = frame[frame["panel"].str.contains("ray hour")]
+    hour = merged(counted(frame[frame["figure"] == FIG13.figure]))
+    on_ray = hour[hour["panel"].str.contains("ray hour")]
     if on_ray.empty:
         continue
     beside = on_ray[on_ray["metric"].str.startswith(RAY)]

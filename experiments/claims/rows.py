@@ -1,13 +1,8 @@
-"""Selection of the rows that count, and of curves out of them.
+"""Rows as claims read them, and curves out of them.
 
-A folder of rows can hold several scales, timers and statistics of one point. A claim sees one number per point:
-
-* central statistics (median, single value, count), no rows of ``scale=smoke``;
-* per figure the largest scale present (paper, gpu, laptop);
-* per figure and metric one timer: the claim's (``paper_results/claim_clocks.csv``), else the first present of
-  `punica.measure.records.TIMERS`;
-* of repeats the median of the undisturbed ones, of all where none was quiet. `Rows.repeats` yields undisturbed ones
-  alone, `Rows.resamples` other choices of the repeats that count.
+A claim sees one number per point: of central statistics (median, single value, count), without rows of ``scale=smoke``,
+that which `experiments.harness.counted` chooses by the claim's clock (``paper_results/claim_clocks.csv``).
+`Rows.repeats` yields undisturbed repeats alone, `Rows.resamples` other choices of the repeats that count.
 """
 
 import itertools
@@ -19,18 +14,16 @@ import numpy as np
 import pandas as pd
 
 from experiments.facts.models import MODELS, STAND_INS
-from punica.measure.records import TIMERS
+from experiments.harness.counted import POINT, counted, merged
 
 CENTRAL = ("median", "value", "count")
-SCALES = ("paper", "gpu", "laptop")
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 are all different and fill [0, 1] evenly
-_POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "t_s", "gpu"]
 _READ = {
-    *_POINT, "value", "unit", "repeat", "statistic", "timer", "scale", "hardware", "disturbed", "kind", "cost_model",
+    *POINT, "value", "unit", "repeat", "statistic", "timer", "scale", "hardware", "disturbed", "kind", "cost_model",
     "date", "older",
 }  # fmt: skip
 """Columns that decide which rows count, and those that claims read."""
-_CELL = [name for name in _POINT if name not in ("system", "metric")]
+_CELL = [name for name in POINT if name not in ("system", "metric")]
 """Columns that points share which are timed side by side, and so slowed alike."""
 
 
@@ -53,16 +46,22 @@ class Rows:
     """
 
     def __init__(self, frame: pd.DataFrame, clock: str = "") -> None:
-        measured = _one_row_per_repeat(frame, clock)
-        chosen = _that_count(measured)
-        self._smoke = set(frame.loc[frame["scale"] == "smoke", "figure"])
+        frame = frame[[name for name in frame if name in _READ]]
+        smoke, samples = frame["scale"] == "smoke", (frame["statistic"] == "count") & (frame["unit"] == "samples")
+        # "count" rows of a sampled metric say how often it was measured; the median beside them is the number
+        measured = counted(frame[frame["statistic"].isin(CENTRAL) & ~smoke & ~samples], clock)
+        measured = measured.sort_values("date", kind="stable")  # by place, `stirred` chooses factors
+        chosen, one = measured[measured["counts"]], merged(measured)
+        self._smoke = set(frame.loc[smoke, "figure"])
         self._older = list(dict.fromkeys(chosen.loc[chosen["older"], "figure"])) if "older" in chosen else []
         self._parts = chosen[chosen["repeat"].notna() & ~chosen["disturbed"]]
         self._measured = measured[measured["repeat"].notna()]
-        self._fill(_one_number_per_point(chosen))
+        self._fill(one.assign(once=one["repeats"] < 2)[[*frame, "point", "once"]])
 
     def _fill(self, frame: pd.DataFrame) -> None:
         """Keep ``frame``: values apart from the other columns, which rows with other values share."""
+        texts = [name for name, kind in frame.dtypes.items() if isinstance(kind, pd.StringDtype)]
+        frame = frame.astype(dict.fromkeys(texts, object))  # pandas selects objects in one block, texts one by one
         self._values = frame["value"].to_numpy(dtype=float)
         self._frame = frame.drop(columns="value").copy()  # the copy has columns of a kind in one block, quick to select
         self._places = {str(name): places for name, places in sorted(frame.groupby("figure").indices.items())}
@@ -160,7 +159,7 @@ class Rows:
         """Return the rows of ``systems`` in ``figures`` that ``price`` gives a value, with that value; no repeats."""
         places = np.flatnonzero(self._frame["figure"].isin(figures) & self._frame["system"].isin(systems))
         frame = self._frame.take(places).assign(value=self._values[places])
-        values = np.array([price(row) for row in frame[[*_POINT, "unit", "value"]].itertuples()], dtype=float)
+        values = np.array([price(row) for row in frame[[*POINT, "unit", "value"]].itertuples()], dtype=float)
         rows = copy(self)
         rows._fill(frame.assign(value=values)[~np.isnan(values)])
         rows._parts, rows._measured = self._parts[:0], self._measured[:0]
@@ -173,52 +172,6 @@ class Rows:
 
 def _one_of(figure: str, names: Sequence[str]) -> bool:
     return any(figure == name or (not name.isdigit() and figure.startswith(name)) for name in names)
-
-
-def _one_row_per_repeat(frame: pd.DataFrame, clock: str) -> pd.DataFrame:
-    """Choose statistic, scale, timer and the latest of each repeat; column ``point``: a number of the point's own."""
-    frame = frame[[name for name in frame if name in _READ]]
-    frame = frame[frame["statistic"].isin(CENTRAL) & (frame["scale"] != "smoke")]
-    text = ["figure", "panel", "system", "workload", "model", "metric", "timer", "scale"]
-    frame = frame.assign(**{name: frame[name].fillna("").astype(str) for name in text})
-    frame = frame.assign(disturbed=frame["disturbed"].eq(True))
-    frame = frame.assign(**{name: pd.to_numeric(frame[name]) for name in ("repeat", "value", "t_s", "gpu")})
-    texts = [name for name, kind in frame.dtypes.items() if isinstance(kind, pd.StringDtype)]
-    frame = frame.astype(dict.fromkeys(texts, object))  # pandas selects objects in one block, texts column by column
-    # "count" rows of a sampled metric say how often it was measured; the median beside them is the number
-    frame = frame[~((frame["statistic"] == "count") & (frame["unit"] == "samples"))]
-    frame = _preferred(frame, "scale", SCALES, ["figure"])
-    frame = _preferred(frame, "timer", [clock, *TIMERS] if clock else TIMERS, ["figure", "metric"])
-    frame = frame.assign(point=frame.groupby(_POINT, dropna=False, sort=False).ngroup())
-    return frame.sort_values("date", kind="stable").drop_duplicates(["point", "repeat"], keep="last")
-
-
-def _that_count(frame: pd.DataFrame) -> pd.DataFrame:
-    """Drop the disturbed repeats of points that have quiet ones."""
-    parts = frame["repeat"].notna()
-    quiet = frame.loc[parts & ~frame["disturbed"], "point"]
-    return frame[~(parts & frame["disturbed"] & frame["point"].isin(quiet))]
-
-
-def _one_number_per_point(frame: pd.DataFrame) -> pd.DataFrame:
-    """Keep aggregates, and make one median of each point that has repeats alone; column ``once``: points with fewer
-    than two repeats.
-    """
-    times = frame.groupby("point")["repeat"].transform("nunique")
-    frame = frame.assign(once=times < 2)
-    whole, parts = frame[frame["repeat"].isna()], frame[frame["repeat"].notna()]
-    if parts.empty:
-        return whole
-    first = parts.drop_duplicates("point")
-    medians = parts.groupby("point", sort=False)["value"].median()
-    first = first.assign(value=medians.to_numpy())  # groups come in the order of their first rows
-    return pd.concat([part for part in (whole, first[~first["point"].isin(whole["point"])]) if not part.empty])
-
-
-def _preferred(frame: pd.DataFrame, column: str, order: Sequence[str], within: list[str]) -> pd.DataFrame:
-    """Keep, per group ``within``, the rows whose ``column`` has the first value of ``order`` in the group."""
-    place = frame[column].map(lambda value: order.index(value) if value in order else len(order))
-    return frame[place == place.groupby([frame[name] for name in within]).transform("min")]
 
 
 def model_for(frame: pd.DataFrame, role: str) -> str:

@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
-from experiments.facts.frames import frame_of, one_of_repeats
 from experiments.facts.models import SECONDS
+from experiments.harness.counted import counted, frame_of, merged
 from experiments.harness.schema import ConfigError
 from punica.cluster import LoadCost, Residuals
 from punica.measure.records import read_rows
@@ -107,4 +107,4 @@ def _timed(row: dict) -> TimedLoad:
 
 
 def _rows(file: Path) -> pd.DataFrame:
-    return one_of_repeats(frame_of(read_rows(file) if file.exists() else ()))
+    return merged(counted(frame_of(read_rows(file) if file.exists() else ())))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from experiments.cluster.seeds import spanned
 from experiments.cluster.windows import CONSTANT
+from experiments.harness.counted import counted, frame_of
 from experiments.harness.points import Reading
 from experiments.harness.span import FEWEST_FOR_P99, Span
 from punica.cluster import ClusterPolicy, StepCost, Trace, simulate
@@ -90,11 +91,14 @@ def read_loads(folder: Path) -> dict[str, list[Load]]:
     stream = stream_of(json.loads((folder / f"{FILE}.json").read_text(encoding="utf-8")))
     cells: dict[tuple[str, str, str, int], dict[str, float]] = defaultdict(dict)
     shapes = {}
-    for row in read_rows(folder / f"{FILE}.csv"):
-        if row.system == "punica" and row.metric in (*PREDICTED, *TOLD) and not row.disturbed:
-            key = row.model, row.panel, row.workload, row.repeat or 0
-            cells[key][row.metric] = row.value
-            shapes[key] = row.batch_size or 0, row.rank or 0
+    rows = counted(frame_of(read_rows(folder / f"{FILE}.csv")))
+    chosen = rows["system"].eq("punica") & rows["metric"].isin((*PREDICTED, *TOLD)) & ~rows["disturbed"]
+    numbers = ["repeat", "batch_size", "rank"]
+    rows[numbers] = rows[numbers].fillna(0).astype(int)
+    for row in rows[chosen].itertuples():
+        key = row.model, row.panel, row.workload, row.repeat
+        cells[key][row.metric] = row.value
+        shapes[key] = row.batch_size, row.rank
     longer: dict[str, list[float]] = defaultdict(list)
     for (model, panel, *_), value in cells.items():
         if set(TOLD) <= set(value) and not _is_predicted(panel, value):
@@ -104,8 +108,8 @@ def read_loads(folder: Path) -> dict[str, list[Load]]:
         if _is_predicted(panel, value):
             about = value["offered_rate"], value[P99] / 1e3, *shapes[model, panel, workload, repeat]
             load = Load(panel, workload, repeat, *about, stream, tuple(sorted(longer[model])))
-            counted = stream.counts(load.rate, stream.arrivals(load.rate, repeat)).sum()
-            if FEWEST_FOR_P99 <= value["requests"] == counted:
+            sent = stream.counts(load.rate, stream.arrivals(load.rate, repeat)).sum()
+            if FEWEST_FOR_P99 <= value["requests"] == sent:
                 found[model].append(load)
     return {model: [replace(one, others=_others(one, known)) for one in known] for model, known in found.items()}
 

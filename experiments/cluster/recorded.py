@@ -3,11 +3,9 @@
 from functools import cache
 from pathlib import Path
 
-import pandas as pd
-
 from experiments.cluster.step_costs import FittedCost, a100_of_the_cluster, datasheet_cost, recorded_cost
 from experiments.cluster.windows import Window, windows_of
-from experiments.facts.frames import frame_of, one_of_repeats
+from experiments.harness.counted import counted, frame_of, merged
 from experiments.harness.schema import CONF, ConfigError
 from punica.cluster import StepCost
 from punica.measure.records import read_rows
@@ -24,7 +22,7 @@ def recorded_costs(results: Path) -> dict[tuple[str, str], FittedCost]:
     found = {}
     for folder in _machines(results):
         files = {figure: folder / f"{name}.csv" for figure, name in FILES.items()}
-        rows = {figure: one_of_repeats(frame_of(read_rows(file))) for figure, file in files.items() if file.exists()}
+        rows = {figure: merged(counted(frame_of(read_rows(file)))) for figure, file in files.items() if file.exists()}
         if set(rows) == set(FILES):
             shared = set.intersection(*(set(part["model"]) for part in rows.values()))
             found |= {(folder.name, model): recorded_cost(rows, folder.name, model) for model in sorted(shared)}
@@ -37,8 +35,8 @@ def recorded_windows(results: Path) -> dict[tuple[str, str], list[Window]]:
     found: dict[tuple[str, str], list[Window]] = {}
     for folder in _machines(results):
         file = folder / f"{STREAM}.csv"
-        frame = frame_of(read_rows(file)) if file.exists() else pd.DataFrame()
-        for model in sorted(set(frame["model"])) if len(frame) else []:
+        frame = counted(frame_of(read_rows(file) if file.exists() else ()))
+        for model in sorted(set(frame["model"])):
             if windows := windows_of(frame[frame["model"] == model]):
                 found[folder.name, model] = windows
     return found

@@ -3,10 +3,11 @@
     make compare A=results/h200 B=outputs/h200/rows
     python -m experiments.commands.compare a=results/h200/fig08_lora_operator.csv b=outputs/h200/rows out=ratios.csv
 
-`a` and `b` are files of rows, or folders of them. Rows meet when figure, panel, system, workload, model, batch_size,
-seq_len, rank, metric and statistic (medians and single values) are equal, and the timer where both sides have a common
-one. Every pair is printed with the ratio B / A and what it means, then the geometric mean of the ratios per figure,
-system and metric. `out=` writes the pairs as CSV too.
+`a` and `b` are files of rows, or folders of them. Of each point the repeats that count are merged, as in figures and
+claims (`experiments.harness.counted`). Points meet when figure, panel, system, workload, model, batch_size, seq_len,
+rank, metric and statistic (medians and single values) are equal, and the timer where both sides have a common one.
+Every pair is printed with the ratio B / A and what it means, then the geometric mean of the ratios per figure, system
+and metric. `out=` writes the pairs as CSV too.
 """
 
 import statistics
@@ -19,13 +20,13 @@ import pandas as pd
 from omegaconf import MISSING
 
 from experiments.harness.command import with_options
+from experiments.harness.counted import POINT, counted, frame_of, merged
 from experiments.harness.schema import ConfigError
-from experiments.plots.frames import distinct, frame_of
+from experiments.plots.frames import distinct
 from experiments.report.machines import rows_files
 from punica.measure.records import TIMERS, RowsError, read_rows
 
-KEY = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "statistic"]
-KEY += ["t_s", "gpu"]
+KEY = [*POINT, "statistic"]
 COLUMNS = [*KEY, "unit", "timer_a", "timer_b", "a", "b", "ratio", "better"]
 HEADER = ",".join(COLUMNS).encode()
 TIMES = ("s", "ms", "us", "ns")
@@ -54,7 +55,7 @@ def direction(unit: str) -> str:
 
 
 def load(argument: str, path: Path) -> pd.DataFrame:
-    """Medians and single values at `path`: a file of rows, a folder of them, or the folder above `rows/`.
+    """Points at `path`, repeats merged: a file of rows, a folder of them, or the folder above `rows/`.
 
     Raises `ConfigError` when there is nothing, `RowsError` (file, line, remedy) when a file is damaged.
     """
@@ -67,21 +68,21 @@ def load(argument: str, path: Path) -> pd.DataFrame:
     if path.is_dir():
         files = rows_files(path) or rows_files(path / "rows")
     rows = frame_of(row for file in files for row in read_rows(file) if row.statistic in ("median", "value"))
+    rows = merged(counted(rows, clock=None))
     if rows.empty:
         raise ConfigError(f"{argument}={path} holds no rows: measure some with make reproduce, or give another folder")
     return rows
 
 
 def join(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
-    """Rows of equal `KEY`, in the order of `a`: columns `COLUMNS`, and the row numbers `row_a` and `row_b`.
+    """Points of equal `KEY`, in the order of `a`: columns `COLUMNS`, and the row numbers `row_a` and `row_b`.
 
     One pair per timer that both sides have; without one, the preferred timer of each. `ratio` is B / A, missing where
     it says nothing: a value that is zero, negative or not finite. Raises `ConfigError` when there are no pairs or their
     units differ.
     """
     whole = dict.fromkeys(("batch_size", "seq_len", "rank", "gpu"), "Int64") | {"t_s": "Float64"}
-    last = [side.drop_duplicates([*KEY, "timer"], keep="last").astype(whole) for side in (a, b)]
-    ours, theirs = (side[[*KEY, "unit", "timer", "value"]].assign(row=side.index) for side in last)
+    ours, theirs = (side[[*KEY, "unit", "timer", "value"]].astype(whole).assign(row=side.index) for side in (a, b))
     both = ours.merge(theirs, on=KEY, suffixes=("_a", "_b")).rename(columns={"value_a": "a", "value_b": "b"})
     if both.empty:
         raise ConfigError(f"a and b have no row in common: a has {content(a)}; b has {content(b)}")
@@ -171,7 +172,7 @@ def described(letter: str, path: str, rows: pd.DataFrame) -> str:
     """One line about a set: where it is, what it was measured on and with."""
     names = ("hardware", "device", "scale", "timer", "commit")
     facts = "; ".join(f"{name} {', '.join(distinct(rows, name)) or '-'}" for name in names)
-    return f"{letter} = {Path(path)} ({len(rows)} rows; {facts})"
+    return f"{letter} = {Path(path)} ({len(rows)} points; {facts})"
 
 
 def write_csv(path: Path, pairs: pd.DataFrame) -> None:

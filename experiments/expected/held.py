@@ -8,7 +8,8 @@ import pandas as pd
 
 from experiments.claims import Verdict
 from experiments.expected.claims import values_of
-from experiments.expected.ranges import LINE, POINT, comparable
+from experiments.expected.ranges import LINE, comparable
+from experiments.harness.counted import POINT, merged
 
 TINY = 1e-9
 """Relative and absolute room at the ends of a range, for numbers written with fewer digits."""
@@ -36,9 +37,10 @@ class Held:
 
 def hold_rows(ranges: pd.DataFrame, recorded: pd.DataFrame, here: pd.DataFrame) -> Held:
     """Hold the rows ``here`` against ``ranges``, made of the rows ``recorded``; ``here`` of a line is its ratio."""
-    theirs, ours = (comparable(rows).drop_duplicates(POINT)[[*POINT, "centre"]] for rows in (recorded, here))
-    both = theirs.merge(ours, on=POINT, suffixes=("_recorded", "_here"))
-    both["here"] = both["centre_here"] / both["centre_recorded"]
+    key = [*POINT, "unit", "timer"]
+    theirs, ours = (merged(comparable(rows))[[*key, "value"]] for rows in (recorded, here))
+    both = theirs.merge(ours, on=key, suffixes=("_recorded", "_here"))
+    both["here"] = both["value_here"] / both["value_recorded"]
     ratios = both.groupby(LINE)["here"].agg(here="median", common="size").reset_index()
     return _beside(ranges, ratios, ours[LINE].drop_duplicates(), LINE)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
+from experiments.harness.counted import counted
 from punica.measure.records import DIFFERENCES
 
 FLOOR, CPU_FLOOR = 0.10, 0.50
@@ -18,9 +19,6 @@ share its host: of two runs on one machine, 45 minutes apart, 280 of 420 lines w
 TIMES = 2.0
 """Width of a range over the distance of its farthest repeat."""
 LINE = ["figure", "system", "model", "metric", "unit", "timer"]
-_NUMBERS = ["batch_size", "seq_len", "rank", "t_s", "gpu"]
-POINT = [*LINE, "panel", "workload", *_NUMBERS]
-"""A point. Its scale is no part of it: equal points of two scales differ by the number of samples alone."""
 POOL = ["figure", "metric", "timer"]
 COLUMNS = [*LINE, "points", "repeats", "low", "high"]
 SINGLE = ("median", "value")
@@ -49,19 +47,11 @@ def left_out(rows: pd.DataFrame) -> dict[str, int]:
 
 
 def comparable(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows that have a range, one per point and repeat, without disturbed repeats of points with quiet ones.
-
-    ``rows`` has the columns of `punica.measure.records.Row`. Column ``centre``: the median of its point.
-    """
+    """Choose among the rows that have a range, as `counted` does for points that are compared one by one."""
     rows = rows[rows["statistic"].isin(SINGLE)]
     for is_so in _REASONS.values():
         rows = rows[~is_so(rows)]
-    rows = rows.assign(**{name: rows[name].fillna("").astype(str) for name in POINT if name not in _NUMBERS})
-    rows = rows.astype(dict.fromkeys(_NUMBERS, float)).assign(disturbed=rows["disturbed"].eq(True))
-    rows = rows.sort_values("date", kind="stable").drop_duplicates([*POINT, "repeat"], keep="last").sort_index()
-    loud = rows.groupby(POINT, dropna=False)["disturbed"].transform("all")
-    rows = rows[loud | ~rows["disturbed"]]
-    return rows.assign(centre=rows.groupby(POINT, dropna=False)["value"].transform("median"))
+    return counted(rows, clock=None)
 
 
 def ranges(rows: pd.DataFrame) -> pd.DataFrame:
@@ -72,10 +62,11 @@ def ranges(rows: pd.DataFrame) -> pd.DataFrame:
     rows = comparable(rows)
     if rows.empty:
         return pd.DataFrame(columns=COLUMNS)
-    points = rows.drop_duplicates(POINT).groupby(LINE).size().rename("points")
-    repeats = rows.groupby(POINT, dropna=False)["repeat"].transform("nunique")
-    most = repeats.groupby([rows[name] for name in LINE]).max().rename("repeats")
-    lines = pd.concat([points, most], axis=1).reset_index().merge(_farthest(rows[repeats > 1]), on=POOL, how="left")
+    rows = rows[rows["counts"]]
+    of_point = rows.groupby("point")
+    rows = rows.assign(centre=of_point["value"].transform("median"), repeats=of_point["repeat"].transform("nunique"))
+    lines = rows.groupby(LINE).agg(points=("point", "nunique"), repeats=("repeats", "max")).reset_index()
+    lines = lines.merge(_farthest(rows[rows["repeats"] > 1]), on=POOL, how="left")
     floor = np.log1p(floor_of(rows["hardware"].iloc[0]))
     width = np.maximum(floor, TIMES * lines["farthest"].fillna(0.0))
     return lines.assign(low=np.exp(-width), high=np.exp(width))[COLUMNS]

@@ -38,12 +38,6 @@ def source_of(experiment: object) -> str:
     return fingerprint(Path(inspect.getfile(type(experiment))).resolve())
 
 
-def script_of(rows_file: Path) -> Path | None:
-    """Return the script of `experiments/` that wrote `rows_file`: the file's name begins with the script's."""
-    scripts = (REPOSITORY / "experiments").glob("*.py")
-    return next((path for path in scripts if rows_file.stem.startswith(path.stem)), None)
-
-
 def decisive(script: Path, root: Path = REPOSITORY) -> set[Path]:
     """The files that decide the numbers of `script`, itself among them."""
     seen, waiting = set(), [script]

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.facts.frames import frame_of, one_of_repeats
 from experiments.facts.models import MODELS, STAND_INS
 from experiments.facts.paper import FIGURE_FILES, read_figure
 from experiments.facts.systems import SYSTEMS, short_name
-from punica.measure.records import COLUMNS, TIMERS, read_rows
+from experiments.harness.counted import counted, frame_of, merged
+from punica.measure.records import COLUMNS, read_rows
 from punica.workload.popularity import WORKLOADS
 
 SIZES = ["", *(ours for ours, _ in MODELS.values())]
@@ -21,18 +21,13 @@ def distinct(rows: pd.DataFrame, column: str) -> list[str]:
 
 
 def rows_of_repeats(path: Path) -> pd.DataFrame:
-    """All measured rows of `path`; of several timers only the first of `TIMERS` that a metric has, as the claims choose
-    it.
-    """
-    frame = frame_of(read_rows(path))
-    place = frame["timer"].map({timer: place for place, timer in enumerate(TIMERS)})  # nan: not timed
-    best = place.groupby(frame["metric"]).transform("min")
-    return frame[place.isna() | (place == best)].reset_index(drop=True)
+    """Read the repeats in the file `path`, and which count (`counted`)."""
+    return counted(frame_of(read_rows(path)))
 
 
 def measured_frame(rows: pd.DataFrame) -> pd.DataFrame:
     """`rows`, those of `rows_of_repeats`, in the order of `in_order`, repeats made one."""
-    return in_order(one_of_repeats(rows))
+    return in_order(merged(rows))
 
 
 def in_order(rows: pd.DataFrame) -> pd.DataFrame:

@@ -20,14 +20,14 @@ from experiments.report.machines import OTHER_TIMER, Machine, columns
 from experiments.report.sought import SOUGHT, public_kernels
 from experiments.report.tables import said, with_unit
 from experiments.report.trials import NO_TRIALS, trials_table
-from experiments.report.verdicts import older_share
+from experiments.report.verdicts import older_figures, older_share
 from punica.measure.records import RowsError
 
 MARKED = re.compile(r"(<!-- measured:([\w-]+) -->).*?(<!-- /measured -->)", re.DOTALL)
 Machines = Mapping[str, Machine]
 VALUES: dict[str, Callable[[Machines], str]] = {}
 GPU, CPU = "h200", "cpu"
-RAY_HOURS = (RAY, KILLED)
+HOURS, RAY_HOURS = "13", (RAY, KILLED)
 OTHER, NOT_MOVED = "requests_with_other_tokens", "requests_with_other_tokens_not_recomputed"
 FIRST_TOKENS = "p99_time_to_first_token"
 CHECKED = ["requests_checked", "total_requests"]
@@ -195,6 +195,12 @@ def older_rows(machines: Machines) -> str:
     return ", ".join(f"{older_share(machine.rows)} on {name}" for name, machine in machines.items())
 
 
+@value("older-figures")
+def older_by_machine(machines: Machines) -> str:
+    """Name the figures that have such rows, by machine."""
+    return "; ".join(f"{name}: {older_figures(machine.rows) or 'none'}" for name, machine in machines.items())
+
+
 @value("single-runs")
 def single_runs(machines: Machines) -> str:
     """Count verdicts on measurements that rest on points with a single undisturbed run, by machine."""
@@ -238,7 +244,8 @@ def killed_runner(machines: Machines) -> str:
         hours = _ray_hours(machine, FIRST_TOKENS)
         late = {panel: said(found[FIRST_TOKENS].median() / 1e3) for panel, found in hours.items()}
         if len(late) == len(RAY_HOURS):
-            disturbed = machine.rows.loc[machine.rows["panel"] == KILLED, "disturbed"].eq(True).any()
+            rows = machine.points(HOURS)
+            disturbed = rows.loc[rows["panel"] == KILLED, "disturbed"].any()
             told.append(f"{late[KILLED]} instead of {late[RAY]} s ({name}{', disturbed' if disturbed else ''})")
     if not told:
         raise KeyError(KILLED)
@@ -247,7 +254,7 @@ def killed_runner(machines: Machines) -> str:
 
 def _ray_hours(machine: Machine, *metrics: str) -> dict[str, pd.DataFrame]:
     """Return `metrics` of the hours on Ray that have the first of them, by panel: a row per rule."""
-    rows = machine.rows[machine.rows["panel"].isin(RAY_HOURS)]
+    rows = machine.points(HOURS)
     wide = rows.pivot_table(index=["panel", "system"], columns="metric", values="value").reindex(columns=list(metrics))
     found = wide.dropna(subset=metrics[0])
     return {panel: found.loc[[panel]] for panel in RAY_HOURS if panel in found.index}

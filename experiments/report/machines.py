@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.benches.operator_lines import TABLES
 from experiments.claims import Verdict, judge
-from experiments.claims.rows import SCALES, Rows
+from experiments.claims.rows import Rows
 from experiments.claims.stability import Stability, stability
-from experiments.harness.source import fingerprint, script_of
+from experiments.harness.counted import counted, merged
+from experiments.harness.schema import REPOSITORY
+from experiments.harness.source import decisive, fingerprint
 from experiments.plots.frames import distinct
 from experiments.reliability.rows import FILE as TRIALS
 from punica.measure.records import COLUMNS, read_rows
@@ -22,6 +25,11 @@ OTHER_TIMER = "cuda_graph"
 """The clock of CUDA graphs, as our engine runs its steps; the paper timed operators from the host."""
 HERE = "this machine"
 OPERATOR_TABLES = "operator tables"
+WRITERS = {f"ext_operator_tables_{table}": "ext_operator_tables" for table in TABLES}
+"""Rows file -> its script, where it does not have the script's name."""
+NO_SCRIPT = (TRIALS,)
+"""Rows files that are of no script of `experiments/`, on purpose: trials have one each, and are counted apart."""
+ENGINE = REPOSITORY / "punica" / "engine" / "__init__.py"
 
 
 @dataclass(frozen=True)
@@ -55,10 +63,12 @@ class Machine:
 
     @cached_property
     def chosen(self) -> Rows:
-        """Rows that count, one number per point; the first operator tables name no scale, and have only one."""
-        scale = self.rows["scale"].fillna("")
-        tables = scale.eq("") & self.rows["figure"].eq(OPERATOR_TABLES)
-        return Rows(self.rows.assign(scale=scale.mask(tables, SCALES[0])))
+        """Rows that count, one number per point."""
+        return Rows(self.rows)
+
+    def points(self, figure: str) -> pd.DataFrame:
+        """Return the rows of ``figure`` that count, one per point and statistic."""
+        return merged(counted(self.rows[self.rows["figure"].eq(figure)]))
 
 
 def machine_of(folder: Path, figures: Path, paper: Path, name: str = HERE) -> Machine:
@@ -87,21 +97,30 @@ def recorded_folders(results: Path) -> list[Path]:
 
 
 def rows_files(folder: Path) -> list[Path]:
-    """Return the files of figures' rows in ``folder``, by name: no verdict tables, no trials of reliability."""
-    return [path for path in sorted(folder.glob("*.csv")) if not path.stem.startswith(NAME) and path.name != TRIALS]
+    """Return the files of figures' rows in ``folder``, by name: no verdict tables, none of `NO_SCRIPT`."""
+    files = sorted(folder.glob("*.csv"))
+    return [path for path in files if not path.stem.startswith(NAME) and path.name not in NO_SCRIPT]
+
+
+def script_of(rows_file: Path) -> Path | None:
+    """Return the script of `experiments/` that writes ``rows_file``; None where there is none (any more)."""
+    path = REPOSITORY / "experiments" / f"{WRITERS.get(rows_file.stem, rows_file.stem)}.py"
+    return path if path.is_file() else None
 
 
 def read_folder(folder: Path) -> pd.DataFrame:
-    """All rows of all figures in ``folder``, with a column ``older``: measured by other code than is here now.
+    """Read all rows of all figures in ``folder``, with a column ``older``: not known to be of the code that is here.
 
-    RowsError names file, line and remedy when a file is damaged.
+    That is: of other code, without a script, or of an engine in another process (`Row.engine`) whose code the source
+    hash does not cover, as that of a server. RowsError names file, line and remedy when a file is damaged.
     """
     rows = []
     for path in rows_files(folder):
         script = script_of(path)
-        current = None if script is None else fingerprint(script)
+        current, covers = (fingerprint(script), ENGINE in decisive(script)) if script else (None, False)
         rows += [
-            {**vars(row), "older": current is not None and row.source_hash != current} for row in read_rows(path)
+            {**vars(row), "older": row.source_hash != current or bool(row.engine and not covers)}
+            for row in read_rows(path)
         ]
     return pd.DataFrame(rows, columns=[*COLUMNS, "older"])
 

@@ -60,8 +60,7 @@ kernel does. `alignment`: grouping of rows by adapter and expert, once a layer; 
 
 def write_operator_tables(machine: Machine, target: Path) -> list[Path]:
     """Write the tables that ``machine`` has rows of to the file ``target``; return it, or nothing without them."""
-    ours = machine.rows[machine.rows["figure"].eq(OPERATOR_TABLES)]
-    of_experts = machine.rows[machine.rows["figure"].eq(EXPERT_TABLES)]
+    ours, of_experts = machine.points(OPERATOR_TABLES), machine.points(EXPERT_TABLES)
     if ours.empty:
         return []
     parts = [GENERATED, "# The LoRA operator against public kernels", "", COMMAND, measured_on(ours), "", LEGEND]

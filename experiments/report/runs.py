@@ -12,8 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.claims import Verdict
 from experiments.claims.judge import MEASURED_IN, command, scales_of
-from experiments.claims.rows import SCALES, Rows
+from experiments.claims.rows import Rows
 from experiments.facts.paper import Statement
+from experiments.harness.counted import SCALES
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import CONF
 from experiments.plots.frames import distinct

@@ -159,7 +159,12 @@ def older_note(rows: pd.DataFrame) -> str:
     text = f"Rows of older source, to be measured again (make reproduce): {older_share(rows)}"
     if unnamed := int((older["source_hash"].fillna("") == "").sum()):
         text += f", {unnamed:,} of which do not say what source they are of"
-    return f"{text}; figure {', '.join(dict.fromkeys(older['figure']))}."
+    return f"{text}; figure {older_figures(rows)}."
+
+
+def older_figures(rows: pd.DataFrame) -> str:
+    """Name the figures with rows that were measured by other code than is here now."""
+    return ", ".join(dict.fromkeys(rows.loc[rows["older"].astype(bool), "figure"]))
 
 
 def older_share(rows: pd.DataFrame) -> str:

@@ -5,8 +5,10 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
+from experiments.claims.rows import Rows
 from experiments.commands.compare import (
     COLUMNS,
     compare,
@@ -16,9 +18,10 @@ from experiments.commands.compare import (
     mean_text,
     meaning,
 )
+from experiments.harness.counted import frame_of
 from experiments.harness.schema import REPOSITORY, ConfigError
-from experiments.plots.frames import frame_of
-from punica.measure.records import Row, RowsError, write_rows
+from experiments.plots.frames import centre, measured_frame, rows_of_repeats
+from punica.measure.records import Row, RowsError, read_rows, write_rows
 
 BASE = Row(
     figure="8", panel="Skewed", system="SGMV", workload="Skewed", model="", hardware="h200", batch_size=1, seq_len=None,
@@ -125,6 +128,30 @@ def test_what_cannot_be_divided_has_no_ratio_and_is_left_out_of_the_mean(a, b):
     assert pairs["ratio"].isna().tolist() == [True, False]
     assert mean_text(pairs[:1]) == "no row has a ratio"
     assert mean_text(pairs).startswith("4.000 over 1 of 2 rows")
+
+
+def test_repeats_are_compared_by_the_median_of_the_undisturbed_ones(tmp_path, capsys):
+    """It compared the last of the file, here 2.5 with 90, for the 10 with 20 that figures and claims show."""
+    turns = ((9.0, False), (10.0, False), (11.0, False), (2.5, True))
+    stored(tmp_path / "a", "fig08", [replace(BASE, value=us, repeat=i, disturbed=d) for i, (us, d) in enumerate(turns)])
+    turns = ((20.0, True), (5.0, True), (90.0, True))  # none was quiet
+    stored(tmp_path / "b", "fig08", [replace(BASE, value=us, repeat=i, disturbed=d) for i, (us, d) in enumerate(turns)])
+    text = printed(capsys, f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}")
+    assert "1 pairs; without a partner: 0 in a, 0 in b" in text
+    assert "10  20  2.000  B 2.00x worse" in text
+
+
+def test_recorded_points_are_those_of_the_figure_and_of_the_claims():
+    """186 of these 432 points were more than 1 % off, the worst 2.36 times."""
+    path = REPOSITORY / "results" / "h200" / "fig08_lora_operator.csv"
+    figure, points = centre(measured_frame(rows_of_repeats(path))), load("a", path)
+    assert set(figure["timer"]) == {"cuda_graph"}
+    judged = [Rows(frame_of(read_rows(path)), clock).figure("8") for clock in ("cuda_graph", "host_clock")]
+    pairs = join(points, points).rename(columns={"timer_a": "timer"})
+    for shown, number in ((figure, 216), (pd.concat(judged), 432)):
+        both = pairs.astype({"batch_size": int}).merge(shown, on=["timer", "system", "workload", "batch_size"])
+        assert len(both) == len(shown) == number
+        assert (both["a"] == both["value"]).all()
 
 
 def test_different_units_are_refused():

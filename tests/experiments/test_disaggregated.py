@@ -32,7 +32,7 @@ from experiments.cluster.load_costs import load_cost
 from experiments.cluster.recorded import recorded_costs
 from experiments.cluster.step_costs import model_bytes
 from experiments.ext_disaggregated import EXPERIMENT as MAP
-from experiments.facts.frames import frame_of
+from experiments.harness.counted import frame_of
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import settle

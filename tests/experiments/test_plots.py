@@ -19,11 +19,12 @@ from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG07
 from experiments.fig07_sgmv_roofline import SHEET
 from experiments.fig08_lora_operator import EXPERIMENT as FIG08
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
+from experiments.harness.counted import counted, frame_of, merged
 from experiments.harness.schema import CONF, REPOSITORY
 from experiments.harness.settings import settle
 from experiments.plots import style
 from experiments.plots.draw import draw
-from experiments.plots.frames import described, frame_of, has_bands, how_often, in_order, interval, one_of_repeats
+from experiments.plots.frames import described, has_bands, how_often, in_order, interval
 from experiments.plots.hero import SHOWN, draw_hero
 from experiments.plots.load import draw_load
 from experiments.plots.overlay import named, panels
@@ -39,6 +40,10 @@ def row(value, **columns):
     fixed = {"figure": "9", "panel": "r=16", "system": "SGMV", "workload": "Distinct", "model": "", "hardware": "cpu"}
     fixed |= {"batch_size": 1, "seq_len": None, "rank": 16, "metric": "latency", "unit": "us", "statistic": "median"}
     return Row(**{**fixed, "timer": "host_clock", "scale": "laptop", "device": "a CPU", **columns, "value": value})
+
+
+def merged_rows(rows):
+    return merged(counted(frame_of(rows)))
 
 
 @pytest.fixture(autouse=True)
@@ -98,12 +103,12 @@ def test_no_band_is_drawn_where_a_repeat_has_fewer_than_five_samples(counts, ban
     rows = [row(value, repeat=i, batch_size=batch, statistic=name, unit="samples" if name == "count" else "us")
             for batch, numbers in ((1, counts), (8, (9, 9))) for i, number in enumerate(numbers)
             for name, value in {**sampled, "count": float(number)}.items()]  # fmt: skip
-    found = interval(one_of_repeats(frame_of(rows)), "batch_size")
+    found = interval(merged_rows(rows), "batch_size")
     assert found["batch_size"].tolist() == banded
     assert set(found["p10"]) == {9.0}
     assert set(found["p90"]) == {12.0}
-    assert has_bands(one_of_repeats(frame_of(rows)))
-    assert has_bands(one_of_repeats(frame_of([one for one in rows if one.batch_size == 1]))) == (1 in banded)
+    assert has_bands(merged_rows(rows))
+    assert has_bands(merged_rows([one for one in rows if one.batch_size == 1])) == (1 in banded)
 
 
 def test_rows_are_in_the_order_of_models_systems_and_popularities_whatever_ran_first():
@@ -134,11 +139,11 @@ def test_repeats_become_one_point_of_the_quiet_ones():
     rows += [row(value - 1, repeat=i, disturbed=loud, statistic="p10") for i, (value, loud) in enumerate(values)]
     rows += [row(20, repeat=i, disturbed=False, statistic="count", unit="samples") for i in range(3)]
     rows.append(row(7.0, batch_size=2))
-    made = one_of_repeats(frame_of(rows)).set_index(["batch_size", "statistic"])
+    made = merged_rows(rows).set_index(["batch_size", "statistic"])
     assert made["value"].to_dict() == {(1, "median"): 11, (1, "p10"): 9, (1, "count"): 20, (2, "median"): 7}
     assert made["repeats"].to_dict() == {(1, "median"): 2, (1, "p10"): 2, (1, "count"): 3, (2, "median"): 1}
     assert not made["disturbed"].eq(True).any()
-    loud = one_of_repeats(frame_of([row(value, repeat=i, disturbed=True) for i, value in enumerate((1.0, 2.0, 6.0))]))
+    loud = merged_rows([row(value, repeat=i, disturbed=True) for i, value in enumerate((1.0, 2.0, 6.0))])
     assert loud["value"].tolist() == [2.0]
     assert loud["disturbed"].tolist() == [True]
     assert described(loud).endswith("median of 3 repeats; hollow: disturbed")

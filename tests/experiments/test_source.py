@@ -10,8 +10,8 @@ from fakes import Fake, composed
 from experiments.harness import resume, source
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
-from experiments.harness.source import decisive, fingerprint, script_of
-from experiments.report.machines import columns, machine_of, read_folder
+from experiments.harness.source import decisive, fingerprint
+from experiments.report.machines import columns, machine_of, read_folder, recorded_folders, rows_files, script_of
 from experiments.report.verdicts import write_claims
 from punica.measure.records import COLUMNS, RowsError, read_rows, write_rows
 
@@ -169,7 +169,36 @@ def test_the_report_names_figures_of_older_source_and_keeps_their_verdicts(tmp_p
     assert [verdict.verdict for verdict in new] == [verdict.verdict for verdict in old]
 
 
-def test_a_rows_file_belongs_to_the_script_it_is_named_after():
+def test_a_rows_file_belongs_to_the_script_of_its_name_and_no_other():
     assert script_of(Path("rows/fig08_lora_operator.csv")).name == "fig08_lora_operator.py"
     assert script_of(Path("rows/ext_operator_tables_A.csv")).name == "ext_operator_tables.py"
-    assert script_of(Path("rows/mine.csv")) is None
+    for name in ("mine", "fig08_lora_operator_old", "ext_operator_tables_Z", "fig01_batching2"):
+        assert script_of(Path(f"rows/{name}.csv")) is None
+
+
+def test_recorded_rows_have_a_script():
+    files = [path for folder in recorded_folders(REPOSITORY / "results") for path in rows_files(folder)]
+    assert [path for path in files if script_of(path) is None] == []
+
+
+def test_rows_whose_script_was_renamed_or_deleted_are_older(tmp_path):
+    """They counted as current: nothing was left to compare their hash with."""
+    current = fingerprint(REPOSITORY / "experiments/fig08_lora_operator.py")
+    rows = [replace(row, source_hash=current) for row in read_rows(old_file(tmp_path / "made"))]
+    write_rows(tmp_path / "fig08_lora_operator.csv", rows)
+    assert not read_folder(tmp_path)["older"].any()
+    (tmp_path / "fig08_lora_operator.csv").rename(tmp_path / "fig08_operators.csv")
+    assert read_folder(tmp_path)["older"].all()
+
+
+@pytest.mark.parametrize(
+    ("script", "engine", "older"),
+    [("ext_server", "vllm 0.33.0", True), ("ext_server", "", False), ("ext_today", "punica 1.0.0", False),
+     ("ext_own_server", "punica 1.0.0", False)],
+)  # fmt: skip
+def test_rows_of_an_engine_that_no_hashed_file_imports_are_older(tmp_path, script, engine, older):
+    """The hash of a client says nothing of the server whose time is in the row."""
+    current = fingerprint(REPOSITORY / f"experiments/{script}.py")
+    rows = [replace(row, source_hash=current, engine=engine) for row in read_rows(old_file(tmp_path / "made"))]
+    write_rows(tmp_path / f"{script}.csv", rows)
+    assert set(read_folder(tmp_path)["older"]) == {older}

@@ -12,7 +12,7 @@ from experiments.report import filled
 from experiments.report.filled import MARKED, VALUES, fill, write_filled
 from experiments.report.machines import machine_of
 from experiments.report.tables import GENERATED
-from punica.measure.records import RowsError, write_rows
+from punica.measure.records import COLUMNS, RowsError, write_rows
 from tests.experiments.report.report_rows import PAPER, decode_rows, operator_rows
 
 A = Path("A.md")
@@ -26,7 +26,10 @@ SET = ("within 3 %", "within 12 %", "within 25 %", "1.5 times slower than a sibl
 """Settings of the protocol: windows are drawn so, costs explain so, repeats are measured again so."""
 
 
-ANY_ROWS = {"machines", "single-runs", "older-rows", "differing", "holding", "highlights", "claims", "reliability"}
+ANY_ROWS = {
+    "machines", "single-runs", "older-rows", "older-figures", "differing", "holding", "highlights", "claims",
+    "reliability",
+}  # fmt: skip
 """Markers that need no particular rows."""
 
 
@@ -53,6 +56,8 @@ def test_a_table_spans_lines_and_what_stands_around_it_stays(cpu):
 def test_rows_of_older_source_are_counted_by_machine(cpu):
     half = replace(cpu, rows=cpu.rows.assign(older=[True, False]))
     assert filled.older_rows({"cpu": half, "h200": cpu}) == "1 of 2 (50.0 %) on cpu, 2 of 2 (100.0 %) on h200"
+    none = replace(cpu, rows=cpu.rows.assign(older=False))
+    assert filled.older_by_machine({"cpu": half, "h200": none}) == "cpu: 1; h200: none"
 
 
 def ray_hours(disturbed=False):
@@ -68,7 +73,8 @@ def ray_hours(disturbed=False):
     late = {"ray hour": 2_880.0, "ray hour, a runner killed": 16_800.0}
     cells = [(panel, system, metric, value) for (panel, system), found in numbers.items()
              for metric, value in {**found, "p99_time_to_first_token": late[panel]}.items()]  # fmt: skip
-    return pd.DataFrame(cells, columns=["panel", "system", "metric", "value"]).assign(disturbed=disturbed)
+    rows = pd.DataFrame(cells, columns=["panel", "system", "metric", "value"]).assign(figure="13", statistic="value")
+    return rows.reindex(columns=COLUMNS).assign(repeat=0, disturbed=disturbed)
 
 
 def test_other_tokens_of_all_rules_are_counted_and_those_of_moved_requests_told_apart(cpu):
@@ -89,6 +95,9 @@ def test_first_tokens_of_the_hour_with_a_killed_runner_stand_beside_those_withou
     )
     with pytest.raises(KeyError, match="killed"):
         filled.killed_runner({"h100": machines["h100"]})
+    loud = ray_hours(disturbed=True).assign(repeat=1)
+    both = replace(cpu, rows=pd.concat([rows, loud.assign(value=9 * loud["value"])]))
+    assert filled.killed_runner({"h200": both}).endswith("16.8 instead of 2.88 s (h200)")
 
 
 def test_what_differs_on_the_gpu_is_a_table_and_on_a_cpu_a_list(cpu):

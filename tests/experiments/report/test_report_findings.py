@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from experiments.claims.rows import Rows
-from experiments.facts.frames import frame_of
 from experiments.harness.catalogue import experiments
+from experiments.harness.counted import frame_of
 from experiments.report.findings import Sought, find
 from experiments.report.machines import machine_of
 from experiments.report.sought import SOUGHT, public_kernels
@@ -95,11 +95,3 @@ def test_throughput_stands_beside_the_papers(tmp_path):
     assert head[:2] == ("system", "Distinct")
     assert [line[:2] for line in lines] == [["punica", "4,185 (1,054)"], ["hf_peft_mixed", "11.56"]]
     assert lines[0][2] == "- (1,064)"
-
-
-def test_tables_without_a_scale_count_beside_those_with_one(tmp_path):
-    about = {**ABOUT, "figure": "operator tables", "metric": "latency", "system": "wrapper", "workload": "Distinct"}
-    cells = ("A: T=1 Distinct", ""), ("C: T=512 1 adapters r=16", "paper")
-    rows = [Row(batch_size=1, value=3.0, **{**about, "panel": panel, "scale": scale}) for panel, scale in cells]
-    write_rows(tmp_path / "ext_operator_tables_A.csv", rows)
-    assert len(public_kernels(machine_of(tmp_path, tmp_path, PAPER).chosen)) == 2

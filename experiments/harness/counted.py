@@ -1,0 +1,75 @@
+"""Rows that count: the one selection that claims, figures, tables, ranges, comparisons and cost models read.
+
+A folder of rows can hold several scales, clocks and repeats of one point. Of these count
+
+* per figure the largest scale present (`SCALES`; others, as smoke, where there is none of them);
+* per figure and metric one clock: the caller's, else the first present of `punica.measure.records.TIMERS`;
+* of each repeat the newest row; of repeats the undisturbed ones, all where none was quiet, none beside a row without
+  a repeat, which is of them all.
+
+A point's number is the median over the repeats that count.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+import numpy as np
+import pandas as pd
+
+from punica.measure.records import COLUMNS, TIMERS, Row
+
+SCALES = ("paper", "gpu", "laptop")
+POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "t_s", "gpu"]
+"""Columns of a point, apart from its statistic; its scale is none of them, nor is its clock where one is chosen."""
+_TEXTS = ["figure", "panel", "system", "workload", "model", "metric", "unit", "timer", "scale"]
+_NUMBERS = ["batch_size", "seq_len", "rank", "t_s", "gpu", "repeat", "value"]
+
+
+def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
+    """Build a frame of `rows` with the columns of `Row`, also without any."""
+    return pd.DataFrame([asdict(row) for row in rows], columns=list(COLUMNS))
+
+
+def counted(rows: pd.DataFrame, clock: str | None = "") -> pd.DataFrame:
+    """Choose scale, clock and the newest of each repeat: `rows` in their order, with the columns ``point``, a number of
+    the point's own, and ``counts``, whether the repeat does.
+
+    ``clock``: the one to prefer, empty for the order of `TIMERS`. None compares points one by one: each clock is a
+    point of its own, and the largest scale is that of each point.
+    """
+    rows = rows.reset_index(drop=True)
+    rows = rows.assign(
+        **{name: rows[name].astype(object).fillna("").astype(str) for name in _TEXTS},
+        **{name: pd.to_numeric(rows[name]) for name in _NUMBERS},
+        disturbed=rows["disturbed"].eq(True),
+    )
+    if clock is not None:
+        rows = _preferred(rows, "scale", SCALES, ["figure"])
+        rows = _preferred(rows, "timer", [clock, *TIMERS] if clock else TIMERS, ["figure", "metric"])
+    key = [*POINT, "statistic", *(["timer"] if clock is None else [])]
+    rows = rows.assign(point=rows.groupby(key, dropna=False, sort=False).ngroup())
+    if clock is None:
+        rows = _preferred(rows, "scale", SCALES, ["point"])
+    rows = rows.sort_values("date", kind="stable").drop_duplicates(["point", "repeat"], keep="last").sort_index()
+    whole, quiet = rows["repeat"].isna(), ~rows["disturbed"]
+    better = [rows["point"].isin(rows.loc[one, "point"]) for one in (whole, quiet)]
+    return rows.assign(counts=whole | (~better[0] & (quiet | ~better[1])))
+
+
+def merged(rows: pd.DataFrame) -> pd.DataFrame:
+    """Merge the repeats that count, of `counted` rows: one row per point, in the order of their first.
+
+    Of p10 the least is kept and of p90 the largest. ``repeats``: how many count. ``lowest``, ``highest``: their ends.
+    """
+    rows = rows[rows["counts"]]
+    values, first = rows.groupby("point", sort=False)["value"], rows.drop_duplicates("point")
+    low, middle, high, times = (getattr(values, name)().to_numpy() for name in ("min", "median", "max", "size"))
+    ends = [first["statistic"].eq(name).to_numpy() for name in ("p10", "p90")]
+    value = np.select(ends, [low, high], middle)
+    return first.assign(value=value, repeats=times, lowest=low, highest=high).reset_index(drop=True)
+
+
+def _preferred(rows: pd.DataFrame, column: str, order: Sequence[str], within: list[str]) -> pd.DataFrame:
+    """Keep, per group ``within``, the rows whose ``column`` has the first value of ``order`` in the group."""
+    place = rows[column].map({name: place for place, name in enumerate(dict.fromkeys(order))}).fillna(len(order))
+    return rows[place == place.groupby([rows[name] for name in within]).transform("min")]
