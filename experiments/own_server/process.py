@@ -42,7 +42,7 @@ class OwnServer:
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._log = log
         with log.open("wb") as output:
-            command = [sys.executable, "-m", "punica.serve", *arguments, "--port=0"]
+            command = [sys.executable, "-m", "punica.serve", *arguments, "--port=0", "--drain=0"]
             self._process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             self.url = self._address()

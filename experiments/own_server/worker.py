@@ -15,7 +15,8 @@ from experiments.http_load.client import Job
 from experiments.own_server.stream import Stream
 from punica.adapters import LoRARequest
 from punica.engine import Engine, Request, SamplingParams
-from punica.serve import cli
+from punica.serve.cli import parse
+from punica.serve.launch import build_of, settings_of
 
 
 def texts(engine: Engine, adapters: Mapping[str, LoRARequest], jobs: list[Job]) -> list[str]:
@@ -61,9 +62,9 @@ def params_of(job: Job) -> SamplingParams:
 def main() -> None:
     """Do the job of the command line."""
     job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    options = cli.parser().parse_args(job["arguments"])
-    settings = cli.settings_of(options)
-    engine = cli.engine_of(options, settings)
+    options = parse(job["arguments"])
+    settings = settings_of(options)
+    engine = build_of(options, settings)()
     adapters = {adapter.lora_name: adapter for adapter in settings.adapters}
     found: dict[str, Any] = {"texts": texts(engine, adapters, [Job(*one) for one in job["check"]])}
     if job["stream"] is not None:

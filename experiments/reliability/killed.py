@@ -65,7 +65,7 @@ def signalled_server(setting: Setting) -> Outcome:
     choose, outcome = random.Random(setting.seed), Outcome()
     world = make_world(setting.folder, 4, setting.seed, setting.device)
     for number in range(setting.count):
-        with serving(world) as served:
+        with serving(world, "--drain=1") as served:
             ends: list[str] = []
             threads = [threading.Thread(target=_ask, args=(served, ends)) for _ in range(BESIDE)]
             for thread in threads:

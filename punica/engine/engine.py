@@ -43,6 +43,7 @@ from punica.parallel import (
     get_tensor_model_parallel_world_size,
     set_batch_invariant,
 )
+from punica.progress import shown
 from punica.scheduling import (
     ADMISSION_RULES,
     BlockManager,
@@ -81,7 +82,7 @@ class Engine(Generation):
             only one of them has requests at a time.
         warm_up: capture now the CUDA graphs of all decode steps and of steps with up to ``WARM_UP_TOKENS`` rows of
             prompts, and compile their kernels; :meth:`capture_graphs` adds longer prompts. ``None``: on a GPU only,
-            with a progress bar. Without it the first step of each size does so. All ranks must agree.
+            with its progress. Without it the first step of each size does so. All ranks must agree.
 
     Attributes:
         warm_up_s: seconds of the warm-up, 0 without.
@@ -178,7 +179,8 @@ class Engine(Generation):
             parts.model, parts.lora_config, parts.engine_config, admission, tokenizer, parts.defaults, warm_up=warm_up
         )
         if engine.manager is not None:
-            for request in requests:
+            rank = get_tensor_model_parallel_rank()
+            for request in requests if rank else shown(requests, "loading adapters", "adapter"):
                 engine.manager.add_adapter(request)
         return engine
 

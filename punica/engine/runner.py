@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from punica.adapters import LoRAModelManager
 from punica.engine.config import EngineConfig
@@ -20,6 +19,7 @@ from punica.metadata import RowGroups
 from punica.metadata.staging import send
 from punica.models import LlamaForCausalLM
 from punica.parallel import collectives_can_be_captured, in_step
+from punica.progress import shown
 from punica.scheduling import StepLayout
 
 
@@ -145,7 +145,7 @@ class ModelRunner:
         Steps without a graph are run once, which compiles their kernels. No cache row is written.
         """
         shapes = self.shapes.up_to(prompt_rows, vocabulary=any(layer.filled_slots for layer in self._ends))
-        for shape in tqdm(shapes, "warm-up: steps of each size", unit="step", disable=not progress):
+        for shape in shown(shapes, "warm-up: steps of each size", "step") if progress else shapes:
             if not self._capture(shape):
                 with in_step(), rehearsal(), capturing_vocabulary(shape.vocabulary):
                     self._stage_dummy(shape)

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from punica.models.stored import StoredTensor
+from punica.parallel import get_tensor_model_parallel_rank
+from punica.progress import shown
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,11 @@ def check_tensors(entries: Sequence[CheckpointEntry], stored: Mapping[str, Store
 
 
 def load_tensors(entries: Sequence[CheckpointEntry], stored: Mapping[str, StoredTensor]) -> None:
-    """Read every entry from its file.
+    """Read every entry from its file; rank 0 shows its progress.
 
     ValueError for a tensor with NaN or inf; the entries before it have been read then.
     """
-    for entry in entries:
+    for entry in entries if get_tensor_model_parallel_rank() else shown(entries, "loading weights", "tensor"):
         full = stored[entry.name].read()
         if not is_finite(full):
             raise ValueError(

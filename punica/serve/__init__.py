@@ -1,9 +1,10 @@
 """OpenAI-compatible HTTP server for one engine or a cluster, and adapters; extra ``serve`` (FastAPI, uvicorn).
 
-    cli.py             command line of ``python -m punica.serve``
+    cli.py             command line of ``python -m punica.serve``, checked without torch; launch.py: what it starts
+    server.py          port, connections of clients that do not read, and the end in steps (stopping.py) around
     app.py             routes, every error in OpenAI's form (errors.py), and an id on every answer (request_ids.py)
     protocol.py        bodies of requests; sampling.py: the engine's parameters from them, or a refusal
-    catalogue.py       base model and adapters by name, API keys; folders.py: folders that adapters may come from
+    catalogue.py       base model and adapters by name; keys.py: API keys; folders.py: where adapters may come from
     responses.py       one generation call: admitted (backpressure.py), tokenized, streamed or collected, cancelled
     forms.py           shapes of answers; text.py: text and log-probabilities of one choice
     backend.py         an engine as the API sees it; calls.py: requests of a call, and pieces of their answers
@@ -22,7 +23,8 @@ A client that leaves is aborted, and its memory is free after the step.
 * `--api-key` opens the base model, adapters without a key of their own, and loading; `--adapter-key sql=KEY` closes
   `sql` to all others. A file of arguments, one per line, keeps keys out of the process list: `@arguments.txt`.
 * `--max-queue` limits waiting generations (429 with `Retry-After`), `--max-body` bytes (413), `--max-model-len` tokens
-  of prompt and answer. A client that does not read its stream for 60 s is aborted.
+  of prompt and answer. A client that does not read its answer for 60 s is aborted.
+* SIGTERM turns `/health` and new requests to 503 for `--drain` seconds, and lets answers run for `--grace` more.
 * `/health` is 503 after a failed step; `/metrics` is without names of tenants. Both are open, and so is `/version`.
 * `--ray N` (extra ``cluster``) serves on N engines, placed by the paper's scheduler. Requests of one that dies continue
   on others, `/health` says `degraded` until it is replaced. A request fails if three die with it alone.

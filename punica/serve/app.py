@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -21,14 +21,16 @@ from punica.checks import clip
 from punica.engine import Engine
 from punica.serve.backend import Backend
 from punica.serve.backpressure import BodyLimit, Room
-from punica.serve.catalogue import Catalogue, Keys
+from punica.serve.catalogue import Catalogue
 from punica.serve.engine_thread import EngineThread
 from punica.serve.errors import ApiError, invalid_body, unreadable_body
+from punica.serve.keys import Keys
 from punica.serve.metrics import Metrics
 from punica.serve.protocol import ChatBody, CompletionBody, LoadAdapter, UnloadAdapter
 from punica.serve.request_ids import RequestIds
 from punica.serve.responses import GenerationResponse, Generator
 from punica.serve.sampling import check_supported
+from punica.serve.stopping import Stopping
 from punica.serve.text import TokenStrings
 
 _log = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ def app_of(backend: Backend, settings: Settings) -> FastAPI:
     codec = backend.engine.codec
     if codec is None:
         raise ValueError("the engine has no tokenizer, so no text to serve; add tokenizer files to the checkpoint")
-    metrics, room = backend.metrics, Room(backend.num_places + settings.max_queue)
+    metrics, room, stopping = backend.metrics, Room(backend.num_places + settings.max_queue), Stopping()
     catalogue = Catalogue(settings.base, settings.adapters, settings.keys, settings.roots)
 
     @asynccontextmanager
@@ -90,60 +92,63 @@ def app_of(backend: Backend, settings: Settings) -> FastAPI:
                 workers.shutdown()
 
     tokenizing, rendering = (ThreadPoolExecutor(1, f"punica-{name}") for name in ("tokenizer", "templates"))
-    generator = Generator(backend, codec, TokenStrings(codec), room, tokenizing, rendering)
+    generator = Generator(backend, codec, TokenStrings(codec), room, stopping, tokenizing, rendering)
     app = _App(title="punica", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.stopping = stopping  # for the server
     app.add_middleware(BodyLimit, max_body=settings.max_body)
     _add_errors(app, metrics)
-    _add_generation(app, generator, catalogue)
-    _add_adapters(app, backend, catalogue)
-    _add_operations(app, backend, metrics)
+    served = APIRouter(prefix="/v1", dependencies=[Depends(stopping.check)])
+    _add_generation(served, generator, catalogue)
+    _add_adapters(served, backend, catalogue)
+    app.include_router(served)
+    _add_operations(app, backend, metrics, stopping)
     return app
 
 
-def _add_generation(app: FastAPI, generator: Generator, catalogue: Catalogue) -> None:
+def _add_generation(routes: APIRouter, generator: Generator, catalogue: Catalogue) -> None:
     def respond(request: Request, body: CompletionBody | ChatBody) -> Response:
         adapter = catalogue.find(body.model, _key(request))
         check_supported(body)
         return GenerationResponse(generator, body, adapter)
 
-    @app.post("/v1/completions")
+    @routes.post("/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
         return respond(request, body)
 
-    @app.post("/v1/chat/completions")
+    @routes.post("/chat/completions")
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         return respond(request, body)
 
 
-def _add_adapters(app: FastAPI, backend: Backend, catalogue: Catalogue) -> None:
-    @app.head("/v1/models", include_in_schema=False)
-    @app.get("/v1/models")
+def _add_adapters(routes: APIRouter, backend: Backend, catalogue: Catalogue) -> None:
+    @routes.head("/models", include_in_schema=False)
+    @routes.get("/models")
     async def models(request: Request) -> dict[str, Any]:
         return {"object": "list", "data": catalogue.visible(_key(request))}
 
-    @app.head("/v1/models/{name:path}", include_in_schema=False)
-    @app.get("/v1/models/{name:path}")
+    @routes.head("/models/{name:path}", include_in_schema=False)
+    @routes.get("/models/{name:path}")
     async def model(request: Request, name: str) -> dict[str, Any]:
         catalogue.find(name, _key(request))
         return catalogue.describe(name)
 
-    @app.post("/v1/load_lora_adapter")
+    @routes.post("/load_lora_adapter")
     async def load_lora_adapter(request: Request, body: LoadAdapter) -> Response:
         await catalogue.load(body, _key(request), backend)
         return PlainTextResponse(f"Success: LoRA adapter {clip(body.lora_name)} added successfully.")
 
-    @app.post("/v1/unload_lora_adapter")
+    @routes.post("/unload_lora_adapter")
     async def unload_lora_adapter(request: Request, body: UnloadAdapter) -> Response:
         await catalogue.unload(body.lora_name, _key(request), backend)
         return PlainTextResponse(f"Success: LoRA adapter {clip(body.lora_name)} removed successfully.")
 
 
-def _add_operations(app: FastAPI, backend: Backend, metrics: Metrics) -> None:
+def _add_operations(app: FastAPI, backend: Backend, metrics: Metrics, stopping: Stopping) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
-        health = backend.health
-        return JSONResponse({"status": health}, 503 if health == "failed" else 200)
+        health = "stopping" if stopping.refuses else backend.health
+        return JSONResponse({"status": health}, 503 if health in ("failed", "stopping") else 200)
 
     @app.head("/version", include_in_schema=False)
     @app.get("/version")

@@ -67,6 +67,7 @@ class Call:
         self.num_unfinished = len(self.requests)
         self._pieces: list[Piece] = []
         self._arrived = asyncio.Event()
+        self._error: ApiError | None = None
 
     def put(self, piece: Piece) -> None:
         """Append a piece; on the event loop."""
@@ -74,8 +75,15 @@ class Call:
         self._pieces.append(piece)
         self._arrived.set()
 
+    def end(self, error: ApiError) -> None:
+        """Have :meth:`batches` raise an error instead of waiting for further pieces; on the event loop."""
+        self._error = error
+        self._arrived.set()
+
     async def batches(self) -> AsyncIterator[list[Piece]]:
-        """Yield all pieces that have arrived, until every request has ended. ApiError 500: the engine failed."""
+        """Yield all pieces that have arrived, until every request has ended. ApiError 500: the engine failed; the one
+        of :meth:`end`.
+        """
         while self.num_unfinished or self._pieces:
             await self._arrived.wait()
             self._arrived.clear()
@@ -84,3 +92,5 @@ class Call:
                 if piece.error is not None:
                     raise ApiError(500, piece.error, code="engine_failed")
             yield batch
+            if self._error is not None and self.num_unfinished:
+                raise self._error

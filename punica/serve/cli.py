@@ -1,44 +1,32 @@
-"""Command line of ``python -m punica.serve``."""
+"""Command line of ``python -m punica.serve``: its arguments, checked at once, without torch."""
 
-import gc
-import os
+import math
+import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
-import uvicorn
-from fastapi import FastAPI
-
-from punica.adapters import LoRARequest
-from punica.checks import check_count
-from punica.cluster.ray_cluster import RayCluster
-from punica.cluster.ray_runners import RankResources
-from punica.cluster.timeouts import Timeouts
-from punica.engine import Engine
-from punica.serve.app import Settings, app_of
-from punica.serve.catalogue import Keys
-from punica.serve.engine_child import REFUSALS
-from punica.serve.engine_process import EngineProcess
+from punica import __version__
+from punica.checks import clip
 from punica.serve.folders import allowed_roots
-from punica.serve.metrics import Metrics
-from punica.serve.runners_thread import RunnersThread
+from punica.serve.keys import Keys
 
-GRACE_S = 30
-"""Time in which running answers may end at a shut-down."""
-KEEP_ALIVE_S = 75
-"""Time until an idle connection is closed; longer than clients keep theirs, which else meet a closed one."""
-HTTP = "h11"
-"""uvicorn's parser. Its other one, the default where it is installed, drops the body of a POST that offers HTTP/2, as
-Java's client sends it.
-"""
+DRAIN_S = 5.0
+"""Default time from SIGTERM to the closed port."""
+GRACE_S = 30.0
+"""Default time in which running answers may end after that."""
+EXTRA = ("fastapi", "prometheus_client", "uvicorn")
 RUNNER_BATCH = 32
 """Requests of one step of a runner, unless ``--max-batch-size`` is given."""
-_MOST_QUEUED = 1 << 30  # no limit of the cluster's own: the server counts with --max-queue
 _EPILOG = "Arguments may stand in a file, one per line: python -m punica.serve CHECKPOINT @arguments.txt (for keys)."
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Exit with one line, without the usage."""
+        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -58,20 +46,38 @@ def rename(text: str) -> tuple[str, str, str]:
     return name, old, new
 
 
+def number(kind: type[int] | type[float], lowest: float, highest: float = math.inf) -> Callable[[str], Any]:
+    """Return the function that reads a finite number within limits. Its ArgumentTypeError: another text."""
+
+    def read(text: str) -> Any:
+        try:
+            found = kind(text)
+        except ValueError:
+            found = math.nan
+        if not (lowest <= found <= highest and math.isfinite(found)):
+            most = "" if highest == math.inf else f", at most {highest}"
+            whole = "an integer" if kind is int else "a number"
+            raise ArgumentTypeError(f"{clip(text)} must be {whole}, at least {lowest}{most}")
+        return found
+
+    return read
+
+
 def parser() -> ArgumentParser:
     """Build the parser."""
-    made = ArgumentParser(
+    made = _Parser(
         "python -m punica.serve", description="Serve a checkpoint and its LoRA adapters by OpenAI's API.",
         epilog=_EPILOG, fromfile_prefix_chars="@",
     )  # fmt: skip
     made.add_argument("checkpoint", help="folder that transformers wrote")
+    made.add_argument("--version", action="version", version=f"punica {__version__}")
     made.add_argument("--adapter", type=pair, action="append", default=[], metavar="NAME=FOLDER", help="repeatable")
     made.add_argument(
         "--adapter-rename", type=rename, action="append", default=[], metavar="NAME=OLD=NEW",
         help="replaces OLD in the names of this adapter's tensors; NEW may be empty; repeatable, in order",
     )  # fmt: skip
     made.add_argument("--host", default="127.0.0.1")
-    made.add_argument("--port", type=int, default=8000)
+    made.add_argument("--port", type=number(int, 0, 65535), default=8000, metavar="N", help="0: a free one")
     made.add_argument("--served-model-name", metavar="NAME", help="of the base model; default: the folder's name")
     made.add_argument("--api-key", metavar="KEY", help="opens the base model, adapters without a key, loading")
     made.add_argument("--adapter-key", type=pair, action="append", default=[], metavar="NAME=KEY", help="repeatable")
@@ -79,118 +85,122 @@ def parser() -> ArgumentParser:
         "--allow-folder", action="append", default=[], metavar="DIR",
         help="adapters below it may be loaded by requests; repeatable; default: none",
     )  # fmt: skip
-    made.add_argument("--max-queue", type=int, default=1024, metavar="N", help="waiting generations, then 429")
-    made.add_argument("--max-body", type=int, default=1 << 20, metavar="N", help="bytes of a request's body, then 413")
-    for name, meaning in (
-        ("max-loras", "adapter slots"), ("max-cpu-loras", "adapters in host memory"), ("max-lora-rank", "largest rank"),
-        ("max-model-len", "tokens of one request"), ("max-batch-size", "requests of one step"),
+    for name, default, lowest, meaning in (
+        ("max-queue", 1024, 0, "waiting generations, then 429"), ("max-body", 1 << 20, 1, "bytes of a body, then 413"),
+        ("max-loras", None, 1, "adapter slots"), ("max-cpu-loras", None, 1, "adapters in host memory"),
+        ("max-lora-rank", None, 1, "largest rank"), ("max-model-len", None, 2, "tokens of one request"),
+        ("max-batch-size", None, 1, "requests of one step"),
     ):  # fmt: skip
-        made.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}, as Engine.from_pretrained")
-    made.add_argument("--ray", type=int, metavar="N", help="serve on N engines, one GPU each where there are GPUs")
+        meaning += "; default: as Engine.from_pretrained" if default is None else f"; default: {default}"
+        made.add_argument(f"--{name}", type=number(int, lowest), default=default, metavar="N", help=meaning)
+    for name, seconds, meaning in (
+        ("drain", DRAIN_S, "after SIGTERM: /health is 503, new requests are refused, the port stays open"),
+        ("grace", GRACE_S, "after that: running answers may end"),
+    ):
+        meaning += f"; default: {seconds:g}"
+        made.add_argument(f"--{name}", type=number(float, 0), default=seconds, metavar="SECONDS", help=meaning)
+    made.add_argument(
+        "--ray", type=number(int, 1), metavar="N", help="serve on N engines, one GPU each where there are GPUs"
+    )
     made.add_argument("--ray-address", metavar="ADDRESS", help="of a Ray cluster; default: a new one on this machine")
     made.add_argument(
-        "--step-timeout", type=float, metavar="SECONDS",
-        help=f"a runner of --ray whose step takes longer is killed; default: {Timeouts.step_s:g}",
+        "--step-timeout", type=number(float, 0.001), metavar="SECONDS",
+        help="a runner of --ray whose step takes longer is killed",
     )  # fmt: skip
     made.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
     return made
 
 
-def settings_of(options: Namespace) -> Settings:
-    """Return the server's settings. ValueError: a name twice, the base model's for an adapter, a name to rename in that
-    no adapter has.
+def parse(arguments: Sequence[str] | None = None) -> Namespace:
+    """Return the arguments, and what follows from them: ``base``, ``renames``, ``keys``, ``roots`` and ``sizes``.
+
+    Exits with one line where they are refused, also by each other and by the disk.
     """
-    base = options.served_model_name or Path(options.checkpoint).expanduser().resolve().name
-    names = [base, *(name for name, _ in options.adapter)]
+    made = parser()
+    try:
+        options = made.parse_args(arguments)
+        _check_names(options)
+        _check_ray(options)
+        if options.ray_address is None:  # other machines have other disks
+            _check_folders(options)
+        options.keys = Keys(options.api_key, dict(options.adapter_key))
+        options.roots, options.sizes = allowed_roots(options.allow_folder), _sizes(options)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        made.error(str(error))
+    return options
+
+
+def _check_names(options: Namespace) -> None:
+    """Set ``base`` and ``renames``. ValueError: a name of two models; one to rename in that no adapter has."""
+    options.base = options.served_model_name or Path(options.checkpoint).expanduser().resolve().name
+    names = [options.base, *(name for name, _ in options.adapter)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{twice} name two models; pass other names to --adapter or --served-model-name")
-    mappers: dict[str, dict[str, str]] = {name: {} for name in names[1:]}
+    options.renames = {name: {} for name in names[1:]}
     for name, old, new in options.adapter_rename:
-        if name not in mappers:
-            raise ValueError(f"--adapter-rename {name}={old}={new} is of no --adapter; there are {sorted(mappers)}")
-        mappers[name][old] = new
-    adapters = [
-        LoRARequest(name, number, folder, weights_mapper=mappers[name] or None)
-        for number, (name, folder) in enumerate(options.adapter, start=1)
-    ]
-    keys = Keys(options.api_key, dict(options.adapter_key))
-    roots = allowed_roots(options.allow_folder)
-    max_queue = check_count("--max-queue", options.max_queue, 0)
-    return Settings(base, adapters, keys, roots, max_queue, check_count("--max-body", options.max_body))
+        if name not in options.renames:
+            raise ValueError(f"--adapter-rename {name}={old}={new} is of no --adapter; there are {names[1:]}")
+        options.renames[name][old] = new
 
 
-def sizes_of(options: Namespace, settings: Settings) -> dict[str, Any]:
-    """Return the sizes of an engine, with slots for adapters that are given or may be loaded later."""
-    sizes: dict[str, Any] = {
-        name: value
-        for name in ("max_model_len", "max_batch_size", "max_loras", "max_cpu_loras", "max_lora_rank", "dtype")
-        if (value := getattr(options, name)) is not None
-    }
-    if settings.roots and not settings.adapters:
-        sizes.setdefault("max_lora_rank", 16)
-    return sizes
+def _check_ray(options: Namespace) -> None:
+    """ValueError: an option of ``--ray`` alone. ModuleNotFoundError: no Ray."""
+    if options.ray is None:
+        for name, value in (("--ray-address", options.ray_address), ("--step-timeout", options.step_timeout)):
+            if value is not None:
+                raise ValueError(f"{name} needs --ray N, the number of engines")
+    elif find_spec("ray") is None:
+        raise RuntimeError("--ray needs Ray; install it with: pip install 'punica[cluster]'")
 
 
-def build_of(options: Namespace, settings: Settings) -> Callable[[], Engine]:
-    """Return the function that loads the engine, in whichever process."""
-    return partial(Engine.from_pretrained, options.checkpoint, settings.adapters, **sizes_of(options, settings))
+def _check_folders(options: Namespace) -> None:
+    """FileNotFoundError: the checkpoint or an adapter is no such folder."""
+    folders = [("checkpoint", options.checkpoint, "config.json")]
+    folders += [(f"--adapter {name}", folder, "adapter_config.json") for name, folder in options.adapter]
+    for what, text, file in folders:
+        folder = Path(text).expanduser()
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{what}: {clip(text)} is not a folder; nothing is downloaded, pass a local one")
+        if not (folder / file).is_file():
+            raise FileNotFoundError(f"{what}: the folder {clip(text)} has no {file}; pass the one that has it")
 
 
-def engine_of(options: Namespace, settings: Settings) -> Engine:
-    """Load the engine."""
-    return build_of(options, settings)()
+def _sizes(options: Namespace) -> dict[str, Any]:
+    """Return the sizes of an engine, with slots for adapters that are given or may be loaded later.
 
-
-def cluster_of(options: Namespace, settings: Settings) -> RayCluster:
-    """Start the runners of ``--ray``, each with a slot for every request of its batch.
-
-    Raises, besides the errors of `RayCluster`, ValueError: fewer slots.
+    A runner of ``--ray`` has a slot for every request of its batch; ValueError: fewer are asked for.
     """
-    count, sizes = check_count("--ray", options.ray), sizes_of(options, settings)
+    names = ("max_model_len", "max_batch_size", "max_loras", "max_cpu_loras", "max_lora_rank", "dtype")
+    sizes = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.allow_folder and not options.adapter:
+        sizes.setdefault("max_lora_rank", 16)
+    if options.ray is None:
+        return sizes
     batch = sizes.setdefault("max_batch_size", RUNNER_BATCH)
-    if settings.adapters or sizes.keys() & {"max_loras", "max_cpu_loras", "max_lora_rank"}:
+    if options.adapter or sizes.keys() & {"max_loras", "max_cpu_loras", "max_lora_rank"}:
         slots = sizes.setdefault("max_loras", batch)
         if slots < batch:
             raise ValueError(
                 f"--max-loras {slots} is below --max-batch-size {batch}, and with --ray every request of a batch needs "
                 "a slot; raise the one or lower the other"
             )
-    folder = os.path.abspath(os.path.expanduser(options.checkpoint))  # runners have other working directories
-    threads = max(1, (os.cpu_count() or 1) // count)
-    each = RankResources(num_gpus=float(torch.cuda.is_available()), num_threads=threads)
-    build = partial(Engine.from_pretrained, folder, settings.adapters, **sizes)
-    timeouts = Timeouts() if options.step_timeout is None else Timeouts(step_s=options.step_timeout)
-    return RayCluster(
-        build, count, resources=each, max_queued=_MOST_QUEUED, address=options.ray_address, timeouts=timeouts
-    )
-
-
-@contextmanager
-def opened(options: Namespace, settings: Settings) -> Iterator[FastAPI]:
-    """Build the application over an engine in a process of its own, or over runners; they end with the block."""
-    if options.ray is None:
-        for name, value in (("--ray-address", options.ray_address), ("--step-timeout", options.step_timeout)):
-            if value is not None:
-                raise ValueError(f"{name} needs --ray N, the number of engines")
-        with EngineProcess(build_of(options, settings), Metrics()) as engine:
-            yield app_of(engine, settings)
-        return
-    with cluster_of(options, settings) as cluster:
-        yield app_of(RunnersThread(cluster, Metrics()), settings)
+    return sizes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until interrupted; exit with a message for arguments and checkpoints that are refused."""
-    options = parser().parse_args(arguments)
-    with ExitStack() as stack:
-        try:
-            settings = settings_of(options)
-            app = stack.enter_context(opened(options, settings))
-        except REFUSALS as error:
-            raise SystemExit(f"{type(error).__name__}: {error}") from None
-        gc.freeze()  # a collection of all that was imported would halt every stream
-        uvicorn.run(
-            app, host=options.host, port=options.port, http=HTTP, timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S,
-        )  # fmt: skip
+    """Serve until interrupted; exit with one line for what is refused: before torch is imported, where that can be."""
+    options = parse(arguments)
+    missing = [name for name in EXTRA if find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"punica.serve needs {missing[0]}: pip install 'punica[serve]'")
+    from punica.serve.server import listen
+
+    try:
+        sockets = listen(options.host, options.port)
+    except OSError as error:
+        raise SystemExit(str(error)) from None
+    print(f"punica {__version__} loads {options.checkpoint}", file=sys.stderr, flush=True)
+    from punica.serve.launch import serve
+
+    serve(options, sockets)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -27,11 +26,10 @@ from punica.serve.events import TextEvents, event
 from punica.serve.forms import ChatForm, CompletionForm, usage
 from punica.serve.protocol import ChatBody, CompletionBody
 from punica.serve.sampling import params_of, room_for
+from punica.serve.stopping import Stopping
 from punica.serve.text import ChoiceStrings, ChoiceText, TokenStrings
 
 _log = logging.getLogger(__name__)
-SEND_TIMEOUT_S = 60.0
-"""Longest wait for a client that does not read its stream; then it counts as gone."""
 _ENGINE_NAMES = {name: name for name in ("stop_token_ids", "logit_bias", "bad_words", "prompt")}
 
 
@@ -44,7 +42,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Generator:
-    """State shared by all generation calls: the engine, its tokenizer, the limit of requests.
+    """State shared by all generation calls: the engine, its tokenizer, the limit of requests, the server's end.
 
     ``tokenizing``: one thread, so that long prompts stop neither the event loop nor the steps. ``rendering``: another
     for chats with adapters, whose templates may take long, so that all else does not wait for them.
@@ -54,6 +52,7 @@ class Generator:
     codec: TextCodec
     strings: TokenStrings
     room: Room
+    stopping: Stopping
     tokenizing: ThreadPoolExecutor
     rendering: ThreadPoolExecutor
 
@@ -77,16 +76,17 @@ class Generator:
     @asynccontextmanager
     async def running(self, call: Call, adapter: LoRARequest | None) -> AsyncIterator[None]:
         """Have the engine serve a call inside; what has not ended at the exit is aborted. ApiError: refused."""
-        try:
+        with self.stopping.holding(call):
             try:
-                await self.backend.submit(call)
-            except FileNotFoundError as error:
-                raise ApiError(404, _told(error, adapter), "model", "model_not_found") from error
-            except (TypeError, ValueError) as error:
-                raise refused(_told(error, adapter), _ENGINE_NAMES) from error
-            yield
-        finally:
-            self.backend.abort(call)
+                try:
+                    await self.backend.submit(call)
+                except FileNotFoundError as error:
+                    raise ApiError(404, _told(error, adapter), "model", "model_not_found") from error
+                except (TypeError, ValueError) as error:
+                    raise refused(_told(error, adapter), _ENGINE_NAMES) from error
+                yield
+            finally:
+                self.backend.abort(call)
 
 
 class GenerationResponse(Response):
@@ -101,12 +101,11 @@ class GenerationResponse(Response):
             "created": int(time.time()), "model": body.model,
         }  # fmt: skip
         self._num_prompt = 0
-        self._sends_since = math.inf  # the loop's time at which the chunk that is being sent began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the call while its client stays connected and reads."""
+        """Serve the call while its client stays connected."""
         work = asyncio.ensure_future(self._serve(scope, receive, send))
-        tasks = [work, *map(asyncio.ensure_future, (_disconnected(receive), self._stalled()))]
+        tasks = [work, asyncio.ensure_future(_disconnected(receive))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -158,12 +157,8 @@ class GenerationResponse(Response):
         return {**self._head, "choices": choices, "usage": usage(self._num_prompt, num_generated)}
 
     async def _stream(self, call: Call, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
-
         async def put(chunk: bytes, more_body: bool = True) -> None:
-            self._sends_since = clock()
             await send({"type": "http.response.body", "body": chunk, "more_body": more_body})
-            self._sends_since = math.inf
 
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -173,12 +168,6 @@ class GenerationResponse(Response):
         except ApiError as error:  # the status is sent already
             await put(event(error.body))
         await put(b"data: [DONE]\n\n", more_body=False)
-
-    async def _stalled(self) -> None:
-        """Return when a chunk has waited for its client too long; one timer, as one for each chunk costs more."""
-        clock = asyncio.get_running_loop().time
-        while (left := min(self._sends_since, clock()) + SEND_TIMEOUT_S - clock()) > 0:
-            await asyncio.sleep(left)
 
     async def _chunks(self, call: Call) -> AsyncIterator[bytes]:
         """Yield server-sent events, those of one step together."""

@@ -13,7 +13,6 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 from fastapi.testclient import TestClient
 
 from punica.engine import Request, SamplingParams
-from punica.serve import responses
 from punica.serve.calls import Call
 from punica.serve.engine_thread import EngineThread
 from punica.serve.errors import ApiError
@@ -118,32 +117,6 @@ def test_an_invalid_request_of_a_call_takes_back_the_others(world: Any) -> None:
     with TestClient(app) as client:
         assert client.post("/v1/completions", json=body).status_code == 400
         assert client.post("/v1/completions", json={**body, "prompt": [[1]], "max_tokens": 1}).status_code == 200
-    assert state_of(engine) == before
-
-
-def test_a_client_that_does_not_read_counts_as_gone(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, app = world.app(1)
-    before = state_of(engine)
-    monkeypatch.setattr(responses, "SEND_TIMEOUT_S", 0.1)
-    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}).encode()
-    scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "app": app,
-        "headers": [(b"content-type", b"application/json")],
-    }  # fmt: skip
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Any:
-        return messages.pop() if messages else await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    async def scenario() -> None:
-        async with app.router.lifespan_context(app):
-            await asyncio.wait_for(app(scope, receive, send), 60)
-
-    asyncio.run(scenario())
     assert state_of(engine) == before
 
 

@@ -2,41 +2,77 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
-from contextlib import nullcontext
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from punica import __version__, progress
+
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT = """
+WITHOUT_TORCH = """
 import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "{}":
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Absent())
-import punica.serve
-import runpy
-runpy.run_module("punica.serve", run_name="__main__")
+sys.modules["torch"] = None  # an import of it raises
+{}
+from punica.serve.cli import main
+main(sys.argv[1:])
 """
 
 
-@pytest.mark.slow
-def test_without_the_extra_it_says_how_to_install_it() -> None:
-    command = [sys.executable, "-c", WITHOUT.format("uvicorn")]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+def run(*arguments: str, before: str = "") -> "subprocess.CompletedProcess[str]":
+    """The command line in an interpreter that has no torch."""
+    command = [sys.executable, "-c", WITHOUT_TORCH.format(before), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--help"], 0, "--served-model-name"), (["--version"], 0, f"punica {__version__}"),
+        (["{tiny}", "--port", "80000"], 2, "at most 65535"), (["{tiny}", "--wrong"], 2, "--wrong"),
+        ([], 2, "checkpoint"), (["/nowhere"], 2, "'/nowhere' is not a folder"), (["@/nowhere"], 2, "'/nowhere'"),
+        (["{tiny}", "--port={taken}"], 1, "Address already in use"),
+        (["{tiny}", "--host=no.such.host."], 1, "no.such.host"),
+    ],
+    ids=["help", "version", "port", "flag", "none", "checkpoint", "file", "in use", "host"],
+)  # fmt: skip
+def test_what_needs_no_torch_is_answered_before_its_import(
+    world: Any, arguments: list[str], code: int, said: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = {"tiny": str(world.checkpoint), "taken": taken.getsockname()[1]}
+        result = run(*(argument.format(**given) for argument in arguments))
+    assert result.returncode == code, result.stderr
+    told = result.stderr if code else result.stdout
+    assert said in told
+    assert len(told.splitlines()) == 1 or arguments == ["--help"]
+
+
+def test_what_is_right_imports_torch(world: Any) -> None:
+    result = run(str(world.checkpoint), "--port=0")
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("punica.serve needs ")
-    assert "pip install 'punica[serve]'" in result.stderr
+    assert "import of torch halted" in result.stderr
 
 
-def test_arguments_become_settings_and_an_engine(world: Any, tmp_path: Path) -> None:
-    from punica.serve import cli
+@pytest.mark.parametrize("name", ["uvicorn", "fastapi"])
+def test_without_the_extra_it_says_how_to_install_it(world: Any, name: str) -> None:
+    result = run(str(world.checkpoint), before=f"sys.modules[{name!r}] = None")
+    assert (result.returncode, result.stderr) == (1, f"punica.serve needs {name}: pip install 'punica[serve]'\n")
+
+
+def test_arguments_become_settings_and_an_engine_that_is_summed_up(
+    world: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from punica.serve.cli import parse
+    from punica.serve.launch import build_of, settings_of
+
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
 
     keys = tmp_path / "keys.txt"
     keys.write_text("--api-key=a=b\n--adapter-key=sql=c\n")
@@ -45,77 +81,108 @@ def test_arguments_become_settings_and_an_engine(world: Any, tmp_path: Path) -> 
         str(world.checkpoint), "--adapter", f"sql={folder}", "--allow-folder", str(tmp_path), "--max-queue=3",
         "--max-body=99", "--max-model-len=32", "--max-batch-size=2", "--max-loras=2", f"@{keys}",
     ]  # fmt: skip
-    options = cli.parser().parse_args(arguments)
-    settings = cli.settings_of(options)
+    options = parse(arguments)
+    settings = settings_of(options)
     assert (settings.base, settings.max_queue, settings.max_body) == ("tiny", 3, 99)
     assert settings.roots == (tmp_path.resolve(),)
     assert (settings.keys.api_key, dict(settings.keys.adapter_keys)) == ("a=b", {"sql": "c"})
-    engine = cli.engine_of(options, settings)
+    engine = build_of(options, settings)()
     assert (engine.config.max_model_len, engine.config.max_batch_size, engine.manager.lora_slots) == (32, 2, 2)
     assert list(engine.manager.list_adapters()) == [settings.adapters[0].lora_int_id]
+    *lines, summary = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "loading adapters: 1 of 1 adapters"
+    assert lines[0].startswith("loading weights: 1 of ")
+    rank, tokens = engine.manager.lora_config.max_lora_rank, 2 * 32
+    for part in (
+        "tiny: adapters: 1, slots: 2 of rank {rank}", "dtype: float32", "device: CPU", "context: 32 tokens",
+        f"threads: {torch.get_num_threads()}", "batch: 2 requests", f"KV cache: {tokens} tokens",
+    ):  # fmt: skip
+        assert part.format(rank=rank) in summary
 
 
-def test_a_post_that_offers_http_2_keeps_its_body(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_post_that_offers_http_2_keeps_its_body(world: Any) -> None:
     """As Java's client sends it; whichever parsers uvicorn finds."""
-    from punica.serve import cli
     from tests.serve.world import served
 
-    app = world.app(1)[1]
-    with served(app) as url:
+    with served(world.app(1)[1]) as url:
         connection = HTTPConnection(url.removeprefix("http://"), timeout=60)
         offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAAAAIAAAAB"}
         body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json", **offer})
         assert connection.getresponse().status == 200
         connection.close()
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(cli, "opened", lambda *_: nullcontext(app))
-    monkeypatch.setattr(cli.gc, "freeze", lambda: None)
-    monkeypatch.setattr(cli.uvicorn, "run", lambda _, **settings: given.update(settings))
-    cli.main([str(world.checkpoint)])
-    assert given["http"] == "h11"
 
 
 def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> None:
-    from punica.serve import cli
+    from punica.serve.cli import parse
+    from punica.serve.launch import build_of, settings_of
 
-    options = cli.parser().parse_args([str(world.checkpoint), "--allow-folder", str(tmp_path), "--max-batch-size=2"])
-    assert cli.engine_of(options, cli.settings_of(options)).manager is not None
+    options = parse([str(world.checkpoint), "--allow-folder", str(tmp_path), "--max-batch-size=2"])
+    assert build_of(options, settings_of(options))().manager is not None
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--adapter", "tiny=x"], "name two models"), (["--adapter", "a=x", "--adapter", "a=y"], "name two models"),
-        (["--allow-folder", "/nowhere"], "nowhere"), (["--max-queue=-1"], "--max-queue"),
-        (["--max-body=0"], "--max-body"), (["--adapter", "a=/nowhere"], "nowhere"), (["--ray=0"], "--ray"),
+        (["--allow-folder", "/nowhere"], "nowhere"), (["--max-queue=-1"], "--max-queue: '-1' must be an integer, at l"),
+        (["--max-body=0"], "--max-body"), (["--adapter", "a=/nowhere"], "--adapter a: '/nowhere' is not a folder"),
+        (["--adapter", "a={tiny}"], "has no adapter_config.json"), (["--ray=0"], "--ray"), (["--port=x"], "--port"),
         (["--ray-address=auto"], "--ray-address needs --ray N"), (["--step-timeout=9"], "--step-timeout needs --ray N"),
-        (["--ray=1", "--step-timeout=0"], "step_s is 0"), (["--adapter-rename=a=b="], "a=b= is of no --adapter"),
-        (["--ray=2", "--adapter", "a=x", "--max-loras=3", "--max-batch-size=4"], "--max-loras 3 is below"),
+        (["--ray=1", "--step-timeout=0"], "--step-timeout"), (["--adapter-rename=a=b="], "a=b= is of no --adapter"),
+        (["--ray=2", "--max-loras=3", "--max-batch-size=4"], "--max-loras 3 is below"), (["--api-key="], "API key"),
+        (["--max-model-len=1"], "at least 2"), (["--grace=inf"], "a number, at least 0"), (["--drain=nan"], "--drain"),
+        (["--dtype=int8"], "--dtype"), (["@{tiny}/model.safetensors"], "decode"), (["--api-key=ü€"], "Latin-1"),
     ],
-    ids=range(12),
+    ids=range(21),
 )  # fmt: skip
-def test_what_is_refused_is_one_line(world: Any, arguments: list[str], message: str) -> None:
-    from punica.serve import cli
+def test_what_is_refused_is_one_line(
+    world: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from punica.serve.cli import main
 
-    with pytest.raises(SystemExit, match=message):
-        cli.main([str(world.checkpoint), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main([str(world.checkpoint), *(argument.format(tiny=world.checkpoint) for argument in arguments)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_folder_of_an_adapter_is_no_checkpoint(world: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from punica.serve.cli import main
+
+    with pytest.raises(SystemExit):
+        main([world.adapters[0].absolute_path])
+    assert "has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_damaged_is_one_line(world: Any, tmp_path: Path) -> None:
+    from punica.serve.cli import main
+
+    shutil.copytree(world.checkpoint, tmp_path / "damaged")
+    (tmp_path / "damaged/config.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"config\.json") as ended:
+        main([str(tmp_path / "damaged"), "--port=0"])
+    assert "\n" not in str(ended.value)
 
 
 def test_several_engines_are_the_factory_of_one_with_a_slot_for_every_request(
     world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from punica.serve import cli
+    from punica.serve import cli, launch
 
     monkeypatch.chdir(world.checkpoint.parent)
     given: dict[str, Any] = {}
-    monkeypatch.setattr(cli, "RayCluster", lambda build, count, **options: given.update(options, build=build, n=count))
+    make = lambda build, count, **options: given.update(options, build=build, n=count)  # noqa: E731
+    monkeypatch.setattr(launch, "RayCluster", make)
     arguments = ["tiny", "--ray=3", "--max-batch-size=5", "--max-model-len=32", "--ray-address=host:1"]
     arguments.append("--step-timeout=7.5")
     cases = (["--adapter=sql=adapters/tenant-1"], 5), (["--max-lora-rank=4", "--max-loras=9"], 9), ([], None)
     for more, slots in cases:
-        options = cli.parser().parse_args([*arguments, *more])
-        cli.cluster_of(options, cli.settings_of(options))
+        options = cli.parse([*arguments, *more])
+        launch.cluster_of(options, launch.settings_of(options))
         assert (given["n"], given["address"], given["timeouts"].step_s) == (3, "host:1", 7.5)
         monkeypatch.chdir(tmp_path)  # as the processes of the runners
         engine = given["build"]()
@@ -124,12 +191,15 @@ def test_several_engines_are_the_factory_of_one_with_a_slot_for_every_request(
         assert (None if engine.manager is None else engine.manager.lora_slots) == slots
 
 
-def test_without_ray_it_says_how_to_install_it(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from punica.serve import cli
+def test_without_ray_it_says_how_to_install_it(
+    world: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from punica.serve.cli import parse
 
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(SystemExit, match=r"a cluster needs Ray; install it with: pip install 'punica\[cluster\]'"):
-        cli.main([str(world.checkpoint), "--ray=2"])
+    with pytest.raises(SystemExit):
+        parse([str(world.checkpoint), "--ray=2"])
+    assert "--ray needs Ray; install it with: pip install 'punica[cluster]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -140,16 +210,17 @@ def test_without_ray_it_says_how_to_install_it(world: Any, monkeypatch: pytest.M
     ],
 )  # fmt: skip
 def test_an_argument_needs_all_its_parts(capsys: pytest.CaptureFixture[str], option, form, given) -> None:
-    from punica.serve import cli
+    from punica.serve.cli import parse
 
     for argument in given:
         with pytest.raises(SystemExit):
-            cli.parser().parse_args(["x", option, argument])
+            parse(["x", option, argument])
         assert f"is not {form}" in capsys.readouterr().err
 
 
 def test_an_adapter_with_other_names_of_tensors_is_renamed(world: Any, tmp_path: Path, alone: Any) -> None:
-    from punica.serve import cli
+    from punica.serve.cli import parse
+    from punica.serve.launch import build_of, settings_of
 
     adapter, other = world.adapters[2], tmp_path / "other"
     shutil.copytree(adapter.absolute_path, other)
@@ -160,9 +231,9 @@ def test_an_adapter_with_other_names_of_tensors_is_renamed(world: Any, tmp_path:
     )
     words = [str(world.checkpoint), f"--adapter=plain={adapter.absolute_path}", f"--adapter=other={other}"]
     words += ["--adapter-rename=other=visual.=", "--adapter-rename=other=text.=", "--max-batch-size=2"]
-    options = cli.parser().parse_args(words)
-    settings = cli.settings_of(options)
+    options = parse(words)
+    settings = settings_of(options)
     assert [one.weights_mapper for one in settings.adapters] == [None, {"visual.": "", "text.": ""}]
-    engine = cli.engine_of(options, settings)
+    engine = build_of(options, settings)()
     found = engine.generate(["hello"] * 2, list(settings.adapters), 8)
     assert [one.text for one in found] == [alone.generate(["hello"], adapter, 8)[0].text] * 2

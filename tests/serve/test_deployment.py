@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from punica.cluster.ray_runners import CHECK_TIMEOUT_S
 from punica.cluster.timeouts import Timeouts
 from punica.engine import rendering
-from punica.serve import app, catalogue, cli, folders, protocol, responses, runners_thread
+from punica.serve import app, catalogue, cli, folders, launch, protocol, runners_thread, server
 from punica.serve.runner_metrics import RunnerMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,11 +31,11 @@ def test_its_commands_run_as_written(world: Any, tmp_path: Path, monkeypatch: py
     (tmp_path / "arguments.txt").write_text(arguments)
     monkeypatch.chdir(tmp_path)
     (serve,) = re.findall(r"^\$ python -m punica\.serve (.*)$", PAGE, flags=re.MULTILINE)
-    options = cli.parser().parse_args([*shlex.split(serve), "--max-batch-size=2", "--max-model-len=64"])
-    settings = cli.settings_of(options)
+    options = cli.parse([*shlex.split(serve), "--max-batch-size=2", "--max-model-len=64"])
+    settings = launch.settings_of(options)
     commands = [shlex.split(line) for line in re.findall(r"^\$ curl (.*)$", PAGE, flags=re.MULTILINE)]
     assert len(commands) == 6
-    with TestClient(app.make_app(cli.engine_of(options, settings), settings)) as client:
+    with TestClient(app.make_app(launch.build_of(options, settings)(), settings)) as client:
         for address, *words in commands:
             fields = dict(zip(words[::2], words[1::2], strict=True))
             headers = dict(word.split(": ") for flag, word in zip(words[::2], words[1::2], strict=True) if flag == "-H")
@@ -60,8 +60,9 @@ def test_its_limits_are_those_of_the_server() -> None:
         "messages of a chat": f"{protocol.MOST_MESSAGES:,}",
         "adapters with a name": f"{catalogue.MOST_ADAPTERS:,}",
         "entries of an adapter's folder": str(folders.MOST_ENTRIES),
-        "stream whose client does not read": f"{responses.SEND_TIMEOUT_S:.0f} s",
-        "idle connection": f"{cli.KEEP_ALIVE_S} s", "shut-down": f"{cli.GRACE_S} s",
+        "answer whose client does not read": f"{server.SEND_TIMEOUT_S:.0f} s",
+        "idle connection": f"{server.KEEP_ALIVE_S} s",
+        "running answers at the end": f"`--grace`, {cli.GRACE_S:g} s",
     }  # fmt: skip
     for name, limit in expected.items():
         assert limit in limits[name], name
@@ -69,6 +70,8 @@ def test_its_limits_are_those_of_the_server() -> None:
     memory = f"{rendering.MOST_BYTES >> 20} MiB"
     assert template.startswith(f"{rendering.CPU_S:.0f} s of processor time, {memory}, {rendering.MOST_CHARACTERS:,}")
     assert f"refused for {rendering.REFUSED_S:.0f} s" in PAGE
+    assert f"`--drain` seconds ({cli.DRAIN_S:g})" in PAGE
+    assert f"`--grace` seconds ({cli.GRACE_S:g})" in PAGE
     assert f"`--step-timeout` ({Timeouts().step_s:.0f} s)" in PAGE
     assert f"tried every {runners_thread.TEND_S:.0f} s" in PAGE
     assert f"within {CHECK_TIMEOUT_S:.0f} s gives a 503" in PAGE

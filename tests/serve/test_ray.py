@@ -24,7 +24,8 @@ from punica.cluster.ray_cluster import RayCluster
 from punica.cluster.ray_runners import connect
 from punica.cluster.timeouts import Timeouts
 from punica.engine import SamplingParams
-from punica.serve import cli
+from punica.serve import launch
+from punica.serve.cli import parse
 from tests.serve.world import make_world, served, text_of, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,16 +39,16 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     home = tmp_path_factory.mktemp("ray")
     world = make_world(home, ADAPTERS, words=True)
     adapters = [f"--adapter={one.lora_name}={one.absolute_path}" for one in world.adapters[: ADAPTERS - 1]]
-    options = cli.parser().parse_args([
+    options = parse([
         str(world.checkpoint), "--ray=2", *adapters, "--max-batch-size=8", "--max-lora-rank=8", "--max-model-len=128",
         "--dtype=float32", f"--allow-folder={home}",
     ])  # fmt: skip
     found: list[RayCluster] = []
     assert connect(None, 3, 0)  # a place for the runner of another server
-    cluster_of = cli.cluster_of
+    cluster_of = launch.cluster_of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "cluster_of", lambda *given: found.append(cluster_of(*given)) or found[0])
-        with cli.opened(options, cli.settings_of(options)) as app, served(app) as url:
+        patch.setattr(launch, "cluster_of", lambda *given: found.append(cluster_of(*given)) or found[0])
+        with launch.opened(options, launch.settings_of(options)) as app, served(app) as url:
             yield world, found[0], url
     ray.shutdown()
 

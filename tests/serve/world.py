@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-import uvicorn
 from fastapi import FastAPI
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
@@ -18,7 +17,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine
 from punica.serve.app import Settings, make_app
-from punica.serve.cli import HTTP
+from punica.serve.server import Server, listen
 from tests.engine.text_world import CHAT, END, VOCAB, save_tokenizer
 
 CONFIG = LlamaConfig(
@@ -93,23 +92,32 @@ def text_of(engine: Engine, prompt: Any, adapter: LoRARequest | None, new: int) 
 
 
 @contextmanager
-def served(app: FastAPI) -> Iterator[str]:
-    """A real server on a free port of this machine; its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, http=HTTP, log_level="warning"))
-    thread = threading.Thread(target=server.run)
+def served(app: FastAPI, **fields: Any) -> Iterator[str]:
+    """A real server on a free port of this machine; its address. ``fields``: of the server."""
+    with serving(app, **fields) as (_, address):
+        yield address
+
+
+@contextmanager
+def serving(app: FastAPI, **fields: Any) -> Iterator[tuple[Server, str]]:
+    """The same with the server itself."""
+    server = Server(app, log_level="warning", **{"drain_s": 0, "grace_s": 30, **fields})
+    sockets = listen("127.0.0.1", 0)
+    address = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
+    thread = threading.Thread(target=server.run, args=(sockets,))
     thread.start()
     try:
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield server, address
     finally:
         server.should_exit = True
         thread.join()
 
 
-def wait_until(condition: Any, seconds: float = 60.0) -> None:
-    """Poll until a condition holds."""
+def wait_until(condition: Any, seconds: float = 600.0) -> None:
+    """Poll until a condition holds; on a busy machine a server takes minutes to start."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -1,0 +1,95 @@
+"""Server of parsed arguments: settings, the engine or the runners behind it, and the application."""
+
+import gc
+import os
+import socket
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from fastapi import FastAPI
+
+from punica.adapters import LoRARequest
+from punica.cluster.ray_cluster import RayCluster
+from punica.cluster.ray_runners import RankResources
+from punica.cluster.timeouts import Timeouts
+from punica.engine import Engine
+from punica.serve.app import Settings, app_of
+from punica.serve.engine_child import REFUSALS
+from punica.serve.engine_process import EngineProcess
+from punica.serve.metrics import Metrics
+from punica.serve.runners_thread import RunnersThread
+from punica.serve.server import Server
+
+_MOST_QUEUED = 1 << 30  # no limit of the cluster's own: the server counts with --max-queue
+
+
+def settings_of(options: Namespace) -> Settings:
+    """Return the server's settings."""
+    adapters = [
+        LoRARequest(name, number, folder, weights_mapper=options.renames[name] or None)
+        for number, (name, folder) in enumerate(options.adapter, start=1)
+    ]
+    return Settings(options.base, adapters, options.keys, options.roots, options.max_queue, options.max_body)
+
+
+def build_of(options: Namespace, settings: Settings) -> Callable[[], Engine]:
+    """Return the function that loads the engine, in whichever process and working directory."""
+    folder = os.path.abspath(os.path.expanduser(options.checkpoint))
+    return partial(_load, settings.base, folder, settings.adapters, options.sizes)
+
+
+def _load(base: str, folder: str, adapters: Sequence[LoRARequest], sizes: dict[str, Any]) -> Engine:
+    """Load an engine, and say what was loaded."""
+    began = time.perf_counter()
+    engine = Engine.from_pretrained(folder, adapters, **sizes)
+    weight, config, manager = engine.runner.model.lm_head.weight, engine.config, engine.manager
+    slots = "no adapter slots"
+    if manager is not None:
+        slots = f"adapters: {len(adapters)}, slots: {manager.lora_slots} of rank {manager.lora_config.max_lora_rank}"
+    device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else "CPU"
+    print(
+        f"{base}: {slots}, dtype: {str(weight.dtype).removeprefix('torch.')}, device: {device}, threads: "
+        f"{torch.get_num_threads()}, context: {config.max_model_len} tokens, batch: {config.max_batch_size} requests, "
+        f"KV cache: {config.total_blocks * config.block_size} tokens; loaded in {time.perf_counter() - began:.1f} s",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    return engine
+
+
+def cluster_of(options: Namespace, settings: Settings) -> RayCluster:
+    """Start the runners of ``--ray``; errors of `RayCluster`."""
+    threads = max(1, (os.cpu_count() or 1) // options.ray)
+    each = RankResources(num_gpus=float(torch.cuda.is_available()), num_threads=threads)
+    timeouts = Timeouts() if options.step_timeout is None else Timeouts(step_s=options.step_timeout)
+    return RayCluster(
+        build_of(options, settings), options.ray, resources=each, max_queued=_MOST_QUEUED,
+        address=options.ray_address, timeouts=timeouts,
+    )  # fmt: skip
+
+
+@contextmanager
+def opened(options: Namespace, settings: Settings) -> Iterator[FastAPI]:
+    """Build the application over an engine in a process of its own, or over runners; they end with the block."""
+    if options.ray is None:
+        with EngineProcess(build_of(options, settings), Metrics()) as engine:
+            yield app_of(engine, settings)
+        return
+    with cluster_of(options, settings) as cluster:
+        yield app_of(RunnersThread(cluster, Metrics()), settings)
+
+
+def serve(options: Namespace, sockets: list[socket.socket]) -> None:
+    """Serve until interrupted; exit with a message for a checkpoint, adapters or sizes that are refused."""
+    with ExitStack() as stack:
+        try:
+            app = stack.enter_context(opened(options, settings_of(options)))
+        except REFUSALS as error:
+            raise SystemExit(f"{type(error).__name__}: {error}") from None
+        gc.freeze()  # a collection of all that was imported would halt every stream
+        Server(app, drain_s=options.drain, grace_s=options.grace).run(sockets)
