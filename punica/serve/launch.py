@@ -25,6 +25,7 @@ from punica.serve.engine_process import EngineProcess
 from punica.serve.metrics import Metrics
 from punica.serve.runners_thread import RunnersThread
 from punica.serve.server import Server
+from punica.threads import limit_threads
 
 _MOST_QUEUED = 1 << 30  # no limit of the cluster's own: the server counts with --max-queue
 
@@ -48,6 +49,7 @@ def _load(base: str, folder: str, adapters: Sequence[LoRARequest], sizes: dict[s
     """Load an engine, and say what was loaded."""
     began = time.perf_counter()
     engine = Engine.from_pretrained(folder, adapters, **sizes)
+    limit_threads(engine.runner.model)  # before their number is told
     weight, config, manager = engine.runner.model.lm_head.weight, engine.config, engine.manager
     slots = "no adapter slots"
     if manager is not None:
