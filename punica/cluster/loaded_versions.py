@@ -1,4 +1,4 @@
-"""Versions of adapters' folders over all runners, each of which reads them by itself."""
+"""Versions of adapters' folders over all runners, each of which reads the files on its own."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from punica.adapters.source import AdapterVersion, changed_error
 
 
 class LoadedVersions:
-    """Version of each adapter id's folder that was loaded last, by whichever runner."""
+    """Version of each adapter id's folder that was loaded last, by any runner."""
 
     def __init__(self) -> None:
         self._versions: dict[int, tuple[Hashable, AdapterVersion]] = {}  # and its source

@@ -2,9 +2,8 @@
 
 A layer has ``L = max_loras`` slots. A slot holds, for every slice of the layer, this rank's part of one adapter's A and
 B in the top-left corner of a matrix as wide as the largest rank; the rest of the matrix is zero, and ``lora_ranks``
-tells the kernels not to read it. :class:`SlotPart` names one such matrix, so that code that fills slots (``set_lora``
-here, one matrix after the other; the asynchronous writer of :mod:`punica.adapters`, all layers at once) needs to know
-nothing about the layer.
+tells the kernels not to read it. Code that fills slots (``set_lora`` here, one matrix after the other; the asynchronous
+writer of :mod:`punica.adapters`, all layers at once) knows nothing about the layer but its :class:`SlotPart`.
 
 The forward is defined by the families: :mod:`punica.layers.base_linear` and its subclasses,
 the embedding, the logits.
@@ -346,14 +345,12 @@ class BaseLayerWithLoRA(nn.Module):
         self.punica_wrapper = punica_wrapper
 
     def _ready_wrapper(self, *inputs: Tensor) -> PunicaWrapperABC:
-        """Return the wrapper for a forward of ``inputs``; ``RuntimeError`` naming the missing call without slots or
-        wrapper, and where a gradient would be needed.
-        """
+        """Return the wrapper for a forward; ``RuntimeError``: no slots, no wrapper, or a gradient would be needed."""
         self._require_slots("forward")
         if torch.is_grad_enabled() and any(one.requires_grad for one in (*inputs, *self.parameters())):
             raise RuntimeError(
-                f"{type(self).__name__} is for inference, and its input or weights require gradients; call the model "
-                "under torch.inference_mode() or torch.no_grad(), or model.requires_grad_(False) before"
+                f"{type(self).__name__} is for inference, and its input or weights require gradients: call it under "
+                "torch.inference_mode() or torch.no_grad(), or model.requires_grad_(False) before"
             )
         if self.punica_wrapper is None:
             raise RuntimeError(f"{type(self).__name__}: forward needs a PunicaWrapper; call set_mapping first")
