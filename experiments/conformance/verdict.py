@@ -50,7 +50,7 @@ class Result:
 
     @property
     def status(self) -> str:
-        """What tokens alone decide."""
+        """Verdict by tokens alone."""
         if self.findings:
             return FAIL
         if not self.is_offered:

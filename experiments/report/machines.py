@@ -103,7 +103,7 @@ def rows_files(folder: Path) -> list[Path]:
 
 
 def script_of(rows_file: Path) -> Path | None:
-    """Return the script of `experiments/` that writes ``rows_file``; None where there is none (any more)."""
+    """Return the script of `experiments/` that writes ``rows_file``; None where it was renamed or deleted."""
     path = REPOSITORY / "experiments" / f"{WRITERS.get(rows_file.stem, rows_file.stem)}.py"
     return path if path.is_file() else None
 

@@ -1,7 +1,7 @@
 """OpenAI-compatible HTTP server for one engine or a cluster, and adapters; extra ``serve`` (FastAPI, uvicorn).
 
-    cli.py             command line of ``python -m punica.serve``, checked without torch; launch.py: what it starts
-    server.py          port, connections of clients that do not read, and the end in steps (stopping.py) around
+    cli.py             command line of ``python -m punica.serve``, checked without torch; launch.py: engine and app.
+    server.py          port, connections of clients that do not read; stopping.py: the end in steps
     app.py             routes, every error in OpenAI's form (errors.py), and an id on every answer (request_ids.py)
     protocol.py        bodies of requests; sampling.py: the engine's parameters from them, or a refusal
     catalogue.py       base model and adapters by name; keys.py: API keys; folders.py: where adapters may come from
