@@ -272,8 +272,9 @@ def call_experts(form: SimpleNamespace, call: SimpleNamespace, rng: Random) -> s
     y = Output(world.y, touched, call.add, "y" in form.off)
     (experts_of_wrapper if form.wrapper else experts_of_tensors)(form, call, world, y.view)
     size = world.expected[touched & (world.expected != 0)].square().mean().sqrt().nan_to_num()
-    bound = 1e-4 + 6 * ROUNDING[form.dtype] if not form.fp8 else 4e-2 if case.w8a8 else 2e-2  # w8a8 rounds h to 3 bits
-    return y.fault(world.expected, bound * size)
+    # of FP8, what x, A and B stand for is rounded to the output's dtype: two or three roundings more
+    limit = 1e-4 + (12 if form.fp8 else 8) * ROUNDING[form.dtype]
+    return y.fault(world.expected, limit * (size + world.expected.abs()))
 
 
 def experts_of_tensors(form: SimpleNamespace, call: SimpleNamespace, world: World, y: Tensor) -> None:

@@ -86,7 +86,7 @@ def test_random_calls(capsys: pytest.CaptureFixture[str]) -> None:
     [(40, "2=exit", "ended with 9"), pytest.param(4, "2=hang", "ended with -9", marks=pytest.mark.slow)],
 )
 def test_a_process_that_ends_costs_one_call(count: int, end: str, words: str) -> None:
-    made, faults = run(0, count, SEED, limit=30.0, end=end)
+    made, faults = run(0, count, SEED, limit=90.0, end=end)
     assert (made, list(faults)) == (count, [2]), faults
     assert words in faults[2]
     assert "call 2: " in faults[2]
