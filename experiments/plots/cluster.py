@@ -46,8 +46,8 @@ def draw_hour(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 def _draw_cluster(figure: SubFigure, rows: pd.DataFrame, paper: pd.DataFrame | None) -> None:
     """Request rate, throughput and active GPUs over the hour; below, the batch of every GPU: the paper's first."""
-    hours = {panel: part for panel, part in rows.groupby("panel", sort=False) if (part["metric"] == HEAT).any()}
-    maps = {**({} if paper is None else {style.PAPER_LABEL: paper}), **hours}
+    hours = {str(panel): part for panel, part in rows.groupby("panel", sort=False) if (part["metric"] == HEAT).any()}
+    maps: dict[str, pd.DataFrame] = {**({} if paper is None else {style.PAPER_LABEL: paper}), **hours}
     places = figure.add_gridspec(2, len(LINES) * len(maps), height_ratios=(1.0, 1.25))
     for i, (metric, label) in enumerate(LINES):
         axis = figure.add_subplot(places[0, i * len(maps) : (i + 1) * len(maps)])
@@ -97,7 +97,7 @@ def _line(axis: Axes, rows: pd.DataFrame, metric: str, looks: dict[str, Any]) ->
 def _heat(axis: Axes, rows: pd.DataFrame, title: str) -> AxesImage:
     """Batch of each GPU, the first at the bottom, over minutes."""
     cells = rows[rows["metric"] == HEAT].pivot_table(index="gpu", columns="t_s", values="value")
-    end = (cells.columns.max() + MINUTE) / MINUTE
+    end = (float(max(cells.columns)) + MINUTE) / MINUTE
     extent = (0.0, end, -0.5, len(cells) - 0.5)
     image = axis.imshow(
         cells, aspect="auto", origin="lower", extent=extent, vmin=0, vmax=32, cmap="coolwarm", interpolation="nearest"
@@ -178,7 +178,7 @@ def draw_scale(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             axis.plot(table["requests"], table[metric], **looks[rule])
             marked = table[table["disturbed"]]
             style.hollow(axis, marked["requests"], marked[metric], looks[rule])
-        for _, line in longest.drop_duplicates("gpus").iterrows():
+        for line in longest.drop_duplicates("gpus").to_dict("records"):
             style.note(axis, f"{line['gpus']:g} GPUs", line["requests"], line[metric], lift=-9)
         axis.set(xscale="log", xlabel="requests of an hour", title=label)
         axis.xaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.0f}"))
@@ -192,7 +192,7 @@ def draw_scale(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 def _by_requests(rows: pd.DataFrame) -> pd.DataFrame:
     """One line per number of requests, a column per metric."""
     table = centred(rows).pivot_table(index="panel", columns="metric", values="value", sort=False)
-    marked = rows.loc[rows["disturbed"].eq(True), "panel"] if "disturbed" in rows else []
+    marked = list(rows.loc[rows["disturbed"].eq(True), "panel"]) if "disturbed" in rows else []
     return table.assign(disturbed=table.index.isin(marked)).sort_values("requests")
 
 

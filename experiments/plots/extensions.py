@@ -145,7 +145,8 @@ def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     models, figure, axes = _columns(rows, len(shown), "panel", sharex="col")
     for model, column in zip(models, axes.T, strict=True):
         mine = rows[rows["panel"] == model]
-        for axis, (metric, system, reference, _) in zip(column, shown, strict=True):
+        for axis, sought in zip(column, shown, strict=True):
+            metric, system, reference = sought[:3]
             timed = mine[mine["metric"] == metric]
             own, other = (_by(timed[timed["system"] == name], metric, "batch_size", "workload")
                           for name in (system, reference))  # fmt: skip
@@ -188,7 +189,7 @@ def _changes(axis: Axes, lines: Lines) -> None:
 
 
 def _columns(
-    rows: pd.DataFrame, depth: int, column: str = "workload", sharex: bool | str = True
+    rows: pd.DataFrame, depth: int, column: str = "workload", sharex: style.Shared = True
 ) -> tuple[list[str], Figure, Any]:
     """The values of `column`, and a figure with a column of `depth` axes for each."""
     names = list(dict.fromkeys(rows[column]))

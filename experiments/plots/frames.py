@@ -1,5 +1,6 @@
 """Rows as pandas frames, in the form that plots want."""
 
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -45,7 +46,7 @@ def in_order(rows: pd.DataFrame) -> pd.DataFrame:
     for column, known in orders.items():
         found = [name for name in rows[column].unique() if name not in known]
         places = {name: place for place, name in enumerate([*known, *found])}
-        rows = rows.sort_values(column, key=lambda names, places=places: names.map(places), kind="stable")
+        rows = rows.sort_values(column, key=partial(pd.Series.map, arg=places), kind="stable")
     return rows.reset_index(drop=True)
 
 

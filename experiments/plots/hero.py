@@ -1,6 +1,7 @@
 """Figure 11 for the README: Punica and policies that batch one adapter, linear, each beside the paper's bar."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -41,6 +42,7 @@ def draw_hero(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 def _bars(axis: Axes, cells: pd.DataFrame, places: Places, paper: bool) -> None:
     """Draw a bar, its value, and a line over the span of its repeats, per row of ``cells``; the paper's hatched."""
+    cell: Any
     for cell in cells.itertuples():
         left, value = places.left(cell.system, cell.workload, paper), float(cell.value)
         if left is None:
@@ -54,10 +56,10 @@ def _bars(axis: Axes, cells: pd.DataFrame, places: Places, paper: bool) -> None:
         style.note(axis, short(value), middle, max(value, high), fontsize=6, rotation=90, va="bottom")
 
 
-def _look(system: str, hollow: bool, paper: bool) -> dict[str, object]:
+def _look(system: str, hollow: bool, paper: bool) -> dict[str, Any]:
     colour = style.look(system)[0]
-    filled = {"facecolor": "white" if hollow else colour, "edgecolor": colour, "linewidth": 0.8, "zorder": 3}
-    return {**filled, "hatch": "/////"} if paper else filled
+    hatch = {"hatch": "/////"} if paper else {}
+    return {"facecolor": "white" if hollow else colour, "edgecolor": colour, "linewidth": 0.8, "zorder": 3, **hatch}
 
 
 def _legend(figure: Figure, rows: pd.DataFrame, systems: Sequence[str], paper: pd.DataFrame) -> None:

@@ -1,6 +1,7 @@
 """Decode steps of Hugging Face with PEFT: a bar per way, and within it what the device and the launches need."""
 
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -27,7 +28,7 @@ def draw_hf_baselines(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             axis.set_title(f"{panel}, {model}")
     for axis in axes[-1]:
         axis.set_xlabel("time of a decode step (ms)")
-    handles = [Patch(color=STEP, alpha=0.45, label="step")]
+    handles: list[Artist] = [Patch(color=STEP, alpha=0.45, label="step")]
     if (rows["metric"] == "device_time").any():
         handles += [
             Patch(color=DEVICE, label="device runs a kernel"),

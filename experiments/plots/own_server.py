@@ -1,5 +1,7 @@
 """Bars of our server beside its engine: throughput of both, and the server's waits for first tokens under load."""
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -41,6 +43,7 @@ def _bars(
     """Draw a bar for each of `labels` and popularity."""
     workloads = list(dict.fromkeys(rows["workload"]))
     shown = [name for name in labels if (rows[column] == name).any()]
+    row: Any
     for row in rows.itertuples():
         name, place = getattr(row, column), shown.index(getattr(row, column))
         at = workloads.index(row.workload) - _WIDTH / 2 + (place + 0.5) * _WIDTH / len(shown)

@@ -3,11 +3,12 @@ system on Identical, so that what a system loses by mixing adapters is seen.
 """
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 from experiments.facts.systems import by_paper_name, entries, name_of, policies
 from experiments.plots import style
@@ -80,7 +81,8 @@ def not_measured(rows: pd.DataFrame) -> str:
     """Name the cells without a bar among the models, systems and popularities that have some."""
     cells = rows.pivot_table(index=["panel", "system"], columns="workload", values="value", sort=False)
     gaps = []
-    for (panel, system), values in cells.iterrows():
+    for cell, values in cells.iterrows():
+        panel, system = cast("tuple[str, str]", cell)
         if lacking := [str(name) for name in values.index[values.isna()]]:
             model = f", {rows.loc[rows['panel'] == panel, 'model'].iloc[0]}" if rows["panel"].nunique() > 1 else ""
             gaps.append(f"{name_of(system)} on {' and '.join(lacking)}{model}")
@@ -134,11 +136,12 @@ class Places:
 
 def bars(axis: Axes, cells: pd.DataFrame, places: Places, paper: bool) -> None:
     """One bar with its value per row of `cells`, and a line over the span of its repeats; a disturbed one hollow."""
+    cell: Any
     for cell in cells.itertuples():
         left, value, width = places.left(cell.system, cell.workload, paper), float(cell.value), places.width
         if left is None:
             continue
-        look = {**PAPER_BAR, "zorder": 2} if paper else {"color": colour_of(cell.system), "zorder": 3}
+        look: dict[str, Any] = {**PAPER_BAR, "zorder": 2} if paper else {"color": colour_of(cell.system), "zorder": 3}
         if getattr(cell, "disturbed", None) is True:
             look = {"facecolor": "white", "edgecolor": colour_of(cell.system), "linewidth": 1.2, "zorder": 3}
         axis.bar(left, value, 0.9 * width, align="edge", **look)
@@ -146,14 +149,14 @@ def bars(axis: Axes, cells: pd.DataFrame, places: Places, paper: bool) -> None:
         if low < high:
             axis.vlines(left + 0.45 * width, low, high, color="0.1", linewidth=0.8, zorder=4)
         name = f" {INITIALS[cell.system]}" if paper and places.alone(cell.system) else ""
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.2}  # over the line of the best system
         look = {"va": "bottom", "rotation": 90, "fontsize": 5.5, "color": style.PAPER_GREY if paper else "0.2"}
-        look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.2}  # over the line of the best system
-        style.note(axis, f"{short(value)}{name}", left + 0.45 * width, max(value, high), **look)
+        style.note(axis, f"{short(value)}{name}", left + 0.45 * width, max(value, high), bbox=behind, **look)
 
 
 def frame_bars(axes: Sequence[Axes]) -> None:
     """One range for all of `axes`, logarithmic: from below the lowest bar, with room for a label above the highest."""
-    tops = [bar.get_height() for axis in axes for bar in axis.patches]
+    tops = [bar.get_height() for axis in axes for bar in axis.patches if isinstance(bar, Rectangle)]
     if not tops:
         return
     low, high = min(tops), max(axis.dataLim.y1 for axis in axes)  # spans reach above their bars
@@ -167,7 +170,9 @@ def short(value: float) -> str:
     return f"{value:.{digits}f}" if value >= 0.1 else f"{value:.2g}"
 
 
-PAPER_BAR = {"facecolor": "white", "edgecolor": style.PAPER_GREY, "linestyle": "--", "linewidth": 0.8, "hatch": "////"}
+PAPER_BAR: dict[str, Any] = {
+    "facecolor": "white", "edgecolor": style.PAPER_GREY, "linestyle": "--", "linewidth": 0.8, "hatch": "////",
+}  # fmt: skip
 
 
 def _finish(figure: Figure, rows: pd.DataFrame, paper: pd.DataFrame, about: str) -> None:

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import seaborn as sns
@@ -21,6 +21,8 @@ PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # 0.5, 1, 20: no powers of
 PAPER_LABEL = "paper, A100"
 PANEL_WIDTH, PANEL_HEIGHT = 2.1, 1.9  # inches; 3.3 in is one column of the paper, 7 in two
 
+Shared = bool | Literal["none", "all", "row", "col"]
+"""Which axes have one scale."""
 LETTERS_PER_INCH = 14.5  # of a title, so that it stays within the figure
 
 PALETTE = sns.color_palette("colorblind")
@@ -46,7 +48,7 @@ def _system_looks() -> dict[str, tuple[tuple[float, float, float], str]]:
     """Colour and marker of each serving system, ours and the paper's; one without a colour gets the next free one."""
     taken = {entry.colour for entry in entries()}
     free = iter([i for i in range(len(PALETTE)) if i not in taken])
-    looks = {}
+    looks: dict[str, tuple[tuple[float, float, float], str]] = {}
     for place, entry in enumerate(entries()):
         colour = next(free, place % len(PALETTE)) if entry.colour is None else entry.colour
         look = PALETTE[colour], entry.marker or _MARKERS[place % len(_MARKERS)]
@@ -92,7 +94,7 @@ def themed() -> Iterator[None]:
 
 
 def grid(
-    depth: int, columns: int, width: float, height: float, sharex: bool | str = True, sharey: bool | str = "row"
+    depth: int, columns: int, width: float, height: float, sharex: Shared = True, sharey: Shared = "row"
 ) -> tuple[Figure, Any]:
     """A figure of `width` by `height` inches with `depth` rows of axes, each of one vertical scale by default."""
     return plt.subplots(

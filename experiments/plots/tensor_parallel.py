@@ -70,10 +70,10 @@ def _steps(axis: Axes, mine: pd.DataFrame) -> None:
     shares = mine[mine["metric"] == "collective_share"].set_index(["system", "workload"])["value"]
     places = Places(steps, steps.iloc[:0], list(steps["system"]))
     bars(axis, steps, places, False)
-    for cell in steps.itertuples():
-        left, share = places.left(cell.system, cell.workload, False), shares.get((cell.system, cell.workload))
+    for system, workload, value in zip(steps["system"], steps["workload"], steps["value"], strict=True):
+        left, share = places.left(system, workload, False), shares.get((system, workload))
         if left is not None and share is not None:
-            axis.bar(left, share * float(cell.value), 0.9 * places.width, align="edge", **COLLECTIVES)
+            axis.bar(left, share * value, 0.9 * places.width, align="edge", **COLLECTIVES)
     axis.margins(y=0.12)
     _workloads(axis, places)
 
@@ -87,8 +87,8 @@ def _memory(axis: Axes, rows: pd.DataFrame) -> None:
     """Adapter slots of the fullest rank; the same for all workloads."""
     found = rows[rows["metric"] == "adapter_memory"].drop_duplicates(["panel", "system"])
     found = found.assign(value=found["value"] / 1e9)
-    for at, cell in zip(_side_by_side(axis, found), found.itertuples(), strict=True):
-        style.note(axis, f"{cell.value:.3g}", at, float(cell.value), va="bottom")
+    for at, value in zip(_side_by_side(axis, found), found["value"], strict=True):
+        style.note(axis, f"{value:.3g}", at, value, va="bottom")
     axis.set_ylabel("adapter slots (GB per rank)")
 
 
@@ -107,8 +107,8 @@ def _ratios(axis: Axes, rows: pd.DataFrame) -> None:
 def _side_by_side(axis: Axes, cells: pd.DataFrame) -> list[float]:
     """Draw a bar for each of `cells`, named by its model and ranks; return their places."""
     places = [float(place) for place in range(len(cells))]
-    for at, cell in zip(places, cells.itertuples(), strict=True):
-        axis.bar(at, cell.value, 0.9, color=colour_of(cell.system), zorder=3)
+    for at, value, system in zip(places, cells["value"], cells["system"], strict=True):
+        axis.bar(at, value, 0.9, color=colour_of(system), zorder=3)
     ranks = [str(panel).removesuffix(" ratios").rpartition(", ")[2] for panel in cells["panel"]]
     models = [str(model).rpartition("-")[2] for model in cells["model"]]
     axis.set_xticks(places, ["\n".join(names) for names in zip(models, ranks, strict=True)])

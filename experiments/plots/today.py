@@ -61,9 +61,9 @@ def gains(table: pd.DataFrame, more_is_better: bool) -> dict[str, tuple[float, s
         theirs = values[[name for name in values.index if _theirs(name)]].dropna()
         ours = values[[name for name in values.index if not _theirs(name)]].dropna()
         if len(theirs) and len(ours):
-            best = theirs.idxmax() if more_is_better else theirs.idxmin()
+            best = str(theirs.idxmax() if more_is_better else theirs.idxmin())
             ratio = ours.max() / theirs[best] if more_is_better else theirs[best] / ours.min()
-            found[str(case)] = float(ratio), str(best)
+            found[str(case)] = float(ratio), best
     return found
 
 
@@ -85,6 +85,8 @@ def _bars(axis: Axes, rows: pd.DataFrame, systems: list[str]) -> None:
     table = centre(rows).pivot_table(index="workload", columns="system", values="value", sort=False)
     table = table.reindex([case for case in CASES if case in table.index])
     width = min(GROUP / len(systems), WIDEST)
+    bar: Any
+    span: Any
     for place, system in enumerate(systems):
         mine = rows[rows["system"] == system].assign(at=lambda one: one["workload"].map(list(table.index).index))
         mine = mine.assign(at=mine["at"] + (place + 0.5 - len(systems) / 2) * width)
@@ -95,7 +97,7 @@ def _bars(axis: Axes, rows: pd.DataFrame, systems: list[str]) -> None:
         for span in interval(mine, "at").itertuples():
             axis.vlines(span.at, span.p10, span.p90, color="0.1", linewidth=0.8)
     for case, (ratio, other) in gains(table, rows["metric"].iloc[0] == SHOWN["stream"][0]).items():
-        top = float(table.loc[case].max())
+        top = float(table.max(axis="columns")[case])
         style.note(axis, f"{ratio:.2f}x ({other})", list(table.index).index(case), top, lift=11, fontweight="bold")
     axis.set_ylim(0, 1.3 * float(table.max().max()))
     names = [CASES[str(case)] for case in table.index]
