@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -39,12 +40,13 @@ class Windows:
         """Take them from rows or readings, with columns `metric`, `t_s`, `gpu` and `value`."""
         names = ("request_rate", "throughput_10s_mean", "active_gpus_60s_mean")
         held = frame[frame["metric"] == "gpu_batch_size_60s_mean"]
-        lines = (over_time(frame, name) for name in names)
-        return cls(*lines, held.pivot_table(index="gpu", columns="t_s", values="value"))
+        rate, speed, active = (over_time(frame, name) for name in names)
+        return cls(rate, speed, active, held.pivot_table(index="gpu", columns="t_s", values="value"))
 
     def rates(self) -> list[tuple[float, float]]:
         """Return request rate and tokens per second of each window of the request rate."""
-        return [(value, mean_from(self.speed, start, RATE_S)) for start, value in self.rate.items()]
+        starts = zip(self.rate.index, self.rate, strict=True)
+        return [(value, mean_from(self.speed, start, RATE_S)) for start, value in starts]
 
     def excess(self) -> pd.Series:
         """Divide active GPUs by the least that the requests need, by five minutes."""
@@ -67,7 +69,7 @@ class Windows:
         woken, minutes = self.woken(), self.batches.to_numpy()
         speeds = [mean_from(self.speed, start, 60) for start in self.active.index]
         found = {
-            FOLLOWS: np.corrcoef(*zip(*self.rates(), strict=True))[0, 1],
+            FOLLOWS: np.corrcoef(self.rates(), rowvar=False)[0, 1],
             CONSOLIDATED: np.corrcoef(self.active, speeds)[0, 1],
             FIRST: mean_from(self.active, 0, LOW_S),
             LAST: mean_from(self.active, self.active.index.max() + 60 - LOW_S, LOW_S),
@@ -94,5 +96,5 @@ def number_readings(served: ServedHour) -> Sequence[Reading]:
     """Return the numbers of ``served``; none of a part of an hour."""
     if served.duration_s < HOUR_S:
         return []
-    about = {"kind": served.kind, "cost_model": served.cost_model}
+    about: dict[str, Any] = {"kind": served.kind, "cost_model": served.cost_model}
     return [Reading(name, value, UNITS[name], **about) for name, value in windows_of(served).numbers().items()]

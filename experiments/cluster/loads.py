@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,7 +148,7 @@ def first_token_readings(load: Load, cost: StepCost, seeds: int = 1) -> list[Rea
     waits = {name: p99_first_token(load, one) for name, one in costs.items()}
     if load.others:
         waits[CONSTANT] = fmean(load.others)
-    about = {"kind": "simulated", "cost_model": costs[""].name}
+    about: dict[str, Any] = {"kind": "simulated", "cost_model": costs[""].name}
 
     def run(place: int) -> list[Reading]:
         stream = replace(load.stream, seed=load.stream.seed + place * OTHER_SEED)

@@ -67,7 +67,7 @@ def _served(paper: Path, point: Point, seed: int) -> list[Reading]:
         "load_wait": (1e3 * result.load_wait_s / max(1, len(asked.arrivals)), "ms"),
     }
     kept = [reading for reading in summary(hour) if reading.metric in KEPT]
-    marks = {"kind": "simulated", "cost_model": result.cost_model}
+    marks: dict[str, Any] = {"kind": "simulated", "cost_model": result.cost_model}
     return [*kept, *(Reading(name, value, unit, **marks) for name, (value, unit) in found.items())]
 
 

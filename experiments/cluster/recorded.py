@@ -19,7 +19,7 @@ PAPERS, ROOFLINE = "a100", "roofline:"
 @cache
 def recorded_costs(results: Path) -> dict[tuple[str, str], FittedCost]:
     """Fit machine and model -> cost model, for the folders of ``results`` whose rows give all of its coefficients."""
-    found = {}
+    found: dict[tuple[str, str], FittedCost] = {}
     for folder in _machines(results):
         files = {figure: folder / f"{name}.csv" for figure, name in FILES.items()}
         rows = {figure: merged(counted(frame_of(read_rows(file)))) for figure, file in files.items() if file.exists()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import Any
 
 from experiments.harness.points import Reading
 from punica.workload import RELEASED_SEED
@@ -22,7 +23,7 @@ def spanned(runs: Sequence[Sequence[Reading]]) -> list[Reading]:
     values: dict[str, list[float]] = {}
     for one in (reading for run in runs for reading in run if reading.t_s is None and reading.gpu is None):
         values.setdefault(one.metric, []).append(one.value)
-    found, about = list(runs[0]), {}
+    found, about = list(runs[0]), dict[str, Any]()
     for one in runs[0]:
         if one.metric in values and one.t_s is None and one.gpu is None:
             about = {"kind": one.kind, "cost_model": one.cost_model}

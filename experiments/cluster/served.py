@@ -5,6 +5,7 @@ figure.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -66,7 +67,7 @@ class ServedHour:
         """[seconds], GPUs that gave a token in each second."""
         return (self.batch > 0).sum(axis=0)
 
-    def concurrent(self) -> NDArray[np.float64]:
+    def concurrent(self) -> NDArray[np.signedinteger]:
         """[seconds], requests between arrival and last token at the middle of each second."""
         middles = np.arange(self.batch.shape[1]) + 0.5
         return np.searchsorted(np.sort(self.arrivals), middles) - np.searchsorted(np.sort(self.finish_s), middles)
@@ -118,7 +119,7 @@ def summary(served: ServedHour) -> list[Reading]:
         "median_time_to_first_token": (1e3 * float(np.median(wait)), "ms"),
         "p99_time_to_first_token": (1e3 * float(np.quantile(wait, 0.99)), "ms"),
     }
-    about = {"kind": served.kind, "cost_model": served.cost_model}
+    about: dict[str, Any] = {"kind": served.kind, "cost_model": served.cost_model}
     lines = [Reading(name, float(value), unit, **about) for name, (value, unit) in found.items()]
     for gpu, one in enumerate(batch):
         lines.append(Reading("idle_to_active_transitions", float(transitions(one)), "count", gpu=gpu, **about))
@@ -130,7 +131,7 @@ def over_simulated(measured: ServedHour, simulated: ServedHour) -> list[Reading]
     runners.
     """
     values = [{one.metric: one.value for one in summary(served)} for served in (measured, simulated)]
-    about = {"kind": simulated.kind, "cost_model": simulated.cost_model}
+    about: dict[str, Any] = {"kind": simulated.kind, "cost_model": simulated.cost_model}
     return [
         Reading(f"measured_over_simulated_{name}", values[0][name] / values[1][name], "ratio", **about)
         for name in COMPARED if values[1][name]

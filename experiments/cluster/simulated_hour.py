@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments.cluster.hour import DURATION_S, MEMORY_FRACTION, RANK, paper_cluster, paper_hour
 from experiments.cluster.hour_numbers import Windows, number_readings, windows_of
 from experiments.cluster.load_costs import FittedLoads, recorded_load_costs
@@ -142,7 +144,7 @@ def slowed(cost: StepCost, factor: float) -> StepCost:
 
 def slowed_readings(served: ServedHour, factor: float) -> list[Reading]:
     """Return the totals of the slowed hour, and the factor."""
-    about = {"kind": served.kind, "cost_model": served.cost_model}
+    about: dict[str, Any] = {"kind": served.kind, "cost_model": served.cost_model}
     return [Reading("step_time_factor", factor, "ratio", **about), *summary(served)]
 
 
@@ -151,7 +153,7 @@ def stream_throughput(point: Point, cost: StepCost, seed: int = RELEASED_SEED) -
     count = point.settings["requests"]
     lengths = released_lengths(count, seed=seed)
     adapters = popularity(point.workload).requests(count, seed=seed) + 1
-    asked = Trace(0.0 * adapters, lengths, adapters, 0 * adapters + RANK)
+    asked = Trace(np.zeros(count), lengths, adapters, 0 * adapters + RANK)
     policy = ClusterPolicy()
     pages = model_bytes(point.model).pages(MEMORY_FRACTION * PAPER_GPU_BYTES, policy.page_size, MAX_BATCH, RANK)
     policy.add_gpu("gpu", pages)

@@ -54,7 +54,7 @@ def datasheet(hardware: str) -> tuple[float, float]:
 def timed_layers(rows: pd.DataFrame, model: str, num_layers: int, rest_s: float = 0.0) -> list[TimedStep]:
     """Read Punica's rows of Figure 10 of ``model`` as decode steps of ``num_layers`` layers and ``rest_s`` seconds."""
     chosen = rows[(rows["metric"] == "layer_latency") & (rows["model"] == model) & (rows["system"] == "punica")]
-    return [TimedStep(_decodes(*shape), num_layers * seconds + rest_s) for *shape, seconds in _values(chosen)]
+    return [TimedStep(_decodes(*line[:4]), num_layers * line[4] + rest_s) for line in _values(chosen)]
 
 
 def timed_prefills(rows: pd.DataFrame, model: str) -> list[TimedStep]:

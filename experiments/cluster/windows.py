@@ -6,6 +6,7 @@ cost model, from other figures.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -48,14 +49,15 @@ def windows_of(rows: pd.DataFrame) -> list[Window]:
     punica = (rows["system"] == "punica") & rows["metric"].isin(NEEDED) & rows["statistic"].eq("value")
     chosen = rows[punica & ~rows["disturbed"].eq(True) & rows["panel"].str.endswith(" Model")]
     found = []
-    for (workload, repeat), one in chosen.groupby(["workload", "repeat"], sort=False):
+    for key, one in chosen.groupby(["workload", "repeat"], sort=False):
+        workload, repeat = cast("tuple[str, int]", key)
         value = one.drop_duplicates("metric", keep="last").set_index("metric")["value"]
         if set(NEEDED) <= set(value.index):
             batch = value["mean_batch_size"]
             ranks = float(one["rank"].iloc[0]) * popularity(workload).number_of_adapters(max(1, round(batch)))
             seconds = value["step_latency"] / MILLI
             mean = value["tokens_per_step"], batch, value["mean_context"], ranks, seconds
-            found.append(Window(str(workload), int(repeat), *map(float, mean)))
+            found.append(Window(workload, int(repeat), *map(float, mean)))
     return found if len(found) >= LEAST else []
 
 
@@ -77,7 +79,7 @@ def predicted_half(windows: Sequence[Window], cost: StepCost) -> list[Reading]:
     seen, held_out = halves(windows)
     fitted = fitted_to(seen, cost)
     constant = float(np.mean([one.seconds for one in seen]))
-    about = {"kind": "simulated", "cost_model": fitted.name}
+    about: dict[str, Any] = {"kind": "simulated", "cost_model": fitted.name}
     found = [
         Reading("windows_fitted", len(seen), "windows", "count", **about),
         Reading("windows_predicted", len(held_out), "windows", "count", **about),
