@@ -93,8 +93,8 @@ def rows_of(table: str, found: list[Line]) -> list[Row]:
     for line in found:
         operator = {"batch_size": line.operator.tokens, "rank": line.operator.rank, "workload": line.workload}
         content = table, line.label, asdict(line.operator), protocol, about["device"], about["torch"]
-        cell = {"panel": f"{table}: {line.label}", **operator, **about, "config_hash": tables.digest(*content)}
-        out += [Row(value=us, **cell, **_measured(name)) for name, us in line.us.items()]
+        cell: dict[str, Any] = {**operator, **about, "config_hash": tables.digest(*content)}
+        out += [Row(value=us, panel=f"{table}: {line.label}", **cell | _measured(name)) for name, us in line.us.items()]
     return out
 
 

@@ -90,7 +90,8 @@ class Today(Experiment):
         if cfg.hardware.device == "cpu" and cfg.scale.name != "smoke":
             self._say("nothing to compare on a CPU: vLLM's wheels need a GPU (scale=smoke tries the code)")
             return []
-        peers, cells = _interpreters(figure), [(TOKENS, NONE, None), (REGISTRATION, NONE, None)]
+        peers = _interpreters(figure)
+        cells: list[tuple[str, str, int | None]] = [(TOKENS, NONE, None), (REGISTRATION, NONE, None)]
         cases = (NONE, *cfg.workload.names)
         cells += [(DECODE, workload, context) for context in figure.contexts for workload in cases]
         cells += [(STREAM, workload, None) for workload in cases]

@@ -65,11 +65,12 @@ class Fig10(Experiment):
         from experiments.benches.operators import microseconds
         from punica.workload.popularity import popularity
 
-        bench = self._bench(cfg, point.rank)
-        adapter_ids = [int(slot) + 1 for slot in popularity(point.workload).slots(point.batch_size)]
-        bench.check(adapter_ids, point.seq_len)
-        x = bench.rows(point.batch_size)
-        cos, sin = bench.begin(adapter_ids, point.seq_len)
+        batch, length, rank = cast("tuple[int, int, int]", (point.batch_size, point.seq_len, point.rank))
+        bench = self._bench(cfg, rank)
+        adapter_ids = [int(slot) + 1 for slot in popularity(point.workload).slots(batch)]
+        bench.check(adapter_ids, length)
+        x = bench.rows(batch)
+        cos, sin = bench.begin(adapter_ids, length)
 
         @torch.inference_mode()
         def layer() -> None:

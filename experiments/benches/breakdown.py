@@ -6,7 +6,7 @@ steps, which it slows down: both are kept.
 """
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -37,8 +37,8 @@ class Case:
     launch: list[float] = field(default_factory=list)
     ahead: list[float] = field(default_factory=list)
     watched: list[float] = field(default_factory=list)
-    parts: Counter[str] = field(default_factory=Counter)
-    unknown: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    unknown: dict[str, float] = field(default_factory=dict)
 
     def mean_parts(self) -> dict[str, float]:
         """Seconds of each part in the mean of the watched steps, and so adding up to that."""
@@ -83,9 +83,10 @@ def _time_on_cpu(bench: EngineSteps, count: int, case: Case) -> None:
             parts[host_parts.SCHEDULE] = step.statistics.schedule_s
             parts[host_parts.METADATA] = step.statistics.metadata_s
             parts[device_parts.REST] = 0.0  # which counted what lies around the step, too
-            parts[device_parts.REST] = step.seconds - parts.total()
+            parts[device_parts.REST] = step.seconds - sum(parts.values())
             _note(step, case)
-            case.parts.update(parts)
+            for part, seconds in parts.items():
+                case.parts[part] += seconds
             case.watched.append(step.seconds)
 
 
@@ -118,7 +119,7 @@ def _profile(bench: EngineSteps, count: int, case: Case, each: int) -> None:
         kernels = [kernel for step in wanted for kernel in step]
     case.watched = [spent / count] * count if ahead else [step.seconds for step in steps]
     case.parts, case.unknown = device_parts.seconds_by_part(kernels), device_parts.unknown(kernels)
-    case.parts[device_parts.GAPS] = sum(case.watched) - case.parts.total()
+    case.parts[device_parts.GAPS] = sum(case.watched) - sum(case.parts.values())
 
 
 @cache
@@ -160,5 +161,9 @@ def bytes_moved(model: ModelConf, rank: int, shape: StepShape, *, fp8_cache: boo
 
 def listed(cases: Sequence[Case], most: int = 6) -> str:
     """List kernels that no part claims, the longest first; empty without any."""
-    total = sum((case.unknown for case in cases), Counter[str]())
-    return "; ".join(f"{name[:60]} {1e3 * seconds:.3f} ms" for name, seconds in total.most_common(most))
+    total: dict[str, float] = defaultdict(float)
+    for case in cases:
+        for name, seconds in case.unknown.items():
+            total[name] += seconds
+    longest = sorted(total, key=total.__getitem__, reverse=True)[:most]
+    return "; ".join(f"{name[:60]} {1e3 * total[name]:.3f} ms" for name in longest)

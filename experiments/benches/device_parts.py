@@ -8,7 +8,7 @@ so that the parts add up to the time that was watched.
 
 import itertools
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -71,12 +71,12 @@ def by_step(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     return steps
 
 
-def seconds_by_part(kernels: Sequence[Kernel]) -> Counter[str]:
+def seconds_by_part(kernels: Sequence[Kernel]) -> dict[str, float]:
     """Seconds of every part; gaps are not among them."""
     kernels = sorted(kernels, key=lambda kernel: (kernel.start, kernel.end))
     parts = parts_of([kernel.name for kernel in kernels])
     times = sorted({time for kernel in kernels for time in kernel[1:]})
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     running: list[int] = []
     waiting = iter(range(len(kernels)))
     following = next(waiting, None)
@@ -91,10 +91,10 @@ def seconds_by_part(kernels: Sequence[Kernel]) -> Counter[str]:
     return seconds
 
 
-def unknown(kernels: Sequence[Kernel]) -> Counter[str]:
+def unknown(kernels: Sequence[Kernel]) -> dict[str, float]:
     """Seconds of kernels that no part claims, by name."""
     kernels = sorted(kernels, key=lambda kernel: (kernel.start, kernel.end))
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     for kernel, part in zip(kernels, parts_of([kernel.name for kernel in kernels]), strict=True):
         if part == REST:
             found[kernel.name] += kernel.end - kernel.start

@@ -99,7 +99,8 @@ class ExpertSets:
         """The alignment alone."""
         _, ids = self.routing[i]
         active = self.wrapper._active(self._own_mapping(), self.adapters)
-        block = self.wrapper._experts.block_size(*ids.shape, active, self._weights(0, "w13"))
+        tokens, top_k = ids.shape
+        block = self.wrapper._expert_ops("the alignment").block_size(tokens, top_k, active, self._weights(0, "w13"))
         self.wrapper.moe_lora_align_block_size(
             ids, self.tokens, block, self.layer.experts, self.adapters, self.enabled, None, True, False
         )
@@ -120,11 +121,11 @@ class ExpertSets:
         return ExpertLoRAWeights(a, b, self.enabled, self.ranks[0], None, Switches(add_inputs=add), site)
 
     def _w2(self, i: int, add: bool) -> None:
-        a, b = self.w2[i % len(self.w2)]
-        top_k = self.layer.top_k
+        (a, b), top_k = self.w2[i % len(self.w2)], self.layer.top_k
+        ids, experts, counts, mapping = self.aligned[i]
         self.wrapper.add_lora_w2(
-            self.y2[i], self.x2[i], a, b, self.routing[i][0], *self.aligned[i], self.tokens, self.shape, self.shape,
-            top_k, self.adapters, self.enabled, top_k, False, 0, True, add, lora_ranks=self.ranks[1],
+            self.y2[i], self.x2[i], a, b, self.routing[i][0], ids, experts, counts, mapping, self.tokens, self.shape,
+            self.shape, top_k, self.adapters, self.enabled, top_k, False, 0, True, add, lora_ranks=self.ranks[1],
         )  # fmt: skip
 
     def error(self, name: str) -> float:

@@ -5,7 +5,7 @@ one call on a CPU, hence one part.
 """
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,7 +25,7 @@ class Stopwatch:
     """Seconds by part since the last `start`; what no part claims is `REST`."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self._part, self._since = REST, time.perf_counter()
 
     def start(self) -> None:
@@ -33,10 +33,10 @@ class Stopwatch:
         self.seconds.clear()
         self._part, self._since = REST, time.perf_counter()
 
-    def stop(self) -> Counter[str]:
+    def stop(self) -> dict[str, float]:
         """Return the seconds by part until now."""
         self._switch(REST)
-        return Counter(self.seconds)
+        return dict(self.seconds)
 
     def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `function` so that its time counts for `part`."""

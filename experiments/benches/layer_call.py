@@ -5,6 +5,7 @@ A server begins a step once for all layers, so that it is not timed here either.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ def begun(
     max_loras: int,
     rank: int,
     device: torch.device | str,
-    **switches: bool,
+    **switches: Any,
 ) -> PunicaWrapperBase:
     """Build a wrapper for `max_loras` slots of width `rank` by `make`, and begin a step: row t uses slot
     `slots_of_rows[t]`. `switches`: fields of `LoRAConfig`.
@@ -50,7 +51,7 @@ def layer_calls(batches: Sequence[Problem]) -> list[Call]:
     Batches whose rows use the same slots share a wrapper, as layers do.
     """
     steps: dict[tuple[int, ...], PunicaWrapperBase] = {}
-    calls = []
+    calls: list[Call] = []
     for batch in batches:
         rows, (slots, rank, _) = tuple(batch.slots.tolist()), batch.a.shape
         if rows not in steps:

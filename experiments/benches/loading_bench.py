@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import cast
 
 import torch
 
@@ -169,7 +170,7 @@ def _matrices(adapter: LoRAModel, name: str) -> tuple[torch.Tensor, torch.Tensor
     if weights is None:
         raise CheckFailed(f"adapter {adapter.id} has no {name}")
     a, b = (w.real() if isinstance(w, Fp8Matrix) else w for w in weights.pair())
-    return a, b, weights.scaling
+    return cast(torch.Tensor, a), cast(torch.Tensor, b), weights.scaling
 
 
 def _decode_step(manager: LoRAModelManager, llama: LlamaForCausalLM, decode: Decode) -> Callable[[], torch.Tensor]:

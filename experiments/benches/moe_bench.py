@@ -207,7 +207,7 @@ class MoEEngine(EngineSteps):
     """An engine for a model, with an adapter on its experts for each request of the largest batch."""
 
     def __init__(self, sizes: MoESizes, device: str) -> None:
-        lora = {"target_modules": ["experts"], "fp8": sizes.fp8}
+        lora: dict[str, Any] = {"target_modules": ["experts"], "fp8": sizes.fp8}
         model, batch, rank = sizes.random_model(device), sizes.batch, sizes.rank
         super().__init__(model, rank, batch, sizes.context, lambda manager: random_experts(manager, rank), **lora)
 
@@ -244,7 +244,8 @@ def fill_slots(layer: FusedMoEWithLoRA, first: int) -> None:
     for stack in itertools.chain(*families):
         stack.view(torch.uint8)[first:] = stack.view(torch.uint8)[:1]
     layer.adapter_enabled[first:-1] = 1
-    layer.lora_ranks[:, first:] = layer.lora_ranks[:, :1]
+    ranks = cast(torch.Tensor, layer.lora_ranks)
+    ranks[:, first:] = ranks[:, :1]
 
 
 def random_experts(manager: LoRAModelManager, rank: int) -> LoRAModel:

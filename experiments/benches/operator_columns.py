@@ -17,8 +17,9 @@ fp8 w8a8, x too             the same, x quantised in the call.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -46,7 +47,8 @@ TOLERANCES = {"torch": TORCH_TOLERANCE, "fp8 w8a8": 5e-2}
 """Other tolerances, by the beginning of a column's name: w8a8 rounds activations and the low-rank tensor."""
 
 
-class Beside(NamedTuple):
+@dataclass(frozen=True)
+class Beside:
     """A LoRA call that a layer begins before its base product, in a graph on a second stream."""
 
     streams: DualStream
@@ -168,6 +170,10 @@ def _invariant(sets: OperatorSets) -> Columns:
     }
 
 
+def _on_stacks(sets: OperatorSets, run: Callable[..., object], i: int) -> None:
+    run(sets.y[i], sets.x[i], sets.stacked_a[i], sets.stacked_b[i])
+
+
 def _atomics(sets: OperatorSets) -> Columns:
     # what atomics are for: K split further without partials to sum; the better of ours and a finer split counts
     shrink, expand = estimated(sets.operator)
@@ -176,7 +182,7 @@ def _atomics(sets: OperatorSets) -> Columns:
     first, overlap = (sets.y[0], sets.x[0], sets.stacked_a[0], sets.stacked_b[0]), supports_pdl(sets.x.device)
     for name, config in (("atomics", shrink), ("atomics, finer split", finer)):
         run = prepare_lora_atomics(*first, sets.meta_args, config, expand, overlap=overlap)
-        found[name] = lambda i, run=run: run(sets.y[i], sets.x[i], sets.stacked_a[i], sets.stacked_b[i])
+        found[name] = partial(_on_stacks, sets, run)
     return found
 
 

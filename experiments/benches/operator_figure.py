@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from tqdm import tqdm
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class OperatorExperiment(Experiment):
     """Times the systems of a cell (same popularity, batch and rank) interleaved, after checking every one."""
 
-    reads = ("workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
-    differing = ("system",)
+    reads: ClassVar[Sequence[str]] = ("workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
+    differing: ClassVar[Sequence[str]] = ("system",)
     host_clock_too = True
 
     def points(self, cfg: Config) -> list[Point]:

@@ -84,5 +84,8 @@ def _compile(job: Job) -> str:
 
 def compile_all(jobs: list[Job], workers: int) -> None:
     """Compile the kernels of `jobs` in parallel; those that fail are skipped when they are timed."""
-    code = {(op.k, op.widths, op.rank, bool(op.ranks), op.tokens == 1, *rest): (op, *rest) for op, *rest in jobs}
+    code: dict[tuple[object, ...], Job] = {}
+    for job in jobs:
+        op = job[0]
+        code[op.k, op.widths, op.rank, bool(op.ranks), op.tokens == 1, *job[1:]] = job
     compile_in_parallel(_compile, list(code.values()), workers)  # other numbers of rows run the same code

@@ -116,9 +116,9 @@ def _serving(rows: Rows) -> Quantities:
                     speedup = cell.get(PUNICA, workload) / cell.best_baseline(workload)
                     found[f"{cell.model}: Punica / best baseline, {workload}"] = speedup, (AT_LEAST, limit)
         for workload in PAPER_WORKLOADS:
-            for name, (upper, lower) in SPLIT.items():
-                if all(_has(cell, system, workload) for system in (upper, lower, PEFT_MIXED)):
-                    ratio = cell.get(upper, workload) / cell.get(lower, workload)
+            for name, (over, under) in SPLIT.items():
+                if all(_has(cell, system, workload) for system in (over, under, PEFT_MIXED)):
+                    ratio = cell.get(over, workload) / cell.get(under, workload)
                     found[f"{cell.model}, {workload}: {name}"] = ratio, (AT_LEAST, 1.0)
     return found
 
@@ -132,7 +132,8 @@ def _streams(rows: Rows) -> Quantities:
     frame = rows.figure(SERVED)
     lines = frame[frame["metric"] == "prediction_over_stream"]
     name = "{0.model}, {0.panel}: {0.system}, {0.workload}, predicted / measured"
-    return {name.format(row): (float(row.value), (WITHIN, STREAM)) for row in lines.itertuples()}
+    names = [name.format(row) for row in lines.itertuples()]
+    return {name: (float(value), (WITHIN, STREAM)) for name, value in zip(names, lines["value"], strict=True)}
 
 
 def _many(rows: Rows) -> Quantities:

@@ -119,9 +119,10 @@ def _bmm(rows: Rows) -> pd.DataFrame:
 def bmm_moves_the_same(rows: Rows) -> str:
     """BMM has no cost that could tell workloads apart: on any machine it multiplies one copy of the weights per row."""
     table = _bmm(rows)
-    size = (table.max(axis=1) / table.min(axis=1)).idxmax()
-    said = ", ".join(f"{name} {latency:.4g}" for name, latency in table.loc[size].items())
-    return f"bytes and launches are the same in all workloads, the times are not: {said} us at batch {size:g}"
+    spread = table.max(axis=1) / table.min(axis=1)
+    widest = table[spread == spread.max()].iloc[0]
+    said = ", ".join(f"{name} {latency:.4g}" for name, latency in widest.items())
+    return f"bytes and launches are the same in all workloads, the times are not: {said} us at batch {widest.name:g}"
 
 
 def _gather_bmm(rows: Rows) -> pd.DataFrame:

@@ -247,7 +247,8 @@ def order_with_one_model(rows: Rows) -> Finding:
             }
         )
         texts.append(f"{cell.model}: " + "; ".join(f"{name_of(name)} {v:.4g}" for name, v in value.items()))
-    return Finding(pd.DataFrame(ratios).min().to_dict(), "; ".join(texts))
+    least = {name: min(one[name] for one in ratios) for name in ratios[0]}
+    return Finding(least, "; ".join(texts))
 
 
 @claim("C33")

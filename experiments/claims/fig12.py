@@ -46,8 +46,9 @@ def ranks_table(rows: pd.DataFrame) -> list[str]:
         return []
     lines = []
     for (panel, model), part in chosen.groupby(["panel", "model"], sort=False):
-        where = f"{model}, {panel.removesuffix(' ratios').rpartition(', ')[2]}"
-        lines += _panel(where, part.groupby(["system", "metric"])["value"].median().to_dict())
+        where = f"{model}, {str(panel).removesuffix(' ratios').rpartition(', ')[2]}"
+        values = part.groupby(["system", "metric"])["value"]
+        lines += _panel(where, {(str(system), str(metric)): one.median() for (system, metric), one in values})
     return markdown(("model, ranks", "ratio", "plain", "sharded", "asked", "met"), lines)
 
 

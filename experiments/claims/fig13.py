@@ -231,7 +231,8 @@ def throughput_leaves_the_load(rows: Rows) -> str:
 def gpus_are_spread(rows: Rows) -> str:
     hour = Hour.of(rows)
     windows = hour.windows
-    start = float(windows.excess().idxmax())
+    excess = windows.excess()
+    start = float(excess.index[int(excess.argmax())])
     active, held = (mean_from(line, start, WINDOW_S) for line in (windows.active, windows.batches.sum()))
     return of_one(
         hour,

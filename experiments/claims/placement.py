@@ -121,7 +121,7 @@ def _judged(claim: RuleClaim, table: pd.DataFrame) -> Iterator[str]:
     }).loc[panels]  # fmt: skip
     kindest = ratios["value"].idxmin() if claim.lower else ratios["value"].idxmax()
     panel = ratios["value"].idxmax() if claim.every else kindest
-    value, low, high = ratios.loc[panel, ["value", "low", "high"]]
+    value, low, high = (float(ratios[name].loc[str(panel)]) for name in ("value", "low", "high"))
     bound = claim.factor
     met, missed = (high <= bound, low > bound) if claim.lower else (low >= bound, high < bound)
     verdict = SIMULATED_TOO if met else DIFFERS if missed else NOISE

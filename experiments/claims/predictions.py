@@ -8,6 +8,7 @@ a constant would have given, the mean of the rows that may tell it, is beside ea
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import pandas as pd
 
@@ -198,7 +199,8 @@ def _span(frame: pd.DataFrame, row: pd.Series) -> str:
 def _runners(frame: pd.DataFrame) -> list[Prediction]:
     """Hour of runners on Ray, and streams, by the simulator fitted to their steps in a rehearsal."""
     found = []
-    for (system, model, panel), part in frame.groupby(["system", "model", "panel"], sort=False):
+    for key, part in frame.groupby(["system", "model", "panel"], sort=False):
+        system, model, panel = map(str, cast("tuple[str, ...]", key))
         asked = {name: (what, None) for name, what in RAY_TOO.items()} if panel == RAY else STEADY_TOO
         if panel != RAY and not panel.startswith(STEADY):
             continue

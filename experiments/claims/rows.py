@@ -64,7 +64,8 @@ class Rows:
         frame = frame.astype(dict.fromkeys(texts, object))  # pandas selects objects in one block, texts one by one
         self._values = frame["value"].to_numpy(dtype=float)
         self._frame = frame.drop(columns="value").copy()  # the copy has columns of a kind in one block, quick to select
-        self._places = {str(name): places for name, places in sorted(frame.groupby("figure").indices.items())}
+        indices = sorted(frame.groupby("figure").indices.items())
+        self._places = {str(name): np.asarray(places) for name, places in indices}
         self._figures = {name: self._frame.take(places) for name, places in self._places.items()}
         self.asked: set[str] = set()
         """Figures asked for so far."""

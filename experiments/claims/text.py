@@ -133,7 +133,7 @@ def baseline_batches_are_small(rows: Rows) -> Finding:
         f"and {skewed.mean_batch:.2f} (1000 requests replayed)"
     )
     cell = _served(rows)
-    measured = _beside("mean batch of Skewed", cell and cell.known(CONTINUOUS, "Skewed", "mean_batch_size"))
+    measured = _beside("mean batch of Skewed", cell.known(CONTINUOUS, "Skewed", "mean_batch_size") if cell else None)
     quantities = {"uniform": uniform.share(1, 3), "skewed": skewed.share(1, 3)}
     return Finding(quantities, text + measured, SIMULATED)
 

@@ -67,9 +67,10 @@ class Windows:
     def numbers(self) -> dict[str, float]:
         """Return the numbers of a whole hour that follow from its windows, by the names in `UNITS`."""
         woken, minutes = self.woken(), self.batches.to_numpy()
+        rates = np.array(self.rates())
         speeds = [mean_from(self.speed, start, 60) for start in self.active.index]
         found = {
-            FOLLOWS: np.corrcoef(self.rates(), rowvar=False)[0, 1],
+            FOLLOWS: np.corrcoef(rates[:, 0], rates[:, 1])[0, 1],
             CONSOLIDATED: np.corrcoef(self.active, speeds)[0, 1],
             FIRST: mean_from(self.active, 0, LOW_S),
             LAST: mean_from(self.active, self.active.index.max() + 60 - LOW_S, LOW_S),

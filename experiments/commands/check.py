@@ -14,6 +14,7 @@ where the machine differs as a whole, else the figures that do.
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from omegaconf import DictConfig
@@ -66,6 +67,7 @@ def rows_said(held: Held) -> list[str]:
     """Describe the measurements: lines outside by figure, then figures without a common point."""
     points = int(held.compared["common"].sum())
     lines = [f"Measurements: {len(held.compared)} held, at {points} common points, {len(held.outside)} outside"]
+    one: Any
     for one in held.outside.itertuples():
         name = ", ".join(filter(None, (f"figure {one.figure}", one.system, one.model, f"{one.metric} ({one.unit})")))
         often = "" if one.repeats > 1 else "recorded once"

@@ -96,7 +96,7 @@ def join(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
             f"{pair.metric} of figure {pair.figure} is in {pair.unit_a} in a and in {pair.unit_b} in b: "
             "measure one of them again"
         )
-    fine = (np.isfinite(pairs[["a", "b"]]) & (pairs[["a", "b"]] > 0)).all(axis=1)
+    fine = (pairs[["a", "b"]].gt(0) & pairs[["a", "b"]].lt(np.inf)).all(axis=1)
     ratio, better = (pairs["b"] / pairs["a"]).where(fine), pairs["unit_a"].map(direction)
     return pairs.assign(unit=pairs["unit_a"], ratio=ratio, better=better)[[*COLUMNS, "row_a", "row_b"]]
 
@@ -164,7 +164,7 @@ def means(pairs: pd.DataFrame) -> str:
     """The geometric means of all groups, one line each."""
     lines = [("figure", "system", "metric", "geometric mean of B/A")]
     for (figure, system, metric, unit, _), group in pairs.groupby(GROUP, sort=False):
-        lines.append((figure, system or "-", f"{metric} ({unit})", mean_text(group)))
+        lines.append((str(figure), str(system) or "-", f"{metric} ({unit})", mean_text(group)))
     return "\n".join(aligned(lines))
 
 

@@ -92,8 +92,8 @@ class Server:
             if found:
                 self._names[tenant.name] = found[0]
                 left.remove(found[0])
-        for tenant, name in list(self._names.items())[:1]:
-            self._around = (name.partition(tenant)[0], name.partition(tenant)[2])
+        for own, name in list(self._names.items())[:1]:
+            self._around = (name.partition(own)[0], name.partition(own)[2])
         self._names[BASE] = self._base or (left[0] if len(left) == 1 and BASE not in left else BASE)
 
     async def _listed(self) -> list[str]:

@@ -74,6 +74,6 @@ def ranges(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _farthest(parts: pd.DataFrame) -> pd.DataFrame:
     """Return the largest distance (log of the ratio) of a repeat from the median of all, per `POOL`."""
-    ratio = np.log(parts["value"] / parts["centre"])
+    ratio = (parts["value"] / parts["centre"]).transform(np.log)
     of_repeat = ratio.groupby([parts[name] for name in (*LINE, "repeat")]).median().abs().rename("farthest")
     return of_repeat.groupby(level=POOL).max().reset_index()

@@ -122,9 +122,10 @@ def _text_rows(folder: str | Path) -> pd.DataFrame:
     ]
     norms = table[table["metric"] == "norm_latency"][["system", "value"]].itertuples(index=False)
     columns = ["panel", "system", "metric", "value", "unit"]
-    section_52 = pd.DataFrame(loads, columns=columns).assign(figure="text 5.2", model="7B", rank=16, workload="")
-    beside = section_52["panel"] == "overlap"
-    section_52.loc[beside, ["workload", "batch_size"]] = ["Distinct", 32]
+    section_52 = pd.DataFrame(loads, columns=columns).assign(figure="text 5.2", model="7B", rank=16)
+    beside = section_52["panel"].eq("overlap")
+    section_52["workload"] = beside.map({True: "Distinct", False: ""})
+    section_52["batch_size"] = beside.map({True: 32.0})
     both = [("RMSNorm", system, "norm_latency", us, "us", rows) for system, us in norms for rows in (1, 32)]
     section_6 = pd.DataFrame(both, columns=[*columns, "batch_size"]).assign(figure="text 6", workload="", model="")
     found = pd.concat([section_52, section_6], ignore_index=True)

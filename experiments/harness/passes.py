@@ -27,7 +27,7 @@ from experiments.harness.settings import is_read, keys_read
 from punica.measure.disturbance import Disturbance, Watch, slow_repeats
 from punica.measure.records import ImpossibleRow, Row, RowFile
 
-Group = Sequence[Point]
+Group = list[Point]
 """Points of one repeat that are timed side by side."""
 Noise = dict[tuple[str, int | None], float]
 """(config hash, repeat) -> `other_cpu` of rows that are marked as disturbed."""
@@ -156,7 +156,7 @@ class Passes:
         for repeat in slow_repeats(row for row in self.rows.rows if same and row.config_hash in digests):
             marked = {(digest, repeat): math.inf for digest in digests}
             self.rows.mark(marked)
-            self._noise |= marked
+            self._noise.update((key, math.inf) for key in marked)
             self._seen[_key(group), repeat] = [replace(point, repeat=repeat) for point in group]
 
     def _write(self, group: Group, readings: Sequence[Sequence[Reading]], columns: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from experiments.http_load.client import Job
 from experiments.own_server.stream import Stream
@@ -39,7 +39,7 @@ def saturated(
     def add(count: int) -> None:
         for job in itertools.islice(jobs, count):
             name = f"request-{next(numbers)}"
-            engine.add_request(Request(name, job.prompt, params_of(job), adapters.get(job.model)))
+            engine.add_request(Request(name, cast("list[int]", job.prompt), params_of(job), adapters.get(job.model)))
 
     began = time.perf_counter()
     add(in_flight)

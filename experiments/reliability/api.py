@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -93,11 +94,11 @@ def values(schema: dict[str, Any], known: dict[str, Any], name: str = "") -> st.
         return st.dictionaries(st.text(max_size=4) | st.integers(-1, 300).map(str), st.floats(-101, 101), max_size=3)
     if kind == "array":
         return st.lists(values(schema.get("items", {}), known), min_size=schema.get("minItems", 0), max_size=4)
-    simple = {
+    simple: dict[str, st.SearchStrategy[Any]] = {
         "integer": st.integers(-2, 300), "number": st.floats(-2, 3), "boolean": st.booleans(), "null": st.none(),
         "string": st.text(max_size=12),
     }  # fmt: skip
-    return simple.get(kind, JSON)
+    return simple.get(str(kind), JSON)
 
 
 def field(name: str, schema: dict[str, Any], known: dict[str, Any]) -> st.SearchStrategy[Any]:
@@ -116,7 +117,7 @@ def requests_of(app: Any) -> st.SearchStrategy[tuple[str, str, bytes, list[tuple
             content = operation.get("requestBody", {}).get("content", {}).get("application/json")
             bodies = st.just(b"") if content is None else values(content["schema"], known).map(encoded)
             mostly = bodies if content is None else st.one_of(bodies, bodies, bodies, JSON.map(encoded), st.binary())
-            paths = st.text(max_size=9).map(lambda name, path=path: path.replace("{name}", name))
+            paths = st.text(max_size=9).map(partial(path.replace, "{name}"))
             one = st.tuples(st.just(method.upper()), paths, mostly, headers())
             found += [one] * (8 if content is not None and "lora" not in path else 1)
     return st.one_of(*found)

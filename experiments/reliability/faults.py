@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from experiments.benches.engine_steps import lora_manager
 from experiments.reliability.trial import Outcome, Setting, trial
 from experiments.reliability.world import Wish, draw_wishes, is_right, kept_by, make_world, poisoned
 from punica.adapters import LoRARequest
@@ -84,7 +85,7 @@ class Victims:
 
 def finish(engine: Engine) -> dict[str, GenerationResult]:
     """Step until no request is left; return all results."""
-    results = {}
+    results: dict[str, GenerationResult] = {}
     while engine.has_unfinished():
         output = engine.step()
         results |= {result.request_id: result for result in (*output.finished, *output.failed)}
@@ -113,7 +114,7 @@ def damaged_reads(setting: Setting, damage: Callable[[Victims, Path], None], *, 
         thread.join()
         victims.judge_fault(state, wish, refused)
         victims.judge(beside)
-        victims.engine.manager.remove_adapter(adapter.lora_int_id)
+        lora_manager(victims.engine).remove_adapter(adapter.lora_int_id)
         shutil.rmtree(adapter.lora_path, ignore_errors=True)
     return victims.ended()
 
@@ -158,7 +159,8 @@ def poisoned_weights(setting: Setting) -> Outcome:
 def tokenizer_that_raises(setting: Setting) -> Outcome:
     """A tokenizer that raises at random decodings; the requests that it decoded for fail alone, and once."""
     victims = Victims(setting)
-    codec, real, broken = victims.engine.codec, victims.engine.codec.decode, [0]
+    codec: Any = victims.engine.codec
+    real, broken = codec.decode, [0]
 
     def decode(*given: Any, **options: Any) -> str:
         if victims.choose.random() < 0.2:
@@ -173,7 +175,7 @@ def tokenizer_that_raises(setting: Setting) -> Outcome:
         for wish, state in added:
             result = results.get(state.request_id)
             told = result is not None and (result.error is None or "KeyError" in result.error)
-            right = told and is_right(result, victims.expected[wish])
+            right = result is not None and told and is_right(result, victims.expected[wish])
             victims.outcome.expect(right, f"{state.request_id}: {result}")
     victims.outcome.injected = broken[0]
     return victims.ended()
@@ -188,11 +190,12 @@ def _memory_that_runs_out(victims: Victims) -> Iterator[None]:
         with _no_memory_left():
             yield
         return
-    setattr(*place, _out_of_memory)
+    owner, name = place
+    setattr(owner, name, _out_of_memory)
     try:
         yield
     finally:
-        delattr(*place)
+        delattr(owner, name)
 
 
 @contextmanager

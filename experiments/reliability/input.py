@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings, target
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
+from experiments.benches.engine_steps import lora_manager
 from experiments.reliability.trial import Outcome, Setting, trial
 from experiments.reliability.world import MAX_RANK, make_world
 from punica.adapters import LoRARequest
@@ -60,7 +61,8 @@ def folders(shapes: dict[str, tuple[int, int]]) -> st.SearchStrategy[Files]:
         }  # fmt: skip
         config |= draw(st.dictionaries(st.sampled_from(KEYS), JSON, max_size=draw(st.sampled_from([0, 0, 1, 2]))))
         text = json.dumps(config).encode()
-        header, data = {}, bytearray()
+        header: dict[str, Any] = {}
+        data = bytearray()
         for module in draw(st.lists(st.sampled_from(sorted(shapes)), min_size=1, max_size=2, unique=True)):
             inputs, outputs = shapes[module]
             for side, shape in (("A", [rank, inputs]), ("B", [outputs, rank])):
@@ -144,7 +146,7 @@ def _overwritten(content: bytes, choose: random.Random) -> bytes:
 
 
 def _state(engine: Engine) -> tuple[Any, ...]:
-    manager = engine.manager
+    manager = lora_manager(engine)
     return (
         sorted(manager.list_adapters()), list(manager.lora_index_to_id), manager.pinned_adapters,
         engine.blocks.num_free, engine.has_unfinished(),
@@ -192,9 +194,9 @@ def _load(engine: Engine, request: LoRARequest) -> tuple[Exception | None, int]:
     """Check and read a folder; return the error, and the stage that came to: check, reading, none."""
     stage = 0
     try:
-        engine.manager.check_adapter(request)
+        lora_manager(engine).check_adapter(request)
         stage = 1
-        engine.manager.read_adapter(request)
+        lora_manager(engine).read_adapter(request)
     except Exception as error:  # any: what is no clear error is counted as lost
         return error, stage
     return None, 2

@@ -3,6 +3,8 @@
 import random
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import httpx2
 from transformers import AutoConfig
@@ -46,7 +48,7 @@ def overflowing_neighbours(setting: Setting) -> Outcome:
     world = make_world(setting.folder, 6, setting.seed, setting.device)
     huge = poisoned(world)[-1]
     healthy = LoRARequest("healthy", 20_000, world.adapters[2].lora_path)  # of the same slot size and layers
-    sizes = {} if setting.device == "cpu" else {"batch_invariant": True}
+    sizes: dict[str, Any] = {} if setting.device == "cpu" else {"batch_invariant": True}
     engines = [world.engine(**sizes), world.engine(**sizes)]
     for _ in range(setting.count):
         wishes = draw_wishes(world, VICTIMS, choose)
@@ -66,7 +68,7 @@ def loading_neighbours(setting: Setting) -> Outcome:
     choose, outcome = random.Random(setting.seed), Outcome()
     world = make_world(setting.folder, 6, setting.seed, setting.device)
     config, tenant = AutoConfig.from_pretrained(world.checkpoint), Tenant("changing", MAX_RANK, "all")
-    sizes = {} if setting.device == "cpu" else {"batch_invariant": True}
+    sizes: dict[str, Any] = {} if setting.device == "cpu" else {"batch_invariant": True}
     engine, quiet = world.engine(**sizes), world.engine(**sizes)
     resident = LoRARequest("resident", 20_000, world.adapters[2].lora_path)  # of the same slot size and layers
     for turn in range(setting.count):
@@ -75,7 +77,7 @@ def loading_neighbours(setting: Setting) -> Outcome:
         folder = write_adapter(world.folder / f"neighbour-{number}", config, tenant, turn)
         neighbour = LoRARequest(f"neighbour-{number}", number, str(folder), load_inplace=kind == "reloaded")
         if kind == "gone":
-            found = victims_of(engine, world, wishes, [neighbour], lambda folder=folder: shutil.rmtree(folder))
+            found = victims_of(engine, world, wishes, [neighbour], partial(shutil.rmtree, folder))
             expected = victims_of(quiet, world, wishes, [])
         else:
             found = victims_of(engine, world, wishes, [neighbour])

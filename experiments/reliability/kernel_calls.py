@@ -70,9 +70,9 @@ def lora(on: Memory) -> None:
     pairs = [[quantize_per_channel(one) for one in factor] for factor in (a, b)]
     values, scales = ([[pair[i].to(on.device) for pair in factor] for factor in pairs] for i in (0, 1))
     schemes = [Scheme(use_fp8_w8a8=w8a8, per_channel_quant=True) for w8a8 in (False, True)]
-    fp8 = [LoRAWeights.of(*values, None, tuple(scales), (one, one)) for one in schemes]
+    fp8 = [LoRAWeights.of(values[0], values[1], None, (scales[0], scales[1]), (one, one)) for one in schemes]
     base = on.normal(sum(WIDTHS), COLUMNS), on.normal(sum(WIDTHS))
-    for weights in (LoRAWeights.of(*stored), *fp8):
+    for weights in (LoRAWeights.of(stored[0], stored[1]), *fp8):
         for slots, beside in ((FEW, ()), (MANY, ()), (FEW, base)):
             step = LoRABatch(len(slots), SLOTS, on.device)
             step.fill(RowGroups.of_rows(np.array(slots)))
@@ -87,12 +87,13 @@ def experts(on: Memory) -> None:
     x, y = on.normal(tokens, hidden), on.normal(tokens, TOP_K, width)
     PairGroups(choices, EXPERTS, whole=True).multiply(x, on.normal(EXPERTS, width, hidden), TOP_K)
     blocks = -(-(tokens * TOP_K + EXPERTS * (BLOCK - 1)) // BLOCK)
-    aligned = [on.new(SLOTS, *size, dtype=torch.int32) for size in ((blocks * BLOCK,), (blocks,), ())]
+    shapes = ((blocks * BLOCK,), (blocks,), ())
+    ids, of_block, counts = (on.new(SLOTS, *shape, dtype=torch.int32) for shape in shapes)
     sizes, of_step = (EXPERTS, BLOCK, SLOTS, blocks * BLOCK, blocks), (on.whole(FEW), on.whole([1] * SLOTS + [0]))
-    moe_lora_align_block_size(choices, of_step[0], *sizes, *aligned, of_step[1], None)
+    moe_lora_align_block_size(choices, of_step[0], *sizes, ids, of_block, counts, of_step[1], None)
     weights = [on.normal(SLOTS, EXPERTS, RANK, hidden)], [on.normal(SLOTS, EXPERTS, width, RANK)]
-    for pairs in (aligned, (None, choices.reshape(-1), None)):
-        given = Experts(y, x, *weights, on.normal(tokens, TOP_K), *pairs, *of_step, None)
+    for rows, places, filled in ((ids, of_block, counts), (None, choices.reshape(-1), None)):
+        given = Experts(y, x, *weights, on.normal(tokens, TOP_K), rows, places, filled, *of_step, None)
         TritonExpertOps(Options()).add(given, RANK, TOP_K, Switches(), None, SLOTS, None)
 
 
@@ -107,14 +108,14 @@ def attention(on: Memory) -> None:
     frequencies = (10000.0 ** (-torch.arange(SIZE // 2) / SIZE)).to(on.device)
     backbone.rotary_angles(cos, sin, on.whole(range(tokens), torch.int64), frequencies, 1.0)
     qkv = on.normal(tokens, HEADS + 2 * KV_HEADS, SIZE)
-    parts = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
+    queries, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
     for dtype in (FP16, E4M3):
         keys, values = (on.new(5 * PAGE, KV_HEADS, SIZE, dtype=dtype) for _ in range(2))
         norms = HeadNorms(on.normal(SIZE), on.normal(SIZE), 1e-5)
         backbone.rotate_and_store(qkv, cos, sin, kv_rows, keys, values, norms)
-        out, q = on.new(len(pages), HEADS, SIZE), parts[0][: len(pages)]
+        out, q = on.new(len(pages), HEADS, SIZE), queries[: len(pages)]
         backbone.decode_attention(out, q, keys, values, cached, splits=2)
-    backbone.prompt_attention(on.new(tokens, HEADS, SIZE), *parts, on.whole([0, 9, 9, len(places)]))
+    backbone.prompt_attention(on.new(tokens, HEADS, SIZE), queries, k, v, on.whole([0, 9, 9, len(places)]))
 
 
 def between(on: Memory) -> None:

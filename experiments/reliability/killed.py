@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from functools import partial
+from typing import IO, cast
 from unittest.mock import patch
 
 import httpx2
@@ -39,7 +40,7 @@ def killed_writers(setting: Setting) -> Outcome:
             subprocess.Popen([*words, f"{turn}-{number}"], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
             for number in range(WRITERS)
         ]
-        writers[0].stdout.readline()
+        cast(IO[str], writers[0].stdout).readline()
         time.sleep(choose.random() * 0.2)
         writers[0].kill()
         outcome.injected += 1

@@ -5,6 +5,7 @@ import random
 import signal
 from collections import Counter
 from functools import partial
+from typing import Any
 
 from experiments.reliability.trial import Outcome, Setting, trial
 from experiments.reliability.world import BATCH, MAX_LEN, MAX_RANK, draw_wishes, make_world
@@ -32,7 +33,8 @@ def killed_runner(setting: Setting) -> Outcome:
             wishes = {f"{turn}-{number}": choose.choice(list(expected)) for number in range(REQUESTS)}
             for name, wish in wishes.items():
                 cluster.add_request(world.request(name, wish))
-            results, ended, at, seen = {}, Counter(), choose.randrange(1, 40), 0
+            results: dict[str, Any] = {}
+            ended, at, seen = Counter[str](), choose.randrange(1, 40), 0
             while cluster.has_unfinished():
                 output = cluster.step()
                 found = {result.request_id: result for result in (*output.finished, *output.failed)}

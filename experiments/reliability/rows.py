@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
@@ -25,7 +26,8 @@ def rows_of(trial: Trial, outcome: Outcome, size: str, seed: int, device: str) -
     """Build the rows of one run of a trial; its seed is their repeat."""
     values = {name: (float(getattr(outcome, name)), "count") for name in COUNTS} | outcome.values
     digest = hashlib.sha256(f"{trial.name} {trial.counts[size]} {device}".encode()).hexdigest()[:12]
-    stamp, source = environment.stamp(), fingerprint(REPOSITORY / "experiments" / f"{file_of(trial)}.py")
+    stamp: dict[str, Any] = environment.stamp()
+    source = fingerprint(REPOSITORY / "experiments" / f"{file_of(trial)}.py")
     name = environment.cpu_name() if device == CPU else environment.device_name()
     return [
         Row(

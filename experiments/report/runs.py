@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
+from typing import cast
 
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
@@ -39,7 +40,7 @@ def minutes(name: str, scale: str) -> float | None:
 @cache
 def settings(name: str) -> DictConfig:
     """Return what the figure of the experiment ``name`` sets."""
-    return OmegaConf.load(CONF / "figure" / f"{name}.yaml")
+    return cast(DictConfig, OmegaConf.load(CONF / "figure" / f"{name}.yaml"))
 
 
 def all_minutes(name: str, recorded: Collection[str]) -> str:

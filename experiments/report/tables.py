@@ -101,7 +101,7 @@ def serving_tables(machine: Machine, paper: Path) -> Iterable[tuple[str, Table]]
         lines = []
         for system in filter(cell.has, SYSTEMS.names()):
             values = cell.throughput(system)
-            known = published.throughput(system) if published.has(system) else {}
+            known = published.throughput(system) if published.has(system) else values.iloc[:0]
             cells = [_beside(values.get(name), known.get(name)) for name in PAPER_WORKLOADS]
             lines.append([name_of(system), *cells])
         title = f"Figure {figure}: token/s of {cell.measured_model} (in brackets: the paper's {role} on A100)"

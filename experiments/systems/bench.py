@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 from experiments.facts.systems import SYSTEMS
 from experiments.harness.experiment import CheckFailed
@@ -126,7 +127,7 @@ def window_readings(steps: Sequence[Step], window: Window, drawn: Drawn) -> list
     seconds = window.mean([step.seconds for step in steps])
     begins = sum(step.tokens > step.live for step in steps)
     new, total = sum(timeline.outputs), sum(timeline.outputs) + sum(timeline.prompts)
-    simulated = {"kind": "simulated"}
+    simulated: dict[str, Any] = {"kind": "simulated"}
     return [
         Reading("throughput", stream["tokens"] / seconds, "token/s"),
         Reading("new_token_throughput", new / timeline.steps / seconds, "token/s"),

@@ -53,15 +53,15 @@ class EngineSystem(ServingSystem):
         self._register({job.adapter_id for job in jobs})
         self._capture_for(jobs)
         totals: Counter[str] = Counter()
+        phases = {"schedule": 0.0, "metadata": 0.0, "model": 0.0}
         with self.captures_nothing():
             start = time.perf_counter()
             states = [self.engine.add_request(request) for request in requests]
             while self.engine.has_unfinished():
                 step = self.engine.step().statistics
                 totals.update(steps=1, rows=step.batch_size, idle=step.num_idle)
-                totals.update(schedule=step.schedule_s, metadata=step.metadata_s, model=step.model_s)
+                phases = {name: seconds + getattr(step, f"{name}_s") for name, seconds in phases.items()}
             seconds = time.perf_counter() - start
-        phases = {name: float(totals[name]) for name in ("schedule", "metadata", "model")}
         tokens = [state.output_token_ids for state in states]
         return Served(jobs, tokens, totals["steps"], totals["rows"], totals["idle"], seconds, phases)
 

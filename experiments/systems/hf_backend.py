@@ -102,7 +102,8 @@ class PeftBackend:
         self._larger: dict[tuple[int, bool], torch.Tensor] = {}
         self.model: Any = model
         self._add_places(1)
-        self._layers = {name: layer for name, layer in self.model.named_modules() if isinstance(layer, LoraLayer)}
+        named = self.model.named_modules()
+        self._layers: dict[str, Any] = {name: layer for name, layer in named if isinstance(layer, LoraLayer)}
         self._unmerged: dict[str, torch.Tensor] = {}
         self._faster: dict[str, type[nn.Linear]] = {}
         if weights.device != "cpu":

@@ -38,17 +38,18 @@ class GrowingLayer(DynamicLayer):
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self._show(filled)
 
-    def _show(self, length: int) -> None:
-        self._length = length
-        self.keys, self.values = (whole[:, :, :length] for whole in self._all)
+    def _show(self, length: int) -> tuple[Tensor, Tensor]:
+        keys, values = (whole[:, :, :length] for whole in self._all)
+        self._length, self.keys, self.values = length, keys, values
+        return keys, values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the keys and values of new tokens; return those of all tokens."""
         start = self._length
-        self._show(start + key_states.shape[-2])
-        self.keys[:, :, start:].copy_(key_states)
-        self.values[:, :, start:].copy_(value_states)
-        return self.keys, self.values
+        keys, values = self._show(start + key_states.shape[-2])
+        keys[:, :, start:].copy_(key_states)
+        values[:, :, start:].copy_(value_states)
+        return keys, values
 
 
 class FixedLayer(DynamicLayer):
@@ -58,13 +59,14 @@ class FixedLayer(DynamicLayer):
         super().__init__()
         self._all, self._at = (keys, values), at
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self.keys, self.values = (whole[:, :, :length] for whole in self._all)
+        self._read = keys[:, :, :length], values[:, :, :length]
+        self.keys, self.values = self._read
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the keys and values of one token per row; return those of all places that the graph reads."""
         for whole, states in zip(self._all, (key_states, value_states), strict=True):
             whole.index_copy_(2, self._at, states)
-        return self.keys, self.values
+        return self._read
 
 
 class Decoding:

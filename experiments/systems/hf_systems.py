@@ -33,14 +33,14 @@ class HfSystem(ServingSystem):
         backend = self.world.peft
         tokens: list[list[int]] = []
         totals: Counter[str] = Counter()
+        phases = {"prefill": 0.0, "decode": 0.0}
         for batch in self._batches(jobs):
             longest = max(job.new_tokens for job in batch)
             with self._applied(batch) as rows:
                 made = backend.generate([job.prompt for job in batch], longest, rows)
             tokens += [row[: job.new_tokens] for row, job in zip(made.tokens, batch, strict=True)]
             totals.update(steps=longest, rows=longest * len(batch), live=sum(job.new_tokens for job in batch))
-            totals.update(prefill=made.prefill_s, decode=made.decode_s)
-        phases = {name: float(totals[name]) for name in ("prefill", "decode")}
+            phases = {name: seconds + getattr(made, f"{name}_s") for name, seconds in phases.items()}
         idle = totals["rows"] - totals["live"]
         return Served(jobs, tokens, totals["steps"], totals["rows"], idle, sum(phases.values()), phases)
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 import punica
+from experiments.benches.engine_steps import lora_manager
 from experiments.today.measure import serve
 from punica.adapters import LoRARequest
 from punica.engine import Engine, SamplingParams
@@ -31,10 +32,10 @@ class Punica:
         return [result.token_ids for result in results]
 
     def register(self, adapter_id: int) -> None:
-        self._engine.manager.add_adapter(self._adapters[adapter_id - 1])
+        lora_manager(self._engine).add_adapter(self._adapters[adapter_id - 1])
 
     def forget(self, adapter_id: int) -> None:
-        self._engine.manager.remove_adapter(adapter_id)
+        lora_manager(self._engine).remove_adapter(adapter_id)
 
 
 if __name__ == "__main__":
