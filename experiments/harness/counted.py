@@ -2,7 +2,7 @@
 
 A folder of rows can hold several scales, clocks and repeats of one point. Of these count
 
-* per figure the largest scale present (`SCALES`; others, as smoke, where there is none of them);
+* per figure the largest scale present (`SCALES`; others, as smoke, where these have none);
 * per figure and metric one clock: the caller's, else the first present of `punica.measure.records.TIMERS`;
 * of each repeat the newest row; of repeats the undisturbed ones, all where none was quiet, none beside a row without
   a repeat, which is of them all.

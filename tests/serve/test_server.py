@@ -62,7 +62,7 @@ def unread(url: str, **fields: Any) -> Iterator[socket.socket]:
 
 
 def rest_of(client: socket.socket) -> bytes:
-    """What comes until the server's end of the connection is closed."""
+    """Read until the server closes its end of the connection."""
     found = b""
     with suppress(ConnectionResetError):
         while part := client.recv(1 << 16):

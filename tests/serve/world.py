@@ -100,7 +100,7 @@ def served(app: FastAPI, **fields: Any) -> Iterator[str]:
 
 @contextmanager
 def serving(app: FastAPI, **fields: Any) -> Iterator[tuple[Server, str]]:
-    """The same with the server itself."""
+    """A real server likewise: itself and its address."""
     server = Server(app, log_level="warning", **{"drain_s": 0, "grace_s": 30, **fields})
     sockets = listen("127.0.0.1", 0)
     address = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
