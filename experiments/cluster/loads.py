@@ -96,6 +96,7 @@ def read_loads(folder: Path) -> dict[str, list[Load]]:
     chosen = rows["system"].eq("punica") & rows["metric"].isin((*PREDICTED, *TOLD)) & ~rows["disturbed"]
     numbers = ["repeat", "batch_size", "rank"]
     rows[numbers] = rows[numbers].fillna(0).astype(int)
+    row: Any
     for row in rows[chosen].itertuples():
         key = row.model, row.panel, row.workload, row.repeat
         cells[key][row.metric] = row.value
