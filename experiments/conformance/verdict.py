@@ -10,7 +10,7 @@ from experiments.conformance.oracle import BASE
 from experiments.conformance.weights import WARMER
 
 PASS, FAIL, UNJUDGED, NOT_OFFERED = "pass", "FAIL", "unjudged", "not offered"
-"""Of tokens alone. Unjudged: all that came were right, and some answers had none."""
+"""Verdicts by tokens alone. Unjudged: all that came were right, and some answers had none."""
 CUT = "an answer of fewer tokens than max_tokens, right so far"
 LONG = "an answer of more tokens than max_tokens"
 EMPTY = "an answer without tokens"

@@ -1,18 +1,14 @@
-"""Events of a stream: what is encoded once is the same as each event encoded whole, and who reads slowly keeps it."""
+"""Events of a stream: what is encoded once is the same as each event encoded whole."""
 
-import asyncio
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
-from punica.serve import responses
 from punica.serve.events import TextEvents, event
 from punica.serve.forms import Candidate, ChatForm, CompletionForm, Position, usage
-from punica.serve.protocol import CompletionBody
 
 
 @pytest.mark.parametrize("form", [CompletionForm(), ChatForm()], ids=["completion", "chat"])
@@ -36,29 +32,3 @@ def test_an_event_is_its_object_encoded_whole(form: Any, extra: dict[str, Any]) 
             events.set_usage(usage(5, count))
             check(0, "a")
             check(0, "b")
-
-
-def test_a_client_that_reads_slowly_keeps_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is one for each chunk, not for the stream."""
-    monkeypatch.setattr(responses, "SEND_TIMEOUT_S", 2.0)
-    response = responses.GenerationResponse(SimpleNamespace(), CompletionBody(model="m", prompt="p", stream=True), None)
-    sent: list[bytes] = []
-
-    async def chunks(_: Any) -> Any:
-        for _ in range(8):
-            yield b"x"
-
-    async def send(message: Any) -> None:
-        await asyncio.sleep(0.3)
-        sent.append(message.get("body", b""))
-
-    async def serve(scope: Any, receive: Any, send: Any) -> None:
-        await response._stream(None, send)
-
-    async def receive() -> Any:
-        return await asyncio.Event().wait()
-
-    monkeypatch.setattr(response, "_chunks", chunks)
-    monkeypatch.setattr(response, "_serve", serve)
-    asyncio.run(response({}, receive, send))
-    assert b"".join(sent) == b"x" * 8 + b"data: [DONE]\n\n"

@@ -18,6 +18,7 @@ from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine
 from punica.serve.app import Settings, make_app
 from punica.serve.server import Server, listen
+from punica.serve.stopping import Stopping
 from tests.engine.text_world import CHAT, END, VOCAB, save_tokenizer
 
 CONFIG = LlamaConfig(
@@ -101,6 +102,8 @@ def served(app: FastAPI, **fields: Any) -> Iterator[str]:
 @contextmanager
 def serving(app: FastAPI, **fields: Any) -> Iterator[tuple[Server, str]]:
     """A real server likewise: itself and its address."""
+    if not hasattr(app.state, "stopping"):  # an application around ours
+        app.state.stopping = Stopping()
     server = Server(app, log_level="warning", **{"drain_s": 0, "grace_s": 30, **fields})
     sockets = listen("127.0.0.1", 0)
     address = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
