@@ -27,7 +27,7 @@ SHADES = {entry.name: entry.shade for entry in entries() if entry.shade < 1}
 WRONG = [entry.name for entry in entries() if not entry.exact]
 """Systems with wrong tokens, which have no bar."""
 SPAN = ("lowest", "highest")
-"""Columns of the span over repeats, where there are several (`frames.one_of_repeats`)."""
+"""Columns of the span over repeats, where there are several (`harness.counted.merged`)."""
 GROUP = 0.86  # of the distance between groups
 FOOT = 1.5
 """The lowest bar over the lower end of its logarithmic axis: shorter ones look missing."""

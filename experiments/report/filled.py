@@ -198,7 +198,9 @@ def older_rows(machines: Machines) -> str:
 @value("older-figures")
 def older_by_machine(machines: Machines) -> str:
     """Name the figures that have such rows, by machine."""
-    return "; ".join(f"{name}: {older_figures(machine.rows) or 'none'}" for name, machine in machines.items())
+    told = {name: "all" if machine.rows["older"].all() else older_figures(machine.rows) or "none"
+            for name, machine in machines.items()}  # fmt: skip
+    return "; ".join(f"{name}: {figures}" for name, figures in told.items())
 
 
 @value("single-runs")

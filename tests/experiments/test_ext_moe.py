@@ -12,11 +12,12 @@ from experiments.benches.moe_bench import MODELS, MoEBench, MoEEngine, MoESizes,
 from experiments.claims.rows import Rows
 from experiments.ext_moe import panel_of
 from experiments.harness.catalogue import experiments
+from experiments.harness.counted import frame_of
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.settings import settle
 from experiments.plots.extensions import draw_moe
-from experiments.plots.frames import frame_of, measured_frame, rows_of_repeats
+from experiments.plots.frames import measured_frame, rows_of_repeats
 from punica.measure.records import Row, read_rows, write_rows
 from punica.measure.timing import Protocol
 

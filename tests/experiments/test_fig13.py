@@ -51,6 +51,7 @@ from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.facts.paper import read_figure
 from experiments.fig13_cluster import EXPERIMENT as FIG13
 from experiments.harness.catalogue import experiments
+from experiments.harness.counted import frame_of
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading
 from experiments.harness.resume import run
@@ -58,7 +59,7 @@ from experiments.harness.schema import ConfigError
 from experiments.harness.settings import settle
 from experiments.harness.span import Span
 from experiments.plots.cluster import draw_hour
-from experiments.plots.frames import frame_of, measured_frame, paper_frame, rows_of_repeats
+from experiments.plots.frames import measured_frame, paper_frame, rows_of_repeats
 from punica.cluster import StepCost, StepWork, simulate
 from punica.measure.records import Row, read_rows, write_rows
 

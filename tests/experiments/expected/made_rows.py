@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from experiments.plots.frames import frame_of
+from experiments.harness.counted import frame_of
 from punica.measure.records import Row
 
 BASE = Row(

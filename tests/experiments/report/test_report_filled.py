@@ -57,7 +57,7 @@ def test_rows_of_older_source_are_counted_by_machine(cpu):
     half = replace(cpu, rows=cpu.rows.assign(older=[True, False]))
     assert filled.older_rows({"cpu": half, "h200": cpu}) == "1 of 2 (50.0 %) on cpu, 2 of 2 (100.0 %) on h200"
     none = replace(cpu, rows=cpu.rows.assign(older=False))
-    assert filled.older_by_machine({"cpu": half, "h200": none}) == "cpu: 1; h200: none"
+    assert filled.older_by_machine({"a": half, "b": none, "c": cpu}) == "a: 1; b: none; c: all"
 
 
 def ray_hours(disturbed=False):
