@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import socket
 import sys
 import time
@@ -89,9 +90,19 @@ def opened(options: Namespace, settings: Settings) -> Iterator[FastAPI]:
 def serve(options: Namespace, sockets: list[socket.socket]) -> None:
     """Serve until interrupted; exit with a message for a checkpoint, adapters or sizes that are refused."""
     with ExitStack() as stack:
+        stack.enter_context(_quiet_interrupt())
         try:
             app = stack.enter_context(opened(options, settings_of(options)))
         except REFUSALS as error:
             raise SystemExit(f"{type(error).__name__}: {error}") from None
         gc.freeze()  # a collection of all that was imported would halt every stream
         Server(app, drain_s=options.drain, grace_s=options.grace).run(sockets)
+
+
+@contextmanager
+def _quiet_interrupt() -> Iterator[None]:
+    """Exit by SIGINT's code, without a traceback, also while the engine loads; uvicorn raises the signal again."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None

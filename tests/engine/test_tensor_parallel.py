@@ -136,7 +136,8 @@ def test_a_folder_that_one_rank_cannot_read_fails_on_all_and_only_its_requests(b
     whole, cut, poisoned, wide = (copy(name) for name in ("whole", "cut", "poisoned", "wide"))
     weights = whole / "adapter_model.safetensors"
     (cut / weights.name).write_bytes(weights.read_bytes()[:-100])
-    save_file({name: tensor * float("inf") for name, tensor in load_file(weights).items()}, poisoned / weights.name)
+    infinite = {name: tensor * float("inf") for name, tensor in load_file(weights).items()}
+    save_file(infinite, poisoned / weights.name, metadata={"format": "pt"})  # the others' header
     (wide / "adapter_config.json").write_text('{"r": 99, "lora_alpha": 1, "target_modules": ["q_proj"]}')
     places = {
         "missing here": [whole, tmp_path / "nowhere"],

@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fakes import composed
@@ -125,8 +126,10 @@ def test_a_figure_whose_time_is_over_has_a_point_and_a_picture(tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("points", [1, 4])
 def test_rows_of_the_first_points_of_all_figures_are_judged_and_shown(tmp_path, points):
-    places = folders_in(tmp_path)
+    places, scripts = folders_in(tmp_path), {one.name for one in experiments()}
     for path in (REPOSITORY / "results" / "cpu").glob("*.csv"):
+        if path.stem not in scripts:
+            continue  # verdicts
         rows = read_rows(path)
         first = list(dict.fromkeys(row.point for row in rows))[:points]
         write_rows(places.fresh_rows / path.name, [row for row in rows if row.point in first])
@@ -149,7 +152,8 @@ module.batch_main("reproduce", "", module.reproduce, "figures", measures=True)
     done = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    assert (sorted(said["measured"]), said["failed"], len(said["figures"])) == (sorted(names), {}, len(names))
+    assert (sorted(said["measured"]), said["failed"]) == (sorted(names), {})
+    assert set(names) <= {Path(file).stem for file in said["figures"]}
     assert "Traceback" not in done.stderr
     assert "more than planned, since every figure has a point whatever the time" in " ".join(done.stderr.split())
     begun = [line for line in done.stderr.splitlines() if line.startswith("figure ")]

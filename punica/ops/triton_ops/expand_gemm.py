@@ -39,10 +39,12 @@ def _dtype_of_product(y_ptr, b_ptr, quant):
 
 
 @triton.jit
-def _ranks_of_h(lanes, rank):
-    """Tell which lanes of h are below ``rank``, by a difference. A comparison as of B would be computed with B's in one
-    vector, whose lanes overflow into each other in the LLVM of Triton 3.6: misaligned addresses.
+def _ranks_of_h(h_ptrs, lanes, rank):
+    """Tell which lanes of h are below ``rank``; in 16 bits by a difference. A comparison as of B would be computed with
+    B's in one vector, whose lanes overflow into each other in the LLVM of Triton 3.6: misaligned addresses.
     """
+    if h_ptrs.dtype.element_ty.primitive_bitwidth == 32:
+        return lanes < rank  # fewer registers
     return rank - lanes > 0
 
 
@@ -92,7 +94,7 @@ def _one_pass(
     DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     STRIDE_B: tl.constexpr = SHAPE.rank if SHAPE.row_major else 1
     offs_r = tl.arange(0, TILE.block_r)
-    mask_h = mask_m[:, None] & _ranks_of_h(offs_r, rank_read)[None, :]
+    mask_h = mask_m[:, None] & _ranks_of_h(h_ptrs, offs_r, rank_read)[None, :]
     mask_b = (offs_r < (rank_read if SHAPE.row_major else rank))[:, None]
     if TILE.at_once:
         mask_n = (offs_n < width)[None, :]
@@ -143,7 +145,7 @@ def _sum_ranks(
     acc = accumulator(TILE.block_m, TILE.block_n, TILE.swap_ab and QUANT.group_k == 0)
     for first_r in tl.range(0, rank, TILE.block_r, num_stages=TILE.stages):
         lanes = first_r + offs_r
-        mask_h, h_block = mask_m[:, None] & _ranks_of_h(lanes, rank_read)[None, :], h_ptrs + first_r * stride_hr
+        mask_h, h_block = mask_m[:, None] & _ranks_of_h(h_ptrs, lanes, rank_read)[None, :], h_ptrs + first_r * stride_hr
         h = read_shrunk_rows(h_block, mask_h, lanes, rank, stride_hp, READ == "rank", DTYPE, SHAPE)
         mask_b = (lanes < (rank_read if SHAPE.row_major else rank))[:, None] & (offs_n < width)[None, :]
         b = tl.load(b_ptrs + first_r * (1 if SHAPE.row_major else width), mask=mask_b, other=0.0)  # [BLOCK_R, BLOCK_N]
