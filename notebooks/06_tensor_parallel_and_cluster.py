@@ -168,10 +168,6 @@ display(Markdown("\n".join(f"* {sentence}" for sentence in said)) if said else m
 # ## 4. How large a cluster can be simulated
 
 # %%
-display(*SIMULATED.figure(SCALE))
-
-
-# %%
 def sizes(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
     """One line per hour: requests, GPUs, steps, seconds and memory."""
     table = rows.pivot_table(index="panel", columns="metric", values="value", sort=False)

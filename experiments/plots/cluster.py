@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from experiments.cluster.placed import FROM_DISK, FROM_HOST
 from experiments.cluster.seeds import HIGH, LOW, MEAN
@@ -165,37 +165,3 @@ def _one(rows: pd.DataFrame, metric: str, suffix: str, rule: str) -> float:
 def _simulated_caption(figure: Figure, title: str, rows: pd.DataFrame) -> None:
     """The title, and that nothing here was measured."""
     figure.suptitle(f"{title}\nnot measured: {', '.join(distinct(rows, 'cost_model'))}", fontsize=8.5)
-
-
-def draw_scale(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Time and memory of the simulator over the requests of its hour, a line per rule, with the number of GPUs."""
-    figure, axes = plt.subplots(1, 2, figsize=(6.5, 4.0), layout="constrained")
-    tables = {rule: _by_requests(rows[rows["system"] == rule]) for rule in dict.fromkeys(rows["system"])}
-    looks = {rule: style.numbered(place) for place, rule in enumerate(tables)}
-    longest = max(tables.values(), key=len)
-    for axis, (metric, label) in zip(axes, (("wall_time", "seconds"), ("peak_memory", "MiB")), strict=True):
-        for rule, table in tables.items():
-            axis.plot(table["requests"], table[metric], **looks[rule])
-            marked = table[table["disturbed"]]
-            style.hollow(axis, marked["requests"], marked[metric], looks[rule])
-        for line in longest.drop_duplicates("gpus").to_dict("records"):
-            style.note(axis, f"{line['gpus']:g} GPUs", line["requests"], line[metric], lift=-9)
-        axis.set(xscale="log", xlabel="requests of an hour", title=label)
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.0f}"))
-        style.log_y(axis)
-        axis.margins(x=0.15, y=0.15)
-    handles = [Line2D([], [], label=rule, **looks[rule]) for rule in tables]
-    style.caption(figure, "How large a cluster can be simulated on one core", described(rows), handles, 6)
-    return figure
-
-
-def _by_requests(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line per number of requests, a column per metric."""
-    table = centred(rows).pivot_table(index="panel", columns="metric", values="value", sort=False)
-    marked = list(rows.loc[rows["disturbed"].eq(True), "panel"]) if "disturbed" in rows else []
-    return table.assign(disturbed=table.index.isin(marked)).sort_values("requests")
-
-
-def centred(rows: pd.DataFrame) -> pd.DataFrame:
-    """Single values and counts."""
-    return rows[rows["statistic"].isin(("value", "count"))]

@@ -29,13 +29,17 @@ LISTED = {
 """Key of the JSON -> column whose values it lists."""
 SHORT = {"fig11_textgen": ("hero", "hero.draw_hero")}
 """Experiment -> name of its short figure, and the function that draws it."""
+NOT_DRAWN = {"ext_disaggregated", "ext_stated_lengths", "ext_cluster_scale", "ext_server"}
+"""Experiments whose rows are in tables alone."""
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every font table that a PDF keeps
 
 
 def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Path) -> list[Path]:
     """Draw `experiment` from `rows_file` into `folder` beside the paper's rows; return the three files, and those of a
-    short figure behind them.
+    short figure behind them. None for an experiment without a figure.
     """
+    if experiment.name in NOT_DRAWN or not (experiment.overlay or experiment.drawn_by):
+        return []
     repeats = rows_of_repeats(rows_file)
     rows = measured_frame(repeats)
     paper = paper_frame(paper_folder, experiment.figure)

@@ -68,11 +68,6 @@ def look(name: str) -> tuple[tuple[float, float, float], str]:
     return OTHERS[place % len(OTHERS)], _MARKERS[place % len(_MARKERS)]
 
 
-def numbered(place: int) -> dict[str, Any]:
-    """Solid line of one of many names: no two of the first 70 are alike."""
-    return {"color": PALETTE[place % len(PALETTE)], "marker": _MARKERS[place % len(_MARKERS)], "linestyle": "-"}
-
-
 @contextmanager
 def themed() -> Iterator[None]:
     """The theme of every figure, whatever the user's matplotlibrc says: fonts stay text in the PDF (type 42), thin
