@@ -28,7 +28,7 @@ from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import folders
 
-WIDTH = 118
+WIDTH = 100
 """Characters of a line at the end."""
 
 
@@ -60,18 +60,19 @@ def reproduce(cfg: DictConfig) -> int:
         report, judged = _report(cfg, bool(changed))
         said += judged
     print("\n".join(["", *failed(failures, outcomes), *said]), file=sys.stderr, flush=True)
-    finish(
-        command="reproduce",
-        failed=failures,
-        measured=changed,
-        up_to_date=[name for name in outcomes if name not in changed],
-        figures=[path for outcome in outcomes.values() for path in outcome.figures if path.endswith(".png")],
-        disturbed={name: outcome.disturbed for name, outcome in outcomes.items() if outcome.disturbed},
-        left_out={name: outcome.left_out for name, outcome in outcomes.items() if outcome.left_out},
-        rows_files=[outcome.rows_file for outcome in outcomes.values()],
-        report=report,
-        seconds=round(time.perf_counter() - started, 2),
-    )
+    if not sys.stdout.isatty():  # for programs
+        finish(
+            command="reproduce",
+            failed=failures,
+            measured=changed,
+            up_to_date=[name for name in outcomes if name not in changed],
+            figures=[path for outcome in outcomes.values() for path in outcome.figures if path.endswith(".png")],
+            disturbed={name: outcome.disturbed for name, outcome in outcomes.items() if outcome.disturbed},
+            left_out={name: outcome.left_out for name, outcome in outcomes.items() if outcome.left_out},
+            rows_files=[outcome.rows_file for outcome in outcomes.values()],
+            report=report,
+            seconds=round(time.perf_counter() - started, 2),
+        )
     return 1 if failures else 0
 
 
@@ -104,9 +105,13 @@ def measured(outcomes: Collection[Outcome], minutes: float, over: float) -> list
         text += f", {over:.1f} more than planned, since every figure has a point whatever the time"
     if skipped := sum(one.skipped for one in outcomes):
         text += f"; {skipped:,} points were up to date"
-    short = [f"{one.experiment} {one.left_out} of {one.points}" for one in outcomes if one.left_out]
-    left = f"Left out for want of time: {', '.join(short)}; make reproduce again goes on with them."
-    return [*textwrap.wrap(f"{text}.", WIDTH), *(textwrap.wrap(left, WIDTH) if short else [])]
+    lines = textwrap.wrap(f"{text}.", WIDTH)
+    if short := sorted((one for one in outcomes if one.left_out), key=lambda one: -one.left_out):
+        names = [one.experiment for one in short]
+        most = ", ".join(names[:3]) + (f" and {len(names) - 3} more figures" if len(names) > 3 else "")
+        left = f"{sum(one.left_out for one in short):,} points of {most}"
+        lines += textwrap.wrap(f"Left out for want of time: {left}; make reproduce again measures them.", WIDTH)
+    return lines
 
 
 def _report(cfg: DictConfig, changed: bool) -> tuple[str, list[str]]:
@@ -123,7 +128,8 @@ def _report(cfg: DictConfig, changed: bool) -> tuple[str, list[str]]:
     page, rows = table.with_name(PAGE), places.fresh_rows.glob("*.csv")
     written = page.stat().st_mtime if page.exists() else -math.inf
     if changed or any(path.stat().st_mtime > written for path in rows):
-        return str(table), ending(*write_fresh(places))
+        here, _, files = write_fresh(places)
+        return str(table), ending(here, files)
     return str(table), [f"Nothing new was measured; the report is {page}"]
 
 

@@ -1,49 +1,66 @@
-"""The last lines of `make reproduce`, for the person who waited: what the rows show, and where to look."""
+"""The end of `make reproduce`, for a reader who is new: the claims that carry the paper, and where to look."""
 
+import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.claims import Verdict
-from experiments.claims.judge import DIFFERS, VERDICTS, counts
-from experiments.claims.table import noise
-from experiments.report.machines import Machine, columns
+from experiments.claims.judge import DIFFERS, HOLDS, NOISE, NOT_MEASURED, NOT_TESTABLE
+from experiments.claims.table import disturbed_points
+from experiments.plots.frames import distinct
+from experiments.report.machines import Machine
+from experiments.report.major import HOLD, MAJOR, PART, Major
 
-WIDTH, STATEMENT, MOST_REASONS = 118, 58, 14
-"""Characters of a line, and of a claim in it; reasons that are printed, so that all fits on one screen."""
+WIDTH = 100
+"""Characters of a line."""
+HEADS = {
+    HOLD: "hold here", PART: "hold here in part", NOISE: "are within noise here", DIFFERS: "do not hold here, and why",
+    NOT_TESTABLE: "cannot be shown here",
+}  # fmt: skip
 
 
-def ending(here: Machine, others: Sequence[Machine], files: Sequence[Path]) -> list[str]:
+def ending(here: Machine, files: Sequence[Path]) -> list[str]:
     """Return the lines; ``files`` are the tables and, last, the page."""
-    page, table = files[-1], files[0]
-    lines = ["", *_counts(columns([here, *others])), ""]
-    lines += [*_reasons(here.verdicts, table), noise(here.verdicts, here.rows, here.stability), ""]
-    return [*lines, f"Look at   {page}", f"figures   {here.figures}", f"tables    {table}"]
+    verdicts, cpu = {one.id: one for one in here.verdicts}, "cpu" in distinct(here.rows, "hardware")
+    outcomes = {one: one.outcome(verdicts) for one in MAJOR}
+    device, scale = (", ".join(distinct(here.rows, name)) or "-" for name in ("device", "scale"))
+    lines = [f"The {len(MAJOR)} claims that carry the paper, on {device}, scale {scale}:"]
+    if "smoke" in distinct(here.rows, "scale"):
+        lines.append("(scale=smoke shows that everything runs: shapes are toys, and their verdicts mean nothing)")
+    for outcome, head in HEADS.items():
+        chosen = [one for one in MAJOR if outcomes[one] == outcome]
+        lines += [f"{head} ({len(chosen)})"] if chosen else []
+        lines += [_line(one, here, cpu, outcome == HOLD) for one in chosen]
+    if missing := [one for one in MAJOR if outcomes[one] == NOT_MEASURED]:
+        lines.append(f"not measured ({len(missing)}): {', '.join(_ids(one) for one in missing)}")
+    known, disturbed = disturbed_points(here.rows)
+    noise = [f"Other work on this machine disturbed {sum(disturbed.values())} of {known} points."] if disturbed else []
+    words = Counter(one.verdict for one in here.verdicts)
+    held, open_ = sum(words[word] for word in HOLDS), words[NOT_MEASURED] + words[NOT_TESTABLE]
+    counts = f"{held} hold, {words[DIFFERS]} differ, {open_} were not or cannot be measured here"
+    page = Path(os.path.relpath(files[-1])) if files[-1].is_relative_to(Path.cwd()) else files[-1]
+    between = len(verdicts) - held - words[DIFFERS] - open_
+    return [
+        "", *lines, f"All {len(verdicts)} claims: {counts}, {between} are within noise.", *noise,
+        f"Look at {page}: figures beside the paper's.",
+        f"All claims are in {files[0].name} beside it; their commands, minutes and ranges in REPRODUCING.md.",
+    ]  # fmt: skip
 
 
-def _counts(sides: Mapping[str, Sequence[Verdict]]) -> list[str]:
-    """Return a table of verdicts, a column per machine; verdicts that none has are left out."""
-    found = {name: counts(list(verdicts)) for name, verdicts in sides.items()}
-    rows = [name for name in VERDICTS if any(one[name] for one in found.values())]
-    first = max(map(len, ["claims of the paper", *rows]))
-    head = "  ".join([f"{'claims of the paper':<{first}}", *found])
-    cells = [[f"{one[row] or '-':>{len(name)}}" for name, one in found.items()] for row in rows]
-    return [head, *("  ".join([f"{row:<{first}}", *line]) for row, line in zip(rows, cells, strict=True))]
+def _line(one: Major, here: Machine, cpu: bool, held: bool) -> str:
+    """Return the claims and their sentence, and why it does not hold."""
+    why = one.on_cpu if cpu else next((each.why for each in here.verdicts if each.id in one.claims and each.why), "")
+    room = WIDTH - len(text := f"  {_ids(one):<11} {one.text}") - 2
+    return text if held or not why else f"{text}: {textwrap.shorten(why, room, placeholder=' ...')}"
 
 
-def _reasons(verdicts: Sequence[Verdict], table: Path) -> list[str]:
-    """Return a line for each verdict that differs: its claim, and why."""
-    differing = [verdict for verdict in verdicts if verdict.verdict == DIFFERS]
-    if not differing:
-        return []
-    said = [_reason(verdict) for verdict in differing]
-    left = len(said) - MOST_REASONS
-    more = [f"  and {left} more, in {table}"] if left > 0 else []
-    return [f"Differs here ({len(said)}), and why:", *(f"  {line}" for line in said[:MOST_REASONS]), *more, ""]
-
-
-def _reason(verdict: Verdict) -> str:
-    """Return the claim and the last clause of why it differs, which draws the conclusion, in a line."""
-    clause = verdict.why.rpartition(": ")[2]
-    claim = textwrap.shorten(verdict.statement, STATEMENT, placeholder="...")
-    return textwrap.shorten(f"{verdict.id} {claim}: {clause}", WIDTH - 2, placeholder=" ...")
+def _ids(one: Major) -> str:
+    """Name the claims in few characters, e.g. ``C07,C09-C11``."""
+    runs: list[list[str]] = []
+    for id in one.claims:
+        if runs and int(id[1:]) == int(runs[-1][-1][1:]) + 1:
+            runs[-1].append(id)
+        else:
+            runs.append([id])
+    return ",".join(run[0] if len(run) == 1 else f"{run[0]}{',' if len(run) == 2 else '-'}{run[-1]}" for run in runs)

@@ -95,11 +95,25 @@ def test_what_failed_comes_first_with_its_reason_then_what_was_measured_and_left
     assert reproduce.failed({}, outcomes) == []
     lines = reproduce.measured(outcomes.values(), 17.44, 0.0)
     assert lines[0] == "Measured 10 points of 1 figures in 17.4 minutes; 7 points were up to date."
-    assert lines[1].startswith("Left out for want of time: fig01_batching 2 of 12; make reproduce again")
+    assert lines[1].startswith("Left out for want of time: 2 points of fig01_batching; make reproduce again")
     (line,) = reproduce.measured([outcomes["fig08_lora_operator"]], 0.1, 0.0)
     assert "Left out" not in line
     over = " ".join(reproduce.measured(outcomes.values(), 21.0, 4.96))
     assert "in 21.0 minutes, 5.0 more than planned, since every figure has a point whatever the time" in over
+
+
+def test_what_was_left_out_of_many_figures_is_said_in_two_lines():
+    outcomes = [Outcome(f"ext_latency_under_load_{number}", 9, measured=1, left_out=number) for number in range(1, 26)]
+    lines = reproduce.measured(outcomes, 17.44, 3.0)
+    assert len(lines) <= 4
+    assert "325 points of ext_latency_under_load_25, " in " ".join(lines)
+    assert max(map(len, lines)) <= 100
+
+
+def test_the_line_of_json_is_for_programs_alone(measured, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert measured(1) == 0
+    assert capsys.readouterr().out == ""
 
 
 NO_POINTS = {"ext_server", "ext_determinism"}  # without a server, without a GPU

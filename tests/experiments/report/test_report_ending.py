@@ -1,14 +1,16 @@
-"""The end of `make reproduce`: what the rows show, what noise cost, where to look."""
+"""The end of `make reproduce`: each claim that carries the paper under its outcome, within half a screen."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from experiments.claims.judge import DIFFERS
-from experiments.report.ending import MOST_REASONS, ending
+from experiments.claims.judge import DIFFERS, NOISE, NOT_MEASURED, NOT_TESTABLE, REPRODUCED, SHAPE
+from experiments.facts.paper import read_claims
+from experiments.report.ending import WIDTH, ending
+from experiments.report.major import HOLD, MAJOR, PART, Major, in_order
 from punica.measure.records import write_rows
-from tests.experiments.report.report_rows import decode_rows, folders_in, write_report
+from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, write_report
 
 FILES = [Path("outputs/cpu/claims.md"), Path("outputs/cpu/report.html")]
 
@@ -20,34 +22,50 @@ def here(tmp_path):
     return write_report(places).machine
 
 
-def said(here, others=()):
-    return ending(here, others, FILES)
+@pytest.mark.parametrize("word", [REPRODUCED, SHAPE, NOISE, DIFFERS, NOT_TESTABLE, NOT_MEASURED])
+def test_everything_fits_in_half_a_screen_whatever_the_verdicts(here, word):
+    verdicts = [replace(one, verdict=word, why="because " * 30) for one in here.verdicts]
+    lines = ending(replace(here, clocks={"auto": verdicts}), FILES)
+    assert len(lines) <= 20  # with four lines of what was measured, 24
+    assert max(map(len, lines)) <= WIDTH
+    assert all(any(id in line for line in lines) for one in MAJOR for id in (one.claims[0], one.claims[-1]))
 
 
-def test_verdicts_of_recorded_machines_stand_beside_those_measured_here(here):
-    other = [replace(one, verdict=DIFFERS) for one in here.verdicts]
-    lines = said(here, [replace(here, name="h200", clocks={"auto": other})])
-    head = next(line for line in lines if line.startswith("claims of the paper"))
-    assert head.split()[-3:] == ["this", "machine", "h200"]
-    assert next(line for line in lines if line.startswith("reproduced ")).split() == ["reproduced", "1", "-"]
-    assert next(line for line in lines if line.startswith("differs ")).split() == ["differs", "1", "52"]
+def test_a_claim_is_under_its_outcome_with_the_reason_of_a_cpu(here):
+    words = {"C01": DIFFERS, "C24": REPRODUCED}
+    verdicts = [replace(one, verdict=words.get(one.id, NOT_MEASURED)) for one in here.verdicts]
+    lines = ending(replace(here, clocks={"auto": verdicts}), FILES)
+    place = {id: next(number for number, line in enumerate(lines) if line.startswith(f"  {id}")) for id in words}
+    heads = {id: next(line for line in lines[number::-1] if not line.startswith("  ")) for id, number in place.items()}
+    assert heads["C24"].startswith("hold here (1)")
+    assert heads["C01"].startswith("do not hold here")
+    assert lines[place["C01"]].endswith(MAJOR[0].on_cpu)
+    assert any(line.startswith("not measured (8)") for line in lines)
+    assert str(FILES[-1]) in " ".join(lines)
 
 
-def test_reasons_are_a_clause_each_and_everything_fits_on_a_screen(here):
-    why = "llama-small: rows take long: the cache outgrows the weights"
-    verdicts = [replace(one, verdict=DIFFERS, why=why) for one in here.verdicts]
-    lines = said(replace(here, clocks={"auto": verdicts}))
-    first = lines.index("Differs here (52), and why:") + 1
-    assert lines[first].startswith("  C01 Decode of short contexts")
-    assert lines[first].endswith(": the cache outgrows the weights")
-    assert lines[first + MOST_REASONS] == f"  and {52 - MOST_REASONS} more, in outputs/cpu/claims.md"
-    assert len(lines) < 40
-    assert max(map(len, lines)) <= 120
+def test_rows_of_scale_smoke_are_said_to_mean_nothing(tmp_path):
+    places = folders_in(tmp_path)
+    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows(scale="smoke"))
+    assert "mean nothing" in " ".join(ending(write_report(places).machine, FILES))
 
 
-def test_noise_is_one_line_and_the_page_is_named(here):
-    lines = said(here)
-    assert sum(line.startswith("Noise: ") for line in lines) == 1
-    assert "unfit" not in "\n".join(lines)
-    look = ["Look at   outputs/cpu/report.html", f"figures   {here.figures}", "tables    outputs/cpu/claims.md"]
-    assert lines[-3:] == look
+@pytest.mark.parametrize(
+    ("words", "outcome"),
+    [
+        ((REPRODUCED, SHAPE), HOLD), ((REPRODUCED, NOT_TESTABLE), PART), ((SHAPE, DIFFERS), PART),
+        ((DIFFERS, NOISE), DIFFERS), ((DIFFERS, NOT_TESTABLE), DIFFERS), ((NOISE, NOT_MEASURED), NOISE),
+        ((NOT_TESTABLE, NOT_TESTABLE), NOT_TESTABLE), ((NOT_TESTABLE, NOT_MEASURED), NOT_MEASURED),
+    ],
+)  # fmt: skip
+def test_the_outcome_of_several_claims(here, words, outcome):
+    verdicts = {one.id: replace(one, verdict=word) for one, word in zip(here.verdicts, words, strict=False)}
+    assert Major("", tuple(verdicts)).outcome(verdicts) == outcome
+
+
+def test_major_claims_come_first_and_each_claim_once(here):
+    known, first = [one.id for one in read_claims(PAPER)], [id for one in MAJOR for id in one.claims]
+    assert (len(first), set(first) - set(known)) == (len(set(first)), set())
+    ordered = [one.id for one in in_order(here.verdicts)]
+    assert ordered[: len(first)] == first
+    assert ordered[len(first) :] == [id for id in known if id not in first]

@@ -1,0 +1,50 @@
+"""The claims that carry the paper, in order: ten sentences, each of one to four claims, before the other claims."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from experiments.claims import Verdict
+from experiments.claims.judge import DIFFERS, HOLDS, NOISE, NOT_MEASURED, NOT_TESTABLE
+
+PART = "holds in part"
+HOLD = "holds"
+
+
+@dataclass(frozen=True)
+class Major:
+    """A sentence of the paper in plain words, the claims that judge it, and why a CPU cannot show it, as a clause."""
+
+    text: str
+    claims: tuple[str, ...]
+    on_cpu: str = ""
+
+    def outcome(self, verdicts: Mapping[str, Verdict]) -> str:
+        """Return what the verdicts on its claims come to: `HOLD`, `PART`, or the weakest word of those that decide."""
+        words = [verdicts[id].verdict for id in self.claims]
+        decided = [word for word in words if word not in (NOT_MEASURED, NOT_TESTABLE)]
+        if not decided:
+            return NOT_MEASURED if NOT_MEASURED in words else words[0]
+        if all(word in HOLDS for word in decided):
+            return HOLD if len(decided) == len(words) else PART
+        return PART if any(word in HOLDS for word in decided) else DIFFERS if DIFFERS in decided else NOISE
+
+
+_COMPUTES = "a CPU is bound by arithmetic"
+MAJOR = (
+    Major("batching makes decode steps nearly free", ("C01",), f"{_COMPUTES}: rows add time"),
+    Major("SGMV is flat for shared adapters", ("C07", "C09", "C10", "C11"), f"{_COMPUTES}, not by reading"),
+    Major("SGMV beats Loop and Gather-BMM", ("C12", "C13"), "it saves kernel launches, and a CPU launches none"),
+    Major("a layer takes as long for all popularities", ("C24",)),
+    Major("12 times the throughput of other systems", ("C29", "C30"), "a batch gains a CPU less than a GPU"),
+    Major("throughput does not depend on popularity", ("C26", "C27"), "adapters weigh more beside a small model"),
+    Major("LoRA adds about 2 ms to a token", ("C41",)),
+    Major("an adapter loads within a step", ("C42", "C43"), "a CPU has no link to load over"),
+    Major("70B on several GPUs shows the same", ("C38",), "70B does not fit, and nothing stands in for it"),
+    Major("GPUs of a cluster run full or idle (simulated)", ("C46", "C48", "C50")),
+)
+
+
+def in_order(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Order verdicts: those of `MAJOR` first, as there, then the others."""
+    place = {id: number for number, id in enumerate(id for one in MAJOR for id in one.claims)}
+    return sorted(verdicts, key=lambda verdict: place.get(verdict.id, len(place)))
