@@ -92,7 +92,7 @@ display(as_markdown(first[["id", "statement", "paper_value"]].assign(**{n: t["ve
 #
 # Every claim has two tests, both as data in `paper_results/claim_bounds.csv`: the **relation** that the paper states,
 # and the **shape** that should survive a change of hardware. Both hold: *reproduced*. The shape alone: *shape holds*.
-# The shape fails: *differs*, or *explained* when one cost formula gives the quantity here and on an A100. A bound
+# The shape fails: *differs*, with the mechanism as far as it is known. A bound
 # inside the span of the repeats: *within noise*. What is replayed or computed *holds by arithmetic*.
 #
 # One claim on every machine, with the range that another run should give (`make check` holds yours against it):

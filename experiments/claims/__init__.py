@@ -1,10 +1,10 @@
 """The paper's 52 claims, judged from rows: functions compute values, bounds are data, no verdict is typed by hand.
 
     rows.py bounds.py       which rows count; the bounds of `paper_results/claim_bounds.csv`
-    finding.py judge.py     our value, its interval and why it differs; the verdict
-    evidence.py costs/      rows under the clock that decides; what a claim costs here and on the paper's A100
+    finding.py judge.py     our value and its interval; the verdict
+    evidence.py             rows under the clock that decides, mechanisms and limits of words
     table.py                verdicts as tables, and whether the machine was quiet enough
-    fig*.py text.py         claims and why-sentences: one module per figure (fig01 has 10, fig08 has 9 and the README's)
+    fig*.py text.py         claims: one module per figure (fig01 has 10, fig08 has 9 and the README's)
     asked.py predictions.py ratios asked of the engine; simulations beside what was published
 
 >>> from experiments.claims import judge
@@ -13,11 +13,10 @@
 'reproduced'
 
 A new claim is a function with `@claim("C45")` in the module of its figure, its bounds in
-``paper_results/claim_bounds.csv``, and what explains a difference: its systems in `costs.formula.COSTS`, or, where it
-is on no time, a sentence computed with `@why("C45")`.
+``paper_results/claim_bounds.csv``, and, where it differs, the mechanism in ``paper_results/claim_mechanisms.csv``.
 """
 
-from experiments.claims import fig01, fig07, fig08, fig11, fig12, fig13, text  # they fill CLAIMS and WHYS
-from experiments.claims.finding import CLAIMS, WHYS, Finding, claim, why
+from experiments.claims import fig01, fig07, fig08, fig11, fig12, fig13, text  # they fill CLAIMS
+from experiments.claims.finding import CLAIMS, Finding, claim
 from experiments.claims.judge import VERDICTS, Verdict, as_frame, counts, decide, judge
-from experiments.claims.rows import NotMeasured, NotTestable
+from experiments.claims.rows import NotMeasured

@@ -4,12 +4,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.claims.costs.machine import Machine
 from experiments.claims.rows import Rows
-from experiments.facts.paper import claim_clocks
-from punica.measure.records import TIMERS
+from experiments.facts.paper import claim_clocks, paper_file
 
-GRAPH = TIMERS[0]
+MECHANISMS, WORDS, ANY, NOT_KNOWN = "claim_mechanisms.csv", "claim_words.csv", "any", "not known"
 
 
 class Evidence:
@@ -23,7 +21,21 @@ class Evidence:
         self._frame, self._clocks = frame, {id: only or clock for id, clock in claim_clocks(folder).items()}
         self._several = len(set(frame["timer"].dropna()) - {""}) > 1
         self._rows: dict[str, Rows] = {}
-        self._machines: dict[str, Machine] = {}
+        self._class = "cpu" if self.hardware == "cpu" else "gpu"
+        self._mechanisms, self._words = (
+            pd.read_csv(paper_file(folder, name)).set_index(["claim", "where"]) for name in (MECHANISMS, WORDS)
+        )
+
+    def mechanism(self, id: str) -> str:
+        """Return the sentence of why claim ``id`` differs on this class of hardware."""
+        return next((str(line["sentence"]) for line in self._here(self._mechanisms, id)), NOT_KNOWN)
+
+    def best_word(self, id: str) -> tuple[str, str]:
+        """Return the best word that claim ``id`` can get on this class of hardware, and why; empty without a limit."""
+        return next(((str(line["most"]), str(line["reason"])) for line in self._here(self._words, id)), ("", ""))
+
+    def _here(self, table: pd.DataFrame, id: str) -> list[pd.Series]:
+        return [table.loc[id, where] for where in (self._class, ANY) if (id, where) in table.index]
 
     def clock(self, id: str) -> str:
         """Return the clock that decides claim ``id``; empty for one that is not about operators."""
@@ -40,9 +52,3 @@ class Evidence:
         if key not in self._rows:
             self._rows[key] = Rows(self._frame, key)
         return self._rows[key]
-
-    def machine(self, clock: str) -> Machine:
-        """Return this machine under ``clock``; a step replays graphs, whatever the clock."""
-        if clock not in self._machines:
-            self._machines[clock] = Machine(self.rows(clock), self.rows(GRAPH), launches=self.hardware != "cpu")
-        return self._machines[clock]

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.claims.fig07 import SHARED, latency_of
-from experiments.claims.finding import SIMULATED, Finding, claim, why
+from experiments.claims.finding import SIMULATED, Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, correlation, curve, numbers, pick, ratio, smallest_step
 from experiments.facts.models import SECONDS
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
@@ -102,27 +102,11 @@ def _loop_rows(rows: Rows) -> tuple[pd.DataFrame, str]:
 @claim("C15")
 def bmm_does_not_see_the_workload(rows: Rows) -> Finding:
     """BMM over workloads: largest max / min of any batch size."""
-    table = _bmm(rows)
-    spread = table.max(axis=1) / table.min(axis=1)
-    return Finding({"largest_spread": float(spread.max())}, f"{spread.max():.2f} (bs {spread.idxmax():g})")
-
-
-def _bmm(rows: Rows) -> pd.DataFrame:
-    """Latencies by batch size, a column per workload."""
     table = pd.DataFrame({workload: latency_of(rows, "BMM", workload) for workload in PAPER_WORKLOADS}).dropna()
     if table.empty:
         raise NotMeasured("BMM has no batch size that all four workloads share")
-    return table
-
-
-@why("C15")
-def bmm_moves_the_same(rows: Rows) -> str:
-    """BMM has no cost that could tell workloads apart: on any machine it multiplies one copy of the weights per row."""
-    table = _bmm(rows)
     spread = table.max(axis=1) / table.min(axis=1)
-    widest = table[spread == spread.max()].iloc[0]
-    said = ", ".join(f"{name} {latency:.4g}" for name, latency in widest.items())
-    return f"bytes and launches are the same in all workloads, the times are not: {said} us at batch {widest.name:g}"
+    return Finding({"largest_spread": float(spread.max())}, f"{spread.max():.2f} (bs {spread.idxmax():g})")
 
 
 def _gather_bmm(rows: Rows) -> pd.DataFrame:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from experiments.claims.fig01 import LAST, layers
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import NotMeasured, NotTestable, Rows, at, curve, model_for, pick, smallest_step
+from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick, smallest_step
 from experiments.facts.models import MODELS
 from experiments.facts.systems import baselines, name_of
 from punica.workload.popularity import PAPER_WORKLOADS
@@ -166,8 +166,7 @@ def layer_times_layers_is_the_step(rows: Rows) -> Finding:
     cell = Serving(rows, "7B")
     scales = set(cell.frame["scale"])
     if scales != {"paper"} or cell.model not in MODELS["7B"]:
-        elsewhere = NotTestable if "cpu" in set(cell.frame["hardware"]) else NotMeasured
-        raise elsewhere(f"needs the 7B model on full-length requests (rows are {cell.model}, {', '.join(scales)})")
+        raise NotMeasured(f"needs the 7B model on full-length requests (rows are {cell.model}, {', '.join(scales)})")
     step = cell.step_ms()
     if step is None:
         raise NotMeasured("figure 11 has no steps and total_tokens of punica, Identical")

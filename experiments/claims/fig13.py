@@ -8,11 +8,10 @@ GPUs.
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import pandas as pd
 
 from experiments.claims.fig11 import PUNICA, Serving
-from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim, why
+from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, pick
 from experiments.cluster.hour_numbers import (
     CONSOLIDATED,
@@ -21,23 +20,19 @@ from experiments.cluster.hour_numbers import (
     FOLLOWS,
     FULL_MINUTES,
     HOUR_S,
-    IDLE,
     LAST,
     LEAST_WOKEN,
     MOST_WOKEN,
     PACE,
-    RATE_S,
     UNITS,
-    WINDOW_S,
     WOKEN,
     Windows,
     over_time,
 )
 from experiments.cluster.seeds import HIGH, LOW, MEAN, SEEDS
-from experiments.cluster.served import FULL, HOUR, SHARE, STREAM, at_the_peak, mean_from
+from experiments.cluster.served import HOUR, SHARE, STREAM
 from experiments.facts.paper import as_rows, read_figure
 from experiments.harness.schema import REPOSITORY
-from punica.workload import MAX_BATCH
 
 STRICTER = {
     "seconds capped at 32 requests": f"{SHARE}_capped_seconds",
@@ -194,64 +189,3 @@ def single_gpu(rows: Rows, hour: Hour) -> float:
         return Serving(rows, "7B").get(PUNICA, "Skewed")
     stream = pick(rows.figure("13"), panel=STREAM, workload="Skewed", model="llama2-7b")
     return Hour(stream, SIMULATED).one("throughput")
-
-
-def of_one(hour: Hour, text: str) -> str:
-    """Say that ``text`` is about one seed of a simulation."""
-    return f"{text} (first seed)" if hour.kind == SIMULATED else text
-
-
-@why("C46")
-def batches_are_not_full(rows: Rows) -> str:
-    hour = Hour.of(rows)
-    batches = hour.windows.batches
-    active, filling = (batches >= IDLE).sum(), ((batches >= IDLE) & (batches < FULL)).sum()
-    return of_one(
-        hour,
-        f"of {active.mean():.3g} active GPUs {filling.mean():.2g} hold fewer than {FULL} requests; one "
-        f"alone that fills or empties would be {1 / active.mean():.2f} of them",
-    )
-
-
-@why("C47")
-def throughput_leaves_the_load(rows: Rows) -> str:
-    hour = Hour.of(rows)
-    windows, rate = hour.windows, hour.windows.rate
-    means = {start: speed for start, (_, speed) in zip(rate.index, windows.rates(), strict=True)}
-    each = sum(means.values()) / rate.sum()
-    worst = max(means, key=lambda start: abs(means[start] - each * rate[start]))
-    return of_one(
-        hour,
-        f"at {each:.4g} tokens per request, the {RATE_S} s from {worst:g} s on would give {each * rate[worst]:.4g} "
-        f"token/s and give {means[worst]:.4g}",
-    )
-
-
-@why("C48")
-def gpus_are_spread(rows: Rows) -> str:
-    hour = Hour.of(rows)
-    windows = hour.windows
-    excess = windows.excess()
-    start = float(excess.index[int(excess.argmax())])
-    active, held = (mean_from(line, start, WINDOW_S) for line in (windows.active, windows.batches.sum()))
-    return of_one(
-        hour,
-        f"from {start:g} s on {active:.3g} GPUs are active for {held:.4g} requests, which "
-        f"{np.ceil(held / MAX_BATCH):g} could hold",
-    )
-
-
-@why("C49")
-def idle_gpus_wake(rows: Rows) -> str:
-    hour = Hour.of(rows)
-    changes = hour.windows.woken()
-    often = (changes > 3).sum()
-    text = f"GPU {changes.idxmax():g} changes {changes.max()} times, {often} of {len(changes)} more than 3"
-    return of_one(hour, text)
-
-
-@why("C50")
-def gpus_are_slower_together(rows: Rows) -> str:
-    hour = Hour.of(rows)
-    each, gpus = at_the_peak(hour.windows.speed, hour.windows.active)
-    return of_one(hour, f"around the peak {gpus:.3g} GPUs are active and give {each:.4g} token/s each")

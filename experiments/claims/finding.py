@@ -1,8 +1,7 @@
-"""Findings: our value of each claim, why it differs, and how sure it is.
+"""Findings: our value of each claim, and how sure it is.
 
 Every claim of ``paper_results/claims.csv`` has one function, registered under its id with `@claim("C09")`, which
-computes *our* value from rows and knows no bound: bounds are data (``paper_results/claim_bounds.csv``). A second one,
-registered with `@why("C46")`, says in a sentence computed from rows why our value differs, where no time is at stake.
+computes *our* value from rows and knows no bound: bounds are data (``paper_results/claim_bounds.csv``).
 
 An interval is the span of a claim's function over the repeats that are spread in time; without repeats it is unknown.
 """
@@ -11,10 +10,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from typing import Any, TypeVar
+from typing import Any
 
 from experiments.claims.bounds import Interval
-from experiments.claims.rows import NoVerdict, Rows
+from experiments.claims.rows import NotMeasured, Rows
 
 SIMULATED, MEASURED = "simulated", "measured"
 
@@ -35,11 +34,8 @@ class Finding:
     cost_model: str = ""
 
 
-T = TypeVar("T")
 ClaimFunction = Callable[[Rows], Finding]
-WhyFunction = Callable[[Rows], str]
 CLAIMS: dict[str, ClaimFunction] = {}
-WHYS: dict[str, WhyFunction] = {}
 
 
 def claim(id: str, **chosen: Any) -> Callable[[Callable[..., Finding]], Callable[..., Finding]]:
@@ -47,21 +43,11 @@ def claim(id: str, **chosen: Any) -> Callable[[Callable[..., Finding]], Callable
 
     A function that answers several claims is decorated once for each.
     """
-    return _stored(CLAIMS, id, chosen)
 
-
-def why(id: str, **chosen: Any) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """Register a function, called with ``chosen``, as the reason why our value of a claim without a cost differs."""
-    return _stored(WHYS, id, chosen)
-
-
-def _stored(
-    table: dict[str, Callable[[Rows], T]], id: str, chosen: Mapping[str, Any]
-) -> Callable[..., Callable[..., T]]:
-    def store(function: Callable[..., T]) -> Callable[..., T]:
-        if id in table:
-            raise ValueError(f"claim {id} already has a function, {table[id].__name__}; one per claim")
-        table[id] = update_wrapper(partial(function, **chosen), function)
+    def store(function: Callable[..., Finding]) -> Callable[..., Finding]:
+        if id in CLAIMS:
+            raise ValueError(f"claim {id} already has a function, {CLAIMS[id].__name__}; one per claim")  # type: ignore[attr-defined]
+        CLAIMS[id] = update_wrapper(partial(function, **chosen), function)
         return function
 
     return store
@@ -95,5 +81,5 @@ def _changes(function: ClaimFunction, finding: Finding, changed: Rows | None) ->
 def _ask(function: ClaimFunction, rows: Rows) -> dict[str, float] | None:
     try:
         return dict(function(rows).quantities)
-    except NoVerdict:
+    except NotMeasured:
         return None

@@ -9,32 +9,27 @@ from typing import Any
 import pandas as pd
 
 from experiments.claims.bounds import Bound, Interval, Outcome, described, missed_bounds, outcome_of, read_bounds
-from experiments.claims.costs import COSTS
-from experiments.claims.costs.explain import Explanation, explain
-from experiments.claims.costs.prices import predicted
 from experiments.claims.evidence import Evidence
-from experiments.claims.finding import CLAIMS, MEASURED, SIMULATED, WHYS, Finding, intervals, rests_on
-from experiments.claims.rows import NotMeasured, NotTestable, NoVerdict, Rows
-from experiments.facts.models import MODELS, STAND_INS
+from experiments.claims.finding import CLAIMS, MEASURED, SIMULATED, Finding, intervals, rests_on
+from experiments.claims.rows import NotMeasured, Rows
+from experiments.facts.models import MODELS
 from experiments.facts.paper import Statement, read_claims
 from experiments.harness.catalogue import experiments
-from experiments.harness.schema import model_conf
 from punica.measure.records import COLUMNS
 
 REPRODUCED, SHAPE, NOISE, DIFFERS = "reproduced", "shape holds", "within noise", "differs"
-EXPLAINED = "explained"
 ARITHMETIC = "holds by arithmetic"
 SIMULATED_TOO, SIMULATED_SHAPE = "reproduced in simulation", "shape holds in simulation"
 NOT_MEASURED, NOT_TESTABLE = "not measured here", "not testable on this hardware"
 NOT_IMPLEMENTED = "not implemented"
-DECIDED = (REPRODUCED, SHAPE, EXPLAINED, DIFFERS)
+DECIDED = (REPRODUCED, SHAPE, DIFFERS)
 JUDGED = (*DECIDED, NOISE)
 """Verdicts on measurements."""
 HOLDS = (REPRODUCED, SHAPE, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE)
 """Verdicts on claims that hold, by measurement, arithmetic or simulation."""
 VERDICTS = (
-    REPRODUCED, SHAPE, EXPLAINED, NOISE, DIFFERS, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE, NOT_MEASURED,
-    NOT_TESTABLE, NOT_IMPLEMENTED,
+    REPRODUCED, SHAPE, NOISE, DIFFERS, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE, NOT_MEASURED, NOT_TESTABLE,
+    NOT_IMPLEMENTED,
 )  # fmt: skip
 EDGE = 0.02
 """Relative distance from a bound below which a verdict says that it is at the edge."""
@@ -52,8 +47,8 @@ class Verdict:
 
     Attributes:
         quantities: numbers that the bounds apply to. `interval`: those of them whose interval is known.
-        why: what makes our value differ, by the claim's cost here and on an A100; of a simulation whose shape alone
-            holds, what it misses. `remark`: bounds close by, or missed by the median of a value within noise.
+        why: the mechanism that makes our value differ, as far as known; of a simulation whose shape alone holds also
+            what it misses. `remark`: bounds close by, or missed by the median of a value within noise.
         clock: clock of an operator's rows. `clock_missing`: the one that decides, where it has no rows. `other_clock`:
             verdict and value by the other one.
         disturbed: it rests on disturbed points. `once`: on points measured once, whose interval is unknown.
@@ -134,28 +129,31 @@ def _by_clock(
         if bounds is None or statement.id not in CLAIMS:
             raise NotMeasured(f"nothing here computes {_place(statement.figure)}")
         finding = CLAIMS[statement.id](rows)
-    except NoVerdict as reason:
-        return replace(open_claim, **_unjudged(statement, hardware, reason, rows))
+    except NotMeasured as reason:
+        return replace(open_claim, **_unjudged(statement, evidence, reason, rows))
     timers = {timer for figure in rows.asked for timer in rows.timers(figure)} if clock else set()
-    judged = _judged(statement, bounds, finding, evidence, clock)
+    judged = _judged(statement, bounds, finding, evidence, rows)
     return replace(open_claim, clock=", ".join(sorted(timers)), **judged)
 
 
-def _unjudged(statement: Statement, hardware: str, reason: NoVerdict, rows: Rows) -> dict[str, Any]:
+def _unjudged(statement: Statement, evidence: Evidence, reason: NotMeasured, rows: Rows) -> dict[str, Any]:
     if statement.id not in CLAIMS:
         return {"verdict": NOT_IMPLEMENTED, "reason": str(reason)}
-    if not scales_of(statement, hardware, rows):
+    if not scales_of(statement, evidence.hardware, rows):
         return {"verdict": NOT_IMPLEMENTED, "reason": f"no script measures {_place(statement.figure)}"}
-    why_not = str(reason) if isinstance(reason, NotTestable) else impossible(statement, hardware)
-    if why_not:
+    most, why_not = evidence.best_word(statement.id)
+    if most == NOT_TESTABLE:
         return {"verdict": NOT_TESTABLE, "reason": why_not}
-    return {"verdict": NOT_MEASURED, "reason": str(reason), "command": command(statement, hardware, rows)}
+    return {"verdict": NOT_MEASURED, "reason": str(reason), "command": command(statement, evidence.hardware, rows)}
 
 
 def _judged(
-    statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, evidence: Evidence, clock: str
+    statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, evidence: Evidence, rows: Rows
 ) -> dict[str, Any]:
-    rows, hardware = evidence.rows(clock), evidence.hardware
+    hardware = evidence.hardware
+    most, limit = evidence.best_word(statement.id)
+    if most == NOT_TESTABLE:
+        return {"verdict": NOT_TESTABLE, "reason": f"{limit}; measured {finding.text}"}
     function, figures = CLAIMS[statement.id], set(rows.asked)
     known: dict[str, Interval] = {}
     disturbed = once = False
@@ -170,17 +168,13 @@ def _judged(
         exact = SIMULATED_TOO if verdict == REPRODUCED else SIMULATED_SHAPE
         verdict = exact if finding.cost_model else ARITHMETIC
     counting = {test: [one for one in all_ if one.counts(hardware, finding.models)] for test, all_ in bounds.items()}
-    try:
-        cost = _cost(statement.id, verdict, finding, counting, evidence, clock, figures)
-    except NotTestable as reason:
-        return {"verdict": NOT_TESTABLE, "reason": f"{reason}; measured {finding.text}"}
-    if cost and cost.holds and verdict == DIFFERS:
-        verdict = EXPLAINED
     unmeasured = verdict == NOT_MEASURED
+    missed = missed_bounds(bounds["relation"], finding.quantities) if verdict == SIMULATED_SHAPE else ""
+    why = evidence.mechanism(statement.id) if verdict in (DIFFERS, SIMULATED_SHAPE) else ""
     return {
         "our_value": finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
         "verdict": verdict,
-        "why": cost.text if cost else _said(verdict, statement, counting, finding, rows),
+        "why": ". ".join(filter(None, (missed, why))),
         "remark": _remark(verdict, counting, finding, known),
         "reason": _missing(bounds["shape"], finding) if unmeasured else "",
         "command": command(statement, hardware, rows) if unmeasured else "",
@@ -190,35 +184,6 @@ def _judged(
         "once": once,
         "kind": finding.kind,
     }
-
-
-def _cost(
-    id: str, verdict: str, finding: Finding, bounds: Mapping[str, list[Bound]], evidence: Evidence, clock: str,
-    figures: set[str],
-) -> Explanation | None:  # fmt: skip
-    """Return the cost of a claim that differs or is within noise, by the clock that timed its rows; NotTestable where
-    its cost needs another machine.
-    """
-    timed = {timer for figure in figures for timer in evidence.rows(clock).timers(figure)}
-    machine = evidence.machine(timed.pop() if clock and len(timed) == 1 else clock)
-    missed = verdict == DIFFERS or (verdict == NOISE and missed_bounds(bounds["shape"], finding.quantities))
-    if id not in COSTS or finding.kind == SIMULATED or (machine.launches and not missed):
-        return None
-    try:
-        here = predicted(id, evidence.rows(clock), machine)
-    except NotMeasured as missing:
-        return Explanation(f"no cost of this machine ({missing})", False) if verdict == DIFFERS else None
-    return explain(finding.quantities, here, bounds, evidence.folder) if missed else None
-
-
-def _said(
-    verdict: str, statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, rows: Rows
-) -> str:
-    """Say why a claim without a cost differs; of a simulation whose shape alone holds also which bounds it misses."""
-    if verdict == SIMULATED_SHAPE:
-        missed = missed_bounds(bounds["relation"], finding.quantities)
-        return "; ".join(part for part in (missed, _why(statement, rows)) if part)
-    return _why(statement, rows) if verdict == DIFFERS else ""
 
 
 def _remark(
@@ -237,10 +202,6 @@ def _remark(
         if (value := finding.quantities.get(one.quantity)) is not None and (gap := one.distance(value)) <= EDGE
     )
     return f"at the edge: {'; '.join(close)}" if close else ""
-
-
-def _why(statement: Statement, rows: Rows) -> str:
-    return WHYS[statement.id](rows) if statement.id in WHYS else "the arithmetic does not come out"
 
 
 def decide(relation: Outcome, shape: Outcome) -> str:
@@ -301,12 +262,3 @@ def command(statement: Statement, hardware: str, rows: Rows) -> str:
         given = f' ARGS="{" ".join(options)}"' if options else ""
         parts.append(f"make figure FIG={short}{given}")
     return " && ".join(parts)
-
-
-def impossible(statement: Statement, hardware: str) -> str:
-    """Say why no rows of ``hardware`` can answer; empty when they could."""
-    role = ROLES.get(statement.id)
-    if hardware != "cpu" or role is None or role in STAND_INS.values():
-        return ""
-    gigabytes = 2 * model_conf(MODELS[role][0]).backbone_parameters() / 1e9
-    return f"no model stands in for {role} on a CPU, and {gigabytes:.0f} GB of float16 weights are no model for one"

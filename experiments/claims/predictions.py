@@ -14,7 +14,7 @@ import pandas as pd
 
 from experiments.claims.fig13 import STRICTER, Hour
 from experiments.claims.finding import SIMULATED
-from experiments.claims.rows import MET, NO_BOUND, NoVerdict, Rows, correlation, markdown, pick
+from experiments.claims.rows import MET, NO_BOUND, NotMeasured, Rows, correlation, markdown, pick
 from experiments.cluster.seeds import HIGH, LOW
 from experiments.cluster.served import (
     COSTS,
@@ -74,11 +74,11 @@ def predictions(rows: pd.DataFrame, folder: str | Path) -> list[Prediction]:
     chosen = Rows(rows[rows["figure"] == "13"])
     try:
         frame = chosen.figure("13")
-    except NoVerdict:
+    except NotMeasured:
         return []
     try:
         ours = Hour.of(chosen)
-    except NoVerdict:
+    except NotMeasured:
         return _runners(frame)
     if ours.kind != SIMULATED:
         return _runners(frame)

@@ -6,7 +6,7 @@ that which `experiments.harness.counted` chooses by the claim's clock (``paper_r
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -27,16 +27,8 @@ _CELL = [name for name in POINT if name not in ("system", "metric")]
 """Columns that points share which are timed side by side, and so slowed alike."""
 
 
-class NoVerdict(Exception):
-    """A claim cannot be judged from these rows, for the reason in the message."""
-
-
-class NotMeasured(NoVerdict):
-    """Rows are missing that this hardware could give; the message names them."""
-
-
-class NotTestable(NoVerdict):
-    """This hardware cannot give what a claim needs, for the reason in the message."""
+class NotMeasured(Exception):
+    """Rows are missing that a claim needs; the message names them."""
 
 
 class Rows:
@@ -153,18 +145,6 @@ class Rows:
         values = self._values.copy()
         values[places[chosen]] *= 1 + by * spread[chosen]
         return self.valued(values)
-
-    def priced(
-        self, figures: Collection[str], systems: Collection[str], price: Callable[[Any], float | None]
-    ) -> "Rows":
-        """Return the rows of ``systems`` in ``figures`` that ``price`` gives a value, with that value; no repeats."""
-        places = np.flatnonzero(self._frame["figure"].isin(figures) & self._frame["system"].isin(systems))
-        frame = self._frame.take(places).assign(value=self._values[places])
-        values = np.array([price(row) for row in frame[[*POINT, "unit", "value"]].itertuples()], dtype=float)
-        rows = copy(self)
-        rows._fill(frame.assign(value=values)[~np.isnan(values)])
-        rows._parts, rows._measured = self._parts[:0], self._measured[:0]
-        return rows
 
     def timers(self, figure: str) -> list[str]:
         """Return the clocks that timed the chosen rows of ``figure``."""

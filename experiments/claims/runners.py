@@ -11,7 +11,7 @@ import pandas as pd
 from experiments.claims.bounds import read_bounds
 from experiments.claims.fig13 import Hour
 from experiments.claims.finding import MEASURED, SIMULATED
-from experiments.claims.rows import MET, NoVerdict, Rows, markdown
+from experiments.claims.rows import MET, NotMeasured, Rows, markdown
 from experiments.cluster.hour_numbers import CONSOLIDATED, EXCESS, FOLLOWS, WOKEN
 from experiments.cluster.served import RAY, SHARE, SIMULATED_RAY
 
@@ -29,7 +29,7 @@ def runners_table(rows: pd.DataFrame, folder: str | Path) -> list[str]:
     """
     try:
         frame = Rows(rows[rows["figure"] == "13"]).figure("13")
-    except NoVerdict:
+    except NotMeasured:
         return []
     lines, bounds = [], read_bounds(folder)
     for (system, model), part in frame[frame["panel"] == RAY].groupby(["system", "model"], sort=False):

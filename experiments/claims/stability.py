@@ -15,7 +15,7 @@ from experiments.claims.bounds import Bound, outcome_of, read_bounds
 from experiments.claims.evidence import Evidence
 from experiments.claims.finding import CLAIMS, SIMULATED, Finding
 from experiments.claims.judge import decide
-from experiments.claims.rows import NoVerdict, Rows
+from experiments.claims.rows import NotMeasured, Rows
 
 SEEDS = 12
 
@@ -68,7 +68,7 @@ def _under_one_clock(
 def _finding(id: str, rows: Rows) -> Finding | None:
     try:
         return CLAIMS[id](rows)
-    except NoVerdict:
+    except NotMeasured:
         return None
 
 

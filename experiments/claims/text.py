@@ -7,7 +7,7 @@ from functools import lru_cache
 import pandas as pd
 
 from experiments.claims.fig11 import CONTINUOUS, PUNICA, STATIC, Serving
-from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim, why
+from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick
 from experiments.facts.models import MODELS, SECONDS
 from experiments.harness.schema import model_conf
@@ -177,15 +177,3 @@ def _throughput_gaps(rows: Rows) -> list[float]:
         return [fastest / cell.get(system, "Identical") for system in (STATIC, "deepspeed") if cell.has(system)]
     except NotMeasured:
         return []
-
-
-@why("C36")
-def batches_are_not_full(rows: Rows) -> str:
-    cell = Serving(rows, "7B")
-    metrics = "stream_requests", "stream_steps", "stream_mean_batch_size"
-    stream = cell.longest_stream(PUNICA, "Distinct")
-    requests, steps, mean = (stream.get(name, 0.0) for name in metrics)
-    return (
-        f"the {steps:.0f} steps of a stream of {requests:.0f} requests hold {mean:.3g} on the mean, "
-        f"{100 * (1 - mean / cell.batch):.0f} % short of {cell.batch:g}"
-    )

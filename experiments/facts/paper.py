@@ -139,12 +139,6 @@ def read_claims(folder: str | Path) -> list[Statement]:
         return [Statement(**line) for line in csv.DictReader(stream)]
 
 
-def a100(folder: str | Path) -> dict[str, float]:
-    """Constants of the paper's A100 that its figures do not hold, from ``a100.csv``."""
-    with paper_file(folder, "a100.csv").open(newline="", encoding="utf-8") as stream:
-        return {line["quantity"]: float(line["value"]) for line in csv.DictReader(stream)}
-
-
 def claim_clocks(folder: str | Path) -> dict[str, str]:
     """Map claims on operators to the clock that decides them, from ``claim_clocks.csv``; ValueError for another one."""
     path = paper_file(folder, "claim_clocks.csv")

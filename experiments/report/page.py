@@ -17,7 +17,6 @@ from experiments.claims import Verdict
 from experiments.claims.judge import (
     ARITHMETIC,
     DIFFERS,
-    EXPLAINED,
     REPRODUCED,
     SHAPE,
     SIMULATED_SHAPE,
@@ -38,7 +37,7 @@ PAGE = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
 TONES = {
     "good": (REPRODUCED,), "half": (SHAPE,), "bad": (DIFFERS,),
-    "aside": (EXPLAINED, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE),
+    "aside": (ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE),
 }  # fmt: skip
 """Class of a badge -> verdicts; `aside` are those that count apart from what measurements reproduce."""
 METHOD = 2

@@ -5,7 +5,7 @@ import pytest
 from experiments.claims import VERDICTS, decide
 from experiments.claims.bounds import Bound, Outcome, described, outcome_of, read_bounds
 
-REPRODUCED, SHAPE, _, NOISE, DIFFERS, _, _, _, NOT_MEASURED, *_ = VERDICTS
+REPRODUCED, SHAPE, NOISE, DIFFERS, _, _, _, NOT_MEASURED, *_ = VERDICTS
 
 HOLDS, FAILS, WITHIN, ELSEWHERE, MISSING = Outcome
 

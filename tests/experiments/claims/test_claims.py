@@ -6,9 +6,8 @@ import pandas as pd
 import pytest
 from claim_rows import BOUNDS, PAPER, STATEMENTS, decode, frame, laptop, serving, verdict_of
 
-from experiments.claims import CLAIMS, VERDICTS, WHYS, as_frame, claim, counts, judge
+from experiments.claims import CLAIMS, VERDICTS, as_frame, claim, counts, judge
 from experiments.claims.bounds import Outcome, outcome_of
-from experiments.claims.costs import COSTS
 from experiments.claims.judge import command, scales_of
 from experiments.claims.rows import Rows
 from experiments.facts.paper import read_claims
@@ -16,8 +15,8 @@ from punica.measure.records import COLUMNS
 
 NO_ROWS_NEEDED = {"C05", "C18", "C35", "C36", "C37", "C44"}
 (
-    REPRODUCED, SHAPE, EXPLAINED, NOISE, DIFFERS, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE, NOT_MEASURED,
-    NOT_TESTABLE, NOT_IMPLEMENTED,
+    REPRODUCED, SHAPE, NOISE, DIFFERS, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE, NOT_MEASURED, NOT_TESTABLE,
+    NOT_IMPLEMENTED,
 ) = VERDICTS  # fmt: skip
 
 
@@ -37,7 +36,7 @@ def test_a_simulated_hour_that_misses_the_papers_numbers_says_so_and_why(paper_r
     rows.loc[rows["metric"] == "max_active_gpus", "value"] = 10.0
     fewer = verdict_of(rows, "C48")
     assert fewer.verdict == SIMULATED_SHAPE
-    assert fewer.why.startswith("peak is 10, not peak >= 16; from ")
+    assert fewer.why.startswith("peak is 10, not peak >= 16. ")
     rows.loc[rows["metric"] == "active_gpus_60s_mean", "value"] *= 3
     assert verdict_of(rows, "C48").verdict == DIFFERS
 
@@ -83,8 +82,6 @@ def test_the_paper_passes_its_shape_tests(paper_rows, id):
 
 def test_every_claim_has_a_function_and_both_tests():
     assert set(CLAIMS) == set(BOUNDS) == set(STATEMENTS)
-    assert set(WHYS) | set(COSTS) == set(CLAIMS) - (NO_ROWS_NEEDED - {"C36", "C37"})
-    assert not set(WHYS) & set(COSTS)
     for id, tests in BOUNDS.items():
         assert all(tests.values()), id
         assert all(bound.reading for test in tests.values() for bound in test), id
@@ -118,7 +115,7 @@ def test_a_claim_about_a_larger_model_is_measured_with_it_and_not_on_a_cpu():
     serves = frame(serving(**LAPTOP_SERVING))
     on_cpu = verdict_of(serves, "C27")
     assert on_cpu.verdict == NOT_TESTABLE
-    assert on_cpu.reason.startswith("no model stands in for 13B on a CPU, and 26 GB")
+    assert on_cpu.reason.startswith("no model stands in for 13B on a CPU")
     assert on_cpu.command == ""
     on_gpu = verdict_of(serves.assign(hardware="h200", scale="gpu"), "C27")
     assert on_gpu.verdict == NOT_MEASURED
@@ -155,7 +152,6 @@ def test_a_failed_shape_test_is_never_reproduced(paper_rows):
     changed.loc[changed.query(cell).index, "value"] *= 0.8
     verdict = verdict_of(changed, "C16")
     assert verdict.verdict == DIFFERS
-    assert "the cost here meets smallest_step >= 1" in verdict.why
 
 
 def test_a_ratio_of_systems_counts_where_the_papers_models_run_on_a_data_centre_gpu(paper_rows):
@@ -184,7 +180,6 @@ def test_what_the_engine_measured_is_judged_beside_a_replay():
     assert verdict_of(streamed(1000, 31.0), "C36").verdict == REPRODUCED
     differs = verdict_of(streamed(1000, 25.6), "C36")
     assert (differs.verdict, differs.kind) == (DIFFERS, "measured")
-    assert "2000 steps of a stream of 1000 requests hold 25.6 on the mean, 20 % short of 32" in differs.why
     assert verdict_of(streamed(256, 25.6), "C36").verdict == ARITHMETIC  # the claim is about 1000 requests or more
 
 
@@ -267,7 +262,7 @@ def test_a_model_that_was_not_measured_is_not_asked_for():
     assert verdict_of(rows, "C30").our_value == "llama-small: 9.00, 9.02, 8.23"
     assert verdict_of(rows, "C30").verdict == DIFFERS  # Uniform gains more than Distinct
     assert "13B" in verdict_of(rows, "C27").reason
-    assert "full-length requests" in verdict_of(rows, "C25").reason
+    assert verdict_of(rows, "C25").verdict == NOT_TESTABLE
 
 
 def test_step_time_comes_from_tokens_and_steps():

@@ -7,7 +7,7 @@ from claim_rows import verdict_of
 from experiments.claims import VERDICTS
 from experiments.claims.fig12 import OVER_BYTES, RATIO, SPEEDUP, ranks_table
 
-REPRODUCED, SHAPE, _, _, DIFFERS, _, _, _, NOT_MEASURED, NOT_TESTABLE, _ = VERDICTS
+REPRODUCED, SHAPE, _, DIFFERS, _, _, _, NOT_MEASURED, NOT_TESTABLE, _ = VERDICTS
 
 
 def on_gpus(paper_rows, gpus: int, model: str = "llama2-70b") -> pd.DataFrame:

@@ -7,7 +7,7 @@ from claim_rows import frame, laptop, verdict_of
 from experiments.claims import VERDICTS
 from punica.workload.popularity import PAPER_WORKLOADS
 
-REPRODUCED, SHAPE, _, _, DIFFERS, *_ = VERDICTS
+REPRODUCED, SHAPE, _, DIFFERS, *_ = VERDICTS
 MODELS = {"llama2-7b": 6.0, "llama2-13b": 10.0}
 BATCHES = (1, 2, 4, 8, 16, 32)
 GPU = {"hardware": "h200", "scale": "gpu", "kind": "measured"}

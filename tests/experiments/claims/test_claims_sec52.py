@@ -5,7 +5,7 @@ from claim_rows import frame, loading, verdict_of
 
 from experiments.claims import VERDICTS
 
-REPRODUCED, SHAPE, _, _, DIFFERS, _, _, _, NOT_MEASURED, NOT_TESTABLE, _ = VERDICTS
+REPRODUCED, SHAPE, _, DIFFERS, _, _, _, NOT_MEASURED, NOT_TESTABLE, _ = VERDICTS
 
 
 def h200_loading(load=1.6, link=1.5, step=20.0, stall=0.1, size=79_953_920, **more):

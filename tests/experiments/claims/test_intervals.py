@@ -6,7 +6,7 @@ from claim_rows import decode, frame, growths, repeated, verdict_of
 
 from experiments.claims import VERDICTS
 
-REPRODUCED, _, _, NOISE, DIFFERS, *_ = VERDICTS
+REPRODUCED, _, NOISE, DIFFERS, *_ = VERDICTS
 
 
 @pytest.mark.parametrize(
