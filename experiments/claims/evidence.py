@@ -6,6 +6,7 @@ import pandas as pd
 
 from experiments.claims.rows import Rows
 from experiments.facts.paper import claim_clocks, paper_file
+from experiments.harness.clocks import unsteady
 
 MECHANISMS, WORDS, ANY, NOT_KNOWN = "claim_mechanisms.csv", "claim_words.csv", "any", "not known"
 
@@ -20,6 +21,7 @@ class Evidence:
         self.hardware = str(frame["hardware"].iloc[0]) if len(frame) else ""
         self._frame, self._clocks = frame, {id: only or clock for id, clock in claim_clocks(folder).items()}
         self._several = len(set(frame["timer"].dropna()) - {""}) > 1
+        self.unsteady = set(frame.loc[unsteady(frame), "figure"])
         self._rows: dict[str, Rows] = {}
         self._class = "cpu" if self.hardware == "cpu" else "gpu"
         self._mechanisms, self._words = (

@@ -15,6 +15,7 @@ from experiments.claims.rows import NotMeasured, Rows
 from experiments.facts.models import MODELS
 from experiments.facts.paper import Statement, read_claims
 from experiments.harness.catalogue import experiments
+from experiments.harness.clocks import HOST, NOT_STEADY
 from punica.measure.records import COLUMNS
 
 REPRODUCED, SHAPE, NOISE, DIFFERS = "reproduced", "shape holds", "within noise", "differs"
@@ -49,8 +50,8 @@ class Verdict:
         quantities: numbers that the bounds apply to. `interval`: those of them whose interval is known.
         why: the mechanism that makes our value differ, as far as known; of a simulation whose shape alone holds also
             what it misses. `remark`: bounds close by, or missed by the median of a value within noise.
-        clock: clock of an operator's rows. `clock_missing`: the one that decides, where it has no rows. `other_clock`:
-            verdict and value by the other one.
+        clock: clock of an operator's rows. `clock_missing`: the one that decides, where none of its rows count.
+            `other_clock`: verdict and value by the other one.
         disturbed: it rests on disturbed points. `once`: on points measured once, whose interval is unknown.
         reason: what was missing. `command`: what would measure it.
         older_source: the claim's figures whose rows other code than today's measured.
@@ -103,8 +104,9 @@ def judge_claim(statement: Statement, bounds: dict[str, list[Bound]] | None, evi
     clock, other = evidence.clock(statement.id), evidence.other_clock(statement.id)
     verdict = _by_clock(statement, bounds, evidence, clock)
     if verdict.clock and clock not in verdict.clock and verdict.verdict != NOT_TESTABLE:
-        missing = f"judged by {verdict.clock}: there are no rows of {clock}, which decides (measure with timer={clock})"
-        remark = "; ".join(filter(None, (verdict.remark, missing)))
+        noisy = clock == HOST and not evidence.unsteady.isdisjoint(statement.figure.split(", "))
+        missing = NOT_STEADY if noisy else f"there are no rows of {clock}, which decides (measure with timer={clock})"
+        remark = "; ".join(filter(None, (verdict.remark, f"judged by {verdict.clock}: {missing}")))
         verdict = replace(verdict, remark=remark, clock_missing=clock)
     if not other or verdict.kind != MEASURED or evidence.rows(other) is evidence.rows(clock):
         return verdict
@@ -129,6 +131,8 @@ def _by_clock(
         if bounds is None or statement.id not in CLAIMS:
             raise NotMeasured(f"nothing here computes {_place(statement.figure)}")
         finding = CLAIMS[statement.id](rows)
+        if clock and any(HOST in rows.timers(figure) for figure in rows.asked & evidence.unsteady):
+            raise NotMeasured(NOT_STEADY)
     except NotMeasured as reason:
         return replace(open_claim, **_unjudged(statement, evidence, reason, rows))
     timers = {timer for figure in rows.asked for timer in rows.timers(figure)} if clock else set()

@@ -20,7 +20,7 @@ CENTRAL = ("median", "value", "count")
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 are all different and fill [0, 1] evenly
 _READ = {
     *POINT, "value", "unit", "repeat", "statistic", "timer", "scale", "hardware", "disturbed", "kind", "cost_model",
-    "date", "older",
+    "date", "older", "calib_launch_us",
 }  # fmt: skip
 """Columns that decide which rows count, and those that claims read."""
 _CELL = [name for name in POINT if name not in ("system", "metric")]

@@ -108,7 +108,7 @@ def certainty(verdicts: Sequence[Verdict]) -> str:
         runs = f"points with a single undisturbed run ({ONCE})"
         text += f"; {once} rest on {runs}: their interval is too narrow or missing"
     if others := [verdict.id for verdict in measured if verdict.clock_missing]:
-        text += f"; {', '.join(others)} by the other clock ({OTHER_CLOCK}), as the one that decides has no rows"
+        text += f"; {', '.join(others)} by the other clock ({OTHER_CLOCK}), as the one that decides has none that count"
     return f"{text}."
 
 

@@ -3,7 +3,8 @@
 A folder of rows can hold several scales, clocks and repeats of one point. Of these count
 
 * per figure the largest scale present (`SCALES`; others, as smoke, where these have none);
-* per figure and metric one clock: the caller's, else the first present of `punica.measure.records.TIMERS`;
+* per figure and metric one clock: the caller's, else the first present of `punica.measure.records.TIMERS`; the host's
+  gives way to any other where it is not steady (`experiments.harness.clocks`);
 * of each repeat the newest row; of repeats the undisturbed ones, all where none was quiet, none beside a row without
   a repeat, which is of them all.
 
@@ -16,6 +17,7 @@ from dataclasses import asdict
 import numpy as np
 import pandas as pd
 
+from experiments.harness.clocks import gives_way
 from punica.measure.records import COLUMNS, TIMERS, Row
 
 SCALES = ("paper", "gpu", "laptop")
@@ -45,6 +47,7 @@ def counted(rows: pd.DataFrame, clock: str | None = "") -> pd.DataFrame:
     )
     if clock is not None:
         rows = _preferred(rows, "scale", SCALES, ["figure"])
+        rows = rows[~gives_way(rows)]
         rows = _preferred(rows, "timer", [clock, *TIMERS] if clock else TIMERS, ["figure", "metric"])
     key = [*POINT, "statistic", *(["timer"] if clock is None else [])]
     rows = rows.assign(point=rows.groupby(key, dropna=False, sort=False).ngroup())

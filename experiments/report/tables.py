@@ -26,7 +26,7 @@ HEAD = ("claim", "statement", "paper", "ours")
 FOUND = ("what", "middle", "least", "largest", "points")
 LEGEND = (
     "† rests on points that other work disturbed, ‡ on points with a single undisturbed run. § is judged by the "
-    "other clock, as the one that decides has no rows."
+    "other clock, as the one that decides has none that count."
 )
 MIDDLE = (
     "Middle: the geometric mean of a ratio (a / b), else the median; points: how many it is taken over. † rests on "

@@ -4,7 +4,8 @@ Three witnesses, because each is blind to something:
 
 * **other work**: CPU time of all processes on our cores, and steal, minus our own (``/proc/stat``, ``getrusage``);
 * **calibration**: one product and one copy before and after. It sees what the kernel cannot account for, such as
-  another guest of the same host that fills the memory bus or lowers the clock;
+  another guest of the same host that fills the memory bus or lowers the clock. On a GPU launches are timed, too: they
+  mark no measurement, but tell whether times of the host's clock can be compared (`experiments.harness.clocks`);
 * **GPU**: clock of the multiprocessors and reasons to throttle, from ``nvidia-smi``, where there is a GPU.
 
 A `Watch` brackets one measurement. A number keeps its `Disturbance`; the caller decides whether to measure again.
@@ -44,6 +45,7 @@ THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
 thermal, power brake. The power cap (0x4) is left out: dense products reach it on a healthy GPU."""
 
 _ATTEMPTS = 5
+_BURSTS, _LAUNCHES = 25, 20
 _COPY_MIB = 32
 _QUIET_SHARE = 0.1
 """Quantile of a process's calibrations that counts as undisturbed. The quickest alone is too rare: on two virtual cores
@@ -61,6 +63,7 @@ class Disturbance:
     calib_gemm_us: float | None
     calib_copy_us: float | None
     sm_clock_mhz: float | None = None
+    calib_launch_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -108,10 +111,11 @@ def other_seconds(before: CpuTimes, after: CpuTimes) -> float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Microseconds of one product and one copy, the best of a few."""
+    """Microseconds of one product and one copy, the best of a few, and of a launch, the median; None on a CPU."""
 
     gemm_us: float
     copy_us: float
+    launch_us: float | None = None
 
 
 class Calibrator:
@@ -132,6 +136,8 @@ class Calibrator:
         parts = torch.ones(2 * pairs, _COPY_MIB << 18, device=device, dtype=torch.int32)
         turns = itertools.cycle(range(pairs))
         self._copy = lambda: parts[pairs + (turn := next(turns))].copy_(parts[turn])
+        tiny = torch.ones(1, device=device)
+        self._launch: Callable[[], object] | None = (lambda: tiny.add_(1.0)) if cuda else None
         self._found: list[Calibration] = []
         self._lowest = Calibration(math.inf, math.inf)
         self.run()  # first calls pay for what later ones find
@@ -139,7 +145,7 @@ class Calibrator:
 
     def run(self) -> Calibration:
         """Calibrate now (some 30 ms on two cores)."""
-        found = Calibration(self._microseconds(self._gemm), self._microseconds(self._copy))
+        found = Calibration(self._microseconds(self._gemm), self._microseconds(self._copy), self._per_launch())
         self._found.append(found)
         if len(self._found) >= _ENOUGH:
             now = self._usual()
@@ -164,6 +170,19 @@ class Calibrator:
             self._wait()
             times.append(time.perf_counter() - started)
         return 1e6 * min(times)
+
+    def _per_launch(self) -> float | None:
+        """Return the host's microseconds per launch, median of bursts that the GPU's queue holds; None on a CPU."""
+        if self._launch is None:
+            return None
+        times = []
+        for _ in range(_BURSTS):
+            self._wait()
+            started = time.perf_counter()
+            for _ in range(_LAUNCHES):
+                self._launch()
+            times.append(time.perf_counter() - started)
+        return 1e6 * float(np.median(times)) / _LAUNCHES
 
 
 @cache
@@ -192,7 +211,9 @@ class Watch:
         slow = max(gemm / quiet.gemm_us, copy / quiet.copy_us) > CALIBRATION_LIMIT
         share, crowded = _crowded(before, after)
         throttled = gpu is not None and bool(gpu[1] & THROTTLED)
-        return Disturbance(slow or crowded or throttled, share, gemm, copy, gpu[0] if gpu else None)
+        launches = [us for one in (self._calibration, calibration) if (us := one.launch_us) is not None]
+        launch = sum(launches) / len(launches) if launches else None
+        return Disturbance(slow or crowded or throttled, share, gemm, copy, gpu[0] if gpu else None, launch)
 
 
 def _crowded(before: CpuTimes | None, after: CpuTimes | None) -> tuple[float | None, bool]:

@@ -97,6 +97,7 @@ class Row:
     host_cpu: str = ""  # processor of the host, on a GPU as on a CPU
     cuda: str = ""  # version that torch was built for; empty without a GPU
     power_limit_w: float | None = None  # of the first visible GPU
+    calib_launch_us: float | None = None  # of the host per launch of a tiny kernel, mean of before and after
 
     @property
     def point(self) -> tuple[object, ...]:
@@ -111,6 +112,7 @@ COLUMNS = tuple(field.name for field in fields(Row))
 _INTEGERS = ("batch_size", "seq_len", "rank", "numa_nodes", "repeat", "gpu")
 _NUMBERS = (
     "value", "l3_mib", "other_cpu", "calib_gemm_us", "calib_copy_us", "sm_clock_mhz", "t_s", "power_limit_w",
+    "calib_launch_us",
 )  # fmt: skip
 _FLAGS = {"": None, "True": True, "False": False}
 _LATER = ("source_hash", *COLUMNS[COLUMNS.index("transformers") :])

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.harness.clocks import NOT_STEADY, clock_note, unsteady
 from experiments.harness.counted import counted, frame_of, merged
 from punica.measure.records import Row
 
@@ -40,7 +41,45 @@ def test_a_figure_has_the_largest_scale_and_points_that_are_compared_one_by_one_
      (None, {"cuda_graph", "host_clock"})],
 )  # fmt: skip
 def test_a_metric_has_the_clock_of_the_caller_or_the_first_known(clock, wanted):
-    assert {timer for _, timer in points(of(), of(timer="host_clock"), clock=clock)} == wanted
+    assert {timer for _, timer in points(of(), host(5.0), clock=clock)} == wanted
+
+
+def host(*launches, **changes):
+    """Rows of the host's clock, one batch size after the other, with these calibrations."""
+    rows = [of(timer="host_clock", batch_size=1 + i, calib_launch_us=us, **changes) for i, us in enumerate(launches)]
+    return rows[0] if len(rows) == 1 else rows
+
+
+STEADY, UNSTEADY, UNKNOWN = [5.0] * 10 + [5.49], [5.0] * 8 + [5.51] * 2, [5.0] * 30 + [None]
+
+
+@pytest.mark.parametrize(
+    ("launches", "counts"), [(STEADY, True), ([5.0] * 20 + [50.0], True), (UNSTEADY, False), (UNKNOWN, False)],
+    ids=["steady", "one apart", "unsteady", "one not known"],
+)  # fmt: skip
+def test_the_clock_of_the_host_counts_where_all_launches_are_known_and_steady(launches, counts):
+    rows = [*host(*launches), *(of(batch_size=1 + i) for i in range(len(launches)))]
+    found = {timer for _, timer in points(*rows, clock="host_clock")}
+    assert found == {"host_clock" if counts else "cuda_graph"}
+    assert clock_note(frame_of(rows)) == ("" if counts else NOT_STEADY)
+    assert len(points(*rows, clock=None)) == 2 * len(launches), "rows are compared one by one all the same"
+
+
+def test_each_figure_and_scale_has_its_own_launches_and_a_cpu_has_no_other_clock():
+    steady, unsteady_ = host(*STEADY, figure="9"), host(*UNSTEADY)
+    smoke = host(*UNSTEADY, figure="9", scale="smoke")
+    frame = frame_of([*steady, *unsteady_, *smoke])
+    assert list(unsteady(frame)) == [False] * len(steady) + [True] * (len(unsteady_) + len(smoke))
+    assert not unsteady(frame_of(host(*UNKNOWN, hardware="cpu"))).any()
+    assert not unsteady(frame_of([of()])).any()
+
+
+def test_what_the_host_alone_can_time_has_no_choice():
+    rows = host(*UNKNOWN, figure="11", metric="step_latency")
+    assert {timer for _, timer in points(*rows)} == {"host_clock"}
+    assert clock_note(frame_of(rows)) == ""
+    beside = of(figure="11")
+    assert len(points(*rows, beside)) == len(rows) + 1, "by metric"
 
 
 @pytest.mark.parametrize("clock", ["", None])

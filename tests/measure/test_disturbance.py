@@ -25,8 +25,7 @@ class FakeCalibrator:
         self.left, self.quiet = list(microseconds), Calibration(100.0, 1000.0)
 
     def run(self):
-        gemm, copy = self.left.pop(0)
-        return Calibration(gemm, copy)
+        return Calibration(*self.left.pop(0))
 
 
 @pytest.fixture
@@ -99,6 +98,27 @@ def test_the_calibrator_takes_time_and_is_one_for_a_process():
     assert found.gemm_us > 0
     assert found.copy_us > 0
     assert disturbance.calibrator("cpu") is calibrator
+
+
+def test_a_measurement_keeps_the_mean_of_its_launches_which_mark_nothing(quiet, monkeypatch):
+    runs = FakeCalibrator((100.0, 1000.0, 4.0), (100.0, 1000.0, 12.0))
+    monkeypatch.setattr(disturbance, "calibrator", lambda _: runs)
+    found = Watch("cpu").stop()
+    assert (found.calib_launch_us, found.disturbed) == (8.0, False)
+
+
+def test_a_launch_is_the_median_burst_over_its_launches_and_a_cpu_has_none(monkeypatch):
+    calibrator, clock, bursts = disturbance.Calibrator("cpu"), [0.0], []
+    assert calibrator.run().launch_us is None
+
+    def launch():
+        clock[0] += 9e-6 if len(bursts) % 4 == 0 else 3e-6  # one burst of four is slow
+
+    monkeypatch.setattr(disturbance.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(calibrator, "_launch", launch)
+    monkeypatch.setattr(calibrator, "_wait", lambda: bursts.append(clock.__setitem__(0, clock[0] + 1e-3)))
+    assert calibrator._per_launch() == pytest.approx(3.0)
+    assert len(bursts) == disturbance._BURSTS
 
 
 def test_quiet_is_what_is_usual_not_the_rarest(monkeypatch):

@@ -32,7 +32,7 @@ def test_columns_are_the_contract():
         "figure,panel,system,workload,model,hardware,batch_size,seq_len,rank,metric,value,unit,kind,statistic,timer,"
         "scale,config_hash,source_hash,commit,date,device,python,torch,triton,driver,transformers,peft,numa_nodes,l3_mib,"
         "repeat,disturbed,other_cpu,calib_gemm_us,calib_copy_us,sm_clock_mhz,t_s,gpu,cost_model,"
-        "engine,host_cpu,cuda,power_limit_w"
+        "engine,host_cpu,cuda,power_limit_w,calib_launch_us"
     )
     assert ",".join(COLUMNS) == expected
 
@@ -149,7 +149,7 @@ def _lines(path: Path) -> list[str]:
     [
         (lambda lines: [lines[0].replace("rank,", ""), *lines[1:]], ["line 1", "misses the columns rank"]),
         (lambda lines: [], ["line 1", "misses the columns"]),
-        (lambda lines: [*lines[:2], lines[2][:40]], ["line 3", "cells instead of 42"]),
+        (lambda lines: [*lines[:2], lines[2][:40]], ["line 3", "cells instead of 43"]),
         (lambda lines: [lines[0], lines[1].replace("1234.5", "fast")], ["line 2", "value is 'fast'"]),
         (lambda lines: [lines[0], lines[1].replace(",64,", ",many,")], ["line 2", "batch_size is 'many'"]),
         (
@@ -158,7 +158,7 @@ def _lines(path: Path) -> list[str]:
         ),
         (lambda lines: [lines[0], lines[1].replace("median", "mean")], ["line 2", "statistic is 'mean'", "p90"]),
         (
-            lambda lines: [lines[0], lines[1].removesuffix("," * 12) + ",maybe" + "," * 11],
+            lambda lines: [lines[0], lines[1].removesuffix("," * 13) + ",maybe" + "," * 12],
             ["line 2", "disturbed is 'maybe'"],
         ),
         (

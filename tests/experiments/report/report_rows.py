@@ -32,11 +32,11 @@ def decode_rows(scale: str = "laptop", hardware: str = "cpu") -> list[Row]:
     return [Row(batch_size=size, value=value, **columns) for size, value in ((1, 10.0), (32, 12.0))]
 
 
-def operator_rows(timer: str, sgmv: float) -> list[Row]:
-    """Figure 8: SGMV takes ``sgmv`` us, Gather-BMM and the loop 80."""
+def operator_rows(timer: str, sgmv: float, launch: float | None = 5.0) -> list[Row]:
+    """Figure 8: SGMV takes ``sgmv`` us, Gather-BMM and the loop 80; ``launch``: its calibrations."""
     columns = {"figure": "8", "panel": "", "model": "", "hardware": "h200", "seq_len": None, "rank": 16}
     columns |= {"metric": "latency", "unit": "us", "statistic": "median", "scale": "paper", "timer": timer}
-    columns |= {"date": "2026-01-02", "commit": "abc1234", "device": "A GPU"}
+    columns |= {"date": "2026-01-02", "commit": "abc1234", "device": "A GPU", "calib_launch_us": launch}
     return [
         Row(system=system, workload=workload, batch_size=size, value=value, **columns)
         for system, value in (("SGMV", sgmv), ("Gather-BMM", 80.0), ("Loop", 80.0))

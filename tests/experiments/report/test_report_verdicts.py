@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.claims.table import certainty, marked, noise, total
+from experiments.harness.clocks import NOT_STEADY
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
 from experiments.report.machines import AUTO, OTHER_TIMER, columns, machine_of, read_folder
@@ -109,6 +110,18 @@ def test_a_clock_that_decides_and_has_no_rows_is_missed_where_it_could_have_some
     write_rows(path, [replace(row, hardware="cpu", scale="laptop") for row in norms])
     on_cpu = {verdict.id: verdict for verdict in write_report(places).verdicts}["C45"]
     assert (on_cpu.verdict, on_cpu.clock, on_cpu.remark) == ("not testable on this hardware", "host_clock", "")
+
+
+def test_a_clock_that_is_not_steady_decides_nothing(places):
+    path = places.fresh_rows / "fig08.csv"
+    host = operator_rows("host_clock", 160.0, launch=None)
+    write_rows(path, [*host, *operator_rows("cuda_graph", 20.0)])
+    judged = {verdict.id: verdict for verdict in write_report(places).verdicts}["C12"]
+    assert (judged.verdict, judged.clock, judged.clock_missing) == ("reproduced", "cuda_graph", "host_clock")
+    assert (judged.other_clock, NOT_STEADY in judged.remark) == ("", True)
+    write_rows(path, host)
+    alone = {verdict.id: verdict for verdict in write_report(places).verdicts}["C12"]
+    assert (alone.verdict, alone.reason) == ("not measured here", NOT_STEADY)
 
 
 def test_one_clock_has_one_count(places):
