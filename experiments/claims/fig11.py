@@ -14,12 +14,16 @@ from experiments.claims.finding import Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick, smallest_step
 from experiments.facts.models import MODELS
 from experiments.facts.systems import baselines, name_of
+from experiments.harness.schema import model_conf
+from experiments.systems.rank_bytes import bytes_ratio
 from punica.workload.popularity import PAPER_WORKLOADS
 
 PUNICA, RELEASED_RULE = "punica", "punica_last_admitted"
 CONTINUOUS, STATIC, HF = "continuous_batching", "static_batching", "hf_peft"
 MIXED = ("Distinct", "Uniform", "Skewed")
-LAYERS_7B = 32
+LAYERS_7B, RANK = 32, 16
+PAPER_CONTEXT = 683
+"""Mean context in tokens of the released requests."""
 PAPER_GPUS = 8
 """GPUs over which the paper cuts 70B."""
 
@@ -46,6 +50,11 @@ class Serving:
     def as_in_the_paper(self) -> bool:
         """True where as many GPUs share the model as in the paper."""
         return self.gpus in (None, PAPER_GPUS)
+
+    @property
+    def is_the_papers(self) -> bool:
+        """True of the paper's own numbers."""
+        return self.model == self.role
 
     @property
     def measured_model(self) -> str:
@@ -95,6 +104,21 @@ class Serving:
         """Divide a system's throughput on Distinct by Identical."""
         return self.get(system, "Distinct") / self.get(system, "Identical")
 
+    def flatness(self, system: str) -> float:
+        """Divide the smallest throughput over the four workloads by the largest."""
+        values = [self.get(system, workload) for workload in PAPER_WORKLOADS]
+        return min(values) / max(values)
+
+    def distinct_over_identical_by_bytes(self) -> float:
+        """Return the ratio of throughputs of steps that take what their bytes take; without counts of a window, at the
+        batch and the mean context of the paper's requests.
+        """
+        batch = self.known(PUNICA, "Distinct", "mean_batch_size") or self.batch
+        context = self.known(PUNICA, "Distinct", "mean_context") or PAPER_CONTEXT
+        model = model_conf(MODELS[self.role][0] if self.is_the_papers else self.model)
+        over_backbone = bytes_ratio(model, RANK, self.gpus or 1, False, batch, context)
+        return over_backbone + (1 - over_backbone) / batch  # Identical reads one adapter
+
     def step_ms(self) -> float | None:
         """Return a step's time of Punica on Identical: a row, or tokens / throughput / steps; None when unknown."""
         metrics = ("implied_time_per_step", "total_tokens", "steps")
@@ -143,15 +167,21 @@ def mixed_gains(rows: Rows) -> tuple[dict[Serving, dict[str, float]], list[str]]
 @claim("C27", role="13B")
 @claim("C38", role="70B")
 def flat(rows: Rows, role: str) -> Finding:
-    """Smallest over largest throughput of Punica over the four workloads."""
+    """Smallest over largest throughput over the four workloads under the rule that the paper ran (D04); and the same
+    with an adapter per request, over the Distinct / Identical that the bytes of their steps allow.
+    """
     cell = Serving(rows, role)
-    values = [cell.get(PUNICA, workload) for workload in PAPER_WORKLOADS]
-    flat = min(values) / max(values)
-    text = f"{', '.join(f'{value:.4g}' for value in values)} token/s, min/max {flat:.3f} ({cell.measured_model})"
-    if cell.has(RELEASED_RULE):
-        released = cell.throughput(RELEASED_RULE)
-        text += f"; with the released index rule (D04) min/max {released.min() / released.max():.3f}"
-    return Finding({"min_over_max": flat}, text, models=(cell.measured_model,))
+    released = RELEASED_RULE if cell.has(RELEASED_RULE) else PUNICA if cell.is_the_papers else ""
+    own, allowed = cell.flatness(PUNICA), cell.distinct_over_identical_by_bytes()
+    quantities = {"own_over_bytes": own / allowed}
+    text = f"min/max {own:.3f}, Distinct / Identical {cell.collapse(PUNICA):.3f} where bytes allow {allowed:.3f}"
+    text = f"{text} ({cell.measured_model})"
+    if released:
+        quantities["released_min_over_max"] = flatness = cell.flatness(released)
+        text = f"released index rule (D04) min/max {flatness:.3f}; an adapter per request: {text}"
+    else:
+        text = f"released index rule (D04) not measured; an adapter per request: {text}"
+    return Finding(quantities, text, models=(cell.measured_model,))
 
 
 def _layers_ms(frame: pd.DataFrame, *lengths: float) -> list[float]:

@@ -38,6 +38,8 @@ MEASURED_IN = {"abstract": "11", "text 7.2": "11", "README": "README backbone-vs
 """Place in the paper that is no figure of ours -> the figure whose rows answer it."""
 LAPTOP = "laptop"
 """Scale on a CPU."""
+SHOWN_WITH = {"C46": ("C48", "C50")}
+"""Claims that no table shows alone: these count the same hour otherwise, and are further from the paper."""
 ROLES = {"C27": "13B", "C38": "70B", "C39": "70B", "C40": "70B"}
 """Claims about a model that is not the paper's 7B."""
 
@@ -167,7 +169,7 @@ def _judged(
     relation, shape = (
         outcome_of(bounds[test], finding.quantities, known, hardware, finding.models) for test in ("relation", "shape")
     )
-    verdict = decide(relation, shape)
+    verdict = decide(Outcome.ELSEWHERE if most == SHAPE else relation, shape)
     if finding.kind == SIMULATED and verdict in (REPRODUCED, SHAPE):
         exact = SIMULATED_TOO if verdict == REPRODUCED else SIMULATED_SHAPE
         verdict = exact if finding.cost_model else ARITHMETIC
@@ -179,7 +181,7 @@ def _judged(
         "our_value": finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
         "verdict": verdict,
         "why": ". ".join(filter(None, (missed, why))),
-        "remark": _remark(verdict, counting, finding, known),
+        "remark": _remark(verdict, counting, finding, known) or (f"at most {most}: {limit}" if most else ""),
         "reason": _missing(bounds["shape"], finding) if unmeasured else "",
         "command": command(statement, hardware, rows) if unmeasured else "",
         "quantities": "; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),

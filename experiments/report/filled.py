@@ -45,7 +45,7 @@ HIGHLIGHTS = {
     "ext_moe": ("layer of experts, 32 requests, with adapters / without, qwen3-30b-a3b, Distinct",),
 }  # fmt: skip
 """Findings on the GPU that pages repeat."""
-CLAIMS = (("C29", GPU), ("C24", GPU), ("C26", GPU), ("C12", GPU), ("C42", GPU), ("C46", CPU))
+CLAIMS = (("C29", GPU), ("C24", GPU), ("C26", GPU), ("C12", GPU), ("C42", GPU), ("C46", CPU), ("C48", CPU), ("C50", CPU))
 """Claims that the README shows, and the machine of their verdict."""
 
 

@@ -24,7 +24,8 @@ def test_the_paper_reproduces_itself(paper_rows):
     verdicts = judge(paper_rows, PAPER)
     by_arithmetic = NO_ROWS_NEEDED - {"C37"}  # of C36 the paper has only the replay, of C37 a measured gap
     assert {v.id for v in verdicts if v.verdict == ARITHMETIC} == by_arithmetic
-    assert counts(verdicts) == {**dict.fromkeys(VERDICTS, 0), REPRODUCED: 47, ARITHMETIC: 5}
+    assert counts(verdicts) == {**dict.fromkeys(VERDICTS, 0), REPRODUCED: 44, SHAPE: 3, ARITHMETIC: 5}
+    assert {v.id for v in verdicts if v.verdict == SHAPE} == {"C23", "C25", "C47"}  # no rows reproduce these
 
 
 def test_a_simulated_hour_that_misses_the_papers_numbers_says_so_and_why(paper_rows):
@@ -244,8 +245,16 @@ def test_released_index_rule_is_reported_beside_the_right_one():
     verdict = verdict_of(rows, "C28")
     assert verdict.verdict == SHAPE
     assert verdict.our_value == "0.900 (llama-small); released index rule (D04) 0.990"
-    assert verdict_of(rows, "C26").our_value.endswith("with the released index rule (D04) min/max 0.990")
+    flat = verdict_of(rows, "C26")
+    assert flat.our_value.startswith("released index rule (D04) min/max 0.990; an adapter per request: min/max 0.900")
+    assert flat.verdict == REPRODUCED
+    unmeasured = verdict_of(frame(serving(**LAPTOP_SERVING)), "C26")
+    assert unmeasured.our_value.startswith("released index rule (D04) not measured; an adapter per request")
+    assert unmeasured.verdict == SHAPE
     slow = frame(serving(**LAPTOP_SERVING, punica_last_admitted=(900, 1000, 1000, 1000)))
+    assert verdict_of(slow, "C26").verdict == DIFFERS
+    below_bytes = {**LAPTOP_SERVING, "punica": (700, 920, 930, 1000)}
+    assert verdict_of(frame(serving(**below_bytes, punica_last_admitted=(1, 1, 1, 1))), "C26").verdict == DIFFERS
     assert verdict_of(slow, "C28").verdict == DIFFERS
 
 

@@ -11,8 +11,10 @@ REPRODUCED, SHAPE, _, DIFFERS, _, _, _, NOT_MEASURED, NOT_TESTABLE, _ = VERDICTS
 
 
 def on_gpus(paper_rows, gpus: int, model: str = "llama2-70b") -> pd.DataFrame:
-    """The paper's Figure 12 as if we had measured it on that many H200s."""
+    """The paper's Figure 12 as if we had measured it on that many H200s, under both index rules."""
     rows = paper_rows[(paper_rows["figure"] == "12") & (paper_rows["metric"] == "throughput")]
+    released = rows[rows["system"] == "punica"].assign(system="punica_last_admitted")
+    rows = pd.concat([rows, released], ignore_index=True)
     return rows.assign(panel=f"70B Model, tp {gpus}", model=model, hardware="h200", kind="measured")
 
 

@@ -58,7 +58,7 @@ GROWTH = {128: 1.1, 512: 1.4, 1024: 1.7, 1536: 2.0, 2048: 2.3}
         ("C04", steps(GROWTH, prefill_power=0.5), DIFFERS),
         ("C22", layers(), REPRODUCED),
         ("C22", layers(short=1.9), DIFFERS),
-        ("C23", layers(), REPRODUCED),
+        ("C23", layers(), SHAPE),
         ("C23", layers(long=1.3), DIFFERS),
         ("C24", layers(), REPRODUCED),
         ("C24", layers(distinct=1.3), DIFFERS),

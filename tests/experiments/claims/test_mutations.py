@@ -65,6 +65,7 @@ CHANGES = [
     ("C34", "figure == '11' and system == 'continuous_batching' and workload == 'Uniform'", 1.06, SHAPE),
     ("C34", "figure == '11' and system == 'continuous_batching' and workload == 'Uniform'", 1.2, DIFFERS),
     ("C36", "figure == '11' and metric == 'stream_mean_batch_size'", 0.9, DIFFERS),
+    ("C37", "figure == '11' and system == 'static_batching' and workload == 'Identical'", 0.8, REPRODUCED),
     ("C37", "figure == '11' and system == 'static_batching' and workload == 'Identical'", 1.5, DIFFERS),
     ("C38", "figure == '12' and system == 'punica' and workload == 'Distinct'", 0.96, SHAPE),
     ("C38", "figure == '12' and system == 'punica' and workload == 'Distinct'", 0.6, DIFFERS),
@@ -99,6 +100,7 @@ CHANGES = [
 MACHINE = ("1", "7", "8", "9", "README backbone-vs-sgmv", "text 5.2", "text 6")
 """Figures that tell a machine's speeds."""
 ARITHMETIC_ALONE = {"C05", "C18", "C35", "C44"}
+SHAPE_AT_MOST = {"C23", "C25", "C47"}
 
 
 def with_mean_batch(rows):
@@ -123,7 +125,7 @@ def test_changed_rows_change_the_verdict(paper_rows, id, query, factor, verdict)
     changed = with_mean_batch(paper_rows)
     if id not in ("C25", "C50"):  # which need two figures
         changed = changed[changed["figure"].isin({*changed.query(query)["figure"], *MACHINE})]
-    assert verdict_of(changed, id).verdict == REPRODUCED
+    assert verdict_of(changed, id).verdict == (SHAPE if id in SHAPE_AT_MOST else REPRODUCED)
     hit = changed.query(query).index
     assert len(hit) > 0
     changed.loc[hit, "value"] *= factor
@@ -164,4 +166,4 @@ def test_an_equal_growth_at_both_lengths_is_not_a_reduced_effect(paper_rows):
     same = pd.concat([short, short.assign(seq_len=2048, panel="")], ignore_index=True)
     assert verdict_of(same, "C23").verdict == DIFFERS
     longer = same["value"].where((same["seq_len"] == 512) | (same["batch_size"] == 1), same["value"] * 1.01)
-    assert verdict_of(same.assign(value=longer), "C23").verdict == REPRODUCED
+    assert verdict_of(same.assign(value=longer), "C23").verdict == SHAPE

@@ -49,7 +49,7 @@ def test_a_difference_may_be_below_zero_and_a_count_may_be_zero():
 def test_shares_and_extremes_end_where_they_must():
     assert ends("C46", "share=0.95")["share"] == pytest.approx((0.95 * (1 - FLOOR), 1))
     assert ends("C46", "share=0.2", "share=0.01 to 0.2")["share"][0] == 0
-    assert ends("C26", "min_over_max=0.98")["min_over_max"][1] == 1
+    assert ends("C26", "released_min_over_max=0.98")["released_min_over_max"][1] == 1
     assert ends("C15", "largest_spread=1.02")["largest_spread"][0] == 1
     assert ends("C36", "mean_batch=31")["mean_batch"][1] == 32
 
