@@ -7,9 +7,10 @@ Expected shape: Punica flat; baselines low on Distinct, Uniform and Skewed, clos
 The stream is the paper's: the released generator with its seed, `scale.requests` requests that all wait from the start,
 lengths scaled to `scale.max_len`. It takes 32 000 steps at batch 32 and a million at batch 1, so windows of it are
 timed (`experiments.systems.windows`). A system runs them as in the stream: with prefills, joins, departures and adapter
-loads, over a KV cache full of noise. Every pass takes another draw, and takes systems and workloads by turns, so that a
-slow minute falls on none alone. `figure.whole_stream=true` serves the stream to its end and prints what windows predict
-beside it; streams of different lengths have rows side by side. A short one takes about 5 minutes on two cores:
+loads, over a KV cache full of noise. Every pass takes another draw, the same for all workloads that form the same
+batches, and takes systems and workloads by turns, so that a slow minute falls on none alone.
+`figure.whole_stream=true` serves the stream to its end and prints what windows predict beside it; streams of different
+lengths have rows side by side. A short one takes about 5 minutes on two cores:
 
     python -m experiments.fig11_textgen figure.whole_stream=true scale.requests=64 scale.passes=1 scale.tries=0 \
         system=punica workload=distinct draw=false

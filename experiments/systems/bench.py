@@ -20,6 +20,7 @@ from experiments.systems.stream import Job, paper_stream, shortened, timeline_of
 from experiments.systems.timeline import Timeline
 from experiments.systems.windows import Window, draw_windows
 from experiments.systems.world import World
+from punica.workload.popularity import PAPER_WORKLOADS, popularity
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class Drawn:
 class StreamBench:
     """Systems by name on a shared `world`.
 
+    Draws are the same for the paper's popularities and for all rules, wherever these form the same batches: all of
+    Punica's, and the one of baselines on Identical.
+
     Before timing, `check_requests` of every workload are compared with the reference up to `check_tokens` new tokens;
     and once for each system on our engine `whole` (requests, new tokens; None: none): of Distinct, or of Identical
     where no adapter is applied.
@@ -64,9 +68,15 @@ class StreamBench:
         sizes = stream.requests, stream.max_len, world.vocab_size, stream.lengths
         self.jobs = jobs = cache(lambda workload: paper_stream(workload, *sizes))
 
+        replay = cache(lambda workload, admission: timeline_of(jobs(workload), admission, world.limits.max_batch_size))
+
         def draw(workload: str, admission: str, steps: int) -> Drawn:
-            timeline = timeline_of(jobs(workload), admission, world.limits.max_batch_size)
-            return Drawn(jobs(workload), timeline, draw_windows(timeline, stream.draws, stream.pieces, steps))
+            timeline, compared = replay(workload, admission), list[Timeline]()
+            if timeline.stretches == replay("Identical", admission).stretches:  # adapters part no batch
+                asked = [popularity(name).requests(stream.requests).tolist() for name in PAPER_WORKLOADS]
+                compared = [timeline.with_adapters(adapters) for adapters in asked]
+            windows = draw_windows(timeline, stream.draws, stream.pieces, steps, compared=compared)
+            return Drawn(jobs(workload), timeline, windows)
 
         self._drawn = cache(draw)
 

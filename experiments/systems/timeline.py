@@ -7,6 +7,7 @@ million steps is a few thousand stretches.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -80,6 +81,13 @@ class Timeline:
         self.adapters, self.admission, self.max_batch = list(adapters), admission, max_batch
         self.order: list[int] = []
         self.stretches = self._replay(ADMISSION_RULES.get(admission)())
+
+    def with_adapters(self, adapters: Sequence[int]) -> "Timeline":
+        """Return the same steps of requests for other ``adapters``: what the rule makes of them if none are parted."""
+        other = copy(self)
+        other.adapters = list(adapters)
+        other.__dict__.pop("means", None)
+        return other
 
     @property
     def steps(self) -> int:

@@ -8,6 +8,8 @@ its steps with a prefill weigh as much as their share of the stream, and so do t
 A draw is accepted when its weighted tokens per step agree with the stream's within 3 %, and its requests, contexts,
 adapters and prompt tokens per step within 10 %. Draws are random and the first accepted ones are kept, not the best:
 their spread is the sampling error. One draw is one repeat, so that the span of repeats holds this error as well.
+Streams that are compared and differ in adapters alone have the same draws: one that any of them refuses is drawn again
+for all.
 
 The stream's throughput is its tokens per step over the draw's weighted seconds per step.
 """
@@ -52,20 +54,25 @@ class Window:
         return sum(weight * value for weight, value in zip(self.weights, values, strict=True))
 
 
-def draw_windows(timeline: Timeline, count: int, pieces: int, length: int, seed: int = _SEED) -> list[Window]:
-    """Draw `count` windows of `pieces` times `length` steps that agree with the stream.
+def draw_windows(
+    timeline: Timeline, count: int, pieces: int, length: int, seed: int = _SEED, compared: Sequence[Timeline] = ()
+) -> list[Window]:
+    """Draw `count` windows of `pieces` times `length` steps that agree with the stream, and with those `compared`.
 
-    A stream shorter than a draw is its own window, `count` times. `CheckFailed` when fewer than `count` of `DRAWS`
-    draws, `ROUNDS` times, agree.
+    These have the same steps with other adapters (`Timeline.with_adapters`). A stream shorter than a draw is its own
+    window, `count` times. `CheckFailed` when fewer than `count` of `DRAWS` draws, `ROUNDS` times, agree.
     """
     features = timeline.features()
     if timeline.steps <= pieces * length:
         return [_window(features, (0,), timeline.steps)] * count
-    chance, agree = np.random.Generator(np.random.PCG64(seed)), _Agreement(features, length)
+    chance = np.random.Generator(np.random.PCG64(seed))
+    all_agree = [_Agreement(one, length) for one in (features, *(other.features() for other in compared))]
     found: list[list[int]] = []
     for _ in range(ROUNDS):
         starts = _candidates(features[:, _PREFILLS], pieces, length, chance)
-        found += starts[agree(starts)].tolist()
+        for agree in all_agree:
+            starts = starts[agree(starts)]
+        found += starts.tolist()
         if len(found) >= count:
             return [_window(features, tuple(starts), length) for starts in found[:count]]
     raise CheckFailed(

@@ -23,6 +23,7 @@ from experiments.systems.world import World
 from punica.engine.residency import AdapterResidency
 from punica.engine.runner import ModelRunner
 from punica.workload import popularity, released_lengths, stated_lengths
+from punica.workload.popularity import PAPER_WORKLOADS
 
 WINDOWED = sorted({*names_in(FIG11), *names_in(FIG12)})
 TINY = ModelConf(
@@ -88,6 +89,42 @@ def test_no_draw_is_better_than_one_that_does_not_agree():
     line = timeline_of(paper_stream("Distinct", 12, 32, 256), "single_adapter", 4)
     with pytest.raises(CheckFailed, match=r"0 of 2000000 draws of 1 times 1 steps .* 1 are needed.*window_steps"):
         draw_windows(line, 1, 1, 1)
+
+
+def test_a_draw_that_one_stream_refuses_is_drawn_again_for_all():
+    lengths = released_lengths(1000)
+    asked = {name: popularity(name).requests(1000).tolist() for name in PAPER_WORKLOADS}
+    lines = {name: Timeline(lengths, adapters, "fcfs", 32) for name, adapters in asked.items()}
+    alone = {name: draw_windows(line, 12, 2, 100) for name, line in lines.items()}
+    assert len({tuple(draw.starts for draw in draws) for draws in alone.values()}) > 1, "they would differ"
+    first = lines["Distinct"]
+    compared = [first.with_adapters(adapters) for adapters in asked.values()]
+    assert [other.means for other in compared] == [line.means for line in lines.values()]
+    found = {name: draw_windows(line, 12, 2, 100, compared=compared) for name, line in lines.items()}
+    assert len({tuple(draw.starts for draw in draws) for draws in found.values()}) == 1
+    for name, draws in found.items():
+        limit = AGREEMENT_OF_OTHERS * lines[name].means["adapters"]
+        assert all(abs(draw.means["adapters"] - lines[name].means["adapters"]) <= limit for draw in draws)
+        assert {draw.means["context"] for draw in draws} == {draw.means["context"] for draw in found["Distinct"]}
+
+
+def test_popularities_and_rules_that_form_the_same_batches_have_the_same_draws(world):
+    """Contexts and requests of a repeat are equal, so that ratios compare the same steps."""
+    bench = StreamBench(world, StreamConf("released", 60, 96, draws=3, pieces=3, steps=5, slow_steps=3), 3, 4)
+    cells = [*((system, name) for system in ("punica", "punica_last_admitted") for name in PAPER_WORKLOADS),
+             ("continuous_batching", "Identical")]  # fmt: skip
+    drawn = [bench.drawn(*cell) for cell in cells]
+    for repeat in range(3):
+        windows = [one.windows[repeat] for one in drawn]
+        assert len({window.starts for window in windows}) == 1
+        assert len({(window.means["context"], window.means["rows"], window.tokens) for window in windows}) == 1
+    ahead = [one.timeline.at(one.windows[0].starts[0]) for one in drawn]
+    assert all(stretch == ahead[0] for stretch in ahead), "the same requests, each as far"
+    assert len({one.windows[0].means["adapters"] for one in drawn}) > 1
+    parted = bench.drawn("continuous_batching", "Distinct")
+    assert parted.timeline.steps > drawn[0].timeline.steps
+    static = [bench.drawn("punica_static", name).windows for name in PAPER_WORKLOADS]
+    assert len({windows[0].starts for windows in static}) == 1
 
 
 def test_a_short_stream_is_its_own_window():
