@@ -57,9 +57,9 @@ class PaperStep(OperatorExperiment):
         ]
 
     def calls(self, cfg: Config, point: Point) -> list[Call]:
-        from experiments.benches import paper_step
+        from experiments.benches import operators, paper_step
 
-        return paper_step.checked_calls(paper_step.steps(cfg, *_shape(point)), point.system)
+        return operators.prepare_checked(paper_step.steps(cfg, *_shape(point)), point.system)
 
     def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
         from experiments.benches.paper_step import bytes_moved

@@ -6,7 +6,9 @@ grows with the number of adapters, Gather and Gather-BMM with the number of rows
 
 Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16 (the paper's script may have run shrink twice, D05). Gather
 copies each row's A and B; BMM multiplies copies made beforehand; Gather-BMM does both; `grouped_mm` is torch's grouped
-matmul, which the paper did not have. All run interleaved on the same inputs, each after a check against the reference.
+matmul, which the paper did not have. SGMV is what a layer calls, its wrapper on the weights of all slots; the operator
+on tensors alone is a column of `ext_operator_tables`. All run interleaved on the same inputs, each after a check
+against the reference.
 
 On a CPU, Gather and Gather-BMM jump once a copy exceeds 32 MB, from where glibc maps fresh pages for every call.
 

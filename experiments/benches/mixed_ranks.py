@@ -3,7 +3,7 @@
 Slot s holds an adapter of rank `ranks[s % len(ranks)]`; its weights above that rank are zero. Three systems run on it:
 
 * ``true rank``: the operator gets the table of ranks and reads each adapter at its own rank;
-* ``padded``: it gets no table and reads every slot at full width. The result is the same, because of the zeros;
+* ``padded``: the table says full width, at which it reads every slot. The result is the same, because of the zeros;
 * ``uniform rank``: all adapters have one rank, in slots of that width. The mean over the ranks is what a mix would cost
   if every adapter cost what it costs among its like.
 

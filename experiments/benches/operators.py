@@ -1,9 +1,9 @@
 """The LoRA operators of Figures 7, 8, 9 and README, checked and timed on either device.
 
 A `Problem` is one batch: x [T, h1], slots [T], weights A [L, r, h1] and B [L, h2, r] of all resident adapters, and
-y [T, h2]. An operator adds `x A^T B^T` of each row's adapter into y. The library's take B as layers store it, rank
-after rank, the baselines as adapter files do, row after row. The work of a server per step (segment plan, kernel
-metadata) is prepared outside the timing.
+y [T, h2]. An operator adds `x A^T B^T` of each row's adapter into y. SGMV is what a layer calls (`layer_call`), on B as
+layers store it, rank after rank; the baselines take B as adapter files do, row after row. The work of a server per step
+(segment plan, kernel metadata) is prepared outside the timing.
 
 On a CPU the timer empties the caches between calls, and one problem is enough. Under `cuda_graph` there are as many
 `problems`, each with its own x, y and adapters, as exceed the caches.
@@ -19,15 +19,13 @@ from itertools import accumulate
 import torch
 
 from experiments.benches import baselines
+from experiments.benches.layer_call import layer_calls, step_of, weights_of
 from experiments.benches.operator_conf import operator_conf
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import Config, DType
 from punica.measure.timing import Call, Name, Protocol, time_side_by_side
 from punica.metadata import LoRABatch, LoRAKernelMeta, MetaArgs, RowGroups
 from punica.ops import reference
-from punica.ops.interface import Ops
-from punica.ops.torch_ops import TorchOps
-from punica.ops.weights import LoRAWeights, Stack
 from punica.registry import Registry
 from punica.workload.popularity import popularity
 
@@ -106,41 +104,6 @@ OPERATORS: Registry[Prepare] = Registry("operator")
 """Name in rows and plots -> how to prepare a problem for it."""
 
 
-@dataclass(frozen=True)
-class Backend:
-    """SGMV on one kind of device: `sgmv(problem, v)` adds into y; `expand` expands v alone."""
-
-    sgmv: Callable[[Problem, torch.Tensor], Call]
-    expand: Callable[[Problem, torch.Tensor], Call]
-
-
-BACKENDS: Registry[Callable[[], Backend]] = Registry("op backend")
-"""Device type -> the SGMV that runs there."""
-
-
-def _backend(ops: Ops, step_of: Callable[[Problem], LoRABatch]) -> Backend:
-    def sgmv(problem: Problem, v: torch.Tensor) -> Call:
-        weights = LoRAWeights.of((problem.a,), (problem.stored_b,), problem.ranks)
-        return partial(ops.linear, problem.y, problem.x, weights, step_of(problem))
-
-    def expand(problem: Problem, v: torch.Tensor) -> Call:
-        return partial(ops.expand, problem.y, v, Stack.of_b((problem.stored_b,), problem.ranks), step_of(problem))
-
-    return Backend(sgmv, expand)
-
-
-@BACKENDS.register("cpu")
-def _torch_backend() -> Backend:
-    return _backend(TorchOps(), lambda problem: LoRABatch.of_slots(problem.slots))
-
-
-@BACKENDS.register("cuda")
-def _triton_backend() -> Backend:
-    from punica.ops.triton_ops import TritonOps
-
-    return _backend(TritonOps(), lambda problem: problem.step())
-
-
 def kernel_meta_args(slots: torch.Tensor, max_loras: int, device: torch.device) -> MetaArgs:
     """The seven metadata arguments of the Triton operators for rows that use `slots`, [T] int64 on the host."""
     meta = LoRAKernelMeta.make(max_loras, len(slots), device)
@@ -148,21 +111,16 @@ def kernel_meta_args(slots: torch.Tensor, max_loras: int, device: torch.device) 
     return meta.meta_args(len(slots), specialize_active_lora=True)
 
 
-def backend(device: torch.device) -> Backend:
-    """The SGMV backend of `device`."""
-    return BACKENDS.get(device.type)()
-
-
 @OPERATORS.register("SGMV")
 def _sgmv(problem: Problem) -> Prepared:
-    v = torch.empty(1, problem.x.shape[0], problem.a.shape[1], dtype=torch.float32, device=problem.x.device)
-    return adding(problem, backend(v.device).sgmv(problem, v))
+    return adding(problem, *layer_calls([problem]))
 
 
 @OPERATORS.register("SGMV expand")
 def _expand(problem: Problem) -> Prepared:
     v = problem.shrunk()
-    return Prepared(backend(v.device).expand(problem, v[None]), lambda: problem.y, lambda: problem.expanded(v))
+    call = partial(step_of(problem).add_expanded, problem.y, v[None], weights_of(problem).b)
+    return Prepared(call, lambda: problem.y, lambda: problem.expanded(v))
 
 
 @OPERATORS.register("Loop")

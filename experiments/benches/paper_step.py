@@ -6,9 +6,10 @@ apart        the prompt in one call of a layer, then the decodes in another.
 Loop         one product pair per adapter, the decodes' of one row each.
 grouped_mm   torch's grouped products.
 ===========  ==========================================================================
+
+Importing this module registers ``apart`` in `experiments.benches.operators.OPERATORS`.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,9 +17,8 @@ from experiments.benches import operators
 from experiments.benches.layer_call import layer_calls
 from experiments.benches.operator_conf import operator_conf
 from experiments.benches.operator_shapes import Operator
-from experiments.benches.operators import Problem
+from experiments.benches.operators import OPERATORS, Prepared, Problem
 from experiments.harness.schema import Config
-from punica.measure.timing import Call
 
 
 def sizes_of(requests: int, prompt: int) -> tuple[int, ...]:
@@ -45,18 +45,10 @@ def steps(cfg: Config, requests: int, prompt: int, rank: int) -> list[Problem]:
     return operators.rotated(cfg, sizes_of(requests, prompt), copies, (a, b, None))
 
 
-def checked_calls(batches: Sequence[Problem], system: str) -> list[Call]:
-    """The calls of `system` on `batches`, the first of them checked; `CheckFailed` when it is wrong."""
-    if system not in THROUGH_LAYERS:
-        return operators.prepare_checked(batches, system)
-    batches[0].y.zero_()
-    calls = THROUGH_LAYERS[system](batches)
-    return operators.checked(system, [operators.adding(*pair) for pair in zip(batches, calls, strict=True)])
-
-
-def _apart(batches: Sequence[Problem]) -> list[Call]:
-    prompts, decodes = (layer_calls([_part(batch, of_prompt) for batch in batches]) for of_prompt in (True, False))
-    return [partial(operators.in_turn, pair) for pair in zip(prompts, decodes, strict=True)]
+@OPERATORS.register("apart")
+def _apart(batch: Problem) -> Prepared:
+    parts = [_part(batch, of_prompt) for of_prompt in (True, False)]
+    return operators.adding(batch, partial(operators.in_turn, layer_calls(parts)))
 
 
 def _part(batch: Problem, of_prompt: bool) -> Problem:
@@ -65,7 +57,3 @@ def _part(batch: Problem, of_prompt: bool) -> Problem:
     rows = slice(0, first) if of_prompt else slice(first, None)
     sizes = (first,) if of_prompt else tuple(others)
     return replace(batch, x=batch.x[rows], y=batch.y[rows], slots=batch.slots[rows], sizes=sizes)
-
-
-THROUGH_LAYERS: dict[str, Callable[[Sequence[Problem]], list[Call]]] = {"SGMV": layer_calls, "apart": _apart}
-"""System -> its calls, where they are a layer's."""

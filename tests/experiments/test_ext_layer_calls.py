@@ -61,7 +61,7 @@ def test_every_system_computes_the_step(tmp_path, requests):
     results = []
     for system in cfg.system.names if requests > 1 else ["SGMV"]:
         (batch,) = paper_step.steps(cfg, requests, 5, 16)
-        (call,) = paper_step.checked_calls([batch], system)
+        (call,) = operators.prepare_checked([batch], system)
         assert batch.sizes == (5, *[1] * (requests - 1))
         batch.y.zero_()
         call()
@@ -71,12 +71,12 @@ def test_every_system_computes_the_step(tmp_path, requests):
 
 
 def test_a_part_that_is_missing_fails_the_check(tmp_path, monkeypatch):
-    def without_decodes(batches):
-        return layer_calls([paper_step._part(batch, of_prompt=True) for batch in batches])
+    def without_decodes(batch):
+        return operators.adding(batch, *layer_calls([paper_step._part(batch, of_prompt=True)]))
 
-    monkeypatch.setitem(paper_step.THROUGH_LAYERS, "apart", without_decodes)
+    monkeypatch.setitem(operators.OPERATORS._entries, "apart", without_decodes)
     with pytest.raises(CheckFailed, match="apart differs from the reference"):
-        paper_step.checked_calls(paper_step.steps(settled(tmp_path), 4, 5, 16), "apart")
+        operators.prepare_checked(paper_step.steps(settled(tmp_path), 4, 5, 16), "apart")
 
 
 def test_under_cuda_graph_the_steps_move_more_than_the_caches_hold(tmp_path):

@@ -5,11 +5,19 @@ import torch
 from fakes import composed
 
 from experiments.benches import operators
+from experiments.benches.layer_bench import LayerBench
 from experiments.benches.operators import OPERATORS, Prepared, problems
 from experiments.harness import CheckFailed, Point
 from experiments.harness.catalogue import experiments
+from experiments.harness.schema import DType, ModelConf
 from experiments.harness.settings import settle
+from punica.wrapper import PunicaWrapperCPU
+from punica.wrapper.linear import LinearMethods
 
+TINY = ModelConf(
+    name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=1,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
+)  # fmt: skip
 FIG08 = next(experiment for experiment in experiments(["fig08"]))
 
 
@@ -24,6 +32,28 @@ def test_every_operator_of_figure_8_gives_the_reference(tmp_path, workload, rows
     for name in cfg.system.names:
         (call,) = operators.prepare_checked(problems(cfg, workload, rows, 16), name)
         call()
+
+
+@pytest.mark.parametrize("name", ["fig08", "readme", "fig09"])
+def test_sgmv_of_the_figures_is_the_call_of_a_layer(tmp_path, monkeypatch, name):
+    """The same function of a wrapper, on weights with a table of ranks, B stored rank after rank."""
+    seen, right = [], LinearMethods.add_linear
+
+    def noted(self, y, x, weights, *rest, **keywords):
+        forms = weights.a.form.has_ranks, weights.b.form.has_ranks, weights.b.tensors[0].stride(-2) == 1
+        seen.append((type(self), *forms))
+        return right(self, y, x, weights, *rest, **keywords)
+
+    monkeypatch.setattr(LinearMethods, "add_linear", noted)
+    layer = LayerBench(TINY, 16, 2, 64, "cpu")
+    layer.run(layer.rows(2), *layer.begin([1, 2], 8))
+    of_layers, seen[:] = list(seen), []
+    (experiment,) = experiments([name])
+    cfg = settle(composed(tmp_path, name=experiment.name), experiment)
+    (call,) = experiment.calls(cfg, Point("", "SGMV", "Skewed", batch_size=7, rank=16))
+    call()
+    assert len(seen) == 2, "once for the check, once for the clock"
+    assert set(seen) == set(of_layers) == {(PunicaWrapperCPU, True, True, True)}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
