@@ -4,7 +4,6 @@ Bounds are of a data-centre GPU; a CPU has none. A ratio's interval is its span 
 draw of windows.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -50,18 +49,12 @@ class Asked:
 def asked(rows: pd.DataFrame) -> list[Asked]:
     """Compute the ratios that ``rows`` of one machine give."""
     chosen, on_gpu = Rows(rows[rows["figure"].isin((SERVED, ADAPTERS))]), not (rows["hardware"] == "cpu").any()
-    found = []
-    for group, figures in ((_serving, {SERVED}), (_streams, {SERVED}), (_many, {ADAPTERS})):
-        quantities = _of(group, chosen)
-        if not quantities:
-            continue
-        finding = Finding({name: value for name, (value, _) in quantities.items()}, "")
-        spans = intervals(lambda part, group=group: _finding(group, part), chosen, finding, figures)  # type: ignore[misc]
-        found += [
-            Asked(name, value, spans.get(name), bound, meets(value, bound) if on_gpu else None)
-            for name, (value, bound) in quantities.items()
-        ]
-    return found
+    found = _all(chosen)
+    spans = intervals(_values, chosen, _values(chosen))
+    return [
+        Asked(name, value, spans.get(name), bound, meets(value, bound) if on_gpu else None)
+        for name, (value, bound) in found.items()
+    ]
 
 
 def meets(value: float, bound: Bound) -> bool:
@@ -83,15 +76,16 @@ def asked_table(found: list[Asked]) -> list[str]:
     return markdown(("asked of an H200", "measured", "runs", "bound", "met"), lines)
 
 
-def _of(group: Callable[[Rows], Quantities], rows: Rows) -> Quantities:
-    try:
-        return group(rows)
-    except NotMeasured:
-        return {}
+def _values(rows: Rows) -> Finding:
+    return Finding({name: value for name, (value, _) in _all(rows).items()}, "")
 
 
-def _finding(group: Callable[[Rows], Quantities], rows: Rows) -> Finding:
-    return Finding({name: value for name, (value, _) in group(rows).items()}, "")
+def _all(rows: Rows) -> Quantities:
+    found: Quantities = {}
+    for group in (_serving, _streams, _many):
+        with suppress(NotMeasured):
+            found |= group(rows)
+    return found
 
 
 def _serving(rows: Rows) -> Quantities:
@@ -108,23 +102,19 @@ def _serving(rows: Rows) -> Quantities:
             "Distinct / Identical": ((PUNICA, "Distinct"), (PUNICA, "Identical"), 0.91),
         }
         for name, (upper, lower, limit) in pairs.items():
-            if _has(cell, *upper) and _has(cell, *lower):
-                found[f"{cell.model}: Punica {name}"] = cell.get(*upper) / cell.get(*lower), (AT_LEAST, limit)
+            with suppress(NotMeasured):
+                found[f"{cell.model}: Punica {name}"] = cell.ratio(upper, lower), (AT_LEAST, limit)
         for workload, limit in SPEEDUP.items():
-            if _has(cell, PUNICA, workload) and _has(cell, CONTINUOUS, workload):
-                with suppress(NotMeasured):  # some baseline is missing on this workload
-                    speedup = cell.get(PUNICA, workload) / cell.best_baseline(workload)
-                    found[f"{cell.model}: Punica / best baseline, {workload}"] = speedup, (AT_LEAST, limit)
+            with suppress(NotMeasured):  # Punica or some baseline is missing on this workload
+                speedup = cell.over_best_baseline(workload)
+                found[f"{cell.model}: Punica / best baseline, {workload}"] = speedup, (AT_LEAST, limit)
         for workload in PAPER_WORKLOADS:
             for name, (over, under) in SPLIT.items():
-                if all(_has(cell, system, workload) for system in (over, under, PEFT_MIXED)):
-                    ratio = cell.get(over, workload) / cell.get(under, workload)
-                    found[f"{cell.model}, {workload}: {name}"] = ratio, (AT_LEAST, 1.0)
+                if cell.has(PEFT_MIXED, workload):
+                    with suppress(NotMeasured):
+                        ratio = cell.ratio((over, workload), (under, workload))
+                        found[f"{cell.model}, {workload}: {name}"] = ratio, (AT_LEAST, 1.0)
     return found
-
-
-def _has(cell: Serving, system: str, workload: str) -> bool:
-    return cell.has(system) and workload in cell.throughput(system).index
 
 
 def _streams(rows: Rows) -> Quantities:

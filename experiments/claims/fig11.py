@@ -31,10 +31,12 @@ PAPER_GPUS = 8
 class Serving:
     """Throughput in token/s of one model, by system and workload, at batch 32 (or the largest limit measured), on the
     largest number of GPUs.
+
+    A ratio is the median of the ratios of the repeats that both parts have, as each repeat draws other requests.
     """
 
     def __init__(self, rows: Rows, role: str) -> None:
-        self.role = role
+        self.rows, self.role = rows, role
         frame = rows.figure("12" if role == "70B" else "11")
         self.model = model_for(frame, role)
         frame = pick(frame, model=self.model)
@@ -43,38 +45,46 @@ class Serving:
         most = gpus == gpus.max()
         self.batch = 32 if (sizes[most] == 32).any() else np.fmax.reduce(sizes[most])
         self.frame = frame[most & ((sizes == self.batch) | np.isnan(sizes))]
-        self._systems = set(self.frame["system"].to_numpy()[self.frame["metric"] == "throughput"])
-        self._throughput: dict[str, pd.Series] = {}
+        served = self.frame[self.frame["metric"] == "throughput"]
+        self._places = pd.Series(served.index, pd.MultiIndex.from_frame(served[["system", "workload"]]))
+        self.is_the_papers = self.model == role
+        self.as_in_the_paper = self.gpus in (None, PAPER_GPUS)
+        self.measured_model = self.model if self.as_in_the_paper else f"{self.model} on {self.gpus} GPUs"
 
-    @property
-    def as_in_the_paper(self) -> bool:
-        """True where as many GPUs share the model as in the paper."""
-        return self.gpus in (None, PAPER_GPUS)
-
-    @property
-    def is_the_papers(self) -> bool:
-        """True of the paper's own numbers."""
-        return self.model == self.role
-
-    @property
-    def measured_model(self) -> str:
-        """Name of the model, with the number of GPUs where it is not the paper's."""
-        return self.model if self.as_in_the_paper else f"{self.model} on {self.gpus} GPUs"
-
-    def has(self, system: str) -> bool:
-        return system in self._systems
+    def has(self, system: str, *workloads: str) -> bool:
+        """Check whether the system was measured, on ``workloads``."""
+        known = [workload for name, workload in self._places.index if name == system]
+        return bool(known) and set(workloads) <= set(known)
 
     def throughput(self, system: str) -> pd.Series:
         """Return throughput by workload; NotMeasured when the system was not measured."""
-        if system not in self._throughput:
-            self._throughput[system] = curve(self.frame, "throughput", over="workload", system=system)
-        return self._throughput[system]
+        return curve(self.frame, "throughput", over="workload", system=system)
 
     def get(self, system: str, workload: str) -> float:
-        values = self.throughput(system)
-        if workload not in values.index:
-            raise NotMeasured(f"{system} was not measured on {workload} ({self.model})")
-        return float(values[workload])
+        return float(np.median(self._numbers((system, workload))))
+
+    def ratio(self, upper: tuple[str, str], lower: tuple[str, str]) -> float:
+        """Divide the throughput of one (system, workload) by another's, repeat by repeat."""
+        above, below = self._numbers(upper, lower)
+        return float(np.median(above / below))
+
+    def flatness(self, system: str) -> float:
+        """Divide the smallest throughput over the four workloads by the largest, repeat by repeat."""
+        numbers = self._numbers(*((system, workload) for workload in PAPER_WORKLOADS))
+        return float(np.median(numbers.min(axis=0) / numbers.max(axis=0)))
+
+    def _numbers(self, *parts: tuple[str, str]) -> np.ndarray:
+        """Return throughputs, a line per part, by the repeats that all parts have."""
+        for system, workload in parts:
+            if not self.has(system):
+                raise NotMeasured(f"no rows with metric=throughput, system={system}")
+            if not self.has(system, workload):
+                raise NotMeasured(f"{system} was not measured on {workload} ({self.model})")
+        places = [self._places.loc[[part]] for part in parts]
+        if max(map(len, places)) > 1:
+            panels = ", ".join(sorted(set(self.frame["panel"])))
+            raise NotMeasured(f"throughput has several values per workload ({panels}); the claim is about one")
+        return self.rows.together([int(place.iloc[0]) for place in places])
 
     def known(self, system: str, workload: str, metric: str) -> float | None:
         """Return a number of the system's own, None where it gave none."""
@@ -82,14 +92,11 @@ class Serving:
         found = self.frame[own & (self.frame["metric"] == metric)]
         return float(found["value"].iloc[0]) if len(found) else None
 
-    def fastest_baseline(self, workload: str) -> str:
-        """Name the fastest baseline; continuous batching, which wins in the paper, must be among them."""
-        self.get(CONTINUOUS, workload)
-        return max(filter(self.has, baselines()), key=lambda system: self.get(system, workload))
-
-    def best_baseline(self, workload: str) -> float:
-        """Return the throughput of the fastest baseline."""
-        return self.get(self.fastest_baseline(workload), workload)
+    def over_best_baseline(self, workload: str) -> float:
+        """Divide Punica by the fastest baseline; continuous batching, which wins in the paper, must be among them."""
+        self._numbers((PUNICA, workload), (CONTINUOUS, workload))
+        fastest = max(filter(self.has, baselines()), key=lambda system: self.get(system, workload))
+        return self.ratio((PUNICA, workload), (fastest, workload))
 
     def longest_stream(self, system: str, workload: str) -> dict[str, float]:
         """Return the longest stream that was served to its end, by metric; none without one."""
@@ -102,12 +109,7 @@ class Serving:
 
     def collapse(self, system: str) -> float:
         """Divide a system's throughput on Distinct by Identical."""
-        return self.get(system, "Distinct") / self.get(system, "Identical")
-
-    def flatness(self, system: str) -> float:
-        """Divide the smallest throughput over the four workloads by the largest."""
-        values = [self.get(system, workload) for workload in PAPER_WORKLOADS]
-        return min(values) / max(values)
+        return self.ratio((system, "Distinct"), (system, "Identical"))
 
     def distinct_over_identical_by_bytes(self) -> float:
         """Return the ratio of throughputs of steps that take what their bytes take; without counts of a window, at the
@@ -155,7 +157,7 @@ def mixed_gains(rows: Rows) -> tuple[dict[Serving, dict[str, float]], list[str]]
     gains, missing = {}, []
     for cell in serving(rows, ("7B", "13B", "70B")):
         try:
-            gains[cell] = {workload: cell.get(PUNICA, workload) / cell.best_baseline(workload) for workload in MIXED}
+            gains[cell] = {workload: cell.over_best_baseline(workload) for workload in MIXED}
         except NotMeasured as reason:
             missing.append(str(reason))
     if not gains:
@@ -226,7 +228,7 @@ def distinct_costs_no_more(rows: Rows) -> Finding:
 def twelvefold(rows: Rows) -> Finding:
     """Punica over the best baseline, Distinct, 7B."""
     cell = Serving(rows, "7B")
-    speedup = cell.get(PUNICA, "Distinct") / cell.best_baseline("Distinct")
+    speedup = cell.over_best_baseline("Distinct")
     compared = "; ".join(name_of(system) for system in reversed(baselines()) if cell.has(system))
     text = f"{speedup:.2f} ({cell.model}, max batch {cell.batch:g}, against {compared})"
     return Finding({"speedup": speedup}, text, models=(cell.model,))
@@ -252,7 +254,7 @@ def speedup_by_workload(rows: Rows) -> Finding:
 def backbone_only_is_slightly_faster(rows: Rows) -> Finding:
     """Continuous batching without LoRA over Punica, Identical: the same engine with and without adapters."""
     cells = serving(rows, ("7B", "13B", "70B"))
-    gain = {cell.role: cell.get(CONTINUOUS, "Identical") / cell.get(PUNICA, "Identical") for cell in cells}
+    gain = {cell.role: cell.ratio((CONTINUOUS, "Identical"), (PUNICA, "Identical")) for cell in cells}
     text = ", ".join(f"{gain[cell.role]:.3f} ({cell.measured_model})" for cell in cells)
     papers = {cell.role: gain[cell.role] for cell in cells if cell.as_in_the_paper}
     return Finding({**papers, "smallest": min(gain.values()), "largest": max(gain.values())}, text)
@@ -266,15 +268,13 @@ def order_with_one_model(rows: Rows) -> Finding:
     for cell in cells:
         names = [CONTINUOUS, PUNICA, STATIC, *(name for name in ("deepspeed",) if cell.has(name)), HF]
         value = {name: cell.get(name, "Identical") for name in names}
-        statics = [value[name] for name in names if name in (STATIC, "deepspeed")]
-        ratios.append(
-            {
-                "continuous_over_punica": value[CONTINUOUS] / value[PUNICA],
-                "punica_over_static": value[PUNICA] / max(statics),
-                "static_over_hf": min(statics) / value[HF],
-                "continuous_over_static": value[CONTINUOUS] / max(statics),
-            }
-        )
+        statics = names[2:-1]
+        fast, slow = max(statics, key=value.__getitem__), min(statics, key=value.__getitem__)
+        pairs = {
+            "continuous_over_punica": (CONTINUOUS, PUNICA), "punica_over_static": (PUNICA, fast),
+            "static_over_hf": (slow, HF), "continuous_over_static": (CONTINUOUS, fast),
+        }  # fmt: skip
+        ratios.append({pair: cell.ratio((a, "Identical"), (b, "Identical")) for pair, (a, b) in pairs.items()})
         texts.append(f"{cell.model}: " + "; ".join(f"{name_of(name)} {v:.4g}" for name, v in value.items()))
     least = {name: min(one[name] for one in ratios) for name in ratios[0]}
     return Finding(least, "; ".join(texts))
@@ -293,7 +293,7 @@ def baselines_collapse(rows: Rows) -> Finding:
 def baselines_gain_little(rows: Rows) -> Finding:
     """Continuous batching of one adapter: Uniform and Skewed over Distinct, 7B."""
     cell = Serving(rows, "7B")
-    uniform, skewed = (cell.get(CONTINUOUS, w) / cell.get(CONTINUOUS, "Distinct") for w in ("Uniform", "Skewed"))
+    uniform, skewed = (cell.ratio((CONTINUOUS, name), (CONTINUOUS, "Distinct")) for name in ("Uniform", "Skewed"))
     return Finding({"uniform": uniform, "skewed": skewed}, f"{uniform:.3f}, {skewed:.3f} ({cell.model})")
 
 
@@ -303,8 +303,8 @@ def lora_adds_two_milliseconds(rows: Rows) -> Finding:
     the number of steps is known. Without LoRA it is the backbone at a full batch, continuous batching on Identical.
     """
     cell = Serving(rows, "7B")
-    without = cell.get(CONTINUOUS, "Identical")
-    share = {workload: 1 - cell.get(PUNICA, workload) / without for workload in ("Identical", "Distinct")}
+    without = CONTINUOUS, "Identical"
+    share = {workload: 1 - cell.ratio((PUNICA, workload), without) for workload in ("Identical", "Distinct")}
     quantities = {f"{workload.lower()}_share": value for workload, value in share.items()}
     said = [f"{workload} {100 * value:.1f} %" for workload, value in share.items()]
     if (step := cell.step_ms()) is not None:

@@ -25,7 +25,7 @@ def baseline_collapses_70b(rows: Rows) -> Finding:
     """70B, continuous batching of one adapter: its Distinct over its Identical, and Punica over it on Distinct."""
     cell = Serving(rows, "70B")
     left = cell.collapse(CONTINUOUS)
-    speedup = cell.get(PUNICA, "Distinct") / cell.get(CONTINUOUS, "Distinct")
+    speedup = cell.ratio((PUNICA, "Distinct"), (CONTINUOUS, "Distinct"))
     text = f"Distinct / Identical {left:.3f}, Punica {speedup:.1f}x on Distinct ({cell.measured_model})"
     return Finding({"distinct_over_identical": left, "speedup": speedup}, text, models=(cell.measured_model,))
 
@@ -34,7 +34,7 @@ def baseline_collapses_70b(rows: Rows) -> Finding:
 def alike_70b(rows: Rows) -> Finding:
     """70B: Punica over continuous batching of one adapter, Identical."""
     cell = Serving(rows, "70B")
-    share = cell.get(PUNICA, "Identical") / cell.get(CONTINUOUS, "Identical")
+    share = cell.ratio((PUNICA, "Identical"), (CONTINUOUS, "Identical"))
     return Finding({"ratio": share}, f"{share:.3f} ({cell.measured_model})", models=(cell.measured_model,))
 
 

@@ -1,5 +1,6 @@
-"""Verdicts: our value of every claim against its bounds."""
+"""Verdicts: our value of every claim against its bounds, and how far they hang on single repeats."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -9,13 +10,12 @@ from typing import Any
 import pandas as pd
 
 from experiments.claims.bounds import Bound, Interval, Outcome, described, missed_bounds, outcome_of, read_bounds
-from experiments.claims.evidence import Evidence
-from experiments.claims.finding import CLAIMS, MEASURED, SIMULATED, Finding, intervals, rests_on
+from experiments.claims.finding import CLAIMS, MEASURED, SIMULATED, Finding, intervals, quantities
 from experiments.claims.rows import NotMeasured, Rows
 from experiments.facts.models import MODELS
-from experiments.facts.paper import Statement, read_claims
+from experiments.facts.paper import Statement, claim_clocks, paper_file, read_claims
 from experiments.harness.catalogue import experiments
-from experiments.harness.clocks import HOST, NOT_STEADY
+from experiments.harness.clocks import HOST, NOT_STEADY, unsteady
 from punica.measure.records import COLUMNS
 
 REPRODUCED, SHAPE, NOISE, DIFFERS = "reproduced", "shape holds", "within noise", "differs"
@@ -32,6 +32,7 @@ VERDICTS = (
     REPRODUCED, SHAPE, NOISE, DIFFERS, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE, NOT_MEASURED, NOT_TESTABLE,
     NOT_IMPLEMENTED,
 )  # fmt: skip
+MECHANISMS, WORDS, ANY, NOT_KNOWN = "claim_mechanisms.csv", "claim_words.csv", "any", "not known"
 EDGE = 0.02
 """Relative distance from a bound below which a verdict says that it is at the edge."""
 MEASURED_IN = {"abstract": "11", "text 7.2": "11", "README": "README backbone-vs-sgmv"}
@@ -51,10 +52,10 @@ class Verdict:
     Attributes:
         quantities: numbers that the bounds apply to. `interval`: those of them whose interval is known.
         why: the mechanism that makes our value differ, as far as known; of a simulation whose shape alone holds also
-            what it misses. `remark`: bounds close by, or missed by the median of a value within noise.
+            what it misses. `remark`: bounds that the value misses or is close to, and limits of the word.
         clock: clock of an operator's rows. `clock_missing`: the one that decides, where none of its rows count.
             `other_clock`: verdict and value by the other one.
-        disturbed: it rests on disturbed points. `once`: on points measured once, whose interval is unknown.
+        disturbed: it rests on disturbed points. `once`: on points of a single run.
         reason: what was missing. `command`: what would measure it.
         older_source: the claim's figures whose rows other code than today's measured.
     """
@@ -84,6 +85,22 @@ class Verdict:
     older_source: str = ""
 
 
+@dataclass(frozen=True)
+class Stability:
+    """Verdicts of one claim by value alone, over ``of`` other choices of the repeats: ``same`` of them give
+    ``verdict``, that of all repeats; ``others`` counts the rest by verdict.
+    """
+
+    verdict: str
+    same: int
+    of: int
+    others: Mapping[str, int]
+
+    def __str__(self) -> str:
+        others = ", ".join(f"{name} {times}" for name, times in self.others.items())
+        return f"{self.verdict} in {self.same} of {self.of} choices" + (f" ({others})" if others else "")
+
+
 def judge(rows: pd.DataFrame, folder: str | Path, clock: str = "") -> list[Verdict]:
     """Judge each claim in ``folder`` (``paper_results``), C01 first, from ``rows`` of one hardware.
 
@@ -97,109 +114,170 @@ def judge(rows: pd.DataFrame, folder: str | Path, clock: str = "") -> list[Verdi
     machines = sorted(set(rows["hardware"]))
     if len(machines) > 1:
         raise ValueError(f"rows of {', '.join(machines)} are mixed; judge one hardware at a time")
-    bounds, evidence = read_bounds(folder), Evidence(rows, folder, clock)
-    return [judge_claim(statement, bounds.get(statement.id), evidence) for statement in read_claims(folder)]
+    court = Judge(rows, folder, clock)
+    return [court.verdict(statement) for statement in read_claims(folder)]
 
 
-def judge_claim(statement: Statement, bounds: dict[str, list[Bound]] | None, evidence: Evidence) -> Verdict:
-    """Judge one claim by the clock that decides it; ``bounds``: by test (`read_bounds`), None when it has none yet."""
-    clock, other = evidence.clock(statement.id), evidence.other_clock(statement.id)
-    verdict = _by_clock(statement, bounds, evidence, clock)
-    if verdict.clock and clock not in verdict.clock and verdict.verdict != NOT_TESTABLE:
-        noisy = clock == HOST and not evidence.unsteady.isdisjoint(statement.figure.split(", "))
-        missing = NOT_STEADY if noisy else f"there are no rows of {clock}, which decides (measure with timer={clock})"
-        remark = "; ".join(filter(None, (verdict.remark, f"judged by {verdict.clock}: {missing}")))
-        verdict = replace(verdict, remark=remark, clock_missing=clock)
-    if not other or verdict.kind != MEASURED or evidence.rows(other) is evidence.rows(clock):
-        return verdict
-    beside = _by_clock(statement, bounds, evidence, other)
-    if beside.clock == verdict.clock:
-        return verdict
-    return replace(verdict, other_clock=f"by {beside.clock}: {beside.verdict}, {beside.our_value}")
+def stability(rows: pd.DataFrame, folder: str | Path) -> dict[str, Stability]:
+    """Map the claims in ``folder`` to the stability of their verdicts on ``rows`` of one hardware, under other choices
+    of the repeats: each alone, and all but each.
+
+    Absent are claims without a verdict, simulated ones, and those whose quantities no choice changes.
+    """
+    court, found = Judge(rows, folder), {}
+    for id, function in CLAIMS.items():
+        chosen = court.rows(court.clocks.get(id, ""))
+        try:
+            usual = function(chosen)
+        except NotMeasured:
+            continue
+        others = [quantities(function, one) for one in (*chosen.alone(), *chosen.without())]
+        if usual.kind == SIMULATED or id not in court.bounds or all(one in ({}, usual.quantities) for one in others):
+            continue
+        tally = Counter(court.word(id, replace(usual, quantities=one)) for one in others if one)
+        verdict = court.word(id, usual)
+        rest = {name: times for name, times in tally.most_common() if name != verdict}
+        found[id] = Stability(verdict, tally[verdict], tally.total(), rest)
+    return found
 
 
-def _by_clock(
-    statement: Statement, bounds: dict[str, list[Bound]] | None, evidence: Evidence, clock: str
-) -> Verdict:
-    rows, hardware = evidence.rows(clock), evidence.hardware
-    open_claim = Verdict(
-        statement.id, statement.statement, statement.figure, statement.expected_value, unit=statement.unit,
-        relation_tested=described(bounds["relation"]) if bounds else "",
-        shape_tested=described(bounds["shape"]) if bounds else "", hardware=hardware,
-        older_source=", ".join(rows.older(statement.figure.split(", "))),
-    )  # fmt: skip
-    rows.asked.clear()
-    try:
-        if bounds is None or statement.id not in CLAIMS:
-            raise NotMeasured(f"nothing here computes {_place(statement.figure)}")
-        finding = CLAIMS[statement.id](rows)
-        if clock and any(HOST in rows.timers(figure) for figure in rows.asked & evidence.unsteady):
-            raise NotMeasured(NOT_STEADY)
-    except NotMeasured as reason:
-        return replace(open_claim, **_unjudged(statement, evidence, reason, rows))
-    timers = {timer for figure in rows.asked for timer in rows.timers(figure)} if clock else set()
-    judged = _judged(statement, bounds, finding, evidence, rows)
-    return replace(open_claim, clock=", ".join(sorted(timers)), **judged)
+class Judge:
+    """Rows of one machine under each clock, and what was decided before any row: bounds, clocks, words, mechanisms.
+
+    ``only``: the clock that decides all claims on operators, empty for each claim's own.
+    """
+
+    def __init__(self, frame: pd.DataFrame, folder: str | Path, only: str = "") -> None:
+        self.hardware = str(frame["hardware"].iloc[0]) if len(frame) else ""
+        self.bounds, self._frame = read_bounds(folder), frame
+        self.clocks = {id: only or clock for id, clock in claim_clocks(folder).items()}
+        self._several = len(set(frame["timer"].dropna()) - {""}) > 1
+        self._unsteady = set(frame.loc[unsteady(frame), "figure"])
+        self._rows: dict[str, Rows] = {}
+        self._mechanisms, self._words = (
+            pd.read_csv(paper_file(folder, name)).set_index(["claim", "where"]) for name in (MECHANISMS, WORDS)
+        )
+
+    def rows(self, clock: str) -> Rows:
+        """Return the rows with those of ``clock`` preferred."""
+        key = clock if self._several else ""
+        if key not in self._rows:
+            self._rows[key] = Rows(self._frame, key)
+        return self._rows[key]
+
+    def verdict(self, statement: Statement) -> Verdict:
+        """Judge one claim by the clock that decides it, beside its verdict by the other one."""
+        clock = self.clocks.get(statement.id, "")
+        verdict = self._by_clock(statement, clock)
+        if verdict.clock and clock not in verdict.clock and verdict.verdict != NOT_TESTABLE:
+            missing = f"there are no rows of {clock}, which decides (measure with timer={clock})"
+            if clock == HOST and self._timed_unsteadily(statement):
+                missing = NOT_STEADY
+            remark = "; ".join(filter(None, (verdict.remark, f"judged by {verdict.clock}: {missing}")))
+            verdict = replace(verdict, remark=remark, clock_missing=clock)
+        others = [other for other in sorted({*self.clocks.values()}) if other != clock]
+        if not clock or not others or verdict.kind != MEASURED or not self._several:
+            return verdict
+        beside = self._by_clock(statement, others[0])
+        if beside.clock == verdict.clock:
+            return verdict
+        return replace(verdict, other_clock=f"by {beside.clock}: {beside.verdict}, {beside.our_value}")
+
+    def word(self, id: str, finding: Finding, known: Mapping[str, Interval] | None = None) -> str:
+        """Return the word for a finding whose intervals are ``known``."""
+        relation, shape = (
+            outcome_of(self.bounds[id][test], finding.quantities, known, self.hardware, finding.models)
+            for test in ("relation", "shape")
+        )
+        most, _ = self._limit(id)
+        word = most if most == NOT_TESTABLE else decide(Outcome.ELSEWHERE if most == SHAPE else relation, shape)
+        if finding.kind == SIMULATED and word in (REPRODUCED, SHAPE):
+            simulated = SIMULATED_TOO if word == REPRODUCED else SIMULATED_SHAPE
+            return simulated if finding.cost_model else ARITHMETIC
+        return word
+
+    def _by_clock(self, statement: Statement, clock: str) -> Verdict:
+        rows, figures, bounds = self.rows(clock), statement.figure.split(", "), self.bounds.get(statement.id)
+        verdict = Verdict(
+            statement.id, statement.statement, statement.figure, statement.expected_value, unit=statement.unit,
+            relation_tested=described(bounds["relation"]) if bounds else "",
+            shape_tested=described(bounds["shape"]) if bounds else "", hardware=self.hardware,
+            older_source=", ".join(rows.older(figures)),
+        )  # fmt: skip
+        try:
+            if bounds is None or statement.id not in CLAIMS:
+                raise NotMeasured(f"nothing here computes {_place(statement.figure)}")
+            finding = CLAIMS[statement.id](rows)
+            if clock and HOST in rows.timers(figures) and self._timed_unsteadily(statement):
+                raise NotMeasured(NOT_STEADY)
+        except NotMeasured as reason:
+            return replace(verdict, **self._unjudged(statement, str(reason), rows))
+        timers = rows.timers(figures) if clock else []
+        return replace(verdict, clock=", ".join(timers), **self._judged(statement, bounds, finding, rows))
+
+    def _unjudged(self, statement: Statement, reason: str, rows: Rows) -> dict[str, Any]:
+        most, limit = self._limit(statement.id)
+        if statement.id not in CLAIMS:
+            return {"verdict": NOT_IMPLEMENTED, "reason": reason}
+        if not scales_of(statement, self.hardware, rows):
+            return {"verdict": NOT_IMPLEMENTED, "reason": f"no script measures {_place(statement.figure)}"}
+        if most == NOT_TESTABLE:
+            return {"verdict": NOT_TESTABLE, "reason": limit}
+        return {"verdict": NOT_MEASURED, "reason": reason, "command": command(statement, self.hardware, rows)}
+
+    def _judged(
+        self, statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, rows: Rows
+    ) -> dict[str, Any]:
+        function, measured = CLAIMS[statement.id], finding.kind != SIMULATED
+        known = intervals(function, rows, finding) if measured else {}
+        word, (most, limit) = self.word(statement.id, finding, known), self._limit(statement.id)
+        if word == NOT_TESTABLE:
+            return {"verdict": word, "reason": f"{limit}; measured {finding.text}"}
+        counting = {
+            test: [one for one in all_ if one.counts(self.hardware, finding.models)] for test, all_ in bounds.items()
+        }
+        missed = missed_bounds(counting["relation"], finding.quantities) if word == SIMULATED_SHAPE else ""
+        why = self._mechanism(statement.id) if word in (DIFFERS, SIMULATED_SHAPE) else ""
+        absent = sorted({bound.quantity for bound in bounds["shape"]} - set(finding.quantities))
+        limited = f"at most {most}: {limit}" if most else ""
+        return {
+            "our_value": finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
+            "verdict": word,
+            "why": ". ".join(filter(None, (missed, why))),
+            "remark": (_remark(word, counting, finding, known) if measured else "") or limited,
+            "reason": f"the rows do not give {', '.join(absent)}" if word == NOT_MEASURED else "",
+            "command": command(statement, self.hardware, rows) if word == NOT_MEASURED else "",
+            "quantities": "; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),
+            "interval": "; ".join(f"{name}={low:.4g} to {high:.4g}" for name, (low, high) in known.items()),
+            "kind": finding.kind,
+        } | {
+            mark: measured and any(quantities(function, one) != finding.quantities for one in rows.stirred(mark))
+            for mark in ("disturbed", "once")
+        }
+
+    def _timed_unsteadily(self, statement: Statement) -> bool:
+        return any(name.startswith(tuple(statement.figure.split(", "))) for name in self._unsteady)
+
+    def _mechanism(self, id: str) -> str:
+        return next((str(line["sentence"]) for line in self._lines(self._mechanisms, id)), NOT_KNOWN)
+
+    def _limit(self, id: str) -> tuple[str, str]:
+        """Return the best word that the claim can get on this class of hardware, and why; empty without a limit."""
+        return next(((str(line["most"]), str(line["reason"])) for line in self._lines(self._words, id)), ("", ""))
+
+    def _lines(self, table: pd.DataFrame, id: str) -> list[pd.Series]:
+        here = "cpu" if self.hardware == "cpu" else "gpu"
+        return [table.loc[id, where] for where in (here, ANY) if (id, where) in table.index]
 
 
-def _unjudged(statement: Statement, evidence: Evidence, reason: NotMeasured, rows: Rows) -> dict[str, Any]:
-    if statement.id not in CLAIMS:
-        return {"verdict": NOT_IMPLEMENTED, "reason": str(reason)}
-    if not scales_of(statement, evidence.hardware, rows):
-        return {"verdict": NOT_IMPLEMENTED, "reason": f"no script measures {_place(statement.figure)}"}
-    most, why_not = evidence.best_word(statement.id)
-    if most == NOT_TESTABLE:
-        return {"verdict": NOT_TESTABLE, "reason": why_not}
-    return {"verdict": NOT_MEASURED, "reason": str(reason), "command": command(statement, evidence.hardware, rows)}
-
-
-def _judged(
-    statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, evidence: Evidence, rows: Rows
-) -> dict[str, Any]:
-    hardware = evidence.hardware
-    most, limit = evidence.best_word(statement.id)
-    if most == NOT_TESTABLE:
-        return {"verdict": NOT_TESTABLE, "reason": f"{limit}; measured {finding.text}"}
-    function, figures = CLAIMS[statement.id], set(rows.asked)
-    known: dict[str, Interval] = {}
-    disturbed = once = False
-    if finding.kind != SIMULATED:
-        known = intervals(function, rows, finding, figures)
-        disturbed, once = (rests_on(function, rows, finding, figures, what) for what in ("disturbed", "once"))
-    relation, shape = (
-        outcome_of(bounds[test], finding.quantities, known, hardware, finding.models) for test in ("relation", "shape")
-    )
-    verdict = decide(Outcome.ELSEWHERE if most == SHAPE else relation, shape)
-    if finding.kind == SIMULATED and verdict in (REPRODUCED, SHAPE):
-        exact = SIMULATED_TOO if verdict == REPRODUCED else SIMULATED_SHAPE
-        verdict = exact if finding.cost_model else ARITHMETIC
-    counting = {test: [one for one in all_ if one.counts(hardware, finding.models)] for test, all_ in bounds.items()}
-    unmeasured = verdict == NOT_MEASURED
-    missed = missed_bounds(bounds["relation"], finding.quantities) if verdict == SIMULATED_SHAPE else ""
-    why = evidence.mechanism(statement.id) if verdict in (DIFFERS, SIMULATED_SHAPE) else ""
-    return {
-        "our_value": finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
-        "verdict": verdict,
-        "why": ". ".join(filter(None, (missed, why))),
-        "remark": _remark(verdict, counting, finding, known) or (f"at most {most}: {limit}" if most else ""),
-        "reason": _missing(bounds["shape"], finding) if unmeasured else "",
-        "command": command(statement, hardware, rows) if unmeasured else "",
-        "quantities": "; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),
-        "interval": "; ".join(f"{name}={low:.4g} to {high:.4g}" for name, (low, high) in known.items()),
-        "disturbed": disturbed,
-        "once": once,
-        "kind": finding.kind,
-    }
-
-
-def _remark(
-    verdict: str, bounds: Mapping[str, list[Bound]], finding: Finding, known: Mapping[str, Interval]
-) -> str:
-    """Say what the median of a value within noise misses; of a value without an interval, which bounds are close by."""
-    if finding.kind == SIMULATED:
-        return ""
-    if verdict == NOISE:
+def _remark(word: str, bounds: Mapping[str, list[Bound]], finding: Finding, known: Mapping[str, Interval]) -> str:
+    """Say which bounds the value misses, by its median where it is within noise; of a value without an interval, which
+    are close by.
+    """
+    if word in (NOISE, DIFFERS):
         missed = [missed_bounds(bounds[test], finding.quantities) for test in ("shape", "relation")]
+        if word == DIFFERS:
+            return f"misses: {missed[0]}"
         return "; ".join(f"the median: {one}" for one in dict.fromkeys(missed) if one) or "the median meets all bounds"
     close = dict.fromkeys(
         f"{one.quantity} is {value:.4g}, {100 * gap:.1f} % from its bound {one}"
@@ -223,11 +301,6 @@ def decide(relation: Outcome, shape: Outcome) -> str:
 
 def _place(figure: str) -> str:
     return f"section {figure.removeprefix('text ')} of the text" if figure.startswith("text") else f"figure {figure}"
-
-
-def _missing(bounds: list[Bound], finding: Finding) -> str:
-    absent = sorted({bound.quantity for bound in bounds if bound.quantity not in finding.quantities})
-    return f"the rows do not give {', '.join(absent)}"
 
 
 def as_frame(verdicts: list[Verdict]) -> pd.DataFrame:

@@ -1,13 +1,14 @@
 """Rows as claims read them, and curves out of them.
 
 A claim sees one number per point: of central statistics (median, single value, count), without rows of ``scale=smoke``,
-that which `experiments.harness.counted` chooses by the claim's clock (``paper_results/claim_clocks.csv``).
-`Rows.repeats` yields undisturbed repeats alone, `Rows.resamples` other choices of the repeats that count.
+that which `experiments.harness.counted` chooses by the claim's clock (``paper_results/claim_clocks.csv``). Beside it
+stand the same rows with one repeat alone, without one, or with some points changed, for intervals and marks.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,14 @@ from experiments.facts.models import MODELS, STAND_INS
 from experiments.harness.counted import POINT, counted, merged
 
 CENTRAL = ("median", "value", "count")
+SHIFT = 0.1
+"""Relative change of points, to see whether a quantity depends on them."""
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 are all different and fill [0, 1] evenly
 _READ = {
     *POINT, "value", "unit", "repeat", "statistic", "timer", "scale", "hardware", "disturbed", "kind", "cost_model",
     "date", "older", "calib_launch_us",
 }  # fmt: skip
 """Columns that decide which rows count, and those that claims read."""
-_CELL = [name for name in POINT if name not in ("system", "metric")]
-"""Columns that points share which are timed side by side, and so slowed alike."""
 
 
 class NotMeasured(Exception):
@@ -34,7 +35,7 @@ class NotMeasured(Exception):
 class Rows:
     """Rows to judge: a frame with the columns of `punica.measure.records`, one number per point.
 
-    ``clock``: the timer to prefer; empty for the order of `TIMERS`.
+    ``clock``: the timer to prefer; empty for the order of `TIMERS`. The index of `figure` is a point's place.
     """
 
     def __init__(self, frame: pd.DataFrame, clock: str = "") -> None:
@@ -44,111 +45,102 @@ class Rows:
         measured = counted(frame[frame["statistic"].isin(CENTRAL) & ~smoke & ~samples], clock)
         measured = measured.sort_values("date", kind="stable")  # by place, `stirred` chooses factors
         chosen, one = measured[measured["counts"]], merged(measured)
+        runs = chosen.groupby("point")["date"].nunique()  # a date is that of a run; its repeats are minutes apart
         self._smoke = set(frame.loc[smoke, "figure"])
         self._older = list(dict.fromkeys(chosen.loc[chosen["older"], "figure"])) if "older" in chosen else []
-        self._parts = chosen[chosen["repeat"].notna() & ~chosen["disturbed"]]
-        self._measured = measured[measured["repeat"].notna()]
-        self._fill(one.assign(once=one["repeats"] < 2)[[*frame, "point", "once"]])
-
-    def _fill(self, frame: pd.DataFrame) -> None:
-        """Keep ``frame``: values apart from the other columns, which rows with other values share."""
-        texts = [name for name, kind in frame.dtypes.items() if isinstance(kind, pd.StringDtype)]
-        frame = frame.astype(dict.fromkeys(texts, object))  # pandas selects objects in one block, texts one by one
-        self._values = frame["value"].to_numpy(dtype=float)
-        self._frame = frame.drop(columns="value").copy()  # the copy has columns of a kind in one block, quick to select
-        indices = sorted(frame.groupby("figure").indices.items())
-        self._places = {str(name): np.asarray(places) for name, places in indices}
-        self._figures = {name: self._frame.take(places) for name, places in self._places.items()}
-        self.asked: set[str] = set()
-        """Figures asked for so far."""
-
-    def valued(self, values: np.ndarray) -> "Rows":
-        """Return the same rows with other values."""
-        rows = copy(self)
-        rows._values, rows.asked = values, set()
-        return rows
+        self._values = one["value"].to_numpy(dtype=float)
+        self._table, self._quiet = _by_repeat(chosen, one["point"])
+        self._paired = self._table
+        one = one.assign(once=one["point"].map(runs) < 2).drop(columns=["value", "point", "counts"])
+        texts = [name for name, kind in one.dtypes.items() if isinstance(kind, pd.StringDtype)]
+        one = one.astype(dict.fromkeys(texts, object))  # pandas selects objects in one block, texts one by one
+        self._frame = one.copy()  # the copy has columns of a kind in one block, quick to select
+        places = sorted(one.groupby("figure").indices.items())
+        self._figures = {str(name): self._frame.take(np.asarray(found)) for name, found in places}
+        self.alone = cache(self._alone)
+        self.without = cache(self._without)
+        self.stirred = cache(self._stirred)
 
     def figure(self, *names: str) -> pd.DataFrame:
         """Return all rows of the figures whose name is, or begins with, one of ``names``; NotMeasured without any."""
-        found = [figure for figure in self._figures if _one_of(figure, names)]
+        found = self._named(names)
         if not found:
             smoke = any(_one_of(figure, names) for figure in self._smoke)
             hint = " (only at scale=smoke, whose numbers mean nothing)" if smoke else ""
             raise NotMeasured(f"no rows of figure {' or '.join(names)} yet{hint}")
-        self.asked |= set(found)
-        mine = [self._figures[figure].assign(value=self._values[self._places[figure]]) for figure in found]
-        return mine[0] if len(mine) == 1 else pd.concat(mine)
+        frame = self._figures[found[0]] if len(found) == 1 else pd.concat([self._figures[name] for name in found])
+        return frame.assign(value=self._values[frame.index])
+
+    def together(self, places: Sequence[int]) -> np.ndarray:
+        """Return the numbers at ``places`` (a line each) by the repeats that all of them have; of none, those that
+        count.
+        """
+        for table in (self._paired, self._table):
+            numbers = table[list(places)]
+            numbers = numbers[:, ~np.isnan(numbers).any(axis=0)]
+            if numbers.size:
+                return numbers
+        return self._values[list(places), None]
 
     def scale(self, figure: str) -> str:
         """Return the scale of the rows of ``figure``; empty without rows."""
         return str(self._figures[figure]["scale"].iloc[0]) if figure in self._figures else ""
 
+    def timers(self, names: Sequence[str]) -> list[str]:
+        """Return the clocks that timed the chosen rows of the figures ``names``."""
+        return sorted({timer for figure in self._named(names) for timer in self._figures[figure]["timer"]} - {""})
+
     def older(self, names: Sequence[str]) -> list[str]:
         """Return those of the figures ``names`` with rows of other code than today's."""
         return [figure for figure in self._older if _one_of(figure, names)]
 
-    def repeats(self, figures: set[str]) -> Iterator["Rows"]:
-        """Yield the rows by undisturbed repeat of ``figures``; a point without that repeat keeps its number."""
-        for _, one in self._placed(self._parts[self._parts["figure"].isin(figures)]).groupby("repeat"):
-            values = self._values.copy()
-            values[one["place"]] = one["value"]
-            yield self.valued(values)
+    def _named(self, names: Sequence[str]) -> list[str]:
+        return [figure for figure in self._figures if _one_of(figure, names)]
 
-    def _placed(self, parts: pd.DataFrame) -> pd.DataFrame:
-        """Return repeats with the places of their points in the frame (``place``)."""
-        place = pd.Series(np.arange(len(self._frame)), self._frame["point"])
-        return parts.assign(place=place.loc[parts["point"]].to_numpy())
+    def _alone(self) -> list["Rows"]:
+        """Return the rows by undisturbed repeat; a point without that repeat keeps its number."""
+        return [self._with(column, column) for column in self._quiet.T[:, :, None]] if self._quiet.shape[1] > 1 else []
 
-    def resamples(self, seeds: int) -> Iterator["Rows"]:
-        """Yield the rows under other choices of the repeats that count: without each repeat in turn, then drawn with
-        replacement, ``seeds`` times.
+    def _without(self) -> list["Rows"]:
+        """Return the rows without each repeat in turn, where that leaves more than one."""
+        count = self._table.shape[1]
+        left = [np.delete(self._table, repeat, axis=1) for repeat in range(count if count > 2 else 0)]
+        return [self._with(table, table) for table in left]
 
-        Repeats of points that were timed side by side are drawn alike, so that what slowed both cancels in a ratio.
-        A point with a single undisturbed repeat is drawn from all: nothing else tells its spread.
+    def _stirred(self, what: str) -> list["Rows"]:
+        """Return the rows, those whose column ``what`` is true times different factors around 1, so that ratios change
+        too, and their mirror image; none without such a row.
         """
-        parts = self._drawable()
-        for repeat in sorted(parts["repeat"].unique()):
-            left = parts[parts["repeat"] != repeat]
-            yield self.valued(self._medians(left["place"].to_numpy(), left["value"].to_numpy()))
-        cells = parts.groupby(_CELL, dropna=False).ngroup().to_numpy()
-        places, values = parts["place"].to_numpy(), parts["value"].to_numpy(dtype=float)
-        grouped = parts.groupby("place")["value"]
-        slots, times = grouped.cumcount().to_numpy(), grouped.transform("size").to_numpy()
-        for seed in range(seeds if len(parts) else 0):
-            luck = np.random.default_rng(seed).random((cells.max() + 1, times.max()))[cells, slots]
-            drawn = np.arange(len(parts)) - slots + (luck * times).astype(int)
-            yield self.valued(self._medians(places, values[drawn]))
+        chosen = self._frame[what].to_numpy(dtype=bool)
+        spread = SHIFT * (2 * (np.arange(1, len(chosen) + 1) * _GOLDEN % 1) - 1) * chosen
+        factors = [1 + spread, 1 - spread] if chosen.any() else []
+        return [self._with(self._values[:, None] * one[:, None], self._table * one[:, None]) for one in factors]
 
-    def _drawable(self) -> pd.DataFrame:
-        """Return the repeats that a resample may draw, by point (``place`` in the frame) and in order."""
-        quiet = self._measured[~self._measured["disturbed"]]
-        often = quiet[quiet.duplicated("point", keep=False)]
-        alone = self._measured[~self._measured["point"].isin(often["point"])]
-        return self._placed(pd.concat([often, alone])).sort_values(["place", "repeat"], ignore_index=True)
+    def _with(self, numbers: np.ndarray, paired: np.ndarray) -> "Rows":
+        """Return the rows with the medians of ``numbers`` where there are some, and repeats ``paired``."""
+        rows, known = copy(self), ~np.isnan(numbers).all(axis=1)
+        rows._values = self._values.copy()
+        rows._values[known] = np.nanmedian(numbers[known], axis=1)
+        rows._paired = paired
+        return rows
 
-    def _medians(self, places: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return the numbers of all points, those at ``places`` from ``values``."""
-        found = self._values.copy()
-        medians = pd.Series(values).groupby(places).median()
-        found[medians.index.to_numpy()] = medians.to_numpy()
-        return found
 
-    def stirred(self, figures: set[str], by: float, **where: Any) -> "Rows | None":
-        """Return the rows, those of ``figures`` whose columns equal ``where`` times different factors within ``1 - by``
-        and ``1 + by``, so that ratios change too; None without such a row.
-        """
-        places = np.flatnonzero(self._frame["figure"].isin(figures))
-        chosen = np.logical_and.reduce([self._frame[name].to_numpy()[places] == value for name, value in where.items()])
-        if not chosen.any():
-            return None
-        spread = 2 * (np.arange(1, len(places) + 1) * _GOLDEN % 1) - 1
-        values = self._values.copy()
-        values[places[chosen]] *= 1 + by * spread[chosen]
-        return self.valued(values)
+def _by_repeat(chosen: pd.DataFrame, points: pd.Series) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of ``points`` that count by repeat, and those of undisturbed repeats; NaN where there is none.
 
-    def timers(self, figure: str) -> list[str]:
-        """Return the clocks that timed the chosen rows of ``figure``."""
-        return sorted(set(self._figures[figure]["timer"]) - {""}) if figure in self._figures else []
+    A row without a repeat is of them all.
+    """
+    place = pd.Series(np.arange(len(points)), points).reindex(chosen["point"]).to_numpy()
+    whole = chosen["repeat"].isna().to_numpy()
+    codes, repeats = pd.factorize(chosen["repeat"], sort=True)
+    table = np.full((len(points), max(1, len(repeats))), np.nan)
+    table[place[whole]] = chosen["value"].to_numpy(dtype=float)[whole, None]
+    table[place[~whole], codes[~whole]] = chosen["value"].to_numpy(dtype=float)[~whole]
+    quiet = table.copy()
+    quiet[place[whole]] = np.nan
+    loud = ~whole & chosen["disturbed"].to_numpy(dtype=bool)
+    quiet[place[loud], codes[loud]] = np.nan
+    return table, quiet
 
 
 def _one_of(figure: str, names: Sequence[str]) -> bool:

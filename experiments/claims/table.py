@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.claims.judge import DECIDED, JUDGED, NOISE, VERDICTS, Verdict, counts
+from experiments.claims.judge import DECIDED, JUDGED, NOISE, VERDICTS, Stability, Verdict, counts
 from experiments.claims.rows import markdown
-from experiments.claims.stability import Stability
 
 COLUMNS = ("claim", "statement", "paper", "ours", "tested", "verdict", "why it differs", "figure")
 DISTURBED, ONCE, OTHER_CLOCK = "\u2020", "\u2021", "\u00a7"
-"""Marks of verdicts on disturbed points, on points with a single undisturbed run, by the clock that does not decide."""
+"""Marks of verdicts on disturbed points, on points of a single run (by its date), by the clock that does not decide."""
 IDLE = 0.05
 """Largest share of disturbed points on an idle machine."""
 _POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "timer", "repeat"]
@@ -105,8 +104,7 @@ def certainty(verdicts: Sequence[Verdict]) -> str:
     decided = sum(verdict.verdict in DECIDED and not (verdict.disturbed and verdict.once) for verdict in measured)
     text = f"Verdicts on measurements: {decided} of {len(measured)} decided"
     if once:
-        runs = f"points with a single undisturbed run ({ONCE})"
-        text += f"; {once} rest on {runs}: their interval is too narrow or missing"
+        text += f"; {once} rest on points of a single run ({ONCE}): their interval is too narrow or missing"
     if others := [verdict.id for verdict in measured if verdict.clock_missing]:
         text += f"; {', '.join(others)} by the other clock ({OTHER_CLOCK}), as the one that decides has none that count"
     return f"{text}."

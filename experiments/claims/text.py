@@ -167,7 +167,7 @@ def _throughput_gaps(rows: Rows) -> list[float]:
     if cell is None:
         return []
     try:
-        fastest = cell.get(CONTINUOUS, "Identical")
-        return [fastest / cell.get(system, "Identical") for system in (STATIC, "deepspeed") if cell.has(system)]
+        statics = [(system, "Identical") for system in (STATIC, "deepspeed") if cell.has(system)]
+        return [cell.ratio((CONTINUOUS, "Identical"), static) for static in statics]
     except NotMeasured:
         return []

@@ -10,7 +10,7 @@ import pandas as pd
 from experiments.benches.operator_lines import TABLES
 from experiments.claims import Verdict, judge
 from experiments.claims.rows import Rows
-from experiments.claims.stability import Stability, stability
+from experiments.claims.judge import Stability, stability
 from experiments.harness.counted import counted, merged
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import decisive, fingerprint

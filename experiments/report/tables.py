@@ -25,12 +25,12 @@ GENERATED = "<!-- written by: make report ARGS=source=recorded -->"
 HEAD = ("claim", "statement", "paper", "ours")
 FOUND = ("what", "middle", "least", "largest", "points")
 LEGEND = (
-    "† rests on points that other work disturbed, ‡ on points with a single undisturbed run. § is judged by the "
+    "† rests on points that other work disturbed, ‡ on points of a single run. § is judged by the "
     "other clock, as the one that decides has none that count."
 )
 MIDDLE = (
     "Middle: the geometric mean of a ratio (a / b), else the median; points: how many it is taken over. † rests on "
-    "disturbed points, ‡ on points with a single undisturbed run."
+    "disturbed points, ‡ on points of a single run."
 )
 Table = tuple[Sequence[str], list[list[str]]]
 

@@ -25,7 +25,7 @@ from experiments.claims.predictions import (
     sensitivity,
 )
 from experiments.claims.runners import runners_table
-from experiments.claims.stability import Stability
+from experiments.claims.judge import Stability
 from experiments.claims.table import certainty, disturbance, machine_table, steadiness, total, verdict_table
 from experiments.facts.models import STAND_INS
 from experiments.plots.frames import distinct

@@ -6,8 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.claims.bounds import read_bounds
-from experiments.claims.evidence import Evidence
-from experiments.claims.judge import judge_claim
+from experiments.claims.judge import Judge
 from experiments.facts import paper as facts
 from punica.measure.records import COLUMNS, Row
 
@@ -18,7 +17,7 @@ BOUNDS = read_bounds(PAPER)
 
 def verdict_of(rows, id):
     """The verdict on one claim, as `judge` gives it for all."""
-    return judge_claim(STATEMENTS[id], BOUNDS[id], Evidence(rows, PAPER))
+    return Judge(rows, PAPER).verdict(STATEMENTS[id])
 
 
 @cache
@@ -51,9 +50,10 @@ def decode(batch_sizes, scale="laptop", timer="host_clock", seq_len=64, growth=1
 
 
 def growths(*values):
-    """Figure 1 with one repeat per growth from batch 1 to 32."""
-    parts = [frame(decode([1, 2, 32], growth=value)).assign(repeat=i) for i, value in enumerate(values)]
-    return pd.concat(parts, ignore_index=True)
+    """Figure 1 with one repeat, of a run of its own, per growth from batch 1 to 32."""
+    days = [f"2026-01-0{i + 1}" for i in range(len(values))]
+    parts = [frame(decode([1, 2, 32], growth=value, date=day)) for value, day in zip(values, days, strict=True)]
+    return pd.concat([one.assign(repeat=i) for i, one in enumerate(parts)], ignore_index=True)
 
 
 def serving(**throughput):

@@ -2,7 +2,7 @@
 
 import pandas as pd
 import pytest
-from claim_rows import decode, frame, growths, repeated, verdict_of
+from claim_rows import decode, frame, growths, repeated, serving, verdict_of
 
 from experiments.claims import VERDICTS
 
@@ -31,6 +31,15 @@ def test_without_repeats_the_interval_is_unknown():
     assert verdict_of(growths(1.2), "C01").interval == ""  # one repeat spans nothing
 
 
+def test_repeats_of_one_run_are_one_run():
+    """Passes of one command are minutes apart, and share what their day shares."""
+    rows = growths(1.30, 1.40, 1.48)
+    assert not verdict_of(rows, "C01").once
+    together = verdict_of(rows.assign(date="2026-01-01"), "C01")
+    assert together.once
+    assert together.interval == verdict_of(rows, "C01").interval
+
+
 def test_a_verdict_on_points_that_were_measured_once_says_so():
     """It has no interval, so it cannot be within noise, however near its bound is."""
     once, twice = growths(1.499), growths(1.499, 1.501)
@@ -51,6 +60,30 @@ def test_repeats_that_move_together_do_not_move_a_ratio():
     rows = repeated(frame(decode([1, 2, 32], growth=1.45)), 1.0, 1.3, 0.9)
     assert verdict_of(rows, "C01").interval == ""
     assert verdict_of(rows, "C01").verdict == REPRODUCED
+
+
+def released(*repeats):
+    """Figure 11 under the released rule: token/s by repeat on Distinct, Uniform, Skewed, Identical; None: no row."""
+    parts = []
+    for number, values in enumerate(repeats):
+        one = frame(serving(punica=(950, 960, 970, 1000), punica_last_admitted=[value or 0 for value in values]))
+        parts.append(one[one["value"] > 0].assign(repeat=number))
+    return verdict_of(pd.concat(parts, ignore_index=True), "C26")
+
+
+def test_systems_and_popularities_are_compared_repeat_by_repeat():
+    """Each repeat draws other requests: of medians over draws the ratio would be 0.9, as no repeat is."""
+    drawn = released((100, 100, 100, 100), (84, 90, 90, 90), (90, 110, 110, 110))
+    assert "released_min_over_max=0.933333" in drawn.quantities
+    assert "released_min_over_max=0.8182 to 1" in drawn.interval
+
+
+def test_a_repeat_that_one_part_lacks_is_no_repeat_of_the_ratio():
+    lacking = released((100, 100, 100, 100), (None, 90, 90, 90), (98, 100, 100, 100))
+    assert "released_min_over_max=0.99" in lacking.quantities
+    assert "released_min_over_max=0.98 to 1" in lacking.interval
+    apart = released((90, 100, 100, 100), (None, 200, 200, None), (None, None, None, None))
+    assert "released_min_over_max=0.9" in apart.quantities
 
 
 def marked(rows, **where):

@@ -44,7 +44,8 @@ def test_a_number_is_the_median_with_its_unit():
 
 
 def test_a_side_that_is_disturbed_marks_the_ratio():
-    rows = [replace(row, repeat=repeat, disturbed=row.system == "SGMV") for row in fp8_rows() for repeat in (0, 1)]
+    rows = [replace(row, repeat=repeat, date=f"2026-01-0{1 + repeat}", disturbed=row.system == "SGMV")
+            for row in fp8_rows() for repeat in (0, 1)]  # fmt: skip
     (found,) = find([RATIO], rows_of(rows))
     assert found.marks == "\u2020"
 

@@ -48,7 +48,7 @@ def test_the_counts_are_all_claims_and_say_what_is_not_known(places):
     top = report.text.splitlines()[2]
     assert sum(int(number) for number in re.findall(r"(?:^|, )(\d+) ", top)) == 52
     assert top.endswith("(52 claims).")
-    once = "2 of 2 decided; 2 rest on points with a single undisturbed run (\u2021): their interval is too narrow or"
+    once = "2 of 2 decided; 2 rest on points of a single run (\u2021): their interval is too narrow or"
     assert any(once in note for note in report.notes)
 
 
@@ -62,7 +62,7 @@ def test_every_recorded_machine_has_its_column(places):
     last = [line for line in text.splitlines() if line.startswith("| C01")][-1]
     assert last.endswith("| reproduced\u2021 | differs\u2021 |")
     for name in ("this machine", "h200"):  # what their missing intervals mean
-        assert re.search(rf"^\* {name}: Verdicts .* 2 rest on points with a single undisturbed run", text, re.MULTILINE)
+        assert re.search(rf"^\* {name}: Verdicts .* 2 rest on points of a single run", text, re.MULTILINE)
 
 
 def test_disturbed_points_are_counted_and_mark_their_verdicts(places):
