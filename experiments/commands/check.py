@@ -3,12 +3,12 @@
     make check                       # outputs/<hardware>/rows
     make check ARGS=hardware=h200
 
-A range reaches twice as far as the farthest recorded repeat, and has a least width (`experiments.expected`).
+A range reaches twice as far as the farthest recorded repeat, and has a least width (`experiments.report.expected`).
 Quantities of the claims are held on every device of that hardware. Measurements are held as ratios to the recorded
 ones, and only on the recorded device: a CPU of another model has other times. Status 1 when one that counts is outside.
 
 Calibrations between the points say how fast the machine is, beside other guests of its host. What was measured at
-another speed than recorded (`experiments.expected.speeds`) is printed and not counted. That is all but simulations,
+another speed than recorded (`experiments.report.expected`) is printed and not counted. That is all but simulations,
 where the machine differs as a whole, else the figures that do.
 """
 
@@ -22,15 +22,21 @@ from omegaconf import DictConfig
 from experiments.claims import Verdict
 from experiments.claims.finding import SIMULATED
 from experiments.commands.batch import batch_main
-from experiments.expected.files import FOLDER, read_expected
-from experiments.expected.held import Held, hold_claims, hold_rows
-from experiments.expected.ranges import left_out
-from experiments.expected.speeds import other_speed, other_speeds
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import folders
 from experiments.plots.frames import distinct
+from experiments.report.expected import (
+    FOLDER,
+    Held,
+    hold_claims,
+    hold_rows,
+    left_out,
+    other_speed,
+    other_speeds,
+    read_expected,
+)
 from experiments.report.machines import HERE, machine_of, read_folder, rows_files
-from experiments.report.runs import figures_of
+from experiments.report.reproducing import figures_of
 
 NOT_COUNTED = "measurements and measured claims that are outside are not counted"
 

@@ -8,8 +8,8 @@
 
 =========  ==================================================================================================
 fresh      `outputs/<hardware>/`: claims.csv, claims.md, and report.html with the recorded machines beside it
-recorded   `results/*/claims*`, `results/*/operator_tables.md`, `results/*/expected/`, `docs/results-*.md`,
-           `docs/artifact.md`, `REPRODUCING.md`, numbers between markers in `*.md`; `outputs/report.html`
+recorded   `docs/results-*.md`, `results/*/claims*.csv`, `results/*/operator_tables.md`, `results/*/expected/`,
+           `REPRODUCING.md`, the numbers of `README.md`; `outputs/report.html`
 =========  ==================================================================================================
 
 It runs with whatever rows exist: a claim without rows is `not measured here`, with the command that measures it.
@@ -21,25 +21,16 @@ from omegaconf import DictConfig
 
 from experiments.claims.table import total
 from experiments.commands.batch import batch_main, sides
-from experiments.expected.files import write_expected
 from experiments.harness.command import given
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import Folders, folders
-from experiments.report.artifact import write_artifact
-from experiments.report.filled import write_filled
-from experiments.report.machines import (
-    Machine,
-    columns,
-    machine_of,
-    recorded_folders,
-    recorded_machines,
-    rows_files,
-)
+from experiments.report.expected import write_expected
+from experiments.report.machines import Machine, columns, machine_of, recorded_folders, recorded_machines, rows_files
 from experiments.report.operators import write_operator_tables
 from experiments.report.page import PAGE, write_page
+from experiments.report.readme import write_readme
 from experiments.report.reproducing import write_reproducing
-from experiments.report.tables import write_results
-from experiments.report.verdicts import notes, write_claims
+from experiments.report.results import notes, write_results
 
 RECORDED = "recorded"
 
@@ -55,26 +46,29 @@ def choose(places: Folders, source: str) -> str:
     raise ConfigError(f"no rows in {looked}: measure them with make reproduce{other}")
 
 
-def write_fresh(places: Folders) -> tuple[Machine, list[Machine], list[Path]]:
-    """Write the report on this machine's rows; return it, the recorded machines beside it, and the files."""
+def write_fresh(places: Folders) -> tuple[Machine, list[Path]]:
+    """Write the report on this machine's rows; return it and the files: its page, and the one with all machines."""
     here = machine_of(places.fresh_rows, places.fresh_figures, places.paper)
-    others = recorded_machines(places.recorded_rows.parent, places.recorded_figures.parent, places.paper)
-    target = places.fresh_rows.parent
-    files = write_claims(here, target, places.paper, columns([here, *others]))
-    return here, others, [*files, write_page([here, *others], places.paper, target / PAGE)]
+    results, target = places.recorded_rows.parent, places.fresh_rows.parent
+    others = recorded_machines(results, places.recorded_figures.parent, places.paper)
+    own = write_results(here, target / "claims.md", target)
+    pages = [own, *(page_of(one, results.parent) for one in others)]
+    return here, [own, write_page([here, *others], pages, target / PAGE)]
+
+
+def page_of(machine: Machine, root: Path) -> Path:
+    """Return the path of the page of a recorded machine."""
+    return root / "docs" / f"results-{machine.name}.md"
 
 
 def write_recorded(results: Path, figures: Path, paper: Path, page: Path) -> tuple[list[Machine], list[Path]]:
     """Write the reports on all recorded rows, what the folder above ``results`` says of them, and ``page``."""
     machines, root = recorded_machines(results, figures, paper), results.parent
-    files = [file for one in machines for file in write_claims(one, one.folder, paper, columns(machines))]
-    files += [write_results(one, paper, root / "docs" / f"results-{one.name}.md") for one in machines]
-    files += [path for one in machines for path in write_operator_tables(one, one.folder / "operator_tables.md")]
+    pages = [write_results(one, page_of(one, root), one.folder) for one in machines]
+    files = [path for one in machines for path in write_operator_tables(one, one.folder / "operator_tables.md")]
     files += [path for one in machines for path in write_expected(one.folder, one.rows, one.verdicts, one.paper)]
-    files += [write_reproducing(machines, paper, root / "REPRODUCING.md")]
-    files += [write_artifact(machines, root / "docs" / "artifact.md")]
-    files += [write_page(machines, paper, page), *write_filled(machines, root)]
-    return machines, files
+    files += [write_reproducing(machines, paper, root / "REPRODUCING.md"), write_page(machines, pages, page)]
+    return machines, [*pages, *files, write_readme(machines, root / "README.md")]
 
 
 def report(cfg: DictConfig) -> int:
@@ -87,7 +81,7 @@ def report(cfg: DictConfig) -> int:
         page = REPOSITORY / cfg.paths.outputs / PAGE
         machines, files = write_recorded(results, figures, places.paper, page)
     else:
-        here, _, files = write_fresh(places)
+        here, files = write_fresh(places)
         machines = [here]
     for name, verdicts in columns(machines).items():
         print(f"{name}: {total(verdicts)}")

@@ -128,8 +128,7 @@ def _report(cfg: DictConfig, changed: bool) -> tuple[str, list[str]]:
     page, rows = table.with_name(PAGE), places.fresh_rows.glob("*.csv")
     written = page.stat().st_mtime if page.exists() else -math.inf
     if changed or any(path.stat().st_mtime > written for path in rows):
-        here, _, files = write_fresh(places)
-        return str(table), ending(here, files)
+        return str(table), ending(*write_fresh(places))
     return str(table), [f"Nothing new was measured; the report is {page}"]
 
 

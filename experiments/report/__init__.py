@@ -1,13 +1,10 @@
 """Reports: everything that is written from judged rows, and nothing that is typed.
 
-    machines.py             rows of one machine and the verdicts on them; all recorded machines
-    verdicts.py             claims.csv and claims.md beside the rows
-    findings.py sought.py   what the extensions found: ratios of rows, point by point; which ones are looked for
-    tables.py               docs/results-<hardware>.md
-    reproducing.py          REPRODUCING.md; runs.py: commands, minutes and commits behind a figure
-    artifact.py             docs/artifact.md
-    page.py templates/      report.html: one page with figures, every machine beside the paper
-    trials.py               table of reliability trials
-    filled.py               numbers between markers in README.md and docs/
-    ending.py               the last lines of `make reproduce`
+    machines.py                 rows of one machine and the verdicts on them; all recorded machines
+    major.py ending.py          the claims that carry the paper; the end of `make reproduce`
+    results.py operators.py     the page of a machine, with claims.csv beside its rows; its operator tables
+    findings.py findings.yaml   what extensions found: ratios of rows, point by point
+    expected.py                 expected ranges, and what is outside of them
+    reproducing.py readme.py    REPRODUCING.md; the numbers of README.md
+    page.py templates/          report.html: one page with figures, every machine beside the paper
 """

@@ -1,18 +1,28 @@
-"""Findings: a ratio of rows, point by point, or a number of rows, over all points that both sides were measured on."""
+"""Findings of `findings.yaml`: a ratio of rows, point by point, or a number of rows, over all points of both sides."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
+from experiments.benches.operator_lines import TABLES, best_existing, lines
 from experiments.claims.rows import NotMeasured, Rows
 from experiments.claims.table import DISTURBED, ONCE
+from experiments.ext_expert_tables import SITES
+from experiments.ext_expert_tables import lines as expert_lines
+from experiments.report.machines import OPERATOR_TABLES
 
 _POINT = ["panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric"]
-Where = Mapping[str, object]
-"""Column -> its value; of a text a pattern as in file names (``Distinct*``)."""
+_FLAGS = {DISTURBED: "disturbed", ONCE: "once"}
+_BRACES = re.compile(r"\{([^{}]*)\}")
+Where = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -25,8 +35,8 @@ class Sought:
     what: str
     figure: str
     above: Where
-    below: Where | None = None
-    where: Where = field(default_factory=dict)
+    below: Where
+    where: Where
 
 
 @dataclass(frozen=True)
@@ -45,48 +55,97 @@ class Found:
     marks: str = ""
 
 
-def find(sought: Sequence[Sought], rows: Rows) -> list[Found]:
-    """Return what ``rows`` have of ``sought``, in its order."""
-    return [found for one in sought if (found := _found(one, rows))]
+@cache
+def sought() -> dict[str, list[Sought]]:
+    """Read the findings to look for, by experiment."""
+    content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    found: dict[str, list[Sought]] = {}
+    for key, entries in content.items():
+        figure = entries.pop("figure")
+        for what, rule in entries.items():
+            found.setdefault(key.partition(",")[0], []).extend(_parsed(figure, *pair) for pair in _expanded(what, rule))
+    return found
 
 
-def found_in(what: str, values: np.ndarray, unit: str = "", marks: str = "") -> Found:
+def _expanded(what: str, rule: str) -> Iterator[tuple[str, str]]:
+    """Yield a pair for each alternative; braces with equally many go together."""
+    if not (braces := _BRACES.search(what)):
+        yield what, rule
+        return
+    count = braces[1].count("|") + 1
+    for place in range(count):
+        def chosen(match: re.Match[str], place: int = place) -> str:
+            parts = match[1].split("|")
+            return parts[place] if len(parts) == count else match[0]
+
+        yield from _expanded(_BRACES.sub(chosen, what), _BRACES.sub(chosen, rule))
+
+
+def _parsed(figure: str, what: str, rule: str) -> Sought:
+    sides, _, both = rule.partition(" @ ")
+    above, _, below = sides.partition(" / ")
+    read = [dict(one.split("=", 1) for one in part.split("; ") if one) for part in (above, below, both)]
+    return Sought(what, figure, *read)
+
+
+def find(wanted: list[Sought], rows: Rows) -> list[Found]:
+    """Return what ``rows`` have of ``wanted``, in its order."""
+    return [found for one in wanted if (found := _found(one, rows))]
+
+
+def _found(one: Sought, rows: Rows) -> Found | None:
+    try:
+        frame = matching(rows.figure(one.figure), one.where)
+    except NotMeasured:
+        return None
+    sides = matching(frame, one.above)
+    values, unit = sides["value"], "".join(sides["unit"].iloc[:1])
+    if one.below:
+        keys = [name for name in _POINT if name not in {*one.above, *one.below}]
+        sides = sides.merge(matching(frame, one.below), on=keys, suffixes=("", "_below"))
+        values, unit = sides["value"] / sides["value_below"], ""
+    flagged = {mark: sides.filter(regex=f"^{name}(_below)?$").eq(True) for mark, name in _FLAGS.items()}
+    marks = "".join(mark for mark, cells in flagged.items() if cells.to_numpy().any())
+    return summed(one.what, values.to_numpy(dtype=float), unit, marks) if len(values) else None
+
+
+def summed(what: str, values: np.ndarray[Any, Any], unit: str = "", marks: str = "") -> Found:
     """Sum up ``values``."""
     middle = float(np.median(values)) if unit else float(np.exp(np.mean(np.log(values))))
     return Found(what, middle, float(values.min()), float(values.max()), len(values), unit, marks)
 
 
-def _found(sought: Sought, rows: Rows) -> Found | None:
-    try:
-        frame = matching(rows.figure(sought.figure), sought.where)
-    except NotMeasured:
-        return None
-    above = matching(frame, sought.above)
-    if sought.below is None:
-        sides, values, unit = above, above["value"].to_numpy(dtype=float), "".join(above["unit"].iloc[:1])
-    else:
-        keys = [name for name in _POINT if name not in {*sought.above, *sought.below}]
-        sides = above.merge(matching(frame, sought.below), on=keys, suffixes=("", "_below"))
-        values, unit = (sides["value"] / sides["value_below"]).to_numpy(dtype=float), ""
-    return found_in(sought.what, values, unit, _marks(sides)) if len(values) else None
-
-
 def matching(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
-    """Return the rows of ``frame`` whose columns match ``where``."""
+    """Return the rows of ``frame`` whose columns match ``where``, texts as patterns."""
     for name, wanted in where.items():
         column = frame[name].to_numpy()
-        if isinstance(wanted, str):
-            same = np.isin(column, [one for one in set(column) if fnmatchcase(one, wanted)])
+        if pd.api.types.is_numeric_dtype(column):
+            frame = frame[column == float(wanted)]
         else:
-            same = column == wanted
-        frame = frame[same]
+            frame = frame[np.isin(column, [one for one in set(column) if fnmatchcase(str(one), wanted)])]
     return frame
 
 
-def _marks(sides: pd.DataFrame) -> str:
-    """Return the marks of the points of ``sides``."""
-    flags = {mark: [name for name in (column, f"{column}_below") if name in sides] for mark, column in _FLAGS.items()}
-    return "".join(mark for mark, names in flags.items() if sides[names].eq(True).to_numpy().any())
+def public_kernels(rows: Rows) -> list[Found]:
+    """Divide the fastest public kernel of each line of the operator tables by ours, table by table."""
+    found = []
+    for table in TABLES:
+        best = {f"{table}: {line.label}": best_existing(line) for line in lines(table)}
+        for system, how in (("wrapper", "as a layer calls it"), ("normal shrink", "its shrink launched normally")):
+            mine = _latencies(rows, OPERATOR_TABLES, system)
+            ratios = [kernel[1] / mine[panel] for panel, kernel in best.items() if kernel and panel in mine]
+            if ratios:
+                found.append(summed(f"table {table}: fastest public kernel / ours, {how}", np.array(ratios)))
+    ours = [_latencies(rows, "expert tables", f"{site}, delta") for site in SITES]
+    ratios = [line.best_existing() / sum(one[line.label] for one in ours)
+              for line in expert_lines() if all(line.label in one for one in ours)]  # fmt: skip
+    return [*found, *([summed("experts: fastest public kernels / ours", np.array(ratios))] if ratios else [])]
 
 
-_FLAGS = {DISTURBED: "disturbed", ONCE: "once"}
+def _latencies(rows: Rows, figure: str, system: str) -> dict[str, float]:
+    """Map panels to microseconds in a graph."""
+    try:
+        mine = matching(rows.figure(figure), {"metric": "latency", "system": system})
+    except NotMeasured:
+        return {}
+    return dict(zip(mine["panel"], mine["value"], strict=True))

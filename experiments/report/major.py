@@ -12,11 +12,18 @@ HOLD = "holds"
 
 @dataclass(frozen=True)
 class Major:
-    """A sentence of the paper in plain words, the claims that judge it, and why a CPU cannot show it, as a clause."""
+    """A sentence of the paper in plain words, the claims that judge it with the quantity of each that a summary shows,
+    and why a CPU cannot show it, as a clause.
+    """
 
     text: str
-    claims: tuple[str, ...]
+    shown_of: Mapping[str, str]
     on_cpu: str = ""
+
+    @property
+    def claims(self) -> tuple[str, ...]:
+        """Ids of its claims."""
+        return tuple(self.shown_of)
 
     def outcome(self, verdicts: Mapping[str, Verdict]) -> str:
         """Return what the verdicts on its claims come to: `HOLD`, `PART`, or the weakest word of those that decide."""
@@ -31,17 +38,23 @@ class Major:
 
 _COMPUTES = "a CPU is bound by arithmetic"
 MAJOR = (
-    Major("batching makes decode steps nearly free", ("C01",), f"{_COMPUTES}: rows add time"),
-    Major("SGMV is flat for shared adapters", ("C07", "C09", "C10", "C11"), f"{_COMPUTES}, not by reading"),
-    Major("SGMV beats Loop and Gather-BMM", ("C12", "C13"), "it saves kernel launches, and a CPU launches none"),
-    Major("a layer takes as long for all popularities", ("C24",)),
-    Major("12 times the throughput of other systems", ("C29", "C30"), "a batch gains a CPU less than a GPU"),
-    Major("throughput does not depend on popularity", ("C26", "C27"), "adapters weigh more beside a small model"),
-    Major("LoRA adds about 2 ms to a token", ("C41",)),
-    Major("an adapter loads within a step", ("C42", "C43"), "a CPU has no link to load over"),
-    Major("70B on several GPUs shows the same", ("C38",), "70B does not fit, and nothing stands in for it"),
-    Major("GPUs of a cluster run full or idle (simulated)", ("C46", "C48", "C50")),
-)
+    Major("batching makes decode steps nearly free", {"C01": "ratio"}, f"{_COMPUTES}: rows add time"),
+    Major("SGMV is flat for shared adapters",
+          {"C07": "latency_ratio", "C09": "ratio", "C10": "largest", "C11": "ratio"}, f"{_COMPUTES}, not by reading"),
+    Major("SGMV beats Loop and Gather-BMM", {"C12": "smallest", "C13": "smallest"},
+          "it saves kernel launches, and a CPU launches none"),
+    Major("a layer takes as long for all popularities", {"C24": "distinct"}),
+    Major("12 times the throughput of other systems", {"C29": "speedup", "C30": "smallest"},
+          "a batch gains a CPU less than a GPU"),
+    Major("throughput does not depend on popularity", {"C26": "min_over_max", "C27": "min_over_max"},
+          "adapters weigh more beside a small model"),
+    Major("LoRA adds about 2 ms to a token", {"C41": "extra_ms"}),
+    Major("an adapter loads within a step", {"C42": "model_ms", "C43": "load_over_step"},
+          "a CPU has no link to load over"),
+    Major("70B on several GPUs shows the same", {"C38": "min_over_max"},
+          "70B does not fit, and nothing stands in for it"),
+    Major("GPUs of a cluster run full or idle (simulated)", {"C46": "share", "C48": "peak", "C50": "per_gpu"}),
+)  # fmt: skip
 
 
 def in_order(verdicts: Sequence[Verdict]) -> list[Verdict]:

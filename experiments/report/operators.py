@@ -10,8 +10,8 @@ from experiments.benches.operator_lines import ADDED, HOST, Line, lines
 from experiments.claims.rows import markdown
 from experiments.plots.operator_tables import show
 from experiments.report.machines import OPERATOR_TABLES, Machine
-from experiments.report.tables import GENERATED
-from experiments.report.verdicts import measured_on
+from experiments.report.reproducing import GENERATED
+from experiments.report.results import measured_on
 from punica.measure.records import RowsError
 
 COMMAND = "`python -m experiments.ext_operator_tables table=all`."

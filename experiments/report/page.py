@@ -28,10 +28,19 @@ from experiments.claims.judge import (
 from experiments.claims.table import marked
 from experiments.harness.catalogue import experiments
 from experiments.plots.frames import distinct
-from experiments.report.machines import HERE, Machine, columns, file_name
-from experiments.report.tables import FOUND, LEGEND, MIDDLE, findings, serving_tables, title_of
-from experiments.report.trials import NO_TRIALS, trials_table
-from experiments.report.verdicts import measured_on, notes
+from experiments.report.machines import Machine, columns
+from experiments.report.reproducing import title_of
+from experiments.report.results import (
+    FOUND,
+    MARKS,
+    MIDDLE,
+    NO_TRIALS,
+    findings,
+    measured_on,
+    notes,
+    serving_tables,
+    trials_table,
+)
 
 PAGE = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
@@ -44,8 +53,8 @@ METHOD = 2
 """Effort of the WebP encoder: 0.2 s a figure, and a tenth more bytes than with the most."""
 
 
-def write_page(machines: Sequence[Machine], paper: Path, target: Path) -> Path:
-    """Write the page of ``machines``, the first of which comes first, to ``target``."""
+def write_page(machines: Sequence[Machine], pages: Sequence[Path], target: Path) -> Path:
+    """Write the page of ``machines``, the first of which comes first, to ``target``; it links their ``pages``."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -56,12 +65,12 @@ def write_page(machines: Sequence[Machine], paper: Path, target: Path) -> Path:
         summaries={name: _summary(verdicts) for name, verdicts in sides.items()},
         verdicts=[name for name in VERDICTS if any(one.verdict == name for side in sides.values() for one in side)],
         claims=list(_claims(sides)),
-        machines=[_machine(machine, paper, target.parent) for machine in machines],
+        machines=[_machine(*one, target) for one in zip(machines, pages, strict=True)],
         figures=figures,
         drawn={figure["name"] for figure in figures},
         found_head=FOUND,
         no_trials=NO_TRIALS,
-        legend=LEGEND,
+        legend=MARKS,
         middle=MIDDLE,
         tone=tone,
     )
@@ -93,22 +102,16 @@ def _claims(sides: dict[str, Sequence[Verdict]]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _machine(machine: Machine, paper: Path, folder: Path) -> dict[str, Any]:
-    tables = [machine.folder / f"{file_name(timer)}.md" for timer in machine.clocks]
-    fresh = [folder / table.name for table in tables] if machine.name == HERE else []
+def _machine(machine: Machine, page: Path, target: Path) -> dict[str, Any]:
     return {
         "name": machine.name,
         "measured": measured_on(machine.rows),
         "notes": notes(machine.verdicts, machine.rows, machine.stability),
-        "serving": list(serving_tables(machine, paper)),
+        "serving": list(serving_tables(machine)),
         "findings": list(findings(machine)),
-        "trials": trials_table(folder if machine.name == HERE else machine.folder),
-        "files": {path.name: _relative(path, folder) for path in (*tables, *fresh) if path.exists()},
+        "trials": trials_table(machine.folder),
+        "files": {page.name: Path(os.path.relpath(page, target.parent)).as_posix()} if page.exists() else {},
     }
-
-
-def _relative(path: Path, folder: Path) -> str:
-    return Path(os.path.relpath(path, folder)).as_posix()
 
 
 def _figures(machines: Sequence[Machine]) -> Iterator[dict[str, Any]]:

@@ -1,126 +1,196 @@
-"""REPRODUCING.md: figures with commands and minutes, expected ranges of the claims, answers to the disagreements."""
+"""REPRODUCING.md: the command, minutes, GPU hours, expected range and verdict of each claim, and each figure's cost."""
 
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Collection, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any, cast
+
+import pandas as pd
+from omegaconf import DictConfig, OmegaConf
 
 from experiments.claims import Verdict
+from experiments.claims.judge import MEASURED_IN, command, scales_of
 from experiments.claims.rows import markdown
 from experiments.claims.table import marked
-from experiments.expected.claims import claim_ranges
-from experiments.expected.ranges import CPU_FLOOR, FLOOR, TIMES
-from experiments.facts.disagreements import read_disagreements
-from experiments.facts.paper import read_claims
+from experiments.facts.paper import Statement, read_claims
 from experiments.harness.catalogue import experiments
+from experiments.harness.counted import SCALES
+from experiments.harness.experiment import Experiment
+from experiments.harness.schema import CONF
+from experiments.plots.frames import distinct
+from experiments.report.expected import CPU_FLOOR, FLOOR, TIMES, claim_ranges
 from experiments.report.machines import Machine
-from experiments.report.runs import (
-    UNKNOWN,
-    all_minutes,
-    commits,
-    cost,
-    figure_command,
-    figures_of,
-    how,
-    minutes_of,
-    recorded_scales,
-    scales,
-    total_minutes,
-)
-from experiments.report.tables import GENERATED, LEGEND, Table, title_of
+from experiments.report.major import MAJOR, in_order
 
+GENERATED = "<!-- written by: make report ARGS=source=recorded -->"
 INTRODUCTION = """\
 `make reproduce` measures and judges all figures on your machine; `make check` holds your rows against recorded ones.
 
-```console
-$ make reproduce
-$ make check
-```
+**Minutes** are those that `make reproduce` gives the figures of a claim on a CPU (`conf/figure/*.yaml`); all figures
+have {laptop:.0f}. **GPU hours** are the minutes of a claim's recorded sets, times their rounds and GPUs, and **memory**
+is what the largest of them needs (`conf/recording.yaml`); both are expected, not measured. Claims share sets: those
+that carry the paper take {hours:.1f} GPU hours together. **Disk** is that of the figures' recorded rows and samples.
+Weights, adapters and requests are made from seeds, so nothing else is fetched or kept. Human minutes were not measured.
 
-`make check` prints what is outside of its expected range and what was not compared; its status is 1 when one that
-counts is outside. Rows are in `outputs/<hardware>/rows`, recorded ones in `results/<hardware>`.
+**Commands** without `scale=` measure at `laptop` on a CPU and on a GPU below 75 GB, at `gpu` on a larger one. The
+command of a claim on a GPU is of the scale of its recorded rows. It measures Llama-2 7B: ranges that also hold 13B need
+it once more with `model=llama2-13b`. `make record-all` measures the recorded sets.
 
-**The rule of all ranges** (`experiments/expected`): a range reaches {times:g} times as far as the farthest recorded
-repeat, and never less than {floor:.0%}, or than a factor of {cpu:g} for times and ratios that a CPU measured. There two
-runs on one machine differ by more than the repeats of one. Quantities of claims have ranges of their own, below and in
-`results/<hardware>/expected/claims.csv`: as factors for times, throughputs and ratios, linear for shares, correlations
-and differences, and cut to what is possible (`paper_results/claim_quantities.csv`). Other measurements are held as
-ratios to the recorded ones (`measurements.csv`), by the median over common points, and only on the recorded device. A
-line that was recorded once has the least range, as its spread is not known; `make check` says so. Calibrations tell
-how fast a machine is, beside other guests of its host. Where that is another speed than recorded, as a whole or in a
-figure, `make check` counts no measurement that is outside, and no measured claim.
-
-**Minutes** are those that `make reproduce` gives a figure at a scale (`conf/figure/*.yaml`): it ends with less measured
-where they do not suffice. All figures together have {laptop:.0f} on a CPU. `not stated`: none are given at that
-scale, and the figure runs to its end; `conf/recording.yaml` has the minutes of one repeat on a GPU. Time and memory are
-what the script states; peak memory of the recorded runs was not recorded. Human minutes were not measured.
-
-**Scales.** A command without `scale=` measures at `laptop` on a CPU and on a GPU below 75 GB, at `gpu` on a larger one.
-Command and minutes of a claim are of the scale of its recorded rows, without rows of the paper's (on a CPU the
-laptop's). On a GPU the command measures Llama-2 7B: ranges that also hold 13B need it once more with
-`model=llama2-13b`.
+**Ranges.** A range reaches {times:g} times as far as the farthest recorded repeat, and never less than {floor:.0%}, or
+than a factor of {cpu:g} for times and ratios that a CPU measured. There two runs on one machine differ by more than the
+repeats of one. Ranges are factors for times, throughputs and ratios, linear for shares, correlations and differences,
+and cut to what is possible (`paper_results/claim_quantities.csv`). Other measurements are held as ratios to the recorded
+ones (`results/<hardware>/expected`), by the median over common points, and only on the recorded device. Where the
+machine has another speed than recorded, by the calibrations between points, `make check` counts no measurement that is
+outside, and no measured claim. Its status is 1 when one that counts is outside.
 """
-FIGURES = ("figure", "command", "minutes (scale)", "time and memory at scale=laptop, as the script states")
-CLAIMS = ("claim", "statement", "figure", "command", "its minutes", "expected", "verdict", "commit of its rows")
-DISAGREE = (
-    "Each disagreement is described in [paper_results/README.md](paper_results/README.md#disagreements). Measured "
-    "values are those of the named claims."
-)
+_COST = re.compile(r"^Cost(?: at scale=laptop)?(.+?)(?:\.\s|:\n|\.?\Z)", re.MULTILINE | re.DOTALL)
+UNKNOWN, NOT_STATED = "-", "not stated"
+CPU = "cpu"
 
 
 def write_reproducing(machines: Sequence[Machine], paper: Path, target: Path) -> Path:
     """Write the page on ``machines``, the recorded ones, to ``target``; ``paper`` is ``paper_results``."""
-    laptop = total_minutes(experiments(), "laptop")
-    said = INTRODUCTION.format(times=TIMES, floor=FLOOR, cpu=1 + CPU_FLOOR, laptop=laptop)
-    parts = [GENERATED, "# Reproducing", "", said, "## Figures", "", *markdown(*figures_table(machines)), ""]
-    for machine in machines:
-        parts += [f"## Claims on {machine.name}", "", LEGEND, "", *markdown(*claims_table(machine, paper)), ""]
-    parts += ["## Where text, figures and released code of the paper disagree", "", DISAGREE, ""]
-    parts += [*markdown(*disagreements_table(machines, paper)), ""]
-    target.write_text("\n".join(parts), encoding="utf-8")
+    laptop = sum(minutes(one.name, "laptop") or 0.0 for one in experiments())
+    carried = {id for one in MAJOR for id in one.claims}
+    said = INTRODUCTION.format(times=TIMES, floor=FLOOR, cpu=1 + CPU_FLOOR, laptop=laptop, hours=gpu_cost(carried)[0])
+    head, lines = claims_table(machines, paper)
+    parts = [GENERATED, "# Reproducing", "", said, "## The claims that carry the paper", ""]
+    parts += [*markdown(head, lines[: len(carried)]), "", "## The other claims", ""]
+    parts += [*markdown(head, lines[len(carried) :]), "", "## Figures", ""]
+    parts += ["`not stated`: a figure has no minutes at that scale, and runs to its end.", ""]
+    target.write_text("\n".join([*parts, *markdown(*figures_table(machines)), ""]), encoding="utf-8")
     return target
 
 
-def figures_table(machines: Sequence[Machine]) -> Table:
-    """Return head and lines: an experiment, its command and cost, and scale and commits of its rows per machine."""
+def claims_table(machines: Sequence[Machine], paper: Path) -> tuple[list[str], list[list[str]]]:
+    """Return head and lines: a claim, how to measure it, what that takes, and range and verdict on each machine."""
+    statements = {one.id: one for one in read_claims(paper)}
+    first, *_ = machines
+    gpus = [machine for machine in machines if machine.name != CPU]
+    of_machine = {machine.name: {one.id: one for one in machine.verdicts} for machine in machines}
     lines = []
-    for one in experiments():
-        of_rows = [_recorded(machine, one.figure) for machine in machines]
-        given = all_minutes(one.name, recorded_scales(machines, one.figure))
-        lines.append([title_of(one), figure_command(one.name), given, cost(one), *of_rows])
-    return [*FIGURES, *(f"rows of {machine.name}" for machine in machines)], lines
-
-
-def _recorded(machine: Machine, figure: str) -> str:
-    known = scales(machine.rows, figure)
-    return f"{', '.join(known)}; {commits(machine.rows, [figure])}" if known else UNKNOWN
-
-
-def claims_table(machine: Machine, paper: Path) -> Table:
-    """Return head and lines: a claim, how to measure it, the range to expect, and what was recorded."""
-    statements = {statement.id: statement for statement in read_claims(paper)}
-    lines = []
-    for verdict in machine.verdicts:
-        of_command = (statements[verdict.id], machine.name, machine.chosen)
-        run = [how(*of_command), minutes_of(*of_command), expected(verdict, paper)]
-        about = [verdict.id, verdict.statement, verdict.figure]
-        lines.append([*about, *run, marked(verdict), commits(machine.rows, figures_of(verdict))])
-    return CLAIMS, lines
+    for verdict in in_order(first.verdicts):
+        statement = statements[verdict.id]
+        on_gpu = next((found for one in reversed(gpus) if (found := command(statement, one.name, one.chosen))), "")
+        on_cpu = command(statement, CPU, first.chosen) if first.name == CPU else ""
+        cells = [f"{verdict.id} {verdict.statement}", ", ".join(scales_of(statement, CPU, first.chosen)) or UNKNOWN]
+        cells += [f"`{on_cpu}`" if on_cpu else UNKNOWN, minutes_of(statement, first)]
+        hours, memory = gpu_cost([verdict.id])
+        cells += [f"`{on_gpu}`" if on_gpu and hours else UNKNOWN, f"{hours:.2g}" if hours else UNKNOWN, memory]
+        cells.append(disk(verdict, machines))
+        here = [of_machine[one.name][verdict.id] for one in machines]
+        lines.append([*cells, *(f"{marked(one)}{expected(one, paper)}" for one in here)])
+    head = ["claim", "experiment", "on a CPU", "minutes", "on a GPU", "GPU hours", "GPU memory", "disk"]
+    return [*head, *(f"{machine.name}: verdict, range" for machine in machines)], lines
 
 
 def expected(verdict: Verdict, paper: Path) -> str:
-    """Word the expected ranges of the quantities of a claim; of one without a value, the reason."""
+    """Word the expected ranges of the quantities of a claim."""
     found = claim_ranges([verdict], paper)
-    ranges = [f"{one.quantity} {one.low:.4g} to {one.high:.4g}" for one in found.itertuples()]
-    return "; ".join(ranges) or (f"no value: {verdict.reason}" if verdict.reason else UNKNOWN)
+    return "".join(f"; {one.quantity} {one.low:.4g} to {one.high:.4g}" for one in found.itertuples())
 
 
-def disagreements_table(machines: Sequence[Machine], paper: Path) -> Table:
-    """Return head and lines: a disagreement, what is done about it, and the measured values that belong to it."""
+@cache
+def gpu_sets() -> pd.DataFrame:
+    """Return the sets that a GPU measures, with the claims that each decides, its GPU hours and its memory."""
+    sets = pd.DataFrame(OmegaConf.to_container(OmegaConf.load(CONF / "recording.yaml"))["gpu"])  # type: ignore[index]
+    sets = sets.fillna({"claims": "", "gb": 30.0, "gpus": 1, "rounds": 3})
+    hours = sets["minutes"] * sets["rounds"] * sets["gpus"] / 60
+    return sets.assign(claims=sets["claims"].map(claims_in), hours=hours, memory=sets["gpus"] * sets["gb"])
+
+
+def claims_in(text: str) -> set[str]:
+    """Read the claims of a set, written as ``C14, C25-C37``."""
+    ends = [part.strip().partition("-") for part in text.split(",") if part.strip()]
+    return {f"C{number:02d}" for low, _, high in ends for number in range(int(low[1:]), int((high or low)[1:]) + 1)}
+
+
+def gpu_cost(claims: Collection[str]) -> tuple[float, str]:
+    """Return the GPU hours of the sets that decide any of ``claims``, and the memory of the largest."""
+    sets = gpu_sets()
+    sets = sets[[bool(found & set(claims)) for found in sets["claims"]]]
+    if sets.empty:
+        return 0.0, UNKNOWN
+    most = sets.loc[sets["memory"].idxmax()]
+    return float(sets["hours"].sum()), f"{f'{most.gpus:g} x ' if most.gpus > 1 else ''}{most.gb:g} GB"
+
+
+def disk(verdict: Verdict, machines: Sequence[Machine]) -> str:
+    """Return the megabytes of the recorded rows and samples of a claim's figures, on the machine with most."""
+    names = [one.name for one in experiments() if one.figure in figures_of(verdict)]
+    files = [[path for name in names for path in machine.folder.glob(f"{name}.*")] for machine in machines]
+    size = max(sum(path.stat().st_size for path in found) for found in files)
+    return f"{max(size / 1e6, 0.1):.1f} MB" if size else UNKNOWN
+
+
+def figures_table(machines: Sequence[Machine]) -> tuple[list[str], list[list[str]]]:
+    """Return head and lines: an experiment, its command and cost, and scale and commits of its rows per machine."""
     lines = []
-    for one in read_disagreements(paper):
-        values = []
-        for machine in machines:
-            ours = {verdict.id: verdict for verdict in machine.verdicts}
-            said = [f"{id}: {ours[id].our_value or ours[id].reason}" for id in one.claims]
-            values.append("; ".join(said) or UNKNOWN)
-        lines.append([f"{one.id} {one.title}", one.answer, *values])
-    return ["disagreement", "answer", *(f"measured on {machine.name}" for machine in machines)], lines
+    for one in experiments():
+        rows = [machine.rows[machine.rows["figure"] == one.figure] for machine in machines]
+        scales = {scale for part in rows for scale in distinct(part, "scale")}
+        known = [f"{', '.join(distinct(part, 'scale'))}; {commits(part)}" if len(part) else UNKNOWN for part in rows]
+        lines.append([title_of(one), figure_command(one.name), all_minutes(one.name, scales), cost(one), *known])
+    head = ["figure", "command", "minutes (scale)", "time and memory at scale=laptop, as the script states"]
+    return [*head, *(f"rows of {machine.name}: scale; commits" for machine in machines)], lines
+
+
+def figure_command(name: str) -> str:
+    """Return the command that measures the experiment ``name`` and draws it, as code."""
+    return f"`make figure FIG={name if name.startswith('ext') else name.partition('_')[0]}`"
+
+
+@cache
+def settings(name: str) -> DictConfig:
+    """Return what the figure of the experiment ``name`` sets."""
+    return cast(DictConfig, OmegaConf.load(CONF / "figure" / f"{name}.yaml"))
+
+
+def title_of(experiment: Experiment) -> str:
+    """Return the title of a figure, with its place in the paper where it has one."""
+    title, figure = str(settings(experiment.name).title), experiment.figure
+    place = f"Figure {figure}" if figure.isdigit() else figure.replace("text", "Section").replace("README", "README,")
+    return title if figure.startswith("ext") else f"{place.partition(',')[0]}: {title}"
+
+
+def minutes(name: str, scale: str) -> float | None:
+    """Return the minutes that ``make reproduce`` gives the experiment ``name`` at ``scale``; None where it has none."""
+    return (settings(name).get("minutes") or {}).get(scale)
+
+
+def minutes_of(statement: Statement, machine: Machine) -> str:
+    """Return the minutes of the figures of a claim on ``machine``; of scripts without any at their scale say so."""
+    known = {name: minutes(name, scale) for name, scale in scales_of(statement, machine.name, machine.chosen).items()}
+    given: list[Any] = [value for value in known.values() if value is not None]
+    without = ", ".join(name.partition("_")[0] for name, value in known.items() if value is None)
+    said = [f"{sum(given):g}"] if given else []
+    return ", ".join([*said, f"{NOT_STATED} ({without})"] if without else said) or UNKNOWN
+
+
+def all_minutes(name: str, recorded: Collection[str]) -> str:
+    """Word the minutes of an experiment by scale, those without any, and those of no ``recorded`` run."""
+    known = {scale: minutes(name, scale) for scale in reversed(SCALES)}
+    said = [f"{value:g} ({scale}{'' if scale in recorded else ', no recorded run'})"
+            for scale, value in known.items() if value is not None]  # fmt: skip
+    without = ", ".join(scale for scale, value in known.items() if value is None)
+    return ", ".join([*said, f"{NOT_STATED} ({without})"] if without else said)
+
+
+def cost(experiment: Experiment) -> str:
+    """Return the sentence of the script's docstring on its time and memory, a dash without one."""
+    found = _COST.search(sys.modules[type(experiment).__module__].__doc__ or "")
+    return re.sub(r"\s+", " ", found[1]).strip(" :,") if found else UNKNOWN
+
+
+def figures_of(verdict: Verdict) -> list[str]:
+    """Return the figures whose rows answer the claim, by their names in rows."""
+    return [MEASURED_IN.get(name, name) for name in verdict.figure.split(", ")]
+
+
+def commits(rows: pd.DataFrame) -> str:
+    """Return the commits of ``rows``, shortened; a dash without any."""
+    short = (commit[:7] + ("-dirty" if commit.endswith("-dirty") else "") for commit in distinct(rows, "commit"))
+    return ", ".join(dict.fromkeys(short)) or UNKNOWN

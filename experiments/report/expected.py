@@ -1,0 +1,268 @@
+"""Expected ranges: what another run on recorded hardware should give, and the rows and claims that are outside.
+
+The rule: a range reaches twice as far as the farthest recorded repeat, and never less than a tenth, or
+than a factor of 1.5 for times and ratios that a CPU measured.
+
+A line is one metric of one system and model in one figure. Its ratio to the recorded one is the median over all points
+that both runs have, so one slow point does not decide it. The farthest repeat is that of all lines of the same figure,
+metric and clock: most points have few repeats, and some a single one. Quantities of claims have scales. A ratio, a time
+or a throughput is positive, and its distances are factors: 2 is as far from 1 as 0.5. A growth in percent is a ratio
+less 1; shares, correlations and differences are linear.
+"""
+
+import csv
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from experiments.claims import Verdict
+from experiments.claims.finding import SIMULATED
+from experiments.facts.paper import paper_file
+from experiments.harness.counted import POINT, counted, merged
+from punica.measure.records import DIFFERENCES, RowsError, ensure_writable
+
+FLOOR, CPU_FLOOR = 0.10, 0.50
+"""Least width of a range, as a part of the recorded value: two sessions differ by more than repeats of one. A CPU may
+share its host: of two runs on one machine, 45 minutes apart, 280 of 420 lines were within a tenth, 402 within half."""
+TIMES = 2.0
+"""Width of a range over the distance of its farthest repeat."""
+SPEED_LIMIT = 1.25
+"""Largest ratio, either way, of the median calibration to that of the nearest recorded repeat. Of two days on one
+virtual CPU a copy took 1.57 times as long, and 233 of 545 lines were more than a tenth off."""
+CALIBRATIONS = {"calib_gemm_us": "a product", "calib_copy_us": "a copy"}
+TINY = 1e-9
+"""Relative and absolute room at the ends of a range, for numbers written with fewer digits."""
+FOLDER, SCALES = "expected", "claim_quantities.csv"
+LINE = ["figure", "system", "model", "metric", "unit", "timer"]
+POOL = ["figure", "metric", "timer"]
+COLUMNS = {
+    "claims": ["claim", "quantity", "value", "low", "high", "verdict"],
+    "measurements": [*LINE, "points", "repeats", "low", "high"],
+}
+_REASONS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
+    "of scale=smoke, whose shapes are others": lambda rows: rows["scale"].eq("smoke"),
+    "simulated or from a datasheet": lambda rows: rows["kind"].ne("measured"),
+    "differences of two times, which may be close to zero": lambda rows: rows["metric"].isin(DIFFERENCES),
+    "of zero or less, which have no ratio": lambda rows: ~rows["value"].gt(0),
+}
+"""Why a row has no range, and which rows that holds for."""
+
+
+def _floor(hardware: str) -> float:
+    return CPU_FLOOR if hardware == "cpu" else FLOOR
+
+
+def _reasons(rows: pd.DataFrame) -> pd.Series:
+    """Return why each median and single value has no range; empty where it has one."""
+    rows = rows[rows["statistic"].isin(["median", "value"])]
+    return pd.Series(np.select([is_so(rows) for is_so in _REASONS.values()], list(_REASONS), ""), rows.index)
+
+
+def left_out(rows: pd.DataFrame) -> dict[str, int]:
+    """Count the rows without a range by reason. Spreads and counts, which belong to a median, are not listed."""
+    found = _reasons(rows).value_counts()
+    return {reason: int(found[reason]) for reason in _REASONS if reason in found}
+
+
+def comparable(rows: pd.DataFrame) -> pd.DataFrame:
+    """Choose among the rows that have a range, as `counted` does for points that are compared one by one."""
+    return counted(rows.loc[_reasons(rows).eq("").loc[lambda fine: fine].index], clock=None)
+
+
+def ranges(rows: pd.DataFrame) -> pd.DataFrame:
+    """Build the ranges of ``rows``, those of one machine: a line per `LINE`.
+
+    ``low``, ``high``: ends of the ratio. ``repeats``: the most that a point has; 0 where rows do not say.
+    """
+    rows = comparable(rows)
+    if rows.empty:
+        return pd.DataFrame(columns=COLUMNS["measurements"])
+    rows = rows[rows["counts"]]
+    of_point = rows.groupby("point")
+    rows = rows.assign(centre=of_point["value"].transform("median"), repeats=of_point["repeat"].transform("nunique"))
+    lines = rows.groupby(LINE).agg(points=("point", "nunique"), repeats=("repeats", "max")).reset_index()
+    parts = rows[rows["repeats"] > 1]
+    ratio = (parts["value"] / parts["centre"]).transform(np.log)
+    of_repeat = ratio.groupby([parts[name] for name in (*LINE, "repeat")]).median().abs().rename("farthest")
+    lines = lines.merge(of_repeat.groupby(level=POOL).max().reset_index(), on=POOL, how="left")
+    width = np.maximum(np.log1p(_floor(rows["hardware"].iloc[0])), TIMES * lines["farthest"].fillna(0.0))
+    return lines.assign(low=np.exp(-width), high=np.exp(width))[COLUMNS["measurements"]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Scale of one quantity, ``ratio``, ``growth`` or ``linear``; no value is below ``least`` or above ``most``."""
+
+    kind: str = "ratio"
+    least: float = -math.inf
+    most: float = math.inf
+
+    @property
+    def zero(self) -> float:
+        """The value that has no logarithm; KeyError for a kind that is unknown."""
+        return {"ratio": 0.0, "growth": -100.0, "linear": -math.inf}[self.kind]
+
+    def around(self, value: float, ends: Sequence[float], floor: float) -> tuple[float, float]:
+        """Return the range around ``value`` whose repeats reach to ``ends``, cut to what is possible.
+
+        It reaches at least ``floor``, as a part of the value; of shares and correlations, which have a most, `FLOOR`.
+        ValueError names a value or an end that is not possible.
+        """
+        for one in (value, *ends):
+            if not (self.least <= one <= self.most and one > self.zero):
+                raise ValueError(f"{one:g} is not possible on the scale {self}")
+        zero = self.zero
+        if self.kind == "linear":
+            floor = floor if self.most == math.inf else FLOOR
+            width = max([floor * abs(value), *(TIMES * abs(end - value) for end in ends)])
+            low, high = value - width, value + width
+        else:
+            far = [TIMES * abs(math.log((end - zero) / (value - zero))) for end in ends]
+            factor = math.exp(max([math.log1p(floor), *far]))
+            low, high = zero + (value - zero) / factor, zero + (value - zero) * factor
+        return max(self.least, low), min(self.most, high)
+
+    def __str__(self) -> str:
+        return f"{self.kind} from {self.least:g} to {self.most:g}"
+
+
+@lru_cache(maxsize=8)
+def read_scales(folder: Path) -> dict[tuple[str, str], Scale]:
+    """Map claim and quantity to the scale, for those that are no plain ratio; ``folder`` is ``paper_results``.
+
+    ValueError names file and line of a scale that is not known.
+    """
+    path, found, known = paper_file(folder, SCALES), {}, ("linear", "ratio", "growth")
+    with path.open(newline="", encoding="utf-8") as stream:
+        for number, line in enumerate(csv.DictReader(stream), start=2):
+            if line["scale"] not in known:
+                text = f"scale is {line['scale']!r}; it must be one of {', '.join(known)}"
+                raise ValueError(f"{path}, line {number}: {text}")
+            ends = float(line["least"] or "-inf"), float(line["most"] or "inf")
+            found[line["claim"], line["quantity"]] = Scale(line["scale"], *ends)
+    return found
+
+
+def claim_ranges(verdicts: Sequence[Verdict], paper: Path) -> pd.DataFrame:
+    """Build a line per quantity of the ``verdicts``, from the spans over repeats that they state.
+
+    ``paper`` is ``paper_results``. ValueError names claim and quantity of a value that its scale excludes.
+    """
+    scales, lines = read_scales(paper), []
+    for verdict in verdicts:
+        spans = _parts(verdict.interval)
+        floor = FLOOR if verdict.kind == SIMULATED else _floor(verdict.hardware)
+        for name, text in _parts(verdict.quantities).items():
+            value, ends = float(text), [float(end) for end in spans[name].split(" to ")] if name in spans else []
+            try:
+                low, high = scales.get((verdict.id, name), Scale()).around(value, ends, floor)
+            except ValueError as error:
+                raise ValueError(f"{verdict.id}, {name}: {error}; write its scale into {paper / SCALES}") from None
+            lines.append((verdict.id, name, value, low, high, verdict.verdict))
+    return pd.DataFrame(lines, columns=COLUMNS["claims"])
+
+
+def _parts(text: str) -> dict[str, str]:
+    return dict(part.rsplit("=", 1) for part in text.split("; ") if part)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Lines of ranges with our value.
+
+    Attributes:
+        compared: columns of the ranges and ``here``, ``is_outside``; of measurements ``common``, the points of both.
+        absent: ranges without a value here. unknown: our lines without a range.
+    """
+
+    compared: pd.DataFrame
+    absent: pd.DataFrame
+    unknown: pd.DataFrame
+
+    @property
+    def outside(self) -> pd.DataFrame:
+        """Lines outside their range."""
+        return self.compared[self.compared["is_outside"]]
+
+
+def hold_rows(ranges: pd.DataFrame, recorded: pd.DataFrame, here: pd.DataFrame) -> Held:
+    """Hold the rows ``here`` against ``ranges``, made of the rows ``recorded``; ``here`` of a line is its ratio."""
+    key = [*POINT, "unit", "timer"]
+    theirs, ours = (merged(comparable(rows))[[*key, "value"]] for rows in (recorded, here))
+    both = theirs.merge(ours, on=key, suffixes=("_recorded", "_here"))
+    ratios = both.assign(here=both["value_here"] / both["value_recorded"]).groupby(LINE)["here"]
+    return _beside(ranges, ratios.agg(here="median", common="size").reset_index(), ours[LINE].drop_duplicates(), LINE)
+
+
+def hold_claims(ranges: pd.DataFrame, verdicts: Sequence[Verdict]) -> Held:
+    """Hold the quantities of ``verdicts`` against ``ranges``; column ``verdict_here`` has our verdict."""
+    key = ["claim", "quantity"]
+    found = [(one.id, *each, one.verdict) for one in verdicts for each in _parts(one.quantities).items()]
+    ours = pd.DataFrame(found, columns=[*key, "here", "verdict_here"]).astype({"here": float})
+    return _beside(ranges, ours, ours[key], key)
+
+
+def _beside(ranges: pd.DataFrame, ours: pd.DataFrame, known: pd.DataFrame, key: list[str]) -> Held:
+    lines = ranges.merge(ours, on=key, how="left")
+    has, room = lines["here"].notna(), TINY * np.maximum(1.0, lines[["low", "high"]].abs().max(axis=1))
+    lines["is_outside"] = has & ~lines["here"].between(lines["low"] - room, lines["high"] + room)
+    without = known.merge(ranges[key].assign(there=True), on=key, how="left")["there"].isna().to_numpy()
+    return Held(lines[has], lines[~has], known[without])
+
+
+def other_speed(recorded: pd.DataFrame, here: pd.DataFrame) -> str:
+    """Describe the calibrations of ``here`` that differ from those of the same figures in ``recorded``; empty where
+    none does, or rows have none.
+
+    Each is held against the medians of the recorded repeats: a virtual machine shares its host's memory, and may have
+    had several speeds then.
+    """
+    recorded, here = recorded[recorded["figure"].isin(here["figure"])], here[here["figure"].isin(recorded["figure"])]
+    off = []
+    for name, what in CALIBRATIONS.items():
+        known, ours = recorded.groupby("repeat", dropna=False)[name].median(), here[name].median()
+        ratio = ours / min(max(ours, known.min()), known.max())
+        if abs(math.log(ratio)) > math.log(SPEED_LIMIT):
+            off.append(f"{what} takes {ratio:.2f} of the recorded time")
+    return ", ".join(off)
+
+
+def other_speeds(recorded: pd.DataFrame, here: pd.DataFrame) -> dict[str, str]:
+    """Map those figures to `other_speed` that were measured at another speed than recorded."""
+    parts = {str(figure): other_speed(recorded, rows) for figure, rows in here.groupby("figure", sort=False)}
+    return {figure: said for figure, said in parts.items() if said}
+
+
+def write_expected(folder: Path, rows: pd.DataFrame, verdicts: Sequence[Verdict], paper: Path) -> list[Path]:
+    """Write the ranges of the ``rows`` in ``folder`` (``results/<hardware>``) and of the ``verdicts`` on them;
+    ``paper`` is ``paper_results``.
+    """
+    ensure_writable(folder / FOLDER)
+    tables = {"claims": claim_ranges(verdicts, paper), "measurements": ranges(rows)}
+    paths = [folder / FOLDER / f"{name}.csv" for name in tables]
+    for path, table in zip(paths, tables.values(), strict=True):
+        table.to_csv(path, index=False, lineterminator="\n", float_format="%.6g")
+    return paths
+
+
+def read_expected(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Read the ranges of claims and of measurements of ``folder``; `RowsError` names a file that cannot be used."""
+    claims, measurements = (_read(folder / FOLDER / f"{name}.csv", columns) for name, columns in COLUMNS.items())
+    return claims, measurements
+
+
+def _read(path: Path, columns: list[str]) -> pd.DataFrame:
+    numbers, remedy = {"value", "low", "high", "points", "repeats"}, "write it again: make report ARGS=source=recorded"
+    try:
+        table = pd.read_csv(path, dtype={name: str for name in columns if name not in numbers}, keep_default_na=False)
+        table = table.astype({name: float for name in columns if name in numbers and name in table})
+    except (OSError, ValueError) as error:
+        raise RowsError(f"{path}: no table of ranges ({error}); {remedy}") from None
+    if list(table.columns) != columns:
+        raise RowsError(f"{path}: the header is {', '.join(table.columns)}, not {', '.join(columns)}; {remedy}")
+    return table
