@@ -36,7 +36,7 @@ sys.path.insert(
 )  # fmt: skip
 from experiments.claims.bounds import described, read_bounds
 from experiments.claims.judge import VERDICTS
-from experiments.expected.claims import claim_ranges
+from experiments.report.expected import claim_ranges
 from experiments.facts.disagreements import read_disagreements
 from experiments.facts.paper import read_claims
 from experiments.report.machines import recorded_folders
@@ -63,7 +63,7 @@ display(as_markdown(by_figure))
 # ## 2. What holds where
 #
 # A column per recorded machine, a line per verdict. On a CPU a smaller model plays the paper's 7B, and what the paper
-# says about a GPU's launches or bandwidth need not hold there. A claim that differs is a result: `results/*/claims.md`
+# says about a GPU's launches or bandwidth need not hold there. A claim that differs is a result: `docs/results-*.md`
 # says why.
 
 # %%

@@ -111,7 +111,7 @@ def test_python_blocks_run_as_written(page: str) -> None:
 
 
 def test_every_experiment_has_a_row() -> None:
-    text = (DOCS / "reproducing.md").read_text(encoding="utf-8")
+    text = (DOCS / "running.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| [^|]+ \| `(\w+)` \|", text, flags=re.MULTILINE)
     assert sorted(listed) == sorted(one.name for one in experiments())
 

@@ -23,16 +23,16 @@ HEADS = {
 def ending(here: Machine, files: Sequence[Path]) -> list[str]:
     """Return the lines; ``files`` are the tables and, last, the page."""
     verdicts, cpu = {one.id: one for one in here.verdicts}, "cpu" in distinct(here.rows, "hardware")
-    outcomes = {one: one.outcome(verdicts) for one in MAJOR}
+    outcomes = {one.text: one.outcome(verdicts) for one in MAJOR}
     device, scale = (", ".join(distinct(here.rows, name)) or "-" for name in ("device", "scale"))
     lines = [f"The {len(MAJOR)} claims that carry the paper, on {device}, scale {scale}:"]
     if "smoke" in distinct(here.rows, "scale"):
         lines.append("(scale=smoke shows that everything runs: shapes are toys, and their verdicts mean nothing)")
     for outcome, head in HEADS.items():
-        chosen = [one for one in MAJOR if outcomes[one] == outcome]
+        chosen = [one for one in MAJOR if outcomes[one.text] == outcome]
         lines += [f"{head} ({len(chosen)})"] if chosen else []
         lines += [_line(one, here, cpu, outcome == HOLD) for one in chosen]
-    if missing := [one for one in MAJOR if outcomes[one] == NOT_MEASURED]:
+    if missing := [one for one in MAJOR if outcomes[one.text] == NOT_MEASURED]:
         lines.append(f"not measured ({len(missing)}): {', '.join(_ids(one) for one in missing)}")
     known, disturbed = disturbed_points(here.rows)
     noise = [f"Other work on this machine disturbed {sum(disturbed.values())} of {known} points."] if disturbed else []

@@ -107,6 +107,10 @@ class Scale:
         """The value that has no logarithm; KeyError for a kind that is unknown."""
         return {"ratio": 0.0, "growth": -100.0, "linear": -math.inf}[self.kind]
 
+    def is_possible(self, value: float) -> bool:
+        """Check whether the quantity can have ``value``."""
+        return self.least <= value <= self.most and value > self.zero
+
     def around(self, value: float, ends: Sequence[float], floor: float) -> tuple[float, float]:
         """Return the range around ``value`` whose repeats reach to ``ends``, cut to what is possible.
 
@@ -114,7 +118,7 @@ class Scale:
         ValueError names a value or an end that is not possible.
         """
         for one in (value, *ends):
-            if not (self.least <= one <= self.most and one > self.zero):
+            if not self.is_possible(one):
                 raise ValueError(f"{one:g} is not possible on the scale {self}")
         zero = self.zero
         if self.kind == "linear":

@@ -1,4 +1,4 @@
-"""Numbers of README.md: each is between ``<!-- measured:NAME -->`` and ``<!-- /measured -->``, and written from rows."""
+"""Numbers of README.md, written from rows, each between ``<!-- measured:NAME -->`` and ``<!-- /measured -->``."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +62,7 @@ def claims(machines: Machines) -> str:
         where = GPU if any(by_id[GPU][id].verdict != NOT_MEASURED for id in one.claims) else CPU
         found = [(by_id[where][id], name) for id, name in one.shown_of.items()]
         cells = [[f"{verdict.id} {name.replace('_', ' ')}", _paper(verdict.id, name, theirs), _ours(verdict, name),
-                  marked(verdict)] for verdict, name in found]  # fmt: skip
+                  marked(verdict)] for verdict, name in map(_shown, found)]  # fmt: skip
         page = f"[{where}](docs/results-{where}.md#claims-that-carry-the-paper)"
         lines.append([one.text, *("<br>".join(column) for column in zip(*cells, strict=True)), page])
     head = ("the paper says", "claim", "paper", "ours", "verdict", "rows, figures")
@@ -74,6 +74,13 @@ def _paper(id: str, name: str, theirs: Rows) -> str:
         return said(CLAIMS[id](theirs).quantities[name])
     except (NotMeasured, KeyError):
         return "-"
+
+
+def _shown(found: tuple[Verdict, str]) -> tuple[Verdict, str]:
+    """Return a verdict and the quantity that is shown, the first it has where it has not the chosen one."""
+    verdict, name = found
+    known = _numbers(verdict.quantities)
+    return verdict, name if name in known else next(iter(known), name)
 
 
 def _ours(verdict: Verdict, name: str) -> str:

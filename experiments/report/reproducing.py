@@ -41,7 +41,7 @@ it once more with `model=llama2-13b`. `make record-all` measures the recorded se
 **Ranges.** A range reaches {times:g} times as far as the farthest recorded repeat, and never less than {floor:.0%}, or
 than a factor of {cpu:g} for times and ratios that a CPU measured. There two runs on one machine differ by more than the
 repeats of one. Ranges are factors for times, throughputs and ratios, linear for shares, correlations and differences,
-and cut to what is possible (`paper_results/claim_quantities.csv`). Other measurements are held as ratios to the recorded
+and cut to what is possible (`paper_results/claim_quantities.csv`). Other measurements are held as ratios to recorded
 ones (`results/<hardware>/expected`), by the median over common points, and only on the recorded device. Where the
 machine has another speed than recorded, by the calibrations between points, `make check` counts no measurement that is
 outside, and no measured claim. Its status is 1 when one that counts is outside.
@@ -96,8 +96,8 @@ def expected(verdict: Verdict, paper: Path) -> str:
 @cache
 def gpu_sets() -> pd.DataFrame:
     """Return the sets that a GPU measures, with the claims that each decides, its GPU hours and its memory."""
-    sets = pd.DataFrame(OmegaConf.to_container(OmegaConf.load(CONF / "recording.yaml"))["gpu"])  # type: ignore[index]
-    sets = sets.fillna({"claims": "", "gb": 30.0, "gpus": 1, "rounds": 3})
+    content: Any = OmegaConf.to_container(OmegaConf.load(CONF / "recording.yaml"))
+    sets = pd.DataFrame(content["gpu"]).fillna({"claims": "", "gb": 30.0, "gpus": 1, "rounds": 3})
     hours = sets["minutes"] * sets["rounds"] * sets["gpus"] / 60
     return sets.assign(claims=sets["claims"].map(claims_in), hours=hours, memory=sets["gpus"] * sets["gb"])
 
@@ -114,7 +114,7 @@ def gpu_cost(claims: Collection[str]) -> tuple[float, str]:
     sets = sets[[bool(found & set(claims)) for found in sets["claims"]]]
     if sets.empty:
         return 0.0, UNKNOWN
-    most = sets.loc[sets["memory"].idxmax()]
+    most = sets.sort_values("memory").iloc[-1]
     return float(sets["hours"].sum()), f"{f'{most.gpus:g} x ' if most.gpus > 1 else ''}{most.gb:g} GB"
 
 

@@ -16,12 +16,11 @@ from experiments.claims.asked import asked, asked_table
 from experiments.claims.disaggregated import disaggregated_verdicts
 from experiments.claims.fig11 import Serving
 from experiments.claims.fig12 import ranks_table
-from experiments.claims.judge import NOT_MEASURED
+from experiments.claims.judge import NOT_MEASURED, Stability
 from experiments.claims.placement import placement_verdicts
 from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
 from experiments.claims.rows import NotMeasured, Rows, markdown
 from experiments.claims.runners import runners_table
-from experiments.claims.stability import Stability
 from experiments.claims.table import certainty, disturbance, steadiness, total, verdict_table
 from experiments.facts.models import STAND_INS
 from experiments.facts.paper import as_rows, read_figure
@@ -38,9 +37,11 @@ from punica.workload.popularity import PAPER_WORKLOADS
 
 COMPARED = "88b0140"
 """The commit that gave steps with a prompt a constant of their own in `punica.cluster`."""
+MANY = 5
+"""Figures of older rows, above which they are not named where all rows are older."""
 FOUND = ("what", "middle", "least", "largest", "points")
 MARKS = (
-    "† rests on points that other work disturbed, ‡ on points with a single undisturbed run. § is judged by the "
+    "† rests on points that other work disturbed, ‡ on points of a single run. § is judged by the "
     "other clock, as the one that decides has none that count."
 )
 MIDDLE = "Middle: the geometric mean of a ratio (a / b), else the median; points: how many it is taken over."
@@ -97,7 +98,8 @@ def older_note(rows: pd.DataFrame) -> str:
         return ""
     unnamed = int((older["source_hash"].fillna("") == "").sum())
     silent = f", {unnamed:,} of which do not say what source they are of" if unnamed else ""
-    figures = "all figures" if len(older) == len(rows) else f"figure {', '.join(dict.fromkeys(older['figure']))}"
+    names = list(dict.fromkeys(older["figure"]))
+    figures = "all figures" if len(older) == len(rows) and len(names) > MANY else f"figure {', '.join(names)}"
     return f"Rows of older source, to be measured again (make reproduce): {older_share(rows)}{silent}; {figures}."
 
 
@@ -111,7 +113,7 @@ def measured_on(rows: pd.DataFrame) -> str:
     """Return a sentence on device, settings, versions, commits and dates of ``rows``."""
     if rows.empty:
         return "No rows were measured; only arithmetic and replays are judged."
-    said = {name: ", ".join(distinct(rows, name)) or "-" for name in rows if name not in ("value", "samples")}
+    said = {name: ", ".join(distinct(rows, name)) or "-" for name in map(str, rows.columns) if name != "value"}
     dates = distinct(rows, "date")
     parts = [f"Measured on {said['device']} (hardware `{said['hardware']}`), scale {said['scale']}"]
     parts += [", ".join(f"{name} {said[name]}" for name in ("timer", "torch", "triton", "driver"))]
@@ -145,7 +147,7 @@ def _figures(machine: Machine, target: Path) -> Iterator[str]:
     """Yield the lines of figures, of what was found in each experiment, and of those that were not measured."""
     found = {name: table for name, _, table in findings(machine)}
     measured = set(machine.rows["figure"])
-    yield from ("## Figures, and what extensions and other systems found", "", MIDDLE, "")
+    yield from ("## Figures and findings", "", MIDDLE, "")
     for name, title in {**{one.name: title_of(one) for one in experiments()}, KERNELS: KERNELS_TITLE}.items():
         picture = machine.figures / f"{name}.png"
         if picture.exists() or name in found:

@@ -80,6 +80,8 @@ def test_what_the_host_alone_can_time_has_no_choice():
     assert clock_note(frame_of(rows)) == ""
     beside = of(figure="11")
     assert len(points(*rows, beside)) == len(rows) + 1, "by metric"
+    simulated = of(figure="11", metric="step_latency", kind="simulated", timer="", panel="simulated")
+    assert "host_clock" in {timer for _, timer in points(*rows, simulated)}, "a simulation is no clock"
 
 
 @pytest.mark.parametrize("clock", ["", None])

@@ -8,7 +8,7 @@ import pytest
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 ROOMS = {
-    "benches", "claims", "cluster", "commands", "conformance", "expected", "facts", "harness", "http_load",
+    "benches", "claims", "cluster", "commands", "conformance", "facts", "harness", "http_load",
     "own_server", "plots", "published", "reliability", "report", "systems", "today",
 }  # fmt: skip
 NOT_A_FIGURE = {"__init__", "ext_expert_tables", "ext_operator_tables"}

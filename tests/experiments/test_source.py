@@ -11,8 +11,8 @@ from experiments.harness import resume, source
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import decisive, fingerprint
-from experiments.report.machines import columns, machine_of, read_folder, recorded_folders, rows_files, script_of
-from experiments.report.verdicts import write_claims
+from experiments.report.machines import machine_of, read_folder, recorded_folders, rows_files, script_of
+from experiments.report.results import write_results
 from punica.measure.records import COLUMNS, RowsError, read_rows, write_rows
 
 FILES = {
@@ -148,7 +148,7 @@ def test_files_without_the_column_are_read_as_older_and_not_rewritten(tmp_path):
 def judged(rows, target):
     """Verdicts on the rows in the folder `rows`, written to `target`."""
     machine = machine_of(rows, target, REPOSITORY / "paper_results")
-    write_claims(machine, target, REPOSITORY / "paper_results", columns([machine]))
+    write_results(machine, target / "claims.md", target)
     return machine.verdicts
 
 

@@ -3,10 +3,7 @@
 import pytest
 
 from experiments.claims import Verdict
-from experiments.expected.claims import claim_ranges
-from experiments.expected.files import read_expected, write_expected
-from experiments.expected.held import hold_claims, hold_rows
-from experiments.expected.ranges import ranges
+from experiments.report.expected import claim_ranges, hold_claims, hold_rows, ranges, read_expected, write_expected
 from punica.measure.records import RowsError
 from tests.experiments.expected.made_rows import frame, made
 from tests.experiments.report.report_rows import PAPER

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.expected.ranges import CPU_FLOOR, FLOOR, TIMES, comparable, left_out, ranges
+from experiments.report.expected import CPU_FLOOR, FLOOR, TIMES, comparable, left_out, ranges
 from tests.experiments.expected.made_rows import frame, made
 
 

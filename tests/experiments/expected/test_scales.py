@@ -7,10 +7,8 @@ import pytest
 
 from experiments.claims import Verdict
 from experiments.claims.bounds import read_bounds
-from experiments.expected.claims import claim_ranges
-from experiments.expected.ranges import CPU_FLOOR, FLOOR, TIMES
-from experiments.expected.scales import Scale, read_scales
 from experiments.harness.schema import REPOSITORY
+from experiments.report.expected import CPU_FLOOR, FLOOR, TIMES, Scale, claim_ranges, read_scales
 from tests.experiments.report.report_rows import PAPER
 
 RECORDED = sorted(REPOSITORY.glob("results/*/expected/claims.csv"))

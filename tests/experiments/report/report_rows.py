@@ -6,8 +6,8 @@ from pathlib import Path
 from experiments.claims import Verdict
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import Folders
-from experiments.report.machines import Machine, columns, machine_of, recorded_machines
-from experiments.report.verdicts import notes, write_claims
+from experiments.report.machines import Machine, machine_of
+from experiments.report.results import notes, write_results
 from punica.measure.records import Row
 
 PAPER = REPOSITORY / "paper_results"
@@ -67,5 +67,4 @@ class Report:
 
 def write_report(places: Folders) -> Report:
     here = machine_of(places.fresh_rows, places.fresh_figures, PAPER)
-    others = recorded_machines(places.recorded_rows.parent, places.recorded_figures.parent, PAPER)
-    return Report(here, write_claims(here, places.fresh_rows.parent, PAPER, columns([here, *others]))[0])
+    return Report(here, write_results(here, places.fresh_rows.parent / "claims.md", places.fresh_rows.parent))

@@ -7,10 +7,9 @@ import pytest
 from experiments.claims.rows import Rows
 from experiments.harness.catalogue import experiments
 from experiments.harness.counted import frame_of
-from experiments.report.findings import Sought, find
+from experiments.report.findings import Sought, find, public_kernels, sought
 from experiments.report.machines import machine_of
-from experiments.report.sought import SOUGHT, public_kernels
-from experiments.report.tables import serving_tables, write_results
+from experiments.report.results import serving_tables, write_results
 from punica.measure.records import Row, write_rows
 from tests.experiments.report.report_rows import PAPER, decode_rows
 
@@ -39,7 +38,7 @@ def test_a_ratio_is_taken_point_by_point_where_both_were_measured():
 
 
 def test_a_number_is_the_median_with_its_unit():
-    (found,) = find([Sought("time", "ext fp8", {"system": "SGMV"})], rows_of(fp8_rows()))
+    (found,) = find([Sought("time", "ext fp8", {"system": "SGMV"}, {}, {})], rows_of(fp8_rows()))
     assert (found.middle, found.points, found.unit) == (8.0, 3, "us")
 
 
@@ -59,7 +58,15 @@ def test_what_was_not_measured_is_not_found(missing):
 
 
 def test_what_is_sought_is_of_experiments_that_exist():
-    assert set(SOUGHT) <= {experiment.name for experiment in experiments()}
+    assert set(sought()) <= {experiment.name for experiment in experiments()}
+
+
+def test_a_line_stands_for_each_alternative_and_equally_many_go_together():
+    names = {one.what: one for one in sought()["ext_fp8"]}
+    one = names["time of a w8a8 adapter / 16 bits, Identical, rank 64"]
+    assert (one.above, one.below) == ({"system": "FP8 w8a8"}, {"system": "SGMV"})
+    assert one.where == {"metric": "latency", "panel": "Identical, rank 64"}
+    assert not [what for entries in sought().values() for what in (one.what for one in entries) if "{" in what]
 
 
 def test_public_kernels_are_divided_by_ours_line_by_line():
@@ -76,10 +83,10 @@ def test_results_are_written_from_rows_and_name_what_has_none(tmp_path):
     write_rows(folder / "ext_fp8.csv", fp8_rows())
     write_rows(folder / "fig01_batching.csv", [replace(row, hardware="h200") for row in decode_rows()])
     machine = machine_of(folder, tmp_path / "figures" / "h200", PAPER, "h200")
-    text = write_results(machine, PAPER, tmp_path / "docs" / "results-h200.md").read_text()
+    text = write_results(machine, tmp_path / "docs" / "results-h200.md", folder).read_text()
     assert "| time of a e4m3 adapter / 16 bits, Distinct, rank 16 | 0.25\u2021 | 0.125 | 0.5 | 2 |" in text
-    assert "| 1.20 (llama-small, len 128: 10 -> 12 ms) | reproduced\u2021 |" in text
-    assert "[claims](../results/h200/claims.md)" in text
+    assert "| 1.20 (llama-small, len 128: 10 -> 12 ms) |" in text
+    assert "[rows](../results/h200)" in text
     (missing,) = (line for line in text.splitlines() if line.startswith("* Not measured on this machine: "))
     assert "`ext_moe`" in missing
     assert "`ext_fp8`" not in missing
@@ -91,7 +98,7 @@ def test_throughput_stands_beside_the_papers(tmp_path):
     rows = [Row(system=system, workload="Distinct", batch_size=32, value=value, **about)
             for system, value in (("punica", 4185.4), ("hf_peft_mixed", 11.56))]  # fmt: skip
     write_rows(tmp_path / "fig11_textgen.csv", rows)
-    ((title, (head, lines)),) = serving_tables(machine_of(tmp_path, tmp_path, PAPER), PAPER)
+    ((title, (head, lines)),) = serving_tables(machine_of(tmp_path, tmp_path, PAPER))
     assert title.startswith("Figure 11: token/s of llama2-7b")
     assert head[:2] == ("system", "Distinct")
     assert [line[:2] for line in lines] == [["punica", "4,185 (1,054)"], ["hf_peft_mixed", "11.56"]]

@@ -14,7 +14,7 @@ from PIL import Image
 from experiments.claims.judge import VERDICTS
 from experiments.report.machines import Machine, machine_of
 from experiments.report.page import tone, write_page
-from experiments.report.verdicts import write_claims
+from experiments.report.results import write_results
 from punica.measure.records import write_rows
 from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, operator_rows, write_report
 
@@ -83,8 +83,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Machin
         Image.new("RGB", (40, 30), colour).save(folder / "fig08_lora_operator.png")
     here = write_report(places).machine
     machines = [here, machine_of(gpu, figures, PAPER, "h200")]
-    write_claims(machines[1], gpu, PAPER, {})
-    return write_page(machines, PAPER, places.fresh_rows.parent / "report.html"), machines
+    pages = [places.fresh_rows.parent / "claims.md", gpu / "page.md"]
+    write_results(machines[1], pages[1], gpu)
+    return write_page(machines, pages, places.fresh_rows.parent / "report.html"), machines
 
 
 @pytest.fixture
@@ -119,7 +120,8 @@ def test_it_loads_nothing_and_its_links_resolve(page: Path) -> None:
 def test_the_same_rows_make_the_same_bytes(written: tuple[Path, list[Machine]]) -> None:
     page, machines = written
     before = page.read_bytes()
-    assert write_page(machines, PAPER, page).read_bytes() == before
+    pages = [page.with_name("claims.md"), machines[1].folder / "page.md"]
+    assert write_page(machines, pages, page).read_bytes() == before
 
 
 def test_badges_tell_what_is_measured_from_what_is_not() -> None:

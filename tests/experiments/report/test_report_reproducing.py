@@ -1,15 +1,22 @@
-"""REPRODUCING.md and docs/artifact.md of a machine with a few rows."""
+"""REPRODUCING.md of a machine with a few rows."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from experiments.harness.catalogue import experiments
-from experiments.report.artifact import write_artifact
 from experiments.report.machines import Machine, machine_of
-from experiments.report.reproducing import write_reproducing
-from experiments.report.runs import all_minutes, cost, minutes
+from experiments.report.reproducing import (
+    all_minutes,
+    claims_in,
+    cost,
+    gpu_cost,
+    gpu_sets,
+    minutes,
+    write_reproducing,
+)
 from punica.measure.records import write_rows
 from tests.experiments.report.report_rows import PAPER, decode_rows
 
@@ -21,25 +28,34 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     return machine_of(folder, folder, PAPER, "cpu")
 
 
-def test_a_claim_has_its_command_minutes_range_verdict_and_commit(machine: Machine, tmp_path: Path) -> None:
+def test_a_claim_has_its_command_minutes_hours_range_and_verdict(machine: Machine, tmp_path: Path) -> None:
     text = write_reproducing([machine], PAPER, tmp_path / "REPRODUCING.md").read_text(encoding="utf-8")
+    claims = [line.split()[1] for line in text.splitlines() if re.match(r"\| C\d", line)]
+    assert sorted(claims) == [one.id for one in machine.verdicts]
     (line,) = [line for line in text.splitlines() if line.startswith("| C01 ")]
-    given = minutes("fig01_batching", "laptop")
-    cells = [f"`make figure FIG=fig01` | {given:g} | ratio 0.8 to 1.8 | reproduced‡ | abc1234 |"]
-    assert line.endswith(cells[0])
+    about = f"| fig01_batching | `make figure FIG=fig01` | {minutes('fig01_batching', 'laptop'):g} | - |"
+    assert about in line
+    assert line.endswith(" | 90 GB | 0.1 MB | reproduced‡; ratio 0.8 to 1.8 |")
     (line,) = [line for line in text.splitlines() if line.startswith("| C26 ")]
-    assert "no value: no rows of figure 11 yet" in line
-    assert all(f"| D{number:02d} " in text for number in range(1, 23))
+    assert line.endswith("| not measured here |")
+
+
+def test_gpu_hours_are_those_of_the_sets_that_decide_a_claim() -> None:
+    assert claims_in("C14, C51-C52") == {"C14", "C51", "C52"}
+    one, both = gpu_cost(["C38"])[0], gpu_cost(["C38", "C42"])[0]
+    assert 0 < one < both < sum(gpu_sets()["hours"])
+    assert gpu_cost(["C38"])[1] == "2 x 130 GB"
+    assert gpu_cost(["C99"]) == (0.0, "-")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "claim", "of_command"),
     [
-        ("gpu", "C01", '`make figure FIG=fig01 ARGS="scale=gpu"` | {minutes:g} |'),
-        ("paper", "C01", '`make figure FIG=fig01 ARGS="scale=paper"` | not stated |'),
-        ("paper", "C26", '`make figure FIG=fig11 ARGS="scale=paper"` | {fig11:g} |'),
-        ("paper", "C25", '`make figure FIG=fig10,fig11 ARGS="scale=paper"` | {fig11:g}, not stated (fig10) |'),
+        ("gpu", "C01", '| {minutes:g} | `make figure FIG=fig01 ARGS="scale=gpu"` |'),
+        ("paper", "C01", '| not stated (fig01) | `make figure FIG=fig01 ARGS="scale=paper"` |'),
+        ("paper", "C26", '| {fig11:g} | `make figure FIG=fig11 ARGS="scale=paper"` |'),
+        ("paper", "C25", '| {fig11:g}, not stated (fig10) | `make figure FIG=fig10,fig11 ARGS="scale=paper"` |'),
     ],
 )
 def test_minutes_and_command_of_a_claim_are_of_one_scale(
@@ -67,13 +83,3 @@ def test_every_experiment_says_what_it_costs() -> None:
     assert [one.name for one in experiments() if len(cost(one)) < 5] == []
     sec6 = next(one for one in experiments() if one.name == "sec6_norm")
     assert cost(sec6) == "a few seconds"
-
-
-def test_the_appendix_counts_verdicts_by_figure(machine: Machine, tmp_path: Path) -> None:
-    text = write_artifact([machine], tmp_path / "docs" / "artifact.md").read_text(encoding="utf-8")
-    (line,) = [line for line in text.splitlines() if line.startswith("| Figure 1:")]
-    assert "C01, C02, C03, C04" in line
-    assert "1 reproduced, 1 differs, 2 not measured here" in line
-    assert "| Hardware | cpu: A CPU, 2 cores |" in text
-    for part in ("Abstract", "Check-list", "Set-up", "Workflow", "Claims, commands and times", "Customisation"):
-        assert f"## {part}" in text

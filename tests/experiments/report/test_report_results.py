@@ -1,4 +1,4 @@
-"""Verdict tables: beside the rows they judge, with a column per machine and marks for what is not certain."""
+"""The page of a machine: every claim with marks for what is not certain, and claims.csv beside the rows."""
 
 import csv
 import re
@@ -10,8 +10,8 @@ from experiments.claims.table import certainty, marked, noise, total
 from experiments.harness.clocks import NOT_STEADY
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
-from experiments.report.machines import AUTO, OTHER_TIMER, columns, machine_of, read_folder
-from experiments.report.verdicts import write_claims
+from experiments.report.machines import AUTO, OTHER_TIMER, machine_of, read_folder
+from experiments.report.results import write_results
 from punica.measure.records import RowsError, write_rows
 from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, operator_rows, write_report
 
@@ -39,30 +39,16 @@ def test_table_is_written_beside_the_rows(places):
     assert "A CPU, 2 cores" in text
     assert "`llama-small` plays the paper's 7B" in text
     assert text.count("\n| C") == 52
-    assert "Every machine" not in text
 
 
 def test_the_counts_are_all_claims_and_say_what_is_not_known(places):
     write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows())
     report = write_report(places)
-    top = report.text.splitlines()[2]
-    assert sum(int(number) for number in re.findall(r"(?:^|, )(\d+) ", top)) == 52
+    top = next(line for line in report.text.splitlines() if line.startswith("* this machine: "))
+    assert sum(int(number) for number in re.findall(r"(?:: |, )(\d+) ", top)) == 52
     assert top.endswith("(52 claims).")
     once = "2 of 2 decided; 2 rest on points of a single run (\u2021): their interval is too narrow or"
     assert any(once in note for note in report.notes)
-
-
-def test_every_recorded_machine_has_its_column(places):
-    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows())
-    slow = [replace(row, hardware="h200", value=row.value * row.batch_size) for row in decode_rows("paper")]
-    write_rows(places.recorded_rows.parent / "h200" / "fig01_batching.csv", slow)
-    write_report(places)
-    text = (places.fresh_rows.parent / "claims.md").read_text()
-    assert "| claim | statement | this machine | h200 |" in text
-    last = [line for line in text.splitlines() if line.startswith("| C01")][-1]
-    assert last.endswith("| reproduced\u2021 | differs\u2021 |")
-    for name in ("this machine", "h200"):  # what their missing intervals mean
-        assert re.search(rf"^\* {name}: Verdicts .* 2 rest on points of a single run", text, re.MULTILINE)
 
 
 def test_disturbed_points_are_counted_and_mark_their_verdicts(places):
@@ -78,18 +64,15 @@ def test_disturbed_points_are_counted_and_mark_their_verdicts(places):
     )
 
 
-def test_each_clock_has_its_table_and_the_head_of_both_has_both_counts(places):
+def test_each_clock_has_its_table_and_the_head_has_both_counts(places):
     write_rows(places.fresh_rows / "fig08.csv", operator_rows("cuda_graph", 20.0) + operator_rows("host_clock", 160.0))
     clocks, folder = write_report(places).machine.clocks, places.fresh_rows.parent
     own, graph = total(clocks[AUTO]), total(clocks[OTHER_TIMER])
     assert graph != own
-    for name, counted in (("claims", own), ("claims_cuda_graph", graph)):
-        head = (folder / f"{name}.md").read_text().partition("| claim")[0]
-        assert head.splitlines()[2] == f"{counted}."
-        assert f"`claims.md`): {own};" in head
-        assert f"(`claims_cuda_graph.md`): {graph}." in head
-        assert "C12 (differs, reproduced)" in head
-        assert (folder / f"{name}.csv").exists()
+    head = (folder / "claims.md").read_text().partition("| claim")[0].splitlines()
+    assert {f"* this machine: {own}.", f"* this machine, cuda_graph: {graph}."} <= set(head)
+    assert any("C12 (differs, reproduced)" in line for line in head)
+    for name in ("claims", "claims_cuda_graph"):
         assert "there are no rows of" not in (folder / f"{name}.csv").read_text()
 
 
@@ -126,8 +109,8 @@ def test_a_clock_that_is_not_steady_decides_nothing(places):
 
 def test_one_clock_has_one_count(places):
     write_rows(places.fresh_rows / "fig08.csv", operator_rows("host_clock", 160.0))
-    assert "two clocks" not in write_report(places).text
-    assert not (places.fresh_rows.parent / "claims_cuda_graph.md").exists()
+    assert "cuda_graph:" not in write_report(places).text.partition("| claim")[0]
+    assert not (places.fresh_rows.parent / "claims_cuda_graph.csv").exists()
 
 
 def test_the_head_counts_rows_of_older_source(places):
@@ -148,7 +131,7 @@ def test_the_head_counts_rows_of_older_source(places):
 def test_verdict_tables_are_no_rows(places):
     write_rows(places.recorded_rows / "fig01_batching.csv", decode_rows())
     recorded = machine_of(places.recorded_rows, places.recorded_figures, PAPER)
-    write_claims(recorded, places.recorded_rows, PAPER, columns([recorded]))
+    write_results(recorded, places.recorded_rows / "page.md", places.recorded_rows)
     assert len(read_folder(places.recorded_rows)) == 2
 
 
@@ -157,7 +140,7 @@ def test_links_of_recorded_tables_leave_the_folder(places):
     places.recorded_figures.mkdir(parents=True)
     (places.recorded_figures / "fig01_batching.png").touch()
     recorded = machine_of(places.recorded_rows, places.recorded_figures, PAPER)
-    (table,) = write_claims(recorded, places.recorded_rows, PAPER, columns([recorded]))
+    table = write_results(recorded, places.recorded_rows / "page.md", places.recorded_rows)
     assert "[1](../../figures/cpu/fig01_batching.png)" in table.read_text()
 
 
