@@ -1,4 +1,4 @@
-"""A layer's base projection y = x W [h1, h2], alone and followed by LoRA (`layer_call`), for `ext_added_latency`.
+"""A layer's base projection y = x W [h1, h2], alone and followed by LoRA (`operators.layer_calls`), for `ext_added_latency`.
 
 Under `cuda_graph` the weights W rotate as the adapters do, so that both come from memory.
 """
@@ -9,10 +9,11 @@ from functools import partial
 import torch
 
 from experiments.benches import operators
-from experiments.benches.layer_call import behind_products
+from experiments.benches.layer_call import beside
 from experiments.benches.operator_conf import operator_conf
-from experiments.benches.operators import Prepared, Problem
+from experiments.benches.operators import Prepared, Problem, layer_calls
 from experiments.harness.schema import Config
+from punica.layers.dual_stream import DualStream
 from punica.measure.timing import Call
 
 
@@ -25,6 +26,13 @@ def projection(cfg: Config) -> torch.Tensor:
     for one in weights:
         one.copy_(torch.randn(one.shape, generator=generator, device=device) * figure.h1**-0.5)
     return weights
+
+
+def behind_products(products: Sequence[Call], batches: Sequence[Problem]) -> list[Call]:
+    """Prepare base product and LoRA call of a layer for each of `batches`, on two streams on a GPU."""
+    x = batches[0].x
+    streams = DualStream(x.device) if x.is_cuda else None
+    return [partial(beside, streams, x, *pair) for pair in zip(products, layer_calls(batches), strict=True)]
 
 
 def checked_calls(batches: Sequence[Problem], weights: torch.Tensor, with_lora: bool) -> list[Call]:

@@ -1,9 +1,9 @@
 """The LoRA operators of Figures 7, 8, 9 and README, checked and timed on either device.
 
 A `Problem` is one batch: x [T, h1], slots [T], weights A [L, r, h1] and B [L, h2, r] of all resident adapters, and
-y [T, h2]. An operator adds `x A^T B^T` of each row's adapter into y. SGMV is what a layer calls (`layer_call`), on B as
-layers store it, rank after rank; the baselines take B as adapter files do, row after row. The work of a server per step
-(segment plan, kernel metadata) is prepared outside the timing.
+y [T, h2]. An operator adds `x A^T B^T` of each row's adapter into y. SGMV is what a layer calls (`layer_calls`), on B
+as layers store it, rank after rank; the baselines take B as adapter files do, row after row. The work of a server per
+step (segment plan, kernel metadata) is prepared outside the timing.
 
 On a CPU the timer empties the caches between calls, and one problem is enough. Under `cuda_graph` there are as many
 `problems`, each with its own x, y and adapters, as exceed the caches.
@@ -19,15 +19,17 @@ from itertools import accumulate
 import torch
 
 from experiments.benches import baselines
-from experiments.benches.layer_call import layer_calls, step_of, weights_of
+from experiments.benches.layer_call import begun
 from experiments.benches.operator_conf import operator_conf
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import Config, DType
 from punica.measure.timing import Call, Name, Protocol, time_side_by_side
 from punica.metadata import LoRABatch, LoRAKernelMeta, MetaArgs, RowGroups
 from punica.ops import reference
+from punica.ops.weights import LoRAWeights
 from punica.registry import Registry
 from punica.workload.popularity import popularity
+from punica.wrapper import PunicaWrapperBase, get_punica_wrapper
 
 
 class Unsupported(RuntimeError):
@@ -109,6 +111,32 @@ def kernel_meta_args(slots: torch.Tensor, max_loras: int, device: torch.device) 
     meta = LoRAKernelMeta.make(max_loras, len(slots), device)
     meta.prepare_tensors(slots)
     return meta.meta_args(len(slots), specialize_active_lora=True)
+
+
+def step_of(batch: Problem) -> PunicaWrapperBase:
+    """Return the wrapper of `batch`, at its defaults, whose step has begun. Batches whose rows use the same slots share
+    it, as layers do.
+    """
+    return _step(tuple(batch.slots.tolist()), *batch.a.shape[:2], batch.x.device)
+
+
+@lru_cache(maxsize=64)
+def _step(slots_of_rows: tuple[int, ...], slots: int, rank: int, device: torch.device) -> PunicaWrapperBase:
+    return begun(get_punica_wrapper, slots_of_rows, slots, rank, device)
+
+
+def weights_of(batch: Problem) -> LoRAWeights:
+    """Return the weights of `batch` as a layer holds them, with the table of true ranks."""
+    slots, rank, _ = batch.a.shape
+    ranks = batch.ranks
+    if ranks is None:
+        ranks = torch.full((1, slots), rank, dtype=torch.int32, device=batch.x.device)
+    return LoRAWeights.of((batch.a,), (batch.stored_b,), ranks)
+
+
+def layer_calls(batches: Sequence[Problem]) -> list[Call]:
+    """Prepare a layer's call on each of `batches`."""
+    return [partial(step_of(batch).add_linear, batch.y, batch.x, weights_of(batch)) for batch in batches]
 
 
 @OPERATORS.register("SGMV")

@@ -1,7 +1,7 @@
 """The paper's step, one prompt and many decodes in one batch, for `ext_paper_step`.
 
 ===========  ==========================================================================
-SGMV         the whole step in one call of a layer (`layer_call`).
+SGMV         the whole step in one call of a layer (`operators.layer_calls`).
 apart        the prompt in one call of a layer, then the decodes in another.
 Loop         one product pair per adapter, the decodes' of one row each.
 grouped_mm   torch's grouped products.
@@ -14,10 +14,9 @@ from dataclasses import replace
 from functools import partial
 
 from experiments.benches import operators
-from experiments.benches.layer_call import layer_calls
 from experiments.benches.operator_conf import operator_conf
 from experiments.benches.operator_shapes import Operator
-from experiments.benches.operators import OPERATORS, Prepared, Problem
+from experiments.benches.operators import OPERATORS, Prepared, Problem, layer_calls
 from experiments.harness.schema import Config
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from fakes import composed
 
-from experiments.benches import added_latency, layer_call, operators, paper_step
-from experiments.benches.layer_call import layer_calls
+from experiments.benches import added_latency, operators, paper_step
+from experiments.benches.operators import layer_calls
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
@@ -149,7 +149,7 @@ def test_the_projection_is_checked_with_and_without_lora(tmp_path, with_lora, mo
     call()
     expected = batch.x @ weights[0] + (batch.expected() if with_lora else 0)
     torch.testing.assert_close(batch.y, expected, rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(layer_call, "layer_calls", lambda batches: [lambda: None] * len(batches))
+    monkeypatch.setattr(added_latency, "layer_calls", lambda batches: [lambda: None] * len(batches))
     if with_lora:
         with pytest.raises(CheckFailed, match="base projection with LoRA"):
             added_latency.checked_calls([batch], weights, with_lora)
