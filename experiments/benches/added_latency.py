@@ -1,4 +1,4 @@
-"""A layer's base projection y = x W [h1, h2], alone and followed by LoRA (`operators.layer_calls`), for `ext_added_latency`.
+"""A layer's base projection y = x W [h1, h2], alone and followed by LoRA, for `ext_added_latency`.
 
 Under `cuda_graph` the weights W rotate as the adapters do, so that both come from memory.
 """

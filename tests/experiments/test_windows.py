@@ -121,6 +121,10 @@ def test_popularities_and_rules_that_form_the_same_batches_have_the_same_draws(w
     ahead = [one.timeline.at(one.windows[0].starts[0]) for one in drawn]
     assert all(stretch == ahead[0] for stretch in ahead), "the same requests, each as far"
     assert len({one.windows[0].means["adapters"] for one in drawn}) > 1
+    for repeat in range(2):
+        timed = [{one.metric: one.value for one in bench.measure("punica", name, repeat)} for name in PAPER_WORKLOADS]
+        served = {tuple(one[name] for name in ("mean_context", "mean_batch_size", "requests")) for one in timed}
+        assert len(served) == 1
     parted = bench.drawn("continuous_batching", "Distinct")
     assert parted.timeline.steps > drawn[0].timeline.steps
     static = [bench.drawn("punica_static", name).windows for name in PAPER_WORKLOADS]
