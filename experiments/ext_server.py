@@ -73,6 +73,8 @@ POISSON, IN_FLIGHT = "poisson", "in_flight"
 IDS, TEXT = "ids", "text"
 KEY = "SERVER_API_KEY"
 """Environment variable with the API key."""
+MEASURED = "punica.serve"
+"""Program whose code is part of the source hash (`harness.source`): rows of our server measure it."""
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "on", "as", "at", "by", "we", "he", "or", "an", "be", "do", "so")
 """Words that are one token each in most vocabularies."""
 

@@ -1,113 +1,398 @@
-"""Source hash of a row: a short hash over the modules that decide its number.
+"""Source hash of a row: over the definitions and the data that decide its number.
 
-Those modules are the experiment's script and everything of `experiments` and `punica` that it imports, at any depth,
-inside functions too. Rooms that only show or judge numbers (plots, commands, claims) and imports for type checkers are
-left out. Docstrings, comments and the package's version do not count: they make no rows stale.
+From an experiment's script it follows names: a function, class or constant that a counted definition uses counts, too.
+A definition's code counts without docstrings, comments, imports and the place where it stands, so moving it changes no
+hash. Data counts where a counted definition names it: tuned schedules, the paper's numbers, rows that a simulation
+reads. Rooms that only show or judge numbers do not count.
 """
 
 import ast
+import csv
 import hashlib
 import inspect
 import re
-from collections.abc import Iterator
-from functools import lru_cache
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache, cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from experiments.harness.schema import REPOSITORY
 
 PACKAGES = ("experiments", "punica")
-NAMED = r"experiments(\.\w+)+"
-"""A module named in a string, as in `facts.systems`, counts as imported."""
-VERSION = ast.parse('__version__ = "0.1.0"').body[0]
-"""The version of the first recorded rows, as which every version is hashed."""
-ONLY_SHOW = (
-    "experiments.plots", "experiments.commands", "experiments.claims", "experiments.harness.catalogue",
-    "experiments.harness.command", "experiments.harness.keys", "experiments.harness.source",
+DATA = ("paper_results", "results")
+ONLY_SHOW = tuple(
+    f"experiments.{room}"
+    for room in (
+        "plots", "commands", "claims", "report", "expected", "harness.catalogue", "harness.command", "harness.keys",
+        "harness.source",
+    )
 )  # fmt: skip
+ALWAYS = (
+    "experiments.harness.passes", "experiments.harness.samples", "experiments.harness.budget", "experiments.harness.resume",
+    "punica.measure.disturbance",
+)  # fmt: skip
+"""Modules: what repeats, drops and marks the measurements of every figure."""
+_NAMED = re.compile(r"(experiments|punica)(\.\w+)*")
+_FILE = re.compile(r"[\w.]+")
+_NO_CODE = {"__version__", "__all__"}
 
 
-@lru_cache(maxsize=64)
-def fingerprint(script: Path, root: Path = REPOSITORY) -> str:
-    """Twelve hex digits over the code below `root` that decides the numbers of `script`."""
-    found = {_name(path, root): _code(path)[0] for path in decisive(script, root)}
-    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:12]
+class Place(NamedTuple):
+    """A definition by its module and name; a whole module without a name."""
+
+    module: str
+    name: str = ""
 
 
 def source_of(experiment: object) -> str:
-    """The fingerprint of `experiment`'s own script."""
+    """Return the fingerprint of an experiment's own script."""
     return fingerprint(Path(inspect.getfile(type(experiment))).resolve())
 
 
-def decisive(script: Path, root: Path = REPOSITORY) -> set[Path]:
-    """The files that decide the numbers of `script`, itself among them."""
-    seen, waiting = set(), [script]
+@cache
+def fingerprint(script: Path, root: Path = REPOSITORY) -> str:
+    """Return twelve hex digits over the code and data below ``root`` that decide the numbers of ``script``."""
+    reach = Reach(tree_of(root), script)
+    parts = [*sorted(reach.codes), *(f"{path.name} {_content(path)}" for path in sorted(reach.data))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+@cache
+def tree_of(root: Path) -> "Tree":
+    """Return the code below ``root``, each file of which is read once."""
+    return Tree(root)
+
+
+@cache
+def _content(path: Path) -> str:
+    """Digest a data file; of rows without the hash of their own source."""
+    data = path.read_bytes()
+    if path.suffix == ".csv" and b"source_hash" in data[:1000]:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [{k: v for k, v in row.items() if k != "source_hash"} for row in csv.DictReader(file)]
+        data = repr(rows).encode()
+    return hashlib.sha256(data).hexdigest()
+
+
+class Module:
+    """Top-level statements of a file by the names that they define.
+
+    Attributes:
+        definitions: name -> the statements that define or fill it.
+        bound: name that an import gives -> what it names.
+        effects: statements that define nothing.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        self.definitions: dict[str, list[ast.stmt]] = defaultdict(list)
+        self.bound: dict[str, Place] = {}
+        self.effects: list[ast.stmt] = []
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                self._bind(node)
+        for statement in tree.body:
+            self._sort(statement)
+
+    def _bind(self, node: ast.Import | ast.ImportFrom) -> None:
+        for alias in node.names:
+            if isinstance(node, ast.ImportFrom):
+                if (node.module or "").split(".")[0] in PACKAGES:
+                    self.bound[alias.asname or alias.name] = Place(str(node.module), alias.name)
+            elif alias.name.split(".")[0] in PACKAGES:
+                whole = alias.asname is not None
+                self.bound[alias.asname or alias.name.split(".")[0]] = Place(
+                    alias.name if whole else alias.name.split(".")[0]
+                )
+
+    def _sort(self, statement: ast.stmt) -> None:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)) or is_text(statement) or _for_types(statement):
+            return
+        names = list(_defined(statement))
+        if names and set(names) <= _NO_CODE:
+            return
+        for name in names:
+            self.definitions[name].append(statement)
+        if not names:
+            self.effects.append(statement)
+
+
+def _defined(statement: ast.AST) -> Iterator[str]:
+    """Yield the names that a top-level statement defines or fills."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield statement.name
+        return
+    targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+    for target in filter(None, targets):
+        for node in ast.walk(target):
+            if isinstance(node, ast.Name):
+                yield node.id
+    if isinstance(statement, (ast.If, ast.Try, ast.With, ast.For)):
+        for part in ast.iter_child_nodes(statement):
+            yield from _defined(part)
+
+
+def is_text(statement: object) -> bool:
+    """Tell if a statement is a string alone: a docstring of a module, class, function or variable."""
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+
+
+def _for_types(statement: object) -> bool:
+    return isinstance(statement, ast.If) and ast.unparse(statement.test).endswith("TYPE_CHECKING")
+
+
+class Code:
+    """Code of statements as text in which only code counts, with what it uses.
+
+    Attributes:
+        text: the same on every Python that parses the statements.
+        reached: definitions and modules of the house that it names.
+        strings: its texts.
+        registries: registries that its decorators fill.
+    """
+
+    def __init__(self, tree: "Tree", module: Module, statements: Iterable[ast.AST]) -> None:
+        self._tree, self._module = tree, module
+        self.reached: set[Place] = set()
+        self.strings: set[str] = set()
+        self.registries: set[Place] = set()
+        self.text = "".join(self._write(statement, frozenset()) for statement in statements)
+
+    def _write(self, value: object, local: frozenset[str]) -> str:
+        if isinstance(value, list):
+            kept = [one for one in value if not (is_text(one) or isinstance(one, (ast.Import, ast.ImportFrom)))]
+            return f"[{','.join([self._write(one, local) for one in kept])}]"
+        if not isinstance(value, ast.AST):
+            if isinstance(value, str):
+                self.strings.add(value)
+            return repr(value)
+        if isinstance(value, (ast.Name, ast.Attribute)) and (found := self._place(value, local)):
+            self.reached.add(found)
+            return f"Name({found.name or found.module.rpartition('.')[2]})"
+        if isinstance(value, (ast.arg, ast.Name, ast.Attribute)):
+            return self._plain(value, local)
+        if isinstance(value, _SCOPES):
+            local |= _local(value)
+        self._note_registry(value)
+        parts = []
+        for name, entry in ast.iter_fields(value):
+            if entry is not None and entry != [] and name not in _IGNORED:
+                parts.append(f"{name}={self._write(entry, local)}")
+            elif name == "returns" and entry is not None:
+                parts.append(ast.unparse(entry))
+        return f"{type(value).__name__}({','.join(parts)})"
+
+    def _plain(self, value: ast.AST, local: frozenset[str]) -> str:
+        """Write what names no definition; an argument's type is text, and nothing is reached by it."""
+        if isinstance(value, ast.arg):
+            return f"{value.arg}:{ast.unparse(value.annotation)}" if value.annotation else value.arg
+        if isinstance(value, ast.Attribute):
+            return f"{self._write(value.value, local)}.{value.attr}"
+        return f"Name({value.id})" if isinstance(value, ast.Name) else ""
+
+    def _place(self, value: ast.AST, local: frozenset[str]) -> Place | None:
+        """Find the definition that a name, or a chain of attributes of modules, means."""
+        if isinstance(value, ast.Name):
+            return None if value.id in local else self._tree.find(Place(self._module.name, value.id))
+        if isinstance(value, ast.Attribute) and (above := self._place(value.value, local)) and not above.name:
+            return self._tree.find(Place(above.module, value.attr))
+        return None
+
+    def _note_registry(self, value: ast.AST) -> None:
+        for call in getattr(value, "decorator_list", []):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register":
+                registry = self._place(call.func.value, frozenset())
+                self.registries |= {registry} if registry else set()
+
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_IGNORED = {"returns", "type_comment", "ctx", "kind", "type_ignores"}
+
+
+def _local(scope: ast.AST) -> frozenset[str]:
+    """Return the names that a function or comprehension binds for itself."""
+    found: set[str] = set()
+    declared: set[str] = set()
+    waiting = list(ast.iter_child_nodes(scope))
     while waiting:
-        path = waiting.pop()
-        if path not in seen:
-            seen.add(path)
-            waiting += _imported(path, root)
-    return seen
+        node = waiting.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            found.add(node.name)
+        elif isinstance(node, (ast.Global, ast.Nonlocal)):
+            declared |= set(node.names)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+            continue
+        if not isinstance(node, _SCOPES):
+            waiting += ast.iter_child_nodes(node)
+    return frozenset(found - declared)
 
 
-def _name(path: Path, root: Path) -> str:
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+class Tree:
+    """Modules of the packages below a root."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._modules: dict[str, Module | None] = {}
+        self._found: dict[Place, Place | None] = {}
+        self._codes: dict[Place, Code] = {}
+        self._imports: dict[str, set[str]] = {}
+
+    def module(self, name: str) -> Module | None:
+        """Return a module that decides numbers; None where there is no such."""
+        if name not in self._modules:
+            base = self.root.joinpath(*name.split("."))
+            paths = [] if name.startswith(ONLY_SHOW) else [base / "__init__.py", base.with_suffix(".py")]
+            path = next((path for path in paths if path.is_file()), None)
+            self._modules[name] = None if path is None else Module(name, path)
+        return self._modules[name]
+
+    def module_of(self, path: Path) -> Module:
+        """Return the module of a script, which may stand outside of the packages."""
+        inside = path.is_relative_to(self.root)
+        name = ".".join(path.relative_to(self.root).with_suffix("").parts) if inside else path.stem
+        if name not in self._modules:
+            self._modules[name] = Module(name, path)
+        return self._modules[name]  # type: ignore[return-value]
+
+    def find(self, place: Place) -> Place | None:
+        """Follow imports to where a name is defined; None where the house does not define it."""
+        if place not in self._found:
+            self._found[place] = None  # of names that import each other
+            self._found[place] = self._follow(place)
+        return self._found[place]
+
+    def _follow(self, place: Place) -> Place | None:
+        module = self.module(place.module)
+        if module is None or not place.name:
+            return place if module else None
+        if place.name in module.definitions:
+            return place
+        if target := module.bound.get(place.name):
+            return self.find(target)
+        below = f"{place.module}.{place.name}"
+        return Place(below) if self.module(below) else None
+
+    def code(self, place: Place) -> Code:
+        """Return the code of a definition; of a whole module that of its statements that define nothing."""
+        if place not in self._codes:
+            module = self.module(place.module)
+            assert module is not None
+            statements = module.definitions[place.name] if place.name else module.effects
+            self._codes[place] = Code(self, module, statements)
+        return self._codes[place]
+
+    def imports(self, name: str) -> set[str]:
+        """Return the modules of the house that a module imports, or names in a text, itself and those above among
+        them.
+        """
+        if name not in self._imports:
+            module = self.module(name)
+            found = {name} if module else set()
+            if module:
+                for target in module.bound.values():
+                    found |= {target.module, f"{target.module}.{target.name}"}
+                for node in ast.walk(ast.parse(module.path.read_text(encoding="utf-8"))):
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str) and _NAMED.fullmatch(node.value):
+                        found |= {node.value, f"{node.value}.__main__"}
+            above = {one.rsplit(".", depth)[0] for one in found for depth in range(1, one.count(".") + 1)}
+            self._imports[name] = {one for one in found | above if self.module(one)}
+        return self._imports[name]
 
 
-@lru_cache(maxsize=512)
-def _imported(path: Path, root: Path) -> tuple[Path, ...]:
-    """The module files that importing the file `path` runs."""
-    return tuple(dict.fromkeys(file for name in _code(path)[1] for file in _files(name, root)))
+class Reach:
+    """What decides the numbers of a script.
 
+    Attributes:
+        codes: texts of definitions.
+        data: files.
+    """
 
-def _files(name: str, root: Path) -> Iterator[Path]:
-    """The module files that importing the dotted `name` runs: packages on the way, the module, if `name` is one."""
-    parts = name.split(".")
-    if parts[0] not in PACKAGES or name.startswith(ONLY_SHOW):
-        return
-    for end in range(1, len(parts) + 1):
-        place = root.joinpath(*parts[:end])
-        yield from (path for path in (place / "__init__.py", place.with_suffix(".py")) if path.is_file())
+    def __init__(self, tree: Tree, script: Path) -> None:
+        self._tree, self._script = tree, tree.module_of(script)
+        self.codes: set[str] = set()
+        self.data: set[Path] = set()
+        seen: set[Place] = set()
+        waiting = [place for name in (self._script.name, *ALWAYS) for place in self._all_of(name)]
+        while waiting:
+            place = waiting.pop()
+            if place in seen or tree.module(place.module) is None:
+                continue
+            seen.add(place)
+            waiting += self._next(place)
 
+    def _next(self, place: Place) -> Iterator[Place]:
+        """Count a definition, and yield what it uses."""
+        code = self._tree.code(place)
+        self.codes |= {code.text} if code.text else set()
+        for used in code.reached:  # a module as a value can be asked for any of its names
+            yield from [used] if used.name else self._all_of(used.module)
+        yield from self._registered.get(place, ())
+        if place.name:
+            yield Place(place.module)
+        else:
+            yield from map(Place, self._above(place.module))
+        for text in code.strings:
+            yield from self._of_text(text)
+        self.data |= set(self._files(place.module, code.strings))
 
-@lru_cache(maxsize=512)
-def _code(path: Path) -> tuple[str, tuple[str, ...]]:
-    """The code of a file as text in which only code counts, and the dotted names that it imports."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return _canonical(tree), tuple(_imports(tree))
+    def _all_of(self, name: str) -> Iterator[Place]:
+        """Yield the definitions of a module, and what it does when it is imported."""
+        yield Place(name)
+        yield from (Place(name, one) for one in self._tree.module(name).definitions)  # type: ignore[union-attr]
 
+    @staticmethod
+    def _above(module: str) -> Iterator[str]:
+        parts = module.split(".")
+        return (".".join(parts[:end]) for end in range(1, len(parts)))
 
-def _imports(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-        return
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom) and node.module:
-        yield from (f"{node.module}.{alias.name}" for alias in node.names)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(NAMED, node.value):
-        yield node.value
-    for child in ast.iter_child_nodes(node):
-        yield from _imports(child)
+    def _of_text(self, text: str) -> Iterator[Place]:
+        """Yield all of a module that a text names: one that is imported later, or run as a program."""
+        if not _NAMED.fullmatch(text):
+            return
+        for name in (text, f"{text}.__main__"):
+            module = self._tree.module(name)
+            if module and (name != text or text.count(".")):
+                yield from self._all_of(name)
 
+    @cached_property
+    def _registered(self) -> dict[Place, list[Place]]:
+        """Registry -> the definitions that imported modules register there."""
+        seen: set[str] = set()
+        waiting, found = [self._script.name], defaultdict(list)
+        while waiting:
+            name = waiting.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            waiting += self._tree.imports(name)
+            for one in self._tree.module(name).definitions:  # type: ignore[union-attr]
+                for registry in self._tree.code(Place(name, one)).registries:
+                    found[registry].append(Place(name, one))
+        return found
 
-def _canonical(value: object) -> str:
-    """`ast.dump` without docstrings, version and empty fields: the same text on every Python that parses the code."""
-    if isinstance(value, list):
-        return f"[{','.join(_canonical(entry) for entry in value if not _is_text(entry))}]"
-    if not isinstance(value, ast.AST):
-        return repr(value)
-    if isinstance(value, ast.Assign) and _is_version(value):
-        value = VERSION
-    fields = [(name, entry) for name, entry in ast.iter_fields(value) if entry is not None and entry != []]
-    return f"{type(value).__name__}({','.join(f'{name}={_canonical(entry)}' for name, entry in fields)})"
+    def _files(self, module: str, texts: Iterable[str]) -> Iterator[Path]:
+        """Yield data files that texts of a definition name: the paper's, those of a folder beside its module, and rows
+        of another script, which simulations read.
+        """
+        root, beside = self._tree.root, self._tree.module(module).path.parent  # type: ignore[union-attr]
+        of_script = module.count(".") == 1 and module.startswith("experiments.")
+        for text in filter(_FILE.fullmatch, texts):
+            if text.endswith(".csv") and (root / "paper_results" / text).is_file():
+                yield root / "paper_results" / text
+            if (beside / text).is_dir() and text.isidentifier():
+                yield from (beside / text).glob("*.json")
+            if not of_script and text != self._script.name.rpartition(".")[2]:
+                yield from root.glob(f"results/*/{text}.csv")
 
-
-def _is_version(statement: ast.Assign) -> bool:
-    return ast.unparse(statement.targets[0]) == "__version__" and isinstance(statement.value, ast.Constant)
-
-
-def _is_text(statement: object) -> bool:
-    """Check for a string statement: a docstring of a module, class, function or variable."""
-    match statement:
-        case ast.Expr(value=ast.Constant(value=str())):
-            return True
-    return False
