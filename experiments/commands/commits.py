@@ -1,17 +1,26 @@
-"""Sources of recorded commits: a row is of the commit it names if that commit's code has the row's source hash."""
+"""Sources of recorded commits: a row is of the commit it names if that commit's tree has the row's source hash.
 
+    python -m experiments.commands.commits      # after a change of the rule of `harness.source`
+
+gives every recorded row, and its samples, the hash of its own commit's tree by today's rule. Rows that name no commit,
+or one without their script, get an empty hash, which counts as older.
+"""
 import io
 import subprocess
 import tarfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 
-from experiments.harness.source import PACKAGES, fingerprint
+from experiments.harness.samples import read_samples, samples_file, write_samples
+from experiments.harness.source import DATA, PACKAGES, fingerprint
+from experiments.report.ages import script_of
+from experiments.report.machines import recorded_folders, rows_files
 from punica.measure.commit import ROOT
-from punica.measure.records import Row, RowsError
+from punica.measure.records import Row, RowsError, read_rows, write_rows
 
 
 class Commits:
@@ -35,13 +44,17 @@ class Commits:
         return fingerprint(path, root) if path.exists() else ""
 
     def _unpack(self, commit: str, root: Path) -> None:
-        """Unpack the packages of ``commit`` into ``root``, which stays empty where git has no such commit."""
+        """Unpack the packages and data of ``commit`` into ``root``, which stays empty where git has no such commit."""
         root.mkdir()
-        command = ["git", "archive", "--format=tar", commit, *PACKAGES]
-        done = subprocess.run(command, capture_output=True, cwd=self._repository, check=False)
-        if done.returncode == 0:
-            with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        there = self._git("ls-tree", "--name-only", commit, *PACKAGES, *DATA).decode().split()
+        if there:
+            with tarfile.open(fileobj=io.BytesIO(self._git("archive", "--format=tar", commit, *there))) as archive:
                 archive.extractall(root, filter="data")
+
+    def _git(self, *words: str) -> bytes:
+        """Return what git prints; nothing where it fails."""
+        done = subprocess.run(["git", *words], capture_output=True, cwd=self._repository, check=False)
+        return done.stdout if done.returncode == 0 else b""
 
 
 def refuse_other_sources(rows: Iterable[Row], script: str, commits: Commits) -> None:
@@ -62,3 +75,35 @@ def refuse_other_sources(rows: Iterable[Row], script: str, commits: Commits) -> 
 def is_uncommitted(commit: str) -> bool:
     """Check whether rows with ``commit`` are of code that no commit has."""
     return commit.endswith("-dirty") or commit in ("", "unknown")
+
+
+def rehash(folder: Path, commits: Commits) -> Iterator[tuple[str, Counter[str]]]:
+    """Give the rows in ``folder`` and their samples the hash of their commit; yield file and rows by new hash."""
+    for path in rows_files(folder):
+        script = script_of(path)
+        rows, lines = read_rows(path), read_samples(samples_file(path))
+        new = {
+            (row.commit, row.source_hash): "" if script is None or is_uncommitted(row.commit)
+            else commits.source_hash(row.commit, script.stem)
+            for row in rows
+        }  # fmt: skip
+        of_line = {(row.config_hash, row.source_hash, row.repeat): new[row.commit, row.source_hash] for row in rows}
+        for line in lines:
+            line["source_hash"] = of_line[line["config_hash"], line["source_hash"], line["repeat"]]
+        rows = [replace(row, source_hash=new[row.commit, row.source_hash]) for row in rows]
+        write_rows(path, rows)
+        if lines:
+            write_samples(samples_file(path), rows, lines)
+        yield path.name, Counter(row.source_hash for row in rows)
+
+
+def main() -> None:
+    """Rehash all recorded rows, and print what they have now."""
+    with Commits() as commits:
+        for folder in recorded_folders(ROOT / "results"):
+            for name, found in rehash(folder, commits):
+                print(f"{folder.name}/{name}: {dict(found)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -28,10 +28,7 @@ ONLY_SHOW = tuple(
         "harness.source",
     )
 )  # fmt: skip
-ALWAYS = (
-    "experiments.harness.passes", "experiments.harness.samples", "experiments.harness.budget", "experiments.harness.resume",
-    "punica.measure.disturbance",
-)  # fmt: skip
+ALWAYS = ("experiments.harness.passes", "experiments.harness.samples", "punica.measure.disturbance")
 """Modules: what repeats, drops and marks the measurements of every figure."""
 _NAMED = re.compile(r"(experiments|punica)(\.\w+)*")
 _FILE = re.compile(r"[\w.]+")
@@ -327,10 +324,9 @@ class Reach:
         waiting = [place for name in (self._script.name, *ALWAYS) for place in self._all_of(name)]
         while waiting:
             place = waiting.pop()
-            if place in seen or tree.module(place.module) is None:
-                continue
-            seen.add(place)
-            waiting += self._next(place)
+            if place not in seen and tree.module(place.module):
+                seen.add(place)
+                waiting += self._next(place)
 
     def _next(self, place: Place) -> Iterator[Place]:
         """Count a definition, and yield what it uses."""
@@ -349,8 +345,9 @@ class Reach:
 
     def _all_of(self, name: str) -> Iterator[Place]:
         """Yield the definitions of a module, and what it does when it is imported."""
-        yield Place(name)
-        yield from (Place(name, one) for one in self._tree.module(name).definitions)  # type: ignore[union-attr]
+        if module := self._tree.module(name):
+            yield Place(name)
+            yield from (Place(name, one) for one in module.definitions)
 
     @staticmethod
     def _above(module: str) -> Iterator[str]:

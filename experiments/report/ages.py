@@ -1,6 +1,7 @@
-"""Age of recorded rows: a row is older where today's tree would not measure it so.
+"""Age of rows: a row is older where today's tree would not measure it so.
 
-That is where code and data (`harness.source`), settings of `conf/`, or torch and triton (major and minor) are others.
+That is where code or data are others (`harness.source`), and for recorded rows settings of `conf/`, or torch and triton
+(major and minor). Rows of this machine are measured again where those change (`harness.resume`).
 """
 
 import json
@@ -14,12 +15,12 @@ import pandas as pd
 from omegaconf import OmegaConf
 
 from experiments.benches.operator_lines import TABLES
-from experiments.commands.record_all import recording
 from experiments.harness.schema import CONF, REPOSITORY
 from experiments.harness.source import fingerprint
 
 WRITERS = {f"ext_operator_tables_{table}": "ext_operator_tables" for table in TABLES}
 """Rows file -> its script, where it does not have the script's name."""
+RECORDED = REPOSITORY / "results"
 NO_NUMBER = {"title", "minutes", "passes", "tries", "name"}
 """Settings that decide no number, or are a name of the others."""
 VERSIONS = {"cpu": "constraints.txt"}
@@ -33,14 +34,22 @@ def older(rows: pd.DataFrame, path: Path) -> pd.Series:
     if script is None:
         return pd.Series(True, rows.index)
     old = rows["source_hash"].ne(fingerprint(script))
-    for name, pinned in pinned_versions(path.parent.name).items():
-        old |= rows[name].fillna("").map(_minor).ne(_minor(pinned))
+    if not path.is_relative_to(RECORDED):
+        return old
     recorded = path.with_suffix(".json")
-    if recorded.exists():
-        settings = json.loads(recorded.read_text(encoding="utf-8"))
-        if changed_settings(script.stem, settings):
-            old |= rows["scale"].eq(settings["scale"]["name"])
-    return old
+    settings = json.loads(recorded.read_text(encoding="utf-8")) if recorded.exists() else {}
+    if changed_settings(script.stem, settings):
+        old |= rows["scale"].eq(settings["scale"]["name"])
+    return old | other_versions(rows)
+
+
+def other_versions(rows: pd.DataFrame) -> pd.Series:
+    """Tell which ``rows`` are of another torch or triton than is pinned for their hardware."""
+    other = pd.Series(False, rows.index)
+    for hardware, part in rows.groupby("hardware"):
+        for name, pinned in pinned_versions(str(hardware)).items():
+            other.loc[part.index] |= part[name].fillna("").map(_minor).ne(_minor(pinned))
+    return other
 
 
 def script_of(rows_file: Path) -> Path | None:
@@ -63,45 +72,34 @@ def _minor(version: str) -> str:
 def changed_settings(script: str, recorded: dict[str, Any]) -> list[str]:
     """List the settings of ``recorded``, the JSON beside rows, that `conf/` has otherwise today.
 
-    Those that a recorded set of ``conf/recording.yaml`` overrides are its own, and not compared.
+    Not compared are those that a recorded set of ``conf/recording.yaml`` chooses, that a run decides (null), and lists,
+    which say what points there are.
     """
-    overridden = _overridden(script)
-    content = {**recorded, **{group: values for group, values in _today(script, recorded)}}
-    today: Any = OmegaConf.to_container(OmegaConf.create(content))
+    today = dict(_conf(script, recorded))
+    whole = OmegaConf.create({**recorded, **{group: {**recorded[group], **today[group]} for group in today}})
     found = []
-    for group, _ in _today(script, recorded):
-        for key, value in _resolved(today, group).items():
-            name = f"{group}.{key}"
-            if key not in NO_NUMBER and name not in overridden and recorded[group].get(key) != value:
-                found.append(name)
-    return found
+    for group, values in today.items():
+        for key in (values.keys() & recorded[group].keys()) - NO_NUMBER:
+            value = OmegaConf.select(whole, f"{group}.{key}", throw_on_resolution_failure=False)
+            chosen = f"{group}.{key}" in _overridden(script) or OmegaConf.is_config(value)
+            if not chosen and None not in (value, recorded[group][key]) and value != recorded[group][key]:
+                found.append(f"{group}.{key}")
+    return sorted(found)
 
 
-def _today(script: str, recorded: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield groups of settings with their values in `conf/`, of those files that the rows were measured by."""
+def _conf(script: str, recorded: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield groups of settings with the values of the files in `conf/` that the rows were measured by."""
     for group, values in recorded.items():
-        if not isinstance(values, dict):
-            continue
-        path = CONF / group / f"{script if group == 'figure' else values.get('name')}.yaml"
-        if path.is_file():
+        name = script if group == "figure" else values.get("name") if isinstance(values, dict) else None
+        path = CONF / group / f"{name}.yaml"
+        if name and path.is_file():
             loaded: Any = OmegaConf.to_container(OmegaConf.load(path))
-            loaded = loaded.get(group, loaded)  # a scale is of the whole configuration
-            yield group, {**values, **{key: value for key, value in loaded.items() if key != "defaults"}}
-
-
-def _resolved(content: dict[str, Any], group: str) -> dict[str, Any]:
-    """Return a group with the values that it takes from others; without those that rows do not have."""
-    whole, found = OmegaConf.create(content), {}
-    for key, value in content[group].items():
-        named = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
-        resolved = OmegaConf.select(whole, named[1], default=None) if named else value
-        if named is None or resolved is not None:
-            found[key] = OmegaConf.to_container(resolved) if OmegaConf.is_config(resolved) else resolved
-    return found
+            yield group, loaded.get(group, loaded)  # a scale's file is of the whole configuration
 
 
 @cache
 def _overridden(script: str) -> set[str]:
     """Return the settings that recorded sets of a script choose for themselves."""
-    words = " ".join(one["run"] for sets in recording().values() for one in sets if script in one["run"].split())
+    content: Any = OmegaConf.to_container(OmegaConf.load(CONF / "recording.yaml"))
+    words = " ".join(one["run"] for sets in content.values() for one in sets if script in one["run"].split())
     return set(re.findall(r"([\w.]+)=", words))

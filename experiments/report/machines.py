@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.benches.operator_lines import TABLES
 from experiments.claims import Verdict, judge
 from experiments.claims.rows import Rows
 from experiments.claims.judge import Stability, stability
-from experiments.harness.counted import counted, merged
-from experiments.harness.schema import REPOSITORY
-from experiments.harness.source import decisive, fingerprint
+from experiments.harness.counted import counted, frame_of, merged
 from experiments.plots.frames import distinct
+from experiments.report.ages import older
 from experiments.reliability.rows import FILE as TRIALS
 from punica.measure.records import COLUMNS, read_rows
 
@@ -25,11 +23,8 @@ OTHER_TIMER = "cuda_graph"
 """The clock of CUDA graphs, as our engine runs its steps; the paper timed operators from the host."""
 HERE = "this machine"
 OPERATOR_TABLES = "operator tables"
-WRITERS = {f"ext_operator_tables_{table}": "ext_operator_tables" for table in TABLES}
-"""Rows file -> its script, where it does not have the script's name."""
 NO_SCRIPT = (TRIALS,)
 """Rows files that are of no script of `experiments/`, on purpose: trials have one each, and are counted apart."""
-ENGINE = REPOSITORY / "punica" / "engine" / "__init__.py"
 
 
 @dataclass(frozen=True)
@@ -102,27 +97,14 @@ def rows_files(folder: Path) -> list[Path]:
     return [path for path in files if not path.stem.startswith(NAME) and path.name not in NO_SCRIPT]
 
 
-def script_of(rows_file: Path) -> Path | None:
-    """Return the script of `experiments/` that writes ``rows_file``; None where it was renamed or deleted."""
-    path = REPOSITORY / "experiments" / f"{WRITERS.get(rows_file.stem, rows_file.stem)}.py"
-    return path if path.is_file() else None
-
-
 def read_folder(folder: Path) -> pd.DataFrame:
-    """Read all rows of all figures in ``folder``, with a column ``older``: not known to be of the code that is here.
+    """Read all rows of all figures in ``folder``, with a column ``older`` (`ages`).
 
-    That is: of other code, without a script, or of an engine in another process (`Row.engine`) whose code the source
-    hash does not cover, as that of a server. RowsError names file, line and remedy when a file is damaged.
+    RowsError names file, line and remedy when a file is damaged.
     """
-    rows = []
-    for path in rows_files(folder):
-        script = script_of(path)
-        current, covers = (fingerprint(script), ENGINE in decisive(script)) if script else (None, False)
-        rows += [
-            {**vars(row), "older": row.source_hash != current or bool(row.engine and not covers)}
-            for row in read_rows(path)
-        ]
-    return pd.DataFrame(rows, columns=[*COLUMNS, "older"])
+    frames = [frame_of(read_rows(path)) for path in rows_files(folder)]
+    frames = [frame.assign(older=older(frame, path)) for frame, path in zip(frames, rows_files(folder), strict=True)]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*COLUMNS, "older"])
 
 
 def of_timer(frame: pd.DataFrame, timer: str) -> pd.DataFrame:

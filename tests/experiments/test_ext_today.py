@@ -23,7 +23,7 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError, DType, ModelConf
 from experiments.harness.settings import settle
-from experiments.harness.source import decisive
+from experiments.harness.source import Place, Reach, tree_of
 from experiments.plots.frames import measured_frame, rows_of_repeats
 from experiments.plots.today import draw_today, gains
 from experiments.today import bench as bench_module
@@ -365,9 +365,11 @@ def test_our_engine_behind_the_protocol(tmp_path):
 
 
 def test_rows_are_stale_once_an_engine_or_its_worker_changes():
-    found = {path.relative_to(REPOSITORY).as_posix() for path in decisive(REPOSITORY / "experiments/ext_today.py")}
-    workers = {f"experiments/today/{name}.py" for name in ("worker_punica", "worker_vllm", "measure")}
-    assert {"punica/engine/engine.py", *workers} <= found
+    codes = Reach(tree_of(REPOSITORY), REPOSITORY / "experiments/ext_today.py").codes
+    for name in ("worker_punica", "worker_vllm", "measure"):
+        module = tree_of(REPOSITORY).module(f"experiments.today.{name}")
+        texts = {tree_of(REPOSITORY).code(Place(module.name, one)).text for one in module.definitions}
+        assert codes >= {text for text in texts if text.startswith("FunctionDef")}
 
 
 @pytest.mark.parametrize("name", ["worker_vllm", "measure"])

@@ -2,14 +2,16 @@
 
 import random
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from experiments.commands import commits as commits_module
 from experiments.commands import record
 from experiments.commands.commits import Commits, refuse_other_sources
 from experiments.harness.samples import add_samples, read_samples, samples_file
-from experiments.harness.source import fingerprint
-from punica.measure.records import Row, RowFile, RowsError
+from experiments.harness.source import fingerprint, tree_of
+from punica.measure.records import Row, RowFile, RowsError, read_rows
 
 BASE = {
     "figure": "8", "panel": "Skewed", "system": "SGMV", "workload": "Skewed", "model": "", "hardware": "cpu",
@@ -39,16 +41,11 @@ def repository(tmp_path_factory):
         (root / "experiments" / "fig08.py").write_text(code)
         git("add", "-A")
         git("commit", "-q", "-m", code)
-        fingerprint.cache_clear()
-        told[git("rev-parse", "--short=12", "HEAD")] = "".join(fingerprint_now(root))
+        for one in (fingerprint, tree_of):
+            one.cache_clear()
+        commit = git("rev-parse", "--short=12", "HEAD")
+        told[commit] = fingerprint(root / "experiments" / "fig08.py", root)
     return root, told
-
-
-def fingerprint_now(root):
-    from experiments.harness.source import _code
-
-    _code.cache_clear()
-    return fingerprint(root / "experiments" / "fig08.py", root)
 
 
 @pytest.fixture
@@ -133,3 +130,19 @@ def test_a_release_takes_rows_of_one_commit(tmp_path):
         record.refuse_other_commits(tmp_path, rows, "abcdef0")
     with pytest.raises(RowsError, match=r"commit=4028000000\.0 is none"):
         record.refuse_other_commits(tmp_path, rows, "4028000000.0")
+
+
+def test_recorded_rows_and_their_samples_get_the_hash_of_their_commit(repository, commits, tmp_path, monkeypatch):
+    monkeypatch.setattr(commits_module, "script_of", lambda path: Path("fig08.py"))
+    (first, ours), (second, theirs) = repository[1].items()
+    rows = [
+        a_row(1, commit=first, source_hash="by another rule"), a_row(2, commit=second, source_hash="b"),
+        a_row(4, commit="abc-dirty", source_hash="c"), a_row(8, commit="0" * 12, source_hash="d"),
+    ]  # fmt: skip
+    path = tmp_path / "fig08.csv"
+    file = RowFile(path)
+    file.replace(rows)
+    add_samples(file, [(row, [1.0, 2.0]) for row in rows])
+    assert [name for name, _ in commits_module.rehash(tmp_path, commits)] == ["fig08.csv"]
+    assert [row.source_hash for row in read_rows(path)] == [ours, theirs, "", ""]
+    assert [line["source_hash"] for line in read_samples(samples_file(path))] == [ours, theirs, "", ""]

@@ -1,6 +1,8 @@
 """Rows know the code that measured them: what makes them stale, what does not, and who says so."""
 
 import csv
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,23 +11,40 @@ from fakes import Fake, composed
 
 from experiments.harness import resume, source
 from experiments.harness.resume import run
+from experiments.harness.counted import frame_of
 from experiments.harness.schema import REPOSITORY
-from experiments.harness.source import decisive, fingerprint
-from experiments.report.machines import machine_of, read_folder, recorded_folders, rows_files, script_of
+from experiments.harness.source import fingerprint
+from experiments.report import ages
+from experiments.report.ages import script_of
+from experiments.report.machines import machine_of, read_folder, recorded_folders, rows_files
 from experiments.report.results import write_results
 from punica.measure.records import COLUMNS, RowsError, read_rows, write_rows
+from tests.experiments.report.report_rows import decode_rows
 
 FILES = {
     "experiments/__init__.py": "",
-    "experiments/fig99.py": "from experiments.benches import clock\n\ndef f():\n    from punica import ops\n",
+    "experiments/fig99.py": "from experiments.benches import clock, data\n"
+    "from punica import ops\n\n\ndef f():\n    return ops.run(clock.REPEATS), data.read()\n",
     "experiments/benches/__init__.py": "",
-    "experiments/benches/clock.py": '"""Times."""\n\nREPEATS = 3  # of a call\n',
-    "experiments/plots/__init__.py": "",
+    "experiments/benches/clock.py": '"""Times."""\n\nREPEATS = 3  # of a call\nOTHER = 4\n',
+    "experiments/benches/data.py": "from pathlib import Path\n\n\ndef read():\n"
+    '    return open("fig13.csv"), open("fig10_layer"), Path(__file__).with_name("tuned"), "experiments.systems.mine"\n',
+    "experiments/benches/tuned/gpu.json": "{}",
+    "experiments/systems/mine.py": "from experiments.systems.table import SYSTEMS\n\n\n"
+    '@SYSTEMS.register("mine")\nclass Mine:\n    steps = 1\n',
+    "experiments/systems/table.py": "class Registry:\n    pass\n\n\nSYSTEMS = Registry()\n",
+    "experiments/harness/passes.py": "def repeat():\n    return 2\n",
+    "experiments/harness/samples.py": "def keep():\n    return 1\n",
     "experiments/plots/bars.py": "WIDTH = 2\n",
+    "paper_results/fig13.csv": "a\n1\n",
+    "paper_results/fig01.csv": "a\n1\n",
+    "results/h200/fig10_layer.csv": "source_hash,value\nab,1\n",
     "punica/__init__.py": '__version__ = "0.1.0"\n',
+    "punica/measure/disturbance.py": "LIMIT = 1.1\n",
     "punica/ops/__init__.py": "from punica.ops.kernel import run\n",
-    "punica/ops/kernel.py": "def run(x):\n    return x + 1\n",
-    "punica/ops/other.py": "def unused():\n    return 0\n",
+    "punica/ops/kernel.py": "from punica.ops.other import half\n\n\ndef run(x: int) -> int:\n    rows = [half(row) for row in range(x)]\n"
+    "    return rows\n\n\ndef unused():\n    return 5\n",
+    "punica/ops/other.py": "def half(y):\n    return y / 2\n\n\ndef rows():\n    return 0\n",
 }  # fmt: skip
 
 
@@ -38,73 +57,102 @@ def tree(tmp_path):
 
 
 def hashed(tree):
-    fingerprint.cache_clear()
-    source._code.cache_clear()
+    for one in (source.fingerprint, source.tree_of, source._content):
+        one.cache_clear()
     return fingerprint(tree / "experiments/fig99.py", tree)
 
 
-def test_what_decides_is_found_at_any_depth_and_inside_functions(tree):
-    found = {path.relative_to(tree).as_posix() for path in decisive(tree / "experiments/fig99.py", tree)}
-    unread = ("experiments/plots/__init__.py", "experiments/plots/bars.py", "punica/ops/other.py")
-    assert found == {name for name in FILES if name.endswith(".py") and name not in unread}
-
-
 @pytest.mark.parametrize(
-    ("file", "text"),
+    ("file", "old", "new"),
     [
-        ("punica/ops/kernel.py", "def run(x):\n    return x + 2\n"),
-        ("experiments/benches/clock.py", "REPEATS = 4\n"),
-        ("experiments/fig99.py", "from punica import ops\n"),
-        ("punica/ops/__init__.py", "from punica.ops.kernel import run\nfrom punica.ops import other\n"),
-        ("punica/__init__.py", '__version__ = "0.1.0"\nversion = "1.0.0"\n'),
-        ("punica/__init__.py", "__version__ = read()\n"),
+        ("punica/ops/other.py", "y / 2", "y / 3"),
+        ("punica/ops/kernel.py", "range(x)", "range(x + 1)"),
+        ("experiments/benches/clock.py", "REPEATS = 3", "REPEATS = 4"),
+        ("experiments/fig99.py", "data.read()", "data.read(), 1"),
+        ("experiments/systems/mine.py", "steps = 1", "steps = 2"),
+        ("experiments/harness/passes.py", "2", "3"),
+        ("experiments/harness/samples.py", "1", "2"),
+        ("punica/measure/disturbance.py", "1.1", "1.2"),
+        ("experiments/benches/tuned/gpu.json", "{}", '{"m": 1}'),
+        ("paper_results/fig13.csv", "1", "2"),
+        ("results/h200/fig10_layer.csv", "ab,1", "ab,2"),
     ],
-    ids=["kernel", "bench", "script", "new-import", "no-version", "computed-version"],
-)
-def test_changed_code_changes_the_hash(tree, file, text):
+    ids=lambda text: text if "/" in text and " " not in text else "",
+)  # fmt: skip
+def test_what_decides_a_number_changes_the_hash(tree, file, old, new):
     before = hashed(tree)
-    (tree / file).write_text(text)
+    assert old in FILES[file]
+    (tree / file).write_text(FILES[file].replace(old, new, 1))
     assert hashed(tree) != before
-    (tree / file).write_text(FILES[file])
-    assert hashed(tree) == before
 
 
 @pytest.mark.parametrize(
-    ("file", "text"),
+    ("file", "old", "new"),
     [
-        ("experiments/benches/clock.py", '"""Reads the clock, in other words."""\nREPEATS   =   3\n"""How often."""\n'),
-        ("punica/ops/kernel.py", '# why\ndef run(x):\n    """One more."""\n\n    return (x + 1)\n'),
-        ("experiments/plots/bars.py", "WIDTH = 3\n"),
-        ("punica/ops/other.py", "def unused():\n    return 1\n"),
-        ("punica/__init__.py", '__version__ = "1.0.0"\n'),
+        ("experiments/benches/clock.py", '"""Times."""', '"""Reads the clock, in other words."""'),
+        ("experiments/benches/clock.py", "  # of a call", '\n"""How often."""'),
+        ("experiments/benches/clock.py", "OTHER = 4", "OTHER = 5"),
+        ("punica/ops/kernel.py", "return 5", "return 6"),
+        ("punica/ops/other.py", "return 0", "return 1"),
+        ("experiments/plots/bars.py", "2", "3"),
+        ("punica/__init__.py", "0.1.0", "1.0.0"),
+        ("paper_results/fig01.csv", "1", "2"),
+        ("results/h200/fig10_layer.csv", "ab,1", "cd,1"),
+        ("experiments/fig99.py", "\n\n\ndef", "\nif TYPE_CHECKING:\n    from punica.ops.other import rows\n\n\ndef"),
     ],
-    ids=["docstring", "comment-and-layout", "plot", "unused-module", "version"],
-)
-def test_words_layout_plots_and_what_is_not_read_do_not(tree, file, text):
+    ids=["docstring", "comment", "other-constant", "other-function", "name-of-a-local", "plot", "version", "other-data",
+         "hash-of-read-rows", "import-for-types"],
+)  # fmt: skip
+def test_what_decides_none_does_not(tree, file, old, new):
     before = hashed(tree)
-    (tree / file).write_text(text)
+    assert old in FILES[file]
+    (tree / file).write_text(FILES[file].replace(old, new, 1))
     assert hashed(tree) == before
 
 
-def test_what_only_a_type_checker_imports_decides_nothing(tree):
-    script = tree / "experiments/fig99.py"
-    before = decisive(script, tree)
-    script.write_text(FILES["experiments/fig99.py"] + "if TYPE_CHECKING:\n    from punica.ops import other\n")
-    source._code.cache_clear()
-    assert decisive(script, tree) == before
+def test_moved_and_merged_and_renamed_modules_change_nothing(tree):
+    before = hashed(tree)
+    moved = FILES["punica/ops/other.py"] + FILES["punica/ops/kernel.py"].partition("\n")[2]
+    (tree / "punica/ops/all.py").write_text(moved)
+    (tree / "punica/ops/__init__.py").write_text("from punica.ops.all import run as run\n")
+    (tree / "punica/ops/kernel.py").unlink()
+    (tree / "punica/ops/other.py").unlink()
+    (tree / "experiments/fig99.py").write_text(
+        "import punica.ops.all as kernels\nfrom experiments.benches.clock import REPEATS as TIMES\n"
+        "from experiments.benches.data import read\n\n\ndef f():\n    return kernels.run(TIMES), read()\n"
+    )
+    assert hashed(tree) == before
 
 
-def test_operator_figures_depend_on_kernels_and_on_no_engine():
-    paths = decisive(REPOSITORY / "experiments/fig08_lora_operator.py")
-    names = {path.relative_to(REPOSITORY).as_posix() for path in paths}
-    assert {"experiments/benches/operators.py", "punica/ops/torch_ops.py", "punica/measure/timing.py"} <= names
-    assert not [name for name in names if name.startswith(("punica/engine", "experiments/plots", "experiments/claims"))]
+SCRIPTS = REPOSITORY / "experiments"
 
 
-def test_a_class_that_is_named_in_a_string_decides_as_if_it_were_imported():
-    paths = decisive(REPOSITORY / "experiments/fig11_textgen.py")
-    names = {path.relative_to(REPOSITORY).as_posix() for path in paths}
-    assert {"experiments/systems/hf_systems.py", "experiments/systems/engine_systems.py"} <= names
+def reach(script):
+    found = source.Reach(source.tree_of(REPOSITORY), SCRIPTS / f"{script}.py")
+    names = {name for code in found.codes for name in re.findall(r"^(?:FunctionDef|ClassDef)\(name='(\w+)'", code)}
+    return names, {path.relative_to(REPOSITORY).as_posix() for path in found.data}
+
+
+@pytest.mark.parametrize(
+    ("script", "names", "data"),
+    [
+        ("fig08_lora_operator", {"Passes", "CpuTimes", "TritonOps", "_sum_ranks"}, "punica/ops/triton_ops/tuned/"),
+        ("fig11_textgen", {"Engine", "EngineSystem", "Scheduler", "_sum_ranks"}, "punica/ops/triton_ops/tuned/"),
+        ("ext_disaggregated", {"Passes"}, "results/h200/fig10_layer.csv"),
+        ("fig13_cluster", {"Passes", "RayCluster"}, "paper_results/fig13_cluster.csv"),
+        ("fig13_cluster", set(), "paper_results/fig10_transformer_layer.csv"),
+        ("ext_own_server", {"Engine", "Server", "_Parser"}, "punica/ops/triton_ops/tuned/"),
+        ("ext_server", {"Engine", "Server", "_Parser"}, "punica/ops/triton_ops/tuned/"),
+    ],
+)  # fmt: skip
+def test_figures_reach_their_code_and_data(script, names, data):
+    found, files = reach(script)
+    assert names - found == set()
+    assert [file for file in files if file.startswith(data)]
+
+
+def test_operator_figures_reach_no_engine():
+    assert not reach("fig08_lora_operator")[0] & {"Engine", "Scheduler", "EngineConfig"}
 
 
 def test_rows_of_other_code_are_measured_again_and_replaced(tmp_path, monkeypatch):
@@ -191,14 +239,20 @@ def test_rows_whose_script_was_renamed_or_deleted_are_older(tmp_path):
     assert read_folder(tmp_path)["older"].all()
 
 
-@pytest.mark.parametrize(
-    ("script", "engine", "older"),
-    [("ext_server", "vllm 0.33.0", True), ("ext_server", "", False), ("ext_today", "punica 1.0.0", False),
-     ("ext_own_server", "punica 1.0.0", False)],
-)  # fmt: skip
-def test_rows_of_an_engine_that_no_hashed_file_imports_are_older(tmp_path, script, engine, older):
-    """The hash of a client says nothing of the server whose time is in the row."""
-    current = fingerprint(REPOSITORY / f"experiments/{script}.py")
-    rows = [replace(row, source_hash=current, engine=engine) for row in read_rows(old_file(tmp_path / "made"))]
-    write_rows(tmp_path / f"{script}.csv", rows)
-    assert set(read_folder(tmp_path)["older"]) == {older}
+@pytest.mark.parametrize("hardware", ["cpu", "h200"])
+def test_rows_of_other_versions_are_older(hardware):
+    pinned = ages.pinned_versions(hardware)
+    (row,) = decode_rows()[:1]
+    same = replace(row, hardware=hardware, **pinned)
+    rows = [same, replace(same, torch=f"{pinned['torch']}.post1+cu130"), replace(same, torch="2.9.1"), replace(same, triton="")]
+    assert ages.other_versions(frame_of(rows)).tolist() == [False, False, True, True]
+
+
+def test_rows_of_other_settings_are_older():
+    recorded = json.loads((REPOSITORY / "results/h200/fig08_lora_operator.json").read_text())
+    assert ages.changed_settings("fig08_lora_operator", recorded) == []
+    for group, key, value in (("figure", "h1", 1024), ("scale", "warmup", 3), ("figure", "dtype", "float32")):
+        changed = {**recorded, group: {**recorded[group], key: value}}
+        assert ages.changed_settings("fig08_lora_operator", changed) == [f"{group}.{key}"]
+    decided = {**recorded, "hardware": {**recorded["hardware"], "bandwidth_gb_s": None, "threads": 3}}
+    assert ages.changed_settings("fig08_lora_operator", decided) == []
