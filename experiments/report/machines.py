@@ -12,8 +12,8 @@ from experiments.claims.rows import Rows
 from experiments.claims.judge import Stability, stability
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.plots.frames import distinct
-from experiments.report.ages import older
 from experiments.reliability.rows import FILE as TRIALS
+from experiments.report.ages import older
 from punica.measure.records import COLUMNS, read_rows
 
 NAME = "claims"

@@ -10,8 +10,8 @@ import pytest
 from fakes import Fake, composed
 
 from experiments.harness import resume, source
-from experiments.harness.resume import run
 from experiments.harness.counted import frame_of
+from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
 from experiments.report import ages
@@ -28,7 +28,8 @@ FILES = {
     "experiments/benches/__init__.py": "",
     "experiments/benches/clock.py": '"""Times."""\n\nREPEATS = 3  # of a call\nOTHER = 4\n',
     "experiments/benches/data.py": "from pathlib import Path\n\n\ndef read():\n"
-    '    return open("fig13.csv"), open("fig10_layer"), Path(__file__).with_name("tuned"), "experiments.systems.mine"\n',
+    '    tuned = Path(__file__).with_name("tuned")\n'
+    '    return open("fig13.csv"), open("fig10_layer"), tuned, "experiments.systems.mine"\n',
     "experiments/benches/tuned/gpu.json": "{}",
     "experiments/systems/mine.py": "from experiments.systems.table import SYSTEMS\n\n\n"
     '@SYSTEMS.register("mine")\nclass Mine:\n    steps = 1\n',
@@ -42,7 +43,8 @@ FILES = {
     "punica/__init__.py": '__version__ = "0.1.0"\n',
     "punica/measure/disturbance.py": "LIMIT = 1.1\n",
     "punica/ops/__init__.py": "from punica.ops.kernel import run\n",
-    "punica/ops/kernel.py": "from punica.ops.other import half\n\n\ndef run(x: int) -> int:\n    rows = [half(row) for row in range(x)]\n"
+    "punica/ops/kernel.py": "from punica.ops.other import half\n\n\n"
+    "def run(x: int) -> int:\n    rows = [half(row) for row in range(x)]\n"
     "    return rows\n\n\ndef unused():\n    return 5\n",
     "punica/ops/other.py": "def half(y):\n    return y / 2\n\n\ndef rows():\n    return 0\n",
 }  # fmt: skip
@@ -244,7 +246,8 @@ def test_rows_of_other_versions_are_older(hardware):
     pinned = ages.pinned_versions(hardware)
     (row,) = decode_rows()[:1]
     same = replace(row, hardware=hardware, **pinned)
-    rows = [same, replace(same, torch=f"{pinned['torch']}.post1+cu130"), replace(same, torch="2.9.1"), replace(same, triton="")]
+    others = ({"torch": f"{pinned['torch']}.post1+cu130"}, {"torch": "2.9.1"}, {"triton": ""})
+    rows = [same, *(replace(same, **other) for other in others)]
     assert ages.other_versions(frame_of(rows)).tolist() == [False, False, True, True]
 
 
