@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.claims import Verdict, judge
-from experiments.claims.rows import Rows
 from experiments.claims.judge import Stability, stability
+from experiments.claims.rows import Rows
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.plots.frames import distinct
 from experiments.reliability.rows import FILE as TRIALS
