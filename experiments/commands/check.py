@@ -8,11 +8,11 @@ Quantities of the claims are held on every device of that hardware. Measurements
 ones, and only on the recorded device: a CPU of another model has other times. Status 1 when one that counts is outside.
 
 Calibrations between the points say how fast the machine is, beside other guests of its host. What was measured at
-another speed than recorded (`experiments.report.expected`) is printed and not counted. That is all but simulations,
-where the machine differs as a whole, else the figures that do.
+another speed than recorded is printed and not counted. That is all but simulations, where the machine differs as a
+whole, else the figures that do.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,8 @@ from experiments.commands.batch import batch_main
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import folders
 from experiments.plots.frames import distinct
-from experiments.report.expected import (
-    FOLDER,
-    Held,
-    hold_claims,
-    hold_rows,
-    left_out,
-    other_speed,
-    other_speeds,
-    read_expected,
-)
+from experiments.report import expected
+from experiments.report.expected import Held
 from experiments.report.machines import HERE, machine_of, read_folder, rows_files
 from experiments.report.reproducing import figures_of
 
@@ -45,64 +37,47 @@ def refuse(cfg: DictConfig, fresh: Path, recorded: Path) -> None:
     """Raise `ConfigError` where there are no rows here, no ranges for the hardware, or rows of scale=smoke."""
     if cfg.scale.name == "smoke":
         raise ConfigError("scale=smoke has no expected ranges, its shapes are others: measure without scale=smoke")
-    if not (recorded / FOLDER).is_dir():
-        known = sorted(path.parent.name for path in recorded.parent.glob(f"*/{FOLDER}"))
-        which = ", ".join(known) or "none"
-        text = f"hardware={recorded.name} has no expected ranges; recorded are those of {which}"
+    if not (recorded / expected.FOLDER).is_dir():
+        known = sorted(path.parent.name for path in recorded.parent.glob(f"*/{expected.FOLDER}"))
+        text = f"hardware={recorded.name} has no expected ranges; recorded are those of {', '.join(known) or 'none'}"
         raise ConfigError(f"{text}: compare single rows with one of these by make compare")
     if not rows_files(fresh):
         raise ConfigError(f"no rows in {fresh}: measure them with make reproduce")
 
 
-def claims_said(held: Held) -> list[str]:
+def claims_said(held: Held) -> Iterator[str]:
     """Describe the claims: quantities outside, verdicts that turned, claims without a value here."""
-    lines = [f"Claims: {len(held.compared)} quantities held, {len(held.outside)} outside"]
-    lines += [
-        f"  outside: {one.claim} {one.quantity}: {one.here:.4g}, expected {one.low:.4g} to {one.high:.4g} "
-        f"(recorded {one.value:.4g})"
-        for one in held.outside.itertuples()
-    ]
+    yield f"Claims: {len(held.compared)} quantities held, {len(held.outside)} outside"
+    for one in held.outside.itertuples():
+        said = f"{one.here:.4g}, expected {one.low:.4g} to {one.high:.4g} (recorded {one.value:.4g})"
+        yield f"  outside: {one.claim} {one.quantity}: {said}"
     turned = held.compared[held.compared["verdict"] != held.compared["verdict_here"]].drop_duplicates("claim")
-    lines += [f"  {one.claim} is {one.verdict_here!r} here, {one.verdict!r} recorded" for one in turned.itertuples()]
-    absent, unknown = (", ".join(dict.fromkeys(side["claim"])) for side in (held.absent, held.unknown))
-    lines += [f"  not compared, no value here: {absent}"] if absent else []
-    return [*lines, f"  not compared, no recorded value: {unknown}"] if unknown else lines
+    yield from (f"  {one.claim} is {one.verdict_here!r} here, {one.verdict!r} recorded" for one in turned.itertuples())
+    for side, why in ((held.absent, "no value here"), (held.unknown, "no recorded value")):
+        if len(side):
+            yield f"  not compared, {why}: {', '.join(dict.fromkeys(side['claim']))}"
 
 
-def rows_said(held: Held) -> list[str]:
+def rows_said(held: Held) -> Iterator[str]:
     """Describe the measurements: lines outside by figure, then figures without a common point."""
     points = int(held.compared["common"].sum())
-    lines = [f"Measurements: {len(held.compared)} held, at {points} common points, {len(held.outside)} outside"]
+    yield f"Measurements: {len(held.compared)} held, at {points} common points, {len(held.outside)} outside"
     one: Any
     for one in held.outside.itertuples():
         name = ", ".join(filter(None, (f"figure {one.figure}", one.system, one.model, f"{one.metric} ({one.unit})")))
         often = "" if one.repeats > 1 else "recorded once"
         where = ", ".join(filter(None, (one.timer, f"{one.common:.0f} points", often)))
-        said = f"{one.here:.3f} of the recorded, expected {one.low:.3f} to {one.high:.3f}"
-        lines.append(f"  outside: {name}: {said}; {where}")
+        yield f"  outside: {name}: {one.here:.3f} of the recorded, expected {one.low:.3f} to {one.high:.3f}; {where}"
     for side, why in ((held.absent, "not measured here"), (held.unknown, "not recorded")):
-        counts = side["figure"].value_counts(sort=False)
-        names = ", ".join(f"figure {figure} ({count})" for figure, count in counts.items())
-        lines += [f"  not compared, {why}: {names}"] if names else []
-    return lines
+        if len(side):
+            counts = side["figure"].value_counts(sort=False)
+            yield f"  not compared, {why}: {', '.join(f'figure {name} ({n})' for name, n in counts.items())}"
 
 
 def other_device(recorded: pd.DataFrame, here: pd.DataFrame) -> str:
     """Say that the devices differ; empty where they are the same."""
     theirs, ours = (", ".join(distinct(rows, "device")) for rows in (recorded, here))
-    if theirs == ours:
-        return ""
-    return f"Measurements: not compared, recorded on {theirs}, and these are of {ours}"
-
-
-def speeds_said(whole: str, figures: Mapping[str, str]) -> list[str]:
-    """Describe what was measured at another speed than recorded: all of it, or some figures."""
-    if whole:
-        return [f"The machine has another speed than the recorded one ({whole}): {NOT_COUNTED}"]
-    if not figures:
-        return []
-    named = "; ".join(f"figure {figure} ({said})" for figure, said in figures.items())
-    return [f"Measured at another speed than recorded: {named}. Of these {NOT_COUNTED}"]
+    return "" if theirs == ours else f"Measurements: not compared, recorded on {theirs}, and these are of {ours}"
 
 
 def counted_claims(held: Held, verdicts: Sequence[Verdict], figures: Collection[str]) -> int:
@@ -120,22 +95,26 @@ def check(cfg: DictConfig) -> int:
     """Hold the fresh rows of ``cfg.hardware`` against its ranges and print the outcome; 1 when one outside counts."""
     places = folders(cfg)
     refuse(cfg, places.fresh_rows, places.recorded_rows)
-    of_claims, of_rows = read_expected(places.recorded_rows)
+    of_claims, of_rows = expected.read_expected(places.recorded_rows)
     here = machine_of(places.fresh_rows, places.fresh_figures, places.paper, HERE)
     recorded = read_folder(places.recorded_rows)
-    claims = hold_claims(of_claims, here.verdicts)
-    lines, found, counted = claims_said(claims), len(claims.outside), 0
+    claims = expected.hold_claims(of_claims, here.verdicts)
+    lines, found, counted = [*claims_said(claims)], len(claims.outside), 0
     excused: Collection[str] = distinct(here.rows, "figure")
     if said := other_device(recorded, here.rows):
         lines += [said, f"On another device {NOT_COUNTED}"]
     else:
-        held, whole = hold_rows(of_rows, recorded, here.rows), other_speed(recorded, here.rows)
-        slow = other_speeds(recorded, here.rows)
-        lines += [*rows_said(held), *speeds_said(whole, slow)]
-        excused = excused if whole else slow
+        held = expected.hold_rows(of_rows, recorded, here.rows)
+        lines += rows_said(held)
+        if whole := expected.other_speed(recorded, here.rows):
+            lines.append(f"The machine has another speed than the recorded one ({whole}): {NOT_COUNTED}")
+        else:
+            excused = slow = expected.other_speeds(recorded, here.rows)
+            named = "; ".join(f"figure {figure} ({said})" for figure, said in slow.items())
+            lines += [f"Measured at another speed than recorded: {named}. Of these {NOT_COUNTED}"] if slow else []
         found, counted = found + len(held.outside), counted_rows(held, excused)
     counted += counted_claims(claims, here.verdicts, excused)
-    lines += [f"  not compared: {count} rows {reason}" for reason, count in left_out(here.rows).items()]
+    lines += [f"  not compared: {count} rows {reason}" for reason, count in expected.left_out(here.rows).items()]
     ended = f"{found} outside, of which {counted} count: expected ranges of {places.recorded_rows.name}"
     print("\n".join([*lines, ended]))
     return 1 if counted else 0

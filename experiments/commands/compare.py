@@ -11,9 +11,10 @@ and metric. `out=` writes the pairs as CSV too.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,8 +29,6 @@ from punica.measure.records import TIMERS, RowsError, read_rows
 
 KEY = [*POINT, "statistic"]
 COLUMNS = [*KEY, "unit", "timer_a", "timer_b", "a", "b", "ratio", "better"]
-HEADER = ",".join(COLUMNS).encode()
-TIMES = ("s", "ms", "us", "ns")
 GROUP = ["figure", "system", "metric", "unit", "better"]
 SHOWN = {
     "panel": "panel", "workload": "workload", "model": "model", "batch_size": "batch", "seq_len": "len", "rank": "rank",
@@ -49,7 +48,7 @@ class Options:
 
 def direction(unit: str) -> str:
     """Which values of `unit` are better: `lower` (times, bytes), `higher` (anything per second), or empty."""
-    if unit in TIMES or unit.startswith("byte"):
+    if unit in ("s", "ms", "us", "ns") or unit.startswith("byte"):
         return "lower"
     return "higher" if unit.endswith("/s") else ""
 
@@ -62,11 +61,9 @@ def load(argument: str, path: Path) -> pd.DataFrame:
     if not path.exists():
         example = f"{argument}=results/h200"
         raise ConfigError(f"{argument}={path} does not exist: give a file of rows or a folder, for example {example}")
-    files = [path]
     if path.is_file() and path.suffix != ".csv":
         raise ConfigError(f"{argument}={path} is no .csv file of rows, as in outputs/<hardware>/rows: give such a file")
-    if path.is_dir():
-        files = rows_files(path) or rows_files(path / "rows")
+    files = (rows_files(path) or rows_files(path / "rows")) if path.is_dir() else [path]
     rows = frame_of(row for file in files for row in read_rows(file) if row.statistic in ("median", "value"))
     rows = merged(counted(rows, clock=None))
     if rows.empty:
@@ -88,21 +85,16 @@ def join(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
         raise ConfigError(f"a and b have no row in common: a has {content(a)}; b has {content(b)}")
     both["place"] = both.groupby(KEY, sort=False, dropna=False).ngroup()
     same = both["timer_a"] == both["timer_b"]
+    order = {timer: place for place, timer in enumerate(TIMERS)}
     apart = both[~same.groupby(both["place"]).transform("any")]
-    apart = apart.sort_values(["timer_a", "timer_b"], key=lambda timers: timers.map(_preference), kind="stable")
+    apart = apart.sort_values(["timer_a", "timer_b"], key=lambda timers: timers.map(order), kind="stable")
     pairs = pd.concat([both[same], apart.drop_duplicates("place")]).sort_values("place", kind="stable")
     for pair in pairs[pairs["unit_a"] != pairs["unit_b"]].itertuples():
-        raise ConfigError(
-            f"{pair.metric} of figure {pair.figure} is in {pair.unit_a} in a and in {pair.unit_b} in b: "
-            "measure one of them again"
-        )
+        units = f"is in {pair.unit_a} in a and in {pair.unit_b} in b"
+        raise ConfigError(f"{pair.metric} of figure {pair.figure} {units}: measure one of them again")
     fine = (pairs[["a", "b"]].gt(0) & pairs[["a", "b"]].lt(np.inf)).all(axis=1)
     ratio, better = (pairs["b"] / pairs["a"]).where(fine), pairs["unit_a"].map(direction)
     return pairs.assign(unit=pairs["unit_a"], ratio=ratio, better=better)[[*COLUMNS, "row_a", "row_b"]]
-
-
-def _preference(timer: str) -> int:
-    return TIMERS.index(timer) if timer in TIMERS else len(TIMERS)
 
 
 def content(rows: pd.DataFrame) -> str:
@@ -122,32 +114,29 @@ def meaning(ratio: float, better: str) -> str:
     return f"B {gain:.2f}x better" if gain > 1 else f"B {1 / gain:.2f}x worse"
 
 
-def table(pairs: pd.DataFrame) -> str:
-    """Every pair, grouped by figure, system and metric, each group closed by its geometric mean."""
-    lines = []
-    for (figure, system, metric, unit, better), group in pairs.groupby(GROUP, sort=False):
-        lines += ["", f"figure {figure}, {system or '-'}, {metric} ({unit}{f', {better} is better' if better else ''})"]
-        lines += ["  " + line for line in aligned([tuple(SHOWN.values()), *cells(group)])]
-        lines += [f"  geometric mean of B/A: {mean_text(group)}"]
-    return "\n".join(lines[1:])
+def lines(pairs: pd.DataFrame) -> Iterator[str]:
+    """Yield every pair, grouped by figure, system and metric, each group closed by its mean; then all means."""
+    group: tuple[Any, ...]
+    means = []
+    for group, part in pairs.groupby(GROUP, sort=False):
+        figure, system, metric, unit, better = group
+        yield f"\nfigure {figure}, {system or '-'}, {metric} ({unit}{f', {better} is better' if better else ''})"
+        yield from (f"  {line}" for line in cells(part).splitlines())
+        yield f"  geometric mean of B/A: {mean_text(part)}"
+        means.append((figure, system or "-", f"{metric} ({unit})", mean_text(part)))
+    head = ["figure", "system", "metric", "geometric mean of B/A"]
+    yield "\n" + pd.DataFrame(means, columns=head).to_string(index=False)
 
 
-def cells(pairs: pd.DataFrame) -> list[tuple[str, ...]]:
-    """The lines of the table: the columns `SHOWN` as text."""
+def cells(pairs: pd.DataFrame) -> str:
+    """Return the columns `SHOWN` as an aligned table; one without any text is left out."""
     timer = pairs["timer_a"].where(pairs["timer_a"] == pairs["timer_b"], pairs["timer_a"] + " / " + pairs["timer_b"])
     verdicts = [meaning(ratio, better) for ratio, better in zip(pairs["ratio"], pairs["better"], strict=True)]
     text = pairs.assign(timer=timer, verdict=verdicts)
     text[["a", "b"]] = text[["a", "b"]].map("{:.4g}".format)
     text["ratio"] = text["ratio"].map("{:.3f}".format).replace("nan", "-")
-    return list(text[list(SHOWN)].astype("string").fillna("").itertuples(index=False, name=None))
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Columns padded to one width; a column that is empty below its head is left out."""
-    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    shown = zip(*columns, strict=True)
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in shown]
+    text = text[list(SHOWN)].astype("string").fillna("")
+    return text.loc[:, text.ne("").any()].rename(columns=SHOWN).to_string(index=False)
 
 
 def mean_text(pairs: pd.DataFrame) -> str:
@@ -160,27 +149,13 @@ def mean_text(pairs: pd.DataFrame) -> str:
     return f"{mean:.3f} over {len(ratios)} of {len(pairs)} rows" + (f", {verdict}" if verdict else "")
 
 
-def means(pairs: pd.DataFrame) -> str:
-    """The geometric means of all groups, one line each."""
-    lines = [("figure", "system", "metric", "geometric mean of B/A")]
-    for (figure, system, metric, unit, _), group in pairs.groupby(GROUP, sort=False):
-        lines.append((str(figure), str(system) or "-", f"{metric} ({unit})", mean_text(group)))
-    return "\n".join(aligned(lines))
-
-
-def described(letter: str, path: str, rows: pd.DataFrame) -> str:
-    """One line about a set: where it is, what it was measured on and with."""
-    names = ("hardware", "device", "scale", "timer", "commit")
-    facts = "; ".join(f"{name} {', '.join(distinct(rows, name)) or '-'}" for name in names)
-    return f"{letter} = {Path(path)} ({len(rows)} points; {facts})"
-
-
 def write_csv(path: Path, pairs: pd.DataFrame) -> None:
     """The pairs as CSV, one line each, with the columns `COLUMNS`.
 
     Raises `ConfigError` rather than write over a file that is no table of ratios, `RowsError` where it cannot write.
     """
-    if path.is_dir() or (path.exists() and path.read_bytes()[: len(HEADER)] != HEADER):
+    header = ",".join(COLUMNS).encode()
+    if path.is_dir() or (path.exists() and path.read_bytes()[: len(header)] != header):
         raise ConfigError(f"out={path} is there and is no table of ratios: choose another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,17 +166,19 @@ def write_csv(path: Path, pairs: pd.DataFrame) -> None:
 
 def compare(a: str, b: str, out: str | None = None) -> None:
     """Join, print, write."""
-    ours, theirs = load("a", Path(a)), load("b", Path(b))
-    pairs = join(ours, theirs)
+    sets = {"a": load("a", Path(a)), "b": load("b", Path(b))}
+    pairs = join(*sets.values())
     if out is not None:
         write_csv(Path(out), pairs)
-    print(described("A", a, ours), described("B", b, theirs), sep="\n")
-    scales = {*ours["scale"], *theirs["scale"]}
+    for (letter, rows), path in zip(sets.items(), (a, b), strict=True):
+        names = ("hardware", "device", "scale", "timer", "commit")
+        facts = "; ".join(f"{name} {', '.join(distinct(rows, name)) or '-'}" for name in names)
+        print(f"{letter.upper()} = {Path(path)} ({len(rows)} points; {facts})")
+    scales = {scale for rows in sets.values() for scale in rows["scale"]}
     if "smoke" in scales and len(scales) > 1:
         print("note: rows of scale=smoke have other shapes than the rest, their ratios mean nothing")
-    alone = len(ours) - pairs["row_a"].nunique(), len(theirs) - pairs["row_b"].nunique()
-    print(f"{len(pairs)} pairs; without a partner: {alone[0]} in a, {alone[1]} in b\n")
-    print(table(pairs), means(pairs), sep="\n\n")
+    alone = [f"{len(rows) - pairs[f'row_{letter}'].nunique()} in {letter}" for letter, rows in sets.items()]
+    print(f"{len(pairs)} pairs; without a partner: {', '.join(alone)}", *lines(pairs), sep="\n")
 
 
 if __name__ == "__main__":

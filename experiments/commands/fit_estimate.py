@@ -10,8 +10,9 @@ trials. They are copied to `schedules.py` by hand, once they make sense.
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,39 +31,7 @@ CONSTANTS = (
 )  # fmt: skip
 SPAN = 10
 """Each constant is searched from a tenth of its present value to ten times it."""
-
 Case = tuple[Callable[[Schedule], float], dict[Schedule, float]]  # estimate, and time of each candidate
-
-
-def cases(times: Times, gpu: Gpu) -> list[Case]:
-    """The shrinks of each operator with its most frequent expand, and its expands with its most frequent shrink."""
-    pairs: dict[Any, dict[Any, float]] = defaultdict(dict)
-    for (op, pair), us in times.items():
-        if math.isfinite(us):
-            pairs[op][pair] = us
-    found: list[Case] = []
-    for op, timed in pairs.items():
-        problem = problem_of(op)
-        shrink, expand = (statistics.mode(pair[side] for pair in timed) for side in (0, 1))
-        shrinks = {s: us for (s, e), us in timed.items() if e == expand}
-        expands = {e: us for (s, e), us in timed.items() if s == shrink}
-        partials = shrink.split_k
-        found.append((lambda one, p=problem: schedules.shrink_us(p, one, gpu), shrinks))  # type: ignore[misc]
-        found.append((lambda one, p=problem, n=partials: schedules.expand_us(p, one, n, gpu), expands))  # type: ignore[misc]
-    return found
-
-
-def loss(found: list[Case]) -> float:
-    """Mean loss of the least estimates, with the constants as they are."""
-    lost = [math.log(us[min(us, key=estimate)] / min(us.values())) for estimate, us in found]
-    return statistics.fmean(one + max(0.0, one - 0.1) / 2 for one in lost)
-
-
-def with_constants(values: list[float], found: list[Case]) -> float:
-    """The loss with these constants."""
-    for name, value in zip(CONSTANTS, values, strict=True):
-        setattr(schedules, name, value)
-    return loss(found)
 
 
 @dataclass
@@ -74,18 +43,41 @@ class Options:
     seed: int = 0
 
 
+def cases(times: Times, gpu: Gpu) -> list[Case]:
+    """The shrinks of each operator with its most frequent expand, and its expands with its most frequent shrink."""
+    pairs: dict[Any, dict[Any, float]] = defaultdict(dict)
+    for (op, pair), us in times.items():
+        if math.isfinite(us):
+            pairs[op][pair] = us
+    found: list[Case] = []
+    for op, timed in pairs.items():
+        problem, (shrink, expand) = problem_of(op), (statistics.mode(pair[side] for pair in timed) for side in (0, 1))
+        shrinks = {s: us for (s, e), us in timed.items() if e == expand}
+        expands = {e: us for (s, e), us in timed.items() if s == shrink}
+        found.append((partial(schedules.shrink_us, problem, gpu=gpu), shrinks))
+        found.append((partial(schedules.expand_us, problem, partials=shrink.split_k, gpu=gpu), expands))
+    return found
+
+
+def loss(found: list[Case], values: Sequence[float] = ()) -> float:
+    """The mean loss of the least estimates, with the constants `values`, which stay set, or as they are."""
+    for name, value in zip(CONSTANTS, values, strict=False):
+        setattr(schedules, name, value)
+    lost = [math.log(us[min(us, key=estimate)] / min(us.values())) for estimate, us in found]
+    return statistics.fmean(one + max(0.0, one - 0.1) / 2 for one in lost)
+
+
 def fit(options: Options) -> None:
     """Search the constants and print them."""
     path = Path(options.measurements)
     if not path.is_file():
         raise ConfigError(f"measurements={path} is no file: make tune writes one")
-    gpu = Gpu.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    found = cases(read_times(path), gpu)
+    found = cases(read_times(path), Gpu.of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     present = [getattr(schedules, name) for name in CONSTANTS]
-    print(f"{len(found)} products; present constants: loss {with_constants(present, found):.4f}")
+    print(f"{len(found)} products; present constants: loss {loss(found):.4f}")
     span = math.log(SPAN)
     best = differential_evolution(
-        lambda powers: with_constants([one * math.exp(by) for one, by in zip(present, powers, strict=True)], found),
+        lambda powers: loss(found, [one * math.exp(by) for one, by in zip(present, powers, strict=True)]),
         [(-span, span)] * len(CONSTANTS), maxiter=options.rounds, popsize=10, seed=options.seed, polish=False,
         x0=[0.0] * len(CONSTANTS),
     )  # fmt: skip

@@ -5,41 +5,42 @@
 
 `conf/recording.yaml` lists the sets, in the order of the claims. Those that decide claims are measured first, in
 rounds, one repeat of all of them before the next: a cut run leaves whole claims, and repeats are of different times or
-machines. Sets without claims follow.
-
-One set is measured after the other. On a machine with several GPUs as many are measured at once, each on a GPU of its
-own with a share of the cores (`experiments.commands.processes`).
+machines. Sets without claims follow. On a machine with several GPUs as many sets are measured at once, each on GPUs of
+its own with a share of the cores, so that the CPU time of others counts as no disturbance.
 
 A call ends after `limit` minutes, and the same command continues: `outputs/<hardware>/record_all.json` says what is
 done, at which commit. A set that the limit stopped is measured after its kin; one of more minutes than `limit` is not
 begun. Carry `outputs` to the next machine. Rows are of one commit: a changed tree is refused, and rows of another
-commit are, too. `make record ARGS="commit=..."` refuses them once more. `list=true` prints sets and minutes, and
-measures nothing.
+commit are, too. `list=true` prints sets and minutes, and measures nothing.
 """
 
 import json
+import os
 import shlex
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any, NamedTuple
 
 from omegaconf import MISSING, OmegaConf
 
 from experiments.commands.commits import is_uncommitted
-from experiments.commands.processes import Ended, Processes
 from experiments.harness.command import finish, with_options
 from experiments.harness.schema import CONF, REPOSITORY, ConfigError
 from punica.measure.commit import commit
 from punica.measure.environment import hardware_slug
 from punica.measure.records import RowsError, ensure_writable, read_rows
 
-POLL_S = 0.5
-"""Seconds between two looks at the sets under way."""
+POLL_S, STOPPING_S = 0.5, 30.0
+"""Seconds between two looks at the sets under way, and those that an interrupted one has for writing its rows."""
 THREADS = 16
 """Threads of every GPU set: rows of machines with other numbers of cores would replace each other."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
@@ -74,17 +75,15 @@ class RecordedSet:
         script, *words = shlex.split(self.run)
         if not script.startswith("commands.") and not script.endswith("_tables"):  # those find the hardware themselves
             words += [f"hardware={machine}", *([] if machine == "cpu" else [f"hardware.threads={THREADS}"])]
-        if self.rounds > 1:
-            words.append(f"scale.passes={round_ + 1}")
+        words += [f"scale.passes={round_ + 1}"] if self.rounds > 1 else []
         return [f"experiments.{script}", *words, *([f"figure.vllm_python={vllm_python}"] if self.vllm else [])]
 
     def missing(self, vllm_python: str | None, memory_gb: Sequence[float]) -> str:
         """Return what the machine lacks for the set, given the memory of its GPUs; empty where it lacks nothing."""
         if self.vllm and not vllm_python:
             return "needs vllm_python=/path/to/python, an environment with vLLM"
-        if sum(memory >= self.gb for memory in memory_gb) < self.gpus:
-            return f"needs {self.gpus} GPU(s) of {self.gb:g} GB"
-        return ""
+        enough = sum(memory >= self.gb for memory in memory_gb) >= self.gpus
+        return "" if enough else f"needs {self.gpus} GPU(s) of {self.gb:g} GB"
 
 
 Round = tuple[RecordedSet, int]
@@ -103,12 +102,10 @@ class Progress:
     """Rounds of sets that are done or were stopped at a commit, kept in `path`."""
 
     def __init__(self, path: Path, revision: str) -> None:
-        self.path, self.revision = path, revision
-        self.done, self.stopped = set[tuple[str, int]](), set[tuple[str, int]]()
         kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        self._commits = {kept.get("commit", revision)}
-        if kept.get("commit") == revision:
-            self.done, self.stopped = ({(run, round_) for run, round_ in kept[key]} for key in ("done", "stopped"))
+        self.path, self.revision, self._commits = path, revision, {kept.get("commit", revision)}
+        same = kept if kept.get("commit") == revision else {}
+        self.done, self.stopped = ({(run, round_) for run, round_ in same.get(key, ())} for key in ("done", "stopped"))
 
     def refuse_others(self) -> None:
         """Raise `RowsError` where this is of another commit, or rows beside it are."""
@@ -127,10 +124,95 @@ class Progress:
 
     def left(self, sets: Sequence[RecordedSet]) -> list[Round]:
         """Return what is not done: rounds of what decides claims, then the others; of both what was stopped last."""
-        rounds = range(max(one.rounds for one in sets))
-        found = [(one, round_) for round_ in rounds for one in sets if round_ < one.rounds]
-        found = [(one, round_) for one, round_ in found if (one.run, round_) not in self.done]
+        found = [(one, round_) for round_ in range(max(one.rounds for one in sets)) for one in sets
+                 if round_ < one.rounds and (one.run, round_) not in self.done]  # fmt: skip
         return sorted(found, key=lambda pair: (not pair[0].claims, (pair[0].run, pair[1]) in self.stopped))
+
+
+class Ended(NamedTuple):
+    """A set that ended: its exit status (None: interrupted), and its last line, from JSON."""
+
+    key: Round
+    status: int | None
+    facts: dict[str, Any]
+
+
+class _Running(NamedTuple):
+    key: Round
+    process: subprocess.Popen[bytes]
+    output: IO[str]
+    places: list[int]
+
+
+class Processes:
+    """Sets under way on `places` GPUs; one place is the whole machine, without a change of its environment.
+
+    With several, a set sees its GPUs alone (`CUDA_VISIBLE_DEVICES`), and its share of the cores. What it prints while
+    it runs is appended to a file per GPU in `logs`.
+    """
+
+    def __init__(self, places: int, logs: Path) -> None:
+        self.free, self._places, self._logs = list(range(places)), places, logs
+        self._running: list[_Running] = []
+
+    @property
+    def running(self) -> list[Round]:
+        """Keys of the sets under way."""
+        return [one.key for one in self._running]
+
+    def start(self, key: Round, words: Sequence[str], gpus: int) -> None:
+        """Run `python -m words` on as many of the free GPUs, and their cores."""
+        taken, self.free = self.free[:gpus], self.free[gpus:]
+        several, outer, seen = self._places > 1, os.environ.get(VISIBLE), dict[str, str]()
+        if several:
+            mine = outer.split(",") if outer else [*map(str, range(self._places))]
+            seen = {VISIBLE: ",".join(mine[place] for place in taken)}
+            self._logs.mkdir(parents=True, exist_ok=True)
+            log = self._logs / f"record_all_gpu{taken[0]}.log"
+            print(f"on GPU {', '.join(map(str, taken))}, progress in {log}", file=sys.stderr, flush=True)
+        output = TemporaryFile("w+")  # noqa: SIM115 (closed when the set has ended)
+        with log.open("ab") if several else os.fdopen(os.dup(sys.stderr.fileno()), "wb") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *words], cwd=REPOSITORY, stdout=output, stderr=errors,
+                env=os.environ | seen, preexec_fn=lambda: self._settle(taken),
+            )  # fmt: skip
+        self._running.append(_Running(key, process, output, taken))
+
+    def ended(self) -> Iterator[Ended]:
+        """Yield the sets that ended since the last call, and free their GPUs."""
+        for one in list(self._running):
+            if (status := one.process.poll()) is not None:
+                yield self._end(one, status)
+
+    def interrupt(self) -> Iterator[Ended]:
+        """Interrupt all sets, wait while they write their rows, and yield them."""
+        yield from self.ended()
+        for one in self._running:
+            one.process.send_signal(signal.SIGINT)
+        for one in list(self._running):
+            try:
+                one.process.wait(STOPPING_S)
+            except subprocess.TimeoutExpired:
+                one.process.kill()
+                one.process.wait()
+            yield self._end(one, None)
+
+    def _end(self, one: _Running, status: int | None) -> Ended:
+        with one.output as output:
+            output.seek(0)
+            lines = output.read().splitlines()
+        print(*lines, sep="\n")
+        self._running.remove(one)
+        self.free = sorted([*self.free, *one.places])
+        return Ended(one.key, status, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {})
+
+    def _settle(self, taken: Sequence[int]) -> None:
+        """Take a share of the cores, and SIGINT, which a shell lets its jobs in the background ignore."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        cores = sorted(os.sched_getaffinity(0))
+        if 1 < self._places <= len(cores):
+            share = len(cores) // self._places
+            os.sched_setaffinity(0, {cores[place * share + core] for place in taken for core in range(share)})
 
 
 def record_all(options: Options) -> None:
@@ -148,23 +230,19 @@ def record_all(options: Options) -> None:
     lacking = {one.run: why for one in sets if memory and (why := one.missing(options.vllm_python, memory))}
     waiting = [(one, round_) for one, round_ in progress.left(sets) if one.run not in lacking]
     failed = list[str]()
-    for ended in measured(waiting, options, Processes(max(1, len(memory)), outputs), ends):
-        one, round_ = ended.key
-        if ended.status:
+    for (one, round_), status, facts in measured(waiting, options, Processes(max(1, len(memory)), outputs), ends):
+        if status:
             failed.append(f"round {round_ + 1}: {one.run}")
         else:
-            progress.add(one, round_, whole=ended.status == 0 and is_whole(ended.facts))
+            progress.add(one, round_, whole=status == 0 and is_whole(facts))
     left = [one for one, _ in progress.left(sets) if one.run not in lacking]
-    minutes = round(sum(one.minutes for one in left), 1)
-    told = {"left": len(left), "minutes_left": minutes, "failed": failed, "not_on_this_machine": lacking}
-    finish(command="record_all", commit=revision, done=len(progress.done), **told)
+    told = {"left": len(left), "minutes_left": round(sum(one.minutes for one in left), 1), "failed": failed}
+    finish(command="record_all", commit=revision, done=len(progress.done), **told, not_on_this_machine=lacking)
     if failed:
         raise SystemExit(1)
 
 
-def measured(
-    waiting: Sequence[Round], options: Options, processes: Processes[Round], ends: float
-) -> Iterator[Ended[Round]]:
+def measured(waiting: Sequence[Round], options: Options, processes: Processes, ends: float) -> Iterator[Ended]:
     """Measure the sets in their order, as many at once as there are GPUs, until the clock is at `ends`.
 
     Yields each when it ended. Two sets of one script write the same file of rows, so they are not measured at once.
@@ -183,10 +261,10 @@ def measured(
                 return
             time.sleep(POLL_S)
     finally:
-        list(processes.interrupt())  # of a call that somebody ends
+        list(processes.interrupt())  # of a call that is interrupted
 
 
-def _to_begin(waiting: Sequence[Round], processes: Processes[Round], ends: float) -> list[Round]:
+def _to_begin(waiting: Sequence[Round], processes: Processes, ends: float) -> list[Round]:
     """Choose what begins now; a set of several GPUs is waited for, so that it is not passed over until the end."""
     busy, left, chosen = {one.script for one, _ in processes.running}, len(processes.free), list[Round]()
     for one, round_ in waiting:

@@ -25,7 +25,6 @@ from punica.measure import environment
 from punica.measure.records import RowFile, RowsError, ensure_writable, read_rows
 
 CUDA = "cuda"
-DEVICES = ("auto", CPU, CUDA)
 START_S = 8.0
 """Seconds expected until a trial's process has imported what it needs."""
 
@@ -46,23 +45,24 @@ class Options:
 def reliability(options: Options) -> None:
     """Run the chosen trials and write their rows, or record those that are there. Exits with 1 where one lost."""
     device = device_of(options)
-    fresh = REPOSITORY / options.outputs / hardware_of(device) / ("smoke" if options.size == SIZES[0] else "")
+    hardware = hardware_of(device)
+    fresh = rows_file(REPOSITORY / options.outputs / hardware / ("smoke" if options.size == SIZES[0] else ""))
     if options.record:
-        target = rows_file(REPOSITORY / options.results / hardware_of(device))
-        record(rows_file(fresh), target)
+        target = rows_file(REPOSITORY / options.results / hardware)
+        record(fresh, target)
         finish(command="reliability", recorded=str(target))
         return
     chosen = chosen_trials(options.trials, device)
-    ensure_writable(fresh)
-    lost = run_all(chosen, options, device, rows_file(fresh))
-    finish(command="reliability", rows=str(rows_file(fresh)), trials=len(chosen), lost=lost)
+    ensure_writable(fresh.parent)
+    lost = run_all(chosen, options, device, fresh)
+    finish(command="reliability", rows=str(fresh), trials=len(chosen), lost=lost)
     if lost:
         raise SystemExit(1)
 
 
 def device_of(options: Options) -> str:
     """Decide the device. `ConfigError` for a size, a seed or a device that does not exist."""
-    for key, known in (("size", SIZES), ("device", DEVICES)):
+    for key, known in (("size", SIZES), ("device", ("auto", CPU, CUDA))):
         if getattr(options, key) not in known:
             raise ConfigError(f"{key}={getattr(options, key)} is unknown: choose one of {', '.join(known)}")
     if options.seed < 0:
@@ -75,25 +75,24 @@ def device_of(options: Options) -> str:
 
 def chosen_trials(names: list[str], device: str) -> list[Trial]:
     """Return trials by name or group, all without names. `ConfigError` for an unknown name, or one that needs a GPU."""
-    registry = all_trials()
-    trials = [registry.get(name) for name in registry.names()]
-    known = {*registry.names(), *(trial.group for trial in trials)}
+    trials = [all_trials().get(name) for name in all_trials().names()]
+    known = {name for trial in trials for name in (trial.name, trial.group)}
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"trials={unknown} are unknown: choose from {', '.join(sorted(known))}")
-    named = [trial for trial in trials if not names or trial.name in names or trial.group in names]
-    lacking = {trial.name: what for trial in named if (what := _lacking(trial, device))}
-    for name, what in lacking.items():
-        if name in names:
-            raise ConfigError(f"trials=[{name}] needs {what}: leave it out, or run it on a machine with one")
-        print(f"left out: {name} needs {what}")
-    return [trial for trial in named if trial.name not in lacking]
-
-
-def _lacking(trial: Trial, device: str) -> str:
-    """Return what a trial needs and is not here; empty where it has everything."""
-    if trial.needs_gpu and device == CPU:
-        return "an NVIDIA GPU"
-    return f"{trial.program} on the PATH" if trial.program and shutil.which(trial.program) is None else ""
+    found = []
+    for trial in trials:
+        if names and not {trial.name, trial.group} & set(names):
+            continue
+        lacks = "an NVIDIA GPU" if trial.needs_gpu and device == CPU else ""
+        if trial.program and shutil.which(trial.program) is None:
+            lacks = lacks or f"{trial.program} on the PATH"
+        if lacks and trial.name in names:
+            raise ConfigError(f"trials=[{trial.name}] needs {lacks}: leave it out, or run it on a machine with one")
+        if lacks:
+            print(f"left out: {trial.name} needs {lacks}")
+        else:
+            found.append(trial)
+    return found
 
 
 def run_all(chosen: list[Trial], options: Options, device: str, file: Path) -> int:
@@ -120,9 +119,8 @@ def said(outcome: Outcome) -> str:
 
 def record(source: Path, target: Path) -> None:
     """Promote fresh rows. `RowsError` where there are none, or they are not of the commit that they name."""
-    rows = read_rows(source)
+    rows, registry = read_rows(source), all_trials()
     refuse(source, rows, allow_dirty=False)
-    registry = all_trials()
     with Commits() as commits:
         for name in dict.fromkeys(row.system for row in rows):
             if name not in registry.names():

@@ -4,11 +4,10 @@
     make tune ARGS="minutes=5 tables=[A,C]"     lines of some operator tables; run again to continue
 
 An operator is searched in rounds: its shrink candidates (`schedules.shrink_schedules`) with the estimate's expand, then
-its expand candidates with the best shrink. Worker processes compile the kernels first. Each timing is also checked
-against a float32 reference, after a single call and after a replay of the whole graph, and counts only when it passes.
-A measurement is one line of ``<gpu>.jsonl`` and is not repeated. The table gets the operators whose best schedules are
-at least ``gain`` faster than the estimate's own, and keeps its other entries of operators that were not timed; the
-regret of the estimate is printed.
+its expand candidates with the best shrink. Each timing counts only when it passes a check against a float32 reference,
+after a single call and after a replay of the whole graph. A measurement is one line of ``<gpu>.jsonl`` and is not
+repeated. The table gets the operators whose best schedules are at least ``gain`` faster than the estimate's own, and
+keeps its other entries of operators that were not timed; the regret of the estimate is printed.
 """
 
 import json
@@ -92,11 +91,13 @@ class Tuner:
     def search(self, found: list[Operator]) -> None:
         """Measure until the best pair of every operator is known."""
         pairs = {op: estimated(op) for op in found}
-        self._best({op: [(one, e) for one in (s, *candidates(op, shrink_schedules))] for op, (s, e) in pairs.items()})
-        pairs = {op: min((us, pair) for (of, pair), us in self.times.items() if of == op)[1] for op in found}
-        self._best({op: [(s, one) for one in (e, *candidates(op, expand_schedules))] for op, (s, e) in pairs.items()})
+        self._time_all({op: [(one, e) for one in (s, *candidates(op, shrink_schedules))]
+                        for op, (s, e) in pairs.items()})  # fmt: skip
+        best = best_pairs(self.times)
+        self._time_all({op: [(best[op][1][0], one) for one in (e, *candidates(op, expand_schedules))]
+                        for op, (_, e) in pairs.items()})  # fmt: skip
 
-    def _best(self, pairs: dict[Operator, list[Pair]]) -> None:
+    def _time_all(self, pairs: dict[Operator, list[Pair]]) -> None:
         """Time the pairs of each operator, compiled in parallel before."""
         pdl = supports_pdl(torch.device("cuda", torch.cuda.current_device()))
         new = [(op, *pair, pdl) for op, several in pairs.items() for pair in several if (op, pair) not in self.times]
@@ -115,26 +116,30 @@ def read_times(path: Path) -> Times:
     return found
 
 
+def best_pairs(times: Times) -> dict[Operator, tuple[float, Pair]]:
+    """The least time of every operator, and its pair."""
+    found: dict[Operator, tuple[float, Pair]] = {}
+    for (op, pair), us in times.items():
+        if us < found.get(op, (math.inf,))[0]:
+            found[op] = us, pair
+    return found
+
+
 def regrets(times: Times) -> dict[Operator, tuple[float, Pair]]:
     """Time of the estimate's pair over the best, and the best pair, of every operator of which both are known."""
-    best: dict[Operator, tuple[float, Pair]] = {}
-    for (op, pair), us in times.items():
-        if us < best.get(op, (math.inf,))[0]:
-            best[op] = us, pair
-    chosen = {op: times.get((op, estimated(op)), math.inf) for op in best}
-    return {op: (chosen[op] / us, pair) for op, (us, pair) in best.items() if chosen[op] < math.inf}
+    chosen = {op: times.get((op, estimated(op)), math.inf) for op, _ in times}
+    return {op: (chosen[op] / us, pair) for op, (us, pair) in best_pairs(times).items() if chosen[op] < math.inf}
 
 
 def table(times: Times, gain: float) -> dict[str, dict[str, list[Any]]]:
     """Entries of the GPU's table: the best schedules where they are at least ``gain`` faster; of several operators
     with one key, those of the one that gains most.
     """
-    found: dict[str, tuple[float, dict[str, list[Any]]]] = {}
-    for op, (regret, (shrink, expand)) in regrets(times).items():
-        key = tuned.key_of(problem_of(op))
-        if regret >= 1 + gain and regret > found.get(key, (0.0,))[0]:
-            found[key] = regret, {"shrink": list(shrink), "expand": list(expand)}
-    return {key: entry for key, (_, entry) in sorted(found.items())}
+    found: dict[str, dict[str, list[Any]]] = {}
+    for op, (regret, (shrink, expand)) in sorted(regrets(times).items(), key=lambda item: item[1][0]):
+        if regret >= 1 + gain:
+            found[tuned.key_of(problem_of(op))] = {"shrink": list(shrink), "expand": list(expand)}
+    return dict(sorted(found.items()))
 
 
 def merged(path: Path, entries: dict[str, dict[str, list[Any]]], timed: set[str]) -> dict[str, dict[str, list[Any]]]:

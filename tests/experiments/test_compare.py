@@ -138,7 +138,7 @@ def test_repeats_are_compared_by_the_median_of_the_undisturbed_ones(tmp_path, ca
     stored(tmp_path / "b", "fig08", [replace(BASE, value=us, repeat=i, disturbed=d) for i, (us, d) in enumerate(turns)])
     text = printed(capsys, f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}")
     assert "1 pairs; without a partner: 0 in a, 0 in b" in text
-    assert "10  20  2.000  B 2.00x worse" in text
+    assert "10 20 2.000 B 2.00x worse" in " ".join(text.split())
 
 
 def test_recorded_points_are_those_of_the_figure_and_of_the_claims():

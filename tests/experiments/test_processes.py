@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from experiments.commands.processes import VISIBLE, Processes
+from experiments.commands.record_all import VISIBLE, Processes
 
 SEEN = "import json, os; print(json.dumps([os.environ.get('CUDA_VISIBLE_DEVICES'), sorted(os.sched_getaffinity(0))]))"
 

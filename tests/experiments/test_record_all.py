@@ -9,8 +9,7 @@ import pytest
 from fakes import composed
 
 from experiments.commands import record_all
-from experiments.commands.processes import Ended
-from experiments.commands.record_all import Options, Progress, RecordedSet, is_whole, sets_of
+from experiments.commands.record_all import Ended, Options, Progress, RecordedSet, is_whole, sets_of
 from experiments.harness.catalogue import experiments
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import keys_read, refuse_unread
