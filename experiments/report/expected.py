@@ -161,14 +161,19 @@ def claim_ranges(verdicts: Sequence[Verdict], paper: Path) -> pd.DataFrame:
     for verdict in verdicts:
         spans = _parts(verdict.interval)
         floor = FLOOR if verdict.kind == SIMULATED else _floor(verdict.hardware)
-        for name, text in _parts(verdict.quantities).items():
-            value, ends = float(text), [float(end) for end in spans[name].split(" to ")] if name in spans else []
+        for name, value in quantities(verdict).items():
+            ends = [float(end) for end in spans[name].split(" to ")] if name in spans else []
             try:
                 low, high = scales.get((verdict.id, name), Scale()).around(value, ends, floor)
             except ValueError as error:
                 raise ValueError(f"{verdict.id}, {name}: {error}; write its scale into {paper / SCALES}") from None
             lines.append((verdict.id, name, value, low, high, verdict.verdict))
     return pd.DataFrame(lines, columns=COLUMNS["claims"])
+
+
+def quantities(verdict: Verdict) -> dict[str, float]:
+    """Map the quantities of a claim to their values."""
+    return {name: float(text) for name, text in _parts(verdict.quantities).items()}
 
 
 def _parts(text: str) -> dict[str, str]:
@@ -206,8 +211,8 @@ def hold_rows(ranges: pd.DataFrame, recorded: pd.DataFrame, here: pd.DataFrame) 
 def hold_claims(ranges: pd.DataFrame, verdicts: Sequence[Verdict]) -> Held:
     """Hold the quantities of ``verdicts`` against ``ranges``; column ``verdict_here`` has our verdict."""
     key = ["claim", "quantity"]
-    found = [(one.id, *each, one.verdict) for one in verdicts for each in _parts(one.quantities).items()]
-    ours = pd.DataFrame(found, columns=[*key, "here", "verdict_here"]).astype({"here": float})
+    found = [(one.id, *each, one.verdict) for one in verdicts for each in quantities(one).items()]
+    ours = pd.DataFrame(found, columns=[*key, "here", "verdict_here"])
     return _beside(ranges, ours, ours[key], key)
 
 

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,12 +9,11 @@ from experiments.harness.schema import REPOSITORY
 from experiments.report import readme
 from experiments.report.machines import machine_of
 from experiments.report.major import MAJOR
-from experiments.report.readme import MARKED, VALUES, fill, write_readme
+from experiments.report.readme import MARKED, VALUES, write_readme
 from experiments.report.reproducing import GENERATED
 from punica.measure.records import RowsError, write_rows
 from tests.experiments.report.report_rows import PAPER, decode_rows, operator_rows
 
-A = Path("A.md")
 README = REPOSITORY / "README.md"
 FILES = [
     path
@@ -34,16 +32,22 @@ def cpu(tmp_path):
     return machine_of(tmp_path, tmp_path, PAPER, "cpu")
 
 
-def test_a_marker_is_filled_from_rows_and_filled_again(cpu):
-    half = replace(cpu, rows=cpu.rows.assign(older=[True, False]))
-    once = fill(f"a {OLDER} b", {"cpu": half, "h200": cpu}, A)
+def filled(text, path, *machines):
+    path.write_text(text, encoding="utf-8")
+    return write_readme(machines, path).read_text(encoding="utf-8")
+
+
+def test_a_marker_is_filled_from_rows_and_filled_again(cpu, tmp_path):
+    machines = [replace(cpu, rows=cpu.rows.assign(older=[True, False])), replace(cpu, name="h200")]
+    once = filled(f"a {OLDER} b", tmp_path / "A.md", *machines)
     said = "1 of 2 (50.0 %) on cpu, 2 of 2 (100.0 %) on h200"
     assert once == f"a {OLDER.replace('--><', f'-->{said}<')} b"
-    assert fill(once, {"cpu": half, "h200": cpu}, A) == once
+    assert filled(once, tmp_path / "A.md", *machines) == once
 
 
-def test_a_table_spans_lines_and_what_stands_around_it_stays(cpu):
-    found = fill("a\n<!-- measured:machines -->\nold\nolder\n<!-- /measured -->\nb", {"cpu": cpu}, A)
+def test_a_table_spans_lines_and_what_stands_around_it_stays(cpu, tmp_path):
+    text = "a\n<!-- measured:machines -->\nold\nolder\n<!-- /measured -->\nb"
+    found = filled(text, tmp_path / "A.md", cpu)
     assert found.startswith("a\n<!-- measured:machines -->\n\n| recorded on | verdicts | results |\n")
     assert found.endswith("|\n\n<!-- /measured -->\nb")
 
@@ -55,7 +59,7 @@ def test_an_unknown_marker_and_a_machine_without_rows_are_refused_before_anythin
         write_readme([cpu], path)
     text = f"{OLDER}<!-- measured:speedup-7b --><!-- /measured -->"
     path.write_text(text)
-    with pytest.raises(RowsError, match=r"B.md: .*measured:speedup-7b needs recorded rows for 'h200'.*make record"):
+    with pytest.raises(RowsError, match=r"B.md: .*measured:speedup-7b needs recorded rows for 'h200'.*record them"):
         write_readme([cpu], path)
     assert path.read_text() == text
     path.write_text(OLDER)
