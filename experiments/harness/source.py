@@ -78,19 +78,22 @@ class Module:
     Attributes:
         definitions: name -> the statements that define or fill it.
         bound: name that an import gives -> what it names.
+        named: modules of the house that texts name.
         effects: statements that define nothing.
     """
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
-        self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         self.definitions: dict[str, list[ast.stmt]] = defaultdict(list)
         self.bound: dict[str, Place] = {}
+        self.named: set[str] = set()
         self.effects: list[ast.stmt] = []
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 self._bind(node)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _NAMED.fullmatch(node.value):
+                self.named |= {node.value, f"{node.value}.__main__"}
         for statement in tree.body:
             self._sort(statement)
 
@@ -296,16 +299,17 @@ class Tree:
         """
         if name not in self._imports:
             module = self.module(name)
-            found = {name} if module else set()
-            if module:
-                for target in module.bound.values():
-                    found |= {target.module, f"{target.module}.{target.name}"}
-                for node in ast.walk(ast.parse(module.path.read_text(encoding="utf-8"))):
-                    if isinstance(node, ast.Constant) and isinstance(node.value, str) and _NAMED.fullmatch(node.value):
-                        found |= {node.value, f"{node.value}.__main__"}
-            above = {one.rsplit(".", depth)[0] for one in found for depth in range(1, one.count(".") + 1)}
-            self._imports[name] = {one for one in found | above if self.module(one)}
+            found = {name, *module.named} if module else set()
+            for target in module.bound.values() if module else ():
+                found |= {target.module, f"{target.module}.{target.name}"}
+            self._imports[name] = {one for each in found for one in with_packages(each) if self.module(one)}
         return self._imports[name]
+
+
+def with_packages(module: str) -> list[str]:
+    """Return a module's name after those of the packages that it is in."""
+    parts = module.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 class Reach:
@@ -335,10 +339,7 @@ class Reach:
         for used in code.reached:  # a module as a value can be asked for any of its names
             yield from [used] if used.name else self._all_of(used.module)
         yield from self._registered.get(place, ())
-        if place.name:
-            yield Place(place.module)
-        else:
-            yield from map(Place, self._above(place.module))
+        yield from map(Place, with_packages(place.module))
         for text in code.strings:
             yield from self._of_text(text)
         self.data |= set(self._files(place.module, code.strings))
@@ -348,11 +349,6 @@ class Reach:
         if module := self._tree.module(name):
             yield Place(name)
             yield from (Place(name, one) for one in module.definitions)
-
-    @staticmethod
-    def _above(module: str) -> Iterator[str]:
-        parts = module.split(".")
-        return (".".join(parts[:end]) for end in range(1, len(parts)))
 
     def _of_text(self, text: str) -> Iterator[Place]:
         """Yield all of a module that a text names: one that is imported later, or run as a program."""
