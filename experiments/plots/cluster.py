@@ -4,6 +4,7 @@ import textwrap
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
@@ -15,8 +16,9 @@ from experiments.cluster.placed import FROM_DISK, FROM_HOST
 from experiments.cluster.seeds import HIGH, LOW, MEAN
 from experiments.cluster.served import KILLED
 from experiments.plots import style
-from experiments.plots.frames import described, distinct, series
+from experiments.plots.frames import distinct, measured, series
 
+PAPER: dict[str, Any] = {"color": style.look("punica").colour, "linestyle": "--", "linewidth": 0.9, "alpha": 0.6}
 LINES = (
     ("request_rate", "requests/s"),
     ("throughput_10s_mean", "token/s"),
@@ -27,7 +29,9 @@ MINUTE = 60.0
 ON_RAY = "ray hour"
 """In the panels of runners on Ray, and of what simulates them."""
 LOADS = "loads"
-WIDTH = int(style.LETTERS_PER_INCH * 7.0)
+HEIGHT, LOW_HEIGHT = 4.4, 3.4  # inches of a cluster, and of one of a few runners
+TITLE = 100
+"""Letters of all titles of maps together."""
 
 
 def draw_hour(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
@@ -38,8 +42,10 @@ def draw_hour(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     simulated = [(rows[~on_ray], paper)] if not on_ray.all() else []
     rules = (part for _, part in rows[on_ray].groupby("system", sort=False))
     clusters = [*simulated, *((part, None) for part in rules if (part["metric"] == HEAT).any())]
-    figure = plt.figure(figsize=(7.0, 4.4 * len(clusters)), layout="constrained")
-    for place, (part, beside) in zip(figure.subfigures(len(clusters), 1, squeeze=False)[:, 0], clusters, strict=True):
+    heights = [HEIGHT if beside is not None else LOW_HEIGHT for _, beside in clusters]
+    figure = plt.figure(figsize=(style.PAGE, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(clusters), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for place, (part, beside) in zip(parts, clusters, strict=True):
         _draw_cluster(place, part, beside)
     return figure
 
@@ -48,43 +54,48 @@ def _draw_cluster(figure: SubFigure, rows: pd.DataFrame, paper: pd.DataFrame | N
     """Request rate, throughput and active GPUs over the hour; below, the batch of every GPU: the paper's first."""
     hours = {str(panel): part for panel, part in rows.groupby("panel", sort=False) if (part["metric"] == HEAT).any()}
     maps: dict[str, pd.DataFrame] = {**({} if paper is None else {style.PAPER_LABEL: paper}), **hours}
-    places = figure.add_gridspec(2, len(LINES) * len(maps), height_ratios=(1.0, 1.25))
+    places = figure.add_gridspec(2, len(LINES) * len(maps), height_ratios=(1.0, 1.25 if paper is not None else 0.6))
     for i, (metric, label) in enumerate(LINES):
         axis = figure.add_subplot(places[0, i * len(maps) : (i + 1) * len(maps)])
         if paper is not None:
-            _line(axis, paper, metric, {"color": style.PAPER_GREY, "linestyle": "--", "linewidth": 1.0, "zorder": 2})
+            _line(axis, paper, metric, PAPER)
         for panel, part in hours.items():
             _line(axis, part, metric, {**_looks(panel), "linewidth": 1.0, "zorder": 2.5 if panel == KILLED else 3})
         axis.set(title=label, xlabel="minutes", ylim=(0, None))
-    below = [
-        figure.add_subplot(places[1, i * len(LINES) : (i + 1) * len(LINES)]) for i in range(len(maps))
-    ]
+        if paper is not None:
+            style.headroom(axis, 0.22)
+            style.corner(axis, "\n".join(_summary(axis, end) for end in ("mean", "max")))
+    below = [figure.add_subplot(places[1, i * len(LINES) : (i + 1) * len(LINES)]) for i in range(len(maps))]
     for axis, (name, part) in zip(below, maps.items(), strict=True):
-        image = _heat(axis, part, textwrap.fill(name, WIDTH // (2 * len(maps))))
+        image = _heat(axis, part, textwrap.fill(name, TITLE // (2 * len(maps))))
     figure.colorbar(image, ax=below, label="requests on a GPU", pad=0.01)
-    handles: list[Any] = [] if paper is None else [
-        Line2D([], [], color=style.PAPER_GREY, linestyle="--", label=style.PAPER_LABEL)
-    ]  # fmt: skip
+    handles = [Line2D([], [], label=style.PAPER_LABEL, **PAPER)] if paper is not None else []
     handles += [Line2D([], [], **_looks(panel), label=panel) for panel in hours]
     rules = ", ".join(distinct(pd.concat(hours.values()), "system"))
-    worlds = f"rule {rules}: " + "; ".join(_world(panel, part) for panel, part in hours.items())
-    figure.suptitle("\n".join(["One hour on a cluster", *textwrap.wrap(worlds, WIDTH)]), fontsize=8.5)
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    worlds = " ".join(_world(panel, part) for panel, part in hours.items())
+    printed = " Printed: ours (the paper's)." if paper is not None else ""
+    style.finish(figure, f"One hour on a cluster under the rule {rules}.{printed} {worlds}", handles)
+
+
+def _summary(axis: Axes, what: str) -> str:
+    """Mean or largest value of the lines after the paper's, and in brackets the paper's."""
+    paper, *ours = (getattr(np.asarray(line.get_ydata()), what)() for line in axis.get_lines())
+    first, *_ = said = [f"{value:.3g}" if value < 1000 else f"{value:.0f}" for value in (paper, *ours)]
+    return f"{what} {', '.join(said[1:])} ({first})"
 
 
 def _world(panel: str, rows: pd.DataFrame) -> str:
     """Describe a panel: the cost model of a simulation, or where it was measured."""
     models = ", ".join(distinct(rows, "cost_model"))
     if models:
-        return f"{panel}, not measured: {models}"
-    marks = "; disturbed by other work" if "disturbed" in rows and rows["disturbed"].eq(True).any() else ""
-    return f"{panel}, measured: {described(rows.assign(disturbed=None))}{marks}"
+        return f"{panel[0].upper()}{panel[1:]}: not measured but computed by the cost model {models}."
+    return f"{panel[0].upper()}{panel[1:]}: {measured(rows).replace('Measured: ', 'measured, ')}"
 
 
 def _looks(panel: str) -> dict[str, Any]:
     """Return the looks of a line; simulated ones are dotted beside a measured one of the same cluster."""
     if ON_RAY not in panel:
-        return {"color": style.look("punica")[0]}
+        return {"color": style.look("punica").colour}
     place = 0 if panel.startswith("simulated") else 1 + ("killed" in panel)
     return {"color": style.PALETTE[(1, 0, 2)[place]], "linestyle": ":" if place == 0 else "-"}
 
@@ -100,7 +111,7 @@ def _heat(axis: Axes, rows: pd.DataFrame, title: str) -> AxesImage:
     end = (float(max(cells.columns)) + MINUTE) / MINUTE
     extent = (0.0, end, -0.5, len(cells) - 0.5)
     image = axis.imshow(
-        cells, aspect="auto", origin="lower", extent=extent, vmin=0, vmax=32, cmap="coolwarm", interpolation="nearest"
+        cells, aspect="auto", origin="lower", extent=extent, vmin=0, vmax=32, cmap="viridis", interpolation="nearest"
     )
     axis.grid(visible=False)
     axis.set(title=title, xlabel="minutes", ylabel="GPU")
@@ -124,16 +135,15 @@ def draw_placement(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """
     panels, rules = list(dict.fromkeys(rows["panel"])), list(dict.fromkeys(rows["system"]))
     height = 0.8 + len(panels) * (0.3 + BAR_HEIGHT * len(rules))
-    figure, axes = plt.subplots(
-        len(panels), len(BARS), figsize=(7.0, height), sharey=True, squeeze=False, layout="constrained"
-    )
+    figure, axes = style.grid(len(panels), len(BARS), style.PAGE, height, sharex=False, sharey=True)
     for line, panel in zip(axes, panels, strict=True):
         for axis, (metric, label) in zip(line, BARS, strict=True):
             _draw_rules(axis, rows[rows["panel"] == panel], metric, rules)
             axis.set_title(label if panel == panels[0] else "")
         line[0].set_ylabel(panel)
-        line[0].invert_yaxis()
-    _simulated_caption(figure, "Where a request goes: scheduling rules, simulated", rows)
+    axes[0, 0].invert_yaxis()
+    words = "Where a request goes: scheduling rules, means and spans over seeds. Simulated, not measured"
+    style.finish(figure, f"{words}: {', '.join(distinct(rows, 'cost_model'))}.", [])
     return figure
 
 
@@ -141,7 +151,7 @@ def _draw_rules(axis: Axes, rows: pd.DataFrame, metric: str, rules: list[str]) -
     """Draw mean and span of ``metric`` for each rule; zeros where there are no such rows."""
     low, mean, high = ([_one(rows, metric, suffix, rule) for rule in rules] for suffix in (LOW, MEAN, HIGH))
     spans = [(value - least, most - value) for least, value, most in zip(low, mean, high, strict=True)]
-    colours = [style.look(rule)[0] if rule == "punica" else "0.7" for rule in rules]
+    colours = [style.look(rule).colour if rule == "punica" else "0.7" for rule in rules]
     looks = {"elinewidth": 0.7, "ecolor": "0.35"}
     axis.barh(range(len(rules)), mean, color=colours, xerr=list(zip(*spans, strict=True)), error_kw=looks)
     for place, (value, most) in enumerate(zip(mean, high, strict=True)):
@@ -160,8 +170,3 @@ def _one(rows: pd.DataFrame, metric: str, suffix: str, rule: str) -> float:
     if chosen.empty:
         chosen = rows[rows["metric"] == metric]
     return float(chosen.drop_duplicates("metric", keep="last")["value"].sum())
-
-
-def _simulated_caption(figure: Figure, title: str, rows: pd.DataFrame) -> None:
-    """The title, and that nothing here was measured."""
-    figure.suptitle(f"{title}\nnot measured: {', '.join(distinct(rows, 'cost_model'))}", fontsize=8.5)

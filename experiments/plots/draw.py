@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
-from experiments.plots.frames import distinct, measured_frame, paper_frame, rows_of_repeats
+from experiments.plots.floors import floors
+from experiments.plots.frames import described, distinct, frame_of_clocks, measured_frame, paper_frame, rows_of_repeats
 from experiments.plots.overlay import panels
 from punica.measure.records import ensure_writable
 
@@ -29,6 +30,8 @@ LISTED = {
 """Key of the JSON -> column whose values it lists."""
 SHORT = {"fig11_textgen": ("hero", "hero.draw_hero")}
 """Experiment -> name of its short figure, and the function that draws it."""
+BY_CLOCK = ("7", "8", "9", "10", "README backbone-vs-sgmv", "text 6")
+"""Figures with panels for each clock that has rows."""
 NOT_DRAWN = {"ext_disaggregated", "ext_stated_lengths", "ext_cluster_scale", "ext_server"}
 """Experiments whose rows are in tables alone."""
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every font table that a PDF keeps
@@ -41,7 +44,8 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
     if experiment.name in NOT_DRAWN or not (experiment.overlay or experiment.drawn_by):
         return []
     repeats = rows_of_repeats(rows_file)
-    rows = measured_frame(repeats)
+    rows = frame_of_clocks(rows_file) if experiment.figure in BY_CLOCK else measured_frame(repeats)
+    rows = pd.concat([rows, floors(rows, rows_file)], ignore_index=True)
     paper = paper_frame(paper_folder, experiment.figure)
     ensure_writable(folder)
     pdf, png, facts = (folder / f"{experiment.name}.{kind}" for kind in KINDS)
@@ -80,6 +84,7 @@ def provenance(experiment: Experiment, rows: pd.DataFrame, dates: pd.Series, row
         "figure": experiment.figure,
         "rows_file": _relative(rows_file),
         "rows": len(rows),
+        "described": described(rows),
         **{key: distinct(rows, column) for key, column in LISTED.items()},
         "measured": [min(dates), max(dates)],
         "config": json.loads(config.read_text(encoding="utf-8")) if config.exists() else None,

@@ -12,33 +12,22 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from experiments.plots import style
-from experiments.plots.frames import centre, described, disturbed_at
+from experiments.plots.floors import FLOOR
+from experiments.plots.frames import centre, disturbed_at, measured
 
 Lines = Mapping[str, pd.Series]
 """Legend -> values by batch size (or what else is drawn to the right), ascending."""
-Marks = Mapping[str, set[float]]
-"""Legend -> where other work disturbed it."""
-LOOKS = {
-    "true rank": (0, "o"), "padded": (3, "s"), "mean of uniform ranks": (2, "D"), "padded / true rank": (3, "s"),
-    "true rank / mean of uniform ranks": (0, "o"), "bytes, padded / true rank": (7, "^"),
-    "deterministic": (0, "o"), "deterministic, no PDL": (9, "v"), "batch invariant": (2, "D"), "atomics": (3, "s"),
-    "atomics, finer split": (1, "P"), "apart": (2, "D"), "FP8 e4m3": (1, "P"), "FP8 e5m2": (2, "D"),
-    "FP8 w8a8": (3, "s"),
-}  # fmt: skip
-"""Legend -> place in the palette, and marker, where `style.look` has no other."""
 EXPERTS = (
-    ("latency", "w13 and w2", "alignment", "w13 and w2 LoRA (µs)"),
+    ("latency", "w13 and w2", "alignment", "w13 and w2\nLoRA (µs)"),
     ("layer_latency", "layer", "backbone layer", "layer (µs)"),
-    ("throughput", "model", "backbone model", "decode (token/s)"),
-    ("step_latency", "engine", "backbone engine", "engine step (ms)"),
+    ("throughput", "model", "backbone model", "decode\n(token/s)"),
+    ("step_latency", "engine", "backbone engine", "engine\nstep (ms)"),
 )
 """Metric, system, reference system, and label of each row of axes of `draw_moe`."""
 SLOTS = ", by slots"
 """End of the name of a column of `draw_moe` whose x axis is the number of slots."""
 DODGE = 1.08
 """Factor on the batch size between lines of equal values."""
-GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}
-"""Look of a bound or a scale beside the measured lines."""
 
 
 def draw_padding(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
@@ -47,11 +36,12 @@ def draw_padding(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     for workload, (above, below) in zip(workloads, axes.T, strict=True):
         mine = rows[rows["workload"] == workload]
         latency, read = _wide(mine, "latency"), _wide(mine, "bytes_read")
-        _fill(above, latency, marks=_marks(mine))
+        _fill(above, latency, mine)
+        _floor(above, mine[mine["system"] == "true rank"])
         costs = _ratio(latency, "padded", "true rank")
         savings = _ratio(latency, "true rank", "mean of uniform ranks")
         _fill(below, {**costs, **savings, **_ratio(read, "padded", "true rank", "bytes, ")}, dashed="bytes")
-        below.axhline(1.0, color="0.3", linewidth=0.8)
+        _parity(below, *costs.values())
     title = "Cost of padding: ranks of one batch mixed in slots of the largest"
     return _finish(figure, axes, title, rows, "latency (µs)", "ratio")
 
@@ -64,19 +54,19 @@ def draw_determinism(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     for workload, (above, middle, *shares) in zip(workloads, axes.T, strict=True):
         mine = rows[rows["workload"] == workload]
         latency = _wide(mine, "latency")
-        _fill(above, latency, marks=_marks(mine))
+        _fill(above, latency, mine)
+        _floor(above, mine)
         atomics = [line for name, line in latency.items() if name.startswith("atomics")]
         if atomics:
             faster = pd.concat(atomics, axis=1).min(axis=1)
             prices = {n: (line / faster).dropna() for n, line in latency.items() if not n.startswith("atomics")}
             _fill(middle, prices, log=False)
-        middle.axhline(1.0, color="0.3", linewidth=0.8)
+            _parity(middle, *(prices[name] for name in ("deterministic",) if name in prices))
         for axis, asked in zip(shares, ("from_row_alone", "between_runs"), strict=True):
             _changes(axis, _wide(mine, f"outputs_differing_{asked}"))
     for below in axes[2:]:
         below[0].set_ylim(0, max(0.001, below[0].get_ylim()[1]))  # one scale for all workloads
-    changing = "outputs that change\n"
-    labels = "latency (µs)", "relative to the\nfaster atomics", f"{changing}with the batch", f"{changing}between runs"
+    labels = "latency (µs)", "relative to the\nfaster atomics", "outputs changed\nby the batch", "changed\nbetween runs"
     return _finish(figure, axes, "Price of determinism", rows, *labels)
 
 
@@ -85,16 +75,14 @@ def draw_paper_step(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     panels, figure, axes = _columns(rows, 2, "panel")
     for panel, (above, below) in zip(panels, axes.T, strict=True):
         mine = rows[rows["panel"] == panel]
-        latency, floors = _by(mine, "latency", "seq_len", "system"), mine[mine["metric"] == "floor"]
-        _fill(above, latency, marks=_marks(mine, x="seq_len"))
-        if not floors.empty:
-            floor = floors.groupby("seq_len")["value"].first()
-            above.plot(floor.index.astype(float), floor.astype(float), label="floor of the bytes", **GREY)
+        latency = _by(mine, "latency", "seq_len", "system")
+        _fill(above, latency, mine, x="seq_len")
+        _floor(above, mine, "seq_len")
         if "apart" in latency:
             ratios = {name: (line / latency["apart"]).dropna() for name, line in latency.items() if name != "apart"}
             _fill(below, ratios)
-        below.axhline(1.0, color="0.3", linewidth=0.8)
-    title = "The paper's step: one prompt and decodes of other adapters"
+            _parity(below, *(ratios[name] for name in ("SGMV",) if name in ratios))
+    title = "The paper's step: one prompt and decodes of other adapters, in one call and apart"
     return _finish(figure, axes, title, rows, "latency (µs)", "relative to apart", x_label="rows of the prompt")
 
 
@@ -105,34 +93,41 @@ def draw_added_latency(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         mine = rows[rows["panel"] == panel]
         added, base = (_by(mine, metric, "batch_size", "workload") for metric in ("added_latency", "base_latency"))
         positive = all((line > 0).all() for line in added.values())  # the difference of two large times may be below 0
-        _fill(above, added, log=positive, marks=_marks(mine, "workload"))
+        _fill(above, added, mine, "workload", log=positive)
         alone = pd.concat(base.values(), axis=1).mean(axis=1)
-        above.plot(alone.index.astype(float), alone, label="the projection alone", **GREY)
-        _fill(below, {name: line / base[name] for name, line in added.items()}, log=False)
+        above.plot(alone.index.astype(float), alone, label="the projection alone", **style.GREY)
+        if "workload" in mine:
+            _floor(above, mine[mine["workload"] == "Distinct"])
+        ratios = {name: line / base[name] for name, line in added.items()}
+        _fill(below, ratios, log=False)
         below.set_ylim(bottom=min(0.0, below.get_ylim()[0]))
-    title = "Latency that LoRA adds to a projection"
-    return _finish(figure, axes, title, rows, "added latency (µs)", "relative to\nthe projection alone")
+        style.corner(below, f"at most {100 * max(line.max() for line in ratios.values()):.0f} %")
+    title = "Latency that LoRA adds to a projection; the floor is of the bytes of Distinct adapters"
+    return _finish(figure, axes, title, rows, "added latency (µs)", "relative to the\nprojection alone")
 
 
 def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Latency, relative to SGMV, and error of an operator by batch; of a model logit error, changed tokens by rank."""
-    panels, figure, axes = _columns(rows, 3, "panel")
+    panels, figure, axes = _columns(rows, 3, "panel", sharex="col")
     for panel, (above, middle, below) in zip(panels, axes.T, strict=True):
         mine = rows[rows["panel"] == panel]
+        above.set_title(str(panel).replace(", ", ",\n"))
         if panel == "quality":
             above.set_visible(False)
             _fill(middle, _by(mine, "changed_greedy_tokens", "rank", "system"), log=False)
             _fill(below, _by(mine, "logit_error", "rank", "system"))
-            middle.set_title("a model: share of greedy\ntokens that change")
+            middle.set_title("a model: share of\nchanged tokens")
             continue
         latency = _by(mine, "latency", "batch_size", "system")
-        _fill(above, latency, marks=_marks(mine))
+        _fill(above, latency, mine)
+        _floor(above, mine[mine["system"] != "SGMV"], label="bytes / bandwidth, FP8")
         if "SGMV" in latency:
-            _fill(middle, {n: (line / latency["SGMV"]).dropna() for n, line in latency.items() if n != "SGMV"})
-        middle.axhline(1.0, color="0.3", linewidth=0.8)
+            relative = {n: (line / latency["SGMV"]).dropna() for n, line in latency.items() if n != "SGMV"}
+            _fill(middle, relative)
+            _parity(middle, *relative.values())
         _fill(below, {n: line for n, line in _by(mine, "error", "batch_size", "system").items() if n != "SGMV"})
     labels = "latency (µs)", "relative to SGMV", "relative error"
-    return _finish(figure, axes, "Adapters in FP8", rows, *labels, x_label="batch size (model: rank)")
+    return _finish(figure, axes, "Adapters in FP8", rows, *labels, x_label="batch size\n(model: rank)")
 
 
 def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
@@ -150,14 +145,14 @@ def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             timed = mine[mine["metric"] == metric]
             own, other = (_by(timed[timed["system"] == name], metric, "batch_size", "workload")
                           for name in (system, reference))  # fmt: skip
-            _fill(axis, own, marks=_marks(timed[timed["system"] == system], "workload"))
+            _fill(axis, own, timed[timed["system"] == system], "workload")
             if other:
                 line = centre(timed[timed["system"] == reference]).groupby("batch_size")["value"].mean()
                 label = "grouping alone" if reference == "alignment" else "without LoRA"
-                axis.plot(line.index.astype(float), line.astype(float), label=label, **GREY)
+                axis.plot(line.index.astype(float), line.astype(float), label=label, **style.GREY)
             if not own and not other:
-                axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.5")
-        column[0].set_title(model.replace(", ", ",\n"))
+                axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.5", fontsize=7)
+        column[0].set_title(model.replace(", ", ",\n").replace(" adapters", ""))
     _finish(figure, axes, "LoRA on experts", rows, *(label for *_, label in shown))
     for model, axis in zip(models, axes[-1], strict=True):
         if model.endswith(SLOTS):
@@ -184,8 +179,7 @@ def _changes(axis: Axes, lines: Lines) -> None:
     never = [name for name in lines if name not in leaving]
     axis.yaxis.set_major_formatter(PercentFormatter(1))
     if never:
-        text = "\n".join(["0 at every batch:", *never])
-        axis.text(0.03, 0.95, text, transform=axis.transAxes, va="top", fontsize=6.5, color="0.3")
+        style.corner(axis, "\n".join(["0 at every batch:", *never]), fontsize=6)
 
 
 def _columns(
@@ -193,8 +187,8 @@ def _columns(
 ) -> tuple[list[str], Figure, Any]:
     """The values of `column`, and a figure with a column of `depth` axes for each."""
     names = list(dict.fromkeys(rows[column]))
-    width = max(style.PANEL_WIDTH * len(names), 4.2) + 0.6
-    figure, axes = style.grid(depth, len(names), width, depth * style.PANEL_HEIGHT + 1.2, sharex=sharex)
+    width = style.PAGE if len(names) > 1 else style.COLUMN
+    figure, axes = style.grid(depth, len(names), width, 1.3 * depth + 1.5, sharex=sharex)
     for axis, name in zip(axes[0], names, strict=True):
         axis.set_title(name)
     return names, figure, axes
@@ -218,47 +212,55 @@ def _wide(rows: pd.DataFrame, metric: str) -> dict[str, pd.Series]:
     return lines
 
 
-def _marks(rows: pd.DataFrame, line: str = "system", x: str = "batch_size") -> dict[str, set[float]]:
-    """Value of column `line` -> where on column `x` other work disturbed it."""
-    found = {str(name): disturbed_at(rows[rows[line] == name], x) for name in dict.fromkeys(rows[line])}
-    return {"mean of uniform ranks" if name == "uniform rank" else name: where for name, where in found.items()}
-
-
 def _by(rows: pd.DataFrame, metric: str, x: str, line: str) -> dict[str, pd.Series]:
     """Value of column `line` -> `metric` by column `x`."""
     rows = centre(rows[rows["metric"] == metric])
     return {str(name): rows[rows[line] == name].groupby(x)["value"].mean() for name in dict.fromkeys(rows[line])}
 
 
-def _fill(axis: Axes, lines: Lines, dashed: str = "", log: bool = True, marks: Marks | None = None) -> None:
-    """Every line in its own colour and marker; those with `dashed` in their legend dashed, and points in `marks`
-    hollow.
-    """
-    for name, line in lines.items():
-        place, marker = LOOKS.get(name, (None, ""))
-        colour, marker = style.look(name) if place is None else (style.PALETTE[place], marker)
-        looks: dict[str, Any] = {"linestyle": "-"}
-        if dashed and dashed in name:
-            looks = {"linestyle": "--"}
-        looks |= {"color": colour, "marker": marker}
-        axis.plot(line.index.astype(float), line.astype(float), label=name, **looks)
-        style.hollow(axis, line.index, line, looks, (marks or {}).get(name, ()))
+def _fill(
+    axis: Axes, lines: Lines, rows: pd.DataFrame | None = None, line: str = "system", x: str = "batch_size",
+    dashed: str = "", log: bool = True,
+) -> None:  # fmt: skip
+    """Every line in its own colour and marker, dashed with `dashed` in its name; disturbed points of `rows` crossed."""
+    for name, values in lines.items():
+        dash = {"linestyle": "--"} if dashed and dashed in name else {}
+        axis.plot(values.index.astype(float), values.astype(float), label=name, **style.measured_style(name) | dash)
+        if rows is not None:
+            told = "uniform rank" if name == "mean of uniform ranks" else name
+            style.crossed(axis, values.index, values, disturbed_at(rows[rows[line] == told], x))
     style.log_x(axis)
     if log:
         style.log_y(axis)
 
 
+def _floor(axis: Axes, rows: pd.DataFrame, x: str = "batch_size", label: str = "bytes / bandwidth") -> None:
+    """The least time of the bytes that `rows` tell."""
+    floor = rows[rows["metric"] == FLOOR].groupby(x)["value"].min()
+    if len(floor):
+        axis.plot(floor.index.astype(float), floor.astype(float), label=label, **style.FLOOR)
+
+
+def _parity(axis: Axes, *lines: pd.Series) -> None:
+    """A line at 1, and the ends of the ratios `lines` in words."""
+    axis.axhline(1.0, color="0.3", linewidth=0.8)
+    if lines := tuple(line for line in lines if len(line)):
+        style.corner(axis, f"{min(line.min() for line in lines):.2f} to {max(line.max() for line in lines):.2f}")
+
+
 def _finish(
     figure: Figure, axes: Any, title: str, rows: pd.DataFrame, *labels: str, x_label: str = "batch size"
 ) -> Figure:
-    """Title, a label for each row of axes, and a legend of everything that is drawn, each entry once."""
+    """Caption, a label for each row of axes, and a legend of everything that is drawn, each entry once."""
     for line, label in zip(axes, labels, strict=True):
         line[0].set_ylabel(label)
+        if any(axis.texts for axis in line):
+            style.headroom(line[0], 0.15)
     for axis in axes[-1]:
         axis.set_xlabel(x_label)
     entries: dict[str, Any] = {}
     for axis in axes.flat:
         handles, names = axis.get_legend_handles_labels()
         entries.update(zip(names, handles, strict=True))
-    style.caption(figure, title, described(rows), list(entries.values()), min(4, len(entries)))
+    style.finish(figure, f"{title}. {measured(rows[rows['metric'] != FLOOR])}", list(entries.values()), 4)
     return figure

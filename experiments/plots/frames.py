@@ -8,7 +8,7 @@ from experiments.facts.models import MODELS, STAND_INS
 from experiments.facts.paper import FIGURE_FILES, read_figure
 from experiments.facts.systems import SYSTEMS, short_name
 from experiments.harness.counted import counted, frame_of, merged
-from punica.measure.records import COLUMNS, read_rows
+from punica.measure.records import COLUMNS, TIMERS, read_rows
 from punica.workload.popularity import WORKLOADS
 
 SIZES = ["", *(ours for ours, _ in MODELS.values())]
@@ -23,6 +23,15 @@ def distinct(rows: pd.DataFrame, column: str) -> list[str]:
 def rows_of_repeats(path: Path) -> pd.DataFrame:
     """Read the repeats in the file `path`, and which count (`counted`)."""
     return counted(frame_of(read_rows(path)))
+
+
+def frame_of_clocks(path: Path) -> pd.DataFrame:
+    """`measured_frame` of every clock in the file `path`, the host's first."""
+    rows = frame_of(read_rows(path))
+    clock = rows["timer"].fillna("")
+    parts = [rows[clock == one] for one in reversed(TIMERS)]
+    parts = [measured_frame(counted(part)) for part in parts if len(part)]
+    return pd.concat(parts, ignore_index=True) if parts else measured_frame(counted(rows))
 
 
 def measured_frame(rows: pd.DataFrame) -> pd.DataFrame:
@@ -95,18 +104,29 @@ def disturbed_at(frame: pd.DataFrame, x: str) -> set[float]:
     return set(frame.loc[frame["disturbed"].eq(True), x].astype(float)) if "disturbed" in frame else set()
 
 
+CLOCKS = {"host_clock": "host clock", "cuda_graph": "inside CUDA graphs", "events": "CUDA events"}
+
+
+def measured(rows: pd.DataFrame, spans: str = "") -> str:
+    """Describe the measurement in a caption's sentence; `spans` are what shows p10 and p90, where there is any.
+
+    Which points have fewer repeats is in `described`.
+    """
+    devices, timers = distinct(rows, "device"), distinct(rows, "timer")
+    models = [f"{model}{beside(model)}" for model in (distinct(rows, "model") if "model" in rows else [])]
+    clocks = " and ".join(CLOCKS.get(timer, timer) for timer in reversed(timers))
+    parts = [", ".join(devices), *models, clocks, how_often(rows).partition(" (")[0]]
+    parts += [f"{spans}: p10 to p90"] if spans and has_bands(rows) else []
+    crossed = "disturbed" in rows and rows["disturbed"].eq(True).any()
+    return f"Measured: {'; '.join(filter(None, parts))}{'; crosses: disturbed by other work' if crossed else ''}."
+
+
 def described(rows: pd.DataFrame) -> str:
-    """Describe the measurement for titles: CPU (`AMD EPYC, 2 cores`) or GPU, models, timer, scale and repeats."""
+    """Describe the measurement in full: CPU (`AMD EPYC, 2 cores`) or GPU, models, timer, scale and repeats."""
     devices, timers, scales = (", ".join(distinct(rows, name)) for name in ("device", "timer", "scale"))
     models = [f"{model}{beside(model)}" for model in (distinct(rows, "model") if "model" in rows else [])]
-    runs = [often] if (often := how_often(rows)) else []
-    marks = ["hollow: disturbed"] if "disturbed" in rows and rows["disturbed"].eq(True).any() else []
-    return "; ".join([devices, *models, timers, f"scale={scales}", *runs, *marks])
-
-
-def described_with_bands(rows: pd.DataFrame) -> str:
-    """Describe the measurement, and what bands show where any is drawn."""
-    return f"{described(rows)}{'; band p10-p90' if has_bands(rows) else ''}"
+    marks = ["disturbed in part"] if "disturbed" in rows and rows["disturbed"].eq(True).any() else []
+    return "; ".join(filter(None, [devices, *models, timers, f"scale={scales}", how_often(rows), *marks]))
 
 
 def how_often(rows: pd.DataFrame) -> str:

@@ -1,21 +1,27 @@
-"""Figure 11 for the README: Punica and policies that batch one adapter, linear, each beside the paper's bar."""
+"""Figure 11 for the README: bars from zero of Punica and of policies that batch one adapter, beside the paper's."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from experiments.facts.systems import SYSTEMS, name_of
+from experiments.facts.systems import SYSTEMS
 from experiments.plots import style
-from experiments.plots.frames import beside, centre, described
-from experiments.plots.serving_bars import PAPER_NAMES, REFERENCE, SPAN, Places, not_measured, short, under_our_names
+from experiments.plots.frames import beside, centre
+from experiments.plots.serving_bars import (
+    GROUP,
+    REFERENCE,
+    SPAN,
+    comparable,
+    place,
+    short,
+    under_our_names,
+    words,
+    write_speedups,
+)
 
 SHOWN = (REFERENCE, *(name for name in SYSTEMS.names() if SYSTEMS.get(name).policy))
 """Punica, and the systems that have another system's policy on this engine."""
-FONT = 8
 
 
 def draw_hero(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
@@ -23,51 +29,31 @@ def draw_hero(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     rows = centre(rows[(rows["metric"] == "throughput") & rows["system"].isin(SHOWN)])
     paper = under_our_names(paper[paper["metric"] == "throughput"])
     paper = paper[paper["system"].isin(rows["system"])]
-    panels = list(dict.fromkeys(rows["panel"]))
-    figure, axes = style.grid(1, max(len(panels), 1), 7, 2.9, sharex=False)
+    panels, systems = list(dict.fromkeys(rows["panel"])), [name for name in SHOWN if name in set(rows["system"])]
+    figure, axes = style.grid(1, max(len(panels), 1), style.PAGE, 3.0, sharex=False)
     for axis, panel in zip(axes[0], panels, strict=False):
-        mine, theirs = rows[rows["panel"] == panel], paper[paper["panel"] == panel]
-        places = Places(mine, theirs, SHOWN)
-        _bars(axis, mine, places, paper=False)
-        _bars(axis, theirs, places, paper=True)
-        axis.set_xticks(range(len(places.workloads)), places.workloads, fontsize=FONT)
+        mine, papers = rows[rows["panel"] == panel], paper[paper["panel"] == panel]
+        theirs = comparable(mine, papers)
+        workloads = list(dict.fromkeys(mine["workload"]))
+        slots = [(name, one) for name in systems for one in (False, True) if not one or name in set(theirs["system"])]
+        cell: Any
+        for is_paper, frame in ((False, mine), (True, theirs)):
+            for cell in frame[frame["workload"].isin(workloads)].itertuples():
+                at = place(workloads.index(cell.workload), slots.index((cell.system, is_paper)), len(slots))
+                span = [float(getattr(cell, name, cell.value)) for name in SPAN]
+                about = {"paper": is_paper, "disturbed": getattr(cell, "disturbed", None) is True, "span": span}
+                looks = {"looks": {"fontsize": 6, "rotation": 90, "va": "bottom"}}
+                style.bar(
+                    axis, at, cell.value, 0.9 * GROUP / len(slots), cell.system, short(cell.value), **about, **looks
+                )
+        write_speedups(axis, mine, papers)
+        axis.set_xticks(range(len(workloads)), workloads)
         axis.grid(axis="x", visible=False)
-        axis.margins(y=0.22)  # labels above the bars
-        models = ", ".join(f"{model}{beside(model)}" for model in dict.fromkeys(mine["model"]))
-        axis.set_title(models, fontsize=FONT)
-    axes[0, 0].set_ylabel("throughput (token/s)", fontsize=FONT)
-    _legend(figure, rows, [name for name in SHOWN if name in set(rows["system"])], paper)
+        axis.set_title(", ".join(f"{model}{beside(model)}" for model in dict.fromkeys(mine["model"])))
+    drawn = comparable(rows, paper)
+    axes[0, 0].set_ylim(0, 1.35 * pd.concat([rows["value"], drawn["value"]]).max())
+    axes[0, 0].set_ylabel("throughput (token/s)")
+    handles = style.patches(systems)
+    handles += [] if drawn.empty else [style.Patch(label=f"{style.PAPER_LABEL}: open", **style.patch(REFERENCE, True))]
+    style.finish(figure, words("Figure 11: text generation", rows, paper), handles, 4)
     return figure
-
-
-def _bars(axis: Axes, cells: pd.DataFrame, places: Places, paper: bool) -> None:
-    """Draw a bar, its value, and a line over the span of its repeats, per row of ``cells``; the paper's hatched."""
-    cell: Any
-    for cell in cells.itertuples():
-        left, value = places.left(cell.system, cell.workload, paper), float(cell.value)
-        if left is None:
-            continue
-        hollow = paper or getattr(cell, "disturbed", None) is True
-        axis.bar(left, value, 0.9 * places.width, align="edge", **_look(cell.system, hollow, paper))
-        low, high = (float(getattr(cell, name, value)) for name in SPAN)
-        if low < high:
-            axis.vlines(left + 0.45 * places.width, low, high, color="0.1", linewidth=0.8, zorder=4)
-        middle = left + 0.45 * places.width
-        style.note(axis, short(value), middle, max(value, high), fontsize=6, rotation=90, va="bottom")
-
-
-def _look(system: str, hollow: bool, paper: bool) -> dict[str, Any]:
-    colour = style.look(system)[0]
-    hatch = {"hatch": "/////"} if paper else {}
-    return {"facecolor": "white" if hollow else colour, "edgecolor": colour, "linewidth": 0.8, "zorder": 3, **hatch}
-
-
-def _legend(figure: Figure, rows: pd.DataFrame, systems: Sequence[str], paper: pd.DataFrame) -> None:
-    handles = [Patch(label=name_of(system), **_look(system, False, False)) for system in systems]
-    known = [system for system in systems if (paper["system"] == system).any()]
-    labels = {system: f"{style.PAPER_LABEL}: {PAPER_NAMES[system]}" for system in known}
-    handles += [Patch(label=label, **_look(system, True, True)) for system, label in labels.items()]
-    limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
-    title = f"Figure 11: text generation, at most {limit} requests per batch"
-    words = "; ".join(filter(None, [described(rows), not_measured(rows)]))
-    style.caption(figure, title, words, handles, 3, columnspacing=1.4)

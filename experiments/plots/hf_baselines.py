@@ -1,16 +1,21 @@
-"""Decode steps of Hugging Face with PEFT: a bar per way, and within it what the device and the launches need."""
+"""Decode steps of Hugging Face with PEFT: dots of the step, and of what the device and the launches need."""
+
+from typing import Any
 
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from experiments.plots import style
-from experiments.plots.frames import centre, described
+from experiments.plots.frames import centre, measured
+from experiments.plots.serving_bars import short
 
-STEP, DEVICE, LAUNCHES = style.PALETTE[3], style.PALETTE[0], "black"
+NAME = "launches x an empty launch"
+STEP: dict[str, Any] = {"color": style.PALETTE[3], "marker": "s", "linestyle": "", "markersize": 5}
+DEVICE: dict[str, Any] = {"color": style.PALETTE[0], "marker": "o", "linestyle": "", "markersize": 4}
+LAUNCHES: dict[str, Any] = {"color": "black", "marker": "|", "linestyle": "", "markersize": 9}
 
 
 def draw_hf_baselines(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
@@ -19,8 +24,8 @@ def draw_hf_baselines(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     counts = counts[counts["metric"].isin(["launches_per_step", "kernels_per_step"])]
     rows = pd.concat([centre(rows), counts])
     panels, models = list(dict.fromkeys(rows["panel"])), list(dict.fromkeys(rows["model"]))
-    width, height = 3.4 * len(models) + 0.6, (0.24 * rows["system"].nunique() + 0.6) * len(panels) + 1.2
-    figure, axes = style.grid(len(panels), len(models), width, height, sharex=False)
+    width, height = style.PAGE if len(models) > 1 else style.COLUMN, 0.2 * rows["system"].nunique() + 0.5
+    figure, axes = style.grid(len(panels), len(models), width, height * len(panels) + 1.2, sharex=False, sharey=False)
     for line, panel in zip(axes, panels, strict=True):
         for axis, model in zip(line, models, strict=True):
             mine = rows[(rows["panel"] == panel) & (rows["model"] == model)]
@@ -28,29 +33,29 @@ def draw_hf_baselines(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             axis.set_title(f"{panel}, {model}")
     for axis in axes[-1]:
         axis.set_xlabel("time of a decode step (ms)")
-    handles: list[Artist] = [Patch(color=STEP, alpha=0.45, label="step")]
+    handles: list[Artist] = [Line2D([], [], label="step", **STEP)]
+    counted = "; in brackets the launches of a step" if len(counts) else ""
     if (rows["metric"] == "device_time").any():
-        handles += [
-            Patch(color=DEVICE, label="device runs a kernel"),
-            Line2D([], [], color=LAUNCHES, marker="|", linestyle="", markersize=9, label="launches x an empty launch"),
-        ]
-    style.caption(figure, "Hugging Face with PEFT: decode steps", described(rows), handles, 3)
+        handles += [Line2D([], [], label="device runs a kernel", **DEVICE), Line2D([], [], label=NAME, **LAUNCHES)]
+    style.finish(figure, f"Hugging Face with PEFT: decode steps{counted}. {measured(rows)}", handles, 3)
     return figure
 
 
 def _fill(axis: Axes, table: pd.DataFrame) -> None:
-    """The bars of one batch; where launches were counted, their number and time."""
-    for place, (_, case) in enumerate(table.iterrows()):
-        axis.barh(place, case["step_latency"], 0.8, color=STEP, alpha=0.45)
-        if not pd.notna(case.get("device_time")):
-            continue
-        axis.barh(place, case["device_time"], 0.4, color=DEVICE)
-        launching = case["launches_per_step"] * case["launch_time"] / 1e3
-        axis.plot([launching] * 2, [place - 0.4, place + 0.4], color=LAUNCHES, linewidth=1.4)
-        said = f" {case['launches_per_step']:.0f} launches"
-        axis.text(max(case["step_latency"], launching), place, said, va="center", fontsize=6.5)
-    axis.set_yticks(range(len(table)), list(table.index))
+    """The dots of one batch; where launches were counted, their number and time."""
+    names: list[str] = []
+    for place, (name, case) in enumerate(table.iterrows()):
+        step = end = case["step_latency"]
+        axis.plot([step], [place], **STEP)
+        names.append(str(name))
+        if pd.notna(case.get("device_time")):
+            launching = case["launches_per_step"] * case["launch_time"] / 1e3
+            axis.plot([case["device_time"]], [place], **DEVICE)
+            axis.plot([launching], [place], **LAUNCHES)
+            names[-1], end = f"{name} ({case['launches_per_step']:.0f})", max(step, launching)
+        style.note(axis, f"  {short(step)} ms", end, place, lift=0, ha="left", va="center")
+    axis.set_yticks(range(len(table)), names)
     axis.invert_yaxis()
-    axis.margins(x=0.38)
-    axis.set_xlim(left=0)
-    axis.grid(axis="y", visible=False)
+    axis.set_xscale("log")
+    axis.set_xlim(right=6 * table["step_latency"].max())
+    style.label_decades(axis.xaxis)

@@ -6,12 +6,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
 from experiments.facts.systems import name_of, policies
 from experiments.plots import style
-from experiments.plots.frames import centre, described
+from experiments.plots.frames import centre, measured
 
 LATENCIES = {
     "time_to_first_token": "time to first\ntoken (ms)",
@@ -31,7 +30,8 @@ def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     workloads = list(dict.fromkeys(rows["workload"]))
     systems = list(dict.fromkeys(rows.loc[rows["panel"] != CAPACITY, "system"]))
     depth = len(LATENCIES) + 1
-    figure, axes = style.grid(depth, len(workloads), 2.6 * len(workloads) + 2.9, 1.5 * depth + 1.2)
+    width = style.PAGE if len(workloads) > 1 else style.COLUMN
+    figure, axes = style.grid(depth, len(workloads), width, 1.15 * depth + 2.4)
     for workload, column in zip(workloads, axes.T, strict=True):
         for system in systems:
             mine = rows[(rows["workload"] == workload) & (rows["system"] == system)]
@@ -50,12 +50,13 @@ def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         axis.set_ylabel(label)
     handles = [Line2D([], [], label=name_of(system), **_look(system)) for system in systems]
     handles += [
-        Line2D([], [], color="0.3", label="median"), Line2D([], [], color="0.3", linestyle="--", label="p99"),
-        Line2D([], [], color="0.3", linestyle=":", label="p95 (not enough requests for p99)"),
-        Line2D([], [], color="0.3", marker="x", linestyle="", label="bound at the baseline's saturation"),
-    ]  # fmt: skip
-    measured = "; ".join(filter(None, [described(rows), policies(systems)]))
-    style.caption(figure, "Latency under load", measured, handles, 2 if len(workloads) == 1 else 4)
+        Line2D([], [], color="0.3", linestyle=line, label=label) for label, line in (("p99", "--"), ("p95", ":"))
+    ]
+    handles.append(Line2D([], [], color="0.3", marker="x", linestyle="", label="bound"))
+    words = ["Latency under load: median (solid) to p99 (dashed; p95, dotted, of too few requests), and throughput."]
+    words.append("Bound: of the first token's p99 at the best baseline's saturation.")
+    words += [f"{said[0].upper()}{said[1:]}."] if (said := policies(systems)) else []
+    style.finish(figure, " ".join([*words, measured(rows)]), handles, 4)
     return figure
 
 
@@ -63,7 +64,7 @@ def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """A column per popularity; over the panels throughput, first tokens by where the adapter was, and hits."""
     rows = centre(rows)
     workloads, systems, panels = (list(dict.fromkeys(rows[name])) for name in ("workload", "system", "panel"))
-    figure, axes = style.grid(3, len(workloads), 2.5 * len(workloads) + 1.4, 6.2)
+    figure, axes = style.grid(3, len(workloads), style.PAGE, 5.6)
     for workload, column in zip(workloads, axes.T, strict=True):
         for place, system in enumerate(systems):
             mine = rows[(rows["workload"] == workload) & (rows["system"] == system)]
@@ -81,20 +82,24 @@ def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     labels = "throughput\n(token/s)", "time to first token,\nmedian to p99 or p95 (ms)", f"found there\n({systems[0]})"
     for axis, label in zip(axes[:, 0], labels, strict=True):
         axis.set_ylabel(label)
-    handles: list[Any] = [Patch(color=_look(system)["color"], label=name_of(system)) for system in systems]
+    handles = style.patches(systems)
     handles += [
         Line2D([], [], color="0.3", marker=marker, linestyle="", label=f"adapter {name}")
         for metric, (name, marker) in PLACES.items()
         if (rows["metric"] == f"time_to_first_token_{metric}").any()
     ]
-    handles += [Line2D([], [], color=style.PALETTE[i], label=name) for i, name in ((7, "a slot"), (2, "host memory"))]
+    handles += [
+        Line2D([], [], color=style.PALETTE[i], label=f"in {name}") for i, name in ((7, "a slot"), (2, "host memory"))
+    ]
     handles += [Line2D([], [], color="0.3", linestyle="--", label="at its turn (line: on arrival)")]
-    style.caption(figure, "Many adapters", described(rows), handles, 2 if len(workloads) == 1 else 4)
+    style.finish(
+        figure, f"Many adapters: throughput, waits, and where adapters were found. {measured(rows)}", handles, 4
+    )
     return figure
 
 
 def _look(system: str) -> dict[str, Any]:
-    colour, marker = style.look(system)
+    colour, marker, _ = style.look(system)
     return {"color": colour, "marker": marker}
 
 
@@ -120,7 +125,7 @@ def _latency(axis: Axes, table: pd.DataFrame, metric: str, looks: dict[str, Any]
     axis.plot(rates, low, **looks)
     for chosen, line in ((is_p99, "--"), (~is_p99, ":")):
         axis.plot(rates, high.where(chosen), color=looks["color"], linestyle=line, linewidth=0.9)
-    style.hollow(axis, rates[table["loud"]], low[table["loud"]], looks)
+    style.crossed(axis, rates[table["loud"]], low[table["loud"]])
     axis.fill_between(rates, low, high, color=looks["color"], alpha=0.12, linewidth=0)
 
 
@@ -145,7 +150,7 @@ def _mark_baseline(axis: Axes, table: pd.DataFrame, colour: Any) -> None:
 def _throughput(axis: Axes, table: pd.DataFrame, system: str, shift: float, width: float) -> None:
     if "throughput" in table:
         places = [place + 0.8 * shift for place in range(len(table))]
-        axis.bar(places, table["throughput"], width, color=_look(system)["color"])
+        axis.bar(places, table["throughput"], width, **style.patch(system))
     axis.grid(axis="x", visible=False)
 
 
@@ -160,10 +165,9 @@ def _waits(axis: Axes, table: pd.DataFrame, system: str, shift: float) -> None:
         low, high = table[metric].iloc[known], _far(table, metric)[0].iloc[known]
         colour = _look(system)["color"]
         axis.vlines(places, low, high, color=colour, linewidth=0.9)
-        looks = {"color": colour, "marker": marker, "linestyle": "", "markersize": 3.2}
-        axis.plot(places, low, **looks)
+        axis.plot(places, low, color=colour, marker=marker, linestyle="", markersize=3.2)
         loud = table["loud"].iloc[known]
-        style.hollow(axis, places, low, looks, {place for place, one in zip(places, loud, strict=True) if one})
+        style.crossed(axis, places, low, {place for place, one in zip(places, loud, strict=True) if one})
 
 
 def _hits(axis: Axes, table: pd.DataFrame) -> None:

@@ -2,17 +2,14 @@
 
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.plots import style
-from experiments.plots.frames import centre, described, disturbed_at, series
+from experiments.plots.frames import centre, disturbed_at, measured, series
 from experiments.plots.overlay import band
 
-COMPUTED = {"linestyle": ":", "linewidth": 1.0, "marker": ""}
-"""Lines of links, which are computed from their datasheets."""
 STEP = "decode step of a full batch"
 LEGENDS = {
     "recompute": "computed again", "copy": "copied on the same GPU or CPU", "copy_host": "copied through host memory",
@@ -23,7 +20,7 @@ LEGENDS = {
 
 def draw_migration(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Time to move a request above its context; beside it the bandwidth below which recomputation is faster."""
-    figure, (times, links) = plt.subplots(1, 2, figsize=(7.4, 3.3), layout="constrained")
+    figure, ((times, links),) = style.grid(1, 2, style.PAGE, 3.2, sharey=False)
     for name in dict.fromkeys(rows["system"]):
         mine = rows[(rows["system"] == name) & (rows["metric"] == "migration_latency")]
         computed = bool((mine["kind"] == "datasheet").all())
@@ -31,26 +28,32 @@ def draw_migration(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         metric = "break_even_bandwidth" if name == "recompute" else "bandwidth"
         _line(links, rows[(rows["system"] == name) & (rows["metric"] == metric)], name, computed)
     _line(times, rows[rows["metric"] == "decode_step_latency"], STEP, False)
+    steps = centre(rows[rows["metric"] == "decode_steps"])["value"]
+    if len(steps):
+        style.corner(times, f"computing again: {steps.min():.2g} to {steps.max():.2g} decode steps")
     times.set_ylabel("time (ms)")
-    links.set_ylabel("bandwidth (GB/s); a link below\nthe line of computing again\nis slower than that")
+    links.set_ylabel("bandwidth (GB/s)")
     for axis in (times, links):
         style.log_x(axis)
         style.log_y(axis)
+        style.headroom(axis, 0.1)
         axis.set_xlabel("tokens of the request")
-    handles = [line for line in times.get_lines() if not str(line.get_label()).startswith("_")]
-    title = "Section 5.3: migrating a request (dotted: computed from datasheets)"
-    style.caption(figure, title, described(rows), handles, 4)
+    words = (
+        "Section 5.3: migrating a request; dotted links are the floor of the bytes at datasheet bandwidth, and a link "
+        f"below the line of computing again is slower than that. {measured(rows, 'bands')}"
+    )
+    style.finish(figure, words, [line for line in times.get_lines() if not str(line.get_label()).startswith("_")], 3)
     return figure
 
 
 def _line(axis: Axes, mine: pd.DataFrame, name: str, computed: bool) -> None:
     if mine.empty:
         return
-    looks: dict[str, Any] = {**style.measured_style(name), **(COMPUTED if computed else {})}
-    if name == STEP:
-        looks |= {"color": "0.35", "linestyle": "--"}
+    looks: dict[str, Any] = style.measured_style(name)
+    looks |= {"linestyle": ":", "linewidth": 1.0, "marker": ""} if computed else {}
+    looks |= {"color": "0.35", "linestyle": "--"} if name == STEP else {}
     xs, ys = series(centre(mine), "seq_len")
     axis.plot(xs, ys, label=LEGENDS.get(name, name), **looks)
     if not computed:
         band(axis, mine, "seq_len", looks["color"])
-        style.hollow(axis, xs, ys, looks, disturbed_at(centre(mine), "seq_len"))
+        style.crossed(axis, xs, ys, disturbed_at(centre(mine), "seq_len"))

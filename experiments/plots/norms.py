@@ -1,18 +1,17 @@
-"""Section 6: latency of both forms of the norm over the rows of a step, and what fusing saves; the paper gives one
-number for each, of no stated shape.
-"""
+"""Section 6: latency of both forms of the norm over the rows of a step, and what fusing saves."""
 
-import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from experiments.facts.paper import paper_file
 from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
-from experiments.plots.frames import centre, described, disturbed_at, interval
+from experiments.plots.floors import FLOOR
+from experiments.plots.frames import centre, disturbed_at, measured, series
+from experiments.plots.overlay import band, y_label
 
-LOOKS = {"unfused": (3, "s"), "fused": (0, "o")}
-"""System -> place in the palette, and marker."""
+NAMES = ("unfused", "fused")
 
 
 def text_numbers() -> dict[str, float]:
@@ -23,27 +22,32 @@ def text_numbers() -> dict[str, float]:
 
 
 def draw_norms(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Latency to the left, unfused over fused to the right."""
-    figure, (times, ratios) = plt.subplots(1, 2, figsize=(5.4, 2.9), layout="constrained")
-    said, lines = text_numbers(), {}
-    for name, (place, marker) in LOOKS.items():
-        mine, colour = rows[rows["system"] == name], style.PALETTE[place]
-        lines[name] = centre(mine).set_index("batch_size")["value"].astype(float).sort_index()
-        looks = {"color": colour, "marker": marker, "linestyle": "-"}
-        times.plot(lines[name].index, lines[name], label=name, **looks)
-        spread = interval(mine, "batch_size")
-        times.fill_between(spread["batch_size"], spread["p10"], spread["p90"], color=colour, alpha=0.2, linewidth=0)
-        style.hollow(times, lines[name].index, lines[name], looks, disturbed_at(mine, "batch_size"))
-        times.axhline(said[name], color=colour, linestyle="--", linewidth=0.9, label=f"{name}, {style.PAPER_LABEL}")
-    saved = (lines["unfused"] / lines["fused"]).dropna()
-    ratios.plot(saved.index, saved, color="0.2", marker="D", label="unfused / fused")
-    paper = said["unfused"] / said["fused"]
-    ratios.axhline(paper, color=style.PAPER_GREY, linestyle="--", linewidth=0.9, label=f"the same, {style.PAPER_LABEL}")
-    for axis, label in ((times, "norm latency (µs)"), (ratios, "unfused / fused")):
+    """Draw latency over rows, axes per clock, with the least and largest saving."""
+    said, clocks = text_numbers(), list(dict.fromkeys(rows["timer"]))
+    figure, axes = style.grid(len(clocks), 1, style.COLUMN, 1.6 * len(clocks) + 1.4)
+    for axis, clock in zip(axes[:, 0], clocks, strict=True):
+        timed = rows[rows["timer"] == clock]
+        lines = {}
+        for name in NAMES:
+            mine = timed[(timed["system"] == name) & (timed["metric"] != FLOOR)]
+            xs, ys = series(centre(mine), "batch_size")
+            lines[name] = pd.Series(ys, xs)
+            axis.plot(xs, ys, label=name, **style.measured_style(name))
+            band(axis, mine, "batch_size", style.look(name).colour)
+            style.crossed(axis, xs, ys, disturbed_at(mine, "batch_size"))
+            axis.axhline(said[name], color=style.look(name).colour, linestyle="--", linewidth=0.9)
+        axis.plot(*series(timed[timed["metric"] == FLOOR], "batch_size"), **style.FLOOR)
+        saved = (lines["unfused"] / lines["fused"]).dropna()
+        paper = said["unfused"] / said["fused"]
         style.log_x(axis)
         style.log_y(axis)
-        axis.set_xlabel("rows")
-        axis.set_ylabel(label)
-    handles = [*times.get_legend_handles_labels()[0], *ratios.get_legend_handles_labels()[0]]
-    style.caption(figure, "RMSNorm, one operation after the other and in one kernel", described(rows), handles, 3)
+        style.headroom(axis, 0.12)
+        style.corner(axis, f"unfused / fused {saved.min():.3g} to {saved.max():.3g} ({paper:.3g})")
+        axis.set_ylabel(y_label(timed[timed["metric"] == "norm_latency"], clock))
+    axes[-1, 0].set_xlabel("rows")
+    handles = [Line2D([], [], label=name, **style.measured_style(name)) for name in NAMES]
+    handles.append(Line2D([], [], color="0.3", linestyle="--", label="paper, no shape given"))
+    words = "Section 6: RMSNorm, one operation after the other and in one kernel."
+    handles += style.sides(False, (rows["metric"] == FLOOR).any())
+    style.finish(figure, f"{words} {measured(rows[rows['metric'] != FLOOR], 'bands')}", handles, 2)
     return figure

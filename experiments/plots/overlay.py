@@ -1,15 +1,12 @@
-"""Measured lines beside the paper's: absolute values above, both relative to their own first batch below.
+"""Measured lines beside the paper's: a column per panel, a row of axes per clock.
 
-The machines differ by orders of magnitude, so absolute values share a logarithmic axis and the comparison of *shape*,
-which is what the claims are about, is the lower row: every line divided by its own value at the smallest batch.
+The paper's clock is the host's, which counts launches; beside times inside CUDA graphs its lines contain what ours do
+not. Figure 10's lines coincide, so that it shows Identical alone and, below, what the others differ from it.
 """
 
 import math
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
-import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,23 +14,61 @@ from matplotlib.lines import Line2D
 
 from experiments.harness.experiment import Overlay
 from experiments.plots import style
-from experiments.plots.frames import centre, described_with_bands, distinct, disturbed_at, interval, role_of, series
+from experiments.plots.floors import FLOOR
+from experiments.plots.frames import centre, distinct, disturbed_at, interval, measured, role_of, series
+
+SAID = ("SGMV", "backbone X@W", "Distinct", "Identical", "len 128", "len 2048")
+"""Lines whose growth is printed and whose floor is drawn."""
+AT_HOST = "host_clock"
+WITHOUT_LAUNCHES = "in graphs: ours without\nlaunches, the paper with"
+ONE, REFERENCE = "Identical", "layer_latency"
+"""The line that others are compared with, where the metric is `REFERENCE`."""
 
 
 def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
-    """One column of axes per panel: values above, values relative to the first batch below."""
-    rows, paper = rows[rows["metric"] == spec.metric], paper[paper["metric"] == spec.metric]
+    """Draw one column of axes per panel."""
+    rows, paper = rows[rows["metric"].isin([spec.metric, FLOOR])], paper[paper["metric"] == spec.metric]
     names = list(dict.fromkeys(rows[spec.panel])) if spec.panel else [""]
-    width = max(style.PANEL_WIDTH * len(names), 4.2, 1.15 * rows[spec.line].nunique()) + 0.6  # room for the legend
-    figure, axes = style.grid(2, len(names), width, 2 * style.PANEL_HEIGHT + 1.0)
+    clocks, apart = list(dict.fromkeys(rows["timer"])), spec.metric == REFERENCE
+    depth = len(clocks) * (2 if apart else 1)
+    width = style.PAGE if len(names) > 1 else style.COLUMN
+    steps = spec.line == "length"  # prompts take a hundred times as long as decodes
+    figure, axes = style.grid(depth, len(names), width, 1.5 * depth + 1.2, sharey=not steps and "row")
+    cut: set[str] = set()
     for column, name in enumerate(names):
-        mine = rows[rows[spec.panel] == name] if spec.panel else rows
-        theirs = paper[paper[spec.panel] == name] if spec.panel else paper
-        fill(axes[0, column], axes[1, column], mine, theirs, spec)
+        mine, theirs = (frame[frame[spec.panel] == name] if spec.panel else frame for frame in (rows, paper))
+        for place, clock in enumerate(clocks):
+            timed = mine[mine["timer"] == clock]
+            if apart:
+                one = [frame[frame[spec.line] == ONE] for frame in (timed, theirs)]
+                cut |= fill(axes[2 * place, column], *one, spec)
+                differences(axes[2 * place + 1, column], timed, theirs, spec)
+            else:
+                cut |= fill(axes[place, column], timed, theirs, spec)
         axes[0, column].set_title(named(name, mine, beside=not theirs.empty))
-    label(axes[0, 0], axes[1, 0], rows, spec)
-    finish(figure, spec.title, rows, paper, spec.line, spec.part)
+        axes[-1, column].set_xlabel(spec.x_label)
+    for line, clock in zip(axes[:: 2 if apart else 1], clocks, strict=True):
+        line[0].set_ylabel(y_label(rows[rows["metric"] == spec.metric], clock, f", {ONE}" * apart))
+        for axis in line if steps else line[:1]:
+            style.headroom(axis, 0.12 if apart else 0.2)
+    for axis in axes[1::2, 0] if apart else ():
+        style.headroom(axis, 0.35)
+    words = [f"{spec.title}."]
+    if apart:
+        words = [f"{spec.title}: {ONE}, and how much longer the other popularities take."]
+    least = "; the least ratio of Gather-BMM to SGMV" * ("Gather-BMM" in set(rows[spec.line]))
+    words += [f"Printed: growth over the batch{least}; ours (the paper's)."]
+    words += [f"Dash-dotted: {spec.part} alone, of Distinct."] if spec.part else []
+    words += [f"Cut off in the paper: {', '.join(sorted(cut))}."] if cut else []
+    finish(figure, " ".join([*words, measured(rows, "bands")]), rows, paper, spec.line)
     return figure
+
+
+def y_label(rows: pd.DataFrame, clock: str, of: str = "") -> str:
+    """Name of a vertical axis: the metric, `of` what, and what `clock` counts."""
+    units = ", ".join("µs" if unit == "us" else unit for unit in distinct(centre(rows), "unit"))
+    metric = rows["metric"].iloc[0].replace("_", " ")
+    return f"{metric} ({units}){of}\n{'host clock' if clock == AT_HOST else WITHOUT_LAUNCHES}"
 
 
 def named(panel: str, rows: pd.DataFrame, beside: bool = True) -> str:
@@ -50,49 +85,83 @@ def named(panel: str, rows: pd.DataFrame, beside: bool = True) -> str:
     return panel.replace(role, models[0], 1) + (f"\n(paper: {role})" if beside else "")
 
 
-def fill(above: Axes, below: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Overlay) -> None:
-    """Draw every line of one panel: absolute values into `above`, relative ones into `below`."""
+def fill(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Overlay) -> set[str]:
+    """Draw every line of one panel with floors and growth; return the lines that the paper cut off."""
+    floor, mine = mine[mine["metric"] == FLOOR], mine[mine["metric"] != FLOOR]
     part = mine["system"] == spec.part if spec.part else pd.Series(False, index=mine.index)
+    said, ends, cut = [], theirs[spec.x].max(), set()
     for name in dict.fromkeys(mine[spec.line]):
-        pair = mine[~part & (mine[spec.line] == name)], theirs[theirs[spec.line] == name]
-        for axis in (above, below):
-            _line(axis, *pair, spec.x, name, relative=axis is below)
-        if (alone := centre(mine[part & (mine[spec.line] == name)])).size:
-            above.plot(*series(alone, spec.x), color=style.look(name)[0], linestyle=":", linewidth=1.0, zorder=2)
-    for axis in (above, below):
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(style.PLAIN)
-        axis.yaxis.set_minor_formatter(plt.FuncFormatter(partial(_minor_label, axis)))
-        style.log_x(axis)
-    below.set_xlabel(spec.x_label)
+        ours, papers = mine[~part & (mine[spec.line] == name)], theirs[theirs[spec.line] == name]
+        for frame, look in ((papers, style.paper_style(name)), (centre(ours), style.measured_style(name))):
+            xs, ys = series(frame.dropna(subset=[spec.x]), spec.x)
+            if xs:
+                axis.plot(xs, ys, markevery=_marked(xs), **look)
+                cut |= {name} if frame is papers and xs[-1] < ends else set()
+        band(axis, ours, spec.x, style.look(name).colour)
+        style.crossed(axis, *series(centre(ours), spec.x), disturbed_at(ours, spec.x))
+        if name in SAID:
+            said.append(f"{name} {_ratios(_growth(centre(ours), papers, spec.x))}")
+            if len(least := floor[floor[spec.line] == name]):
+                axis.plot(*series(least, spec.x), **style.FLOOR | {"color": style.look(name).colour})
+    if part.any():
+        alone = centre(mine[part & (mine["workload"] == "Distinct")])
+        axis.plot(*series(alone, spec.x), color=style.look("Distinct").colour, linestyle="-.", linewidth=0.9, zorder=2)
+    if rivals := _least(centre(mine), theirs, spec):
+        said.append(rivals)
+    style.log_x(axis)
+    style.log_y(axis)
+    style.corner(axis, "\n".join(said))
+    return cut
 
 
-def label(above: Axes, below: Axes, rows: pd.DataFrame, spec: Overlay) -> None:
-    """Name the vertical axes."""
-    units = ", ".join("µs" if unit == "us" else unit for unit in distinct(rows, "unit"))
-    above.set_ylabel(f"{spec.metric.replace('_', ' ')} ({units})")
-    below.set_ylabel("relative to its own\nsmallest batch")
+def differences(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Overlay) -> None:
+    """Draw how much longer the other lines take than `ONE`, in percent; print the largest of each."""
+    said = []
+    for name in dict.fromkeys(mine[spec.line]):
+        largest = []
+        for frame, look in ((centre(mine), style.measured_style(name)), (theirs, style.paper_style(name))):
+            frame = frame[frame["metric"] == spec.metric]
+            wide = frame.pivot_table(index=spec.x, columns=spec.line, values="value")
+            if name == ONE or not {name, ONE} <= set(wide):
+                continue
+            percent = (100 * (wide[name] / wide[ONE] - 1)).dropna()
+            axis.plot(percent.index, percent, markevery=_marked(list(percent.index)), **look)
+            largest.append(percent.max())
+        if largest:
+            said.append(f"{name} {_ratios(largest, '+.1f')} %")
+    axis.axhline(0, color="0.3", linewidth=0.8)
+    style.log_x(axis)
+    axis.set_ylabel(f"over {ONE} (%)\nprinted: largest" if axis.get_subplotspec().is_first_col() else "")
+    style.corner(axis, "\n".join(said))
 
 
-def _line(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, x: str, name: str, relative: bool) -> None:
-    """Draw both sides of one line; `relative` divides each by its own first value."""
-    for frame, look in ((theirs, style.paper_style(name)), (centre(mine), style.measured_style(name))):
-        xs, ys = series(frame.dropna(subset=[x]), x)
-        if not xs:
-            continue
-        divisor = ys[0] if relative else 1.0
-        ys = [y / divisor for y in ys]
-        axis.plot(xs, ys, markevery=_marked(xs), **look)
-        if frame is not theirs:
-            band(axis, mine, x, style.look(name)[0], divisor)
-            style.hollow(axis, xs, ys, look, disturbed_at(frame, x))
+def _growth(mine: pd.DataFrame, theirs: pd.DataFrame, x: str) -> list[float]:
+    """Last value over first of both, at the ends that both have; of ours alone where the paper has none."""
+    frames = [dict(zip(*series(frame.dropna(subset=[x]), x), strict=True)) for frame in (mine, theirs)]
+    ends = sorted(frames[0].keys() & frames[1].keys() or frames[0].keys())
+    return [frame[ends[-1]] / frame[ends[0]] for frame in frames if ends and ends[-1] in frame]
 
 
-def band(axis: Axes, mine: pd.DataFrame, x: str, colour: Any, divisor: float = 1.0) -> None:
-    """Shade p10 to p90 over column `x`, divided by `divisor`."""
+def _least(mine: pd.DataFrame, theirs: pd.DataFrame, spec: Overlay) -> str:
+    """The least ratio of Gather-BMM to SGMV over all batches, the paper's in brackets; empty without both."""
+    found = []
+    for frame in (mine, theirs):
+        wide = frame.pivot_table(index=spec.x, columns="system", values="value")
+        if {"SGMV", "Gather-BMM"} <= set(wide):
+            found.append((wide["Gather-BMM"] / wide["SGMV"]).min())
+    return f"Gather-BMM ≥ {_ratios(found, '.2f')}" if found else ""
+
+
+def _ratios(found: Sequence[float], digits: str = ".3g", unit: str = "x") -> str:
+    """Ours, and the paper's in brackets."""
+    unit = "" if "+" in digits else unit
+    return " (".join(f"{value:{digits}}{unit}" for value in found) + ")" * (len(found) - 1)
+
+
+def band(axis: Axes, mine: pd.DataFrame, x: str, colour: style.Look | tuple[float, float, float]) -> None:
+    """Shade p10 to p90 over column `x`."""
     found = interval(mine, x).astype(float)
-    low, high = found["p10"] / divisor, found["p90"] / divisor
-    axis.fill_between(found[x], low, high, color=colour, alpha=0.15, linewidth=0)
+    axis.fill_between(found[x], found["p10"], found["p90"], color=colour, alpha=0.15, linewidth=0)
 
 
 def _marked(xs: Sequence[float]) -> list[int]:
@@ -101,23 +170,11 @@ def _marked(xs: Sequence[float]) -> list[int]:
     return powers if len(xs) > 10 and powers else list(range(len(xs)))
 
 
-def _minor_label(axis: Axes, value: float, _: int) -> str:
-    """2 and 5 between the powers of ten, where those alone would leave an axis of under two decades nearly bare."""
-    low, high = axis.get_ylim()
-    return f"{value:g}" if high / low < 100 and f"{value:e}"[0] in "25" else ""
-
-
-def finish(figure: Figure, title: str, rows: pd.DataFrame, paper: pd.DataFrame, line: str, part: str = "") -> None:
-    """Title with the machine, and a legend that has a column per line: measured in colour above, the paper below.
-
-    `part` is the system whose lines are dotted.
-    """
-    handles: list[Line2D] = []
-    for name in dict.fromkeys(rows[line]):
-        handles.append(Line2D([], [], label=name, **style.measured_style(name)))
-        known = (paper[line] == name).any()
-        grey: dict[str, Any] = style.paper_style(name) if known else {"linestyle": ""}
-        handles.append(Line2D([], [], label=style.PAPER_LABEL if known else "not in the paper", **grey))
-    dotted = f"; dotted: {part} alone" if part and (rows["system"] == part).any() else ""
-    measured = f"{described_with_bands(rows)}{dotted}"
-    style.caption(figure, title, measured, handles, len(handles) // 2, handlelength=2.6, columnspacing=1.4)
+def finish(figure: Figure, words: str, rows: pd.DataFrame, paper: pd.DataFrame, line: str) -> None:
+    """Caption, and a legend of lines; who has which look stands behind them."""
+    names = [name for name in dict.fromkeys(rows[line]) if name]
+    handles = [Line2D([], [], label=name, **style.measured_style(name)) for name in names]
+    if lacking := [name for name in names if not (paper[line] == name).any()] if len(paper) else []:
+        words = f"{words} Not in the paper: {', '.join(lacking)}."
+    handles += style.sides(not paper.empty, (rows["metric"] == FLOOR).any())
+    style.finish(figure, words, handles, 5)

@@ -1,84 +1,71 @@
-"""Figure 7: FLOP/s over arithmetic intensity, under the machine's roof, with the paper's points and roof behind."""
+"""Figure 7: FLOP/s over arithmetic intensity under the machine's roofs, and latency over the batch, for each clock."""
 
-from typing import Any
-
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.harness.experiment import Overlay
 from experiments.plots import style
-from experiments.plots.frames import centre, disturbed_at
-from experiments.plots.overlay import Overlay, fill, finish, label
+from experiments.plots.floors import FLOOR
+from experiments.plots.frames import centre, disturbed_at, measured
+from experiments.plots.overlay import fill, finish, y_label
 
-ROOF = "roof"
-"""Prefix of the panels of roofs."""
-SHEET = "data sheet"
-MOSAIC = "RRA;RRB"  # roofline, absolute latency, relative latency
+ROOF, SHEET = "roof", "data sheet"
+"""Prefix of the panels of roofs, and end of the one that was not measured."""
+SPEC = Overlay(title="", metric="latency", line="workload")
 
 
 def draw_roofline(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """Left: the roofline, measured and paper. Right: latency over batch, absolute above and relative below."""
+    """Draw rooflines above latencies, a column per clock; side by side where there is one clock."""
     launches = rows[~rows["panel"].str.startswith(ROOF)]
-    figure, axes = plt.subplot_mosaic(MOSAIC, figsize=(8.2, 4.8), layout="constrained")
-    _roofline(axes["R"], rows, paper)
-    spec = Overlay(title="", metric="latency", line="workload")
-    mine, theirs = launches[launches["metric"] == "latency"], paper[paper["metric"] == "latency"]
-    fill(axes["A"], axes["B"], mine, theirs, spec)
-    label(axes["A"], axes["B"], mine, spec)
-    axes["A"].set_xticklabels([])
-    finish(figure, "Figure 7: one SGMV launch (expand) on the roofline", launches, paper, "workload")
+    clocks = list(dict.fromkeys(launches["timer"]))
+    shape = (2, len(clocks)) if len(clocks) > 1 else (1, 2)
+    figure, axes = style.grid(*shape, style.PAGE, 2.5 * shape[0] + 1.0, sharex=False, sharey=shape[0] > 1 and "row")
+    above, below = axes if shape[0] > 1 else axes.T
+    for roof, axis, clock in zip(above, below, clocks, strict=True):
+        timed = launches[launches["timer"] == clock]
+        _roofline(roof, timed, rows[rows["panel"].str.startswith(ROOF) & rows["timer"].isin([clock, ""])], paper)
+        fill(axis, timed[timed["metric"].isin(["latency", FLOOR])], paper[paper["metric"] == "latency"], SPEC)
+        axis.set_ylabel(y_label(timed[timed["metric"] == "latency"], clock))
+        axis.set_xlabel("batch size")
+        style.headroom(axis, 0.12)
+    words = (
+        "Figure 7: one SGMV launch (expand, 16 to 4096) under the roofs, each path from batch 1 to 64, and its latency."
+    )
+    printed = "Printed: growth over the batch, ours (the paper's)."
+    finish(
+        figure, f"{words} {printed} {measured(launches, 'bands')}", launches, paper[paper["panel"] != ROOF], "workload"
+    )
     return figure
 
 
-def _roofline(axis: Axes, rows: pd.DataFrame, paper: pd.DataFrame) -> None:
-    for name in dict.fromkeys(rows.loc[~rows["panel"].str.startswith(ROOF), "workload"]):
-        _path(axis, paper[paper["workload"] == name], style.paper_style(name), every=9)
-        _path(axis, centre(rows[rows["workload"] == name]), style.measured_style(name))
-    own = rows[rows["panel"].str.startswith(ROOF)]
-    roofs = [(own[own["panel"] == panel], "black", _roof_name(own, panel)) for panel in dict.fromkeys(own["panel"])]
-    roofs.append((paper[paper["panel"] == ROOF], style.PAPER_GREY, style.PAPER_LABEL))
-    for frame, colour, name in roofs:
-        if lines := _lines(frame):
-            _roof(axis, *lines, colour, name)
-    axis.legend(loc="lower right", frameon=False, fontsize=7, title="roofs", title_fontsize=7)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("arithmetic intensity (FLOP/byte)")
-    axis.set_ylabel("achieved FLOP/s")
-    axis.set_title("each path: batch 1 to 64")
+def _roofline(axis: Axes, rows: pd.DataFrame, roofs: pd.DataFrame, paper: pd.DataFrame) -> None:
+    for name in dict.fromkeys(rows["workload"]):
+        for frame, look, every in (
+            (paper[paper["workload"] == name], style.paper_style(name), 9),
+            (centre(rows[rows["workload"] == name]), style.measured_style(name), 1),
+        ):
+            wide = frame.pivot_table(index="batch_size", columns="metric", values="value").sort_index()
+            if {"arithmetic_intensity", "achieved_flops"} <= set(wide):
+                axis.plot(wide["arithmetic_intensity"], wide["achieved_flops"], markevery=every, **look)
+                loud = wide[wide.index.isin(disturbed_at(frame, "batch_size"))]
+                style.crossed(axis, loud["arithmetic_intensity"], loud["achieved_flops"])
+    for panel, frame in roofs.groupby("panel", sort=False):
+        kind = SHEET if (frame["kind"] == "datasheet").any() else "measured"
+        _roof(axis, frame, {"color": "black", "linestyle": ":" if SHEET in str(panel) else "-"}, kind)
+    _roof(axis, paper[paper["panel"] == ROOF], {"color": style.PAPER_GREY, "linestyle": "--"}, style.PAPER_LABEL)
+    axis.legend(loc="lower right", frameon=False, fontsize=6, handlelength=1.4)
+    axis.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte)", ylabel="achieved FLOP/s")
 
 
-def _path(axis: Axes, frame: pd.DataFrame, look: dict[str, Any], every: int = 1) -> None:
-    """FLOP/s over intensity, joined in order of batch size."""
-    wide = frame.pivot_table(index="batch_size", columns="metric", values="value").sort_index()
-    if {"arithmetic_intensity", "achieved_flops"} <= set(wide.columns):
-        wide = wide.dropna(subset=["arithmetic_intensity", "achieved_flops"])
-        axis.plot(wide["arithmetic_intensity"], wide["achieved_flops"], markevery=every, **look)
-        loud = wide[wide.index.isin(disturbed_at(frame, "batch_size"))]
-        style.hollow(axis, loud["arithmetic_intensity"], loud["achieved_flops"], look)
-
-
-def _roof_name(roofs: pd.DataFrame, panel: str) -> str:
-    """This device's roof, and how it is known where it is known in two ways."""
-    device = ", ".join(dict.fromkeys(roofs["device"]))
-    kind = roofs.loc[roofs["panel"] == panel, "kind"].iloc[0]
-    if kind == "datasheet":
-        return f"{device}, {SHEET}"
-    return f"{device}, measured" if roofs["panel"].nunique() > 1 else device
-
-
-def _lines(frame: pd.DataFrame) -> tuple[float, float] | None:
-    """Bandwidth in byte/s and peak in FLOP/s of one roof; None where it is not known."""
+def _roof(axis: Axes, frame: pd.DataFrame, looks: dict[str, str], name: str) -> None:
+    """Draw one roof, named in the legend by its bandwidth and peak; nothing where these are not known."""
     bandwidth = frame.loc[frame["metric"] == "memory_bandwidth_line", "value"]
     peak = frame.loc[frame["metric"].str.startswith("peak_"), "value"]
-    return None if bandwidth.empty or peak.empty else (float(bandwidth.iloc[0]) * 1e12, float(peak.iloc[0]) * 1e12)
-
-
-def _roof(axis: Axes, slope: float, flat: float, colour: str, name: str) -> None:
-    """One roof, named in the legend: labels at the lines would cross those of other machines."""
+    if bandwidth.empty or peak.empty:
+        return
+    slope, flat = float(bandwidth.iloc[0]) * 1e12, float(peak.iloc[0]) * 1e12
     xs = np.geomspace(0.3, 600, 200)
-    dash = "--" if colour == style.PAPER_GREY else ":" if SHEET in name else "-"
-    text = f"{name}: {slope / 1e9:,.0f} GB/s, {flat / 1e12:.3g} TFLOP/s"
-    axis.plot(xs, np.minimum(slope * xs, flat), color=colour, linestyle=dash, linewidth=1.0, zorder=1, label=text)
+    text = f"{name}: {slope / 1e12:.3g} TB/s, {flat / 1e12:.3g} TFLOP/s"
+    axis.plot(xs, np.minimum(slope * xs, flat), linewidth=1.0, zorder=1, label=text, **looks)

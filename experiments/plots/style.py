@@ -1,57 +1,85 @@
-"""One look for every figure: the same colour and marker is the same system, or popularity, everywhere."""
+"""One look for every figure: a system, or popularity, has the same colour, marker and hatch everywhere.
+
+Ours is filled and solid, the paper's open and dashed in the same hue; a cross marks what other work disturbed.
+"""
 
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from experiments.facts.systems import entries
+from experiments.facts.systems import entries, name_of
 from punica.workload import WORKLOADS
 
-PAPER_GREY = "0.55"
+COLUMN, PAGE = 3.3, 7.0  # inches: one column of a paper, and two
+LETTERS_PER_INCH = 16.8  # of 8 pt
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # 0.5, 1, 20: no powers of ten
+PAPER_GREY = "0.5"
 PAPER_LABEL = "paper, A100"
-PANEL_WIDTH, PANEL_HEIGHT = 2.1, 1.9  # inches; 3.3 in is one column of the paper, 7 in two
-
+FLOOR: dict[str, Any] = {"color": "0.2", "linestyle": ":", "linewidth": 1.0, "zorder": 1}
+"""Look of the time of the bytes alone."""
+GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}
+"""Look of another bound or scale beside measured lines."""
+BEHIND: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.3, "alpha": 0.8}
+"""Box behind text that crosses lines."""
 Shared = bool | Literal["none", "all", "row", "col"]
 """Which axes have one scale."""
-LETTERS_PER_INCH = 14.5  # of a title, so that it stays within the figure
+
+
+class Look(NamedTuple):
+    """What tells one line, or bar, from another."""
+
+    colour: tuple[float, float, float]
+    marker: str
+    hatch: str
+
 
 PALETTE = sns.color_palette("colorblind")
 OTHERS = [sns.color_palette("dark")[place] for place in (4, 3, 9, 5, 6, 2, 0, 7, 1, 8)]
 """Colours of lines that have none here, e.g. a new operator's; no other line has one of these."""
-# the i-th entry of a group gets the i-th colour and marker; names in one tuple are one thing under several spellings
+_MARKERS = "osD^vPX"
+_HATCHES = ("", "/////", "\\\\\\\\\\", "xxxxx", ".....", "|||||", "-----", "+++++", "ooo", "OO", "**")
+# the i-th entry of a group gets the i-th colour, marker and hatch; names in one tuple are one thing
 _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("SGMV",), ("Loop",), ("Gather-BMM",), ("BMM",), ("Gather",), ("backbone X@W",), ("grouped_mm", "SGMV expand")),
     tuple((name,) for name in WORKLOADS.names()),
     (("len 128",), ("len 512",), ("len 1024",), ("len 1536",), ("len 2048",)),
-)
-_COLOURS = ((0, 3, 1, 2, 4, 5, 9), range(10), range(10))
-_MARKERS = "osD^vPX"
+    (("fused", "true rank", "deterministic", "true rank / mean of uniform ranks"), ("unfused", "padded", "atomics",
+      "padded / true rank", "FP8 w8a8", "pageable"), ("mean of uniform ranks", "batch invariant", "apart", "FP8 e5m2",
+      "punica fp8"), ("FP8 e4m3", "atomics, finer split", "per_tensor"), ("vllm",), ("deterministic, no PDL",),
+     ("bytes, padded / true rank", "vllm_dual_stream"), ("vllm_as_shipped",), ("vllm_tuned",)),
+)  # fmt: skip
+_COLOURS = ((0, 3, 1, 2, 4, 5, 9), range(10), range(10), (0, 3, 2, 1, 4, 9, 7, 8, 5))
 _LINES = {
-    name: (PALETTE[_COLOURS[g][i % 10]], _MARKERS[i % len(_MARKERS)])
+    name: Look(PALETTE[_COLOURS[g][i % 10]], _MARKERS[i % len(_MARKERS)], _HATCHES[i])
     for g, group in enumerate(_GROUPS)
     for i, names in enumerate(group)
     for name in names
 }
 
 
-def _system_looks() -> dict[str, tuple[tuple[float, float, float], str]]:
-    """Colour and marker of each serving system, ours and the paper's; one without a colour gets the next free one."""
+def _system_looks() -> dict[str, Look]:
+    """Looks of serving systems, ours and the paper's; one without a colour gets the next free one. A shade below 1
+    mixes the colour with white.
+    """
     taken = {entry.colour for entry in entries()}
     free = iter([i for i in range(len(PALETTE)) if i not in taken])
-    looks: dict[str, tuple[tuple[float, float, float], str]] = {}
+    looks: dict[str, Look] = {}
     for place, entry in enumerate(entries()):
         colour = next(free, place % len(PALETTE)) if entry.colour is None else entry.colour
-        look = PALETTE[colour], entry.marker or _MARKERS[place % len(_MARKERS)]
+        red, green, blue = (1 - entry.shade * (1 - channel) for channel in PALETTE[colour])
+        marker = entry.marker or _MARKERS[place % len(_MARKERS)]
+        look = Look((red, green, blue), marker, _HATCHES[place % len(_HATCHES)])
         looks |= dict.fromkeys((entry.name, *entry.paper), look)
     return looks
 
@@ -60,18 +88,18 @@ _KNOWN = _LINES | _system_looks()
 _unknown: dict[str, int] = {}  # in the figure at hand, in the order of drawing
 
 
-def look(name: str) -> tuple[tuple[float, float, float], str]:
-    """Colour and marker of the system, popularity or other line called `name`; unknown ones get those of `OTHERS`."""
+def look(name: str) -> Look:
+    """The look of the system, popularity or other line called `name`; unknown ones get colours of `OTHERS`."""
     if name in _KNOWN:
         return _KNOWN[name]
     place = _unknown.setdefault(name, len(_unknown))
-    return OTHERS[place % len(OTHERS)], _MARKERS[place % len(_MARKERS)]
+    return Look(OTHERS[place % len(OTHERS)], _MARKERS[place % len(_MARKERS)], _HATCHES[place % len(_HATCHES)])
 
 
 @contextmanager
 def themed() -> Iterator[None]:
-    """The theme of every figure, whatever the user's matplotlibrc says: fonts stay text in the PDF (type 42), thin
-    lines, light grid.
+    """The theme of every figure, whatever the user's matplotlibrc says: fonts stay text in the PDF (type 42), 8 pt,
+    thin lines, light grid.
     """
     _unknown.clear()
     with plt.rc_context():
@@ -79,41 +107,58 @@ def themed() -> Iterator[None]:
         sns.set_theme("paper", "whitegrid", palette="colorblind")
         plt.rcParams.update(
             {
-                "pdf.fonttype": 42, "ps.fonttype": 42, "figure.dpi": 160, "savefig.dpi": 160,
-                "font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8, "legend.fontsize": 7.5,
-                "xtick.labelsize": 7, "ytick.labelsize": 7, "lines.linewidth": 1.3, "lines.markersize": 3.6,
+                "pdf.fonttype": 42, "ps.fonttype": 42, "figure.dpi": 200, "savefig.dpi": 200,
+                "font.family": "DejaVu Sans", "font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8,
+                "legend.fontsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7, "axes.titlepad": 4,
+                "lines.linewidth": 1.2, "lines.markersize": 3.6, "hatch.linewidth": 0.6, "axes.labelpad": 2,
                 "grid.linewidth": 0.4, "grid.color": "0.9", "axes.edgecolor": "0.6", "axes.linewidth": 0.6,
+                "xtick.major.pad": 1, "ytick.major.pad": 1,
             }
         )  # fmt: skip
         yield
 
 
 def grid(
-    depth: int, columns: int, width: float, height: float, sharex: Shared = True, sharey: Shared = "row"
+    depth: int, columns: int, width: float, height: float, sharex: Shared = True, sharey: Shared = "row", **more: Any
 ) -> tuple[Figure, Any]:
     """A figure of `width` by `height` inches with `depth` rows of axes, each of one vertical scale by default."""
     return plt.subplots(
-        depth, columns, figsize=(width, height), sharex=sharex, sharey=sharey, squeeze=False, layout="constrained"
-    )
+        depth, columns, figsize=(width, height), sharex=sharex, sharey=sharey, squeeze=False, layout="constrained",
+        **more,
+    )  # fmt: skip
 
 
-def caption(figure: Figure, title: str, measured: str, handles: Sequence[Artist], ncols: int, **spacing: float) -> None:
-    """The title with what was `measured` below it, and one legend under all axes in at most `ncols` columns."""
-    lines = textwrap.wrap(f"measured: {measured}", int(LETTERS_PER_INCH * figure.get_figwidth()))
-    figure.suptitle("\n".join([title, *lines]), fontsize=8.5)
-    for columns in range(ncols, 0, -1):  # fewer where these are wider than the figure, which would cut them off
-        legend = figure.legend(
-            handles=list(handles), loc="outside lower center", ncols=columns, frameon=False, **spacing
-        )
-        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
-            return
+def finish(figure: Figure | SubFigure, words: str, handles: Sequence[Artist], ncols: int = 4, **spacing: Any) -> None:
+    """One legend above all axes in at most `ncols` columns, and the caption below them."""
+    box = figure.bbox.width
+    for columns in range(min(ncols, len(handles)), 0, -1):  # fewer where these are wider than the figure
+        looks = {"frameon": False, "columnspacing": 1.2, "handlelength": 1.8, "borderpad": 0.1, **spacing}
+        legend = figure.legend(handles=list(handles), loc="outside upper center", ncols=columns, **looks)
+        if columns == 1 or legend.get_window_extent().width <= box:
+            break
         legend.remove()
+    lines = textwrap.wrap(words, int(LETTERS_PER_INCH * box / figure.dpi))
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=8)
+
+
+def sides(paper: bool = True, floor: bool = False) -> list[Artist]:
+    """Legend entries that tell ours, the paper's and the floor apart."""
+    found: list[Artist] = []
+    if paper:
+        found += [Line2D([], [], color="0.3", marker="o", label="ours"), Line2D([], [], label=PAPER_LABEL, **OPEN)]
+    return [*found, *([Line2D([], [], label="bytes / bandwidth", **FLOOR)] if floor else [])]
 
 
 def note(axis: Axes, text: str, x: float, y: float, lift: float = 2, **looks: Any) -> None:
     """`text` in small letters, `lift` points above the place (x, y), centred unless `looks` says else."""
     looks = {"ha": "center", "fontsize": 6.5, **looks}
-    axis.annotate(text, (x, y), xytext=(0, lift), textcoords="offset points", **looks)
+    axis.annotate(text, (x, y), xytext=(0, lift), textcoords="offset points", in_layout=False, **looks)
+
+
+def corner(axis: Axes, text: str, y: float = 0.97, **looks: Any) -> None:
+    """`text` in a corner of the axes: the upper left one unless `looks` says else."""
+    looks = {"ha": "left", "va": "top", "fontsize": 6.5, "bbox": BEHIND, "zorder": 7, **looks}
+    axis.text(0.97 if looks["ha"] == "right" else 0.03, y, text, transform=axis.transAxes, in_layout=False, **looks)
 
 
 def log_x(axis: Axes) -> None:
@@ -124,40 +169,73 @@ def log_x(axis: Axes) -> None:
 
 
 def log_y(axis: Axes) -> None:
-    """A logarithmic vertical axis that is labelled at 1, 2 and 5 of every decade."""
+    """A logarithmic vertical axis labelled at 1, 2 and 5 of every decade; at 1 alone over many decades."""
     axis.set_yscale("log")
     label_decades(axis.yaxis)
     axis.tick_params(which="minor", length=0)
 
 
+def headroom(axis: Axes, share: float) -> None:
+    """Leave a `share` of the height of `axis`, and of those that share its scale, free above what is drawn."""
+    low, high = axis.get_ylim()
+    if axis.get_yscale() == "log":
+        axis.set_ylim(low, high * (high / low) ** (share / (1 - share)))
+        label_decades(axis.yaxis)
+    else:
+        axis.set_ylim(low, high + (high - low) * share / (1 - share))
+
+
 def label_decades(axis: Axis) -> None:
-    """Label a logarithmic axis at 1, 2 and 5 of every decade."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    """Label a logarithmic axis at 1, 2 and 5 of every decade; at 1 alone where these are many."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1,) if low > 0 and high / low > 2000 else (1, 2, 5)))
     axis.set_major_formatter(PLAIN)
     axis.set_minor_formatter(NullFormatter())
 
 
+OPEN: dict[str, Any] = {
+    "color": "0.3", "marker": "o", "linestyle": "--", "linewidth": 0.8, "markerfacecolor": "white",
+    "markeredgewidth": 0.8, "zorder": 2,
+}  # fmt: skip
+
+
 def measured_style(name: str) -> dict[str, Any]:
-    """Solid line in the colour of `name`."""
-    colour, marker = look(name)
-    return {"color": colour, "marker": marker, "linestyle": "-", "zorder": 3}
-
-
-def hollow(
-    axis: Axes, xs: Iterable[float], ys: Iterable[float], looks: dict[str, Any], at: Collection[float] | None = None
-) -> None:
-    """Draw white markers over those points of a line with `looks` that are disturbed: at x in `at` (None: at all)."""
-    points = [(x, y) for x, y in zip(xs, ys, strict=True) if at is None or x in at]
-    if not points:
-        return
-    looks = {**looks, "linestyle": "", "markerfacecolor": "white", "markeredgewidth": 1.0, "zorder": 4}
-    looks = {name: value for name, value in looks.items() if name not in ("label", "markevery")}
-    axis.plot(*zip(*points, strict=True), **looks)
+    """Solid line with filled markers in the colour of `name`."""
+    return {"color": look(name).colour, "marker": look(name).marker, "linestyle": "-", "zorder": 3}
 
 
 def paper_style(name: str) -> dict[str, Any]:
-    """Dashed grey line with the hollow marker of `name`."""
-    return {
-        "color": PAPER_GREY, "marker": look(name)[1], "linestyle": "--", "linewidth": 0.9, "markersize": 3.4,
-        "markerfacecolor": "white", "markeredgewidth": 0.8, "zorder": 2,
-    }  # fmt: skip
+    """Dashed line with open markers in the colour of `name`."""
+    return {**OPEN, "color": look(name).colour, "marker": look(name).marker}
+
+
+def patch(name: str, paper: bool = False) -> dict[str, Any]:
+    """A bar of `name`: filled and hatched in white; the paper's open and hatched in its colour."""
+    colour, _, hatch = look(name)
+    if paper:
+        return {"facecolor": "white", "edgecolor": colour, "hatch": hatch, "linestyle": "--", "linewidth": 0.8}
+    return {"facecolor": colour, "edgecolor": "white", "hatch": hatch, "linewidth": 0.3}
+
+
+def patches(names: Iterable[str]) -> list[Artist]:
+    """Legend entries of bars."""
+    return [Patch(label=name_of(name), **patch(name)) for name in names]
+
+
+def bar(axis: Axes, at: float, value: float, width: float, name: str, text: str = "", **about: Any) -> None:
+    """A bar of `name` around `at` with `text` above it; `about` has `paper`, `disturbed`, and `span` over repeats."""
+    axis.bar(at, value, width, zorder=3, **patch(name, about.get("paper", False)))
+    low, high = about.get("span", (value, value))
+    if low < high:
+        axis.vlines(at, low, high, color="0.1", linewidth=0.8, zorder=4)
+    if about.get("disturbed", False):
+        crossed(axis, [at], [value])
+    note(axis, text, at, max(value, high), zorder=5, **about.get("looks", {}))
+
+
+def crossed(axis: Axes, xs: Iterable[float], ys: Iterable[float], at: Collection[float] | None = None) -> None:
+    """Cross out the points that are disturbed: those at x in `at` (None: all)."""
+    points = [(x, y) for x, y in zip(xs, ys, strict=True) if at is None or x in at]
+    if points:
+        looks: dict[str, Any] = {"linestyle": "", "marker": "x", "color": "0.1", "markersize": 3, "zorder": 6}
+        axis.plot(*zip(*points, strict=True), markeredgewidth=0.7, **looks)

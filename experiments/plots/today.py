@@ -1,6 +1,5 @@
 """Bars of engines side by side: decode steps, a stream, registration; above each case how much faster ours is."""
 
-import textwrap
 from typing import Any
 
 import pandas as pd
@@ -9,7 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from experiments.plots import style
-from experiments.plots.frames import centre, described, interval
+from experiments.plots.frames import centre, interval, measured
+from experiments.plots.serving_bars import place
 from experiments.today.peers import OURS, PEERS
 
 CASES = {"": "no adapter", "Identical": "Identical", "Distinct": "Distinct"}
@@ -19,9 +19,6 @@ SHOWN = {
     "registration": ("registration", "registration (s)"),
 }
 """Panel -> metric and label; more is better of the stream alone."""
-COLOURS = {"vllm": 4, "vllm_as_shipped": 7, "vllm_dual_stream": 8, "vllm_tuned": 1}
-BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.2}  # of numbers, over the lines of spans
-GROUP, WIDEST = 0.84, 0.3  # of the distance between groups: their bars, and one bar at most
 
 
 def draw_today(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
@@ -33,21 +30,23 @@ def draw_today(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         if (rows["panel"] == panel).any()
     ]
     systems = [name for name in PEERS if (rows["system"] == name).any()]
-    figure, axes = style.grid(len(cells), 1, 7.0, 1.55 * len(cells) + 1.5, sharex=False)
+    figure, axes = style.grid(len(cells), 1, style.PAGE, 1.3 * len(cells) + 1.9, sharex=False)
     for axis, (panel, context) in zip(axes[:, 0], cells, strict=True):
         metric, label = SHOWN[panel]
         mine = rows[(rows["panel"] == panel) & (rows["metric"] == metric)]
         mine = mine if context is None else mine[mine["seq_len"] == context]
         _bars(axis, mine, [name for name in systems if (mine["system"] == name).any()])
         axis.set_ylabel(label if context is None else f"{label}\ncontext {context:.0f}")
-    labels = [textwrap.fill(f"{name}: {_engine(rows, name)}", 110) for name in systems]
-    handles = [Patch(color=_colour(name), label=label) for name, label in zip(systems, labels, strict=True)]
-    said = described(rows)
-    if any(map(_theirs, systems)):
-        said += "; ratio: ours over the fastest setting of vLLM, which is named"
-    else:
-        said += "; vLLM was not measured"
-    style.caption(figure, "The engine of today beside ours", said, handles, 1)
+    engines = "; ".join(
+        f"{name}: {'; '.join(dict.fromkeys(rows.loc[rows['system'] == name, 'engine']))}" for name in systems
+    )
+    said = (
+        "printed: ours over the fastest setting of vLLM, which is named"
+        if any(map(_theirs, systems))
+        else "vLLM was not measured"
+    )
+    handles = [Patch(label=name, **style.patch(name)) for name in systems]
+    style.finish(figure, f"vLLM and our engine; {said}. {measured(rows, 'lines')} {engines}.", handles, 4)
     return figure
 
 
@@ -71,35 +70,24 @@ def _theirs(system: str) -> bool:
     return PEERS[system].worker != OURS
 
 
-def _colour(system: str) -> Any:
-    return style.PALETTE[COLOURS[system]] if system in COLOURS else style.look(system)[0]
-
-
-def _engine(rows: pd.DataFrame, system: str) -> str:
-    """Versions and settings of a system, as its rows have them."""
-    return "; ".join(dict.fromkeys(rows.loc[rows["system"] == system, "engine"]))
-
-
 def _bars(axis: Axes, rows: pd.DataFrame, systems: list[str]) -> None:
-    """Draw one bar per popularity and system with its span of rounds, hollow where disturbed, and the ratios."""
+    """Draw one bar per popularity and system with its span of rounds, and the ratios."""
     table = centre(rows).pivot_table(index="workload", columns="system", values="value", sort=False)
     table = table.reindex([case for case in CASES if case in table.index])
-    width = min(GROUP / len(systems), WIDEST)
     bar: Any
     span: Any
-    for place, system in enumerate(systems):
-        mine = rows[rows["system"] == system].assign(at=lambda one: one["workload"].map(list(table.index).index))
-        mine = mine.assign(at=mine["at"] + (place + 0.5 - len(systems) / 2) * width)
+    for slot, system in enumerate(systems):
+        mine = rows[rows["system"] == system]
+        mine = mine.assign(at=[place(list(table.index).index(one), slot, len(systems)) for one in mine["workload"]])
         for bar in centre(mine).itertuples():
-            look = {"edgecolor": _colour(system), "facecolor": "white" if bar.disturbed is True else _colour(system)}
-            axis.bar(bar.at, bar.value, 0.92 * width, linewidth=1.0, **look)
-            style.note(axis, f"{bar.value:.4g}", bar.at, bar.value, bbox=BEHIND)
+            text = {"looks": {"bbox": style.BEHIND}, "disturbed": bar.disturbed is True}
+            style.bar(axis, bar.at, bar.value, 0.8 / len(systems), system, f"{bar.value:.4g}", **text)
         for span in interval(mine, "at").itertuples():
-            axis.vlines(span.at, span.p10, span.p90, color="0.1", linewidth=0.8)
+            axis.vlines(span.at, span.p10, span.p90, color="0.1", linewidth=0.8, zorder=4)
     for case, (ratio, other) in gains(table, rows["metric"].iloc[0] == SHOWN["stream"][0]).items():
         top = float(table.max(axis="columns")[case])
         style.note(axis, f"{ratio:.2f}x ({other})", list(table.index).index(case), top, lift=11, fontweight="bold")
-    axis.set_ylim(0, 1.3 * float(table.max().max()))
+    axis.set_ylim(0, 1.45 * float(table.max().max()))
     names = [CASES[str(case)] for case in table.index]
     axis.set_xlim(-0.5, len(table) - 0.5)
     axis.set_xticks(range(len(table)), ["all adapters"] if (rows["panel"] == "registration").any() else names)

@@ -317,14 +317,16 @@ def test_the_figure_stacks_the_parts_of_every_model_and_step():
         ]  # fmt: skip
         first = figure.axes[0]
         assert [label.get_text() for label in first.get_yticklabels()] == ["no adapter", "Identical", "Distinct"]
-        assert [round(bar.get_width(), 1) for bar in first.patches] == [4, 2, 0.5, 4, 2, 0.2, 0.5, 4, 2, 0.8, 0.5]
+        assert [round(bar.get_width(), 1) for bar in first.patches] == [4, 2, 0.4, 4, 2, 0.2, 0.4, 4, 2, 0.8, 0.4]
         assert first.patches[-1].get_x() == pytest.approx(6.8)
-        steps, marks = first.lines[-4:-2], first.lines[-2:]
-        assert [line.get_xdata()[0] for line in steps] == [7.2, 5.0]
+        ends = [bar.get_x() + bar.get_width() for bar in first.patches]
+        assert [ends[place] for place in (2, 6, 10)] == pytest.approx([6.4, 6.6, 7.2]), "bars end with their steps"
+        floors, marks = first.lines[:-2], first.lines[-2:]
+        assert [line.get_xdata()[0] for line in floors] == [5.0] * 3
         assert [list(line.get_xdata()) for line in marks] == [[], [6.0, 6.2, 6.8]]
         written = [text.get_text().strip() for text in first.texts]
         assert [text for text in written if text.endswith("ms")] == ["6.4 ms", "6.6 ms", "7.2 ms"]
-        assert "62%" in written  # 4.0 of 6.5
+        assert "62%" in written  # 4.0 of 6.4
         legend = [text.get_text() for text in figure.legends[0].get_texts()]
         assert legend[:4] == ["base products", "attention", "LoRA expand", "nothing runs"]
         assert legend[-1] == "fp8 cache"

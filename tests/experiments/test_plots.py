@@ -1,4 +1,6 @@
-"""What figures show beside their lines: names of models, repeats, disturbed points, both roofs, DeepSpeed's bar."""
+"""What figures show: names of models, repeats, clocks, disturbed points, floors, roofs, speed-ups, and that all of it
+can be told apart and read.
+"""
 
 import itertools
 import json
@@ -13,24 +15,39 @@ from fakes import composed
 from matplotlib.patches import Patch
 from omegaconf import OmegaConf
 
+from experiments.ext_server import EXPERIMENT as SERVER
 from experiments.facts.paper import read_figure
-from experiments.facts.systems import name_of
+from experiments.facts.systems import by_paper_name, entries
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG07
 from experiments.fig07_sgmv_roofline import SHEET
 from experiments.fig08_lora_operator import EXPERIMENT as FIG08
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
+from experiments.fig10_layer import EXPERIMENT as FIG10
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.harness.schema import CONF, REPOSITORY
 from experiments.harness.settings import settle
 from experiments.plots import style
+from experiments.plots.adapter_loading import draw_loading
+from experiments.plots.breakdown import scaled
 from experiments.plots.draw import draw
-from experiments.plots.frames import described, has_bands, how_often, in_order, interval
+from experiments.plots.floors import FLOOR, floors
+from experiments.plots.frames import (
+    described,
+    frame_of_clocks,
+    has_bands,
+    how_often,
+    in_order,
+    interval,
+    measured_frame,
+    rows_of_repeats,
+)  # fmt: skip
 from experiments.plots.hero import SHOWN, draw_hero
 from experiments.plots.load import draw_load
 from experiments.plots.overlay import named, panels
 from experiments.plots.roofline import draw_roofline
-from experiments.plots.serving_bars import PAPER_NAMES, draw_serving, not_measured, relative_to_best, short
+from experiments.plots.serving_bars import draw_serving, not_measured, short, speedups
 from experiments.plots.tensor_parallel import draw_ranks
+from experiments.plots.today import draw_today
 from punica.measure.records import Row, write_rows
 
 PAPER = REPOSITORY / "paper_results"
@@ -146,7 +163,7 @@ def test_repeats_become_one_point_of_the_quiet_ones():
     loud = merged_rows([row(value, repeat=i, disturbed=True) for i, value in enumerate((1.0, 2.0, 6.0))])
     assert loud["value"].tolist() == [2.0]
     assert loud["disturbed"].tolist() == [True]
-    assert described(loud).endswith("median of 3 repeats; hollow: disturbed")
+    assert "median of 3 repeats" in described(loud)
 
 
 def curves(*disturbed):
@@ -155,20 +172,64 @@ def curves(*disturbed):
     return frame_of([*rows, *(row(5.0 * n, batch_size=n, system="SGMV expand") for n in (1, 4, 16))])
 
 
-def test_disturbed_points_are_hollow_and_expand_is_dotted():
-    def lines(*disturbed):
-        figure = panels(curves(*disturbed), read_figure(PAPER, "9").query("panel == 'none'"), FIG09.overlay)
-        above, below = figure.axes
-        return above.lines, below.lines
+def test_disturbed_points_are_crossed_and_only_those():
+    def crosses(*disturbed):
+        (axis,) = panels(curves(*disturbed), read_figure(PAPER, "9").query("panel == 'none'"), FIG09.overlay).axes
+        return [list(line.get_xdata()) for line in axis.lines if line.get_marker() == "x"]
 
-    above, below = lines()
-    assert [line.get_linestyle() for line in above] == ["-", ":"]
-    assert list(above[1].get_ydata()) == [5, 20, 80]
-    assert [list(line.get_ydata()) for line in below] == [[1, 4, 16]]
-    above, below = lines(4)
-    for line in (above[1], below[1]):
-        assert (list(line.get_xdata()), line.get_markerfacecolor()) == ([4], "white")
-    assert list(below[1].get_ydata()) == [4]
+    assert crosses() == []
+    assert crosses(4) == [[4]]
+
+
+def test_expand_is_a_line_of_its_own_look():
+    (axis,) = panels(curves(), read_figure(PAPER, "9").query("panel == 'none'"), FIG09.overlay).axes
+    drawn = {line.get_linestyle(): list(line.get_ydata()) for line in axis.lines if len(line.get_xdata())}
+    assert drawn == {"-": [10, 40, 160], "-.": [5, 20, 80]}
+
+
+def test_each_clock_has_axes_of_its_own(tmp_path):
+    path = tmp_path / "fig09_lora_ranks.csv"
+    rows = [row(us * batch, batch_size=batch, timer=clock)
+            for clock, us in (("cuda_graph", 3.0), ("host_clock", 40.0)) for batch in (1, 64)]  # fmt: skip
+    write_rows(path, rows)
+    frame = frame_of_clocks(path)
+    assert list(dict.fromkeys(frame["timer"])) == ["host_clock", "cuda_graph"]
+    figure = panels(frame, read_figure(PAPER, "9"), FIG09.overlay)
+    assert [list(axis.lines[1].get_ydata()) for axis in figure.axes] == [[40, 2560], [3, 192]]
+    papers = [[list(line.get_ydata()) for line in axis.lines if line.get_linestyle() == "--"] for axis in figure.axes]
+    assert papers[0] == papers[1] != []
+
+
+def test_figure_10_shows_differences_to_identical():
+    fixed = {"figure": "10", "panel": "7B, len=512", "system": "punica", "metric": "layer_latency"}
+    rows = [row(us, **fixed, workload=name, batch_size=batch)
+            for batch in (1, 32) for name, us in (("Distinct", 110.0), ("Identical", 100.0))]  # fmt: skip
+    above, below = panels(frame_of(rows), read_figure(PAPER, "10").query("panel == 'none'"), FIG10.overlay).axes
+    assert [list(line.get_ydata()) for line in above.lines if len(line.get_xdata())] == [[100, 100]]
+    assert list(below.lines[0].get_ydata()) == pytest.approx([10, 10])
+
+
+def test_floors_are_bytes_over_the_data_sheets_bandwidth(tmp_path):
+    path = tmp_path / "fig08_lora_operator.csv"
+    path.with_suffix(".json").write_text(json.dumps({"figure": {"h1": 4096, "h2": 11008, "dtype": "float16"}}))
+    rows = [row(10.0, figure="8", hardware="h200", batch_size=batch, workload="Distinct") for batch in (1, 64)]
+    rows.append(row(99.0, figure="8", hardware="h200", system="Loop"))
+    found = floors(frame_of(rows), path)
+    assert (found["metric"] == FLOOR).all()
+    halves = 4096 + 2 * 11008 + 16 * (4096 + 11008)  # x, y twice, A and B
+    assert found["value"].tolist() == pytest.approx([2 * n * halves / 4.8e6 for n in (1, 64)])
+    assert floors(frame_of(rows), tmp_path / "other.csv").empty, "no settings"
+    assert floors(frame_of([row(1.0, figure="8")]), path).empty, "a CPU without a measured roof"
+
+
+@pytest.mark.parametrize("gaps", [None, 0.5, -0.2])
+@pytest.mark.parametrize("step", [5.0, 12.0])
+def test_parts_of_a_step_end_where_it_ends(step, gaps):
+    case = {"step_latency": step, "time_base_gemm": 6.0, "time_attention": 2.0}
+    parts, longer = scaled(pd.Series(case | ({} if gaps is None else {"time_gaps": gaps})))
+    assert sum(parts.values()) == pytest.approx(step)
+    assert parts["base_gemm"] / parts["attention"] == pytest.approx(3)
+    assert longer == pytest.approx(1 if gaps == 0.5 and step == 12 else 8 / step)
 
 
 def test_new_operators_have_colours_of_their_own_in_figure_8():
@@ -177,7 +238,7 @@ def test_new_operators_have_colours_of_their_own_in_figure_8():
         figure = panels(frame_of([row(1.0, system=name) for name in names]), read_figure(PAPER, "8"), FIG08.overlay)
     solid = [line.get_color() for line in figure.axes[0].lines if line.get_linestyle() == "-"]
     assert len(solid) == len(set(solid)) == len(names)
-    assert [handle.get_color() for handle in figure.legends[0].legend_handles[::2]] == solid
+    assert [handle.get_color() for handle in figure.legends[0].legend_handles[: len(names)]] == solid
 
 
 def test_both_roofs_are_measured_or_of_the_data_sheet(tmp_path):
@@ -205,16 +266,15 @@ def test_roofs_are_named_by_how_they_are_known():
     figure = draw_roofline(frame_of(rows), read_figure(PAPER, "7"))
     legend = next(axis.get_legend() for axis in figure.axes if axis.get_legend())
     assert [text.get_text() for text in legend.get_texts()] == [
-        "NVIDIA H200, measured: 4,200 GB/s, 700 TFLOP/s", "NVIDIA H200, data sheet: 4,800 GB/s, 989 TFLOP/s",
-        "paper, A100: 1,935 GB/s, 312 TFLOP/s",
+        "measured: 4.2 TB/s, 700 TFLOP/s", "data sheet: 4.8 TB/s, 989 TFLOP/s", "paper, A100: 1.94 TB/s, 312 TFLOP/s",
     ]  # fmt: skip
 
 
 SPEED = {"punica": (900, 1000), "continuous_batching": (100, 1250)}
 
 
-def served():
-    fixed = {"figure": "11", "panel": "7B Model", "model": "llama-small", "batch_size": 32, "statistic": "value"}
+def served(model="llama2-7b"):
+    fixed = {"figure": "11", "panel": "7B Model", "model": model, "batch_size": 32, "statistic": "value"}
     rows = []
     for system, values in SPEED.items():
         for workload, value in zip(("Distinct", "Identical"), values, strict=True):
@@ -225,28 +285,26 @@ def served():
     return frame_of(rows)
 
 
-def test_bars_are_relative_to_the_best_system_on_identical():
+def test_speedups_are_over_the_best_baseline():
     rows = served().query("metric == 'throughput'")
-    relative = relative_to_best(rows).set_index(["system", "workload"])["value"]
-    assert relative.to_dict() == {
-        ("punica", "Distinct"): 0.72, ("punica", "Identical"): 0.8,
-        ("continuous_batching", "Distinct"): 0.08, ("continuous_batching", "Identical"): 1.0,
-    }  # fmt: skip
+    assert speedups(rows) == {"Distinct": 9.0, "Identical": 0.8}
+    slower = rows.query("system == 'continuous_batching'").assign(system="static_batching", value=1.0)
+    assert speedups(pd.concat([rows, slower])) == speedups(rows)
+    assert speedups(rows.query("system == 'punica'")) == {}
 
 
-def test_bars_are_relative_to_nothing_where_the_best_may_be_missing():
+def test_cells_without_a_value_are_named():
     """An H100 whose backbone was not measured on Identical showed Punica as the best there."""
     rows = served().query("metric == 'throughput'")
     gap = rows[(rows["system"] == "punica") | (rows["workload"] == "Distinct")]
-    assert relative_to_best(gap).empty
     assert not_measured(rows) == ""
     assert not_measured(gap) == "not measured: continuous batching, one adapter on Identical"
     both = pd.concat([gap, rows.assign(panel="13B Model", model="llama2-13b")])
-    assert not_measured(both) == "not measured: continuous batching, one adapter on Identical, llama-small"
+    assert not_measured(both) == "not measured: continuous batching, one adapter on Identical, llama2-7b"
 
 
 def test_bars_are_labelled_with_two_or_three_digits():
-    labels = {0.0025: "0.0025", 0.846: "0.85", 1.9: "1.90", 7.44: "7.4", 9.97: "10", 24.6: "25", 4087: "4087"}
+    labels = {0.0025: "0.0025", 0.846: "0.85", 1.9: "1.90", 7.44: "7.4", 9.97: "10.0", 24.6: "25", 4087: "4087"}
     assert {value: short(value) for value in labels} == labels
 
 
@@ -258,38 +316,96 @@ def test_a_machine_of_which_only_the_capacity_is_known_has_a_figure_of_load():
     assert not any(axis.lines for axis in figure.axes)
 
 
-def test_serving_bars_have_the_papers_deepspeed_and_say_their_regime():
-    figure = draw_serving(served(), read_figure(PAPER, "11").query("panel == '7B Model'"))
-    written = [text.get_text() for text in figure.axes[0].texts]
-    assert {"68 DS", "635 DS"} <= set(written)
-    assert "DS: DeepSpeed" in figure.legends[0].get_texts()[-1].get_text()
-    title = figure.get_suptitle().replace("\n", " ")
-    assert "256 requests, 8,000 tokens, 2.5 % of them of prompts" in title
-    assert "; one run; " in title
+SEVEN = read_figure(PAPER, "11").query("panel == '7B Model'")
 
 
-def test_a_system_with_wrong_tokens_has_no_bar_in_the_hero_figure():
+def dots_of(axis, face=None):
+    """Values of the dots of an axis: filled ones, or open ones."""
+    lines = [line for line in axis.lines if line.get_linestyle() == "None" and line.get_marker() != "x"]
+    return sorted(float(line.get_ydata()[0]) for line in lines if (line.get_markerfacecolor() == "white") == bool(face))
+
+
+def test_figure_11_has_a_filled_dot_per_system_and_an_open_one_of_the_paper():
+    (axis,) = draw_serving(served(), SEVEN).axes
+    assert axis.get_yscale() == "log"
+    assert dots_of(axis) == [100, 900, 1000, 1250]
+    paper = SEVEN[(SEVEN["metric"] == "throughput") & SEVEN["workload"].isin(["Distinct", "Identical"])]
+    assert {68, 635} <= {round(value) for value in dots_of(axis, "open")}, "DeepSpeed, which the paper alone has"
+    assert len(dots_of(axis, "open")) == len(paper[paper["system"].isin(by_paper_name())])
+    written = [text.get_text() for text in axis.texts]
+    assert any(text.startswith("9.0x (12") for text in written)
+
+
+def test_a_smaller_models_throughput_has_none_of_the_papers_beside_it():
+    """Token/s of a small model stood beside those of 7B on one axis."""
+    for draw_one, count in ((draw_serving, 0), (draw_hero, 0)):
+        (axis,) = draw_one(served("llama-small"), SEVEN).axes
+        assert len(dots_of(axis, "open")) == count
+        assert not [bar for bar in axis.patches if bar.get_facecolor()[:3] == (1, 1, 1)]
+        assert any(text.get_text().startswith("9.0x (12") for text in axis.texts), "ratios compare"
+
+
+def test_a_system_with_wrong_tokens_is_not_drawn():
     wrong = served().query("system == 'punica'").assign(system="punica_last_admitted", value=9e9)
-    paper = read_figure(PAPER, "11").query("panel == '7B Model'")
-    alone, both = (draw_serving(rows, paper) for rows in (served(), pd.concat([served(), wrong])))
-    assert len(alone.axes[0].patches) == len(both.axes[0].patches) > 0
+    alone, both = (draw_serving(rows, SEVEN) for rows in (served(), pd.concat([served(), wrong])))
+    assert dots_of(alone.axes[0]) == dots_of(both.axes[0])
     assert "punica_last_admitted" not in legend_of(both)
 
 
-def test_the_hero_figure_has_policies_beside_the_papers_bars_on_a_linear_axis():
-    paper = read_figure(PAPER, "11").query("panel == '7B Model'")
+def test_the_hero_figure_has_policies_beside_the_papers_bars_from_zero():
     rows = pd.concat([served(), served().query("system == 'punica'").assign(system="hf_peft")])
-    figure = draw_hero(rows, paper)
-    (axis,) = figure.axes
+    (axis,) = draw_hero(rows, SEVEN).axes
+    systems = [name for name in SHOWN if name in set(served()["system"])]
+    assert len(axis.patches) == 2 * len(systems) * len(set(served()["workload"]))
+    open_bars = [bar for bar in axis.patches if bar.get_facecolor()[:3] == (1, 1, 1)]
+    assert len(open_bars) == len(axis.patches) // 2
+    from_zero(axis)
+
+
+def from_zero(axis):
+    """Assert that the bars of an axis can be compared by their lengths."""
     assert axis.get_yscale() == "linear"
     assert axis.get_ylim()[0] == 0
-    systems = [name for name in SHOWN if name in set(served()["system"])]
-    workloads = set(served()["workload"])
-    assert len(axis.patches) == 2 * len(systems) * len(workloads)
-    hatched = [bar.get_hatch() is not None for bar in axis.patches]
-    assert sum(hatched) == len(hatched) // 2
-    expected = {*map(name_of, systems), *(f"paper, A100: {PAPER_NAMES[name]}" for name in systems)}
-    assert set(legend_of(figure)) == expected
+    assert all(bar.get_y() == 0 for bar in axis.patches)
+
+
+RECORDED = REPOSITORY / "results/h200"
+
+
+def recorded(name):
+    return measured_frame(rows_of_repeats(RECORDED / f"{name}.csv"))
+
+
+@pytest.mark.parametrize("hardware", ["h200", "cpu"])
+def test_recorded_bars_begin_at_zero_and_differ_in_colour_or_hatch(hardware):
+    file = REPOSITORY / "results" / hardware / "fig11_textgen.csv"
+    rows = measured_frame(rows_of_repeats(file))
+    figures = [draw_hero(rows, read_figure(PAPER, "11"))]
+    figures += [draw_today(recorded("ext_today"), pd.DataFrame())] if hardware == "h200" else []
+    for figure in figures:
+        for axis in figure.axes:
+            from_zero(axis)
+        looks = [(handle.get_facecolor(), handle.get_edgecolor(), handle.get_hatch())
+                 for handle in figure.legends[0].legend_handles]  # fmt: skip
+        assert len(set(looks)) == len(looks)
+
+
+def test_systems_differ_in_grey_by_hatch_and_marker_within_a_figure():
+    for figure in {figure for one in entries() for figure in one.figures}:
+        here = [style.look(one.name) for one in entries() if figure in one.figures]
+        assert len({(look.colour, look.hatch) for look in here}) == len(here)
+        assert len({look.hatch for look in here}) == len(here)
+
+
+def test_labels_of_section_5_2_do_not_overlap():
+    with style.themed():
+        figure = draw_loading(recorded("sec52_adapter_loading"), pd.DataFrame())
+        figure.draw_without_rendering()
+        for axis in (figure.axes[2], figure.axes[5]):
+            for texts in (axis.get_yticklabels(), axis.texts):
+                boxes = [text.get_window_extent() for text in texts]
+                assert len(boxes) >= 5
+                assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 FOREIGN = ("vllm", "fastertransformer")
@@ -327,17 +443,16 @@ def test_a_policy_on_our_engine_is_named_by_what_it_does(name):
     figure = drawn[name]()
     assert {"continuous batching, one adapter", "static batching, one adapter"} <= set(legend_of(figure))
     assert not [text for text in legend_of(figure) if any(word in text.lower() for word in FOREIGN)]
-    title = figure.get_suptitle().replace("\n", " ")
-    assert "continuous batching: the policy of vLLM (2023), static batching: the policy of FasterTransformer" in title
+    caption = figure.get_supxlabel().replace("\n", " ").lower()
+    assert "continuous batching: the policy of vllm (2023), static batching: the policy of fastertransformer" in caption
 
 
 def test_a_model_of_another_size_does_not_stand_beside_the_papers_70b():
-    for model, bars in (("llama2-7b", 4), ("llama2-70b", 4 + 4), ("llama-tiny", 4)):
+    for model, count in (("llama2-7b", 0), ("llama2-70b", 4), ("llama-tiny", 0)):
         figure = draw_ranks(on_ranks(served(), model), read_figure(PAPER, "12"))
-        above = figure.axes[0]
-        assert ("paper, A100" in legend_of(figure)) == (bars > 4)
-        assert len(above.patches) == bars, model
-        assert ("beside the paper's 70B" in above.get_title()) == (bars > 4)
+        assert len(dots_of(figure.axes[0], "open")) == count, model
+        assert len(dots_of(figure.axes[0])) == 4
+        assert ("paper, A100" in legend_of(figure)) == bool(count)
 
 
 def test_a_title_says_the_repeats_that_each_point_has():
@@ -373,45 +488,37 @@ def test_a_title_names_systems_of_one_model_and_says_that_single_points_have_few
     assert often(*whole, *cell) == "median of 1 to 2 repeats"
 
 
-def test_a_disturbed_bar_is_hollow():
+def test_a_disturbed_dot_is_crossed():
     rows = served()
     hit = (rows["system"] == "punica") & (rows["workload"] == "Distinct") & (rows["metric"] == "throughput")
-    rows = rows.assign(disturbed=hit)
-    above = draw_serving(rows, read_figure(PAPER, "11").query("panel == 'none'")).axes[0]
-    faces = [patch.get_facecolor()[:3] for patch in above.patches]
-    assert faces.count((1.0, 1.0, 1.0)) == 1
+    (axis,) = draw_serving(rows.assign(disturbed=hit), SEVEN).axes
+    assert [list(line.get_ydata()) for line in axis.lines if line.get_marker() == "x"] == [[900]]
 
 
-def test_the_lowest_bar_of_any_panel_is_seen():
-    """13B's slowest bar lay below 7B's scale, which both share."""
-    small = served()
-    slower = small["value"].where(small["metric"] != "throughput", small["value"] / 10)
-    rows = pd.concat([small, small.assign(panel="13B Model", model="llama2-13b", value=slower)])
-    figure = draw_serving(rows, read_figure(PAPER, "11").query("panel == 'none'"))
-    lowest = rows.loc[rows["metric"] == "throughput", "value"].min()
-    for axis in figure.axes[:2]:
-        assert axis.get_ylim()[0] < lowest / 1.4
-
-
-def test_bars_of_all_panels_stand_in_one_order_and_say_how_often_each_was_measured():
+def test_dots_of_all_panels_stand_in_one_order():
     """13B's slowest systems, measured last, stood at its end and 7B's at its beginning."""
     small = served()
-    small = small.assign(repeats=1 + (small["system"] == "punica"))
     again = small.assign(panel="13B Model", model="llama2-13b").iloc[::-1]
     figure = draw_serving(pd.concat([small, again]), read_figure(PAPER, "11").query("panel == 'none'"))
-    colours = [[patch.get_facecolor() for patch in axis.patches[:4]] for axis in figure.axes[:2]]
-    lefts = [[round(patch.get_x(), 6) for patch in axis.patches[:4]] for axis in figure.axes[:2]]
-    assert sorted(zip(*(lefts[0], colours[0]), strict=True)) == sorted(zip(*(lefts[1], colours[1]), strict=True))
-    assert "median of 1 to 2 repeats (continuous batching: 1)" in figure.get_suptitle().replace("\n", " ")
+    at = [sorted((round(line.get_xdata()[0], 6), line.get_color()) for line in axis.lines) for axis in figure.axes]
+    order = [[colour for _, colour in axis] for axis in at]
+    assert order[0][:2] == order[1][:2]
 
 
-def test_a_legend_keeps_within_its_figure():
-    """The last column of a narrow figure's was cut off."""
+def test_legend_and_caption_keep_within_their_figure():
+    """The last column of a narrow figure's legend was cut off."""
     figure = plt.figure(figsize=(4.8, 3.0), layout="constrained")
     handles = [Patch(label=f"a name of some thirty letters {i}") for i in range(6)]
-    style.caption(figure, "title", "here", handles, 4)
-    (legend,) = figure.legends
-    figure.draw_without_rendering()
-    box = legend.get_window_extent()
-    assert box.x0 >= 0
-    assert box.x1 <= figure.bbox.width
+    with style.themed():
+        style.finish(figure, "words of a caption that goes over more than one line, " * 4, handles, 4)
+        figure.draw_without_rendering()
+        (legend,) = figure.legends
+        for box in (legend.get_window_extent(), figure._supxlabel.get_window_extent()):
+            assert box.x0 >= 0
+            assert box.x1 <= figure.bbox.width
+
+
+def test_experiments_without_a_figure_draw_nothing(tmp_path):
+    write_rows(tmp_path / "ext_server.csv", [row(10.0)])
+    assert draw(SERVER, tmp_path / "ext_server.csv", tmp_path / "figures", PAPER) == []
+    assert not (tmp_path / "figures").exists()

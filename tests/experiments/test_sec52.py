@@ -331,8 +331,10 @@ def test_the_figure_shows_every_system_and_the_paper():
         assert [line.get_ydata()[0] for line in model.lines[4:]] == [2, pytest.approx(3.2)]
         assert [line.get_ydata()[0] for line in layer_speed.lines[4:]] == pytest.approx([49.97, 24.985], rel=1e-4)
         assert [line.get_ydata()[0] for line in model_speed.lines[4:]] == pytest.approx([39.98, 24.985], rel=1e-4)
-        assert [bar.get_height() for bar in beside.patches] == [1, 1, 2, 2, 3, 3, 4, 4, 2]  # the last is the paper's
-        assert [bar.get_height() for bar in delay.patches] == [pytest.approx(1.5)] * 4
+        times = [(line.get_marker() == "|", line.get_xdata()[0]) for line in beside.lines]
+        pairs = [pair for system in range(4) for pair in ((True, system + 1), (False, system + 1))]
+        assert times == [*pairs, (False, 2)]  # alone and beside a step; the last is the paper's
+        assert [line.get_xdata()[0] for line in delay.lines[:4]] == [pytest.approx(1.5)] * 4
     finally:
         plt.close(figure)
 
@@ -341,7 +343,7 @@ def test_the_figure_does_without_the_overlap():
     import matplotlib.pyplot as plt
 
     figure = draw_loading(fake_rows(["punica"], ("layer", "model")), pd.DataFrame())
-    assert not figure.axes[2].patches
+    assert not figure.axes[2].lines
     plt.close(figure)
 
 
