@@ -11,7 +11,7 @@ import pandas as pd
 
 from experiments.claims.bounds import Interval
 from experiments.claims.fig11 import CONTINUOUS, MIXED, PUNICA, Serving
-from experiments.claims.finding import Finding, intervals
+from experiments.claims.finding import spans
 from experiments.claims.rows import MET, NO_BOUND, NotMeasured, Rows, markdown
 from punica.workload.popularity import PAPER_WORKLOADS
 
@@ -50,9 +50,10 @@ def asked(rows: pd.DataFrame) -> list[Asked]:
     """Compute the ratios that ``rows`` of one machine give."""
     chosen, on_gpu = Rows(rows[rows["figure"].isin((SERVED, ADAPTERS))]), not (rows["hardware"] == "cpu").any()
     found = _all(chosen)
-    spans = intervals(_values, chosen, _values(chosen))
+    values = [{name: value for name, (value, _) in _all(one).items()} for one in (chosen, *chosen.alone())]
+    known = spans(values[0], values[1:])
     return [
-        Asked(name, value, spans.get(name), bound, meets(value, bound) if on_gpu else None)
+        Asked(name, value, known.get(name), bound, meets(value, bound) if on_gpu else None)
         for name, (value, bound) in found.items()
     ]
 
@@ -74,10 +75,6 @@ def asked_table(found: list[Asked]) -> list[str]:
         span = NO_BOUND if one.span is None else f"{one.span[0]:.3g} to {one.span[1]:.3g}"
         lines.append([one.what, f"{one.value:.3g}", span, NO_BOUND if one.met is None else bound, MET[one.met]])
     return markdown(("asked of an H200", "measured", "runs", "bound", "met"), lines)
-
-
-def _values(rows: Rows) -> Finding:
-    return Finding({name: value for name, (value, _) in _all(rows).items()}, "")
 
 
 def _all(rows: Rows) -> Quantities:

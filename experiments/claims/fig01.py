@@ -1,6 +1,5 @@
 """Figures 1 and 10: steps and layers of a model over the batch (C01 to C04, C22 to C24)."""
 
-
 import pandas as pd
 
 from experiments.claims.finding import Finding, claim
@@ -15,7 +14,7 @@ from experiments.claims.rows import (
     pick,
     ratio,
     smallest_step,
-)
+)  # fmt: skip
 from punica.workload.popularity import PAPER_WORKLOADS
 
 LAST = 32

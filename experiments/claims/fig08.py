@@ -3,7 +3,6 @@
 The shapes are the paper's, at every scale that is judged.
 """
 
-
 import numpy as np
 import pandas as pd
 

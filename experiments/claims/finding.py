@@ -3,7 +3,7 @@
 A function computes from rows and knows no bound: bounds are data (``paper_results/claim_bounds.csv``).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any
@@ -56,12 +56,11 @@ def quantities(function: ClaimFunction, rows: Rows) -> dict[str, float]:
         return {}
 
 
-def intervals(function: ClaimFunction, rows: Rows, finding: Finding) -> dict[str, tuple[float, float]]:
-    """Return the spans of the quantities of ``finding`` over the undisturbed repeats, where these differ."""
+def spans(value: Mapping[str, float], repeats: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+    """Return the spans of the quantities of ``value`` over those of undisturbed repeats, where these differ."""
     known = {}
-    found = [quantities(function, one) for one in rows.alone()]
-    for name, value in finding.quantities.items():
-        span = [value, *(one[name] for one in found if name in one)]
+    for name, middle in value.items():
+        span = [middle, *(one[name] for one in repeats if name in one)]
         if max(span) - min(span) > 1e-9 * max(abs(max(span)), abs(min(span))):
             known[name] = min(span), max(span)
     return known

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from experiments.claims.bounds import Bound, Interval, Outcome, described, missed_bounds, outcome_of, read_bounds
-from experiments.claims.finding import CLAIMS, MEASURED, SIMULATED, Finding, intervals, quantities
+from experiments.claims.finding import CLAIMS, MEASURED, SIMULATED, Finding, quantities, spans
 from experiments.claims.rows import NotMeasured, Rows
 from experiments.facts.models import MODELS
 from experiments.facts.paper import Statement, claim_clocks, paper_file, read_claims
@@ -39,8 +38,6 @@ MEASURED_IN = {"abstract": "11", "text 7.2": "11", "README": "README backbone-vs
 """Place in the paper that is no figure of ours -> the figure whose rows answer it."""
 LAPTOP = "laptop"
 """Scale on a CPU."""
-SHOWN_WITH = {"C46": ("C48", "C50")}
-"""Claims that no table shows alone: these count the same hour otherwise, and are further from the paper."""
 ROLES = {"C27": "13B", "C38": "70B", "C39": "70B", "C40": "70B"}
 """Claims about a model that is not the paper's 7B."""
 
@@ -198,62 +195,54 @@ class Judge:
 
     def _by_clock(self, statement: Statement, clock: str) -> Verdict:
         rows, figures, bounds = self.rows(clock), statement.figure.split(", "), self.bounds.get(statement.id)
+        function, (most, limit) = CLAIMS.get(statement.id), self._limit(statement.id)
         verdict = Verdict(
             statement.id, statement.statement, statement.figure, statement.expected_value, unit=statement.unit,
             relation_tested=described(bounds["relation"]) if bounds else "",
             shape_tested=described(bounds["shape"]) if bounds else "", hardware=self.hardware,
             older_source=", ".join(rows.older(figures)),
         )  # fmt: skip
+        if bounds is None or function is None:
+            return replace(verdict, verdict=NOT_IMPLEMENTED, reason=f"nothing here computes {_place(statement)}")
         try:
-            if bounds is None or statement.id not in CLAIMS:
-                raise NotMeasured(f"nothing here computes {_place(statement.figure)}")
-            finding = CLAIMS[statement.id](rows)
+            finding = function(rows)
             if clock and HOST in rows.timers(figures) and self._timed_unsteadily(statement):
                 raise NotMeasured(NOT_STEADY)
         except NotMeasured as reason:
-            return replace(verdict, **self._unjudged(statement, str(reason), rows))
-        timers = rows.timers(figures) if clock else []
-        return replace(verdict, clock=", ".join(timers), **self._judged(statement, bounds, finding, rows))
-
-    def _unjudged(self, statement: Statement, reason: str, rows: Rows) -> dict[str, Any]:
-        most, limit = self._limit(statement.id)
-        if statement.id not in CLAIMS:
-            return {"verdict": NOT_IMPLEMENTED, "reason": reason}
-        if not scales_of(statement, self.hardware, rows):
-            return {"verdict": NOT_IMPLEMENTED, "reason": f"no script measures {_place(statement.figure)}"}
-        if most == NOT_TESTABLE:
-            return {"verdict": NOT_TESTABLE, "reason": limit}
-        return {"verdict": NOT_MEASURED, "reason": reason, "command": command(statement, self.hardware, rows)}
-
-    def _judged(
-        self, statement: Statement, bounds: Mapping[str, list[Bound]], finding: Finding, rows: Rows
-    ) -> dict[str, Any]:
-        function, measured = CLAIMS[statement.id], finding.kind != SIMULATED
-        known = intervals(function, rows, finding) if measured else {}
-        word, (most, limit) = self.word(statement.id, finding, known), self._limit(statement.id)
+            if not scales_of(statement, self.hardware, rows):
+                return replace(verdict, verdict=NOT_IMPLEMENTED, reason=f"no script measures {_place(statement)}")
+            if most == NOT_TESTABLE:
+                return replace(verdict, verdict=NOT_TESTABLE, reason=limit)
+            how = command(statement, self.hardware, rows)
+            return replace(verdict, verdict=NOT_MEASURED, reason=str(reason), command=how)
+        measured = finding.kind != SIMULATED
+        known = spans(finding.quantities, [quantities(function, one) for one in rows.alone()]) if measured else {}
+        word = self.word(statement.id, finding, known)
+        timers = ", ".join(rows.timers(figures) if clock else [])
         if word == NOT_TESTABLE:
-            return {"verdict": word, "reason": f"{limit}; measured {finding.text}"}
+            return replace(verdict, verdict=word, clock=timers, reason=f"{limit}; measured {finding.text}")
+        if word == NOT_MEASURED:
+            absent = sorted({bound.quantity for bound in bounds["shape"]} - set(finding.quantities))
+            lacking = {"reason": f"the rows do not give {', '.join(absent)}"}
+            verdict = replace(verdict, **lacking, command=command(statement, self.hardware, rows))
         counting = {
             test: [one for one in all_ if one.counts(self.hardware, finding.models)] for test, all_ in bounds.items()
         }
         missed = missed_bounds(counting["relation"], finding.quantities) if word == SIMULATED_SHAPE else ""
         why = self._mechanism(statement.id) if word in (DIFFERS, SIMULATED_SHAPE) else ""
-        absent = sorted({bound.quantity for bound in bounds["shape"]} - set(finding.quantities))
-        limited = f"at most {most}: {limit}" if most else ""
-        return {
-            "our_value": finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
-            "verdict": word,
-            "why": ". ".join(filter(None, (missed, why))),
-            "remark": (_remark(word, counting, finding, known) if measured else "") or limited,
-            "reason": f"the rows do not give {', '.join(absent)}" if word == NOT_MEASURED else "",
-            "command": command(statement, self.hardware, rows) if word == NOT_MEASURED else "",
-            "quantities": "; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),
-            "interval": "; ".join(f"{name}={low:.4g} to {high:.4g}" for name, (low, high) in known.items()),
-            "kind": finding.kind,
-        } | {
+        remark = _remark(word, counting, finding.quantities, known) if measured else ""
+        marks = {
             mark: measured and any(quantities(function, one) != finding.quantities for one in rows.stirred(mark))
             for mark in ("disturbed", "once")
         }
+        return replace(
+            verdict, verdict=word, clock=timers, kind=finding.kind, **marks,
+            our_value=finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
+            why=". ".join(filter(None, (missed, why))),
+            remark=remark or (f"at most {most}: {limit}" if most else ""),
+            quantities="; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),
+            interval="; ".join(f"{name}={low:.4g} to {high:.4g}" for name, (low, high) in known.items()),
+        )  # fmt: skip
 
     def _timed_unsteadily(self, statement: Statement) -> bool:
         return any(name.startswith(tuple(statement.figure.split(", "))) for name in self._unsteady)
@@ -270,20 +259,21 @@ class Judge:
         return [table.loc[id, where] for where in (here, ANY) if (id, where) in table.index]
 
 
-def _remark(word: str, bounds: Mapping[str, list[Bound]], finding: Finding, known: Mapping[str, Interval]) -> str:
+def _remark(
+    word: str, bounds: Mapping[str, list[Bound]], found: Mapping[str, float], known: Mapping[str, Interval]
+) -> str:
     """Say which bounds the value misses, by its median where it is within noise; of a value without an interval, which
     are close by.
     """
-    if word in (NOISE, DIFFERS):
-        missed = [missed_bounds(bounds[test], finding.quantities) for test in ("shape", "relation")]
-        if word == DIFFERS:
-            return f"misses: {missed[0]}"
+    missed = [missed_bounds(bounds[test], found) for test in ("shape", "relation")]
+    if word == DIFFERS:
+        return f"misses: {missed[0]}"
+    if word == NOISE:
         return "; ".join(f"the median: {one}" for one in dict.fromkeys(missed) if one) or "the median meets all bounds"
     close = dict.fromkeys(
-        f"{one.quantity} is {value:.4g}, {100 * gap:.1f} % from its bound {one}"
+        f"{one.quantity} is {found[one.quantity]:.4g}, {100 * gap:.1f} % from its bound {one}"
         for one in (*bounds["relation"], *bounds["shape"])
-        if one.quantity not in known
-        if (value := finding.quantities.get(one.quantity)) is not None and (gap := one.distance(value)) <= EDGE
+        if one.quantity in set(found) - set(known) and (gap := one.distance(found[one.quantity])) <= EDGE
     )
     return f"at the edge: {'; '.join(close)}" if close else ""
 
@@ -299,8 +289,9 @@ def decide(relation: Outcome, shape: Outcome) -> str:
     return REPRODUCED if relation is Outcome.HOLDS else SHAPE
 
 
-def _place(figure: str) -> str:
-    return f"section {figure.removeprefix('text ')} of the text" if figure.startswith("text") else f"figure {figure}"
+def _place(statement: Statement) -> str:
+    section = statement.figure.removeprefix("text ")
+    return f"figure {section}" if section == statement.figure else f"section {section} of the text"
 
 
 def as_frame(verdicts: list[Verdict]) -> pd.DataFrame:

@@ -63,10 +63,9 @@ class Rows:
 
     def figure(self, *names: str) -> pd.DataFrame:
         """Return all rows of the figures whose name is, or begins with, one of ``names``; NotMeasured without any."""
-        found = self._named(names)
+        found = _named(self._figures, names)
         if not found:
-            smoke = any(_one_of(figure, names) for figure in self._smoke)
-            hint = " (only at scale=smoke, whose numbers mean nothing)" if smoke else ""
+            hint = " (only at scale=smoke, whose numbers mean nothing)" if _named(self._smoke, names) else ""
             raise NotMeasured(f"no rows of figure {' or '.join(names)} yet{hint}")
         frame = self._figures[found[0]] if len(found) == 1 else pd.concat([self._figures[name] for name in found])
         return frame.assign(value=self._values[frame.index])
@@ -88,14 +87,11 @@ class Rows:
 
     def timers(self, names: Sequence[str]) -> list[str]:
         """Return the clocks that timed the chosen rows of the figures ``names``."""
-        return sorted({timer for figure in self._named(names) for timer in self._figures[figure]["timer"]} - {""})
+        return sorted({timer for one in _named(self._figures, names) for timer in self._figures[one]["timer"]} - {""})
 
     def older(self, names: Sequence[str]) -> list[str]:
         """Return those of the figures ``names`` with rows of other code than today's."""
-        return [figure for figure in self._older if _one_of(figure, names)]
-
-    def _named(self, names: Sequence[str]) -> list[str]:
-        return [figure for figure in self._figures if _one_of(figure, names)]
+        return _named(self._older, names)
 
     def _alone(self) -> list["Rows"]:
         """Return the rows by undisturbed repeat; a point without that repeat keeps its number."""
@@ -143,32 +139,34 @@ def _by_repeat(chosen: pd.DataFrame, points: pd.Series) -> tuple[np.ndarray, np.
     return table, quiet
 
 
-def _one_of(figure: str, names: Sequence[str]) -> bool:
-    return any(figure == name or (not name.isdigit() and figure.startswith(name)) for name in names)
+def _named(figures: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return the figures that are, or whose title begins with, one of ``names``."""
+    begins = tuple(itertools.filterfalse(str.isdigit, names))
+    return [figure for figure in figures if figure in names or figure.startswith(begins)]
+
+
+PLAYERS = {
+    role: [*names, *(name for name, played in STAND_INS.items() if played == role)] for role, names in MODELS.items()
+}
+"""The paper's role -> models that play it, first choice first."""
 
 
 def model_for(frame: pd.DataFrame, role: str) -> str:
     """Return the model in ``frame`` that plays ``role`` ("7B", "13B", "70B"); NotMeasured without one."""
-    players = _players(role)
     present = set(frame["model"].to_numpy())
-    for name in players:
+    for name in PLAYERS[role]:
         if name in present:
             return name
-    raise NotMeasured(f"no rows of the {role} model ({', '.join(players)})")
+    raise NotMeasured(f"no rows of the {role} model ({', '.join(PLAYERS[role])})")
 
 
 def models_in(frame: pd.DataFrame, roles: Sequence[str]) -> dict[str, str]:
     """Map the ``roles`` that ``frame`` covers to their models; NotMeasured when it covers none."""
     present = set(frame["model"])
-    found = {role: model_for(frame, role) for role in roles if present & set(_players(role))}
+    found = {role: model_for(frame, role) for role in roles if present & set(PLAYERS[role])}
     if not found:
         raise NotMeasured(f"no rows of a {' or '.join(roles)} model")
     return found
-
-
-def _players(role: str) -> list[str]:
-    """Return models that play the paper's ``role``, first choice first."""
-    return [*MODELS[role], *(name for name, played in STAND_INS.items() if played == role)]
 
 
 def pick(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:

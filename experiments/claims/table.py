@@ -1,4 +1,4 @@
-"""The verdict table for people, one column per machine where there are several; and what noise cost.
+"""The verdict table for people, and how sure its verdicts are.
 
 A verdict is decided when no bound is inside an interval. One that rests on disturbed points and on points of a single
 run is not decided: no interval tells what the disturbance did.
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.claims.judge import DECIDED, JUDGED, NOISE, VERDICTS, Stability, Verdict, counts
+from experiments.claims.finding import MEASURED, SIMULATED
+from experiments.claims.judge import DECIDED, JUDGED, VERDICTS, Stability, Verdict, counts
 from experiments.claims.rows import markdown
 
 COLUMNS = ("claim", "statement", "paper", "ours", "tested", "verdict", "why it differs", "figure")
@@ -30,36 +31,23 @@ def total(verdicts: Sequence[Verdict]) -> str:
 
 def verdict_table(verdicts: Sequence[Verdict], figures: Path, target: Path) -> list[str]:
     """Build lines of Markdown; links to pictures in ``figures`` are relative to ``target``."""
-    return markdown(COLUMNS, (_cells(verdict, figures, target) for verdict in verdicts))
-
-
-def machine_table(machines: Mapping[str, Sequence[Verdict]]) -> list[str]:
-    """Build lines of Markdown: each claim's verdict on each of ``machines`` (name -> verdicts on the same claims)."""
-    claims = zip(*machines.values(), strict=True)
-    lines = [[same[0].id, same[0].statement, *(marked(verdict) for verdict in same)] for same in claims]
-    found = [counts(list(verdicts)) for verdicts in machines.values()]
-    occurring = [name for name in VERDICTS if any(one[name] for one in found)]
-    totals = [["", f"**{name}**", *(str(one[name]) for one in found)] for name in occurring]
-    return markdown(("claim", "statement", *machines), [*lines, *totals])
+    lines = []
+    for one in verdicts:
+        value = one.our_value + (" *(simulated)*" if one.kind == SIMULATED else "")
+        interval = f"interval {one.interval}" if one.interval else ""
+        how = f"`{one.command}`" if one.command else ""
+        ours = "; ".join(filter(None, (value, interval, one.remark, one.other_clock, one.reason, how)))
+        tests = (("paper", one.relation_tested), ("shape", one.shape_tested))
+        tested = "; ".join(f"{name}: {bounds}" for name, bounds in tests if bounds)
+        about = [one.id, one.statement, one.paper_value, ours, tested, f"**{marked(one)}**", one.why or "-"]
+        lines.append([*about, figure_links(one.figure, figures, target)])
+    return markdown(COLUMNS, lines)
 
 
 def marked(verdict: Verdict) -> str:
     """Return the verdict with its marks."""
     marks = {DISTURBED: verdict.disturbed, ONCE: verdict.once, OTHER_CLOCK: verdict.clock_missing}
     return verdict.verdict + "".join(mark for mark, holds in marks.items() if holds)
-
-
-def _cells(verdict: Verdict, figures: Path, target: Path) -> list[str]:
-    ours = verdict.our_value + (" *(simulated)*" if verdict.kind == "simulated" else "")
-    interval = f"interval {verdict.interval}" if verdict.interval else ""
-    how = f"`{verdict.command}`" if verdict.command else ""
-    beside = (interval, verdict.remark, verdict.other_clock, verdict.reason, how)
-    ours = "; ".join(part for part in (ours, *beside) if part)
-    tests = [("paper", verdict.relation_tested), ("shape", verdict.shape_tested)]
-    tested = "; ".join(f"{name}: {bounds}" for name, bounds in tests if bounds)
-    judged = f"**{marked(verdict)}**"
-    about = [verdict.id, verdict.statement, verdict.paper_value, ours, tested, judged, verdict.why or "-"]
-    return [*about, figure_links(verdict.figure, figures, target)]
 
 
 def figure_links(figure: str, figures: Path, target: Path) -> str:
@@ -97,7 +85,7 @@ def disturbance(rows: pd.DataFrame) -> str:
 
 def certainty(verdicts: Sequence[Verdict]) -> str:
     """Describe how many verdicts on measurements are decided, in a line; empty when nothing was measured."""
-    measured = _on_measurements(verdicts)
+    measured = [one for one in verdicts if one.verdict in JUDGED and one.kind == MEASURED]
     if not measured:
         return ""
     once = sum(verdict.once for verdict in measured)
@@ -117,20 +105,3 @@ def steadiness(stable: Mapping[str, Stability]) -> str:
     turned = [f"{id} {one}" for id, one in stable.items() if one.same < one.of]
     text = f"Other choices of the repeats that count: {len(stable) - len(turned)} of {len(stable)} verdicts stay"
     return f"{text}. By value alone, without intervals: {'; '.join(turned)}." if turned else f"{text}."
-
-
-def noise(verdicts: Sequence[Verdict], rows: pd.DataFrame, stable: Mapping[str, Stability]) -> str:
-    """Describe what noise cost, in a line: disturbed points, the verdicts on them, those within noise, and those that
-    other choices of the repeats turn.
-    """
-    known, disturbed = disturbed_points(rows)
-    measured = _on_measurements(verdicts)
-    hit, undecided = sum(one.disturbed for one in measured), sum(one.verdict == NOISE for one in measured)
-    share = f"{sum(disturbed.values())} of {known} points were disturbed" if known else "not known of these rows"
-    text = f"Noise: {share}; {hit} of {len(measured)} verdicts rest on such, {undecided} are {NOISE}"
-    turned = sum(one.same < one.of for one in stable.values())
-    return f"{text}; other repeats would turn {turned} of {len(stable)}." if stable else f"{text}."
-
-
-def _on_measurements(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    return [verdict for verdict in verdicts if verdict.verdict in JUDGED and verdict.kind == "measured"]

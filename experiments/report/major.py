@@ -51,7 +51,7 @@ MAJOR = (
     Major("LoRA adds about 2 ms to a token", {"C41": "extra_ms"}),
     Major("an adapter loads within a step", {"C42": "model_ms", "C43": "load_over_step"},
           "a load runs on the cores of the step"),
-    Major("70B on several GPUs shows the same", {"C38": "min_over_max"},
+    Major("70B on several GPUs shows the same", {"C38": "own_over_bytes"},
           "no model stands in for 70B on a CPU"),
     Major("GPUs of a cluster run full or idle (simulated)", {"C46": "share", "C48": "peak", "C50": "per_gpu"}),
 )  # fmt: skip

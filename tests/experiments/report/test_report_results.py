@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.claims.table import certainty, marked, noise, total
+from experiments.claims.table import certainty, marked, total
 from experiments.harness.clocks import NOT_STEADY
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
@@ -59,9 +59,6 @@ def test_disturbed_points_are_counted_and_mark_their_verdicts(places):
     assert f"Disturbed points: 1 of 2 (50.0 %); figure 1: 1. {busy}" in report.notes
     first = next(line for line in report.text.splitlines() if line.startswith("| C01"))
     assert "**reproduced\u2020\u2021**" in first
-    assert noise(report.verdicts, report.machine.rows, report.machine.stability) == (
-        "Noise: 1 of 2 points were disturbed; 2 of 2 verdicts rest on such, 0 are within noise."
-    )
 
 
 def test_each_clock_has_its_table_and_the_head_has_both_counts(places):
@@ -168,6 +165,4 @@ def test_verdicts_whose_bounds_repeats_cross_are_counted_as_noise(places):
     write_rows(places.fresh_rows / "fig01_batching.csv", rows)
     report = write_report(places)
     assert report.verdicts[0].verdict == "within noise"
-    said = noise(report.verdicts, report.machine.rows, report.machine.stability)
-    assert "not known of these rows; 0 of 2 verdicts rest on such, 2 are within noise; other repeats would turn" in said
     assert any(note.startswith("Other choices of the repeats that count: ") for note in report.notes)
