@@ -45,10 +45,9 @@ def batch_main(name: str, doc: str, job: Callable[[DictConfig], int], *reads: st
 
 def refuse_keys_of_one_figure() -> None:
     """Raise `ConfigError` for the first word of the command line that sets a key of `figure`, which each has."""
-    for word in sys.argv[1:]:
-        if re.match(r"\+*figure[.=@]", word):
-            own = f"python -m experiments.fig08_lora_operator {word}"
-            raise ConfigError(f"{word} is of one figure, and this command takes many: give it to a script, as in {own}")
+    if word := next((word for word in sys.argv[1:] if re.match(r"\+*figure[.=@]", word)), ""):
+        own = f"python -m experiments.fig08_lora_operator {word}"
+        raise ConfigError(f"{word} is of one figure, and this command takes many: give it to a script, as in {own}")
 
 
 def sides(places: Folders, source: str) -> dict[str, tuple[Path, Path]]:
@@ -67,10 +66,7 @@ def composed(experiment: Experiment) -> DictConfig:
 
 
 def each(cfg: DictConfig, step: Callable[[Experiment], Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """`step(experiment)` for each chosen figure: results by name, and what went wrong by name.
-
-    One figure that fails does not stop the others, see `noted`; a full disk does.
-    """
+    """`step(experiment)` for each chosen figure: results by name, and what went wrong by name, see `noted`."""
     results: dict[str, Any] = {}
     failures: dict[str, str] = {}
     for experiment in experiments(cfg.figures):

@@ -32,30 +32,8 @@ TITLES = {
     "fp8": "FP8: adapters in e4m3 beside the same ones in 16 bits",
 }
 """Table -> its heading, in the order of the page."""
-LEGEND = """\
-Microseconds per operator, medians. Weights come from HBM: one CUDA graph over more than 256 MB of inputs in turns.
-Every result was checked against float32 references in the same run.
-
-| column | what |
-|---|---|
-| `floor` | bytes that must move, over 4.25 TB/s |
-| `two-kernel stream` | two kernels that only read those bytes, interpolated from the anchors' measurement on an H200 |
-| `punica` | the flat operator; both kernels start early, behind one another, as in a chain of LoRA operators |
-| `wrapper` | what a layer calls, at its defaults: 64 slots, the table of true ranks |
-| `wrapper, normal launch` | the same with `LoRAConfig(pdl=False)` |
-| `normal shrink` | as `wrapper`, only expand starts early: the like-for-like column |
-| `no overlap` | the flat operator with plain launches |
-| `rank table` | as `punica`, true ranks read from a table |
-| `eager` | host time per call; uneven on the GPUs' hosts (`docs/limitations.md`) |
-| `best existing`, `us` | the fastest public kernel of that row on an H200 (`paper_results/anchors*.csv`) |
-| `ratio` | theirs over ours |
-| `fp8` | A and B in FP8 with a scale for each channel, activations as they are |
-| `fp8 w8a8`; `fp8 w8a8, x too` | x given as FP8 with its scales; x quantised in the call |
-"""
-EXPERTS = """\
-`python -m experiments.ext_expert_tables`. `sum`: w13 and w2. `delta`: outputs are overwritten, as the fastest public
-kernel does. `alignment`: grouping of rows by adapter and expert, once a layer; empty where nothing is launched.
-"""
+LEGEND = "Microseconds per operator, medians. [Operators](../../docs/operators.md#columns) explains the columns."
+EXPERTS = "`python -m experiments.ext_expert_tables`."
 
 
 def write_operator_tables(machine: Machine, target: Path) -> list[Path]:
@@ -63,7 +41,7 @@ def write_operator_tables(machine: Machine, target: Path) -> list[Path]:
     ours, of_experts = machine.points(OPERATOR_TABLES), machine.points(EXPERT_TABLES)
     if ours.empty:
         return []
-    parts = [GENERATED, "# The LoRA operator against public kernels", "", COMMAND, measured_on(ours), "", LEGEND]
+    parts = [GENERATED, "# The LoRA operator against public kernels", "", COMMAND, measured_on(ours), "", LEGEND, ""]
     for table, title in TITLES.items():
         found = lines(table)
         for line in found:
@@ -74,7 +52,7 @@ def write_operator_tables(machine: Machine, target: Path) -> list[Path]:
         batches = experts.lines()
         for batch in batches:
             _fill(batch, of_experts, batch.label)
-        head = f"{EXPERTS}\n{measured_on(of_experts)}"
+        head = f"{EXPERTS} {measured_on(of_experts)}"
         parts += ["## Experts: LoRA of w13 and of w2, rank 16", "", head, "", *_as_markdown(experts.show(batches)), ""]
     target.write_text("\n".join(parts), encoding="utf-8")
     return [target]

@@ -5,6 +5,7 @@ It loads nothing: style, script and figures are inside. Figures are lossless Web
 
 import base64
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -22,28 +23,16 @@ from experiments.claims.judge import (
     SIMULATED_SHAPE,
     SIMULATED_TOO,
     VERDICTS,
-    counts,
     scripts,
 )
 from experiments.claims.table import marked
 from experiments.harness.catalogue import experiments
 from experiments.plots.frames import distinct
+from experiments.report import results
 from experiments.report.machines import Machine, columns
 from experiments.report.reproducing import title_of
-from experiments.report.results import (
-    FOUND,
-    MARKS,
-    MIDDLE,
-    NO_TRIALS,
-    findings,
-    measured_on,
-    notes,
-    serving_tables,
-    trials_table,
-)
 
 PAGE = "report.html"
-TEMPLATES = Path(__file__).parent / "templates"
 TONES = {
     "good": (REPRODUCED,), "half": (SHAPE,), "bad": (DIFFERS,),
     "aside": (ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE),
@@ -56,24 +45,21 @@ METHOD = 2
 def write_page(machines: Sequence[Machine], pages: Sequence[Path], target: Path) -> Path:
     """Write the page of ``machines``, the first of which comes first, to ``target``; it links their ``pages``."""
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
+        loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     sides, figures = columns(machines), list(_figures(machines))
+    counts = {name: Counter(one.verdict for one in verdicts) for name, verdicts in sides.items()}
     html = environment.get_template("page.html.j2").render(
         names=list(sides),
-        summaries={name: _summary(verdicts) for name, verdicts in sides.items()},
-        verdicts=[name for name in VERDICTS if any(one.verdict == name for side in sides.values() for one in side)],
+        summaries={name: {word: found[word] for word in VERDICTS if found[word]} for name, found in counts.items()},
+        verdicts=[word for word in VERDICTS if any(found[word] for found in counts.values())],
         claims=list(_claims(sides)),
         machines=[_machine(*one, target) for one in zip(machines, pages, strict=True)],
         figures=figures,
         drawn={figure["name"] for figure in figures},
-        found_head=FOUND,
-        no_trials=NO_TRIALS,
-        legend=MARKS,
-        middle=MIDDLE,
-        tone=tone,
-    )
+        found_head=results.FOUND, no_trials=results.NO_TRIALS, legend=results.MARKS, middle=results.MIDDLE, tone=tone,
+    )  # fmt: skip
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(html, encoding="utf-8")
     return target
@@ -84,32 +70,22 @@ def tone(verdict: str) -> str:
     return next((name for name, verdicts in TONES.items() if verdict in verdicts), "plain")
 
 
-def _summary(verdicts: Sequence[Verdict]) -> dict[str, int]:
-    return {name: number for name, number in counts(list(verdicts)).items() if number}
-
-
 def _claims(sides: dict[str, Sequence[Verdict]]) -> Iterator[dict[str, Any]]:
     for same in zip(*sides.values(), strict=True):
-        first = same[0]
-        names = [name for name in first.figure.split(", ") if name in scripts()]
-        yield {
-            "claim": first,
-            "figures": {name: scripts()[name] for name in names},
-            "cells": [
-                {"side": side, "verdict": one, "said": marked(one), "order": VERDICTS.index(one.verdict)}
-                for side, one in zip(sides, same, strict=True)
-            ],
-        }
+        figures = {name: scripts()[name] for name in same[0].figure.split(", ") if name in scripts()}
+        cells = [{"side": side, "verdict": one, "said": marked(one), "order": VERDICTS.index(one.verdict)}
+                 for side, one in zip(sides, same, strict=True)]  # fmt: skip
+        yield {"claim": same[0], "figures": figures, "cells": cells}
 
 
 def _machine(machine: Machine, page: Path, target: Path) -> dict[str, Any]:
     return {
         "name": machine.name,
-        "measured": measured_on(machine.rows),
-        "notes": notes(machine.verdicts, machine.rows, machine.stability),
-        "serving": list(serving_tables(machine)),
-        "findings": list(findings(machine)),
-        "trials": trials_table(machine.folder),
+        "measured": results.measured_on(machine.rows),
+        "notes": results.notes(machine.verdicts, machine.rows, machine.stability),
+        "serving": list(results.serving_tables(machine)),
+        "findings": list(results.findings(machine)),
+        "trials": results.trials_table(machine.folder),
         "files": {page.name: Path(os.path.relpath(page, target.parent)).as_posix()} if page.exists() else {},
     }
 

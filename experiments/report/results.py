@@ -212,22 +212,18 @@ def predicted(rows: pd.DataFrame, paper: Path) -> tuple[str, list[str]]:
     found = predictions(rows, paper)
     if not found:
         return "", []
-    intro = (
-        "Simulated, not measured: a virtual clock around the cluster's scheduling policy, with steps that take what a "
-        "cost model says."
-    )
+    intro = ["Simulated, not measured: a virtual clock around the cluster's scheduling policy; steps take what a cost "
+             "model says."]  # fmt: skip
     if not all(one.panel for one in found):
-        intro += (
-            " Nothing was fitted to what it is compared with here, but the simulator's constant for steps with a "
-            f"prompt came in while p99 was compared (commit {COMPARED})."
-        )
+        intro.append("Nothing was fitted to what it is compared with here, but the simulator's constant for steps with "
+                     f"a prompt came in while p99 was compared (commit {COMPARED}).")  # fmt: skip
     if any(one.panel for one in found):
-        intro += " The simulator of the rows on Ray was fitted to steps of its runners in a rehearsal."
+        intro.append("The simulator of the rows on Ray was fitted to steps of its runners in a rehearsal.")
     lines = prediction_table(found)
     lines += [line for one in (remains(found), sensitivity(rows, paper)) if one for line in ("", one)]
     if residuals := residual_table(rows):
         lines += ["", "What the cost models were fitted to, and how far they are from it:", "", *residuals]
-    return intro, lines
+    return " ".join(intro), lines
 
 
 def trials_table(folder: Path) -> Table | None:
