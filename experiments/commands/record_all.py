@@ -5,8 +5,8 @@
 
 `conf/recording.yaml` lists the sets, in the order of the claims. Those that decide claims are measured first, in
 rounds, one repeat of all of them before the next: a cut run leaves whole claims, and repeats are of different times or
-machines. Sets without claims follow. On a machine with several GPUs as many sets are measured at once, each on GPUs of
-its own with a share of the cores, so that the CPU time of others counts as no disturbance.
+machines. Sets without claims follow. Several GPUs measure a set each, with a share of the cores. So the CPU time of the
+others counts as no disturbance.
 
 A call ends after `limit` minutes, and the same command continues: `outputs/<hardware>/record_all.json` says what is
 done, at which commit. A set that the limit stopped is measured after its kin; one of more minutes than `limit` is not

@@ -37,13 +37,13 @@ RECORDED = "recorded"
 
 def choose(places: Folders, source: str) -> str:
     """Decide between `fresh` and `recorded` rows. ConfigError when those of ``source`` have none."""
+    looked = []
     for name, (rows, _) in sides(places, source).items():
         if rows_files(rows) or (name == RECORDED and recorded_folders(places.recorded_rows.parent)):
             return name
-    folders_of = {name: rows for name, (rows, _) in sides(places, source).items()}
-    looked = " and ".join(str(rows.parent if name == RECORDED else rows) for name, rows in folders_of.items())
-    other = "" if source != "fresh" else ", or judge recorded ones: make report ARGS=source=recorded"
-    raise ConfigError(f"no rows in {looked}: measure them with make reproduce{other}")
+        looked.append(str(rows.parent if name == RECORDED else rows))
+    other = ", or judge recorded ones: make report ARGS=source=recorded" if source == "fresh" else ""
+    raise ConfigError(f"no rows in {' and '.join(looked)}: measure them with make reproduce{other}")
 
 
 def write_fresh(places: Folders) -> tuple[Machine, list[Path]]:
@@ -77,9 +77,8 @@ def report(cfg: DictConfig) -> int:
     if choose(places, cfg.source) == RECORDED:
         if any(override.startswith("hardware=") for override in given()):
             raise ConfigError("hardware= would change nothing, recorded rows are reported all: leave it out")
-        results, figures = places.recorded_rows.parent, places.recorded_figures.parent
-        page = REPOSITORY / cfg.paths.outputs / PAGE
-        machines, files = write_recorded(results, figures, places.paper, page)
+        results = places.recorded_rows.parent, places.recorded_figures.parent, places.paper
+        machines, files = write_recorded(*results, REPOSITORY / cfg.paths.outputs / PAGE)
     else:
         here, files = write_fresh(places)
         machines = [here]

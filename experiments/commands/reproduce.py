@@ -62,17 +62,14 @@ def reproduce(cfg: DictConfig) -> int:
     print("\n".join(["", *failed(failures, outcomes), *said]), file=sys.stderr, flush=True)
     if not sys.stdout.isatty():  # for programs
         finish(
-            command="reproduce",
-            failed=failures,
-            measured=changed,
+            command="reproduce", failed=failures, measured=changed,
             up_to_date=[name for name in outcomes if name not in changed],
             figures=[path for outcome in outcomes.values() for path in outcome.figures if path.endswith(".png")],
             disturbed={name: outcome.disturbed for name, outcome in outcomes.items() if outcome.disturbed},
             left_out={name: outcome.left_out for name, outcome in outcomes.items() if outcome.left_out},
             rows_files=[outcome.rows_file for outcome in outcomes.values()],
-            report=report,
-            seconds=round(time.perf_counter() - started, 2),
-        )
+            report=report, seconds=round(time.perf_counter() - started, 2),
+        )  # fmt: skip
     return 1 if failures else 0
 
 
@@ -122,14 +119,13 @@ def _report(cfg: DictConfig, changed: bool) -> tuple[str, list[str]]:
     from experiments.report.ending import ending
 
     places = folders(cfg)
-    table = places.fresh_rows.parent / "claims.md"
-    if not places.fresh_rows.is_dir():
+    page, rows = places.fresh_rows.with_name(PAGE), [*places.fresh_rows.glob("*.csv")]
+    if not rows:
         return "", []
-    page, rows = table.with_name(PAGE), places.fresh_rows.glob("*.csv")
     written = page.stat().st_mtime if page.exists() else -math.inf
-    if changed or any(path.stat().st_mtime > written for path in rows):
-        return str(table), ending(*write_fresh(places))
-    return str(table), [f"Nothing new was measured; the report is {page}"]
+    stale = changed or any(path.stat().st_mtime > written for path in rows)
+    lines = ending(*write_fresh(places)) if stale else [f"Nothing new was measured; the report is {page}"]
+    return str(page.with_name("claims.md")), lines
 
 
 if __name__ == "__main__":

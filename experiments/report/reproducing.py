@@ -20,7 +20,7 @@ from experiments.harness.counted import SCALES
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import CONF
 from experiments.plots.frames import distinct
-from experiments.report.expected import CPU_FLOOR, FLOOR, TIMES, claim_ranges
+from experiments.report.expected import claim_ranges
 from experiments.report.machines import Machine
 from experiments.report.major import MAJOR, in_order
 
@@ -28,23 +28,15 @@ GENERATED = "<!-- written by: make report ARGS=source=recorded -->"
 INTRODUCTION = """\
 `make reproduce` measures and judges all figures on your machine; `make check` holds your rows against recorded ones.
 
-**Minutes** are those that `make reproduce` gives the figures of a claim on a CPU (`conf/figure/*.yaml`); all figures
-have {laptop:.0f}. **GPU hours** are the minutes of a claim's recorded sets, times their rounds and GPUs, and **memory**
-is what the largest of them needs (`conf/recording.yaml`); both are expected, not measured. Claims share sets: those
-that carry the paper take {hours:.1f} GPU hours together. **Disk** is that of the figures' recorded rows and samples.
-Weights, adapters and requests are made from seeds, so nothing else is fetched or kept. Human minutes were not measured.
+**Minutes** are those that `make reproduce` gives a claim's figures on a CPU (`conf/figure/*.yaml`): {laptop:.0f} in
+all. **GPU hours** are the minutes of a claim's recorded sets, times their rounds and GPUs, and **memory** is what the
+largest of them needs (`conf/recording.yaml`); both are expected, not measured. Claims share sets: those that carry the
+paper take {hours:.1f} GPU hours together. **Disk** is that of the figures' recorded rows and samples: nothing else is
+fetched or kept. **Ranges** follow [one rule](docs/running.md#expected-ranges). Human minutes were not measured.
 
-**Commands** without `scale=` measure at `laptop` on a CPU and on a GPU below 75 GB, at `gpu` on a larger one. The
-command of a claim on a GPU is of the scale of its recorded rows. It measures Llama-2 7B: ranges that also hold 13B need
-it once more with `model=llama2-13b`. `make record-all` measures the recorded sets.
-
-**Ranges.** A range reaches {times:g} times as far as the farthest recorded repeat, and never less than {floor:.0%}, or
-than a factor of {cpu:g} for times and ratios that a CPU measured. There two runs on one machine differ by more than the
-repeats of one. Ranges are factors for times, throughputs and ratios, linear for shares, correlations and differences,
-and cut to what is possible (`paper_results/claim_quantities.csv`). Other measurements are held as ratios to recorded
-ones (`results/<hardware>/expected`), by the median over common points, and only on the recorded device. Where the
-machine has another speed than recorded, by the calibrations between points, `make check` counts no measurement that is
-outside, and no measured claim. Its status is 1 when one that counts is outside.
+**Commands** without `scale=` choose it by the machine ([scales](docs/running.md#one-dial)). The command of a claim on a
+GPU is of the scale of its recorded rows. It measures Llama-2 7B: ranges that also hold 13B need it once more with
+`model=llama2-13b`. `make record-all` measures all recorded sets.
 """
 _COST = re.compile(r"^Cost(?: at scale=laptop)?(.+?)(?:\.\s|:\n|\.?\Z)", re.MULTILINE | re.DOTALL)
 UNKNOWN, NOT_STATED = "-", "not stated"
@@ -55,7 +47,7 @@ def write_reproducing(machines: Sequence[Machine], paper: Path, target: Path) ->
     """Write the page on ``machines``, the recorded ones, to ``target``; ``paper`` is ``paper_results``."""
     laptop = sum(minutes(one.name, "laptop") or 0.0 for one in experiments())
     carried = {id for one in MAJOR for id in one.claims}
-    said = INTRODUCTION.format(times=TIMES, floor=FLOOR, cpu=1 + CPU_FLOOR, laptop=laptop, hours=gpu_cost(carried)[0])
+    said = INTRODUCTION.format(laptop=laptop, hours=gpu_cost(carried)[0])
     head, lines = claims_table(machines, paper)
     parts = [GENERATED, "# Reproducing", "", said, "## The claims that carry the paper", ""]
     parts += [*markdown(head, lines[: len(carried)]), "", "## The other claims", ""]
