@@ -36,9 +36,9 @@ sys.path.insert(
 )  # fmt: skip
 from experiments.claims.bounds import described, read_bounds
 from experiments.claims.judge import VERDICTS
-from experiments.report.expected import claim_ranges
 from experiments.facts.disagreements import read_disagreements
 from experiments.facts.paper import read_claims
+from experiments.report.expected import claim_ranges
 from experiments.report.machines import recorded_folders
 from notebooks.stored_rows import as_markdown
 from punica.measure.records import read_rows

@@ -34,7 +34,8 @@ sys.path.insert(
     0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
             if (f / "paper_results").is_dir())
 )  # fmt: skip
-from experiments.claims.fig12 import ranks_table
+from experiments.claims.fig11 import ranks_table
+from experiments.claims.fig13 import runners_table
 from experiments.claims.placement import placement_verdicts
 from experiments.claims.predictions import (
     prediction_table,
@@ -43,7 +44,6 @@ from experiments.claims.predictions import (
     residual_table,
     sensitivity,
 )
-from experiments.claims.runners import runners_table
 from experiments.ext_cluster_scale import EXPERIMENT as SCALE
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.fig12_textgen_70b import EXPERIMENT as FIG12

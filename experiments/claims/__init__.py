@@ -15,7 +15,7 @@ A new claim is a function with `@claim("C45")` in the module of its figure, its 
 ``paper_results/claim_bounds.csv``, and, where it differs, the mechanism in ``paper_results/claim_mechanisms.csv``.
 """
 
-from experiments.claims import fig01, fig07, fig08, fig11, fig12, fig13, text  # they fill CLAIMS
+from experiments.claims import fig01, fig08, fig11, fig13, text  # they fill CLAIMS
 from experiments.claims.finding import CLAIMS, Finding, claim
 from experiments.claims.judge import VERDICTS, Verdict, as_frame, counts, decide, judge
 from experiments.claims.rows import NotMeasured

@@ -1,34 +1,88 @@
-"""Figures 8, 9 and the README's: SGMV against the other ways to apply LoRA, and over ranks (C09 to C21, C51, C52).
-
-The shapes are the paper's, at every scale that is judged.
+"""Figures 7, 8, 9 and the README's: SGMV's roofline, beside other ways to apply LoRA, and over ranks (C05 to C21, C51,
+C52). The shapes are the paper's, at every scale that is judged.
 """
 
 import numpy as np
 import pandas as pd
 
-from experiments.claims.fig07 import SHARED, latency_of
 from experiments.claims.finding import SIMULATED, Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, correlation, curve, numbers, pick, ratio, smallest_step
 from experiments.facts.models import SECONDS
+from punica.measure.roofline import sgmv_flop, sgmv_intensity
 from punica.workload.popularity import PAPER_WORKLOADS, popularity
 
-README = "README"
-BACKBONE = "backbone X@W"
-RANK = 16
+README, BACKBONE = "README", "backbone X@W"
+SHARED = ("Uniform", "Skewed", "Identical")
 ORDER = ("Distinct", "Skewed", "Uniform", "Identical")
 """Workloads from the most adapters to the fewest."""
+H_IN, H_OUT, RANK = 16, 4096, 16
+
+
+def _latency(rows: Rows, system: str, workload: str) -> pd.Series:
+    """Return Figure 8's latency of an operator by batch size."""
+    return curve(rows.figure("8"), "latency", system=system, workload=workload, rank=RANK)
+
+
+def _flops(rows: Rows, workload: str) -> pd.Series:
+    """Return achieved FLOP/s by batch size: the row itself, or from its latency."""
+    frame, sgmv = rows.figure("7"), {"system": "SGMV", "workload": workload, "rank": H_IN}
+    try:
+        return curve(frame, "achieved_flops", **sgmv)
+    except NotMeasured:
+        latency = curve(frame, "latency", **sgmv)
+        unit = SECONDS[frame.loc[frame["metric"] == "latency", "unit"].iloc[0]]
+        return [sgmv_flop(int(size), H_IN, H_OUT) for size in latency.index] / (latency * unit)
+
+
+@claim("C05")
+def distinct_intensity_is_constant(rows: Rows) -> Finding:
+    """FLOP per byte of Distinct at every batch size, by the paper's formula (two bytes per element)."""
+    models = popularity("Distinct").number_of_adapters
+    intensity = [sgmv_intensity(size, models(size), H_IN, H_OUT) for size in range(1, 65)]
+    text = f"{intensity[0]:.6f} FLOP/byte at batch 1, {intensity[-1]:.6f} at batch 64"
+    spread = max(intensity) / min(intensity) - 1
+    return Finding({"smallest": min(intensity), "largest": max(intensity), "spread": spread}, text, SIMULATED)
+
+
+@claim("C06")
+def distinct_gains_by_parallelism(rows: Rows) -> Finding:
+    """FLOP/s at batch 64 over batch 1, Distinct."""
+    flops = _flops(rows, "Distinct")
+    gain = ratio(flops, 64, 1)
+    return Finding({"ratio": gain}, f"{gain:.1f} ({flops.loc[1]:.3g} -> {flops.loc[64]:.3g} FLOP/s)")
+
+
+@claim("C07")
+def identical_climbs_with_intensity(rows: Rows) -> Finding:
+    """FLOP/s and intensity at batch 64 over batch 1, Identical; monotony; flatness of the latency."""
+    flops = _flops(rows, "Identical")
+    gain = ratio(flops, 64, 1)
+    intensity = sgmv_intensity(64, 1, H_IN, H_OUT) / sgmv_intensity(1, 1, H_IN, H_OUT)
+    quantities = {"flops_ratio": gain, "intensity_ratio": intensity, "smallest_step": smallest_step(list(flops))}
+    text = f"{gain:.1f} and {intensity:.1f}; latency bs64 / bs1 {64 / gain:.2f}"
+    return Finding(quantities | {"latency_ratio": 64 / gain}, text)
+
+
+@claim("C08")
+def distinct_is_lowest(rows: Rows) -> Finding:
+    """FLOP/s at batch 64: Distinct against the other three, and how far those are apart."""
+    flops = {workload: at(_flops(rows, workload), 64) for workload in PAPER_WORKLOADS}
+    others = [value for workload, value in flops.items() if workload != "Distinct"]
+    quantities = {"distinct_over_lowest_other": flops["Distinct"] / min(others)}
+    text = f"{numbers(list(flops.values()))} FLOP/s ({', '.join(flops)})"
+    return Finding(quantities | {"others_spread": max(others) / min(others)}, text)
 
 
 def _advantage(rows: Rows, system: str, workload: str) -> pd.Series:
     """Divide the latency of ``system`` by SGMV's, at the batch sizes that both have."""
-    both = (latency_of(rows, system, workload) / latency_of(rows, "SGMV", workload)).dropna()
+    both = (_latency(rows, system, workload) / _latency(rows, "SGMV", workload)).dropna()
     if both.empty:
         raise NotMeasured(f"{system} and SGMV share no batch size in {workload}")
     return both
 
 
 def _sgmv_growth(rows: Rows, workload: str) -> tuple[float, str]:
-    latency = latency_of(rows, "SGMV", workload)
+    latency = _latency(rows, "SGMV", workload)
     growth = ratio(latency, 64, 1)
     return growth, f"{growth:.2f} {workload} ({latency.loc[1]:.4g} -> {latency.loc[64]:.4g} us)"
 
@@ -44,8 +98,9 @@ def sgmv_growth(rows: Rows, workload: str) -> Finding:
 @claim("C10")
 def shared_grows_little(rows: Rows) -> Finding:
     """SGMV growth of Uniform and Skewed, and against Distinct."""
-    (uniform, text_u), (skewed, text_s) = _sgmv_growth(rows, "Uniform"), _sgmv_growth(rows, "Skewed")
-    distinct, _ = _sgmv_growth(rows, "Distinct")
+    (uniform, text_u), (skewed, text_s), (distinct, _) = (
+        _sgmv_growth(rows, workload) for workload in ("Uniform", "Skewed", "Distinct")
+    )
     worst = max(uniform, skewed)
     quantities = {"uniform": uniform, "skewed": skewed, "largest": worst, "largest_over_distinct": worst / distinct}
     return Finding(quantities, f"{text_u}; {text_s}; Distinct {distinct:.2f}")
@@ -64,8 +119,7 @@ def beats_gather_bmm(rows: Rows) -> Finding:
 def beats_loop(rows: Rows) -> Finding:
     """Loop over SGMV: at batch 1, at batch 64 Identical, and smallest anywhere."""
     advantage = {workload: _advantage(rows, "Loop", workload) for workload in PAPER_WORKLOADS}
-    first = min(at(values, 1) for values in advantage.values())
-    last = at(advantage["Identical"], 64)
+    first, last = min(at(values, 1) for values in advantage.values()), at(advantage["Identical"], 64)
     least = min(float(values.min()) for values in advantage.values())
     text = f"{first:.2f} at bs1; {last:.2f} at bs64 Identical; smallest {least:.2f}"
     return Finding({"batch_1": first, "batch_64_identical": last, "smallest": least}, text)
@@ -73,51 +127,40 @@ def beats_loop(rows: Rows) -> Finding:
 
 @claim("C14")
 def loop_costs_per_adapter(rows: Rows) -> Finding:
-    """Line through Loop latency against the number of adapters; flatness where that number is one."""
-    frame, source = _loop_rows(rows)
-    groups, latency = [], []
-    for workload in sorted(set(frame["workload"]) & set(PAPER_WORKLOADS) - {"Identical"}):
-        values = curve(frame, "latency", workload=workload) * (1e6 * SECONDS[frame["unit"].iloc[0]])
-        groups += [popularity(workload).number_of_adapters(int(size)) for size in values.index]
-        latency += list(values)
+    """Line through Loop latency against the number of adapters, in the README figure, where the paper's slope was read,
+    or in Figure 8; flatness where that number is one.
+    """
+    try:
+        frame, source = pick(rows.figure(README), system="Loop", metric="latency"), "README figure"
+    except NotMeasured:
+        frame, source = pick(rows.figure("8"), system="Loop", metric="latency"), "figure 8"
+    frame = frame[frame["workload"].isin(set(PAPER_WORKLOADS) - {"Identical"})].sort_values(["workload", "batch_size"])
+    groups = [popularity(row.workload).number_of_adapters(int(row.batch_size)) for row in frame.itertuples()]
+    latency = frame["value"] * (1e6 * SECONDS[frame["unit"].iloc[0]])
     if len(set(groups)) < 3:
         raise NotMeasured("a line needs Loop at three different numbers of adapters")
-    slope = float(np.polyfit(groups, latency, 1)[0])
-    fit = correlation(groups, latency) ** 2
-    identical = latency_of(rows, "Loop", "Identical")
+    slope, fit = float(np.polyfit(groups, latency, 1)[0]), correlation(groups, latency) ** 2
+    identical = _latency(rows, "Loop", "Identical")
     flatness = float(identical.max() / identical.min())
     text = f"{slope:.1f} us per group, R2 {fit:.3f} ({source}); Identical max/min {flatness:.2f}"
     return Finding({"slope_us": slope, "r2": fit, "identical_max_over_min": flatness}, text)
 
 
-def _loop_rows(rows: Rows) -> tuple[pd.DataFrame, str]:
-    """Return Loop in the README figure, where the paper's slope was read; otherwise in Figure 8."""
-    try:
-        return pick(rows.figure(README), system="Loop", metric="latency"), "README figure"
-    except NotMeasured:
-        return pick(rows.figure("8"), system="Loop", metric="latency"), "figure 8"
-
-
 @claim("C15")
 def bmm_does_not_see_the_workload(rows: Rows) -> Finding:
     """BMM over workloads: largest max / min of any batch size."""
-    table = pd.DataFrame({workload: latency_of(rows, "BMM", workload) for workload in PAPER_WORKLOADS}).dropna()
+    table = pd.DataFrame({workload: _latency(rows, "BMM", workload) for workload in PAPER_WORKLOADS}).dropna()
     if table.empty:
         raise NotMeasured("BMM has no batch size that all four workloads share")
     spread = table.max(axis=1) / table.min(axis=1)
     return Finding({"largest_spread": float(spread.max())}, f"{spread.max():.2f} (bs {spread.idxmax():g})")
 
 
-def _gather_bmm(rows: Rows) -> pd.DataFrame:
-    """Latencies from batch 16 on, a column per workload in `ORDER`."""
-    table = pd.DataFrame({workload: latency_of(rows, "Gather-BMM", workload) for workload in ORDER}).dropna()
-    return table[table.index >= 16]
-
-
 @claim("C16")
 def gather_bmm_gets_cheaper(rows: Rows) -> Finding:
     """Gather-BMM, Distinct, Skewed, Uniform, Identical: smallest ratio of neighbours at batch 32, and from 16 on."""
-    table = _gather_bmm(rows)
+    table = pd.DataFrame({workload: _latency(rows, "Gather-BMM", workload) for workload in ORDER}).dropna()
+    table = table[table.index >= 16]
     if 32 not in table.index:
         raise NotMeasured("Gather-BMM at batch 32 was not measured in all four workloads")
     falls = {size: smallest_step(row[::-1]) for size, *row in table.itertuples()}
@@ -152,20 +195,16 @@ def gather_bmm_moves_more(rows: Rows) -> Finding:
     return Finding({"smallest": min(extra), "largest": max(extra)}, text, SIMULATED)
 
 
-def _ranks(frame: pd.DataFrame) -> list[int]:
-    return sorted(int(rank) for rank in frame["rank"].dropna().unique())
-
-
-def _frame(rows: Rows) -> tuple[pd.DataFrame, list[int]]:
+def _ranks(rows: Rows) -> tuple[pd.DataFrame, list[int]]:
     frame = pick(rows.figure("9"), system="SGMV", metric="latency")
-    ranks = _ranks(frame)
+    ranks = sorted(int(rank) for rank in frame["rank"].dropna().unique())
     if not {8, 64} <= set(ranks):
         raise NotMeasured(f"ranks 8 and 64 are needed, measured: {', '.join(map(str, ranks))}")
     return frame, ranks
 
 
 def _by_rank(rows: Rows, size: int) -> tuple[dict[int, float], str]:
-    frame, ranks = _frame(rows)
+    frame, ranks = _ranks(rows)
     latency = {rank: at(curve(frame, "latency", workload="Distinct", rank=rank), size) for rank in ranks}
     return latency, f"{numbers(list(latency.values()))} us at r {', '.join(map(str, latency))}"
 
@@ -190,9 +229,8 @@ def distinct_rises_with_rank(rows: Rows) -> Finding:
 @claim("C21")
 def shared_is_flat_at_every_rank(rows: Rows) -> Finding:
     """Latency at batch 64 over batch 1: range over ranks and the workloads that share adapters."""
-    frame, ranks = _frame(rows)
-    curves = [curve(frame, "latency", workload=workload, rank=rank) for workload in SHARED for rank in ranks]
-    growth = [ratio(latency, 64, 1) for latency in curves]
+    frame, ranks = _ranks(rows)
+    growth = [ratio(curve(frame, "latency", workload=name, rank=rank), 64, 1) for name in SHARED for rank in ranks]
     return Finding({"largest": max(growth)}, f"{min(growth):.2f} - {max(growth):.2f}")
 
 

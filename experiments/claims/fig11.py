@@ -1,6 +1,5 @@
-"""Figure 11 and what Figures 11 and 12 share: throughput of serving systems (C25 to C34, C38, C41).
-
-Throughput is tokens per step over time per step, so a ratio of throughputs splits into those two.
+"""Figures 11 and 12: throughput of serving systems (C25 to C34, C38 to C41), and Figure 12's own bounds at every number
+of ranks. C38 to C40 are about the largest number; the ratio that bytes allow is arithmetic (`rank_bytes`).
 """
 
 import re
@@ -11,7 +10,7 @@ import pandas as pd
 
 from experiments.claims.fig01 import LAST, layers
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick, smallest_step
+from experiments.claims.rows import MET, NotMeasured, Rows, at, curve, markdown, model_for, pick, smallest_step
 from experiments.facts.models import MODELS
 from experiments.facts.systems import baselines, name_of
 from experiments.harness.schema import model_conf
@@ -26,6 +25,17 @@ PAPER_CONTEXT = 683
 """Mean context in tokens of the released requests."""
 PAPER_GPUS = 8
 """GPUs over which the paper cuts 70B."""
+PLAIN, SHARDED = "punica", "punica_sharded"
+RATIO, OVER_BYTES, OWN, SPEEDUP = (
+    "distinct_over_backbone_identical", "over_bytes_ratio", "distinct_over_own_identical", "speedup_over_best_baseline",
+)  # fmt: skip
+RANKS_ASKED = {
+    RATIO: ("Distinct / backbone-only Identical", "the better", 0.85),
+    OVER_BYTES: ("the same / what bytes allow", "plain", 0.9),
+    SPEEDUP: ("Distinct / backbone-only Distinct", "the better", 15.0),
+    OWN: ("Distinct / own Identical", "", float("nan")),
+}
+"""Ratio of Figure 12 -> its name, the layout of adapters that is asked, and its least value."""
 
 
 class Serving:
@@ -46,15 +56,17 @@ class Serving:
         self.batch = 32 if (sizes[most] == 32).any() else np.fmax.reduce(sizes[most])
         self.frame = frame[most & ((sizes == self.batch) | np.isnan(sizes))]
         served = self.frame[self.frame["metric"] == "throughput"]
-        self._places = pd.Series(served.index, pd.MultiIndex.from_frame(served[["system", "workload"]]))
+        self._places: dict[tuple[str, str], list[int]] = {}
+        for part, place in zip(zip(served["system"], served["workload"], strict=True), served.index, strict=True):
+            self._places.setdefault(part, []).append(place)
         self.is_the_papers = self.model == role
         self.as_in_the_paper = self.gpus in (None, PAPER_GPUS)
         self.measured_model = self.model if self.as_in_the_paper else f"{self.model} on {self.gpus} GPUs"
 
     def has(self, system: str, *workloads: str) -> bool:
         """Check whether the system was measured, on ``workloads``."""
-        known = [workload for name, workload in self._places.index if name == system]
-        return bool(known) and set(workloads) <= set(known)
+        known = {workload for name, workload in self._places if name == system}
+        return bool(known) and known >= set(workloads)
 
     def throughput(self, system: str) -> pd.Series:
         """Return throughput by workload; NotMeasured when the system was not measured."""
@@ -76,15 +88,11 @@ class Serving:
     def _numbers(self, *parts: tuple[str, str]) -> np.ndarray:
         """Return throughputs, a line per part, by the repeats that all parts have."""
         for system, workload in parts:
-            if not self.has(system):
-                raise NotMeasured(f"no rows with metric=throughput, system={system}")
             if not self.has(system, workload):
                 raise NotMeasured(f"{system} was not measured on {workload} ({self.model})")
-        places = [self._places.loc[[part]] for part in parts]
-        if max(map(len, places)) > 1:
-            panels = ", ".join(sorted(set(self.frame["panel"])))
-            raise NotMeasured(f"throughput has several values per workload ({panels}); the claim is about one")
-        return self.rows.together([int(place.iloc[0]) for place in places])
+            if len(self._places[system, workload]) > 1:
+                raise NotMeasured(f"{system} has several values on {workload}; the claim is about one")
+        return self.rows.together([self._places[part][0] for part in parts])
 
     def known(self, system: str, workload: str, metric: str) -> float | None:
         """Return a number of the system's own, None where it gave none."""
@@ -137,10 +145,10 @@ def _gpus(panel: str) -> int:
     return int(named[1]) if named else 0
 
 
-def serving(rows: Rows, roles: tuple[str, ...]) -> list[Serving]:
-    """Return one `Serving` per role that was measured; NotMeasured when none was."""
+def serving(rows: Rows, *roles: str) -> list[Serving]:
+    """Return one `Serving` per role, of all without any, that was measured; NotMeasured when none was."""
     found, missing = [], []
-    for role in roles:
+    for role in roles or MODELS:
         try:
             found.append(Serving(rows, role))
         except NotMeasured as reason:
@@ -148,21 +156,6 @@ def serving(rows: Rows, roles: tuple[str, ...]) -> list[Serving]:
     if not found:
         raise NotMeasured("; ".join(dict.fromkeys(missing)))
     return found
-
-
-def mixed_gains(rows: Rows) -> tuple[dict[Serving, dict[str, float]], list[str]]:
-    """Divide Punica by the best baseline by workload of `MIXED`, for every model that has all; with the reasons why
-    others are left out. NotMeasured when none has.
-    """
-    gains, missing = {}, []
-    for cell in serving(rows, ("7B", "13B", "70B")):
-        try:
-            gains[cell] = {workload: cell.over_best_baseline(workload) for workload in MIXED}
-        except NotMeasured as reason:
-            missing.append(str(reason))
-    if not gains:
-        raise NotMeasured("; ".join(missing))
-    return gains, missing
 
 
 @claim("C26", role="7B")
@@ -176,20 +169,14 @@ def flat(rows: Rows, role: str) -> Finding:
     released = RELEASED_RULE if cell.has(RELEASED_RULE) else PUNICA if cell.is_the_papers else ""
     own, allowed = cell.flatness(PUNICA), cell.distinct_over_identical_by_bytes()
     quantities = {"own_over_bytes": own / allowed}
-    text = f"min/max {own:.3f}, Distinct / Identical {cell.collapse(PUNICA):.3f} where bytes allow {allowed:.3f}"
-    text = f"{text} ({cell.measured_model})"
     if released:
-        quantities["released_min_over_max"] = flatness = cell.flatness(released)
-        text = f"released index rule (D04) min/max {flatness:.3f}; an adapter per request: {text}"
-    else:
-        text = f"released index rule (D04) not measured; an adapter per request: {text}"
+        quantities["released_min_over_max"] = cell.flatness(released)
+    flatness = f"min/max {quantities['released_min_over_max']:.3f}" if released else "not measured"
+    text = (
+        f"released index rule (D04) {flatness}; an adapter per request: min/max {own:.3f}, Distinct / Identical "
+        f"{cell.collapse(PUNICA):.3f} where bytes allow {allowed:.3f} ({cell.measured_model})"
+    )
     return Finding(quantities, text, models=(cell.measured_model,))
-
-
-def _layers_ms(frame: pd.DataFrame, *lengths: float) -> list[float]:
-    """Milliseconds of all layers of 7B at batch 32, Identical, at each context length."""
-    cells = pick(frame, model=model_for(frame, "7B"), workload="Identical")
-    return [LAYERS_7B * at(curve(cells, "layer_latency", seq_len=length), LAST) / 1e3 for length in lengths]
 
 
 @claim("C25")
@@ -205,15 +192,17 @@ def layer_times_layers_is_the_step(rows: Rows) -> Finding:
     frame, _, short, long = layers(rows)
     if (short, long) != (512, 2048):
         raise NotMeasured(f"figure 10 needs len 512 and 2048, measured: {short:g} and {long:g}")
-    bounds = _layers_ms(frame, short, long)
-    place = (step - bounds[0]) / (bounds[1] - bounds[0])
-    return Finding({"place": place}, f"{step:.1f} ms against {bounds[0]:.1f}-{bounds[1]:.1f} ms ({cell.model})")
+    cells = pick(frame, model=model_for(frame, "7B"), workload="Identical")
+    each = [at(curve(cells, "layer_latency", seq_len=length), LAST) for length in (short, long)]
+    low, high = (LAYERS_7B * layer / 1e3 for layer in each)
+    place = (step - low) / (high - low)
+    return Finding({"place": place}, f"{step:.1f} ms against {low:.1f}-{high:.1f} ms ({cell.model})")
 
 
 @claim("C28")
 def distinct_costs_no_more(rows: Rows) -> Finding:
     """Punica on Distinct over Punica on Identical, with the right index per request and with the released rule."""
-    cells = serving(rows, ("7B", "13B", "70B"))
+    cells = serving(rows)
     correct = {cell.measured_model: cell.collapse(PUNICA) for cell in cells}
     released = [cell.collapse(RELEASED_RULE) for cell in cells if cell.has(RELEASED_RULE)]
     text = ", ".join(f"{value:.3f} ({model})" for model, value in correct.items())
@@ -237,23 +226,29 @@ def twelvefold(rows: Rows) -> Finding:
 @claim("C30")
 def speedup_by_workload(rows: Rows) -> Finding:
     """Punica over the best baseline on Distinct, Uniform, Skewed, for every model that was measured on all three."""
-    gains, missing = mixed_gains(rows)
     quantities: dict[str, float] = {}
-    texts = []
-    for cell, of_cell in gains.items():
+    rising, models, texts, missing = [], [], [], []
+    for cell in serving(rows):
+        try:
+            gains = {workload: cell.over_best_baseline(workload) for workload in MIXED}
+        except NotMeasured as reason:
+            missing.append(f"left out: {reason}")
+            continue
         if cell.as_in_the_paper:
-            quantities |= {f"{cell.role} {workload}": gain for workload, gain in of_cell.items()}
-        texts.append(f"{cell.measured_model}: {', '.join(f'{gain:.2f}' for gain in of_cell.values())}")
-    rising = [list(of_cell.values())[::-1] for of_cell in gains.values()]
+            quantities |= {f"{cell.role} {workload}": gain for workload, gain in gains.items()}
+        texts.append(f"{cell.measured_model}: {', '.join(f'{gain:.2f}' for gain in gains.values())}")
+        rising.append(list(gains.values())[::-1])
+        models.append(cell.model)
+    if not rising:
+        raise NotMeasured("; ".join(missing))
     quantities |= {"smallest_step": min(map(smallest_step, rising)), "smallest": min(map(min, rising))}
-    texts += [f"left out: {reason}" for reason in missing]
-    return Finding(quantities, "; ".join(texts), models=tuple(cell.model for cell in gains))
+    return Finding(quantities, "; ".join(texts + missing), models=tuple(models))
 
 
 @claim("C31")
 def backbone_only_is_slightly_faster(rows: Rows) -> Finding:
     """Continuous batching without LoRA over Punica, Identical: the same engine with and without adapters."""
-    cells = serving(rows, ("7B", "13B", "70B"))
+    cells = serving(rows)
     gain = {cell.role: cell.ratio((CONTINUOUS, "Identical"), (PUNICA, "Identical")) for cell in cells}
     text = ", ".join(f"{gain[cell.role]:.3f} ({cell.measured_model})" for cell in cells)
     papers = {cell.role: gain[cell.role] for cell in cells if cell.as_in_the_paper}
@@ -263,12 +258,11 @@ def backbone_only_is_slightly_faster(rows: Rows) -> Finding:
 @claim("C32")
 def order_with_one_model(rows: Rows) -> Finding:
     """Throughputs on Identical, largest expected first: smallest ratio of neighbours."""
-    cells = serving(rows, ("7B", "13B"))
+    cells = serving(rows, "7B", "13B")
     ratios, texts = [], []
     for cell in cells:
-        names = [CONTINUOUS, PUNICA, STATIC, *(name for name in ("deepspeed",) if cell.has(name)), HF]
-        value = {name: cell.get(name, "Identical") for name in names}
-        statics = names[2:-1]
+        statics = [STATIC, *filter(cell.has, ("deepspeed",))]
+        value = {name: cell.get(name, "Identical") for name in (CONTINUOUS, PUNICA, *statics, HF)}
         fast, slow = max(statics, key=value.__getitem__), min(statics, key=value.__getitem__)
         pairs = {
             "continuous_over_punica": (CONTINUOUS, PUNICA), "punica_over_static": (PUNICA, fast),
@@ -283,7 +277,7 @@ def order_with_one_model(rows: Rows) -> Finding:
 @claim("C33")
 def baselines_collapse(rows: Rows) -> Finding:
     """Continuous batching of one adapter: Distinct over Identical."""
-    cells = serving(rows, ("7B", "13B", "70B"))
+    cells = serving(rows)
     left = {cell.measured_model: cell.collapse(CONTINUOUS) for cell in cells}
     text = ", ".join(f"{value:.3f} ({model})" for model, value in left.items())
     return Finding({"largest": max(left.values()), "smallest": min(left.values())}, text)
@@ -295,6 +289,24 @@ def baselines_gain_little(rows: Rows) -> Finding:
     cell = Serving(rows, "7B")
     uniform, skewed = (cell.ratio((CONTINUOUS, name), (CONTINUOUS, "Distinct")) for name in ("Uniform", "Skewed"))
     return Finding({"uniform": uniform, "skewed": skewed}, f"{uniform:.3f}, {skewed:.3f} ({cell.model})")
+
+
+@claim("C39")
+def baseline_collapses_70b(rows: Rows) -> Finding:
+    """70B, continuous batching of one adapter: its Distinct over its Identical, and Punica over it on Distinct."""
+    cell = Serving(rows, "70B")
+    left = cell.collapse(CONTINUOUS)
+    speedup = cell.ratio((PUNICA, "Distinct"), (CONTINUOUS, "Distinct"))
+    text = f"Distinct / Identical {left:.3f}, Punica {speedup:.1f}x on Distinct ({cell.measured_model})"
+    return Finding({"distinct_over_identical": left, "speedup": speedup}, text, models=(cell.measured_model,))
+
+
+@claim("C40")
+def alike_70b(rows: Rows) -> Finding:
+    """70B: Punica over continuous batching of one adapter, Identical."""
+    cell = Serving(rows, "70B")
+    share = cell.ratio((PUNICA, "Identical"), (CONTINUOUS, "Identical"))
+    return Finding({"ratio": share}, f"{share:.3f} ({cell.measured_model})", models=(cell.measured_model,))
 
 
 @claim("C41")
@@ -312,3 +324,19 @@ def lora_adds_two_milliseconds(rows: Rows) -> Finding:
         said[0] += f" ({quantities['extra_ms']:.2f} ms)"
     text = f"{', '.join(said)} of the step ({cell.model})"
     return Finding(quantities, text, models=(cell.model,))
+
+
+def ranks_table(rows: pd.DataFrame) -> list[str]:
+    """Build lines of Markdown, four for each panel of Figure 12 with ratios (a model and a number of ranks)."""
+    chosen = rows[(rows["figure"] == "12") & rows["panel"].str.endswith(" ratios") & rows["metric"].isin(RANKS_ASKED)]
+    lines = []
+    for (panel, model), part in chosen.groupby(["panel", "model"], sort=False):
+        table = part.pivot_table(index="metric", columns="system", values="value", aggfunc="median")
+        table = table.reindex(index=list(RANKS_ASKED), columns=[PLAIN, SHARDED])
+        for (name, which, least), values in zip(RANKS_ASKED.values(), table.to_numpy(), strict=True):
+            value = values[0] if which == "plain" else np.fmax.reduce(values)
+            met = MET[None] if np.isnan(value + least) else MET[bool(value >= least)]
+            bound = f"{which} >= {least:g}" if which else MET[None]
+            where = f"{model}, {str(panel).removesuffix(' ratios').rpartition(', ')[2]}"
+            lines.append([where, name, *(MET[None] if one != one else f"{one:.3g}" for one in values), bound, met])
+    return markdown(("model, ranks", "ratio", "plain", "sharded", "asked", "met"), lines) if lines else []

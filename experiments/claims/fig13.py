@@ -6,15 +6,17 @@ GPUs.
 """
 
 from functools import cache, cached_property
+from pathlib import Path
 
 import pandas as pd
 
+from experiments.claims.bounds import read_bounds
 from experiments.claims.fig11 import PUNICA, Serving
 from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim
-from experiments.claims.rows import NotMeasured, Rows, pick
+from experiments.claims.rows import MET, NotMeasured, Rows, markdown, pick
 from experiments.cluster import hour_numbers as hn
 from experiments.cluster.seeds import HIGH, LOW, MEAN, SEEDS
-from experiments.cluster.served import HOUR, SHARE, STREAM
+from experiments.cluster.served import HOUR, RAY, SHARE, SIMULATED_RAY, STREAM
 from experiments.facts.paper import as_rows, read_figure
 from experiments.harness.schema import REPOSITORY
 
@@ -23,6 +25,11 @@ STRICTER = {
     "share of GPU time in steps": "share_of_step_time_batch_ge_31",
 }
 """Counts of full batches other than the paper's, which counts different requests in a second."""
+ASKED = {
+    ("C46", "share"): SHARE, ("C47", "correlation"): hn.FOLLOWS, ("C48", "largest_excess"): hn.EXCESS,
+    ("C48", "correlation"): hn.CONSOLIDATED, ("C49", "median"): hn.WOKEN,
+}  # fmt: skip
+"""(claim, quantity of its bound) -> number of an hour."""
 
 
 class Hour:
@@ -154,3 +161,24 @@ def peak_of_the_cluster(rows: Rows) -> Finding:
     each = hour.beside_the_paper("per active GPU", hn.PACE)
     text = f"{hour.told(peak, '.4g')} token/s; {each}, {share:.2f} of the {single:.4g} of one alone"
     return hour.finding(quantities, text)
+
+
+def runners_table(rows: pd.DataFrame, folder: str | Path) -> list[str]:
+    """Build lines of Markdown, one per rule and bound; none without a whole hour on Ray.
+
+    ``folder``: path of ``paper_results``, which has the bounds.
+    """
+    try:
+        frame = Rows(rows[rows["figure"] == "13"]).figure("13")
+    except NotMeasured:
+        return []
+    lines, bounds = [], read_bounds(folder)
+    for (system, model), part in frame[frame["panel"] == RAY].groupby(["system", "model"], sort=False):
+        other = frame[(frame["panel"] == SIMULATED_RAY) & (frame["system"] == system) & (frame["model"] == model)]
+        measured, simulated = Hour(part, MEASURED), Hour(other, SIMULATED)
+        for (id, quantity), name in ASKED.items() if measured.is_whole else ():
+            value, beside = measured.one(name), f"{simulated.one(name):.3g}" if simulated.is_whole else "-"
+            bound = next(one for one in bounds[id]["shape"] if one.quantity == quantity)
+            what = f"{model}, rule {system}", name.replace("_", " ")
+            lines.append([id, *what, f"{value:.3g}", beside, str(bound), MET[bound.holds(value)]])
+    return markdown(("claim", "runners", "number", "measured", "simulated", "bound", "met"), lines) if lines else []

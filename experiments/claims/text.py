@@ -7,7 +7,7 @@ from functools import lru_cache
 import pandas as pd
 
 from experiments.claims.fig11 import CONTINUOUS, PUNICA, STATIC, Serving
-from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim
+from experiments.claims.finding import SIMULATED, Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick
 from experiments.facts.models import MODELS, SECONDS
 from experiments.harness.schema import model_conf
@@ -15,29 +15,26 @@ from punica.workload.lengths import released_lengths
 from punica.workload.popularity import popularity
 from punica.workload.replay import MAX_BATCH, Replay, replay_continuous, replay_one_adapter, replay_static
 
-LOADING, NORM = "text 5.2", "text 6"
-SYSTEM, LINK = "punica", "link"
+LOADING, NORM, SYSTEM, LINK = "text 5.2", "text 6", "punica", "link"
 RANK, BATCH = 16, 32
 LONG = 1000
 """Least requests of a stream for C36: in shorter ones ramp and tail show."""
 RULES = {"continuous": replay_continuous, "one_adapter": replay_one_adapter, "static": replay_static}
 
 
-def loads(rows: Rows) -> tuple[pd.DataFrame, str]:
-    """Return rows of rank 16 of the model that plays 7B, and its name."""
+def _loads(rows: Rows) -> tuple[pd.DataFrame, pd.DataFrame, str]:
+    """Return rows of rank 16 of the model that plays 7B, those beside decode steps of 32 rows with an adapter each, and
+    the model's name.
+    """
     frame = rows.figure(LOADING)
     model = model_for(frame, "7B")
-    return pick(frame, model=model, rank=RANK), model
+    frame = pick(frame, model=model, rank=RANK)
+    return frame, pick(frame, panel="overlap", batch_size=BATCH, workload="Distinct"), model
 
 
-def milliseconds(frame: pd.DataFrame, panel: str, metric: str, system: str = SYSTEM) -> float:
+def _milliseconds(frame: pd.DataFrame, panel: str, metric: str, system: str = SYSTEM) -> float:
     found = pick(frame, panel=panel, metric=metric, system=system).iloc[0]
     return 1e3 * float(found["value"]) * SECONDS[found["unit"]]
-
-
-def overlap(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return loads beside decode steps of 32 rows, each with its own adapter."""
-    return pick(frame, panel="overlap", batch_size=BATCH, workload="Distinct")
 
 
 @claim("C42")
@@ -45,13 +42,13 @@ def loading_takes_milliseconds(rows: Rows) -> Finding:
     """The link's time for the bytes of a model over their load, and the load over a decode step at batch 32, both of
     this machine. Microseconds of a layer and milliseconds of a model count for 7B alone.
     """
-    frame, model = loads(rows)
-    load, link = (milliseconds(frame, "model", "load_time", system) for system in (SYSTEM, LINK))
+    frame, beside, model = _loads(rows)
+    load, link = (_milliseconds(frame, "model", "load_time", system) for system in (SYSTEM, LINK))
     bandwidth = float(pick(frame, panel="model", metric="bandwidth", system=LINK)["value"].iloc[0])
     size = float(pick(frame, panel="model", metric="bytes", system=SYSTEM)["value"].iloc[0])
-    step = milliseconds(overlap(frame), "overlap", "step_latency_alone")
+    step = _milliseconds(beside, "overlap", "step_latency_alone")
     quantities = {"link_efficiency": link / load, "load_over_step": load / step}
-    layer = 1e3 * milliseconds(frame, "layer", "load_time")
+    layer = 1e3 * _milliseconds(frame, "layer", "load_time")
     if model in MODELS["7B"]:  # a stand-in's microseconds say nothing about 50 us
         quantities |= {"layer_us": layer, "model_ms": load}
     text = (
@@ -64,13 +61,12 @@ def loading_takes_milliseconds(rows: Rows) -> Finding:
 @claim("C43")
 def loading_hides_behind_a_step(rows: Rows) -> Finding:
     """Load beside a decode step at batch 32, over that step; and the step's increase over a step alone."""
-    frame, model = loads(rows)
-    beside = overlap(frame)
-    load, step = (milliseconds(beside, "overlap", metric) for metric in ("load_time", "step_latency_alone"))
+    _, beside, model = _loads(rows)
+    load, step = (_milliseconds(beside, "overlap", metric) for metric in ("load_time", "step_latency_alone"))
     text = f"{load:.3g} ms / {step:.3g} ms = {load / step:.3f} ({model})"
     quantities = {"load_over_step": load / step}
     try:
-        stall = milliseconds(beside, "overlap", "stall")
+        stall = _milliseconds(beside, "overlap", "stall")
     except NotMeasured:
         return Finding(quantities, text)
     quantities["stall_over_step"] = stall / step
@@ -85,16 +81,11 @@ def lora_is_small(rows: Rows) -> Finding:
     return Finding(percent, ", ".join(f"{value:.3f} ({name})" for name, value in percent.items()), SIMULATED)
 
 
-def norms(rows: Rows) -> tuple[pd.Series, pd.Series]:
-    """Return microseconds of the unfused and of the fused norm by number of rows."""
-    frame = rows.figure(NORM)
-    return curve(frame, "norm_latency", system="unfused"), curve(frame, "norm_latency", system="fused")
-
-
 @claim("C45")
 def fusing_the_norm(rows: Rows) -> Finding:
     """Operations one by one, over one kernel, at the rows of a full decode step."""
-    unfused, fused = (at(line, BATCH) for line in norms(rows))
+    frame = rows.figure(NORM)
+    unfused, fused = (at(curve(frame, "norm_latency", system=name), BATCH) for name in ("unfused", "fused"))
     text = f"{unfused:.3g} us / {fused:.3g} us = {unfused / fused:.1f} for {BATCH} rows"
     return Finding({"unfused_over_fused": unfused / fused}, text)
 
@@ -114,10 +105,6 @@ def _served(rows: Rows) -> Serving | None:
         return None
 
 
-def _beside(name: str, value: float | None) -> str:
-    return "" if value is None else f"; {name} {value:.3g} in this machine's figure 11"
-
-
 @claim("C35")
 def baseline_batches_are_small(rows: Rows) -> Finding:
     """Share of steps with at most 3 requests under continuous batching of one adapter, 1000 requests."""
@@ -127,9 +114,9 @@ def baseline_batches_are_small(rows: Rows) -> Finding:
         f"and {skewed.mean_batch:.2f} (1000 requests replayed)"
     )
     cell = _served(rows)
-    measured = _beside("mean batch of Skewed", cell.known(CONTINUOUS, "Skewed", "mean_batch_size") if cell else None)
-    quantities = {"uniform": uniform.share(1, 3), "skewed": skewed.share(1, 3)}
-    return Finding(quantities, text + measured, SIMULATED)
+    if cell and (measured := cell.known(CONTINUOUS, "Skewed", "mean_batch_size")) is not None:
+        text += f"; mean batch of Skewed {measured:.3g} in this machine's figure 11"
+    return Finding({"uniform": uniform.share(1, 3), "skewed": skewed.share(1, 3)}, text, SIMULATED)
 
 
 @claim("C36")
@@ -143,10 +130,10 @@ def punica_runs_full(rows: Rows) -> Finding:
     quantities = {"mean_batch": steps.mean_batch, "share_full": full}
     cell = _served(rows)
     stream = cell.longest_stream(PUNICA, "Distinct") if cell else {}
-    measured = stream["stream_mean_batch_size"] if stream.get("stream_requests", 0) >= LONG else None
-    if measured is not None:
-        quantities["measured_mean_batch"] = measured
-    return Finding(quantities, text + _beside("mean batch", measured), SIMULATED if measured is None else MEASURED)
+    if stream.get("stream_requests", 0) < LONG:
+        return Finding(quantities, text, SIMULATED)
+    quantities["measured_mean_batch"] = measured = stream["stream_mean_batch_size"]
+    return Finding(quantities, f"{text}; mean batch {measured:.3g} in this machine's figure 11")
 
 
 @claim("C37")
@@ -155,19 +142,13 @@ def static_batching_wastes_steps(rows: Rows) -> Finding:
     static, continuous = (replay(rule, "Identical", 1024).steps for rule in ("static", "continuous"))
     quantities = {"steps_ratio": static / continuous}
     text = f"{static / continuous:.2f} ({static} / {continuous}, 1024 requests replayed)"
-    gaps = _throughput_gaps(rows)
-    if gaps:
-        quantities["smallest_gap"] = min(gaps)
-        text += f"; measured throughput gap {', '.join(f'{gap:.2f}' for gap in gaps)}"
-    return Finding(quantities, text, MEASURED if gaps else SIMULATED)
-
-
-def _throughput_gaps(rows: Rows) -> list[float]:
     cell = _served(rows)
-    if cell is None:
-        return []
+    statics = [(name, "Identical") for name in (STATIC, "deepspeed") if cell and cell.has(name)]
     try:
-        statics = [(system, "Identical") for system in (STATIC, "deepspeed") if cell.has(system)]
-        return [cell.ratio((CONTINUOUS, "Identical"), static) for static in statics]
+        gaps = [cell.ratio((CONTINUOUS, "Identical"), one) for one in statics] if cell else []
     except NotMeasured:
-        return []
+        gaps = []
+    if not gaps:
+        return Finding(quantities, text, SIMULATED)
+    quantities["smallest_gap"] = min(gaps)
+    return Finding(quantities, f"{text}; measured throughput gap {', '.join(f'{gap:.2f}' for gap in gaps)}")

@@ -14,13 +14,12 @@ import pandas as pd
 from experiments.claims import Verdict, as_frame
 from experiments.claims.asked import asked, asked_table
 from experiments.claims.disaggregated import disaggregated_verdicts
-from experiments.claims.fig11 import Serving
-from experiments.claims.fig12 import ranks_table
+from experiments.claims.fig11 import Serving, ranks_table
+from experiments.claims.fig13 import runners_table
 from experiments.claims.judge import NOT_MEASURED, Stability
 from experiments.claims.placement import placement_verdicts
 from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
 from experiments.claims.rows import NotMeasured, Rows, markdown
-from experiments.claims.runners import runners_table
 from experiments.claims.table import certainty, disturbance, steadiness, total, verdict_table
 from experiments.facts.models import STAND_INS
 from experiments.facts.paper import as_rows, read_figure

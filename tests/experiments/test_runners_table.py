@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.claims.runners import ASKED, runners_table
+from experiments.claims.fig13 import ASKED, runners_table
 from experiments.cluster.served import RAY, SHARE, SIMULATED_RAY, ServedHour, readings
 from experiments.facts.paper import as_rows, read_figure
 

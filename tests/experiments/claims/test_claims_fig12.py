@@ -5,7 +5,7 @@ import pytest
 from claim_rows import verdict_of
 
 from experiments.claims import VERDICTS
-from experiments.claims.fig12 import OVER_BYTES, RATIO, SPEEDUP, ranks_table
+from experiments.claims.fig11 import OVER_BYTES, RATIO, SPEEDUP, ranks_table
 
 REPRODUCED, SHAPE, _, DIFFERS, _, _, _, NOT_MEASURED, NOT_TESTABLE, _ = VERDICTS
 
