@@ -27,18 +27,119 @@ Cost at scale=laptop: about 20 seconds on two cores, 2 GB; at scale=gpu three to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from omegaconf import MISSING
 
-from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
+from experiments.harness import PROTOCOL, CheckFailed, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
 
 if TYPE_CHECKING:
-    from experiments.systems.hf_bench import HfBench
+    from torch import nn
+
+    from experiments.benches.device_parts import Launches
+    from experiments.systems.hf_backend import Decoding
+    from experiments.systems.world import World
+    from punica.measure.timing import Protocol
+
+
+class Way(NamedTuple):
+    """One way to decode a batch: adapter merged into the weights, steps captured as graphs, an adapter for each row."""
+
+    merged: bool = False
+    graphs: bool = False
+    mixed: bool = False
+
+    def adapters(self, batch: int) -> list[int]:
+        """Adapter of each row."""
+        return list(range(1, batch + 1)) if self.mixed else batch * [1]
+
+
+WAYS = {
+    "unmerged": Way(),
+    "merged": Way(merged=True),
+    "unmerged, graphs": Way(graphs=True),
+    "merged, graphs": Way(merged=True, graphs=True),
+    "mixed": Way(mixed=True),
+}
+"""System -> its way. Figure 11's `hf_peft` is `merged, graphs` (on a CPU `merged`), its `hf_peft_mixed` is `mixed`."""
+
+
+class Timed(NamedTuple):
+    """Seconds of every timed step; launches of one (None on a CPU); the product, ours or torch's."""
+
+    steps: list[float]
+    launches: Launches | None
+    ours: bool
+
+
+class HfBench:
+    """Ways to decode on a shared `world`, each checked against the reference before it is timed."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._checked: set[str] = set()
+
+    def measure(self, name: str, batch: int, context: int, protocol: Protocol) -> Timed:
+        """Time steps of `batch` rows behind `context` tokens each, on a GPU with the faster product."""
+        from torch import nn
+
+        from experiments.systems.hf_backend import SameProduct
+
+        if name not in self._checked:
+            self._check(name)
+            self._checked.add(name)
+        kinds = (SameProduct,) if self.world.device == "cpu" else (SameProduct, nn.Linear)
+        found = [self._timed(WAYS[name], batch, context, protocol, kind) for kind in kinds]
+        return min(found, key=lambda timed: median(timed.steps))
+
+    def _timed(self, way: Way, batch: int, context: int, protocol: Protocol, kind: type[nn.Linear]) -> Timed:
+        from experiments.benches.device_parts import launches_of
+        from experiments.systems.hf_backend import SameProduct
+        from punica.measure.timing import time_side_by_side
+
+        steps = protocol.warmup + max(protocol.repeats, protocol.min_repeats) + 1
+        with self._decoding(way, batch * [context * [1]], steps + 1, done=1, kind=kind) as decoding:
+            seconds = time_side_by_side({"": [decoding.step]}, protocol)[""]
+            launches = None if self.world.device == "cpu" else launches_of(decoding.step)
+        return Timed(seconds, launches, kind is SameProduct)
+
+    @contextmanager
+    def _decoding(
+        self, way: Way, prompts: Sequence[Sequence[int]], new_tokens: int, done: int, kind: type[nn.Linear]
+    ) -> Iterator[Decoding]:
+        backend, adapters = self.world.peft, way.adapters(len(prompts))
+        rows = backend.places(adapters) if way.mixed else None
+        one = backend.merged if way.merged else backend.adapter
+        with nullcontext() if way.mixed else one(adapters[0]), backend.product(kind):
+            yield backend.decoding(prompts, new_tokens, rows, done, way.graphs)
+
+    def _check(self, name: str) -> None:
+        """`CheckFailed` unless a way gives the reference's logits for two prompts, one of them padded."""
+        import torch
+
+        from experiments.benches.model_steps import TOLERANCE, difference
+        from experiments.systems.hf_backend import SameProduct
+        from experiments.systems.stream import Job
+
+        way, limit = WAYS[name], TOLERANCE[self.world.dtype]
+        prompts, forced = [tuple(range(1, 20)), (5, 6, 7)], [[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]]
+        jobs = [Job(prompt, 6, adapter) for prompt, adapter in zip(prompts, way.adapters(2), strict=True)]
+        expected = [self.world.reference(job, tokens, lora=True) for job, tokens in zip(jobs, forced, strict=True)]
+        plain = self.world.reference(jobs[0], forced[0], lora=False)
+        with self._decoding(way, prompts, 6, done=0, kind=SameProduct) as decoding:
+            found = decoding.forced(torch.tensor(forced, device=self.world.device))
+        error = max(difference(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+        without = difference(plain, expected[0])
+        if not error <= limit < without:
+            raise CheckFailed(
+                f"{name} gives logits that differ from the reference by {error:.2e} (relative), where an adapter that "
+                f"is left out differs by {without:.2e}, and {limit:.0e} is allowed"
+            )
 
 
 @dataclass
@@ -75,7 +176,7 @@ class HfBaselines(Experiment):
         ]  # fmt: skip
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        from experiments.benches.launches import seconds_per_launch
+        from experiments.benches.device_parts import seconds_per_launch
         from experiments.benches.operators import protocol
 
         batch, context = cast(int, point.batch_size), cast(int, point.seq_len)
@@ -97,7 +198,6 @@ class HfBaselines(Experiment):
 
     def _bench(self, cfg: Config, rank: int) -> HfBench:
         """Model, cache and adapters, built once per rank."""
-        from experiments.systems.hf_bench import HfBench
         from experiments.systems.weights import Limits
         from experiments.systems.world import World
 

@@ -2,7 +2,7 @@
 
     serving.py                       interface of a system; `built` makes one by name
     engine_systems.py loaded.py      systems on our engine; engines with few slots, or adapters in folders
-    hf_*.py                          Hugging Face with PEFT: systems, backend, decoding loop, matrix product
+    hf_systems.py hf_backend.py      Hugging Face with PEFT: static batches; model, adapters and decoding loop
     weights.py world.py              one backbone and one set of adapters for all systems; KV cache and reference
     stream.py timeline.py windows.py requests, replay of an admission rule, the steps that are timed
     check.py                         tokens and logits against Hugging Face

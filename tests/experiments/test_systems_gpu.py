@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from experiments.benches.launches import launches_of, seconds_per_launch
+from experiments.benches.device_parts import launches_of, seconds_per_launch
+from experiments.ext_hf_baselines import WAYS, HfBench
 from experiments.facts.systems import FIG11, names_in
 from experiments.harness.schema import DType, ModelConf
 from experiments.systems.bench import StreamBench, StreamConf
-from experiments.systems.hf_backend import linear_layers
-from experiments.systems.hf_bench import WAYS, HfBench
-from experiments.systems.hf_decoding import Decoding, GraphDecoding
+from experiments.systems.hf_backend import Decoding, GraphDecoding, linear_layers
 from experiments.systems.serving import built
 from experiments.systems.stream import shortened
 from experiments.systems.weights import Limits
@@ -74,7 +73,7 @@ def test_peft_computes_with_the_adapters_where_they_are(bench):
 
 
 def test_a_captured_step_of_hugging_face_gives_what_the_host_launches(bench, monkeypatch):
-    monkeypatch.setattr("experiments.systems.hf_decoding.BLOCK", 8)
+    monkeypatch.setattr("experiments.systems.hf_backend.BLOCK", 8)
     backend, prompts = bench.world.peft, [(1, 2, 3), (4, 5, 6, 7, 8)]
     tokens = torch.arange(40, device="cuda").view(2, 20) % 512
     with backend.merged(2):
