@@ -19,7 +19,7 @@ SPEC = Overlay(title="", metric="latency", line="workload")
 def draw_roofline(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Draw rooflines above latencies, a column per clock; side by side where there is one clock."""
     launches = rows[~rows["panel"].str.startswith(ROOF)]
-    clocks = list(dict.fromkeys(launches["timer"]))
+    clocks = list(dict.fromkeys(launches["timer"])) or [""]  # a cut run may have the roof alone
     shape = (2, len(clocks)) if len(clocks) > 1 else (1, 2)
     figure, axes = style.grid(*shape, style.PAGE, 2.5 * shape[0] + 1.0, sharex=False, sharey=shape[0] > 1 and "row")
     above, below = axes if shape[0] > 1 else axes.T

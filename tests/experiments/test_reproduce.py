@@ -117,17 +117,12 @@ def test_the_line_of_json_is_for_programs_alone(measured, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-NO_POINTS = {"ext_server", "ext_determinism"}  # without a server, without a GPU
-QUICK = ("fig07_sgmv_roofline", "sec6_norm", "fig13_cluster", "ext_disaggregated")
+QUICK = ("fig07_sgmv_roofline", "sec6_norm", "fig13_cluster")
+OF_A_KIND = ("fig08_lora_operator", "fig11_textgen", "fig12_textgen_70b", "sec53_migration", "ext_moe", "ext_many_adapters")
+"""Operators, windows, ranks in processes of their own, copies, experts, streams; `make smoke` measures every figure."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in sorted({experiment.name for experiment in experiments()} - NO_POINTS)
-    ],
-)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OF_A_KIND)])
 def test_a_figure_whose_time_is_over_has_a_point_and_a_picture(tmp_path, name):
     (experiment,) = experiments([name])
     outcome = run(composed(tmp_path, "draw=true", name=name), experiment, Budget(0.0, firm=True))
