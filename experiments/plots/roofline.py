@@ -26,6 +26,9 @@ def draw_roofline(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     for roof, axis, clock in zip(above, below, clocks, strict=True):
         timed = launches[launches["timer"] == clock]
         _roofline(roof, timed, rows[rows["panel"].str.startswith(ROOF) & rows["timer"].isin([clock, ""])], paper)
+        if timed.empty:
+            axis.set_axis_off()
+            continue
         fill(axis, timed[timed["metric"].isin(["latency", FLOOR])], paper[paper["metric"] == "latency"], SPEC)
         axis.set_ylabel(y_label(timed[timed["metric"] == "latency"], clock))
         axis.set_xlabel("batch size")
