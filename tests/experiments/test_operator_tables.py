@@ -325,7 +325,6 @@ class TestTuner:
         assert tune.merged(path, {}, {key}) == {}
 
     def test_the_estimate_loses_what_its_choice_takes_longer(self, tune):
-        from experiments.commands import fit_estimate
         from punica.ops.triton_ops.schedules import Gpu
 
         op = tune.operators("C")[0]
@@ -333,9 +332,9 @@ class TestTuner:
         slower = next(one for one in tune.candidates(op, tune.shrink_schedules) if one != shrink)
         for us, lost in ((5.0, 0.0), (1.0, (math.log(2) + (math.log(2) - 0.1) / 2) / 2)):
             times = {(op, (shrink, expand)): 2.0, (op, (slower, expand)): us}
-            found = fit_estimate.cases(times, Gpu())
+            found = tune.cases(times, Gpu())
             assert [len(us) for _, us in found] == [2, 1]
-            assert fit_estimate.loss(found) == pytest.approx(lost)
+            assert tune.loss(found) == pytest.approx(lost)
 
     def test_measurements_are_read_back_and_not_repeated(self, tune, tmp_path):
         op = tune.operators("C")[0]
