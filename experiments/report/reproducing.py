@@ -1,7 +1,5 @@
-"""REPRODUCING.md: the command, minutes, GPU hours, expected range and verdict of each claim, and each figure's cost."""
+"""REPRODUCING.md: the command, minutes, GPU hours, expected range and verdict of each claim; each figure's minutes."""
 
-import re
-import sys
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
@@ -11,10 +9,10 @@ import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.claims import Verdict
-from experiments.claims.judge import MEASURED_IN, command, scales_of
+from experiments.claims.judge import LAPTOP, MEASURED_IN, command, scales_of
 from experiments.claims.rows import markdown
 from experiments.claims.table import marked
-from experiments.facts.paper import Statement, read_claims
+from experiments.facts.paper import read_claims
 from experiments.harness.catalogue import experiments
 from experiments.harness.counted import SCALES
 from experiments.harness.experiment import Experiment
@@ -38,21 +36,19 @@ fetched or kept. **Ranges** follow [one rule](docs/running.md#expected-ranges). 
 GPU is of the scale of its recorded rows. It measures Llama-2 7B: ranges that also hold 13B need it once more with
 `model=llama2-13b`. `make record-all` measures all recorded sets.
 """
-_COST = re.compile(r"^Cost(?: at scale=laptop)?(.+?)(?:\.\s|:\n|\.?\Z)", re.MULTILINE | re.DOTALL)
-UNKNOWN, NOT_STATED = "-", "not stated"
-CPU = "cpu"
+UNKNOWN, CPU = "-", "cpu"
 
 
 def write_reproducing(machines: Sequence[Machine], paper: Path, target: Path) -> Path:
     """Write the page on ``machines``, the recorded ones, to ``target``; ``paper`` is ``paper_results``."""
-    laptop = sum(minutes(one.name, "laptop") or 0.0 for one in experiments())
+    laptop = sum(minutes(one.name, LAPTOP) or 0.0 for one in experiments())
     carried = {id for one in MAJOR for id in one.claims}
     said = INTRODUCTION.format(laptop=laptop, hours=gpu_cost(carried)[0])
     head, lines = claims_table(machines, paper)
     parts = [GENERATED, "# Reproducing", "", said, "## The claims that carry the paper", ""]
     parts += [*markdown(head, lines[: len(carried)]), "", "## The other claims", ""]
     parts += [*markdown(head, lines[len(carried) :]), "", "## Figures", ""]
-    parts += ["`not stated`: a figure has no minutes at that scale, and runs to its end.", ""]
+    parts += ["A figure without minutes at a scale runs to its end there.", ""]
     target.write_text("\n".join([*parts, *markdown(*figures_table(machines)), ""]), encoding="utf-8")
     return target
 
@@ -68,8 +64,10 @@ def claims_table(machines: Sequence[Machine], paper: Path) -> tuple[list[str], l
         statement = statements[verdict.id]
         on_gpu = next((found for one in reversed(gpus) if (found := command(statement, one.name, one.chosen))), "")
         on_cpu = command(statement, CPU, first.chosen) if first.name == CPU else ""
-        cells = [f"{verdict.id} {verdict.statement}", ", ".join(scales_of(statement, CPU, first.chosen)) or UNKNOWN]
-        cells += [f"`{on_cpu}`" if on_cpu else UNKNOWN, minutes_of(statement, first)]
+        scripts = scales_of(statement, CPU, first.chosen)
+        given = sum(minutes(name, LAPTOP) or 0.0 for name in scripts)
+        cells = [f"{verdict.id} {verdict.statement}", ", ".join(scripts) or UNKNOWN]
+        cells += [f"`{on_cpu}`" if on_cpu else UNKNOWN, f"{given:g}" if given else UNKNOWN]
         hours, memory = gpu_cost([verdict.id])
         cells += [f"`{on_gpu}`" if on_gpu and hours else UNKNOWN, f"{hours:.2g}" if hours else UNKNOWN, memory]
         cells.append(disk(verdict, machines))
@@ -119,20 +117,15 @@ def disk(verdict: Verdict, machines: Sequence[Machine]) -> str:
 
 
 def figures_table(machines: Sequence[Machine]) -> tuple[list[str], list[list[str]]]:
-    """Return head and lines: an experiment, its command and cost, and scale and commits of its rows per machine."""
+    """Return head and lines: an experiment, its command, its minutes, and scale and commits of its rows per machine."""
     lines = []
     for one in experiments():
+        short = one.name if one.name.startswith("ext") else one.name.partition("_")[0]
+        given = [f"{value:g} ({scale})" for scale in reversed(SCALES) if (value := minutes(one.name, scale))]
         rows = [machine.rows[machine.rows["figure"] == one.figure] for machine in machines]
-        scales = {scale for part in rows for scale in distinct(part, "scale")}
         known = [f"{', '.join(distinct(part, 'scale'))}; {commits(part)}" if len(part) else UNKNOWN for part in rows]
-        lines.append([title_of(one), figure_command(one.name), all_minutes(one.name, scales), cost(one), *known])
-    head = ["figure", "command", "minutes (scale)", "time and memory at scale=laptop, as the script states"]
-    return [*head, *(f"rows of {machine.name}: scale; commits" for machine in machines)], lines
-
-
-def figure_command(name: str) -> str:
-    """Return the command that measures the experiment ``name`` and draws it, as code."""
-    return f"`make figure FIG={name if name.startswith('ext') else name.partition('_')[0]}`"
+        lines.append([title_of(one), f"`make figure FIG={short}`", ", ".join(given) or UNKNOWN, *known])
+    return ["figure", "command", "minutes (scale)", *(f"rows of {one.name}: scale; commits" for one in machines)], lines
 
 
 @cache
@@ -151,30 +144,6 @@ def title_of(experiment: Experiment) -> str:
 def minutes(name: str, scale: str) -> float | None:
     """Return the minutes that ``make reproduce`` gives the experiment ``name`` at ``scale``; None where it has none."""
     return (settings(name).get("minutes") or {}).get(scale)
-
-
-def minutes_of(statement: Statement, machine: Machine) -> str:
-    """Return the minutes of the figures of a claim on ``machine``; of scripts without any at their scale say so."""
-    known = {name: minutes(name, scale) for name, scale in scales_of(statement, machine.name, machine.chosen).items()}
-    given: list[Any] = [value for value in known.values() if value is not None]
-    without = ", ".join(name.partition("_")[0] for name, value in known.items() if value is None)
-    said = [f"{sum(given):g}"] if given else []
-    return ", ".join([*said, f"{NOT_STATED} ({without})"] if without else said) or UNKNOWN
-
-
-def all_minutes(name: str, recorded: Collection[str]) -> str:
-    """Word the minutes of an experiment by scale, those without any, and those of no ``recorded`` run."""
-    known = {scale: minutes(name, scale) for scale in reversed(SCALES)}
-    said = [f"{value:g} ({scale}{'' if scale in recorded else ', no recorded run'})"
-            for scale, value in known.items() if value is not None]  # fmt: skip
-    without = ", ".join(scale for scale, value in known.items() if value is None)
-    return ", ".join([*said, f"{NOT_STATED} ({without})"] if without else said)
-
-
-def cost(experiment: Experiment) -> str:
-    """Return the sentence of the script's docstring on its time and memory, a dash without one."""
-    found = _COST.search(sys.modules[type(experiment).__module__].__doc__ or "")
-    return re.sub(r"\s+", " ", found[1]).strip(" :,") if found else UNKNOWN
 
 
 def figures_of(verdict: Verdict) -> list[str]:
