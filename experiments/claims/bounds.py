@@ -102,12 +102,12 @@ def read_bounds(folder: str | Path) -> dict[str, dict[str, list[Bound]]]:
                     said = ", ".join(entry or "empty" for entry in choices)
                     raise ValueError(f"{where}: {name} is {line[name]!r}; it must be one of {said}")
             try:
-                ends = {"low": float(line.pop("low") or "-inf"), "high": float(line.pop("high") or "inf")}
+                low, high = float(line.pop("low") or "-inf"), float(line.pop("high") or "inf")
             except ValueError as wrong:
                 raise ValueError(f"{where}: low and high must be numbers or empty: {wrong}") from None
-            if ends["low"] > ends["high"]:
-                raise ValueError(f"{where}: low={ends['low']} is above high={ends['high']}; swap them")
-            bounds[line["claim"]][line["test"]].append(Bound(**line, **ends))
+            if low > high:
+                raise ValueError(f"{where}: low={low} is above high={high}; swap them")
+            bounds[line["claim"]][line["test"]].append(Bound(low=low, high=high, **line))
     return dict(bounds)
 
 

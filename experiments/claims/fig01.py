@@ -4,93 +4,90 @@ import pandas as pd
 
 from experiments.claims.finding import Finding, claim
 from experiments.claims.rows import (
+    PLAYERS,
     NotMeasured,
     Rows,
     correlation,
     curve,
     model_for,
-    models_in,
     numbers,
     pick,
     ratio,
     smallest_step,
-)  # fmt: skip
+)
 from punica.workload.popularity import PAPER_WORKLOADS
 
 LAST = 32
 """Largest batch of both figures."""
 
 
-def panel_of(rows: Rows, panel: str) -> tuple[pd.DataFrame, str]:
+def _steps(rows: Rows, panel: str) -> tuple[dict[float, pd.Series], str]:
+    """Return Figure 1's latency by batch size at each context length, ascending, and the model that plays 7B."""
     frame = pick(rows.figure("1"), panel=panel, metric="step_latency", system="backbone")
     model = model_for(frame, "7B")
-    return pick(frame, model=model), model
+    frame = pick(frame, model=model)
+    lengths = sorted(frame["seq_len"].dropna().unique())
+    return {length: curve(frame, "step_latency", seq_len=length) for length in lengths}, model
 
 
-def lengths_of(frame: pd.DataFrame) -> list[float]:
-    return sorted(frame["seq_len"].dropna().unique())
-
-
-def _decode_growth(rows: Rows, length: int, otherwise: str) -> tuple[float, str]:
-    """Divide the latency at batch 32 by batch 1, at ``length``, else at the shortest or longest measured one."""
-    frame, model = panel_of(rows, "decode")
-    lengths = lengths_of(frame)
-    used = length if length in lengths else {"shortest": lengths[0], "longest": lengths[-1]}[otherwise]
-    latency = curve(frame, "step_latency", seq_len=used)
-    growth = ratio(latency, LAST, 1)
-    return growth, f"{growth:.2f} ({model}, len {used:g}: {latency.loc[1]:.4g} -> {latency.loc[32]:.4g} ms)"
+def _decode_growth(rows: Rows, length: int) -> tuple[float, str]:
+    """Divide the latency at batch 32 by batch 1, at ``length``, else at the nearest measured one."""
+    steps, model = _steps(rows, "decode")
+    used = min(steps, key=lambda known: abs(known - length))
+    growth = ratio(steps[used], LAST, 1)
+    ends = f"{steps[used].loc[1]:.4g} -> {steps[used].loc[LAST]:.4g} ms"
+    return growth, f"{growth:.2f} ({model}, len {used:g}: {ends})"
 
 
 @claim("C01")
 def short_decode_hardly_slows(rows: Rows) -> Finding:
     """Decode latency at batch 32 over batch 1, short context."""
-    growth, text = _decode_growth(rows, 128, "shortest")
+    growth, text = _decode_growth(rows, 128)
     return Finding({"ratio": growth}, text)
 
 
 @claim("C02")
 def long_decode_slows_twofold(rows: Rows) -> Finding:
     """Decode latency growth at the longest context, and the gain in tokens per second that is left."""
-    growth, text = _decode_growth(rows, 2048, "longest")
+    growth, text = _decode_growth(rows, 2048)
     return Finding({"ratio": growth, "batching_gain": 32 / growth}, f"{text}; batching gains {32 / growth:.1f}x")
 
 
 @claim("C03")
 def batching_gain_shrinks_with_context(rows: Rows) -> Finding:
     """Growth from batch 1 to 32, by context length."""
-    frame, model = panel_of(rows, "decode")
-    lengths = lengths_of(frame)
-    growth = [ratio(curve(frame, "step_latency", seq_len=length), 32, 1) for length in lengths]
-    text = f"{numbers(growth)} at len {', '.join(f'{length:g}' for length in lengths)} ({model})"
+    steps, model = _steps(rows, "decode")
+    growth = [ratio(latency, LAST, 1) for latency in steps.values()]
+    text = f"{numbers(growth)} at len {numbers(list(steps), 4)} ({model})"
     return Finding({"smallest_step": smallest_step(growth)}, text)
 
 
 @claim("C04")
 def prefill_is_linear(rows: Rows) -> Finding:
     """Squared correlation of prefill latency with batch size, and growth up to the largest batch per row of it."""
-    frame, model = panel_of(rows, "prefill")
-    curves = {length: curve(frame, "step_latency", seq_len=length) for length in lengths_of(frame)}
-    curves = {length: values for length, values in curves.items() if len(values) >= 3 and 1 in values.index}
+    steps, model = _steps(rows, "prefill")
+    curves = {length: values for length, values in steps.items() if len(values) >= 3 and 1 in values.index}
     if not curves:
         raise NotMeasured("a line needs prefill at batch 1 and at two more batch sizes")
-    fit = {length: correlation(values.index, values) ** 2 for length, values in curves.items()}
+    fit = min(correlation(values.index, values) ** 2 for values in curves.values())
     long = [length for length in curves if length >= 512] or [max(curves)]
-    per_row = {length: ratio(curves[length], curves[length].index[-1], 1) / curves[length].index[-1] for length in long}
+    per_row = [ratio(curves[length], last := curves[length].index[-1], 1) / last for length in long]
     largest = max(values.index[-1] for values in curves.values())
     text = (
-        f"R2 >= {min(fit.values()):.4f}; latency grows {min(per_row.values()):.2f} to {max(per_row.values()):.2f} "
-        f"times the batch at len {', '.join(f'{length:g}' for length in long)} ({model}, batch 1 to {largest:g})"
+        f"R2 >= {fit:.4f}; latency grows {min(per_row):.2f} to {max(per_row):.2f} times the batch at len "
+        f"{numbers(long, 4)} ({model}, batch 1 to {largest:g})"
     )
-    return Finding({"smallest_r2": min(fit.values()), "smallest_growth_per_row": min(per_row.values())}, text)
+    return Finding({"smallest_r2": fit, "smallest_growth_per_row": min(per_row)}, text)
 
 
-def layers(rows: Rows) -> tuple[pd.DataFrame, dict[str, str], float, float]:
+def layers(rows: Rows) -> tuple[pd.DataFrame, list[str], float, float]:
     """Return layer latencies with LoRA, the models that play 7B and 13B, and the lengths for 512 and 2048."""
     frame = pick(rows.figure("10"), metric="layer_latency", system="punica")
-    lengths = sorted(frame["seq_len"].dropna().unique())
-    short = 512 if 512 in lengths else lengths[0]
-    long = 2048 if 2048 in lengths else lengths[-1]
-    return frame, models_in(frame, ("7B", "13B")), short, long
+    lengths, present = sorted(frame["seq_len"].dropna().unique()), set(frame["model"])
+    models = [model_for(frame, role) for role in ("7B", "13B") if present & set(PLAYERS[role])]
+    if not models:
+        raise NotMeasured("no rows of a 7B or 13B model")
+    return frame, models, 512 if 512 in lengths else lengths[0], 2048 if 2048 in lengths else lengths[-1]
 
 
 def _increase(frame: pd.DataFrame, model: str, length: float) -> dict[str, float]:
@@ -103,7 +100,7 @@ def _increase(frame: pd.DataFrame, model: str, length: float) -> dict[str, float
 def layer_grows_moderately(rows: Rows) -> Finding:
     """Largest growth from batch 1 to 32 at the short context."""
     frame, models, short, _ = layers(rows)
-    growth = {model: _increase(frame, model, short) for model in models.values()}
+    growth = {model: _increase(frame, model, short) for model in models}
     largest = max(value for by_workload in growth.values() for value in by_workload.values())
     text = "; ".join(f"{model}: {', '.join(f'{v:.1f}' for v in g.values())}" for model, g in growth.items())
     return Finding({"largest_percent": largest}, f"{text} % at len {short:g} ({', '.join(PAPER_WORKLOADS)})")
@@ -115,9 +112,9 @@ def context_reduces_the_batching_effect(rows: Rows) -> Finding:
     frame, models, short, long = layers(rows)
     if short == long:
         raise NotMeasured(f"two context lengths are needed, measured: {short:g}")
-    growth = [(_increase(frame, model, short), _increase(frame, model, long)) for model in models.values()]
+    growth = [(_increase(frame, model, short), _increase(frame, model, long)) for model in models]
     points = [far[workload] - near[workload] for near, far in growth for workload in PAPER_WORKLOADS]
-    text = f"{min(points):.0f} to {max(points):.0f} points ({', '.join(models.values())}, len {short:g} to {long:g})"
+    text = f"{min(points):.0f} to {max(points):.0f} points ({', '.join(models)}, len {short:g} to {long:g})"
     return Finding({"smallest_points": min(points)}, text)
 
 
@@ -126,7 +123,7 @@ def workloads_cost_the_same(rows: Rows) -> Finding:
     """Latency at batch 32 over that of Identical: Distinct, and the other two."""
     frame, models, short, long = layers(rows)
     distinct, shared = [], []
-    for model in models.values():
+    for model in models:
         for length in sorted({short, long}):
             cells = pick(frame, model=model, seq_len=length, batch_size=32)
             latency = curve(cells, "layer_latency", over="workload")
@@ -137,4 +134,4 @@ def workloads_cost_the_same(rows: Rows) -> Finding:
             shared += [float(latency[name] / latency["Identical"]) for name in ("Uniform", "Skewed")]
     text = f"Distinct {', '.join(f'{v:.3f}' for v in distinct)}; Uniform, Skewed {min(shared):.2f}-{max(shared):.2f}"
     quantities = {"distinct": max(distinct), "shared_largest": max(shared), "shared_smallest": min(shared)}
-    return Finding(quantities, f"{text} ({', '.join(models.values())}, len {short:g}, {long:g})")
+    return Finding(quantities, f"{text} ({', '.join(models)}, len {short:g}, {long:g})")

@@ -25,11 +25,11 @@ def _latency(rows: Rows, system: str, workload: str) -> pd.Series:
 
 def _flops(rows: Rows, workload: str) -> pd.Series:
     """Return achieved FLOP/s by batch size: the row itself, or from its latency."""
-    frame, sgmv = rows.figure("7"), {"system": "SGMV", "workload": workload, "rank": H_IN}
+    frame = pick(rows.figure("7"), system="SGMV", workload=workload, rank=H_IN)
     try:
-        return curve(frame, "achieved_flops", **sgmv)
+        return curve(frame, "achieved_flops")
     except NotMeasured:
-        latency = curve(frame, "latency", **sgmv)
+        latency = curve(frame, "latency")
         unit = SECONDS[frame.loc[frame["metric"] == "latency", "unit"].iloc[0]]
         return [sgmv_flop(int(size), H_IN, H_OUT) for size in latency.index] / (latency * unit)
 
@@ -135,7 +135,8 @@ def loop_costs_per_adapter(rows: Rows) -> Finding:
     except NotMeasured:
         frame, source = pick(rows.figure("8"), system="Loop", metric="latency"), "figure 8"
     frame = frame[frame["workload"].isin(set(PAPER_WORKLOADS) - {"Identical"})].sort_values(["workload", "batch_size"])
-    groups = [popularity(row.workload).number_of_adapters(int(row.batch_size)) for row in frame.itertuples()]
+    cells = zip(frame["workload"], frame["batch_size"], strict=True)
+    groups = [popularity(workload).number_of_adapters(int(size)) for workload, size in cells]
     latency = frame["value"] * (1e6 * SECONDS[frame["unit"].iloc[0]])
     if len(set(groups)) < 3:
         raise NotMeasured("a line needs Loop at three different numbers of adapters")

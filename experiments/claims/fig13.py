@@ -78,9 +78,10 @@ class Hour:
         mean = f"{metric}{MEAN}"
         if metric in hn.UNITS and mean not in self._values:
             return self._numbers[metric]
-        if not self._values.keys() & {mean, metric}:
-            raise NotMeasured(f"no rows with metric={metric}")
-        return float(self._values.get(mean, self._values.get(metric)))
+        for name in (mean, metric):
+            if name in self._values:
+                return float(self._values[name])
+        raise NotMeasured(f"no rows with metric={metric}")
 
     def told(self, metric: str, form: str = ".3g") -> str:
         """Word `one`, with the span over the seeds that rows have."""

@@ -1,5 +1,6 @@
 """Verdicts: our value of every claim against its bounds, and how far they hang on single repeats."""
 
+import csv
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -128,7 +129,7 @@ def stability(rows: pd.DataFrame, folder: str | Path) -> dict[str, Stability]:
             usual = function(chosen)
         except NotMeasured:
             continue
-        others = [quantities(function, one) for one in (*chosen.alone(), *chosen.without())]
+        others = [quantities(function, one) for one in (*chosen.alone, *chosen.without)]
         if usual.kind == SIMULATED or id not in court.bounds or all(one in ({}, usual.quantities) for one in others):
             continue
         tally = Counter(court.word(id, replace(usual, quantities=one)) for one in others if one)
@@ -151,9 +152,7 @@ class Judge:
         self._several = len(set(frame["timer"].dropna()) - {""}) > 1
         self._unsteady = set(frame.loc[unsteady(frame), "figure"])
         self._rows: dict[str, Rows] = {}
-        self._mechanisms, self._words = (
-            pd.read_csv(paper_file(folder, name)).set_index(["claim", "where"]) for name in (MECHANISMS, WORDS)
-        )
+        self._mechanisms, self._words = (self._read(paper_file(folder, name)) for name in (MECHANISMS, WORDS))
 
     def rows(self, clock: str) -> Rows:
         """Return the rows with those of ``clock`` preferred."""
@@ -216,29 +215,29 @@ class Judge:
             how = command(statement, self.hardware, rows)
             return replace(verdict, verdict=NOT_MEASURED, reason=str(reason), command=how)
         measured = finding.kind != SIMULATED
-        known = spans(finding.quantities, [quantities(function, one) for one in rows.alone()]) if measured else {}
+        known = spans(finding.quantities, [quantities(function, one) for one in rows.alone]) if measured else {}
         word = self.word(statement.id, finding, known)
         timers = ", ".join(rows.timers(figures) if clock else [])
         if word == NOT_TESTABLE:
             return replace(verdict, verdict=word, clock=timers, reason=f"{limit}; measured {finding.text}")
         if word == NOT_MEASURED:
-            absent = sorted({bound.quantity for bound in bounds["shape"]} - set(finding.quantities))
-            lacking = {"reason": f"the rows do not give {', '.join(absent)}"}
-            verdict = replace(verdict, **lacking, command=command(statement, self.hardware, rows))
+            absent = ", ".join(sorted({bound.quantity for bound in bounds["shape"]} - set(finding.quantities)))
+            how = command(statement, self.hardware, rows)
+            verdict = replace(verdict, reason=f"the rows do not give {absent}", command=how)
         counting = {
             test: [one for one in all_ if one.counts(self.hardware, finding.models)] for test, all_ in bounds.items()
         }
         missed = missed_bounds(counting["relation"], finding.quantities) if word == SIMULATED_SHAPE else ""
-        why = self._mechanism(statement.id) if word in (DIFFERS, SIMULATED_SHAPE) else ""
+        line = self._mechanisms.get(statement.id, {}) if word in (DIFFERS, SIMULATED_SHAPE) else {"sentence": ""}
         remark = _remark(word, counting, finding.quantities, known) if measured else ""
-        marks = {
-            mark: measured and any(quantities(function, one) != finding.quantities for one in rows.stirred(mark))
+        disturbed, once = (
+            measured and any(quantities(function, one) != finding.quantities for one in rows.stirred(mark))
             for mark in ("disturbed", "once")
-        }
+        )
         return replace(
-            verdict, verdict=word, clock=timers, kind=finding.kind, **marks,
+            verdict, verdict=word, clock=timers, kind=finding.kind, disturbed=disturbed, once=once,
             our_value=finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
-            why=". ".join(filter(None, (missed, why))),
+            why=". ".join(filter(None, (missed, line.get("sentence", NOT_KNOWN)))),
             remark=remark or (f"at most {most}: {limit}" if most else ""),
             quantities="; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),
             interval="; ".join(f"{name}={low:.4g} to {high:.4g}" for name, (low, high) in known.items()),
@@ -247,16 +246,17 @@ class Judge:
     def _timed_unsteadily(self, statement: Statement) -> bool:
         return any(name.startswith(tuple(statement.figure.split(", "))) for name in self._unsteady)
 
-    def _mechanism(self, id: str) -> str:
-        return next((str(line["sentence"]) for line in self._lines(self._mechanisms, id)), NOT_KNOWN)
+    def _read(self, path: Path) -> dict[str, dict[str, str]]:
+        """Map claims to their line for this class of hardware, else for any."""
+        with path.open(newline="", encoding="utf-8") as stream:
+            lines = sorted(csv.DictReader(stream), key=lambda line: line["where"] != ANY)
+        here = "cpu" if self.hardware == "cpu" else "gpu"
+        return {line["claim"]: line for line in lines if line["where"] in (ANY, here)}
 
     def _limit(self, id: str) -> tuple[str, str]:
         """Return the best word that the claim can get on this class of hardware, and why; empty without a limit."""
-        return next(((str(line["most"]), str(line["reason"])) for line in self._lines(self._words, id)), ("", ""))
-
-    def _lines(self, table: pd.DataFrame, id: str) -> list[pd.Series]:
-        here = "cpu" if self.hardware == "cpu" else "gpu"
-        return [table.loc[id, where] for where in (here, ANY) if (id, where) in table.index]
+        line = self._words.get(id, {})
+        return line.get("most", ""), line.get("reason", "")
 
 
 def _remark(

@@ -110,11 +110,11 @@ def _stream(frame: pd.DataFrame, folder: str | Path) -> list[Prediction]:
     for role in ("7B", "13B"):
         bars = curve(paper, "throughput", over="workload", system="punica", model=role)
         mine = stream[stream["model"] == MODELS[role][0]]
-        for row in mine[mine["metric"] == "throughput"].itertuples():
-            span, published = _over_seeds(mine[mine["workload"] == row.workload], "throughput"), bars[row.workload]
-            guess = bars.drop(row.workload).mean() / published - 1
-            what = f"Figure 11, {role} {row.workload} (token/s)"
-            found.append(_relative(what, float(row.value), published, 0.15, guess, span))
+        for workload, part in mine.groupby("workload", sort=False):
+            value, published = curve(part, "throughput", over="workload").iloc[0], float(bars.loc[workload])
+            guess = float(bars.drop(workload).mean()) / published - 1
+            what = f"Figure 11, {role} {workload} (token/s)"
+            found.append(_relative(what, value, published, 0.15, guess, _over_seeds(part, "throughput")))
     return found
 
 
@@ -134,7 +134,7 @@ def _hour(ours: Hour, theirs: Hour) -> list[Prediction]:
     ]
     follows = "Figure 13, throughput over time (correlation; follows from the input)"
     last = Prediction(follows, tokens, 1.0, f"{tokens - 1:+.3f}")
-    return [*_shares(ours, theirs), over_time, *levels, _relative(PACE, *pace), last]
+    return [*_shares(ours, theirs), over_time, *levels, _relative(PACE, pace[0], pace[1]), last]
 
 
 def _shifted_rate(hour: Hour) -> tuple[int, float]:
@@ -184,15 +184,16 @@ def _windows(frame: pd.DataFrame) -> list[Prediction]:
     }
     found = []
     for (panel, metric), (name, within) in bounds.items():
-        for row in frame[frame["panel"].str.startswith(panel) & (frame["metric"] == metric)].itertuples():
-            cell = ["panel", "system", "model"]
-            mine = frame[(frame[cell] == [getattr(row, name) for name in cell]).all(axis=1)]
+        chosen = frame[frame["panel"].str.startswith(panel)]
+        for (place, system, model), mine in chosen.groupby(["panel", "system", "model"], sort=False):
             told = dict(zip(mine["metric"], mine["value"].astype(float), strict=True))
+            if metric not in told:
+                continue
             ends = [told[key] for end in ("low", "high") if (key := f"{metric}_{end}") in told]
             span = "; {:+.1f} to {:+.1f} %".format(*(100 * end for end in ends)) if len(ends) == 2 else ""
-            where = "the windows that were not fitted" if panel == WINDOWS else row.panel.removeprefix(f"{panel}, ")
-            what = f"{row.system}, {row.model}: {name} of {where} (over measured{span})"
-            found.append(_relative(what, 1 + float(row.value), 1.0, within, told.get(f"{metric}{CONSTANT}")))
+            where = "the windows that were not fitted" if panel == WINDOWS else str(place).removeprefix(f"{panel}, ")
+            what = f"{system}, {model}: {name} of {where} (over measured{span})"
+            found.append(_relative(what, 1 + told[metric], 1.0, within, told.get(f"{metric}{CONSTANT}")))
     return found
 
 

@@ -8,7 +8,7 @@ stand the same rows with one repeat alone, without one, or with some points chan
 import itertools
 from collections.abc import Iterable, Sequence
 from copy import copy
-from functools import cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,11 @@ class Rows:
         self._smoke = set(frame.loc[smoke, "figure"])
         self._older = list(dict.fromkeys(chosen.loc[chosen["older"], "figure"])) if "older" in chosen else []
         self._values = one["value"].to_numpy(dtype=float)
-        self._table, self._quiet = _by_repeat(chosen, one["point"])
+        known = chosen["repeat"].notna()
+        parts = chosen[known], chosen[known & ~chosen["disturbed"]]
+        wide = [part.pivot(index="point", columns="repeat", values="value") for part in parts]
+        wide = [part.reindex(index=one["point"], columns=wide[0].columns) for part in wide]
+        self._table, self._quiet = (part.to_numpy(dtype=float) for part in wide)
         self._paired = self._table
         one = one.assign(once=one["point"].map(runs) < 2).drop(columns=["value", "point", "counts"])
         texts = [name for name, kind in one.dtypes.items() if isinstance(kind, pd.StringDtype)]
@@ -57,9 +61,6 @@ class Rows:
         self._frame = one.copy()  # the copy has columns of a kind in one block, quick to select
         places = sorted(one.groupby("figure").indices.items())
         self._figures = {str(name): self._frame.take(np.asarray(found)) for name, found in places}
-        self.alone = cache(self._alone)
-        self.without = cache(self._without)
-        self.stirred = cache(self._stirred)
 
     def figure(self, *names: str) -> pd.DataFrame:
         """Return all rows of the figures whose name is, or begins with, one of ``names``; NotMeasured without any."""
@@ -93,24 +94,26 @@ class Rows:
         """Return those of the figures ``names`` with rows of other code than today's."""
         return _named(self._older, names)
 
-    def _alone(self) -> list["Rows"]:
-        """Return the rows by undisturbed repeat; a point without that repeat keeps its number."""
-        return [self._with(column, column) for column in self._quiet.T[:, :, None]] if self._quiet.shape[1] > 1 else []
+    @cached_property
+    def alone(self) -> list["Rows"]:
+        """The rows by undisturbed repeat; a point without that repeat keeps its number."""
+        return [self._with(one[:, None], one[:, None]) for one in self._quiet.T] if self._quiet.shape[1] > 1 else []
 
-    def _without(self) -> list["Rows"]:
-        """Return the rows without each repeat in turn, where that leaves more than one."""
+    @cached_property
+    def without(self) -> list["Rows"]:
+        """The rows without each repeat in turn, where that leaves more than one."""
         count = self._table.shape[1]
         left = [np.delete(self._table, repeat, axis=1) for repeat in range(count if count > 2 else 0)]
         return [self._with(table, table) for table in left]
 
-    def _stirred(self, what: str) -> list["Rows"]:
+    def stirred(self, what: str) -> list["Rows"]:
         """Return the rows, those whose column ``what`` is true times different factors around 1, so that ratios change
         too, and their mirror image; none without such a row.
         """
         chosen = self._frame[what].to_numpy(dtype=bool)
         spread = SHIFT * (2 * (np.arange(1, len(chosen) + 1) * _GOLDEN % 1) - 1) * chosen
-        factors = [1 + spread, 1 - spread] if chosen.any() else []
-        return [self._with(self._values[:, None] * one[:, None], self._table * one[:, None]) for one in factors]
+        factors = [(1 + spread)[:, None], (1 - spread)[:, None]] if chosen.any() else []
+        return [self._with(self._values[:, None] * factor, self._table * factor) for factor in factors]
 
     def _with(self, numbers: np.ndarray, paired: np.ndarray) -> "Rows":
         """Return the rows with the medians of ``numbers`` where there are some, and repeats ``paired``."""
@@ -119,24 +122,6 @@ class Rows:
         rows._values[known] = np.nanmedian(numbers[known], axis=1)
         rows._paired = paired
         return rows
-
-
-def _by_repeat(chosen: pd.DataFrame, points: pd.Series) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of ``points`` that count by repeat, and those of undisturbed repeats; NaN where there is none.
-
-    A row without a repeat is of them all.
-    """
-    place = pd.Series(np.arange(len(points)), points).reindex(chosen["point"]).to_numpy()
-    whole = chosen["repeat"].isna().to_numpy()
-    codes, repeats = pd.factorize(chosen["repeat"], sort=True)
-    table = np.full((len(points), max(1, len(repeats))), np.nan)
-    table[place[whole]] = chosen["value"].to_numpy(dtype=float)[whole, None]
-    table[place[~whole], codes[~whole]] = chosen["value"].to_numpy(dtype=float)[~whole]
-    quiet = table.copy()
-    quiet[place[whole]] = np.nan
-    loud = ~whole & chosen["disturbed"].to_numpy(dtype=bool)
-    quiet[place[loud], codes[loud]] = np.nan
-    return table, quiet
 
 
 def _named(figures: Iterable[str], names: Sequence[str]) -> list[str]:
@@ -158,15 +143,6 @@ def model_for(frame: pd.DataFrame, role: str) -> str:
         if name in present:
             return name
     raise NotMeasured(f"no rows of the {role} model ({', '.join(PLAYERS[role])})")
-
-
-def models_in(frame: pd.DataFrame, roles: Sequence[str]) -> dict[str, str]:
-    """Map the ``roles`` that ``frame`` covers to their models; NotMeasured when it covers none."""
-    present = set(frame["model"])
-    found = {role: model_for(frame, role) for role in roles if present & set(PLAYERS[role])}
-    if not found:
-        raise NotMeasured(f"no rows of a {' or '.join(roles)} model")
-    return found
 
 
 def pick(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
