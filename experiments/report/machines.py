@@ -10,6 +10,7 @@ import pandas as pd
 from experiments.claims import Verdict, judge
 from experiments.claims.judge import Stability, stability
 from experiments.claims.rows import Rows
+from experiments.harness.clocks import unsteady
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.plots.frames import distinct
 from experiments.reliability.rows import FILE as TRIALS
@@ -116,9 +117,10 @@ def of_timer(frame: pd.DataFrame, timer: str) -> pd.DataFrame:
 
 
 def verdicts_by_clock(frame: pd.DataFrame, paper: Path) -> dict[str, list[Verdict]]:
-    """Timer -> verdicts: of all rows, and where operators were timed by two clocks of the graph's alone as well."""
+    """Timer -> verdicts: of all rows, and where two clocks of operators count of the graph's alone as well."""
     found = {AUTO: judge(frame, paper)}
-    if len(distinct(frame[frame["figure"] == "8"], "timer")) > 1:
+    operators = frame[frame["figure"] == "8"]
+    if len(distinct(operators[~unsteady(operators)], "timer")) > 1:
         found[OTHER_TIMER] = judge(of_timer(frame, OTHER_TIMER), paper, OTHER_TIMER)
     return found
 

@@ -99,6 +99,7 @@ def test_a_clock_that_is_not_steady_decides_nothing(places):
     judged = {verdict.id: verdict for verdict in write_report(places).verdicts}["C12"]
     assert (judged.verdict, judged.clock, judged.clock_missing) == ("reproduced", "cuda_graph", "host_clock")
     assert (judged.other_clock, NOT_STEADY in judged.remark) == ("", True)
+    assert not (places.fresh_rows.parent / "claims_cuda_graph.csv").exists()
     write_rows(path, host)
     alone = {verdict.id: verdict for verdict in write_report(places).verdicts}["C12"]
     assert (alone.verdict, alone.reason) == ("not measured here", NOT_STEADY)
