@@ -1,8 +1,7 @@
 """Source hash of a row: over the definitions and the data that decide its number.
 
 From an experiment's script it follows names: a function, class or constant that a counted definition uses counts, too.
-A definition's code counts without docstrings, comments, imports and the place where it stands, so moving it changes no
-hash. Data counts where a counted definition names it: tuned schedules, the paper's numbers, rows that a simulation
+A definition's code counts without docstrings, comments, imports and its module, so moving it changes no hash. Data counts where a counted definition names it: tuned schedules, the paper's numbers, rows that a simulation
 reads. Rooms that only show or judge numbers do not count.
 """
 
@@ -259,7 +258,7 @@ class Tree:
         return self._modules[name]
 
     def module_of(self, path: Path) -> Module:
-        """Return the module of a script, which may stand outside of the packages."""
+        """Return the module of a script, which may be outside of the packages."""
         inside = path.is_relative_to(self.root)
         name = ".".join(path.relative_to(self.root).with_suffix("").parts) if inside else path.stem
         if name not in self._modules:
@@ -313,7 +312,7 @@ def with_packages(module: str) -> list[str]:
 
 
 class Reach:
-    """What decides the numbers of a script.
+    """Code and data that decide the numbers of a script.
 
     Attributes:
         codes: texts of definitions.
