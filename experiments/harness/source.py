@@ -1,8 +1,9 @@
 """Source hash of a row: over the definitions and the data that decide its number.
 
 From an experiment's script it follows names: a function, class or constant that a counted definition uses counts, too.
-A definition's code counts without docstrings, comments, imports and its module, so moving it changes no hash. Data counts where a counted definition names it: tuned schedules, the paper's numbers, rows that a simulation
-reads. Rooms that only show or judge numbers do not count.
+A definition's code counts without docstrings, comments, imports and its module, so moving it changes no hash. Data
+counts where a counted definition names it: tuned schedules, the paper's numbers, rows that a simulation reads. Rooms
+that only show or judge numbers do not count.
 """
 
 import ast
