@@ -11,7 +11,7 @@ import pandas as pd
 
 from experiments.claims.bounds import Bound, Interval, Outcome, described, missed_bounds, outcome_of, read_bounds
 from experiments.claims.finding import CLAIMS, MEASURED, SIMULATED, Finding, quantities, spans
-from experiments.claims.rows import NotMeasured, Rows
+from experiments.claims.rows import NotMeasured, Rows, named
 from experiments.facts.models import MODELS
 from experiments.facts.paper import Statement, claim_clocks, paper_file, read_claims
 from experiments.harness.catalogue import experiments
@@ -228,7 +228,8 @@ class Judge:
             test: [one for one in all_ if one.counts(self.hardware, finding.models)] for test, all_ in bounds.items()
         }
         missed = missed_bounds(counting["relation"], finding.quantities) if word == SIMULATED_SHAPE else ""
-        line = self._mechanisms.get(statement.id, {}) if word in (DIFFERS, SIMULATED_SHAPE) else {"sentence": ""}
+        unlike = word == DIFFERS or missed
+        why = self._mechanisms.get(statement.id, {"sentence": NOT_KNOWN})["sentence"] if unlike else ""
         remark = _remark(word, counting, finding.quantities, known) if measured else ""
         disturbed, once = (
             measured and any(quantities(function, one) != finding.quantities for one in rows.stirred(mark))
@@ -237,14 +238,14 @@ class Judge:
         return replace(
             verdict, verdict=word, clock=timers, kind=finding.kind, disturbed=disturbed, once=once,
             our_value=finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
-            why=". ".join(filter(None, (missed, line.get("sentence", NOT_KNOWN)))),
+            why=". ".join(filter(None, (missed, why))),
             remark=remark or (f"at most {most}: {limit}" if most else ""),
             quantities="; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),
             interval="; ".join(f"{name}={low:.4g} to {high:.4g}" for name, (low, high) in known.items()),
         )  # fmt: skip
 
     def _timed_unsteadily(self, statement: Statement) -> bool:
-        return any(name.startswith(tuple(statement.figure.split(", "))) for name in self._unsteady)
+        return bool(named(self._unsteady, statement.figure.split(", ")))
 
     def _read(self, path: Path) -> dict[str, dict[str, str]]:
         """Map claims to their line for this class of hardware, else for any."""

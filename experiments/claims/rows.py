@@ -64,9 +64,9 @@ class Rows:
 
     def figure(self, *names: str) -> pd.DataFrame:
         """Return all rows of the figures whose name is, or begins with, one of ``names``; NotMeasured without any."""
-        found = _named(self._figures, names)
+        found = named(self._figures, names)
         if not found:
-            hint = " (only at scale=smoke, whose numbers mean nothing)" if _named(self._smoke, names) else ""
+            hint = " (only at scale=smoke, whose numbers mean nothing)" if named(self._smoke, names) else ""
             raise NotMeasured(f"no rows of figure {' or '.join(names)} yet{hint}")
         frame = self._figures[found[0]] if len(found) == 1 else pd.concat([self._figures[name] for name in found])
         return frame.assign(value=self._values[frame.index])
@@ -88,11 +88,11 @@ class Rows:
 
     def timers(self, names: Sequence[str]) -> list[str]:
         """Return the clocks that timed the chosen rows of the figures ``names``."""
-        return sorted({timer for one in _named(self._figures, names) for timer in self._figures[one]["timer"]} - {""})
+        return sorted({timer for one in named(self._figures, names) for timer in self._figures[one]["timer"]} - {""})
 
     def older(self, names: Sequence[str]) -> list[str]:
         """Return those of the figures ``names`` with rows of other code than today's."""
-        return _named(self._older, names)
+        return named(self._older, names)
 
     @cached_property
     def alone(self) -> list["Rows"]:
@@ -124,7 +124,7 @@ class Rows:
         return rows
 
 
-def _named(figures: Iterable[str], names: Sequence[str]) -> list[str]:
+def named(figures: Iterable[str], names: Sequence[str]) -> list[str]:
     """Return the figures that are, or whose title begins with, one of ``names``."""
     begins = tuple(itertools.filterfalse(str.isdigit, names))
     return [figure for figure in figures if figure in names or figure.startswith(begins)]
