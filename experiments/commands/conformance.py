@@ -11,20 +11,19 @@ protocol, which are counted apart. An API key is taken from the variable CONFORM
 import asyncio
 import json
 import os
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
-from experiments.conformance import expected
-from experiments.conformance.cases import Run, run_cases
-from experiments.conformance.client import KEY_VARIABLE, Server
-from experiments.conformance.servers import lines
-from experiments.conformance.verdict import FAIL, Result, protocol, summary, table
-from experiments.conformance.weights import HIDDEN
+from experiments.conformance import cases, expected
+from experiments.conformance.client import KEY_VARIABLE, Server, some
+from experiments.conformance.weights import ADAPTERS, CHECKPOINT, HIDDEN, MAX_LEN
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError
 
-LEAST, MOST = 2, 256
-"""Numbers of adapters."""
+SLOTS, BATCH, MOST = 4, 64, 256  # of servers: fewer slots than adapters; adapters at most
 
 
 @dataclass
@@ -43,58 +42,96 @@ class Options:
     timeout: float = 60  # url: seconds without a byte of an answer
     out: str | None = None  # url: file.json that receives the results
 
+    def check(self) -> None:
+        """Raise `ConfigError` for what is missing or out of range."""
+        made, out = Path(self.make or "").expanduser(), Path(self.out or "").expanduser()
+        is_ours = not made.exists() or (made.is_dir() and (not [*made.iterdir()] or (made / expected.FILE).is_file()))
+        for is_wrong, text in (
+            ((self.make is None) == (self.url is None), "give one of make=FOLDER and url=http://HOST:PORT"),
+            (not 2 <= self.tenants <= MOST, f"tenants={self.tenants} must be in [2, {MOST}]"),
+            (not self.ranks or not {*self.ranks} <= {*range(1, HIDDEN + 1)},
+             f"ranks={self.ranks} must be one or more of 1 to {HIDDEN}"),
+            (self.make and not is_ours,
+             f"make={made} is there and was not written by this command: give a new folder"),
+            (self.url and self.folder is None,
+             "url= needs folder=, what make= wrote and the server was started on"),
+            (not self.batches or min(self.batches) < 1, f"batches={self.batches} must be one or more positive numbers"),
+            (not self.timeout > 0, f"timeout={self.timeout} must be a positive number of seconds"),
+            (not out.parent.is_dir(),
+             f"out={out} cannot be written, its folder is not there: give another file"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise ConfigError(text)
 
-def make(options: Options) -> None:
-    """Write the folder and print how to start servers on it."""
-    folder, ranks = Path(str(options.make)).expanduser(), options.ranks
-    if not LEAST <= options.tenants <= MOST:
-        raise ConfigError(f"tenants={options.tenants} must be in [{LEAST}, {MOST}]")
-    if not ranks or not all(1 <= rank <= HIDDEN for rank in ranks):
-        raise ConfigError(f"ranks={ranks} must be one or more of 1 to {HIDDEN}")
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / expected.FILE).is_file())):
-        raise ConfigError(f"make={folder} is there and was not written by this command: give a new folder")
-    world = expected.make(folder, options.tenants, ranks, options.seed)
-    sure, pairs = sum(len(prompt.sure) for prompt in world.prompts), len(world.prompts) * len(world.models)
-    print(f"{folder}: {len(world.tenants)} adapters; of {pairs} pairs of model and prompt {sure} are sure and are used")
-    print("", lines(world), sep="\n")
+
+def lines(world: expected.World) -> str:
+    """Return what to type to start each server."""
+    checkpoint, root = (quote(str((world.folder / name).resolve())) for name in (CHECKPOINT, ADAPTERS))
+    given = [f"{name}={quote(str(world.adapter(name)))}" for name in world.models[1:]]
+    rank = max(8, 1 << (max(tenant.rank for tenant in world.tenants) - 1).bit_length())  # vLLM takes few other sizes
+    template = Path(cases.__file__).with_name("servers.txt").read_text(encoding="utf-8")
+    return template.format(
+        checkpoint=checkpoint, root=root, rank=rank, SLOTS=SLOTS, BATCH=BATCH, KEY_VARIABLE=KEY_VARIABLE,
+        sizes=f"--max-loras {SLOTS} --max-lora-rank {rank} --max-model-len {MAX_LEN}", cached=len(given) + 2,
+        given=" ".join(f"\\\n    {one}" for one in given), each=" ".join(f"\\\n    --adapter {one}" for one in given),
+        test=f"python -m experiments.commands.conformance folder={quote(str(world.folder.resolve()))}",
+    )  # fmt: skip
 
 
-async def results_of(options: Options, world: expected.World) -> list[Result]:
-    """Run the cases against the server."""
-    key = os.environ.get(KEY_VARIABLE)
-    server = Server(str(options.url), options.prefix, options.base, key, options.timeout)
+async def results_of(options: Options, world: expected.World) -> list[cases.Result]:
+    """Run the cases against the server; the first result is of the models that it serves."""
+    server = Server(str(options.url), options.prefix, options.base, os.environ.get(KEY_VARIABLE), options.timeout)
+    async with server.api:
+        absent = await server.check(world)
+        run = cases.Run(server, world, absent)
+        results = [cases.Result("models", len(world.models), len(run.models))]
+        for model, why in absent.items():
+            results[0].protocol[f"absent: {why}"][model] += 1
+        for name, case in cases.cases(options.batches).items():
+            print(f"{results[-1].case}: {results[-1].status}", flush=True)
+            results.append(cases.Result(name))
+            await case(run, results[-1])
+    print(f"{results[-1].case}: {results[-1].status}")
+    return results
 
-    def said(result: Result) -> None:
-        print(f"{result.case}: {result.status}", flush=True)
 
-    try:
-        return await run_cases(Run(server, world, await server.check(world)), options.batches, said)
-    finally:
-        await server.close()
+def table(results: Sequence[cases.Result], most: int = 12) -> str:
+    """Draw a line for each case, below it at most `most` findings; then the protocol's faults, and counts of both."""
+    width, lines, faults = max(len(result.case) for result in results), [], defaultdict[str, Counter[str]](Counter)
+    for one in results:
+        judged = f"{one.judged:5d} of {one.answers} answers"
+        lines.append(f"{one.case:{width}}  {one.status:11}  {judged}  {one.note}".rstrip())
+        lines += [f"    {number} x {finding}" for finding, number in one.findings.most_common(most)]
+        lines += [f"    and {len(one.findings) - most} other findings: out=FILE has all"] * (len(one.findings) > most)
+        for fault, models in one.protocol.items():
+            faults[fault] += models
+    lines += ["", "protocol, whatever the tokens are:"] * bool(faults)
+    for fault, models in sorted(faults.items(), key=lambda one: -one[1].total()):
+        lines.append(f"    {models.total()} x {fault} ({some(sorted(models))})")
+    statuses = ", ".join(f"{number} {status}" for status, number in Counter(one.status for one in results).items())
+    times = sum(models.total() for models in faults.values())
+    return "\n".join([*lines, "", f"tokens: {statuses}", f"protocol: {len(faults)} faults, {times} times"])
 
 
 def conformance(options: Options) -> None:
     """Make a folder or test a server. Exits with 1 or 3 where tokens or the protocol fail."""
-    if (options.make is None) == (options.url is None):
-        raise ConfigError("give one of make=FOLDER and url=http://HOST:PORT")
+    options.check()
     if options.make is not None:
-        make(options)
+        world = expected.make(Path(options.make).expanduser(), options.tenants, options.ranks, options.seed)
+        sure, pairs = sum(len(prompt.sure) for prompt in world.prompts), len(world.prompts) * len(world.models)
+        said = f"{len(world.tenants)} adapters; of {pairs} pairs of model and prompt {sure} are sure and are used"
+        print(f"{world.folder}: {said}\n\n{lines(world)}")
         return
-    if options.folder is None:
-        raise ConfigError("url= needs folder=, what make= wrote and the server was started on")
-    if not options.batches or min(options.batches) < 1:
-        raise ConfigError(f"batches={options.batches} must be one or more positive numbers")
-    if not options.timeout > 0:
-        raise ConfigError(f"timeout={options.timeout} must be a positive number of seconds")
-    if options.out is not None and not Path(options.out).expanduser().parent.is_dir():
-        raise ConfigError(f"out={options.out} cannot be written, its folder is not there: give another file")
-    results = asyncio.run(results_of(options, expected.read(Path(options.folder).expanduser())))
-    print("", table(results), "", summary(results), sep="\n")
+    results = asyncio.run(results_of(options, expected.read(Path(str(options.folder)).expanduser())))
+    print("", table(results), sep="\n")
     if options.out is not None:
-        content = {"url": options.url, "results": [result.as_json() for result in results]}
-        Path(options.out).expanduser().write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if code := 1 if any(result.status == FAIL for result in results) else 3 if protocol(results) else 0:
-        raise SystemExit(code)
+        told = [{"case": one.case, "status": one.status, **vars(one)} for one in results]
+        content = json.dumps({"url": options.url, "results": told}, indent=1)
+        Path(options.out).expanduser().write_text(f"{content}\n", encoding="utf-8")
+    if any(one.status == cases.FAIL for one in results):
+        raise SystemExit(1)
+    if any(one.protocol for one in results):
+        raise SystemExit(3)
 
 
 if __name__ == "__main__":

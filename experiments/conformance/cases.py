@@ -2,54 +2,130 @@
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from experiments.conformance.client import Answer, Server
-from experiments.conformance.expected import COUNT, World
-from experiments.conformance.oracle import BASE
-from experiments.conformance.verdict import EMPTY, Ask, Judge, Result
-from experiments.conformance.weights import MAX_LEN, POISONS, WARMER
+from experiments.conformance.client import Server
+from experiments.conformance.expected import BASE, COUNT, WARMER, Prompt, Tokens, World
+from experiments.conformance.weights import MAX_LEN, POISONS
 
-SWAPPED = "swapped"
-"""Name that different adapters are loaded under."""
-CLOSED = (403, 404, 405)
-"""Statuses of a server that does not let requests load adapters."""
-LONG = MAX_LEN // 4
-"""Tokens of requests whose clients leave."""
+# verdicts by tokens alone; unjudged: all that came were right, and some answers had none
+PASS, FAIL, UNJUDGED, NOT_OFFERED = "pass", "FAIL", "unjudged", "not offered"
+CUT, LONG = "an answer of fewer tokens than max_tokens, right so far", "an answer of more tokens than max_tokens"
+EMPTY = "an answer without tokens"
+SWAPPED = "swapped"  # name that different adapters are loaded under
+CLOSED = (403, 404, 405)  # statuses of a server that does not let requests load adapters
+
+
+class Ask(NamedTuple):
+    """One request: the model whose tokens are right, and the name that it is served under where that is another."""
+
+    model: str
+    prompt: Prompt
+    name: str = ""
+
+    @property
+    def right(self) -> Tokens:
+        """The right tokens."""
+        return self.prompt.answers[self.model]
+
+
+@dataclass
+class Result:
+    """Outcome of a case: findings are of tokens, and faults of the protocol are with the models that met them."""
+
+    case: str
+    answers: int = 0
+    judged: int = 0  # answers with tokens to judge
+    findings: Counter[str] = field(default_factory=Counter)
+    protocol: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    note: str = ""
+    is_offered: bool = True
+
+    @property
+    def status(self) -> str:
+        """Verdict by tokens alone."""
+        right = PASS if self.judged == self.answers else UNJUDGED
+        return FAIL if self.findings else right if self.is_offered else NOT_OFFERED
+
+    def not_offered(self, why: str) -> None:
+        """Note that the server has nothing to try here."""
+        self.is_offered, self.note = False, why
 
 
 class Run:
     """One server under test. `absent`: errors of models that it does not serve, which are left out."""
 
-    def __init__(self, server: Server, world: World, absent: Mapping[str, str] | None = None) -> None:
-        self.server, self.judge, self.absent = server, Judge(world), absent or {}
-        self.world = replace(world, tenants=[one for one in world.tenants if one.name not in self.absent])
-        self._turns = {model: itertools.cycle(world.sure(model)) for model in self.world.models}
-        self._numbers = {model: itertools.count(place) for place, model in enumerate(self.world.models)}
-
-    @property
-    def tenants(self) -> list[str]:
-        """Names of the adapters."""
-        return self.world.models[1:]
+    def __init__(self, server: Server, world: World, absent: Mapping[str, str]) -> None:
+        self.server, self.absent = server, absent
+        self.world = replace(world, tenants=[tenant for tenant in world.tenants if tenant.name not in absent])
+        self.models, self.adapters = self.world.models, self.world.models[1:]
+        about = {tenant.name: f"{tenant.name} (rank {tenant.rank}, {tenant.subset})" for tenant in world.tenants}
+        self._about = {BASE: "the base model", **about}
+        self._owners = {tokens: model for prompt in world.prompts for model, tokens in prompt.answers.items()}
+        self._turns = {model: itertools.cycle(world.sure(model)) for model in self.models}
+        self._numbers = {model: itertools.count(place) for place, model in enumerate(self.models)}
 
     def asks(self, models: Iterable[str]) -> list[Ask]:
         """Build a request for each name, with the model's next prompt."""
-        return [self.form(Ask(model, next(self._turns[model]))) for model in models]
+        return [Ask(model, next(self._turns[model])) for model in models]
 
-    def form(self, ask: Ask) -> Ask:
-        """Choose by turn: every other request of a model streams, every third is text where token ids are taken."""
-        number = next(self._numbers[ask.model])
-        return Ask(ask.model, ask.prompt, number % 2 == 0, self.server.takes_ids and number % 3 != 0, ask.name)
+    async def wave(self, result: Result, asks: Sequence[Ask]) -> list[Tokens]:
+        """Send requests at once and judge their answers; return the tokens, as many as were asked for at most.
 
-    async def send(self, ask: Ask) -> Answer:
-        """Send one request."""
-        prompt = list(ask.prompt.ids) if ask.as_ids else ask.prompt.text
-        return await self.server.ask(ask.asked, prompt, COUNT, ask.stream)
+        Every other request of a model streams; every third is text where token ids are taken.
+        """
+        sent, tokens = [], []
+        for ask, number in ((ask, next(self._numbers[ask.model])) for ask in asks):
+            prompt = list(ask.prompt.ids) if self.server.takes_ids and number % 3 else ask.prompt.text
+            sent.append(self.server.ask(ask.name or ask.model, prompt, COUNT, number % 2 == 0))
+        for place, (ask, answer) in enumerate(zip(asks, await asyncio.gather(*sent), strict=True)):
+            got = answer.tokens[:COUNT]
+            is_wrong = got != ask.right[: len(got)]
+            if answer.tokens != got:
+                answer.faults.append(LONG)
+            elif got != ask.right and not is_wrong and (got or not answer.faults):
+                answer.faults.append(CUT if got else EMPTY)
+            for fault in answer.faults:
+                result.protocol[fault][ask.name or ask.model] += 1
+            result.answers += 1
+            result.judged += is_wrong or got == ask.right
+            if is_wrong:
+                owner = self._owner(ask, got, [*asks[:place], *asks[place + 1 :]])
+                result.findings[f"{self.label(ask)} got {owner}"] += 1
+            tokens.append(got)
+        return tokens
 
-    async def wave(self, result: Result, asks: Sequence[Ask]) -> None:
-        """Send requests at once and judge their answers."""
-        self.judge.judge(result, asks, await asyncio.gather(*map(self.send, asks)))
+    def label(self, ask: Ask) -> str:
+        """Describe the tenant of a request."""
+        return f"{ask.name}, now {self._about[ask.model]}" if ask.name else self._about[ask.model]
+
+    def _owner(self, ask: Ask, got: Tokens, beside: Sequence[Ask]) -> str:
+        """Describe whose tokens a wrong answer has: the first that fits, from the same prompt to any other."""
+        if len(got) != COUNT:
+            return f"{len(got)} tokens of {COUNT}, not the right ones"
+        owners = [(tokens, f"the tokens of {self._about[model]}") for model, tokens in ask.prompt.answers.items()]
+        leaked = ask.prompt.leaked.get(ask.model, ())
+        owners.append((leaked, f"its own tokens over the cached prefix of {self._about[WARMER]}"))
+        near = [(other.right, f"{self.label(other)} in a request beside it") for other in beside]
+        owners += [(theirs, f"the tokens of {other}") for theirs, other in near]
+        for theirs, other in near:  # at least two tokens are the other's, and all that are not its own
+            foreign = [token == their for token, own, their in zip(got, ask.right, theirs, strict=True) if token != own]
+            owners += [(got, f"tokens of {other}, between its own")] * (len(foreign) >= 2 and all(foreign))
+        if got in self._owners:
+            owners.append((got, f"the tokens of {self._about[self._owners[got]]} for another prompt"))
+        return next((owner for tokens, owner in owners if tokens == got), "tokens of no known model")
+
+    async def load(self, model: str, name: str = SWAPPED, **more: bool) -> tuple[int, str]:
+        """Have the server load an adapter."""
+        path = str(self.world.adapter(model))
+        return await self.server.change("load_lora_adapter", lora_name=name, lora_path=path, **more)
+
+    async def unload(self, name: str = SWAPPED) -> tuple[int, str]:
+        """Have the server unload an adapter."""
+        return await self.server.change("unload_lora_adapter", lora_name=name)
 
 
 Case = Callable[[Run, Result], Awaitable[None]]
@@ -67,61 +143,47 @@ def waves(models: Callable[[Run], Iterable[Iterable[str]]]) -> Case:
 
 def batch(size: int) -> Case:
     """Return the case of `size` requests at once, over all models."""
-    return waves(lambda run: [itertools.islice(itertools.cycle(run.world.models), size)])
+    return waves(lambda run: [itertools.islice(itertools.cycle(run.models), size)])
 
 
-def _by_rank(run: Run) -> Iterator[list[str]]:
-    """Yield an adapter of each rank, in rising and falling order, at once."""
-    order = [name for _, name in sorted({tenant.rank: tenant.name for tenant in run.world.tenants}.items())]
-    for _ in range(2):
-        yield [*order, *reversed(order)] * 2
+def _each(run: Run, quality: str) -> list[str]:
+    """Return an adapter of each rank, or subset of layers, in order."""
+    by_quality = {getattr(tenant, quality): tenant.name for tenant in run.world.tenants}
+    return [by_quality[key] for key in sorted(by_quality)]
 
 
-def _many(run: Run) -> Iterator[list[str]]:
+def _many(run: Run) -> Iterable[list[str]]:
     """Yield all adapters, alone and at once, forwards and backwards: where slots are fewer, each loses its own."""
-    for order in (run.tenants, run.tenants[::-1], run.tenants):
+    for order in (run.adapters, run.adapters[::-1], run.adapters):
         yield from ([name] for name in order)
         yield order
 
 
-alone = waves(lambda run: ([model] for model in run.world.models for _ in range(2)))
-mixed = waves(lambda run: [run.world.models * 2])
-ranks = waves(_by_rank)
-subsets = waves(lambda run: [[*{tenant.subset: tenant.name for tenant in run.world.tenants}.values()] * 4])
-base_between = waves(lambda run: [[name for tenant in run.tenants for name in (tenant, BASE)]])
-many = waves(_many)
-
-
 async def repeated(run: Run, result: Result) -> None:
     """Send one wave three times, and find answers that change, right or wrong."""
-    asks = run.asks(run.world.models * 2)
-    runs = [await asyncio.gather(*map(run.send, asks)) for _ in range(3)]
-    for ask, *answers in zip(asks, *runs, strict=True):
-        found = {run.judge.tokens(result, ask, answer) for answer in answers}
-        if len({tokens for tokens in found if len(tokens) == COUNT}) > 1:
-            result.findings[f"{run.judge.label(ask)} got other tokens from run to run"] += 1
+    asks = run.asks(run.models * 2)
+    for ask, *answers in zip(asks, *[await run.wave(result, asks) for _ in range(3)], strict=True):
+        if len({tokens for tokens in answers if len(tokens) == COUNT}) > 1:
+            result.findings[f"{run.label(ask)} got other tokens from run to run"] += 1
 
 
 async def shared_prefix(run: Run, result: Result) -> None:
     """Send prompts with one long prefix: an adapter's, then all others', which must not get its blocks."""
     if WARMER in run.absent:
-        result.not_offered(f"{WARMER} is absent")
-        return
-    turns = {model: run.world.sharing(model) for model in run.world.models}
-    for prompt in turns[WARMER][:2]:
-        await run.wave(result, [run.form(Ask(WARMER, prompt))])
-    for model, prompts in turns.items():
-        await run.wave(result, [run.form(Ask(model, prompts[0]))])
-    await run.wave(result, [run.form(Ask(model, prompt)) for model, prompts in turns.items() for prompt in prompts[:3]])
+        return result.not_offered(f"{WARMER} is absent")
+    sharing = {model: run.world.sure(model, shares=True)[:3] for model in run.models}
+    warm = [(WARMER, prompt) for prompt in sharing[WARMER][:2]]
+    for model, prompt in [*warm, *((model, prompts[0]) for model, prompts in sharing.items())]:
+        await run.wave(result, [Ask(model, prompt)])
+    await run.wave(result, [Ask(model, prompt) for model, prompts in sharing.items() for prompt in prompts])
 
 
 async def same_prompt(run: Run, result: Result) -> None:
     """Send one prompt to all models that are sure of it, at once and in turn."""
     for prompt in sorted(run.world.prompts, key=lambda prompt: -len(prompt.sure))[:2]:
-        asks = [run.form(Ask(model, prompt)) for model in run.world.models if model in prompt.sure]
-        await run.wave(result, asks)
-        for ask in asks:
-            await run.wave(result, [ask])
+        asks = [Ask(model, prompt) for model in run.models if model in prompt.sure]
+        for wave in (asks, *([ask] for ask in asks)):
+            await run.wave(result, wave)
 
 
 async def poisoned(run: Run, result: Result) -> None:
@@ -129,116 +191,69 @@ async def poisoned(run: Run, result: Result) -> None:
 
     To refuse one, at its load or its request, is right; what a poisoned adapter answers does not count.
     """
-    notes = []
     for name in POISONS:
-        status, _ = await _load(run, name, name)
+        status, text = await run.load(name, name)
         if status in CLOSED and not run.server.prefix:
-            result.not_offered(f"load_lora_adapter: HTTP {status}")
-            return
+            return result.not_offered(text)
         spoil = [run.server.ask(name, run.world.prompts[0].text, 4 * COUNT, stream) for stream in (True, False) * 2]
-        said, _ = await asyncio.gather(asyncio.gather(*spoil), run.wave(result, run.asks(run.world.models)))
-        await run.wave(result, run.asks(run.world.models))
-        await _unload(run, name)
-        notes.append(f"{name} {'served' if any(answer.text for answer in said) else 'failed'}")
-    result.note = ", ".join(notes)
+        said, _ = await asyncio.gather(asyncio.gather(*spoil), run.wave(result, run.asks(run.models)))
+        await run.wave(result, run.asks(run.models))
+        await run.unload(name)
+        result.note += f"{name} {'served' if any(answer.tokens for answer in said) else 'failed'} "
 
 
 async def cancelled(run: Run, result: Result) -> None:
     """Leave streams in the middle beside others that stay, and send requests after them."""
-    models = run.world.models
     for _ in range(2):
         leaving = [
-            run.server.ask(model, ask.prompt.text, LONG, True, leave_after=number % 4)
-            for number, (model, ask) in enumerate(zip(models, run.asks(models), strict=True))
+            run.server.ask(ask.model, ask.prompt.text, MAX_LEN // 4, True, leave_after=number % 4)
+            for number, ask in enumerate(run.asks(run.models))
         ]
-        await asyncio.gather(*leaving, run.wave(result, run.asks(models)))
-    await run.wave(result, run.asks(models * 2))
+        await asyncio.gather(*leaving, run.wave(result, run.asks(run.models)))
+    await run.wave(result, run.asks(run.models * 2))
 
 
-async def reloaded(run: Run, result: Result) -> None:
-    """Unload an adapter and load another under its name, beside others; at last the name is unknown."""
-    first, second = _two(run)
-    status, text = await _load(run, first)
-    if status in CLOSED:
-        result.not_offered(f"load_lora_adapter: HTTP {status}")
-        return
-    if status != 200:
-        result.fault(SWAPPED, f"load_lora_adapter gave HTTP {status}: {text}")
-        return
-    await run.wave(result, [*_swapped(run, first), *run.asks(run.world.models)])
-    for model in (second, first, second):
-        for step, (status, text) in (("unload", await _unload(run)), ("load", await _load(run, model))):
-            if status != 200:
-                result.fault(SWAPPED, f"{step}_lora_adapter gave HTTP {status}: {text}")
-                return
-        for ask in _swapped(run, model):
-            await run.wave(result, [ask])
-        await run.wave(result, [*_swapped(run, model), *run.asks(run.world.models)])
-    await _unload(run)
+async def reloaded(run: Run, result: Result, in_place: bool = False) -> None:
+    """Load two adapters in turn under one name, beside others, each after the other's unloading; then the last goes."""
+    pairs = itertools.combinations(run.adapters, 2)
+    common = {pair: [one for one in run.world.prompts if not one.leaked and {*pair} <= {*one.sure}] for pair in pairs}
+    pair = max(common, key=lambda pair: len(common[pair]))
+    for place, model in enumerate(pair * 2):
+        status, text = await run.unload() if place and not in_place else (200, "")
+        if status == 200:
+            status, text = await run.load(model, **{"load_inplace": True} if place and in_place else {})
+        if status != 200 and (in_place or (status in CLOSED and not place)):
+            result.not_offered(text)
+        elif status != 200:
+            result.protocol[text][SWAPPED] += 1
+        if status != 200:
+            break
+        swapped = [Ask(model, prompt, SWAPPED) for prompt in (common[pair] or run.world.sure(model))[:4]]
+        for wave in (*([ask] for ask in swapped), [*swapped, *run.asks(run.models)]):
+            await run.wave(result, wave)
+    await run.unload()
     answer = await run.server.ask(SWAPPED, run.world.prompts[0].text, COUNT)
-    if answer.tokens:
+    if status == 200 and answer.tokens:
         result.findings[f"{SWAPPED}, unloaded, got tokens"] += 1
-    elif not any(fault.startswith("HTTP 404") for fault in answer.faults):
-        result.fault(SWAPPED, f"a name that was unloaded gave {answer.faults or EMPTY} instead of HTTP 404")
+    elif status == 200 and not any(fault.startswith("HTTP 404") for fault in answer.faults):
+        result.protocol[f"a name that was unloaded gave {answer.faults or EMPTY} instead of HTTP 404"][SWAPPED] += 1
 
 
 async def replaced(run: Run, result: Result) -> None:
     """Load another adapter in place of one that is loaded (`load_inplace`, as vLLM names it)."""
-    first, second = _two(run)
-    if (await _load(run, first))[0] != 200:
-        result.not_offered("load_lora_adapter is refused")
-        return
-    await run.wave(result, _swapped(run, first))
-    for model in (second, first):
-        status, _ = await _load(run, model, load_inplace=True)
-        if status != 200:
-            result.not_offered(f"load_inplace: HTTP {status}")
-            break
-        await run.wave(result, [*_swapped(run, model), *run.asks(run.tenants)])
-    await _unload(run)
-
-
-def _two(run: Run) -> tuple[str, str]:
-    """Choose the two adapters that have most prompts in common."""
-    tenants = run.tenants
-    pairs = ((a, b) for place, a in enumerate(tenants) for b in tenants[place + 1 :])
-    return max(pairs, key=lambda pair: sum(pair[0] in p.sure and pair[1] in p.sure for p in run.world.sure(pair[0])))
-
-
-def _swapped(run: Run, model: str) -> list[Ask]:
-    """Build requests with the name `SWAPPED`, whose right tokens are `model`'s, for the prompts that both can have."""
-    both = [prompt for prompt in run.world.sure(model) if prompt.sure.issuperset(_two(run))] or run.world.sure(model)
-    return [run.form(Ask(model, prompt, name=SWAPPED)) for prompt in both[:4]]
-
-
-async def _load(run: Run, model: str, name: str = SWAPPED, **more: bool) -> tuple[int, str]:
-    path = str(run.world.adapter(model))
-    return await run.server.change("load_lora_adapter", lora_name=name, lora_path=path, **more)
-
-
-async def _unload(run: Run, name: str = SWAPPED) -> tuple[int, str]:
-    return await run.server.change("unload_lora_adapter", lora_name=name)
+    await reloaded(run, result, in_place=True)
 
 
 def cases(batches: Sequence[int]) -> dict[str, Case]:
     """Return the cases by name, in their order: the prefix cache is tried before its prompts were seen."""
     return {
-        "shared prefix": shared_prefix, "each alone": alone, "mixed batch": mixed, "mixed ranks": ranks,
-        "layer subsets": subsets, "base between": base_between, "same prompt": same_prompt, "many adapters": many,
-        "repeated runs": repeated, **{f"batch of {size}": batch(size) for size in batches}, "cancellation": cancelled,
+        "shared prefix": shared_prefix,
+        "each alone": waves(lambda run: ([model] for model in run.models for _ in range(2))),
+        "mixed batch": waves(lambda run: [run.models * 2]),
+        "mixed ranks": waves(lambda run: [[*_each(run, "rank"), *_each(run, "rank")[::-1]] * 2] * 2),
+        "layer subsets": waves(lambda run: [_each(run, "subset") * 4]),
+        "base between": waves(lambda run: [[name for adapter in run.adapters for name in (adapter, BASE)]]),
+        "same prompt": same_prompt, "many adapters": waves(_many), "repeated runs": repeated,
+        **{f"batch of {size}": batch(size) for size in batches}, "cancellation": cancelled,
         "hot reload": reloaded, "reload in place": replaced, "poisoned": poisoned,
     }  # fmt: skip
-
-
-async def run_cases(run: Run, batches: Sequence[int], said: Callable[[Result], None]) -> list[Result]:
-    """Run every case, and call `said` after each."""
-    results = [Result("models", len(run.world.models) + len(run.absent), len(run.world.models))]
-    for model, why in run.absent.items():
-        results[0].fault(model, f"absent: {why}")
-    said(results[0])
-    for name, case in cases(batches).items():
-        result = Result(name)
-        await case(run, result)
-        said(result)
-        results.append(result)
-    return results

@@ -1,20 +1,27 @@
 """Servers of right tokens with one fault each, behind OpenAI's API; tokens are the merged models'."""
 
 import asyncio
+import itertools
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from experiments.conformance.expected import COUNT, PREFIX, Tokens, World
-from experiments.conformance.oracle import BASE, Oracle
-from experiments.conformance.verdict import Ask
+from experiments.conformance.expected import BASE, COUNT, PREFIX, Oracle, Tokens, World
 from tests.serve.world import served
+
+
+class Ask(NamedTuple):
+    """One request, by the name that it came under."""
+
+    model: str
+    ids: Tokens
+    stream: bool
 
 
 class RightServer:
@@ -87,7 +94,7 @@ class RightServer:
         if not self.ids and not isinstance(prompt, str):
             return _error(400, "the prompt must be text")
         ids = tuple(int(word[1:]) for word in prompt.split()) if isinstance(prompt, str) else tuple(prompt)
-        request = Ask(name, self.prompts.get(ids, self.world.prompts[0]), bool(body["stream"]))
+        request = Ask(name, ids, bool(body["stream"]))
         beside = await self._group(request) if body["max_tokens"] == COUNT else [request]
         self.asked[name] += 1
         tokens = self.tokens(name, ids, beside)[: body["max_tokens"] if self.keeps_limit else None]
@@ -158,7 +165,7 @@ class PrefixCacheWithoutAdapter(RightServer):
         owner = self.owner.setdefault(ids[:PREFIX], name)
         if owner == name:
             return self.right(name, ids)
-        return tuple(self.oracle.leaked(name, owner, torch.tensor([ids]), PREFIX, COUNT)[0].tolist())
+        return self.oracle.leaked(name, owner, torch.tensor([ids]))[0]
 
 
 class KeepsOldWeights(RightServer):
@@ -189,11 +196,11 @@ class MixesStreams(RightServer):
     def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
         own = self.right(self.models[name], ids)
         streams = [ask for ask in beside if ask.stream]
-        place = next((n for n, ask in enumerate(streams) if ask.model == name and ask.prompt.ids == ids), None)
+        place = next((n for n, ask in enumerate(streams) if ask.model == name and ask.ids == ids), None)
         if place is None or len(streams) < 2:
             return own
         other = streams[place - 1]
-        return own[: COUNT // 2] + self.right(self.models[other.model], other.prompt.ids)[COUNT // 2 :]
+        return own[: COUNT // 2] + self.right(self.models[other.model], other.ids)[COUNT // 2 :]
 
 
 class SpoiledByPoison(RightServer):
@@ -208,9 +215,7 @@ class SpoiledByPoison(RightServer):
 class ChangesItsMind(RightServer):
     """Answers a prompt another way each time it is asked."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self.turns: Callable[[], int] = iter(range(10**6)).__next__
+    turns = itertools.count()
 
     def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
-        return (self.turns() % 8,) * COUNT
+        return (next(self.turns) % 8,) * COUNT

@@ -17,6 +17,8 @@ from experiments.conformance.expected import World
 from experiments.harness.schema import REPOSITORY, ConfigError
 from tests.experiments.conformance import faulty_servers as faulty
 
+MIXED = cases.cases([])["mixed batch"]
+
 
 def options(world: World, url: str, **fields: Any) -> Options:
     return Options(url=url, folder=str(world.folder), batches=[40], **fields)
@@ -24,7 +26,7 @@ def options(world: World, url: str, **fields: Any) -> Options:
 
 @pytest.fixture
 def two_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "cases", lambda batches: {"mixed": cases.mixed, "large": cases.batch(batches[0])})
+    monkeypatch.setattr(cases, "cases", lambda batches: {"mixed": MIXED, "large": cases.batch(batches[0])})
 
 
 @pytest.mark.usefixtures("two_cases")

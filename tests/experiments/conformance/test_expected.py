@@ -1,7 +1,6 @@
 """Checkpoint, adapters and right tokens that the conformance test writes."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from experiments.commands.conformance import lines
 from experiments.conformance import expected
-from experiments.conformance.expected import COUNT, PREFIX, Prompt, World, check, read
-from experiments.conformance.servers import lines
+from experiments.conformance.expected import COUNT, PREFIX, World, read
 from experiments.conformance.weights import SUBSETS, tenants
 from experiments.harness.schema import ConfigError
 
@@ -35,7 +34,7 @@ def merged_by_hand(world: World, name: str) -> LlamaForCausalLM:
 def test_right_tokens_are_those_of_models_merged_by_hand(world: World) -> None:
     for tenant in world.tenants[:2]:
         model = merged_by_hand(world, tenant.name)
-        for prompt in [*world.sure(tenant.name)[:2], world.sharing(tenant.name)[0]]:
+        for prompt in [*world.sure(tenant.name)[:2], world.sure(tenant.name, shares=True)[0]]:
             ids = list(prompt.ids)
             for _ in range(COUNT):
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -70,12 +69,6 @@ def test_the_margin_decides(world: World, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not (tmp_path / expected.FILE).exists()
 
 
-def test_a_model_without_sure_prompts_is_refused(world: World) -> None:
-    unsure = [replace(prompt, sure=prompt.sure - {"tenant-1"}) for prompt in world.prompts]
-    with pytest.raises(ConfigError, match="tenant-1 is sure of 0 prompts and 0"):
-        check(replace(world, prompts=unsure))
-
-
 def test_the_file_is_read_as_it_was_written(world: World) -> None:
     assert read(world.folder) == world
 
@@ -89,7 +82,7 @@ def test_a_damaged_file_is_one_error(tmp_path: Path, content: str) -> None:
 
 def test_text_and_ids_of_a_prompt_are_the_same(world: World) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(world.folder / "checkpoint")
-    prompt: Prompt = world.prompts[0]
+    prompt = world.prompts[0]
     assert tuple(tokenizer(prompt.text)["input_ids"]) == prompt.ids
     assert tokenizer.decode(list(prompt.ids)) == prompt.text
 
