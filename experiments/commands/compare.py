@@ -136,7 +136,8 @@ def cells(pairs: pd.DataFrame) -> str:
     text[["a", "b"]] = text[["a", "b"]].map("{:.4g}".format)
     text["ratio"] = text["ratio"].map("{:.3f}".format).replace("nan", "-")
     text = text[list(SHOWN)].astype("string").fillna("")
-    return text.loc[:, text.ne("").any()].rename(columns=SHOWN).to_string(index=False)
+    shown = {name: head for name, head in SHOWN.items() if any(text[name])}
+    return text[list(shown)].rename(columns=shown).to_string(index=False)
 
 
 def mean_text(pairs: pd.DataFrame) -> str:
