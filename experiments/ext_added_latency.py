@@ -12,17 +12,26 @@ Timed: y = x W, alone and followed by y += x A^T B^T, at h1 = 4096, h2 = 11008, 
 reference, and all popularities of one batch are interleaved. Added latency is the difference between neighbouring
 samples; both are kept beside it. LoRA is a layer's call: the device's wrapper at its defaults, the table of true ranks.
 On a GPU product and operator are one CUDA graph, in decode steps with the shrink beside the product
-(`punica.layers.dual_stream`); on a CPU they run one after the other.
+(`punica.layers.dual_stream`), and the weights W rotate as the adapters do; on a CPU they run one after the other.
 
 Cost at scale=laptop: about 25 seconds on two cores, 1 GB.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 from experiments.benches.operator_conf import OperatorConf, operator_conf
 from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, Reading, main, sampled
+
+if TYPE_CHECKING:
+    import torch
+
+    from experiments.benches.operators import Problem
+    from punica.measure.timing import Call
 
 BASE = "base"
 
@@ -38,19 +47,57 @@ class AddedLatency(OperatorExperiment):
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
         from experiments.benches import operators
-        from experiments.benches.added_latency import checked_calls, projection
 
         figure = operator_conf(cfg)
         weights = self.kept((figure.h1, figure.h2, figure.dtype), lambda: projection(cfg))
-        calls: dict[str, Any] = {}
+        calls: dict[str, list[Call]] = {}
         for point in points:
-            rows, rank = cast(int, point.batch_size), cast(int, point.rank)
-            batches = operators.problems(cfg, point.workload, rows, rank)
+            batches = operators.problems(cfg, point.workload, cast(int, point.batch_size), cast(int, point.rank))
             calls[point.workload] = checked_calls(batches, weights, with_lora=True)
             if BASE not in calls:
                 calls[BASE] = checked_calls(batches, weights, with_lora=False)
         samples = operators.microseconds(cfg, calls)
         return [_readings(samples[point.workload], samples[BASE]) for point in points]
+
+
+def projection(cfg: Config) -> torch.Tensor:
+    """The weights W [copies, h1, h2], random, scaled so that y has unit variance."""
+    import torch
+
+    from experiments.benches.operators import copies
+
+    figure, device = operator_conf(cfg), cfg.hardware.device
+    count = copies(cfg, figure.h1 * figure.h2 * figure.dtype.bytes)
+    generator = torch.Generator(device).manual_seed(2)
+    weights = torch.empty(count, figure.h1, figure.h2, device=device, dtype=getattr(torch, figure.dtype.name))
+    for one in weights:
+        one.copy_(torch.randn(one.shape, generator=generator, device=device) * figure.h1**-0.5)
+    return weights
+
+
+def checked_calls(batches: Sequence[Problem], weights: torch.Tensor, with_lora: bool) -> list[Call]:
+    """Prepare y = x W of every batch and, `with_lora`, a layer's LoRA behind it, on a second stream on a GPU;
+    `CheckFailed` when the first is wrong.
+    """
+    import torch
+
+    from experiments.benches.layer_call import beside
+    from experiments.benches.operators import Prepared, checked, layer_calls
+    from punica.layers.dual_stream import DualStream
+
+    first, turn = batches[0], len(weights)
+    calls: list[Call] = [partial(torch.mm, one.x, weights[i % turn], out=one.y) for i, one in enumerate(batches)]
+    if with_lora:
+        streams = DualStream(first.x.device) if first.x.is_cuda else None
+        pairs = zip(calls, layer_calls(batches), strict=True)
+        calls = [partial(beside, streams, first.x, *pair) for pair in pairs]
+
+    def expected() -> torch.Tensor:
+        y = first.x.double() @ weights[0].double()
+        return y + first.expected() if with_lora else y
+
+    name = f"base projection {'with' if with_lora else 'without'} LoRA"
+    return checked(name, [Prepared(call, lambda: first.y, expected) for call in calls])
 
 
 def _readings(with_lora: Sequence[float], base: Sequence[float]) -> list[Reading]:

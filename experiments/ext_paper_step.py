@@ -8,25 +8,29 @@ pays for 31 decodes whatever the prompt; on a GPU the floor of the bytes comes n
 where a call costs little beside its products, SGMV and `apart` are close together.
 
 Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16, 32 requests of 32 adapters, one of them a prompt; every system
-after a check against the reference, interleaved. `SGMV` and `apart` are what a layer calls: the device's wrapper at its
-defaults, 64 slots, the table of true ranks. Rows also carry the bytes that must move, by arithmetic, and, where
-the bandwidth of the hardware is known (`conf/hardware/`), the time that they take.
+after a check against the reference, interleaved. `SGMV` is one call of a layer, `apart` one for the prompt, then one
+for the decodes: of the device's wrapper at its defaults, 64 slots, the table of true ranks. `Loop` has a product pair
+per adapter, `grouped_mm` is torch's. Rows also carry the bytes that must move, by arithmetic, and, where the bandwidth
+of the hardware is known (`conf/hardware/`), the time that they take.
 
 Cost at scale=laptop: about 10 seconds on two cores, 1.5 GB.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from omegaconf import MISSING
 
-from experiments.benches.operator_conf import OperatorConf
+from experiments.benches.operator_conf import OperatorConf, operator_conf
 from experiments.benches.operator_figure import OperatorExperiment
+from experiments.benches.operator_shapes import Operator
 from experiments.harness import PROTOCOL, Config, Point, Reading, main, sampled
 
 if TYPE_CHECKING:
+    from experiments.benches.operators import Prepared, Problem
     from punica.measure.timing import Call
 
 
@@ -57,13 +61,14 @@ class PaperStep(OperatorExperiment):
         ]
 
     def calls(self, cfg: Config, point: Point) -> list[Call]:
-        from experiments.benches import operators, paper_step
+        from experiments.benches.operators import checked, prepare_checked
 
-        return operators.prepare_checked(paper_step.steps(cfg, *_shape(point)), point.system)
+        batches = steps(cfg, *_shape(point))
+        if point.system == "apart":
+            return checked("apart", [apart(batch) for batch in batches])
+        return prepare_checked(batches, point.system)
 
     def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
-        from experiments.benches.paper_step import bytes_moved
-
         moved, bandwidth = bytes_moved(cfg, *_shape(point)), cfg.hardware.bandwidth_gb_s
         found = [*sampled("latency", samples, "us"), Reading("bytes_moved", moved, "byte")]
         return [*found, Reading("floor", moved / bandwidth / 1e3, "us")] if bandwidth else found
@@ -72,6 +77,44 @@ class PaperStep(OperatorExperiment):
 def _shape(point: Point) -> tuple[int, int, int]:
     """Requests, rows of the prompt, rank."""
     return cast(tuple[int, int, int], (point.batch_size, point.seq_len, point.rank))
+
+
+def sizes_of(requests: int, prompt: int) -> tuple[int, ...]:
+    """Rows of each adapter: the prompt's, then one for each of the other requests, all of different adapters."""
+    return (prompt, *[1] * (requests - 1))
+
+
+def bytes_moved(cfg: Config, requests: int, prompt: int, rank: int) -> int:
+    """Bytes that the step must move: A and B of its adapters, x [T, h1] read, y [T, h2] read and written."""
+    figure = operator_conf(cfg)
+    halves = Operator(figure.h1, (figure.h2,), rank, sizes_of(requests, prompt)).bytes()
+    return halves * figure.dtype.bytes // 2
+
+
+def steps(cfg: Config, requests: int, prompt: int, rank: int) -> list[Problem]:
+    """The step on its own x, y and adapters, as often as the timer needs it: under `cuda_graph` often enough to move
+    more bytes than the caches hold.
+    """
+    from experiments.benches import operators
+
+    figure, copies = operator_conf(cfg), operators.copies(cfg, bytes_moved(cfg, requests, prompt, rank))
+    slots = max(figure.resident(cfg), copies * requests)
+    a, b = operators.bank(slots, rank, figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
+    if cfg.timer.name != "cuda_graph":  # systems share no memory, so that one flush serves a round of them
+        a, b = a.clone(), b.clone()
+    return operators.rotated(cfg, sizes_of(requests, prompt), copies, (a, b, None))
+
+
+def apart(batch: Problem) -> Prepared:
+    """The prompt in one call of a layer, then the decodes in another."""
+    from experiments.benches.operators import adding, in_turn, layer_calls
+
+    first = batch.sizes[0]
+    parts = [
+        replace(batch, x=batch.x[rows], y=batch.y[rows], slots=batch.slots[rows], sizes=sizes)
+        for rows, sizes in ((slice(0, first), (first,)), (slice(first, None), batch.sizes[1:]))
+    ]
+    return adding(batch, partial(in_turn, layer_calls(parts)))
 
 
 EXPERIMENT = PaperStep()

@@ -12,7 +12,8 @@ import pytest
 import torch
 from fakes import composed
 
-from experiments.benches import mixed_ranks, operators
+from experiments import ext_determinism, ext_padding
+from experiments.benches import operators
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
@@ -45,7 +46,7 @@ def test_they_come_after_the_figures_of_the_paper():
     ("adapters", "length"), [(1, 4), (2, 2), (3, 4), (4, 1), (6, 2), (8, 1), (9, 4), (64, 1)], ids=str
 )
 def test_a_round_holds_every_rank_equally_often(adapters, length):
-    assert mixed_ranks.round_length(adapters, 4) == length
+    assert ext_padding.round_length(adapters, 4) == length
     ranks = [slot % 4 for slot in range(length * adapters)]
     assert {ranks.count(rank) for rank in range(4)} == {length * adapters // 4}
 
@@ -56,8 +57,9 @@ def test_padded_and_true_rank_give_the_same_and_read_what_they_should(tmp_path, 
     cfg = settled(tmp_path)
     results = []
     for system in ("true rank", "padded"):
-        batches = mixed_ranks.batches(cfg, workload, rows, mixed_ranks.variant(system, 64, cfg.adapters.ranks))
-        calls, length = mixed_ranks.checked_rounds(cfg, batches)
+        batches = ext_padding.batches(cfg, workload, rows, system, 64)
+        calls = ext_padding.checked_rounds(cfg, batches)
+        length = ext_padding.round_length(len(batches[0].sizes), 4)
         assert len(batches) == length * len(calls)
         for batch in batches:
             batch.y.zero_()
@@ -69,7 +71,7 @@ def test_padded_and_true_rank_give_the_same_and_read_what_they_should(tmp_path, 
 
 def test_the_true_ranks_cycle_over_the_adapters_and_what_lies_above_is_not_read(tmp_path):
     cfg = settled(tmp_path)
-    (batch,) = mixed_ranks.batches(cfg, "Distinct", 16, mixed_ranks.variant("true rank", 64, cfg.adapters.ranks))
+    (batch,) = ext_padding.batches(cfg, "Distinct", 16, "true rank", 64)
     ranks = batch.ranks[0, batch.slots].tolist()
     assert ranks == [8, 16, 32, 64] * 4
     expected = batch.expected()
@@ -88,15 +90,15 @@ def test_the_true_ranks_cycle_over_the_adapters_and_what_lies_above_is_not_read(
 
 def test_a_table_of_ranks_that_cuts_too_much_fails_its_check(tmp_path):
     cfg = settled(tmp_path)
-    batches = mixed_ranks.batches(cfg, "Distinct", 4, mixed_ranks.variant("true rank", 64, cfg.adapters.ranks))
+    batches = ext_padding.batches(cfg, "Distinct", 4, "true rank", 64)
     batches[0].ranks.fill_(8)
     with pytest.raises(CheckFailed, match="SGMV differs"):
-        mixed_ranks.checked_rounds(cfg, batches)
+        ext_padding.checked_rounds(cfg, batches)
 
 
 def test_uniform_ranks_lie_in_slots_of_their_own_width(tmp_path):
     cfg = settled(tmp_path)
-    batches = mixed_ranks.batches(cfg, "Uniform", 7, mixed_ranks.variant("uniform rank", 8, cfg.adapters.ranks))
+    batches = ext_padding.batches(cfg, "Uniform", 7, "uniform rank", 8)
     assert {(batch.a.shape[1], batch.b.shape[2], batch.a.is_contiguous()) for batch in batches} == {(8, 8, True)}
     first = {batch.a[batch.slots[0]].data_ptr() for batch in batches}
     assert len(first) == len(batches) == 4
@@ -105,14 +107,13 @@ def test_uniform_ranks_lie_in_slots_of_their_own_width(tmp_path):
 def test_under_cuda_graph_every_variant_reads_more_than_the_caches_hold(tmp_path):
     cfg = settled(tmp_path, "figure.batch_sizes=[1,7]")
     cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 2
-    ranks, shape = cfg.adapters.ranks, (cfg.figure.h1, cfg.figure.h2, cfg.figure.dtype.bytes)
+    ranks = cfg.adapters.ranks
     for workload in cfg.workload.names:
         for system, rank in [("true rank", 64), ("padded", 64), *(("uniform rank", rank) for rank in ranks)]:
-            chosen = mixed_ranks.variant(system, rank, ranks)
-            batches = mixed_ranks.batches(cfg, workload, 7, chosen)
+            batches = ext_padding.batches(cfg, workload, 7, system, rank)
             adapters = popularity(workload).number_of_adapters(7)
-            read = mixed_ranks.bytes_read(7, adapters, chosen.mean_rank, *shape) * len(batches)
-            assert read >= 2 << 20
+            mean = ext_padding.mean_rank(system, rank, ranks)
+            assert ext_padding.bytes_read(cfg, 7, adapters, mean) * len(batches) >= 2 << 20
             used = [batch.a[slot].data_ptr() for batch in batches for slot in set(batch.slots.tolist())]
             assert len(used) == len(set(used)) == adapters * len(batches)
 
@@ -120,8 +121,9 @@ def test_under_cuda_graph_every_variant_reads_more_than_the_caches_hold(tmp_path
 @pytest.mark.parametrize(
     ("adapters", "mean_rank", "expected"), [(64, 30, 2 * 15104 * 64 * 31), (1, 64, 2 * 15104 * 128)], ids=["mix", "one"]
 )
-def test_bytes_read_by_arithmetic(adapters, mean_rank, expected):
-    assert mixed_ranks.bytes_read(64, adapters, mean_rank, 4096, 11008, 2) == expected
+def test_bytes_read_by_arithmetic(tmp_path, adapters, mean_rank, expected):
+    cfg = settled(tmp_path, "figure.h1=4096", "figure.h2=11008", "figure.dtype=float16")
+    assert ext_padding.bytes_read(cfg, 64, adapters, mean_rank) == expected
 
 
 def test_padding_measures_every_system_and_draws(tmp_path):
@@ -215,13 +217,13 @@ def test_every_variant_is_right_and_its_bits_are_compared(tmp_path, dtype):
             assert values["outputs_differing_from_row_alone value"] == values["max_ulp_from_row_alone value"] == 0
 
 
-def test_bits_that_change_between_runs_are_seen(monkeypatch):
-    from experiments.benches import determinism
+def ones():
+    weights = torch.ones(1, 4, 3), torch.ones(1, 5, 4), torch.ones(1, 5, 4)
+    return operators.Problem(torch.ones(2, 3), *weights, torch.zeros(2, 5), torch.zeros(2).long(), (2,))
 
-    problem = operators.Problem(
-        *(torch.ones(2, 3), torch.ones(1, 4, 3), torch.ones(1, 5, 4), torch.ones(1, 5, 4)),
-        *(torch.zeros(2, 5), torch.zeros(2).long(), (2,)),
-    )
+
+def test_bits_that_change_between_runs_are_seen(monkeypatch):
+    problem = ones()
     calls = []
 
     def drifting(_):
@@ -233,25 +235,20 @@ def test_bits_that_change_between_runs_are_seen(monkeypatch):
 
         return call
 
-    monkeypatch.setitem(determinism.VARIANTS, "atomics", drifting)
-    bits = determinism.between_runs(problem, "atomics", 4)
+    monkeypatch.setitem(ext_determinism.VARIANTS, "atomics", drifting)
+    bits = ext_determinism.between_runs(problem, "atomics", 4)
     assert (bits.share, bits.ulp) == (0.1, 1)
     assert bits.absolute == 2**-23
 
 
 def test_a_row_that_depends_on_its_neighbours_is_seen(monkeypatch):
-    from experiments.benches import determinism
-
-    problem = operators.Problem(
-        *(torch.ones(2, 3), torch.ones(1, 4, 3), torch.ones(1, 5, 4), torch.ones(1, 5, 4)),
-        *(torch.zeros(2, 5), torch.zeros(2).long(), (2,)),
-    )
+    problem = ones()
 
     def crowded(batch):
         return lambda: batch.y.add_(batch.x.shape[0])
 
-    monkeypatch.setitem(determinism.VARIANTS, "deterministic", crowded)
-    bits = determinism.from_row_alone(problem, "deterministic")
+    monkeypatch.setitem(ext_determinism.VARIANTS, "deterministic", crowded)
+    bits = ext_determinism.from_row_alone(problem, "deterministic")
     assert (bits.share, bits.absolute, bits.ulp) == (1.0, 1.0, 1 << 23)
 
 
@@ -267,9 +264,8 @@ def test_a_row_that_depends_on_its_neighbours_is_seen(monkeypatch):
     ids=["float32", "float16", "bfloat16-negative", "float16-around-zero", "zeros"],
 )
 def test_differences_count_units_in_the_last_place(dtype, a, b, ulp):
-    from experiments.benches.determinism import differences
-
-    changed, _, found = differences(torch.tensor([a, 3.0], dtype=dtype), torch.tensor([b, 3.0], dtype=dtype))
+    one, other = (torch.tensor([value, 3.0], dtype=dtype) for value in (a, b))
+    changed, _, found = ext_determinism.differences(one, other)
     assert (found, changed.tolist()) == (ulp, [ulp > 0, False])
 
 

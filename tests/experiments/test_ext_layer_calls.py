@@ -1,11 +1,14 @@
 """The extensions that time what a layer calls: the paper's step, and what LoRA adds behind a projection."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
 from fakes import composed
 
-from experiments.benches import added_latency, operators, paper_step
+from experiments import ext_added_latency, ext_paper_step
+from experiments.benches import operators
 from experiments.benches.operators import layer_calls
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import CheckFailed
@@ -46,7 +49,7 @@ def test_batches_of_the_same_slots_share_a_wrapper_and_add_the_reference(tmp_pat
 
 
 def test_a_layer_hands_over_its_slots_and_their_true_ranks(tmp_path):
-    batch = paper_step.steps(settled(tmp_path), 32, 16, 16)[0]
+    batch = ext_paper_step.steps(settled(tmp_path), 32, 16, 16)[0]
     (call,) = layer_calls([batch])
     assert call.func.__self__.max_loras == batch.a.shape[0] == 64
     assert call.args[2].a.ranks.tolist() == [[16] * 64]
@@ -56,12 +59,15 @@ def test_a_layer_hands_over_its_slots_and_their_true_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("requests", [1, 2, 7])
-def test_every_system_computes_the_step(tmp_path, requests):
+def test_every_system_computes_the_step(tmp_path, requests, monkeypatch):
     cfg = settled(tmp_path)
     results = []
     for system in cfg.system.names if requests > 1 else ["SGMV"]:
-        (batch,) = paper_step.steps(cfg, requests, 5, 16)
-        (call,) = operators.prepare_checked([batch], system)
+        (batch,) = ext_paper_step.steps(cfg, requests, 5, 16)
+        point = replace(STEP.points(cfg)[0], system=system, batch_size=requests, seq_len=5)
+        monkeypatch.setattr(ext_paper_step, "steps", lambda *_, batch=batch: [batch])
+        (call,) = STEP.calls(cfg, point)
+        monkeypatch.undo()
         assert batch.sizes == (5, *[1] * (requests - 1))
         batch.y.zero_()
         call()
@@ -71,26 +77,25 @@ def test_every_system_computes_the_step(tmp_path, requests):
 
 
 def test_a_part_that_is_missing_fails_the_check(tmp_path, monkeypatch):
-    def without_decodes(batch):
-        return operators.adding(batch, *layer_calls([paper_step._part(batch, of_prompt=True)]))
-
-    monkeypatch.setitem(operators.OPERATORS._entries, "apart", without_decodes)
+    monkeypatch.setattr(operators, "in_turn", lambda calls: calls[0]())
+    cfg = settled(tmp_path)
+    point = next(one for one in STEP.points(cfg) if one.system == "apart")
     with pytest.raises(CheckFailed, match="apart differs from the reference"):
-        operators.prepare_checked(paper_step.steps(settled(tmp_path), 4, 5, 16), "apart")
+        STEP.calls(cfg, point)
 
 
 def test_under_cuda_graph_the_steps_move_more_than_the_caches_hold(tmp_path):
     cfg = settled(tmp_path)
     cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 2
-    batches = paper_step.steps(cfg, 32, 16, 16)
-    assert len(batches) * paper_step.bytes_moved(cfg, 32, 16, 16) >= 2 << 20
+    batches = ext_paper_step.steps(cfg, 32, 16, 16)
+    assert len(batches) * ext_paper_step.bytes_moved(cfg, 32, 16, 16) >= 2 << 20
     used = [batch.a[slot].data_ptr() for batch in batches for slot in batch.slots.tolist()[15:]]
     assert len(set(used)) == 32 * len(batches)
 
 
 def test_bytes_moved_by_arithmetic(tmp_path):
     cfg = settled(tmp_path, "figure.h1=4096", "figure.h2=11008")
-    assert paper_step.bytes_moved(cfg, 32, 128, 16) == 2 * 23770112  # the anchors' bytes are of half precision
+    assert ext_paper_step.bytes_moved(cfg, 32, 128, 16) == 2 * 23770112  # the anchors' bytes are of half precision
 
 
 def test_the_step_is_measured_and_drawn(tmp_path):
@@ -142,26 +147,26 @@ def test_the_floor_and_the_ratios_are_drawn():
 @pytest.mark.parametrize("with_lora", [False, True], ids=["alone", "with-lora"])
 def test_the_projection_is_checked_with_and_without_lora(tmp_path, with_lora, monkeypatch):
     cfg = settled(tmp_path, experiment=ADDED)
-    (batch,), weights = operators.problems(cfg, "Uniform", 7, 16), added_latency.projection(cfg)
-    (call,) = added_latency.checked_calls([batch], weights, with_lora)
+    (batch,), weights = operators.problems(cfg, "Uniform", 7, 16), ext_added_latency.projection(cfg)
+    (call,) = ext_added_latency.checked_calls([batch], weights, with_lora)
     batch.y.fill_(torch.nan)
     call()
     expected = batch.x @ weights[0] + (batch.expected() if with_lora else 0)
     torch.testing.assert_close(batch.y, expected, rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(added_latency, "layer_calls", lambda batches: [lambda: None] * len(batches))
+    monkeypatch.setattr(operators, "layer_calls", lambda batches: [lambda: None] * len(batches))
     if with_lora:
         with pytest.raises(CheckFailed, match="base projection with LoRA"):
-            added_latency.checked_calls([batch], weights, with_lora)
+            ext_added_latency.checked_calls([batch], weights, with_lora)
 
 
 def test_under_cuda_graph_the_weights_rotate(tmp_path):
     cfg = settled(tmp_path, experiment=ADDED)
     cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 1
-    weights = added_latency.projection(cfg)
+    weights = ext_added_latency.projection(cfg)
     assert weights.nbytes > 1 << 20
     assert weights[0].ne(weights[1]).any()
     batches = operators.problems(cfg, "Distinct", 7, 16)
-    for call in added_latency.checked_calls(batches, weights, with_lora=False):
+    for call in ext_added_latency.checked_calls(batches, weights, with_lora=False):
         call()
     last = len(batches) - 1
     torch.testing.assert_close(batches[last].y, batches[last].x @ weights[last % len(weights)], rtol=1e-4, atol=1e-4)
