@@ -14,8 +14,8 @@ FP8 (systems `batch invariant` and `fp8 cache`).
 
     step_latency           the step by the host's clock, from `Engine.step` to the tokens, as a server sees it
     time_<part>            means over steps that were watched, which add up to step_latency_watched: on a GPU a few with
-                           a profiler, every instant counted once (`benches.device_parts`), `gaps` is when nothing runs;
-                           on a CPU all, with a clock around the calls (`benches.host_parts`), where LoRA is one call
+                           a profiler, every instant counted once (`benches.step_parts`), `gaps` is when nothing runs;
+                           on a CPU all, with a clock around the calls, where LoRA is one call
     inflation              on a GPU step_latency_watched / step_latency: what the profiler costs
     host_<phase>           what the host does for a step: schedule, metadata (tables of the step), and on a GPU launch
                            (from the tables until all is given to the device), then ahead (the next step, meanwhile);
@@ -30,8 +30,11 @@ Cost at scale=laptop: about 25 seconds on two cores, 4 GB; at scale=gpu 1.5 minu
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from statistics import fmean, median
 from typing import TYPE_CHECKING, cast
 
@@ -40,10 +43,11 @@ from tqdm import tqdm
 
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
+from experiments.harness.schema import ModelConf
 
 if TYPE_CHECKING:
-    from experiments.benches.breakdown import Case
-    from experiments.benches.engine_steps import EngineSteps, StepShape
+    from experiments.benches.engine_steps import EngineSteps, StepShape, TimedStep
+    from punica.measure.timing import Protocol
 
 DECODE, PREFILL, MIXED = "decode", "prefill", "mixed"
 NONE = ""
@@ -54,6 +58,9 @@ SWITCHES: dict[str, dict[str, bool]] = {
     "fp8 cache": {"fp8_kv_cache": True},
 }
 """System -> switches of the engine."""
+COPY_BYTES, ATTEMPTS = 1 << 30, 5
+IN_A_ROW = 2
+"""Consecutive timed decode steps of a case."""
 
 
 @dataclass
@@ -96,7 +103,6 @@ class Breakdown(Experiment):
         return cast(BreakdownConf, cfg.figure).batch_size or max(cfg.scale.model_batch_sizes)
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
-        from experiments.benches.breakdown import listed, measured
         from experiments.benches.operators import protocol
 
         bench = self._bench(cfg, points[0].system, cast(int, points[0].rank))
@@ -136,8 +142,6 @@ def _shape(point: Point) -> StepShape:
 
 
 def _readings(cfg: Config, point: Point, shape: StepShape, cases: dict[str, Case]) -> list[Reading]:
-    from experiments.benches.breakdown import bytes_moved, copy_bandwidth
-
     case = cases[point.workload]
 
     def times(metric: str, seconds: Sequence[float]) -> list[Reading]:
@@ -159,6 +163,165 @@ def _readings(cfg: Config, point: Point, shape: StepShape, cases: dict[str, Case
     bandwidth = copy_bandwidth(cfg.hardware.device)
     found += [Reading("bytes_moved", moved, "byte"), Reading("copy_bandwidth", bandwidth / 1e9, "GB/s")]
     return [*found, Reading("floor", 1e3 * moved / bandwidth, "ms")]
+
+
+@dataclass
+class Case:
+    """Seconds of one case. `steps`: timed ones, raw. `schedule`, `metadata` and, only on a GPU, `launch` and `ahead`
+    (while the device computed): what the host did for each of these. `watched`: those that were taken apart, which on a
+    CPU are the same; `parts` of all of them together. `unknown`: seconds of kernels that no part claims, by name.
+    """
+
+    steps: list[float] = field(default_factory=list)
+    schedule: list[float] = field(default_factory=list)
+    metadata: list[float] = field(default_factory=list)
+    launch: list[float] = field(default_factory=list)
+    ahead: list[float] = field(default_factory=list)
+    watched: list[float] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    unknown: dict[str, float] = field(default_factory=dict)
+
+    def mean_parts(self) -> dict[str, float]:
+        """Seconds of each part in the mean of the watched steps, and so adding up to that."""
+        return {part: seconds / len(self.watched) for part, seconds in self.parts.items()}
+
+
+def measured(bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Protocol) -> dict[str, Case]:
+    """Measure every case of `shapes`, by name. They take turns, so that a drift affects all alike."""
+    from experiments.benches.engine_steps import fewest_turns, turns
+
+    cases = {name: Case() for name in shapes}
+    in_a_row = 1 if any(shape.prompt for shape in shapes.values()) else IN_A_ROW
+    for _ in turns(len(cases), in_a_row, protocol):
+        for name, shape in shapes.items():
+            bench.settle(shape)
+            if bench.on_gpu:
+                _time_on_gpu(bench, in_a_row, cases[name], bench.steps_each(shape))
+            else:
+                _time_on_cpu(bench, in_a_row, cases[name])
+    if bench.on_gpu:
+        for name, shape in shapes.items():
+            bench.settle(shape)
+            count = max(2, in_a_row * fewest_turns(in_a_row, protocol))
+            _profile(bench, count, cases[name], bench.steps_each(shape))
+    return cases
+
+
+def _time_on_gpu(bench: EngineSteps, count: int, case: Case, each: int) -> None:
+    """Time `count` steps, for each of which the engine takes `each`; the last but one of these launches it, if any."""
+    from experiments.benches.engine_steps import launch_times
+
+    with launch_times(bench.engine) as launches:
+        steps = [bench.step() for _ in range(count)]
+    own, launching = launches[each - 1 :: each], launches[max(0, each - 2) :: each]
+    for step, launched, before in zip(steps, own, launching, strict=True):
+        _note(step, case)
+        case.launch.append(launched.given - step.statistics.metadata_s)
+        case.ahead.append(before.ahead)
+
+
+def _time_on_cpu(bench: EngineSteps, count: int, case: Case) -> None:
+    from experiments.benches import step_parts
+
+    with step_parts.watched_calls(bench.engine) as watch:
+        for _ in range(count):
+            step = bench.step(watch.start)
+            parts = watch.stop()
+            parts[step_parts.SCHEDULE] = step.statistics.schedule_s
+            parts[step_parts.METADATA] = step.statistics.metadata_s
+            parts[step_parts.REST] = 0.0  # which counted what lies around the step, too
+            parts[step_parts.REST] = step.seconds - sum(parts.values())
+            _note(step, case)
+            for part, seconds in parts.items():
+                case.parts[part] += seconds
+            case.watched.append(step.seconds)
+
+
+def _note(step: TimedStep, case: Case) -> None:
+    case.steps.append(step.seconds)
+    case.schedule.append(step.statistics.schedule_s)
+    case.metadata.append(step.statistics.metadata_s)
+
+
+def _profile(bench: EngineSteps, count: int, case: Case, each: int) -> None:
+    """Profile `count` steps, for each of which the engine takes `each`.
+
+    Decode steps launched ahead cannot be timed one by one, so that all have the mean.
+    """
+    from experiments.benches import step_parts
+
+    steps: list[TimedStep] = []
+    _warm_profiler()
+    bench.wait()
+    ahead, spent = bench.is_ahead, 0.0
+
+    def work() -> None:
+        nonlocal spent
+        started = time.perf_counter()
+        steps.extend(bench.step() for _ in range(count))
+        bench.wait()
+        spent = time.perf_counter() - started
+
+    kernels = step_parts.watched_kernels(work)
+    if each > 1:
+        wanted = step_parts.by_step(kernels)[each - 1 :: each][:count]
+        kernels = [kernel for step in wanted for kernel in step]
+    case.watched = [spent / count] * count if ahead else [step.seconds for step in steps]
+    case.parts, case.unknown = step_parts.seconds_by_part(kernels), step_parts.unknown(kernels)
+    case.parts[step_parts.GAPS] = sum(case.watched) - sum(case.parts.values())
+
+
+@cache
+def _warm_profiler() -> None:
+    """The first profile of a process takes a second."""
+    from experiments.benches.step_parts import watched_kernels
+
+    watched_kernels(lambda: None)
+
+
+@cache
+def copy_bandwidth(device: str) -> float:
+    """Measure bytes per second, read and written, of a large copy: the best of a few, once per process."""
+    import torch
+
+    from punica.measure.timing import seconds_between_events
+
+    source = torch.ones(COPY_BYTES >> 2, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> object:
+        return target.copy_(source)
+
+    clock = seconds_between_events if device.startswith("cuda") else _seconds
+    copy()
+    return 2 * source.nbytes / min(clock(copy) for _ in range(ATTEMPTS))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def bytes_moved(model: ModelConf, rank: int, shape: StepShape, *, fp8_cache: bool = False) -> int:
+    """Return the bytes that a step must read: the weights without the embedding, keys and values of all cached tokens
+    of decoding requests, and each adapter once. Writes and activations are small beside them. `fp8_cache`: keys and
+    values have a byte each.
+    """
+    weights = model.backbone_parameters() - model.vocab_size * model.hidden_size
+    cached = shape.decodes * shape.context * model.kv_elements()
+    wide = weights + shape.num_adapters * model.lora_parameters(rank)
+    return model.dtype.bytes * wide + (1 if fp8_cache else model.dtype.bytes) * cached
+
+
+def listed(cases: Sequence[Case], most: int = 6) -> str:
+    """List kernels that no part claims, the longest first; empty without any."""
+    total: dict[str, float] = defaultdict(float)
+    for case in cases:
+        for name, seconds in case.unknown.items():
+            total[name] += seconds
+    longest = sorted(total, key=total.__getitem__, reverse=True)[:most]
+    return "; ".join(f"{name[:60]} {1e3 * total[name]:.3f} ms" for name in longest)
 
 
 EXPERIMENT = Breakdown()

@@ -41,7 +41,7 @@ from experiments.harness.points import model_settings
 if TYPE_CHECKING:
     from torch import nn
 
-    from experiments.benches.device_parts import Launches
+    from experiments.benches.step_parts import Launches
     from experiments.systems.hf_backend import Decoding
     from experiments.systems.world import World
     from punica.measure.timing import Protocol
@@ -98,7 +98,7 @@ class HfBench:
         return min(found, key=lambda timed: median(timed.steps))
 
     def _timed(self, way: Way, batch: int, context: int, protocol: Protocol, kind: type[nn.Linear]) -> Timed:
-        from experiments.benches.device_parts import launches_of
+        from experiments.benches.step_parts import launches_of
         from experiments.systems.hf_backend import SameProduct
         from punica.measure.timing import time_side_by_side
 
@@ -176,8 +176,8 @@ class HfBaselines(Experiment):
         ]  # fmt: skip
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        from experiments.benches.device_parts import seconds_per_launch
         from experiments.benches.operators import protocol
+        from experiments.benches.step_parts import seconds_per_launch
 
         batch, context = cast(int, point.batch_size), cast(int, point.seq_len)
         timed = self._bench(cfg, cast(int, point.rank)).measure(point.system, batch, context, protocol(cfg))

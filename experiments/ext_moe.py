@@ -41,25 +41,53 @@ Cost at scale=laptop: about 1.5 minutes on two cores, 1 GB.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from omegaconf import MISSING
 
-from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
+from experiments.harness import PROTOCOL, CheckFailed, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.schema import DType
+from punica.workload.popularity import popularity
 
 if TYPE_CHECKING:
-    from experiments.benches.moe_bench import MoEBench, MoEEngine, MoESizes
+    import torch
+
+    from experiments.benches.engine_steps import EngineSteps, StepShape
+    from punica.adapters import LoRAModel, LoRAModelManager
+    from punica.layers import FusedMoEWithLoRA
+    from punica.measure.timing import Protocol
+    from punica.models import MixtureOfExpertsForCausalLM
 
 LAYER, MODEL = ("layer", "backbone layer"), ("model", "backbone model")
 ENGINE, BACKBONE_ENGINE = "engine", "backbone engine"
+TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
+IN_A_ROW = 4
+"""Consecutive steps of one shape through the engine, before the next shape's turn."""
+COMMON = {"head_dim": 128, "max_position_embeddings": 4096, "dtype": "float32"}
+MODELS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "mixtral-8x7b": (
+        "MixtralConfig",
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "vocab_size": 32000},
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "qwen3-30b-a3b": (
+        "Qwen3MoeConfig",
+        {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
+         "num_key_value_heads": 4, "vocab_size": 151936},
+        {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+    ),
+}  # fmt: skip
+"""Name -> class of its Hugging Face config, what is divided, and what is not."""
 
 
 @dataclass
 class MoEConf(FigureConf):
-    """Models (`experiments.benches.moe_bench.MODELS`), how much of them, and batches."""
+    """Models (of `MODELS`), how much of them, and batches."""
 
     models: list[str] = field(default_factory=list)
     batch_sizes: list[int] = MISSING
@@ -109,7 +137,6 @@ class MixtureOfExperts(Experiment):
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
         from experiments.benches.operators import microseconds
-        from punica.workload.popularity import popularity
 
         first = points[0]
         batch = cast(int, first.batch_size)
@@ -119,7 +146,8 @@ class MixtureOfExperts(Experiment):
         if adapters > slots:
             raise ValueError(f"figure.slots or adapters.slots is {slots}, {first.workload} has {adapters} adapters in "
                              f"a batch of {batch}; give at least as many, or another workload")  # fmt: skip
-        bench = self._bench(cfg, first.model, cast(int, first.rank), slots)
+        sizes, device = _sizes(cfg, first, cast(MoEConf, cfg.figure).layers), cfg.hardware.device
+        bench = self.kept((sizes, slots), lambda: MoEBench(sizes, slots, device))
         calls = bench.checked_calls([int(slot) for slot in popularity(first.workload).slots(batch)])
         samples = microseconds(cfg, {point.system: calls[point.system] for point in points})
         return [_readings(point.system, batch, samples[point.system]) for point in points]
@@ -127,14 +155,15 @@ class MixtureOfExperts(Experiment):
     def _engine_steps(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
         from experiments.benches.engine_steps import StepShape
         from experiments.benches.operators import protocol
-        from punica.workload.popularity import popularity
 
         first = points[0]
         batch, context = cast(int, first.batch_size), cast(int, first.seq_len)
         adapters = tuple(int(slot) + 1 for slot in popularity(first.workload).slots(batch))
         of_system = {ENGINE: adapters, BACKBONE_ENGINE: (0,) * batch}
         shapes = {system: StepShape(batch, context, 0, ids) for system, ids in of_system.items()}
-        seconds = self._engine(cfg, first.model, cast(int, first.rank)).decode_seconds(shapes, protocol(cfg))
+        sizes, device = _sizes(cfg, first, cast(MoEConf, cfg.figure).engine_layers), cfg.hardware.device
+        engine = self.kept((ENGINE, sizes), lambda: engine_of(sizes, device))
+        seconds = decode_seconds(engine, shapes, protocol(cfg))
         found = []
         for point in points:
             latency = sampled("step_latency", [1e3 * one for one in seconds[point.system]], "ms")
@@ -142,25 +171,11 @@ class MixtureOfExperts(Experiment):
             found.append([*latency, *rate])
         return found
 
-    def _engine(self, cfg: Config, model: str, rank: int) -> MoEEngine:
-        from experiments.benches.moe_bench import MoEEngine
 
-        sizes = _sizes(cfg, model, rank, cast(MoEConf, cfg.figure).engine_layers)
-        return self.kept((ENGINE, sizes), lambda: MoEEngine(sizes, cfg.hardware.device))
-
-    def _bench(self, cfg: Config, model: str, rank: int, slots: int) -> MoEBench:
-        from experiments.benches.moe_bench import MoEBench
-
-        sizes = _sizes(cfg, model, rank, cast(MoEConf, cfg.figure).layers)
-        return self.kept((sizes, slots), lambda: MoEBench(sizes, slots, cfg.hardware.device))
-
-
-def _sizes(cfg: Config, model: str, rank: int, layers: int) -> MoESizes:
-    from experiments.benches.moe_bench import MoESizes
-
+def _sizes(cfg: Config, point: Point, layers: int) -> MoESizes:
     figure = cast(MoEConf, cfg.figure)
-    batch = max(figure.batch_sizes)
-    return MoESizes(model, rank, layers, figure.divisor, batch, figure.context, figure.dtype.name, figure.fp8)
+    batch, rank = max(figure.batch_sizes), cast(int, point.rank)
+    return MoESizes(point.model, rank, layers, figure.divisor, batch, figure.context, figure.dtype.name, figure.fp8)
 
 
 def panel_of(model: str, fp8: str | None, slots: int | None = None) -> str:
@@ -176,6 +191,259 @@ def _readings(system: str, batch: int, samples: Sequence[float]) -> list[Reading
     if system in MODEL:
         return sampled("throughput", [batch * 1e6 / one for one in samples], "token/s")
     return sampled("layer_latency" if system in LAYER else "latency", samples, "us")
+
+
+def model_config(name: str, layers: int, divisor: int) -> Any:
+    """The Hugging Face config of `name` with `layers` layers, its widths, heads and vocabulary over `divisor`.
+
+    ValueError for a name that is not in `MODELS`.
+    """
+    import transformers
+
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
+    kind, widths, rest = MODELS[name]
+    sizes = {key: max(1, value // divisor) for key, value in widths.items()}
+    return getattr(transformers, kind)(**COMMON, **sizes, **rest, num_hidden_layers=layers)
+
+
+class MoESizes(NamedTuple):
+    """Sizes of a model (of `MODELS`), its adapters (`fp8`: format of their slots), and the largest batch."""
+
+    model: str
+    rank: int
+    layers: int
+    divisor: int
+    batch: int
+    context: int  # cached tokens of every request
+    dtype: str
+    fp8: str | None = None
+
+    def random_model(self, device: str) -> MixtureOfExpertsForCausalLM:
+        """Build the model with random weights."""
+        import torch
+
+        from punica.models import MixtureOfExpertsForCausalLM
+
+        config = model_config(self.model, self.layers, self.divisor)
+        model = MixtureOfExpertsForCausalLM(config, dtype=getattr(torch, self.dtype), device=device)
+        model.init_random_weights(0)
+        return model
+
+
+class MoEBench:
+    """A model with adapters on all experts in `slots` slots, all filled, and a cache for its largest batch. Rows may
+    use as many of them as that batch has rows. Every slot holds a copy of one random adapter, at its own address: speed
+    does not depend on values. Metadata is set once per step, outside the timing, except the grouping by expert, which
+    follows the router and so belongs to every layer.
+    """
+
+    def __init__(self, sizes: MoESizes, slots: int, device: str) -> None:
+        from experiments.benches.model_steps import Invocation, step_tokens
+        from punica.adapters import LoRAModelManager
+        from punica.config import LoRAConfig
+
+        self.model, self.tolerance = sizes.random_model(device), TOLERANCE[sizes.dtype]
+        batch, self.context, self.top_k = sizes.batch, sizes.context, self.model.config.num_experts_per_tok
+        self.invocation = Invocation(self.model, step_tokens(batch, sizes.context))
+        lora = LoRAConfig(max_lora_rank=sizes.rank, max_loras=slots, target_modules=["experts"], fp8=sizes.fp8)
+        self.manager = LoRAModelManager(self.model, batch, batch, self.model.config.vocab_size, lora, device)
+        self.layers = [cast("FusedMoEWithLoRA", layer) for layer in self.manager.modules.values()]
+        self.contexts = [layer.base_layer.routed_experts.lora_context for layer in self.layers]
+        one = random_experts(self.manager, sizes.rank)
+        registered = min(slots, batch)
+        for slot in range(registered):
+            self.manager.add_adapter(one.clone(slot + 1))
+            self.manager.activate_adapter(slot + 1)
+        for layer in self.layers:
+            fill_slots(layer, registered)
+
+    def checked_calls(self, slots: Sequence[int]) -> dict[str, list[Callable[[], object]]]:
+        """System -> calls on one row per entry of `slots`; one per layer, where a layer is timed.
+
+        Raises `CheckFailed` where LoRA differs from the reference, or a row from the same row alone.
+        """
+        import torch
+
+        rows, first = len(slots), self.layers[0]
+        self._begin([slot + 1 for slot in slots])
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, first.hidden_size, generator=generator).to(self.model.lm_head.weight)
+        logits = torch.randn(rows, first.global_num_experts, generator=generator).to(x.device)
+        self._check_operator(x, logits, slots)
+        self._check_rows(x, logits, [slot + 1 for slot in slots])
+        token_ids, positions = self._begin([slot + 1 for slot in slots])
+        step, layers = partial(self._step, token_ids, positions), [partial(_run, one, x, logits) for one in self.layers]
+        return {
+            "model": [step],
+            "backbone model": [partial(self._without, step)],
+            "layer": list(layers),
+            "backbone layer": [partial(self._without, layer) for layer in layers],
+            "w13 and w2": [self._operator(context, x, logits)[0] for context in self.contexts],
+            "alignment": [self._alignment(context, logits) for context in self.contexts],
+        }
+
+    def _begin(self, adapter_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        from experiments.benches.model_steps import spans
+        from punica.metadata import LoRAMapping
+
+        self.manager.set_adapter_mapping(LoRAMapping(adapter_ids, adapter_ids))
+        return self.invocation.begin(spans(len(adapter_ids), 1, self.context))
+
+    def _step(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Next tokens of a decode step."""
+        import torch
+
+        with torch.inference_mode():
+            hidden = self.model(token_ids, positions, self.invocation.attention)
+            return self.model.compute_logits(hidden).argmax(dim=-1)
+
+    def _without(self, call: Callable[[], Any]) -> Any:
+        """`call` with the experts' LoRA taken off."""
+        experts = [layer.base_layer.routed_experts for layer in self.layers]
+        for one in experts:
+            one.lora_context = None
+        try:
+            return call()
+        finally:
+            for one, context in zip(experts, self.contexts, strict=True):
+                one.lora_context = context
+
+    def _operator(
+        self, context: Any, x: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[Callable[[], object], tuple[torch.Tensor, ...]]:
+        """Both LoRA products of one layer, and (y13, y2, activated, weights, experts) that they work on."""
+        import torch
+
+        from punica.parallel import route
+
+        weights, ids = route(logits, self.top_k, True)
+        rows = x.shape[0]
+        width = context.w13_num_slices * context.w13_lora_b_stacked[0].shape[-2]
+        y13, y2 = x.new_zeros(rows, self.top_k, width), x.new_zeros(rows, self.top_k, x.shape[1])
+        inner = torch.randn(rows * self.top_k, context.w2_lora_a_stacked[0].shape[-1],
+                            generator=torch.Generator().manual_seed(5)).to(x)  # fmt: skip
+
+        def call() -> None:
+            with torch.inference_mode():
+                context.add_w2(y2, inner, weights, context.add_w13(y13, x, ids, weights, None))
+
+        return call, (y13, y2, inner, weights, ids)
+
+    def _alignment(self, context: Any, logits: torch.Tensor) -> Callable[[], object]:
+        from punica.parallel import route
+
+        _, ids = route(logits, self.top_k, True)
+        sizes = ids.shape[0], 16, context.local_num_experts, context.max_loras
+        align = self.manager.punica_wrapper.moe_lora_align_block_size
+        return partial(align, ids, *sizes, context.adapter_enabled, pad_sorted_ids=True)
+
+    def _check_operator(self, x: torch.Tensor, logits: torch.Tensor, slots: Sequence[int]) -> None:
+        import torch
+
+        from experiments.benches.model_steps import difference
+        from punica.ops import reference
+        from punica.ops.quant import dequantize
+
+        context = self.contexts[0]
+        call, (y13, y2, inner, weights, ids) = self._operator(context, x, logits)
+        call()
+        mapping = torch.tensor(slots)
+        for name, y, given, held, down in (("w13", y13, x, context.w13, False), ("w2", y2, inner, context.w2, True)):
+            a, b = held.lora_a, held.lora_b
+            if held.fp8 is not None:
+                scales = held.fp8.a_scale, held.fp8.b_scale
+                a, b = (list(map(dequantize, stacks, scale)) for stacks, scale in zip((a, b), scales, strict=True))
+            wanted = torch.zeros_like(y, dtype=torch.float32)
+            routing = reference.Routing(ids, weights, mapping, context.adapter_enabled)
+            reference.fused_moe_lora(wanted, given, a, b, routing, down)
+            error = difference(y.float(), wanted)
+            if not error <= self.tolerance:
+                raise CheckFailed(f"{name} differs from the reference by {error:.2e} (relative)")
+
+    def _check_rows(self, x: torch.Tensor, logits: torch.Tensor, adapter_ids: list[int]) -> None:
+        from experiments.benches.model_steps import check_rows
+
+        layer = self.layers[0]
+
+        def of_row(row: int) -> tuple[torch.Tensor, torch.Tensor]:
+            part = slice(row, row + 1)
+            self._begin(adapter_ids[part])
+            call = partial(_run, layer, x[part], logits[part])
+            return call(), self._without(call)
+
+        check_rows(_run(layer, x, logits), of_row, self.tolerance)
+
+
+def engine_of(sizes: MoESizes, device: str) -> EngineSteps:
+    """An engine for a model, with an adapter on its experts for each request of the largest batch."""
+    from experiments.benches.engine_steps import EngineSteps
+
+    model, rank = sizes.random_model(device), sizes.rank
+    lora: dict[str, Any] = {"target_modules": ["experts"], "fp8": sizes.fp8}
+    return EngineSteps(model, rank, sizes.batch, sizes.context, lambda manager: random_experts(manager, rank), **lora)
+
+
+def decode_seconds(
+    engine: EngineSteps, shapes: Mapping[str, StepShape], protocol: Protocol
+) -> dict[str, list[float]]:
+    """Time decode steps of all `shapes`, which take turns, by the host's clock, in seconds.
+
+    `CheckFailed` where adapters change no token, or the engine makes another step.
+    """
+    from experiments.benches.engine_steps import check_adapters_matter, turns
+
+    check_adapters_matter(engine, list(shapes.values()))
+    found: dict[str, list[float]] = {name: [] for name in shapes}
+    for _ in turns(len(shapes), IN_A_ROW, protocol):
+        for name, shape in shapes.items():
+            engine.settle(shape)
+            found[name] += [engine.step().seconds for _ in range(IN_A_ROW)]
+    return found
+
+
+def _run(layer: FusedMoEWithLoRA, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    with torch.inference_mode():
+        return cast("torch.Tensor", layer(x, logits))
+
+
+def fill_slots(layer: FusedMoEWithLoRA, first: int) -> None:
+    """Copy the first slot into those from `first` on, on the device: adapters that no row uses."""
+    import torch
+
+    families = (
+        layer.w13_lora_a_stacked, layer.w13_lora_b_stacked, layer.w2_lora_a_stacked, layer.w2_lora_b_stacked,
+        layer.w13_lora_a_scale, layer.w13_lora_b_scale, layer.w2_lora_a_scale, layer.w2_lora_b_scale,
+    )  # fmt: skip
+    for stack in itertools.chain(*families):
+        stack.view(torch.uint8)[first:] = stack.view(torch.uint8)[:1]
+    layer.adapter_enabled[first:-1] = 1
+    ranks = cast("torch.Tensor", layer.lora_ranks)
+    ranks[:, first:] = ranks[:, :1]
+
+
+def random_experts(manager: LoRAModelManager, rank: int) -> LoRAModel:
+    """Adapter 1, for the experts of every layer: A ~ N(0, 1/in), B ~ N(0, 1/rank) of w1, w2 and w3 of every expert, in
+    host memory.
+    """
+    import torch
+
+    from punica.adapters import LoRAModel, ModuleWeights
+
+    loras: dict[str, Any] = {}
+    for name, layer in manager.modules.items():
+        experts = cast("FusedMoEWithLoRA", layer)
+        dtype, device = experts.base_layer.routed_experts.w2_weight.dtype, experts.device
+        generator = torch.Generator(device).manual_seed(11)
+        slices = experts.zero_slices(rank, dtype)
+        for one in itertools.chain(*zip(*slices, strict=True)):  # A, then B; drawn on the GPU, which is quick
+            factor = cast("torch.Tensor", one)
+            drawn = torch.empty(factor.shape, dtype=dtype, device=device)
+            factor.copy_(drawn.normal_(0.0, factor.shape[-1] ** -0.5, generator=generator))
+        loras[name] = ModuleWeights(name, rank, slices)
+    return LoRAModel(1, rank, loras)
 
 
 EXPERIMENT = MixtureOfExperts()

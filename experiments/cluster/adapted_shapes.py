@@ -11,7 +11,7 @@ MIXTURES = {
     "mixtral-8x7b": (4096, 14336, 4096, 1024, 32, 32000, 8, 2),
     "qwen3-30b-a3b": (2048, 768, 4096, 512, 48, 151936, 128, 8),
 }
-"""Mixture of experts -> its widths; those of `benches.moe_bench`, which needs torch."""
+"""Mixture of experts -> its widths; those of `ext_moe`."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed as dist
 
-from experiments.benches.device_parts import watched_kernels
 from experiments.benches.model_steps import random_llama
+from experiments.benches.step_parts import watched_kernels
 from experiments.harness.points import Reading
 from experiments.harness.schema import ModelConf
 from experiments.systems.bench import StreamBench, StreamConf

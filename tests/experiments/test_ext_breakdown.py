@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 from fakes import composed
 
-from experiments.benches import breakdown, device_parts, host_parts
-from experiments.benches.device_parts import ATTENTION, BASE, EXPAND, HEAD, REST, SHRINK, SMALL, Kernel
+from experiments import ext_breakdown as breakdown
+from experiments.benches import step_parts
 from experiments.benches.engine_steps import ROOM, EngineSteps, StepShape, check_adapters_matter, launch_times
+from experiments.benches.step_parts import ATTENTION, BASE, EXPAND, HEAD, REST, SHRINK, SMALL, Kernel
 from experiments.harness import CheckFailed, ConfigError
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
@@ -59,13 +60,13 @@ def bench() -> EngineSteps:
         ("void cublasLt::splitKreduce_kernel<32, 16, int, __half>", BASE),
         ("void gemvNSP_kernel<__half, __half, float>", BASE),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<c10::Half, at::native::ArgMaxOps<float>>>", HEAD),
-        ("Memcpy HtoD (Pinned -> Device)", device_parts.COPIES),
-        ("Memset (Device)", device_parts.COPIES),
+        ("Memcpy HtoD (Pinned -> Device)", step_parts.COPIES),
+        ("Memset (Device)", step_parts.COPIES),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>", REST),
     ],
 )
 def test_kernels_have_their_parts(name, part):
-    assert device_parts.part_of(name) == part
+    assert step_parts.part_of(name) == part
 
 
 @pytest.mark.parametrize(
@@ -81,14 +82,14 @@ def test_the_kernels_of_this_repository_have_parts(file, part):
     source = (REPOSITORY / f"punica/ops/triton_ops/{file}.py").read_text(encoding="utf-8")
     names = re.findall(r"^def (\w+_kernel)\(", source, flags=re.MULTILINE)
     assert names
-    assert {device_parts.part_of(name) for name in names} == {part}
+    assert {step_parts.part_of(name) for name in names} == {part}
 
 
 def test_the_product_of_the_head_is_told_from_the_others():
     step = ["Memcpy HtoD", "embedding", "_add_rms_norm_kernel", CUBLAS, "_add_rms_norm_kernel", "index_select", CUBLAS,
             "_lora_shrink_rows_kernel", "ArgMaxOps", "Memcpy DtoH"]  # fmt: skip
     one = ["copies", REST, SMALL, BASE, SMALL, HEAD, HEAD, SHRINK, HEAD, "copies"]
-    assert device_parts.parts_of([*step, *step]) == [*one, *one]
+    assert step_parts.parts_of([*step, *step]) == [*one, *one]
 
 
 def test_every_instant_belongs_to_one_part():
@@ -100,13 +101,13 @@ def test_every_instant_belongs_to_one_part():
         Kernel("_swiglu_kernel", 8.5, 10.0),  # launched early
     ]
     expected = {SMALL: 2.0 + 1.0, BASE: 3.0, SHRINK: 1.0, EXPAND: 1.0}
-    assert device_parts.seconds_by_part(kernels[::-1]) == pytest.approx(expected)
+    assert step_parts.seconds_by_part(kernels[::-1]) == pytest.approx(expected)
     assert sum(expected.values()) == 10.0 - 2.0  # less the gap
 
 
 def test_kernels_of_no_part_are_named_with_their_time():
     kernels = [Kernel("odd", 0.0, 1.0), Kernel("odd", 2.0, 3.5), Kernel("_swiglu_kernel", 4.0, 5.0)]
-    assert device_parts.unknown(kernels) == {"odd": 2.5}
+    assert step_parts.unknown(kernels) == {"odd": 2.5}
     cases = [breakdown.Case(unknown=Counter(odd=2.5e-3, other=1e-3)), breakdown.Case(unknown=Counter(odd=1e-3))]
     assert breakdown.listed(cases) == "odd 3.500 ms; other 1.000 ms"
 
@@ -114,7 +115,7 @@ def test_kernels_of_no_part_are_named_with_their_time():
 def test_calls_inside_of_calls_count_for_themselves_and_the_head_keeps_its_own(monkeypatch):
     ticks = [0.0]  # a clock that these calls move
     monkeypatch.setattr(time, "perf_counter", lambda: sum(ticks))
-    watch = host_parts.Stopwatch()
+    watch = step_parts.Stopwatch()
     inner = watch.around(BASE, lambda: ticks.append(2.0))
 
     def outer():
@@ -189,10 +190,10 @@ def test_parts_of_a_cpu_add_up_to_the_steps_and_nothing_stays_patched(bench, mon
         assert case.watched == case.steps
         assert len(case.steps) == len(case.schedule) == 2
         assert sum(parts.values()) == pytest.approx(sum(case.steps) / 2)
-        known = {BASE, ATTENTION, SMALL, HEAD, REST, host_parts.LORA, host_parts.SCHEDULE, host_parts.METADATA}
+        known = {BASE, ATTENTION, SMALL, HEAD, REST, step_parts.LORA, step_parts.SCHEDULE, step_parts.METADATA}
         assert set(parts) == known
         assert min(parts.values()) > 0
-    assert cases[""].mean_parts()[host_parts.LORA] < cases["Distinct"].mean_parts()[host_parts.LORA]
+    assert cases[""].mean_parts()[step_parts.LORA] < cases["Distinct"].mean_parts()[step_parts.LORA]
     assert "attend" not in vars(bench.engine.runner.attention)
 
 
@@ -205,7 +206,7 @@ def test_a_gpu_is_timed_first_and_then_profiled(bench, monkeypatch):
         return [Kernel(CUBLAS, 0.0, 1e-6), Kernel("_lora_expand_rows_kernel", 1e-6, 3e-6), Kernel("odd", 3e-6, 4e-6)]
 
     monkeypatch.setattr(EngineSteps, "on_gpu", property(lambda _: True))
-    monkeypatch.setattr(device_parts, "watched_kernels", scripted)
+    monkeypatch.setattr(step_parts, "watched_kernels", scripted)
     (case,) = breakdown.measured(bench, {"Distinct": shape()}, PROTOCOL).values()
     assert len(case.steps) == len(case.launch) == len(case.ahead) == 2
     assert len(case.watched) == 2
@@ -341,12 +342,12 @@ def test_a_gpu_says_where_its_time_goes():
     shapes = {"": shape(adapters=(0,) * 3), "Distinct": shape()}
     cases = breakdown.measured(gpu, shapes, replace(PROTOCOL, device="cuda"))
     plain, distinct = cases[""].mean_parts(), cases["Distinct"].mean_parts()
-    assert {BASE, ATTENTION, SMALL, HEAD, device_parts.GAPS} <= set(plain)
+    assert {BASE, ATTENTION, SMALL, HEAD, step_parts.GAPS} <= set(plain)
     assert EXPAND not in plain
     assert SHRINK not in plain
     assert distinct[EXPAND] > 0
     assert sum(distinct.values()) == pytest.approx(sum(cases["Distinct"].watched) / len(cases["Distinct"].watched))
-    assert distinct[device_parts.GAPS] > 0
+    assert distinct[step_parts.GAPS] > 0
     assert breakdown.copy_bandwidth("cuda") > 1e11
 
 
@@ -367,10 +368,10 @@ def test_steps_that_are_begun_ahead_are_timed_from_the_end_of_the_one_before(ben
 def test_the_watched_steps_of_a_gpu_that_is_ahead_share_the_time_of_all(bench, monkeypatch):
     monkeypatch.setattr(ModelRunner, "works_ahead", True)
     monkeypatch.setattr(EngineSteps, "on_gpu", property(lambda _: True))
-    monkeypatch.setattr(device_parts, "watched_kernels", lambda work: [work()] and [Kernel(CUBLAS, 0.0, 1e-6)])
+    monkeypatch.setattr(step_parts, "watched_kernels", lambda work: [work()] and [Kernel(CUBLAS, 0.0, 1e-6)])
     (case,) = breakdown.measured(bench, {"Distinct": shape()}, PROTOCOL).values()
     assert len(set(case.watched)) == 1 < len(case.watched)
-    assert case.mean_parts()[device_parts.GAPS] == pytest.approx(case.watched[0] - 1e-6 / len(case.watched))
+    assert case.mean_parts()[step_parts.GAPS] == pytest.approx(case.watched[0] - 1e-6 / len(case.watched))
 
 
 def test_a_prompt_joins_a_step_that_is_launched_beside_the_one_before(bench, monkeypatch):
@@ -384,7 +385,7 @@ def test_a_prompt_joins_a_step_that_is_launched_beside_the_one_before(bench, mon
         ends = [(0.0, CUBLAS), (1.0, "argmax"), (2.0, CUBLAS), (3.0, "argmax"), (4.0, ATTEND), (5.0, "argmax")]
         return [Kernel(name, time, time + 0.5) for time, name in ends] + [Kernel(CUBLAS, 6.0, 6.5)]
 
-    monkeypatch.setattr(device_parts, "watched_kernels", scripted)
+    monkeypatch.setattr(step_parts, "watched_kernels", scripted)
     bench.settle(mixed)
     step = bench.step()
     assert (step.statistics.batch_size, step.statistics.num_prefill_tokens) == (3, 20)
@@ -392,6 +393,6 @@ def test_a_prompt_joins_a_step_that_is_launched_beside_the_one_before(bench, mon
         times.append(bench.step().seconds)
     assert [launched.given for launched in launches] == [0.0] * 3
     (case,) = breakdown.measured(bench, {"Distinct": mixed}, PROTOCOL).values()
-    assert case.parts == {ATTENTION: 0.5, HEAD: 0.5, device_parts.GAPS: sum(case.watched) - 1.0}
+    assert case.parts == {ATTENTION: 0.5, HEAD: 0.5, step_parts.GAPS: sum(case.watched) - 1.0}
     assert min(case.ahead) > 0.0
     assert bench.steps_each(shape()) == bench.steps_each(shape(0, prompt=20, adapters=(0,))) == 1

@@ -7,10 +7,9 @@ import pytest
 import torch
 from fakes import composed
 
-from experiments.benches.engine_steps import StepShape
-from experiments.benches.moe_bench import MODELS, MoEBench, MoEEngine, MoESizes, model_config
+from experiments.benches.engine_steps import EngineSteps, StepShape
 from experiments.claims.rows import Rows
-from experiments.ext_moe import panel_of
+from experiments.ext_moe import MODELS, MoEBench, MoESizes, decode_seconds, engine_of, model_config, panel_of
 from experiments.harness.catalogue import experiments
 from experiments.harness.counted import frame_of
 from experiments.harness.experiment import CheckFailed
@@ -29,7 +28,7 @@ SYSTEMS = {"alignment", "w13 and w2", "layer", "backbone layer", "model", "backb
 PROTOCOL = Protocol("host_clock", "cpu", warmup=0, repeats=4, min_repeats=4, seconds=0.0, flush_mib=0)
 
 
-def modules_of(engine: MoEEngine) -> list:
+def modules_of(engine: EngineSteps) -> list:
     return list(engine.engine.manager.modules.values())
 
 
@@ -89,22 +88,22 @@ def test_adapters_without_effect_are_not_timed(monkeypatch):
 
 @pytest.mark.parametrize("fp8", [None, "float8_e4m3fn"])
 def test_the_engine_steps_with_the_adapters_of_a_popularity_and_with_none(fp8):
-    engine = MoEEngine(MoESizes("qwen3-30b-a3b", 4, 2, 32, 3, 16, "float32", fp8), "cpu")
+    engine = engine_of(MoESizes("qwen3-30b-a3b", 4, 2, 32, 3, 16, "float32", fp8), "cpu")
     stored = {layer.base_layer.routed_experts.lora_context.w2_lora_a_stacked[0].dtype for layer in modules_of(engine)}
     assert stored == {torch.float32 if fp8 is None else torch.float8_e4m3fn}
     shapes = {"engine": StepShape(3, 16, 0, (1, 2, 2)), "backbone engine": StepShape(3, 16, 0, (0, 0, 0))}
-    found = engine.decode_seconds(shapes, PROTOCOL)
+    found = decode_seconds(engine, shapes, PROTOCOL)
     assert {name: len(seconds) for name, seconds in found.items()} == {"engine": 4, "backbone engine": 4}
     assert min(map(min, found.values())) > 0
 
 
 def test_an_engine_whose_experts_have_no_adapters_is_not_timed():
-    engine = MoEEngine(MoESizes("mixtral-8x7b", 4, 1, 32, 2, 16, "float32"), "cpu")
+    engine = engine_of(MoESizes("mixtral-8x7b", 4, 1, 32, 2, 16, "float32"), "cpu")
     for layer in modules_of(engine):
         layer.adapter_enabled.zero_()
     shapes = {"engine": StepShape(2, 16, 0, (1, 2)), "backbone engine": StepShape(2, 16, 0, (0, 0))}
     with pytest.raises(CheckFailed, match="as if its rows had no adapters"):
-        engine.decode_seconds(shapes, PROTOCOL)
+        decode_seconds(engine, shapes, PROTOCOL)
 
 
 def test_steps_of_the_engine_are_timed_by_the_hosts_clock_alone(tmp_path):
@@ -118,9 +117,9 @@ def test_steps_of_the_engine_are_timed_by_the_hosts_clock_alone(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [None, "float8_e4m3fn"])
 def test_a_step_with_adapters_on_experts_is_a_graph(fp8):
-    engine = MoEEngine(MoESizes("qwen3-30b-a3b", 16, 2, 8, 4, 64, "float16", fp8), "cuda")
+    engine = engine_of(MoESizes("qwen3-30b-a3b", 16, 2, 8, 4, 64, "float16", fp8), "cuda")
     shapes = {"engine": StepShape(4, 64, 0, (1, 2, 3, 4)), "backbone engine": StepShape(4, 64, 0, (0,) * 4)}
-    found = engine.decode_seconds(shapes, replace(PROTOCOL, device="cuda"))
+    found = decode_seconds(engine, shapes, replace(PROTOCOL, device="cuda"))
     assert min(map(min, found.values())) > 0
     assert engine.engine.runner.graphs.statistics.graphs == 2
 

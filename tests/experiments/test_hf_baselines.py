@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 from fakes import composed
 
-from experiments.benches.device_parts import Kernel, Launches, counted
+from experiments.benches.step_parts import Kernel, Launches, counted
 from experiments.ext_hf_baselines import EXPERIMENT, WAYS, HfBench, Timed
 from experiments.harness import CheckFailed
 from experiments.harness.resume import run
@@ -93,7 +93,7 @@ def test_a_gpu_says_how_much_of_a_step_is_launches(tmp_path, monkeypatch):
     cfg = settle(composed(tmp_path, "engine.max_batch_size=2", name=NAME), EXPERIMENT)
     timed = Timed([0.010, 0.012, 0.014], Launches(900, 950, 0.004), ours=False)
     monkeypatch.setattr(HfBench, "measure", lambda *_: timed)
-    monkeypatch.setattr("experiments.benches.device_parts.seconds_per_launch", lambda: 2e-6)
+    monkeypatch.setattr("experiments.benches.step_parts.seconds_per_launch", lambda: 2e-6)
     found = {(one.metric, one.statistic): one.value for one in EXPERIMENT.measure(cfg, EXPERIMENT.points(cfg)[0])}
     assert found["step_latency", "median"] == pytest.approx(12.0)
     assert found["launches_per_step", "count"] == 900

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experiments.benches.device_parts import launches_of, seconds_per_launch
+from experiments.benches.step_parts import launches_of, seconds_per_launch
 from experiments.ext_hf_baselines import WAYS, HfBench
 from experiments.facts.systems import FIG11, names_in
 from experiments.harness.schema import DType, ModelConf

@@ -1,26 +1,37 @@
-"""Profile of a GPU: seconds by part from its kernels, launches of a step, and what the host pays for one.
+"""Parts of a step's time, and its launches: by a profile of a GPU, or by a clock around calls on a CPU.
 
-Every instant belongs to one part: to the running kernel that started first, so that a kernel launched early counts from
-the end of its predecessor. A LoRA shrink on its own stream counts only while nothing else runs. In the launch of the
-base product it is part of that; its cost is the difference to the product without LoRA. Time without kernels is a gap,
-so that the parts add up to the time that was watched.
+On a GPU every instant belongs to one part: to the running kernel that started first, so that a kernel launched early
+counts from the end of its predecessor. A LoRA shrink on its own stream counts only while nothing else runs. In the
+launch of the base product it is part of that; its cost is the difference to the product without LoRA. Time without
+kernels is a gap, so that the parts add up to the time that was watched.
+
+On a CPU a nested call counts for its own part alone, except that calls inside the head are the head's. The two LoRA
+products are one call there, hence one part.
 """
 
 import itertools
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
+from experiments.benches.engine_steps import lora_manager
 from experiments.harness.experiment import CheckFailed
+from punica.engine import Engine, runner
+from punica.models import llama
+from punica.ops.heads import PackedHeads
+from punica.parallel.linear import UnquantizedLinearMethod
 
 BASE, ATTENTION, SHRINK, EXPAND = "base_gemm", "attention", "lora_shrink", "lora_expand"
 SMALL, HEAD, COPIES, REST, GAPS = "small_kernels", "head_and_sampling", "copies", "rest", "gaps"
+LORA, SCHEDULE, METADATA = "lora", "schedule", "metadata"
 
 KERNELS: tuple[tuple[str, str], ...] = (
     (SHRINK, r"_lora_shrink"),
@@ -171,3 +182,62 @@ def seconds_per_launch() -> float:
 
     row()
     return median(row() for _ in range(ROUNDS))
+
+
+class Stopwatch:
+    """Seconds by part since the last `start`; what no part claims is `REST`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._part, self._since = REST, time.perf_counter()
+
+    def start(self) -> None:
+        """Begin again at zero."""
+        self.seconds.clear()
+        self._part, self._since = REST, time.perf_counter()
+
+    def stop(self) -> dict[str, float]:
+        """Return the seconds by part until now."""
+        self._switch(REST)
+        return dict(self.seconds)
+
+    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `function` so that its time counts for `part`."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            outer = self._part
+            if outer == HEAD:
+                return function(*args, **kwargs)
+            self._switch(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._switch(outer)
+
+        return timed
+
+    def _switch(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[self._part] += now - self._since
+        self._part, self._since = part, now
+
+
+@contextmanager
+def watched_calls(engine: Engine) -> Iterator[Stopwatch]:
+    """Time the steps of `engine`, on a CPU and with LoRA, by part."""
+    watch, attention = Stopwatch(), engine.runner.attention
+    calls: list[tuple[str, object, str]] = [
+        (BASE, UnquantizedLinearMethod, "apply"),
+        (ATTENTION, attention, "attend"),
+        (LORA, lora_manager(engine).punica_wrapper, "add_linear"),
+        (SMALL, llama, "add_rms_norm"),
+        (SMALL, llama, "swiglu"),
+        (SMALL, PackedHeads, "rotated"),
+        (SMALL, attention.cache, "write"),
+        (HEAD, engine.runner.model, "compute_logits"),
+        (HEAD, runner, "choose_tokens"),
+    ]
+    with ExitStack() as stack:
+        for part, owner, name in calls:
+            stack.enter_context(patch.object(owner, name, watch.around(part, getattr(owner, name))))
+        yield watch
