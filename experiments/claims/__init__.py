@@ -1,7 +1,7 @@
 """The paper's 52 claims, judged from rows: functions compute values, bounds are data, no verdict is typed by hand.
 
     rows.py bounds.py       one number per point, by repeat; the bounds of `paper_results/claim_bounds.csv`
-    finding.py judge.py     our value and its interval; the verdict, its clock, marks and stability
+    finding.py judge.py     our value and its interval; the verdict, its clock and its marks
     table.py                verdicts as tables, and whether the machine was quiet enough
     fig*.py text.py         claims: one module per figure (fig01 has 10, fig08 has 9 and the README's)
     asked.py predictions.py ratios asked of the engine; simulations beside what was published

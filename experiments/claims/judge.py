@@ -54,6 +54,8 @@ class Verdict:
         clock: clock of an operator's rows. `clock_missing`: the one that decides, where none of its rows count.
             `other_clock`: verdict and value by the other one.
         disturbed: it rests on disturbed points. `once`: on points of a single run.
+        choices: other choices of the repeats, each alone and all but each, where they change the value; `others`: the
+            words that these give by value alone, where they differ from that of all repeats, and how often.
         reason: what was missing. `command`: what would measure it.
         older_source: the claim's figures whose rows other code than today's measured.
     """
@@ -78,25 +80,11 @@ class Verdict:
     interval: str = ""
     disturbed: bool = False
     once: bool = False
+    choices: int = 0
+    others: str = ""
     kind: str = ""
     hardware: str = ""
     older_source: str = ""
-
-
-@dataclass(frozen=True)
-class Stability:
-    """Verdicts of one claim by value alone, over ``of`` other choices of the repeats: ``same`` of them give
-    ``verdict``, that of all repeats; ``others`` counts the rest by verdict.
-    """
-
-    verdict: str
-    same: int
-    of: int
-    others: Mapping[str, int]
-
-    def __str__(self) -> str:
-        others = ", ".join(f"{name} {times}" for name, times in self.others.items())
-        return f"{self.verdict} in {self.same} of {self.of} choices" + (f" ({others})" if others else "")
 
 
 def judge(rows: pd.DataFrame, folder: str | Path, clock: str = "") -> list[Verdict]:
@@ -114,29 +102,6 @@ def judge(rows: pd.DataFrame, folder: str | Path, clock: str = "") -> list[Verdi
         raise ValueError(f"rows of {', '.join(machines)} are mixed; judge one hardware at a time")
     court = Judge(rows, folder, clock)
     return [court.verdict(statement) for statement in read_claims(folder)]
-
-
-def stability(rows: pd.DataFrame, folder: str | Path) -> dict[str, Stability]:
-    """Map the claims in ``folder`` to the stability of their verdicts on ``rows`` of one hardware, under other choices
-    of the repeats: each alone, and all but each.
-
-    Absent are claims without a verdict, simulated ones, and those whose quantities no choice changes.
-    """
-    court, found = Judge(rows, folder), {}
-    for id, function in CLAIMS.items():
-        chosen = court.rows(court.clocks.get(id, ""))
-        try:
-            usual = function(chosen)
-        except NotMeasured:
-            continue
-        others = [quantities(function, one) for one in (*chosen.alone, *chosen.without)]
-        if usual.kind == SIMULATED or id not in court.bounds or all(one in ({}, usual.quantities) for one in others):
-            continue
-        tally = Counter(court.word(id, replace(usual, quantities=one)) for one in others if one)
-        verdict = court.word(id, usual)
-        rest = {name: times for name, times in tally.most_common() if name != verdict}
-        found[id] = Stability(verdict, tally[verdict], tally.total(), rest)
-    return found
 
 
 class Judge:
@@ -215,7 +180,13 @@ class Judge:
             how = command(statement, self.hardware, rows)
             return replace(verdict, verdict=NOT_MEASURED, reason=str(reason), command=how)
         measured = finding.kind != SIMULATED
-        known = spans(finding.quantities, [quantities(function, one) for one in rows.alone]) if measured else {}
+        alone, without = (
+            [quantities(function, one) for one in choices if measured] for choices in (rows.alone, rows.without)
+        )
+        known = spans(finding.quantities, alone)
+        words = Counter(self.word(statement.id, replace(finding, quantities=one)) for one in (*alone, *without) if one)
+        moved = any(one not in ({}, finding.quantities) for one in (*alone, *without))
+        by_value = self.word(statement.id, finding)
         word = self.word(statement.id, finding, known)
         timers = ", ".join(rows.timers(figures) if clock else [])
         if word == NOT_TESTABLE:
@@ -237,6 +208,8 @@ class Judge:
         )
         return replace(
             verdict, verdict=word, clock=timers, kind=finding.kind, disturbed=disturbed, once=once,
+            choices=words.total() if moved else 0,
+            others=", ".join(f"{name} {times}" for name, times in words.most_common() if name != by_value),
             our_value=finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
             why=". ".join(filter(None, (missed, why))),
             remark=remark or (f"at most {most}: {limit}" if most else ""),

@@ -5,13 +5,13 @@ run is not decided: no interval tells what the disturbance did.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from experiments.claims.finding import MEASURED, SIMULATED
-from experiments.claims.judge import DECIDED, JUDGED, VERDICTS, Stability, Verdict, counts
+from experiments.claims.judge import DECIDED, JUDGED, VERDICTS, Verdict, counts
 from experiments.claims.rows import markdown
 
 COLUMNS = ("claim", "statement", "paper", "ours", "tested", "verdict", "why it differs", "figure")
@@ -98,10 +98,11 @@ def certainty(verdicts: Sequence[Verdict]) -> str:
     return f"{text}."
 
 
-def steadiness(stable: Mapping[str, Stability]) -> str:
+def steadiness(verdicts: Sequence[Verdict]) -> str:
     """Describe how far verdicts depend on which repeats count, in a line; empty without repeats."""
-    if not stable:
+    known = [one for one in verdicts if one.choices]
+    turned = [f"{one.id} {one.others} of {one.choices}" for one in known if one.others]
+    if not known:
         return ""
-    turned = [f"{id} {one}" for id, one in stable.items() if one.same < one.of]
-    text = f"Other choices of the repeats that count: {len(stable) - len(turned)} of {len(stable)} verdicts stay"
+    text = f"Other choices of the repeats that count: {len(known) - len(turned)} of {len(known)} verdicts stay"
     return f"{text}. By value alone, without intervals: {'; '.join(turned)}." if turned else f"{text}."

@@ -85,7 +85,7 @@ def report(cfg: DictConfig) -> int:
     for name, verdicts in columns(machines).items():
         print(f"{name}: {total(verdicts)}")
     for machine in machines:
-        print("\n".join(f"{machine.name}: {note}" for note in notes(machine.verdicts, machine.rows, machine.stability)))
+        print("\n".join(f"{machine.name}: {note}" for note in notes(machine.verdicts, machine.rows)))
     print("\n".join(f"Written: {file}" for file in files))
     return 0
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.claims import Verdict, judge
-from experiments.claims.judge import Stability, stability
 from experiments.claims.rows import Rows
 from experiments.harness.clocks import unsteady
 from experiments.harness.counted import counted, frame_of, merged
@@ -51,11 +50,6 @@ class Machine:
     def verdicts(self) -> Sequence[Verdict]:
         """Verdicts on all rows, each under the clock that decides it."""
         return self.clocks[AUTO]
-
-    @cached_property
-    def stability(self) -> Mapping[str, Stability]:
-        """Claim -> how often other choices of the repeats give its verdict."""
-        return stability(self.rows, self.paper)
 
     @cached_property
     def chosen(self) -> Rows:

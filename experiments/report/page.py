@@ -82,7 +82,7 @@ def _machine(machine: Machine, page: Path, target: Path) -> dict[str, Any]:
     return {
         "name": machine.name,
         "measured": results.measured_on(machine.rows),
-        "notes": results.notes(machine.verdicts, machine.rows, machine.stability),
+        "notes": results.notes(machine.verdicts, machine.rows),
         "serving": list(results.serving_tables(machine)),
         "findings": list(results.findings(machine)),
         "trials": results.trials_table(machine.folder),

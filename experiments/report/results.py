@@ -6,7 +6,7 @@ judged too, counted, and named in `older_source` of `claims.csv`.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +16,7 @@ from experiments.claims.asked import asked, asked_table
 from experiments.claims.disaggregated import disaggregated_verdicts
 from experiments.claims.fig11 import Serving, ranks_table
 from experiments.claims.fig13 import runners_table
-from experiments.claims.judge import NOT_MEASURED, Stability
+from experiments.claims.judge import NOT_MEASURED
 from experiments.claims.placement import placement_verdicts
 from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
 from experiments.claims.rows import NotMeasured, Rows, markdown
@@ -82,12 +82,12 @@ def _counts(machine: Machine) -> list[str]:
         turned = [f"{one.id} ({one.verdict}, {other.verdict})" for one, other in both
                   if one.verdict != other.verdict and NOT_MEASURED not in (one.verdict, other.verdict)]  # fmt: skip
         lines.append(f"* Decided by the clock (the paper's, in CUDA graphs): {', '.join(turned) or 'none'}.")
-    return [*lines, *(f"* {note}" for note in notes(machine.verdicts, machine.rows, machine.stability))]
+    return [*lines, *(f"* {note}" for note in notes(machine.verdicts, machine.rows))]
 
 
-def notes(verdicts: Sequence[Verdict], rows: pd.DataFrame, stable: Mapping[str, Stability]) -> list[str]:
-    """Return the notes on ``verdicts``, the ``rows`` they rest on and their stability, a line each."""
-    return [note for note in (certainty(verdicts), older_note(rows), disturbance(rows), steadiness(stable)) if note]
+def notes(verdicts: Sequence[Verdict], rows: pd.DataFrame) -> list[str]:
+    """Return the notes on ``verdicts`` and the ``rows`` they rest on, a line each."""
+    return [note for note in (certainty(verdicts), older_note(rows), disturbance(rows), steadiness(verdicts)) if note]
 
 
 def older_note(rows: pd.DataFrame) -> str:

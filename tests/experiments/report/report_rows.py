@@ -58,7 +58,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        return notes(self.machine.verdicts, self.machine.rows, self.machine.stability)
+        return notes(self.machine.verdicts, self.machine.rows)
 
     @property
     def text(self) -> str:
