@@ -137,13 +137,6 @@ class Ended(NamedTuple):
     facts: dict[str, Any]
 
 
-class _Running(NamedTuple):
-    key: Round
-    process: subprocess.Popen[bytes]
-    output: IO[str]
-    places: list[int]
-
-
 class Processes:
     """Sets under way on `places` GPUs; one place is the whole machine, without a change of its environment.
 
@@ -153,12 +146,12 @@ class Processes:
 
     def __init__(self, places: int, logs: Path) -> None:
         self.free, self._places, self._logs = list(range(places)), places, logs
-        self._running: list[_Running] = []
+        self._running: dict[Round, tuple[subprocess.Popen[bytes], IO[str], list[int]]] = {}
 
     @property
     def running(self) -> list[Round]:
         """Keys of the sets under way."""
-        return [one.key for one in self._running]
+        return list(self._running)
 
     def start(self, key: Round, words: Sequence[str], gpus: int) -> None:
         """Run `python -m words` on as many of the free GPUs, and their cores."""
@@ -176,35 +169,35 @@ class Processes:
                 [sys.executable, "-m", *words], cwd=REPOSITORY, stdout=output, stderr=errors,
                 env=os.environ | seen, preexec_fn=lambda: self._settle(taken),
             )  # fmt: skip
-        self._running.append(_Running(key, process, output, taken))
+        self._running[key] = process, output, taken
 
     def ended(self) -> Iterator[Ended]:
         """Yield the sets that ended since the last call, and free their GPUs."""
-        for one in list(self._running):
-            if (status := one.process.poll()) is not None:
-                yield self._end(one, status)
+        for key, (process, _, _) in list(self._running.items()):
+            if (status := process.poll()) is not None:
+                yield self._end(key, status)
 
     def interrupt(self) -> Iterator[Ended]:
         """Interrupt all sets, wait while they write their rows, and yield them."""
         yield from self.ended()
-        for one in self._running:
-            one.process.send_signal(signal.SIGINT)
-        for one in list(self._running):
+        for process, _, _ in self._running.values():
+            process.send_signal(signal.SIGINT)
+        for key, (process, _, _) in list(self._running.items()):
             try:
-                one.process.wait(STOPPING_S)
+                process.wait(STOPPING_S)
             except subprocess.TimeoutExpired:
-                one.process.kill()
-                one.process.wait()
-            yield self._end(one, None)
+                process.kill()
+                process.wait()
+            yield self._end(key, None)
 
-    def _end(self, one: _Running, status: int | None) -> Ended:
-        with one.output as output:
+    def _end(self, key: Round, status: int | None) -> Ended:
+        _, output, places = self._running.pop(key)
+        with output:
             output.seek(0)
             lines = output.read().splitlines()
         print(*lines, sep="\n")
-        self._running.remove(one)
-        self.free = sorted([*self.free, *one.places])
-        return Ended(one.key, status, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {})
+        self.free = sorted([*self.free, *places])
+        return Ended(key, status, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {})
 
     def _settle(self, taken: Sequence[int]) -> None:
         """Take a share of the cores, and SIGINT, which a shell lets its jobs in the background ignore."""
