@@ -112,7 +112,8 @@ def measured_on(rows: pd.DataFrame) -> str:
     """Return a sentence on device, settings, versions, commits and dates of ``rows``."""
     if rows.empty:
         return "No rows were measured; only arithmetic and replays are judged."
-    said = {name: ", ".join(distinct(rows, name)) or "-" for name in map(str, rows.columns) if name != "value"}
+    names = ("device", "hardware", "scale", "timer", "torch", "triton", "driver", "transformers", "peft", "commit")
+    said = {name: ", ".join(distinct(rows, name)) or "-" for name in names}
     dates = distinct(rows, "date")
     parts = [f"Measured on {said['device']} (hardware `{said['hardware']}`), scale {said['scale']}"]
     parts += [", ".join(f"{name} {said[name]}" for name in ("timer", "torch", "triton", "driver"))]
@@ -134,10 +135,9 @@ def serving_tables(machine: Machine) -> Iterator[tuple[str, Table]]:
         for system in filter(cell.has, SYSTEMS.names()):
             ours = cell.throughput(system)
             known = published.throughput(system) if published.has(system) else ours.iloc[:0]
-            cells = [said(ours[name], 4) if name in ours else "-" for name in PAPER_WORKLOADS]
-            cells = [text + (f" ({said(known[name], 4)})" if name in known else "")
-                     for text, name in zip(cells, PAPER_WORKLOADS, strict=True)]  # fmt: skip
-            lines.append([name_of(system), *cells])
+            own = [said(ours[name], 4) if name in ours else "-" for name in PAPER_WORKLOADS]
+            beside = [f" ({said(known[name], 4)})" if name in known else "" for name in PAPER_WORKLOADS]
+            lines.append([name_of(system), *(a + b for a, b in zip(own, beside, strict=True))])
         title = f"Figure {figure}: token/s of {cell.measured_model} (in brackets: the paper's {role} on A100)"
         yield title, (("system", *PAPER_WORKLOADS), lines)
 
