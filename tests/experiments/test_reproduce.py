@@ -118,7 +118,9 @@ def test_the_line_of_json_is_for_programs_alone(measured, monkeypatch, capsys):
 
 
 QUICK = ("fig07_sgmv_roofline", "sec6_norm", "fig13_cluster")
-OF_A_KIND = ("fig08_lora_operator", "fig11_textgen", "fig12_textgen_70b", "sec53_migration", "ext_moe", "ext_many_adapters")
+OF_A_KIND = (
+    "fig08_lora_operator", "fig11_textgen", "fig12_textgen_70b", "sec53_migration", "ext_moe", "ext_many_adapters",
+)  # fmt: skip
 """Operators, windows, ranks in processes of their own, copies, experts, streams; `make smoke` measures every figure."""
 
 
