@@ -23,7 +23,7 @@ from experiments.conformance.weights import ADAPTERS, CHECKPOINT, HIDDEN, MAX_LE
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError
 
-SLOTS, BATCH, MOST = 4, 64, 256  # of servers: fewer slots than adapters; adapters at most
+MOST = 256  # adapters
 
 
 @dataclass
@@ -49,17 +49,13 @@ class Options:
         for is_wrong, text in (
             ((self.make is None) == (self.url is None), "give one of make=FOLDER and url=http://HOST:PORT"),
             (not 2 <= self.tenants <= MOST, f"tenants={self.tenants} must be in [2, {MOST}]"),
-            (not self.ranks or not {*self.ranks} <= {*range(1, HIDDEN + 1)},
-             f"ranks={self.ranks} must be one or more of 1 to {HIDDEN}"),
-            (self.make and not is_ours,
-             f"make={made} is there and was not written by this command: give a new folder"),
-            (self.url and self.folder is None,
-             "url= needs folder=, what make= wrote and the server was started on"),
+            (not set() < {*self.ranks} <= {*range(1, HIDDEN + 1)}, f"ranks={self.ranks} must be some of 1 to {HIDDEN}"),
+            (self.make and not is_ours, f"make={made} is there and was not written by this command: give a new folder"),
+            (self.url and self.folder is None, "url= needs folder=, what make= wrote and the server was started on"),
             (not self.batches or min(self.batches) < 1, f"batches={self.batches} must be one or more positive numbers"),
             (not self.timeout > 0, f"timeout={self.timeout} must be a positive number of seconds"),
-            (not out.parent.is_dir(),
-             f"out={out} cannot be written, its folder is not there: give another file"),
-        ):  # fmt: skip
+            (not out.parent.is_dir(), f"out={out} cannot be written, its folder is not there: give another file"),
+        ):
             if is_wrong:
                 raise ConfigError(text)
 
@@ -71,8 +67,7 @@ def lines(world: expected.World) -> str:
     rank = max(8, 1 << (max(tenant.rank for tenant in world.tenants) - 1).bit_length())  # vLLM takes few other sizes
     template = Path(cases.__file__).with_name("servers.txt").read_text(encoding="utf-8")
     return template.format(
-        checkpoint=checkpoint, root=root, rank=rank, SLOTS=SLOTS, BATCH=BATCH, KEY_VARIABLE=KEY_VARIABLE,
-        sizes=f"--max-loras {SLOTS} --max-lora-rank {rank} --max-model-len {MAX_LEN}", cached=len(given) + 2,
+        checkpoint=checkpoint, root=root, rank=rank, length=MAX_LEN, cached=len(given) + 2,
         given=" ".join(f"\\\n    {one}" for one in given), each=" ".join(f"\\\n    --adapter {one}" for one in given),
         test=f"python -m experiments.commands.conformance folder={quote(str(world.folder.resolve()))}",
     )  # fmt: skip

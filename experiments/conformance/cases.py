@@ -5,6 +5,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from experiments.conformance.client import Server
@@ -49,10 +50,6 @@ class Result:
         """Verdict by tokens alone."""
         right = PASS if self.judged == self.answers else UNJUDGED
         return FAIL if self.findings else right if self.is_offered else NOT_OFFERED
-
-    def not_offered(self, why: str) -> None:
-        """Note that the server has nothing to try here."""
-        self.is_offered, self.note = False, why
 
 
 class Run:
@@ -118,14 +115,15 @@ class Run:
             owners.append((got, f"the tokens of {self._about[self._owners[got]]} for another prompt"))
         return next((owner for tokens, owner in owners if tokens == got), "tokens of no known model")
 
-    async def load(self, model: str, name: str = SWAPPED, **more: bool) -> tuple[int, str]:
-        """Have the server load an adapter."""
-        path = str(self.world.adapter(model))
-        return await self.server.change("load_lora_adapter", lora_name=name, lora_path=path, **more)
+    async def load(self, model: str, name: str = SWAPPED, load_inplace: bool = False) -> tuple[int, str]:
+        """Have the server load an adapter, in place of one of that name where it may (as vLLM names it)."""
+        more = {"load_inplace": True} if load_inplace else {}
+        fields = {"lora_name": name, "lora_path": str(self.world.adapter(model)), **more}
+        return await self.server.change("load_lora_adapter", fields)
 
     async def unload(self, name: str = SWAPPED) -> tuple[int, str]:
         """Have the server unload an adapter."""
-        return await self.server.change("unload_lora_adapter", lora_name=name)
+        return await self.server.change("unload_lora_adapter", {"lora_name": name})
 
 
 Case = Callable[[Run, Result], Awaitable[None]]
@@ -141,15 +139,14 @@ def waves(models: Callable[[Run], Iterable[Iterable[str]]]) -> Case:
     return sent
 
 
-def batch(size: int) -> Case:
-    """Return the case of `size` requests at once, over all models."""
-    return waves(lambda run: [itertools.islice(itertools.cycle(run.models), size)])
-
-
 def _each(run: Run, quality: str) -> list[str]:
     """Return an adapter of each rank, or subset of layers, in order."""
     by_quality = {getattr(tenant, quality): tenant.name for tenant in run.world.tenants}
     return [by_quality[key] for key in sorted(by_quality)]
+
+
+def _at_once(size: int, run: Run) -> list[list[str]]:
+    return [(run.models * size)[:size]]
 
 
 def _many(run: Run) -> Iterable[list[str]]:
@@ -170,7 +167,8 @@ async def repeated(run: Run, result: Result) -> None:
 async def shared_prefix(run: Run, result: Result) -> None:
     """Send prompts with one long prefix: an adapter's, then all others', which must not get its blocks."""
     if WARMER in run.absent:
-        return result.not_offered(f"{WARMER} is absent")
+        result.is_offered, result.note = False, f"{WARMER} is absent"
+        return
     sharing = {model: run.world.sure(model, shares=True)[:3] for model in run.models}
     warm = [(WARMER, prompt) for prompt in sharing[WARMER][:2]]
     for model, prompt in [*warm, *((model, prompts[0]) for model, prompts in sharing.items())]:
@@ -191,15 +189,18 @@ async def poisoned(run: Run, result: Result) -> None:
 
     To refuse one, at its load or its request, is right; what a poisoned adapter answers does not count.
     """
+    notes = []
     for name in POISONS:
-        status, text = await run.load(name, name)
+        status, result.note = await run.load(name, name)
         if status in CLOSED and not run.server.prefix:
-            return result.not_offered(text)
+            result.is_offered = False
+            return
         spoil = [run.server.ask(name, run.world.prompts[0].text, 4 * COUNT, stream) for stream in (True, False) * 2]
         said, _ = await asyncio.gather(asyncio.gather(*spoil), run.wave(result, run.asks(run.models)))
         await run.wave(result, run.asks(run.models))
         await run.unload(name)
-        result.note += f"{name} {'served' if any(answer.tokens for answer in said) else 'failed'} "
+        notes.append(f"{name} {'served' if any(answer.tokens for answer in said) else 'failed'}")
+    result.note = ", ".join(notes)
 
 
 async def cancelled(run: Run, result: Result) -> None:
@@ -214,19 +215,19 @@ async def cancelled(run: Run, result: Result) -> None:
 
 
 async def reloaded(run: Run, result: Result, in_place: bool = False) -> None:
-    """Load two adapters in turn under one name, beside others, each after the other's unloading; then the last goes."""
+    """Load two adapters in turn under one name, beside others, after unloading or in place; then unload the last."""
     pairs = itertools.combinations(run.adapters, 2)
     common = {pair: [one for one in run.world.prompts if not one.leaked and {*pair} <= {*one.sure}] for pair in pairs}
     pair = max(common, key=lambda pair: len(common[pair]))
     for place, model in enumerate(pair * 2):
         status, text = await run.unload() if place and not in_place else (200, "")
         if status == 200:
-            status, text = await run.load(model, **{"load_inplace": True} if place and in_place else {})
-        if status != 200 and (in_place or (status in CLOSED and not place)):
-            result.not_offered(text)
-        elif status != 200:
-            result.protocol[text][SWAPPED] += 1
+            status, text = await run.load(model, load_inplace=in_place and place > 0)
         if status != 200:
+            if in_place or (status in CLOSED and not place):
+                result.is_offered, result.note = False, text
+            else:
+                result.protocol[text][SWAPPED] += 1
             break
         swapped = [Ask(model, prompt, SWAPPED) for prompt in (common[pair] or run.world.sure(model))[:4]]
         for wave in (*([ask] for ask in swapped), [*swapped, *run.asks(run.models)]):
@@ -239,11 +240,6 @@ async def reloaded(run: Run, result: Result, in_place: bool = False) -> None:
         result.protocol[f"a name that was unloaded gave {answer.faults or EMPTY} instead of HTTP 404"][SWAPPED] += 1
 
 
-async def replaced(run: Run, result: Result) -> None:
-    """Load another adapter in place of one that is loaded (`load_inplace`, as vLLM names it)."""
-    await reloaded(run, result, in_place=True)
-
-
 def cases(batches: Sequence[int]) -> dict[str, Case]:
     """Return the cases by name, in their order: the prefix cache is tried before its prompts were seen."""
     return {
@@ -254,6 +250,7 @@ def cases(batches: Sequence[int]) -> dict[str, Case]:
         "layer subsets": waves(lambda run: [_each(run, "subset") * 4]),
         "base between": waves(lambda run: [[name for adapter in run.adapters for name in (adapter, BASE)]]),
         "same prompt": same_prompt, "many adapters": waves(_many), "repeated runs": repeated,
-        **{f"batch of {size}": batch(size) for size in batches}, "cancellation": cancelled,
-        "hot reload": reloaded, "reload in place": replaced, "poisoned": poisoned,
+        **{f"batch of {size}": waves(partial(_at_once, size)) for size in batches},
+        "cancellation": cancelled, "hot reload": reloaded, "reload in place": partial(reloaded, in_place=True),
+        "poisoned": poisoned,
     }  # fmt: skip

@@ -57,7 +57,15 @@ class Server:
 
         Raises `ConfigError` where this is no such server, or it serves fewer than two adapters or not the base model.
         """
-        listed, absent, prompt = await self._listed(), {}, world.prompts[0]
+        listed, absent, prompt = list[str](), {}, world.prompts[0]
+        try:
+            response = await self.api.models.with_raw_response.list()
+            listed = [str(model["id"]) for model in response.http_response.json()["data"]]
+        except (APIError, ValueError, KeyError, TypeError) as error:
+            status, text = _reason(error)
+            if status != 404 or self.prefix is None:  # with `prefix` a server needs no list
+                mend = f"give http://HOST:PORT of a server with OpenAI's API, and its key as {KEY_VARIABLE}"
+                raise ConfigError(f"url={self.url} does not list its models ({text}): {mend}") from None
         for own in world.models[1:] if self.prefix is None else ():
             word = re.compile(rf"(?<![\w-]){re.escape(own)}(?![\w-])")
             found = [own] if own in listed else [name for name in listed if word.search(name)]
@@ -80,24 +88,6 @@ class Server:
             )
         self.takes_ids = bool((await self.ask(BASE, list(prompt.ids), 1)).tokens)
         return absent
-
-    async def _listed(self) -> list[str]:
-        """Return the names in `/v1/models`, none where a server with `prefix` has no such list."""
-        text, mend = "no list of models", "is no server of OpenAI's API: /v1/models gave {}"
-        try:
-            response = await self.api.models.with_raw_response.list()
-            return [str(model["id"]) for model in response.http_response.json()["data"]]
-        except APIError as error:
-            status, text = _reason(error)
-            if status == 404 and self.prefix is not None:
-                return []
-            if status in (401, 403):
-                mend = f"wants an API key ({{}}): set {KEY_VARIABLE}"
-            elif not status:
-                mend = "cannot be reached ({}): give http://HOST:PORT of a server"
-        except (ValueError, KeyError, TypeError):
-            pass
-        raise ConfigError(f"url={self.url} {mend.format(text)}")
 
     async def ask(
         self, model: str, prompt: str | list[int], count: int, stream: bool = False, leave_after: int | None = None
@@ -125,31 +115,28 @@ class Server:
         """Read line by line into `answer`: neither a wrong type nor an odd event keeps other text from the judge."""
         async with self.api.completions.with_streaming_response.create(**body) as response:
             kind = response.headers.get("content-type", "none").partition(";")[0]
-            if leave_after == 0:
-                return
             if not body["stream"] or "json" in kind:
                 answer.faults += ["a whole answer in place of a stream"] * body["stream"]
                 answer.text = str(json.loads(await response.read())["choices"][0]["text"])
                 return
             answer.faults += [f"a stream of content type {kind}"] * (kind != "text/event-stream")
+            lines = (line.strip() async for line in response.iter_lines())
+            events = (line[5:].strip() async for line in lines if line.startswith("data:") and line != "data:")
             seen = 0
-            async for line in response.iter_lines():
-                data = line[5:].strip() if line.startswith("data:") else ""
-                if data == "[DONE]":
+            while seen != leave_after:
+                data = await anext(events, None)
+                if data is None:
+                    answer.faults.append("the stream ended without [DONE]")
+                if data is None or data == "[DONE]":
                     return
-                if not data:
-                    continue
+                seen += 1
                 try:
                     answer.text += "".join(choice["text"] or "" for choice in json.loads(data)["choices"])
                 except (ValueError, KeyError, TypeError):
                     what = "error in the stream" if "error" in data else "an event that is no chunk"
                     answer.faults.append(f"{what}: {data[:200]}")
-                seen += 1
-                if seen == leave_after:
-                    return
-            answer.faults.append("the stream ended without [DONE]")
 
-    async def change(self, path: str, **fields: Any) -> tuple[int, str]:
+    async def change(self, path: str, fields: dict[str, Any]) -> tuple[int, str]:
         """Post to `load_lora_adapter` or `unload_lora_adapter`, below `/v1` or not; return status and error."""
         for where in (f"{self.url}/v1/{path}", f"{self.url}/{path}"):
             try:

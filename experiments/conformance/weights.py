@@ -79,9 +79,7 @@ def write_adapter(folder: Path, config: LlamaConfig, tenant: Tenant, seed: int, 
     write_random_adapter(folder, config, tenant.rank, seed, target_modules=layers, alpha=alpha, dtype=torch.bfloat16)
     tensors = load_file(folder / "adapter_model.safetensors")
     for name, weight in tensors.items():
-        if "lora_B" in name and value is None:
-            weight *= 4 / tenant.scaling  # B as it is written changes a layer by a quarter of the scaling
-        elif "lora_B" in name:
-            weight.fill_(value)
+        if "lora_B" in name:  # B as it was written changes a layer by a quarter of the scaling
+            tensors[name] = weight * (4 / tenant.scaling) if value is None else torch.full_like(weight, value)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return folder

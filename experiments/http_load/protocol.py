@@ -28,8 +28,8 @@ def address(url: str, option: str) -> str:
     """
     try:
         parts = urlsplit(url)
-        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:  # brackets without an address of IPv6
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets without an address of IPv6, or a port that is no number
         is_whole = False
     if not is_whole:
         raise ConfigError(f"{option}={url!r} must be an address like http://127.0.0.1:8000")

@@ -25,10 +25,7 @@ class Ask(NamedTuple):
 
 
 class RightServer:
-    """Answers with the right tokens of the prompts that the world knows, and with ``w1`` else.
-
-    ``models``: served name -> adapter whose weights it has.
-    """
+    """Answers with the right tokens of the prompts that the world knows, and with ``w1`` else; ``fields`` as below."""
 
     loads = True  # requests may load adapters
     ids = True  # prompts may be token ids
@@ -39,13 +36,13 @@ class RightServer:
     stream_type: str | None = "text/event-stream"  # None: whole answers alone
     key: str | None = None
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.models = {name: name for name in world.models}
-        self.prompts = {prompt.ids: prompt for prompt in world.prompts}
+    def __init__(self, world: World, **fields: Any) -> None:
+        self.world, self.prompts = world, {prompt.ids: prompt for prompt in world.prompts}
+        self.models = {name: name for name in world.models}  # served name -> adapter whose weights it has
         self.asked = Counter[str]()  # requests by name; the first one asks whether the model is there
         self.groups: list[int] = []  # sizes of the next groups of requests that are served beside each other; then 1
         self.waiting: list[tuple[Ask, asyncio.Future[list[Ask]]]] = []
+        vars(self).update(fields)
 
     def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
         """Tokens of one request; ``beside``: its group, this one included."""
@@ -64,9 +61,9 @@ class RightServer:
     def serve(self) -> AbstractContextManager[str]:
         """A real server; its address."""
         app = FastAPI()
+        app.post("/v1/completions")(self._complete)
         if self.lists:
             app.get("/v1/models")(self._list)
-        app.post("/v1/completions")(self._complete)
         if self.loads:
             app.post("/v1/load_lora_adapter")(self._load)
             app.post("/v1/unload_lora_adapter")(self._unload)
@@ -124,21 +121,10 @@ def _error(status: int, message: str) -> Response:
     return JSONResponse({"error": {"message": message}}, status)
 
 
-class Foreign(RightServer):
+def foreign(world: World, form: str = "org/{}") -> RightServer:
     """Right tokens in another house: names in a form of their own, no [DONE], text alone, and no loading."""
-
-    loads = ids = ends_streams = False
-
-    def __init__(self, world: World, form: str = "org/{}") -> None:
-        super().__init__(world)
-        self.models = {"llama-tiny": BASE} | {form.format(one.name): one.name for one in world.tenants}
-
-
-class ForeignOfSlotZero(Foreign):
-    """The same, with the first adapter's tokens for another."""
-
-    def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
-        return self.right("tenant-0" if name == "org/tenant-2" else self.models[name], ids)
+    models = {"llama-tiny": BASE} | {form.format(tenant.name): tenant.name for tenant in world.tenants}
+    return RightServer(world, loads=False, ids=False, ends_streams=False, models=models)
 
 
 class SlotZeroAboveThreshold(RightServer):
@@ -160,24 +146,15 @@ class PrefixCacheWithoutAdapter(RightServer):
         self.oracle, self.owner = Oracle(world.folder / "checkpoint", adapters), dict[Tokens, str]()
 
     def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
-        if len(ids) <= PREFIX:
-            return self.right(name, ids)
-        owner = self.owner.setdefault(ids[:PREFIX], name)
-        if owner == name:
-            return self.right(name, ids)
-        return self.oracle.leaked(name, owner, torch.tensor([ids]))[0]
+        owner = self.owner.setdefault(ids[:PREFIX], name) if len(ids) > PREFIX else name
+        return self.right(name, ids) if owner == name else self.oracle.leaked(name, owner, torch.tensor([ids]))[0]
 
 
 class KeepsOldWeights(RightServer):
     """Remembers the weights of a name also after it was unloaded."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self.remembered: dict[str, str] = {}
-
     def load(self, name: str, folder: str) -> None:
-        super().load(name, folder)
-        self.models[name] = self.remembered.setdefault(name, self.models[name])
+        self.models[name] = vars(self).setdefault("first", {}).setdefault(name, folder.rpartition("/")[2])
 
 
 class NeverUnloads(RightServer):
@@ -207,9 +184,8 @@ class SpoiledByPoison(RightServer):
     """Gives one token to all while it holds a poisoned adapter."""
 
     def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
-        if any(loaded.startswith("poison") for loaded in self.models):
-            return (0,) * COUNT
-        return super().tokens(name, ids, beside)
+        spoiled = any(loaded.startswith("poison") for loaded in self.models)
+        return (0,) * COUNT if spoiled else super().tokens(name, ids, beside)
 
 
 class ChangesItsMind(RightServer):

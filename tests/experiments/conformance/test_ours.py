@@ -49,7 +49,7 @@ def test_a_fast_path_of_our_engine_with_slot_zero_for_all_is_caught(
         return right(cls, [min(slot, 0) for slot in slots] if sum(lengths) > 24 else slots, lengths)
 
     monkeypatch.setattr(RowGroups, "of_runs", classmethod(of_runs))
-    chosen = {"alone": cases.cases([])["each alone"], "large": cases.batch(48)}
+    chosen = {"alone": cases.cases([])["each alone"], "large": cases.cases([48])["batch of 48"]}
     monkeypatch.setattr(cases, "cases", lambda batches: chosen)
     _, alone, large = ours(world, [], max_batch_size=48, max_loras=5, max_model_len=256, dtype="float32")
     assert alone.status == PASS, table([alone])
