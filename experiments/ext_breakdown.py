@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import fmean, median
@@ -108,7 +108,7 @@ class Breakdown(Experiment):
         bench = self._bench(cfg, points[0].system, cast(int, points[0].rank))
         shapes = {point.workload: _shape(point) for point in points}
         cases = measured(bench, shapes, protocol(cfg))
-        if names := listed(list(cases.values())):
+        if names := listed(cases.values()):
             tqdm.write(f"{self.name}: kernels of no part, {points[0].label()}: {names}", file=sys.stderr)
         return [_readings(cfg, point, shapes[point.workload], cases) for point in points]
 
@@ -145,15 +145,15 @@ def _readings(cfg: Config, point: Point, shape: StepShape, cases: dict[str, Case
     case = cases[point.workload]
 
     def times(metric: str, seconds: Sequence[float]) -> list[Reading]:
-        return sampled(metric, [1e3 * value for value in seconds], "ms") if seconds else []
+        return sampled(metric, [1e3 * value for value in seconds], "ms")
 
     found = times("step_latency", case.steps)
-    found += [Reading(f"time_{part}", 1e3 * seconds, "ms") for part, seconds in case.mean_parts().items()]
+    found += [Reading(f"time_{part}", 1e3 * each, "ms") for part, each in case.mean_parts().items()]
     found.append(Reading("step_latency_watched", 1e3 * fmean(case.watched), "ms"))
     if case.watched != case.steps:
         found.append(Reading("inflation", fmean(case.watched) / median(case.steps), "ratio"))
-    for phase in ("schedule", "metadata", "launch", "ahead"):
-        found += times(f"host_{phase}", getattr(case, phase))
+    for phase, seconds in case.host.items():
+        found += times(f"host_{phase}", seconds)
     if point.workload and NONE in cases:
         added = [mine - plain for mine, plain in zip(case.steps, cases[NONE].steps, strict=True)]
         found += times("added_latency", added)
@@ -167,19 +167,23 @@ def _readings(cfg: Config, point: Point, shape: StepShape, cases: dict[str, Case
 
 @dataclass
 class Case:
-    """Seconds of one case. `steps`: timed ones, raw. `schedule`, `metadata` and, only on a GPU, `launch` and `ahead`
-    (while the device computed): what the host did for each of these. `watched`: those that were taken apart, which on a
-    CPU are the same; `parts` of all of them together. `unknown`: seconds of kernels that no part claims, by name.
+    """Seconds of one case. `steps`: timed ones, raw. `host`: what the host did for each of these, by phase: `schedule`,
+    `metadata`, only on a GPU `launch` and `ahead` (while the device computed). `watched`: steps that were taken apart,
+    on a CPU the same; `parts` of all of them together. `unknown`: seconds of kernels that no part claims, by name.
     """
 
     steps: list[float] = field(default_factory=list)
-    schedule: list[float] = field(default_factory=list)
-    metadata: list[float] = field(default_factory=list)
-    launch: list[float] = field(default_factory=list)
-    ahead: list[float] = field(default_factory=list)
+    host: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     watched: list[float] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     unknown: dict[str, float] = field(default_factory=dict)
+
+    def note(self, step: TimedStep, **device: float) -> None:
+        """Add a timed step; `device`: phases of the host that only a GPU has."""
+        self.steps.append(step.seconds)
+        phases = {"schedule": step.statistics.schedule_s, "metadata": step.statistics.metadata_s, **device}
+        for phase, seconds in phases.items():
+            self.host[phase].append(seconds)
 
     def mean_parts(self) -> dict[str, float]:
         """Seconds of each part in the mean of the watched steps, and so adding up to that."""
@@ -215,9 +219,7 @@ def _time_on_gpu(bench: EngineSteps, count: int, case: Case, each: int) -> None:
         steps = [bench.step() for _ in range(count)]
     own, launching = launches[each - 1 :: each], launches[max(0, each - 2) :: each]
     for step, launched, before in zip(steps, own, launching, strict=True):
-        _note(step, case)
-        case.launch.append(launched.given - step.statistics.metadata_s)
-        case.ahead.append(before.ahead)
+        case.note(step, launch=launched.given - step.statistics.metadata_s, ahead=before.ahead)
 
 
 def _time_on_cpu(bench: EngineSteps, count: int, case: Case) -> None:
@@ -231,16 +233,10 @@ def _time_on_cpu(bench: EngineSteps, count: int, case: Case) -> None:
             parts[step_parts.METADATA] = step.statistics.metadata_s
             parts[step_parts.REST] = 0.0  # which counted what lies around the step, too
             parts[step_parts.REST] = step.seconds - sum(parts.values())
-            _note(step, case)
+            case.note(step)
             for part, seconds in parts.items():
                 case.parts[part] += seconds
             case.watched.append(step.seconds)
-
-
-def _note(step: TimedStep, case: Case) -> None:
-    case.steps.append(step.seconds)
-    case.schedule.append(step.statistics.schedule_s)
-    case.metadata.append(step.statistics.metadata_s)
 
 
 def _profile(bench: EngineSteps, count: int, case: Case, each: int) -> None:
@@ -251,7 +247,7 @@ def _profile(bench: EngineSteps, count: int, case: Case, each: int) -> None:
     from experiments.benches import step_parts
 
     steps: list[TimedStep] = []
-    _warm_profiler()
+    step_parts.watched_kernels(lambda: None)  # the first profile of a process takes a second
     bench.wait()
     ahead, spent = bench.is_ahead, 0.0
 
@@ -269,14 +265,6 @@ def _profile(bench: EngineSteps, count: int, case: Case, each: int) -> None:
     case.watched = [spent / count] * count if ahead else [step.seconds for step in steps]
     case.parts, case.unknown = step_parts.seconds_by_part(kernels), step_parts.unknown(kernels)
     case.parts[step_parts.GAPS] = sum(case.watched) - sum(case.parts.values())
-
-
-@cache
-def _warm_profiler() -> None:
-    """The first profile of a process takes a second."""
-    from experiments.benches.step_parts import watched_kernels
-
-    watched_kernels(lambda: None)
 
 
 @cache
@@ -314,14 +302,10 @@ def bytes_moved(model: ModelConf, rank: int, shape: StepShape, *, fp8_cache: boo
     return model.dtype.bytes * wide + (1 if fp8_cache else model.dtype.bytes) * cached
 
 
-def listed(cases: Sequence[Case], most: int = 6) -> str:
+def listed(cases: Iterable[Case], most: int = 6) -> str:
     """List kernels that no part claims, the longest first; empty without any."""
-    total: dict[str, float] = defaultdict(float)
-    for case in cases:
-        for name, seconds in case.unknown.items():
-            total[name] += seconds
-    longest = sorted(total, key=total.__getitem__, reverse=True)[:most]
-    return "; ".join(f"{name[:60]} {1e3 * total[name]:.3f} ms" for name in longest)
+    total = sum((Counter(case.unknown) for case in cases), Counter[str]())
+    return "; ".join(f"{name[:60]} {1e3 * seconds:.3f} ms" for name, seconds in total.most_common(most))
 
 
 EXPERIMENT = Breakdown()

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from omegaconf import MISSING
 
@@ -124,32 +124,12 @@ class Quantised(NamedTuple):
     b_scale: Tensor
 
 
-class _Memory:
-    """All slots of the tensor that a batch's weights are a window of; equal for windows of one memory."""
-
-    def __init__(self, window: Tensor) -> None:
-        self.window = window
-
-    def whole(self) -> Tensor:
-        slots = self.window.untyped_storage().nbytes() // self.window[0].nbytes
-        return self.window.as_strided((slots, *self.window.shape[1:]), self.window.stride(), 0)
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.window.untyped_storage().data_ptr(), self.window.shape[1:], self.window.dtype
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Memory) and self._key() == other._key()
-
-
 @lru_cache(maxsize=3)
-def _bank(a: _Memory, b: _Memory, fp8: torch.dtype) -> Quantised:
-    """Quantise all slots that rotate, once for all batches."""
+def _bank(a: Tensor, b: Tensor, fp8: torch.dtype) -> Quantised:
+    """Quantise all slots that rotate, once for all batches, whose weights are windows of the same two tensors."""
     from punica.ops.quant import quantize_per_channel
 
-    (a8, a_scale), (b8, b_scale) = (quantize_per_channel(one.whole(), fp8, check=False) for one in (a, b))
+    (a8, a_scale), (b8, b_scale) = (quantize_per_channel(one, fp8, check=False) for one in (a, b))
     return Quantised(a8, a_scale, b8.mT.contiguous().mT, b_scale)
 
 
@@ -157,7 +137,8 @@ def quantised(problem: Problem, fp8: torch.dtype) -> Quantised:
     """The problem's window of the weights in FP8."""
     slots, rank, h1 = problem.a.shape
     first = problem.a.storage_offset() // (rank * h1)
-    return Quantised(*[part[first : first + slots] for part in _bank(_Memory(problem.a), _Memory(problem.b), fp8)])
+    bank = _bank(cast("Tensor", problem.a._base), cast("Tensor", problem.b._base), fp8)
+    return Quantised(*[part[first : first + slots] for part in bank])
 
 
 def checked_calls(batches: Sequence[Problem], system: str) -> tuple[list[Call], float]:

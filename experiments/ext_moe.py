@@ -25,16 +25,13 @@ slots. Eight adapters (Skewed, 32 rows) in 8 to 256 slots of one layer of Qwen3-
 
 A last row of axes is the engine: a decode step from `Engine.step` to the tokens, with an adapter per request as the
 popularity has it (`engine`) and with none (`backbone engine`), of a model of `engine_layers` layers: `step_latency`
-and `engine_throughput`. Its clock is the host's, so on a GPU it has rows with timer=host_clock only; a figure takes the
-best clock that each metric has. FP8 adapters are panels of their own. All of Qwen3-30B-A3B on an H200, 61 GB of weights
-and 53 of adapters (27 in FP8), takes half a minute each:
+and `engine_throughput`, by the host's clock, so on a GPU with timer=host_clock only. FP8 adapters are panels of their
+own. All of Qwen3-30B-A3B on an H200, 61 GB of weights and 53 of adapters (27 in FP8), takes half a minute, and again
+with figure.fp8=float8_e4m3fn:
 
     python -m experiments.ext_moe scale=gpu timer=host_clock 'system.names=[engine,backbone_engine]' \
         'figure.models=[qwen3-30b-a3b]' figure.engine_layers=48 'figure.batch_sizes=[1,8,32]' figure.context=512 \
         'workload.names=[Distinct,Identical]' scale.repeats=48
-    python -m experiments.ext_moe scale=gpu timer=host_clock 'system.names=[engine,backbone_engine]' \
-        'figure.models=[qwen3-30b-a3b]' figure.engine_layers=48 'figure.batch_sizes=[1,8,32]' figure.context=512 \
-        'workload.names=[Distinct,Identical]' scale.repeats=48 figure.fp8=float8_e4m3fn
 
 Cost at scale=laptop: about 1.5 minutes on two cores, 1 GB.
 """
@@ -115,7 +112,10 @@ class MixtureOfExperts(Experiment):
         if figure.fp8 is not None:
             settings["fp8"] = figure.fp8
         through_engine = {**settings, "layers": figure.engine_layers, "slots": max(figure.batch_sizes)}
-        own, engine = self._systems(cfg)
+        engine = [name for name in cfg.system.names if name in (ENGINE, BACKBONE_ENGINE)]
+        own = [name for name in cfg.system.names if name not in engine]
+        if cfg.timer.name != "host_clock":  # the only one that times the engine's steps
+            engine = []
         alone = [cfg.adapters.slots or max(figure.batch_sizes)]
         kinds = [(own, {**settings, "slots": slots}, slots if figure.slots else None)
                  for slots in figure.slots or alone]  # fmt: skip
@@ -128,12 +128,6 @@ class MixtureOfExperts(Experiment):
             for workload in cfg.workload.names
             for system in systems
         ]
-
-    def _systems(self, cfg: Config) -> tuple[list[str], list[str]]:
-        """Split the systems into layers and models, and the engine's, which only the host's clock times."""
-        engine = [name for name in cfg.system.names if name in (ENGINE, BACKBONE_ENGINE)]
-        rest = [name for name in cfg.system.names if name not in engine]
-        return rest, engine if cfg.timer.name == "host_clock" else []
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
         from experiments.benches.operators import microseconds

@@ -1,4 +1,7 @@
-"""The extensions: cost of padding (on any device) and price of determinism (Triton only; here in its interpreter)."""
+"""The studies of operators: padding, determinism (in Triton's interpreter), the paper's step, added latency, FP8.
+
+Every system computes the reference, or is not timed; bytes are arithmetic; rows are measured and drawn.
+"""
 
 import importlib.util
 import json
@@ -7,36 +10,89 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
 from fakes import composed
 
-from experiments import ext_determinism, ext_padding
+from experiments import ext_added_latency, ext_determinism, ext_padding, ext_paper_step
+from experiments import ext_fp8 as fp8
 from experiments.benches import operators
+from experiments.benches.operators import layer_calls
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import settle
-from experiments.plots.extensions import draw_determinism
+from experiments.plots import extensions
 from punica.measure.records import read_rows
+from punica.ops.quant import dequantize
 from punica.workload.popularity import popularity
 
-PADDING, DETERMINISM = (next(iter(experiments([name]))) for name in ("ext_padding", "ext_determinism"))
+PADDING, DETERMINISM = ext_padding.EXPERIMENT, ext_determinism.EXPERIMENT
+STEP, ADDED, FP8 = ext_paper_step.EXPERIMENT, ext_added_latency.EXPERIMENT, fp8.EXPERIMENT
+VARIANTS = tuple(ext_determinism.VARIANTS)
 
 
-VARIANTS = ("deterministic", "deterministic, no PDL", "batch invariant", "atomics", "atomics, finer split")
-
-
-def settled(tmp_path, *overrides, experiment=PADDING):
+def settled(tmp_path, experiment, *overrides):
     return settle(composed(tmp_path, *overrides, name=experiment.name), experiment)
 
 
-def test_they_come_after_the_figures_of_the_paper():
+def figure_of(draw, lines):
+    """The axes of a figure of `lines`, each of which has what rows of a GPU have."""
+    about = {"device": "d", "timer": "cuda_graph", "scale": "laptop", "statistic": "median", "rank": 16, "unit": "us"}
+    about |= {"panel": "", "workload": "", "system": "", "batch_size": 32, "seq_len": 128}
+    figure = draw(pd.DataFrame([{**about, **line} for line in lines]), pd.DataFrame())
+    plt.close(figure)
+    return figure.axes
+
+
+def test_the_extensions_come_last_in_the_order_of_their_stories():
+    """Among them Figure 13, which predicts what the others measured."""
+    names = [experiment.name for experiment in sorted(experiments(), key=lambda one: one.order)]
+    stories = ["ext_paper_step", "ext_added_latency", "ext_breakdown", "ext_fp8", "ext_moe", "ext_stated_lengths"]
+    stories += ["ext_latency_under_load", "fig13_cluster", "ext_many_adapters", "ext_today"]
+    stories += ["ext_placement", "ext_disaggregated", "ext_cluster_scale", "ext_server", "ext_own_server"]
+    assert names[-len(stories) :] == stories
     measured = [one for one in experiments() if not one.name.startswith("ext_") and one.name != "fig13_cluster"]
-    orders = [experiment.order for experiment in measured]
-    assert max(orders) < PADDING.order < DETERMINISM.order
+    assert max(one.order for one in measured) < PADDING.order < DETERMINISM.order
+
+
+SMALL = ("figure.batch_sizes=[1,7]",)
+BITS = ("outputs_differing_between_runs", "outputs_differing_from_row_alone")
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words", "points", "metrics"),
+    [
+        (PADDING, (*SMALL, "workload.names=[Distinct,Skewed]"), 2 * 2 * 6,
+         {"latency", "bytes_read", "bytes_over_true_rank"}),
+        (STEP, (), 2 * 4, {"latency", "bytes_moved"}),  # a CPU's bandwidth is not in conf/hardware, so no floor
+        (ADDED, (*SMALL, "workload.names=[Distinct,Skewed]"), 4, {"latency", "base_latency", "added_latency"}),
+        (FP8, (*SMALL, "adapters.ranks=[8]", "workload.names=[Distinct]"), 2 * 4 + 2,
+         {"latency", "error", "bytes_read", "logit_error", "changed_greedy_tokens", "bytes"}),
+    ],
+    ids=["padding", "paper-step", "added-latency", "fp8"],
+)  # fmt: skip
+def test_every_system_is_measured_and_drawn_and_not_measured_again(tmp_path, experiment, words, points, metrics):
+    outcome = run(composed(tmp_path, *words, "draw=true", name=experiment.name), experiment)
+    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], points, 3)
+    rows = read_rows(outcome.rows_file)
+    assert {row.metric for row in rows} == metrics
+    latencies = [row.value for row in rows if row.metric == "latency" and row.statistic == "median"]
+    assert len(latencies) == points - 2 * (experiment is FP8)
+    assert min(latencies) > 0
+    assert run(composed(tmp_path, *words, name=experiment.name), experiment).measured == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experiment", [STEP, ADDED], ids=["step", "added"])
+def test_they_measure_on_a_gpu(tmp_path, experiment):
+    words = ("hardware=auto", "figure.h1=128", "figure.h2=256", "hardware.bandwidth_gb_s=1000")
+    outcome = run(composed(tmp_path, *words, name=experiment.name), experiment)
+    assert (outcome.failed, outcome.measured) == ([], outcome.points)
+    assert {row.timer for row in read_rows(outcome.rows_file)} == {"cuda_graph"}
 
 
 # cost of padding
@@ -54,7 +110,7 @@ def test_a_round_holds_every_rank_equally_often(adapters, length):
 @pytest.mark.parametrize("workload", ["Distinct", "Uniform", "Skewed", "Identical"])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_padded_and_true_rank_give_the_same_and_read_what_they_should(tmp_path, workload, rows):
-    cfg = settled(tmp_path)
+    cfg = settled(tmp_path, PADDING)
     results = []
     for system in ("true rank", "padded"):
         batches = ext_padding.batches(cfg, workload, rows, system, 64)
@@ -70,7 +126,7 @@ def test_padded_and_true_rank_give_the_same_and_read_what_they_should(tmp_path, 
 
 
 def test_the_true_ranks_cycle_over_the_adapters_and_what_lies_above_is_not_read(tmp_path):
-    cfg = settled(tmp_path)
+    cfg = settled(tmp_path, PADDING)
     (batch,) = ext_padding.batches(cfg, "Distinct", 16, "true rank", 64)
     ranks = batch.ranks[0, batch.slots].tolist()
     assert ranks == [8, 16, 32, 64] * 4
@@ -89,7 +145,7 @@ def test_the_true_ranks_cycle_over_the_adapters_and_what_lies_above_is_not_read(
 
 
 def test_a_table_of_ranks_that_cuts_too_much_fails_its_check(tmp_path):
-    cfg = settled(tmp_path)
+    cfg = settled(tmp_path, PADDING)
     batches = ext_padding.batches(cfg, "Distinct", 4, "true rank", 64)
     batches[0].ranks.fill_(8)
     with pytest.raises(CheckFailed, match="SGMV differs"):
@@ -97,7 +153,7 @@ def test_a_table_of_ranks_that_cuts_too_much_fails_its_check(tmp_path):
 
 
 def test_uniform_ranks_lie_in_slots_of_their_own_width(tmp_path):
-    cfg = settled(tmp_path)
+    cfg = settled(tmp_path, PADDING)
     batches = ext_padding.batches(cfg, "Uniform", 7, "uniform rank", 8)
     assert {(batch.a.shape[1], batch.b.shape[2], batch.a.is_contiguous()) for batch in batches} == {(8, 8, True)}
     first = {batch.a[batch.slots[0]].data_ptr() for batch in batches}
@@ -105,7 +161,7 @@ def test_uniform_ranks_lie_in_slots_of_their_own_width(tmp_path):
 
 
 def test_under_cuda_graph_every_variant_reads_more_than_the_caches_hold(tmp_path):
-    cfg = settled(tmp_path, "figure.batch_sizes=[1,7]")
+    cfg = settled(tmp_path, PADDING, "figure.batch_sizes=[1,7]")
     cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 2
     ranks = cfg.adapters.ranks
     for workload in cfg.workload.names:
@@ -122,29 +178,18 @@ def test_under_cuda_graph_every_variant_reads_more_than_the_caches_hold(tmp_path
     ("adapters", "mean_rank", "expected"), [(64, 30, 2 * 15104 * 64 * 31), (1, 64, 2 * 15104 * 128)], ids=["mix", "one"]
 )
 def test_bytes_read_by_arithmetic(tmp_path, adapters, mean_rank, expected):
-    cfg = settled(tmp_path, "figure.h1=4096", "figure.h2=11008", "figure.dtype=float16")
+    cfg = settled(tmp_path, PADDING, "figure.h1=4096", "figure.h2=11008", "figure.dtype=float16")
     assert ext_padding.bytes_read(cfg, 64, adapters, mean_rank) == expected
 
 
-def test_padding_measures_every_system_and_draws(tmp_path):
-    words = ("figure.batch_sizes=[1,7]", "workload.names=[Distinct,Skewed]")
-    outcome = run(composed(tmp_path, *words, "draw=true", name="ext_padding"), PADDING)
-    assert (outcome.failed, outcome.measured) == ([], 2 * 2 * 6)
-    assert len(outcome.figures) == 3
-    rows = read_rows(outcome.rows_file)
-    found = {
-        (row.system, row.rank): row.value
-        for row in rows
-        if row.metric == "bytes_over_true_rank" and row.batch_size == 7
-    }
+def test_bytes_are_relative_to_those_of_the_true_ranks(tmp_path):
+    cfg = settled(tmp_path, PADDING, *SMALL, "workload.names=[Distinct]")
+    points = [point for point in PADDING.points(cfg) if point.batch_size == 7]
+    found = {(point.system, point.rank): PADDING.readings(cfg, point, [1.0])[-1].value for point in points}
     assert set(found) == {("true rank", 64), ("padded", 64), *(("uniform rank", rank) for rank in (8, 16, 32, 64))}
     assert found["true rank", 64] == 1
     assert found["padded", 64] == found["uniform rank", 64] > 1.5
     assert found["uniform rank", 8] < 1
-    latencies = [row for row in rows if row.metric == "latency" and row.statistic == "median"]
-    assert len(latencies) == 24
-    assert min(row.value for row in latencies) > 0
-    assert run(composed(tmp_path, *words, name="ext_padding"), PADDING).measured == 0
 
 
 # price of determinism
@@ -158,7 +203,7 @@ def test_on_a_cpu_determinism_says_what_it_needs_and_measures_nothing(tmp_path, 
 
 
 def test_determinism_has_the_whole_grid_on_a_gpu(tmp_path):
-    cfg = settled(tmp_path, "hardware=h200", experiment=DETERMINISM)
+    cfg = settled(tmp_path, DETERMINISM, "hardware=h200")
     points = DETERMINISM.points(cfg)
     assert len(points) == len(VARIANTS) * 4 * len(cfg.figure.batch_sizes)
     assert {1, 7, 64} <= set(cfg.figure.batch_sizes)
@@ -270,27 +315,238 @@ def test_differences_count_units_in_the_last_place(dtype, a, b, ulp):
 
 
 def test_determinism_draws_its_rows():
-    import matplotlib.pyplot as plt
+    values = {
+        name: {"latency": 2.0, BITS[1]: 0.2, BITS[0]: 0.1 if name.startswith("atomics") else 0.0} for name in VARIANTS
+    }
+    above, price, changes, runs = figure_of(
+        extensions.draw_determinism,
+        [{"workload": workload, "system": system, "batch_size": batch, "metric": metric, "value": value}
+         for workload in ("Distinct", "Identical") for batch in (1, 64)
+         for system, metrics in values.items() for metric, value in metrics.items()],
+    )[::2]  # fmt: skip
+    assert len(above.lines) == 5
+    assert [list(line.get_ydata()) for line in price.lines[:3]] == [[1.0, 1.0]] * 3
+    assert len(changes.lines) == 5
+    assert len(runs.lines) == sum(system.startswith("atomics") for system in VARIANTS)
+    never = runs.texts[0].get_text().splitlines()
+    assert never == ["0 at every batch:", *(name for name in VARIANTS if not name.startswith("atomics"))]
 
-    rows = pd.DataFrame(
-        [
-            {"workload": workload, "system": system, "batch_size": batch, "rank": 16, "metric": metric, "value": value,
-             "statistic": "value", "device": "d", "timer": "cuda_graph", "scale": "laptop"}
-            for workload in ("Distinct", "Identical")
-            for system in VARIANTS
-            for batch in (1, 64)
-            for metric, value in (("latency", batch + 1.0), ("outputs_differing_from_row_alone", 0.2),
-                                  ("outputs_differing_between_runs", 0.1 if system.startswith("atomics") else 0.0))
-        ]
+
+# what a layer calls
+
+
+def test_batches_of_the_same_slots_share_a_wrapper_and_add_the_reference(tmp_path):
+    cfg = settled(tmp_path, ADDED, "figure.batch_sizes=[7]")
+    cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 1
+    batches = operators.problems(cfg, "Skewed", 7, 16)
+    calls = layer_calls(batches)
+    wrappers = {id(call.func.__self__) for call in calls}
+    assert len(wrappers) == len({tuple(batch.slots.tolist()) for batch in batches}) < len(batches)
+    for batch, call in zip(batches, calls, strict=True):
+        call()
+        torch.testing.assert_close(batch.y, batch.expected(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_hands_over_its_slots_and_their_true_ranks(tmp_path):
+    batch = ext_paper_step.steps(settled(tmp_path, STEP), 32, 16, 16)[0]
+    (call,) = layer_calls([batch])
+    assert call.func.__self__.max_loras == batch.a.shape[0] == 64
+    assert call.args[2].a.ranks.tolist() == [[16] * 64]
+
+
+# the paper's step
+
+
+@pytest.mark.parametrize("requests", [1, 2, 7])
+def test_every_system_computes_the_step(tmp_path, requests, monkeypatch):
+    cfg = settled(tmp_path, STEP)
+    results = []
+    for system in cfg.system.names if requests > 1 else ["SGMV"]:
+        (batch,) = ext_paper_step.steps(cfg, requests, 5, 16)
+        point = replace(STEP.points(cfg)[0], system=system, batch_size=requests, seq_len=5)
+        monkeypatch.setattr(ext_paper_step, "steps", lambda *_, batch=batch: [batch])
+        (call,) = STEP.calls(cfg, point)
+        monkeypatch.undo()
+        assert batch.sizes == (5, *[1] * (requests - 1))
+        batch.y.zero_()
+        call()
+        results.append(batch.y)
+    for result in results:
+        torch.testing.assert_close(result, batch.expected(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_part_that_is_missing_fails_the_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(operators, "in_turn", lambda calls: calls[0]())
+    cfg = settled(tmp_path, STEP)
+    point = next(one for one in STEP.points(cfg) if one.system == "apart")
+    with pytest.raises(CheckFailed, match="apart differs from the reference"):
+        STEP.calls(cfg, point)
+
+
+def test_under_cuda_graph_the_steps_move_more_than_the_caches_hold(tmp_path):
+    cfg = settled(tmp_path, STEP)
+    cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 2
+    batches = ext_paper_step.steps(cfg, 32, 16, 16)
+    assert len(batches) * ext_paper_step.bytes_moved(cfg, 32, 16, 16) >= 2 << 20
+    used = [batch.a[slot].data_ptr() for batch in batches for slot in batch.slots.tolist()[15:]]
+    assert len(set(used)) == 32 * len(batches)
+
+
+def test_bytes_moved_by_arithmetic(tmp_path):
+    cfg = settled(tmp_path, STEP, "figure.h1=4096", "figure.h2=11008")
+    assert ext_paper_step.bytes_moved(cfg, 32, 128, 16) == 2 * 23770112  # the anchors' bytes are of half precision
+
+
+def test_the_floor_is_the_time_of_the_bytes_where_the_bandwidth_is_known(tmp_path):
+    cfg = settled(tmp_path, STEP, "hardware.bandwidth_gb_s=100")
+    point = STEP.points(cfg)[0]
+    found = {one.metric: one for one in STEP.readings(cfg, point, [5.0])}
+    assert found["floor"].value == pytest.approx(found["bytes_moved"].value / 100e9 * 1e6)
+    assert found["floor"].unit == "us"
+
+
+def test_the_workload_is_not_read_by_the_step():
+    assert not any(key.startswith("workload") for key in STEP.reads)
+
+
+def test_the_floor_and_the_ratios_are_drawn():
+    lines = [
+        {"panel": "32 requests", "system": system, "seq_len": prompt, "metric": metric, "value": value}
+        for prompt in (128, 512) for system, us in {"SGMV": 9.0, "apart": 10.0}.items()
+        for metric, value in (("latency", us), ("floor", 4.0))
+    ]  # fmt: skip
+    above, below = figure_of(extensions.draw_paper_step, lines)
+    assert [list(line.get_ydata()) for line in above.lines] == [[9.0, 9.0], [10.0, 10.0], [4.0, 4.0]]
+    assert list(below.lines[0].get_ydata()) == [0.9, 0.9]
+
+
+# added latency
+
+
+@pytest.mark.parametrize("with_lora", [False, True], ids=["alone", "with-lora"])
+def test_the_projection_is_checked_with_and_without_lora(tmp_path, with_lora, monkeypatch):
+    cfg = settled(tmp_path, ADDED)
+    (batch,), weights = operators.problems(cfg, "Uniform", 7, 16), ext_added_latency.projection(cfg)
+    (call,) = ext_added_latency.checked_calls([batch], weights, with_lora)
+    batch.y.fill_(torch.nan)
+    call()
+    expected = batch.x @ weights[0] + (batch.expected() if with_lora else 0)
+    torch.testing.assert_close(batch.y, expected, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(operators, "layer_calls", lambda batches: [lambda: None] * len(batches))
+    if with_lora:
+        with pytest.raises(CheckFailed, match="base projection with LoRA"):
+            ext_added_latency.checked_calls([batch], weights, with_lora)
+
+
+def test_under_cuda_graph_the_weights_rotate(tmp_path):
+    cfg = settled(tmp_path, ADDED)
+    cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 1
+    weights = ext_added_latency.projection(cfg)
+    assert weights.nbytes > 1 << 20
+    assert weights[0].ne(weights[1]).any()
+    batches = operators.problems(cfg, "Distinct", 7, 16)
+    for call in ext_added_latency.checked_calls(batches, weights, with_lora=False):
+        call()
+    last = len(batches) - 1
+    torch.testing.assert_close(batches[last].y, batches[last].x @ weights[last % len(weights)], rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_added_is_the_median_of_paired_differences(tmp_path, monkeypatch):
+    cfg = settled(tmp_path, ADDED, "figure.batch_sizes=[4]", "workload.names=[Distinct,Identical]")
+    samples = {"base": [10.0, 30.0, 20.0], "Distinct": [12.0, 31.0, 25.0], "Identical": [11.0, 31.0, 21.0]}
+    monkeypatch.setattr(operators, "microseconds", lambda cfg, calls: {name: samples[name] for name in calls})
+    ((first, second),) = ADDED.together(ADDED.points(cfg))
+    for readings, added in zip(ADDED.measure_together(cfg, [first, second]), (2.0, 1.0), strict=True):
+        medians = {one.metric: one.value for one in readings if one.statistic == "median"}
+        assert medians == {"added_latency": added, "base_latency": 20.0, "latency": medians["latency"]}
+
+
+@pytest.mark.parametrize(("added", "scale"), [(3.0, "log"), (-3.0, "linear")])
+def test_the_projection_stands_beside_what_is_added(added, scale):
+    values = {"added_latency": added, "base_latency": 24.0, "latency": 24.0 + added}
+    above, below = figure_of(
+        extensions.draw_added_latency,
+        [{"panel": "rank 16", "workload": workload, "batch_size": rows, "metric": metric, "value": us}
+         for workload in ("Distinct", "Identical") for rows in (1, 64) for metric, us in values.items()],
     )  # fmt: skip
-    figure = draw_determinism(rows, pd.DataFrame())
-    try:
-        above, price, changes, runs = (figure.axes[2 * line] for line in range(4))
-        assert len(above.lines) == 5
-        assert [list(line.get_ydata()) for line in price.lines[:3]] == [[1.0, 1.0]] * 3
-        assert len(changes.lines) == 5
-        assert len(runs.lines) == sum(system.startswith("atomics") for system in VARIANTS)
-        never = runs.texts[0].get_text().splitlines()
-        assert never == ["0 at every batch:", *(name for name in VARIANTS if not name.startswith("atomics"))]
-    finally:
-        plt.close(figure)
+    assert [line.get_label() for line in above.lines] == ["Distinct", "Identical", "the projection alone"]
+    assert list(below.lines[1].get_ydata()) == [added / 24, added / 24]
+    assert above.get_yscale() == scale
+
+
+# adapters in FP8
+
+
+ERRORS = {"SGMV": (0, 1e-5), "FP8 e4m3": (0.01, 0.06), "FP8 e5m2": (0.03, 0.12), "FP8 w8a8": (0.02, 0.08)}
+
+
+@pytest.mark.parametrize("system", fp8.FORMATS)
+@pytest.mark.parametrize("workload", ["Distinct", "Identical"])
+def test_every_system_computes_what_it_holds(tmp_path, workload, system):
+    cfg = settled(tmp_path, FP8)
+    batches = operators.problems(cfg, workload, 8, 16)
+    calls, error = fp8.checked_calls(batches, system)
+    assert len(calls) == len(batches)
+    low, high = ERRORS[system]
+    assert low <= error <= high
+
+
+def test_a_batch_has_its_own_window_of_the_quantised_weights(tmp_path):
+    cfg = settled(tmp_path, FP8)
+    a, b = operators.bank(12, 16, 96, 172, cfg.figure.dtype, "cpu")
+    cfg.figure.batch_sizes = [4]
+    for batch in operators.rotated(cfg, (1, 1, 1, 1), 3, (a, b, None)):
+        held = fp8.quantised(batch, torch.float8_e4m3fn)
+        for wide, q, scale in ((batch.a, held.a, held.a_scale), (batch.b, held.b, held.b_scale)):
+            error = (dequantize(q, scale) - wide).abs()
+            assert (error <= 0.07 * wide.abs() + scale[..., None]).all()
+        assert held.b.mT.is_contiguous()
+
+
+def test_wrong_scales_fail_the_check(tmp_path, monkeypatch):
+    cfg = settled(tmp_path, FP8)
+    batches, real = operators.problems(cfg, "Distinct", 4, 16), fp8.quantised
+    found = [real(batches[0], torch.float8_e4m3fn)]
+    wrong = found[0]._replace(b_scale=found[0].b_scale * 1.01)
+    answers = iter([wrong, found[0]])  # to the call; to the reference
+    monkeypatch.setattr(fp8, "quantised", lambda *_: next(answers))
+    with pytest.raises(CheckFailed, match="FP8 e4m3 differs"):
+        fp8.checked_calls(batches[:1], "FP8 e4m3")
+
+
+@pytest.mark.parametrize(
+    ("system", "expected"),
+    [("SGMV", 64 * 16 * 15104 * 2), ("FP8 e4m3", 64 * (16 * 15104 + 4 * (16 + 11008)))],
+)
+def test_fp8_reads_fewer_bytes_by_arithmetic(tmp_path, system, expected):
+    figure = settled(tmp_path, FP8, "figure.h1=4096", "figure.h2=11008", "figure.dtype=float16").figure
+    assert fp8.bytes_read(figure, 64, 64, 16, system) == expected + 2 * 64 * 15104
+
+
+def test_a_model_is_off_by_little_and_repeatable(tmp_path):
+    cfg = settled(tmp_path, FP8)
+    first, second = (fp8.model_errors(cfg, ["FP8 e4m3", "FP8 e5m2"], 3, 16, 8) for _ in range(2))
+    assert first == second
+    (error, changed, size), (coarser, _, same_size) = [[one.value for one in readings] for readings in first]
+    assert 0.001 < error < coarser < 0.5
+    assert 0 <= changed < 0.5
+    assert size == same_size < cfg.model.lora_parameters(8) * 2
+
+
+def test_w8a8_is_let_through_for_its_roundings_and_not_for_another_scale():
+    """Exact but for both roundings, one row of rank 16, 300 draws: within the tolerance; a quarter too much is not."""
+
+    def rounded(values):
+        scale = values.abs().amax() / 448
+        return (values / scale).to(torch.float8_e4m3fn).double() * scale
+
+    errors = []
+    for seed in range(300):
+        generator = torch.Generator().manual_seed(seed)
+        x, a, b = (torch.randn(shape, generator=generator).double() for shape in ((256,), (16, 256), (128, 16)))
+        exact, found = b @ (a @ x), b @ rounded(a @ rounded(x))
+        operators.check("FP8 w8a8", found, exact, fp8.W8A8_TOLERANCE)
+        with pytest.raises(CheckFailed):
+            operators.check("FP8 w8a8", 1.25 * found, exact, fp8.W8A8_TOLERANCE)
+        errors.append(float((found - exact).norm() / exact.norm()))
+    assert max(errors) > 0.05  # what was allowed before

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 from fakes import composed
@@ -188,7 +189,7 @@ def test_parts_of_a_cpu_add_up_to_the_steps_and_nothing_stays_patched(bench, mon
     for case in cases.values():
         parts = case.mean_parts()
         assert case.watched == case.steps
-        assert len(case.steps) == len(case.schedule) == 2
+        assert len(case.steps) == len(case.host["schedule"]) == 2
         assert sum(parts.values()) == pytest.approx(sum(case.steps) / 2)
         known = {BASE, ATTENTION, SMALL, HEAD, REST, step_parts.LORA, step_parts.SCHEDULE, step_parts.METADATA}
         assert set(parts) == known
@@ -208,7 +209,7 @@ def test_a_gpu_is_timed_first_and_then_profiled(bench, monkeypatch):
     monkeypatch.setattr(EngineSteps, "on_gpu", property(lambda _: True))
     monkeypatch.setattr(step_parts, "watched_kernels", scripted)
     (case,) = breakdown.measured(bench, {"Distinct": shape()}, PROTOCOL).values()
-    assert len(case.steps) == len(case.launch) == len(case.ahead) == 2
+    assert len(case.steps) == len(case.host["launch"]) == len(case.host["ahead"]) == 2
     assert len(case.watched) == 2
     assert case.watched != case.steps
     parts = case.mean_parts()
@@ -294,45 +295,37 @@ def gpu_rows(models=("llama2-7b", "llama2-13b")):
 
 
 def test_a_kind_of_step_that_one_model_lacks_leaves_its_place_empty():
-    import matplotlib.pyplot as plt
-
     rows = gpu_rows()
     alone = rows[(rows["panel"] == "decode") & (rows["model"] == "llama2-7b")].assign(batch_size=1)
     figure = draw_breakdown(pd.concat([rows, alone]), pd.DataFrame())
-    try:
-        assert [axis.get_visible() for axis in figure.axes[-4:]] == [True, True, True, False]
-        assert figure.axes[-2].get_title() == "1 decode, context 512, llama2-7b"
-        labelled = [bool(axis.get_xlabel()) for axis in figure.axes[-4:]]
-        assert labelled == [False, True, True, False], "a column's lowest axes have the label"
-    finally:
-        plt.close(figure)
+    plt.close(figure)
+    assert [axis.get_visible() for axis in figure.axes[-4:]] == [True, True, True, False]
+    assert figure.axes[-2].get_title() == "1 decode, context 512, llama2-7b"
+    labelled = [bool(axis.get_xlabel()) for axis in figure.axes[-4:]]
+    assert labelled == [False, True, True, False], "a column's lowest axes have the label"
 
 
 def test_the_figure_stacks_the_parts_of_every_model_and_step():
-    import matplotlib.pyplot as plt
-
     figure = draw_breakdown(gpu_rows(), pd.DataFrame())
-    try:
-        assert [axis.get_title() for axis in figure.axes[:2]] == [
-            "32 decodes, context 512, llama2-7b", "32 decodes, context 512, llama2-13b",
-        ]  # fmt: skip
-        first = figure.axes[0]
-        assert [label.get_text() for label in first.get_yticklabels()] == ["no adapter", "Identical", "Distinct"]
-        assert [round(bar.get_width(), 1) for bar in first.patches] == [4, 2, 0.4, 4, 2, 0.2, 0.4, 4, 2, 0.8, 0.4]
-        assert first.patches[-1].get_x() == pytest.approx(6.8)
-        ends = [bar.get_x() + bar.get_width() for bar in first.patches]
-        assert [ends[place] for place in (2, 6, 10)] == pytest.approx([6.4, 6.6, 7.2]), "bars end with their steps"
-        floors, marks = first.lines[:-2], first.lines[-2:]
-        assert [line.get_xdata()[0] for line in floors] == [5.0] * 3
-        assert [list(line.get_xdata()) for line in marks] == [[], [6.0, 6.2, 6.8]]
-        written = [text.get_text().strip() for text in first.texts]
-        assert [text for text in written if text.endswith("ms")] == ["6.4 ms", "6.6 ms", "7.2 ms"]
-        assert "62%" in written  # 4.0 of 6.4
-        legend = [text.get_text() for text in figure.legends[0].get_texts()]
-        assert legend[:4] == ["base products", "attention", "LoRA expand", "nothing runs"]
-        assert legend[-1] == "fp8 cache"
-    finally:
-        plt.close(figure)
+    plt.close(figure)
+    assert [axis.get_title() for axis in figure.axes[:2]] == [
+        "32 decodes, context 512, llama2-7b", "32 decodes, context 512, llama2-13b",
+    ]  # fmt: skip
+    first = figure.axes[0]
+    assert [label.get_text() for label in first.get_yticklabels()] == ["no adapter", "Identical", "Distinct"]
+    assert [round(bar.get_width(), 1) for bar in first.patches] == [4, 2, 0.4, 4, 2, 0.2, 0.4, 4, 2, 0.8, 0.4]
+    assert first.patches[-1].get_x() == pytest.approx(6.8)
+    ends = [bar.get_x() + bar.get_width() for bar in first.patches]
+    assert [ends[place] for place in (2, 6, 10)] == pytest.approx([6.4, 6.6, 7.2]), "bars end with their steps"
+    floors, marks = first.lines[:-2], first.lines[-2:]
+    assert [line.get_xdata()[0] for line in floors] == [5.0] * 3
+    assert [list(line.get_xdata()) for line in marks] == [[], [6.0, 6.2, 6.8]]
+    written = [text.get_text().strip() for text in first.texts]
+    assert [text for text in written if text.endswith("ms")] == ["6.4 ms", "6.6 ms", "7.2 ms"]
+    assert "62%" in written  # 4.0 of 6.4
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend[:4] == ["base products", "attention", "LoRA expand", "nothing runs"]
+    assert legend[-1] == "fp8 cache"
 
 
 @pytest.mark.gpu
@@ -394,5 +387,5 @@ def test_a_prompt_joins_a_step_that_is_launched_beside_the_one_before(bench, mon
     assert [launched.given for launched in launches] == [0.0] * 3
     (case,) = breakdown.measured(bench, {"Distinct": mixed}, PROTOCOL).values()
     assert case.parts == {ATTENTION: 0.5, HEAD: 0.5, step_parts.GAPS: sum(case.watched) - 1.0}
-    assert min(case.ahead) > 0.0
+    assert min(case.host["ahead"]) > 0.0
     assert bench.steps_each(shape()) == bench.steps_each(shape(0, prompt=20, adapters=(0,))) == 1
