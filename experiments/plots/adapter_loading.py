@@ -23,8 +23,12 @@ NAMES = {
     "pageable": "set_lora per layer, pageable", "link": "link: one plain copy",
 }  # fmt: skip
 """Systems in words; the link is a roof, not a system."""
-PAPER = {**style.paper_style("punica"), "linestyle": "", "markersize": 5}
-ARITHMETIC = {"color": style.PAPER_GREY, "linestyle": "", "marker": "*", "markersize": 6}
+PAPER = {**style.paper_style("punica"), "linestyle": "", "markersize": 5, "label": "paper's text, A100"}
+ARITHMETIC = {"color": style.PAPER_GREY, "linestyle": "", "marker": "*", "markersize": 6, "label": "7B at 25 GB/s"}
+WORDS = (
+    "Section 5.2: loading one adapter from host memory; the link copies the 16-bit bytes, and the star is what 7B's "
+    "bytes take over the paper's PCIe Gen4 x16 (D03)."
+)
 
 
 def text_numbers() -> dict[str, float]:
@@ -38,15 +42,13 @@ def draw_loading(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Columns: one layer, whole model, beside decode. Above: times; below: bandwidth, and what the step loses."""
     figure, axes = style.grid(2, 3, style.PAGE, 4.6, sharex=False, sharey=False, width_ratios=(1, 1, 1.35))
     said = text_numbers()
-    layers = said["lora_bytes_model_fp16"] / said["lora_bytes_per_layer_fp16"]
-    columns = (
-        ("layer", "one layer", "load_one_layer", 1e3 * said["load_time_at_25GBps"] / layers, 1e6),
-        ("model", "whole model", "load_one_model", said["load_time_at_25GBps"], 1e3),
-    )
-    for column, (panel, title, metric, arithmetic, per_second) in enumerate(columns):
-        mine = rows[rows["panel"] == panel]
-        size = said["lora_bytes_per_layer_fp16" if panel == "layer" else "lora_bytes_model_fp16"]
-        above, below = axes[:, column]
+    model, layer = said["lora_bytes_model_fp16"], said["lora_bytes_per_layer_fp16"]
+    copied = said["load_time_at_25GBps"]
+    for column, (panel, title, unit, size, time, arithmetic) in enumerate(
+        (("layer", "one layer", "µs", layer, said["load_one_layer"], 1e3 * copied * layer / model),
+         ("model", "whole model", "ms", model, said["load_one_model"], copied))
+    ):  # fmt: skip
+        mine, (above, below) = rows[rows["panel"] == panel], axes[:, column]
         for name in _systems(mine):
             for axis, shown in ((above, "load_time"), (below, "bandwidth")):
                 line = mine[(mine["system"] == name) & (mine["metric"] == shown)]
@@ -54,11 +56,11 @@ def draw_loading(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
                 axis.plot(xs, ys, **_look(name))
                 band(axis, line, "rank", _look(name)["color"])
                 style.crossed(axis, xs, ys, disturbed_at(centre(line), "rank"))
-        for value, look in ((said[metric], PAPER), (arithmetic, ARITHMETIC)):
+        for value, look in ((time, PAPER), (arithmetic, ARITHMETIC)):
             above.plot([PAPER_RANK], [value], **look | {"zorder": 5})
-            below.plot([PAPER_RANK], [size / value * per_second / 1e9], **look | {"zorder": 5})
+            below.plot([PAPER_RANK], [size / value / (1e3 if unit == "µs" else 1e6)], **look | {"zorder": 5})
         above.set_title(f"{title}, {_size(mine)}\n(paper's 7B: {size / 1e6:.3g} MB)")
-        above.set_ylabel("load time (µs)" if panel == "layer" else "load time (ms)")
+        above.set_ylabel(f"load time ({unit})")
         below.set(ylabel="bandwidth (GB/s)", xlabel="rank")
         ranks = sorted(set(mine["rank"].dropna().astype(int)))
         for axis in (above, below):
@@ -66,16 +68,9 @@ def draw_loading(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             axis.set_xticks(ranks, [str(rank) for rank in ranks])
             style.log_y(axis)
     _beside_decode(*axes[:, 2], rows, said)
-    handles = [Line2D([], [], label=NAMES[name], **_look(name)) for name in _systems(rows)]
-    handles += [
-        Line2D([], [], label="paper's text, A100", **PAPER),
-        Line2D([], [], label="7B at 25 GB/s", **ARITHMETIC),
-    ]
-    words = (
-        "Section 5.2: loading one adapter from host memory; the link copies the 16-bit bytes, and the star what 7B's "
-        f"bytes take over the paper's PCIe Gen4 x16 (D03). {measured(rows, 'bands')}"
-    )
-    style.finish(figure, words, handles, 3)
+    handles = [Line2D([], [], **_look(name) | {"label": NAMES[name]}) for name in _systems(rows)]
+    handles += [Line2D([], [], **look) for look in (PAPER, ARITHMETIC)]
+    style.finish(figure, f"{WORDS} {measured(rows, 'bands')}", handles, 3)
     return figure
 
 
@@ -99,36 +94,35 @@ def _beside_decode(above: Axes, below: Axes, rows: pd.DataFrame, said: dict[str,
     """Above: each load alone (bar mark) and beside a step (dot), with the step's own time. Below: the step's delay."""
     mine = rows[rows["panel"] == "overlap"]
     systems = _systems(mine)
+    for axis in (above, below) if not systems else ():
+        axis.set_axis_off()
     if not systems:
-        above.set_axis_off()
-        below.set_axis_off()
         return
     rank, batch, length = (int(mine[name].iloc[0]) for name in ("rank", "batch_size", "seq_len"))
     alone = rows[(rows["panel"] == "model") & (rows["rank"] == rank)]
+    step, end = _statistics(mine, "step_latency_alone")["median"], len(systems)
     for place, name in enumerate(systems):
-        look = _look(name) | {"linestyle": ""}
-        look |= {"marker": look["marker"] or "d"}
-        for value in _medians(alone[alone["system"] == name], "load_time")[:1]:
-            above.plot([value], [place], **look | {"marker": "|", "markersize": 9})
-        for value in _medians(mine[mine["system"] == name], "load_time")[:1]:
-            above.plot([value], [place], **look)
-            style.note(above, f"{value:.2g}", value, place, lift=4)
-        _stall(below, place, mine[mine["system"] == name], look)
-    step, end = _medians(mine, "step_latency_alone").median(), len(systems)
+        look = _look(name) | {"linestyle": "", "marker": _look(name)["marker"] or "d"}
+        own = mine[mine["system"] == name]
+        for frame, mark in ((alone[alone["system"] == name], {"marker": "|", "markersize": 9}), (own, {})):
+            if value := _statistics(frame, "load_time").get("median"):
+                above.plot([value], [place], **look | mark)
+        style.note(above, f"{value:.2g}", value, place, lift=4)
+        if stall := _statistics(own, "stall"):
+            low, middle, high = (100 * stall[one] / step for one in ("p10", "median", "p90"))
+            below.plot([middle], [place], **look)
+            if stall.get("count", 0) >= FEWEST_FOR_BAND:
+                below.hlines(place, low, high, color="0.2", linewidth=1.0, zorder=2)
+            style.note(below, f"{middle:.1f} %", middle, place, lift=4)
     above.plot([said["load_one_model"]], [end], **PAPER)
     style.note(above, f"{said['load_one_model']:.2g}", said["load_one_model"], end, lift=4)
-    for value, ends, colour in (
-        (step, (-0.6, end - 0.5), "black"),
-        (said["decode_step"], (end - 0.5, end + 0.6), "0.5"),
-    ):
+    for value, ends, colour in ((step, (-0.6, end - 0.5), "0"), (said["decode_step"], (end - 0.5, end + 0.6), "0.5")):
         above.vlines(value, *ends, color=colour, linestyle="--", linewidth=1.0)
-        style.note(above, f" step {value:.3g} ", value, ends[1], lift=2, ha="right")
+        style.note(above, f" step {value:.3g} ", value, ends[1], ha="right")
     above.set_xscale("log")
     style.label_decades(above.xaxis)
-    above.set(
-        xlabel="ms; bar: alone, dot: beside a step",
-        title=f"beside a decode step of {batch} rows,\nlen {length}, rank {rank}",
-    )
+    above.set_title(f"beside a decode step of {batch} rows,\nlen {length}, rank {rank}")
+    above.set_xlabel("ms; bar: alone, dot: beside a step")
     below.set_xscale("symlog", linthresh=1.0)  # linear within 1 %, so that small delays are seen beside large ones
     below.xaxis.set_major_formatter(style.PLAIN)
     below.axvline(0.0, color="0.3", linewidth=0.8)
@@ -140,18 +134,7 @@ def _beside_decode(above: Axes, below: Axes, rows: pd.DataFrame, said: dict[str,
         axis.grid(axis="y", visible=False)
 
 
-def _stall(axis: Axes, place: int, own: pd.DataFrame, look: dict[str, Any]) -> None:
-    """Median and p10 to p90 of the step with a load in flight minus the step alone, in percent of the latter."""
-    step = _medians(own, "step_latency_alone")
-    values = own[own["metric"] == "stall"].set_index("statistic")["value"].astype(float)
-    if step.empty or values.empty:
-        return
-    low, middle, high = (100 * values[name] / step.iloc[0] for name in ("p10", "median", "p90"))
-    axis.plot([middle], [place], **look)
-    if values.get("count", 0) >= FEWEST_FOR_BAND:
-        axis.hlines(place, low, high, color="0.2", linewidth=1.0, zorder=2)
-    style.note(axis, f"{middle:.1f} %", middle, place, lift=4)
-
-
-def _medians(frame: pd.DataFrame, metric: str) -> pd.Series:
-    return frame.loc[(frame["metric"] == metric) & (frame["statistic"] == "median"), "value"].astype(float)
+def _statistics(frame: pd.DataFrame, metric: str) -> dict[str, float]:
+    """Statistic -> the first value of `metric` in `frame`."""
+    chosen = frame[frame["metric"] == metric].drop_duplicates("statistic")
+    return dict(zip(chosen["statistic"], chosen["value"].astype(float), strict=True))

@@ -120,11 +120,9 @@ def _heat(axis: Axes, rows: pd.DataFrame, title: str) -> AxesImage:
 
 
 BARS = (
-    ("mean_active_gpus", "active GPUs"),
-    ("capacity", "full GPUs: token/s"),
-    ("p99_time_to_first_token", "p99 first token (ms)"),
-    (LOADS, "adapters loaded"),
-)
+    ("mean_active_gpus", "active GPUs"), ("capacity", "full GPUs: token/s"),
+    ("p99_time_to_first_token", "p99 first token (ms)"), (LOADS, "adapters loaded"),
+)  # fmt: skip
 BAR_HEIGHT = 0.145
 """Inches of a rule, in a panel."""
 
@@ -133,12 +131,22 @@ def draw_placement(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """One column per quantity, one row per load; a bar for each scheduling rule, with its mean over seeds and their
     span.
     """
-    panels, rules = list(dict.fromkeys(rows["panel"])), list(dict.fromkeys(rows["system"]))
+    panels, rules = (list(dict.fromkeys(rows[name])) for name in ("panel", "system"))
     height = 0.8 + len(panels) * (0.3 + BAR_HEIGHT * len(rules))
     figure, axes = style.grid(len(panels), len(BARS), style.PAGE, height, sharex=False, sharey=True)
+    colours = [style.look(rule).colour if rule == "punica" else "0.7" for rule in rules]
     for line, panel in zip(axes, panels, strict=True):
+        mine = rows[rows["panel"] == panel]
         for axis, (metric, label) in zip(line, BARS, strict=True):
-            _draw_rules(axis, rows[rows["panel"] == panel], metric, rules)
+            low, mean, high = ([_one(mine, metric, suffix, rule) for rule in rules] for suffix in (LOW, MEAN, HIGH))
+            axis.barh(range(len(rules)), mean, color=colours)
+            axis.hlines(range(len(rules)), low, high, color="0.35", linewidth=0.7, zorder=4)
+            for place, (value, most) in enumerate(zip(mean, high, strict=True)):
+                said = f" {value:.3g}" if value < 1000 else f" {value:.0f}"
+                style.note(axis, said, most, place, lift=0, ha="left", va="center", fontsize=6)
+            axis.set(yticks=range(len(rules)), yticklabels=rules, xlim=(0, 1.35 * max([*high, 1e-9])))
+            axis.tick_params(axis="y", labelsize=6)
+            axis.grid(axis="y", visible=False)
             axis.set_title(label if panel == panels[0] else "")
         line[0].set_ylabel(panel)
     axes[0, 0].invert_yaxis()
@@ -147,26 +155,10 @@ def draw_placement(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     return figure
 
 
-def _draw_rules(axis: Axes, rows: pd.DataFrame, metric: str, rules: list[str]) -> None:
-    """Draw mean and span of ``metric`` for each rule; zeros where there are no such rows."""
-    low, mean, high = ([_one(rows, metric, suffix, rule) for rule in rules] for suffix in (LOW, MEAN, HIGH))
-    spans = [(value - least, most - value) for least, value, most in zip(low, mean, high, strict=True)]
-    colours = [style.look(rule).colour if rule == "punica" else "0.7" for rule in rules]
-    looks = {"elinewidth": 0.7, "ecolor": "0.35"}
-    axis.barh(range(len(rules)), mean, color=colours, xerr=list(zip(*spans, strict=True)), error_kw=looks)
-    for place, (value, most) in enumerate(zip(mean, high, strict=True)):
-        said = f" {value:.3g}" if value < 1000 else f" {value:.0f}"
-        style.note(axis, said, most, place, lift=0, ha="left", va="center", fontsize=6)
-    axis.set(yticks=range(len(rules)), yticklabels=rules, xlim=(0, 1.35 * max([*high, 1e-9])))
-    axis.tick_params(axis="y", labelsize=6)
-    axis.grid(axis="y", visible=False)
-
-
 def _one(rows: pd.DataFrame, metric: str, suffix: str, rule: str) -> float:
     """Return the last value of a rule, loads from host and disk added up; without rows over seeds that of one."""
     rows = rows[rows["system"] == rule]
     names = [f"{name}{suffix}" for name in ((FROM_HOST, FROM_DISK) if metric == LOADS else (metric,))]
     chosen = rows[rows["metric"].isin(names)]
-    if chosen.empty:
-        chosen = rows[rows["metric"] == metric]
+    chosen = rows[rows["metric"] == metric] if chosen.empty else chosen
     return float(chosen.drop_duplicates("metric", keep="last")["value"].sum())

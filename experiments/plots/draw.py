@@ -13,13 +13,15 @@ import pandas as pd
 from hydra.utils import get_method
 from matplotlib.figure import Figure
 
+from experiments.harness.clocks import clock_note
+from experiments.harness.counted import frame_of
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
 from experiments.plots.floors import floors
-from experiments.plots.frames import described, distinct, frame_of_clocks, measured_frame, paper_frame, rows_of_repeats
+from experiments.plots.frames import NOTE, distinct, frame_of_clocks, measured_frame, paper_frame, rows_of_repeats
 from experiments.plots.overlay import panels
-from punica.measure.records import ensure_writable
+from punica.measure.records import ensure_writable, read_rows
 
 KINDS = ("pdf", "png", "json")
 LISTED = {
@@ -28,11 +30,11 @@ LISTED = {
     "drivers": "driver",
 }  # fmt: skip
 """Key of the JSON -> column whose values it lists."""
-SHORT = {"fig11_textgen": ("hero", "hero.draw_hero")}
+SHORT = {"fig11_textgen": ("hero", "serving_bars.draw_hero")}
 """Experiment -> name of its short figure, and the function that draws it."""
 BY_CLOCK = ("7", "8", "9", "10", "README backbone-vs-sgmv", "text 6")
 """Figures with panels for each clock that has rows."""
-NOT_DRAWN = {"ext_disaggregated", "ext_stated_lengths", "ext_cluster_scale", "ext_server"}
+NOT_DRAWN = {"ext_disaggregated", "ext_stated_lengths", "ext_cluster_scale", "ext_server", "ext_own_server"}
 """Experiments whose rows are in tables alone."""
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every font table that a PDF keeps
 
@@ -46,6 +48,7 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
     repeats = rows_of_repeats(rows_file)
     rows = frame_of_clocks(rows_file) if experiment.figure in BY_CLOCK else measured_frame(repeats)
     rows = pd.concat([rows, floors(rows, rows_file)], ignore_index=True)
+    rows.attrs[NOTE] = clock_note(frame_of(read_rows(rows_file)))
     paper = paper_frame(paper_folder, experiment.figure)
     ensure_writable(folder)
     pdf, png, facts = (folder / f"{experiment.name}.{kind}" for kind in KINDS)
@@ -84,11 +87,16 @@ def provenance(experiment: Experiment, rows: pd.DataFrame, dates: pd.Series, row
         "figure": experiment.figure,
         "rows_file": _relative(rows_file),
         "rows": len(rows),
-        "described": described(rows),
+        "repeats": {", ".join(map(str, key)): int(most) for key, most in _repeats(rows).items()},
         **{key: distinct(rows, column) for key, column in LISTED.items()},
         "measured": [min(dates), max(dates)],
         "config": json.loads(config.read_text(encoding="utf-8")) if config.exists() else None,
     }
+
+
+def _repeats(rows: pd.DataFrame) -> pd.Series:
+    """The most repeats that a point has, by model, panel, system and popularity."""
+    return rows.groupby(["model", "panel", "system", "workload"], sort=False)["repeats"].max().dropna()
 
 
 def _relative(path: Path) -> str:

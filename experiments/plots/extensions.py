@@ -3,7 +3,7 @@
 One column of axes per popularity or panel: absolute latency above, ratios to the system of reference below.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -32,9 +32,8 @@ DODGE = 1.08
 
 def draw_padding(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Latency at true rank, padded, and the mean of the uniform ranks; below, what padding costs and saves."""
-    workloads, figure, axes = _columns(rows, 2)
-    for workload, (above, below) in zip(workloads, axes.T, strict=True):
-        mine = rows[rows["workload"] == workload]
+
+    def column(mine: pd.DataFrame, above: Axes, below: Axes) -> None:
         latency, read = _wide(mine, "latency"), _wide(mine, "bytes_read")
         _fill(above, latency, mine)
         _floor(above, mine[mine["system"] == "true rank"])
@@ -42,17 +41,17 @@ def draw_padding(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         savings = _ratio(latency, "true rank", "mean of uniform ranks")
         _fill(below, {**costs, **savings, **_ratio(read, "padded", "true rank", "bytes, ")}, dashed="bytes")
         _parity(below, *costs.values())
+
     title = "Cost of padding: ranks of one batch mixed in slots of the largest"
-    return _finish(figure, axes, title, rows, "latency (µs)", "ratio")
+    return _drawn(rows, title, column, ("latency (µs)", "ratio"), "workload")
 
 
 def draw_determinism(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Latency of each variant; below, relative to the faster atomics; last, the shares of outputs whose bits change:
     with the batch around a row, and between runs. A variant whose outputs never change is named, not drawn at 0.
     """
-    workloads, figure, axes = _columns(rows, 4)
-    for workload, (above, middle, *shares) in zip(workloads, axes.T, strict=True):
-        mine = rows[rows["workload"] == workload]
+
+    def column(mine: pd.DataFrame, above: Axes, middle: Axes, *shares: Axes) -> None:
         latency = _wide(mine, "latency")
         _fill(above, latency, mine)
         _floor(above, mine)
@@ -64,17 +63,18 @@ def draw_determinism(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             _parity(middle, *(prices[name] for name in ("deterministic",) if name in prices))
         for axis, asked in zip(shares, ("from_row_alone", "between_runs"), strict=True):
             _changes(axis, _wide(mine, f"outputs_differing_{asked}"))
-    for below in axes[2:]:
-        below[0].set_ylim(0, max(0.001, below[0].get_ylim()[1]))  # one scale for all workloads
+
     labels = "latency (µs)", "relative to the\nfaster atomics", "outputs changed\nby the batch", "changed\nbetween runs"
-    return _finish(figure, axes, "Price of determinism", rows, *labels)
+    figure = _drawn(rows, "Price of determinism", column, labels, "workload")
+    for axis in figure.axes[len(figure.axes) // 2 :]:
+        axis.set_ylim(0, max(0.001, axis.get_ylim()[1]))
+    return figure
 
 
 def draw_paper_step(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Latency over the rows of the prompt, with the time of the bytes; below, relative to two calls for both parts."""
-    panels, figure, axes = _columns(rows, 2, "panel")
-    for panel, (above, below) in zip(panels, axes.T, strict=True):
-        mine = rows[rows["panel"] == panel]
+
+    def column(mine: pd.DataFrame, above: Axes, below: Axes) -> None:
         latency = _by(mine, "latency", "seq_len", "system")
         _fill(above, latency, mine, x="seq_len")
         _floor(above, mine, "seq_len")
@@ -82,42 +82,40 @@ def draw_paper_step(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             ratios = {name: (line / latency["apart"]).dropna() for name, line in latency.items() if name != "apart"}
             _fill(below, ratios)
             _parity(below, *(ratios[name] for name in ("SGMV",) if name in ratios))
+
     title = "The paper's step: one prompt and decodes of other adapters, in one call and apart"
-    return _finish(figure, axes, title, rows, "latency (µs)", "relative to apart", x_label="rows of the prompt")
+    return _drawn(rows, title, column, ("latency (µs)", "relative to apart"), x_label="rows of the prompt")
 
 
 def draw_added_latency(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Draw the latency that LoRA adds to the projection, and the projection's; below, their ratio."""
-    panels, figure, axes = _columns(rows, 2, "panel")
-    for panel, (above, below) in zip(panels, axes.T, strict=True):
-        mine = rows[rows["panel"] == panel]
+
+    def column(mine: pd.DataFrame, above: Axes, below: Axes) -> None:
         added, base = (_by(mine, metric, "batch_size", "workload") for metric in ("added_latency", "base_latency"))
         positive = all((line > 0).all() for line in added.values())  # the difference of two large times may be below 0
         _fill(above, added, mine, "workload", log=positive)
         alone = pd.concat(base.values(), axis=1).mean(axis=1)
         above.plot(alone.index.astype(float), alone, label="the projection alone", **style.GREY)
-        if "workload" in mine:
-            _floor(above, mine[mine["workload"] == "Distinct"])
+        _floor(above, mine[mine["workload"] == "Distinct"])
         ratios = {name: line / base[name] for name, line in added.items()}
         _fill(below, ratios, log=False)
         below.set_ylim(bottom=min(0.0, below.get_ylim()[0]))
         style.corner(below, f"at most {100 * max(line.max() for line in ratios.values()):.0f} %")
+
     title = "Latency that LoRA adds to a projection; the floor is of the bytes of Distinct adapters"
-    return _finish(figure, axes, title, rows, "added latency (µs)", "relative to the\nprojection alone")
+    return _drawn(rows, title, column, ("added latency (µs)", "relative to the\nprojection alone"))
 
 
 def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Latency, relative to SGMV, and error of an operator by batch; of a model logit error, changed tokens by rank."""
-    panels, figure, axes = _columns(rows, 3, "panel", sharex="col")
-    for panel, (above, middle, below) in zip(panels, axes.T, strict=True):
-        mine = rows[rows["panel"] == panel]
-        above.set_title(str(panel).replace(", ", ",\n"))
-        if panel == "quality":
+
+    def column(mine: pd.DataFrame, above: Axes, middle: Axes, below: Axes) -> None:
+        if mine["panel"].iloc[0] == "quality":
             above.set_visible(False)
             _fill(middle, _by(mine, "changed_greedy_tokens", "rank", "system"), log=False)
             _fill(below, _by(mine, "logit_error", "rank", "system"))
             middle.set_title("a model: share of\nchanged tokens")
-            continue
+            return
         latency = _by(mine, "latency", "batch_size", "system")
         _fill(above, latency, mine)
         _floor(above, mine[mine["system"] != "SGMV"], label="bytes / bandwidth, FP8")
@@ -126,8 +124,9 @@ def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             _fill(middle, relative)
             _parity(middle, *relative.values())
         _fill(below, {n: line for n, line in _by(mine, "error", "batch_size", "system").items() if n != "SGMV"})
+
     labels = "latency (µs)", "relative to SGMV", "relative error"
-    return _finish(figure, axes, "Adapters in FP8", rows, *labels, x_label="batch size\n(model: rank)")
+    return _drawn(rows, "Adapters in FP8", column, labels, x_label="batch size\n(model: rank)")
 
 
 def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
@@ -137,27 +136,22 @@ def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """
     rows = _by_slots(rows)
     shown = [line for line in EXPERTS if line[1] in set(rows["system"])]
-    models, figure, axes = _columns(rows, len(shown), "panel", sharex="col")
-    for model, column in zip(models, axes.T, strict=True):
-        mine = rows[rows["panel"] == model]
-        for axis, sought in zip(column, shown, strict=True):
-            metric, system, reference = sought[:3]
+
+    def column(mine: pd.DataFrame, *axes: Axes) -> None:
+        for axis, (metric, system, reference, _) in zip(axes, shown, strict=True):
             timed = mine[mine["metric"] == metric]
-            own, other = (_by(timed[timed["system"] == name], metric, "batch_size", "workload")
-                          for name in (system, reference))  # fmt: skip
-            _fill(axis, own, timed[timed["system"] == system], "workload")
-            if other:
-                line = centre(timed[timed["system"] == reference]).groupby("batch_size")["value"].mean()
+            own = timed[timed["system"] == system]
+            _fill(axis, _by(own, metric, "batch_size", "workload"), own, "workload")
+            line = centre(timed[timed["system"] == reference]).groupby("batch_size")["value"].mean()
+            if len(line):
                 label = "grouping alone" if reference == "alignment" else "without LoRA"
                 axis.plot(line.index.astype(float), line.astype(float), label=label, **style.GREY)
-            if not own and not other:
+            elif own.empty:
                 axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.5", fontsize=7)
-        column[0].set_title(model.replace(", ", ",\n").replace(" adapters", ""))
-    _finish(figure, axes, "LoRA on experts", rows, *(label for *_, label in shown))
-    for model, axis in zip(models, axes[-1], strict=True):
-        if model.endswith(SLOTS):
-            axis.set_xlabel("slots")
-    return figure
+        if mine["panel"].iloc[0].endswith(SLOTS):
+            axes[-1].set_xlabel("slots")
+
+    return _drawn(rows, "LoRA on experts", column, [label for *_, label in shown])
 
 
 def _by_slots(rows: pd.DataFrame) -> pd.DataFrame:
@@ -179,19 +173,31 @@ def _changes(axis: Axes, lines: Lines) -> None:
     never = [name for name in lines if name not in leaving]
     axis.yaxis.set_major_formatter(PercentFormatter(1))
     if never:
-        style.corner(axis, "\n".join(["0 at every batch:", *never]), fontsize=6)
+        style.corner(axis, "\n".join(["0 at every batch:", *never]), 6)
 
 
-def _columns(
-    rows: pd.DataFrame, depth: int, column: str = "workload", sharex: style.Shared = True
-) -> tuple[list[str], Figure, Any]:
-    """The values of `column`, and a figure with a column of `depth` axes for each."""
-    names = list(dict.fromkeys(rows[column]))
+def _drawn(
+    rows: pd.DataFrame, title: str, column: Callable[..., None], labels: Any, by: str = "panel",
+    x_label: str = "batch size",
+) -> Figure:  # fmt: skip
+    """A figure with a column of axes for each value of `by`, drawn by `column`, and a row for each of `labels`."""
+    names = list(dict.fromkeys(rows[by]))
     width = style.PAGE if len(names) > 1 else style.COLUMN
-    figure, axes = style.grid(depth, len(names), width, 1.3 * depth + 1.5, sharex=sharex)
-    for axis, name in zip(axes[0], names, strict=True):
-        axis.set_title(name)
-    return names, figure, axes
+    figure, axes = style.grid(len(labels), len(names), width, 1.3 * len(labels) + 1.5, sharex="col")
+    entries: dict[str, Any] = {}
+    for name, line in zip(names, axes.T, strict=True):
+        line[0].set_title(str(name).replace(", ", ",\n").replace(" adapters", ""))
+        column(rows[rows[by] == name], *line)
+        line[-1].set_xlabel(line[-1].get_xlabel() or x_label)
+        for axis in line:
+            handles, texts = axis.get_legend_handles_labels()
+            entries.update(zip(texts, handles, strict=True))
+    for line, label in zip(axes, labels, strict=True):
+        line[0].set_ylabel(label)
+        if any(axis.texts for axis in line):
+            style.headroom(line[0], 0.15)
+    style.finish(figure, f"{title}. {measured(rows[rows['metric'] != FLOOR])}", list(entries.values()), 4)
+    return figure
 
 
 def _ratio(lines: Lines, over: str, under: str, what: str = "") -> Lines:
@@ -246,21 +252,3 @@ def _parity(axis: Axes, *lines: pd.Series) -> None:
     axis.axhline(1.0, color="0.3", linewidth=0.8)
     if lines := tuple(line for line in lines if len(line)):
         style.corner(axis, f"{min(line.min() for line in lines):.2f} to {max(line.max() for line in lines):.2f}")
-
-
-def _finish(
-    figure: Figure, axes: Any, title: str, rows: pd.DataFrame, *labels: str, x_label: str = "batch size"
-) -> Figure:
-    """Caption, a label for each row of axes, and a legend of everything that is drawn, each entry once."""
-    for line, label in zip(axes, labels, strict=True):
-        line[0].set_ylabel(label)
-        if any(axis.texts for axis in line):
-            style.headroom(line[0], 0.15)
-    for axis in axes[-1]:
-        axis.set_xlabel(x_label)
-    entries: dict[str, Any] = {}
-    for axis in axes.flat:
-        handles, names = axis.get_legend_handles_labels()
-        entries.update(zip(names, handles, strict=True))
-    style.finish(figure, f"{title}. {measured(rows[rows['metric'] != FLOOR])}", list(entries.values()), 4)
-    return figure

@@ -6,7 +6,8 @@ import pandas as pd
 
 from experiments.facts.models import MODELS, STAND_INS
 from experiments.facts.paper import FIGURE_FILES, read_figure
-from experiments.facts.systems import SYSTEMS, short_name
+from experiments.facts.systems import SYSTEMS
+from experiments.harness.clocks import gives_way
 from experiments.harness.counted import counted, frame_of, merged
 from punica.measure.records import COLUMNS, TIMERS, read_rows
 from punica.workload.popularity import WORKLOADS
@@ -26,8 +27,9 @@ def rows_of_repeats(path: Path) -> pd.DataFrame:
 
 
 def frame_of_clocks(path: Path) -> pd.DataFrame:
-    """`measured_frame` of every clock in the file `path`, the host's first."""
+    """`measured_frame` of every clock in the file `path` whose rows count, the host's first."""
     rows = frame_of(read_rows(path))
+    rows = rows[~gives_way(rows)]
     clock = rows["timer"].fillna("")
     parts = [rows[clock == one] for one in reversed(TIMERS)]
     parts = [measured_frame(counted(part)) for part in parts if len(part)]
@@ -104,36 +106,32 @@ def disturbed_at(frame: pd.DataFrame, x: str) -> set[float]:
     return set(frame.loc[frame["disturbed"].eq(True), x].astype(float)) if "disturbed" in frame else set()
 
 
+NOTE = "clock"
+"""Attribute of a frame: what its caption says of a clock that is not drawn."""
 CLOCKS = {"host_clock": "host clock", "cuda_graph": "inside CUDA graphs", "events": "CUDA events"}
 
 
 def measured(rows: pd.DataFrame, spans: str = "") -> str:
-    """Describe the measurement in a caption's sentence; `spans` are what shows p10 and p90, where there is any.
-
-    Which points have fewer repeats is in `described`.
-    """
-    devices, timers = distinct(rows, "device"), distinct(rows, "timer")
+    """Describe the measurement in a caption's sentence; `spans` are what shows p10 and p90, where there is any."""
     models = [f"{model}{beside(model)}" for model in (distinct(rows, "model") if "model" in rows else [])]
-    clocks = " and ".join(CLOCKS.get(timer, timer) for timer in reversed(timers))
-    parts = [", ".join(devices), *models, clocks, how_often(rows).partition(" (")[0]]
+    clocks = " and ".join(CLOCKS.get(timer, timer) for timer in reversed(distinct(rows, "timer")))
+    parts = [", ".join(distinct(rows, "device")), *models, clocks, how_often(rows)]
     parts += [f"{spans}: p10 to p90"] if spans and has_bands(rows) else []
     crossed = "disturbed" in rows and rows["disturbed"].eq(True).any()
-    return f"Measured: {'; '.join(filter(None, parts))}{'; crosses: disturbed by other work' if crossed else ''}."
+    said = f"Measured: {'; '.join(filter(None, parts))}{'; crosses: disturbed by other work' if crossed else ''}."
+    return f"{said} {note.capitalize()}." if (note := rows.attrs.get(NOTE)) else said
 
 
 def described(rows: pd.DataFrame) -> str:
-    """Describe the measurement in full: CPU (`AMD EPYC, 2 cores`) or GPU, models, timer, scale and repeats."""
-    devices, timers, scales = (", ".join(distinct(rows, name)) for name in ("device", "timer", "scale"))
-    models = [f"{model}{beside(model)}" for model in (distinct(rows, "model") if "model" in rows else [])]
-    marks = ["disturbed in part"] if "disturbed" in rows and rows["disturbed"].eq(True).any() else []
-    return "; ".join(filter(None, [devices, *models, timers, f"scale={scales}", how_often(rows), *marks]))
+    """`measured` with its scale, for texts beside a figure."""
+    return f"{measured(rows).removeprefix('Measured: ').removesuffix('.')}; scale={', '.join(distinct(rows, 'scale'))}"
 
 
 def how_often(rows: pd.DataFrame) -> str:
-    """Word the number of repeats per point, from fewest to most, and which have fewer; empty where nothing was timed.
+    """Word the number of repeats per point, from fewest to most; empty where nothing was timed.
 
-    >>> how_often(pd.DataFrame({"statistic": "median", "repeats": [3, 1], "system": ["a", "b"], "timer": "events"}))
-    'median of 1 to 3 repeats (b: 1)'
+    >>> how_often(pd.DataFrame({"statistic": "median", "repeats": [3, 1], "timer": "events"}))
+    'median of 1 to 3 repeats'
     """
     drawn = centre(rows)
     drawn = drawn[drawn["timer"].fillna("") != ""]
@@ -141,28 +139,8 @@ def how_often(rows: pd.DataFrame) -> str:
         return ""
     repeats = drawn["repeats"] if "repeats" in drawn else pd.Series(1, index=drawn.index)
     least, most = int(repeats.min()), int(repeats.max())
-    if least == most:
-        return "one run" if most == 1 else f"median of {most} repeats"
-    return f"median of {least} to {most} repeats{_fewer(drawn, most)}"
-
-
-def _fewer(drawn: pd.DataFrame, most: int) -> str:
-    """In brackets, the systems, models, popularities, panels, and systems of a model, all of whose points have fewer
-    repeats than `most`; then whether single points have fewer, too.
-    """
-    said = []
-    if {"system", "model"} <= set(drawn):
-        drawn = drawn.assign(pair=drawn["model"] + " " + drawn["system"].map(short_name))
-    for column in (name for name in ("system", "model", "workload", "panel", "pair") if name in drawn):
-        ends = drawn.groupby(column, sort=False)["repeats"].max()
-        fewer = ends[ends < most]
-        for number in sorted(set(fewer)):
-            names = fewer[fewer == number].index
-            said.append(f"{', '.join(names if column in ('panel', 'pair') else map(short_name, names))}: {number}")
-        drawn = drawn[~drawn[column].isin(fewer.index)]
-    if said and (drawn["repeats"] < most).any():
-        said.append("and single cells")
-    return f" ({'; '.join(said)})" if said else ""
+    ends = f"{most}" if least == most else f"{least} to {most}"
+    return "one run" if most == 1 else f"median of {ends} repeats"
 
 
 def role_of(model: str) -> str:

@@ -18,7 +18,7 @@ FP8 = ("fp8", "fp8 w8a8", "fp8 w8a8, x too")
 
 def show(table: str, found: list[Line]) -> str:
     """One measured table: a line for each operator, then what it sums up."""
-    return "\n".join([*_body(found), *_ratios(found), *_SUMS.get(table, _nothing)(found)])
+    return "\n".join([*_body(found), *_ratios(found), *(_SUMS[table](found) if table in _SUMS else ())])
 
 
 def _body(found: list[Line]) -> Iterator[str]:
@@ -85,29 +85,16 @@ def _beside_parts(found: list[Line]) -> Iterator[str]:
                 yield f"{line.label}, {name}: {together:.2f} us, apart {words} = {total:.2f} ({together / total:.2f})"
 
 
-def _fp8_beside_16_bits(found: list[Line]) -> Iterator[str]:
-    for column in FP8:
-        yield from _one_over_other(found, column, "wrapper")
-
-
-def _price_of_invariance(found: list[Line]) -> Iterator[str]:
-    yield from _one_over_other(found, *INVARIANT)
-
-
 def _one_over_other(found: list[Line], over: str, under: str) -> Iterator[str]:
     for part in dict.fromkeys(line.part for line in found):
         mine = [line.us for line in found if line.part == part and over in line.us and under in line.us]
         yield from _summed(f"{over} / {under}", part, [us[over] / us[under] for us in mine])
 
 
-def _nothing(found: list[Line]) -> Iterable[str]:
-    return ()
-
-
 _SUMS: dict[str, Callable[[list[Line]], Iterable[str]]] = {
     "A": _torch_beside_anchors,
     "B": _sums_of_a_layer,
     "step": _beside_parts,
-    "invariant": _price_of_invariance,
-    "fp8": _fp8_beside_16_bits,
+    "invariant": lambda found: _one_over_other(found, *INVARIANT),
+    "fp8": lambda found: (text for column in FP8 for text in _one_over_other(found, column, "wrapper")),
 }

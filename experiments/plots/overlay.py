@@ -21,6 +21,7 @@ SAID = ("SGMV", "backbone X@W", "Distinct", "Identical", "len 128", "len 2048")
 """Lines whose growth is printed and whose floor is drawn."""
 AT_HOST = "host_clock"
 WITHOUT_LAUNCHES = "in graphs: ours without\nlaunches, the paper with"
+GATHER = "Gather falls above 16 rows, where torch's index_select changes its kernel."
 ONE, REFERENCE = "Identical", "layer_latency"
 """The line that others are compared with, where the metric is `REFERENCE`."""
 
@@ -33,7 +34,8 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
     depth = len(clocks) * (2 if apart else 1)
     width = style.PAGE if len(names) > 1 else style.COLUMN
     steps = spec.line == "length"  # prompts take a hundred times as long as decodes
-    figure, axes = style.grid(depth, len(names), width, 1.5 * depth + 1.2, sharey=not steps and "row")
+    height = (1.5 if depth > 1 else 1.9) * depth + 1.2
+    figure, axes = style.grid(depth, len(names), width, height, sharey=not steps and "row")
     cut: set[str] = set()
     for column, name in enumerate(names):
         mine, theirs = (frame[frame[spec.panel] == name] if spec.panel else frame for frame in (rows, paper))
@@ -59,6 +61,7 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
     least = "; the least ratio of Gather-BMM to SGMV" * ("Gather-BMM" in set(rows[spec.line]))
     words += [f"Printed: growth over the batch{least}; ours (the paper's)."]
     words += [f"Dash-dotted: {spec.part} alone, of Distinct."] if spec.part else []
+    words += [GATHER] if "Gather" in set(rows[spec.line]) and clocks != [AT_HOST] else []
     words += [f"Cut off in the paper: {', '.join(sorted(cut))}."] if cut else []
     finish(figure, " ".join([*words, measured(rows, "bands")]), rows, paper, spec.line)
     return figure

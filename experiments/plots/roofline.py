@@ -13,6 +13,11 @@ from experiments.plots.overlay import fill, finish, y_label
 
 ROOF, SHEET = "roof", "data sheet"
 """Prefix of the panels of roofs, and end of the one that was not measured."""
+STEPS = (
+    " Ours steps up from 32 to 48 rows of Identical and Uniform, and from 48 to 64 of Skewed, where its schedule "
+    "changes from one row to 16 rows a program."
+)
+"""What `choose_expand` of `punica.ops.triton_ops.schedules` chooses at these shapes for an H200."""
 SPEC = Overlay(title="", metric="latency", line="workload")
 
 
@@ -37,6 +42,7 @@ def draw_roofline(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         "Figure 7: one SGMV launch (expand, 16 to 4096) under the roofs, each path from batch 1 to 64, and its latency."
     )
     printed = "Printed: growth over the batch, ours (the paper's)."
+    printed += STEPS if (rows["hardware"] == "h200").any() else ""
     finish(
         figure, f"{words} {printed} {measured(launches, 'bands')}", launches, paper[paper["panel"] != ROOF], "workload"
     )

@@ -1,4 +1,7 @@
-"""Figure 11: throughput of serving systems per popularity, ours and the paper's, with Punica over the best baseline."""
+"""Figure 11: throughput of serving systems per popularity, ours and the paper's, with Punica over the best baseline.
+
+Dots on a logarithmic axis show all systems; for the README bars from zero show `SHOWN`.
+"""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -7,15 +10,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from experiments.facts.models import STAND_INS
-from experiments.facts.systems import baselines, by_paper_name, entries, name_of, policies
+from experiments.facts.systems import SYSTEMS, baselines, by_paper_name, entries, name_of, policies
 from experiments.plots import style
 from experiments.plots.frames import beside, centre, measured
 
 PAPER_NAMES = {ours: theirs for theirs, ours in reversed(by_paper_name().items())}
 """Our system -> the paper's that stands beside it."""
 REFERENCE = "punica"
+SHOWN = (REFERENCE, *(name for name in SYSTEMS.names() if SYSTEMS.get(name).policy))
+"""Punica, and the systems that have another system's policy on this engine."""
 WRONG = [entry.name for entry in entries() if not entry.exact]
 """Systems with wrong tokens, which are not drawn."""
 SPAN = ("lowest", "highest")
@@ -27,23 +33,68 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Draw a row of axes per panel (model): dots over popularities on a logarithmic axis."""
     about = regime(rows)
     rows = centre(rows[(rows["metric"] == "throughput") & ~rows["system"].isin(WRONG)])
-    paper = under_our_names(paper[paper["metric"] == "throughput"])
+    paper = under_our_names(paper)
     panels = list(dict.fromkeys(rows["panel"]))
     figure, axes = style.grid(len(panels), 1, style.PAGE, 2.0 * len(panels) + 1.6, sharex=False)
     for axis, panel in zip(axes[:, 0], panels, strict=True):
         mine, theirs = rows[rows["panel"] == panel], paper[paper["panel"] == panel]
         dots(axis, mine, comparable(mine, theirs), list(rows["system"]))
         write_speedups(axis, mine, theirs)
-        axis.set_ylabel(f"{', '.join(f'{model}{beside(model)}' for model in dict.fromkeys(mine['model']))}\ntoken/s")
-    name = ", ".join(dict.fromkeys(rows["figure"]))
-    names = legend_order(rows, comparable(rows, paper))
-    handles: list[Any] = [Line2D([], [], label=name_of(one), **style.measured_style(one) | LONE) for one in names]
-    handles += style.sides(not comparable(rows, paper).empty)
-    style.finish(figure, words(f"Figure {name}: text generation", rows, paper, about), handles, 4)
+        axis.set_ylabel(f"{models_of(mine)}\ntoken/s")
+    title = f"Figure {', '.join(dict.fromkeys(rows['figure']))}: text generation"
+    style.finish(figure, words(title, rows, paper, about), handles_of(rows, comparable(rows, paper)), 4)
     return figure
 
 
-LONE = {"linestyle": ""}
+def draw_hero(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Draw bars of those of `SHOWN` that were measured, in one axis per panel (model) of ``rows``."""
+    rows = centre(rows[(rows["metric"] == "throughput") & rows["system"].isin(SHOWN)])
+    paper = under_our_names(paper)
+    paper = paper[paper["system"].isin(rows["system"])]
+    drawn = comparable(rows, paper)
+    panels, systems = list(dict.fromkeys(rows["panel"])), [name for name in SHOWN if name in set(rows["system"])]
+    figure, axes = style.grid(1, max(len(panels), 1), style.PAGE, 3.0, sharex=False)
+    for axis, panel in zip(axes[0], panels, strict=False):
+        mine, theirs = rows[rows["panel"] == panel], drawn[drawn["panel"] == panel]
+        slots = [(name, one) for name in systems for one in (False, True) if not one or name in set(theirs["system"])]
+        for is_paper, frame in ((False, mine), (True, theirs)):
+            for at, cell in placed(frame, mine, [name for name, one in slots if one == is_paper], slots, is_paper):
+                span = [float(getattr(cell, name, cell.value)) for name in SPAN]
+                about = {"paper": is_paper, "disturbed": getattr(cell, "disturbed", None) is True, "span": span}
+                looks = {"fontsize": 6, "rotation": 90, "va": "bottom"}
+                width = 0.9 * GROUP / len(slots)
+                style.bar(axis, at, cell.value, width, cell.system, short(cell.value), looks, **about)
+        group_names(axis, mine)
+        write_speedups(axis, mine, paper[paper["panel"] == panel])
+        axis.set_title(models_of(mine))
+    axes[0, 0].set_ylim(0, 1.35 * pd.concat([rows["value"], drawn["value"]]).max())
+    axes[0, 0].set_ylabel("throughput (token/s)")
+    handles = style.patches(systems)
+    handles += [] if drawn.empty else [Patch(label=f"{style.PAPER_LABEL}: open", **style.patch(REFERENCE, True))]
+    style.finish(figure, words("Figure 11: text generation", rows, paper), handles, 4)
+    return figure
+
+
+def placed(
+    frame: pd.DataFrame, of: pd.DataFrame, names: Sequence[str], slots: Sequence[Any], paper: bool | None = None
+) -> list[tuple[float, Any]]:
+    """Where each row of ``frame`` stands: in the group of its popularity in ``of``, in the slot of its system."""
+    workloads, found = list(dict.fromkeys(of["workload"])), []
+    cell: Any
+    for cell in frame[frame["workload"].isin(workloads) & frame["system"].isin(names)].itertuples():
+        slot = slots.index(cell.system if paper is None else (cell.system, paper))
+        found.append((place(workloads.index(cell.workload), slot, len(slots)), cell))
+    return found
+
+
+def place(group: int, slot: int, slots: int) -> float:
+    """Centre of a slot in a group."""
+    return group + GROUP * ((slot + 0.5) / slots - 0.5)
+
+
+def models_of(rows: pd.DataFrame) -> str:
+    """The models of an axis, and whose part they play."""
+    return ", ".join(f"{model}{beside(model)}" for model in dict.fromkeys(rows["model"]))
 
 
 def comparable(mine: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
@@ -55,46 +106,39 @@ def words(title: str, rows: pd.DataFrame, paper: pd.DataFrame, about: str = "") 
     """The caption of a figure of throughputs."""
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
     drawn = comparable(rows, paper)
-    alone = [one for one in dict.fromkeys(drawn["system"]) if one not in set(rows["system"])]
+    alone = [PAPER_NAMES[one] for one in dict.fromkeys(drawn["system"]) if one not in set(rows["system"])]
     parts = [
         f"{title}, at most {limit} requests per batch" + (f"; {about}" if about else ""),
-        f"Above each popularity {REFERENCE} over the best baseline drawn, ours (the paper's)"
-        if _has_rival(rows)
-        else "",
+        f"Above each popularity {REFERENCE} over the best baseline drawn, ours (the paper's)" if speedups(rows) else "",
         policies(rows["system"]),
         "The paper's values are of a larger model and not drawn" if drawn.empty and len(paper) else "",
-        f"In the paper alone: {', '.join(PAPER_NAMES[one] for one in alone)}" if alone else "",
+        f"In the paper alone: {', '.join(alone)}" if alone else "",
         not_measured(rows),
         measured(rows).removesuffix("."),
     ]
     return ". ".join(part[0].upper() + part[1:] for part in parts if part) + "."
 
 
-def _has_rival(rows: pd.DataFrame) -> bool:
-    return REFERENCE in set(rows["system"]) and bool(set(rows["system"]) & set(baselines()))
+def handles_of(rows: pd.DataFrame, paper: pd.DataFrame) -> list[Any]:
+    """Legend entries of dots: measured systems, and the paper's alone."""
+    names = dict.fromkeys([*rows["system"], *paper["system"]])
+    found: list[Any] = [Line2D([], [], label=name_of(one), **style.measured_style(one) | LONE) for one in names]
+    return found + style.sides(not paper.empty)
 
 
-def legend_order(rows: pd.DataFrame, paper: pd.DataFrame) -> list[str]:
-    """Measured systems, then the paper's alone."""
-    return list(dict.fromkeys([*rows["system"], *paper["system"]]))
+LONE = {"linestyle": "", "markersize": 4.5}
 
 
 def dots(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, order: Sequence[str]) -> None:
     """A filled dot with its value per row of `mine`, and an open one per row of `theirs`, on a logarithmic axis."""
-    workloads, systems = list(dict.fromkeys(mine["workload"])), list(dict.fromkeys([*order, *theirs["system"]]))
-    systems = [name for name in systems if name in {*mine["system"], *theirs["system"]}]
-    both = {name: frame.set_index(["workload", "system"])["value"].to_dict()
-            for name, frame in (("ours", mine), ("paper", theirs))}  # fmt: skip
-    for frame, others, looks in (
-        (theirs, both["ours"], style.paper_style),
-        (mine, both["paper"], style.measured_style),
-    ):
-        cell: Any
-        for cell in frame[frame["workload"].isin(workloads)].itertuples():
-            at = place(workloads.index(cell.workload), systems.index(cell.system), len(systems))
+    here = {*mine["system"], *theirs["system"]}
+    systems = [name for name in dict.fromkeys([*order, *theirs["system"]]) if name in here]
+    ours, papers = (frame.set_index(["workload", "system"])["value"].to_dict() for frame in (mine, theirs))
+    for frame, others, looks in ((theirs, ours, style.paper_style), (mine, papers, style.measured_style)):
+        for at, cell in placed(frame, mine, systems, systems):
             low, high = (float(getattr(cell, name, cell.value)) for name in SPAN)
             axis.vlines(at, low, high, color=style.look(cell.system).colour, linewidth=0.8)
-            axis.plot([at], [cell.value], **looks(cell.system) | LONE | {"markersize": 4.5})
+            axis.plot([at], [cell.value], **looks(cell.system) | LONE)
             if getattr(cell, "disturbed", None) is True:
                 style.crossed(axis, [at], [cell.value])
             above = cell.value >= others.get((cell.workload, cell.system), 0)
@@ -103,6 +147,12 @@ def dots(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, order: Sequence[s
     style.log_y(axis)
     axis.margins(y=0.2)
     style.headroom(axis, 0.14)
+    group_names(axis, mine)
+
+
+def group_names(axis: Axes, rows: pd.DataFrame) -> None:
+    """Name the groups of an axis by popularity."""
+    workloads = list(dict.fromkeys(rows["workload"]))
     axis.set_xlim(-0.5, len(workloads) - 0.5)
     axis.set_xticks(range(len(workloads)), workloads)
     axis.grid(axis="x", visible=False)
@@ -111,11 +161,11 @@ def dots(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, order: Sequence[s
 def write_speedups(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, size: float = 7) -> None:
     """Write above each group how many times the throughput of the best baseline Punica reaches."""
     ours, papers = speedups(mine), speedups(theirs)
+    looks = {"ha": "center", "va": "top", "fontsize": size, "fontweight": "bold", "in_layout": False}
     for group, workload in enumerate(dict.fromkeys(mine["workload"])):
         if workload in ours:
             text = f"{short(ours[workload])}x" + (f" ({short(papers[workload])}x)" if workload in papers else "")
-            looks = {"ha": "center", "fontsize": size, "fontweight": "bold", "va": "top"}
-            axis.text(group, 0.98, text, transform=axis.get_xaxis_transform(), in_layout=False, **looks)
+            axis.text(group, 0.98, text, transform=axis.get_xaxis_transform(), **looks)
 
 
 def speedups(frame: pd.DataFrame) -> dict[str, float]:
@@ -127,13 +177,8 @@ def speedups(frame: pd.DataFrame) -> dict[str, float]:
     return (table[REFERENCE] / table[rivals].max(axis="columns")).dropna().to_dict()
 
 
-def place(group: int, slot: int, slots: int) -> float:
-    """Centre of a slot in a group."""
-    return group + GROUP * ((slot + 0.5) / slots - 0.5)
-
-
 def regime(rows: pd.DataFrame) -> str:
-    """Describe the work of a bar: requests, tokens, their share of prompts, and windows of steps."""
+    """Describe the work of a cell: requests, tokens, their share of prompts, and windows of steps."""
     cells = rows[~rows["panel"].str.endswith("ratios")]
 
     def span(metric: str) -> str:
@@ -162,11 +207,12 @@ def not_measured(rows: pd.DataFrame) -> str:
 
 
 def under_our_names(paper: pd.DataFrame) -> pd.DataFrame:
-    """Rename the paper's systems to their counterparts here."""
+    """The paper's throughputs, its systems by the names of their counterparts here."""
+    paper = paper[paper["metric"] == "throughput"]
     return paper.assign(system=paper["system"].map(by_paper_name())).dropna(subset=["system"])
 
 
 def short(value: float) -> str:
-    """All digits before the point, one behind it below 10 and two below 2, as many as it takes for less than 0.1."""
+    """No digit behind the point from 20 on, one from 2 on, two below, as many as it takes for less than 0.1."""
     digits = 0 if value >= 19.95 else 1 if value >= 2 else 2
     return f"{value:.{digits}f}" if value >= 0.1 else f"{value:.2g}"

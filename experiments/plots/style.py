@@ -128,11 +128,11 @@ def grid(
     )  # fmt: skip
 
 
-def finish(figure: Figure | SubFigure, words: str, handles: Sequence[Artist], ncols: int = 4, **spacing: Any) -> None:
+def finish(figure: Figure | SubFigure, words: str, handles: Sequence[Artist], ncols: int = 4) -> None:
     """One legend above all axes in at most `ncols` columns, and the caption below them."""
     box = figure.bbox.width
+    looks: dict[str, Any] = {"frameon": False, "columnspacing": 1.2, "handlelength": 1.8, "borderpad": 0.1}
     for columns in range(min(ncols, len(handles)), 0, -1):  # fewer where these are wider than the figure
-        looks = {"frameon": False, "columnspacing": 1.2, "handlelength": 1.8, "borderpad": 0.1, **spacing}
         legend = figure.legend(handles=list(handles), loc="outside upper center", ncols=columns, **looks)
         if columns == 1 or legend.get_window_extent().width <= box:
             break
@@ -155,10 +155,10 @@ def note(axis: Axes, text: str, x: float, y: float, lift: float = 2, **looks: An
     axis.annotate(text, (x, y), xytext=(0, lift), textcoords="offset points", in_layout=False, **looks)
 
 
-def corner(axis: Axes, text: str, y: float = 0.97, **looks: Any) -> None:
-    """`text` in a corner of the axes: the upper left one unless `looks` says else."""
-    looks = {"ha": "left", "va": "top", "fontsize": 6.5, "bbox": BEHIND, "zorder": 7, **looks}
-    axis.text(0.97 if looks["ha"] == "right" else 0.03, y, text, transform=axis.transAxes, in_layout=False, **looks)
+def corner(axis: Axes, text: str, size: float = 6.5) -> None:
+    """`text` in the upper left corner of the axes."""
+    looks: dict[str, Any] = {"ha": "left", "va": "top", "fontsize": size, "bbox": BEHIND, "zorder": 7}
+    axis.text(0.03, 0.97, text, transform=axis.transAxes, in_layout=False, **looks)
 
 
 def log_x(axis: Axes) -> None:
@@ -222,15 +222,18 @@ def patches(names: Iterable[str]) -> list[Artist]:
     return [Patch(label=name_of(name), **patch(name)) for name in names]
 
 
-def bar(axis: Axes, at: float, value: float, width: float, name: str, text: str = "", **about: Any) -> None:
-    """A bar of `name` around `at` with `text` above it; `about` has `paper`, `disturbed`, and `span` over repeats."""
-    axis.bar(at, value, width, zorder=3, **patch(name, about.get("paper", False)))
-    low, high = about.get("span", (value, value))
+def bar(
+    axis: Axes, at: float, value: float, width: float, name: str, text: str = "", looks: dict[str, Any] | None = None,
+    paper: bool = False, disturbed: bool = False, span: Sequence[float] = (),
+) -> None:  # fmt: skip
+    """A bar of `name` around `at`, its `span` over repeats as a line, and `text` above it."""
+    axis.bar(at, value, width, zorder=3, **patch(name, paper))
+    low, high = span or (value, value)
     if low < high:
         axis.vlines(at, low, high, color="0.1", linewidth=0.8, zorder=4)
-    if about.get("disturbed", False):
+    if disturbed:
         crossed(axis, [at], [value])
-    note(axis, text, at, max(value, high), zorder=5, **about.get("looks", {}))
+    note(axis, text, at, max(value, high), zorder=5, **looks or {})
 
 
 def crossed(axis: Axes, xs: Iterable[float], ys: Iterable[float], at: Collection[float] | None = None) -> None:

@@ -1,7 +1,5 @@
 """Bars of engines side by side: decode steps, a stream, registration; above each case how much faster ours is."""
 
-from typing import Any
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,9 +7,10 @@ from matplotlib.patches import Patch
 
 from experiments.plots import style
 from experiments.plots.frames import centre, interval, measured
-from experiments.plots.serving_bars import place
+from experiments.plots.serving_bars import group_names, placed
 from experiments.today.peers import OURS, PEERS
 
+BEHIND = {"bbox": style.BEHIND}
 CASES = {"": "no adapter", "Identical": "Identical", "Distinct": "Distinct"}
 SHOWN = {
     "decode": ("step_latency", "decode step (ms)"),
@@ -74,21 +73,16 @@ def _bars(axis: Axes, rows: pd.DataFrame, systems: list[str]) -> None:
     """Draw one bar per popularity and system with its span of rounds, and the ratios."""
     table = centre(rows).pivot_table(index="workload", columns="system", values="value", sort=False)
     table = table.reindex([case for case in CASES if case in table.index])
-    bar: Any
-    span: Any
-    for slot, system in enumerate(systems):
-        mine = rows[rows["system"] == system]
-        mine = mine.assign(at=[place(list(table.index).index(one), slot, len(systems)) for one in mine["workload"]])
-        for bar in centre(mine).itertuples():
-            text = {"looks": {"bbox": style.BEHIND}, "disturbed": bar.disturbed is True}
-            style.bar(axis, bar.at, bar.value, 0.8 / len(systems), system, f"{bar.value:.4g}", **text)
-        for span in interval(mine, "at").itertuples():
-            axis.vlines(span.at, span.p10, span.p90, color="0.1", linewidth=0.8, zorder=4)
+    bars = placed(centre(rows), table.reset_index(), systems, systems)
+    for at, cell in bars:
+        spread = interval(rows[(rows["system"] == cell.system) & (rows["workload"] == cell.workload)], "workload")
+        span = spread[["p10", "p90"]].to_numpy().flatten().tolist()
+        about = {"disturbed": cell.disturbed is True, "span": span}
+        style.bar(axis, at, cell.value, 0.8 / len(systems), cell.system, f"{cell.value:.4g}", BEHIND, **about)
     for case, (ratio, other) in gains(table, rows["metric"].iloc[0] == SHOWN["stream"][0]).items():
         top = float(table.max(axis="columns")[case])
         style.note(axis, f"{ratio:.2f}x ({other})", list(table.index).index(case), top, lift=11, fontweight="bold")
     axis.set_ylim(0, 1.45 * float(table.max().max()))
-    names = [CASES[str(case)] for case in table.index]
-    axis.set_xlim(-0.5, len(table) - 0.5)
-    axis.set_xticks(range(len(table)), ["all adapters"] if (rows["panel"] == "registration").any() else names)
-    axis.grid(axis="x", visible=False)
+    group_names(axis, table.reset_index())
+    registered = (rows["panel"] == "registration").any()
+    axis.set_xticklabels(["all adapters"] if registered else [CASES[str(case)] for case in table.index])

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -23,6 +24,7 @@ from experiments.fig07_sgmv_roofline import SHEET
 from experiments.fig08_lora_operator import EXPERIMENT as FIG08
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
 from experiments.fig10_layer import EXPERIMENT as FIG10
+from experiments.harness.clocks import NOT_STEADY
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.harness.schema import CONF, REPOSITORY
 from experiments.harness.settings import settle
@@ -41,11 +43,10 @@ from experiments.plots.frames import (
     measured_frame,
     rows_of_repeats,
 )  # fmt: skip
-from experiments.plots.hero import SHOWN, draw_hero
 from experiments.plots.load import draw_load
 from experiments.plots.overlay import named, panels
 from experiments.plots.roofline import draw_roofline
-from experiments.plots.serving_bars import draw_serving, not_measured, short, speedups
+from experiments.plots.serving_bars import SHOWN, draw_hero, draw_serving, not_measured, short, speedups
 from experiments.plots.tensor_parallel import draw_ranks
 from experiments.plots.today import draw_today
 from punica.measure.records import Row, write_rows
@@ -191,7 +192,7 @@ def test_each_clock_has_axes_of_its_own(tmp_path):
     path = tmp_path / "fig09_lora_ranks.csv"
     rows = [row(us * batch, batch_size=batch, timer=clock)
             for clock, us in (("cuda_graph", 3.0), ("host_clock", 40.0)) for batch in (1, 64)]  # fmt: skip
-    write_rows(path, rows)
+    write_rows(path, rows)  # of a CPU, whose clock counts
     frame = frame_of_clocks(path)
     assert list(dict.fromkeys(frame["timer"])) == ["host_clock", "cuda_graph"]
     figure = panels(frame, read_figure(PAPER, "9"), FIG09.overlay)
@@ -455,37 +456,43 @@ def test_a_model_of_another_size_does_not_stand_beside_the_papers_70b():
         assert ("paper, A100" in legend_of(figure)) == bool(count)
 
 
-def test_a_title_says_the_repeats_that_each_point_has():
+def test_repeats_are_those_that_points_have():
     """It said the most that any has."""
 
-    def often(*cells):
-        return how_often(pd.DataFrame(cells, columns=["system", "workload", "repeats"]).assign(**fixed))
+    def often(*repeats, timer="events"):
+        return how_often(pd.DataFrame({"statistic": "median", "timer": timer, "repeats": repeats}))
 
-    fixed = {"statistic": "median", "timer": "events"}
-    assert often(("punica", "Distinct", 3), ("hf_peft", "Distinct", 3)) == "median of 3 repeats"
-    assert often(("punica", "Distinct", 1)) == "one run"
-    mixed = (("punica", "Distinct", 3), ("punica", "Uniform", 2), ("hf_peft", "Distinct", 1), ("hf_peft", "Zipf", 1))
-    assert often(*mixed) == "median of 1 to 3 repeats (hf_peft: 1; Uniform: 2)"
-    fixed["timer"] = ""
-    assert often(*mixed) == ""  # simulated
+    assert often(3, 3) == "median of 3 repeats"
+    assert often(1) == "one run"
+    assert often(3, 1, 2) == "median of 1 to 3 repeats"
+    assert often(3, timer="") == ""  # simulated
 
 
-def test_a_title_names_systems_of_one_model_and_says_that_single_points_have_fewer_repeats():
-    """It named the systems that have fewer on every model, and was silent about the rest."""
+def test_the_facts_beside_a_figure_have_the_repeats_of_every_system(tmp_path):
+    path = tmp_path / "fig09_lora_ranks.csv"
+    write_rows(path, [row(10.0 + i, repeat=i) for i in range(3)] + [row(9.0, system="SGMV expand", repeat=0)])
+    _, _, facts = draw(FIG09, path, tmp_path / "figures", PAPER)
+    found = json.loads(facts.read_text(encoding="utf-8"))["repeats"]
+    assert found == {", r=16, SGMV, Distinct": 3, ", r=16, SGMV expand, Distinct": 1}
 
-    def often(*cells):
-        frame = pd.DataFrame(cells, columns=["system", "model", "workload", "repeats"])
-        return how_often(frame.assign(statistic="median", timer="events"))
 
-    whole = [("punica", model, workload, 2) for model in ("7b", "13b") for workload in ("Distinct", "Identical")]
-    peft = [("hf_peft", model, "Distinct", 1) for model in ("7b", "13b")]
-    static = [("static", "7b", "Distinct", 2), ("static", "13b", "Distinct", 1), ("static", "13b", "Identical", 1)]
-    cell = [("continuous", "13b", "Distinct", 2), ("continuous", "13b", "Identical", 1)]
-    assert often(*whole, *peft) == "median of 1 to 2 repeats (hf_peft: 1)"
-    assert often(*whole, *peft, *static) == "median of 1 to 2 repeats (hf_peft: 1; 13b static: 1)"
-    named = "hf_peft: 1; 13b static: 1; and single cells"
-    assert often(*whole, *peft, *static, *cell) == f"median of 1 to 2 repeats ({named})"
-    assert often(*whole, *cell) == "median of 1 to 2 repeats"
+def test_a_clock_that_does_not_count_is_said_and_not_drawn(tmp_path):
+    path = tmp_path / "fig09_lora_ranks.csv"
+    rows = [row(us, timer=clock, hardware="h200", batch_size=batch)
+            for clock, us in (("cuda_graph", 3.0), ("host_clock", 40.0)) for batch in (1, 64)]  # fmt: skip
+    write_rows(path, rows)  # no launch was calibrated with them
+    assert set(frame_of_clocks(path)["timer"]) == {"cuda_graph"}
+    assert NOT_STEADY in drawn_caption(path, tmp_path)
+    write_rows(path, rows[:2])
+    assert NOT_STEADY not in drawn_caption(path, tmp_path)
+
+
+def drawn_caption(path, folder):
+    """The caption of Figure 9, in lower case from "host" on."""
+    found = []
+    with patch("experiments.plots.style.finish", lambda figure, words, *_: found.append(words)):
+        draw(FIG09, path, folder / "figures", PAPER)
+    return found[0].replace("Host clock", "host clock")
 
 
 def test_a_disturbed_dot_is_crossed():
