@@ -89,7 +89,9 @@ def _world(panel: str, rows: pd.DataFrame) -> str:
     models = ", ".join(distinct(rows, "cost_model"))
     if models:
         return f"{panel[0].upper()}{panel[1:]}: not measured but computed by the cost model {models}."
-    return f"{panel[0].upper()}{panel[1:]}: {measured(rows).replace('Measured: ', 'measured, ')}"
+    said = measured(rows.assign(disturbed=None)).removeprefix("Measured: ").removesuffix(".")
+    marks = "; disturbed by other work" if rows["disturbed"].eq(True).any() else ""
+    return f"{panel[0].upper()}{panel[1:]}: measured, {said}{marks}."
 
 
 def _looks(panel: str) -> dict[str, Any]:

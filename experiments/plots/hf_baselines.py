@@ -29,7 +29,8 @@ def draw_hf_baselines(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     for line, panel in zip(axes, panels, strict=True):
         for axis, model in zip(line, models, strict=True):
             mine = rows[(rows["panel"] == panel) & (rows["model"] == model)]
-            _fill(axis, mine.pivot_table(index="system", columns="metric", values="value", sort=False))
+            loud = set(mine.loc[mine["disturbed"].eq(True), "system"]) if "disturbed" in mine else set()
+            _fill(axis, mine.pivot_table(index="system", columns="metric", values="value", sort=False), loud)
             axis.set_title(f"{panel}, {model}")
     for axis in axes[-1]:
         axis.set_xlabel("time of a decode step (ms)")
@@ -41,12 +42,14 @@ def draw_hf_baselines(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     return figure
 
 
-def _fill(axis: Axes, table: pd.DataFrame) -> None:
+def _fill(axis: Axes, table: pd.DataFrame, loud: set[str]) -> None:
     """The dots of one batch; where launches were counted, their number and time."""
     names: list[str] = []
     for place, (name, case) in enumerate(table.iterrows()):
         step = end = case["step_latency"]
         axis.plot([step], [place], **STEP)
+        if name in loud:
+            style.crossed(axis, [step], [place])
         names.append(str(name))
         if pd.notna(case.get("device_time")):
             launching = case["launches_per_step"] * case["launch_time"] / 1e3
@@ -57,5 +60,5 @@ def _fill(axis: Axes, table: pd.DataFrame) -> None:
     axis.set_yticks(range(len(table)), names)
     axis.invert_yaxis()
     axis.set_xscale("log")
-    axis.set_xlim(right=6 * table["step_latency"].max())
+    axis.set_xlim(right=20 * table["step_latency"].max())
     style.label_decades(axis.xaxis)

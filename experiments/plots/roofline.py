@@ -64,7 +64,7 @@ def _roofline(axis: Axes, rows: pd.DataFrame, roofs: pd.DataFrame, paper: pd.Dat
         kind = SHEET if (frame["kind"] == "datasheet").any() else "measured"
         _roof(axis, frame, {"color": "black", "linestyle": ":" if SHEET in str(panel) else "-"}, kind)
     _roof(axis, paper[paper["panel"] == ROOF], {"color": style.PAPER_GREY, "linestyle": "--"}, style.PAPER_LABEL)
-    axis.legend(loc="lower right", frameon=False, fontsize=6, handlelength=1.4)
+    axis.legend(loc="upper left", frameon=False, fontsize=6, handlelength=1.4)
     axis.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte)", ylabel="achieved FLOP/s")
 
 

@@ -22,7 +22,7 @@ from experiments.facts.systems import entries, name_of
 from punica.workload import WORKLOADS
 
 COLUMN, PAGE = 3.3, 7.0  # inches: one column of a paper, and two
-LETTERS_PER_INCH = 16.8  # of 8 pt
+MOST_LETTERS = 17.5  # of 8 pt, in an inch
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # 0.5, 1, 20: no powers of ten
 PAPER_GREY = "0.5"
 PAPER_LABEL = "paper, A100"
@@ -137,8 +137,10 @@ def finish(figure: Figure | SubFigure, words: str, handles: Sequence[Artist], nc
         if columns == 1 or legend.get_window_extent().width <= box:
             break
         legend.remove()
-    lines = textwrap.wrap(words, int(LETTERS_PER_INCH * box / figure.dpi))
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=8)
+    for letters in range(int(MOST_LETTERS * box / figure.dpi), 20, -1):
+        caption = figure.supxlabel("\n".join(textwrap.wrap(words, letters)), x=0.01, ha="left", fontsize=8)
+        if caption.get_window_extent().width <= 0.98 * box:
+            return
 
 
 def sides(paper: bool = True, floor: bool = False) -> list[Artist]:
