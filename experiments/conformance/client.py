@@ -45,8 +45,8 @@ class Server:
         self._names, self._form = dict[str, str](), (prefix or "") + "{}"
         # idle connections end before the server's do; a proxy of the environment is not what is tested
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
-        http = httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
-        self.api = AsyncOpenAI(api_key=key or "none", base_url=f"{self.url}/v1", max_retries=0, http_client=http)
+        http, where = httpx2.AsyncClient(limits=limits, trust_env=False), f"{self.url}/v1"
+        self.api = AsyncOpenAI(api_key=key or "none", base_url=where, max_retries=0, timeout=timeout, http_client=http)
 
     def served(self, model: str) -> str:
         """Return a model's name on this server; an unlisted one's has the same text around as the first adapter's."""

@@ -1,6 +1,7 @@
 """Faulty servers: each fault is caught by its case, and the owner of the tokens is named."""
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
@@ -165,6 +166,14 @@ def test_errors_that_differ_by_name_and_number_are_one_fault(
     assert result.status == UNJUDGED
     assert models.total() == result.answers - result.judged == 10
     assert server.asked["tenant-1"] == 1 + 2 * (3 if status == 429 else 1)
+
+
+def test_a_server_without_an_answer_is_left_after_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = Server(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.2)
+        for stream in (False, True):
+            answer = asyncio.run(asyncio.wait_for(server.ask("base", "w1", COUNT, stream), 30))
+            assert (answer.tokens, answer.faults) == ((), ["ReadTimeout"])
 
 
 @pytest.mark.parametrize("form", ["org/{}", "llama:{}", "{}", "/srv/adapters/{}", "llama+{}@v1"])
