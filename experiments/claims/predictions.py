@@ -16,20 +16,9 @@ import pandas as pd
 from experiments.claims.fig13 import STRICTER, Hour
 from experiments.claims.finding import SIMULATED
 from experiments.claims.rows import MET, NO_BOUND, NotMeasured, Rows, correlation, curve, markdown
+from experiments.cluster import served
 from experiments.cluster.hour_numbers import FULL_MINUTES, RATE_S
 from experiments.cluster.seeds import HIGH, LOW
-from experiments.cluster.served import (
-    COSTS,
-    FIRST_TOKEN,
-    RAY,
-    SHARE,
-    SIMULATED_RAY,
-    SLOWED,
-    STEADY,
-    STREAM,
-    WINDOWS,
-    at_the_peak,
-)  # fmt: skip
 from experiments.cluster.windows import CONSTANT
 from experiments.facts.models import MODELS
 from experiments.facts.paper import as_rows, read_figure
@@ -57,7 +46,7 @@ class Prediction:
     """A predicted number, the published or measured one, the difference, and the bound asked for (``-``: none).
 
     ``span``: the lowest and highest of all seeds. ``guess``: how far a simpler guess is off, and ``closer`` whether it
-    is closer. ``panel`` of rows of runners, and the number's ``name`` without them.
+    is closer. ``panel`` of rows of runners.
     """
 
     what: str
@@ -70,7 +59,6 @@ class Prediction:
     guess: str = NO_BOUND
     closer: bool = False
     panel: str = ""
-    name: str = ""
 
 
 def predictions(rows: pd.DataFrame, folder: str | Path) -> list[Prediction]:
@@ -106,7 +94,7 @@ def _relative(
 
 def _stream(frame: pd.DataFrame, folder: str | Path) -> list[Prediction]:
     """Figure 11, Punica's bars of both models; the constant is the mean of the model's other popularities."""
-    stream, paper, found = frame[frame["panel"] == STREAM], as_rows(read_figure(folder, "11")), []
+    stream, paper, found = frame[frame["panel"] == served.STREAM], as_rows(read_figure(folder, "11")), []
     for role in ("7B", "13B"):
         bars = curve(paper, "throughput", over="workload", system="punica", model=role)
         mine = stream[stream["model"] == MODELS[role][0]]
@@ -121,7 +109,7 @@ def _stream(frame: pd.DataFrame, folder: str | Path) -> list[Prediction]:
 def _hour(ours: Hour, theirs: Hour) -> list[Prediction]:
     """Figure 13: predictions with a bound, then those that follow from the input, and the level of active GPUs."""
     active, speed = ([hour.over_time(metric) for hour in (ours, theirs)] for metric in (ACTIVE, SPEED))
-    pace = [at_the_peak(fast, gpus)[0] for fast, gpus in zip(speed, active, strict=True)]
+    pace = [served.at_the_peak(fast, gpus)[0] for fast, gpus in zip(speed, active, strict=True)]
     same, tokens = _correlation(*active), _correlation(*speed)
     later, guess = _shifted_rate(theirs)
     over_time = Prediction(
@@ -152,8 +140,8 @@ def _shares(ours: Hour, theirs: Hour) -> list[Prediction]:
     """Full batches by the paper's count and by two stricter ones, all held against the published first; and of minute
     means, which both sides have.
     """
-    ways = {"different requests in a second, as the paper's code counts": SHARE, **STRICTER}
-    known = [(name, metric, SHARE) for name, metric in ways.items() if ours.has(metric)]  # old rows lack the stricter
+    ways = {"different requests in a second, as the paper's code counts": served.SHARE, **STRICTER}
+    known = [(name, metric, served.SHARE) for name, metric in ways.items() if ours.has(metric)]  # not all in old rows
     found = []
     for name, metric, published in (*known, ("of minute means, on both sides", FULL_MINUTES, FULL_MINUTES)):
         points = 100 * (ours.one(metric) - theirs.one(published))
@@ -178,9 +166,9 @@ def _correlation(ours: pd.Series, theirs: pd.Series) -> float:
 def _windows(frame: pd.DataFrame) -> list[Prediction]:
     """Windows that were not fitted, together and the furthest alone; first tokens under load."""
     bounds = {
-        (WINDOWS, "throughput_error"): ("throughput, all together,", 0.05),
-        (WINDOWS, "largest_throughput_error"): ("throughput, the furthest alone (either way),", None),
-        (FIRST_TOKEN, "p99_error"): ("p99 first token", 0.1),
+        (served.WINDOWS, "throughput_error"): ("throughput, all together,", 0.05),
+        (served.WINDOWS, "largest_throughput_error"): ("throughput, the furthest alone (either way),", None),
+        (served.FIRST_TOKEN, "p99_error"): ("p99 first token", 0.1),
     }
     found = []
     for (panel, metric), (name, within) in bounds.items():
@@ -191,7 +179,7 @@ def _windows(frame: pd.DataFrame) -> list[Prediction]:
                 continue
             ends = [told[key] for end in ("low", "high") if (key := f"{metric}_{end}") in told]
             span = "; {:+.1f} to {:+.1f} %".format(*(100 * end for end in ends)) if len(ends) == 2 else ""
-            where = "the windows that were not fitted" if panel == WINDOWS else str(place).removeprefix(f"{panel}, ")
+            where = str(place).removeprefix(f"{panel}, ") if place != panel else "the windows that were not fitted"
             what = f"{system}, {model}: {name} of {where} (over measured{span})"
             found.append(_relative(what, 1 + told[metric], 1.0, within, told.get(f"{metric}{CONSTANT}")))
     return found
@@ -202,17 +190,17 @@ def _runners(frame: pd.DataFrame) -> list[Prediction]:
     found = []
     for key, part in frame.groupby(["system", "model", "panel"], sort=False):
         system, model, panel = map(str, cast("tuple[str, ...]", key))
-        asked = {name: (what, None) for name, what in RAY_TOO.items()} if panel == RAY else STEADY_TOO
-        if panel != RAY and not panel.startswith(STEADY):
+        asked = {name: (what, None) for name, what in RAY_TOO.items()} if panel == served.RAY else STEADY_TOO
+        if panel != served.RAY and not panel.startswith(served.STEADY):
             continue
-        where = panel.removeprefix(RAY)
-        other = frame[(frame["panel"] == f"{SIMULATED_RAY}{where}") & (frame["system"] == system)]
+        where = panel.removeprefix(served.RAY)
+        other = frame[(frame["panel"] == f"{served.SIMULATED_RAY}{where}") & (frame["system"] == system)]
         other = other[other["model"] == model]
         ours, theirs = (dict(zip(one["metric"], one["value"].astype(float), strict=True)) for one in (other, part))
         for metric, (name, within) in asked.items():
             if metric in ours and metric in theirs:
                 what = f"runners on Ray, {model}, rule {system}{where}: {name}"
-                found.append(replace(_relative(what, ours[metric], theirs[metric], within), panel=panel, name=name))
+                found.append(replace(_relative(what, ours[metric], theirs[metric], within), panel=panel))
     return found
 
 
@@ -234,7 +222,7 @@ def prediction_table(found: list[Prediction]) -> list[str]:
 
 def residual_table(rows: pd.DataFrame) -> list[str]:
     """Build lines of Markdown: every cost model with the residuals of its fit, in percent; none without such rows."""
-    frame = rows[(rows["panel"] == COSTS) & rows["metric"].str.startswith("residual_")]
+    frame = rows[(rows["panel"] == served.COSTS) & rows["metric"].str.startswith("residual_")]
     if frame.empty:
         return []
     lines = []
@@ -248,7 +236,7 @@ def residual_table(rows: pd.DataFrame) -> list[str]:
 
 def sensitivity(rows: pd.DataFrame, folder: str | Path) -> str:
     """Describe the hour with slower steps: what one factor explains; empty without its rows."""
-    frame = rows[(rows["figure"] == "13") & (rows["panel"] == SLOWED)]
+    frame = rows[(rows["figure"] == "13") & (rows["panel"] == served.SLOWED)]
     if frame.empty:
         return ""
     ours = Hour(frame, SIMULATED)
@@ -257,7 +245,7 @@ def sensitivity(rows: pd.DataFrame, folder: str | Path) -> str:
         f"{name} {ours.one(metric):.3g} (published {theirs.one(metric):.3g})"
         for name, metric in (
             (MEAN_ACTIVE, "mean_active_gpus"), ("most of them", "max_active_gpus"),
-            (AT_31, SHARE), ("best minute, token/s", "peak_throughput_60s"),
+            (AT_31, served.SHARE), ("best minute, token/s", "peak_throughput_60s"),
         )
     )  # fmt: skip
     return (
