@@ -169,12 +169,14 @@ def write_speedups(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, size: f
 
 
 def speedups(frame: pd.DataFrame) -> dict[str, float]:
-    """Popularity -> throughput of Punica over that of the best baseline in `frame`."""
+    """Popularity -> throughput of Punica over that of the best baseline in `frame`; none where one was not measured,
+    which may be the best.
+    """
     table = frame.pivot_table(index="workload", columns="system", values="value")
     rivals = [name for name in baselines() if name in table]
     if REFERENCE not in table or not rivals:
         return {}
-    return (table[REFERENCE] / table[rivals].max(axis="columns")).dropna().to_dict()
+    return (table[REFERENCE] / table[rivals].max(axis="columns", skipna=False)).dropna().to_dict()
 
 
 def regime(rows: pd.DataFrame) -> str:
