@@ -67,7 +67,7 @@ def draw_loading(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             axis.set_xscale("log", base=2)
             axis.set_xticks(ranks, [str(rank) for rank in ranks])
             style.log_y(axis)
-    _beside_decode(*axes[:, 2], rows, said)
+    _beside_decode(axes[0, 2], axes[1, 2], rows, said)
     handles = [Line2D([], [], **_look(name) | {"label": NAMES[name]}) for name in _systems(rows)]
     handles += [Line2D([], [], **look) for look in (PAPER, ARITHMETIC)]
     style.finish(figure, f"{WORDS} {measured(rows, 'bands')}", handles, 3)
@@ -104,10 +104,11 @@ def _beside_decode(above: Axes, below: Axes, rows: pd.DataFrame, said: dict[str,
     for place, name in enumerate(systems):
         look = _look(name) | {"linestyle": "", "marker": _look(name)["marker"] or "d"}
         own = mine[mine["system"] == name]
-        for frame, mark in ((alone[alone["system"] == name], {"marker": "|", "markersize": 9}), (own, {})):
-            if value := _statistics(frame, "load_time").get("median"):
-                above.plot([value], [place], **look | mark)
-        style.note(above, f"{value:.2g}", value, place, lift=4)
+        lone, both = (_statistics(frame, "load_time") for frame in (alone[alone["system"] == name], own))
+        if "median" in lone:
+            above.plot([lone["median"]], [place], **look | {"marker": "|", "markersize": 9})
+        above.plot([both["median"]], [place], **look)
+        style.note(above, f"{both['median']:.2g}", both["median"], place, lift=4)
         if stall := _statistics(own, "stall"):
             low, middle, high = (100 * stall[one] / step for one in ("p10", "median", "p90"))
             below.plot([middle], [place], **look)

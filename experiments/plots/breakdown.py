@@ -136,7 +136,7 @@ def _bar(axis: Axes, place: int, case: pd.Series, longest: float) -> float:
         _, colour, hatch = PARTS[part]
         axis.barh(place, value, BAR, left, color=colour, hatch=hatch, zorder=2, **_edge(colour))
         if value > READABLE * longest:
-            look = {"fontsize": 6, "zorder": 4, "bbox": style.BEHIND, "ha": "center", "va": "center"}
+            look: dict[str, Any] = {"fontsize": 6, "zorder": 4, "bbox": style.BEHIND, "ha": "center", "va": "center"}
             axis.text(left + value / 2, place, f"{value / step:.0%}", **look)
         left += value
     style.note(axis, f" {step:.4g} ms", step, place, lift=0, ha="left", va="center", zorder=4)

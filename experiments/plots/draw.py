@@ -87,16 +87,17 @@ def provenance(experiment: Experiment, rows: pd.DataFrame, dates: pd.Series, row
         "figure": experiment.figure,
         "rows_file": _relative(rows_file),
         "rows": len(rows),
-        "repeats": {", ".join(map(str, key)): int(most) for key, most in _repeats(rows).items()},
+        "repeats": _repeats(rows),
         **{key: distinct(rows, column) for key, column in LISTED.items()},
         "measured": [min(dates), max(dates)],
         "config": json.loads(config.read_text(encoding="utf-8")) if config.exists() else None,
     }
 
 
-def _repeats(rows: pd.DataFrame) -> pd.Series:
+def _repeats(rows: pd.DataFrame) -> dict[str, int]:
     """The most repeats that a point has, by model, panel, system and popularity."""
-    return rows.groupby(["model", "panel", "system", "workload"], sort=False)["repeats"].max().dropna()
+    names = rows["model"] + ", " + rows["panel"] + ", " + rows["system"] + ", " + rows["workload"]
+    return {str(name): int(most) for name, most in rows.groupby(names, sort=False)["repeats"].max().dropna().items()}
 
 
 def _relative(path: Path) -> str:

@@ -78,7 +78,8 @@ def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     labels = "throughput\n(token/s)", "time to first token,\nmedian to p99 or p95 (ms)", f"found there\n({systems[0]})"
     for axis, label in zip(axes[:, 0], labels, strict=True):
         axis.set_ylabel(label)
-    handles, grey = style.patches(systems), {"color": "0.3"}
+    grey: dict[str, Any] = {"color": "0.3"}
+    handles = style.patches(systems)
     known = {name: look for name, look in PLACES.items() if (rows["metric"] == f"time_to_first_token_{name}").any()}
     handles += [Line2D([], [], marker=one, ls="", label=f"adapter {name}", **grey) for name, one in known.values()]
     handles += [Line2D([], [], color=style.PALETTE[i], label=f"in {it}") for i, it in ((7, "a slot"), (2, "memory"))]
@@ -90,8 +91,8 @@ def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 def _table(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     """One line per value of column `by`, a column per metric, and ``loud``: whether other work disturbed it."""
     table = rows.pivot_table(index=by, columns="metric", values="value", sort=False)
-    loud = rows.loc[rows["disturbed"].eq(True), by] if "disturbed" in rows else []
-    return table.assign(loud=table.index.isin(list(loud)))
+    loud = rows[rows["disturbed"].eq(True)] if "disturbed" in rows else rows.iloc[:0]
+    return table.assign(loud=table.index.isin(loud[by]))
 
 
 def _far(table: pd.DataFrame, metric: str) -> pd.Series:

@@ -1,6 +1,7 @@
 """Section 6: latency of both forms of the norm over the rows of a step, and what fusing saves."""
 
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -45,9 +46,9 @@ def draw_norms(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         style.corner(axis, f"unfused / fused {saved.min():.3g} to {saved.max():.3g} ({paper:.3g})")
         axis.set_ylabel(y_label(timed[timed["metric"] == "norm_latency"], clock))
     axes[-1, 0].set_xlabel("rows")
-    handles = [Line2D([], [], label=name, **style.measured_style(name)) for name in NAMES]
+    handles: list[Artist] = [Line2D([], [], label=name, **style.measured_style(name)) for name in NAMES]
     handles.append(Line2D([], [], color="0.3", linestyle="--", label="paper, no shape given"))
     words = "Section 6: RMSNorm, one operation after the other and in one kernel."
-    handles += style.sides(False, (rows["metric"] == FLOOR).any())
+    handles += style.sides(False, FLOOR in set(rows["metric"]))
     style.finish(figure, f"{words} {measured(rows[rows['metric'] != FLOOR], 'bands')}", handles, 2)
     return figure

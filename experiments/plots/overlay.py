@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -42,8 +43,7 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
         for place, clock in enumerate(clocks):
             timed = mine[mine["timer"] == clock]
             if apart:
-                one = [frame[frame[spec.line] == ONE] for frame in (timed, theirs)]
-                cut |= fill(axes[2 * place, column], *one, spec)
+                cut |= fill(axes[2 * place, column], _only(timed, spec), _only(theirs, spec), spec)
                 differences(axes[2 * place + 1, column], timed, theirs, spec)
             else:
                 cut |= fill(axes[place, column], timed, theirs, spec)
@@ -65,6 +65,10 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
     words += [f"Cut off in the paper: {', '.join(sorted(cut))}."] if cut else []
     finish(figure, " ".join([*words, measured(rows, "bands")]), rows, paper, spec.line)
     return figure
+
+
+def _only(frame: pd.DataFrame, spec: Overlay) -> pd.DataFrame:
+    return frame[frame[spec.line] == ONE]
 
 
 def y_label(rows: pd.DataFrame, clock: str, of: str = "") -> str:
@@ -134,7 +138,8 @@ def differences(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Over
             said.append(f"{name} {_ratios(largest, '+.1f')} %")
     axis.axhline(0, color="0.3", linewidth=0.8)
     style.log_x(axis)
-    axis.set_ylabel(f"over {ONE} (%)\nprinted: largest" if axis.get_subplotspec().is_first_col() else "")
+    axis.set_ylabel(f"over {ONE} (%)\nprinted: largest")
+    axis.label_outer()
     style.corner(axis, "\n".join(said))
 
 
@@ -176,8 +181,8 @@ def _marked(xs: Sequence[float]) -> list[int]:
 def finish(figure: Figure, words: str, rows: pd.DataFrame, paper: pd.DataFrame, line: str) -> None:
     """Caption, and a legend of lines; who has which look stands behind them."""
     names = [name for name in dict.fromkeys(rows[line]) if name]
-    handles = [Line2D([], [], label=name, **style.measured_style(name)) for name in names]
+    handles: list[Artist] = [Line2D([], [], label=name, **style.measured_style(name)) for name in names]
     if lacking := [name for name in names if not (paper[line] == name).any()] if len(paper) else []:
         words = f"{words} Not in the paper: {', '.join(lacking)}."
-    handles += style.sides(not paper.empty, (rows["metric"] == FLOOR).any())
+    handles += style.sides(not paper.empty, FLOOR in set(rows["metric"]))
     style.finish(figure, words, handles, 5)

@@ -1,5 +1,7 @@
 """Figure 7: FLOP/s over arithmetic intensity under the machine's roofs, and latency over the batch, for each clock."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -68,7 +70,7 @@ def _roofline(axis: Axes, rows: pd.DataFrame, roofs: pd.DataFrame, paper: pd.Dat
     axis.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte)", ylabel="achieved FLOP/s")
 
 
-def _roof(axis: Axes, frame: pd.DataFrame, looks: dict[str, str], name: str) -> None:
+def _roof(axis: Axes, frame: pd.DataFrame, looks: dict[str, Any], name: str) -> None:
     """Draw one roof, named in the legend by its bandwidth and peak; nothing where these are not known."""
     bandwidth = frame.loc[frame["metric"] == "memory_bandwidth_line", "value"]
     peak = frame.loc[frame["metric"].str.startswith("peak_"), "value"]

@@ -60,7 +60,8 @@ def draw_hero(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         for is_paper, frame in ((False, mine), (True, theirs)):
             for at, cell in placed(frame, mine, [name for name, one in slots if one == is_paper], slots, is_paper):
                 span = [float(getattr(cell, name, cell.value)) for name in SPAN]
-                about = {"paper": is_paper, "disturbed": getattr(cell, "disturbed", None) is True, "span": span}
+                loud = getattr(cell, "disturbed", None) is True
+                about: dict[str, Any] = {"paper": is_paper, "disturbed": loud, "span": span}
                 looks = {"fontsize": 6, "rotation": 90, "va": "bottom"}
                 width = 0.9 * GROUP / len(slots)
                 style.bar(axis, at, cell.value, width, cell.system, short(cell.value), looks, **about)
@@ -161,7 +162,7 @@ def group_names(axis: Axes, rows: pd.DataFrame) -> None:
 def write_speedups(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, size: float = 7) -> None:
     """Write above each group how many times the throughput of the best baseline Punica reaches."""
     ours, papers = speedups(mine), speedups(theirs)
-    looks = {"ha": "center", "va": "top", "fontsize": size, "fontweight": "bold", "in_layout": False}
+    looks: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": size, "fontweight": "bold", "in_layout": False}
     for group, workload in enumerate(dict.fromkeys(mine["workload"])):
         if workload in ours:
             text = f"{short(ours[workload])}x" + (f" ({short(papers[workload])}x)" if workload in papers else "")
@@ -176,7 +177,8 @@ def speedups(frame: pd.DataFrame) -> dict[str, float]:
     rivals = [name for name in baselines() if name in table]
     if REFERENCE not in table or not rivals:
         return {}
-    return (table[REFERENCE] / table[rivals].max(axis="columns", skipna=False)).dropna().to_dict()
+    found = (table[REFERENCE] / table[rivals].max(axis="columns", skipna=False)).dropna()
+    return {str(workload): float(ratio) for workload, ratio in found.items()}
 
 
 def regime(rows: pd.DataFrame) -> str:

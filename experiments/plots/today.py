@@ -1,5 +1,7 @@
 """Bars of engines side by side: decode steps, a stream, registration; above each case how much faster ours is."""
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -77,7 +79,7 @@ def _bars(axis: Axes, rows: pd.DataFrame, systems: list[str]) -> None:
     for at, cell in bars:
         spread = interval(rows[(rows["system"] == cell.system) & (rows["workload"] == cell.workload)], "workload")
         span = spread[["p10", "p90"]].to_numpy().flatten().tolist()
-        about = {"disturbed": cell.disturbed is True, "span": span}
+        about: dict[str, Any] = {"disturbed": cell.disturbed is True, "span": span}
         style.bar(axis, at, cell.value, 0.8 / len(systems), cell.system, f"{cell.value:.4g}", BEHIND, **about)
     for case, (ratio, other) in gains(table, rows["metric"].iloc[0] == SHOWN["stream"][0]).items():
         top = float(table.max(axis="columns")[case])
