@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from experiments.benches.step_parts import Launches
-    from experiments.systems.hf_backend import Decoding
+    from experiments.systems.hf_decoding import Decoding
     from experiments.systems.world import World
     from punica.measure.timing import Protocol
 

@@ -61,7 +61,7 @@ def test_a_dense_shape_has_the_elements_of_the_models_bytes() -> None:
 
 
 def test_mixtures_have_the_widths_of_the_models_that_were_timed() -> None:
-    from experiments.ext_moe import COMMON, MODELS, model_config
+    from experiments.benches.expert_models import COMMON, MODELS, model_config
 
     assert set(MIXTURES) == set(MODELS)
     for name, (hidden, inner, queries, keys, _, vocab, experts, top) in MIXTURES.items():

@@ -8,8 +8,9 @@ import torch
 from fakes import composed
 
 from experiments.benches.engine_steps import EngineSteps, StepShape
+from experiments.benches.expert_models import MODELS, MoESizes, model_config
 from experiments.claims.rows import Rows
-from experiments.ext_moe import MODELS, MoEBench, MoESizes, decode_seconds, engine_of, model_config, panel_of
+from experiments.ext_moe import MoEBench, decode_seconds, engine_of, panel_of
 from experiments.harness.catalogue import experiments
 from experiments.harness.counted import frame_of
 from experiments.harness.experiment import CheckFailed

@@ -11,7 +11,7 @@ from experiments.harness.resume import run
 from experiments.harness.schema import DType, ModelConf
 from experiments.harness.settings import settle
 from experiments.plots.hf_baselines import draw_hf_baselines
-from experiments.systems.hf_backend import Decoding
+from experiments.systems.hf_decoding import Decoding
 from experiments.systems.weights import Limits
 from experiments.systems.world import World
 from punica.measure.records import read_rows

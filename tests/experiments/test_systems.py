@@ -12,7 +12,8 @@ from experiments.systems import bench as bench_module
 from experiments.systems import check
 from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.check import check_tokens
-from experiments.systems.hf_backend import Decoding, Generated, GraphDecoding, SameProduct, linear_layers
+from experiments.systems.hf_backend import Generated, SameProduct, linear_layers
+from experiments.systems.hf_decoding import Decoding, GraphDecoding
 from experiments.systems.serving import built
 from experiments.systems.stream import Job, paper_stream, shortened, timeline_of
 from experiments.systems.weights import Limits

@@ -8,7 +8,8 @@ from experiments.ext_hf_baselines import WAYS, HfBench
 from experiments.facts.systems import FIG11, names_in
 from experiments.harness.schema import DType, ModelConf
 from experiments.systems.bench import StreamBench, StreamConf
-from experiments.systems.hf_backend import Decoding, GraphDecoding, linear_layers
+from experiments.systems.hf_backend import linear_layers
+from experiments.systems.hf_decoding import Decoding, GraphDecoding
 from experiments.systems.serving import built
 from experiments.systems.stream import shortened
 from experiments.systems.weights import Limits

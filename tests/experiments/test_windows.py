@@ -11,7 +11,7 @@ import torch
 from experiments.facts.systems import FIG11, FIG12, SYSTEMS, names_in
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import DType, ModelConf
-from experiments.systems import hf_backend
+from experiments.systems import hf_decoding
 from experiments.systems.bench import StreamBench, StreamConf, check_steps
 from experiments.systems.serving import Step, built
 from experiments.systems.stream import paper_stream, timeline_of
@@ -258,14 +258,14 @@ def test_hugging_face_attends_to_as_many_tokens_as_in_the_whole_batch(name, worl
     system = built(name, world)
     line = timeline_of(jobs, system.facts.admission, 4)
     seen = []
-    logits = hf_backend.Decoding.logits
+    logits = hf_decoding.Decoding.logits
 
     def noted(self):
         found = logits(self)
         seen.append(self._cache.get_seq_length())
         return found
 
-    monkeypatch.setattr(hf_backend.Decoding, "logits", noted)
+    monkeypatch.setattr(hf_decoding.Decoding, "logits", noted)
     system.serve(jobs)
     whole, seen[:] = list(seen), []
     start = line.steps // 2
@@ -346,7 +346,7 @@ def many_draws(bench):
 @pytest.fixture
 def work_clock(monkeypatch):
     """The clock goes on with the work of every invocation of a model, and with nothing else."""
-    now, launch, logits = [0.0], ModelRunner.launch, hf_backend.Decoding.logits
+    now, launch, logits = [0.0], ModelRunner.launch, hf_decoding.Decoding.logits
 
     def add(tokens, rows, context, adapters, prompts):
         now[0] += 1e-3 * float(cost(np.array([[tokens, rows, context, adapters, prompts, prompts > 0]])).item())
@@ -366,7 +366,7 @@ def work_clock(monkeypatch):
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(ModelRunner, "launch", counted_launch)
-    monkeypatch.setattr(hf_backend.Decoding, "logits", counted_logits)
+    monkeypatch.setattr(hf_decoding.Decoding, "logits", counted_logits)
 
 
 @pytest.mark.slow
