@@ -298,7 +298,7 @@ def captured(step):
 @pytest.mark.parametrize("done", [0, 9])
 @pytest.mark.parametrize("rows", [slice(1), slice(3, 7)], ids=["alone", "padded"])
 def test_graphs_of_a_fixed_length_choose_what_the_host_would_launch(rows, done, world, jobs, monkeypatch):
-    monkeypatch.setattr("experiments.systems.hf_backend.BLOCK", 8)
+    monkeypatch.setattr("experiments.systems.hf_decoding.BLOCK", 8)
     prompts, backend = [job.prompt for job in jobs[rows]], world.peft
     batch = backend.model, prompts, 30, backend._room, "cpu", {}, done
     with backend.merged(2):

@@ -74,7 +74,7 @@ def test_peft_computes_with_the_adapters_where_they_are(bench):
 
 
 def test_a_captured_step_of_hugging_face_gives_what_the_host_launches(bench, monkeypatch):
-    monkeypatch.setattr("experiments.systems.hf_backend.BLOCK", 8)
+    monkeypatch.setattr("experiments.systems.hf_decoding.BLOCK", 8)
     backend, prompts = bench.world.peft, [(1, 2, 3), (4, 5, 6, 7, 8)]
     tokens = torch.arange(40, device="cuda").view(2, 20) % 512
     with backend.merged(2):
