@@ -37,7 +37,7 @@ def redraw(cfg: DictConfig) -> int:
         looked = " and ".join(str(rows) for rows, _ in order)
         raise ConfigError(f"no rows to draw in {looked}: run make reproduce, or choose another hardware=")
     files = [str(path) for paths in drawn.values() for path in paths]
-    finish(command="figures", drawn=files, without_rows=without, failed=failures)
+    finish(command="figures", drawn=files, not_drawn=without, failed=failures)
     return 1 if failures else 0
 
 

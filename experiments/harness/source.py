@@ -30,6 +30,8 @@ ONLY_SHOW = tuple(
 )  # fmt: skip
 ALWAYS = ("experiments.harness.passes", "experiments.harness.samples", "punica.measure.disturbance")
 """Modules: what repeats, drops and marks the measurements of every figure."""
+DRAWING = {"drawn_by", "overlay", "shown"}
+"""Attributes of experiments that decide a picture, and no number."""
 _NAMED = re.compile(r"(experiments|punica)(\.\w+)*")
 _FILE = re.compile(r"[\w.]+")
 _NO_CODE = {"__version__", "__all__"}
@@ -178,6 +180,8 @@ class Code:
             return f"Name({found.name or found.module.rpartition('.')[2]})"
         if isinstance(value, (ast.arg, ast.Name, ast.Attribute)):
             return self._plain(value, local)
+        if isinstance(value, ast.ClassDef):
+            value.body = [one for one in map(_undrawn, value.body) if one]
         if isinstance(value, _SCOPES):
             local |= _local(value)
         self._note_registry(value)
@@ -210,6 +214,19 @@ class Code:
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register":
                 registry = self._place(call.func.value, frozenset())
                 self.registries |= {registry} if registry else set()
+
+
+def _undrawn(statement: ast.stmt) -> ast.stmt | None:
+    """Return a statement of a class without attributes of `DRAWING`; None where nothing is left."""
+    match statement:
+        case ast.FunctionDef(name=name) if name in DRAWING:
+            return None
+        case ast.Assign(targets=[ast.Name(id=name)]) if name in DRAWING:
+            return None
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)) if len(names) == len(values):
+            kept = [pair for pair in zip(names, values, strict=True) if getattr(pair[0], "id", "") not in DRAWING]
+            return ast.Assign([ast.Tuple([name for name, _ in kept])], ast.Tuple([one for _, one in kept]), lineno=0)
+    return statement
 
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -32,7 +32,8 @@ FILES = {
     '    return open("fig13.csv"), open("fig10_layer"), tuned, "experiments.systems.mine"\n',
     "experiments/benches/tuned/gpu.json": "{}",
     "experiments/systems/mine.py": "from experiments.systems.table import SYSTEMS\n\n\n"
-    '@SYSTEMS.register("mine")\nclass Mine:\n    steps = 1\n',
+    '@SYSTEMS.register("mine")\nclass Mine:\n    steps = 1\n    drawn_by = "bars"\n'
+    '    clock, overlay = "host", "grid"\n',
     "experiments/systems/table.py": "class Registry:\n    pass\n\n\nSYSTEMS = Registry()\n",
     "experiments/harness/passes.py": "def repeat():\n    return 2\n",
     "experiments/harness/samples.py": "def keep():\n    return 1\n",
@@ -72,6 +73,7 @@ def hashed(tree):
         ("experiments/benches/clock.py", "REPEATS = 3", "REPEATS = 4"),
         ("experiments/fig99.py", "data.read()", "data.read(), 1"),
         ("experiments/systems/mine.py", "steps = 1", "steps = 2"),
+        ("experiments/systems/mine.py", '"host"', '"graph"'),
         ("experiments/harness/passes.py", "2", "3"),
         ("experiments/harness/samples.py", "1", "2"),
         ("punica/measure/disturbance.py", "1.1", "1.2"),
@@ -98,11 +100,14 @@ def test_what_decides_a_number_changes_the_hash(tree, file, old, new):
         ("punica/ops/other.py", "return 0", "return 1"),
         ("experiments/plots/bars.py", "2", "3"),
         ("punica/__init__.py", "0.1.0", "1.0.0"),
+        ("experiments/systems/mine.py", '"bars"', '"dots"'),
+        ("experiments/systems/mine.py", '"grid"', '"table"'),
         ("paper_results/fig01.csv", "1", "2"),
         ("results/h200/fig10_layer.csv", "ab,1", "cd,1"),
         ("experiments/fig99.py", "\n\n\ndef", "\nif TYPE_CHECKING:\n    from punica.ops.other import rows\n\n\ndef"),
     ],
-    ids=["docstring", "comment", "other-constant", "other-function", "name-of-a-local", "plot", "version", "other-data",
+    ids=["docstring", "comment", "other-constant", "other-function", "name-of-a-local", "plot", "version", "drawing",
+         "drawing-beside", "other-data",
          "hash-of-read-rows", "import-for-types"],
 )  # fmt: skip
 def test_what_decides_none_does_not(tree, file, old, new):
