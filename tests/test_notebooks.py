@@ -145,7 +145,7 @@ def test_notebook_runs(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.notebook
-def test_first_notebook_not_drawn(repository: Path) -> None:
+def test_first_notebook_without_rows(repository: Path) -> None:
     notebook = execute(repository / "notebooks" / FIRST)
     said = texts(notebook)
     assert pictures(notebook) == 0
@@ -225,7 +225,7 @@ def test_recorded_rows_win_and_are_never_mixed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_machines_stand_side_by_side_and_one_not_drawn_says_so(repository: Path) -> None:
+def test_machines_stand_side_by_side_and_one_without_rows_says_so(repository: Path) -> None:
     write_paper_rows(repository / "results" / "h200", "h200", [FIG9])
     first, absent, second, picture, source = SideBySide(repository).figure(FIG9)
     assert [first.data, second.data] == ["**A CPU**", "**An H200**"]

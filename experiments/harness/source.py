@@ -104,11 +104,8 @@ class Module:
             if isinstance(node, ast.ImportFrom):
                 if (node.module or "").split(".")[0] in PACKAGES:
                     self.bound[alias.asname or alias.name] = Place(str(node.module), alias.name)
-            elif alias.name.split(".")[0] in PACKAGES:
-                whole = alias.asname is not None
-                self.bound[alias.asname or alias.name.split(".")[0]] = Place(
-                    alias.name if whole else alias.name.split(".")[0]
-                )
+            elif (package := alias.name.split(".")[0]) in PACKAGES:
+                self.bound[alias.asname or package] = Place(alias.name if alias.asname else package)
 
     def _sort(self, statement: ast.stmt) -> None:
         if isinstance(statement, (ast.Import, ast.ImportFrom)) or is_text(statement) or _for_types(statement):
@@ -139,11 +136,10 @@ def _defined(statement: ast.AST) -> Iterator[str]:
 
 def is_text(statement: object) -> bool:
     """Tell if a statement is a string alone: a docstring of a module, class, function or variable."""
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
+    match statement:
+        case ast.Expr(value=ast.Constant(value=str())):
+            return True
+    return False
 
 
 def _for_types(statement: object) -> bool:
@@ -178,8 +174,12 @@ class Code:
         if isinstance(value, (ast.Name, ast.Attribute)) and (found := self._place(value, local)):
             self.reached.add(found)
             return f"Name({found.name or found.module.rpartition('.')[2]})"
-        if isinstance(value, (ast.arg, ast.Name, ast.Attribute)):
-            return self._plain(value, local)
+        if isinstance(value, ast.arg):  # its type is text, by which nothing is reached
+            return f"{value.arg}:{ast.unparse(value.annotation)}" if value.annotation else value.arg
+        if isinstance(value, ast.Attribute):
+            return f"{self._write(value.value, local)}.{value.attr}"
+        if isinstance(value, ast.Name):
+            return f"Name({value.id})"
         if isinstance(value, ast.ClassDef):
             value.body = [one for one in map(_undrawn, value.body) if one]
         if isinstance(value, _SCOPES):
@@ -192,14 +192,6 @@ class Code:
             elif name == "returns" and entry is not None:
                 parts.append(ast.unparse(entry))
         return f"{type(value).__name__}({','.join(parts)})"
-
-    def _plain(self, value: ast.AST, local: frozenset[str]) -> str:
-        """Write what names no definition; an argument's type is text, and nothing is reached by it."""
-        if isinstance(value, ast.arg):
-            return f"{value.arg}:{ast.unparse(value.annotation)}" if value.annotation else value.arg
-        if isinstance(value, ast.Attribute):
-            return f"{self._write(value.value, local)}.{value.attr}"
-        return f"Name({value.id})" if isinstance(value, ast.Name) else ""
 
     def _place(self, value: ast.AST, local: frozenset[str]) -> Place | None:
         """Find the definition that a name, or a chain of attributes of modules, means."""
@@ -311,9 +303,7 @@ class Tree:
         return self._codes[place]
 
     def imports(self, name: str) -> set[str]:
-        """Return the modules of the house that a module imports, or names in a text, itself and those above among
-        them.
-        """
+        """Return the modules of the house that a module imports or names in a text, with their packages, and itself."""
         if name not in self._imports:
             module = self.module(name)
             found = {name, *module.named} if module else set()

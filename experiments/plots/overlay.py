@@ -179,7 +179,7 @@ def _marked(xs: Sequence[float]) -> list[int]:
 
 
 def finish(figure: Figure, words: str, rows: pd.DataFrame, paper: pd.DataFrame, line: str) -> None:
-    """Caption, and a legend of lines; who has which look stands behind them."""
+    """Write the caption, and a legend of lines before one of looks."""
     names = [name for name in dict.fromkeys(rows[line]) if name]
     handles: list[Artist] = [Line2D([], [], label=name, **style.measured_style(name)) for name in names]
     if lacking := [name for name in names if not (paper[line] == name).any()] if len(paper) else []:

@@ -62,9 +62,10 @@ def draw_hero(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
                 span = [float(getattr(cell, name, cell.value)) for name in SPAN]
                 loud = getattr(cell, "disturbed", None) is True
                 about: dict[str, Any] = {"paper": is_paper, "disturbed": loud, "span": span}
-                looks = {"fontsize": 6, "rotation": 90, "va": "bottom"}
+                looks: dict[str, Any] = {"fontsize": 6, "rotation": 90, "va": "bottom"}
                 width = 0.9 * GROUP / len(slots)
-                style.bar(axis, at, cell.value, width, cell.system, short(cell.value), looks, **about)
+                top = style.bar(axis, at, cell.value, width, cell.system, **about)
+                style.note(axis, short(cell.value), at, top, zorder=5, **looks)
         group_names(axis, mine)
         write_speedups(axis, mine, paper[paper["panel"] == panel])
         axis.set_title(models_of(mine))
@@ -79,7 +80,7 @@ def draw_hero(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 def placed(
     frame: pd.DataFrame, of: pd.DataFrame, names: Sequence[str], slots: Sequence[Any], paper: bool | None = None
 ) -> list[tuple[float, Any]]:
-    """Where each row of ``frame`` stands: in the group of its popularity in ``of``, in the slot of its system."""
+    """Return the place of each row of ``frame``: the group of its popularity in ``of``, the slot of its system."""
     workloads, found = list(dict.fromkeys(of["workload"])), []
     cell: Any
     for cell in frame[frame["workload"].isin(workloads) & frame["system"].isin(names)].itertuples():

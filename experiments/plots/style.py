@@ -37,7 +37,7 @@ Shared = bool | Literal["none", "all", "row", "col"]
 
 
 class Look(NamedTuple):
-    """What tells one line, or bar, from another."""
+    """Colour, marker and hatch by which a line, or bar, differs from others."""
 
     colour: tuple[float, float, float]
     marker: str
@@ -225,17 +225,17 @@ def patches(names: Iterable[str]) -> list[Artist]:
 
 
 def bar(
-    axis: Axes, at: float, value: float, width: float, name: str, text: str = "", looks: dict[str, Any] | None = None,
-    paper: bool = False, disturbed: bool = False, span: Sequence[float] = (),
-) -> None:  # fmt: skip
-    """A bar of `name` around `at`, its `span` over repeats as a line, and `text` above it."""
+    axis: Axes, at: float, value: float, width: float, name: str, paper: bool = False, disturbed: bool = False,
+    span: Sequence[float] = (),
+) -> float:  # fmt: skip
+    """Draw a bar of `name` around `at`, its `span` over repeats as a line; return their upper end."""
     axis.bar(at, value, width, zorder=3, **patch(name, paper))
     low, high = span or (value, value)
     if low < high:
         axis.vlines(at, low, high, color="0.1", linewidth=0.8, zorder=4)
     if disturbed:
         crossed(axis, [at], [value])
-    note(axis, text, at, max(value, high), zorder=5, **looks or {})
+    return max(value, high)
 
 
 def crossed(axis: Axes, xs: Iterable[float], ys: Iterable[float], at: Collection[float] | None = None) -> None:

@@ -75,7 +75,8 @@ def _steps(axis: Axes, mine: pd.DataFrame) -> None:
     width = 0.9 * GROUP / len(systems)
     for at, cell in placed(steps, steps, systems, systems):
         loud = getattr(cell, "disturbed", None) is True
-        style.bar(axis, at, cell.value, width, cell.system, short(cell.value), disturbed=loud)
+        top = style.bar(axis, at, cell.value, width, cell.system, disturbed=loud)
+        style.note(axis, short(cell.value), at, top, zorder=5)
         if (share := shares.get((cell.system, cell.workload))) is not None:
             axis.bar(at, share * cell.value, width, zorder=4, **COLLECTIVES)
     axis.margins(y=0.12)
@@ -85,7 +86,8 @@ def _steps(axis: Axes, mine: pd.DataFrame) -> None:
 def _side_by_side(axis: Axes, cells: pd.DataFrame) -> None:
     """A bar for each of `cells`, named by its model and ranks."""
     for at, (value, system) in enumerate(zip(cells["value"], cells["system"], strict=True)):
-        style.bar(axis, at, value, 0.9, system, f"{value:.2g}", {"bbox": style.BEHIND})
+        top = style.bar(axis, at, value, 0.9, system)
+        style.note(axis, f"{value:.2g}", at, top, zorder=5, bbox=style.BEHIND)
     ranks = [str(panel).removesuffix(" ratios").rpartition(", ")[2] for panel in cells["panel"]]
     models = [str(model).rpartition("-")[2] for model in cells["model"]]
     axis.set_xticks(range(len(cells)), ["\n".join(names) for names in zip(models, ranks, strict=True)])

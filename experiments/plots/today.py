@@ -12,7 +12,6 @@ from experiments.plots.frames import centre, interval, measured
 from experiments.plots.serving_bars import group_names, placed
 from experiments.today.peers import OURS, PEERS
 
-BEHIND = {"bbox": style.BEHIND}
 CASES = {"": "no adapter", "Identical": "Identical", "Distinct": "Distinct"}
 SHOWN = {
     "decode": ("step_latency", "decode step (ms)"),
@@ -80,7 +79,8 @@ def _bars(axis: Axes, rows: pd.DataFrame, systems: list[str]) -> None:
         spread = interval(rows[(rows["system"] == cell.system) & (rows["workload"] == cell.workload)], "workload")
         span = spread[["p10", "p90"]].to_numpy().flatten().tolist()
         about: dict[str, Any] = {"disturbed": cell.disturbed is True, "span": span}
-        style.bar(axis, at, cell.value, 0.8 / len(systems), cell.system, f"{cell.value:.4g}", BEHIND, **about)
+        top = style.bar(axis, at, cell.value, 0.8 / len(systems), cell.system, **about)
+        style.note(axis, f"{cell.value:.4g}", at, top, zorder=5, bbox=style.BEHIND)
     for case, (ratio, other) in gains(table, rows["metric"].iloc[0] == SHOWN["stream"][0]).items():
         top = float(table.max(axis="columns")[case])
         style.note(axis, f"{ratio:.2f}x ({other})", list(table.index).index(case), top, lift=11, fontweight="bold")

@@ -103,5 +103,5 @@ def test_ends_are_the_farthest_and_spreads_are_kept_apart_from_the_middle():
     assert list(found[["lowest", "highest"]].itertuples(index=False, name=None)) == [(1, 2), (2, 3), (3, 4)]
 
 
-def test_not_drawn_nothing_counts():
+def test_without_rows_nothing_counts():
     assert merged(counted(frame_of([]))).empty

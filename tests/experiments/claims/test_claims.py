@@ -88,7 +88,7 @@ def test_every_claim_has_a_function_and_both_tests():
         assert all(bound.reading for test in tests.values() for bound in test), id
 
 
-def test_not_drawn_only_arithmetic_is_judged():
+def test_without_rows_only_arithmetic_is_judged():
     verdicts = judge(pd.DataFrame(columns=list(COLUMNS)), PAPER)
     assert {v.id for v in verdicts if v.verdict == ARITHMETIC} == NO_ROWS_NEEDED
     assert {v.kind for v in verdicts if v.id in NO_ROWS_NEEDED} == {"simulated"}

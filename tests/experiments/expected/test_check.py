@@ -32,7 +32,7 @@ def recorded(tmp_path_factory):
     return root
 
 
-def test_not_drawn_or_ranges_it_says_what_to_do(recorded):
+def test_without_rows_or_ranges_it_says_what_to_do(recorded):
     with pytest.raises(ConfigError, match="hardware=h100 has no expected ranges; recorded are those of h200"):
         check(config(recorded, hardware="h100"))
     with pytest.raises(ConfigError, match="scale=smoke has no expected ranges"):

@@ -44,7 +44,7 @@ def test_tables_are_those_of_the_rows(folder):
     assert f"| {first.label} | 9.00 | 6.00 |  | 15.00 | {first.best_existing():.1f} |" in text
 
 
-def test_lines_not_drawn_are_empty_and_a_machine_without_any_has_no_page(folder, tmp_path):
+def test_lines_without_rows_are_empty_and_a_machine_without_any_has_no_page(folder, tmp_path):
     machine = machine_of(folder, folder, PAPER)
     text = write_operator_tables(machine, folder / "page.md")[0].read_text(encoding="utf-8")
     assert "| T=2 Skewed | 0.25 | 2.8 |  |  | sgl_v2_best | 6.4 |  |" in text

@@ -52,7 +52,7 @@ def test_a_table_spans_lines_and_what_stands_around_it_stays(cpu, tmp_path):
     assert found.endswith("|\n\n<!-- /measured -->\nb")
 
 
-def test_an_unknown_marker_and_a_machine_not_drawn_are_refused_before_anything_is_written(cpu, tmp_path):
+def test_an_unknown_marker_and_a_machine_without_rows_are_refused_before_anything_is_written(cpu, tmp_path):
     path = tmp_path / "B.md"
     path.write_text("<!-- measured:nothing --><!-- /measured -->")
     with pytest.raises(RowsError, match=r"B.md: the marker measured:nothing is filled by no function: choose one"):
