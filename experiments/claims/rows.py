@@ -2,7 +2,7 @@
 
 A claim sees one number per point: of central statistics (median, single value, count), without rows of ``scale=smoke``,
 that which `experiments.harness.counted` chooses by the claim's clock (``paper_results/claim_clocks.csv``). Beside it
-stand the same rows with one repeat alone, without one, or with some points changed, for intervals and marks.
+are the same rows with one repeat alone, without one, or with some points changed, for intervals and marks.
 """
 
 import itertools
