@@ -255,8 +255,7 @@ class Tree:
         self.root = root
         self._modules: dict[str, Module | None] = {}
         self._found: dict[Place, Place | None] = {}
-        self._codes: dict[Place, Code] = {}
-        self._imports: dict[str, set[str]] = {}
+        self._codes, self._imports = dict[Place, Code](), dict[str, set[str]]()
 
     def module(self, name: str) -> Module | None:
         """Return a module that decides numbers; None where there is no such."""
@@ -297,7 +296,8 @@ class Tree:
         """Return the code of a definition; of a whole module that of its statements that define nothing."""
         if place not in self._codes:
             module = self.module(place.module)
-            assert module is not None
+            if module is None:
+                raise LookupError(f"{place.module} is no module that decides numbers")
             statements = module.definitions[place.name] if place.name else module.effects
             self._codes[place] = Code(self, module, statements)
         return self._codes[place]

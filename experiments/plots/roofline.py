@@ -19,7 +19,7 @@ STEPS = (
     " Ours steps up from 32 to 48 rows of Identical and Uniform, and from 48 to 64 of Skewed, where its schedule "
     "changes from one row to 16 rows a program."
 )
-"""What `choose_expand` of `punica.ops.triton_ops.schedules` chooses at these shapes for an H200."""
+"""Choice of `choose_expand` (`punica.ops.triton_ops.schedules`) at these shapes for an H200."""
 SPEC = Overlay(title="", metric="latency", line="workload")
 
 
