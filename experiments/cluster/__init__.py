@@ -10,5 +10,4 @@
     recorded.py          cost models and windows from recorded rows; a cost model by name
     windows.py loads.py  recorded windows and loads, predicted from others
     placed.py scaled.py  scheduling rules beside one another; a thousand GPUs
-    adapted_shapes.py disaggregated.py link_map.py  LoRA servers: bytes, cost model, and the rows of their map
 """

@@ -34,7 +34,7 @@ SHORT = {"fig11_textgen": ("hero", "serving_bars.draw_hero")}
 """Experiment -> name of its short figure, and the function that draws it."""
 BY_CLOCK = ("7", "8", "9", "10", "README backbone-vs-sgmv", "text 6")
 """Figures with panels for each clock that has rows."""
-NOT_DRAWN = {"ext_disaggregated", "ext_stated_lengths", "ext_cluster_scale", "ext_server", "ext_own_server"}
+NOT_DRAWN = {"ext_stated_lengths", "ext_cluster_scale", "ext_server", "ext_own_server"}
 """Experiments whose rows are in tables alone."""
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every font table that a PDF keeps
 

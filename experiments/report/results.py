@@ -13,7 +13,6 @@ import pandas as pd
 
 from experiments.claims import Verdict, as_frame
 from experiments.claims.asked import asked, asked_table
-from experiments.claims.disaggregated import disaggregated_verdicts
 from experiments.claims.fig11 import Serving, ranks_table
 from experiments.claims.fig13 import runners_table
 from experiments.claims.judge import NOT_MEASURED
@@ -199,7 +198,6 @@ def _simulations(rows: pd.DataFrame, paper: Path) -> Iterator[str]:
             runners_table(rows, paper),
         ),
         "Other scheduling rules, simulated": ("", [f"* {one}" for one in placement_verdicts(rows)]),
-        "LoRA servers, simulated": ("", [f"* {one}" for one in disaggregated_verdicts(rows)]),
     }
     for title, (intro, lines) in sections.items():
         if lines:

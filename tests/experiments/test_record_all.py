@@ -15,7 +15,7 @@ from experiments.harness.schema import ConfigError
 from experiments.harness.settings import keys_read, refuse_unread
 from punica.measure.records import Row, RowsError, write_rows
 
-ON_A_CPU = {"fig13_cluster", "ext_placement", "ext_disaggregated", "ext_cluster_scale"}
+ON_A_CPU = {"fig13_cluster", "ext_placement", "ext_cluster_scale"}
 OF_OTHERS = {"ext_server"}
 """Experiments that measure what somebody else runs."""
 SETS = [RecordedSet("a", 1.0, rounds=1), RecordedSet("b", 2.0, rounds=2), RecordedSet("c", 3.0, rounds=2, gb=100.0)]

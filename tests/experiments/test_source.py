@@ -145,7 +145,7 @@ def reach(script):
     [
         ("fig08_lora_operator", {"Passes", "CpuTimes", "TritonOps", "_sum_ranks"}, "punica/ops/triton_ops/tuned/"),
         ("fig11_textgen", {"Engine", "EngineSystem", "Scheduler", "_sum_ranks"}, "punica/ops/triton_ops/tuned/"),
-        ("ext_disaggregated", {"Passes"}, "results/h200/fig10_layer.csv"),
+        ("ext_placement", {"Passes"}, "results/h200/fig10_layer.csv"),
         ("fig13_cluster", {"Passes", "RayCluster"}, "paper_results/fig13_cluster.csv"),
         ("fig13_cluster", set(), "paper_results/fig10_transformer_layer.csv"),
         ("ext_own_server", {"Engine", "Server", "_Parser"}, "punica/ops/triton_ops/tuned/"),
