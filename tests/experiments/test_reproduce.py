@@ -145,7 +145,7 @@ def test_rows_of_the_first_points_of_all_figures_are_judged_and_shown(tmp_path, 
         rows = read_rows(path)
         first = list(dict.fromkeys(row.point for row in rows))[:points]
         write_rows(places.fresh_rows / path.name, [row for row in rows if row.point in first])
-    _, _, files = report.write_fresh(places)
+    _, files = report.write_fresh(places)
     assert all(file.exists() for file in files)
 
 
