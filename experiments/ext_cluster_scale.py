@@ -42,7 +42,7 @@ class ClusterScale(Experiment):
     """Time and memory by number of requests (the panels) and scheduling rule (the systems)."""
 
     name, figure, order, conf = "ext_cluster_scale", "ext cluster scale", 295, ScaleConf
-    clock, drawn_by = "host_clock", "cluster.draw_scale"
+    clock, drawn_by = "host_clock", ""
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
         from punica.cluster import SCHEDULING_RULES

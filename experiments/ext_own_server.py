@@ -72,7 +72,7 @@ class OwnServer(Experiment):
 
     name, figure, order, conf = "ext_own_server", "ext own server", 301, OwnServerConf
     reads = ("model", "workload", "adapters.ranks", "adapters.seed")
-    clock, drawn_by = "host_clock", "own_server.draw_own_server"
+    clock, drawn_by = "host_clock", ""
 
     def points(self, cfg: Config) -> list[Point]:
         check(cfg)

@@ -106,7 +106,7 @@ class ServerLoad(Experiment):
 
     name, figure, order, conf = "ext_server", "ext server", 300, ServerConf
     reads = ("workload",)
-    clock, drawn_by = "host_clock", "server.draw_server"
+    clock, drawn_by = "host_clock", ""
 
     def points(self, cfg: Config) -> list[Point]:
         from experiments.http_load.about import look_up

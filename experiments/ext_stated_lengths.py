@@ -22,7 +22,7 @@ from experiments.harness import main
 class StatedLengths(Fig11):
     """Figure 11 on the stated lengths, for Distinct and Identical."""
 
-    name, figure, order = "ext_stated_lengths", "ext stated lengths", 270
+    name, figure, order, drawn_by = "ext_stated_lengths", "ext stated lengths", 270, ""
 
 
 EXPERIMENT = StatedLengths()

@@ -27,19 +27,18 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, NamedTuple
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 from experiments.commands.commits import is_uncommitted
 from experiments.harness.command import finish, with_options
-from experiments.harness.schema import CONF, REPOSITORY, ConfigError
+from experiments.harness.recording import RecordedSet, sets_of
+from experiments.harness.schema import REPOSITORY, ConfigError
 from punica.measure.commit import commit
 from punica.measure.environment import hardware_slug
 from punica.measure.records import RowsError, ensure_writable, read_rows
 
 POLL_S, STOPPING_S = 0.5, 30.0
 """Seconds between two looks at the sets under way, and those that an interrupted one has for writing its rows."""
-THREADS = 16
-"""Threads of every GPU set: rows of machines with other numbers of cores would replace each other."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -53,49 +52,7 @@ class Options:
     vllm_python: str | None = None  # Python of an environment with vLLM, for the set that needs one
 
 
-@dataclass(frozen=True)
-class RecordedSet:
-    """One command, with the minutes of a round and what a machine must have for it (`conf/recording.yaml`)."""
-
-    run: str
-    minutes: float
-    claims: str = ""
-    gb: float = 30.0
-    gpus: int = 1
-    rounds: int = 3
-    vllm: bool = False
-
-    @property
-    def script(self) -> str:
-        """The script that it runs, which has one file of rows."""
-        return self.run.split()[0]
-
-    def command(self, machine: str, round_: int, vllm_python: str | None) -> list[str]:
-        """Return the words after `python -m`; later rounds measure the repeats that earlier ones have not."""
-        script, *words = shlex.split(self.run)
-        if not script.startswith("commands.") and not script.endswith("_tables"):  # those find the hardware themselves
-            words += [f"hardware={machine}", *([] if machine == "cpu" else [f"hardware.threads={THREADS}"])]
-        words += [f"scale.passes={round_ + 1}"] if self.rounds > 1 else []
-        return [f"experiments.{script}", *words, *([f"figure.vllm_python={vllm_python}"] if self.vllm else [])]
-
-    def missing(self, vllm_python: str | None, memory_gb: Sequence[float]) -> str:
-        """Return what the machine lacks for the set, given the memory of its GPUs; empty where it lacks nothing."""
-        if self.vllm and not vllm_python:
-            return "needs vllm_python=/path/to/python, an environment with vLLM"
-        enough = sum(memory >= self.gb for memory in memory_gb) >= self.gpus
-        return "" if enough else f"needs {self.gpus} GPU(s) of {self.gb:g} GB"
-
-
 Round = tuple[RecordedSet, int]
-
-
-def sets_of(machine: str) -> list[RecordedSet]:
-    """Return the sets of `machine`; `ConfigError` for a name without a file in `conf/hardware`."""
-    known = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml") if path.stem != "auto")
-    if machine not in known:
-        raise ConfigError(f"machine={machine} is unknown: choose machine={' or machine='.join(known)}")
-    content: Any = OmegaConf.to_container(OmegaConf.load(CONF / "recording.yaml"))
-    return [RecordedSet(**one) for one in content["cpu" if machine == "cpu" else "gpu"]]
 
 
 class Progress:

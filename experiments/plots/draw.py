@@ -14,12 +14,12 @@ from hydra.utils import get_method
 from matplotlib.figure import Figure
 
 from experiments.harness.clocks import clock_note
-from experiments.harness.counted import frame_of
+from experiments.harness.counted import counted, frame_of
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
 from experiments.plots.floors import floors
-from experiments.plots.frames import NOTE, distinct, frame_of_clocks, measured_frame, paper_frame, rows_of_repeats
+from experiments.plots.frames import NOTE, distinct, frame_of_clocks, measured_frame, paper_frame
 from experiments.plots.overlay import panels
 from punica.measure.records import ensure_writable, read_rows
 
@@ -34,8 +34,6 @@ SHORT = {"fig11_textgen": ("hero", "serving_bars.draw_hero")}
 """Experiment -> name of its short figure, and the function that draws it."""
 BY_CLOCK = ("7", "8", "9", "10", "README backbone-vs-sgmv", "text 6")
 """Figures with panels for each clock that has rows."""
-NOT_DRAWN = {"ext_stated_lengths", "ext_cluster_scale", "ext_server", "ext_own_server"}
-"""Experiments whose rows are in tables alone."""
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every font table that a PDF keeps
 
 
@@ -43,12 +41,13 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
     """Draw `experiment` from `rows_file` into `folder` beside the paper's rows; return the three files, and those of a
     short figure behind them. None for an experiment without a figure.
     """
-    if experiment.name in NOT_DRAWN or not (experiment.overlay or experiment.drawn_by):
+    if not (experiment.overlay or experiment.drawn_by):
         return []
-    repeats = rows_of_repeats(rows_file)
-    rows = frame_of_clocks(rows_file) if experiment.figure in BY_CLOCK else measured_frame(repeats)
+    read = frame_of(read_rows(rows_file))
+    repeats = counted(read)
+    rows = frame_of_clocks(read) if experiment.figure in BY_CLOCK else measured_frame(repeats)
     rows = pd.concat([rows, floors(rows, rows_file)], ignore_index=True)
-    rows.attrs[NOTE] = clock_note(frame_of(read_rows(rows_file)))
+    rows.attrs[NOTE] = clock_note(read)
     paper = paper_frame(paper_folder, experiment.figure)
     ensure_writable(folder)
     pdf, png, facts = (folder / f"{experiment.name}.{kind}" for kind in KINDS)

@@ -26,9 +26,8 @@ def rows_of_repeats(path: Path) -> pd.DataFrame:
     return counted(frame_of(read_rows(path)))
 
 
-def frame_of_clocks(path: Path) -> pd.DataFrame:
-    """`measured_frame` of every clock in the file `path` whose rows count, the host's first."""
-    rows = frame_of(read_rows(path))
+def frame_of_clocks(rows: pd.DataFrame) -> pd.DataFrame:
+    """`measured_frame` of every clock whose `rows`, all repeats of a file, count, the host's first."""
     rows = rows[~gives_way(rows)]
     clock = rows["timer"].fillna("")
     parts = [rows[clock == one] for one in reversed(TIMERS)]

@@ -15,6 +15,7 @@ import pandas as pd
 from omegaconf import OmegaConf
 
 from experiments.benches.operator_lines import TABLES
+from experiments.harness.recording import recorded_sets
 from experiments.harness.schema import CONF, REPOSITORY
 from experiments.harness.source import fingerprint
 
@@ -100,6 +101,5 @@ def _conf(script: str, recorded: dict[str, Any]) -> Iterator[tuple[str, dict[str
 @cache
 def _overridden(script: str) -> set[str]:
     """Return the settings that recorded sets of a script choose for themselves."""
-    content: Any = OmegaConf.to_container(OmegaConf.load(CONF / "recording.yaml"))
-    words = " ".join(one["run"] for sets in content.values() for one in sets if script in one["run"].split())
+    words = " ".join(one.run for sets in recorded_sets().values() for one in sets if script in one.run.split())
     return set(re.findall(r"([\w.]+)=", words))

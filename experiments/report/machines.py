@@ -97,8 +97,8 @@ def read_folder(folder: Path) -> pd.DataFrame:
 
     RowsError names file, line and remedy when a file is damaged.
     """
-    frames = [frame_of(read_rows(path)) for path in rows_files(folder)]
-    frames = [frame.assign(older=older(frame, path)) for frame, path in zip(frames, rows_files(folder), strict=True)]
+    read = {path: frame_of(read_rows(path)) for path in rows_files(folder)}
+    frames = [rows.assign(older=older(rows, path)) for path, rows in read.items()]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*COLUMNS, "older"])
 
 

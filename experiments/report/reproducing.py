@@ -1,9 +1,10 @@
 """REPRODUCING.md: the command, minutes, GPU hours, expected range and verdict of each claim; each figure's minutes."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +17,7 @@ from experiments.facts.paper import read_claims
 from experiments.harness.catalogue import experiments
 from experiments.harness.counted import SCALES
 from experiments.harness.experiment import Experiment
+from experiments.harness.recording import recorded_sets
 from experiments.harness.schema import CONF
 from experiments.plots.frames import distinct
 from experiments.report.expected import claim_ranges
@@ -86,8 +88,7 @@ def expected(verdict: Verdict, paper: Path) -> str:
 @cache
 def gpu_sets() -> pd.DataFrame:
     """Return the sets that a GPU measures, with the claims that each decides, its GPU hours and its memory."""
-    content: Any = OmegaConf.to_container(OmegaConf.load(CONF / "recording.yaml"))
-    sets = pd.DataFrame(content["gpu"]).fillna({"claims": "", "gb": 30.0, "gpus": 1, "rounds": 3})
+    sets = pd.DataFrame([asdict(one) for one in recorded_sets()["gpu"]])
     hours = sets["minutes"] * sets["rounds"] * sets["gpus"] / 60
     return sets.assign(claims=sets["claims"].map(claims_in), hours=hours, memory=sets["gpus"] * sets["gb"])
 

@@ -193,7 +193,7 @@ def test_each_clock_has_axes_of_its_own(tmp_path):
     rows = [row(us * batch, batch_size=batch, timer=clock)
             for clock, us in (("cuda_graph", 3.0), ("host_clock", 40.0)) for batch in (1, 64)]  # fmt: skip
     write_rows(path, rows)  # of a CPU, whose clock counts
-    frame = frame_of_clocks(path)
+    frame = frame_of_clocks(frame_of(rows))
     assert list(dict.fromkeys(frame["timer"])) == ["host_clock", "cuda_graph"]
     figure = panels(frame, read_figure(PAPER, "9"), FIG09.overlay)
     assert [list(axis.lines[1].get_ydata()) for axis in figure.axes] == [[40, 2560], [3, 192]]
@@ -483,7 +483,7 @@ def test_a_clock_that_does_not_count_is_said_and_not_drawn(tmp_path):
     rows = [row(us, timer=clock, hardware="h200", batch_size=batch)
             for clock, us in (("cuda_graph", 3.0), ("host_clock", 40.0)) for batch in (1, 64)]  # fmt: skip
     write_rows(path, rows)  # no launch was calibrated with them
-    assert set(frame_of_clocks(path)["timer"]) == {"cuda_graph"}
+    assert set(frame_of_clocks(frame_of(rows))["timer"]) == {"cuda_graph"}
     assert NOT_STEADY in drawn_caption(path, tmp_path)
     write_rows(path, rows[:2])
     assert NOT_STEADY not in drawn_caption(path, tmp_path)

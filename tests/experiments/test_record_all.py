@@ -9,8 +9,9 @@ import pytest
 from fakes import composed
 
 from experiments.commands import record_all
-from experiments.commands.record_all import Ended, Options, Progress, RecordedSet, is_whole, sets_of
+from experiments.commands.record_all import Ended, Options, Progress, is_whole
 from experiments.harness.catalogue import experiments
+from experiments.harness.recording import RecordedSet, sets_of
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import keys_read, refuse_unread
 from punica.measure.records import Row, RowsError, write_rows
