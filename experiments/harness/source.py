@@ -24,7 +24,7 @@ DATA = ("paper_results", "results")
 ONLY_SHOW = tuple(
     f"experiments.{room}"
     for room in (
-        "plots", "commands", "claims", "report", "expected", "harness.catalogue", "harness.command", "harness.keys",
+        "plots", "commands", "claims", "report", "harness.catalogue", "harness.command", "harness.keys",
         "harness.source",
     )
 )  # fmt: skip
@@ -81,6 +81,7 @@ class Module:
         definitions: name -> the statements that define or fill it.
         bound: name that an import gives -> what it names.
         named: modules of the house that texts name.
+        registered: registry, as a decorator writes it, and the name of a definition that it gets.
         effects: statements that define nothing.
     """
 
@@ -89,6 +90,7 @@ class Module:
         self.definitions: dict[str, list[ast.stmt]] = defaultdict(list)
         self.bound: dict[str, Place] = {}
         self.named: set[str] = set()
+        self.registered: list[tuple[ast.expr, str]] = []
         self.effects: list[ast.stmt] = []
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
@@ -117,6 +119,9 @@ class Module:
             self.definitions[name].append(statement)
         if not names:
             self.effects.append(statement)
+        for call in getattr(statement, "decorator_list", []):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register":
+                self.registered += [(call.func.value, name) for name in names]
 
 
 def _defined(statement: ast.AST) -> Iterator[str]:
@@ -153,14 +158,12 @@ class Code:
         text: the same on every Python that parses the statements.
         reached: definitions and modules of the house that it names.
         strings: its texts.
-        registries: registries that its decorators fill.
     """
 
     def __init__(self, tree: "Tree", module: Module, statements: Iterable[ast.AST]) -> None:
         self._tree, self._module = tree, module
         self.reached: set[Place] = set()
         self.strings: set[str] = set()
-        self.registries: set[Place] = set()
         self.text = "".join(self._write(statement, frozenset()) for statement in statements)
 
     def _write(self, value: object, local: frozenset[str]) -> str:
@@ -171,7 +174,7 @@ class Code:
             if isinstance(value, str):
                 self.strings.add(value)
             return repr(value)
-        if isinstance(value, (ast.Name, ast.Attribute)) and (found := self._place(value, local)):
+        if isinstance(value, (ast.Name, ast.Attribute)) and (found := self._tree.meant(self._module, value, local)):
             self.reached.add(found)
             return f"Name({found.name or found.module.rpartition('.')[2]})"
         if isinstance(value, ast.arg):  # its type is text, by which nothing is reached
@@ -180,32 +183,16 @@ class Code:
             return f"{self._write(value.value, local)}.{value.attr}"
         if isinstance(value, ast.Name):
             return f"Name({value.id})"
-        if isinstance(value, ast.ClassDef):
-            value.body = [one for one in map(_undrawn, value.body) if one]
         if isinstance(value, _SCOPES):
             local |= _local(value)
-        self._note_registry(value)
         parts = []
         for name, entry in ast.iter_fields(value):
-            if entry is not None and entry != [] and name not in _IGNORED:
-                parts.append(f"{name}={self._write(entry, local)}")
-            elif name == "returns" and entry is not None:
-                parts.append(ast.unparse(entry))
+            if isinstance(value, ast.ClassDef) and name == "body":
+                entry = [one for one in map(_undrawn, entry) if one]
+            if entry is None or entry == [] or name in _IGNORED:
+                continue
+            parts.append(ast.unparse(entry) if name == "returns" else f"{name}={self._write(entry, local)}")
         return f"{type(value).__name__}({','.join(parts)})"
-
-    def _place(self, value: ast.AST, local: frozenset[str]) -> Place | None:
-        """Find the definition that a name, or a chain of attributes of modules, means."""
-        if isinstance(value, ast.Name):
-            return None if value.id in local else self._tree.find(Place(self._module.name, value.id))
-        if isinstance(value, ast.Attribute) and (above := self._place(value.value, local)) and not above.name:
-            return self._tree.find(Place(above.module, value.attr))
-        return None
-
-    def _note_registry(self, value: ast.AST) -> None:
-        for call in getattr(value, "decorator_list", []):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register":
-                registry = self._place(call.func.value, frozenset())
-                self.registries |= {registry} if registry else set()
 
 
 def _undrawn(statement: ast.stmt) -> ast.stmt | None:
@@ -222,7 +209,7 @@ def _undrawn(statement: ast.stmt) -> ast.stmt | None:
 
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_IGNORED = {"returns", "type_comment", "ctx", "kind", "type_ignores"}
+_IGNORED = {"type_comment", "ctx", "kind", "type_ignores"}
 
 
 def _local(scope: ast.AST) -> frozenset[str]:
@@ -266,6 +253,12 @@ class Tree:
             self._modules[name] = None if path is None else Module(name, path)
         return self._modules[name]
 
+    def known(self, name: str) -> Module:
+        """Return a module that decides numbers. LookupError: there is no such."""
+        if (module := self.module(name)) is None:
+            raise LookupError(f"{name} is no module that decides numbers")
+        return module
+
     def module_of(self, path: Path) -> Module:
         """Return the module of a script, which may be outside of the packages."""
         inside = path.is_relative_to(self.root)
@@ -292,12 +285,18 @@ class Tree:
         below = f"{place.module}.{place.name}"
         return Place(below) if self.module(below) else None
 
+    def meant(self, module: Module, value: ast.AST, local: frozenset[str] = frozenset()) -> Place | None:
+        """Find the definition that a name, or a chain of attributes of modules, means in a module."""
+        if isinstance(value, ast.Name):
+            return None if value.id in local else self.find(Place(module.name, value.id))
+        if isinstance(value, ast.Attribute) and (above := self.meant(module, value.value, local)) and not above.name:
+            return self.find(Place(above.module, value.attr))
+        return None
+
     def code(self, place: Place) -> Code:
         """Return the code of a definition; of a whole module that of its statements that define nothing."""
         if place not in self._codes:
-            module = self.module(place.module)
-            if module is None:
-                raise LookupError(f"{place.module} is no module that decides numbers")
+            module = self.known(place.module)
             statements = module.definitions[place.name] if place.name else module.effects
             self._codes[place] = Code(self, module, statements)
         return self._codes[place]
@@ -377,16 +376,17 @@ class Reach:
                 continue
             seen.add(name)
             waiting += self._tree.imports(name)
-            for one in self._tree.module(name).definitions:  # type: ignore[union-attr]
-                for registry in self._tree.code(Place(name, one)).registries:
-                    found[registry].append(Place(name, one))
+            module = self._tree.known(name)
+            for registry, one in module.registered:
+                if place := self._tree.meant(module, registry):
+                    found[place].append(Place(name, one))
         return found
 
     def _files(self, module: str, texts: Iterable[str]) -> Iterator[Path]:
         """Yield data files that texts of a definition name: the paper's, those of a folder beside its module, and rows
         of another script, which simulations read.
         """
-        root, beside = self._tree.root, self._tree.module(module).path.parent  # type: ignore[union-attr]
+        root, beside = self._tree.root, self._tree.known(module).path.parent
         of_script = module.count(".") == 1 and module.startswith("experiments.")
         for text in filter(_FILE.fullmatch, texts):
             if text.endswith(".csv") and (root / "paper_results" / text).is_file():
