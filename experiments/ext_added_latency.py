@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from experiments.benches.operators import Problem
-    from punica.measure.timing import Call
+    from experiments.measure.timing import Call
 
 BASE = "base"
 

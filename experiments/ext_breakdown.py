@@ -47,7 +47,7 @@ from experiments.harness.schema import ModelConf
 
 if TYPE_CHECKING:
     from experiments.benches.engine_steps import EngineSteps, StepShape, TimedStep
-    from punica.measure.timing import Protocol
+    from experiments.measure.timing import Protocol
 
 DECODE, PREFILL, MIXED = "decode", "prefill", "mixed"
 NONE = ""
@@ -131,7 +131,7 @@ class Breakdown(Experiment):
 def _shape(point: Point) -> StepShape:
     """The step of a point: the adapters of its requests by popularity, those of neighbours side by side."""
     from experiments.benches.engine_steps import StepShape
-    from punica.workload.popularity import popularity
+    from experiments.workload.popularity import popularity
 
     requests, length = cast(int, point.batch_size), cast(int, point.seq_len)
     adapters = [0] * requests
@@ -272,7 +272,7 @@ def copy_bandwidth(device: str) -> float:
     """Measure bytes per second, read and written, of a large copy: the best of a few, once per process."""
     import torch
 
-    from punica.measure.timing import seconds_between_events
+    from experiments.measure.timing import seconds_between_events
 
     source = torch.ones(COPY_BYTES >> 2, dtype=torch.int32, device=device)
     target = torch.empty_like(source)

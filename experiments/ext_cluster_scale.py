@@ -45,7 +45,7 @@ class ClusterScale(Experiment):
     clock, drawn_by = "host_clock", ""
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
-        from punica.cluster import SCHEDULING_RULES
+        from experiments.simulator.rules import SCHEDULING_RULES
 
         return SCHEDULING_RULES.names()
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from experiments.benches.operators import Problem
-    from punica.measure.timing import Call
+    from experiments.measure.timing import Call
 
 SMALLEST_BLOCK = 128  # of K, in elements
 

@@ -22,7 +22,7 @@ from experiments.benches import tables
 from experiments.benches.operator_lines import ANCHORS, NOT_PUBLIC, read_anchors
 from experiments.harness.command import with_options
 from experiments.harness.experiment import CheckFailed
-from punica.measure.records import Row, write_measured
+from experiments.measure.records import Row, write_measured
 
 LAYERS = {"mixtral-8x7b": (4096, 14336, 8, 2), "qwen3-30b-a3b": (2048, 768, 128, 8)}
 """Hidden size, width of an expert, experts, experts of a token."""
@@ -72,7 +72,7 @@ def measure(line: Line) -> list[str]:
     """Fill in the line's microseconds; return the failed checks, whose calls are not timed."""
     from experiments.benches.expert_sets import ExpertSets, MoELayer
     from experiments.benches.operator_sets import captured
-    from punica.measure.timing import seconds_between_events
+    from experiments.measure.timing import seconds_between_events
 
     sets, failed = ExpertSets(MoELayer(*LAYERS[line.model]), line.tokens, line.adapters, RANK), []
     for name, call in sets.calls.items():

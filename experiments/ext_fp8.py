@@ -37,14 +37,14 @@ from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import PROTOCOL, Config, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
 from experiments.harness.schema import DType
-from punica.workload.popularity import popularity
+from experiments.workload.popularity import popularity
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from experiments.benches.operators import Problem
-    from punica.measure.timing import Call
+    from experiments.measure.timing import Call
 
 QUALITY = "quality"
 WITH_QUALITY = ("FP8 e4m3", "FP8 e5m2")

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from experiments.benches.step_parts import Launches
+    from experiments.measure.timing import Protocol
     from experiments.systems.hf_decoding import Decoding
     from experiments.systems.world import World
-    from punica.measure.timing import Protocol
 
 
 class Way(NamedTuple):
@@ -99,8 +99,8 @@ class HfBench:
 
     def _timed(self, way: Way, batch: int, context: int, protocol: Protocol, kind: type[nn.Linear]) -> Timed:
         from experiments.benches.step_parts import launches_of
+        from experiments.measure.timing import time_side_by_side
         from experiments.systems.hf_backend import SameProduct
-        from punica.measure.timing import time_side_by_side
 
         steps = protocol.warmup + max(protocol.repeats, protocol.min_repeats) + 1
         with self._decoding(way, batch * [context * [1]], steps + 1, done=1, kind=kind) as decoding:

@@ -6,7 +6,7 @@ shape: throughput of 1,000 adapters close to that of 32; time to first token of 
 resident ones by a load, milliseconds. While all slots are in use a request for another adapter waits. First come, first
 served, it delays all requests behind it; `punica_resident_first` lets at most 32 of those with a loaded adapter pass.
 
-Adapters of a stream are drawn by popularity (`punica.workload.drawn_adapters`), which may be any registered one; a
+Adapters of a stream are drawn by popularity (`experiments.workload.drawn_adapters`), which may be any registered one; a
 popularity of few groups, such as Identical, asks for as few adapters. Panels:
 
     N adapters                 all in host memory, a slot per place in the batch.
@@ -208,7 +208,7 @@ class ManyBench:
     def jobs(self, workload: str, adapters: int) -> list[Job]:
         """The stream in which each request draws one of `adapters` adapters."""
         from experiments.systems.stream import paper_stream
-        from punica.workload import drawn_adapters
+        from experiments.workload import drawn_adapters
 
         figure = self._figure
         jobs = paper_stream("Identical", figure.requests, figure.max_len, self.world.vocab_size, figure.lengths)

@@ -48,14 +48,14 @@ from omegaconf import MISSING
 from experiments.benches.expert_models import MoESizes, fill_slots, random_experts
 from experiments.harness import PROTOCOL, CheckFailed, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.schema import DType
-from punica.workload.popularity import popularity
+from experiments.workload.popularity import popularity
 
 if TYPE_CHECKING:
     import torch
 
     from experiments.benches.engine_steps import EngineSteps, StepShape
+    from experiments.measure.timing import Protocol
     from punica.layers import FusedMoEWithLoRA
-    from punica.measure.timing import Protocol
 
 LAYER, MODEL = ("layer", "backbone layer"), ("model", "backbone model")
 ENGINE, BACKBONE_ENGINE = "engine", "backbone engine"

@@ -45,8 +45,8 @@ from experiments.benches.operator_lines import ADDED, HOST, TABLES, Line, lines
 from experiments.harness.command import with_options
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError
+from experiments.measure.records import Row, write_measured
 from experiments.plots.operator_tables import show
-from punica.measure.records import Row, write_measured
 
 CALLS_PER_SET, MOST_CALLS, REPLAYS, TURNS = 25, 200, 15, 3
 """Calls of a graph (at least one per set of inputs), replays whose median counts, and turns in which all columns of a

@@ -39,7 +39,7 @@ from tqdm import tqdm
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.on_disk import givers_first, value_on_disk
 from experiments.harness.points import model_settings
-from punica.workload import popularity
+from experiments.workload import popularity
 
 if TYPE_CHECKING:
     from experiments.own_server.bench import OwnBench

@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING, cast
 from experiments.benches.operator_conf import OperatorConf, operator_conf
 from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, Reading, main, sampled
-from punica.workload.popularity import popularity
+from experiments.workload.popularity import popularity
 
 if TYPE_CHECKING:
     from experiments.benches.operators import Problem, Weights
     from experiments.harness.schema import DType
-    from punica.measure.timing import Call
+    from experiments.measure.timing import Call
 
 TRUE_RANK, UNIFORM = "true rank", "uniform rank"
 

@@ -31,7 +31,7 @@ from experiments.harness import PROTOCOL, Config, Point, Reading, main, sampled
 
 if TYPE_CHECKING:
     from experiments.benches.operators import Prepared, Problem
-    from punica.measure.timing import Call
+    from experiments.measure.timing import Call
 
 
 @dataclass

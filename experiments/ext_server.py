@@ -62,7 +62,7 @@ from tqdm import tqdm
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.schema import low
 from experiments.harness.span import Span
-from punica.workload import popularity
+from experiments.workload import popularity
 
 if TYPE_CHECKING:
     from experiments.http_load.about import Server

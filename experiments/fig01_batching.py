@@ -71,7 +71,7 @@ class Fig01(Experiment):
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         from experiments.benches.model_steps import MOST_CAPTURED_ROWS
         from experiments.benches.operators import protocol
-        from punica.measure.timing import time_side_by_side
+        from experiments.measure.timing import time_side_by_side
 
         invocation, clock = self._invocation(cfg), protocol(cfg)
         rows, length = cast(int, point.batch_size), cast(int, point.seq_len)

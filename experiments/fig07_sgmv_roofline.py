@@ -17,8 +17,8 @@ from typing import cast
 from experiments.benches.operator_conf import OperatorConf, operator_conf
 from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, Reading, main, sampled
-from punica.measure import roofline
-from punica.workload.popularity import popularity
+from experiments.measure import roofline
+from experiments.workload.popularity import popularity
 
 ROOF, SHEET = "roof", "roof, data sheet"
 """Panels of the machine's two roofs."""

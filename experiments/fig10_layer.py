@@ -63,7 +63,7 @@ class Fig10(Experiment):
         import torch
 
         from experiments.benches.operators import microseconds
-        from punica.workload.popularity import popularity
+        from experiments.workload.popularity import popularity
 
         batch, length, rank = cast("tuple[int, int, int]", (point.batch_size, point.seq_len, point.rank))
         bench = self._bench(cfg, rank)

@@ -68,7 +68,7 @@ from experiments.harness import CheckFailed, Config, ConfigError, Experiment, Fi
 from experiments.harness.points import Point, Reading, model_settings
 from experiments.harness.settings import folders
 from experiments.harness.source import source_of
-from punica.measure.records import Row, read_rows
+from experiments.measure.records import Row, read_rows
 
 if TYPE_CHECKING:
     from experiments.systems.bench import StreamBench, StreamConf

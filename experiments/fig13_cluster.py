@@ -9,7 +9,7 @@ time is spent at batch 31 or 32, and a GPU that became idle stays idle.
     python -m experiments.fig13_cluster runtime=simulated [figure.cost=h200|roofline:h100]
     python -m experiments.fig13_cluster runtime=ray [figure.kill=true] [address=host:6379]
 
-`simulated` is a virtual clock around the policy (`punica.cluster.simulator`) with a cost model fitted to the paper's
+`simulated` is a virtual clock around the policy (`experiments.simulator`) with a cost model fitted to the paper's
 Figures 1 and 10. Its rows are `kind=simulated` and name the model; Figures 11 to 13 are predictions. `figure.cost`
 gives the GPUs another machine's steps: an hour in a panel of its own, which no claim is held against.
 
@@ -72,7 +72,7 @@ class Fig13(Experiment):
     passes = 1  # a simulation repeats itself
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
-        from punica.cluster import SCHEDULING_RULES
+        from experiments.simulator.rules import SCHEDULING_RULES
 
         return SCHEDULING_RULES.names()
 

@@ -31,7 +31,7 @@ from omegaconf import MISSING
 
 from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, main
 from experiments.harness.points import Point, Reading, model_settings, sampled
-from punica.measure import environment
+from experiments.measure import environment
 
 if TYPE_CHECKING:
     from experiments.benches.migration import Migration, Moves

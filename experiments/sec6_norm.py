@@ -54,7 +54,7 @@ class Norm(Experiment):
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
         from experiments.benches.operators import protocol
-        from punica.measure.timing import time_side_by_side
+        from experiments.measure.timing import time_side_by_side
 
         calls = {point.system: [checked(cfg, point.system, cast(int, point.batch_size))] for point in points}
         samples = time_side_by_side(calls, replace(protocol(cfg), flush_mib=0))

@@ -38,10 +38,10 @@ from experiments.claims.bounds import described, read_bounds
 from experiments.claims.judge import VERDICTS
 from experiments.facts.disagreements import read_disagreements
 from experiments.facts.paper import read_claims
+from experiments.measure.records import read_rows
 from experiments.report.expected import claim_ranges
 from experiments.report.machines import recorded_folders
 from notebooks.stored_rows import as_markdown
-from punica.measure.records import read_rows
 
 ROOT = Path(sys.path[0])
 PAPER = ROOT / "paper_results"

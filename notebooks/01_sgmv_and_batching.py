@@ -42,12 +42,12 @@ from experiments.facts.paper import read_figure
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG7
 from experiments.fig08_lora_operator import EXPERIMENT as FIG8
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG9
+from experiments.measure.roofline import sgmv_intensity, sgmv_io_bytes
+from experiments.workload.popularity import PAPER_WORKLOADS, popularity
 from notebooks.stored_rows import StoredRows, as_markdown, contest, growth, how_to_measure, of_the_roof, relative_to
-from punica.measure.roofline import sgmv_intensity, sgmv_io_bytes
 from punica.metadata import LoRABatch, LoRAMapping, compute_meta
 from punica.ops import reference, torch_ops
 from punica.ops.weights import Stack
-from punica.workload.popularity import PAPER_WORKLOADS, popularity
 from punica.wrapper import PunicaWrapperCPU
 
 ROOT = Path(sys.path[0])

@@ -38,8 +38,8 @@ from experiments.ext_expert_tables import LAYERS
 from experiments.ext_fp8 import EXPERIMENT as FP8
 from experiments.ext_moe import EXPERIMENT as MOE
 from experiments.harness.counted import counted, frame_of, merged
+from experiments.measure.records import read_rows
 from notebooks.stored_rows import SideBySide, as_markdown
-from punica.measure.records import read_rows
 
 ROOT = Path(sys.path[0])
 

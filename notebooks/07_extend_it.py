@@ -43,19 +43,19 @@ from experiments.cluster.recorded import chosen_cost
 from experiments.cluster.step_costs import model_bytes
 from experiments.facts.systems import FIG11, SYSTEMS, System, name_of, names_in
 from experiments.harness.schema import DType, ModelConf
+from experiments.simulator import simulate
 from experiments.systems.check import check_tokens
 from experiments.systems.serving import built
 from experiments.systems.stream import paper_stream, timeline_of
 from experiments.systems.weights import Limits
 from experiments.systems.world import World
+from experiments.workload import WORKLOADS, popularity
 from notebooks.stored_rows import as_markdown
-from punica.cluster import simulate
 from punica.cluster.placement import SCHEDULING_RULES, LargestWorkingSet
 from punica.metadata import LoRAMapping
 from punica.ops.reference import bgmv_expand_slice, bgmv_shrink
 from punica.ops.torch_ops import TorchOps
 from punica.scheduling import ADMISSION_RULES, AdmissionRule
-from punica.workload import WORKLOADS, popularity
 from punica.wrapper import BACKENDS, PunicaWrapperCPU, get_punica_wrapper
 
 ROOT = Path(sys.path[0])
@@ -97,7 +97,7 @@ display(as_markdown(pd.DataFrame([
 ])))  # fmt: skip
 
 # %% [markdown]
-# A popularity that stays belongs into `punica/workload/popularity.py`; then it is an override like any other, as in
+# A popularity that stays belongs into `experiments/workload/popularity.py`; then it is an override like any other:
 # `make figure FIG=fig08 ARGS="workload=zipf"`.
 #
 # ## 2. A serving system

@@ -23,12 +23,13 @@ ORDER = [
 RANK = {part: rank for rank, row in enumerate(ORDER) for part in row}
 # beside that order: what each may import
 BESIDE = {
-    "workload": {"checks", "registry"},
-    "measure": {"capture", "checks", "registry", "workload"},
-    "cluster": {*RANK, "workload"},
+    "cluster": {*RANK},
     "serve": {"checks", "processes", "threads", "adapters", "engine", "cluster"},
 }
-PURE = ("punica.checks", "punica.registry", "punica.scheduling", "punica.workload", "punica.cluster")
+PURE = (
+    "punica.checks", "punica.registry", "punica.scheduling", "punica.cluster", "experiments.simulator",
+    "experiments.workload",
+)  # fmt: skip
 
 
 def sources(*folders: str) -> list[Path]:

@@ -24,6 +24,7 @@ from experiments.fig08_lora_operator import EXPERIMENT as FIG8
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG9
 from experiments.fig10_layer import EXPERIMENT as FIG10
 from experiments.harness.experiment import Experiment
+from experiments.measure.records import COLUMNS, Row, write_rows
 from experiments.plots.draw import draw
 from notebooks.stored_rows import (
     SideBySide,
@@ -35,7 +36,6 @@ from notebooks.stored_rows import (
     of_the_roof,
     relative_to,
 )
-from punica.measure.records import COLUMNS, Row, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "paper_results"

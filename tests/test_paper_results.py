@@ -10,8 +10,8 @@ import yaml
 from experiments.facts.disagreements import read_disagreements
 from experiments.facts.paper import FIGURE_FILES, SOURCES, as_rows, paper_file, read_claims, read_figure
 from experiments.facts.systems import by_paper_name
-from punica.measure.records import COLUMNS
-from punica.workload import PAPER_WORKLOADS, popularity, released_lengths
+from experiments.measure.records import COLUMNS
+from experiments.workload import PAPER_WORKLOADS, popularity, released_lengths
 
 PAPER = Path(__file__).parents[1] / "paper_results"
 KEY = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric"]

@@ -15,9 +15,9 @@ import torch
 from experiments.benches.loading_bench import Bench
 from experiments.benches.model_steps import TOLERANCE, difference
 from experiments.harness.experiment import CheckFailed
+from experiments.measure import timing
 from punica.adapters import CopyHandle
 from punica.adapters.write import CopyEvent, ReadyCopy
-from punica.measure import timing
 from punica.registry import Registry
 
 

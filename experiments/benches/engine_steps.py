@@ -18,11 +18,11 @@ from experiments.benches.engine_state import clear, put
 from experiments.benches.model_steps import fill_with_noise, random_llama
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
+from experiments.measure.timing import Protocol
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest, random_adapter
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine.outputs import StepStatistics
 from punica.engine.overlap import BegunStep
-from punica.measure.timing import Protocol
 from punica.models import LlamaForCausalLM
 
 ROOM = 64

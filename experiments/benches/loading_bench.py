@@ -24,13 +24,13 @@ from experiments.benches.model_steps import (
 )
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
+from experiments.workload.popularity import popularity
 from punica.adapters import LoRAModel, LoRAModelManager, random_adapter
 from punica.adapters.synthetic import LLAMA_LORA_MODULES, llama_module_shapes
 from punica.config import LoRAConfig
 from punica.layers import SlotPart
 from punica.models import LlamaForCausalLM
 from punica.ops.quant import Fp8Matrix
-from punica.workload.popularity import popularity
 
 MOST_ADAPTERS = 256
 DIFFERENT = 4

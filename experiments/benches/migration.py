@@ -16,10 +16,10 @@ from experiments.benches.engine_steps import EngineSteps, StepShape
 from experiments.benches.model_steps import TOLERANCE, difference
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
+from experiments.measure.timing import Protocol
 from punica.adapters import LoRARequest
 from punica.engine import Engine, Request
 from punica.engine.kv_cache import KVCache
-from punica.measure.timing import Protocol
 
 RECOMPUTE, COPY, COPY_HOST, COPY_PEER = "recompute", "copy", "copy_host", "copy_peer"
 PEER = "cuda:1"

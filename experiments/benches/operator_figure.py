@@ -12,7 +12,7 @@ from experiments.benches.operator_conf import operator_conf
 from experiments.harness import PROTOCOL, Config, Experiment, Point, Reading, sampled
 
 if TYPE_CHECKING:
-    from punica.measure.timing import Call
+    from experiments.measure.timing import Call
 
 
 class OperatorExperiment(Experiment):

@@ -14,7 +14,7 @@ import torch
 from experiments.benches.operator_columns import TORCH_TOLERANCE, Beside, Call, Columns, check
 from experiments.benches.operator_lines import ADDED
 from experiments.benches.operator_sets import ROTATING_BYTES, OperatorSets
-from punica.measure.timing import seconds_between_events
+from experiments.measure.timing import seconds_between_events
 
 BASE = "base"
 

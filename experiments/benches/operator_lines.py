@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.benches import operator_shapes as shapes
 from experiments.benches.operator_shapes import PROJECTIONS, UP, Operator, decode, prefill
-from punica.workload.popularity import PAPER_WORKLOADS
+from experiments.workload.popularity import PAPER_WORKLOADS
 
 PAPER_RESULTS = Path(__file__).resolve().parents[2] / "paper_results"
 ANCHORS, SHAPES = "anchors.csv", "anchors_shapes.csv"

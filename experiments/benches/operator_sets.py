@@ -14,8 +14,8 @@ import torch
 from experiments.benches.layer_call import MAX_LORAS
 from experiments.benches.operator_shapes import Operator
 from experiments.benches.operators import kernel_meta_args
+from experiments.measure.timing import seconds_between_events
 from punica.capture import capture
-from punica.measure.timing import seconds_between_events
 
 ROTATING_BYTES = 256 << 20
 """Bytes of all sets together; the L2 cache of an H200 holds 60 MB."""

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 
-from punica.workload.popularity import PAPER_WORKLOADS, popularity
+from experiments.workload.popularity import PAPER_WORKLOADS, popularity
 
 HIDDEN, INTERMEDIATE = 4096, 11008
 Projection = tuple[int, tuple[int, ...]]

@@ -23,12 +23,12 @@ from experiments.benches.layer_call import begun
 from experiments.benches.operator_conf import operator_conf
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import Config, DType
-from punica.measure.timing import Call, Name, Protocol, time_side_by_side
+from experiments.measure.timing import Call, Name, Protocol, time_side_by_side
+from experiments.workload.popularity import popularity
 from punica.metadata import LoRABatch, LoRAKernelMeta, MetaArgs, RowGroups
 from punica.ops import reference
 from punica.ops.weights import LoRAWeights
 from punica.registry import Registry
-from punica.workload.popularity import popularity
 from punica.wrapper import PunicaWrapperBase, get_punica_wrapper
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from experiments.harness.schema import ConfigError
 from experiments.harness.source import fingerprint
-from punica.measure import environment
+from experiments.measure import environment
 from punica.processes import end_with_parent
 
 Job = TypeVar("Job")

@@ -14,7 +14,7 @@ from experiments.claims.bounds import Interval
 from experiments.claims.fig11 import CONTINUOUS, MIXED, PUNICA, Serving
 from experiments.claims.finding import spans
 from experiments.claims.rows import MET, NO_BOUND, NotMeasured, Rows, markdown
-from punica.workload.popularity import PAPER_WORKLOADS
+from experiments.workload.popularity import PAPER_WORKLOADS
 
 PEFT, STATIC_LORA, IDENTICAL = "hf_peft_mixed", "punica_static", "Identical"
 PAIRS = {

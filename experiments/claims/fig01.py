@@ -15,7 +15,7 @@ from experiments.claims.rows import (
     ratio,
     smallest_step,
 )
-from punica.workload.popularity import PAPER_WORKLOADS
+from experiments.workload.popularity import PAPER_WORKLOADS
 
 LAST = 32
 """Largest batch of both figures."""

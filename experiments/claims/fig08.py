@@ -8,8 +8,8 @@ import pandas as pd
 from experiments.claims.finding import SIMULATED, Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, correlation, curve, numbers, pick, ratio, smallest_step
 from experiments.facts.models import SECONDS
-from punica.measure.roofline import sgmv_flop, sgmv_intensity
-from punica.workload.popularity import PAPER_WORKLOADS, popularity
+from experiments.measure.roofline import sgmv_flop, sgmv_intensity
+from experiments.workload.popularity import PAPER_WORKLOADS, popularity
 
 README, BACKBONE = "README", "backbone X@W"
 SHARED = ("Uniform", "Skewed", "Identical")

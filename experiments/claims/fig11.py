@@ -15,7 +15,7 @@ from experiments.facts.models import MODELS
 from experiments.facts.systems import baselines, name_of
 from experiments.harness.schema import model_conf
 from experiments.systems.rank_bytes import bytes_ratio
-from punica.workload.popularity import PAPER_WORKLOADS
+from experiments.workload.popularity import PAPER_WORKLOADS
 
 PUNICA, RELEASED_RULE = "punica", "punica_last_admitted"
 CONTINUOUS, STATIC, HF = "continuous_batching", "static_batching", "hf_peft"

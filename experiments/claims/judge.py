@@ -16,7 +16,7 @@ from experiments.facts.models import MODELS
 from experiments.facts.paper import Statement, claim_clocks, paper_file, read_claims
 from experiments.harness.catalogue import experiments
 from experiments.harness.clocks import HOST, NOT_STEADY, unsteady
-from punica.measure.records import COLUMNS
+from experiments.measure.records import COLUMNS
 
 REPRODUCED, SHAPE, NOISE, DIFFERS = "reproduced", "shape holds", "within noise", "differs"
 ARITHMETIC = "holds by arithmetic"
@@ -90,13 +90,13 @@ class Verdict:
 def judge(rows: pd.DataFrame, folder: str | Path, clock: str = "") -> list[Verdict]:
     """Judge each claim in ``folder`` (``paper_results``), C01 first, from ``rows`` of one hardware.
 
-    ``rows`` has the columns of `punica.measure.records.Row`, and perhaps ``older`` (see `Verdict.older_source`).
+    ``rows`` has the columns of `experiments.measure.records.Row`, and perhaps ``older`` (see `Verdict.older_source`).
     ``clock`` decides all claims on operators; empty: each claim's own does.
     ValueError when a column is missing or when rows of several machines are mixed.
     """
     missing = [name for name in COLUMNS if name not in rows]
     if missing:
-        raise ValueError(f"rows miss the columns {', '.join(missing)}; read them with punica.measure.records.read_rows")
+        raise ValueError(f"rows miss the columns {', '.join(missing)}; use experiments.measure.records.read_rows")
     machines = sorted(set(rows["hardware"]))
     if len(machines) > 1:
         raise ValueError(f"rows of {', '.join(machines)} are mixed; judge one hardware at a time")

@@ -33,7 +33,7 @@ class NotMeasured(Exception):
 
 
 class Rows:
-    """Rows to judge: a frame with the columns of `punica.measure.records`, one number per point.
+    """Rows to judge: a frame with the columns of `experiments.measure.records`, one number per point.
 
     ``clock``: the timer to prefer; empty for the order of `TIMERS`. The index of `figure` is a point's place.
     """

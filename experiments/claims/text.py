@@ -11,9 +11,9 @@ from experiments.claims.finding import SIMULATED, Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick
 from experiments.facts.models import MODELS, SECONDS
 from experiments.harness.schema import model_conf
-from punica.workload.lengths import released_lengths
-from punica.workload.popularity import popularity
-from punica.workload.replay import MAX_BATCH, Replay, replay_continuous, replay_one_adapter, replay_static
+from experiments.workload.lengths import released_lengths
+from experiments.workload.popularity import popularity
+from experiments.workload.replay import MAX_BATCH, Replay, replay_continuous, replay_one_adapter, replay_static
 
 LOADING, NORM, SYSTEM, LINK = "text 5.2", "text 6", "punica", "link"
 RANK, BATCH = 16, 32

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.facts.paper import read_figure
-from punica.cluster import ClusterPolicy, ModelBytes, Trace
-from punica.workload import (
+from experiments.simulator import ModelBytes, Trace
+from experiments.workload import (
     MAX_BATCH,
     RELEASED_SEED,
     independent_seeds,
@@ -18,6 +18,7 @@ from punica.workload import (
     profile_arrivals,
     released_lengths,
 )
+from punica.cluster import ClusterPolicy
 
 DURATION_S = 3600.0
 NUM_GPUS = 16

@@ -9,7 +9,7 @@ import pandas as pd
 
 from experiments.cluster.served import FULL, ServedHour, at_the_peak, mean_from, series
 from experiments.harness.points import Reading
-from punica.workload import MAX_BATCH
+from experiments.workload import MAX_BATCH
 
 IDLE = 0.5
 """Mean requests of a minute below which a GPU counts as idle, as where the paper's heat map was read."""

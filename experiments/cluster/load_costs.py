@@ -19,8 +19,8 @@ from scipy.optimize import nnls
 from experiments.facts.models import SECONDS
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.harness.schema import ConfigError
-from punica.cluster import LoadCost, Residuals
-from punica.measure.records import read_rows
+from experiments.measure.records import read_rows
+from experiments.simulator import LoadCost, Residuals
 
 LINK_FILE, DISK_FILE = "sec52_adapter_loading", "ext_many_adapters"
 FROM_DISK, FROM_MEMORY = "time_to_first_token_from_disk", "time_to_first_token_from_memory"

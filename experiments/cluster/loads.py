@@ -21,9 +21,10 @@ from experiments.cluster.windows import CONSTANT
 from experiments.harness.counted import counted, frame_of
 from experiments.harness.points import Reading
 from experiments.harness.span import FEWEST_FOR_P99, Span
-from punica.cluster import ClusterPolicy, StepCost, Trace, simulate
-from punica.measure.records import read_rows
-from punica.workload import RequestLengths, popularity, released_lengths, rescaled, stated_lengths
+from experiments.measure.records import read_rows
+from experiments.simulator import StepCost, Trace, simulate
+from experiments.workload import RequestLengths, popularity, released_lengths, rescaled, stated_lengths
+from punica.cluster import ClusterPolicy
 
 FILE = "ext_latency_under_load"
 P99 = "time_to_first_token_p99"

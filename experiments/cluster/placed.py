@@ -17,8 +17,8 @@ from experiments.cluster.step_costs import model_bytes
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import REPOSITORY, Config
 from experiments.harness.settings import folders
-from punica.cluster import LoadCost, ResidencyConfig, SimulationResult, StepCost, Trace, simulate
-from punica.workload import MAX_BATCH, adapter_shares, drifting, flash_crowd, independent_seeds
+from experiments.simulator import LoadCost, ResidencyConfig, SimulationResult, StepCost, Trace, simulate
+from experiments.workload import MAX_BATCH, adapter_shares, drifting, flash_crowd, independent_seeds
 
 MODEL = "llama2-7b"
 KEPT = ("gpu_seconds", "mean_active_gpus", "max_active_gpus", "p99_time_to_first_token", "mean_throughput")

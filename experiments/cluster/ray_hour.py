@@ -40,8 +40,9 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Point, Reading, sampled
 from experiments.harness.schema import Config, ConfigError
 from experiments.harness.settings import folders
-from punica.cluster import ClusterPolicy, Trace, simulate
-from punica.workload import MAX_BATCH
+from experiments.simulator import Trace, simulate
+from experiments.workload import MAX_BATCH
+from punica.cluster import ClusterPolicy
 
 if TYPE_CHECKING:
     from experiments.cluster.ray_serving import Served

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from experiments.benches.model_steps import llama_config
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError, model_conf
+from experiments.measure.disturbance import OTHER_CPU_LIMIT, CpuTimes, cpu_times, other_seconds
+from experiments.workload import RequestLengths
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.cluster.cluster_output import RunnerStep
 from punica.cluster.ray_cluster import RayCluster
 from punica.cluster.ray_runners import RankResources
 from punica.cluster.runner import random_engine
 from punica.engine import Engine, EngineConfig, Request, RequestState
-from punica.measure.disturbance import OTHER_CPU_LIMIT, CpuTimes, cpu_times, other_seconds
-from punica.workload import RequestLengths
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import numpy as np
 
 from experiments.cluster.hour import RANK
 from experiments.cluster.ray_world import REHEARSAL_SEED, Fit, World, timed_steps
-from punica.cluster import TimedStep, fit_step_cost, residuals
-from punica.workload import MAX_BATCH, released_lengths, rescaled
+from experiments.simulator import TimedStep, fit_step_cost, residuals
+from experiments.workload import MAX_BATCH, released_lengths, rescaled
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from experiments.cluster.hour import NUM_GPUS, paper_hour, steady_stream
-from punica.cluster import ClusterPolicy, StepCost, Trace
-from punica.workload import rescaled
+from experiments.simulator import StepCost, Trace
+from experiments.workload import rescaled
+from punica.cluster import ClusterPolicy
 
 if TYPE_CHECKING:
     from punica.cluster.cluster_output import RunnerStep

@@ -7,8 +7,8 @@ from experiments.cluster.step_costs import FittedCost, a100_of_the_cluster, data
 from experiments.cluster.windows import Window, windows_of
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.harness.schema import CONF, ConfigError
-from punica.cluster import StepCost
-from punica.measure.records import read_rows
+from experiments.measure.records import read_rows
+from experiments.simulator import StepCost
 
 FILES = {"1": "fig01_batching", "10": "fig10_layer", "ext breakdown": "ext_breakdown"}
 """Figure whose rows give the cost of a step -> its file."""

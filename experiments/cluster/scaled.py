@@ -12,7 +12,7 @@ from experiments.cluster.hour import paper_cluster, paper_hour
 from experiments.cluster.step_costs import a100_of_the_cluster, model_bytes
 from experiments.facts.paper import read_figure
 from experiments.harness.experiment import CheckFailed
-from punica.cluster import simulate
+from experiments.simulator import simulate
 
 
 @dataclass(frozen=True)

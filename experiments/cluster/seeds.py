@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from experiments.harness.points import Reading
-from punica.workload import RELEASED_SEED
+from experiments.workload import RELEASED_SEED
 
 LOW, MEAN, HIGH = "_low", "_mean", "_high"
 """Suffixes of a metric: the lowest of all seeds, their mean, and the highest."""

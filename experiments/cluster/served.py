@@ -12,7 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from experiments.harness.points import Reading
-from punica.workload import MAX_BATCH
+from experiments.workload import MAX_BATCH
 
 HOUR, SLOWED, STREAM, COSTS, WINDOWS, FIRST_TOKEN = (
     f"simulated {name}"

@@ -44,8 +44,9 @@ from experiments.facts.paper import read_figure
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config
 from experiments.harness.settings import folders
-from punica.cluster import ClusterPolicy, LoadCost, Residuals, SimulationResult, StepCost, Trace, simulate
-from punica.workload import MAX_BATCH, PAPER_WORKLOADS, RELEASED_SEED, popularity, released_lengths
+from experiments.simulator import LoadCost, Residuals, SimulationResult, StepCost, Trace, simulate
+from experiments.workload import MAX_BATCH, PAPER_WORKLOADS, RELEASED_SEED, popularity, released_lengths
+from punica.cluster import ClusterPolicy
 
 MODEL = MODELS["7B"][0]
 PAPER_GPU_BYTES = 80e9

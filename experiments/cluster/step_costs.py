@@ -20,8 +20,9 @@ from omegaconf import OmegaConf
 from experiments.facts.models import MODELS, SECONDS
 from experiments.facts.paper import as_rows, read_figure
 from experiments.harness.schema import CONF, model_conf
-from punica.cluster import ModelBytes, Residuals, StepCost, StepWork, TimedStep, fit_step_cost, residuals, roofline_cost
-from punica.workload import popularity
+from experiments.simulator import ModelBytes, Residuals, StepCost, TimedStep, fit_step_cost, residuals, roofline_cost
+from experiments.workload import popularity
+from punica.cluster import StepWork
 
 PAPER_GPU, CLUSTER_GPU = "a100-80g", "a100-40g"
 """Testbeds 1 (Figures 1 and 10) and 2 (Figure 13) of the paper."""

@@ -12,8 +12,9 @@ import numpy as np
 import pandas as pd
 
 from experiments.harness.points import Reading
-from punica.cluster import StepCost, StepWork, TimedStep, fit_step_cost
-from punica.workload import popularity
+from experiments.simulator import StepCost, TimedStep, fit_step_cost
+from experiments.workload import popularity
+from punica.cluster import StepWork
 
 LEAST = 4
 """Least windows of which a half is fitted."""

@@ -17,7 +17,7 @@ from experiments.harness.command import given, launch, or_exit, register, said_b
 from experiments.harness.experiment import CheckFailed, Experiment
 from experiments.harness.schema import ConfigError, register_app
 from experiments.harness.settings import ALWAYS_READ, Folders, keys_read, refuse_unread
-from punica.measure.records import RowsError, disk_is_full
+from experiments.measure.records import RowsError, disk_is_full
 
 SOURCES = ("auto", "fresh", "recorded")
 BATCH_KEYS = ("figures", "source", "allow_dirty", "commit")

@@ -17,10 +17,10 @@ from types import TracebackType
 
 from experiments.harness.samples import read_samples, samples_file, write_samples
 from experiments.harness.source import DATA, PACKAGES, fingerprint
+from experiments.measure.commit import ROOT
+from experiments.measure.records import Row, RowsError, read_rows, write_rows
 from experiments.report.ages import script_of
 from experiments.report.machines import recorded_folders, rows_files
-from punica.measure.commit import ROOT
-from punica.measure.records import Row, RowsError, read_rows, write_rows
 
 
 class Commits:

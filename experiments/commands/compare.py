@@ -23,9 +23,9 @@ from omegaconf import MISSING
 from experiments.harness.command import with_options
 from experiments.harness.counted import POINT, counted, frame_of, merged
 from experiments.harness.schema import ConfigError
+from experiments.measure.records import TIMERS, RowsError, read_rows
 from experiments.plots.frames import distinct
 from experiments.report.machines import rows_files
-from punica.measure.records import TIMERS, RowsError, read_rows
 
 KEY = [*POINT, "statistic"]
 COLUMNS = [*KEY, "unit", "timer_a", "timer_b", "a", "b", "ratio", "better"]

@@ -25,7 +25,7 @@ from experiments.harness.command import finish
 from experiments.harness.experiment import Experiment
 from experiments.harness.samples import read_samples, samples_file, write_samples
 from experiments.harness.settings import folders
-from punica.measure.records import Row, RowFile, RowsError, read_rows
+from experiments.measure.records import Row, RowFile, RowsError, read_rows
 
 MOST_BYTES = 48_000_000
 """Size of all recorded rows and samples, above which samples are left out."""

@@ -33,9 +33,9 @@ from experiments.commands.commits import is_uncommitted
 from experiments.harness.command import finish, with_options
 from experiments.harness.recording import RecordedSet, sets_of
 from experiments.harness.schema import REPOSITORY, ConfigError
-from punica.measure.commit import commit
-from punica.measure.environment import hardware_slug
-from punica.measure.records import RowsError, ensure_writable, read_rows
+from experiments.measure.commit import commit
+from experiments.measure.environment import hardware_slug
+from experiments.measure.records import RowsError, ensure_writable, read_rows
 
 POLL_S, STOPPING_S = 0.5, 30.0
 """Seconds between two looks at the sets under way, and those that an interrupted one has for writing its rows."""

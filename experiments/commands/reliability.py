@@ -17,12 +17,12 @@ from experiments.commands.commits import Commits, refuse_other_sources
 from experiments.commands.record import promote, refuse
 from experiments.harness.command import finish, with_options
 from experiments.harness.schema import REPOSITORY, ConfigError
+from experiments.measure import environment
+from experiments.measure.records import RowFile, RowsError, ensure_writable, read_rows
 from experiments.reliability.groups import all_trials, file_of
 from experiments.reliability.process import run_apart
 from experiments.reliability.rows import COUNTS, CPU, hardware_of, rows_file, rows_of
 from experiments.reliability.trial import SIZES, Outcome, Trial
-from punica.measure import environment
-from punica.measure.records import RowFile, RowsError, ensure_writable, read_rows
 
 CUDA = "cuda"
 START_S = 8.0

@@ -7,7 +7,7 @@ It is refused where files differ from the commit. In the copy, rows get the comm
 """
 
 from experiments.harness.command import finish, or_exit
-from punica.measure.commit import commit, write_stamp
+from experiments.measure.commit import commit, write_stamp
 
 
 def stamp() -> None:

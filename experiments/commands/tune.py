@@ -36,7 +36,7 @@ from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import Operator
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError
-from punica.measure import environment
+from experiments.measure import environment
 from punica.ops.triton_ops import schedules, tuned
 from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.triton_ops.schedules import Gpu, Schedule, expand_schedules, shrink_schedules

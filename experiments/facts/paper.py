@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.facts.systems import by_paper_name
-from punica.measure.records import COLUMNS, TIMERS
+from experiments.measure.records import COLUMNS, TIMERS
 
 FIGURE_FILES = {
     "1": "fig01_prefill_decode_latency.csv",

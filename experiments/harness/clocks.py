@@ -1,14 +1,14 @@
 """The rule by which times of the host's clock count on a machine with a GPU.
 
-Host-clock rows of a figure count where each has a calibration of launches (`punica.measure.disturbance`) and these are
-steady: their 90 % quantile is at most `STEADY` times their 10 % quantile. Otherwise they stay in the file, and rows
-of another clock answer instead. A figure that only the host's clock can time, as of whole steps, has no choice. Nor
-has a CPU.
+Host-clock rows of a figure count where each has a calibration of launches (`experiments.measure.disturbance`), and
+these are steady: their 90 % quantile is at most `STEADY` times their 10 % quantile. Otherwise they stay in the file,
+and rows of another clock answer instead. A figure that only the host's clock can time, as of whole steps, has no
+choice. Nor has a CPU.
 """
 
 import pandas as pd
 
-from punica.measure.records import TIMERS
+from experiments.measure.records import TIMERS
 
 GRAPH, HOST = TIMERS[0], TIMERS[-1]
 STEADY = 1.10

@@ -26,7 +26,7 @@ from experiments.harness.keys import refuse_unknown
 from experiments.harness.resume import run
 from experiments.harness.schema import CONF, REPOSITORY, ConfigError, register_app, register_names, register_options
 from experiments.harness.settings import folders, keys_read, refuse_unread
-from punica.measure.records import RowsError, disk_is_full, ensure_writable
+from experiments.measure.records import RowsError, disk_is_full, ensure_writable
 
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C ended."""

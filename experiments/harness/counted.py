@@ -3,7 +3,7 @@
 A folder of rows can hold several scales, clocks and repeats of one point. Of these count
 
 * per figure the largest scale present (`SCALES`; others, as smoke, where these have none);
-* per figure and metric one clock: the caller's, else the first present of `punica.measure.records.TIMERS`; the host's
+* per figure and metric one clock: the caller's, else the first present of `measure.records.TIMERS`; the host's
   gives way to any other where it is not steady (`experiments.harness.clocks`);
 * of each repeat the newest row; of repeats the undisturbed ones, all where none was quiet, none beside a row without
   a repeat, which is of them all.
@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.harness.clocks import gives_way
-from punica.measure.records import COLUMNS, TIMERS, Row
+from experiments.measure.records import COLUMNS, TIMERS, Row
 
 SCALES = ("paper", "gpu", "laptop")
 POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "t_s", "gpu"]

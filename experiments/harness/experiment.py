@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PROTOCOL = ("scale.warmup", "scale.repeats", "scale.min_repeats", "scale.seconds_per_point", "scale.patience")
-"""Settings read by an experiment that `punica.measure.timing` times."""
+"""Settings read by an experiment that `experiments.measure.timing` times."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from experiments.harness.points import Point
 from experiments.harness.schema import Config
 from experiments.harness.settings import folders
 from experiments.harness.source import source_of
-from punica.measure import environment
-from punica.measure.records import read_rows
+from experiments.measure import environment
+from experiments.measure.records import read_rows
 
 
 def machine() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A point is measured once per pass, so that its repeats are minutes apart; odd passes run backwards, which cancels a
 drift of the machine. Its rows are on disk at once. A repeat is marked as disturbed by the witnesses of
-`punica.measure.disturbance`, or, of a timed call, by its siblings: `slow_repeats`. Marked ones are measured again,
+`experiments.measure.disturbance`, or, of a timed call, by its siblings: `slow_repeats`. Marked ones are measured again,
 `scale.tries` times at most and while time is left: after a pass that left few of them (a burst), ahead of further
 repeats, and after the last pass. Only a quieter measurement replaces rows. What does not fit into the share of time
 (`budget`) is left out and counted; the first measurement is taken in any case, so that every figure has a point and
@@ -24,8 +24,8 @@ from experiments.harness.points import Point, Reading
 from experiments.harness.samples import add_samples, tidy_samples
 from experiments.harness.schema import Config
 from experiments.harness.settings import is_read, keys_read
-from punica.measure.disturbance import Disturbance, Watch, slow_repeats
-from punica.measure.records import ImpossibleRow, Row, RowFile
+from experiments.measure.disturbance import Disturbance, Watch, slow_repeats
+from experiments.measure.records import ImpossibleRow, Row, RowFile
 
 Group = list[Point]
 """Points of one repeat that are timed side by side."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from experiments.harness.schema import ModelConf
-from punica.measure.statistics import quantiles
+from experiments.measure.statistics import quantiles
 
 
 @dataclass(frozen=True)

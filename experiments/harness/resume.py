@@ -16,8 +16,8 @@ from experiments.harness.points import Point
 from experiments.harness.schema import Config, ConfigError
 from experiments.harness.settings import Folders, by_clocks, folders, is_read, keys_read, settle
 from experiments.harness.source import source_of
-from punica.measure import environment
-from punica.measure.records import RowFile, ensure_writable
+from experiments.measure import environment
+from experiments.measure.records import RowFile, ensure_writable
 
 
 def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -> Outcome:

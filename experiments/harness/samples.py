@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from punica.measure.records import Row, RowFile, RowsError, ensure_writable
+from experiments.measure.records import Row, RowFile, RowsError, ensure_writable
 
 NAMES = (
     "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "timer", "repeat", "metric", "gpu",

@@ -19,9 +19,9 @@ from typing import Any, cast
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from punica.measure import environment
-from punica.measure.records import TIMERS
-from punica.workload.popularity import PAPER_WORKLOADS, WORKLOADS
+from experiments.measure import environment
+from experiments.measure.records import TIMERS
+from experiments.workload.popularity import PAPER_WORKLOADS, WORKLOADS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
@@ -126,7 +126,7 @@ class HardwareConf:
     """The device that is measured and its ceilings (`conf/hardware/*.yaml`).
 
     `bandwidth_gb_s` and `tflop_s` are datasheet numbers, which Figure 7 draws beside the roof that it measures
-    (`punica.measure.roofline`); null where there are none. Under `hardware=auto`, null means: as in the file of the
+    (`experiments.measure.roofline`); null where there are none. Under `hardware=auto`, null: as in the file of the
     hardware that was found.
     """
 
@@ -170,7 +170,7 @@ class EngineConf:
 
 @dataclass
 class TimerConf:
-    """Which clock (`punica.measure.timing`); auto: host_clock on a CPU, on a GPU cuda_graph, for operators both."""
+    """Clock (`experiments.measure.timing`); auto: host_clock on a CPU, on a GPU cuda_graph, for operators both."""
 
     name: str = MISSING
 

@@ -22,9 +22,9 @@ from experiments.harness.schema import (
     check_ranges,
     choice,
 )
-from punica.measure import environment
-from punica.measure.records import TIMERS
-from punica.workload.popularity import WORKLOADS
+from experiments.measure import environment
+from experiments.measure.records import TIMERS
+from experiments.workload.popularity import WORKLOADS
 
 if TYPE_CHECKING:
     from experiments.harness.experiment import Experiment
@@ -131,7 +131,7 @@ def _workloads(cfg: Config) -> list[str]:
         if name not in WORKLOADS.names():
             raise ConfigError(
                 f"workload.names has {name!r}, which is unknown; known: {', '.join(WORKLOADS.names())}. "
-                "Choose workload=all or one of these, or register yours in punica/workload/popularity.py"
+                "Choose workload=all or one of these, or register yours in experiments/workload/popularity.py"
             )
     return list(names)
 

@@ -28,7 +28,7 @@ ONLY_SHOW = tuple(
         "harness.source",
     )
 )  # fmt: skip
-ALWAYS = ("experiments.harness.passes", "experiments.harness.samples", "punica.measure.disturbance")
+ALWAYS = ("experiments.harness.passes", "experiments.harness.samples", "experiments.measure.disturbance")
 """Modules: what repeats, drops and marks the measurements of every figure."""
 DRAWING = {"drawn_by", "overlay", "shown"}
 """Attributes of experiments that decide a picture, and no number."""

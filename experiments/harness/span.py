@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from punica.workload import independent_seeds, poisson_arrivals
+from experiments.workload import independent_seeds, poisson_arrivals
 
 FEWEST_FOR_P99 = 100
 """Fewest samples of a p99; of fewer it would be between the two longest."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.http_load.client import Job
 from experiments.today.bench import stream_lengths
-from punica.workload import popularity
+from experiments.workload import popularity
 
 
 @dataclass(frozen=True)

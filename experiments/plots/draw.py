@@ -17,11 +17,11 @@ from experiments.harness.clocks import clock_note
 from experiments.harness.counted import counted, frame_of
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import REPOSITORY
+from experiments.measure.records import ensure_writable, read_rows
 from experiments.plots import style
 from experiments.plots.floors import floors
 from experiments.plots.frames import NOTE, distinct, frame_of_clocks, measured_frame, paper_frame
 from experiments.plots.overlay import panels
-from punica.measure.records import ensure_writable, read_rows
 
 KINDS = ("pdf", "png", "json")
 LISTED = {

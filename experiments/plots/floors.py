@@ -13,8 +13,8 @@ import pandas as pd
 from experiments.cluster.step_costs import datasheet, model_bytes
 from experiments.facts.models import SECONDS
 from experiments.harness.schema import model_conf
-from punica.measure.records import read_rows
-from punica.workload.popularity import popularity
+from experiments.measure.records import read_rows
+from experiments.workload.popularity import popularity
 
 FLOOR = "floor"
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}

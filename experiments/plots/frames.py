@@ -9,8 +9,8 @@ from experiments.facts.paper import FIGURE_FILES, read_figure
 from experiments.facts.systems import SYSTEMS
 from experiments.harness.clocks import gives_way
 from experiments.harness.counted import counted, frame_of, merged
-from punica.measure.records import COLUMNS, TIMERS, read_rows
-from punica.workload.popularity import WORKLOADS
+from experiments.measure.records import COLUMNS, TIMERS, read_rows
+from experiments.workload.popularity import WORKLOADS
 
 SIZES = ["", *(ours for ours, _ in MODELS.values())]
 """Models by size; operators alone first."""

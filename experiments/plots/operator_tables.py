@@ -7,7 +7,7 @@ import pandas as pd
 from experiments.benches import operator_shapes as shapes
 from experiments.benches.operator_lines import Line, anchors_of, best_existing, parts_of_step
 from experiments.benches.tables import summary
-from punica.workload.popularity import PAPER_WORKLOADS
+from experiments.workload.popularity import PAPER_WORKLOADS
 
 RATIOS = ("punica", "wrapper", "normal shrink")
 """Columns that are compared with the best public kernel."""

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from experiments.facts.systems import entries, name_of
-from punica.workload import WORKLOADS
+from experiments.workload import WORKLOADS
 
 COLUMN, PAGE = 3.3, 7.0  # inches: one column of a paper, and two
 MOST_LETTERS = 17.5  # of 8 pt, in an inch

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from experiments.harness.schema import ConfigError
 from experiments.published.schema import ANSWER, REQUEST
 from experiments.systems.stream import paper_stream
-from punica.workload import RELEASED_SEED, WORKLOADS
+from experiments.workload import RELEASED_SEED, WORKLOADS
 
 ABOUT = "about.json"
 SCHEMAS = {"request.schema.json": REQUEST, "answer.schema.json": ANSWER}

@@ -14,8 +14,9 @@ from experiments.harness.schema import REPOSITORY
 from experiments.reliability.isolation import victims_of
 from experiments.reliability.trial import Outcome, Setting, trial
 from experiments.reliability.world import World, draw_wishes, make_world
-from punica.cluster import ClusterPolicy, StepCost, Trace, simulate
-from punica.workload import poisson_arrivals, popularity, scaled_lengths
+from experiments.simulator import StepCost, Trace, simulate
+from experiments.workload import poisson_arrivals, popularity, scaled_lengths
+from punica.cluster import ClusterPolicy
 
 WISHES, ADAPTERS = 24, 6
 ADMISSIONS = ("fcfs", "fcfs_many", "resident_first")

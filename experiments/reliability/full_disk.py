@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from experiments.measure.records import RowFile, RowsError, read_rows
 from experiments.reliability.faults import TRIED, Victims
 from experiments.reliability.trial import Outcome, Setting, trial
 from experiments.reliability.writer import row
 from punica.adapters import LoRARequest
 from punica.cluster.adapter_files import AdapterFolderCache, StoredFiles, digest_of, read_adapter_files
-from punica.measure.records import RowFile, RowsError, read_rows
 
 LARGEST = 4096
 """Bytes; a file of rows, a header or an adapter needs more."""

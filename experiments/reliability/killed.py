@@ -16,12 +16,12 @@ import httpx2
 import torch
 
 from experiments.harness.schema import REPOSITORY
+from experiments.measure.records import RowFile, read_rows
 from experiments.reliability.faults import BESIDE, Victims
 from experiments.reliability.server import BASE, Served, serving
 from experiments.reliability.trial import Outcome, Setting, trial
 from experiments.reliability.world import make_world
 from experiments.reliability.writer import POINTS, row
-from punica.measure.records import RowFile, read_rows
 
 WRITERS = 2
 RANKS = 2

@@ -6,10 +6,10 @@ from typing import Any
 
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
+from experiments.measure import environment
+from experiments.measure.records import Row
 from experiments.reliability.groups import file_of
 from experiments.reliability.trial import Outcome, Trial
-from punica.measure import environment
-from punica.measure.records import Row
 
 FILE = "reliability.csv"
 COUNTS = ("tried", "injected", "survived", "lost")

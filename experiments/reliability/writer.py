@@ -6,7 +6,7 @@
 import sys
 from pathlib import Path
 
-from punica.measure.records import Row, RowFile
+from experiments.measure.records import Row, RowFile
 
 POINTS = 12
 

@@ -24,7 +24,7 @@ from experiments.claims import Verdict
 from experiments.claims.finding import SIMULATED
 from experiments.facts.paper import paper_file
 from experiments.harness.counted import POINT, counted, merged
-from punica.measure.records import DIFFERENCES, RowsError, ensure_writable
+from experiments.measure.records import DIFFERENCES, RowsError, ensure_writable
 
 FLOOR, CPU_FLOOR = 0.10, 0.50
 """Least width of a range, as a part of the recorded value: two sessions differ by more than repeats of one. A CPU may

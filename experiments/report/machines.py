@@ -11,10 +11,10 @@ from experiments.claims import Verdict, judge
 from experiments.claims.rows import Rows
 from experiments.harness.clocks import unsteady
 from experiments.harness.counted import counted, frame_of, merged
+from experiments.measure.records import COLUMNS, read_rows
 from experiments.plots.frames import distinct
 from experiments.reliability.rows import FILE as TRIALS
 from experiments.report.ages import older
-from punica.measure.records import COLUMNS, read_rows
 
 NAME = "claims"
 AUTO = "auto"

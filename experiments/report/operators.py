@@ -8,11 +8,11 @@ import pandas as pd
 from experiments import ext_expert_tables as experts
 from experiments.benches.operator_lines import ADDED, HOST, Line, lines
 from experiments.claims.rows import markdown
+from experiments.measure.records import RowsError
 from experiments.plots.operator_tables import show
 from experiments.report.machines import OPERATOR_TABLES, Machine
 from experiments.report.reproducing import GENERATED
 from experiments.report.results import measured_on
-from punica.measure.records import RowsError
 
 COMMAND = "`python -m experiments.ext_operator_tables table=all`."
 PREFIXES = {"latency": "", "host_latency": HOST, "added_latency": ADDED}

@@ -9,11 +9,11 @@ from experiments.claims.judge import NOT_MEASURED
 from experiments.claims.rows import Rows, markdown
 from experiments.claims.table import marked, total
 from experiments.facts.paper import paper_rows
+from experiments.measure.records import RowsError
 from experiments.report.expected import quantities
 from experiments.report.machines import Machine, columns
 from experiments.report.major import MAJOR
 from experiments.report.results import older_share, said
-from punica.measure.records import RowsError
 
 MARKED = re.compile(r"(<!-- measured:([\w-]+) -->).*?(<!-- /measured -->)", re.DOTALL)
 Machines = Mapping[str, Machine]

@@ -24,14 +24,14 @@ from experiments.facts.models import STAND_INS
 from experiments.facts.paper import as_rows, read_figure
 from experiments.facts.systems import SYSTEMS, name_of
 from experiments.harness.catalogue import experiments
+from experiments.measure.records import Row, ensure_writable, read_rows
 from experiments.plots.frames import distinct
 from experiments.reliability.rows import COUNTS, command_of, rows_file
 from experiments.report.findings import Found, find, public_kernels, sought
 from experiments.report.machines import AUTO, OTHER_TIMER, Machine, columns, file_name
 from experiments.report.major import MAJOR, in_order
 from experiments.report.reproducing import GENERATED, title_of
-from punica.measure.records import Row, ensure_writable, read_rows
-from punica.workload.popularity import PAPER_WORKLOADS
+from experiments.workload.popularity import PAPER_WORKLOADS
 
 COMPARED = "88b0140"
 """The commit that gave steps with a prompt a constant of their own in `punica.cluster`."""

@@ -20,7 +20,7 @@ from experiments.systems.stream import Job, paper_stream, shortened, timeline_of
 from experiments.systems.timeline import Timeline
 from experiments.systems.windows import Window, draw_windows
 from experiments.systems.world import World
-from punica.workload.popularity import PAPER_WORKLOADS, popularity
+from experiments.workload.popularity import PAPER_WORKLOADS, popularity
 
 
 @dataclass(frozen=True)

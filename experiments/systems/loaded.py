@@ -12,10 +12,10 @@ from experiments.systems.open_loop import DISK, MEMORY, SLOT
 from experiments.systems.serving import class_of
 from experiments.systems.stream import Job, timeline_of
 from experiments.systems.world import World
+from experiments.workload import released_lengths
 from punica.adapters import LoRAModel, LoRARequest, write_random_adapter
 from punica.config import LoRAConfig
 from punica.engine import EngineConfig, Request
-from punica.workload import released_lengths
 
 FOLDERS = 4
 """Different adapters on disk, where nothing says more; others are further ids of the same folders."""

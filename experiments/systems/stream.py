@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from experiments.systems.timeline import Timeline
-from punica.workload import RequestLengths, popularity, released_lengths, rescaled, stated_lengths
+from experiments.workload import RequestLengths, popularity, released_lengths, rescaled, stated_lengths
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.workload import RequestLengths
 from punica.scheduling import ADMISSION_RULES, AdmissionRule, Request, RequestState
-from punica.workload import RequestLengths
 
 FEATURES = ("tokens", "rows", "context", "adapters", "prompts", "prefills")
 """Work of a step: tokens of prompts and new ones, requests in the batch, tokens whose keys are read, different

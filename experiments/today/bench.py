@@ -17,7 +17,7 @@ from experiments.harness.schema import DType, ModelConf
 from experiments.today.folders import written
 from experiments.today.measure import DECODE, NONE, REGISTRATION, STREAM, TOKENS
 from experiments.today.peers import Interpreters
-from punica.workload import popularity
+from experiments.workload import popularity
 
 AGREEMENT = {DType.float32: 1.0, DType.float16: 0.75, DType.bfloat16: 0.5}
 """Least share of equal first tokens. Rounding decides a few of a hundred close calls between random weights; of another

@@ -2,14 +2,9 @@
 
 gpu.py              scheduler's model of one GPU: working set, KV pages
 placement.py        placement rules: protocol, registry, the paper's
-rules/              rules of other systems
 open_gpus.py        GPUs with room, in the order of a rule
 policy.py           queue and decisions
-residency.py        adapters of one simulated GPU: slots, host memory, disk
 quarantine.py       suspected requests, served alone on a reserved GPU
-latency.py          cost model of a step: fitted to timed steps, or a roofline
-simulator.py        discrete-event simulation of the policy
-stride.py           steps in a row of one simulated GPU
 
 `punica.cluster.ray_cluster.RayCluster` schedules real engines; it needs torch, and Ray (the extra ``cluster``):
 
@@ -23,19 +18,6 @@ cluster_output.py   output of a cluster step
 ray_cluster.py      interface of one large engine
 """
 
-from punica.cluster import rules
-from punica.cluster.gpu import ClusterRequest, Gpu
-from punica.cluster.latency import (
-    ModelBytes,
-    Residuals,
-    StepCost,
-    StepWork,
-    TimedStep,
-    fit_step_cost,
-    residuals,
-    roofline_cost,
-)
+from punica.cluster.gpu import ClusterRequest, Gpu, StepWork
 from punica.cluster.placement import SCHEDULING_RULES, SchedulingRule
 from punica.cluster.policy import PAGE_SIZE, ClusterPolicy, ClusterStep, PlacedRequest, ScaleSignal
-from punica.cluster.residency import LoadCost, Residency, ResidencyConfig
-from punica.cluster.simulator import SimulationResult, Trace, simulate

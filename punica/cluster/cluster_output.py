@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from punica.cluster.dispatcher import EndedStep
-from punica.cluster.latency import StepWork
+from punica.cluster.gpu import StepWork
 from punica.engine import GenerationResult, RequestState, StepOutput, StepStatistics
 
 

@@ -19,7 +19,7 @@ from punica.adapters.source import AdapterVersion, config_of
 from punica.checks import check_count, clip
 from punica.cluster.adapter_files import StoredFiles
 from punica.cluster.crash_record import CrashRecord
-from punica.cluster.latency import StepWork
+from punica.cluster.gpu import StepWork
 from punica.cluster.loaded_versions import LoadedVersions
 from punica.cluster.policy import ClusterPolicy
 from punica.cluster.runner import JoiningRequest, RunnerDescription, StepCommand, StepReply

@@ -8,10 +8,9 @@ same for 1 request and for 32.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from punica.checks import check_count
-from punica.cluster.residency import Residency
 
 
 @dataclass(eq=False)
@@ -61,6 +60,18 @@ class PlacedRequest(NamedTuple):
     gpu: str
 
 
+@dataclass(frozen=True)
+class StepWork:
+    """Work of one step. ``decodes`` requests compute one token each, reading ``kv_tokens`` tokens of KV cache in all;
+    ``prefill_tokens`` are rows of prompts; ``adapter_ranks`` is the sum of the adapters' ranks.
+    """
+
+    decodes: int = 0
+    kv_tokens: int = 0
+    prefill_tokens: int = 0
+    adapter_ranks: int = 0
+
+
 @dataclass(eq=False)
 class Gpu:
     """Working set of one GPU (or one tensor-parallel group).
@@ -77,7 +88,7 @@ class Gpu:
         requests_of: members per adapter id, without the plain backbone.
         rank_sum: sum of the ranks of the different adapters of the members.
         reserved: it admits only quarantined requests.
-        residency: of adapters, in a simulation that has it.
+        residency: of adapters, in a simulation that has it (``use``, ``release``).
         catch_up: called before free pages are read, where steps are not reported one by one.
     """
 
@@ -93,7 +104,7 @@ class Gpu:
     requests_of: Counter[int] = field(default_factory=Counter, init=False)
     rank_sum: int = field(default=0, init=False)
     reserved: bool = field(default=False, init=False)
-    residency: Residency | None = field(default=None, init=False)
+    residency: Any = field(default=None, init=False)
     catch_up: Callable[[], None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

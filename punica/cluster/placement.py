@@ -1,8 +1,7 @@
 """Placement and eviction rules of a cluster: their protocol, their registry, and the paper's two.
 
 `punica` is section 5.1 of the paper. `released` is its released code where the two differ (disagreement D12 of
-``paper_results/README.md``). Rules of other systems are in `punica.cluster.rules`, with Punica's eviction unless they
-say so, and a comparison changes one thing. A new rule is one class with :data:`SCHEDULING_RULES` ``.register("name")``.
+``paper_results/README.md``). A new rule is one class with :data:`SCHEDULING_RULES` ``.register("name")``.
 """
 
 from collections.abc import Iterator, Sequence

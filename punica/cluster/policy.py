@@ -22,10 +22,12 @@ from punica.cluster.gpu import ClusterRequest, Gpu, PlacedRequest
 from punica.cluster.open_gpus import OpenGpus
 from punica.cluster.placement import SCHEDULING_RULES, OrderedRule, SchedulingRule
 from punica.cluster.quarantine import Quarantine
-from punica.workload import MAX_BATCH
 
 PAGE_SIZE = 16
 """Tokens in a KV page of the released code; the paper leaves it open."""
+
+MAX_BATCH = 32
+"""Largest batch of the paper (sections 5.1 and 7)."""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ import heapq
 import numpy as np
 import pytest
 
-from punica.cluster import StepCost, Trace, simulate
+from experiments.simulator import StepCost, Trace, simulate
+from experiments.workload import RequestLengths
 from punica.cluster.policy import ClusterPolicy
 from punica.engine import Request
 from punica.engine.runner import ModelRunner
-from punica.workload import RequestLengths
 from tests.cluster.runner_world import LocalRunners
 
 BATCH, PAGE = 4, 4

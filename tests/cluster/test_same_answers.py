@@ -5,19 +5,11 @@ import hashlib
 import numpy as np
 import pytest
 
-from punica.cluster import (
-    SCHEDULING_RULES,
-    ClusterPolicy,
-    LoadCost,
-    ResidencyConfig,
-    SimulationResult,
-    StepCost,
-    Trace,
-    simulate,
-)
+from experiments.simulator import LoadCost, ResidencyConfig, SimulationResult, StepCost, Trace, simulate
+from experiments.workload import poisson_arrivals, popularity, scaled_lengths
+from punica.cluster import SCHEDULING_RULES, ClusterPolicy
 from punica.cluster.gpu import Gpu
 from punica.cluster.placement import LargestWorkingSet
-from punica.workload import poisson_arrivals, popularity, scaled_lengths
 
 ODD = StepCost("odd", base=0.0171, row=3e-5, kv=4.1e-7, prefill=1.03e-4, rank=4.3e-6, join=1e-3)
 SECOND = StepCost("a step is a second", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=0.0)

@@ -8,14 +8,15 @@ from shutil import copytree, rmtree
 import numpy as np
 import pytest
 
+from experiments.simulator import StepCost, Trace, simulate
+from experiments.workload import RequestLengths
 from punica.adapters import LoRARequest
-from punica.cluster import ClusterPolicy, StepCost, Trace, simulate
+from punica.cluster import ClusterPolicy
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine.overlap import Overlap
 from punica.engine.runner import ModelRunner
 from punica.engine.sampler import PendingCopy
 from punica.scheduling import RequestState, SamplingParams
-from punica.workload import RequestLengths
 
 ADJUSTMENTS = (
     {"repetition_penalty": 1.3}, {"frequency_penalty": 0.8}, {"presence_penalty": 1.5}, {"logit_bias": {5: 3.0}},

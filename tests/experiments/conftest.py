@@ -7,7 +7,7 @@ import torch
 from fakes import QUIET
 
 from experiments.harness import passes, products
-from punica.measure.disturbance import Disturbance
+from experiments.measure.disturbance import Disturbance
 
 
 class ScriptedWatch:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.benches.operator_conf import OperatorConf
 from experiments.harness import PROTOCOL, CheckFailed, Experiment, Point, Reading, sampled
 from experiments.harness.schema import Config
-from punica.measure.disturbance import Disturbance
+from experiments.measure.disturbance import Disturbance
 
 QUIET = Disturbance(disturbed=False, other_cpu=0.001, calib_gemm_us=100.0, calib_copy_us=1000.0)
 """What a measurement on a machine of one's own finds."""

@@ -11,7 +11,7 @@ from experiments.harness import budget as budget_module
 from experiments.harness.budget import GRACE, SLACK, Budget, Deadline, OutOfTime, stopped_after
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
-from punica.measure.records import read_rows
+from experiments.measure.records import read_rows
 
 NAME = "fig08_lora_operator"
 GRID = ("workload=distinct", "figure.batch_sizes=[1,2,4,8]", "scale.passes=3", "scale.tries=2")

@@ -10,8 +10,8 @@ import pytest
 
 from experiments.harness.catalogue import experiments
 from experiments.harness.schema import REPOSITORY
+from experiments.measure.records import Row, RowsError, read_rows, write_rows
 from experiments.plots.draw import draw
-from punica.measure.records import Row, RowsError, read_rows, write_rows
 
 ALL = {experiment.name: experiment for experiment in experiments()}
 

@@ -20,8 +20,8 @@ from experiments.commands.compare import (
 )
 from experiments.harness.counted import frame_of
 from experiments.harness.schema import REPOSITORY, ConfigError
+from experiments.measure.records import Row, RowsError, read_rows, write_rows
 from experiments.plots.frames import centre, measured_frame, rows_of_repeats
-from punica.measure.records import Row, RowsError, read_rows, write_rows
 
 BASE = Row(
     figure="8", panel="Skewed", system="SGMV", workload="Skewed", model="", hardware="h200", batch_size=1, seq_len=None,

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.harness.clocks import NOT_STEADY, clock_note, unsteady
 from experiments.harness.counted import counted, frame_of, merged
-from punica.measure.records import Row
+from experiments.measure.records import Row
 
 BASE = Row(
     figure="8", panel="Skewed", system="SGMV", workload="Skewed", model="", hardware="h200", batch_size=1, seq_len=None,

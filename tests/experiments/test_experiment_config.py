@@ -17,8 +17,8 @@ from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
 from experiments.harness.schema import CONF, ConfigError, choice, register_app
 from experiments.harness.settings import folders, keys_read, refuse_unread, settle
-from punica.measure.records import TIMERS
-from punica.workload.popularity import WORKLOADS
+from experiments.measure.records import TIMERS
+from experiments.workload.popularity import WORKLOADS
 
 ALL = {experiment.name: experiment for experiment in experiments()}
 GPU_ONLY = ("ext_determinism", "ext_today", "ext_own_server")

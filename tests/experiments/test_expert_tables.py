@@ -5,7 +5,7 @@ import pytest
 from experiments import ext_expert_tables as tables
 from experiments.benches.expert_sets import ExpertSets, MoELayer
 from experiments.harness.schema import REPOSITORY
-from punica.measure.records import read_rows
+from experiments.measure.records import read_rows
 
 
 def test_every_line_has_its_anchor():

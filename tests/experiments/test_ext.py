@@ -25,10 +25,10 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import settle
+from experiments.measure.records import read_rows
 from experiments.plots import extensions
-from punica.measure.records import read_rows
+from experiments.workload.popularity import popularity
 from punica.ops.quant import dequantize
-from punica.workload.popularity import popularity
 
 PADDING, DETERMINISM = ext_padding.EXPERIMENT, ext_determinism.EXPERIMENT
 STEP, ADDED, FP8 = ext_paper_step.EXPERIMENT, ext_added_latency.EXPERIMENT, fp8.EXPERIMENT

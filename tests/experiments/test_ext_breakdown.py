@@ -19,10 +19,10 @@ from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, DType, ModelConf, model_conf
 from experiments.harness.settings import settle
+from experiments.measure.records import read_rows
+from experiments.measure.timing import Protocol
 from experiments.plots.breakdown import draw_breakdown
 from punica.engine.runner import ModelRunner
-from punica.measure.records import read_rows
-from punica.measure.timing import Protocol
 
 BREAKDOWN = next(iter(experiments(["ext_breakdown"])))
 TINY = ModelConf(

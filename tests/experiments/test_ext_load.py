@@ -19,12 +19,12 @@ from experiments.harness.resume import run
 from experiments.harness.schema import register_names
 from experiments.harness.settings import keys_read, refuse_unread, settle
 from experiments.harness.span import FEWEST_FOR_P99, Span
+from experiments.measure.records import read_rows
 from experiments.plots.frames import measured_frame, rows_of_repeats
 from experiments.plots.load import draw_load, draw_many
 from experiments.systems import load_bench
 from experiments.systems.open_loop import SLOT, TimedStep, Trace, Traced
-from punica.measure.records import read_rows
-from punica.workload import WORKLOADS
+from experiments.workload import WORKLOADS
 
 LOAD, MANY = (next(iter(experiments([name]))) for name in ("ext_latency_under_load", "ext_many_adapters"))
 

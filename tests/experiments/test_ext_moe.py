@@ -16,10 +16,10 @@ from experiments.harness.counted import frame_of
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.settings import settle
+from experiments.measure.records import Row, read_rows, write_rows
+from experiments.measure.timing import Protocol
 from experiments.plots.extensions import draw_moe
 from experiments.plots.frames import measured_frame, rows_of_repeats
-from punica.measure.records import Row, read_rows, write_rows
-from punica.measure.timing import Protocol
 
 MOE = next(iter(experiments(["ext_moe"])))
 ENGINES = {"engine", "backbone engine"}

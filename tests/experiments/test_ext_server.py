@@ -22,7 +22,7 @@ from experiments.http_load.client import Answer, Client, Job
 from experiments.http_load.fields import accepted
 from experiments.http_load.loops import BACK_OFF_S, Run, closed_loop, open_loop
 from experiments.http_load.readings import is_late, run_readings, tokens_in
-from punica.measure.records import read_rows
+from experiments.measure.records import read_rows
 
 SERVER = next(iter(experiments(["ext_server"])))
 BOTH = frozenset({"ignore_eos", "min_tokens"})

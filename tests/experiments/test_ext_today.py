@@ -24,6 +24,7 @@ from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError, DType, ModelConf
 from experiments.harness.settings import settle
 from experiments.harness.source import Place, Reach, tree_of
+from experiments.measure.records import read_rows
 from experiments.plots.frames import measured_frame, rows_of_repeats
 from experiments.plots.today import draw_today, gains
 from experiments.today import bench as bench_module
@@ -31,7 +32,6 @@ from experiments.today import folders, peers
 from experiments.today.bench import TodayBench, common, first_tokens, ids, stream_lengths
 from experiments.today.measure import DECODE, REGISTRATION, STREAM, TOKENS, Measurement
 from experiments.today.worker_punica import Punica
-from punica.measure.records import read_rows
 
 TODAY = next(iter(experiments(["ext_today"])))
 TINY = ModelConf(

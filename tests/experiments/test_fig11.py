@@ -19,11 +19,11 @@ from experiments.harness.points import Point
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import settle
+from experiments.measure.records import read_rows
 from experiments.systems.hf_systems import HfSystem
 from experiments.systems.serving import Served
 from experiments.systems.whole_stream import Comparison
-from punica.measure.records import read_rows
-from punica.workload import released_lengths, rescaled
+from experiments.workload import released_lengths, rescaled
 
 NAME = "fig11_textgen"
 

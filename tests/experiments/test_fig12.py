@@ -16,6 +16,7 @@ from experiments.harness.points import Reading
 from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError, fitting_model, model_conf, ranks_here
 from experiments.harness.settings import settle
+from experiments.measure.records import read_rows
 from experiments.plots.tensor_parallel import draw_ranks
 from experiments.systems import ranks as rank_processes
 from experiments.systems.bench import StreamConf
@@ -25,7 +26,6 @@ from experiments.systems.ranks import Ranks
 from experiments.systems.weights import Limits
 from punica.adapters.synthetic import LLAMA_LORA_MODULES
 from punica.engine import Engine, EngineConfig
-from punica.measure.records import read_rows
 from punica.models import LlamaForCausalLM
 from punica.parallel import init_tensor_parallel
 from tests.parallel.thread_ranks import on_threads

@@ -58,10 +58,11 @@ from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import settle
 from experiments.harness.span import Span
+from experiments.measure.records import Row, read_rows, write_rows
 from experiments.plots.cluster import draw_hour
 from experiments.plots.frames import measured_frame, paper_frame, rows_of_repeats
-from punica.cluster import StepCost, StepWork, simulate
-from punica.measure.records import Row, read_rows, write_rows
+from experiments.simulator import StepCost, simulate
+from punica.cluster import StepWork
 
 PAPER = Path(__file__).parents[2] / "paper_results"
 COST = StepCost("a cost", base=0.01, row=1e-5, kv=1e-7, prefill=1e-4, rank=1e-6)

@@ -10,12 +10,12 @@ from experiments.harness import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import DType, ModelConf
 from experiments.harness.settings import settle
+from experiments.measure.records import read_rows
+from experiments.measure.timing import Protocol
 from experiments.plots.hf_baselines import draw_hf_baselines
 from experiments.systems.hf_decoding import Decoding
 from experiments.systems.weights import Limits
 from experiments.systems.world import World
-from punica.measure.records import read_rows
-from punica.measure.timing import Protocol
 
 NAME = EXPERIMENT.name
 TINY = ModelConf(

@@ -14,8 +14,8 @@ from experiments.harness import CheckFailed
 from experiments.harness.catalogue import experiments
 from experiments.harness.schema import DType, ModelConf
 from experiments.harness.settings import settle
+from experiments.measure import timing
 from experiments.plots.overlay import panels
-from punica.measure import timing
 
 FIG01, FIG10 = (next(iter(experiments([name]))) for name in ("fig01", "fig10"))
 TINY = ModelConf(

@@ -24,8 +24,8 @@ from experiments.systems.steady import _members
 from experiments.systems.stream import Job, paper_stream
 from experiments.systems.weights import Limits
 from experiments.systems.world import World
+from experiments.workload import drawn_adapters, poisson_arrivals
 from punica.engine import Engine
-from punica.workload import drawn_adapters, poisson_arrivals
 
 TINY = ModelConf(
     name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,

@@ -27,8 +27,8 @@ from experiments.benches.operator_lines import (
 from experiments.benches.operator_shapes import Operator, floor_us
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError
+from experiments.measure.records import STATISTICS
 from experiments.plots.operator_tables import show
-from punica.measure.records import STATISTICS
 
 ROOT = Path(__file__).resolve().parents[2]
 

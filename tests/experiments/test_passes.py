@@ -11,7 +11,7 @@ from experiments.harness import CheckFailed, Point, Reading, sampled
 from experiments.harness.budget import Budget
 from experiments.harness.resume import run
 from experiments.harness.samples import read_samples, samples_file
-from punica.measure.records import RowsError, read_rows
+from experiments.measure.records import RowsError, read_rows
 
 GRID = ("workload=distinct", "figure.batch_sizes=[1,2]", "scale.passes=3", "scale.tries=2")
 NAME = "fig08_lora_operator"

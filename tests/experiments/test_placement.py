@@ -14,7 +14,7 @@ from experiments.cluster.placed import CROWD, DRIFT, LOAD, MIXED, PADDED, load, 
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.harness.points import Point
 from experiments.harness.resume import run
-from punica.measure.records import read_rows
+from experiments.measure.records import read_rows
 
 PAPER = Path(__file__).parents[2] / "paper_results"
 ABOUT = {"ranks": [8, 64], "adapters": 200}

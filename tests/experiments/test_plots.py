@@ -28,6 +28,7 @@ from experiments.harness.clocks import NOT_STEADY
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.harness.schema import CONF, REPOSITORY
 from experiments.harness.settings import settle
+from experiments.measure.records import Row, write_rows
 from experiments.plots import style
 from experiments.plots.adapter_loading import draw_loading
 from experiments.plots.breakdown import scaled
@@ -49,7 +50,6 @@ from experiments.plots.roofline import draw_roofline
 from experiments.plots.serving_bars import SHOWN, draw_hero, draw_serving, not_measured, short, speedups
 from experiments.plots.tensor_parallel import draw_ranks
 from experiments.plots.today import draw_today
-from punica.measure.records import Row, write_rows
 
 PAPER = REPOSITORY / "paper_results"
 

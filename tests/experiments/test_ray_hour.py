@@ -22,9 +22,10 @@ from experiments.fig13_cluster import EXPERIMENT
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import settle
-from punica.cluster import StepWork, Trace
-from punica.measure.records import read_rows
-from punica.workload import RequestLengths
+from experiments.measure.records import read_rows
+from experiments.simulator import Trace
+from experiments.workload import RequestLengths
+from punica.cluster import StepWork
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = World(str(ROOT / "paper_results"), "punica", 120, runners=2, speed_up=20, max_len=128, address="", device="cpu")

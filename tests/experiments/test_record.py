@@ -11,7 +11,7 @@ from experiments.commands import record
 from experiments.commands.commits import Commits, refuse_other_sources
 from experiments.harness.samples import add_samples, read_samples, samples_file
 from experiments.harness.source import fingerprint, tree_of
-from punica.measure.records import Row, RowFile, RowsError, read_rows
+from experiments.measure.records import Row, RowFile, RowsError, read_rows
 
 BASE = {
     "figure": "8", "panel": "Skewed", "system": "SGMV", "workload": "Skewed", "model": "", "hardware": "cpu",

@@ -14,7 +14,7 @@ from experiments.harness.catalogue import experiments
 from experiments.harness.recording import RecordedSet, sets_of
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import keys_read, refuse_unread
-from punica.measure.records import Row, RowsError, write_rows
+from experiments.measure.records import Row, RowsError, write_rows
 
 ON_A_CPU = {"fig13_cluster", "ext_placement", "ext_cluster_scale"}
 OF_OTHERS = {"ext_server"}

@@ -8,7 +8,7 @@ import pytest
 from experiments.commands.batch import SOURCES
 from experiments.commands.report import choose, write_fresh
 from experiments.harness.schema import REPOSITORY, ConfigError
-from punica.measure.records import write_rows
+from experiments.measure.records import write_rows
 from tests.experiments.report.report_rows import decode_rows, folders_in
 
 

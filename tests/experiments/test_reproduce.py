@@ -19,7 +19,7 @@ from experiments.harness.command import or_exit
 from experiments.harness.passes import Outcome
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError
-from punica.measure.records import RowsError, read_rows, write_rows
+from experiments.measure.records import RowsError, read_rows, write_rows
 from tests.experiments.report.report_rows import decode_rows, folders_in
 
 REMEDY = "; the rows are on disk: once that is mended, make report judges and shows them"

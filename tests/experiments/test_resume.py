@@ -7,7 +7,7 @@ from fakes import QUIET, Fake, composed
 
 from experiments.harness.command import or_exit
 from experiments.harness.resume import run
-from punica.measure.records import RowsError, read_rows, write_rows
+from experiments.measure.records import RowsError, read_rows, write_rows
 
 GRID = ("workload=distinct", "figure.batch_sizes=[1,2,4]")
 

@@ -19,8 +19,8 @@ from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError, DType, ModelConf, model_conf
 from experiments.harness.settings import settle
+from experiments.measure.records import read_rows
 from experiments.plots.adapter_loading import draw_loading, text_numbers
-from punica.measure.records import read_rows
 
 (SEC52,) = experiments(["sec52"])
 GPU_SYSTEMS = ["punica", "per_tensor", "pageable", "link"]

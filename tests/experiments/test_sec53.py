@@ -22,10 +22,10 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError, model_conf
 from experiments.harness.settings import settle
+from experiments.measure import environment
+from experiments.measure.records import read_rows
 from experiments.sec53_migration import EXPERIMENT, MigrationExperiment
 from punica.engine.runner import ModelRunner
-from punica.measure import environment
-from punica.measure.records import read_rows
 
 NAME = "sec53_migration"
 LINKS = ["ethernet 25G", "ethernet 100G", "infiniband 400G"]

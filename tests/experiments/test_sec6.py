@@ -7,8 +7,8 @@ from fakes import composed
 from experiments import sec6_norm
 from experiments.harness import CheckFailed, resume
 from experiments.harness.resume import run
-from punica.measure import timing
-from punica.measure.records import read_rows
+from experiments.measure import timing
+from experiments.measure.records import read_rows
 from tests.experiments.claims.claim_rows import paper_rows, verdict_of
 
 

@@ -14,11 +14,11 @@ from experiments.harness.counted import frame_of
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
+from experiments.measure.records import COLUMNS, RowsError, read_rows, write_rows
 from experiments.report import ages
 from experiments.report.ages import script_of
 from experiments.report.machines import machine_of, read_folder, recorded_folders, rows_files
 from experiments.report.results import write_results
-from punica.measure.records import COLUMNS, RowsError, read_rows, write_rows
 from tests.experiments.report.report_rows import decode_rows
 
 FILES = {
@@ -42,7 +42,7 @@ FILES = {
     "paper_results/fig01.csv": "a\n1\n",
     "results/h200/fig10_layer.csv": "source_hash,value\nab,1\n",
     "punica/__init__.py": '__version__ = "0.1.0"\n',
-    "punica/measure/disturbance.py": "LIMIT = 1.1\n",
+    "experiments/measure/disturbance.py": "LIMIT = 1.1\n",
     "punica/ops/__init__.py": "from punica.ops.kernel import run\n",
     "punica/ops/kernel.py": "from punica.ops.other import half\n\n\n"
     "def run(x: int) -> int:\n    rows = [half(row) for row in range(x)]\n"
@@ -76,7 +76,7 @@ def hashed(tree):
         ("experiments/systems/mine.py", '"host"', '"graph"'),
         ("experiments/harness/passes.py", "2", "3"),
         ("experiments/harness/samples.py", "1", "2"),
-        ("punica/measure/disturbance.py", "1.1", "1.2"),
+        ("experiments/measure/disturbance.py", "1.1", "1.2"),
         ("experiments/benches/tuned/gpu.json", "{}", '{"m": 1}'),
         ("paper_results/fig13.csv", "1", "2"),
         ("results/h200/fig10_layer.csv", "ab,1", "ab,2"),

@@ -9,8 +9,9 @@ import pytest
 from experiments.cluster import step_costs
 from experiments.cluster.step_costs import a100_of_the_cluster, model_bytes, paper_a100, recorded_cost, timed_layers
 from experiments.facts.paper import as_rows, read_figure
-from punica.cluster import StepCost, StepWork, residuals
-from punica.workload import popularity
+from experiments.simulator import StepCost, residuals
+from experiments.workload import popularity
+from punica.cluster import StepWork
 
 PAPER = Path(__file__).parents[2] / "paper_results"
 LAYERS = {"7B": 32, "13B": 40}

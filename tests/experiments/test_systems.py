@@ -18,9 +18,9 @@ from experiments.systems.serving import built
 from experiments.systems.stream import Job, paper_stream, shortened, timeline_of
 from experiments.systems.weights import Limits
 from experiments.systems.world import World
+from experiments.workload import PAPER_WORKLOADS, released_lengths
 from punica.engine import ADMISSION_RULES
 from punica.engine.runner import ModelRunner
-from punica.workload import PAPER_WORKLOADS, released_lengths
 
 MEASURED = [entry.name for entry in entries() if entry.served_by]
 EXACT = [name for name in MEASURED if SYSTEMS.get(name).exact]

@@ -7,6 +7,7 @@ from experiments.benches.step_parts import launches_of, seconds_per_launch
 from experiments.ext_hf_baselines import WAYS, HfBench
 from experiments.facts.systems import FIG11, names_in
 from experiments.harness.schema import DType, ModelConf
+from experiments.measure.timing import Protocol
 from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.hf_backend import linear_layers
 from experiments.systems.hf_decoding import Decoding, GraphDecoding
@@ -15,7 +16,6 @@ from experiments.systems.stream import shortened
 from experiments.systems.weights import Limits
 from experiments.systems.whole_stream import compare
 from experiments.systems.world import World
-from punica.measure.timing import Protocol
 
 pytestmark = pytest.mark.gpu
 HALF = ModelConf(

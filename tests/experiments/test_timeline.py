@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.systems.timeline import Timeline
-from punica.scheduling import ADMISSION_RULES, AdmissionRule
-from punica.workload import (
+from experiments.workload import (
     RequestLengths,
     popularity,
     released_lengths,
@@ -14,6 +13,7 @@ from punica.workload import (
     rescaled,
     stated_lengths,
 )
+from punica.scheduling import ADMISSION_RULES, AdmissionRule
 
 POLICIES = ADMISSION_RULES.names()
 PROMPTS, OUTPUTS, ADAPTERS = [3, 2, 5, 1], [4, 2, 1, 3], [1, 1, 2, 2]

@@ -10,7 +10,7 @@ from experiments.harness.experiment import config_hash
 from experiments.harness.on_disk import machine
 from experiments.harness.resume import run
 from experiments.harness.settings import by_clocks, settle
-from punica.measure.records import read_rows
+from experiments.measure.records import read_rows
 
 GRID = ("hardware=h200", "workload=distinct", "figure.batch_sizes=[1,2]")
 GRAPH, HOST = "cuda_graph", "host_clock"

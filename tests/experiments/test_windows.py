@@ -20,10 +20,10 @@ from experiments.systems.weights import Limits
 from experiments.systems.whole_stream import DRAWS, compare
 from experiments.systems.windows import AGREEMENT, AGREEMENT_OF_OTHERS, Window, draw_windows
 from experiments.systems.world import World
+from experiments.workload import popularity, released_lengths, stated_lengths
+from experiments.workload.popularity import PAPER_WORKLOADS
 from punica.engine.residency import AdapterResidency
 from punica.engine.runner import ModelRunner
-from punica.workload import popularity, released_lengths, stated_lengths
-from punica.workload.popularity import PAPER_WORKLOADS
 
 WINDOWED = sorted({*names_in(FIG11), *names_in(FIG12)})
 TINY = ModelConf(

@@ -8,7 +8,7 @@ import pandas as pd
 from experiments.claims.bounds import read_bounds
 from experiments.claims.judge import Judge
 from experiments.facts import paper as facts
-from punica.measure.records import COLUMNS, Row
+from experiments.measure.records import COLUMNS, Row
 
 PAPER = Path(__file__).parents[3] / "paper_results"
 STATEMENTS = {statement.id: statement for statement in facts.read_claims(PAPER)}

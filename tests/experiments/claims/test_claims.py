@@ -11,7 +11,7 @@ from experiments.claims.bounds import Outcome, outcome_of
 from experiments.claims.judge import command, scales_of
 from experiments.claims.rows import Rows
 from experiments.facts.paper import read_claims
-from punica.measure.records import COLUMNS
+from experiments.measure.records import COLUMNS
 
 NO_ROWS_NEEDED = {"C05", "C18", "C35", "C36", "C37", "C44"}
 (

@@ -5,7 +5,7 @@ import pytest
 from claim_rows import frame, laptop, verdict_of
 
 from experiments.claims import VERDICTS
-from punica.workload.popularity import PAPER_WORKLOADS
+from experiments.workload.popularity import PAPER_WORKLOADS
 
 REPRODUCED, SHAPE, _, DIFFERS, *_ = VERDICTS
 MODELS = {"llama2-7b": 6.0, "llama2-13b": 10.0}

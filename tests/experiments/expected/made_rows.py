@@ -5,7 +5,7 @@ from dataclasses import replace
 import pandas as pd
 
 from experiments.harness.counted import frame_of
-from punica.measure.records import Row
+from experiments.measure.records import Row
 
 BASE = Row(
     figure="8", panel="", system="SGMV", workload="Distinct", model="", hardware="h200", batch_size=1, seq_len=None,

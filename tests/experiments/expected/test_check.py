@@ -9,9 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.claims import Verdict
 from experiments.commands.check import check, counted_claims, counted_rows, other_device
 from experiments.harness.schema import REPOSITORY, ConfigError
+from experiments.measure.records import write_rows
 from experiments.report.expected import Held, hold_rows, other_speed, other_speeds, read_expected, write_expected
 from experiments.report.machines import machine_of, read_folder, recorded_folders
-from punica.measure.records import write_rows
 from tests.experiments.expected.made_rows import frame, made
 from tests.experiments.report.report_rows import PAPER, decode_rows
 

@@ -3,8 +3,8 @@
 import pytest
 
 from experiments.claims import Verdict
+from experiments.measure.records import RowsError
 from experiments.report.expected import claim_ranges, hold_claims, hold_rows, ranges, read_expected, write_expected
-from punica.measure.records import RowsError
 from tests.experiments.expected.made_rows import frame, made
 from tests.experiments.report.report_rows import PAPER
 

@@ -15,6 +15,7 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 from experiments.commands import reliability as command
 from experiments.commands.reliability import Options, reliability
 from experiments.harness.schema import ConfigError
+from experiments.measure.records import RowsError, read_rows, write_rows
 from experiments.reliability import process
 from experiments.reliability.groups import all_trials, file_of
 from experiments.reliability.process import outcome_of, run_apart
@@ -22,7 +23,6 @@ from experiments.reliability.rows import COUNTS, command_of, rows_of
 from experiments.reliability.trial import SIZES, Outcome
 from experiments.report.machines import rows_files
 from experiments.report.results import trials_table
-from punica.measure.records import RowsError, read_rows, write_rows
 
 GOOD = Outcome(10, 4, 10, {"host_memory_growth": (1.5, "MiB"), "pages_kept": (0, "count")})
 BAD = Outcome(10, 4, 8, {}, ["request-3 ended 2 times"])

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("hypothesis", reason="needs the hypothesis package (extra dev)")
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
+from experiments.measure.records import RowFile, write_rows
 from experiments.reliability import full_disk, isolation
 from experiments.reliability.groups import all_trials
 from experiments.reliability.input import neighbour
@@ -21,7 +22,6 @@ from experiments.reliability.trial import Outcome, Setting
 from experiments.reliability.use import Use, drift
 from punica.adapters import LoRAModelManager
 from punica.engine import Engine
-from punica.measure.records import RowFile, write_rows
 from punica.metadata import LoRAMapping
 from punica.ops import torch_ops
 from punica.wrapper import PunicaWrapperCPU

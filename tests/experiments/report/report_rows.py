@@ -6,9 +6,9 @@ from pathlib import Path
 from experiments.claims import Verdict
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import Folders
+from experiments.measure.records import Row
 from experiments.report.machines import Machine, machine_of
 from experiments.report.results import notes, write_results
-from punica.measure.records import Row
 
 PAPER = REPOSITORY / "paper_results"
 

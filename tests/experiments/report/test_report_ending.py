@@ -7,9 +7,9 @@ import pytest
 
 from experiments.claims.judge import DIFFERS, NOISE, NOT_MEASURED, NOT_TESTABLE, REPRODUCED, SHAPE
 from experiments.facts.paper import read_claims
+from experiments.measure.records import write_rows
 from experiments.report.ending import WIDTH, ending
 from experiments.report.major import HOLD, MAJOR, PART, Major, in_order
-from punica.measure.records import write_rows
 from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, write_report
 
 FILES = [Path("outputs/cpu/claims.md"), Path("outputs/cpu/report.html")]

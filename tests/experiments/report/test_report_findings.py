@@ -7,10 +7,10 @@ import pytest
 from experiments.claims.rows import Rows
 from experiments.harness.catalogue import experiments
 from experiments.harness.counted import frame_of
+from experiments.measure.records import Row, write_rows
 from experiments.report.findings import Sought, find, public_kernels, sought
 from experiments.report.machines import machine_of
 from experiments.report.results import serving_tables, write_results
-from punica.measure.records import Row, write_rows
 from tests.experiments.report.report_rows import PAPER, decode_rows
 
 ABOUT = {"figure": "ext fp8", "panel": "Distinct, rank 16", "model": "", "hardware": "h200", "seq_len": None}

@@ -9,9 +9,9 @@ from experiments.benches.operator_lines import best_existing, lines
 from experiments.ext_expert_tables import lines as expert_lines
 from experiments.ext_expert_tables import rows_of as expert_rows
 from experiments.ext_operator_tables import chosen_tables, rows_of
+from experiments.measure.records import RowFile
 from experiments.report.machines import machine_of
 from experiments.report.operators import TITLES, write_operator_tables
-from punica.measure.records import RowFile
 
 
 @pytest.fixture

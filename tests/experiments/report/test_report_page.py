@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from experiments.claims.judge import VERDICTS
+from experiments.measure.records import write_rows
 from experiments.report.machines import Machine, machine_of
 from experiments.report.page import tone, write_page
 from experiments.report.results import write_results
-from punica.measure.records import write_rows
 from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, operator_rows, write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from experiments.harness.schema import REPOSITORY
+from experiments.measure.records import RowsError, write_rows
 from experiments.report import readme
 from experiments.report.machines import machine_of
 from experiments.report.major import MAJOR
 from experiments.report.readme import MARKED, VALUES, write_readme
 from experiments.report.reproducing import GENERATED
-from punica.measure.records import RowsError, write_rows
 from tests.experiments.report.report_rows import PAPER, decode_rows, operator_rows
 
 README = REPOSITORY / "README.md"

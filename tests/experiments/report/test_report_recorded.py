@@ -9,8 +9,8 @@ import pytest
 
 from experiments.commands.report import write_recorded
 from experiments.harness.schema import REPOSITORY
+from experiments.measure.records import read_rows
 from experiments.report.machines import rows_files
-from punica.measure.records import read_rows
 from tests.experiments.report.report_rows import PAPER
 
 REMEDY = "make report ARGS=source=recorded"

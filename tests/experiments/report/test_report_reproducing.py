@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.measure.records import write_rows
 from experiments.report.machines import Machine, machine_of
 from experiments.report.reproducing import claims_in, gpu_cost, gpu_sets, minutes, write_reproducing
-from punica.measure.records import write_rows
 from tests.experiments.report.report_rows import PAPER, decode_rows
 
 

@@ -10,9 +10,9 @@ from experiments.claims.table import certainty, marked, total
 from experiments.harness.clocks import NOT_STEADY
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
+from experiments.measure.records import RowsError, write_rows
 from experiments.report.machines import AUTO, OTHER_TIMER, machine_of, read_folder
 from experiments.report.results import write_results
-from punica.measure.records import RowsError, write_rows
 from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, operator_rows, write_report
 
 

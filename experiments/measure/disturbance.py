@@ -1,0 +1,258 @@
+"""Disturbance of a measurement by other work on the machine.
+
+Three witnesses, because each is blind to something:
+
+* **other work**: CPU time of all processes on our cores, and steal, minus our own (``/proc/stat``, ``getrusage``);
+* **calibration**: one product and one copy before and after. It sees what the kernel cannot account for, such as
+  another guest of the same host that fills the memory bus or lowers the clock. On a GPU launches are timed, too: they
+  mark no measurement, but tell whether times of the host's clock can be compared (`experiments.harness.clocks`);
+* **GPU**: clock of the multiprocessors and reasons to throttle, from ``nvidia-smi``, where there is a GPU.
+
+A `Watch` brackets one measurement. A number keeps its `Disturbance`; the caller decides whether to measure again.
+`slow_repeats` finds what no witness saw, once there are repeats to compare.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from experiments.measure.environment import gpu_query, l3_mib
+from experiments.measure.records import Row, is_duration
+
+OTHER_CPU_LIMIT = 0.05
+"""Share of the CPU time of our cores that others may take; an idle Linux machine takes less than 0.01."""
+CALIBRATION_LIMIT = 1.5
+"""Largest time of a calibration over that of the quiet machine (`Calibrator.quiet`)."""
+REPEAT_LIMIT = 1.5
+"""Largest ratio of a repeat's median to its siblings' (of two, the quicker one), either way."""
+SHORTEST_OTHER_S = 0.04
+"""Less other work than this is rounding: the kernel counts in ticks of 10 ms, per core."""
+THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
+"""NVML's reasons to slow down that a cool GPU with enough power does not have: hardware, software thermal, hardware
+thermal, power brake. The power cap (0x4) is left out: dense products reach it on a healthy GPU."""
+
+_ATTEMPTS = 5
+_BURSTS, _LAUNCHES = 25, 20
+_COPY_MIB = 32
+_QUIET_SHARE = 0.1
+"""Quantile of a process's calibrations that counts as undisturbed. The quickest alone is too rare: on two virtual cores
+it takes a third less than usual, and marked two of three points of an idle machine."""
+_ENOUGH = 20
+"""Calibrations from which on that may fall but not rise, so that a machine that stays slow stays marked."""
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Columns of a row on other work in its interval; ``None``: not known on this machine."""
+
+    disturbed: bool
+    other_cpu: float | None
+    calib_gemm_us: float | None
+    calib_copy_us: float | None
+    sm_clock_mhz: float | None = None
+    calib_launch_us: float | None = None
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Seconds: a clock, the busy time of our cores (steal included), and the part of it that is ours."""
+
+    wall: float
+    busy: float
+    own: float
+
+
+def cpu_times(stat: Path = Path("/proc/stat")) -> CpuTimes | None:
+    """Now, or ``None`` where there is no ``/proc/stat``."""
+    try:
+        lines = stat.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    busy = sum(_busy_ticks(line.split()[1:]) for line in lines if line.split()[0] in mine)
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own = sum(usage.ru_utime + usage.ru_stime for usage in usages) + _living_children()
+    return CpuTimes(time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), own)
+
+
+def _living_children() -> float:
+    """Return the seconds of child processes, and of theirs, that were not waited for yet."""
+    found = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            times = child.cpu_times()
+            found += times.user + times.system + times.children_user + times.children_system
+    return found
+
+
+def _busy_ticks(fields: list[str]) -> int:
+    """user + nice + system + irq + softirq + steal; time of our own guests is part of user."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+    return user + nice + system + irq + softirq + steal
+
+
+def other_seconds(before: CpuTimes, after: CpuTimes) -> float:
+    """Return the CPU seconds of other processes on our cores in between, at least 0."""
+    return max(0.0, (after.busy - before.busy) - (after.own - before.own))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Microseconds of one product and one copy, the best of a few, and of a launch, the median; None on a CPU."""
+
+    gemm_us: float
+    copy_us: float
+    launch_us: float | None = None
+
+
+class Calibrator:
+    """The product and the copy on one device, and all that they took in this process."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        cuda = device.startswith("cuda")
+        size, dtype = (2048, torch.float16) if cuda else (512, torch.float32)
+        left = torch.ones(size, size, device=device, dtype=dtype)
+        product = torch.empty_like(left)
+        self._wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
+        self._gemm = lambda: torch.mm(left, left, out=product)
+        # Copied in turns, so that none is in a cache from the last time: how much of it others left there would be
+        # what is measured. Few turns are not enough, since caches do not drop the oldest first.
+        pairs = 1 if cuda else max(8, math.ceil(2 * (l3_mib() or 0) / _COPY_MIB))
+        parts = torch.ones(2 * pairs, _COPY_MIB << 18, device=device, dtype=torch.int32)
+        turns = itertools.cycle(range(pairs))
+        self._copy = lambda: parts[pairs + (turn := next(turns))].copy_(parts[turn])
+        tiny = torch.ones(1, device=device)
+        self._launch: Callable[[], object] | None = (lambda: tiny.add_(1.0)) if cuda else None
+        self._found: list[Calibration] = []
+        self._lowest = Calibration(math.inf, math.inf)
+        self.run()  # first calls pay for what later ones find
+        self._found.clear()
+
+    def run(self) -> Calibration:
+        """Calibrate now (some 30 ms on two cores)."""
+        found = Calibration(self._microseconds(self._gemm), self._microseconds(self._copy), self._per_launch())
+        self._found.append(found)
+        if len(self._found) >= _ENOUGH:
+            now = self._usual()
+            self._lowest = Calibration(min(self._lowest.gemm_us, now.gemm_us), min(self._lowest.copy_us, now.copy_us))
+        return found
+
+    @property
+    def quiet(self) -> Calibration:
+        """Undisturbed calibration: the least 10 % quantile in this process; of its first few, the present one."""
+        return self._usual() if len(self._found) < _ENOUGH else self._lowest
+
+    def _usual(self) -> Calibration:
+        gemm, copy = zip(*[(one.gemm_us, one.copy_us) for one in self._found], strict=True)
+        return Calibration(*[float(np.quantile(times, _QUIET_SHARE)) for times in (gemm, copy)])
+
+    def _microseconds(self, call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(_ATTEMPTS):
+            self._wait()
+            started = time.perf_counter()
+            call()
+            self._wait()
+            times.append(time.perf_counter() - started)
+        return 1e6 * min(times)
+
+    def _per_launch(self) -> float | None:
+        """Return the host's microseconds per launch, median of bursts that the GPU's queue holds; None on a CPU."""
+        if self._launch is None:
+            return None
+        times = []
+        for _ in range(_BURSTS):
+            self._wait()
+            started = time.perf_counter()
+            for _ in range(_LAUNCHES):
+                self._launch()
+            times.append(time.perf_counter() - started)
+        return 1e6 * float(np.median(times)) / _LAUNCHES
+
+
+@cache
+def calibrator(device: str) -> Calibrator:
+    """Return the calibrator of this process, so that all figures of a run share one reference."""
+    return Calibrator(device)
+
+
+class Watch:
+    """Brackets a measurement on ``device``: built before it, ``stop()`` after it."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._calibrator = calibrator(device)
+        self._calibration = self._calibrator.run()
+        self._times = cpu_times()
+
+    def stop(self) -> Disturbance:
+        """Return the disturbance since. The calibration is not part of the interval whose CPU time is counted."""
+        before, after = self._times, cpu_times()
+        gpu = _gpu_state() if self._device.startswith("cuda") else None
+        calibration = self._calibrator.run()
+        gemm = (self._calibration.gemm_us + calibration.gemm_us) / 2
+        copy = (self._calibration.copy_us + calibration.copy_us) / 2
+        quiet = self._calibrator.quiet
+        slow = max(gemm / quiet.gemm_us, copy / quiet.copy_us) > CALIBRATION_LIMIT
+        share, crowded = _crowded(before, after)
+        throttled = gpu is not None and bool(gpu[1] & THROTTLED)
+        launches = [us for one in (self._calibration, calibration) if (us := one.launch_us) is not None]
+        launch = sum(launches) / len(launches) if launches else None
+        return Disturbance(slow or crowded or throttled, share, gemm, copy, gpu[0] if gpu else None, launch)
+
+
+def _crowded(before: CpuTimes | None, after: CpuTimes | None) -> tuple[float | None, bool]:
+    """The share of others in the CPU time of our cores, and whether it is too much."""
+    if before is None or after is None:
+        return None, False
+    others = other_seconds(before, after)
+    share = others / max(1e-9, (after.wall - before.wall) * len(os.sched_getaffinity(0)))
+    return share, share > OTHER_CPU_LIMIT and others > SHORTEST_OTHER_S
+
+
+def _gpu_state() -> tuple[float, int] | None:
+    """Clock of the first visible GPU in MHz, and NVML's bits of reasons to throttle; None when it does not say."""
+    gpus = gpu_query("clocks.sm", "clocks_throttle_reasons.active")
+    try:
+        clock, reasons = (gpus[0][name] for name in ("clocks.sm", "clocks_throttle_reasons.active"))
+        return float(clock.split()[0]), int(reasons, 16)
+    except (IndexError, KeyError, ValueError):
+        return None
+
+
+def slow_repeats(rows: Iterable[Row]) -> set[int]:
+    """Return the repeats of some points that are more than `REPEAT_LIMIT` times off their siblings' median, or of two
+    the slower one, in any duration, though no witness saw why.
+
+    Few samples per repeat leave the median to outliers: 4.4 ms beside 0.2 ms was recorded on an idle machine.
+    """
+    found: defaultdict[tuple[object, ...], dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if row.statistic == "median" and is_duration(row.metric) and row.repeat is not None:
+            found[row.config_hash, row.metric, row.gpu, row.t_s][row.repeat] = row.value
+    return {
+        repeat
+        for medians in found.values()
+        for repeat, median in medians.items()
+        if not _usual(medians) / REPEAT_LIMIT <= median <= REPEAT_LIMIT * _usual(medians)
+    }
+
+
+def _usual(medians: Mapping[int, float]) -> float:
+    values = list(medians.values())
+    return float(np.median(values)) if len(values) > 2 else min(values)

@@ -1,0 +1,160 @@
+"""Three clocks with one interface.
+
+============  =========================================================================================================
+host_clock    the protocol of the paper's artifact: per repeat zero a buffer larger than the caches, synchronise, read
+              the host's clock, call, synchronise, read the clock. Launch and synchronisation are inside the time
+events        the same with CUDA events around the call: the launch is outside as far as it overlaps
+cuda_graph    one CUDA graph holds many calls, each on its own inputs out of more bytes than the caches hold; the time
+              of a replay over its calls. It is what one call costs inside a long graph, as a server runs it
+============  =========================================================================================================
+
+All systems of a comparison are timed in one loop, one call of each per round, so that drift and other work affect them
+alike. Garbage collection is off while the clock runs.
+"""
+
+import math
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from experiments.measure.records import TIMERS
+from punica.capture import capture, no_garbage_collection
+
+Call = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
+CALLS_PER_GRAPH = 48
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Timing protocol. `seconds` is the budget per system: once spent, a system stops at `min_repeats` or later.
+
+    `patience`: seconds per system that these may take; a slower one stops at two repeats or later.
+    """
+
+    timer: str
+    device: str
+    warmup: int
+    repeats: int
+    min_repeats: int
+    seconds: float
+    flush_mib: int
+    patience: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.timer not in TIMERS:
+            raise ValueError(f"timer is {self.timer!r}; known: {', '.join(TIMERS)}")
+        if self.timer != "host_clock" and not self.device.startswith("cuda"):
+            raise ValueError(f"timer {self.timer!r} needs a CUDA device, not {self.device!r}: use host_clock")
+        if min(self.repeats, self.min_repeats) < 1:
+            raise ValueError(f"repeats={self.repeats} and min_repeats={self.min_repeats} must be at least 1")
+
+    def enough(self, taken: int, seconds: float) -> bool:
+        """Tell whether a system that took ``seconds`` for ``taken`` repeats is to stop before `repeats`."""
+        least = self.min_repeats if seconds <= self.patience else min(2, self.min_repeats)
+        return taken >= least and seconds > self.seconds
+
+
+def time_side_by_side(
+    calls: Mapping[Name, Sequence[Call]], protocol: Protocol, apart: bool = False
+) -> dict[Name, list[float]]:
+    """Seconds per call of every system, as raw samples in measuring order.
+
+    `calls[name]` holds one or more calls that do the same work on different inputs; they are used in turn, which is
+    how `cuda_graph` keeps weights out of the caches (give it inputs of more bytes than the caches hold). `apart`: no
+    two systems read the same memory, so that emptying the caches once serves all calls of a round.
+    """
+    if not calls or not all(calls.values()):
+        raise ValueError("calls must name at least one system, each with at least one call")
+    for options in calls.values():
+        for i in range(protocol.warmup):
+            options[i % len(options)]()
+    _synchronise(protocol.device)
+    flush = _flusher(protocol)
+    first = next(iter(calls))
+    samplers = {
+        name: _sampler(options, _nothing if apart and name != first else flush, protocol)
+        for name, options in calls.items()
+    }
+    samples: dict[Name, list[float]] = {name: [] for name in calls}
+    started = time.perf_counter()
+    with no_garbage_collection():
+        for i in range(max(protocol.repeats, protocol.min_repeats)):
+            if protocol.enough(i, (time.perf_counter() - started) / len(calls)):
+                break
+            for name, sampler in samplers.items():
+                samples[name].append(sampler(i))
+    return samples
+
+
+def _sampler(options: Sequence[Call], flush: Call, protocol: Protocol) -> Callable[[int], float]:
+    """The function that takes the i-th sample, in seconds, with the protocol's clock."""
+    if protocol.timer == "host_clock":
+        return _host_clock(options, flush, protocol.device)
+    return _events(options, flush) if protocol.timer == "events" else _cuda_graph(options)
+
+
+def _host_clock(options: Sequence[Call], flush: Call, device: str) -> Callable[[int], float]:
+    def sample(i: int) -> float:
+        call = options[i % len(options)]
+        flush()
+        _synchronise(device)
+        started = time.perf_counter()
+        call()
+        _synchronise(device)
+        return time.perf_counter() - started
+
+    return sample
+
+
+def _events(options: Sequence[Call], flush: Call) -> Callable[[int], float]:
+    def sample(i: int) -> float:
+        flush()
+        return seconds_between_events(options[i % len(options)])
+
+    return sample
+
+
+def seconds_between_events(call: Call) -> float:
+    """Seconds that the current CUDA stream takes for `call`."""
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    call()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3
+
+
+def _cuda_graph(options: Sequence[Call]) -> Callable[[int], float]:
+    rounds = max(1, CALLS_PER_GRAPH // len(options))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in options:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        for _ in range(rounds):
+            for call in options:
+                call()
+    graph.replay()
+    return lambda _: seconds_between_events(graph.replay) / (rounds * len(options))
+
+
+def _flusher(protocol: Protocol) -> Call:
+    """Zeroes `flush_mib` MiB on the device, so that the next call reads its operands from memory."""
+    buffer = torch.empty(protocol.flush_mib << 18, dtype=torch.int32, device=protocol.device)
+    return buffer.zero_
+
+
+def _nothing() -> None:
+    pass
+
+
+def _synchronise(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()

@@ -1,0 +1,21 @@
+"""Virtual clock around the cluster's policy, no torch in it.
+
+simulator.py   discrete-event simulation of `punica.cluster.ClusterPolicy`
+stride.py      steps in a row of one simulated GPU
+latency.py     cost model of a step: fitted to timed steps, or a roofline
+residency.py   adapters of one simulated GPU: slots, host memory, disk
+rules/         placement rules of other systems
+"""
+
+from experiments.simulator import rules
+from experiments.simulator.latency import (
+    ModelBytes,
+    Residuals,
+    StepCost,
+    TimedStep,
+    fit_step_cost,
+    residuals,
+    roofline_cost,
+)
+from experiments.simulator.residency import LoadCost, Residency, ResidencyConfig
+from experiments.simulator.simulator import SimulationResult, Trace, simulate

@@ -1,0 +1,192 @@
+"""Linear cost model of one step on one GPU, fitted to timed steps.
+
+    seconds = base + decodes * row + kv_tokens * kv + prefill_tokens * prefill + adapter_ranks * rank
+              + join, with a prompt
+
+``base`` is the weights of the backbone and the launches, ``kv_tokens`` the tokens whose keys and values are read.
+``adapter_ranks`` is the sum of the ranks of the different adapters in the step, whose bytes are read once each.
+``join`` is the constant cost of a step with a prompt: the device waits for the host to prepare it, and its rows are
+padded. The coefficients are not negative. The fit minimises relative errors, so that short steps count as much as long
+ones. It leaves ``join`` at 0, unless told otherwise. `roofline_cost` is the same form from bandwidth and arithmetic
+rate, for GPUs without timed steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from punica.cluster.gpu import StepWork
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """Step with its measured time in seconds."""
+
+    work: StepWork
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Coefficients of the cost model; ``name`` is their source, written into every simulated row. ``base`` and ``join``
+    are in seconds; the others in seconds per decode row, per token of KV cache, per row of a prompt, and per unit of
+    rank.
+    """
+
+    name: str
+    base: float
+    row: float
+    kv: float
+    prefill: float
+    rank: float
+    join: float = 0.0
+
+    def seconds(self, work: StepWork) -> float:
+        """Return the predicted seconds of a step."""
+        return (
+            self.base
+            + self.row * work.decodes
+            + self.kv * work.kv_tokens
+            + self.prefill * work.prefill_tokens
+            + self.rank * work.adapter_ranks
+            + (self.join if work.prefill_tokens else 0.0)
+        )
+
+    def decode_seconds(self, decodes: int, kv_tokens: int, adapter_ranks: int, steps: int) -> list[float]:
+        """Return `seconds` of ``steps`` steps in a row of the same requests, the first of which reads ``kv_tokens``."""
+        constant, ranks = self.base + self.row * decodes, self.rank * adapter_ranks
+        read = range(kv_tokens, kv_tokens + steps * decodes, decodes)
+        return [constant + self.kv * tokens + ranks for tokens in read]  # in the order of `seconds`, to the bit
+
+    def slowed(self, factor: float, name: str) -> "StepCost":
+        """Return the same GPU with every step ``factor`` times as long."""
+        scaled = {key: value * factor for key, value in asdict(self).items() if key != "name"}
+        return StepCost(name, **scaled)
+
+    def at_bandwidth(self, model: "ModelBytes", before: float, after: float, name: str) -> "StepCost":
+        """Return the same GPU with memory of ``after`` instead of ``before`` bytes/s. The bytes of ``model`` take
+        longer or shorter; launches and arithmetic stay. ValueError for a bandwidth that is not positive.
+        """
+        if not (before > 0 and after > 0):
+            raise ValueError(f"bandwidths must be positive bytes/s, got before={before!r}, after={after!r}")
+        per_element = model.itemsize * (1 / after - 1 / before)
+        return StepCost(
+            name, self.base + model.weights * per_element, self.row, self.kv + model.kv * per_element, self.prefill,
+            self.rank + model.lora * per_element, self.join,
+        )  # fmt: skip
+
+
+COEFFICIENTS = ("base", "row", "kv", "prefill", "rank", "join")
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Relative errors of predictions, predicted over timed minus one: [n] float64."""
+
+    relative: NDArray[np.float64]
+
+    @property
+    def rms(self) -> float:
+        """Root mean square."""
+        return float(np.sqrt(np.mean(self.relative**2)))
+
+    @property
+    def median(self) -> float:
+        """Median magnitude."""
+        return float(np.median(np.abs(self.relative)))
+
+    @property
+    def largest(self) -> float:
+        """Largest magnitude."""
+        return float(np.abs(self.relative).max())
+
+
+def residuals(cost: StepCost, steps: Sequence[TimedStep]) -> Residuals:
+    """Compare ``cost`` with the times of ``steps``, fitted to or not; ValueError without steps."""
+    if not steps:
+        raise ValueError("steps is empty; residuals need at least one timed step")
+    return Residuals(np.array([cost.seconds(step.work) / step.seconds - 1 for step in steps]))
+
+
+def fit_step_cost(
+    name: str, steps: Sequence[TimedStep], known: Mapping[str, float] | None = None, joins: bool = False
+) -> StepCost:
+    """Fit by least relative squares over ``steps``, with the coefficients of ``known`` (of `COEFFICIENTS`) held fixed.
+    ``join`` is among them with ``joins``, else it is 0. A coefficient whose feature is 0 in all steps must be in
+    ``known``. ValueError for one that is not, for an unknown
+    coefficient, for fewer steps than coefficients, and for a time that is not positive.
+    """
+    fixed = {**({} if joins else {"join": 0.0}), **(known or {})}
+    if unknown := set(fixed) - set(COEFFICIENTS):
+        raise ValueError(f"known has {sorted(unknown)}; the coefficients are {', '.join(COEFFICIENTS)}")
+    free = [key for key in COEFFICIENTS if key not in fixed]
+    if len(steps) < len(free):
+        raise ValueError(f"{len(steps)} steps cannot tell {len(free)} coefficients; time more, or give some as known")
+    features = np.array([(1.0, *astuple(step.work), float(step.work.prefill_tokens > 0)) for step in steps])
+    seconds = np.array([step.seconds for step in steps])
+    if not (np.isfinite(seconds).all() and (seconds > 0).all()):
+        raise ValueError(f"times must be positive numbers of seconds, got {seconds.min()!r} as the smallest")
+    columns = [COEFFICIENTS.index(key) for key in free]
+    for key, column in zip(free, columns, strict=True):
+        if not features[:, column].any():
+            raise ValueError(f"no step has anything to tell {key!r} from; give it as known, or time steps that have it")
+    fixed_part = features @ np.array([fixed.get(key, 0.0) for key in COEFFICIENTS])
+    scale = features[:, columns].max(axis=0)  # so that tokens of cache and a constant are of one magnitude
+    solution, _ = nnls(features[:, columns] / scale / seconds[:, None], (seconds - fixed_part) / seconds)
+    found = dict(zip(free, (solution / scale).tolist(), strict=True))
+    return StepCost(name, **{key: found.get(key, fixed.get(key, 0.0)) for key in COEFFICIENTS})
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Elements that a step of a Llama model reads. ``weights`` parameters (``head`` of them the output head's), ``kv``
+    per token of the cache, ``lora`` per unit of rank of an adapter on all seven projections; ``itemsize`` bytes each.
+    The input embedding, as large as the head, is held but not read: a gather of some rows.
+    """
+
+    weights: int
+    head: int
+    kv: int
+    lora: int
+    itemsize: int = 2
+
+    @classmethod
+    def llama(
+        cls, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, itemsize: int = 2
+    ) -> "ModelBytes":
+        """Count from the sizes of a Hugging Face config."""
+        kv_width = hidden // heads * kv_heads
+        shapes = [(hidden, hidden)] * 2 + [(hidden, kv_width)] * 2 + [(hidden, intermediate)] * 3
+        head = hidden * vocab
+        weights = layers * sum(a * b for a, b in shapes) + head
+        return cls(weights, head, 2 * layers * kv_width, layers * sum(a + b for a, b in shapes), itemsize)
+
+    def pages(self, memory: float, page_size: int, adapters: int, rank: int) -> int:
+        """Count the KV pages that fit into ``memory`` bytes beside the weights and ``adapters`` slots of ``rank``.
+        ValueError when no page fits.
+        """
+        left = memory - self.itemsize * (self.weights + self.head + adapters * rank * self.lora)
+        pages = int(left // (self.itemsize * self.kv * page_size))
+        if pages < 1:
+            raise ValueError(f"{memory:.4g} bytes hold no KV page beside the weights; use a larger GPU or more of them")
+        return pages
+
+
+def roofline_cost(name: str, model: ModelBytes, bandwidth: float, flops: float, overhead: float = 0.0) -> StepCost:
+    """Build the roofline cost on a machine with ``bandwidth`` bytes/s and ``flops`` FLOP/s; ``overhead``: seconds per
+    step.
+
+    Weights, cache and adapters are read once each, and a row of a prompt costs two operations per weight. This is a
+    lower bound for decode steps, which are memory-bound. It is an upper bound of the prefill's share, whose first rows
+    hide behind the reading of the weights.
+    """
+    if not (bandwidth > 0 and flops > 0 and overhead >= 0):
+        raise ValueError(f"bandwidth={bandwidth!r} and flops={flops!r} must be positive, overhead={overhead!r} >= 0")
+    per_byte = model.itemsize / bandwidth
+    arithmetic = 2 * model.weights / flops
+    return StepCost(
+        name, overhead + model.weights * per_byte, 0.0, model.kv * per_byte, arithmetic, model.lora * per_byte
+    )

@@ -1,0 +1,101 @@
+"""Lengths of prompts and outputs: the released generator's, and those that the paper states.
+
+The two disagree tenfold (disagreement D01). The paper prints 1000 requests and about 101k generated tokens with
+lengths from ShareGPT; the released generator makes 985 693 for 1000 requests, from a log-normal law for prompts and a
+uniform one for totals. Both are here under their own names, so that a figure can say which it used.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.workload.popularity import RELEASED_SEED, as_count, rounded_shares
+
+PROMPT_SIGMA, PROMPT_SHIFT, PROMPT_SCALE = 0.8, -1.0, 18.0
+"""Prompt length = SHIFT + SCALE * exp(SIGMA * z), z standard normal: lognorm(0.8, -1, 18) of scipy."""
+
+RELEASED_MAXLEN = 2048
+STATED_TOKENS_PER_REQUEST = 101
+"""Section 7.2 of the paper: "around 101k tokens" for 1000 requests."""
+
+
+@dataclass(frozen=True)
+class RequestLengths:
+    """Tokens per request: ``prompt`` and ``output``, two int64 arrays of shape [n], every entry at least 1."""
+
+    prompt: NDArray[np.int64]
+    output: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt plus new tokens of all requests: what the paper's throughput counts (disagreement D13)."""
+        return int(self.prompt.sum() + self.output.sum())
+
+    @property
+    def new_tokens(self) -> int:
+        """Generated tokens of all requests."""
+        return int(self.output.sum())
+
+
+def released_lengths(num_requests: int, maxlen: int = RELEASED_MAXLEN, seed: int = RELEASED_SEED) -> RequestLengths:
+    """The released request generator, bit for bit.
+
+    Per request, from one PCG64 stream: a log-normal prompt clipped to [1, maxlen - 2], then a total drawn uniformly
+    from [0, maxlen) and raised to prompt + 2; output = total - prompt. The prompt is kept as a real number until the
+    end, then both are truncated, so an output is one token shorter than the difference of the integers.
+
+    ``maxlen`` bounds prompt + output. The prompt law does not scale with it: at maxlen 64 prompts are as long as at
+    2048 and outputs thirty times shorter. To shrink a run and keep its shape, use `scaled_lengths`.
+    """
+    as_count("num_requests", num_requests, 1)
+    _check_maxlen(maxlen)
+    stream = np.random.Generator(np.random.PCG64(seed))
+    prompt = np.empty(num_requests)
+    total = np.empty(num_requests)
+    for i in range(num_requests):  # the two draws alternate in the stream, so they cannot be made in bulk
+        drawn = PROMPT_SHIFT + PROMPT_SCALE * np.exp(PROMPT_SIGMA * stream.standard_normal())
+        prompt[i] = np.clip(drawn, 1, maxlen - 2)
+        total[i] = max(prompt[i] + 2, stream.integers(0, maxlen))
+    return RequestLengths(prompt.astype(np.int64), (total - prompt).astype(np.int64))
+
+
+def scaled_lengths(num_requests: int, maxlen: int, seed: int = RELEASED_SEED) -> RequestLengths:
+    """The released lengths multiplied by maxlen / 2048 and rounded up: the same mix of short and long, for a laptop.
+
+    Prompt tokens stay a few percent of all tokens (at least 1 per prompt, 2 per output), so decode steps dominate as
+    they do in the paper. ``maxlen = 2048`` gives the released lengths themselves.
+    """
+    return rescaled(released_lengths(num_requests, seed=seed), maxlen)
+
+
+def rescaled(lengths: RequestLengths, maxlen: int) -> RequestLengths:
+    """``lengths`` of at most 2048 tokens multiplied by maxlen / 2048 and rounded up, at least 1 per prompt and, below
+    2048, 2 per output.
+    """
+    _check_maxlen(maxlen)
+    if maxlen == RELEASED_MAXLEN:
+        return lengths
+    prompt = -(-lengths.prompt * maxlen // RELEASED_MAXLEN)
+    output = np.maximum(-(-lengths.output * maxlen // RELEASED_MAXLEN), 2)
+    return RequestLengths(np.minimum(prompt, maxlen - 2), np.minimum(output, maxlen - prompt))
+
+
+def stated_lengths(num_requests: int = 1000, seed: int = RELEASED_SEED) -> RequestLengths:
+    """Lengths with the count that the paper prints: 101 generated tokens per request on average.
+
+    ShareGPT is not redistributed here. Prompts are the released ones, which imitate it; the released outputs are
+    shrunk by one common factor so that they sum to exactly 101 * num_requests (101 000 for 1000), at least 1 each.
+    """
+    lengths = released_lengths(num_requests, seed=seed)
+    target = STATED_TOKENS_PER_REQUEST * num_requests
+    # one token each first, then the rest in proportion, by largest remainder: the sum is exact and none is empty
+    share = (lengths.output - 1) * ((target - num_requests) / (lengths.output - 1).sum())
+    return RequestLengths(lengths.prompt, rounded_shares(share, target - num_requests) + 1)
+
+
+def _check_maxlen(maxlen: int) -> None:
+    as_count("maxlen", maxlen, 4, "room for a prompt and two new tokens")

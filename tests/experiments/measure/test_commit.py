@@ -1,0 +1,105 @@
+"""The commit of a checkout, of a stamped copy, and of one whose sources changed after it was sent."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from experiments.measure.commit import STAMP, commit, tree_hash, write_stamp
+from experiments.measure.records import RowsError
+
+
+def git(root, *words):
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    done = subprocess.run(["git", *who, *words], cwd=root, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    root = tmp_path / "checkout"
+    for name, text in {"punica/a.py": "A = 1\n", "conf/b.yaml": "b: 1\n", ".gitignore": f"{STAMP}\n"}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    git(root, "init", "-q")
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "-m", "one")
+    return root
+
+
+def of(root):
+    commit.cache_clear()
+    return commit(root)
+
+
+def sent(checkout):
+    write_stamp(checkout)
+    return shutil.copytree(checkout, checkout.parent / "copy", ignore=shutil.ignore_patterns(".git"))
+
+
+def test_a_checkout_tells_its_commit_and_whether_it_is_dirty(checkout):
+    head = git(checkout, "rev-parse", "--short=12", "HEAD")
+    assert of(checkout) == head
+    (checkout / "punica" / "new.py").write_text("")
+    assert of(checkout) == f"{head}-dirty"
+
+
+def test_a_copy_has_the_commit_of_its_stamp_until_a_source_changes(checkout):
+    copy = sent(checkout)
+    assert of(copy) == of(checkout)
+    (copy / "punica" / "__pycache__").mkdir()
+    (copy / "punica" / "__pycache__" / "a.py").write_text("compiled")
+    (copy / "outputs.csv").write_text("rows")
+    assert of(copy) == of(checkout)
+    (copy / "conf" / "b.yaml").write_text("b: 2\n")
+    assert of(copy) == of(checkout) + "-dirty"
+
+
+def test_a_copy_with_the_history_of_an_older_commit_has_that_of_its_stamp(checkout):
+    older = shutil.copytree(checkout, checkout.parent / "older")
+    (checkout / "conf" / "b.yaml").write_text("b: 2\n")
+    git(checkout, "commit", "-aqm", "two")
+    shutil.copytree(sent(checkout), older, dirs_exist_ok=True)
+    assert of(older) == of(checkout)
+    (older / "punica" / "a.py").write_text("A = 2\n")
+    assert of(older) == git(checkout, "rev-parse", "--short=12", "HEAD~1") + "-dirty"
+
+
+@pytest.mark.parametrize("change", ["add", "remove"])
+def test_a_file_more_or_less_makes_a_copy_dirty(checkout, change):
+    copy = sent(checkout)
+    (copy / "punica" / "b.py").write_text("") if change == "add" else (copy / "punica" / "a.py").unlink()
+    assert of(copy).endswith("-dirty")
+
+
+def test_a_copy_without_stamp_is_of_no_commit_even_inside_another_checkout(checkout):
+    inside = checkout / "copies" / "one"
+    shutil.copytree(checkout / "punica", inside / "punica")
+    assert of(inside) == "unknown"
+
+
+def test_a_dirty_tree_is_not_stamped(checkout):
+    (checkout / "conf" / "b.yaml").write_text("b: 2\n")
+    with pytest.raises(RowsError, match=r"1 files differ from commit \w{12} \(M conf/b.yaml\): commit them"):
+        write_stamp(checkout)
+    assert not (checkout / STAMP).exists()
+
+
+def test_a_copy_is_not_stamped(checkout):
+    with pytest.raises(RowsError, match="has no git history: stamp the checkout"):
+        write_stamp(sent(checkout))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"commit": "a"})], ids=["no json", "a list", "half"])
+def test_a_damaged_stamp_is_one_error_with_the_remedy(checkout, text):
+    copy = sent(checkout)
+    (copy / STAMP).write_text(text)
+    with pytest.raises(RowsError, match=r"\.commit\.json is damaged .*experiments\.commands\.stamp, or delete it"):
+        of(copy)
+
+
+def test_the_hash_is_of_names_and_contents(checkout):
+    before = tree_hash(checkout)
+    (checkout / "punica" / "a.py").rename(checkout / "punica" / "c.py")
+    assert tree_hash(checkout) != before

@@ -1,0 +1,49 @@
+"""The paper's formulas against its own plotted intensities, and ceilings that make sense."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from experiments.measure.roofline import measured_ceilings, sgmv_flop, sgmv_intensity, sgmv_io_bytes
+from experiments.workload.popularity import popularity
+
+PAPER = Path(__file__).resolve().parents[3] / "paper_results" / "fig07_sgmv_roofline.csv"
+
+
+def paper_values(metric: str) -> list[tuple[str, int, float]]:
+    with PAPER.open(newline="", encoding="utf-8") as stream:
+        rows = [row for row in csv.DictReader(stream) if row["metric"] == metric and row["workload"]]
+    return [(row["workload"], int(row["batch_size"]), float(row["value"])) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("metric", "formula"),
+    [
+        ("flop", lambda rows, adapters: sgmv_flop(rows, 16, 4096)),
+        ("io_bytes", lambda rows, adapters: sgmv_io_bytes(rows, adapters, 16, 4096)),
+        ("arithmetic_intensity", lambda rows, adapters: sgmv_intensity(rows, adapters, 16, 4096)),
+        ("num_lora_models", lambda rows, adapters: adapters),
+    ],
+)
+def test_formulas_give_the_papers_figure_7(metric, formula):
+    values = paper_values(metric)
+    assert len(values) >= 250
+    for workload, rows, expected in values:
+        ours = formula(rows, popularity(workload).number_of_adapters(rows))
+        assert ours == pytest.approx(expected, rel=5e-6), (workload, rows)
+
+
+def test_distinct_intensity_does_not_depend_on_the_batch():
+    values = {round(sgmv_intensity(rows, rows, 16, 4096), 6) for rows in (1, 2, 7, 64)}
+    assert values == {0.940960}
+
+
+def test_element_size_scales_bytes():
+    assert sgmv_io_bytes(7, 3, 16, 4096, element_bytes=4) == 2 * sgmv_io_bytes(7, 3, 16, 4096)
+
+
+def test_measured_ceilings_of_this_cpu_are_plausible():
+    found = measured_ceilings("cpu", "float32")
+    assert 1e8 < found.bandwidth < 1e13
+    assert 1e9 < found.flops < 1e15

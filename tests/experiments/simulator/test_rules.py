@@ -1,0 +1,327 @@
+"""Defining property of each rule of another system, and what all have in common."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from experiments.simulator import LoadCost, Residency, ResidencyConfig, StepCost, Trace, simulate
+from experiments.simulator.rules import consolidating, dynamo, loraserve
+from experiments.workload import poisson_arrivals, popularity, scaled_lengths
+from punica.cluster import SCHEDULING_RULES, ClusterPolicy
+
+STEPS = StepCost("like an A100", base=0.018, row=0.0, kv=4e-7, prefill=1e-4, rank=4e-6)
+LOADS = LoadCost("slow", host_base=0.004, host_rank=1e-4, disk_base=0.05, disk_rank=1e-3)
+
+
+class World:
+    """A policy on GPUs whose loads end when `load` says so."""
+
+    def __init__(self, rule: str, gpus: str = "abc", batch: int = 32, pages: int = 4000, slots: int = 32) -> None:
+        self.now = 0.0
+        self.policy = ClusterPolicy(rule, max_batch_size=batch, page_size=4)
+        memory = ResidencyConfig(slots, LoadCost("a second", 1.0, 0.0, 1.0, 0.0), host_adapters=slots + 3)
+        for name in gpus:
+            self.policy.add_gpu(name, pages)
+            self.policy.gpus[name].residency = Residency(memory, lambda: self.now)
+        self.names = map(str, range(10**6))
+
+    def ask(self, adapter: int, count: int = 1, rank: int = 8, prompt: int = 4, final: int = 40) -> str:
+        """Submit ``count`` requests; return the GPUs that they are placed on, in order."""
+        for _ in range(count):
+            self.policy.submit(next(self.names), prompt, final, adapter, rank)
+        return "".join(gpu for _, gpu in self.policy.place())
+
+    def put(self, gpu: str, adapter: int, count: int = 1, rank: int = 8) -> None:
+        """Place requests by hand."""
+        others = [name for name in self.policy.gpus if name != gpu]
+        for name in others:
+            self.policy.gpus[name].reserved = True
+        assert self.ask(adapter, count, rank) == gpu * count
+        for name in others:
+            self.policy.gpus[name].reserved = False
+
+    def load(self) -> None:
+        """End all loads."""
+        self.now += 1000.0
+
+    def finish(self) -> None:
+        """Finish all requests."""
+        for name in list(self.policy.requests):
+            self.policy.finish(name)
+
+    def prefill(self, gpu: str) -> None:
+        """Run steps until no request of ``gpu`` waits for its prefill."""
+        while self.policy.gpus[gpu].pending:
+            self.policy.begin_step(gpu)
+            self.policy.end_step(gpu)
+
+
+# llm-d
+
+
+def test_llm_d_returns_to_the_home_of_an_adapter_that_has_no_request_there() -> None:
+    world = World("llm_d")
+    home = world.ask(1)
+    world.load()
+    world.finish()
+    world.put(home, 2, count=5)
+    world.prefill(home)
+    assert world.ask(1) == home
+    other = World("least_loaded")
+    assert other.ask(1) == "c"
+    other.put("c", 2, count=5)
+    assert other.ask(1) == "b"
+
+
+def test_llm_d_opens_a_second_home_when_the_first_is_saturated_but_no_third() -> None:
+    world = World("llm_d", "abcd")
+    assert set(world.ask(1, count=9)) == {"d"}
+    assert world.ask(1) == "c"  # nine wait on d
+    assert set(world.ask(1, count=8)) == {"c"}
+    assert set(world.ask(1, count=4)) <= {"c", "d"}  # both saturated, as many as there may be
+    assert world.ask(2) in "ab"
+
+
+def test_llm_d_opens_a_home_where_the_host_has_a_copy() -> None:
+    world = World("llm_d", "abc", batch=32, slots=1)
+    world.put("a", 1)
+    world.load()
+    world.finish()
+    world.put("a", 3)  # the only slot: adapter 1 is left in host memory
+    world.load()
+    world.finish()
+    assert not world.policy.gpus["a"].residency.in_slot(1)
+    world.put("b", 1, count=9)
+    assert world.ask(1) == "a"
+
+
+def test_llm_d_takes_kv_pages_for_saturation_too() -> None:
+    world = World("llm_d", "ab", pages=100)
+    assert world.ask(1, prompt=4 * 81, final=4 * 90) == "b"
+    assert world.ask(1) == "a"
+
+
+# Dynamo
+
+
+def test_dynamo_sends_a_rare_adapter_to_the_same_gpu_whatever_its_load() -> None:
+    world = World("dynamo", "abcdefgh", slots=1, batch=100)
+    home = world.ask(7)
+    world.finish()
+    world.put(home, 3, count=30)
+    assert world.ask(7) == home
+
+
+def test_dynamo_moves_no_other_adapter_when_a_gpu_leaves() -> None:
+    world = World("dynamo", "abcdefgh", slots=1, batch=100)
+    homes = {adapter: world.ask(adapter) for adapter in range(1, 60)}
+    assert len(set(homes.values())) == 8
+    world.finish()
+    world.policy.remove_gpu("c")
+    again = {adapter: world.ask(adapter) for adapter in homes}
+    assert {adapter for adapter in homes if homes[adapter] != again[adapter]} == {
+        adapter for adapter, home in homes.items() if home == "c"
+    }
+
+
+def test_dynamo_grows_a_set_with_the_load_and_shrinks_it_late() -> None:
+    rule = dynamo.Dynamo()
+    rule._most_gpus = 8
+
+    def size(adapter: int) -> int:
+        rule._count(adapter)
+        return rule._size(adapter, slots=8)
+
+    sizes = [size(1) for _ in range(dynamo.WINDOW)]
+    assert (sizes[0], sizes[-1]) == (1, 8)
+    assert sizes == sorted(sizes)
+    for _ in range(dynamo.COOLDOWN - 1):
+        assert size(2) >= 1
+    assert rule._share[1] < dynamo.WINDOW / 1.9
+    assert size(1) == 8  # half the load would be four GPUs, and is again asked for at the end of the cooldown
+    size(2)
+    assert size(1) < 8
+
+
+def test_dynamo_spreads_the_plain_backbone_over_all_gpus() -> None:
+    world = World("dynamo", "abcd", slots=1)
+    assert sorted(world.ask(0, count=8, rank=0)) == sorted("abcd" * 2)
+
+
+# Ray Serve
+
+
+def test_ray_serve_takes_the_smaller_of_two_with_the_adapter() -> None:
+    world = World("ray_serve", "abcdef")
+    world.put("a", 1, count=5)
+    world.put("b", 1, count=2)
+    assert set(world.ask(1, count=3)) == {"b"}  # the only two that have it
+    world.put("c", 2, count=3)
+    assert set(world.ask(9)) <= set("def"), "of those with the fewest adapters"
+
+
+def test_two_random_choices_are_more_even_than_one_and_the_same_again() -> None:
+    def sizes() -> list[int]:
+        world = World("ray_serve", "abcdefghijklmnop")
+        world.ask(0, count=320)
+        return sorted(gpu.working_set for gpu in world.policy.gpus.values())
+
+    first = sizes()
+    assert first == sizes()
+    one = np.bincount(np.random.default_rng(0).integers(16, size=320), minlength=16)
+    assert 20 < max(first) <= 24 < max(one)
+
+
+# LoRAServe
+
+
+def test_loraserve_gives_each_gpu_similar_ranks_and_an_equal_part_of_the_demand() -> None:
+    world = World("loraserve", "abcd", batch=2000, pages=20_000, slots=2000)
+    ranks = {adapter: (8, 16, 32, 64)[adapter % 4] for adapter in range(1, 41)}
+    asked = np.random.default_rng(1).integers(1, 41, size=3 * loraserve.WINDOW).tolist()
+    found: dict[str, list[int]] = {name: [] for name in "abcd"}
+    for place, adapter in enumerate(asked):
+        gpu = world.ask(adapter, rank=ranks[adapter])
+        if place >= loraserve.WINDOW:
+            found[gpu].append(ranks[adapter])
+    assert [round(np.mean(part)) for part in found.values()] == sorted(round(np.mean(part)) for part in found.values())
+    for part, rank in zip(found.values(), (8, 16, 32, 64), strict=True):
+        assert len(part) == pytest.approx(len(asked) / 6, rel=0.25)
+        assert Counter(part)[rank] > 0.6 * len(part)
+
+
+def test_loraserve_shares_one_adapter_among_all_gpus_when_it_is_all_the_demand() -> None:
+    world = World("loraserve", "abcd", batch=200)
+    world.ask(1, count=loraserve.EPOCH)
+    placed = Counter(world.ask(1, count=40))
+    assert sorted(placed.values()) == [10, 10, 10, 10]
+
+
+def test_loraserve_sends_a_new_adapter_where_its_rank_belongs() -> None:
+    world = World("loraserve", "ab", batch=500)
+    for adapter, rank in ((1, 8), (2, 64)) * loraserve.EPOCH:
+        world.ask(adapter, rank=rank)
+    assert (world.ask(3, rank=4), world.ask(4, rank=128)) == ("a", "b")
+
+
+# Chameleon
+
+
+def test_chameleon_balances_weighted_sizes_and_evicts_the_largest() -> None:
+    world = World("chameleon", "ab")
+    assert world.ask(1, rank=64) == "a"
+    assert world.ask(2, count=7, rank=8) == "b" * 7  # seven eighths of a's one
+    assert world.ask(2, count=3, rank=8).count("a") == 1
+    gpu = world.policy.gpus["a"]
+    assert world.policy.rule.victim(gpu).rank == 64
+    other = World("chameleon", "a")
+    other.ask(1, prompt=40, final=44)
+    other.ask(1, prompt=4, final=44)
+    assert other.policy.rule.victim(other.policy.gpus["a"]).request_id == "1", "a token to come weighs more"
+
+
+# the paper's consolidation
+
+
+def placed_apart(rule: str, small: int, large: int, pages: int = 4000, steps: int = consolidating.PERIOD) -> World:
+    """Requests of two GPUs, prefilled, the first of which has run ``steps`` steps since it was asked."""
+    world = World(rule, "ab", batch=8, pages=pages)
+    world.put("a", 1, count=small)
+    world.put("b", 1, count=large)
+    for name in "ab":
+        world.prefill(name)
+    world.policy.cancel("0")
+    world.policy.gpus["a"].step += steps
+    return world
+
+
+def test_consolidation_moves_all_requests_to_the_larger_working_set() -> None:
+    world = placed_apart("punica_consolidating", 3, 5)
+    step = world.policy.begin_step("a")
+    assert step.evicted == ("2", "1")
+    assert step.is_empty
+    assert [gpu for _, gpu in world.policy.place()] == ["b", "b"]
+    assert world.policy.gpus["b"].working_set == 7
+    assert world.policy.begin_step("b").evicted == ()
+    assert placed_apart("punica", 3, 5).policy.begin_step("a").evicted == ()
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "pages", "steps"),
+    [
+        (5, 5, 4000, consolidating.PERIOD), (4, 3, 4000, consolidating.PERIOD), (3, 5, 22, consolidating.PERIOD),
+        (3, 5, 4000, 1),
+    ],
+)  # fmt: skip
+def test_nothing_moves_without_room_or_a_larger_working_set_or_within_a_period(small, large, pages, steps) -> None:
+    world = placed_apart("punica_consolidating", small, large, pages, steps)
+    assert world.policy.begin_step("a").evicted == ()
+
+
+def test_nothing_moves_while_the_working_set_stays() -> None:
+    world = placed_apart("punica_consolidating", 4, 6)  # three do not fit beside six
+    assert world.policy.begin_step("a").evicted == ()
+    world.policy.end_step("a")
+    world.policy.cancel("4")
+    world.policy.gpus["a"].step += consolidating.PERIOD
+    assert world.policy.begin_step("a").evicted == ()
+    world.policy.end_step("a")
+    world.policy.cancel("1")
+    assert len(world.policy.begin_step("a").evicted) == 2
+
+
+# every rule
+
+
+@pytest.mark.parametrize("rule", SCHEDULING_RULES.names())
+def test_every_request_is_served_once_with_adapters_that_load_and_the_same_again(rule: str) -> None:
+    count = 300
+    adapters = popularity("Zipf").requests(count, seed=5) + 1
+    ranks = np.array([8, 16, 32, 64])[adapters % 4]
+    arrivals = poisson_arrivals(40.0, 100.0, seed=5)[:count]
+    asked = Trace(arrivals, scaled_lengths(count, 200, 5), adapters, ranks)
+
+    def run():
+        policy = ClusterPolicy(rule, max_batch_size=8)
+        for i in range(4):
+            policy.add_gpu(f"gpu-{i}", 60)
+        return policy, simulate(asked, policy, STEPS, adapters=ResidencyConfig(8, LOADS, host_adapters=12))
+
+    (policy, first), (_, again) = run(), run()
+    assert first.finish_s.tolist() == again.finish_s.tolist()
+    assert first.tokens.sum() == asked.lengths.total_tokens
+    assert (first.finish_s >= first.first_token_s).all()
+    assert (first.first_token_s > asked.arrivals).all()
+    assert policy.requests == {}
+    assert all(gpu.used_pages == 0 for gpu in policy.gpus.values())
+    assert first.loads_from_disk >= len(set(adapters.tolist()))
+
+
+def loads(rule: str) -> int:
+    """Count the loads of a rule on many adapters."""
+    count = 600
+    adapters = popularity("Uniform").requests(count, seed=6) + 1
+    asked = Trace(
+        poisson_arrivals(12.0, 200.0, seed=6)[:count], scaled_lengths(count, 100, 6), adapters, np.full(count, 16)
+    )
+    policy = ClusterPolicy(rule, max_batch_size=8)
+    for i in range(4):
+        policy.add_gpu(f"gpu-{i}", 400)
+    result = simulate(asked, policy, STEPS, adapters=ResidencyConfig(8, LOADS, host_adapters=8))
+    return result.loads_from_host + result.loads_from_disk
+
+
+def test_rules_that_know_where_adapters_are_load_fewer_than_those_that_spread_blindly() -> None:
+    blind = min(loads(rule) for rule in ("least_loaded", "round_robin"))
+    for rule in ("llm_d", "dynamo", "ray_serve"):
+        assert loads(rule) < 0.75 * blind
+
+
+def test_a_rule_without_an_attribute_is_refused() -> None:
+    SCHEDULING_RULES.register("half")(type("Half", (), {"prefills_per_step": 1}))
+    try:
+        with pytest.raises(TypeError, match="scheduling rule half has no spare_pages"):
+            ClusterPolicy("half")
+    finally:
+        SCHEDULING_RULES._entries.pop("half")
