@@ -4,7 +4,7 @@ simulator.py   discrete-event simulation of `punica.cluster.ClusterPolicy`
 stride.py      steps in a row of one simulated GPU
 latency.py     cost model of a step: fitted to timed steps, or a roofline
 residency.py   adapters of one simulated GPU: slots, host memory, disk
-rules/         placement rules of other systems
+rules.py       scheduling rules of other systems
 """
 
 from experiments.simulator import rules

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.simulator import LoadCost, Residency, ResidencyConfig, StepCost, Trace, simulate
-from experiments.simulator.rules import consolidating, dynamo, loraserve
+from experiments.simulator.rules import Consolidating, Dynamo, LoRAServe
 from experiments.workload import poisson_arrivals, popularity, scaled_lengths
 from punica.cluster import SCHEDULING_RULES, ClusterPolicy
 
@@ -126,19 +126,18 @@ def test_dynamo_moves_no_other_adapter_when_a_gpu_leaves() -> None:
 
 
 def test_dynamo_grows_a_set_with_the_load_and_shrinks_it_late() -> None:
-    rule = dynamo.Dynamo()
+    rule = Dynamo()
     rule._most_gpus = 8
 
     def size(adapter: int) -> int:
-        rule._count(adapter)
-        return rule._size(adapter, slots=8)
+        return rule.set_size(adapter, slots=8)
 
-    sizes = [size(1) for _ in range(dynamo.WINDOW)]
+    sizes = [size(1) for _ in range(Dynamo.WINDOW)]
     assert (sizes[0], sizes[-1]) == (1, 8)
     assert sizes == sorted(sizes)
-    for _ in range(dynamo.COOLDOWN - 1):
+    for _ in range(Dynamo.COOLDOWN - 1):
         assert size(2) >= 1
-    assert rule._share[1] < dynamo.WINDOW / 1.9
+    assert rule._share[1] < Dynamo.WINDOW / 1.9
     assert size(1) == 8  # half the load would be four GPUs, and is again asked for at the end of the cooldown
     size(2)
     assert size(1) < 8
@@ -179,11 +178,11 @@ def test_two_random_choices_are_more_even_than_one_and_the_same_again() -> None:
 def test_loraserve_gives_each_gpu_similar_ranks_and_an_equal_part_of_the_demand() -> None:
     world = World("loraserve", "abcd", batch=2000, pages=20_000, slots=2000)
     ranks = {adapter: (8, 16, 32, 64)[adapter % 4] for adapter in range(1, 41)}
-    asked = np.random.default_rng(1).integers(1, 41, size=3 * loraserve.WINDOW).tolist()
+    asked = np.random.default_rng(1).integers(1, 41, size=3 * LoRAServe.WINDOW).tolist()
     found: dict[str, list[int]] = {name: [] for name in "abcd"}
     for place, adapter in enumerate(asked):
         gpu = world.ask(adapter, rank=ranks[adapter])
-        if place >= loraserve.WINDOW:
+        if place >= LoRAServe.WINDOW:
             found[gpu].append(ranks[adapter])
     assert [round(np.mean(part)) for part in found.values()] == sorted(round(np.mean(part)) for part in found.values())
     for part, rank in zip(found.values(), (8, 16, 32, 64), strict=True):
@@ -193,14 +192,14 @@ def test_loraserve_gives_each_gpu_similar_ranks_and_an_equal_part_of_the_demand(
 
 def test_loraserve_shares_one_adapter_among_all_gpus_when_it_is_all_the_demand() -> None:
     world = World("loraserve", "abcd", batch=200)
-    world.ask(1, count=loraserve.EPOCH)
+    world.ask(1, count=LoRAServe.EPOCH)
     placed = Counter(world.ask(1, count=40))
     assert sorted(placed.values()) == [10, 10, 10, 10]
 
 
 def test_loraserve_sends_a_new_adapter_where_its_rank_belongs() -> None:
     world = World("loraserve", "ab", batch=500)
-    for adapter, rank in ((1, 8), (2, 64)) * loraserve.EPOCH:
+    for adapter, rank in ((1, 8), (2, 64)) * LoRAServe.EPOCH:
         world.ask(adapter, rank=rank)
     assert (world.ask(3, rank=4), world.ask(4, rank=128)) == ("a", "b")
 
@@ -224,7 +223,7 @@ def test_chameleon_balances_weighted_sizes_and_evicts_the_largest() -> None:
 # the paper's consolidation
 
 
-def placed_apart(rule: str, small: int, large: int, pages: int = 4000, steps: int = consolidating.PERIOD) -> World:
+def placed_apart(rule: str, small: int, large: int, pages: int = 4000, steps: int = Consolidating.PERIOD) -> World:
     """Requests of two GPUs, prefilled, the first of which has run ``steps`` steps since it was asked."""
     world = World(rule, "ab", batch=8, pages=pages)
     world.put("a", 1, count=small)
@@ -250,7 +249,7 @@ def test_consolidation_moves_all_requests_to_the_larger_working_set() -> None:
 @pytest.mark.parametrize(
     ("small", "large", "pages", "steps"),
     [
-        (5, 5, 4000, consolidating.PERIOD), (4, 3, 4000, consolidating.PERIOD), (3, 5, 22, consolidating.PERIOD),
+        (5, 5, 4000, Consolidating.PERIOD), (4, 3, 4000, Consolidating.PERIOD), (3, 5, 22, Consolidating.PERIOD),
         (3, 5, 4000, 1),
     ],
 )  # fmt: skip
@@ -264,7 +263,7 @@ def test_nothing_moves_while_the_working_set_stays() -> None:
     assert world.policy.begin_step("a").evicted == ()
     world.policy.end_step("a")
     world.policy.cancel("4")
-    world.policy.gpus["a"].step += consolidating.PERIOD
+    world.policy.gpus["a"].step += Consolidating.PERIOD
     assert world.policy.begin_step("a").evicted == ()
     world.policy.end_step("a")
     world.policy.cancel("1")

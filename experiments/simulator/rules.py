@@ -1,0 +1,329 @@
+"""Scheduling rules of other systems, each with its source; a rule is one class, registered under its name.
+
+Sources of llm-d, Dynamo and Ray Serve were read in November 2026. A rule sees a GPU's adapters as its residency has
+them, or without one as its members do.
+"""
+
+import math
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+
+from punica.cluster.gpu import ClusterRequest, Gpu
+from punica.cluster.open_gpus import OpenGpus
+from punica.cluster.placement import SCHEDULING_RULES, LargestWorkingSet
+
+
+def is_home(gpu: Gpu, adapter: int) -> bool:
+    """Check that ``adapter`` has a slot of ``gpu``, or will have one for a member or a load. The plain backbone (0)
+    needs none.
+    """
+    if not adapter or gpu.requests_of[adapter]:
+        return True
+    residency = gpu.residency
+    return residency is not None and (residency.in_slot(adapter) or residency.loading(adapter))
+
+
+def free_slots(gpu: Gpu) -> int:
+    """Count the slots of ``gpu`` without an adapter; without a residency every member could have one."""
+    return gpu.max_batch_size - len(gpu.requests_of) if gpu.residency is None else gpu.residency.free_slots
+
+
+@SCHEDULING_RULES.register("least_loaded")
+class LeastLoaded(LargestWorkingSet):
+    """Smallest working set: the usual load balancer, which knows nothing of adapters."""
+
+    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
+        return max(gpus, key=LeastLoaded.order)
+
+    @staticmethod
+    def order(gpu: Gpu) -> tuple:
+        return -len(gpu.members), gpu.uuid
+
+    def candidates(self, gpus: OpenGpus) -> Iterator[Gpu]:
+        return reversed(gpus)
+
+
+@SCHEDULING_RULES.register("round_robin")
+class RoundRobin(LargestWorkingSet):
+    """GPUs in turn, in the order of UUIDs; a GPU without room loses its turn."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
+        chosen = min(gpus, key=lambda gpu: (gpu.uuid <= self._last, gpu.uuid))
+        self._last = chosen.uuid
+        return chosen
+
+    @staticmethod
+    def order(gpu: Gpu) -> tuple:
+        return (gpu.uuid,)
+
+    def candidates(self, gpus: OpenGpus) -> Iterator[Gpu]:
+        return gpus.after((self._last,))
+
+
+@SCHEDULING_RULES.register("adapter_affinity")
+class AdapterAffinity(LargestWorkingSet):
+    """Most requests of the same adapter, then Punica's rule: fewer adapters per batch, fewer loads. A sketch."""
+
+    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
+        adapter = request.adapter_id
+        return max(gpus, key=lambda gpu: (gpu.requests_of[adapter], len(gpu.members), gpu.uuid))
+
+
+@SCHEDULING_RULES.register("rank_aware")
+class RankAware(LargestWorkingSet):
+    """Least added cost if every row of a batch paid for the batch's largest rank, then Punica's rule. A sketch:
+    requests of similar ranks are batched. Kernels that read each adapter's own rank have no such cost.
+    """
+
+    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
+        def added(gpu: Gpu) -> int:
+            members = len(gpu.members)
+            largest = max((member.rank for member in gpu.members.values()), default=0)
+            return (members + 1) * max(largest, request.rank) - members * largest
+
+        return max(gpus, key=lambda gpu: (-added(gpu), len(gpu.members), gpu.uuid))
+
+
+@SCHEDULING_RULES.register("llm_d")
+class LlmD(LargestWorkingSet):
+    """llm-d's router: homes of an adapter first, and few of them.
+
+    The filter keeps the GPUs with the adapter in a slot (its homes) until all are saturated. Then another GPU may
+    become one, with a host copy if possible, unless there are `MAX_REPLICAS` homes or every GPU is saturated. Of what
+    is kept the scorer takes a home before a free slot before any other, then the shorter queue.
+
+    Source: ``lora_affinity.go`` and the filter ``loraresidency``, https://github.com/llm-d/llm-d-router. Left out: GPUs
+    without room are never offered, so a full home neither counts nor keeps a request waiting; and residency is known at
+    once, where llm-d reads it once per scrape.
+    """
+
+    MAX_REPLICAS = 2  # homes of an adapter, as in the filter's example; its default is no bound
+    QUEUE, KV_USE = 8, 0.8  # waiting requests and share of KV pages above which a GPU is saturated, by default
+    FREE_SLOT = 0.8  # score of a GPU with a free slot; one with the adapter scores 1, any other 0
+
+    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
+        adapter = request.adapter_id
+
+        def score(gpu: Gpu) -> tuple[float, int, int, str]:
+            fits = 1.0 if is_home(gpu, adapter) else self.FREE_SLOT if free_slots(gpu) > 0 else 0.0
+            return fits, -len(gpu.pending), -len(gpu.members), gpu.uuid
+
+        return max(self._kept(adapter, gpus), key=score)
+
+    def _kept(self, adapter: int, gpus: Sequence[Gpu]) -> Sequence[Gpu]:
+        homes = [gpu for gpu in gpus if is_home(gpu, adapter)]
+        if not homes:
+            return gpus
+        if len(homes) >= self.MAX_REPLICAS or not all(map(self._is_saturated, homes)):
+            return homes
+        spare = [gpu for gpu in gpus if not (self._is_saturated(gpu) or is_home(gpu, adapter))]
+        warm = [gpu for gpu in spare if gpu.residency is not None and gpu.residency.on_host(adapter)]
+        return warm or spare or homes
+
+    def _is_saturated(self, gpu: Gpu) -> bool:
+        return len(gpu.pending) > self.QUEUE or gpu.used_pages > self.KV_USE * gpu.num_pages
+
+
+@SCHEDULING_RULES.register("dynamo")
+class Dynamo(LargestWorkingSet):
+    """NVIDIA Dynamo's LoRA router: the GPUs of highest rendezvous hash with the adapter, as many as its share of the
+    load has of all slots.
+
+    A set grows at once and shrinks after `COOLDOWN` requests in which it was too large. Within a set GPUs with the
+    adapter come first, then the smallest working set. The next GPU by hash takes the place of one without room. The
+    plain backbone, which every GPU has, has no set.
+
+    Source: allocation controller of https://github.com/ai-dynamo/dynamo (pull requests 5992, 8177, 8178 and 8180) and
+    its ``controller.rs``. Left out: budgets of slots, and the placement by min-cost flow (an option there).
+    """
+
+    WINDOW = 256  # latest requests that tell an adapter's share; Dynamo's is a time, which a rule does not know
+    COOLDOWN = 128
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque()
+        self._share: Counter[int] = Counter()
+        self._sets: dict[int, tuple[int, int]] = {}  # adapter -> size, when it was last wanted as large
+        self._now = self._most_gpus = 0
+
+    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
+        adapter = request.adapter_id
+        self._most_gpus = max(self._most_gpus, len(gpus))
+        if not adapter:
+            return min(gpus, key=lambda gpu: (len(gpu.members), gpu.uuid))
+        slots = gpus[0].max_batch_size if gpus[0].residency is None else gpus[0].residency.num_slots
+        size = self.set_size(adapter, slots * self._most_gpus)
+        ranked = sorted(gpus, key=lambda gpu: rendezvous(adapter, gpu.uuid), reverse=True)[:size]
+        return min([gpu for gpu in ranked if is_home(gpu, adapter)] or ranked, key=lambda gpu: len(gpu.members))
+
+    def set_size(self, adapter: int, slots: int) -> int:
+        """Count a request of ``adapter``, and return how many GPUs its set has."""
+        self._now += 1
+        self._latest.append(adapter)
+        self._share[adapter] += 1
+        if len(self._latest) > self.WINDOW:
+            self._share[self._latest.popleft()] -= 1
+        wanted = min(self._most_gpus, math.ceil(self._share[adapter] / self.WINDOW * slots))
+        size, since = self._sets.get(adapter, (0, 0))
+        if wanted >= size or self._now - since > self.COOLDOWN:
+            size, since = wanted, self._now
+        self._sets[adapter] = size, since
+        return size
+
+
+@lru_cache(maxsize=2**17)
+def rendezvous(adapter: int, uuid: str) -> int:
+    """Hash an adapter with a GPU: each adapter has an order of GPUs that others' coming and going leaves alone."""
+    return int.from_bytes(blake2b(f"{adapter} {uuid}".encode(), digest_size=8).digest(), "big")
+
+
+@SCHEDULING_RULES.register("ray_serve")
+class RayServe(LargestWorkingSet):
+    """Ray Serve's power of two choices with model multiplexing: of two random GPUs the one with the smaller working
+    set.
+
+    Both have the adapter where any does, and otherwise the most free slots (Ray's replicas with the fewest models).
+    Source: ``pow_2`` router and multiplex mixin of https://github.com/ray-project/ray, pull request 54788. Left out:
+    locality, the time for which Ray waits for a match, and its spill of requests from replicas that have 64 more than
+    others, which is more than a batch. The random numbers have a fixed seed.
+    """
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+
+    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
+        most = max(map(free_slots, gpus))
+        matching = [gpu for gpu in gpus if is_home(gpu, request.adapter_id)]
+        pool = matching or [gpu for gpu in gpus if free_slots(gpu) == most]
+        return min(self._random.sample(pool, min(2, len(pool))), key=lambda gpu: len(gpu.members))
+
+
+@SCHEDULING_RULES.register("loraserve")
+class LoRAServe(LargestWorkingSet):
+    """LoRAServe's placement by rank and demand (arXiv 2511.22880): adapters in the order of their ranks, divided among
+    the GPUs in equal parts of the demand.
+
+    A GPU has adapters of similar ranks, an adapter on a border is shared in proportion. The division follows the
+    demand, every `EPOCH` requests. An adapter without a place, or whose GPUs have no room, goes to the GPU whose ranks
+    are nearest.
+
+    Source: the paper's abstract; how the demand is divided is ours, since no code was found. Left out: what a rank
+    costs beyond its place in the order, and remote access to adapters by GPUDirect RDMA.
+    """
+
+    WINDOW, EPOCH = 512, 128  # latest requests whose adapters tell the demand; requests between two divisions
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[int, int]] = deque(maxlen=self.WINDOW)  # rank and adapter
+        self._seen: set[str] = set()  # GPUs offered since the last division
+        self._parts: dict[int, dict[str, int]] = {}  # adapter -> GPU -> part of its demand
+        self._ranks: dict[str, tuple[int, int]] = {}  # GPU -> its lowest and highest rank
+        self._sent: Counter[tuple[int, str]] = Counter()
+        self._left = 0  # requests until the next division
+
+    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
+        """Return the GPU of the adapter that is furthest behind its part, else the nearest by rank."""
+        adapter, rank = request.adapter_id, request.rank
+        self._latest.append((rank, adapter))
+        self._seen.update(gpu.uuid for gpu in gpus)
+        if self._left == 0:
+            self._divide()
+        self._left -= 1
+        parts = self._parts.get(adapter, {})
+        if own := [gpu for gpu in gpus if gpu.uuid in parts]:
+            chosen = min(own, key=lambda gpu: (self._sent[adapter, gpu.uuid] / parts[gpu.uuid], gpu.uuid))
+            self._sent[adapter, chosen.uuid] += 1
+            return chosen
+        return min(gpus, key=lambda gpu: (self._distance(rank, gpu), len(gpu.members), gpu.uuid))
+
+    def _distance(self, rank: int, gpu: Gpu) -> int:
+        low, high = self._ranks.get(gpu.uuid, (rank, rank))
+        return max(low - rank, rank - high, 0)
+
+    def _divide(self) -> None:
+        """Divide the line of adapters anew: a place on it counts demand times GPUs, so that all parts are integers."""
+        gpus, total = sorted(self._seen), len(self._latest)
+        parts: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        self._ranks, place = {}, 0
+        for (rank, adapter), demand in sorted(Counter(self._latest).items()):
+            end = place + demand * len(gpus)
+            while place < end:
+                uuid = gpus[place // total]
+                part = min(end, (place // total + 1) * total) - place
+                parts[adapter][uuid] = part
+                self._ranks[uuid] = self._ranks.get(uuid, (rank, rank))[0], rank
+                place += part
+        self._parts, self._seen, self._left = dict(parts), set(), self.EPOCH
+        self._sent.clear()
+
+
+@SCHEDULING_RULES.register("chameleon")
+class Chameleon(LargestWorkingSet):
+    """Chameleon's weighted size of a request (MICRO 2025, arXiv 2411.17741): least weighted work, and the largest
+    request is evicted, since its queues serve small requests first.
+
+    Left out: the queue by size, since a cluster's queue is first come first served. The length of an output is its
+    bound, where Chameleon predicts it. Chameleon schedules one GPU; balancing by weighted work is this rule's own.
+    """
+
+    PROMPT, OUTPUT = 0.4, 0.6  # weights of a token of the prompt and of the output
+
+    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
+        return min(gpus, key=lambda gpu: (sum(map(self._size, gpu.members.values())), gpu.uuid))
+
+    def victim(self, gpu: Gpu) -> ClusterRequest:
+        """Return the largest member, the newest of equal ones."""
+        return max(gpu.members.values(), key=lambda request: (self._size(request), request.arrival))
+
+    def _size(self, request: ClusterRequest) -> float:
+        output = request.final_tokens - request.num_tokens
+        return (self.PROMPT * request.num_tokens + self.OUTPUT * output) * max(1, request.rank)
+
+
+@SCHEDULING_RULES.register("punica_consolidating")
+class Consolidating(LargestWorkingSet):
+    """Punica's rule with the periodic consolidation of the paper's introduction, which its released code lacks (D12 h).
+
+    When its working set has changed, at most every `PERIOD` steps, a GPU gives up all requests if a GPU with a larger
+    working set has room for them. They migrate as evicted ones do: by a prefill of all their tokens. GPUs are known
+    from earlier placements.
+    """
+
+    PERIOD = 256  # fewest steps of a GPU between two attempts; the paper gives no number
+
+    def __init__(self) -> None:
+        self._known: dict[str, Gpu] = {}
+        self._sizes: dict[str, int] = {}  # working sets when last asked
+        self._tried: dict[str, int] = {}  # steps of the last attempts
+
+    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
+        self._known.update((gpu.uuid, gpu) for gpu in gpus)
+        return super().choose(request, gpus)
+
+    def must_evict(self, gpu: Gpu) -> bool:
+        """Evict for want of pages, or one after the other where another GPU has room for all."""
+        return super().must_evict(gpu) or (self._is_due(gpu) and any(_takes(one, gpu) for one in self._known.values()))
+
+    def _is_due(self, gpu: Gpu) -> bool:
+        size, uuid = len(gpu.members), gpu.uuid
+        if gpu.reserved or self._sizes.get(uuid) == size:
+            return False
+        self._sizes[uuid] = size
+        if 0 < gpu.step - self._tried.get(uuid, -1) < self.PERIOD:
+            return False
+        self._tried[uuid] = gpu.step
+        return True
+
+
+def _takes(gpu: Gpu, other: Gpu) -> bool:
+    """Check that ``gpu`` has more requests than ``other`` and room for all of them, with a spare page for each."""
+    requests, members = other.members.values(), len(gpu.members) + len(other.members)
+    if len(gpu.members) <= len(requests) or members > gpu.max_batch_size or not all(map(gpu.has_room, requests)):
+        return False
+    return sum(gpu.pages_for(request.total_tokens) for request in requests) + members <= gpu.free_pages
