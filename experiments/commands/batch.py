@@ -20,7 +20,7 @@ from experiments.harness.settings import ALWAYS_READ, Folders, keys_read, refuse
 from experiments.measure.records import RowsError, disk_is_full
 
 SOURCES = ("auto", "fresh", "recorded")
-BATCH_KEYS = ("figures", "source", "allow_dirty", "commit")
+BATCH_KEYS = ("figures", "source", "allow_dirty")
 
 
 def batch_main(name: str, doc: str, job: Callable[[DictConfig], int], *reads: str, measures: bool = False) -> None:

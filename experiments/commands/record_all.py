@@ -9,23 +9,23 @@ machines. Sets without claims follow. Several GPUs measure a set each, with a sh
 others counts as no disturbance.
 
 A call ends after `limit` minutes, and the same command continues: `outputs/<hardware>/record_all.json` says what is
-done, at which commit. A set that the limit stopped is measured after its kin; one of more minutes than `limit` is not
-begun. Carry `outputs` to the next machine. Rows are of one commit: a changed tree is refused, and rows of another
-commit are, too. `list=true` prints sets and minutes, and measures nothing.
+done, at which commit. A set of more minutes than `limit` is not begun. Carry `outputs` to the next machine. Rows are of
+one commit: a changed tree is refused, and rows of another commit are, too. `list=true` prints sets and minutes.
 """
 
+import asyncio
 import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, Any, NamedTuple
+from subprocess import PIPE
+from time import monotonic
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -37,9 +37,10 @@ from experiments.measure.commit import commit
 from experiments.measure.environment import hardware_slug
 from experiments.measure.records import RowsError, ensure_writable, read_rows
 
-POLL_S, STOPPING_S = 0.5, 30.0
-"""Seconds between two looks at the sets under way, and those that an interrupted one has for writing its rows."""
+STOPPING_S = 30.0
+"""Seconds that an interrupted set has for writing its rows."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+Round = tuple[RecordedSet, int]
 
 
 @dataclass
@@ -52,180 +53,125 @@ class Options:
     vllm_python: str | None = None  # Python of an environment with vLLM, for the set that needs one
 
 
-Round = tuple[RecordedSet, int]
-
-
-class Progress:
-    """Rounds of sets that are done or were stopped at a commit, kept in `path`."""
-
-    def __init__(self, path: Path, revision: str) -> None:
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        self.path, self.revision, self._commits = path, revision, {kept.get("commit", revision)}
-        same = kept if kept.get("commit") == revision else {}
-        self.done, self.stopped = ({(run, round_) for run, round_ in same.get(key, ())} for key in ("done", "stopped"))
-
-    def refuse_others(self) -> None:
-        """Raise `RowsError` where this is of another commit, or rows beside it are."""
-        rows = {row.commit for path in self.path.parent.glob("rows/*.csv") for row in read_rows(path)}
-        if others := sorted((self._commits | rows) - {self.revision}):
-            raise RowsError(
-                f"{self.path.parent} holds work of commit {', '.join(others)}, this is {self.revision}: check out that "
-                "one to go on, or move the folder away to begin again"
-            )
-
-    def add(self, one: RecordedSet, round_: int, whole: bool) -> None:
-        """Note a round of a set as done, or as stopped, on disk."""
-        (self.done if whole else self.stopped).add((one.run, round_))
-        content = {"commit": self.revision, "done": sorted(self.done), "stopped": sorted(self.stopped)}
-        self.path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-    def left(self, sets: Sequence[RecordedSet]) -> list[Round]:
-        """Return what is not done: rounds of what decides claims, then the others; of both what was stopped last."""
-        found = [(one, round_) for round_ in range(max(one.rounds for one in sets)) for one in sets
-                 if round_ < one.rounds and (one.run, round_) not in self.done]  # fmt: skip
-        return sorted(found, key=lambda pair: (not pair[0].claims, (pair[0].run, pair[1]) in self.stopped))
-
-
-class Ended(NamedTuple):
-    """A set that ended: its exit status (None: interrupted), and its last line, from JSON."""
-
-    key: Round
-    status: int | None
-    facts: dict[str, Any]
-
-
-class Processes:
-    """Sets under way on `places` GPUs; one place is the whole machine, without a change of its environment.
-
-    With several, a set sees its GPUs alone (`CUDA_VISIBLE_DEVICES`), and its share of the cores. What it prints while
-    it runs is appended to a file per GPU in `logs`.
-    """
-
-    def __init__(self, places: int, logs: Path) -> None:
-        self.free, self._places, self._logs = list(range(places)), places, logs
-        self._running: dict[Round, tuple[subprocess.Popen[bytes], IO[str], list[int]]] = {}
-
-    @property
-    def running(self) -> list[Round]:
-        """Keys of the sets under way."""
-        return list(self._running)
-
-    def start(self, key: Round, words: Sequence[str], gpus: int) -> None:
-        """Run `python -m words` on as many of the free GPUs, and their cores."""
-        taken, self.free = self.free[:gpus], self.free[gpus:]
-        several, outer, seen = self._places > 1, os.environ.get(VISIBLE), dict[str, str]()
-        if several:
-            mine = outer.split(",") if outer else [*map(str, range(self._places))]
-            seen = {VISIBLE: ",".join(mine[place] for place in taken)}
-            self._logs.mkdir(parents=True, exist_ok=True)
-            log = self._logs / f"record_all_gpu{taken[0]}.log"
-            print(f"on GPU {', '.join(map(str, taken))}, progress in {log}", file=sys.stderr, flush=True)
-        output = TemporaryFile("w+")  # noqa: SIM115 (closed when the set has ended)
-        with log.open("ab") if several else os.fdopen(os.dup(sys.stderr.fileno()), "wb") as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-m", *words], cwd=REPOSITORY, stdout=output, stderr=errors,
-                env=os.environ | seen, preexec_fn=lambda: self._settle(taken),
-            )  # fmt: skip
-        self._running[key] = process, output, taken
-
-    def ended(self) -> Iterator[Ended]:
-        """Yield the sets that ended since the last call, and free their GPUs."""
-        for key, (process, _, _) in list(self._running.items()):
-            if (status := process.poll()) is not None:
-                yield self._end(key, status)
-
-    def interrupt(self) -> Iterator[Ended]:
-        """Interrupt all sets, wait while they write their rows, and yield them."""
-        yield from self.ended()
-        for process, _, _ in self._running.values():
-            process.send_signal(signal.SIGINT)
-        for key, (process, _, _) in list(self._running.items()):
-            try:
-                process.wait(STOPPING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            yield self._end(key, None)
-
-    def _end(self, key: Round, status: int | None) -> Ended:
-        _, output, places = self._running.pop(key)
-        with output:
-            output.seek(0)
-            lines = output.read().splitlines()
-        print(*lines, sep="\n")
-        self.free = sorted([*self.free, *places])
-        return Ended(key, status, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {})
-
-    def _settle(self, taken: Sequence[int]) -> None:
-        """Take a share of the cores, and SIGINT, which a shell lets its jobs in the background ignore."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        cores = sorted(os.sched_getaffinity(0))
-        if 1 < self._places <= len(cores):
-            share = len(cores) // self._places
-            os.sched_setaffinity(0, {cores[place * share + core] for place in taken for core in range(share)})
-
-
 def record_all(options: Options) -> None:
     """Measure what is left until the limit; exit code 1 where a set failed."""
-    ends, sets, revision = time.monotonic() + 60 * options.limit, sets_of(options.machine), commit()
-    if is_uncommitted(revision) and not options.list:
-        raise RowsError(f"the tree is of {revision}: commit, or carry the stamp of experiments.commands.stamp")
-    outputs = REPOSITORY / "outputs" / options.machine
-    progress = Progress(outputs / "record_all.json", revision)
+    sets, revision, outputs = sets_of(options.machine), commit(), REPOSITORY / "outputs" / options.machine
+    path, failed = outputs / "record_all.json", list[str]()
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"commit": revision, "done": []}
+    done = {(run, round_) for run, round_ in kept["done"] if kept["commit"] == revision}
     if options.list:
-        return show(progress, sets)
-    progress.refuse_others()
+        return show(sets, done)
+    if is_uncommitted(revision):
+        raise RowsError(f"the tree is of {revision}: commit, or carry the stamp of experiments.measure.commit")
+    known = {kept["commit"], *(row.commit for file in outputs.glob("rows/*.csv") for row in read_rows(file))}
+    if others := ", ".join(sorted(known - {revision})):
+        advice = "check out that one to go on, or move the folder away to begin again"
+        raise RowsError(f"{outputs} holds work of commit {others}, this is {revision}: {advice}")
     ensure_writable(outputs)
     memory = [] if options.machine == "cpu" else gpu_memory(options.machine)
     lacking = {one.run: why for one in sets if memory and (why := one.missing(options.vllm_python, memory))}
-    waiting = [(one, round_) for one, round_ in progress.left(sets) if one.run not in lacking]
-    failed = list[str]()
-    for (one, round_), status, facts in measured(waiting, options, Processes(max(1, len(memory)), outputs), ends):
+    here = [one for one in sets if one.run not in lacking]
+
+    def note(key: Round, status: int, facts: Mapping[str, Any]) -> None:
         if status:
-            failed.append(f"round {round_ + 1}: {one.run}")
-        else:
-            progress.add(one, round_, whole=status == 0 and is_whole(facts))
-    left = [one for one, _ in progress.left(sets) if one.run not in lacking]
-    told = {"left": len(left), "minutes_left": round(sum(one.minutes for one in left), 1), "failed": failed}
-    finish(command="record_all", commit=revision, done=len(progress.done), **told, not_on_this_machine=lacking)
+            failed.append(f"round {key[1] + 1}: {key[0].run}")
+        elif is_whole(facts):
+            done.add((key[0].run, key[1]))
+            text = json.dumps({"commit": revision, "done": sorted(done)}, indent=1)
+            path.write_text(f"{text}\n", encoding="utf-8")
+
+    asyncio.run(measure(left(here, done), options, max(1, len(memory)), outputs, note))
+    rest = [one for one, _ in left(here, done)]
+    told = {"left": len(rest), "minutes_left": round(sum(one.minutes for one in rest), 1), "failed": failed}
+    finish(command="record_all", commit=revision, done=len(done), **told, not_on_this_machine=lacking)
     if failed:
         raise SystemExit(1)
 
 
-def measured(waiting: Sequence[Round], options: Options, processes: Processes, ends: float) -> Iterator[Ended]:
-    """Measure the sets in their order, as many at once as there are GPUs, until the clock is at `ends`.
+def left(sets: Sequence[RecordedSet], done: Collection[tuple[str, int]]) -> list[Round]:
+    """Return what is not done: rounds of what decides claims, then the others."""
+    rounds = range(max((one.rounds for one in sets), default=0))
+    found = [(one, i) for i in rounds for one in sets if i < one.rounds and (one.run, i) not in done]
+    return sorted(found, key=lambda pair: not pair[0].claims)
 
-    Yields each when it ended. Two sets of one script write the same file of rows, so they are not measured at once.
-    """
-    waiting = list(waiting)
+
+async def measure(
+    waiting: list[Round], options: Options, places: int, logs: Path, note: Callable[[Round, int, dict[str, Any]], None]
+) -> None:
+    """Run the sets in their order until the limit, as many at once as there are GPUs (`places`); `note` what ended."""
+    ends, free = monotonic() + 60 * options.limit, list(range(places))
+    running: dict[asyncio.Task[tuple[int, dict[str, Any]]], tuple[Round, list[int]]] = {}
     try:
-        while True:
-            over = time.monotonic() >= ends
-            yield from processes.interrupt() if over else processes.ended()
-            for one, round_ in _to_begin(waiting, processes, ends):
-                waiting.remove((one, round_))
-                words = one.command(options.machine, round_, options.vllm_python)
-                print(f"\nround {round_ + 1}: python -m {shlex.join(words)}", file=sys.stderr, flush=True)
-                processes.start((one, round_), words, one.gpus)
-            if not processes.running:
-                return
-            time.sleep(POLL_S)
+        async with asyncio.timeout(60 * options.limit):
+            while True:
+                for key in to_begin(waiting, {one.script for (one, _), _ in running.values()}, len(free), ends):
+                    waiting.remove(key)
+                    taken, free = free[: key[0].gpus], free[key[0].gpus :]
+                    words = key[0].command(options.machine, key[1], options.vllm_python)
+                    print(f"\nround {key[1] + 1}: python -m {shlex.join(words)}", file=sys.stderr, flush=True)
+                    running[asyncio.create_task(run(words, taken, places, logs))] = key, taken
+                if not running:
+                    return
+                for task in (await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]:
+                    key, taken = running.pop(task)
+                    free = sorted([*free, *taken])
+                    note(key, *task.result())
+    except TimeoutError:
+        print("the limit is reached", file=sys.stderr)
     finally:
-        list(processes.interrupt())  # of a call that is interrupted
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
-def _to_begin(waiting: Sequence[Round], processes: Processes, ends: float) -> list[Round]:
-    """Choose what begins now; a set of several GPUs is waited for, so that it is not passed over until the end."""
-    busy, left, chosen = {one.script for one, _ in processes.running}, len(processes.free), list[Round]()
+def to_begin(waiting: Sequence[Round], busy: set[str], free: int, ends: float) -> list[Round]:
+    """Choose what begins now. Two sets of one script write the same file of rows, so they are not measured at once;
+    a set of several GPUs is waited for, so that it is not passed over until the end.
+    """
+    chosen = list[Round]()
     for one, round_ in waiting:
-        if one.script in busy or time.monotonic() + 60 * one.minutes > ends:
+        if one.script in busy or monotonic() + 60 * one.minutes > ends:
             continue
-        if one.gpus > left:
+        if one.gpus > free:
             break
-        left -= one.gpus
-        busy.add(one.script)
+        free, busy = free - one.gpus, busy | {one.script}
         chosen.append((one, round_))
     return chosen
+
+
+async def run(words: Sequence[str], gpus: Sequence[int], places: int, logs: Path) -> tuple[int, dict[str, Any]]:
+    """Run `python -m words`; return its exit status, and its last line, from JSON.
+
+    Of several `places` it sees `gpus` alone, with their share of the cores, and its progress goes to a file in `logs`.
+    """
+    cores, errors, environment = sorted(os.sched_getaffinity(0)), None, dict(os.environ)
+    if places > 1:
+        visible = os.environ.get(VISIBLE, ",".join(map(str, range(places)))).split(",")
+        environment[VISIBLE] = ",".join(visible[place] for place in gpus)
+        share = len(cores) // places
+        cores = [cores[place * share + core] for place in gpus for core in range(share)] or cores
+        errors = (logs / f"record_all_gpu{gpus[0]}.log").open("ab")
+        print(f"on GPU {', '.join(map(str, gpus))}, progress in {errors.name}", file=sys.stderr, flush=True)
+
+    def settle() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell lets its jobs in the background ignore it
+        os.sched_setaffinity(0, cores)
+
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", *words, cwd=REPOSITORY, stdout=PIPE, stderr=errors, env=environment, preexec_fn=settle
+    )
+    try:
+        output, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.send_signal(signal.SIGINT)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.communicate(), STOPPING_S)
+        if process.returncode is None:
+            process.kill()
+        raise
+    print(output.decode(), end="")
+    last = output.decode().rstrip().rpartition("\n")[2]
+    return process.returncode or 0, json.loads(last) if last.startswith("{") else {}
 
 
 def is_whole(facts: Mapping[str, Any]) -> bool:
@@ -244,12 +190,12 @@ def gpu_memory(machine: str) -> list[float]:
     return [torch.cuda.get_device_properties(index).total_memory / 1e9 for index in range(torch.cuda.device_count())]
 
 
-def show(progress: Progress, sets: Sequence[RecordedSet]) -> None:
+def show(sets: Sequence[RecordedSet], done: Collection[tuple[str, int]]) -> None:
     """Print the sets with minutes and rounds, and what is left."""
     for one in sets:
-        done = sum((one.run, round_) in progress.done for round_ in range(one.rounds))
-        print(f"{done}/{one.rounds} rounds of {one.minutes:g} min  {one.claims or '-':14} {one.run}")
-    minutes = sum(one.minutes for one, _ in progress.left(sets))
+        rounds = sum((one.run, round_) in done for round_ in range(one.rounds))
+        print(f"{rounds}/{one.rounds} rounds of {one.minutes:g} min  {one.claims or '-':14} {one.run}")
+    minutes = sum(one.minutes for one, _ in left(sets, done))
     print(f"{minutes / 60:.1f} hours are left; a call measures for limit= minutes")
 
 

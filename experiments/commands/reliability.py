@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.commands.commits import Commits, refuse_other_sources
-from experiments.commands.record import promote, refuse
+from experiments.commands.commits import source_hashes
+from experiments.commands.record import promote, refuse, refuse_other_sources
 from experiments.harness.command import finish, with_options
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.measure import environment
@@ -120,14 +120,14 @@ def said(outcome: Outcome) -> str:
 def record(source: Path, target: Path) -> None:
     """Promote fresh rows. `RowsError` where there are none, or they are not of the commit that they name."""
     rows, registry = read_rows(source), all_trials()
-    refuse(source, rows, allow_dirty=False)
-    with Commits() as commits:
+    refuse(rows, allow_dirty=False)
+    with source_hashes() as source_hash:
         for name in dict.fromkeys(row.system for row in rows):
             if name not in registry.names():
                 raise RowsError(f"{source} has rows of a trial {name} that is no more: take them out")
             of_trial = [row for row in rows if row.system == name]
-            refuse_other_sources(of_trial, file_of(registry.get(name)), commits)
-    promote(target, rows)
+            refuse_other_sources(of_trial, file_of(registry.get(name)), source_hash)
+    promote(source, target, rows)
 
 
 if __name__ == "__main__":

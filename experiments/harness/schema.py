@@ -257,7 +257,6 @@ class BatchConf(Config):
     figures: list[str] = field(default_factory=list)  # names or prefixes (fig08); none: every figure
     source: str = "auto"  # figures: fresh rows of this machine, recorded rows, or auto (fresh where there are some)
     allow_dirty: bool = False  # record: accept rows measured from uncommitted code
-    commit: str = ""  # record: refuse rows of another one
 
 
 def model_conf(name: str) -> ModelConf:

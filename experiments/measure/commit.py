@@ -1,6 +1,7 @@
 """Commit of the source tree: from git, or in a copy from the file that its sender wrote.
 
-`write_stamp` writes `.commit.json` (git ignores it) into a clean checkout: the commit, and the hash of all sources.
+`python -m experiments.measure.commit` writes `.commit.json` (git ignores it) into a clean checkout: the commit, and the
+hash of all sources.
 A copy that carries the file, without a clean history of its own, is of that commit as long as its sources have that
 hash, and `-dirty` from then on.
 """
@@ -71,7 +72,7 @@ def _read_stamp(path: Path) -> tuple[str, str]:
         reason = f"{type(error).__name__}: {error}"
         raise RowsError(
             f"{path} is damaged ({reason}): write it again where the tree was sent from, with python -m "
-            "experiments.commands.stamp, or delete it"
+            "experiments.measure.commit, or delete it"
         ) from None
 
 
@@ -84,3 +85,10 @@ def _git(root: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    try:
+        print(write_stamp())
+    except RowsError as error:
+        raise SystemExit(f"error: {error}") from None

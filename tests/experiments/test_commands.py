@@ -10,7 +10,7 @@ import pytest
 
 from experiments.harness.catalogue import experiments
 from experiments.harness.schema import REPOSITORY
-from experiments.measure.records import Row, RowsError, read_rows, write_rows
+from experiments.measure.records import Row, read_rows, write_rows
 from experiments.plots.draw import draw
 
 ALL = {experiment.name: experiment for experiment in experiments()}
@@ -168,36 +168,6 @@ def fake_rows(scale: str = "laptop", commit: str = "0123456789ab") -> list[Row]:
         scale=scale, commit=commit, date="2026-01-01T00:00:00Z", device="some CPU",
     )  # fmt: skip
     return [replace(base, batch_size=rows, statistic=kind) for rows in (1, 8, 64) for kind in ("median", "p10", "p90")]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (fake_rows(scale="smoke"), "scale=smoke"),
-        (fake_rows(commit="0123456789ab-dirty"), "allow_dirty=true"),
-        (fake_rows(commit="unknown"), "allow_dirty=true"),
-    ],
-    ids=["smoke", "dirty", "no-commit"],
-)
-def test_rows_that_cannot_be_repeated_are_not_recorded(rows, message):
-    from experiments.commands.record import refuse
-
-    with pytest.raises(RowsError, match=message):
-        refuse(Path("rows.csv"), rows, allow_dirty=False)
-
-
-def test_record_keeps_and_names_points_that_the_fresh_set_lacks(tmp_path, capsys):
-    from experiments.commands.record import promote
-
-    target, old = tmp_path / "fig13_cluster.csv", fake_rows(commit="00000000000a")
-    ray = [replace(row, panel="ray hour") for row in old]
-    write_rows(target, [*old, *ray])
-    fresh = fake_rows(commit="00000000000b")[:6]
-    promote(target, fresh)
-    assert read_rows(target) == [*fresh, *old[6:], *ray]
-    assert "fig13_cluster: 4 recorded points without fresh rows stay (Skewed, ray hour)" in capsys.readouterr().err
-    promote(target, [*fresh, *old[6:], *ray])
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow

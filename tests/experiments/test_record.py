@@ -1,27 +1,45 @@
-"""What `make record` takes: rows that are of the commit they name, and samples as long as there is room."""
+"""What `make record` takes, and `make record-all`: the recorded sets, measured in several calls on several GPUs."""
 
-import random
+import json
+import os
 import subprocess
+import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes import composed
 
-from experiments.commands import commits as commits_module
-from experiments.commands import record
-from experiments.commands.commits import Commits, refuse_other_sources
+from experiments.commands import commits, record_all
+from experiments.commands.record import promote, refuse, refuse_other_sources
+from experiments.commands.record_all import VISIBLE, Options, is_whole, left
+from experiments.harness.catalogue import experiments
+from experiments.harness.recording import RecordedSet, sets_of
 from experiments.harness.samples import add_samples, read_samples, samples_file
+from experiments.harness.schema import ConfigError
+from experiments.harness.settings import keys_read, refuse_unread
 from experiments.harness.source import fingerprint, tree_of
-from experiments.measure.records import Row, RowFile, RowsError, read_rows
+from experiments.measure.records import Row, RowFile, RowsError, read_rows, write_rows
 
-BASE = {
-    "figure": "8", "panel": "Skewed", "system": "SGMV", "workload": "Skewed", "model": "", "hardware": "cpu",
-    "seq_len": None, "rank": 16, "metric": "latency", "value": 100.0, "unit": "us", "statistic": "count",
-    "config_hash": "c", "repeat": 0,
-}  # fmt: skip
+BASE = Row(
+    figure="8", panel="Skewed", system="SGMV", workload="Skewed", model="", hardware="cpu", batch_size=1, seq_len=None,
+    rank=16, metric="latency", value=100.0, unit="us", statistic="count", config_hash="c", scale="laptop", commit="abc",
+)  # fmt: skip
 
 
 def a_row(batch_size=1, **columns):
-    return Row(batch_size=batch_size, **{**BASE, **columns})
+    return replace(BASE, batch_size=batch_size, **columns)
+
+
+@pytest.mark.parametrize(
+    "columns", [{"scale": "smoke"}, {"commit": "0123456789ab-dirty"}, {"commit": "unknown"}, {"commit": ""}], ids=str
+)
+def test_rows_that_cannot_be_repeated_are_not_recorded(columns):
+    with pytest.raises(RowsError):
+        refuse([a_row(), a_row(**columns)], allow_dirty="scale" in columns)
+    if "commit" in columns:
+        refuse([a_row(**columns)], allow_dirty=True)
 
 
 @pytest.fixture(scope="module")
@@ -49,100 +67,194 @@ def repository(tmp_path_factory):
 
 
 @pytest.fixture
-def commits(repository):
-    with Commits(repository[0]) as found:
+def source_hash(repository):
+    with commits.source_hashes(repository[0]) as found:
         yield found
 
 
-def test_rows_that_are_of_their_commits_are_taken_however_many_these_are(repository, commits):
-    first, second = repository[1].items()
-    assert first[1] != second[1]
-    rows = [a_row(commit=commit, source_hash=source) for commit, source in (first, second)]
-    refuse_other_sources([*rows, a_row(commit="abc-dirty"), a_row(commit="unknown")], "fig08", commits)
+def test_rows_are_taken_if_their_sources_are_those_of_their_commits(repository, source_hash):
+    (first, ours), (second, theirs) = repository[1].items()
+    assert ours != theirs
+    rows = [a_row(commit=first, source_hash=ours), a_row(commit=second, source_hash=theirs), a_row(commit="a-dirty")]
+    refuse_other_sources(rows, "fig08", source_hash)
+    with pytest.raises(RowsError, match=f"2 rows with source {theirs}: commit {first} gives {ours}"):
+        refuse_other_sources([a_row(i, commit=first, source_hash=theirs) for i in (1, 2)], "fig08", source_hash)
+    for commit, script in (("0123456789ab", "fig08"), (first, "fig99")):
+        with pytest.raises(RowsError, match=f"commit {commit} is not in this repository with that script"):
+            refuse_other_sources([a_row(commit=commit, source_hash="a")], script, source_hash)
 
 
-def test_rows_of_another_source_than_their_commit_are_refused_with_rows_figure_and_commit(repository, commits):
-    (first, theirs), (second, ours) = repository[1].items()
-    rows = [a_row(commit=first, source_hash=ours), a_row(2, commit=first, source_hash=ours), a_row(commit=second)]
-    with pytest.raises(RowsError) as caught:
-        refuse_other_sources(rows, "fig08", commits)
-    said = str(caught.value)
-    assert f"2 rows of figure 8 with source {ours}: commit {first} gives {theirs}" in said
-    assert f"1 rows of figure 8 with source unknown: commit {second} gives {ours}" in said
-    assert "force=true" in said
+def test_recorded_rows_and_their_samples_get_the_hash_of_their_commit(repository, source_hash, tmp_path, monkeypatch):
+    monkeypatch.setattr(commits, "script_of", lambda path: Path("fig08.py"))
+    (first, ours), (second, theirs) = repository[1].items()
+    rows = [a_row(1, commit=first, source_hash="by another rule"), a_row(2, commit=second, source_hash="b"),
+            a_row(4, commit="abc-dirty", source_hash="c"), a_row(8, commit="0" * 12, source_hash="d")]  # fmt: skip
+    file = RowFile(tmp_path / "fig08.csv")
+    file.replace(rows)
+    add_samples(file, [(row, [1.0, 2.0]) for row in rows])
+    assert [name for name, _ in commits.rehash(tmp_path, source_hash)] == ["fig08.csv"]
+    assert [row.source_hash for row in read_rows(file.path)] == [ours, theirs, "", ""]
+    assert [line["source_hash"] for line in read_samples(samples_file(file.path))] == [ours, theirs, "", ""]
 
 
-@pytest.mark.parametrize(("commit", "script"), [("0123456789ab", "fig08"), ("HEAD", "fig99")])
-def test_a_commit_or_a_script_that_git_does_not_have_is_refused(commits, commit, script):
-    with pytest.raises(RowsError, match=f"commit {commit} is not in this repository with that script"):
-        refuse_other_sources([a_row(commit=commit, source_hash="a")], script, commits)
-
-
-@pytest.fixture
-def fresh_and_recorded(tmp_path):
+def test_fresh_points_replace_recorded_ones_with_their_samples_and_others_stay(tmp_path, capsys):
     """Batch 1 and 2 recorded with one sample, batch 1 measured again with another."""
-    fresh, recorded = RowFile(tmp_path / "rows" / "fig08.csv"), RowFile(tmp_path / "results" / "cpu" / "fig08.csv")
+    fresh, recorded = RowFile(tmp_path / "rows" / "fig08.csv"), RowFile(tmp_path / "results" / "fig08.csv")
     for file, batches, sample in ((recorded, (1, 2), 5.0), (fresh, (1,), 6.0)):
         rows = [a_row(batch, source_hash=f"{sample}") for batch in batches]
         file.replace(rows)
         add_samples(file, [(row, [sample]) for row in rows])
-    return fresh, recorded
+    promote(fresh.path, recorded.path, fresh.rows)
+    assert {row.batch_size: row.source_hash for row in read_rows(recorded.path)} == {1: "6.0", 2: "5.0"}
+    samples = {line["batch_size"]: line["samples"] for line in read_samples(samples_file(recorded.path))}
+    assert samples == {1: [6.0], 2: [5.0]}
+    assert "1 recorded points without fresh rows stay (Skewed)" in capsys.readouterr().err
 
 
-def samples(file):
-    return {line["batch_size"]: line["samples"] for line in read_samples(samples_file(file.path))}
+ON_A_CPU = {"fig13_cluster", "ext_placement", "ext_cluster_scale"}
+OF_OTHERS = {"ext_server"}
+"""Experiments that measure what somebody else runs."""
 
 
-def test_samples_go_along_with_their_rows_and_those_of_rows_that_stay_remain(fresh_and_recorded):
-    fresh, recorded = fresh_and_recorded
-    record.promote(recorded.path, fresh.rows)
-    record.promote_samples(fresh.path, recorded.path, recorded.path.parents[1])
-    assert samples(recorded) == {1: [6.0], 2: [5.0]}
+def test_every_experiment_is_in_a_set():
+    known = {experiment.name for experiment in experiments()}
+    on_gpu, on_cpu = ({one.script for one in sets_of(hardware)} for hardware in ("h200", "cpu"))
+    assert known - OF_OTHERS == (known & on_gpu) | ON_A_CPU
+    assert on_cpu >= ON_A_CPU
+    assert {name for name in on_gpu if not name.endswith("_tables")} <= known
+    with pytest.raises(ConfigError, match="choose machine=a100-40g"):
+        sets_of("h999")
 
 
-def test_samples_that_are_all_of_other_rows_are_said_to_be(fresh_and_recorded, capsys):
-    fresh, recorded = fresh_and_recorded
-    recorded.replace([a_row(batch, source_hash="later") for batch in (1, 2)])
-    record.promote_samples(fresh.path, recorded.path, recorded.path.parents[1])
-    assert not samples_file(recorded.path).exists()
-    assert f"fig08: no samples; those in {samples_file(fresh.path)} are of other rows" in capsys.readouterr().err
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hardware", "one"),
+    [(name, one) for name in ("cpu", "h200") for one in sets_of(name)
+     if not (one.script.startswith("commands.") or one.script.endswith("_tables"))],
+    ids=lambda one: str(one)[:50],
+)  # fmt: skip
+def test_every_set_composes_and_its_words_are_read(hardware, one, tmp_path):
+    words = one.command(hardware, 1, "/python")[1:]
+    (experiment,) = experiments([one.script])
+    assert composed(tmp_path, *words, name=one.script).hardware.name == hardware
+    refuse_unread(words, keys_read(experiment), one.script)
 
 
-def test_samples_stay_where_they_are_when_the_recorded_set_would_grow_too_large(
-    fresh_and_recorded, monkeypatch, capsys
-):
-    fresh, recorded = fresh_and_recorded
-    luck = random.Random(0)
-    add_samples(fresh, [(fresh.rows[0], [luck.random() for _ in range(5000)])])
-    record.promote(recorded.path, fresh.rows)
-    monkeypatch.setattr(record, "MOST_BYTES", 10_000)
-    record.promote_samples(fresh.path, recorded.path, recorded.path.parents[1])
-    assert samples(recorded) == {2: [5.0]}  # those of batch 1 were of the row that went
-    assert f"fig08: samples stay in {samples_file(fresh.path)}" in capsys.readouterr().err
+def test_a_set_needs_gpus_of_its_memory_and_vllm():
+    one = RecordedSet("x", 1.0, gb=100.0, gpus=2, vllm=True)
+    assert one.missing(None, [141.0, 141.0])
+    assert one.missing("/p", [141.0, 80.0])
+    assert one.missing("/p", [141.0, 141.0]) == ""
 
 
-def test_a_release_takes_rows_of_one_commit(tmp_path):
-    rows = [a_row(commit="abcdef012345"), a_row(2, commit="0123456789ab")]
-    record.refuse_other_commits(tmp_path, rows, "")
-    record.refuse_other_commits(tmp_path, rows[:1], "abcdef0")
-    record.refuse_other_commits(tmp_path, rows[:1], "abcdef0123456789abcdef0123456789abcdef01")
-    with pytest.raises(RowsError, match=r"other commits than abcdef0 \(1 of 0123456789ab\)"):
-        record.refuse_other_commits(tmp_path, rows, "abcdef0")
-    with pytest.raises(RowsError, match=r"commit=4028000000\.0 is none"):
-        record.refuse_other_commits(tmp_path, rows, "4028000000.0")
+def test_rounds_measure_one_repeat_more_each_and_those_of_claims_come_first():
+    tables = RecordedSet("ext_tables table=all", 1.0, rounds=1)
+    claims = RecordedSet("b x=1", 1.0, claims="C01", rounds=2)
+    assert left([tables, claims], []) == [(claims, 0), (claims, 1), (tables, 0)]
+    assert left([tables, claims], [("b x=1", 0)]) == [(claims, 1), (tables, 0)]
+    assert [claims.command("h200", round_, None)[-1] for round_ in (0, 1)] == ["scale.passes=1", "scale.passes=2"]
+    assert tables.command("h200", 0, None) == ["experiments.ext_tables", "table=all"]
 
 
-def test_recorded_rows_and_their_samples_get_the_hash_of_their_commit(repository, commits, tmp_path, monkeypatch):
-    monkeypatch.setattr(commits_module, "script_of", lambda path: Path("fig08.py"))
-    (first, ours), (second, theirs) = repository[1].items()
-    rows = [
-        a_row(1, commit=first, source_hash="by another rule"), a_row(2, commit=second, source_hash="b"),
-        a_row(4, commit="abc-dirty", source_hash="c"), a_row(8, commit="0" * 12, source_hash="d"),
-    ]  # fmt: skip
-    path = tmp_path / "fig08.csv"
-    file = RowFile(path)
-    file.replace(rows)
-    add_samples(file, [(row, [1.0, 2.0]) for row in rows])
-    assert [name for name, _ in commits_module.rehash(tmp_path, commits)] == ["fig08.csv"]
-    assert [row.source_hash for row in read_rows(path)] == [ours, theirs, "", ""]
-    assert [line["source_hash"] for line in read_samples(samples_file(path))] == [ours, theirs, "", ""]
+@pytest.mark.parametrize(
+    ("facts", "whole"),
+    [
+        ({}, True), ({"points": 3, "left_out": 0}, True), ({"points": 0, "left_out": 0}, False),
+        ({"points": 3, "left_out": 1}, False), ({"left_out": {"fig08": 2}}, False), ({"left_out": {}}, True),
+    ],
+)  # fmt: skip
+def test_a_set_is_done_when_it_had_points_and_left_none_out(facts, whole):
+    assert is_whole(facts) == whole
+
+
+PROGRAM = """
+import json, os, sys, time
+begun = time.monotonic()
+try:
+    time.sleep({seconds})
+finally:
+    line = ["{name}", begun, time.monotonic(), os.environ.get("CUDA_VISIBLE_DEVICES"), len(os.sched_getaffinity(0))]
+    with open("{ran}", "a") as file:
+        file.write(json.dumps(line) + chr(10))
+print(json.dumps(dict(points={points})))
+os._exit({status})
+"""
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """Measure `sets` in a call; return its last line, and of each that ran: name, begin, end, GPUs, cores.
+
+    `how`: set -> its seconds, status and points.
+    """
+    monkeypatch.setattr(record_all, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(record_all, "commit", lambda: "abc")
+
+    def program(one, machine, round_, vllm_python):
+        about = {"seconds": 0, "status": 0, "points": 1, **how.get(one.run, {})}
+        code = PROGRAM.format(name=f"{one.run} {round_}", ran=tmp_path / "ran", **about)
+        return ["timeit", "-n1", "-r1", code]
+
+    def run(sets, gpus, limit=9.0, **about):
+        how.clear()
+        how.update(about)
+        monkeypatch.setattr(record_all, "sets_of", lambda machine: sets)
+        monkeypatch.setattr(record_all, "gpu_memory", lambda machine: [80.0] * gpus)
+        (tmp_path / "ran").write_text("")
+        with suppress(SystemExit):
+            record_all.record_all(Options(machine="h200", limit=limit))
+        ran = [json.loads(line) for line in (tmp_path / "ran").read_text().splitlines()]
+        return json.loads(capsys.readouterr().out.splitlines()[-1]), ran
+
+    how = {}
+    monkeypatch.setattr(RecordedSet, "command", program)
+    return run
+
+
+def names(ran):
+    return [name for name, *_ in ran]
+
+
+def test_calls_continue_and_failures_are_told(call):
+    small, large = RecordedSet("a", 0.0, rounds=2), RecordedSet("c", 0.0, gb=100.0)
+    told, ran = call([small, large], 1, a={"status": 1})
+    assert (names(ran), told["failed"], told["left"]) == (["a 0", "a 1"], ["round 1: a", "round 2: a"], 2)
+    assert set(told["not_on_this_machine"]) == {"c"}
+    told, ran = call([small, large], 1)
+    assert (names(ran), told["left"]) == (["a 0", "a 1"], 0)
+    assert names(call([small, large], 1)[1]) == []
+    assert call([RecordedSet("a", 0.0, rounds=3)], 1, a={"points": 0})[0]["left"] == 1
+
+
+def test_a_set_is_interrupted_at_the_limit_and_one_of_more_minutes_is_not_begun(call):
+    began = time.monotonic()
+    told, ran = call([RecordedSet("a", 0.0), RecordedSet("b", 1.0)], 1, 0.02, a={"seconds": 60})
+    assert time.monotonic() - began < 30
+    assert (names(ran), told["left"], told["failed"]) == (["a 0"], 6, [])
+
+
+def test_several_gpus_measure_a_set_each_with_their_share_of_the_cores(call, monkeypatch, tmp_path):
+    monkeypatch.setenv(VISIBLE, "3,5")
+    quick = {"rounds": 1, "minutes": 0.0}
+    sets = [RecordedSet("a", **quick | {"rounds": 2}), RecordedSet("b", **quick), RecordedSet("d", gpus=2, **quick),
+            RecordedSet("e", **quick)]  # fmt: skip
+    told, ran = call(sets, 2, a={"seconds": 1}, b={"seconds": 1})
+    about = {name: rest for name, *rest in ran}
+    assert told["left"] == 0
+    assert about["a 0"][0] < about["b 0"][1], "at once"
+    assert about["b 0"][0] < about["a 0"][1]
+    assert about["a 1"][0] >= about["a 0"][1], "two rounds of a script are not"
+    assert about["e 0"][0] >= about["d 0"][1] >= about["d 0"][0] >= about["b 0"][1], "a set of two GPUs is waited for"
+    assert {about["a 0"][2], about["b 0"][2]} == {"3", "5"}
+    assert about["d 0"][2] == "3,5"
+    assert about["b 0"][3] == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert (tmp_path / "outputs/h200/record_all_gpu0.log").exists()
+
+
+def test_rows_of_another_commit_and_uncommitted_code_are_refused(call, tmp_path, monkeypatch):
+    write_rows(tmp_path / "outputs/h200/rows/fig.csv", [a_row(commit="def")])
+    with pytest.raises(RowsError, match="holds work of commit def, this is abc"):
+        call([RecordedSet("a", 0.0)], 1)
+    monkeypatch.setattr(record_all, "commit", lambda: "abc-dirty")
+    with pytest.raises(RowsError, match="the tree is of abc-dirty"):
+        call([RecordedSet("a", 0.0)], 1)

@@ -95,7 +95,7 @@ def test_a_copy_is_not_stamped(checkout):
 def test_a_damaged_stamp_is_one_error_with_the_remedy(checkout, text):
     copy = sent(checkout)
     (copy / STAMP).write_text(text)
-    with pytest.raises(RowsError, match=r"\.commit\.json is damaged .*experiments\.commands\.stamp, or delete it"):
+    with pytest.raises(RowsError, match=r"\.commit\.json is damaged .*experiments\.measure\.commit, or delete it"):
         of(copy)
 
 
