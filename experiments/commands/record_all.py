@@ -57,7 +57,9 @@ def record_all(options: Options) -> None:
     """Measure what is left until the limit; exit code 1 where a set failed."""
     sets, revision, outputs = sets_of(options.machine), commit(), REPOSITORY / "outputs" / options.machine
     path, failed = outputs / "record_all.json", list[str]()
-    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"commit": revision, "done": []}
+    kept: dict[str, Any] = {"commit": revision, "done": []}
+    if path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))
     done = {(run, round_) for run, round_ in kept["done"] if kept["commit"] == revision}
     if options.list:
         return show(sets, done)
