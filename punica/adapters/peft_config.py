@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from punica.adapters.blocks import BlockDiagonal
 from punica.adapters.doubts import doubt_of_init, doubt_of_switches
-from punica.adapters.patterns import ModuleNames, NamePattern, Steps, UnboundedPattern, not_excluded
+from punica.adapters.patterns import ModuleNames, NamePattern, UnboundedPattern, not_excluded, starts_of_parts
 from punica.adapters.read import is_stacked_name
 from punica.adapters.request import resolve_adapter_path
 from punica.checks import check_count, clip
@@ -172,11 +172,11 @@ class PEFTHelper(UnsupportedFeatures):
             raise type(error)(f"{str(file)!r}: {error}") from error
 
     def resolve(self, modules: Iterable[str]) -> None:
-        """Find ranks and alphas of these modules, all at once; ValueError: too many steps of matching."""
+        """Find ranks and alphas of these modules, all at once; ValueError: matching takes too long."""
         names = [name for name in dict.fromkeys(map(self._name_in_patterns, modules)) if name not in self._matched]
         if not names or not (self._rank_rules or self._alpha_rules):
             return
-        together = ModuleNames(names, Steps())
+        together = ModuleNames(names)
         ranks = _first_matches("rank_pattern", self._rank_rules, together, len(names))
         alphas = _first_matches("alpha_pattern", self._alpha_rules, together, len(names))
         self._matched.update(zip(names, zip(ranks, alphas, strict=True), strict=True))
@@ -195,7 +195,7 @@ class PEFTHelper(UnsupportedFeatures):
 
     def _is_parameter(self, name: str) -> bool:
         """Tell if `target_parameters` contain a name, whole or by its end."""
-        return any(name[start:] in self._parameters for start in _starts_of_parts(name))
+        return any(name[start:] in self._parameters for start in starts_of_parts(name))
 
     def rank_of(self, module_name: str) -> int:
         """Return `r_m` of one module."""
@@ -228,12 +228,12 @@ class PEFTHelper(UnsupportedFeatures):
         unused: list[str] = []
         if isinstance(targets, str):
             try:
-                inside = ModuleNames(names, Steps()).matching(NamePattern(targets, suffix=False))
+                inside = ModuleNames(names).matching(NamePattern(targets, suffix=False))
             except UnboundedPattern:
                 return None
         else:
             wanted = set(targets)
-            ends = [wanted.intersection(name[start:] for start in _starts_of_parts(name)) for name in names]
+            ends = [wanted.intersection(name[start:] for start in starts_of_parts(name)) for name in names]
             inside = [bool(found) for found in ends]
             unused = not_excluded(sorted(wanted.difference(*ends)), self.exclude_modules or [])
         tied = _TIED if self.ensure_weight_tying else ()
@@ -306,11 +306,6 @@ def _remedy(feature: str) -> str:
             "save_pretrained), or train these modules with LoRA as well"
         )
     return ""
-
-
-def _starts_of_parts(name: str) -> list[int]:
-    """Return the offsets of the name and of its parts behind a dot."""
-    return [0, *(position + 1 for position, character in enumerate(name) if character == ".")]
 
 
 def _first_matches(name: str, rules: list[_Rule], modules: ModuleNames, number: int) -> list[_Rule | None]:

@@ -2,19 +2,13 @@
 
 import random
 import re
-import shutil
-import subprocess
-import sys
 import time
 from contextlib import suppress
-from pathlib import Path
-from re import _constants as op  # type: ignore[attr-defined]
-from types import SimpleNamespace
 
 import pytest
 
 from punica.adapters import PEFTHelper
-from punica.adapters.patterns import MOST_STEPS, ModuleNames, NamePattern, Steps, UnboundedPattern
+from punica.adapters.patterns import ModuleNames, NamePattern, UnboundedPattern
 
 LINEAR = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
 NAMES = [f"model.layers.{i}.{name}" for i in range(80) for name in LINEAR]
@@ -23,7 +17,7 @@ PATIENCE = 20  # CPU seconds, which others do not take; what is meant are minute
 
 
 def matches(pattern: str, names: list[str], suffix: bool = True) -> list[bool]:
-    return ModuleNames(names, Steps()).matching(NamePattern(pattern, suffix))
+    return ModuleNames(names).matching(NamePattern(pattern, suffix))
 
 
 CATASTROPHIC = [  # `re` needs exponential or high polynomial time for each of them
@@ -64,12 +58,20 @@ def test_catastrophic_expressions_are_answered_or_refused_at_once(pattern) -> No
     assert time.process_time() - start < PATIENCE
 
 
+def _is_refused(pattern: str) -> bool:
+    with suppress(UnboundedPattern):
+        NamePattern(pattern)
+        return False
+    return True
+
+
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
 def test_a_whole_config_of_them_costs_no_more(key) -> None:
     """All keys of an adapter draw from one account."""
-    config = PEFTHelper.from_dict({**BASE, key: {f"{p}{i}": 4 for i in range(100) for p in CATASTROPHIC}})
+    bounded = [pattern for pattern in CATASTROPHIC if not _is_refused(pattern)]
+    config = PEFTHelper.from_dict({**BASE, key: {f"{p}{i}": 4 for i in range(100) for p in bounded}})
     start = time.process_time()
-    with pytest.raises(UnboundedPattern, match=rf"{key} key .*more than {MOST_STEPS} steps"):
+    with pytest.raises(UnboundedPattern, match=rf"{key} key .*takes too long over all patterns"):
         config.resolve(NAMES)
     assert time.process_time() - start < PATIENCE
 
@@ -89,12 +91,11 @@ def test_what_adapters_really_hold_is_far_from_the_limit() -> None:
 
 
 REFUSED = {
-    "back-reference": (r"(q)_\1", "back-references"),
-    "named back-reference": (r"(?P<a>q)_(?P=a)", "back-references"),
-    "condition": (r"(q)?(?(1)a|b)", "conditions on groups"),
-    "possessive": ("a*+b", "possessive"),
-    "atomic": ("(?>a*)b", "atomic"),
-    "deep": ("(" * 60 + "a" + ")" * 60, "nested"),
+    "back-reference": (r"(q)_\1", "invalid escape sequence"),
+    "named back-reference": (r"(?P<a>q)_(?P=a)", "invalid perl operator"),
+    "condition": (r"(q)?(?(1)a|b)", "invalid perl operator"),
+    "possessive": ("a*+b", "bad repetition operator"),
+    "atomic": ("(?>a*)b", "invalid perl operator"),
     "very deep": ("(" * 2000 + "a" + ")" * 2000, "nested"),
     "long": ("a" * 5000, "5000 characters, at most 4096"),
     "huge repetition": ("a{99999999999999999999}", "not a regular expression"),
@@ -119,11 +120,11 @@ def test_more_keys_than_any_adapter_has_are_refused() -> None:
         PEFTHelper.from_dict({**BASE, "rank_pattern": {f"layers.{i}.q_proj": 4 for i in range(50_000)}})
 
 
-def test_set_of_positions_equals_backtracking() -> None:
+def test_linear_time_equals_backtracking() -> None:
     """Random expressions against random names: what `re` finds in a time that allows to ask."""
     draw = random.Random(12)
     atoms = [*"ab.", r"\.", "[ab]", "[^a]", r"\w", r"\d", "_", r"\b", r"\B", "^", "$", "(?:)", "[a-c0-9]", "(?i:A)"]
-    atoms += [r"\W", r"[^\w.]", r"\Z", r"\A", "(?s:.)", r"[\d.]"]
+    atoms += [r"\W", r"[^\w.]", r"\Z", r"\A", "(?s:.)", r"[\d.]", r"\\Z"]
     repeats = ["*", "+", "?", "*?", "+?", "{2}", "{1,3}", "{0,2}?", "{2,}", "??"]
 
     def expression(depth: int) -> str:
@@ -135,9 +136,7 @@ def test_set_of_positions_equals_backtracking() -> None:
             return "".join(inside)
         if kind < 0.65:
             return f"({'|'.join(inside)})"
-        if kind < 0.9:
-            return f"(?:{inside[0]}){draw.choice(repeats)}"
-        return f"{draw.choice(['(?=', '(?!'])}{inside[0]})"
+        return f"(?:{inside[0]}){draw.choice(repeats)}"
 
     compared = 0
     for _ in range(3000):
@@ -149,21 +148,21 @@ def test_set_of_positions_equals_backtracking() -> None:
     assert compared == 3000
 
 
-@pytest.mark.parametrize("pattern", ["(?!)", "a|(?!)", "(?:(?!)b)?a", "(?!(?:))a", "(?=)a", "(?!(?!))a"])
-def test_empty_lookaheads_match_as_in_re(pattern) -> None:
-    """Python 3.13 and newer parse `(?!)` as a part of its own kind."""
-    names = ["a", "b", "ba", ""]
-    oracle = re.compile(pattern)
-    assert matches(pattern, names, suffix=False) == [oracle.fullmatch(name) is not None for name in names]
+LOOKAHEADS = ["(?!b)a", "^(?!b).*", "(?!a)(?!b).*", "(?!.*[()|]).*", "(?!(?:a|b(?:_))).*", "(?!)", "(?!a)^b", r"(?!b\)).*"]
 
 
-@pytest.mark.parametrize(
-    "parts", [[("NEW", 1)], [(op.AT, "NEW")], [(op.IN, [(op.CATEGORY, "NEW")])], [(op.IN, [("N", 1)])]]
-)
-def test_parts_of_a_newer_parser_are_refused(parts, monkeypatch) -> None:
-    monkeypatch.setattr("punica.adapters.patterns.parser", SimpleNamespace(parse=lambda pattern: parts))
-    with pytest.raises(UnboundedPattern, match="not supported; write plain module names"):
-        NamePattern("q_proj")
+@pytest.mark.parametrize("suffix", [False, True])
+@pytest.mark.parametrize("pattern", LOOKAHEADS)
+def test_negative_lookaheads_at_the_start_match_as_in_re(pattern, suffix) -> None:
+    names = ["a", "b", "ba", "", "a.b", "b.a", "x.b_", "x.a(", "b)", "a.b.c|d"]
+    oracle = re.compile(rf"(?:.*\.)?(?:{pattern})" if suffix else pattern)
+    assert matches(pattern, names, suffix) == [oracle.fullmatch(name) is not None for name in names]
+
+
+@pytest.mark.parametrize("pattern", ["(?=a).*", "a(?!b).*", "(?<!a)b", "(?<=a)b", "(?!a)b|c"])
+def test_other_lookarounds_are_refused_by_name(pattern) -> None:
+    with pytest.raises(UnboundedPattern, match=re.escape("bounded time ('invalid perl operator: (?")):
+        NamePattern(pattern)
 
 
 def test_names_do_not_reach_into_each_other() -> None:
@@ -172,24 +171,3 @@ def test_names_do_not_reach_into_each_other() -> None:
     assert matches("a(?s:.)b", names, suffix=False) == [False] * 4 + [True]
     assert matches("(?s:.)*", names, suffix=False) == [True] * 5
     assert matches("[^x]{2}", names, suffix=False) == [False, False, True, False, False]
-
-
-def interpreter(version: str) -> str | None:
-    """Return a Python of this version: the one that runs, one on the path, or one of pyenv."""
-    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
-        return sys.executable
-    pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-    return str(pyenv[-1]) if pyenv else shutil.which(f"python{version}")
-
-
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
-def test_the_private_parser_of_re_is_there_and_understood(version) -> None:
-    """`re._parser` and `re._constants` have no promise from Python: every version that is supported is asked."""
-    python, here = interpreter(version), Path(__file__)
-    if python is None:
-        pytest.skip(f"this machine has no Python {version}")
-    script = [python, str(here.with_name("patterns_check.py")), str(here.parents[2])]
-    ran = subprocess.run(script, capture_output=True, text=True, timeout=60)
-    if "pyenv" in ran.stderr and ran.returncode == 127:
-        pytest.skip(f"pyenv has no Python {version}")
-    assert ran.returncode == 0, ran.stderr
