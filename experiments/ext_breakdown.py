@@ -78,7 +78,7 @@ class Breakdown(Experiment):
 
     name, figure, order, conf = "ext_breakdown", "ext breakdown", 245, BreakdownConf
     reads = ("model", "workload", "adapters.ranks", "scale.model_batch_sizes", *PROTOCOL)
-    clock, differing, drawn_by = "host_clock", ("workload",), "breakdown.draw_breakdown"
+    clock, differing, drawn_by = "host_clock", ("workload",), "steps.draw_breakdown"
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
         figure = cast(BreakdownConf, cfg.figure)

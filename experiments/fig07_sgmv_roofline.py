@@ -29,7 +29,7 @@ class Fig07(OperatorExperiment):
 
     name, figure, order, conf = "fig07_sgmv_roofline", "7", 10, OperatorConf
     differing = ("system", "workload")
-    drawn_by = "roofline.draw_roofline"
+    drawn_by = "overlay.draw_roofline"
 
     def points(self, cfg: Config) -> list[Point]:
         dtype = operator_conf(cfg).dtype.name

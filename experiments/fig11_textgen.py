@@ -102,7 +102,7 @@ class Fig11(Experiment):
         "model", "workload", "engine", "adapters.ranks", "adapters.alpha", "adapters.seed", "scale.requests",
         "scale.max_len",
     )  # fmt: skip
-    clock, drawn_by = "host_clock", "serving_bars.draw_serving"
+    clock, drawn_by = "host_clock", "serving.draw_serving"
 
     def points(self, cfg: Config) -> list[Point]:
         check_sizes(cfg)

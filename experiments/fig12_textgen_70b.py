@@ -59,7 +59,7 @@ class Fig12(Fig11):
 
     name, figure, order, conf = "fig12_textgen_70b", "12", 71, RanksConf
     defaults = {"model": "fitting"}  # noqa: RUF012 (never written)
-    drawn_by = "tensor_parallel.draw_ranks"
+    drawn_by = "serving.draw_ranks"
 
     def points(self, cfg: Config) -> list[Point]:
         check_sizes(cfg)

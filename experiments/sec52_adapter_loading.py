@@ -68,7 +68,7 @@ class AdapterLoading(Experiment):
         "model", "workload", "adapters.ranks", "adapters.seed", "scale.model_batch_sizes", "scale.loading_ranks",
         *PROTOCOL,
     )  # fmt: skip
-    differing, drawn_by = ("system",), "adapter_loading.draw_loading"
+    differing, drawn_by = ("system",), "moves.draw_loading"
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
         figure = cast(LoadingConf, cfg.figure)

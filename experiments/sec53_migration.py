@@ -55,7 +55,7 @@ class MigrationExperiment(Experiment):
 
     name, figure, order, conf = "sec53_migration", "text 5.3", 66, MigrationConf
     reads = ("model", "adapters.ranks", "scale.model_batch_sizes", *PROTOCOL)
-    clock, differing, drawn_by = "host_clock", ("system",), "migration.draw_migration"
+    clock, differing, drawn_by = "host_clock", ("system",), "moves.draw_migration"
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
         figure = cast(MigrationConf, cfg.figure)

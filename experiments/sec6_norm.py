@@ -40,7 +40,7 @@ class Norm(Experiment):
     """Latency of both forms over the rows of a step."""
 
     name, figure, order, conf = "sec6_norm", "text 6", 68, NormConf
-    differing, drawn_by, host_clock_too = ("system",), "norms.draw_norms", True
+    differing, drawn_by, host_clock_too = ("system",), "overlay.draw_norms", True
     reads = PROTOCOL
 
     def points(self, cfg: Config) -> list[Point]:

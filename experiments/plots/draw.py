@@ -30,7 +30,7 @@ LISTED = {
     "drivers": "driver",
 }  # fmt: skip
 """Key of the JSON -> column whose values it lists."""
-SHORT = {"fig11_textgen": ("hero", "serving_bars.draw_hero")}
+SHORT = {"fig11_textgen": ("hero", "serving.draw_hero")}
 """Experiment -> name of its short figure, and the function that draws it."""
 BY_CLOCK = ("7", "8", "9", "10", "README backbone-vs-sgmv", "text 6")
 """Figures with panels for each clock that has rows."""

@@ -1,4 +1,4 @@
-"""Measured lines beside the paper's: a column per panel, a row of axes per clock.
+"""Measured lines beside the paper's, of operators and steps: a column per panel, a row of axes per clock.
 
 The paper's clock is the host's, which counts launches; beside times inside CUDA graphs its lines contain what ours do
 not. Figure 10's lines coincide, so that it shows Identical alone and, below, what the others differ from it.
@@ -6,9 +6,10 @@ not. Figure 10's lines coincide, so that it shows Identical alone and, below, wh
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -16,7 +17,7 @@ from matplotlib.lines import Line2D
 from experiments.harness.experiment import Overlay
 from experiments.plots import style
 from experiments.plots.floors import FLOOR
-from experiments.plots.frames import centre, distinct, disturbed_at, interval, measured, role_of, series
+from experiments.plots.frames import centre, distinct, disturbed_at, interval, measured, role_of, series, text_numbers
 
 SAID = ("SGMV", "backbone X@W", "Distinct", "Identical", "len 128", "len 2048")
 """Lines whose growth is printed and whose floor is drawn."""
@@ -25,6 +26,13 @@ WITHOUT_LAUNCHES = "in graphs: ours without\nlaunches, the paper with"
 GATHER = "Gather falls above 16 rows, where torch's index_select changes its kernel."
 ONE, REFERENCE = "Identical", "layer_latency"
 """The line that others are compared with, where the metric is `REFERENCE`."""
+ROOF, SHEET = "roof", "data sheet"
+"""Prefix of the panels of Figure 7's roofs, and end of the one that was not measured."""
+STEPS = (
+    " Ours steps up from 32 to 48 rows of Identical and Uniform, and from 48 to 64 of Skewed, where its schedule "
+    "changes from one row to 16 rows a program."
+)
+"""Choice of `choose_expand` (`punica.ops.triton_ops.schedules`) at Figure 7's shapes for an H200."""
 
 
 def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
@@ -33,42 +41,37 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
     names = list(dict.fromkeys(rows[spec.panel])) if spec.panel else [""]
     clocks, apart = list(dict.fromkeys(rows["timer"])), spec.metric == REFERENCE
     depth = len(clocks) * (2 if apart else 1)
-    width = style.PAGE if len(names) > 1 else style.COLUMN
     steps = spec.line == "length"  # prompts take a hundred times as long as decodes
-    height = (1.5 if depth > 1 else 1.9) * depth + 1.2
+    width, height = style.PAGE if len(names) > 1 else style.COLUMN, (1.5 if depth > 1 else 1.9) * depth + 1.2
     figure, axes = style.grid(depth, len(names), width, height, sharey=not steps and "row")
     cut: set[str] = set()
-    for column, name in enumerate(names):
+    for column, name in zip(axes.T, names, strict=True):
         mine, theirs = (frame[frame[spec.panel] == name] if spec.panel else frame for frame in (rows, paper))
         for place, clock in enumerate(clocks):
             timed = mine[mine["timer"] == clock]
             if apart:
-                cut |= fill(axes[2 * place, column], _only(timed, spec), _only(theirs, spec), spec)
-                differences(axes[2 * place + 1, column], timed, theirs, spec)
+                cut |= fill(column[2 * place], *(one[one[spec.line] == ONE] for one in (timed, theirs)), spec)
+                differences(column[2 * place + 1], timed, theirs, spec)
             else:
-                cut |= fill(axes[place, column], timed, theirs, spec)
-        axes[0, column].set_title(named(name, mine, beside=not theirs.empty))
-        axes[-1, column].set_xlabel(spec.x_label)
+                cut |= fill(column[place], timed, theirs, spec)
+        column[0].set_title(named(name, mine, beside=not theirs.empty))
+        column[-1].set_xlabel(spec.x_label)
     for line, clock in zip(axes[:: 2 if apart else 1], clocks, strict=True):
         line[0].set_ylabel(y_label(rows[rows["metric"] == spec.metric], clock, f", {ONE}" * apart))
         for axis in line if steps else line[:1]:
             style.headroom(axis, 0.12 if apart else 0.2)
     for axis in axes[1::2, 0] if apart else ():
         style.headroom(axis, 0.35)
-    words = [f"{spec.title}."]
-    if apart:
-        words = [f"{spec.title}: {ONE}, and how much longer the other popularities take."]
     least = "; the least ratio of Gather-BMM to SGMV" * ("Gather-BMM" in set(rows[spec.line]))
-    words += [f"Printed: growth over the batch{least}; ours (the paper's)."]
-    words += [f"Dash-dotted: {spec.part} alone, of Distinct."] if spec.part else []
-    words += [GATHER] if "Gather" in set(rows[spec.line]) and clocks != [AT_HOST] else []
-    words += [f"Cut off in the paper: {', '.join(sorted(cut))}."] if cut else []
-    finish(figure, " ".join([*words, measured(rows, "bands")]), rows, paper, spec.line)
+    words = [
+        f"{spec.title}: {ONE}, and how much longer the other popularities take." if apart else f"{spec.title}.",
+        f"Printed: growth over the batch{least}; ours (the paper's).",
+        f"Dash-dotted: {spec.part} alone, of Distinct." if spec.part else "",
+        GATHER if "Gather" in set(rows[spec.line]) and clocks != [AT_HOST] else "",
+        f"Cut off in the paper: {', '.join(sorted(cut))}." if cut else "",
+    ]
+    _finish(figure, " ".join([*filter(None, words), measured(rows, "bands")]), rows, paper, spec.line)
     return figure
-
-
-def _only(frame: pd.DataFrame, spec: Overlay) -> pd.DataFrame:
-    return frame[frame[spec.line] == ONE]
 
 
 def y_label(rows: pd.DataFrame, clock: str, of: str = "") -> str:
@@ -92,6 +95,16 @@ def named(panel: str, rows: pd.DataFrame, beside: bool = True) -> str:
     return panel.replace(role, models[0], 1) + (f"\n(paper: {role})" if beside else "")
 
 
+def curve(axis: Axes, rows: pd.DataFrame, x: str, **looks: Any) -> pd.Series:
+    """Draw medians over column `x`, p10 to p90 as a band, and crosses on what is disturbed; return the medians."""
+    xs, ys = series(centre(rows), x)
+    found = interval(rows, x).astype(float)
+    axis.plot(xs, ys, **looks)
+    axis.fill_between(found[x], found["p10"], found["p90"], color=looks["color"], alpha=0.15, linewidth=0)
+    style.crossed(axis, xs, ys, disturbed_at(centre(rows), x))
+    return pd.Series(ys, xs)
+
+
 def fill(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Overlay) -> set[str]:
     """Draw every line of one panel with floors and growth; return the lines that the paper cut off."""
     floor, mine = mine[mine["metric"] == FLOOR], mine[mine["metric"] != FLOOR]
@@ -99,13 +112,11 @@ def fill(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Overlay) ->
     said, ends, cut = [], theirs[spec.x].max(), set()
     for name in dict.fromkeys(mine[spec.line]):
         ours, papers = mine[~part & (mine[spec.line] == name)], theirs[theirs[spec.line] == name]
-        for frame, look in ((papers, style.paper_style(name)), (centre(ours), style.measured_style(name))):
-            xs, ys = series(frame.dropna(subset=[spec.x]), spec.x)
-            if xs:
-                axis.plot(xs, ys, markevery=_marked(xs), **look)
-                cut |= {name} if frame is papers and xs[-1] < ends else set()
-        band(axis, ours, spec.x, style.look(name).colour)
-        style.crossed(axis, *series(centre(ours), spec.x), disturbed_at(ours, spec.x))
+        xs, ys = series(papers.dropna(subset=[spec.x]), spec.x)
+        if xs:
+            axis.plot(xs, ys, markevery=_marked(xs), **style.paper_style(name))
+            cut |= {name} if xs[-1] < ends else set()
+        curve(axis, ours, spec.x, markevery=_marked(series(centre(ours), spec.x)[0]), **style.measured_style(name))
         if name in SAID:
             said.append(f"{name} {_ratios(_growth(centre(ours), papers, spec.x))}")
             if len(least := floor[floor[spec.line] == name]):
@@ -113,11 +124,11 @@ def fill(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Overlay) ->
     if part.any():
         alone = centre(mine[part & (mine["workload"] == "Distinct")])
         axis.plot(*series(alone, spec.x), color=style.look("Distinct").colour, linestyle="-.", linewidth=0.9, zorder=2)
-    if rivals := _least(centre(mine), theirs, spec):
-        said.append(rivals)
+    wide = (frame.pivot_table(index=spec.x, columns="system", values="value") for frame in (centre(mine), theirs))
+    rivals = [(one["Gather-BMM"] / one["SGMV"]).min() for one in wide if {"SGMV", "Gather-BMM"} <= set(one)]
     style.log_x(axis)
     style.log_y(axis)
-    style.corner(axis, "\n".join(said))
+    style.corner(axis, "\n".join([*said, *([f"Gather-BMM ≥ {_ratios(rivals, '.2f')}"] if rivals else [])]))
     return cut
 
 
@@ -135,7 +146,7 @@ def differences(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Over
             axis.plot(percent.index, percent, markevery=_marked(list(percent.index)), **look)
             largest.append(percent.max())
         if largest:
-            said.append(f"{name} {_ratios(largest, '+.1f')} %")
+            said.append(f"{name} {_ratios(largest, '+.1f', '')} %")
     axis.axhline(0, color="0.3", linewidth=0.8)
     style.log_x(axis)
     axis.set_ylabel(f"over {ONE} (%)\nprinted: largest")
@@ -150,26 +161,9 @@ def _growth(mine: pd.DataFrame, theirs: pd.DataFrame, x: str) -> list[float]:
     return [frame[ends[-1]] / frame[ends[0]] for frame in frames if ends and ends[-1] in frame]
 
 
-def _least(mine: pd.DataFrame, theirs: pd.DataFrame, spec: Overlay) -> str:
-    """The least ratio of Gather-BMM to SGMV over all batches, the paper's in brackets; empty without both."""
-    found = []
-    for frame in (mine, theirs):
-        wide = frame.pivot_table(index=spec.x, columns="system", values="value")
-        if {"SGMV", "Gather-BMM"} <= set(wide):
-            found.append((wide["Gather-BMM"] / wide["SGMV"]).min())
-    return f"Gather-BMM ≥ {_ratios(found, '.2f')}" if found else ""
-
-
 def _ratios(found: Sequence[float], digits: str = ".3g", unit: str = "x") -> str:
     """Ours, and the paper's in brackets."""
-    unit = "" if "+" in digits else unit
     return " (".join(f"{value:{digits}}{unit}" for value in found) + ")" * (len(found) - 1)
-
-
-def band(axis: Axes, mine: pd.DataFrame, x: str, colour: style.Look | tuple[float, float, float]) -> None:
-    """Shade p10 to p90 over column `x`."""
-    found = interval(mine, x).astype(float)
-    axis.fill_between(found[x], found["p10"], found["p90"], color=colour, alpha=0.15, linewidth=0)
 
 
 def _marked(xs: Sequence[float]) -> list[int]:
@@ -178,11 +172,86 @@ def _marked(xs: Sequence[float]) -> list[int]:
     return powers if len(xs) > 10 and powers else list(range(len(xs)))
 
 
-def finish(figure: Figure, words: str, rows: pd.DataFrame, paper: pd.DataFrame, line: str) -> None:
+def _finish(figure: Figure, words: str, rows: pd.DataFrame, paper: pd.DataFrame, line: str) -> None:
     """Write the caption, and a legend of lines before one of looks."""
     names = [name for name in dict.fromkeys(rows[line]) if name]
-    handles: list[Artist] = [Line2D([], [], label=name, **style.measured_style(name)) for name in names]
     if lacking := [name for name in names if not (paper[line] == name).any()] if len(paper) else []:
         words = f"{words} Not in the paper: {', '.join(lacking)}."
-    handles += style.sides(not paper.empty, FLOOR in set(rows["metric"]))
-    style.finish(figure, words, handles, 5)
+    handles = [Line2D([], [], label=name, **style.measured_style(name)) for name in names]
+    style.finish(figure, words, [*handles, *style.sides(not paper.empty, FLOOR in set(rows["metric"]))], 5)
+
+
+def draw_roofline(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Figure 7: rooflines above latencies, a column per clock; side by side where there is one clock."""
+    launches = rows[~rows["panel"].str.startswith(ROOF)]
+    clocks = list(dict.fromkeys(launches["timer"])) or [""]  # a cut run may have the roof alone
+    shape = (2, len(clocks)) if len(clocks) > 1 else (1, 2)
+    figure, axes = style.grid(*shape, style.PAGE, 2.5 * shape[0] + 1.0, sharex=False, sharey=shape[0] > 1 and "row")
+    spec = Overlay(title="", metric="latency", line="workload")
+    for roof, axis, clock in zip(*(axes if shape[0] > 1 else axes.T), clocks, strict=True):
+        timed = launches[launches["timer"] == clock]
+        _roofline(roof, timed, rows[rows["panel"].str.startswith(ROOF) & rows["timer"].isin([clock, ""])], paper)
+        if timed.empty:
+            axis.set_axis_off()
+            continue
+        fill(axis, timed[timed["metric"].isin(["latency", FLOOR])], paper[paper["metric"] == "latency"], spec)
+        axis.set(xlabel="batch size", ylabel=y_label(timed[timed["metric"] == "latency"], clock))
+        style.headroom(axis, 0.12)
+    words = "Figure 7: one SGMV launch (expand, 16 to 4096) under the roofs, each path from batch 1 to 64, and its "
+    words += "latency. Printed: growth over the batch, ours (the paper's)."
+    words += STEPS if (rows["hardware"] == "h200").any() else ""
+    _finish(figure, f"{words} {measured(launches, 'bands')}", launches, paper[paper["panel"] != ROOF], "workload")
+    return figure
+
+
+def _roofline(axis: Axes, rows: pd.DataFrame, roofs: pd.DataFrame, paper: pd.DataFrame) -> None:
+    for name in dict.fromkeys(rows["workload"]):
+        for frame, look, every in (
+            (paper[paper["workload"] == name], style.paper_style(name), 9),
+            (centre(rows[rows["workload"] == name]), style.measured_style(name), 1),
+        ):
+            wide = frame.pivot_table(index="batch_size", columns="metric", values="value").sort_index()
+            if {"arithmetic_intensity", "achieved_flops"} <= set(wide):
+                axis.plot(wide["arithmetic_intensity"], wide["achieved_flops"], markevery=every, **look)
+                loud = wide[wide.index.isin(disturbed_at(frame, "batch_size"))]
+                style.crossed(axis, loud["arithmetic_intensity"], loud["achieved_flops"])
+    for panel, frame in [*roofs.groupby("panel", sort=False), ("", paper[paper["panel"] == ROOF])]:
+        bandwidth = frame.loc[frame["metric"] == "memory_bandwidth_line", "value"]
+        peak = frame.loc[frame["metric"].str.startswith("peak_"), "value"]
+        if bandwidth.empty or peak.empty:
+            continue
+        kind = SHEET if panel and (frame["kind"] == "datasheet").any() else "measured" if panel else style.PAPER_LABEL
+        dash = "--" if not panel else ":" if SHEET in str(panel) else "-"
+        looks: dict[str, Any] = {"color": "black" if panel else style.PAPER_GREY, "linestyle": dash}
+        xs, slope, flat = np.geomspace(0.3, 600, 200), float(bandwidth.iloc[0]), float(peak.iloc[0])
+        label = f"{kind}: {slope:.3g} TB/s, {flat:.3g} TFLOP/s"
+        axis.plot(xs, 1e12 * np.minimum(slope * xs, flat), linewidth=1.0, zorder=1, label=label, **looks)
+    axis.legend(loc="upper left", frameon=False, fontsize=6, handlelength=1.4)
+    axis.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte)", ylabel="achieved FLOP/s")
+
+
+def draw_norms(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """Section 6: latency of both forms of the norm over rows, axes per clock, with the least and largest saving."""
+    clocks, said = list(dict.fromkeys(rows["timer"])), text_numbers("6", by="system")
+    figure, axes = style.grid(len(clocks), 1, style.COLUMN, 1.6 * len(clocks) + 1.4)
+    for axis, clock in zip(axes[:, 0], clocks, strict=True):
+        timed, lines = rows[rows["timer"] == clock], {}
+        for name, paper in said.items():
+            mine = timed[(timed["system"] == name) & (timed["metric"] != FLOOR)]
+            lines[name] = curve(axis, mine, "batch_size", **style.measured_style(name))
+            axis.axhline(paper, color=style.look(name).colour, linestyle="--", linewidth=0.9)
+        axis.plot(*series(timed[timed["metric"] == FLOOR], "batch_size"), **style.FLOOR)
+        saved = (lines["unfused"] / lines["fused"]).dropna()
+        paper = said["unfused"] / said["fused"]
+        style.log_x(axis)
+        style.log_y(axis)
+        style.headroom(axis, 0.12)
+        style.corner(axis, f"unfused / fused {saved.min():.3g} to {saved.max():.3g} ({paper:.3g})")
+        axis.set_ylabel(y_label(timed[timed["metric"] == "norm_latency"], clock))
+    axes[-1, 0].set_xlabel("rows")
+    handles = [Line2D([], [], label=name, **style.measured_style(name)) for name in said]
+    handles.append(Line2D([], [], color="0.3", linestyle="--", label="paper, no shape given"))
+    words = "Section 6: RMSNorm, one operation after the other and in one kernel."
+    words = f"{words} {measured(rows[rows['metric'] != FLOOR], 'bands')}"
+    style.finish(figure, words, [*handles, *style.sides(False, FLOOR in set(rows["metric"]))], 2)
+    return figure

@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 
 from experiments.plots import style
 from experiments.plots.frames import centre, interval, measured
-from experiments.plots.serving_bars import group_names, placed
+from experiments.plots.serving import group_names, placed
 from experiments.today.peers import OURS, PEERS
 
 CASES = {"": "no adapter", "Identical": "Identical", "Distinct": "Distinct"}

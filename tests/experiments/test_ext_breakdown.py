@@ -21,7 +21,7 @@ from experiments.harness.schema import REPOSITORY, DType, ModelConf, model_conf
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 from experiments.measure.timing import Protocol
-from experiments.plots.breakdown import draw_breakdown
+from experiments.plots.steps import draw_breakdown
 from punica.engine.runner import ModelRunner
 
 BREAKDOWN = next(iter(experiments(["ext_breakdown"])))

@@ -17,7 +17,7 @@ from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError, fitting_model, model_conf, ranks_here
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
-from experiments.plots.tensor_parallel import draw_ranks
+from experiments.plots.serving import draw_ranks
 from experiments.systems import ranks as rank_processes
 from experiments.systems.bench import StreamConf
 from experiments.systems.rank_bench import RankBench, RankedBench

@@ -12,7 +12,7 @@ from experiments.harness.schema import DType, ModelConf
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 from experiments.measure.timing import Protocol
-from experiments.plots.hf_baselines import draw_hf_baselines
+from experiments.plots.steps import draw_hf_baselines
 from experiments.systems.hf_decoding import Decoding
 from experiments.systems.weights import Limits
 from experiments.systems.world import World

@@ -30,8 +30,6 @@ from experiments.harness.schema import CONF, REPOSITORY
 from experiments.harness.settings import settle
 from experiments.measure.records import Row, write_rows
 from experiments.plots import style
-from experiments.plots.adapter_loading import draw_loading
-from experiments.plots.breakdown import scaled
 from experiments.plots.draw import draw
 from experiments.plots.floors import FLOOR, floors
 from experiments.plots.frames import (
@@ -45,10 +43,10 @@ from experiments.plots.frames import (
     rows_of_repeats,
 )  # fmt: skip
 from experiments.plots.load import draw_load
-from experiments.plots.overlay import named, panels
-from experiments.plots.roofline import draw_roofline
-from experiments.plots.serving_bars import SHOWN, draw_hero, draw_serving, not_measured, short, speedups
-from experiments.plots.tensor_parallel import draw_ranks
+from experiments.plots.moves import draw_loading
+from experiments.plots.overlay import draw_roofline, named, panels
+from experiments.plots.serving import SHOWN, draw_hero, draw_ranks, draw_serving, not_measured, short, speedups
+from experiments.plots.steps import scaled
 from experiments.plots.today import draw_today
 
 PAPER = REPOSITORY / "paper_results"

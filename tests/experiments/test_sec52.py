@@ -20,7 +20,8 @@ from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError, DType, ModelConf, model_conf
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
-from experiments.plots.adapter_loading import draw_loading, text_numbers
+from experiments.plots.frames import text_numbers
+from experiments.plots.moves import draw_loading
 
 (SEC52,) = experiments(["sec52"])
 GPU_SYSTEMS = ["punica", "per_tensor", "pageable", "link"]
@@ -320,7 +321,7 @@ def fake_rows(systems, panels=("layer", "model", "overlap")):
 def test_the_figure_shows_every_system_and_the_paper():
     import matplotlib.pyplot as plt
 
-    said = text_numbers()
+    said = text_numbers("5.2")
     assert (said["load_one_layer"], said["load_one_model"], said["decode_step"]) == (50, 2, 30)
     assert said["lora_bytes_model_fp16"] == 79_953_920
     figure = draw_loading(fake_rows(GPU_SYSTEMS), pd.DataFrame())

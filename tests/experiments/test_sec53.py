@@ -24,6 +24,7 @@ from experiments.harness.schema import ConfigError, model_conf
 from experiments.harness.settings import settle
 from experiments.measure import environment
 from experiments.measure.records import read_rows
+from experiments.plots.moves import draw_migration
 from experiments.sec53_migration import EXPERIMENT, MigrationExperiment
 from punica.engine.runner import ModelRunner
 
@@ -106,16 +107,12 @@ def test_scattered_blocks_are_different_and_exist(count, blocks):
 
 
 def test_ways_are_drawn_in_words():
-    from experiments.plots import migration as plots
-
-    axis = pyplot.subplots()[1]
-    line = {"seq_len": 128, "value": 2.0, "statistic": "median", "disturbed": False}
-    for name in (COPY, COPY_HOST, COPY_PEER, RECOMPUTE, "ethernet 25G"):
-        plots._line(axis, pd.DataFrame([line]), name, computed=True)
-    assert [one.get_label() for one in axis.get_lines()] == [
-        "copied on the same GPU or CPU", "copied through host memory", "copied to the next GPU", "computed again",
-        "ethernet 25G",
-    ]  # fmt: skip
+    about = {"statistic": "median", "disturbed": False, "kind": "datasheet", "timer": "", "device": "x", "repeats": 1}
+    about |= {"batch_size": 1, "metric": "migration_latency"}
+    lines = [about | {"seq_len": 128, "value": 2.0, "system": name} for name in (COPY_PEER, RECOMPUTE, "ethernet 25G")]
+    figure = draw_migration(pd.DataFrame(lines), pd.DataFrame())
+    labels = [one.get_label() for one in figure.axes[0].get_lines()]
+    assert labels == ["copied to the next GPU", "computed again", "ethernet 25G"]
     pyplot.close("all")
 
 

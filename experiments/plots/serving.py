@@ -1,4 +1,5 @@
-"""Figure 11: throughput of serving systems per popularity, ours and the paper's, with Punica over the best baseline.
+"""Figures 11 and 12: throughput of serving systems per popularity, ours and the paper's, with Punica over the best
+baseline; of tensor-parallel ranks their steps, too.
 
 Dots on a logarithmic axis show all systems; for the README bars from zero show `SHOWN`.
 """
@@ -15,7 +16,7 @@ from matplotlib.patches import Patch
 from experiments.facts.models import STAND_INS
 from experiments.facts.systems import SYSTEMS, baselines, by_paper_name, entries, name_of, policies
 from experiments.plots import style
-from experiments.plots.frames import beside, centre, measured
+from experiments.plots.frames import beside, centre, measured, role_of
 
 PAPER_NAMES = {ours: theirs for theirs, ours in reversed(by_paper_name().items())}
 """Our system -> the paper's that stands beside it."""
@@ -27,13 +28,15 @@ WRONG = [entry.name for entry in entries() if not entry.exact]
 SPAN = ("lowest", "highest")
 """Columns of the span over repeats, where there are several (`harness.counted.merged`)."""
 GROUP = 0.86  # of the distance between groups
+LONE = {"linestyle": "", "markersize": 4.5}
+COLLECTIVES: dict[str, Any] = {"facecolor": "black", "edgecolor": "white", "linewidth": 0.3}
+RATIO, ALLOWED = "distinct_over_backbone_identical", "bytes_ratio"
 
 
 def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Draw a row of axes per panel (model): dots over popularities on a logarithmic axis."""
-    about = regime(rows)
+    about, paper = regime(rows), under_our_names(paper)
     rows = centre(rows[(rows["metric"] == "throughput") & ~rows["system"].isin(WRONG)])
-    paper = under_our_names(paper)
     panels = list(dict.fromkeys(rows["panel"]))
     figure, axes = style.grid(len(panels), 1, style.PAGE, 2.0 * len(panels) + 1.6, sharex=False)
     for axis, panel in zip(axes[:, 0], panels, strict=True):
@@ -59,13 +62,8 @@ def draw_hero(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         slots = [(name, one) for name in systems for one in (False, True) if not one or name in set(theirs["system"])]
         for is_paper, frame in ((False, mine), (True, theirs)):
             for at, cell in placed(frame, mine, [name for name, one in slots if one == is_paper], slots, is_paper):
-                span = [float(getattr(cell, name, cell.value)) for name in SPAN]
-                loud = getattr(cell, "disturbed", None) is True
-                about: dict[str, Any] = {"paper": is_paper, "disturbed": loud, "span": span}
-                looks: dict[str, Any] = {"fontsize": 6, "rotation": 90, "va": "bottom"}
-                width = 0.9 * GROUP / len(slots)
-                top = style.bar(axis, at, cell.value, width, cell.system, **about)
-                style.note(axis, short(cell.value), at, top, zorder=5, **looks)
+                top = bar(axis, at, cell, GROUP / len(slots), is_paper)
+                style.note(axis, short(cell.value), at, top, zorder=5, fontsize=6, rotation=90, va="bottom")
         group_names(axis, mine)
         write_speedups(axis, mine, paper[paper["panel"] == panel])
         axis.set_title(models_of(mine))
@@ -77,6 +75,104 @@ def draw_hero(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     return figure
 
 
+def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """A column per number of ranks: throughput above, of 70B beside the paper's, steps and the collectives in them
+    below; last what the layouts of adapters cost in memory, and what they reach of the ratio that bytes allow.
+    """
+    about, rows, paper = regime(rows), centre(rows), under_our_names(paper)
+    panels = [panel for panel in dict.fromkeys(rows["panel"]) if not panel.endswith("ratios")]
+    width = [2.4] * len(panels) + [1.5]
+    figure, axes = style.grid(2, len(width), style.PAGE, 5.2, sharex=False, sharey=False, width_ratios=width)
+    shown, rates = paper.iloc[:0], rows[rows["metric"] == "throughput"]
+    for (above, below), panel in zip(axes.T, panels, strict=False):
+        mine = rates[rates["panel"] == panel]
+        model = mine["model"].iloc[0]
+        alike = role_of(model) == "70B"  # tokens of another model are no match for its
+        theirs = paper if alike else paper.iloc[:0]
+        shown = theirs if alike else shown
+        dots(above, mine, theirs, list(rows.loc[rows["panel"] == panel, "system"]))
+        write_speedups(above, mine, theirs, 5.5)
+        _steps(below, rows[rows["panel"] == panel])
+        above.set_title(f"{model} on {panel.rpartition(', tp ')[2]} ranks" + "\n(paper: 70B on 8 GPUs)" * alike)
+    axes[0, 0].set_ylabel("throughput (token/s)")
+    axes[1, 0].set_ylabel("step (ms)")
+    memory = rows[rows["metric"] == "adapter_memory"].drop_duplicates(["panel", "system"])  # the same for all workloads
+    _side_by_side(axes[0, -1], memory.assign(value=memory["value"] / 1e9), "adapter slots (GB per rank)")
+    reached = rows[rows["metric"] == RATIO]
+    allowed = rows[rows["metric"] == ALLOWED].set_index(["panel", "system"])["value"]
+    _side_by_side(axes[1, -1], reached, "Distinct / backbone Identical\n(lines: of bytes, computed)")
+    for at, key in enumerate(zip(reached["panel"], reached["system"], strict=True)):
+        if key in allowed.index:
+            axes[1, -1].hlines(allowed[key], at - 0.45, at + 0.45, color="0.2", linewidth=1.4, zorder=5)
+    handles = [*handles_of(rates, shown), Patch(label="collectives within the step", **COLLECTIVES)]
+    title = "Figure 12: text generation on tensor-parallel ranks"
+    style.finish(figure, words(title, rates, shown, about), handles, 4)
+    return figure
+
+
+def _steps(axis: Axes, mine: pd.DataFrame) -> None:
+    """Mean steps, and the share of each in collectives."""
+    steps = mine[mine["metric"] == "step_latency"]
+    shares = mine[mine["metric"] == "collective_share"].set_index(["system", "workload"])["value"]
+    systems = list(dict.fromkeys(steps["system"]))
+    for at, cell in placed(steps, steps, systems, systems):
+        style.note(axis, short(cell.value), at, bar(axis, at, cell, GROUP / len(systems), spans=False), zorder=5)
+        if (share := shares.get((cell.system, cell.workload))) is not None:
+            axis.bar(at, share * cell.value, 0.9 * GROUP / len(systems), zorder=4, **COLLECTIVES)
+    axis.margins(y=0.12)
+    group_names(axis, steps)
+
+
+def _side_by_side(axis: Axes, cells: pd.DataFrame, label: str) -> None:
+    """A bar for each of `cells`, named by its model and ranks."""
+    for at, (value, system) in enumerate(zip(cells["value"], cells["system"], strict=True)):
+        top = style.bar(axis, at, value, 0.9, system)
+        style.note(axis, f"{value:.2g}", at, top, zorder=5, bbox=style.BEHIND)
+    ranks = [str(panel).removesuffix(" ratios").rpartition(", ")[2] for panel in cells["panel"]]
+    models = [str(model).rpartition("-")[2] for model in cells["model"]]
+    axis.set_xticks(range(len(cells)), ["\n".join(names) for names in zip(models, ranks, strict=True)])
+    axis.set_ylabel(label)
+    axis.grid(axis="x", visible=False)
+    axis.margins(y=0.15)
+
+
+def handles_of(rows: pd.DataFrame, paper: pd.DataFrame) -> list[Any]:
+    """Legend entries of dots: measured systems, and the paper's alone."""
+    names = dict.fromkeys([*rows["system"], *paper["system"]])
+    found: list[Any] = [Line2D([], [], label=name_of(one), **style.measured_style(one) | LONE) for one in names]
+    return found + style.sides(not paper.empty)
+
+
+def dots(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, order: Sequence[str]) -> None:
+    """A filled dot with its value per row of `mine`, and an open one per row of `theirs`, on a logarithmic axis."""
+    here = {*mine["system"], *theirs["system"]}
+    systems = [name for name in dict.fromkeys([*order, *theirs["system"]]) if name in here]
+    ours, papers = (frame.set_index(["workload", "system"])["value"].to_dict() for frame in (mine, theirs))
+    for frame, others, looks in ((theirs, ours, style.paper_style), (mine, papers, style.measured_style)):
+        for at, cell in placed(frame, mine, systems, systems):
+            axis.vlines(at, *_span(cell), color=style.look(cell.system).colour, linewidth=0.8)
+            axis.plot([at], [cell.value], **looks(cell.system) | LONE)
+            if getattr(cell, "disturbed", None) is True:
+                style.crossed(axis, [at], [cell.value])
+            above = cell.value >= others.get((cell.workload, cell.system), 0)
+            side: dict[str, Any] = {"lift": 4, "va": "bottom"} if above else {"lift": -4, "va": "top"}
+            style.note(axis, short(cell.value), at, cell.value, fontsize=6, rotation=90, zorder=5, **side)
+    style.log_y(axis)
+    axis.margins(y=0.2)
+    style.headroom(axis, 0.14)
+    group_names(axis, mine)
+
+
+def bar(axis: Axes, at: float, cell: Any, width: float, paper: bool = False, spans: bool = True) -> float:
+    """Draw the bar of a row with its span over repeats, 0.9 of `width` wide; return their upper end."""
+    loud = getattr(cell, "disturbed", None) is True
+    return style.bar(axis, at, cell.value, 0.9 * width, cell.system, paper, loud, _span(cell) if spans else ())
+
+
+def _span(cell: Any) -> list[float]:
+    return [float(getattr(cell, name, cell.value)) for name in SPAN]
+
+
 def placed(
     frame: pd.DataFrame, of: pd.DataFrame, names: Sequence[str], slots: Sequence[Any], paper: bool | None = None
 ) -> list[tuple[float, Any]]:
@@ -85,13 +181,16 @@ def placed(
     cell: Any
     for cell in frame[frame["workload"].isin(workloads) & frame["system"].isin(names)].itertuples():
         slot = slots.index(cell.system if paper is None else (cell.system, paper))
-        found.append((place(workloads.index(cell.workload), slot, len(slots)), cell))
+        found.append((workloads.index(cell.workload) + GROUP * ((slot + 0.5) / len(slots) - 0.5), cell))
     return found
 
 
-def place(group: int, slot: int, slots: int) -> float:
-    """Centre of a slot in a group."""
-    return group + GROUP * ((slot + 0.5) / slots - 0.5)
+def group_names(axis: Axes, rows: pd.DataFrame) -> None:
+    """Name the groups of an axis by popularity."""
+    workloads = list(dict.fromkeys(rows["workload"]))
+    axis.set_xlim(-0.5, len(workloads) - 0.5)
+    axis.set_xticks(range(len(workloads)), workloads)
+    axis.grid(axis="x", visible=False)
 
 
 def models_of(rows: pd.DataFrame) -> str:
@@ -102,6 +201,12 @@ def models_of(rows: pd.DataFrame) -> str:
 def comparable(mine: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     """The paper's values, whose model ours has the size of; none beside a smaller one, whose tokens cost less."""
     return theirs.iloc[:0] if mine["model"].isin([*STAND_INS]).any() else theirs
+
+
+def under_our_names(paper: pd.DataFrame) -> pd.DataFrame:
+    """The paper's throughputs, its systems by the names of their counterparts here."""
+    paper = paper[paper["metric"] == "throughput"]
+    return paper.assign(system=paper["system"].map(by_paper_name())).dropna(subset=["system"])
 
 
 def words(title: str, rows: pd.DataFrame, paper: pd.DataFrame, about: str = "") -> str:
@@ -119,45 +224,6 @@ def words(title: str, rows: pd.DataFrame, paper: pd.DataFrame, about: str = "") 
         measured(rows).removesuffix("."),
     ]
     return ". ".join(part[0].upper() + part[1:] for part in parts if part) + "."
-
-
-def handles_of(rows: pd.DataFrame, paper: pd.DataFrame) -> list[Any]:
-    """Legend entries of dots: measured systems, and the paper's alone."""
-    names = dict.fromkeys([*rows["system"], *paper["system"]])
-    found: list[Any] = [Line2D([], [], label=name_of(one), **style.measured_style(one) | LONE) for one in names]
-    return found + style.sides(not paper.empty)
-
-
-LONE = {"linestyle": "", "markersize": 4.5}
-
-
-def dots(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, order: Sequence[str]) -> None:
-    """A filled dot with its value per row of `mine`, and an open one per row of `theirs`, on a logarithmic axis."""
-    here = {*mine["system"], *theirs["system"]}
-    systems = [name for name in dict.fromkeys([*order, *theirs["system"]]) if name in here]
-    ours, papers = (frame.set_index(["workload", "system"])["value"].to_dict() for frame in (mine, theirs))
-    for frame, others, looks in ((theirs, ours, style.paper_style), (mine, papers, style.measured_style)):
-        for at, cell in placed(frame, mine, systems, systems):
-            low, high = (float(getattr(cell, name, cell.value)) for name in SPAN)
-            axis.vlines(at, low, high, color=style.look(cell.system).colour, linewidth=0.8)
-            axis.plot([at], [cell.value], **looks(cell.system) | LONE)
-            if getattr(cell, "disturbed", None) is True:
-                style.crossed(axis, [at], [cell.value])
-            above = cell.value >= others.get((cell.workload, cell.system), 0)
-            side: dict[str, Any] = {"lift": 4, "va": "bottom"} if above else {"lift": -4, "va": "top"}
-            style.note(axis, short(cell.value), at, cell.value, fontsize=6, rotation=90, zorder=5, **side)
-    style.log_y(axis)
-    axis.margins(y=0.2)
-    style.headroom(axis, 0.14)
-    group_names(axis, mine)
-
-
-def group_names(axis: Axes, rows: pd.DataFrame) -> None:
-    """Name the groups of an axis by popularity."""
-    workloads = list(dict.fromkeys(rows["workload"]))
-    axis.set_xlim(-0.5, len(workloads) - 0.5)
-    axis.set_xticks(range(len(workloads)), workloads)
-    axis.grid(axis="x", visible=False)
 
 
 def write_speedups(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, size: float = 7) -> None:
@@ -209,12 +275,6 @@ def not_measured(rows: pd.DataFrame) -> str:
             model = f", {rows.loc[rows['panel'] == panel, 'model'].iloc[0]}" if rows["panel"].nunique() > 1 else ""
             gaps.append(f"{name_of(system)} on {' and '.join(lacking)}{model}")
     return f"not measured: {'; '.join(gaps)}" if gaps else ""
-
-
-def under_our_names(paper: pd.DataFrame) -> pd.DataFrame:
-    """The paper's throughputs, its systems by the names of their counterparts here."""
-    paper = paper[paper["metric"] == "throughput"]
-    return paper.assign(system=paper["system"].map(by_paper_name())).dropna(subset=["system"])
 
 
 def short(value: float) -> str:

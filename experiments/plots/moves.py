@@ -1,7 +1,7 @@
-"""Section 5.2: load time and achieved bandwidth over rank, for a layer and a model, and a load beside a decode step.
+"""Sections 5.2 and 5.3: loading an adapter, and migrating a request.
 
-The paper gives its numbers in the text, at one rank; disagreement D03 says that 7B's bytes cannot arrive that fast, so
-the arithmetic is drawn as well. Bandwidth is what compares machines whose models differ in size.
+The paper gives its load times in the text, at one rank; disagreement D03 says that 7B's bytes cannot arrive that fast,
+so the arithmetic is drawn as well. Bandwidth is what compares machines whose models differ in size.
 """
 
 from typing import Any
@@ -11,66 +11,65 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from experiments.facts.paper import paper_file
-from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
-from experiments.plots.frames import FEWEST_FOR_BAND, centre, disturbed_at, measured, series
-from experiments.plots.overlay import band
+from experiments.plots.frames import FEWEST_FOR_BAND, centre, measured, series, text_numbers
+from experiments.plots.overlay import curve
 
 PAPER_RANK = 16  # of D03; the text names none
 NAMES = {
     "punica": "punica", "punica fp8": "punica, FP8 slots", "per_tensor": "set_lora per layer, pinned",
     "pageable": "set_lora per layer, pageable", "link": "link: one plain copy",
 }  # fmt: skip
-"""Systems in words; the link is a roof, not a system."""
+"""Systems that load in words; the link is a roof, not a system."""
 PAPER = {**style.paper_style("punica"), "linestyle": "", "markersize": 5, "label": "paper's text, A100"}
 ARITHMETIC = {"color": style.PAPER_GREY, "linestyle": "", "marker": "*", "markersize": 6, "label": "7B at 25 GB/s"}
-WORDS = (
+LOADING = (
     "Section 5.2: loading one adapter from host memory; the link copies the 16-bit bytes, and the star is what 7B's "
     "bytes take over the paper's PCIe Gen4 x16 (D03)."
 )
-
-
-def text_numbers() -> dict[str, float]:
-    """The paper's numbers of section 5.2, and those derived for Llama-2 7B at rank 16, by metric."""
-    frame = pd.read_csv(paper_file(REPOSITORY / "paper_results", "text_other_numbers.csv"))
-    frame = frame[(frame["figure"] == "text section 5.2") & (frame["model"].isna() | (frame["model"] == "7B"))]
-    return dict(zip(frame["metric"], frame["value"], strict=True))
+STEP = "decode step of a full batch"
+WAYS = {
+    "recompute": "computed again", "copy": "copied on the same GPU or CPU", "copy_host": "copied through host memory",
+    "copy_peer": "copied to the next GPU",
+}  # fmt: skip
+"""Ways of migration in words."""
+MIGRATION = (
+    "Section 5.3: migrating a request; dotted links are the floor of the bytes at datasheet bandwidth, and a link "
+    "below the line of computing again is slower than that."
+)
 
 
 def draw_loading(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Columns: one layer, whole model, beside decode. Above: times; below: bandwidth, and what the step loses."""
     figure, axes = style.grid(2, 3, style.PAGE, 4.6, sharex=False, sharey=False, width_ratios=(1, 1, 1.35))
-    said = text_numbers()
+    said = text_numbers("5.2")
     model, layer = said["lora_bytes_model_fp16"], said["lora_bytes_per_layer_fp16"]
     copied = said["load_time_at_25GBps"]
-    for column, (panel, title, unit, size, time, arithmetic) in enumerate(
+    for (above, below), (panel, title, unit, size, time, arithmetic) in zip(
+        axes.T,
         (("layer", "one layer", "µs", layer, said["load_one_layer"], 1e3 * copied * layer / model),
-         ("model", "whole model", "ms", model, said["load_one_model"], copied))
+         ("model", "whole model", "ms", model, said["load_one_model"], copied)), strict=False,
     ):  # fmt: skip
-        mine, (above, below) = rows[rows["panel"] == panel], axes[:, column]
+        mine = rows[rows["panel"] == panel]
         for name in _systems(mine):
             for axis, shown in ((above, "load_time"), (below, "bandwidth")):
-                line = mine[(mine["system"] == name) & (mine["metric"] == shown)]
-                xs, ys = series(centre(line), "rank")
-                axis.plot(xs, ys, **_look(name))
-                band(axis, line, "rank", _look(name)["color"])
-                style.crossed(axis, xs, ys, disturbed_at(centre(line), "rank"))
+                curve(axis, mine[(mine["system"] == name) & (mine["metric"] == shown)], "rank", **_look(name))
         for value, look in ((time, PAPER), (arithmetic, ARITHMETIC)):
             above.plot([PAPER_RANK], [value], **look | {"zorder": 5})
             below.plot([PAPER_RANK], [size / value / (1e3 if unit == "µs" else 1e6)], **look | {"zorder": 5})
-        above.set_title(f"{title}, {_size(mine)}\n(paper's 7B: {size / 1e6:.3g} MB)")
-        above.set_ylabel(f"load time ({unit})")
+        bytes_ = mine.loc[(mine["metric"] == "bytes") & (mine["rank"] == PAPER_RANK), "value"]
+        ours = ", ".join(dict.fromkeys(mine["model"])) + "".join(f": {one / 1e6:.3g} MB" for one in bytes_[:1])
+        above.set(title=f"{title}, {ours}\n(paper's 7B: {size / 1e6:.3g} MB)", ylabel=f"load time ({unit})")
         below.set(ylabel="bandwidth (GB/s)", xlabel="rank")
         ranks = sorted(set(mine["rank"].dropna().astype(int)))
         for axis in (above, below):
             axis.set_xscale("log", base=2)
             axis.set_xticks(ranks, [str(rank) for rank in ranks])
             style.log_y(axis)
-    _beside_decode(axes[0, 2], axes[1, 2], rows, said)
+    _beside_decode(*axes[:, 2], rows, said)
     handles = [Line2D([], [], **_look(name) | {"label": NAMES[name]}) for name in _systems(rows)]
     handles += [Line2D([], [], **look) for look in (PAPER, ARITHMETIC)]
-    style.finish(figure, f"{WORDS} {measured(rows, 'bands')}", handles, 3)
+    style.finish(figure, f"{LOADING} {measured(rows, 'bands')}", handles, 3)
     return figure
 
 
@@ -83,20 +82,13 @@ def _look(name: str) -> dict[str, Any]:
     return roof if name == "link" else style.measured_style(name)
 
 
-def _size(rows: pd.DataFrame) -> str:
-    """The model and its bytes at the paper's rank, if that was measured."""
-    found = rows[(rows["metric"] == "bytes") & (rows["rank"] == PAPER_RANK)]
-    models = ", ".join(dict.fromkeys(rows["model"]))
-    return f"{models}: {found['value'].iloc[0] / 1e6:.3g} MB" if len(found) else models
-
-
 def _beside_decode(above: Axes, below: Axes, rows: pd.DataFrame, said: dict[str, float]) -> None:
     """Above: each load alone (bar mark) and beside a step (dot), with the step's own time. Below: the step's delay."""
     mine = rows[rows["panel"] == "overlap"]
     systems = _systems(mine)
-    for axis in (above, below) if not systems else ():
-        axis.set_axis_off()
     if not systems:
+        above.set_axis_off()
+        below.set_axis_off()
         return
     rank, batch, length = (int(mine[name].iloc[0]) for name in ("rank", "batch_size", "seq_len"))
     alone = rows[(rows["panel"] == "model") & (rows["rank"] == rank)]
@@ -122,8 +114,8 @@ def _beside_decode(above: Axes, below: Axes, rows: pd.DataFrame, said: dict[str,
         style.note(above, f" step {value:.3g} ", value, ends[1], ha="right")
     above.set_xscale("log")
     style.label_decades(above.xaxis)
-    above.set_title(f"beside a decode step of {batch} rows,\nlen {length}, rank {rank}")
-    above.set_xlabel("ms; bar: alone, dot: beside a step")
+    title = f"beside a decode step of {batch} rows,\nlen {length}, rank {rank}"
+    above.set(title=title, xlabel="ms; bar: alone, dot: beside a step")
     below.set_xscale("symlog", linthresh=1.0)  # linear within 1 %, so that small delays are seen beside large ones
     below.xaxis.set_major_formatter(style.PLAIN)
     below.axvline(0.0, color="0.3", linewidth=0.8)
@@ -139,3 +131,35 @@ def _statistics(frame: pd.DataFrame, metric: str) -> dict[str, float]:
     """Statistic -> the first value of `metric` in `frame`."""
     chosen = frame[frame["metric"] == metric].drop_duplicates("statistic")
     return dict(zip(chosen["statistic"], chosen["value"].astype(float), strict=True))
+
+
+def draw_migration(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """Time to move a request above its context; beside it the bandwidth below which recomputation is faster."""
+    figure, ((times, links),) = style.grid(1, 2, style.PAGE, 3.2, sharey=False)
+    for name in dict.fromkeys(rows["system"]):
+        mine = rows[rows["system"] == name]
+        bandwidth = "break_even_bandwidth" if name == "recompute" else "bandwidth"
+        for axis, metric in ((times, "migration_latency"), (links, bandwidth)):
+            _way(axis, mine[mine["metric"] == metric], WAYS.get(name, name), style.measured_style(name))
+    step = style.measured_style(STEP) | {"color": "0.35", "linestyle": "--"}
+    _way(times, rows[rows["metric"] == "decode_step_latency"], STEP, step)
+    steps = centre(rows[rows["metric"] == "decode_steps"])["value"]
+    if len(steps):
+        style.corner(times, f"computing again: {steps.min():.2g} to {steps.max():.2g} decode steps")
+    for axis, label in ((times, "time (ms)"), (links, "bandwidth (GB/s)")):
+        style.log_x(axis)
+        style.log_y(axis)
+        style.headroom(axis, 0.1)
+        axis.set(xlabel="tokens of the request", ylabel=label)
+    handles = [line for line in times.get_lines() if not str(line.get_label()).startswith("_")]
+    style.finish(figure, f"{MIGRATION} {measured(rows, 'bands')}", handles, 3)
+    return figure
+
+
+def _way(axis: Axes, rows: pd.DataFrame, label: str, looks: dict[str, Any]) -> None:
+    """A line, dotted where it is computed from a data sheet."""
+    if len(rows) and (rows["kind"] == "datasheet").all():
+        looks = looks | {"linestyle": ":", "linewidth": 1.0, "marker": ""}
+        axis.plot(*series(centre(rows), "seq_len"), label=label, **looks)
+    elif len(rows):
+        curve(axis, rows, "seq_len", label=label, **looks)

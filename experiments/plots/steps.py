@@ -1,0 +1,182 @@
+"""Where the time of a step goes: stacked bars of its parts, and steps of Hugging Face with PEFT."""
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from experiments.plots import style
+from experiments.plots.frames import centre, measured
+from experiments.plots.serving import short
+
+PARTS: dict[str, tuple[str, Any, str]] = {
+    "base_gemm": ("base products", style.PALETTE[0], ""),
+    "attention": ("attention", style.PALETTE[9], "////"),
+    "lora": ("LoRA", style.PALETTE[3], "xxxx"),
+    "lora_shrink": ("LoRA shrink", style.PALETTE[3], "xxxx"),
+    "lora_expand": ("LoRA expand", style.PALETTE[3], ""),
+    "small_kernels": ("norms, rotation, activation", style.PALETTE[8], "...."),
+    "head_and_sampling": ("head and sampling", style.PALETTE[2], "||||"),
+    "copies": ("copies", style.PALETTE[5], "----"),
+    "rest": ("rest", "0.6", ""),
+    "schedule": ("scheduling", style.PALETTE[4], "++++"),
+    "metadata": ("metadata of the step", style.PALETTE[6], "oo"),
+    "gaps": ("nothing runs", "white", ""),
+}
+"""Part -> its name, colour and hatch; in drawing order."""
+CASES = {"": "no adapter", "Identical": "Identical", "Distinct": "Distinct"}
+SWITCHED = {"batch invariant": "D", "fp8 cache": "s"}
+"""Systems whose steps are marks on the bars of `punica`."""
+MARK: dict[str, Any] = {"color": "black", "markersize": 4, "markerfacecolor": "white"}
+READABLE = 0.07
+"""Share of the longest bar from which a part carries its share of the step in percent."""
+BAR = 0.8
+
+
+def draw_breakdown(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """One column per model, one row of axes per kind of step; each bar a case, its parts in ms and percent."""
+    rows = centre(rows)
+    models = list(dict.fromkeys(rows["model"]))
+    kinds = list(dict.fromkeys(zip(rows["panel"], rows["batch_size"], rows["seq_len"], strict=True)))
+    height = 0.2 * rows["workload"].nunique() + 0.5
+    width = style.PAGE if len(models) > 1 else style.COLUMN + 0.7
+    figure, axes = style.grid(len(kinds), len(models), width, height * len(kinds) + 1.7, sharex=False)
+    watched = [1.0]
+    for line, (panel, batch, length) in zip(axes, kinds, strict=True):
+        mine = rows[(rows["panel"] == panel) & (rows["batch_size"] == batch) & (rows["seq_len"] == length)]
+        for axis, model in zip(line, models, strict=True):
+            here = mine[mine["model"] == model]
+            axis.set_visible(not here.empty)  # a model may lack a kind of step
+            if not here.empty:
+                watched += _cases(axis, here)
+                axis.set_title(_named(panel, int(batch), int(length)) + (f", {model}" if len(models) > 1 else ""))
+    for column in axes.T:
+        [axis for axis in column if axis.get_visible()][-1].set_xlabel("time of a step (ms)")
+    drawn = [part for part in PARTS if (rows["metric"] == f"time_{part}").any()]
+    handles: list[Any] = [Patch(label=PARTS[part][0], **_patch(part)) for part in drawn]
+    handles.append(Line2D([], [], label="bytes / bandwidth", **style.FLOOR | {"color": "black"}))
+    handles += [
+        Line2D([], [], linestyle="", label=name, **MARK | {"marker": marker})
+        for name, marker in SWITCHED.items() if (rows["system"] == name).any()
+    ]  # fmt: skip
+    words = "Where the time of a step goes: a bar is the step as a server sees it, its parts are those of watched "
+    words += "steps."
+    if longer := [one for one in watched if one > 1.005]:
+        words += f" Where the parts of watched steps take longer ({min(longer):.2f} to {max(longer):.2f} times; why is "
+        words += "not known) they are scaled to it."
+    style.finish(figure, f"{words} {measured(rows)}", handles, 4)
+    return figure
+
+
+def _named(panel: str, batch: int, length: int) -> str:
+    """A kind of step in words."""
+    decodes = f"{batch} decode{'s' * (batch > 1)}, context {length}"
+    others = {"prefill": f"a prompt of {length}", "mixed": f"a prompt of {length} and {batch - 1} decodes"}
+    return others.get(panel, decodes)
+
+
+def _patch(part: str) -> dict[str, Any]:
+    _, colour, hatch = PARTS[part]
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": "0.3" if colour == "white" else "white", "linewidth": 0.4}
+
+
+def scaled(case: pd.Series) -> tuple[dict[str, float], float]:
+    """Parts that end where the step ends, and how many times as long those of watched steps are.
+
+    What runs keeps its time, and the rest of the step is a gap; what runs longer than the step is scaled to it.
+    """
+    step = float(case["step_latency"])
+    parts = {name: float(case.get(f"time_{name}", 0.0)) for name in PARTS if case.get(f"time_{name}", 0.0) > 0}
+    gaps = parts.pop("gaps", None)
+    longer = sum(parts.values()) / step
+    if gaps is not None and longer < 1:
+        return parts | {"gaps": step * (1 - longer)}, 1.0
+    return {name: value / longer for name, value in parts.items()}, longer
+
+
+def _cases(axis: Axes, rows: pd.DataFrame) -> list[float]:
+    """Draw the bars of one kind of step on one model; return how much longer their watched parts take."""
+    mine = rows[~rows["system"].isin([*SWITCHED])]
+    table = mine.pivot_table(index="workload", columns="metric", values="value", sort=False)
+    table = table.reindex([name for name in CASES if name in table.index])
+    longest, watched = table["step_latency"].max(), []
+    loud = set(mine.loc[mine["disturbed"].eq(True), "workload"]) if "disturbed" in mine else set()
+    for place, (name, case) in enumerate(table.iterrows()):
+        left, step = 0.0, float(case["step_latency"])
+        parts, longer = scaled(case)
+        watched.append(longer)
+        for part, value in parts.items():
+            axis.barh(place, value, BAR, left, zorder=2, **_patch(part))
+            if value > READABLE * longest:
+                look: dict[str, Any] = {"fontsize": 6, "zorder": 4, "bbox": style.BEHIND, "ha": "center"}
+                axis.text(left + value / 2, place, f"{value / step:.0%}", va="center", **look)
+            left += value
+        style.note(axis, f" {step:.4g} ms", step, place, lift=0, ha="left", va="center", zorder=4)
+        ends = [place - BAR / 2, place + BAR / 2]
+        axis.plot([case["floor"]] * 2, ends, **style.FLOOR | {"color": "black", "zorder": 3})
+        if name in loud:
+            style.crossed(axis, [step], [place])
+    steps = rows[(rows["metric"] == "step_latency") & rows["workload"].isin(table.index)]
+    for system, marker in SWITCHED.items():
+        here = steps[steps["system"] == system]
+        places = [list(table.index).index(name) + BAR / 2 for name in here["workload"]]
+        axis.plot(here["value"], places, linestyle="", zorder=5, **MARK | {"marker": marker})
+    axis.set_yticks(range(len(table)), [CASES[str(name)] for name in table.index])
+    axis.set(ylim=(len(table) - 0.5, -0.5), xlim=(0, 1.3 * longest))
+    axis.grid(axis="y", visible=False)
+    return watched
+
+
+LOOKS: tuple[dict[str, Any], ...] = (
+    {"label": "step", "color": style.PALETTE[3], "marker": "s", "linestyle": "", "markersize": 5},
+    {"label": "device runs a kernel", "color": style.PALETTE[0], "marker": "o", "linestyle": "", "markersize": 4},
+    {"label": "launches x an empty launch", "color": "black", "marker": "|", "linestyle": "", "markersize": 9},
+)
+"""Looks of the times of `draw_hf_baselines`."""
+
+
+def draw_hf_baselines(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """One column per model, one row of axes per batch; times in ms."""
+    counts = rows[rows["statistic"] == "count"]
+    counts = counts[counts["metric"].isin(["launches_per_step", "kernels_per_step"])]
+    rows = pd.concat([centre(rows), counts])
+    panels, models = list(dict.fromkeys(rows["panel"])), list(dict.fromkeys(rows["model"]))
+    width, height = style.PAGE if len(models) > 1 else style.COLUMN, 0.2 * rows["system"].nunique() + 0.5
+    figure, axes = style.grid(len(panels), len(models), width, height * len(panels) + 1.2, sharex=False, sharey=False)
+    for line, panel in zip(axes, panels, strict=True):
+        for axis, model in zip(line, models, strict=True):
+            mine = rows[(rows["panel"] == panel) & (rows["model"] == model)]
+            loud = set(mine.loc[mine["disturbed"].eq(True), "system"]) if "disturbed" in mine else set()
+            _dots(axis, mine.pivot_table(index="system", columns="metric", values="value", sort=False), loud)
+            axis.set_title(f"{panel}, {model}")
+    for axis in axes[-1]:
+        axis.set_xlabel("time of a decode step (ms)")
+    counted = "; in brackets the launches of a step" if len(counts) else ""
+    handles = [Line2D([], [], **look) for look in LOOKS[: 3 if (rows["metric"] == "device_time").any() else 1]]
+    style.finish(figure, f"Hugging Face with PEFT: decode steps{counted}. {measured(rows)}", handles, 3)
+    return figure
+
+
+def _dots(axis: Axes, table: pd.DataFrame, loud: set[str]) -> None:
+    """The dots of one batch; where launches were counted, their number and time."""
+    names: list[str] = []
+    for place, (name, case) in enumerate(table.iterrows()):
+        times = [case["step_latency"]]
+        names.append(str(name))
+        if pd.notna(case.get("device_time")):
+            times += [case["device_time"], case["launches_per_step"] * case["launch_time"] / 1e3]
+            names[-1] = f"{name} ({case['launches_per_step']:.0f})"
+        for time, look in zip(times, LOOKS, strict=False):
+            axis.plot([time], [place], **look)
+        if name in loud:
+            style.crossed(axis, times[:1], [place])
+        end = max(times[0], times[-1])
+        style.note(axis, f"  {short(times[0])} ms", end, place, lift=0, ha="left", va="center")
+    axis.set_yticks(range(len(table)), names)
+    axis.invert_yaxis()
+    axis.set_xscale("log")
+    axis.set_xlim(right=20 * table["step_latency"].max())
+    style.label_decades(axis.xaxis)
