@@ -38,12 +38,11 @@ from functools import cache
 from statistics import fmean, median
 from typing import TYPE_CHECKING, cast
 
-from omegaconf import MISSING
 from tqdm import tqdm
 
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
-from experiments.harness.schema import ModelConf
+from experiments.harness.schema import Count, Counts, ModelConf
 
 if TYPE_CHECKING:
     from experiments.benches.engine_steps import EngineSteps, StepShape, TimedStep
@@ -63,14 +62,13 @@ IN_A_ROW = 2
 """Consecutive timed decode steps of a case."""
 
 
-@dataclass
 class BreakdownConf(FigureConf):
     """Requests of a step, cached tokens of those that decode, tokens of a prompt."""
 
-    gpu_systems: list[str] = MISSING
-    batch_size: int | None = None
-    contexts: list[int] = MISSING
-    prompt: int = MISSING
+    gpu_systems: list[str]
+    batch_size: Count | None = None
+    contexts: Counts
+    prompt: Count
 
 
 class Breakdown(Experiment):

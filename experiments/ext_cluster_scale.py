@@ -19,23 +19,20 @@ Cost at scale=laptop: 3 to 4 s of simulation a pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
-from omegaconf import MISSING
-
 from experiments.harness import CheckFailed, Config, Experiment, FigureConf, Point, Reading, main
+from experiments.harness.schema import Counts
 from experiments.harness.settings import folders
 
 FEWEST_GPUS, REQUESTS_OF_A_GPU = 16, 1000
 
 
-@dataclass
 class ScaleConf(FigureConf):
     """`requests` of an hour: one point each; `sizes` has them by scale."""
 
-    sizes: dict[str, Any] = MISSING
-    requests: list[int] = MISSING
+    sizes: dict[str, Any]
+    requests: Counts
 
 
 class ClusterScale(Experiment):

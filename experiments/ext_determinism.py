@@ -26,16 +26,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from pydantic import Field
 from tqdm import tqdm
 
 from experiments.benches.operator_conf import OperatorConf
 from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import Config, Point, Reading, main, sampled
-from experiments.harness.schema import low
 
 if TYPE_CHECKING:
     import torch
@@ -46,11 +46,10 @@ if TYPE_CHECKING:
 SMALLEST_BLOCK = 128  # of K, in elements
 
 
-@dataclass
 class DeterminismConf(OperatorConf):
     """`runs`: how often one call is repeated to compare its bits."""
 
-    runs: int = low(2)
+    runs: int = Field(ge=2)
 
 
 class Determinism(OperatorExperiment):

@@ -22,6 +22,7 @@ from experiments.benches import tables
 from experiments.benches.operator_lines import ANCHORS, NOT_PUBLIC, read_anchors
 from experiments.harness.command import with_options
 from experiments.harness.experiment import CheckFailed
+from experiments.harness.schema import Settings
 from experiments.measure.records import Row, write_measured
 
 LAYERS = {"mixtral-8x7b": (4096, 14336, 8, 2), "qwen3-30b-a3b": (2048, 768, 128, 8)}
@@ -141,8 +142,7 @@ def rows_of(found: list[Line]) -> list[Row]:
     ]  # fmt: skip
 
 
-@dataclass
-class Options:
+class Options(Settings):
     """The command line."""
 
     out: str | None = None  # folder that receives the rows; null: outputs/<hardware>/rows

@@ -26,17 +26,15 @@ Cost at scale=laptop: about 45 seconds on two cores, 3 GB.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple, cast
-
-from omegaconf import MISSING
 
 from experiments.benches.operator_conf import OperatorConf, operator_conf
 from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness import PROTOCOL, Config, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
-from experiments.harness.schema import DType
+from experiments.harness.schema import Count, DType
 from experiments.workload.popularity import popularity
 
 if TYPE_CHECKING:
@@ -57,12 +55,11 @@ sometimes exceeds 0.05.
 """
 
 
-@dataclass
 class Fp8Conf(OperatorConf):
     """`requests` prompts of `prompt` tokens, each with an adapter of its own, for panel `quality`."""
 
-    requests: int = MISSING
-    prompt: int = MISSING
+    requests: Count
+    prompt: Count
 
 
 class Fp8(OperatorExperiment):
@@ -71,7 +68,7 @@ class Fp8(OperatorExperiment):
     name, figure, order, conf = "ext_fp8", "ext fp8", 250, Fp8Conf
     reads = ("model", "workload", "adapters.ranks", "adapters.slots", "adapters.seed", *PROTOCOL)
     drawn_by, host_clock_too = "extensions.draw_fp8", False  # errors and bytes, most of its cost, have no clock
-    defaults = {"adapters": "fp8_ranks"}  # noqa: RUF012 (never written)
+    defaults = {"adapters": "fp8_ranks"}
 
     def panel(self, workload: str, rank: int) -> str:
         return f"{workload}, rank {rank}"

@@ -29,14 +29,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from omegaconf import MISSING
-
 from experiments.harness import PROTOCOL, CheckFailed, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
+from experiments.harness.schema import Count, Counts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -142,13 +140,12 @@ class HfBench:
             )
 
 
-@dataclass
 class HfBaselinesConf(FigureConf):
     """Rows of a step, and tokens behind each."""
 
-    gpu_systems: list[str] = MISSING
-    batch_sizes: list[int] = MISSING
-    context: int = MISSING
+    gpu_systems: list[str]
+    batch_sizes: Counts
+    context: Count
 
 
 class HfBaselines(Experiment):

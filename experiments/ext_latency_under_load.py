@@ -47,15 +47,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
-
-from omegaconf import MISSING
 
 from experiments.facts.systems import without_lora
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.on_disk import givers_first, value_on_disk
 from experiments.harness.points import model_settings
+from experiments.harness.schema import Count, Counts
 from experiments.harness.span import Span
 
 if TYPE_CHECKING:
@@ -70,22 +69,21 @@ DECODE_STEPS = 5
 """Decode steps in the bound on Punica's p99 time to first token, beside the step of its own prompt."""
 
 
-@dataclass
 class LoadConf(FigureConf):
     """Rates as percent of a system's capacity, the stream, and the seconds of a point."""
 
-    loads: list[int] = MISSING
-    requests: int = MISSING  # different ones of the stream, which come again and again
-    lengths: str = MISSING  # released or stated, see systems.stream
-    max_len: int = MISSING
-    warm: float = MISSING
-    seconds: float = MISSING  # of arrivals that are measured
-    least: float = MISSING  # requests to be expected in them; where a rate is too low for that, they are more seconds
-    longest: float = MISSING  # up to these, but for the baseline's capacity, whose p99 the claim is about
-    drain: float = MISSING  # of patience with them
-    check_requests: int = MISSING
-    check_tokens: int = MISSING
-    sizes: dict[str, Any] = MISSING  # max_len and the seconds above, by scale
+    loads: Counts
+    requests: Count  # different ones of the stream, which come again and again
+    lengths: str  # released or stated, see systems.stream
+    max_len: Count
+    warm: float
+    seconds: float  # of arrivals that are measured
+    least: float  # requests to be expected in them; where a rate is too low for that, they are more seconds
+    longest: float  # up to these, but for the baseline's capacity, whose p99 the claim is about
+    drain: float  # of patience with them
+    check_requests: Count
+    check_tokens: Count
+    sizes: dict[str, Any]  # max_len and the seconds above, by scale
 
 
 class LatencyUnderLoad(Experiment):

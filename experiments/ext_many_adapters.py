@@ -54,12 +54,11 @@ from shutil import disk_usage
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
-from omegaconf import MISSING
-
 from experiments.ext_latency_under_load import check_length
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.on_disk import givers_first, value_on_disk
 from experiments.harness.points import model_settings
+from experiments.harness.schema import Count, Counts
 from experiments.harness.span import Span
 
 if TYPE_CHECKING:
@@ -74,28 +73,27 @@ GIVES_RATE = "punica"
 """The system at whose capacity in a panel the rate of all is taken."""
 
 
-@dataclass
 class ManyConf(FigureConf):
     """Numbers of adapters, the stream, and the seconds of a point."""
 
-    adapters: list[int] = MISSING  # in host memory, with a slot per place in the batch
-    batch_size: int = MISSING
-    few_slots: int = MISSING
-    adapters_on_few: int = MISSING
-    in_memory: int = MISSING
-    adapters_on_disk: int = MISSING
-    load: int = MISSING  # percent of the capacity of `GIVES_RATE` at which latencies are measured
-    requests: int = MISSING  # different ones of the stream, which come again and again
-    lengths: str = MISSING  # released or stated, see systems.stream
-    max_len: int = MISSING
-    warm: float = MISSING
-    seconds: float = MISSING
-    least: float = MISSING  # requests to be expected in them; where a rate is too low for that, they are more seconds
-    longest: float = MISSING  # up to these
-    drain: float = MISSING
-    check_requests: int = MISSING
-    check_tokens: int = MISSING
-    sizes: dict[str, Any] = MISSING  # what depends on the scale
+    adapters: Counts  # in host memory, with a slot per place in the batch
+    batch_size: Count
+    few_slots: Count
+    adapters_on_few: Count
+    in_memory: Count
+    adapters_on_disk: Count
+    load: Count  # percent of the capacity of `GIVES_RATE` at which latencies are measured
+    requests: Count  # different ones of the stream, which come again and again
+    lengths: str  # released or stated, see systems.stream
+    max_len: Count
+    warm: float
+    seconds: float
+    least: float  # requests to be expected in them; where a rate is too low for that, they are more seconds
+    longest: float  # up to these
+    drain: float
+    check_requests: Count
+    check_tokens: Count
+    sizes: dict[str, Any]  # what depends on the scale
 
 
 @dataclass(frozen=True)

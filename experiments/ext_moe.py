@@ -39,15 +39,12 @@ Cost at scale=laptop: about 1.5 minutes on two cores, 1 GB.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from omegaconf import MISSING
-
 from experiments.benches.expert_models import MoESizes, fill_slots, random_experts
 from experiments.harness import PROTOCOL, CheckFailed, Config, Experiment, FigureConf, Point, Reading, main, sampled
-from experiments.harness.schema import DType
+from experiments.harness.schema import Count, Counts, DType
 from experiments.workload.popularity import popularity
 
 if TYPE_CHECKING:
@@ -62,18 +59,17 @@ ENGINE, BACKBONE_ENGINE = "engine", "backbone engine"
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
 IN_A_ROW = 4
 """Consecutive steps of one shape through the engine, before the next shape's turn."""
-@dataclass
 class MoEConf(FigureConf):
     """Models (of `MODELS`), how much of them, and batches."""
 
-    models: list[str] = field(default_factory=list)
-    batch_sizes: list[int] = MISSING
-    slots: list[int] | None = None  # a panel for each; null: adapters.slots alone
-    layers: int = MISSING
-    engine_layers: int = MISSING  # of the model that the engine serves
-    divisor: int = MISSING
-    context: int = MISSING  # cached tokens of every request
-    dtype: DType = MISSING
+    models: list[str] = []
+    batch_sizes: Counts
+    slots: Counts | None = None  # a panel for each; null: adapters.slots alone
+    layers: Count
+    engine_layers: Count  # of the model that the engine serves
+    divisor: Count
+    context: Count  # cached tokens of every request
+    dtype: DType
     fp8: str | None = None  # format of the adapters' slots, as of LoRAConfig; null: dtype
 
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -44,7 +44,7 @@ from experiments.benches import tables
 from experiments.benches.operator_lines import ADDED, HOST, TABLES, Line, lines
 from experiments.harness.command import with_options
 from experiments.harness.experiment import CheckFailed
-from experiments.harness.schema import ConfigError
+from experiments.harness.schema import ConfigError, Settings
 from experiments.measure.records import Row, write_measured
 from experiments.plots.operator_tables import show
 
@@ -106,8 +106,7 @@ def _measured(column: str) -> dict[str, str]:
     return {"metric": metric, "timer": "cuda_graph", "system": column.removeprefix(ADDED)}
 
 
-@dataclass
-class Options:
+class Options(Settings):
     """The command line."""
 
     table: Any = "A"  # a name, several in brackets, or all

@@ -29,16 +29,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
-from omegaconf import MISSING
 from tqdm import tqdm
 
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.on_disk import givers_first, value_on_disk
 from experiments.harness.points import model_settings
+from experiments.harness.schema import Count, Counts
 from experiments.workload import popularity
 
 if TYPE_CHECKING:
@@ -50,21 +50,20 @@ PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 """Packages of the extra `serve`."""
 
 
-@dataclass
 class OwnServerConf(FigureConf):
     """Sizes of server and engine, the stream, and the seconds of a point."""
 
-    adapters: int = MISSING
-    batch_size: int = MISSING
-    in_flight: int = MISSING  # requests that saturate: more than a batch
-    load: int = MISSING  # percent of the saturated rate
-    requests: int = MISSING  # different ones of the stream
-    lengths: list[int] = MISSING  # mean prompt and output
-    warm: float = MISSING
-    seconds: float = MISSING
-    drain: float = MISSING
-    check: list[int] = MISSING  # requests and new tokens of each
-    sizes: dict[str, Any] = MISSING  # what depends on the scale
+    adapters: Count
+    batch_size: Count
+    in_flight: Count  # requests that saturate: more than a batch
+    load: Count  # percent of the saturated rate
+    requests: Count  # different ones of the stream
+    lengths: Counts  # mean prompt and output
+    warm: float
+    seconds: float
+    drain: float
+    check: Counts  # requests and new tokens of each
+    sizes: dict[str, Any]  # what depends on the scale
 
 
 class OwnServer(Experiment):

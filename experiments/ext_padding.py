@@ -46,7 +46,7 @@ class Padding(OperatorExperiment):
 
     name, figure, order, conf = "ext_padding", "ext padding", 210, OperatorConf
     differing, drawn_by = ("system", "rank"), "extensions.draw_padding"
-    defaults = {"adapters": "paper_ranks"}  # noqa: RUF012 (never written)
+    defaults = {"adapters": "paper_ranks"}
 
     def points(self, cfg: Config) -> list[Point]:
         figure, ranks = operator_conf(cfg), list(cfg.adapters.ranks)

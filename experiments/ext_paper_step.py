@@ -18,27 +18,25 @@ Cost at scale=laptop: about 10 seconds on two cores, 1.5 GB.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
-
-from omegaconf import MISSING
 
 from experiments.benches.operator_conf import OperatorConf, operator_conf
 from experiments.benches.operator_figure import OperatorExperiment
 from experiments.benches.operator_shapes import Operator
 from experiments.harness import PROTOCOL, Config, Point, Reading, main, sampled
+from experiments.harness.schema import Counts
 
 if TYPE_CHECKING:
     from experiments.benches.operators import Prepared, Problem
     from experiments.measure.timing import Call
 
 
-@dataclass
 class PaperStepConf(OperatorConf):
     """`batch_sizes`: requests of a step, one of them a prompt; `prompts`: its rows."""
 
-    prompts: list[int] = MISSING
+    prompts: Counts
 
 
 class PaperStep(OperatorExperiment):
@@ -47,7 +45,7 @@ class PaperStep(OperatorExperiment):
     name, figure, order, conf = "ext_paper_step", "ext paper step", 230, PaperStepConf
     reads = ("adapters.ranks", "adapters.slots", *PROTOCOL)
     drawn_by = "extensions.draw_paper_step"
-    defaults = {"adapters": "r16_slots64"}  # noqa: RUF012 (never written)
+    defaults = {"adapters": "r16_slots64"}
 
     def points(self, cfg: Config) -> list[Point]:
         figure = cast(PaperStepConf, cfg.figure)

@@ -27,33 +27,31 @@ Cost on one core: half a minute at scale=laptop, for half a minute of the hour; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
-from omegaconf import MISSING
+from pydantic import Field
 
 from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main
-from experiments.harness.schema import low
+from experiments.harness.schema import Count, Counts
 from experiments.harness.settings import folders
 
 
-@dataclass
 class PlacementConf(FigureConf):
     """`ranks` of the adapters under Zipf; `gpus` and whose `cost`, and whose `loads`; `adapters` of crowd and drift, of
     which a host's memory has `host_adapters`; `seeds` of each simulation; `seconds` of the hour, around its
     peak; requests `waiting` at once.
     """
 
-    ranks: list[int] = MISSING
-    gpus: int = MISSING
-    cost: str = MISSING
-    loads: str = MISSING
-    adapters: int = low(1)
-    host_adapters: int = low(32)
-    seeds: int = low(1)
-    sizes: dict[str, Any] = MISSING
-    seconds: int = MISSING
-    waiting: int = MISSING
+    ranks: Counts
+    gpus: Count
+    cost: str
+    loads: str
+    adapters: int = Field(ge=1)
+    host_adapters: int = Field(ge=32)
+    seeds: int = Field(ge=1)
+    sizes: dict[str, Any]
+    seconds: Count
+    waiting: Count
 
 
 class Placement(Experiment):

@@ -53,14 +53,14 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from omegaconf import MISSING
+from pydantic import Field
 from tqdm import tqdm
 
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
-from experiments.harness.schema import low
+from experiments.harness.schema import Count, Counts
 from experiments.harness.span import Span
 from experiments.workload import popularity
 
@@ -79,26 +79,25 @@ WORDS = ("the", "of", "and", "to", "in", "is", "it", "on", "as", "at", "by", "we
 """Words that are one token each in most vocabularies."""
 
 
-@dataclass
 class ServerConf(FigureConf):
     """Address of a server, its adapters, loads and the stream."""
 
     url: str = ""
-    adapters: list[str] = MISSING
+    adapters: list[str]
     server: str = ""
-    loads: list[str] = MISSING
-    rates: list[float] = MISSING
-    in_flight: list[int] = MISSING
-    requests: int = MISSING
-    lengths: str = MISSING
-    max_len: int = MISSING
-    prompts: str = MISSING
-    vocab_size: int = MISSING
-    seed: int = low(0, 0)
-    warm: float = MISSING
-    seconds: float = MISSING
-    drain: float = MISSING
-    sizes: dict[str, Any] = MISSING
+    loads: list[str]
+    rates: list[float]
+    in_flight: Counts
+    requests: Count
+    lengths: str
+    max_len: Count
+    prompts: str
+    vocab_size: Count
+    seed: int = Field(0, ge=0)
+    warm: float
+    seconds: float
+    drain: float
+    sizes: dict[str, Any]
 
 
 class ServerLoad(Experiment):

@@ -36,15 +36,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from omegaconf import MISSING
 from tqdm import tqdm
 
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import by_cell, model_settings
+from experiments.harness.schema import Count, Counts
 from experiments.today.measure import DECODE, NONE, PARTS, REGISTRATION, STREAM, TOKENS
 from experiments.today.peers import HOW_TO_GET_VLLM, OURS, PEERS, Interpreters
 
@@ -52,26 +52,25 @@ if TYPE_CHECKING:
     from experiments.today.bench import TodayBench
 
 
-@dataclass
 class TodayConf(FigureConf):
     """Interpreter of vLLM, sizes of the work, and its rounds."""
 
     vllm_python: Path | None = None
     vllm_tables: Path | None = None
-    parts: list[str] = MISSING  # panels
-    adapters: int = MISSING
-    batch_size: int = MISSING
-    contexts: list[int] = MISSING  # mean cached tokens of decode steps
-    new_tokens: list[int] = MISSING  # of the shorter and the longer requests
-    requests: int = MISSING  # of the stream
-    lengths: list[int] = MISSING  # mean prompt and output
-    warm: int = MISSING  # requests of the first pass
-    rounds: int = MISSING
-    seconds: dict[str, float] = MISSING  # of stream and registration, which begin no round that would end after them
-    decode_only: list[str] = MISSING  # systems whose other panels are left out
-    check: list[int] = MISSING  # requests and new tokens of each
-    check_prompt: int = MISSING
-    sizes: dict[str, Any] = MISSING  # what depends on the scale
+    parts: list[str]  # panels
+    adapters: Count
+    batch_size: Count
+    contexts: Counts  # mean cached tokens of decode steps
+    new_tokens: Counts  # of the shorter and the longer requests
+    requests: Count  # of the stream
+    lengths: Counts  # mean prompt and output
+    warm: Count  # requests of the first pass
+    rounds: Count
+    seconds: dict[str, float]  # of stream and registration, which begin no round that would end after them
+    decode_only: list[str]  # systems whose other panels are left out
+    check: Counts  # requests and new tokens of each
+    check_prompt: Count
+    sizes: dict[str, Any]  # what depends on the scale
 
 
 class Today(Experiment):

@@ -15,13 +15,12 @@ Cost at scale=laptop: about 1 minute on two cores, 3 GB; at scale=gpu a minute p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
-
-from omegaconf import MISSING
 
 from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, Overlay, main
 from experiments.harness.points import Point, Reading, model_settings, sampled
+from experiments.harness.schema import Counts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,13 +30,12 @@ if TYPE_CHECKING:
 MODES = ("prefill", "decode")
 
 
-@dataclass
 class BatchingConf(FigureConf):
     """Grid of Figure 1."""
 
-    batch_sizes: list[int] = MISSING
-    seq_lens: list[int] = MISSING
-    prefill_seq_lens: list[int] = MISSING  # prefill costs in proportion to its tokens: minutes on a CPU
+    batch_sizes: Counts
+    seq_lens: Counts
+    prefill_seq_lens: Counts  # prefill costs in proportion to its tokens: minutes on a CPU
 
 
 def fits(seq_lens: list[int], cfg: Config) -> list[int]:

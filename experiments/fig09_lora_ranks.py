@@ -21,7 +21,7 @@ class Fig09(OperatorExperiment):
 
     name, figure, order, conf = "fig09_lora_ranks", "9", 30, OperatorConf
     differing = ("system", "workload")
-    defaults = {"adapters": "paper_ranks"}  # noqa: RUF012 (never written)
+    defaults = {"adapters": "paper_ranks"}
     overlay = Overlay(
         "Figure 9: SGMV at four ranks", metric="latency", panel="panel", line="workload", part="SGMV expand"
     )

@@ -14,25 +14,22 @@ Cost at scale=laptop: about 1 minute on two cores, 2 GB; at scale=gpu 40 seconds
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from omegaconf import MISSING
-
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Overlay, main
 from experiments.harness.points import Point, Reading, model_settings, sampled
+from experiments.harness.schema import Counts
 
 if TYPE_CHECKING:
     from experiments.benches.layer_bench import LayerBench
 
 
-@dataclass
 class LayerConf(FigureConf):
     """Grid of Figure 10."""
 
-    batch_sizes: list[int] = MISSING
-    seq_lens: list[int] = MISSING
+    batch_sizes: Counts
+    seq_lens: Counts
 
 
 class Fig10(Experiment):

@@ -58,14 +58,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
-
-from omegaconf import MISSING
 
 from experiments.facts.systems import SYSTEMS, measured_baselines
 from experiments.harness import CheckFailed, Config, ConfigError, Experiment, FigureConf, main
 from experiments.harness.points import Point, Reading, model_settings
+from experiments.harness.schema import Count
 from experiments.harness.settings import folders
 from experiments.harness.source import source_of
 from experiments.measure.records import Row, read_rows
@@ -79,18 +77,17 @@ BACKBONE = "continuous_batching"
 LENGTHS = ("released", "stated")
 
 
-@dataclass
 class TextgenConf(FigureConf):
     """Figure 11: the stream, its windows, and the checks before a system is timed."""
 
-    lengths: str = MISSING  # released or stated, see systems.stream
-    pieces: int = MISSING  # runs of steps in a draw ...
-    steps: int = MISSING  # ... and steps in a run ...
-    slow_steps: int = MISSING  # ... and in one of a slow system
-    check_requests: int = MISSING
-    check_tokens: int = MISSING
-    whole_requests: int | None = None  # of those that are compared over whole sequences; none: none are
-    whole_tokens: int | None = None
+    lengths: str  # released or stated, see systems.stream
+    pieces: Count  # runs of steps in a draw ...
+    steps: Count  # ... and steps in a run ...
+    slow_steps: Count  # ... and in one of a slow system
+    check_requests: Count
+    check_tokens: Count
+    whole_requests: Count | None = None  # of those that are compared over whole sequences; none: none are
+    whole_tokens: Count | None = None
     whole_stream: bool = False
 
 

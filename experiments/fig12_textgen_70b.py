@@ -26,16 +26,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
-
-from omegaconf import MISSING
 
 from experiments.facts.systems import SYSTEMS
 from experiments.fig11_textgen import RATIOS, Fig11, TextgenConf, check_sizes, settings_of, sizes_of, whole_stream
 from experiments.harness import Config, ConfigError, main
 from experiments.harness.points import Point, Reading
-from experiments.harness.schema import ranks_here
+from experiments.harness.schema import Count
+from experiments.harness.settings import ranks_here
 
 if TYPE_CHECKING:
     from experiments.systems.rank_bench import RankedBench
@@ -45,20 +43,19 @@ SHARDED = "punica_sharded"
 MOST_RANKS = 64
 
 
-@dataclass
 class RanksConf(TextgenConf):
     """Figure 12: Figure 11's, and the ranks."""
 
-    tp_size: int | None = None
-    check_layers: int = MISSING
-    adapter_sets: int = MISSING
+    tp_size: Count | None = None
+    check_layers: Count
+    adapter_sets: Count
 
 
 class Fig12(Fig11):
     """Throughput per popularity and system, on ranks that are kept for the whole run."""
 
     name, figure, order, conf = "fig12_textgen_70b", "12", 71, RanksConf
-    defaults = {"model": "fitting"}  # noqa: RUF012 (never written)
+    defaults = {"model": "fitting"}
     drawn_by = "serving.draw_ranks"
 
     def points(self, cfg: Config) -> list[Point]:

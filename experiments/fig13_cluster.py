@@ -26,19 +26,17 @@ an hour takes a minute.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from omegaconf import MISSING
+from pydantic import Field
 
 from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main
-from experiments.harness.schema import low
+from experiments.harness.schema import Count
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 
-@dataclass
 class ClusterConf(FigureConf):
     """Figure 13: `gpus` of the simulated cluster, `seconds` of the hour, `requests` of the predicted Figure 11, `seeds`
     of each simulation, `cost` of a step (`experiments.cluster.recorded`).
@@ -47,16 +45,16 @@ class ClusterConf(FigureConf):
     (`max_len`). `rates` of streams, as shares of the hour's highest; whether to `kill` a runner in another hour.
     """
 
-    gpus: int = MISSING
-    seconds: int = MISSING
-    requests: int = MISSING
-    seeds: int = low(1)
-    cost: str = MISSING
-    runners: int = MISSING
-    model: str = MISSING
-    speed_up: int = MISSING
-    max_len: int = low(4)
-    rates: list[float] = field(default_factory=list)
+    gpus: Count
+    seconds: Count
+    requests: Count
+    seeds: int = Field(ge=1)
+    cost: str
+    runners: Count
+    model: str
+    speed_up: Count
+    max_len: int = Field(ge=4)
+    rates: list[float] = []
     kill: bool = False
 
 

@@ -29,13 +29,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
-
-from omegaconf import MISSING
 
 from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, main
 from experiments.harness.points import Point, Reading, model_settings, sampled
+from experiments.harness.schema import Count
 from experiments.measure import environment
 
 if TYPE_CHECKING:
@@ -49,21 +47,20 @@ UNITS = {"layer": ("us", 1e6), "model": ("ms", 1e3), OVERLAP: ("ms", 1e3)}
 """Panel -> unit of its times, and units in a second."""
 
 
-@dataclass
 class LoadingConf(FigureConf):
     """Systems that need a GPU, and the decode steps of panel `overlap`."""
 
-    gpu_systems: list[str] = MISSING
-    overlap_rank: int = MISSING
-    batch_size: int | None = None
-    seq_len: int = MISSING
+    gpu_systems: list[str]
+    overlap_rank: Count
+    batch_size: Count | None = None
+    seq_len: Count
 
 
 class AdapterLoading(Experiment):
     """Load time per rank of a layer and of a model, and what a load and a decode step do to each other."""
 
     name, figure, order, conf = "sec52_adapter_loading", "text 5.2", 65, LoadingConf
-    defaults = {"adapters": "loading_ranks", "timer": "host_clock"}  # noqa: RUF012 (never written)
+    defaults = {"adapters": "loading_ranks", "timer": "host_clock"}
     reads = (
         "model", "workload", "adapters.ranks", "adapters.seed", "scale.model_batch_sizes", "scale.loading_ranks",
         *PROTOCOL,

@@ -23,14 +23,12 @@ Cost at scale=laptop: about 20 s on two cores, 3 GB.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
-from omegaconf import MISSING
-
 from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, main
 from experiments.harness.points import Point, Reading, model_settings, sampled
+from experiments.harness.schema import Count, Counts
 from experiments.measure import environment
 
 if TYPE_CHECKING:
@@ -40,14 +38,13 @@ PEER_COPY, RECOMPUTED = "copy_peer", "recompute"
 LATENCY = "migration_latency"
 
 
-@dataclass
 class MigrationConf(FigureConf):
     """Contexts, systems that need a GPU, the batch beside, and links that are computed."""
 
-    gpu_systems: list[str] = MISSING
-    contexts: list[int] = MISSING
-    batch_size: int | None = None
-    links_gb_s: dict[str, float] = MISSING
+    gpu_systems: list[str]
+    contexts: Counts
+    batch_size: Count | None = None
+    links_gb_s: dict[str, float]
 
 
 class MigrationExperiment(Experiment):

@@ -13,13 +13,11 @@ Cost at scale=laptop: a few seconds.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from omegaconf import MISSING
-
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
-from experiments.harness.schema import DType
+from experiments.harness.schema import Count, Counts, DType
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,13 +25,12 @@ if TYPE_CHECKING:
 EPS = 1e-5
 
 
-@dataclass
 class NormConf(FigureConf):
     """Hidden states [batch size, hidden]."""
 
-    hidden: int = MISSING
-    batch_sizes: list[int] = MISSING
-    dtype: DType = MISSING
+    hidden: Count
+    batch_sizes: Counts
+    dtype: DType
 
 
 class Norm(Experiment):

@@ -1,21 +1,17 @@
 """Shapes of the LoRA projection in Figures 7, 8, 9, README and the extensions. Imports no torch."""
 
-from dataclasses import dataclass
 from typing import Any, cast
 
-from omegaconf import MISSING
-
-from experiments.harness.schema import Config, DType, FigureConf
+from experiments.harness.schema import Config, Count, Counts, DType, FigureConf
 
 
-@dataclass
 class OperatorConf(FigureConf):
     """Shapes of one LoRA projection: x [T, h1], A [r, h1], B [h2, r]."""
 
-    h1: int = MISSING
-    h2: int = MISSING
-    batch_sizes: list[int] = MISSING
-    dtype: DType = MISSING
+    h1: Count
+    h2: Count
+    batch_sizes: Counts
+    dtype: DType
 
     def settings(self, cfg: Config) -> dict[str, Any]:
         """Return the settings that decide an operator's time beside batch, popularity and rank."""

@@ -13,9 +13,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from experiments.harness.catalogue import experiments
-from experiments.harness.command import given, launch, or_exit, register, said_by_hydra
+from experiments.harness.command import given, launch, or_exit, register, register_app, said_by_hydra
 from experiments.harness.experiment import CheckFailed, Experiment
-from experiments.harness.schema import ConfigError, register_app
+from experiments.harness.schema import BatchConf, ConfigError, validated
 from experiments.harness.settings import ALWAYS_READ, Folders, keys_read, refuse_unread
 from experiments.measure.records import RowsError, disk_is_full
 
@@ -29,11 +29,12 @@ def batch_main(name: str, doc: str, job: Callable[[DictConfig], int], *reads: st
     `reads`: the keys that it reads beside hardware, scale and folders; with `measures` also what the chosen figures
     read. An override of any other key is refused.
     """
-    register_app(name, doc.strip(), f"commands.{name}", schema="batch")
+    register_app(name, doc.strip(), f"commands.{name}", schema=BatchConf)
     for experiment in experiments():
         register(experiment)
 
     def task(cfg: DictConfig) -> int:
+        validated(cfg, BatchConf)
         chosen = experiments(cfg.figures) if measures else []
         who = f"any of {', '.join(experiment.name for experiment in chosen)}" if chosen else f"make {name}"
         refuse_unread(given(), {*ALWAYS_READ, *reads}.union(*map(keys_read, chosen)), who)

@@ -12,17 +12,15 @@ and metric. `out=` writes the pairs as CSV too.
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from omegaconf import MISSING
 
 from experiments.harness.command import with_options
 from experiments.harness.counted import POINT, counted, frame_of, merged
-from experiments.harness.schema import ConfigError
+from experiments.harness.schema import ConfigError, Settings
 from experiments.measure.records import TIMERS, RowsError, read_rows
 from experiments.plots.frames import distinct
 from experiments.report.machines import rows_files
@@ -37,12 +35,11 @@ SHOWN = {
 """Column -> its head in the printed table."""
 
 
-@dataclass
-class Options:
+class Options(Settings):
     """The command line."""
 
-    a: str = MISSING  # a file of rows, or a folder of them
-    b: str = MISSING  # the same
+    a: str  # a file of rows, or a folder of them
+    b: str  # the same
     out: str | None = None  # file.csv that receives the pairs
 
 

@@ -13,7 +13,6 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
@@ -21,24 +20,23 @@ from experiments.conformance import cases, expected
 from experiments.conformance.client import KEY_VARIABLE, Server, some
 from experiments.conformance.weights import ADAPTERS, CHECKPOINT, HIDDEN, MAX_LEN
 from experiments.harness.command import with_options
-from experiments.harness.schema import ConfigError
+from experiments.harness.schema import ConfigError, Settings
 
 MOST = 256  # adapters
 
 
-@dataclass
-class Options:
+class Options(Settings):
     """The command line."""
 
     make: str | None = None  # folder that receives checkpoint, adapters and tokens
     tenants: int = 16  # make: number of adapters
-    ranks: list[int] = field(default_factory=lambda: [1, 8, 16, 64])  # make: of the adapters
+    ranks: list[int] = [1, 8, 16, 64]  # make: of the adapters
     seed: int = 0  # make: of all weights and prompts
     url: str | None = None  # of the server, http://HOST:PORT
     folder: str | None = None  # url: what make= wrote, as the server sees it too
     base: str | None = None  # url: name of the base model; null: as /v1/models has it
     prefix: str | None = None  # url: text before an adapter's name; null: as /v1/models has it
-    batches: list[int] = field(default_factory=lambda: [64, 256])  # url: requests at once, of a case each
+    batches: list[int] = [64, 256]  # url: requests at once, of a case each
     timeout: float = 60  # url: seconds without a byte of an answer
     out: str | None = None  # url: file.json that receives the results
 

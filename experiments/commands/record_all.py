@@ -21,18 +21,15 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
 from time import monotonic
 from typing import Any
 
-from omegaconf import MISSING
-
 from experiments.commands.commits import is_uncommitted
 from experiments.harness.command import finish, with_options
 from experiments.harness.recording import RecordedSet, sets_of
-from experiments.harness.schema import REPOSITORY, ConfigError
+from experiments.harness.schema import REPOSITORY, ConfigError, Settings
 from experiments.measure.commit import commit
 from experiments.measure.environment import hardware_slug
 from experiments.measure.records import RowsError, ensure_writable, read_rows
@@ -43,11 +40,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 Round = tuple[RecordedSet, int]
 
 
-@dataclass
-class Options:
+class Options(Settings):
     """The command line."""
 
-    machine: str = MISSING  # cpu, or a GPU of conf/hardware
+    machine: str  # cpu, or a GPU of conf/hardware
     limit: float = 9.0  # minutes of this call
     list: bool = False  # print the sets and what is left of them; measure nothing
     vllm_python: str | None = None  # Python of an environment with vLLM, for the set that needs one

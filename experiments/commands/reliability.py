@@ -10,13 +10,12 @@ code is 1 where something was lost. `device=auto` takes the GPU where there is o
 
 import shutil
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.commands.commits import source_hashes
 from experiments.commands.record import promote, refuse, refuse_other_sources
 from experiments.harness.command import finish, with_options
-from experiments.harness.schema import REPOSITORY, ConfigError
+from experiments.harness.schema import REPOSITORY, ConfigError, Settings
 from experiments.measure import environment
 from experiments.measure.records import RowFile, RowsError, ensure_writable, read_rows
 from experiments.reliability.groups import all_trials, file_of
@@ -29,11 +28,10 @@ START_S = 8.0
 """Seconds expected until a trial's process has imported what it needs."""
 
 
-@dataclass
-class Options:
+class Options(Settings):
     """The command line."""
 
-    trials: list[str] = field(default_factory=list)  # names and groups; none: all
+    trials: list[str] = []  # names and groups; none: all
     size: str = "laptop"  # smoke, laptop or full: counts of each trial
     seed: int = 0  # of all that is drawn
     device: str = "auto"  # of engines: auto, cpu or cuda

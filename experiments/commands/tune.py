@@ -22,7 +22,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from experiments.benches.operator_pairs import compile_all, estimated, pair_plan
 from experiments.benches.operator_sets import OperatorSets
 from experiments.benches.operator_shapes import Operator
 from experiments.harness.command import with_options
-from experiments.harness.schema import ConfigError
+from experiments.harness.schema import ConfigError, Settings
 from experiments.measure import environment
 from punica.ops.triton_ops import schedules, tuned
 from punica.ops.triton_ops.launch import supports_pdl
@@ -207,8 +206,7 @@ def fit(found: list[Case], rounds: int) -> None:
     print(f"loss {best.fun:.4f}")
 
 
-@dataclass
-class Options:
+class Options(Settings):
     """The command line."""
 
     tables: Any = ("A", "ranks", "B", "C", "shapes", "step", "mixed")  # of `ext_operator_tables`

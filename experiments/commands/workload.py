@@ -9,17 +9,15 @@ writes a line per request with the times of its tokens. The second line prints t
 tokens as the paper does, `output_throughput` new ones alone), time to first token, time per output token, and errors.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.harness.command import with_options
-from experiments.harness.schema import ConfigError
+from experiments.harness.schema import ConfigError, Settings
 from experiments.published.requests import Stream, write_streams
 from experiments.published.score import score
 
 
-@dataclass
-class Options:
+class Options(Settings):
     """The command line."""
 
     out: str | None = None  # folder that receives the requests

@@ -55,4 +55,4 @@ To time several systems interleaved, set `differing` (the columns in which they 
 from experiments.harness.command import main
 from experiments.harness.experiment import PROTOCOL, CheckFailed, Experiment, Overlay
 from experiments.harness.points import Point, Reading, model_settings, sampled
-from experiments.harness.schema import Config, ConfigError, FigureConf
+from experiments.harness.schema import Config, ConfigError, Count, Counts, FigureConf

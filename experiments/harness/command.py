@@ -6,11 +6,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import hydra
@@ -20,14 +20,29 @@ from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from experiments.harness.experiment import Experiment
-from experiments.harness.keys import refuse_unknown
 from experiments.harness.resume import run
-from experiments.harness.schema import CONF, REPOSITORY, ConfigError, register_app, register_names, register_options
-from experiments.harness.settings import folders, keys_read, refuse_unread
-from experiments.measure.records import RowsError, disk_is_full, ensure_writable
+from experiments.harness.schema import (
+    CONF,
+    REPOSITORY,
+    BatchConf,
+    Config,
+    ConfigError,
+    DType,
+    Settings,
+    keys_of,
+    model_conf,
+    unknown,
+    validated,
+)
+from experiments.harness.settings import choice, fitting_model, folders, keys_read, refuse_unread, scale_of, typed
+from experiments.measure import environment
+from experiments.measure.records import TIMERS, RowsError, disk_is_full, ensure_writable
+from experiments.workload.popularity import WORKLOADS
 
+S = TypeVar("S", bound=Settings)
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C ended."""
 EXTRAS = {"ray": "cluster", "fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve"}
@@ -70,10 +85,54 @@ def or_exit(work: Callable[[], Any]) -> Any:
 
 def said_by_hydra(error: HydraException) -> str:
     """Return what Hydra has against an override, or a choice, in one line."""
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig) and cause.full_key:
+        return unknown(cause.full_key.split("."), [str(key) for key in cause.parent_node])
     about = re.split(r"\n(?:Config search path|See https|To append)", str(error))[0]
-    cause = str(error.__cause__ or "").partition("\n")[0]
-    lists = "; a list has brackets, key=[value,value]" if "ListConfig" in cause else ""
-    return " ".join(f"{about} {cause}{lists}; --help lists keys and choices".split())
+    return " ".join(f"{about} {str(cause or '').partition(chr(10))[0]}; --help lists keys and choices".split())
+
+
+def register_app(name: str, header: str, module: str, schema: type[Settings] = Config, **choices: str | None) -> None:
+    """Register the primary config `name` of `python -m experiments.<module>`: `conf/config.yaml` with `choices` of its
+    groups, the keys of `schema`, and the text of `--help`.
+    """
+    OmegaConf.register_new_resolver("detect_hardware", _detected, replace=True)
+    OmegaConf.register_new_resolver("scale_of", scale_of, replace=True)
+    OmegaConf.register_new_resolver("from_root", lambda folder: str(REPOSITORY / folder), replace=True)
+    OmegaConf.register_new_resolver("fitting_model", _fitting, replace=True)
+    register_names("workload", WORKLOADS.names())
+    register_names("system", [])
+    store = ConfigStore.instance()
+    for timer in ("auto", *TIMERS):
+        store.store(name=timer, group="timer", node={"name": timer})
+    kind = "batch" if schema is BatchConf else "run"
+    store.store(name=kind, group="schema", node=keys_of(schema), package="_global_")
+    primary: list[Any] = ["config", {"override schema": kind}]
+    primary += [*({f"override {key}": value} for key, value in choices.items()), "_self_"]
+    hydra = {"job": {"name": name}, "help": {"app_name": module, "header": header}}
+    store.store(name=name, node={"defaults": primary, "hydra": hydra})
+
+
+def register_names(group: str, names: Iterable[str]) -> None:
+    """Make each of `names` a choice of `group` (workload or system), beside `all`, which means the figure's own."""
+    store = ConfigStore.instance()
+    store.store(name="all", group=group, node={"names": []})
+    for name in names:
+        own = [name if group == "workload" else choice(name)]
+        store.store(name=choice(name), group=group, node={"names": own})
+
+
+def _detected(what: str) -> str:
+    """`name`, `device` or `dtype` of this machine, for `conf/hardware/auto.yaml`."""
+    name = environment.hardware_slug()
+    on_cpu = name == "cpu"
+    return {"name": name, "device": "cpu" if on_cpu else "cuda", "dtype": "float32" if on_cpu else "float16"}[what]
+
+
+def _fitting(field: str, device: str, scale: str) -> Any:
+    """Return one field of `fitting_model`, for `conf/model/fitting.yaml`."""
+    value = getattr(model_conf(fitting_model(device, scale)), field)
+    return value.name if isinstance(value, DType) else value
 
 
 def register(experiment: Experiment) -> None:
@@ -83,7 +142,7 @@ def register(experiment: Experiment) -> None:
     register_app(experiment.name, described.strip(), experiment.name, **choices)
     register_names("system", OmegaConf.load(CONF / "figure" / f"{experiment.name}.yaml").systems)
     store = ConfigStore.instance()
-    store.store(name=experiment.name, group="schema/figure", node=experiment.conf, package="figure")
+    store.store(name=experiment.name, group="schema/figure", node=keys_of(experiment.conf), package="figure")
 
 
 def main(experiment: Experiment) -> None:
@@ -91,28 +150,37 @@ def main(experiment: Experiment) -> None:
     register(experiment)
 
     def job(cfg: DictConfig) -> int:
+        own = typed(cfg, experiment)
+        if (figure := HydraConfig.get().runtime.choices["figure"]) != experiment.name:
+            raise ConfigError(f"figure={figure} is not {experiment.name}'s own: leave figure= out, or run its script")
         refuse_unread(given(), keys_read(experiment), experiment.name)
-        outcome = run(cfg, experiment)
+        outcome = run(own, experiment)
         finish(**asdict(outcome))
         return 1 if outcome.failed else 0
 
     launch(experiment.name, job)
 
 
-def with_options(name: str, doc: str, module: str, conf: type[Any], job: Callable[[Any], None]) -> None:
+def with_options(name: str, doc: str, module: str, conf: type[S], job: Callable[[S], None]) -> None:
     """The command line of a command without figures: `job(options)` gets its options as a `conf`.
 
     Every option of `conf` without a default must be given, and none twice: `ConfigError` says which.
     """
-    register_options(name, doc.strip(), module, conf)
+    store = ConfigStore.instance()
+    store.store(name=name, group="schema", node=keys_of(conf), package="_global_")
+    primary: list[Any] = [{"schema": name}, {"override hydra/job_logging": "stdout"}, "_self_"]
+    usage = f"{doc.strip()}\n\nUsage: python -m experiments.{module} [key=value] ...\n\n$CONFIG\n"
+    hydra = {"job": {"name": name}, "help": {"template": usage}, "run": {"dir": "."}, "output_subdir": None}
+    store.store(name=name, node={"defaults": primary, "hydra": hydra})
 
     def task(cfg: DictConfig) -> None:
-        keys = [override.partition("=")[0] for override in given()]
+        words = [override.partition("=") for override in given()]
+        keys = [key for key, *_ in words]
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise ConfigError(f"{twice[0]}= is given twice: give it once")
-        if missing := sorted(str(key) for key, value in cfg.items_ex(resolve=False) if value in ("", "???")):
-            raise ConfigError(f"{missing[0]}= is missing; python -m experiments.{module} --help lists the options")
-        job(OmegaConf.to_object(cfg))
+        if empty := [key for key, _, value in words if not value]:
+            raise ConfigError(f"{empty[0]}= is empty: give {empty[0]}=<value>, --help lists the options")
+        job(validated(cfg, conf))
 
     launch(name, task)
 
@@ -131,7 +199,7 @@ def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
 
     def task(cfg: DictConfig) -> None:
         try:
-            code = or_exit(lambda: _checked(job, cfg))
+            code = or_exit(lambda: job(cfg))
         except SystemExit as stop:
             code = stop.code
             if code == INTERRUPTED:
@@ -164,11 +232,6 @@ def _any_help() -> Iterator[None]:
     checked: Any = lambda self, action: check(self, action) if isinstance(action.help, str) else None  # noqa: E731
     with mock.patch.object(argparse.ArgumentParser, "_check_help", checked):
         yield
-
-
-def _checked(job: Callable[[DictConfig], int | None], cfg: DictConfig) -> int | None:
-    refuse_unknown(cfg)
-    return job(cfg)
 
 
 def _is_multirun() -> bool:

@@ -192,7 +192,8 @@ class Passes:
         if not is_read("scale.seconds_per_point", keys_read(self.experiment)):
             return cfg
         seconds = self.budget.seconds_per_point(cfg.scale.seconds_per_point, self._left)
-        return replace(cfg, scale=replace(cfg.scale, seconds_per_point=seconds))
+        scale = cfg.scale.model_copy(update={"seconds_per_point": seconds})
+        return cfg.model_copy(update={"scale": scale})
 
     def _fail(self, group: Group, error: Exception) -> None:
         """Drop the rows of all repeats of `group`, and note the reason."""

@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.harness.schema import ModelConf
@@ -79,7 +79,7 @@ def sampled(metric: str, samples: Sequence[float], unit: str) -> list[Reading]:
 
 def model_settings(model: ModelConf) -> dict[str, Any]:
     """`model` as JSON values, for `Point.settings`."""
-    return {**asdict(model), "dtype": model.dtype.name}
+    return {**model.model_dump(), "dtype": model.dtype.name}
 
 
 def by_cell(points: Sequence[Point], *differing: str) -> Iterator[list[Point]]:

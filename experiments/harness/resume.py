@@ -4,9 +4,9 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from experiments.harness.budget import Budget
 from experiments.harness.experiment import Experiment, config_hash
@@ -14,13 +14,13 @@ from experiments.harness.on_disk import machine
 from experiments.harness.passes import Outcome, Passes
 from experiments.harness.points import Point
 from experiments.harness.schema import Config, ConfigError
-from experiments.harness.settings import Folders, by_clocks, folders, is_read, keys_read, settle
+from experiments.harness.settings import Folders, by_clocks, folders, is_read, keys_read, settle, typed
 from experiments.harness.source import source_of
 from experiments.measure import environment
 from experiments.measure.records import RowFile, ensure_writable
 
 
-def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -> Outcome:
+def run(cfg: DictConfig | Config, experiment: Experiment, budget: Budget | None = None) -> Outcome:
     """Measure what is missing, stale or marked as disturbed of `experiment` under `cfg`; draw it if its rows changed.
 
     `budget`: its share of a longer run; None: `figure.minutes`, in which repeats alone give way. A point whose result
@@ -28,12 +28,13 @@ def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -
     `RowsError` for files that cannot be read or written, both before anything is measured.
     """
     started = time.perf_counter()
-    settled = settle(cfg, experiment)
+    given = typed(cfg, experiment)
+    settled = settle(given, experiment)
     minutes = settled.figure.minutes.get(settled.scale.name)
     budget = budget or Budget(None if minutes is None else 60 * minutes)
     places, source = folders(settled), source_of(experiment)
     rows = RowFile(places.fresh_rows / f"{experiment.name}.csv")
-    clocks, here = by_clocks(cfg, settled, experiment), machine()
+    clocks, here = by_clocks(given, settled, experiment), machine()
 
     def digest(point: Point) -> str:
         return config_hash(experiment, clocks[point.timer], point, here)
@@ -49,7 +50,7 @@ def run(cfg: DictConfig, experiment: Experiment, budget: Budget | None = None) -
     if pending:
         ensure_writable(places.fresh_rows)
         _prepare(settled)
-        rows.path.with_suffix(".json").write_text(_configuration(cfg, experiment), encoding="utf-8")
+        rows.path.with_suffix(".json").write_text(_configuration(given, experiment), encoding="utf-8")
         columns = {"figure": experiment.figure, "source_hash": source, **_columns(settled)}
         timed = [point for point in pending if not experiment.is_derived(point)]
         changed = {point.repeat for point in pending}
@@ -71,19 +72,18 @@ def _columns(cfg: Config) -> dict[str, Any]:
     return {**chosen, **environment.stamp()}
 
 
-def _configuration(cfg: DictConfig, experiment: Experiment) -> str:
+def _configuration(cfg: Config, experiment: Experiment) -> str:
     """Return the part of the composed configuration that `experiment` reads as JSON, without what is of type `Path`.
 
     It is kept beside the rows for the figure's provenance; paths of the machine mean nothing elsewhere.
     """
-    content = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
     keys = keys_read(experiment) - {"paths"}
 
     def read(part: dict[str, Any], above: str = "") -> dict[str, Any]:
         kept = {key: value for key, value in part.items() if is_read(above + key, keys) and not isinstance(value, Path)}
         return {key: read(value, f"{above}{key}.") if isinstance(value, dict) else value for key, value in kept.items()}
 
-    return json.dumps(read(content), indent=1) + "\n"
+    return json.dumps(read(cfg.model_dump()), indent=1, default=lambda value: value.value) + "\n"
 
 
 def _prepare(cfg: Config) -> None:

@@ -1,38 +1,40 @@
-"""The typed configuration: keys and values of `conf/` and of the command line.
+"""The typed configuration: keys, types and ranges of `conf/` and of the command line.
 
-YAML files under `conf/` hold values; the dataclasses here are their schema, registered in Hydra's ConfigStore. A key
-that no dataclass has, or a value of the wrong type, fails while the configuration is composed, before anything runs.
-Ranges that a type cannot express are checked in `harness.settings.settle`, by `check_ranges` and `__post_init__`.
+YAML files under `conf/` hold values, and Hydra composes them with the command line. The pydantic models here say which
+keys there are and what they may be: `validated` refuses anything else with one sentence, before anything runs.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from enum import Enum
-from functools import lru_cache
-from inspect import formatannotation
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from experiments.measure import environment
-from experiments.measure.records import TIMERS
-from experiments.workload.popularity import PAPER_WORKLOADS, WORKLOADS
+from experiments.workload.popularity import PAPER_WORKLOADS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
-ROOM = 0.4
-"""Part of a GPU that keys and values, adapter slots and graphs of a serving system are left."""
-GPU_SCALE = 75e9
-"""Bytes of GPU memory that Figure 11 takes with Llama-2 7B at scale=gpu (on an H200, Distinct alone: 72e9)."""
+Count = Annotated[int, Field(ge=1)]
+Counts = Annotated[list[Count], Field(min_length=1)]
+Seconds = Annotated[float, Field(ge=0)]
 
 
 class ConfigError(ValueError):
     """A configuration that composes but cannot be run; the message names key, value and remedy."""
+
+
+class Settings(BaseModel):
+    """Base of all settings: a key that a subclass does not have is refused."""
+
+    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+
+
+S = TypeVar("S", bound=Settings)
 
 
 class DType(Enum):
@@ -54,51 +56,28 @@ class Runtime(Enum):
     ray = "ray"
 
 
-def low(minimum: int, default: Any = MISSING) -> Any:
-    """Declare a field whose value must be at least `minimum`; undeclared, that is 1 for integers."""
-    return field(default=default, metadata={"low": minimum})
-
-
-def check_ranges(cfg: Config) -> None:
-    """Raise `ConfigError` for the first number of `cfg` below its field's minimum (see `low`), and for a list of whole
-    numbers that is empty or holds one below 1.
-    """
-    groups = ((group.name, getattr(cfg, group.name)) for group in fields(cfg))
-    for group, values in groups:
-        for one in fields(values) if is_dataclass(values) else ():
-            key, value = f"{group}.{one.name}", getattr(values, one.name)
-            kind = one.type if isinstance(one.type, str) else formatannotation(one.type)
-            if kind == "list[int]" and (not value or min(value) < 1):
-                example = f"for example {key}=[1,8,64]"
-                raise ConfigError(f"{key}={value} must hold at least one integer, all 1 or more: {example}")
-            minimum = one.metadata.get("low", 1 if kind.startswith("int") else None)
-            if minimum is not None and value is not None and value < minimum:
-                raise ConfigError(f"{key}={value} must be at least {minimum}: choose {key}={minimum} or more")
-
-
-@dataclass
-class ModelConf:
+class ModelConf(Settings):
     """One Llama-family model, in the field names of its Hugging Face config (`conf/model/*.yaml`)."""
 
-    name: str = MISSING
-    paper_name: str = MISSING  # the model of the paper that ours is drawn beside: 7B, 13B or 70B
-    hidden_size: int = MISSING
-    intermediate_size: int = MISSING
-    num_hidden_layers: int = MISSING
-    num_attention_heads: int = MISSING
-    num_key_value_heads: int = MISSING
-    vocab_size: int = MISSING
-    max_position_embeddings: int = 4096
+    name: str
+    paper_name: str  # the model of the paper that ours is drawn beside: 7B, 13B or 70B
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    vocab_size: Count
+    max_position_embeddings: Count = 4096
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    dtype: DType = MISSING
+    dtype: DType
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _heads_divide_the_width(self) -> ModelConf:
         if self.hidden_size % self.num_attention_heads:
-            raise ConfigError(
-                f"model.hidden_size={self.hidden_size} must be a multiple of "
-                f"model.num_attention_heads={self.num_attention_heads}"
-            )
+            heads = f"model.num_attention_heads={self.num_attention_heads}"
+            raise ValueError(f"model.hidden_size={self.hidden_size} must be a multiple of {heads}: choose another")
+        return self
 
     def lora_parameters(self, rank: int, layers: int | None = None) -> int:
         """A and B of q, k, v, o, gate, up and down in `layers` layers (None: all of the model's), by arithmetic."""
@@ -121,8 +100,7 @@ class ModelConf:
         return self.hidden_size // self.num_attention_heads * self.num_key_value_heads
 
 
-@dataclass
-class HardwareConf:
+class HardwareConf(Settings):
     """The device that is measured and its ceilings (`conf/hardware/*.yaml`).
 
     `bandwidth_gb_s` and `tflop_s` are datasheet numbers, which Figure 7 draws beside the roof that it measures
@@ -130,233 +108,202 @@ class HardwareConf:
     hardware that was found.
     """
 
-    name: str = MISSING  # slug, as in outputs/<name>
-    device: str = MISSING  # cpu or cuda
-    dtype: DType = MISSING  # what the operator figures compute in
+    name: str  # slug, as in outputs/<name>
+    device: Literal["cpu", "cuda"]
+    dtype: DType  # what the operator figures compute in
     bandwidth_gb_s: float | None = None
     tflop_s: float | None = None
-    flush_mib: int | None = low(0, 256)  # zeroed by host_clock and events to empty the caches; null: decided
-    threads: int | None = None  # CPU threads of torch; null: OMP_NUM_THREADS, else every usable core
+    flush_mib: int | None = Field(256, ge=0)  # zeroed by host_clock and events to empty the caches; null: decided
+    threads: Count | None = None  # CPU threads of torch; null: OMP_NUM_THREADS, else every usable core
 
 
-@dataclass
-class NamesConf:
+class NamesConf(Settings):
     """A choice that narrows a figure's grid: names of workloads or systems, none of them meaning the figure's own.
 
     `workload=` has a choice per entry of the registry, `system=` one per system of a figure (`conf/figure/*.yaml`).
     """
 
-    names: list[str] = field(default_factory=list)
+    names: list[str] = []
 
 
-@dataclass
-class AdaptersConf:
+class AdaptersConf(Settings):
     """The LoRA adapters of a figure: every rank in `ranks` is measured; `slots` null means the largest batch."""
 
-    ranks: list[int] = MISSING
+    ranks: Counts
     alpha: float = 16.0
-    slots: int | None = None
-    seed: int = low(0, 0)
+    slots: Count | None = None
+    seed: int = Field(0, ge=0)
 
 
-@dataclass
-class EngineConf:
+class EngineConf(Settings):
     """Limits of the serving engine (figures 11 to 13)."""
 
-    max_batch_size: int = 32
-    block_size: int = 16
-    num_blocks: int | None = None  # null: enough for max_batch_size requests of scale.max_len tokens
+    max_batch_size: Count = 32
+    block_size: Count = 16
+    num_blocks: Count | None = None  # null: enough for max_batch_size requests of scale.max_len tokens
 
 
-@dataclass
-class TimerConf:
+class TimerConf(Settings):
     """Clock (`experiments.measure.timing`); auto: host_clock on a CPU, on a GPU cuda_graph, for operators both."""
 
-    name: str = MISSING
+    name: str
 
 
-@dataclass
-class ScaleConf:
+class ScaleConf(Settings):
     """One dial for cost: sizes, grids and repeats of every figure (`conf/scale/{smoke,laptop,gpu,paper}.yaml`)."""
 
-    name: str = MISSING
-    warmup: int = low(0)  # untimed calls per system and point
-    repeats: int = MISSING  # timed calls per system and point, at most
-    min_repeats: int = MISSING  # ... and at least, where they take no more than `patience`
-    seconds_per_point: float = low(0)  # once spent, a point stops at min_repeats or later
-    patience: float = low(0)  # seconds per system and point; once spent, a point stops at two calls or later
-    passes: int = MISSING  # over the grid of a figure: repeats of every point, spread in time
-    tries: int = low(0)  # further ones of a disturbed point, once the passes are done
-    batch_sizes: list[int] = MISSING  # operator figures: 7, 8, 9, README
-    hidden_size: int = MISSING  # operator figures: h1 of the projection
-    intermediate_size: int = MISSING  # operator figures: h2 of the projection
-    model_batch_sizes: list[int] = MISSING  # figures 1 and 10
-    seq_lens: list[int] = MISSING  # figure 1
-    layer_seq_lens: list[int] = MISSING  # figure 10
-    prefill_seq_lens: list[int] = MISSING  # figure 1: the lengths whose prefill is timed too
-    prompts: list[int] = MISSING  # ext_paper_step: rows of the one prompt among decodes
-    loading_ranks: list[int] = MISSING  # section 5.2: ranks of the adapters that are loaded
-    moe_divisor: int = MISSING  # ext_moe: widths of the models are theirs over this
-    requests: int = MISSING  # figure 11
-    max_len: int = low(3)  # figure 11: longest prompt + output
-    window_pieces: int = MISSING  # figure 11: runs of consecutive steps that one repeat times, see systems.windows
-    window_steps: int = MISSING  # figure 11: steps of such a run ...
-    window_slow_steps: int = MISSING  # ... and of one of PEFT's mixed batches
-    whole_requests: int = MISSING  # figure 11: requests whose tokens are compared from end to end ...
-    whole_tokens: int = MISSING  # ... or to this token
-    cluster_seconds: int = MISSING  # figure 13: so much of the hour is served, from its start
-    cluster_model: str = MISSING  # figure 13 on Ray: what its runners serve ...
-    cluster_speed_up: int = MISSING  # ... seconds of the hour in one of theirs ...
-    cluster_max_len: int = MISSING  # ... and longest prompt and output
+    name: str
+    warmup: int = Field(ge=0)  # untimed calls per system and point
+    repeats: Count  # timed calls per system and point, at most
+    min_repeats: Count  # ... and at least, where they take no more than `patience`
+    seconds_per_point: Seconds  # once spent, a point stops at min_repeats or later
+    patience: Seconds  # per system and point; once spent, a point stops at two calls or later
+    passes: Count  # over the grid of a figure: repeats of every point, spread in time
+    tries: int = Field(ge=0)  # further ones of a disturbed point, once the passes are done
+    batch_sizes: Counts  # operator figures: 7, 8, 9, README
+    hidden_size: Count  # operator figures: h1 of the projection
+    intermediate_size: Count  # operator figures: h2 of the projection
+    model_batch_sizes: Counts  # figures 1 and 10
+    seq_lens: Counts  # figure 1
+    layer_seq_lens: Counts  # figure 10
+    prefill_seq_lens: Counts  # figure 1: the lengths whose prefill is timed too
+    prompts: Counts  # ext_paper_step: rows of the one prompt among decodes
+    loading_ranks: Counts  # section 5.2: ranks of the adapters that are loaded
+    moe_divisor: Count  # ext_moe: widths of the models are theirs over this
+    requests: Count  # figure 11
+    max_len: int = Field(ge=3)  # figure 11: longest prompt + output
+    window_pieces: Count  # figure 11: runs of consecutive steps that one repeat times, see systems.windows
+    window_steps: Count  # figure 11: steps of such a run ...
+    window_slow_steps: Count  # ... and of one of PEFT's mixed batches
+    whole_requests: Count  # figure 11: requests whose tokens are compared from end to end ...
+    whole_tokens: Count  # ... or to this token
+    cluster_seconds: Count  # figure 13: so much of the hour is served, from its start
+    cluster_model: str  # figure 13 on Ray: what its runners serve ...
+    cluster_speed_up: Count  # ... seconds of the hour in one of theirs ...
+    cluster_max_len: Count  # ... and longest prompt and output
 
 
-@dataclass
-class PathsConf:
+class PathsConf(Settings):
     """The only place with directories; relative ones start at the repository's root."""
 
-    outputs: str = MISSING
-    results: str = MISSING
-    figures: str = MISSING
-    paper_results: str = MISSING
+    outputs: str
+    results: str
+    figures: str
+    paper_results: str
 
 
-@dataclass
-class FigureConf:
+class FigureConf(Settings):
     """Fields of every figure; an experiment subclasses it with its own, and has a file in `conf/figure/`."""
 
-    title: str = MISSING
-    minutes: dict[str, float] = field(default_factory=dict)  # by scale: time of a run; none: no limit
-    systems: list[str] = field(default_factory=list)  # what `system=all` runs, in drawing order
-    workloads: list[str] = field(default_factory=lambda: list(PAPER_WORKLOADS))  # what `workload=all` runs
+    title: str
+    minutes: dict[str, float] = {}  # by scale: time of a run; none: no limit
+    systems: list[str] = []  # what `system=all` runs, in drawing order
+    workloads: list[str] = list(PAPER_WORKLOADS)  # what `workload=all` runs
 
 
-@dataclass
-class Config:
-    """A run of one figure."""
+class RunConf(Settings):
+    """Settings of a run of one figure and of one of many."""
 
-    figure: FigureConf = MISSING
-    model: ModelConf = MISSING
-    hardware: HardwareConf = MISSING
-    workload: NamesConf = MISSING
-    adapters: AdaptersConf = MISSING
-    system: NamesConf = MISSING
-    engine: EngineConf = field(default_factory=EngineConf)
-    timer: TimerConf = MISSING
-    scale: ScaleConf = MISSING
-    paths: PathsConf = MISSING
+    model: ModelConf
+    hardware: HardwareConf
+    workload: NamesConf
+    adapters: AdaptersConf
+    system: NamesConf
+    engine: EngineConf = EngineConf()
+    timer: TimerConf
+    scale: ScaleConf
+    paths: PathsConf
     runtime: Runtime = Runtime.simulated  # figure 13: the world that serves its hour
     address: str = ""  # figure 13 on Ray: of a cluster, host:6379 or auto; none: a new one on this machine
     force: bool = False  # measure again what is already on disk
     draw: bool = True  # draw the figure after measuring
 
 
-@dataclass
-class BatchConf(Config):
+class Config(RunConf):
+    """A run of one figure."""
+
+    figure: FigureConf
+
+
+class BatchConf(RunConf):
     """A run over many figures: `reproduce`, `figures`, `record` and `report` of `experiments.commands`."""
 
-    figures: list[str] = field(default_factory=list)  # names or prefixes (fig08); none: every figure
+    figures: list[str] = []  # names or prefixes (fig08); none: every figure
     source: str = "auto"  # figures: fresh rows of this machine, recorded rows, or auto (fresh where there are some)
     allow_dirty: bool = False  # record: accept rows measured from uncommitted code
 
 
+def keys_of(model: type[Settings]) -> dict[str, Any]:
+    """Return the keys of `model` for Hydra: with their defaults, ``???`` where a value must be given."""
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        kind: Any = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Settings):
+            found[name] = keys_of(kind)
+        else:
+            value = "???" if field.is_required() else field.default
+            found[name] = value.value if isinstance(value, Enum) else value
+    return found
+
+
+def validated(cfg: DictConfig, model: type[S]) -> S:
+    """Return the values of `cfg`, composed by Hydra, as a `model`; `ConfigError` for the first that cannot be."""
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
+        raise ConfigError(f"{missing[0]}= is missing: give {missing[0]}=<value>, --help lists the keys")
+    try:
+        values: Any = OmegaConf.to_container(cfg, resolve=True)
+        return model.model_validate(values)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{str(error).partition(chr(10))[0]}; --help lists keys and choices") from None
+    except ValidationError as error:
+        raise ConfigError(sentence(error, model, values)) from None
+
+
+WRONG = {
+    "greater_than_equal": "must be at least {ge}: choose {ge} or more",
+    "greater_than": "must be above {gt}: choose more",
+    "less_than_equal": "must be at most {le}: choose {le} or less",
+    "less_than": "must be below {lt}: choose less",
+    "too_short": "must hold at least {min_length}, for example {key}=[1,8,64]",
+    "list_type": "must be a list, which has brackets: {key}=[value,value]",
+    "enum": "must be {expected}: choose one of these",
+    "literal_error": "must be {expected}: choose one of these",
+}
+"""pydantic's kind of error -> the sentence after key and value: limit and remedy."""
+
+
+def sentence(error: ValidationError, model: type[Settings], values: Any) -> str:
+    """Return the first error of `values` as `model` in one sentence: key, value, limit and remedy."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        for part in path[:-1]:
+            model = _model_of(model.model_fields[part].annotation)
+        return unknown(path, model.model_fields)
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    names = [part for part in first["loc"] if isinstance(part, str)]
+    value, key = values, ".".join(names)
+    for part in names:
+        value = value.get(part) if isinstance(value, dict) else value
+    text = WRONG.get(first["type"], "must be {wanted}: choose such a value")
+    each = f"{first['input']!r} of " if len(names) < len(path) else ""
+    wanted = first["msg"].removeprefix("Input should be ")
+    return f"{each}{key}={value} {text.format(key=key, wanted=wanted, **first.get('ctx', {}))}"
+
+
+def _model_of(annotation: Any) -> type[Settings]:
+    return next(one for one in (annotation, *get_args(annotation)) if isinstance(one, type))
+
+
+def unknown(path: list[str], known: Any) -> str:
+    """Return the sentence for a key that nothing reads, given those that are `known` beside it."""
+    above = "".join(f"{part}." for part in path[:-1])
+    near = get_close_matches(path[-1], map(str, known), n=1)
+    meant = f"did you mean {above}{near[0]}=?" if near else f"it has {', '.join(known)}"
+    return f"{above}{path[-1]}= would be read by nothing: {above[:-1] or 'the configuration'} has no such key; {meant}"
+
+
 def model_conf(name: str) -> ModelConf:
     """The model of `conf/model/<name>.yaml`."""
-    values = OmegaConf.merge(OmegaConf.structured(ModelConf), OmegaConf.load(CONF / "model" / f"{name}.yaml"))
-    return cast(ModelConf, OmegaConf.to_object(values))
-
-
-def _detected(what: str) -> str:
-    """`name`, `device` or `dtype` of this machine, for `conf/hardware/auto.yaml`."""
-    name = environment.hardware_slug()
-    on_cpu = name == "cpu"
-    return {"name": name, "device": "cpu" if on_cpu else "cuda", "dtype": "float32" if on_cpu else "float16"}[what]
-
-
-def scale_of(hardware: str) -> str:
-    """The scale of a run that names none: `laptop` where `hardware=` is or finds a CPU, or a GPU of this machine has
-    less memory than `GPU_SCALE`; `gpu` elsewhere.
-    """
-    file = CONF / "hardware" / f"{hardware}.yaml"
-    on_cpu = not file.exists() or OmegaConf.load(file).device == "cpu"  # Hydra refuses a hardware without a file
-    return "laptop" if on_cpu or (gpu_bytes() or GPU_SCALE) < GPU_SCALE else "gpu"
-
-
-def gpu_bytes() -> float | None:
-    """Memory of this machine's smallest visible GPU; None where none says it."""
-    told = [gpu["memory.total"].split()[0] for gpu in environment.gpu_query("memory.total")]
-    return min((float(mib) * 2**20 for mib in told if mib.isdigit()), default=None)
-
-
-def ranks_here(device: str) -> int:
-    """Return the number of tensor-parallel ranks: the largest power of two of the GPUs, 8 at most; on a CPU two."""
-    gpus = len(environment.gpu_query("index")) if device == "cuda" else 2
-    return max(size for size in (1, 2, 4, 8) if size <= max(1, gpus))
-
-
-@lru_cache(maxsize=8)
-def fitting_model(device: str, scale: str) -> str:
-    """The largest of the paper's models whose weights, shared out over all GPUs of this machine, leave `ROOM` of each
-    for the rest; `llama-tiny` on a CPU, and at scale=smoke.
-    """
-    if device == "cpu" or scale == "smoke":
-        return "llama-tiny"
-    memory = gpu_bytes() or 0.0
-    for name in ("llama2-70b", "llama2-13b"):
-        model = model_conf(name)
-        if model.dtype.bytes * model.backbone_parameters() / ranks_here(device) <= (1 - ROOM) * memory:
-            return name
-    return "llama2-7b"
-
-
-def _fitting(field: str, device: str, scale: str) -> Any:
-    """Return one field of `fitting_model`, for `conf/model/fitting.yaml`."""
-    value = getattr(model_conf(fitting_model(device, scale)), field)
-    return value.name if isinstance(value, DType) else value
-
-
-def choice(name: str) -> str:
-    """Return the command line's spelling of a name: `skewed`, `gather_bmm`, `backbone` also for `backbone X@W`."""
-    return re.sub(r"\W+", "_", name.removesuffix(" X@W").lower())
-
-
-def register_schemas() -> None:
-    """Register schemas, choices of `workload=` and `timer=`, and resolvers with Hydra; idempotent."""
-    OmegaConf.register_new_resolver("detect_hardware", _detected, replace=True)
-    OmegaConf.register_new_resolver("scale_of", scale_of, replace=True)
-    OmegaConf.register_new_resolver("from_root", lambda folder: str(REPOSITORY / folder), replace=True)
-    OmegaConf.register_new_resolver("fitting_model", _fitting, replace=True)
-    store = ConfigStore.instance()
-    store.store(name="run", group="schema", node=Config, package="_global_")
-    store.store(name="batch", group="schema", node=BatchConf, package="_global_")
-    register_names("workload", WORKLOADS.names())
-    register_names("system", [])
-    for timer in ("auto", *TIMERS):
-        store.store(name=timer, group="timer", node=TimerConf(timer))
-
-
-def register_names(group: str, names: Iterable[str]) -> None:
-    """Make each of `names` a choice of `group` (workload or system), beside `all`, which means the figure's own."""
-    store = ConfigStore.instance()
-    store.store(name="all", group=group, node=NamesConf())
-    for name in names:
-        store.store(name=choice(name), group=group, node=NamesConf([name if group == "workload" else choice(name)]))
-
-
-def register_app(name: str, header: str, module: str, **overrides: str | None) -> None:
-    """Register the primary config `name` of `python -m experiments.<module>`: `conf/config.yaml` with `overrides` of
-    its groups, and the text of `--help`.
-    """
-    register_schemas()
-    primary: list[Any] = ["config", *({f"override {key}": value} for key, value in overrides.items()), "_self_"]
-    hydra = {"job": {"name": name}, "help": {"app_name": module, "header": header}}
-    ConfigStore.instance().store(name=name, node={"defaults": primary, "hydra": hydra})
-
-
-def register_options(name: str, header: str, module: str, node: Any) -> None:
-    """Register `name` as a command whose whole configuration are the fields of the dataclass `node`, without files."""
-    store = ConfigStore.instance()
-    store.store(name=name, group="schema", node=node, package="_global_")
-    primary: list[Any] = [{"schema": name}, {"override hydra/job_logging": "stdout"}, "_self_"]
-    usage = f"{header}\n\nUsage: python -m experiments.{module} [key=value] ...\n\n$CONFIG\n"
-    hydra = {"job": {"name": name}, "help": {"template": usage}, "run": {"dir": "."}, "output_subdir": None}
-    store.store(name=name, node={"defaults": primary, "hydra": hydra})
+    return ModelConf.model_validate(OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{name}.yaml")))

@@ -6,21 +6,24 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
+from pydantic import create_model
 
 from experiments.harness.schema import (
     CONF,
     REPOSITORY,
     Config,
     ConfigError,
+    FigureConf,
     HardwareConf,
     TimerConf,
-    check_ranges,
-    choice,
+    model_conf,
+    validated,
 )
 from experiments.measure import environment
 from experiments.measure.records import TIMERS
@@ -29,10 +32,13 @@ from experiments.workload.popularity import WORKLOADS
 if TYPE_CHECKING:
     from experiments.harness.experiment import Experiment
 
-
 AUTO = "auto"
 HOST_CLOCK = TIMERS[-1]
 ALWAYS_READ = ("hardware", "scale.name", "scale.passes", "scale.tries", "paths")
+ROOM = 0.4
+"""Part of a GPU that keys and values, adapter slots and graphs of a serving system are left."""
+GPU_SCALE = 75e9
+"""Bytes of GPU memory that Figure 11 takes with Llama-2 7B at scale=gpu (on an H200, Distinct alone: 72e9)."""
 
 
 @dataclass(frozen=True)
@@ -48,72 +54,59 @@ class Folders:
 
 def folders(cfg: Config | DictConfig) -> Folders:
     """Return the folders of `cfg.hardware` and `cfg.scale`; smoke rows have their own, lest they replace real ones."""
-    hardware = cfg.hardware.name
-    root = {name: REPOSITORY / getattr(cfg.paths, name) for name in ("outputs", "results", "figures", "paper_results")}
-    fresh = root["outputs"] / hardware
-    fresh = fresh / "smoke" if cfg.scale.name == "smoke" else fresh
-    return Folders(
-        fresh_rows=fresh / "rows",
-        fresh_figures=fresh / "figures",
-        recorded_rows=root["results"] / hardware,
-        recorded_figures=root["figures"] / hardware,
-        paper=root["paper_results"],
-    )
+    hardware, paths = cfg.hardware.name, cfg.paths
+    fresh = REPOSITORY / paths.outputs / hardware / ("smoke" if cfg.scale.name == "smoke" else "")
+    recorded = REPOSITORY / paths.results / hardware, REPOSITORY / paths.figures / hardware
+    return Folders(fresh / "rows", fresh / "figures", *recorded, REPOSITORY / paths.paper_results)
 
 
-def settle(cfg: DictConfig, experiment: Experiment) -> Config:
-    """`cfg` as typed objects with hardware, timer, workloads and systems decided for `experiment`.
+@cache
+def _schema(figure: type[FigureConf]) -> type[Config]:
+    return create_model("Config", __base__=Config, figure=(figure, ...))
+
+
+def typed(cfg: DictConfig | Config, experiment: Experiment) -> Config:
+    """Return `cfg` as typed objects, with the experiment's own `figure`; `ConfigError` for what cannot be."""
+    return cfg if isinstance(cfg, Config) else validated(cfg, _schema(experiment.conf))
+
+
+def settle(cfg: DictConfig | Config, experiment: Experiment) -> Config:
+    """Return `cfg` as typed objects with hardware, timer, workloads and systems decided for `experiment`.
 
     Raises `ConfigError` for a choice that this machine or figure does not have.
     """
-    cfg = cfg.copy()
-    if OmegaConf.is_missing(cfg, "figure") or cfg.figure is None:
-        raise ConfigError(f"figure is not chosen: run python -m experiments.{experiment.name}")
-    cfg.hardware = settle_hardware(cfg.hardware)
-    settled = cast(Config, OmegaConf.to_object(cfg))
-    check_ranges(settled)
-    if not isinstance(settled.figure, experiment.conf):
-        raise ConfigError(
-            f"figure={settled.figure.title!r} is not {experiment.name}'s own: leave figure= out, or run its script"
-        )
-    settled.timer.name = experiment.clock or _timer(settled.timer.name, settled.hardware.device)
-    settled.workload.names = _workloads(settled)
-    settled.system.names = _systems(settled, experiment)
-    return settled
+    given = typed(cfg, experiment)
+    settled = given.model_copy(update={"hardware": _settled(given.hardware)})
+    clock = experiment.clock or _timer(given.timer.name, given.hardware.device)
+    parts = {
+        "timer": TimerConf(name=clock),
+        "workload": given.workload.model_copy(update={"names": _workloads(settled)}),
+        "system": given.system.model_copy(update={"names": _systems(settled, experiment)}),
+    }
+    return settled.model_copy(update=parts)
 
 
-def by_clocks(cfg: DictConfig, settled: Config, experiment: Experiment) -> dict[str, Config]:
+def by_clocks(given: Config, settled: Config, experiment: Experiment) -> dict[str, Config]:
     """Map every clock that is to time `experiment` to `settled` with that clock: the one of `settled`, and where
-    `cfg` leaves the choice for operators on a GPU before it the host's, which is the paper's and decides most claims.
+    `given` leaves the choice for operators on a GPU before it the host's, which is the paper's and decides most claims.
     """
     clocks = [settled.timer.name]
-    if experiment.host_clock_too and cfg.timer.name == AUTO and settled.hardware.device == "cuda":
+    if experiment.host_clock_too and given.timer.name == AUTO and settled.hardware.device == "cuda":
         clocks = [HOST_CLOCK, *clocks]
-    return {clock: replace(settled, timer=TimerConf(clock)) for clock in clocks}
+    return {clock: settled.model_copy(update={"timer": TimerConf(name=clock)}) for clock in clocks}
 
 
-def settle_hardware(hardware: DictConfig) -> DictConfig:
-    """`hardware` with nulls filled in from `conf/hardware/<name>.yaml`, the number of CPU threads and, on a CPU, how
-    much empties the caches decided.
-    """
+def _settled(hardware: HardwareConf) -> HardwareConf:
+    """Fill in nulls: from `conf/hardware/<name>.yaml`, and by this machine's cores and caches."""
     known = CONF / "hardware" / f"{hardware.name}.yaml"
-    usual = dict(OmegaConf.load(known)) if known.exists() else {"flush_mib": HardwareConf.flush_mib}  # type: ignore[arg-type]
-    for key in ("bandwidth_gb_s", "tflop_s", "flush_mib"):
-        if hardware[key] is None:
-            hardware[key] = usual.get(key)
-    if hardware.device not in ("cpu", "cuda"):
-        raise ConfigError(f"hardware.device={hardware.device!r} must be cpu or cuda: choose hardware=auto")
-    if hardware.flush_mib is None:
-        hardware.flush_mib = _beyond_the_caches()
-    if hardware.threads is None:
+    usual: dict[str, Any] = dict(OmegaConf.load(known)) if known.exists() else {"flush_mib": 256}  # type: ignore[arg-type]
+    values = usual | {key: value for key, value in hardware.model_dump().items() if value is not None}
+    if values.get("flush_mib") is None:  # an eighth more than the last cache of a CPU, or enough where it is unknown
+        values["flush_mib"] = max(64, math.ceil(1.125 * (environment.l3_mib() or 0)))
+    if values.get("threads") is None:
         set_by_user = os.environ.get("OMP_NUM_THREADS", "")
-        hardware.threads = int(set_by_user) if set_by_user.isdigit() else environment.usable_cores()
-    return hardware
-
-
-def _beyond_the_caches() -> int:
-    """MiB that no cache of this CPU holds: an eighth more than its last level, or 64 where that is less or unknown."""
-    return max(64, math.ceil(1.125 * (environment.l3_mib() or 0)))
+        values["threads"] = int(set_by_user) if set_by_user.isdigit() else environment.usable_cores()
+    return HardwareConf.model_validate(values)
 
 
 def _timer(name: str, device: str) -> str:
@@ -134,6 +127,11 @@ def _workloads(cfg: Config) -> list[str]:
                 "Choose workload=all or one of these, or register yours in experiments/workload/popularity.py"
             )
     return list(names)
+
+
+def choice(name: str) -> str:
+    """Return the command line's spelling of a name: `skewed`, `gather_bmm`, `backbone` also for `backbone X@W`."""
+    return re.sub(r"\W+", "_", name.removesuffix(" X@W").lower())
 
 
 def _systems(cfg: Config, experiment: Experiment) -> list[str]:
@@ -172,3 +170,39 @@ def refuse_unread(given: Iterable[str], keys: Collection[str], who: str) -> None
         key = re.split(r"[=@]", override.lstrip("+~"))[0]
         if not is_read(key, keys):
             raise ConfigError(f"{override} would change nothing, {key} is not read by {who}: leave it out")
+
+
+def scale_of(hardware: str) -> str:
+    """The scale of a run that names none: `laptop` where `hardware=` is or finds a CPU, or a GPU of this machine has
+    less memory than `GPU_SCALE`; `gpu` elsewhere.
+    """
+    file = CONF / "hardware" / f"{hardware}.yaml"
+    on_cpu = not file.exists() or OmegaConf.load(file).device == "cpu"  # Hydra refuses a hardware without a file
+    return "laptop" if on_cpu or (gpu_bytes() or GPU_SCALE) < GPU_SCALE else "gpu"
+
+
+def gpu_bytes() -> float | None:
+    """Memory of this machine's smallest visible GPU; None where none says it."""
+    told = [gpu["memory.total"].split()[0] for gpu in environment.gpu_query("memory.total")]
+    return min((float(mib) * 2**20 for mib in told if mib.isdigit()), default=None)
+
+
+def ranks_here(device: str) -> int:
+    """Return the number of tensor-parallel ranks: the largest power of two of the GPUs, 8 at most; on a CPU two."""
+    gpus = len(environment.gpu_query("index")) if device == "cuda" else 2
+    return max(size for size in (1, 2, 4, 8) if size <= max(1, gpus))
+
+
+@cache
+def fitting_model(device: str, scale: str) -> str:
+    """The largest of the paper's models whose weights, shared out over all GPUs of this machine, leave `ROOM` of each
+    for the rest; `llama-tiny` on a CPU, and at scale=smoke.
+    """
+    if device == "cpu" or scale == "smoke":
+        return "llama-tiny"
+    memory = gpu_bytes() or 0.0
+    for name in ("llama2-70b", "llama2-13b"):
+        model = model_conf(name)
+        if model.dtype.bytes * model.backbone_parameters() / ranks_here(device) <= (1 - ROOM) * memory:
+            return name
+    return "llama2-7b"

@@ -24,7 +24,7 @@ DATA = ("paper_results", "results")
 ONLY_SHOW = tuple(
     f"experiments.{room}"
     for room in (
-        "plots", "commands", "claims", "report", "harness.catalogue", "harness.command", "harness.keys",
+        "plots", "commands", "claims", "report", "harness.catalogue", "harness.command", 
         "harness.source",
     )
 )  # fmt: skip

@@ -61,7 +61,7 @@ class RankBench(StreamBench):
         self, model: ModelConf, device: str, limits: Limits, stream: StreamConf, check: tuple[int, int],
         check_layers: int, adapters: dict[str, Any],
     ) -> None:  # fmt: skip
-        small = replace(model, num_hidden_layers=min(check_layers, model.num_hidden_layers))
+        small = model.model_copy(update={"num_hidden_layers": min(check_layers, model.num_hidden_layers)})
         self._small = cache(partial(built, world=RankWorld(small, device, limits, **adapters)))
         super().__init__(RankWorld(model, device, limits, **adapters), stream, *check)
 

@@ -76,7 +76,7 @@ class DenseModel(nn.Module):
 class PackedModel(nn.Module):
     """The same function on parallel layers, q/k/v and gate/up computed at once."""
 
-    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}  # noqa: RUF012
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
     def __init__(self, dense: DenseModel) -> None:
         super().__init__()

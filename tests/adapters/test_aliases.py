@@ -116,7 +116,7 @@ def test_parts_below_one_name_and_parts_below_the_other_belong_together(tenants)
 class Tied(nn.Module):
     """`lm_head` is `embed_tokens`: the head is another name of the table, and its product is not wrapped."""
 
-    embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}  # noqa: RUF012
+    embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}
 
     def __init__(self, *, head_first: bool) -> None:
         super().__init__()

@@ -13,29 +13,9 @@ from fakes import composed
 from hydra import compose, initialize_config_dir
 
 from experiments.harness import command
-from experiments.harness.keys import refuse_unknown
-from experiments.harness.schema import CONF, REPOSITORY, ConfigError
+from experiments.harness.schema import CONF, REPOSITORY
 
 NAME = "fig08_lora_operator"
-
-
-@pytest.mark.parametrize(
-    ("key", "said"),
-    [
-        ("engine.max_batchsize=8", r"\+engine.max_batchsize= would be read by nothing.*mean engine.max_batch_size="),
-        ("scale.repeat=3", "did you mean scale.repeats="),
-        ("figure.batchsizes=[1]", "did you mean figure.batch_sizes="),
-        ("model.zzz=1", "model has no such key; it has name, paper_name"),
-        ("forced=true", "the configuration has no such key; did you mean force="),
-    ],
-)
-def test_a_key_that_was_added_with_a_plus_is_refused_with_the_nearest_there_is(tmp_path, key, said):
-    with pytest.raises(ConfigError, match=said):
-        refuse_unknown(composed(tmp_path, f"+{key}"))
-
-
-def test_what_the_schema_has_is_taken_with_a_plus_too(tmp_path):
-    refuse_unknown(composed(tmp_path, "++scale.repeats=3", "+figure.minutes.smoke=1", name="fig11_textgen"))
 
 
 @pytest.mark.parametrize(("what", "place"), [("REPOSITORY", "this repository"), ("cwd", "the working folder")])
@@ -121,13 +101,10 @@ def test_the_line_for_the_cpu_wheel_installs_the_pinned_torch():
 
 
 SWEEP = """
-import sys
-from dataclasses import dataclass
 from experiments.harness.command import with_options
-from experiments.harness.schema import ConfigError
+from experiments.harness.schema import ConfigError, Settings
 
-@dataclass
-class Options:
+class Options(Settings):
     size: int = 1
 
 def job(options):

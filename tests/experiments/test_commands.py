@@ -53,7 +53,7 @@ def test_help_is_our_own_and_says_what_the_figure_is():
 
 @pytest.mark.parametrize(
     ("argument", "expected"),
-    [("scale.repeat=3", "Key 'repeat' not in 'ScaleConf'"), ("workload=foo", "Could not find 'workload/foo'")],
+    [("scale.repeat=3", "did you mean scale.repeats=?"), ("workload=foo", "Could not find 'workload/foo'")],
 )
 def test_a_mistake_is_a_message_without_a_traceback(tmp_path, argument, expected):
     done = command("fig08_lora_operator", f"paths.outputs={tmp_path}", argument)

@@ -1,26 +1,26 @@
-"""Configuration: every experiment composes at every scale, and mistakes are refused with a message that helps."""
+"""Configuration: every experiment composes at every scale, and a mistake is one sentence that helps."""
 
 import json
-import re
+import subprocess
 import sys
 
 import pytest
 from fakes import Fake, composed
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from experiments.harness import schema, settings
 from experiments.harness.catalogue import experiments
+from experiments.harness.command import or_exit, register_app
 from experiments.harness.resume import run
-from experiments.harness.schema import CONF, ConfigError, choice, register_app
-from experiments.harness.settings import folders, keys_read, refuse_unread, settle
+from experiments.harness.schema import CONF, BatchConf, ConfigError, validated
+from experiments.harness.settings import choice, folders, keys_read, refuse_unread, settle
+from experiments.measure import environment
 from experiments.measure.records import TIMERS
 from experiments.workload.popularity import WORKLOADS
 
 ALL = {experiment.name: experiment for experiment in experiments()}
+OPERATORS = ALL["fig08_lora_operator"]
 GPU_ONLY = ("ext_determinism", "ext_today", "ext_own_server")
 NEEDS_A_SERVER = "ext_server"
 SLOW = pytest.mark.slow
@@ -40,34 +40,19 @@ def test_every_figure_file_has_its_script():
     assert {path.stem for path in (CONF / "figure").glob("*.yaml")} == set(ALL)
 
 
-def choices(tmp_path, group):
-    """What `group=` takes: files of conf/ and what the registries put into Hydra's ConfigStore."""
-    composed(tmp_path)
-    stored = [name for name in ConfigStore.instance().repo.get(group, {})]
-    return [*(path.stem for path in (CONF / group).glob("*.yaml")), *(name.removesuffix(".yaml") for name in stored)]
-
-
-
-@pytest.mark.parametrize(
-    "group", ["model", "hardware", "workload", "adapters", "timer", pytest.param("system", marks=SLOW)]
-)
+@SLOW
+@pytest.mark.parametrize("group", ["model", "hardware", "workload", "adapters", "timer", "system"])
 def test_every_choice_of_every_group_composes(tmp_path, group):
-    found = choices(tmp_path, group)
-    assert len(found) >= 3
-    for name in found:
-        assert composed(tmp_path, f"{group}={name}")[group] is not None
-
-
-@pytest.mark.slow
-def test_workloads_systems_and_timers_are_choices_by_being_registered(tmp_path):
-    assert set(choices(tmp_path, "workload")) == {"all", *(name.lower() for name in WORKLOADS.names())}
-    assert set(choices(tmp_path, "timer")) == {"auto", *TIMERS}
+    composed(tmp_path)
+    registered = {name.removesuffix(".yaml") for name in ConfigStore.instance().repo.get(group, {})}
     systems = {name for experiment in ALL.values() for name in composed(tmp_path, name=experiment.name).figure.systems}
-    assert set(choices(tmp_path, "system")) == {"all", *(choice(name) for name in systems)}
-    assert {"punica", "hf_peft_mixed", "gather_bmm", "sgmv", "backbone", "true_rank"} <= set(
-        choices(tmp_path, "system")
-    )
-    assert not [group for group in ("workload", "system", "timer") if (CONF / group).exists()]
+    expected = {
+        "workload": {"all", *(name.lower() for name in WORKLOADS.names())}, "timer": {"auto", *TIMERS},
+        "system": {"all", *map(choice, systems)},
+    }  # fmt: skip
+    assert registered == expected.get(group, set())
+    for name in registered or {path.stem for path in (CONF / group).glob("*.yaml")}:
+        assert composed(tmp_path, f"{group}={name}")[group] is not None
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -79,134 +64,110 @@ def test_every_system_of_a_figure_can_be_chosen_alone(tmp_path, name):
         assert settle(cfg, ALL[name]).system.names == [system]
 
 
-def test_the_scale_chooses_the_model_unless_the_user_does(tmp_path):
-    assert composed(tmp_path).model.name == "llama-tiny"
-    assert composed(tmp_path, "scale=laptop").model.name == "llama-small"
-    assert composed(tmp_path, "scale=laptop", "model=llama2-13b").model.name == "llama2-13b"
-
-
 @pytest.mark.parametrize(
-    ("override", "expected"),
+    ("override", "parts"),
     [
-        ("scale.repeat=3", "repeat"),
-        ("figure.h3=4", "h3"),
-        ("scale.repeats=many", "many"),
-        ("figure.dtype=float8", "float8"),
-        ("workload=foo", "foo"),
-        ("model=llama3", "llama3"),
-        ("system=tgi", "tgi"),
-        ("figure.batch_sizes=64", "64"),
+        ("scale.repeats=0", ["scale.repeats=0 must be at least 1", "choose"]),
+        ("scale.warmup=-1", ["scale.warmup=-1 must be at least 0"]),
+        ("scale.max_len=2", ["scale.max_len=2 must be at least 3"]),
+        ("scale.patience=-0.5", ["scale.patience=-0.5 must be at least 0"]),
+        ("figure.h1=0", ["figure.h1=0 must be at least 1"]),
+        ("hardware.threads=0", ["hardware.threads=0 must be at least 1"]),
+        ("adapters.ranks=[16,0]", ["0 of adapters.ranks=[16, 0] must be at least 1"]),
+        ("figure.batch_sizes=[]", ["figure.batch_sizes=[]", "at least 1", "figure.batch_sizes=[1,8,64]"]),
+        ("figure.batch_sizes=64", ["figure.batch_sizes=64 must be a list", "figure.batch_sizes=[value,value]"]),
+        ("scale.repeats=many", ["scale.repeats=many", "integer"]),
+        ("figure.dtype=float8", ["figure.dtype=float8", "'float16' or 'bfloat16'"]),
+        ("hardware.device=tpu", ["hardware.device=tpu", "'cpu' or 'cuda'"]),
+        ("model.num_attention_heads=7", ["model.hidden_size=64 must be a multiple of model.num_attention_heads=7"]),
+        ("scale.repeat=3", ["scale.repeat=", "did you mean scale.repeats=?"]),
+        ("+scale.repeat=3", ["scale.repeat=", "did you mean scale.repeats=?"]),
+        ("+engine.max_batchsize=8", ["did you mean engine.max_batch_size=?"]),
+        ("figure.batchsizes=[1]", ["did you mean figure.batch_sizes=?"]),
+        ("+forced=true", ["the configuration has no such key", "did you mean force=?"]),
+        ("+model.zzz=1", ["model has no such key; it has name, paper_name"]),
+        ("scale.repeats=???", ["scale.repeats= is missing: give scale.repeats=<value>"]),
+        ("workload=foo", ["'workload/foo'", "distinct"]),
+        ("model=llama3", ["'model/llama3'", "llama2-7b"]),
+        ("workload.names=[Popular]", ["'Popular'", "known: Distinct, Uniform, Skewed, Identical"]),
+        ("system=punica", ["'punica'", "fig08_lora_operator", "Loop"]),
+        ("timer=cuda_graph", ["timer='cuda_graph'", "timer=host_clock"]),
     ],
 )
-def test_a_mistyped_key_or_value_fails_while_composing(tmp_path, override, expected):
-    with pytest.raises((HydraException, OmegaConfBaseException)) as caught:
-        composed(tmp_path, override)
-    text = f"{caught.value} {caught.value.__cause__}"
-    assert expected in text
+def test_a_mistake_is_one_sentence_with_value_limit_and_remedy(tmp_path, capsys, override, parts):
+    """Before anything is measured."""
+    fake = Fake()
+    with pytest.raises(SystemExit):
+        or_exit(lambda: run(composed(tmp_path, override), fake))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert [part for part in ("error: ", *parts) if part not in line] == [], line
+    assert fake.measured == []
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("workload.names=[Popular]", r"'Popular'.*known: Distinct, Uniform, Skewed, Identical"),
-        ("system=punica", r"'punica'.*fig08_lora_operator.*Loop"),
-        ("timer=cuda_graph", r"timer='cuda_graph'.*timer=host_clock"),
-        ("hardware.device=tpu", r"hardware\.device='tpu'"),
-    ],
-)
-def test_a_choice_that_cannot_run_is_refused_before_measuring(tmp_path, override, message):
-    with pytest.raises(ConfigError, match=message):
-        run(composed(tmp_path, override), ALL["fig08_lora_operator"])
+def test_many_figures_are_refused_as_one():
+    register_app("reproduce", "", "commands.reproduce", BatchConf)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("reproduce", overrides=["scale.repeats=0"])
+    with pytest.raises(ConfigError, match=r"scale\.repeats=0 must be at least 1"):
+        validated(cfg, BatchConf)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("scale.repeats=0", r"scale\.repeats=0 must be at least 1"),
-        ("adapters.ranks=[16,0]", r"adapters\.ranks=\[16, 0\]"),
-        ("figure.batch_sizes=[]", r"figure\.batch_sizes=\[\]"),
-        ("hardware.threads=0", r"hardware\.threads=0"),
-        ("scale.warmup=-1", r"scale\.warmup=-1 must be at least 0: choose scale\.warmup=0 or more"),
-        ("scale.max_len=2", r"scale\.max_len=2 must be at least 3"),
-        ("figure.h1=0", r"figure\.h1=0 must be at least 1"),
-    ],
-)
-def test_a_value_out_of_range_names_key_value_and_limit(tmp_path, override, message):
-    with pytest.raises(ConfigError, match=message):
-        run(composed(tmp_path, override), Fake())
+def test_what_the_schema_has_is_taken_with_a_plus_too(tmp_path):
+    cfg = composed(tmp_path, "++scale.repeats=4", "+figure.minutes.smoke=1", name="fig11_textgen")
+    settled = settle(cfg, ALL["fig11_textgen"])
+    assert (settled.scale.repeats, settled.figure.minutes["smoke"]) == (4, 1.0)
 
 
 def test_a_choice_narrows_the_grid(tmp_path):
-    cfg = settle(composed(tmp_path, "workload=skewed", "system=sgmv"), ALL["fig08_lora_operator"])
-    points = ALL["fig08_lora_operator"].points(cfg)
+    points = OPERATORS.points(settle(composed(tmp_path, "workload=skewed", "system=sgmv"), OPERATORS))
     assert {(point.workload, point.system) for point in points} == {("Skewed", "SGMV")}
 
 
-def test_hardware_auto_fills_in_the_ceilings_of_a_known_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(schema.environment, "hardware_slug", lambda: "h200")
+@pytest.mark.parametrize(("slug", "ceilings", "flush"), [("h200", (4800, 989), 256), ("rtx-4090", (None, None), 256)])
+def test_hardware_auto_fills_in_the_ceilings_of_a_known_gpu(tmp_path, monkeypatch, slug, ceilings, flush):
+    monkeypatch.setattr(environment, "hardware_slug", lambda: slug)
     cfg = settle(composed(tmp_path, "scale=laptop", "hardware=auto"), ALL["fig07_sgmv_roofline"])
-    assert (cfg.hardware.name, cfg.hardware.device, cfg.hardware.bandwidth_gb_s) == ("h200", "cuda", 4800)
-    assert (cfg.timer.name, cfg.hardware.dtype.name) == ("cuda_graph", "float16")
-    monkeypatch.setattr(schema.environment, "hardware_slug", lambda: "rtx-4090")
-    cfg = settle(composed(tmp_path, "scale=laptop", "hardware=auto"), ALL["fig07_sgmv_roofline"])
-    assert (cfg.hardware.name, cfg.hardware.bandwidth_gb_s, cfg.hardware.flush_mib) == ("rtx-4090", None, 256)
+    found = cfg.hardware
+    assert (found.name, found.device, found.dtype.name, found.flush_mib) == (slug, "cuda", "float16", flush)
+    assert (found.bandwidth_gb_s, found.tflop_s) == ceilings
+    assert cfg.timer.name == "cuda_graph"
 
 
 @pytest.mark.parametrize(
-    ("slug", "overrides", "scale", "model"),
+    ("slug", "gpus", "overrides", "scale", "model"),
     [
-        ("cpu", [], "laptop", "llama-small"),
-        ("h200", [], "gpu", "llama2-7b"),
-        ("rtx-4090", [], "gpu", "llama2-7b"),
-        ("h200", ["hardware=auto"], "gpu", "llama2-7b"),
-        ("h200", ["hardware=cpu"], "laptop", "llama-small"),
-        ("cpu", ["hardware=h200"], "gpu", "llama2-7b"),
-        ("h200", ["scale=laptop"], "laptop", "llama-small"),
-        ("h200", ["scale=paper"], "paper", "llama2-7b"),
-        ("h200", ["model=llama2-13b"], "gpu", "llama2-13b"),
-        ("cpu", ["scale=gpu"], "gpu", "llama2-7b"),
+        ("cpu", [], [], "laptop", "llama-small"),
+        ("h200", [], [], "gpu", "llama2-7b"),
+        ("rtx-4090", [], [], "gpu", "llama2-7b"),
+        ("h200", [], ["hardware=cpu"], "laptop", "llama-small"),
+        ("cpu", [], ["hardware=h200"], "gpu", "llama2-7b"),
+        ("h200", [], ["scale=laptop"], "laptop", "llama-small"),
+        ("h200", [], ["scale=paper", "model=llama2-13b"], "paper", "llama2-13b"),
+        ("a100-80g", ["81920 MiB"], [], "gpu", "llama2-7b"),
+        ("a100-40g", ["40960 MiB"], [], "laptop", "llama-small"),
+        ("a100-80g", ["81920 MiB", "24576 MiB"], [], "laptop", "llama-small"),
+        ("gb10", ["[N/A]"], [], "gpu", "llama2-7b"),
+        ("a100-40g", ["40960 MiB"], ["scale=gpu"], "gpu", "llama2-7b"),
     ],
 )
-def test_a_run_that_names_no_scale_has_that_of_its_hardware(tmp_path, monkeypatch, slug, overrides, scale, model):
+def test_a_run_that_names_no_scale_has_that_of_its_hardware_and_its_memory(
+    tmp_path, monkeypatch, slug, gpus, overrides, scale, model
+):
     composed(tmp_path)  # registers the figures
-    register_app("reproduce", "", "commands.reproduce", schema="batch")
-    monkeypatch.setattr(schema.environment, "hardware_slug", lambda: slug)
-    monkeypatch.setattr(schema.environment, "gpu_query", lambda *_: [])
+    register_app("reproduce", "", "commands.reproduce", BatchConf)
+    monkeypatch.setattr(environment, "hardware_slug", lambda: slug)
+    monkeypatch.setattr(environment, "gpu_query", lambda *_: [{"memory.total": told} for told in gpus])
     with initialize_config_dir(str(CONF), version_base="1.3"):
         figure, command = (compose(name, overrides=overrides) for name in ("fig10_layer", "reproduce"))
     assert (figure.scale.name, figure.model.name) == (scale, model)
     assert command.scale == figure.scale
 
 
-@pytest.mark.parametrize(
-    ("slug", "gpus", "overrides", "scale"),
-    [
-        ("a100-80g", ["81920 MiB"], [], "gpu"),
-        ("a100-40g", ["40960 MiB"], [], "laptop"),
-        ("a100-80g", ["81920 MiB", "24576 MiB"], [], "laptop"),
-        ("gb10", ["[N/A]"], [], "gpu"),
-        ("a100-40g", ["40960 MiB"], ["scale=gpu"], "gpu"),
-    ],
-    ids=["80 GB", "40 GB", "the smaller of two", "does not say", "named"],
-)
-def test_a_gpu_without_room_for_figure_11_has_the_scale_of_a_laptop(
-    tmp_path, monkeypatch, slug, gpus, overrides, scale
-):
-    composed(tmp_path)  # registers the figures
-    monkeypatch.setattr(schema.environment, "hardware_slug", lambda: slug)
-    monkeypatch.setattr(schema.environment, "gpu_query", lambda *_: [{"memory.total": told} for told in gpus])
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("fig11_textgen", overrides=overrides)
-    assert (cfg.scale.name, cfg.hardware.device) == (scale, "cuda")
-
-
-@pytest.mark.parametrize(("l3", "flush"), [(260.0, 293), (480.0, 540), (16.0, 64), (None, 64)])
+@pytest.mark.parametrize(("l3", "flush"), [(260.0, 293), (16.0, 64), (None, 64)])
 def test_a_cpu_empties_its_caches_beyond_the_last_level_that_it_reports(tmp_path, monkeypatch, l3, flush):
-    monkeypatch.setattr(settings.environment, "l3_mib", lambda: l3)
-    cfg = settle(composed(tmp_path, "scale=laptop"), ALL["fig08_lora_operator"])
-    assert cfg.hardware.flush_mib == flush
-    cfg = settle(composed(tmp_path, "scale=laptop", "hardware.flush_mib=7"), ALL["fig08_lora_operator"])
-    assert cfg.hardware.flush_mib == 7
+    monkeypatch.setattr(environment, "l3_mib", lambda: l3)
+    for words, expected in ((["scale=laptop"], flush), (["scale=laptop", "hardware.flush_mib=7"], 7)):
+        assert settle(composed(tmp_path, *words), OPERATORS).hardware.flush_mib == expected
 
 
 def test_every_figure_of_a_cpu_has_its_share_of_twenty_minutes():
@@ -217,15 +178,13 @@ def test_every_figure_of_a_cpu_has_its_share_of_twenty_minutes():
     assert sum(minutes.values()) < 16.01  # three more are for set-up, one for judging
 
 
-def test_smoke_rows_lie_apart(tmp_path):
+def test_smoke_rows_are_apart(tmp_path):
     smoke, laptop = folders(composed(tmp_path)), folders(composed(tmp_path, "scale=laptop"))
     assert smoke.fresh_rows == tmp_path / "cpu" / "smoke" / "rows"
     assert laptop.fresh_rows == tmp_path / "cpu" / "rows"
 
 
-def test_deciding_what_is_stale_needs_no_torch(tmp_path):
-    import subprocess
-
+def test_deciding_what_is_stale_needs_no_torch():
     code = (
         "import sys, experiments.commands.reproduce; from experiments.harness.catalogue import experiments;"
         "heavy = {'torch', 'matplotlib', 'pandas'} & set(sys.modules); assert not heavy, heavy; assert experiments()"
@@ -238,44 +197,28 @@ def test_deciding_what_is_stale_needs_no_torch(tmp_path):
     [
         ("fig08_lora_operator", "model=llama-tiny", "model"),
         ("fig08_lora_operator", "adapters.alpha=8", "adapters.alpha"),
-        ("fig08_lora_operator", "engine.page_size=8", "engine.page_size"),
-        ("fig08_lora_operator", "scale.seq_lens=[16]", "scale.seq_lens"),
-        ("fig01_batching", "workload=skewed", "workload"),
         ("fig01_batching", "timer=host_clock", "timer"),
         ("fig11_textgen", "scale.batch_sizes=[1]", "scale.batch_sizes"),
-        ("fig11_textgen", "adapters.slots=4", "adapters.slots"),
     ],
 )
 def test_what_an_experiment_does_not_read_is_refused(name, override, key):
-    with pytest.raises(
-        ConfigError, match=rf"{re.escape(override)} would change nothing, {key} is not read by {name}: "
-    ):
+    with pytest.raises(ConfigError, match=f"{key} is not read by {name}: leave it out"):
         refuse_unread(["scale=smoke", override], keys_read(ALL[name]), name)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_what_an_experiment_reads_is_not_refused(name):
-    given = [
-        "scale=smoke",
-        "hardware=cpu",
-        "+paths.outputs=x",
-        "force=true",
-        "draw=false",
-        "system=all",
-        "figure.title=T",
-    ]
-    refuse_unread(given, keys_read(ALL[name]), name)
-    refuse_unread([f"{key}=1" for key in ALL[name].reads], keys_read(ALL[name]), name)
+    usual = ["scale=smoke", "hardware=cpu", "+paths.outputs=x", "force=true", "system=all", "figure.title=T"]
+    refuse_unread([*usual, *(f"{key}=1" for key in ALL[name].reads)], keys_read(ALL[name]), name)
 
 
-@pytest.mark.slow
+@SLOW
 def test_every_declared_key_exists(tmp_path):
     for experiment in ALL.values():
         cfg = composed(tmp_path, name=experiment.name)
         for key in keys_read(experiment):
-            OmegaConf.select(cfg, key, throw_on_missing=True)
-            assert OmegaConf.select(cfg, key.rpartition(".")[0] or key) is not None, (experiment.name, key)
-            assert key.rpartition(".")[2] in (cfg if "." not in key else cfg[key.split(".")[0]])
+            above, _, last = key.rpartition(".")
+            assert last in (OmegaConf.select(cfg, above) if above else cfg), (experiment.name, key)
 
 
 def test_the_kept_configuration_holds_what_is_read_and_nothing_else(tmp_path):
@@ -283,16 +226,14 @@ def test_the_kept_configuration_holds_what_is_read_and_nothing_else(tmp_path):
     kept = json.loads((tmp_path / "cpu/smoke/rows/fig08_lora_operator.json").read_text())
     assert set(kept) == {"figure", "hardware", "workload", "adapters", "system", "timer", "scale", "force", "draw"}
     assert kept["figure"]["h1"] == kept["scale"]["hidden_size"] == 96
+    assert (kept["timer"], kept["figure"]["dtype"]) == ({"name": "auto"}, "float32")
     assert set(kept["adapters"]) == {"ranks"}
     assert {"name", "repeats", "batch_sizes"} <= set(kept["scale"])
     assert not {"seq_lens", "requests", "model_batch_sizes"} & set(kept["scale"])
 
 
 @pytest.mark.parametrize("name", ["fig01_batching", "fig11_textgen"])
-def test_what_only_the_host_clock_can_time_says_so_on_a_gpu(tmp_path, name):
+def test_what_only_the_host_clock_can_time_has_it_on_a_gpu_too(tmp_path, name):
     for timer in ("auto", "cuda_graph"):
         cfg = settle(composed(tmp_path, "hardware=h200", f"timer={timer}", name=name), ALL[name])
         assert cfg.timer.name == "host_clock"
-    assert (
-        settle(composed(tmp_path, "hardware=h200", name="fig10_layer"), ALL["fig10_layer"]).timer.name == "cuda_graph"
-    )

@@ -330,7 +330,7 @@ def test_the_figure_stacks_the_parts_of_every_model_and_step():
 
 @pytest.mark.gpu
 def test_a_gpu_says_where_its_time_goes():
-    model = replace(TINY, hidden_size=512, intermediate_size=1024, dtype=DType.float16)
+    model = TINY.model_copy(update=dict(hidden_size=512, intermediate_size=1024, dtype=DType.float16))
     gpu = EngineSteps.of_llama(model, 16, 4, 64, "cuda")
     shapes = {"": shape(adapters=(0,) * 3), "Distinct": shape()}
     cases = breakdown.measured(gpu, shapes, replace(PROTOCOL, device="cuda"))

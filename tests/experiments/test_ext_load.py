@@ -15,8 +15,8 @@ from experiments.ext_latency_under_load import AT_BASELINE, CAPACITY, WITHOUT_LO
 from experiments.ext_many_adapters import ROOM, Holding, ManyBench
 from experiments.harness import ConfigError, Reading
 from experiments.harness.catalogue import experiments
+from experiments.harness.command import register_names
 from experiments.harness.resume import run
-from experiments.harness.schema import register_names
 from experiments.harness.settings import keys_read, refuse_unread, settle
 from experiments.harness.span import FEWEST_FOR_P99, Span
 from experiments.measure.records import read_rows

@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -330,7 +329,7 @@ def test_tokens_that_depend_on_the_company_are_refused(bench):
     bench.check("vllm", found)
     with pytest.raises(CheckFailed, match=r"vllm: 0.83 of the requests of a mixed batch begin as they do alone"):
         bench.check("vllm", {**found, "together": [*alone[:5], [4, 4]]})
-    bench.model = replace(TINY, dtype=DType.float16)  # where rounding may decide
+    bench.model = TINY.model_copy(update=dict(dtype=DType.float16))  # where rounding may decide
     bench.check("vllm", {**found, "together": [*alone[:5], [4, 4]]})
     with pytest.raises(CheckFailed, match=r"0.67 of the requests of a mixed batch begin"):
         bench.check("vllm", {**found, "together": [*alone[:4], [5, 5], [4, 4]]})

@@ -1,7 +1,6 @@
 """Figure 12: its grid, what bytes allow, the model that fits, the ranks that stay, and one cell on two of them."""
 
 import time
-from dataclasses import replace
 
 import pandas as pd
 import psutil
@@ -10,12 +9,12 @@ import torch
 from fakes import composed
 
 from experiments.fig12_textgen_70b import BASELINE, EXPERIMENT, Fig12, ratios
-from experiments.harness import schema
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading
 from experiments.harness.resume import run
-from experiments.harness.schema import ConfigError, fitting_model, model_conf, ranks_here
-from experiments.harness.settings import settle
+from experiments.harness.schema import ConfigError, model_conf
+from experiments.harness.settings import fitting_model, ranks_here, settle
+from experiments.measure import environment
 from experiments.measure.records import read_rows
 from experiments.plots.serving import draw_ranks
 from experiments.systems import ranks as rank_processes
@@ -83,7 +82,7 @@ def test_what_bytes_allow_of_the_papers_model():
 
 def test_shares_of_adapters_are_those_of_the_slots():
     """Beside the slots of the engine: the elements alone, as a slot also notes its rank."""
-    wide = replace(TINY, hidden_size=256, intermediate_size=512)
+    wide = TINY.model_copy(update=dict(hidden_size=256, intermediate_size=512))
 
     def slot_bytes(sharded: bool) -> int:
         from experiments.benches.model_steps import llama_config
@@ -126,12 +125,12 @@ def test_ratios_are_of_distinct():
 )  # fmt: skip
 def test_the_largest_model_that_fits_all_gpus_together(monkeypatch, gpus, mib, size, name):
     found = [{"index": str(i), "memory.total": f"{mib} MiB"} for i in range(gpus)]
-    monkeypatch.setattr(schema.environment, "gpu_query", lambda *_: found)
+    monkeypatch.setattr(environment, "gpu_query", lambda *_: found)
     fitting_model.cache_clear()
     assert ranks_here("cuda") == size
     assert fitting_model("cuda", "gpu") == name
     assert fitting_model("cuda", "smoke") == fitting_model("cpu", "laptop") == "llama-tiny"
-    monkeypatch.setattr(schema.environment, "gpu_query", lambda *_: [])
+    monkeypatch.setattr(environment, "gpu_query", lambda *_: [])
     assert fitting_model("cuda", "paper") == "llama2-7b"
     fitting_model.cache_clear()
 

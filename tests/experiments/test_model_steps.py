@@ -1,6 +1,5 @@
 """Steps of Figures 1 and 10: right or not timed, a decode step that is begun again follows, what is warmed up."""
 
-from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -106,7 +105,7 @@ def test_the_scale_of_a_gpu_has_the_papers_shapes_at_powers_of_two(tmp_path):
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_decode_step_is_a_graph_that_follows_its_context():
-    wide = replace(TINY, hidden_size=512, intermediate_size=1024, dtype=DType.float16)
+    wide = TINY.model_copy(update=dict(hidden_size=512, intermediate_size=1024, dtype=DType.float16))
     invocation = Invocation(random_llama(wide, "cuda"), 4096)
     check_decode(invocation)
     assert invocation.decode_step(2, 30)().isfinite().all()  # whose graph the check has captured
@@ -122,5 +121,5 @@ def test_on_a_gpu_a_decode_step_is_a_graph_that_follows_its_context():
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_layer_of_figure_10_passes_its_check():
-    wide = replace(TINY, hidden_size=512, intermediate_size=1024, dtype=DType.float16)
+    wide = TINY.model_copy(update=dict(hidden_size=512, intermediate_size=1024, dtype=DType.float16))
     LayerBench(wide, 16, 4, 4096, "cuda").check([1, 2, 3, 4], 300)

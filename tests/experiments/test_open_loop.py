@@ -409,7 +409,8 @@ def test_a_graph_captured_while_the_clock_runs_costs_the_row(systems, monkeypatc
 @pytest.mark.parametrize("folders", [False, True], ids=["memory", "folders"])
 def test_loads_on_a_gpu(folders, tmp_path: Path) -> None:
     """Steps are graphs, slots are written beside them, images of evicted adapters are staged again."""
-    world = World(replace(TINY, dtype=DType.float16, hidden_size=256, intermediate_size=512), "cuda", Limits(4, 48), 8)
+    half = TINY.model_copy(update=dict(dtype=DType.float16, hidden_size=256, intermediate_size=512))
+    world = World(half, "cuda", Limits(4, 48), 8)
     system = FromFolders(world, "punica", 2, 4, tmp_path) if folders else Loaded(world, "punica_resident_first", 2)
     jobs = [Job(PROMPT, 6, 1 + int(index)) for index in drawn_adapters("Uniform", 12, 64, seed=2)]
     check_system(system, jobs, 5, 4)

@@ -211,7 +211,7 @@ def test_a_full_disk_is_one_line_before_anything_is_measured(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("figures=fig08", "a list has brackets, key=[value,value]"),
+        ("figures=fig08", "must be a list, which has brackets: figures=[value,value]"),
         ("figures=fig08,fig09", "Ambiguous value"),
         ("figures=[8", "no viable alternative at input '[8'"),
         ("figure.minutes.laptop=0.01", "figure.minutes.laptop=0.01 is of one figure, and this command takes many"),
@@ -219,8 +219,8 @@ def test_a_full_disk_is_one_line_before_anything_is_measured(tmp_path):
         ("~scale", "~scale: ~ is no home folder here, and no key can be deleted"),
         ("paths.outputs=~/results", "paths.outputs=~/results: ~ is no home folder here"),
         ("scale=foo", "Could not find 'scale/foo' Available options in 'scale': gpu laptop paper smoke"),
-        ("scale.repeats=many", "Value 'many' of type 'str' could not be converted to Integer"),
-        ("scale.repeat=3", "Key 'repeat' not in 'ScaleConf'"),
+        ("scale.repeats=many", "scale.repeats=many must be a valid integer"),
+        ("scale.repeat=3", "did you mean scale.repeats=?"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(monkeypatch, capsys, words, said):

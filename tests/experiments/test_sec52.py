@@ -351,7 +351,7 @@ def test_the_figure_does_without_the_overlap():
 @pytest.mark.gpu
 @pytest.mark.parametrize("decode", [None, STEPS], ids=["alone", "beside-decode"])
 def test_every_system_loads_on_a_gpu(tmp_path, decode):
-    bench = Bench(replace(TINY, dtype=DType.float16), 16, "cuda", decode=decode)
+    bench = Bench(TINY.model_copy(update=dict(dtype=DType.float16)), 16, "cuda", decode=decode)
     found = measured(bench, GPU_SYSTEMS, replace(protocol(settled(tmp_path)), device="cuda"))
     for one in found.values():
         assert len(one.device) == len(one.load) == len(one.host) == 3

@@ -145,7 +145,7 @@ HALF = [torch.float16, torch.bfloat16]
 
 @pytest.fixture(scope="module", params=HALF, ids=str)
 def half_world(request) -> World:
-    model = replace(TINY, dtype=DType(str(request.param).removeprefix("torch.")))
+    model = TINY.model_copy(update=dict(dtype=DType(str(request.param).removeprefix("torch."))))
     return World(model, "cpu", Limits(max_batch_size=4, max_len=48), rank=8)
 
 

@@ -97,7 +97,7 @@ def test_a_trial_again_replaces_its_rows_and_another_seed_stands_beside_them(run
 def test_mistakes_are_one_error_before_anything_runs(run_as: Any, tmp_path: Path, fields: Any, said: str) -> None:
     run_as()
     with pytest.raises(ConfigError, match=said):
-        reliability(replace(options(tmp_path), **fields))
+        reliability(options(tmp_path).model_copy(update=fields))
     assert list(tmp_path.iterdir()) == []
 
 
