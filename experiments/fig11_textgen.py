@@ -58,7 +58,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from experiments.facts.systems import SYSTEMS, measured_baselines
 from experiments.harness import CheckFailed, Config, ConfigError, Experiment, FigureConf, main
@@ -94,7 +94,8 @@ class TextgenConf(FigureConf):
 class Fig11(Experiment):
     """Throughput per model (the panels), popularity and system."""
 
-    name, figure, order, conf = "fig11_textgen", "11", 70, TextgenConf
+    name, figure, order = "fig11_textgen", "11", 70
+    conf: ClassVar[type[FigureConf]] = TextgenConf
     reads = (
         "model", "workload", "engine", "adapters.ranks", "adapters.alpha", "adapters.seed", "scale.requests",
         "scale.max_len",

@@ -31,6 +31,7 @@ from experiments.harness.schema import (
     Config,
     ConfigError,
     DType,
+    RunConf,
     Settings,
     keys_of,
     model_conf,
@@ -87,12 +88,12 @@ def said_by_hydra(error: HydraException) -> str:
     """Return what Hydra has against an override, or a choice, in one line."""
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig) and cause.full_key:
-        return unknown(cause.full_key.split("."), [str(key) for key in cause.parent_node])
+        return unknown(cause.full_key.split("."), [str(key) for key in cause.parent_node if key != "hydra"])
     about = re.split(r"\n(?:Config search path|See https|To append)", str(error))[0]
     return " ".join(f"{about} {str(cause or '').partition(chr(10))[0]}; --help lists keys and choices".split())
 
 
-def register_app(name: str, header: str, module: str, schema: type[Settings] = Config, **choices: str | None) -> None:
+def register_app(name: str, header: str, module: str, schema: type[RunConf], **choices: str | None) -> None:
     """Register the primary config `name` of `python -m experiments.<module>`: `conf/config.yaml` with `choices` of its
     groups, the keys of `schema`, and the text of `--help`.
     """
@@ -139,7 +140,7 @@ def register(experiment: Experiment) -> None:
     """Make `experiment` a primary config of Hydra, with its schema, its systems and its own defaults."""
     described = sys.modules[type(experiment).__module__].__doc__ or experiment.name
     choices = {"figure": experiment.name, **experiment.defaults}
-    register_app(experiment.name, described.strip(), experiment.name, **choices)
+    register_app(experiment.name, described.strip(), experiment.name, Config, **choices)
     register_names("system", OmegaConf.load(CONF / "figure" / f"{experiment.name}.yaml").systems)
     store = ConfigStore.instance()
     store.store(name=experiment.name, group="schema/figure", node=keys_of(experiment.conf), package="figure")
@@ -179,7 +180,7 @@ def with_options(name: str, doc: str, module: str, conf: type[S], job: Callable[
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise ConfigError(f"{twice[0]}= is given twice: give it once")
         if empty := [key for key, _, value in words if not value]:
-            raise ConfigError(f"{empty[0]}= is empty: give {empty[0]}=<value>, --help lists the options")
+            raise ConfigError(f"{empty[0]}= is missing: give {empty[0]}=<value>, --help lists the options")
         job(validated(cfg, conf))
 
     launch(name, task)

@@ -197,10 +197,10 @@ def test_smoke_beside_real_rows_is_noted(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a=x"], "error: b= is missing; "),
-        (["a=", "b=y"], "error: a= is missing; "),
+        (["a=x"], "error: b= is missing"),
+        (["a=", "b=y"], "error: a= is missing"),
         (["a=x", "a=y", "b=z"], "error: a= is given twice"),
-        (["a=x", "b=y", "c=z"], "Key 'c' not in 'Options'"),
+        (["a=x", "b=y", "c=z"], "c= would be read by nothing"),
         (["results"], "Error parsing override 'results'"),
     ],
     ids=" ".join,
