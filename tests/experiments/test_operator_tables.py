@@ -276,7 +276,7 @@ def test_the_listing_of_experiments_does_not_pay_for_torch():
     [
         (["table=Z"], "error: table=Z is unknown: choose table=A"),
         (["A"], "Error parsing override 'A'"),
-        (["table=A", "speed=1"], "Key 'speed' not in 'Options'"),
+        (["table=A", "speed=1"], "speed= would be read by nothing"),
     ],
     ids=["table", "no-key", "option"],
 )
@@ -351,4 +351,4 @@ class TestTuner:
         command = [sys.executable, "-m", tune.__name__, "minute=3"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode != 0
-        assert "Key 'minute' not in 'Options'" in done.stderr
+        assert "minute= would be read by nothing" in done.stderr
