@@ -24,7 +24,6 @@ from punica.cluster.loaded_versions import LoadedVersions
 from punica.cluster.policy import ClusterPolicy
 from punica.cluster.runner import JoiningRequest, RunnerDescription, StepCommand, StepReply
 from punica.engine.intake import StateFactory, check_tokens
-from punica.engine.text import TextCodec
 from punica.scheduling import Request, RequestState
 
 _MOST_REMEMBERED = 1024  # entries of the cache of adapter ranks
@@ -98,7 +97,7 @@ class Dispatcher:
         self.description = description
         self.max_queued = check_count("max_queued", max_queued)
         self.policy = self._policy(rule)
-        self.codec = None if description.tokenizer is None else TextCodec(description.tokenizer)
+        self.codec = description.codec
         self._states = StateFactory(description.seed, description.defaults, self.codec)
         self.startable: set[str] = set()
         self.decisions_s: list[float] = []

@@ -22,6 +22,7 @@ from punica.cluster.adapter_files import AdapterFiles, AdapterFolderCache, Store
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, RequestState
 from punica.engine.pretrained import GenerationDefaults
+from punica.engine.text import TextCodec
 from punica.models import LlamaForCausalLM
 from punica.parallel import get_tensor_model_parallel_rank
 from punica.scheduling.admission import FirstComeFirstServed
@@ -42,7 +43,7 @@ def random_engine(
 @dataclass(frozen=True)
 class RunnerDescription:
     """Sizes and settings of a runner, for the scheduler. ``num_pages`` of ``page_size`` tokens are its engine's blocks
-    without the reserve. Requests without a seed get theirs from ``seed``. ``tokenizer`` and ``defaults`` are its
+    without the reserve. Requests without a seed get theirs from ``seed``. ``codec`` and ``defaults`` are its
     engine's. ``versions``: of the adapters that it was started with.
     """
 
@@ -54,7 +55,7 @@ class RunnerDescription:
     has_lora: bool
     seed: int
     defaults: GenerationDefaults
-    tokenizer: Any = field(repr=False)
+    codec: TextCodec | None = field(repr=False)
     versions: Mapping[int, tuple[Hashable, AdapterVersion]] = field(default_factory=dict, repr=False)
 
     @property
@@ -135,7 +136,7 @@ class Runner:
         return RunnerDescription(
             config.max_batch_size, config.total_blocks - _reserve(config), config.block_size, config.max_model_len,
             engine.vocab_size, engine.manager is not None or config.ignore_adapters, config.seed, engine.defaults,
-            None if engine.codec is None else engine.codec.tokenizer, self._versions(),
+            engine.codec, self._versions(),
         )  # fmt: skip
 
     def step(self, command: StepCommand) -> StepReply:

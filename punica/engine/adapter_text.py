@@ -1,8 +1,8 @@
 """Chat template and tokenizer that an adapter's folder may hold beside its weights.
 
-Training tools save both there. The template is used for chats with that adapter, and with it the special tokens that
-its tokenizer's configuration names; the end token ends the answer. The tokenizer is not: prompts are encoded by the
-base model's, and one with another vocabulary is warned of once.
+Training tools save both there. Chats are rendered by the base model's template, unless the operator trusts those of the
+folders: then theirs is used, with the special tokens that its tokenizer's configuration names, and the end token ends
+the answer. Prompts are encoded by the base model's tokenizer. What is not used is warned of once.
 """
 
 import json
@@ -19,17 +19,30 @@ _MOST_BYTES, _MOST_TEMPLATE_BYTES = 64 << 20, 1 << 20
 
 
 class AdapterText:
-    """Texts of adapter folders beside the base model's ``tokenizer``."""
+    """Texts of adapter folders beside the base model's ``tokenizer``; ``trusted``: their templates are used."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._home = Path(getattr(tokenizer, "name_or_path", "") or ".")
+    def __init__(self, tokenizer: Any, trusted: bool) -> None:
+        self._home, self._trusted = Path(getattr(tokenizer, "name_or_path", "") or "."), trusted
         self._checked: set[tuple[str, int, int]] = set()
 
-    def template_of(self, folder: str) -> tuple[str, dict[str, str]] | None:
+    def template_of(self, folder: str | None) -> tuple[str, dict[str, str]] | None:
         """Return the chat template in a folder, as it is now, and its special tokens by name (``"eos_token"``).
 
-        ``None``: it has no template, or there is no such folder.
+        ``None``: it has no template, there is no such folder, or folders are not trusted.
         """
+        return self._found(folder) if self._trusted and folder is not None else None
+
+    def check_template(self, folder: str) -> None:
+        """Warn once of a template in a folder that is not trusted."""
+        is_new = [self._is_new(Path(folder, name)) for name in (_TEMPLATE, _CONFIG)]
+        if not self._trusted and any(is_new) and self._found(folder) is not None:
+            warnings.warn(
+                f"adapter folder {clip(folder)} has a chat template of its own; the base model's is used. To use "
+                "templates of adapters, if their folders are trusted: adapter_templates=True, --adapter-templates",
+                stacklevel=2,
+            )
+
+    def _found(self, folder: str) -> tuple[str, dict[str, str]] | None:
         template, content = _read(Path(folder, _TEMPLATE), _MOST_TEMPLATE_BYTES), _read(Path(folder, _CONFIG))
         configured, special = (None, {}) if content is None else _configured(content)
         text = configured if template is None else template.decode("utf-8", errors="replace")
@@ -39,14 +52,8 @@ class AdapterText:
         """Warn once if a folder's tokenizer differs from the base model's."""
         for name in _TOKENIZERS:
             path = Path(folder, name)
-            try:
-                status = path.stat()
-            except (OSError, ValueError):
+            if not self._is_new(path):
                 continue
-            version = (str(path), status.st_mtime_ns, status.st_size)
-            if version in self._checked:
-                continue
-            self._checked.add(version)
             own, base = _read(path), _read(self._home / name)
             if own is not None and base is not None and own != base and _vocabulary(own) != _vocabulary(base):
                 warnings.warn(
@@ -54,6 +61,17 @@ class AdapterText:
                     "the base model's; prompts of this adapter are encoded by the base model's",
                     stacklevel=2,
                 )
+
+    def _is_new(self, path: Path) -> bool:
+        """Tell once of each version of a file that it is there."""
+        try:
+            status = path.stat()
+        except (OSError, ValueError):
+            return False
+        version = (str(path), status.st_mtime_ns, status.st_size)
+        known = version in self._checked
+        self._checked.add(version)
+        return not known
 
 
 def _read(path: Path, most: int = _MOST_BYTES) -> bytes | None:

@@ -33,6 +33,8 @@ class EngineConfig:
             and at most 2 tensor-parallel ranks.
         fp8_kv_cache: one byte per element of keys and values (float8_e4m3fn) instead of the model's two or four; tokens
             may differ from the model's.
+        adapter_templates: chats with an adapter are rendered by the template in its folder, if it has one, in the
+            engine's process: for folders that are trusted.
         seed: base of the seeds derived, with the arrival number, for requests that have none.
     """
 
@@ -45,6 +47,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     batch_invariant: bool = False
     fp8_kv_cache: bool = False
+    adapter_templates: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -61,7 +64,7 @@ class EngineConfig:
             raise ValueError(
                 f"adapter_index_rule is {self.adapter_index_rule!r}, must be one of {list(ADAPTER_INDEX_RULES)}"
             )
-        for name in ("ignore_adapters", "cuda_graphs", "batch_invariant", "fp8_kv_cache"):
+        for name in ("ignore_adapters", "cuda_graphs", "batch_invariant", "fp8_kv_cache", "adapter_templates"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
 

@@ -129,7 +129,7 @@ class Engine(Generation):
         self._overlap = Overlap(self.runner, self.scheduler, self._residency, config.adapter_index_rule)
         self._next: BegunStep | None = None  # launched already
         self._requests: dict[str, RequestState] = {}  # waiting and running
-        self.codec = None if tokenizer is None else TextCodec(tokenizer)
+        self.codec = None if tokenizer is None else TextCodec(tokenizer, config.adapter_templates)
         self.defaults, self.max_model_len = defaults or GenerationDefaults(), config.max_model_len
         self._intake = Intake(config, self.vocab_size, self.blocks, self._residency, self.defaults, self.codec)
         self.warm_up_s = 0.0
@@ -142,7 +142,8 @@ class Engine(Generation):
         dtype: torch.dtype | str | None = None, device: torch.device | str | None = None,
         max_model_len: int | None = None, memory_fraction: float = 0.9, max_batch_size: int = 32, block_size: int = 16,
         num_blocks: int | None = None, fp8_kv_cache: bool = False, cuda_graphs: bool = True,
-        batch_invariant: bool = False, seed: int = 0, admission: str = "fcfs", warm_up: bool | None = None, **lora: Any,
+        batch_invariant: bool = False, adapter_templates: bool = False, seed: int = 0, admission: str = "fcfs",
+        warm_up: bool | None = None, **lora: Any,
     ) -> "Engine":  # fmt: skip
         """Build an engine for the checkpoint in ``folder`` (nothing is downloaded), and load ``adapters``.
 
@@ -157,8 +158,8 @@ class Engine(Generation):
                 8192, and what the cache holds.
             memory_fraction: fraction of the memory free after loading weights for slots and cache; less on a GPU if
                 CUDA graphs would not fit beside them.
-            max_batch_size, block_size, num_blocks, fp8_kv_cache, cuda_graphs, batch_invariant, seed: as in
-                :class:`EngineConfig`; ``num_blocks=None``: a full batch at full length, or what fits.
+            max_batch_size, block_size, num_blocks, fp8_kv_cache, cuda_graphs, batch_invariant, adapter_templates, seed:
+                as in :class:`EngineConfig`; ``num_blocks=None``: a full batch at full length, or what fits.
             warm_up: as in :class:`Engine`.
             lora: fields of a :class:`LoRAConfig`. Defaults: ``max_lora_rank`` of the widest adapter, ``max_loras`` the
                 number of adapters, at most ``max_batch_size + 1``. Without adapters and fields: no LoRA layers.
@@ -171,7 +172,8 @@ class Engine(Generation):
         requests = as_requests(adapters)
         sizes = {
             "max_batch_size": max_batch_size, "block_size": block_size, "num_blocks": num_blocks,
-            "fp8_kv_cache": fp8_kv_cache, "cuda_graphs": cuda_graphs, "batch_invariant": batch_invariant, "seed": seed,
+            "fp8_kv_cache": fp8_kv_cache, "cuda_graphs": cuda_graphs, "batch_invariant": batch_invariant,
+            "adapter_templates": adapter_templates, "seed": seed,
         }  # fmt: skip
         parts = load_pretrained(folder, requests, dtype, device, max_model_len, memory_fraction, sizes, lora)
         tokenizer = None if parts.codec is None else parts.codec.tokenizer

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from punica.checks import check_encodable, clip
 from punica.engine.adapter_text import AdapterText
 from punica.engine.prompts import is_chat, messages_of
-from punica.engine.rendering import TemplateProcess
 from punica.scheduling import SamplingParams
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
@@ -32,16 +31,21 @@ _TEMPLATE_ARGUMENTS = frozenset({
 
 
 class TextCodec:
-    """A transformers tokenizer; decoded text has no special tokens, unless asked for."""
+    """A transformers tokenizer; decoded text has no special tokens, unless asked for.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    ``adapter_templates``: chats with an adapter take the template of its folder, which runs in this process.
+    """
+
+    def __init__(self, tokenizer: Any, adapter_templates: bool = False) -> None:
+        self.tokenizer, self.adapter_templates = tokenizer, adapter_templates
         self._lock = threading.Lock()  # encoding sets options of the tokenizer
-        self._adapters = AdapterText(tokenizer)
-        self._untrusted = TemplateProcess()
+        self._adapters = AdapterText(tokenizer, adapter_templates)
         own, plain = type(tokenizer), PreTrainedTokenizerFast
         is_plain = all(getattr(own, name, None) is getattr(plain, name) for name in ("decode", "_decode"))
         self._fast = tokenizer.backend_tokenizer if is_plain else None  # half the time of its wrapper, once per token
+
+    def __reduce__(self) -> tuple[type, tuple[Any, bool]]:
+        return TextCodec, (self.tokenizer, self.adapter_templates)
 
     def encode(
         self, prompt: str | Sequence[Mapping[str, Any]], adapter_folder: str | None = None,
@@ -49,9 +53,9 @@ class TextCodec:
     ) -> list[int]:  # fmt: skip
         """Encode a text, with the tokenizer's special tokens, or a chat by its template, with a generation prompt.
 
-        A chat is ``[{"role": "user", "content": "..."}]``. The template in ``adapter_folder`` takes precedence over the
-        tokenizer's, and is rendered within limits (:mod:`punica.engine.rendering`). ``arguments``: further variables of
-        the template, e.g. ``{"enable_thinking": False}``. Role ``developer`` is ``system`` for a template without it.
+        A chat is ``[{"role": "user", "content": "..."}]``. With ``adapter_templates`` the one in ``adapter_folder``
+        takes precedence over the tokenizer's. ``arguments``: further variables of the template, e.g.
+        ``{"enable_thinking": False}``. Role ``developer`` is ``system`` for a template without it.
 
         ValueError: a lone surrogate; messages that are none; no chat template, or it refuses the messages.
         """
@@ -67,9 +71,7 @@ class TextCodec:
 
         None where that template is not used: for other prompts than chats. ValueError: the tokenizer has no such token.
         """
-        if adapter_folder is None or not is_chat(prompt):
-            return ()
-        _, special = self._adapters.template_of(adapter_folder) or ("", {})
+        _, special = (self._adapters.template_of(adapter_folder) if is_chat(prompt) else None) or ("", {})
         if (end := special.get("eos_token")) is None:
             return ()
         token_id = self.tokenizer.convert_tokens_to_ids(end)
@@ -162,19 +164,19 @@ class TextCodec:
         messages = messages_of(chat)
         if taken := sorted(_TEMPLATE_ARGUMENTS.intersection(arguments)):
             raise ValueError(f"chat template arguments {taken} are set by the engine; leave them out")
-        own = None if adapter_folder is None else self._adapters.template_of(adapter_folder)
+        if adapter_folder is not None:
+            self._adapters.check_template(adapter_folder)
+        own = self._adapters.template_of(adapter_folder)
         template, special = own or (getattr(self.tokenizer, "chat_template", None), {})
         if isinstance(template, Mapping):
             template = template.get("default")
         if not _DEVELOPER.search(str(template)):
             messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
         try:
-            if own is not None:
-                variables = {**self.tokenizer.special_tokens_map, **special, "add_generation_prompt": True, **arguments}
-                return self._untrusted.render(own[0], messages, variables)
             rendered: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **arguments
-            )
+                messages, chat_template=own and own[0], tokenize=False, add_generation_prompt=True,
+                **{**special, **arguments},
+            )  # fmt: skip
         except Exception as error:  # any exception of a template
             raise ValueError(
                 f"the chat template cannot turn {clip(messages)} into a prompt: {clip(str(error))}; pass a "

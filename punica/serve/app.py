@@ -88,11 +88,10 @@ def app_of(backend: Backend, settings: Settings) -> FastAPI:
             yield
         finally:
             await backend.stop()
-            for workers in (tokenizing, rendering):
-                workers.shutdown()
+            tokenizing.shutdown()
 
-    tokenizing, rendering = (ThreadPoolExecutor(1, f"punica-{name}") for name in ("tokenizer", "templates"))
-    generator = Generator(backend, codec, TokenStrings(codec), room, stopping, tokenizing, rendering)
+    tokenizing = ThreadPoolExecutor(1, "punica-tokenizer")
+    generator = Generator(backend, codec, TokenStrings(codec), room, stopping, tokenizing)
     app = _App(title="punica", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.stopping = stopping  # for the server
     app.add_middleware(BodyLimit, max_body=settings.max_body)

@@ -107,6 +107,10 @@ def parser() -> ArgumentParser:
         "--step-timeout", type=number(float, 0.001), metavar="SECONDS",
         help="a runner of --ray whose step takes longer is killed",
     )  # fmt: skip
+    made.add_argument(
+        "--adapter-templates", action="store_true",
+        help="chats use the template in their adapter's folder, in the engine's process: for trusted folders",
+    )  # fmt: skip
     made.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
     return made
 
@@ -173,6 +177,7 @@ def _sizes(options: Namespace) -> dict[str, Any]:
     """
     names = ("max_model_len", "max_batch_size", "max_loras", "max_cpu_loras", "max_lora_rank", "dtype")
     sizes = {name: value for name in names if (value := getattr(options, name)) is not None}
+    sizes["adapter_templates"] = options.adapter_templates
     if options.allow_folder and not options.adapter:
         sizes.setdefault("max_lora_rank", 16)
     if options.ray is None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from multiprocessing.connection import Connection
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -37,16 +37,11 @@ REFUSALS = (ImportError, OSError, RuntimeError, TypeError, ValueError)
 class EngineDescription:
     """Sizes and settings of the engine, for the server: the first message."""
 
-    tokenizer: Any = field(repr=False)
+    codec: TextCodec | None = field(repr=False)
     defaults: GenerationDefaults
     max_model_len: int
     num_places: int
     has_lora: bool
-
-    @cached_property
-    def codec(self) -> TextCodec | None:
-        """The engine's tokenizer, in this process."""
-        return None if self.tokenizer is None else TextCodec(self.tokenizer)
 
 
 class Message(NamedTuple):
@@ -134,9 +129,8 @@ def run(orders: Connection, messages: Connection, build: Callable[[], Engine]) -
         messages.send(portable(error))
         return
     limit_threads(engine.runner.model)
-    tokenizer = None if engine.codec is None else engine.codec.tokenizer
     places, has_lora = engine.config.max_batch_size, engine.manager is not None
-    messages.send(EngineDescription(tokenizer, engine.defaults, engine.max_model_len, places, has_lora))
+    messages.send(EngineDescription(engine.codec, engine.defaults, engine.max_model_len, places, has_lora))
     made = RemoteStepper(engine, messages)
     gc.freeze()  # a collection of all that was imported would halt the steps
     stepper.set_result(made)

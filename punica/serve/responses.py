@@ -44,8 +44,7 @@ class Prompt(NamedTuple):
 class Generator:
     """State shared by all generation calls: the engine, its tokenizer, the limit of requests, the server's end.
 
-    ``tokenizing``: one thread, so that long prompts stop neither the event loop nor the steps. ``rendering``: another
-    for chats with adapters, whose templates may take long, so that all else does not wait for them.
+    ``tokenizing``: one thread, so that long prompts stop neither the event loop nor the steps.
     """
 
     backend: Backend
@@ -54,7 +53,6 @@ class Generator:
     room: Room
     stopping: Stopping
     tokenizing: ThreadPoolExecutor
-    rendering: ThreadPoolExecutor
 
     async def encode(self, body: CompletionBody | ChatBody, adapter: LoRARequest | None) -> list[Prompt]:
         """Encode all prompts. ApiError 400: the tokenizer or its chat template refuses one."""
@@ -68,8 +66,7 @@ class Generator:
             ]
 
         try:
-            thread = self.rendering if folder is not None and isinstance(body, ChatBody) else self.tokenizing
-            return await asyncio.get_running_loop().run_in_executor(thread, encode)
+            return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
         except Exception as error:  # whatever a tokenizer raises
             raise ApiError(400, _told(error, adapter), _prompt_name(body)) from error
 

@@ -22,7 +22,7 @@ USER = {"role": "user", "content": "Hi"}
 @pytest.fixture
 def talker(backbone) -> Engine:
     """An engine with a tokenizer whose bytes are the first 256 ids; texts begin with an id beyond its vocabulary."""
-    config = EngineConfig(max_batch_size=8, max_model_len=64)
+    config = EngineConfig(max_batch_size=8, max_model_len=64, adapter_templates=True)
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.post_processor = byte_fallback_tokenizer().backend_tokenizer.post_processor
     return Engine(backbone.model(), config.lora_config(16), config, tokenizer=tokenizer)
@@ -30,7 +30,7 @@ def talker(backbone) -> Engine:
 
 @pytest.fixture
 def codec() -> TextCodec:
-    return TextCodec(byte_tokenizer())
+    return TextCodec(byte_tokenizer(), adapter_templates=True)
 
 
 def prompt_ids(engine: Engine, prompts: Any, **more: Any) -> list[list[int]]:
@@ -247,6 +247,22 @@ def test_chats_take_the_template_of_the_adapter(talker, adapter, how) -> None:
     assert said(talker, both[2]) == "Hi"
 
 
+def test_a_template_that_is_not_trusted_is_warned_of_once(adapter) -> None:
+    codec = TextCodec(byte_tokenizer())
+    own_template(Path(adapter.lora_path), "config")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [codec.encode([USER], adapter.lora_path) for _ in range(3)] == [codec.encode([USER])] * 3
+        assert codec.end_token_ids([USER], adapter.lora_path) == ()
+    assert sum("chat template of its own" in str(one.message) for one in caught) == 1
+
+
+def test_templates_in_configurations_have_a_limit(codec, tmp_path) -> None:
+    for size, is_taken in ((1 << 20, True), (1 + (1 << 20), False)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "a" * size}))
+        assert (codec.decode(codec.encode([USER], str(tmp_path))) == "a" * size) == is_taken
+
+
 def test_a_rewritten_template_is_the_one_in_use(talker, adapter) -> None:
     own_template(Path(adapter.lora_path), "file")
     prompt_ids(talker, [USER], adapters=adapter)
@@ -334,7 +350,7 @@ def test_without_a_named_end_token_the_models_own_remain(codec, adapter, end) ->
 def test_a_developer_is_the_system_where_a_template_knows_none(place, known, tmp_path) -> None:
     template = "{% if m.role == 'developer' %}dev{% endif %}" if known else "a developer's \"template\""
     template = "{% for m in messages %}<{{ m.role }}>" + template + "{% endfor %}"
-    codec = TextCodec(byte_tokenizer())
+    codec = TextCodec(byte_tokenizer(), adapter_templates=True)
     if place == "adapter":
         (tmp_path / "chat_template.jinja").write_text(template)
     else:

@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from punica.cluster.ray_runners import CHECK_TIMEOUT_S
 from punica.cluster.timeouts import Timeouts
-from punica.engine import rendering
 from punica.serve import app, catalogue, cli, folders, launch, protocol, runners_thread, server
 from punica.serve.runner_metrics import RunnerMetrics
 
@@ -66,10 +65,6 @@ def test_its_limits_are_those_of_the_server() -> None:
     }  # fmt: skip
     for name, limit in expected.items():
         assert limit in limits[name], name
-    template = limits["chat template of an adapter's folder"]
-    memory = f"{rendering.MOST_BYTES >> 20} MiB"
-    assert template.startswith(f"{rendering.CPU_S:.0f} s of processor time, {memory}, {rendering.MOST_CHARACTERS:,}")
-    assert f"refused for {rendering.REFUSED_S:.0f} s" in PAGE
     assert f"`--drain` seconds ({cli.DRAIN_S:g})" in PAGE
     assert f"`--grace` seconds ({cli.GRACE_S:g})" in PAGE
     assert f"`--step-timeout` ({Timeouts().step_s:.0f} s)" in PAGE

@@ -1,8 +1,7 @@
-"""Chat templates in adapter folders, over the API: limits, and what waits for them."""
+"""Chat templates in adapter folders, over the API."""
 
 import json
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,76 +9,51 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
+from fastapi.testclient import TestClient
 from tokenizers import pre_tokenizers
 
-from punica.engine import rendering
+from punica.adapters import LoRARequest
+from punica.engine import Engine
+from punica.serve.app import Settings, make_app
 
 MESSAGES = [{"role": "user", "content": "hi"}]
-HOSTILE = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-@pytest.fixture
-def chat(shared: Any, world: Any) -> Any:
-    """Chat of an adapter whose folder gets this template; the adapter's name is ``own``."""
-    client, folder = shared[1], Path(world.checkpoint.parent, "adapters/own")
-
-    def ask(template: str) -> Any:
-        (folder / "chat_template.jinja").write_text(template)
-        return client.post("/v1/chat/completions", json={"model": "own", "messages": MESSAGES, "max_tokens": 2})
-
-    shutil.copytree(world.adapters[0].absolute_path, folder)
-    client.post("/v1/load_lora_adapter", json={"lora_name": "own", "lora_path": str(folder)})
-    yield ask
-    client.post("/v1/unload_lora_adapter", json={"lora_name": "own"})
-    shutil.rmtree(folder)
-
-
-def test_a_template_that_takes_too_long_is_refused_by_its_limit(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "CPU_S", 0.25)
-    answer = chat(HOSTILE)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
-    assert "more than 0.25 s of processor time" in answer.json()["error"]["message"]
-    assert chat("{{ messages[0].content }}!").json()["usage"]["prompt_tokens"] == 3
-
-
-def test_a_chat_ends_where_the_template_of_its_adapter_does(chat: Any, client: Any, world: Any) -> None:
-    chat("{{ messages[0].content }}")
-    config = Path(world.checkpoint.parent, "adapters/own/tokenizer_config.json")
+@pytest.fixture(params=[True, False], ids=["trusted", "untrusted"])
+def chat(request: Any, world: Any, tmp_path: Path) -> Any:
+    """Whether templates of folders are used; the answer to a chat with an adapter of this template and end token."""
+    folder = shutil.copytree(world.adapters[0].absolute_path, tmp_path / "own")
+    adapter = LoRARequest("own", 1, str(folder))
+    engine = Engine.from_pretrained(
+        world.checkpoint, [adapter], device="cpu", max_model_len=64, adapter_templates=request.param
+    )
     number = sorted(pre_tokenizers.ByteLevel.alphabet()).index("Q")
-    body = {"model": "own", "messages": MESSAGES, "max_tokens": 5, "logit_bias": {number: 100}}
-    for end, tokens in ((None, 5), ("Q", 1)):
-        config.write_text(json.dumps({"eos_token": end}))
-        answer = client.post("/v1/chat/completions", json=body).json()
-        assert answer["usage"]["completion_tokens"] == tokens
-        assert answer["choices"][0]["message"]["content"] == ("" if end else "QQQQQ")
-        assert answer["choices"][0]["finish_reason"] == ("stop" if end else "length")
-    streamed = client.post("/v1/chat/completions", json={**body, "stream": True}).text
-    assert '"Q"' not in streamed
-    config.write_text(json.dumps({"eos_token": "<|no such|>"}))
-    answer = client.post("/v1/chat/completions", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
-    assert "eos_token '<|no such|>', which is no token of the model" in answer.json()["error"]["message"]
+
+    def ask(template: str, end: str | None, **more: Any) -> Any:
+        (folder / "chat_template.jinja").write_text(template)
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        body = {"model": "own", "messages": MESSAGES, "max_tokens": 5, "logit_bias": {number: 100}}
+        return client.post("/v1/chat/completions", json={**body, **more})
+
+    with TestClient(make_app(engine, Settings("tiny", [adapter]))) as client:
+        yield request.param, ask
 
 
-def test_only_chats_with_adapters_wait_for_a_template(chat: Any, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, may_end, answers = threading.Event(), threading.Event(), []
+def test_a_chat_takes_template_and_end_of_its_adapter_where_these_are_trusted(chat: Any) -> None:
+    trusted, ask = chat
+    plain = ask("{{ messages[0].content }}!", None).json()
+    assert (plain["usage"]["prompt_tokens"] == 3) == trusted
+    assert plain["choices"][0]["message"]["content"] == "QQQQQ"
+    ended = ask("{{ messages[0].content }}!", "Q").json()
+    assert ended["usage"]["completion_tokens"] == (1 if trusted else 5)
+    assert ended["choices"][0]["finish_reason"] == ("stop" if trusted else "length")
+    assert ('"Q"' in ask("a", "Q", stream=True).text) != trusted
 
-    def slow(*_: Any) -> str:
-        begun.set()
-        assert may_end.wait(60)
-        return "ab"
 
-    monkeypatch.setattr(rendering.TemplateProcess, "render", slow)
-    waiting = threading.Thread(target=lambda: answers.append(chat("slow")))
-    waiting.start()
-    try:
-        assert begun.wait(60)
-        body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
-        assert client.post("/v1/chat/completions", json=body).status_code == 200
-        body = {"model": "own", "prompt": "a", "max_tokens": 2}
-        assert client.post("/v1/completions", json=body).status_code == 200
-        assert not answers
-    finally:
-        may_end.set()
-        waiting.join()
-    assert answers[0].json()["usage"]["prompt_tokens"] == 2
+def test_faults_of_a_trusted_template_are_the_callers_answer(chat: Any) -> None:
+    trusted, ask = chat
+    for template, end in (("{% for %}", None), ("{{ [].a.b }}", None), ("a", "<|no such|>")):
+        answer = ask(template, end)
+        assert answer.status_code == (400 if trusted else 200)
+        if trusted:
+            assert answer.json()["error"]["param"] == "messages"
