@@ -28,18 +28,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
-from IPython.display import Markdown, display
+from IPython.display import display
 
 sys.path.insert(
     0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
             if (f / "paper_results").is_dir())
 )  # fmt: skip
-from experiments.claims.asked import asked, asked_table
 from experiments.ext_latency_under_load import EXPERIMENT as LOAD
 from experiments.ext_many_adapters import EXPERIMENT as MANY
 from experiments.facts.systems import baselines, name_of
 from experiments.fig11_textgen import EXPERIMENT as FIG11
-from experiments.report.machines import read_folder
 from notebooks.stored_rows import SideBySide
 
 ROOT = Path(sys.path[0])
@@ -85,15 +83,6 @@ def speed_up(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
 
 
 display(*MACHINES.table(FIG11, speed_up))
-
-# %% [markdown]
-# What an H200 was asked to reach, as ratios of one machine's rows with their span over repeats. The bounds are those of
-# bytes that a GPU's step moves: a CPU has none. Many adapters and whole streams are here as well.
-
-# %%
-for machine, stored in MACHINES.machines.items():
-    if found := asked(read_folder(stored.folder)):
-        display(Markdown(f"**{machine}**"), Markdown("\n".join(asked_table(found))))
 
 # %% [markdown]
 # ## 2. What D04 did

@@ -34,7 +34,6 @@ sys.path.insert(
     0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
             if (f / "paper_results").is_dir())
 )  # fmt: skip
-from experiments.claims.fig11 import ranks_table
 from experiments.claims.fig13 import runners_table
 from experiments.claims.placement import placement_verdicts
 from experiments.claims.predictions import (
@@ -74,13 +73,8 @@ display(*MACHINES.figure(FIG12))
 
 # %% [markdown]
 # Plain adapters keep one factor whole on every rank; fully sharded ones (which the paper has not) cut both, for less
-# memory and fewer bytes, and pay two small collectives more per pair of layers. At every number of ranks, beside what
-# was asked of 70B on data-centre GPUs; on a CPU a toy model is cut, whose numbers say only that it works:
-
-# %%
-tables = {name: ranks_table(frame) for name, frame in ROWS.items()}
-shown = [Markdown("\n".join([f"**{name}**", "", *table])) for name, table in tables.items() if table]
-display(*(shown or [missing(FIG12)]))
+# memory and fewer bytes, and pay two small collectives more per pair of layers. Results pages have both at
+# every number of ranks; on a CPU a toy model is cut, whose numbers say only that it works.
 
 # %% [markdown]
 # Where a GPU runs out of pages, a request goes on elsewhere (section 5.3): its keys and values are computed again

@@ -8,20 +8,20 @@ import csv
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+from pydantic.dataclasses import dataclass
 
 from experiments.facts.models import MODELS
 from experiments.facts.paper import paper_file
 
 FILE = "claim_bounds.csv"
 TESTS = ("relation", "shape")
-WHEN = ("always", "measured")
 WHERE = {"any": "", "data centre": " (on a data-centre GPU with the paper's models)", "A100": " (on an A100)"}
 """Class of hardware on which a bound counts -> words of the report."""
-ENDS = ("", "low", "high")
-
 _DATA_CENTRE = {
     "v100", "a100", "a800", "a30", "a40", "l40", "l40s", "h20", "h100", "h200", "h800", "gh200", "b100", "b200", "b300",
 }  # fmt: skip
@@ -30,14 +30,14 @@ _PAPER_MODELS = {name for names in MODELS.values() for name in names}
 Interval = tuple[float, float]
 
 
-class Outcome(Enum):
-    """Outcome of one test, or of one bound."""
+class Outcome(IntEnum):
+    """Outcome of one test, or of one bound; the worst first."""
 
-    HOLDS = "holds"
-    FAILS = "fails"
-    NOISE = "within noise"  # a bound is inside the interval of its quantity
-    ELSEWHERE = "counts elsewhere"  # only on another class of hardware
-    MISSING = "missing"  # a quantity that it needs was not measured
+    FAILS = 0
+    NOISE = 1  # a bound is inside the interval of its quantity
+    MISSING = 2  # a quantity that it needs was not measured
+    ELSEWHERE = 3  # it counts only on another class of hardware
+    HOLDS = 4
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,18 @@ class Bound:
     """``low <= quantity <= high`` of one claim; an infinite end is no bound, a ``strict`` end is excluded."""
 
     claim: str
-    test: str
+    test: Literal["relation", "shape"]
     quantity: str
-    low: float
-    high: float
-    when: str
+    when: Literal["always", "measured"]
     reading: str
-    strict: str = ""
-    where: str = "any"
+    low: float = -math.inf
+    high: float = math.inf
+    strict: Literal["", "low", "high"] = ""
+    where: Literal["any", "data centre", "A100"] = "any"
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}; swap them")
 
     def holds(self, value: float) -> bool:
         """Check whether ``value`` is inside, both ends included but for a strict one."""
@@ -89,25 +93,22 @@ class Bound:
         return alone if low and not high else f"{low}{self.quantity}{high}"
 
 
-def read_bounds(folder: str | Path) -> dict[str, dict[str, list[Bound]]]:
-    """Read claim id -> test (``relation``, ``shape``) -> bounds. ValueError names file and line of a bad one."""
+Tests = Mapping[str, Sequence[Bound]]
+"""``relation`` and ``shape`` -> the bounds of that test."""
+
+
+def read_bounds(folder: str | Path) -> dict[str, Tests]:
+    """Read the tests of each claim. ValueError names file, line and column of a bad bound."""
     path = paper_file(folder, FILE)
-    allowed = {"test": TESTS, "when": WHEN, "strict": ENDS, "where": tuple(WHERE)}
     bounds: dict[str, dict[str, list[Bound]]] = defaultdict(lambda: {test: [] for test in TESTS})
     with path.open(newline="", encoding="utf-8") as stream:
         for number, line in enumerate(csv.DictReader(stream), start=2):
-            where = f"{path}, line {number}"
-            for name, choices in allowed.items():
-                if line[name] not in choices:
-                    said = ", ".join(entry or "empty" for entry in choices)
-                    raise ValueError(f"{where}: {name} is {line[name]!r}; it must be one of {said}")
             try:
-                low, high = float(line.pop("low") or "-inf"), float(line.pop("high") or "inf")
-            except ValueError as wrong:
-                raise ValueError(f"{where}: low and high must be numbers or empty: {wrong}") from None
-            if low > high:
-                raise ValueError(f"{where}: low={low} is above high={high}; swap them")
-            bounds[line["claim"]][line["test"]].append(Bound(low=low, high=high, **line))
+                bound = Bound(**{name: text for name, text in line.items() if text})
+            except ValidationError as error:
+                wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+                raise ValueError(f"{path}, line {number}: {wrong}") from None
+            bounds[bound.claim][bound.test].append(bound)
     return dict(bounds)
 
 
@@ -115,24 +116,20 @@ def outcome_of(
     bounds: Sequence[Bound], quantities: Mapping[str, float], intervals: Mapping[str, Interval] | None = None,
     hardware: str = "", models: Sequence[str] = (),
 ) -> Outcome:  # fmt: skip
-    """Return the worst outcome of one test's bounds on a machine: a failure first, then noise.
+    """Return the worst outcome of one test's bounds on a machine; MISSING without an applicable bound.
 
-    Values without an entry in ``intervals`` are taken as exact. A test without an applicable bound is MISSING.
+    Values without an entry in ``intervals`` are taken as exact.
     """
-    found, applied = set(), False
+    found = []
     for bound in bounds:
         value = quantities.get(bound.quantity, math.nan)
         if not bound.counts(hardware, models):
-            found.add(Outcome.ELSEWHERE)
-        elif math.isnan(value):
-            found |= {Outcome.MISSING} if bound.when == "always" else set()
-        else:
-            applied = True
-            found.add(bound.outcome(value, (intervals or {}).get(bound.quantity)))
-    for worst in (Outcome.FAILS, Outcome.NOISE, Outcome.MISSING, Outcome.ELSEWHERE):
-        if worst in found:
-            return worst
-    return Outcome.HOLDS if applied else Outcome.MISSING
+            found.append(Outcome.ELSEWHERE)
+        elif not math.isnan(value):
+            found.append(bound.outcome(value, (intervals or {}).get(bound.quantity)))
+        elif bound.when == "always":
+            found.append(Outcome.MISSING)
+    return min(found, default=Outcome.MISSING)
 
 
 def missed_bounds(bounds: Sequence[Bound], quantities: Mapping[str, float]) -> str:

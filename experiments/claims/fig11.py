@@ -1,5 +1,5 @@
-"""Figures 11 and 12: throughput of serving systems (C25 to C34, C38 to C41), and Figure 12's own bounds at every number
-of ranks. C38 to C40 are about the largest number; the ratio that bytes allow is arithmetic (`rank_bytes`).
+"""Figures 11 and 12: throughput of serving systems (C25 to C34, C38 to C41). C38 to C40 are about the largest number of
+ranks; the ratio that bytes allow is arithmetic (`rank_bytes`).
 """
 
 import re
@@ -10,7 +10,7 @@ import pandas as pd
 
 from experiments.claims.fig01 import LAST, layers
 from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import MET, NotMeasured, Rows, at, curve, markdown, model_for, pick, smallest_step
+from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick, smallest_step
 from experiments.facts.models import MODELS
 from experiments.facts.systems import baselines, name_of
 from experiments.harness.schema import model_conf
@@ -25,17 +25,6 @@ PAPER_CONTEXT = 683
 """Mean context in tokens of the released requests."""
 PAPER_GPUS = 8
 """GPUs over which the paper cuts 70B."""
-PLAIN, SHARDED = "punica", "punica_sharded"
-RATIO, OVER_BYTES, OWN, SPEEDUP = (
-    "distinct_over_backbone_identical", "over_bytes_ratio", "distinct_over_own_identical", "speedup_over_best_baseline",
-)  # fmt: skip
-RANKS_ASKED = {
-    RATIO: ("Distinct / backbone-only Identical", "the better", 0.85),
-    OVER_BYTES: ("the same / what bytes allow", "plain", 0.9),
-    SPEEDUP: ("Distinct / backbone-only Distinct", "the better", 15.0),
-    OWN: ("Distinct / own Identical", "", float("nan")),
-}
-"""Ratio of Figure 12 -> its name, the layout of adapters that is asked, and its least value."""
 
 
 class Serving:
@@ -324,19 +313,3 @@ def lora_adds_two_milliseconds(rows: Rows) -> Finding:
         said[0] += f" ({quantities['extra_ms']:.2f} ms)"
     text = f"{', '.join(said)} of the step ({cell.model})"
     return Finding(quantities, text, models=(cell.model,))
-
-
-def ranks_table(rows: pd.DataFrame) -> list[str]:
-    """Build lines of Markdown, four for each panel of Figure 12 with ratios (a model and a number of ranks)."""
-    chosen = rows[(rows["figure"] == "12") & rows["panel"].str.endswith(" ratios") & rows["metric"].isin(RANKS_ASKED)]
-    lines = []
-    for (panel, model), part in chosen.groupby(["panel", "model"], sort=False):
-        table = part.pivot_table(index="metric", columns="system", values="value", aggfunc="median")
-        table = table.reindex(index=list(RANKS_ASKED), columns=[PLAIN, SHARDED])
-        for (name, which, least), values in zip(RANKS_ASKED.values(), table.to_numpy(), strict=True):
-            value = values[0] if which == "plain" else np.fmax.reduce(values)
-            met = MET[None] if np.isnan(value + least) else MET[bool(value >= least)]
-            bound = f"{which} >= {least:g}" if which else MET[None]
-            where = f"{model}, {str(panel).removesuffix(' ratios').rpartition(', ')[2]}"
-            lines.append([where, name, *(MET[None] if one != one else f"{one:.3g}" for one in values), bound, met])
-    return markdown(("model, ranks", "ratio", "plain", "sharded", "asked", "met"), lines) if lines else []

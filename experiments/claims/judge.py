@@ -1,15 +1,14 @@
-"""Verdicts: our value of every claim against its bounds, and how far they hang on single repeats."""
+"""Verdicts: our value of every claim against its bounds, by the clock that decides, with marks of doubt."""
 
 import csv
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
 import pandas as pd
 
-from experiments.claims.bounds import Bound, Interval, Outcome, described, missed_bounds, outcome_of, read_bounds
+from experiments.claims.bounds import TESTS, Interval, Outcome, Tests, described, missed_bounds, outcome_of, read_bounds
 from experiments.claims.finding import CLAIMS, MEASURED, SIMULATED, Finding, quantities, spans
 from experiments.claims.rows import NotMeasured, Rows, named
 from experiments.facts.models import MODELS
@@ -54,8 +53,6 @@ class Verdict:
         clock: clock of an operator's rows. `clock_missing`: the one that decides, where none of its rows count.
             `other_clock`: verdict and value by the other one.
         disturbed: it rests on disturbed points. `once`: on points of a single run.
-        choices: other choices of the repeats, each alone and all but each, where they change the value; `others`: the
-            words that these give by value alone, where they differ from that of all repeats, and how often.
         reason: what was missing. `command`: what would measure it.
         older_source: the claim's figures whose rows other code than today's measured.
     """
@@ -76,22 +73,24 @@ class Verdict:
     other_clock: str = ""
     reason: str = ""
     command: str = ""
-    quantities: str = ""
-    interval: str = ""
+    quantities: Mapping[str, float] = field(default_factory=dict)
+    interval: Mapping[str, Interval] = field(default_factory=dict)
     disturbed: bool = False
     once: bool = False
-    choices: int = 0
-    others: str = ""
     kind: str = ""
     hardware: str = ""
     older_source: str = ""
 
+    @property
+    def intervals_said(self) -> str:
+        """The intervals in words."""
+        return "; ".join(f"{name}={low:.4g} to {high:.4g}" for name, (low, high) in self.interval.items())
 
-def judge(rows: pd.DataFrame, folder: str | Path, clock: str = "") -> list[Verdict]:
+
+def judge(rows: pd.DataFrame, folder: str | Path) -> list[Verdict]:
     """Judge each claim in ``folder`` (``paper_results``), C01 first, from ``rows`` of one hardware.
 
     ``rows`` has the columns of `experiments.measure.records.Row`, and perhaps ``older`` (see `Verdict.older_source`).
-    ``clock`` decides all claims on operators; empty: each claim's own does.
     ValueError when a column is missing or when rows of several machines are mixed.
     """
     missing = [name for name in COLUMNS if name not in rows]
@@ -100,20 +99,16 @@ def judge(rows: pd.DataFrame, folder: str | Path, clock: str = "") -> list[Verdi
     machines = sorted(set(rows["hardware"]))
     if len(machines) > 1:
         raise ValueError(f"rows of {', '.join(machines)} are mixed; judge one hardware at a time")
-    court = Judge(rows, folder, clock)
+    court = Judge(rows, folder)
     return [court.verdict(statement) for statement in read_claims(folder)]
 
 
 class Judge:
-    """Rows of one machine under each clock, and what was decided before any row: bounds, clocks, words, mechanisms.
+    """Rows of one machine under each clock, and what was decided before any row: bounds, clocks, words, mechanisms."""
 
-    ``only``: the clock that decides all claims on operators, empty for each claim's own.
-    """
-
-    def __init__(self, frame: pd.DataFrame, folder: str | Path, only: str = "") -> None:
+    def __init__(self, frame: pd.DataFrame, folder: str | Path) -> None:
         self.hardware = str(frame["hardware"].iloc[0]) if len(frame) else ""
-        self.bounds, self._frame = read_bounds(folder), frame
-        self.clocks = {id: only or clock for id, clock in claim_clocks(folder).items()}
+        self.bounds, self.clocks, self._frame = read_bounds(folder), claim_clocks(folder), frame
         self._several = len(set(frame["timer"].dropna()) - {""}) > 1
         self._unsteady = set(frame.loc[unsteady(frame), "figure"])
         self._rows: dict[str, Rows] = {}
@@ -148,7 +143,7 @@ class Judge:
         """Return the word for a finding whose intervals are ``known``."""
         relation, shape = (
             outcome_of(self.bounds[id][test], finding.quantities, known, self.hardware, finding.models)
-            for test in ("relation", "shape")
+            for test in TESTS
         )
         most, _ = self._limit(id)
         word = most if most == NOT_TESTABLE else decide(Outcome.ELSEWHERE if most == SHAPE else relation, shape)
@@ -158,64 +153,56 @@ class Judge:
         return word
 
     def _by_clock(self, statement: Statement, clock: str) -> Verdict:
-        rows, figures, bounds = self.rows(clock), statement.figure.split(", "), self.bounds.get(statement.id)
-        function, (most, limit) = CLAIMS.get(statement.id), self._limit(statement.id)
+        id, rows, figures = statement.id, self.rows(clock), statement.figure.split(", ")
+        function, bounds = CLAIMS.get(id), self.bounds.get(id, dict.fromkeys(TESTS, ()))
         verdict = Verdict(
-            statement.id, statement.statement, statement.figure, statement.expected_value, unit=statement.unit,
-            relation_tested=described(bounds["relation"]) if bounds else "",
-            shape_tested=described(bounds["shape"]) if bounds else "", hardware=self.hardware,
-            older_source=", ".join(rows.older(figures)),
+            id, statement.statement, statement.figure, statement.expected_value, unit=statement.unit,
+            relation_tested=described(bounds["relation"]), shape_tested=described(bounds["shape"]),
+            hardware=self.hardware, older_source=", ".join(rows.older(figures)),
         )  # fmt: skip
-        if bounds is None or function is None:
+        if function is None or id not in self.bounds:
             return replace(verdict, verdict=NOT_IMPLEMENTED, reason=f"nothing here computes {_place(statement)}")
         try:
             finding = function(rows)
             if clock and HOST in rows.timers(figures) and self._timed_unsteadily(statement):
                 raise NotMeasured(NOT_STEADY)
         except NotMeasured as reason:
-            if not scales_of(statement, self.hardware, rows):
-                return replace(verdict, verdict=NOT_IMPLEMENTED, reason=f"no script measures {_place(statement)}")
-            if most == NOT_TESTABLE:
-                return replace(verdict, verdict=NOT_TESTABLE, reason=limit)
-            how = command(statement, self.hardware, rows)
-            return replace(verdict, verdict=NOT_MEASURED, reason=str(reason), command=how)
+            return self._without_value(verdict, statement, rows, str(reason))
         measured = finding.kind != SIMULATED
-        alone, without = (
-            [quantities(function, one) for one in choices if measured] for choices in (rows.alone, rows.without)
-        )
-        known = spans(finding.quantities, alone)
-        words = Counter(self.word(statement.id, replace(finding, quantities=one)) for one in (*alone, *without) if one)
-        moved = any(one not in ({}, finding.quantities) for one in (*alone, *without))
-        by_value = self.word(statement.id, finding)
-        word = self.word(statement.id, finding, known)
-        timers = ", ".join(rows.timers(figures) if clock else [])
+        known = spans(finding.quantities, [quantities(function, one) for one in rows.alone] if measured else [])
+        word, (most, limit) = self.word(id, finding, known), self._limit(id)
+        verdict = replace(verdict, verdict=word, clock=", ".join(rows.timers(figures) if clock else []))
         if word == NOT_TESTABLE:
-            return replace(verdict, verdict=word, clock=timers, reason=f"{limit}; measured {finding.text}")
+            return replace(verdict, reason=f"{limit}; measured {finding.text}")
         if word == NOT_MEASURED:
             absent = ", ".join(sorted({bound.quantity for bound in bounds["shape"]} - set(finding.quantities)))
             how = command(statement, self.hardware, rows)
             verdict = replace(verdict, reason=f"the rows do not give {absent}", command=how)
         counting = {
-            test: [one for one in all_ if one.counts(self.hardware, finding.models)] for test, all_ in bounds.items()
+            test: [one for one in found if one.counts(self.hardware, finding.models)] for test, found in bounds.items()
         }
         missed = missed_bounds(counting["relation"], finding.quantities) if word == SIMULATED_SHAPE else ""
-        unlike = word == DIFFERS or missed
-        why = self._mechanisms.get(statement.id, {"sentence": NOT_KNOWN})["sentence"] if unlike else ""
-        remark = _remark(word, counting, finding.quantities, known) if measured else ""
-        disturbed, once = (
-            measured and any(quantities(function, one) != finding.quantities for one in rows.stirred(mark))
+        why = self._mechanisms.get(id, {"sentence": NOT_KNOWN})["sentence"] if word == DIFFERS or missed else ""
+        marks = {
+            mark: measured and any(quantities(function, one) != finding.quantities for one in rows.stirred(mark))
             for mark in ("disturbed", "once")
-        )
+        }
+        remark = _remark(word, counting, finding.quantities, known) if measured else ""
         return replace(
-            verdict, verdict=word, clock=timers, kind=finding.kind, disturbed=disturbed, once=once,
-            choices=words.total() if moved else 0,
-            others=", ".join(f"{name} {times}" for name, times in words.most_common() if name != by_value),
+            verdict, kind=finding.kind, **marks, quantities=finding.quantities, interval=known,
             our_value=finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
-            why=". ".join(filter(None, (missed, why))),
-            remark=remark or (f"at most {most}: {limit}" if most else ""),
-            quantities="; ".join(f"{name}={value:.6g}" for name, value in finding.quantities.items()),
-            interval="; ".join(f"{name}={low:.4g} to {high:.4g}" for name, (low, high) in known.items()),
+            why=". ".join(filter(None, (missed, why))), remark=remark or (f"at most {most}: {limit}" if most else ""),
         )  # fmt: skip
+
+    def _without_value(self, verdict: Verdict, statement: Statement, rows: Rows, reason: str) -> Verdict:
+        """Return the verdict on a claim whose rows are missing."""
+        most, limit = self._limit(statement.id)
+        if not scales_of(statement, self.hardware, rows):
+            return replace(verdict, verdict=NOT_IMPLEMENTED, reason=f"no script measures {_place(statement)}")
+        if most == NOT_TESTABLE:
+            return replace(verdict, verdict=NOT_TESTABLE, reason=limit)
+        how = command(statement, self.hardware, rows)
+        return replace(verdict, verdict=NOT_MEASURED, reason=reason, command=how)
 
     def _timed_unsteadily(self, statement: Statement) -> bool:
         return bool(named(self._unsteady, statement.figure.split(", ")))
@@ -233,9 +220,7 @@ class Judge:
         return line.get("most", ""), line.get("reason", "")
 
 
-def _remark(
-    word: str, bounds: Mapping[str, list[Bound]], found: Mapping[str, float], known: Mapping[str, Interval]
-) -> str:
+def _remark(word: str, bounds: Tests, found: Mapping[str, float], known: Mapping[str, Interval]) -> str:
     """Say which bounds the value misses, by its median where it is within noise; of a value without an interval, which
     are close by.
     """
@@ -269,8 +254,13 @@ def _place(statement: Statement) -> str:
 
 
 def as_frame(verdicts: list[Verdict]) -> pd.DataFrame:
-    """Build a frame of one line per claim, with the columns of `Verdict`."""
-    return pd.DataFrame([asdict(verdict) for verdict in verdicts])
+    """Build a frame of one line per claim, with the columns of `Verdict`; numbers as text."""
+    said = [
+        {"quantities": "; ".join(f"{name}={value:.6g}" for name, value in verdict.quantities.items()),
+         "interval": verdict.intervals_said}
+        for verdict in verdicts
+    ]  # fmt: skip
+    return pd.DataFrame([asdict(verdict) | texts for verdict, texts in zip(verdicts, said, strict=True)])
 
 
 def counts(verdicts: list[Verdict]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 A claim sees one number per point: of central statistics (median, single value, count), without rows of ``scale=smoke``,
 that which `experiments.harness.counted` chooses by the claim's clock (``paper_results/claim_clocks.csv``). Beside it
-are the same rows with one repeat alone, without one, or with some points changed, for intervals and marks.
+are the same rows with one repeat alone, or with some points changed, for intervals and marks.
 """
 
 import itertools
@@ -49,18 +49,16 @@ class Rows:
         self._smoke = set(frame.loc[smoke, "figure"])
         self._older = list(dict.fromkeys(chosen.loc[chosen["older"], "figure"])) if "older" in chosen else []
         self._values = one["value"].to_numpy(dtype=float)
-        known = chosen["repeat"].notna()
-        parts = chosen[known], chosen[known & ~chosen["disturbed"]]
-        wide = [part.pivot(index="point", columns="repeat", values="value") for part in parts]
-        wide = [part.reindex(index=one["point"], columns=wide[0].columns) for part in wide]
-        self._table, self._quiet = (part.to_numpy(dtype=float) for part in wide)
-        self._paired = self._table
+        known = chosen[chosen["repeat"].notna()]
+        wide = known.pivot(index="point", columns="repeat", values="value").reindex(one["point"])
+        quiet = known[~known["disturbed"]].pivot(index="point", columns="repeat", values="value")
+        self._quiet = quiet.reindex(index=one["point"], columns=wide.columns).to_numpy(dtype=float)
+        self._repeats = self._paired = wide.to_numpy(dtype=float)
         one = one.assign(once=one["point"].map(runs) < 2).drop(columns=["value", "point", "counts"])
         texts = [name for name, kind in one.dtypes.items() if isinstance(kind, pd.StringDtype)]
         one = one.astype(dict.fromkeys(texts, object))  # pandas selects objects in one block, texts one by one
         self._frame = one.copy()  # the copy has columns of a kind in one block, quick to select
-        places = sorted(one.groupby("figure").indices.items())
-        self._figures = {str(name): self._frame.take(np.asarray(found)) for name, found in places}
+        self._figures = {str(name): self._frame.loc[places] for name, places in one.groupby("figure").groups.items()}
 
     def figure(self, *names: str) -> pd.DataFrame:
         """Return all rows of the figures whose name is, or begins with, one of ``names``; NotMeasured without any."""
@@ -72,15 +70,18 @@ class Rows:
         return frame.assign(value=self._values[frame.index])
 
     def together(self, places: Sequence[int]) -> np.ndarray:
-        """Return the numbers at ``places`` (a line each) by the repeats that all of them have; of none, those that
-        count.
-        """
-        for table in (self._paired, self._table):
+        """Return the numbers at ``places``, a line each, by the repeats that all have, else those that count."""
+        for table in (self._paired, self._repeats):
             numbers = table[list(places)]
             numbers = numbers[:, ~np.isnan(numbers).any(axis=0)]
             if numbers.size:
                 return numbers
         return self._values[list(places), None]
+
+    def ratio(self, upper: int, lower: int) -> float:
+        """Divide the number at one place by that at another: the median of the ratios of their common repeats."""
+        above, below = self.together([upper, lower])
+        return float(np.median(above / below))
 
     def scale(self, figure: str) -> str:
         """Return the scale of the rows of ``figure``; empty without rows."""
@@ -97,14 +98,7 @@ class Rows:
     @cached_property
     def alone(self) -> list["Rows"]:
         """The rows by undisturbed repeat; a point without that repeat keeps its number."""
-        return [self._with(one[:, None], one[:, None]) for one in self._quiet.T] if self._quiet.shape[1] > 1 else []
-
-    @cached_property
-    def without(self) -> list["Rows"]:
-        """The rows without each repeat in turn, where that leaves more than one."""
-        count = self._table.shape[1]
-        left = [np.delete(self._table, repeat, axis=1) for repeat in range(count if count > 2 else 0)]
-        return [self._with(table, table) for table in left]
+        return [self._with(one, one[:, None]) for one in self._quiet.T] if self._quiet.shape[1] > 1 else []
 
     def stirred(self, what: str) -> list["Rows"]:
         """Return the rows, those whose column ``what`` is true times different factors around 1, so that ratios change
@@ -112,15 +106,13 @@ class Rows:
         """
         chosen = self._frame[what].to_numpy(dtype=bool)
         spread = SHIFT * (2 * (np.arange(1, len(chosen) + 1) * _GOLDEN % 1) - 1) * chosen
-        factors = [(1 + spread)[:, None], (1 - spread)[:, None]] if chosen.any() else []
-        return [self._with(self._values[:, None] * factor, self._table * factor) for factor in factors]
+        factors = [1 + spread, 1 - spread] if chosen.any() else []
+        return [self._with(self._values * factor, self._repeats * factor[:, None]) for factor in factors]
 
-    def _with(self, numbers: np.ndarray, paired: np.ndarray) -> "Rows":
-        """Return the rows with the medians of ``numbers`` where there are some, and repeats ``paired``."""
-        rows, known = copy(self), ~np.isnan(numbers).all(axis=1)
-        rows._values = self._values.copy()
-        rows._values[known] = np.nanmedian(numbers[known], axis=1)
-        rows._paired = paired
+    def _with(self, values: np.ndarray, paired: np.ndarray) -> "Rows":
+        """Return the rows with ``values`` where they are known, and repeats ``paired``."""
+        rows = copy(self)
+        rows._values, rows._paired = np.where(np.isnan(values), self._values, values), paired
         return rows
 
 

@@ -5,13 +5,14 @@ run is not decided: no interval tells what the disturbance did.
 """
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from experiments.claims.finding import MEASURED, SIMULATED
-from experiments.claims.judge import DECIDED, JUDGED, VERDICTS, Verdict, counts
+from experiments.claims.judge import DECIDED, JUDGED, VERDICTS, Verdict
 from experiments.claims.rows import markdown
 
 COLUMNS = ("claim", "statement", "paper", "ours", "tested", "verdict", "why it differs", "figure")
@@ -24,9 +25,9 @@ _POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_l
 
 def total(verdicts: Sequence[Verdict]) -> str:
     """Count the verdicts that occur, e.g. ``9 reproduced, 3 shape holds, ... (52 claims)``."""
-    found = counts(list(verdicts))
+    found = Counter(one.verdict for one in verdicts)
     said = ", ".join(f"{found[verdict]} {verdict}" for verdict in VERDICTS if found[verdict])
-    return f"{said} ({sum(found.values())} claims)"
+    return f"{said} ({len(verdicts)} claims)"
 
 
 def verdict_table(verdicts: Sequence[Verdict], figures: Path, target: Path) -> list[str]:
@@ -34,7 +35,7 @@ def verdict_table(verdicts: Sequence[Verdict], figures: Path, target: Path) -> l
     lines = []
     for one in verdicts:
         value = one.our_value + (" *(simulated)*" if one.kind == SIMULATED else "")
-        interval = f"interval {one.interval}" if one.interval else ""
+        interval = f"interval {one.intervals_said}" if one.interval else ""
         how = f"`{one.command}`" if one.command else ""
         ours = "; ".join(filter(None, (value, interval, one.remark, one.other_clock, one.reason, how)))
         tests = (("paper", one.relation_tested), ("shape", one.shape_tested))
@@ -56,7 +57,7 @@ def figure_links(figure: str, figures: Path, target: Path) -> str:
     for name in figure.split(", "):
         section = name.removeprefix("text ").replace(".", "")
         prefix = f"fig{int(name):02d}_" if name.isdigit() else f"sec{section}_" if section != name else name.lower()
-        found += [(name, path) for path in sorted(figures.glob("*.png")) if path.name.startswith(prefix)]
+        found += [(name, path) for path in sorted(figures.glob(f"{prefix}*.png"))]
     links = [f"[{name}]({Path(os.path.relpath(path, target)).as_posix()})" for name, path in found]
     return ", ".join(links) or "-"
 
@@ -66,8 +67,8 @@ def disturbed_points(rows: pd.DataFrame) -> tuple[int, dict[str, int]]:
     known = rows[rows["disturbed"].notna()]
     if known.empty:
         return 0, {}
-    points = known.assign(disturbed=known["disturbed"].astype(bool)).groupby(_POINT, dropna=False)["disturbed"].any()
-    hit = points[points].reset_index()["figure"].astype(str).value_counts(sort=False)
+    points = known["disturbed"].astype(bool).groupby([known[name] for name in _POINT], dropna=False).any()
+    hit = points[points].groupby("figure").size()
     return len(points), {str(figure): int(count) for figure, count in hit.items()}
 
 
@@ -76,11 +77,11 @@ def disturbance(rows: pd.DataFrame) -> str:
     known, disturbed = disturbed_points(rows)
     if not known:
         return "Disturbed points: not known, these rows do not say."
-    total = sum(disturbed.values())
+    hit = sum(disturbed.values())
     where = "".join(f"; figure {figure}: {count}" for figure, count in disturbed.items())
-    text = f"Disturbed points: {total} of {known} ({100 * total / known:.1f} %){where}."
+    text = f"Disturbed points: {hit} of {known} ({100 * hit / known:.1f} %){where}."
     busy = f" This machine was not idle: one that is has at most {100 * IDLE:.0f} %."
-    return text + (busy if total > IDLE * known else "")
+    return text + (busy if hit > IDLE * known else "")
 
 
 def certainty(verdicts: Sequence[Verdict]) -> str:
@@ -96,13 +97,3 @@ def certainty(verdicts: Sequence[Verdict]) -> str:
     if others := [verdict.id for verdict in measured if verdict.clock_missing]:
         text += f"; {', '.join(others)} by the other clock ({OTHER_CLOCK}), as the one that decides has none that count"
     return f"{text}."
-
-
-def steadiness(verdicts: Sequence[Verdict]) -> str:
-    """Describe how far verdicts depend on which repeats count, in a line; empty without repeats."""
-    known = [one for one in verdicts if one.choices]
-    turned = [f"{one.id} {one.others} of {one.choices}" for one in known if one.others]
-    if not known:
-        return ""
-    text = f"Other choices of the repeats that count: {len(known) - len(turned)} of {len(known)} verdicts stay"
-    return f"{text}. By value alone, without intervals: {'; '.join(turned)}." if turned else f"{text}."

@@ -8,7 +8,7 @@
 
 =========  ==================================================================================================
 fresh      `outputs/<hardware>/`: claims.csv, claims.md, and report.html with the recorded machines beside it
-recorded   `docs/results-*.md`, `results/*/claims*.csv`, `results/*/operator_tables.md`, `results/*/expected/`,
+recorded   `docs/results-*.md`, `results/*/claims.csv`, `results/*/operator_tables.md`, `results/*/expected/`,
            `REPRODUCING.md`, the numbers of `README.md`; `outputs/report.html`
 =========  ==================================================================================================
 
@@ -25,7 +25,7 @@ from experiments.harness.command import given
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import Folders, folders
 from experiments.report.expected import write_expected
-from experiments.report.machines import Machine, columns, machine_of, recorded_folders, recorded_machines, rows_files
+from experiments.report.machines import Machine, machine_of, recorded_folders, recorded_machines, rows_files
 from experiments.report.operators import write_operator_tables
 from experiments.report.page import PAGE, write_page
 from experiments.report.readme import write_readme
@@ -82,10 +82,10 @@ def report(cfg: DictConfig) -> int:
     else:
         here, files = write_fresh(places)
         machines = [here]
-    for name, verdicts in columns(machines).items():
-        print(f"{name}: {total(verdicts)}")
     for machine in machines:
-        print("\n".join(f"{machine.name}: {note}" for note in notes(machine.verdicts, machine.rows)))
+        print(f"{machine.name}: {total(machine.verdicts)}")
+    for machine in machines:
+        print("\n".join(f"{machine.name}: {note}" for note in notes(machine)))
     print("\n".join(f"Written: {file}" for file in files))
     return 0
 

@@ -116,7 +116,7 @@ def _report(cfg: DictConfig, changed: bool) -> tuple[str, list[str]]:
     without rows, and the lines to print.
     """
     from experiments.commands.report import PAGE, write_fresh
-    from experiments.report.ending import ending
+    from experiments.report.major import ending
 
     places = folders(cfg)
     page, rows = places.fresh_rows.with_name(PAGE), [*places.fresh_rows.glob("*.csv")]

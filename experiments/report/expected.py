@@ -159,25 +159,15 @@ def claim_ranges(verdicts: Sequence[Verdict], paper: Path) -> pd.DataFrame:
     """
     scales, lines = read_scales(paper), []
     for verdict in verdicts:
-        spans = _parts(verdict.interval)
         floor = FLOOR if verdict.kind == SIMULATED else _floor(verdict.hardware)
-        for name, value in quantities(verdict).items():
-            ends = [float(end) for end in spans[name].split(" to ")] if name in spans else []
+        for name, value in verdict.quantities.items():
+            scale = scales.get((verdict.id, name), Scale())
             try:
-                low, high = scales.get((verdict.id, name), Scale()).around(value, ends, floor)
+                low, high = scale.around(value, verdict.interval.get(name, ()), floor)
             except ValueError as error:
                 raise ValueError(f"{verdict.id}, {name}: {error}; write its scale into {paper / SCALES}") from None
             lines.append((verdict.id, name, value, low, high, verdict.verdict))
     return pd.DataFrame(lines, columns=COLUMNS["claims"])
-
-
-def quantities(verdict: Verdict) -> dict[str, float]:
-    """Map the quantities of a claim to their values."""
-    return {name: float(text) for name, text in _parts(verdict.quantities).items()}
-
-
-def _parts(text: str) -> dict[str, str]:
-    return dict(part.rsplit("=", 1) for part in text.split("; ") if part)
 
 
 @dataclass(frozen=True)
@@ -211,7 +201,7 @@ def hold_rows(ranges: pd.DataFrame, recorded: pd.DataFrame, here: pd.DataFrame) 
 def hold_claims(ranges: pd.DataFrame, verdicts: Sequence[Verdict]) -> Held:
     """Hold the quantities of ``verdicts`` against ``ranges``; column ``verdict_here`` has our verdict."""
     key = ["claim", "quantity"]
-    found = [(one.id, *each, one.verdict) for one in verdicts for each in quantities(one).items()]
+    found = [(one.id, *each, one.verdict) for one in verdicts for each in one.quantities.items()]
     ours = pd.DataFrame(found, columns=[*key, "here", "verdict_here"])
     return _beside(ranges, ours, ours[key], key)
 

@@ -1,4 +1,7 @@
-"""Findings of `findings.yaml`: a ratio of rows, point by point, or a number of rows, over all points of both sides."""
+"""Findings of `findings.yaml`: a ratio of rows, or a number of rows, over all points of both sides.
+
+A point's ratio is the median of the ratios of the repeats that both sides have, as each repeat may draw other requests.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -95,7 +98,7 @@ def find(wanted: list[Sought], rows: Rows) -> list[Found]:
 
 def _found(one: Sought, rows: Rows) -> Found | None:
     try:
-        frame = matching(rows.figure(one.figure), one.where)
+        frame = matching(rows.figure(one.figure).reset_index(names="place"), one.where)
     except NotMeasured:
         return None
     sides = matching(frame, one.above)
@@ -103,7 +106,8 @@ def _found(one: Sought, rows: Rows) -> Found | None:
     if one.below:
         keys = [name for name in _POINT if name not in {*one.above, *one.below}]
         sides = sides.merge(matching(frame, one.below), on=keys, suffixes=("", "_below"))
-        values, unit = sides["value"] / sides["value_below"], ""
+        places = zip(sides["place"], sides["place_below"], strict=True)
+        values, unit = pd.Series([rows.ratio(*pair) for pair in places], dtype=float), ""
     flagged = {mark: sides.filter(regex=f"^{name}(_below)?$").eq(True) for mark, name in _FLAGS.items()}
     marks = "".join(mark for mark, cells in flagged.items() if cells.to_numpy().any())
     return summed(one.what, values.to_numpy(dtype=float), unit, marks) if len(values) else None

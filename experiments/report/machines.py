@@ -1,6 +1,6 @@
-"""Machines: the rows of a folder with the verdicts on them, under each clock that timed the operators."""
+"""Machines: the rows of a folder with the verdicts on them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,22 +9,17 @@ import pandas as pd
 
 from experiments.claims import Verdict, judge
 from experiments.claims.rows import Rows
-from experiments.harness.clocks import unsteady
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.measure.records import COLUMNS, read_rows
-from experiments.plots.frames import distinct
 from experiments.reliability.rows import FILE as TRIALS
 from experiments.report.ages import older
 
-NAME = "claims"
-AUTO = "auto"
-"""All rows, of several clocks the one that decides the claim."""
-OTHER_TIMER = "cuda_graph"
-"""The clock of CUDA graphs, as our engine runs its steps; the paper timed operators from the host."""
 HERE = "this machine"
+VERDICTS = "claims.csv"
+"""Table of the verdicts beside the rows."""
+NO_SCRIPT = (VERDICTS, TRIALS)
+"""Files beside the rows that are of no script of `experiments/`: verdicts, and trials, which are counted apart."""
 OPERATOR_TABLES = "operator tables"
-NO_SCRIPT = (TRIALS,)
-"""Rows files that are of no script of `experiments/`, on purpose: trials have one each, and are counted apart."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class Machine:
         name: of its folder in ``results``; `HERE` for fresh rows.
         folder, figures: where its rows are, and its figures.
         rows: with a column ``older``, see `read_folder`.
-        clocks: timer -> verdicts, see `verdicts_by_clock`.
+        verdicts: each by the clock that decides it.
         paper: folder of the paper's numbers, ``paper_results``.
     """
 
@@ -43,13 +38,8 @@ class Machine:
     folder: Path
     figures: Path
     rows: pd.DataFrame
-    clocks: Mapping[str, Sequence[Verdict]]
+    verdicts: Sequence[Verdict]
     paper: Path
-
-    @property
-    def verdicts(self) -> Sequence[Verdict]:
-        """Verdicts on all rows, each under the clock that decides it."""
-        return self.clocks[AUTO]
 
     @cached_property
     def chosen(self) -> Rows:
@@ -64,21 +54,12 @@ class Machine:
 def machine_of(folder: Path, figures: Path, paper: Path, name: str = HERE) -> Machine:
     """Read and judge the rows in ``folder``; ``paper`` is ``paper_results``."""
     rows = read_folder(folder)
-    return Machine(name, folder, figures, rows, verdicts_by_clock(rows, paper), paper)
+    return Machine(name, folder, figures, rows, judge(rows, paper), paper)
 
 
 def recorded_machines(results: Path, figures: Path, paper: Path) -> list[Machine]:
     """Read and judge every folder of rows in ``results``, by name; ``figures`` has a folder of figures for each."""
     return [machine_of(folder, figures / folder.name, paper, folder.name) for folder in recorded_folders(results)]
-
-
-def columns(machines: Sequence[Machine]) -> dict[str, Sequence[Verdict]]:
-    """Map a heading to the verdicts below it: a column per machine, and one for its graphs where it has two clocks."""
-    return {
-        machine.name + (f", {timer}" if timer != AUTO else ""): verdicts
-        for machine in machines
-        for timer, verdicts in machine.clocks.items()
-    }
 
 
 def recorded_folders(results: Path) -> list[Path]:
@@ -87,9 +68,8 @@ def recorded_folders(results: Path) -> list[Path]:
 
 
 def rows_files(folder: Path) -> list[Path]:
-    """Return the files of figures' rows in ``folder``, by name: no verdict tables, none of `NO_SCRIPT`."""
-    files = sorted(folder.glob("*.csv"))
-    return [path for path in files if not path.stem.startswith(NAME) and path.name not in NO_SCRIPT]
+    """Return the files of figures' rows in ``folder``, by name: all tables but `NO_SCRIPT`."""
+    return [path for path in sorted(folder.glob("*.csv")) if path.name not in NO_SCRIPT]
 
 
 def read_folder(folder: Path) -> pd.DataFrame:
@@ -100,25 +80,3 @@ def read_folder(folder: Path) -> pd.DataFrame:
     read = {path: frame_of(read_rows(path)) for path in rows_files(folder)}
     frames = [rows.assign(older=older(rows, path)) for path, rows in read.items()]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*COLUMNS, "older"])
-
-
-def of_timer(frame: pd.DataFrame, timer: str) -> pd.DataFrame:
-    """The rows of ``timer`` alone in figures that have such, the others whole; all rows for ``auto``."""
-    if timer == AUTO:
-        return frame
-    timed = set(frame.loc[frame["timer"] == timer, "figure"])
-    return frame[~frame["figure"].isin(timed) | frame["timer"].fillna("").isin([timer, ""])]
-
-
-def verdicts_by_clock(frame: pd.DataFrame, paper: Path) -> dict[str, list[Verdict]]:
-    """Timer -> verdicts: of all rows, and where two clocks of operators count of the graph's alone as well."""
-    found = {AUTO: judge(frame, paper)}
-    operators = frame[frame["figure"] == "8"]
-    if len(distinct(operators[~unsteady(operators)], "timer")) > 1:
-        found[OTHER_TIMER] = judge(of_timer(frame, OTHER_TIMER), paper, OTHER_TIMER)
-    return found
-
-
-def file_name(timer: str) -> str:
-    """``claims``, or ``claims_<timer>`` for the verdicts of one timer."""
-    return NAME if timer == AUTO else f"{NAME}_{timer}"

@@ -1,16 +1,31 @@
-"""The claims that carry the paper, in order: ten sentences, each of one to four claims, before the other claims."""
+"""The claims that carry the paper, in order: ten sentences, each of one to four claims; and the end of
+`make reproduce`, which says for a reader who is new what of them holds here.
+"""
 
+import os
+import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 
 from experiments.claims import Verdict
 from experiments.claims.judge import DIFFERS, HOLDS, NOISE, NOT_MEASURED, NOT_TESTABLE
+from experiments.claims.table import disturbed_points
+from experiments.plots.frames import distinct
+from experiments.report.machines import Machine
 
-PART = "holds in part"
-HOLD = "holds"
+PART, HOLD = "holds in part", "holds"
+WIDTH = 100
+"""Characters of a line at the end."""
+HEADS = {
+    HOLD: "hold here", PART: "hold here in part", NOISE: "are within noise here", DIFFERS: "do not hold here, and why",
+    NOT_TESTABLE: "cannot be shown here",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Major:
     """A sentence of the paper in plain words, the claims that judge it with the quantity of each that a summary shows,
     and why a CPU cannot show it, as a clause.
@@ -24,6 +39,13 @@ class Major:
     def claims(self) -> tuple[str, ...]:
         """Ids of its claims."""
         return tuple(self.shown_of)
+
+    @property
+    def ids(self) -> str:
+        """Its claims in few characters, e.g. ``C07,C09-C11``."""
+        numbered = enumerate(int(id[1:]) for id in self.claims)
+        runs = ([f"C{number:02d}" for _, number in run] for _, run in groupby(numbered, lambda one: one[1] - one[0]))
+        return ",".join(",".join(run) if len(run) < 3 else f"{run[0]}-{run[-1]}" for run in runs)
 
     def outcome(self, verdicts: Mapping[str, Verdict]) -> str:
         """Return what the verdicts on its claims come to: `HOLD`, `PART`, or the weakest word of those that decide."""
@@ -61,3 +83,38 @@ def in_order(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Order verdicts: those of `MAJOR` first, as there, then the others."""
     place = {id: number for number, id in enumerate(id for one in MAJOR for id in one.claims)}
     return sorted(verdicts, key=lambda verdict: place.get(verdict.id, len(place)))
+
+
+def ending(here: Machine, files: Sequence[Path]) -> list[str]:
+    """Return the lines at the end of `make reproduce`; ``files`` are the tables and, last, the page."""
+    verdicts = {one.id: one for one in here.verdicts}
+    outcomes = {one: one.outcome(verdicts) for one in MAJOR}
+    device, scale = (", ".join(distinct(here.rows, name)) or "-" for name in ("device", "scale"))
+    lines = [f"The {len(MAJOR)} claims that carry the paper, on {device}, scale {scale}:"]
+    if "smoke" in distinct(here.rows, "scale"):
+        lines.append("(scale=smoke shows that everything runs: shapes are toys, and their verdicts mean nothing)")
+    for outcome, head in HEADS.items():
+        chosen = [one for one in MAJOR if outcomes[one] == outcome]
+        lines += [f"{head} ({len(chosen)})"] if chosen else []
+        lines += [_line(one, here, outcome == HOLD) for one in chosen]
+    if missing := [one.ids for one in MAJOR if outcomes[one] == NOT_MEASURED]:
+        lines.append(f"not measured ({len(missing)}): {', '.join(missing)}")
+    known, disturbed = disturbed_points(here.rows)
+    noise = [f"Other work on this machine disturbed {sum(disturbed.values())} of {known} points."] if disturbed else []
+    words = Counter(one.verdict for one in here.verdicts)
+    held, absent = sum(words[word] for word in HOLDS), words[NOT_MEASURED] + words[NOT_TESTABLE]
+    counts = f"{held} hold, {words[DIFFERS]} differ, {absent} were not or cannot be measured here"
+    page = Path(os.path.relpath(files[-1])) if files[-1].is_relative_to(Path.cwd()) else files[-1]
+    return [
+        "", *lines, f"All {len(verdicts)} claims: {counts}, {words[NOISE]} are within noise.", *noise,
+        f"Look at {page}: figures beside the paper's.",
+        f"All claims are in {files[0].name} beside it; their commands, minutes and ranges in REPRODUCING.md.",
+    ]  # fmt: skip
+
+
+def _line(one: Major, here: Machine, held: bool) -> str:
+    """Return the claims and their sentence, and why it does not hold."""
+    on_cpu = "cpu" in distinct(here.rows, "hardware")
+    why = one.on_cpu if on_cpu else next((each.why for each in here.verdicts if each.id in one.claims and each.why), "")
+    room = WIDTH - len(text := f"  {one.ids:<11} {one.text}") - 2
+    return text if held or not why else f"{text}: {textwrap.shorten(why, room, placeholder=' ...')}"

@@ -14,7 +14,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
-from experiments.claims import Verdict
 from experiments.claims.judge import (
     ARITHMETIC,
     DIFFERS,
@@ -29,7 +28,7 @@ from experiments.claims.table import marked
 from experiments.harness.catalogue import experiments
 from experiments.plots.frames import distinct
 from experiments.report import results
-from experiments.report.machines import Machine, columns
+from experiments.report.machines import Machine
 from experiments.report.reproducing import title_of
 
 PAGE = "report.html"
@@ -48,13 +47,13 @@ def write_page(machines: Sequence[Machine], pages: Sequence[Path], target: Path)
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    sides, figures = columns(machines), list(_figures(machines))
-    counts = {name: Counter(one.verdict for one in verdicts) for name, verdicts in sides.items()}
+    figures = list(_figures(machines))
+    counts = {machine.name: Counter(one.verdict for one in machine.verdicts) for machine in machines}
     html = environment.get_template("page.html.j2").render(
-        names=list(sides),
+        names=list(counts),
         summaries={name: {word: found[word] for word in VERDICTS if found[word]} for name, found in counts.items()},
         verdicts=[word for word in VERDICTS if any(found[word] for found in counts.values())],
-        claims=list(_claims(sides)),
+        claims=list(_claims(machines)),
         machines=[_machine(*one, target) for one in zip(machines, pages, strict=True)],
         figures=figures,
         drawn={figure["name"] for figure in figures},
@@ -70,11 +69,11 @@ def tone(verdict: str) -> str:
     return next((name for name, verdicts in TONES.items() if verdict in verdicts), "plain")
 
 
-def _claims(sides: dict[str, Sequence[Verdict]]) -> Iterator[dict[str, Any]]:
-    for same in zip(*sides.values(), strict=True):
+def _claims(machines: Sequence[Machine]) -> Iterator[dict[str, Any]]:
+    for same in zip(*(machine.verdicts for machine in machines), strict=True):
         figures = {name: scripts()[name] for name in same[0].figure.split(", ") if name in scripts()}
-        cells = [{"side": side, "verdict": one, "said": marked(one), "order": VERDICTS.index(one.verdict)}
-                 for side, one in zip(sides, same, strict=True)]  # fmt: skip
+        cells = [{"side": machine.name, "verdict": one, "said": marked(one), "order": VERDICTS.index(one.verdict)}
+                 for machine, one in zip(machines, same, strict=True)]  # fmt: skip
         yield {"claim": same[0], "figures": figures, "cells": cells}
 
 
@@ -82,7 +81,7 @@ def _machine(machine: Machine, page: Path, target: Path) -> dict[str, Any]:
     return {
         "name": machine.name,
         "measured": results.measured_on(machine.rows),
-        "notes": results.notes(machine.verdicts, machine.rows),
+        "notes": results.notes(machine),
         "serving": list(results.serving_tables(machine)),
         "findings": list(results.findings(machine)),
         "trials": results.trials_table(machine.folder),

@@ -10,8 +10,7 @@ from experiments.claims.rows import Rows, markdown
 from experiments.claims.table import marked, total
 from experiments.facts.paper import paper_rows
 from experiments.measure.records import RowsError
-from experiments.report.expected import quantities
-from experiments.report.machines import Machine, columns
+from experiments.report.machines import Machine
 from experiments.report.major import MAJOR
 from experiments.report.results import older_share, said
 
@@ -42,10 +41,9 @@ def write_readme(machines: Sequence[Machine], path: Path) -> Path:
 
 
 def recorded(machines: Machines) -> str:
-    """Build a table of the verdicts on each machine, under each of its clocks."""
-    pages = {name: f"docs/results-{name.partition(',')[0]}.md" for name in columns([*machines.values()])}
-    lines = [[name, total(found), f"[{pages[name]}]({pages[name]})"]
-             for name, found in columns([*machines.values()]).items()]  # fmt: skip
+    """Build a table of the verdicts on each machine."""
+    pages = {name: f"docs/results-{name}.md" for name in machines}
+    lines = [[name, total(one.verdicts), f"[{pages[name]}]({pages[name]})"] for name, one in machines.items()]
     return "\n".join(["\n", *markdown(("recorded on", "verdicts", "results"), lines), "\n"])
 
 
@@ -57,7 +55,7 @@ def claims(machines: Machines) -> str:
         where = GPU if any(by_id[GPU][id].verdict != NOT_MEASURED for id in one.claims) else CPU
         cells = []
         for id, chosen in one.shown_of.items():
-            ours = quantities(by_id[where][id])
+            ours = by_id[where][id].quantities
             name = chosen if chosen in ours else next(iter(ours), chosen)
             value = said(ours[name]) if name in ours else "-"
             cells.append([f"{id} {name.replace('_', ' ')}", _paper(id, name, theirs), value, marked(by_id[where][id])])
@@ -77,8 +75,9 @@ def _paper(id: str, name: str, theirs: Rows) -> str:
 def speedup(machines: Machines, name: str) -> str:
     """Return a speed-up of C30, its interval where that is known."""
     verdict = next(one for one in machines[GPU].verdicts if one.id == "C30")
-    interval = re.search(rf"{name}=([^;]+)", verdict.interval)
-    return interval[1] if interval else said(quantities(verdict)[name])
+    if name in verdict.interval:
+        return "{:.4g} to {:.4g}".format(*verdict.interval[name])
+    return said(verdict.quantities[name])
 
 
 VALUES: dict[str, Callable[[Machines], str]] = {

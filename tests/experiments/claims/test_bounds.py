@@ -7,7 +7,7 @@ from experiments.claims.bounds import Bound, Outcome, described, outcome_of, rea
 
 REPRODUCED, SHAPE, NOISE, DIFFERS, _, _, _, NOT_MEASURED, *_ = VERDICTS
 
-HOLDS, FAILS, WITHIN, ELSEWHERE, MISSING = Outcome
+FAILS, WITHIN, MISSING, ELSEWHERE, HOLDS = Outcome
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_verdict_from_two_tests(relation, shape, verdict):
 
 
 def bound(quantity="q", low=1.0, high=2.0, when="always", **more):
-    return Bound("C01", "shape", quantity, low, high, when, "as stated", **more)
+    return Bound("C01", "shape", quantity, when, "as stated", low, high, **more)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def test_bounds_read_like_a_sentence():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("C01,shape,ratio,low,2,,always,any,x", "line 2: low and high must be numbers or empty: .*'low'"),
-        ("C01,shape,ratio,3,2,,always,any,x", "line 2: low=3.0 is above high=2.0"),
-        ("C01,form,ratio,1,2,,always,any,x", "line 2: test is 'form'; it must be one of relation, shape"),
-        ("C01,shape,ratio,1,2,,often,any,x", "line 2: when is 'often'"),
-        ("C01,shape,ratio,1,2,both,always,any,x", "line 2: strict is 'both'; it must be one of empty, low, high"),
-        ("C01,shape,ratio,1,2,,always,here,x", "line 2: where is 'here'; it must be one of any, data centre, A100"),
+        ("C01,shape,ratio,low,2,,always,any,x", "line 2: low: "),
+        ("C01,shape,ratio,3,2,,always,any,x", "line 2: .*low=3.0 is above high=2.0"),
+        ("C01,form,ratio,1,2,,always,any,x", "line 2: test: .*'relation' or 'shape'"),
+        ("C01,shape,ratio,1,2,,often,any,x", "line 2: when: "),
+        ("C01,shape,ratio,1,2,both,always,any,x", "line 2: strict: "),
+        ("C01,shape,ratio,1,2,,always,here,x", "line 2: where: .*'data centre' or 'A100'"),
     ],
     ids=["number", "order", "test", "when", "strict", "where"],
 )

@@ -5,7 +5,6 @@ import pytest
 from claim_rows import verdict_of
 
 from experiments.claims import VERDICTS
-from experiments.claims.fig11 import OVER_BYTES, RATIO, SPEEDUP, ranks_table
 
 REPRODUCED, SHAPE, _, DIFFERS, _, _, _, NOT_MEASURED, NOT_TESTABLE, _ = VERDICTS
 
@@ -57,23 +56,3 @@ def test_a_smaller_model_on_ranks_is_no_70b_and_no_figure_11(paper_rows) -> None
     assert verdict_of(tiny, "C38").verdict == NOT_TESTABLE
     both = pd.concat([tiny, paper_rows[paper_rows["figure"] == "11"].assign(hardware="cpu")], ignore_index=True)
     assert "70B" not in verdict_of(both, "C28").our_value
-
-
-def test_every_number_of_ranks_is_held_against_its_bounds():
-    def cells(ranks, plain, sharded, over_bytes, speedup):
-        found = {("punica", RATIO): plain, ("punica_sharded", RATIO): sharded, ("punica", OVER_BYTES): over_bytes}
-        found |= {("punica", SPEEDUP): speedup, ("punica_sharded", SPEEDUP): 3.0, ("punica_sharded", OVER_BYTES): 2.0}
-        about = {"figure": "12", "panel": f"70B Model, tp {ranks} ratios", "model": "llama2-70b"}
-        return [
-            {**about, "system": system, "metric": metric, "value": value * spread}
-            for (system, metric), value in found.items()
-            for spread in (0.5, 1.0, 1.1)
-        ]
-
-    rows = pd.DataFrame([*cells(2, 0.80, 0.86, 0.95, 20.0), *cells(8, 0.80, 0.84, 0.85, 14.0)])
-    lines = ranks_table(rows)[2:]
-    assert [line.rsplit("|", 2)[1].strip() for line in lines] == ["yes"] * 3 + ["-"] + ["**no**"] * 3 + ["-"]
-    assert lines[0].startswith("| llama2-70b, tp 2 | Distinct / backbone-only Identical | 0.8 | 0.86 | the better")
-    assert lines[5].startswith("| llama2-70b, tp 8 | the same / what bytes allow | 0.85 | 2 |")
-    assert ranks_table(rows[rows["system"] != "punica"])[3].endswith("| - | 2 | plain >= 0.9 | - |")
-    assert ranks_table(rows.assign(figure="11")) == []

@@ -1,14 +1,12 @@
 """Rows of a few figures with known ratios, and their report."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.claims import Verdict
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import Folders
 from experiments.measure.records import Row
 from experiments.report.machines import Machine, machine_of
-from experiments.report.results import notes, write_results
+from experiments.report.results import write_results
 
 PAPER = REPOSITORY / "paper_results"
 
@@ -45,26 +43,8 @@ def operator_rows(timer: str, sgmv: float, launch: float | None = 5.0) -> list[R
     ]
 
 
-@dataclass
-class Report:
-    """Fresh rows of ``places``, judged and written beside them."""
-
-    machine: Machine
-    table: Path
-
-    @property
-    def verdicts(self) -> list[Verdict]:
-        return list(self.machine.verdicts)
-
-    @property
-    def notes(self) -> list[str]:
-        return notes(self.machine.verdicts, self.machine.rows)
-
-    @property
-    def text(self) -> str:
-        return self.table.read_text(encoding="utf-8")
-
-
-def write_report(places: Folders) -> Report:
+def write_report(places: Folders) -> tuple[Machine, str]:
+    """Judge the fresh rows of ``places`` and write their page beside them; return the machine and the text."""
     here = machine_of(places.fresh_rows, places.fresh_figures, PAPER)
-    return Report(here, write_results(here, places.fresh_rows.parent / "claims.md", places.fresh_rows.parent))
+    page = write_results(here, places.fresh_rows.parent / "claims.md", places.fresh_rows.parent)
+    return here, page.read_text(encoding="utf-8")

@@ -1,19 +1,26 @@
-"""The page of a machine: every claim with marks for what is not certain, and claims.csv beside the rows."""
+"""The page of a machine with its marks and notes, the end of `make reproduce`, and REPRODUCING.md."""
 
 import csv
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from experiments.claims.table import certainty, marked, total
+from experiments.claims.judge import DIFFERS, NOISE, NOT_MEASURED, NOT_TESTABLE, REPRODUCED, SHAPE
+from experiments.claims.table import marked
+from experiments.facts.paper import read_claims
 from experiments.harness.clocks import NOT_STEADY
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
 from experiments.measure.records import RowsError, write_rows
-from experiments.report.machines import AUTO, OTHER_TIMER, machine_of, read_folder
-from experiments.report.results import write_results
+from experiments.report.machines import machine_of, read_folder
+from experiments.report.major import HOLD, MAJOR, PART, WIDTH, Major, ending, in_order
+from experiments.report.reproducing import claims_in, gpu_cost, gpu_sets, minutes, write_reproducing
+from experiments.report.results import notes, write_results
 from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, operator_rows, write_report
+
+FILES = [Path("outputs/cpu/claims.md"), Path("outputs/cpu/report.html")]
 
 
 @pytest.fixture
@@ -21,56 +28,49 @@ def places(tmp_path):
     return folders_in(tmp_path)
 
 
-def test_table_is_written_beside_the_rows(places):
-    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows())
+def judged(places, rows):
+    """Write ``rows`` in place of those there are; return the machine and its page."""
+    write_rows(places.fresh_rows / "rows.csv", rows)
+    return write_report(places)
+
+
+def by_id(machine):
+    return {verdict.id: verdict for verdict in machine.verdicts}
+
+
+def test_the_page_and_the_table_have_all_claims_with_links_and_notes(places):
     places.fresh_figures.mkdir(parents=True)
     (places.fresh_figures / "fig01_batching.png").touch()
-    verdicts = write_report(places).verdicts
+    machine, text = judged(places, [replace(row, disturbed=row.batch_size == 32) for row in decode_rows()])
     with (places.fresh_rows.parent / "claims.csv").open(newline="") as stream:
         table = list(csv.DictReader(stream))
-    assert len(table) == len(verdicts) == 52
-    assert table[0]["id"] == "C01"
-    assert table[0]["verdict"] == "reproduced"
-    assert table[0]["our_value"] == "1.20 (llama-small, len 128: 10 -> 12 ms)"
-    text = (places.fresh_rows.parent / "claims.md").read_text()
+    assert [line["id"] for line in table] == [one.id for one in machine.verdicts]
+    assert (table[0]["verdict"], table[0]["quantities"]) == ("reproduced", "ratio=1.2")
     first = next(line for line in text.splitlines() if line.startswith("| C01"))
-    assert "**reproduced\u2021**" in first  # measured once
+    assert "**reproduced\u2020\u2021**" in first  # disturbed, and measured once
     assert "[1](figures/fig01_batching.png)" in first
-    assert "A CPU, 2 cores" in text
-    assert "`llama-small` plays the paper's 7B" in text
     assert text.count("\n| C") == 52
+    counts = next(line for line in text.splitlines() if line.startswith("* this machine: "))
+    assert sum(int(number) for number in re.findall(r"(?:: |, )(\d+) ", counts)) == 52
+    assert any(note.startswith("Disturbed points: 1 of 2 (50.0 %); figure 1: 1. This ") for note in notes(machine))
+    assert any("0 of 2 decided; 2 rest on points of a single run" in note for note in notes(machine))
 
 
-def test_the_counts_are_all_claims_and_say_what_is_not_known(places):
-    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows())
-    report = write_report(places)
-    top = next(line for line in report.text.splitlines() if line.startswith("* this machine: "))
-    assert sum(int(number) for number in re.findall(r"(?:: |, )(\d+) ", top)) == 52
-    assert top.endswith("(52 claims).")
-    once = "2 of 2 decided; 2 rest on points of a single run (\u2021): their interval is too narrow or"
-    assert any(once in note for note in report.notes)
+def test_recorded_tables_link_out_of_their_folder_and_are_no_rows(places):
+    write_rows(places.recorded_rows / "fig01_batching.csv", decode_rows())
+    places.recorded_figures.mkdir(parents=True)
+    (places.recorded_figures / "fig01_batching.png").touch()
+    recorded = machine_of(places.recorded_rows, places.recorded_figures, PAPER)
+    table = write_results(recorded, places.recorded_rows / "page.md", places.recorded_rows)
+    assert "[1](../../figures/cpu/fig01_batching.png)" in table.read_text()
+    assert len(read_folder(places.recorded_rows)) == 2
 
 
-def test_disturbed_points_are_counted_and_mark_their_verdicts(places):
-    rows = [replace(row, disturbed=row.batch_size == 32) for row in decode_rows()]
-    write_rows(places.fresh_rows / "fig01_batching.csv", rows)
-    report = write_report(places)
-    busy = "This machine was not idle: one that is has at most 5 %."
-    assert f"Disturbed points: 1 of 2 (50.0 %); figure 1: 1. {busy}" in report.notes
-    first = next(line for line in report.text.splitlines() if line.startswith("| C01"))
-    assert "**reproduced\u2020\u2021**" in first
-
-
-def test_each_clock_has_its_table_and_the_head_has_both_counts(places):
-    write_rows(places.fresh_rows / "fig08.csv", operator_rows("cuda_graph", 20.0) + operator_rows("host_clock", 160.0))
-    clocks, folder = write_report(places).machine.clocks, places.fresh_rows.parent
-    own, graph = total(clocks[AUTO]), total(clocks[OTHER_TIMER])
-    assert graph != own
-    head = (folder / "claims.md").read_text().partition("| claim")[0].splitlines()
-    assert {f"* this machine: {own}.", f"* this machine, cuda_graph: {graph}."} <= set(head)
-    assert any("C12 (differs, reproduced)" in line for line in head)
-    for name in ("claims", "claims_cuda_graph"):
-        assert "there are no rows of" not in (folder / f"{name}.csv").read_text()
+def test_the_verdict_by_the_other_clock_stands_beside(places):
+    both = operator_rows("cuda_graph", 20.0) + operator_rows("host_clock", 160.0)
+    verdict = by_id(judged(places, both)[0])["C12"]
+    assert (verdict.verdict, verdict.clock, verdict.clock_missing) == ("differs", "host_clock", "")
+    assert verdict.other_clock.startswith("by cuda_graph: reproduced, ")
 
 
 def test_a_clock_that_decides_and_has_no_rows_is_missed_where_it_could_have_some(places):
@@ -78,92 +78,123 @@ def test_a_clock_that_decides_and_has_no_rows_is_missed_where_it_could_have_some
         replace(row, figure="text 6", system=system, workload="", batch_size=32, metric="norm_latency", rank=None)
         for row, system in zip(operator_rows("host_clock", 64.0), ("unfused", "fused"), strict=False)
     ]
-    path = places.fresh_rows / "rows.csv"
-    write_rows(path, [*operator_rows("cuda_graph", 20.0), *norms])
-    verdicts = write_report(places).verdicts
-    remarks = {verdict.id: verdict.remark for verdict in verdicts}
-    marks = {verdict.id: marked(verdict)[-1] for verdict in verdicts}
-    assert (marks["C12"], marks["C45"]) == ("§", "§")
-    assert "C45 by the other clock (§)" in certainty(verdicts)
-    assert "judged by cuda_graph: there are no rows of host_clock, which decides" in remarks["C12"]
-    assert "judged by host_clock: there are no rows of cuda_graph, which decides" in remarks["C45"]
-    write_rows(path, [replace(row, hardware="cpu", scale="laptop") for row in norms])
-    on_cpu = {verdict.id: verdict for verdict in write_report(places).verdicts}["C45"]
-    assert (on_cpu.verdict, on_cpu.clock, on_cpu.remark) == ("not testable on this hardware", "host_clock", "")
+    verdicts = by_id(judged(places, [*operator_rows("cuda_graph", 20.0), *norms])[0])
+    assert [marked(verdicts[id])[-1] for id in ("C12", "C45")] == ["§", "§"]
+    assert "there are no rows of host_clock, which decides" in verdicts["C12"].remark
+    on_cpu = by_id(judged(places, [replace(row, hardware="cpu", scale="laptop") for row in norms])[0])["C45"]
+    assert (on_cpu.verdict, on_cpu.clock, on_cpu.remark) == (NOT_TESTABLE, "host_clock", "")
 
 
 def test_a_clock_that_is_not_steady_decides_nothing(places):
-    path = places.fresh_rows / "fig08.csv"
     host = operator_rows("host_clock", 160.0, launch=None)
-    write_rows(path, [*host, *operator_rows("cuda_graph", 20.0)])
-    judged = {verdict.id: verdict for verdict in write_report(places).verdicts}["C12"]
-    assert (judged.verdict, judged.clock, judged.clock_missing) == ("reproduced", "cuda_graph", "host_clock")
-    assert (judged.other_clock, NOT_STEADY in judged.remark) == ("", True)
-    assert not (places.fresh_rows.parent / "claims_cuda_graph.csv").exists()
-    write_rows(path, host)
-    alone = {verdict.id: verdict for verdict in write_report(places).verdicts}["C12"]
-    assert (alone.verdict, alone.reason) == ("not measured here", NOT_STEADY)
+    verdict = by_id(judged(places, [*host, *operator_rows("cuda_graph", 20.0)])[0])["C12"]
+    assert (verdict.verdict, verdict.clock, verdict.clock_missing) == ("reproduced", "cuda_graph", "host_clock")
+    assert (verdict.other_clock, NOT_STEADY in verdict.remark) == ("", True)
+    alone = by_id(judged(places, host)[0])["C12"]
+    assert (alone.verdict, alone.reason) == (NOT_MEASURED, NOT_STEADY)
 
 
-def test_one_clock_has_one_count(places):
-    write_rows(places.fresh_rows / "fig08.csv", operator_rows("host_clock", 160.0))
-    assert "cuda_graph:" not in write_report(places).text.partition("| claim")[0]
-    assert not (places.fresh_rows.parent / "claims_cuda_graph.csv").exists()
-
-
-def test_the_head_counts_rows_of_older_source(places):
+def test_the_page_counts_rows_of_older_source(places):
     now = fingerprint(REPOSITORY / "experiments" / "fig01_batching.py")
     first, second = decode_rows()
-    rows = [first, replace(second, source_hash="0" * 12), replace(second, batch_size=2, source_hash=now)]
     path = places.fresh_rows / "fig01_batching.csv"
-    write_rows(path, rows)
-    report = write_report(places)
-    said = "2 of 3 (66.7 %), 1 of which do not say what source they are of; figure 1."
-    assert any(note.endswith(said) for note in report.notes)
-    assert said in report.text.partition("| claim")[0]
-    write_rows(path, rows[2:])
-    report = write_report(places)
-    assert "older source" not in report.text
-
-
-def test_verdict_tables_are_no_rows(places):
-    write_rows(places.recorded_rows / "fig01_batching.csv", decode_rows())
-    recorded = machine_of(places.recorded_rows, places.recorded_figures, PAPER)
-    write_results(recorded, places.recorded_rows / "page.md", places.recorded_rows)
-    assert len(read_folder(places.recorded_rows)) == 2
-
-
-def test_links_of_recorded_tables_leave_the_folder(places):
-    write_rows(places.recorded_rows / "fig01_batching.csv", decode_rows())
-    places.recorded_figures.mkdir(parents=True)
-    (places.recorded_figures / "fig01_batching.png").touch()
-    recorded = machine_of(places.recorded_rows, places.recorded_figures, PAPER)
-    table = write_results(recorded, places.recorded_rows / "page.md", places.recorded_rows)
-    assert "[1](../../figures/cpu/fig01_batching.png)" in table.read_text()
-
-
-def test_smoke_rows_make_a_table_without_verdicts_on_them(places):
-    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows("smoke"))
-    verdicts = write_report(places).verdicts
-    assert "scale=smoke" in verdicts[0].reason
+    old = replace(second, source_hash="0" * 12)
+    new = replace(second, batch_size=2, source_hash=now)
+    write_rows(path, [first, old, new])
+    assert "2 of 3 (66.7 %), 1 of which do not say what source they are of; figure 1." in write_report(places)[1]
+    write_rows(path, [new])
+    assert "older source" not in write_report(places)[1]
 
 
 def test_damaged_rows_are_named_and_no_table_is_written(places):
     path = places.fresh_rows / "fig01_batching.csv"
     write_rows(path, decode_rows())
     path.write_text(path.read_text().replace("12.0", "twelve"))
-    with pytest.raises(RowsError, match=r"fig01_batching.csv, line 3: value is 'twelve', not a number; .*delete"):
+    with pytest.raises(RowsError, match=r"fig01_batching.csv, line 3: value is 'twelve'"):
         write_report(places)
     assert not (places.fresh_rows.parent / "claims.csv").exists()
 
 
-def test_verdicts_whose_bounds_repeats_cross_are_counted_as_noise(places):
-    rows = [
-        replace(row, repeat=repeat, value=row.value * (factor if row.batch_size == 32 else 1.0))
-        for row in decode_rows()
-        for repeat, factor in enumerate((1.0, 1.2, 1.4))
-    ]
-    write_rows(places.fresh_rows / "fig01_batching.csv", rows)
-    report = write_report(places)
-    assert report.verdicts[0].verdict == "within noise"
-    assert any(note.startswith("Other choices of the repeats that count: ") for note in report.notes)
+# the end of make reproduce
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results") / "cpu"
+    write_rows(folder / "fig01_batching.csv", decode_rows())
+    return machine_of(folder, folder, PAPER, "cpu")
+
+
+@pytest.mark.parametrize("word", [REPRODUCED, SHAPE, NOISE, DIFFERS, NOT_TESTABLE, NOT_MEASURED])
+def test_the_end_fits_in_half_a_screen_whatever_the_verdicts(here, word):
+    verdicts = [replace(one, verdict=word, why="because " * 30) for one in here.verdicts]
+    lines = ending(replace(here, verdicts=verdicts), FILES)
+    assert len(lines) <= 20  # with four lines of what was measured, 24
+    assert max(map(len, lines)) <= WIDTH
+    assert all(any(id in line for line in lines) for one in MAJOR for id in (one.claims[0], one.claims[-1]))
+
+
+def test_a_claim_is_under_its_outcome_with_the_reason_of_a_cpu(here):
+    words = {"C01": DIFFERS, "C24": REPRODUCED}
+    verdicts = [replace(one, verdict=words.get(one.id, NOT_MEASURED)) for one in here.verdicts]
+    lines = ending(replace(here, verdicts=verdicts), FILES)
+    place = {id: next(number for number, line in enumerate(lines) if line.startswith(f"  {id}")) for id in words}
+    heads = {id: next(line for line in lines[number::-1] if not line.startswith("  ")) for id, number in place.items()}
+    assert heads["C24"].startswith("hold here (1)")
+    assert heads["C01"].startswith("do not hold here")
+    assert lines[place["C01"]].endswith(MAJOR[0].on_cpu)
+    assert any(line.startswith("not measured (8)") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "outcome"),
+    [
+        ((REPRODUCED, SHAPE), HOLD), ((REPRODUCED, NOT_TESTABLE), PART), ((SHAPE, DIFFERS), PART),
+        ((DIFFERS, NOISE), DIFFERS), ((DIFFERS, NOT_TESTABLE), DIFFERS), ((NOISE, NOT_MEASURED), NOISE),
+        ((NOT_TESTABLE, NOT_TESTABLE), NOT_TESTABLE), ((NOT_TESTABLE, NOT_MEASURED), NOT_MEASURED),
+    ],
+)  # fmt: skip
+def test_the_outcome_of_several_claims(here, words, outcome):
+    verdicts = {one.id: replace(one, verdict=word) for one, word in zip(here.verdicts, words, strict=False)}
+    assert Major("", dict.fromkeys(verdicts, "")).outcome(verdicts) == outcome
+
+
+def test_major_claims_come_first_and_each_claim_once(here):
+    assert all({"C48", "C50"} <= {*one.claims} for one in MAJOR if "C46" in one.claims)  # which flatters alone
+    known, first = [one.id for one in read_claims(PAPER)], [id for one in MAJOR for id in one.claims]
+    assert [one.id for one in in_order(here.verdicts)] == [*first, *(id for id in known if id not in first)]
+
+
+# REPRODUCING.md
+
+
+def lines_of(machine, tmp_path):
+    text = write_reproducing([machine], PAPER, tmp_path / "REPRODUCING.md").read_text(encoding="utf-8")
+    claims = {line.split()[1]: line for line in text.splitlines() if re.match(r"\| C\d", line)}
+    assert claims.keys() == by_id(machine).keys()
+    return claims, text
+
+
+def test_a_claim_has_its_command_minutes_hours_range_and_verdict(here, tmp_path):
+    claims, text = lines_of(here, tmp_path)
+    about = f"| fig01_batching | `make figure FIG=fig01` | {minutes('fig01_batching', 'laptop'):g} | - |"
+    assert about in claims["C01"]
+    assert claims["C01"].endswith(" | 90 GB | 0.1 MB | reproduced‡; ratio 0.8 to 1.8 |")
+    assert claims["C26"].endswith("| not measured here |")
+    assert f"| `make figure FIG=sec6` | {minutes('sec6_norm', 'laptop'):g} (laptop) | - |" in text
+
+
+def test_the_command_on_a_gpu_is_of_the_scale_of_its_rows(tmp_path):
+    rows = [replace(row, hardware="h200", model="llama2-7b") for row in decode_rows("gpu")]
+    write_rows(tmp_path / "h200" / "fig01_batching.csv", rows)
+    claims, _ = lines_of(machine_of(tmp_path / "h200", tmp_path, PAPER, "h200"), tmp_path)
+    assert '`make figure FIG=fig01 ARGS="scale=gpu"`' in claims["C01"]
+    assert '`make figure FIG=fig11 ARGS="scale=paper"`' in claims["C26"]
+
+
+def test_gpu_hours_are_those_of_the_sets_that_decide_a_claim():
+    assert claims_in("C14, C51-C52") == {"C14", "C51", "C52"}
+    one, both = gpu_cost(["C38"])[0], gpu_cost(["C38", "C42"])[0]
+    assert 0 < one < both < sum(gpu_sets()["hours"])
+    assert gpu_cost(["C38"])[1] == "2 x 130 GB"
+    assert gpu_cost(["C99"]) == (0.0, "-")
