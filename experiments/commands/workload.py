@@ -12,22 +12,17 @@ tokens as the paper does, `output_throughput` new ones alone), time to first tok
 from pathlib import Path
 
 from experiments.harness.command import with_options
-from experiments.harness.schema import ConfigError, Settings
+from experiments.harness.schema import ConfigError
 from experiments.published.requests import Stream, write_streams
 from experiments.published.score import score
 
 
-class Options(Settings):
+class Options(Stream):
     """The command line."""
 
-    out: str | None = None  # folder that receives the requests
-    count: int = 1000  # out: requests, the paper's number
-    max_len: int = 2048  # out: most tokens of prompt and output, to which lengths are scaled
-    vocab_size: int = 32000  # out: of the model, Llama 2's
-    lengths: str = "released"  # out: or stated, with the mean that the paper's text gives (D01)
-    rate: float | None = None  # out: arrivals per second; null: all wait from the start, as in Figure 11
-    requests: str | None = None  # score: file of requests that was served
-    score: str | None = None  # file of answers
+    out: Path | None = None  # folder that receives the requests
+    requests: Path | None = None  # score: file of requests that was served
+    score: Path | None = None  # file of answers
 
 
 def workload(options: Options) -> None:
@@ -35,13 +30,12 @@ def workload(options: Options) -> None:
     if (options.out is None) == (options.score is None):
         raise ConfigError("give one of out=FOLDER and score=FILE")
     if options.out is not None:
-        stream = Stream(options.count, options.max_len, options.vocab_size, options.lengths, options.rate)
-        print(*(str(path) for path in write_streams(stream, Path(options.out).expanduser())), sep="\n")
-        return
-    if options.requests is None:
+        print(*(str(path) for path in write_streams(options, options.out.expanduser())), sep="\n")
+    elif options.requests is None:
         raise ConfigError("score= needs requests=, the file of requests that was served")
-    for one in score(Path(options.requests).expanduser(), Path(str(options.score)).expanduser()):
-        print(f"{one.metric} {one.statistic}: {one.value:.6g} {one.unit}")
+    else:
+        for one in score(options.requests.expanduser(), Path(str(options.score)).expanduser()):
+            print(f"{one.metric} {one.statistic}: {one.value:.6g} {one.unit}")
 
 
 if __name__ == "__main__":

@@ -267,6 +267,7 @@ WRONG = {
     "too_short": "must hold at least {min_length}, for example {key}=[1,8,64]",
     "list_type": "must be a list, which has brackets: {key}=[value,value]",
     "enum": "must be {expected}: choose one of these",
+    "missing": "is missing: give {key}=<value>",
     "literal_error": "must be {expected}: choose one of these",
 }
 """pydantic's kind of error -> the sentence after key and value: limit and remedy."""
@@ -289,7 +290,8 @@ def sentence(error: ValidationError, model: type[Settings], values: Any) -> str:
     text = WRONG.get(first["type"], "must be {wanted}: choose such a value")
     each = f"{first['input']!r} of " if len(names) < len(path) else ""
     wanted = first["msg"].removeprefix("Input should be ")
-    return f"{each}{key}={value} {text.format(key=key, wanted=wanted, **first.get('ctx', {}))}"
+    shown = "" if first["type"] == "missing" else value
+    return f"{each}{key}={shown} {text.format(key=key, wanted=wanted, **first.get('ctx', {}))}"
 
 
 def _model_of(annotation: Any) -> type[Settings]:

@@ -1,53 +1,53 @@
-"""Files of requests: the streams of Figure 11, one per popularity, with their schema and what they were made with."""
+"""Files of requests, the streams of Figure 11, one per popularity, and of answers to them, with their schemas."""
 
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, ValidationError
 
-from experiments.harness.schema import ConfigError
-from experiments.published.schema import ANSWER, REQUEST
+from experiments.harness.schema import ConfigError, Count, Seconds, Settings, sentence
 from experiments.systems.stream import paper_stream
 from experiments.workload import RELEASED_SEED, WORKLOADS
 
 ABOUT = "about.json"
-SCHEMAS = {"request.schema.json": REQUEST, "answer.schema.json": ANSWER}
-LENGTHS = ("released", "stated")
+Index = Annotated[int, Field(ge=0)]
+Line = TypeVar("Line", "Request", "Answer")
 
 
-@dataclass(frozen=True)
-class Stream:
-    """Choices of a stream, which decide every byte of its file.
+class Request(Settings):
+    """A request: one line of <popularity>.jsonl, in order of arrival."""
 
-    Attributes:
-        count: requests. `max_len`: bound of prompt and output, to which lengths are scaled from 2048.
-        vocab_size: token ids are below it. `lengths`: of the released generator, or with the paper's stated mean.
-        rate: arrivals per second, a Poisson process; None: all wait from the start, as in Figure 11.
-    """
+    id: Index = Field(description="place in the stream, from 0")
+    arrival_s: Seconds = Field(description="seconds from the start of the run; 0: it waits from the start")
+    adapter: str = Field(description="LoRA adapter that the request names")
+    prompt: list[Index] = Field(min_length=1, description="token ids below the vocabulary")
+    new_tokens: Count = Field(description="to generate, with no stop token")
 
-    count: int
-    max_len: int
-    vocab_size: int
-    lengths: str
-    rate: float | None
 
-    def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("max_len", 4), ("vocab_size", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
-        if self.max_len > 2048:
-            raise ConfigError(f"max_len={self.max_len} must be at most 2048, the released generator's")
-        if self.lengths not in LENGTHS:
-            raise ConfigError(f"lengths={self.lengths!r} must be one of {', '.join(LENGTHS)}")
-        if self.rate is not None and not 0 < self.rate < np.inf:
-            raise ConfigError(f"rate={self.rate} must be a positive number of requests per second")
+class Answer(Settings):
+    """An answer: one line per request, in any order."""
+
+    id: Index = Field(description="of its request")
+    token_s: list[Seconds] = Field(description="seconds from the start of the run at which each token came, ascending")
+    error: str = Field("", description="why the request has no or too few tokens; absent after success")
+
+
+class Stream(Settings):
+    """Choices of a stream, which decide every byte of its file."""
+
+    count: Count = 1000  # requests, the paper's number
+    max_len: int = Field(2048, ge=4, le=2048)  # most tokens of prompt and output, to which lengths are scaled
+    vocab_size: Count = 32000  # of the model, Llama 2's
+    lengths: Literal["released", "stated"] = "released"  # stated: with the mean that the paper's text gives (D01)
+    rate: float | None = Field(None, gt=0, allow_inf_nan=False)  # per second; null: all wait from the start
 
     def arrivals(self) -> NDArray[np.float64]:
-        """Seconds from the start at which requests arrive, [count], ascending."""
+        """Seconds from the start at which requests arrive, [count], ascending: a Poisson process of `rate`."""
         if self.rate is None:
             return np.zeros(self.count)
         return np.random.Generator(np.random.PCG64(RELEASED_SEED)).exponential(1 / self.rate, self.count).cumsum()
@@ -68,8 +68,10 @@ def write_streams(stream: Stream, folder: Path) -> list[Path]:
         raise ConfigError(f"out={folder} is there and was not written by this command: give a new folder")
     texts = {f"{name.lower()}.jsonl": "".join(f"{line}\n" for line in stream.lines(name)) for name in WORKLOADS.names()}
     sums = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-    texts |= {name: json.dumps(schema, indent=1) + "\n" for name, schema in SCHEMAS.items()}
-    texts[ABOUT] = json.dumps({**asdict(stream), "sha256": sums}, indent=1) + "\n"
+    for kind in (Request, Answer):
+        texts[f"{kind.__name__.lower()}.schema.json"] = json.dumps(kind.model_json_schema(), indent=1) + "\n"
+    choices = stream.model_dump(include={*Stream.model_fields})
+    texts[ABOUT] = json.dumps({**choices, "sha256": sums}, indent=1) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -77,3 +79,26 @@ def write_streams(stream: Stream, folder: Path) -> list[Path]:
     except OSError as error:
         raise ConfigError(f"out={folder} cannot be written ({error.strerror}): give another folder") from None
     return [folder / name for name in texts]
+
+
+def read_lines(path: Path, kind: type[Line]) -> dict[int, Line]:
+    """Read a file of JSON lines, by ``id``. ConfigError names the file, its first wrong line, and why."""
+    lines: dict[int, Line] = {}
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): give a file of JSON lines") from None
+    for number, text in enumerate(texts, start=1):
+        where = f"{path}, line {number}"
+        try:
+            line = kind.model_validate(json.loads(text), strict=True)
+        except ValidationError as error:
+            raise ConfigError(f"{where}: {sentence(error, kind, json.loads(text))}") from None
+        except ValueError as error:
+            raise ConfigError(f"{where} is no JSON ({error}): write one object per line") from None
+        if line.id in lines:
+            raise ConfigError(f"{where}: id {line.id} is there twice, give each once")
+        lines[line.id] = line
+    if not lines:
+        raise ConfigError(f"{path} is empty: give a file of JSON lines")
+    return lines

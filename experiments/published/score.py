@@ -5,9 +5,7 @@ client's.
 """
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from experiments.harness.points import Reading
 from experiments.harness.schema import ConfigError
@@ -15,7 +13,7 @@ from experiments.harness.span import Span
 from experiments.http_load.client import UNFINISHED, WRONG_COUNT, Answer, Job
 from experiments.http_load.loops import Run
 from experiments.http_load.readings import run_readings
-from experiments.published.schema import ANSWER, REQUEST, read_lines
+from experiments.published import requests as files
 
 OF_THE_CLIENT = "client_"
 """Beginning of readings on the load client, which a file of answers tells nothing of."""
@@ -23,7 +21,7 @@ OF_THE_CLIENT = "client_"
 
 def score(requests: Path, answers: Path) -> list[Reading]:
     """Return readings of the ``answers`` to ``requests``; ConfigError names a line that cannot be."""
-    asked, given = read_lines(requests, REQUEST), read_lines(answers, ANSWER)
+    asked, given = files.read_lines(requests, files.Request), files.read_lines(answers, files.Answer)
     if unknown := sorted(set(given) - set(asked)):
         raise ConfigError(f"{answers}: id {unknown[0]} is of no request in {requests}; give that file's own answers")
     found = [_answer(line, given.get(id), answers) for id, line in asked.items()]
@@ -39,16 +37,16 @@ def score(requests: Path, answers: Path) -> list[Reading]:
     return [*whole, *(one for one in readings if not one.metric.startswith(OF_THE_CLIENT))]
 
 
-def _answer(request: Mapping[str, Any], line: Mapping[str, Any] | None, path: Path) -> Answer:
+def _answer(request: files.Request, line: files.Answer | None, path: Path) -> Answer:
     """Return the answer to ``request`` that ``line`` tells of; None: there was none."""
-    job = Job(request["adapter"], request["prompt"], request["new_tokens"])
-    answer = Answer(request["arrival_s"], job)
+    job = Job(request.adapter, request.prompt, request.new_tokens)
+    answer = Answer(request.arrival_s, job)
     if line is None:
         return answer
-    times = line["token_s"]
+    times = line.token_s
     if times != sorted(times) or (times and times[0] < answer.at):
-        raise ConfigError(f"{path}: token_s of id {request['id']} must ascend from its arrival at {answer.at:g} s")
+        raise ConfigError(f"{path}: token_s of id {request.id} must ascend from its arrival at {answer.at:g} s")
     answer.pieces, answer.tokens, answer.prompt_tokens = times, len(times), len(job.prompt)
     answer.end = times[-1] if times else None
-    answer.error = line.get("error") or ("" if len(times) == job.new_tokens else WRONG_COUNT if times else UNFINISHED)
+    answer.error = line.error or ("" if len(times) == job.new_tokens else WRONG_COUNT if times else UNFINISHED)
     return answer
