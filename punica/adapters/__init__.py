@@ -7,8 +7,7 @@
     patterns.py      its regular expressions, matched in bounded time
     doubts.py        warnings of adapters that load, and whose outputs may be wrong
     read.py          tensors of `adapter_model.safetensors`
-    source.py        `AdapterSource`: both files, open, or memory
-    certificate.py   `Certificate`: proof that they fit the model
+    source.py        `AdapterFolder`, both files, open, or `AdapterMemory`
     check.py         rules for names, dtypes, shapes and numbers
     lora_model.py    `LoRAModel`: all modules of one adapter
     weights.py       `ModuleWeights`: A and B of one module, one pair per slice

@@ -1,23 +1,75 @@
 """`AdapterLoader`: reads, checks and packs the adapters that requests name, in PEFT folders or in memory."""
 
+import threading
 import warnings
 from collections.abc import Collection, Mapping
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
-from punica.adapters.certificate import Certificate, Certificates
 from punica.adapters.check import is_scale_of_another, join_scales
 from punica.adapters.doubts import doubt_of_base_weights
-from punica.adapters.lora_model import LoRAModel, table_of_contents
+from punica.adapters.lora_model import LoRAModel, ModuleEntry, table_of_contents
+from punica.adapters.lru import LRUCache
 from punica.adapters.pack import AdapterPacker
-from punica.adapters.read import Numbers, is_stacked_name, lora_names
+from punica.adapters.read import Numbers, TensorEntry, is_stacked_name, lora_names
 from punica.adapters.request import LoRARequest, loading
 from punica.adapters.shared_experts import is_projection_name
-from punica.adapters.source import AdapterSource, AdapterVersion, open_source
+from punica.adapters.source import AdapterVersion, Source, open_source
 from punica.adapters.wrap import MoEEPSpec
 from punica.config import LoRAConfig
 from punica.layers.utils import ADAPTER_DTYPES
+
+MOST_BYTES = 32 << 20
+"""Headers of weights files, together, whose certificates are remembered; these take about five times as much memory."""
+
+
+class Certificate(NamedTuple):
+    """Proof that an adapter's tensors fit the model, all but their numbers.
+
+    Attributes:
+        entries: dtype, shape and place of every tensor.
+        contents: the modules.
+        rank: `r` in the config.
+        doubts: reasons why outputs may be wrong, to be warned of.
+    """
+
+    entries: dict[str, TensorEntry]
+    contents: list[ModuleEntry]
+    rank: int
+    doubts: list[str]
+
+
+class Certificates:
+    """Certificates by content, the least recently used of which are forgotten; thread-safe.
+
+    Args:
+        most_bytes: bound of the sizes given to :meth:`put`, together.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes, self.bytes = most_bytes, 0
+        self._entries: LRUCache[tuple, tuple[Certificate, int]] = LRUCache(most_bytes, self._on_remove)
+        self._lock = threading.Lock()
+
+    def find(self, content: tuple) -> Certificate | None:
+        """Return the certificate of this content, or `None`."""
+        with self._lock:
+            found = self._entries.get(content)
+        return None if found is None else found[0]
+
+    def put(self, content: tuple, certificate: Certificate, size: int) -> None:
+        """Remember a certificate made of a header of `size` bytes, unless that alone exceeds the bound."""
+        if size > self._most_bytes:
+            return
+        with self._lock:
+            self.bytes += size
+            self._entries.put(content, (certificate, size))
+            while self.bytes > self._most_bytes:
+                self._entries.remove_oldest()
+
+    def _on_remove(self, content: tuple, entry: tuple[Certificate, int]) -> None:
+        self.bytes -= entry[1]
 
 
 class AdapterLoader:
@@ -79,7 +131,7 @@ class AdapterLoader:
         """Return the part of a version that all ranks have read: not the numbers of experts of other ranks."""
         return version if version is None or self._moe_ep_spec is None else version._replace(numbers=b"")
 
-    def _read(self, source: AdapterSource, certificate: Certificate) -> tuple[Certificate, Numbers]:
+    def _read(self, source: Source, certificate: Certificate) -> tuple[Certificate, Numbers]:
         """Read a source's tensors, cast and scaled; or as they are, for later steps to tell which is not finite."""
         entries, contents = certificate.entries, certificate.contents
         if all(entry.dtype in ADAPTER_DTYPES for entry in entries.values()):  # FP8 has its own scales
@@ -88,22 +140,22 @@ class AdapterLoader:
                 return certificate._replace(contents=[each._replace(scaling=1) for each in contents]), numbers
         return certificate, source.numbers(entries, None, {})
 
-    def _certificate(self, request: LoRARequest, source: AdapterSource) -> Certificate:
+    def _certificate(self, request: LoRARequest, source: Source) -> Certificate:
         """Return the certificate of a source's content, made now unless it is known. Warns of its doubts."""
         content = (source.content, request.is_3d_lora_weight, *(request.weights_mapper or {}).items())
         certificate = self._certificates.find(content)
         if certificate is None:
             certificate = self._certify(request, source)
-            self._certificates.put(content, certificate, source.size)
+            self._certificates.put(content, certificate, source.cost)
         for doubt in certificate.doubts:
             warnings.warn(f"adapter {request.lora_name!r}: {doubt}", stacklevel=1)  # one place: shown once
         return certificate
 
-    def _certify(self, request: LoRARequest, source: AdapterSource) -> Certificate:
+    def _certify(self, request: LoRARequest, source: Source) -> Certificate:
         """Check a source's config, and names, types and shapes of its tensors."""
         config = source.config()
         config.refuse_illegal(self._lora_config, modules=(), tensors_decide=True)
-        entries = source.entries(self._expected_modules, self._moe_ep_spec)
+        entries = source.entries(self._expected_modules, request.weights_mapper, self._moe_ep_spec)
         configured = _configured(entries, request.weights_mapper)
         if config.rank_pattern:
             config.refuse_illegal(self._lora_config, configured, tensors_decide=True)
@@ -114,7 +166,7 @@ class AdapterLoader:
                 join_scales(tensors), config, self._vocab_size, request.weights_mapper
             )
         disagreement = config.disagreement(configured) if self._moe_ep_spec is None else None
-        all_doubts = (*config.doubts, disagreement, doubt_of_base_weights(source.names()))
+        all_doubts = (*config.doubts, disagreement, doubt_of_base_weights(source.places))
         doubts = [doubt for doubt in all_doubts if doubt is not None]
         certificate = Certificate(entries, contents, config.r, doubts)
         self._packer.check(self._model(request, certificate, Numbers(tensors, finite=True), "meta"))

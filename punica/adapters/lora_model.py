@@ -166,7 +166,7 @@ class LoRAModel:
             ValueError: pickled or damaged file, unexpected modules (all are listed), bad content.
         """
         with WeightsFile(lora_dir) as file:
-            entries = file.entries(expected_lora_modules, weights_mapper, skip_prefixes, moe_ep_spec)
+            entries = file.entries(expected_lora_modules, weights_mapper, moe_ep_spec, skip_prefixes)
             tensors = file.numbers(entries).tensors
         model_id = next(_next_model_id) if lora_model_id is None else lora_model_id
         if not tensors and moe_ep_spec is not None:  # all of it belongs to experts of other ranks

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -228,7 +228,7 @@ class WeightsFile:
             self._opened.close()
             raise
 
-    def __enter__(self) -> WeightsFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -236,7 +236,7 @@ class WeightsFile:
 
     def entries(
         self, expected_lora_modules: Collection[str], weights_mapper: NameMapper | None,
-        skip_prefixes: Sequence[str] | None, moe_ep_spec: MoEEPSpec | None = None,
+        moe_ep_spec: MoEEPSpec | None, skip_prefixes: Sequence[str] | None = None,
     ) -> dict[str, TensorEntry]:  # fmt: skip
         """Check the header and the names in it; return the entries of the LoRA tensors, and of the scales of those in
         FP8, but for those of remote experts.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from adapter_world import Tenants, adapter, adapter_tensors, decode, peft_config
 
-from punica.adapters.certificate import Certificate, Certificates
+from punica.adapters.load import Certificate, Certificates
 from punica.layers import BaseLayerWithLoRA
 
 
