@@ -39,7 +39,7 @@ def draw_padding(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         _floor(above, mine[mine["system"] == "true rank"])
         costs = _ratio(latency, "padded", "true rank")
         savings = _ratio(latency, "true rank", "mean of uniform ranks")
-        _fill(below, {**costs, **savings, **_ratio(read, "padded", "true rank", "bytes, ")}, dashed="bytes")
+        _fill(below, {**costs, **savings, **_ratio(read, "padded", "true rank", "bytes, ")})
         _parity(below, *costs.values())
 
     title = "Cost of padding: ranks of one batch mixed in slots of the largest"
@@ -55,14 +55,19 @@ def draw_determinism(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         latency = _wide(mine, "latency")
         _fill(above, latency, mine)
         _floor(above, mine)
-        atomics = [line for name, line in latency.items() if name.startswith("atomics")]
-        if atomics:
+        if atomics := [line for name, line in latency.items() if name.startswith("atomics")]:
             faster = pd.concat(atomics, axis=1).min(axis=1)
             prices = {n: (line / faster).dropna() for n, line in latency.items() if not n.startswith("atomics")}
             _fill(middle, prices, log=False)
             _parity(middle, *(prices[name] for name in ("deterministic",) if name in prices))
         for axis, asked in zip(shares, ("from_row_alone", "between_runs"), strict=True):
-            _changes(axis, _wide(mine, f"outputs_differing_{asked}"))
+            lines = _wide(mine, f"outputs_differing_{asked}")
+            leaving = [name for name, line in lines.items() if (line > 0).any()]
+            shifts = {name: DODGE ** (place - (len(leaving) - 1) / 2) for place, name in enumerate(leaving)}
+            _fill(axis, {n: pd.Series(lines[n].to_numpy(), lines[n].index * by) for n, by in shifts.items()}, log=False)
+            axis.yaxis.set_major_formatter(PercentFormatter(1))
+            if never := [name for name in lines if name not in leaving]:
+                style.corner(axis, "\n".join(["0 at every batch:", *never]), 6)
 
     labels = "latency (µs)", "relative to the\nfaster atomics", "outputs changed\nby the batch", "changed\nbetween runs"
     figure = _drawn(rows, "Price of determinism", column, labels, "workload")
@@ -78,10 +83,8 @@ def draw_paper_step(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         latency = _by(mine, "latency", "seq_len", "system")
         _fill(above, latency, mine, x="seq_len")
         _floor(above, mine, "seq_len")
-        if "apart" in latency:
-            ratios = {name: (line / latency["apart"]).dropna() for name, line in latency.items() if name != "apart"}
-            _fill(below, ratios)
-            _parity(below, *(ratios[name] for name in ("SGMV",) if name in ratios))
+        ratios = _relative(below, latency, "apart")
+        _parity(below, *(ratios[name] for name in ("SGMV",) if name in ratios))
 
     title = "The paper's step: one prompt and decodes of other adapters, in one call and apart"
     return _drawn(rows, title, column, ("latency (µs)", "relative to apart"), x_label="rows of the prompt")
@@ -119,10 +122,7 @@ def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         latency = _by(mine, "latency", "batch_size", "system")
         _fill(above, latency, mine)
         _floor(above, mine[mine["system"] != "SGMV"], label="bytes / bandwidth, FP8")
-        if "SGMV" in latency:
-            relative = {n: (line / latency["SGMV"]).dropna() for n, line in latency.items() if n != "SGMV"}
-            _fill(middle, relative)
-            _parity(middle, *relative.values())
+        _parity(middle, *_relative(middle, latency, "SGMV").values())
         _fill(below, {n: line for n, line in _by(mine, "error", "batch_size", "system").items() if n != "SGMV"})
 
     labels = "latency (µs)", "relative to SGMV", "relative error"
@@ -132,9 +132,12 @@ def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Per model, by popularity: both LoRA products, the layer, throughput, and a step of the engine, where measured.
 
-    Panels of different numbers of slots share a column, whose x axis is the number of slots.
+    Panels "model, N slots" of one batch size share a column, whose x axis is the number of slots.
     """
-    rows = _by_slots(rows)
+    found = rows["panel"].str.extract(r"^(.+), (\d+) slots$")
+    slots, batches = found[1].notna(), rows["batch_size"].fillna(0).astype(int).astype(str)
+    names = rows["panel"].mask(slots, found[0] + ", batch " + batches + SLOTS)
+    rows = rows.assign(panel=names, batch_size=rows["batch_size"].mask(slots, found[1].astype(float)))
     shown = [line for line in EXPERTS if line[1] in set(rows["system"])]
 
     def column(mine: pd.DataFrame, *axes: Axes) -> None:
@@ -152,28 +155,6 @@ def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             axes[-1].set_xlabel("slots")
 
     return _drawn(rows, "LoRA on experts", column, [label for *_, label in shown])
-
-
-def _by_slots(rows: pd.DataFrame) -> pd.DataFrame:
-    """Put the panels "model, N slots" of one batch size together, with N in its place."""
-    found = rows["panel"].str.extract(r"^(.+), (\d+) slots$")
-    slots, place = found[1].notna(), found[1].astype(float)
-    batches = rows.loc[slots, "batch_size"].astype(int).astype(str)
-    names = found[0] + ", batch " + batches + SLOTS
-    return rows.assign(panel=rows["panel"].mask(slots, names), batch_size=rows["batch_size"].mask(slots, place))
-
-
-def _changes(axis: Axes, lines: Lines) -> None:
-    """Lines that leave 0, beside one another where they agree; the names of the others."""
-    leaving = {name: line for name, line in lines.items() if (line > 0).any()}
-    for place, name in enumerate(leaving):
-        line = leaving[name]
-        leaving[name] = pd.Series(line.to_numpy(), line.index * DODGE ** (place - (len(leaving) - 1) / 2))
-    _fill(axis, leaving, log=False)
-    never = [name for name in lines if name not in leaving]
-    axis.yaxis.set_major_formatter(PercentFormatter(1))
-    if never:
-        style.corner(axis, "\n".join(["0 at every batch:", *never]), 6)
 
 
 def _drawn(
@@ -198,6 +179,15 @@ def _drawn(
             style.headroom(line[0], 0.15)
     style.finish(figure, f"{title}. {measured(rows[rows['metric'] != FLOOR])}", list(entries.values()), 4)
     return figure
+
+
+def _relative(axis: Axes, lines: Lines, reference: str) -> Lines:
+    """Draw and return the lines relative to that of `reference`; none where it was not measured."""
+    if reference not in lines:
+        return {}
+    ratios = {name: (line / lines[reference]).dropna() for name, line in lines.items() if name != reference}
+    _fill(axis, ratios)
+    return ratios
 
 
 def _ratio(lines: Lines, over: str, under: str, what: str = "") -> Lines:
@@ -226,11 +216,11 @@ def _by(rows: pd.DataFrame, metric: str, x: str, line: str) -> dict[str, pd.Seri
 
 def _fill(
     axis: Axes, lines: Lines, rows: pd.DataFrame | None = None, line: str = "system", x: str = "batch_size",
-    dashed: str = "", log: bool = True,
+    log: bool = True,
 ) -> None:  # fmt: skip
-    """Every line in its own colour and marker, dashed with `dashed` in its name; disturbed points of `rows` crossed."""
+    """Every line in its own colour and marker, dashed where it is of bytes; disturbed points of `rows` crossed."""
     for name, values in lines.items():
-        dash = {"linestyle": "--"} if dashed and dashed in name else {}
+        dash = {"linestyle": "--"} if name.startswith("bytes") else {}
         axis.plot(values.index.astype(float), values.astype(float), label=name, **style.measured_style(name) | dash)
         if rows is not None:
             told = "uniform rank" if name == "mean of uniform ranks" else name
@@ -248,7 +238,8 @@ def _floor(axis: Axes, rows: pd.DataFrame, x: str = "batch_size", label: str = "
 
 
 def _parity(axis: Axes, *lines: pd.Series) -> None:
-    """A line at 1, and the ends of the ratios `lines` in words."""
-    axis.axhline(1.0, color="0.3", linewidth=0.8)
+    """A line at 1 below ratios, and the ends of the ratios `lines` in words."""
+    if axis.lines:
+        axis.axhline(1.0, color="0.3", linewidth=0.8)
     if lines := tuple(line for line in lines if len(line)):
         style.corner(axis, f"{min(line.min() for line in lines):.2f} to {max(line.max() for line in lines):.2f}")

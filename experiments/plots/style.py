@@ -6,7 +6,7 @@ Ours is filled and solid, the paper's open and dashed in the same hue; a cross m
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import seaborn as sns
@@ -32,8 +32,6 @@ GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zo
 """Look of another bound or scale beside measured lines."""
 BEHIND: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.3, "alpha": 0.8}
 """Box behind text that crosses lines."""
-Shared = bool | Literal["none", "all", "row", "col"]
-"""Which axes have one scale."""
 
 
 class Look(NamedTuple):
@@ -118,14 +116,10 @@ def themed() -> Iterator[None]:
         yield
 
 
-def grid(
-    depth: int, columns: int, width: float, height: float, sharex: Shared = True, sharey: Shared = "row", **more: Any
-) -> tuple[Figure, Any]:
+def grid(depth: int, columns: int, width: float, height: float, **more: Any) -> tuple[Figure, Any]:
     """A figure of `width` by `height` inches with `depth` rows of axes, each of one vertical scale by default."""
-    return plt.subplots(
-        depth, columns, figsize=(width, height), sharex=sharex, sharey=sharey, squeeze=False, layout="constrained",
-        **more,
-    )  # fmt: skip
+    more = {"sharex": True, "sharey": "row", "layout": "constrained", **more}
+    return plt.subplots(depth, columns, figsize=(width, height), squeeze=False, **more)
 
 
 def finish(figure: Figure | SubFigure, words: str, handles: Sequence[Artist], ncols: int = 4) -> None:
