@@ -35,7 +35,7 @@ sys.path.insert(
             if (f / "paper_results").is_dir())
 )  # fmt: skip
 from experiments.claims.fig13 import runners_table
-from experiments.claims.placement import placement_verdicts
+from experiments.claims.placement import placement_tables
 from experiments.claims.predictions import (
     prediction_table,
     predictions,
@@ -152,8 +152,8 @@ display(*(shown or [Markdown(f"*No hour on Ray yet: `python -m experiments.{FIG1
 display(*SIMULATED.figure(PLACEMENT))
 
 # %%
-said = placement_verdicts(rows)
-display(Markdown("\n".join(f"* {sentence}" for sentence in said)) if said else missing(PLACEMENT))
+table = placement_tables(rows)
+display(Markdown("\n".join(table)) if table else missing(PLACEMENT))
 
 # %% [markdown]
 # Mixed ranks cost memory: a GPU keeps a slot as wide as the widest adapter for each of 32 requests, which leaves fewer

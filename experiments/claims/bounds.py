@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from experiments.facts.models import MODELS
@@ -93,6 +93,7 @@ class Bound:
         return alone if low and not high else f"{low}{self.quantity}{high}"
 
 
+_BOUND = TypeAdapter(Bound)
 Tests = Mapping[str, Sequence[Bound]]
 """``relation`` and ``shape`` -> the bounds of that test."""
 
@@ -104,7 +105,7 @@ def read_bounds(folder: str | Path) -> dict[str, Tests]:
     with path.open(newline="", encoding="utf-8") as stream:
         for number, line in enumerate(csv.DictReader(stream), start=2):
             try:
-                bound = Bound(**{name: text for name, text in line.items() if text})
+                bound = _BOUND.validate_python({name: text for name, text in line.items() if text})
             except ValidationError as error:
                 wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
                 raise ValueError(f"{path}, line {number}: {wrong}") from None

@@ -6,9 +6,9 @@ constant for such steps (88b0140), and the simulator of the rows on Ray, to step
 simpler guess is a constant, the mean of the rows that may tell it; of active GPUs over time, the request rate.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -23,22 +23,29 @@ from experiments.cluster.windows import CONSTANT
 from experiments.facts.models import MODELS
 from experiments.facts.paper import as_rows, read_figure
 
-ACTIVE, SPEED, POINTS = "active_gpus_60s_mean", "throughput_10s_mean", 5
+ACTIVE, SPEED = "active_gpus_60s_mean", "throughput_10s_mean"
 AT_31, MEAN_ACTIVE = "share at batch >= 31", "mean of active GPUs"
+POINTS, SAME = 5, 0.9
+"""Bounds asked of shares, in percentage points, and of the correlation over time."""
 PACE = "Figure 13, token/s of an active GPU around the peak"
+LEVELS = {
+    "requests (input)": "total_requests", "tokens (follow from the input)": "total_tokens",
+    MEAN_ACTIVE: "mean_active_gpus",
+}  # fmt: skip
 RAY_TOO = {
-    "mean_throughput": "token/s", "mean_batch_size_of_active_cells": "mean batch of active runners",
-    "mean_active_gpus": "mean of active runners",
+    "mean_throughput": ("token/s", None), "mean_batch_size_of_active_cells": ("mean batch of active runners", None),
+    "mean_active_gpus": ("mean of active runners", None),
 }  # fmt: skip
 STEADY_TOO = {
     "mean_throughput": ("token/s", 0.03), "mean_batch_size_of_steps": ("mean batch of steps", 0.05),
     "p99_time_to_first_token": ("p99 of first tokens", 0.1),
 }  # fmt: skip
-"""Predicted numbers of streams of a constant rate, and the bounds asked for."""
-LEVELS = {
-    "requests (input)": "total_requests", "tokens (follow from the input)": "total_tokens",
-    MEAN_ACTIVE: "mean_active_gpus",
-}  # fmt: skip
+"""Predicted numbers of an hour on Ray and of streams of a constant rate, and the bounds asked for."""
+WINDOWS = {
+    (served.WINDOWS, "throughput_error"): ("throughput, all together,", 0.05),
+    (served.WINDOWS, "largest_throughput_error"): ("throughput, the furthest alone (either way),", None),
+    (served.FIRST_TOKEN, "p99_error"): ("p99 first token", 0.1),
+}
 
 
 @dataclass(frozen=True)
@@ -70,59 +77,72 @@ def predictions(rows: pd.DataFrame, folder: str | Path) -> list[Prediction]:
         return []
     try:
         ours = Hour.of(chosen)
+        theirs = _published(folder) if ours.kind == SIMULATED else None
     except NotMeasured:
-        return _runners(frame)
-    if ours.kind != SIMULATED:
-        return _runners(frame)
-    theirs = Hour.of(Rows(as_rows(read_figure(folder, "13"))))
+        theirs = None
+    if theirs is None:
+        return [*_runners(frame)]
     return [*_stream(frame, folder), *_hour(ours, theirs), *_windows(frame), *_runners(frame)]
+
+
+def _published(folder: str | Path) -> Hour:
+    return Hour.of(Rows(as_rows(read_figure(folder, "13"))))
 
 
 def _relative(
     what: str, predicted: float, published: float, within: float | None = None, guess: float | None = None,
-    span: str = "",
+    span: str = "", panel: str = "",
 ) -> Prediction:  # fmt: skip
     """Compare in percent; ``guess``: the relative error of a constant."""
     off = predicted / published - 1
-    one = Prediction(what, predicted, published, f"{100 * off:+.1f} %", span=span)
-    if within is not None:
-        one = replace(one, asked=f"within {100 * within:.0f} %", met=abs(off) <= within)
-    if guess is not None:
-        one = replace(one, guess=f"a constant {100 * guess:+.1f} %", closer=abs(guess) < abs(off))
-    return one
+    return Prediction(
+        what, predicted, published, f"{100 * off:+.1f} %", span=span, panel=panel,
+        asked=NO_BOUND if within is None else f"within {100 * within:.0f} %",
+        met=None if within is None else abs(off) <= within,
+        guess=NO_BOUND if guess is None else f"a constant {100 * guess:+.1f} %",
+        closer=guess is not None and abs(guess) < abs(off),
+    )  # fmt: skip
 
 
-def _stream(frame: pd.DataFrame, folder: str | Path) -> list[Prediction]:
+def _stream(frame: pd.DataFrame, folder: str | Path) -> Iterator[Prediction]:
     """Figure 11, Punica's bars of both models; the constant is the mean of the model's other popularities."""
-    stream, paper, found = frame[frame["panel"] == served.STREAM], as_rows(read_figure(folder, "11")), []
+    stream, paper = frame[frame["panel"] == served.STREAM], as_rows(read_figure(folder, "11"))
     for role in ("7B", "13B"):
         bars = curve(paper, "throughput", over="workload", system="punica", model=role)
-        mine = stream[stream["model"] == MODELS[role][0]]
-        for workload, part in mine.groupby("workload", sort=False):
+        for workload, part in stream[stream["model"] == MODELS[role][0]].groupby("workload", sort=False):
             value, published = curve(part, "throughput", over="workload").iloc[0], float(bars.loc[workload])
             guess = float(bars.drop(workload).mean()) / published - 1
             what = f"Figure 11, {role} {workload} (token/s)"
-            found.append(_relative(what, value, published, 0.15, guess, _over_seeds(part, "throughput")))
-    return found
+            yield _relative(what, value, published, 0.15, guess, _over_seeds(part, "throughput"))
 
 
-def _hour(ours: Hour, theirs: Hour) -> list[Prediction]:
-    """Figure 13: predictions with a bound, then those that follow from the input, and the level of active GPUs."""
+def _hour(ours: Hour, theirs: Hour) -> Iterator[Prediction]:
+    """Figure 13: predictions with a bound, then those that follow from the input, and the level of active GPUs.
+
+    Full batches are counted by the paper's rule and by two stricter ones, all held against the published first; and of
+    minute means, which both sides have.
+    """
+    ways = {"different requests in a second, as the paper's code counts": served.SHARE, **STRICTER}
+    known = [(name, metric, served.SHARE) for name, metric in ways.items() if ours.has(metric)]  # not all in old rows
+    for name, metric, published in (*known, ("of minute means, on both sides", FULL_MINUTES, FULL_MINUTES)):
+        share, paper = ours.one(metric), theirs.one(published)
+        points, asked, span = 100 * (share - paper), f"within {POINTS} points", _over_seeds(ours.frame, metric)
+        what, met = f"Figure 13, {AT_31} ({name})", abs(points) <= POINTS
+        yield Prediction(what, share, paper, f"{points:+.1f} points", asked, met, span)
     active, speed = ([hour.over_time(metric) for hour in (ours, theirs)] for metric in (ACTIVE, SPEED))
-    pace = [served.at_the_peak(fast, gpus)[0] for fast, gpus in zip(speed, active, strict=True)]
     same, tokens = _correlation(*active), _correlation(*speed)
     later, guess = _shifted_rate(theirs)
-    over_time = Prediction(
-        "Figure 13, active GPUs over time (correlation)", same, 1.0, f"{same - 1:+.3f}", "at least 0.9", same >= 0.9,
-        guess=f"the request rate {later} s before {guess - 1:+.3f}", closer=guess > same,
+    yield Prediction(
+        "Figure 13, active GPUs over time (correlation)", same, 1.0, f"{same - 1:+.3f}", f"at least {SAME}",
+        same >= SAME, guess=f"the request rate {later} s before {guess - 1:+.3f}", closer=guess > same,
     )  # fmt: skip
-    levels = [
-        _relative(f"Figure 13, {name}", ours.one(metric), theirs.one(metric), span=_over_seeds(ours.frame, metric))
-        for name, metric in LEVELS.items()
-    ]
+    for name, metric in LEVELS.items():
+        span = _over_seeds(ours.frame, metric)
+        yield _relative(f"Figure 13, {name}", ours.one(metric), theirs.one(metric), span=span)
+    pace = [served.at_the_peak(fast, gpus)[0] for fast, gpus in zip(speed, active, strict=True)]
+    yield _relative(PACE, pace[0], pace[1])
     follows = "Figure 13, throughput over time (correlation; follows from the input)"
-    last = Prediction(follows, tokens, 1.0, f"{tokens - 1:+.3f}")
-    return [*_shares(ours, theirs), over_time, *levels, _relative(PACE, pace[0], pace[1]), last]
+    yield Prediction(follows, tokens, 1.0, f"{tokens - 1:+.3f}")
 
 
 def _shifted_rate(hour: Hour) -> tuple[int, float]:
@@ -136,22 +156,6 @@ def _shifted_rate(hour: Hour) -> tuple[int, float]:
     return best, found[best]
 
 
-def _shares(ours: Hour, theirs: Hour) -> list[Prediction]:
-    """Full batches by the paper's count and by two stricter ones, all held against the published first; and of minute
-    means, which both sides have.
-    """
-    ways = {"different requests in a second, as the paper's code counts": served.SHARE, **STRICTER}
-    known = [(name, metric, served.SHARE) for name, metric in ways.items() if ours.has(metric)]  # not all in old rows
-    found = []
-    for name, metric, published in (*known, ("of minute means, on both sides", FULL_MINUTES, FULL_MINUTES)):
-        points = 100 * (ours.one(metric) - theirs.one(published))
-        what, span = f"Figure 13, {AT_31} ({name})", _over_seeds(ours.frame, metric)
-        off, met = f"{points:+.1f} points", abs(points) <= POINTS
-        one = Prediction(what, ours.one(metric), theirs.one(published), off, f"within {POINTS} points", met, span)
-        found.append(one)
-    return found
-
-
 def _over_seeds(frame: pd.DataFrame, metric: str) -> str:
     """Word the lowest and highest of all seeds; empty where rows have none."""
     low, high = (frame.loc[frame["metric"] == f"{metric}{end}", "value"] for end in (LOW, HIGH))
@@ -163,45 +167,37 @@ def _correlation(ours: pd.Series, theirs: pd.Series) -> float:
     return correlation(*both.T) if len(both) > 1 else float("nan")
 
 
-def _windows(frame: pd.DataFrame) -> list[Prediction]:
+def _numbers(part: pd.DataFrame) -> dict[str, float]:
+    return dict(zip(part["metric"], part["value"].astype(float), strict=True))
+
+
+def _windows(frame: pd.DataFrame) -> Iterator[Prediction]:
     """Windows that were not fitted, together and the furthest alone; first tokens under load."""
-    bounds = {
-        (served.WINDOWS, "throughput_error"): ("throughput, all together,", 0.05),
-        (served.WINDOWS, "largest_throughput_error"): ("throughput, the furthest alone (either way),", None),
-        (served.FIRST_TOKEN, "p99_error"): ("p99 first token", 0.1),
-    }
-    found = []
-    for (panel, metric), (name, within) in bounds.items():
+    for (panel, metric), (name, within) in WINDOWS.items():
         chosen = frame[frame["panel"].str.startswith(panel)]
         for (place, system, model), mine in chosen.groupby(["panel", "system", "model"], sort=False):
-            told = dict(zip(mine["metric"], mine["value"].astype(float), strict=True))
+            told = _numbers(mine)
             if metric not in told:
                 continue
-            ends = [told[key] for end in ("low", "high") if (key := f"{metric}_{end}") in told]
-            span = "; {:+.1f} to {:+.1f} %".format(*(100 * end for end in ends)) if len(ends) == 2 else ""
+            ends = [100 * told[key] for end in (LOW, HIGH) if (key := f"{metric}{end}") in told]
+            span = "; {:+.1f} to {:+.1f} %".format(*ends) if len(ends) == 2 else ""
             where = str(place).removeprefix(f"{panel}, ") if place != panel else "the windows that were not fitted"
             what = f"{system}, {model}: {name} of {where} (over measured{span})"
-            found.append(_relative(what, 1 + told[metric], 1.0, within, told.get(f"{metric}{CONSTANT}")))
-    return found
+            yield _relative(what, 1 + told[metric], 1.0, within, told.get(f"{metric}{CONSTANT}"))
 
 
-def _runners(frame: pd.DataFrame) -> list[Prediction]:
+def _runners(frame: pd.DataFrame) -> Iterator[Prediction]:
     """Hour of runners on Ray, and streams, by the simulator fitted to their steps in a rehearsal."""
-    found = []
-    for key, part in frame.groupby(["system", "model", "panel"], sort=False):
-        system, model, panel = map(str, cast("tuple[str, ...]", key))
-        asked = {name: (what, None) for name, what in RAY_TOO.items()} if panel == served.RAY else STEADY_TOO
+    told = {key: _numbers(part) for key, part in frame.groupby(["system", "model", "panel"], sort=False)}
+    for (system, model, panel), theirs in told.items():
         if panel != served.RAY and not panel.startswith(served.STEADY):
             continue
         where = panel.removeprefix(served.RAY)
-        other = frame[(frame["panel"] == f"{served.SIMULATED_RAY}{where}") & (frame["system"] == system)]
-        other = other[other["model"] == model]
-        ours, theirs = (dict(zip(one["metric"], one["value"].astype(float), strict=True)) for one in (other, part))
-        for metric, (name, within) in asked.items():
+        ours = told.get((system, model, f"{served.SIMULATED_RAY}{where}"), {})
+        for metric, (name, within) in (RAY_TOO if panel == served.RAY else STEADY_TOO).items():
             if metric in ours and metric in theirs:
                 what = f"runners on Ray, {model}, rule {system}{where}: {name}"
-                found.append(replace(_relative(what, ours[metric], theirs[metric], within), panel=panel))
-    return found
+                yield _relative(what, ours[metric], theirs[metric], within, panel=panel)
 
 
 def prediction_table(found: list[Prediction]) -> list[str]:
@@ -223,15 +219,12 @@ def prediction_table(found: list[Prediction]) -> list[str]:
 def residual_table(rows: pd.DataFrame) -> list[str]:
     """Build lines of Markdown: every cost model with the residuals of its fit, in percent; none without such rows."""
     frame = rows[(rows["panel"] == served.COSTS) & rows["metric"].str.startswith("residual_")]
-    if frame.empty:
-        return []
-    lines = []
-    for model, part in frame.groupby("cost_model", sort=False):
-        value = part.drop_duplicates("metric", keep="last").set_index("metric")["value"].astype(float)
-        for kind in [name.removeprefix("residual_rms_") for name in value.index if name.startswith("residual_rms_")]:
-            rms, largest = (100 * value[f"residual_{which}_{kind}"] for which in ("rms", "largest"))
-            lines.append([str(model), kind, f"{rms:.1f} %", f"{largest:.1f} %"])
-    return markdown(("cost model", "rows", "rms residual", "largest"), lines)
+    kinds = frame["metric"].str.extract(r"residual_(?P<which>rms|largest)_(?P<kind>.*)")
+    value = frame.assign(**kinds).pivot_table(
+        index=["cost_model", "kind"], columns="which", values="value", aggfunc="last", sort=False
+    )
+    lines = [[*where, f"{100 * one.rms:.1f} %", f"{100 * one.largest:.1f} %"] for where, one in value.iterrows()]
+    return markdown(("cost model", "rows", "rms residual", "largest"), lines) if lines else []
 
 
 def sensitivity(rows: pd.DataFrame, folder: str | Path) -> str:
@@ -239,15 +232,12 @@ def sensitivity(rows: pd.DataFrame, folder: str | Path) -> str:
     frame = rows[(rows["figure"] == "13") & (rows["panel"] == served.SLOWED)]
     if frame.empty:
         return ""
-    ours = Hour(frame, SIMULATED)
-    theirs = Hour.of(Rows(as_rows(read_figure(folder, "13"))))
-    beside = (
-        f"{name} {ours.one(metric):.3g} (published {theirs.one(metric):.3g})"
-        for name, metric in (
-            (MEAN_ACTIVE, "mean_active_gpus"), ("most of them", "max_active_gpus"),
-            (AT_31, served.SHARE), ("best minute, token/s", "peak_throughput_60s"),
-        )
-    )  # fmt: skip
+    ours, theirs = Hour(frame, SIMULATED), _published(folder)
+    named = {
+        MEAN_ACTIVE: "mean_active_gpus", "most of them": "max_active_gpus", AT_31: served.SHARE,
+        "best minute, token/s": "peak_throughput_60s",
+    }  # fmt: skip
+    beside = (f"{name} {ours.one(metric):.3g} (published {theirs.one(metric):.3g})" for name, metric in named.items())
     return (
         f"A sensitivity, simulated and no prediction: with every step {ours.one('step_time_factor'):.2f} times as "
         f"long, one factor fitted to Figure 13's peak, the same simulation gives {'; '.join(beside)}."
@@ -263,11 +253,11 @@ def remains(found: list[Prediction]) -> str:
     if not named.keys() >= set(needed):
         return ""
     pace, level, alone = (named[what] for what in needed)
-    factor = pace.predicted / pace.published
     return (
         f"What remains: an active GPU of the paper's cluster gives {pace.published:.4g} token/s around the peak where "
-        f"Figures 1 and 10 let expect {pace.predicted:.4g}, as if every step took {factor:.2f} times as long; so "
-        f"{level.published:.3g} GPUs are active on the mean and not {level.predicted:.3g}. The paper's Figure 11 has "
-        f"{alone.published:.4g} token/s on one GPU, on a card with faster memory; no figure times the steps of the "
-        "cluster's runner, so its cost is not known, and no coefficient was changed for it."
+        f"Figures 1 and 10 let expect {pace.predicted:.4g}, as if every step took "
+        f"{pace.predicted / pace.published:.2f} times as long; so {level.published:.3g} GPUs are active on the mean "
+        f"and not {level.predicted:.3g}. The paper's Figure 11 has {alone.published:.4g} token/s on one GPU, on a card "
+        "with faster memory; no figure times the steps of the cluster's runner, so its cost is not known, and no "
+        "coefficient was changed for it."
     )

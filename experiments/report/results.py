@@ -14,7 +14,7 @@ import pandas as pd
 from experiments.claims import as_frame
 from experiments.claims.fig11 import Serving
 from experiments.claims.fig13 import runners_table
-from experiments.claims.placement import placement_verdicts
+from experiments.claims.placement import placement_tables
 from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
 from experiments.claims.rows import NotMeasured, Rows, markdown
 from experiments.claims.table import certainty, disturbance, total, verdict_table
@@ -177,7 +177,7 @@ def _simulations(rows: pd.DataFrame, paper: Path) -> Iterator[str]:
             "bounds are those of the claims' shape. C50 needs one GPU alone at these lengths, which is not measured.",
             runners_table(rows, paper),
         ),
-        "Other scheduling rules, simulated": ("", [f"* {one}" for one in placement_verdicts(rows)]),
+        "Other scheduling rules, simulated": ("", placement_tables(rows)),
     }
     for title, (intro, lines) in sections.items():
         if lines:

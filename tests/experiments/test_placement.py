@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from fakes import composed
 
-from experiments.claims.placement import placement_verdicts
+from experiments.claims.placement import placement_tables
 from experiments.cluster.hour import RANK
 from experiments.cluster.placed import CROWD, DRIFT, LOAD, MIXED, PADDED, load, while_full
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
@@ -39,73 +39,58 @@ def one(capacity: float = 1000.0, gpus: float = 50.0, wait: float = 90.0, host: 
     return dict(zip(names, (capacity, gpus, wait, host, disk), strict=True))
 
 
-# sentences and verdicts
+# rules over Punica's, and verdicts on what newer systems claim
 
 
-def test_a_sentence_compares_each_rule_with_punica_over_all_loads() -> None:
+def lines_of(rows: pd.DataFrame, *words: str) -> list[list[str]]:
+    """Return the cells of the lines with all ``words``."""
+    found = [line for line in placement_tables(rows) if all(word in line for word in words)]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found]
+
+
+def test_each_rule_is_compared_with_punica_over_all_loads() -> None:
     rows = pd.concat([
         rows_of({"punica": one(), "other": one(capacity=1100.0, gpus=100.0, disk=10.0)}, "load"),
         rows_of({"punica": one(), "other": one(capacity=900.0, gpus=60.0, disk=70.0)}, "drift"),
     ])  # fmt: skip
-    (said,) = placement_verdicts(rows)
-    assert "Simulated: `other` serves 0.90 to 1.10 times Punica's throughput of full GPUs." in said
-    assert "Over the part of the hour that was simulated it takes 1.20 to 2.00 times its GPU time" in said
-    assert "0.50 to 2.00 times its loads: lowest and highest of 2 loads." in said
+    assert lines_of(rows, "| other") == [["other", "0.90 to 1.10", "1.20 to 2.00", "1.00 to 1.00", "0.50 to 2.00"]]
     length = {"figure": "ext placement", "panel": "load", "system": "punica", "metric": "simulated_seconds"}
-    for seconds, told in ((30.0, "Over 30 s of the hour it takes"), (3600.0, "Over the whole hour")):
-        assert told in placement_verdicts(pd.concat([rows, pd.DataFrame([{**length, "value": seconds}])]))[0]
-    assert placement_verdicts(rows[rows["system"] != "punica"]) == []
-    assert placement_verdicts(rows.assign(figure="13")) == []
+    told = placement_tables(pd.concat([rows, pd.DataFrame([{**length, "value": 30.0}])]))
+    assert "Lowest and highest of 2 loads, over 30 s of the hour." in told
+    assert placement_tables(rows[rows["system"] != "punica"]) == placement_tables(rows.assign(figure="13")) == []
+
+
+BOTH = {"punica": one(), "least_loaded": one()}
 
 
 @pytest.mark.parametrize(
-    ("capacity", "spread", "verdict"),
-    [(2200.0, 0.01, "reproduced in simulation"), (2000.0, 0.01, "within noise"), (1500.0, 0.01, "differs")],
-)
-def test_up_to_is_held_against_the_kindest_panel_within_the_span_over_seeds(capacity, spread, verdict) -> None:
-    both = {"punica": one(), "least_loaded": one()}
-    rows = pd.concat([
-        rows_of({**both, "loraserve": one(capacity=700.0)}, "load", spread),
-        rows_of({**both, "loraserve": one(capacity=capacity)}, "mixed ranks, padded", spread),
-    ])  # fmt: skip
-    (said,) = [one for one in placement_verdicts(rows) if "2 times the throughput" in one]
-    low, high = capacity / 1000 * 0.99 / 1.01, capacity / 1000 * 1.01 / 0.99
-    assert f"at best {capacity / 1000:.2f} times the throughput of full GPUs of `least_loaded`" in said
-    assert f"({low:.2f} to {high:.2f} over seeds; mixed ranks, padded): {verdict}." in said
-
-
-@pytest.mark.parametrize(("gpus", "verdict"), [(24.0, "reproduced in simulation"), (26.0, "differs")])
-def test_fewer_is_at_most(gpus, verdict) -> None:
-    rows = rows_of({"punica": one(), "least_loaded": one(), "loraserve": one(gpus=gpus)})
-    (said,) = [one for one in placement_verdicts(rows) if "fewer GPUs" in one]
-    assert said.endswith(f"over seeds; load): {verdict}.")
-
-
-@pytest.mark.parametrize(("disk", "verdict"), [(20.0, "reproduced in simulation"), (31.0, "differs")])
-def test_fewer_loads_must_hold_on_every_panel(disk, verdict) -> None:
-    both = {"punica": one(), "least_loaded": one()}
-    rows = pd.concat([
-        rows_of({**both, "dynamo": one(disk=5.0)}, "load"), rows_of({**both, "dynamo": one(disk=disk)}, "drift"),
-    ])  # fmt: skip
-    (said,) = [one for one in placement_verdicts(rows) if "NVIDIA Dynamo" in one]
-    assert f"`dynamo` has at worst {(10 + disk) / 40:.2f} times the loads of `least_loaded`" in said
-    assert said.endswith(f"drift): {verdict}.")
-
-
-def test_a_claim_on_what_a_rule_lacks_is_shown_and_not_judged() -> None:
-    rows = rows_of({"punica": one(), "least_loaded": one(), "chameleon": one(capacity=1020.0)})
-    said = [one for one in placement_verdicts(rows) if ": Chameleon" in one]
-    assert len(said) == 2
-    assert "at best 1.02 times the throughput" in said[0]
-    assert all("not implemented, since a cluster's queue has no order by size" in one for one in said)
+    ("rule", "first", "second", "claim", "extent", "verdict"),
+    [
+        ("loraserve", {"capacity": 700}, {"capacity": 2200}, "2 times the throughput", "2.20", "reproduced"),
+        ("loraserve", {"capacity": 700}, {"capacity": 2000}, "2 times the throughput", "2.00", "within noise"),
+        ("loraserve", {"capacity": 700}, {"capacity": 1500}, "2 times the throughput", "1.50", "differs"),
+        ("loraserve", {"gpus": 24}, {"gpus": 40}, "fewer GPUs", "0.48", "reproduced"),
+        ("loraserve", {"gpus": 26}, {"gpus": 40}, "fewer GPUs", "0.52", "differs"),
+        ("dynamo", {"disk": 5}, {"disk": 20}, "NVIDIA Dynamo", "0.75", "reproduced"),
+        ("dynamo", {"disk": 5}, {"disk": 32}, "NVIDIA Dynamo", "1.05", "differs"),
+        ("chameleon", {"capacity": 900}, {"capacity": 1020}, "1.5 times", "1.02", "not implemented: no order"),
+    ],
+)  # fmt: skip
+def test_up_to_is_held_against_the_kindest_load_and_a_claim_without_a_number_against_all(
+    rule, first, second, claim, extent, verdict
+) -> None:
+    parts = ((first, "load"), (second, "drift"))
+    rows = pd.concat([rows_of({**BOTH, rule: one(**changed)}, panel, 0.01) for changed, panel in parts])
+    ((_, _, told, _, found),) = lines_of(rows, claim)
+    assert f" {extent} (" in told
+    assert found.startswith(verdict)
 
 
 def test_rows_without_loads_or_without_the_baseline_say_less() -> None:
-    rows = rows_of({"punica": one(), "least_loaded": one(), "llm_d": one()})
-    fewer = placement_verdicts(rows[~rows["metric"].str.startswith("loads")])
-    assert len(fewer) == 2
-    assert "loads (" not in fewer[0].replace("of 1 loads", "")
-    assert len(placement_verdicts(rows[rows["system"] != "least_loaded"])) == 1
+    rows = rows_of({**BOTH, "llm_d": one()})
+    fewer = rows[~rows["metric"].str.startswith("loads")]
+    assert lines_of(fewer, "| llm_d") == [["llm_d", "1.00 to 1.00", "1.00 to 1.00", "1.00 to 1.00"]]
+    assert lines_of(fewer, "llm-d") == lines_of(rows[rows["system"] != "least_loaded"], "llm-d") == []
 
 
 # loads
