@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from experiments.harness.schema import ModelConf
-from experiments.measure.statistics import quantiles
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,19 @@ class Reading:
 
 
 def sampled(metric: str, samples: Sequence[float], unit: str) -> list[Reading]:
-    """The readings of raw `samples` (already in `unit`): median, p10, p90 and count, which keeps the samples."""
-    *spread, count = quantiles(samples).items()
+    """The readings of raw `samples` (already in `unit`): median, p10, p90 and count, which keeps the samples.
+
+    Timings are skewed to the right (an interrupt only ever adds time), so there is no mean. Raises `ValueError` when
+    there is no sample or one is not finite.
+    """
+    values = np.asarray(samples, dtype=np.float64)
+    if not values.size or not np.isfinite(values).all():
+        raise ValueError(f"samples of {metric} must be finite, at least one, not {samples!r}: raise scale.repeats")
+    p10, median, p90 = map(float, np.percentile(values, [10, 50, 90]))
+    spread = {"median": median, "p10": p10, "p90": p90}
     return [
-        *(Reading(metric, value, unit, statistic) for statistic, value in spread),
-        Reading(metric, count[1], "samples", count[0], samples=samples),
+        *(Reading(metric, value, unit, statistic) for statistic, value in spread.items()),
+        Reading(metric, float(values.size), "samples", "count", samples=samples),
     ]
 
 

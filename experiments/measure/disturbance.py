@@ -2,7 +2,7 @@
 
 Three witnesses, because each is blind to something:
 
-* **other work**: CPU time of all processes on our cores, and steal, minus our own (``/proc/stat``, ``getrusage``);
+* **other work**: CPU time of all processes on our cores, and steal, minus our own;
 * **calibration**: one product and one copy before and after. It sees what the kernel cannot account for, such as
   another guest of the same host that fills the memory bus or lowers the clock. On a GPU launches are timed, too: they
   mark no measurement, but tell whether times of the host's clock can be compared (`experiments.harness.clocks`);
@@ -20,11 +20,10 @@ import os
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -75,33 +74,20 @@ class CpuTimes:
     own: float
 
 
-def cpu_times(stat: Path = Path("/proc/stat")) -> CpuTimes | None:
-    """Now, or ``None`` where there is no ``/proc/stat``."""
+def cpu_times() -> CpuTimes | None:
+    """Now, or ``None`` where the system does not tell."""
     try:
-        lines = stat.read_text(encoding="ascii").splitlines()
-    except OSError:
+        mine = os.sched_getaffinity(0)
+        cores = [one for core, one in enumerate(psutil.cpu_times(percpu=True)) if core in mine]
+    except (OSError, AttributeError):
         return None
-    mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    busy = sum(_busy_ticks(line.split()[1:]) for line in lines if line.split()[0] in mine)
+    busy = sum(one.user + one.nice + one.system + one.irq + one.softirq + one.steal for one in cores)
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    own = sum(usage.ru_utime + usage.ru_stime for usage in usages) + _living_children()
-    return CpuTimes(time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), own)
-
-
-def _living_children() -> float:
-    """Return the seconds of child processes, and of theirs, that were not waited for yet."""
-    found = 0.0
-    for child in psutil.Process().children(recursive=True):
+    own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    for child in psutil.Process().children(recursive=True):  # alive, so not among those that were waited for
         with suppress(psutil.Error):  # it has ended meanwhile
-            times = child.cpu_times()
-            found += times.user + times.system + times.children_user + times.children_system
-    return found
-
-
-def _busy_ticks(fields: list[str]) -> int:
-    """user + nice + system + irq + softirq + steal; time of our own guests is part of user."""
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
-    return user + nice + system + irq + softirq + steal
+            own += sum(child.cpu_times()[:4])
+    return CpuTimes(time.monotonic(), busy, own)
 
 
 def other_seconds(before: CpuTimes, after: CpuTimes) -> float:
@@ -195,44 +181,34 @@ class Watch:
     """Brackets a measurement on ``device``: built before it, ``stop()`` after it."""
 
     def __init__(self, device: str) -> None:
-        self._device = device
-        self._calibrator = calibrator(device)
+        self._device, self._calibrator = device, calibrator(device)
         self._calibration = self._calibrator.run()
         self._times = cpu_times()
 
     def stop(self) -> Disturbance:
         """Return the disturbance since. The calibration is not part of the interval whose CPU time is counted."""
-        before, after = self._times, cpu_times()
-        gpu = _gpu_state() if self._device.startswith("cuda") else None
-        calibration = self._calibrator.run()
-        gemm = (self._calibration.gemm_us + calibration.gemm_us) / 2
-        copy = (self._calibration.copy_us + calibration.copy_us) / 2
-        quiet = self._calibrator.quiet
-        slow = max(gemm / quiet.gemm_us, copy / quiet.copy_us) > CALIBRATION_LIMIT
-        share, crowded = _crowded(before, after)
-        throttled = gpu is not None and bool(gpu[1] & THROTTLED)
-        launches = [us for one in (self._calibration, calibration) if (us := one.launch_us) is not None]
+        before, after, share, crowded = self._times, cpu_times(), None, False
+        if before and after:
+            others = other_seconds(before, after)
+            share = others / max(1e-9, (after.wall - before.wall) * len(os.sched_getaffinity(0)))
+            crowded = share > OTHER_CPU_LIMIT and others > SHORTEST_OTHER_S
+        clock, throttled = _gpu_state() if self._device.startswith("cuda") else (None, False)
+        runs, quiet = (self._calibration, self._calibrator.run()), self._calibrator.quiet
+        gemm, copy = sum(run.gemm_us for run in runs) / 2, sum(run.copy_us for run in runs) / 2
+        launches = [run.launch_us for run in runs if run.launch_us is not None]
         launch = sum(launches) / len(launches) if launches else None
-        return Disturbance(slow or crowded or throttled, share, gemm, copy, gpu[0] if gpu else None, launch)
+        slow = max(gemm / quiet.gemm_us, copy / quiet.copy_us) > CALIBRATION_LIMIT
+        return Disturbance(slow or crowded or throttled, share, gemm, copy, clock, launch)
 
 
-def _crowded(before: CpuTimes | None, after: CpuTimes | None) -> tuple[float | None, bool]:
-    """The share of others in the CPU time of our cores, and whether it is too much."""
-    if before is None or after is None:
-        return None, False
-    others = other_seconds(before, after)
-    share = others / max(1e-9, (after.wall - before.wall) * len(os.sched_getaffinity(0)))
-    return share, share > OTHER_CPU_LIMIT and others > SHORTEST_OTHER_S
-
-
-def _gpu_state() -> tuple[float, int] | None:
-    """Clock of the first visible GPU in MHz, and NVML's bits of reasons to throttle; None when it does not say."""
+def _gpu_state() -> tuple[float | None, bool]:
+    """Clock of the first visible GPU in MHz, and whether it throttles; None and False where it does not say."""
     gpus = gpu_query("clocks.sm", "clocks_throttle_reasons.active")
     try:
-        clock, reasons = (gpus[0][name] for name in ("clocks.sm", "clocks_throttle_reasons.active"))
-        return float(clock.split()[0]), int(reasons, 16)
-    except (IndexError, KeyError, ValueError):
-        return None
+        clock, reasons = gpus[0].values()
+        return float(clock.split()[0]), bool(int(reasons, 16) & THROTTLED)
+    except (IndexError, ValueError):
+        return None, False
 
 
 def slow_repeats(rows: Iterable[Row]) -> set[int]:
@@ -245,14 +221,9 @@ def slow_repeats(rows: Iterable[Row]) -> set[int]:
     for row in rows:
         if row.statistic == "median" and is_duration(row.metric) and row.repeat is not None:
             found[row.config_hash, row.metric, row.gpu, row.t_s][row.repeat] = row.value
-    return {
-        repeat
-        for medians in found.values()
-        for repeat, median in medians.items()
-        if not _usual(medians) / REPEAT_LIMIT <= median <= REPEAT_LIMIT * _usual(medians)
-    }
-
-
-def _usual(medians: Mapping[int, float]) -> float:
-    values = list(medians.values())
-    return float(np.median(values)) if len(values) > 2 else min(values)
+    slow = set()
+    for medians in found.values():
+        values = list(medians.values())
+        usual = float(np.median(values)) if len(values) > 2 else min(values)
+        slow |= {r for r, value in medians.items() if not usual / REPEAT_LIMIT <= value <= REPEAT_LIMIT * usual}
+    return slow

@@ -15,12 +15,14 @@ import errno
 import fcntl
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from glob import escape
+from inspect import formatannotation
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 KINDS = ("measured", "simulated", "paper", "datasheet")
 STATISTICS = ("median", "p10", "p90", "count", "value")
@@ -109,14 +111,19 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
-_INTEGERS = ("batch_size", "seq_len", "rank", "numa_nodes", "repeat", "gpu")
-_NUMBERS = (
-    "value", "l3_mib", "other_cpu", "calib_gemm_us", "calib_copy_us", "sm_clock_mhz", "t_s", "power_limit_w",
-    "calib_launch_us",
-)  # fmt: skip
-_FLAGS = {"": None, "True": True, "False": False}
 _LATER = ("source_hash", *COLUMNS[COLUMNS.index("transformers") :])
 """Columns that files written before rows knew them may lack: such a row has their default, which is "not known"."""
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "int | None": (lambda cell: int(cell) if cell else None, "a number"),
+    "float | None": (lambda cell: float(cell) if cell else None, "a number"),
+    "float": (float, "a number"),
+    "bool | None": ({"": None, "True": True, "False": False}.__getitem__, "True, False or empty"),
+    "kind": ({kind: kind for kind in KINDS}.__getitem__, f"one of {', '.join(KINDS)}"),
+    "statistic": ({name: name for name in STATISTICS}.__getitem__, f"one of {', '.join(STATISTICS)}"),
+}
+_KINDS = {one.name: one.name if one.name in _READERS else formatannotation(one.type) for one in fields(Row)}
+_READS = {name: _READERS[kind] for name, kind in _KINDS.items() if kind in _READERS}
+"""Column that is no text -> what reads its cell, and what that must be."""
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -134,34 +141,26 @@ def read_rows(path: str | Path) -> list[Row]:
         raise RowsError(f"{path}: cannot be read as CSV ({error}); {_remedy(path)}") from None
 
 
-def _parse(path: Path, reader: Iterable[list[str]]) -> list[Row]:
-    lines = iter(reader)
+def _parse(path: Path, lines: Iterator[list[str]]) -> list[Row]:
     header = tuple(next(lines, []))
     if header != tuple(name for name in COLUMNS if name in header or name not in _LATER):
         missing = [name for name in COLUMNS if name not in header and name not in _LATER]
         reason = f"misses the columns {', '.join(missing)}" if missing else f"has the columns {', '.join(header)}"
         raise RowsError(f"{path}, line 1: the header {reason}; {_remedy(path)}")
-    return [_row(path, number, header, cells) for number, cells in enumerate(lines, start=2)]
-
-
-def _row(path: Path, number: int, header: tuple[str, ...], cells: list[str]) -> Row:
-    if len(cells) != len(header):
-        raise RowsError(f"{path}, line {number}: {len(cells)} cells instead of {len(header)}; {_remedy(path)}")
-    values: dict[str, object] = dict(zip(header, cells, strict=True))
-    for name in (*_INTEGERS, *_NUMBERS):
-        cell, kind = str(values.get(name, "")), int if name in _INTEGERS else float
-        try:
-            values[name] = kind(cell) if cell or name == "value" else None
-        except ValueError:
-            raise RowsError(f"{path}, line {number}: {name} is {cell!r}, not a number; {_remedy(path)}") from None
-    if (flag := str(values.get("disturbed", ""))) not in _FLAGS:
-        raise RowsError(f"{path}, line {number}: disturbed is {flag!r}, not True, False or empty; {_remedy(path)}")
-    values["disturbed"] = _FLAGS[flag]
-    for name, allowed in (("kind", KINDS), ("statistic", STATISTICS)):
-        if values[name] not in allowed:
-            reason = f"{name} is {values[name]!r}, not one of {', '.join(allowed)}"
-            raise RowsError(f"{path}, line {number}: {reason}; {_remedy(path)}")
-    return Row(**values)  # type: ignore[arg-type]
+    rows = []
+    for number, cells in enumerate(lines, start=2):
+        where = f"{path}, line {number}"
+        if len(cells) != len(header):
+            raise RowsError(f"{where}: {len(cells)} cells instead of {len(header)}; {_remedy(path)}")
+        values: dict[str, Any] = dict(zip(header, cells, strict=True))
+        for name in _READS.keys() & values.keys():
+            read, wanted = _READS[name]
+            try:
+                values[name] = read(values[name])
+            except (ValueError, KeyError):
+                raise RowsError(f"{where}: {name} is {values[name]!r}, not {wanted}; {_remedy(path)}") from None
+        rows.append(Row(**values))
+    return rows
 
 
 def _remedy(path: Path) -> str:

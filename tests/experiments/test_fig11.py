@@ -95,7 +95,7 @@ def test_without_all_systems_there_are_no_ratios(tmp_path):
         ("scale.max_len=5000", r"scale.max_len=5000 must lie in \[4, 4096\]"),
         ("engine.num_blocks=1", "engine.num_blocks=1 cannot hold one request.*num_blocks=2 or more"),
         ("system.names=[vllm]", "'vllm'.*continuous_batching"),
-        ("scale.window_steps=0", "figure.steps=0 must be at least 1"),
+        ("scale.window_steps=0", "scale.window_steps=0 must be at least 1"),
         ("scale.passes=0", "scale.passes=0 must be at least 1"),
         ("figure.lengths=sharegpt", "figure.lengths='sharegpt' must be one of released, stated"),
         ("figure.check_requests=0", "figure.check_requests=0 must be at least 1"),

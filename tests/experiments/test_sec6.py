@@ -7,6 +7,7 @@ from fakes import composed
 from experiments import sec6_norm
 from experiments.harness import CheckFailed, resume
 from experiments.harness.resume import run
+from experiments.harness.settings import settle
 from experiments.measure import timing
 from experiments.measure.records import read_rows
 from tests.experiments.claims.claim_rows import paper_rows, verdict_of
@@ -54,7 +55,7 @@ def test_a_gpu_times_it_without_the_launches_too(tmp_path, monkeypatch) -> None:
 def test_a_wrong_norm_is_not_timed(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sec6_norm.FORMS, "fused", lambda x, weight: 1.1 * sec6_norm.unfused(x, weight))
     with pytest.raises(CheckFailed, match="fused differs"):
-        sec6_norm.checked(composed(tmp_path, name="sec6_norm"), "fused", 3)
+        sec6_norm.checked(settle(composed(tmp_path, name="sec6_norm"), sec6_norm.EXPERIMENT), "fused", 3)
 
 
 def test_a_cpu_cannot_tell(tmp_path) -> None:

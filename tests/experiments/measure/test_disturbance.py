@@ -2,20 +2,24 @@
 
 import subprocess
 import sys
-from contextlib import contextmanager
+from collections import namedtuple
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from experiments.measure import disturbance
-from experiments.measure.disturbance import Calibration, CpuTimes, Watch, cpu_times, other_seconds, slow_repeats
+from experiments.measure.disturbance import (
+    Calibration,
+    CpuTimes,
+    Disturbance,
+    Watch,
+    cpu_times,
+    other_seconds,
+    slow_repeats,
+)
 
-STAT = """cpu  9 9 9 9 9 9 9 9 0 0
-cpu0 100 10 30 999 50 2 3 5 0 0
-cpu1 200 0 0 999 0 0 0 0 40 0
-cpu7 5000 0 0 0 0 0 0 0 0 0
-"""
+AFTER = CpuTimes(10.0, 70.0, 40.0)
 
 
 class FakeCalibrator:
@@ -30,81 +34,72 @@ class FakeCalibrator:
 
 @pytest.fixture
 def quiet(monkeypatch):
-    """A machine on which nothing else happens and calibrations take what they always take."""
-    times = iter([CpuTimes(0.0, 50.0, 20.0), CpuTimes(10.0, 70.0, 40.0)])
-    monkeypatch.setattr(disturbance, "cpu_times", lambda: next(times))
+    """A machine of two cores on which nothing else happens; a test may set other CPU times and calibrations."""
+
+    def found(after=AFTER, calibrations=((100.0, 1000.0), (120.0, 1100.0)), device="cpu"):
+        times = iter([after and CpuTimes(0.0, 50.0, 20.0), after])
+        monkeypatch.setattr(disturbance, "cpu_times", lambda: next(times))
+        monkeypatch.setattr(disturbance, "calibrator", lambda _: FakeCalibrator(*calibrations))
+        return Watch(device).stop()
+
     monkeypatch.setattr(disturbance.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(disturbance, "calibrator", lambda _: FakeCalibrator((100.0, 1000.0), (120.0, 1100.0)))
+    return found
 
 
-def test_busy_time_is_that_of_our_cores_without_idle_and_guests(tmp_path, monkeypatch):
-    (tmp_path / "stat").write_text(STAT)
+def test_busy_time_is_that_of_our_cores_without_idle(monkeypatch):
+    core = namedtuple("core", "user nice system idle iowait irq softirq steal guest")
+    cores = [core(100, 10, 30, 999, 50, 2, 3, 5, 40), core(200, 0, 0, 999, 0, 0, 0, 0, 0), core(5000, *[0] * 8)]
+    monkeypatch.setattr(disturbance.psutil, "cpu_times", lambda percpu: cores)
     monkeypatch.setattr(disturbance.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(disturbance.os, "sysconf", lambda _: 100)
-    assert cpu_times(tmp_path / "stat").busy == pytest.approx((100 + 10 + 30 + 2 + 3 + 5 + 200) / 100)
+    assert cpu_times().busy == 100 + 10 + 30 + 2 + 3 + 5 + 200
 
 
-def test_a_machine_without_proc_does_not_know(tmp_path, quiet, monkeypatch):
-    assert cpu_times(tmp_path / "none") is None
-    monkeypatch.setattr(disturbance, "cpu_times", lambda: None)
-    found = Watch("cpu").stop()
-    assert (found.other_cpu, found.disturbed) == (None, False)
+def test_a_machine_that_does_not_tell_is_not_known(quiet):
+    assert quiet(after=None) == Disturbance(False, None, 110.0, 1050.0)
 
 
-def test_a_quiet_interval_is_not_disturbed(quiet):
-    found = Watch("cpu").stop()
-    assert found == disturbance.Disturbance(False, 0.0, 110.0, 1050.0)
-
-
-@pytest.mark.parametrize(("busy", "share", "disturbed"), [(70.8, 0.04, False), (71.2, 0.06, True), (69.0, 0.0, False)])
-def test_other_work_disturbs_from_its_limit_on(quiet, monkeypatch, busy, share, disturbed):
-    times = iter([CpuTimes(0.0, 50.0, 20.0), CpuTimes(10.0, busy, 40.0)])
-    monkeypatch.setattr(disturbance, "cpu_times", lambda: next(times))
-    found = Watch("cpu").stop()
-    assert found.other_cpu == pytest.approx(share)
-    assert found.disturbed is disturbed
-
-
-def test_a_tick_in_a_short_interval_is_rounding(quiet, monkeypatch):
-    times = iter([CpuTimes(0.0, 50.0, 20.0), CpuTimes(0.1, 50.23, 20.2)])
-    monkeypatch.setattr(disturbance, "cpu_times", lambda: next(times))
-    found = Watch("cpu").stop()
-    assert found.other_cpu == pytest.approx(0.15)
-    assert not found.disturbed
+@pytest.mark.parametrize(
+    ("after", "share", "disturbed"),
+    [
+        (AFTER, 0.0, False),
+        (CpuTimes(10.0, 69.0, 40.0), 0.0, False),
+        (CpuTimes(10.0, 70.8, 40.0), 0.04, False),
+        (CpuTimes(10.0, 71.2, 40.0), 0.06, True),
+        (CpuTimes(0.1, 50.23, 20.2), 0.15, False),
+    ],
+    ids=["none", "rounded", "below the limit", "above it", "a tick in a short interval"],
+)
+def test_other_work_disturbs_from_its_limit_on(quiet, after, share, disturbed):
+    found = quiet(after)
+    assert (found.other_cpu, found.disturbed) == (pytest.approx(share), disturbed)
+    assert (found.calib_gemm_us, found.calib_copy_us, found.calib_launch_us) == (110.0, 1050.0, None)
 
 
 @pytest.mark.parametrize("after", [(230.0, 1000.0), (100.0, 2100.0)], ids=["product", "copy"])
-def test_a_slow_calibration_disturbs(quiet, monkeypatch, after):
-    monkeypatch.setattr(disturbance, "calibrator", lambda _: FakeCalibrator((100.0, 1000.0), after))
-    assert Watch("cpu").stop().disturbed
+def test_a_slow_calibration_disturbs(quiet, after):
+    assert quiet(calibrations=((100.0, 1000.0), after)).disturbed
 
 
-@pytest.mark.parametrize(("reasons", "disturbed"), [("0x0000000000000004", False), ("0x0000000000000040", True)])
-def test_a_gpu_says_its_clock_and_whether_it_throttles(quiet, monkeypatch, reasons, disturbed):
-    answer = [{"clocks.sm": "1980 MHz", "clocks_throttle_reasons.active": reasons}]
+def test_a_measurement_keeps_the_mean_of_its_launches_which_mark_nothing(quiet):
+    found = quiet(calibrations=((100.0, 1000.0, 4.0), (100.0, 1000.0, 12.0)))
+    assert (found.calib_launch_us, found.disturbed) == (8.0, False)
+
+
+@pytest.mark.parametrize(
+    ("clock", "reasons", "found"),
+    [("1980 MHz", "0x04", (1980.0, False)), ("1980 MHz", "0x40", (1980.0, True)), ("[N/A]", "", (None, False))],
+)
+def test_a_gpu_says_its_clock_and_whether_it_throttles(quiet, monkeypatch, clock, reasons, found):
+    answer = [{"clocks.sm": clock, "clocks_throttle_reasons.active": reasons}]
     monkeypatch.setattr(disturbance, "gpu_query", lambda *_: answer)
-    found = Watch("cuda").stop()
-    assert (found.sm_clock_mhz, found.disturbed) == (1980.0, disturbed)
-
-
-def test_a_gpu_that_says_nothing_is_not_known(quiet, monkeypatch):
-    monkeypatch.setattr(disturbance, "gpu_query", lambda *_: [{"clocks.sm": "[N/A]"}])
-    assert Watch("cuda").stop().sm_clock_mhz is None
+    told = quiet(device="cuda")
+    assert (told.sm_clock_mhz, told.disturbed) == found
 
 
 def test_the_calibrator_takes_time_and_is_one_for_a_process():
-    calibrator = disturbance.calibrator("cpu")
-    found = calibrator.run()
-    assert found.gemm_us > 0
-    assert found.copy_us > 0
-    assert disturbance.calibrator("cpu") is calibrator
-
-
-def test_a_measurement_keeps_the_mean_of_its_launches_which_mark_nothing(quiet, monkeypatch):
-    runs = FakeCalibrator((100.0, 1000.0, 4.0), (100.0, 1000.0, 12.0))
-    monkeypatch.setattr(disturbance, "calibrator", lambda _: runs)
-    found = Watch("cpu").stop()
-    assert (found.calib_launch_us, found.disturbed) == (8.0, False)
+    found = disturbance.calibrator("cpu").run()
+    assert min(found.gemm_us, found.copy_us) > 0
+    assert disturbance.calibrator("cpu") is disturbance.calibrator("cpu")
 
 
 def test_a_launch_is_the_median_burst_over_its_launches_and_a_cpu_has_none(monkeypatch):
@@ -186,42 +181,22 @@ def test_a_repeat_far_from_its_siblings_is_marked(rows, slow):
 
 
 BUSY = [sys.executable, "-c", "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"]
+ORPHAN = f"import subprocess\nprint(subprocess.Popen({BUSY!r}, stdout=subprocess.DEVNULL).pid)"
 
 
-@contextmanager
-def of_somebody_else():
-    """A busy process that is none of ours, since who started it has ended."""
-    start = f"import subprocess\nprint(subprocess.Popen({BUSY!r}, stdout=subprocess.DEVNULL).pid)"
-    started = subprocess.run([sys.executable, "-c", start], stdout=subprocess.PIPE, check=True)
-    other = psutil.Process(int(started.stdout))
+@pytest.mark.parametrize("ours", [False, True])
+def test_another_process_is_seen_and_our_own_work_is_not(ours):
+    """In CPU seconds of both, whatever else wants the cores; a process is not ours once who started it has ended."""
+    other = psutil.Popen(BUSY) if ours else psutil.Process(int(subprocess.check_output([sys.executable, "-c", ORPHAN])))
     try:
-        yield other
-    finally:
-        other.kill()
-
-
-@contextmanager
-def of_ours():
-    with subprocess.Popen(BUSY) as other:
-        try:
-            yield psutil.Process(other.pid)
-        finally:
-            other.kill()
-
-
-@pytest.mark.skipif(cpu_times() is None, reason="needs /proc/stat")
-@pytest.mark.parametrize("process", [of_somebody_else, of_ours])
-def test_another_process_is_seen_and_our_own_work_is_not(process):
-    """In CPU seconds of both, whatever else wants the cores."""
-    with process() as other:
         before, begin, spent = cpu_times(), sum(other.cpu_times()[:2]), 0.0
         after = before
         while min(after.own - before.own, spent) < 0.5:
             spent, after = sum(other.cpu_times()[:2]) - begin, cpu_times()
-        others, cores = other_seconds(before, after), len(disturbance.os.sched_getaffinity(0))
-        ours = after.own - before.own
-        if process is of_somebody_else:
-            assert others > spent - 0.2
-        else:
-            assert ours > spent
-        assert others < (after.wall - before.wall) * cores - ours + 0.2
+        others, own = other_seconds(before, after), after.own - before.own
+        assert own > spent if ours else others > spent - 0.2
+        assert others < (after.wall - before.wall) * len(disturbance.os.sched_getaffinity(0)) - own + 0.2
+    finally:
+        other.kill()
+        if ours:
+            other.wait()

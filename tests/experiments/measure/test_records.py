@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -38,47 +37,31 @@ def test_columns_are_the_contract():
 
 
 def test_rows_survive_a_round_trip(tmp_path):
-    rows = [ROW, replace(ROW, system="", batch_size=None, value=1e-300, rank=None, seq_len=7)]
+    known = {"numa_nodes": 2, "l3_mib": 32.5, "repeat": 0, "other_cpu": 0.25, "disturbed": True, "calib_gemm_us": 7.0}
+    bare = replace(ROW, system="", batch_size=None, value=1e-300, rank=None, seq_len=7, disturbed=False)
+    rows = [ROW, bare, replace(ROW, **known)]
     write_rows(tmp_path / "deep" / "rows.csv", rows)
     assert read_rows(tmp_path / "deep" / "rows.csv") == rows
 
 
-def test_what_disturbed_a_repeat_survives_a_round_trip(tmp_path):
-    known = {"numa_nodes": 2, "l3_mib": 32.5, "repeat": 0, "other_cpu": 0.25}
-    rows = [replace(ROW, **known, disturbed=True, calib_gemm_us=7.0), replace(ROW, disturbed=False, peft="0.18.0")]
-    write_rows(tmp_path / "rows.csv", rows)
-    assert read_rows(tmp_path / "rows.csv") == rows
-
-
 def test_files_from_before_a_column_are_read_and_lack_it(tmp_path):
     path = tmp_path / "rows.csv"
-    write_rows(path, [ROW])
-    old = [
-        ",".join(line.split(",")[:-13])
-        for line in path.read_text().replace(',"EPYC, ""2 cores""",', ",EPYC,").splitlines()
-    ]
-    path.write_text("\n".join(old))
+    write_rows(path, [replace(ROW, device="EPYC")])
+    path.write_text("\n".join(",".join(line.split(",")[:-13]) for line in path.read_text().splitlines()))
     assert read_rows(path) == [replace(ROW, device="EPYC")]
 
 
-def test_a_new_measurement_replaces_the_rows_of_its_point_only(tmp_path):
-    file = RowFile(tmp_path / "rows.csv")
-    other = replace(ROW, batch_size=1)
-    file.replace([ROW, replace(ROW, statistic="p10"), other])
-    newer = replace(ROW, config_hash="new", value=1.0)
-    file.replace([newer])
-    assert read_rows(tmp_path / "rows.csv") == [newer, other]  # in the place of the old ones
-    assert [row.config_hash for row in RowFile(tmp_path / "rows.csv").rows].count("new") == 1
-
-
-def test_repeats_of_a_point_stand_beside_each_other_until_its_settings_change(tmp_path):
-    file = RowFile(tmp_path / "rows.csv")
+def test_a_new_measurement_takes_the_place_of_its_repeat_and_of_all_with_other_settings(tmp_path):
+    file, other = RowFile(tmp_path / "rows.csv"), replace(ROW, batch_size=1)
     for repeat in range(3):
-        file.replace([replace(ROW, repeat=repeat)])
+        file.replace([replace(ROW, repeat=repeat), replace(ROW, repeat=repeat, statistic="p10")])
+    file.replace([other])
     file.replace([replace(ROW, repeat=1, value=5.0)])
-    assert [(row.repeat, row.value) for row in file.rows] == [(0, 1234.5), (1, 5.0), (2, 1234.5)]
-    file.replace([replace(ROW, repeat=0, config_hash="new")])
-    assert [(row.repeat, row.config_hash) for row in read_rows(tmp_path / "rows.csv")] == [(0, "new")]
+    told = [(row.repeat, row.value) for row in file.rows if row.statistic == "median"]
+    assert told == [(0, 1234.5), (1, 5.0), (2, 1234.5), (None, 1234.5)]
+    newer = replace(ROW, repeat=0, config_hash="new")
+    file.replace([newer])
+    assert read_rows(file.path) == file.rows == RowFile(file.path).rows == [newer, other]
 
 
 HOLDING = """
@@ -98,7 +81,7 @@ def test_two_processes_that_write_one_file_lose_no_row_of_each_other(tmp_path):
     write_rows(one, [ROW])
     command = [sys.executable, "-c", HOLDING, str(path), str(one)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with (subprocess.Popen([*command, "a"], **pipes) as first, subprocess.Popen([*command, "b"], **pipes) as second):
+    with subprocess.Popen([*command, "a"], **pipes) as first, subprocess.Popen([*command, "b"], **pipes) as second:
         assert [run.stdout.readline() for run in (first, second)] == ["0\n", "0\n"]  # both have read the empty file
         for run in (first, second):
             run.stdin.write("\n")
@@ -140,53 +123,46 @@ def test_a_difference_an_error_and_a_simulated_time_may_be_zero(tmp_path, change
     assert len(read_rows(file.path)) == 1
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize(
+    ("line", "old", "new", "expected"),
+    [
+        (0, "rank,", "", ["line 1", "misses the columns rank"]),
+        (0, "repeat,disturbed", "disturbed,repeat", ["line 1", "has the columns"]),
+        (2, ",16,latency", "", ["line 3", "cells instead of 43"]),
+        (1, "1234.5", "fast", ["line 2", "value is 'fast'"]),
+        (1, ",1234.5,", ",,", ["line 2", "value is ''"]),
+        (1, ",64,", ",many,", ["line 2", "batch_size is 'many'"]),
+        (1, "measured", "guessed", ["line 2", "kind is 'guessed'", "simulated"]),
+        (1, "median", "mean", ["line 2", "statistic is 'mean'", "p90"]),
+        (1, "False", "maybe", ["line 2", "disturbed is 'maybe'"]),
+    ],
+)
+def test_a_corrupt_file_is_one_error_with_file_line_and_remedy(tmp_path, line, old, new, expected):
+    path = tmp_path / "rows.csv"
+    write_rows(path, [replace(ROW, disturbed=False)] * 2)
+    lines = path.read_text().splitlines()
+    assert old in lines[line]
+    lines[line] = lines[line].replace(old, new, 1)
+    path.write_text("\n".join(lines))
+    with pytest.raises(RowsError) as caught:
+        read_rows(path)
+    assert [part for part in (str(path), *expected, "delete") if part not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(
-    ("damage", "expected"),
+    ("content", "message"),
     [
-        (lambda lines: [lines[0].replace("rank,", ""), *lines[1:]], ["line 1", "misses the columns rank"]),
-        (lambda lines: [], ["line 1", "misses the columns"]),
-        (lambda lines: [*lines[:2], lines[2][:40]], ["line 3", "cells instead of 43"]),
-        (lambda lines: [lines[0], lines[1].replace("1234.5", "fast")], ["line 2", "value is 'fast'"]),
-        (lambda lines: [lines[0], lines[1].replace(",64,", ",many,")], ["line 2", "batch_size is 'many'"]),
-        (
-            lambda lines: [lines[0], lines[1].replace("measured", "guessed")],
-            ["line 2", "kind is 'guessed'", "simulated"],
-        ),
-        (lambda lines: [lines[0], lines[1].replace("median", "mean")], ["line 2", "statistic is 'mean'", "p90"]),
-        (
-            lambda lines: [lines[0], lines[1].removesuffix("," * 13) + ",maybe" + "," * 12],
-            ["line 2", "disturbed is 'maybe'"],
-        ),
-        (
-            lambda lines: [lines[0].replace("repeat,disturbed", "disturbed,repeat"), *lines[1:]],
-            ["line 1", "has the columns"],
-        ),
+        (b"", "line 1: the header misses"),
+        (b"\xff\xfe\x00rows", "cannot be read as CSV"),
+        (None, "make figure FIG=fig08"),
     ],
-    ids=["column-missing", "empty-file", "truncated-line", "value", "batch-size", "kind", "statistic", "flag", "order"],
 )
-def test_a_corrupt_file_is_one_error_with_file_line_and_remedy(tmp_path, damage, expected):
-    path = tmp_path / "rows.csv"
-    write_rows(path, [ROW, ROW])
-    path.write_text("\n".join(damage(_lines(path))), encoding="utf-8")
-    with pytest.raises(RowsError) as caught:
+def test_what_is_no_file_of_rows_says_what_to_do(tmp_path, content, message):
+    path = tmp_path / "fig08.csv"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RowsError, match=message):
         read_rows(path)
-    for part in [str(path), *expected, "delete"]:
-        assert part in str(caught.value)
-
-
-def test_bytes_that_are_not_text_are_the_same_kind_of_error(tmp_path):
-    (tmp_path / "rows.csv").write_bytes(b"\xff\xfe\x00rows")
-    with pytest.raises(RowsError, match="cannot be read as CSV"):
-        read_rows(tmp_path / "rows.csv")
-
-
-def test_an_absent_file_says_how_to_make_it(tmp_path):
-    with pytest.raises(RowsError, match="make figure FIG=fig08"):
-        read_rows(tmp_path / "fig08.csv")
 
 
 def test_a_folder_that_cannot_be_written_names_folder_and_remedy(tmp_path):
@@ -195,29 +171,27 @@ def test_a_folder_that_cannot_be_written_names_folder_and_remedy(tmp_path):
         ensure_writable(tmp_path / "file" / "rows")
 
 
-def test_an_interrupted_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("step", "error", "told"),
+    [
+        ("replace", KeyboardInterrupt(), (KeyboardInterrupt, "")),
+        (
+            "fsync",
+            OSError(errno.ENOSPC, "No space left"),
+            (RowsError, r"2 rows cannot be written \(No space .*make room"),
+        ),
+    ],
+    ids=["interrupted", "full disk"],
+)
+def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch, step, error, told):
     path = tmp_path / "rows.csv"
     write_rows(path, [ROW])
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
+    def failing(*_):
+        raise error
 
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_rows(path, [ROW, ROW])
-    assert read_rows(path) == [ROW]
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_full_disk_is_one_error_and_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "rows.csv"
-    write_rows(path, [ROW])
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RowsError, match=r"rows.csv: 2 rows cannot be written \(No space left .*make room there"):
+    monkeypatch.setattr(os, step, failing)
+    with pytest.raises(told[0], match=told[1] or None):
         write_rows(path, [ROW, ROW])
     assert read_rows(path) == [ROW]
     assert list(tmp_path.iterdir()) == [path]
