@@ -1,28 +1,25 @@
-"""Choice of a launch's schedule: with `batch_invariant` by estimate among schedules that keep bits; with a `tuned_dir`
-from its file, else by estimate; else from the shipped table of this GPU (`tuned`), else by estimate.
+"""Choice of a launch's schedule, from the first source that has one:
 
-A configuration is the dict form of a `schedules.Schedule`, with lower-case keys: ``block_m, block_n, block_k,
-num_warps, num_stages`` always, ``split_k`` for shrinks, and these extras, all optional in a tuned file:
+1. batch invariance: an estimate among schedules that keep bits (`schedules`);
+2. the files of a `tuned_dir`, in vLLM's format (below); then the estimate;
+3. the table of this GPU that `make tune` writes and the package ships (`tuned`); then the estimate.
 
-``row_wise``: GEMV, one row per program without tensor cores; `block_m` is then unused.
-``block_r``: of a row-wise shrink, ranks per program (a power of two, 1 and up).
-``tiles_n``: of an expand by tiles, column blocks of one program.
-``swap_ab``: of tiles, weights are the left operand of the tensor cores.
+A tuned file ``<gpu>_SHRINK.json``, ``<gpu>_EXPAND_TRUE.json``, or ``<gpu>_EXPAND.json`` for both values of `add_inputs`
+nests string keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_size]``): m = rows, shrink: k = hidden
+size and n = rank, others: k = rank and n = hidden size. At each level the nearest key is taken (ties: the smaller);
+``num_slices`` must match. A leaf is a configuration, or its name in the file's ``"configurations"``: ``block_m,
+block_n, block_k, num_warps, num_stages``, ``split_k`` but for expands, and optionally
 
-A tuned file ``<gpu>_SHRINK.json``, ``<gpu>_EXPAND_TRUE.json`` ... (GPU name with spaces and hyphens as underscores)
-nests string keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_size]`` when given): m = rows, shrink: k
-= hidden size and n = rank, all others: k = rank and n = hidden size. At each level the nearest key is taken (ties: the
-smaller); ``num_slices`` must match. ``<gpu>_EXPAND.json`` serves both values of `add_inputs` that have no file of their
-own. Configurations that a table needs often may be given once in its ``"configurations"`` (name to configuration).
-Such files are made by hand or by other tools: `make tune` writes the shipped table, which has another format.
+``row_wise``   GEMV, one row per program without tensor cores; `block_m` is then unused
+``block_r``    of a row-wise shrink, ranks per program (a power of two, 1 and up)
+``tiles_n``    of an expand by tiles, column blocks of one program
+``swap_ab``    of tiles, weights are the left operand of the tensor cores
 """
 
 import functools
 import json
 import warnings
-from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,33 +42,21 @@ class Options(NamedTuple):
     tuned_dir: str | None = None
 
 
-OP_TYPES = (
-    "shrink",
-    "expand",
-    "fused_moe_lora_w13_shrink",
-    "fused_moe_lora_w13_expand",
-    "fused_moe_lora_w2_shrink",
-    "fused_moe_lora_w2_expand",
-)
-OPTIONAL_KEYS: dict[str, Config] = {
+OP_TYPES = ("shrink", "expand", *(f"fused_moe_lora_{s}_{op}" for s in ("w13", "w2") for op in ("shrink", "expand")))
+_OPTIONAL: dict[str, Config] = {
     "shrink": {"row_wise": False, "block_r": 1, "swap_ab": False},
     "expand": {"row_wise": False, "tiles_n": 1, "swap_ab": False},
 }
-"""Keys that a tuned file may leave out, and their values then."""
-_EXPERT_KEYS = ("row_wise", "tiles_n")
-_UNUSED_KEYS = ("num_ctas", "group_size_m", "max_nreg")  # of tables by other tools
 _LEVELS = ("max_loras", "num_slices", "m", "k", "n", "moe_intermediate_size")
-_BLOCKS = ("block_m", "block_n", "block_k")
-_COUNTS = ("num_warps", "num_stages")
-_SWITCHES = ("row_wise", "swap_ab")
+_BLOCKS = ("block_m", "block_n", "block_k")  # powers of two from 16 on
+_POWERS = (*_BLOCKS, "block_r", "num_warps")
+_UNUSED = ("num_ctas", "group_size_m", "max_nreg")  # of tables by other tools
 
 
 def tuned_file_name(op_type: str, add_inputs: bool | None, gpu_name: str) -> str:
-    """Return the file name of the tuned table: ``NVIDIA_H200_EXPAND_TRUE.json``, or for an expand whose `add_inputs` is
-    None the table of both values, ``NVIDIA_H200_EXPAND.json``.
-    """
+    """Return the name of a tuned file; ``add_inputs`` None: of an expand, that of both values."""
     value = f"_{add_inputs}" if op_type == "expand" and add_inputs is not None else ""
-    return f"{gpu_name.replace(' ', '_').replace('-', '_')}_{op_type.upper()}{value.upper()}.json"
+    return f"{gpu_name.replace(' ', '_').replace('-', '_')}_{(op_type + value).upper()}.json"
 
 
 @functools.cache
@@ -86,9 +71,7 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-@functools.cache
-def _table_path(op_type: str, add_inputs: bool | None, tuned_dir: str) -> Path:
-    """Return the table made for `add_inputs`, or that of both values when there is only this one."""
+def _path(op_type: str, add_inputs: bool | None, tuned_dir: str) -> Path:
     own, both = (Path(tuned_dir, tuned_file_name(op_type, value, _gpu_name())) for value in (bool(add_inputs), None))
     return both if both.is_file() and not own.is_file() else own
 
@@ -100,15 +83,14 @@ def _check_op_type(op_type: str) -> None:
 
 @functools.cache
 def load_lora_op_config(op_type: str, add_inputs: bool | None, tuned_dir: str | None = None) -> dict | None:
-    """Load the tuned table of this GPU from `tuned_dir`; None: no folder, or no such file in it. It is as in the file:
-    sparse, and perhaps with names in place of configurations.
+    """Load the tuned file of this GPU as it is; None without a folder, or (with one warning) without the file in it.
 
-    ValueError: unknown `op_type`, or a file that is not JSON. A given folder without the file warns, once per process.
+    ValueError: unknown `op_type`, or a file that is not JSON.
     """
     _check_op_type(op_type)
     if tuned_dir is None:
         return None
-    path = _table_path(op_type, add_inputs, tuned_dir)
+    path = _path(op_type, add_inputs, tuned_dir)
     if path.is_file():
         try:
             return json.loads(path.read_text())
@@ -119,71 +101,70 @@ def load_lora_op_config(op_type: str, add_inputs: bool | None, tuned_dir: str | 
 
 
 @functools.cache
-def _checked_table(op_type: str, add_inputs: bool | None, tuned_dir: str | None, depth: int) -> Any:
-    """Check every key and configuration of the tuned table's `depth` levels; return it ready to be searched (None:
-    there is no file): ``num_slices`` is a dict, the other levels are (limits, what is below) as `_nearest` reads them.
-    """
+def _table(op_type: str, add_inputs: bool | None, tuned_dir: str, depth: int) -> tuple[str, list] | None:
+    """Return a tuned file's name and its entries, ``(keys, configuration)``; None without a file."""
     table = load_lora_op_config(op_type, add_inputs, tuned_dir)
-    if table is None or tuned_dir is None:
+    if table is None:
         return None
-    where = f"tuned LoRA kernel table {_table_path(op_type, add_inputs, tuned_dir)}"
-    named = {}
+    where, named = f"tuned LoRA kernel table {_path(op_type, add_inputs, tuned_dir)}", {}
     if isinstance(table, dict) and isinstance(table.get("configurations"), dict):
-        named = table["configurations"]
-        table = {key: below for key, below in table.items() if key != "configurations"}
-    return _checked(table, _LEVELS[:depth], named, op_type, where)
+        table = dict(table)
+        named = table.pop("configurations")
+    return where, list(_entries(table, _LEVELS[:depth], named, op_type, where))
 
 
-def _checked(node: Any, levels: Sequence[str], named: dict[str, Config], op_type: str, where: str) -> Any:
+def _entries(
+    node: Any, levels: Sequence[str], named: dict[str, Config], op_type: str, where: str, keys: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], Config]]:
     if not levels:
-        return _complete(op_type, named.get(node, node) if isinstance(node, str) else node, where)
+        yield keys, _complete(op_type, named.get(node, node) if isinstance(node, str) else node, where)
+        return
     if not isinstance(node, dict) or not node:
         raise ValueError(f"{where}: no entries of level {levels[0]!r}")
-    below = {}
     for key, child in node.items():
         try:
             number = int(key)
         except ValueError:
             raise ValueError(f"{where}: key {key!r} is not an integer") from None
-        below[number] = _checked(child, levels[1:], named, op_type, f"{where}[{key}]")
-    if levels[0] == "num_slices":
-        return below
-    keys = sorted(below)
-    return [(a + b) // 2 for a, b in pairwise(keys)], [below[key] for key in keys]
-
-
-def _nearest(level: tuple[list[int], list[Any]], wanted: int) -> Any:
-    """Return the node below the key nearest to `wanted`: each key but the last answers up to half-way to the next."""
-    limits, below = level
-    return below[bisect_left(limits, wanted)]
+        yield from _entries(child, levels[1:], named, op_type, f"{where}[{key}]", (*keys, number))
 
 
 def _complete(op_type: str, leaf: Any, where: str) -> Config:
-    """Check `leaf` and fill in the optional keys."""
-    required = _BLOCKS + _COUNTS + (() if op_type == "expand" else ("split_k",))
+    """Check a configuration and fill in its optional keys."""
+    required = (*_BLOCKS, "num_warps", "num_stages", *(() if op_type == "expand" else ("split_k",)))
+    known = (*required, *_OPTIONAL.get(op_type, ("row_wise", "tiles_n")), *_UNUSED)
     if not isinstance(leaf, dict):
         raise ValueError(f"{where}: a configuration is needed, got {leaf!r}")
-    for key in required:
-        if key not in leaf:
-            raise ValueError(f"{where}: key {key!r} is missing; needed are {', '.join(required)}")
-    known = (*required, *OPTIONAL_KEYS.get(op_type, _EXPERT_KEYS), *_UNUSED_KEYS)
+    if missing := [key for key in required if key not in leaf]:
+        raise ValueError(f"{where}: key {missing[0]!r} is missing; needed are {', '.join(required)}")
     for key, value in leaf.items():
         if key not in known:
             raise ValueError(f"{where}: unknown key {key!r}; known are {', '.join(known)}")
-        if key in _SWITCHES:
-            continue
-        smallest = 16 if key in _BLOCKS else 1
-        power = key in _BLOCKS or key in ("block_r", "num_warps")
-        if not isinstance(value, int) or value < smallest or (power and value & (value - 1)):
-            wanted = f"a power of two >= {smallest}" if power else "an integer >= 1"
+        least = 16 if key in _BLOCKS else 1
+        is_legal = isinstance(value, int) and value >= least and not (key in _POWERS and value & (value - 1))
+        if not is_legal and key not in ("row_wise", "swap_ab"):
+            wanted = f"a power of two >= {least}" if key in _POWERS else "an integer >= 1"
             raise ValueError(f"{where}: {key} must be {wanted}, got {value!r}")
-    return OPTIONAL_KEYS.get(op_type, {}) | leaf
+    return _OPTIONAL.get(op_type, {}) | leaf
+
+
+def _tuned(op_type: str, add_inputs: bool | None, tuned_dir: str | None, wanted: tuple[int, ...]) -> Config | None:
+    """Look up segments, slices, rows and sizes in the tuned file; None without file or slices."""
+    table = None if tuned_dir is None else _table(op_type, add_inputs, tuned_dir, len(wanted))
+    if table is None:
+        return None
+    where, entries = table
+    keys, found = min(entries, key=lambda entry: [(abs(k - w), k) for k, w in zip(entry[0], wanted, strict=True)])
+    if keys[1] == wanted[1]:
+        return found
+    _warn_once(f"{where} has nothing for {wanted[1]} slices: defaults are used")
+    return None
 
 
 def clear_config_cache() -> None:
     """Forget loaded tables, chosen configurations, the plans made with them, and given warnings (for tests)."""
     forget_plans()
-    for cached in (choose, read_table, _checked_table, load_lora_op_config, _table_path, _warn_once, _gpu_name):
+    for cached in (choose, read_table, _table, load_lora_op_config, _warn_once, _gpu_name):
         cached.cache_clear()
 
 
@@ -197,19 +178,28 @@ def get_lora_op_configs(
     ``batch_invariant``: the one form and split that depends on neither, whatever a tuned file says.
     """
     _check_op_type(op_type)
-    sizes: tuple[int, ...] = (batch, hidden_size, rank) if op_type == "shrink" else (batch, rank, hidden_size)
+    is_shrink, is_expand = op_type == "shrink", op_type == "expand"
+    sizes: tuple[int, ...] = (batch, hidden_size, rank) if is_shrink else (batch, rank, hidden_size)
     if moe_intermediate_size is not None:
         sizes += (moe_intermediate_size,)
     found = None if batch_invariant else _tuned(op_type, add_inputs, tuned_dir, (max_loras, num_slices, *sizes))
     if found is not None:
         return dict(found)
-    if op_type not in OPTIONAL_KEYS:
-        return _of_experts(op_type, rank)
-    k, width = (hidden_size, 0) if op_type == "shrink" else (0, hidden_size)
-    shape, widths = StepShape.even(max_loras, batch), (width,) * num_slices
-    problem = Problem(shape, batch, k, widths, rank, by_rows=True, direct=op_type == "shrink")
+    if not (is_shrink or is_expand):  # for callers who ask by name; the ops have schedules of their own (`moe_rules`)
+        lanes = block_at_least(rank)
+        block_n, block_k = (min(lanes, 64), 32) if op_type.endswith("shrink") else (64, min(lanes, 32))
+        config = {"block_m": 64, "block_n": block_n, "block_k": block_k, "split_k": 1, "num_warps": 4, "num_stages": 3}
+        return config | {"group_size_m": 8}
+    k, width = (hidden_size, 0) if is_shrink else (0, hidden_size)
+    shape = StepShape.even(max_loras, batch)
+    problem = Problem(shape, batch, k, (width,) * num_slices, rank, by_rows=True, direct=is_shrink)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return _config_of(op_type, choose(op_type, problem, Options(batch_invariant), device))
+    schedule = choose(op_type, problem, Options(batch_invariant), device)
+    config = schedule._asdict() | {"row_wise": not schedule.block_m, "block_m": schedule.block_m or 16}
+    del config["split_k" if is_expand else "tiles_n"]
+    if is_shrink:
+        config |= {"block_r": 1 if schedule.block_m else schedule.block_n, "block_n": max(16, schedule.block_n)}
+    return config
 
 
 @functools.lru_cache(maxsize=65536)
@@ -218,64 +208,19 @@ def choose(
     add_inputs: bool | None = None,
 ) -> Schedule:  # fmt: skip
     """Choose the schedule of a shrink or an expand (which adds up ``partials`` sums)."""
-    shape, rank, slices = problem.shape, problem.rank, len(problem.widths)
+    shape, rank, is_shrink = problem.shape, problem.rank, op_type == "shrink"
     if options.batch_invariant:
         problem = problem._replace(invariant=True)
     elif options.tuned_dir is not None:
-        sizes = (problem.k, rank) if op_type == "shrink" else (rank, max(problem.widths))
-        found = _tuned(op_type, add_inputs, options.tuned_dir, (shape.adapters, slices, problem.rows, *sizes))
-        if found is not None:
-            return _schedule_of(op_type, found)
+        sizes = (problem.k, rank) if is_shrink else (rank, max(problem.widths))
+        wanted = (shape.adapters, len(problem.widths), problem.rows, *sizes)
+        if (found := _tuned(op_type, add_inputs, options.tuned_dir, wanted)) is not None:
+            columns = found["block_r"] if found["row_wise"] and is_shrink else found["block_n"]
+            return Schedule(
+                0 if found["row_wise"] else found["block_m"], columns, found["block_k"], found["num_warps"],
+                found["num_stages"], found.get("split_k", 1), found.get("tiles_n", 1), found["swap_ab"],
+            )  # fmt: skip
     elif (measured := measured_schedule(op_type, problem, _gpu_name(device))) is not None:
         return measured
     gpu = Gpu.of(device)
-    return choose_shrink(problem, gpu) if op_type == "shrink" else choose_expand(problem, partials, gpu)
-
-
-def _schedule_of(op_type: str, config: Config) -> Schedule:
-    """Convert a configuration of a tuned file to a schedule."""
-    block_m, block_n = config["block_m"], config["block_n"]
-    if config["row_wise"]:
-        block_m, block_n = 0, config["block_r"] if op_type == "shrink" else block_n
-    return Schedule(
-        block_m, block_n, config["block_k"], config["num_warps"], config["num_stages"],
-        config.get("split_k", 1), config.get("tiles_n", 1), config["swap_ab"],
-    )  # fmt: skip
-
-
-def _config_of(op_type: str, schedule: Schedule) -> Config:
-    """Convert a schedule to a configuration of a tuned file."""
-    config = schedule._asdict() | {"row_wise": not schedule.block_m, "block_m": schedule.block_m or 16}
-    if op_type == "expand":
-        del config["split_k"]
-        return config
-    del config["tiles_n"]
-    block_r = 1 if schedule.block_m else schedule.block_n
-    return config | {"block_r": block_r, "block_n": max(16, schedule.block_n)}
-
-
-def _of_experts(op_type: str, rank: int) -> Config:
-    """Return the defaults of fused MoE LoRA, for callers who ask by name; the ops have schedules of their own
-    (`moe_rules`).
-    """
-    lanes = block_at_least(rank)
-    block_n, block_k = (min(lanes, 64), 32) if op_type.endswith("shrink") else (64, min(lanes, 32))
-    config = {"block_m": 64, "block_n": block_n, "block_k": block_k, "split_k": 1, "num_warps": 4, "num_stages": 3}
-    return config | {"group_size_m": 8}
-
-
-def _tuned(op_type: str, add_inputs: bool | None, tuned_dir: str | None, keys: tuple[int, ...]) -> Config | None:
-    """Look up ``keys`` in the tuned file: segments, slices, rows and sizes; None without file or slices."""
-    table = _checked_table(op_type, add_inputs, tuned_dir, len(keys))
-    if table is None or tuned_dir is None:
-        return None
-    segments, slices, *sizes = keys
-    by_slices = _nearest(table, segments)
-    if slices not in by_slices:
-        path = _table_path(op_type, add_inputs, tuned_dir)
-        _warn_once(f"tuned LoRA kernel table {path} has nothing for {slices} slices: defaults are used")
-        return None
-    found = by_slices[slices]
-    for size in sizes:
-        found = _nearest(found, size)
-    return found
+    return choose_shrink(problem, gpu) if is_shrink else choose_expand(problem, partials, gpu)
