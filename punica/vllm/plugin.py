@@ -1,0 +1,178 @@
+"""`register`, an entry point of ``vllm.general_plugins``: vLLM's LoRA operators by the kernels of this library.
+
+vLLM keeps its slots, its metadata and its layers. Its GPU wrapper calls three operators by their names in its module,
+and these names are replaced: `lora_shrink`, `lora_expand` and `fused_moe_lora`, so that embeddings, logits, fully
+sharded layers and experts are served. `add_lora_linear` becomes one operator, whose shrink and expand share their
+launch and may start early. For a graph tracer each is an opaque node, as vLLM's own is.
+
+A call that the kernels do not serve, by dtype, rank, device or layout, is vLLM's own. Which calls these are is known
+from the form of the tensors, while a graph is traced too.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SWITCH = "PUNICA_VLLM"
+"""Environment variable; ``0`` leaves vLLM as it is."""
+SUPPORTED = ("0.26", "0.33")
+"""Versions of vLLM whose wrapper is known."""
+_WRAPPER = "vllm.lora.punica_wrapper.punica_gpu"
+_OPERATORS = ("lora_shrink", "lora_expand", "fused_moe_lora")
+_DTYPES = (torch.float16, torch.bfloat16)
+_MOST_RANK = 512  # vLLM's largest
+_FULLY_SHARDED = 25  # place of that argument of `fused_moe_lora` behind the weights
+_log = logging.getLogger("vllm.punica")
+
+
+def register() -> None:
+    """Replace vLLM's LoRA operators in this process, all or none; say in one line of the log which, or why not.
+
+    Raises nothing: whatever is missing or unknown, vLLM runs as it is.
+    """
+    if os.environ.get(SWITCH, "1") == "0":
+        return
+    try:
+        version = importlib.metadata.version("vllm")
+        if not version.startswith(tuple(f"{known}." for known in SUPPORTED)):
+            _log.warning("punica: vLLM %s is none of %s; it runs as it is", version, ", ".join(SUPPORTED))
+            return
+        if reason := _unsuited():
+            _log.info("punica: %s; vLLM runs as it is", reason)
+            return
+        wrapper = importlib.import_module(_WRAPPER)
+        if getattr(wrapper.PunicaWrapperGPU.add_lora_linear, "by_punica", False):
+            return
+        replaced = _replacements(wrapper)
+    except Exception as error:  # whatever another version or a broken installation raises
+        _log.warning("punica: %s: %s; vLLM runs as it is", type(error).__name__, error)
+        return
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
+    _log.info("punica: %s of vLLM %s are ours; %s=0 switches them off",
+              ", ".join(name for _, name, _ in replaced), version, SWITCH)  # fmt: skip
+
+
+def _unsuited() -> str | None:
+    """Return why no kernel of this library can run here, if none can."""
+    platform = importlib.import_module("vllm.platforms").current_platform
+    if not platform.is_cuda():
+        return "this is no NVIDIA GPU"
+    return None if importlib.util.find_spec("triton") else "Triton is not installed"
+
+
+def _replacements(wrapper: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return owner, name and new function of all that is replaced; an error where one of them is missing."""
+    from punica.ops import fused_moe_lora, lora_expand, lora_shrink
+
+    own = {name: getattr(wrapper, name) for name in _OPERATORS}
+    cls = wrapper.PunicaWrapperGPU
+    expected = ["self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices", "buffer", "kwargs"]
+    if list(inspect.signature(cls.add_lora_linear).parameters) != expected:
+        raise TypeError("add_lora_linear has another signature")
+    return [
+        (wrapper, "lora_shrink", _shrink_of(lora_shrink, own["lora_shrink"])),
+        (wrapper, "lora_expand", _expand_of(lora_expand, own["lora_expand"])),
+        (wrapper, "fused_moe_lora", _experts_of(fused_moe_lora, own["fused_moe_lora"])),
+        (cls, "add_lora_linear", _linear_of(cls.add_lora_linear)),
+    ]
+
+
+def _shrink_of(ours: Callable[..., None], theirs: Callable[..., None]) -> Callable[..., None]:
+    def lora_shrink(
+        inputs: Tensor, lora_a_weights: Sequence[Tensor], output_tensor: Tensor, *metadata_and_scaling: Any
+    ) -> None:
+        if not _serves("lora_shrink", inputs, lora_a_weights):
+            theirs(inputs, lora_a_weights, output_tensor, *metadata_and_scaling)
+            return
+        *tensors, count, scaling = metadata_and_scaling
+        ours(inputs, list(lora_a_weights), output_tensor, *tensors, scaling, num_active_loras=count)
+
+    return lora_shrink
+
+
+def _expand_of(ours: Callable[..., None], theirs: Callable[..., None]) -> Callable[..., None]:
+    def lora_expand(
+        inputs: Tensor, lora_b_weights: Sequence[Tensor], output_tensor: Tensor, *metadata: Any, offset_start: int = 0,
+        add_inputs: bool = False,
+    ) -> None:  # fmt: skip
+        if not _serves("lora_expand", output_tensor, lora_b_weights):
+            theirs(inputs, lora_b_weights, output_tensor, *metadata, offset_start=offset_start, add_inputs=add_inputs)
+            return
+        *tensors, count = metadata
+        ours(inputs, list(lora_b_weights), output_tensor, *tensors, num_active_loras=count, offset_start=offset_start,
+             add_inputs=add_inputs)  # fmt: skip
+
+    return lora_expand
+
+
+def _experts_of(ours: Callable[..., None], theirs: Callable[..., None]) -> Callable[..., None]:
+    def fused_moe_lora(output: Tensor, hidden: Tensor, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor],
+                       *rest: Any) -> None:  # fmt: skip
+        # fully sharded experts join their ranks in between, by vLLM's own groups of processes
+        if not rest[_FULLY_SHARDED] and _serves("fused_moe_lora", hidden, [*lora_a, *lora_b]):
+            ours(output, hidden, list(lora_a), list(lora_b), *rest)
+        else:
+            theirs(output, hidden, lora_a, lora_b, *rest)
+
+    return fused_moe_lora
+
+
+def _linear_of(theirs: Callable[..., None]) -> Callable[..., None]:
+    from punica.ops import lora_linear
+
+    def add_lora_linear(
+        self: Any, y: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor],
+        scale: float, output_slices: Sequence[int], *, buffer: Tensor | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        weights = [*lora_a_stacked, *lora_b_stacked]
+        rank = lora_b_stacked[0].shape[-1]
+        same_rank = all(a.shape[-2] == b.shape[-1] == rank for a, b in zip(lora_a_stacked, lora_b_stacked, strict=True))
+        if buffer is not None or not same_rank or not _serves("add_lora_linear", x, weights, y):
+            theirs(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, buffer=buffer, **kwargs)
+            return
+        add_inputs = kwargs.get("add_inputs", True)
+        rows, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        *tensors, count = self.token_mapping_meta.meta_args(x.size(0), self.lora_config.specialize_active_lora)
+        # into an output of its own LoRA runs on a second stream: what precedes there is no kernel to start early from
+        lora_linear(rows, x, list(lora_a_stacked), list(lora_b_stacked), *tensors, scale, num_active_loras=count,
+                    add_inputs=add_inputs, pdl=add_inputs)  # fmt: skip
+
+    add_lora_linear.by_punica = True  # type: ignore[attr-defined]
+    return add_lora_linear
+
+
+def _serves(name: str, rows: Tensor, weights: Sequence[Tensor], output: Tensor | None = None) -> bool:
+    """Tell if the kernels serve a call of this form; else say why, once. A graph tracer says nothing."""
+    reason = _refused(rows, weights, output)
+    if reason is not None and not torch.compiler.is_compiling():
+        _say_once(name, reason)
+    return reason is None
+
+
+def _refused(rows: Tensor, weights: Sequence[Tensor], output: Tensor | None) -> str | None:
+    if not rows.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"tensors are on {rows.device}"
+    if rows.dtype not in _DTYPES or not all(weight.dtype == rows.dtype for weight in weights):
+        return f"dtypes are {rows.dtype} and {weights[0].dtype}"
+    if any(min(weight.shape[-2], weight.shape[-1]) > _MOST_RANK for weight in weights):
+        return f"a rank is above {_MOST_RANK}"
+    if not all(weight.is_contiguous() for weight in weights):
+        return "weights are not contiguous"
+    if output is not None and (output.dtype != rows.dtype or output.stride(-1) != 1):
+        return "the output has another dtype, or columns with gaps"
+    return None
+
+
+@cache
+def _say_once(name: str, reason: str) -> None:
+    _log.info("punica: %s by vLLM's own, as %s", name, reason)

@@ -1,0 +1,186 @@
+"""vLLM's operators by our kernels: what is replaced, what stays vLLM's own, and when nothing changes.
+
+vLLM is a stand-in of a module: its wrapper's names and signatures, which count their calls.
+"""
+
+import importlib
+import importlib.metadata
+import logging
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton_batches import TOLERANCE, Batch
+
+from punica.vllm import plugin
+from punica.vllm.plugin import SWITCH, register
+
+WIDTHS = (48, 16)
+
+
+class Vllm:
+    """The stand-in: ``calls`` of vLLM's own operators; ``wrapper``, a `PunicaWrapperGPU` of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.module = module = ModuleType("vllm.lora.punica_wrapper.punica_gpu")
+
+        def count(name: str) -> Any:
+            return lambda *args, **kwargs: self.calls.append(name)
+
+        for name in ("lora_shrink", "lora_expand", "fused_moe_lora"):
+            setattr(module, name, count(name))
+
+        class PunicaWrapperGPU:
+            lora_config = SimpleNamespace(specialize_active_lora=True)
+
+            def add_lora_linear(self, y: Any, x: Any, lora_a_stacked: Any, lora_b_stacked: Any, scale: Any,
+                                output_slices: Any, *, buffer: Any = None, **kwargs: Any) -> None:  # fmt: skip
+                count("add_lora_linear")()
+
+        module.PunicaWrapperGPU = PunicaWrapperGPU  # type: ignore[attr-defined]
+        self.before = dict(vars(module))
+
+    @property
+    def is_untouched(self) -> bool:
+        return all(getattr(self.module, name) is value for name, value in self.before.items()) and not hasattr(
+            self.module.PunicaWrapperGPU.add_lora_linear, "by_punica"
+        )
+
+    def wrapper(self, batch: Batch) -> Any:
+        made = self.module.PunicaWrapperGPU()
+        made.token_mapping_meta = batch.meta
+        return made
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
+    made, version = Vllm(), importlib.metadata.version
+    packages = {name: ModuleType(name) for name in ("vllm", "vllm.lora", "vllm.lora.punica_wrapper", "vllm.platforms")}
+    packages["vllm.platforms"].current_platform = SimpleNamespace(is_cuda=lambda: True)  # type: ignore[attr-defined]
+    for name, module in {**packages, made.module.__name__: made.module}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    made.version = "0.26.0"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: made.version if name == "vllm" else version(name))
+    monkeypatch.delenv(SWITCH, raising=False)
+    return made
+
+
+def batch_of(device: str, dtype: torch.dtype = torch.float16, rank: int = 8) -> Batch:
+    torch.manual_seed(3)
+    return Batch([1, -1, 0, 1, 2], 64, WIDTHS, rank, 3, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("add_inputs", [True, False], ids=["one stream", "two streams"])
+def test_a_layer_is_one_call_of_ours(vllm: Vllm, device: str, dtype: torch.dtype, add_inputs: bool) -> None:
+    register()
+    batch, adds = batch_of(device, dtype), {} if add_inputs else {"add_inputs": False}
+    y = batch.y.clone() if add_inputs else torch.zeros_like(batch.y)
+    vllm.wrapper(batch).add_lora_linear(y[None], batch.x[None], batch.a, batch.b, batch.scaling, WIDTHS, **adds)
+    expected = batch.y if add_inputs else torch.zeros_like(batch.y)
+    expected = expected.double() + batch.expanded(batch.shrunk())
+    rtol, atol = TOLERANCE[dtype]
+    torch.testing.assert_close(y.double(), expected, rtol=rtol, atol=4 * atol)
+    assert vllm.calls == []
+
+
+def test_products_of_other_layers_are_ours(vllm: Vllm, device: str) -> None:
+    """Embeddings, logits and fully sharded layers call them by their names in the module."""
+    register()
+    batch = batch_of(device)
+    *tensors, count = batch.meta.meta_args(batch.tokens, True)
+    h = torch.empty(len(WIDTHS), batch.tokens, batch.rank, device=device)
+    vllm.module.lora_shrink(batch.x, batch.a, h, *tensors, count, batch.scaling)
+    torch.testing.assert_close(h.double(), batch.shrunk(), rtol=4e-3, atol=4e-3)
+    y = torch.zeros_like(batch.y)
+    vllm.module.lora_expand(h, batch.b, y, *tensors, count, offset_start=0, add_inputs=True)
+    torch.testing.assert_close(y.double(), batch.expanded(batch.shrunk()), rtol=4e-3, atol=8e-3)
+    assert vllm.calls == []
+
+
+@pytest.mark.parametrize("case", ["dtype", "layout", "rank", "buffer", "output"])
+def test_what_ours_cannot_serve_is_vllms_own(vllm: Vllm, device: str, case: str, caplog: Any) -> None:
+    register()
+    batch = batch_of(device, torch.float32 if case == "dtype" else torch.float16, 8)
+    a, b, y, more = batch.a, batch.b, batch.y.clone(), {}
+    if case == "layout":
+        a = tuple(one[..., ::2] for one in a)
+    if case == "rank":
+        a = tuple(torch.empty(3, 1, 1024, 1024, dtype=batch.dtype, device="meta") for _ in a)
+        b = tuple(torch.empty(3, 1, 1024, 1024, dtype=batch.dtype, device="meta") for _ in b)
+    if case == "buffer":
+        more = {"buffer": torch.empty(2, 5, 8)}
+    if case == "output":
+        y = y.float()
+    plugin._say_once.cache_clear()
+    with caplog.at_level(logging.INFO, "vllm.punica"):
+        for _ in range(2):
+            vllm.wrapper(batch).add_lora_linear(y, batch.x, a, b, 1.0, WIDTHS, **more)
+    assert vllm.calls == ["add_lora_linear"] * 2
+    assert len([record for record in caplog.records if "vLLM's own" in record.message]) == (case != "buffer")
+
+
+def test_fully_sharded_experts_are_vllms_own(vllm: Vllm, device: str) -> None:
+    register()
+    batch = batch_of(device)
+    arguments = [None] * 24 + [False, True, 0, True]
+    vllm.module.fused_moe_lora(batch.y, batch.x, batch.a, batch.b, *arguments)
+    assert vllm.calls == ["fused_moe_lora"]
+
+
+@pytest.mark.parametrize("case", ["switch", "version", "platform", "no wrapper", "signature", "operator"])
+def test_vllm_runs_as_it_is(vllm: Vllm, monkeypatch: pytest.MonkeyPatch, caplog: Any, case: str) -> None:
+    wrapper = vllm.module.PunicaWrapperGPU
+    if case == "switch":
+        monkeypatch.setenv(SWITCH, "0")
+    if case == "version":
+        vllm.version = "0.27.1"
+    if case == "platform":
+        sys.modules["vllm.platforms"].current_platform = SimpleNamespace(is_cuda=lambda: False)
+    if case == "no wrapper":
+        monkeypatch.setitem(sys.modules, vllm.module.__name__, None)
+    if case == "signature":
+        wrapper.add_lora_linear = lambda self, y, x: None
+    if case == "operator":
+        del vllm.module.fused_moe_lora, vllm.before["fused_moe_lora"]
+    with caplog.at_level(logging.INFO, "vllm.punica"):
+        register()
+    assert vllm.is_untouched
+    assert len(caplog.records) == (case != "switch")
+
+
+def test_registered_twice_is_once(vllm: Vllm) -> None:
+    register()
+    first = dict(vars(vllm.module))
+    register()
+    assert dict(vars(vllm.module)) == first
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["ours", "vllm's own"])
+def test_a_traced_call_is_one_graph(vllm: Vllm, device: str, dtype: torch.dtype) -> None:
+    register()
+    batch = batch_of(device, dtype)
+    wrapper, y = vllm.wrapper(batch), batch.y.clone()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def layer(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        wrapper.add_lora_linear(y, x * 1, batch.a, batch.b, batch.scaling, WIDTHS)
+        return y
+
+    found = layer(y, batch.x).double()
+    if dtype == torch.float16:
+        torch.testing.assert_close(found, batch.y.double() + batch.expanded(batch.shrunk()), rtol=4e-3, atol=8e-3)
+    else:
+        assert torch.equal(y, batch.y)
+
+
+def test_the_entry_point_names_the_function() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    (place,) = project["entry-points"]["vllm.general_plugins"].values()
+    module, name = place.split(":")
+    assert getattr(importlib.import_module(module), name) is register
