@@ -11,7 +11,6 @@ is `laptop` on a CPU and `gpu` on a GPU, unless it is named.
 """
 
 import itertools
-import math
 import sys
 import textwrap
 import time
@@ -40,16 +39,18 @@ def reproduce(cfg: DictConfig) -> int:
     deadline = Deadline(shares)
 
     def one(experiment: Experiment) -> Outcome:
-        time_left = time_said(deadline.minutes_left) if experiment.name in shares else "no limit of time"
-        print(f"figure {next(place)} of {of}: {experiment.name}, {time_left}", file=sys.stderr, flush=True)
-        if experiment.name in broken:
-            raise ConfigError(broken[experiment.name])
-        outcome = run(configs[experiment.name], experiment, deadline.budget(experiment.name))
-        state = f"{outcome.measured} measured, {outcome.skipped} up to date, {len(outcome.failed)} failed"
-        if outcome.disturbed:
-            state += f", {outcome.disturbed} marked as disturbed"
-        print(f"{experiment.name}: {state}, {outcome.seconds:.1f} s", file=sys.stderr, flush=True)
-        return outcome
+        name, left = experiment.name, "no limit of time"
+        if name in shares:
+            minutes = deadline.minutes_left
+            left = f"{minutes:.1f} minutes left in all" if minutes > 0 else "no time left: one measurement of it"
+        print(f"figure {next(place)} of {of}: {name}, {left}", file=sys.stderr, flush=True)
+        if name in broken:
+            raise ConfigError(broken[name])
+        done = run(configs[name], experiment, deadline.budget(name))
+        state = f"{done.measured} measured, {done.skipped} up to date, {len(done.failed)} failed"
+        state += f", {done.disturbed} marked as disturbed" if done.disturbed else ""
+        print(f"{name}: {state}, {done.seconds:.1f} s", file=sys.stderr, flush=True)
+        return done
 
     outcomes, failures = each(cfg, one)
     over = max(0.0, -deadline.minutes_left)
@@ -61,15 +62,12 @@ def reproduce(cfg: DictConfig) -> int:
         said += judged
     print("\n".join(["", *failed(failures, outcomes), *said]), file=sys.stderr, flush=True)
     if not sys.stdout.isatty():  # for programs
-        finish(
-            command="reproduce", failed=failures, measured=changed,
-            up_to_date=[name for name in outcomes if name not in changed],
-            figures=[path for outcome in outcomes.values() for path in outcome.figures if path.endswith(".png")],
-            disturbed={name: outcome.disturbed for name, outcome in outcomes.items() if outcome.disturbed},
-            left_out={name: outcome.left_out for name, outcome in outcomes.items() if outcome.left_out},
-            rows_files=[outcome.rows_file for outcome in outcomes.values()],
-            report=report, seconds=round(time.perf_counter() - started, 2),
-        )  # fmt: skip
+        counts = {key: {name: getattr(one, key) for name, one in outcomes.items() if getattr(one, key)}
+                  for key in ("disturbed", "left_out")}  # fmt: skip
+        figures = [path for outcome in outcomes.values() for path in outcome.figures if path.endswith(".png")]
+        seconds = round(time.perf_counter() - started, 2)
+        finish(command="reproduce", failed=failures, measured=changed, figures=figures, **counts, report=report,
+               seconds=seconds)  # fmt: skip
     return 1 if failures else 0
 
 
@@ -77,11 +75,6 @@ def minutes_of(configs: Mapping[str, DictConfig]) -> dict[str, float]:
     """Return the minutes at their scale of those figures that have some."""
     found = {name: cfg.figure.minutes.get(cfg.scale.name) for name, cfg in configs.items()}
     return {name: minutes for name, minutes in found.items() if minutes is not None}
-
-
-def time_said(left: float) -> str:
-    """Say how many minutes are ``left`` to all figures that have a limit."""
-    return f"{left:.1f} minutes left in all" if left > 0 else f"{-left:.1f} minutes over: one measurement of each"
 
 
 def failed(failures: Mapping[str, str], outcomes: Mapping[str, Outcome]) -> list[str]:
@@ -104,8 +97,8 @@ def measured(outcomes: Collection[Outcome], minutes: float, over: float) -> list
         text += f"; {skipped:,} points were up to date"
     lines = textwrap.wrap(f"{text}.", WIDTH)
     if short := sorted((one for one in outcomes if one.left_out), key=lambda one: -one.left_out):
-        names = [one.experiment for one in short]
-        most = ", ".join(names[:3]) + (f" and {len(names) - 3} more figures" if len(names) > 3 else "")
+        most = ", ".join(one.experiment for one in short[:3])
+        most += f" and {len(short) - 3} more figures" if len(short) > 3 else ""
         left = f"{sum(one.left_out for one in short):,} points of {most}"
         lines += textwrap.wrap(f"Left out for want of time: {left}; make reproduce again measures them.", WIDTH)
     return lines
@@ -122,8 +115,7 @@ def _report(cfg: DictConfig, changed: bool) -> tuple[str, list[str]]:
     page, rows = places.fresh_rows.with_name(PAGE), [*places.fresh_rows.glob("*.csv")]
     if not rows:
         return "", []
-    written = page.stat().st_mtime if page.exists() else -math.inf
-    stale = changed or any(path.stat().st_mtime > written for path in rows)
+    stale = changed or not page.exists() or max(path.stat().st_mtime for path in rows) > page.stat().st_mtime
     lines = ending(*write_fresh(places)) if stale else [f"Nothing new was measured; the report is {page}"]
     return str(page.with_name("claims.md")), lines
 

@@ -61,8 +61,8 @@ BYTES: dict[str, tuple[str, Callable[[Any, dict[str, Any]], float], tuple[str, .
 
 def floors(rows: pd.DataFrame, rows_file: Path) -> pd.DataFrame:
     """One row per timed cell of `rows` whose bytes are known; none without a configuration or a bandwidth."""
-    figure, config = rows["figure"].iloc[0], rows_file.with_suffix(".json")
-    bandwidth = _bandwidth(rows["hardware"].iloc[0], rows_file.parent)
+    figure, hardware, config = rows["figure"].iloc[0], rows["hardware"].iloc[0], rows_file.with_suffix(".json")
+    bandwidth = 1e12 * copied(rows_file.parent) if hardware == "cpu" else datasheet(hardware)[0]
     if not bandwidth or not config.exists():
         return rows.iloc[:0]
     if (known := rows["metric"].isin(["bytes_read", "io_bytes"])).any():
@@ -75,16 +75,12 @@ def floors(rows: pd.DataFrame, rows_file: Path) -> pd.DataFrame:
     cells = rows[(rows["metric"] == metric) & (rows["statistic"] == "median")]
     cells = cells[cells["system"].isin(systems)] if systems else cells
     seconds = [function(cell, settings) / bandwidth for cell in cells.itertuples()]
-    return cells.assign(
-        metric=FLOOR, statistic="value", timer=cells["timer"],
-        value=[one / SECONDS[unit] for one, unit in zip(seconds, cells["unit"], strict=True)],
-    )  # fmt: skip
+    values = [one / SECONDS[unit] for one, unit in zip(seconds, cells["unit"], strict=True)]
+    return cells.assign(metric=FLOOR, statistic="value", value=values)
 
 
-def _bandwidth(hardware: str, folder: Path) -> float:
-    """Bytes per second; 0 where it is not known."""
-    if hardware != "cpu":
-        return datasheet(hardware)[0]
+def copied(folder: Path) -> float:
+    """TB/s of Figure 7's copy; 0 where it was not measured."""
     roofs = folder / "fig07_sgmv_roofline.csv"
     found = [row.value for row in read_rows(roofs) if row.metric == "memory_bandwidth_line"] if roofs.exists() else []
-    return 1e12 * max(found, default=0.0)
+    return max(found, default=0.0)

@@ -19,6 +19,7 @@ LATENCIES = {
 }  # fmt: skip
 CAPACITY, AT_BASELINE = "capacity", "baseline capacity"
 PLACES = {"resident": ("in a slot", "o"), "from_memory": ("in host memory", "s"), "from_disk": ("on disk", "v")}
+HITS = {"slot_hit_rate": ("in a slot", 7), "memory_hit_rate": ("in memory", 2)}
 
 
 def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
@@ -27,15 +28,21 @@ def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     workloads, systems = (list(dict.fromkeys(rows[name])) for name in ("workload", "system"))
     width, depth = style.PAGE if len(workloads) > 1 else style.COLUMN, len(LATENCIES)
     figure, axes = style.grid(depth, max(len(workloads), 1), width, 1.15 * depth + 2.4)
-    for workload, column in zip(workloads, axes.T, strict=False):
+    for workload, column in zip(workloads, axes.T, strict=True):
         for system in systems:
-            table = _table(rows[(rows["workload"] == workload) & (rows["system"] == system)], "panel")
+            looks, table = style.measured_style(system), _table(rows, workload, system)
             table = table.sort_values("offered_rate") if "offered_rate" in table else table
             for axis, metric in zip(column, LATENCIES, strict=True):
-                _latency(axis, table, metric, style.measured_style(system))
+                if metric in table:
+                    known = table.dropna(subset=[metric])
+                    rates, low, high = known["offered_rate"], known[metric], _far(known, metric)
+                    axis.plot(rates, low, **looks)
+                    axis.plot(rates, high, color=looks["color"], linestyle="--", linewidth=0.9)
+                    axis.fill_between(rates, low, high, color=looks["color"], alpha=0.12, linewidth=0)
+                    style.crossed(axis, rates[known["loud"]], low[known["loud"]])
             if "ttft_bound" in table:
                 bound = table[table.index == AT_BASELINE].dropna(subset=["ttft_bound"])
-                look = {"color": style.look(system).colour, "marker": "x", "linestyle": "", "markersize": 5}
+                look = looks | {"marker": "x", "linestyle": "", "markersize": 5, "zorder": 2}
                 column[0].plot(bound["offered_rate"], bound["ttft_bound"], **look)
         column[0].set_title(workload)
         column[-1].set_xlabel("requests per second that arrive")
@@ -43,8 +50,7 @@ def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             axis.set_xscale("log")
             style.label_decades(axis.xaxis)
             style.log_y(axis)
-    for axis, label in zip(axes[:, 0], LATENCIES.values(), strict=True):
-        axis.set_ylabel(label)
+    _label(axes, LATENCIES.values())
     handles = [Line2D([], [], label=name_of(system), **style.measured_style(system)) for system in systems]
     words = "Latency under load, median (solid) to p99 (dashed; p95 of too few requests), and throughput; the x is the "
     words += "bound of the first token's p99 at the best baseline's saturation. "
@@ -59,13 +65,13 @@ def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     figure, axes = style.grid(3, len(workloads), style.PAGE, 5.6)
     for workload, (above, middle, below) in zip(workloads, axes.T, strict=True):
         for place, system in enumerate(systems):
-            mine = rows[(rows["workload"] == workload) & (rows["system"] == system)]
-            table, shift = _table(mine, "panel").reindex(panels), (place + 0.5) / len(systems) - 0.5
+            table = _table(rows, workload, system).reindex(panels)
+            shift, share = (place + 0.5) / len(systems) - 0.5, 0.8 / len(systems)
             if "throughput" in table:
                 places = [at + 0.8 * shift for at in range(len(table))]
-                above.bar(places, table["throughput"], 0.8 / len(systems), **style.patch(system))
+                above.bar(places, table["throughput"], share, **style.patch(system))
             _waits(middle, table, system, 0.7 * shift)
-            for name, colour in (("slot_hit_rate", 7), ("memory_hit_rate", 2)) if place == 0 else ():
+            for name, (_, colour) in HITS.items() if place == 0 else ():
                 for metric, line in ((name, "-"), (f"{name}_at_join", "--")):
                     if metric in table:
                         below.plot(range(len(table)), table[metric], line, color=style.PALETTE[colour], marker=".")
@@ -75,24 +81,30 @@ def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         below.set_ylim(0, 1.05)
         below.yaxis.set_major_formatter(PercentFormatter(1))
         below.set_xticks(range(len(panels)), [one.replace(" adapters", "") for one in panels], rotation=40, ha="right")
-    labels = "throughput\n(token/s)", "time to first token,\nmedian to p99 or p95 (ms)", f"found there\n({systems[0]})"
-    for axis, label in zip(axes[:, 0], labels, strict=True):
-        axis.set_ylabel(label)
-    grey: dict[str, Any] = {"color": "0.3"}
-    handles = style.patches(systems)
-    known = {name: look for name, look in PLACES.items() if (rows["metric"] == f"time_to_first_token_{name}").any()}
-    handles += [Line2D([], [], marker=one, ls="", label=f"adapter {name}", **grey) for name, one in known.values()]
-    handles += [Line2D([], [], color=style.PALETTE[i], label=f"in {it}") for i, it in ((7, "a slot"), (2, "memory"))]
-    handles += [Line2D([], [], linestyle="--", label="at its turn (line: on arrival)", **grey)]
+    waits = "time to first token,\nmedian to p99 or p95 (ms)"
+    _label(axes, ("throughput\n(token/s)", waits, f"found there\n({systems[0]})"))
+    known = [look for name, look in PLACES.items() if (rows["metric"] == f"time_to_first_token_{name}").any()]
+    handles = [
+        *style.patches(systems),
+        *(Line2D([], [], marker=marker, ls="", color="0.3", label=f"adapter {name}") for name, marker in known),
+        *(Line2D([], [], color=style.PALETTE[colour], label=name) for name, colour in HITS.values()),
+        Line2D([], [], linestyle="--", color="0.3", label="at its turn (line: on arrival)"),
+    ]
     style.finish(figure, words, handles, 4)
     return figure
 
 
-def _table(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    """One line per value of column `by`, a column per metric, and ``loud``: whether other work disturbed it."""
-    table = rows.pivot_table(index=by, columns="metric", values="value", sort=False)
+def _label(axes: Any, labels: Any) -> None:
+    for axis, label in zip(axes[:, 0], labels, strict=True):
+        axis.set_ylabel(label)
+
+
+def _table(rows: pd.DataFrame, workload: str, system: str) -> pd.DataFrame:
+    """One line per panel, a column per metric, and ``loud``: whether other work disturbed it."""
+    rows = rows[(rows["workload"] == workload) & (rows["system"] == system)]
+    table = rows.pivot_table(index="panel", columns="metric", values="value", sort=False)
     loud = rows[rows["disturbed"].eq(True)] if "disturbed" in rows else rows.iloc[:0]
-    return table.assign(loud=table.index.isin(loud[by]))
+    return table.assign(loud=table.index.isin(loud["panel"]))
 
 
 def _far(table: pd.DataFrame, metric: str) -> pd.Series:
@@ -101,27 +113,14 @@ def _far(table: pd.DataFrame, metric: str) -> pd.Series:
     return table.get(f"{metric}_p99", p95).fillna(p95)
 
 
-def _latency(axis: Axes, table: pd.DataFrame, metric: str, looks: dict[str, Any]) -> None:
-    if metric not in table:
-        return
-    table = table.dropna(subset=[metric])
-    rates, low, high = table["offered_rate"], table[metric], _far(table, metric)
-    axis.plot(rates, low, **looks)
-    axis.plot(rates, high, color=looks["color"], linestyle="--", linewidth=0.9)
-    axis.fill_between(rates, low, high, color=looks["color"], alpha=0.12, linewidth=0)
-    style.crossed(axis, rates[table["loud"]], low[table["loud"]])
-
-
 def _waits(axis: Axes, table: pd.DataFrame, system: str, shift: float) -> None:
     """Median to p99, or p95 of too few requests, by where the adapter was when it was the request's turn."""
+    colour = style.look(system).colour
     for order, (name, (_, marker)) in enumerate(PLACES.items()):
-        metric, colour = f"time_to_first_token_{name}", style.look(system).colour
-        if metric not in table:
-            continue
-        known = table[metric].notna().to_numpy().nonzero()[0]
-        places = [place + shift + 0.09 * (order - 1) for place in known]
-        low, high = table[metric].iloc[known], _far(table, metric).iloc[known]
-        axis.vlines(places, low, high, color=colour, linewidth=0.9)
-        axis.plot(places, low, color=colour, marker=marker, linestyle="", markersize=3.2)
-        loud = table["loud"].iloc[known].eq(True)
-        style.crossed(axis, places, low, {place for place, one in zip(places, loud, strict=True) if one})
+        if (metric := f"time_to_first_token_{name}") in table:
+            known = table.assign(at=range(len(table))).dropna(subset=[metric])
+            places, low = known["at"] + shift + 0.09 * (order - 1), known[metric]
+            axis.vlines(places, low, _far(known, metric), color=colour, linewidth=0.9)
+            axis.plot(places, low, color=colour, marker=marker, linestyle="", markersize=3.2)
+            loud = known["loud"].eq(True)
+            style.crossed(axis, places[loud], low[loud])

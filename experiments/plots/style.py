@@ -26,12 +26,18 @@ MOST_LETTERS = 17.5  # of 8 pt, in an inch
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # 0.5, 1, 20: no powers of ten
 PAPER_GREY = "0.5"
 PAPER_LABEL = "paper, A100"
-FLOOR: dict[str, Any] = {"color": "0.2", "linestyle": ":", "linewidth": 1.0, "zorder": 1}
-"""Look of the time of the bytes alone."""
-GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}
-"""Look of another bound or scale beside measured lines."""
-BEHIND: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.3, "alpha": 0.8}
-"""Box behind text that crosses lines."""
+FLOOR: dict[str, Any] = {"color": "0.2", "linestyle": ":", "linewidth": 1.0, "zorder": 1}  # of bytes alone
+GREY: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1.0, "zorder": 1}  # of another bound
+OPEN: dict[str, Any] = {
+    "color": "0.3", "marker": "o", "linestyle": "--", "linewidth": 0.8, "markerfacecolor": "white",
+    "markeredgewidth": 0.8, "zorder": 2,
+}  # fmt: skip
+BEHIND: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.3, "alpha": 0.8}  # of text
+
+
+PALETTE = sns.color_palette("colorblind")
+OTHERS = [sns.color_palette("dark")[place] for place in (4, 3, 9, 5, 6, 2, 0, 7, 1, 8)]
+"""Colours of lines that have none here, e.g. a new operator's; no other line has one of these."""
 
 
 class Look(NamedTuple):
@@ -41,11 +47,12 @@ class Look(NamedTuple):
     marker: str
     hatch: str
 
+    @classmethod
+    def at(cls, place: int, colour: tuple[float, float, float], marker: str = "") -> "Look":
+        """The look of the line at `place` of those drawn together."""
+        return cls(colour, marker or "osD^vPX"[place % 7], _HATCHES[place % len(_HATCHES)])
 
-PALETTE = sns.color_palette("colorblind")
-OTHERS = [sns.color_palette("dark")[place] for place in (4, 3, 9, 5, 6, 2, 0, 7, 1, 8)]
-"""Colours of lines that have none here, e.g. a new operator's; no other line has one of these."""
-_MARKERS = "osD^vPX"
+
 _HATCHES = ("", "/////", "\\\\\\\\\\", "xxxxx", ".....", "|||||", "-----", "+++++", "ooo", "OO", "**")
 # the i-th entry of a group gets the i-th colour, marker and hatch; names in one tuple are one thing
 _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
@@ -59,7 +66,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
 )  # fmt: skip
 _COLOURS = ((0, 3, 1, 2, 4, 5, 9), range(10), range(10), (0, 3, 2, 1, 4, 9, 7, 8, 5))
 _LINES = {
-    name: Look(PALETTE[_COLOURS[g][i % 10]], _MARKERS[i % len(_MARKERS)], _HATCHES[i])
+    name: Look.at(i, PALETTE[_COLOURS[g][i % 10]])
     for g, group in enumerate(_GROUPS)
     for i, names in enumerate(group)
     for name in names
@@ -71,13 +78,11 @@ def _system_looks() -> dict[str, Look]:
     mixes the colour with white.
     """
     taken = {entry.colour for entry in entries()}
-    free = iter([i for i in range(len(PALETTE)) if i not in taken])
-    looks: dict[str, Look] = {}
+    free, looks = iter([i for i in range(len(PALETTE)) if i not in taken]), dict[str, Look]()
     for place, entry in enumerate(entries()):
         colour = next(free, place % len(PALETTE)) if entry.colour is None else entry.colour
         red, green, blue = (1 - entry.shade * (1 - channel) for channel in PALETTE[colour])
-        marker = entry.marker or _MARKERS[place % len(_MARKERS)]
-        look = Look((red, green, blue), marker, _HATCHES[place % len(_HATCHES)])
+        look = Look.at(place, (red, green, blue), entry.marker)
         looks |= dict.fromkeys((entry.name, *entry.paper), look)
     return looks
 
@@ -91,7 +96,7 @@ def look(name: str) -> Look:
     if name in _KNOWN:
         return _KNOWN[name]
     place = _unknown.setdefault(name, len(_unknown))
-    return Look(OTHERS[place % len(OTHERS)], _MARKERS[place % len(_MARKERS)], _HATCHES[place % len(_HATCHES)])
+    return Look.at(place, OTHERS[place % len(OTHERS)])
 
 
 @contextmanager
@@ -139,16 +144,15 @@ def finish(figure: Figure | SubFigure, words: str, handles: Sequence[Artist], nc
 
 def sides(paper: bool = True, floor: bool = False) -> list[Artist]:
     """Legend entries that tell ours, the paper's and the floor apart."""
-    found: list[Artist] = []
-    if paper:
-        found += [Line2D([], [], color="0.3", marker="o", label="ours"), Line2D([], [], label=PAPER_LABEL, **OPEN)]
-    return [*found, *([Line2D([], [], label="bytes / bandwidth", **FLOOR)] if floor else [])]
+    looks = [{"color": "0.3", "marker": "o", "label": "ours"}, {"label": PAPER_LABEL, **OPEN}] if paper else []
+    looks += [{"label": "bytes / bandwidth", **FLOOR}] if floor else []
+    return [Line2D([], [], **look) for look in looks]
 
 
 def note(axis: Axes, text: str, x: float, y: float, lift: float = 2, **looks: Any) -> None:
     """`text` in small letters, `lift` points above the place (x, y), centred unless `looks` says else."""
-    looks = {"ha": "center", "fontsize": 6.5, **looks}
-    axis.annotate(text, (x, y), xytext=(0, lift), textcoords="offset points", in_layout=False, **looks)
+    looks = {"ha": "center", "fontsize": 6.5, "textcoords": "offset points", "in_layout": False, **looks}
+    axis.annotate(text, (x, y), xytext=(0, lift), **looks)
 
 
 def corner(axis: Axes, text: str, size: float = 6.5) -> None:
@@ -187,12 +191,6 @@ def label_decades(axis: Axis) -> None:
     axis.set_major_locator(LogLocator(subs=(1,) if low > 0 and high / low > 2000 else (1, 2, 5)))
     axis.set_major_formatter(PLAIN)
     axis.set_minor_formatter(NullFormatter())
-
-
-OPEN: dict[str, Any] = {
-    "color": "0.3", "marker": "o", "linestyle": "--", "linewidth": 0.8, "markerfacecolor": "white",
-    "markeredgewidth": 0.8, "zorder": 2,
-}  # fmt: skip
 
 
 def measured_style(name: str) -> dict[str, Any]:

@@ -33,21 +33,16 @@ from experiments.plots import style
 from experiments.plots.draw import draw
 from experiments.plots.floors import FLOOR, floors
 from experiments.plots.frames import (
-    described,
     frame_of_clocks,
-    has_bands,
-    how_often,
     in_order,
     interval,
     measured_frame,
     rows_of_repeats,
 )  # fmt: skip
-from experiments.plots.load import draw_load
 from experiments.plots.moves import draw_loading
 from experiments.plots.overlay import draw_roofline, named, panels
 from experiments.plots.serving import SHOWN, draw_hero, draw_ranks, draw_serving, not_measured, short, speedups
 from experiments.plots.steps import scaled
-from experiments.plots.today import draw_today
 
 PAPER = REPOSITORY / "paper_results"
 
@@ -56,10 +51,6 @@ def row(value, **columns):
     fixed = {"figure": "9", "panel": "r=16", "system": "SGMV", "workload": "Distinct", "model": "", "hardware": "cpu"}
     fixed |= {"batch_size": 1, "seq_len": None, "rank": 16, "metric": "latency", "unit": "us", "statistic": "median"}
     return Row(**{**fixed, "timer": "host_clock", "scale": "laptop", "device": "a CPU", **columns, "value": value})
-
-
-def merged_rows(rows):
-    return merged(counted(frame_of(rows)))
 
 
 @pytest.fixture(autouse=True)
@@ -87,11 +78,14 @@ draw(EXPERIMENT, Path("fig09_lora_ranks.csv"), Path("."), Path({str(PAPER)!r}))
     assert sizes[0] == sizes[1]
 
 
-def test_a_figure_names_the_dates_of_all_repeats(tmp_path):
+def test_the_facts_beside_a_figure_have_dates_and_repeats_of_every_system(tmp_path):
     path, days = tmp_path / "fig09_lora_ranks.csv", ("2026-01-01T00:00:00Z", "2026-01-09T00:00:00Z")
-    write_rows(path, [row(10.0 + repeat, repeat=repeat, date=date) for repeat, date in enumerate(days)])
+    rows = [row(10.0 + repeat, repeat=repeat, date=date) for repeat, date in enumerate(days)]
+    write_rows(path, [*rows, row(9.0, system="SGMV expand", repeat=0, date=days[0])])
     _, _, facts = draw(FIG09, path, tmp_path, PAPER)
-    assert json.loads(facts.read_text(encoding="utf-8"))["measured"] == list(days)
+    found = json.loads(facts.read_text(encoding="utf-8"))
+    assert found["measured"] == list(days)
+    assert found["repeats"] == {", r=16, SGMV, Distinct": 2, ", r=16, SGMV expand, Distinct": 1}
 
 
 @pytest.mark.parametrize(
@@ -107,24 +101,15 @@ def test_a_panel_carries_the_name_of_the_model_that_was_measured(panel, model, t
     assert named(panel, pd.DataFrame({"model": [model]})) == title
 
 
-def test_a_stand_in_is_said_to_be_one():
-    assert "llama-small beside the paper's 7B" in described(frame_of([row(1.0, model="llama-small")]))
-    assert "beside" not in described(frame_of([row(1.0, model="llama2-7b")]))
-
-
 @pytest.mark.parametrize(("counts", "banded"), [((5, 5), [1, 8]), ((5, 4), [8]), ((2, 2), [8])])
 def test_no_band_is_drawn_where_a_repeat_has_fewer_than_five_samples(counts, banded):
     """Of batch 1, whose repeats have `counts` samples; those of batch 8 have nine."""
-    sampled = {"p10": 9.0, "median": 10.0, "p90": 12.0}
     rows = [row(value, repeat=i, batch_size=batch, statistic=name, unit="samples" if name == "count" else "us")
             for batch, numbers in ((1, counts), (8, (9, 9))) for i, number in enumerate(numbers)
-            for name, value in {**sampled, "count": float(number)}.items()]  # fmt: skip
-    found = interval(merged_rows(rows), "batch_size")
+            for name, value in {"p10": 9.0, "median": 10.0, "p90": 12.0, "count": float(number)}.items()]  # fmt: skip
+    found = interval(merged(counted(frame_of(rows))), "batch_size")
     assert found["batch_size"].tolist() == banded
-    assert set(found["p10"]) == {9.0}
-    assert set(found["p90"]) == {12.0}
-    assert has_bands(merged_rows(rows))
-    assert has_bands(merged_rows([one for one in rows if one.batch_size == 1])) == (1 in banded)
+    assert (set(found["p10"]), set(found["p90"])) == ({9.0}, {12.0})
 
 
 def test_rows_are_in_the_order_of_models_systems_and_popularities_whatever_ran_first():
@@ -137,32 +122,6 @@ def test_rows_are_in_the_order_of_models_systems_and_popularities_whatever_ran_f
     found = list(rows.drop(columns="rank").itertuples(index=False, name=None))
     order = list(dict.fromkeys(cell[1] for cell in ran))
     assert found == sorted(cells, key=lambda cell: (models.index(cell[0]), order.index(cell[1])))
-    assert in_order(rows).equals(rows)
-
-
-def test_panels_of_ranks_are_in_the_order_of_ranks_whatever_ran_first():
-    """Figure 9 began with rank 16 where its ranks were measured in runs of their own."""
-    ran = [row(1.0, panel=f"r={rank}", rank=rank, workload=name)
-           for rank in (16, 64, 8) for name in ("Uniform", "Distinct")]  # fmt: skip
-    rows = in_order(frame_of(ran))
-    assert rows["panel"].drop_duplicates().tolist() == ["r=8", "r=16", "r=64"]
-    assert rows["workload"].tolist() == 3 * ["Distinct", "Uniform"]
-
-
-def test_repeats_become_one_point_of_the_quiet_ones():
-    values = ((10.0, False), (12.0, False), (50.0, True))
-    rows = [row(value, repeat=i, disturbed=loud) for i, (value, loud) in enumerate(values)]
-    rows += [row(value - 1, repeat=i, disturbed=loud, statistic="p10") for i, (value, loud) in enumerate(values)]
-    rows += [row(20, repeat=i, disturbed=False, statistic="count", unit="samples") for i in range(3)]
-    rows.append(row(7.0, batch_size=2))
-    made = merged_rows(rows).set_index(["batch_size", "statistic"])
-    assert made["value"].to_dict() == {(1, "median"): 11, (1, "p10"): 9, (1, "count"): 20, (2, "median"): 7}
-    assert made["repeats"].to_dict() == {(1, "median"): 2, (1, "p10"): 2, (1, "count"): 3, (2, "median"): 1}
-    assert not made["disturbed"].eq(True).any()
-    loud = merged_rows([row(value, repeat=i, disturbed=True) for i, value in enumerate((1.0, 2.0, 6.0))])
-    assert loud["value"].tolist() == [2.0]
-    assert loud["disturbed"].tolist() == [True]
-    assert "median of 3 repeats" in described(loud)
 
 
 def curves(*disturbed):
@@ -171,26 +130,19 @@ def curves(*disturbed):
     return frame_of([*rows, *(row(5.0 * n, batch_size=n, system="SGMV expand") for n in (1, 4, 16))])
 
 
-def test_disturbed_points_are_crossed_and_only_those():
-    def crosses(*disturbed):
-        (axis,) = panels(curves(*disturbed), read_figure(PAPER, "9").query("panel == 'none'"), FIG09.overlay).axes
-        return [list(line.get_xdata()) for line in axis.lines if line.get_marker() == "x"]
-
-    assert crosses() == []
-    assert crosses(4) == [[4]]
-
-
-def test_expand_is_a_line_of_its_own_look():
-    (axis,) = panels(curves(), read_figure(PAPER, "9").query("panel == 'none'"), FIG09.overlay).axes
-    drawn = {line.get_linestyle(): list(line.get_ydata()) for line in axis.lines if len(line.get_xdata())}
-    assert drawn == {"-": [10, 40, 160], "-.": [5, 20, 80]}
+def test_disturbed_points_are_crossed_and_a_part_is_a_line_of_its_own_look():
+    none = read_figure(PAPER, "9").query("panel == 'none'")
+    (axis,) = panels(curves(4), none, FIG09.overlay).axes
+    lines = [(line.get_marker(), line.get_linestyle(), list(line.get_ydata())) for line in axis.lines]
+    assert [ys for marker, _, ys in lines if marker == "x"] == [[40]]
+    assert {dash: ys for marker, dash, ys in lines if ys and marker != "x"} == {"-": [10, 40, 160], "-.": [5, 20, 80]}
+    (axis,) = panels(curves(), none, FIG09.overlay).axes
+    assert not [line for line in axis.lines if line.get_marker() == "x"]
 
 
-def test_each_clock_has_axes_of_its_own(tmp_path):
-    path = tmp_path / "fig09_lora_ranks.csv"
+def test_each_clock_has_axes_of_its_own():
     rows = [row(us * batch, batch_size=batch, timer=clock)
             for clock, us in (("cuda_graph", 3.0), ("host_clock", 40.0)) for batch in (1, 64)]  # fmt: skip
-    write_rows(path, rows)  # of a CPU, whose clock counts
     frame = frame_of_clocks(frame_of(rows))
     assert list(dict.fromkeys(frame["timer"])) == ["host_clock", "cuda_graph"]
     figure = panels(frame, read_figure(PAPER, "9"), FIG09.overlay)
@@ -252,21 +204,19 @@ def test_both_roofs_are_measured_or_of_the_data_sheet(tmp_path):
     assert [point.panel for point in FIG07.points(on_cpu) if point.panel.startswith("roof")] == ["roof"]
 
 
-def test_roofs_are_named_by_how_they_are_known():
-    fixed = {"figure": "7", "workload": "", "system": "", "rank": None, "batch_size": None, "device": "NVIDIA H200"}
-    rows = []
+def test_roofs_have_their_own_bandwidth_and_peak():
+    fixed = {"figure": "7", "workload": "", "system": "", "rank": None, "batch_size": None, "statistic": "value"}
+    rows = [row(3.0, figure="7", panel=""), row(1e11, figure="7", panel="", metric="achieved_flops")]
     for panel, kind, bandwidth, peak in (("roof", "measured", 4.2, 700.0), (SHEET, "datasheet", 4.8, 989.0)):
-        fixed |= {"panel": panel, "kind": kind, "statistic": "value"}
-        rows.append(row(bandwidth, **{**fixed, "metric": "memory_bandwidth_line", "unit": "TB/s"}))
-        rows.append(row(peak, **{**fixed, "metric": "peak_fp16_line", "unit": "TFLOP/s"}))
-    points = (("latency", "us", 3.0), ("achieved_flops", "FLOP/s", 1e11), ("arithmetic_intensity", "FLOP/byte", 0.9))
-    for name, unit, value in points:
-        rows.append(row(value, figure="7", panel="", metric=name, unit=unit, statistic="median"))
-    figure = draw_roofline(frame_of(rows), read_figure(PAPER, "7"))
-    legend = next(axis.get_legend() for axis in figure.axes if axis.get_legend())
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "measured: 4.2 TB/s, 700 TFLOP/s", "data sheet: 4.8 TB/s, 989 TFLOP/s", "paper, A100: 1.94 TB/s, 312 TFLOP/s",
-    ]  # fmt: skip
+        rows.append(row(bandwidth, **fixed, panel=panel, kind=kind, metric="memory_bandwidth_line", unit="TB/s"))
+        rows.append(row(peak, **fixed, panel=panel, kind=kind, metric="peak_fp16_line", unit="TFLOP/s"))
+    roof = draw_roofline(frame_of(rows), read_figure(PAPER, "7")).axes[0]
+    lines = zip(roof.get_legend().get_texts(), roof.get_legend().legend_handles, strict=True)
+    assert {text.get_text().partition(":")[0]: line.get_linestyle() for text, line in lines} == {
+        "measured": "-", "data sheet": ":", "paper, A100": "--",
+    }  # fmt: skip
+    ends = [(line.get_ydata()[0] / line.get_xdata()[0], line.get_ydata()[-1]) for line in roof.lines[-3:]]
+    assert ends == [pytest.approx(one) for one in ((4.2e12, 700e12), (4.8e12, 989e12), (1.935e12, 312e12))]
 
 
 SPEED = {"punica": (900, 1000), "continuous_batching": (100, 1250)}
@@ -307,14 +257,6 @@ def test_cells_without_a_value_are_named():
 def test_bars_are_labelled_with_two_or_three_digits():
     labels = {0.0025: "0.0025", 0.846: "0.85", 1.9: "1.90", 7.44: "7.4", 9.97: "10.0", 24.6: "25", 4087: "4087"}
     assert {value: short(value) for value in labels} == labels
-
-
-def test_a_machine_of_which_only_the_capacity_is_known_has_a_figure_of_load():
-    about = {"figure": "ext latency under load", "panel": "capacity", "workload": "Distinct", "model": "llama2-7b"}
-    about |= {"system": "punica", "batch_size": 32, "statistic": "value", "device": "x", "timer": "host_clock"}
-    rows = pd.DataFrame([{**about, "scale": "gpu", "metric": "capacity", "value": 3.0, "unit": "request/s"}])
-    figure = draw_load(rows, pd.DataFrame())
-    assert not any(axis.lines for axis in figure.axes)
 
 
 SEVEN = read_figure(PAPER, "11").query("panel == '7B Model'")
@@ -370,25 +312,18 @@ def from_zero(axis):
     assert all(bar.get_y() == 0 for bar in axis.patches)
 
 
-RECORDED = REPOSITORY / "results/h200"
-
-
-def recorded(name):
-    return measured_frame(rows_of_repeats(RECORDED / f"{name}.csv"))
+def recorded(name, hardware="h200"):
+    return measured_frame(rows_of_repeats(REPOSITORY / "results" / hardware / f"{name}.csv"))
 
 
 @pytest.mark.parametrize("hardware", ["h200", "cpu"])
 def test_recorded_bars_begin_at_zero_and_differ_in_colour_or_hatch(hardware):
-    file = REPOSITORY / "results" / hardware / "fig11_textgen.csv"
-    rows = measured_frame(rows_of_repeats(file))
-    figures = [draw_hero(rows, read_figure(PAPER, "11"))]
-    figures += [draw_today(recorded("ext_today"), pd.DataFrame())] if hardware == "h200" else []
-    for figure in figures:
-        for axis in figure.axes:
-            from_zero(axis)
-        looks = [(handle.get_facecolor(), handle.get_edgecolor(), handle.get_hatch())
-                 for handle in figure.legends[0].legend_handles]  # fmt: skip
-        assert len(set(looks)) == len(looks)
+    figure = draw_hero(recorded("fig11_textgen", hardware), read_figure(PAPER, "11"))
+    for axis in figure.axes:
+        from_zero(axis)
+    looks = [(handle.get_facecolor(), handle.get_edgecolor(), handle.get_hatch())
+             for handle in figure.legends[0].legend_handles]  # fmt: skip
+    assert len(set(looks)) == len(looks)
 
 
 def test_systems_differ_in_grey_by_hatch_and_marker_within_a_figure():
@@ -409,9 +344,6 @@ def test_labels_of_section_5_2_do_not_overlap():
                 assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
-FOREIGN = ("vllm", "fastertransformer")
-
-
 def legend_of(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
@@ -422,28 +354,10 @@ def on_ranks(rows, model):
     return pd.concat([rows, steps]).assign(panel="any, tp 2", model=model, figure="12")
 
 
-def loaded():
-    """Three systems under one load."""
-    about = {"figure": "ext latency under load", "panel": "load 80 %", "workload": "Distinct", "model": "llama2-7b"}
-    about |= {"batch_size": 32, "statistic": "value", "timer": "host_clock", "scale": "gpu", "device": "x"}
-    cells = (("offered_rate", 3.0), ("time_to_first_token", 9.0), ("time_to_first_token_p95", 20.0))
-    systems = ("punica", "continuous_batching", "static_batching")
-    rows = [{**about, "system": system, "metric": name, "value": x} for system in systems for name, x in cells]
-    return pd.DataFrame(rows)
-
-
-@pytest.mark.parametrize("name", ["serving", "ranks", "load"])
-def test_a_policy_on_our_engine_is_named_by_what_it_does(name):
+def test_a_policy_on_our_engine_is_named_by_what_it_does():
     """Its bars were called (vLLM) and (FasterTransformer), which were never run; the title says whose policy it is."""
-    serving = served().replace({"system": {"punica": "static_batching"}})
-    drawn = {
-        "serving": lambda: draw_serving(serving, read_figure(PAPER, "11").query("panel == '7B Model'")),
-        "ranks": lambda: draw_ranks(on_ranks(serving, "llama2-70b"), read_figure(PAPER, "12")),
-        "load": lambda: draw_load(loaded(), pd.DataFrame()),
-    }
-    figure = drawn[name]()
+    figure = draw_serving(served().replace({"system": {"punica": "static_batching"}}), SEVEN)
     assert {"continuous batching, one adapter", "static batching, one adapter"} <= set(legend_of(figure))
-    assert not [text for text in legend_of(figure) if any(word in text.lower() for word in FOREIGN)]
     caption = figure.get_supxlabel().replace("\n", " ").lower()
     assert "continuous batching: the policy of vllm (2023), static batching: the policy of fastertransformer" in caption
 
@@ -454,26 +368,6 @@ def test_a_model_of_another_size_does_not_stand_beside_the_papers_70b():
         assert len(dots_of(figure.axes[0], "open")) == count, model
         assert len(dots_of(figure.axes[0])) == 4
         assert ("paper, A100" in legend_of(figure)) == bool(count)
-
-
-def test_repeats_are_those_that_points_have():
-    """It said the most that any has."""
-
-    def often(*repeats, timer="events"):
-        return how_often(pd.DataFrame({"statistic": "median", "timer": timer, "repeats": repeats}))
-
-    assert often(3, 3) == "median of 3 repeats"
-    assert often(1) == "one run"
-    assert often(3, 1, 2) == "median of 1 to 3 repeats"
-    assert often(3, timer="") == ""  # simulated
-
-
-def test_the_facts_beside_a_figure_have_the_repeats_of_every_system(tmp_path):
-    path = tmp_path / "fig09_lora_ranks.csv"
-    write_rows(path, [row(10.0 + i, repeat=i) for i in range(3)] + [row(9.0, system="SGMV expand", repeat=0)])
-    _, _, facts = draw(FIG09, path, tmp_path / "figures", PAPER)
-    found = json.loads(facts.read_text(encoding="utf-8"))["repeats"]
-    assert found == {", r=16, SGMV, Distinct": 3, ", r=16, SGMV expand, Distinct": 1}
 
 
 def test_a_clock_that_does_not_count_is_said_and_not_drawn(tmp_path):
