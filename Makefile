@@ -61,8 +61,8 @@ record: $(VENV)/.experiments ## Copy this machine's rows, samples and figures to
 record-all: $(VENV)/.dev ## Measure all recorded sets, in calls that continue: make record-all HARDWARE=h200 LIMIT=9
 	@$(RUN) -m experiments.commands.record_all machine=$(or $(HARDWARE),cpu) limit=$(or $(LIMIT),9) $(ARGS)
 
-reliability: $(VENV)/.dev ## Load, faults, bad input: make reliability ARGS="trials=[faults] size=full"
-	@$(RUN) -m experiments.commands.reliability $(ARGS)
+reliability: $(VENV)/.dev ## Load, faults, bad input: make reliability ARGS="-k test_faults --size full"
+	@$(RUN) -m pytest tests/reliability -m reliability $(ARGS)
 
 smoke: $(VENV)/.experiments ## Run every experiment at the smallest scale (a few minutes)
 	@$(RUN) -m experiments.commands.reproduce scale=smoke $(ARGS)
@@ -75,13 +75,13 @@ docs: $(VENV)/.dev ## Build the site of docs/ in outputs/site; a broken link or 
 	@echo "outputs/site/index.html"
 
 test: $(VENV)/.dev ## Run the test suite (CPU, under 10 minutes)
-	@$(RUN) -m pytest $(PARALLEL) -m "not slow and not gpu and not multi_gpu" $(ARGS)
+	@$(RUN) -m pytest $(PARALLEL) -m "not slow and not gpu and not multi_gpu and not reliability" $(ARGS)
 
 test-slow: $(VENV)/.dev ## Run the slow CPU tests, which `make test` leaves out
-	@$(RUN) -m pytest $(PARALLEL) -m "slow and not gpu and not multi_gpu" $(ARGS)
+	@$(RUN) -m pytest $(PARALLEL) -m "slow and not gpu and not multi_gpu and not reliability" $(ARGS)
 
 test-gpu: $(VENV)/.dev ## Run the GPU tests, on as many GPUs as there are (NVIDIA, compute capability 8.0 or newer)
-	@$(RUN) -m pytest -m "gpu or multi_gpu" $(ARGS)
+	@$(RUN) -m pytest -m "(gpu or multi_gpu) and not reliability" $(ARGS)
 
 fresh: ## Test the last commit in a new Debian root (root, debootstrap): make fresh SUITE=trixie
 	@.ci/fresh $(SUITE)

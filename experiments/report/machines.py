@@ -11,14 +11,14 @@ from experiments.claims import Verdict, judge
 from experiments.claims.rows import Rows
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.measure.records import COLUMNS, read_rows
-from experiments.reliability.rows import FILE as TRIALS
 from experiments.report.ages import older
 
 HERE = "this machine"
 VERDICTS = "claims.csv"
 """Table of the verdicts beside the rows."""
+TRIALS = "reliability.csv"
 NO_SCRIPT = (VERDICTS, TRIALS)
-"""Files beside the rows that are of no script of `experiments/`: verdicts, and trials, which are counted apart."""
+"""Files beside the rows that are of no script of `experiments/`: verdicts, and trials, of `tests/reliability`."""
 OPERATOR_TABLES = "operator tables"
 
 

@@ -24,9 +24,8 @@ from experiments.facts.systems import SYSTEMS, name_of
 from experiments.harness.catalogue import experiments
 from experiments.measure.records import Row, ensure_writable, read_rows
 from experiments.plots.frames import distinct
-from experiments.reliability.rows import COUNTS, command_of, rows_file
 from experiments.report.findings import Found, find, public_kernels, sought
-from experiments.report.machines import VERDICTS, Machine
+from experiments.report.machines import TRIALS, VERDICTS, Machine
 from experiments.report.major import MAJOR, in_order
 from experiments.report.reproducing import GENERATED, title_of
 from experiments.workload.popularity import PAPER_WORKLOADS
@@ -41,7 +40,9 @@ MARKS = (
     "other clock, as the one that decides has none that count."
 )
 MIDDLE = "Middle: the geometric mean of a ratio (a / b), else the median; points: how many it is taken over."
-NO_TRIALS = "No trials are recorded on this machine: `make reliability`, then `make reliability ARGS=record=true`."
+NO_TRIALS = "No trials are recorded on this machine: `make reliability ARGS=\"--out results\"`."
+COUNTS = ("tried", "injected", "survived", "lost")
+"""Metrics of each trial (`tests/reliability`)."""
 KERNELS, KERNELS_TITLE = "ext_operator_tables", "Operators and the fastest public kernels"
 Table = tuple[Sequence[str], list[list[str]]]
 """Head and lines."""
@@ -208,7 +209,7 @@ def trials_table(folder: Path) -> Table | None:
 
     RowsError names file, line and remedy where they are damaged.
     """
-    if not (file := rows_file(folder)).exists():
+    if not (file := folder / TRIALS).exists():
         return None
     runs: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in read_rows(file):
@@ -219,6 +220,9 @@ def trials_table(folder: Path) -> Table | None:
         measured = [f"{name.replace('_', ' ')} {said(row.value)}{'' if row.unit == 'count' else f' {row.unit}'}"
                     for name, row in values.items() if name not in COUNTS]  # fmt: skip
         counted = [f"{values[name].value:,.0f}" for name in COUNTS]
-        told = ["; ".join(measured) or "-", f"{first.commit}, {first.date[:10]}", f"`{command_of(first)}`"]
+        commit = f"{first.commit}, {first.date[:10]}"
+        device = "cpu" if first.hardware == "cpu" else "cuda"
+        options = f"-k test_{first.system} --size {first.scale} --seed {first.repeat} --device {device}"
+        told = ["; ".join(measured) or "-", commit, f"`make reliability ARGS=\"{options}\"`"]
         lines.append([f"{first.panel}: {first.system}", *counted, *told])
     return ("trial", *COUNTS, "measured", "commit, date", "command"), lines

@@ -9,7 +9,7 @@ import pytest
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 ROOMS = {
     "benches", "claims", "cluster", "commands", "conformance", "facts", "harness", "http_load",
-    "measure", "own_server", "plots", "published", "reliability", "report", "simulator", "systems", "today", "workload",
+    "measure", "own_server", "plots", "published", "report", "simulator", "systems", "today", "workload",
 }  # fmt: skip
 NOT_A_FIGURE = {"__init__", "ext_expert_tables", "ext_operator_tables"}
 
@@ -81,7 +81,7 @@ def test_what_measures_and_draws_knows_no_command(room: str) -> None:
 
 def test_what_measures_knows_no_plots_claims_or_reports() -> None:
     judging = ("experiments.plots", "experiments.claims", "experiments.report")
-    for room in ROOMS - {"claims", "commands", "harness", "own_server", "plots", "reliability", "report"}:
+    for room in ROOMS - {"claims", "commands", "harness", "own_server", "plots", "report"}:
         for path in (EXPERIMENTS / room).rglob("*.py"):
             assert not [name for name in imports(path) if name.startswith(judging)]
 

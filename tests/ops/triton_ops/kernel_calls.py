@@ -1,6 +1,6 @@
 """Calls of every Triton kernel on small ragged operands, for a tool that watches kernels to run.
 
-    python -m experiments.reliability.kernel_calls cuda         prints the name of each kernel that it launched
+    python -m tests.ops.triton_ops.kernel_calls cuda         prints the name of each kernel that it launched
 
 Operands are copied from the host, so that all of them count as initialised whichever kernels a tool watches. Results
 are new memory and are never read. A process that does not launch all kernels of the package fails.

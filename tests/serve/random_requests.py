@@ -1,9 +1,9 @@
-"""Random calls of the server's API, over its own OpenAPI schema: each is served, or refused in OpenAI's form."""
+"""Random requests to the server's API, over its own OpenAPI schema, and what is wrong with an answer."""
 
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,13 +12,8 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from experiments.reliability.trial import Outcome, Setting, trial
-from experiments.reliability.world import kept_by, make_world
-from punica.serve.app import Settings, make_app
-
 CHUNK = 10
 """Calls of one example: Hypothesis takes longer to begin an example than the server to refuse a call."""
-BASE, ADAPTERS = "tiny", 3
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=()))
 JSON = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -148,8 +143,11 @@ def fault_of(status: int, content: bytes) -> str:
     return f"an error in a stream: {content!r}" if b'"type":"server_error"' in content else ""
 
 
-def send(server: Server, count: int, first: int, outcome: Outcome) -> Counter[int]:
-    """Send ``count`` random calls, drawn from seed ``first``; return the number of answers by status."""
+def send(server: Server, count: int, first: int, expect: Callable[[bool, str], object]) -> Counter[int]:
+    """Send ``count`` random calls, drawn from seed ``first``; ``expect`` gets each with its fault, if any.
+
+    Returns the number of answers by status.
+    """
     statuses: Counter[int] = Counter()
 
     @seed(first)
@@ -161,23 +159,7 @@ def send(server: Server, count: int, first: int, outcome: Outcome) -> Counter[in
             status, content = server.call(method, path, body, headers)
             statuses[status] += 1
             fault = fault_of(status, content)
-            outcome.expect(not fault, f"{method} {path} {body!r}: {fault}")
+            expect(not fault, f"{method} {path} {body!r}: {fault}")
 
     run()
     return statuses
-
-
-@trial("input", smoke=20, laptop=1_000, full=100_000, seconds=60)
-def api_bodies(setting: Setting) -> Outcome:
-    """Random bodies, headers and paths to all routes; each call is served, or refused in OpenAI's form."""
-    outcome = Outcome()
-    world = make_world(setting.folder, ADAPTERS, setting.seed, setting.device)
-    engine = world.engine(max_model_len=32)
-    app = make_app(engine, Settings(BASE, world.adapters, roots=[world.checkpoint.resolve()]))
-    with started(app) as server:
-        statuses = send(server, setting.count, setting.seed, outcome)
-    for name, kept in kept_by(engine).items():
-        outcome.expect(kept == 0, f"{name} {kept}")
-    outcome.injected = sum(number for status, number in statuses.items() if status >= 400)
-    outcome.values["served"] = (outcome.tried - outcome.injected, "count")
-    return outcome

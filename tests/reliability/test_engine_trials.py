@@ -1,0 +1,178 @@
+"""Trials of an engine: load, lack of memory, and interrupts."""
+
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from punica.engine import Engine, GenerationResult
+from tests.reliability.trial import Trial, sized, use_of
+from tests.reliability.world import BATCH, Wish, World, expect_nothing_kept, is_right, make_world
+
+SLOTS, ADAPTERS, KINDS = 4, 40, 160
+PAGES, PAGE = 24, 2
+"""Pages, and tokens of one; a full batch of the longest requests needs 96."""
+
+
+@dataclass
+class Soak:
+    """Requests that are in an engine, and how often each one ended."""
+
+    engine: Engine
+    world: World
+    expected: dict[Wish, GenerationResult]
+    wishes: dict[str, Wish] = field(default_factory=dict)
+    ended: Counter[str] = field(default_factory=Counter)
+    preemptions: int = 0
+
+    def add(self, number: int) -> None:
+        """Add one request; one in twenty with an adapter reads its folder again."""
+        trial, wish = self.world.trial, self.world.trial.choose.choice(list(self.expected))
+        adapter = self.world.adapter(wish)
+        if adapter is not None and trial.choose.random() < 0.05:
+            adapter = replace(adapter, load_inplace=True)
+            trial.injected += 1
+        self.wishes[f"request-{number}"] = wish
+        self.engine.add_request(self.world.request(f"request-{number}", wish, adapter))
+
+    def end(self, result: GenerationResult) -> None:
+        """Count an end: right where it is the only one and the tokens are those of an undisturbed engine."""
+        self.ended[result.request_id] += 1
+        wish = self.wishes.pop(result.request_id, None)
+        right = wish is not None and result.error is None and is_right(result, self.expected[wish])
+        self.world.trial.expect(right, f"ended {self.ended[result.request_id]} times: {result}")
+
+    def step(self) -> int:
+        output = self.engine.step()
+        self.preemptions += output.statistics.num_preempted
+        for result in (*output.finished, *output.failed):
+            self.end(result)
+        return len(output.tokens)
+
+    def run(self, numbers: range) -> float:
+        """Send requests beside those that are unfinished and cancel one in twenty; return token/s."""
+        begun, tokens, choose = time.perf_counter(), 0, self.world.trial.choose
+        for number in numbers:
+            self.add(number)
+            if choose.random() < 0.05:
+                self.world.trial.injected += 1
+                self.end(self.engine.abort_request(choose.choice(list(self.wishes))))
+            while len(self.wishes) >= 3 * BATCH and self.engine.has_unfinished():
+                tokens += self.step()
+        return tokens / (time.perf_counter() - begun)
+
+
+@sized("load", 200, 3_000, 20_000, seconds=90, tiny=30)
+def test_engine_soak(trial: Trial) -> None:
+    """Requests over ten times more adapters than slots, with cancellations, reloads and few pages."""
+    world = make_world(trial, ADAPTERS)
+    expected = world.undisturbed(min(KINDS, trial.count))
+    engine = world.engine(slots=SLOTS, admission="resident_first", num_blocks=PAGES, block_size=PAGE)
+    soak, (warm, rest) = Soak(engine, world, expected), trial.parts()
+    for part in warm:
+        soak.run(part)
+    before = use_of()
+    rates = [soak.run(part) for part in rest]
+    while engine.has_unfinished():
+        soak.step()
+    for name in soak.wishes:
+        trial.expect(False, f"{name} never ended")
+    expect_nothing_kept(trial, engine)
+    trial.note_growth(before, use_of())
+    trial.values["preemptions"] = (soak.preemptions, "count")
+    trial.note_rates(rates, "token/s")
+
+
+def serve_turns(trial: Trial, step: Callable[[Engine], None]) -> None:
+    """Serve three requests at a time by steps that a fault may end; each gets the tokens of an undisturbed engine."""
+    world = make_world(trial, 6)
+    expected, engine = world.undisturbed(24), world.engine(slots=2)
+    for turn in range(trial.count):
+        wishes = trial.choose.choices(list(expected), k=3)
+        states = [engine.add_request(world.request(f"{turn}-{n}", wish)) for n, wish in enumerate(wishes)]
+        while not all(state.has_ended for state in states):
+            step(engine)
+        for wish, state in zip(wishes, states, strict=True):
+            result = engine.result_of(state)
+            trial.expect(result.error is None and is_right(result, expected[wish]), str(result))
+    while engine.has_unfinished():
+        engine.step()
+    expect_nothing_kept(trial, engine)
+
+
+@contextmanager
+def no_memory_left() -> Iterator[None]:
+    """Take all memory of the GPU that this process may have: a step replays what is captured, and allocates nothing."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    taken, size = [], 1 << 29
+    try:
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+        while size >= 512:  # bytes of the smallest block of torch's allocator
+            try:
+                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                size //= 2
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@sized("faults", 5, 200, 2_000, seconds=20, tiny=2)
+def test_out_of_memory(trial: Trial) -> None:
+    """Lack of memory at the copy into a slot, at the model's start, or on a GPU anywhere; the next step continues."""
+
+    def step(engine: Engine) -> None:
+        if trial.choose.random() < 0.2:
+            places: list[Any] = [(engine.runner, "launch"), (engine.manager, "add_adapter"), None]
+            place = trial.choose.choice(places if trial.device != "cpu" else places[:2])
+            error = torch.OutOfMemoryError("none left")
+            try:
+                with patch.object(*place, side_effect=error) if place else no_memory_left():
+                    engine.step()
+            except torch.OutOfMemoryError:
+                trial.injected += 1
+        engine.step()
+
+    serve_turns(trial, step)
+    trial.expect(trial.injected > 0, "no step was ever without memory")
+
+
+@sized("faults", 5, 300, 5_000, seconds=25, tiny=3)
+def test_interrupted_steps(trial: Trial) -> None:
+    """SIGINT at random moments of three in ten of an engine's steps; no request loses a token."""
+    main, inside, longest = threading.main_thread().ident, False, 0.01
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        nonlocal inside
+        if inside:
+            inside = False
+            trial.injected += 1
+            raise KeyboardInterrupt
+
+    def step(engine: Engine) -> None:
+        nonlocal inside, longest
+        timer = threading.Timer(trial.choose.random() * longest, signal.pthread_kill, (main, signal.SIGINT))
+        if trial.choose.random() < 0.3:
+            timer.start()
+        with suppress(KeyboardInterrupt):
+            begun, inside = time.perf_counter(), True
+            engine.step()
+            inside, longest = False, time.perf_counter() - begun
+        timer.cancel()
+        if timer.is_alive():
+            timer.join()
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        serve_turns(trial, step)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,117 @@
+"""The plugin: rows, losses and mistakes of trials; and trials of broken systems, which must lose."""
+
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.measure.records import read_rows
+from punica.engine import Engine
+from tests.reliability import test_engine_trials, test_tenant_trials
+from tests.reliability.trial import Trial
+
+pytest_plugins = ["pytester"]
+TRIALS = """
+import pytest
+from tests.reliability.trial import sized
+
+@sized("load", 1, 20, 300, seconds=1)
+def test_sound(trial):
+    trial.injected = trial.count
+    trial.expect(True, "")
+    trial.values["host_memory_growth"] = (1.5, "MiB")
+
+@sized("load", 1, 20, 300, seconds=1, tiny=6)
+def test_broken(trial):
+    for number in range(trial.count):
+        trial.expect(number == 3, f"note {number}")
+
+@sized("load", 1, 20, 300, seconds=1)
+def test_fails(trial):
+    pytest.fail("too late")  # as by a time limit
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester) -> Any:
+    """Run trials with the plugin alone; the file of their rows, and the result."""
+    pytester.makeini("[pytest]\nmarkers = reliability\n slow\n gpu\n")
+    pytester.makeconftest("from tests.reliability.conftest import *")
+    pytester.makepyfile(test_of_a_test=TRIALS)
+    file = pytester.path / "outputs/cpu/reliability.csv"
+    return lambda *words: (file, pytester.runpytest_inprocess("--device=cpu", *words))
+
+
+def test_rows_of_a_sound_and_a_broken_trial(run: Any) -> None:
+    from experiments.report.results import trials_table
+
+    file, result = run("-m", "reliability", "--seed", "7")
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(["test_broken: tried 20, injected 0, survived 1, lost 19; note 0; note 1; note 2;*"])
+    rows = {(row.system, row.metric): row for row in read_rows(file)}
+    assert {metric: row.value for (name, metric), row in rows.items() if name == "sound"} == {
+        "tried": 1, "injected": 20, "survived": 1, "lost": 0, "host_memory_growth": 1.5
+    }  # fmt: skip
+    assert [row.value for (_, metric), row in rows.items() if metric == "lost"] == [0, 19, 1]
+    assert {(row.panel, row.scale, row.repeat, row.hardware) for row in rows.values()} == {("load", "laptop", 7, "cpu")}
+    assert all(row.commit and row.date and row.device and row.source_hash for row in rows.values())
+    _, lines = trials_table(file.parent)
+    assert lines[0][:6] == ["load: sound", "1", "20", "1", "0", "host memory growth 1.5 MiB"]
+    assert lines[1][-1] == '`make reliability ARGS="-k test_broken --size laptop --seed 7 --device cpu"`'
+    run("-m", "reliability", "--seed", "8", "-k", "sound")
+    assert [row.repeat for row in read_rows(file) if row.metric == "lost"] == [7, 7, 7, 8]
+
+
+def test_rows_of_other_sizes_are_apart_and_tiny_trials_have_none(run: Any) -> None:
+    file, result = run("-m", "slow")
+    result.assert_outcomes(failed=1)
+    assert not file.exists()
+    run("-m", "reliability", "--size", "smoke", "-k", "sound")
+    assert not file.exists()
+    assert {row.scale for row in read_rows(file.parent / "smoke" / file.name)} == {"smoke"}
+
+
+def test_rows_of_uncommitted_code_are_not_recorded(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.measure.environment.commit", lambda: "abc-dirty")
+    file, result = run("--out", "results")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert not (file.parents[2] / "results").exists()
+
+
+def notes_of(test: Any, tries: int, folder: Path) -> list[str]:
+    """Run a trial; return its losses."""
+    trial = Trial(tries, 0, "cpu", folder)
+    test(trial)
+    return trial.notes
+
+
+@pytest.mark.slow
+def test_a_result_that_comes_twice_or_with_other_tokens_is_a_loss(tmp_path: Path, monkeypatch: Any) -> None:
+    step = Engine.step
+
+    def twice(engine: Engine) -> Any:
+        output = step(engine)
+        wrong = tuple(replace(one, token_ids=[*one.token_ids, 1]) for one in output.finished)
+        return replace(output, finished=(*wrong[:1], *output.finished))
+
+    monkeypatch.setattr(Engine, "step", twice)
+    assert any("2 times" in note for note in notes_of(test_engine_trials.test_engine_soak, 25, tmp_path))
+
+
+def test_bits_that_depend_on_a_neighbour_are_a_loss(tmp_path: Path, monkeypatch: Any) -> None:
+    real, calls = test_tenant_trials.victims_of, count()
+    monkeypatch.setattr(test_tenant_trials, "victims_of", lambda *given: [(*one, next(calls)) for one in real(*given)])
+    assert len(notes_of(test_tenant_trials.test_evicted_adapters, 1, tmp_path)) == 1
+
+
+def test_drift_leaks_and_growth(tmp_path: Path) -> None:
+    trial, before = Trial(1, 0, "cpu", tmp_path), {"host_memory": 100, "thread": 4, "handle": 9}
+    trial.note_rates([100, 100, 1, 1, 1, 1, 90, 90], "token/s")
+    assert trial.values["throughput_drift"] == (pytest.approx(-10), "%")
+    for threads, handles, pool, lost in ((3, 9, 0, 0), (5, 9, 0, 1), (6, 9, 2, 0), (4, 11, 2, 1)):
+        counted = Trial(1, 0, "cpu", tmp_path)
+        counted.note_growth(before, {"host_memory": 120, "thread": threads, "handle": handles}, pool)
+        assert counted.lost == lost
+        assert counted.values["host_memory_growth"] == (20, "MiB")

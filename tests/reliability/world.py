@@ -1,0 +1,104 @@
+"""A tiny checkpoint with adapters on disk, engines of it, and the tokens that an undisturbed engine gives."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoConfig, LlamaConfig
+
+from experiments.conformance.weights import WORDS, Tenant, tenants, write_adapter, write_checkpoint
+from punica.adapters import LoRARequest
+from punica.engine import Engine, GenerationResult, Request, SamplingParams
+from tests.reliability.trial import Trial
+
+RANKS = (1, 8, 16, 5)
+MAX_RANK, MAX_LEN, BATCH = 16, 64, 8
+
+
+class Wish(NamedTuple):
+    """A prompt, the number of its adapter (-1: none), and the number of new tokens."""
+
+    prompt: tuple[int, ...]
+    adapter: int
+    new: int
+
+
+@dataclass(frozen=True)
+class World:
+    """A checkpoint, its adapters, each with an id of its own, and the trial that wrote them."""
+
+    checkpoint: Path
+    adapters: list[LoRARequest]
+    trial: Trial
+
+    @property
+    def config(self) -> LlamaConfig:
+        return AutoConfig.from_pretrained(self.checkpoint)
+
+    def builder(self, slots: int | None = None, **sizes: Any) -> partial[Engine]:
+        """Return a call that builds an engine in float32 with adapter slots for a full batch, or ``slots``."""
+        sizes = {"max_batch_size": BATCH, "max_model_len": MAX_LEN, "max_lora_rank": MAX_RANK, **sizes}
+        sizes |= {"dtype": "float32", "max_loras": slots or sizes["max_batch_size"] + 1}
+        return partial(Engine.from_pretrained, self.checkpoint, device=self.trial.device, **sizes)
+
+    def engine(self, slots: int | None = None, **sizes: Any) -> Engine:
+        return self.builder(slots, **sizes)()
+
+    def adapter(self, wish: Wish) -> LoRARequest | None:
+        return None if wish.adapter < 0 else self.adapters[wish.adapter]
+
+    def request(self, name: str, wish: Wish, adapter: LoRARequest | None = None, **how: Any) -> Request:
+        """Build a greedy request that only its length ends; with ``adapter`` instead of the one that is wished."""
+        params = SamplingParams(wish.new, ignore_eos=True, **how)
+        return Request(name, list(wish.prompt), params, adapter or self.adapter(wish))
+
+    def wishes(self, count: int) -> list[Wish]:
+        """Draw prompts of 1 to 12 tokens with any adapter or none, and 1 to 12 new tokens."""
+        choose, drawn = self.trial.choose, []
+        for _ in range(count):
+            prompt = tuple(choose.randrange(WORDS) for _ in range(choose.randint(1, 12)))
+            drawn.append(Wish(prompt, choose.randrange(-1, len(self.adapters)), choose.randint(1, 12)))
+        return drawn
+
+    def serve(self, engine: Engine, wishes: Iterable[Wish]) -> dict[Wish, GenerationResult]:
+        """Serve wishes together; return their results."""
+        states = {wish: engine.add_request(self.request(str(wish), wish)) for wish in wishes}
+        while engine.has_unfinished():
+            engine.step()
+        return {wish: engine.result_of(state) for wish, state in states.items()}
+
+    def undisturbed(self, count: int) -> dict[Wish, GenerationResult]:
+        """Draw wishes; return the result of each from an engine that has room for all of them."""
+        return self.serve(self.engine(), dict.fromkeys(self.wishes(count)))
+
+    def written(self, name: str, number: int, seed: int, value: float | None = None) -> LoRARequest:
+        """Write one more adapter of the largest rank, for all layers; `value` fills its B matrices."""
+        folder = write_adapter(self.trial.folder / name, self.config, Tenant(name, MAX_RANK, "all"), seed, value)
+        return LoRARequest(name, number, str(folder))
+
+
+def make_world(trial: Trial, count: int) -> World:
+    """Write the checkpoint and ``count`` adapters."""
+    world = World(write_checkpoint(trial.folder / "checkpoint", trial.seed), [], trial)
+    for number, tenant in enumerate(tenants(count, RANKS), start=1):
+        seed = 1000 * (trial.seed + 1) + number
+        path = write_adapter(trial.folder / "adapters" / tenant.name, world.config, tenant, seed)
+        world.adapters.append(LoRARequest(tenant.name, number, str(path)))
+    return world
+
+
+def expect_nothing_kept(trial: Trial, engine: Engine) -> None:
+    """Count what requests that have ended left in an engine: pages, requests, and pins."""
+    assert engine.manager is not None
+    pages, requests = engine.blocks.num_blocks - engine.blocks.num_free, engine.scheduler
+    kept = {"pages": pages, "requests": len(requests.running) + len(requests.waiting)}
+    for name, number in (kept | {"pins": len(engine.manager.pinned_adapters)}).items():
+        trial.expect(number == 0, f"{number} {name} kept")
+
+
+def is_right(result: GenerationResult, expected: GenerationResult) -> bool:
+    """Check that the tokens of a result are those of the undisturbed one; of one that was cut short, the first."""
+    end = len(result.token_ids) if result.finish_reason in ("aborted", "failed") else None
+    return result.token_ids == expected.token_ids[:end]
