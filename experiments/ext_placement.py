@@ -27,13 +27,32 @@ Cost on one core: half a minute at scale=laptop, for half a minute of the hour; 
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
+from experiments.cluster.costs import chosen_cost, load_cost, model_bytes, panel_of
+from experiments.cluster.hour import DURATION_S, RANK, paper_cluster, paper_hour
+from experiments.cluster.served import CAPACITY, FROM_DISK, FROM_HOST, SIMULATED_LENGTH, ServedHour, over_seeds, summary
 from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main
-from experiments.harness.schema import Count, Counts
+from experiments.harness.schema import REPOSITORY, Count, Counts
 from experiments.harness.settings import folders
+from experiments.simulator import LoadCost, ResidencyConfig, SimulationResult, StepCost, Trace, simulate
+from experiments.workload import MAX_BATCH, adapter_shares, drifting, flash_crowd, independent_seeds
+
+MODEL = "llama2-7b"
+KEPT = ("gpu_seconds", "mean_active_gpus", "max_active_gpus", "p99_time_to_first_token", "mean_throughput")
+LOAD, MIXED, PADDED, CROWD, DRIFT = "paper's load", "mixed ranks", "mixed ranks, padded", "flash crowd", "drift"
+"""Panels. All but the first have Zipf popularity and several ranks."""
+CROWD_SHARE = 0.5
+"""Share of the requests in the middle third that name one adapter, the least popular one before and after."""
+DRIFT_MOVES = 6
+"""Times that popularity moves on, each time by `MAX_BATCH` adapters: no slot has an adapter that is popular next."""
 
 
 class PlacementConf(FigureConf):
@@ -64,12 +83,16 @@ class Placement(Experiment):
     version = 3  # with loads of adapters, around the hour's peak, full GPUs by first tokens
 
     def points(self, cfg: Config) -> list[Point]:
-        from experiments.cluster.placed import CROWD, DRIFT, LOAD, MIXED, MODEL, PADDED, settings
-        from experiments.cluster.recorded import panel_of
-
         panels = {"Skewed": (LOAD,), "Zipf": (MIXED, PADDED, CROWD, DRIFT)}
-        figure = cast(PlacementConf, cfg.figure)
-        about = settings(cfg, figure)
+        figure, places = cast(PlacementConf, cfg.figure), folders(cfg)
+        names = ("gpus", "seconds", "waiting", "seeds", "adapters", "host_adapters")
+        about = {
+            **{name: getattr(figure, name) for name in names},
+            "ranks": list(figure.ranks),
+            "cost": asdict(chosen_cost(figure.cost, MODEL, places.paper, places.recorded_rows.parent)),
+            # of committed rows, wherever those of this run go
+            "loads": asdict(load_cost(REPOSITORY / "results", figure.loads, MODEL)),
+        }
         return [
             Point(panel_of(panel, figure.cost), rule, workload, MODEL, settings=about)
             for workload in cfg.workload.names
@@ -81,9 +104,85 @@ class Placement(Experiment):
         return True
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        from experiments.cluster.placed import served
+        paper = folders(cfg).paper
+        return over_seeds(point.settings["seeds"], lambda seed: served(paper, point, seed))
 
-        return served(folders(cfg).paper, point)
+
+def served(paper: Path, point: Point, seed: int) -> list[Reading]:
+    """Simulate the rule of ``point`` on the load of its panel, and with requests that all wait."""
+    about = point.settings
+    asked = load(paper, point, seed, seconds=about["seconds"])
+    result = _run(point, asked)
+    hour = ServedHour(
+        about["seconds"], asked.arrivals, result.first_token_s, result.finish_s, result.tokens, result.batch,
+        result.seconds_by_batch, cost_model=result.cost_model,
+    )  # fmt: skip
+    each = (result.finish_s - result.first_token_s) / np.maximum(asked.lengths.output - 1, 1)
+    full = load(paper, point, seed + 1, count=about["waiting"])
+    waiting = _run(point, Trace(np.zeros(len(full.arrivals)), full.lengths, full.adapters, full.ranks))
+    found = {
+        "time_per_output_token": (1e3 * each.mean(), "ms"),
+        SIMULATED_LENGTH: (about["seconds"], "s"),
+        CAPACITY: (while_full(waiting.first_token_s, waiting.tokens, about["gpus"] * MAX_BATCH), "token/s"),
+        FROM_HOST: (result.loads_from_host, "loads"),
+        FROM_DISK: (result.loads_from_disk, "loads"),
+        "load_wait": (1e3 * result.load_wait_s / max(1, len(asked.arrivals)), "ms"),
+    }
+    kept = [reading for reading in summary(hour) if reading.metric in KEPT]
+    return [*kept, *(hour.reading(name, value, unit) for name, (value, unit) in found.items())]
+
+
+def load(paper: Path, point: Point, seed: int, seconds: float = DURATION_S, count: int | None = None) -> Trace:
+    """Draw the requests of a panel: of ``seconds`` in the middle of the hour, its peak, or the first ``count`` of them.
+    Crowd and drift stretch over all of them.
+    """
+    panel = _panel(point)
+    ranks = tuple(point.settings["ranks"]) if panel in (MIXED, PADDED, CROWD, DRIFT) else (RANK,)
+    hour = _hour(paper, DURATION_S, seed, point.workload, ranks)
+    start = (DURATION_S - seconds) / 2
+    first, end = np.searchsorted(hour.arrivals, (start, start + seconds))
+    part = slice(first, end if count is None else first + count)
+    lengths = type(hour.lengths)(hour.lengths.prompt[part], hour.lengths.output[part])
+    asked = Trace(hour.arrivals[part] - start, lengths, hour.adapters[part], hour.ranks[part])
+    if panel not in (CROWD, DRIFT) or not len(asked.arrivals):
+        return asked
+    adapters = _changing(asked, point, seed)
+    of_adapter = np.random.default_rng(seed).choice(np.asarray(ranks), point.settings["adapters"])
+    return Trace(asked.arrivals, lengths, adapters + 1, of_adapter[adapters])
+
+
+_hour = lru_cache(maxsize=32)(paper_hour)  # the same for every rule
+
+
+def _changing(asked: Trace, point: Point, seed: int) -> NDArray[np.int64]:
+    """Draw adapters whose popularity changes over the arrivals of ``asked``."""
+    shares = adapter_shares(point.workload, point.settings["adapters"])
+    end = float(asked.arrivals[-1])
+    drawn = independent_seeds(seed, 5)[-1]  # the fifth, behind those of the hour
+    if _panel(point) == CROWD:
+        return flash_crowd(asked.arrivals, shares, (end / 3, 2 * end / 3, CROWD_SHARE), drawn)
+    return drifting(asked.arrivals, shares, end / DRIFT_MOVES, drawn, MAX_BATCH)
+
+
+def _panel(point: Point) -> str:
+    """Return the panel without its cost model."""
+    return point.panel.partition(", cost ")[0]
+
+
+def _run(point: Point, asked: Trace) -> SimulationResult:
+    about = point.settings
+    policy = paper_cluster(point.system, model_bytes(MODEL), about["gpus"], int(asked.ranks.max(initial=RANK)))
+    adapters = ResidencyConfig(MAX_BATCH, LoadCost(**about["loads"]), about["host_adapters"])
+    return simulate(asked, policy, StepCost(**about["cost"]), _panel(point) == PADDED, adapters=adapters)
+
+
+def while_full(first_token_s: NDArray[np.float64], tokens: NDArray[np.int64], places: int) -> float:
+    """Average tokens per second from the first token that fills the last of ``places`` until nothing waits, at the last
+    first token. With fewer than two requests per place the GPUs count as full from half of the first tokens on.
+    """
+    firsts = np.sort(first_token_s)
+    start, end = int(firsts[min(places, len(firsts) // 2)]), int(firsts[-1])
+    return float(tokens[start : max(start + 1, end)].mean())
 
 
 EXPERIMENT = Placement()

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from experiments.facts.systems import SYSTEMS
-from experiments.fig11_textgen import RATIOS, Fig11, TextgenConf, check_sizes, settings_of, sizes_of, whole_stream
+from experiments.fig11_textgen import RATIOS, Fig11, TextgenConf, check_sizes, other_stream, settings_of, sizes_of
 from experiments.harness import Config, ConfigError, main
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Count
@@ -61,7 +61,7 @@ class Fig12(Fig11):
     def points(self, cfg: Config) -> list[Point]:
         check_sizes(cfg)
         figure, size = cast(RanksConf, cfg.figure), ranks_of(cfg)
-        whole = whole_stream(cfg)
+        whole = other_stream(cfg)
         panel = f"{cfg.model.paper_name} Model, tp {size}{whole}"
         ranks = {"tp_size": size, "check_layers": figure.check_layers, "adapter_sets": figure.adapter_sets}
         settings, limit, name = {**settings_of(cfg), "ranks": ranks}, cfg.engine.max_batch_size, cfg.model.name

@@ -6,12 +6,13 @@ time is spent at batch 31 or 32, and a GPU that became idle stays idle.
 
 `runtime` chooses the world that serves the hour; the scheduling policy is the same object in all of them:
 
-    python -m experiments.fig13_cluster runtime=simulated [figure.cost=h200|roofline:h100]
+    python -m experiments.fig13_cluster runtime=simulated [figure.cost=h200|roofline:h100] [figure.gpus=1000]
     python -m experiments.fig13_cluster runtime=ray [figure.kill=true] [address=host:6379]
 
 `simulated` is a virtual clock around the policy (`experiments.simulator`) with a cost model fitted to the paper's
 Figures 1 and 10. Its rows are `kind=simulated` and name the model; Figures 11 to 13 are predictions. `figure.cost`
-gives the GPUs another machine's steps: an hour in a panel of its own, which no claim is held against.
+gives the GPUs another machine's steps, `figure.gpus` is another number of them with as much more load: each is an hour
+in a panel of its own, which no claim is held against, and of the latter its totals.
 
 `ray` are `figure.runners` engines in processes of their own that serve a model with time, load and lengths scaled down
 (`experiments.cluster.ray_hour`), here or on the Ray cluster at `address`: a tiny one on CPUs, Llama-2 7B on GPUs, one
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 class ClusterConf(FigureConf):
     """Figure 13: `gpus` of the simulated cluster, `seconds` of the hour, `requests` of the predicted Figure 11, `seeds`
-    of each simulation, `cost` of a step (`experiments.cluster.recorded`).
+    of each simulation, `cost` of a step (`experiments.cluster.costs`).
 
     On Ray: number of `runners` of `model`, seconds of the hour in one of ours (`speed_up`), longest prompt and output
     (`max_len`). `rates` of streams, as shares of the hour's highest; whether to `kill` a runner in another hour.

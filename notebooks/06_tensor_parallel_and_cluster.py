@@ -27,7 +27,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import pandas as pd
 from IPython.display import Markdown, display
 
 sys.path.insert(
@@ -43,7 +42,6 @@ from experiments.claims.predictions import (
     residual_table,
     sensitivity,
 )
-from experiments.ext_cluster_scale import EXPERIMENT as SCALE
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.fig12_textgen_70b import EXPERIMENT as FIG12
 from experiments.fig13_cluster import EXPERIMENT as FIG13
@@ -158,22 +156,9 @@ display(Markdown("\n".join(table)) if table else missing(PLACEMENT))
 # %% [markdown]
 # Mixed ranks cost memory: a GPU keeps a slot as wide as the widest adapter for each of 32 requests, which leaves fewer
 # pages for keys and values than rank 16 does.
-#
-# ## 4. How large a cluster can be simulated
-
-# %%
-def sizes(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
-    """One line per hour: requests, GPUs, steps, seconds and memory."""
-    table = rows.pivot_table(index="panel", columns="metric", values="value", sort=False)
-    columns = ["requests", "gpus", "steps", "wall_time", "time_per_step", "peak_memory"]
-    named = {"wall_time": "seconds", "time_per_step": "µs per step", "peak_memory": "MiB"}
-    return table[columns].sort_values("requests").rename(columns=named).reset_index(drop=True)
-
-
-display(SIMULATED.table(SCALE, sizes))
 
 # %% [markdown]
-# ## 5. Verdicts on the paper's claims
+# ## 4. Verdicts on the paper's claims
 
 # %%
 display(*MACHINES.verdicts(["12", "13"]))

@@ -38,9 +38,8 @@ sys.path.insert(
     0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
             if (f / "paper_results").is_dir())
 )  # fmt: skip
+from experiments.cluster.costs import chosen_cost, model_bytes
 from experiments.cluster.hour import paper_cluster, paper_hour
-from experiments.cluster.recorded import chosen_cost
-from experiments.cluster.step_costs import model_bytes
 from experiments.facts.systems import FIG11, SYSTEMS, System, name_of, names_in
 from experiments.harness.schema import DType, ModelConf
 from experiments.simulator import simulate

@@ -12,7 +12,7 @@ from experiments.claims.fig01 import LAST, layers
 from experiments.claims.finding import Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick, smallest_step
 from experiments.facts.models import MODELS
-from experiments.facts.systems import baselines, name_of
+from experiments.facts.systems import STATED_LENGTHS, baselines, name_of
 from experiments.harness.schema import model_conf
 from experiments.systems.rank_bytes import bytes_ratio
 from experiments.workload.popularity import PAPER_WORKLOADS
@@ -38,7 +38,7 @@ class Serving:
         self.rows, self.role = rows, role
         frame = rows.figure("12" if role == "70B" else "11")
         self.model = model_for(frame, role)
-        frame = pick(frame, model=self.model)
+        frame = pick(frame[~frame["panel"].str.contains(STATED_LENGTHS)], model=self.model)
         gpus, sizes = np.array([*map(_gpus, frame["panel"])]), frame["batch_size"].to_numpy(dtype=float)
         self.gpus = int(gpus.max()) or None  # the paper's own rows do not say
         most = gpus == gpus.max()

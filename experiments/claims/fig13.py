@@ -15,8 +15,7 @@ from experiments.claims.fig11 import PUNICA, Serving
 from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim
 from experiments.claims.rows import MET, NotMeasured, Rows, markdown, pick
 from experiments.cluster import hour_numbers as hn
-from experiments.cluster.seeds import HIGH, LOW, MEAN, SEEDS
-from experiments.cluster.served import HOUR, RAY, SHARE, SIMULATED_RAY, STREAM
+from experiments.cluster.served import HIGH, HOUR, LOW, MEAN, RAY, SEEDS, SHARE, SIMULATED_RAY, STREAM
 from experiments.facts.paper import as_rows, read_figure
 from experiments.harness.schema import REPOSITORY
 

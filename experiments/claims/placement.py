@@ -12,9 +12,7 @@ import pandas as pd
 
 from experiments.claims.judge import DIFFERS, NOISE, NOT_IMPLEMENTED, SIMULATED_TOO
 from experiments.claims.rows import markdown
-from experiments.cluster.placed import CAPACITY, FROM_DISK, FROM_HOST
-from experiments.cluster.seeds import HIGH, LOW
-from experiments.cluster.served import SIMULATED_LENGTH
+from experiments.cluster.served import CAPACITY, FROM_DISK, FROM_HOST, HIGH, LOW, SIMULATED_LENGTH
 
 PLACEMENT, PUNICA, BASELINE = "ext placement", "punica", "least_loaded"
 GPU_TIME, WAIT, LOADS = "gpu_seconds", "p99_time_to_first_token", "loads"

@@ -17,9 +17,9 @@ from experiments.claims.fig13 import STRICTER, Hour
 from experiments.claims.finding import SIMULATED
 from experiments.claims.rows import MET, NO_BOUND, NotMeasured, Rows, correlation, curve, markdown
 from experiments.cluster import served
-from experiments.cluster.hour_numbers import FULL_MINUTES, RATE_S
-from experiments.cluster.seeds import HIGH, LOW
-from experiments.cluster.windows import CONSTANT
+from experiments.cluster.hour_numbers import FULL_MINUTES
+from experiments.cluster.predicted import CONSTANT
+from experiments.cluster.served import HIGH, LOW, RATE_S
 from experiments.facts.models import MODELS
 from experiments.facts.paper import as_rows, read_figure
 
@@ -139,8 +139,7 @@ def _hour(ours: Hour, theirs: Hour) -> Iterator[Prediction]:
     for name, metric in LEVELS.items():
         span = _over_seeds(ours.frame, metric)
         yield _relative(f"Figure 13, {name}", ours.one(metric), theirs.one(metric), span=span)
-    pace = [served.at_the_peak(fast, gpus)[0] for fast, gpus in zip(speed, active, strict=True)]
-    yield _relative(PACE, pace[0], pace[1])
+    yield _relative(PACE, ours.windows.pace(), theirs.windows.pace())
     follows = "Figure 13, throughput over time (correlation; follows from the input)"
     yield Prediction(follows, tokens, 1.0, f"{tokens - 1:+.3f}")
 

@@ -1,13 +1,18 @@
-"""Figure 13's hour: its rate, the released lengths, a popularity; and the GPUs that served it."""
+"""One description of Figure 13's hour: its requests, the GPUs or runners that serve them, and how both are scaled.
 
-from collections.abc import Sequence
+Three worlds serve it: a simulation, runners on Ray, and runners of which one is killed. A cluster of another size gets
+the paper's request rate times its part of 16 GPUs.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from experiments.facts.paper import read_figure
-from experiments.simulator import ModelBytes, Trace
+from experiments.simulator import ModelBytes, StepCost, Trace
 from experiments.workload import (
     MAX_BATCH,
     RELEASED_SEED,
@@ -17,8 +22,12 @@ from experiments.workload import (
     popularity,
     profile_arrivals,
     released_lengths,
+    rescaled,
 )
 from punica.cluster import ClusterPolicy
+
+if TYPE_CHECKING:
+    from punica.cluster.cluster_output import RunnerStep
 
 DURATION_S = 3600.0
 NUM_GPUS = 16
@@ -27,47 +36,34 @@ GPU_BYTES = 40e9
 """Memory of an A100 of the paper's testbed 2."""
 MEMORY_FRACTION = 0.8
 """Part of it that the released runner takes for weights, adapters and KV pages."""
+REHEARSED, REHEARSAL_SEED = 6, 1
+"""The rehearsal has a sixth of the hour's requests in a sixth of its time."""
+STEADY_PART, STEADY_SEED = 5, 2
+"""A stream of a constant rate lasts a fifth of the hour."""
 
 
 def paper_hour(
     folder: str | Path, seconds: float = DURATION_S, seed: int = RELEASED_SEED, workload: str = "Skewed",
-    ranks: Sequence[int] = (RANK,), load: float = 1.0,
+    ranks: Sequence[int] = (RANK,), load: float = 1.0, share: float = 0.0,
 ) -> Trace:  # fmt: skip
     """Draw about 18 000 requests of an hour, Poisson arrivals at ``load`` times Figure 13's rate, until ``seconds``.
 
-    ``folder``: path of `paper_results`. Every adapter of ``workload`` has one of ``ranks``, each as likely. Arrivals,
-    lengths, popularity and ranks have independent seeds, all from ``seed``.
+    ``folder``: path of `paper_results`. Every adapter of ``workload`` has one of ``ranks``, each as likely. ``share``:
+    of the hour's highest rate, at which requests arrive all the time; 0: at its profile. Arrivals, lengths, popularity
+    and ranks have independent seeds, all from ``seed``.
     """
-    times, rates = _rates(folder, load)
-    gaps, *others = independent_seeds(seed, 4)
-    arrivals = profile_arrivals(plotted_rate(times, rates), max(rates), DURATION_S, gaps)
-    return _requests(arrivals[arrivals < seconds], others, workload, ranks)
-
-
-def steady_stream(
-    folder: str | Path, seconds: float, share: float, seed: int = RELEASED_SEED, load: float = 1.0
-) -> Trace:  # fmt: skip
-    """Draw requests as `paper_hour` with Skewed adapters, at a constant rate: ``share`` of the hour's highest."""
-    _, rates = _rates(folder, load)
-    gaps, *others = independent_seeds(seed, 4)
-    return _requests(poisson_arrivals(share * max(rates), seconds, gaps), others, "Skewed", (RANK,))
-
-
-def _rates(folder: str | Path, load: float) -> tuple[list[float], list[float]]:
-    """Return starts of windows, and ``load`` times Figure 13's rate in each."""
     points = read_figure(folder, "13").query("metric == 'request_rate'").sort_values("t_s")
-    return points["t_s"].tolist(), [load * rate for rate in points["value"].tolist()]
-
-
-def _requests(
-    arrivals: NDArray[np.float64], seeds: Sequence[int], workload: str, ranks: Sequence[int]
-) -> Trace:  # fmt: skip
-    """Draw lengths, adapters and their ranks for ``arrivals``, from a seed of each."""
-    lengths, adapters, widths = seeds
+    rates = [load * rate for rate in points["value"].tolist()]
+    gaps, of_lengths, of_adapters, of_ranks = independent_seeds(seed, 4)
+    if share:
+        arrivals = poisson_arrivals(share * max(rates), seconds, gaps)
+    else:
+        arrivals = profile_arrivals(plotted_rate(points["t_s"].tolist(), rates), max(rates), DURATION_S, gaps)
+        arrivals = arrivals[arrivals < seconds]
     count = len(arrivals)
-    asked = popularity(workload).requests(count, seed=adapters)
-    rank_of = np.random.default_rng(widths).choice(np.asarray(ranks), asked.max(initial=0) + 1)
-    return Trace(arrivals, released_lengths(count, seed=lengths), asked + 1, rank_of[asked])
+    asked = popularity(workload).requests(count, seed=of_adapters)
+    rank_of = np.random.default_rng(of_ranks).choice(np.asarray(ranks), asked.max(initial=0) + 1)
+    return Trace(arrivals, released_lengths(count, seed=of_lengths), asked + 1, rank_of[asked])
 
 
 def paper_cluster(rule: str, size: ModelBytes, num_gpus: int = NUM_GPUS, rank: int = RANK) -> ClusterPolicy:
@@ -77,3 +73,85 @@ def paper_cluster(rule: str, size: ModelBytes, num_gpus: int = NUM_GPUS, rank: i
     for i in range(num_gpus):
         policy.add_gpu(f"gpu-{i:04}", pages)
     return policy
+
+
+@dataclass(frozen=True)
+class World:
+    """Hour of ``seconds`` that runners of ``model`` serve on ``device``: ``cpu``, or ``cuda``, a GPU for each runner.
+
+    ``speed_up``: seconds of the hour in one of ours. ``max_len``: longest prompt and output. ``share``: as in
+    `paper_hour`. ``checked``: most requests whose tokens are compared with one engine's; 0: all. ``batch_invariant``:
+    as in `EngineConfig`.
+    """
+
+    paper: str
+    rule: str
+    seconds: int
+    runners: int
+    speed_up: int
+    max_len: int
+    address: str
+    device: str
+    model: str = "llama-tiny"
+    share: float = 0.0
+    checked: int = 0
+    batch_invariant: bool = False
+
+    @property
+    def duration_s(self) -> int:
+        """Seconds in which requests arrive, on the paper's clock."""
+        return self.seconds // STEADY_PART if self.share else self.seconds
+
+    def trace(self) -> Trace:
+        """Draw the requests, in the paper's seconds."""
+        return self._drawn(self.duration_s, STEADY_SEED if self.share else RELEASED_SEED, self.share)
+
+    def rehearsal(self) -> Trace:
+        """Draw other requests at the same rates of our clock, the whole hour in a sixth of the time."""
+        asked = self._drawn(self.seconds, REHEARSAL_SEED, part=REHEARSED)
+        return replace(asked, arrivals=asked.arrivals / REHEARSED)
+
+    def _drawn(self, seconds: int, seed: int, share: float = 0.0, part: int = 1) -> Trace:
+        asked = paper_hour(self.paper, seconds, seed, load=self.runners / NUM_GPUS / part, share=share)
+        return replace(asked, lengths=rescaled(asked.lengths, self.max_len))
+
+    def adapter_ids(self) -> list[int]:
+        """Return the adapters of the hour, which its rehearsal and streams use too."""
+        return sorted(set(replace(self, share=0.0).trace().adapters.tolist()))
+
+    def fleet(self) -> "World":
+        """Return what runners must be started again for: all but the rule, the stream and the check."""
+        return replace(self, rule="punica", share=0.0, checked=0)
+
+    def policy(self, num_pages: int) -> ClusterPolicy:
+        """Build the policy of the runners' scheduler, nothing submitted."""
+        policy = ClusterPolicy(self.rule)
+        for i in range(self.runners):
+            policy.add_gpu(f"runner-{i:04}", num_pages)
+        return policy
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A cost model of the runners, in our seconds; root mean square of its relative residuals over ``steps`` steps; KV
+    pages of a runner.
+    """
+
+    cost: StepCost
+    rms: float
+    steps: int
+    num_pages: int
+
+
+def timed_steps(steps: Iterable["RunnerStep"]) -> Iterator[tuple["RunnerStep", float]]:
+    """Yield steps that served requests, with their seconds.
+
+    A step with decodes began when the one before ended, although its order came later: the scheduler's work between,
+    and what an engine launched ahead of the order, are part of it.
+    """
+    ended: dict[str, float] = {}
+    for step in steps:
+        if step.work.decodes or step.work.prefill_tokens:
+            began = ended.get(step.runner, step.begin_s) if step.work.decodes else step.begin_s
+            yield step, step.end_s - began
+        ended[step.runner] = step.end_s

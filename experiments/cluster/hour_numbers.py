@@ -1,19 +1,17 @@
 """Numbers of a whole hour by its windows: of the paper's rows, and of every seed of a simulation."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from experiments.cluster.served import FULL, ServedHour, at_the_peak, mean_from, series
+from experiments.cluster.served import FULL, RATE_S, ServedHour, mean_from, series
 from experiments.harness.points import Reading
 from experiments.workload import MAX_BATCH
 
 IDLE = 0.5
 """Mean requests of a minute below which a GPU counts as idle, as where the paper's heat map was read."""
-HOUR_S, WINDOW_S, LOW_S, RATE_S = 3600, 300, 300, 200
+HOUR_S, WINDOW_S, LOW_S, PEAK_S = 3600, 300, 300, 600
 FOLLOWS, CONSOLIDATED = "correlation_of_throughput_and_request_rate", "correlation_of_active_gpus_and_throughput"
 FIRST, LAST, EXCESS = f"active_gpus_first_{LOW_S}s", f"active_gpus_last_{LOW_S}s", "largest_excess_of_active_gpus"
 LEAST_WOKEN, WOKEN, MOST_WOKEN = (f"{which}_changes_from_idle_to_active" for which in ("least", "median", "most"))
@@ -43,40 +41,33 @@ class Windows:
         rate, speed, active = (over_time(frame, name) for name in names)
         return cls(rate, speed, active, held.pivot_table(index="gpu", columns="t_s", values="value"))
 
-    def rates(self) -> list[tuple[float, float]]:
-        """Return request rate and tokens per second of each window of the request rate."""
-        starts = zip(self.rate.index, self.rate, strict=True)
-        return [(value, mean_from(self.speed, start, RATE_S)) for start, value in starts]
+    def pace(self) -> float:
+        """Return tokens per second of an active GPU in the ten minutes with most tokens."""
+        starts = [start for start in self.active.index if start + PEAK_S <= self.active.index.max() + 60]
+        best = max(starts, key=lambda start: mean_from(self.speed, start, PEAK_S))
+        return mean_from(self.speed, best, PEAK_S) / mean_from(self.active, best, PEAK_S)
 
-    def excess(self) -> pd.Series:
+    def excess(self) -> list[float]:
         """Divide active GPUs by the least that the requests need, by five minutes."""
         held = self.batches.sum()
         starts = sorted({WINDOW_S * int(t // WINDOW_S) for t in self.active.index})
-        return pd.Series(
-            {
-                t: mean_from(self.active, t, WINDOW_S) / np.ceil(mean_from(held, t, WINDOW_S) / MAX_BATCH)
-                for t in starts
-            }
-        )
-
-    def woken(self) -> pd.Series:
-        """Count how often each GPU became active after an idle minute."""
-        active = self.batches >= IDLE
-        return (active & ~active.shift(1, axis=1, fill_value=True)).sum(axis=1)
+        needed = [np.ceil(mean_from(held, start, WINDOW_S) / MAX_BATCH) for start in starts]
+        return [mean_from(self.active, start, WINDOW_S) / least for start, least in zip(starts, needed, strict=True)]
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers of a whole hour that follow from its windows, by the names in `UNITS`."""
-        woken, minutes = self.woken(), self.batches.to_numpy()
-        rates = np.array(self.rates())
+        active, minutes = self.batches >= IDLE, self.batches.to_numpy()
+        woken = (active & ~active.shift(1, axis=1, fill_value=True)).sum(axis=1)  # after an idle minute, by GPU
+        follows = [mean_from(self.speed, start, RATE_S) for start in self.rate.index]
         speeds = [mean_from(self.speed, start, 60) for start in self.active.index]
         found = {
-            FOLLOWS: np.corrcoef(rates[:, 0], rates[:, 1])[0, 1],
+            FOLLOWS: np.corrcoef(self.rate, follows)[0, 1],
             CONSOLIDATED: np.corrcoef(self.active, speeds)[0, 1],
             FIRST: mean_from(self.active, 0, LOW_S),
             LAST: mean_from(self.active, self.active.index.max() + 60 - LOW_S, LOW_S),
-            EXCESS: self.excess().max(),
+            EXCESS: np.nanmax(self.excess()),
             LEAST_WOKEN: woken.min(), WOKEN: woken.median(), MOST_WOKEN: woken.max(),
-            PACE: at_the_peak(self.speed, self.active)[0],
+            PACE: self.pace(),
             FULL_MINUTES: (minutes[minutes >= IDLE] >= FULL).mean(),
         }  # fmt: skip
         return {name: float(value) for name, value in found.items()}
@@ -89,13 +80,11 @@ def over_time(frame: pd.DataFrame, metric: str) -> pd.Series:
 
 def windows_of(served: ServedHour) -> Windows:
     """Return the windows of a served hour."""
-    lines = [{"metric": one.metric, "t_s": one.t_s, "gpu": one.gpu, "value": one.value} for one in series(served)]
-    return Windows.of(pd.DataFrame(lines))
+    return Windows.of(pd.DataFrame(map(vars, series(served))))
 
 
-def number_readings(served: ServedHour) -> Sequence[Reading]:
+def number_readings(served: ServedHour) -> list[Reading]:
     """Return the numbers of ``served``; none of a part of an hour."""
     if served.duration_s < HOUR_S:
         return []
-    about: dict[str, Any] = {"kind": served.kind, "cost_model": served.cost_model}
-    return [Reading(name, value, UNITS[name], **about) for name, value in windows_of(served).numbers().items()]
+    return [served.reading(name, value, UNITS[name]) for name, value in windows_of(served).numbers().items()]

@@ -17,14 +17,12 @@ decides otherwise between two logits. A request that is computed again on anothe
 since a prompt rounds otherwise than decoding does; they are counted.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.cluster.hour import RANK
-from experiments.cluster.ray_session import fit_of, served, served_by_one_engine
-from experiments.cluster.ray_world import Fit, World, timed_steps
+from experiments.cluster.hour import RANK, Fit, World, timed_steps
 from experiments.cluster.served import (
     KILLED,
     RAY,
@@ -63,8 +61,7 @@ def points(cfg: Config) -> list[Point]:
     for rule in cfg.system.names:
         if ClusterPolicy(rule).rule.prefills_per_step != 1:
             raise ConfigError(f"system={rule} puts several prompts into a step; on Ray engines run one: leave it out")
-    chosen = ("seconds", "runners", "speed_up", "max_len")
-    settings = {name: getattr(figure, name) for name in chosen}
+    settings = {name: getattr(figure, name) for name in ("seconds", "runners", "speed_up", "max_len")}
     settings |= {"address": cfg.address, "device": cfg.hardware.device}
     if cfg.hardware.device == "cuda":
         settings |= {"checked": CHECKED, "batch_invariant": True}
@@ -80,49 +77,41 @@ def points(cfg: Config) -> list[Point]:
 
 
 def measure(cfg: Config, point: Point) -> list[Reading]:
-    """Serve the hour, on Ray or on the virtual clock."""
+    """Serve the hour on Ray, or simulate it. Simulated engines work ahead on GPUs, as real ones."""
+    from experiments.cluster.ray_serving import served, session_of
+
     world = World(str(folders(cfg).paper), point.system, model=point.model, **point.settings)
-    if point.panel.startswith(SIMULATED):
-        return _simulated(world)
     kills = point.panel == KILLED
-    found = served(world, kills)
+    found, fit, trace = served(world, kills), session_of(world.fleet()).fit, world.trace()
     if kills and found.lost != 1:
         raise CheckFailed(f"one runner was killed, {found.lost} were missed")
-    hour = hour_of(found, world.trace(), world)
-    told = [*(summary(hour) if world.share else readings(hour)), *overheads(found), *_checked(found, world)]
-    told += _fit_readings(fit_of(world)) if point.panel == RAY else []
-    return [replace(one, disturbed=found.disturbed) for one in told]
-
-
-def _simulated(world: World) -> list[Reading]:
-    """Simulate the requests of ``world``, and divide what was measured by it. Engines on GPUs work ahead."""
-    fit, trace = fit_of(world), world.trace()
-    cost = fit.cost.slowed(world.speed_up, fit.cost.name)
-    result = simulate(trace, world.policy(fit.num_pages), cost, works_ahead=world.device == "cuda")
-    simulated = seen(trace, result, world.duration_s)
-    beside = over_simulated(hour_of(served(world), trace, world), simulated)
-    moved = Reading("migrations", result.evictions, "requests", kind="simulated", cost_model=cost.name)
-    return [*(summary(simulated) if world.share else readings(simulated)), moved, *beside]
+    hour, told = hour_of(found, trace, world), summary if world.share else readings
+    if point.panel.startswith(SIMULATED):
+        cost = fit.cost.slowed(world.speed_up, fit.cost.name)
+        result = simulate(trace, world.policy(fit.num_pages), cost, works_ahead=world.device == "cuda")
+        simulated = seen(trace, result, world.duration_s)
+        moved = simulated.reading("migrations", result.evictions, "requests")
+        return [*told(simulated), moved, *over_simulated(hour, simulated)]
+    lines = [*told(hour), *overheads(found), *_checked(found, world)]
+    lines += _fit_readings(fit) if point.panel == RAY else []
+    return [replace(one, disturbed=found.disturbed) for one in lines]
 
 
 def _checked(found: "Served", world: World) -> list[Reading]:
     """Check the number of tokens of every request, and tokens of the hour's with one engine's."""
+    from experiments.cluster.ray_serving import served_by_one_engine
+
     check_numbers(found.tokens, world.trace().lengths.output.tolist())
-    again = len(set(found.recomputed))
-    told = [Reading("requests_lost_or_doubled", 0, "requests"), Reading("requests_recomputed", again, "requests")]
-    if world.share:
-        return told
-    alone = served_by_one_engine(replace(world, rule="punica"))
-    most = MOST_TIES if world.device == "cpu" else 1.0
-    other = check_tokens([found.tokens[i] for i in alone], list(alone.values()), most)
-    unmoved = [i for i in alone if i not in found.recomputed]
-    stayed = check_tokens([found.tokens[i] for i in unmoved], [alone[i] for i in unmoved], most)
-    return [
-        *told,
-        Reading("requests_checked", len(alone), "requests"),
-        Reading("requests_with_other_tokens", other, "requests"),
-        Reading("requests_with_other_tokens_not_recomputed", stayed, "requests"),
-    ]
+    counts = {"requests_lost_or_doubled": 0, "requests_recomputed": len(found.recomputed)}
+    if not world.share:
+        alone = served_by_one_engine(replace(world, rule="punica"))
+        most = MOST_TIES if world.device == "cpu" else 1.0
+        stayed = [i for i in alone if i not in found.recomputed]
+        counts["requests_checked"] = len(alone)
+        for name, chosen in (("", list(alone)), ("_not_recomputed", stayed)):
+            other = check_tokens([found.tokens[i] for i in chosen], [alone[i] for i in chosen], most)
+            counts[f"requests_with_other_tokens{name}"] = other
+    return [Reading(name, count, "requests") for name, count in counts.items()]
 
 
 def hour_of(served: "Served", trace: Trace, world: World) -> ServedHour:
@@ -180,7 +169,6 @@ def check_tokens(served: list[list[int]], alone: list[list[int]], most: float = 
 
 
 def _fit_readings(fit: Fit) -> list[Reading]:
-    parts = {"base": fit.cost.base, "row": fit.cost.row, "kv": fit.cost.kv, "prefill": fit.cost.prefill}
-    parts |= {"rank": fit.cost.rank, "join": fit.cost.join}
+    parts = {name: value for name, value in asdict(fit.cost).items() if name != "name"}
     found = [Reading(f"fitted_{name}", 1e6 * value, "us") for name, value in parts.items()]
     return [*found, Reading("fit_rms", fit.rms, "fraction"), Reading("fitted_steps", fit.steps, "count")]

@@ -1,13 +1,14 @@
-"""A trace served by runners on Ray, as the front of the cluster sees it. Imported to measure alone."""
+"""Runners on Ray that stay for all hours of a run: timed once, then the same under every rule. Imported to measure."""
 
+import atexit
 import gc
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from experiments.benches.model_steps import llama_config
+from experiments.cluster.hour import RANK, REHEARSAL_SEED, Fit, World, timed_steps
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError, model_conf
 from experiments.measure.disturbance import OTHER_CPU_LIMIT, CpuTimes, cpu_times, other_seconds
-from experiments.workload import RequestLengths
+from experiments.simulator import TimedStep, fit_step_cost, residuals
+from experiments.workload import MAX_BATCH, RequestLengths, released_lengths, rescaled
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.cluster.cluster_output import RunnerStep
 from punica.cluster.ray_cluster import RayCluster
@@ -48,63 +51,117 @@ class Served:
 
 @dataclass(frozen=True)
 class Tenants:
-    """Adapters of ids from 1 on in folders, and ``build`` for an engine that serves them on ``device``."""
+    """Adapters of ids from 1 on in folders, and ``build`` for an engine that serves them."""
 
-    model: str
-    device: str
     build: Callable[[], Engine]
     adapters: dict[int, LoRARequest]
+    vocabulary: int
 
-    def requests(self, lengths: RequestLengths, wanted: NDArray[np.int64]) -> list[Request]:
-        """Draw greedy requests of these lengths with adapters of these ids [n], named by number; deterministic."""
+    def requests(self, lengths: RequestLengths, wanted: NDArray[np.int64], known: bool = True) -> list[Request]:
+        """Draw greedy requests of these lengths with adapters of these ids [n], named by number; deterministic. Ids
+        that are not all ``known`` are mapped to those that there are.
+        """
         random = np.random.Generator(np.random.PCG64(0))
-        vocabulary = model_conf(self.model).vocab_size
+        if not known:
+            ids = np.array(sorted(self.adapters))
+            wanted = ids[(wanted - 1) % len(ids)]
         rows = zip(lengths.prompt.tolist(), lengths.output.tolist(), wanted.tolist(), strict=True)
         return [
-            Request(str(i), random.integers(0, vocabulary, prompt).tolist(), output, self.adapters[adapter])
+            Request(str(i), random.integers(0, self.vocabulary, prompt).tolist(), output, self.adapters[adapter])
             for i, (prompt, output, adapter) in enumerate(rows)
         ]
 
+    def of(self, world: World) -> list[Request]:
+        """Draw the requests of ``world``."""
+        trace = world.trace()
+        return self.requests(trace.lengths, trace.adapters, known=not world.share)
+
+
+@dataclass(frozen=True)
+class Session:
+    """Runners, their adapters, and the cost model of their steps."""
+
+    cluster: RayCluster
+    tenants: Tenants
+    fit: Fit
+
 
 @contextmanager
-def tenants(
-    model: str, engine_config: EngineConfig, rank: int, ids: list[int], device: str
-) -> Iterator[Tenants]:  # fmt: skip
-    """Write random adapters of ``rank`` for a random backbone on ``device`` into a temporary folder."""
-    conf = model_conf(model)
+def tenants_of(world: World) -> Iterator[Tenants]:
+    """Write random adapters of the hour of ``world`` into a temporary folder, for a random backbone on its device."""
+    conf, ids = model_conf(world.model), world.adapter_ids()
     config, dtype = llama_config(conf), getattr(torch, conf.dtype.name)
-    slots = engine_config.lora_config(rank).max_loras
-    lora = engine_config.lora_config(rank, max_cpu_loras=max(slots, len(ids)))
+    engine = EngineConfig(max_batch_size=MAX_BATCH, max_model_len=world.max_len, batch_invariant=world.batch_invariant)
+    slots = engine.lora_config(RANK).max_loras
+    lora = engine.lora_config(RANK, max_cpu_loras=max(slots, len(ids)))
     with tempfile.TemporaryDirectory(prefix="punica-adapters-") as home:
         adapters = {}
         for i in ids:
-            folder = write_random_adapter(Path(home, str(i)), config, rank, i, dtype=dtype)
+            folder = write_random_adapter(Path(home, str(i)), config, RANK, i, dtype=dtype)
             adapters[i] = LoRARequest(f"adapter-{i}", i, str(folder))
-        build = partial(random_engine, config, lora, engine_config, dtype=dtype, device=device)
-        yield Tenants(model, device, build, adapters)
+        build = partial(random_engine, config, lora, engine, dtype=dtype, device=world.device)
+        yield Tenants(build, adapters, conf.vocab_size)
 
 
 @contextmanager
-def runners(world: Tenants, count: int, rule: str, address: str | None) -> Iterator[RayCluster]:
-    """Start a cluster, with a GPU for each runner on GPUs; at an ``address`` adapters come from the object store.
+def runners(world: World, tenants: Tenants) -> Iterator[RayCluster]:
+    """Start the runners of ``world``, with a GPU for each on GPUs; at an address adapters come from the object store.
 
     `ConfigError` where Ray or a runner does not come up.
     """
     resources = RankResources(num_gpus=int(world.device == "cuda"))
+    options = {"rule": world.rule, "max_queued": 1 << 20, "address": world.address or None}
     try:
-        started = RayCluster(world.build, count, resources=resources, rule=rule, max_queued=1 << 20, address=address)
+        started = RayCluster(tenants.build, world.runners, resources=resources, **options)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"runtime=ray: {error}") from error
     with started as cluster:
-        for adapter in world.adapters.values() if address else ():
+        for adapter in tenants.adapters.values() if world.address else ():
             cluster.put_adapter(adapter)
         yield cluster
 
 
-def wait_for_all(cluster: RayCluster, count: int) -> None:
-    """Wait until ``count`` runners are ready, after one was lost."""
-    while len(cluster.working_sets) < count:
+@cache
+def session_of(fleet: World) -> Session:
+    """Start the runners of ``fleet`` until this process ends, and time them."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    tenants = stack.enter_context(tenants_of(fleet))
+    cluster = stack.enter_context(runners(fleet, tenants))
+    return Session(cluster, tenants, _timed(cluster, tenants, fleet))
+
+
+def _timed(cluster: RayCluster, tenants: Tenants, world: World) -> Fit:
+    """Fill all runners once, so that adapters are loaded, rehearse the hour, and fit a cost model to its steps."""
+    full = MAX_BATCH * world.runners
+    warm = rescaled(released_lengths(full, seed=REHEARSAL_SEED), world.max_len)
+    serve(cluster, tenants.requests(warm, np.arange(1, full + 1), known=False), np.zeros(full))
+    trace = world.rehearsal()
+    asked = tenants.requests(trace.lengths, trace.adapters, known=False)
+    steps = serve(cluster, asked, trace.arrivals / world.speed_up).steps
+    timed = [TimedStep(step.work, seconds) for step, seconds in timed_steps(steps)]
+    served_by = f"{world.runners} runners on Ray, {world.model}{', batch-invariant' if world.batch_invariant else ''}"
+    cost = fit_step_cost(f"{served_by}, their own steps", timed, joins=True)
+    return Fit(cost, residuals(cost, timed).rms, len(timed), cluster.num_pages)
+
+
+@cache
+def served(world: World, kills: bool = False) -> Served:
+    """Serve the hour, or the stream, of ``world``; ``kills``: a runner in its middle."""
+    session = session_of(world.fleet())
+    cluster = session.cluster
+    while cluster.is_busy or len(cluster.working_sets) < world.runners:  # to evict something, or to come up again
         cluster.step(1.0)
+    cluster.use_rule(world.rule)
+    middle = world.duration_s / world.speed_up / 2 if kills else float("inf")
+    asked = session.tenants.of(world)
+    try:
+        return serve(cluster, asked, world.trace().arrivals / world.speed_up, middle)
+    except Exception:  # the same runners serve the next hour
+        for request in asked:
+            with suppress(ValueError):  # it has ended, or was never due
+                cluster.abort_request(request.request_id)
+        raise
 
 
 def serve(
@@ -152,17 +209,23 @@ def serve(
     return Served(firsts, lasts, tokens, steps, decisions, lost, evicted, frozenset(recomputed), disturbed)
 
 
-def served_alone(world: Tenants, asked: list[Request]) -> list[list[int]]:
-    """Serve all requests from one engine in this process, on the runners' device, with one thread of torch."""
-    engine, threads = world.build(), torch.get_num_threads()
-    states = [engine.add_request(request) for request in asked]
+@cache
+def served_by_one_engine(world: World) -> dict[int, list[int]]:
+    """Return the tokens of some requests of ``world``, by number, from one engine in this process, on the runners'
+    device, with one thread of torch.
+    """
+    tenants = session_of(world.fleet()).tenants
+    asked = tenants.of(world)
+    every = -(-len(asked) // world.checked) if world.checked else 1
+    engine, threads = tenants.build(), torch.get_num_threads()
+    states = {i: engine.add_request(asked[i]) for i in range(0, len(asked), every)}
     torch.set_num_threads(1)
     try:
         while engine.has_unfinished():
             engine.step()
     finally:
         torch.set_num_threads(threads)
-    return [state.output_token_ids for state in states]
+    return {i: state.output_token_ids for i, state in states.items()}
 
 
 def _disturbed(before: CpuTimes | None, after: CpuTimes | None) -> bool | None:

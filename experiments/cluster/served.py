@@ -4,7 +4,9 @@ Names and windows are those of ``paper_results/fig13_cluster.csv``, so that the 
 figure.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from experiments.harness.points import Reading
-from experiments.workload import MAX_BATCH
+from experiments.workload import MAX_BATCH, RELEASED_SEED
 
 HOUR, SLOWED, STREAM, COSTS, WINDOWS, FIRST_TOKEN = (
     f"simulated {name}"
@@ -23,11 +25,14 @@ RAY, KILLED, STEADY, SIMULATED = "ray hour", "ray hour, a runner killed", "ray h
 SIMULATED_RAY = f"{SIMULATED} {RAY}"
 """Panels of runners on Ray, and of the simulator fitted to them."""
 SHARE = "share_of_active_cells_batch_ge_31"
+CAPACITY, FROM_HOST, FROM_DISK = "capacity", "loads_from_host", "loads_from_disk"
 SIMULATED_LENGTH = "simulated_seconds"
+"""Metrics of an hour, the latter ones of `ext_placement`."""
+LOW, MEAN, HIGH = "_low", "_mean", "_high"
+"""Suffixes of a metric: the lowest of all seeds, their mean, and the highest."""
+SEEDS = "seeds"
 HEAT_S, RATE_S, RATE_STEP_S, THROUGHPUT_S = 60, 200, 18, 10
 """Seconds of windows: heat map and active GPUs; request rate, and between its windows; throughput."""
-PEAK_S = 600
-"""Seconds around the peak."""
 IDLE_S = 26
 """Seconds without a token after which a GPU is idle: the resolution of the paper's heat map."""
 PIXEL_S = 6.5
@@ -36,6 +41,11 @@ FULL = 31
 """Requests from which a batch counts as full."""
 ACTIVE = 0.5
 """Requests from which a pixel counts as active, as where the paper's was read."""
+COMPARED = (
+    "mean_throughput", "mean_batch_size_of_active_cells", "mean_active_gpus", "mean_batch_size_of_steps",
+    "p99_time_to_first_token",
+)  # fmt: skip
+"""Metrics of runners that are set over those of a simulation."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class ServedHour:
     tokens: NDArray[np.int64]
     batch: NDArray[np.int64]
     seconds_by_batch: NDArray[np.float64]
-    kind: str
+    kind: str = SIMULATED
     cost_model: str = ""
 
     @property
@@ -72,26 +82,46 @@ class ServedHour:
         middles = np.arange(self.batch.shape[1]) + 0.5
         return np.searchsorted(np.sort(self.arrivals), middles) - np.searchsorted(np.sort(self.finish_s), middles)
 
+    def filled(self, values: NDArray) -> NDArray:
+        """[..., seconds] of the arrivals' duration, zero after the last token."""
+        known = values[..., : int(self.duration_s)]
+        return np.pad(known, [(0, 0)] * (known.ndim - 1) + [(0, int(self.duration_s) - known.shape[-1])])
+
+    def reading(self, metric: str, value: float, unit: str, **where: Any) -> Reading:
+        """Build a reading, marked with the kind of this world; ``where``: its ``t_s`` and ``gpu``."""
+        return Reading(metric, float(value), unit, kind=self.kind, cost_model=self.cost_model, **where)
+
 
 def readings(served: ServedHour) -> list[Reading]:
-    """Return all of `series` and `summary`, marked with the kind of their world."""
+    """Return all of `series` and `summary`."""
     return [*series(served), *summary(served)]
 
 
 def series(served: ServedHour) -> list[Reading]:
-    """Request rate (mean over the following 200 s, every 18 s), throughput per 10 s; per minute active GPUs, requests
-    in the cluster and the batch of every GPU. Windows that the arrivals do not fill are left out.
+    """Request rate (mean over the following 200 s, every 18 s; at the end over what there is), throughput per 10 s; per
+    minute active GPUs, requests in the cluster and the batch of every GPU, which is the mean of the heat map's pixels.
+    Windows that the arrivals do not fill are left out.
     """
     arrived = np.bincount(served.arrivals.astype(int), minlength=int(served.duration_s))
-    lines = [
-        _line(served, "request_rate", "request/s", _following(arrived, RATE_S, RATE_STEP_S)),
-        _line(served, f"throughput_{THROUGHPUT_S}s_mean", "token/s", _windows(served, served.tokens, THROUGHPUT_S)),
-        _line(served, f"active_gpus_{HEAT_S}s_mean", "GPUs", _windows(served, served.active, HEAT_S)),
-        _line(served, f"concurrent_requests_{HEAT_S}s_mean", "requests", _windows(served, served.concurrent(), HEAT_S)),
+    starts = range(0, max(1, len(arrived) - RATE_STEP_S), RATE_STEP_S)
+    found = [
+        served.reading("request_rate", arrived[start : start + RATE_S].mean(), "request/s", t_s=float(start))
+        for start in starts
     ]
-    for gpu, found in enumerate(_minutes(served)):
-        lines.append(_line(served, f"gpu_batch_size_{HEAT_S}s_mean", "requests", found, gpu))
-    return [reading for line in lines for reading in line]
+    lines = (
+        ("throughput", "token/s", THROUGHPUT_S, served.tokens), ("active_gpus", "GPUs", HEAT_S, served.active),
+        ("concurrent_requests", "requests", HEAT_S, served.concurrent()),
+    )  # fmt: skip
+    for name, unit, window, values in lines:
+        for i, mean in enumerate(means(served.filled(values), window)):
+            found.append(served.reading(f"{name}_{window}s_mean", mean, unit, t_s=float(window * i)))
+    minute = _centres(int(served.duration_s)) // HEAT_S
+    for gpu, line in enumerate(heat_map(served.filled(served.batch))):
+        for i in range(int(served.duration_s) // HEAT_S):
+            mean = line[minute == i].mean()
+            where = {"t_s": float(HEAT_S * i), "gpu": gpu}
+            found.append(served.reading(f"gpu_batch_size_{HEAT_S}s_mean", mean, "requests", **where))
+    return found
 
 
 def summary(served: ServedHour) -> list[Reading]:
@@ -101,15 +131,14 @@ def summary(served: ServedHour) -> list[Reading]:
     cells, capped = (found[found >= ACTIVE] for found in (heat_map(batch), smoothed(np.minimum(batch, MAX_BATCH))))
     steps = served.seconds_by_batch
     wait = served.first_token_s - served.arrivals
-    minutes = means(tokens, HEAT_S)
     found = {
         "total_requests": (len(served.arrivals), "requests"),
-        "total_tokens": (int(served.tokens.sum()), "tokens"),
+        "total_tokens": (served.tokens.sum(), "tokens"),
         "mean_throughput": (tokens.mean(), "token/s"),
-        "peak_throughput_60s": (minutes.max(initial=0.0), "token/s"),
+        "peak_throughput_60s": (means(tokens, HEAT_S).max(initial=0.0), "token/s"),
         "mean_active_gpus": (active.mean(), "GPUs"),
         "max_active_gpus": (active.max(initial=0), "GPUs"),
-        "gpu_seconds": (int(served.active.sum()), "s"),
+        "gpu_seconds": (served.active.sum(), "s"),
         SHARE: (_share(cells >= FULL), "fraction"),
         f"{SHARE}_capped_seconds": (_share(capped >= FULL), "fraction"),
         "share_of_step_time_batch_ge_31": (steps[FULL:].sum() / max(steps.sum(), 1e-9), "fraction"),
@@ -119,29 +148,37 @@ def summary(served: ServedHour) -> list[Reading]:
         "median_time_to_first_token": (1e3 * float(np.median(wait)), "ms"),
         "p99_time_to_first_token": (1e3 * float(np.quantile(wait, 0.99)), "ms"),
     }
-    about: dict[str, Any] = {"kind": served.kind, "cost_model": served.cost_model}
-    lines = [Reading(name, float(value), unit, **about) for name, (value, unit) in found.items()]
-    for gpu, one in enumerate(batch):
-        lines.append(Reading("idle_to_active_transitions", float(transitions(one)), "count", gpu=gpu, **about))
-    return lines
+    lines = [served.reading(name, value, unit) for name, (value, unit) in found.items()]
+    woken = enumerate(map(transitions, batch))
+    return [*lines, *(served.reading("idle_to_active_transitions", count, "count", gpu=gpu) for gpu, count in woken)]
 
 
 def over_simulated(measured: ServedHour, simulated: ServedHour) -> list[Reading]:
-    """Divide measured throughput, batch, active runners and first tokens by those of a simulation fitted to the same
-    runners.
-    """
-    values = [{one.metric: one.value for one in summary(served)} for served in (measured, simulated)]
-    about: dict[str, Any] = {"kind": simulated.kind, "cost_model": simulated.cost_model}
+    """Divide what was measured by what a simulation gives that was fitted to the same runners."""
+    ours, theirs = ({one.metric: one.value for one in summary(served)} for served in (measured, simulated))
     return [
-        Reading(f"measured_over_simulated_{name}", values[0][name] / values[1][name], "ratio", **about)
-        for name in COMPARED if values[1][name]
-    ]  # fmt: skip
+        simulated.reading(f"measured_over_simulated_{name}", ours[name] / theirs[name], "ratio")
+        for name in COMPARED
+        if theirs[name]
+    ]
 
 
-COMPARED = (
-    "mean_throughput", "mean_batch_size_of_active_cells", "mean_active_gpus", "mean_batch_size_of_steps",
-    "p99_time_to_first_token",
-)  # fmt: skip
+def over_seeds(count: int, run: Callable[[int], Sequence[Reading]]) -> list[Reading]:
+    """Return the readings of ``run`` of the released seed, and mean and span of each over ``count`` seeds."""
+    return spanned([run(RELEASED_SEED + place) for place in range(count)])
+
+
+def spanned(runs: Sequence[Sequence[Reading]]) -> list[Reading]:
+    """Return the first run's readings, how many runs there are, and over all of them mean and span of what is a single
+    number.
+    """
+    single = [{one.metric: one for one in run if one.t_s is None and one.gpu is None} for run in runs]
+    found = list(runs[0])
+    for metric, one in single[0].items():
+        values = [run[metric].value for run in single]
+        told = ((LOW, min(values)), (MEAN, fmean(values)), (HIGH, max(values)))
+        found += [replace(one, metric=f"{metric}{suffix}", value=value, statistic="value") for suffix, value in told]
+    return [*found, replace(one, metric=SEEDS, value=len(runs), unit="seeds", statistic="count")]
 
 
 def transitions(batch: NDArray[np.int64]) -> int:
@@ -176,58 +213,15 @@ def means(values: NDArray[np.float64] | NDArray[np.int64], window: int) -> NDArr
     return values[: count * window].reshape(count, window).mean(axis=1)
 
 
-def _centres(seconds: int) -> NDArray[np.float64]:
-    """Seconds in the middle of each pixel, [pixels]."""
-    return np.arange(0.5, max(1.0, seconds / PIXEL_S)) * PIXEL_S
-
-
-def _minutes(served: ServedHour) -> list[list[tuple[float, float]]]:
-    """Start and mean of the heat map's pixels of each minute, per GPU, as the paper's were read."""
-    seconds = int(served.duration_s)
-    known = served.batch[:, :seconds]
-    map_ = heat_map(np.pad(known, ((0, 0), (0, seconds - known.shape[1]))))
-    minute = _centres(seconds) // HEAT_S
-    starts = range(seconds // HEAT_S)
-    return [[(float(HEAT_S * i), float(line[minute == i].mean())) for i in starts] for line in map_]
-
-
-def _windows(
-    served: ServedHour, values: NDArray[np.float64] | NDArray[np.int64], window: int
-) -> list[tuple[float, float]]:
-    """Start and mean of each window of the arrivals' duration, zero after the last token."""
-    filled = np.zeros(int(served.duration_s))
-    known = values[: len(filled)]
-    filled[: len(known)] = known
-    return [(float(window * i), float(mean)) for i, mean in enumerate(means(filled, window))]
-
-
-def _following(arrived: NDArray[np.int64], window: int, step: int) -> list[tuple[float, float]]:
-    """Start and mean of windows that overlap; those at the end are as long as the hour lets them be."""
-    starts = range(0, max(1, len(arrived) - step), step)
-    return [(float(start), float(arrived[start : start + window].mean())) for start in starts]
-
-
-def _line(
-    served: ServedHour, metric: str, unit: str, points: list[tuple[float, float]], gpu: int | None = None
-) -> list[Reading]:
-    return [
-        Reading(metric, value, unit, kind=served.kind, t_s=start, gpu=gpu, cost_model=served.cost_model)
-        for start, value in points
-    ]
-
-
-def _share(true: NDArray[np.bool_]) -> float:
-    return float(true.mean()) if true.size else 0.0
-
-
 def mean_from(values: pd.Series, start: float, seconds: float) -> float:
     """Return the mean of the windows that begin in ``seconds`` from ``start`` on."""
     return float(values[(values.index >= start) & (values.index < start + seconds)].mean())
 
 
-def at_the_peak(speed: pd.Series, active: pd.Series) -> tuple[float, float]:
-    """Return tokens per second of an active GPU, and active GPUs, in the ten minutes with most tokens."""
-    starts = [start for start in active.index if start + PEAK_S <= active.index.max() + 60]
-    best = max(starts, key=lambda start: mean_from(speed, start, PEAK_S))
-    gpus = mean_from(active, best, PEAK_S)
-    return mean_from(speed, best, PEAK_S) / gpus, gpus
+def _centres(seconds: int) -> NDArray[np.float64]:
+    """Seconds in the middle of each pixel, [pixels]."""
+    return np.arange(0.5, max(1.0, seconds / PIXEL_S)) * PIXEL_S
+
+
+def _share(true: NDArray[np.bool_]) -> float:
+    return float(true.mean()) if true.size else 0.0

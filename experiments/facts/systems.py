@@ -12,9 +12,9 @@ from punica.registry import Registry
 
 ENGINE = "experiments.systems.engine_systems.EngineSystem"
 HUGGING_FACE = "experiments.systems.hf_systems.HfSystem"
-FIG11, FIG12, STATED, LOAD, MANY = (
-    "fig11_textgen", "fig12_textgen_70b", "ext_stated_lengths", "ext_latency_under_load", "ext_many_adapters",
-)  # fmt: skip
+FIG11, FIG12, LOAD, MANY = "fig11_textgen", "fig12_textgen_70b", "ext_latency_under_load", "ext_many_adapters"
+STATED_LENGTHS = ", stated lengths"
+"""In the panels of Figure 11 of another stream than its own, which no claim reads."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,22 @@ class System:
 
 SYSTEMS: Registry[System] = Registry("serving system")
 for _entry in (
-    System("punica", figures=(FIG11, FIG12, STATED, LOAD, MANY), paper=("Punica", "Punica layer with LoRA"),
+    System("punica", figures=(FIG11, FIG12, LOAD, MANY), paper=("Punica", "Punica layer with LoRA"),
            colour=0, marker="o"),
     System("punica_many", admission="fcfs_many", figures=(LOAD,), colour=9, marker="^"),
     System("punica_resident_first", admission="resident_first", figures=(MANY,), colour=4, marker="D"),
     System("punica_sharded", "experiments.systems.engine_systems.Sharded", figures=(FIG12,), colour=0, shade=0.6),
-    System("continuous_batching", admission="single_adapter", figures=(FIG11, FIG12, STATED, LOAD), lora=False,
+    System("continuous_batching", admission="single_adapter", figures=(FIG11, FIG12, LOAD), lora=False,
            baseline=True, label="continuous batching, one adapter", policy="vLLM (2023)", paper=("vLLM",),
            colour=4, marker="v"),
-    System("static_batching", admission="static", figures=(FIG11, STATED, LOAD), lora=False, baseline=True,
+    System("static_batching", admission="static", figures=(FIG11, LOAD), lora=False, baseline=True,
            label="static batching, one adapter", policy="FasterTransformer", paper=("FasterTransformer",),
            colour=2, marker="^"),
     System("deepspeed", "", "static", lora=False, baseline=True, paper=("DeepSpeed",), colour=5, marker="P"),
-    System("hf_peft", HUGGING_FACE, "static", (FIG11, STATED), baseline=True, paper=("HuggingFace Transformers",),
+    System("hf_peft", HUGGING_FACE, "static", (FIG11,), baseline=True, paper=("HuggingFace Transformers",),
            colour=3, marker="s"),
-    System("hf_peft_mixed", HUGGING_FACE, "static_mixed", (FIG11, STATED), slow=True, colour=1, marker="D"),
-    System("punica_static", admission="static_mixed", figures=(FIG11, STATED), colour=0, shade=0.6),
+    System("hf_peft_mixed", HUGGING_FACE, "static_mixed", (FIG11,), slow=True, colour=1, marker="D"),
+    System("punica_static", admission="static_mixed", figures=(FIG11,), colour=0, shade=0.6),
     System("punica_last_admitted", "experiments.systems.engine_systems.LastAdmitted", figures=(FIG11,), exact=False,
            colour=9, marker="X", shade=0.3),
 ):  # fmt: skip

@@ -12,9 +12,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from experiments.cluster.placed import FROM_DISK, FROM_HOST
-from experiments.cluster.seeds import HIGH, LOW, MEAN
-from experiments.cluster.served import KILLED
+from experiments.cluster.served import FROM_DISK, FROM_HOST, HIGH, KILLED, LOW, MEAN
 from experiments.plots import style
 from experiments.plots.frames import distinct, measured, series
 

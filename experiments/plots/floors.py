@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.cluster.step_costs import datasheet, model_bytes
+from experiments.cluster.costs import datasheet, model_bytes
 from experiments.facts.models import SECONDS
 from experiments.harness.schema import model_conf
 from experiments.measure.records import read_rows

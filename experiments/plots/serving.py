@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from experiments.facts.models import STAND_INS
-from experiments.facts.systems import SYSTEMS, baselines, by_paper_name, entries, name_of, policies
+from experiments.facts.systems import STATED_LENGTHS, SYSTEMS, baselines, by_paper_name, entries, name_of, policies
 from experiments.plots import style
 from experiments.plots.frames import beside, centre, measured, role_of
 
@@ -35,6 +35,7 @@ RATIO, ALLOWED = "distinct_over_backbone_identical", "bytes_ratio"
 
 def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Draw a row of axes per panel (model): dots over popularities on a logarithmic axis."""
+    rows = rows[~rows["panel"].str.contains(STATED_LENGTHS)]
     about, paper = regime(rows), under_our_names(paper)
     rows = centre(rows[(rows["metric"] == "throughput") & ~rows["system"].isin(WRONG)])
     panels = list(dict.fromkeys(rows["panel"]))

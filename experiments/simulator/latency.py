@@ -16,7 +16,6 @@ from dataclasses import asdict, astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from punica.cluster.gpu import StepWork
 
@@ -46,14 +45,9 @@ class StepCost:
 
     def seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step."""
-        return (
-            self.base
-            + self.row * work.decodes
-            + self.kv * work.kv_tokens
-            + self.prefill * work.prefill_tokens
-            + self.rank * work.adapter_ranks
-            + (self.join if work.prefill_tokens else 0.0)
-        )
+        decoding = self.base + self.row * work.decodes + self.kv * work.kv_tokens
+        join = self.join if work.prefill_tokens else 0.0
+        return decoding + self.prefill * work.prefill_tokens + self.rank * work.adapter_ranks + join
 
     def decode_seconds(self, decodes: int, kv_tokens: int, adapter_ranks: int, steps: int) -> list[float]:
         """Return `seconds` of ``steps`` steps in a row of the same requests, the first of which reads ``kv_tokens``."""
@@ -90,17 +84,15 @@ class Residuals:
 
     @property
     def rms(self) -> float:
-        """Root mean square."""
         return float(np.sqrt(np.mean(self.relative**2)))
 
     @property
     def median(self) -> float:
-        """Median magnitude."""
+        """Median magnitude, as `largest` is one."""
         return float(np.median(np.abs(self.relative)))
 
     @property
     def largest(self) -> float:
-        """Largest magnitude."""
         return float(np.abs(self.relative).max())
 
 
@@ -115,10 +107,11 @@ def fit_step_cost(
     name: str, steps: Sequence[TimedStep], known: Mapping[str, float] | None = None, joins: bool = False
 ) -> StepCost:
     """Fit by least relative squares over ``steps``, with the coefficients of ``known`` (of `COEFFICIENTS`) held fixed.
-    ``join`` is among them with ``joins``, else it is 0. A coefficient whose feature is 0 in all steps must be in
-    ``known``. ValueError for one that is not, for an unknown
-    coefficient, for fewer steps than coefficients, and for a time that is not positive.
+    ``join`` is 0 without ``joins``. ValueError for a coefficient that no step has a feature of and that is not in
+    ``known``, for an unknown one, for fewer steps than coefficients, and for a time that is not positive.
     """
+    from scipy.optimize import nnls  # half a second, which commands that fit nothing do not wait
+
     fixed = {**({} if joins else {"join": 0.0}), **(known or {})}
     if unknown := set(fixed) - set(COEFFICIENTS):
         raise ValueError(f"known has {sorted(unknown)}; the coefficients are {', '.join(COEFFICIENTS)}")
@@ -175,18 +168,13 @@ class ModelBytes:
         return pages
 
 
-def roofline_cost(name: str, model: ModelBytes, bandwidth: float, flops: float, overhead: float = 0.0) -> StepCost:
-    """Build the roofline cost on a machine with ``bandwidth`` bytes/s and ``flops`` FLOP/s; ``overhead``: seconds per
-    step.
-
-    Weights, cache and adapters are read once each, and a row of a prompt costs two operations per weight. This is a
-    lower bound for decode steps, which are memory-bound. It is an upper bound of the prefill's share, whose first rows
-    hide behind the reading of the weights.
+def roofline_cost(name: str, model: ModelBytes, bandwidth: float, flops: float) -> StepCost:
+    """Build the roofline cost on a machine with ``bandwidth`` bytes/s and ``flops`` FLOP/s: weights, cache and adapters
+    are read once each, and a row of a prompt costs two operations per weight. A lower bound for decode steps, which are
+    memory-bound, and an upper bound of the prefill's share, whose first rows hide behind the reading of the weights.
     """
-    if not (bandwidth > 0 and flops > 0 and overhead >= 0):
-        raise ValueError(f"bandwidth={bandwidth!r} and flops={flops!r} must be positive, overhead={overhead!r} >= 0")
+    if not (bandwidth > 0 and flops > 0):
+        raise ValueError(f"bandwidth={bandwidth!r} and flops={flops!r} must be positive")
     per_byte = model.itemsize / bandwidth
     arithmetic = 2 * model.weights / flops
-    return StepCost(
-        name, overhead + model.weights * per_byte, 0.0, model.kv * per_byte, arithmetic, model.lora * per_byte
-    )
+    return StepCost(name, model.weights * per_byte, 0.0, model.kv * per_byte, arithmetic, model.lora * per_byte)

@@ -51,9 +51,9 @@ def figure_of(draw, lines):
 def test_the_extensions_come_last_in_the_order_of_their_stories():
     """Among them Figure 13, which predicts what the others measured."""
     names = [experiment.name for experiment in sorted(experiments(), key=lambda one: one.order)]
-    stories = ["ext_paper_step", "ext_added_latency", "ext_breakdown", "ext_fp8", "ext_moe", "ext_stated_lengths"]
+    stories = ["ext_paper_step", "ext_added_latency", "ext_breakdown", "ext_fp8", "ext_moe"]
     stories += ["ext_latency_under_load", "fig13_cluster", "ext_many_adapters", "ext_today"]
-    stories += ["ext_placement", "ext_cluster_scale", "ext_server", "ext_own_server"]
+    stories += ["ext_placement", "ext_server", "ext_own_server"]
     assert names[-len(stories) :] == stories
     measured = [one for one in experiments() if not one.name.startswith("ext_") and one.name != "fig13_cluster"]
     assert max(one.order for one in measured) < PADDING.order < DETERMINISM.order

@@ -11,7 +11,6 @@ import pytest
 from fakes import QUIET, composed
 from omegaconf import OmegaConf
 
-from experiments.ext_stated_lengths import StatedLengths
 from experiments.facts.systems import SYSTEMS, measured_baselines
 from experiments.fig11_textgen import EXPERIMENT, Fig11, ratios
 from experiments.harness.experiment import CheckFailed
@@ -248,12 +247,12 @@ def test_every_printed_command_can_be_pasted(tmp_path):
     assert any("workload.names=[Distinct,Uniform]" in words and "model=llama2-13b" in words for words in pieces)
 
 
-def test_stated_lengths_are_a_figure_of_their_own(tmp_path):
-    name = "ext_stated_lengths"
-    outcome = run(composed(tmp_path, "workload=distinct", "engine.max_batch_size=4", name=name), StatedLengths())
-    assert (outcome.measured, outcome.failed) == (7, [])
-    rows = read_rows(tmp_path / "cpu" / "smoke" / "rows" / f"{name}.csv")
-    assert {row.figure for row in rows} == {"ext stated lengths"}
+def test_stated_lengths_are_panels_of_their_own(tmp_path):
+    words = ("workload=distinct", "engine.max_batch_size=4", "figure.lengths=stated")
+    outcome = run(composed(tmp_path, *words, name=NAME), EXPERIMENT)
+    assert outcome.failed == []
+    rows = read_rows(tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv")
+    assert {row.panel.partition(" Model")[2] for row in rows} == {", stated lengths", ", stated lengths ratios"}
     value = {(row.system, row.metric): row.value for row in rows}
     released = released_lengths(8)
     assert value["punica", "new_tokens"] < rescaled(released, 20).new_tokens

@@ -10,7 +10,7 @@ from fakes import composed
 
 from experiments.claims.placement import placement_tables
 from experiments.cluster.hour import RANK
-from experiments.cluster.placed import CROWD, DRIFT, LOAD, MIXED, PADDED, load, while_full
+from experiments.ext_placement import CROWD, DRIFT, LOAD, MIXED, PADDED, load, while_full
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.harness.points import Point
 from experiments.harness.resume import run

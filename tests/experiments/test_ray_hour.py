@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -14,9 +13,8 @@ import torch
 from fakes import composed
 
 from experiments.cluster import ray_hour
+from experiments.cluster.hour import World, timed_steps
 from experiments.cluster.ray_hour import check_numbers, check_tokens, hour_of, overheads
-from experiments.cluster.ray_session import requests, tenants_of
-from experiments.cluster.ray_world import World, timed_steps
 from experiments.cluster.served import KILLED, RAY, SIMULATED_RAY, STEADY
 from experiments.fig13_cluster import EXPERIMENT
 from experiments.harness.experiment import CheckFailed
@@ -90,13 +88,17 @@ def test_a_step_with_decodes_began_when_the_one_before_ended() -> None:
 
 
 def test_a_stream_has_a_share_of_the_highest_rate_and_adapters_of_the_hour() -> None:
+    pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
+    from experiments.cluster.ray_serving import tenants_of
+
     world = World(WORLD.paper, "punica", 3600, 4, 48, 192, "", "cpu", share=0.5)
     trace = world.trace()
     assert (world.duration_s, trace.arrivals.max() < 720) == (720, True)
     highest = np.bincount((replace(world, share=0.0).trace().arrivals // 200).astype(int)).max() / 200
     assert len(trace.arrivals) / 720 == pytest.approx(highest / 2, rel=0.15)
-    with tenants_of(replace(world, seconds=120)) as tenants:
-        assert {one.adapter.lora_int_id for one in requests(world, tenants)} == set(tenants.adapters)
+    short = replace(world, seconds=120)
+    with tenants_of(short) as tenants:
+        assert {one.adapter.lora_int_id for one in tenants.of(short)} == set(tenants.adapters)
 
 
 def test_runners_are_shared_by_rules_streams_and_checks_and_by_nothing_else() -> None:
@@ -162,58 +164,35 @@ def test_a_rule_that_engines_cannot_follow_is_refused_before_anything_starts(tmp
         ray_hour.points(settle(composed(tmp_path, *words, name="fig13_cluster"), EXPERIMENT))
 
 
-class RecordedCluster:
-    """In place of `RayCluster`: what it was built with."""
-
-    built: ClassVar[list[tuple]] = []
-
-    def __init__(self, build, num_runners, *, resources, **others) -> None:
-        self.built.append((build, num_runners, resources.num_gpus))
-
-    def __enter__(self) -> "RecordedCluster":
-        return self
-
-    def __exit__(self, *error) -> None:
-        pass
-
-
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 1)])
-def test_runners_and_the_engine_they_are_compared_with_serve_on_the_hardware_of_the_rows(
+def test_runners_serve_on_the_hardware_of_the_rows_and_one_that_does_not_come_up_is_one_error(
     tmp_path, monkeypatch, device, gpus
 ) -> None:
-    """Also where the machine has GPUs that nobody asked for."""
+    """Also where the machine has GPUs that were not asked for."""
     pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
     from experiments.cluster import ray_serving
 
     name = "h200" if gpus else "cpu"
     words = ("runtime=ray", f"hardware={name}", "figure.seconds=20", "figure.max_len=48")
-    cfg = composed(tmp_path, *words, name="fig13_cluster")
-    settings = ray_hour.points(settle(cfg, EXPERIMENT))[0].settings
-    assert settings["device"] == device
-    monkeypatch.setattr(ray_serving, "RayCluster", RecordedCluster)
-    assert settings.get("checked", 0) == (ray_hour.CHECKED if gpus else 0)
-    world = World(WORLD.paper, "punica", **settings)
-    with tenants_of(world) as tenants, ray_serving.runners(tenants, 4, "punica", None):
-        build, count, asked_gpus = RecordedCluster.built.pop()
-        assert (build, count, asked_gpus) == (tenants.build, 4, gpus)  # and `served_alone` builds by the same
-        assert build.keywords == {"device": device, "dtype": torch.float32}
-        assert build.args[2].batch_invariant == bool(gpus)
+    settings = ray_hour.points(settle(composed(tmp_path, *words, name="fig13_cluster"), EXPERIMENT))[0].settings
+    assert (settings["device"], settings.get("checked", 0)) == (device, ray_hour.CHECKED if gpus else 0)
+    built = []
 
-
-def test_a_ray_that_does_not_come_up_is_one_error_of_the_configuration(monkeypatch) -> None:
-    pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
-    from experiments.cluster import ray_serving
-
-    def never(*_: object, **__: object) -> None:
+    def never(build, count, *, resources, **_: object) -> None:
+        built.append((build, count, resources.num_gpus))
         raise RuntimeError("Ray did not come up on this machine (timed out)")
 
     monkeypatch.setattr(ray_serving, "RayCluster", never)
-    world = ray_serving.Tenants("llama-tiny", "cpu", lambda: None, {})
-    with (
-        pytest.raises(ConfigError, match="runtime=ray: Ray did not come up on this machine"),
-        ray_serving.runners(world, 1, "punica", None),
-    ):
-        pass
+    world = World(WORLD.paper, "punica", **settings)
+    with ray_serving.tenants_of(world) as tenants:
+        with (
+            pytest.raises(ConfigError, match="runtime=ray: Ray did not come up on this machine"),
+            ray_serving.runners(world, tenants),
+        ):
+            pass
+        assert built == [(tenants.build, 4, gpus)]  # and `served_by_one_engine` builds by the same
+        assert tenants.build.keywords == {"device": device, "dtype": torch.float32}
+        assert tenants.build.args[2].batch_invariant == bool(gpus)
 
 
 @pytest.mark.slow
@@ -234,17 +213,12 @@ def test_the_hour_on_ray_from_the_command_line(tmp_path: Path) -> None:
         RAY: "measured", KILLED: "measured", SIMULATED_RAY: "simulated",
         stream: "measured", f"simulated {stream}": "simulated",
     }  # fmt: skip
-    value = {(row.panel, row.metric, row.statistic): row.value for row in rows if row.system == "punica"}
+    value = {(row.panel, row.system, row.metric, row.statistic): row.value for row in rows}
+    for panel, rule in ((RAY, "punica"), (RAY, "round_robin"), (KILLED, "punica"), (SIMULATED_RAY, "punica")):
+        assert value[panel, rule, "total_tokens", "value"] == value[RAY, "punica", "total_tokens", "value"]
     for rule in ("punica", "round_robin"):
-        (other,) = [
-            row.value for row in rows
-            if (row.panel, row.system, row.metric) == (RAY, rule, "requests_with_other_tokens")
-        ]  # fmt: skip
-        assert other == 0
-    for panel in (RAY, KILLED, SIMULATED_RAY):
-        assert value[panel, "total_tokens", "value"] == value[RAY, "total_tokens", "value"]
-    assert value[KILLED, "lost_runners", "value"] == 1
-    assert value[RAY, "requests_with_other_tokens", "value"] == 0
-    assert 0 < value[RAY, "decision_time", "median"] < value[RAY, "decision_time", "p90"]
+        assert value[RAY, rule, "requests_with_other_tokens", "value"] == 0
+    assert value[KILLED, "punica", "lost_runners", "value"] == 1
+    assert 0 < value[RAY, "punica", "decision_time", "median"] < value[RAY, "punica", "decision_time", "p90"]
     assert all(row.cost_model for row in rows if row.panel == SIMULATED_RAY)
-    assert value[f"simulated {stream}", "measured_over_simulated_mean_throughput", "value"] > 0
+    assert value[f"simulated {stream}", "punica", "measured_over_simulated_mean_throughput", "value"] > 0

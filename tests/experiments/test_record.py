@@ -111,7 +111,7 @@ def test_fresh_points_replace_recorded_ones_with_their_samples_and_others_stay(t
     assert "1 recorded points without fresh rows stay (Skewed)" in capsys.readouterr().err
 
 
-ON_A_CPU = {"fig13_cluster", "ext_placement", "ext_cluster_scale"}
+ON_A_CPU = {"fig13_cluster", "ext_placement"}
 OF_OTHERS = {"ext_server"}
 """Experiments that measure what somebody else runs."""
 

@@ -1,0 +1,277 @@
+"""Cost models of steps and of adapter loads.
+
+The paper's A100: a decode step is Figure 10's layer with LoRA, times their number, and the output head's bytes at the
+card's bandwidth. Prefills are Figure 1's, which has 7B alone: another model's prompt rows cost in proportion to its
+weights. Both figures are of an 80 GB card; the cluster's 40 GB cards have slower memory (`a100_of_the_cluster`).
+
+Other GPUs: recorded rows of Figure 1 without adapters, of `ext_breakdown` with them, and layers of Figure 10; or a
+roofline from the datasheet. Nothing is fitted to Figures 11 to 13, which simulations predict.
+
+Adapter loads, from host memory into a slot: `load_time` of section 5.2, whole model, alone by rank and beside a decode
+step. From disk into host memory: median time to first token with adapters on disk, less that with adapters in host
+memory (`ext_many_adapters`, undisturbed rows), in proportion to the rank, of which one is recorded. Left out: the step
+beside a load is not slowed (`stall` of section 5.2).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+import pandas as pd
+from omegaconf import OmegaConf
+
+from experiments.facts.models import MODELS, SECONDS
+from experiments.facts.paper import as_rows, read_figure
+from experiments.harness.counted import counted, frame_of, merged
+from experiments.harness.schema import CONF, ConfigError, model_conf
+from experiments.measure.records import read_rows
+from experiments.simulator import (
+    LoadCost,
+    ModelBytes,
+    Residuals,
+    StepCost,
+    TimedStep,
+    fit_step_cost,
+    residuals,
+    roofline_cost,
+)
+from experiments.workload import popularity
+from punica.cluster import StepWork
+
+PAPER_GPU, CLUSTER_GPU = "a100-80g", "a100-40g"
+"""Testbeds 1 (Figures 1 and 10) and 2 (Figure 13) of the paper."""
+PAPERS, ROOFLINE = "a100", "roofline:"
+STEPS = {"1": "fig01_batching", "10": "fig10_layer", "ext breakdown": "ext_breakdown"}
+"""Figure whose rows give the cost of a step -> its file."""
+LINK_FILE, DISK_FILE = "sec52_adapter_loading", "ext_many_adapters"
+FROM_DISK, FROM_MEMORY = "time_to_first_token_from_disk", "time_to_first_token_from_memory"
+
+
+Cost = TypeVar("Cost", StepCost, LoadCost)
+
+
+@dataclass(frozen=True)
+class Fitted(Generic[Cost]):
+    """A cost model, and its residuals by kind of row."""
+
+    cost: Cost
+    residuals: Mapping[str, Residuals]
+
+
+def chosen_cost(name: str, model: str, paper: Path, results: Path) -> StepCost:
+    """Choose the steps of ``a100`` (the paper's cards), of a machine of ``results``, or of ``roofline:<hardware>`` (its
+    datasheet in `conf/hardware`). ConfigError names what there is.
+    """
+    if name == PAPERS:
+        return a100_of_the_cluster(paper)
+    cards = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml") if "tflop_s" in path.read_text("utf-8"))
+    card = name.removeprefix(ROOFLINE)
+    if name.startswith(ROOFLINE) and card in cards:
+        return roofline_cost(f"{card} {model}, roofline of the datasheet", model_bytes(model), *datasheet(card))
+    recorded = {machine: fitted.cost for (machine, what), fitted in recorded_costs(results).items() if what == model}
+    if name in recorded:
+        return recorded[name]
+    known = ", ".join([PAPERS, *sorted(recorded), *(f"{ROOFLINE}{card}" for card in cards)])
+    raise ConfigError(f"figure.cost is {name!r}, no cost model of {model}; it can be {known}")
+
+
+def panel_of(panel: str, cost: str) -> str:
+    """Name ``panel`` with another cost than the paper's; no claim is held against such a panel."""
+    return panel if cost == PAPERS else f"{panel}, cost {cost}"
+
+
+@cache
+def model_bytes(model: str) -> ModelBytes:
+    """Return the bytes of `conf/model/<model>.yaml`."""
+    conf = model_conf(model)
+    return ModelBytes.llama(
+        conf.hidden_size, conf.intermediate_size, conf.num_hidden_layers, conf.num_attention_heads,
+        conf.num_key_value_heads, conf.vocab_size, conf.dtype.bytes,
+    )  # fmt: skip
+
+
+def datasheet(hardware: str) -> tuple[float, float]:
+    """Read bytes/s and FLOP/s of `conf/hardware/<hardware>.yaml`."""
+    conf = OmegaConf.load(CONF / "hardware" / f"{hardware}.yaml")
+    return 1e9 * conf.bandwidth_gb_s, 1e12 * conf.tflop_s
+
+
+@cache
+def paper_a100(folder: str | Path, role: str) -> Fitted[StepCost]:
+    """Fit the paper's 80 GB A100 running ``role`` (7B or 13B); ``folder``: path of `paper_results`."""
+    model = model_conf(MODELS[role][0])
+    size, size_7b = model_bytes(model.name), model_bytes(MODELS["7B"][0])
+    head = size.head * size.itemsize / datasheet(PAPER_GPU)[0]
+    layers = timed_layers(as_rows(read_figure(folder, "10")), role, model.num_hidden_layers, head)
+    prefills = timed_prefills(as_rows(read_figure(folder, "1")), "7B")
+    prefill = fit_step_cost("prefill", prefills, {"row": 0.0, "kv": 0.0, "rank": 0.0})
+    per_token = prefill.prefill * size.weights / size_7b.weights
+    cost = fit_step_cost(f"A100 80GB {role}, paper Figures 1 and 10", layers, {"prefill": per_token})
+    return Fitted(cost, {"layers": residuals(cost, layers), "prefills": residuals(prefill, prefills)})
+
+
+def a100_of_the_cluster(folder: str | Path) -> StepCost:
+    """Convert `paper_a100` of 7B to the 40 GB card's bandwidth (datasheets of both)."""
+    before, after = datasheet(PAPER_GPU)[0], datasheet(CLUSTER_GPU)[0]
+    name = "A100 40GB 7B, paper Figures 1 and 10 (80GB), datasheet bandwidths"
+    return paper_a100(folder, "7B").cost.at_bandwidth(model_bytes(MODELS["7B"][0]), before, after, name)
+
+
+@cache
+def recorded_costs(results: Path) -> dict[tuple[str, str], Fitted[StepCost]]:
+    """Fit machine and model -> cost model, for the folders of ``results`` whose rows give all of its coefficients."""
+    found: dict[tuple[str, str], Fitted[StepCost]] = {}
+    for folder in machines(results):
+        if all((folder / f"{name}.csv").exists() for name in STEPS.values()):
+            rows = {figure: merged(rows_that_count(folder, name)) for figure, name in STEPS.items()}
+            shared = set.intersection(*(set(part["model"]) for part in rows.values()))
+            found |= {(folder.name, model): recorded_cost(rows, folder.name, model) for model in sorted(shared)}
+    return found
+
+
+def recorded_cost(rows: Mapping[str, pd.DataFrame], hardware: str, model: str) -> Fitted[StepCost]:
+    """Fit ``hardware`` running ``model`` to our rows by figure (the keys of `STEPS`)."""
+    kinds = {
+        "decodes": timed_decodes(rows["1"], model),
+        "prefills": timed_prefills(rows["1"], model),
+        "layers": timed_layers(rows["10"], model, model_conf(model).num_hidden_layers),
+        "steps": timed_steps(rows["ext breakdown"], model),
+    }
+    steps = [step for part in kinds.values() for step in part]
+    cost = fit_step_cost(f"{hardware} {model}, own rows of figures {', '.join(STEPS)}", steps)
+    return Fitted(cost, {name: residuals(cost, part) for name, part in kinds.items() if part})
+
+
+def timed_layers(rows: pd.DataFrame, model: str, num_layers: int, rest_s: float = 0.0) -> list[TimedStep]:
+    """Read Punica's rows of Figure 10 of ``model`` as decode steps of ``num_layers`` layers and ``rest_s`` seconds."""
+    lines = _lines(rows, model, "layer_latency", system="punica")
+    return [TimedStep(_decodes(*shape), num_layers * seconds + rest_s) for shape, seconds in lines]
+
+
+def timed_prefills(rows: pd.DataFrame, model: str) -> list[TimedStep]:
+    """Read rows of Figure 1, panel prefill, of ``model``."""
+    lines = _lines(rows, model, "step_latency", panel="prefill")
+    return [TimedStep(StepWork(0, 0, batch * length), seconds) for (batch, length, *_), seconds in lines]
+
+
+def timed_decodes(rows: pd.DataFrame, model: str) -> list[TimedStep]:
+    """Read rows of Figure 1, panel decode, of ``model``: no adapters."""
+    lines = _lines(rows, model, "step_latency", panel="decode")
+    return [TimedStep(StepWork(batch, batch * length), seconds) for (batch, length, *_), seconds in lines]
+
+
+def timed_steps(rows: pd.DataFrame, model: str) -> list[TimedStep]:
+    """Read rows of `ext_breakdown` of ``model``: decodes, a prompt alone, and a prompt among decodes."""
+    found = []
+    for panel in rows["panel"].unique():
+        prompts = 0 if panel == "decode" else 1
+        for shape, seconds in _lines(rows, model, "step_latency", system="punica", panel=panel):
+            batch, length, *_ = shape
+            decodes = batch - prompts
+            work = StepWork(decodes, decodes * length, prompts * length, _ranks(*shape))
+            found.append(TimedStep(work, seconds))
+    return found
+
+
+def _decodes(batch: int, length: int, rank: int, workload: str) -> StepWork:
+    return StepWork(batch, batch * length, 0, _ranks(batch, length, rank, workload))
+
+
+def _ranks(batch: int, _: int, rank: int, workload: str) -> int:
+    return rank * popularity(workload).number_of_adapters(batch) if workload else 0
+
+
+def _lines(
+    rows: pd.DataFrame, model: str, metric: str, **columns: str
+) -> Iterator[tuple[tuple[int, int, int, str], float]]:
+    """Yield batch size, length, rank (0 without one) and workload, and the seconds, of values and medians."""
+    for column, value in {"model": model, "metric": metric, **columns}.items():
+        rows = rows[rows[column] == value]
+    for row in rows[rows["statistic"].isin(("value", "median"))].to_dict("records"):
+        rank = 0 if pd.isna(row["rank"]) else int(row["rank"])
+        yield (int(row["batch_size"]), int(row["seq_len"]), rank, str(row["workload"])), _seconds(row)
+
+
+def _seconds(row: Mapping) -> float:
+    return float(row["value"]) * SECONDS[str(row["unit"])]
+
+
+def machines(results: Path) -> list[Path]:
+    """List the folders of recorded rows."""
+    return sorted(path for path in results.glob("*") if path.is_dir())
+
+
+def rows_that_count(folder: Path, name: str) -> pd.DataFrame:
+    """Read the rows of ``name`` in ``folder`` that count; none without a file."""
+    file = folder / f"{name}.csv"
+    return counted(frame_of(read_rows(file) if file.exists() else ()))
+
+
+@dataclass(frozen=True)
+class TimedLoad:
+    """Load of an adapter of ``rank``, and its seconds."""
+
+    rank: int
+    seconds: float
+
+
+@cache
+def recorded_load_costs(results: Path) -> dict[tuple[str, str], Fitted[LoadCost]]:
+    """Fit machine and model -> cost model of loads, for the folders of ``results`` that have rows of both kinds."""
+    found = {}
+    for folder in machines(results):
+        links, reads = (merged(rows_that_count(folder, name)) for name in (LINK_FILE, DISK_FILE))
+        for model in sorted(set(links["model"]) & set(reads["model"])):
+            host, disk = timed_links(links[links["model"] == model]), timed_reads(reads[reads["model"] == model])
+            if host and disk:
+                name = f"{folder.name} {model}, loads of own rows of section 5.2 and ext_many_adapters"
+                found[folder.name, model] = fitted_loads(name, host, disk)
+    return found
+
+
+def load_cost(results: Path, machine: str, model: str) -> LoadCost:
+    """Return the cost model of loads of ``model`` on ``machine``; ConfigError names the machines that have one."""
+    known = recorded_load_costs(results)
+    if (machine, model) not in known:
+        names = ", ".join(name for name, what in known if what == model) or "none"
+        raise ConfigError(f"{machine!r} has no recorded loads of {model}; machines that have: {names}")
+    return known[machine, model].cost
+
+
+def timed_links(rows: pd.DataFrame) -> list[TimedLoad]:
+    """Read Punica's loads of whole models from host memory."""
+    whole = rows["panel"].isin(("model", "overlap")) & (rows["system"] == "punica")
+    chosen = rows[whole & (rows["metric"] == "load_time") & (rows["statistic"] == "median")]
+    return [TimedLoad(int(row["rank"]), _seconds(row)) for row in chosen.to_dict("records")]
+
+
+def timed_reads(rows: pd.DataFrame) -> list[TimedLoad]:
+    """Read how much later a first token is from disk than from host memory, by panel, rule and popularity."""
+    waits = rows["metric"].isin((FROM_DISK, FROM_MEMORY)) & (rows["statistic"] == "median")
+    found = []
+    for _, part in rows[waits & ~rows["disturbed"].eq(True)].groupby(["panel", "system", "workload"], sort=False):
+        seconds = {row["metric"]: _seconds(row) for row in part.to_dict("records")}
+        if len(seconds) == 2:
+            found.append(TimedLoad(int(part["rank"].iloc[0]), seconds[FROM_DISK] - seconds[FROM_MEMORY]))
+    return found
+
+
+def fitted_loads(name: str, host: Sequence[TimedLoad], disk: Sequence[TimedLoad]) -> Fitted[LoadCost]:
+    """Fit a line to ``host`` and a proportion to ``disk``, by least relative squares; neither falls with the rank."""
+    from scipy.optimize import nnls
+
+    def fit(features: Sequence[tuple[float, ...]], loads: Sequence[TimedLoad]) -> list[float]:
+        seconds = np.array([load.seconds for load in loads])
+        return nnls(np.array(features) / seconds[:, None], np.ones(len(loads)))[0].tolist()
+
+    def errors(seconds: Callable[[int], float], loads: Sequence[TimedLoad]) -> Residuals:
+        return Residuals(np.array([seconds(load.rank) / load.seconds - 1 for load in loads]))
+
+    base, per_rank = fit([(1.0, load.rank) for load in host], host)
+    (disk_rank,) = fit([(load.rank,) for load in disk], disk)
+    cost = LoadCost(name, base, per_rank, 0.0, disk_rank)
+    from_host, from_disk = errors(cost.host_seconds, host), errors(cost.disk_seconds, disk)
+    return Fitted(cost, {"loads_from_host": from_host, "loads_from_disk": from_disk})

@@ -1,0 +1,266 @@
+"""Recorded rows that a machine's cost model predicts: windows of Figure 11, and first tokens under load.
+
+Windows: a cost model fitted to half of them predicts the throughput of the other half. The steps of a window are alike,
+so windows give one coefficient, the constant; the others are those of the machine's cost model.
+
+First tokens (p99, rows of `ext_latency_under_load`): the same requests arrive at the same times on a virtual clock.
+Loads below capacity are predicted; the others give the cost of a step with a prompt beside its rows. An engine on a GPU
+works ahead.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from experiments.cluster.costs import machines, rows_that_count
+from experiments.cluster.served import SIMULATED, spanned
+from experiments.harness.points import Reading
+from experiments.harness.span import FEWEST_FOR_P99, Span
+from experiments.simulator import StepCost, TimedStep, Trace, fit_step_cost, simulate
+from experiments.workload import RequestLengths, popularity, released_lengths, rescaled, stated_lengths
+from punica.cluster import ClusterPolicy, StepWork
+
+CONSTANT = "_of_a_constant"
+"""Suffix of an error: what a constant, which is fitted to the same rows, would have had."""
+WINDOWS_FILE, LOADS_FILE = "fig11_textgen", "ext_latency_under_load"
+LEAST = 4
+"""Least windows of which a half is fitted."""
+OF_A_WINDOW = ("throughput", "step_latency", "tokens_per_step", "mean_batch_size", "mean_context")
+P99 = "time_to_first_token_p99"
+OF_A_LOAD, OF_STEPS = {"offered_rate", "load", "requests", P99}, {"decode_step", "prefill_step"}
+OTHER_SEED = 1000
+"""Between seeds of arrivals; repeats of a load have the seeds between."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Mean step of a window: tokens (prompts included), requests, cached tokens per request, summed ranks of the
+    different adapters; and its seconds.
+    """
+
+    workload: str
+    repeat: int
+    tokens: float
+    batch: float
+    context: float
+    ranks: float
+    seconds: float
+
+    @property
+    def step(self) -> TimedStep:
+        """Mean step, whose cost is the mean cost, as costs are linear."""
+        work = StepWork(self.batch, self.batch * self.context, self.tokens - self.batch, self.ranks)  # type: ignore[arg-type]
+        return TimedStep(work, self.seconds)
+
+
+@cache
+def recorded_windows(results: Path) -> dict[tuple[str, str], list[Window]]:
+    """Read machine and model -> windows of Figure 11 that Punica ran, disturbed ones left out."""
+    found: dict[tuple[str, str], list[Window]] = {}
+    for folder in machines(results):
+        for model, part in rows_that_count(folder, WINDOWS_FILE).groupby("model"):
+            if windows := windows_of(part):
+                found[folder.name, str(model)] = windows
+    return found
+
+
+def windows_of(rows: pd.DataFrame) -> list[Window]:
+    """Read Punica's windows in ``rows`` of Figure 11 of one model, in order; none disturbed or of a whole stream, and
+    none at all when they are fewer than `LEAST`.
+    """
+    punica = (rows["system"] == "punica") & rows["metric"].isin(OF_A_WINDOW) & rows["statistic"].eq("value")
+    chosen = rows[punica & ~rows["disturbed"].eq(True) & rows["panel"].str.endswith(" Model")]
+    found = []
+    for key, one in chosen.groupby(["workload", "repeat"], sort=False):
+        workload, repeat = cast("tuple[str, int]", key)
+        value = one.drop_duplicates("metric", keep="last").set_index("metric")["value"]
+        if set(OF_A_WINDOW) <= set(value.index):
+            batch = value["mean_batch_size"]
+            ranks = float(one["rank"].iloc[0]) * popularity(workload).number_of_adapters(max(1, round(batch)))
+            mean = value["tokens_per_step"], batch, value["mean_context"], ranks, value["step_latency"] / 1e3
+            found.append(Window(workload, int(repeat), *map(float, mean)))
+    return found if len(found) >= LEAST else []
+
+
+def fitted_to(windows: Sequence[Window], cost: StepCost) -> StepCost:
+    """Replace the constant of ``cost`` by that of every second one of ``windows``; the others are predicted."""
+    known = {"row": cost.row, "kv": cost.kv, "prefill": cost.prefill, "rank": cost.rank}
+    return fit_step_cost(f"{cost.name}, constant of windows", [one.step for one in windows[::2]], known)
+
+
+def predicted_half(windows: Sequence[Window], cost: StepCost) -> list[Reading]:
+    """Return the errors of predicted steps per second: of all together, and the largest; and the same of a constant
+    (``_of_a_constant``), the mean step of the fitted half.
+    """
+    seen, held_out = windows[::2], windows[1::2]
+    fitted = fitted_to(windows, cost)
+    constant = float(np.mean([one.seconds for one in seen]))
+    about: dict[str, Any] = {"kind": SIMULATED, "cost_model": fitted.name}
+    found = [
+        Reading("windows_fitted", len(seen), "windows", "count", **about),
+        Reading("windows_predicted", len(held_out), "windows", "count", **about),
+    ]
+    ways = {"": [fitted.seconds(one.step.work) for one in held_out], CONSTANT: [constant] * len(held_out)}
+    for suffix, told in ways.items():
+        whole = sum(one.seconds for one in held_out) / sum(told) - 1
+        errors = [one.seconds / seconds - 1 for one, seconds in zip(held_out, told, strict=True)]
+        found += [
+            Reading(f"throughput_error{suffix}", whole, "fraction", **about),
+            Reading(f"largest_throughput_error{suffix}", float(np.abs(errors).max()), "fraction", **about),
+        ]
+    return found
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Stream that a machine was loaded with, from the settings of `ext_latency_under_load`."""
+
+    lengths: str
+    requests: int
+    max_len: int
+    span: Span
+    seed: int
+    works_ahead: bool
+
+    def arrivals(self, rate: float, repeat: int) -> NDArray[np.float64]:
+        """Draw seconds at which requests arrive, ``rate`` of them per second."""
+        return self.span.at(rate).arrivals(rate, self.seed + repeat)
+
+    def counts(self, rate: float, arrivals: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Return which of the arrivals are measured."""
+        return self.span.at(rate).counts(arrivals)
+
+    @property
+    def drawn(self) -> RequestLengths:
+        """Lengths of the different requests, which arrive in a cycle."""
+        return rescaled((stated_lengths if self.lengths == "stated" else released_lengths)(self.requests), self.max_len)
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load of Punica: requests per second (``rate``), p99 of their time to first token in seconds, and the stream.
+
+    ``joining``: seconds by which steps with a prompt exceeded others, at each rate that is not predicted. ``others``:
+    p99 of the machine's predicted loads of the model at other rates, which a constant could know.
+    """
+
+    panel: str
+    workload: str
+    repeat: int
+    rate: float
+    p99: float
+    max_batch_size: int
+    rank: int
+    stream: Stream
+    joining: tuple[float, ...]
+    others: tuple[float, ...] = ()
+
+
+@cache
+def recorded_loads(results: Path) -> dict[tuple[str, str], list[Load]]:
+    """Read machine and model -> loads, of the folders of ``results`` that have some."""
+    folders = [folder for folder in machines(results) if (folder / f"{LOADS_FILE}.csv").exists()]
+    return {(folder.name, model): found for folder in folders for model, found in read_loads(folder).items()}
+
+
+def read_loads(folder: Path) -> dict[str, list[Load]]:
+    """Read model -> loads of Punica below its capacity, with a p99, whose number of requests agrees with the settings
+    beside the rows (those of the last command).
+    """
+    stream = stream_of(json.loads((folder / f"{LOADS_FILE}.json").read_text(encoding="utf-8")))
+    rows = rows_that_count(folder, LOADS_FILE)
+    chosen = rows["system"].eq("punica") & rows["metric"].isin(OF_A_LOAD | OF_STEPS) & ~rows["disturbed"]
+    cells: dict[tuple[str, str, str, int], dict[str, Any]] = defaultdict(dict)
+    row: Any
+    for row in rows[chosen].fillna({"repeat": 0, "batch_size": 0, "rank": 0}).itertuples():
+        cell = cells[row.model, row.panel, row.workload, int(row.repeat)]
+        cell |= {row.metric: row.value, "shape": (int(row.batch_size), int(row.rank))}
+    longer: dict[str, list[float]] = defaultdict(list)
+    for (model, panel, *_), value in cells.items():
+        if value.keys() >= OF_STEPS and not _is_predicted(panel, value):
+            longer[model].append((value["prefill_step"] - value["decode_step"]) / 1e3)
+    found: dict[str, list[Load]] = defaultdict(list)
+    for (model, panel, workload, repeat), value in cells.items():
+        if _is_predicted(panel, value):
+            about = value["offered_rate"], value[P99] / 1e3, *value["shape"]
+            load = Load(panel, workload, repeat, *about, stream, joining=tuple(sorted(longer[model])))
+            sent = stream.counts(load.rate, stream.arrivals(load.rate, repeat)).sum()
+            if FEWEST_FOR_P99 <= value["requests"] == sent:
+                found[model].append(load)
+    return {
+        model: [replace(one, others=tuple(other.p99 for other in known if other.panel != one.panel)) for one in known]
+        for model, known in found.items()
+    }
+
+
+def _is_predicted(panel: str, value: Mapping[str, Any]) -> bool:
+    return panel.startswith("load ") and value.keys() >= OF_A_LOAD and value["load"] < 1
+
+
+def stream_of(settings: Mapping) -> Stream:
+    """Build the stream from the settings beside the rows."""
+    figure = settings["figure"]
+    return Stream(
+        **{name: figure[name] for name in ("lengths", "requests", "max_len")},
+        span=Span(**{name: figure[name] for name in ("warm", "seconds", "drain", "least", "longest")}),
+        seed=settings["adapters"]["seed"],
+        works_ahead=settings["hardware"]["device"] != "cpu",
+    )
+
+
+def first_token_readings(load: Load, cost: StepCost, seeds: int = 1) -> list[Reading]:
+    """Return the simulated p99, its span over other arrivals of the same rate, and its error; `_low` and `_high` of
+    the error: by single rates' cost of steps with a prompt; `_of_a_constant`: of the mean of the other loads' p99.
+
+    Near capacity a few percent of a step decide the length of the queue.
+    """
+    costs = {"": cost}
+    if told := load.joining:
+        cases = {"": median(told), "_low": told[0], "_high": told[-1]}
+        costs = {name: with_joins(load, cost, seconds) for name, seconds in cases.items()}
+    waits = {name: p99_first_token(load, one) for name, one in costs.items()}
+    if load.others:
+        waits[CONSTANT] = fmean(load.others)
+    about: dict[str, Any] = {"kind": SIMULATED, "cost_model": costs[""].name}
+
+    def run(place: int) -> list[Reading]:
+        stream = replace(load.stream, seed=load.stream.seed + place * OTHER_SEED)
+        wait = p99_first_token(replace(load, stream=stream), costs[""]) if place else waits[""]
+        return [Reading("p99_first_token", 1e3 * wait, "ms", **about)]
+
+    errors = {f"p99_error{name}": wait / load.p99 - 1 for name, wait in waits.items()}
+    return [
+        *spanned([run(place) for place in range(seeds)]),
+        *(Reading(name, error, "fraction", **about) for name, error in errors.items()),
+    ]
+
+
+def with_joins(load: Load, cost: StepCost, seconds: float) -> StepCost:
+    """Give ``cost`` steps with a prompt that take ``seconds`` more than others, the prompt's rows included."""
+    rows = float(load.stream.drawn.prompt.mean())
+    name = f"{cost.name}, steps with a prompt of other loads"
+    return replace(cost, name=name, join=max(0.0, seconds - cost.prefill * rows))
+
+
+def p99_first_token(load: Load, cost: StepCost) -> float:
+    """Simulate the load on one GPU with enough KV cache: p99 of the seconds until the first token."""
+    stream, size = load.stream, load.max_batch_size
+    arrivals, drawn = stream.arrivals(load.rate, load.repeat), stream.drawn
+    count = len(arrivals)
+    lengths = RequestLengths(np.resize(drawn.prompt, count), np.resize(drawn.output, count))
+    adapters = np.resize(popularity(load.workload).requests(stream.requests) + 1, count)
+    policy = ClusterPolicy(max_batch_size=size)
+    policy.add_gpu("gpu", size * (policy.page_size + int((drawn.prompt + drawn.output).max())))
+    trace = Trace(arrivals, lengths, adapters, np.full(count, load.rank))
+    result = simulate(trace, policy, cost, works_ahead=stream.works_ahead, own_queue=True)
+    waits = result.first_token_s - arrivals
+    return float(np.quantile(waits[stream.counts(load.rate, arrivals)], 0.99))
