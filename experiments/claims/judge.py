@@ -14,7 +14,7 @@ from experiments.claims.rows import NotMeasured, Rows, named
 from experiments.facts.models import MODELS
 from experiments.facts.paper import Statement, claim_clocks, paper_file, read_claims
 from experiments.harness.catalogue import experiments
-from experiments.harness.clocks import HOST, NOT_STEADY, unsteady
+from experiments.harness.counted import HOST, NOT_STEADY, unsteady
 from experiments.measure.records import COLUMNS
 
 REPRODUCED, SHAPE, NOISE, DIFFERS = "reproduced", "shape holds", "within noise", "differs"

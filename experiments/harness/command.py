@@ -6,8 +6,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -124,10 +123,10 @@ def register_names(group: str, names: Iterable[str]) -> None:
 
 
 def _detected(what: str) -> str:
-    """`name`, `device` or `dtype` of this machine, for `conf/hardware/auto.yaml`."""
+    """Return `name`, `device` or `dtype` of this machine, for `conf/hardware/auto.yaml`."""
     name = environment.hardware_slug()
-    on_cpu = name == "cpu"
-    return {"name": name, "device": "cpu" if on_cpu else "cuda", "dtype": "float32" if on_cpu else "float16"}[what]
+    device, dtype = ("cpu", "float32") if name == "cpu" else ("cuda", "float16")
+    return {"name": name, "device": device, "dtype": dtype}[what]
 
 
 def _fitting(field: str, device: str, scale: str) -> Any:
@@ -199,6 +198,7 @@ def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
     failed: list[str] = []
 
     def task(cfg: DictConfig) -> None:
+        is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         try:
             code = or_exit(lambda: job(cfg))
         except SystemExit as stop:
@@ -206,37 +206,23 @@ def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
             if code == INTERRUPTED:
                 raise
         except Exception:
-            if not _is_multirun():
+            if not is_sweep:
                 raise
             traceback.print_exc()
             code = 1
-        if code and _is_multirun():
+        if code and is_sweep:
             failed.append(" ".join(given()))
         elif code:
             raise SystemExit(code)
 
     or_exit(refuse_what_hydra_takes_otherwise)
-    with _any_help(), mock.patch.dict(os.environ, HYDRA_FULL_ERROR="1"):  # it raises what it would print in many lines
+    # Python 3.14 checks help texts, and Hydra 1.3 has one that is no string
+    unchecked = mock.patch.object(argparse.ArgumentParser, "_check_help", create=True)
+    with unchecked, mock.patch.dict(os.environ, HYDRA_FULL_ERROR="1"):  # it raises what it would print in many lines
         or_exit(hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task))
     if failed:
         print(f"jobs that failed: {len(failed)}", *failed, sep="\n  ", file=sys.stderr)
         raise SystemExit(1)
-
-
-@contextmanager
-def _any_help() -> Iterator[None]:
-    """Allow a help text that is no string: Hydra 1.3 has one, and Python 3.14's argparse checks them."""
-    check = getattr(argparse.ArgumentParser, "_check_help", None)
-    if check is None:
-        yield
-        return
-    checked: Any = lambda self, action: check(self, action) if isinstance(action.help, str) else None  # noqa: E731
-    with mock.patch.object(argparse.ArgumentParser, "_check_help", checked):
-        yield
-
-
-def _is_multirun() -> bool:
-    return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def refuse_what_hydra_takes_otherwise() -> None:

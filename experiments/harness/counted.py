@@ -3,8 +3,9 @@
 A folder of rows can hold several scales, clocks and repeats of one point. Of these count
 
 * per figure the largest scale present (`SCALES`; others, as smoke, where these have none);
-* per figure and metric one clock: the caller's, else the first present of `measure.records.TIMERS`; the host's
-  gives way to any other where it is not steady (`experiments.harness.clocks`);
+* per figure and metric one clock: the caller's, else the first present of `measure.records.TIMERS`. Beside a GPU the
+  host's gives way to any other unless launches in the figure are steady: each row has a calibration
+  (`experiments.measure.disturbance`), and their 90 % quantile is at most `STEADY` times their 10 % quantile;
 * of each repeat the newest row; of repeats the undisturbed ones, all where none was quiet, none beside a row without
   a repeat, which is of them all.
 
@@ -17,9 +18,13 @@ from dataclasses import asdict
 import numpy as np
 import pandas as pd
 
-from experiments.harness.clocks import gives_way
 from experiments.measure.records import COLUMNS, TIMERS, Row
 
+GRAPH, HOST = TIMERS[0], TIMERS[-1]
+STEADY = 1.10
+"""Claims call curves flat within 10 % (C08, C14, C15, C24): a clock that wanders by more decides them by chance. On an
+H200, 72 % of Figure 8's points differed by more between undisturbed repeats timed by the host, 4 % in graphs."""
+NOT_STEADY = "host clock: not steady here"
 SCALES = ("paper", "gpu", "laptop")
 POINT = ["figure", "panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric", "t_s", "gpu"]
 """Columns of a point, apart from its statistic; its scale is none of them, nor is its clock where one is chosen."""
@@ -76,3 +81,24 @@ def _preferred(rows: pd.DataFrame, column: str, order: Sequence[str], within: li
     """Keep, per group ``within``, the rows whose ``column`` has the first value of ``order`` in the group."""
     place = rows[column].map({name: place for place, name in enumerate(dict.fromkeys(order))}).fillna(len(order))
     return rows[place == place.groupby([rows[name] for name in within]).transform("min")]
+
+
+def unsteady(rows: pd.DataFrame) -> pd.Series:
+    """Mark rows of the host's clock beside a GPU whose figure has no steady launches at that scale."""
+    host = rows[rows["timer"].eq(HOST) & rows["kind"].ne("simulated") & rows["hardware"].ne("cpu")]
+    launches = pd.to_numeric(host["calib_launch_us"])
+    groups = launches.groupby([host[name] for name in ("hardware", "figure", "scale")], dropna=False)
+    spread = groups.transform(lambda us: us.quantile(0.9) / us.quantile(0.1) if us.notna().all() else float("inf"))
+    return (spread > STEADY).reindex(rows.index, fill_value=False)
+
+
+def gives_way(rows: pd.DataFrame) -> pd.Series:
+    """Mark `unsteady` rows whose metric another clock has timed in the same figure; simulations have none."""
+    noisy = unsteady(rows)
+    alone = noisy | rows["kind"].eq("simulated")
+    return noisy & ~alone.groupby([rows["figure"], rows["metric"]]).transform("all")
+
+
+def clock_note(rows: pd.DataFrame) -> str:
+    """Return the sentence for a figure of ``rows`` some of which give way; else an empty one."""
+    return NOT_STEADY if gives_way(rows).any() else ""

@@ -9,6 +9,7 @@ repeats, and after the last pass. Only a quieter measurement replaces rows. What
 repeated runs of one command make progress.
 """
 
+import itertools
 import math
 import sys
 from collections import Counter
@@ -77,7 +78,9 @@ class Passes:
         with tqdm(total=points, desc=self.experiment.name, unit="point", dynamic_ncols=True) as self.progress:
             for index, groups in enumerate(passes):
                 if index:
-                    self._say_what_is_left(passes[index:], len(passes))
+                    left = itertools.chain.from_iterable(passes[index:])
+                    seconds = sum(self.budget.estimate(_key(group)) for group in left)
+                    self._say(f"{len(passes) - index} of {len(passes)} passes left, at most {seconds / 60:.1f} min")
                 new = any(self._noise_of(group) is None for group in groups)
                 self._pass(groups, may_give_way=self.budget.firm or (index > 0 and (begun or not new)))
                 if 2 * len(self._marked()) <= len(groups):  # else other work still runs and would disturb them again
@@ -87,8 +90,9 @@ class Passes:
                 self._measure_marked()
             self._derive(derived)
             if outcome.left_out:
-                short = "did not fit into its share of time; the same command goes on with them"
-                self._say(f"{outcome.left_out} of its measurements {short}")
+                self._say(
+                    f"{outcome.left_out} measurements did not fit into its time; the same command goes on with them"
+                )
         tidy_samples(self.rows)
         outcome.disturbed = sum(map(len, self._marked()))
 
@@ -101,12 +105,12 @@ class Passes:
         for group in groups:
             self.progress.set_postfix_str(group[0].label(), refresh=True)
             if may_give_way and self.outcome.measured and not self.budget.fits(_key(group), slack=SLACK):
-                self._leave_out([group])
+                self._leave_out(group)
             elif group[0].label() not in self._wrong:
                 if self._measure(group):
                     self.outcome.measured += len(group)
                 elif group[0].label() not in self._wrong:
-                    self._leave_out([group])
+                    self._leave_out(group)
             self._left -= len(group)
             self.progress.update(len(group))
 
@@ -140,8 +144,6 @@ class Passes:
                 self._fail(group, error)
                 return False
         self._seen[_key(group), group[0].repeat] = group
-        values = [f": {one.metric} {one.value:.4g} {one.unit}" for one in readings[-1][:1]]
-        self.progress.set_postfix_str("".join([group[-1].label(), *values]), refresh=False)
         return True
 
     def _keep(self, group: Group, readings: Sequence[Sequence[Reading]], found: Disturbance) -> None:
@@ -161,13 +163,13 @@ class Passes:
 
     def _write(self, group: Group, readings: Sequence[Sequence[Reading]], columns: dict[str, Any]) -> None:
         pairs = [(point, one) for point, many in zip(group, readings, strict=True) for one in many]
-        rows = [self._row(point, **{**one.columns(), **columns}) for point, one in pairs]
+        rows = [
+            Row(config_hash=self._digest(point), **{**self._columns, **point.columns(), **one.columns(), **columns})
+            for point, one in pairs
+        ]
         self.rows.replace(rows)
         found = zip(rows, (one.samples for _, one in pairs), strict=True)
         add_samples(self.rows, [(row, samples) for row, samples in found if len(samples)])
-
-    def _row(self, point: Point, **columns: Any) -> Row:
-        return Row(config_hash=self._digest(point), **self._columns, **point.columns(), **columns)
 
     def _noise_of(self, group: Group) -> float | None:
         """`other_cpu` of the marked rows of `group`; None where a point of it has none."""
@@ -177,11 +179,11 @@ class Passes:
     def _marked(self) -> list[Group]:
         return [group for group in self._seen.values() if self._noise_of(group) is not None]
 
-    def _leave_out(self, groups: Sequence[Group]) -> None:
-        """Count `groups` as left out for want of time; rows of earlier runs stay, with their marks."""
-        self._short |= {group[0].repeat for group in groups}
-        self._seen |= {(_key(group), group[0].repeat): group for group in groups}
-        self.outcome.left_out += sum(map(len, groups))
+    def _leave_out(self, group: Group) -> None:
+        """Count `group` as left out for want of time; rows of earlier runs stay, with their marks."""
+        self._short.add(group[0].repeat)
+        self._seen[_key(group), group[0].repeat] = group
+        self.outcome.left_out += len(group)
 
     def _in_time(self, group: Group) -> Config:
         """Return the configuration of `group`'s clock with no more seconds per point than time allows.
@@ -197,8 +199,9 @@ class Passes:
 
     def _fail(self, group: Group, error: Exception) -> None:
         """Drop the rows of all repeats of `group`, and note the reason."""
-        self.rows.drop({self._row(point, metric="", value=0.0, unit="").point for point in group})
         digests = {self._digest(point) for point in group}
+        named = {"metric": "", "value": 0.0, "unit": ""}
+        self.rows.drop({Row(**{**self._columns, **point.columns(), **named}).point for point in group})
         self._noise = {key: noise for key, noise in self._noise.items() if key[0] not in digests}
         self._wrong.add(group[0].label())
         self.outcome.failed.append(f"{group[0].label()}: {error}")
@@ -221,10 +224,6 @@ class Passes:
                 elif point.label() not in self._wrong:
                     self._fail([point], error)
             self.progress.update()
-
-    def _say_what_is_left(self, passes: Sequence[Sequence[Group]], of: int) -> None:
-        seconds = sum(self.budget.estimate(_key(group)) for groups in passes for group in groups)
-        self._say(f"{len(passes)} of {of} passes left, at most {seconds / 60:.1f} min")
 
     def _say(self, text: str) -> None:
         self.progress.write(f"{self.experiment.name}: {text}", file=sys.stderr)

@@ -19,8 +19,6 @@ NAMES = (
     "config_hash", "source_hash",
 )  # fmt: skip
 """Columns of a line, those of the rows that it belongs to."""
-Sampled = tuple[Row, Sequence[float]]
-"""A row that counts samples, and the samples in the unit of the metric."""
 
 
 def samples_file(rows_file: Path) -> Path:
@@ -28,19 +26,18 @@ def samples_file(rows_file: Path) -> Path:
     return rows_file.parent / "samples" / f"{rows_file.stem}.jsonl.gz"
 
 
-def add_samples(rows: RowFile, found: Iterable[Sampled]) -> None:
-    """Append the samples of newly written ``rows``."""
-    if lines := [_line(row, samples) for row, samples in found]:
+def add_samples(rows: RowFile, found: Iterable[tuple[Row, Sequence[float]]]) -> None:
+    """Append samples, in the unit of the metric, of newly written ``rows`` that count them."""
+    lines = []
+    for row, samples in found:
+        named = {name: getattr(row, name) for name in NAMES}
+        lines.append(json.dumps({**named, "samples": [float(f"{value:.6g}") for value in samples]}) + "\n")
+    if lines:
         with rows.locked():
             path = samples_file(rows.path)
             ensure_writable(path.parent)
             with path.open("ab", buffering=0) as stream:
                 stream.write(gzip.compress("".join(lines).encode(), mtime=0))
-
-
-def _line(row: Row, samples: Sequence[float]) -> str:
-    named = {name: getattr(row, name) for name in NAMES}
-    return json.dumps({**named, "samples": [float(f"{value:.6g}") for value in samples]}) + "\n"
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
@@ -50,19 +47,16 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as stream:
             lines = [json.loads(line) for line in stream]
-            return list({_named(line): line for line in lines}.values())
+            return list({tuple(line[name] for name in NAMES): line for line in lines}.values())
     except (OSError, EOFError, ValueError, KeyError) as error:
         raise RowsError(f"{path} is damaged ({error}): delete it, the rows stay") from None
-
-
-def _named(line: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(line[name] for name in NAMES)
 
 
 def write_samples(path: Path, rows: Sequence[Row], lines: Iterable[dict[str, Any]]) -> None:
     """Write those of ``lines`` that are behind ``rows`` to ``path``, in one step."""
     theirs = {tuple(getattr(row, name) for name in NAMES) for row in rows}
-    text = "".join(json.dumps(line) + "\n" for line in lines if _named(line) in theirs)
+    kept = [line for line in lines if tuple(line[name] for name in NAMES) in theirs]
+    text = "".join(json.dumps(line) + "\n" for line in kept)
     ensure_writable(path.parent)
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(gzip.compress(text.encode(), mtime=0))

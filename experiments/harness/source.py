@@ -21,13 +21,8 @@ from experiments.harness.schema import REPOSITORY
 
 PACKAGES = ("experiments", "punica")
 DATA = ("paper_results", "results")
-ONLY_SHOW = tuple(
-    f"experiments.{room}"
-    for room in (
-        "plots", "commands", "claims", "report", "harness.catalogue", "harness.command", 
-        "harness.source",
-    )
-)  # fmt: skip
+_SHOWING = ("plots", "commands", "claims", "report", "harness.catalogue", "harness.command", "harness.source")
+ONLY_SHOW = tuple(f"experiments.{room}" for room in _SHOWING)
 ALWAYS = ("experiments.harness.passes", "experiments.harness.samples", "experiments.measure.disturbance")
 """Modules: what repeats, drops and marks the measurements of every figure."""
 DRAWING = {"drawn_by", "overlay", "shown"}
@@ -35,6 +30,9 @@ DRAWING = {"drawn_by", "overlay", "shown"}
 _NAMED = re.compile(r"(experiments|punica)(\.\w+)*")
 _FILE = re.compile(r"[\w.]+")
 _NO_CODE = {"__version__", "__all__"}
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_IGNORED = {"type_comment", "ctx", "kind", "type_ignores"}
+_IMPORTS = (ast.Import, ast.ImportFrom)
 
 
 class Place(NamedTuple):
@@ -75,14 +73,10 @@ def _content(path: Path) -> str:
 
 
 class Module:
-    """Top-level statements of a file by the names that they define.
+    """Top-level statements of a file by the names that they define, and what its imports and texts name.
 
-    Attributes:
-        definitions: name -> the statements that define or fill it.
-        bound: name that an import gives -> what it names.
-        named: modules of the house that texts name.
-        registered: registry, as a decorator writes it, and the name of a definition that it gets.
-        effects: statements that define nothing.
+    `registered`: registry, as a decorator writes it, and the name of a definition that it gets. `effects`: statements
+    that define nothing.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -94,7 +88,7 @@ class Module:
         self.effects: list[ast.stmt] = []
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
+            if isinstance(node, _IMPORTS):
                 self._bind(node)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _NAMED.fullmatch(node.value):
                 self.named |= {node.value, f"{node.value}.__main__"}
@@ -110,10 +104,9 @@ class Module:
                 self.bound[alias.asname or package] = Place(alias.name if alias.asname else package)
 
     def _sort(self, statement: ast.stmt) -> None:
-        if isinstance(statement, (ast.Import, ast.ImportFrom)) or is_text(statement) or _for_types(statement):
-            return
+        for_types = isinstance(statement, ast.If) and ast.unparse(statement.test).endswith("TYPE_CHECKING")
         names = list(_defined(statement))
-        if names and set(names) <= _NO_CODE:
+        if for_types or not _counts(statement) or (names and set(names) <= _NO_CODE):
             return
         for name in names:
             self.definitions[name].append(statement)
@@ -129,35 +122,24 @@ def _defined(statement: ast.AST) -> Iterator[str]:
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         yield statement.name
         return
-    targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
-    for target in filter(None, targets):
-        for node in ast.walk(target):
-            if isinstance(node, ast.Name):
-                yield node.id
+    for target in getattr(statement, "targets", None) or filter(None, [getattr(statement, "target", None)]):
+        yield from (node.id for node in ast.walk(target) if isinstance(node, ast.Name))
     if isinstance(statement, (ast.If, ast.Try, ast.With, ast.For)):
         for part in ast.iter_child_nodes(statement):
             yield from _defined(part)
 
 
-def is_text(statement: object) -> bool:
-    """Tell if a statement is a string alone: a docstring of a module, class, function or variable."""
+def _counts(statement: object) -> bool:
+    """Tell if a statement is code: neither an import nor a string alone, which documents what is beside it."""
     match statement:
-        case ast.Expr(value=ast.Constant(value=str())):
-            return True
-    return False
-
-
-def _for_types(statement: object) -> bool:
-    return isinstance(statement, ast.If) and ast.unparse(statement.test).endswith("TYPE_CHECKING")
+        case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant(value=str())):
+            return False
+    return True
 
 
 class Code:
-    """Code of statements as text in which only code counts, with what it uses.
-
-    Attributes:
-        text: the same on every Python that parses the statements.
-        reached: definitions and modules of the house that it names.
-        strings: its texts.
+    """Statements as text in which only code counts, the same on every Python; definitions and modules of the house that
+    they have `reached`, and their `strings`.
     """
 
     def __init__(self, tree: "Tree", module: Module, statements: Iterable[ast.AST]) -> None:
@@ -168,8 +150,7 @@ class Code:
 
     def _write(self, value: object, local: frozenset[str]) -> str:
         if isinstance(value, list):
-            kept = [one for one in value if not (is_text(one) or isinstance(one, (ast.Import, ast.ImportFrom)))]
-            return f"[{','.join([self._write(one, local) for one in kept])}]"
+            return f"[{','.join([self._write(one, local) for one in value if _counts(one)])}]"
         if not isinstance(value, ast.AST):
             if isinstance(value, str):
                 self.strings.add(value)
@@ -198,18 +179,12 @@ class Code:
 def _undrawn(statement: ast.stmt) -> ast.stmt | None:
     """Return a statement of a class without attributes of `DRAWING`; None where nothing is left."""
     match statement:
-        case ast.FunctionDef(name=name) if name in DRAWING:
-            return None
-        case ast.Assign(targets=[ast.Name(id=name)]) if name in DRAWING:
+        case ast.FunctionDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]) if name in DRAWING:
             return None
         case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)) if len(names) == len(values):
             kept = [pair for pair in zip(names, values, strict=True) if getattr(pair[0], "id", "") not in DRAWING]
             return ast.Assign([ast.Tuple([name for name, _ in kept])], ast.Tuple([one for _, one in kept]), lineno=0)
     return statement
-
-
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_IGNORED = {"type_comment", "ctx", "kind", "type_ignores"}
 
 
 def _local(scope: ast.AST) -> frozenset[str]:
@@ -219,17 +194,14 @@ def _local(scope: ast.AST) -> frozenset[str]:
     waiting = list(ast.iter_child_nodes(scope))
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.arg):
-            found.add(node.arg)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            found.add(node.name)
-        elif isinstance(node, (ast.Global, ast.Nonlocal)):
-            declared |= set(node.names)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.add(node.name)
-            continue
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
+                found.add(name)
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
+                declared |= set(names)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+                continue
         if not isinstance(node, _SCOPES):
             waiting += ast.iter_child_nodes(node)
     return frozenset(found - declared)
@@ -263,9 +235,8 @@ class Tree:
         """Return the module of a script, which may be outside of the packages."""
         inside = path.is_relative_to(self.root)
         name = ".".join(path.relative_to(self.root).with_suffix("").parts) if inside else path.stem
-        if name not in self._modules:
-            self._modules[name] = Module(name, path)
-        return self._modules[name]  # type: ignore[return-value]
+        self._modules[name] = self._modules.get(name) or Module(name, path)
+        return self.known(name)
 
     def find(self, place: Place) -> Place | None:
         """Follow imports to where a name is defined; None where the house does not define it."""
@@ -304,27 +275,20 @@ class Tree:
     def imports(self, name: str) -> set[str]:
         """Return the modules of the house that a module imports or names in a text, with their packages, and itself."""
         if name not in self._imports:
-            module = self.module(name)
-            found = {name, *module.named} if module else set()
-            for target in module.bound.values() if module else ():
-                found |= {target.module, f"{target.module}.{target.name}"}
-            self._imports[name] = {one for each in found for one in with_packages(each) if self.module(one)}
+            module = self.known(name)
+            found = {name, *module.named}.union(*((one.module, ".".join(one)) for one in module.bound.values()))
+            self._imports[name] = {one for each in found for one in _with_packages(each) if self.module(one)}
         return self._imports[name]
 
 
-def with_packages(module: str) -> list[str]:
+def _with_packages(module: str) -> list[str]:
     """Return a module's name after those of the packages that it is in."""
     parts = module.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 class Reach:
-    """Code and data that decide the numbers of a script.
-
-    Attributes:
-        codes: texts of definitions.
-        data: files.
-    """
+    """Texts of definitions, and files of data, that decide the numbers of a script."""
 
     def __init__(self, tree: Tree, script: Path) -> None:
         self._tree, self._script = tree, tree.module_of(script)
@@ -345,9 +309,10 @@ class Reach:
         for used in code.reached:  # a module as a value can be asked for any of its names
             yield from [used] if used.name else self._all_of(used.module)
         yield from self._registered.get(place, ())
-        yield from map(Place, with_packages(place.module))
-        for text in code.strings:
-            yield from self._of_text(text)
+        yield from map(Place, _with_packages(place.module))
+        for text in filter(_NAMED.fullmatch, code.strings):  # a module that is imported later, or run as a program
+            yield from self._all_of(f"{text}.__main__")
+            yield from self._all_of(text) if "." in text else ()
         self.data |= set(self._files(place.module, code.strings))
 
     def _all_of(self, name: str) -> Iterator[Place]:
@@ -355,15 +320,6 @@ class Reach:
         if module := self._tree.module(name):
             yield Place(name)
             yield from (Place(name, one) for one in module.definitions)
-
-    def _of_text(self, text: str) -> Iterator[Place]:
-        """Yield all of a module that a text names: one that is imported later, or run as a program."""
-        if not _NAMED.fullmatch(text):
-            return
-        for name in (text, f"{text}.__main__"):
-            module = self._tree.module(name)
-            if module and (name != text or text.count(".")):
-                yield from self._all_of(name)
 
     @cached_property
     def _registered(self) -> dict[Place, list[Place]]:
@@ -395,4 +351,3 @@ class Reach:
                 yield from (beside / text).glob("*.json")
             if not of_script and text != self._script.name.rpartition(".")[2]:
                 yield from root.glob(f"results/*/{text}.csv")
-

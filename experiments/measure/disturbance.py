@@ -5,7 +5,7 @@ Three witnesses, because each is blind to something:
 * **other work**: CPU time of all processes on our cores, and steal, minus our own;
 * **calibration**: one product and one copy before and after. It sees what the kernel cannot account for, such as
   another guest of the same host that fills the memory bus or lowers the clock. On a GPU launches are timed, too: they
-  mark no measurement, but tell whether times of the host's clock can be compared (`experiments.harness.clocks`);
+  mark no measurement, but tell whether times of the host's clock can be compared (`experiments.harness.counted`);
 * **GPU**: clock of the multiprocessors and reasons to throttle, from ``nvidia-smi``, where there is a GPU.
 
 A `Watch` brackets one measurement. A number keeps its `Disturbance`; the caller decides whether to measure again.

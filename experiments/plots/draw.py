@@ -12,8 +12,7 @@ import pandas as pd
 from hydra.utils import get_method
 from matplotlib.figure import Figure
 
-from experiments.harness.clocks import clock_note
-from experiments.harness.counted import counted, frame_of
+from experiments.harness.counted import clock_note, counted, frame_of
 from experiments.harness.experiment import Experiment
 from experiments.harness.schema import REPOSITORY
 from experiments.measure.records import ensure_writable, read_rows

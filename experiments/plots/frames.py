@@ -7,8 +7,7 @@ import pandas as pd
 from experiments.facts.models import MODELS, STAND_INS
 from experiments.facts.paper import FIGURE_FILES, paper_file, read_figure
 from experiments.facts.systems import SYSTEMS
-from experiments.harness.clocks import gives_way
-from experiments.harness.counted import counted, frame_of, merged
+from experiments.harness.counted import counted, frame_of, gives_way, merged
 from experiments.harness.schema import REPOSITORY
 from experiments.measure.records import COLUMNS, TIMERS, read_rows
 from experiments.workload.popularity import WORKLOADS

@@ -1,6 +1,5 @@
 """Where and how scripts may be started, keys that no schema has, and sweeps with a job that fails."""
 
-import argparse
 import json
 import os
 import re
@@ -125,14 +124,3 @@ def test_a_job_of_a_sweep_that_fails_does_not_stop_the_later_ones(tmp_path):
     assert done.stderr.splitlines()[-3:] == ["jobs that failed: 2", "  size=0", "  size=3"]
     assert "error: size=0 must be at least 1" in done.stderr
     assert "ZeroDivisionError" in done.stderr
-
-
-def test_help_texts_that_python_3_14_refuses_are_let_through(monkeypatch):
-    def check(parser, action):
-        assert isinstance(action.help, str)
-
-    monkeypatch.setattr(argparse.ArgumentParser, "_check_help", check, raising=False)
-    with command._any_help():
-        argparse.ArgumentParser._check_help(None, argparse.Namespace(help=object()))
-        argparse.ArgumentParser._check_help(None, argparse.Namespace(help="text"))
-    assert argparse.ArgumentParser._check_help is check

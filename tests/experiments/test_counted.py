@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.harness.clocks import NOT_STEADY, clock_note, unsteady
-from experiments.harness.counted import counted, frame_of, merged
+from experiments.harness.counted import NOT_STEADY, clock_note, counted, frame_of, merged, unsteady
 from experiments.measure.records import Row
 
 BASE = Row(

@@ -24,8 +24,7 @@ from experiments.fig07_sgmv_roofline import SHEET
 from experiments.fig08_lora_operator import EXPERIMENT as FIG08
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
 from experiments.fig10_layer import EXPERIMENT as FIG10
-from experiments.harness.clocks import NOT_STEADY
-from experiments.harness.counted import counted, frame_of, merged
+from experiments.harness.counted import NOT_STEADY, counted, frame_of, merged
 from experiments.harness.schema import CONF, REPOSITORY
 from experiments.harness.settings import settle
 from experiments.measure.records import Row, write_rows

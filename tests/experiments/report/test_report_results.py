@@ -10,7 +10,7 @@ import pytest
 from experiments.claims.judge import DIFFERS, NOISE, NOT_MEASURED, NOT_TESTABLE, REPRODUCED, SHAPE
 from experiments.claims.table import marked
 from experiments.facts.paper import read_claims
-from experiments.harness.clocks import NOT_STEADY
+from experiments.harness.counted import NOT_STEADY
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
 from experiments.measure.records import RowsError, write_rows
