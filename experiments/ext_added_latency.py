@@ -19,12 +19,11 @@ Cost at scale=laptop: about 25 seconds on two cores, 1 GB.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from experiments.benches.operator_conf import OperatorConf, operator_conf
-from experiments.benches.operator_figure import OperatorExperiment
+from experiments.benches.operator_figure import OperatorConf, OperatorExperiment, operator_conf
 from experiments.harness import Config, Point, Reading, main, sampled
 
 if TYPE_CHECKING:
@@ -49,30 +48,15 @@ class AddedLatency(OperatorExperiment):
         from experiments.benches import operators
 
         figure = operator_conf(cfg)
-        weights = self.kept((figure.h1, figure.h2, figure.dtype), lambda: projection(cfg))
+        weights = self.kept((figure.h1, figure.h2, figure.dtype), lambda: operators.projection(cfg))
         calls: dict[str, list[Call]] = {}
         for point in points:
-            batches = operators.problems(cfg, point.workload, cast(int, point.batch_size), cast(int, point.rank))
+            batches = self.problems(cfg, point)
             calls[point.workload] = checked_calls(batches, weights, with_lora=True)
             if BASE not in calls:
                 calls[BASE] = checked_calls(batches, weights, with_lora=False)
         samples = operators.microseconds(cfg, calls)
         return [_readings(samples[point.workload], samples[BASE]) for point in points]
-
-
-def projection(cfg: Config) -> torch.Tensor:
-    """The weights W [copies, h1, h2], random, scaled so that y has unit variance."""
-    import torch
-
-    from experiments.benches.operators import copies
-
-    figure, device = operator_conf(cfg), cfg.hardware.device
-    count = copies(cfg, figure.h1 * figure.h2 * figure.dtype.bytes)
-    generator = torch.Generator(device).manual_seed(2)
-    weights = torch.empty(count, figure.h1, figure.h2, device=device, dtype=getattr(torch, figure.dtype.name))
-    for one in weights:
-        one.copy_(torch.randn(one.shape, generator=generator, device=device) * figure.h1**-0.5)
-    return weights
 
 
 def checked_calls(batches: Sequence[Problem], weights: torch.Tensor, with_lora: bool) -> list[Call]:
@@ -81,23 +65,29 @@ def checked_calls(batches: Sequence[Problem], weights: torch.Tensor, with_lora: 
     """
     import torch
 
-    from experiments.benches.layer_call import beside
-    from experiments.benches.operators import Prepared, checked, layer_calls
+    from experiments.benches import operators
     from punica.layers.dual_stream import DualStream
+    from punica.ops.interface import Beside
 
     first, turn = batches[0], len(weights)
     calls: list[Call] = [partial(torch.mm, one.x, weights[i % turn], out=one.y) for i, one in enumerate(batches)]
+    streams = DualStream(first.x.device) if first.x.is_cuda else None
+
+    def beside(product: Call, call: Callable[..., object]) -> None:
+        aside = streams.begin(first.x) if streams is not None else None
+        product()
+        call(**({} if aside is None else {"beside": Beside(aside)}))
+
     if with_lora:
-        streams = DualStream(first.x.device) if first.x.is_cuda else None
-        pairs = zip(calls, layer_calls(batches), strict=True)
-        calls = [partial(beside, streams, first.x, *pair) for pair in pairs]
+        pairs = zip(calls, map(operators.layer_call, batches), strict=True)
+        calls = [partial(beside, *pair) for pair in pairs]
 
     def expected() -> torch.Tensor:
         y = first.x.double() @ weights[0].double()
         return y + first.expected() if with_lora else y
 
     name = f"base projection {'with' if with_lora else 'without'} LoRA"
-    return checked(name, [Prepared(call, lambda: first.y, expected) for call in calls])
+    return operators.checked(name, [operators.Prepared(call, lambda: first.y, expected) for call in calls])
 
 
 def _readings(with_lora: Sequence[float], base: Sequence[float]) -> list[Reading]:

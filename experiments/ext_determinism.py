@@ -24,17 +24,13 @@ Cost at scale=laptop: minutes on a GPU, where kernels are compiled on first use;
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
-from tqdm import tqdm
 
-from experiments.benches.operator_conf import OperatorConf
-from experiments.benches.operator_figure import OperatorExperiment
+from experiments.benches.operator_figure import OperatorConf, OperatorExperiment, points_of_gpu
 from experiments.harness import Config, Point, Reading, main, sampled
 
 if TYPE_CHECKING:
@@ -42,8 +38,6 @@ if TYPE_CHECKING:
 
     from experiments.benches.operators import Problem
     from experiments.measure.timing import Call
-
-SMALLEST_BLOCK = 128  # of K, in elements
 
 
 class DeterminismConf(OperatorConf):
@@ -59,91 +53,47 @@ class Determinism(OperatorExperiment):
     drawn_by = "extensions.draw_determinism"
 
     def points(self, cfg: Config) -> list[Point]:
-        if cfg.hardware.device == "cpu":
-            text = "nothing to measure on a CPU, whose one operator is deterministic; it needs a GPU"
-            tqdm.write(f"{self.name}: {text}", file=sys.stderr)
-            return []
-        return super().points(cfg)
+        return points_of_gpu(self, cfg, super().points(cfg))
 
     def settings(self, cfg: Config) -> dict[str, Any]:
         return {**super().settings(cfg), "runs": cast(DeterminismConf, cfg.figure).runs}
 
     def calls(self, cfg: Config, point: Point) -> list[Call]:
-        from experiments.benches.operators import adding, checked, problems
+        from experiments.benches.atomics import VARIANTS
+        from experiments.benches.operators import adding, checked
 
-        batches = problems(cfg, point.workload, cast(int, point.batch_size), cast(int, point.rank))
-        return checked(point.system, [adding(batch, VARIANTS[point.system](batch)) for batch in batches])
+        return checked(point.system, [adding(one, VARIANTS[point.system](one)) for one in self.problems(cfg, point)])
 
     def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
-        from experiments.benches.operators import problems
-
-        batch = problems(cfg, point.workload, cast(int, point.batch_size), cast(int, point.rank))[0]
+        batch = self.problems(cfg, point)[0]
         runs = between_runs(batch, point.system, cast(DeterminismConf, cfg.figure).runs)
-        found = sampled("latency", samples, "us")
-        for where, bits in (("between_runs", runs), ("from_row_alone", from_row_alone(batch, point.system))):
-            found.append(Reading(f"outputs_differing_{where}", bits.share, "share"))
-            found.append(Reading(f"max_difference_{where}", bits.absolute, "1"))
-            found.append(Reading(f"max_ulp_{where}", bits.ulp, "ulp"))
-        return found
+        alone = from_row_alone(batch, point.system)
+        return [*sampled("latency", samples, "us"), *_bits("between_runs", *runs), *_bits("from_row_alone", *alone)]
 
 
-class Bits(NamedTuple):
-    """Difference between the outputs of two calls that should give the same bits."""
-
-    share: float  # of the outputs
-    absolute: float  # largest difference
-    ulp: int  # largest difference in units in the last place of the output's dtype
+def _bits(where: str, changed: torch.Tensor, absolute: float, ulp: int) -> Iterator[Reading]:
+    yield Reading(f"outputs_differing_{where}", float(changed.double().mean()), "share")
+    yield Reading(f"max_difference_{where}", absolute, "1")
+    yield Reading(f"max_ulp_{where}", ulp, "ulp")
 
 
-def _library(problem: Problem, pdl: bool = True, batch_invariant: bool = False) -> Call:
-    from punica.ops.triton_ops import Options, TritonOps
-    from punica.ops.weights import LoRAWeights
-
-    weights = LoRAWeights.of((problem.a,), (problem.stored_b,))
-    return partial(TritonOps(Options(batch_invariant, pdl)).linear, problem.y, problem.x, weights, problem.step())
-
-
-def _atomics(problem: Problem, finer: int = 1) -> Call:
-    from experiments.benches.atomics import prepare_lora_atomics
-    from experiments.benches.operator_pairs import estimated
-    from experiments.benches.operator_shapes import Operator
-    from punica.ops.triton_ops.launch import supports_pdl
-
-    _, h2, rank = problem.b.shape
-    shrink, expand = estimated(Operator(problem.x.shape[1], (h2,), rank, problem.sizes))
-    if finer > 1:
-        block_k = max(SMALLEST_BLOCK, shrink.block_k // finer)
-        shrink = shrink._replace(split_k=finer * shrink.split_k, block_k=block_k)
-    operands = problem.y, problem.x, (problem.a,), (problem.stored_b,)
-    overlap = supports_pdl(problem.x.device)
-    call = prepare_lora_atomics(*operands, problem.meta_args(), shrink, expand, overlap=overlap)
-    return lambda: call(*operands)
-
-
-VARIANTS: dict[str, Callable[[Problem], Call]] = {
-    "deterministic": _library,
-    "deterministic, no PDL": partial(_library, pdl=False),
-    "batch invariant": partial(_library, batch_invariant=True),
-    "atomics": _atomics,
-    "atomics, finer split": partial(_atomics, finer=4),
-}
-"""System -> its call: Triton kernels, which run on a GPU, and at toy sizes in Triton's interpreter."""
-
-
-def between_runs(problem: Problem, name: str, runs: int) -> Bits:
+def between_runs(problem: Problem, name: str, runs: int) -> tuple[torch.Tensor, float, int]:
     """The first of `runs` runs on the same inputs against all others: any difference is a lack of determinism."""
     import torch
 
+    from experiments.benches.atomics import VARIANTS
+
     call = VARIANTS[name](problem)
     first = _added(problem, call)
-    found = [differences(_added(problem, call), first) for _ in range(runs - 1)]
-    changed = torch.stack([different for different, _, _ in found]).any(0)
-    return Bits(_share(changed), max(a for _, a, _ in found), max(u for _, _, u in found))
+    changed, absolute, ulp = zip(*[differences(_added(problem, call), first) for _ in range(runs - 1)], strict=True)
+    return torch.stack(changed).any(0), max(absolute), max(ulp)
 
 
-def from_row_alone(problem: Problem, name: str) -> Bits:
+def from_row_alone(problem: Problem, name: str) -> tuple[torch.Tensor, float, int]:
     """Every row of the batch against the same row as a batch of one: any difference depends on the row's neighbours."""
     import torch
+
+    from experiments.benches.atomics import VARIANTS
 
     whole = _added(problem, VARIANTS[name](problem))
     rows = []
@@ -152,8 +102,7 @@ def from_row_alone(problem: Problem, name: str) -> Bits:
         y = torch.zeros_like(problem.y[this])
         alone = replace(problem, x=problem.x[this], y=y, slots=problem.slots[this], sizes=(1,))
         rows.append(_added(alone, VARIANTS[name](alone)))
-    changed, absolute, ulp = differences(whole, torch.cat(rows))
-    return Bits(_share(changed), absolute, ulp)
+    return differences(whole, torch.cat(rows))
 
 
 def _added(problem: Problem, call: Call) -> torch.Tensor:
@@ -161,10 +110,6 @@ def _added(problem: Problem, call: Call) -> torch.Tensor:
     problem.y.zero_()
     call()
     return problem.y.clone()
-
-
-def _share(changed: torch.Tensor) -> float:
-    return float(changed.double().mean())
 
 
 def differences(result: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, float, int]:

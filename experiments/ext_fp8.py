@@ -30,8 +30,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from experiments.benches.operator_conf import OperatorConf, operator_conf
-from experiments.benches.operator_figure import OperatorExperiment
+from experiments.benches.operator_figure import OperatorConf, OperatorExperiment, operator_conf
 from experiments.harness import PROTOCOL, Config, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
 from experiments.harness.schema import Count, DType

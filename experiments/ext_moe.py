@@ -59,6 +59,8 @@ ENGINE, BACKBONE_ENGINE = "engine", "backbone engine"
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
 IN_A_ROW = 4
 """Consecutive steps of one shape through the engine, before the next shape's turn."""
+
+
 class MoEConf(FigureConf):
     """Models (of `MODELS`), how much of them, and batches."""
 
@@ -316,9 +318,7 @@ def engine_of(sizes: MoESizes, device: str) -> EngineSteps:
     return EngineSteps(model, rank, sizes.batch, sizes.context, lambda manager: random_experts(manager, rank), **lora)
 
 
-def decode_seconds(
-    engine: EngineSteps, shapes: Mapping[str, StepShape], protocol: Protocol
-) -> dict[str, list[float]]:
+def decode_seconds(engine: EngineSteps, shapes: Mapping[str, StepShape], protocol: Protocol) -> dict[str, list[float]]:
     """Time decode steps of all `shapes`, which take turns, by the host's clock, in seconds.
 
     `CheckFailed` where adapters change no token, or the engine makes another step.

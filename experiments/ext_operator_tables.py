@@ -1,149 +1,107 @@
-"""The LoRA operator against the best public kernels, table by table, on the GPU at hand.
+"""Extension: the LoRA operator against the best public kernels, table by table. Needs a GPU.
 
-    python -m experiments.ext_operator_tables table=A              # or table=[A,ranks], or table=all
+    python -m experiments.ext_operator_tables                             # table A
+    python -m experiments.ext_operator_tables 'figure.tables=[A,ranks]'   # others, or all of them: [all]
 
-===========  ========================================================================
-A            one decode operator, 4096 -> r -> 11008, four popularities.
-ranks        ranks 8 to 128, ranks 20 and 24, mixed ranks.
-B            the packed projections of one Llama-2-7B layer, batch 32.
-C            prefill, 4096 -> r -> 4096, 512 to 8192 tokens.
-padding      mixed ranks at their true ranks, and padded to the widest.
-shapes       projections of other models and ragged prefills, to which no rule was fitted.
-step         the paper's step: one prompt and 31 decodes, and its parts
-gemm         added latency of the operator after the base projection.
-determinism  partials (ours), atomic additions.
-invariant    cost of the same bits in every batch, on the batches of A and C.
-fp8          adapters in FP8 beside the same ones in 16 bits: decode of ranks 16 and 64, and the batches of C
-===========  ========================================================================
+=========  ========================================================================
+A          one decode operator, 4096 -> r -> 11008, four popularities.
+ranks      ranks 8 to 128, ranks 20 and 24, mixed ranks at their true ranks, and padded to the widest.
+B          the packed projections of one Llama-2-7B layer, batch 32.
+C          prefill, 4096 -> r -> 4096, 512 to 8192 tokens.
+shapes     projections of other models and ragged prefills, to which no rule was fitted.
+step       the paper's step: one prompt and 31 decodes, and its parts
+invariant  cost of the same bits in every batch, on the batches of A and C.
+fp8        adapters in FP8 beside the same ones in 16 bits: decode of ranks 16 and 64, and the batches of C
+=========  ========================================================================
 
 `paper_results/anchors.csv` and `anchors_shapes.csv` hold the public kernels' times on an H200 (best existing = the
-fastest of all of them, row by row). Same shapes and method here: one CUDA graph, weights from HBM, median of replays,
-then of three turns through a line's columns (`gemm`: one), and a time is kept only after its result was checked against
-float32 references, after one call and after a whole replay. ``torch_loop`` and ``torch_gbmm`` are timed again on table
-A's batches of 64: their ratio to the anchors' says how alike the two machines and clocks are.
+fastest of all of them, row by row), beside which `results/h200/operator_tables.md` shows ours. Same shapes and method
+here: one CUDA graph, weights from HBM, median of replays, and in each pass the columns of a line one after the other. A
+time is kept only after its result was checked against float32 references, after one call and after a whole replay.
+``torch_loop`` and ``torch_gbmm`` are timed again on table A's batches of 64: their ratio to the anchors' says how alike
+the two machines and clocks are. By `timer=host_clock` `punica` and `wrapper` are timed in A and B, per eager call.
 
 Columns (`benches.operator_columns`): ``punica`` both kernels start early, behind one another (a layer's LoRA operators
 in a row); ``wrapper`` what a layer calls: `PunicaWrapperGPU` at its defaults, 64 slots, the table of true ranks;
 ``wrapper, normal launch`` the same with ``pdl=False``; ``normal shrink`` only expand starts early; ``no overlap`` plain
-launches; ``rank table`` as ``punica``, the ranks read from a table. ``eager`` is host time per call. In ``gemm``,
-``base`` is the projection alone and ``added by`` the difference between both in one graph and it.
+launches; ``rank table`` as ``punica``, the ranks read from a table.
 
-Cost of table=all: minutes on a GPU, where kernels are compiled on first use (in parallel, once for all tables).
+Cost: a minute or two per table and pass on a GPU, most of it in the first, which compiles kernels.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import random
-import time
+from collections.abc import Iterator
 from dataclasses import asdict
-from statistics import median
-from typing import Any
+from typing import Any, cast
 
-from experiments.benches import tables
-from experiments.benches.operator_lines import ADDED, HOST, TABLES, Line, lines
-from experiments.harness.command import with_options
-from experiments.harness.experiment import CheckFailed
-from experiments.harness.schema import ConfigError, Settings
-from experiments.measure.records import Row, write_measured
-from experiments.plots.operator_tables import show
+from experiments.benches.operator_figure import points_of_gpu
+from experiments.benches.operator_lines import TABLES, Operator, lines
+from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
 
-CALLS_PER_SET, MOST_CALLS, REPLAYS, TURNS = 25, 200, 15, 3
-"""Calls of a graph (at least one per set of inputs), replays whose median counts, and turns in which all columns of a
-line are timed one after the other, whose median counts again: a clock that drifts meets all of them alike.
-"""
-
-
-def measure(line: Line, table: str) -> list[str]:
-    """Fill in the line's microseconds; return the failed checks, whose columns are not timed."""
-    from experiments.benches import operator_columns, operator_gemm
-    from experiments.benches.operator_sets import seconds_per_eager_call
-
-    sets, failed = operator_columns.sets_of(line.operator, table), []
-    chosen = operator_columns.columns(sets, table)
-    protocol = min(MOST_CALLS, CALLS_PER_SET * sets.count), REPLAYS
-
-    if table == "gemm":
-        try:
-            line.us |= operator_gemm.microseconds_behind(sets, chosen, *protocol)
-        except CheckFailed as error:
-            failed.append(f"{line.label}: {error}")
-        return failed
-    if table == "A" and line.operator.tokens == 64 and line.workload in ("Distinct", "Identical"):
-        chosen |= operator_columns.torch_calls(sets)
-    turns: dict[str, list[float]] = {name: [] for name in chosen}
-    for _ in range(TURNS):
-        for name in list(turns):
-            try:
-                turns[name].append(operator_columns.checked_us(sets, name, chosen[name], *protocol))
-            except CheckFailed as error:
-                failed.append(f"{line.label}: {error}")
-                del turns[name]
-    line.us |= {name: median(timed) for name, timed in turns.items()}
-    for name in ("punica", "wrapper"):
-        if table in ("A", "B") and name in line.us:
-            line.us[f"{HOST}{name}"] = 1e6 * seconds_per_eager_call(chosen[name], sets.count)
-    return failed
+CALLS_PER_SET, MOST_CALLS, REPLAYS = 25, 200, 15
+"""Calls of a graph (at least one per set of inputs), and replays whose median counts."""
+HOST_CLOCK, EAGER = "host_clock", ("punica", "wrapper")
+OPERATOR = ("punica", "wrapper", "wrapper, normal launch", "normal shrink", "no overlap")
+COLUMNS = {
+    "A": (*OPERATOR, "rank table"),
+    "B": (*OPERATOR, "rank table"),
+    "invariant": ("punica", "wrapper", "batch invariant", "wrapper, batch invariant"),
+    "fp8": ("wrapper", "fp8", "fp8 w8a8", "fp8 w8a8, x too"),
+}
+"""Table -> its columns, where they are not `OPERATOR`."""
+TORCH = ("torch_loop", "torch_gbmm")
 
 
-def rows_of(table: str, found: list[Line]) -> list[Row]:
-    """Return the measurements as rows."""
-    about, out = {**tables.columns_of_all("operator tables", __file__), "model": ""}, []
-    protocol = [CALLS_PER_SET, MOST_CALLS, REPLAYS, TURNS]
-    for line in found:
-        operator = {"batch_size": line.operator.tokens, "rank": line.operator.rank, "workload": line.workload}
-        content = table, line.label, asdict(line.operator), protocol, about["device"], about["torch"]
-        cell: dict[str, Any] = {**operator, **about, "config_hash": tables.digest(*content)}
-        out += [Row(value=us, panel=f"{table}: {line.label}", **cell | _measured(name)) for name, us in line.us.items()]
-    return out
+class TablesConf(FigureConf):
+    """`tables`: names, or all."""
+
+    tables: list[str] = ["A"]
+
+    def chosen(self) -> list[str]:
+        """Return the tables that are named. `ConfigError` for an unknown name."""
+        for name in self.tables:
+            if name not in (*TABLES, "all"):
+                raise ConfigError(f"figure.tables has {name!r}, which is unknown: it takes {', '.join(TABLES)}, or all")
+        return list(TABLES) if "all" in self.tables else list(dict.fromkeys(self.tables))
 
 
-def _measured(column: str) -> dict[str, str]:
-    """Return metric, clock and system of a column."""
-    if column.startswith(HOST):
-        return {"metric": "host_latency", "timer": "host_clock", "system": column.removeprefix(HOST)}
-    metric = "added_latency" if column.startswith(ADDED) else "latency"
-    return {"metric": metric, "timer": "cuda_graph", "system": column.removeprefix(ADDED)}
+class OperatorTables(Experiment):
+    """Latency of every column, line by line (the panels)."""
+
+    name, figure, order, conf = "ext_operator_tables", "operator tables", 900, TablesConf
+    defaults, host_clock_too = {"scale": "paper"}, True
+
+    def points(self, cfg: Config) -> list[Point]:
+        tables = cast(TablesConf, cfg.figure).chosen()
+        return points_of_gpu(self, cfg, (point for table in tables for point in self._points(cfg, table)))
+
+    def _points(self, cfg: Config, table: str) -> Iterator[Point]:
+        for line in lines(table):
+            op, columns = line.operator, COLUMNS.get(table, OPERATOR)
+            if table == "A" and op.tokens == 64 and line.workload in ("Distinct", "Identical"):
+                columns += TORCH
+            if cfg.timer.name == HOST_CLOCK:
+                columns = EAGER if table in ("A", "B") else ()
+            about: dict[str, Any] = {"batch_size": op.tokens, "rank": op.rank, "workload": line.workload}
+            settings = {"table": table, "operator": asdict(op), "calls": [CALLS_PER_SET, MOST_CALLS, REPLAYS]}
+            for column in (name for name in columns if name in cfg.system.names):
+                yield Point(f"{table}: {line.label}", column, settings=settings, **about)
+
+    def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        from experiments.benches import operator_columns
+
+        table, operator = point.settings["table"], Operator(**point.settings["operator"])
+        sets = self.kept((table, operator), lambda: operator_columns.sets_of(operator, table))
+        call = operator_columns.COLUMNS[point.system](sets)
+        if cfg.timer.name == HOST_CLOCK:
+            return [Reading("host_latency", operator_columns.eager_us(sets, point.system, call), "us", "median")]
+        calls = min(MOST_CALLS, CALLS_PER_SET * sets.count)
+        us = operator_columns.checked_us(sets, point.system, call, calls, REPLAYS)
+        return [Reading("latency", us, "us", "median")]
 
 
-class Options(Settings):
-    """The command line."""
-
-    table: Any = "A"  # a name, several in brackets, or all
-    out: str | None = None  # folder that receives the rows; null: outputs/<hardware>/rows
-
-
-def chosen_tables(table: Any) -> list[str]:
-    """Return the tables that `table=` names; `ConfigError` for an unknown name."""
-    names = [table] if isinstance(table, str) else list(table)
-    for name in names:
-        if name not in (*TABLES, "all"):
-            raise ConfigError(f"table={name} is unknown: choose table={' or table='.join(TABLES)}, several of them in "
-                              "brackets, table=[A,ranks], or table=all")  # fmt: skip
-    return list(TABLES) if "all" in names else list(dict.fromkeys(names))
-
-
-def tabulate(options: Options) -> None:
-    """Measure, print and write the chosen tables; exit code 1 when a result was wrong."""
-    chosen = {table: lines(table) for table in chosen_tables(options.table)}
-    tables.needs_gpu("the operator tables")
-    from experiments.benches.operator_columns import call_once
-
-    started, failed = time.monotonic(), []
-    jobs = list(dict.fromkeys((line.operator, table) for table, found in chosen.items() for line in found))
-    random.Random(0).shuffle(jobs)  # neighbours in a table need the same kernels
-    tables.compile_in_parallel(call_once, jobs, min(multiprocessing.cpu_count(), 16))
-    folder = tables.rows_folder(options.out)
-    for table, found in chosen.items():
-        print(f"[{time.monotonic() - started:5.0f} s] table {table}", flush=True)
-        for line in found:
-            failed += measure(line, table)
-            times = ", ".join(f"{name} {us:.2f}" for name, us in line.us.items())
-            print(f"[{time.monotonic() - started:5.0f} s] {line.label}: {times}", flush=True)
-        print(show(table, found), flush=True)
-        write_measured(folder / f"ext_operator_tables_{table}.csv", rows_of(table, found))
-    tables.end(failed)
-
+EXPERIMENT = OperatorTables()
 
 if __name__ == "__main__":
-    with_options("ext_operator_tables", __doc__ or "", "ext_operator_tables", Options, tabulate)
+    main(EXPERIMENT)

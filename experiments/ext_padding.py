@@ -25,17 +25,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from experiments.benches.operator_conf import OperatorConf, operator_conf
-from experiments.benches.operator_figure import OperatorExperiment
+from experiments.benches.operator_figure import OperatorConf, OperatorExperiment, operator_conf
 from experiments.harness import Config, Point, Reading, main, sampled
 from experiments.workload.popularity import popularity
 
 if TYPE_CHECKING:
-    from experiments.benches.operators import Problem, Weights
-    from experiments.harness.schema import DType
+    from experiments.benches.operators import Problem
     from experiments.measure.timing import Call
 
 TRUE_RANK, UNIFORM = "true rank", "uniform rank"
@@ -45,7 +44,7 @@ class Padding(OperatorExperiment):
     """Latency and bytes of each system per popularity (the panels) and batch; the rank is the width of the slots."""
 
     name, figure, order, conf = "ext_padding", "ext padding", 210, OperatorConf
-    differing, drawn_by = ("system", "rank"), "extensions.draw_padding"
+    differing, drawn_by, apart = ("system", "rank"), "extensions.draw_padding", False
     defaults = {"adapters": "paper_ranks"}
 
     def points(self, cfg: Config) -> list[Point]:
@@ -59,23 +58,33 @@ class Padding(OperatorExperiment):
             for rank in (ranks if system == UNIFORM else [max(ranks)])
         ]
 
+    def problems(self, cfg: Config, point: Point) -> list[Problem]:
+        """The batches of one system: whole rounds; under `cuda_graph` as many as read more bytes than caches hold."""
+        from experiments.benches.operators import copies, setup_operator
+
+        ranks, rows = cfg.adapters.ranks, cast(int, point.batch_size)
+        sizes = popularity(point.workload).group_sizes(rows)
+        length = round_length(len(sizes), len(ranks))
+        count = copies(cfg, math.ceil(bytes_read(cfg, rows, len(sizes), mean_rank(point, ranks))))
+        true = () if point.system == UNIFORM else ranks
+        made = setup_operator(cfg, sizes, cast(int, point.rank), -(-count // length) * length, true)
+        return made if point.system == TRUE_RANK else [replace(one, ranks=None) for one in made]
+
     def calls(self, cfg: Config, point: Point) -> list[Call]:
-        rows, width = cast(int, point.batch_size), cast(int, point.rank)
-        return checked_rounds(cfg, batches(cfg, point.workload, rows, point.system, width))
+        """One call per round, every batch of the first round checked."""
+        from experiments.benches.operators import OPERATORS, in_turn, prepare_checked
 
-    def samples(self, cfg: Config, points: Sequence[Point]) -> list[list[float]]:
-        from experiments.benches.operators import microseconds
-
-        samples = microseconds(cfg, {index: self.calls(cfg, point) for index, point in enumerate(points)})
-        return [samples[index] for index in range(len(points))]
+        problems = self.problems(cfg, point)
+        length = round_length(len(problems[0].sizes), len(cfg.adapters.ranks))
+        calls = [call for problem in problems[:length] for call in prepare_checked([problem], "SGMV")]
+        calls += [OPERATORS.get("SGMV")(problem).call for problem in problems[length:]]
+        return [partial(in_turn, calls[i : i + length]) for i in range(0, len(calls), length)]
 
     def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
-        rows, width, ranks = cast(int, point.batch_size), cast(int, point.rank), cfg.adapters.ranks
+        rows, ranks = cast(int, point.batch_size), cfg.adapters.ranks
         adapters = popularity(point.workload).number_of_adapters(rows)
-        own, true = (
-            bytes_read(cfg, rows, adapters, mean)
-            for mean in (mean_rank(point.system, width, ranks), sum(ranks) / len(ranks))
-        )
+        own = bytes_read(cfg, rows, adapters, mean_rank(point, ranks))
+        true = bytes_read(cfg, rows, adapters, sum(ranks) / len(ranks))
         length = round_length(adapters, len(ranks))
         return [
             *sampled("latency", [value / length for value in samples], "us"),
@@ -84,9 +93,9 @@ class Padding(OperatorExperiment):
         ]
 
 
-def mean_rank(system: str, width: int, ranks: Sequence[int]) -> float:
-    """Ranks that `system` reads of a slot of `width`, on average."""
-    return sum(ranks) / len(ranks) if system == TRUE_RANK else width
+def mean_rank(point: Point, ranks: Sequence[int]) -> float:
+    """Ranks that the system of `point` reads of a slot, on average."""
+    return sum(ranks) / len(ranks) if point.system == TRUE_RANK else cast(int, point.rank)
 
 
 def bytes_read(cfg: Config, rows: int, adapters: int, mean: float) -> float:
@@ -98,79 +107,6 @@ def bytes_read(cfg: Config, rows: int, adapters: int, mean: float) -> float:
 def round_length(adapters: int, ranks: int) -> int:
     """Batches of `adapters` adapters until every one of `ranks` ranks has appeared equally often."""
     return math.lcm(adapters, ranks) // adapters
-
-
-def copies(cfg: Config, workload: str, rows: int, mean: float) -> int:
-    """Batches that rotate: whole rounds; under `cuda_graph` as many as read more bytes than the caches hold."""
-    from experiments.benches.operators import flush_bytes
-
-    adapters = popularity(workload).number_of_adapters(rows)
-    length = round_length(adapters, len(cfg.adapters.ranks))
-    if cfg.timer.name != "cuda_graph":
-        return length
-    return math.ceil(flush_bytes(cfg) / bytes_read(cfg, rows, adapters, mean) / length) * length or length
-
-
-def bank_slots(cfg: Config) -> int:
-    """Slots of the widest rank whose memory suffices for every batch of the whole grid."""
-    ranks = cfg.adapters.ranks
-    width, mean = max(ranks), sum(ranks) / len(ranks)
-    needed = operator_conf(cfg).resident(cfg)
-    for workload in cfg.workload.names:
-        for rows in operator_conf(cfg).batch_sizes:
-            adapters = popularity(workload).number_of_adapters(rows)
-            for rank, read in [(width, mean), *((rank, rank) for rank in ranks)]:
-                needed = max(needed, math.ceil(copies(cfg, workload, rows, read) * adapters * rank / width))
-    return needed
-
-
-@lru_cache(maxsize=1)
-def _mixed_bank(slots: int, ranks: tuple[int, ...], h1: int, h2: int, dtype: DType, device: str) -> Weights:
-    """A and B in slots of the largest rank, slot s with rank `ranks[s % len(ranks)]` and zeros above; the ranks."""
-    import torch
-
-    from experiments.benches.operators import bank
-
-    a, b = (weights.clone() for weights in bank(slots, max(ranks), h1, h2, dtype, device))
-    for slot in range(slots):
-        rank = ranks[slot % len(ranks)]
-        a[slot, rank:] = 0
-        b[slot, :, rank:] = 0
-    table = torch.tensor(ranks, dtype=torch.int32).repeat(-(-slots // len(ranks)))[:slots]
-    return a, b, table[None].to(device)
-
-
-def _weights(cfg: Config, system: str, width: int) -> Weights:
-    """Return A, B and the table of ranks of all slots; narrow slots share the memory of wide ones."""
-    from experiments.benches.operators import bank
-
-    figure, ranks, slots = operator_conf(cfg), tuple(cfg.adapters.ranks), bank_slots(cfg)
-    shape = (figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
-    if system != UNIFORM:
-        a, b, table = _mixed_bank(slots, ranks, *shape)
-        return a, b, table if system == TRUE_RANK else None
-    a, b = bank(slots, max(ranks), *shape)
-    fitting = slots * max(ranks) // width
-    a = a.view(-1)[: fitting * width * figure.h1].view(fitting, width, figure.h1)
-    return a, b.view(-1)[: fitting * width * figure.h2].view(fitting, figure.h2, width), None
-
-
-def batches(cfg: Config, workload: str, rows: int, system: str, width: int) -> list[Problem]:
-    """The batches of one system: whole rounds, each batch on its own x, y and adapters."""
-    from experiments.benches.operators import rotated
-
-    count = copies(cfg, workload, rows, mean_rank(system, width, cfg.adapters.ranks))
-    return rotated(cfg, popularity(workload).group_sizes(rows), count, _weights(cfg, system, width))
-
-
-def checked_rounds(cfg: Config, problems: Sequence[Problem]) -> list[Call]:
-    """One call per round of `problems`, every batch of the first round checked."""
-    from experiments.benches.operators import OPERATORS, in_turn, prepare_checked
-
-    length = round_length(len(problems[0].sizes), len(cfg.adapters.ranks))
-    calls = [call for problem in problems[:length] for call in prepare_checked([problem], "SGMV")]
-    calls += [OPERATORS.get("SGMV")(problem).call for problem in problems[length:]]
-    return [partial(in_turn, calls[i : i + length]) for i in range(0, len(calls), length)]
 
 
 EXPERIMENT = Padding()

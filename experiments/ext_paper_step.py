@@ -18,19 +18,15 @@ Cost at scale=laptop: about 10 seconds on two cores, 1.5 GB.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from experiments.benches.operator_conf import OperatorConf, operator_conf
-from experiments.benches.operator_figure import OperatorExperiment
-from experiments.benches.operator_shapes import Operator
+from experiments.benches.operator_figure import OperatorConf, OperatorExperiment, operator_conf
+from experiments.benches.operator_lines import Operator
 from experiments.harness import PROTOCOL, Config, Point, Reading, main, sampled
 from experiments.harness.schema import Counts
 
 if TYPE_CHECKING:
-    from experiments.benches.operators import Prepared, Problem
-    from experiments.measure.timing import Call
+    from experiments.benches.operators import Problem
 
 
 class PaperStepConf(OperatorConf):
@@ -58,61 +54,28 @@ class PaperStep(OperatorExperiment):
             for system in cfg.system.names
         ]
 
-    def calls(self, cfg: Config, point: Point) -> list[Call]:
-        from experiments.benches.operators import checked, prepare_checked
+    def problems(self, cfg: Config, point: Point) -> list[Problem]:
+        from experiments.benches.operators import copies, setup_operator
 
-        batches = steps(cfg, *_shape(point))
-        if point.system == "apart":
-            return checked("apart", [apart(batch) for batch in batches])
-        return prepare_checked(batches, point.system)
+        count = copies(cfg, bytes_moved(cfg, point))
+        return setup_operator(cfg, sizes_of(point), cast(int, point.rank), count)
 
     def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
-        moved, bandwidth = bytes_moved(cfg, *_shape(point)), cfg.hardware.bandwidth_gb_s
+        moved, bandwidth = bytes_moved(cfg, point), cfg.hardware.bandwidth_gb_s
         found = [*sampled("latency", samples, "us"), Reading("bytes_moved", moved, "byte")]
         return [*found, Reading("floor", moved / bandwidth / 1e3, "us")] if bandwidth else found
 
 
-def _shape(point: Point) -> tuple[int, int, int]:
-    """Requests, rows of the prompt, rank."""
-    return cast(tuple[int, int, int], (point.batch_size, point.seq_len, point.rank))
-
-
-def sizes_of(requests: int, prompt: int) -> tuple[int, ...]:
+def sizes_of(point: Point) -> tuple[int, ...]:
     """Rows of each adapter: the prompt's, then one for each of the other requests, all of different adapters."""
-    return (prompt, *[1] * (requests - 1))
+    return (cast(int, point.seq_len), *[1] * (cast(int, point.batch_size) - 1))
 
 
-def bytes_moved(cfg: Config, requests: int, prompt: int, rank: int) -> int:
+def bytes_moved(cfg: Config, point: Point) -> int:
     """Bytes that the step must move: A and B of its adapters, x [T, h1] read, y [T, h2] read and written."""
     figure = operator_conf(cfg)
-    halves = Operator(figure.h1, (figure.h2,), rank, sizes_of(requests, prompt)).bytes()
+    halves = Operator(figure.h1, (figure.h2,), cast(int, point.rank), sizes_of(point)).bytes()
     return halves * figure.dtype.bytes // 2
-
-
-def steps(cfg: Config, requests: int, prompt: int, rank: int) -> list[Problem]:
-    """The step on its own x, y and adapters, as often as the timer needs it: under `cuda_graph` often enough to move
-    more bytes than the caches hold.
-    """
-    from experiments.benches import operators
-
-    figure, copies = operator_conf(cfg), operators.copies(cfg, bytes_moved(cfg, requests, prompt, rank))
-    slots = max(figure.resident(cfg), copies * requests)
-    a, b = operators.bank(slots, rank, figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
-    if cfg.timer.name != "cuda_graph":  # systems share no memory, so that one flush serves a round of them
-        a, b = a.clone(), b.clone()
-    return operators.rotated(cfg, sizes_of(requests, prompt), copies, (a, b, None))
-
-
-def apart(batch: Problem) -> Prepared:
-    """The prompt in one call of a layer, then the decodes in another."""
-    from experiments.benches.operators import adding, in_turn, layer_calls
-
-    first = batch.sizes[0]
-    parts = [
-        replace(batch, x=batch.x[rows], y=batch.y[rows], slots=batch.slots[rows], sizes=sizes)
-        for rows, sizes in ((slice(0, first), (first,)), (slice(first, None), batch.sizes[1:]))
-    ]
-    return adding(batch, partial(in_turn, layer_calls(parts)))
 
 
 EXPERIMENT = PaperStep()

@@ -11,14 +11,18 @@ sheet's. Intensity counts the bytes of the dtype that ran, and, for the paper's 
 Cost at scale=laptop: about half a minute on two cores, 0.2 GB.
 """
 
-from collections.abc import Sequence
-from typing import cast
+from __future__ import annotations
 
-from experiments.benches.operator_conf import OperatorConf, operator_conf
-from experiments.benches.operator_figure import OperatorExperiment
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from experiments.benches.operator_figure import OperatorConf, OperatorExperiment, operator_conf
 from experiments.harness import Config, Point, Reading, main, sampled
 from experiments.measure import roofline
 from experiments.workload.popularity import popularity
+
+if TYPE_CHECKING:
+    from experiments.measure.timing import Call
 
 ROOF, SHEET = "roof", "roof, data sheet"
 """Panels of the machine's two roofs."""
@@ -47,29 +51,28 @@ class Fig07(OperatorExperiment):
             return [_roof(cfg, point.panel) for point in points]
         return super().measure_together(cfg, points)
 
-    def operator(self, point: Point) -> str:
-        return "SGMV expand"
+    def calls(self, cfg: Config, point: Point) -> list[Call]:
+        from experiments.benches.operators import prepare_checked
+
+        return prepare_checked(self.problems(cfg, point), "SGMV expand")
 
     def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
         figure = operator_conf(cfg)
         rows, rank = cast(int, point.batch_size), cast(int, point.rank)
-        return _readings(rows, point.workload, rank, figure.h2, figure.dtype.bytes, samples)
-
-
-def _readings(rows: int, workload: str, rank: int, h2: int, element_bytes: int, samples: list[float]) -> list[Reading]:
-    adapters = popularity(workload).number_of_adapters(rows)
-    flop = roofline.sgmv_flop(rows, rank, h2)
-    io_bytes = roofline.sgmv_io_bytes(rows, adapters, rank, h2, element_bytes)
-    rates = sampled("achieved_flops", [flop / us * 1e6 for us in samples], "FLOP/s")
-    return [
-        *sampled("latency", samples, "us"),
-        *rates[:3],  # median, p10, p90; the count is latency's
-        Reading("flop", flop, "FLOP"),
-        Reading("io_bytes", io_bytes, "byte"),
-        Reading("arithmetic_intensity", flop / io_bytes, "FLOP/byte"),
-        Reading("arithmetic_intensity_2byte", roofline.sgmv_intensity(rows, adapters, rank, h2), "FLOP/byte"),
-        Reading("num_lora_models", adapters, "models"),
-    ]
+        adapters = popularity(point.workload).number_of_adapters(rows)
+        flop = roofline.sgmv_flop(rows, rank, figure.h2)
+        io_bytes = roofline.sgmv_io_bytes(rows, adapters, rank, figure.h2, figure.dtype.bytes)
+        intensity = roofline.sgmv_intensity(rows, adapters, rank, figure.h2)
+        rates = sampled("achieved_flops", [flop / us * 1e6 for us in samples], "FLOP/s")
+        return [
+            *sampled("latency", samples, "us"),
+            *rates[:3],  # median, p10, p90; the count is latency's
+            Reading("flop", flop, "FLOP"),
+            Reading("io_bytes", io_bytes, "byte"),
+            Reading("arithmetic_intensity", flop / io_bytes, "FLOP/byte"),
+            Reading("arithmetic_intensity_2byte", intensity, "FLOP/byte"),
+            Reading("num_lora_models", adapters, "models"),
+        ]
 
 
 def _roof(cfg: Config, panel: str) -> list[Reading]:

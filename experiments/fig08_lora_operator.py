@@ -15,8 +15,7 @@ On a CPU, Gather and Gather-BMM jump once a copy exceeds 32 MB, from where glibc
 Cost at scale=laptop: about 1 minute on two cores, 0.5 GB.
 """
 
-from experiments.benches.operator_conf import OperatorConf
-from experiments.benches.operator_figure import OperatorExperiment
+from experiments.benches.operator_figure import OperatorConf, OperatorExperiment
 from experiments.harness import Overlay, main
 
 

@@ -11,8 +11,7 @@ first. All popularities of a batch run interleaved, after one emptying of the ca
 Cost at scale=laptop: about half a minute on two cores, 1 GB.
 """
 
-from experiments.benches.operator_conf import OperatorConf
-from experiments.benches.operator_figure import OperatorExperiment
+from experiments.benches.operator_figure import OperatorConf, OperatorExperiment
 from experiments.harness import Overlay, main
 
 

@@ -12,8 +12,7 @@ Cost at scale=laptop: about half a minute on two cores, 0.5 GB.
 
 from itertools import product
 
-from experiments.benches.operator_conf import OperatorConf, operator_conf
-from experiments.benches.operator_figure import OperatorExperiment
+from experiments.benches.operator_figure import OperatorConf, OperatorExperiment, operator_conf
 from experiments.harness import Config, Overlay, Point, main
 
 BACKBONE = "backbone X@W"

@@ -1,5 +1,5 @@
 """Shrink by atomic additions: the alternative to the partials of `punica.ops.triton_ops`, to measure what determinism
-costs.
+costs; and the systems of `ext_determinism`.
 
 K is split among programs and each adds its part into one float32 buffer, which must be zeroed first: one more kernel,
 and the order of the additions, so the last bits, change from run to run. Everything else (row gather, one row per
@@ -8,18 +8,26 @@ is compared. Importing this module imports Triton.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from experiments.benches.operator_lines import Operator
+from experiments.benches.operator_pairs import estimated
+from experiments.benches.operators import Problem
+from experiments.measure.timing import Call
+from punica.ops.triton_ops import Options, TritonOps
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick
 from punica.ops.triton_ops.flat import TensorBatch
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least
+from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, supports_pdl
 from punica.ops.triton_ops.lora_expand import ExpandMode, LowRank, plan_expand
 from punica.ops.triton_ops.schedules import Schedule
-from punica.ops.weights import Stack
+from punica.ops.weights import LoRAWeights, Stack
+
+SMALLEST_BLOCK = 128  # of K, in elements
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDEX_POINTERS)
@@ -130,3 +138,30 @@ def prepare_lora_atomics(
         second.run(h, b, y, step, None, True)
 
     return call
+
+
+def _library(problem: Problem, pdl: bool = True, batch_invariant: bool = False) -> Call:
+    weights = LoRAWeights.of((problem.a,), (problem.stored_b,))
+    return partial(TritonOps(Options(batch_invariant, pdl)).linear, problem.y, problem.x, weights, problem.step())
+
+
+def _atomics(problem: Problem, finer: int = 1) -> Call:
+    _, h2, rank = problem.b.shape
+    shrink, expand = estimated(Operator(problem.x.shape[1], (h2,), rank, problem.sizes))
+    if finer > 1:
+        block_k = max(SMALLEST_BLOCK, shrink.block_k // finer)
+        shrink = shrink._replace(split_k=finer * shrink.split_k, block_k=block_k)
+    operands = problem.y, problem.x, (problem.a,), (problem.stored_b,)
+    overlap = supports_pdl(problem.x.device)
+    call = prepare_lora_atomics(*operands, problem.meta_args(), shrink, expand, overlap=overlap)
+    return partial(call, *operands)
+
+
+VARIANTS: dict[str, Callable[[Problem], Call]] = {
+    "deterministic": _library,
+    "deterministic, no PDL": partial(_library, pdl=False),
+    "batch invariant": partial(_library, batch_invariant=True),
+    "atomics": _atomics,
+    "atomics, finer split": partial(_atomics, finer=4),
+}
+"""System of `ext_determinism` -> its call of Triton kernels, at toy sizes also in Triton's interpreter."""

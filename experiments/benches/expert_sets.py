@@ -4,21 +4,21 @@ A set has its own routing and activations, and one of several stacks of weights.
 a cache has; sets share stacks where one call reads little of a stack.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from experiments.benches.layer_call import begun
-from experiments.benches.operator_sets import ROTATING_BYTES
+from experiments.benches.operator_sets import ROTATING_BYTES, Call, captured, median_us
+from experiments.benches.operators import begun
+from experiments.harness.experiment import CheckFailed
 from punica.ops import reference
 from punica.ops.experts import Assignment, ExpertLoRAWeights, Switches
 from punica.parallel import route
 from punica.wrapper import PunicaWrapperGPU
 
-Call = Callable[[int], object]
-DTYPE = torch.bfloat16
+DTYPE, TOLERANCE = torch.bfloat16, 8e-3
+"""Type of everything, and its largest relative error."""
 MOST_STACK_BYTES = 16 << 30
 """Memory for the stacks of one operator."""
 
@@ -35,8 +35,7 @@ class MoELayer(NamedTuple):
 class ExpertSets:
     """Both LoRA products of one layer for `tokens` rows, row t with adapter ``t % adapters`` of `adapters`.
 
-    ``calls``: name -> call on set i; those whose name ends in ``delta`` overwrite their outputs, others accumulate.
-    Where the assignment is naive no alignment is launched, nor is it among them.
+    Where the assignment is naive no alignment is launched, nor is it among `columns`.
     """
 
     def __init__(
@@ -69,15 +68,17 @@ class ExpertSets:
         self.ranks = [torch.full((n, adapters), rank, dtype=torch.int32, device=device) for n in (2, 1)]
         self.shape = torch.empty(experts, 1, 1)
         self.aligned = [self._w13_aligned(i) for i in range(self.count)]
-        self.calls: dict[str, Call] = {
+
+    def columns(self) -> dict[str, Call]:
+        """Name -> call on set i; those whose name ends in ``delta`` overwrite their outputs, others accumulate."""
+        calls: dict[str, Call] = {
             "w13": partial(self._w13, add=True),
             "w2": partial(self._w2, add=True),
             "w13, delta": partial(self._w13, add=False),
             "w2, delta": partial(self._w2, add=False),
             "alignment and w13": self._w13_aligned,
         }
-        if self.aligned[0][0] is not None:
-            self.calls["alignment"] = self._align
+        return calls if self.aligned[0][0] is None else {**calls, "alignment": self._align}
 
     def _normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         out = torch.empty(shape, device=self.generator.device, dtype=DTYPE)
@@ -98,15 +99,12 @@ class ExpertSets:
     def _align(self, i: int) -> None:
         """The alignment alone."""
         _, ids = self.routing[i]
-        active = self.wrapper._active(self._own_mapping(), self.adapters)
+        active = self.wrapper._active(self.wrapper._slots_of_tokens(None, self.tokens), self.adapters)
         tokens, top_k = ids.shape
         block = self.wrapper._expert_ops("the alignment").block_size(tokens, top_k, active, self._weights(0, "w13"))
         self.wrapper.moe_lora_align_block_size(
             ids, self.tokens, block, self.layer.experts, self.adapters, self.enabled, None, True, False
         )
-
-    def _own_mapping(self) -> torch.Tensor:
-        return self.wrapper._slots_of_tokens(None, self.tokens)
 
     def _w13(self, i: int, add: bool) -> None:
         """Run `add_lora_w13` without its alignment."""
@@ -134,7 +132,7 @@ class ExpertSets:
             return 0.0
         for i in (0, self.count - 1):
             (self.y2 if name.startswith("w2") else self.y13)[i].zero_()
-            self.calls[name](i)
+            self.columns()[name](i)
         return self.error_now(name)
 
     def error_now(self, name: str) -> float:
@@ -150,6 +148,17 @@ class ExpertSets:
             errors.append(float((y[i].float() - wanted).norm() / wanted.norm()))
         return max(errors)
 
-    def pairs(self) -> int:
-        """Different (adapter, expert) pairs of the first set."""
-        return len({(t % self.adapters, e) for t, row in enumerate(self.routing[0][1].tolist()) for e in row})
+
+def checked_us(sets: ExpertSets, name: str, calls: int, replays: int) -> float:
+    """Median microseconds in a graph; `CheckFailed` where a call is wrong, or one that overwrites after a replay."""
+    _check(sets.error(name))
+    graph, rounds = captured(sets.columns()[name], sets.count, calls)
+    if name.endswith("delta"):
+        graph.replay()
+        _check(sets.error_now(name))
+    return median_us(graph, rounds * sets.count, replays)
+
+
+def _check(error: float) -> None:
+    if not error <= TOLERANCE:
+        raise CheckFailed(f"relative error {error:.1e} is above {TOLERANCE:.0e}: not timed")

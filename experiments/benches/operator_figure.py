@@ -1,18 +1,49 @@
-"""Base of Figures 7, 8, 9 and README: a grid over popularity, batch and rank, systems timed side by side."""
+"""Base of Figures 7 to 9, README and the studies of the operator: a grid over popularity, batch and rank. No torch."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from tqdm import tqdm
 
-from experiments.benches.operator_conf import operator_conf
-from experiments.harness import PROTOCOL, Config, Experiment, Point, Reading, sampled
+from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, sampled
+from experiments.harness.schema import Count, Counts, DType
 
 if TYPE_CHECKING:
+    from experiments.benches.operators import Problem
     from experiments.measure.timing import Call
+
+
+class OperatorConf(FigureConf):
+    """Shapes of one LoRA projection: x [T, h1], A [r, h1], B [h2, r]."""
+
+    h1: Count
+    h2: Count
+    batch_sizes: Counts
+    dtype: DType
+
+    def settings(self, cfg: Config) -> dict[str, Any]:
+        """Return the settings that decide an operator's time beside batch, popularity and rank."""
+        return {"h1": self.h1, "h2": self.h2, "dtype": self.dtype.name, "resident": self.resident(cfg)}
+
+    def resident(self, cfg: Config) -> int:
+        """Return the adapters on the device: a server's slots hold more than one batch uses."""
+        return cfg.adapters.slots or max(self.batch_sizes)
+
+
+def operator_conf(cfg: Config) -> OperatorConf:
+    """`cfg.figure` with its type."""
+    return cast(OperatorConf, cfg.figure)
+
+
+def points_of_gpu(experiment: Experiment, cfg: Config, points: Iterable[Point]) -> list[Point]:
+    """Return `points`; on a CPU none, with a message."""
+    if cfg.hardware.device != "cpu":
+        return list(points)
+    tqdm.write(f"{experiment.name}: nothing to measure on a CPU; it needs a GPU", file=sys.stderr)
+    return []
 
 
 class OperatorExperiment(Experiment):
@@ -21,6 +52,7 @@ class OperatorExperiment(Experiment):
     reads: ClassVar[Sequence[str]] = ("workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
     differing: ClassVar[Sequence[str]] = ("system",)
     host_clock_too = True
+    apart: ClassVar[bool] = True  # no two systems of a cell read the same memory
 
     def points(self, cfg: Config) -> list[Point]:
         """Return every system at every rank, batch and popularity."""
@@ -42,29 +74,7 @@ class OperatorExperiment(Experiment):
         return operator_conf(cfg).settings(cfg)
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
-        samples = self.samples(cfg, points)
-        return [self.readings(cfg, point, one) if one else [] for point, one in zip(points, samples, strict=True)]
-
-    def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
-        """Return the readings of one point from its microseconds."""
-        return sampled("latency", samples, "us")
-
-    def operator(self, point: Point) -> str:
-        """Return the name in `experiments.benches.operators.OPERATORS` of `point.system`."""
-        return point.system
-
-    def calls(self, cfg: Config, point: Point) -> list[Call]:
-        """Prepare checked calls of `point` on different inputs."""
-        from experiments.benches import operators
-
-        rows = cast(int, point.batch_size)
-        if point.rank is None:
-            return operators.prepare_backbone(cfg, rows)
-        batches = operators.problems(cfg, point.workload, rows, point.rank)
-        return operators.prepare_checked(batches, self.operator(point))
-
-    def samples(self, cfg: Config, points: Sequence[Point]) -> list[list[float]]:
-        """Measure the microseconds of each point, all interleaved; none for operators that this torch cannot run."""
+        """Time all points interleaved; no readings for operators that this torch cannot run."""
         from experiments.benches import operators
 
         calls = {}
@@ -73,5 +83,25 @@ class OperatorExperiment(Experiment):
                 calls[index] = self.calls(cfg, point)
             except operators.Unsupported as error:
                 tqdm.write(f"{self.name}: no row for {point.label()}: {error}", file=sys.stderr)
-        samples = operators.microseconds(cfg, calls, apart=True)
-        return [samples.get(index, []) for index in range(len(points))]
+        samples = operators.microseconds(cfg, calls, apart=self.apart)
+        return [
+            self.readings(cfg, point, samples[index]) if index in samples else [] for index, point in enumerate(points)
+        ]
+
+    def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
+        """Return the readings of one point from its microseconds."""
+        return sampled("latency", samples, "us")
+
+    def calls(self, cfg: Config, point: Point) -> list[Call]:
+        """Prepare checked calls of `point` on different inputs."""
+        from experiments.benches import operators
+
+        if point.rank is None:
+            return operators.prepare_backbone(cfg, cast(int, point.batch_size))
+        return operators.prepare_checked(self.problems(cfg, point), point.system)
+
+    def problems(self, cfg: Config, point: Point) -> list[Problem]:
+        """Return the batch of `point`, as often as the timer needs it."""
+        from experiments.benches.operators import problems
+
+        return problems(cfg, point.workload, cast(int, point.batch_size), cast(int, point.rank))

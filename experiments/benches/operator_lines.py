@@ -1,4 +1,4 @@
-"""The operator tables' lines: which operators a table has, and the public kernels' times of each. Imports no torch.
+"""Lines of the operator tables: operators, their bytes, and the times of public kernels. Imports no torch.
 
 A line whose operator was timed for `paper_results/` names its rows there (`Line.anchor`).
 """
@@ -10,20 +10,68 @@ from functools import cache
 from itertools import chain, product
 from pathlib import Path
 
-from experiments.benches import operator_shapes as shapes
-from experiments.benches.operator_shapes import PROJECTIONS, UP, Operator, decode, prefill
-from experiments.workload.popularity import PAPER_WORKLOADS
+import numpy as np
+
+from experiments.workload.popularity import PAPER_WORKLOADS, popularity
 
 PAPER_RESULTS = Path(__file__).resolve().parents[2] / "paper_results"
 ANCHORS, SHAPES = "anchors.csv", "anchors_shapes.csv"
 NOT_PUBLIC = ("proto", "floor")
 """Prefixes of the anchors' implementations that are not public kernels."""
-STEP = "mixed_"
-"""Prefix of the cases of the paper's step and of its parts."""
-DECODES = "31decodes"
-HOST, ADDED = "eager ", "added by "
-"""Prefixes of columns that are no time in a graph: the host's per call, and a difference of two."""
+STEP, DECODES = "mixed_", "31decodes"
+"""Prefix of the cases of the paper's step and of its parts; the pattern of its decodes."""
+HOST = "eager "
+"""Prefix of columns that are no time in a graph, but the host's per call."""
+HIDDEN, INTERMEDIATE = 4096, 11008
+Projection = tuple[int, tuple[int, ...]]
+"""Input width, and output widths of the slices."""
+PROJECTIONS: dict[str, Projection] = {
+    "qkv": (HIDDEN, (HIDDEN,) * 3),
+    "o": (HIDDEN, (HIDDEN,)),
+    "gate_up": (HIDDEN, (INTERMEDIATE,) * 2),
+    "down": (INTERMEDIATE, (HIDDEN,)),
+}
+"""The packed projections of one Llama-2-7B layer."""
+UP: Projection = (HIDDEN, (INTERMEDIATE,))
+COPY_RATE = 4.25
+"""TB/s of a device-to-device copy on an H200."""
+STREAM = ((1.1, 2.8), (2.2, 3.0), (8.7, 3.9), (17.3, 6.0), (34.6, 9.9))
+"""MB -> us of two dependent kernels that only read that much, half each, and pass one vector, both starting early: the
+practical floor of a two-kernel design, measured with the anchors on an H200 (paper_results/README.md)."""
 Anchor = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One timed operator: `sizes` are the rows of each adapter (in all T), `widths` the output sizes of the slices."""
+
+    k: int
+    widths: tuple[int, ...]
+    rank: int
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
+    """True rank of each adapter; empty: all of them `rank`, and the kernels get no table of ranks."""
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the batch."""
+        return sum(self.sizes)
+
+    def bytes(self) -> int:
+        """Bytes that must move in half precision: the weights of the adapters present, x read, y read and written."""
+        ranks = sum(self.ranks) if self.ranks else self.rank * len(self.sizes)
+        weights = ranks * (self.k * len(self.widths) + sum(self.widths))
+        return 2 * (weights + self.tokens * (self.k + 2 * sum(self.widths)))
+
+    def floor_us(self) -> float:
+        """Time of the bytes alone, at the copy rate."""
+        return self.bytes() / COPY_RATE / 1e6
+
+    def stream_us(self) -> float:
+        """The two-kernel stream at these bytes: interpolated, and beyond the last point at the copy rate."""
+        megabytes = self.bytes() / 1e6
+        sizes, times = zip(*STREAM, strict=True)
+        return float(np.interp(megabytes, sizes, times)) + max(0.0, megabytes - sizes[-1]) / COPY_RATE
 
 
 @dataclass
@@ -45,24 +93,36 @@ def read_anchors(name: str) -> list[Anchor]:
         return [row for row in csv.DictReader(file) if row["graph_us"]]
 
 
-def anchors_of(line: Line) -> dict[str, float]:
-    """Graph time of every implementation of this line's operator, in microseconds."""
-    if not line.anchor:
-        return {}
-    rows = read_anchors(ANCHORS if "group" in line.anchor else SHAPES)
-    same = [row for row in rows if all(row[name] == value for name, value in line.anchor.items())]
+def anchors(name: str, anchor: Anchor) -> dict[str, float]:
+    """Graph time of every implementation, in microseconds, in the rows of a file that hold ``anchor``."""
+    same = [row for row in read_anchors(name) if all(row[column] == value for column, value in anchor.items())]
     return {row["impl"]: float(row["graph_us"]) for row in same}
 
 
-def best_existing(line: Line) -> tuple[str, float] | None:
-    """The fastest public implementation of this line's operator, and its time (prototypes are not public)."""
-    public = {name: us for name, us in anchors_of(line).items() if not name.startswith(NOT_PUBLIC)}
+def anchors_of(line: Line) -> dict[str, float]:
+    """Graph time of every implementation of this line's operator, in microseconds."""
+    return anchors(ANCHORS if "group" in line.anchor else SHAPES, line.anchor) if line.anchor else {}
+
+
+def best_of(times: dict[str, float]) -> tuple[str, float] | None:
+    """The fastest public implementation and its time (prototypes are not public)."""
+    public = {name: us for name, us in times.items() if not name.startswith(NOT_PUBLIC)}
     return min(public.items(), key=lambda item: item[1]) if public else None
 
 
+def best_existing(line: Line) -> tuple[str, float] | None:
+    """The fastest public implementation of this line's operator, and its time."""
+    return best_of(anchors_of(line))
+
+
 def lines(table: str) -> list[Line]:
-    """The lines of one of `TABLES`."""
-    return TABLES[table]()
+    """The lines of one of `TABLES`, or of ``mixed``, which only the tuner times."""
+    return _mixed_steps() if table == "mixed" else TABLES[table]()
+
+
+def _decode(rank: int, pattern: str, tokens: int, projection: Projection = UP) -> Operator:
+    """A decode batch of `tokens` rows whose adapters have the popularity `pattern`."""
+    return Operator(*projection, rank, tuple(popularity(pattern).group_sizes(tokens)))
 
 
 def _anchored(label: str, workload: str, operator: Operator, group: str, case: str) -> Line:
@@ -71,35 +131,32 @@ def _anchored(label: str, workload: str, operator: Operator, group: str, case: s
 
 
 def _decodes() -> list[Line]:
-    grid = [(tokens, pattern) for tokens, pattern in shapes.DECODE_GRID if tokens > 1 or pattern == "Distinct"]
-    return [_anchored(f"T={t} {pattern}", pattern, decode(UP, 16, pattern, t), "A", "op") for t, pattern in grid]
+    grid = [("Distinct", 1), *((p, t) for t, p in product((2, 4, 8, 16, 32, 48, 64), PAPER_WORKLOADS))]
+    return [_anchored(f"T={t} {pattern}", pattern, _decode(16, pattern, t), "A", "op") for pattern, t in grid]
 
 
-def _uniform_ranks() -> list[Line]:
+def _ranks() -> list[Line]:
     grid = product((8, 16, 20, 24, 32, 64, 128), ("Distinct", "Identical"))
-    return [_anchored(f"T=64 {p} r={rank}", p, decode(UP, rank, p, 64), "A", "op") for rank, p in grid]
-
-
-def _mixed_ranks() -> list[Line]:
-    wide = decode(UP, 64, "Distinct", 64)
+    uniform = [_anchored(f"T=64 {p} r={rank}", p, _decode(rank, p, 64), "A", "op") for rank, p in grid]
+    wide = _decode(64, "Distinct", 64)
     narrow = {f"all {rank}": (rank,) * 64 for rank in (8, 16, 32, 64)} | {"8,16,32,64": (8, 16, 32, 64) * 16}
-    found = [
+    mixed = [
         Line(f"T=64 Distinct {name} in 64", replace(wide, ranks=ranks), "Distinct") for name, ranks in narrow.items()
     ]
-    return [*found, Line("T=64 Distinct padded to 64", wide, "Distinct")]
+    return [*uniform, *mixed, Line("T=64 Distinct padded to 64", wide, "Distinct")]
 
 
 def _layer() -> list[Line]:
     return [
-        _anchored(f"{pattern} {name}", pattern, decode(projection, 16, pattern, 32), "B", name)
+        _anchored(f"{pattern} {name}", pattern, _decode(16, pattern, 32, projection), "B", name)
         for pattern, (name, projection) in product(PAPER_WORKLOADS, PROJECTIONS.items())
     ]
 
 
 def _prefills() -> list[Line]:
     found = []
-    for tokens, adapters, rank in shapes.PREFILL_GRID:
-        operator = prefill(PROJECTIONS["o"], rank, adapters, tokens)
+    for tokens, adapters, rank in product((512, 2048, 8192), (1, 4, 16), (16, 64)):
+        operator = Operator(*PROJECTIONS["o"], rank, (tokens // adapters,) * adapters)
         found.append(_anchored(f"T={tokens} {adapters} adapters r={rank}", f"{adapters}ad", operator, "C", "prefill"))
     return found
 
@@ -112,15 +169,8 @@ def _invariant() -> list[Line]:
 def _fp8() -> list[Line]:
     """List lines without anchors, to be compared with our 16-bit kernels."""
     batches = product((16, 64), (32, 64), PAPER_WORKLOADS)
-    found = [Line(f"T={t} {p} r={r}", decode(UP, r, p, t), p, part="decode") for r, t, p in batches]
+    found = [Line(f"T={t} {p} r={r}", _decode(r, p, t), p, part="decode") for r, t, p in batches]
     return found + [replace(line, anchor={}, part="prefill") for line in _prefills()]
-
-
-def _behind_projection() -> list[Line]:
-    """List lines without anchors: public kernels were not timed behind a projection."""
-    grid = [line for line in _decodes() if line.operator.tokens in (1, 8, 16, 32, 64)]
-    prompts = [line for line in _prefills() if (len(line.operator.sizes), line.operator.rank) == (4, 16)]
-    return [replace(line, anchor={}) for line in (*grid, *prompts)]
 
 
 def sizes_of(segment_lengths: str) -> tuple[int, ...]:
@@ -139,16 +189,15 @@ def _of_shapes(step: bool) -> list[Line]:
     for row in read_anchors(SHAPES):
         if row["case"].startswith(STEP) != step:
             continue
-        case, pattern, popularity = row["case"], row["pattern"], row["pattern"].capitalize()
-        operator = Operator(
-            int(row["K"]), tuple(map(int, row["N"].split("+"))), int(row["r"]), sizes_of(row["segment_lengths"])
-        )
+        case, pattern, workload = row["case"], row["pattern"], row["pattern"].capitalize()
+        widths = tuple(map(int, row["N"].split("+")))
+        operator = Operator(int(row["K"]), widths, int(row["r"]), sizes_of(row["segment_lengths"]))
         anchor = {name: row[name] for name in ("case", "pattern", "T", "r")}
         if step:
             line = Line(f"{case.removeprefix(STEP)} {pattern}", operator, pattern, anchor)
         else:
-            is_decode = popularity in PAPER_WORKLOADS
-            workload, part = (popularity, "decode") if is_decode else (pattern, "prefill")
+            is_decode = workload in PAPER_WORKLOADS
+            workload, part = (workload, "decode") if is_decode else (pattern, "prefill")
             line = Line(f"{case} T={row['T']} {workload} r={row['r']}", operator, workload, anchor, part)
         found[line.label] = line
     return list(found.values())
@@ -175,15 +224,11 @@ def parts_of_step(line: Line, found: list[Line]) -> list[Line]:
 
 TABLES: dict[str, Callable[[], list[Line]]] = {
     "A": _decodes,
-    "ranks": lambda: [*_uniform_ranks(), *_mixed_ranks()],
+    "ranks": _ranks,
     "B": _layer,
     "C": _prefills,
-    "padding": _mixed_ranks,
     "shapes": lambda: _of_shapes(step=False),
     "step": lambda: _of_shapes(step=True),
-    "mixed": _mixed_steps,
-    "gemm": _behind_projection,
-    "determinism": lambda: [*_decodes(), *_prefills()],
     "invariant": _invariant,
     "fp8": _fp8,
 }

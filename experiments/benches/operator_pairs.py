@@ -1,20 +1,21 @@
 """The LoRA operator under chosen schedules, and parallel compilation of its kernels."""
 
-from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import cast
 
 import torch
 
-from experiments.benches.layer_call import MAX_LORAS
-from experiments.benches.operator_sets import OperatorSets
-from experiments.benches.operator_shapes import Operator
-from experiments.benches.tables import compile_in_parallel
+from experiments.benches.operator_lines import Operator
+from experiments.benches.operator_sets import Call, OperatorSets
+from experiments.benches.operators import MAX_LORAS
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.triton_ops.launch import Launch
 from punica.ops.triton_ops.lora_linear import LinearMode, plan_linear
 from punica.ops.triton_ops.plan import KernelPlan
 from punica.ops.triton_ops.schedules import Gpu, Problem, Schedule, choose_expand, choose_shrink
 from punica.ops.weights import Stack
+from punica.processes import end_with_parent
 
 Job = tuple[Operator, Schedule, Schedule, bool]  # operator, shrink, expand, pdl
 
@@ -41,7 +42,7 @@ def step_of(op: Operator, device: torch.device) -> LoRABatch:
 
 def pair_plan(
     sets: OperatorSets, shrink: Schedule, expand: Schedule, *, pdl: bool, pdl_shrink: bool | None = None
-) -> Callable[[int], None]:
+) -> Call:
     """Build ``call(i)``: the operator on set i with these schedules, as in a layer, without dispatch."""
     step, ranks = step_of(sets.operator, sets.x.device), sets.stacked_ranks
     forms = Stack.of_a(sets.stacked_a[0], ranks).form, Stack.of_b(sets.stacked_b[0], ranks).form
@@ -83,9 +84,17 @@ def _compile(job: Job) -> str:
 
 
 def compile_all(jobs: list[Job], workers: int) -> None:
-    """Compile the kernels of `jobs` in parallel; those that fail are skipped when they are timed."""
+    """Compile the kernels of `jobs` in worker processes, so that this one finds them in Triton's cache; those that fail
+    are printed here, and skipped when they are timed.
+    """
     code: dict[tuple[object, ...], Job] = {}
     for job in jobs:
         op = job[0]
         code[op.k, op.widths, op.rank, bool(op.ranks), op.tokens == 1, *job[1:]] = job
-    compile_in_parallel(_compile, list(code.values()), workers)  # other numbers of rows run the same code
+    if workers == 0 or not code:
+        return
+    found = list(code.values())  # other numbers of rows run the same code
+    context, number = get_context("spawn"), min(workers, len(found))
+    with ProcessPoolExecutor(number, mp_context=context, initializer=end_with_parent) as pool:
+        for message in filter(None, pool.map(_compile, found, chunksize=4)):
+            print("not compiled:", message[:200])

@@ -1,4 +1,4 @@
-"""Inputs and clock of the LoRA operator on a GPU, for `tune.py` and `ext_operator_tables.py`.
+"""Inputs and clock of the LoRA operator on a GPU, for the tuner and the operator tables.
 
 Weights must come from HBM, as in a server, where a whole model runs between two uses of a layer's adapters. The calls
 of one CUDA graph therefore rotate through *sets* (x, y, A, B) of more bytes than any cache has. The time of a call is
@@ -6,19 +6,20 @@ that of a replay over its number of calls.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from experiments.benches.layer_call import MAX_LORAS
-from experiments.benches.operator_shapes import Operator
-from experiments.benches.operators import kernel_meta_args
+from experiments.benches.operator_lines import Operator
+from experiments.benches.operators import MAX_LORAS, kernel_meta_args
 from experiments.measure.timing import seconds_between_events
 from punica.capture import capture
 
 ROTATING_BYTES = 256 << 20
 """Bytes of all sets together; the L2 cache of an H200 holds 60 MB."""
+Call = Callable[[int], object]
+"""A call on one of the sets."""
 
 
 class OperatorSets:
@@ -31,7 +32,7 @@ class OperatorSets:
 
     def __init__(
         self, operator: Operator, device: torch.device | str = "cuda", rotating_bytes: int = ROTATING_BYTES,
-        rounded: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        rounded: Callable[[torch.Tensor], torch.Tensor] = lambda weights: weights,
     ) -> None:  # fmt: skip
         """``rounded`` replaces the weights before they are read."""
         self.operator = operator
@@ -49,16 +50,14 @@ class OperatorSets:
         self.x = normal(self.count, tokens, operator.k)
         self.y = torch.zeros(self.count, tokens, sum(operator.widths), device=device, dtype=torch.float16)
         total = self.count * adapters + slots - adapters
-        a = [normal(total, operator.rank, operator.k, scale=operator.k**-0.5) for _ in operator.widths]
-        b = [normal(total, n, operator.rank, scale=operator.rank**-0.5) for n in operator.widths]
-        if rounded is not None:
-            a, b = [rounded(weight) for weight in a], [rounded(weight) for weight in b]
+        a = [rounded(normal(total, operator.rank, operator.k, scale=operator.k**-0.5)) for _ in operator.widths]
+        b = [rounded(normal(total, n, operator.rank, scale=operator.rank**-0.5)) for n in operator.widths]
         self.banks = a, [weight.mT.contiguous().mT for weight in b]
         self.a, self.b = self.windows(a, adapters), self.windows(b, adapters)
         self.stacked_a, self.stacked_b = (self.windows(bank, slots) for bank in self.banks)
         self.slots = torch.repeat_interleave(torch.arange(adapters), torch.tensor(operator.sizes))
         self.meta_args = kernel_meta_args(self.slots, slots, self.x.device)
-        self._references: dict[int, torch.Tensor] = {}
+        self.kept: dict[object, Any] = {}  # references by set, and what columns share
         true = torch.tensor(operator.ranks or [operator.rank] * adapters, dtype=torch.int32, device=device)
         self.lora_ranks = true.repeat(slices, 1) if operator.ranks else None
         self.stacked_ranks = torch.zeros(slices, slots, dtype=torch.int32, device=device)
@@ -72,11 +71,11 @@ class OperatorSets:
 
     def reference(self, i: int) -> torch.Tensor:
         """Return the float32 reference of one call on set i; computed once."""
-        if i not in self._references:
+        if i not in self.kept:
             ranks = self.operator.ranks or [self.operator.rank] * len(self.operator.sizes)
             parts = zip(ranks, self.x[i].float().split(self.operator.sizes), strict=True)
-            self._references[i] = torch.cat([self._delta(i, slot, *part) for slot, part in enumerate(parts)])
-        return self._references[i]
+            self.kept[i] = torch.cat([self._delta(i, slot, *part) for slot, part in enumerate(parts)])
+        return self.kept[i]
 
     def _delta(self, i: int, slot: int, rank: int, x: torch.Tensor) -> torch.Tensor:
         pairs = zip(self.a[i], self.b[i], strict=True)
@@ -88,7 +87,7 @@ class OperatorSets:
         error = float((self.y[i].float() - expected).norm() / expected.norm())
         return error if error == error else float("inf")
 
-    def relative_error(self, call: Callable[[int], object]) -> float:
+    def relative_error(self, call: Call) -> float:
         """``|added - reference| / |reference|``, the worse of the first and the last set, from y = 0."""
         errors = []
         for i in (0, self.count - 1):
@@ -98,25 +97,21 @@ class OperatorSets:
             self.y[i].zero_()
         return max(errors)
 
-    def captured(self, call: Callable[[int], object], calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
-        """Capture `calls` calls or one per set, every set in turn; return the graph and the calls per set."""
-        return captured(call, self.count, calls)
-
-    def time_graph(self, call: Callable[[int], object], *, calls: int = 200, replays: int = 9) -> tuple[float, float]:
+    def time_graph(self, call: Call, *, calls: int = 200, replays: int = 9) -> tuple[float, float]:
         """Time a graph of at least `calls` calls: median microseconds per call, and the relative error after one replay
         from y = 0, which calls that overlap wrongly would raise.
         """
-        graph, rounds = self.captured(call, calls)
+        graph, rounds = captured(call, self.count, calls)
         self.y.zero_()
         graph.replay()
         torch.cuda.synchronize()
         error = max(self._error(i, rounds) for i in (0, self.count - 1))
-        times = [seconds_between_events(graph.replay) * 1e6 / (rounds * self.count) for _ in range(replays)]
+        us = median_us(graph, rounds * self.count, replays)
         self.y.zero_()
-        return statistics.median(times), error
+        return us, error
 
 
-def captured(call: Callable[[int], object], sets: int, calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
+def captured(call: Call, sets: int, calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
     """Capture `calls` calls or one for each of `sets`, every set in turn; return the graph and the calls per set."""
     rounds = max(1, calls // sets)
     for i in range(min(sets, 2)):
@@ -130,13 +125,6 @@ def captured(call: Callable[[int], object], sets: int, calls: int) -> tuple[torc
     return graph, rounds
 
 
-def seconds_per_eager_call(call: Callable[[int], object], sets: int, calls: int = 300) -> float:
-    """Host-bound seconds per call of back-to-back eager calls."""
-    for i in range(20):
-        call(i % sets)
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for i in range(calls):
-        call(i % sets)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - started) / calls
+def median_us(graph: torch.cuda.CUDAGraph, calls: int, replays: int) -> float:
+    """Median microseconds per call over replays of a graph of so many."""
+    return statistics.median(seconds_between_events(graph.replay) * 1e6 / calls for _ in range(replays))

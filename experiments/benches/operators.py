@@ -1,9 +1,9 @@
-"""The LoRA operators of Figures 7, 8, 9 and README, checked and timed on either device.
+"""The LoRA operators of Figures 7 to 9, README and the studies, checked and timed on either device.
 
 A `Problem` is one batch: x [T, h1], slots [T], weights A [L, r, h1] and B [L, h2, r] of all resident adapters, and
-y [T, h2]. An operator adds `x A^T B^T` of each row's adapter into y. SGMV is what a layer calls (`layer_calls`), on B
-as layers store it, rank after rank; the baselines take B as adapter files do, row after row. The work of a server per
-step (segment plan, kernel metadata) is prepared outside the timing.
+y [T, h2]. An operator adds `x A^T B^T` of each row's adapter into y. SGMV is what a layer calls, `add_linear` of a
+wrapper with a server's slots, on B as layers store it, rank after rank; the baselines take B as adapter files do, row
+after row. The work of a server per step (segment plan, kernel metadata) is prepared outside the timing.
 
 On a CPU the timer empties the caches between calls, and one problem is enough. Under `cuda_graph` there are as many
 `problems`, each with its own x, y and adapters, as exceed the caches.
@@ -13,23 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
-from experiments.benches import baselines
-from experiments.benches.layer_call import begun
-from experiments.benches.operator_conf import operator_conf
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import Config, DType
 from experiments.measure.timing import Call, Name, Protocol, time_side_by_side
 from experiments.workload.popularity import popularity
-from punica.metadata import LoRABatch, LoRAKernelMeta, MetaArgs, RowGroups
+from punica.config import LoRAConfig
+from punica.metadata import LoRABatch, LoRAKernelMeta, LoRAMapping, MetaArgs, RowGroups
 from punica.ops import reference
 from punica.ops.weights import LoRAWeights
 from punica.registry import Registry
 from punica.wrapper import PunicaWrapperBase, get_punica_wrapper
+
+MAX_LORAS, MAX_ROWS, VOCAB_SIZE = 64, 8192, 32000
+"""Slots and rows in a step's metadata, as in a server, for any number of adapters in the batch."""
 
 
 class Unsupported(RuntimeError):
@@ -52,11 +54,6 @@ class Problem:
     slots: torch.Tensor  # [T] int64 on the host
     sizes: tuple[int, ...]  # rows per segment
     ranks: torch.Tensor | None = None  # [1, L] int32 on the device: true ranks, above which weights are 0; None: all r
-
-    def segments(self) -> list[tuple[int, int, int]]:
-        """(slot, start, end) of each segment."""
-        ends = list(accumulate(self.sizes))
-        return [(int(self.slots[end - 1]), end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
 
     def meta_args(self) -> MetaArgs:
         """The metadata arguments of the Triton operators for these rows."""
@@ -99,10 +96,7 @@ class Prepared:
     expected: Callable[[], torch.Tensor]
 
 
-Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""A [slots, r, h1], B [slots, h2, r] and, or None where all are r, the true ranks [1, slots]."""
-Prepare = Callable[[Problem], Prepared]
-OPERATORS: Registry[Prepare] = Registry("operator")
+OPERATORS: Registry[Callable[[Problem], Prepared]] = Registry("operator")
 """Name in rows and plots -> how to prepare a problem for it."""
 
 
@@ -111,6 +105,22 @@ def kernel_meta_args(slots: torch.Tensor, max_loras: int, device: torch.device) 
     meta = LoRAKernelMeta.make(max_loras, len(slots), device)
     meta.prepare_tensors(slots)
     return meta.meta_args(len(slots), specialize_active_lora=True)
+
+
+def begun(
+    make: Callable[..., PunicaWrapperBase], slots_of_rows: Sequence[int], max_loras: int, rank: int,
+    device: torch.device | str, **switches: Any,
+) -> PunicaWrapperBase:  # fmt: skip
+    """Build a wrapper for `max_loras` slots of width `rank` by `make`, and begin a step: row t uses slot
+    `slots_of_rows[t]`. `switches`: fields of `LoRAConfig`.
+
+    A prompt is a run of rows with one slot to the operator, so that every step is described as decodes.
+    """
+    config = LoRAConfig(max_lora_rank=rank, max_loras=max_loras, **switches)
+    wrapper = make(max(MAX_ROWS, len(slots_of_rows)), max_loras, device, lora_config=config)
+    adapters = [slot + 1 for slot in slots_of_rows]
+    wrapper.update_metadata(LoRAMapping(adapters, adapters), list(range(1, max_loras + 1)), max_loras, VOCAB_SIZE)
+    return wrapper
 
 
 def step_of(batch: Problem) -> PunicaWrapperBase:
@@ -128,20 +138,18 @@ def _step(slots_of_rows: tuple[int, ...], slots: int, rank: int, device: torch.d
 def weights_of(batch: Problem) -> LoRAWeights:
     """Return the weights of `batch` as a layer holds them, with the table of true ranks."""
     slots, rank, _ = batch.a.shape
-    ranks = batch.ranks
-    if ranks is None:
-        ranks = torch.full((1, slots), rank, dtype=torch.int32, device=batch.x.device)
-    return LoRAWeights.of((batch.a,), (batch.stored_b,), ranks)
+    whole = torch.full((1, slots), rank, dtype=torch.int32, device=batch.x.device)
+    return LoRAWeights.of((batch.a,), (batch.stored_b,), whole if batch.ranks is None else batch.ranks)
 
 
-def layer_calls(batches: Sequence[Problem]) -> list[Call]:
-    """Prepare a layer's call on each of `batches`."""
-    return [partial(step_of(batch).add_linear, batch.y, batch.x, weights_of(batch)) for batch in batches]
+def layer_call(batch: Problem) -> Call:
+    """Prepare a layer's call on `batch`."""
+    return partial(step_of(batch).add_linear, batch.y, batch.x, weights_of(batch))
 
 
 @OPERATORS.register("SGMV")
 def _sgmv(problem: Problem) -> Prepared:
-    return adding(problem, *layer_calls([problem]))
+    return adding(problem, layer_call(problem))
 
 
 @OPERATORS.register("SGMV expand")
@@ -151,49 +159,103 @@ def _expand(problem: Problem) -> Prepared:
     return Prepared(call, lambda: problem.y, lambda: problem.expanded(v))
 
 
+@OPERATORS.register("apart")
+def _apart(problem: Problem) -> Prepared:
+    """The first adapter's rows, a prompt, in one call of a layer, then all others in another."""
+    first = problem.sizes[0]
+    calls = [
+        layer_call(replace(problem, x=problem.x[rows], y=problem.y[rows], slots=problem.slots[rows], sizes=sizes))
+        for rows, sizes in ((slice(0, first), (first,)), (slice(first, None), problem.sizes[1:]))
+    ]
+    return adding(problem, partial(in_turn, calls))
+
+
 @OPERATORS.register("Loop")
 def _loop(problem: Problem) -> Prepared:
-    segments = problem.segments()
-    return adding(problem, lambda: baselines.lora_loop(problem.y, problem.x, problem.a, problem.b, segments))
+    """Per adapter two matmuls over its rows and an addition."""
+    x, a, b, y, ends = problem.x, problem.a, problem.b, problem.y, accumulate(problem.sizes)
+    segments = [(int(problem.slots[end - 1]), end - size, end) for size, end in zip(problem.sizes, ends, strict=True)]
+
+    def call() -> None:
+        for slot, start, end in segments:
+            y[start:end] += x[start:end] @ a[slot].t() @ b[slot].t()
+
+    return adding(problem, call)
+
+
+def gathered(problem: Problem, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of every row side by side, [T, r, h1] and [T, h2, r]."""
+    return problem.a.index_select(0, slots), problem.b.index_select(0, slots)
+
+
+def _bmm_rows(problem: Problem, a_rows: torch.Tensor, b_rows: torch.Tensor) -> None:
+    hidden = torch.bmm(problem.x.unsqueeze(1), a_rows.transpose(1, 2))
+    problem.y.add_(torch.bmm(hidden, b_rows.transpose(1, 2)).squeeze(1))
 
 
 @OPERATORS.register("Gather")
 def _gather(problem: Problem) -> Prepared:
-    slots = problem.slots.to(problem.x.device)
+    """Copy A and B of every row, also where all rows share one pair."""
+    call, rows = partial(gathered, problem, problem.slots.to(problem.x.device)), problem.slots.tolist()
 
-    def copies(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def copies(pair: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part.flatten() for part in pair])
 
-    def by_row() -> tuple[torch.Tensor, torch.Tensor]:
-        rows = problem.slots.tolist()
-        return torch.stack([problem.a[slot] for slot in rows]), torch.stack([problem.b[slot] for slot in rows])
-
-    def call() -> tuple[torch.Tensor, torch.Tensor]:
-        return baselines.gather_weights(problem.a, problem.b, slots)
+    def by_row() -> list[torch.Tensor]:
+        return [torch.stack([bank[slot] for slot in rows]) for bank in (problem.a, problem.b)]
 
     return Prepared(call, lambda: copies(call()), lambda: copies(by_row()))
 
 
 @OPERATORS.register("BMM")
 def _bmm(problem: Problem) -> Prepared:
-    a_rows, b_rows = baselines.gather_weights(problem.a, problem.b, problem.slots.to(problem.x.device))
-    return adding(problem, lambda: baselines.lora_bmm(problem.y, problem.x, a_rows, b_rows))
+    """Two batched matmuls on gathered weights."""
+    return adding(problem, partial(_bmm_rows, problem, *gathered(problem, problem.slots.to(problem.x.device))))
 
 
 @OPERATORS.register("Gather-BMM")
 def _gather_bmm(problem: Problem) -> Prepared:
+    """Both, as a batch needs whose adapters change from step to step."""
     slots = problem.slots.to(problem.x.device)
-    return adding(problem, lambda: baselines.lora_gather_bmm(problem.y, problem.x, problem.a, problem.b, slots))
+    return adding(problem, lambda: _bmm_rows(problem, *gathered(problem, slots)))
 
 
 @OPERATORS.register("grouped_mm")
 def _grouped_mm(problem: Problem) -> Prepared:
-    if not baselines.grouped_mm_available(problem.x.device, problem.x.dtype):
+    """Two library calls over all slots, on rows sorted by slot."""
+    if not grouped_mm_available(problem.x.device, problem.x.dtype):
         raise Unsupported(f"torch {torch.__version__} has no grouped_mm for {problem.x.dtype} on {problem.x.device}")
     if problem.x.is_cuda:  # for other types torch reads the group ends on the host, which no CUDA graph can hold
         problem = problem.rounded(torch.bfloat16)
-    ends = baselines.slot_ends(problem.slots, problem.a.shape[0]).to(problem.x.device)
-    return adding(problem, lambda: baselines.lora_grouped_mm(problem.y, problem.x, problem.a, problem.b, ends))
+    product: Any = grouped_product()
+    ends = torch.bincount(problem.slots, minlength=problem.a.shape[0]).cumsum(0).to(problem.x.device, torch.int32)
+
+    def call() -> None:
+        hidden = product(problem.x, problem.a.transpose(1, 2), offs=ends)
+        problem.y.add_(product(hidden, problem.b.transpose(1, 2), offs=ends))
+
+    return adding(problem, call)
+
+
+def grouped_product() -> Callable[..., torch.Tensor] | None:
+    """torch's grouped matmul: public from 2.10 on, before that under a private name."""
+    return getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+@cache
+def grouped_mm_available(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Check by one product that this torch multiplies groups of ``dtype`` matrices on ``device``: which ones are served
+    changed with nearly every release.
+    """
+    product = grouped_product()
+    if product is None:
+        return False
+    x, w = (torch.ones(shape, device=device, dtype=dtype) for shape in ((32, 32), (2, 16, 32)))
+    ends = torch.tensor([16, 32], device=device, dtype=torch.int32)
+    try:
+        return bool((product(x, w.transpose(1, 2), offs=ends) == 32).all())
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
 
 
 def adding(problem: Problem, call: Call) -> Prepared:
@@ -207,7 +269,7 @@ def in_turn(calls: Sequence[Call]) -> None:
         call()
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=6)
 def bank(slots: int, rank: int, h1: int, h2: int, dtype: DType, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A [slots, rank, h1] and B [slots, h2, rank], random, scaled so that v and y have unit variance."""
     generator = torch.Generator(device).manual_seed(0)
@@ -219,47 +281,50 @@ def bank(slots: int, rank: int, h1: int, h2: int, dtype: DType, device: str) -> 
 
 def problems(cfg: Config, workload: str, batch_size: int, rank: int) -> list[Problem]:
     """The batch of `workload` in the shapes of `cfg.figure`, as often as the timer needs it."""
-    figure, adapters = operator_conf(cfg), popularity(workload).number_of_adapters(batch_size)
-    total, count = max(figure.resident(cfg), adapters), 1
-    if cfg.timer.name == "cuda_graph":
-        total = max(total, copies(cfg, rank * (figure.h1 + figure.h2) * figure.dtype.bytes, least=1))
-        count = total // adapters
-    a, b = bank(total, rank, figure.h1, figure.h2, figure.dtype, cfg.hardware.device)
-    if cfg.timer.name != "cuda_graph":  # operators of a cell share no memory, so that one flush serves a round of them
-        seen = total if cfg.hardware.device == "cuda" else adapters  # a CPU's operators look at no other slot
+    figure: Any = cfg.figure
+    sizes = popularity(workload).group_sizes(batch_size)
+    weights = len(sizes) * rank * (figure.h1 + figure.h2) * figure.dtype.bytes
+    return setup_operator(cfg, sizes, rank, copies(cfg, weights))
+
+
+def setup_operator(
+    cfg: Config, sizes: Sequence[int], rank: int, count: int, ranks: Sequence[int] = ()
+) -> list[Problem]:
+    """Make `count` batches of `sizes` rows per adapter, each on its own x, y and adapters, in slots of width `rank`.
+
+    `ranks`: true ranks of the adapters, in turns, above which their weights are 0; empty: `rank`. A batch sees as many
+    slots as are resident on a server, since kernels search all slots they see.
+    """
+    figure: Any = cfg.figure
+    device, rows, used = cfg.hardware.device, sum(sizes), count * len(sizes)
+    resident = max(figure.resident(cfg), len(sizes))
+    a, b = bank(max(resident, used), rank, figure.h1, figure.h2, figure.dtype, device)
+    if ranks or cfg.timer.name != "cuda_graph":  # systems share no memory, so that one flush serves a round of them
+        seen = len(a) if device == "cuda" else used  # a CPU's operators look at no other slot
         a, b = a[:seen].clone(), b[:seen].clone()
-    return rotated(cfg, popularity(workload).group_sizes(batch_size), count, (a, b, None))
-
-
-def rotated(cfg: Config, sizes: Sequence[int], count: int, weights: Weights) -> list[Problem]:
-    """Make `count` batches of `sizes` rows per adapter, each on its own x, y and adapters out of all of `weights`."""
-    a, b, ranks = weights
-    figure, device, rows = operator_conf(cfg), cfg.hardware.device, sum(sizes)
+    table = None
+    if ranks:
+        table = torch.tensor(ranks, dtype=torch.int32, device=device).repeat(-(-len(a) // len(ranks)))[: len(a)]
+        above = torch.arange(rank, device=device) >= table[:, None]
+        a.masked_fill_(above[:, :, None], 0)
+        b.masked_fill_(above[:, None, :], 0)
     slots = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(count, rows, figure.h1, generator=generator, device=device).to(a.dtype)
     y = torch.zeros(count, rows, figure.h2, dtype=a.dtype, device=device)
     stored, made = b.mT.contiguous().mT, []
     for i in range(count):
-        first = i * len(sizes)
-        seen = window(first, max(figure.resident(cfg), len(sizes)), a.shape[0])
-        true = None if ranks is None else ranks[:, seen].contiguous()
-        weights_seen = a[seen], b[seen], stored[seen]
-        made.append(Problem(x[i], *weights_seen, y[i], slots + (first - seen.start), tuple(sizes), true))
+        start = max(0, min(i * len(sizes), len(a) - resident))
+        window = slice(start, start + resident)
+        true = None if table is None else table[None, window].contiguous()
+        weights = a[window], b[window], stored[window]
+        made.append(Problem(x[i], *weights, y[i], slots + (i * len(sizes) - start), tuple(sizes), true))
     return made
 
 
-def window(first: int, resident: int, total: int) -> slice:
-    """Return the slots of a problem whose adapters begin at slot `first`: as many as are resident on a server, out of
-    `total` that the timer rotates through, since kernels search all slots they see.
-    """
-    start = max(0, min(first, total - resident))
-    return slice(start, min(start + resident, total))
-
-
-def copies(cfg: Config, nbytes: int, least: int = 2) -> int:
+def copies(cfg: Config, nbytes: int) -> int:
     """Return how often inputs of `nbytes` are needed: once, or under `cuda_graph` until the caches have no room."""
-    return max(least, -(-flush_bytes(cfg) // nbytes)) if cfg.timer.name == "cuda_graph" else 1
+    return max(2, -(-flush_bytes(cfg) // nbytes)) if cfg.timer.name == "cuda_graph" else 1
 
 
 def flush_bytes(cfg: Config) -> int:
@@ -284,23 +349,29 @@ def checked(name: str, prepared: Sequence[Prepared]) -> list[Call]:
     return [one.call for one in prepared]
 
 
-def prepare_backbone(cfg: Config, batch_size: int) -> list[Call]:
-    """The calls of the backbone's projection X @ W [h1, h2] that LoRA is added to, the first of them checked."""
-    figure, device = operator_conf(cfg), cfg.hardware.device
-    h1, h2, dtype = figure.h1, figure.h2, figure.dtype
-    kind, count = getattr(torch, dtype.name), copies(cfg, h1 * h2 * dtype.bytes, least=1)
+def projection(cfg: Config) -> torch.Tensor:
+    """Weights W [copies, h1, h2] of the projection that LoRA is added to, scaled so that y has unit variance."""
+    figure: Any = cfg.figure
+    device, count = cfg.hardware.device, copies(cfg, figure.h1 * figure.h2 * figure.dtype.bytes)
     generator = torch.Generator(device).manual_seed(2)
-    x = torch.randn(count, batch_size, h1, generator=generator, device=device).to(kind)
-    w = (torch.randn(count, h1, h2, generator=generator, device=device) * h1**-0.5).to(kind)
-    out = torch.empty(count, batch_size, h2, dtype=kind, device=device)
-    torch.mm(x[0], w[0], out=out[0])
-    check("backbone X@W", out[0], x[0].double() @ w[0].double(), TOLERANCE[dtype])
-    return [partial(torch.mm, x[i], w[i], out=out[i]) for i in range(count)]
+    weights = torch.empty(count, figure.h1, figure.h2, device=device, dtype=getattr(torch, figure.dtype.name))
+    for one in weights:
+        one.copy_(torch.randn(one.shape, generator=generator, device=device) * figure.h1**-0.5)
+    return weights
 
 
-def microseconds(
-    cfg: Config, calls: Mapping[Name, Sequence[Call]], apart: bool = False
-) -> dict[Name, list[float]]:
+def prepare_backbone(cfg: Config, batch_size: int) -> list[Call]:
+    """The calls of the backbone's projection X @ W, the first of them checked."""
+    weights = projection(cfg)
+    count, h1, h2 = weights.shape
+    x = torch.randn(count, batch_size, h1, generator=torch.Generator().manual_seed(2)).to(weights)
+    out = x.new_empty(count, batch_size, h2)
+    calls = [partial(torch.mm, x[i], weights[i], out=out[i]) for i in range(count)]
+    expected = partial(torch.mm, x[0].double(), weights[0].double())
+    return checked("backbone X@W", [Prepared(call, lambda: out[0], expected) for call in calls])
+
+
+def microseconds(cfg: Config, calls: Mapping[Name, Sequence[Call]], apart: bool = False) -> dict[Name, list[float]]:
     """Samples of `calls`, interleaved, under `cfg`'s timer and scale, in microseconds. `apart`: no two share memory."""
     seconds = time_side_by_side(calls, protocol(cfg), apart)
     return {name: [value * 1e6 for value in values] for name, values in seconds.items()}

@@ -29,10 +29,9 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
-from experiments.benches.operator_lines import lines
+from experiments.benches.operator_lines import Operator, lines
 from experiments.benches.operator_pairs import compile_all, estimated, pair_plan, problem_of
 from experiments.benches.operator_sets import OperatorSets
-from experiments.benches.operator_shapes import Operator
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError, Settings
 from experiments.measure import environment

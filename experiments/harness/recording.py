@@ -34,7 +34,7 @@ class RecordedSet:
     def command(self, machine: str, round_: int, vllm_python: str | None) -> list[str]:
         """Return the words after `python -m`; later rounds measure the repeats that earlier ones have not."""
         script, *words = shlex.split(self.run)
-        if not script.startswith("commands.") and not script.endswith("_tables"):  # those find the hardware themselves
+        if not script.startswith("commands."):  # those find the hardware themselves
             words += [f"hardware={machine}", *([] if machine == "cpu" else [f"hardware.threads={THREADS}"])]
         words += [f"scale.passes={round_ + 1}"] if self.rounds > 1 else []
         return [f"experiments.{script}", *words, *([f"figure.vllm_python={vllm_python}"] if self.vllm else [])]

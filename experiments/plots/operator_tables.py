@@ -1,12 +1,12 @@
 """The operator tables as text: microseconds, their ratios to the best public kernel, and what each table sums up."""
 
-from collections.abc import Callable, Iterable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pandas as pd
 
-from experiments.benches import operator_shapes as shapes
-from experiments.benches.operator_lines import Line, anchors_of, best_existing, parts_of_step
-from experiments.benches.tables import summary
+from experiments.benches.operator_lines import PROJECTIONS, Line, anchors_of, best_existing, parts_of_step
+from experiments.ext_expert_tables import Line as Batch
 from experiments.workload.popularity import PAPER_WORKLOADS
 
 RATIOS = ("punica", "wrapper", "normal shrink")
@@ -28,7 +28,7 @@ def _body(found: list[Line]) -> Iterator[str]:
     public = ["best existing", "us", *(f"ratio, {name}" for name in compared)] if compared else []
     yield " | ".join(["row", "floor", "two-kernel stream", *columns, *public])
     for line in found:
-        cells = [line.label, f"{shapes.floor_us(line.operator):.2f}", f"{shapes.stream_us(line.operator):.1f}"]
+        cells = [line.label, f"{line.operator.floor_us():.2f}", f"{line.operator.stream_us():.1f}"]
         cells += [_number(line.us.get(name)) for name in columns]
         best = best_existing(line)
         if compared:
@@ -51,8 +51,12 @@ def _ratios(found: list[Line]) -> Iterator[str]:
             yield from _summed(f"best existing / {name}", part, ratios)
 
 
-def _summed(what: str, part: str, ratios: list[float]) -> Iterator[str]:
-    yield from summary(f"{what}, {part}" if part else what, ratios)
+def _summed(what: str, part: str, ratios: Sequence[float]) -> Iterator[str]:
+    """Yield a line with mean, least and largest of `ratios`; none without any."""
+    if ratios:
+        mean = f"geometric mean {statistics.geometric_mean(ratios):.2f}"
+        what = f"{what}, {part}" if part else what
+        yield f"{what}: {mean}, lowest {min(ratios):.2f}, highest {max(ratios):.2f}, rows {len(ratios)}"
 
 
 def _torch_beside_anchors(found: list[Line]) -> Iterator[str]:
@@ -67,7 +71,7 @@ def _torch_beside_anchors(found: list[Line]) -> Iterator[str]:
 def _sums_of_a_layer(found: list[Line]) -> Iterator[str]:
     """Sums of a column that was measured for all projections of the layer."""
     frame = pd.DataFrame([line.us for line in found])
-    sums = frame.groupby([line.workload for line in found]).sum(min_count=len(shapes.PROJECTIONS))
+    sums = frame.groupby([line.workload for line in found]).sum(min_count=len(PROJECTIONS))
     for pattern in PAPER_WORKLOADS:
         cells = [f"{name} {us:.1f}" for name, us in sums.loc[pattern].dropna().items()]
         yield f"sum of one layer, {pattern}: {', '.join(cells)}"
@@ -98,3 +102,21 @@ _SUMS: dict[str, Callable[[list[Line]], Iterable[str]]] = {
     "invariant": lambda found: _one_over_other(found, *INVARIANT),
     "fp8": lambda found: (text for column in FP8 for text in _one_over_other(found, column, "wrapper")),
 }
+
+SUMS = {"delta": ", delta", "accumulating": ""}
+
+
+def show_experts(found: list[Batch]) -> str:
+    """The table of experts, and best public kernel over ours."""
+    columns = list(dict.fromkeys(name for line in found for name in line.us))
+    sums, ratios = ([f"{what}, {name}" for name in SUMS] for what in ("sum", "ratio"))
+    text = [" | ".join(["row", *columns, *sums, "best existing", *ratios])]
+    over: dict[str, list[float]] = {name: [] for name in SUMS}
+    for line in found:
+        best, totals = line.best_existing(), [line.total(ending) for ending in SUMS.values()]
+        cells = [_number(line.us.get(name)) for name in columns]
+        cells += [*map(_number, totals), f"{best:.1f}", *(_number(us and best / us) for us in totals)]
+        text.append(" | ".join([line.label, *cells]))
+        for name, us in zip(SUMS, totals, strict=True):
+            over[name] += [best / us] if us else []
+    return "\n".join([*text, *(one for name in SUMS for one in _summed("best existing / ours", name, over[name]))])

@@ -14,13 +14,10 @@ from typing import Any
 import pandas as pd
 from omegaconf import OmegaConf
 
-from experiments.benches.operator_lines import TABLES
 from experiments.harness.recording import recorded_sets
 from experiments.harness.schema import CONF, REPOSITORY
 from experiments.harness.source import fingerprint
 
-WRITERS = {f"ext_operator_tables_{table}": "ext_operator_tables" for table in TABLES}
-"""Rows file -> its script, where it does not have the script's name."""
 RECORDED = REPOSITORY / "results"
 NO_NUMBER = {"title", "minutes", "passes", "tries", "name"}
 """Settings that decide no number, or are a name of the others."""
@@ -55,7 +52,7 @@ def other_versions(rows: pd.DataFrame) -> pd.Series:
 
 def script_of(rows_file: Path) -> Path | None:
     """Return the script of `experiments/` that writes ``rows_file``; None where it was renamed or deleted."""
-    path = REPOSITORY / "experiments" / f"{WRITERS.get(rows_file.stem, rows_file.stem)}.py"
+    path = REPOSITORY / "experiments" / f"{rows_file.stem}.py"
     return path if path.is_file() else None
 
 

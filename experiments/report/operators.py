@@ -6,16 +6,16 @@ from pathlib import Path
 import pandas as pd
 
 from experiments import ext_expert_tables as experts
-from experiments.benches.operator_lines import ADDED, HOST, Line, lines
+from experiments.benches.operator_lines import HOST, Line, lines
 from experiments.claims.rows import markdown
 from experiments.measure.records import RowsError
-from experiments.plots.operator_tables import show
+from experiments.plots.operator_tables import show, show_experts
 from experiments.report.machines import OPERATOR_TABLES, Machine
 from experiments.report.reproducing import GENERATED
 from experiments.report.results import measured_on
 
-COMMAND = "`python -m experiments.ext_operator_tables table=all`."
-PREFIXES = {"latency": "", "host_latency": HOST, "added_latency": ADDED}
+COMMAND = "`python -m experiments.ext_operator_tables 'figure.tables=[all]'`."
+PREFIXES = {"latency": "", "host_latency": HOST}
 """Metric of a row -> what its column's name begins with."""
 EXPERT_TABLES = "expert tables"
 TITLES = {
@@ -25,10 +25,7 @@ TITLES = {
     "C": "C: prefill, 4096 -> r -> 4096",
     "shapes": "Shapes of other models, to which no rule was fitted",
     "step": "The paper's step: one prompt and 31 decode rows of 31 other adapters",
-    "gemm": "What LoRA adds behind the base projection",
     "invariant": "Price of batch invariance",
-    "determinism": "Price of determinism",
-    "padding": "Mixed ranks: at their true ranks, and padded",
     "fp8": "FP8: adapters in e4m3 beside the same ones in 16 bits",
 }
 """Table -> its heading, in the order of the page."""
@@ -53,7 +50,7 @@ def write_operator_tables(machine: Machine, target: Path) -> list[Path]:
         for batch in batches:
             _fill(batch, of_experts, batch.label)
         head = f"{EXPERTS} {measured_on(of_experts)}"
-        parts += ["## Experts: LoRA of w13 and of w2, rank 16", "", head, "", *_as_markdown(experts.show(batches)), ""]
+        parts += ["## Experts: LoRA of w13 and of w2, rank 16", "", head, "", *_as_markdown(show_experts(batches)), ""]
     target.write_text("\n".join(parts), encoding="utf-8")
     return [target]
 

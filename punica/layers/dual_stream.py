@@ -7,7 +7,7 @@
 Both products read one ``x`` and are independent until expand adds into ``y``. The base product of a decode step waits
 for the memory of its weights, and the shrink hides in it; what is left behind the product is expand, whose weights are
 fetched while the product ends. On an H200 that takes 2 of the 5 us that LoRA adds to a projection at one row, and 1.5
-of 12 us at 64 rows of 64 adapters (results/h200/operator_tables.md). In a prefill, or with 128 rows of 128 adapters,
+of 12 us at 64 rows of 64 adapters (measured on 2026-11-28). In a prefill, or with 128 rows of 128 adapters,
 both want all of the GPU and are slower beside one another: 22 us instead of 20 there, 14 instead of 9 for 512 rows of
 23 adapters, measured once on 2026-11-22. So up to `MOST_ROWS` rows, and only where a graph is
 captured: outside of one, the host's time for the events is more than what they save. Until then the same kernels run on

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.benches.operator_conf import OperatorConf
+from experiments.benches.operator_figure import OperatorConf
 from experiments.harness import PROTOCOL, CheckFailed, Experiment, Point, Reading, sampled
 from experiments.harness.schema import Config
 from experiments.measure.disturbance import Disturbance

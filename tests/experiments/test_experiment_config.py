@@ -21,7 +21,7 @@ from experiments.workload.popularity import WORKLOADS
 
 ALL = {experiment.name: experiment for experiment in experiments()}
 OPERATORS = ALL["fig08_lora_operator"]
-GPU_ONLY = ("ext_determinism", "ext_today", "ext_own_server")
+GPU_ONLY = ("ext_determinism", "ext_operator_tables", "ext_expert_tables", "ext_today", "ext_own_server")
 NEEDS_A_SERVER = "ext_server"
 SLOW = pytest.mark.slow
 

@@ -3,7 +3,6 @@
 Every system computes the reference, or is not timed; bytes are arithmetic; rows are measured and drawn.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,8 +18,7 @@ from fakes import composed
 from experiments import ext_added_latency, ext_determinism, ext_padding, ext_paper_step
 from experiments import ext_fp8 as fp8
 from experiments.benches import operators
-from experiments.benches.operators import layer_calls
-from experiments.harness.catalogue import experiments
+from experiments.harness import Point
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
@@ -32,35 +30,19 @@ from punica.ops.quant import dequantize
 
 PADDING, DETERMINISM = ext_padding.EXPERIMENT, ext_determinism.EXPERIMENT
 STEP, ADDED, FP8 = ext_paper_step.EXPERIMENT, ext_added_latency.EXPERIMENT, fp8.EXPERIMENT
-VARIANTS = tuple(ext_determinism.VARIANTS)
+VARIANTS = ("deterministic", "deterministic, no PDL", "batch invariant", "atomics", "atomics, finer split")
+SMALL = ("figure.batch_sizes=[1,7]",)
+PAPER = ("figure.h1=4096", "figure.h2=11008", "figure.dtype=float16")
 
 
 def settled(tmp_path, experiment, *overrides):
     return settle(composed(tmp_path, *overrides, name=experiment.name), experiment)
 
 
-def figure_of(draw, lines):
-    """The axes of a figure of `lines`, each of which has what rows of a GPU have."""
-    about = {"device": "d", "timer": "cuda_graph", "scale": "laptop", "statistic": "median", "rank": 16, "unit": "us"}
-    about |= {"panel": "", "workload": "", "system": "", "batch_size": 32, "seq_len": 128}
-    figure = draw(pd.DataFrame([{**about, **line} for line in lines]), pd.DataFrame())
-    plt.close(figure)
-    return figure.axes
-
-
-def test_the_extensions_come_last_in_the_order_of_their_stories():
-    """Among them Figure 13, which predicts what the others measured."""
-    names = [experiment.name for experiment in sorted(experiments(), key=lambda one: one.order)]
-    stories = ["ext_paper_step", "ext_added_latency", "ext_breakdown", "ext_fp8", "ext_moe"]
-    stories += ["ext_latency_under_load", "fig13_cluster", "ext_many_adapters", "ext_today"]
-    stories += ["ext_placement", "ext_server", "ext_own_server"]
-    assert names[-len(stories) :] == stories
-    measured = [one for one in experiments() if not one.name.startswith("ext_") and one.name != "fig13_cluster"]
-    assert max(one.order for one in measured) < PADDING.order < DETERMINISM.order
-
-
-SMALL = ("figure.batch_sizes=[1,7]",)
-BITS = ("outputs_differing_between_runs", "outputs_differing_from_row_alone")
+def in_graphs(cfg, flush_mib):
+    """`cfg` as if a GPU were timed by graphs, whose caches hold `flush_mib`."""
+    cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", flush_mib
+    return cfg
 
 
 @pytest.mark.parametrize(
@@ -87,12 +69,64 @@ def test_every_system_is_measured_and_drawn_and_not_measured_again(tmp_path, exp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("experiment", [STEP, ADDED], ids=["step", "added"])
+@pytest.mark.parametrize("experiment", [STEP, ADDED, PADDING, DETERMINISM, FP8], ids=lambda one: one.name)
 def test_they_measure_on_a_gpu(tmp_path, experiment):
-    words = ("hardware=auto", "figure.h1=128", "figure.h2=256", "hardware.bandwidth_gb_s=1000")
+    words = ["hardware=auto", "figure.h1=128", "figure.h2=256", "hardware.bandwidth_gb_s=1000"]
+    words += [] if experiment is STEP else ["figure.batch_sizes=[7]"]
     outcome = run(composed(tmp_path, *words, name=experiment.name), experiment)
     assert (outcome.failed, outcome.measured) == ([], outcome.points)
-    assert {row.timer for row in read_rows(outcome.rows_file)} == {"cuda_graph"}
+    assert "cuda_graph" in {row.timer for row in read_rows(outcome.rows_file)}
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (lambda cfg: ext_padding.bytes_read(cfg, 64, 64, 30), 2 * 15104 * 64 * 31),
+        (lambda cfg: ext_padding.bytes_read(cfg, 64, 1, 64), 2 * 15104 * 128),
+        (lambda cfg: ext_paper_step.bytes_moved(cfg, Point(batch_size=32, seq_len=128, rank=16)), 23770112),
+        (lambda cfg: fp8.bytes_read(cfg.figure, 64, 64, 16, "SGMV"), 64 * 16 * 15104 * 2 + 2 * 64 * 15104),
+        (lambda cfg: fp8.bytes_read(cfg.figure, 64, 64, 16, "FP8 e4m3"),
+         64 * (16 * 15104 + 4 * (16 + 11008)) + 2 * 64 * 15104),
+    ],
+    ids=["mixed-ranks", "one-adapter", "step", "16-bits", "fp8"],
+)  # fmt: skip
+def test_bytes_by_arithmetic(tmp_path, found, expected):
+    assert found(settled(tmp_path, PADDING, *PAPER)) == expected
+
+
+# batches
+
+
+def test_batches_of_the_same_slots_share_a_wrapper_and_add_the_reference(tmp_path):
+    cfg = in_graphs(settled(tmp_path, ADDED, "figure.batch_sizes=[7]"), 1)
+    batches = operators.problems(cfg, "Skewed", 7, 16)
+    calls = list(map(operators.layer_call, batches))
+    wrappers = {id(call.func.__self__) for call in calls}
+    assert len(wrappers) == len({tuple(batch.slots.tolist()) for batch in batches}) < len(batches)
+    for batch, call in zip(batches, calls, strict=True):
+        call()
+        torch.testing.assert_close(batch.y, batch.expected(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("workload", ["Distinct", "Uniform", "Skewed", "Identical"])
+def test_in_graphs_every_system_of_padding_reads_more_than_the_caches_hold(tmp_path, workload):
+    cfg = in_graphs(settled(tmp_path, PADDING, "figure.batch_sizes=[7]", f"workload.names=[{workload}]"), 2)
+    adapters = popularity(workload).number_of_adapters(7)
+    for point in PADDING.points(cfg):
+        batches = PADDING.problems(cfg, point)
+        read = ext_padding.bytes_read(cfg, 7, adapters, ext_padding.mean_rank(point, cfg.adapters.ranks))
+        assert read * len(batches) >= 2 << 20
+        used = [batch.a[slot].data_ptr() for batch in batches for slot in set(batch.slots.tolist())]
+        assert len(used) == len(set(used)) == adapters * len(batches)
+
+
+def test_in_graphs_the_steps_move_more_than_the_caches_hold(tmp_path):
+    cfg = in_graphs(settled(tmp_path, STEP), 2)
+    point = STEP.points(cfg)[0]
+    batches = STEP.problems(cfg, point)
+    assert len(batches) * ext_paper_step.bytes_moved(cfg, point) >= 2 << 20
+    used = [batch.a[slot].data_ptr() for batch in batches for slot in batch.slots.tolist()[point.seq_len - 1 :]]
+    assert len(set(used)) == point.batch_size * len(batches)
 
 
 # cost of padding
@@ -107,27 +141,32 @@ def test_a_round_holds_every_rank_equally_often(adapters, length):
     assert {ranks.count(rank) for rank in range(4)} == {length * adapters // 4}
 
 
+def of_padding(cfg, workload, rows, system):
+    batches = PADDING.problems(cfg, Point(workload, system, workload, batch_size=rows, rank=64))
+    return batches, Point(workload, system, workload, batch_size=rows, rank=64)
+
+
 @pytest.mark.parametrize("workload", ["Distinct", "Uniform", "Skewed", "Identical"])
 @pytest.mark.parametrize("rows", [1, 7])
-def test_padded_and_true_rank_give_the_same_and_read_what_they_should(tmp_path, workload, rows):
-    cfg = settled(tmp_path, PADDING)
-    results = []
+def test_padded_and_true_rank_give_the_same(tmp_path, monkeypatch, workload, rows):
+    cfg, results = settled(tmp_path, PADDING), []
     for system in ("true rank", "padded"):
-        batches = ext_padding.batches(cfg, workload, rows, system, 64)
-        calls = ext_padding.checked_rounds(cfg, batches)
-        length = ext_padding.round_length(len(batches[0].sizes), 4)
-        assert len(batches) == length * len(calls)
+        batches, point = of_padding(cfg, workload, rows, system)
+        monkeypatch.setattr(PADDING, "problems", lambda *_, batches=batches: batches)
+        calls = PADDING.calls(cfg, point)
+        monkeypatch.undo()
+        assert len(batches) == ext_padding.round_length(len(batches[0].sizes), 4) * len(calls)
         for batch in batches:
             batch.y.zero_()
         calls[0]()
         results.append(torch.stack([batch.y for batch in batches]))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-    assert (batches[0].ranks is None, len({id(batch.y) for batch in batches})) == (True, length)
+    assert (batches[0].ranks is None, len({id(batch.y) for batch in batches})) == (True, len(batches))
 
 
-def test_the_true_ranks_cycle_over_the_adapters_and_what_lies_above_is_not_read(tmp_path):
+def test_the_true_ranks_cycle_over_the_adapters_and_what_is_above_is_not_read(tmp_path, monkeypatch):
     cfg = settled(tmp_path, PADDING)
-    (batch,) = ext_padding.batches(cfg, "Distinct", 16, "true rank", 64)
+    (batch,), point = of_padding(cfg, "Distinct", 16, "true rank")
     ranks = batch.ranks[0, batch.slots].tolist()
     assert ranks == [8, 16, 32, 64] * 4
     expected = batch.expected()
@@ -136,50 +175,13 @@ def test_the_true_ranks_cycle_over_the_adapters_and_what_lies_above_is_not_read(
         assert a[slot, :rank].abs().min() > 0
         assert not a[slot, rank:].any()
         assert not b[slot, :, rank:].any()
-        a[slot, rank:] = torch.nan
-        b[slot, :, rank:] = torch.nan
-    stored = b.mT.contiguous().mT
-    poisoned = replace(batch, a=a, b=b, stored_b=stored)
-    operators.OPERATORS.get("SGMV")(poisoned).call()
+        a[slot, rank:], b[slot, :, rank:] = torch.nan, torch.nan
+    operators.layer_call(replace(batch, a=a, b=b, stored_b=b.mT.contiguous().mT))()
     torch.testing.assert_close(batch.y, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_table_of_ranks_that_cuts_too_much_fails_its_check(tmp_path):
-    cfg = settled(tmp_path, PADDING)
-    batches = ext_padding.batches(cfg, "Distinct", 4, "true rank", 64)
-    batches[0].ranks.fill_(8)
+    batch.ranks.fill_(8)
+    monkeypatch.setattr(PADDING, "problems", lambda *_: [batch])
     with pytest.raises(CheckFailed, match="SGMV differs"):
-        ext_padding.checked_rounds(cfg, batches)
-
-
-def test_uniform_ranks_lie_in_slots_of_their_own_width(tmp_path):
-    cfg = settled(tmp_path, PADDING)
-    batches = ext_padding.batches(cfg, "Uniform", 7, "uniform rank", 8)
-    assert {(batch.a.shape[1], batch.b.shape[2], batch.a.is_contiguous()) for batch in batches} == {(8, 8, True)}
-    first = {batch.a[batch.slots[0]].data_ptr() for batch in batches}
-    assert len(first) == len(batches) == 4
-
-
-def test_under_cuda_graph_every_variant_reads_more_than_the_caches_hold(tmp_path):
-    cfg = settled(tmp_path, PADDING, "figure.batch_sizes=[1,7]")
-    cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 2
-    ranks = cfg.adapters.ranks
-    for workload in cfg.workload.names:
-        for system, rank in [("true rank", 64), ("padded", 64), *(("uniform rank", rank) for rank in ranks)]:
-            batches = ext_padding.batches(cfg, workload, 7, system, rank)
-            adapters = popularity(workload).number_of_adapters(7)
-            mean = ext_padding.mean_rank(system, rank, ranks)
-            assert ext_padding.bytes_read(cfg, 7, adapters, mean) * len(batches) >= 2 << 20
-            used = [batch.a[slot].data_ptr() for batch in batches for slot in set(batch.slots.tolist())]
-            assert len(used) == len(set(used)) == adapters * len(batches)
-
-
-@pytest.mark.parametrize(
-    ("adapters", "mean_rank", "expected"), [(64, 30, 2 * 15104 * 64 * 31), (1, 64, 2 * 15104 * 128)], ids=["mix", "one"]
-)
-def test_bytes_read_by_arithmetic(tmp_path, adapters, mean_rank, expected):
-    cfg = settled(tmp_path, PADDING, "figure.h1=4096", "figure.h2=11008", "figure.dtype=float16")
-    assert ext_padding.bytes_read(cfg, 64, adapters, mean_rank) == expected
+        PADDING.calls(cfg, point)
 
 
 def test_bytes_are_relative_to_those_of_the_true_ranks(tmp_path):
@@ -195,22 +197,12 @@ def test_bytes_are_relative_to_those_of_the_true_ranks(tmp_path):
 # price of determinism
 
 
-def test_on_a_cpu_determinism_says_what_it_needs_and_measures_nothing(tmp_path, capsys):
+def test_determinism_has_points_on_a_gpu_alone(tmp_path, capsys):
     outcome = run(composed(tmp_path, name="ext_determinism"), DETERMINISM)
     assert (outcome.points, outcome.measured, outcome.failed, outcome.figures) == (0, 0, [], [])
     assert "it needs a GPU" in capsys.readouterr().err
-    assert not (tmp_path / "cpu").exists()
-
-
-def test_determinism_has_the_whole_grid_on_a_gpu(tmp_path):
     cfg = settled(tmp_path, DETERMINISM, "hardware=h200")
-    points = DETERMINISM.points(cfg)
-    assert len(points) == len(VARIANTS) * 4 * len(cfg.figure.batch_sizes)
-    assert {1, 7, 64} <= set(cfg.figure.batch_sizes)
-
-
-def needs_triton(test):
-    return pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's interpreter")(test)
+    assert len(DETERMINISM.points(cfg)) == len(VARIANTS) * 4 * len(cfg.figure.batch_sizes)
 
 
 INTERPRETED = """
@@ -232,25 +224,17 @@ for group in experiment.together(points):
 """
 
 
-def interpreted(*words):
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED, *map(str, words)], capture_output=True, text=True, cwd=REPOSITORY,
-        env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_variant_is_right_and_its_bits_are_compared(tmp_path, dtype):
-    found = interpreted(
-        tmp_path, f"figure.dtype={dtype}", "figure.h1=600", "figure.h2=40", "figure.runs=2",
-        "workload.names=[Skewed]", "figure.batch_sizes=[1,3]", "scale.warmup=0",
-        "scale.repeats=1", "scale.min_repeats=1",
-    )  # fmt: skip
+    pytest.importorskip("triton")
+    words = (f"figure.dtype={dtype}", "figure.h1=600", "figure.h2=40", "figure.runs=2", "workload.names=[Skewed]",
+             "figure.batch_sizes=[1,3]", "scale.warmup=0", "scale.repeats=1", "scale.min_repeats=1")  # fmt: skip
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", INTERPRETED, str(tmp_path), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(system, rows) for system, _, rows, _ in found] == [
         (system, rows) for rows in (1, 3) for system in VARIANTS
     ]
@@ -262,39 +246,39 @@ def test_every_variant_is_right_and_its_bits_are_compared(tmp_path, dtype):
             assert values["outputs_differing_from_row_alone value"] == values["max_ulp_from_row_alone value"] == 0
 
 
-def ones():
+@pytest.fixture
+def problem():
     weights = torch.ones(1, 4, 3), torch.ones(1, 5, 4), torch.ones(1, 5, 4)
     return operators.Problem(torch.ones(2, 3), *weights, torch.zeros(2, 5), torch.zeros(2).long(), (2,))
 
 
-def test_bits_that_change_between_runs_are_seen(monkeypatch):
-    problem = ones()
+def readings_of(monkeypatch, problem, variant):
+    """Readings on `problem` of a system whose calls `variant(problem)` makes."""
+    atomics = pytest.importorskip("experiments.benches.atomics")
+    monkeypatch.setitem(atomics.VARIANTS, "atomics", variant)
+    runs = ext_determinism.between_runs(problem, "atomics", 4)
+    alone = ext_determinism.from_row_alone(problem, "atomics")
+    return [[one.value for one in ext_determinism._bits("", *found)] for found in (runs, alone)]
+
+
+def test_bits_that_change_between_runs_are_seen(monkeypatch, problem):
     calls = []
 
-    def drifting(_):
+    def drifting(batch):
         def call():
             calls.append(None)
-            problem.y.fill_(1)
+            batch.y.fill_(1)
             if len(calls) == 3:
-                problem.y[0, 1] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+                batch.y[0, 1] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
 
         return call
 
-    monkeypatch.setitem(ext_determinism.VARIANTS, "atomics", drifting)
-    bits = ext_determinism.between_runs(problem, "atomics", 4)
-    assert (bits.share, bits.ulp) == (0.1, 1)
-    assert bits.absolute == 2**-23
+    assert readings_of(monkeypatch, problem, drifting)[0] == [pytest.approx(0.1), 2**-23, 1]
 
 
-def test_a_row_that_depends_on_its_neighbours_is_seen(monkeypatch):
-    problem = ones()
-
-    def crowded(batch):
-        return lambda: batch.y.add_(batch.x.shape[0])
-
-    monkeypatch.setitem(ext_determinism.VARIANTS, "deterministic", crowded)
-    bits = ext_determinism.from_row_alone(problem, "deterministic")
-    assert (bits.share, bits.absolute, bits.ulp) == (1.0, 1.0, 1 << 23)
+def test_a_row_that_depends_on_its_neighbours_is_seen(monkeypatch, problem):
+    runs, alone = readings_of(monkeypatch, problem, lambda batch: lambda: batch.y.add_(batch.x.shape[0]))
+    assert (runs, alone) == ([0.0, 0.0, 0], [1.0, 1.0, 1 << 23])
 
 
 @pytest.mark.parametrize(
@@ -314,57 +298,16 @@ def test_differences_count_units_in_the_last_place(dtype, a, b, ulp):
     assert (found, changed.tolist()) == (ulp, [ulp > 0, False])
 
 
-def test_determinism_draws_its_rows():
-    values = {
-        name: {"latency": 2.0, BITS[1]: 0.2, BITS[0]: 0.1 if name.startswith("atomics") else 0.0} for name in VARIANTS
-    }
-    above, price, changes, runs = figure_of(
-        extensions.draw_determinism,
-        [{"workload": workload, "system": system, "batch_size": batch, "metric": metric, "value": value}
-         for workload in ("Distinct", "Identical") for batch in (1, 64)
-         for system, metrics in values.items() for metric, value in metrics.items()],
-    )[::2]  # fmt: skip
-    assert len(above.lines) == 5
-    assert [list(line.get_ydata()) for line in price.lines[:3]] == [[1.0, 1.0]] * 3
-    assert len(changes.lines) == 5
-    assert len(runs.lines) == sum(system.startswith("atomics") for system in VARIANTS)
-    never = runs.texts[0].get_text().splitlines()
-    assert never == ["0 at every batch:", *(name for name in VARIANTS if not name.startswith("atomics"))]
-
-
-# what a layer calls
-
-
-def test_batches_of_the_same_slots_share_a_wrapper_and_add_the_reference(tmp_path):
-    cfg = settled(tmp_path, ADDED, "figure.batch_sizes=[7]")
-    cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 1
-    batches = operators.problems(cfg, "Skewed", 7, 16)
-    calls = layer_calls(batches)
-    wrappers = {id(call.func.__self__) for call in calls}
-    assert len(wrappers) == len({tuple(batch.slots.tolist()) for batch in batches}) < len(batches)
-    for batch, call in zip(batches, calls, strict=True):
-        call()
-        torch.testing.assert_close(batch.y, batch.expected(), rtol=1e-4, atol=1e-4)
-
-
-def test_a_layer_hands_over_its_slots_and_their_true_ranks(tmp_path):
-    batch = ext_paper_step.steps(settled(tmp_path, STEP), 32, 16, 16)[0]
-    (call,) = layer_calls([batch])
-    assert call.func.__self__.max_loras == batch.a.shape[0] == 64
-    assert call.args[2].a.ranks.tolist() == [[16] * 64]
-
-
 # the paper's step
 
 
-@pytest.mark.parametrize("requests", [1, 2, 7])
-def test_every_system_computes_the_step(tmp_path, requests, monkeypatch):
-    cfg = settled(tmp_path, STEP)
-    results = []
+@pytest.mark.parametrize("requests", [1, 7])
+def test_every_system_computes_the_step(tmp_path, monkeypatch, requests):
+    cfg, results = settled(tmp_path, STEP), []
     for system in cfg.system.names if requests > 1 else ["SGMV"]:
-        (batch,) = ext_paper_step.steps(cfg, requests, 5, 16)
         point = replace(STEP.points(cfg)[0], system=system, batch_size=requests, seq_len=5)
-        monkeypatch.setattr(ext_paper_step, "steps", lambda *_, batch=batch: [batch])
+        (batch,) = STEP.problems(cfg, point)
+        monkeypatch.setattr(STEP, "problems", lambda *_, batch=batch: [batch])
         (call,) = STEP.calls(cfg, point)
         monkeypatch.undo()
         assert batch.sizes == (5, *[1] * (requests - 1))
@@ -383,30 +326,69 @@ def test_a_part_that_is_missing_fails_the_check(tmp_path, monkeypatch):
         STEP.calls(cfg, point)
 
 
-def test_under_cuda_graph_the_steps_move_more_than_the_caches_hold(tmp_path):
-    cfg = settled(tmp_path, STEP)
-    cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 2
-    batches = ext_paper_step.steps(cfg, 32, 16, 16)
-    assert len(batches) * ext_paper_step.bytes_moved(cfg, 32, 16, 16) >= 2 << 20
-    used = [batch.a[slot].data_ptr() for batch in batches for slot in batch.slots.tolist()[15:]]
-    assert len(set(used)) == 32 * len(batches)
-
-
-def test_bytes_moved_by_arithmetic(tmp_path):
-    cfg = settled(tmp_path, STEP, "figure.h1=4096", "figure.h2=11008")
-    assert ext_paper_step.bytes_moved(cfg, 32, 128, 16) == 2 * 23770112  # the anchors' bytes are of half precision
-
-
 def test_the_floor_is_the_time_of_the_bytes_where_the_bandwidth_is_known(tmp_path):
     cfg = settled(tmp_path, STEP, "hardware.bandwidth_gb_s=100")
-    point = STEP.points(cfg)[0]
-    found = {one.metric: one for one in STEP.readings(cfg, point, [5.0])}
+    found = {one.metric: one for one in STEP.readings(cfg, STEP.points(cfg)[0], [5.0])}
     assert found["floor"].value == pytest.approx(found["bytes_moved"].value / 100e9 * 1e6)
-    assert found["floor"].unit == "us"
 
 
-def test_the_workload_is_not_read_by_the_step():
-    assert not any(key.startswith("workload") for key in STEP.reads)
+# added latency
+
+
+@pytest.mark.parametrize("with_lora", [False, True], ids=["alone", "with-lora"])
+def test_the_projection_is_checked_with_and_without_lora(tmp_path, with_lora, monkeypatch):
+    cfg = in_graphs(settled(tmp_path, ADDED), 1)
+    batches, weights = operators.problems(cfg, "Uniform", 7, 16), operators.projection(cfg)
+    assert weights.nbytes > 1 << 20
+    calls = ext_added_latency.checked_calls(batches, weights, with_lora)
+    for place, batch in ((0, batches[0]), (len(batches) - 1, batches[-1])):
+        batch.y.fill_(torch.nan)
+        calls[place]()
+        expected = batch.x @ weights[place % len(weights)] + (batch.expected() if with_lora else 0)
+        torch.testing.assert_close(batch.y, expected, rtol=1e-4, atol=1e-4)
+    if with_lora:
+        monkeypatch.setattr(operators, "layer_call", lambda batch: lambda: None)
+        with pytest.raises(CheckFailed, match="base projection with LoRA"):
+            ext_added_latency.checked_calls(batches, weights, with_lora)
+
+
+def test_what_is_added_is_the_median_of_paired_differences(tmp_path, monkeypatch):
+    cfg = settled(tmp_path, ADDED, "figure.batch_sizes=[4]", "workload.names=[Distinct,Identical]")
+    samples = {"base": [10.0, 30.0, 20.0], "Distinct": [12.0, 31.0, 25.0], "Identical": [11.0, 31.0, 21.0]}
+    monkeypatch.setattr(operators, "microseconds", lambda cfg, calls: {name: samples[name] for name in calls})
+    ((first, second),) = ADDED.together(ADDED.points(cfg))
+    for readings, added in zip(ADDED.measure_together(cfg, [first, second]), (2.0, 1.0), strict=True):
+        medians = {one.metric: one.value for one in readings if one.statistic == "median"}
+        assert medians == {"added_latency": added, "base_latency": 20.0, "latency": medians["latency"]}
+
+
+# figures
+
+
+def figure_of(draw, lines):
+    """The axes of a figure of `lines`, each of which has what rows of a GPU have."""
+    about = {"device": "d", "timer": "cuda_graph", "scale": "laptop", "statistic": "median", "rank": 16, "unit": "us"}
+    about |= {"panel": "", "workload": "", "system": "", "batch_size": 32, "seq_len": 128}
+    figure = draw(pd.DataFrame([{**about, **line} for line in lines]), pd.DataFrame())
+    plt.close(figure)
+    return figure.axes
+
+
+def test_determinism_draws_its_rows():
+    changed = "outputs_differing_from_row_alone", "outputs_differing_between_runs"
+    values = {
+        name: {"latency": 2.0, changed[0]: 0.2, changed[1]: 0.1 * name.startswith("atomics")} for name in VARIANTS
+    }
+    above, price, changes, runs = figure_of(
+        extensions.draw_determinism,
+        [{"workload": workload, "system": system, "batch_size": batch, "metric": metric, "value": value}
+         for workload in ("Distinct", "Identical") for batch in (1, 64)
+         for system, metrics in values.items() for metric, value in metrics.items()],
+    )[::2]  # fmt: skip
+    assert len(above.lines) == len(changes.lines) == 5
+    assert [list(line.get_ydata()) for line in price.lines[:3]] == [[1.0, 1.0]] * 3
+    assert len(runs.lines) == 2
+    assert set(runs.texts[0].get_text().splitlines()[1:]) == set(VARIANTS[:3])
 
 
 def test_the_floor_and_the_ratios_are_drawn():
@@ -418,47 +400,6 @@ def test_the_floor_and_the_ratios_are_drawn():
     above, below = figure_of(extensions.draw_paper_step, lines)
     assert [list(line.get_ydata()) for line in above.lines] == [[9.0, 9.0], [10.0, 10.0], [4.0, 4.0]]
     assert list(below.lines[0].get_ydata()) == [0.9, 0.9]
-
-
-# added latency
-
-
-@pytest.mark.parametrize("with_lora", [False, True], ids=["alone", "with-lora"])
-def test_the_projection_is_checked_with_and_without_lora(tmp_path, with_lora, monkeypatch):
-    cfg = settled(tmp_path, ADDED)
-    (batch,), weights = operators.problems(cfg, "Uniform", 7, 16), ext_added_latency.projection(cfg)
-    (call,) = ext_added_latency.checked_calls([batch], weights, with_lora)
-    batch.y.fill_(torch.nan)
-    call()
-    expected = batch.x @ weights[0] + (batch.expected() if with_lora else 0)
-    torch.testing.assert_close(batch.y, expected, rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(operators, "layer_calls", lambda batches: [lambda: None] * len(batches))
-    if with_lora:
-        with pytest.raises(CheckFailed, match="base projection with LoRA"):
-            ext_added_latency.checked_calls([batch], weights, with_lora)
-
-
-def test_under_cuda_graph_the_weights_rotate(tmp_path):
-    cfg = settled(tmp_path, ADDED)
-    cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 1
-    weights = ext_added_latency.projection(cfg)
-    assert weights.nbytes > 1 << 20
-    assert weights[0].ne(weights[1]).any()
-    batches = operators.problems(cfg, "Distinct", 7, 16)
-    for call in ext_added_latency.checked_calls(batches, weights, with_lora=False):
-        call()
-    last = len(batches) - 1
-    torch.testing.assert_close(batches[last].y, batches[last].x @ weights[last % len(weights)], rtol=1e-4, atol=1e-4)
-
-
-def test_what_is_added_is_the_median_of_paired_differences(tmp_path, monkeypatch):
-    cfg = settled(tmp_path, ADDED, "figure.batch_sizes=[4]", "workload.names=[Distinct,Identical]")
-    samples = {"base": [10.0, 30.0, 20.0], "Distinct": [12.0, 31.0, 25.0], "Identical": [11.0, 31.0, 21.0]}
-    monkeypatch.setattr(operators, "microseconds", lambda cfg, calls: {name: samples[name] for name in calls})
-    ((first, second),) = ADDED.together(ADDED.points(cfg))
-    for readings, added in zip(ADDED.measure_together(cfg, [first, second]), (2.0, 1.0), strict=True):
-        medians = {one.metric: one.value for one in readings if one.statistic == "median"}
-        assert medians == {"added_latency": added, "base_latency": 20.0, "latency": medians["latency"]}
 
 
 @pytest.mark.parametrize(("added", "scale"), [(3.0, "log"), (-3.0, "linear")])
@@ -493,9 +434,7 @@ def test_every_system_computes_what_it_holds(tmp_path, workload, system):
 
 def test_a_batch_has_its_own_window_of_the_quantised_weights(tmp_path):
     cfg = settled(tmp_path, FP8)
-    a, b = operators.bank(12, 16, 96, 172, cfg.figure.dtype, "cpu")
-    cfg.figure.batch_sizes = [4]
-    for batch in operators.rotated(cfg, (1, 1, 1, 1), 3, (a, b, None)):
+    for batch in operators.setup_operator(cfg, (1, 1, 1, 1), 16, 3):
         held = fp8.quantised(batch, torch.float8_e4m3fn)
         for wide, q, scale in ((batch.a, held.a, held.a_scale), (batch.b, held.b, held.b_scale)):
             error = (dequantize(q, scale) - wide).abs()
@@ -512,15 +451,6 @@ def test_wrong_scales_fail_the_check(tmp_path, monkeypatch):
     monkeypatch.setattr(fp8, "quantised", lambda *_: next(answers))
     with pytest.raises(CheckFailed, match="FP8 e4m3 differs"):
         fp8.checked_calls(batches[:1], "FP8 e4m3")
-
-
-@pytest.mark.parametrize(
-    ("system", "expected"),
-    [("SGMV", 64 * 16 * 15104 * 2), ("FP8 e4m3", 64 * (16 * 15104 + 4 * (16 + 11008)))],
-)
-def test_fp8_reads_fewer_bytes_by_arithmetic(tmp_path, system, expected):
-    figure = settled(tmp_path, FP8, "figure.h1=4096", "figure.h2=11008", "figure.dtype=float16").figure
-    assert fp8.bytes_read(figure, 64, 64, 16, system) == expected + 2 * 64 * 15104
 
 
 def test_a_model_is_off_by_little_and_repeatable(tmp_path):

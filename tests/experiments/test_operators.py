@@ -59,8 +59,14 @@ def test_sgmv_of_the_figures_is_the_call_of_a_layer(tmp_path, monkeypatch, name)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_passes_its_own_tolerance(tmp_path, dtype):
     cfg = settled(tmp_path, f"figure.dtype={dtype}")
-    for name in ("Loop", "Gather-BMM", "SGMV", "SGMV expand"):
-        operators.prepare_checked(problems(cfg, "Skewed", 7, 16), name)
+    for name in (*cfg.system.names, "SGMV expand", "apart"):
+        if name != "grouped_mm" or operators.grouped_mm_available("cpu", getattr(torch, dtype)):
+            operators.prepare_checked(problems(cfg, "Skewed", 7, 16), name)
+
+
+def test_grouped_mm_is_probed_not_guessed(monkeypatch):
+    monkeypatch.setattr(operators, "grouped_product", lambda: None)
+    assert not operators.grouped_mm_available.__wrapped__("cpu", torch.float32)
 
 
 def test_a_wrong_operator_is_refused_and_gets_no_row(tmp_path, monkeypatch):
@@ -111,7 +117,7 @@ def test_a_rotating_set_holds_more_bytes_than_the_caches_and_other_adapters_each
 
 
 def test_an_operator_that_torch_lacks_gets_no_row_and_no_failure(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(operators.baselines, "grouped_mm_available", lambda *_: False)
+    monkeypatch.setattr(operators, "grouped_mm_available", lambda *_: False)
     points = [Point("Skewed", name, "Skewed", batch_size=7, rank=16) for name in ("grouped_mm", "Loop")]
     without, some = FIG08.measure_together(settled(tmp_path), points)
     assert without == []

@@ -226,8 +226,7 @@ def test_the_report_names_figures_of_older_source_and_keeps_their_verdicts(tmp_p
 
 def test_a_rows_file_belongs_to_the_script_of_its_name_and_no_other():
     assert script_of(Path("rows/fig08_lora_operator.csv")).name == "fig08_lora_operator.py"
-    assert script_of(Path("rows/ext_operator_tables_A.csv")).name == "ext_operator_tables.py"
-    for name in ("mine", "fig08_lora_operator_old", "ext_operator_tables_Z", "fig01_batching2"):
+    for name in ("mine", "fig08_lora_operator_old", "fig01_batching2"):
         assert script_of(Path(f"rows/{name}.csv")) is None
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -369,3 +372,19 @@ def test_scratch_serves_in_and_outside_of_inference_mode(first, monkeypatch):
             y = torch.zeros(3, 9, dtype=torch.bfloat16)
             expand(h, b, y, step)
             assert_expanded(y, products(h[0], b[0], slots))
+
+
+def test_the_cpu_path_does_not_import_triton():
+    code = (
+        "import sys, torch; before = 'triton' in sys.modules; import punica.ops; "
+        "assert before or 'triton' not in sys.modules; "
+        "assert 'punica.ops.triton_ops' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_names_are_attribute_errors():
+    import punica.ops
+
+    with pytest.raises(AttributeError, match="no attribute 'lora_shrnk'"):
+        _ = punica.ops.lora_shrnk
