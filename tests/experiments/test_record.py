@@ -153,7 +153,7 @@ def test_rounds_measure_one_repeat_more_each_and_those_of_claims_come_first():
     assert left([tables, claims], []) == [(claims, 0), (claims, 1), (tables, 0)]
     assert left([tables, claims], [("b x=1", 0)]) == [(claims, 1), (tables, 0)]
     assert [claims.command("h200", round_, None)[-1] for round_ in (0, 1)] == ["scale.passes=1", "scale.passes=2"]
-    assert tables.command("h200", 0, None) == ["experiments.ext_tables", "table=all"]
+    assert "scale.passes" not in " ".join(tables.command("h200", 0, None))
 
 
 @pytest.mark.parametrize(
