@@ -78,7 +78,7 @@ class Placement(Experiment):
 
     name, figure, order, conf = "ext_placement", "ext placement", 292, PlacementConf
     reads = ("workload",)
-    clock, drawn_by = "host_clock", "cluster.draw_placement"
+    clock = "host_clock"
     passes = 1  # a simulation repeats itself
     version = 3  # with loads of adapters, around the hour's peak, full GPUs by first tokens
 

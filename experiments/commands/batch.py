@@ -40,15 +40,14 @@ def batch_main(name: str, doc: str, job: Callable[[DictConfig], int], *reads: st
         refuse_unread(given(), {*ALWAYS_READ, *reads}.union(*map(keys_read, chosen)), who)
         return job(cfg)
 
+    def refuse_keys_of_one_figure() -> None:
+        for word in sys.argv[1:]:
+            if re.match(r"\+*figure[.=@]", word):
+                own = f"python -m experiments.fig08_lora_operator {word}"
+                raise ConfigError(f"{word} is of one figure, and {name} takes many: give it to a script, as in {own}")
+
     or_exit(refuse_keys_of_one_figure)
     launch(name, task)
-
-
-def refuse_keys_of_one_figure() -> None:
-    """Raise `ConfigError` for the first word of the command line that sets a key of `figure`, which each has."""
-    if word := next((word for word in sys.argv[1:] if re.match(r"\+*figure[.=@]", word)), ""):
-        own = f"python -m experiments.fig08_lora_operator {word}"
-        raise ConfigError(f"{word} is of one figure, and this command takes many: give it to a script, as in {own}")
 
 
 def sides(places: Folders, source: str) -> dict[str, tuple[Path, Path]]:

@@ -57,7 +57,6 @@ def write_fresh(places: Folders) -> tuple[Machine, list[Path]]:
 
 
 def page_of(machine: Machine, root: Path) -> Path:
-    """Return the path of the page of a recorded machine."""
     return root / "docs" / f"results-{machine.name}.md"
 
 

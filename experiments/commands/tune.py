@@ -8,11 +8,6 @@ its expand candidates with the best shrink. Each timing counts only when it pass
 after a single call and after a replay of the whole graph. A measurement is one line of ``<gpu>.jsonl`` and is not
 repeated. The table gets the operators whose best schedules are at least ``gain`` faster than the estimate's own, and
 keeps its other entries of operators that were not timed; the regret of the estimate is printed.
-
-`fit=true` times nothing: it searches the estimate's constants with which its choices lose least against measurements
-that are there, a minute per hundred operators and thousand trials. The loss is the mean of log(time of the choice /
-best time) over shrinks and expands, with losses above 10 % counted half again. The constants are copied to
-`schedules.py` by hand, once they make sense.
 """
 
 import json
@@ -20,9 +15,7 @@ import math
 import multiprocessing
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +28,13 @@ from experiments.benches.operator_sets import OperatorSets
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError, Settings
 from experiments.measure import environment
-from punica.ops.triton_ops import schedules, tuned
+from punica.ops.triton_ops import tuned
 from punica.ops.triton_ops.launch import supports_pdl
-from punica.ops.triton_ops.schedules import Gpu, Schedule, expand_schedules, shrink_schedules
+from punica.ops.triton_ops.schedules import Schedule, expand_schedules, shrink_schedules
 
 Pair = tuple[Schedule, Schedule]  # shrink, expand
 Times = dict[tuple[Operator, Pair], float]
-Case = tuple[Callable[[Schedule], float], dict[Schedule, float]]  # estimate, and time of each candidate
 TOLERANCE = 1e-3
-CONSTANTS = (
-    "SM_RATE", "ROUND", "PROGRAM", "REGISTERS", "SHRINK_STEP", "EXPAND_STEP", "SHRINK_MMA", "EXPAND_MMA", "EPILOGUE",
-)  # fmt: skip
-SPAN = math.log(10)
-"""Each constant of the estimate is searched from a tenth of its present value to ten times it."""
 MOST_GEMV_ROWS = 256
 """Rows up to which GEMV candidates are timed; beyond, one takes longer than all others together."""
 
@@ -166,45 +153,6 @@ def write_table(entries: dict[str, dict[str, list[Any]]], path: Path, about: dic
     path.write_text(f'{{"about": {json.dumps(about)},\n "operators": {{\n{rows}\n}}}}\n')
 
 
-def cases(times: Times, gpu: Gpu) -> list[Case]:
-    """The shrinks of each operator with its most frequent expand, and its expands with its most frequent shrink."""
-    pairs: dict[Any, dict[Any, float]] = defaultdict(dict)
-    for (op, pair), us in times.items():
-        if math.isfinite(us):
-            pairs[op][pair] = us
-    found: list[Case] = []
-    for op, timed in pairs.items():
-        problem, (shrink, expand) = problem_of(op), (statistics.mode(pair[side] for pair in timed) for side in (0, 1))
-        shrinks = {s: us for (s, e), us in timed.items() if e == expand}
-        expands = {e: us for (s, e), us in timed.items() if s == shrink}
-        found.append((partial(schedules.shrink_us, problem, gpu=gpu), shrinks))
-        found.append((partial(schedules.expand_us, problem, partials=shrink.split_k, gpu=gpu), expands))
-    return found
-
-
-def loss(found: list[Case], values: Sequence[float] = ()) -> float:
-    """The mean loss of the least estimates, with the constants `values`, which stay set, or as they are."""
-    for name, value in zip(CONSTANTS, values, strict=False):
-        setattr(schedules, name, value)
-    lost = [math.log(us[min(us, key=estimate)] / min(us.values())) for estimate, us in found]
-    return statistics.fmean(one + max(0.0, one - 0.1) / 2 for one in lost)
-
-
-def fit(found: list[Case], rounds: int) -> None:
-    """Search the constants and print them."""
-    from scipy.optimize import differential_evolution
-
-    present = [getattr(schedules, name) for name in CONSTANTS]
-    print(f"{len(found)} products; present constants: loss {loss(found):.4f}")
-    best = differential_evolution(
-        lambda powers: loss(found, [one * math.exp(by) for one, by in zip(present, powers, strict=True)]),
-        [(-SPAN, SPAN)] * len(CONSTANTS), maxiter=rounds, popsize=10, seed=0, polish=False, x0=[0.0] * len(CONSTANTS),
-    )  # fmt: skip
-    for name, one, by in zip(CONSTANTS, present, best.x, strict=True):
-        print(f"{name} = {one * math.exp(by):.3g}  # {one:.3g} now")
-    print(f"loss {best.fun:.4f}")
-
-
 class Options(Settings):
     """The command line."""
 
@@ -214,22 +162,13 @@ class Options(Settings):
     work: str = "outputs/tune"  # folder of the measurements
     out: str = "outputs/tune"  # folder that receives the table; punica/ops/triton_ops/tuned is the shipped one
     workers: int = multiprocessing.cpu_count()  # processes that compile; 0: none
-    fit: bool = False  # fit the estimate's constants to the measurements in work=, and time nothing
-    gpu: str | None = None  # fit: name of the GPU that was measured, as NVIDIA H200; null: this one
-    rounds: int = 40  # fit: of the search, 90 trials each
 
 
 def tune(options: Options) -> None:
     """Search until every operator is done or the time is up, and write the table of what was found."""
-    work, there = Path(options.work), torch.cuda.is_available()
-    if not there and not (options.fit and options.gpu):
+    if not torch.cuda.is_available():
         raise ConfigError("tuning times kernels and needs a CUDA device; none is visible")
-    name = tuned.table_name(options.gpu if options.fit and options.gpu else torch.cuda.get_device_name())
-    if options.fit:
-        if not (work / f"{name}l").is_file():
-            raise ConfigError(f"{work / name}l is no file of measurements: make tune writes one")
-        gpu = Gpu.of(torch.device("cuda" if there else "cpu"))
-        return fit(cases(read_times(work / f"{name}l"), gpu), options.rounds)
+    name, work = tuned.table_name(torch.cuda.get_device_name()), Path(options.work)
     work.mkdir(parents=True, exist_ok=True)
     tuner = Tuner(work / f"{name}l", time.monotonic() + 60 * options.minutes, options.workers)
     names = [options.tables] if isinstance(options.tables, str) else list(options.tables)

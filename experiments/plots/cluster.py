@@ -1,4 +1,4 @@
-"""The hour of Figure 13, the paper's beside each world that served it; and scheduling rules beside one another."""
+"""The hour of Figure 13, the paper's beside each world that served it."""
 
 import textwrap
 from typing import Any
@@ -12,7 +12,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from experiments.cluster.served import FROM_DISK, FROM_HOST, HIGH, KILLED, LOW, MEAN
+from experiments.cluster.served import KILLED
 from experiments.plots import style
 from experiments.plots.frames import distinct, measured, series
 
@@ -26,7 +26,6 @@ HEAT = "gpu_batch_size_60s_mean"
 MINUTE = 60.0
 ON_RAY = "ray hour"
 """In the panels of runners on Ray, and of what simulates them."""
-LOADS = "loads"
 HEIGHT, LOW_HEIGHT = 4.4, 3.4  # inches of a cluster, and of one of a few runners
 TITLE = 100
 """Letters of all titles of maps together."""
@@ -117,48 +116,3 @@ def _heat(axis: Axes, rows: pd.DataFrame, title: str) -> AxesImage:
     axis.set(title=title, xlabel="minutes", ylabel="GPU")
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     return image
-
-
-BARS = (
-    ("mean_active_gpus", "active GPUs"), ("capacity", "full GPUs: token/s"),
-    ("p99_time_to_first_token", "p99 first token (ms)"), (LOADS, "adapters loaded"),
-)  # fmt: skip
-BAR_HEIGHT = 0.145
-"""Inches of a rule, in a panel."""
-
-
-def draw_placement(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """One column per quantity, one row per load; a bar for each scheduling rule, with its mean over seeds and their
-    span.
-    """
-    panels, rules = (list(dict.fromkeys(rows[name])) for name in ("panel", "system"))
-    height = 0.8 + len(panels) * (0.3 + BAR_HEIGHT * len(rules))
-    figure, axes = style.grid(len(panels), len(BARS), style.PAGE, height, sharex=False, sharey=True)
-    colours = [style.look(rule).colour if rule == "punica" else "0.7" for rule in rules]
-    for line, panel in zip(axes, panels, strict=True):
-        mine = rows[rows["panel"] == panel]
-        for axis, (metric, label) in zip(line, BARS, strict=True):
-            low, mean, high = ([_one(mine, metric, suffix, rule) for rule in rules] for suffix in (LOW, MEAN, HIGH))
-            axis.barh(range(len(rules)), mean, color=colours)
-            axis.hlines(range(len(rules)), low, high, color="0.35", linewidth=0.7, zorder=4)
-            for place, (value, most) in enumerate(zip(mean, high, strict=True)):
-                said = f" {value:.3g}" if value < 1000 else f" {value:.0f}"
-                style.note(axis, said, most, place, lift=0, ha="left", va="center", fontsize=6)
-            axis.set(yticks=range(len(rules)), yticklabels=rules, xlim=(0, 1.35 * max([*high, 1e-9])))
-            axis.tick_params(axis="y", labelsize=6)
-            axis.grid(axis="y", visible=False)
-            axis.set_title(label if panel == panels[0] else "")
-        line[0].set_ylabel(panel)
-    axes[0, 0].invert_yaxis()
-    words = "Where a request goes: scheduling rules, means and spans over seeds. Simulated, not measured"
-    style.finish(figure, f"{words}: {', '.join(distinct(rows, 'cost_model'))}.", [])
-    return figure
-
-
-def _one(rows: pd.DataFrame, metric: str, suffix: str, rule: str) -> float:
-    """Return the last value of a rule, loads from host and disk added up; without rows over seeds that of one."""
-    rows = rows[rows["system"] == rule]
-    names = [f"{name}{suffix}" for name in ((FROM_HOST, FROM_DISK) if metric == LOADS else (metric,))]
-    chosen = rows[rows["metric"].isin(names)]
-    chosen = rows[rows["metric"] == metric] if chosen.empty else chosen
-    return float(chosen.drop_duplicates("metric", keep="last")["value"].sum())

@@ -3,7 +3,7 @@
 One column of axes per popularity or panel: absolute latency above, ratios to the system of reference below.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pandas as pd
@@ -26,21 +26,24 @@ EXPERTS = (
 """Metric, system, reference system, and label of each row of axes of `draw_moe`."""
 SLOTS = ", by slots"
 """End of the name of a column of `draw_moe` whose x axis is the number of slots."""
+UNIFORM, MEAN = "uniform rank", "mean of uniform ranks"
 DODGE = 1.08
 """Factor on the batch size between lines of equal values."""
 
 
 def draw_padding(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Latency at true rank, padded, and the mean of the uniform ranks; below, what padding costs and saves."""
+    uniform = rows["system"].eq(UNIFORM)
+    ranks = rows[uniform].groupby(["workload", "batch_size"])["rank"].transform("nunique")
+    rows = rows.drop(ranks.index[ranks < rows.loc[uniform, "rank"].nunique()]).replace({"system": {UNIFORM: MEAN}})
 
     def column(mine: pd.DataFrame, above: Axes, below: Axes) -> None:
-        latency, read = _wide(mine, "latency"), _wide(mine, "bytes_read")
+        latency, read = (_by(mine, metric) for metric in ("latency", "bytes_read"))
         _fill(above, latency, mine)
         _floor(above, mine[mine["system"] == "true rank"])
         costs = _ratio(latency, "padded", "true rank")
-        savings = _ratio(latency, "true rank", "mean of uniform ranks")
-        _fill(below, {**costs, **savings, **_ratio(read, "padded", "true rank", "bytes, ")})
-        _parity(below, *costs.values())
+        _fill(below, costs | _ratio(latency, "true rank", MEAN) | _ratio(read, "padded", "true rank", "bytes, "))
+        _parity(below, costs)
 
     title = "Cost of padding: ranks of one batch mixed in slots of the largest"
     return _drawn(rows, title, column, ("latency (µs)", "ratio"), "workload")
@@ -52,16 +55,16 @@ def draw_determinism(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """
 
     def column(mine: pd.DataFrame, above: Axes, middle: Axes, *shares: Axes) -> None:
-        latency = _wide(mine, "latency")
+        latency = _by(mine, "latency")
         _fill(above, latency, mine)
         _floor(above, mine)
         if atomics := [line for name, line in latency.items() if name.startswith("atomics")]:
             faster = pd.concat(atomics, axis=1).min(axis=1)
             prices = {n: (line / faster).dropna() for n, line in latency.items() if not n.startswith("atomics")}
             _fill(middle, prices, log=False)
-            _parity(middle, *(prices[name] for name in ("deterministic",) if name in prices))
+            _parity(middle, prices, ["deterministic"])
         for axis, asked in zip(shares, ("from_row_alone", "between_runs"), strict=True):
-            lines = _wide(mine, f"outputs_differing_{asked}")
+            lines = _by(mine, f"outputs_differing_{asked}")
             leaving = [name for name, line in lines.items() if (line > 0).any()]
             shifts = {name: DODGE ** (place - (len(leaving) - 1) / 2) for place, name in enumerate(leaving)}
             _fill(axis, {n: pd.Series(lines[n].to_numpy(), lines[n].index * by) for n, by in shifts.items()}, log=False)
@@ -80,11 +83,10 @@ def draw_paper_step(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Latency over the rows of the prompt, with the time of the bytes; below, relative to two calls for both parts."""
 
     def column(mine: pd.DataFrame, above: Axes, below: Axes) -> None:
-        latency = _by(mine, "latency", "seq_len", "system")
+        latency = _by(mine, "latency", "seq_len")
         _fill(above, latency, mine, x="seq_len")
         _floor(above, mine, "seq_len")
-        ratios = _relative(below, latency, "apart")
-        _parity(below, *(ratios[name] for name in ("SGMV",) if name in ratios))
+        _relative(below, latency, "apart", ["SGMV"])
 
     title = "The paper's step: one prompt and decodes of other adapters, in one call and apart"
     return _drawn(rows, title, column, ("latency (µs)", "relative to apart"), x_label="rows of the prompt")
@@ -94,7 +96,7 @@ def draw_added_latency(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Draw the latency that LoRA adds to the projection, and the projection's; below, their ratio."""
 
     def column(mine: pd.DataFrame, above: Axes, below: Axes) -> None:
-        added, base = (_by(mine, metric, "batch_size", "workload") for metric in ("added_latency", "base_latency"))
+        added, base = (_by(mine, metric, line="workload") for metric in ("added_latency", "base_latency"))
         positive = all((line > 0).all() for line in added.values())  # the difference of two large times may be below 0
         _fill(above, added, mine, "workload", log=positive)
         alone = pd.concat(base.values(), axis=1).mean(axis=1)
@@ -115,15 +117,15 @@ def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     def column(mine: pd.DataFrame, above: Axes, middle: Axes, below: Axes) -> None:
         if mine["panel"].iloc[0] == "quality":
             above.set_visible(False)
-            _fill(middle, _by(mine, "changed_greedy_tokens", "rank", "system"), log=False)
-            _fill(below, _by(mine, "logit_error", "rank", "system"))
+            _fill(middle, _by(mine, "changed_greedy_tokens", "rank"), log=False)
+            _fill(below, _by(mine, "logit_error", "rank"))
             middle.set_title("a model: share of\nchanged tokens")
             return
-        latency = _by(mine, "latency", "batch_size", "system")
+        latency = _by(mine, "latency")
         _fill(above, latency, mine)
         _floor(above, mine[mine["system"] != "SGMV"], label="bytes / bandwidth, FP8")
-        _parity(middle, *_relative(middle, latency, "SGMV").values())
-        _fill(below, {n: line for n, line in _by(mine, "error", "batch_size", "system").items() if n != "SGMV"})
+        _relative(middle, latency, "SGMV")
+        _fill(below, {n: line for n, line in _by(mine, "error").items() if n != "SGMV"})
 
     labels = "latency (µs)", "relative to SGMV", "relative error"
     return _drawn(rows, "Adapters in FP8", column, labels, x_label="batch size\n(model: rank)")
@@ -142,14 +144,12 @@ def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
     def column(mine: pd.DataFrame, *axes: Axes) -> None:
         for axis, (metric, system, reference, _) in zip(axes, shown, strict=True):
-            timed = mine[mine["metric"] == metric]
-            own = timed[timed["system"] == system]
-            _fill(axis, _by(own, metric, "batch_size", "workload"), own, "workload")
-            line = centre(timed[timed["system"] == reference]).groupby("batch_size")["value"].mean()
-            if len(line):
+            own, beside = (mine[mine["system"] == name] for name in (system, reference))
+            _fill(axis, _by(own, metric, line="workload"), own[own["metric"] == metric], "workload")
+            for line in _by(beside, metric, line="system").values():
                 label = "grouping alone" if reference == "alignment" else "without LoRA"
                 axis.plot(line.index.astype(float), line.astype(float), label=label, **style.GREY)
-            elif own.empty:
+            if not axis.lines:
                 axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.5", fontsize=7)
         if mine["panel"].iloc[0].endswith(SLOTS):
             axes[-1].set_xlabel("slots")
@@ -165,51 +165,27 @@ def _drawn(
     names = list(dict.fromkeys(rows[by]))
     width = style.PAGE if len(names) > 1 else style.COLUMN
     figure, axes = style.grid(len(labels), len(names), width, 1.3 * len(labels) + 1.5, sharex="col")
-    entries: dict[str, Any] = {}
     for name, line in zip(names, axes.T, strict=True):
         line[0].set_title(str(name).replace(", ", ",\n").replace(" adapters", ""))
         column(rows[rows[by] == name], *line)
         line[-1].set_xlabel(line[-1].get_xlabel() or x_label)
-        for axis in line:
-            handles, texts = axis.get_legend_handles_labels()
-            entries.update(zip(texts, handles, strict=True))
     for line, label in zip(axes, labels, strict=True):
         line[0].set_ylabel(label)
         if any(axis.texts for axis in line):
             style.headroom(line[0], 0.15)
-    style.finish(figure, f"{title}. {measured(rows[rows['metric'] != FLOOR])}", list(entries.values()), 4)
+    handles = style.labelled(axes.T.flat)
+    style.finish(figure, f"{title}. {measured(rows[rows['metric'] != FLOOR])}", handles, 4)
     return figure
 
 
-def _relative(axis: Axes, lines: Lines, reference: str) -> Lines:
-    """Draw and return the lines relative to that of `reference`; none where it was not measured."""
-    if reference not in lines:
-        return {}
-    ratios = {name: (line / lines[reference]).dropna() for name, line in lines.items() if name != reference}
-    _fill(axis, ratios)
-    return ratios
-
-
-def _ratio(lines: Lines, over: str, under: str, what: str = "") -> Lines:
+def _ratio(lines: Lines, over: str, under: str, what: str = "") -> dict[str, pd.Series]:
     """Legend -> the line `over` divided by the line `under`; nothing where one of them was not measured."""
-    if over not in lines or under not in lines:
-        return {}
-    return {f"{what}{over} / {under}": (lines[over] / lines[under]).dropna()}
+    known = over in lines and under in lines
+    return {f"{what}{over} / {under}": (lines[over] / lines[under]).dropna()} if known else {}
 
 
-def _wide(rows: pd.DataFrame, metric: str) -> dict[str, pd.Series]:
-    """System -> `metric` by batch size; the uniform ranks are averaged over ranks, where all of them are there."""
-    rows = centre(rows[rows["metric"] == metric])
-    lines = {}
-    for system in dict.fromkeys(rows["system"]):
-        table = rows[rows["system"] == system].pivot_table(index="batch_size", columns="rank", values="value")
-        name = "mean of uniform ranks" if system == "uniform rank" else system
-        lines[name] = table.mean(axis=1, skipna=False).dropna().sort_index()
-    return lines
-
-
-def _by(rows: pd.DataFrame, metric: str, x: str, line: str) -> dict[str, pd.Series]:
-    """Value of column `line` -> `metric` by column `x`."""
+def _by(rows: pd.DataFrame, metric: str, x: str = "batch_size", line: str = "system") -> dict[str, pd.Series]:
+    """Value of column `line` -> mean of `metric` by column `x`."""
     rows = centre(rows[rows["metric"] == metric])
     return {str(name): rows[rows[line] == name].groupby(x)["value"].mean() for name in dict.fromkeys(rows[line])}
 
@@ -223,8 +199,7 @@ def _fill(
         dash = {"linestyle": "--"} if name.startswith("bytes") else {}
         axis.plot(values.index.astype(float), values.astype(float), label=name, **style.measured_style(name) | dash)
         if rows is not None:
-            told = "uniform rank" if name == "mean of uniform ranks" else name
-            style.crossed(axis, values.index, values, disturbed_at(rows[rows[line] == told], x))
+            style.crossed(axis, values.index, values, disturbed_at(rows[rows[line] == name], x))
     style.log_x(axis)
     if log:
         style.log_y(axis)
@@ -237,9 +212,16 @@ def _floor(axis: Axes, rows: pd.DataFrame, x: str = "batch_size", label: str = "
         axis.plot(floor.index.astype(float), floor.astype(float), label=label, **style.FLOOR)
 
 
-def _parity(axis: Axes, *lines: pd.Series) -> None:
-    """A line at 1 below ratios, and the ends of the ratios `lines` in words."""
-    if axis.lines:
-        axis.axhline(1.0, color="0.3", linewidth=0.8)
-    if lines := tuple(line for line in lines if len(line)):
-        style.corner(axis, f"{min(line.min() for line in lines):.2f} to {max(line.max() for line in lines):.2f}")
+def _relative(axis: Axes, lines: Lines, reference: str, said: Collection[str] = ()) -> None:
+    """Draw the lines relative to that of `reference`, where it was measured."""
+    if reference in lines:
+        ratios = {name: (line / lines[reference]).dropna() for name, line in lines.items() if name != reference}
+        _fill(axis, ratios)
+        _parity(axis, ratios, said)
+
+
+def _parity(axis: Axes, ratios: Lines, said: Collection[str] = ()) -> None:
+    """A line at 1, and the ends of the `ratios`, or of those in `said`, in words."""
+    axis.axhline(1.0, color="0.3", linewidth=0.8)
+    if ends := [end for name, line in ratios.items() if not said or name in said for end in line]:
+        style.corner(axis, f"{min(ends):.2f} to {max(ends):.2f}")

@@ -151,8 +151,7 @@ def draw_migration(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         style.log_y(axis)
         style.headroom(axis, 0.1)
         axis.set(xlabel="tokens of the request", ylabel=label)
-    handles = [line for line in times.get_lines() if not str(line.get_label()).startswith("_")]
-    style.finish(figure, f"{MIGRATION} {measured(rows, 'bands')}", handles, 3)
+    style.finish(figure, f"{MIGRATION} {measured(rows, 'bands')}", style.labelled([times]), 3)
     return figure
 
 

@@ -35,8 +35,7 @@ RATIO, ALLOWED = "distinct_over_backbone_identical", "bytes_ratio"
 
 def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Draw a row of axes per panel (model): dots over popularities on a logarithmic axis."""
-    rows = rows[~rows["panel"].str.contains(STATED_LENGTHS)]
-    about, paper = regime(rows), under_our_names(paper)
+    rows, paper = rows[~rows["panel"].str.contains(STATED_LENGTHS)], under_our_names(paper)
     rows = centre(rows[(rows["metric"] == "throughput") & ~rows["system"].isin(WRONG)])
     panels = list(dict.fromkeys(rows["panel"]))
     figure, axes = style.grid(len(panels), 1, style.PAGE, 2.0 * len(panels) + 1.6, sharex=False)
@@ -46,7 +45,7 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         write_speedups(axis, mine, theirs)
         axis.set_ylabel(f"{models_of(mine)}\ntoken/s")
     title = f"Figure {', '.join(dict.fromkeys(rows['figure']))}: text generation"
-    style.finish(figure, words(title, rows, paper, about), handles_of(rows, comparable(rows, paper)), 4)
+    style.finish(figure, words(title, rows, paper), handles_of(rows, comparable(rows, paper)), 4)
     return figure
 
 
@@ -80,7 +79,7 @@ def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """A column per number of ranks: throughput above, of 70B beside the paper's, steps and the collectives in them
     below; last what the layouts of adapters cost in memory, and what they reach of the ratio that bytes allow.
     """
-    about, rows, paper = regime(rows), centre(rows), under_our_names(paper)
+    rows, paper = centre(rows), under_our_names(paper)
     panels = [panel for panel in dict.fromkeys(rows["panel"]) if not panel.endswith("ratios")]
     width = [2.4] * len(panels) + [1.5]
     figure, axes = style.grid(2, len(width), style.PAGE, 5.2, sharex=False, sharey=False, width_ratios=width)
@@ -92,7 +91,8 @@ def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         theirs = paper if alike else paper.iloc[:0]
         shown = theirs if alike else shown
         dots(above, mine, theirs, list(rows.loc[rows["panel"] == panel, "system"]))
-        write_speedups(above, mine, theirs, 5.5)
+        write_speedups(above, mine, theirs, narrow=True)
+        style.headroom(above, 0.1)
         _steps(below, rows[rows["panel"] == panel])
         above.set_title(f"{model} on {panel.rpartition(', tp ')[2]} ranks" + "\n(paper: 70B on 8 GPUs)" * alike)
     axes[0, 0].set_ylabel("throughput (token/s)")
@@ -107,7 +107,7 @@ def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
             axes[1, -1].hlines(allowed[key], at - 0.45, at + 0.45, color="0.2", linewidth=1.4, zorder=5)
     handles = [*handles_of(rates, shown), Patch(label="collectives within the step", **COLLECTIVES)]
     title = "Figure 12: text generation on tensor-parallel ranks"
-    style.finish(figure, words(title, rates, shown, about), handles, 4)
+    style.finish(figure, words(title, rates, shown), handles, 4)
     return figure
 
 
@@ -210,13 +210,13 @@ def under_our_names(paper: pd.DataFrame) -> pd.DataFrame:
     return paper.assign(system=paper["system"].map(by_paper_name())).dropna(subset=["system"])
 
 
-def words(title: str, rows: pd.DataFrame, paper: pd.DataFrame, about: str = "") -> str:
+def words(title: str, rows: pd.DataFrame, paper: pd.DataFrame) -> str:
     """The caption of a figure of throughputs."""
     limit = ", ".join(str(int(size)) for size in sorted(set(rows["batch_size"])))
     drawn = comparable(rows, paper)
     alone = [PAPER_NAMES[one] for one in dict.fromkeys(drawn["system"]) if one not in set(rows["system"])]
     parts = [
-        f"{title}, at most {limit} requests per batch" + (f"; {about}" if about else ""),
+        f"{title}, at most {limit} requests per batch",
         f"Above each popularity {REFERENCE} over the best baseline drawn, ours (the paper's)" if speedups(rows) else "",
         policies(rows["system"]),
         "The paper's values are of a larger model and not drawn" if drawn.empty and len(paper) else "",
@@ -227,13 +227,16 @@ def words(title: str, rows: pd.DataFrame, paper: pd.DataFrame, about: str = "") 
     return ". ".join(part[0].upper() + part[1:] for part in parts if part) + "."
 
 
-def write_speedups(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, size: float = 7) -> None:
-    """Write above each group how many times the throughput of the best baseline Punica reaches."""
+def write_speedups(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, narrow: bool = False) -> None:
+    """Write above each group how many times the throughput of the best baseline Punica reaches; in two lines where
+    groups are `narrow`.
+    """
     ours, papers = speedups(mine), speedups(theirs)
-    looks: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": size, "fontweight": "bold", "in_layout": False}
+    looks: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 7, "fontweight": "bold", "in_layout": False}
     for group, workload in enumerate(dict.fromkeys(mine["workload"])):
         if workload in ours:
-            text = f"{short(ours[workload])}x" + (f" ({short(papers[workload])}x)" if workload in papers else "")
+            beside = [f"({short(papers[workload])}x)"] if workload in papers else []
+            text = ("\n" if narrow else " ").join([f"{short(ours[workload])}x", *beside])
             axis.text(group, 0.98, text, transform=axis.get_xaxis_transform(), **looks)
 
 
@@ -247,23 +250,6 @@ def speedups(frame: pd.DataFrame) -> dict[str, float]:
         return {}
     found = (table[REFERENCE] / table[rivals].max(axis="columns", skipna=False)).dropna()
     return {str(workload): float(ratio) for workload, ratio in found.items()}
-
-
-def regime(rows: pd.DataFrame) -> str:
-    """Describe the work of a cell: requests, tokens, their share of prompts, and windows of steps."""
-    cells = rows[~rows["panel"].str.endswith("ratios")]
-
-    def span(metric: str) -> str:
-        values = sorted(set(cells.loc[cells["metric"] == metric, "value"]))
-        ends = " to ".join(f"{value:,.0f}" for value in dict.fromkeys(values[:1] + values[-1:]))
-        return f"{ends} {metric.split('_')[-1]}" if values else ""
-
-    wide = cells.pivot_table(index=["system", "workload"], columns="metric", values="value")
-    prompts = ""
-    if {"total_tokens", "new_tokens"} <= set(wide.columns):
-        prompts = f"{100 * (1 - wide['new_tokens'] / wide['total_tokens']).median():.1f} % of them of prompts"
-    windows = f"windows of {steps} of it" if (steps := span("window_steps")) else ""
-    return ", ".join(part for part in (span("requests"), span("total_tokens"), prompts, windows) if part)
 
 
 def not_measured(rows: pd.DataFrame) -> str:

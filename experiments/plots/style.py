@@ -142,6 +142,12 @@ def finish(figure: Figure | SubFigure, words: str, handles: Sequence[Artist], nc
             return
 
 
+def labelled(axes: Iterable[Axes]) -> list[Artist]:
+    """Legend entries of what has a label in `axes`, one for each label."""
+    found = [zip(*reversed(axis.get_legend_handles_labels()), strict=True) for axis in axes]
+    return [*{text: handle for entries in found for text, handle in entries}.values()]
+
+
 def sides(paper: bool = True, floor: bool = False) -> list[Artist]:
     """Legend entries that tell ours, the paper's and the floor apart."""
     looks = [{"color": "0.3", "marker": "o", "label": "ours"}, {"label": PAPER_LABEL, **OPEN}] if paper else []

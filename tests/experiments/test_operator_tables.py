@@ -283,18 +283,6 @@ class TestTuner:
         assert tune.merged(path, {"new": {}}, {"new"}) == {key: entries[key], "new": {}}
         assert tune.merged(path, {}, {key}) == {}
 
-    def test_the_estimate_loses_what_its_choice_takes_longer(self, tune):
-        from punica.ops.triton_ops.schedules import Gpu
-
-        op = tune.operators("C")[0]
-        shrink, expand = tune.estimated(op)
-        slower = next(one for one in tune.candidates(op, tune.shrink_schedules) if one != shrink)
-        for us, lost in ((5.0, 0.0), (1.0, (math.log(2) + (math.log(2) - 0.1) / 2) / 2)):
-            times = {(op, (shrink, expand)): 2.0, (op, (slower, expand)): us}
-            found = tune.cases(times, Gpu())
-            assert [len(us) for _, us in found] == [2, 1]
-            assert tune.loss(found) == pytest.approx(lost)
-
     def test_measurements_are_read_back_and_not_repeated(self, tune, tmp_path):
         op = tune.operators("C")[0]
         path, pair = tmp_path / "measurements.jsonl", tune.estimated(op)

@@ -211,7 +211,7 @@ def test_a_full_disk_is_one_line_before_anything_is_measured(tmp_path):
         ("figures=fig08", "must be a list, which has brackets: figures=[value,value]"),
         ("figures=fig08,fig09", "Ambiguous value"),
         ("figures=[8", "no viable alternative at input '[8'"),
-        ("figure.minutes.laptop=0.01", "figure.minutes.laptop=0.01 is of one figure, and this command takes many"),
+        ("figure.minutes.laptop=0.01", "figure.minutes.laptop=0.01 is of one figure, and reproduce takes many"),
         ("+figure.minutes.laptop=0.01", "is of one figure"),
         ("~scale", "~scale: ~ is no home folder here, and no key can be deleted"),
         ("paths.outputs=~/results", "paths.outputs=~/results: ~ is no home folder here"),

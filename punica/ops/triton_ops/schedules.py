@@ -9,7 +9,7 @@ unique bytes at the rate of the memory. `Gpu` holds what is read from the device
 fitted constants, of a multiprocessor, are an H200's everywhere. They were fitted on 2026-11-26 to the times of about 20
 candidates per product of 188 operators in 16 bits and 53 in FP8. The choice is within 5 % of the best candidate on the
 geometric mean, for each product and weight format (worst: 1.65 for a shrink, 1.41 for an expand). No constant depends
-on an operator. `experiments/commands/tune.py` fits them again.
+on an operator. `experiments/commands/tune.py` of commit 195ae1f8 fits them again (`fit=true`).
 """
 
 import functools
