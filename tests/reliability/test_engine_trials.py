@@ -70,7 +70,7 @@ class Soak:
         return tokens / (time.perf_counter() - begun)
 
 
-@sized("load", 200, 3_000, 20_000, seconds=90, tiny=30)
+@sized("load", 200, 3_000, 20_000, seconds=90, tiny=50)
 def test_engine_soak(trial: Trial) -> None:
     """Requests over ten times more adapters than slots, with cancellations, reloads and few pages."""
     world = make_world(trial, ADAPTERS)

@@ -84,10 +84,10 @@ class Trial:
         self.values |= {"throughput": (median(rates), unit), "throughput_drift": (drift, "%")}
 
     def parts(self) -> tuple[list[range], list[range]]:
-        """Cut the tries into parts of `LEAST`, where there are so many: one of five to warm up, and the rest."""
-        parts = max(1, min(PARTS, self.count // LEAST))
+        """Cut the tries into two parts, or more of `LEAST`: one of five, in which threads start, and the rest."""
+        parts = max(2, min(PARTS, self.count // LEAST))
         cuts = [range(*ends) for ends in pairwise(self.count * part // parts for part in range(parts + 1))]
-        return cuts[: parts // 5], cuts[parts // 5 :]
+        return cuts[: max(1, parts // 5)], cuts[max(1, parts // 5) :]
 
     def __str__(self) -> str:
         counts = [f"{name} {getattr(self, name):,}" for name in COUNTS]
