@@ -2,6 +2,8 @@
 each admission rule, by replaying the released requests (section 7.2: C35 to C37).
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 
 import pandas as pd
@@ -11,15 +13,14 @@ from experiments.claims.finding import SIMULATED, Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick
 from experiments.facts.models import MODELS, SECONDS
 from experiments.harness.schema import model_conf
-from experiments.workload.lengths import released_lengths
-from experiments.workload.popularity import popularity
-from experiments.workload.replay import MAX_BATCH, Replay, replay_continuous, replay_one_adapter, replay_static
+from experiments.systems.timeline import Timeline
+from experiments.workload import MAX_BATCH, popularity, released_lengths
 
 LOADING, NORM, SYSTEM, LINK = "text 5.2", "text 6", "punica", "link"
 RANK, BATCH = 16, 32
 LONG = 1000
 """Least requests of a stream for C36: in shorter ones ramp and tail show."""
-RULES = {"continuous": replay_continuous, "one_adapter": replay_one_adapter, "static": replay_static}
+ONE_ADAPTER = "one adapter"
 
 
 def _loads(rows: Rows) -> tuple[pd.DataFrame, pd.DataFrame, str]:
@@ -91,10 +92,44 @@ def fusing_the_norm(rows: Rows) -> Finding:
 
 
 @lru_cache
-def replay(rule: str, workload: str, num_requests: int) -> Replay:
-    """Replay one rule of the paper on the released requests."""
-    outputs = released_lengths(num_requests).output.tolist()
-    return RULES[rule](outputs, popularity(workload).requests(num_requests).tolist())
+def replay(rule: str, workload: str, num_requests: int) -> Counter[int]:
+    """Count the steps by batch size of an admission rule, or of the paper's vLLM, on the released requests."""
+    lengths, adapters = released_lengths(num_requests), popularity(workload).requests(num_requests).tolist()
+    if rule == ONE_ADAPTER:
+        return decode_steps_of_one_adapter(lengths.output.tolist(), adapters, MAX_BATCH)
+    steps: Counter[int] = Counter()
+    for stretch in Timeline(lengths, adapters, rule, MAX_BATCH).stretches:
+        steps[len(stretch.members)] += stretch.steps
+    return steps
+
+
+def decode_steps_of_one_adapter(outputs: Sequence[int], adapters: Sequence[int], max_batch: int) -> Counter[int]:
+    """Count decode steps of the paper's vLLM by batch size; each request has a prefill step beside them.
+
+    At most one new request joins per step, only when its adapter is the one that runs already, and its prefill runs
+    alone while the others wait.
+    """
+    steps_by_batch: Counter[int] = Counter()
+    running: list[tuple[int, int]] = []  # new tokens left, and adapter
+    waiting = list(zip(outputs, adapters, strict=True))[::-1]
+    while waiting or running:
+        if waiting and len(running) < max_batch and (not running or running[0][1] == waiting[-1][1]):
+            left, adapter = waiting.pop()
+            running += [(left - 1, adapter)] if left > 1 else []  # the prefill gave the first token
+        else:  # as it is until the next departure
+            steps = min(left for left, _ in running)
+            steps_by_batch[len(running)] += steps
+            running = [(left - steps, adapter) for left, adapter in running if left > steps]
+    return steps_by_batch
+
+
+def share(steps: Counter[int], smallest: int, largest: int) -> float:
+    """Return the share of ``steps`` by batch size from ``smallest`` to ``largest``."""
+    return sum(count for size, count in steps.items() if smallest <= size <= largest) / steps.total()
+
+
+def mean_batch(steps: Counter[int]) -> float:
+    return sum(size * count for size, count in steps.items()) / steps.total()
 
 
 def _served(rows: Rows) -> Serving | None:
@@ -108,15 +143,14 @@ def _served(rows: Rows) -> Serving | None:
 @claim("C35")
 def baseline_batches_are_small(rows: Rows) -> Finding:
     """Share of steps with at most 3 requests under continuous batching of one adapter, 1000 requests."""
-    uniform, skewed = (replay("one_adapter", workload, 1000) for workload in ("Uniform", "Skewed"))
-    text = (
-        f"{uniform.share(1, 3):.3f} Uniform, {skewed.share(1, 3):.3f} Skewed; mean batch {uniform.mean_batch:.2f} "
-        f"and {skewed.mean_batch:.2f} (1000 requests replayed)"
-    )
+    counts = [replay(ONE_ADAPTER, workload, 1000) for workload in ("Uniform", "Skewed")]
+    uniform, skewed = (share(steps, 1, 3) for steps in counts)
+    means = " and ".join(f"{mean_batch(steps):.2f}" for steps in counts)
+    text = f"{uniform:.3f} Uniform, {skewed:.3f} Skewed; mean batch {means} (1000 requests replayed)"
     cell = _served(rows)
     if cell and (measured := cell.known(CONTINUOUS, "Skewed", "mean_batch_size")) is not None:
         text += f"; mean batch of Skewed {measured:.3g} in this machine's figure 11"
-    return Finding({"uniform": uniform.share(1, 3), "skewed": skewed.share(1, 3)}, text, SIMULATED)
+    return Finding({"uniform": uniform, "skewed": skewed}, text, SIMULATED)
 
 
 @claim("C36")
@@ -124,10 +158,9 @@ def punica_runs_full(rows: Rows) -> Finding:
     """Mean batch and share of full steps under Punica's rule, 1024 requests; and the mean batch of a stream served to
     its end. Windows do not count: they are drawn to hold as many requests as the replay.
     """
-    steps = replay("continuous", "Distinct", 1024)
-    full = steps.share(MAX_BATCH, MAX_BATCH)
-    text = f"{steps.mean_batch:.1f}; {full:.3f} (1024 requests replayed)"
-    quantities = {"mean_batch": steps.mean_batch, "share_full": full}
+    steps = replay("fcfs", "Distinct", 1024)
+    quantities = {"mean_batch": mean_batch(steps), "share_full": share(steps, MAX_BATCH, MAX_BATCH)}
+    text = f"{quantities['mean_batch']:.1f}; {quantities['share_full']:.3f} (1024 requests replayed)"
     cell = _served(rows)
     stream = cell.longest_stream(PUNICA, "Distinct") if cell else {}
     if stream.get("stream_requests", 0) < LONG:
@@ -139,7 +172,7 @@ def punica_runs_full(rows: Rows) -> Finding:
 @claim("C37")
 def static_batching_wastes_steps(rows: Rows) -> Finding:
     """Steps of static over continuous batching on Identical, and the throughput gap where both were measured."""
-    static, continuous = (replay(rule, "Identical", 1024).steps for rule in ("static", "continuous"))
+    static, continuous = (replay(rule, "Identical", 1024).total() for rule in ("static", "fcfs"))
     quantities = {"steps_ratio": static / continuous}
     text = f"{static / continuous:.2f} ({static} / {continuous}, 1024 requests replayed)"
     cell = _served(rows)

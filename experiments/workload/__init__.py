@@ -1,10 +1,8 @@
 """The paper's request streams, defined once. No torch in here.
 
-    popularity.py       who asks for which adapter
-    changing.py         the same over time: a flash crowd, drift
+    popularity.py       who asks for which adapter, always or over time
     lengths.py          how much: tokens of prompts and outputs
     arrivals.py         when
-    replay.py           how many steps that takes under each scheduling rule of the paper
 
 >>> from experiments.workload import popularity, released_lengths
 >>> popularity("Skewed").group_sizes(8)
@@ -13,16 +11,15 @@
 99703
 """
 
-from experiments.workload.arrivals import (
-    RateProfile,
-    independent_seeds,
-    plotted_rate,
-    poisson_arrivals,
-    profile_arrivals,
-    released_rate,
+from experiments.workload.arrivals import independent_seeds, plotted_rate, poisson_arrivals, profile_arrivals
+from experiments.workload.lengths import (
+    MAX_BATCH,
+    RequestLengths,
+    released_lengths,
+    rescaled,
+    scaled_lengths,
+    stated_lengths,
 )
-from experiments.workload.changing import drifting, flash_crowd
-from experiments.workload.lengths import RequestLengths, released_lengths, rescaled, scaled_lengths, stated_lengths
 from experiments.workload.popularity import (
     PAPER_WORKLOADS,
     RELEASED_SEED,
@@ -30,7 +27,7 @@ from experiments.workload.popularity import (
     Popularity,
     adapter_shares,
     drawn_adapters,
+    drifting,
+    flash_crowd,
     popularity,
-    zipf,
 )
-from experiments.workload.replay import MAX_BATCH, Replay, replay_continuous, replay_one_adapter, replay_static

@@ -2,8 +2,7 @@
 
 Figure 13 of the paper offers requests to a cluster for one hour with exponential gaps. Paper and code disagree on the
 rate: the figure starts low, peaks in the middle and ends low; the released load generator starts and ends at its
-maximum (disagreement D12 g). Both rates are here: `released_rate` is the code, `plotted_rate` follows points read from
-the figure, which the caller passes in (``paper_results/fig13_cluster.csv``).
+maximum (disagreement D12 g). `plotted_rate` follows points read from the figure (``paper_results/fig13_cluster.csv``).
 
 Rates are requests per second, times seconds from the start.
 """
@@ -13,31 +12,29 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from punica.checks import check_count
-
 RateProfile = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Times [n] in s -> rates [n] in requests per second; never negative, never above the ``peak`` given with it."""
 
 
 def independent_seeds(seed: int, count: int) -> list[int]:
-    """``count`` seeds from one, for generators that must not see each other's draws (lengths, gaps, popularity)."""
-    check_count("count", count, 1, "one seed")
+    """Derive ``count`` seeds for generators that must not see each other's draws (lengths, gaps, popularity)."""
     return [int(child.generate_state(1, np.uint64)[0]) for child in np.random.SeedSequence(seed).spawn(count)]
 
 
 def poisson_arrivals(rate: float, duration: float, seed: int) -> NDArray[np.float64]:
-    """Arrival times in [0, duration), ascending, with independent exponential gaps of mean 1 / rate."""
+    """Draw arrival times in [0, duration), ascending, with independent exponential gaps of mean 1 / rate."""
     return profile_arrivals(lambda times: np.full_like(times, rate), rate, duration, seed)
 
 
 def profile_arrivals(profile: RateProfile, peak: float, duration: float, seed: int) -> NDArray[np.float64]:
-    """Arrival times in [0, duration), ascending, of a Poisson process whose rate follows ``profile``.
+    """Draw arrival times in [0, duration), ascending, of a Poisson process whose rate follows ``profile``.
 
     By thinning: candidates come at the constant rate ``peak``, and one at time t stays with probability
     profile(t) / peak. That is exact for every profile that stays below ``peak``; ValueError when it does not.
     """
-    _check_positive("rate", peak)
-    _check_positive("duration", duration)
+    for name, value in (("rate", peak), ("duration", duration)):
+        if not (np.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be a positive number, got {value!r}")
     stream = np.random.Generator(np.random.PCG64(seed))
     # given their number, the candidates of a constant-rate Poisson process are independent and uniform
     candidates = np.sort(stream.uniform(0.0, duration, stream.poisson(peak * duration)))
@@ -50,29 +47,12 @@ def profile_arrivals(profile: RateProfile, peak: float, duration: float, seed: i
     return candidates[stream.uniform(0.0, peak, len(candidates)) < rates]
 
 
-def released_rate(peak: float, duration: float) -> RateProfile:
-    """The load generator's profile, peak * (cos(2 pi t / duration) + 1.2) / 2.2: highest at both ends."""
-    _check_positive("rate", peak)
-    _check_positive("duration", duration)
-    return lambda times: peak * (np.cos(2 * np.pi * times / duration) + 1.2) / 2.2
-
-
 def plotted_rate(times: Sequence[float], means: Sequence[float], window: float = 200.0) -> RateProfile:
-    """The profile of Figure 13 from its plotted points: straight lines between them, constant beyond the ends.
+    """Build the profile of Figure 13 from its plotted points: lines between them, constant beyond the ends.
 
     A plotted value is the mean over the ``window`` seconds that follow its time, so it is placed at the middle of that
     window; the windows of the last points are shorter than that in the figure, which moves its end by less than 100 s.
     """
-    if len(times) != len(means) or len(times) < 2:
-        raise ValueError(f"times and means must have the same length, at least 2; got {len(times)} and {len(means)}")
-    starts = np.asarray(times, dtype=np.float64)
-    if np.any(np.diff(starts) <= 0):
-        raise ValueError("times must ascend; sort the points of the figure by t_s first")
-    centres = starts + window / 2
-    rates = np.asarray(means, dtype=np.float64)
-    return lambda at: np.interp(at, centres, rates)
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (np.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a positive number, got {value!r}")
+    if len(times) < 2 or np.any(np.diff(times) <= 0):
+        raise ValueError("times must ascend, at least 2; sort the points of the figure by t_s first")
+    return lambda at: np.interp(at, np.asarray(times) + window / 2, np.asarray(means))

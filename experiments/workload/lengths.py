@@ -15,6 +15,8 @@ from experiments.workload.popularity import RELEASED_SEED, as_count, rounded_sha
 PROMPT_SIGMA, PROMPT_SHIFT, PROMPT_SCALE = 0.8, -1.0, 18.0
 """Prompt length = SHIFT + SCALE * exp(SIGMA * z), z standard normal: lognorm(0.8, -1, 18) of scipy."""
 
+MAX_BATCH = 32
+"""Largest batch in the paper (section 5.1)."""
 RELEASED_MAXLEN = 2048
 STATED_TOKENS_PER_REQUEST = 101
 """Section 7.2 of the paper: "around 101k tokens" for 1000 requests."""
@@ -37,16 +39,15 @@ class RequestLengths:
 
     @property
     def new_tokens(self) -> int:
-        """Generated tokens of all requests."""
         return int(self.output.sum())
 
 
 def released_lengths(num_requests: int, maxlen: int = RELEASED_MAXLEN, seed: int = RELEASED_SEED) -> RequestLengths:
-    """The released request generator, bit for bit.
+    """Draw lengths as the released request generator, bit for bit.
 
     Per request, from one PCG64 stream: a log-normal prompt clipped to [1, maxlen - 2], then a total drawn uniformly
-    from [0, maxlen) and raised to prompt + 2; output = total - prompt. The prompt is kept as a real number until the
-    end, then both are truncated, so an output is one token shorter than the difference of the integers.
+    from [0, maxlen) and raised to prompt + 2. The prompt is kept as a real number until the end, then prompt and output
+    are truncated, so an output is one token shorter than the difference of the integers.
 
     ``maxlen`` bounds prompt + output. The prompt law does not scale with it: at maxlen 64 prompts are as long as at
     2048 and outputs thirty times shorter. To shrink a run and keep its shape, use `scaled_lengths`.
@@ -64,17 +65,13 @@ def released_lengths(num_requests: int, maxlen: int = RELEASED_MAXLEN, seed: int
 
 
 def scaled_lengths(num_requests: int, maxlen: int, seed: int = RELEASED_SEED) -> RequestLengths:
-    """The released lengths multiplied by maxlen / 2048 and rounded up: the same mix of short and long, for a laptop.
-
-    Prompt tokens stay a few percent of all tokens (at least 1 per prompt, 2 per output), so decode steps dominate as
-    they do in the paper. ``maxlen = 2048`` gives the released lengths themselves.
-    """
+    """Draw the released lengths, `rescaled`: the same mix of short and long, for a laptop."""
     return rescaled(released_lengths(num_requests, seed=seed), maxlen)
 
 
 def rescaled(lengths: RequestLengths, maxlen: int) -> RequestLengths:
-    """``lengths`` of at most 2048 tokens multiplied by maxlen / 2048 and rounded up, at least 1 per prompt and, below
-    2048, 2 per output.
+    """Multiply ``lengths`` of at most 2048 tokens by maxlen / 2048, rounded up, at least 1 per prompt and, below 2048,
+    2 per output. Prompts stay a few percent of all tokens, so decode steps dominate as they do in the paper.
     """
     _check_maxlen(maxlen)
     if maxlen == RELEASED_MAXLEN:
@@ -85,7 +82,7 @@ def rescaled(lengths: RequestLengths, maxlen: int) -> RequestLengths:
 
 
 def stated_lengths(num_requests: int = 1000, seed: int = RELEASED_SEED) -> RequestLengths:
-    """Lengths with the count that the paper prints: 101 generated tokens per request on average.
+    """Draw lengths with the count that the paper prints: 101 generated tokens per request on average.
 
     ShareGPT is not redistributed here. Prompts are the released ones, which imitate it; the released outputs are
     shrunk by one common factor so that they sum to exactly 101 * num_requests (101 000 for 1000), at least 1 each.

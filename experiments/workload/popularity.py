@@ -1,4 +1,4 @@
-"""Popularity of adapters: the paper's four patterns, as group sizes of n rows.
+"""Popularity of adapters: the paper's four patterns, as group sizes of n rows; and popularity that changes over time.
 
 A *group* is the set of rows (or requests) that name one adapter. The paper describes the patterns in words
 (section 7); the exact rules are those of the released benchmarks:
@@ -15,10 +15,8 @@ Zipf       not in the paper: what it calls its Skewed, a true Zipf law; the i-th
 =========  ==================================================================================================
 
 Adapters are numbered from 0 in group order. A batch wants its rows in group order (`Popularity.slots`); a stream of
-requests arrives shuffled (`Popularity.requests`).
-
-These rules let the number of requests decide how many adapters there are. Where that number is given, each request
-draws its adapter (`drawn_adapters`) by the shares of the same patterns (`adapter_shares`).
+requests arrives shuffled (`Popularity.requests`). These rules let the number of requests decide how many adapters there
+are. Where that number is given, each request draws its adapter by the shares of the same patterns (`adapter_shares`).
 """
 
 import math
@@ -34,12 +32,8 @@ from punica.registry import Registry
 
 RELEASED_SEED = 0xABCDABCD987
 """Seed of every generator in the released harness."""
-
 PAPER_WORKLOADS = ("Distinct", "Uniform", "Skewed", "Identical")
 """The four patterns of the paper, in the order of its figures."""
-
-ORDERS = ("shuffled", "grouped", "round_robin")
-
 ZIPF_EXPONENT = 1.5
 """Exponent of the law that the paper names. Requests for web pages follow 0.64 to 0.83 (Breslau et al., INFOCOM 1999),
 between Zipf and Uniform."""
@@ -53,13 +47,11 @@ WORKLOADS: Registry[GroupRule] = Registry("workload")
 
 @WORKLOADS.register("Distinct")
 def distinct(n: int) -> list[int]:
-    """n groups of one row."""
     return [1] * n
 
 
 @WORKLOADS.register("Uniform")
 def uniform(n: int) -> list[int]:
-    """ceil(sqrt(n)) groups, larger ones first, sizes equal up to one row."""
     groups = math.isqrt(n - 1) + 1  # ceil(sqrt(n)) without rounding errors
     size, larger = divmod(n, groups)
     return [size + 1] * larger + [size] * (groups - larger)
@@ -67,7 +59,7 @@ def uniform(n: int) -> list[int]:
 
 @WORKLOADS.register("Skewed")
 def skewed(n: int) -> list[int]:
-    """Geometric series of ratio 3/2 plus one group for the remainder, largest first.
+    """Return a geometric series of ratio 3/2 plus one group for the remainder, largest first.
 
     >>> skewed(64)
     [17, 17, 11, 7, 5, 3, 2, 1, 1]
@@ -83,34 +75,71 @@ def skewed(n: int) -> list[int]:
 
 @WORKLOADS.register("Identical")
 def identical(n: int) -> list[int]:
-    """One group of n rows."""
     return [n]
 
 
 @WORKLOADS.register("Zipf")
-def zipf(n: int, s: float = ZIPF_EXPONENT) -> list[int]:
-    """Shares proportional to 1 / i^s over n possible adapters, rounded by largest remainder; empty groups are dropped.
+def zipf(n: int) -> list[int]:
+    """Return shares proportional to 1 / i^1.5 over n possible adapters, rounded by largest remainder, without empty
+    groups.
 
     >>> zipf(10)
     [5, 2, 1, 1, 1]
     """
-    if not s > 0:
-        raise ValueError(f"s of a Zipf law must be positive, got {s!r}; the usual range is 0.5 to 2")
-    shares = np.arange(1, n + 1, dtype=np.float64) ** -s
+    shares = np.arange(1, n + 1, dtype=np.float64) ** -ZIPF_EXPONENT
     sizes = rounded_shares(shares * (n / shares.sum()), n)
     return sorted((int(size) for size in sizes if size), reverse=True)
 
 
 def rounded_shares(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
-    """``shares``, which add up to ``total``, as integers that do: each rounded down, then the largest remainders up."""
+    """Round ``shares``, which add up to ``total``, to integers that do: each down, then the largest remainders up."""
     sizes = np.floor(shares).astype(np.int64)
     largest_remainder_first = np.argsort(sizes - shares, kind="stable")
     sizes[largest_remainder_first[: total - int(sizes.sum())]] += 1
     return sizes
 
 
+@dataclass(frozen=True)
+class Popularity:
+    """One pattern: a name and the rule behind it. Make one with `popularity("Skewed")`."""
+
+    name: str
+    rule: GroupRule
+
+    def group_sizes(self, n: int) -> list[int]:
+        """Return rows per adapter for n rows, in adapter order. ValueError unless n is at least 1."""
+        return self.rule(as_count("n", n, 1, "row or request"))
+
+    def number_of_adapters(self, n: int) -> int:
+        """Return the number of adapters that n rows name."""
+        return len(self.group_sizes(n))
+
+    def slots(self, n: int) -> NDArray[np.int64]:
+        """Return the adapter index of each of n rows, [n] int64, in group order: 0, 0, ..., 1, 1, ..."""
+        sizes = self.group_sizes(n)
+        return np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
+
+    def requests(self, n: int, seed: int = RELEASED_SEED) -> NDArray[np.int64]:
+        """Return the adapter index of each of n requests, [n] int64, in order of arrival: shuffled as in the released
+        harness, a permutation by PCG64 with its seed.
+        """
+        # int32, because the permutation that a shuffle makes must not depend on a choice of ours
+        shuffled = self.slots(n).astype(np.int32)
+        np.random.Generator(np.random.PCG64(seed)).shuffle(shuffled)
+        return shuffled.astype(np.int64)
+
+
+def popularity(name: str) -> Popularity:
+    """Return the pattern called ``name``; ValueError lists the known names.
+
+    >>> popularity("Uniform").group_sizes(8)
+    [3, 3, 2]
+    """
+    return Popularity(name, WORKLOADS.get(name))
+
+
 def adapter_shares(name: str, adapters: int) -> NDArray[np.float64]:
-    """Part of the requests that each of `adapters` adapters gets, [adapters], descending, with sum 1.
+    """Return the part of the requests that each of `adapters` adapters gets, [adapters], descending, with sum 1.
 
     ``Uniform``: equal ones. ``Skewed``: each 1.5 times the next, so that some twenty adapters get nearly all, however
     many there are. ``Zipf``: proportional to 1 / i^1.5. Any other pattern: by its own groups (`shares_of_groups`).
@@ -129,8 +158,8 @@ def adapter_shares(name: str, adapters: int) -> NDArray[np.float64]:
     return found / found.sum()
 
 
-def shares_of_groups(pattern: "Popularity", adapters: int) -> NDArray[np.float64]:
-    """Sizes of the `adapters` largest groups of ``pattern``, [adapters], descending, 0 beyond its last one.
+def shares_of_groups(pattern: Popularity, adapters: int) -> NDArray[np.float64]:
+    """Return the sizes of the `adapters` largest groups of ``pattern``, [adapters], descending, 0 beyond its last one.
 
     Of so many requests that there are that many groups, if there ever are: `adapters`, doubled until they reach its
     square, which the last doubling may overshoot. ``Distinct`` has equal groups, ``Identical`` one.
@@ -143,61 +172,39 @@ def shares_of_groups(pattern: "Popularity", adapters: int) -> NDArray[np.float64
 
 
 def drawn_adapters(name: str, adapters: int, n: int, seed: int = RELEASED_SEED) -> NDArray[np.int64]:
-    """Adapter index in [0, adapters) of each of n requests, [n] int64, drawn independently by `adapter_shares`."""
+    """Draw the adapter index in [0, adapters) of each of n requests, [n] int64, independently by `adapter_shares`."""
     shares = adapter_shares(name, adapters)
     requests = as_count("n", n, 1, "request")
     return np.random.Generator(np.random.PCG64(seed)).choice(len(shares), size=requests, p=shares).astype(np.int64)
 
 
-@dataclass(frozen=True)
-class Popularity:
-    """One pattern: a name and the rule behind it. Make one with `popularity("Skewed")`."""
+def drifting(
+    arrivals: NDArray[np.float64], shares: NDArray[np.float64], period: float, seed: int, step: int = 1
+) -> NDArray[np.int64]:
+    """Draw the adapter of each request, [n] int64, by ``shares``, while popularity moves on by ``step`` adapters every
+    ``period`` seconds: what adapter i was, adapter i + ``step`` is, and the last ones are followed by the first.
+    """
+    places = np.random.Generator(np.random.PCG64(seed)).choice(len(shares), size=len(arrivals), p=shares)
+    moved = step * np.floor(arrivals / period).astype(np.int64)
+    return (places + moved) % len(shares)
 
-    name: str
-    rule: GroupRule
 
-    def group_sizes(self, n: int) -> list[int]:
-        """Rows per adapter for n rows, in adapter order. ValueError unless n is at least 1."""
-        return self.rule(as_count("n", n, 1, "row or request"))
+def flash_crowd(
+    arrivals: NDArray[np.float64], shares: NDArray[np.float64], crowd: tuple[float, float, float], seed: int
+) -> NDArray[np.int64]:
+    """Draw the adapter of each request, [n] int64, by ``shares``, while one adapter is popular for a time.
 
-    def number_of_adapters(self, n: int) -> int:
-        """Return the number of adapters that n rows name."""
-        return len(self.group_sizes(n))
-
-    def slots(self, n: int) -> NDArray[np.int64]:
-        """Adapter index of each of n rows, [n] int64, in group order: 0, 0, ..., 1, 1, ..."""
-        sizes = self.group_sizes(n)
-        return np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
-
-    def requests(self, n: int, order: str = "shuffled", seed: int = RELEASED_SEED) -> NDArray[np.int64]:
-        """Adapter index of each of n requests, [n] int64, in order of arrival.
-
-        ``shuffled`` is the released harness (a permutation by PCG64 with its seed). ``grouped`` keeps adapters
-        together. ``round_robin`` deals one request of each adapter in turn until none is left.
-        """
-        grouped = self.slots(n)
-        if order == "shuffled":
-            # int32, because the permutation that a shuffle makes must not depend on a choice of ours
-            shuffled = grouped.astype(np.int32)
-            np.random.Generator(np.random.PCG64(seed)).shuffle(shuffled)
-            return shuffled.astype(np.int64)
-        if order == "round_robin":
-            turn = np.concatenate([np.arange(size) for size in self.group_sizes(n)])
-            return grouped[np.argsort(turn, kind="stable")]
-        if order == "grouped":
-            return grouped
-        raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+    ``crowd``: start and end in seconds, and the share of the requests between them that name the last adapter of
+    ``shares``, the least popular one of a descending pattern. The others divide the rest as before.
+    """
+    start, end, share = crowd
+    found = drifting(arrivals, shares, np.inf, seed)
+    generator = np.random.Generator(np.random.PCG64([seed, 1]))
+    joins = (arrivals >= start) & (arrivals < end) & (generator.random(len(arrivals)) < share)
+    found[joins] = len(shares) - 1
+    return found
 
 
 def as_count(name: str, value: object, lowest: int, meaning: str = "") -> int:
-    """`check_count` that takes numpy's integers, too."""
+    """Check a count as `check_count`, which takes no integers of numpy."""
     return check_count(name, int(value) if isinstance(value, np.integer) else value, lowest, meaning)
-
-
-def popularity(name: str) -> Popularity:
-    """The pattern called ``name``; ValueError lists the known names.
-
-    >>> popularity("Uniform").group_sizes(8)
-    [3, 3, 2]
-    """
-    return Popularity(name, WORKLOADS.get(name))

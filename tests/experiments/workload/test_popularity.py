@@ -1,4 +1,4 @@
-"""Group sizes and request order, against the exact numbers of ``paper_results/workload_reference.csv``."""
+"""Popularity: group sizes against the exact numbers of the paper's code, laws of shares, and change over time."""
 
 import csv
 from collections import Counter
@@ -7,10 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.workload import PAPER_WORKLOADS, RELEASED_SEED, WORKLOADS, popularity, zipf
+from experiments.workload import (
+    PAPER_WORKLOADS,
+    WORKLOADS,
+    Popularity,
+    adapter_shares,
+    drawn_adapters,
+    drifting,
+    flash_crowd,
+    popularity,
+)
+from experiments.workload.popularity import shares_of_groups, uniform
 
-REFERENCE = Path(__file__).parents[3] / "paper_results" / "workload_reference.csv"
-with REFERENCE.open(newline="") as _stream:
+with (Path(__file__).parents[3] / "paper_results" / "workload_reference.csv").open(newline="") as _stream:
     GROUPS = [
         (line["workload"], int(line["num_requests"]), [int(size) for size in line["value"].split()])
         for line in csv.DictReader(_stream)
@@ -18,75 +27,125 @@ with REFERENCE.open(newline="") as _stream:
     ]
 
 
-def test_reference_is_complete():
-    assert {(name, n) for name, n, _ in GROUPS} == {
-        (name, n) for name in ("Uniform", "Skewed") for n in (1, 2, 4, 8, 16, 32, 64, 100, 1000, 1024)
-    }
-
-
-@pytest.mark.parametrize(("name", "n", "sizes"), GROUPS, ids=[f"{name}-{n}" for name, n, _ in GROUPS])
-def test_group_sizes_equal_the_reference(name, n, sizes):
-    assert popularity(name).group_sizes(n) == sizes
-    assert popularity(name).number_of_adapters(n) == len(sizes)
-
-
-@pytest.mark.parametrize("n", [1, 3, 7, 64])
-def test_distinct_and_identical(n):
-    assert popularity("Distinct").group_sizes(n) == [1] * n
-    assert popularity("Identical").group_sizes(n) == [n]
+def test_group_sizes_equal_the_reference():
+    assert len(GROUPS) == 20
+    assert [popularity(name).group_sizes(n) for name, n, _ in GROUPS] == [sizes for *_, sizes in GROUPS]
+    assert popularity("Distinct").group_sizes(3) == [1, 1, 1]
+    assert popularity("Identical").group_sizes(3) == [3]
 
 
 @pytest.mark.parametrize("name", WORKLOADS.names())
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 13, 37, 63, 65, 257])
-def test_every_pattern_is_a_partition(name, n):
-    sizes = popularity(name).group_sizes(n)
-    assert sum(sizes) == n
-    assert min(sizes) >= 1
-    assert sizes == sorted(sizes, reverse=True)
-    slots = popularity(name).slots(n)
-    assert slots.dtype == np.int64
-    assert Counter(slots.tolist()) == dict(enumerate(sizes))
-    assert (np.diff(slots) >= 0).all()
-
-
-@pytest.mark.parametrize("order", ["shuffled", "grouped", "round_robin"])
-@pytest.mark.parametrize("name", PAPER_WORKLOADS)
-def test_orders_are_permutations(name, order):
-    requests = popularity(name).requests(37, order=order)
-    assert sorted(requests.tolist()) == popularity(name).slots(37).tolist()
+def test_every_pattern_is_a_partition_whose_requests_are_its_rows_shuffled(name):
+    for n in (1, 2, 3, 13, 63, 65, 257):
+        sizes, slots = popularity(name).group_sizes(n), popularity(name).slots(n)
+        assert (sum(sizes), min(sizes) >= 1) == (n, True)
+        assert sizes == sorted(sizes, reverse=True)
+        assert Counter(slots.tolist()) == dict(enumerate(sizes))
+        assert (np.diff(slots) >= 0).all()
+        assert sorted(popularity(name).requests(n).tolist()) == slots.tolist()
 
 
 def test_shuffle_is_the_released_one():
     expected = np.repeat(np.arange(4, dtype=np.int32), 4)
     np.random.Generator(np.random.PCG64(0xABCDABCD987)).shuffle(expected)
     assert popularity("Uniform").requests(16).tolist() == expected.tolist()
-    assert RELEASED_SEED == 11806239938951
     assert popularity("Uniform").requests(16, seed=1).tolist() != expected.tolist()
 
 
-def test_round_robin_deals_one_of_each_in_turn():
-    assert popularity("Skewed").requests(8, order="round_robin").tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
-
-
 def test_zipf_follows_the_power_law():
-    sizes = zipf(100_000)
-    for i in (2, 3, 10):
-        assert sizes[0] / sizes[i - 1] == pytest.approx(i**1.5, rel=0.02)
-    assert len(zipf(1000, s=3.0)) < len(zipf(1000, s=1.1))
+    sizes = popularity("Zipf").group_sizes(100_000)
+    assert sizes[0] / np.array(sizes)[[1, 2, 9]] == pytest.approx(np.array([2, 3, 10]) ** 1.5, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
         (lambda: popularity("skewed"), ValueError, "'skewed'.*Distinct, Uniform, Skewed, Identical"),
+        (lambda: adapter_shares("nothing", 8), ValueError, "'nothing'.*Distinct, Uniform"),
         (lambda: popularity("Uniform").group_sizes(0), ValueError, "n is 0, must be >= 1"),
         (lambda: popularity("Uniform").slots(2.5), TypeError, "float 2.5"),
-        (lambda: popularity("Uniform").slots(True), TypeError, "bool True"),
-        (lambda: popularity("Uniform").requests(4, order="sorted"), ValueError, "shuffled, grouped.*'sorted'"),
-        (lambda: zipf(10, s=0), ValueError, "s of a Zipf law must be positive, got 0"),
+        (lambda: drawn_adapters("Zipf", 0, 5), ValueError, "adapters is 0"),
+        (lambda: drawn_adapters("Zipf", 5, 0), ValueError, "n is 0"),
     ],
-    ids=["unknown", "zero", "float", "bool", "order", "zipf"],
+    ids=["unknown", "unknown law", "zero", "float", "no adapters", "no requests"],
 )
 def test_bad_input(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+# shares of a given number of adapters
+
+
+@pytest.mark.parametrize("name", ["Uniform", "Skewed", "Zipf"])
+def test_shares_are_a_descending_distribution_that_draws_follow(name):
+    for adapters in (1, 2, 37, 2000):
+        shares = adapter_shares(name, adapters)
+        assert (shares.shape, shares.sum()) == ((adapters,), pytest.approx(1, abs=1e-12))
+        assert (shares >= 0).all()
+        assert (np.diff(shares) <= 0).all()
+    drawn = drawn_adapters(name, 50, 20_000, seed=3)
+    counts, expected = np.bincount(drawn, minlength=50), 20_000 * adapter_shares(name, 50)
+    assert (np.abs(counts - expected) < 5 * np.sqrt(expected) + 1).all()
+    assert (drawn == drawn_adapters(name, 50, 20_000, seed=3)).all()
+    assert (drawn != drawn_adapters(name, 50, 20_000, seed=4)).any()
+
+
+def test_the_laws():
+    assert adapter_shares("Uniform", 5).tolist() == [0.2] * 5
+    skewed = adapter_shares("Skewed", 30)
+    assert skewed[:-1] / skewed[1:] == pytest.approx([1.5] * 29)
+    zipf = adapter_shares("Zipf", 2000)
+    assert zipf[0] / zipf[[1, 9, 99, 1999]] == pytest.approx([2**1.5, 10**1.5, 100**1.5, 2000**1.5])
+
+
+@pytest.mark.parametrize(
+    ("rule", "shares"),
+    [
+        (lambda n: [1] * n, [0.25] * 4),
+        (lambda n: [n], [1, 0, 0, 0]),
+        (lambda n: [n // 2, n - n // 2] if n > 1 else [1], [0.5, 0.5, 0, 0]),
+        (uniform, [0.25] * 4),
+        (lambda n: [1] * (n // 2) + [n - n // 2], [4 / 7, 1 / 7, 1 / 7, 1 / 7]),
+    ],
+    ids=["each its own", "all one", "halves", "grows with the root", "smallest first"],
+)
+def test_another_pattern_has_the_shares_of_its_own_groups(monkeypatch, rule, shares):
+    sizes = shares_of_groups(Popularity("mine", rule), 4)
+    assert sizes / sizes.sum() == pytest.approx(shares)
+    monkeypatch.setitem(WORKLOADS._entries, "Mine", rule)
+    assert adapter_shares("Mine", 4) == pytest.approx(shares)
+
+
+# over time
+
+ARRIVALS = np.linspace(0.0, 90.0, 30_000, endpoint=False)
+SHARES = adapter_shares("Zipf", 50)
+
+
+def measured(adapters, begin: float):
+    """Return the share of each adapter among the requests of 30 seconds."""
+    chosen = adapters[(begin <= ARRIVALS) & (begin + 30.0 > ARRIVALS)]
+    return np.bincount(chosen, minlength=len(SHARES)) / len(chosen)
+
+
+def test_a_crowd_takes_its_share_while_it_lasts_and_the_others_divide_the_rest_as_before() -> None:
+    adapters, calm = (flash_crowd(ARRIVALS, SHARES, (30.0, 60.0, share), seed=3) for share in (0.6, 0.0))
+    before, during, after = (measured(adapters, begin) for begin in (0.0, 30.0, 60.0))
+    assert during[-1] == pytest.approx(0.6 + 0.4 * SHARES[-1], abs=0.02)
+    assert during[:-1] == pytest.approx(0.4 * SHARES[:-1], abs=0.015)
+    assert before == pytest.approx(SHARES, abs=0.02)
+    assert after == pytest.approx(SHARES, abs=0.02)
+    outside = (ARRIVALS < 30.0) | (ARRIVALS >= 60.0)
+    assert (adapters == calm)[outside].all()
+    assert calm.tolist() != flash_crowd(ARRIVALS, SHARES, (30.0, 60.0, 0.0), seed=4).tolist()
+
+
+def test_drift_hands_each_share_to_the_next_adapter_and_starts_again_after_the_last() -> None:
+    adapters = drifting(ARRIVALS, SHARES, 30.0, seed=4, step=49)
+    for turn in range(3):
+        assert measured(adapters, 30.0 * turn) == pytest.approx(np.roll(SHARES, 49 * turn), abs=0.02)
+
+
+def test_the_papers_patterns_are_registered_first():
+    assert tuple(WORKLOADS.names()[:4]) == PAPER_WORKLOADS
