@@ -1,18 +1,22 @@
-"""results/<hardware>/operator_tables.md: the operator tables of one machine, written from its rows."""
+"""results/<hardware>/operator_tables.md: the operator tables of one machine, written from its rows.
 
-from collections.abc import Iterator
+Microseconds, their ratios to the best public kernel, and what each table sums up.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from experiments import ext_expert_tables as experts
-from experiments.benches.operator_lines import HOST, Line, lines
+from experiments.benches.operator_lines import HOST, PROJECTIONS, Line, anchors_of, best_existing, lines, parts_of_step
 from experiments.claims.rows import markdown
 from experiments.measure.records import RowsError
-from experiments.plots.operator_tables import show, show_experts
 from experiments.report.machines import OPERATOR_TABLES, Machine
 from experiments.report.reproducing import GENERATED
 from experiments.report.results import measured_on
+from experiments.workload.popularity import PAPER_WORKLOADS
 
 COMMAND = "`python -m experiments.ext_operator_tables 'figure.tables=[all]'`."
 PREFIXES = {"latency": "", "host_latency": HOST}
@@ -31,6 +35,12 @@ TITLES = {
 """Table -> its heading, in the order of the page."""
 LEGEND = "Microseconds per operator, medians. [Operators](../../docs/operators.md#columns) explains the columns."
 EXPERTS = "`python -m experiments.ext_expert_tables`."
+RATIOS = ("punica", "wrapper", "normal shrink")
+"""Columns that are compared with the best public kernel."""
+INVARIANT, FP8 = ("wrapper, batch invariant",), ("fp8", "fp8 w8a8", "fp8 w8a8, x too")
+"""Columns that are compared with the wrapper's."""
+SUMS = {"delta": ", delta", "accumulating": ""}
+"""Sum of both products of experts -> end of its columns."""
 
 
 def write_operator_tables(machine: Machine, target: Path) -> list[Path]:
@@ -44,13 +54,13 @@ def write_operator_tables(machine: Machine, target: Path) -> list[Path]:
         for line in found:
             _fill(line, ours, f"{table}: {line.label}")
         if any(line.us for line in found):
-            parts += [f"## {title}", "", *_as_markdown(show(table, found)), ""]
+            parts += [f"## {title}", "", *tabulated(table, found), ""]
     if not of_experts.empty:
         batches = experts.lines()
         for batch in batches:
             _fill(batch, of_experts, batch.label)
         head = f"{EXPERTS} {measured_on(of_experts)}"
-        parts += ["## Experts: LoRA of w13 and of w2, rank 16", "", head, "", *_as_markdown(show_experts(batches)), ""]
+        parts += ["## Experts: LoRA of w13 and of w2, rank 16", "", head, "", *_of_experts(batches), ""]
     target.write_text("\n".join(parts), encoding="utf-8")
     return [target]
 
@@ -64,10 +74,104 @@ def _fill(line: Line | experts.Line, rows: pd.DataFrame, panel: str) -> None:
     line.us |= dict(zip(columns, mine["value"], strict=True))
 
 
-def _as_markdown(text: str) -> Iterator[str]:
-    """Turn printed lines into a table, and the sentences behind it into a list."""
-    head, *rest = text.splitlines()
-    yield from markdown(head.split(" | "), [line.split(" | ") for line in rest if " | " in line])
-    yield ""
-    yield from (f"* {line}" for line in rest if " | " not in line)
+def tabulated(table: str, found: list[Line]) -> list[str]:
+    """One table as markdown: a line for each operator, then what it sums up. Cells are empty where nothing was
+    measured, and where there is no public kernel.
+    """
+    times, parts = _times(found), [line.part for line in found]
+    names, best = zip(*(best_existing(line) or ("", np.nan) for line in found), strict=True)
+    compared = [name for name in RATIOS if name in times] if any(names) else []
+    ratios = pd.DataFrame({name: np.array(best) / times[name] for name in compared}, index=times.index)
+    cells = {
+        "row": [line.label for line in found],
+        "floor": [f"{line.operator.floor_us():.2f}" for line in found],
+        "two-kernel stream": [f"{line.operator.stream_us():.1f}" for line in found],
+        **_cells(times), **({"best existing": names, "us": _digits(best, 1)} if compared else {}),
+        **_cells(ratios, "ratio, "),
+    }  # fmt: skip
+    said = [*_summed(ratios, "best existing / {}", parts), *(SAID[table](found) if table in SAID else ())]
+    return _table(cells, said)
 
+
+def _of_experts(found: list[experts.Line]) -> list[str]:
+    """The table of experts, and best public kernel over ours."""
+    times, best = _times(found), np.array([line.best_existing() for line in found])
+    sums = pd.DataFrame({name: [line.total(ending) for line in found] for name, ending in SUMS.items()}, dtype=float)
+    ratios = pd.DataFrame({name: best / sums[name] for name in sums})
+    cells = {"row": [line.label for line in found], **_cells(times), **_cells(sums, "sum, ")}
+    cells |= {"best existing": _digits(best, 1), **_cells(ratios, "ratio, ")}
+    return _table(cells, _summed(ratios, "best existing / ours, {}", [""] * len(found)))
+
+
+def _times(found: list[Line] | list[experts.Line]) -> pd.DataFrame:
+    columns = list(dict.fromkeys(name for line in found for name in line.us))
+    return pd.DataFrame([line.us for line in found], columns=columns)
+
+
+def _digits(values: Iterable[float], digits: int = 2) -> list[str]:
+    return ["" if np.isnan(value) else f"{value:.{digits}f}" for value in values]
+
+
+def _cells(frame: pd.DataFrame, prefix: str = "") -> dict[str, list[str]]:
+    return {f"{prefix}{name}": _digits(values) for name, values in frame.items()}
+
+
+def _table(cells: dict[str, Iterable[str]], said: Iterable[str]) -> list[str]:
+    return [*markdown([*cells], zip(*cells.values(), strict=True)), "", *(f"* {line}" for line in said)]
+
+
+def _summed(ratios: pd.DataFrame, what: str, parts: list[str]) -> Iterator[str]:
+    """Mean, least and largest of each column, part by part; nothing of a part without any."""
+    for part in dict.fromkeys(parts):
+        for name, values in ratios[np.array(parts) == part].items():
+            if len(known := values.dropna()):
+                mean, title = np.exp(np.log(known).mean()), what.format(name) + (f", {part}" if part else "")
+                ends = f"lowest {known.min():.2f}, highest {known.max():.2f}, rows {len(known)}"
+                yield f"{title}: geometric mean {mean:.2f}, {ends}"
+
+
+def _torch_beside_anchors(found: list[Line]) -> Iterator[str]:
+    """Compare torch's times on this machine with the anchors'."""
+    for name in ("torch_loop", "torch_gbmm"):
+        for line in found:
+            here, there = line.us.get(name), anchors_of(line).get(name)
+            if here and there:
+                yield f"{name} {line.label}: {here:.1f} us here, {there:.1f} in the anchors ({here / there:.3f})"
+
+
+def _sums_of_a_layer(found: list[Line]) -> Iterator[str]:
+    """Sums of a column that was measured for all projections of the layer."""
+    sums = _times(found).groupby([line.workload for line in found]).sum(min_count=len(PROJECTIONS))
+    for pattern in PAPER_WORKLOADS:
+        cells = [f"{name} {us:.1f}" for name, us in sums.loc[pattern].dropna().items()]
+        yield f"sum of one layer, {pattern}: {', '.join(cells)}"
+
+
+def _beside_parts(found: list[Line]) -> Iterator[str]:
+    """One prompt and its decodes in one call, and in two: both parts measured in this run."""
+    for line in found:
+        parts = parts_of_step(line, found)
+        for name in ("punica", "wrapper"):
+            apart = [part.us[name] for part in parts if name in part.us]
+            if len(apart) == 2 and name in line.us:
+                together, total = line.us[name], sum(apart)
+                words = " + ".join(f"{us:.2f}" for us in apart)
+                yield f"{line.label}, {name}: {together:.2f} us, apart {words} = {total:.2f} ({together / total:.2f})"
+
+
+def _over_wrapper(found: list[Line], columns: Iterable[str]) -> Iterator[str]:
+    times = _times(found)
+    for name in columns:
+        if {name, "wrapper"} <= set(times):
+            ratios = pd.DataFrame({name: times[name] / times["wrapper"]})
+            yield from _summed(ratios, "{} / wrapper", [line.part for line in found])
+
+
+SAID: dict[str, Callable[[list[Line]], Iterable[str]]] = {
+    "A": _torch_beside_anchors,
+    "B": _sums_of_a_layer,
+    "step": _beside_parts,
+    "invariant": lambda found: _over_wrapper(found, INVARIANT),
+    "fp8": lambda found: _over_wrapper(found, FP8),
+}
+"""Table -> what it sums up behind the ratios."""

@@ -27,7 +27,7 @@ from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
-from experiments.plots.operator_tables import show
+from experiments.report.operators import tabulated
 
 TABLES, EXPERTS = ext_operator_tables.EXPERIMENT, ext_expert_tables.EXPERIMENT
 
@@ -95,10 +95,10 @@ def measured(table: str, **us: float) -> list:
 def test_a_column_that_failed_leaves_its_cell_empty_and_counts_nowhere():
     found = measured("A", punica=2.0, wrapper=2.0)[:3]
     del found[1].us["wrapper"]
-    text = show("A", found).splitlines()
-    assert text[0].endswith("us | ratio, punica | ratio, wrapper")
-    assert len({line.count("|") for line in text[:4]}) == 1
-    assert [line.rpartition(" ")[2] for line in text[4:]] == ["3", "2"]
+    text = tabulated("A", found)
+    assert text[0].endswith("us | ratio, punica | ratio, wrapper |")
+    assert len({line.count("|") for line in text[:5]}) == 1
+    assert [line.rpartition(" ")[2] for line in text[6:]] == ["3", "2"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_column_that_failed_leaves_its_cell_empty_and_counts_nowhere():
     ids=["shapes", "step", "layer", "invariant", "fp8"],
 )  # fmt: skip
 def test_tables_are_summed_up(table, us, expected):
-    assert expected in show(table, measured(table, **us))
+    assert expected in "\n".join(tabulated(table, measured(table, **us)))
 
 
 # the experiments
