@@ -36,8 +36,7 @@ sys.path.insert(
 )  # fmt: skip
 from experiments.claims.bounds import described, read_bounds
 from experiments.claims.judge import VERDICTS
-from experiments.facts.disagreements import read_disagreements
-from experiments.facts.paper import read_claims
+from experiments.facts.paper import read_claims, read_disagreements
 from experiments.measure.records import read_rows
 from experiments.report.expected import claim_ranges
 from experiments.report.machines import recorded_folders

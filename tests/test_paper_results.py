@@ -7,8 +7,15 @@ import pandas as pd
 import pytest
 import yaml
 
-from experiments.facts.disagreements import read_disagreements
-from experiments.facts.paper import FIGURE_FILES, SOURCES, as_rows, paper_file, read_claims, read_figure
+from experiments.facts.paper import (
+    FIGURE_FILES,
+    SOURCES,
+    as_rows,
+    paper_file,
+    read_claims,
+    read_disagreements,
+    read_figure,
+)
 from experiments.facts.systems import by_paper_name
 from experiments.measure.records import COLUMNS
 from experiments.workload import PAPER_WORKLOADS, popularity, released_lengths

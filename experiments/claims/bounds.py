@@ -15,8 +15,8 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from experiments.facts.models import MODELS
 from experiments.facts.paper import paper_file
+from experiments.facts.systems import MODELS
 
 FILE = "claim_bounds.csv"
 TESTS = ("relation", "shape")

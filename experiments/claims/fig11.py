@@ -11,8 +11,7 @@ import pandas as pd
 from experiments.claims.fig01 import LAST, layers
 from experiments.claims.finding import Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick, smallest_step
-from experiments.facts.models import MODELS
-from experiments.facts.systems import STATED_LENGTHS, baselines, name_of
+from experiments.facts.systems import MODELS, STATED_LENGTHS, baselines, name_of
 from experiments.harness.schema import model_conf
 from experiments.systems.rank_bytes import bytes_ratio
 from experiments.workload.popularity import PAPER_WORKLOADS

@@ -11,8 +11,8 @@ import pandas as pd
 from experiments.claims.bounds import TESTS, Interval, Outcome, Tests, described, missed_bounds, outcome_of, read_bounds
 from experiments.claims.finding import CLAIMS, MEASURED, SIMULATED, Finding, quantities, spans
 from experiments.claims.rows import NotMeasured, Rows, named
-from experiments.facts.models import MODELS
 from experiments.facts.paper import Statement, claim_clocks, paper_file, read_claims
+from experiments.facts.systems import MODELS
 from experiments.harness.catalogue import experiments
 from experiments.harness.counted import HOST, NOT_STEADY, unsteady
 from experiments.measure.records import COLUMNS

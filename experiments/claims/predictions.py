@@ -20,8 +20,8 @@ from experiments.cluster import served
 from experiments.cluster.hour_numbers import FULL_MINUTES
 from experiments.cluster.predicted import CONSTANT
 from experiments.cluster.served import HIGH, LOW, RATE_S
-from experiments.facts.models import MODELS
 from experiments.facts.paper import as_rows, read_figure
+from experiments.facts.systems import MODELS
 
 ACTIVE, SPEED = "active_gpus_60s_mean", "throughput_10s_mean"
 AT_31, MEAN_ACTIVE = "share at batch >= 31", "mean of active GPUs"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.facts.models import MODELS, STAND_INS
+from experiments.facts.systems import MODELS, STAND_INS
 from experiments.harness.counted import POINT, counted, merged
 
 CENTRAL = ("median", "value", "count")

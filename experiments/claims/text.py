@@ -11,7 +11,7 @@ import pandas as pd
 from experiments.claims.fig11 import CONTINUOUS, PUNICA, STATIC, Serving
 from experiments.claims.finding import SIMULATED, Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick
-from experiments.facts.models import MODELS, SECONDS
+from experiments.facts.systems import MODELS, SECONDS
 from experiments.harness.schema import model_conf
 from experiments.systems.timeline import Timeline
 from experiments.workload import MAX_BATCH, popularity, released_lengths

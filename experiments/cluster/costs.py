@@ -23,8 +23,8 @@ import numpy as np
 import pandas as pd
 from omegaconf import OmegaConf
 
-from experiments.facts.models import MODELS, SECONDS
 from experiments.facts.paper import as_rows, read_figure
+from experiments.facts.systems import MODELS, SECONDS
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.harness.schema import CONF, ConfigError, model_conf
 from experiments.measure.records import read_rows

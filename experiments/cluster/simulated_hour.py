@@ -52,8 +52,8 @@ from experiments.cluster.served import (
     readings,
     summary,
 )
-from experiments.facts.models import MODELS
 from experiments.facts.paper import read_figure
+from experiments.facts.systems import MODELS
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config
 from experiments.harness.settings import folders

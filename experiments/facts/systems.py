@@ -1,4 +1,4 @@
-"""Serving systems: one entry of `SYSTEMS` each, which engines, figures, claims and plots read.
+"""Serving systems, one entry of `SYSTEMS` each, and models, which engines, figures, claims and plots read.
 
 A new system is a line here and a class that serves it, or `ENGINE` with another rule of admission.
 """
@@ -10,6 +10,12 @@ from omegaconf import OmegaConf
 
 from punica.registry import Registry
 
+MODELS = {"7B": ("llama2-7b", "7B"), "13B": ("llama2-13b", "13B"), "70B": ("llama2-70b", "70B")}
+"""The paper's model -> ours of that size, and its name in the paper's own rows."""
+STAND_INS = {"llama-small": "7B"}
+"""Smaller model -> the paper's model that it stands in for where no model of that size was measured (on a CPU)."""
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+"""Unit of time -> seconds."""
 ENGINE = "experiments.systems.engine_systems.EngineSystem"
 HUGGING_FACE = "experiments.systems.hf_systems.HfSystem"
 FIG11, FIG12, LOAD, MANY = "fig11_textgen", "fig12_textgen_70b", "ext_latency_under_load", "ext_many_adapters"

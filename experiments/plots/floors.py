@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.cluster.costs import datasheet, model_bytes
-from experiments.facts.models import SECONDS
+from experiments.facts.systems import SECONDS
 from experiments.harness.schema import model_conf
 from experiments.measure.records import read_rows
 from experiments.workload.popularity import popularity

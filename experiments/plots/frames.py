@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.facts.models import MODELS, STAND_INS
 from experiments.facts.paper import FIGURE_FILES, paper_file, read_figure
-from experiments.facts.systems import SYSTEMS
+from experiments.facts.systems import MODELS, STAND_INS, SYSTEMS
 from experiments.harness.counted import counted, frame_of, gives_way, merged
 from experiments.harness.schema import REPOSITORY
 from experiments.measure.records import COLUMNS, TIMERS, read_rows

@@ -13,8 +13,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from experiments.facts.models import STAND_INS
-from experiments.facts.systems import STATED_LENGTHS, SYSTEMS, baselines, by_paper_name, entries, name_of, policies
+from experiments.facts.systems import (
+    STAND_INS,
+    STATED_LENGTHS,
+    SYSTEMS,
+    baselines,
+    by_paper_name,
+    entries,
+    name_of,
+    policies,
+)
 from experiments.plots import style
 from experiments.plots.frames import beside, centre, measured, role_of
 

@@ -18,9 +18,8 @@ from experiments.claims.placement import placement_tables
 from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
 from experiments.claims.rows import NotMeasured, Rows, markdown
 from experiments.claims.table import certainty, disturbance, total, verdict_table
-from experiments.facts.models import STAND_INS
 from experiments.facts.paper import as_rows, read_figure
-from experiments.facts.systems import SYSTEMS, name_of
+from experiments.facts.systems import STAND_INS, SYSTEMS, name_of
 from experiments.harness.catalogue import experiments
 from experiments.measure.records import Row, ensure_writable, read_rows
 from experiments.plots.frames import distinct

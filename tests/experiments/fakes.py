@@ -5,21 +5,34 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.benches.operator_figure import OperatorConf
-from experiments.harness import PROTOCOL, CheckFailed, Experiment, Point, Reading, sampled
-from experiments.harness.schema import Config
+from experiments.harness import PROTOCOL, CheckFailed, Config, Experiment, Point, Reading, sampled
+from experiments.harness.catalogue import experiments
+from experiments.harness.command import register
+from experiments.harness.schema import CONF
 from experiments.measure.disturbance import Disturbance
+from experiments.measure.records import read_rows
 
+NAME = "fig08_lora_operator"
+GRID = ("workload=distinct", "figure.batch_sizes=[1,2]", "scale.passes=3", "scale.tries=2")
 QUIET = Disturbance(disturbed=False, other_cpu=0.001, calib_gemm_us=100.0, calib_copy_us=1000.0)
 """What a measurement on a machine of one's own finds."""
+
+
+def rows_of(tmp_path, statistic="median"):
+    """Rows on disk of a run at smoke scale."""
+    found = read_rows(tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv")
+    return [row for row in found if row.statistic == statistic]
 
 
 class Fake(Experiment):
     """Counts its measurements; `wrong` batch sizes fail their check, `stop_at` ends the run like Ctrl-C."""
 
-    name, figure, order, conf = "fig08_lora_operator", "8", 1, OperatorConf
+    name, figure, order, conf = NAME, "8", 1, OperatorConf
     reads = ("workload", "adapters.ranks", *PROTOCOL)
 
     def __init__(self, wrong: Sequence[int] = (), stop_at: int | None = None) -> None:
@@ -44,9 +57,6 @@ class Fake(Experiment):
 
 @cache
 def _register_all() -> None:
-    from experiments.harness.catalogue import experiments
-    from experiments.harness.command import register
-
     for experiment in experiments():
         register(experiment)
 
@@ -54,11 +64,6 @@ def _register_all() -> None:
 @cache
 def _composed(name: str, overrides: tuple[str, ...], options: tuple[tuple[str, int], ...]) -> tuple[bytes, object]:
     """A configuration, pickled, and the options that Hydra chose from, kept so that no other gets their id."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-
-    from experiments.harness.schema import CONF
-
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return pickle.dumps(compose(name, overrides=list(overrides))), dict(_options(ConfigStore.instance().repo))
 
@@ -72,13 +77,11 @@ def _options(group: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield f"{above}/{name}", found.node
 
 
-def composed(tmp_path, *overrides: str, name: str = "fig08_lora_operator") -> DictConfig:
+def composed(tmp_path, *overrides: str, name: str = NAME) -> DictConfig:
     """The configuration of experiment `name` at smoke scale with outputs in `tmp_path`, and `overrides` on top.
 
     Hydra takes a third of a second, so it is asked once for the same.
     """
-    from hydra.core.config_store import ConfigStore
-
     _register_all()
     options = tuple((path, id(node)) for path, node in _options(ConfigStore.instance().repo))
     keys = [override.partition("=")[0] for override in overrides]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import QUIET, Fake, composed
+from fakes import GRID, NAME, QUIET, Fake, composed, rows_of
 
 from experiments.harness import CheckFailed, Point, Reading, sampled
 from experiments.harness.budget import Budget
@@ -13,26 +13,22 @@ from experiments.harness.resume import run
 from experiments.harness.samples import read_samples, samples_file
 from experiments.measure.records import RowsError, read_rows
 
-GRID = ("workload=distinct", "figure.batch_sizes=[1,2]", "scale.passes=3", "scale.tries=2")
-NAME = "fig08_lora_operator"
-BUSY = replace(QUIET, disturbed=True, other_cpu=0.25)
+BUSY, QUIETER, LOUDER = (replace(QUIET, disturbed=True, other_cpu=share) for share in (0.25, 0.1, 0.5))
 
 
-def rows_of(tmp_path, statistic="median"):
-    rows = read_rows(tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv")
-    return [row for row in rows if row.statistic == statistic]
-
-
-def test_passes_go_over_the_whole_grid_one_after_the_other(tmp_path):
+def test_passes_go_over_the_whole_grid_forth_and_back_and_more_of_them_measure_only_the_new(tmp_path):
     fake = Fake()
     outcome = run(composed(tmp_path, *GRID), fake)
     assert (outcome.points, outcome.measured, outcome.disturbed) == (6, 6, 0)
     assert [batch for _, batch in fake.measured] == [1, 2, 2, 1, 1, 2]
-    assert sorted((row.repeat, row.batch_size) for row in rows_of(tmp_path)) == [
-        (r, b) for r in range(3) for b in (1, 2)
-    ]
-    assert len({row.config_hash for row in rows_of(tmp_path)}) == 2  # repeats are of one setting
-    assert {(row.other_cpu, row.calib_gemm_us, row.disturbed) for row in rows_of(tmp_path)} == {(0.001, 100.0, False)}
+    found = rows_of(tmp_path)
+    assert {(row.repeat, row.batch_size) for row in found} == {(r, b) for r in range(3) for b in (1, 2)}
+    assert len({row.config_hash for row in found}) == 2  # repeats are of one setting
+    assert {(row.other_cpu, row.calib_gemm_us, row.disturbed) for row in found} == {(0.001, 100.0, False)}
+    fake = Fake()
+    run(composed(tmp_path, *GRID, "scale.passes=4"), fake)
+    assert [batch for _, batch in fake.measured] == [2, 1]
+    assert sorted(row.repeat for row in rows_of(tmp_path)) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_what_is_left_is_said_once_a_pass_has_shown_what_it_costs(tmp_path, capsys, monkeypatch):
@@ -42,42 +38,25 @@ def test_what_is_left_is_said_once_a_pass_has_shown_what_it_costs(tmp_path, caps
     assert said == [f"{NAME}: 2 of 3 passes left, at most 6.0 min", f"{NAME}: 1 of 3 passes left, at most 3.0 min"]
 
 
-def test_more_passes_measure_only_the_new_ones(tmp_path):
-    run(composed(tmp_path, *GRID), Fake())
-    fake = Fake()
-    run(composed(tmp_path, *GRID, "scale.passes=4"), fake)
-    assert [batch for _, batch in fake.measured] == [2, 1]
-    assert sorted(row.repeat for row in rows_of(tmp_path)) == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
 @pytest.mark.parametrize(
-    ("script", "order"),
-    [([QUIET, BUSY], [1, 2, 2, 2, 1, 1, 2]), ([BUSY, BUSY], [1, 2, 2, 1, 1, 2, 1, 2])],
-    ids=["after its pass, where a burst spoiled it", "after the last pass, where other work went on"],
+    ("script", "order", "marked"),
+    [
+        ([QUIET, BUSY], [1, 2, 2, 2, 1, 1, 2], []),
+        ([BUSY, BUSY], [1, 2, 2, 1, 1, 2, 1, 2], []),
+        ([BUSY, QUIET, LOUDER, QUIET, QUIET, QUIETER], [1, 2, 1, 2, 1, 1, 2, 1], [(0, 1, 0.1)]),
+        ([BUSY, QUIET, LOUDER, QUIET, QUIET, LOUDER], [1, 2, 1, 2, 1, 1, 2, 1], [(0, 1, 0.25)]),
+    ],
+    ids=["after its pass", "after the last pass, as other work went on", "twice, the quietest stays", "a worse one"],
 )
-def test_a_disturbed_point_is_measured_again(tmp_path, machine, script, order):
+def test_a_disturbed_point_is_measured_again(tmp_path, machine, script, order, marked):
     machine.script = script
     fake = Fake()
     outcome = run(composed(tmp_path, *GRID), fake)
-    assert [batch for _, batch in fake.measured] == order
-    assert outcome.disturbed == 0
-    assert len(rows_of(tmp_path)) == 6
-    assert not any(row.disturbed for row in rows_of(tmp_path))
-
-
-def test_a_point_that_stays_disturbed_is_tried_twice_and_marked_with_its_quietest_row(tmp_path, machine):
-    machine.script = [BUSY, QUIET, replace(BUSY, other_cpu=0.5), QUIET, QUIET, replace(BUSY, other_cpu=0.1)]
-    fake = Fake()
-    outcome = run(composed(tmp_path, *GRID), fake)
-    assert len(fake.measured) == 6 + 2
-    assert outcome.disturbed == 1
-    assert [(row.repeat, row.batch_size, row.other_cpu) for row in rows_of(tmp_path) if row.disturbed] == [(0, 1, 0.1)]
-
-
-def test_a_worse_second_try_does_not_replace_the_first(tmp_path, machine):
-    machine.script = [BUSY, QUIET, replace(BUSY, other_cpu=0.5), QUIET, QUIET, replace(BUSY, other_cpu=0.5)]
-    run(composed(tmp_path, *GRID), Fake())
-    assert [row.other_cpu for row in rows_of(tmp_path) if row.disturbed] == [0.25]
+    assert sorted(fake.measured) == sorted(("Distinct", batch) for batch in order)
+    if not marked:
+        assert [batch for _, batch in fake.measured] == order
+    assert [(row.repeat, row.batch_size, row.other_cpu) for row in rows_of(tmp_path) if row.disturbed] == marked
+    assert (outcome.disturbed, len(rows_of(tmp_path))) == (len(marked), 6)
 
 
 class Spiky(Fake):
@@ -131,157 +110,129 @@ def samples_of(outcome):
     return read_samples(samples_file(Path(outcome.rows_file)))
 
 
-def test_raw_samples_are_kept_by_point_and_repeat(tmp_path):
-    outcome = run(composed(tmp_path, *GRID), Fake())
+def test_raw_samples_are_kept_by_point_and_repeat_for_the_rows_that_stay(tmp_path):
+    """Of a spike that was measured again, too, and of a run with other settings."""
+    outcome = run(composed(tmp_path, *GRID), Spiky(40.0, 2.0, 2.0, 2.1))
     lines = samples_of(outcome)
-    assert {(line["batch_size"], line["repeat"]) for line in lines} == {(b, r) for b in (1, 2) for r in range(3)}
-    assert [line["samples"] for line in lines] == [[1.0, 2.0, 3.0]] * 6
+    assert sorted(line["samples"] for line in lines) == [[2.0, 2.0]] * 5 + [[2.1, 2.1]]
     counts = {(row.config_hash, row.repeat): row.value for row in rows_of(tmp_path, "count")}
     assert {(line["config_hash"], line["repeat"]): len(line["samples"]) for line in lines} == counts
-
-
-def test_samples_are_those_of_the_rows_that_stay(tmp_path):
-    """Of a spike that was measured again, and of a run with other settings."""
-    outcome = run(composed(tmp_path, *GRID), Spiky(40.0, 2.0, 2.0, 2.1))
-    assert sorted(line["samples"] for line in samples_of(outcome)) == [[2.0, 2.0]] * 5 + [[2.1, 2.1]]
     outcome = run(composed(tmp_path, *GRID, "scale.warmup=7", "scale.passes=1"), Fake())
     assert [line["samples"] for line in samples_of(outcome)] == [[1.0, 2.0, 3.0]] * 2
-
-
-def test_damaged_samples_are_one_error_with_the_remedy(tmp_path):
-    outcome = run(composed(tmp_path, *GRID), Fake())
     path = samples_file(Path(outcome.rows_file))
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(RowsError, match=r"jsonl.gz is damaged .*: delete it, the rows stay"):
         read_samples(path)
 
 
-def test_a_wrong_point_is_tried_in_one_pass_only(tmp_path):
-    outcome = run(composed(tmp_path, *GRID), Fake(wrong=[2]))
-    assert len(outcome.failed) == 1
-    assert outcome.measured == 3
+def test_readings_have_quantiles_and_none_of_what_is_not_finite():
+    found = sampled("latency", [*range(1, 101), 1e9], "us")
+    assert [(one.statistic, one.value) for one in found] == [
+        ("median", 51.0), ("p10", 11.0), ("p90", 91.0), ("count", 101.0),
+    ]  # fmt: skip
+    for bad in ([], [1.0, float("nan")], [float("inf")]):
+        with pytest.raises(ValueError, match="must be finite, at least one"):
+            sampled("latency", bad, "us")
 
 
 class Slow(Fake):
-    """Every measurement takes ten seconds of a clock that only it moves, and says what it was allowed."""
+    """A measurement of batch 2 takes `two` seconds of a clock that only it moves, of batch 1 ten; the first also its
+    `set_up`. `allowed`: the seconds of each point's samples.
+    """
 
-    now = 0.0
-
-    def __init__(self):
+    def __init__(self, two=10.0, set_up=0.0):
         super().__init__()
-        self.allowed = []
+        self.now, self.two, self.set_up, self.allowed = 0.0, two, set_up, []
 
     def measure(self, cfg, point):
         self.allowed.append(cfg.scale.seconds_per_point)
-        self.now += 10.0
+        self.now += (self.two if point.batch_size == 2 else 10.0) + (0.0 if self.measured else self.set_up)
         return super().measure(cfg, point)
 
-
-def within(minutes, slow, firm=False):
-    return Budget(60 * minutes, firm=firm, clock=lambda: slow.now)
+    def within(self, minutes, firm=False):
+        return Budget(60 * minutes, firm=firm, clock=lambda: self.now)
 
 
 @pytest.mark.parametrize("firm", [False, True])
 @pytest.mark.parametrize(("minutes", "passes", "left_out"), [(1.0, 3, 0), (0.65, 2, 1), (0.33, 1, 2)])
 def test_passes_that_would_not_end_in_time_are_left_out(tmp_path, minutes, passes, left_out, firm):
-    slow = Slow()
-    outcome = run(composed(tmp_path, *GRID), slow, within(minutes, slow, firm))
+    slow, missing = Slow(), Slow()
+    outcome = run(composed(tmp_path, *GRID), slow, slow.within(minutes, firm))
     assert (outcome.measured, outcome.left_out) == (2 * passes, 2 * left_out)
     assert {row.repeat for row in rows_of(tmp_path)} == set(range(passes))
-    missing = Slow()
     run(composed(tmp_path, *GRID), missing)
     assert len(missing.measured) == 2 * left_out
 
 
 @pytest.mark.parametrize("firm", [False, True])
 def test_a_repeat_is_measured_where_the_time_left_has_room_for_it_though_not_for_its_whole_pass(tmp_path, firm):
-    class WithSetUp(Slow):
-        def measure(self, cfg, point):
-            self.now += 0.0 if self.measured else 30.0
-            return super().measure(cfg, point)
-
-    slow = WithSetUp()
-    outcome = run(composed(tmp_path, *GRID, "scale.passes=2"), slow, within(1.5, slow, firm))
+    slow = Slow(set_up=30.0)
+    outcome = run(composed(tmp_path, *GRID, "scale.passes=2"), slow, slow.within(1.5, firm))
     assert [batch for _, batch in slow.measured] == [1, 2, 2]
     assert (outcome.measured, outcome.left_out) == (3, 1)  # batch 1 took 40 seconds before
-    assert {(row.batch_size, row.repeat) for row in rows_of(tmp_path)} == {(1, 0), (2, 0), (2, 1)}
 
 
 def test_the_first_pass_gives_way_to_a_deadline_alone(tmp_path):
     slow = Slow()
-    outcome = run(composed(tmp_path, *GRID, "+figure.minutes.smoke=0.0001"), slow)
+    outcome = run(composed(tmp_path / "soft", *GRID, "+figure.minutes.smoke=0.0001"), Slow())
     assert (outcome.measured, outcome.left_out) == (2, 4)
-    slow = Slow()
-    outcome = run(composed(tmp_path / "firm", *GRID), slow, within(0.1, slow, firm=True))
+    outcome = run(composed(tmp_path, *GRID), slow, slow.within(0.1, firm=True))
     assert (outcome.measured, outcome.left_out) == (1, 5)
-    assert [row.batch_size for row in rows_of(tmp_path / "firm")] == [1]
+    assert [row.batch_size for row in rows_of(tmp_path)] == [1]
 
 
 def test_samples_give_way_before_passes_do(tmp_path):
-    slow = Slow()
-    run(composed(tmp_path, *GRID, "scale.seconds_per_point=4.5"), slow, within(1.0, slow))
-    assert slow.allowed == pytest.approx([4.5] * 6)
-    slow = Slow()
-    run(composed(tmp_path, *GRID, "scale.seconds_per_point=9.0"), slow, within(1.0, slow))
-    assert slow.allowed == pytest.approx([5.0] * 6)
+    for wanted, allowed in ((4.5, 4.5), (9.0, 5.0)):
+        slow = Slow()
+        words = (*GRID, f"scale.seconds_per_point={wanted}", "force=true")
+        run(composed(tmp_path, *words), slow, slow.within(1.0))
+        assert slow.allowed == pytest.approx([allowed] * 6)
 
 
-def test_nothing_is_tried_again_once_the_time_is_spent(tmp_path, machine):
-    slow = Slow()
-    machine.script = [BUSY] * 6
-    outcome = run(composed(tmp_path, *GRID), slow, within(1.0, slow))
-    assert len(slow.allowed) == 6
-    assert outcome.disturbed == 6
-
-
-def test_what_is_tried_again_must_fit_by_what_it_took_before(tmp_path, machine):
-    """The most disturbed is too dear for the 15 seconds that are left; the other one fits once."""
-
-    class Uneven(Slow):
-        def measure(self, cfg, point):
-            self.now += 10.0 if point.batch_size == 2 else 0.0
-            return super().measure(cfg, point)
-
-    machine.script = [BUSY, replace(BUSY, other_cpu=0.5), replace(BUSY, other_cpu=0.1), replace(BUSY, other_cpu=0.1)]
-    uneven = Uneven()
-    outcome = run(composed(tmp_path, *GRID, "scale.passes=1"), uneven, within(0.75, uneven))
-    assert [batch for _, batch in uneven.measured] == [1, 2, 1]
-    assert {row.batch_size: row.other_cpu for row in rows_of(tmp_path)} == {1: 0.1, 2: 0.5}
-    assert outcome.disturbed == 2
-
-
-def test_marked_rows_that_time_is_too_short_for_stay_and_stay_marked(tmp_path, machine):
-    machine.script = [BUSY] * 6
-    run(composed(tmp_path, *GRID, "scale.tries=0"), Slow())
-    slow = Slow()
-    outcome = run(composed(tmp_path, *GRID), slow, within(0.1, slow, firm=True))
-    assert (outcome.measured, outcome.left_out, outcome.disturbed) == (1, 5, 5)
-    assert sorted(row.disturbed for row in rows_of(tmp_path)) == [False] + [True] * 5
-
-
-@pytest.mark.parametrize(("firm", "measured", "left_out"), [(True, 2, 1), (False, 3, 0)])
-def test_a_new_pass_is_begun_behind_marked_rows_even_if_not_all_of_it_fits(
-    tmp_path, machine, firm, measured, left_out
+@pytest.mark.parametrize(
+    ("script", "words", "slow", "minutes", "order", "disturbed"),
+    [
+        ([BUSY] * 6, [], Slow(), 1.0, [1, 2, 2, 1, 1, 2], {1: 0.25, 2: 0.25}),
+        ([BUSY, LOUDER, QUIETER, QUIETER], ["scale.passes=1"], Slow(two=20.0), 0.75, [1, 2, 1], {1: 0.1, 2: 0.5}),
+    ],
+    ids=["the time is spent", "the most disturbed is too dear"],
+)
+def test_what_is_tried_again_must_fit_by_what_it_took_before(
+    tmp_path, machine, script, words, slow, minutes, order, disturbed
 ):
-    machine.script = [BUSY, QUIET]
-    run(composed(tmp_path, *GRID, "scale.tries=0", "scale.passes=1"), Slow())
+    machine.script = list(script)
+    run(composed(tmp_path, *GRID, *words), slow, slow.within(minutes))
+    assert [batch for _, batch in slow.measured] == order
+    assert {row.batch_size: row.other_cpu for row in rows_of(tmp_path) if row.disturbed} == disturbed
+
+
+@pytest.mark.parametrize(
+    ("before", "script", "words", "minutes", "firm", "counts", "repeats"),
+    [
+        (3, [BUSY] * 6, [], 0.1, True, (1, 5, 5), 3),
+        (1, [BUSY, QUIET], ["scale.passes=2"], 0.4, True, (2, 1, 0), 2),
+        (1, [BUSY, QUIET], ["scale.passes=2"], 0.4, False, (3, 0, 0), 2),
+        (3, [BUSY] * 6, ["scale.tries=0"], 0.4, True, (2, 4, 4), 3),
+        (3, [BUSY] * 6, ["scale.tries=0"], 0.4, False, (2, 4, 4), 3),
+    ],
+    ids=["too short", "a new pass, in part", "a new pass, without deadline", "as they fit", "as they fit, no deadline"],
+)
+def test_marked_rows_are_measured_again_as_far_as_they_fit_and_stay_marked_else(
+    tmp_path, machine, before, script, words, minutes, firm, counts, repeats
+):
+    machine.script = list(script)
+    run(composed(tmp_path, *GRID, "scale.tries=0", f"scale.passes={before}"), Slow())
     slow = Slow()
-    outcome = run(composed(tmp_path, *GRID, "scale.passes=2"), slow, within(0.4, slow, firm))
-    assert (outcome.measured, outcome.left_out) == (measured, left_out)
-    assert {row.repeat for row in rows_of(tmp_path)} == {0, 1}
+    outcome = run(composed(tmp_path, *GRID, *words), slow, slow.within(minutes, firm))
+    assert (outcome.measured, outcome.left_out, outcome.disturbed) == counts
+    found = rows_of(tmp_path)
+    assert (sum(row.disturbed for row in found), {row.repeat for row in found}) == (counts[2], set(range(repeats)))
 
 
-@pytest.mark.parametrize("firm", [False, True])
-def test_marked_rows_alone_are_measured_again_pass_by_pass_as_far_as_they_fit(tmp_path, machine, firm):
-    machine.script = [BUSY] * 6
-    run(composed(tmp_path, *GRID, "scale.tries=0"), Slow())
-    slow = Slow()
-    outcome = run(composed(tmp_path, *GRID, "scale.tries=0"), slow, within(0.4, slow, firm))
-    assert (outcome.measured, outcome.left_out, outcome.disturbed) == (2, 4, 4)
+class Summed(Slow):
+    """A point that is the sum of what is on disk of its repeat; `least`: rows without which it fails its check."""
 
-
-class Summed(Fake):
-    """A point that is the sum of what is on disk of its repeat."""
+    least = 0
 
     def points(self, cfg):
         return [Point("sum", "SGMV", "Distinct", batch_size=0), *super().points(cfg)]
@@ -289,40 +240,36 @@ class Summed(Fake):
     def is_derived(self, point):
         return point.panel == "sum"
 
-    def count(self):
-        self.measured.append(())
-        return len(self.measured)
-
     def measure(self, cfg, point):
         if point.panel != "sum":
-            return [Reading("latency", float(self.count()), "us")]
-        rows = read_rows(self.path)
-        return [Reading("total", sum(row.value for row in rows if row.repeat == point.repeat), "us", disturbed=True)]
+            super().measure(cfg, point)
+            return [Reading("latency", float(len(self.measured)), "us")]
+        rows = [row for row in read_rows(self.path) if row.repeat == point.repeat]
+        if len(rows) < self.least:
+            raise CheckFailed("a row is missing")
+        return [Reading("total", sum(row.value for row in rows), "us", disturbed=True)]
 
 
-def test_what_is_derived_comes_last_and_again_when_anything_changed(tmp_path, machine):
+@pytest.fixture
+def summed(tmp_path):
+    made = Summed()
+    made.path = tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv"
+    return made
+
+
+def test_what_is_derived_comes_last_and_again_when_anything_changed(tmp_path, machine, summed):
     machine.script = [QUIET, BUSY]
-    summed = Summed()
-    summed.path = tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv"
     run(composed(tmp_path, *GRID), summed)
     rows = rows_of(tmp_path, "value")
     by_repeat = {r: sum(row.value for row in rows if row.repeat == r and row.metric == "latency") for r in range(3)}
-    assert {row.repeat: row.value for row in rows if row.metric == "total"} == by_repeat
-    assert by_repeat == {0: 1.0 + 3.0, 1: 4.0 + 5.0, 2: 6.0 + 7.0}  # the second, as the third
-    assert [row.disturbed for row in rows if row.metric == "total"] == [True] * 3
+    totals = [row for row in rows if row.metric == "total"]
+    assert {row.repeat: row.value for row in totals} == by_repeat == {0: 1.0 + 3.0, 1: 4.0 + 5.0, 2: 6.0 + 7.0}
+    assert [row.disturbed for row in totals] == [True] * 3
 
 
-def test_what_cannot_be_derived_for_want_of_time_is_left_out_and_not_wrong(tmp_path):
-    class Short(Summed, Slow):
-        def measure(self, cfg, point):
-            self.now += 10.0
-            if point.panel == "sum" and len(rows_of(tmp_path, "value")) < 2:
-                raise CheckFailed("a row is missing")
-            return Summed.measure(self, cfg, point)
-
-    short = Short()
-    short.path = tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv"
-    outcome = run(composed(tmp_path, *GRID, "scale.passes=1"), short, within(0.1, short, firm=True))
+def test_what_cannot_be_derived_for_want_of_time_is_left_out_and_not_wrong(tmp_path, summed):
+    summed.least = 2
+    outcome = run(composed(tmp_path, *GRID, "scale.passes=1"), summed, summed.within(0.1, firm=True))
     assert (outcome.measured, outcome.left_out, outcome.failed) == (1, 2, [])
 
 

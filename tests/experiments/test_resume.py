@@ -1,132 +1,115 @@
-"""The harness: what is on disk is skipped, what is stale is measured again, what is finished stays."""
+"""Runs: what is on disk is skipped, what is stale is measured again, what is finished stays."""
 
 from dataclasses import replace
 
 import pytest
-from fakes import QUIET, Fake, composed
+from fakes import NAME, QUIET, Fake, composed, rows_of
 
 from experiments.harness.command import or_exit
 from experiments.harness.resume import run
-from experiments.measure.records import RowsError, read_rows, write_rows
+from experiments.measure.records import RowsError, write_rows
 
 GRID = ("workload=distinct", "figure.batch_sizes=[1,2,4]")
+THREE = [("Distinct", batch) for batch in (1, 2, 4)]
 
 
-def rows_of(tmp_path):
-    return read_rows(tmp_path / "cpu" / "smoke" / "rows" / "fig08_lora_operator.csv")
+def again(tmp_path, *overrides, **options):
+    """What a further run measures, and its outcome."""
+    fake = Fake(**options)
+    outcome = run(composed(tmp_path, *GRID, *overrides), fake)
+    return fake.measured, outcome
 
 
-def test_a_second_run_measures_nothing(tmp_path):
-    first, second = Fake(), Fake()
-    outcome = run(composed(tmp_path, *GRID), first)
-    assert (outcome.points, outcome.measured, outcome.skipped) == (3, 3, 0)
-    before = rows_of(tmp_path)
-    outcome = run(composed(tmp_path, *GRID), second)
-    assert (outcome.measured, outcome.skipped, second.measured) == (0, 3, [])
-    assert rows_of(tmp_path) == before
+@pytest.fixture
+def rows(tmp_path):
+    """The file of a first run."""
+    measured, outcome = again(tmp_path)
+    assert (measured, outcome.points, outcome.measured, outcome.skipped) == (THREE, 3, 3, 0)
+    return tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv"
 
 
-def test_a_wider_grid_measures_only_what_is_new(tmp_path):
-    run(composed(tmp_path, *GRID), Fake())
+def test_a_second_run_measures_nothing_and_deleted_rows_alone_are_measured_again(tmp_path, rows):
+    before = rows.read_bytes()
+    measured, outcome = again(tmp_path)
+    assert (measured, outcome.measured, outcome.skipped, rows.read_bytes()) == ([], 0, 3, before)
+    write_rows(rows, [row for row in rows_of(tmp_path) if row.batch_size != 2])
+    assert again(tmp_path)[0] == [("Distinct", 2)]
+
+
+def test_a_wider_grid_measures_only_what_is_new(tmp_path, rows):
     fake = Fake()
     run(composed(tmp_path, "workload.names=[Distinct,Skewed]", "figure.batch_sizes=[2,8]"), fake)
     assert fake.measured == [("Distinct", 8), ("Skewed", 2), ("Skewed", 8)]
 
 
 @pytest.mark.parametrize(
-    "override",
-    ["figure.h1=97", "scale.repeats=4", "scale.warmup=0", "hardware.flush_mib=1", "hardware.threads=3"],
+    ("override", "same"),
+    [
+        ("figure.h1=97", False),
+        ("scale.repeats=4", False),
+        ("scale.warmup=0", False),
+        ("hardware.flush_mib=1", False),
+        ("hardware.threads=3", False),
+        ("force=true", True),
+    ],
 )
-def test_a_changed_setting_makes_its_rows_stale_and_replaces_them(tmp_path, override):
-    run(composed(tmp_path, *GRID), Fake())
+def test_a_changed_setting_makes_its_rows_stale_and_replaces_them(tmp_path, rows, override, same):
     old = {row.config_hash for row in rows_of(tmp_path)}
-    fake = Fake()
-    run(composed(tmp_path, *GRID, override), fake)
-    assert len(fake.measured) == 3
-    assert len(rows_of(tmp_path)) == 3 * 4
-    assert not old & {row.config_hash for row in rows_of(tmp_path)}
-
-
-def test_force_measures_everything_again(tmp_path):
-    run(composed(tmp_path, *GRID), Fake())
-    fake = Fake()
-    run(composed(tmp_path, *GRID, "force=true"), fake)
-    assert len(fake.measured) == 3
-    assert len(rows_of(tmp_path)) == 3 * 4
-
-
-def test_deleted_rows_are_measured_again_alone(tmp_path):
-    run(composed(tmp_path, *GRID), Fake())
-    path = tmp_path / "cpu" / "smoke" / "rows" / "fig08_lora_operator.csv"
-    write_rows(path, [row for row in rows_of(tmp_path) if row.batch_size != 2])
-    fake = Fake()
-    run(composed(tmp_path, *GRID), fake)
-    assert fake.measured == [("Distinct", 2)]
+    assert again(tmp_path, override)[0] == THREE
+    found = rows_of(tmp_path)
+    assert len(found) == 3
+    assert (old == {row.config_hash for row in found}) is same
 
 
 def test_an_interrupted_run_keeps_its_finished_rows_and_goes_on_from_there(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        or_exit(lambda: run(composed(tmp_path, *GRID), Fake(stop_at=4)))
+        or_exit(lambda: again(tmp_path, stop_at=4))
     assert ended.value.code == 130
     assert "run the same command again" in capsys.readouterr().err
-    assert sorted({row.batch_size for row in rows_of(tmp_path)}) == [1, 2]
-    fake = Fake()
-    run(composed(tmp_path, *GRID), fake)
-    assert fake.measured == [("Distinct", 4)]
+    assert {row.batch_size for row in rows_of(tmp_path)} == {1, 2}
+    assert again(tmp_path)[0] == [("Distinct", 4)]
 
 
-def test_a_wrong_result_gets_no_row_and_is_reported(tmp_path):
-    outcome = run(composed(tmp_path, *GRID), Fake(wrong=[2]))
-    assert sorted({row.batch_size for row in rows_of(tmp_path)}) == [1, 4]
-    assert len(outcome.failed) == 1
-    assert "batch 2" in outcome.failed[0]
-    assert "off by one" in outcome.failed[0]
-
-
-def test_a_result_that_turns_wrong_loses_the_rows_it_had(tmp_path):
-    run(composed(tmp_path, *GRID), Fake())
-    outcome = run(composed(tmp_path, *GRID, "force=true"), Fake(wrong=[2]))
-    assert len(outcome.failed) == 1
-    assert sorted({row.batch_size for row in rows_of(tmp_path)}) == [1, 4]
+@pytest.mark.parametrize("words", [(), ("force=true",), ("scale.warmup=0",)], ids=["at first", "again", "otherwise"])
+def test_a_wrong_result_has_no_row_and_loses_those_it_had(tmp_path, words):
+    if words:
+        again(tmp_path)
+    _, outcome = again(tmp_path, *words, wrong=[2])
+    assert {row.batch_size for row in rows_of(tmp_path)} == {1, 4}
+    (failed,) = outcome.failed
+    assert "batch 2" in failed
+    assert "off by one" in failed
 
 
 def test_marked_rows_are_measured_again_by_the_next_run_and_the_quieter_stays(tmp_path, machine):
     busy = replace(QUIET, disturbed=True, other_cpu=0.25)
     machine.script = [QUIET, busy]
-    assert run(composed(tmp_path, *GRID), Fake()).disturbed == 1
+    assert again(tmp_path)[1].disturbed == 1
+    second = [("Distinct", 2)]
+    for share, measured, marks in (
+        (0.5, second, {0.25}),
+        (0.1, second, {0.1}),
+        (None, second, set()),
+        (None, [], set()),
+    ):
+        machine.script = [QUIET if share is None else replace(busy, other_cpu=share)]
+        assert again(tmp_path)[0] == measured
+        assert {row.other_cpu for row in rows_of(tmp_path) if row.disturbed} == marks
 
-    def again(disturbance):
-        machine.script, fake = [disturbance], Fake()
-        outcome = run(composed(tmp_path, *GRID), fake)
-        return fake.measured, outcome.disturbed, {row.other_cpu for row in rows_of(tmp_path) if row.disturbed}
 
-    assert again(replace(busy, other_cpu=0.5)) == ([("Distinct", 2)], 1, {0.25})
-    assert again(replace(busy, other_cpu=0.1)) == ([("Distinct", 2)], 1, {0.1})
-    assert again(QUIET) == ([("Distinct", 2)], 0, set())
-    assert again(QUIET) == ([], 0, set())
-
-
-def test_rows_carry_their_provenance(tmp_path):
-    run(composed(tmp_path, *GRID), Fake())
+def test_rows_carry_their_provenance(tmp_path, rows):
     row = rows_of(tmp_path)[0]
     assert (row.figure, row.panel, row.system, row.hardware) == ("8", "Distinct", "SGMV", "cpu")
     assert (row.statistic, row.value, row.timer, row.scale) == ("median", 2.0, "host_clock", "smoke")
-    assert row.device
-    assert row.date
-    assert row.torch
-    assert len(row.config_hash) == 12
+    assert all([row.device, row.date, row.torch, row.source_hash, len(row.config_hash) == 12])
 
 
-def test_a_corrupt_rows_file_stops_before_measuring_and_is_not_touched(tmp_path):
-    run(composed(tmp_path, *GRID), Fake())
-    path = tmp_path / "cpu" / "smoke" / "rows" / "fig08_lora_operator.csv"
-    damaged = path.read_text().replace(",2.0,", ",two,", 1)
-    path.write_text(damaged)
-    fake = Fake()
+def test_a_corrupt_rows_file_stops_before_measuring_and_is_not_touched(tmp_path, rows):
+    damaged = rows.read_text().replace(",2.0,", ",two,", 1)
+    rows.write_text(damaged)
     with pytest.raises(RowsError, match=r"line 2: value is 'two'.*delete"):
-        run(composed(tmp_path, *GRID), fake)
-    assert fake.measured == []
-    assert path.read_text() == damaged
+        again(tmp_path, "force=true")
+    assert rows.read_text() == damaged
 
 
 def test_an_unwritable_folder_stops_before_measuring(tmp_path):
