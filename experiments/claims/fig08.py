@@ -98,9 +98,8 @@ def sgmv_growth(rows: Rows, workload: str) -> Finding:
 @claim("C10")
 def shared_grows_little(rows: Rows) -> Finding:
     """SGMV growth of Uniform and Skewed, and against Distinct."""
-    (uniform, text_u), (skewed, text_s), (distinct, _) = (
-        _sgmv_growth(rows, workload) for workload in ("Uniform", "Skewed", "Distinct")
-    )
+    names = ("Uniform", "Skewed", "Distinct")
+    (uniform, text_u), (skewed, text_s), (distinct, _) = (_sgmv_growth(rows, name) for name in names)
     worst = max(uniform, skewed)
     quantities = {"uniform": uniform, "skewed": skewed, "largest": worst, "largest_over_distinct": worst / distinct}
     return Finding(quantities, f"{text_u}; {text_s}; Distinct {distinct:.2f}")
@@ -137,9 +136,9 @@ def loop_costs_per_adapter(rows: Rows) -> Finding:
     frame = frame[frame["workload"].isin(set(PAPER_WORKLOADS) - {"Identical"})].sort_values(["workload", "batch_size"])
     cells = zip(frame["workload"], frame["batch_size"], strict=True)
     groups = [popularity(workload).number_of_adapters(int(size)) for workload, size in cells]
-    latency = frame["value"] * (1e6 * SECONDS[frame["unit"].iloc[0]])
     if len(set(groups)) < 3:
         raise NotMeasured("a line needs Loop at three different numbers of adapters")
+    latency = frame["value"] * (1e6 * SECONDS[frame["unit"].iloc[0]])
     slope, fit = float(np.polyfit(groups, latency, 1)[0]), correlation(groups, latency) ** 2
     identical = _latency(rows, "Loop", "Identical")
     flatness = float(identical.max() / identical.min())
@@ -147,12 +146,18 @@ def loop_costs_per_adapter(rows: Rows) -> Finding:
     return Finding({"slope_us": slope, "r2": fit, "identical_max_over_min": flatness}, text)
 
 
+def _of_workloads(rows: Rows, system: str) -> pd.DataFrame:
+    """Return Figure 8's latency at the batch sizes that all workloads have, a column each."""
+    table = pd.DataFrame({workload: _latency(rows, system, workload) for workload in ORDER}).dropna()
+    if table.empty:
+        raise NotMeasured(f"{system} has no batch size that all four workloads share")
+    return table
+
+
 @claim("C15")
 def bmm_does_not_see_the_workload(rows: Rows) -> Finding:
     """BMM over workloads: largest max / min of any batch size."""
-    table = pd.DataFrame({workload: _latency(rows, "BMM", workload) for workload in PAPER_WORKLOADS}).dropna()
-    if table.empty:
-        raise NotMeasured("BMM has no batch size that all four workloads share")
+    table = _of_workloads(rows, "BMM")
     spread = table.max(axis=1) / table.min(axis=1)
     return Finding({"largest_spread": float(spread.max())}, f"{spread.max():.2f} (bs {spread.idxmax():g})")
 
@@ -160,16 +165,16 @@ def bmm_does_not_see_the_workload(rows: Rows) -> Finding:
 @claim("C16")
 def gather_bmm_gets_cheaper(rows: Rows) -> Finding:
     """Gather-BMM, Distinct, Skewed, Uniform, Identical: smallest ratio of neighbours at batch 32, and from 16 on."""
-    table = pd.DataFrame({workload: _latency(rows, "Gather-BMM", workload) for workload in ORDER}).dropna()
+    table = _of_workloads(rows, "Gather-BMM")
     table = table[table.index >= 16]
     if 32 not in table.index:
         raise NotMeasured("Gather-BMM at batch 32 was not measured in all four workloads")
-    falls = {size: smallest_step(row[::-1]) for size, *row in table.itertuples()}
-    clear = {size: min(row[0] / row[1], row[2] / row[3]) for size, *row in table.itertuples()}  # not Skewed >= Uniform
-    text = f"{numbers([at(table[name], 32) for name in ORDER], 4)} us at bs32 ({', '.join(ORDER)})"
+    over_next = table.shift(1, axis=1).iloc[:, 1:] / table.iloc[:, 1:]  # of the workload before over this one
+    falls, clear = over_next.min(axis=1), over_next.drop(columns="Uniform").min(axis=1)  # Skewed is not above Uniform
+    text = f"{numbers(table.loc[32], 4)} us at bs32 ({', '.join(ORDER)})"
     quantities = {"step_at_32": falls[32], "strict_step_at_32": clear[32]}
-    quantities |= {"smallest_step": min(falls.values()), "smallest_strict_step": min(clear.values())}
-    return Finding(quantities, text)
+    quantities |= {"smallest_step": falls.min(), "smallest_strict_step": clear.min()}
+    return Finding({name: float(value) for name, value in quantities.items()}, text)
 
 
 @claim("C17")
@@ -187,11 +192,9 @@ def gather_bmm_moves_more(rows: Rows) -> Finding:
     SGMV reads each of the n weights once. Gather reads them once, writes one copy per row, and BMM reads those copies.
     """
     h_in, h_out, size = 16, 11008, 64
-    copies, extra = size * h_in * h_out, []
-    for workload in PAPER_WORKLOADS:
-        weights = popularity(workload).number_of_adapters(size) * h_in * h_out
-        gather_bmm, sgmv = weights + copies + copies, weights
-        extra.append((gather_bmm - sgmv) / copies)
+    copies = size * h_in * h_out
+    weights = [popularity(workload).number_of_adapters(size) * h_in * h_out for workload in PAPER_WORKLOADS]
+    extra = [(read + copies + copies - read) / copies for read in weights]
     text = f"{extra[0]:g} s h_i h_o elements in every workload"
     return Finding({"smallest": min(extra), "largest": max(extra)}, text, SIMULATED)
 

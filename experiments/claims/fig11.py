@@ -3,6 +3,7 @@ ranks; the ratio that bytes allow is arithmetic (`rank_bytes`).
 """
 
 import re
+from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
@@ -125,6 +126,11 @@ class Serving:
             return implied
         return 1e3 * tokens / self.get(PUNICA, "Identical") / steps
 
+    def finding(self, quantities: dict[str, float], beside: str = "") -> Finding:
+        """Build a finding that names the model."""
+        told = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in quantities.items())
+        return Finding(quantities, f"{told}{beside} ({self.measured_model})", models=(self.measured_model,))
+
 
 @cache
 def _gpus(panel: str) -> int:
@@ -156,15 +162,10 @@ def flat(rows: Rows, role: str) -> Finding:
     cell = Serving(rows, role)
     released = RELEASED_RULE if cell.has(RELEASED_RULE) else PUNICA if cell.is_the_papers else ""
     own, allowed = cell.flatness(PUNICA), cell.distinct_over_identical_by_bytes()
-    quantities = {"own_over_bytes": own / allowed}
-    if released:
-        quantities["released_min_over_max"] = cell.flatness(released)
-    flatness = f"min/max {quantities['released_min_over_max']:.3f}" if released else "not measured"
-    text = (
-        f"released index rule (D04) {flatness}; an adapter per request: min/max {own:.3f}, Distinct / Identical "
-        f"{cell.collapse(PUNICA):.3f} where bytes allow {allowed:.3f} ({cell.measured_model})"
-    )
-    return Finding(quantities, text, models=(cell.measured_model,))
+    quantities = {"released_min_over_max": cell.flatness(released)} if released else {}
+    beside = "" if released else ", the released rule (D04) was not measured"
+    beside += f"; an adapter per request: min/max {own:.3f}, Distinct / Identical {cell.collapse(PUNICA):.3f} where "
+    return cell.finding({**quantities, "own_over_bytes": own / allowed}, f"{beside}bytes allow {allowed:.3f}")
 
 
 @claim("C25")
@@ -191,14 +192,17 @@ def layer_times_layers_is_the_step(rows: Rows) -> Finding:
 def distinct_costs_no_more(rows: Rows) -> Finding:
     """Punica on Distinct over Punica on Identical, with the right index per request and with the released rule."""
     cells = serving(rows)
-    correct = {cell.measured_model: cell.collapse(PUNICA) for cell in cells}
-    released = [cell.collapse(RELEASED_RULE) for cell in cells if cell.has(RELEASED_RULE)]
-    text = ", ".join(f"{value:.3f} ({model})" for model, value in correct.items())
-    quantities = {"correct_rule": min(correct.values())}
-    if released:
-        quantities["released_rule"] = min(released)
-        text += f"; released index rule (D04) {', '.join(f'{value:.3f}' for value in released)}"
-    return Finding(quantities, text)
+    quantities, texts = {}, []
+    for name, system in (("correct_rule", PUNICA), ("released_rule", RELEASED_RULE)):
+        found = {cell.measured_model: cell.collapse(system) for cell in cells if cell.has(system)}
+        if found:
+            quantities[name] = min(found.values())
+            texts.append(f"{name.replace('_', ' ')} {_by_model(found)}")
+    return Finding(quantities, "; ".join(texts))
+
+
+def _by_model(found: Mapping[str, float]) -> str:
+    return ", ".join(f"{value:.3f} ({model})" for model, value in found.items())
 
 
 @claim("C29")
@@ -237,9 +241,9 @@ def speedup_by_workload(rows: Rows) -> Finding:
 def backbone_only_is_slightly_faster(rows: Rows) -> Finding:
     """Continuous batching without LoRA over Punica, Identical: the same engine with and without adapters."""
     cells = serving(rows)
-    gain = {cell.role: cell.ratio((CONTINUOUS, "Identical"), (PUNICA, "Identical")) for cell in cells}
-    text = ", ".join(f"{gain[cell.role]:.3f} ({cell.measured_model})" for cell in cells)
-    papers = {cell.role: gain[cell.role] for cell in cells if cell.as_in_the_paper}
+    gain = {cell: cell.ratio((CONTINUOUS, "Identical"), (PUNICA, "Identical")) for cell in cells}
+    papers = {cell.role: value for cell, value in gain.items() if cell.as_in_the_paper}
+    text = _by_model({cell.measured_model: value for cell, value in gain.items()})
     return Finding({**papers, "smallest": min(gain.values()), "largest": max(gain.values())}, text)
 
 
@@ -265,36 +269,29 @@ def order_with_one_model(rows: Rows) -> Finding:
 @claim("C33")
 def baselines_collapse(rows: Rows) -> Finding:
     """Continuous batching of one adapter: Distinct over Identical."""
-    cells = serving(rows)
-    left = {cell.measured_model: cell.collapse(CONTINUOUS) for cell in cells}
-    text = ", ".join(f"{value:.3f} ({model})" for model, value in left.items())
-    return Finding({"largest": max(left.values()), "smallest": min(left.values())}, text)
+    left = {cell.measured_model: cell.collapse(CONTINUOUS) for cell in serving(rows)}
+    return Finding({"largest": max(left.values()), "smallest": min(left.values())}, _by_model(left))
 
 
-@claim("C34")
-def baselines_gain_little(rows: Rows) -> Finding:
-    """Continuous batching of one adapter: Uniform and Skewed over Distinct, 7B."""
-    cell = Serving(rows, "7B")
-    uniform, skewed = (cell.ratio((CONTINUOUS, name), (CONTINUOUS, "Distinct")) for name in ("Uniform", "Skewed"))
-    return Finding({"uniform": uniform, "skewed": skewed}, f"{uniform:.3f}, {skewed:.3f} ({cell.model})")
+RATIOS = {
+    "C34": ("7B", {name.lower(): ((CONTINUOUS, name), (CONTINUOUS, "Distinct")) for name in ("Uniform", "Skewed")}),
+    "C39": ("70B", {
+        "distinct_over_identical": ((CONTINUOUS, "Distinct"), (CONTINUOUS, "Identical")),
+        "speedup": ((PUNICA, "Distinct"), (CONTINUOUS, "Distinct")),
+    }),
+    "C40": ("70B", {"ratio": ((PUNICA, "Identical"), (CONTINUOUS, "Identical"))}),
+}  # fmt: skip
+"""Claim -> role of the model, and quantity -> throughput of a (system, workload) over that of another."""
 
 
-@claim("C39")
-def baseline_collapses_70b(rows: Rows) -> Finding:
-    """70B, continuous batching of one adapter: its Distinct over its Identical, and Punica over it on Distinct."""
-    cell = Serving(rows, "70B")
-    left = cell.collapse(CONTINUOUS)
-    speedup = cell.ratio((PUNICA, "Distinct"), (CONTINUOUS, "Distinct"))
-    text = f"Distinct / Identical {left:.3f}, Punica {speedup:.1f}x on Distinct ({cell.measured_model})"
-    return Finding({"distinct_over_identical": left, "speedup": speedup}, text, models=(cell.measured_model,))
-
-
-@claim("C40")
-def alike_70b(rows: Rows) -> Finding:
-    """70B: Punica over continuous batching of one adapter, Identical."""
-    cell = Serving(rows, "70B")
-    share = cell.ratio((PUNICA, "Identical"), (CONTINUOUS, "Identical"))
-    return Finding({"ratio": share}, f"{share:.3f} ({cell.measured_model})", models=(cell.measured_model,))
+@claim("C34", id="C34")
+@claim("C39", id="C39")
+@claim("C40", id="C40")
+def ratios_of_throughput(rows: Rows, id: str) -> Finding:
+    """What baselines of one adapter gain by shared adapters and lose without, and Punica over them."""
+    role, pairs = RATIOS[id]
+    cell = Serving(rows, role)
+    return cell.finding({name: cell.ratio(*pair) for name, pair in pairs.items()})
 
 
 @claim("C41")
@@ -304,11 +301,8 @@ def lora_adds_two_milliseconds(rows: Rows) -> Finding:
     """
     cell = Serving(rows, "7B")
     without = CONTINUOUS, "Identical"
-    share = {workload: 1 - cell.ratio((PUNICA, workload), without) for workload in ("Identical", "Distinct")}
-    quantities = {f"{workload.lower()}_share": value for workload, value in share.items()}
-    said = [f"{workload} {100 * value:.1f} %" for workload, value in share.items()]
+    shares = {name.lower(): 1 - cell.ratio((PUNICA, name), without) for name in ("Identical", "Distinct")}
+    quantities = {f"{name}_share": value for name, value in shares.items()}
     if (step := cell.step_ms()) is not None:
-        quantities["extra_ms"] = step * share["Identical"]
-        said[0] += f" ({quantities['extra_ms']:.2f} ms)"
-    text = f"{', '.join(said)} of the step ({cell.model})"
-    return Finding(quantities, text, models=(cell.model,))
+        quantities["extra_ms"] = step * shares["identical"]
+    return cell.finding(quantities)

@@ -5,6 +5,7 @@ seed's. Rows of a cluster of another size or of other models (a run on Ray) are 
 GPUs.
 """
 
+from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -69,8 +70,8 @@ class Hour:
         return self.windows.numbers()
 
     def has(self, metric: str) -> bool:
-        """Check whether its rows have ``metric``."""
-        return metric in self._values
+        """Check whether its rows have ``metric``, or those that it follows from."""
+        return metric in self._values or metric in hn.UNITS
 
     def one(self, metric: str) -> float:
         """Return a single number: of a simulation the mean over its seeds, where rows have it, else the first one's."""
@@ -82,15 +83,16 @@ class Hour:
                 return float(self._values[name])
         raise NotMeasured(f"no rows with metric={metric}")
 
-    def told(self, metric: str, form: str = ".3g") -> str:
-        """Word `one`, with the span over the seeds that rows have."""
-        ends = [self._values[name] for end in (LOW, HIGH) if (name := f"{metric}{end}") in self._values]
-        return format(self.one(metric), form) + (f" ({ends[0]:{form}} to {ends[1]:{form}})" if ends else "")
-
-    def beside_the_paper(self, name: str, metric: str) -> str:
-        """Word a number, with the paper's where the hour is not the paper's own."""
-        paper = f", paper {published().one(metric):.3g}" if self.kind == SIMULATED else ""
-        return f"{name} {self.told(metric)}{paper}"
+    def told(self, metrics: Mapping[str, str]) -> str:
+        """Word `one` of each, with the span over the seeds that rows have, and the paper's beside a simulation's."""
+        said = []
+        for name, metric in metrics.items():
+            ends = [self._values[key] for end in (LOW, HIGH) if (key := f"{metric}{end}") in self._values]
+            span = " ({:.3g} to {:.3g})".format(*ends) if ends else ""
+            beside = self.kind == SIMULATED and published().has(metric)
+            paper = f", paper {published().one(metric):.3g}" if beside else ""
+            said.append(f"{name.replace('_', ' ')} {self.one(metric):.3g}{span}{paper}")
+        return "; ".join(said)
 
     def finding(self, quantities: dict[str, float], text: str) -> Finding:
         """Build a finding that names the seeds and the cost model of a simulation."""
@@ -106,61 +108,51 @@ def published() -> Hour:
     return Hour(as_rows(read_figure(REPOSITORY / "paper_results", "13")), MEASURED)
 
 
-@claim("C46")
-def gpus_run_full(rows: Rows) -> Finding:
-    """Share of the active cells of the heat map with at least 31 requests."""
+NUMBERS = {
+    "C46": {"share": SHARE},
+    "C47": {"correlation": hn.FOLLOWS},
+    "C48": {
+        "first": hn.FIRST, "last": hn.LAST, "peak": "max_active_gpus", "correlation": hn.CONSOLIDATED,
+        "largest_excess": hn.EXCESS,
+    },
+    "C49": {"median": hn.WOKEN},
+}  # fmt: skip
+"""Claim -> quantity -> number of an hour."""
+BESIDE = {
+    "C46": {"of_minute_means": hn.FULL_MINUTES, "at_least_28": "share_of_active_cells_batch_ge_28", **STRICTER},
+    "C48": {"mean": "mean_active_gpus"},
+    "C49": {"least": hn.LEAST_WOKEN, "most": hn.MOST_WOKEN},
+}
+"""Claim -> numbers that are told beside those with bounds."""
+
+
+@claim("C46", id="C46")
+@claim("C47", id="C47")
+@claim("C48", id="C48")
+@claim("C49", id="C49")
+def numbers_of_the_hour(rows: Rows, id: str) -> Finding:
+    """Full batches among the active cells of the heat map; how closely tokens follow requests, means over 200 s; active
+    GPUs at both ends and at the peak, beside the least that requests need; changes of a GPU from idle to active.
+    """
+    metrics = NUMBERS[id]
     hour = Hour.of(rows)
-    nearly, mean = hour.one("share_of_active_cells_batch_ge_28"), hour.one("mean_batch_size_of_active_cells")
-    stricter = [hour.beside_the_paper("of minute means", hn.FULL_MINUTES)]
-    stricter += [f"{name} {hour.told(metric, '.3f')}" for name, metric in STRICTER.items() if hour.has(metric)]
-    text = "; ".join([f"{hour.told(SHARE, '.3f')}; >= 28: {nearly:.3f}; mean {mean:.1f}", *stricter])
-    return hour.finding({"share": hour.one(SHARE)}, text)
-
-
-@claim("C47")
-def throughput_follows_the_load(rows: Rows) -> Finding:
-    """Correlation of tokens per second with the request rate, means over the same 200 s."""
-    hour = Hour.of(rows)
-    text = f"{hour.told(hn.FOLLOWS, '.4f')} over {len(hour.windows.rate)} windows"
-    return hour.finding({"correlation": hour.one(hn.FOLLOWS)}, text)
-
-
-@claim("C48")
-def gpus_are_consolidated(rows: Rows) -> Finding:
-    """Active GPUs at both ends and at the peak, beside the least that the requests need and beside the throughput."""
-    hour = Hour.of(rows)
-    metrics = {"first": hn.FIRST, "last": hn.LAST, "peak": "max_active_gpus", "correlation": hn.CONSOLIDATED,
-               "largest_excess": hn.EXCESS}  # fmt: skip
-    first, last, peak = (hour.told(metric) for metric in (hn.FIRST, hn.LAST, "max_active_gpus"))
-    ends = f"first {first}, last {last}, peak {peak}; {hour.beside_the_paper('mean', 'mean_active_gpus')}"
-    most = f"at most {hour.told(hn.EXCESS)} times the GPUs that requests need"
-    text = f"{ends}; correlation {hour.told(hn.CONSOLIDATED)}; {most}"
-    return hour.finding({name: hour.one(metric) for name, metric in metrics.items()}, text)
-
-
-@claim("C49")
-def idle_gpus_stay_idle(rows: Rows) -> Finding:
-    """Changes from idle to active, by minutes of the heat map; the median over the GPUs."""
-    hour = Hour.of(rows)
-    least, most = hour.one(hn.LEAST_WOKEN), hour.one(hn.MOST_WOKEN)
-    return hour.finding({"median": hour.one(hn.WOKEN)}, f"{least:.3g} to {most:.3g}, median {hour.told(hn.WOKEN)}")
+    beside = {name: metric for name, metric in BESIDE.get(id, {}).items() if hour.has(metric)}
+    return hour.finding({name: hour.one(metric) for name, metric in metrics.items()}, hour.told({**metrics, **beside}))
 
 
 @claim("C50")
 def peak_of_the_cluster(rows: Rows) -> Finding:
     """Best minute; tokens per second of an active GPU around the peak, and over what one GPU does alone."""
     hour = Hour.of(rows)
-    peak = "peak_throughput_60s"
     if hour.kind == SIMULATED:  # one GPU of the same simulation
         alone = Hour(pick(rows.figure("13"), panel=STREAM, workload="Skewed", model="llama2-7b"), SIMULATED)
         single = alone.one("throughput")
     else:
         single = Serving(rows, "7B").get(PUNICA, "Skewed")
-    share = hour.one(hn.PACE) / single
-    quantities = {"peak": hour.one(peak), "per_gpu": hour.one(hn.PACE), "share_of_single": share}
-    each = hour.beside_the_paper("per active GPU", hn.PACE)
-    text = f"{hour.told(peak, '.4g')} token/s; {each}, {share:.2f} of the {single:.4g} of one alone"
-    return hour.finding(quantities, text)
+    metrics = {"peak": "peak_throughput_60s", "per_gpu": hn.PACE}
+    quantities = {name: hour.one(metric) for name, metric in metrics.items()}
+    quantities["share_of_single"] = share = quantities["per_gpu"] / single
+    return hour.finding(quantities, f"{hour.told(metrics)}; {share:.2f} of the {single:.4g} token/s of one alone")
 
 
 def runners_table(rows: pd.DataFrame, folder: str | Path) -> list[str]:

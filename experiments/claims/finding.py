@@ -17,8 +17,8 @@ SIMULATED, MEASURED = "simulated", "measured"
 class Finding:
     """Our side of one claim.
 
-    ``quantities``: numbers that bounds apply to; one that could not be measured is absent. ``text``: the same for
-    people, with the models, batch sizes and lengths used. ``kind``: ``simulated`` for arithmetic, replays and
+    ``quantities``: numbers that bounds apply to; one that could not be measured is absent. ``text``: what people read
+    beside them, as the models, batch sizes and lengths used. ``kind``: ``simulated`` for arithmetic, replays and
     simulations, which name their ``cost_model``. ``models``: those that were measured, none for an operator.
     """
 
@@ -33,7 +33,7 @@ ClaimFunction = Callable[[Rows], Finding]
 CLAIMS: dict[str, ClaimFunction] = {}
 
 
-def claim(id: str, **chosen: Any) -> Callable[[Callable[..., Finding]], Callable[..., Finding]]:
+def claim(id: str, /, **chosen: Any) -> Callable[[Callable[..., Finding]], Callable[..., Finding]]:
     """Register a function, called with ``chosen`` (a model, a workload), as our value of claim ``id``.
 
     A function that answers several claims is decorated once for each.

@@ -38,12 +38,15 @@ CALIBRATIONS = {"calib_gemm_us": "a product", "calib_copy_us": "a copy"}
 TINY = 1e-9
 """Relative and absolute room at the ends of a range, for numbers written with fewer digits."""
 FOLDER, SCALES = "expected", "claim_quantities.csv"
+REMEDY = "write it again: make report ARGS=source=recorded"
 LINE = ["figure", "system", "model", "metric", "unit", "timer"]
 POOL = ["figure", "metric", "timer"]
+QUANTITY = ["claim", "quantity"]
 COLUMNS = {
-    "claims": ["claim", "quantity", "value", "low", "high", "verdict"],
+    "claims": [*QUANTITY, "value", "low", "high", "verdict"],
     "measurements": [*LINE, "points", "repeats", "low", "high"],
 }
+_NUMBERS = dict.fromkeys(("value", "low", "high", "points", "repeats"), float)
 _REASONS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
     "of scale=smoke, whose shapes are others": lambda rows: rows["scale"].eq("smoke"),
     "simulated or from a datasheet": lambda rows: rows["kind"].ne("measured"),
@@ -71,7 +74,8 @@ def left_out(rows: pd.DataFrame) -> dict[str, int]:
 
 def comparable(rows: pd.DataFrame) -> pd.DataFrame:
     """Choose among the rows that have a range, as `counted` does for points that are compared one by one."""
-    return counted(rows.loc[_reasons(rows).eq("").loc[lambda fine: fine].index], clock=None)
+    reasons = _reasons(rows)
+    return counted(rows.loc[reasons.index[reasons.eq("")]], clock=None)
 
 
 def ranges(rows: pd.DataFrame) -> pd.DataFrame:
@@ -119,7 +123,7 @@ class Scale:
         """
         for one in (value, *ends):
             if not self.is_possible(one):
-                raise ValueError(f"{one:g} is not possible on the scale {self}")
+                raise ValueError(f"{one:g} is not possible on the scale {self.kind} from {self.least} to {self.most}")
         zero = self.zero
         if self.kind == "linear":
             floor = floor if self.most == math.inf else FLOOR
@@ -130,9 +134,6 @@ class Scale:
             factor = math.exp(max([math.log1p(floor), *far]))
             low, high = zero + (value - zero) / factor, zero + (value - zero) * factor
         return max(self.least, low), min(self.most, high)
-
-    def __str__(self) -> str:
-        return f"{self.kind} from {self.least:g} to {self.most:g}"
 
 
 @lru_cache(maxsize=8)
@@ -145,8 +146,7 @@ def read_scales(folder: Path) -> dict[tuple[str, str], Scale]:
     with path.open(newline="", encoding="utf-8") as stream:
         for number, line in enumerate(csv.DictReader(stream), start=2):
             if line["scale"] not in known:
-                text = f"scale is {line['scale']!r}; it must be one of {', '.join(known)}"
-                raise ValueError(f"{path}, line {number}: {text}")
+                raise ValueError(f"{path}, line {number}: scale {line['scale']!r} is none of {', '.join(known)}")
             ends = float(line["least"] or "-inf"), float(line["most"] or "inf")
             found[line["claim"], line["quantity"]] = Scale(line["scale"], *ends)
     return found
@@ -200,18 +200,17 @@ def hold_rows(ranges: pd.DataFrame, recorded: pd.DataFrame, here: pd.DataFrame) 
 
 def hold_claims(ranges: pd.DataFrame, verdicts: Sequence[Verdict]) -> Held:
     """Hold the quantities of ``verdicts`` against ``ranges``; column ``verdict_here`` has our verdict."""
-    key = ["claim", "quantity"]
     found = [(one.id, *each, one.verdict) for one in verdicts for each in one.quantities.items()]
-    ours = pd.DataFrame(found, columns=[*key, "here", "verdict_here"])
-    return _beside(ranges, ours, ours[key], key)
+    ours = pd.DataFrame(found, columns=[*QUANTITY, "here", "verdict_here"])
+    return _beside(ranges, ours, ours[QUANTITY], QUANTITY)
 
 
 def _beside(ranges: pd.DataFrame, ours: pd.DataFrame, known: pd.DataFrame, key: list[str]) -> Held:
     lines = ranges.merge(ours, on=key, how="left")
     has, room = lines["here"].notna(), TINY * np.maximum(1.0, lines[["low", "high"]].abs().max(axis=1))
     lines["is_outside"] = has & ~lines["here"].between(lines["low"] - room, lines["high"] + room)
-    without = known.merge(ranges[key].assign(there=True), on=key, how="left")["there"].isna().to_numpy()
-    return Held(lines[has], lines[~has], known[without])
+    sides = known.merge(ranges[key], on=key, how="left", indicator=True)["_merge"]
+    return Held(lines[has], lines[~has], known[sides.eq("left_only").to_numpy()])
 
 
 def other_speed(recorded: pd.DataFrame, here: pd.DataFrame) -> str:
@@ -243,10 +242,10 @@ def write_expected(folder: Path, rows: pd.DataFrame, verdicts: Sequence[Verdict]
     """
     ensure_writable(folder / FOLDER)
     tables = {"claims": claim_ranges(verdicts, paper), "measurements": ranges(rows)}
-    paths = [folder / FOLDER / f"{name}.csv" for name in tables]
-    for path, table in zip(paths, tables.values(), strict=True):
-        table.to_csv(path, index=False, lineterminator="\n", float_format="%.6g")
-    return paths
+    paths = {name: folder / FOLDER / f"{name}.csv" for name in tables}
+    for name, table in tables.items():
+        table.to_csv(paths[name], index=False, lineterminator="\n", float_format="%.6g")
+    return [*paths.values()]
 
 
 def read_expected(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -256,12 +255,9 @@ def read_expected(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def _read(path: Path, columns: list[str]) -> pd.DataFrame:
-    numbers, remedy = {"value", "low", "high", "points", "repeats"}, "write it again: make report ARGS=source=recorded"
     try:
-        table = pd.read_csv(path, dtype={name: str for name in columns if name not in numbers}, keep_default_na=False)
-        table = table.astype({name: float for name in columns if name in numbers and name in table})
+        return pd.read_csv(path, dtype=str, keep_default_na=False, usecols=columns)[columns].astype(
+            {name: kind for name, kind in _NUMBERS.items() if name in columns}
+        )
     except (OSError, ValueError) as error:
-        raise RowsError(f"{path}: no table of ranges ({error}); {remedy}") from None
-    if list(table.columns) != columns:
-        raise RowsError(f"{path}: the header is {', '.join(table.columns)}, not {', '.join(columns)}; {remedy}")
-    return table
+        raise RowsError(f"{path}: no table of ranges ({error}); {REMEDY}") from None

@@ -9,18 +9,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import yaml
 
-from experiments.benches.operator_lines import TABLES, best_existing, lines
 from experiments.claims.rows import NotMeasured, Rows
 from experiments.claims.table import DISTURBED, ONCE
-from experiments.ext_expert_tables import SITES
-from experiments.ext_expert_tables import lines as expert_lines
-from experiments.report.machines import OPERATOR_TABLES
 
 _POINT = ["panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric"]
 _FLAGS = {DISTURBED: "disturbed", ONCE: "once"}
@@ -102,54 +97,26 @@ def _found(one: Sought, rows: Rows) -> Found | None:
     except NotMeasured:
         return None
     sides = matching(frame, one.above)
-    values, unit = sides["value"], "".join(sides["unit"].iloc[:1])
+    values, unit = sides["value"].to_numpy(dtype=float), "".join(sides["unit"].iloc[:1])
     if one.below:
         keys = [name for name in _POINT if name not in {*one.above, *one.below}]
         sides = sides.merge(matching(frame, one.below), on=keys, suffixes=("", "_below"))
         places = zip(sides["place"], sides["place_below"], strict=True)
-        values, unit = pd.Series([rows.ratio(*pair) for pair in places], dtype=float), ""
+        values, unit = np.array([rows.ratio(*pair) for pair in places]), ""
+    if not len(values):
+        return None
     flagged = {mark: sides.filter(regex=f"^{name}(_below)?$").eq(True) for mark, name in _FLAGS.items()}
     marks = "".join(mark for mark, cells in flagged.items() if cells.to_numpy().any())
-    return summed(one.what, values.to_numpy(dtype=float), unit, marks) if len(values) else None
-
-
-def summed(what: str, values: np.ndarray[Any, Any], unit: str = "", marks: str = "") -> Found:
-    """Sum up ``values``."""
     middle = float(np.median(values)) if unit else float(np.exp(np.mean(np.log(values))))
-    return Found(what, middle, float(values.min()), float(values.max()), len(values), unit, marks)
+    return Found(one.what, middle, float(values.min()), float(values.max()), len(values), unit, marks)
 
 
 def matching(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
     """Return the rows of ``frame`` whose columns match ``where``, texts as patterns."""
     for name, wanted in where.items():
-        column = frame[name].to_numpy()
+        column = frame[name]
         if pd.api.types.is_numeric_dtype(column):
             frame = frame[column == float(wanted)]
         else:
-            frame = frame[np.isin(column, [one for one in set(column) if fnmatchcase(str(one), wanted)])]
+            frame = frame[column.isin([one for one in column.unique() if fnmatchcase(str(one), wanted)])]
     return frame
-
-
-def public_kernels(rows: Rows) -> list[Found]:
-    """Divide the fastest public kernel of each line of the operator tables by ours, table by table."""
-    found = []
-    for table in TABLES:
-        best = {f"{table}: {line.label}": best_existing(line) for line in lines(table)}
-        for system, how in (("wrapper", "as a layer calls it"), ("normal shrink", "its shrink launched normally")):
-            mine = _latencies(rows, OPERATOR_TABLES, system)
-            ratios = [kernel[1] / mine[panel] for panel, kernel in best.items() if kernel and panel in mine]
-            if ratios:
-                found.append(summed(f"table {table}: fastest public kernel / ours, {how}", np.array(ratios)))
-    ours = [_latencies(rows, "expert tables", f"{site}, delta") for site in SITES]
-    ratios = [line.best_existing() / sum(one[line.label] for one in ours)
-              for line in expert_lines() if all(line.label in one for one in ours)]  # fmt: skip
-    return [*found, *([summed("experts: fastest public kernels / ours", np.array(ratios))] if ratios else [])]
-
-
-def _latencies(rows: Rows, figure: str, system: str) -> dict[str, float]:
-    """Map panels to microseconds in a graph."""
-    try:
-        mine = matching(rows.figure(figure), {"metric": "latency", "system": system})
-    except NotMeasured:
-        return {}
-    return dict(zip(mine["panel"], mine["value"], strict=True))

@@ -14,16 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
-from experiments.claims.judge import (
-    ARITHMETIC,
-    DIFFERS,
-    REPRODUCED,
-    SHAPE,
-    SIMULATED_SHAPE,
-    SIMULATED_TOO,
-    VERDICTS,
-    scripts,
-)
+from experiments.claims.judge import VERDICTS, scripts
 from experiments.claims.table import marked
 from experiments.harness.catalogue import experiments
 from experiments.plots.frames import distinct
@@ -32,11 +23,8 @@ from experiments.report.machines import Machine
 from experiments.report.reproducing import title_of
 
 PAGE = "report.html"
-TONES = {
-    "good": (REPRODUCED,), "half": (SHAPE,), "bad": (DIFFERS,),
-    "aside": (ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE),
-}  # fmt: skip
-"""Class of a badge -> verdicts; `aside` are those that count apart from what measurements reproduce."""
+TONES = dict(zip(VERDICTS, ("good", "half", "plain", "bad", *["aside"] * 3, *["plain"] * 3), strict=True))
+"""Verdict -> class of its badge; `aside` are those that count apart from what measurements reproduce."""
 METHOD = 2
 """Effort of the WebP encoder: 0.2 s a figure, and a tenth more bytes than with the most."""
 
@@ -57,16 +45,11 @@ def write_page(machines: Sequence[Machine], pages: Sequence[Path], target: Path)
         machines=[_machine(*one, target) for one in zip(machines, pages, strict=True)],
         figures=figures,
         drawn={figure["name"] for figure in figures},
-        found_head=results.FOUND, no_trials=results.NO_TRIALS, legend=results.MARKS, middle=results.MIDDLE, tone=tone,
+        found_head=results.FOUND, no_trials=results.NO_TRIALS, legend=results.MARKS, middle=results.MIDDLE, tones=TONES,
     )  # fmt: skip
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(html, encoding="utf-8")
     return target
-
-
-def tone(verdict: str) -> str:
-    """Return the class of a verdict's badge."""
-    return next((name for name, verdicts in TONES.items() if verdict in verdicts), "plain")
 
 
 def _claims(machines: Sequence[Machine]) -> Iterator[dict[str, Any]]:

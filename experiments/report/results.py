@@ -23,8 +23,8 @@ from experiments.facts.systems import STAND_INS, SYSTEMS, name_of
 from experiments.harness.catalogue import experiments
 from experiments.measure.records import Row, ensure_writable, read_rows
 from experiments.plots.frames import distinct
-from experiments.report.findings import Found, find, public_kernels, sought
-from experiments.report.machines import TRIALS, VERDICTS, Machine
+from experiments.report.findings import Found, find, sought
+from experiments.report.machines import OPERATOR_TABLES, TRIALS, VERDICTS, Machine
 from experiments.report.major import MAJOR, in_order
 from experiments.report.reproducing import GENERATED, title_of
 from experiments.workload.popularity import PAPER_WORKLOADS
@@ -42,7 +42,6 @@ MIDDLE = "Middle: the geometric mean of a ratio (a / b), else the median; points
 NO_TRIALS = "No trials are recorded on this machine: `make reliability ARGS=\"--out results\"`."
 COUNTS = ("tried", "injected", "survived", "lost")
 """Metrics of each trial (`tests/reliability`)."""
-KERNELS, KERNELS_TITLE = "ext_operator_tables", "Operators and the fastest public kernels"
 Table = tuple[Sequence[str], list[list[str]]]
 """Head and lines."""
 
@@ -52,8 +51,10 @@ def write_results(machine: Machine, target: Path, tables: Path) -> Path:
     for folder in (target.parent, tables):
         ensure_writable(folder)
     as_frame(machine.verdicts).to_csv(tables / VERDICTS, index=False, lineterminator="\n")
-    folders = {"rows": machine.folder, "figures": machine.figures}
-    links = ", ".join(f"[{name}]({_relative(path, target)})" for name, path in folders.items())
+    places = {"rows": machine.folder, "figures": machine.figures}
+    if OPERATOR_TABLES in set(machine.rows["figure"]):
+        places["operators beside public kernels"] = machine.folder / "operator_tables.md"
+    links = ", ".join(f"[{name}]({_relative(path, target)})" for name, path in places.items())
     parts = [
         GENERATED, f"# Results: {machine.name}", "", measured_on(machine.rows), "", f"Where: {links}.", "",
         "## Claims", "", f"* {machine.name}: {total(machine.verdicts)}.", *(f"* {note}" for note in notes(machine)), "",
@@ -138,7 +139,7 @@ def _figures(machine: Machine, target: Path) -> Iterator[str]:
     found = {name: table for name, _, table in findings(machine)}
     measured = set(machine.rows["figure"])
     yield from ("## Figures and findings", "", MIDDLE, "")
-    for name, title in {**{one.name: title_of(one) for one in experiments()}, KERNELS: KERNELS_TITLE}.items():
+    for name, title in {one.name: title_of(one) for one in experiments()}.items():
         picture = machine.figures / f"{name}.png"
         if picture.exists() or name in found:
             yield from (f"### {title}", "", f"`{name}`", "")
@@ -153,8 +154,6 @@ def findings(machine: Machine) -> Iterator[tuple[str, str, Table]]:
     for experiment in experiments():
         if found := find(sought().get(experiment.name, []), machine.chosen):
             yield experiment.name, title_of(experiment), (FOUND, [*map(_line, found)])
-    if found := public_kernels(machine.chosen):
-        yield KERNELS, KERNELS_TITLE, (FOUND, [*map(_line, found)])
 
 
 def _line(found: Found) -> list[str]:

@@ -8,7 +8,7 @@ from experiments.claims.rows import Rows
 from experiments.harness.catalogue import experiments
 from experiments.harness.counted import frame_of
 from experiments.measure.records import Row, write_rows
-from experiments.report.findings import Sought, find, public_kernels, sought
+from experiments.report.findings import Sought, find, sought
 from experiments.report.machines import machine_of
 from experiments.report.results import serving_tables, write_results
 from tests.experiments.report.report_rows import PAPER, decode_rows
@@ -67,15 +67,6 @@ def test_a_line_stands_for_each_alternative_and_equally_many_go_together():
     assert (one.above, one.below) == ({"system": "FP8 w8a8"}, {"system": "SGMV"})
     assert one.where == {"metric": "latency", "panel": "Identical, rank 64"}
     assert not [what for entries in sought().values() for what in (one.what for one in entries) if "{" in what]
-
-
-def test_public_kernels_are_divided_by_ours_line_by_line():
-    about = {**ABOUT, "figure": "operator tables", "panel": "A: T=1 Distinct", "metric": "latency"}
-    ours = [Row(system="wrapper", workload="Distinct", batch_size=1, value=3.1, **about)]
-    (found,) = public_kernels(rows_of(ours))
-    assert found.what == "table A: fastest public kernel / ours, as a layer calls it"
-    assert found.middle == pytest.approx(6.2 / 3.1, rel=0.02)  # sgl_v2_best in paper_results/anchors.csv
-    assert public_kernels(rows_of(fp8_rows())) == []
 
 
 def test_results_are_written_from_rows_and_name_what_has_none(tmp_path):
