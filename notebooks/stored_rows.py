@@ -14,7 +14,8 @@ from pathlib import Path
 import pandas as pd
 from IPython.display import Markdown
 
-from experiments.claims import counts, judge
+from experiments.claims import judge
+from experiments.claims.table import total
 from experiments.harness.experiment import Experiment
 from experiments.plots.draw import draw
 from experiments.plots.frames import centre, described, measured_frame, paper_frame, rows_of_repeats
@@ -76,8 +77,7 @@ class StoredRows:
             }
             for verdict in chosen
         ]
-        total = ", ".join(f"{number} {name}" for name, number in counts(chosen).items() if number)
-        return Markdown(f"{len(chosen)} claims: {total}.\n\n{as_markdown(pd.DataFrame(lines)).data}")
+        return Markdown(f"{total(chosen)}.\n\n{as_markdown(pd.DataFrame(lines)).data}")
 
     def _file(self, experiment: Experiment) -> Path:
         return self.folder / f"{experiment.name}.csv"

@@ -17,5 +17,5 @@ A new claim is a function with `@claim("C45")` in the module of its figure, its 
 
 from experiments.claims import fig01, fig08, fig11, fig13, text  # they fill CLAIMS
 from experiments.claims.finding import CLAIMS, Finding, claim
-from experiments.claims.judge import VERDICTS, Verdict, as_frame, counts, decide, judge
+from experiments.claims.judge import VERDICTS, Verdict, as_frame, decide, judge
 from experiments.claims.rows import NotMeasured

@@ -88,10 +88,10 @@ class Hour:
         said = []
         for name, metric in metrics.items():
             ends = [self._values[key] for end in (LOW, HIGH) if (key := f"{metric}{end}") in self._values]
-            span = " ({:.3g} to {:.3g})".format(*ends) if ends else ""
+            span = " ({:.4g} to {:.4g})".format(*ends) if ends else ""
             beside = self.kind == SIMULATED and published().has(metric)
-            paper = f", paper {published().one(metric):.3g}" if beside else ""
-            said.append(f"{name.replace('_', ' ')} {self.one(metric):.3g}{span}{paper}")
+            paper = f", paper {published().one(metric):.4g}" if beside else ""
+            said.append(f"{name.replace('_', ' ')} {self.one(metric):.4g}{span}{paper}")
         return "; ".join(said)
 
     def finding(self, quantities: dict[str, float], text: str) -> Finding:

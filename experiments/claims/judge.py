@@ -31,7 +31,6 @@ VERDICTS = (
     REPRODUCED, SHAPE, NOISE, DIFFERS, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE, NOT_MEASURED, NOT_TESTABLE,
     NOT_IMPLEMENTED,
 )  # fmt: skip
-MECHANISMS, WORDS, ANY, NOT_KNOWN = "claim_mechanisms.csv", "claim_words.csv", "any", "not known"
 EDGE = 0.02
 """Relative distance from a bound below which a verdict says that it is at the edge."""
 MEASURED_IN = {"abstract": "11", "text 7.2": "11", "README": "README backbone-vs-sgmv"}
@@ -112,7 +111,10 @@ class Judge:
         self._several = len(set(frame["timer"].dropna()) - {""}) > 1
         self._unsteady = set(frame.loc[unsteady(frame), "figure"])
         self._rows: dict[str, Rows] = {}
-        self._mechanisms, self._words = (self._read(paper_file(folder, name)) for name in (MECHANISMS, WORDS))
+        here = "cpu" if self.hardware == "cpu" else "gpu"
+        self._sentences = _read(paper_file(folder, "claim_mechanisms.csv"), here, "sentence")
+        words = paper_file(folder, "claim_words.csv")
+        self._most, self._limits = (_read(words, here, name) for name in ("most", "reason"))
 
     def rows(self, clock: str) -> Rows:
         """Return the rows with those of ``clock`` preferred."""
@@ -145,7 +147,7 @@ class Judge:
             outcome_of(self.bounds[id][test], finding.quantities, known, self.hardware, finding.models)
             for test in TESTS
         )
-        most, _ = self._limit(id)
+        most = self._most.get(id, "")
         word = most if most == NOT_TESTABLE else decide(Outcome.ELSEWHERE if most == SHAPE else relation, shape)
         if finding.kind == SIMULATED and word in (REPRODUCED, SHAPE):
             simulated = SIMULATED_TOO if word == REPRODUCED else SIMULATED_SHAPE
@@ -161,7 +163,7 @@ class Judge:
             hardware=self.hardware, older_source=", ".join(rows.older(figures)),
         )  # fmt: skip
         if function is None or id not in self.bounds:
-            return replace(verdict, verdict=NOT_IMPLEMENTED, reason=f"nothing here computes {_place(statement)}")
+            return replace(verdict, verdict=NOT_IMPLEMENTED, reason="no function here computes it")
         try:
             finding = function(rows)
             if clock and HOST in rows.timers(figures) and self._timed_unsteadily(statement):
@@ -170,7 +172,7 @@ class Judge:
             return self._without_value(verdict, statement, rows, str(reason))
         measured = finding.kind != SIMULATED
         known = spans(finding.quantities, [quantities(function, one) for one in rows.alone] if measured else [])
-        word, (most, limit) = self.word(id, finding, known), self._limit(id)
+        word, most, limit = self.word(id, finding, known), self._most.get(id, ""), self._limits.get(id, "")
         verdict = replace(verdict, verdict=word, clock=", ".join(rows.timers(figures) if clock else []))
         if word == NOT_TESTABLE:
             return replace(verdict, reason=f"{limit}; measured {finding.text}")
@@ -182,7 +184,7 @@ class Judge:
             test: [one for one in found if one.counts(self.hardware, finding.models)] for test, found in bounds.items()
         }
         missed = missed_bounds(counting["relation"], finding.quantities) if word == SIMULATED_SHAPE else ""
-        why = self._mechanisms.get(id, {"sentence": NOT_KNOWN})["sentence"] if word == DIFFERS or missed else ""
+        why = self._sentences.get(id, "not known") if word == DIFFERS or missed else ""
         disturbed, once = (
             measured and any(quantities(function, one) != finding.quantities for one in rows.stirred(mark))
             for mark in ("disturbed", "once")
@@ -196,28 +198,21 @@ class Judge:
 
     def _without_value(self, verdict: Verdict, statement: Statement, rows: Rows, reason: str) -> Verdict:
         """Return the verdict on a claim whose rows are missing."""
-        most, limit = self._limit(statement.id)
         if not scales_of(statement, self.hardware, rows):
-            return replace(verdict, verdict=NOT_IMPLEMENTED, reason=f"no script measures {_place(statement)}")
-        if most == NOT_TESTABLE:
-            return replace(verdict, verdict=NOT_TESTABLE, reason=limit)
-        how = command(statement, self.hardware, rows)
-        return replace(verdict, verdict=NOT_MEASURED, reason=reason, command=how)
+            return replace(verdict, verdict=NOT_IMPLEMENTED, reason="no script measures it")
+        if self._most.get(statement.id) == NOT_TESTABLE:
+            return replace(verdict, verdict=NOT_TESTABLE, reason=self._limits[statement.id])
+        return replace(verdict, verdict=NOT_MEASURED, reason=reason, command=command(statement, self.hardware, rows))
 
     def _timed_unsteadily(self, statement: Statement) -> bool:
         return bool(named(self._unsteady, statement.figure.split(", ")))
 
-    def _read(self, path: Path) -> dict[str, dict[str, str]]:
-        """Map claims to their line for this class of hardware, else for any."""
-        with path.open(newline="", encoding="utf-8") as stream:
-            lines = sorted(csv.DictReader(stream), key=lambda line: line["where"] != ANY)
-        here = "cpu" if self.hardware == "cpu" else "gpu"
-        return {line["claim"]: line for line in lines if line["where"] in (ANY, here)}
 
-    def _limit(self, id: str) -> tuple[str, str]:
-        """Return the best word that the claim can get on this class of hardware, and why; empty without a limit."""
-        line = self._words.get(id, {})
-        return line.get("most", ""), line.get("reason", "")
+def _read(path: Path, here: str, column: str) -> dict[str, str]:
+    """Map claims to a column of their line for the class of hardware ``here``, else for any."""
+    with path.open(newline="", encoding="utf-8") as stream:
+        lines = sorted(csv.DictReader(stream), key=lambda line: line["where"] != "any")
+    return {line["claim"]: line[column] for line in lines if line["where"] in ("any", here)}
 
 
 def _remark(word: str, bounds: Tests, found: Mapping[str, float], known: Mapping[str, Interval]) -> str:
@@ -248,11 +243,6 @@ def decide(relation: Outcome, shape: Outcome) -> str:
     return REPRODUCED if relation is Outcome.HOLDS else SHAPE
 
 
-def _place(statement: Statement) -> str:
-    section = statement.figure.removeprefix("text ")
-    return f"figure {section}" if section == statement.figure else f"section {section} of the text"
-
-
 def as_frame(verdicts: list[Verdict]) -> pd.DataFrame:
     """Build a frame of one line per claim, with the columns of `Verdict`; numbers as text."""
     said = [
@@ -261,11 +251,6 @@ def as_frame(verdicts: list[Verdict]) -> pd.DataFrame:
         for verdict in verdicts
     ]  # fmt: skip
     return pd.DataFrame([asdict(verdict) | texts for verdict, texts in zip(verdicts, said, strict=True)])
-
-
-def counts(verdicts: list[Verdict]) -> dict[str, int]:
-    """Count claims by verdict, in the order of `VERDICTS`."""
-    return {name: sum(verdict.verdict == name for verdict in verdicts) for name in VERDICTS}
 
 
 @lru_cache(maxsize=1)
@@ -279,9 +264,13 @@ def scales_of(statement: Statement, hardware: str, rows: Rows) -> dict[str, str]
 
     A script without rows has the scale of the paper, on a CPU the laptop's. Empty where nothing is implemented.
     """
-    figures = [MEASURED_IN.get(name, name) for name in statement.figure.split(", ")]
     usual = LAPTOP if hardware in ("", "cpu") else "paper"
-    return {scripts()[figure]: rows.scale(figure) or usual for figure in figures if figure in scripts()}
+    return {scripts()[name]: rows.scale(name) or usual for name in figures_of(statement.figure) if name in scripts()}
+
+
+def figures_of(figure: str) -> list[str]:
+    """Return the figures whose rows answer what a claim is about, by their names in rows."""
+    return [MEASURED_IN.get(name, name) for name in figure.split(", ")]
 
 
 def command(statement: Statement, hardware: str, rows: Rows) -> str:

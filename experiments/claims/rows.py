@@ -54,11 +54,8 @@ class Rows:
         quiet = known[~known["disturbed"]].pivot(index="point", columns="repeat", values="value")
         self._quiet = quiet.reindex(index=one["point"], columns=wide.columns).to_numpy(dtype=float)
         self._repeats = self._paired = wide.to_numpy(dtype=float)
-        one = one.assign(once=one["point"].map(runs) < 2).drop(columns=["value", "point", "counts"])
-        texts = [name for name, kind in one.dtypes.items() if isinstance(kind, pd.StringDtype)]
-        one = one.astype(dict.fromkeys(texts, object))  # pandas selects objects in one block, texts one by one
-        self._frame = one.copy()  # the copy has columns of a kind in one block, quick to select
-        self._figures = {str(name): self._frame.loc[places] for name, places in one.groupby("figure").groups.items()}
+        self._frame = one.assign(once=one["point"].map(runs) < 2).drop(columns=["value", "point", "counts"])
+        self._figures = {str(name): part for name, part in self._frame.groupby("figure")}
 
     def figure(self, *names: str) -> pd.DataFrame:
         """Return all rows of the figures whose name is, or begins with, one of ``names``; NotMeasured without any."""
@@ -139,30 +136,21 @@ def model_for(frame: pd.DataFrame, role: str) -> str:
 
 def pick(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
     """Return rows whose columns equal ``where``; NotMeasured without any."""
-    return frame.take(_places(frame, where))
-
-
-def _places(frame: pd.DataFrame, where: dict[str, Any]) -> np.ndarray:
-    """Return the positions of rows whose columns equal ``where``; NotMeasured without any."""
     places = np.arange(len(frame))
     for name, value in where.items():
         places = places[frame[name].to_numpy()[places] == value]
     if not len(places):
         raise NotMeasured("no rows with " + ", ".join(f"{name}={value}" for name, value in where.items()))
-    return places
+    return frame.take(places)
 
 
 def curve(frame: pd.DataFrame, metric: str, over: str = "batch_size", **where: Any) -> pd.Series:
     """Return ``metric`` where columns equal ``where``, indexed by ``over`` ascending; NotMeasured when empty."""
-    places = _places(frame, {"metric": metric, **where})  # copies of all columns would take most of a report's time
-    keys = frame[over].to_numpy()[places]
-    known = ~pd.isna(keys)
-    order = np.argsort(keys[known], kind="stable")
-    keys, values = keys[known][order], frame["value"].to_numpy()[places[known][order]]
-    if (keys[1:] == keys[:-1]).any():
-        panels = ", ".join(sorted(set(frame["panel"].to_numpy()[places]))) or "one panel"
+    found = pick(frame, metric=metric, **where).dropna(subset=over)
+    if found[over].duplicated().any():
+        panels = ", ".join(sorted(set(found["panel"]))) or "one panel"
         raise NotMeasured(f"{metric} has several values per {over} ({panels}); the claim is about one curve")
-    return pd.Series(values, pd.Index(keys, name=over), name="value")
+    return found.set_index(over)["value"].sort_index()
 
 
 def at(values: pd.Series, index: float, what: str = "batch size") -> float:

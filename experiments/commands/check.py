@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 
 from experiments.claims import Verdict
 from experiments.claims.finding import SIMULATED
+from experiments.claims.judge import figures_of
 from experiments.commands.batch import batch_main
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import folders
@@ -28,7 +29,6 @@ from experiments.plots.frames import distinct
 from experiments.report import expected
 from experiments.report.expected import Held
 from experiments.report.machines import HERE, machine_of, read_folder, rows_files
-from experiments.report.reproducing import figures_of
 
 NOT_COUNTED = "measurements and measured claims that are outside are not counted"
 
@@ -82,7 +82,7 @@ def other_device(recorded: pd.DataFrame, here: pd.DataFrame) -> str:
 
 def counted_claims(held: Held, verdicts: Sequence[Verdict], figures: Collection[str]) -> int:
     """Count the quantities outside, without those of measured claims that rest on ``figures``."""
-    excused = [one.id for one in verdicts if one.kind != SIMULATED and set(figures_of(one)) & set(figures)]
+    excused = [one.id for one in verdicts if one.kind != SIMULATED and set(figures_of(one.figure)) & set(figures)]
     return int((~held.outside["claim"].isin(excused)).sum())
 
 

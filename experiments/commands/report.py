@@ -28,8 +28,7 @@ from experiments.report.expected import write_expected
 from experiments.report.machines import Machine, machine_of, recorded_folders, recorded_machines, rows_files
 from experiments.report.operators import write_operator_tables
 from experiments.report.page import PAGE, write_page
-from experiments.report.readme import write_readme
-from experiments.report.reproducing import write_reproducing
+from experiments.report.reproducing import write_readme, write_reproducing
 from experiments.report.results import notes, write_results
 
 RECORDED = "recorded"

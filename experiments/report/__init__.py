@@ -5,6 +5,6 @@
     results.py operators.py     the page of a machine, with claims.csv beside its rows; its operator tables
     findings.py findings.yaml   what extensions found: ratios of rows, point by point
     expected.py                 expected ranges, and what is outside of them
-    reproducing.py readme.py    REPRODUCING.md; the numbers of README.md
+    reproducing.py              REPRODUCING.md; the numbers of README.md
     page.py templates/          report.html: one page with figures, every machine beside the paper
 """

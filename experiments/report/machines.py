@@ -80,3 +80,14 @@ def read_folder(folder: Path) -> pd.DataFrame:
     read = {path: frame_of(read_rows(path)) for path in rows_files(folder)}
     frames = [rows.assign(older=older(rows, path)) for path, rows in read.items()]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*COLUMNS, "older"])
+
+
+def older_share(rows: pd.DataFrame) -> str:
+    """Return the number of rows that were measured by other code than is here now, and their share."""
+    older = int(rows["older"].astype(bool).sum())
+    return f"{older:,} of {len(rows):,} ({100 * older / len(rows):.1f} %)"
+
+
+def said(value: float, digits: int = 3) -> str:
+    """Write ``value`` with so many significant digits, whole numbers of more digits in full."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"

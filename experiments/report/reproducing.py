@@ -1,6 +1,9 @@
-"""REPRODUCING.md: the command, minutes, GPU hours, expected range and verdict of each claim; each figure's minutes."""
+"""REPRODUCING.md, with the command, minutes, GPU hours, expected range and verdict of each claim; the numbers of
+README.md, each between ``<!-- measured:NAME -->`` and ``<!-- /measured -->``.
+"""
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -9,19 +12,19 @@ from typing import cast
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.claims import Verdict
-from experiments.claims.judge import LAPTOP, MEASURED_IN, command, scales_of
-from experiments.claims.rows import markdown
-from experiments.claims.table import marked
-from experiments.facts.paper import read_claims
+from experiments.claims import CLAIMS, NotMeasured, Verdict
+from experiments.claims.judge import LAPTOP, NOT_MEASURED, command, figures_of, scales_of
+from experiments.claims.rows import Rows, markdown
+from experiments.claims.table import marked, total
+from experiments.facts.paper import paper_rows, read_claims
 from experiments.harness.catalogue import experiments
 from experiments.harness.counted import SCALES
 from experiments.harness.experiment import Experiment
 from experiments.harness.recording import recorded_sets
 from experiments.harness.schema import CONF
-from experiments.plots.frames import distinct
+from experiments.measure.records import RowsError
 from experiments.report.expected import claim_ranges
-from experiments.report.machines import Machine
+from experiments.report.machines import Machine, older_share, said
 from experiments.report.major import MAJOR, in_order
 
 GENERATED = "<!-- written by: make report ARGS=source=recorded -->"
@@ -38,20 +41,21 @@ fetched or kept. **Ranges** follow [one rule](docs/running.md#expected-ranges). 
 GPU is of the scale of its recorded rows. It measures Llama-2 7B: ranges that also hold 13B need it once more with
 `model=llama2-13b`. `make record-all` measures all recorded sets.
 """
-UNKNOWN, CPU = "-", "cpu"
+UNKNOWN, CPU, GPU = "-", "cpu", "h200"
+MARKED = re.compile(r"(<!-- measured:([\w-]+) -->).*?(<!-- /measured -->)", re.DOTALL)
+Machines = Mapping[str, Machine]
 
 
 def write_reproducing(machines: Sequence[Machine], paper: Path, target: Path) -> Path:
     """Write the page on ``machines``, the recorded ones, to ``target``; ``paper`` is ``paper_results``."""
     laptop = sum(minutes(one.name, LAPTOP) or 0.0 for one in experiments())
     carried = {id for one in MAJOR for id in one.claims}
-    said = INTRODUCTION.format(laptop=laptop, hours=gpu_cost(carried)[0])
     head, lines = claims_table(machines, paper)
-    parts = [GENERATED, "# Reproducing", "", said, "## The claims that carry the paper", ""]
-    parts += [*markdown(head, lines[: len(carried)]), "", "## The other claims", ""]
-    parts += [*markdown(head, lines[len(carried) :]), "", "## Figures", ""]
-    parts += ["A figure without minutes at a scale runs to its end there.", ""]
-    target.write_text("\n".join([*parts, *markdown(*figures_table(machines)), ""]), encoding="utf-8")
+    parts = [GENERATED, "# Reproducing", "", INTRODUCTION.format(laptop=laptop, hours=gpu_cost(carried)[0])]
+    parts += ["## The claims that carry the paper", "", *markdown(head, lines[: len(carried)]), ""]
+    parts += ["## The other claims", "", *markdown(head, lines[len(carried) :]), ""]
+    parts += ["## Figures", "", "A figure without minutes at a scale runs to its end there.", "", *figures_table(), ""]
+    target.write_text("\n".join(parts), encoding="utf-8")
     return target
 
 
@@ -60,7 +64,7 @@ def claims_table(machines: Sequence[Machine], paper: Path) -> tuple[list[str], l
     statements = {one.id: one for one in read_claims(paper)}
     first, *_ = machines
     gpus = [machine for machine in machines if machine.name != CPU]
-    of_machine = {machine.name: {one.id: one for one in machine.verdicts} for machine in machines}
+    of_machine = [{one.id: one for one in machine.verdicts} for machine in machines]
     lines = []
     for verdict in in_order(first.verdicts):
         statement = statements[verdict.id]
@@ -68,13 +72,14 @@ def claims_table(machines: Sequence[Machine], paper: Path) -> tuple[list[str], l
         on_cpu = command(statement, CPU, first.chosen) if first.name == CPU else ""
         scripts = scales_of(statement, CPU, first.chosen)
         given = sum(minutes(name, LAPTOP) or 0.0 for name in scripts)
-        cells = [f"{verdict.id} {verdict.statement}", ", ".join(scripts) or UNKNOWN]
-        cells += [f"`{on_cpu}`" if on_cpu else UNKNOWN, f"{given:g}" if given else UNKNOWN]
         hours, memory = gpu_cost([verdict.id])
-        cells += [f"`{on_gpu}`" if on_gpu and hours else UNKNOWN, f"{hours:.2g}" if hours else UNKNOWN, memory]
-        cells.append(disk(verdict, machines))
-        here = [of_machine[one.name][verdict.id] for one in machines]
-        lines.append([*cells, *(f"{marked(one)}{expected(one, paper)}" for one in here)])
+        lines.append([
+            f"{verdict.id} {verdict.statement}", ", ".join(scripts) or UNKNOWN,
+            f"`{on_cpu}`" if on_cpu else UNKNOWN, f"{given:g}" if given else UNKNOWN,
+            f"`{on_gpu}`" if on_gpu and hours else UNKNOWN, f"{hours:.2g}" if hours else UNKNOWN, memory,
+            disk(verdict, machines),
+            *(f"{marked(here[verdict.id])}{expected(here[verdict.id], paper)}" for here in of_machine),
+        ])  # fmt: skip
     head = ["claim", "experiment", "on a CPU", "minutes", "on a GPU", "GPU hours", "GPU memory", "disk"]
     return [*head, *(f"{machine.name}: verdict, range" for machine in machines)], lines
 
@@ -111,22 +116,20 @@ def gpu_cost(claims: Collection[str]) -> tuple[float, str]:
 
 def disk(verdict: Verdict, machines: Sequence[Machine]) -> str:
     """Return the megabytes of the recorded rows and samples of a claim's figures, on the machine with most."""
-    names = [one.name for one in experiments() if one.figure in figures_of(verdict)]
+    names = [one.name for one in experiments() if one.figure in figures_of(verdict.figure)]
     files = [[path for name in names for path in machine.folder.glob(f"{name}.*")] for machine in machines]
     size = max(sum(path.stat().st_size for path in found) for found in files)
     return f"{max(size / 1e6, 0.1):.1f} MB" if size else UNKNOWN
 
 
-def figures_table(machines: Sequence[Machine]) -> tuple[list[str], list[list[str]]]:
-    """Return head and lines: an experiment, its command, its minutes, and scale and commits of its rows per machine."""
+def figures_table() -> list[str]:
+    """Build lines of Markdown: an experiment, its command, and its minutes."""
     lines = []
     for one in experiments():
         short = one.name if one.name.startswith("ext") else one.name.partition("_")[0]
         given = [f"{value:g} ({scale})" for scale in reversed(SCALES) if (value := minutes(one.name, scale))]
-        rows = [machine.rows[machine.rows["figure"] == one.figure] for machine in machines]
-        known = [f"{', '.join(distinct(part, 'scale'))}; {commits(part)}" if len(part) else UNKNOWN for part in rows]
-        lines.append([title_of(one), f"`make figure FIG={short}`", ", ".join(given) or UNKNOWN, *known])
-    return ["figure", "command", "minutes (scale)", *(f"rows of {one.name}: scale; commits" for one in machines)], lines
+        lines.append([title_of(one), f"`make figure FIG={short}`", ", ".join(given) or UNKNOWN])
+    return markdown(["figure", "command", "minutes (scale)"], lines)
 
 
 @cache
@@ -147,12 +150,71 @@ def minutes(name: str, scale: str) -> float | None:
     return (settings(name).get("minutes") or {}).get(scale)
 
 
-def figures_of(verdict: Verdict) -> list[str]:
-    """Return the figures whose rows answer the claim, by their names in rows."""
-    return [MEASURED_IN.get(name, name) for name in verdict.figure.split(", ")]
+def write_readme(machines: Sequence[Machine], path: Path) -> Path:
+    """Fill the markers of ``path``.
+
+    `RowsError` names file and marker where no function fills it, or recorded rows that it needs are missing; the file
+    is not written then.
+    """
+    known = {machine.name: machine for machine in machines}
+
+    def filled(match: re.Match[str]) -> str:
+        marker = f"{path}: the marker measured:{match[2]}"
+        if match[2] not in VALUES:
+            raise RowsError(f"{marker} is filled by no function: choose one of {', '.join(sorted(VALUES))}")
+        try:
+            return match[1] + VALUES[match[2]](known) + match[3]
+        except KeyError as missing:
+            raise RowsError(f"{marker} needs recorded rows for {missing}: measure and record them") from None
+
+    path.write_text(MARKED.sub(filled, path.read_text(encoding="utf-8")), encoding="utf-8")
+    return path
 
 
-def commits(rows: pd.DataFrame) -> str:
-    """Return the commits of ``rows``, shortened; a dash without any."""
-    short = (commit[:7] + ("-dirty" if commit.endswith("-dirty") else "") for commit in distinct(rows, "commit"))
-    return ", ".join(dict.fromkeys(short)) or UNKNOWN
+def recorded(machines: Machines) -> str:
+    """Build a table of the verdicts on each machine."""
+    pages = {name: f"docs/results-{name}.md" for name in machines}
+    lines = [[name, total(one.verdicts), f"[{pages[name]}]({pages[name]})"] for name, one in machines.items()]
+    return "\n".join(["\n", *markdown(("recorded on", "verdicts", "results"), lines), "\n"])
+
+
+def claims(machines: Machines) -> str:
+    """Build a table of `MAJOR` on the GPU, of what only a simulation answers on the CPU; a line of a cell per claim."""
+    by_id = {name: {one.id: one for one in machines[name].verdicts} for name in (GPU, CPU)}
+    theirs, lines = Rows(paper_rows(machines[GPU].paper)), []
+    for one in MAJOR:
+        where = GPU if any(by_id[GPU][id].verdict != NOT_MEASURED for id in one.claims) else CPU
+        cells = []
+        for id, chosen in one.shown_of.items():
+            ours = by_id[where][id].quantities
+            name = chosen if chosen in ours else next(iter(ours), chosen)
+            value = said(ours[name]) if name in ours else UNKNOWN
+            cells.append([f"{id} {name.replace('_', ' ')}", _paper(id, name, theirs), value, marked(by_id[where][id])])
+        page = f"[{where}](docs/results-{where}.md#claims-that-carry-the-paper)"
+        lines.append([one.text, *("<br>".join(column) for column in zip(*cells, strict=True)), page])
+    head = ("the paper says", "claim", "paper", "ours", "verdict", "rows, figures")
+    return "\n".join(["\n", *markdown(head, lines), "\n"])
+
+
+def _paper(id: str, name: str, theirs: Rows) -> str:
+    try:
+        return said(CLAIMS[id](theirs).quantities[name])
+    except (NotMeasured, KeyError):
+        return UNKNOWN
+
+
+def speedup(machines: Machines, name: str) -> str:
+    """Return a speed-up of C30, its interval where that is known."""
+    verdict = next(one for one in machines[GPU].verdicts if one.id == "C30")
+    if name in verdict.interval:
+        return "{:.4g} to {:.4g}".format(*verdict.interval[name])
+    return said(verdict.quantities[name])
+
+
+VALUES: dict[str, Callable[[Machines], str]] = {
+    "machines": recorded,
+    "claims": claims,
+    "older-rows": lambda machines: ", ".join(f"{older_share(one.rows)} on {name}" for name, one in machines.items()),
+    "speedup-7b": lambda machines: speedup(machines, "7B Distinct"),
+    "speedup-13b": lambda machines: speedup(machines, "13B Distinct"),
+}

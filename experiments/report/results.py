@@ -24,7 +24,7 @@ from experiments.harness.catalogue import experiments
 from experiments.measure.records import Row, ensure_writable, read_rows
 from experiments.plots.frames import distinct
 from experiments.report.findings import Found, find, sought
-from experiments.report.machines import OPERATOR_TABLES, TRIALS, VERDICTS, Machine
+from experiments.report.machines import OPERATOR_TABLES, TRIALS, VERDICTS, Machine, older_share, said
 from experiments.report.major import MAJOR, in_order
 from experiments.report.reproducing import GENERATED, title_of
 from experiments.workload.popularity import PAPER_WORKLOADS
@@ -94,12 +94,6 @@ def older_note(rows: pd.DataFrame) -> str:
     return f"Rows of older source, to be measured again (make reproduce): {older_share(rows)}{silent}; {figures}."
 
 
-def older_share(rows: pd.DataFrame) -> str:
-    """Return the number of rows that were measured by other code than is here now, and their share."""
-    older = int(rows["older"].astype(bool).sum())
-    return f"{older:,} of {len(rows):,} ({100 * older / len(rows):.1f} %)"
-
-
 def measured_on(rows: pd.DataFrame) -> str:
     """Return a sentence on device, settings, versions, commits and dates of ``rows``."""
     if rows.empty:
@@ -160,11 +154,6 @@ def _line(found: Found) -> list[str]:
     ends = [said(found.least), said(found.most)] if found.points > 1 else ["", ""]
     unit = "" if found.unit in ("", "ratio", "share") else f" {found.unit}"
     return [found.what, f"{said(found.middle)}{unit}{found.marks}", *ends, str(found.points)]
-
-
-def said(value: float, digits: int = 3) -> str:
-    """Write ``value`` with so many significant digits, whole numbers of more digits in full."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
 def _simulations(rows: pd.DataFrame, paper: Path) -> Iterator[str]:

@@ -7,11 +7,9 @@ import pytest
 
 from experiments.harness.schema import REPOSITORY
 from experiments.measure.records import RowsError, write_rows
-from experiments.report import readme
 from experiments.report.machines import machine_of
 from experiments.report.major import MAJOR
-from experiments.report.readme import MARKED, VALUES, write_readme
-from experiments.report.reproducing import GENERATED
+from experiments.report.reproducing import GENERATED, MARKED, VALUES, claims, write_readme
 from tests.experiments.report.report_rows import PAPER, decode_rows, operator_rows
 
 README = REPOSITORY / "README.md"
@@ -70,7 +68,7 @@ def test_every_major_claim_is_shown_with_the_papers_value_and_its_verdict(tmp_pa
     for name, found in (("h200", operator_rows("host_clock", 160.0)), ("cpu", decode_rows())):
         write_rows(tmp_path / "results" / name / "rows.csv", found)
     machines = {name: machine_of(tmp_path / "results" / name, tmp_path, PAPER, name) for name in ("h200", "cpu")}
-    lines = readme.claims(machines).strip().splitlines()[2:]
+    lines = claims(machines).strip().splitlines()[2:]
     assert len(lines) == len(MAJOR)
     (operators,) = (line for line in lines if "Gather-BMM" in line)
     assert "| C12 smallest<br>C13 smallest | 2.07<br>3.09 | 0.5<br>0.5 | differs‡<br>differs‡ | [h200]" in operators

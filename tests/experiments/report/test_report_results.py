@@ -181,7 +181,7 @@ def test_a_claim_has_its_command_minutes_hours_range_and_verdict(here, tmp_path)
     assert about in claims["C01"]
     assert claims["C01"].endswith(" | 90 GB | 0.1 MB | reproduced‡; ratio 0.8 to 1.8 |")
     assert claims["C26"].endswith("| not measured here |")
-    assert f"| `make figure FIG=sec6` | {minutes('sec6_norm', 'laptop'):g} (laptop) | - |" in text
+    assert f"| `make figure FIG=sec6` | {minutes('sec6_norm', 'laptop'):g} (laptop) |" in text
 
 
 def test_the_command_on_a_gpu_is_of_the_scale_of_its_rows(tmp_path):
