@@ -1,20 +1,19 @@
 """Rows know the code that measured them: what makes them stale, what does not, and who says so."""
 
-import csv
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import Fake, composed
+from fakes import GRID, NAME, Fake, composed, rows_of
 
 from experiments.harness import resume, source
 from experiments.harness.counted import frame_of
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
-from experiments.measure.records import COLUMNS, RowsError, read_rows, write_rows
+from experiments.measure.records import read_rows, write_rows
 from experiments.report import ages
 from experiments.report.ages import script_of
 from experiments.report.machines import machine_of, read_folder, recorded_folders, rows_files
@@ -65,6 +64,14 @@ def hashed(tree):
     return fingerprint(tree / "experiments/fig99.py", tree)
 
 
+def changed(tree, file, old, new):
+    """Tell whether an edit of a file changes the hash."""
+    before = hashed(tree)
+    assert old in FILES[file]
+    (tree / file).write_text(FILES[file].replace(old, new, 1))
+    return hashed(tree) != before
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
@@ -81,40 +88,33 @@ def hashed(tree):
         ("paper_results/fig13.csv", "1", "2"),
         ("results/h200/fig10_layer.csv", "ab,1", "ab,2"),
     ],
-    ids=lambda text: text if "/" in text and " " not in text else "",
-)  # fmt: skip
+)
 def test_what_decides_a_number_changes_the_hash(tree, file, old, new):
-    before = hashed(tree)
-    assert old in FILES[file]
-    (tree / file).write_text(FILES[file].replace(old, new, 1))
-    assert hashed(tree) != before
+    assert changed(tree, file, old, new)
 
 
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        ("experiments/benches/clock.py", '"""Times."""', '"""Reads the clock, in other words."""'),
-        ("experiments/benches/clock.py", "  # of a call", '\n"""How often."""'),
-        ("experiments/benches/clock.py", "OTHER = 4", "OTHER = 5"),
-        ("punica/ops/kernel.py", "return 5", "return 6"),
-        ("punica/ops/other.py", "return 0", "return 1"),
-        ("experiments/plots/bars.py", "2", "3"),
-        ("punica/__init__.py", "0.1.0", "1.0.0"),
-        ("experiments/systems/mine.py", '"bars"', '"dots"'),
-        ("experiments/systems/mine.py", '"grid"', '"table"'),
-        ("paper_results/fig01.csv", "1", "2"),
-        ("results/h200/fig10_layer.csv", "ab,1", "cd,1"),
-        ("experiments/fig99.py", "\n\n\ndef", "\nif TYPE_CHECKING:\n    from punica.ops.other import rows\n\n\ndef"),
+        pytest.param("experiments/benches/clock.py", '"""Times."""', '"""Reads the clock."""', id="docstring"),
+        pytest.param("experiments/benches/clock.py", "  # of a call", '\n"""How often."""', id="comment"),
+        pytest.param("experiments/benches/clock.py", "OTHER = 4", "OTHER = 5", id="other constant"),
+        pytest.param("punica/ops/kernel.py", "return 5", "return 6", id="other function"),
+        pytest.param("punica/ops/other.py", "return 0", "return 1", id="name of a local"),
+        pytest.param("experiments/plots/bars.py", "2", "3", id="plot"),
+        pytest.param("punica/__init__.py", "0.1.0", "1.0.0", id="version"),
+        pytest.param("experiments/systems/mine.py", '"bars"', '"dots"', id="drawing"),
+        pytest.param("experiments/systems/mine.py", '"grid"', '"table"', id="drawing beside"),
+        pytest.param("paper_results/fig01.csv", "1", "2", id="other data"),
+        pytest.param("results/h200/fig10_layer.csv", "ab,1", "cd,1", id="hash of rows that are read"),
+        pytest.param(
+            "experiments/fig99.py", "\n\n\ndef",
+            "\nif TYPE_CHECKING:\n    from punica.ops.other import rows\n\n\ndef", id="import for types",
+        ),
     ],
-    ids=["docstring", "comment", "other-constant", "other-function", "name-of-a-local", "plot", "version", "drawing",
-         "drawing-beside", "other-data",
-         "hash-of-read-rows", "import-for-types"],
 )  # fmt: skip
 def test_what_decides_none_does_not(tree, file, old, new):
-    before = hashed(tree)
-    assert old in FILES[file]
-    (tree / file).write_text(FILES[file].replace(old, new, 1))
-    assert hashed(tree) == before
+    assert not changed(tree, file, old, new)
 
 
 def test_moved_and_merged_and_renamed_modules_change_nothing(tree):
@@ -131,97 +131,62 @@ def test_moved_and_merged_and_renamed_modules_change_nothing(tree):
     assert hashed(tree) == before
 
 
-SCRIPTS = REPOSITORY / "experiments"
-
-
 def reach(script):
-    found = source.Reach(source.tree_of(REPOSITORY), SCRIPTS / f"{script}.py")
+    found = source.Reach(source.tree_of(REPOSITORY), REPOSITORY / f"experiments/{script}.py")
     names = {name for code in found.codes for name in re.findall(r"^(?:FunctionDef|ClassDef)\(name='(\w+)'", code)}
     return names, {path.relative_to(REPOSITORY).as_posix() for path in found.data}
 
 
 @pytest.mark.parametrize(
-    ("script", "names", "data"),
+    ("script", "names", "others", "data"),
     [
-        ("fig08_lora_operator", {"Passes", "CpuTimes", "TritonOps", "_sum_ranks"}, "punica/ops/triton_ops/tuned/"),
-        ("fig11_textgen", {"Engine", "EngineSystem", "Scheduler", "_sum_ranks"}, "punica/ops/triton_ops/tuned/"),
-        ("ext_placement", {"Passes"}, "results/h200/fig10_layer.csv"),
-        ("fig13_cluster", {"Passes", "RayCluster"}, "paper_results/fig13_cluster.csv"),
-        ("fig13_cluster", set(), "paper_results/fig10_transformer_layer.csv"),
-        ("ext_own_server", {"Engine", "Server", "_Parser"}, "punica/ops/triton_ops/tuned/"),
-        ("ext_server", {"Engine", "Server", "_Parser"}, "punica/ops/triton_ops/tuned/"),
+        (NAME, {"Passes", "CpuTimes", "TritonOps"}, {"Engine", "Scheduler"}, "punica/ops/triton_ops/tuned/"),
+        ("fig11_textgen", {"Engine", "EngineSystem", "Scheduler"}, set(), "punica/ops/triton_ops/tuned/"),
+        ("ext_placement", {"Passes"}, set(), "results/h200/fig10_layer.csv"),
+        ("fig13_cluster", {"Passes", "RayCluster"}, set(), "paper_results/fig13_cluster.csv"),
     ],
 )  # fmt: skip
-def test_figures_reach_their_code_and_data(script, names, data):
+def test_figures_reach_their_code_and_data(script, names, others, data):
     found, files = reach(script)
-    assert names - found == set()
+    assert (names - found, others & found) == (set(), set())
     assert [file for file in files if file.startswith(data)]
 
 
-def test_operator_figures_reach_no_engine():
-    assert not reach("fig08_lora_operator")[0] & {"Engine", "Scheduler", "EngineConfig"}
-
-
 def test_rows_of_other_code_are_measured_again_and_replaced(tmp_path, monkeypatch):
-    grid = ("workload=distinct", "figure.batch_sizes=[1,2]")
-    run(composed(tmp_path, *grid), Fake())
-    rows = tmp_path / "cpu" / "smoke" / "rows" / "fig08_lora_operator.csv"
-    (first,) = {row.source_hash for row in read_rows(rows)}
-    assert len(first) == 12
+    run(composed(tmp_path, *GRID, "scale.passes=1"), Fake())
+    assert {len(row.source_hash) for row in rows_of(tmp_path)} == {12}
     monkeypatch.setattr(resume, "source_of", lambda *_: "0" * 12)
-    fake = Fake()
-    assert run(composed(tmp_path, *grid), fake).measured == 2
-    assert {row.source_hash for row in read_rows(rows)} == {"0" * 12}
-    assert run(composed(tmp_path, *grid), fake).skipped == 2
+    assert run(composed(tmp_path, *GRID, "scale.passes=1"), Fake()).measured == 2
+    assert {row.source_hash for row in rows_of(tmp_path)} == {"0" * 12}
+    assert run(composed(tmp_path, *GRID, "scale.passes=1"), Fake()).skipped == 2
 
 
-def old_file(path):
-    """A file as it was written before rows had the column, with one row of Figure 8."""
-    run(composed(path, "workload=distinct", "figure.batch_sizes=[1]"), Fake())
-    rows = path / "cpu" / "smoke" / "rows" / "fig08_lora_operator.csv"
-    write_rows(rows, [replace(row, scale="laptop") for row in read_rows(rows)])
-    with rows.open(newline="") as stream:
-        lines = list(csv.DictReader(stream))
-    with rows.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, [name for name in COLUMNS if name != "source_hash"], extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(lines)
-    return rows
-
-
-def test_files_without_the_column_are_read_as_older_and_not_rewritten(tmp_path):
-    rows = old_file(tmp_path)
-    before = rows.read_bytes()
-    assert {row.source_hash for row in read_rows(rows)} == {""}
-    assert read_folder(rows.parent)["older"].all()
-    assert rows.read_bytes() == before
-    rows.write_text(before.decode().replace("config_hash,", "", 1))
-    with pytest.raises(RowsError, match="line 1: the header misses the columns config_hash"):
-        read_rows(rows)
-
-
-def judged(rows, target):
-    """Verdicts on the rows in the folder `rows`, written to `target`."""
-    machine = machine_of(rows, target, REPOSITORY / "paper_results")
-    write_results(machine, target / "claims.md", target)
-    return machine.verdicts
+def with_source(folder, source_hash):
+    """A file with one point of Figure 8."""
+    run(composed(folder, *GRID, "figure.batch_sizes=[1]"), Fake())
+    path = folder / "cpu" / "smoke" / "rows" / f"{NAME}.csv"
+    write_rows(path, [replace(row, scale="laptop", source_hash=source_hash) for row in read_rows(path)])
+    return path
 
 
 def test_the_report_names_figures_of_older_source_and_keeps_their_verdicts(tmp_path):
-    rows = old_file(tmp_path)
-    old = judged(rows.parent, tmp_path / "old")
-    count = len(read_rows(rows))
-    assert (
-        f"Rows of older source, to be measured again (make reproduce): {count} of {count} (100.0 %), "
-        f"{count} of which do not say what source they are of; figure 8.\n"
-    ) in (tmp_path / "old/claims.md").read_text()
-    assert {verdict.older_source for verdict in old if verdict.figure == "8" and verdict.kind != "simulated"} == {"8"}
-    assert {verdict.older_source for verdict in old if verdict.figure == "7"} == {""}
-    current = fingerprint(script_of(rows))
-    write_rows(rows, [replace(row, source_hash=current) for row in read_rows(rows)])
-    new = judged(rows.parent, tmp_path / "new")
-    assert "older source" not in (tmp_path / "new/claims.md").read_text()
-    assert [verdict.verdict for verdict in new] == [verdict.verdict for verdict in old]
+    verdicts = {}
+    for kind, digest in (("old", ""), ("new", fingerprint(REPOSITORY / f"experiments/{NAME}.py"))):
+        rows = with_source(tmp_path / kind, digest)
+        machine = machine_of(rows.parent, tmp_path / kind, REPOSITORY / "paper_results")
+        write_results(machine, tmp_path / kind / "claims.md", tmp_path / kind)
+        assert ("Rows of older source" in (tmp_path / kind / "claims.md").read_text()) is (kind == "old")
+        verdicts[kind] = machine.verdicts
+    older = {verdict.figure: verdict.older_source for verdict in verdicts["old"] if verdict.kind != "simulated"}
+    assert (older["8"], older["7"]) == ("8", "")
+    assert [one.verdict for one in verdicts["new"]] == [one.verdict for one in verdicts["old"]]
+
+
+def test_rows_whose_script_was_renamed_or_deleted_are_older(tmp_path):
+    rows = with_source(tmp_path, fingerprint(REPOSITORY / f"experiments/{NAME}.py"))
+    assert not read_folder(rows.parent)["older"].any()
+    rows.rename(rows.with_name("fig08_operators.csv"))
+    assert read_folder(rows.parent)["older"].all()
 
 
 def test_a_rows_file_belongs_to_the_script_of_its_name_and_no_other():
@@ -233,16 +198,6 @@ def test_a_rows_file_belongs_to_the_script_of_its_name_and_no_other():
 def test_recorded_rows_have_a_script():
     files = [path for folder in recorded_folders(REPOSITORY / "results") for path in rows_files(folder)]
     assert [path for path in files if script_of(path) is None] == []
-
-
-def test_rows_whose_script_was_renamed_or_deleted_are_older(tmp_path):
-    """They counted as current: nothing was left to compare their hash with."""
-    current = fingerprint(REPOSITORY / "experiments/fig08_lora_operator.py")
-    rows = [replace(row, source_hash=current) for row in read_rows(old_file(tmp_path / "made"))]
-    write_rows(tmp_path / "fig08_lora_operator.csv", rows)
-    assert not read_folder(tmp_path)["older"].any()
-    (tmp_path / "fig08_lora_operator.csv").rename(tmp_path / "fig08_operators.csv")
-    assert read_folder(tmp_path)["older"].all()
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "h200"])
