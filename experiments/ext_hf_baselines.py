@@ -20,9 +20,6 @@ Every way is compared with the reference's logits first, and has the faster of b
                         the host's Python is what the step takes
 
 Cost at scale=laptop: about 20 seconds on two cores, 2 GB; at scale=gpu three to five minutes per model, 27 and 45 GB.
-
-    python -m experiments.ext_hf_baselines scale=gpu model=llama2-7b
-    python -m experiments.ext_hf_baselines scale=gpu model=llama2-13b
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
 
     from experiments.benches.step_parts import Launches
     from experiments.measure.timing import Protocol
-    from experiments.systems.hf_decoding import Decoding
+    from experiments.systems.hugging_face import Decoding
     from experiments.systems.world import World
 
 
@@ -51,10 +48,6 @@ class Way(NamedTuple):
     merged: bool = False
     graphs: bool = False
     mixed: bool = False
-
-    def adapters(self, batch: int) -> list[int]:
-        """Adapter of each row."""
-        return list(range(1, batch + 1)) if self.mixed else batch * [1]
 
 
 WAYS = {
@@ -86,34 +79,30 @@ class HfBench:
         """Time steps of `batch` rows behind `context` tokens each, on a GPU with the faster product."""
         from torch import nn
 
-        from experiments.systems.hf_backend import SameProduct
+        from experiments.benches.step_parts import launches_of
+        from experiments.measure.timing import time_side_by_side
+        from experiments.systems.hugging_face import SameProduct
 
         if name not in self._checked:
             self._check(name)
             self._checked.add(name)
-        kinds = (SameProduct,) if self.world.device == "cpu" else (SameProduct, nn.Linear)
-        found = [self._timed(WAYS[name], batch, context, protocol, kind) for kind in kinds]
-        return min(found, key=lambda timed: median(timed.steps))
-
-    def _timed(self, way: Way, batch: int, context: int, protocol: Protocol, kind: type[nn.Linear]) -> Timed:
-        from experiments.benches.step_parts import launches_of
-        from experiments.measure.timing import time_side_by_side
-        from experiments.systems.hf_backend import SameProduct
-
+        on_gpu, timed = self.world.device != "cpu", list[Timed]()
         steps = protocol.warmup + max(protocol.repeats, protocol.min_repeats) + 1
-        with self._decoding(way, batch * [context * [1]], steps + 1, done=1, kind=kind) as decoding:
-            seconds = time_side_by_side({"": [decoding.step]}, protocol)[""]
-            launches = None if self.world.device == "cpu" else launches_of(decoding.step)
-        return Timed(seconds, launches, kind is SameProduct)
+        for kind in (SameProduct, nn.Linear) if on_gpu else (SameProduct,):
+            with self._decoding(name, batch * [context * [1]], steps + 1, done=1, kind=kind) as decoding:
+                seconds = time_side_by_side({"": [decoding.step]}, protocol)[""]
+                launches = launches_of(decoding.step) if on_gpu else None
+            timed.append(Timed(seconds, launches, kind is SameProduct))
+        return min(timed, key=lambda one: median(one.steps))
 
     @contextmanager
     def _decoding(
-        self, way: Way, prompts: Sequence[Sequence[int]], new_tokens: int, done: int, kind: type[nn.Linear]
+        self, name: str, prompts: Sequence[Sequence[int]], new_tokens: int, done: int, kind: type[nn.Linear]
     ) -> Iterator[Decoding]:
-        backend, adapters = self.world.peft, way.adapters(len(prompts))
-        rows = backend.places(adapters) if way.mixed else None
-        one = backend.merged if way.merged else backend.adapter
-        with nullcontext() if way.mixed else one(adapters[0]), backend.product(kind):
+        backend, way = self.world.peft, WAYS[name]
+        rows = backend.places(range(1, len(prompts) + 1)) if way.mixed else None
+        applied = nullcontext() if way.mixed else (backend.merged if way.merged else backend.adapter)(1)
+        with applied, backend.product(kind):
             yield backend.decoding(prompts, new_tokens, rows, done, way.graphs)
 
     def _check(self, name: str) -> None:
@@ -121,17 +110,17 @@ class HfBench:
         import torch
 
         from experiments.benches.model_steps import TOLERANCE, difference
-        from experiments.systems.hf_backend import SameProduct
+        from experiments.systems.hugging_face import SameProduct
         from experiments.systems.stream import Job
 
-        way, limit = WAYS[name], TOLERANCE[self.world.dtype]
+        limit = TOLERANCE[self.world.dtype]
         prompts, forced = [tuple(range(1, 20)), (5, 6, 7)], [[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]]
-        jobs = [Job(prompt, 6, adapter) for prompt, adapter in zip(prompts, way.adapters(2), strict=True)]
+        jobs = [Job(prompt, 6, 1 + WAYS[name].mixed * place) for place, prompt in enumerate(prompts)]
         expected = [self.world.reference(job, tokens, lora=True) for job, tokens in zip(jobs, forced, strict=True)]
         plain = self.world.reference(jobs[0], forced[0], lora=False)
-        with self._decoding(way, prompts, 6, done=0, kind=SameProduct) as decoding:
-            found = decoding.forced(torch.tensor(forced, device=self.world.device))
-        error = max(difference(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+        with self._decoding(name, prompts, 6, done=0, kind=SameProduct) as decoding:
+            logits = decoding.forced(torch.tensor(forced, device=self.world.device))
+        error = max(difference(ours, theirs) for ours, theirs in zip(logits, expected, strict=True))
         without = difference(plain, expected[0])
         if not error <= limit < without:
             raise CheckFailed(
@@ -164,7 +153,7 @@ class HfBaselines(Experiment):
         adapters = {"alpha": cfg.adapters.alpha, "seed": cfg.adapters.seed}
         settings = {"model": model_settings(cfg.model), "adapters": adapters}
         return [
-            Point(f"batch {batch}", system, "Distinct" if system == "mixed" else "Identical", cfg.model.name, batch,
+            Point(f"batch {batch}", system, "Distinct" if WAYS[system].mixed else "Identical", cfg.model.name, batch,
                   figure.context, rank, settings)
             for rank in cfg.adapters.ranks
             for batch in figure.batch_sizes
@@ -178,12 +167,12 @@ class HfBaselines(Experiment):
 
         batch, context = cast(int, point.batch_size), cast(int, point.seq_len)
         timed = self._bench(cfg, cast(int, point.rank)).measure(point.system, batch, context, protocol(cfg))
-        found = sampled("step_latency", [1e3 * seconds for seconds in timed.steps], "ms")
+        readings = sampled("step_latency", [1e3 * seconds for seconds in timed.steps], "ms")
         if timed.launches is None:
-            return found
+            return readings
         launch, step = seconds_per_launch(), median(timed.steps)
         return [
-            *found,
+            *readings,
             Reading("launches_per_step", timed.launches.launches, "launches", "count"),
             Reading("kernels_per_step", timed.launches.kernels, "kernels", "count"),
             Reading("device_time", 1e3 * timed.launches.busy, "ms"),
@@ -198,14 +187,11 @@ class HfBaselines(Experiment):
         from experiments.systems.weights import Limits
         from experiments.systems.world import World
 
-        figure = cast(HfBaselinesConf, cfg.figure)
+        figure, adapters, device = cast(HfBaselinesConf, cfg.figure), cfg.adapters, cfg.hardware.device
         steps = cfg.scale.warmup + max(cfg.scale.repeats, cfg.scale.min_repeats)
         limits = Limits(max(figure.batch_sizes), figure.context + steps + 2)
-
-        def build() -> HfBench:
-            return HfBench(World(cfg.model, cfg.hardware.device, limits, rank, cfg.adapters.alpha, cfg.adapters.seed))
-
-        return self.kept((cfg.model.name, rank, limits, cfg.hardware.device), build)
+        key = (cfg.model.name, rank, limits, device)
+        return self.kept(key, lambda: HfBench(World(cfg.model, device, limits, rank, adapters.alpha, adapters.seed)))
 
 
 EXPERIMENT = HfBaselines()

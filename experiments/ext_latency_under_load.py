@@ -26,21 +26,16 @@ There is no _p99 of fewer than 100 requests or gaps: p95 and _max are what these
 point at a low rate. At scale=gpu a repeat has 200 requests at the baseline's capacity, and as many at a load as come
 within 8 to 10 seconds: hundreds of Punica's, and no p99 of a baseline's.
 
-Lengths are those that the paper states (D01; `systems.stream`), scaled to `max_len`. Baselines run without LoRA, and
-switching their adapter costs nothing, as in Figure 11. Tokens are compared with Hugging Face's before timing.
+Lengths are those that the paper states (D01), scaled to `max_len`. Baselines run without LoRA, and switching their
+adapter costs nothing, as in Figure 11. Tokens are compared with Hugging Face's before timing.
 
 Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 with Llama-2 7B a command measures one repeat of
-what it names and ends before ten minutes; what is there is not measured again. The same commands once more, in this
-order, measure the next repeat, up to `scale.passes`.
+what it names and ends before ten minutes. The same commands once more, in this order, measure the next repeat:
 
     python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica  # 4.3 minutes
     python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=continuous_batching  # 1.5
     python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=static_batching  # 2, expected
     python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica_many  # 4, expected
-
-The first takes the capacity of both baselines as well; 70 seconds of it are the 200 requests at 2.8 per second, a
-minute builds and checks the systems and captures their graphs. At scale=paper loads are measured for up to 100 seconds,
-an hour a repeat.
 """
 
 from __future__ import annotations
@@ -51,17 +46,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from experiments.facts.systems import without_lora
-from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
+from experiments.fig11_textgen import check_length
+from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.on_disk import givers_first, value_on_disk
 from experiments.harness.points import model_settings
 from experiments.harness.schema import Count, Counts
 from experiments.harness.span import Span
 
 if TYPE_CHECKING:
-    from experiments.systems.load_bench import Capacity
-    from experiments.systems.loaded import Loaded
-    from experiments.systems.stream import Job
-    from experiments.systems.world import World
+    from experiments.systems.loaded import LoadBench
 
 CAPACITY, AT_BASELINE = "capacity", "baseline capacity"
 WITHOUT_LORA = tuple(without_lora())
@@ -69,10 +62,9 @@ DECODE_STEPS = 5
 """Decode steps in the bound on Punica's p99 time to first token, beside the step of its own prompt."""
 
 
-class LoadConf(FigureConf):
-    """Rates as percent of a system's capacity, the stream, and the seconds of a point."""
+class ArrivalsConf(FigureConf):
+    """The stream of requests that arrive by the clock, the seconds of a point, and the check."""
 
-    loads: Counts
     requests: Count  # different ones of the stream, which come again and again
     lengths: str  # released or stated, see systems.stream
     max_len: Count
@@ -83,7 +75,17 @@ class LoadConf(FigureConf):
     drain: float  # of patience with them
     check_requests: Count
     check_tokens: Count
-    sizes: dict[str, Any]  # max_len and the seconds above, by scale
+    sizes: dict[str, Any]  # what depends on the scale
+
+    @property
+    def span(self) -> Span:
+        return Span(self.warm, self.seconds, self.drain, self.least, self.longest)
+
+
+class LoadConf(ArrivalsConf):
+    """Rates as percent of a system's capacity."""
+
+    loads: Counts
 
 
 class LatencyUnderLoad(Experiment):
@@ -94,14 +96,13 @@ class LatencyUnderLoad(Experiment):
     clock, drawn_by = "host_clock", "load.draw_load"
 
     def points(self, cfg: Config) -> list[Point]:
-        figure = cast(LoadConf, cfg.figure)
-        check_length(cfg, figure.max_len)
-        names, points = cfg.system.names, []
+        figure, names, points = cast(LoadConf, cfg.figure), cfg.system.names, []
+        check_length(cfg, "figure.max_len", figure.max_len)
         compared = WITHOUT_LORA if set(names) - set(WITHOUT_LORA) else ()
         for workload in cfg.workload.names:
             points += [_point(cfg, CAPACITY, name, workload) for name in dict.fromkeys((*names, *compared))]
             for system in names:
-                panels = [load_panel(load) for load in figure.loads]
+                panels = [f"load {percent} %" for percent in figure.loads]
                 panels += [] if system in WITHOUT_LORA else [AT_BASELINE]
                 points += [_point(cfg, panel, system, workload) for panel in panels]
         return points
@@ -111,27 +112,28 @@ class LatencyUnderLoad(Experiment):
         return givers_first(points, lambda point: point.panel != CAPACITY)
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        from experiments.systems.load_bench import load
-        from experiments.systems.load_readings import load_readings
+        from experiments.systems import loaded, open_loop
 
-        bench = self._bench(cfg)
+        bench, span = self._bench(cfg), cast(LoadConf, cfg.figure).span
+        system, jobs = bench.system(point.system), bench.jobs(point.workload)
         if point.panel == CAPACITY:
-            return bench.capacity(point.system, point.workload).readings()
-        own, span = self._capacity(cfg, point, point.system), bench.span
-        found = [Reading("own_capacity", own, "request/s")]
+            return loaded.capacity_of(system, jobs, span.seconds)
+        own = self._capacity(cfg, point, point.system)
+        readings = [Reading("own_capacity", own, "request/s")]
         if point.panel == AT_BASELINE:
             rate, span = max(self._capacity(cfg, point, name) for name in WITHOUT_LORA), replace(span, longest=math.inf)
-            found.append(Reading("baseline_capacity", rate, "request/s"))
+            readings.append(Reading("baseline_capacity", rate, "request/s"))
         else:
-            rate = own * part_of(point.panel)
-        seed = cfg.adapters.seed + point.repeat
-        trace = load(bench.system(point.system), bench.jobs(point.workload), rate, span, seed)
-        found += [
+            rate = own * int(point.panel.split()[1]) / 100
+        span = span.at(rate)
+        trace = loaded.load(system, jobs, rate, span, cfg.adapters.seed + point.repeat)
+        readings += [
             Reading("offered_rate", rate, "request/s"),
             Reading("load", rate / own, "share"),
-            *load_readings(trace, span.at(rate)),
+            *open_loop.user_readings(open_loop.users_of(trace, span), trace),
+            *open_loop.step_readings(trace, span),
         ]
-        return found + (bound(found) if point.panel == AT_BASELINE else [])
+        return readings + (bound(readings) if point.panel == AT_BASELINE else [])
 
     def _capacity(self, cfg: Config, point: Point, system: str) -> float:
         """Requests per second that `system` takes, from its row of the repeat of `point`; measured if time or other
@@ -139,63 +141,18 @@ class LatencyUnderLoad(Experiment):
         """
         asked = replace(_point(cfg, CAPACITY, system, point.workload), repeat=point.repeat)
         known = value_on_disk(self, cfg, asked, "capacity")
-        return self._bench(cfg).capacity(system, point.workload).requests if known is None else known
+        return self.measure(cfg, asked)[0].value if known is None else known
 
     def _bench(self, cfg: Config) -> LoadBench:
         """Systems on one world, built once."""
-        key = (cfg.model.name, cfg.adapters.ranks[0], cfg.engine.max_batch_size, cfg.hardware.device)
-        return self.kept(key, lambda: LoadBench(cfg))
-
-
-class LoadBench:
-    """The systems of `cfg`, checked."""
-
-    def __init__(self, cfg: Config) -> None:
+        from experiments.systems.loaded import LoadBench
         from experiments.systems.weights import Limits
-        from experiments.systems.world import World
 
-        figure, engine, adapters = cast(LoadConf, cfg.figure), cfg.engine, cfg.adapters
-        limits = Limits(engine.max_batch_size, figure.max_len, engine.block_size, engine.num_blocks)
-        self.world: World = World(
-            cfg.model, cfg.hardware.device, limits, adapters.ranks[0], adapters.alpha, adapters.seed
-        )
-        self.span: Span = Span(figure.warm, figure.seconds, figure.drain, figure.least, figure.longest)
-        self._figure = figure
-        self._systems: dict[str, Loaded] = {}
-
-    def jobs(self, workload: str) -> list[Job]:
-        """The stream of `workload`."""
-        from experiments.systems.stream import paper_stream
-
-        figure = self._figure
-        return paper_stream(workload, figure.requests, figure.max_len, self.world.vocab_size, figure.lengths)
-
-    def system(self, name: str) -> Loaded:
-        """The system called `name`, its tokens checked."""
-        from experiments.systems.load_bench import check_system
-        from experiments.systems.loaded import Loaded
-
-        if name not in self._systems:
-            system = Loaded(self.world, name)
-            check_system(system, self.jobs("Distinct"), self._figure.check_requests, self._figure.check_tokens)
-            self._systems[name] = system
-        return self._systems[name]
-
-    def capacity(self, name: str, workload: str) -> Capacity:
-        """Measure the capacity of the system for `workload`."""
-        from experiments.systems.load_bench import capacity_of
-
-        return capacity_of(self.system(name), self.jobs(workload), self.span.seconds)
-
-
-def load_panel(percent: int) -> str:
-    """The panel of a load."""
-    return f"load {percent} %"
-
-
-def part_of(panel: str) -> float:
-    """The load of a panel, as a part of capacity."""
-    return int(panel.split()[1]) / 100
+        engine = cfg.engine
+        max_len = cast(LoadConf, cfg.figure).max_len
+        limits = Limits(engine.max_batch_size, max_len, engine.block_size, engine.num_blocks)
+        key = (cfg.model.name, cfg.adapters.ranks[0], limits, cfg.hardware.device)
+        return self.kept(key, lambda: LoadBench(cfg, limits))
 
 
 def bound(readings: list[Reading]) -> list[Reading]:
@@ -210,23 +167,15 @@ def bound(readings: list[Reading]) -> list[Reading]:
     return [limit] if tail is None else [limit, Reading("ttft_p99_over_bound", tail / limit.value, "ratio")]
 
 
-def check_length(cfg: Config, max_len: int) -> None:
-    """`ConfigError` for requests that the model has no positions for, or that have no room for two new tokens."""
-    positions = cfg.model.max_position_embeddings
-    if not 4 <= max_len <= positions:
-        raise ConfigError(
-            f"figure.max_len={max_len} must lie in [4, {positions}]: room for a prompt and two new tokens, within the "
-            f"positions of {cfg.model.name} (model.max_position_embeddings)"
-        )
-
-
 def _point(cfg: Config, panel: str, system: str, workload: str) -> Point:
     rank = None if system in WITHOUT_LORA else cfg.adapters.ranks[0]
-    return Point(panel, system, workload, cfg.model.name, cfg.engine.max_batch_size, None, rank, _settings(cfg))
+    settings = settings_of(cfg)
+    return Point(panel, system, workload, cfg.model.name, cfg.engine.max_batch_size, None, rank, settings)
 
 
-def _settings(cfg: Config) -> dict[str, Any]:
-    figure, engine, adapters = cast(LoadConf, cfg.figure), cfg.engine, cfg.adapters
+def settings_of(cfg: Config) -> dict[str, Any]:
+    """Return what decides the numbers of requests by the clock beside the columns of a point."""
+    figure, engine, adapters = cast(ArrivalsConf, cfg.figure), cfg.engine, cfg.adapters
     return {
         "model": model_settings(cfg.model),
         "stream": [figure.lengths, figure.requests, figure.max_len],

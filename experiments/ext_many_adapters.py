@@ -38,34 +38,24 @@ repeat of what it names and ends before ten minutes; the same command once more 
     python -m experiments.ext_many_adapters scale=gpu scale.tries=0 workload=zipf system=punica  # 6 minutes
     python -m experiments.ext_many_adapters scale=gpu scale.tries=0 workload=zipf  # the other rule: 6 minutes
     ...                                                                    # and so workload=uniform, workload=skewed
-
-Two minutes of each build and check systems and capture graphs, once for each kind of panel; a panel takes 25 seconds,
-ten of them for arrivals, about 200. At scale=paper five times as long. Not in these: drawing 1,000 sets of weights into
-80 GB of page-locked memory, and writing folders.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from experiments.ext_latency_under_load import check_length
-from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
+from experiments.ext_latency_under_load import ArrivalsConf, settings_of
+from experiments.fig11_textgen import check_length
+from experiments.harness import Config, ConfigError, Experiment, Point, Reading, main
 from experiments.harness.on_disk import givers_first, value_on_disk
-from experiments.harness.points import model_settings
 from experiments.harness.schema import Count, Counts
-from experiments.harness.span import Span
 
 if TYPE_CHECKING:
-    from experiments.systems.loaded import Loaded
-    from experiments.systems.stream import Job
-    from experiments.systems.world import World
-
+    from experiments.systems.loaded import LoadBench, Loaded
 
 ROOM, ROOM_ON_DRIVE = 0.7, 0.25
 """Part of what is free, of host memory and of the drive (which takes long to write), that adapters may take."""
@@ -73,8 +63,8 @@ GIVES_RATE = "punica"
 """The system at whose capacity in a panel the rate of all is taken."""
 
 
-class ManyConf(FigureConf):
-    """Numbers of adapters, the stream, and the seconds of a point."""
+class ManyConf(ArrivalsConf):
+    """Numbers of adapters, and the places for them."""
 
     adapters: Counts  # in host memory, with a slot per place in the batch
     batch_size: Count
@@ -83,17 +73,6 @@ class ManyConf(FigureConf):
     in_memory: Count
     adapters_on_disk: Count
     load: Count  # percent of the capacity of `GIVES_RATE` at which latencies are measured
-    requests: Count  # different ones of the stream, which come again and again
-    lengths: str  # released or stated, see systems.stream
-    max_len: Count
-    warm: float
-    seconds: float
-    least: float  # requests to be expected in them; where a rate is too low for that, they are more seconds
-    longest: float  # up to these
-    drain: float
-    check_requests: Count
-    check_tokens: Count
-    sizes: dict[str, Any]  # what depends on the scale
 
 
 @dataclass(frozen=True)
@@ -119,20 +98,20 @@ class ManyAdapters(Experiment):
     clock, drawn_by = "host_clock", "load.draw_many"
 
     def points(self, cfg: Config) -> list[Point]:
-        figure = cast(ManyConf, cfg.figure)
-        check_length(cfg, figure.max_len)
+        figure, rank = cast(ManyConf, cfg.figure), cfg.adapters.ranks[0]
+        check_length(cfg, "figure.max_len", figure.max_len)
         if figure.in_memory < figure.batch_size:
             raise ConfigError(
                 f"figure.in_memory={figure.in_memory} must be at least figure.batch_size={figure.batch_size}: host "
                 "memory has a copy of every slot"
             )
+        settings = {**settings_of(cfg), "load": figure.load}
         return [
-            Point(holding.panel, system, workload, cfg.model.name, figure.batch_size, None, cfg.adapters.ranks[0],
-                  _settings(cfg))
-            for holding in holdings(figure)
+            Point(panel, system, workload, cfg.model.name, figure.batch_size, None, rank, settings)
+            for panel in holdings(figure)
             for workload in cfg.workload.names
             for system in dict.fromkeys((GIVES_RATE, *cfg.system.names))
-        ]  # fmt: skip
+        ]
 
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
         """Each alone, panel by panel, and in each the system first whose capacity gives the rate."""
@@ -140,133 +119,75 @@ class ManyAdapters(Experiment):
         return givers_first(points, lambda point: (panels.index(point.panel), point.system != GIVES_RATE))
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        from experiments.systems.load_bench import capacity_of, load
-        from experiments.systems.load_readings import place_readings, user_readings, users_of
+        from experiments.systems.loaded import capacity_of, load
+        from experiments.systems.open_loop import place_readings, user_readings, users_of
 
         figure, bench = cast(ManyConf, cfg.figure), self._bench(cfg)
-        holding = next(one for one in holdings(figure) if one.panel == point.panel)
-        system, jobs = bench.system(point.system, holding), bench.jobs(point.workload, holding.adapters)
-        capacity = capacity_of(system, jobs, figure.seconds)
-        giving = capacity.requests if point.system == GIVES_RATE else self._giving(cfg, point)
+        holding = holdings(figure)[point.panel]
+        jobs = bench.jobs(point.workload, holding.adapters)
+
+        def capacity(name: str) -> list[Reading]:
+            return capacity_of(bench.system(name, holding.slots, holding.in_memory), jobs, figure.seconds)
+
+        readings = capacity(point.system)
+        own = giving = readings[0].value
+        if point.system != GIVES_RATE:
+            known = value_on_disk(self, cfg, replace(point, system=GIVES_RATE), "capacity")
+            giving = capacity(GIVES_RATE)[0].value if known is None else known  # time may have left its row out
         rate = giving * figure.load / 100
-        trace = load(system, jobs, rate, bench.span, cfg.adapters.seed + point.repeat)
-        users = users_of(trace, bench.span.at(rate))
+        span, system = figure.span.at(rate), bench.system(point.system, holding.slots, holding.in_memory)
+        trace = load(system, jobs, rate, span, cfg.adapters.seed + point.repeat)
+        users = users_of(trace, span)
         return [
             Reading("adapters", holding.adapters, "adapters", "count"),
-            *bench.held(system, holding),
-            *capacity.readings(),
+            *held(bench, system, holding),
+            *readings,
             Reading("offered_rate", rate, "request/s"),
-            Reading("load", rate / capacity.requests, "share"),
+            Reading("load", rate / own, "share"),
             *user_readings(users, trace),
             *place_readings(users),
         ]
 
-    def _giving(self, cfg: Config, point: Point) -> float:
-        """The capacity of `GIVES_RATE` in the panel and repeat of `point`; measured if time left its row out."""
-        from experiments.systems.load_bench import capacity_of
-
-        known = value_on_disk(self, cfg, replace(point, system=GIVES_RATE), "capacity")
-        if known is not None:
-            return known
-        figure, bench = cast(ManyConf, cfg.figure), self._bench(cfg)
-        holding = next(one for one in holdings(figure) if one.panel == point.panel)
-        jobs = bench.jobs(point.workload, holding.adapters)
-        return capacity_of(bench.system(GIVES_RATE, holding), jobs, figure.seconds).requests
-
-    def _bench(self, cfg: Config) -> ManyBench:
-        key = (cfg.model.name, cfg.adapters.ranks[0], cast(ManyConf, cfg.figure).batch_size, cfg.hardware.device)
-        return self.kept(key, lambda: ManyBench(cfg))
-
-
-class ManyBench:
-    """Engines of one world, checked; those of one way to hold adapters at a time."""
-
-    def __init__(self, cfg: Config) -> None:
+    def _bench(self, cfg: Config) -> LoadBench:
+        """Systems on one world, built once."""
         import torch
 
+        from experiments.systems.loaded import LoadBench
         from experiments.systems.weights import Limits
-        from experiments.systems.world import World
         from punica.parallel.memory import free_bytes
 
-        figure, adapters = cast(ManyConf, cfg.figure), cfg.adapters
+        figure, rank = cast(ManyConf, cfg.figure), cfg.adapters.ranks[0]
         limits = Limits(figure.batch_size, figure.max_len, cfg.engine.block_size)
-        self._folders = TemporaryDirectory(prefix="adapters-")
-        size = cfg.model.lora_parameters(adapters.ranks[0]) * cfg.model.dtype.bytes
-        free = ROOM * free_bytes(torch.device("cpu")), ROOM_ON_DRIVE * disk_usage(self._folders.name).free
-        fitting = [max(figure.batch_size, int(place / size)) for place in free]
-        sets = min(max(holding.adapters for holding in holdings(figure)), fitting[0])
-        self._on_disk = min(figure.adapters_on_disk, *fitting)
-        self.world: World = World(
-            cfg.model, cfg.hardware.device, limits, adapters.ranks[0], adapters.alpha, adapters.seed, sets
-        )
-        self.span: Span = Span(figure.warm, figure.seconds, figure.drain, figure.least, figure.longest)
-        self._figure, self._seed = figure, adapters.seed
-        self._systems: dict[tuple[str, int | None, int | None], Loaded] = {}
 
-    def jobs(self, workload: str, adapters: int) -> list[Job]:
-        """The stream in which each request draws one of `adapters` adapters."""
-        from experiments.systems.stream import paper_stream
-        from experiments.workload import drawn_adapters
+        def build() -> LoadBench:
+            root, size = TemporaryDirectory(prefix="adapters-"), cfg.model.lora_parameters(rank) * cfg.model.dtype.bytes
+            free = ROOM * free_bytes(torch.device("cpu")), ROOM_ON_DRIVE * disk_usage(root.name).free
+            fitting = [max(figure.batch_size, int(room / size)) for room in free]
+            sets = min(max(holding.adapters for holding in holdings(figure).values()), fitting[0])
+            return LoadBench(cfg, limits, sets, root, min(figure.adapters_on_disk, *fitting))
 
-        figure = self._figure
-        jobs = paper_stream("Identical", figure.requests, figure.max_len, self.world.vocab_size, figure.lengths)
-        drawn = drawn_adapters(workload, adapters, len(jobs), self._seed)
-        return [replace(job, adapter_id=int(index) + 1) for job, index in zip(jobs, drawn, strict=True)]
-
-    def system(self, name: str, holding: Holding) -> Loaded:
-        """The system called `name` with adapters held like that, its tokens checked."""
-        key = (name, holding.slots, holding.in_memory)
-        if key not in self._systems:
-            for other in [other for other in self._systems if other[1:] != key[1:]]:
-                del self._systems[other]
-            gc.collect()  # a manager refers to itself
-            self._systems[key] = self._checked(name, holding)
-        return self._systems[key]
-
-    def held(self, system: Loaded, holding: Holding) -> list[Reading]:
-        """Return what a panel's adapters are: weights of their own, aliases, and where folders are."""
-        own = min(holding.adapters, self.world.sets if holding.in_memory is None else self._on_disk)
-        found = [
-            Reading("weight_sets", own, "adapters", "count"),
-            Reading("aliases", holding.adapters - own, "adapters", "count"),
-        ]
-        cached = getattr(system, "cached", None)
-        return found if cached is None else [*found, Reading("page_cache_share", cached, "share")]
-
-    def _checked(self, name: str, holding: Holding) -> Loaded:
-        from experiments.systems.load_bench import check_system
-        from experiments.systems.loaded import FromFolders, Loaded
-
-        system: Loaded
-        if holding.in_memory is None:
-            system = Loaded(self.world, name, holding.slots)
-        else:
-            root = Path(self._folders.name)
-            system = FromFolders(self.world, name, holding.slots, holding.in_memory, root, self._on_disk)
-        figure = self._figure
-        check_system(system, self.jobs("Uniform", figure.batch_size), figure.check_requests, figure.check_tokens)
-        return system
+        return self.kept((cfg.model.name, rank, limits, cfg.hardware.device), build)
 
 
-def holdings(figure: ManyConf) -> Sequence[Holding]:
+def holdings(figure: ManyConf) -> dict[str, Holding]:
     """The panels, those of one kind of engine side by side."""
-    return [
+    found = [
         *(Holding(adapters) for adapters in figure.adapters),
         Holding(figure.adapters_on_few, slots=figure.few_slots),
         Holding(figure.adapters_on_disk, in_memory=figure.in_memory),
     ]
+    return {holding.panel: holding for holding in found}
 
 
-def _settings(cfg: Config) -> dict[str, Any]:
-    figure, adapters = cast(ManyConf, cfg.figure), cfg.adapters
-    return {
-        "model": model_settings(cfg.model),
-        "stream": [figure.lengths, figure.requests, figure.max_len],
-        "seconds": [figure.warm, figure.seconds, figure.drain, figure.least, figure.longest, figure.load],
-        "block_size": cfg.engine.block_size,
-        "adapters": [adapters.alpha, adapters.seed],
-        "check": [figure.check_requests, figure.check_tokens],
-    }
+def held(bench: LoadBench, system: Loaded, holding: Holding) -> list[Reading]:
+    """Return what a panel's adapters are: weights of their own, aliases, and where folders are."""
+    own = min(holding.adapters, bench.world.sets if holding.in_memory is None else bench.folders)
+    counts = {"weight_sets": own, "aliases": holding.adapters - own}
+    cached = getattr(system, "cached", None)
+    return [
+        *(Reading(name, count, "adapters", "count") for name, count in counts.items()),
+        *([] if cached is None else [Reading("page_cache_share", cached, "share")]),
+    ]
 
 
 EXPERIMENT = ManyAdapters()

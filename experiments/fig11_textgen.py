@@ -1,23 +1,17 @@
-r"""Figure 11: throughput of serving systems when requests ask for many adapters.
+"""Figure 11: throughput of serving systems when requests ask for many adapters.
 
 Claim (section 7.2): Punica keeps its throughput whatever the popularity, and is 12 times faster than the best baseline
 where requests differ (Distinct): a baseline's batch holds one adapter and so, nearly always, one request.
 Expected shape: Punica flat; baselines low on Distinct, Uniform and Skewed, close to or above Punica on Identical.
 
 The stream is the paper's: the released generator with its seed, `scale.requests` requests that all wait from the start,
-lengths scaled to `scale.max_len`. It takes 32 000 steps at batch 32 and a million at batch 1, so windows of it are
-timed (`experiments.systems.windows`). A system runs them as in the stream: with prefills, joins, departures and adapter
-loads, over a KV cache full of noise. Every pass takes another draw, the same for all workloads that form the same
-batches, and takes systems and workloads by turns, so that a slow minute falls on none alone.
-`figure.whole_stream=true` serves the stream to its end and prints what windows predict beside it; streams of different
-lengths have rows side by side. A short one takes about 5 minutes on two cores:
-
-    python -m experiments.fig11_textgen figure.whole_stream=true scale.requests=64 scale.passes=1 scale.tries=0 \
-        system=punica workload=distinct draw=false
-
-`figure.lengths=stated` has the 101 generated tokens per request that the paper prints (D01) and not the tenfold of the
-released generator: prompts are a fifth of all tokens instead of 2.3 %, and on Distinct an adapter is loaded every third
-step instead of every thirtieth. Its rows are panels of their own, which no claim reads and no figure draws.
+lengths scaled to `scale.max_len`. It takes up to a million steps, so windows of it are timed
+(`experiments.systems.windows`), over a KV cache full of noise. Every pass takes another draw, the same for all
+workloads that form the same batches, in random order, so that a slow minute falls on no system or workload alone.
+`figure.whole_stream=true` serves the stream to its end and prints what windows predict beside it.
+`figure.lengths=stated` has the 101 generated tokens per request that the paper prints (D01), a tenth of the released
+generator's: on Distinct an adapter is loaded every third step instead of every thirtieth. Both have panels of their
+own, which no claim reads and no figure draws.
 
 Throughput counts prompt and new tokens (D13); `new_token_throughput` only new ones. `continuous_batching` and
 `static_batching` are our engine without LoRA, one adapter per batch: the policies of the paper's vLLM, and of its
@@ -27,50 +21,30 @@ the baselines: `hf_peft` has its one adapter merged into the weights. On a GPU t
 decode steps run as CUDA graphs, captured before the clock; `hf_peft_mixed` cannot, and its host launches every kernel
 (`ext_hf_baselines` counts them). `punica_last_admitted` has the released harness's index rule (D04), and no bar.
 
-Before timing, the first tokens of a few requests of each workload are compared with Hugging Face's, and once for each
-system on our engine `figure.whole_requests` up to `figure.whole_tokens` (`systems.check`). Ratio rows follow, per draw:
-speed-up over the best baseline, and over PEFT's mixed batches split into `static_over_hf_peft_mixed` (punica_static /
-hf_peft_mixed) and `continuous_batching_gain` (punica / punica_static). The former is no gain of the operator: it holds
-all that differs between the two stacks but batching, launches by the host of a GPU among it. Across
-workloads, Punica on Distinct and Identical over the backbone alone on Identical, and over each other.
+Before timing, logits of a few requests of each workload are compared with Hugging Face's, and once for each system on
+our engine those of `figure.whole_requests` up to `figure.whole_tokens` (`systems.check`). Ratio rows follow, per draw:
+speed-up over the best baseline, and over PEFT's mixed batches split into `static_over_hf_peft_mixed` (all that differs
+between the two stacks but batching) and `continuous_batching_gain`; across workloads, Punica on Distinct and Identical
+over the backbone alone on Identical.
 
-Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At scale=paper six windows of 100 steps per cell (10 of PEFT's
-mixed batches), two in each of three passes: on an H200 with model=llama2-7b 2.5 minutes for the first pass of the
-engine's systems, checks included, and 40 s for each further one; Hugging Face's are expected to add 3 minutes a pass;
-75 and 120 GB, at scale=gpu too (7B's Distinct alone: 72). A command there ends after 8 minutes, and the same command
-again continues. In pieces, of 13B the last one split by workloads:
-
-    python -m experiments.fig11_textgen scale=paper model=llama2-7b draw=false \
-        system.names=[punica,punica_static,punica_last_admitted,static_batching,continuous_batching]
-    python -m experiments.fig11_textgen scale=paper model=llama2-7b
-    python -m experiments.fig11_textgen scale=paper model=llama2-13b draw=false \
-        system.names=[punica,punica_static,punica_last_admitted,static_batching,continuous_batching]
-    python -m experiments.fig11_textgen scale=paper model=llama2-13b draw=false workload.names=[Distinct,Uniform]
-    python -m experiments.fig11_textgen scale=paper model=llama2-13b
-
-Whole streams, once: 256 requests per cell, and 1,024 on Distinct:
-
-    python -m experiments.fig11_textgen scale=paper model=llama2-7b figure.whole_stream=true scale.requests=256 \
-        scale.passes=1 scale.tries=0 system=punica draw=false
-    python -m experiments.fig11_textgen scale=paper model=llama2-13b figure.whole_stream=true scale.requests=256 \
-        scale.passes=1 scale.tries=0 system=punica draw=false
-    python -m experiments.fig11_textgen scale=paper model=llama2-7b figure.whole_stream=true scale.requests=1024 \
-        scale.passes=1 scale.tries=0 system=punica workload=distinct draw=false
+Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At scale=paper a command ends after 8 minutes, and the same
+command again continues (`conf/recording.yaml` has pieces); 7B and 13B need 75 and 120 GB.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
+import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from experiments.facts.systems import STATED_LENGTHS, SYSTEMS, measured_baselines
 from experiments.harness import CheckFailed, Config, ConfigError, Experiment, FigureConf, main
+from experiments.harness.on_disk import row_on_disk
 from experiments.harness.points import Point, Reading, model_settings
 from experiments.harness.schema import Count
-from experiments.harness.settings import folders
-from experiments.harness.source import source_of
-from experiments.measure.records import Row, read_rows
+from experiments.measure.records import Row
 
 if TYPE_CHECKING:
     from experiments.systems.bench import StreamBench, StreamConf
@@ -109,43 +83,40 @@ class Fig11(Experiment):
     def points(self, cfg: Config) -> list[Point]:
         check_sizes(cfg)
         systems, workloads = set(cfg.system.names), set(cfg.workload.names)
-        whole = cast(TextgenConf, cfg.figure).whole_stream
-        panel = f"{cfg.model.paper_name} Model{other_stream(cfg)}"
-
-        def point(panel: str, system: str, workload: str, rank: int | None, slow: bool = False) -> Point:
-            limit, settings = cfg.engine.max_batch_size, settings_of(cfg, slow)
-            return Point(panel, system, workload, cfg.model.name, limit, None, rank, settings)
-
+        windows = not cast(TextgenConf, cfg.figure).whole_stream
+        compared = windows and {"punica", "punica_static", "hf_peft_mixed", *measured_baselines()} <= systems
         points = []
-        compared = {"punica", "punica_static", "hf_peft_mixed", *measured_baselines()} <= systems
         for workload in cfg.workload.names:
             for rank in cfg.adapters.ranks:
-                for one in map(SYSTEMS.get, cfg.system.names):
-                    points.append(point(panel, one.name, workload, rank if one.lora else None, one.slow))
-                if compared and not whole:
-                    points.append(point(f"{panel} {RATIOS}", "punica", workload, rank))
-        if {"punica", BACKBONE} <= systems and {"Distinct", "Identical"} <= workloads and not whole:
-            across = f"{panel}, {ACROSS} {RATIOS}"
-            points += [point(across, "punica", "Distinct", rank) for rank in cfg.adapters.ranks]
+                points += [self.point(cfg, name, workload, rank) for name in cfg.system.names]
+                points += [self.point(cfg, "punica", workload, rank, f" {RATIOS}")] if compared else []
+        if windows and {"punica", BACKBONE} <= systems and {"Distinct", "Identical"} <= workloads:
+            across = f", {ACROSS} {RATIOS}"
+            points += [self.point(cfg, "punica", "Distinct", rank, across) for rank in cfg.adapters.ranks]
         return points
 
-    def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
-        """Take each alone, rank by rank (systems without LoRA with the first), systems and workloads by turns."""
-        workloads, systems, ranks = (
-            list(dict.fromkeys(found))
-            for found in zip(*[(point.workload, point.system, point.rank) for point in points], strict=True)
+    def point(self, cfg: Config, system: str, workload: str, rank: int, suffix: str = "") -> Point:
+        """Build a point of the model's panel, which `suffix` ends; other streams and whole ones are other panels."""
+        figure, scale, engine, facts = cast(TextgenConf, cfg.figure), cfg.scale, cfg.engine, SYSTEMS.get(system)
+        stream = (STATED_LENGTHS if figure.lengths == "stated" else "") + (
+            f", whole stream, {scale.requests} requests" if figure.whole_stream else ""
         )
-        ranks = [rank for rank in ranks if rank is not None]
-        circle = math.lcm(len(systems), len(workloads))  # after so many both would begin again with the same
-        turns = {
-            (systems[i % len(systems)], workloads[(i + i // circle) % len(workloads)]): i
-            for i in range(len(systems) * len(workloads))
+        settings = {
+            "model": model_settings(cfg.model),
+            "stream": {"lengths": figure.lengths, "requests": scale.requests, "max_len": scale.max_len},
+            "windows": {"pieces": figure.pieces, "steps": figure.slow_steps if facts.slow else figure.steps},
+            "engine": {"block_size": engine.block_size, "num_blocks": engine.num_blocks},
+            "adapters": {"alpha": cfg.adapters.alpha, "seed": cfg.adapters.seed},
+            "check": [figure.check_requests, figure.check_tokens, figure.whole_requests, figure.whole_tokens],
         }
+        panel, used = f"{cfg.model.paper_name} Model{stream}{suffix}", rank if facts.lora else None
+        return Point(panel, system, workload, cfg.model.name, engine.max_batch_size, None, used, settings)
 
-        def turn(point: Point) -> tuple[int, int]:
-            return 0 if point.rank is None else ranks.index(point.rank), turns[point.system, point.workload]
-
-        return [[point] for point in sorted(points, key=turn)]
+    def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
+        """Take each alone, rank by rank (systems without LoRA with the first), in an order that is random but fixed."""
+        ranks = [None, *dict.fromkeys(point.rank for point in points if point.rank is not None)]
+        shuffled = random.Random(0).sample(points, len(points))
+        return [[point] for point in sorted(shuffled, key=lambda point: max(1, ranks.index(point.rank)))]
 
     def is_derived(self, point: Point) -> bool:
         return point.panel.endswith(RATIOS)
@@ -154,18 +125,17 @@ class Fig11(Experiment):
         if self.is_derived(point):
             return self._ratios(cfg, point)
         bench = self._bench(cfg, point)
-        if cast(TextgenConf, cfg.figure).whole_stream:
-            return self._whole(bench, point)
-        return bench.measure(point.system, point.workload, point.repeat)
-
-    def _whole(self, bench: StreamBench, point: Point) -> list[Reading]:
+        if not cast(TextgenConf, cfg.figure).whole_stream:
+            return bench.measure(point.system, point.workload, point.repeat)
         from tqdm import tqdm
 
-        from experiments.systems.whole_stream import compare
-
-        found = compare(bench, point.system, point.workload)
-        tqdm.write(f"\n{found}\n")  # on stdout, past the bar
-        return found.readings()
+        readings = bench.whole(point.system, point.workload)
+        served, predicted, error = (reading.value for reading in readings[:3])
+        tqdm.write(  # on stdout, past the bar
+            f"{point.system} on {point.workload}: {served:.4g} token/s; windows predict {predicted:.4g} "
+            f"({100 * (predicted / served - 1):+.1f} %), two standard errors {2 * error:.2g}"
+        )
+        return readings
 
     def _bench(self, cfg: Config, point: Point) -> StreamBench:
         """Build systems, adapters and backbone once per rank; systems without LoRA take what is there."""
@@ -180,60 +150,42 @@ class Fig11(Experiment):
 
         def build() -> StreamBench:
             world = World(cfg.model, cfg.hardware.device, limits, rank, adapters.alpha, adapters.seed)
-            return StreamBench(world, stream, figure.check_requests, figure.check_tokens, whole)
+            return StreamBench(world, stream, (figure.check_requests, figure.check_tokens), whole)
 
-        key = (cfg.model.name, rank, limits.max_batch_size, limits.max_len, figure.lengths, cfg.hardware.device)
-        return self.kept(key, build)
+        return self.kept((cfg.model.name, rank, limits, figure.lengths, cfg.hardware.device), build)
 
     def _ratios(self, cfg: Config, point: Point) -> list[Reading]:
-        panel, across = point.panel.removesuffix(f" {RATIOS}"), point.panel.endswith(f"{ACROSS} {RATIOS}")
-        workloads = ("Distinct", "Identical") if across else (point.workload,)
-        systems = ("punica", BACKBONE) if across else cfg.system.names
-        cells = [(system, workload) for system in systems for workload in workloads]
-        panel = panel.removesuffix(f", {ACROSS}")
-        found = self.on_disk(cfg, point, panel, cells, "{0} on {1}" if across else "{0}")
-        disturbed = any(found[*cell, "throughput"].disturbed for cell in cells)
-        values = {cell: found[*cell, "throughput"].value for cell in cells}
+        across = point.panel.endswith(f"{ACROSS} {RATIOS}")
+        systems, workloads = ("punica", BACKBONE), ("Distinct", "Identical")
+        cells = list(itertools.product(*((systems, workloads) if across else (cfg.system.names, [point.workload]))))
+        rows = self.rows_of(cfg, point, cells)
+        values, disturbed = {cell: row.value for cell, row in rows.items()}, any(row.disturbed for row in rows.values())
         if across:
             return across_workloads(values, disturbed)
         return ratios({system: value for (system, _), value in values.items()}, disturbed)
 
-    def on_disk(
-        self, cfg: Config, point: Point, panel: str, cells: Iterable[tuple[str, str]], called: str = "{0} on {1}"
-    ) -> dict[tuple[str, str, str], Row]:
-        """Read the rows of the repeat of `point` and today's code, by system, workload and metric. `CheckFailed` when
-        the throughput of one of `cells` is missing, because its check failed or for want of time.
+    def rows_of(
+        self, cfg: Config, point: Point, cells: Iterable[tuple[str, str]], metric: str = "throughput"
+    ) -> dict[tuple[str, str], Row]:
+        """Read the rows of the repeat of `point` and today's code, by system and workload. `CheckFailed` when one of
+        `cells` is missing, because its check failed or for want of time.
         """
-        source = source_of(self)
-        cell = (panel, point.model, point.batch_size, cfg.scale.name, cfg.timer.name, point.repeat)
-
-        def belongs(row: Row) -> bool:
-            mine = (row.panel, row.model, row.batch_size, row.scale, row.timer, row.repeat)
-            return mine == cell and row.rank in (None, point.rank) and row.source_hash == source
-
-        file = folders(cfg).fresh_rows / f"{self.name}.csv"
-        rows = filter(belongs, read_rows(file) if file.exists() else [])
-        found = {(row.system, row.workload, row.metric): row for row in rows}
-        if missing := [called.format(*one) for one in cells if (*one, "throughput") not in found]:
-            raise CheckFailed(f"no throughput of {', '.join(missing)} to compare with; see the messages above")
-        return found
-
-
-def other_stream(cfg: Config) -> str:
-    """Return the suffix of a panel of stated lengths and of whole streams, each of which is another panel."""
-    figure = cast(TextgenConf, cfg.figure)
-    whole = f", whole stream, {cfg.scale.requests} requests" if figure.whole_stream else ""
-    return (STATED_LENGTHS if figure.lengths == "stated" else "") + whole
+        rank, rows = cast(int, point.rank), dict[tuple[str, str], Row]()
+        for cell in cells:
+            row = row_on_disk(self, cfg, replace(self.point(cfg, *cell, rank), repeat=point.repeat), metric)
+            if row is None:
+                raise CheckFailed(f"no {metric} of {' on '.join(cell)} to compare with; see the messages above")
+            rows[cell] = row
+        return rows
 
 
 def sizes_of(cfg: Config) -> tuple[Limits, StreamConf]:
     """Build the limits of a batch, and the stream with its windows."""
-    from experiments.systems.bench import StreamConf
+    from experiments.systems.bench import WHOLE_DRAWS, StreamConf
     from experiments.systems.weights import Limits
-    from experiments.systems.whole_stream import DRAWS
 
     figure, scale, engine = cast(TextgenConf, cfg.figure), cfg.scale, cfg.engine
-    windows = (DRAWS if figure.whole_stream else scale.passes, figure.pieces, figure.steps, figure.slow_steps)
+    windows = (WHOLE_DRAWS if figure.whole_stream else scale.passes, figure.pieces, figure.steps, figure.slow_steps)
     limits = Limits(engine.max_batch_size, scale.max_len, engine.block_size, engine.num_blocks)
     return limits, StreamConf(figure.lengths, scale.requests, scale.max_len, *windows)
 
@@ -241,60 +193,52 @@ def sizes_of(cfg: Config) -> tuple[Limits, StreamConf]:
 def ratios(throughput: Mapping[str, float], disturbed: bool | None = None) -> list[Reading]:
     """Compute Punica's gains, from the throughput of each system on one workload."""
     punica, static, mixed = (throughput[name] for name in ("punica", "punica_static", "hf_peft_mixed"))
-    found = {
+    gains = {
         "speedup_over_best_baseline": punica / max(throughput[name] for name in measured_baselines()),
         "speedup_over_hf_peft_mixed": punica / mixed,
         "static_over_hf_peft_mixed": static / mixed,
         "continuous_batching_gain": punica / static,
     }
-    return [Reading(name, value, "ratio", disturbed=disturbed) for name, value in found.items()]
+    return [Reading(name, value, "ratio", disturbed=disturbed) for name, value in gains.items()]
 
 
 def across_workloads(throughput: Mapping[tuple[str, str], float], disturbed: bool | None = None) -> list[Reading]:
     """Compute what different adapters, and adapters at all, cost Punica, from throughputs by system and workload."""
     distinct, identical = (throughput["punica", workload] for workload in ("Distinct", "Identical"))
     backbone = throughput[BACKBONE, "Identical"]
-    found = {
+    costs = {
         "distinct_over_backbone_identical": distinct / backbone,
         "identical_over_backbone_identical": identical / backbone,
         "distinct_over_own_identical": distinct / identical,
     }
-    return [Reading(name, value, "ratio", disturbed=disturbed) for name, value in found.items()]
-
-
-def settings_of(cfg: Config, slow: bool = False) -> dict[str, Any]:
-    """Return what decides the numbers beside the columns of a point."""
-    figure, scale, engine = cast(TextgenConf, cfg.figure), cfg.scale, cfg.engine
-    return {
-        "model": model_settings(cfg.model),
-        "stream": {"lengths": figure.lengths, "requests": scale.requests, "max_len": scale.max_len},
-        "windows": {"pieces": figure.pieces, "steps": figure.slow_steps if slow else figure.steps},
-        "engine": {"block_size": engine.block_size, "num_blocks": engine.num_blocks},
-        "adapters": {"alpha": cfg.adapters.alpha, "seed": cfg.adapters.seed},
-        "check": [figure.check_requests, figure.check_tokens, figure.whole_requests, figure.whole_tokens],
-    }
+    return [Reading(name, value, "ratio", disturbed=disturbed) for name, value in costs.items()]
 
 
 def check_sizes(cfg: Config) -> None:
     """Raise `ConfigError` for unknown lengths, a stream beyond the model's positions or the KV pool, and a whole stream
     that is to be drawn.
     """
-    scale, engine, positions = cfg.scale, cfg.engine, cfg.model.max_position_embeddings
-    lengths = cast(TextgenConf, cfg.figure).lengths
-    if cast(TextgenConf, cfg.figure).whole_stream and cfg.draw:
+    scale, engine, figure = cfg.scale, cfg.engine, cast(TextgenConf, cfg.figure)
+    if figure.whole_stream and cfg.draw:
         raise ConfigError("figure.whole_stream=true compares numbers and has nothing to draw: choose draw=false")
-    if lengths not in LENGTHS:
-        raise ConfigError(f"figure.lengths={lengths!r} must be one of {', '.join(LENGTHS)}: choose {LENGTHS[0]}")
-    if not 4 <= scale.max_len <= positions:
-        raise ConfigError(
-            f"scale.max_len={scale.max_len} must lie in [4, {positions}]: room for a prompt and two new tokens, within "
-            f"the positions of {cfg.model.name} (model.max_position_embeddings)"
-        )
+    if figure.lengths not in LENGTHS:
+        raise ConfigError(f"figure.lengths={figure.lengths!r} must be one of {', '.join(LENGTHS)}: choose {LENGTHS[0]}")
+    check_length(cfg, "scale.max_len", scale.max_len)
     needed = -(-scale.max_len // engine.block_size)
     if engine.num_blocks is not None and engine.num_blocks < needed:
         raise ConfigError(
             f"engine.num_blocks={engine.num_blocks} cannot hold one request of scale.max_len={scale.max_len} tokens: "
             f"choose engine.num_blocks={needed} or more, or null"
+        )
+
+
+def check_length(cfg: Config, key: str, max_len: int) -> None:
+    """Raise `ConfigError` for requests that the model has no positions for, or without room for two new tokens."""
+    positions = cfg.model.max_position_embeddings
+    if not 4 <= max_len <= positions:
+        raise ConfigError(
+            f"{key}={max_len} must lie in [4, {positions}]: room for a prompt and two new tokens, within the "
+            f"positions of {cfg.model.name} (model.max_position_embeddings)"
         )
 
 

@@ -13,30 +13,29 @@ since no GPU holds 70B whole. The model is the largest of Llama-2 that fits this
 CPU llama-tiny, whose numbers say only that it works.
 
 Further rows: `collective_latency` (ms per step) and `collective_share` of a step, waits for other ranks included: on a
-CPU a clock around every collective, on a GPU NCCL's kernels in a profile of a piece of each window. `adapter_memory`:
-bytes of the adapter slots on the fullest rank. On Distinct, ratios per LoRA system: over backbone-only Identical,
-beside `bytes_ratio` (simulated: what the bytes of Punica's mean step allow), over its own Identical, over backbone-only
-Distinct.
+CPU a clock around every collective, on a GPU NCCL's kernels in a profile. `adapter_memory`: bytes of the adapter slots
+on the fullest rank. On Distinct, ratios per LoRA system: over backbone-only Identical, beside `bytes_ratio` (simulated:
+what the bytes of Punica's mean step allow), over its own Identical, over backbone-only Distinct.
 
-Cost at scale=laptop: about 35 s on two cores; at scale=gpu, on two H200s, a repeat of 7B takes 90 s, and three
-of 70B take seven minutes.
+Cost at scale=laptop: about 35 s on two cores; on two H200s a repeat of 7B takes 90 s, and three of 70B seven minutes.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from experiments.facts.systems import SYSTEMS
-from experiments.fig11_textgen import RATIOS, Fig11, TextgenConf, check_sizes, other_stream, settings_of, sizes_of
+from experiments.fig11_textgen import RATIOS, Fig11, TextgenConf, check_sizes, sizes_of
 from experiments.harness import Config, ConfigError, main
 from experiments.harness.points import Point, Reading
-from experiments.harness.schema import Count
+from experiments.harness.schema import Count, ModelConf
 from experiments.harness.settings import ranks_here
 
 if TYPE_CHECKING:
-    from experiments.systems.rank_bench import RankedBench
+    from experiments.systems.ranks import BenchOnRanks
 
 BASELINE = "continuous_batching"
 SHARDED = "punica_sharded"
@@ -60,34 +59,31 @@ class Fig12(Fig11):
 
     def points(self, cfg: Config) -> list[Point]:
         check_sizes(cfg)
-        figure, size = cast(RanksConf, cfg.figure), ranks_of(cfg)
-        whole = other_stream(cfg)
-        panel = f"{cfg.model.paper_name} Model, tp {size}{whole}"
-        ranks = {"tp_size": size, "check_layers": figure.check_layers, "adapter_sets": figure.adapter_sets}
-        settings, limit, name = {**settings_of(cfg), "ranks": ranks}, cfg.engine.max_batch_size, cfg.model.name
-
-        def point(system: str, workload: str, rank: int, panel: str = panel) -> Point:
-            used = rank if SYSTEMS.get(system).lora else None
-            return Point(panel, system, workload, name, limit, None, used, settings)
-
-        grid = itertools.product(cfg.workload.names, cfg.adapters.ranks, cfg.system.names)
-        points = [point(system, workload, rank) for workload, rank, system in grid]
-        if whole or BASELINE not in cfg.system.names or not {"Distinct", "Identical"} <= set(cfg.workload.names):
+        names, workloads, ranks = cfg.system.names, cfg.workload.names, cfg.adapters.ranks
+        grid = itertools.product(workloads, ranks, names)
+        points = [self.point(cfg, system, workload, rank) for workload, rank, system in grid]
+        whole = cast(RanksConf, cfg.figure).whole_stream
+        if whole or BASELINE not in names or not {"Distinct", "Identical"} <= set(workloads):
             return points
-        lora = [system for system in cfg.system.names if SYSTEMS.get(system).lora]
-        pairs = itertools.product(lora, cfg.adapters.ranks)
-        return points + [point(system, "Distinct", rank, f"{panel} {RATIOS}") for system, rank in pairs]
+        pairs = itertools.product([system for system in names if SYSTEMS.get(system).lora], ranks)
+        return points + [self.point(cfg, system, "Distinct", rank, f" {RATIOS}") for system, rank in pairs]
+
+    def point(self, cfg: Config, system: str, workload: str, rank: int, suffix: str = "") -> Point:
+        figure, size = cast(RanksConf, cfg.figure), ranks_of(cfg)
+        point, model = super().point(cfg, system, workload, rank, suffix), f"{cfg.model.paper_name} Model"
+        ranks = {"tp_size": size, "check_layers": figure.check_layers, "adapter_sets": figure.adapter_sets}
+        panel = point.panel.replace(model, f"{model}, tp {size}", 1)
+        return replace(point, panel=panel, settings={**point.settings, "ranks": ranks})
 
     def release(self) -> None:
         _, kept = self._kept
         if kept is not None:
-            cast("RankedBench", kept).close()
+            cast("BenchOnRanks", kept).close()
         super().release()
 
     def _bench(self, cfg: Config, point: Point) -> Any:
         """Start the ranks, once per rank of the adapters."""
-        from experiments.systems.rank_bench import RankBench, RankedBench
-        from experiments.systems.ranks import Ranks
+        from experiments.systems.ranks import BenchOnRanks, RankBench
 
         figure, adapters = cast(RanksConf, cfg.figure), cfg.adapters
         rank = point.rank or adapters.ranks[0]
@@ -95,17 +91,16 @@ class Fig12(Fig11):
         check = figure.check_requests, figure.check_tokens
         given = (cfg.model, cfg.hardware.device, *sizes_of(cfg), check, figure.check_layers, drawn)
         size, backend = ranks_of(cfg), "gloo" if cfg.hardware.device == "cpu" else None
-        return self.kept(repr((given, size)), lambda: RankedBench(Ranks(RankBench, given, size, backend)))
+        return self.kept(repr((given, size)), lambda: BenchOnRanks(RankBench, given, size, backend))
 
     def _ratios(self, cfg: Config, point: Point) -> list[Reading]:
-        from experiments.systems.rank_bytes import bytes_ratio
-
-        cells = [(system, load) for system in (point.system, BASELINE) for load in ("Distinct", "Identical")]
-        found = self.on_disk(cfg, point, point.panel.removesuffix(f" {RATIOS}"), cells)
-        disturbed = any(found[*one, "throughput"].disturbed for one in cells)
-        mean = [found[point.system, "Distinct", name].value for name in ("mean_batch_size", "mean_context")]
+        cells = itertools.product((point.system, BASELINE), ("Distinct", "Identical"))
+        rows = self.rows_of(cfg, point, cells)
+        own = (point.system, "Distinct")
+        mean = [self.rows_of(cfg, point, [own], name)[own].value for name in ("mean_batch_size", "mean_context")]
         allowed = bytes_ratio(cfg.model, cast(int, point.rank), ranks_of(cfg), point.system == SHARDED, *mean)
-        return ratios({one: found[*one, "throughput"].value for one in cells}, point.system, allowed, disturbed)
+        disturbed = any(row.disturbed for row in rows.values())
+        return ratios({cell: row.value for cell, row in rows.items()}, point.system, allowed, disturbed)
 
 
 def ratios(
@@ -114,14 +109,43 @@ def ratios(
     """Compute the ratios of `system` on Distinct, from throughputs by system and workload; `allowed`: that of bytes."""
     distinct = throughput[system, "Distinct"]
     over_backbone = distinct / throughput[BASELINE, "Identical"]
-    found = {
+    values = {
         "distinct_over_backbone_identical": over_backbone,
         "distinct_over_own_identical": distinct / throughput[system, "Identical"],
         "speedup_over_best_baseline": distinct / throughput[BASELINE, "Distinct"],
         "over_bytes_ratio": over_backbone / allowed,
     }
-    readings = [Reading(name, value, "ratio", disturbed=disturbed) for name, value in found.items()]
+    readings = [Reading(name, value, "ratio", disturbed=disturbed) for name, value in values.items()]
     return [*readings, Reading("bytes_ratio", allowed, "ratio", kind="simulated")]
+
+
+def adapter_share(model: ModelConf, tp_size: int, fully_sharded: bool) -> float:
+    """Part of an adapter's elements (seven projections, any LoRA rank) that one tensor-parallel rank reads.
+
+    Plain layers keep one factor whole on every rank: A of those cut by columns (q, k, v, gate, up), B of those cut by
+    rows (o, down). Fully sharded layers cut both.
+    """
+    hidden, inner = model.hidden_size, model.intermediate_size
+    kv_b = 2 * (hidden // model.num_attention_heads * model.num_key_value_heads)
+    column_a, column_b, row_a, row_b = 5 * hidden, hidden + 2 * inner, hidden + inner, 2 * hidden
+    kv_ranks = min(tp_size, model.num_key_value_heads)  # beyond, ranks share a head
+    cut = (column_b + row_a) / tp_size + kv_b / kv_ranks
+    repeated = (column_a + row_b) / (tp_size if fully_sharded else 1)
+    return (cut + repeated) / (column_a + column_b + kv_b + row_a + row_b)
+
+
+def bytes_ratio(
+    model: ModelConf, rank: int, tp_size: int, fully_sharded: bool, requests: float, context: float
+) -> float:
+    """Bytes of a backbone-only decode step over those with one adapter of `rank` per request, on one rank: the ratio of
+    throughputs, Distinct over backbone-only Identical, of memory-bound steps.
+
+    Read are the weights without the embedding, keys and values of `context` tokens of each request, and every adapter.
+    """
+    weights = (model.backbone_parameters() - model.vocab_size * model.hidden_size) / tp_size
+    cached = requests * context * model.kv_elements() / min(tp_size, model.num_key_value_heads)
+    adapters = requests * model.lora_parameters(rank) * adapter_share(model, tp_size, fully_sharded)
+    return (weights + cached) / (weights + cached + adapters)
 
 
 def ranks_of(cfg: Config) -> int:

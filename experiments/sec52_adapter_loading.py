@@ -10,10 +10,8 @@ Timed: from the call on the host until the adapter is in its slot of every layer
 adapters (on a GPU a CUDA graph), and compares that step with the same step alone. Systems:
 
     punica      `LoRAModelManager.prefetch_adapter`: on a GPU one kernel on a stream of its own, which reads a
-                page-locked image of the adapter through the link; on a CPU copies into the slot of one layer after
-                the other
-    punica fp8  the same with slots in FP8 (float8_e4m3fn, one float32 scale per channel), quantised at registration:
-                0.57 of the bytes of fp16 at rank 16
+                page-locked image of the adapter through the link; on a CPU copies layer by layer
+    punica fp8  the same with slots in FP8 (float8_e4m3fn), quantised at registration: 0.57 of fp16's bytes at rank 16
     per_tensor  `set_lora` layer by layer, on the stream of the model, from page-locked tensors (GPU only).
     pageable    the same from ordinary memory (GPU only).
     link        one plain copy of as many bytes, host to device, page-locked (on a CPU: memory to memory): the roofline.
@@ -96,51 +94,43 @@ class AdapterLoading(Experiment):
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
         import torch
 
-        from experiments.benches.adapter_loading import measured
-        from experiments.benches.loading_bench import Bench, Decode
+        from experiments.benches.adapter_loading import Bench, Decode, measured
         from experiments.benches.operators import flush_bytes, protocol
 
-        # A manager refers to itself: without `gc.collect`, the model of the group before would stay.
         first, decode = points[0], None
         if first.panel == OVERLAP:
             decode = Decode(first.workload, cast(int, first.batch_size), cast(int, first.seq_len))
+        layers, rotate = 1 if first.panel == "layer" else None, flush_bytes(cfg)
         readings: dict[str, list[Reading]] = {}
-        for fp8 in (False, True):  # slots of one kind at a time
-            own = [point for point in points if point.system.endswith(FP8) == fp8]
-            if not own:
+        for fp8, suffix in ((None, ""), (torch.float8_e4m3fn, FP8)):  # slots of one kind at a time
+            systems = [point.system for point in points if point.system.endswith(FP8) == bool(suffix)]
+            if not systems:
                 continue
-            gc.collect()
+            gc.collect()  # a manager refers to itself, and the model of the group before would stay
             bench = Bench(
-                cfg.model,
-                cast(int, first.rank),
-                cfg.hardware.device,
-                layers=1 if first.panel == "layer" else None,
-                rotate_bytes=flush_bytes(cfg),
-                seed=cfg.adapters.seed,
-                decode=decode,
-                fp8=torch.float8_e4m3fn if fp8 else None,
-            )
-            found = measured(bench, [point.system.removesuffix(FP8) for point in own], protocol(cfg))
-            for point in own:
-                readings[point.system] = _readings(point, found[point.system.removesuffix(FP8)], bench.bytes)
+                cfg.model, cast(int, first.rank), cfg.hardware.device, layers=layers, rotate_bytes=rotate,
+                seed=cfg.adapters.seed, decode=decode, fp8=fp8,
+            )  # fmt: skip
+            for name, found in measured(bench, [system.removesuffix(FP8) for system in systems], protocol(cfg)).items():
+                readings[name + suffix] = _readings(first.panel, name, found, bench.bytes)
             del bench
         return [readings[point.system] for point in points]
 
 
-def _readings(point: Point, found: Measured, size: int) -> list[Reading]:
-    unit, per_second = UNITS[point.panel]
+def _readings(panel: str, system: str, found: Measured, size: int) -> list[Reading]:
+    unit, per_second = UNITS[panel]
 
     def times(metric: str, seconds: Sequence[float]) -> list[Reading]:
         return sampled(metric, [per_second * value for value in seconds], unit) if seconds else []
 
     readings = [*times("load_time", found.load), *times("host_time", found.host), Reading("bytes", size, "byte")]
-    if point.panel == OVERLAP:
+    if panel == OVERLAP:
         pairs = zip(found.step, found.step_alone, strict=True)  # neighbours in time: what drifts hits both
         readings += [*times("step_latency", found.step), *times("step_latency_alone", found.step_alone)]
         return readings + times("stall", [beside - alone for beside, alone in pairs])
     readings += times("device_time", found.device)
     readings += sampled("bandwidth", [size / seconds / 1e9 for seconds in found.load], "GB/s")
-    return readings + (_pcie() if point.system == "link" and found.device else [])
+    return readings + (_pcie() if system == "link" and found.device else [])
 
 
 def _pcie() -> list[Reading]:

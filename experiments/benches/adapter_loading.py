@@ -1,24 +1,164 @@
-"""Loaders of an adapter into the spare slot of a `Bench`, checked and timed, for section 5.2.
+"""Loading of adapters into the spare slot of a model, alone or beside decode steps, for section 5.2.
 
 A `Loader` starts a load, asynchronously on a GPU; its handle waits for the adapter. A new one is a function under
 `LOADERS` and its name in `conf/figure/sec52_adapter_loading.yaml`.
 """
 
+import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 import torch
 
-from experiments.benches.loading_bench import Bench
-from experiments.benches.model_steps import TOLERANCE, difference
+from experiments.benches.model_steps import (
+    TOLERANCE,
+    CapturedRun,
+    Invocation,
+    difference,
+    llama_config,
+    random_llama,
+    spans,
+    step_tokens,
+)
 from experiments.harness.experiment import CheckFailed
+from experiments.harness.schema import ModelConf
 from experiments.measure import timing
-from punica.adapters import CopyHandle
+from experiments.workload.popularity import popularity
+from punica.adapters import CopyHandle, LoRAModel, LoRAModelManager, random_adapter
+from punica.adapters.synthetic import LLAMA_LORA_MODULES, llama_module_shapes
 from punica.adapters.write import CopyEvent, ReadyCopy
+from punica.config import LoRAConfig
+from punica.layers import SlotPart
+from punica.models import LlamaForCausalLM
+from punica.ops.quant import Fp8Matrix
 from punica.registry import Registry
+
+MOST_ADAPTERS = 256
+DIFFERENT = 4
+"""Adapters with weights of their own; others are copies in other memory, since drawing hundreds takes too long."""
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Decode steps of `rows` requests with `seq_len` cached tokens, adapters by the popularity `workload`."""
+
+    workload: str
+    rows: int
+    seq_len: int
+
+
+class Bench:
+    """`model` wrapped for adapters of `rank`, its last slot free, and `rotate_bytes` of adapters or more to load there,
+    so that none of them waits in a cache.
+
+    `layers`: decoder layers (None: all). `decode`: steps to run beside the loads; their adapters are in the other
+    slots. `fp8`: the format of slots in FP8 (None: they are as wide as the model). `CheckFailed` when an adapter, or a
+    slot, does not have the bytes that arithmetic says.
+    """
+
+    def __init__(
+        self, model: ModelConf, rank: int, device: str, *, layers: int | None = None, rotate_bytes: int = 0,
+        seed: int = 0, decode: Decode | None = None, fp8: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.rank, self.device, self.fp8 = rank, torch.device(device), fp8
+        self.dtype = getattr(torch, model.dtype.name)
+        elements, config = model.lora_parameters(rank, layers), llama_config(model, layers)
+        wide = self.bytes = elements * model.dtype.bytes
+        if fp8 is not None:  # and a float32 scale for every row of A and of B
+            shapes = llama_module_shapes(config, LLAMA_LORA_MODULES).values()
+            self.bytes = elements + 4 * sum(rank + out for _, out in shapes)
+        self.slot = neighbours = popularity(decode.workload).number_of_adapters(decode.rows) if decode else 0
+        count = min(max(2, -(-rotate_bytes // self.bytes)), MOST_ADAPTERS)
+        ids = range(neighbours + 1, neighbours + count + 1)
+        drawn = [random_adapter(i, config, rank, seed + i, dtype=self.dtype) for i in ids[:DIFFERENT]]
+        copies = [copy.deepcopy(drawn[place % DIFFERENT]).clone(i) for place, i in enumerate(ids[DIFFERENT:])]
+        self.adapters = drawn + copies
+        # loading does not read the weights, so only steps need some
+        llama = random_llama(model, device, layers) if decode else LlamaForCausalLM(config, self.dtype, device)
+        rows, modules = decode.rows if decode else 1, list(LLAMA_LORA_MODULES)
+        lora = LoRAConfig(rank, neighbours + 1, max_cpu_loras=neighbours + count, target_modules=modules, fp8=fp8)
+        self.manager = LoRAModelManager(llama, rows, rows, model.vocab_size, lora, device)
+        tensors = sum(tensor.nbytes for name in drawn[0].loras for tensor in _matrices(drawn[0], name)[:2])
+        if tensors != wide or self.manager.slot_bytes != self.bytes:
+            raise CheckFailed(
+                f"rank {rank}: {tensors} bytes in an adapter, {self.manager.slot_bytes} in a slot, {self.bytes} by "
+                "arithmetic"
+            )
+        for i in range(1, neighbours + 1):
+            self.manager.add_adapter(drawn[0].clone(i))
+            self.manager.activate_adapter(i)
+        for adapter in self.adapters:
+            self.manager.add_adapter(adapter)
+        self.step = _decode_step(self.manager, llama, decode) if decode else None
+
+    def synchronise(self) -> None:
+        """Wait until the device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def poison(self) -> None:
+        """Fill the spare slot of every layer with NaN and rank -1, so that only a complete load passes `check_slot`."""
+        for layer in self.manager.modules.values():
+            for part in layer.slot_parts():
+                part.matrix(self.slot).fill_(torch.nan)
+                part.ranks[self.slot] = -1
+        self.synchronise()
+
+    def check_slot(self, i: int) -> None:
+        """Raise `CheckFailed` unless the spare slot of every layer holds the i-th adapter: A, B times scaling, rank."""
+        adapter = self.adapters[i % len(self.adapters)]
+        for name, parts in self._parts():
+            a, b, scaling = _matrices(adapter, name)
+            held = [w.to(self.dtype) for w in (a, b.float() * scaling)]
+            if self.fp8 is not None:
+                matrices = [Fp8Matrix.of(w, self.fp8) for w in held]
+                held = [*[matrix.values for matrix in matrices], *[matrix.scale[:, None] for matrix in matrices]]
+            for part, expected in zip(parts, held, strict=True):
+                if not torch.equal(part.matrix(self.slot).cpu().float(), expected.float()):
+                    raise CheckFailed(f"after a load, slot {self.slot} of {name} does not hold adapter {adapter.id}")
+                if int(part.ranks[self.slot]) != self.rank:
+                    raise CheckFailed(f"after a load, the rank of slot {self.slot} of {name} is not {self.rank}")
+
+    def _parts(self) -> Iterator[tuple[str, Sequence[SlotPart]]]:
+        """Yield module names with the places of A and B, and of their scales in FP8 slots: `...self_attn.k_proj` is the
+        second slice of `qkv_proj`.
+        """
+        for name, layer in self.manager.modules.items():
+            parent, _, last = name.rpartition(".")
+            names = LlamaForCausalLM.packed_modules_mapping.get(last, [last])
+            parts = layer.slot_parts()  # A of every slice, then B of every slice, then the scales of both
+            yield from ((f"{parent}.{part}", parts[i :: len(names)]) for i, part in enumerate(names))
+
+
+def _matrices(adapter: LoRAModel, name: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """A, B and the scaling of one projection of an adapter as it came; `CheckFailed` when it has none."""
+    weights = adapter.get_lora(name)
+    if weights is None:
+        raise CheckFailed(f"adapter {adapter.id} has no {name}")
+    a, b = (w.real() if isinstance(w, Fp8Matrix) else w for w in weights.pair())
+    return cast(torch.Tensor, a), cast(torch.Tensor, b), weights.scaling
+
+
+def _decode_step(manager: LoRAModelManager, llama: LlamaForCausalLM, decode: Decode) -> Callable[[], torch.Tensor]:
+    """Return a decode step as the engine runs it: the step's segments, then the model, on a GPU as a CUDA graph.
+
+    Checked to depend on the adapters.
+    """
+    invocation = Invocation(llama, step_tokens(decode.rows, decode.seq_len))
+    run = partial(invocation.forward, *invocation.begin(spans(decode.rows, 1, decode.seq_len)))
+    own = [int(slot) for slot in popularity(decode.workload).slots(decode.rows)]  # adapter i lies in slot i - 1
+
+    def step(slots: Sequence[int], run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        manager.begin_step([(slot, len(list(rows))) for slot, rows in groupby(slots)], slots)
+        return run()
+
+    if difference(step([-1] * decode.rows, run), step(own, run)) <= TOLERANCE[invocation.cache.keys[0].dtype]:
+        raise CheckFailed("a decode step comes out as if its rows had no adapters")
+    return partial(step, own, CapturedRun(run) if invocation.device.type == "cuda" else run)
 
 
 @dataclass(frozen=True)
@@ -61,10 +201,14 @@ def _layer_by_layer(bench: Bench, pinned: bool) -> Loader:
             return [in_host_memory(part) for part in factor]
         return torch.empty_like(factor, pin_memory=pinned).copy_(factor)
 
-    modules, copies, registered = bench.manager.modules, [], bench.manager.list_adapters()
-    for adapter in bench.adapters:
-        arguments = {name: weights.pair() for name, weights in registered[adapter.id].loras.items()}
-        copies.append([(modules[name], *map(in_host_memory, pair)) for name, pair in arguments.items()])
+    modules, registered = bench.manager.modules, bench.manager.list_adapters()
+    copies = [
+        [
+            (modules[name], *map(in_host_memory, weights.pair()))
+            for name, weights in registered[adapter.id].loras.items()
+        ]
+        for adapter in bench.adapters
+    ]
 
     def start(i: int) -> CopyHandle:
         for layer, lora_a, lora_b in copies[i % len(copies)]:
@@ -98,9 +242,8 @@ def _link(bench: Bench) -> Loader:
 
 
 def check_loader(bench: Bench, name: str, loader: Loader) -> None:
-    """One load into a poisoned slot, beside a step if there are steps, leaves the adapter there and the step as it was.
-
-    Raises `CheckFailed` when it does not.
+    """Raise `CheckFailed` unless one load into a poisoned slot, beside a step if there are steps, leaves the adapter
+    there and the step as it was.
     """
     expected = bench.step().clone() if bench.step else None
     bench.poison()
@@ -123,9 +266,9 @@ class Measured:
     no load before it.
     """
 
-    load: list[float] = field(default_factory=list)
-    host: list[float] = field(default_factory=list)
-    device: list[float] = field(default_factory=list)
+    load: list[float]
+    host: list[float]
+    device: list[float]
     step: list[float] = field(default_factory=list)
     step_alone: list[float] = field(default_factory=list)
 
@@ -141,12 +284,15 @@ class Stopwatch:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __call__(self) -> None:
-        before = self._now()
+        before = torch.cuda.current_stream().record_event(_timed()) if self._stream is not None else None
         started = time.perf_counter()
         if self._start is not None:
             handle = self._start(self._calls)
             self.host.append(time.perf_counter() - started)
-            self._note_end(before, handle)
+            if self._stream is not None and before is not None:
+                with torch.cuda.stream(self._stream):  # where nothing else waits for the load
+                    handle.wait()
+                    self._events.append((before, self._stream.record_event(_timed())))
             if self._bench.step is None:
                 handle.wait()
         if self._bench.step is not None:
@@ -155,16 +301,6 @@ class Stopwatch:
             torch.cuda.current_stream().synchronize()
         self.total.append(time.perf_counter() - started)
         self._calls += 1
-
-    def _now(self) -> torch.cuda.Event | None:
-        return torch.cuda.current_stream().record_event(_timed()) if self._stream is not None else None
-
-    def _note_end(self, before: torch.cuda.Event | None, handle: CopyHandle) -> None:
-        """An event at the end of the load, on a stream where nothing else waits for it."""
-        if self._stream is not None and before is not None:
-            with torch.cuda.stream(self._stream):
-                handle.wait()
-                self._events.append((before, self._stream.record_event(_timed())))
 
     def device(self) -> list[float]:
         """Seconds between the events of every load; the device must be idle."""
@@ -176,7 +312,7 @@ def _timed() -> torch.cuda.Event:
 
 
 def measured(bench: Bench, names: Sequence[str], protocol: timing.Protocol) -> dict[str, Measured]:
-    """Checked and timed: every loader of `names` on `bench`, interleaved, and the step alone if there are steps."""
+    """Check and time every loader of `names` on `bench`, interleaved, and the step alone if there are steps."""
     loaders = {name: LOADERS.get(name)(bench) for name in names}
     for name, loader in loaders.items():
         check_loader(bench, name, loader)
@@ -187,11 +323,10 @@ def measured(bench: Bench, names: Sequence[str], protocol: timing.Protocol) -> d
         calls["step alone"] = [alone]
     taken = len(timing.time_side_by_side(calls, protocol)[names[0]])  # the calls before were for warming up
     bench.synchronise()
-    return {name: _of(bench, watch, alone, taken) for name, watch in watches.items()}
-
-
-def _of(bench: Bench, watch: Stopwatch, alone: Stopwatch, taken: int) -> Measured:
-    total, host, device = watch.total[-taken:], watch.host[-taken:], watch.device()[-taken:]
-    if bench.step is None:
-        return Measured(total, host, device)
-    return Measured(device or host, host, device, total, alone.total[-taken:])
+    found = {}
+    for name, watch in watches.items():
+        total, host, device = watch.total[-taken:], watch.host[-taken:], watch.device()[-taken:]
+        found[name] = Measured(total, host, device)
+        if bench.step is not None:
+            found[name] = Measured(device or host, host, device, total, alone.total[-taken:])
+    return found

@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import torch
 
-from experiments.benches.engine_state import clear, put
 from experiments.benches.model_steps import fill_with_noise, random_llama
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
@@ -24,6 +23,7 @@ from punica.engine import Engine, EngineConfig, Request
 from punica.engine.outputs import StepStatistics
 from punica.engine.overlap import BegunStep
 from punica.models import LlamaForCausalLM
+from punica.scheduling import RequestState, RequestStatus
 
 ROOM = 64
 """New tokens of a request before it ends, and steps get smaller."""
@@ -156,7 +156,7 @@ class EngineSteps:
 
     def wait(self) -> None:
         """Wait until the device is idle."""
-        if self.engine.runner.model.lm_head.weight.is_cuda:
+        if self.on_gpu:
             torch.cuda.synchronize()
 
     def step(self, begins: Callable[[], None] = lambda: None) -> TimedStep:
@@ -236,3 +236,32 @@ def launch_times(engine: Engine) -> Iterator[list[Launched]]:
 
     with patch.multiple(overlap, begin=timed_begin, prepare_next=timed_prepare):
         yield seen
+
+
+def put(engine: Engine, request: Request, generated: int) -> None:
+    """Add a running request with `generated` tokens; with all its new tokens it is an idle member of a fixed batch."""
+    if generated == request.max_new_tokens:
+        state = RequestState(request)
+        state.status, state.finish_reason = RequestStatus.FINISHED, "length"
+    else:
+        state = engine.add_request(request)
+        engine.scheduler.waiting.remove(state)
+        state.status = RequestStatus.RUNNING
+    state.output_token_ids += [(7 * place + 1) % engine.vocab_size for place in range(generated)]
+    whole = engine.scheduler.rule.inseparable
+    engine.blocks.reserve(request.request_id, request.final_kv_length if whole else state.num_tokens)
+    engine.scheduler.running.append(state)
+
+
+def clear(engine: Engine) -> None:
+    """End all requests, waiting and running, and wait for the device."""
+    scheduler = engine.scheduler
+    for state in [*scheduler.running, *scheduler.waiting]:
+        if not state.has_ended:
+            engine.abort_request(state.request_id)
+    for state in list(scheduler.running):
+        if state in scheduler.running:  # the members of an inseparable batch leave together
+            scheduler.remove(state)
+    engine.forget_next()
+    if engine.runner.model.lm_head.weight.is_cuda:
+        torch.cuda.synchronize()  # a step that it had begun is not to be part of what is timed next

@@ -43,21 +43,20 @@ class Blocks:
         shape = len(self._parts), len(self._table), self._parts[0].shape[1]
         return torch.empty(shape, dtype=self._parts[0].dtype, device=device, pin_memory=pinned)
 
-    def gather(self, out: Tensor) -> None:
-        """Copy them into `out`."""
+    def gather(self, out: Tensor) -> Tensor:
+        """Copy them into `out`, which is returned."""
         for part, place in zip(self._parts, out, strict=True):
             torch.index_select(part, 0, self._table, out=place)
+        return out
 
-    def scatter(self, found: Tensor) -> None:
-        """Copy `found` into them."""
-        for part, place in zip(self._parts, found, strict=True):
+    def scatter(self, content: Tensor) -> None:
+        """Copy `content` into them."""
+        for part, place in zip(self._parts, content, strict=True):
             part.index_copy_(0, self._table, place)
 
     def content(self) -> Tensor:
         """Return their content, on the host."""
-        there = self.room(self.device)
-        self.gather(there)
-        return there.cpu()
+        return self.gather(self.room(self.device)).cpu()
 
 
 def parts_of(cache: KVCache) -> list[Tensor]:
@@ -65,20 +64,22 @@ def parts_of(cache: KVCache) -> list[Tensor]:
     return [rows.view(cache.num_blocks, -1) for rows in (*cache.keys, *cache.values)]
 
 
+@dataclass
 class Route:
     """Way from `source` to `target` through memories `between`: the first on the source's device, the last on the
     target's.
     """
 
-    def __init__(self, source: Blocks, target: Blocks, between: Sequence[Tensor]) -> None:
-        self.source, self.target, self._between = source, target, between
+    source: Blocks
+    target: Blocks
+    between: Sequence[Tensor]
 
     def move(self) -> None:
         """Move the request; the host does not wait."""
-        self.source.gather(self._between[0])
-        for here, there in itertools.pairwise(self._between):
+        self.source.gather(self.between[0])
+        for here, there in itertools.pairwise(self.between):
             there.copy_(here, non_blocking=True)
-        self.target.scatter(self._between[-1])
+        self.target.scatter(self.between[-1])
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Moves:
     """Seconds by system for one context, and of a decode step of a full batch; bytes of keys and values."""
 
     nbytes: int
-    seconds: dict[str, list[float]] = field(default_factory=dict)
+    seconds: dict[str, list[float]]
     decode: list[float] = field(default_factory=list)
 
 
@@ -103,43 +104,38 @@ class Migration:
         check_recomputed(self.steps.engine)
 
     def measured(self, context: int, systems: Sequence[str], protocol: Protocol) -> Moves:
-        """Every one of `systems` for a request of `context` tokens, and decode steps beside them, in turns.
+        """Time every one of `systems` for a request of `context` tokens, and decode steps beside them, in turns.
 
         `CheckFailed` when a copy does not arrive as it left.
         """
         routes = {name: self.route(name, context) for name in systems if name != RECOMPUTE}
         for name, route in routes.items():
             check_moved(route, name)
-        moves = Moves(sum(part[0].nbytes for part in self._source) * -(-context // BLOCK_SIZE))
-        started = time.perf_counter()
+        nbytes = sum(part[0].nbytes for part in self._source) * -(-context // BLOCK_SIZE)
+        moves, started = Moves(nbytes, {name: [] for name in systems}), time.perf_counter()
         for turn in range(protocol.repeats):
             if protocol.enough(turn, (time.perf_counter() - started) / (len(systems) + 1)):
                 break
             for name in systems:
                 seconds = self._recompute(context) if name == RECOMPUTE else self._copy(routes[name])
-                moves.seconds.setdefault(name, []).append(seconds)
+                moves.seconds[name].append(seconds)
             moves.decode.append(self._decode(context))
         return moves
 
     def route(self, name: str, context: int) -> Route:
         """Build the route by which the system `name` copies a request of `context` tokens."""
-        count = -(-context // BLOCK_SIZE)
-        parts = self._target(PEER if name == COPY_PEER else self._device)
+        count, device = -(-context // BLOCK_SIZE), PEER if name == COPY_PEER else self._device
+        if device not in self._targets:
+            shape = self._blocks, self._source[0].shape[1]
+            self._targets[device] = [torch.empty(shape, dtype=part.dtype, device=device) for part in self._source]
         source = Blocks(self._source, scattered(count, len(self._source[0])))
-        target = Blocks(parts, scattered(count, len(parts[0]))[::-1])
+        target = Blocks(self._targets[device], scattered(count, self._blocks)[::-1])
         between = [source.room(self._device)]
         if name == COPY_HOST:
             between.append(source.room("cpu", pinned=self._device != "cpu"))
         if name != COPY:
             between.append(source.room(target.device))
         return Route(source, target, between)
-
-    def _target(self, device: str) -> list[Tensor]:
-        if device not in self._targets:
-            shape = self._blocks, self._source[0].shape[1]
-            empty = [torch.empty(shape, dtype=part.dtype, device=device) for part in self._source]
-            self._targets[device] = empty
-        return self._targets[device]
 
     def _recompute(self, context: int) -> float:
         shape = StepShape(0, context, context, (1,))
@@ -174,7 +170,7 @@ def scattered(count: int, blocks: int) -> list[int]:
 
 
 def check_moved(route: Route, name: str) -> None:
-    """`CheckFailed` unless the target holds, bit for bit, what the source does, once it was moved."""
+    """Raise `CheckFailed` unless the target holds, bit for bit, what the source does, once it was moved."""
     route.target.scatter(torch.full_like(route.target.room(route.target.device), torch.nan))
     route.move()
     if not route.source.content().equal(route.target.content()):
@@ -182,7 +178,9 @@ def check_moved(route: Route, name: str) -> None:
 
 
 def check_recomputed(engine: Engine) -> None:
-    """`CheckFailed` unless a prefill of prompt and generated tokens gives the keys and values of prefill and decode."""
+    """Raise `CheckFailed` unless a prefill of prompt and generated tokens gives the keys and values of prefill and
+    decode.
+    """
     first = Request("stays", [(5 * place + 3) % engine.vocab_size for place in range(CHECKED // 2)], CHECKED, _ADAPTER)
     state = engine.add_request(first)
     while state.num_tokens <= CHECKED:  # the last token has no keys and values yet

@@ -1,14 +1,12 @@
 """Single model invocations at a chosen batch and context, for Figures 1 and 10.
 
 `Invocation` lays rows out as the engine does (`punica.scheduling.layout`) but without requests: row i of a decode step
-attends to `seq_len` cached tokens in blocks of its own, and a prefill computes whole prompts. The cache holds noise;
-time does not depend on its values. What a server does once per step (layout, segment indices) happens outside the
-timing. On a GPU a step is what the engine makes of it: a CUDA graph, which the host replays.
+attends to `seq_len` cached tokens in blocks of its own, and a prefill computes whole prompts. The cache holds noise.
+The layout is made outside the timing. On a GPU a step is what the engine makes of it: a CUDA graph.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from transformers import LlamaConfig
@@ -25,9 +23,7 @@ from punica.scheduling import Span
 BLOCK_SIZE = 16  # as in the released code
 MOST_REQUESTS = 256  # of a step
 MOST_CAPTURED_ROWS = 8192
-"""Rows of prompts up to which they are a CUDA graph: more than the engine has in a step. Beyond, the host is far ahead
-of the device.
-"""
+"""Rows of prompts up to which they are a CUDA graph: more than the engine has in a step."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest relative difference between decoding through KV blocks and computing the whole sequence at once."""
 
@@ -76,14 +72,6 @@ class CapturedRun:
         return self.output
 
 
-class StepInputs(NamedTuple):
-    """Token ids, positions and cache rows of a step, each int64 `[T]` on the device."""
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    kv_rows: torch.Tensor
-
-
 class Invocation:
     """One model with a cache of `max_tokens` places, ready to run steps of up to `max_requests` requests on."""
 
@@ -92,39 +80,40 @@ class Invocation:
         self.device = llama.lm_head.weight.device
         self.cache = KVCache(llama, -(-max_tokens // BLOCK_SIZE), BLOCK_SIZE)
         self.attention = attention_for(self.cache, max_requests, self.cache.num_blocks)
-        self._captured: dict[int, tuple[StepInputs, CapturedRun]] = {}
+        self._captured: dict[int, tuple[list[torch.Tensor], CapturedRun]] = {}
         fill_with_noise(self.cache)
 
     def begin(self, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tell the attention the layout of a step; its token ids and positions, both int64 `[T]`."""
+        """Tell the attention the layout of a step; return its token ids and positions, both int64 `[T]`."""
         tokens, positions, kv_rows = self._inputs(spans)
         self.attention.begin(spans, kv_rows)
         return tokens, positions
 
     @torch.inference_mode()  # else inputs made in it could not be refilled
     def decode_step(self, batch_size: int, kv_length: int) -> Callable[[], torch.Tensor]:
-        """A decode step of `batch_size` requests with `kv_length` cached tokens each, begun: the call that runs it.
+        """Begin a decode step of `batch_size` requests with `kv_length` cached tokens each; return the call that runs
+        it and returns hidden states `[T, hidden]`.
 
         On a GPU it replays a graph, captured once per batch size, whose buffers are refilled as in the engine: only the
-        call of the step begun last is valid. Returns hidden states `[T, hidden]`.
+        call of the step begun last is valid.
         """
         layout = spans(batch_size, 1, kv_length)
         if self.device.type != "cuda":
             return partial(self.forward, *self.begin(layout))
         inputs = self._inputs(layout)
         held, captured = self._captured.get(batch_size, (inputs, None))
-        for mine, new in zip(held, inputs, strict=True):
-            mine.copy_(new)
-        self.attention.begin(layout, held.kv_rows)
+        for kept, new in zip(held, inputs, strict=True):
+            kept.copy_(new)
+        tokens, positions, kv_rows = held
+        self.attention.begin(layout, kv_rows)
         if captured is None:
-            captured = CapturedRun(partial(self.forward, held.tokens, held.positions))
+            captured = CapturedRun(partial(self.forward, tokens, positions))
             self._captured[batch_size] = held, captured
         return captured
 
     def prefill_step(self, batch_size: int, length: int) -> Callable[[], torch.Tensor]:
-        """The computation of `batch_size` prompts of `length` tokens, begun: the call that runs it.
-
-        On a GPU that replays a graph, as in the engine, up to `MOST_CAPTURED_ROWS` rows. Returns as `decode_step`.
+        """Begin the computation of `batch_size` prompts of `length` tokens, as `decode_step`: up to
+        `MOST_CAPTURED_ROWS` rows it is a graph on a GPU.
         """
         step = partial(self.forward, *self.begin(spans(batch_size, length, length)))
         if self.device.type != "cuda" or batch_size * length > MOST_CAPTURED_ROWS:
@@ -133,14 +122,15 @@ class Invocation:
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[T, hidden]` of the step that was begun, launched by the host."""
+        """Return hidden states `[T, hidden]` of the step that was begun, launched by the host."""
         return self.llama(tokens, positions, self.attention)
 
-    def _inputs(self, spans: Sequence[Span]) -> StepInputs:
+    def _inputs(self, spans: Sequence[Span]) -> list[torch.Tensor]:
+        """Token ids, positions and cache rows of a step, each int64 `[T]` on the device."""
         positions = [position for span in spans for position in span.positions]
         rows = [row for span in spans for row in span.kv_rows(BLOCK_SIZE)]
         tokens = [(7 * i + 1) % self.llama.config.vocab_size for i in range(len(positions))]
-        return StepInputs(*(torch.tensor(values, device=self.device) for values in (tokens, positions, rows)))
+        return [torch.tensor(values, device=self.device) for values in (tokens, positions, rows)]
 
 
 def fill_with_noise(cache: KVCache) -> None:
@@ -164,36 +154,35 @@ def step_tokens(batch_size: int, kv_length: int) -> int:
 
 @torch.inference_mode()
 def check_decode(invocation: Invocation) -> None:
-    """`CheckFailed` unless, for two requests, a prefill of 19 tokens and a decode step equal one prefill of 20.
+    """Raise `CheckFailed` unless, for two requests, a prefill of 19 tokens and a decode step equal one prefill of 20.
 
     `prefill_step` and `decode_step`, run with another context before, must equal eager launches.
     """
-    length = 20
+    length, tolerance = 20, TOLERANCE[invocation.cache.keys[0].dtype]
+
+    def check(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+        if not (error := difference(found, expected)) <= tolerance:
+            raise CheckFailed(f"{what} differs by {error:.2e} (relative) from what it should equal")
+
     whole = spans(2, length, length)
     ids, positions = invocation.begin(whole)
-    expected = invocation.llama(ids, positions, invocation.attention)[length - 1 :: length]
-    prompt = [Span(span.start - row, length - 1, length - 1, span.block_table) for row, span in enumerate(whole)]
+    expected = invocation.forward(ids, positions)[length - 1 :: length]
     kept = torch.arange(2 * length, device=ids.device) % length < length - 1
-    invocation.begin(prompt)
-    invocation.llama(ids[kept], positions[kept], invocation.attention)
-    invocation.begin([Span(row, 1, length, span.block_table) for row, span in enumerate(whole)])
-    found = invocation.llama(ids[~kept], positions[~kept], invocation.attention)
-    error = difference(found, expected)
-    if not error <= TOLERANCE[found.dtype]:
-        raise CheckFailed(f"decoding through KV blocks differs from the whole sequence by {error:.2e} (relative)")
+    tables = [span.block_table for span in whole]
+    invocation.begin([Span(row * (length - 1), length - 1, length - 1, table) for row, table in enumerate(tables)])
+    invocation.forward(ids[kept], positions[kept])
+    invocation.begin([Span(row, 1, length, table) for row, table in enumerate(tables)])
+    check("decoding through KV blocks", invocation.forward(ids[~kept], positions[~kept]), expected)
     invocation.decode_step(2, length - 3)()
     for name, step, rows in (("decode", invocation.decode_step, 1), ("prefill", invocation.prefill_step, length)):
         found = step(2, length)().clone()
-        expected = invocation.forward(*invocation.begin(spans(2, rows, length)))
-        error = difference(found, expected)
-        if not error <= TOLERANCE[found.dtype]:
-            raise CheckFailed(f"a {name} step differs by {error:.2e} (relative) from what the host launches")
+        check(f"a {name} step", found, invocation.forward(*invocation.begin(spans(2, rows, length))))
 
 
 def check_rows(
     together: torch.Tensor, of_row: Callable[[int], tuple[torch.Tensor, torch.Tensor]], tolerance: float
 ) -> None:
-    """`CheckFailed` unless the first and the last row of a batch equal the same row alone, and not without its adapter.
+    """Raise `CheckFailed` unless the first and the last row equal the same row alone, and not without its adapter.
 
     `of_row`: both outputs `[1, width]` of a row on its own, with and without its adapter.
     """

@@ -1,5 +1,5 @@
 """Figures 11 and 12: throughput of serving systems (C25 to C34, C38 to C41). C38 to C40 are about the largest number of
-ranks; the ratio that bytes allow is arithmetic (`rank_bytes`).
+ranks; the ratio that bytes allow is arithmetic (`bytes_ratio`).
 """
 
 import re
@@ -13,8 +13,8 @@ from experiments.claims.fig01 import LAST, layers
 from experiments.claims.finding import Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick, smallest_step
 from experiments.facts.systems import MODELS, STATED_LENGTHS, baselines, name_of
+from experiments.fig12_textgen_70b import bytes_ratio
 from experiments.harness.schema import model_conf
-from experiments.systems.rank_bytes import bytes_ratio
 from experiments.workload.popularity import PAPER_WORKLOADS
 
 PUNICA, RELEASED_RULE = "punica", "punica_last_admitted"

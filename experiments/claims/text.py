@@ -13,7 +13,7 @@ from experiments.claims.finding import SIMULATED, Finding, claim
 from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick
 from experiments.facts.systems import MODELS, SECONDS
 from experiments.harness.schema import model_conf
-from experiments.systems.timeline import Timeline
+from experiments.systems.stream import Timeline
 from experiments.workload import MAX_BATCH, popularity, released_lengths
 
 LOADING, NORM, SYSTEM, LINK = "text 5.2", "text 6", "punica", "link"

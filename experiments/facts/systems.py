@@ -5,6 +5,7 @@ A new system is a line here and a class that serves it, or `ENGINE` with another
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -29,7 +30,7 @@ class System:
 
     Attributes:
         name: in rows and on the command line.
-        served_by: dotted name of its `ServingSystem`; empty for a system of the paper that is not measured.
+        served_by: its `ServingSystem`, or the dotted name; empty for a system of the paper that is not measured.
         admission: rule of `punica.scheduling.admission` that forms its batches.
         figures: experiments that run it by default.
         lora: applies adapters. `exact`: every request is computed with its own adapter.
@@ -42,7 +43,7 @@ class System:
     """
 
     name: str
-    served_by: str = ENGINE
+    served_by: str | type[Any] = ENGINE
     admission: str = "fcfs"
     figures: tuple[str, ...] = ()
     lora: bool = True

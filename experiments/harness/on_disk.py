@@ -9,7 +9,7 @@ from experiments.harness.schema import Config
 from experiments.harness.settings import folders
 from experiments.harness.source import source_of
 from experiments.measure import environment
-from experiments.measure.records import read_rows
+from experiments.measure.records import Row, read_rows
 
 
 def machine() -> dict[str, Any]:
@@ -18,6 +18,12 @@ def machine() -> dict[str, Any]:
 
 
 def value_on_disk(experiment: Experiment, cfg: Config, point: Point, metric: str) -> float | None:
+    """The value of `row_on_disk`; None where there is none."""
+    row = row_on_disk(experiment, cfg, point, metric)
+    return None if row is None else row.value
+
+
+def row_on_disk(experiment: Experiment, cfg: Config, point: Point, metric: str) -> Row | None:
     """`metric` of `point`, in its repeat, as this code measured it under `cfg` on this machine; None where it was not.
 
     `RowsError` for a file that cannot be read.
@@ -29,7 +35,7 @@ def value_on_disk(experiment: Experiment, cfg: Config, point: Point, metric: str
     wanted = (digest, source, point.repeat, metric)
     for row in read_rows(path):
         if (row.config_hash, row.source_hash, row.repeat, row.metric) == wanted:
-            return row.value
+            return row
     return None
 
 

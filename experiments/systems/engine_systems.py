@@ -6,31 +6,42 @@ timed: building the engine, registering adapters in host memory, and setting up 
 
 import itertools
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 from unittest.mock import patch
 
 import torch
 
-from experiments.benches.engine_state import clear, put
+from experiments.benches.engine_steps import clear, put
 from experiments.facts.systems import System
 from experiments.harness.experiment import CheckFailed
 from experiments.systems.serving import WARM_STEPS, Served, ServingSystem, Step
-from experiments.systems.stream import Job, timeline_of
-from experiments.systems.timeline import Timeline
+from experiments.systems.stream import Job, Timeline, timeline_of
 from experiments.systems.world import World
 from punica.adapters import LoRARequest
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, runner
+from punica.engine.outputs import StepOutput
 from punica.scheduling import RequestState
 
 MOST_ADAPTERS = 1 << 20  # in host memory, where copies share their tensors
 
 
+def timed_step(engine: Engine, clock: Callable[[], float] = time.perf_counter) -> tuple[Step, StepOutput]:
+    """Take the engine's next step."""
+    start, output, end = clock(), engine.step(), clock()
+    done, waiting = output.statistics, len(engine.scheduler.waiting)
+    live = done.batch_size - done.num_idle
+    return Step(start, end, live, done.num_prefill_tokens, waiting, done.model_s), output
+
+
 class EngineSystem(ServingSystem):
-    """The engine with the system's rule of admission, with or without LoRA."""
+    """The engine with the system's rule of admission, with or without LoRA.
+
+    A subclass changes what is its own: `index_rule` and `fully_sharded`; the slots (`lora_config`), a job's `request`,
+    what `register` puts into host memory, and which CUDA graphs are captured before a stream (`capture_for`).
+    """
 
     index_rule: ClassVar[str] = "per_request"
     fully_sharded: ClassVar[bool] = False
@@ -40,60 +51,65 @@ class EngineSystem(ServingSystem):
         config = world.limits.engine_config(facts.lora, self.index_rule)
         lora = self.lora_config(config) if facts.lora else None
         self.engine = Engine(world.backbone(), lora, config, facts.admission, cache=world.kv_cache, warm_up=False)
-        self._names = itertools.count()
+        self.names = itertools.count()
 
     def lora_config(self, config: EngineConfig) -> LoRAConfig:
         """Return slots as many as a batch can use, and all adapters in host memory."""
-        return config.lora_config(
-            self.world.rank, max_cpu_loras=MOST_ADAPTERS, fully_sharded_loras=self.fully_sharded
-        )
+        return config.lora_config(self.world.rank, max_cpu_loras=MOST_ADAPTERS, fully_sharded_loras=self.fully_sharded)
+
+    def request(self, job: Job) -> Request:
+        """Build a new request for `job`."""
+        adapter = LoRARequest(f"adapter-{job.adapter_id}", job.adapter_id, "registered in memory")
+        return Request(f"request-{next(self.names)}", job.prompt, job.new_tokens, adapter)
+
+    def register(self, adapter_ids: Collection[int]) -> None:
+        """Put these adapters, and no others, into host memory; free all slots."""
+        manager = self.engine.manager
+        if manager is None:
+            return
+        manager.remove_all_adapters()
+        for adapter_id in sorted(adapter_ids):
+            key = self.fully_sharded, self.world.adapter_set(adapter_id)
+            if key in self.world.registered:
+                manager.restore_adapter(self.world.registered[key].clone(adapter_id), None)
+            else:
+                manager.add_adapter(self.world.adapter(adapter_id))
+                self.world.registered[key] = manager.list_adapters()[adapter_id]
+
+    def capture_for(self, jobs: Sequence[Job]) -> None:
+        """Capture the CUDA graphs of all steps of a stream."""
+        timeline = timeline_of(jobs, self.facts.admission, self.world.limits.max_batch_size)
+        self._capture(timeline, 0, timeline.steps)
 
     def serve(self, jobs: Sequence[Job]) -> Served:
-        requests = [self._request(job) for job in jobs]
-        self._register({job.adapter_id for job in jobs})
-        self._capture_for(jobs)
-        totals: Counter[str] = Counter()
-        phases = {"schedule": 0.0, "metadata": 0.0, "model": 0.0}
+        requests, steps = [self.request(job) for job in jobs], list[Step]()
+        self.register({job.adapter_id for job in jobs})
+        self.capture_for(jobs)
         with self.captures_nothing():
             start = time.perf_counter()
             states = [self.engine.add_request(request) for request in requests]
             while self.engine.has_unfinished():
-                step = self.engine.step().statistics
-                totals.update(steps=1, rows=step.batch_size, idle=step.num_idle)
-                phases = {name: seconds + getattr(step, f"{name}_s") for name, seconds in phases.items()}
+                steps.append(timed_step(self.engine)[0])
             seconds = time.perf_counter() - start
-        tokens = [state.output_token_ids for state in states]
-        return Served(jobs, tokens, totals["steps"], totals["rows"], totals["idle"], seconds, phases)
+        return Served(jobs, [state.output_token_ids for state in states], steps, seconds)
 
     def run_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:
         warm = min(WARM_STEPS, start)
-        self._capture(timeline, start - warm, start + count + 1)  # one more is launched ahead
-        steps = []
+        return self.run_all_steps(jobs, timeline, start - warm, count + warm)[warm:]
+
+    def run_all_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:
+        """Run the steps of `run_steps` without any before them."""
+        self._capture(timeline, start, start + count + 1)  # one more is launched ahead
         with self.captures_nothing():
-            self._set_up(jobs, timeline, start - warm, count + warm)
+            self._set_up(jobs, timeline, start, count)
             try:
-                for _ in range(count + warm):
-                    started = time.perf_counter()
-                    done = self.engine.step().statistics
-                    seconds, live = time.perf_counter() - started, done.batch_size - done.num_idle
-                    steps.append(Step(seconds, live + done.num_prefill_tokens, live, done.model_s))
+                return [timed_step(self.engine)[0] for _ in range(count)]
             finally:
                 clear(self.engine)
-        return steps[warm:]
-
-    @contextmanager
-    def captures_nothing(self) -> Iterator[None]:
-        """Raise `CheckFailed` when a CUDA graph is captured inside, or refused for want of memory."""
-        captured = self._graphs()
-        yield
-        if self._graphs() != captured:
-            raise CheckFailed(f"{self.facts.name} captured a CUDA graph while it was timed")
 
     def forced(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        self._register({job.adapter_id for job in jobs})
-        wanted = {
-            self.engine.add_request(self._request(job)): list(own) for job, own in zip(jobs, tokens, strict=True)
-        }
+        self.register({job.adapter_id for job in jobs})
+        wanted = {self.engine.add_request(self.request(job)): list(own) for job, own in zip(jobs, tokens, strict=True)}
         found: dict[RequestState, list[torch.Tensor]] = {state: [] for state in wanted}
 
         def take(logits: torch.Tensor, requests: Sequence[RequestState], best: torch.Tensor) -> torch.Tensor:
@@ -107,14 +123,18 @@ class EngineSystem(ServingSystem):
                 self.engine.step()
         return [torch.stack(rows) for rows in found.values()]
 
-    def _request(self, job: Job) -> Request:
-        adapter = LoRARequest(f"adapter-{job.adapter_id}", job.adapter_id, "registered in memory")
-        return Request(f"request-{next(self._names)}", job.prompt, job.new_tokens, adapter)
+    @contextmanager
+    def captures_nothing(self) -> Iterator[None]:
+        """Raise `CheckFailed` when a CUDA graph is captured inside, or refused for want of memory."""
+        captured = self._graphs()
+        yield
+        if self._graphs() != captured:
+            raise CheckFailed(f"{self.facts.name} captured a CUDA graph while it was timed")
 
-    def _capture_for(self, jobs: Sequence[Job]) -> None:
-        """Capture the CUDA graphs of all steps of a stream."""
-        line = timeline_of(jobs, self.facts.admission, self.world.limits.max_batch_size)
-        self._capture(line, 0, line.steps)
+    def _graphs(self) -> int:
+        """Graphs that are captured, or found no memory."""
+        graphs = self.engine.runner.graphs
+        return 0 if graphs is None else graphs.statistics.graphs + graphs.statistics.refused
 
     def _capture(self, timeline: Timeline, first: int, end: int) -> None:
         """Capture the CUDA graphs of these steps before the first step needs each."""
@@ -123,45 +143,24 @@ class EngineSystem(ServingSystem):
                 adapters = min(adapters, 1)
             self.engine.capture_step(prompt_rows, decode_rows, adapters, uses_lora=self.facts.lora)
 
-    def _graphs(self) -> int:
-        """Graphs that are captured, or found no memory."""
-        graphs = self.engine.runner.graphs
-        return 0 if graphs is None else graphs.statistics.graphs + graphs.statistics.refused
-
-    def _register(self, adapter_ids: Collection[int]) -> None:
-        """Put these adapters, and no others, into host memory; free all slots."""
-        manager = self.engine.manager
-        if manager is None:
-            return
-        manager.remove_all_adapters()
-        for adapter_id in sorted(adapter_ids):
-            key = self.fully_sharded, self.world.adapter_set(adapter_id)
-            known = self.world.registered.get(key)
-            if known is None:
-                manager.add_adapter(self.world.adapter(adapter_id))
-                self.world.registered[key] = manager.list_adapters()[adapter_id]
-            else:
-                manager.restore_adapter(known.clone(adapter_id), None)
-
     def _set_up(self, jobs: Sequence[Job], timeline: Timeline, step: int, count: int) -> None:
         """Put the engine into its state before `step`: batch, blocks, slots, and as much of the queue as can join in
         `count` steps.
         """
         state = timeline.at(step)
-        running = state.members[: len(state.members) - state.joined]
         begun = state.begun - state.joined
         next_ones = timeline.order[begun : begun + count + self.world.limits.max_batch_size]
         queue = [jobs[request] for request in sorted(next_ones)]
         earlier = [jobs[request] for request in timeline.order[:begun]]
-        in_slots = self._in_slots([jobs[request].adapter_id for request, _ in running], earlier)
-        self._register({*in_slots, *(job.adapter_id for job in queue)})
+        in_slots = self._in_slots([jobs[request].adapter_id for request, _ in state.running], earlier)
+        self.register({*in_slots, *(job.adapter_id for job in queue)})
         if self.engine.manager is not None:
             for adapter_id in reversed(in_slots):  # the least recently used first
                 self.engine.manager.activate_adapter(adapter_id)
-        for request, generated in running:
-            put(self.engine, self._request(jobs[request]), generated)
+        for request, generated in state.running:
+            put(self.engine, self.request(jobs[request]), generated)
         for job in queue:
-            self.engine.add_request(self._request(job))
+            self.engine.add_request(self.request(job))
 
     def _in_slots(self, running: Sequence[int], earlier: Sequence[Job]) -> list[int]:
         """Adapters in the slots, the most recently used first: of the running requests, then of those before."""
@@ -171,15 +170,14 @@ class EngineSystem(ServingSystem):
 
 def step_shapes(timeline: Timeline, first: int, end: int) -> set[tuple[int, int, int]]:
     """Return prompt rows, decode rows and different adapters of the latter, of steps `[first, end)`."""
-    found = set()
+    shapes = set()
     for stretch in timeline.between(first, end):
-        members = [request for request, _ in stretch.members]
-        earlier, joined = members[: len(members) - stretch.joined], members[len(members) - stretch.joined :]
-        prompts = sum(timeline.prompts[request] for request in joined)
-        for rows, decoding in ((prompts, earlier), (0, members)) if joined else ((0, members),):
-            if rows or stretch.steps > bool(joined):
-                found.add((rows, len(decoding), len({timeline.adapters[request] for request in decoding})))
-    return found
+        members, earlier = ([request for request, _ in group] for group in (stretch.members, stretch.running))
+        prompts = sum(timeline.prompts[request] for request in members[len(earlier) :])
+        for rows, decoding in ((prompts, earlier), (0, members)) if stretch.joined else ((0, members),):
+            if rows or stretch.steps > bool(stretch.joined):
+                shapes.add((rows, len(decoding), len({timeline.adapters[request] for request in decoding})))
+    return shapes
 
 
 class Sharded(EngineSystem):

@@ -6,7 +6,6 @@ batch, merging a batch's one adapter into the weights, and capturing its graphs 
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -15,8 +14,7 @@ import torch
 
 from experiments.facts.systems import System
 from experiments.systems.serving import WARM_STEPS, Served, ServingSystem, Step
-from experiments.systems.stream import Job
-from experiments.systems.timeline import Timeline
+from experiments.systems.stream import Job, Timeline
 from experiments.systems.world import World
 
 
@@ -30,19 +28,13 @@ class HfSystem(ServingSystem):
         self.mixed = facts.admission == "static_mixed"
 
     def serve(self, jobs: Sequence[Job]) -> Served:
-        backend = self.world.peft
-        tokens: list[list[int]] = []
-        totals: Counter[str] = Counter()
-        phases = {"prefill": 0.0, "decode": 0.0}
+        tokens, steps = list[list[int]](), list[Step]()
         for batch in self._batches(jobs):
-            longest = max(job.new_tokens for job in batch)
-            with self._applied(batch) as rows:
-                made = backend.generate([job.prompt for job in batch], longest, rows)
-            tokens += [row[: job.new_tokens] for row, job in zip(made.tokens, batch, strict=True)]
-            totals.update(steps=longest, rows=longest * len(batch), live=sum(job.new_tokens for job in batch))
-            phases = {name: seconds + getattr(made, f"{name}_s") for name, seconds in phases.items()}
-        idle = totals["rows"] - totals["live"]
-        return Served(jobs, tokens, totals["steps"], totals["rows"], idle, sum(phases.values()), phases)
+            ran, columns = self._run(batch, 0, max(job.new_tokens for job in batch))
+            steps += ran
+            rows = map(list, zip(*columns, strict=True))
+            tokens += [row[: job.new_tokens] for row, job in zip(rows, batch, strict=True)]
+        return Served(jobs, tokens, steps, sum(step.seconds for step in steps))
 
     def run_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:
         warm = min(WARM_STEPS, start)
@@ -50,27 +42,38 @@ class HfSystem(ServingSystem):
         done = max(generated for _, generated in state.members)
         steps: list[Step] = []
         for batch in self._batches(jobs[state.members[0][0] :]):
-            steps += self._steps(batch, done, count + warm - len(steps))
+            steps += self._run(batch, done, count + warm - len(steps))[0]
             done = 0
             if len(steps) == count + warm:
                 break
         return steps[warm:]
 
-    def _steps(self, batch: Sequence[Job], done: int, count: int) -> list[Step]:
-        """Time up to `count` steps of a batch whose rows have generated `done` tokens."""
+    def forced(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        logits: list[torch.Tensor] = []
+        for batch in self._batches(jobs):
+            own = [list(row) for row in tokens[len(logits) : len(logits) + len(batch)]]
+            longest = max(map(len, own))
+            padded = [row + [0] * (longest - len(row)) for row in own]
+            forced = torch.tensor(padded, device=self.world.device)
+            with self._applied(batch) as rows:
+                together = self.world.peft.decoding([job.prompt for job in batch], longest, rows).forced(forced)
+            logits += [row[: len(one)] for row, one in zip(together, own, strict=True)]
+        return logits
+
+    def _run(self, batch: Sequence[Job], done: int, count: int) -> tuple[list[Step], list[list[int]]]:
+        """Time up to `count` steps of a batch whose rows have generated `done` tokens; return their tokens as well."""
         last = min(max(job.new_tokens for job in batch), done + count)
-        steps = []
+        steps, columns = list[Step](), list[list[int]]()
         with self._applied(batch) as rows:
             decoding = self.world.peft.decoding([job.prompt for job in batch], last, rows, done)
             started = time.perf_counter()
             for index in range(done, last):
-                decoding.step()
+                columns.append(decoding.step())
                 ended = time.perf_counter()
                 live = sum(index < job.new_tokens for job in batch)
-                prompts = 0 if index else sum(len(job.prompt) for job in batch)
-                steps.append(Step(ended - started, prompts + live, live))
+                steps.append(Step(started, ended, live, 0 if index else sum(len(job.prompt) for job in batch)))
                 started = ended
-        return steps
+        return steps, columns
 
     @contextmanager
     def _applied(self, batch: Sequence[Job]) -> Iterator[list[str] | None]:
@@ -81,17 +84,6 @@ class HfSystem(ServingSystem):
         else:
             with backend.merged(batch[0].adapter_id):
                 yield None
-
-    def forced(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
-        for batch in self._batches(jobs):
-            mine = [list(row) for row in tokens[len(found) : len(found) + len(batch)]]
-            longest = max(map(len, mine))
-            padded = [row + [0] * (longest - len(row)) for row in mine]
-            with self._applied(batch) as rows:
-                logits = self.world.peft.forced([job.prompt for job in batch], padded, rows)
-            found += [row[: len(own)] for row, own in zip(logits, mine, strict=True)]
-        return found
 
     def _batches(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Split into consecutive jobs, of one adapter unless batches are mixed, up to the limit."""

@@ -1,18 +1,36 @@
-"""Engines that are loaded by the clock: any system on our engine, with fewer slots than adapters, or adapters in
-folders.
+"""Engines that are loaded by the clock: their capacity with an endless queue, and Poisson arrivals at a part of it.
+
+An engine has any system's rule of admission, fewer slots than adapters, or adapters in folders. Measured are requests
+that arrive within some seconds after a warm-up (`Span`); arrivals continue until those are done, or until the deadline.
+One that is unfinished then counts with the time that it has waited.
 """
 
-from collections.abc import Collection, Sequence
+import ctypes
+import gc
+import itertools
+import mmap
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
-from experiments.benches import page_cache
+from experiments.benches.engine_steps import clear, put
 from experiments.facts.systems import SYSTEMS
-from experiments.systems.engine_systems import MOST_ADAPTERS, EngineSystem
-from experiments.systems.open_loop import DISK, MEMORY, SLOT
-from experiments.systems.serving import class_of
-from experiments.systems.stream import Job, timeline_of
+from experiments.harness.points import Reading
+from experiments.harness.schema import Config
+from experiments.harness.span import Span
+from experiments.systems.check import check_tokens
+from experiments.systems.engine_systems import MOST_ADAPTERS, EngineSystem, timed_step
+from experiments.systems.open_loop import DISK, MEMORY, SLOT, Arrival, Trace, drive
+from experiments.systems.serving import Step, class_of
+from experiments.systems.stream import Job, paper_stream, shortened, timeline_of
+from experiments.systems.weights import Limits
 from experiments.systems.world import World
-from experiments.workload import released_lengths
+from experiments.workload import drawn_adapters, released_lengths
 from punica.adapters import LoRAModel, LoRARequest, write_random_adapter
 from punica.config import LoRAConfig
 from punica.engine import EngineConfig, Request
@@ -21,11 +39,8 @@ FOLDERS = 4
 """Different adapters on disk, where nothing says more; others are further ids of the same folders."""
 LONGEST_PROMPT = int(released_lengths(1000).prompt.max())
 """Tokens, of the stream's requests at 2,048 tokens: most prompt rows of a step with at most one prompt."""
-
-
-def takes_many(admission: str) -> bool:
-    """Check whether steps under this rule take as many prompts as there is room for."""
-    return timeline_of([Job((0,), 1, 1)] * 2, admission, 2).stretches[0].joined > 1
+LIVES = 3
+"""Lifetimes of the longest request after which nothing is left of how the batch began."""
 
 
 class Loaded(EngineSystem):
@@ -41,22 +56,15 @@ class Loaded(EngineSystem):
         super().__init__(world, SYSTEMS.get(name))
         # arrivals decide which steps occur: all that can have their CUDA graphs
         most = self.engine.config.max_num_batched_tokens
-        self.engine.capture_graphs(most if takes_many(self.facts.admission) else min(LONGEST_PROMPT, most))
+        takes_many = timeline_of([Job((0,), 1, 1)] * 2, self.facts.admission, 2).stretches[0].joined > 1
+        self.engine.capture_graphs(most if takes_many else min(LONGEST_PROMPT, most))
 
     def lora_config(self, config: EngineConfig) -> LoRAConfig:
         slots = self._slots or config.full_slots
         return config.lora_config(self.world.rank, max_loras=slots, max_cpu_loras=max(slots, self._in_memory))
 
-    def _capture_for(self, jobs: Sequence[Job]) -> None:
+    def capture_for(self, jobs: Sequence[Job]) -> None:
         """Capture nothing: all graphs are there."""
-
-    def hold(self, adapter_ids: Collection[int]) -> None:
-        """Put these adapters where the system has them before it is loaded; no slot is used."""
-        self._register(adapter_ids)
-
-    def requests(self, jobs: Sequence[Job]) -> list[Request]:
-        """Build a new request for each of `jobs`."""
-        return [self._request(job) for job in jobs]
 
     def place_of(self, request: Request) -> str:
         """Return the place of a request's adapter: `SLOT`, `MEMORY` or `DISK`."""
@@ -67,7 +75,8 @@ class Loaded(EngineSystem):
 
 
 class FromFolders(Loaded):
-    """`Loaded` with adapters in PEFT folders below `root`, `in_memory` of which host memory holds.
+    """`Loaded` with adapters in PEFT folders below `root`, `in_memory` of which host memory holds: at first the most
+    popular ones, of the lowest ids.
 
     `cached`: share of the folders' bytes in the system's page cache when the system was last loaded, after it was told
     to forget them.
@@ -87,13 +96,7 @@ class FromFolders(Loaded):
                     alpha=world.alpha, dtype=world.dtype, device=world.device,
                 )  # fmt: skip
 
-    def hold(self, adapter_ids: Collection[int]) -> None:
-        """Put the most popular of these adapters into host memory; the others are on the drive, as far as it lets."""
-        super().hold(adapter_ids)
-        page_cache.drop(self._folders)
-        self.cached = page_cache.cached_share(self._folders)
-
-    def _register(self, adapter_ids: Collection[int]) -> None:
+    def register(self, adapter_ids: Collection[int]) -> None:
         """Put the first, most popular ones into host memory, as after a long time; copies share their tensors."""
         manager = self.engine.manager
         if manager is None:
@@ -106,10 +109,150 @@ class FromFolders(Loaded):
                 self._read[adapter.lora_path] = manager.list_adapters()[adapter_id]
                 manager.remove_adapter(adapter_id)
             manager.restore_adapter(self._read[adapter.lora_path].clone(adapter_id), adapter)
+        self.cached = forget(self._folders)
 
-    def _request(self, job: Job) -> Request:
-        return Request(f"request-{next(self._names)}", job.prompt, job.new_tokens, self._adapter(job.adapter_id))
+    def request(self, job: Job) -> Request:
+        return Request(f"request-{next(self.names)}", job.prompt, job.new_tokens, self._adapter(job.adapter_id))
 
     def _adapter(self, adapter_id: int) -> LoRARequest:
         folder = self._folders[self.world.adapter_set(adapter_id) % len(self._folders)]
         return LoRARequest(f"adapter-{adapter_id}", adapter_id, str(folder))
+
+
+def forget(folders: Iterable[Path]) -> float:
+    """Write the files of `folders` to their drive and ask the system to forget its copies in memory; return the share
+    that it keeps: 1 on a file system that has its files there. OSError where the system does not tell.
+    """
+    libc, kept, pages = ctypes.CDLL(None, use_errno=True), 0, 0
+    for file in (file for folder in folders for file in sorted(folder.iterdir()) if file.stat().st_size):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            with mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE) as mapped:
+                start = ctypes.c_char.from_buffer(mapped)
+                known = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+                place, size = ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped))
+                failed = libc.mincore(place, size, known)
+                del start  # a mapping in use cannot be closed
+        if failed:
+            raise OSError(ctypes.get_errno(), f"mincore of {file}: {os.strerror(ctypes.get_errno())}")
+        kept, pages = kept + sum(page & 1 for page in known), pages + len(known)
+    return kept / pages
+
+
+def begin_steadily(system: Loaded, jobs: Sequence[Job]) -> int:
+    """Give `system`, which is empty, the batch that it has in the middle of an endless queue: after `LIVES` times the
+    longest of `jobs`, which come in a cycle. Return the number of jobs that have begun by then.
+
+    Inseparable batches are left out: the system begins with the next one.
+    """
+    engine, longest = system.engine, max(job.new_tokens for job in jobs)
+    if engine.scheduler.rule.inseparable:
+        return 0
+    most, slots = engine.config.max_batch_size, engine.scheduler.max_adapters
+    enough = ((LIVES + 1) * longest + 1) * most  # new tokens, so that requests wait until then
+    tokens = itertools.accumulate(job.new_tokens for job in itertools.cycle(jobs))
+    count = sum(1 for _ in itertools.takewhile(lambda total: total < enough, tokens))
+    queue = list(itertools.islice(itertools.cycle(jobs), count + 1))
+    state = timeline_of(queue, system.facts.admission, most, slots).at(LIVES * longest)
+    for request, generated in state.running:
+        put(engine, system.request(queue[request]), generated)
+    return state.begun - state.joined
+
+
+def capacity_of(
+    system: Loaded, jobs: Sequence[Job], seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> list[Reading]:
+    """Serve `jobs` in a cycle for `seconds`, from the middle of an endless queue (`begin_steadily`), after as many
+    steps as the batch has places, and for no fewer. Inseparable batches are counted whole.
+
+    The first reading, `capacity`, is new tokens per second over those of a mean request, which varies less than the
+    number that end. Adapters begin where the system holds them. `CheckFailed` if a CUDA graph was captured meanwhile.
+    """
+    system.register({job.adapter_id for job in jobs})
+    engine = system.engine
+    steps, ended, fill, first = list[Step](), list[int](), engine.config.max_batch_size, -1
+    stream = itertools.islice(itertools.cycle(jobs), begin_steadily(system, jobs), None)
+    with system.captures_nothing():
+        while True:
+            if not (engine.scheduler.rule.inseparable and engine.scheduler.running):
+                first = len(steps) if first < 0 and len(steps) >= fill else first
+                if 0 <= first <= len(steps) - fill and steps[-1].end >= steps[first].start + seconds:
+                    break
+            while len(engine.scheduler.waiting) <= fill:
+                engine.add_request(system.request(next(stream)))
+            step, output = timed_step(engine, clock)
+            steps.append(step)
+            ended.append(len(output.finished))
+        clear(engine)
+    counted = steps[first:]
+    passed, new = counted[-1].end - counted[0].start, sum(step.live for step in counted)
+    return [
+        Reading("capacity", new / passed / fmean(job.new_tokens for job in jobs), "request/s"),
+        Reading("throughput", sum(step.tokens for step in counted) / passed, "token/s"),
+        Reading("mean_batch_size", new / len(counted), "requests"),
+        Reading("steps", len(counted), "steps", "count"),
+        Reading("finished", sum(ended[first:]), "requests", "count"),
+    ]
+
+
+def load(system: Loaded, jobs: Sequence[Job], rate: float, span: Span, seed: int) -> Trace:
+    """Serve `jobs` in a cycle, arriving in a Poisson process of `rate` requests per second, over `span`.
+
+    `CheckFailed` if a CUDA graph was captured meanwhile, which delays all requests.
+    """
+    system.register({job.adapter_id for job in jobs})
+    times = span.arrivals(rate, seed)
+    arrivals = [Arrival(system.request(job), float(at)) for job, at in zip(itertools.cycle(jobs), times, strict=False)]
+    with system.captures_nothing():
+        return drive(system.engine, arrivals, span.measured, span.deadline, system.place_of)
+
+
+def check_system(system: Loaded, jobs: Sequence[Job], count: int, tokens: int) -> None:
+    """Raise `CheckFailed` unless the first tokens of `count` of `jobs` are right, on adapters that folders have."""
+    short = shortened(jobs, count, tokens)
+    check_tokens(system, [replace(job, adapter_id=1 + place % FOLDERS) for place, job in enumerate(short)])
+
+
+class LoadBench:
+    """The systems of `cfg` on one world, checked; those of one way to hold adapters at a time.
+
+    `sets`: see `World`. `root`: for adapters in folders, `folders` of which have weights of their own.
+    """
+
+    def __init__(
+        self, cfg: Config, limits: Limits, sets: int | None = None, root: TemporaryDirectory[str] | None = None,
+        folders: int = FOLDERS,
+    ) -> None:  # fmt: skip
+        adapters = cfg.adapters
+        self.figure, self._root, self.folders = cast(Any, cfg.figure), root, folders
+        self.world = World(
+            cfg.model, cfg.hardware.device, limits, adapters.ranks[0], adapters.alpha, adapters.seed, sets
+        )
+        self._systems: dict[tuple[str, int | None, int | None], Loaded] = {}
+
+    def jobs(self, workload: str, adapters: int | None = None) -> list[Job]:
+        """The stream of `workload`; with `adapters`, each request draws one of so many by this popularity."""
+        figure = self.figure
+        sizes = figure.requests, figure.max_len, self.world.vocab_size, figure.lengths
+        if adapters is None:
+            return paper_stream(workload, *sizes)
+        drawn = drawn_adapters(workload, adapters, figure.requests, self.world.seed)
+        jobs = zip(paper_stream("Identical", *sizes), drawn, strict=True)
+        return [replace(job, adapter_id=int(index) + 1) for job, index in jobs]
+
+    def system(self, name: str, slots: int | None = None, in_memory: int | None = None) -> Loaded:
+        """The system called `name`, its tokens checked. `in_memory` None: all adapters are."""
+        key = (name, slots, in_memory)
+        if key not in self._systems:
+            for other in [other for other in self._systems if other[1:] != key[1:]]:
+                del self._systems[other]
+            gc.collect()  # a manager refers to itself
+            system: Loaded
+            if in_memory is None or self._root is None:
+                system = Loaded(self.world, name, slots)
+            else:
+                system = FromFolders(self.world, name, slots, in_memory, Path(self._root.name), self.folders)
+            check_system(system, self.jobs("Distinct"), self.figure.check_requests, self.figure.check_tokens)
+            self._systems[key] = system
+        return self._systems[key]

@@ -1,26 +1,32 @@
-"""Open-loop driver: requests that arrive by the clock, whatever the engine has done by then. No torch.
+"""Open-loop driver: requests that arrive by the clock, whatever the engine has done by then, and their readings.
 
 The driver adds a request once its time has passed, and otherwise steps the engine, or sleeps. A token is delivered when
-its step has returned. `check_trace` refuses a trace in which a request was lost, doubled or starved.
+its step has returned. `users_of` refuses a trace in which a request was lost, doubled or starved.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, median
 from typing import NamedTuple
 
-from experiments.benches.engine_state import clear
+import numpy as np
+
+from experiments.benches.engine_steps import clear
 from experiments.harness.experiment import CheckFailed
+from experiments.harness.points import Reading, sampled
+from experiments.harness.span import FEWEST_FOR_P99, Span
+from experiments.systems.engine_systems import timed_step
+from experiments.systems.serving import Step
 from punica.engine import Engine, Request
 from punica.scheduling.admission import MOST_OVERTAKES
 
 Clock = Callable[[], float]
-Sleep = Callable[[float], None]
 SLOT, MEMORY, DISK = PLACES = ("slot", "memory", "disk")
 """Places of an adapter, the nearest first."""
 NEAR = 2
 """Requests at the head of the queue whose adapters are loaded beside a step: the next to join, and the one after."""
+MS = 1e3
 
 
 class Arrival(NamedTuple):
@@ -52,23 +58,13 @@ class Traced:
     ended: int = 0
     gaps: list[float] = field(default_factory=list)
 
-    @property
-    def is_done(self) -> bool:
-        return self.ended > 0
-
-
-class TimedStep(NamedTuple):
-    """A step from `start` to `end`: requests that got a token, prompt rows, requests that waited."""
-
-    start: float
-    end: float
-    live: int
-    prompt_rows: int
-    waiting: int
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
+    def note_token(self, step: Step, number: int) -> None:
+        """Note a token of the step of this number."""
+        if self.last is None:
+            self.joined, self.first, self.step = step.start, step.end, number
+        else:
+            self.gaps.append(step.end - self.last)
+        self.tokens, self.last = self.tokens + 1, step.end
 
 
 @dataclass
@@ -78,14 +74,14 @@ class Trace:
     """
 
     requests: list[Traced] = field(default_factory=list)
-    steps: list[TimedStep] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     end: float = 0.0
     strangers: int = 0
 
 
 def drive(
     engine: Engine, arrivals: Sequence[Arrival], measured: tuple[float, float], deadline: float,
-    place_of: Callable[[Request], str], clock: Clock = time.perf_counter, sleep: Sleep = time.sleep,
+    place_of: Callable[[Request], str], clock: Clock = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
 ) -> Trace:  # fmt: skip
     """Serve `arrivals`, in order of their times, until all that arrive within `measured` (from, to; s) are done, or
     until `deadline`. Unfinished requests are then taken out of the engine.
@@ -94,8 +90,12 @@ def drive(
     """
     trace, known = Trace(), dict[str, Traced]()
     waited_for = sum(measured[0] <= arrival.at < measured[1] for arrival in arrivals)
-    start, added = clock(), 0
-    while (now := clock() - start) < deadline:
+    begin, added = clock(), 0
+
+    def passed() -> float:
+        return clock() - begin
+
+    while (now := passed()) < deadline:
         while added < len(arrivals) and arrivals[added].at <= now:
             request, at = arrivals[added]
             traced = Traced(at, request.max_new_tokens, place_of(request), len(trace.steps))
@@ -108,64 +108,30 @@ def drive(
                 break
             sleep(max(0.0, min(arrivals[added].at, deadline) - now))
             continue
-        places = _places(engine, known, place_of)
-        began = clock() - start
-        output = engine.step()
-        trace.end = clock() - start
-        ended = [result.request_id for result in (*output.finished, *output.failed)]
-        _note(trace, known, began, output.tokens, ended)
-        _note_places(known, places, output.tokens)
-        done, waiting = output.statistics, len(engine.scheduler.waiting)
-        live = done.batch_size - done.num_idle
-        trace.steps.append(TimedStep(began, trace.end, live, done.num_prefill_tokens, waiting))
-        waited_for -= sum(name in known and measured[0] <= known[name].at < measured[1] for name in ended)
+        places = {state.request_id: place_of(state.request) for state in engine.scheduler.waiting}
+        for name in [*places][:NEAR]:  # adapters that may be loaded or evicted before their requests join
+            if name in known:
+                known[name].at_join = max(known[name].at_join or SLOT, places[name], key=PLACES.index)
+        step, output = timed_step(engine, passed)
+        trace.end = step.end
+        for name in output.tokens:
+            if name not in known or known[name].ended:
+                trace.strangers += 1
+                continue
+            known[name].note_token(step, len(trace.steps))
+            if known[name].at_join is None:
+                known[name].at_join = places.get(name)
+        for result in (*output.finished, *output.failed):
+            if result.request_id not in known:
+                trace.strangers += 1
+                continue
+            known[result.request_id].ended += 1
+            waited_for -= measured[0] <= known[result.request_id].at < measured[1]
+        trace.steps.append(step)
         if not waited_for and trace.end >= measured[1]:
             break
     clear(engine)
     return trace
-
-
-def _places(engine: Engine, known: dict[str, Traced], place_of: Callable[[Request], str]) -> dict[str, str]:
-    """Return the place of each waiting request's adapter; note it for the `NEAR` next ones, whose adapters may be
-    loaded or evicted before they join.
-    """
-    found = {state.request_id: place_of(state.request) for state in engine.scheduler.waiting}
-    for name in itertools.islice(found, NEAR):
-        if name in known:
-            known[name].at_join = _farther(known[name].at_join, found[name])
-    return found
-
-
-def _note_places(known: dict[str, Traced], places: dict[str, str], served: Iterable[str]) -> None:
-    """Note the place for those of `served` that joined without having been near."""
-    for name in served:
-        if name in places and name in known and known[name].at_join is None:
-            known[name].at_join = places[name]
-
-
-def _farther(known: str | None, place: str) -> str:
-    return place if known is None else max(known, place, key=PLACES.index)
-
-
-def _note(
-    trace: Trace, known: dict[str, Traced], began: float, tokens: dict[str, int], ended: Sequence[str]
-) -> None:
-    """Note a step's tokens and results."""
-    for name in tokens:
-        request = known.get(name)
-        if request is None or request.is_done:
-            trace.strangers += 1
-            continue
-        if request.first is None:
-            request.joined, request.first, request.step = began, trace.end, len(trace.steps)
-        if request.last is not None:
-            request.gaps.append(trace.end - request.last)
-        request.tokens, request.last = request.tokens + 1, trace.end
-    for name in ended:
-        if name in known:
-            known[name].ended += 1
-        else:
-            trace.strangers += 1
 
 
 @dataclass(frozen=True)
@@ -173,36 +139,115 @@ class Counts:
     """Requests of a trace that went wrong.
 
     `lost`: ended without all of their tokens. `doubled`: ended, or were given tokens, more than once. `starved`: got
-    nothing although more later ones did than a rule lets overtake. `unfinished`: not done when the driver stopped,
-    which is no fault.
+    nothing although more later ones did than a rule lets overtake.
     """
 
     lost: int
     doubled: int
     starved: int
-    unfinished: int
 
-
-def counts_of(requests: Sequence[Traced], strangers: int = 0) -> Counts:
-    """Count over `requests`, all of a trace in order of arrival."""
-    served_later, starved = 0, 0
-    for request in reversed(requests):
-        starved += request.first is None and served_later > MOST_OVERTAKES
-        served_later += request.first is not None
-    return Counts(
-        lost=sum(request.is_done and request.tokens < request.wanted for request in requests),
-        doubled=strangers + sum(request.ended > 1 or request.tokens > request.wanted for request in requests),
-        starved=starved,
-        unfinished=sum(not request.is_done for request in requests),
-    )
-
-
-def check_trace(trace: Trace) -> Counts:
-    """Count over `trace`; `CheckFailed` when a request was lost, doubled or starved."""
-    found = counts_of(trace.requests, trace.strangers)
-    if found.lost or found.doubled or found.starved:
-        raise CheckFailed(
-            f"of {len(trace.requests)} requests {found.lost} ended without all of their tokens, {found.doubled} were "
-            f"served twice, {found.starved} got nothing while more than {MOST_OVERTAKES} later ones did"
+    @classmethod
+    def of(cls, trace: Trace) -> "Counts":
+        """Count over all requests of `trace`."""
+        served_later, starved = 0, 0
+        for request in reversed(trace.requests):
+            starved += request.first is None and served_later > MOST_OVERTAKES
+            served_later += request.first is not None
+        return cls(
+            lost=sum(request.ended > 0 and request.tokens < request.wanted for request in trace.requests),
+            doubled=trace.strangers
+            + sum(request.ended > 1 or request.tokens > request.wanted for request in trace.requests),
+            starved=starved,
         )
-    return found
+
+
+def users_of(trace: Trace, span: Span) -> list[Traced]:
+    """Return the requests that arrived within the measured time of `span`. `CheckFailed`: none did, or one of the trace
+    was lost, doubled or starved.
+    """
+    wrong = Counts.of(trace)
+    if wrong != Counts(0, 0, 0):
+        raise CheckFailed(
+            f"of {len(trace.requests)} requests {wrong.lost} ended without all of their tokens, {wrong.doubled} were "
+            f"served twice, {wrong.starved} got nothing while more than {MOST_OVERTAKES} later ones did"
+        )
+    begin, end = span.measured
+    users = [request for request in trace.requests if begin <= request.at < end]
+    if not users:
+        raise CheckFailed(f"no request arrived in {span.seconds:.3g} s: choose a longer time (figure.seconds)")
+    return users
+
+
+def user_readings(users: Sequence[Traced], trace: Trace) -> list[Reading]:
+    """Latencies of some of the requests of `trace` in ms, median, p10, p90 and the `tail`; and counts of requests.
+
+    One without a token, or without its last, counts with the time that it has waited. `time_per_output_token` is a
+    request's mean gap between tokens, `inter_token_latency` every single gap.
+    """
+
+    def waits(times: Iterable[float | None]) -> list[float]:
+        ends = (trace.end if end is None else end for end in times)
+        return [end - request.at for end, request in zip(ends, users, strict=True)]
+
+    steps = [float(request.step - request.before + 1) for request in users if request.step is not None]
+    unfinished = sum(not request.ended for request in users)
+    counts = {"requests": len(users), "unfinished": unfinished, **vars(Counts.of(trace))}
+    return [
+        *tail("time_to_first_token", waits(user.first for user in users), MS, "ms"),
+        *tail("time_per_output_token", [fmean(user.gaps) for user in users if user.gaps], MS, "ms"),
+        *tail("inter_token_latency", [gap for user in users for gap in user.gaps], MS, "ms"),
+        *tail("request_latency", waits(user.last if user.ended else None for user in users), MS, "ms"),
+        *tail("queue_time", waits(user.joined for user in users), MS, "ms"),
+        *tail("steps_to_first_token", steps, 1.0, "steps"),
+        *(Reading(name, count, "requests", "count") for name, count in counts.items()),
+    ]
+
+
+def tail(metric: str, samples: Sequence[float], scale: float, unit: str) -> list[Reading]:
+    """Return `sampled`, `_p95`, `_max` and, of `FEWEST_FOR_P99` samples or more, `_p99`; nothing without samples."""
+    if not samples:
+        return []
+    values = [scale * sample for sample in samples]
+    shares = (95, 99) if len(values) >= FEWEST_FOR_P99 else (95,)
+    far = [Reading(f"{metric}_p{share}", float(np.percentile(values, share)), unit) for share in shares]
+    return [*sampled(metric, values, unit), *far, Reading(f"{metric}_max", max(values), unit)]
+
+
+def step_readings(trace: Trace, span: Span) -> list[Reading]:
+    """Throughput, batch, and step times with and without a prompt, of steps that ended in the measured time."""
+    begin, end = span.measured
+    steps = [step for step in trace.steps if begin <= step.end < end]
+    if not steps:
+        return []
+    readings = [
+        Reading("throughput", sum(step.tokens for step in steps) / span.seconds, "token/s"),
+        Reading("busy", min(1.0, sum(step.seconds for step in steps) / span.seconds), "share"),
+        Reading("mean_batch_size", fmean(step.live for step in steps), "requests"),
+        Reading("waiting_at_end", steps[-1].waiting, "requests", "count"),
+        Reading("steps", len(steps), "steps", "count"),
+    ]
+    for name, has_prompt in (("decode_step", False), ("prefill_step", True)):
+        chosen = [step.seconds for step in steps if (step.prompt_rows > 0) == has_prompt]
+        readings += [Reading(name, MS * median(chosen), "ms")] if chosen else []
+    return readings
+
+
+def place_readings(users: Sequence[Traced]) -> list[Reading]:
+    """Hit rates of slots and host memory at arrival and (`_at_join`) at a request's turn, and waits for the first token
+    by the adapter's place at that turn.
+
+    An adapter can be evicted from its slot while its request waits, and is then loaded like any other.
+    """
+    joined = [(user.at_join, user.first - user.at) for user in users if user.first is not None and user.at_join]
+    readings = []
+    for when, places in (("", [user.place for user in users]), ("_at_join", [place for place, _ in joined])):
+        for name, near in (("slot_hit_rate", (SLOT,)), ("memory_hit_rate", (SLOT, MEMORY))):
+            readings += [Reading(name + when, fmean(place in near for place in places), "share")] if places else []
+    kinds = {"resident": (SLOT,), "loading": (MEMORY, DISK), "from_memory": (MEMORY,), "from_disk": (DISK,)}
+    waits = {kind: [wait for place, wait in joined if place in places] for kind, places in kinds.items()}
+    for kind, samples in waits.items():
+        readings += tail(f"time_to_first_token_{kind}", samples, MS, "ms")
+    if waits["resident"] and waits["loading"]:
+        ratio = median(waits["loading"]) / median(waits["resident"])
+        readings.append(Reading("loading_over_resident", ratio, "ratio"))
+    return readings

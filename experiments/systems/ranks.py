@@ -1,119 +1,232 @@
-"""Tensor-parallel ranks that stay: processes with one worker each, whose methods are called over a socket.
+"""Figure 11's bench on tensor-parallel ranks, for Figure 12: processes that stay, with one worker each.
 
 A rank takes minutes to start when it draws a large model and captures its steps; the harness measures point by point.
+All ranks run the same windows of the same streams in the same order. The backbone is cut; Hugging Face's model is whole
+on the first rank, so tokens are checked on a model of the same widths with few layers.
 """
 
 import os
-import shutil
 import signal
-import socket
 import tempfile
-import threading
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.connection import Client, Connection
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NoReturn
+from statistics import fmean
+from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
+import torch
+from torch import distributed as dist
+
+from experiments.benches.model_steps import random_llama
+from experiments.benches.step_parts import watched_kernels
 from experiments.harness.experiment import CheckFailed
-from punica.parallel import spawn_tensor_parallel
+from experiments.harness.points import Reading
+from experiments.harness.schema import ModelConf
+from experiments.systems.bench import StreamBench, StreamConf
+from experiments.systems.engine_systems import EngineSystem
+from experiments.systems.serving import WARM_STEPS
+from experiments.systems.stream import Job
+from experiments.systems.weights import Limits, exported
+from experiments.systems.world import World
+from punica.parallel import (
+    SingleProcessGroup,
+    current_group,
+    get_tensor_model_parallel_rank,
+    init_tensor_parallel,
+    tensor_parallel,
+)
+from punica.processes import end_with_parent
 
-POLL_S = 0.5
+T = TypeVar("T")
+WATCHED_STEPS = 10
+"""Steps in which collectives are watched: profiling a step of 80 layers takes longer than the step."""
 LEAVE_S = 60.0
 """Seconds that `close` waits for ranks at work before it kills them."""
+
+
+class RankWorld(World):
+    """World of this rank. The first rank computes references and broadcasts them."""
+
+    def exported(self) -> dict[str, torch.Tensor]:
+        """Return the whole weights under Hugging Face names, drawn again."""
+        with tensor_parallel(SingleProcessGroup()):
+            return exported(random_llama(self.model, self.device))
+
+    def reference(self, job: Job, tokens: Sequence[int], lora: bool) -> torch.Tensor:
+        """Return the reference's logits on all ranks."""
+        shared = [super().reference(job, tokens, lora) if get_tensor_model_parallel_rank() == 0 else None]
+        dist.broadcast_object_list(shared, src=0, device=torch.device("cpu"))
+        return cast(torch.Tensor, shared[0])
+
+
+class RankBench(StreamBench):
+    """Bench of one rank, with its collectives and memory."""
+
+    def __init__(
+        self, model: ModelConf, device: str, limits: Limits, stream: StreamConf, check: tuple[int, int],
+        check_layers: int, adapters: dict[str, Any],
+    ) -> None:  # fmt: skip
+        small = model.model_copy(update={"num_hidden_layers": min(check_layers, model.num_hidden_layers)})
+        checked_on, world = (RankWorld(each, device, limits, **adapters) for each in (small, model))
+        super().__init__(world, stream, check, checked_on=checked_on)
+
+    def measure(self, system: str, workload: str, draw: int) -> list[Reading]:
+        """Time one draw; with the share of collectives in its first piece, and memory of this rank."""
+        server = self.system(system)
+        if not isinstance(server, EngineSystem):
+            raise TypeError(f"{system} does not run on ranks: choose a system on our engine")
+        readings = super().measure(system, workload, draw)
+        return [*readings, *self._collectives(server, workload, draw), *_memory(server)]
+
+    def _collectives(self, system: EngineSystem, workload: str, draw: int) -> list[Reading]:
+        """Run the first steps of a piece again and time their collectives, in which ranks also wait."""
+        timeline, windows = self.drawn(system.facts.name, workload)
+        start, count = windows[draw].starts[0], min(windows[draw].length, WATCHED_STEPS)
+        warm, seconds = min(WARM_STEPS, start), list[float]()
+
+        def run() -> None:
+            # on gloo; else a rank waits, in its first collective on the GPU, until the others are watched as well
+            dist.all_reduce(torch.zeros(1))
+            steps = system.run_all_steps(self.jobs(workload), timeline, start - warm, count + warm)
+            seconds[:] = [step.seconds for step in steps]
+
+        spent = (_on_cpu if self.world.device == "cpu" else _on_gpu)(run)
+        return [
+            Reading("collective_latency", 1e3 * spent / len(seconds), "ms"),
+            Reading("collective_share", spent / sum(seconds), "ratio"),
+        ]
+
+
+def _on_cpu(work: Callable[[], None]) -> float:
+    """Time the group's collectives, by a clock around each; seconds."""
+    group: Any = current_group()
+    spent = list[float]()
+
+    def clocked(collective: Callable[..., T]) -> Callable[..., T]:
+        def run(*args: Any) -> T:
+            started = time.perf_counter()
+            result = collective(*args)
+            spent.append(time.perf_counter() - started)
+            return result
+
+        return run
+
+    with ExitStack() as clocks:
+        for name in ("all_reduce", "all_gather"):
+            clocks.enter_context(patch.object(group, name, clocked(getattr(group, name))))
+        work()
+    return sum(spent)
+
+
+def _on_gpu(work: Callable[[], None]) -> float:
+    """Profile NCCL's kernels, inside of graphs too; seconds."""
+    return sum(kernel.end - kernel.start for kernel in watched_kernels(work) if kernel.name.startswith("nccl"))
+
+
+def _memory(system: EngineSystem) -> list[Reading]:
+    """Memory of this rank: weights, KV cache, adapter slots, graphs."""
+    memory, graphs = system.engine.memory, system.engine.runner.graphs
+    readings = [Reading("weight_memory", memory.weights, "byte"), Reading("kv_memory", memory.kv_cache, "byte")]
+    if system.facts.lora:
+        readings.append(Reading("adapter_memory", memory.adapter_slots, "byte"))
+    if graphs is not None:
+        readings.append(Reading("graphs", graphs.statistics.graphs, "graphs", "count"))
+        readings.append(Reading("graph_memory", graphs.statistics.bytes, "byte"))
+        readings.append(Reading("capture_time", graphs.statistics.seconds, "s"))
+    return readings
+
+
+_KEPT, _WORKER = ExitStack(), list[Any]()
+"""Of the process of a rank: its group, and the worker that it made."""
+
+
+def _start(place: dict[str, Any], threads: int, backend: str | None, make: Callable[..., object], args: tuple) -> None:
+    end_with_parent()
+    os.environ.update(LOCAL_RANK=str(place["rank"]), LOCAL_WORLD_SIZE=str(place["world_size"]))
+    torch.set_num_threads(threads)
+    _KEPT.enter_context(init_tensor_parallel(backend=backend, **place))
+    _WORKER.append(make(*args))
+
+
+def _call(method: str, args: tuple) -> Any:
+    return getattr(_WORKER[0], method)(*args)
+
+
+def _leave() -> None:
+    _KEPT.close()
 
 
 class Ranks:
     """`tp_size` processes in one tensor-parallel group, each with a worker that it made by `make(*args)`.
 
-    `backend`: of `punica.parallel.spawn_tensor_parallel`; None: NCCL where there are GPUs. Arguments and results are
-    pickled. RuntimeError, with the traceback of the rank that failed first, when a rank ends early.
+    `backend`: of `punica.parallel.init_tensor_parallel`; None: NCCL where there are GPUs. Arguments and results are
+    pickled.
     """
 
     def __init__(self, make: Callable[..., object], args: tuple, tp_size: int, backend: str | None = None) -> None:
-        self._home = Path(tempfile.mkdtemp(prefix="punica-ranks-"))
-        self._error: BaseException | None = None
-        self._lines: list[Connection] = []
-        self._pids: list[int] = []
-        job = (str(self._home / "line"), make, args)
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(job[0])
-            listener.listen(tp_size)
-            listener.settimeout(POLL_S)
-            self._thread = threading.Thread(target=self._run, args=(tp_size, job, backend), daemon=True)
-            self._thread.start()
-            try:
-                met = dict(self._accepted(listener) for _ in range(tp_size))
-            except BaseException:
-                self.close()
-                raise
-        self._lines = [met[rank] for rank in range(tp_size)]
+        self._home = tempfile.TemporaryDirectory(prefix="punica-ranks-")
+        meeting, threads = (Path(self._home.name) / "rendezvous").as_uri(), max(1, torch.get_num_threads() // tp_size)
+        self._pools = [ProcessPoolExecutor(1, get_context("spawn")) for _ in range(tp_size)]
+        self._pids = self._results([pool.submit(os.getpid) for pool in self._pools])
+        places = [{"rank": rank, "world_size": tp_size, "init_method": meeting} for rank in range(tp_size)]
+        starts = [(place, threads, backend, make, args) for place in places]
+        self._results([pool.submit(_start, *start) for pool, start in zip(self._pools, starts, strict=True)])
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call `worker.method(*args)` on all ranks at once; return the results in rank order.
 
-        `CheckFailed` when a worker raised it; ranks can be called again afterwards.
+        `CheckFailed` when a worker raised it; ranks can be called again afterwards. RuntimeError, from the error of the
+        rank that failed first, when one raised anything else or has ended: the others are ended then.
         """
-        try:
-            for line in self._lines:
-                line.send((method, args))
-            answers = [line.recv() for line in self._lines]
-        except (EOFError, ConnectionError):
-            self._fail()
-        for answer in answers:
-            if isinstance(answer, CheckFailed):
-                raise answer
-        return answers
+        return self._results([pool.submit(_call, method, args) for pool in self._pools])
 
     def close(self) -> None:
         """Let the ranks finish and end; kill those that take longer than `LEAVE_S`, to free their memory."""
-        for line in self._lines:
-            line.close()
-        self._thread.join(LEAVE_S)
-        if self._thread.is_alive():
-            for pid in self._pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self._thread.join()
-        shutil.rmtree(self._home, ignore_errors=True)
+        with suppress(BrokenProcessPool):
+            if wait([pool.submit(_leave) for pool in self._pools], LEAVE_S).not_done:
+                self._kill()
+        for pool in self._pools:
+            pool.shutdown()
+        self._home.cleanup()
 
-    def _run(self, tp_size: int, job: tuple, backend: str | None) -> None:
-        try:
-            spawn_tensor_parallel(_obey, tp_size, *job, backend=backend)
-        except BaseException as error:  # raised by `_fail`, in the other thread
-            self._error = error
+    def _results(self, calls: Sequence[Future[Any]]) -> list[Any]:
+        wait(calls, return_when=FIRST_EXCEPTION)
+        error = next((call.exception() for call in calls if call.done() and call.exception()), None)
+        if isinstance(error, CheckFailed):
+            wait(calls)
+            raise error
+        if error is not None:
+            self._kill()  # the others may wait for it in a collective
+            raise RuntimeError(f"the ranks have ended: {error!r}") from error
+        return [call.result() for call in calls]
 
-    def _accepted(self, listener: socket.socket) -> tuple[int, Connection]:
-        while True:
-            with suppress(TimeoutError):
-                connected, _ = listener.accept()
-                connected.setblocking(True)
-                line = Connection(connected.detach())
-                self._lines.append(line)
-                rank, pid = line.recv()
-                self._pids.append(pid)
-                return rank, line
-            if not self._thread.is_alive():
-                self._fail()
-
-    def _fail(self) -> NoReturn:
-        self._thread.join(LEAVE_S)  # it ends the other ranks first
-        raise RuntimeError(f"the ranks have ended: {self._error or 'without a word'}") from self._error
+    def _kill(self) -> None:
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
-def _obey(rank: int, address: str, make: Callable[..., object], args: tuple) -> None:
-    """Run a rank: call its worker's methods until the connection closes."""
-    with Client(address, "AF_UNIX") as line:
-        line.send((rank, os.getpid()))
-        worker = make(*args)
-        while True:
-            try:
-                method, given = line.recv()
-            except EOFError:
-                return
-            try:
-                answer = getattr(worker, method)(*given)
-            except CheckFailed as wrong:
-                answer = wrong
-            with suppress(BrokenPipeError):  # they have stopped waiting for it
-                line.send(answer)
+class BenchOnRanks(Ranks):
+    """`RankBench` on all ranks: rows of the first, of memory the largest on any rank, of collectives the mean, as the
+    time that a rank waits for another one is the other's gain.
+    """
+
+    def measure(self, system: str, workload: str, draw: int) -> list[Reading]:
+        ranks = self.call("measure", system, workload, draw)
+        return [replace(first, value=_over_ranks(first, ranks)) for first in ranks[0]]
+
+    def whole(self, system: str, workload: str) -> list[Reading]:
+        return cast(list[Reading], self.call("whole", system, workload)[0])
+
+
+def _over_ranks(first: Reading, ranks: list[list[Reading]]) -> float:
+    values = [reading.value for readings in ranks for reading in readings if reading.metric == first.metric]
+    if first.unit == "byte":
+        return max(values)
+    return fmean(values) if first.metric.startswith("collective_") else first.value

@@ -1,7 +1,7 @@
 """Interface of a serving system, and its reports."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple
@@ -9,54 +9,48 @@ from typing import NamedTuple
 import torch
 
 from experiments.facts.systems import SYSTEMS, System
-from experiments.systems.stream import Job
-from experiments.systems.timeline import Timeline
+from experiments.systems.stream import Job, Timeline
 from experiments.systems.world import World
 
 WARM_STEPS = 1
 """Untimed steps before those of `run_steps`, which leave caches and slots as in the middle of a stream."""
 
 
+class Step(NamedTuple):
+    """One model invocation, by a clock: requests that got a token, rows of prompts, requests that wait; seconds of the
+    model alone, where the system tells them.
+    """
+
+    start: float
+    end: float
+    live: int
+    prompt_rows: int
+    waiting: int = 0
+    model_seconds: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts and new ones."""
+        return self.live + self.prompt_rows
+
+
 @dataclass(frozen=True)
 class Served:
-    """A served stream.
-
-    `tokens`: generated tokens per job, in the order of the jobs. `steps`: model invocations. `rows`: places in the
-    batch summed over all steps, `idle_rows` of them held by finished requests (static batches). `seconds`: wall time of
-    serving; `phases`: parts of it, as far as the system tells them.
-    """
+    """A served stream: generated tokens per job, in the order of the jobs; model invocations; wall time."""
 
     jobs: Sequence[Job]
     tokens: Sequence[Sequence[int]]
-    steps: int
-    rows: int
-    idle_rows: int
+    steps: Sequence[Step]
     seconds: float
-    phases: Mapping[str, float]
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(job.prompt) for job in self.jobs)
-
-    @property
-    def new_tokens(self) -> int:
-        return sum(len(tokens) for tokens in self.tokens)
 
     @property
     def throughput(self) -> float:
         """Prompt and new tokens per second, as the paper plots them (D13)."""
-        return (self.prompt_tokens + self.new_tokens) / self.seconds
-
-
-class Step(NamedTuple):
-    """One model invocation in a stream: seconds, tokens of prompts and new ones, requests that got a token; seconds of
-    the model alone, where the system tells them.
-    """
-
-    seconds: float
-    tokens: int
-    live: int
-    model_seconds: float | None = None
+        return (sum(len(job.prompt) for job in self.jobs) + sum(map(len, self.tokens))) / self.seconds
 
 
 class ServingSystem(ABC):
@@ -85,10 +79,12 @@ class ServingSystem(ABC):
 
 
 def class_of(name: str) -> type[ServingSystem]:
-    """Import the class of the system called `name`. ValueError lists the known names."""
-    module, _, kind = SYSTEMS.get(name).served_by.rpartition(".")
-    found: type[ServingSystem] = getattr(import_module(module), kind)
-    return found
+    """Return the class of the system called `name`. ValueError lists the known names."""
+    served_by = SYSTEMS.get(name).served_by
+    if isinstance(served_by, str):
+        module, _, kind = served_by.rpartition(".")
+        served_by = getattr(import_module(module), kind)
+    return served_by
 
 
 def built(name: str, world: World) -> ServingSystem:

@@ -30,18 +30,16 @@ class Limits:
 
     def engine_config(self, lora: bool, index_rule: str = "per_request") -> EngineConfig:
         """Build the engine's configuration; without LoRA adapters steer admission only."""
+        # all requests at full length, and a block each to grow into, so that no request waits for blocks
+        enough = self.max_batch_size * (-(-self.max_len // self.block_size) + 1) + 1
         return EngineConfig(
             max_batch_size=self.max_batch_size,
             block_size=self.block_size,
             max_model_len=self.max_len,
-            num_blocks=self.num_blocks or self._enough_blocks(),
+            num_blocks=self.num_blocks or enough,
             adapter_index_rule=index_rule,
             ignore_adapters=not lora,
         )
-
-    def _enough_blocks(self) -> int:
-        """Blocks of all requests at full length, and one each to grow into, so that no request waits for blocks."""
-        return self.max_batch_size * (-(-self.max_len // self.block_size) + 1) + 1
 
 
 class Weights:
@@ -51,21 +49,16 @@ class Weights:
         self, model: ModelConf, device: str, limits: Limits, rank: int, alpha: float = 16.0, seed: int = 0,
         sets: int | None = None,
     ) -> None:  # fmt: skip
-        self.limits = limits
+        self.model, self.device, self.limits = model, device, limits
+        self.rank, self.alpha, self.seed = rank, alpha, seed
         self.sets = sets or limits.max_batch_size
-        self.rank = rank
-        self.alpha = alpha
-        self.seed = seed
-        self.device = device
         self.vocab_size = model.vocab_size
         self.target_modules = list(LLAMA_LORA_MODULES)
-        self.model = model
         self._backbone = random_llama(model, device)
         self._adapters: dict[int, dict[str, torch.Tensor]] = {}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of weights and activations."""
         return self._backbone.lm_head.weight.dtype
 
     @property
@@ -100,14 +93,12 @@ class Weights:
     def adapter(self, adapter_id: int) -> LoRAModel:
         """Build the adapter for our engine, in host memory."""
         config = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": self.target_modules}
-        helper = PEFTHelper.from_dict(config)
-        return LoRAModel.from_lora_tensors(adapter_id, self.adapter_tensors(adapter_id), helper)
+        return LoRAModel.from_lora_tensors(adapter_id, self.adapter_tensors(adapter_id), PEFTHelper.from_dict(config))
 
 
 def exported(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
     """Return the weights of a whole model under Hugging Face names; parts of packed matrices are views."""
-    state: dict[str, torch.Tensor] = {}
-    used: dict[int, int] = {}
+    state, used = dict[str, torch.Tensor](), dict[int, int]()
     for entry in model.checkpoint_entries():
         start = used.get(id(entry.parameter), 0)
         state[entry.name] = entry.parameter.data.narrow(0, start, entry.shape[0])

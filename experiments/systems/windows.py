@@ -1,17 +1,14 @@
 """Windows of a stream: a few hundred steps that represent all of them. No torch.
 
 The released stream takes 31 000 steps at batch 32 and a million at batch 1; a laptop has time for a hundred. A *draw*
-is `pieces` runs of consecutive steps. Steps with a prefill are rare and long, so a random draw has none or far too
-many. One piece of every draw is therefore placed around a prefill, the others anywhere. Means of a draw are weighted:
-its steps with a prefill weigh as much as their share of the stream, and so do the others.
+is `pieces` runs of consecutive steps. Steps with a prefill are rare and long: one piece of every draw is placed around
+a prefill, the others anywhere. Means of a draw are weighted: its steps with a prefill weigh as much as their share of
+the stream, and so do the others. The stream's throughput is its tokens per step over the draw's seconds per step.
 
 A draw is accepted when its weighted tokens per step agree with the stream's within 3 %, and its requests, contexts,
 adapters and prompt tokens per step within 10 %. Draws are random and the first accepted ones are kept, not the best:
 their spread is the sampling error. One draw is one repeat, so that the span of repeats holds this error as well.
-Streams that are compared and differ in adapters alone have the same draws: one that any of them refuses is drawn again
-for all.
-
-The stream's throughput is its tokens per step over the draw's weighted seconds per step.
+Streams that differ in adapters alone have the same draws: one that any of them refuses is drawn again for all.
 """
 
 from collections.abc import Sequence
@@ -21,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.harness.experiment import CheckFailed
-from experiments.systems.timeline import FEATURES, Timeline
+from experiments.systems.stream import FEATURES, Timeline
 
 AGREEMENT = 0.03
 """Largest relative difference of a draw's tokens per step from the stream's ..."""
@@ -29,7 +26,6 @@ AGREEMENT_OF_OTHERS = 0.1
 """... and of its other features."""
 DRAWS, ROUNDS = 100000, 20
 """Draws at a time, and most such rounds: of some streams one draw in twenty thousand agrees."""
-_SEED = 0
 _TOKENS, _PREFILLS = (FEATURES.index(name) for name in ("tokens", "prefills"))
 
 
@@ -55,7 +51,7 @@ class Window:
 
 
 def draw_windows(
-    timeline: Timeline, count: int, pieces: int, length: int, seed: int = _SEED, compared: Sequence[Timeline] = ()
+    timeline: Timeline, count: int, pieces: int, length: int, seed: int = 0, compared: Sequence[Timeline] = ()
 ) -> list[Window]:
     """Draw `count` windows of `pieces` times `length` steps that agree with the stream, and with those `compared`.
 
@@ -66,17 +62,17 @@ def draw_windows(
     if timeline.steps <= pieces * length:
         return [_window(features, (0,), timeline.steps)] * count
     chance = np.random.Generator(np.random.PCG64(seed))
-    all_agree = [_Agreement(one, length) for one in (features, *(other.features() for other in compared))]
-    found: list[list[int]] = []
+    streams = [_Stream(each, length) for each in (features, *(other.features() for other in compared))]
+    accepted: list[list[int]] = []
     for _ in range(ROUNDS):
         starts = _candidates(features[:, _PREFILLS], pieces, length, chance)
-        for agree in all_agree:
-            starts = starts[agree(starts)]
-        found += starts.tolist()
-        if len(found) >= count:
-            return [_window(features, tuple(starts), length) for starts in found[:count]]
+        for stream in streams:
+            starts = starts[stream.accepts(starts)]
+        accepted += starts.tolist()
+        if len(accepted) >= count:
+            return [_window(features, tuple(starts), length) for starts in accepted[:count]]
     raise CheckFailed(
-        f"{len(found)} of {ROUNDS * DRAWS} draws of {pieces} times {length} steps agree with the stream's "
+        f"{len(accepted)} of {ROUNDS * DRAWS} draws of {pieces} times {length} steps agree with the stream's "
         f"{timeline.steps} steps within {100 * AGREEMENT:g} % of their tokens and {100 * AGREEMENT_OF_OTHERS:g} % of "
         f"requests, contexts, adapters and prompts, and {count} are needed: make them longer (scale.window_steps)"
     )
@@ -93,31 +89,29 @@ def _candidates(
     return starts[(np.diff(starts, axis=1) >= length).all(axis=1)]
 
 
-class _Agreement:
-    """Acceptance of draws of pieces of `length` steps for the stream of `features [steps, FEATURES]`."""
+class _Stream:
+    """Prefix sums of a stream's `features [steps, FEATURES]`, for draws of pieces of `length` steps."""
 
     def __init__(self, features: NDArray[np.float64], length: int) -> None:
-        self._length, self._stream = length, features.mean(axis=0)
+        self._length, self._means = length, features.mean(axis=0)
         self._begins = np.flatnonzero(features[:, _PREFILLS])
-        self._sums, self._sums_of_prefills = _sums(features), _sums(features[self._begins])
-        self._limits = AGREEMENT_OF_OTHERS * self._stream
-        self._limits[_TOKENS] = AGREEMENT * self._stream[_TOKENS]
+        self._sums, self._sums_of_prefills = (
+            np.concatenate([np.zeros((1, len(FEATURES))), rows.cumsum(axis=0)])
+            for rows in (features, features[self._begins])
+        )
+        self._limits = AGREEMENT_OF_OTHERS * self._means
+        self._limits[_TOKENS] = AGREEMENT * self._means[_TOKENS]
 
-    def __call__(self, starts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def accepts(self, starts: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which of the draws `starts [draws, pieces]` agree."""
-        share, size, ends = self._stream[_PREFILLS], starts.shape[1] * self._length, starts + self._length
+        share, size, ends = self._means[_PREFILLS], starts.shape[1] * self._length, starts + self._length
         whole = (self._sums[ends] - self._sums[starts]).sum(axis=1)
         first, end = (np.searchsorted(self._begins, steps) for steps in (starts, ends))
         prompts = (self._sums_of_prefills[end] - self._sums_of_prefills[first]).sum(axis=1)
         count = prompts[:, _PREFILLS, None]
         means = share * prompts / np.maximum(count, 1) + (1 - share) * (whole - prompts) / np.maximum(size - count, 1)
-        agree: NDArray[np.bool_] = (np.abs(means - self._stream) <= self._limits).all(axis=1)
+        agree: NDArray[np.bool_] = (np.abs(means - self._means) <= self._limits).all(axis=1)
         return agree & (count[:, 0] > 0) & ((count[:, 0] < size) | (share == 1))
-
-
-def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Prefix sums of `values [rows, columns]`, `[rows + 1, columns]`."""
-    return np.concatenate([np.zeros((1, values.shape[1])), values.cumsum(axis=0)])
 
 
 def _window(features: NDArray[np.float64], starts: tuple[int, ...], length: int) -> Window:

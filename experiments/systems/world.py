@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from experiments.systems.hf_backend import PeftBackend, noise
+from experiments.systems.hugging_face import PeftBackend, noise
 from experiments.systems.stream import Job
 from experiments.systems.weights import Weights
 from punica.adapters import LoRAModel
@@ -31,19 +31,14 @@ class World(Weights):
         A quarter larger than our engine needs: Hugging Face pads a batch to its longest prompt.
         """
         config = self.limits.engine_config(lora=False)
-        cache = KVCache(self._backbone, config.total_blocks * 5 // 4, config.block_size)
-        for rows in (*cache.keys, *cache.values):
+        kept = KVCache(self._backbone, config.total_blocks * 5 // 4, config.block_size)
+        for rows in (*kept.keys, *kept.values):
             rows.view(-1).copy_(noise(rows.numel(), self.dtype, self.device))
-        return cache
+        return kept
 
     @cached_property
     def registered(self) -> dict[tuple[bool, int], LoRAModel]:
         """(fully sharded, weight set) -> adapter as the first engine registered it; on a GPU in page-locked memory."""
-        return {}
-
-    @cached_property
-    def chosen(self) -> dict[tuple[tuple[int, ...], int | None, tuple[int, ...]], list[int]]:
-        """(prompt, adapter or None, continuation) -> tokens that the reference chooses (`systems.check`)."""
         return {}
 
     def reference(self, job: Job, tokens: Sequence[int], lora: bool) -> torch.Tensor:

@@ -7,8 +7,9 @@ import psutil
 import pytest
 import torch
 from fakes import composed
+from tiny import TINY, values
 
-from experiments.fig12_textgen_70b import BASELINE, EXPERIMENT, Fig12, ratios
+from experiments.fig12_textgen_70b import BASELINE, EXPERIMENT, Fig12, adapter_share, bytes_ratio, ratios
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading
 from experiments.harness.resume import run
@@ -19,9 +20,7 @@ from experiments.measure.records import read_rows
 from experiments.plots.serving import draw_ranks
 from experiments.systems import ranks as rank_processes
 from experiments.systems.bench import StreamConf
-from experiments.systems.rank_bench import RankBench, RankedBench
-from experiments.systems.rank_bytes import adapter_share, bytes_ratio
-from experiments.systems.ranks import Ranks
+from experiments.systems.ranks import BenchOnRanks, RankBench, Ranks
 from experiments.systems.weights import Limits
 from punica.adapters.synthetic import LLAMA_LORA_MODULES
 from punica.engine import Engine, EngineConfig
@@ -30,7 +29,6 @@ from punica.parallel import init_tensor_parallel
 from tests.parallel.thread_ranks import on_threads
 
 NAME = "fig12_textgen_70b"
-TINY = model_conf("llama-tiny")
 
 
 def points(tmp_path, *overrides):
@@ -52,17 +50,11 @@ def test_the_grid_ends_with_ratios_of_each_layout_of_adapters(tmp_path):
 
 def test_the_number_of_ranks_is_part_of_a_point(tmp_path):
     two, four = points(tmp_path)[0], points(tmp_path, "figure.tp_size=4")[0]
-    assert four.panel == "7B Model, tp 4"
-    assert two.key() != four.key()
+    assert (two.panel, four.panel) == ("7B Model, tp 2", "7B Model, tp 4")
     assert points(tmp_path, "figure.adapter_sets=2")[0].key() != two.key()
 
 
-def test_what_fits_is_chosen_unless_the_user_does(tmp_path):
-    assert composed(tmp_path, "scale=laptop", name=NAME).model.name == "llama-tiny"
-    assert composed(tmp_path, "scale=gpu", "model=llama2-13b", name=NAME).model.name == "llama2-13b"
-
-
-@pytest.mark.parametrize("size", [0, 3, 8, 128])
+@pytest.mark.parametrize("size", [3, 128])
 def test_ranks_that_do_not_divide_the_model_are_refused(tmp_path, size):
     with pytest.raises(ConfigError, match=f"figure.tp_size={size} must"):
         points(tmp_path, f"figure.tp_size={size}")
@@ -82,7 +74,7 @@ def test_what_bytes_allow_of_the_papers_model():
 
 def test_shares_of_adapters_are_those_of_the_slots():
     """Beside the slots of the engine: the elements alone, as a slot also notes its rank."""
-    wide = TINY.model_copy(update=dict(hidden_size=256, intermediate_size=512))
+    wide = TINY.model_copy(update={"hidden_size": 256, "intermediate_size": 512})
 
     def slot_bytes(sharded: bool) -> int:
         from experiments.benches.model_steps import llama_config
@@ -101,25 +93,19 @@ def test_shares_of_adapters_are_those_of_the_slots():
 
 
 def test_ratios_are_of_distinct():
-    throughput = {
-        ("punica", "Distinct"): 80.0, ("punica", "Identical"): 100.0, (BASELINE, "Distinct"): 5.0,
-        (BASELINE, "Identical"): 120.0,
-    }  # fmt: skip
-    found = {one.metric: (one.value, one.kind) for one in ratios(throughput, "punica", 0.8, disturbed=True)}
-    assert found == {
-        "distinct_over_backbone_identical": (pytest.approx(2 / 3), "measured"),
-        "distinct_over_own_identical": (0.8, "measured"),
-        "speedup_over_best_baseline": (16.0, "measured"),
-        "over_bytes_ratio": (pytest.approx(5 / 6), "measured"),
-        "bytes_ratio": (0.8, "simulated"),
-    }
+    speeds = {"punica": (80.0, 100.0), BASELINE: (5.0, 120.0)}
+    loads = ("Distinct", "Identical")
+    cells = {(name, load): own[load == "Identical"] for name, own in speeds.items() for load in loads}
+    assert values(ratios(cells, "punica", 0.8)) == pytest.approx({
+        "distinct_over_backbone_identical": 2 / 3, "distinct_over_own_identical": 0.8,
+        "speedup_over_best_baseline": 16.0, "over_bytes_ratio": 5 / 6, "bytes_ratio": 0.8,
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("gpus", "mib", "size", "name"),
     [
-        (1, 143771, 1, "llama2-13b"), (2, 143771, 2, "llama2-70b"), (3, 143771, 2, "llama2-70b"),
-        (8, 40960, 8, "llama2-70b"), (4, 81920, 4, "llama2-70b"), (2, 81920, 2, "llama2-13b"),
+        (1, 143771, 1, "llama2-13b"), (3, 143771, 2, "llama2-70b"), (8, 40960, 8, "llama2-70b"),
         (1, 24576, 1, "llama2-7b"),
     ],
 )  # fmt: skip
@@ -145,7 +131,7 @@ def test_one_rank_alone_measures_what_the_bench_does(tmp_path):
     place = {"backend": "gloo", "init_method": (tmp_path / "store").as_uri(), "rank": 0, "world_size": 1}
     with init_tensor_parallel(**place):
         readings = bench().measure("punica_sharded", "Distinct", 0)
-    found = {one.metric: one.value for one in readings if one.unit != "samples"}
+    found = values(readings)
     assert found["throughput"] > 0
     assert found["token_agreement"] == 1.0
     assert found["collective_share"] == 0
@@ -154,18 +140,20 @@ def test_one_rank_alone_measures_what_the_bench_does(tmp_path):
 
 
 def test_memory_is_that_of_the_fullest_rank_and_collectives_their_mean():
-    class Two:
+    class Two(BenchOnRanks):
+        def __init__(self) -> None:
+            """Start nothing."""
+
         def call(self, *_):
-            return [bench_readings(7.0, 5.0, 0.1), bench_readings(9.0, 6.0, 0.3)]
+            return [
+                [
+                    Reading("throughput", speed, "token/s"), Reading("adapter_memory", memory, "byte"),
+                    Reading("collective_share", share, "ratio"),
+                ]
+                for speed, memory, share in ((7.0, 5.0, 0.1), (9.0, 6.0, 0.3))
+            ]  # fmt: skip
 
-    def bench_readings(throughput, memory, collectives):
-        return [
-            Reading("throughput", throughput, "token/s"), Reading("adapter_memory", memory, "byte"),
-            Reading("collective_share", collectives, "ratio"),
-        ]  # fmt: skip
-
-    found = [one.value for one in RankedBench(Two()).measure("punica", "Distinct", 0)]
-    assert found == [7.0, 6.0, pytest.approx(0.2)]
+    assert [one.value for one in Two().measure("punica", "Distinct", 0)] == [7.0, 6.0, pytest.approx(0.2)]
 
 
 class Worker:
@@ -196,19 +184,20 @@ def test_ranks_answer_in_their_order_refuse_and_go_on_until_one_breaks():
     with pytest.raises(CheckFailed, match="not right"):
         ranks.call("refuse")
     assert ranks.call("place", 1) == [10, 11]
-    with pytest.raises(RuntimeError, match=r"(?s)the ranks have ended: .*of 2 failed.*KeyError: 'broken'"):
+    with pytest.raises(RuntimeError, match=r"the ranks have ended: KeyError.'broken'"):
         ranks.call("break_down")
     ranks.close()
+    assert not any(map(psutil.pid_exists, ranks._pids))
 
 
 @pytest.mark.slow
 def test_ranks_that_do_not_leave_are_killed(monkeypatch):
     monkeypatch.setattr(rank_processes, "LEAVE_S", 0.5)
     ranks = Ranks(Worker, (10,), 2, "gloo")
-    for line in ranks._lines:
-        line.send(("never_end", ()))
+    for pool in ranks._pools:
+        pool.submit(rank_processes._call, "never_end", ())
     ranks.close()
-    assert not any(psutil.pid_exists(pid) for pid in ranks._pids)
+    assert not any(map(psutil.pid_exists, ranks._pids))
 
 
 @pytest.mark.parametrize(

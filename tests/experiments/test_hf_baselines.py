@@ -3,31 +3,27 @@
 import pandas as pd
 import pytest
 from fakes import composed
+from tiny import TINY, tiny_world, values
 
 from experiments.benches.step_parts import Kernel, Launches, counted
 from experiments.ext_hf_baselines import EXPERIMENT, WAYS, HfBench, Timed
 from experiments.harness import CheckFailed
 from experiments.harness.resume import run
-from experiments.harness.schema import DType, ModelConf
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 from experiments.measure.timing import Protocol
 from experiments.plots.steps import draw_hf_baselines
-from experiments.systems.hf_decoding import Decoding
+from experiments.systems.hugging_face import Decoding
 from experiments.systems.weights import Limits
 from experiments.systems.world import World
 
 NAME = EXPERIMENT.name
-TINY = ModelConf(
-    name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
-)  # fmt: skip
 PROTOCOL = Protocol("host_clock", "cpu", warmup=1, repeats=3, min_repeats=2, seconds=0.0, flush_mib=0)
 
 
 @pytest.fixture(scope="module")
 def bench() -> HfBench:
-    return HfBench(World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8))
+    return HfBench(tiny_world())
 
 
 def points(tmp_path, *overrides):
@@ -39,15 +35,15 @@ def test_graphs_are_ways_of_a_gpu(tmp_path):
     on_gpu = points(tmp_path, "hardware=h200", "scale=gpu")
     assert list(dict.fromkeys(point.system for point in on_gpu)) == list(WAYS)
     assert {(point.batch_size, point.seq_len) for point in on_gpu} == {(1, 512), (32, 512)}
-    assert {point.workload for point in on_gpu if point.system == "mixed"} == {"Distinct"}
 
 
 def test_steps_are_rows_and_a_cpu_counts_no_launches(tmp_path):
     outcome = run(composed(tmp_path, "system=merged", "engine.max_batch_size=3", name=NAME), EXPERIMENT)
     assert (outcome.measured, outcome.failed) == (2, [])
-    rows = read_rows(outcome.rows_file)
-    assert {row.metric for row in rows} == {"step_latency"}
-    assert {row.batch_size for row in rows} == {1, 3}
+    assert {(row.metric, row.batch_size) for row in read_rows(outcome.rows_file)} == {
+        ("step_latency", 1),
+        ("step_latency", 3),
+    }
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -56,8 +52,7 @@ def test_every_way_is_timed_behind_its_context(way, bench, monkeypatch):
     monkeypatch.setattr(Decoding, "step", lambda self: seen.append(self._width + self._done) or step(self))
     timed = bench.measure(way, 3, 20, PROTOCOL)
     assert seen == [21, 22, 23]  # a step to warm up, and as many as the protocol asks for at least
-    assert len(timed.steps) == 2
-    assert timed.launches is None
+    assert (len(timed.steps), timed.launches) == (2, None)
 
 
 def test_a_way_with_other_logits_is_not_timed(bench, monkeypatch):
@@ -66,12 +61,10 @@ def test_a_way_with_other_logits_is_not_timed(bench, monkeypatch):
     monkeypatch.setattr(bench, "_checked", set())
     with pytest.raises(CheckFailed, match=r"merged gives logits that differ from the reference by 1\.00e-01"):
         bench.measure("merged", 1, 20, PROTOCOL)
-
-
-def test_adapters_that_change_nothing_are_seen(monkeypatch):
-    bench = HfBench(World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8, alpha=1e-9))
+    without = HfBench(World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8, alpha=1e-9))
+    monkeypatch.undo()
     with pytest.raises(CheckFailed, match=r"left out differs by \d.*e-"):
-        bench.measure("mixed", 2, 20, PROTOCOL)
+        without.measure("mixed", 2, 20, PROTOCOL)
 
 
 EVENTS = [
@@ -94,13 +87,10 @@ def test_a_gpu_says_how_much_of_a_step_is_launches(tmp_path, monkeypatch):
     timed = Timed([0.010, 0.012, 0.014], Launches(900, 950, 0.004), ours=False)
     monkeypatch.setattr(HfBench, "measure", lambda *_: timed)
     monkeypatch.setattr("experiments.benches.step_parts.seconds_per_launch", lambda: 2e-6)
-    found = {(one.metric, one.statistic): one.value for one in EXPERIMENT.measure(cfg, EXPERIMENT.points(cfg)[0])}
-    assert found["step_latency", "median"] == pytest.approx(12.0)
-    assert found["launches_per_step", "count"] == 900
-    assert found["kernels_per_step", "count"] == 950
-    assert (found["device_time", "value"], found["launch_time", "value"]) == pytest.approx((4.0, 2.0))
-    assert found["own_product", "value"] == 0.0
-    assert (found["device_share", "value"], found["launch_share", "value"]) == pytest.approx((4 / 12, 1.8 / 12))
+    assert values(EXPERIMENT.measure(cfg, EXPERIMENT.points(cfg)[0])) == pytest.approx({
+        "step_latency": 12.0, "launches_per_step": 900, "kernels_per_step": 950, "device_time": 4.0, "launch_time": 2.0,
+        "device_share": 4 / 12, "launch_share": 1.8 / 12, "own_product": 0.0,
+    })  # fmt: skip
 
 
 def test_the_figure_shows_launches_where_they_were_counted():
@@ -112,7 +102,6 @@ def test_the_figure_shows_launches_where_they_were_counted():
     counts = ("launches_per_step", "kernels_per_step")
     rows += [row("unmerged", metric, 3000.0, "count") for metric in counts]
     rows += [row("unmerged", "launch_time", 2.0), row("merged", "step_latency", 20.0, "median")]
-    figure = draw_hf_baselines(pd.DataFrame(rows), pd.DataFrame())
-    (axis,) = figure.axes
+    (axis,) = draw_hf_baselines(pd.DataFrame(rows), pd.DataFrame()).axes
     assert [line.get_xdata()[0] for line in axis.lines] == [40.0, 9.0, 6.0, 20.0]  # step, device, launches; step
     assert [label.get_text() for label in axis.get_yticklabels()] == ["unmerged (3000)", "merged"]

@@ -5,22 +5,19 @@ import pandas as pd
 import pytest
 import torch
 from fakes import composed
+from tiny import TINY
 
 from experiments.benches import model_steps
 from experiments.benches.layer_bench import LayerBench
 from experiments.benches.model_steps import Invocation, check_decode, difference, random_llama, spans
 from experiments.harness import CheckFailed
 from experiments.harness.catalogue import experiments
-from experiments.harness.schema import DType, ModelConf
+from experiments.harness.schema import DType
 from experiments.harness.settings import settle
 from experiments.measure import timing
 from experiments.plots.overlay import panels
 
 FIG01, FIG10 = (next(iter(experiments([name]))) for name in ("fig01", "fig10"))
-TINY = ModelConf(
-    name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -28,11 +25,8 @@ def invocation() -> Invocation:
     return Invocation(random_llama(TINY, "cpu"), 96)
 
 
-def test_decode_steps_pass_their_check(invocation):
-    check_decode(invocation)
-
-
 def test_a_step_with_the_wrong_blocks_is_not_timed(invocation, monkeypatch):
+    check_decode(invocation)
     right = model_steps.Span.kv_rows
     monkeypatch.setattr(model_steps.Span, "kv_rows", lambda span, size: [row // 2 for row in right(span, size)])
     with pytest.raises(CheckFailed, match="through KV blocks differs"):
@@ -40,7 +34,7 @@ def test_a_step_with_the_wrong_blocks_is_not_timed(invocation, monkeypatch):
 
 
 def test_a_step_that_keeps_an_earlier_context_is_not_timed(invocation, monkeypatch):
-    """What a captured graph would do whose buffers nobody refills."""
+    """As a captured graph would whose buffers are not refilled."""
     right, first = invocation.decode_step, []
 
     def stale(batch_size, kv_length):
@@ -92,15 +86,6 @@ def test_both_models_of_a_gpu_have_panels_of_their_own(tmp_path):
         assert [len(axis.lines) for axis in figure.axes[:4]] == [1, 2, 1, 1]
     finally:
         plt.close(figure)
-
-
-def test_the_scale_of_a_gpu_has_the_papers_shapes_at_powers_of_two(tmp_path):
-    cfg = settle(composed(tmp_path, "scale=gpu", "hardware=h200", name=FIG10.name), FIG10)
-    points = FIG10.points(cfg)
-    assert {p.model for p in points} == {"llama2-7b"}
-    assert {p.batch_size for p in points} == {1, 2, 4, 8, 16, 32}
-    assert {p.seq_len for p in points} == {512, 2048}
-    assert cfg.timer.name == "cuda_graph"
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Loading adapters: bytes as the paper's arithmetic, wrong loads refused, a step undisturbed, both figures drawn."""
+"""Loading adapters: bytes as the paper's arithmetic, wrong loads refused, a step undisturbed, the figure drawn."""
 
 import csv
 import time
@@ -8,13 +8,13 @@ import pandas as pd
 import pytest
 import torch
 from fakes import composed
+from tiny import TINY
 
 from experiments import sec52_adapter_loading
-from experiments.benches import adapter_loading, loading_bench
-from experiments.benches.adapter_loading import LOADERS, Loader, Measured, check_loader, measured
-from experiments.benches.loading_bench import Bench, Decode
+from experiments.benches import adapter_loading
+from experiments.benches.adapter_loading import LOADERS, Bench, Decode, Loader, Measured, check_loader, measured
 from experiments.benches.operators import protocol
-from experiments.harness import CheckFailed, Point
+from experiments.harness import CheckFailed
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError, DType, ModelConf, model_conf
@@ -25,10 +25,6 @@ from experiments.plots.moves import draw_loading
 
 (SEC52,) = experiments(["sec52"])
 GPU_SYSTEMS = ["punica", "per_tensor", "pageable", "link"]
-TINY = ModelConf(
-    name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
-)  # fmt: skip
 STEPS = Decode("Distinct", 3, 16)
 
 
@@ -44,9 +40,6 @@ def bench():
 @pytest.fixture
 def serving():
     return Bench(TINY, 8, "cpu", decode=STEPS)
-
-
-# bytes
 
 
 def paper_bytes():
@@ -88,9 +81,6 @@ def test_loads_take_turns_over_more_bytes_than_the_caches_hold(rotate, count):
     assert len(places) == count * 2 * 14
 
 
-# the grid
-
-
 def test_a_cpu_has_the_manager_and_the_link_and_a_gpu_all(tmp_path):
     cpu = SEC52.points(settled(tmp_path, "scale=laptop"))
     gpu = SEC52.points(settled(tmp_path, "scale=paper", "hardware=h200"))
@@ -104,24 +94,11 @@ def test_a_cpu_has_the_manager_and_the_link_and_a_gpu_all(tmp_path):
         assert [len(group) for group in SEC52.together(points)] == [systems] * (2 * ranks + 1)
 
 
-@pytest.mark.parametrize("override", ["system=per_tensor", "system=pageable"])
-def test_a_system_that_needs_a_gpu_is_refused_on_a_cpu(tmp_path, override):
+def test_systems_and_timers_that_cannot_measure_a_load_here_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="it has punica, punica fp8, link"):
-        settled(tmp_path, override)
-
-
-@pytest.mark.parametrize("timer", ["cuda_graph", "events"])
-def test_a_timer_that_cannot_time_a_load_is_refused(tmp_path, timer):
-    with pytest.raises(ConfigError, match=f"timer='{timer}' cannot time a load.*timer=host_clock"):
-        SEC52.points(settled(tmp_path, "hardware=h200", f"timer={timer}"))
-
-
-def test_it_comes_between_the_layer_and_text_generation():
-    orders = {experiment.name: experiment.order for experiment in experiments()}
-    assert orders["fig10_layer"] < orders["sec52_adapter_loading"] < orders["fig11_textgen"]
-
-
-# loads are right, or not timed
+        settled(tmp_path, "system=per_tensor")
+    with pytest.raises(ConfigError, match=r"timer='events' cannot time a load.*timer=host_clock"):
+        SEC52.points(settled(tmp_path, "hardware=h200", "timer=events"))
 
 
 @pytest.mark.parametrize("name", ["punica", "pageable", "link"])
@@ -170,14 +147,11 @@ def test_a_wrong_load_is_not_timed(bench, spoil, words):
         check_loader(bench, "pageable", wrong)
 
 
-def test_a_load_that_does_nothing_is_not_timed(bench):
+def test_a_load_that_does_nothing_or_misses_a_module_is_not_timed(bench):
     bench.manager.activate_adapter(2)  # the right content is there, and must not pass for a load
     bench.check_slot(1)
     with pytest.raises(CheckFailed, match="does not hold adapter 2"):
         check_loader(bench, "idle", Loader(lambda i: adapter_loading.ReadyCopy(), bench.check_slot))
-
-
-def test_an_adapter_that_misses_a_module_is_seen(bench):
     bench.adapters[1].loras.popitem()
     with pytest.raises(CheckFailed, match=r"adapter 2 has no model\.layers\.1\.mlp\.down_proj"):
         check_loader(bench, "punica", LOADERS.get("punica")(bench))
@@ -191,7 +165,7 @@ def test_a_load_that_disturbs_the_step_is_not_timed(serving):
 
 
 def test_steps_without_effect_of_their_adapters_are_refused(monkeypatch):
-    monkeypatch.setattr(loading_bench, "difference", lambda *_: 0.0)
+    monkeypatch.setattr(adapter_loading, "difference", lambda *_: 0.0)
     with pytest.raises(CheckFailed, match="as if its rows had no adapters"):
         Bench(TINY, 8, "cpu", decode=STEPS)
 
@@ -201,9 +175,6 @@ def test_other_bytes_over_the_link_are_seen(bench):
     loader.start(0)
     with pytest.raises(CheckFailed, match="not those of its source"):
         loader.check(1)
-
-
-# the clock
 
 
 def test_samples_of_loads_and_steps_belong_together(tmp_path, serving):
@@ -239,41 +210,33 @@ def test_a_slow_load_is_seen_in_every_number_that_it_should_be_in(tmp_path, benc
     assert max(beside.step_alone) < 3600
 
 
+def readings(panel, system, found, size):
+    rows = sec52_adapter_loading._readings(panel, system, found, size)
+    return {row.metric: (row.value, row.unit) for row in rows if row.statistic in ("median", "value")}
+
+
 def test_the_stall_is_the_difference_of_neighbouring_steps():
-    point = Point("overlap", "punica", "Distinct", "llama-tiny", 3, 16, 8)
     found = Measured([0.002] * 3, [0.001] * 3, [], step=[0.011, 0.031, 0.052], step_alone=[0.010, 0.030, 0.050])
-    readings = {(r.metric, r.statistic): r for r in sec52_adapter_loading._readings(point, found, 100)}
-    assert readings["stall", "median"].value == pytest.approx(1.0)
-    assert readings["step_latency", "median"].value == pytest.approx(31.0)
-    assert readings["step_latency_alone", "median"].value == pytest.approx(30.0)
-    assert {r.unit for r in readings.values()} == {"ms", "samples", "byte"}
+    values = readings("overlap", "punica", found, 100)
+    wanted = {"load_time": 2, "host_time": 1, "stall": 1, "step_latency": 31, "step_latency_alone": 30}
+    assert values == {name: (pytest.approx(ms), "ms") for name, ms in wanted.items()} | {"bytes": (100, "byte")}
 
 
 @pytest.mark.parametrize(("panel", "time", "unit"), [("layer", 50.0, "us"), ("model", 0.05, "ms")])
 def test_bandwidth_is_bytes_over_the_time_until_the_adapter_is_there(panel, time, unit):
-    found = Measured([5e-5] * 2, [1e-5] * 2, [4e-5] * 2)
-    readings = sec52_adapter_loading._readings(Point(panel, "punica", rank=16), found, 2_498_560)
-    values = {r.metric: (r.value, r.unit) for r in readings if r.statistic in ("median", "value")}
+    values = readings(panel, "punica", Measured([5e-5] * 2, [1e-5] * 2, [4e-5] * 2), 2_498_560)
     assert values["load_time"] == (pytest.approx(time), unit)
     assert values["device_time"] == (pytest.approx(0.8 * time), unit)
     assert values["bandwidth"] == (pytest.approx(49.9712), "GB/s")
-    assert values["bytes"] == (2_498_560, "byte")
 
 
 def test_the_link_of_a_gpu_says_its_generation_where_it_is_known(monkeypatch):
     answer = {"pcie.link.gen.max": "5", "pcie.link.width.max": "[N/A]"}
     monkeypatch.setattr(sec52_adapter_loading.environment, "gpu_query", lambda *_: [answer])
-
-    def facts(system, device):
-        point = Point("model", system, rank=16)
-        readings = sec52_adapter_loading._readings(point, Measured([1.0], [1.0], device), 1)
-        return [(r.metric, r.value, r.unit) for r in readings if r.metric.startswith("pcie")]
-
-    assert facts("link", [1.0]) == [("pcie_gen", 5, "generation")]
-    assert facts("punica", [1.0]) == facts("link", []) == []
-
-
-# the whole
+    for system, device, known in (("link", [1.0], True), ("punica", [1.0], False), ("link", [], False)):
+        values = readings("model", system, Measured([1.0], [1.0], device), 1)
+        assert values.get("pcie_gen") == ((5, "generation") if known else None)
+        assert "pcie_width" not in values
 
 
 @pytest.mark.slow
@@ -282,17 +245,6 @@ def test_it_measures_draws_and_does_not_measure_again(tmp_path):
     outcome = run(composed(tmp_path, *words, "draw=true", name=SEC52.name), SEC52)
     assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 3 * (2 * 2 + 1), 3)
     rows = read_rows(outcome.rows_file)
-    assert {row.figure for row in rows} == {"text 5.2"}
-    assert {row.timer for row in rows} == {"host_clock"}
-    metrics = {(row.panel, row.metric, row.unit) for row in rows if row.statistic in ("median", "value")}
-    alone = {("bandwidth", "GB/s"), ("bytes", "byte")}
-    assert metrics == {
-        *(("layer", metric, unit) for metric, unit in {*alone, ("load_time", "us"), ("host_time", "us")}),
-        *(("model", metric, unit) for metric, unit in {*alone, ("load_time", "ms"), ("host_time", "ms")}),
-        *(("overlap", metric, "ms") for metric in ("load_time", "host_time", "step_latency", "step_latency_alone")),
-        ("overlap", "stall", "ms"),
-        ("overlap", "bytes", "byte"),
-    }
     sizes = {(row.panel, row.rank): row.value for row in rows if row.metric == "bytes"}
     assert sizes["model", 16] == sizes["overlap", 16] == 2 * sizes["layer", 16] == 4 * sizes["layer", 8]
     assert run(composed(tmp_path, *words, name=SEC52.name), SEC52).measured == 0
@@ -340,18 +292,10 @@ def test_the_figure_shows_every_system_and_the_paper():
         plt.close(figure)
 
 
-def test_the_figure_does_without_the_overlap():
-    import matplotlib.pyplot as plt
-
-    figure = draw_loading(fake_rows(["punica"], ("layer", "model")), pd.DataFrame())
-    assert not figure.axes[2].lines
-    plt.close(figure)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("decode", [None, STEPS], ids=["alone", "beside-decode"])
 def test_every_system_loads_on_a_gpu(tmp_path, decode):
-    bench = Bench(TINY.model_copy(update=dict(dtype=DType.float16)), 16, "cuda", decode=decode)
+    bench = Bench(TINY.model_copy(update={"dtype": DType.float16}), 16, "cuda", decode=decode)
     found = measured(bench, GPU_SYSTEMS, replace(protocol(settled(tmp_path)), device="cuda"))
     for one in found.values():
         assert len(one.device) == len(one.load) == len(one.host) == 3

@@ -1,30 +1,16 @@
 """Section 5.3: what is moved arrives, what is recomputed is what was there, and the rows of both."""
 
-import pandas as pd
 import pytest
 import torch
 from fakes import composed
-from matplotlib import pyplot
 
-from experiments.benches.migration import (
-    COPY,
-    COPY_HOST,
-    COPY_PEER,
-    RECOMPUTE,
-    Blocks,
-    Migration,
-    Route,
-    check_moved,
-    check_recomputed,
-    scattered,
-)
+from experiments.benches.migration import COPY, COPY_HOST, Blocks, Migration, Route, check_moved, check_recomputed
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError, model_conf
 from experiments.harness.settings import settle
 from experiments.measure import environment
 from experiments.measure.records import read_rows
-from experiments.plots.moves import draw_migration
 from experiments.sec53_migration import EXPERIMENT, MigrationExperiment
 from punica.engine.runner import ModelRunner
 
@@ -49,13 +35,10 @@ def test_a_machine_has_the_ways_that_its_devices_allow(tmp_path, monkeypatch):
         assert systems(tmp_path, "hardware=h200") == ["recompute", "copy", *more, *LINKS]
 
 
-def test_one_gpu_has_no_peer(tmp_path, monkeypatch):
+def test_one_gpu_has_no_peer_and_a_link_needs_a_bandwidth(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "gpu_query", lambda *_: [{"index": "0"}])
     with pytest.raises(ConfigError, match="system=copy_peer needs two GPUs"):
         systems(tmp_path, "hardware=h200", "system=copy_peer")
-
-
-def test_a_link_needs_a_bandwidth(tmp_path):
     with pytest.raises(ConfigError, match=r"links_gb_s.*must be positive"):
         systems(tmp_path, "figure.links_gb_s={ethernet 25G: 0.0}")
 
@@ -64,7 +47,8 @@ def test_a_link_needs_a_bandwidth(tmp_path):
 @pytest.mark.parametrize("context", [1, 16, 40])
 def test_copied_blocks_arrive_where_they_should_and_nowhere_else(migration, name, context):
     route = migration.route(name, context)
-    everything = Blocks(migration._target("cpu"), range(len(migration._target("cpu")[0])))
+    parts = migration._targets["cpu"]
+    everything = Blocks(parts, range(len(parts[0])))
     everything.scatter(torch.zeros_like(everything.content()))
     route.move()
     assert route.target.content().equal(route.source.content())
@@ -73,15 +57,13 @@ def test_copied_blocks_arrive_where_they_should_and_nowhere_else(migration, name
 
 
 def test_a_copy_that_goes_elsewhere_is_refused(migration):
-    route = migration.route(COPY, 40)
-
-    class Short(Route):
+    class Elsewhere(Route):
         def move(self) -> None:
             super().move()
             self.target.scatter(self.target.content().roll(1, dims=1))
 
     with pytest.raises(CheckFailed, match="copy: keys and values do not arrive"):
-        check_moved(Short(route.source, route.target, route._between), COPY)
+        check_moved(Elsewhere(**vars(migration.route(COPY, 40))), COPY)
 
 
 def test_what_is_recomputed_is_compared_with_what_was_there(migration, monkeypatch):
@@ -97,23 +79,6 @@ def test_what_is_recomputed_is_compared_with_what_was_there(migration, monkeypat
     monkeypatch.setattr(ModelRunner, "launch", spoilt)
     with pytest.raises(CheckFailed, match="recomputed keys and values differ by"):
         check_recomputed(migration.steps.engine)
-
-
-@pytest.mark.parametrize(("count", "blocks"), [(1, 1), (3, 10), (4, 4), (5, 33)])
-def test_scattered_blocks_are_different_and_exist(count, blocks):
-    found = scattered(count, blocks)
-    assert len(set(found)) == count
-    assert max(found) < blocks
-
-
-def test_ways_are_drawn_in_words():
-    about = {"statistic": "median", "disturbed": False, "kind": "datasheet", "timer": "", "device": "x", "repeats": 1}
-    about |= {"batch_size": 1, "metric": "migration_latency"}
-    lines = [about | {"seq_len": 128, "value": 2.0, "system": name} for name in (COPY_PEER, RECOMPUTE, "ethernet 25G")]
-    figure = draw_migration(pd.DataFrame(lines), pd.DataFrame())
-    labels = [one.get_label() for one in figure.axes[0].get_lines()]
-    assert labels == ["copied to the next GPU", "computed again", "ethernet 25G"]
-    pyplot.close("all")
 
 
 def test_rows_of_both_ways(tmp_path):

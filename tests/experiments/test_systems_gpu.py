@@ -1,45 +1,43 @@
 """The serving systems of Figure 11 on a GPU: CUDA graphs, one pool of keys and values, the steps of the replay."""
 
+
 import pytest
 import torch
+from tiny import TINY, values
 
 from experiments.benches.step_parts import launches_of, seconds_per_launch
 from experiments.ext_hf_baselines import WAYS, HfBench
 from experiments.facts.systems import FIG11, names_in
-from experiments.harness.schema import DType, ModelConf
+from experiments.harness.schema import DType
 from experiments.measure.timing import Protocol
+from experiments.systems import hugging_face
 from experiments.systems.bench import StreamBench, StreamConf
-from experiments.systems.hf_backend import linear_layers
-from experiments.systems.hf_decoding import Decoding, GraphDecoding
+from experiments.systems.hugging_face import Decoding, GraphDecoding
 from experiments.systems.serving import built
 from experiments.systems.stream import shortened
 from experiments.systems.weights import Limits
-from experiments.systems.whole_stream import compare
 from experiments.systems.world import World
 
 pytestmark = pytest.mark.gpu
-HALF = ModelConf(
-    name="llama-tiny", paper_name="7B", hidden_size=256, intermediate_size=688, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, vocab_size=512, dtype=DType.float16,
-)  # fmt: skip
+HALF = TINY.model_copy(update={"hidden_size": 256, "intermediate_size": 688, "vocab_size": 512, "dtype": DType.float16})
 STREAM = StreamConf("released", 16, 96, draws=2, pieces=2, steps=16, slow_steps=8)
 
 
 @pytest.fixture(scope="module")
 def bench() -> StreamBench:
-    return StreamBench(World(HALF, "cuda", Limits(4, 96), rank=8), STREAM, 3, 6)
+    return StreamBench(World(HALF, "cuda", Limits(4, 96), rank=8), STREAM, (3, 6))
 
 
 @pytest.mark.parametrize("workload", ["Distinct", "Skewed", "Identical"])
 @pytest.mark.parametrize("name", names_in(FIG11))
 def test_every_system_is_checked_and_timed_with_its_graphs_captured_before(bench, name, workload):
     for draw in range(2):
-        found = {reading.metric: reading.value for reading in bench.measure(name, workload, draw)}
+        found = values(bench.measure(name, workload, draw))
         assert found["tokens_per_step"] == pytest.approx(found["stream_tokens_per_step"], rel=0.03)
-        assert found["step_latency"] > 0
+        assert found["median_step_latency"] > 0
         assert found["token_agreement"] >= 0.9
         assert found["logit_error"] < 0.02
-    system = bench._system(name)
+    system = bench.system(name)
     if hasattr(system, "engine"):
         assert system._graphs() > 0
         assert system.engine.runner.attention.cache is bench.world.kv_cache
@@ -51,30 +49,30 @@ def test_forced_tokens_reach_the_steps_that_are_sent_ahead(bench):
     forced = [[(7 * place + 5 * number) % 512 for place in range(job.new_tokens)] for number, job in enumerate(jobs)]
     found = built("punica", bench.world).forced(jobs, forced)
     for job, tokens, logits in zip(jobs, forced, found, strict=True):
-        with bench.world.peft.adapter(job.adapter_id):
-            alone = bench.world.peft.forced([job.prompt], [tokens])[0]
+        alone = bench.world.reference(job, tokens, lora=True)
         assert float((logits - alone).norm() / alone.norm()) < 0.02
 
 
 def test_a_whole_stream_is_served_without_capturing_in_between(bench, monkeypatch):
-    monkeypatch.setattr("experiments.systems.whole_stream.DRAWS", 2)
-    found = compare(bench, "punica", "Distinct")
-    assert found.served.new_tokens == sum(job.new_tokens for job in bench.jobs("Distinct"))
-    assert found.served.throughput > 0
+    monkeypatch.setattr("experiments.systems.bench.WHOLE_DRAWS", STREAM.draws)
+    found = values(bench.whole("punica", "Distinct"))
+    assert found["stream_throughput"] > 0
+    assert found["stream_requests"] == 16
 
 
 def test_peft_computes_with_the_adapters_where_they_are(bench):
     backend = bench.world.peft
     (place,) = backend.places([3])
     factors = [tensor for name, tensor in backend.model.named_parameters() if f".{place}." in name]
-    known = {tensor.data_ptr() for tensor in bench.world.adapter_tensors(3).values()}
-    assert {tensor.data_ptr() for tensor in factors} == known
-    assert {tensor.device.type for tensor in factors} == {"cuda"}
-    assert len({type(layer) for layer in linear_layers(backend.model, "cuda")}) == 1
+    assert {tensor.data_ptr() for tensor in factors} == {
+        tensor.data_ptr() for tensor in bench.world.adapter_tensors(3).values()
+    }
+    assert {tensor.device.type for tensor in (*factors, *bench.world.exported().values())} == {"cuda"}
+    assert torch.isfinite(bench.world.kv_cache.keys[1]).all()
 
 
 def test_a_captured_step_of_hugging_face_gives_what_the_host_launches(bench, monkeypatch):
-    monkeypatch.setattr("experiments.systems.hf_decoding.BLOCK", 8)
+    monkeypatch.setattr(hugging_face, "BLOCK", 8)
     backend, prompts = bench.world.peft, [(1, 2, 3), (4, 5, 6, 7, 8)]
     tokens = torch.arange(40, device="cuda").view(2, 20) % 512
     with backend.merged(2):
@@ -82,10 +80,9 @@ def test_a_captured_step_of_hugging_face_gives_what_the_host_launches(bench, mon
         assert (type(launched), type(captured)) == (Decoding, GraphDecoding)
         expected = launched.forced(tokens)
         found = captured.forced(tokens)
+        few, many = (launches_of(backend.decoding(prompts, 9, done=3, graphs=graphs).step) for graphs in (True, False))
     assert len(captured._replays) == 3
     assert float((found - expected).norm() / expected.norm()) < 0.02
-    with backend.merged(2):
-        few, many = (launches_of(backend.decoding(prompts, 9, done=3, graphs=graphs).step) for graphs in (True, False))
     assert few.launches <= 8 < 30 < many.launches
     assert few.kernels > 30
     assert 1e-7 < seconds_per_launch() < 1e-3
@@ -93,16 +90,14 @@ def test_a_captured_step_of_hugging_face_gives_what_the_host_launches(bench, mon
 
 def test_every_way_of_hugging_face_is_right_and_its_launches_are_counted(bench):
     ways, protocol = HfBench(bench.world), Protocol("host_clock", "cuda", 1, 3, 3, 0.0, 0)
-    found = {way: ways.measure(way, 4, 24, protocol) for way in WAYS}
-    few = {way for way, timed in found.items() if timed.launches.launches <= 8}
+    launches = {way: ways.measure(way, 4, 24, protocol).launches for way in WAYS}
+    few = {way for way, counted in launches.items() if counted.launches <= 8}
     assert few == {"unmerged, graphs", "merged, graphs"}
-    assert found["merged, graphs"].launches.kernels < found["unmerged, graphs"].launches.kernels
-    assert found["merged"].launches.launches < found["unmerged"].launches.launches < found["mixed"].launches.launches
+    assert launches["merged, graphs"].kernels < launches["unmerged, graphs"].kernels
+    assert launches["merged"].launches < launches["unmerged"].launches < launches["mixed"].launches
 
 
-def test_a_world_is_made_on_the_device(bench):
-    assert {tensor.device.type for tensor in bench.world.exported().values()} == {"cuda"}
-    assert torch.isfinite(bench.world.kv_cache.keys[1]).all()
+def test_adapters_are_registered_once_in_page_locked_memory(bench):
     jobs = shortened(bench.jobs("Distinct"), 5, 2)
     built("punica", bench.world).serve(jobs)
     assert len(bench.world.registered) <= 4

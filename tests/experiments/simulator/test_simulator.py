@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.simulator import StepCost, Trace, simulate
-from experiments.systems.timeline import Timeline
+from experiments.systems.stream import Timeline
 from experiments.workload import RequestLengths, poisson_arrivals, popularity, released_lengths, scaled_lengths
 from punica.cluster import SCHEDULING_RULES, ClusterPolicy, StepWork
 
