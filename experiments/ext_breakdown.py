@@ -29,24 +29,18 @@ Cost at scale=laptop: about 25 seconds on two cores, 4 GB; at scale=gpu 1.5 minu
 
 from __future__ import annotations
 
-import sys
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, cast
-
-from tqdm import tqdm
 
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
 from experiments.harness.schema import Count, Counts, ModelConf
+from experiments.workload.popularity import popularity
 
 if TYPE_CHECKING:
-    from experiments.benches.engine_steps import EngineSteps, StepShape, TimedStep
-    from experiments.measure.timing import Protocol
+    from experiments.benches.engine_steps import EngineSteps, StepShape
+    from experiments.benches.step_parts import Case
 
 DECODE, PREFILL, MIXED = "decode", "prefill", "mixed"
 NONE = ""
@@ -57,9 +51,6 @@ SWITCHES: dict[str, dict[str, bool]] = {
     "fp8 cache": {"fp8_kv_cache": True},
 }
 """System -> switches of the engine."""
-COPY_BYTES, ATTEMPTS = 1 << 30, 5
-IN_A_ROW = 2
-"""Consecutive timed decode steps of a case."""
 
 
 class BreakdownConf(FigureConf):
@@ -102,13 +93,11 @@ class Breakdown(Experiment):
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
         from experiments.benches.operators import protocol
+        from experiments.benches.step_parts import measured
 
         bench = self._bench(cfg, points[0].system, cast(int, points[0].rank))
-        shapes = {point.workload: _shape(point) for point in points}
-        cases = measured(bench, shapes, protocol(cfg))
-        if names := listed(cases.values()):
-            tqdm.write(f"{self.name}: kernels of no part, {points[0].label()}: {names}", file=sys.stderr)
-        return [_readings(cfg, point, shapes[point.workload], cases) for point in points]
+        cases = measured(bench, {point.workload: _shape(point) for point in points}, protocol(cfg))
+        return [_readings(cfg, point, cases) for point in points]
 
     def _bench(self, cfg: Config, system: str, rank: int) -> EngineSteps:
         """The checked engine, built once per system and rank."""
@@ -129,7 +118,6 @@ class Breakdown(Experiment):
 def _shape(point: Point) -> StepShape:
     """The step of a point: the adapters of its requests by popularity, those of neighbours side by side."""
     from experiments.benches.engine_steps import StepShape
-    from experiments.workload.popularity import popularity
 
     requests, length = cast(int, point.batch_size), cast(int, point.seq_len)
     adapters = [0] * requests
@@ -139,8 +127,10 @@ def _shape(point: Point) -> StepShape:
     return StepShape(requests - bool(prompt), length, prompt, tuple(adapters))
 
 
-def _readings(cfg: Config, point: Point, shape: StepShape, cases: dict[str, Case]) -> list[Reading]:
-    case = cases[point.workload]
+def _readings(cfg: Config, point: Point, cases: dict[str, Case]) -> list[Reading]:
+    from experiments.benches.step_parts import copy_bandwidth
+
+    case, shape = cases[point.workload], _shape(point)
 
     def times(metric: str, seconds: Sequence[float]) -> list[Reading]:
         return sampled(metric, [1e3 * value for value in seconds], "ms")
@@ -163,132 +153,6 @@ def _readings(cfg: Config, point: Point, shape: StepShape, cases: dict[str, Case
     return [*found, Reading("floor", 1e3 * moved / bandwidth, "ms")]
 
 
-@dataclass
-class Case:
-    """Seconds of one case. `steps`: timed ones, raw. `host`: what the host did for each of these, by phase: `schedule`,
-    `metadata`, only on a GPU `launch` and `ahead` (while the device computed). `watched`: steps that were taken apart,
-    on a CPU the same; `parts` of all of them together. `unknown`: seconds of kernels that no part claims, by name.
-    """
-
-    steps: list[float] = field(default_factory=list)
-    host: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    watched: list[float] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    unknown: dict[str, float] = field(default_factory=dict)
-
-    def note(self, step: TimedStep, **device: float) -> None:
-        """Add a timed step; `device`: phases of the host that only a GPU has."""
-        self.steps.append(step.seconds)
-        phases = {"schedule": step.statistics.schedule_s, "metadata": step.statistics.metadata_s, **device}
-        for phase, seconds in phases.items():
-            self.host[phase].append(seconds)
-
-    def mean_parts(self) -> dict[str, float]:
-        """Seconds of each part in the mean of the watched steps, and so adding up to that."""
-        return {part: seconds / len(self.watched) for part, seconds in self.parts.items()}
-
-
-def measured(bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Protocol) -> dict[str, Case]:
-    """Measure every case of `shapes`, by name. They take turns, so that a drift affects all alike."""
-    from experiments.benches.engine_steps import fewest_turns, turns
-
-    cases = {name: Case() for name in shapes}
-    in_a_row = 1 if any(shape.prompt for shape in shapes.values()) else IN_A_ROW
-    for _ in turns(len(cases), in_a_row, protocol):
-        for name, shape in shapes.items():
-            bench.settle(shape)
-            if bench.on_gpu:
-                _time_on_gpu(bench, in_a_row, cases[name], bench.steps_each(shape))
-            else:
-                _time_on_cpu(bench, in_a_row, cases[name])
-    if bench.on_gpu:
-        for name, shape in shapes.items():
-            bench.settle(shape)
-            count = max(2, in_a_row * fewest_turns(in_a_row, protocol))
-            _profile(bench, count, cases[name], bench.steps_each(shape))
-    return cases
-
-
-def _time_on_gpu(bench: EngineSteps, count: int, case: Case, each: int) -> None:
-    """Time `count` steps, for each of which the engine takes `each`; the last but one of these launches it, if any."""
-    from experiments.benches.engine_steps import launch_times
-
-    with launch_times(bench.engine) as launches:
-        steps = [bench.step() for _ in range(count)]
-    own, launching = launches[each - 1 :: each], launches[max(0, each - 2) :: each]
-    for step, launched, before in zip(steps, own, launching, strict=True):
-        case.note(step, launch=launched.given - step.statistics.metadata_s, ahead=before.ahead)
-
-
-def _time_on_cpu(bench: EngineSteps, count: int, case: Case) -> None:
-    from experiments.benches import step_parts
-
-    with step_parts.watched_calls(bench.engine) as watch:
-        for _ in range(count):
-            step = bench.step(watch.start)
-            parts = watch.stop()
-            parts[step_parts.SCHEDULE] = step.statistics.schedule_s
-            parts[step_parts.METADATA] = step.statistics.metadata_s
-            parts[step_parts.REST] = 0.0  # which counted what lies around the step, too
-            parts[step_parts.REST] = step.seconds - sum(parts.values())
-            case.note(step)
-            for part, seconds in parts.items():
-                case.parts[part] += seconds
-            case.watched.append(step.seconds)
-
-
-def _profile(bench: EngineSteps, count: int, case: Case, each: int) -> None:
-    """Profile `count` steps, for each of which the engine takes `each`.
-
-    Decode steps launched ahead cannot be timed one by one, so that all have the mean.
-    """
-    from experiments.benches import step_parts
-
-    steps: list[TimedStep] = []
-    step_parts.watched_kernels(lambda: None)  # the first profile of a process takes a second
-    bench.wait()
-    ahead, spent = bench.is_ahead, 0.0
-
-    def work() -> None:
-        nonlocal spent
-        started = time.perf_counter()
-        steps.extend(bench.step() for _ in range(count))
-        bench.wait()
-        spent = time.perf_counter() - started
-
-    kernels = step_parts.watched_kernels(work)
-    if each > 1:
-        wanted = step_parts.by_step(kernels)[each - 1 :: each][:count]
-        kernels = [kernel for step in wanted for kernel in step]
-    case.watched = [spent / count] * count if ahead else [step.seconds for step in steps]
-    case.parts, case.unknown = step_parts.seconds_by_part(kernels), step_parts.unknown(kernels)
-    case.parts[step_parts.GAPS] = sum(case.watched) - sum(case.parts.values())
-
-
-@cache
-def copy_bandwidth(device: str) -> float:
-    """Measure bytes per second, read and written, of a large copy: the best of a few, once per process."""
-    import torch
-
-    from experiments.measure.timing import seconds_between_events
-
-    source = torch.ones(COPY_BYTES >> 2, dtype=torch.int32, device=device)
-    target = torch.empty_like(source)
-
-    def copy() -> object:
-        return target.copy_(source)
-
-    clock = seconds_between_events if device.startswith("cuda") else _seconds
-    copy()
-    return 2 * source.nbytes / min(clock(copy) for _ in range(ATTEMPTS))
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
 def bytes_moved(model: ModelConf, rank: int, shape: StepShape, *, fp8_cache: bool = False) -> int:
     """Return the bytes that a step must read: the weights without the embedding, keys and values of all cached tokens
     of decoding requests, and each adapter once. Writes and activations are small beside them. `fp8_cache`: keys and
@@ -298,12 +162,6 @@ def bytes_moved(model: ModelConf, rank: int, shape: StepShape, *, fp8_cache: boo
     cached = shape.decodes * shape.context * model.kv_elements()
     wide = weights + shape.num_adapters * model.lora_parameters(rank)
     return model.dtype.bytes * wide + (1 if fp8_cache else model.dtype.bytes) * cached
-
-
-def listed(cases: Iterable[Case], most: int = 6) -> str:
-    """List kernels that no part claims, the longest first; empty without any."""
-    total = sum((Counter(case.unknown) for case in cases), Counter[str]())
-    return "; ".join(f"{name[:60]} {1e3 * seconds:.3f} ms" for name, seconds in total.most_common(most))
 
 
 EXPERIMENT = Breakdown()

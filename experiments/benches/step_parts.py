@@ -13,17 +13,27 @@ import itertools
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
-from experiments.benches.engine_steps import lora_manager
+from experiments.benches.engine_steps import (
+    EngineSteps,
+    StepShape,
+    TimedStep,
+    fewest_turns,
+    launch_times,
+    lora_manager,
+    turns,
+)  # fmt: skip
 from experiments.harness.experiment import CheckFailed
+from experiments.measure.timing import Protocol, seconds_between_events
 from punica.engine import Engine, runner
 from punica.models import llama
 from punica.ops.heads import PackedHeads
@@ -44,8 +54,9 @@ KERNELS: tuple[tuple[str, str], ...] = (
 )
 """Part -> what the names of its kernels contain, whatever the case; the first that fits counts. The products of the
 head have the names of the others: see `parts_of`."""
-_NORM = re.compile("rms_norm")
-_TABLE = [(part, re.compile(pattern, re.IGNORECASE)) for part, pattern in KERNELS]
+IN_A_ROW = 2
+"""Consecutive timed decode steps of a case."""
+COPY_BYTES, ATTEMPTS = 1 << 30, 5
 
 
 class Kernel(NamedTuple):
@@ -58,7 +69,7 @@ class Kernel(NamedTuple):
 
 def part_of(name: str) -> str:
     """The part that a kernel of this name belongs to on its own; `REST` where the table does not know it."""
-    return next((part for part, pattern in _TABLE if pattern.search(name)), REST)
+    return next((part for part, pattern in KERNELS if re.search(pattern, name, re.IGNORECASE)), REST)
 
 
 def parts_of(names: Sequence[str]) -> list[str]:
@@ -69,7 +80,7 @@ def parts_of(names: Sequence[str]) -> list[str]:
     parts = [part_of(name) for name in names]
     for place in [place for place, part in enumerate(parts) if part == HEAD]:
         for before in range(place - 1, -1, -1):
-            if _NORM.search(names[before]) or parts[before] == HEAD:
+            if "rms_norm" in names[before] or parts[before] == HEAD:
                 break
             if parts[before] in (BASE, REST):
                 parts[before] = HEAD
@@ -107,16 +118,6 @@ def seconds_by_part(kernels: Sequence[Kernel]) -> dict[str, float]:
     return seconds
 
 
-def unknown(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """Seconds of kernels that no part claims, by name."""
-    kernels = sorted(kernels, key=lambda kernel: (kernel.start, kernel.end))
-    found: dict[str, float] = defaultdict(float)
-    for kernel, part in zip(kernels, parts_of([kernel.name for kernel in kernels]), strict=True):
-        if part == REST:
-            found[kernel.name] += kernel.end - kernel.start
-    return found
-
-
 def watched_kernels(work: Callable[[], object]) -> list[Kernel]:
     """Profile the kernels of the current GPU during `work`, which must wait for it."""
     return [kernel for kernel, on_device in watched(work) if on_device]
@@ -141,7 +142,7 @@ def watched(work: Callable[[], object]) -> list[tuple[Kernel, bool]]:
 
 LAUNCH = re.compile(r"^(cuda|cu)(Launch|GraphLaunch|Memcpy|Memset)")
 """Names of the host's calls that give the device a kernel, a graph or a copy."""
-IN_A_ROW, ROUNDS = 500, 20
+EMPTY, ROUNDS = 500, 20
 """Empty kernels in a row, fewer than the device's queue holds, and such rows."""
 
 
@@ -176,9 +177,9 @@ def seconds_per_launch() -> float:
     def row() -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(IN_A_ROW):
+        for _ in range(EMPTY):
             torch.cuda._sleep(0)  # a kernel of one thread that returns at once
-        return (time.perf_counter() - start) / IN_A_ROW
+        return (time.perf_counter() - start) / EMPTY
 
     row()
     return median(row() for _ in range(ROUNDS))
@@ -241,3 +242,111 @@ def watched_calls(engine: Engine) -> Iterator[Stopwatch]:
         for part, owner, name in calls:
             stack.enter_context(patch.object(owner, name, watch.around(part, getattr(owner, name))))
         yield watch
+
+
+@dataclass
+class Case:
+    """Seconds of one case. `steps`: timed ones, raw. `host`: what the host did for each of these, by phase: `schedule`,
+    `metadata`, only on a GPU `launch` and `ahead` (while the device computed). `watched`: steps that were taken apart,
+    on a CPU the same; `parts` of all of them together.
+    """
+
+    steps: list[float] = field(default_factory=list)
+    host: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    watched: list[float] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def note(self, step: TimedStep, **device: float) -> None:
+        """Add a timed step; `device`: phases of the host that only a GPU has."""
+        self.steps.append(step.seconds)
+        phases = {SCHEDULE: step.statistics.schedule_s, METADATA: step.statistics.metadata_s, **device}
+        for phase, seconds in phases.items():
+            self.host[phase].append(seconds)
+
+    def mean_parts(self) -> dict[str, float]:
+        """Seconds of each part in the mean of the watched steps, and so adding up to that."""
+        return {part: seconds / len(self.watched) for part, seconds in self.parts.items()}
+
+
+def measured(bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Protocol) -> dict[str, Case]:
+    """Measure every case of `shapes`, by name. They take turns, so that a drift affects all alike."""
+    cases = {name: Case() for name in shapes}
+    in_a_row = 1 if any(shape.prompt for shape in shapes.values()) else IN_A_ROW
+    for _ in turns(len(cases), in_a_row, protocol):
+        for name, shape in shapes.items():
+            bench.settle(shape)
+            if bench.on_gpu:
+                _time_on_gpu(bench, in_a_row, cases[name], bench.steps_each(shape))
+            else:
+                _time_on_cpu(bench, in_a_row, cases[name])
+    if bench.on_gpu:
+        for name, shape in shapes.items():
+            bench.settle(shape)
+            count = max(2, in_a_row * fewest_turns(in_a_row, protocol))
+            _profile(bench, count, cases[name], bench.steps_each(shape))
+    return cases
+
+
+def _time_on_gpu(bench: EngineSteps, count: int, case: Case, each: int) -> None:
+    """Time `count` steps, for each of which the engine takes `each`; the last but one of these launches it, if any."""
+    with launch_times(bench.engine) as launches:
+        steps = [bench.step() for _ in range(count)]
+    own, launching = launches[each - 1 :: each], launches[max(0, each - 2) :: each]
+    for step, launched, before in zip(steps, own, launching, strict=True):
+        case.note(step, launch=launched.given - step.statistics.metadata_s, ahead=before.ahead)
+
+
+def _time_on_cpu(bench: EngineSteps, count: int, case: Case) -> None:
+    with watched_calls(bench.engine) as watch:
+        for _ in range(count):
+            step = bench.step(watch.start)
+            parts = watch.stop()
+            parts |= {SCHEDULE: step.statistics.schedule_s, METADATA: step.statistics.metadata_s}
+            parts[REST] = 0.0  # which counted what is around the step, too
+            parts[REST] = step.seconds - sum(parts.values())
+            case.note(step)
+            for part, seconds in parts.items():
+                case.parts[part] += seconds
+            case.watched.append(step.seconds)
+
+
+def _profile(bench: EngineSteps, count: int, case: Case, each: int) -> None:
+    """Profile `count` steps, for each of which the engine takes `each`.
+
+    Decode steps launched ahead cannot be timed one by one, so that all have the mean.
+    """
+    steps: list[TimedStep] = []
+    watched_kernels(lambda: None)  # the first profile of a process takes a second
+    bench.wait()
+    ahead, spent = bench.is_ahead, 0.0
+
+    def work() -> None:
+        nonlocal spent
+        started = time.perf_counter()
+        steps.extend(bench.step() for _ in range(count))
+        bench.wait()
+        spent = time.perf_counter() - started
+
+    kernels = watched_kernels(work)
+    if each > 1:
+        kernels = list(itertools.chain(*by_step(kernels)[each - 1 :: each][:count]))
+    case.watched = [spent / count] * count if ahead else [step.seconds for step in steps]
+    case.parts = seconds_by_part(kernels)
+    case.parts[GAPS] = sum(case.watched) - sum(case.parts.values())
+
+
+@cache
+def copy_bandwidth(device: str) -> float:
+    """Measure bytes per second, read and written, of a large copy: the best of a few, once per process."""
+    source = torch.ones(COPY_BYTES >> 2, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+
+    def seconds() -> float:
+        if device.startswith("cuda"):
+            return seconds_between_events(lambda: target.copy_(source))
+        started = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - started
+
+    target.copy_(source)
+    return 2 * source.nbytes / min(seconds() for _ in range(ATTEMPTS))

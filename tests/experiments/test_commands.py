@@ -1,24 +1,35 @@
 """The commands as a user types them. What takes more than a few seconds is marked slow and runs in CI."""
 
 import json
+import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes import composed
+from omegaconf import OmegaConf
 
+from experiments.commands import report, reproduce
+from experiments.commands.batch import batch_main
+from experiments.harness.budget import Budget
 from experiments.harness.catalogue import experiments
-from experiments.harness.schema import REPOSITORY
-from experiments.measure.records import Row, read_rows, write_rows
-from experiments.plots.draw import draw
+from experiments.harness.command import or_exit
+from experiments.harness.passes import Outcome
+from experiments.harness.resume import run
+from experiments.harness.schema import REPOSITORY, ConfigError
+from experiments.measure.records import Row, RowsError, read_rows, write_rows
+from tests.experiments.report.report_rows import decode_rows, folders_in
 
-ALL = {experiment.name: experiment for experiment in experiments()}
+
+def python(*words: str, **more) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=REPOSITORY, check=False, **more)
 
 
-def command(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", f"experiments.{module}", *arguments]
-    return subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+def command(module: str, *words: str, **more) -> subprocess.CompletedProcess[str]:
+    return python("-m", f"experiments.{module}", *words, **more)
 
 
 def alone(folder: Path) -> list[str]:
@@ -37,38 +48,14 @@ def test_cfg_job_prints_the_configuration_and_runs_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_help_is_our_own_and_says_what_the_figure_is():
-    done = command("fig08_lora_operator", "--help")
-    assert done.returncode == 0, done.stderr
-    for part in (
-        "Figure 8",
-        "Claim",
-        "Usage: python -m experiments.fig08_lora_operator",
-        "scale=smoke",
-        "workload: all",
-    ):
-        assert part in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("argument", "expected"),
-    [("scale.repeat=3", "did you mean scale.repeats=?"), ("workload=foo", "Could not find 'workload/foo'")],
-)
-def test_a_mistake_is_a_message_without_a_traceback(tmp_path, argument, expected):
-    done = command("fig08_lora_operator", f"paths.outputs={tmp_path}", argument)
-    assert done.returncode != 0
-    assert expected in done.stderr
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unwritable_folder_is_one_line(tmp_path):
+def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_measured(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    done = command("fig08_lora_operator", f"paths.outputs={tmp_path}/file")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: cannot write in ")
-    assert len(done.stderr.strip().splitlines()) == 1
+    blocked = command("fig08_lora_operator", f"paths.outputs={tmp_path}/file")
+    full = command("commands.reproduce", "scale=smoke", f"paths.outputs={tmp_path}/new", env=os.environ,
+                   preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)))  # fmt: skip
+    for done in (blocked, full):
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert done.stderr.startswith(f"error: cannot write in {tmp_path}")
 
 
 @pytest.mark.slow
@@ -80,9 +67,7 @@ def test_a_script_runs_and_multirun_sweeps_an_outer_axis(tmp_path):
     assert done.returncode == 0, done.stderr
     outcomes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [(outcome["measured"], outcome["skipped"]) for outcome in outcomes] == [(2, 0), (2, 0)]
-    rows = read_rows(outcomes[-1]["rows_file"])
-    assert {row.workload for row in rows} == {"Skewed", "Identical"}
-    assert {row.hardware for row in rows} == {"cpu"}
+    assert {row.workload for row in read_rows(outcomes[-1]["rows_file"])} == {"Skewed", "Identical"}
 
 
 @pytest.mark.slow
@@ -98,26 +83,27 @@ def test_reproduce_resumes_redoes_only_what_was_deleted_and_reports(tmp_path):
     (tmp_path / "cpu" / "smoke" / "rows" / "readme_backbone.csv").unlink()
     third = last_json(command("commands.reproduce", *words))
     assert set(third["measured"]) - set(second["disturbed"]) == {"readme_backbone"} - set(second["disturbed"])
-    assert "readme_backbone" in third["measured"]
 
 
 @pytest.mark.slow
-def test_reproduce_ends_when_its_minutes_are_over_and_goes_on_when_run_again(tmp_path):
-    short = """
+def test_without_time_reproduce_has_a_point_of_figures_of_every_kind_and_goes_on_when_run_again(tmp_path):
+    """Operators, engines with ratios of other rows, ranks in processes of their own, simulations."""
+    names = ["fig08_lora_operator", "fig11_textgen", "fig12_textgen_70b", "fig13_cluster"]
+    late = """
 from experiments.commands import reproduce as module
-module.minutes_of = lambda configs: dict.fromkeys(configs, 0.0005)
+module.minutes_of = lambda configs: dict.fromkeys(configs, 0.0001)
 module.batch_main("reproduce", "", module.reproduce, "figures", measures=True)
 """
-    words = [*alone(tmp_path), "figures=[fig08,readme]"]
-    done = subprocess.run(
-        [sys.executable, "-c", short, *words], capture_output=True, text=True, cwd=REPOSITORY, check=False
+    done = python(
+        "-c", late, "scale=smoke", "hardware=cpu", f"paths.outputs={tmp_path}", f"figures=[{','.join(names)}]"
     )
     assert done.returncode == 0, done.stderr
-    left_out = last_json(done)["left_out"]
-    assert set(left_out) == {"fig08_lora_operator", "readme_backbone"}
-    said = " ".join(done.stderr.split())
-    assert f"Left out for want of time: {sum(left_out.values())} points of " in said
-    assert last_json(command("commands.reproduce", *words))["left_out"] == {}
+    said = last_json(done)
+    assert (sorted(said["measured"]), said["failed"]) == (sorted(names), {})
+    assert set(names) <= {Path(file).stem for file in said["figures"]}
+    assert "Traceback" not in done.stderr
+    assert said["left_out"]["fig08_lora_operator"]
+    assert last_json(command("commands.reproduce", *alone(tmp_path), "figures=[fig08]"))["left_out"] == {}
 
 
 @pytest.mark.slow
@@ -126,86 +112,183 @@ def test_a_figure_that_fails_does_not_stop_the_others(tmp_path):
     rows.mkdir(parents=True)
     (rows / "fig08_lora_operator.csv").write_text("not,rows\n")
     done = command("commands.reproduce", *alone(tmp_path), "figures=[fig08,readme]")
-    assert done.returncode == 1
-    assert last_json(done)["measured"] == ["readme_backbone"]
+    assert (done.returncode, last_json(done)["measured"]) == (1, ["readme_backbone"])
     assert "line 1" in last_json(done)["failed"]["fig08_lora_operator"]
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-def test_a_choice_that_no_chosen_figure_reads_is_refused(tmp_path):
-    words = [f"paths.outputs={tmp_path}", "figures=[fig08,readme]", "model=llama-tiny"]
-    done = command("commands.reproduce", *words)
-    assert done.returncode == 2
-    assert (
-        "error: model=llama-tiny would change nothing, model is not read by any of fig08_lora_operator" in done.stderr
-    )
-    done = command("commands.report", f"paths.outputs={tmp_path}", "model=llama-tiny")
-    assert done.returncode == 2
-    assert "model is not read by make report" in done.stderr
-    assert not list(tmp_path.rglob("*.csv"))
+QUICK = ("fig07_sgmv_roofline", "sec6_norm", "fig13_cluster")
+OF_A_KIND = (
+    "fig08_lora_operator", "fig11_textgen", "fig12_textgen_70b", "sec53_migration", "ext_moe", "ext_many_adapters",
+)  # fmt: skip
+"""Operators, windows, ranks in processes of their own, copies, experts, streams; `make smoke` measures every figure."""
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OF_A_KIND)])
+def test_a_figure_whose_time_is_over_has_a_point_and_a_picture(tmp_path, name):
+    (experiment,) = experiments([name])
+    outcome = run(composed(tmp_path, "draw=true", name=name), experiment, Budget(0.0, firm=True))
+    assert outcome.failed == []
+    assert outcome.measured >= 1
+    assert outcome.measured + outcome.left_out == outcome.points
+    assert read_rows(outcome.rows_file)
+    assert bool(outcome.figures) == bool(experiment.overlay or experiment.drawn_by)
 
 
 @pytest.mark.slow
-def test_a_choice_that_one_chosen_figure_reads_is_taken(tmp_path):
-    words = [*alone(tmp_path), "figures=[fig08,fig01]", "model=llama-tiny"]
-    done = command("commands.reproduce", *words, "draw=false")
-    assert done.returncode == 0, done.stderr
-    assert last_json(done)["measured"] == ["fig08_lora_operator", "fig01_batching"]
+@pytest.mark.parametrize("points", [1, 4])
+def test_rows_of_the_first_points_of_all_figures_are_judged_and_shown(tmp_path, points):
+    places, scripts = folders_in(tmp_path), {one.name for one in experiments()}
+    for path in (REPOSITORY / "results" / "cpu").glob("*.csv"):
+        if path.stem in scripts:  # not verdicts
+            rows = read_rows(path)
+            first = list(dict.fromkeys(row.point for row in rows))[:points]
+            write_rows(places.fresh_rows / path.name, [row for row in rows if row.point in first])
+    _, files = report.write_fresh(places)
+    assert all(file.exists() for file in files)
 
 
-@pytest.mark.slow
-def test_an_unknown_figure_is_refused(tmp_path):
-    done = command("commands.reproduce", f"paths.outputs={tmp_path}", "figures=[fig99]")
-    assert done.returncode == 2
-    assert "figures has 'fig99'" in done.stderr
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """Run `make reproduce` with one figure that is measured at once; `left` is what it has to measure."""
+    cfg = OmegaConf.create({**OmegaConf.to_container(composed(tmp_path), enum_to_str=True), "figures": ["fig08"]})
+    rows = tmp_path / "cpu" / "smoke" / "rows" / "fig08_lora_operator.csv"
+
+    def run(left):
+        def one(*_):
+            if left:
+                write_rows(rows, decode_rows())
+            return Outcome("fig08_lora_operator", 1, measured=left, rows_file=str(rows))
+
+        monkeypatch.setattr(reproduce, "composed", lambda experiment: cfg)
+        monkeypatch.setattr(reproduce, "run", one)
+        return reproduce.reproduce(cfg)
+
+    rows.parent.mkdir(parents=True)
+    return run
 
 
-def fake_rows(scale: str = "laptop", commit: str = "0123456789ab") -> list[Row]:
+@pytest.mark.parametrize(
+    ("error", "said", "traces"),
+    [
+        (RowsError("fig01.csv, line 2: damaged"), "fig01.csv, line 2: damaged", 0),
+        (OSError(13, "Permission denied"), "[Errno 13] Permission denied", 0),
+        (ZeroDivisionError("of a formula"), "ZeroDivisionError: of a formula", 1),
+    ],
+    ids=["rows", "disk", "defect"],
+)
+def test_a_report_that_fails_keeps_the_run_and_the_next_writes_it(measured, error, said, traces, monkeypatch, capsys):
+    asked = []
+
+    def fails(places):
+        asked.append(places)
+        raise error
+
+    monkeypatch.setattr(report, "write_fresh", fails)
+    assert measured(1) == 1
+    out, err = capsys.readouterr()
+    last = json.loads(out.splitlines()[-1])
+    assert (last["measured"], last["report"], last["failed"]) == (["fig08_lora_operator"], "", {"report": said})
+    assert f"\nFailed (1):\n  report: {said}\n" in err
+    assert err.count("Traceback") == traces
+    assert (measured(0), len(asked)) == (1, 2)  # though nothing new was measured
+
+
+def test_a_page_that_is_newer_than_its_rows_is_not_written_again(measured, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "write_fresh", lambda places: pytest.fail("written again"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    write_rows(tmp_path / "cpu" / "smoke" / "rows" / "fig01_batching.csv", decode_rows())
+    (tmp_path / "cpu" / "smoke" / report.PAGE).write_text("a page")
+    assert measured(0) == 0
+    assert capsys.readouterr().out == "", "the line of JSON is for programs"
+
+
+def test_a_disk_that_fills_up_ends_the_run_in_one_line(measured, monkeypatch, capsys):
+    def full(*_):
+        raise RowsError("fig08.csv: 9 rows cannot be written (No space left on device)") from OSError(28, "full")
+
+    monkeypatch.setattr(report, "write_fresh", full)
+    with pytest.raises(SystemExit) as ended:
+        or_exit(lambda: measured(1))
+    said = [line for line in capsys.readouterr().err.splitlines() if "No space" in line or "Failed" in line]
+    assert (ended.value.code, said) == (2, ["error: fig08.csv: 9 rows cannot be written (No space left on device)"])
+
+
+def test_what_failed_was_measured_and_left_out_is_said_in_few_lines():
+    failures = {"fig13_cluster": "ValueError:\n nothing", "fig08_lora_operator": "a: off; b: off"}
+    wrong = {"fig08_lora_operator": Outcome("fig08_lora_operator", points=9, skipped=7, failed=["a: off", "b: off"])}
+    assert [line.partition(": ")[2] for line in reproduce.failed(failures, wrong)[1:3]] == [
+        "ValueError: nothing", "a: off; and 1 more of its points",
+    ]  # fmt: skip
+    outcomes = [Outcome(f"ext_latency_under_load_{number}", 9, measured=1, left_out=number) for number in range(1, 26)]
+    lines = reproduce.measured(outcomes, 17.44, 3.0)
+    assert len(lines) <= 4
+    assert max(map(len, lines)) <= reproduce.WIDTH
+    assert "325 points of ext_latency_under_load_25, " in " ".join(lines)
+    assert "25 points of 25 figures in 17.4 minutes, 3.0 more than planned" in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("figures=fig08", "figures=fig08 must be a list"),
+        ("figures=[8", "no viable alternative at input '[8'"),
+        ("figures=[fig99]", "figures has 'fig99'"),
+        ("figures=[fig08,readme] model=llama-tiny", "model=llama-tiny would change nothing"),
+        ("figure.minutes.laptop=0.01", "figure.minutes.laptop=0.01 is of one figure, and reproduce takes many"),
+        ("+figure.minutes.laptop=0.01", "is of one figure"),
+        ("~scale", "~scale: ~ is no home folder here, and no key can be deleted"),
+        ("paths.outputs=~/results", "paths.outputs=~/results: ~ is no home folder here"),
+        ("scale=foo", "Could not find 'scale/foo' Available options in 'scale': gpu laptop paper smoke"),
+        ("scale.repeats=many", "scale.repeats"),
+        ("scale.repeat=3", "did you mean scale.repeats=?"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(monkeypatch, capsys, tmp_path, words, said):
+    monkeypatch.setattr(sys, "argv", ["reproduce", *words.split(), f"hydra.run.dir={tmp_path}"])
+    with pytest.raises(SystemExit) as ended:
+        batch_main("reproduce", "", lambda cfg: pytest.fail("it ran"), "figures", measures=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (ended.value.code, line.startswith("error: ")) == (2, True)
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [("1", "fig01_batching"), ("fig1", "fig01_batching"), ("Figure 1", "fig01_batching"), ("08", "fig08_lora_operator"),
+     ("12", "fig12_textgen_70b"), ("sec6", "sec6_norm"), ("fig2", ""), ("fig0", ""), ("nope", "")],
+)  # fmt: skip
+def test_a_figure_is_named_by_its_number_or_the_beginning_of_its_name(entry, name):
+    if name:
+        assert [experiment.name for experiment in experiments([entry])] == [name]
+        return
+    with pytest.raises(ConfigError, match=f"^figures has '{entry}', but .* fig07_sgmv_roofline, fig08_"):
+        experiments([entry])
+
+
+def fake_rows(hardware: str, commit: str = "0123456789ab") -> list[Row]:
     base = Row(
-        figure="8", panel="Skewed", system="SGMV", workload="Skewed", model="", hardware="cpu", batch_size=1,
+        figure="8", panel="Skewed", system="SGMV", workload="Skewed", model="", hardware=hardware, batch_size=1,
         seq_len=None, rank=16, metric="latency", value=100.0, unit="us", statistic="median", timer="host_clock",
-        scale=scale, commit=commit, date="2026-01-01T00:00:00Z", device="some CPU",
+        scale="laptop", commit=commit, date="2026-01-01T00:00:00Z", device="some CPU",
     )  # fmt: skip
     return [replace(base, batch_size=rows, statistic=kind) for rows in (1, 8, 64) for kind in ("median", "p10", "p90")]
 
 
 @pytest.mark.slow
-def test_record_promotes_rows_and_figures(tmp_path):
-    write_rows(tmp_path / "cpu" / "rows" / "fig08_lora_operator.csv", fake_rows(commit="0123-dirty"))
-    words = ["hardware=cpu", f"paths.outputs={tmp_path}", f"paths.results={tmp_path}/r", f"paths.figures={tmp_path}/f"]
-    done = command("commands.record", *words)
-    assert done.returncode == 1
+def test_record_promotes_rows_and_figures_draws_recorded_ones_without_measuring(tmp_path):
+    write_rows(tmp_path / "o" / "cpu" / "rows" / "fig08_lora_operator.csv", fake_rows("cpu", "0123-dirty"))
+    words = [f"paths.outputs={tmp_path}/o", f"paths.results={tmp_path}/r", f"paths.figures={tmp_path}/f"]
+    assert command("commands.record", *words, "hardware=cpu").returncode == 1
     assert not (tmp_path / "r").exists()
-    done = command("commands.record", *words, "allow_dirty=true")
+    done = command("commands.record", *words, "hardware=cpu", "allow_dirty=true")
     assert done.returncode == 0, done.stderr
     assert len(read_rows(tmp_path / "r" / "cpu" / "fig08_lora_operator.csv")) == 9
     assert (tmp_path / "f" / "cpu" / "fig08_lora_operator.png").exists()
-
-
-@pytest.mark.slow
-def test_figures_draws_recorded_rows_without_measuring(tmp_path):
-    write_rows(tmp_path / "r" / "h200" / "fig08_lora_operator.csv", [replace(r, hardware="h200") for r in fake_rows()])
-    words = [
-        "hardware=h200",
-        f"paths.outputs={tmp_path}/o",
-        f"paths.results={tmp_path}/r",
-        f"paths.figures={tmp_path}/f",
-    ]
-    done = command("commands.figures", *words)
+    write_rows(tmp_path / "r" / "h200" / "fig08_lora_operator.csv", fake_rows("h200"))
+    done = command("commands.figures", *words, "hardware=h200")
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "f" / "h200" / "fig08_lora_operator.json").read_text())
     assert (facts["commits"], facts["hardware"], facts["rows"]) == (["0123456789ab"], ["h200"], 9)
     assert not (tmp_path / "o" / "h200" / "figures").exists()
-    nothing = command("commands.figures", "hardware=cpu", *words[1:])
-    assert nothing.returncode == 2
-    assert "no rows to draw" in nothing.stderr
-
-
-def test_a_picture_carries_the_commit_and_the_paper(tmp_path):
-    write_rows(tmp_path / "fig08_lora_operator.csv", fake_rows())
-    _, png, facts = draw(
-        ALL["fig08_lora_operator"], tmp_path / "fig08_lora_operator.csv", tmp_path, REPOSITORY / "paper_results"
-    )
-    assert b"commit 0123456789ab" in png.read_bytes()
-    assert str(tmp_path) not in facts.read_text()
+    assert command("commands.figures", *words, "hardware=h100").returncode == 2

@@ -79,11 +79,12 @@ draw(EXPERIMENT, Path("fig09_lora_ranks.csv"), Path("."), Path({str(PAPER)!r}))
 
 def test_the_facts_beside_a_figure_have_dates_and_repeats_of_every_system(tmp_path):
     path, days = tmp_path / "fig09_lora_ranks.csv", ("2026-01-01T00:00:00Z", "2026-01-09T00:00:00Z")
-    rows = [row(10.0 + repeat, repeat=repeat, date=date) for repeat, date in enumerate(days)]
+    rows = [row(10.0 + repeat, repeat=repeat, date=date, commit="0123456789ab") for repeat, date in enumerate(days)]
     write_rows(path, [*rows, row(9.0, system="SGMV expand", repeat=0, date=days[0])])
-    _, _, facts = draw(FIG09, path, tmp_path, PAPER)
+    _, png, facts = draw(FIG09, path, tmp_path, PAPER)
     found = json.loads(facts.read_text(encoding="utf-8"))
     assert found["measured"] == list(days)
+    assert b"commit 0123456789ab" in png.read_bytes()
     assert found["repeats"] == {", r=16, SGMV, Distinct": 2, ", r=16, SGMV expand, Distinct": 1}
 
 

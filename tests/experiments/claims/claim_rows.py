@@ -69,10 +69,3 @@ def serving(**throughput):
 
 def frame(rows):
     return pd.DataFrame([vars(row) for row in rows], columns=list(COLUMNS))
-
-
-def loading(panel, system, metric, value, unit="ms", **more):
-    """One row of section 5.2, at rank 16."""
-    fixed = {"figure": "text 5.2", "model": "7B", "hardware": "a100", "rank": 16, "seq_len": None, "kind": "paper"}
-    fixed |= {"workload": "Distinct", "batch_size": 32} if panel == "overlap" else {"workload": "", "batch_size": None}
-    return Row(**{**fixed, "panel": panel, "system": system, "metric": metric, "value": value, "unit": unit, **more})

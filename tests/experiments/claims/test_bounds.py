@@ -54,19 +54,15 @@ def test_one_test_of_exact_values(bounds, quantities, outcome):
 
 
 @pytest.mark.parametrize(
-    ("interval", "outcome"),
+    ("value", "interval", "outcome"),
     [
-        ((1.1, 1.9), HOLDS), ((1.0, 2.0), HOLDS), ((0.9, 1.6), WITHIN), ((1.4, 2.1), WITHIN), ((0.5, 3.0), WITHIN),
+        (1.5, (1.1, 1.9), HOLDS), (1.5, (1.0, 2.0), HOLDS), (1.5, (0.9, 1.6), WITHIN), (1.5, (0.5, 3.0), WITHIN),
+        (3.0, (2.5, 4.0), FAILS), (3.0, (1.9, 4.0), WITHIN),
     ],
 )  # fmt: skip
-def test_a_bound_inside_the_interval_is_within_noise(interval, outcome):
-    assert outcome_of([bound()], {"q": 1.5}, {"q": interval}) is outcome
-
-
-def test_an_interval_beside_the_bounds_fails():
-    assert outcome_of([bound()], {"q": 3.0}, {"q": (2.5, 4.0)}) is FAILS
-    assert outcome_of([bound()], {"q": 3.0}, {"q": (1.9, 4.0)}) is WITHIN
-    assert outcome_of([bound(), bound("p")], {"q": 3.0, "p": 0.5}, {"q": (1.9, 4.0)}) is FAILS  # p fails for certain
+def test_a_bound_inside_the_interval_is_within_noise(value, interval, outcome):
+    assert outcome_of([bound()], {"q": value}, {"q": interval}) is outcome
+    assert outcome_of([bound(), bound("p")], {"q": value, "p": 0.5}, {"q": interval}) is FAILS  # p fails for certain
 
 
 @pytest.mark.parametrize(

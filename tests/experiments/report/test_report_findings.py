@@ -35,17 +35,17 @@ def test_a_ratio_is_taken_point_by_point_where_both_were_measured():
     (found,) = find([RATIO], rows_of(fp8_rows()))
     assert (found.middle, found.least, found.most, found.points) == (pytest.approx(0.25), 0.125, 0.5, 2)
     assert found.marks == "\u2021"
+    (alone,) = find([Sought("time", "ext fp8", {"system": "SGMV"}, {}, {})], rows_of(fp8_rows()))
+    assert (alone.middle, alone.points, alone.unit) == (8.0, 3, "us"), "the median, with its unit"
 
 
-def test_a_number_is_the_median_with_its_unit():
-    (found,) = find([Sought("time", "ext fp8", {"system": "SGMV"}, {}, {})], rows_of(fp8_rows()))
-    assert (found.middle, found.points, found.unit) == (8.0, 3, "us")
-
-
-def test_a_side_that_is_disturbed_marks_the_ratio():
-    rows = [replace(row, repeat=repeat, date=f"2026-01-0{1 + repeat}", disturbed=row.system == "SGMV")
+def test_a_point_is_the_median_of_the_ratios_of_its_repeats_and_a_disturbed_side_marks_it():
+    slower = {("SGMV", 1): 4.0, ("FP8 e4m3", 1): 2.0}
+    rows = [replace(row, repeat=repeat, date=f"2026-01-0{1 + repeat}", disturbed=row.system == "SGMV",
+                    value=row.value * (slower.get((row.system, repeat), 1.0)))
             for row in fp8_rows() for repeat in (0, 1)]  # fmt: skip
     (found,) = find([RATIO], rows_of(rows))
+    assert (found.least, found.most) == (pytest.approx((1 + 0.5) / 2 / 8), pytest.approx((1 + 0.5) / 2 / 2))
     assert found.marks == "\u2020"
 
 

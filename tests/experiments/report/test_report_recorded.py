@@ -1,7 +1,8 @@
-"""Committed reports: what `make report ARGS=source=recorded` writes from the committed rows, byte for byte."""
+"""README's numbers, which functions of rows fill, and committed reports: what the command writes, byte for byte."""
 
 import gzip
 import re
+from dataclasses import replace
 from pathlib import Path
 from shutil import copy, copytree
 
@@ -9,21 +10,85 @@ import pytest
 
 from experiments.commands.report import write_recorded
 from experiments.harness.schema import REPOSITORY
-from experiments.measure.records import read_rows
-from experiments.report.machines import rows_files
-from tests.experiments.report.report_rows import PAPER
+from experiments.measure.records import RowsError, read_rows, write_rows
+from experiments.report.machines import machine_of, rows_files
+from experiments.report.major import MAJOR
+from experiments.report.reproducing import GENERATED, MARKED, VALUES, claims, write_readme
+from tests.experiments.report.report_rows import PAPER, decode_rows, operator_rows
 
-REMEDY = "make report ARGS=source=recorded"
+README = REPOSITORY / "README.md"
+PROSE = [
+    path
+    for path in (README, REPOSITORY / "CONTRIBUTING.md", *sorted(REPOSITORY.glob("docs/*.md")))
+    if GENERATED not in path.read_text(encoding="utf-8")
+]
+MEASURED = re.compile(r"\d (ms|µs|us|ns|token/s|requests?/s|GB/s)\b|\d\.\d+ times|\d(\.\d+)? %")
+SET = ("within 3 %", "within 12 %", "within 25 %", "1.5 times slower than a sibling")
+"""Settings of the protocol: windows are drawn so, repeats are measured again so."""
+OLDER = "<!-- measured:older-rows --><!-- /measured -->"
 PATH = re.compile(rb"""(?:^|[\s"'=,:(])(?:~|/[\w.-]+)/[\w./-]+""")
-KINDS = (".csv", ".json", ".md", ".gz")
 
 
-def test_recorded_files_name_no_path_of_a_machine() -> None:
+@pytest.fixture
+def cpu(tmp_path):
+    write_rows(tmp_path / "fig01_batching.csv", decode_rows())
+    return machine_of(tmp_path, tmp_path, PAPER, "cpu")
+
+
+def test_markers_are_filled_from_rows_and_filled_again(cpu, tmp_path):
+    machines = [replace(cpu, rows=cpu.rows.assign(older=[True, False])), replace(cpu, name="h200")]
+    path = tmp_path / "A.md"
+    path.write_text(f"a {OLDER} b\n<!-- measured:machines -->\nold\nolder\n<!-- /measured -->\nc", encoding="utf-8")
+    once = write_readme(machines, path).read_text(encoding="utf-8")
+    said = "1 of 2 (50.0 %) on cpu, 2 of 2 (100.0 %) on h200"
+    assert once.startswith(f"a {OLDER.replace('--><', f'-->{said}<')} b\n<!-- measured:machines -->\n\n| recorded on |")
+    assert once.endswith("|\n\n<!-- /measured -->\nc")
+    assert write_readme(machines, path).read_text(encoding="utf-8") == once
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("nothing", "is filled by no function: choose one"), ("speedup-7b", "needs recorded rows for 'h200'")],
+)
+def test_what_cannot_be_filled_is_refused_before_anything_is_written(cpu, tmp_path, name, words):
+    path, text = tmp_path / "B.md", f"{OLDER}<!-- measured:{name} --><!-- /measured -->"
+    path.write_text(text)
+    with pytest.raises(RowsError, match=rf"B.md: the marker measured:{name} {words}"):
+        write_readme([cpu], path)
+    assert path.read_text() == text
+
+
+def test_every_major_claim_is_shown_with_the_papers_value_and_its_verdict(tmp_path):
+    for name, found in (("h200", operator_rows("host_clock", 160.0)), ("cpu", decode_rows())):
+        write_rows(tmp_path / name / "rows.csv", found)
+    machines = {name: machine_of(tmp_path / name, tmp_path, PAPER, name) for name in ("h200", "cpu")}
+    lines = claims(machines).strip().splitlines()[2:]
+    assert len(lines) == len(MAJOR)
+    (operators,) = (line for line in lines if "Gather-BMM" in line)
+    assert "| C12 smallest<br>C13 smallest | 2.07<br>3.09 | 0.5<br>0.5 | differs‡<br>differs‡ | [h200]" in operators
+    assert "| C01 ratio | 1.27 | 1.2 | reproduced‡ | [cpu]" in lines[0], "what the GPU lacks is of the CPU"
+
+
+def test_every_function_fills_a_marker_of_the_readme_and_no_other_page_has_any():
+    used = {path: {name for _, name, _ in MARKED.findall(path.read_text(encoding="utf-8"))} for path in PROSE}
+    assert used.pop(README) == set(VALUES)
+    assert not any(used.values())
+
+
+@pytest.mark.parametrize("path", PROSE, ids=[path.name for path in PROSE])
+def test_no_measured_number_is_typed(path):
+    """Outside of code, markers and what is said of the paper."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", MARKED.sub("", path.read_text(encoding="utf-8")), flags=re.DOTALL)
+    text = re.sub(r"\([^()]*in the paper\)", "", text)
+    for setting in SET:
+        text = text.replace(setting, "")
+    assert [match[0] for match in MEASURED.finditer(text)] == []
+
+
+def test_recorded_files_name_no_path_of_a_machine():
     recorded = [file for name in ("results", "figures") for file in (REPOSITORY / name).rglob("*.*")]
     written = [REPOSITORY / "REPRODUCING.md", *(REPOSITORY / "docs").glob("results-*.md")]
-    texts = [file for file in [*recorded, *written] if file.suffix in KINDS]
-    assert len(texts) > 200
-    for file in texts:
+    for file in (file for file in [*recorded, *written] if file.suffix in (".csv", ".json", ".md", ".gz")):
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         assert not (found := PATH.search(content)), (file, found)
 
@@ -31,11 +96,10 @@ def test_recorded_files_name_no_path_of_a_machine() -> None:
 @pytest.mark.parametrize(
     ("file", "hardware"), [("constraints.txt", ["cpu"]), ("constraints-gpu.txt", ["h100", "h200"])]
 )
-def test_constraints_hold_the_versions_of_recorded_rows(file: str, hardware: list[str]) -> None:
+def test_constraints_hold_the_versions_of_recorded_rows(file, hardware):
     text = (REPOSITORY / file).read_text(encoding="utf-8")
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", text, flags=re.MULTILINE))
     rows = [row for name in hardware for path in rows_files(REPOSITORY / "results" / name) for row in read_rows(path)]
-    assert rows
     for package in ("torch", "triton", "transformers", "peft"):
         assert {getattr(row, package).partition("+")[0] for row in rows} == {pins[package]}, package
     told = {row.python.rpartition(".")[0] for row in rows}, {row.driver for row in rows if row.driver}
@@ -43,7 +107,7 @@ def test_constraints_hold_the_versions_of_recorded_rows(file: str, hardware: lis
 
 
 @pytest.mark.slow
-def test_committed_reports_are_what_the_command_writes(tmp_path: Path) -> None:
+def test_committed_reports_are_what_the_command_writes(tmp_path):
     copytree(REPOSITORY / "results", tmp_path / "results")
     copytree(REPOSITORY / "docs", tmp_path / "docs")
     (tmp_path / "figures").symlink_to(REPOSITORY / "figures")
@@ -51,15 +115,13 @@ def test_committed_reports_are_what_the_command_writes(tmp_path: Path) -> None:
         copy(path, tmp_path)
     page = tmp_path / "outputs" / "report.html"
     machines, files = write_recorded(tmp_path / "results", tmp_path / "figures", PAPER, page)
-    names = [file.relative_to(tmp_path) for file in files if file != page]
-    assert {Path("README.md"), Path("REPRODUCING.md")} <= set(names)
-    assert {*(Path(f"docs/results-{machine.name}.md") for machine in machines)} <= set(names)
-    assert Path("results/h200/operator_tables.md") in names
-    assert {Path(f"results/{machine.name}/expected/claims.csv") for machine in machines} <= set(names)
-    tables = [path.relative_to(REPOSITORY) for path in REPOSITORY.glob("results/*/claims*.csv")]
-    assert len(tables) >= len(machines)
-    for name in [*names, *tables]:
-        assert (tmp_path / name).read_bytes() == (REPOSITORY / name).read_bytes(), f"{name}: {REMEDY}"
-    for machine in machines:
-        assert all(verdict.why for verdict in machine.verdicts if verdict.verdict == "differs")
+    names = {file.relative_to(tmp_path) for file in files if file != page}
+    folders = [f"results/{machine.name}" for machine in machines]
+    wanted = ["README.md", "REPRODUCING.md", "results/h200/operator_tables.md"]
+    wanted += [f"docs/results-{machine.name}.md" for machine in machines]
+    wanted += [f"{one}/{name}.csv" for one in folders for name in ("claims", "expected/claims")]
+    for name in {*names, *map(Path, wanted)}:
+        told = f"{name}: make report ARGS=source=recorded"
+        assert (tmp_path / name).read_bytes() == (REPOSITORY / name).read_bytes(), told
+    assert all(one.why for machine in machines for one in machine.verdicts if one.verdict == "differs")
     assert 1_000_000 < page.stat().st_size < 6_000_000
