@@ -1,13 +1,8 @@
 """Tidy rows on disk: one measured quantity and statistic per CSV row, one file per figure.
 
-A file of rows is the only thing that figures, tables, notebooks and verdicts read, so it must never be half written:
-`RowFile.replace` writes a temporary file beside the target, syncs it and renames it over the old one. An interrupted
-run therefore leaves the rows of every finished point and nothing else. Runs that write into one file take turns by a
-lock, and each change is made to what the others left there.
-
-Reading is strict: a missing column, a ragged line or a value that is not a number raises one `RowsError` that names
-the file, the line and what to do. Only the standard library is used here, so a run that finds nothing to do starts
-in milliseconds.
+A file of rows is the only thing that figures, tables, notebooks and verdicts read. So it is never half written, and
+runs that write into one take turns by a lock. Reading is strict: what is damaged is one `RowsError` with file, line and
+remedy. Only the standard library is used here, so a run that finds nothing to do starts in milliseconds.
 """
 
 import csv
@@ -16,11 +11,10 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from glob import escape
 from inspect import formatannotation
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +23,6 @@ STATISTICS = ("median", "p10", "p90", "count", "value")
 TIMERS = ("cuda_graph", "events", "host_clock")
 """The clocks of `experiments.measure.timing`, first the one to prefer where a point has rows of several: `cuda_graph`
 tells what a call itself costs, `host_clock` (the paper artifact's protocol) counts launch and wait as well."""
-
-
 DIFFERENCES = ("added_latency", "added_per_token", "stall")
 """Metrics of one time minus another, which may be zero or less."""
 
@@ -173,33 +165,25 @@ def write_rows(path: str | Path, rows: Sequence[Row]) -> None:
     Raises `RowsError` when the file cannot be written, as on a full disk; the old one stays.
     """
     path = Path(path)
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(["" if (cell := getattr(row, name)) is None else cell for name in COLUMNS] for row in rows)
     ensure_writable(path.parent)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
     try:
-        _replace_file(path, text.getvalue())
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
+            writer = csv.writer(stream, lineterminator="\n")
+            writer.writerow(COLUMNS)
+            for row in rows:
+                writer.writerow(["" if (cell := getattr(row, name)) is None else cell for name in COLUMNS])
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
     except OSError as error:
         raise RowsError(
             f"{path}: {len(rows)} rows cannot be written ({error.strerror or error}), what the file held is kept: make "
             "room there, or choose another folder with paths.outputs=<folder>"
         ) from error
-
-
-def _replace_file(path: Path, text: str) -> None:
-    """Write `text` to a temporary file beside `path`, sync it and rename it over `path`."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def ensure_writable(folder: str | Path) -> None:
@@ -228,12 +212,6 @@ def refuse_impossible(rows: Iterable[Row]) -> None:
         if row.kind == "measured" and row.statistic != "count" and is_duration(row.metric) and not row.value > 0:
             what = f"{row.metric}={row.value} {row.unit} of {row.system or row.panel}, figure {row.figure}"
             raise ImpossibleRow(f"{what}: a measured duration must be above 0; leave out the row of what was not run")
-
-
-def write_measured(path: str | Path, rows: Sequence[Row]) -> None:
-    """Write newly measured `rows` to `path`, as `write_rows` does; `ImpossibleRow` before anything changes."""
-    refuse_impossible(rows)
-    write_rows(path, rows)
 
 
 class RowFile:
@@ -286,11 +264,9 @@ class RowFile:
 
     def mark(self, measurements: Collection[tuple[str, int | None]]) -> None:
         """Mark all rows of these (config hash, repeat) as disturbed, and write the file."""
-        keys = set(measurements)
         with self.locked():
-            self._write(
-                [replace(row, disturbed=True) if (row.config_hash, row.repeat) in keys else row for row in self.rows]
-            )
+            hit = [(row.config_hash, row.repeat) in measurements for row in self.rows]
+            self._write([replace(row, disturbed=True) if one else row for row, one in zip(self.rows, hit, strict=True)])
 
     def _write(self, rows: list[Row]) -> None:
         """Write the file, and remove what writers that were killed left beside it: the lock says that none writes."""
@@ -306,8 +282,7 @@ class RowFile:
 
     def _version(self) -> tuple[int, ...]:
         """Return inode, size and time of change of the file; empty without one."""
-        try:
+        with suppress(FileNotFoundError, NotADirectoryError):
             found = self.path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return ()
-        return found.st_ino, found.st_size, found.st_mtime_ns
+            return found.st_ino, found.st_size, found.st_mtime_ns
+        return ()

@@ -49,24 +49,20 @@ def measured_ceilings(device: str, dtype: str) -> Ceilings:
     """
     import torch
 
+    def best(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(1 + ATTEMPTS):
+            started = time.perf_counter()
+            call()
+            if device.startswith("cuda"):
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        return min(times[1:])
+
     source = torch.ones(COPY_MIB << 18, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     left = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=getattr(torch, dtype), device=device)
     product = torch.empty_like(left)
-    copy = _best(lambda: target.copy_(source), device)
-    gemm = _best(lambda: torch.mm(left, left, out=product), device)
+    copy = best(lambda: target.copy_(source))
+    gemm = best(lambda: torch.mm(left, left, out=product))
     return Ceilings(2 * source.nbytes / copy, 2 * GEMM_SIZE**3 / gemm)
-
-
-def _best(call: Callable[[], object], device: str) -> float:
-    import torch
-
-    def once() -> float:
-        started = time.perf_counter()
-        call()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
-
-    once()
-    return min(once() for _ in range(ATTEMPTS))
