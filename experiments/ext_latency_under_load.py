@@ -51,7 +51,7 @@ from experiments.harness import Config, Experiment, FigureConf, Point, Reading, 
 from experiments.harness.on_disk import givers_first, value_on_disk
 from experiments.harness.points import model_settings
 from experiments.harness.schema import Count, Counts
-from experiments.harness.span import Span
+from experiments.workload.arrivals import Span
 
 if TYPE_CHECKING:
     from experiments.systems.loaded import LoadBench

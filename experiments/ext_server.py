@@ -22,7 +22,7 @@ under Distinct. Start a server, then point this at it::
     lengths, max_len    as in `ext_latency_under_load`
     prompts      `ids`: random token ids below `vocab_size`; `text`: as many words, for servers that take no ids (LoRAX)
     seed         of arrivals and prompts
-    warm, seconds, drain    see `harness.span`
+    warm, seconds, drain    see `workload.arrivals.Span`
 
 An API key is taken from the environment's SERVER_API_KEY alone, and is in no row. Answers are greedy. `ignore_eos` and
 `min_tokens` are sent if the server takes them, and column `engine` says which: with neither, answers may end early
@@ -61,8 +61,8 @@ from tqdm import tqdm
 
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.schema import Count, Counts
-from experiments.harness.span import Span
 from experiments.workload import popularity
+from experiments.workload.arrivals import Span
 
 if TYPE_CHECKING:
     from experiments.http_load.about import Server

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from experiments.cluster.costs import machines, rows_that_count
 from experiments.cluster.served import SIMULATED, spanned
 from experiments.harness.points import Reading
-from experiments.harness.span import FEWEST_FOR_P99, Span
 from experiments.simulator import StepCost, TimedStep, Trace, fit_step_cost, simulate
 from experiments.workload import RequestLengths, popularity, released_lengths, rescaled, stated_lengths
+from experiments.workload.arrivals import FEWEST_FOR_P99, Span
 from punica.cluster import ClusterPolicy, StepWork
 
 CONSTANT = "_of_a_constant"

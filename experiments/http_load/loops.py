@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from experiments.harness.span import Span
 from experiments.http_load.client import Answer, Client, Job
+from experiments.workload.arrivals import Span
 
 TICK_S = 0.005
 """Time between two looks at the event loop's lag."""

@@ -8,9 +8,9 @@ import numpy as np
 
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading, sampled
-from experiments.harness.span import FEWEST_FOR_P99
 from experiments.http_load.client import UNFINISHED, Answer
 from experiments.http_load.loops import Run
+from experiments.workload.arrivals import FEWEST_FOR_P99
 
 MS = 1e3
 LAG_SHARE, LAG_S = 0.1, 0.005

@@ -13,7 +13,6 @@ import httpx2
 from experiments.conformance.weights import word_tokenizer
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
-from experiments.harness.span import Span
 from experiments.http_load.about import look_up
 from experiments.http_load.client import IGNORE_EOS, MIN_TOKENS, Client, Job
 from experiments.http_load.loops import Run, closed_loop, open_loop
@@ -21,6 +20,7 @@ from experiments.own_server import worker
 from experiments.own_server.process import OwnServer, environment_of, run_module
 from experiments.own_server.stream import Stream
 from experiments.today.folders import written
+from experiments.workload.arrivals import Span
 
 BASE = "base"
 FIELDS = frozenset({IGNORE_EOS, MIN_TOKENS})

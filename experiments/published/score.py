@@ -9,11 +9,11 @@ from pathlib import Path
 
 from experiments.harness.points import Reading
 from experiments.harness.schema import ConfigError
-from experiments.harness.span import Span
 from experiments.http_load.client import UNFINISHED, WRONG_COUNT, Answer, Job
 from experiments.http_load.loops import Run
 from experiments.http_load.readings import run_readings
 from experiments.published import requests as files
+from experiments.workload.arrivals import Span
 
 OF_THE_CLIENT = "client_"
 """Beginning of readings on the load client, which a file of answers tells nothing of."""

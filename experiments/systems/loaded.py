@@ -22,7 +22,6 @@ from experiments.benches.engine_steps import clear, put
 from experiments.facts.systems import SYSTEMS
 from experiments.harness.points import Reading
 from experiments.harness.schema import Config
-from experiments.harness.span import Span
 from experiments.systems.check import check_tokens
 from experiments.systems.engine_systems import MOST_ADAPTERS, EngineSystem, timed_step
 from experiments.systems.open_loop import DISK, MEMORY, SLOT, Arrival, Trace, drive
@@ -31,6 +30,7 @@ from experiments.systems.stream import Job, paper_stream, shortened, timeline_of
 from experiments.systems.weights import Limits
 from experiments.systems.world import World
 from experiments.workload import drawn_adapters, released_lengths
+from experiments.workload.arrivals import Span
 from punica.adapters import LoRAModel, LoRARequest, write_random_adapter
 from punica.config import LoRAConfig
 from punica.engine import EngineConfig, Request

@@ -15,9 +15,9 @@ import numpy as np
 from experiments.benches.engine_steps import clear
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading, sampled
-from experiments.harness.span import FEWEST_FOR_P99, Span
 from experiments.systems.engine_systems import timed_step
 from experiments.systems.serving import Step
+from experiments.workload.arrivals import FEWEST_FOR_P99, Span
 from punica.engine import Engine, Request
 from punica.scheduling.admission import MOST_OVERTAKES
 

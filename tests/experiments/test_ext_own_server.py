@@ -12,7 +12,6 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import settle
-from experiments.harness.span import Span
 from experiments.http_load.client import Answer, Job
 from experiments.http_load.loops import Run
 from experiments.measure.records import read_rows
@@ -20,6 +19,7 @@ from experiments.own_server import bench as bench_module
 from experiments.own_server import process
 from experiments.own_server.stream import Stream
 from experiments.own_server.worker import saturated, texts
+from experiments.workload.arrivals import Span
 
 OWN = next(iter(experiments(["ext_own_server"])))
 STREAM = Stream("Zipf", 6, [9, 6], 64, ["a", "b", "c", "d"], 0)

@@ -15,7 +15,6 @@ from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import settle
-from experiments.harness.span import Span
 from experiments.http_load import client as client_module
 from experiments.http_load.about import look_up
 from experiments.http_load.client import Answer, Client, Job
@@ -23,6 +22,7 @@ from experiments.http_load.fields import accepted
 from experiments.http_load.loops import BACK_OFF_S, Run, closed_loop, open_loop
 from experiments.http_load.readings import is_late, run_readings, tokens_in
 from experiments.measure.records import read_rows
+from experiments.workload.arrivals import Span
 
 SERVER = next(iter(experiments(["ext_server"])))
 BOTH = frozenset({"ignore_eos", "min_tokens"})

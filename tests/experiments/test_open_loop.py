@@ -14,7 +14,6 @@ from tiny import TINY, tiny_world, values
 from experiments.facts.systems import ENGINE, entries, without_lora
 from experiments.harness import CheckFailed
 from experiments.harness.schema import REPOSITORY, DType
-from experiments.harness.span import Span
 from experiments.systems import loaded
 from experiments.systems.loaded import FromFolders, Loaded, begin_steadily, capacity_of, check_system, forget, load
 from experiments.systems.open_loop import (
@@ -35,6 +34,7 @@ from experiments.systems.stream import Job, paper_stream
 from experiments.systems.weights import Limits
 from experiments.systems.world import World
 from experiments.workload import drawn_adapters, poisson_arrivals
+from experiments.workload.arrivals import Span
 from punica.engine import Engine
 
 PROMPT = (5, 9, 77)

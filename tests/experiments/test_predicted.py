@@ -34,12 +34,12 @@ from experiments.fig13_cluster import EXPERIMENT as FIG13
 from experiments.harness.catalogue import experiments
 from experiments.harness.counted import frame_of
 from experiments.harness.settings import settle
-from experiments.harness.span import Span
 from experiments.measure.records import Row, write_rows
 from experiments.plots.cluster import draw_hour
 from experiments.plots.frames import measured_frame, paper_frame, rows_of_repeats
 from experiments.simulator import StepCost
 from experiments.systems.stream import paper_stream
+from experiments.workload.arrivals import Span
 from punica.cluster import StepWork
 
 PAPER = Path(__file__).parents[2] / "paper_results"
