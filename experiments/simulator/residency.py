@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from punica.checks import check_count, clip
+from punica.checks import check_count
 
 
 @dataclass(frozen=True)
 class LoadCost:
     """Linear cost of a load; ``name`` is the source of its numbers, in seconds and seconds per unit of rank: from host
-    memory into a slot, and from disk into host memory. ValueError for a negative number.
+    memory into a slot, and from disk into host memory.
     """
 
     name: str
@@ -26,17 +26,10 @@ class LoadCost:
     disk_base: float
     disk_rank: float
 
-    def __post_init__(self) -> None:
-        numbers = self.host_base, self.host_rank, self.disk_base, self.disk_rank
-        if not all(0 <= number < inf for number in numbers):
-            raise ValueError(f"load cost {clip(self.name)} has {numbers}; they must be finite seconds, at least 0")
-
     def host_seconds(self, rank: int) -> float:
-        """Return the seconds from host memory into a slot."""
         return self.host_base + self.host_rank * rank
 
     def disk_seconds(self, rank: int) -> float:
-        """Return the seconds from disk into host memory."""
         return self.disk_base + self.disk_rank * rank
 
 
@@ -51,7 +44,6 @@ class ResidencyConfig:
     host_adapters: int | None = None
 
     def __post_init__(self) -> None:
-        check_count("num_slots", self.num_slots)
         if self.host_adapters is not None:
             check_count("host_adapters", self.host_adapters, self.num_slots, "num_slots; they keep a copy")
 
@@ -73,7 +65,7 @@ class Residency:
         self._idle: OrderedDict[int, None] = OrderedDict()  # in a slot without members, least recently used first
         self._host: OrderedDict[int, None] = OrderedDict()  # in host memory, least recently used first
         self._queue: deque[tuple[int, int]] = deque()  # adapter and rank of loads to begin
-        self._loading: tuple[float, int] | None = None  # end and adapter of the load in flight
+        self._loading = inf, 0  # end and adapter of the load in flight
 
     @property
     def free_slots(self) -> int:
@@ -84,12 +76,11 @@ class Residency:
     def load_ends(self) -> float:
         """End of the load in flight; infinite without one."""
         self._advance()
-        return inf if self._loading is None else self._loading[0]
+        return self._loading[0]
 
     def in_slot(self, adapter_id: int) -> bool:
         """Return True when a request with the adapter can join a step; always for 0, the plain backbone."""
-        self._advance()
-        return adapter_id == 0 or adapter_id in self._slots
+        return self.in_slot_since(adapter_id) < inf
 
     def in_slot_since(self, adapter_id: int) -> float:
         """Return since when a request with the adapter can join a step; infinite while it cannot."""
@@ -99,8 +90,7 @@ class Residency:
     def loading(self, adapter_id: int) -> bool:
         """Return True while the adapter's load waits or runs."""
         self._advance()
-        in_flight = self._loading is not None and self._loading[1] == adapter_id
-        return in_flight or (adapter_id in self._users and adapter_id not in self._slots)
+        return self._loading[1] == adapter_id or (adapter_id in self._users and adapter_id not in self._slots)
 
     def on_host(self, adapter_id: int) -> bool:
         """Return True when the adapter is in host memory."""
@@ -118,7 +108,7 @@ class Residency:
             return
         if adapter_id in self._slots:
             del self._idle[adapter_id]
-        elif self._loading is None or self._loading[1] != adapter_id:
+        elif self._loading[1] != adapter_id:
             self._queue.append((adapter_id, rank))
             self._begin_load(self._clock())
 
@@ -140,9 +130,9 @@ class Residency:
     def _advance(self) -> None:
         """End the loads that end until now."""
         now = self._clock()
-        while self._loading is not None and self._loading[0] <= now:
+        while self._loading[0] <= now:
             ended, adapter = self._loading
-            self._loading = None
+            self._loading = inf, 0
             self._slots[adapter] = ended
             if adapter not in self._users:
                 self._idle[adapter] = None
@@ -150,17 +140,17 @@ class Residency:
 
     def _begin_load(self, now: float) -> None:
         """Begin the first load of the queue, once the link is free."""
-        if self._loading is not None or not self._queue:
+        if self._loading[1] or not self._queue:
             return
         if len(self._slots) == self.num_slots:  # one of them is idle, as members have at most so many adapters
             del self._slots[self._idle.popitem(last=False)[0]]
         adapter, rank = self._queue.popleft()
         seconds = self._config.cost.host_seconds(rank)
-        if self._config.host_adapters is not None and adapter not in self._host:
+        if self._config.host_adapters is None or adapter in self._host:
+            self.loads_from_host += 1
+        else:
             self.loads_from_disk += 1
             seconds += self._config.cost.disk_seconds(rank)
-        else:
-            self.loads_from_host += 1
         self._loading = now + seconds, adapter
         self._touch(adapter)
 

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from math import inf, isfinite, isnan, nan, nextafter
+from math import inf, isnan, nan, nextafter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ from experiments.simulator.latency import StepCost
 from experiments.simulator.residency import Residency, ResidencyConfig
 from experiments.simulator.stride import StepRecord, Stride
 from experiments.workload import RequestLengths
-from punica.checks import clip
 from punica.cluster.gpu import Gpu, StepWork
 from punica.cluster.policy import ClusterPolicy, ClusterStep
 
@@ -33,8 +32,7 @@ from punica.cluster.policy import ClusterPolicy, ClusterStep
 @dataclass(frozen=True)
 class Trace:
     """Requests of a simulation, n in all. ``arrivals`` [n] in seconds, ascending; ``lengths`` of the requests;
-    ``adapters`` [n], from 1 on (0: the plain backbone); ``ranks`` [n] of these adapters. ValueError when the sizes
-    differ, arrivals descend or are not finite, an adapter or rank is negative, or an adapter has two ranks.
+    ``adapters`` [n], from 1 on (0: the plain backbone); ``ranks`` [n] of these adapters. ValueError for any other.
     """
 
     arrivals: NDArray[np.float64]
@@ -48,18 +46,13 @@ class Trace:
             raise ValueError(f"a trace has one arrival, length, adapter and rank per request, got {sorted(sizes)}")
         if not (np.isfinite(self.arrivals).all() and (np.diff(self.arrivals, prepend=0.0) >= 0).all()):
             raise ValueError("arrivals must ascend from 0 s on, all finite; sort them first")
-        for name, values in (("adapters", self.adapters), ("ranks", self.ranks)):
-            if len(values) and values.min() < 0:
-                raise ValueError(f"{name} has {values.min()}; they start at 0")
-        self._check_ranks()
-
-    def _check_ranks(self) -> None:
-        order = np.argsort(self.adapters, kind="stable")
-        adapters, ranks = self.adapters[order], self.ranks[order]
-        twice = np.flatnonzero((np.diff(adapters) == 0) & (np.diff(ranks) != 0) & (adapters[1:] > 0))
+        if min(self.adapters.min(initial=0), self.ranks.min(initial=0)) < 0:
+            raise ValueError("adapters and ranks start at 0")
+        rank_of = np.zeros(self.adapters.max(initial=0) + 1, dtype=np.int64)
+        rank_of[self.adapters] = self.ranks
+        twice = self.adapters[(rank_of[self.adapters] != self.ranks) & (self.adapters > 0)]
         if len(twice):
-            at = twice[0]
-            raise ValueError(f"adapter {adapters[at]} has ranks {ranks[at]} and {ranks[at + 1]}; give each adapter one")
+            raise ValueError(f"adapter {twice[0]} has two ranks; give each adapter one")
 
 
 @dataclass(frozen=True)
@@ -67,13 +60,12 @@ class SimulationResult:
     """Result of a simulation with ``cost_model`` (its name).
 
     Attributes:
-        gpus: names, in the order of the rows of ``batch``.
         first_token_s, finish_s: [n] float64, on the clock of the arrivals.
         tokens: [seconds] int64, tokens in each second; prompts count when their first token does (the paper's
             throughput, D13), tokens recomputed after an eviction do not.
-        batch: [gpus, seconds] int64, different requests that got a token on a GPU in a second, as the released code
-            counts for the heat map of Figure 13. A request that leaves and its successor both count, so a full GPU can
-            exceed its largest batch.
+        batch: [gpus, seconds] int64, different requests that got a token on a GPU (in the order of names) in a second,
+            as the released code counts for the heat map of Figure 13. A request that leaves and its successor both
+            count, so a full GPU can exceed its largest batch.
         seconds_by_batch: [max_batch_size + 1] float64, GPU time in steps by batch size; 0 at size 0.
         longest_queue: most requests that waited for a GPU. ``steps``, ``evictions``: how many.
         loads_from_host, loads_from_disk: loads of adapters; 0 where residency is not simulated.
@@ -82,7 +74,6 @@ class SimulationResult:
     """
 
     cost_model: str
-    gpus: tuple[str, ...]
     first_token_s: NDArray[np.float64]
     finish_s: NDArray[np.float64]
     tokens: NDArray[np.int64]
@@ -95,11 +86,6 @@ class SimulationResult:
     loads_from_disk: int = 0
     load_wait_s: float = 0.0
 
-    @property
-    def busy_seconds(self) -> float:
-        """GPU time in steps, summed over all GPUs."""
-        return float(self.seconds_by_batch.sum())
-
 
 def simulate(
     trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool = False, works_ahead: bool = False,
@@ -111,27 +97,19 @@ def simulate(
     steps ahead, as ours on a GPU. ``adapters``: memory of adapters; ``None``: all are in slots. ``own_queue``: it is
     the queue of one engine, which knows requests from their arrival on, and so gives a place away when it launches the
     last step of a request. A cluster's scheduler tells it when that step has ended. ValueError for a used policy, a
-    request larger than any GPU, fewer slots than requests of a batch, or a load that never ends; RuntimeError when a
-    step takes no time.
+    request larger than any GPU, or fewer slots than requests of a batch; RuntimeError when a step takes no time.
     """
     if not policy.gpus or policy.requests:
         raise ValueError(
             f"the policy has {len(policy.gpus)} GPUs and {len(policy.requests)} requests; start from one with GPUs and "
             "without requests"
         )
-    if adapters is not None:
-        _check_memory(adapters, policy, int(trace.ranks.max(initial=0)))
-    return _Simulation(trace, policy, cost, padded_ranks, works_ahead, own_queue, adapters).run()
-
-
-def _check_memory(adapters: ResidencyConfig, policy: ClusterPolicy, rank: int) -> None:
-    if adapters.num_slots < policy.max_batch_size:
+    if adapters is not None and adapters.num_slots < policy.max_batch_size:
         raise ValueError(
             f"num_slots is {adapters.num_slots} for batches of {policy.max_batch_size}: a request could wait for a "
             "slot, of which the policy knows nothing; give as many slots, or lower the policy's max_batch_size"
         )
-    if not isfinite(adapters.cost.host_seconds(rank) + adapters.cost.disk_seconds(rank)):
-        raise ValueError(f"a load of rank {rank} never ends by load cost {clip(adapters.cost.name)}; lower its numbers")
+    return _Simulation(trace, policy, cost, padded_ranks, works_ahead, own_queue, adapters).run()
 
 
 class _Simulation:
@@ -285,7 +263,6 @@ class _Simulation:
         return len(prefilled) * max(prefilled.values(), default=0) if self.padded_ranks else sum(prefilled.values())
 
     def _tell(self, names: Iterable[str], when: float) -> None:
-        """Note when engines get requests from a scheduler."""
         for name in names:
             self.known[int(name)] = when
 
@@ -315,7 +292,7 @@ class _Simulation:
         tokens[list(self.record.tokens)] = list(self.record.tokens.values())
         residencies = [stride.gpu.residency for stride in self.strides if stride.gpu.residency is not None]
         return SimulationResult(
-            self.cost.name, tuple(self.stride_of), np.array(self.first_token), np.array(self.finish), tokens, batch,
+            self.cost.name, np.array(self.first_token), np.array(self.finish), tokens, batch,
             np.array(self.record.seconds_by_batch), self.longest_queue, self.record.steps, self.evictions,
             sum(one.loads_from_host for one in residencies), sum(one.loads_from_disk for one in residencies),
             self.load_wait_s,

@@ -16,12 +16,7 @@ from punica.cluster.gpu import Gpu, StepWork
 
 
 class StepRecord:
-    """Record of the steps of all GPUs.
-
-    Attributes:
-        tokens: second -> tokens, prompts with their first token.
-        seconds_by_batch: GPU time by batch size. ``steps``: how many.
-    """
+    """Steps of all GPUs: tokens by second, prompts with their first token; GPU time by batch size; and how many."""
 
     def __init__(self, max_batch_size: int) -> None:
         self.tokens: defaultdict[int, int] = defaultdict(int)
@@ -64,8 +59,7 @@ class Stride:
         self, now: float, work: StepWork, joined: int, prompt_tokens: int, cost: StepCost, further: int
     ) -> float:  # fmt: skip
         """Begin a stride of a step of ``work``, with ``joined`` prefills, and ``further`` steps of the same requests.
-        ``prompt_tokens`` come out with the first step, whose end is returned. RuntimeError for a step that takes no
-        time.
+        ``prompt_tokens`` come out with the first step, whose end is returned.
         """
         self.is_running, self._done, self._began = True, 0, now
         self.size, self._joined, self._prompt_tokens = work.decodes + joined, joined, prompt_tokens

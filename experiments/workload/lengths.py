@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.workload.popularity import RELEASED_SEED, as_count, rounded_shares
+from experiments.workload.popularity import RELEASED_SEED, rounded_shares
+from punica.checks import check_count
 
 PROMPT_SIGMA, PROMPT_SHIFT, PROMPT_SCALE = 0.8, -1.0, 18.0
 """Prompt length = SHIFT + SCALE * exp(SIGMA * z), z standard normal: lognorm(0.8, -1, 18) of scipy."""
@@ -52,8 +53,8 @@ def released_lengths(num_requests: int, maxlen: int = RELEASED_MAXLEN, seed: int
     ``maxlen`` bounds prompt + output. The prompt law does not scale with it: at maxlen 64 prompts are as long as at
     2048 and outputs thirty times shorter. To shrink a run and keep its shape, use `scaled_lengths`.
     """
-    as_count("num_requests", num_requests, 1)
-    _check_maxlen(maxlen)
+    check_count("num_requests", num_requests, 1)
+    check_count("maxlen", maxlen, 4, "room for a prompt and two new tokens")
     stream = np.random.Generator(np.random.PCG64(seed))
     prompt = np.empty(num_requests)
     total = np.empty(num_requests)
@@ -73,7 +74,7 @@ def rescaled(lengths: RequestLengths, maxlen: int) -> RequestLengths:
     """Multiply ``lengths`` of at most 2048 tokens by maxlen / 2048, rounded up, at least 1 per prompt and, below 2048,
     2 per output. Prompts stay a few percent of all tokens, so decode steps dominate as they do in the paper.
     """
-    _check_maxlen(maxlen)
+    check_count("maxlen", maxlen, 4, "room for a prompt and two new tokens")
     if maxlen == RELEASED_MAXLEN:
         return lengths
     prompt = -(-lengths.prompt * maxlen // RELEASED_MAXLEN)
@@ -92,7 +93,3 @@ def stated_lengths(num_requests: int = 1000, seed: int = RELEASED_SEED) -> Reque
     # one token each first, then the rest in proportion, by largest remainder: the sum is exact and none is empty
     share = (lengths.output - 1) * ((target - num_requests) / (lengths.output - 1).sum())
     return RequestLengths(lengths.prompt, rounded_shares(share, target - num_requests) + 1)
-
-
-def _check_maxlen(maxlen: int) -> None:
-    as_count("maxlen", maxlen, 4, "room for a prompt and two new tokens")

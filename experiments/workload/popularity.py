@@ -108,7 +108,7 @@ class Popularity:
 
     def group_sizes(self, n: int) -> list[int]:
         """Return rows per adapter for n rows, in adapter order. ValueError unless n is at least 1."""
-        return self.rule(as_count("n", n, 1, "row or request"))
+        return self.rule(check_count("n", n, 1, "row or request"))
 
     def number_of_adapters(self, n: int) -> int:
         """Return the number of adapters that n rows name."""
@@ -148,7 +148,7 @@ def adapter_shares(name: str, adapters: int) -> NDArray[np.float64]:
     >>> adapter_shares("Zipf", 3).round(3).tolist()
     [0.647, 0.229, 0.124]
     """
-    places = np.arange(as_count("adapters", adapters, 1, "adapter"), dtype=np.float64)
+    places = np.arange(check_count("adapters", adapters, 1, "adapter"), dtype=np.float64)
     laws = {
         "Uniform": lambda: np.ones(adapters),
         "Skewed": lambda: SKEWED_RATIO**-places,
@@ -174,7 +174,7 @@ def shares_of_groups(pattern: Popularity, adapters: int) -> NDArray[np.float64]:
 def drawn_adapters(name: str, adapters: int, n: int, seed: int = RELEASED_SEED) -> NDArray[np.int64]:
     """Draw the adapter index in [0, adapters) of each of n requests, [n] int64, independently by `adapter_shares`."""
     shares = adapter_shares(name, adapters)
-    requests = as_count("n", n, 1, "request")
+    requests = check_count("n", n, 1, "request")
     return np.random.Generator(np.random.PCG64(seed)).choice(len(shares), size=requests, p=shares).astype(np.int64)
 
 
@@ -203,8 +203,3 @@ def flash_crowd(
     joins = (arrivals >= start) & (arrivals < end) & (generator.random(len(arrivals)) < share)
     found[joins] = len(shares) - 1
     return found
-
-
-def as_count(name: str, value: object, lowest: int, meaning: str = "") -> int:
-    """Check a count as `check_count`, which takes no integers of numpy."""
-    return check_count(name, int(value) if isinstance(value, np.integer) else value, lowest, meaning)
