@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import punica
+
 SWITCH = "PUNICA_VLLM"
 """Environment variable; ``0`` leaves vLLM as it is."""
 SUPPORTED = ("0.26", "0.33")
@@ -75,7 +77,7 @@ def _replacements(wrapper: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
     from punica.ops import fused_moe_lora, lora_expand, lora_shrink
 
     own = {name: getattr(wrapper, name) for name in _OPERATORS}
-    cls = wrapper.PunicaWrapperGPU
+    cls, config = wrapper.PunicaWrapperGPU, importlib.import_module("vllm.config.lora").LoRAConfig
     expected = ["self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices", "buffer", "kwargs"]
     if list(inspect.signature(cls.add_lora_linear).parameters) != expected:
         raise TypeError("add_lora_linear has another signature")
@@ -84,7 +86,17 @@ def _replacements(wrapper: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
         (wrapper, "lora_expand", _expand_of(lora_expand, own["lora_expand"])),
         (wrapper, "fused_moe_lora", _experts_of(fused_moe_lora, own["fused_moe_lora"])),
         (cls, "add_lora_linear", _linear_of(cls.add_lora_linear)),
+        (config, "compute_hash", _hash_of(config.compute_hash)),
     ]
+
+
+def _hash_of(theirs: Callable[..., str]) -> Callable[..., str]:
+    """Tell graphs that vLLM compiled with these operators from those with its own, which it keeps on disk."""
+
+    def compute_hash(self: Any) -> str:
+        return f"{theirs(self)}-punica-{punica.__version__}"
+
+    return compute_hash
 
 
 def _shrink_of(ours: Callable[..., None], theirs: Callable[..., None]) -> Callable[..., None]:

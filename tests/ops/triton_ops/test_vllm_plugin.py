@@ -43,13 +43,14 @@ class Vllm:
                 count("add_lora_linear")()
 
         module.PunicaWrapperGPU = PunicaWrapperGPU  # type: ignore[attr-defined]
+        self.config = type("LoRAConfig", (), {"compute_hash": lambda self: "1a2b"})
         self.before = dict(vars(module))
 
     @property
     def is_untouched(self) -> bool:
-        return all(getattr(self.module, name) is value for name, value in self.before.items()) and not hasattr(
-            self.module.PunicaWrapperGPU.add_lora_linear, "by_punica"
-        )
+        same = all(getattr(self.module, name) is value for name, value in self.before.items())
+        ours = hasattr(self.module.PunicaWrapperGPU.add_lora_linear, "by_punica")
+        return same and not ours and self.config().compute_hash() == "1a2b"
 
     def wrapper(self, batch: Batch) -> Any:
         made = self.module.PunicaWrapperGPU()
@@ -60,7 +61,9 @@ class Vllm:
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
     made, version = Vllm(), importlib.metadata.version
-    packages = {name: ModuleType(name) for name in ("vllm", "vllm.lora", "vllm.lora.punica_wrapper", "vllm.platforms")}
+    names = ("vllm", "vllm.lora", "vllm.lora.punica_wrapper", "vllm.platforms", "vllm.config", "vllm.config.lora")
+    packages = {name: ModuleType(name) for name in names}
+    packages["vllm.config.lora"].LoRAConfig = made.config  # type: ignore[attr-defined]
     packages["vllm.platforms"].current_platform = SimpleNamespace(is_cuda=lambda: True)  # type: ignore[attr-defined]
     for name, module in {**packages, made.module.__name__: made.module}.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -152,6 +155,11 @@ def test_vllm_runs_as_it_is(vllm: Vllm, monkeypatch: pytest.MonkeyPatch, caplog:
         register()
     assert vllm.is_untouched
     assert len(caplog.records) == (case != "switch")
+
+
+def test_compiled_graphs_are_told_from_vllms_own(vllm: Vllm) -> None:
+    register()
+    assert vllm.config().compute_hash() not in ("1a2b", "")
 
 
 def test_registered_twice_is_once(vllm: Vllm) -> None:
