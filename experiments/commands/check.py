@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from omegaconf import DictConfig
 
 from experiments.claims import Verdict
@@ -53,9 +52,7 @@ def claims_said(held: Held) -> Iterator[str]:
         yield f"  outside: {one.claim} {one.quantity}: {said}"
     turned = held.compared[held.compared["verdict"] != held.compared["verdict_here"]].drop_duplicates("claim")
     yield from (f"  {one.claim} is {one.verdict_here!r} here, {one.verdict!r} recorded" for one in turned.itertuples())
-    for side, why in ((held.absent, "no value here"), (held.unknown, "no recorded value")):
-        if len(side):
-            yield f"  not compared, {why}: {', '.join(dict.fromkeys(side['claim']))}"
+    yield from not_compared(held, "claim", "no value here", "no recorded value")
 
 
 def rows_said(held: Held) -> Iterator[str]:
@@ -68,27 +65,22 @@ def rows_said(held: Held) -> Iterator[str]:
         often = "" if one.repeats > 1 else "recorded once"
         where = ", ".join(filter(None, (one.timer, f"{one.common:.0f} points", often)))
         yield f"  outside: {name}: {one.here:.3f} of the recorded, expected {one.low:.3f} to {one.high:.3f}; {where}"
-    for side, why in ((held.absent, "not measured here"), (held.unknown, "not recorded")):
+    yield from not_compared(held, "figure", "not measured here", "not recorded")
+
+
+def not_compared(held: Held, column: str, absent: str, unknown: str) -> Iterator[str]:
+    """Count the lines of one side alone, by ``column``."""
+    for side, why in ((held.absent, absent), (held.unknown, unknown)):
         if len(side):
-            counts = side["figure"].value_counts(sort=False)
-            yield f"  not compared, {why}: {', '.join(f'figure {name} ({n})' for name, n in counts.items())}"
+            counts = side[column].value_counts(sort=False)
+            yield f"  not compared, {why}: {', '.join(f'{name} ({n})' for name, n in counts.items())}"
 
 
-def other_device(recorded: pd.DataFrame, here: pd.DataFrame) -> str:
-    """Say that the devices differ; empty where they are the same."""
-    theirs, ours = (", ".join(distinct(rows, "device")) for rows in (recorded, here))
-    return "" if theirs == ours else f"Measurements: not compared, recorded on {theirs}, and these are of {ours}"
-
-
-def counted_claims(held: Held, verdicts: Sequence[Verdict], figures: Collection[str]) -> int:
-    """Count the quantities outside, without those of measured claims that rest on ``figures``."""
+def counted(claims: Held, rows: Held | None, verdicts: Sequence[Verdict], figures: Collection[str]) -> int:
+    """Count what is outside, without measurements of ``figures`` and the measured claims that rest on them."""
     excused = [one.id for one in verdicts if one.kind != SIMULATED and set(figures_of(one.figure)) & set(figures)]
-    return int((~held.outside["claim"].isin(excused)).sum())
-
-
-def counted_rows(held: Held, figures: Collection[str]) -> int:
-    """Count the lines outside, without those of ``figures``."""
-    return int((~held.outside["figure"].isin(list(figures))).sum())
+    measured = 0 if rows is None else (~rows.outside["figure"].isin(list(figures))).sum()
+    return int((~claims.outside["claim"].isin(excused)).sum() + measured)
 
 
 def check(cfg: DictConfig) -> int:
@@ -98,26 +90,28 @@ def check(cfg: DictConfig) -> int:
     of_claims, of_rows = expected.read_expected(places.recorded_rows)
     here = machine_of(places.fresh_rows, places.fresh_figures, places.paper, HERE)
     recorded = read_folder(places.recorded_rows)
-    claims = expected.hold_claims(of_claims, here.verdicts)
-    lines, found, counted = [*claims_said(claims)], len(claims.outside), 0
-    excused: Collection[str] = distinct(here.rows, "figure")
-    if said := other_device(recorded, here.rows):
-        lines += [said, f"On another device {NOT_COUNTED}"]
+    claims, rows = expected.hold_claims(of_claims, here.verdicts), None
+    lines, excused = [*claims_said(claims)], set[str]()
+    theirs, ours = (", ".join(distinct(side, "device")) for side in (recorded, here.rows))
+    if theirs != ours:
+        lines.append(f"Measurements: not compared, recorded on {theirs}, these on {ours}; there {NOT_COUNTED}")
+        excused = set(here.rows["figure"])
     else:
-        held = expected.hold_rows(of_rows, recorded, here.rows)
-        lines += rows_said(held)
+        rows = expected.hold_rows(of_rows, recorded, here.rows)
+        lines += rows_said(rows)
         if whole := expected.other_speed(recorded, here.rows):
             lines.append(f"The machine has another speed than the recorded one ({whole}): {NOT_COUNTED}")
-        else:
-            excused = slow = expected.other_speeds(recorded, here.rows)
+            excused = set(here.rows["figure"])
+        elif slow := expected.other_speeds(recorded, here.rows):
             named = "; ".join(f"figure {figure} ({said})" for figure, said in slow.items())
-            lines += [f"Measured at another speed than recorded: {named}. Of these {NOT_COUNTED}"] if slow else []
-        found, counted = found + len(held.outside), counted_rows(held, excused)
-    counted += counted_claims(claims, here.verdicts, excused)
+            lines.append(f"Measured at another speed than recorded: {named}. Of these {NOT_COUNTED}")
+            excused = set(slow)
+    found, counts = len(claims.outside), counted(claims, rows, here.verdicts, excused)
+    found += len(rows.outside) if rows else 0
     lines += [f"  not compared: {count} rows {reason}" for reason, count in expected.left_out(here.rows).items()]
-    ended = f"{found} outside, of which {counted} count: expected ranges of {places.recorded_rows.name}"
+    ended = f"{found} outside, of which {counts} count: expected ranges of {places.recorded_rows.name}"
     print("\n".join([*lines, ended]))
-    return 1 if counted else 0
+    return 1 if counts else 0
 
 
 if __name__ == "__main__":

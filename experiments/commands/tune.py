@@ -34,6 +34,7 @@ from punica.ops.triton_ops.schedules import Schedule, expand_schedules, shrink_s
 
 Pair = tuple[Schedule, Schedule]  # shrink, expand
 Times = dict[tuple[Operator, Pair], float]
+Entries = dict[str, dict[str, list[Any]]]
 TOLERANCE = 1e-3
 MOST_GEMV_ROWS = 256
 """Rows up to which GEMV candidates are timed; beyond, one takes longer than all others together."""
@@ -129,24 +130,24 @@ def regrets(times: Times) -> dict[Operator, tuple[float, Pair]]:
     return {op: (chosen[op] / us, pair) for op, (us, pair) in best_pairs(times).items() if chosen[op] < math.inf}
 
 
-def table(times: Times, gain: float) -> dict[str, dict[str, list[Any]]]:
+def table(times: Times, gain: float) -> Entries:
     """Entries of the GPU's table: the best schedules where they are at least ``gain`` faster; of several operators
     with one key, those of the one that gains most.
     """
-    found: dict[str, dict[str, list[Any]]] = {}
+    found: Entries = {}
     for op, (regret, (shrink, expand)) in sorted(regrets(times).items(), key=lambda item: item[1][0]):
         if regret >= 1 + gain:
             found[tuned.key_of(problem_of(op))] = {"shrink": list(shrink), "expand": list(expand)}
     return dict(sorted(found.items()))
 
 
-def merged(path: Path, entries: dict[str, dict[str, list[Any]]], timed: set[str]) -> dict[str, dict[str, list[Any]]]:
+def merged(path: Path, entries: Entries, timed: set[str]) -> Entries:
     """New entries, and those of an earlier table at ``path`` whose keys are not among the ``timed``."""
     earlier = json.loads(path.read_text())["operators"] if path.is_file() else {}
     return dict(sorted(({key: one for key, one in earlier.items() if key not in timed} | entries).items()))
 
 
-def write_table(entries: dict[str, dict[str, list[Any]]], path: Path, about: dict[str, Any]) -> None:
+def write_table(entries: Entries, path: Path, about: dict[str, Any]) -> None:
     """Write a table as JSON, an operator a line."""
     rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items())
     path.parent.mkdir(parents=True, exist_ok=True)

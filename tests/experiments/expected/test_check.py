@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.claims import Verdict
 from experiments.claims.bounds import read_bounds
-from experiments.commands.check import check, counted_claims, counted_rows, other_device
+from experiments.commands.check import check, counted
 from experiments.harness.counted import frame_of
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.measure.records import Row, RowsError, write_rows
@@ -200,8 +200,8 @@ def test_claims_and_rows_of_figures_of_another_speed_are_not_counted():
         Verdict(id, "", figure, "", kind="simulated" if id == "C46" else "measured") for id, figure in figures.items()
     ]
     claims, rows = outside(claim=list(figures)), outside(figure=["1", "10", "11", "10"])
-    assert (counted_claims(claims, verdicts, {"10"}), counted_rows(rows, {"10"})) == (3, 2)
-    assert (counted_claims(claims, verdicts, ()), counted_rows(rows, ())) == (4, 4)
+    assert [counted(claims, one, verdicts, {"10"}) for one in (None, rows)] == [3, 5]
+    assert counted(claims, rows, verdicts, ()) == 8
 
 
 def config(root, hardware="h200", scale="laptop") -> DictConfig:
@@ -260,6 +260,8 @@ def test_without_rows_or_ranges_it_says_what_to_do(recorded, tmp_path):
         check(cfg)
 
 
-def test_another_device_is_told_apart():
-    theirs, ours = frame(made(1.0)), frame(made(1.0, device="Another GPU"))
-    assert (other_device(theirs, theirs), bool(other_device(theirs, ours))) == ("", True)
+def test_rows_of_another_device_are_not_compared_nor_counted(recorded, capsys):
+    rows = [replace(row, device="Another GPU", value=9 * row.value) for row in decode_rows(hardware="h200")]
+    write_rows(recorded / "outputs" / "h200" / "rows" / "fig01_batching.csv", rows)
+    assert check(config(recorded)) == 0
+    assert "Measurements: not compared, recorded on" in capsys.readouterr().out
