@@ -12,7 +12,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI
 
 from experiments.conformance.expected import BASE, Tokens, World
 from experiments.harness.schema import ConfigError
-from experiments.http_load.protocol import address
+from experiments.servers.client import address
 
 KEY_VARIABLE = "CONFORMANCE_API_KEY"
 TRIES, PAUSE_S = 60, 0.5  # of a full server (429); the retries of `openai` would hide other errors

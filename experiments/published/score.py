@@ -9,10 +9,10 @@ from pathlib import Path
 
 from experiments.harness.points import Reading
 from experiments.harness.schema import ConfigError
-from experiments.http_load.client import UNFINISHED, WRONG_COUNT, Answer, Job
-from experiments.http_load.loops import Run
-from experiments.http_load.readings import run_readings
 from experiments.published import requests as files
+from experiments.servers.client import UNFINISHED, WRONG_COUNT, Answer, Run
+from experiments.servers.served import run_readings
+from experiments.servers.stream import Job
 from experiments.workload.arrivals import Span
 
 OF_THE_CLIENT = "client_"

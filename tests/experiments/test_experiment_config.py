@@ -21,13 +21,12 @@ from experiments.workload.popularity import WORKLOADS
 
 ALL = {experiment.name: experiment for experiment in experiments()}
 OPERATORS = ALL["fig08_lora_operator"]
-GPU_ONLY = ("ext_determinism", "ext_operator_tables", "ext_expert_tables", "ext_today", "ext_own_server")
-NEEDS_A_SERVER = "ext_server"
+GPU_ONLY = ("ext_determinism", "ext_operator_tables", "ext_expert_tables", "ext_servers")
 SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("scale", ["smoke", "gpu", *(pytest.param(name, marks=SLOW) for name in ("laptop", "paper"))])
-@pytest.mark.parametrize("name", sorted(set(ALL) - {NEEDS_A_SERVER}))
+@pytest.mark.parametrize("name", sorted(ALL))
 def test_every_experiment_composes_and_has_points(tmp_path, name, scale):
     hardware = "h200" if name in GPU_ONLY else "cpu"
     cfg = settle(composed(tmp_path, f"scale={scale}", f"hardware={hardware}", name=name), ALL[name])
@@ -174,7 +173,7 @@ def test_every_figure_of_a_cpu_has_its_share_of_twenty_minutes():
     files = {name: OmegaConf.load(CONF / "figure" / f"{name}.yaml") for name in ALL}
     found = {name: file.get("minutes", {}).get("laptop") for name, file in files.items()}
     minutes = {name: share for name, share in found.items() if share is not None}
-    assert set(minutes) == set(ALL) - {*GPU_ONLY, NEEDS_A_SERVER}
+    assert set(minutes) == set(ALL) - {*GPU_ONLY}
     assert sum(minutes.values()) < 16.01  # three more are for set-up, one for judging
 
 

@@ -66,9 +66,7 @@ def halves(tmp_path, monkeypatch):
     return "workload=halves"
 
 
-READS_WORKLOAD = [  # ext_server asks a server
-    experiment for experiment in experiments() if "workload" in experiment.reads and experiment.name != "ext_server"
-]
+READS_WORKLOAD = [experiment for experiment in experiments() if "workload" in experiment.reads]
 
 
 @pytest.mark.parametrize("experiment", READS_WORKLOAD, ids=lambda experiment: experiment.name)

@@ -12,11 +12,10 @@ from unittest.mock import patch
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
-from fakes import composed
+from fakes import Fake, composed
 from matplotlib.patches import Patch
 from omegaconf import OmegaConf
 
-from experiments.ext_server import EXPERIMENT as SERVER
 from experiments.facts.paper import read_figure
 from experiments.facts.systems import by_paper_name, entries
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG07
@@ -353,6 +352,6 @@ def test_legend_and_caption_keep_within_their_figure():
 
 
 def test_experiments_without_a_figure_draw_nothing(tmp_path):
-    write_rows(tmp_path / "ext_server.csv", [row(10.0)])
-    assert draw(SERVER, tmp_path / "ext_server.csv", tmp_path / "figures", PAPER) == []
+    write_rows(tmp_path / "rows.csv", [row(10.0)])
+    assert draw(Fake(), tmp_path / "rows.csv", tmp_path / "figures", PAPER) == []
     assert not (tmp_path / "figures").exists()

@@ -112,14 +112,12 @@ def test_fresh_points_replace_recorded_ones_with_their_samples_and_others_stay(t
 
 
 ON_A_CPU = {"fig13_cluster", "ext_placement"}
-OF_OTHERS = {"ext_server"}
-"""Experiments that measure what somebody else runs."""
 
 
 def test_every_experiment_is_in_a_set():
     known = {experiment.name for experiment in experiments()}
     on_gpu, on_cpu = ({one.script for one in sets_of(hardware)} for hardware in ("h200", "cpu"))
-    assert known - OF_OTHERS == (known & on_gpu) | ON_A_CPU
+    assert known == (known & on_gpu) | ON_A_CPU
     assert on_cpu >= ON_A_CPU
     assert {name for name in on_gpu if not name.endswith("_tables")} <= known
     with pytest.raises(ConfigError, match="choose machine=a100-40g"):

@@ -144,6 +144,7 @@ def reach(script):
         ("fig11_textgen", {"Engine", "EngineSystem", "Scheduler"}, set(), "punica/ops/triton_ops/tuned/"),
         ("ext_placement", {"Passes"}, set(), "results/h200/fig10_layer.csv"),
         ("fig13_cluster", {"Passes", "RayCluster"}, set(), "paper_results/fig13_cluster.csv"),
+        ("ext_servers", {"Engine", "Server", "_Parser", "Vllm"}, set(), "punica/ops/triton_ops/tuned/"),
     ],
 )  # fmt: skip
 def test_figures_reach_their_code_and_data(script, names, others, data):

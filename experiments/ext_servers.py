@@ -1,0 +1,309 @@
+"""Extension: engines and servers that users would pick today beside ours, under the same requests on one machine.
+
+Claim: none of the paper's. With adapters this engine is the faster one, and the more, the more adapters a batch has.
+Expected shape: decode steps without adapters close, since both read the same bytes; with one for every request vLLM's
+kernels, whose grid has a place for each slot, take at least as long as the base products.
+
+    punica_many, punica    this engine; as many prompts per step as fit, as in vLLM, or the paper's one
+    punica_server          `punica.serve` of the latter, over HTTP; needs the extra `serve`
+    vllm_as_shipped        vLLM with LoRA enabled, all else as it comes
+    vllm, vllm_server      and `specialize_active_lora`, and LoRA at the seven projections only; and over HTTP
+    vllm_dual_stream       and its second stream: `VLLM_LORA_ENABLE_DUAL_STREAM`
+    figure.url=http://...  any server with OpenAI's API and adapters by model name, and no other system. An API key is
+                           the environment's SERVER_API_KEY, and is in no row
+
+Each system is a process of its own: ours of this interpreter, vLLM's of `figure.vllm_python`, with VLLM_* of the shell
+and no prefix cache; without it ours are measured alone. All get one checkpoint of random weights, one set of PEFT
+folders, each with weights of its own, and the same greedy requests to their whole length.
+
+Panels, in turns for each popularity; the first three also without adapters:
+
+    decode          of engines: `step_latency` of a full batch with `seq_len` cached tokens on average: two numbers of
+                    new tokens (`new_tokens`) of the same requests, subtracted
+    prompt          of engines: `prompt_latency` of a full batch of `seq_len` tokens each, to the first token of each
+    stream          `output_throughput` of a queue of chats, all waiting from the start, adapters in turns.
+                    `first_pass`: of its first requests, to warm up
+    N in flight     of servers: the next request is sent when one ends (`in_flight`)
+    R requests/s    of servers: Poisson arrivals (`rates`), whether others are answered or not
+    tokens          `first_token_alone`, share of requests of a mixed batch that begin as alone, and `same_alone`, share
+                    of tokens before the first difference; `first_token_reference`: as our engine has. `start`: from
+                    checkpoint to engine. With too few equal first tokens a system has no rows
+
+Loads count times from the due time of a request, tokens by the usage at the end of a stream, shared out over its
+pieces, and errors by kind (`errors_http_429`, `errors_wrong_token_count`); of an answer with an error no token counts,
+and it is not sent again. `ended_early`: right answers of fewer tokens, where no field forbids that.
+`client_is_bottleneck`: 1 where this client's event loop was late by 5 ms and a tenth of the time to first token.
+
+Column `hardware` is this machine. Work of a server here is other work to the witnesses of `harness.passes`, which mark
+its rows; `scale.tries=0` saves the repeats. Cost: at scale=gpu with Llama-2 7B on an H200, expected: three minutes per
+system; 30 GB of disk for temporary files, 30 GB of memory. On a CPU scale=smoke alone, that it runs, and a URL.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, astuple, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from pydantic import Field
+from tqdm import tqdm
+
+from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main, sampled
+from experiments.harness.points import by_cell, model_settings
+from experiments.harness.schema import Count, Counts, Seconds
+from experiments.servers.stream import NONE, Stream, ids, stream_lengths
+from experiments.servers.systems import HOW_TO_GET_VLLM, PUNICA, SYSTEMS, VLLM, vllm_version
+from experiments.workload import popularity
+from experiments.workload.arrivals import Span
+
+if TYPE_CHECKING:
+    from experiments.servers.bench import Bench
+    from experiments.servers.served import Served
+
+TOKENS, DECODE, PROMPT, STREAM, LOAD = "tokens", "decode", "prompt", "stream", "load"
+"""Methods of `servers.worker.Measurement`; panels, but for loads, which have one each."""
+METRICS = {DECODE: "step_latency", PROMPT: "prompt_latency"}
+Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class ServersConf(FigureConf):
+    """Servers, sizes of the work, and its seconds."""
+
+    url: str = ""
+    url_name: str = ""  # in rows; none: as /v1/models says
+    url_adapters: list[str]  # model names; none: all that /v1/models lists with a parent
+    fields: list[Literal["ignore_eos", "min_tokens"]]  # that keep answers from ending early, as far as the URL has them
+    prompts: Literal["ids", "text"]  # of a URL's loads
+    vllm_python: Path | None = None
+    parts: list[Literal["decode", "prompt", "stream", "load"]]
+    adapters: Count
+    batch_size: Count
+    contexts: Counts  # mean cached tokens of decode steps, and tokens of a prompt
+    new_tokens: Pair  # of the shorter and the longer requests
+    rounds: Count
+    requests: Count  # of the stream
+    lengths: Pair  # mean prompt and output of a chat
+    warm: Count  # requests of the stream's first pass
+    in_flight: list[Count]
+    rates: list[Positive]
+    before: Seconds  # of a load: until it is measured ...
+    seconds: Positive  # ... measured ...
+    after: Seconds  # ... and longest wait for its last answers
+    check: Pair  # requests, and new tokens of each
+    check_prompt: Count
+    sizes: dict[str, Any]  # what depends on the scale
+
+    def loads(self) -> dict[str, float]:
+        """Return the loads by panel: requests in flight (int), and per second (float)."""
+        if LOAD not in self.parts:
+            return {}
+        return {f"{n} in flight": n for n in self.in_flight} | {f"{rate:g} requests/s": rate for rate in self.rates}
+
+    def sizes_of_work(self) -> dict[str, Any]:
+        """Return what decides the work of an engine, with the most tokens of a request, in whole blocks."""
+        decode = max(self.contexts) + (self.new_tokens[1] - self.new_tokens[0] + 1) // 2
+        stream, checked = 4 * self.lengths[0] + round(1.6 * self.lengths[1]), self.check_prompt + sum(self.check)
+        names = {"adapters", "batch_size", "contexts", "new_tokens", "requests", "lengths", "warm", "rounds", "check",
+                 "check_prompt"}  # fmt: skip
+        return {**self.model_dump(include=names), "max_model_len": -(-(max(decode, stream, checked) + 1) // 16) * 16}
+
+
+class Servers(Experiment):
+    """Steps, prompts, streams, loads and tokens (the panels) by popularity and system."""
+
+    name, figure, order, conf = "ext_servers", "ext servers", 291, ServersConf
+    reads = ("model", "workload", "adapters.ranks", "adapters.seed")
+    clock, drawn_by, passes = "host_clock", "servers.draw_servers", 1
+
+    def known_systems(self, cfg: Config) -> Sequence[str]:
+        return list(SYSTEMS)
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure = cast(ServersConf, cfg.figure)
+        check(cfg)
+        loads = [(panel, workload, None) for workload in cfg.workload.names for panel in figure.loads()]
+        if figure.url:
+            server = _url(cfg).server
+            settings = {"server": asdict(server), "stream": asdict(_stream(cfg, NONE, ())),
+                        "load": [*astuple(_span(figure)), figure.fields]}  # fmt: skip
+            return [
+                Point(panel, server.label, workload, server.base, settings=settings) for panel, workload, _ in loads
+            ]
+        if cfg.hardware.device == "cpu" and cfg.scale.name != "smoke":
+            self._say("on a CPU only figure.url= is measured, a server that runs (scale=smoke tries the rest)")
+            return []
+        names = (NONE, *cfg.workload.names)
+        steps = [(panel, name, size) for panel in METRICS for size in figure.contexts for name in names]
+        cells = [(TOKENS, NONE, None), *steps, *((STREAM, name, None) for name in names), *loads]
+        wanted, model, rank = {TOKENS, *figure.parts, *figure.loads()}, cfg.model.name, cfg.adapters.ranks[0]
+        return [
+            Point(panel, system, workload, model, figure.batch_size, size, rank, _settings(cfg, system))
+            for system in self._possible(cfg)
+            for panel, workload, size in cells
+            if panel in wanted and panel not in (METRICS if SYSTEMS[system].is_server else figure.loads())
+        ]
+
+    def _possible(self, cfg: Config) -> list[str]:
+        """Systems that have an interpreter, ours first. `ConfigError` where none of those asked for has one."""
+        ours = [name for name in cfg.system.names if SYSTEMS[name].engine == PUNICA]
+        others = [name for name in cfg.system.names if name not in ours]
+        if not others or cast(ServersConf, cfg.figure).vllm_python:
+            return ours + others
+        text = f"figure.vllm_python is empty, so {', '.join(others)} cannot run: {HOW_TO_GET_VLLM}"
+        if not ours:
+            raise ConfigError(text)
+        self._say(text)
+        return ours
+
+    def _say(self, text: str) -> None:
+        tqdm.write(f"{self.name}: {text}", file=sys.stderr)
+
+    def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
+        """All points of a system, which one process measures; those of a URL one by one."""
+        return by_cell(points, *(("panel", "workload", "seq_len") if points[0].system in SYSTEMS else ()))
+
+    def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
+        figure, system = cast(ServersConf, cfg.figure), points[0].system
+        if figure.url:
+            served = self.kept(figure.url, lambda: _url(cfg))
+            loaded = served.load(**_loads(cfg, points, served.server.adapters))["readings"]
+            found = [loaded[point.panel, point.workload] for point in points]
+            fields = " and ".join(sorted(figure.fields)) or "neither ignore_eos nor min_tokens: answers may end early"
+            engine = f"{system}; {len(served.server.adapters)} adapters; {fields}; prompts as {figure.prompts}"
+        else:
+            bench = self._bench(cfg)
+            lines = bench.run(system, _parts(cfg, points, bench))
+            engines = [name for name, one in SYSTEMS.items() if one.engine == PUNICA and not one.is_server]
+            reference = next((name for name in cfg.system.names if name in engines), engines[0])
+            tokens = [Reading("start", lines[0]["seconds"], "s"), *bench.shares(system, lines[1], reference)]
+            found = [tokens if point.panel == TOKENS else _readings(figure, point, lines) for point in points]
+            engine = f"{lines[0]['about']}: {SYSTEMS[system].described()}"
+        return [[replace(reading, engine=engine) for reading in readings] for readings in found]
+
+    def _bench(self, cfg: Config) -> Bench:
+        """Folders and processes, and the tokens of systems that ran."""
+        from experiments.servers.bench import Bench
+
+        figure, rank, seed = cast(ServersConf, cfg.figure), cfg.adapters.ranks[0], cfg.adapters.seed
+        return self.kept((cfg.model.name, rank, seed), lambda: Bench(
+            cfg.model, cfg.hardware.device, cfg.hardware.threads or 1, rank, seed, figure.sizes_of_work(),
+            figure.vllm_python,
+        ))  # fmt: skip
+
+
+def check(cfg: Config) -> None:
+    """`ConfigError` for sizes that do not fit each other."""
+    figure = cast(ServersConf, cfg.figure)
+    rows, (short, long), longest = figure.batch_size, figure.new_tokens, figure.sizes_of_work()["max_model_len"]
+    for is_right, text in (
+        (rows <= short < long, f"new_tokens={figure.new_tokens} must ascend from figure.batch_size={rows} or more: one "
+         "request joins per step, and the batch must be full"),
+        (min(figure.contexts) > (short + long) // 2, f"contexts={figure.contexts} must be above {(short + long) // 2}, "
+         "the mean of figure.new_tokens: the rest is the prompt"),
+        (figure.adapters >= rows, f"adapters={figure.adapters} must be at least figure.batch_size={rows}: Distinct has "
+         "one for every request"),
+        (figure.url or longest <= cfg.model.max_position_embeddings, f"contexts and figure.lengths have requests of "
+         f"{longest} tokens, above the {cfg.model.max_position_embeddings} of {cfg.model.name}: choose shorter ones"),
+    ):  # fmt: skip
+        if not is_right:
+            raise ConfigError(f"figure.{text}")
+    if not figure.url:
+        _check_adapters(cfg, figure.adapters, "figure.adapters has")
+
+
+def _check_adapters(cfg: Config, there: int, where: str) -> None:
+    """`ConfigError` for loads of a popularity with more adapters than there are; those of Distinct take turns."""
+    figure = cast(ServersConf, cfg.figure)
+    for name in cfg.workload.names if figure.loads() else ():
+        turns = max(figure.in_flight, default=1)
+        needed = turns if name == "Distinct" else popularity(name).number_of_adapters(figure.requests)
+        if needed > there:
+            raise ConfigError(
+                f"{name} of figure.requests={figure.requests}, figure.in_flight={figure.in_flight} needs {needed} "
+                f"adapters, {where} {there}: choose more of these or fewer of those, or leave it out (workload=)"
+            )
+
+
+def _url(cfg: Config) -> Served:
+    from experiments.servers.client import KEY, look_up
+    from experiments.servers.served import Served
+
+    figure, key = cast(ServersConf, cfg.figure), os.environ.get(KEY, "")
+    server = look_up(figure.url, key, figure.url_name, figure.url_adapters)
+    _check_adapters(cfg, len(server.adapters), f"{server.url} has")
+    return Served(server, key, figure.fields)
+
+
+def _span(figure: ServersConf) -> Span:
+    return Span(figure.before, figure.seconds, figure.after)
+
+
+def _stream(cfg: Config, workload: str, adapters: Sequence[str], repeat: int = 0) -> Stream:
+    figure, seed = cast(ServersConf, cfg.figure), cfg.adapters.seed + repeat
+    words = figure.prompts == "text"
+    return Stream(workload, adapters, figure.requests, figure.lengths, cfg.model.vocab_size, seed, words)
+
+
+def _settings(cfg: Config, system: str) -> dict[str, Any]:
+    """Return what decides the numbers of `system`."""
+    figure, about = cast(ServersConf, cfg.figure), SYSTEMS[system]
+    engine = [vllm_version(figure.vllm_python) if about.engine == VLLM else "", about.described()]
+    load = {"load": list(astuple(_span(figure)))} if about.is_server else {}
+    sizes = figure.sizes_of_work()
+    return {"model": model_settings(cfg.model), "sizes": sizes, "engine": engine, "seed": cfg.adapters.seed, **load}
+
+
+def _loads(cfg: Config, points: Sequence[Point], adapters: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of `Served.load` that measure those of `points` that are loads; empty without any."""
+    figure = cast(ServersConf, cfg.figure)
+    loads, points = figure.loads(), [point for point in points if point.panel in figure.loads()]
+    streams = {point.workload: _stream(cfg, point.workload, adapters, point.repeat) for point in points}
+    return {"streams": streams, "loads": {point.panel: loads[point.panel] for point in points}, "span": _span(figure)}
+
+
+def _parts(cfg: Config, points: Sequence[Point], bench: Bench) -> list[tuple[str, dict[str, Any]]]:
+    """Return the parts of a job that measure `points`."""
+    figure, parts = cast(ServersConf, cfg.figure), list[tuple[str, dict[str, Any]]]()
+    rows, mean = figure.batch_size, sum(figure.new_tokens) // 2
+    names = dict.fromkeys(point.workload for point in points if point.panel in (*METRICS, STREAM))
+    full = {name: ids(name, rows, figure.adapters) for name in names}
+    for panel, size in dict.fromkeys((point.panel, point.seq_len or 0) for point in points if point.panel in METRICS):
+        given = {"context": size, "cases": full, "prompts": bench.prompts([size - mean] * rows, size)}
+        given |= {"new_tokens": figure.new_tokens}
+        if panel == PROMPT:
+            given = {"context": size, "cases": full, "prompts": bench.prompts([size] * rows, size)}
+        parts.append((panel, given))
+    if any(point.panel == STREAM for point in points):
+        prompts, new = zip(*stream_lengths(figure.requests, *figure.lengths), strict=True)
+        cases = {name: ids(name, figure.requests, figure.adapters) for name in names}
+        given = {"prompts": bench.prompts(prompts, 1), "cases": cases, "new_tokens": list(new), "warm": figure.warm}
+        parts.append((STREAM, given))
+    loads = _loads(cfg, points, list(bench.adapters))
+    return [*parts, (LOAD, loads)] if loads["loads"] else parts
+
+
+def _readings(figure: ServersConf, point: Point, lines: Sequence[dict[str, Any]]) -> list[Reading]:
+    part = LOAD if point.panel in figure.loads() else point.panel
+    line = next(one for one in lines if (one["part"], one.get("context")) == (part, point.seq_len))
+    if part == LOAD:
+        return list(line["readings"][point.panel, point.workload])
+    seconds = line["seconds"][point.workload]
+    if part in METRICS:
+        return sampled(METRICS[part], [1e3 * value for value in seconds], "ms")
+    prompt, output = map(sum, zip(*stream_lengths(figure.requests, *figure.lengths), strict=True))
+    return [
+        *sampled("output_throughput", [output / value for value in seconds], "token/s"),
+        Reading("first_pass", line["first"][point.workload], "s"),
+        Reading("output_tokens", output, "tokens", "count"),
+        Reading("prompt_tokens", prompt, "tokens", "count"),
+    ]
+
+
+EXPERIMENT = Servers()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

@@ -1,0 +1,69 @@
+"""Requests: adapters by popularity, lengths of chats. No torch."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments.workload import popularity
+
+NONE = ""
+"""Popularity of requests without adapters."""
+WORDS = ("the", "of", "and", "to", "in", "is", "it", "on", "as", "at", "by", "we", "he", "or", "an", "be", "do", "so")
+"""Words that are one token each in most vocabularies."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: its model, prompt (text or token ids) and number of new tokens."""
+
+    model: str
+    prompt: str | list[int]
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Chats of a popularity: lengths and adapters of `requests` of them come again and again, prompts are new.
+
+    `adapters`: names; they take turns where the popularity has more. `lengths`: means of prompt and output. `words`:
+    prompts are text.
+    """
+
+    workload: str
+    adapters: Sequence[str]
+    requests: int
+    lengths: Sequence[int]
+    vocab_size: int
+    seed: int
+    words: bool = False
+
+    def jobs(self) -> Iterator[Job]:
+        """Yield requests without end."""
+        lengths, adapters = (
+            stream_lengths(self.requests, *self.lengths),
+            popularity(self.workload).requests(self.requests),
+        )
+        draws = np.random.Generator(np.random.PCG64(self.seed))
+        while True:
+            for (size, new), adapter in zip(lengths, adapters, strict=True):
+                prompt = draws.integers(self.vocab_size, size=size).tolist()
+                text = " ".join(WORDS[token % len(WORDS)] for token in prompt)
+                yield Job(self.adapters[adapter % len(self.adapters)], text if self.words else prompt, new)
+
+
+def ids(workload: str, requests: int, adapters: int) -> list[int]:
+    """Return the adapter id of each request of a batch, one of each adapter in turn; 0 without a popularity."""
+    if workload == NONE:
+        return [0] * requests
+    sizes = popularity(workload).group_sizes(requests)
+    return [1 + i % adapters for turn in range(max(sizes)) for i, size in enumerate(sizes) if turn < size]
+
+
+def stream_lengths(requests: int, prompt: int, new: int) -> list[tuple[int, int]]:
+    """Draw lengths of prompts (log-normal, up to four times the mean `prompt`) and outputs (uniform about `new`)."""
+    draw, spread, middle = random.Random(0), 0.8, math.log(prompt) - 0.8**2 / 2
+    drawn = [(draw.lognormvariate(middle, spread), new * draw.uniform(0.4, 1.6)) for _ in range(requests)]
+    return [(max(1, min(4 * prompt, round(length))), max(1, round(output))) for length, output in drawn]

@@ -1,0 +1,176 @@
+"""Process of an engine alone: it does the parts of a job. The top imports nothing, since any interpreter runs this.
+
+    python -m experiments.servers.worker job.json lines.jsonl
+
+A job names folders, limits, options of the engine and parts, the methods of `Measurement`; each part gives one JSON
+line. All requests are prompts of token ids and greedy, and ignore end tokens.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Cases = dict[str, list[int]]
+"""Popularity -> adapter id of each request; 0 is no adapter."""
+
+
+class Punica:
+    """Our engine, with a slot per request of a batch and one to load into, and host memory for all adapters."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        import torch
+
+        import punica
+        from punica.adapters import LoRARequest
+        from punica.engine import Engine, SamplingParams
+
+        self._adapters = [LoRARequest(name, i, path) for i, (name, path) in enumerate(job["adapters"].items(), start=1)]
+        self._engine = Engine.from_pretrained(
+            job["model"], dtype=job["dtype"], device=job["device"], max_model_len=job["max_model_len"],
+            max_batch_size=job["batch_size"], max_lora_rank=job["rank"], max_cpu_loras=len(self._adapters) + 1,
+            **job["options"],
+        )  # fmt: skip
+        self._params = SamplingParams
+        self.about = f"punica {punica.__version__}, torch {torch.__version__}"
+
+    def generate(self, prompts: list[list[int]], adapters: list[int], new_tokens: list[int]) -> list[list[int]]:
+        """Continue every prompt by exactly its number of new tokens."""
+        params = [self._params(max_new_tokens=n, ignore_eos=True) for n in new_tokens]
+        chosen = [self._adapters[i - 1] if i else None for i in adapters]
+        results = self._engine.generate(prompts, chosen, params)
+        if errors := [result.error for result in results if result.error]:
+            raise RuntimeError(errors[0])
+        return [result.token_ids for result in results]
+
+
+class Vllm:
+    """vLLM's offline `LLM`, with a slot per request of a batch, and host memory for all adapters.
+
+    As it ships but for the options of the job and what makes the work the same: no prefix cache, since passes repeat
+    their prompts, and no tokenizer.
+    """
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from importlib.metadata import version
+
+        import vllm
+        from vllm.lora.request import LoRARequest
+
+        self._params = vllm.SamplingParams
+        self._adapters = [LoRARequest(name, i, path) for i, (name, path) in enumerate(job["adapters"].items(), start=1)]
+        self._llm = vllm.LLM(
+            model=job["model"], dtype=job["dtype"], seed=0, skip_tokenizer_init=True, enable_prefix_caching=False,
+            max_model_len=job["max_model_len"], max_num_seqs=job["batch_size"], enable_lora=True,
+            max_loras=job["batch_size"], max_lora_rank=job["rank"], max_cpu_loras=len(self._adapters), **job["options"],
+        )  # fmt: skip
+        self.about = f"vllm {vllm.__version__}, torch {version('torch')}"
+
+    def generate(self, prompts: list[list[int]], adapters: list[int], new_tokens: list[int]) -> list[list[int]]:
+        """Continue every prompt by exactly its number of new tokens."""
+        params = [self._params(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in new_tokens]
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        chosen = [self._adapters[i - 1] if i else None for i in adapters]
+        outputs = self._llm.generate(given, params, lora_request=chosen, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class Measurement:
+    """Parts of a job on one engine."""
+
+    def __init__(self, engine: Any, job: dict[str, Any]) -> None:
+        self.engine, self.job = engine, job
+
+    def tokens(self, prompts: list[list[int]], adapters: list[int], new_tokens: int) -> dict[str, Any]:
+        """Generate for all requests in one batch, for each alone, and in one batch without adapters."""
+        counts = [new_tokens] * len(prompts)
+        together = self._timed(prompts, adapters, counts)[1]
+        alone = [self._timed([p], [a], [new_tokens])[1][0] for p, a in zip(prompts, adapters, strict=True)]
+        plain = self._timed(prompts, [0] * len(prompts), counts)[1]
+        return {"together": together, "alone": alone, "plain": plain}
+
+    def decode(self, context: int, prompts: list[list[int]], cases: Cases, new_tokens: list[int]) -> dict[str, Any]:
+        """Time a full batch that decodes, per step: two lengths of the same requests, subtracted.
+
+        Prefill, and steps in which the batch fills or empties, are in both and drop out. `context` is the mean number
+        of cached tokens in the steps that remain.
+        """
+        short, long = new_tokens
+        steps: dict[str, list[float]] = {name: [] for name in cases}
+        for turn, name in self._warmed(cases):
+            seconds = {
+                count: self._timed(prompts, cases[name], [count] * len(prompts))[0]
+                for count in in_turns([short, long], turn)
+            }
+            if turn:
+                steps[name].append((seconds[long] - seconds[short]) / (long - short))
+        return {"context": context, "seconds": steps}
+
+    def prompt(self, context: int, prompts: list[list[int]], cases: Cases) -> dict[str, Any]:
+        """Time a full batch of prompts of `context` tokens, to the first token of each."""
+        found: dict[str, list[float]] = {name: [] for name in cases}
+        for turn, name in self._warmed(cases):
+            seconds = self._timed(prompts, cases[name], [1] * len(prompts))[0]
+            found[name] += [seconds] if turn else []
+        return {"context": context, "seconds": found}
+
+    def stream(self, prompts: list[list[int]], cases: Cases, new_tokens: list[int], warm: int) -> dict[str, Any]:
+        """Time all requests of a queue, from the call to the last token, with all adapters in host memory.
+
+        `first`: a pass over `warm` of them before.
+        """
+        self._read_adapters()
+        first = {name: self._timed(prompts[:warm], ids[:warm], new_tokens[:warm])[0] for name, ids in cases.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in cases}
+        for turn in range(self.job["rounds"]):
+            for name in in_turns(cases, turn):
+                seconds[name].append(self._timed(prompts, cases[name], new_tokens)[0])
+        return {"seconds": seconds, "first": first}
+
+    def load(self, **given: Any) -> dict[str, Any]:
+        """Load the engine, which is a server."""
+        found: dict[str, Any] = self.engine.load(**given)
+        return found
+
+    def _read_adapters(self) -> None:
+        """Generate a token with each adapter, which leaves it in host memory."""
+        numbers = list(range(1, len(self.job["adapters"]) + 1))
+        self._timed([[3]] * len(numbers), numbers, [1] * len(numbers))
+
+    def _warmed(self, cases: Cases) -> Iterator[tuple[int, str]]:
+        """Yield turn and case; turn 0 is to warm up."""
+        return ((turn, name) for turn in range(self.job["rounds"] + 1) for name in in_turns(cases, turn))
+
+    def _timed(self, prompts: list[list[int]], adapters: list[int], counts: list[int]) -> tuple[float, list[list[int]]]:
+        began = time.perf_counter()
+        tokens = self.engine.generate(prompts, adapters, counts)
+        seconds = time.perf_counter() - began
+        if [len(one) for one in tokens] != counts:
+            raise RuntimeError(f"asked for {counts} new tokens, got {[len(one) for one in tokens]}")
+        return seconds, tokens
+
+
+def in_turns(cases: Iterable[Any], turn: int) -> list[Any]:
+    """Return `cases` forth in even turns and back in odd ones, which cancels a drift."""
+    return list(cases)[:: -1 if turn % 2 else 1]
+
+
+def lines_of(job: dict[str, Any], build: Callable[[dict[str, Any]], Any]) -> Iterator[dict[str, Any]]:
+    """Do a job on the engine that `build` makes of it; yield a line per part."""
+    began = time.perf_counter()
+    engine = build(job)
+    yield {"part": "start", "seconds": time.perf_counter() - began, "about": engine.about}
+    for part, given in job["parts"]:
+        yield {"part": part, **getattr(Measurement(engine, job), part)(**given)}
+
+
+def serve(build: Callable[[dict[str, Any]], Any]) -> None:
+    """Do the job of the command line."""
+    found = lines_of(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), build)
+    Path(sys.argv[2]).write_text("".join(json.dumps(line) + "\n" for line in found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    serve(lambda job: {"punica": Punica, "vllm": Vllm}[job["engine"]](job))

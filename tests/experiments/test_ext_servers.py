@@ -1,0 +1,587 @@
+"""Engines and servers: the same work for all, wrong tokens give no rows, loads count errors, overrides are refused.
+
+vLLM itself is a fake here, of the calls that the worker makes: these tests say nothing about its speed or tokens.
+"""
+
+import asyncio
+import json
+import re
+import sys
+import time
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import psutil
+import pytest
+from fake_server import fake_server
+from fakes import composed
+
+from experiments.harness.catalogue import experiments
+from experiments.harness.experiment import CheckFailed
+from experiments.harness.resume import run
+from experiments.harness.schema import REPOSITORY, ConfigError, DType, ModelConf
+from experiments.harness.settings import settle
+from experiments.measure.records import read_rows
+from experiments.plots.frames import measured_frame, rows_of_repeats
+from experiments.plots.servers import draw_servers, gains
+from experiments.servers import bench as bench_module
+from experiments.servers import client as client_module
+from experiments.servers.bench import Bench, common, first_tokens, written
+from experiments.servers.client import BACK_OFF_S, FIELDS, Answer, Client, Run, Server, look_up
+from experiments.servers.client import run as run_load
+from experiments.servers.served import Served, is_late, run_readings, tokens_in
+from experiments.servers.stream import Job, Stream, ids, stream_lengths
+from experiments.servers.systems import SYSTEMS, System
+from experiments.servers.worker import Measurement, Punica
+from experiments.workload.arrivals import Span
+
+SERVERS = next(iter(experiments(["ext_servers"])))
+TINY = ModelConf(
+    name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
+)  # fmt: skip
+OF_A_FAKE = """
+import json, os, time
+from types import SimpleNamespace
+
+now = [0.0]  # of a clock of tokens and looks, or a busy machine makes the difference of two lengths negative
+
+def clock():
+    now[0] += 1e-6
+    return now[0]
+
+def generated(prompt, adapter, count):
+    return [(sum(prompt) + 7 * adapter + 13 * place) % 251 for place in range(count)]
+
+time.perf_counter = clock
+"""
+FAKE_VLLM = f"""{OF_A_FAKE}
+__version__ = "0.0.0+fake"
+
+class SamplingParams:
+    def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
+        assert (temperature, ignore_eos, detokenize) == (0.0, True, False)
+        self.max_tokens = max_tokens
+
+class LLM:
+    def __init__(self, **settings):
+        told = {{**settings, "stream": os.environ.get("VLLM_LORA_ENABLE_DUAL_STREAM")}}
+        with open(os.path.join(os.path.dirname(__file__), "settings.jsonl"), "a") as file:
+            file.write(json.dumps(told) + "\\n")
+
+    def generate(self, prompts, params, *, lora_request, use_tqdm):
+        now[0] += 2e-4 * max(one.max_tokens for one in params)
+        chosen = [request.lora_int_id if request else 0 for request in lora_request]
+        assert all(os.path.exists(one.lora_path) for one in lora_request if one)
+        tokens = [generated(p["prompt_token_ids"], a, one.max_tokens) for p, a, one in zip(prompts, chosen, params)]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=one)]) for one in tokens]
+"""
+FAKE_REQUEST = """
+class LoRARequest:
+    def __init__(self, name, number, path):
+        self.lora_name, self.lora_int_id, self.lora_path = name, number, path
+"""
+FAKE_OURS = f"""{OF_A_FAKE}
+from experiments.servers.worker import serve
+
+class Fake:
+    about = "punica, a fake"
+    def __init__(self, job): assert job["options"] == {{"admission": "fcfs_many"}}
+    def generate(self, prompts, adapters, counts):
+        now[0] += 1e-4 * max(counts)
+        return list(map(generated, prompts, adapters, counts))
+
+serve(Fake)
+"""
+
+
+def settled(tmp_path, *overrides):
+    return settle(composed(tmp_path, *overrides, name=SERVERS.name), SERVERS)
+
+
+def stub(folder: Path, module: str = FAKE_VLLM) -> Path:
+    """Return an interpreter below `folder` that has a fake vLLM."""
+    site = folder / "site"
+    facts = site / "vllm-0.0.0+fake.dist-info"
+    for path in (site / "vllm" / "lora", facts):
+        path.mkdir(parents=True)
+    (site / "vllm" / "__init__.py").write_text(module)
+    (site / "vllm" / "lora" / "request.py").write_text(FAKE_REQUEST)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.0.0+fake\n")
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={site}:$PYTHONPATH exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+@pytest.fixture
+def ours_is_a_fake(tmp_path, monkeypatch):
+    """Our worker is one that starts at once, and the folders of model and adapters have no weights."""
+    script, command = tmp_path / "ours.py", System.command
+    script.write_text(FAKE_OURS)
+
+    def of_fakes(self, python):
+        return [sys.executable, str(script)] if self.engine == "punica" else command(self, python)
+
+    def empty(home, model, device, rank, adapters, seed):
+        for name in range(adapters):
+            (home / str(name)).mkdir()
+        return {f"adapter-{name}": str(home / str(name)) for name in range(adapters)}
+
+    monkeypatch.setattr(System, "command", of_fakes)
+    monkeypatch.setattr(bench_module, "written", empty)
+
+
+# measurements, on a clock that the engine moves
+
+
+class Scripted:
+    """An engine of 5 seconds per prompt, and `step` per token of the longest."""
+
+    def __init__(self, monkeypatch, steps=(0.5,)):
+        self.now, self.steps, self.log = 0.0, steps, []
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def generate(self, prompts, adapters, new_tokens):
+        self.now += 5.0 * len(prompts) + self.steps[len(self.log) % len(self.steps)] * max(new_tokens)
+        self.log.append((adapters[0], new_tokens[0]))
+        return [[0] * count for count in new_tokens]
+
+
+def test_prefill_is_not_part_of_a_step_and_orders_alternate(monkeypatch):
+    engine = Scripted(monkeypatch)
+    found = Measurement(engine, {"rounds": 3}).decode(16, [[1]] * 2, {"": [0, 0], "Distinct": [1, 2]}, [4, 8])
+    assert found == {"context": 16, "seconds": {"": [0.5] * 3, "Distinct": [0.5] * 3}}
+    forth, back = [(0, 4), (0, 8), (1, 4), (1, 8)], [(1, 8), (1, 4), (0, 8), (0, 4)]
+    assert engine.log == [*forth, *back, *forth, *back]
+
+
+def test_the_first_round_warms_up(monkeypatch):
+    measurement = Measurement(Scripted(monkeypatch, steps=[100.0, 100.0, 0.25, 0.25, 0.5, 0.5]), {"rounds": 2})
+    assert measurement.decode(16, [[1]], {"": [0]}, [4, 8])["seconds"] == {"": [0.25, 0.5]}
+    measurement = Measurement(Scripted(monkeypatch, steps=[100.0, 0.25, 0.5]), {"rounds": 2})
+    assert measurement.prompt(16, [[1]], {"": [0]})["seconds"] == {"": [5.25, 5.5]}
+
+
+def test_a_stream_has_its_adapters_in_memory_and_counts_to_the_last_token(monkeypatch):
+    engine = Scripted(monkeypatch)
+    measurement = Measurement(engine, {"rounds": 1, "adapters": {"a": "/a", "b": "/b"}})
+    assert measurement.stream([[1]] * 3, {"": [0] * 3}, [4, 6, 8], warm=1) == {
+        "seconds": {"": [19.0]},
+        "first": {"": 7.0},
+    }
+    assert engine.log == [(1, 1), (0, 4), (0, 4)]
+
+
+def test_fewer_tokens_than_asked_for_are_an_error():
+    engine = SimpleNamespace(generate=lambda prompts, adapters, counts: [[0] * (count - 1) for count in counts])
+    with pytest.raises(RuntimeError, match=r"asked for \[2\] new tokens, got \[1\]"):
+        Measurement(engine, {}).tokens([[1]], [0], 2)
+
+
+# the work
+
+
+def test_adapters_take_turns_and_lengths_have_their_means():
+    assert ids("", 3, 2) == [0, 0, 0]
+    assert ids("Identical", 3, 2) == [1, 1, 1]
+    assert ids("Distinct", 5, 3) == [1, 2, 3, 1, 2]
+    assert ids("Skewed", 6, 9) == [1, 2, 3, 4, 1, 2]
+    lengths = stream_lengths(4096, 259, 158)
+    assert sum(prompt for prompt, _ in lengths) / 4096 == pytest.approx(259, rel=0.05)
+    assert sum(new for _, new in lengths) / 4096 == pytest.approx(158, rel=0.05)
+    assert max(prompt for prompt, _ in lengths) == 4 * 259
+    assert (first_tokens([[1, 2], [3, 4]], [[1, 3], [4, 4]]), common([[1, 2], [3, 4]], [[1, 3], [4, 4]])) == (0.5, 0.25)
+
+
+def test_a_stream_has_new_prompts_and_the_same_lengths_and_adapters_again():
+    names = [f"a{place}" for place in range(6)]
+
+    def drawn(workload, seed=0, words=False):
+        return list(islice(Stream(workload, names, 6, [9, 6], 64, seed, words).jobs(), 12))
+
+    sizes = {
+        name: sorted(Counter(job.model for job in drawn(name)).values()) for name in ("Distinct", "Uniform", "Skewed")
+    }
+    assert sizes == {"Distinct": [2] * 6, "Uniform": [4] * 3, "Skewed": [2, 2, 4, 4]}
+    jobs, texts = drawn("Distinct"), drawn("Distinct", words=True)
+    assert [(job.model, len(job.prompt), job.new_tokens) for job in jobs[:6]] == [
+        (job.model, len(job.prompt), job.new_tokens) for job in jobs[6:]
+    ]
+    assert [job.prompt for job in jobs[:6]] != [job.prompt for job in jobs[6:]]
+    assert jobs == drawn("Distinct") != drawn("Distinct", seed=1)
+    assert [len(job.prompt.split()) for job in texts] == [len(job.prompt) for job in jobs]
+
+
+def test_every_adapter_folder_has_weights_of_its_own_and_our_engine_tells_them_apart(tmp_path):
+    adapters = written(tmp_path, TINY, "cpu", 4, 3, seed=0)
+    assert len({(Path(folder) / "adapter_model.safetensors").read_bytes() for folder in adapters.values()}) == 3
+    config = json.loads((tmp_path / "with-tokenizer" / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
+    job = {"model": str(tmp_path / "model"), "adapters": {**adapters, "absent": str(tmp_path / "absent")}, "rank": 4,
+           "dtype": "float32", "device": "cpu", "batch_size": 3, "max_model_len": 16,
+           "options": {"admission": "fcfs_many"}}  # fmt: skip
+    engine = Punica(job)
+    tokens = Measurement(engine, job).tokens([[5, 6, 7], [5, 6, 7], [5, 6, 7], [8, 9]], [0, 1, 2, 3], 4)
+    assert tokens["together"] == tokens["alone"]
+    assert [len({tuple(one) for one in tokens[name][:3]}) for name in ("together", "plain")] == [3, 1]
+    with pytest.raises(RuntimeError, match="absent"):
+        engine.generate([[1]], [4], [1])
+
+
+# engines in processes
+
+
+def test_engines_do_the_same_work_and_rows_name_versions_and_settings(tmp_path, ours_is_a_fake, monkeypatch):
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", "/some/tables")
+    python = stub(tmp_path / "stub")
+    names = "system.names=[punica_many,vllm,vllm_dual_stream]"
+    cfg = composed(tmp_path, f"figure.vllm_python={python}", names, "draw=true", name=SERVERS.name)
+    outcome = run(cfg, SERVERS)
+    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 30, 3)
+    kept = [file.read_text() for file in tmp_path.rglob("ext_servers.*") if file.suffix in (".csv", ".json")]
+    assert not [one for one in kept if str(python.parent) in one or "/some" in one]
+    rows = [row for row in read_rows(outcome.rows_file) if row.statistic in ("median", "value")]
+    shown = {system: {row.engine for row in rows if row.system == system} for system in cfg.system.names}
+    assert shown["punica_many"] == {"punica, a fake: admission=fcfs_many"}
+    (dual,) = shown["vllm_dual_stream"]
+    assert dual.startswith("vllm 0.0.0+fake, torch 2.")
+    assert dual.endswith("up_proj+down_proj, VLLM_TUNED_CONFIG_FOLDER=tables, VLLM_LORA_ENABLE_DUAL_STREAM=1")
+    counts = Counter((row.panel, row.metric) for row in rows if row.system == "vllm")
+    timed = ("decode", "step_latency"), ("prompt", "prompt_latency"), ("stream", "output_throughput")
+    assert [counts[key] for key in timed] == [3, 3, 3]
+    shares = "first_token_alone", "first_token_reference", "same_alone"
+    assert {row.value for row in rows if row.metric in shares} == {1.0}
+    told = [json.loads(line) for line in (python.parent / "site/vllm/settings.jsonl").read_text().splitlines()]
+    assert [one["stream"] for one in told] == [None, "1"]
+    limits = "max_num_seqs", "max_loras", "max_cpu_loras", "enable_prefix_caching", "specialize_active_lora"
+    assert {tuple(one[name] for name in limits) for one in told} == {(3, 3, 4, False, True)}
+    assert run(cfg, SERVERS).measured == 0
+    figure = draw_servers(measured_frame(rows_of_repeats(Path(outcome.rows_file))), pd.DataFrame())
+    texts = [[text.get_text() for text in axis.texts if "x (vllm" in text.get_text()] for axis in figure.axes]
+    assert list(map(len, texts)) == [3, 3, 3], "a ratio above every case"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("7 * adapter", "8 * adapter", r"vllm: first_token_reference \(punica_many\) is 0.33, must be 1.0 or more"),
+        ("max_tokens = max_tokens", "tokens = 1", "(?s)process of vllm ended with exit code 1.*AttributeError"),
+    ],
+)
+def test_an_engine_with_other_tokens_or_none_has_no_rows(tmp_path, ours_is_a_fake, old, new, words):
+    python = stub(tmp_path / "other", FAKE_VLLM.replace(old, new))
+    given = [f"figure.vllm_python={python}", "figure.parts=[decode]", "system=vllm"]
+    outcome = run(composed(tmp_path, *given, name=SERVERS.name), SERVERS)
+    assert re.search(words, outcome.failed[0])
+    assert outcome.measured == 0
+
+
+@pytest.fixture
+def bench(ours_is_a_fake) -> Bench:
+    return Bench(TINY, "cpu", 1, 4, 0, {"adapters": 2, "check": [6, 2], "check_prompt": 3}, None)
+
+
+def test_what_a_process_leaves_behind_is_ended(tmp_path, bench, monkeypatch):
+    left = tmp_path / "pid"
+    monkeypatch.setattr(System, "command", lambda *_: ["sh", "-c", f"sleep 60 & echo $! > {left}; exit 3"])
+    with bench._running("punica_many") as process:
+        assert process.wait() == 3
+    pid, deadline = int(left.read_text()), time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "it still runs"
+
+
+def test_tokens_that_depend_on_the_company_or_on_no_adapter_are_refused(bench):
+    alone = [[place, place] for place in range(6)]
+    found = {"together": alone, "alone": alone, "plain": [[9, 9]] * 6}
+    bench.shares("punica_many", found, "punica_many")
+    with pytest.raises(CheckFailed, match=r"first_token_alone .* is 0.83"):
+        bench.shares("punica_many", {**found, "together": [*alone[:5], [4, 4]]}, "punica_many")
+    bench.model = TINY.model_copy(update={"dtype": DType.float16})  # where rounding may decide
+    bench.shares("punica_many", {**found, "together": [*alone[:5], [4, 4]]}, "punica_many")
+    with pytest.raises(CheckFailed, match="adapters change the first token of 0 of 4 requests"):
+        bench.shares("punica_many", {**found, "plain": alone}, "punica_many")
+
+
+@pytest.mark.slow
+def test_our_server_is_measured_beside_its_engine(tmp_path):
+    pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+    given = ["system=punica_server", "workload=zipf", "figure.parts=[stream,load]"]
+    outcome = run(composed(tmp_path, *given, name=SERVERS.name), SERVERS)
+    assert (outcome.measured, outcome.failed) == (5, [])
+    rows = [row for row in read_rows(outcome.rows_file) if row.statistic in ("median", "value", "count")]
+    assert {(row.panel, row.batch_size, row.rank) for row in rows} == {
+        (panel, 3, 16) for panel in ("tokens", "stream", "4 in flight", "8 requests/s")
+    }
+    found = {(row.panel, row.metric): row.value for row in rows}
+    assert found["tokens", "first_token_reference"] == 1
+    for panel in ("4 in flight", "8 requests/s"):
+        assert found[panel, "errors"] == found[panel, "ended_early"] == 0
+        assert found[panel, "output_tokens"] > found[panel, "requests"]
+        assert found[panel, "time_to_first_token"] > 0
+    assert found["8 requests/s", "offered_rate"] == 8
+
+
+# servers that misbehave
+
+
+def counts(rows) -> dict[str, float]:
+    return {row.metric: row.value for row in rows if row.statistic in ("value", "count")}
+
+
+def served(url, model, span, load=2, fields=FIELDS) -> Run:
+    """The run of a load of one model."""
+
+    async def work():
+        async with Client(Server(url, "fake", "base", ()), "", fields) as client:
+            return await run_load(client, iter(lambda: Job(model, [1, 2, 3], 4), None), span, load)
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("http-429", "http_429"), ("http-500", "http_500"), ("cut", "broken_stream"), ("endless", "broken_stream"),
+        ("no-json", "broken_stream"), ("error", "error_in_stream"), ("no-usage", "no_usage"),
+        ("wrong", "wrong_token_count"), ("short", "wrong_token_count"), ("long", "wrong_token_count"),
+    ],
+)  # fmt: skip
+def test_every_error_is_counted_by_its_kind_and_no_token_with_it(model, kind):
+    with fake_server(model) as fake:
+        found = counts(run_readings(served(fake.url, model, Span(0.0, 0.15, 5.0))))
+        sent = len(fake.bodies)
+    assert 2 <= found["requests"] <= sent
+    assert found["errors"] == found[f"errors_{kind}"] == found["requests"]
+    assert found["output_throughput"] == found["request_rate"] == found["output_tokens"] == 0
+    assert "time_to_first_token" not in found
+
+
+def test_errors_of_some_requests_leave_the_others_and_rows_are_not_measured_again(tmp_path):
+    with fake_server("right", "http-429") as fake:
+        given = [f"figure.url={fake.url}", "figure.requests=2", "figure.in_flight=[2]", "figure.rates=[]"]
+        cfg = composed(tmp_path, *given, "figure.seconds=0.3", "workload=distinct", name=SERVERS.name)
+        outcome = run(cfg, SERVERS)
+        asked = Counter(body["model"] for body in fake.bodies)
+        assert (run(cfg, SERVERS).measured, outcome.failed) == (0, [])
+    rows = read_rows(outcome.rows_file)
+    found = counts(rows)
+    assert {(row.system, row.model, row.panel) for row in rows} == {("fake 1.2", "base", "2 in flight")}
+    assert {row.engine for row in rows} == {"fake 1.2; 2 adapters; ignore_eos and min_tokens; prompts as ids"}
+    assert found["errors"] == found["errors_http_429"] > 0
+    assert found["requests"] - found["errors"] == found["time_to_first_token"] > 0
+    assert abs(asked["right"] - asked["http-429"]) <= 4, "Distinct: in turns"
+
+
+def test_a_slow_answer_is_unfinished_at_the_deadline():
+    with fake_server("slow") as fake:
+        fake.pause = 600
+        found = counts(run_readings(served(fake.url, "slow", Span(0.0, 0.1, 1.0))))
+        assert fake.under_way == len(fake.bodies) > 0, "not waited for"
+    assert found["requests"] == found["errors"] == found["errors_unfinished"] == 2
+    assert found["time_to_first_token_max"] >= 100, "of requests without a token, too, the wait so far"
+
+
+def test_a_dead_server_is_asked_at_a_bounded_rate():
+    with fake_server("right") as fake:
+        url = fake.url
+    found = counts(run_readings(served(url, "right", Span(0.0, 0.3, 1.0))))
+    assert found["errors"] == found["errors_no_connection"] == found["requests"] <= 2 * (1 + 0.3 / BACK_OFF_S)
+
+
+def test_arrivals_do_not_wait_for_answers_and_begin_when_due():
+    times = [0.01, 0.02, 0.05, 0.09, 0.12, 5.0]
+    with fake_server("slow") as fake:
+        fake.pause = 1.0
+        found = served(fake.url, "slow", Span(0.0, 0.1, 5.0), load=times)
+        assert fake.most >= 4
+    assert [answer.at for answer in found.answers] == times[:5], "those after the measured time arrive, too"
+    assert counts(run_readings(found))["requests"] == 4
+    assert [answer.error for answer in found.answers[:4]] == [""] * 4
+    assert all(answer.pieces[0] - answer.at >= 1.0 for answer in found.answers[:4])
+
+
+def test_a_closed_loop_keeps_its_number_in_flight():
+    with fake_server("slow") as fake:
+        fake.pause = 0.02
+        served(fake.url, "slow", Span(0.0, 0.5, 1.0), load=3)
+        assert len(fake.bodies) >= 9
+        assert fake.most == 3
+
+
+@pytest.mark.parametrize("fields", [(), ("ignore_eos",), FIELDS])
+def test_answers_that_may_end_early_are_no_errors_and_are_counted(fields):
+    with fake_server("short") as fake:
+        fake.refuses = set(FIELDS) - set(fields)
+        found = counts(run_readings(served(fake.url, "short", Span(0.0, 0.1, 5.0), fields=fields)))
+        assert all(fake.bodies[0].keys() & set(FIELDS) == set(fields) for _ in fake.bodies)
+    assert found["ended_early"] == (0 if fields else found["requests"])
+    assert found["errors"] == (found["requests"] if fields else 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("no-usage", "no usage"), ("http-503", "http 503 .*no"), ("cut", "broken")]
+)
+def test_a_server_without_a_right_answer_has_no_rows_and_says_why(tmp_path, model, words):
+    with fake_server(model) as fake:
+        given = [f"figure.url={fake.url}", "workload=identical", "figure.seconds=0.2", "figure.rates=[]"]
+        outcome = run(composed(tmp_path, *given, name=SERVERS.name), SERVERS)
+    assert re.search(f"no right answer as {model}: {words}", outcome.failed[0])
+
+
+def test_a_client_that_is_late_is_marked(monkeypatch):
+    assert not is_late([0.001] * 100, [0.02])
+    assert is_late([0.001] * 90 + [0.02] * 10, [0.02])
+    assert not is_late([0.001] * 90 + [0.02] * 10, [1.0])
+    assert is_late([], [0.02]), "the loop never came to look"
+
+    async def blocking(self, answer):
+        time.sleep(0.03)
+        answer.pieces, answer.tokens, answer.prompt_tokens, answer.error = [self.now()], 4, 3, ""
+        answer.end = self.now()
+
+    monkeypatch.setattr(client_module.Client, "send", blocking)
+    found = counts(run_readings(served("http://127.0.0.1:9", "right", Span(0.0, 0.15, 5.0))))
+    assert found["client_is_bottleneck"] == 1
+    assert found["client_lag_max"] > 20
+
+
+def test_tokens_are_shared_out_over_their_pieces():
+    job = Job("a", [1], 8)
+    right = Answer(0.0, job, pieces=[0.5, 1.5, 1.6, 2.5], tokens=8, error="")
+    wrong = Answer(0.0, job, pieces=[1.5], tokens=8, error="broken stream")
+    assert tokens_in([right, wrong], 1.0, 2.0) == 4
+
+
+def test_batches_over_http_have_the_tokens_of_their_words(monkeypatch):
+    async def send(self, answer):
+        answer.text, answer.error = f" w{answer.job.prompt[0]} w{len(answer.job.model)}</s>", ""
+
+    monkeypatch.setattr(client_module.Client, "send", send)
+    server = Served(Server("http://127.0.0.1:9", "x", "base", ("a",)))
+    assert server.generate([[5], [6]], [0, 1], [2, 3]) == [[5, 4], [6, 1, -1]]
+
+
+# what is refused
+
+
+def test_without_its_interpreter_ours_is_measured_alone_and_vllm_alone_is_refused(tmp_path, capsys):
+    points = SERVERS.points(settled(tmp_path))
+    assert {point.system for point in points} == {"punica_many", "punica_server"}
+    assert re.search(r"so vllm cannot run: .*pip install vllm", capsys.readouterr().err)
+    for given, words in (
+        ("system=vllm", r"figure.vllm_python is empty.*pip install vllm"),
+        ("figure.vllm_python=/nowhere", r"/nowhere has no vLLM.*pip install vllm"),
+        (f"figure.vllm_python={sys.executable}", r"has no vLLM.*PackageNotFound"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            SERVERS.points(settled(tmp_path, given))
+    assert SERVERS.points(settled(tmp_path, "scale=laptop")) == []
+    assert "on a CPU only figure.url=" in capsys.readouterr().err
+
+
+def test_a_process_measures_all_of_a_system_and_engines_have_no_loads(tmp_path):
+    given = ["scale=gpu", "hardware=h200", f"figure.vllm_python={stub(tmp_path / 'stub')}", "workload=identical"]
+    points = SERVERS.points(settled(tmp_path, *given))
+    groups = [[point.panel for point in group] for group in SERVERS.together(points)]
+    engine = ["tokens", *["decode"] * 2, *["prompt"] * 2, *["stream"] * 2]
+    assert groups == [engine, ["tokens", *["stream"] * 2, "64 in flight", "16 requests/s"], engine]
+    assert {(point.batch_size, point.seq_len) for point in points if point.panel == "decode"} == {(32, 624)}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("figure.parts=[decode,hour]", "figure.parts.*must be 'decode', 'prompt', 'stream' or 'load'"),
+        ("figure.new_tokens=[2,8]", "figure.new_tokens.* must ascend from figure.batch_size=3"),
+        ("figure.new_tokens=[2]", "figure.new_tokens"), ("figure.contexts=[6]", "figure.contexts.* must be above 14"),
+        ("figure.adapters=2", "figure.adapters=2 must be at least figure.batch_size=3"),
+        ("figure.contexts=[5000]", "figure.contexts.* above the 4096 of llama-tiny"),
+        ("figure.in_flight=[5]", "Distinct .* needs 5 adapters, figure.adapters has 4"),
+        ("figure.rates=[0]", "figure.rates"), ("figure.in_flight=[0]", "figure.in_flight"),
+        ("figure.seconds=0", "figure.seconds=0"), ("figure.after=-1", "figure.after=-1"),
+        ("figure.prompts=x", "figure.prompts=x"), ("figure.fields=[x]", "figure.fields"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(tmp_path, override, words):
+    with pytest.raises(ConfigError, match=words):
+        SERVERS.points(settled(tmp_path, override))
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("127.0.0.1:8000", "must be an address"), ("ftp://x", "must be an address"),
+        ("http://me:secret@127.0.0.1:1", "by the environment"), ("http://127.0.0.1:9", "start the server first"),
+    ],
+)  # fmt: skip
+def test_addresses(url, words):
+    with pytest.raises(ConfigError, match=words):
+        look_up(url, "")
+
+
+def test_models_without_parents_and_servers_without_a_list_must_be_named():
+    with fake_server() as fake:
+        fake.models[:] = [{"id": name, "owned_by": "sglang"} for name in ("base", "right")]
+        with pytest.raises(ConfigError, match="lists no adapters"):
+            look_up(fake.url, "")
+        found = look_up(f"{fake.url}/v1/", "", adapters=["right"])
+        assert found == Server(fake.url, "sglang 1.2", "base", ("right",))
+        fake.models[:] = [{"name": "base"}]
+        with pytest.raises(ConfigError, match="does not list its models"):
+            look_up(fake.url, "")
+        assert look_up(fake.url, "", "lorax", ["a"]) == Server(fake.url, "lorax", "", ("a",))
+
+
+def test_popularities_of_more_adapters_than_the_server_has_are_refused(tmp_path):
+    with fake_server("right", "slow") as fake:
+        for workload in ("distinct", "uniform"):
+            with pytest.raises(ConfigError, match=rf"(?i){workload} .* adapters, {fake.url} has 2"):
+                SERVERS.points(settled(tmp_path, f"figure.url={fake.url}", f"workload={workload}"))
+        assert fake.bodies == []
+
+
+def test_the_key_comes_from_the_environment_and_is_stored_nowhere(tmp_path, monkeypatch):
+    given = ["figure.rates=[]", "figure.seconds=0.1", "figure.before=0", "workload=identical"]
+    with fake_server("right") as fake:
+        fake.key = "very-secret"
+        cfg = composed(tmp_path, f"figure.url={fake.url}", *given, name=SERVERS.name)
+        with pytest.raises(ConfigError, match="SERVER_API_KEY"):
+            run(cfg, SERVERS)
+        monkeypatch.setenv(client_module.KEY, fake.key)
+        outcome = run(cfg, SERVERS)
+    assert counts(read_rows(outcome.rows_file))["errors"] == 0
+    stored = [path.read_bytes() for path in tmp_path.rglob("*") if path.suffix in (".csv", ".json")]
+    assert len(stored) == 2
+    assert not any(b"very-secret" in content for content in stored)
+
+
+# code, and the picture
+
+
+def test_what_runs_under_the_other_interpreter_imports_nothing_of_this_repository():
+    source = (REPOSITORY / "experiments/servers/worker.py").read_text(encoding="utf-8")
+    assert re.findall(r"^(?:from|import) ((?:experiments|punica|torch)[\w.]*)", source, flags=re.MULTILINE) == []
+
+
+def test_options_and_variables_reach_the_engine(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert SYSTEMS["vllm_dual_stream"].variables("cuda", 2)["VLLM_LORA_ENABLE_DUAL_STREAM"] == "1"
+    assert SYSTEMS["vllm"].variables("cuda", 2)["PYTHONPATH"] == str(REPOSITORY)
+    ours = SYSTEMS["punica"].variables("cpu", 2)
+    assert (ours["PYTHONPATH"], ours["OMP_NUM_THREADS"]) == (f"{REPOSITORY}:/mine", "2")
+    assert ours["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_ratios_are_over_the_fastest_setting():
+    table = pd.DataFrame(
+        {"punica_many": [4.0, 2.0, 1.0], "vllm": [6.0, 5.0, None], "vllm_as_shipped": [8.0, 4.0, None]},
+        index=["no adapter", "Identical", "Distinct"],
+    )
+    assert gains(table, more_is_better=False) == {"no adapter": (1.5, "vllm"), "Identical": (2.0, "vllm_as_shipped")}
+    found = {"no adapter": (0.5, "vllm_as_shipped"), "Identical": (0.4, "vllm")}
+    assert gains(table, more_is_better=True) == found
