@@ -1,16 +1,14 @@
 """Extension: breakdown of the time of one step of the engine, with and without LoRA.
 
-The paper times an operator, a layer and a server, but not the step of the whole model, of which LoRA is a part. Claim:
-what LoRA adds is little beside the base products, and less the longer the context. Expected shape: a decode step is
-mostly base products at a short context and attention gains on them at a long one, both bound by bytes; shrink hides
+Claim: what LoRA adds is little beside the base products, and less the longer the context. Expected shape: a decode step
+is mostly base products at a short context and attention gains on them at a long one, both bound by bytes; shrink hides
 beside the base product on a GPU, expand is what is seen. A prompt makes a step one of arithmetic, and the decodes that
 join it (the paper's mixed step, section 5) cost a fraction of their own. On a CPU the products are nearly everything.
 
 Measured on an `Engine` whose slots are full: a decode step of `batch_size` requests at each of `contexts`, a prompt
 alone, and a prompt with `batch_size` - 1 decodes; each without adapters, with one for all (Identical), and with one for
 every request (Distinct), in turns. Every step is checked to be the one that was wanted, and adapters to change tokens.
-On a GPU also what two switches of the engine cost or save, in decode steps: `batch_invariant`, and keys and values in
-FP8 (systems `batch invariant` and `fp8 cache`).
+On a GPU also what two switches of the engine cost or save: `batch_invariant`, and keys and values in FP8.
 
     step_latency           the step by the host's clock, from `Engine.step` to the tokens, as a server sees it
     time_<part>            means over steps that were watched, which add up to step_latency_watched: on a GPU a few with
@@ -18,10 +16,8 @@ FP8 (systems `batch invariant` and `fp8 cache`).
                            on a CPU all, with a clock around the calls, where LoRA is one call
     inflation              on a GPU step_latency_watched / step_latency: what the profiler costs
     host_<phase>           what the host does for a step: schedule, metadata (tables of the step), and on a GPU launch
-                           (from the tables until all is given to the device), then ahead (the next step, meanwhile);
-                           of a decode step, which began beside the one before, all is ahead but the scheduling
-    added_latency          what the adapters add to the step; in a decode step that is to every user's next token
-    added_per_token        the same over the tokens that the step computes.
+                           (until all is given to the device), then ahead (the next step, meanwhile)
+    added_latency          what the adapters add to the step; added_per_token: over the tokens that it computes
     floor                  the time of the bytes that must move, at the bandwidth of a large copy (copy_bandwidth)
 
 Cost at scale=laptop: about 25 seconds on two cores, 4 GB; at scale=gpu 1.5 minutes per model.

@@ -1,10 +1,9 @@
 """Extension: the price of determinism. Needs a GPU: on a CPU there is one operator, and it is deterministic.
 
-Not in the paper. Claims: SGMV without atomic adds gives the same bits in every run and is not slower than split-K with
-atomic adds, which needs a zero-fill; a form that also keeps a row's bits whatever else is in its batch
-(`batch_invariant`) costs more, and this says how much. Expected shape: `deterministic` lowest everywhere,
-`batch invariant` at or above it, bits that change between runs only for atomics that split K. Bits may depend on the
-batch for `deterministic` too, which chooses its kernel by shape.
+Claims: SGMV without atomic adds gives the same bits in every run and is not slower than split-K with atomic adds, which
+needs a zero-fill; a form that also keeps a row's bits whatever else is in its batch costs more. Expected shape:
+`deterministic` lowest everywhere, `batch invariant` at or above it, bits that change between runs only for atomics that
+split K. Bits may depend on the batch for `deterministic` too, which chooses its kernel by shape.
 
 Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16, interleaved, every variant after a check against the reference:
 
@@ -15,9 +14,8 @@ Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16, interleaved, every vari
                              starts early, shrink cannot, behind the zero-fill. Its bits repeat where ours splits no K
     atomics, finer split     the same with K split four times as often, what atomics are for: no partials to add up
 
-Measured beside it per variant, popularity and batch: the share of outputs whose
-bits differ in any of `figure.runs` runs of one call, and between a row in its batch and alone. Differences are the
-largest, absolute and in units in the last place.
+Beside it the share of outputs whose bits differ in any of `figure.runs` runs of one call, and between a row in its
+batch and alone, with the largest difference, absolute and in units in the last place.
 
 Cost at scale=laptop: minutes on a GPU, where kernels are compiled on first use; 4 GB. Nothing on a CPU.
 """

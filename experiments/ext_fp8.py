@@ -1,11 +1,10 @@
 """Extension: adapters in FP8, their savings and costs.
 
-Not in the paper, whose adapters have 16 bits. A decode step of many adapters reads little else than their weights, so
-half the bytes should be about half the time; one float32 scale per channel adds 4 / (2 r) of B. Claim: weight-only FP8
-is faster than 16 bits where weights dominate (Distinct, large batches, more at rank 64 than at 16), and no slower where
-one adapter serves all. The H200's rows miss the second part. The error is that of one rounding to 4 bits (e4m3) or 3
-(e5m2) of each weight, averaged over a sum. w8a8 rounds x and the rank vector too, for no fewer bytes of weights. On a
-CPU, which dequantises FP8 before it multiplies, FP8 saves memory and no time.
+A decode step of many adapters reads little else than their weights, so half the bytes should be about half the time.
+Claim: weight-only FP8 is faster than 16 bits where weights dominate (Distinct, large batches, more at rank 64 than at
+16), and no slower where one adapter serves all. The H200's rows miss the second part. The error is that of one rounding
+to 4 bits (e4m3) or 3 (e5m2) of each weight, averaged over a sum. On a CPU, which dequantises FP8 before it multiplies,
+FP8 saves memory and no time.
 
 Timed: y += x A^T B^T at h1 = 4096, h2 = 11008 through the wrapper that layers call, with true ranks; systems
 
@@ -15,10 +14,9 @@ Timed: y += x A^T B^T at h1 = 4096, h2 = 11008 through the wrapper that layers c
     FP8 w8a8   e4m3; x and the rank vector quantised per token, which is part of the time
 
 interleaved, every one after a check against the reference on the rounded weights. `error` is relative to the reference
-on the weights before they were rounded. Panel `quality`: a model with random weights and an adapter per request
-computes prompts; logits of all their tokens with the adapters in FP8 against the same as wide as the model: `logit
-error` (relative), and how many greedy tokens (largest logit) change. Random logits are closer together than a trained
-model's, so that this is the pessimistic end.
+on the weights before they were rounded. Panel `quality`: logits of prompts of a random model, an adapter per request in
+FP8 against the same as wide as the model: `logit error` (relative), and how many greedy tokens change. Random logits
+are closer together than a trained model's, so that this is the pessimistic end.
 
 Cost at scale=laptop: about 45 seconds on two cores, 3 GB.
 """

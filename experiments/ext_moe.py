@@ -1,36 +1,21 @@
-r"""Extension: the paper's popularity sweep carried to mixtures of experts, with adapters on the experts.
+"""Extension: the paper's popularity sweep carried to mixtures of experts, with adapters on the experts.
 
-Not in the paper, whose models are dense. A token meets k experts, and its adapter has weights of its own in each of
-them: rows which share an adapter share its weights only where they also share an expert. Claim: batching rows of
-different adapters still pays, because the experts themselves, whatever the adapter, are read once. Expected shape: what
-LoRA adds to a layer grows with the (adapter, expert) pairs that the batch meets. So popularities are closer together
-than in a dense layer, closest where experts are many (Qwen3-30B-A3B: 128, 8 of them per token) and a batch
-hardly ever meets an expert twice; with 8 experts (Mixtral 8x7B) Identical stays cheapest. Throughput grows with the
-batch, less steeply than a dense model's until every expert is met.
+A token meets k experts, and its adapter has weights of its own in each of them: rows that share an adapter share its
+weights only where they also share an expert. Claim: batching rows of different adapters still pays, because the experts
+themselves are read once. Expected shape: what LoRA adds to a layer grows with the (adapter, expert) pairs that the
+batch meets, so popularities are closer together than in a dense layer, closest where experts are many (Qwen3-30B-A3B:
+128, 8 of them per token); with 8 experts (Mixtral 8x7B) Identical stays cheapest.
 
 Timed, all systems of a batch and popularity interleaved, after checks against the reference and against rows alone: the
 grouping of (token, expert) pairs by adapter and expert; both LoRA products of one layer, with that grouping where the
-wrapper asks for it; the layer of experts with and without LoRA; and a decode step of a model of `layers` layers with
-and without it, in tokens per second. Widths are those of the two models over `divisor` (8 at scale=laptop, 1 at
-scale=paper); numbers of experts are theirs. Rank-16 adapters on all experts, in FP8 with `figure.fp8=float8_e4m3fn`.
+wrapper asks for it; the layer of experts and a decode step of a model of `layers` layers, with and without LoRA. Widths
+are those of the two models over `divisor`. Adapters have rank 16, and are in FP8 with `figure.fp8=float8_e4m3fn`.
+`figure.slots` repeats layers and models with so many slots, all of which hold adapters: latency follows the adapters of
+the batch, and is the same at all numbers of slots.
 
-`figure.slots` repeats layers and models in engines of other sizes: all of so many slots hold adapters, and a batch uses
-as many of them as its popularity has. Expected shape: latency follows these adapters, and is the same at all numbers of
-slots. Eight adapters (Skewed, 32 rows) in 8 to 256 slots of one layer of Qwen3-30B-A3B, 9 GB of slots at most:
-
-    python -m experiments.ext_moe scale=gpu timer=cuda_graph 'system.names=[alignment,w13 and w2,layer]' \
-        'figure.models=[qwen3-30b-a3b]' figure.layers=1 'figure.batch_sizes=[32]' 'figure.slots=[8,32,64,128,256]' \
-        'workload.names=[Skewed]'
-
-A last row of axes is the engine: a decode step from `Engine.step` to the tokens, with an adapter per request as the
-popularity has it (`engine`) and with none (`backbone engine`), of a model of `engine_layers` layers: `step_latency`
-and `engine_throughput`, by the host's clock, so on a GPU with timer=host_clock only. FP8 adapters are panels of their
-own. All of Qwen3-30B-A3B on an H200, 61 GB of weights and 53 of adapters (27 in FP8), takes half a minute, and again
-with figure.fp8=float8_e4m3fn:
-
-    python -m experiments.ext_moe scale=gpu timer=host_clock 'system.names=[engine,backbone_engine]' \
-        'figure.models=[qwen3-30b-a3b]' figure.engine_layers=48 'figure.batch_sizes=[1,8,32]' figure.context=512 \
-        'workload.names=[Distinct,Identical]' scale.repeats=48
+The systems `engine` and `backbone engine` are a step of the engine of a model of `engine_layers` layers, from
+`Engine.step` to the tokens, with the adapters of the popularity and with none, by the host's clock alone.
+`conf/recording.yaml` has the commands of slots and of all of Qwen3-30B-A3B (61 GB of weights, 53 of adapters).
 
 Cost at scale=laptop: about 1.5 minutes on two cores, 1 GB.
 """

@@ -14,17 +14,12 @@ invariant  cost of the same bits in every batch, on the batches of A and C.
 fp8        adapters in FP8 beside the same ones in 16 bits: decode of ranks 16 and 64, and the batches of C
 =========  ========================================================================
 
-`paper_results/anchors.csv` and `anchors_shapes.csv` hold the public kernels' times on an H200 (best existing = the
-fastest of all of them, row by row), beside which `results/h200/operator_tables.md` shows ours. Same shapes and method
-here: one CUDA graph, weights from HBM, median of replays, and in each pass the columns of a line one after the other. A
-time is kept only after its result was checked against float32 references, after one call and after a whole replay.
-``torch_loop`` and ``torch_gbmm`` are timed again on table A's batches of 64: their ratio to the anchors' says how alike
-the two machines and clocks are. By `timer=host_clock` `punica` and `wrapper` are timed in A and B, per eager call.
-
-Columns (`benches.operator_columns`): ``punica`` both kernels start early, behind one another (a layer's LoRA operators
-in a row); ``wrapper`` what a layer calls: `PunicaWrapperGPU` at its defaults, 64 slots, the table of true ranks;
-``wrapper, normal launch`` the same with ``pdl=False``; ``normal shrink`` only expand starts early; ``no overlap`` plain
-launches; ``rank table`` as ``punica``, the ranks read from a table.
+`paper_results/anchors.csv` and `anchors_shapes.csv` hold the public kernels' times on an H200, beside which
+`results/h200/operator_tables.md` shows ours. Same shapes and method here: one CUDA graph, weights from HBM, median of
+replays, and in each pass the columns of a line (`benches.operator_columns`) one after the other. A time is kept only
+after its result was checked against float32 references, after one call and after a whole replay. ``torch_loop`` and
+``torch_gbmm`` are timed again on table A's batches of 64: their ratio to the anchors' says how alike the two machines
+and clocks are. By the host's clock `punica` and `wrapper` are timed in A and B, per eager call.
 
 Cost: a minute or two per table and pass on a GPU, most of it in the first, which compiles kernels.
 """

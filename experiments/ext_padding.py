@@ -1,12 +1,10 @@
 """Extension: the cost of padding, for adapters of several ranks in slots as wide as the largest.
 
-Not in the paper, whose batches have one rank. Adapters of rank 8, 16, 32 and 64 take turns in slots of width 64. Claim:
-SGMV that knows the true ranks reads only what is there, so a mix costs about the mean of what its ranks cost alone;
-SGMV that does not reads zeros, and costs what rank 64 costs. Expected shape: where weights dominate (Distinct), padded
-over true rank approaches the ratio of the bytes, 64 / 30 = 2.1; where rows share adapters, launches dominate and
-padding is nearly free. Rows of B are 64 ranks apart at any rank, so memory, which moves 32 bytes or more at a time,
-delivers more than rank 8 asks for. On a CPU, true ranks also break the batched multiplication of equal adapters into
-one per adapter, so that many small adapters can lose more than they save.
+Adapters of rank 8, 16, 32 and 64 take turns in slots of width 64. Claim: SGMV that knows the true ranks costs about the
+mean of what its ranks cost alone; SGMV that does not reads zeros, and costs what rank 64 costs. Expected shape: where
+weights dominate (Distinct), padded over true rank approaches the ratio of the bytes, 64 / 30 = 2.1; where rows share
+adapters, launches dominate and padding is nearly free. On a CPU, true ranks also break the batched multiplication of
+equal adapters into one per adapter, so that many small adapters can lose more than they save.
 
 Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, after a check against the reference, interleaved; systems
 
@@ -14,9 +12,8 @@ Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, after a check against the refere
     padded         the table says full width; the result is the same, since weights above the true rank are zero
     uniform rank   all adapters have one rank, in slots of that width; the mean over ranks is the fair price of a mix
 
-A batch holds each rank equally often only if the number of ranks divides its adapters. So one sample is a *round*: as
-many batches, on adapters of their own, as make the total a multiple, over their number. Otherwise Identical would be
-timed with rank 8 alone. Rows also carry the bytes read, by arithmetic: A and B of the adapters present, x and y.
+One sample is a *round*: as many batches, on adapters of their own, as hold each rank equally often, over their number.
+Otherwise Identical would be timed with rank 8 alone. Rows also carry the bytes read, by arithmetic.
 
 Cost at scale=laptop: about half a minute on two cores, 1 GB.
 """

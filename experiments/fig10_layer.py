@@ -15,14 +15,12 @@ Cost at scale=laptop: about 1 minute on two cores, 2 GB; at scale=gpu 40 seconds
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Overlay, main
 from experiments.harness.points import Point, Reading, model_settings, sampled
 from experiments.harness.schema import Counts
-
-if TYPE_CHECKING:
-    from experiments.benches.layer_bench import LayerBench
+from experiments.workload.popularity import popularity
 
 
 class LayerConf(FigureConf):
@@ -40,12 +38,10 @@ class Fig10(Experiment):
     overlay = Overlay("Figure 10: one layer with LoRA, decode", metric="layer_latency", panel="panel", line="workload")
 
     def points(self, cfg: Config) -> list[Point]:
-        figure = cast(LayerConf, cfg.figure)
-        settings = {"model": model_settings(cfg.model), "slots": self._slots(cfg)}
+        figure, model = cast(LayerConf, cfg.figure), cfg.model
+        settings = {"model": model_settings(model), "slots": self._slots(cfg)}
         return [
-            Point(
-                f"{cfg.model.paper_name}, len={length}", system, workload, cfg.model.name, batch, length, rank, settings
-            )
+            Point(f"{model.paper_name}, len={length}", system, workload, model.name, batch, length, rank, settings)
             for system in cfg.system.names
             for rank in cfg.adapters.ranks
             for length in figure.seq_lens
@@ -57,33 +53,17 @@ class Fig10(Experiment):
         return cfg.adapters.slots or max(cast(LayerConf, cfg.figure).batch_sizes)
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        import torch
-
-        from experiments.benches.operators import microseconds
-        from experiments.workload.popularity import popularity
-
-        batch, length, rank = cast("tuple[int, int, int]", (point.batch_size, point.seq_len, point.rank))
-        bench = self._bench(cfg, rank)
-        adapter_ids = [int(slot) + 1 for slot in popularity(point.workload).slots(batch)]
-        bench.check(adapter_ids, length)
-        x = bench.rows(batch)
-        cos, sin = bench.begin(adapter_ids, length)
-
-        @torch.inference_mode()
-        def layer() -> None:
-            bench.run(x, cos, sin)
-
-        return sampled("layer_latency", microseconds(cfg, {"layer": [layer]})["layer"], "us")
-
-    def _bench(self, cfg: Config, rank: int) -> LayerBench:
-        """Build the layer with its adapters, once per rank."""
         from experiments.benches.layer_bench import LayerBench
         from experiments.benches.model_steps import step_tokens
+        from experiments.benches.operators import microseconds
 
-        figure = cast(LayerConf, cfg.figure)
-        needed = step_tokens(max(figure.batch_sizes), max(figure.seq_lens))
-        make = partial(LayerBench, cfg.model, rank, self._slots(cfg), needed, cfg.hardware.device)
-        return self.kept((cfg.model.name, rank), make)
+        figure, device = cast(LayerConf, cfg.figure), cfg.hardware.device
+        batch, length, rank = cast("tuple[int, int, int]", (point.batch_size, point.seq_len, point.rank))
+        tokens = step_tokens(max(figure.batch_sizes), max(figure.seq_lens))
+        make = partial(LayerBench, cfg.model, rank, self._slots(cfg), tokens, device)
+        adapter_ids = [int(slot) + 1 for slot in popularity(point.workload).slots(batch)]
+        layer = self.kept((cfg.model.name, rank), make).checked_call(adapter_ids, length)
+        return sampled("layer_latency", microseconds(cfg, {"layer": [layer]})["layer"], "us")
 
 
 EXPERIMENT = Fig10()

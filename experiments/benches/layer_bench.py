@@ -8,6 +8,7 @@ import torch
 
 from experiments.benches.model_steps import TOLERANCE, Invocation, check_rows, llama_config, random_llama, spans
 from experiments.harness.schema import ModelConf
+from experiments.measure.timing import Call
 from punica.adapters import LoRAModelManager, random_adapter
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
@@ -59,6 +60,13 @@ class LayerBench:
         """Return the layer's output of `x` `[T, hidden]`, which is not changed."""
         x = x.clone()
         return x.add_(self.run(x, cos, sin))
+
+    def checked_call(self, adapter_ids: list[int], kv_length: int) -> Call:
+        """The call of a decode step, checked."""
+        self.check(adapter_ids, kv_length)
+        x = self.rows(len(adapter_ids))
+        cos, sin = self.begin(adapter_ids, kv_length)
+        return torch.inference_mode()(lambda: self.run(x, cos, sin))
 
     @torch.inference_mode()
     def check(self, adapter_ids: list[int], kv_length: int) -> None:
