@@ -1,10 +1,11 @@
 """Figures 1 and 10: steps and layers of a model over the batch (C01 to C04, C22 to C24)."""
 
+from contextlib import suppress
+
 import pandas as pd
 
 from experiments.claims.finding import Finding, claim
 from experiments.claims.rows import (
-    PLAYERS,
     NotMeasured,
     Rows,
     correlation,
@@ -30,27 +31,16 @@ def _steps(rows: Rows, panel: str) -> tuple[dict[float, pd.Series], str]:
     return {length: curve(frame, "step_latency", seq_len=length) for length in lengths}, model
 
 
-def _decode_growth(rows: Rows, length: int) -> tuple[float, str]:
-    """Divide the latency at batch 32 by batch 1, at ``length``, else at the nearest measured one."""
+@claim("C01", length=128)
+@claim("C02", length=2048)
+def decode_growth(rows: Rows, length: int) -> Finding:
+    """Decode latency at batch 32 over batch 1, at the length nearest to ``length``; of a long one also the gain."""
     steps, model = _steps(rows, "decode")
     used = min(steps, key=lambda known: abs(known - length))
-    growth = ratio(steps[used], LAST, 1)
-    ends = f"{steps[used].loc[1]:.4g} -> {steps[used].loc[LAST]:.4g} ms"
-    return growth, f"{growth:.2f} ({model}, len {used:g}: {ends})"
-
-
-@claim("C01")
-def short_decode_hardly_slows(rows: Rows) -> Finding:
-    """Decode latency at batch 32 over batch 1, short context."""
-    growth, text = _decode_growth(rows, 128)
-    return Finding({"ratio": growth}, text)
-
-
-@claim("C02")
-def long_decode_slows_twofold(rows: Rows) -> Finding:
-    """Decode latency growth at the longest context, and the gain in tokens per second that is left."""
-    growth, text = _decode_growth(rows, 2048)
-    return Finding({"ratio": growth, "batching_gain": 32 / growth}, f"{text}; batching gains {32 / growth:.1f}x")
+    growth, latency = ratio(steps[used], LAST, 1), steps[used]
+    gain = {"batching_gain": LAST / growth} if length > 128 else {}
+    text = f"{growth:.2f} ({model}, len {used:g}: {latency.loc[1]:.4g} -> {latency.loc[LAST]:.4g} ms)"
+    return Finding({"ratio": growth, **gain}, text + (f"; batching gains {LAST / growth:.1f}x" if gain else ""))
 
 
 @claim("C03")
@@ -83,8 +73,10 @@ def prefill_is_linear(rows: Rows) -> Finding:
 def layers(rows: Rows) -> tuple[pd.DataFrame, list[str], float, float]:
     """Return layer latencies with LoRA, the models that play 7B and 13B, and the lengths for 512 and 2048."""
     frame = pick(rows.figure("10"), metric="layer_latency", system="punica")
-    lengths, present = sorted(frame["seq_len"].dropna().unique()), set(frame["model"])
-    models = [model_for(frame, role) for role in ("7B", "13B") if present & set(PLAYERS[role])]
+    lengths, models = sorted(frame["seq_len"].dropna().unique()), []
+    for role in ("7B", "13B"):
+        with suppress(NotMeasured):
+            models.append(model_for(frame, role))
     if not models:
         raise NotMeasured("no rows of a 7B or 13B model")
     return frame, models, 512 if 512 in lengths else lengths[0], 2048 if 2048 in lengths else lengths[-1]

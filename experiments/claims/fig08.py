@@ -81,28 +81,24 @@ def _advantage(rows: Rows, system: str, workload: str) -> pd.Series:
     return both
 
 
-def _sgmv_growth(rows: Rows, workload: str) -> tuple[float, str]:
+def _sgmv_growth(rows: Rows, workload: str) -> Finding:
     latency = _latency(rows, "SGMV", workload)
     growth = ratio(latency, 64, 1)
-    return growth, f"{growth:.2f} {workload} ({latency.loc[1]:.4g} -> {latency.loc[64]:.4g} us)"
+    return Finding({"ratio": growth}, f"{growth:.2f} {workload} ({latency.loc[1]:.4g} -> {latency.loc[64]:.4g} us)")
 
 
-@claim("C09", workload="Distinct")
-@claim("C11", workload="Identical")
-def sgmv_growth(rows: Rows, workload: str) -> Finding:
-    """SGMV latency at batch 64 over batch 1: Distinct grows, Identical is flat."""
-    growth, text = _sgmv_growth(rows, workload)
-    return Finding({"ratio": growth}, text)
+claim("C09", workload="Distinct")(_sgmv_growth)
+claim("C11", workload="Identical")(_sgmv_growth)
 
 
 @claim("C10")
 def shared_grows_little(rows: Rows) -> Finding:
     """SGMV growth of Uniform and Skewed, and against Distinct."""
-    names = ("Uniform", "Skewed", "Distinct")
-    (uniform, text_u), (skewed, text_s), (distinct, _) = (_sgmv_growth(rows, name) for name in names)
+    found = {name: _sgmv_growth(rows, name) for name in ("Uniform", "Skewed", "Distinct")}
+    uniform, skewed, distinct = (one.quantities["ratio"] for one in found.values())
     worst = max(uniform, skewed)
     quantities = {"uniform": uniform, "skewed": skewed, "largest": worst, "largest_over_distinct": worst / distinct}
-    return Finding(quantities, f"{text_u}; {text_s}; Distinct {distinct:.2f}")
+    return Finding(quantities, "; ".join(one.text for one in found.values()))
 
 
 @claim("C12")

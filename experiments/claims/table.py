@@ -4,10 +4,8 @@ A verdict is decided when no bound is inside an interval. One that rests on dist
 run is not decided: no interval tells what the disturbance did.
 """
 
-import os
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import pandas as pd
 
@@ -30,8 +28,8 @@ def total(verdicts: Sequence[Verdict]) -> str:
     return f"{said} ({len(verdicts)} claims)"
 
 
-def verdict_table(verdicts: Sequence[Verdict], figures: Path, target: Path) -> list[str]:
-    """Build lines of Markdown; links to pictures in ``figures`` are relative to ``target``."""
+def verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
+    """Build lines of Markdown."""
     lines = []
     for one in verdicts:
         value = one.our_value + (" *(simulated)*" if one.kind == SIMULATED else "")
@@ -41,7 +39,7 @@ def verdict_table(verdicts: Sequence[Verdict], figures: Path, target: Path) -> l
         tests = (("paper", one.relation_tested), ("shape", one.shape_tested))
         tested = "; ".join(f"{name}: {bounds}" for name, bounds in tests if bounds)
         about = [one.id, one.statement, one.paper_value, ours, tested, f"**{marked(one)}**", one.why or "-"]
-        lines.append([*about, figure_links(one.figure, figures, target)])
+        lines.append([*about, one.figure])
     return markdown(COLUMNS, lines)
 
 
@@ -49,17 +47,6 @@ def marked(verdict: Verdict) -> str:
     """Return the verdict with its marks."""
     marks = {DISTURBED: verdict.disturbed, ONCE: verdict.once, OTHER_CLOCK: verdict.clock_missing}
     return verdict.verdict + "".join(mark for mark, holds in marks.items() if holds)
-
-
-def figure_links(figure: str, figures: Path, target: Path) -> str:
-    """Link the pictures of a claim's figures, e.g. of ``8, README`` or ``text 5.2``; a dash without any."""
-    found = []
-    for name in figure.split(", "):
-        section = name.removeprefix("text ").replace(".", "")
-        prefix = f"fig{int(name):02d}_" if name.isdigit() else f"sec{section}_" if section != name else name.lower()
-        found += [(name, path) for path in sorted(figures.glob(f"{prefix}*.png"))]
-    links = [f"[{name}]({Path(os.path.relpath(path, target)).as_posix()})" for name, path in found]
-    return ", ".join(links) or "-"
 
 
 def disturbed_points(rows: pd.DataFrame) -> tuple[int, dict[str, int]]:

@@ -62,7 +62,7 @@ def write_results(machine: Machine, target: Path, tables: Path) -> Path:
     ]  # fmt: skip
     carried, verdicts = sum(len(one.claims) for one in MAJOR), in_order(machine.verdicts)
     for title, chosen in (("that carry the paper", verdicts[:carried]), ("behind them", verdicts[carried:])):
-        parts += [f"### Claims {title}", "", *verdict_table(chosen, machine.figures, target.parent), ""]
+        parts += [f"### Claims {title}", "", *verdict_table(chosen), ""]
     for title, table in serving_tables(machine):
         parts += [f"## {title}", "", *markdown(*table), ""]
     trials = trials_table(machine.folder)
