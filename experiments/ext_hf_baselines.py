@@ -142,7 +142,7 @@ class HfBaselines(Experiment):
 
     name, figure, order, conf = "ext_hf_baselines", "ext hf baselines", 225, HfBaselinesConf
     reads = ("model", "adapters.ranks", "adapters.alpha", "adapters.seed", *PROTOCOL)
-    clock, drawn_by = "host_clock", "steps.draw_hf_baselines"
+    clock = "host_clock"
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
         figure = cast(HfBaselinesConf, cfg.figure)

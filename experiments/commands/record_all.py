@@ -73,7 +73,7 @@ def record_all(options: Options) -> None:
     def note(key: Round, status: int, facts: Mapping[str, Any]) -> None:
         if status:
             failed.append(f"round {key[1] + 1}: {key[0].run}")
-        elif is_whole(facts):
+        elif facts.get("points", 1) > 0 and not facts.get("left_out"):  # tables say neither
             done.add((key[0].run, key[1]))
             text = json.dumps({"commit": revision, "done": sorted(done)}, indent=1)
             path.write_text(f"{text}\n", encoding="utf-8")
@@ -170,11 +170,6 @@ async def run(words: Sequence[str], gpus: Sequence[int], places: int, logs: Path
     print(output.decode(), end="")
     last = output.decode().rstrip().rpartition("\n")[2]
     return process.returncode or 0, json.loads(last) if last.startswith("{") else {}
-
-
-def is_whole(facts: Mapping[str, Any]) -> bool:
-    """Check that a set, by its last line, had points and left none out; tables say neither."""
-    return facts.get("points", 1) > 0 and not facts.get("left_out")
 
 
 def gpu_memory(machine: str) -> list[float]:

@@ -17,7 +17,7 @@ LATENCIES = {
     "inter_token_latency": "between two\ntokens (ms)", "request_latency": "request\nlatency (ms)",
     "throughput": "throughput\n(token/s)",
 }  # fmt: skip
-CAPACITY, AT_BASELINE = "capacity", "baseline capacity"
+CAPACITY = "capacity"
 PLACES = {"resident": ("in a slot", "o"), "from_memory": ("in host memory", "s"), "from_disk": ("on disk", "v")}
 HITS = {"slot_hit_rate": ("in a slot", 7), "memory_hit_rate": ("in memory", 2)}
 
@@ -40,10 +40,6 @@ def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
                     axis.plot(rates, high, color=looks["color"], linestyle="--", linewidth=0.9)
                     axis.fill_between(rates, low, high, color=looks["color"], alpha=0.12, linewidth=0)
                     style.crossed(axis, rates[known["loud"]], low[known["loud"]])
-            if "ttft_bound" in table:
-                bound = table[table.index == AT_BASELINE].dropna(subset=["ttft_bound"])
-                look = looks | {"marker": "x", "linestyle": "", "markersize": 5, "zorder": 2}
-                column[0].plot(bound["offered_rate"], bound["ttft_bound"], **look)
         column[0].set_title(workload)
         column[-1].set_xlabel("requests per second that arrive")
         for axis in column:
@@ -52,9 +48,9 @@ def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             style.log_y(axis)
     _label(axes, LATENCIES.values())
     handles = [Line2D([], [], label=name_of(system), **style.measured_style(system)) for system in systems]
-    words = "Latency under load, median (solid) to p99 (dashed; p95 of too few requests), and throughput; the x is the "
-    words += "bound of the first token's p99 at the best baseline's saturation. "
-    style.finish(figure, words + (f"Here, {whose}. " if (whose := policies(systems)) else "") + note, handles, 2)
+    words = "Latency under load, median (solid) to p99 (dashed; p95 of too few requests), and throughput. "
+    words += f"Here, {whose}. " if (whose := policies(systems)) else ""
+    style.finish(figure, words + note, handles, 2)
     return figure
 
 

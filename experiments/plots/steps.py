@@ -1,4 +1,4 @@
-"""Where the time of a step goes: stacked bars of its parts, and steps of Hugging Face with PEFT."""
+"""Where the time of a step goes: stacked bars of its parts."""
 
 from typing import Any
 
@@ -10,7 +10,6 @@ from matplotlib.patches import Patch
 
 from experiments.plots import style
 from experiments.plots.frames import centre, measured
-from experiments.plots.serving import short
 
 PARTS: dict[str, tuple[str, Any, str]] = {
     "base_gemm": ("base products", style.PALETTE[0], ""),
@@ -128,55 +127,3 @@ def _cases(axis: Axes, rows: pd.DataFrame) -> list[float]:
     axis.set(ylim=(len(table) - 0.5, -0.5), xlim=(0, 1.3 * longest))
     axis.grid(axis="y", visible=False)
     return watched
-
-
-LOOKS: tuple[dict[str, Any], ...] = (
-    {"label": "step", "color": style.PALETTE[3], "marker": "s", "linestyle": "", "markersize": 5},
-    {"label": "device runs a kernel", "color": style.PALETTE[0], "marker": "o", "linestyle": "", "markersize": 4},
-    {"label": "launches x an empty launch", "color": "black", "marker": "|", "linestyle": "", "markersize": 9},
-)
-"""Looks of the times of `draw_hf_baselines`."""
-
-
-def draw_hf_baselines(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """One column per model, one row of axes per batch; times in ms."""
-    counts = rows[rows["statistic"] == "count"]
-    counts = counts[counts["metric"].isin(["launches_per_step", "kernels_per_step"])]
-    rows = pd.concat([centre(rows), counts])
-    panels, models = list(dict.fromkeys(rows["panel"])), list(dict.fromkeys(rows["model"]))
-    width, height = style.PAGE if len(models) > 1 else style.COLUMN, 0.2 * rows["system"].nunique() + 0.5
-    figure, axes = style.grid(len(panels), len(models), width, height * len(panels) + 1.2, sharex=False, sharey=False)
-    for line, panel in zip(axes, panels, strict=True):
-        for axis, model in zip(line, models, strict=True):
-            mine = rows[(rows["panel"] == panel) & (rows["model"] == model)]
-            loud = set(mine.loc[mine["disturbed"].eq(True), "system"]) if "disturbed" in mine else set()
-            _dots(axis, mine.pivot_table(index="system", columns="metric", values="value", sort=False), loud)
-            axis.set_title(f"{panel}, {model}")
-    for axis in axes[-1]:
-        axis.set_xlabel("time of a decode step (ms)")
-    counted = "; in brackets the launches of a step" if len(counts) else ""
-    handles = [Line2D([], [], **look) for look in LOOKS[: 3 if (rows["metric"] == "device_time").any() else 1]]
-    style.finish(figure, f"Hugging Face with PEFT: decode steps{counted}. {measured(rows)}", handles, 3)
-    return figure
-
-
-def _dots(axis: Axes, table: pd.DataFrame, loud: set[str]) -> None:
-    """The dots of one batch; where launches were counted, their number and time."""
-    names: list[str] = []
-    for place, (name, case) in enumerate(table.iterrows()):
-        times = [case["step_latency"]]
-        names.append(str(name))
-        if pd.notna(case.get("device_time")):
-            times += [case["device_time"], case["launches_per_step"] * case["launch_time"] / 1e3]
-            names[-1] = f"{name} ({case['launches_per_step']:.0f})"
-        for time, look in zip(times, LOOKS, strict=False):
-            axis.plot([time], [place], **look)
-        if name in loud:
-            style.crossed(axis, times[:1], [place])
-        end = max(times[0], times[-1])
-        style.note(axis, f"  {short(times[0])} ms", end, place, lift=0, ha="left", va="center")
-    axis.set_yticks(range(len(table)), names)
-    axis.invert_yaxis()
-    axis.set_xscale("log")
-    axis.set_xlim(right=20 * table["step_latency"].max())
-    style.label_decades(axis.xaxis)

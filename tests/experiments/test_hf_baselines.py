@@ -1,6 +1,5 @@
 """Decode steps of Hugging Face: which ways there are, that each is right, and that launches are counted."""
 
-import pandas as pd
 import pytest
 from fakes import composed
 from tiny import TINY, tiny_world, values
@@ -12,7 +11,6 @@ from experiments.harness.resume import run
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 from experiments.measure.timing import Protocol
-from experiments.plots.steps import draw_hf_baselines
 from experiments.systems.hugging_face import Decoding
 from experiments.systems.weights import Limits
 from experiments.systems.world import World
@@ -91,17 +89,3 @@ def test_a_gpu_says_how_much_of_a_step_is_launches(tmp_path, monkeypatch):
         "step_latency": 12.0, "launches_per_step": 900, "kernels_per_step": 950, "device_time": 4.0, "launch_time": 2.0,
         "device_share": 4 / 12, "launch_share": 1.8 / 12, "own_product": 0.0,
     })  # fmt: skip
-
-
-def test_the_figure_shows_launches_where_they_were_counted():
-    def row(system, metric, value, statistic="value"):
-        return {"panel": "batch 1", "model": "llama2-7b", "system": system, "metric": metric, "value": value,
-                "statistic": statistic, "device": "H200", "timer": "host_clock", "scale": "gpu"}  # fmt: skip
-
-    rows = [row("unmerged", "step_latency", 40.0, "median"), row("unmerged", "device_time", 9.0)]
-    counts = ("launches_per_step", "kernels_per_step")
-    rows += [row("unmerged", metric, 3000.0, "count") for metric in counts]
-    rows += [row("unmerged", "launch_time", 2.0), row("merged", "step_latency", 20.0, "median")]
-    (axis,) = draw_hf_baselines(pd.DataFrame(rows), pd.DataFrame()).axes
-    assert [line.get_xdata()[0] for line in axis.lines] == [40.0, 9.0, 6.0, 20.0]  # step, device, launches; step
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["unmerged (3000)", "merged"]

@@ -13,7 +13,7 @@ from fakes import composed
 
 from experiments.commands import commits, record_all
 from experiments.commands.record import promote, refuse, refuse_other_sources
-from experiments.commands.record_all import VISIBLE, Options, is_whole, left
+from experiments.commands.record_all import VISIBLE, Options, left
 from experiments.harness.catalogue import experiments
 from experiments.harness.recording import RecordedSet, sets_of
 from experiments.harness.samples import add_samples, read_samples, samples_file
@@ -154,13 +154,6 @@ def test_rounds_measure_one_repeat_more_each_and_those_of_claims_come_first():
     assert "scale.passes" not in " ".join(tables.command("h200", 0, None))
 
 
-@pytest.mark.parametrize("facts", [{}, {"points": 3, "left_out": 0}, {"left_out": {}}])
-def test_a_set_is_done_when_it_had_points_and_left_none_out(facts):
-    assert is_whole(facts)
-    assert not is_whole({**facts, "points": 0})
-    assert not is_whole({**facts, "left_out": 1})
-
-
 PROGRAM = """
 import json, os, sys, time
 begun = time.monotonic()
@@ -170,7 +163,7 @@ finally:
     line = ["{name}", begun, time.monotonic(), os.environ.get("CUDA_VISIBLE_DEVICES"), len(os.sched_getaffinity(0))]
     with open("{ran}", "a") as file:
         file.write(json.dumps(line) + chr(10))
-print(json.dumps(dict(points={points})))
+print(json.dumps({facts}))
 os._exit({status})
 """
 
@@ -185,7 +178,7 @@ def call(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(record_all, "commit", lambda: "abc")
 
     def program(one, machine, round_, vllm_python):
-        about = {"seconds": 0, "status": 0, "points": 1, **how.get(one.run, {})}
+        about = {"seconds": 0, "status": 0, "facts": {}, **how.get(one.run, {})}
         code = PROGRAM.format(name=f"{one.run} {round_}", ran=tmp_path / "ran", **about)
         return ["timeit", "-n1", "-r1", code]
 
@@ -217,7 +210,8 @@ def test_calls_continue_and_failures_are_told(call):
     told, ran = call([small, large], 1)
     assert (names(ran), told["left"]) == (["a 0", "a 1"], 0)
     assert names(call([small, large], 1)[1]) == []
-    assert call([RecordedSet("a", 0.0, rounds=3)], 1, a={"points": 0})[0]["left"] == 1
+    for facts, left_ in (({"points": 0}, 1), ({"points": 3, "left_out": 1}, 1), ({"left_out": {}}, 0)):
+        assert call([RecordedSet("a", 0.0, rounds=3)], 1, a={"facts": facts})[0]["left"] == left_
 
 
 def test_a_set_is_interrupted_at_the_limit_and_one_of_more_minutes_is_not_begun(call):
