@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -65,8 +66,7 @@ class Disturbance:
     calib_launch_us: float | None = None
 
 
-@dataclass(frozen=True)
-class CpuTimes:
+class CpuTimes(NamedTuple):
     """Seconds: a clock, the busy time of our cores (steal included), and the part of it that is ours."""
 
     wall: float
@@ -95,8 +95,7 @@ def other_seconds(before: CpuTimes, after: CpuTimes) -> float:
     return max(0.0, (after.busy - before.busy) - (after.own - before.own))
 
 
-@dataclass(frozen=True)
-class Calibration:
+class Calibration(NamedTuple):
     """Microseconds of one product and one copy, the best of a few, and of a launch, the median; None on a CPU."""
 
     gemm_us: float
@@ -134,8 +133,7 @@ class Calibrator:
         found = Calibration(self._microseconds(self._gemm), self._microseconds(self._copy), self._per_launch())
         self._found.append(found)
         if len(self._found) >= _ENOUGH:
-            now = self._usual()
-            self._lowest = Calibration(min(self._lowest.gemm_us, now.gemm_us), min(self._lowest.copy_us, now.copy_us))
+            self._lowest = Calibration(*map(min, self._lowest[:2], self._usual()[:2]))
         return found
 
     @property
@@ -144,8 +142,7 @@ class Calibrator:
         return self._usual() if len(self._found) < _ENOUGH else self._lowest
 
     def _usual(self) -> Calibration:
-        gemm, copy = zip(*[(one.gemm_us, one.copy_us) for one in self._found], strict=True)
-        return Calibration(*[float(np.quantile(times, _QUIET_SHARE)) for times in (gemm, copy)])
+        return Calibration(*np.quantile([one[:2] for one in self._found], _QUIET_SHARE, axis=0).tolist())
 
     def _microseconds(self, call: Callable[[], object]) -> float:
         times = []
@@ -159,16 +156,14 @@ class Calibrator:
 
     def _per_launch(self) -> float | None:
         """Return the host's microseconds per launch, median of bursts that the GPU's queue holds; None on a CPU."""
-        if self._launch is None:
-            return None
         times = []
-        for _ in range(_BURSTS):
+        for _ in range(_BURSTS if self._launch else 0):
             self._wait()
             started = time.perf_counter()
             for _ in range(_LAUNCHES):
-                self._launch()
+                self._launch()  # type: ignore[misc]
             times.append(time.perf_counter() - started)
-        return 1e6 * float(np.median(times)) / _LAUNCHES
+        return 1e6 * float(np.median(times)) / _LAUNCHES if times else None
 
 
 @cache

@@ -83,13 +83,17 @@ def gpu_slug(name: str) -> str:
 @cache
 def cpu_name() -> str:
     """Processor model and the number of cores this process may use, as in `AMD EPYC, 2 cores`."""
-    model = platform.processor() or platform.machine()
+    info = _kernel("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
+    return f"{found[1].strip() if found else platform.processor() or platform.machine()}, {usable_cores()} cores"
+
+
+def _kernel(file: str) -> str:
+    """Text that the kernel shows in `file`; empty where it has none."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-        model = found.group(1).strip() if found else model
+        return Path(file).read_text(encoding="utf-8")
     except OSError:
-        pass
-    return f"{model}, {usable_cores()} cores"
+        return ""
 
 
 def usable_cores() -> int:
@@ -108,11 +112,8 @@ def installed(package: str) -> str:
 @cache
 def l3_mib() -> float | None:
     """MiB of last-level cache that the first core reaches, as the kernel reports it; None where it does not say."""
-    try:
-        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text(encoding="ascii").strip()
-        return int(text.removesuffix("K")) / 1024
-    except (OSError, ValueError):
-        return None
+    text = _kernel("/sys/devices/system/cpu/cpu0/cache/index3/size").strip().removesuffix("K")
+    return int(text) / 1024 if text.isdigit() else None
 
 
 def stamp() -> dict[str, str | int | float | None]:

@@ -75,10 +75,15 @@ def time_side_by_side(
     _synchronise(protocol.device)
     flush = _flusher(protocol)
     first = next(iter(calls))
-    samplers = {
-        name: _sampler(options, _nothing if apart and name != first else flush, protocol)
-        for name, options in calls.items()
-    }
+    samplers: dict[Name, Callable[[int], float]] = {}
+    for name, options in calls.items():
+        empty = (lambda: None) if apart and name != first else flush
+        if protocol.timer == "cuda_graph":
+            samplers[name] = _cuda_graph(options)
+        elif protocol.timer == "events":
+            samplers[name] = _events(options, empty)
+        else:
+            samplers[name] = _host_clock(options, empty, protocol.device)
     samples: dict[Name, list[float]] = {name: [] for name in calls}
     started = time.perf_counter()
     with no_garbage_collection():
@@ -88,13 +93,6 @@ def time_side_by_side(
             for name, sampler in samplers.items():
                 samples[name].append(sampler(i))
     return samples
-
-
-def _sampler(options: Sequence[Call], flush: Call, protocol: Protocol) -> Callable[[int], float]:
-    """The function that takes the i-th sample, in seconds, with the protocol's clock."""
-    if protocol.timer == "host_clock":
-        return _host_clock(options, flush, protocol.device)
-    return _events(options, flush) if protocol.timer == "events" else _cuda_graph(options)
 
 
 def _host_clock(options: Sequence[Call], flush: Call, device: str) -> Callable[[int], float]:
@@ -149,10 +147,6 @@ def _flusher(protocol: Protocol) -> Call:
     """Zeroes `flush_mib` MiB on the device, so that the next call reads its operands from memory."""
     buffer = torch.empty(protocol.flush_mib << 18, dtype=torch.int32, device=protocol.device)
     return buffer.zero_
-
-
-def _nothing() -> None:
-    pass
 
 
 def _synchronise(device: str) -> None:
