@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from types import FrameType
 
 Clock = Callable[[], float]
-
 TIMED = 0.5
 """Part of a point's time that goes into samples; the rest prepares and checks."""
 SLACK = 0.1

@@ -29,7 +29,6 @@ from experiments.harness.schema import (
     BatchConf,
     Config,
     ConfigError,
-    DType,
     RunConf,
     Settings,
     keys_of,
@@ -55,8 +54,7 @@ class CheckOutputs(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         or_exit(lambda: ensure_writable(folders(config).fresh_rows.parent))
 
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        self.on_run_start(config)
+    on_multirun_start = on_run_start
 
 
 def or_exit(work: Callable[[], Any]) -> Any:
@@ -92,14 +90,28 @@ def said_by_hydra(error: HydraException) -> str:
     return " ".join(f"{about} {str(cause or '').partition(chr(10))[0]}; --help lists keys and choices".split())
 
 
+def _detected(what: str) -> str:
+    """Return `name`, `device` or `dtype` of this machine, for `conf/hardware/auto.yaml`."""
+    name = environment.hardware_slug()
+    device, dtype = ("cpu", "float32") if name == "cpu" else ("cuda", "float16")
+    return {"name": name, "device": device, "dtype": dtype}[what]
+
+
+RESOLVERS: dict[str, Callable[..., Any]] = {
+    "detect_hardware": _detected,
+    "scale_of": scale_of,
+    "from_root": lambda folder: str(REPOSITORY / folder),
+    "fitting_model": lambda field, *where: model_conf(fitting_model(*where)).model_dump(mode="json")[field],
+}
+"""Functions of `conf/`, as `${scale_of:...}`."""
+
+
 def register_app(name: str, header: str, module: str, schema: type[RunConf], **choices: str | None) -> None:
     """Register the primary config `name` of `python -m experiments.<module>`: `conf/config.yaml` with `choices` of its
     groups, the keys of `schema`, and the text of `--help`.
     """
-    OmegaConf.register_new_resolver("detect_hardware", _detected, replace=True)
-    OmegaConf.register_new_resolver("scale_of", scale_of, replace=True)
-    OmegaConf.register_new_resolver("from_root", lambda folder: str(REPOSITORY / folder), replace=True)
-    OmegaConf.register_new_resolver("fitting_model", _fitting, replace=True)
+    for resolver, resolve in RESOLVERS.items():
+        OmegaConf.register_new_resolver(resolver, resolve, replace=True)
     register_names("workload", WORKLOADS.names())
     register_names("system", [])
     store = ConfigStore.instance()
@@ -120,19 +132,6 @@ def register_names(group: str, names: Iterable[str]) -> None:
     for name in names:
         own = [name if group == "workload" else choice(name)]
         store.store(name=choice(name), group=group, node={"names": own})
-
-
-def _detected(what: str) -> str:
-    """Return `name`, `device` or `dtype` of this machine, for `conf/hardware/auto.yaml`."""
-    name = environment.hardware_slug()
-    device, dtype = ("cpu", "float32") if name == "cpu" else ("cuda", "float16")
-    return {"name": name, "device": device, "dtype": dtype}[what]
-
-
-def _fitting(field: str, device: str, scale: str) -> Any:
-    """Return one field of `fitting_model`, for `conf/model/fitting.yaml`."""
-    value = getattr(model_conf(fitting_model(device, scale)), field)
-    return value.name if isinstance(value, DType) else value
 
 
 def register(experiment: Experiment) -> None:

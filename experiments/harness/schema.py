@@ -9,7 +9,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -276,26 +276,23 @@ WRONG = {
 def sentence(error: ValidationError, model: type[Settings], values: Any) -> str:
     """Return the first error of `values` as `model` in one sentence: key, value, limit and remedy."""
     first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    if first["type"] == "extra_forbidden":
-        for part in path[:-1]:
-            model = _model_of(model.model_fields[part].annotation)
-        return unknown(path, model.model_fields)
-    if first["type"] == "value_error":
+    path, kind = first["loc"], first["type"]
+    if kind == "value_error":
         return str(first["ctx"]["error"])
-    names = [part for part in first["loc"] if isinstance(part, str)]
-    value, key = values, ".".join(names)
+    if kind == "extra_forbidden":
+        for part in path[:-1]:
+            model = model.model_fields[str(part)].annotation  # type: ignore[assignment]
+        return unknown([*map(str, path)], model.model_fields)
+    names = [part for part in path if isinstance(part, str)]
+    key, value = ".".join(names), values
     for part in names:
-        value = value.get(part) if isinstance(value, dict) else value
-    text = WRONG.get(first["type"], "must be {wanted}: choose such a value")
-    each = f"{first['input']!r} of " if len(names) < len(path) else ""
+        value = value.get(part, "") if isinstance(value, dict) else value
     wanted = first["msg"].removeprefix("Input should be ")
-    shown = "" if first["type"] == "missing" else value
-    return f"{each}{key}={shown} {text.format(key=key, wanted=wanted, **first.get('ctx', {}))}"
-
-
-def _model_of(annotation: Any) -> type[Settings]:
-    return next(one for one in (annotation, *get_args(annotation)) if isinstance(one, type))
+    text = WRONG.get(kind, "must be {wanted}: choose such a value").format(
+        key=key, wanted=wanted, **first.get("ctx", {})
+    )
+    item = f"{first['input']!r} of " if len(names) < len(path) else ""
+    return f"{item}{key}={value} {text}"
 
 
 def unknown(path: list[str], known: Any) -> str:

@@ -19,8 +19,8 @@ from experiments.harness.schema import (
     REPOSITORY,
     Config,
     ConfigError,
-    FigureConf,
     HardwareConf,
+    NamesConf,
     TimerConf,
     model_conf,
     validated,
@@ -60,14 +60,11 @@ def folders(cfg: Config | DictConfig) -> Folders:
     return Folders(fresh / "rows", fresh / "figures", *recorded, REPOSITORY / paths.paper_results)
 
 
-@cache
-def _schema(figure: type[FigureConf]) -> type[Config]:
-    return create_model("Config", __base__=Config, figure=(figure, ...))
-
-
 def typed(cfg: DictConfig | Config, experiment: Experiment) -> Config:
     """Return `cfg` as typed objects, with the experiment's own `figure`; `ConfigError` for what cannot be."""
-    return cfg if isinstance(cfg, Config) else validated(cfg, _schema(experiment.conf))
+    if isinstance(cfg, Config):
+        return cfg
+    return validated(cfg, create_model("Config", __base__=Config, figure=(experiment.conf, ...)))
 
 
 def settle(cfg: DictConfig | Config, experiment: Experiment) -> Config:
@@ -76,14 +73,14 @@ def settle(cfg: DictConfig | Config, experiment: Experiment) -> Config:
     Raises `ConfigError` for a choice that this machine or figure does not have.
     """
     given = typed(cfg, experiment)
-    settled = given.model_copy(update={"hardware": _settled(given.hardware)})
     clock = experiment.clock or _timer(given.timer.name, given.hardware.device)
     parts = {
+        "hardware": _settled(given.hardware),
         "timer": TimerConf(name=clock),
-        "workload": given.workload.model_copy(update={"names": _workloads(settled)}),
-        "system": given.system.model_copy(update={"names": _systems(settled, experiment)}),
+        "workload": NamesConf(names=_workloads(given)),
+        "system": NamesConf(names=_systems(given, experiment)),
     }
-    return settled.model_copy(update=parts)
+    return given.model_copy(update=parts)
 
 
 def by_clocks(given: Config, settled: Config, experiment: Experiment) -> dict[str, Config]:
@@ -120,12 +117,11 @@ def _timer(name: str, device: str) -> str:
 
 def _workloads(cfg: Config) -> list[str]:
     names = cfg.workload.names or cfg.figure.workloads
-    for name in names:
-        if name not in WORKLOADS.names():
-            raise ConfigError(
-                f"workload.names has {name!r}, which is unknown; known: {', '.join(WORKLOADS.names())}. "
-                "Choose workload=all or one of these, or register yours in experiments/workload/popularity.py"
-            )
+    if unknown := [name for name in names if name not in WORKLOADS.names()]:
+        raise ConfigError(
+            f"workload.names has {unknown[0]!r}, which is unknown; known: {', '.join(WORKLOADS.names())}. "
+            "Choose workload=all or one of these, or register yours in experiments/workload/popularity.py"
+        )
     return list(names)
 
 
