@@ -10,7 +10,7 @@ works ahead.
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -121,33 +121,9 @@ def predicted_half(windows: Sequence[Window], cost: StepCost) -> list[Reading]:
 
 
 @dataclass(frozen=True)
-class Stream:
-    """Stream that a machine was loaded with, from the settings of `ext_latency_under_load`."""
-
-    lengths: str
-    requests: int
-    max_len: int
-    span: Span
-    seed: int
-    works_ahead: bool
-
-    def arrivals(self, rate: float, repeat: int) -> NDArray[np.float64]:
-        """Draw seconds at which requests arrive, ``rate`` of them per second."""
-        return self.span.at(rate).arrivals(rate, self.seed + repeat)
-
-    def counts(self, rate: float, arrivals: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return which of the arrivals are measured."""
-        return self.span.at(rate).counts(arrivals)
-
-    @property
-    def drawn(self) -> RequestLengths:
-        """Lengths of the different requests, which arrive in a cycle."""
-        return rescaled((stated_lengths if self.lengths == "stated" else released_lengths)(self.requests), self.max_len)
-
-
-@dataclass(frozen=True)
 class Load:
-    """A load of Punica: requests per second (``rate``), p99 of their time to first token in seconds, and the stream.
+    """A load of Punica: requests per second (``rate``), p99 of their time to first token in seconds, and the stream
+    that the machine was loaded with, from the settings of `ext_latency_under_load`.
 
     ``joining``: seconds by which steps with a prompt exceeded others, at each rate that is not predicted. ``others``:
     p99 of the machine's predicted loads of the model at other rates, which a constant could know.
@@ -160,9 +136,27 @@ class Load:
     p99: float
     max_batch_size: int
     rank: int
-    stream: Stream
-    joining: tuple[float, ...]
+    lengths: str
+    requests: int
+    max_len: int
+    span: Span
+    seed: int
+    works_ahead: bool
+    joining: tuple[float, ...] = ()
     others: tuple[float, ...] = ()
+
+    def arrivals(self) -> NDArray[np.float64]:
+        """Draw seconds at which requests arrive."""
+        return self.span.at(self.rate).arrivals(self.rate, self.seed + self.repeat)
+
+    def counts(self, arrivals: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Return which of the arrivals are measured."""
+        return self.span.at(self.rate).counts(arrivals)
+
+    @property
+    def drawn(self) -> RequestLengths:
+        """Lengths of the different requests, which arrive in a cycle."""
+        return rescaled((stated_lengths if self.lengths == "stated" else released_lengths)(self.requests), self.max_len)
 
 
 @cache
@@ -176,7 +170,11 @@ def read_loads(folder: Path) -> dict[str, list[Load]]:
     """Read model -> loads of Punica below its capacity, with a p99, whose number of requests agrees with the settings
     beside the rows (those of the last command).
     """
-    stream = stream_of(json.loads((folder / f"{LOADS_FILE}.json").read_text(encoding="utf-8")))
+    settings = json.loads((folder / f"{LOADS_FILE}.json").read_text(encoding="utf-8"))
+    figure = settings["figure"]
+    stream: dict[str, Any] = {name: figure[name] for name in ("lengths", "requests", "max_len")}
+    stream["span"] = Span(**{name: figure[name] for name in ("warm", "seconds", "drain", "least", "longest")})
+    stream |= {"seed": settings["adapters"]["seed"], "works_ahead": settings["hardware"]["device"] != "cpu"}
     rows = rows_that_count(folder, LOADS_FILE)
     chosen = rows["system"].eq("punica") & rows["metric"].isin(OF_A_LOAD | OF_STEPS) & ~rows["disturbed"]
     cells: dict[tuple[str, str, str, int], dict[str, Any]] = defaultdict(dict)
@@ -185,36 +183,20 @@ def read_loads(folder: Path) -> dict[str, list[Load]]:
         cell = cells[row.model, row.panel, row.workload, int(row.repeat)]
         cell |= {row.metric: row.value, "shape": (int(row.batch_size), int(row.rank))}
     longer: dict[str, list[float]] = defaultdict(list)
-    for (model, panel, *_), value in cells.items():
-        if value.keys() >= OF_STEPS and not _is_predicted(panel, value):
-            longer[model].append((value["prefill_step"] - value["decode_step"]) / 1e3)
     found: dict[str, list[Load]] = defaultdict(list)
     for (model, panel, workload, repeat), value in cells.items():
-        if _is_predicted(panel, value):
+        if panel.startswith("load ") and value.keys() >= OF_A_LOAD and value["load"] < 1:
             about = value["offered_rate"], value[P99] / 1e3, *value["shape"]
-            load = Load(panel, workload, repeat, *about, stream, joining=tuple(sorted(longer[model])))
-            sent = stream.counts(load.rate, stream.arrivals(load.rate, repeat)).sum()
-            if FEWEST_FOR_P99 <= value["requests"] == sent:
+            load = Load(panel, workload, repeat, *about, **stream)
+            if FEWEST_FOR_P99 <= value["requests"] == load.counts(load.arrivals()).sum():
                 found[model].append(load)
-    return {
-        model: [replace(one, others=tuple(other.p99 for other in known if other.panel != one.panel)) for one in known]
-        for model, known in found.items()
-    }
-
-
-def _is_predicted(panel: str, value: Mapping[str, Any]) -> bool:
-    return panel.startswith("load ") and value.keys() >= OF_A_LOAD and value["load"] < 1
-
-
-def stream_of(settings: Mapping) -> Stream:
-    """Build the stream from the settings beside the rows."""
-    figure = settings["figure"]
-    return Stream(
-        **{name: figure[name] for name in ("lengths", "requests", "max_len")},
-        span=Span(**{name: figure[name] for name in ("warm", "seconds", "drain", "least", "longest")}),
-        seed=settings["adapters"]["seed"],
-        works_ahead=settings["hardware"]["device"] != "cpu",
-    )
+        elif value.keys() >= OF_STEPS:
+            longer[model].append((value["prefill_step"] - value["decode_step"]) / 1e3)
+    for model, known in found.items():
+        joining = tuple(sorted(longer[model]))
+        others = [tuple(two.p99 for two in known if two.panel != one.panel) for one in known]
+        found[model] = [replace(one, joining=joining, others=p99) for one, p99 in zip(known, others, strict=True)]
+    return dict(found)
 
 
 def first_token_readings(load: Load, cost: StepCost, seeds: int = 1) -> list[Reading]:
@@ -228,39 +210,33 @@ def first_token_readings(load: Load, cost: StepCost, seeds: int = 1) -> list[Rea
         cases = {"": median(told), "_low": told[0], "_high": told[-1]}
         costs = {name: with_joins(load, cost, seconds) for name, seconds in cases.items()}
     waits = {name: p99_first_token(load, one) for name, one in costs.items()}
+    about: dict[str, Any] = {"kind": SIMULATED, "cost_model": costs[""].name}
+    others = [replace(load, seed=load.seed + place * OTHER_SEED) for place in range(1, seeds)]
+    runs = [waits[""], *(p99_first_token(one, costs[""]) for one in others)]
     if load.others:
         waits[CONSTANT] = fmean(load.others)
-    about: dict[str, Any] = {"kind": SIMULATED, "cost_model": costs[""].name}
-
-    def run(place: int) -> list[Reading]:
-        stream = replace(load.stream, seed=load.stream.seed + place * OTHER_SEED)
-        wait = p99_first_token(replace(load, stream=stream), costs[""]) if place else waits[""]
-        return [Reading("p99_first_token", 1e3 * wait, "ms", **about)]
-
     errors = {f"p99_error{name}": wait / load.p99 - 1 for name, wait in waits.items()}
     return [
-        *spanned([run(place) for place in range(seeds)]),
+        *spanned([[Reading("p99_first_token", 1e3 * wait, "ms", **about)] for wait in runs]),
         *(Reading(name, error, "fraction", **about) for name, error in errors.items()),
     ]
 
 
 def with_joins(load: Load, cost: StepCost, seconds: float) -> StepCost:
     """Give ``cost`` steps with a prompt that take ``seconds`` more than others, the prompt's rows included."""
-    rows = float(load.stream.drawn.prompt.mean())
+    rows = float(load.drawn.prompt.mean())
     name = f"{cost.name}, steps with a prompt of other loads"
     return replace(cost, name=name, join=max(0.0, seconds - cost.prefill * rows))
 
 
 def p99_first_token(load: Load, cost: StepCost) -> float:
     """Simulate the load on one GPU with enough KV cache: p99 of the seconds until the first token."""
-    stream, size = load.stream, load.max_batch_size
-    arrivals, drawn = stream.arrivals(load.rate, load.repeat), stream.drawn
+    arrivals, drawn, size = load.arrivals(), load.drawn, load.max_batch_size
     count = len(arrivals)
     lengths = RequestLengths(np.resize(drawn.prompt, count), np.resize(drawn.output, count))
-    adapters = np.resize(popularity(load.workload).requests(stream.requests) + 1, count)
+    adapters = np.resize(popularity(load.workload).requests(load.requests) + 1, count)
     policy = ClusterPolicy(max_batch_size=size)
     policy.add_gpu("gpu", size * (policy.page_size + int((drawn.prompt + drawn.output).max())))
     trace = Trace(arrivals, lengths, adapters, np.full(count, load.rank))
-    result = simulate(trace, policy, cost, works_ahead=stream.works_ahead, own_queue=True)
-    waits = result.first_token_s - arrivals
-    return float(np.quantile(waits[stream.counts(load.rate, arrivals)], 0.99))
+    result = simulate(trace, policy, cost, works_ahead=load.works_ahead, own_queue=True)
+    return float(np.quantile((result.first_token_s - arrivals)[load.counts(arrivals)], 0.99))

@@ -148,7 +148,7 @@ def test_residuals_tell_what_a_line_does_not():
     host = found.residuals["loads_from_host"]
     assert 0.05 < host.median < 0.2 < host.largest < 0.5
     assert found.residuals["loads_from_disk"].relative.tolist() == pytest.approx([0.0])
-    rows = {one.metric: one.value for one in fit_readings("load", found)}
+    rows = {one.metric: one.value for one in fit_readings({"load": found})}
     assert rows["load_host_rank"] == pytest.approx(1e6 * found.cost.host_rank)
     assert rows["residual_median_loads_from_host"] == host.median
 

@@ -27,11 +27,10 @@ from experiments.cluster.served import (
     summary,
     transitions,
 )
-from experiments.cluster.simulated_hour import seen, slowed, slowed_readings, slowness, stream_readings
+from experiments.cluster.simulated_hour import seen, slowed_readings, stream_readings
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.facts.paper import read_figure
 from experiments.fig13_cluster import EXPERIMENT as FIG13
-from experiments.harness import Point
 from experiments.harness.counted import frame_of
 from experiments.harness.points import Reading
 from experiments.harness.resume import run
@@ -194,7 +193,11 @@ def test_the_papers_windows_give_what_it_prints():
 @pytest.mark.slow
 def test_the_simulated_hour_predicts_the_paper_and_one_factor_on_every_step_brings_active_gpus_to_it():
     cost, asked = a100_of_the_cluster(PAPER), paper_hour(PAPER)
-    served = seen(asked, simulate(asked, paper_cluster("punica", SIZE), cost), 3600.0)
+
+    def hour_of(steps: StepCost, _: int) -> ServedHour:
+        return seen(asked, simulate(asked, paper_cluster("punica", SIZE), steps), 3600.0)
+
+    served = hour_of(cost, 0)
     said, share = values(summary(served)), published(SHARE)
     assert said[SHARE] == pytest.approx(share, abs=0.05)
     # the two stricter ways to count miss the 5 points, and the report says so
@@ -202,10 +205,7 @@ def test_the_simulated_hour_predicts_the_paper_and_one_factor_on_every_step_brin
     ours = [one.value for one in series(served) if one.metric == "active_gpus_60s_mean"]
     theirs = read_figure(PAPER, "13").query("metric == 'active_gpus_60s_mean'").sort_values("t_s")["value"]
     assert np.corrcoef(ours, theirs)[0, 1] > 0.9
-    factor = slowness(served, PAPER)
-    slower = slowed(cost, factor)
-    served = seen(asked, simulate(asked, paper_cluster("punica", SIZE), slower), 3600.0)
-    found = values(slowed_readings(served, factor))
+    found = values(slowed_readings(hour_of, cost, PAPER, 0))
     assert found["step_time_factor"] == pytest.approx(1.57, abs=0.02)
     assert found["mean_active_gpus"] == pytest.approx(published("mean_active_gpus"), rel=0.06)
     for metric in (SHARE, "share_of_active_cells_batch_ge_28"):
@@ -279,10 +279,9 @@ def test_an_unknown_cost_model_is_refused_with_those_there_are(tmp_path, experim
 @pytest.mark.parametrize(("role", "model"), [("7B", "llama2-7b"), ("13B", "llama2-13b")])
 @pytest.mark.parametrize("workload", ["Distinct", "Identical"])
 def test_figure_11_is_predicted_within_15_percent(role, model, workload):
-    point = Point("", "punica", workload, model, settings={"requests": 1024})
     paper = read_figure(PAPER, "11").query("metric == 'throughput' and system == 'Punica'")
     printed = paper.query("model == @role and workload == @workload")["value"].item()
-    (found,) = stream_readings(point, paper_a100(PAPER, role).cost)
+    (found,) = stream_readings(model, workload, 1024, paper_a100(PAPER, role).cost)
     assert found.value == pytest.approx(printed, rel=0.15)
 
 

@@ -17,7 +17,7 @@ from experiments.claims.predictions import prediction_table, predictions, remain
 from experiments.cluster import predicted, simulated_hour
 from experiments.cluster.costs import Fitted
 from experiments.cluster.predicted import (
-    Stream,
+    Load,
     Window,
     first_token_readings,
     fitted_to,
@@ -91,8 +91,8 @@ def test_windows_of_two_models_of_a_machine_are_each_predicted_from_their_own(tm
     small, large = (replace(COST, base=base, name=name) for base, name in ((0.01, "7b"), (0.03, "13b")))
     costs = {("h200", "7b"): Fitted(small, {}), ("h200", "13b"): Fitted(large, {})}
     found = {key: [window(i, cost=one.cost) for i in range(6)] for key, one in costs.items()}
-    monkeypatch.setattr(simulated_hour, "_costs", lambda *_: costs)
-    monkeypatch.setattr(simulated_hour, "recorded_windows", lambda _: found)
+    monkeypatch.setattr(simulated_hour, "costs_of", lambda *_: costs)
+    monkeypatch.setattr(predicted, "recorded_windows", lambda _: found)
     cfg = settle(composed(tmp_path, name=FIG13.name), FIG13)
     points = [point for point in FIG13.points(cfg) if point.panel == simulated_hour.WINDOWS]
     assert [point.model for point in points] == ["7b", "13b"]
@@ -169,13 +169,13 @@ def test_a_constant_knows_loads_of_other_rates_alone(tmp_path):
 def test_rows_of_other_settings_than_those_beside_them_and_of_few_requests_are_not_predicted(tmp_path, monkeypatch):
     loads(tmp_path, p99=1.0, requests=REQUESTS + 1)
     assert read_loads(tmp_path / "h200") == {}
-    monkeypatch.setattr(Stream, "counts", lambda *_: np.ones(99, dtype=bool))
+    monkeypatch.setattr(Load, "counts", lambda *_: np.ones(99, dtype=bool))
     loads(tmp_path, p99=1.0, requests=99)
     assert read_loads(tmp_path / "h200") == {}
 
 
 def test_rates_that_are_not_predicted_tell_what_a_step_with_a_prompt_costs_beside_its_rows(load):
-    rows = float(load.stream.drawn.prompt.mean())
+    rows = float(load.drawn.prompt.mean())
     assert load.joining == pytest.approx((0.008, 0.010))
     assert with_joins(load, COST, 0.008).join == pytest.approx(0.008 - COST.prefill * rows)
     assert with_joins(load, COST, 1e-9).join == 0.0
@@ -186,10 +186,9 @@ def test_rates_that_are_not_predicted_tell_what_a_step_with_a_prompt_costs_besid
 def test_the_requests_of_a_load_arrive_again_as_the_driver_sent_them(monkeypatch, load):
     names = ("warm", "seconds", "drain", "least", "longest")
     for rate in (1.0, 3.0, 50.0):
-        span = Span(**{name: FIGURE[name] for name in names}).at(rate)
-        arrivals = load.stream.arrivals(rate, 2)
-        assert np.array_equal(arrivals, span.arrivals(rate, 3 + 2))
-        assert np.array_equal(load.stream.counts(rate, arrivals), span.counts(arrivals))
+        span, again = Span(**{name: FIGURE[name] for name in names}).at(rate), replace(load, rate=rate, repeat=2)
+        assert np.array_equal(again.arrivals(), span.arrivals(rate, 3 + 2))
+        assert np.array_equal(again.counts(again.arrivals()), span.counts(again.arrivals()))
     served = []
     monkeypatch.setattr(predicted, "simulate", lambda trace, *_, **__: served.append(trace) or SimpleNamespace(
         first_token_s=trace.arrivals + 1.0))  # fmt: skip
