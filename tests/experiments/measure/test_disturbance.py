@@ -19,7 +19,7 @@ from experiments.measure.disturbance import (
     slow_repeats,
 )
 
-AFTER = CpuTimes(10.0, 70.0, 40.0)
+AFTER, QUIET = CpuTimes(10.0, 70.0, 40.0), ((100.0, 1000.0), (120.0, 1100.0))
 
 
 class FakeCalibrator:
@@ -32,18 +32,34 @@ class FakeCalibrator:
         return Calibration(*self.left.pop(0))
 
 
-@pytest.fixture
-def quiet(monkeypatch):
-    """A machine of two cores on which nothing else happens; a test may set other CPU times and calibrations."""
-
-    def found(after=AFTER, calibrations=((100.0, 1000.0), (120.0, 1100.0)), device="cpu"):
-        times = iter([after and CpuTimes(0.0, 50.0, 20.0), after])
-        monkeypatch.setattr(disturbance, "cpu_times", lambda: next(times))
-        monkeypatch.setattr(disturbance, "calibrator", lambda _: FakeCalibrator(*calibrations))
-        return Watch(device).stop()
-
+@pytest.mark.parametrize(
+    ("after", "calibrations", "gpu", "found"),
+    [
+        (AFTER, QUIET, None, Disturbance(False, 0.0, 110.0, 1050.0)),
+        (None, QUIET, None, Disturbance(False, None, 110.0, 1050.0)),
+        (CpuTimes(10.0, 69.0, 40.0), QUIET, None, Disturbance(False, 0.0, 110.0, 1050.0)),
+        (CpuTimes(10.0, 70.75, 40.0), QUIET, None, Disturbance(False, 0.0375, 110.0, 1050.0)),
+        (CpuTimes(10.0, 71.25, 40.0), QUIET, None, Disturbance(True, 0.0625, 110.0, 1050.0)),
+        (CpuTimes(0.125, 50.03125, 20.0), QUIET, None, Disturbance(False, 0.125, 110.0, 1050.0)),
+        (AFTER, ((100.0, 1000.0), (230.0, 1000.0)), None, Disturbance(True, 0.0, 165.0, 1000.0)),
+        (AFTER, ((100.0, 1000.0), (100.0, 2100.0)), None, Disturbance(True, 0.0, 100.0, 1550.0)),
+        (AFTER, ((100.0, 1000.0, 4.0), (100.0, 1000.0, 12.0)), None, Disturbance(False, 0.0, 100.0, 1000.0, None, 8.0)),
+        (AFTER, QUIET, ("1980 MHz", "0x0000000000000004"), Disturbance(False, 0.0, 110.0, 1050.0, 1980.0)),
+        (AFTER, QUIET, ("1980 MHz", "0x0000000000000040"), Disturbance(True, 0.0, 110.0, 1050.0, 1980.0)),
+        (AFTER, QUIET, ("[N/A]",), Disturbance(False, 0.0, 110.0, 1050.0)),
+    ],
+    ids=[
+        "quiet", "not known", "rounded", "below the limit", "above it", "a tick in a short interval", "slow product",
+        "slow copy", "launches mark nothing", "GPU at its power cap", "GPU throttled by heat", "GPU says nothing",
+    ],
+)  # fmt: skip
+def test_a_measurement_has_what_disturbed_it(monkeypatch, after, calibrations, gpu, found):
+    times = iter([after and CpuTimes(0.0, 50.0, 20.0), after])
     monkeypatch.setattr(disturbance.os, "sched_getaffinity", lambda _: {0, 1})
-    return found
+    monkeypatch.setattr(disturbance, "cpu_times", lambda: next(times))
+    monkeypatch.setattr(disturbance, "calibrator", lambda _: FakeCalibrator(*calibrations))
+    monkeypatch.setattr(disturbance, "gpu_query", lambda *names: [dict(zip(names, gpu, strict=False))])
+    assert Watch("cuda" if gpu else "cpu").stop() == found
 
 
 def test_busy_time_is_that_of_our_cores_without_idle(monkeypatch):
@@ -54,57 +70,11 @@ def test_busy_time_is_that_of_our_cores_without_idle(monkeypatch):
     assert cpu_times().busy == 100 + 10 + 30 + 2 + 3 + 5 + 200
 
 
-def test_a_machine_that_does_not_tell_is_not_known(quiet):
-    assert quiet(after=None) == Disturbance(False, None, 110.0, 1050.0)
-
-
-@pytest.mark.parametrize(
-    ("after", "share", "disturbed"),
-    [
-        (AFTER, 0.0, False),
-        (CpuTimes(10.0, 69.0, 40.0), 0.0, False),
-        (CpuTimes(10.0, 70.8, 40.0), 0.04, False),
-        (CpuTimes(10.0, 71.2, 40.0), 0.06, True),
-        (CpuTimes(0.1, 50.23, 20.2), 0.15, False),
-    ],
-    ids=["none", "rounded", "below the limit", "above it", "a tick in a short interval"],
-)
-def test_other_work_disturbs_from_its_limit_on(quiet, after, share, disturbed):
-    found = quiet(after)
-    assert (found.other_cpu, found.disturbed) == (pytest.approx(share), disturbed)
-    assert (found.calib_gemm_us, found.calib_copy_us, found.calib_launch_us) == (110.0, 1050.0, None)
-
-
-@pytest.mark.parametrize("after", [(230.0, 1000.0), (100.0, 2100.0)], ids=["product", "copy"])
-def test_a_slow_calibration_disturbs(quiet, after):
-    assert quiet(calibrations=((100.0, 1000.0), after)).disturbed
-
-
-def test_a_measurement_keeps_the_mean_of_its_launches_which_mark_nothing(quiet):
-    found = quiet(calibrations=((100.0, 1000.0, 4.0), (100.0, 1000.0, 12.0)))
-    assert (found.calib_launch_us, found.disturbed) == (8.0, False)
-
-
-@pytest.mark.parametrize(
-    ("clock", "reasons", "found"),
-    [("1980 MHz", "0x04", (1980.0, False)), ("1980 MHz", "0x40", (1980.0, True)), ("[N/A]", "", (None, False))],
-)
-def test_a_gpu_says_its_clock_and_whether_it_throttles(quiet, monkeypatch, clock, reasons, found):
-    answer = [{"clocks.sm": clock, "clocks_throttle_reasons.active": reasons}]
-    monkeypatch.setattr(disturbance, "gpu_query", lambda *_: answer)
-    told = quiet(device="cuda")
-    assert (told.sm_clock_mhz, told.disturbed) == found
-
-
-def test_the_calibrator_takes_time_and_is_one_for_a_process():
-    found = disturbance.calibrator("cpu").run()
-    assert min(found.gemm_us, found.copy_us) > 0
-    assert disturbance.calibrator("cpu") is disturbance.calibrator("cpu")
-
-
 def test_a_launch_is_the_median_burst_over_its_launches_and_a_cpu_has_none(monkeypatch):
-    calibrator, clock, bursts = disturbance.Calibrator("cpu"), [0.0], []
-    assert calibrator.run().launch_us is None
+    calibrator, clock, bursts = disturbance.calibrator("cpu"), [0.0], []
+    assert disturbance.calibrator("cpu") is calibrator, "one for a process"
+    found = calibrator.run()
+    assert (min(found.gemm_us, found.copy_us) > 0, found.launch_us) == (True, None)
 
     def launch():
         clock[0] += 9e-6 if len(bursts) % 4 == 0 else 3e-6  # one burst of four is slow
@@ -116,29 +86,21 @@ def test_a_launch_is_the_median_burst_over_its_launches_and_a_cpu_has_none(monke
     assert len(bursts) == disturbance._BURSTS
 
 
-def test_quiet_is_what_is_usual_not_the_rarest(monkeypatch):
-    """One calibration in fifty that takes half of the time marks nobody; a machine that is slow from some moment on
-    marks what comes then.
-    """
-    calibrator = disturbance.Calibrator("cpu")
-    times = iter([100.0, 100.0] + [50.0, 50.0] + [100.0] * 96 + [160.0] * 4)
-    monkeypatch.setattr(calibrator, "_microseconds", lambda call: next(times))
-    for _ in range(50):
-        calibrator.run()
-    assert calibrator.quiet == Calibration(100.0, 100.0)
+@pytest.mark.parametrize(
+    ("times", "runs", "marks"),
+    [
+        ([100.0, 100.0, 50.0, 50.0] + [100.0] * 96 + [160.0] * 4, 26, [False] * 10 + [True]),
+        ([100.0] * 12 + [200.0] * 1000, 100, [False] * 3 + [True] * 97),
+    ],
+    ids=["usual is not the rarest, half of it once marks nothing", "a machine that stays slow stays marked"],
+)
+def test_what_is_slow_is_marked_by_what_was_usual(monkeypatch, times, runs, marks):
+    """Each measurement calibrates twice, of two times each."""
+    calibrator, left = disturbance.Calibrator("cpu"), iter(times)
+    monkeypatch.setattr(calibrator, "_microseconds", lambda call: next(left))
     monkeypatch.setattr(disturbance, "calibrator", lambda _: calibrator)
     monkeypatch.setattr(disturbance, "cpu_times", lambda: None)
-    assert Watch("cpu").stop().disturbed
-
-
-def test_a_machine_that_stays_slow_stays_marked(monkeypatch):
-    calibrator = disturbance.Calibrator("cpu")
-    times = iter([100.0] * 12 + [200.0] * 1000)
-    monkeypatch.setattr(calibrator, "_microseconds", lambda call: next(times))
-    monkeypatch.setattr(disturbance, "calibrator", lambda _: calibrator)
-    monkeypatch.setattr(disturbance, "cpu_times", lambda: None)
-    marks = [Watch("cpu").stop().disturbed for _ in range(100)]
-    assert marks == [False] * 3 + [True] * 97
+    assert [Watch("cpu").stop().disturbed for _ in range(runs)][-len(marks) :] == marks
 
 
 @pytest.mark.parametrize("mib", [None, 16.0, 260.0])
