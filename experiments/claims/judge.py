@@ -1,7 +1,7 @@
 """Verdicts: our value of every claim against its bounds, by the clock that decides, with marks of doubt."""
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -243,7 +243,7 @@ def decide(relation: Outcome, shape: Outcome) -> str:
     return REPRODUCED if relation is Outcome.HOLDS else SHAPE
 
 
-def as_frame(verdicts: list[Verdict]) -> pd.DataFrame:
+def as_frame(verdicts: Sequence[Verdict]) -> pd.DataFrame:
     """Build a frame of one line per claim, with the columns of `Verdict`; numbers as text."""
     said = [
         {"quantities": "; ".join(f"{name}={value:.6g}" for name, value in verdict.quantities.items()),

@@ -58,17 +58,15 @@ def placement_tables(rows: pd.DataFrame) -> list[str]:
         return []
     value, low, high = (_by_rule(rows, suffix) for suffix in ("", LOW, HIGH))
     over = value.div(value[PUNICA], axis=0).groupby(level="metric", sort=False)
-    ends = [[rule, *(f"{a:.2f} to {b:.2f}" for a, b in zip(over.min()[rule], over.max()[rule], strict=True))]
-            for rule in value if rule != PUNICA]  # fmt: skip
+    ends = zip(over.min().items(), over.max().to_dict("list").values(), strict=True)
+    compared = [[str(rule), *(f"{a:.2f} to {b:.2f}" for a, b in zip(low_, high_, strict=True))]
+                for (rule, low_), high_ in ends if rule != PUNICA]  # fmt: skip
     metrics = [f"{NAMES[str(name)]} / Punica's" for name in over.groups]
     length = rows.loc[rows["metric"] == SIMULATED_LENGTH, "value"].astype(float)
     part = f"{length.max():g} s of the hour" if len(length) else "the simulated part of the hour"
     loads = len(value.index.unique("panel"))
-    lines = [*markdown(("rule", *metrics), ends), "", f"Lowest and highest of {loads} loads, over {part}.", ""]
-    known = [one for one in RULE_CLAIMS if {one.rule, BASELINE} <= set(value)]
-    sides = [(one, [side.xs(one.metric, level="metric") for side in (value, low, high)]) for one in known
-             if one.metric in value.index.unique("metric")]  # fmt: skip
-    judged = [line for one, side in sides if (line := _judged(one, *side))]
+    lines = [*markdown(("rule", *metrics), compared), "", f"Lowest and highest of {loads} loads, over {part}.", ""]
+    judged = [line for one in RULE_CLAIMS if (line := _judged(one, value, low, high))]
     head = ("claim", "rule", f"over `{BASELINE}` (over seeds), the deciding load", "bound", "verdict")
     return [*lines, *(markdown(head, judged) if judged else [])]
 
@@ -87,17 +85,18 @@ def _by_rule(rows: pd.DataFrame, suffix: str) -> pd.DataFrame:
 
 def _judged(claim: RuleClaim, value: pd.DataFrame, low: pd.DataFrame, high: pd.DataFrame) -> list[str]:
     """Judge ``claim`` on the panel that decides; nothing without one."""
-    rule, base = claim.rule, BASELINE
+    rule, base, bound = claim.rule, BASELINE, claim.factor
+    if not {rule, base} <= set(value):
+        return []
     ends = {"value": value[rule] / value[base], "low": low[rule] / high[base], "high": high[rule] / low[base]}
-    ratios = pd.DataFrame(ends)[low[base] > 0].dropna()
+    ratios = pd.DataFrame(ends)[low[base] > 0].dropna().query("metric == @claim.metric").droplevel("metric")
     if ratios.empty:
         return []
-    highest = claim.lower == claim.every
-    one = ratios.loc[ratios["value"].idxmax() if highest else ratios["value"].idxmin()]
-    bound = claim.factor
-    met, missed = (one.high <= bound, one.low > bound) if claim.lower else (one.low >= bound, one.high < bound)
+    panel = str(ratios["value"].idxmax() if claim.lower == claim.every else ratios["value"].idxmin())
+    best, least, most = (float(ratios[name][panel]) for name in ends)
+    met, missed = (most <= bound, least > bound) if claim.lower else (least >= bound, most < bound)
     verdict = SIMULATED_TOO if met else DIFFERS if missed else NOISE
-    verdict = f"{NOT_IMPLEMENTED}: {claim.lacks}" if claim.lacks else verdict
     how = "at worst" if claim.every else "at best"
-    told = f"{NAMES[claim.metric]} {how} {one.value:.2f} ({one.low:.2f} to {one.high:.2f}), {one.name}"
-    return [claim.source, rule, told, f"{'at most' if claim.lower else 'at least'} {bound:.3g}", verdict]
+    told = f"{NAMES[claim.metric]} {how} {best:.2f} ({least:.2f} to {most:.2f}), {panel}"
+    judged = f"{NOT_IMPLEMENTED}: {claim.lacks}" if claim.lacks else verdict
+    return [claim.source, rule, told, f"{'at most' if claim.lower else 'at least'} {bound:.3g}", judged]

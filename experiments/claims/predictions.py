@@ -188,7 +188,8 @@ def _windows(frame: pd.DataFrame) -> Iterator[Prediction]:
 def _runners(frame: pd.DataFrame) -> Iterator[Prediction]:
     """Hour of runners on Ray, and streams, by the simulator fitted to their steps in a rehearsal."""
     told = {key: _numbers(part) for key, part in frame.groupby(["system", "model", "panel"], sort=False)}
-    for (system, model, panel), theirs in told.items():
+    for key, theirs in told.items():
+        system, model, panel = map(str, key)
         if panel != served.RAY and not panel.startswith(served.STEADY):
             continue
         where = panel.removeprefix(served.RAY)
@@ -222,7 +223,8 @@ def residual_table(rows: pd.DataFrame) -> list[str]:
     value = frame.assign(**kinds).pivot_table(
         index=["cost_model", "kind"], columns="which", values="value", aggfunc="last", sort=False
     )
-    lines = [[*where, f"{100 * one.rms:.1f} %", f"{100 * one.largest:.1f} %"] for where, one in value.iterrows()]
+    cells = zip(value.index, value["rms"], value["largest"], strict=True)
+    lines = [[str(model), str(kind), f"{100 * rms:.1f} %", f"{100 * most:.1f} %"] for (model, kind), rms, most in cells]
     return markdown(("cost model", "rows", "rms residual", "largest"), lines) if lines else []
 
 

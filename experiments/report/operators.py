@@ -3,7 +3,7 @@
 Microseconds, their ratios to the best public kernel, and what each table sums up.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -116,7 +116,7 @@ def _cells(frame: pd.DataFrame, prefix: str = "") -> dict[str, list[str]]:
     return {f"{prefix}{name}": _digits(values) for name, values in frame.items()}
 
 
-def _table(cells: dict[str, Iterable[str]], said: Iterable[str]) -> list[str]:
+def _table(cells: Mapping[str, Iterable[str]], said: Iterable[str]) -> list[str]:
     return [*markdown([*cells], zip(*cells.values(), strict=True)), "", *(f"* {line}" for line in said)]
 
 
