@@ -1,5 +1,6 @@
 """Where a step's time goes: every instant counted once, the engine's steps as they were wanted, parts that add up."""
 
+import itertools
 import re
 import time
 from dataclasses import replace
@@ -146,7 +147,7 @@ def test_a_batch_that_shrank_is_not_timed(bench):
 
 
 def test_adapters_that_are_not_applied_are_seen(bench, monkeypatch):
-    shapes = [shape(adapters=(0,) * 3), shape(adapters=(1,) * 3), shape()]
+    shapes = [shape(adapters=(0,) * 3), shape()]
     check_adapters_matter(bench, shapes)
     monkeypatch.setattr(bench.engine.manager.punica_wrapper, "add_lora_linear", lambda *_, **__: None)
     with pytest.raises(CheckFailed, match="as if its rows had no adapters"):
@@ -178,20 +179,23 @@ def test_parts_of_a_cpu_add_up_to_the_steps_and_nothing_stays_patched(bench, mon
     assert "attend" not in vars(bench.engine.runner.attention)
 
 
-def test_a_gpu_is_timed_first_and_then_profiled(bench, monkeypatch):
-    """The path of a GPU with kernels that a script says ran: what is left of the steps is gaps."""
-    works = []
+@pytest.mark.parametrize("ahead", [False, True], ids=["one-by-one", "ahead"])
+def test_a_gpu_is_timed_first_and_then_profiled(bench, monkeypatch, ahead):
+    """With kernels that a script says ran: what is left of the steps is gaps. Steps launched ahead share the time."""
 
     def scripted(work):
-        works.append(work())
+        work()
         return [Kernel(CUBLAS, 0.0, 1e-6), Kernel("_lora_expand_rows_kernel", 1e-6, 3e-6), Kernel("odd", 3e-6, 4e-6)]
 
+    if ahead:
+        monkeypatch.setattr(ModelRunner, "works_ahead", True)
     monkeypatch.setattr(EngineSteps, "on_gpu", property(lambda _: True))
+    monkeypatch.setattr(EngineSteps, "wait", lambda _: None)
     monkeypatch.setattr(step_parts, "watched_kernels", scripted)
     (case,) = step_parts.measured(bench, {"Distinct": shape()}, PROTOCOL).values()
-    assert len(case.steps) == len(case.host["launch"]) == len(case.host["ahead"]) == 2
-    assert len(case.watched) == 2
+    assert len(case.steps) == len(case.host["launch"]) == len(case.host["ahead"]) == len(case.watched) == 2
     assert case.watched != case.steps
+    assert (len(set(case.watched)) == 1) == ahead
     parts = case.mean_parts()
     assert {name: parts[name] for name in (BASE, EXPAND, REST)} == pytest.approx({BASE: 5e-7, EXPAND: 1e-6, REST: 5e-7})
     assert sum(parts.values()) == pytest.approx(sum(case.watched) / 2)
@@ -246,35 +250,28 @@ def test_it_measures_draws_and_does_not_measure_again(tmp_path, monkeypatch):
     assert run(composed(tmp_path, name=BREAKDOWN.name), BREAKDOWN).measured == 0
 
 
-def gpu_rows(models=("llama2-7b", "llama2-13b")):
-    """Rows as a GPU would give them, of two kinds of steps."""
+def gpu_rows():
+    """Rows as a GPU would give them, of two kinds of steps of two models."""
     lines = []
     fixed = {"device": "d", "timer": "host_clock", "scale": "gpu", "statistic": "value", "rank": 16, "disturbed": False}
-    for model in models:
-        for panel, batch in (("decode", 32), ("mixed", 32)):
-            for workload, expand in (("", 0.0), ("Identical", 0.2), ("Distinct", 0.8)):
-                metrics = {"time_base_gemm": 4.0, "time_attention": 2.0, "time_lora_expand": expand, "time_gaps": 0.5}
-                metrics |= {"step_latency": 6.4 + expand, "floor": 5.0}
-                about = {**fixed, "model": model, "panel": panel, "batch_size": batch, "seq_len": 512}
-                about["system"] = "punica"
-                lines += [{**about, "workload": workload, "metric": m, "value": v} for m, v in metrics.items()]
-                switched = {**about, "workload": workload, "system": "fp8 cache", "metric": "step_latency"}
-                lines += [{**switched, "value": 6.0 + expand}] * (panel == "decode")
+    fixed |= {"batch_size": 32, "seq_len": 512, "system": "punica"}
+    for model, panel in itertools.product(("llama2-7b", "llama2-13b"), ("decode", "mixed")):
+        for workload, expand in (("", 0.0), ("Identical", 0.2), ("Distinct", 0.8)):
+            about = {**fixed, "model": model, "panel": panel, "workload": workload}
+            metrics = {"time_base_gemm": 4.0, "time_attention": 2.0, "time_lora_expand": expand, "time_gaps": 0.5}
+            metrics |= {"step_latency": 6.4 + expand, "floor": 5.0}
+            lines += [{**about, "metric": metric, "value": value} for metric, value in metrics.items()]
+            switched = {**about, "system": "fp8 cache", "metric": "step_latency", "value": 6.0 + expand}
+            lines += [switched] * (panel == "decode")
     return pd.DataFrame(lines)
 
 
-def test_a_kind_of_step_that_one_model_lacks_leaves_its_place_empty():
+def test_the_figure_stacks_the_parts_of_every_model_and_step():
     rows = gpu_rows()
     alone = rows[(rows["panel"] == "decode") & (rows["model"] == "llama2-7b")].assign(batch_size=1)
     figure = draw_breakdown(pd.concat([rows, alone]), pd.DataFrame())
     plt.close(figure)
-    assert [axis.get_visible() for axis in figure.axes[-4:]] == [True, True, True, False]
-    assert [bool(axis.get_xlabel()) for axis in figure.axes[-4:]] == [False, True, True, False]
-
-
-def test_the_figure_stacks_the_parts_of_every_model_and_step():
-    figure = draw_breakdown(gpu_rows(), pd.DataFrame())
-    plt.close(figure)
+    assert [axis.get_visible() for axis in figure.axes[-4:]] == [True, True, True, False], "13b has no such step"
     first = figure.axes[0]
     assert [round(bar.get_width(), 1) for bar in first.patches] == [4, 2, 0.4, 4, 2, 0.2, 0.4, 4, 2, 0.8, 0.4]
     ends = [bar.get_x() + bar.get_width() for bar in first.patches]
@@ -315,19 +312,11 @@ def test_steps_that_are_begun_ahead_are_timed_from_the_end_of_the_one_before(ben
     assert bench.step().seconds < 3600, "of what was begun for others nothing counts"
 
 
-def test_the_watched_steps_of_a_gpu_that_is_ahead_share_the_time_of_all(bench, monkeypatch):
-    monkeypatch.setattr(ModelRunner, "works_ahead", True)
-    monkeypatch.setattr(EngineSteps, "on_gpu", property(lambda _: True))
-    monkeypatch.setattr(step_parts, "watched_kernels", lambda work: [work()] and [Kernel(CUBLAS, 0.0, 1e-6)])
-    (case,) = step_parts.measured(bench, {"Distinct": shape()}, PROTOCOL).values()
-    assert len(set(case.watched)) == 1 < len(case.watched)
-    assert case.mean_parts()[step_parts.GAPS] == pytest.approx(case.watched[0] - 1e-6 / len(case.watched))
-
-
 def test_a_prompt_joins_a_step_that_is_launched_beside_the_one_before(bench, monkeypatch):
     """As in a stream: the engine takes three steps for one, and its host and its kernels are those of that step."""
     monkeypatch.setattr(ModelRunner, "works_ahead", True)
     monkeypatch.setattr(EngineSteps, "on_gpu", property(lambda _: True))
+    monkeypatch.setattr(EngineSteps, "wait", lambda _: None)
     mixed, times = shape(2, 16, prompt=20), []
 
     def scripted(work):
