@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -214,7 +213,7 @@ def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
         elif code:
             raise SystemExit(code)
 
-    or_exit(refuse_what_hydra_takes_otherwise)
+    or_exit(refuse_tildes)
     # Python 3.14 checks help texts, and Hydra 1.3 has one that is no string
     unchecked = mock.patch.object(argparse.ArgumentParser, "_check_help", create=True)
     with unchecked, mock.patch.dict(os.environ, HYDRA_FULL_ERROR="1"):  # it raises what it would print in many lines
@@ -224,16 +223,11 @@ def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
         raise SystemExit(1)
 
 
-def refuse_what_hydra_takes_otherwise() -> None:
-    """Raise `ConfigError` where Hydra would take a part of the repository's or the working folder's path for a key, or
-    the `~` of an override for the order to delete one.
-    """
+def refuse_tildes() -> None:
+    """Raise `ConfigError` where Hydra would take the `~` of a path for the order to delete a key."""
     for word in sys.argv[1:]:
         if re.search(r"^~|=['\"]?~", word):
             raise ConfigError(f"{word}: ~ is no home folder here, and no key can be deleted; write key=value without ~")
-    for what, path in (("this repository", REPOSITORY), ("the working folder", Path.cwd())):
-        if "${" in str(path):
-            raise ConfigError(f"the path of {what}, {path}, has ${{ in it, which Hydra reads as a key: rename it")
 
 
 def finish(**facts: Any) -> None:

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from fakes import composed
@@ -15,17 +14,6 @@ from experiments.harness import command
 from experiments.harness.schema import CONF, REPOSITORY
 
 NAME = "fig08_lora_operator"
-
-
-@pytest.mark.parametrize(
-    ("place", "name"), [("this repository", (command, "REPOSITORY")), ("the working folder", (command.Path, "cwd"))]
-)
-def test_a_path_that_hydra_would_interpolate_is_one_error(monkeypatch, capsys, place, name):
-    odd = Path("/home/a${b}/punica")
-    monkeypatch.setattr(*name, odd if name[1] == "REPOSITORY" else lambda: odd)
-    with pytest.raises(SystemExit):
-        command.launch("none", lambda cfg: None)
-    assert capsys.readouterr().err.startswith(f"error: the path of {place}, {odd}, has ${{ in it")
 
 
 @pytest.mark.parametrize(("name", "ending"), [("ray", SystemExit), ("experiments.none", ModuleNotFoundError)])
