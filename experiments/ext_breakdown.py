@@ -52,7 +52,6 @@ SWITCHES: dict[str, dict[str, bool]] = {
 class BreakdownConf(FigureConf):
     """Requests of a step, cached tokens of those that decode, tokens of a prompt."""
 
-    gpu_systems: list[str]
     batch_size: Count | None = None
     contexts: Counts
     prompt: Count
@@ -64,10 +63,6 @@ class Breakdown(Experiment):
     name, figure, order, conf = "ext_breakdown", "ext breakdown", 245, BreakdownConf
     reads = ("model", "workload", "adapters.ranks", "scale.model_batch_sizes", *PROTOCOL)
     clock, differing, drawn_by = "host_clock", ("workload",), "steps.draw_breakdown"
-
-    def known_systems(self, cfg: Config) -> Sequence[str]:
-        figure = cast(BreakdownConf, cfg.figure)
-        return [name for name in figure.systems if cfg.hardware.device != "cpu" or name not in figure.gpu_systems]
 
     def points(self, cfg: Config) -> list[Point]:
         figure, settings = cast(BreakdownConf, cfg.figure), {"model": model_settings(cfg.model)}

@@ -1,41 +1,27 @@
 """Extension: throughput *and* latency of requests that arrive by the clock.
 
 The paper promises "only a small latency" and shows throughput with all requests waiting from the start. Here they
-arrive as a Poisson process (an open loop: arrivals do not wait for answers), at rates up to the system's saturation
-and beyond. Claim: where the best baseline saturates, Punica is far from it, and its users wait a
-few steps. Expected shape: latencies flat up to a knee and steep behind it; the baselines' knee is at a fraction of
-Punica's rate. The paper's rule of one prefill per step bounds what a step costs those who decode, and queues bursts;
-without the limit (`punica_many`) first tokens come sooner and single gaps between tokens have the longer tail.
+arrive as a Poisson process (an open loop), at rates up to the system's saturation and beyond. Claim: where the best
+baseline saturates, Punica is far from it, and its users wait a few steps. Expected shape: latencies flat up to a knee
+and steep behind it; the baselines' knee is at a fraction of Punica's rate. The paper's rule of one prefill per step
+bounds what a step costs those who decode, and queues bursts; without the limit (`punica_many`) first tokens come sooner
+and single gaps between tokens have the longer tail.
 
-A system's rates are parts (`loads`) of its own capacity, requests per second while more wait than the batch has places
-for (panel `capacity`), which each repeat measures first and anew. `punica` and `punica_many` are also loaded with
-exactly the rate at which the better baseline saturates (panel `baseline capacity`), so that the baselines' capacities
-are measured whatever `system` says. Rates come from the rows of the same repeat and settings, and are kept
-in `own_capacity` and `baseline_capacity`.
+A system's rates are parts (`loads`) of its own capacity, which each repeat measures first (panel `capacity`). `punica`
+and `punica_many` are also loaded with the rate at which the better baseline saturates (panel `baseline capacity`).
+Rates come from the rows of the same repeat and settings.
 
-    time_to_first_token, time_per_output_token, request_latency, queue_time: by the host's clock, from the time at which
-                  the request should arrive to delivery, i.e. the end of the step; median, p10, p90 and _p95, _p99, _max
-    inter_token_latency: the same of every gap between two tokens of a request, whose mean is time_per_output_token
-    steps_to_first_token: the same in steps, whatever the machine
+    time_to_first_token, time_per_output_token, request_latency, queue_time: from the time at which the request should
+                  arrive to the end of the step; median, p10, p90 and _p95, _max and, of 100 samples or more, _p99
+    inter_token_latency: of every gap between two tokens of a request; steps_to_first_token: in steps
     throughput, busy, waiting_at_end: of the measured time, how much of it the engine stepped, the queue at its end
-    requests, unfinished, lost, doubled, starved: of those who arrived in it; see `systems.open_loop`. A run in which
-                  one was lost, doubled or starved gives no rows
+    requests, unfinished, lost, doubled, starved: of those who arrived in it; a lost one costs the point its rows
     ttft_bound:   in panel `baseline capacity`: five decode steps and the step of a prompt; ttft_p99_over_bound
 
-There is no _p99 of fewer than 100 requests or gaps: p95 and _max are what these can say. On two cores that is every
-point at a low rate. At scale=gpu a repeat has 200 requests at the baseline's capacity, and as many at a load as come
-within 8 to 10 seconds: hundreds of Punica's, and no p99 of a baseline's.
-
 Lengths are those that the paper states (D01), scaled to `max_len`. Baselines run without LoRA, and switching their
-adapter costs nothing, as in Figure 11. Tokens are compared with Hugging Face's before timing.
+adapter costs nothing, as in Figure 11.
 
-Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 with Llama-2 7B a command measures one repeat of
-what it names and ends before ten minutes. The same commands once more, in this order, measure the next repeat:
-
-    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica  # 4.3 minutes
-    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=continuous_batching  # 1.5
-    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=static_batching  # 2, expected
-    python -m experiments.ext_latency_under_load scale=gpu scale.tries=0 system=punica_many  # 4, expected
+Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 a command measures one repeat of what it names.
 """
 
 from __future__ import annotations

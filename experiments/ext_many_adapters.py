@@ -6,38 +6,23 @@ shape: throughput of 1,000 adapters close to that of 32; time to first token of 
 resident ones by a load, milliseconds. While all slots are in use a request for another adapter waits. First come, first
 served, it delays all requests behind it; `punica_resident_first` lets at most 32 of those with a loaded adapter pass.
 
-Adapters of a stream are drawn by popularity (`experiments.workload.drawn_adapters`), which may be any registered one; a
-popularity of few groups, such as Identical, asks for as few adapters. Panels:
+Adapters of a stream are drawn by popularity (`experiments.workload.drawn_adapters`). Panels:
 
     N adapters                 all in host memory, a slot per place in the batch.
     N adapters, S slots        the same, with fewer slots than the batch has places.
-    N adapters, M in memory    in PEFT folders, M of which host memory holds (`max_cpu_loras`), the most popular ones at
-                               first: others are read on demand
+    N adapters, M in memory    in PEFT folders, M of which host memory holds, the most popular ones at first
 
-In each the capacity is measured first (`capacity`, `throughput`: more requests wait than the batch has places for),
-then requests arrive by the clock, as in `ext_latency_under_load`, which see for the latencies. Both rules of admission
-get the same ones: at half (`load`) of what `punica` takes in that panel and repeat, which is measured whatever `system`
-says, from one seed.
+In each the capacity is measured first, then requests arrive by the clock, as in `ext_latency_under_load`, at half
+(`load`) of what `punica` takes in that panel and repeat: the same ones for both rules.
 
     time_to_first_token_resident, _loading, _from_memory, _from_disk: of requests whose adapter is in a slot when it is
-                  their turn, of the others, and of those by where it is. One that arrives while its adapter is in a
-                  slot may find it gone by then, and loads
-    loading_over_resident: the ratio of the medians of the first two
-    slot_hit_rate, memory_hit_rate: requests that find their adapter in a slot, and in host memory or a slot, when they
-                  arrive; with _at_join: when it is their turn
-    requests, unfinished, lost, doubled, starved: see `systems.open_loop`
-    weight_sets, aliases: adapters with weights of their own, and ids of the same weights as another: those that
-                  `ROOM` of host memory, or of the drive, cannot hold, each with a slot and a load of its own
-    page_cache_share: share of the folders in the system's page cache when the load began, after it was told to forget
-                  them. Where it is 1 (folders in memory, as in some /tmp), `disk` is without the drive's time; it is
-                  so, too, for an adapter that is read a second time
+                  their turn, of the others, and of those by where it is; loading_over_resident
+    slot_hit_rate, memory_hit_rate: requests that find their adapter there when they arrive; _at_join: at their turn
+    weight_sets, aliases: adapters with weights of their own, and ids of the same weights as another, which `ROOM` of
+                  host memory, or of the drive, cannot hold
+    page_cache_share: of the folders when the load began. Where it is 1 (as in some /tmp), `disk` has no drive's time
 
-Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 with Llama-2 7B, expected: a command measures one
-repeat of what it names and ends before ten minutes; the same command once more measures the next repeat.
-
-    python -m experiments.ext_many_adapters scale=gpu scale.tries=0 workload=zipf system=punica  # 6 minutes
-    python -m experiments.ext_many_adapters scale=gpu scale.tries=0 workload=zipf  # the other rule: 6 minutes
-    ...                                                                    # and so workload=uniform, workload=skewed
+Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 a command measures one repeat of what it names.
 """
 
 from __future__ import annotations

@@ -5,27 +5,21 @@ where requests differ (Distinct): a baseline's batch holds one adapter and so, n
 Expected shape: Punica flat; baselines low on Distinct, Uniform and Skewed, close to or above Punica on Identical.
 
 The stream is the paper's: the released generator with its seed, `scale.requests` requests that all wait from the start,
-lengths scaled to `scale.max_len`. It takes up to a million steps, so windows of it are timed
-(`experiments.systems.windows`), over a KV cache full of noise. Every pass takes another draw, the same for all
-workloads that form the same batches, in random order, so that a slow minute falls on no system or workload alone.
-`figure.whole_stream=true` serves the stream to its end and prints what windows predict beside it.
-`figure.lengths=stated` has the 101 generated tokens per request that the paper prints (D01), a tenth of the released
-generator's: on Distinct an adapter is loaded every third step instead of every thirtieth. Both have panels of their
-own, which no claim reads and no figure draws.
+lengths scaled to `scale.max_len`. Windows of it are timed (`experiments.systems.windows`), another draw in every pass,
+over a KV cache full of noise, in random order. `figure.whole_stream=true` serves the stream to its end and prints what
+windows predict beside it. `figure.lengths=stated` has the 101 generated tokens per request that the paper prints (D01),
+a tenth of the released generator's. Both have panels of their own, which no claim reads and no figure draws.
 
-Throughput counts prompt and new tokens (D13); `new_token_throughput` only new ones. `continuous_batching` and
-`static_batching` are our engine without LoRA, one adapter per batch: the policies of the paper's vLLM, and of its
-FasterTransformer and DeepSpeed, of which none was run. Hugging Face with PEFT was. All systems have the same matrix
-product (on a GPU, Hugging Face has the faster of ours and torch's). Switching adapters is charged to Punica and not to
-the baselines: `hf_peft` has its one adapter merged into the weights. On a GPU the engine's systems and `hf_peft`'s
-decode steps run as CUDA graphs, captured before the clock; `hf_peft_mixed` cannot, and its host launches every kernel
+Throughput counts prompt and new tokens (D13). `continuous_batching` and `static_batching` are our engine without LoRA,
+one adapter per batch: the policies of the paper's vLLM, and of its FasterTransformer and DeepSpeed, of which none was
+run. Hugging Face with PEFT was. All systems have the same matrix product (on a GPU, Hugging Face has the faster of ours
+and torch's). Switching adapters is charged to Punica and not to the baselines: `hf_peft` has its one adapter merged. On
+a GPU steps are CUDA graphs, captured before the clock, but for `hf_peft_mixed`, whose host launches every kernel
 (`ext_hf_baselines` counts them). `punica_last_admitted` has the released harness's index rule (D04), and no bar.
 
 Before timing, logits of a few requests of each workload are compared with Hugging Face's, and once for each system on
 our engine those of `figure.whole_requests` up to `figure.whole_tokens` (`systems.check`). Ratio rows follow, per draw:
-speed-up over the best baseline, and over PEFT's mixed batches split into `static_over_hf_peft_mixed` (all that differs
-between the two stacks but batching) and `continuous_batching_gain`; across workloads, Punica on Distinct and Identical
-over the backbone alone on Identical.
+over the best baseline and PEFT's mixed batches, and across workloads.
 
 Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At scale=paper a command ends after 8 minutes, and the same
 command again continues (`conf/recording.yaml` has pieces); 7B and 13B need 75 and 120 GB.

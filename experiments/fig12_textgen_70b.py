@@ -3,19 +3,16 @@
 Claim (section 7.2): with tensor parallelism Punica serves 70B at 441 to 446 token/s whatever the popularity, 20 times
 the backbone-only baseline where requests differ, and as fast as that where they share a model.
 Expected shape: as Figure 11's. But bytes allow less than the paper's flatness: of an adapter a rank reads 44 % at 8
-ranks, since plain LoRA layers keep one factor whole on every rank, and Distinct at most 0.76 of backbone-only
-Identical. `punica_sharded` has fully sharded adapters, which the paper has not: less memory and fewer bytes, but two
-small collectives more per pair of layers.
+ranks, and Distinct at most 0.76 of backbone-only Identical. `punica_sharded` has fully sharded adapters, which the
+paper has not: less memory and fewer bytes, but two small collectives more per pair of layers.
 
 The stream, its windows and the check are those of `fig11_textgen`; every step is taken by `figure.tp_size` processes
-(NCCL between GPUs, gloo on a CPU). Tokens are checked on a model of the same widths with `figure.check_layers` layers,
-since no GPU holds 70B whole. The model is the largest of Llama-2 that fits this machine's GPUs (70B on two H200s), on a
-CPU llama-tiny, whose numbers say only that it works.
+(NCCL between GPUs, gloo on a CPU). Tokens are checked on a model of the same widths with `figure.check_layers` layers.
+The model is the largest of Llama-2 that fits this machine's GPUs, on a CPU llama-tiny, which only shows that it works.
 
-Further rows: `collective_latency` (ms per step) and `collective_share` of a step, waits for other ranks included: on a
-CPU a clock around every collective, on a GPU NCCL's kernels in a profile. `adapter_memory`: bytes of the adapter slots
-on the fullest rank. On Distinct, ratios per LoRA system: over backbone-only Identical, beside `bytes_ratio` (simulated:
-what the bytes of Punica's mean step allow), over its own Identical, over backbone-only Distinct.
+Further rows: `collective_latency` (ms per step) and `collective_share` of a step, waits for other ranks included;
+`adapter_memory` of the slots on the fullest rank; on Distinct, ratios beside `bytes_ratio` (simulated: what the bytes
+of Punica's mean step allow).
 
 Cost at scale=laptop: about 35 s on two cores; on two H200s a repeat of 7B takes 90 s, and three of 70B seven minutes.
 """

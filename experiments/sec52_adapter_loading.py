@@ -5,20 +5,18 @@ the load of a whole model. Arithmetic disagrees (D03): at rank 16 Llama-2 7B has
 0.10 and 3.2 ms at 25 GB/s. Expected shape: time in proportion to the rank beyond a fixed cost, `punica` close to
 `link`, `per_tensor` above it by host work per tensor, pageable memory far above; a decode step hardly notices a load.
 
-Timed: from the call on the host until the adapter is in its slot of every layer. Panel `layer` is a model of one layer,
-`model` the whole model, both with nothing else running; `overlap` starts a load and at once a decode step of other
-adapters (on a GPU a CUDA graph), and compares that step with the same step alone. Systems:
+Timed: from the call on the host until the adapter is in its slot of every layer: of a model of one layer, of the whole
+model, and (`overlap`) with a decode step of other adapters at once, which is compared with the same step alone.
 
     punica      `LoRAModelManager.prefetch_adapter`: on a GPU one kernel on a stream of its own, which reads a
                 page-locked image of the adapter through the link; on a CPU copies layer by layer
     punica fp8  the same with slots in FP8 (float8_e4m3fn), quantised at registration: 0.57 of fp16's bytes at rank 16
-    per_tensor  `set_lora` layer by layer, on the stream of the model, from page-locked tensors (GPU only).
-    pageable    the same from ordinary memory (GPU only).
-    link        one plain copy of as many bytes, host to device, page-locked (on a CPU: memory to memory): the roofline.
+    per_tensor  `set_lora` layer by layer, on the stream of the model, from page-locked tensors (GPU only)
+    pageable    the same from ordinary memory (GPU only)
+    link        one plain copy of as many bytes, host to device, page-locked (on a CPU: memory to memory): the roofline
 
-Loads take turns over adapters that together exceed the caches. Clock: the host's, which waits for the device after each
-call; on a GPU also events (`device_time`, and `load_time` beside a step). `host_time`: seconds that the call keeps the
-host. First, a slot full of NaN must hold the adapter after one load, beside a step too, whose result must not change.
+Clock: the host's, which waits for the device after each call; on a GPU also events (`device_time`). `host_time`: until
+the call returned. First, a slot full of NaN must hold the adapter after one load, and no step may change beside it.
 
 Cost at scale=laptop: about a minute on two cores, 2 GB.
 """
@@ -46,9 +44,8 @@ UNITS = {"layer": ("us", 1e6), "model": ("ms", 1e3), OVERLAP: ("ms", 1e3)}
 
 
 class LoadingConf(FigureConf):
-    """Systems that need a GPU, and the decode steps of panel `overlap`."""
+    """Decode steps of panel `overlap`."""
 
-    gpu_systems: list[str]
     overlap_rank: Count
     batch_size: Count | None = None
     seq_len: Count
@@ -64,10 +61,6 @@ class AdapterLoading(Experiment):
         *PROTOCOL,
     )  # fmt: skip
     differing, drawn_by = ("system",), "moves.draw_loading"
-
-    def known_systems(self, cfg: Config) -> Sequence[str]:
-        figure = cast(LoadingConf, cfg.figure)
-        return [name for name in figure.systems if cfg.hardware.device != "cpu" or name not in figure.gpu_systems]
 
     def points(self, cfg: Config) -> list[Point]:
         figure = cast(LoadingConf, cfg.figure)

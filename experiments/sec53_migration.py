@@ -2,20 +2,16 @@
 
 Claim: Punica migrates a request by adding it to the other GPU as a new one with prompt plus generated tokens, whose
 prefill recomputes the KV cache; the paper calls that simple and cheap enough, without numbers.
-Expected shape: both grow in proportion to the context. A prefill of n tokens takes 2 n times the weights in FLOP, a
-copy n times the bytes of a token over the link. Recomputation wins below `break_even_bandwidth`, and costs a batch
-`decode_steps`: its time over a decode step of a full batch at this context, each request with an adapter.
+Expected shape: both grow in proportion to the context. Recomputation wins below `break_even_bandwidth`, and costs a
+batch `decode_steps`: its time over a decode step of a full batch at this context, each request with an adapter.
 
-Systems, for one request of `seq_len` tokens with an adapter, whose blocks are scattered over all layers' caches:
-
-    recompute   a step of the engine with its tokens as a prompt and nothing else
-    copy        into another cache on the same device: gather, scatter (one engine to another on one GPU)
+    recompute   a step of the engine with the request's tokens as a prompt and nothing else
+    copy        of its scattered blocks into another cache on the same device: gather, scatter
     copy_host   gather, page-locked host memory, the device again, scatter (GPU only)
     copy_peer   gather, to the next GPU, scatter (two GPUs)
     ethernet 25G, ...   bytes over a datasheet's bandwidth (`figure.links_gb_s`): computed, rows of kind `datasheet`
 
-First, a copy has to arrive bit for bit, and one prefill has to give the keys and values of a request that was prefilled
-and decoded, within rounding. Clock: the host's, which waits for the device.
+First, a copy has to arrive bit for bit, and a prefill has to give the keys and values of prefill and decode.
 
 Cost at scale=laptop: about 20 s on two cores, 3 GB.
 """
@@ -39,9 +35,8 @@ LATENCY = "migration_latency"
 
 
 class MigrationConf(FigureConf):
-    """Contexts, systems that need a GPU, the batch beside, and links that are computed."""
+    """Contexts, the batch beside, and links that are computed."""
 
-    gpu_systems: list[str]
     contexts: Counts
     batch_size: Count | None = None
     links_gb_s: dict[str, float]
@@ -53,10 +48,6 @@ class MigrationExperiment(Experiment):
     name, figure, order, conf = "sec53_migration", "text 5.3", 66, MigrationConf
     reads = ("model", "adapters.ranks", "scale.model_batch_sizes", *PROTOCOL)
     clock, differing, drawn_by = "host_clock", ("system",), "moves.draw_migration"
-
-    def known_systems(self, cfg: Config) -> Sequence[str]:
-        figure = cast(MigrationConf, cfg.figure)
-        return [name for name in figure.systems if cfg.hardware.device != "cpu" or name not in figure.gpu_systems]
 
     def points(self, cfg: Config) -> list[Point]:
         figure, here = cast(MigrationConf, cfg.figure), self.known_systems(cfg)

@@ -57,10 +57,6 @@ class StepShape:
     adapters: tuple[int, ...]
 
     @property
-    def requests(self) -> int:
-        return self.decodes + bool(self.prompt)
-
-    @property
     def rows(self) -> int:
         """Tokens that the step computes."""
         return self.decodes + self.prompt
@@ -72,8 +68,8 @@ class StepShape:
 
 
 class TimedStep(NamedTuple):
-    """Seconds of a step by the host's clock, its statistics, and the tokens it gave. A step that the device began when
-    the one before ended has taken the time since then.
+    """Seconds of a step by the host's clock, or since the one before ended if the device began it then; statistics; and
+    the tokens it gave.
     """
 
     seconds: float
@@ -184,12 +180,10 @@ class EngineSteps:
         if joining is not None:
             self.engine.abort_request(joining.request_id)
         done = output.statistics
-        found, expected = (done.batch_size, done.num_prefill_tokens), (shape.requests, shape.prompt)
-        if found != expected or (done.num_segments > 0) != (shape.num_adapters > 0):
-            raise CheckFailed(
-                f"the engine ran a step of {found[0]} requests and {found[1]} prompt rows with {done.num_segments} "
-                f"segments, wanted are {expected[0]}, {expected[1]} and {shape.num_adapters} adapters"
-            )
+        made = done.batch_size, done.num_prefill_tokens, done.num_segments > 0
+        wanted = shape.decodes + bool(shape.prompt), shape.prompt, shape.num_adapters > 0
+        if made != wanted:
+            raise CheckFailed(f"the engine ran a step of (requests, prompt rows, LoRA) {made}, wanted is {wanted}")
         return TimedStep(seconds, done, tuple(output.tokens.values()))
 
     def _request(self, tokens: int, adapter: int) -> Request:

@@ -82,7 +82,8 @@ class Experiment(ABC):
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
         """Names that `system=` may choose."""
-        return cfg.figure.systems
+        figure, on_gpu = cfg.figure, cfg.hardware.device != "cpu"
+        return [name for name in figure.systems if on_gpu or name not in figure.gpu_systems]
 
     def is_derived(self, point: Point) -> bool:
         """Tell whether `point` is computed and not timed, so that it is taken once the rows of its repeat are final."""

@@ -198,6 +198,7 @@ class FigureConf(Settings):
     title: str
     minutes: dict[str, float] = {}  # by scale: time of a run; none: no limit
     systems: list[str] = []  # what `system=all` runs, in drawing order
+    gpu_systems: list[str] = []  # of these, those that a CPU does not have
     workloads: list[str] = list(PAPER_WORKLOADS)  # what `workload=all` runs
 
 

@@ -39,8 +39,6 @@ class StreamConf:
 
 
 class Drawn(NamedTuple):
-    """A stream under an admission rule, and its windows."""
-
     timeline: Timeline
     windows: list[Window]
 
@@ -78,7 +76,13 @@ class StreamBench:
         agreement, (timeline, windows) = self._agreement(system, workload), self.drawn(system, workload)
         server, jobs, window = self.system(system), self.jobs(workload), windows[draw]
         steps = [step for start in window.starts for step in server.run_steps(jobs, timeline, start, window.length)]
-        check_steps(steps, window)
+        tokens = sum(step.tokens for step in steps)
+        if (len(steps), tokens) != (window.steps, window.tokens):
+            raise CheckFailed(
+                f"{len(steps)} steps with {tokens} tokens ran where the replay has {window.steps} steps with "
+                f"{window.tokens}: the system does not follow its admission rule (with too few KV blocks it cannot: "
+                "engine.num_blocks=null)"
+            )
         return [
             *window_readings(steps, window, timeline),
             Reading("token_agreement", agreement.tokens, "share"),
@@ -133,17 +137,6 @@ class StreamBench:
         server = self._checked(system)
         jobs = self.jobs("Distinct" if server.facts.lora else "Identical")
         return check_tokens(server, shortened(jobs, *(self._whole or self._check)))
-
-
-def check_steps(steps: Sequence[Step], window: Window) -> None:
-    """Raise `CheckFailed` unless the `steps` of `window` gave as many tokens as its replay."""
-    tokens = sum(step.tokens for step in steps)
-    if (len(steps), tokens) != (window.steps, window.tokens):
-        raise CheckFailed(
-            f"{len(steps)} steps with {tokens} tokens ran where the replay has {window.steps} steps with "
-            f"{window.tokens}: the system does not follow its admission rule (with too few KV blocks it cannot: "
-            "engine.num_blocks=null)"
-        )
 
 
 def window_readings(steps: Sequence[Step], window: Window, timeline: Timeline) -> list[Reading]:

@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,46 +48,30 @@ class SameProduct(nn.Linear):
         return rows.view(*x.shape[:-1], -1)
 
 
-class GrowingLayer(DynamicLayer):
-    """Layer of the cache in tensors of its full length, `filled` tokens of which are there already.
+class Layer(DynamicLayer):
+    """Layer of the cache in tensors of its full length, `filled` tokens of which are there already, and which grows.
 
-    Transformers' own `DynamicCache` copies more bytes per step than the model has weights.
+    For a graph it writes at the place in `at [1]`, and always reads the first `filled` places. Transformers' own layers
+    copy more bytes per step than the model has weights.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, filled: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, filled: int, at: Tensor | None = None) -> None:
         super().__init__()
-        self._all = keys, values
+        self._all, self._at, self._length = (keys, values), at, filled
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self._show(filled)
-
-    def _show(self, length: int) -> tuple[Tensor, Tensor]:
-        keys, values = (whole[:, :, :length] for whole in self._all)
-        self._length, self.keys, self.values = length, keys, values
-        return keys, values
+        self.keys, self.values = keys[:, :, :filled], values[:, :, :filled]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of new tokens; return those of all tokens."""
-        start = self._length
-        keys, values = self._show(start + key_states.shape[-2])
-        keys[:, :, start:].copy_(key_states)
-        values[:, :, start:].copy_(value_states)
-        return keys, values
-
-
-class FixedLayer(DynamicLayer):
-    """Layer of the cache for a graph: writes at the place in `at [1]`, and reads the first `length` places."""
-
-    def __init__(self, keys: Tensor, values: Tensor, at: Tensor, length: int) -> None:
-        super().__init__()
-        self._all, self._at = (keys, values), at
-        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self.keys, self.values = self._read = keys[:, :, :length], values[:, :, :length]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of one token per row; return those of all places that the graph reads."""
-        for whole, states in zip(self._all, (key_states, value_states), strict=True):
-            whole.index_copy_(2, self._at, states)
-        return self._read
+        """Store the keys and values of new tokens; return those that the layer reads."""
+        if self._at is not None:
+            for whole, states in zip(self._all, (key_states, value_states), strict=True):
+                whole.index_copy_(2, self._at, states)
+            return self.keys, self.values
+        start, self._length = self._length, self._length + key_states.shape[-2]
+        self.keys, self.values = (whole[:, :, : self._length] for whole in self._all)
+        self.keys[:, :, start:].copy_(key_states)
+        self.values[:, :, start:].copy_(value_states)
+        return self.keys, self.values
 
 
 class Decoding:
@@ -113,7 +97,7 @@ class Decoding:
         filled = self._width + done - 1 if done else 0
         layers = range(model.config.num_hidden_layers)
         self._pairs = [room(layer, len(prompts), self._width + new_tokens) for layer in layers]
-        self._cache = Cache(layers=[GrowingLayer(*pair, filled) for pair in self._pairs])
+        self._cache = Cache(layers=[Layer(*pair, filled) for pair in self._pairs])
         padded = [[PADDING] * (self._width - len(prompt)) + list(prompt) for prompt in prompts]
         self._ids = torch.tensor(padded, device=device)
         if done:
@@ -196,7 +180,7 @@ class GraphDecoding(Decoding):
 
     def _step_of(self, length: int) -> Callable[[], Tensor]:
         """Return the step over the first `length` places of the cache; it moves on by a place."""
-        cache = Cache(layers=[FixedLayer(*pair, self._at, length) for pair in self._pairs])
+        cache = Cache(layers=[Layer(*pair, length, self._at) for pair in self._pairs])
         column, dtype = self._column[:length], self._pairs[0][0].dtype
 
         def step() -> Tensor:
@@ -254,11 +238,9 @@ class PeftBackend:
     @contextmanager
     def adapter(self, adapter_id: int | None) -> Iterator[None]:
         """Apply `adapter_id` to the whole batch, or no adapter (None)."""
-        if adapter_id is None:
-            with self.model.disable_adapter():
-                yield
-        else:
+        if adapter_id is not None:
             self.load(self._names[0], adapter_id)
+        with self.model.disable_adapter() if adapter_id is None else nullcontext():
             yield
 
     @contextmanager
@@ -279,6 +261,15 @@ class PeftBackend:
             for name, layer in self._layers.items():
                 layer.get_base_layer().weight.data.copy_(self._unmerged[name])
                 layer.merged_adapters.clear()
+
+    @contextmanager
+    def applied(self, adapter_ids: Sequence[int], mixed: bool, merged: bool = True) -> Iterator[list[str] | None]:
+        """Apply the adapters of a batch's rows, all of one unless it is `mixed`; yields the `rows` of `decoding`."""
+        if mixed:
+            yield self.places(adapter_ids)
+        else:
+            with (self.merged if merged else self.adapter)(adapter_ids[0]):
+                yield None
 
     def places(self, adapter_ids: Sequence[int]) -> list[str]:
         """Load the distinct `adapter_ids`; return the PEFT adapter of each row."""
@@ -354,11 +345,8 @@ class PeftBackend:
                 for _ in range(5):
                     decoding.step()
                 seconds[kind] = min(seconds[kind], time.perf_counter() - started)
-        ours, torchs = (1e3 * spent / 5 for spent in seconds.values())
-        tqdm.write(
-            f"Hugging Face, {batch}: {ours:.1f} ms per step with our product, {torchs:.1f} with torch's",
-            file=sys.stderr,
-        )
+        both = [f"{1e3 * spent / 5:.1f}" for spent in seconds.values()]
+        tqdm.write(f"Hugging Face, {batch}: ms per step by our product, and torch's: {both}", file=sys.stderr)
         return min(seconds, key=seconds.__getitem__)
 
     def _room(self, layer: int, batch: int, length: int) -> tuple[Tensor, Tensor]:

@@ -134,43 +134,28 @@ def drive(
     return trace
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Requests of a trace that went wrong.
+def wronged(trace: Trace) -> dict[str, int]:
+    """Count the requests of `trace` that went wrong.
 
     `lost`: ended without all of their tokens. `doubled`: ended, or were given tokens, more than once. `starved`: got
     nothing although more later ones did than a rule lets overtake.
     """
-
-    lost: int
-    doubled: int
-    starved: int
-
-    @classmethod
-    def of(cls, trace: Trace) -> "Counts":
-        """Count over all requests of `trace`."""
-        served_later, starved = 0, 0
-        for request in reversed(trace.requests):
-            starved += request.first is None and served_later > MOST_OVERTAKES
-            served_later += request.first is not None
-        return cls(
-            lost=sum(request.ended > 0 and request.tokens < request.wanted for request in trace.requests),
-            doubled=trace.strangers
-            + sum(request.ended > 1 or request.tokens > request.wanted for request in trace.requests),
-            starved=starved,
-        )
+    served_later, starved = 0, 0
+    for request in reversed(trace.requests):
+        starved += request.first is None and served_later > MOST_OVERTAKES
+        served_later += request.first is not None
+    lost = sum(request.ended > 0 and request.tokens < request.wanted for request in trace.requests)
+    doubled = sum(request.ended > 1 or request.tokens > request.wanted for request in trace.requests)
+    return {"lost": lost, "doubled": trace.strangers + doubled, "starved": starved}
 
 
 def users_of(trace: Trace, span: Span) -> list[Traced]:
     """Return the requests that arrived within the measured time of `span`. `CheckFailed`: none did, or one of the trace
     was lost, doubled or starved.
     """
-    wrong = Counts.of(trace)
-    if wrong != Counts(0, 0, 0):
-        raise CheckFailed(
-            f"of {len(trace.requests)} requests {wrong.lost} ended without all of their tokens, {wrong.doubled} were "
-            f"served twice, {wrong.starved} got nothing while more than {MOST_OVERTAKES} later ones did"
-        )
+    wrong = {name: count for name, count in wronged(trace).items() if count}
+    if wrong:
+        raise CheckFailed(f"of {len(trace.requests)} requests some were not served right: {wrong}")
     begin, end = span.measured
     users = [request for request in trace.requests if begin <= request.at < end]
     if not users:
@@ -191,7 +176,7 @@ def user_readings(users: Sequence[Traced], trace: Trace) -> list[Reading]:
 
     steps = [float(request.step - request.before + 1) for request in users if request.step is not None]
     unfinished = sum(not request.ended for request in users)
-    counts = {"requests": len(users), "unfinished": unfinished, **vars(Counts.of(trace))}
+    counts = {"requests": len(users), "unfinished": unfinished, **wronged(trace)}
     return [
         *tail("time_to_first_token", waits(user.first for user in users), MS, "ms"),
         *tail("time_per_output_token", [fmean(user.gaps) for user in users if user.gaps], MS, "ms"),

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 from fakes import QUIET, composed
-from omegaconf import OmegaConf
 from tiny import values
 
 from experiments.facts.systems import SYSTEMS, measured_baselines
@@ -170,16 +169,6 @@ def command(tmp_path, *overrides):
     return subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
 
 
-def test_the_configuration_can_be_printed_and_a_mistyped_key_is_named(tmp_path):
-    done = command(tmp_path, "workload=skewed", "system=punica", "engine.max_batch_size=8", "--cfg", "job")
-    printed = OmegaConf.create(done.stdout)
-    assert (printed.workload.names, printed.engine.max_batch_size) == (["Skewed"], 8)
-    done = command(tmp_path, "engine.max_batch=8")
-    assert done.returncode != 0
-    assert "max_batch" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.slow
 def test_the_whole_figure_at_smoke_scale(tmp_path):
     done = command(tmp_path, "scale=smoke")
@@ -187,10 +176,3 @@ def test_the_whole_figure_at_smoke_scale(tmp_path):
     outcome = json.loads(done.stdout.splitlines()[-1])
     assert (outcome["points"], outcome["measured"], outcome["failed"]) == (33, 33, [])
     assert all((tmp_path / "cpu" / "smoke" / "figures" / f"{NAME}.{kind}").exists() for kind in ("pdf", "png", "json"))
-
-
-@pytest.mark.slow
-def test_multirun_sweeps_systems(tmp_path):
-    words = ("scale=smoke", "workload=skewed", "system=punica,static_batching", "draw=false", "--multirun")
-    assert command(tmp_path, *words).returncode == 0
-    assert {row.system for row in rows_of(tmp_path)} == {"punica", "static_batching"}

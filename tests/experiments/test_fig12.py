@@ -2,7 +2,6 @@
 
 import time
 
-import pandas as pd
 import psutil
 import pytest
 import torch
@@ -17,7 +16,6 @@ from experiments.harness.schema import ConfigError, model_conf
 from experiments.harness.settings import fitting_model, ranks_here, settle
 from experiments.measure import environment
 from experiments.measure.records import read_rows
-from experiments.plots.serving import draw_ranks
 from experiments.systems import ranks as rank_processes
 from experiments.systems.bench import StreamConf
 from experiments.systems.ranks import BenchOnRanks, RankBench, Ranks
@@ -220,21 +218,3 @@ def test_a_cell_on_two_ranks_and_its_figure(tmp_path, hardware):
     )
     assert len(outcome.figures) == 3
     assert run(config, Fig12()).measured == 0
-
-
-def test_the_figure_needs_no_paper_and_no_ratios(tmp_path):
-    from experiments.facts.paper import read_figure
-    from experiments.harness.schema import REPOSITORY
-    from experiments.plots import style
-
-    paper = read_figure(REPOSITORY / "paper_results", "12")
-    common = {"figure": "12", "model": "llama-tiny", "panel": "7B Model, tp 2", "batch_size": 32, "statistic": "value",
-              "workload": "Distinct", "device": "x", "timer": "host_clock", "scale": "smoke"}  # fmt: skip
-    cells = [("punica", "throughput", 3.0), ("punica", "step_latency", 2.0), ("punica", "collective_share", 0.5)]
-    rows = pd.DataFrame([{**common, "system": s, "metric": m, "value": v} for s, m, v in cells])
-    with style.themed():
-        figure = draw_ranks(rows, paper)
-        assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["Distinct"]
-        heights = sorted(bar.get_height() for bar in figure.axes[2].patches)
-        assert heights == [1.0, 2.0]  # the step, and half of it in collectives
-        assert len(draw_ranks(rows, paper.iloc[:0]).axes) == 4

@@ -5,12 +5,13 @@ from fakes import composed
 from tiny import TINY, tiny_world, values
 
 from experiments.benches.step_parts import Kernel, Launches, counted
-from experiments.ext_hf_baselines import EXPERIMENT, WAYS, HfBench, Timed
+from experiments.ext_hf_baselines import EXPERIMENT
 from experiments.harness import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 from experiments.measure.timing import Protocol
+from experiments.systems.hf_systems import WAYS, HfBench, Timed
 from experiments.systems.hugging_face import Decoding
 from experiments.systems.weights import Limits
 from experiments.systems.world import World

@@ -1,7 +1,5 @@
 """Steps of Figures 1 and 10: right or not timed, a decode step that is begun again follows, what is warmed up."""
 
-
-import pandas as pd
 import pytest
 import torch
 from fakes import composed
@@ -15,7 +13,6 @@ from experiments.harness.catalogue import experiments
 from experiments.harness.schema import DType
 from experiments.harness.settings import settle
 from experiments.measure import timing
-from experiments.plots.overlay import panels
 
 FIG01, FIG10 = (next(iter(experiments([name]))) for name in ("fig01", "fig10"))
 
@@ -65,27 +62,6 @@ def test_a_prefill_that_takes_long_runs_once(tmp_path, monkeypatch, device, warm
     assert [clock.warmup for clock in clocks] == warm
     assert {clock.min_repeats for clock in clocks} == {1}
     assert {clock.timer for clock in clocks} == {"host_clock"}
-
-
-def test_both_models_of_a_gpu_have_panels_of_their_own(tmp_path):
-    import matplotlib.pyplot as plt
-
-    fixed = {"system": "backbone", "metric": "step_latency", "unit": "ms", "statistic": "median", "device": "d",
-             "timer": "host_clock", "scale": "gpu"}  # fmt: skip
-    grid = [(m, p, b) for m in ("llama2-7b", "llama2-13b") for p in ("prefill", "decode") for b in (1, 32)]
-    rows = pd.DataFrame(
-        [{**fixed, "model": m, "panel": p, "batch_size": b, "seq_len": 512, "value": 6.0 + b} for m, p, b in grid]
-    )
-    paper = pd.DataFrame([{**fixed, "model": "7B", "panel": "decode", "batch_size": b, "seq_len": 512, "value": 11.0}
-                          for b in (1, 32)])  # fmt: skip
-    figure = panels(FIG01.shown(rows), FIG01.shown(paper), FIG01.overlay)
-    try:
-        assert [axis.get_title() for axis in figure.axes[:4]] == [
-            "llama2-7b, prefill", "llama2-7b, decode\n(paper: 7B)", "llama2-13b, prefill", "llama2-13b, decode",
-        ]  # fmt: skip
-        assert [len(axis.lines) for axis in figure.axes[:4]] == [1, 2, 1, 1]
-    finally:
-        plt.close(figure)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ import csv
 import time
 from dataclasses import replace
 
-import pandas as pd
 import pytest
 import torch
 from fakes import composed
@@ -20,8 +19,6 @@ from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError, DType, ModelConf, model_conf
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
-from experiments.plots.frames import text_numbers
-from experiments.plots.moves import draw_loading
 
 (SEC52,) = experiments(["sec52"])
 GPU_SYSTEMS = ["punica", "per_tensor", "pageable", "link"]
@@ -248,48 +245,6 @@ def test_it_measures_draws_and_does_not_measure_again(tmp_path):
     sizes = {(row.panel, row.rank): row.value for row in rows if row.metric == "bytes"}
     assert sizes["model", 16] == sizes["overlap", 16] == 2 * sizes["layer", 16] == 4 * sizes["layer", 8]
     assert run(composed(tmp_path, *words, name=SEC52.name), SEC52).measured == 0
-
-
-def fake_rows(systems, panels=("layer", "model", "overlap")):
-    """Rows as a GPU would give them: a fixed cost and a bandwidth per system."""
-    lines = []
-    fixed = {"model": "llama2-7b", "device": "d", "timer": "host_clock", "scale": "paper", "workload": ""}
-    for system in systems:
-        for panel in panels:
-            for rank in (8, 16, 128) if panel != "overlap" else (16,):
-                ms = (1 + systems.index(system)) * rank / 16
-                metrics = {"load_time": ms, "bandwidth": 80 / ms, "bytes": 79_953_920.0}
-                if panel == "overlap":
-                    metrics = {"load_time": ms, "stall": 0.3, "step_latency_alone": 20.0, "step_latency": 20.3}
-                for metric, value in metrics.items():
-                    for statistic, factor in (("median", 1.0), ("p10", 0.9), ("p90", 1.2)):
-                        lines.append(
-                            {**fixed, "system": system, "panel": panel, "rank": rank, "batch_size": 32, "seq_len": 512,
-                             "metric": metric, "value": value * factor, "statistic": statistic}
-                        )  # fmt: skip
-    return pd.DataFrame(lines)
-
-
-def test_the_figure_shows_every_system_and_the_paper():
-    import matplotlib.pyplot as plt
-
-    said = text_numbers("5.2")
-    assert (said["load_one_layer"], said["load_one_model"], said["decode_step"]) == (50, 2, 30)
-    assert said["lora_bytes_model_fp16"] == 79_953_920
-    figure = draw_loading(fake_rows(GPU_SYSTEMS), pd.DataFrame())
-    try:
-        layer, model, beside, layer_speed, model_speed, delay = figure.axes
-        assert [len(axis.lines) for axis in (layer, model, layer_speed, model_speed)] == [4 + 2] * 4
-        assert [line.get_ydata()[0] for line in layer.lines[4:]] == [50, pytest.approx(100, rel=2e-3)]
-        assert [line.get_ydata()[0] for line in model.lines[4:]] == [2, pytest.approx(3.2)]
-        assert [line.get_ydata()[0] for line in layer_speed.lines[4:]] == pytest.approx([49.97, 24.985], rel=1e-4)
-        assert [line.get_ydata()[0] for line in model_speed.lines[4:]] == pytest.approx([39.98, 24.985], rel=1e-4)
-        times = [(line.get_marker() == "|", line.get_xdata()[0]) for line in beside.lines]
-        pairs = [pair for system in range(4) for pair in ((True, system + 1), (False, system + 1))]
-        assert times == [*pairs, (False, 2)]  # alone and beside a step; the last is the paper's
-        assert [line.get_xdata()[0] for line in delay.lines[:4]] == [pytest.approx(1.5)] * 4
-    finally:
-        plt.close(figure)
 
 
 @pytest.mark.gpu

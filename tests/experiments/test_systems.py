@@ -15,12 +15,12 @@ from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.check import check_tokens
 from experiments.systems.hugging_face import Decoding, GraphDecoding, SameProduct
 from experiments.systems.serving import built
-from experiments.systems.stream import Job, paper_stream, timeline_of
+from experiments.systems.stream import Job, timeline_of
 from experiments.systems.weights import Limits
 from experiments.systems.world import World
-from experiments.workload import PAPER_WORKLOADS, released_lengths
 from punica.engine.runner import ModelRunner
 
+TORCHS = torch.nn.Linear
 MEASURED = [entry.name for entry in entries() if entry.served_by]
 
 
@@ -200,42 +200,31 @@ def test_whole_sequences_are_compared_once_per_system_on_our_engine(name, world,
     assert positions[0] == 6 + sum(job.new_tokens for job in jobs)
 
 
-@pytest.mark.parametrize("faster", [("ours", "torch", "torch"), ("torch", "ours", "ours")])
+@pytest.mark.parametrize("faster", [(SameProduct, TORCHS, TORCHS), (TORCHS, SameProduct, SameProduct)])
 def test_on_a_gpu_hugging_face_has_the_product_with_which_it_decodes_faster(faster, monkeypatch):
     backend = World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8).peft
-    backend.load("place0", 1)
+    linear = [(name, one) for name, one in backend.model.named_modules() if isinstance(one, torch.nn.Linear)]
+    layers, factors = ([one for name, one in linear if (".lora_" in name) == of_lora] for of_lora in (False, True))
+    before, now = {type(one) for one in factors}, [0.0]
     monkeypatch.setattr(backend.weights, "device", "cuda")  # where factors of adapters stay torch's
-    layers = {
-        name: module
-        for name, module in backend.model.named_modules()
-        if isinstance(module, torch.nn.Linear) and ".lora_" not in name
-    }
-    factors = [module for name, module in backend.model.named_modules() if name.endswith("place0")]
-    before, now = {type(module) for module in factors}, [0.0]
-    kinds = {"ours": SameProduct, "torch": torch.nn.Linear}
-    alone, full, mixed = (kinds[name] for name in faster)
 
     class Steps:
         def __init__(self, *batch) -> None:
             *_, prompts, _, _, _, named, _ = batch
-            self.best = mixed if named else alone if len(prompts) == 1 else full
+            self.best = faster[2] if named else faster[len(prompts) > 1]
 
         def step(self):
-            (kind,) = {type(layer) for layer in layers.values()}
+            (kind,) = {type(layer) for layer in layers}
             now[0] += 0.001 if kind is self.best else 0.002
 
     for kind in ("Decoding", "GraphDecoding"):
         monkeypatch.setattr(hugging_face, kind, Steps)
     monkeypatch.setattr(hugging_face.time, "perf_counter", lambda: now[0])
     backend._find_faster_products()
-
-    def product(prompts, rows=None):
+    for chosen, (prompts, rows) in zip(faster, (([[1]], None), ([[1], [2]], None), ([[1]], ["place0"])), strict=True):
         backend.decoding(prompts, 1, rows)
-        return {type(layer) for layer in layers.values()}
-
-    assert len(layers) == 7 * 2 + 1
-    assert (product([[1]]), product([[1], [2]]), product([[1]], ["place0"])) == ({alone}, {full}, {mixed})
-    assert {type(module) for module in factors} == before
+        assert {type(layer) for layer in layers} == {chosen}
+    assert {type(one) for one in factors} == before
 
 
 def test_a_merged_adapter_leaves_every_bit_of_the_weights_as_it_was(half_world):
@@ -276,15 +265,3 @@ def test_weights_exist_once_and_peft_computes_with_the_adapter_in_its_place(worl
         (place,) = backend.places([adapter_id])
         held = {one.data_ptr() for name, one in backend.model.named_parameters() if f".{place}." in name}
         assert held == {tensor.data_ptr() for tensor in world.adapter_tensors(adapter_id).values()}
-
-
-@pytest.mark.parametrize("workload", PAPER_WORKLOADS)
-def test_the_stream_is_the_released_one_or_has_the_stated_101_tokens_per_request(workload):
-    jobs, lengths = paper_stream(workload, 40, 2048, 32000), released_lengths(40)
-    assert [len(job.prompt) for job in jobs] == lengths.prompt.tolist()
-    assert [job.new_tokens for job in jobs] == lengths.output.tolist()
-    stated = paper_stream(workload, 40, 2048, 32000, "stated")
-    assert [(job.prompt, job.adapter_id) for job in stated] == [(job.prompt, job.adapter_id) for job in jobs]
-    assert sum(job.new_tokens for job in stated) == 40 * 101
-    adapters = {"Distinct": 40, "Uniform": 7, "Skewed": 8, "Identical": 1}
-    assert len({job.adapter_id for job in jobs}) == adapters[workload]

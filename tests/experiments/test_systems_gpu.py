@@ -1,17 +1,16 @@
 """The serving systems of Figure 11 on a GPU: CUDA graphs, one pool of keys and values, the steps of the replay."""
 
-
 import pytest
 import torch
 from tiny import TINY, values
 
 from experiments.benches.step_parts import launches_of, seconds_per_launch
-from experiments.ext_hf_baselines import WAYS, HfBench
 from experiments.facts.systems import FIG11, names_in
 from experiments.harness.schema import DType
 from experiments.measure.timing import Protocol
 from experiments.systems import hugging_face
 from experiments.systems.bench import StreamBench, StreamConf
+from experiments.systems.hf_systems import WAYS, HfBench
 from experiments.systems.hugging_face import Decoding, GraphDecoding
 from experiments.systems.serving import built
 from experiments.systems.stream import shortened
