@@ -18,7 +18,7 @@ from experiments.claims import judge
 from experiments.claims.table import total
 from experiments.harness.experiment import Experiment
 from experiments.plots.draw import draw
-from experiments.plots.frames import centre, described, measured_frame, paper_frame, rows_of_repeats
+from experiments.plots.frames import centre, distinct, measured, measured_frame, paper_frame, rows_of_repeats
 from experiments.report.machines import read_folder, rows_files
 
 PAPER = "paper, A100"
@@ -89,8 +89,9 @@ class StoredRows:
         first, last = min(rows["date"])[:10], max(rows["date"])[:10]
         when = first if first == last else f"{first} to {last}"
         name = self._file(experiment).relative_to(self.root).as_posix()
+        about, scales = measured(rows).removeprefix("Measured: ").removesuffix("."), ", ".join(distinct(rows, "scale"))
         how = "Simulated, nothing measured, on" if set(rows["kind"]) == {"simulated"} else "Measured on"
-        return Markdown(f"*Read: `{name}` ({kind}). {how} {described(rows)}; commit {commits}; {when}.*")
+        return Markdown(f"*Read: `{name}` ({kind}). {how} {about}; scale={scales}; commit {commits}; {when}.*")
 
 
 class SideBySide:

@@ -7,9 +7,8 @@ A range reaches twice as far as the farthest recorded repeat, and has a least wi
 Quantities of the claims are held on every device of that hardware. Measurements are held as ratios to the recorded
 ones, and only on the recorded device: a CPU of another model has other times. Status 1 when one that counts is outside.
 
-Calibrations between the points say how fast the machine is, beside other guests of its host. What was measured at
-another speed than recorded is printed and not counted. That is all but simulations, where the machine differs as a
-whole, else the figures that do.
+Calibrations between the points say how fast the machine is. What was measured at another speed than recorded is printed
+and not counted: all but simulations, where the machine differs as a whole, else the figures that do.
 """
 
 from collections.abc import Collection, Iterator, Sequence

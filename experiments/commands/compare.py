@@ -94,9 +94,8 @@ def join(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
 
 def content(rows: pd.DataFrame) -> str:
     """List figures, systems, models and timers of a set, for messages."""
-    found = {name: distinct(rows, name) for name in ("figure", "system", "model", "timer")}
-    shown = {name: ", ".join(values[:6]) + (", ..." if len(values) > 6 else "") for name, values in found.items()}
-    return "; ".join(f"{name} {text or '-'}" for name, text in shown.items())
+    found = {name: distinct(rows, name)[:6] for name in ("figure", "system", "model", "timer")}
+    return "; ".join(f"{name} {', '.join(values) or '-'}" for name, values in found.items())
 
 
 def direction(unit: str) -> str:
@@ -118,7 +117,7 @@ def meaning(ratio: float, better: str) -> str:
 
 def lines(pairs: pd.DataFrame) -> Iterator[str]:
     """Yield every pair, grouped by figure, system and metric, each group closed by its mean; then all means."""
-    group: tuple[Any, ...]
+    group: Any
     means = []
     for group, part in pairs.groupby(GROUP, sort=False):
         figure, system, metric, unit, better = group

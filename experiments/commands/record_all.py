@@ -3,10 +3,9 @@
     make record-all HARDWARE=h200 LIMIT=9
     python -m experiments.commands.record_all machine=h200 limit=9 list=true
 
-`conf/recording.yaml` lists the sets, in the order of the claims. Those that decide claims are measured first, in
-rounds, one repeat of all of them before the next: a cut run leaves whole claims, and repeats are of different times or
-machines. Sets without claims follow. Several GPUs measure a set each, with a share of the cores. So the CPU time of the
-others counts as no disturbance.
+`conf/recording.yaml` lists the sets. Those that decide claims are measured first, one repeat of all of them before the
+next: a cut run leaves whole claims, and repeats are of different times or machines. Several GPUs measure a set each,
+with a share of the cores, so that the CPU time of the others counts as no disturbance.
 
 A call ends after `limit` minutes, and the same command continues: `outputs/<hardware>/record_all.json` says what is
 done, at which commit. A set of more minutes than `limit` is not begun. Carry `outputs` to the next machine. Rows are of
@@ -34,8 +33,7 @@ from experiments.measure.commit import commit
 from experiments.measure.environment import hardware_slug
 from experiments.measure.records import RowsError, ensure_writable, read_rows
 
-STOPPING_S = 30.0
-"""Seconds that an interrupted set has for writing its rows."""
+STOPPING_S = 30.0  # that an interrupted set has for writing its rows
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 Round = tuple[RecordedSet, int]
 
@@ -88,9 +86,8 @@ def record_all(options: Options) -> None:
 
 def left(sets: Sequence[RecordedSet], done: Collection[tuple[str, int]]) -> list[Round]:
     """Return what is not done: rounds of what decides claims, then the others."""
-    rounds = range(max((one.rounds for one in sets), default=0))
-    found = [(one, i) for i in rounds for one in sets if i < one.rounds and (one.run, i) not in done]
-    return sorted(found, key=lambda pair: not pair[0].claims)
+    found = [(one, round_) for one in sets for round_ in range(one.rounds) if (one.run, round_) not in done]
+    return sorted(found, key=lambda pair: (not pair[0].claims, pair[1]))
 
 
 async def measure(

@@ -50,9 +50,9 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
     if experiment.overlay:
         rows, paper = experiment.shown(rows), experiment.shown(paper)
         drawn[experiment.name] = partial(panels, spec=experiment.overlay)
-    for name, function in ((experiment.name, experiment.drawn_by), SHORT.get(experiment.name, ("", ""))):
-        if function:
-            drawn[name] = get_method(f"{__package__}.{function}")
+    for name, path in ((experiment.name, experiment.drawn_by), SHORT.get(experiment.name, ("", ""))):
+        if path:
+            drawn[name] = get_method(f"{__package__}.{path}")
     words = f"commit {', '.join(about['commits'])}; config {', '.join(about['config_hashes'][:4])}"
     ensure_writable(folder)
     files = []

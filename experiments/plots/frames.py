@@ -43,11 +43,6 @@ def in_order(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows by model, panel, system, popularity and rank: models by size, systems and popularities as registered.
 
     Other names come last. They, and panels of one rank, stay in the order of `rows`.
-
-    >>> names = {"workload": ["Identical", "other", "Distinct"], "panel": ["r=16", "r=16", "r=8"]}
-    >>> found = in_order(pd.DataFrame({"model": "", "system": "punica", "rank": [16, 16, 8]} | names))
-    >>> [*found["workload"]], [*found["panel"]]
-    (['Distinct', 'Identical', 'other'], ['r=8', 'r=16', 'r=16'])
     """
     rows = rows.sort_values("rank", kind="stable")
     orders = {"workload": WORKLOADS.names(), "system": SYSTEMS.names(), "panel": (), "model": SIZES}
@@ -96,11 +91,6 @@ def interval(frame: pd.DataFrame, x: str) -> pd.DataFrame:
     return wide[counts.reindex(wide.index) >= FEWEST_FOR_BAND][["p10", "p90"]].dropna().reset_index()
 
 
-def has_bands(rows: pd.DataFrame) -> bool:
-    """Tell whether any point has enough samples for its p10 and p90 to be drawn."""
-    return bool((_samples(rows) >= FEWEST_FOR_BAND).any())
-
-
 def _samples(rows: pd.DataFrame) -> pd.Series:
     """Numbers of samples per point, in the repeat that has the fewest."""
     return rows.loc[rows["statistic"] == "count", "lowest" if "lowest" in rows else "value"]
@@ -121,15 +111,10 @@ def measured(rows: pd.DataFrame, spans: str = "") -> str:
     models = [f"{model}{beside(model)}" for model in (distinct(rows, "model") if "model" in rows else [])]
     clocks = " and ".join(CLOCKS.get(timer, timer) for timer in reversed(distinct(rows, "timer")))
     parts = [", ".join(distinct(rows, "device")), *models, clocks, how_often(rows)]
-    parts += [f"{spans}: p10 to p90"] if spans and has_bands(rows) else []
+    parts += [f"{spans}: p10 to p90"] if spans and (_samples(rows) >= FEWEST_FOR_BAND).any() else []
     crossed = "disturbed" in rows and rows["disturbed"].eq(True).any()
     said = f"Measured: {'; '.join(filter(None, parts))}{'; crosses: disturbed by other work' if crossed else ''}."
     return f"{said} {note.capitalize()}." if (note := rows.attrs.get(NOTE)) else said
-
-
-def described(rows: pd.DataFrame) -> str:
-    """`measured` with its scale, for texts beside a figure."""
-    return f"{measured(rows).removeprefix('Measured: ').removesuffix('.')}; scale={', '.join(distinct(rows, 'scale'))}"
 
 
 def how_often(rows: pd.DataFrame) -> str:

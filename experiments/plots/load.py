@@ -1,6 +1,5 @@
 """Engines under load: latencies over the rate of arrivals, and what many adapters do to throughput and waits."""
 
-from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -46,7 +45,8 @@ def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             axis.set_xscale("log")
             style.label_decades(axis.xaxis)
             style.log_y(axis)
-    _label(axes, LATENCIES.values())
+    for axis, label in zip(axes[:, 0], LATENCIES.values(), strict=True):
+        axis.set_ylabel(label)
     handles = [Line2D([], [], label=name_of(system), **style.measured_style(system)) for system in systems]
     words = "Latency under load, median (solid) to p99 (dashed; p95 of too few requests), and throughput. "
     words += f"Here, {whose}. " if (whose := policies(systems)) else ""
@@ -67,8 +67,8 @@ def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
                 places = [at + 0.8 * shift for at in range(len(table))]
                 above.bar(places, table["throughput"], share, **style.patch(system))
             _waits(middle, table, system, 0.7 * shift)
-            for name, (_, colour) in HITS.items() if place == 0 else ():
-                for metric, line in ((name, "-"), (f"{name}_at_join", "--")):
+            for rate, (_name, colour) in HITS.items() if place == 0 else ():
+                for metric, line in ((rate, "-"), (f"{rate}_at_join", "--")):
                     if metric in table:
                         below.plot(range(len(table)), table[metric], line, color=style.PALETTE[colour], marker=".")
         above.set_title(workload)
@@ -77,8 +77,9 @@ def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         below.set_ylim(0, 1.05)
         below.yaxis.set_major_formatter(PercentFormatter(1))
         below.set_xticks(range(len(panels)), [one.replace(" adapters", "") for one in panels], rotation=40, ha="right")
-    waits = "time to first token,\nmedian to p99 or p95 (ms)"
-    _label(axes, ("throughput\n(token/s)", waits, f"found there\n({systems[0]})"))
+    labels = "throughput\n(token/s)", "time to first token,\nmedian to p99 or p95 (ms)", f"found there\n({systems[0]})"
+    for axis, label in zip(axes[:, 0], labels, strict=True):
+        axis.set_ylabel(label)
     known = [look for name, look in PLACES.items() if (rows["metric"] == f"time_to_first_token_{name}").any()]
     handles = [
         *style.patches(systems),
@@ -88,11 +89,6 @@ def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     ]
     style.finish(figure, words, handles, 4)
     return figure
-
-
-def _label(axes: Any, labels: Any) -> None:
-    for axis, label in zip(axes[:, 0], labels, strict=True):
-        axis.set_ylabel(label)
 
 
 def _table(rows: pd.DataFrame, workload: str, system: str) -> pd.DataFrame:

@@ -66,7 +66,7 @@ def draw_loading(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             axis.set_xscale("log", base=2)
             axis.set_xticks(ranks, [str(rank) for rank in ranks])
             style.log_y(axis)
-    _beside_decode(*axes[:, 2], rows, said)
+    _beside_decode(axes[0, 2], axes[1, 2], rows, said)
     handles = [Line2D([], [], **_look(name) | {"label": NAMES[name]}) for name in _systems(rows)]
     handles += [Line2D([], [], **look) for look in (PAPER, ARITHMETIC)]
     style.finish(figure, f"{LOADING} {measured(rows, 'bands')}", handles, 3)

@@ -50,7 +50,8 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
         for place, clock in enumerate(clocks):
             timed = mine[mine["timer"] == clock]
             if apart:
-                cut |= fill(column[2 * place], *(one[one[spec.line] == ONE] for one in (timed, theirs)), spec)
+                ours, papers = (frame[frame[spec.line] == ONE] for frame in (timed, theirs))
+                cut |= fill(column[2 * place], ours, papers, spec)
                 differences(column[2 * place + 1], timed, theirs, spec)
             else:
                 cut |= fill(column[place], timed, theirs, spec)

@@ -159,7 +159,8 @@ def dots(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, order: Sequence[s
     ours, papers = (frame.set_index(["workload", "system"])["value"].to_dict() for frame in (mine, theirs))
     for frame, others, looks in ((theirs, ours, style.paper_style), (mine, papers, style.measured_style)):
         for at, cell in placed(frame, mine, systems, systems):
-            axis.vlines(at, *_span(cell), color=style.look(cell.system).colour, linewidth=0.8)
+            low, high = _span(cell)
+            axis.vlines(at, low, high, color=style.look(cell.system).colour, linewidth=0.8)
             axis.plot([at], [cell.value], **looks(cell.system) | LONE)
             if getattr(cell, "disturbed", None) is True:
                 style.crossed(axis, [at], [cell.value])

@@ -95,7 +95,7 @@ def test_no_band_is_drawn_where_a_repeat_has_fewer_than_five_samples(counts, ban
 
 def test_rows_are_in_the_order_of_models_systems_and_popularities_whatever_ran_first():
     """Bars of a figure stood in the order of the run, and those of two machines differently."""
-    names = ("", "llama2-7b"), ("punica", "hf_peft", "Loop"), ("Distinct", "Uniform", "Skewed", "Identical")
+    names = ("", "llama2-7b"), ("punica", "hf_peft", "Loop"), ("Distinct", "Uniform", "Identical", "other")
     cells = list(itertools.product(*names))
     rows = pd.DataFrame(sorted(cells, key=str), columns=["model", "system", "workload"]).assign(rank=16, panel="a")
     assert list(in_order(rows)[["model", "system", "workload"]].itertuples(index=False, name=None)) == cells
