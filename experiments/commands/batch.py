@@ -54,8 +54,8 @@ def sides(places: Folders, source: str) -> dict[str, tuple[Path, Path]]:
     """`fresh` or `recorded`, or for `auto` both in this order -> the folders of its rows and of its figures."""
     if source not in SOURCES:
         raise ConfigError(f"source={source!r} must be one of {', '.join(SOURCES)}: choose source=auto")
-    fresh, recorded = (places.fresh_rows, places.fresh_figures), (places.recorded_rows, places.recorded_figures)
-    both = {"fresh": fresh, "recorded": recorded}
+    both = {"fresh": (places.fresh_rows, places.fresh_figures)}
+    both |= {"recorded": (places.recorded_rows, places.recorded_figures)}
     return both if source == "auto" else {source: both[source]}
 
 

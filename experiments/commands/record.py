@@ -1,7 +1,7 @@
 """Promote this machine's fresh rows to recorded ones: `outputs/<hardware>/rows` -> `results/<hardware>`, figures too.
 
-What readers without the hardware see must be repeatable: rows of scale=smoke are refused, rows measured from uncommitted
-code, unless `allow_dirty=true`, and rows whose source hash is not that of the commit they name. Samples go along.
+What readers without the hardware see must be repeatable: refused are rows of scale=smoke, rows of uncommitted code,
+unless `allow_dirty=true`, and rows whose source hash is not that of the commit they name. Samples go along.
 
 Fresh rows replace recorded ones of the same points. Recorded points that the fresh set lacks (of another `runtime=`,
 `timer=` or `system=`) stay until their rows are deleted by hand, and the command says how many. The `.json` beside
