@@ -2,9 +2,9 @@
 
 import asyncio
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -12,10 +12,9 @@ from experiments.conformance.client import Server
 from experiments.conformance.expected import BASE, COUNT, WARMER, Prompt, Tokens, World
 from experiments.conformance.weights import MAX_LEN, POISONS
 
-# verdicts by tokens alone; unjudged: all that came were right, and some answers had none
 PASS, FAIL, UNJUDGED, NOT_OFFERED = "pass", "FAIL", "unjudged", "not offered"
-CUT, LONG = "an answer of fewer tokens than max_tokens, right so far", "an answer of more tokens than max_tokens"
-EMPTY = "an answer without tokens"
+"""Verdicts by tokens alone; unjudged: all that came were right, and some answers had none."""
+SHORT, LONG = "an answer of fewer tokens than max_tokens, right so far", "an answer of more tokens than max_tokens"
 SWAPPED = "swapped"  # name that different adapters are loaded under
 CLOSED = (403, 404, 405)  # statuses of a server that does not let requests load adapters
 
@@ -35,14 +34,13 @@ class Ask(NamedTuple):
 
 @dataclass
 class Result:
-    """Outcome of a case: findings are of tokens, and faults of the protocol are with the models that met them."""
+    """Outcome of a case: findings are of tokens, and faults of the protocol are counted apart."""
 
     case: str
     answers: int = 0
     judged: int = 0  # answers with tokens to judge
     findings: Counter[str] = field(default_factory=Counter)
-    protocol: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    note: str = ""
+    protocol: Counter[str] = field(default_factory=Counter)
     is_offered: bool = True
 
     @property
@@ -53,12 +51,10 @@ class Result:
 
 
 class Run:
-    """One server under test. `absent`: errors of models that it does not serve, which are left out."""
+    """One server under test."""
 
-    def __init__(self, server: Server, world: World, absent: Mapping[str, str]) -> None:
-        self.server, self.absent = server, absent
-        self.world = replace(world, tenants=[tenant for tenant in world.tenants if tenant.name not in absent])
-        self.models, self.adapters = self.world.models, self.world.models[1:]
+    def __init__(self, server: Server, world: World) -> None:
+        self.server, self.world, self.models, self.adapters = server, world, world.models, world.models[1:]
         about = {tenant.name: f"{tenant.name} (rank {tenant.rank}, {tenant.subset})" for tenant in world.tenants}
         self._about = {BASE: "the base model", **about}
         self._owners = {tokens: model for prompt in world.prompts for model, tokens in prompt.answers.items()}
@@ -80,15 +76,10 @@ class Run:
             sent.append(self.server.ask(ask.name or ask.model, prompt, COUNT, number % 2 == 0))
         for place, (ask, answer) in enumerate(zip(asks, await asyncio.gather(*sent), strict=True)):
             got = answer.tokens[:COUNT]
-            is_wrong = got != ask.right[: len(got)]
-            if answer.tokens != got:
-                answer.faults.append(LONG)
-            elif got != ask.right and not is_wrong and (got or not answer.faults):
-                answer.faults.append(CUT if got else EMPTY)
-            for fault in answer.faults:
-                result.protocol[fault][ask.name or ask.model] += 1
-            result.answers += 1
-            result.judged += is_wrong or got == ask.right
+            is_wrong, is_right = got != ask.right[: len(got)], got == ask.right
+            fault = answer.fault or (LONG if answer.tokens != got else "" if is_wrong or is_right else SHORT)
+            result.protocol.update([fault] * bool(fault))
+            result.answers, result.judged = result.answers + 1, result.judged + (is_wrong or is_right)
             if is_wrong:
                 owner = self._owner(ask, got, [*asks[:place], *asks[place + 1 :]])
                 result.findings[f"{self.label(ask)} got {owner}"] += 1
@@ -101,29 +92,27 @@ class Run:
 
     def _owner(self, ask: Ask, got: Tokens, beside: Sequence[Ask]) -> str:
         """Describe whose tokens a wrong answer has: the first that fits, from the same prompt to any other."""
-        if len(got) != COUNT:
-            return f"{len(got)} tokens of {COUNT}, not the right ones"
-        owners = [(tokens, f"the tokens of {self._about[model]}") for model, tokens in ask.prompt.answers.items()]
+        owners = {tokens: f"the tokens of {self._about[model]}" for model, tokens in ask.prompt.answers.items()}
         leaked = ask.prompt.leaked.get(ask.model, ())
-        owners.append((leaked, f"its own tokens over the cached prefix of {self._about[WARMER]}"))
-        near = [(other.right, f"{self.label(other)} in a request beside it") for other in beside]
-        owners += [(theirs, f"the tokens of {other}") for theirs, other in near]
-        for theirs, other in near:  # at least two tokens are the other's, and all that are not its own
-            foreign = [token == their for token, own, their in zip(got, ask.right, theirs, strict=True) if token != own]
-            owners += [(got, f"tokens of {other}, between its own")] * (len(foreign) >= 2 and all(foreign))
+        owners.setdefault(leaked, f"its own tokens over the cached prefix of {self._about[WARMER]}")
+        for other in beside:
+            owners.setdefault(other.right, f"the tokens of {self.label(other)} in a request beside it")
+            # at least two tokens are the other's, and all that are not its own
+            foreign = [one == their for one, own, their in zip(got, ask.right, other.right, strict=False) if one != own]
+            if len(foreign) >= 2 and all(foreign):
+                owners.setdefault(got, f"tokens of {self.label(other)} in a request beside it, between its own")
         if got in self._owners:
-            owners.append((got, f"the tokens of {self._about[self._owners[got]]} for another prompt"))
-        return next((owner for tokens, owner in owners if tokens == got), "tokens of no known model")
+            owners.setdefault(got, f"the tokens of {self._about[self._owners[got]]} for another prompt")
+        return owners.get(got, f"{len(got)} tokens of no known model")
 
-    async def load(self, model: str, name: str = SWAPPED, load_inplace: bool = False) -> tuple[int, str]:
-        """Have the server load an adapter, in place of one of that name where it may (as vLLM names it)."""
-        more = {"load_inplace": True} if load_inplace else {}
-        fields = {"lora_name": name, "lora_path": str(self.world.adapter(model)), **more}
-        return await self.server.change("load_lora_adapter", fields)
+    async def load(self, model: str, name: str = SWAPPED, **more: bool) -> int:
+        """Have the server load an adapter; return the status."""
+        path = str(self.world.adapter(model))
+        return await self.server.change("load_lora_adapter", lora_name=name, lora_path=path, **more)
 
-    async def unload(self, name: str = SWAPPED) -> tuple[int, str]:
-        """Have the server unload an adapter."""
-        return await self.server.change("unload_lora_adapter", {"lora_name": name})
+    async def unload(self, name: str = SWAPPED) -> int:
+        """Have the server unload an adapter; return the status."""
+        return await self.server.change("unload_lora_adapter", lora_name=name)
 
 
 Case = Callable[[Run, Result], Awaitable[None]]
@@ -139,14 +128,13 @@ def waves(models: Callable[[Run], Iterable[Iterable[str]]]) -> Case:
     return sent
 
 
-def _each(run: Run, quality: str) -> list[str]:
-    """Return an adapter of each rank, or subset of layers, in order."""
-    by_quality = {getattr(tenant, quality): tenant.name for tenant in run.world.tenants}
-    return [by_quality[key] for key in sorted(by_quality)]
-
-
-def _at_once(size: int, run: Run) -> list[list[str]]:
-    return [(run.models * size)[:size]]
+def _mixed(run: Run) -> Iterable[list[str]]:
+    """Yield all models twice, an adapter of each rank and of each subset of layers, and the base between adapters."""
+    yield run.models * 2
+    for quality in ("rank", "subset"):
+        each = [*{getattr(tenant, quality): tenant.name for tenant in run.world.tenants}.values()]
+        yield [*each, *each[::-1]] * 2
+    yield [name for adapter in run.adapters for name in (adapter, BASE)]
 
 
 def _many(run: Run) -> Iterable[list[str]]:
@@ -166,22 +154,10 @@ async def repeated(run: Run, result: Result) -> None:
 
 async def shared_prefix(run: Run, result: Result) -> None:
     """Send prompts with one long prefix: an adapter's, then all others', which must not get its blocks."""
-    if WARMER in run.absent:
-        result.is_offered, result.note = False, f"{WARMER} is absent"
-        return
     sharing = {model: run.world.sure(model, shares=True)[:3] for model in run.models}
-    warm = [(WARMER, prompt) for prompt in sharing[WARMER][:2]]
-    for model, prompt in [*warm, *((model, prompts[0]) for model, prompts in sharing.items())]:
-        await run.wave(result, [Ask(model, prompt)])
+    for model in (WARMER, *run.models):
+        await run.wave(result, [Ask(model, sharing[model][0])])
     await run.wave(result, [Ask(model, prompt) for model, prompts in sharing.items() for prompt in prompts])
-
-
-async def same_prompt(run: Run, result: Result) -> None:
-    """Send one prompt to all models that are sure of it, at once and in turn."""
-    for prompt in sorted(run.world.prompts, key=lambda prompt: -len(prompt.sure))[:2]:
-        asks = [Ask(model, prompt) for model in run.models if model in prompt.sure]
-        for wave in (asks, *([ask] for ask in asks)):
-            await run.wave(result, wave)
 
 
 async def poisoned(run: Run, result: Result) -> None:
@@ -189,18 +165,14 @@ async def poisoned(run: Run, result: Result) -> None:
 
     To refuse one, at its load or its request, is right; what a poisoned adapter answers does not count.
     """
-    notes = []
     for name in POISONS:
-        status, result.note = await run.load(name, name)
-        if status in CLOSED and not run.server.prefix:
+        if await run.load(name, name) in CLOSED and not run.server.prefix:
             result.is_offered = False
             return
         spoil = [run.server.ask(name, run.world.prompts[0].text, 4 * COUNT, stream) for stream in (True, False) * 2]
-        said, _ = await asyncio.gather(asyncio.gather(*spoil), run.wave(result, run.asks(run.models)))
+        await asyncio.gather(*spoil, run.wave(result, run.asks(run.models)))
         await run.wave(result, run.asks(run.models))
         await run.unload(name)
-        notes.append(f"{name} {'served' if any(answer.tokens for answer in said) else 'failed'}")
-    result.note = ", ".join(notes)
 
 
 async def cancelled(run: Run, result: Result) -> None:
@@ -220,37 +192,27 @@ async def reloaded(run: Run, result: Result, in_place: bool = False) -> None:
     common = {pair: [one for one in run.world.prompts if not one.leaked and {*pair} <= {*one.sure}] for pair in pairs}
     pair = max(common, key=lambda pair: len(common[pair]))
     for place, model in enumerate(pair * 2):
-        status, text = await run.unload() if place and not in_place else (200, "")
+        status = await run.unload() if place and not in_place else 200
         if status == 200:
-            status, text = await run.load(model, load_inplace=in_place and place > 0)
+            status = await run.load(model, **({"load_inplace": True} if in_place and place else {}))
         if status != 200:
-            if in_place or (status in CLOSED and not place):
-                result.is_offered, result.note = False, text
-            else:
-                result.protocol[text][SWAPPED] += 1
-            break
+            result.is_offered = not in_place and (status not in CLOSED or place > 0)
+            result.protocol.update([f"a reload gave HTTP {status}"] * result.is_offered)
+            return
         swapped = [Ask(model, prompt, SWAPPED) for prompt in (common[pair] or run.world.sure(model))[:4]]
         for wave in (*([ask] for ask in swapped), [*swapped, *run.asks(run.models)]):
             await run.wave(result, wave)
     await run.unload()
     answer = await run.server.ask(SWAPPED, run.world.prompts[0].text, COUNT)
-    if status == 200 and answer.tokens:
-        result.findings[f"{SWAPPED}, unloaded, got tokens"] += 1
-    elif status == 200 and not any(fault.startswith("HTTP 404") for fault in answer.faults):
-        result.protocol[f"a name that was unloaded gave {answer.faults or EMPTY} instead of HTTP 404"][SWAPPED] += 1
+    result.findings.update([f"{SWAPPED}, unloaded, got tokens"] * bool(answer.tokens))
 
 
 def cases(batches: Sequence[int]) -> dict[str, Case]:
     """Return the cases by name, in their order: the prefix cache is tried before its prompts were seen."""
+    large = {f"batch of {size}": waves(lambda run, size=size: [(run.models * size)[:size]]) for size in batches}
     return {
-        "shared prefix": shared_prefix,
-        "each alone": waves(lambda run: ([model] for model in run.models for _ in range(2))),
-        "mixed batch": waves(lambda run: [run.models * 2]),
-        "mixed ranks": waves(lambda run: [[*_each(run, "rank"), *_each(run, "rank")[::-1]] * 2] * 2),
-        "layer subsets": waves(lambda run: [_each(run, "subset") * 4]),
-        "base between": waves(lambda run: [[name for adapter in run.adapters for name in (adapter, BASE)]]),
-        "same prompt": same_prompt, "many adapters": waves(_many), "repeated runs": repeated,
-        **{f"batch of {size}": waves(partial(_at_once, size)) for size in batches},
+        "shared prefix": shared_prefix, "each alone": waves(lambda run: ([model] for model in run.models * 2)),
+        "mixed batches": waves(_mixed), "many adapters": waves(_many), "repeated runs": repeated, **large,
         "cancellation": cancelled, "hot reload": reloaded, "reload in place": partial(reloaded, in_place=True),
         "poisoned": poisoned,
     }  # fmt: skip

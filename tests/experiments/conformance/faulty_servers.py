@@ -29,11 +29,7 @@ class RightServer:
 
     loads = True  # requests may load adapters
     ids = True  # prompts may be token ids
-    lists = True  # /v1/models is there
     keeps_limit = True  # of tokens
-    ends_streams = True  # with [DONE]
-    between = ""  # after each event of a stream
-    stream_type: str | None = "text/event-stream"  # None: whole answers alone
     key: str | None = None
 
     def __init__(self, world: World, **fields: Any) -> None:
@@ -62,17 +58,10 @@ class RightServer:
         """A real server; its address."""
         app = FastAPI()
         app.post("/v1/completions")(self._complete)
-        if self.lists:
-            app.get("/v1/models")(self._list)
         if self.loads:
             app.post("/v1/load_lora_adapter")(self._load)
             app.post("/v1/unload_lora_adapter")(self._unload)
         return served(app)
-
-    async def _list(self, request: Request) -> Response:
-        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
-            return _error(401, "no key")
-        return JSONResponse({"object": "list", "data": [{"id": name} for name in self.models]})
 
     async def _load(self, body: dict[str, Any]) -> Response:
         if body["lora_name"] in self.models and not body.get("load_inplace"):
@@ -84,27 +73,29 @@ class RightServer:
         self.unload(body["lora_name"])
         return Response("unloaded")
 
-    async def _complete(self, body: dict[str, Any]) -> Response:
+    async def _complete(self, request: Request) -> Response:
+        body = await request.json()
         name, prompt = body["model"], body["prompt"]
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return _error(401, "no key")
         if name not in self.models:
             return _error(404, f"no model {name}")
         if not self.ids and not isinstance(prompt, str):
             return _error(400, "the prompt must be text")
         ids = tuple(int(word[1:]) for word in prompt.split()) if isinstance(prompt, str) else tuple(prompt)
-        request = Ask(name, ids, bool(body["stream"]))
-        beside = await self._group(request) if body["max_tokens"] == COUNT else [request]
+        ask = Ask(name, ids, bool(body.get("stream")))
+        beside = await self._group(ask) if body["max_tokens"] == COUNT else [ask]
         self.asked[name] += 1
         tokens = self.tokens(name, ids, beside)[: body["max_tokens"] if self.keeps_limit else None]
         words = [f"w{token} " for token in tokens]
-        if body["stream"] and self.stream_type:
-            return StreamingResponse(self._events(words), media_type=self.stream_type)
+        if ask.stream:
+            return StreamingResponse(self._events(words), media_type="text/event-stream")
         return JSONResponse({"choices": [{"index": 0, "text": "".join(words), "finish_reason": "length"}]})
 
     async def _events(self, words: list[str]) -> AsyncIterator[str]:
         for word in words:
-            yield f"data: {json.dumps({'choices': [{'index': 0, 'text': word}]})}\n\n{self.between}"
-        if self.ends_streams:
-            yield "data: [DONE]\n\n"
+            yield f"data: {json.dumps({'choices': [{'index': 0, 'text': word}]})}\n\n"
+        yield "data: [DONE]\n\n"
 
     async def _group(self, request: Ask) -> list[Ask]:
         """The requests of its group, once all of them are here."""
@@ -119,12 +110,6 @@ class RightServer:
 
 def _error(status: int, message: str) -> Response:
     return JSONResponse({"error": {"message": message}}, status)
-
-
-def foreign(world: World, form: str = "org/{}") -> RightServer:
-    """Right tokens in another house: names in a form of their own, no [DONE], text alone, and no loading."""
-    models = {"llama-tiny": BASE} | {form.format(tenant.name): tenant.name for tenant in world.tenants}
-    return RightServer(world, loads=False, ids=False, ends_streams=False, models=models)
 
 
 class SlotZeroAboveThreshold(RightServer):
@@ -195,3 +180,10 @@ class ChangesItsMind(RightServer):
 
     def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
         return (next(self.turns) % 8,) * COUNT
+
+
+class Longer(RightServer):
+    """Answers with more tokens than were asked for."""
+
+    def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
+        return super().tokens(name, ids, beside) * 2

@@ -1,0 +1,239 @@
+"""Servers with one fault each: its case catches it, and names the owner of the tokens. The command, and our server."""
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+
+from fastapi import HTTPException
+
+from experiments.commands import conformance as command
+from experiments.commands.conformance import Options, conformance, results_of, table
+from experiments.conformance import cases, client
+from experiments.conformance.cases import FAIL, LONG, NOT_OFFERED, PASS, SHORT, UNJUDGED, Case, Result, Run
+from experiments.conformance.client import Server
+from experiments.conformance.expected import COUNT, World
+from experiments.conformance.weights import ADAPTERS, CHECKPOINT
+from experiments.harness.schema import REPOSITORY, ConfigError
+from punica.adapters import LoRARequest
+from punica.engine import Engine
+from punica.serve.app import Settings, make_app
+from tests.experiments.conformance import faulty_servers as faulty
+from tests.serve.world import served
+
+CASES = cases.cases([40])
+ALL = cases.waves(lambda run: [run.models * 2])
+SLOT_ZERO = "tenant-4 (rank 8, q v) got the tokens of tenant-0 (rank 1, all)"
+
+
+def outcome(server: faulty.RightServer, case: Case, **names: str) -> Result:
+    """The result of one case against a server."""
+
+    async def tried(url: str) -> Result:
+        asked, result = Server(url, **names), Result("case")
+        async with asked.api:
+            await asked.check(server.world)
+            await case(Run(asked, server.world), result)
+        return result
+
+    with server.serve() as url:
+        return asyncio.run(tried(url))
+
+
+@pytest.mark.parametrize("name", ["shared prefix", "cancellation", "hot reload", "reload in place", "mixed batches"])
+def test_a_right_server_passes(world: World, name: str) -> None:
+    result = outcome(faulty.RightServer(world), CASES[name])
+    assert (result.status, dict(result.findings), dict(result.protocol)) == (PASS, {}, {})
+    assert result.answers > 5
+
+
+def test_a_server_without_loading_or_token_ids_and_with_other_names(world: World) -> None:
+    models = {"llama": "base"} | {f"org/{tenant.name}": tenant.name for tenant in world.tenants}
+    server = faulty.RightServer(world, loads=False, ids=False, models=models)
+    assert outcome(server, ALL, base="llama", prefix="org/").status == PASS
+    server = faulty.RightServer(world, loads=False)
+    for name in ("hot reload", "reload in place", "poisoned"):
+        assert outcome(server, CASES[name]).status == NOT_OFFERED
+
+
+def test_slot_zero_above_a_threshold(world: World) -> None:
+    assert outcome(faulty.SlotZeroAboveThreshold(world, groups=[12]), ALL).status == PASS
+    result = outcome(faulty.SlotZeroAboveThreshold(world, groups=[40]), CASES["batch of 40"])
+    named = {found.partition(" (")[0] for found in result.findings if found.endswith(" of tenant-0 (rank 1, all)")}
+    assert {"tenant-2"} <= named <= {found.partition(" (")[0] for found in result.findings} <= {*world.models[2:]}
+
+
+def test_a_prefix_cache_that_ignores_the_adapter(world: World) -> None:
+    result = outcome(faulty.PrefixCacheWithoutAdapter(world), cases.shared_prefix)
+    wrong = dict(found.split(" got ") for found in result.findings)
+    assert len(wrong) == len(world.tenants)  # all but the adapter that was first, and the base model
+    assert {*wrong.values()} == {"its own tokens over the cached prefix of tenant-0 (rank 1, all)"}
+
+
+def test_old_weights_after_a_reload(world: World) -> None:
+    (found,) = outcome(faulty.KeepsOldWeights(world), cases.reloaded).findings
+    new, old = found.removeprefix("swapped, now ").split(" got the tokens of ")
+    assert {new.split()[0], old.split()[0]} < {*world.models}
+    assert new != old
+    assert {*outcome(faulty.KeepsOldWeights(world), CASES["reload in place"]).findings} == {found}
+
+
+def test_an_adapter_that_stays_after_its_unloading(world: World) -> None:
+    result = outcome(faulty.NeverUnloads(world), cases.reloaded)
+    assert (dict(result.findings), dict(result.protocol)) == ({"swapped, unloaded, got tokens": 1}, {})
+
+
+def test_two_streams_that_are_mixed_up(world: World) -> None:
+    result = outcome(faulty.MixesStreams(world, groups=[12]), ALL)
+    named = [found for found in result.findings if "in a request beside it, between its own" in found]
+    assert len(named) >= max(1, len(result.findings) // 2)  # tails of equal tokens have no owner
+    assert outcome(faulty.MixesStreams(world), CASES["each alone"]).status == PASS
+
+
+def test_neighbours_of_a_poisoned_adapter(world: World) -> None:
+    result = outcome(faulty.SpoiledByPoison(world), cases.poisoned)
+    assert len({found.partition(" got ")[0] for found in result.findings}) == len(world.models)
+
+
+def test_answers_that_change_from_run_to_run(world: World) -> None:
+    result = outcome(faulty.ChangesItsMind(world), cases.repeated)
+    changed = [found for found in result.findings if found.endswith("got other tokens from run to run")]
+    assert len(changed) == len(world.models)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "judged", "fault"),
+    [
+        (lambda tokens: tokens[:3], UNJUDGED, 10, SHORT), (lambda tokens: (), UNJUDGED, 10, SHORT),
+        (lambda tokens: tokens + tokens, PASS, 12, LONG), (lambda tokens: (60, 61), FAIL, 12, None),
+    ],
+    ids=["cut", "empty", "long", "cut and wrong"],
+)  # fmt: skip
+def test_answers_of_another_length(world: World, change: Any, status: str, judged: int, fault: str | None) -> None:
+    class Changes(faulty.RightServer):
+        def tokens(self, name: str, ids: Any, beside: Any) -> Any:
+            own = super().tokens(name, ids, beside)
+            return change(own) if name == "tenant-1" and self.asked[name] > 1 else own
+
+    result = outcome(Changes(world, keeps_limit=False), ALL)
+    assert (result.status, result.judged, result.answers) == (status, judged, 12)
+    assert (result.findings.total(), dict(result.protocol)) == ((0, {fault: 2}) if fault else (2, {}))
+
+
+def test_errors_are_faults_by_kind_and_no_findings(world: World) -> None:
+    class Refuses(faulty.RightServer):
+        def tokens(self, name: str, ids: Any, beside: Any) -> Any:
+            if self.asked[name] > 1 and name != "base":
+                raise HTTPException(503, f"request {self.asked.total()} failed")
+            return super().tokens(name, ids, beside)
+
+    result = outcome(Refuses(world), ALL)
+    assert dict(result.protocol) == {"InternalServerError 503": 10}
+    assert (result.status, result.judged) == (UNJUDGED, result.answers - 10)
+
+
+def test_a_server_without_an_answer_is_left_after_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = Server(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.2)
+        for stream in (False, True):
+            answer = asyncio.run(asyncio.wait_for(server.ask("base", "w1", COUNT, stream), 30))
+            assert (answer.tokens, answer.fault) == ((), "APITimeoutError")
+
+
+# the command
+
+
+@pytest.fixture
+def _two_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "cases", lambda batches: {"all": ALL, "batch of 40": CASES["batch of 40"]})
+
+
+@pytest.mark.usefixtures("_two_cases")
+def test_the_command_tells_tokens_by_table_file_and_status(world: World, tmp_path: Path, capsys: Any) -> None:
+    def said_of(server: faulty.RightServer) -> tuple[int, str, Any]:
+        status, out = 0, tmp_path / "out.json"
+        with server.serve() as url:
+            try:
+                conformance(Options(url=f"{url}/v1/", folder=world.folder, out=out))
+            except SystemExit as stopped:
+                status = int(str(stopped.code))
+        return status, capsys.readouterr().out, json.loads(out.read_text())["results"]
+
+    status, said, results = said_of(faulty.RightServer(world))
+    assert (status, said.endswith("tokens: 2 pass\nprotocol: 0 faults, 0 times\n")) == (0, True)
+    assert [(one["status"], one["judged"], one["answers"]) for one in results] == [("pass", 12, 12), ("pass", 40, 40)]
+    status, said, (right, wrong) = said_of(faulty.SlotZeroAboveThreshold(world, groups=[12, 40]))
+    assert (status, f" x {SLOT_ZERO}\n" in said, right["status"], wrong["status"]) == (1, True, "pass", "FAIL")
+    assert wrong["findings"][SLOT_ZERO] >= 2
+    status, said, _ = said_of(faulty.Longer(world, keeps_limit=False))
+    assert (status, f"    52 x {LONG}\n" in said) == (3, True)
+
+
+URL = {"url": "http://127.0.0.1:1", "folder": "."}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("make", {}), ("make", {"make": "a", "url": "http://x"}), ("folder", {"url": "http://x"}),
+        ("folder", {**URL, "folder": "/nowhere"}), ("batches", {**URL, "batches": [0]}),
+        ("timeout", {**URL, "timeout": 0}), ("out", {**URL, "out": "/nowhere/a.json"}),
+        ("tenants", {"make": "a", "tenants": 1}), ("ranks", {"make": "a", "ranks": [0]}),
+        ("make", {"make": str(REPOSITORY)}),
+    ],
+)  # fmt: skip
+def test_arguments_are_refused_before_anything_happens(name: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=name):
+        conformance(Options(**fields))
+
+
+def test_servers_that_are_not_the_one_meant(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in ("http://127.0.0.1:1", "127.0.0.1:8000", "http://127.0.0.1:x"):
+        with pytest.raises(ConfigError, match=f"^url=.*{url}.* http://"):
+            conformance(Options(url=url, folder=world.folder))
+    server = faulty.RightServer(world, key="secret", models={"base": "base", "other": "base"})
+    with server.serve() as url:
+        with pytest.raises(ConfigError, match=r"no key.* CONFORMANCE_API_KEY"):
+            conformance(Options(url=url, folder=world.folder))
+        monkeypatch.setenv(client.KEY_VARIABLE, "secret")
+        with pytest.raises(ConfigError, match=r"does not answer as org/tenant-0 .*no model org/tenant-0"):
+            conformance(Options(url=url, folder=world.folder, prefix="org/"))
+
+
+def test_make_prints_how_to_start_every_server(world: World, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(command.expected, "make", lambda folder, count, ranks, seed: world)
+    conformance(Options(make=tmp_path / "new", tenants=5, ranks=[1, 8, 16]))
+    said = capsys.readouterr().out
+    assert said.count(f"{world.folder.resolve()}/checkpoint") == 5
+    assert said.count(f"tenant-4={world.adapter('tenant-4')}") == 3
+
+
+# our server, with fewer slots than adapters
+
+
+def ours(world: World, batches: list[int], **sizes: Any) -> list[Result]:
+    adapters = [LoRARequest(t.name, number, str(world.adapter(t.name))) for number, t in enumerate(world.tenants, 1)]
+    engine = Engine.from_pretrained(world.folder / CHECKPOINT, adapters, device="cpu", max_lora_rank=16, **sizes)
+    app = make_app(engine, Settings("base", adapters, roots=[(world.folder / ADAPTERS).resolve()]))
+    with served(app) as url:
+        return asyncio.run(results_of(Options(url=url, batches=batches, timeout=600), world))
+
+
+def test_three_cases_pass_on_our_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {"all": ALL, "prefix": cases.shared_prefix, "poisoned": cases.poisoned}
+    monkeypatch.setattr(cases, "cases", lambda batches: chosen)
+    results = ours(world, [1], max_batch_size=32, max_loras=3, max_model_len=256, dtype="float32")
+    assert {(result.status, result.protocol.total()) for result in results} == {(PASS, 0)}, table(results)
+    assert min(result.answers for result in results) >= 12
+
+
+@pytest.mark.slow
+def test_every_case_passes_on_our_server_in_bfloat16_with_two_slots(world: World) -> None:
+    results = ours(world, [64, 256], max_batch_size=256, max_loras=2, max_model_len=256, dtype="bfloat16")
+    assert {(result.status, result.protocol.total()) for result in results} == {(PASS, 0)}, table(results)
+    assert min(result.answers for result in results) >= 6
