@@ -167,7 +167,7 @@ def gather_bmm_gets_cheaper(rows: Rows) -> Finding:
         raise NotMeasured("Gather-BMM at batch 32 was not measured in all four workloads")
     over_next = table.shift(1, axis=1).iloc[:, 1:] / table.iloc[:, 1:]  # of the workload before over this one
     falls, clear = over_next.min(axis=1), over_next.drop(columns="Uniform").min(axis=1)  # Skewed is not above Uniform
-    text = f"{numbers(list(table.loc[32]), 4)} us at bs32 ({', '.join(ORDER)})"
+    text = f"{numbers([at(table[name], 32) for name in ORDER], 4)} us at bs32 ({', '.join(ORDER)})"
     quantities = {"step_at_32": falls[32], "strict_step_at_32": clear[32]}
     quantities |= {"smallest_step": falls.min(), "smallest_strict_step": clear.min()}
     return Finding({name: float(value) for name, value in quantities.items()}, text)

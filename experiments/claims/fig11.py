@@ -77,7 +77,7 @@ class Serving:
     def _numbers(self, *parts: tuple[str, str]) -> np.ndarray:
         """Return throughputs, a line per part, by the repeats that all parts have."""
         for system, workload in parts:
-            if not self.has(system, workload):
+            if (system, workload) not in self._places:
                 raise NotMeasured(f"{system} was not measured on {workload} ({self.model})")
             if len(self._places[system, workload]) > 1:
                 raise NotMeasured(f"{system} has several values on {workload}; the claim is about one")

@@ -185,13 +185,13 @@ class Judge:
         }
         missed = missed_bounds(counting["relation"], finding.quantities) if word == SIMULATED_SHAPE else ""
         why = self._sentences.get(id, "not known") if word == DIFFERS or missed else ""
-        disturbed, once = (
-            measured and any(quantities(function, one) != finding.quantities for one in rows.stirred(mark))
-            for mark in ("disturbed", "once")
-        )
+        marks = {"disturbed": False, "once": False}
+        for mark in marks if measured else ():
+            marks[mark] = any(quantities(function, one) != finding.quantities for one in rows.stirred(mark))
         remark = _remark(word, counting, finding.quantities, known) if measured else ""
         return replace(
-            verdict, kind=finding.kind, disturbed=disturbed, once=once, quantities=finding.quantities, interval=known,
+            verdict, kind=finding.kind, quantities=finding.quantities, interval=known, disturbed=marks["disturbed"],
+            once=marks["once"],
             our_value=finding.text + (f" (steps: {finding.cost_model})" if finding.cost_model else ""),
             why=". ".join(filter(None, (missed, why))), remark=remark or (f"at most {most}: {limit}" if most else ""),
         )  # fmt: skip
