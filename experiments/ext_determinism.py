@@ -15,7 +15,7 @@ Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16, interleaved, every vari
     atomics, finer split     the same with K split four times as often, what atomics are for: no partials to add up
 
 Beside it the share of outputs whose bits differ in any of `figure.runs` runs of one call, and between a row in its
-batch and alone, with the largest difference, absolute and in units in the last place.
+batch and alone. The largest differences are absolute, and in units in the last place.
 
 Cost at scale=laptop: minutes on a GPU, where kernels are compiled on first use; 4 GB. Nothing on a CPU.
 """

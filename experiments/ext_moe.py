@@ -13,8 +13,8 @@ are those of the two models over `divisor`. Adapters have rank 16, and are in FP
 `figure.slots` repeats layers and models with so many slots, all of which hold adapters: latency follows the adapters of
 the batch, and is the same at all numbers of slots.
 
-The systems `engine` and `backbone engine` are a step of the engine of a model of `engine_layers` layers, from
-`Engine.step` to the tokens, with the adapters of the popularity and with none, by the host's clock alone.
+The systems `engine` and `backbone engine` are a step of an engine of `engine_layers` layers, from `Engine.step` to the
+tokens. They have the adapters of the popularity, and none, and are timed by the host's clock alone.
 `conf/recording.yaml` has the commands of slots and of all of Qwen3-30B-A3B (61 GB of weights, 53 of adapters).
 
 Cost at scale=laptop: about 1.5 minutes on two cores, 1 GB.

@@ -19,6 +19,7 @@ from experiments import ext_added_latency, ext_determinism, ext_padding, ext_pap
 from experiments import ext_fp8 as fp8
 from experiments.benches import fp8_operator, operators
 from experiments.harness import Point
+from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
@@ -29,6 +30,7 @@ from experiments.workload.popularity import popularity
 from punica.ops.quant import dequantize
 
 PADDING, DETERMINISM = ext_padding.EXPERIMENT, ext_determinism.EXPERIMENT
+FIG08 = next(iter(experiments(["fig08"])))
 STEP, ADDED, FP8 = ext_paper_step.EXPERIMENT, ext_added_latency.EXPERIMENT, fp8.EXPERIMENT
 VARIANTS = ("deterministic", "deterministic, no PDL", "batch invariant", "atomics", "atomics, finer split")
 SMALL = ("figure.batch_sizes=[1,7]",)
@@ -115,25 +117,33 @@ def test_batches_of_the_same_slots_share_a_wrapper_and_add_the_reference(tmp_pat
         torch.testing.assert_close(batch.y, batch.expected(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("workload", ["Distinct", "Uniform", "Skewed", "Identical"])
-def test_in_graphs_every_system_of_padding_reads_more_than_the_caches_hold(tmp_path, workload):
-    cfg = in_graphs(settled(tmp_path, PADDING, "figure.batch_sizes=[7]", f"workload.names=[{workload}]"), 2)
-    adapters = popularity(workload).number_of_adapters(7)
-    for point in PADDING.points(cfg):
-        batches = PADDING.problems(cfg, point)
-        read = ext_padding.bytes_read(cfg, 7, adapters, ext_padding.mean_rank(point, cfg.adapters.ranks))
-        assert read * len(batches) >= 2 << 20
+def weights_of(cfg, point):
+    figure = cfg.figure
+    adapters = popularity(point.workload).number_of_adapters(point.batch_size)
+    return adapters * point.rank * (figure.h1 + figure.h2) * figure.dtype.bytes
+
+
+def read_by_padding(cfg, point):
+    adapters = popularity(point.workload).number_of_adapters(point.batch_size)
+    mean = ext_padding.mean_rank(point, cfg.adapters.ranks)
+    return ext_padding.bytes_read(cfg, point.batch_size, adapters, mean)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "moved"),
+    [(FIG08, weights_of), (PADDING, read_by_padding), (STEP, ext_paper_step.bytes_moved)],
+    ids=["fig08", "padding", "step"],
+)
+def test_in_graphs_the_batches_of_a_point_move_more_than_the_caches_hold(tmp_path, experiment, moved):
+    """Each on adapters of its own, and beside as many others as a server holds."""
+    words = ["figure.batch_sizes=[7]", *["workload.names=[Distinct,Uniform,Skewed,Identical]"] * (experiment != STEP)]
+    cfg = in_graphs(settled(tmp_path, experiment, *words), 1)
+    for point in experiment.points(cfg):
+        batches = experiment.problems(cfg, point)
+        assert moved(cfg, point) * len(batches) >= 1 << 20
         used = [batch.a[slot].data_ptr() for batch in batches for slot in set(batch.slots.tolist())]
-        assert len(used) == len(set(used)) == adapters * len(batches)
-
-
-def test_in_graphs_the_steps_move_more_than_the_caches_hold(tmp_path):
-    cfg = in_graphs(settled(tmp_path, STEP), 2)
-    point = STEP.points(cfg)[0]
-    batches = STEP.problems(cfg, point)
-    assert len(batches) * ext_paper_step.bytes_moved(cfg, point) >= 2 << 20
-    used = [batch.a[slot].data_ptr() for batch in batches for slot in batch.slots.tolist()[point.seq_len - 1 :]]
-    assert len(set(used)) == point.batch_size * len(batches)
+        assert len(used) == len(set(used)) == len(batches) * len(batches[0].sizes)
+        assert {len(batch.a) for batch in batches} == {cfg.figure.resident(cfg)}
 
 
 # cost of padding

@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 from fakes import composed
+from tiny import TINY
 
 from experiments import ext_breakdown as breakdown
 from experiments.benches import step_parts
@@ -17,7 +18,7 @@ from experiments.benches.step_parts import ATTENTION, BASE, EXPAND, HEAD, REST, 
 from experiments.harness import CheckFailed, ConfigError
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
-from experiments.harness.schema import REPOSITORY, DType, ModelConf, model_conf
+from experiments.harness.schema import REPOSITORY, DType, model_conf
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 from experiments.measure.timing import Protocol
@@ -25,10 +26,6 @@ from experiments.plots.steps import draw_breakdown
 from punica.engine.runner import ModelRunner
 
 BREAKDOWN = next(iter(experiments(["ext_breakdown"])))
-TINY = ModelConf(
-    name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
-)  # fmt: skip
 PROTOCOL = Protocol("host_clock", "cpu", warmup=0, repeats=2, min_repeats=2, seconds=0.0, flush_mib=0)
 CUBLAS = "nvjet_hsh_64x8_64x16_4x1_v_bz_TNN"
 ATTEND = "_decode_attention_kernel"
