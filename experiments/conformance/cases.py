@@ -105,10 +105,10 @@ class Run:
             owners.setdefault(got, f"the tokens of {self._about[self._owners[got]]} for another prompt")
         return owners.get(got, f"{len(got)} tokens of no known model")
 
-    async def load(self, model: str, name: str = SWAPPED, **more: bool) -> int:
-        """Have the server load an adapter; return the status."""
-        path = str(self.world.adapter(model))
-        return await self.server.change("load_lora_adapter", lora_name=name, lora_path=path, **more)
+    async def load(self, model: str, name: str = SWAPPED, in_place: bool = False) -> int:
+        """Have the server load an adapter, in place of one of that name where it may; return the status."""
+        fields = {"lora_name": name, "lora_path": str(self.world.adapter(model))}
+        return await self.server.change("load_lora_adapter", **fields, **({"load_inplace": True} if in_place else {}))
 
     async def unload(self, name: str = SWAPPED) -> int:
         """Have the server unload an adapter; return the status."""
@@ -135,6 +135,10 @@ def _mixed(run: Run) -> Iterable[list[str]]:
         each = [*{getattr(tenant, quality): tenant.name for tenant in run.world.tenants}.values()]
         yield [*each, *each[::-1]] * 2
     yield [name for adapter in run.adapters for name in (adapter, BASE)]
+
+
+def _at_once(size: int, run: Run) -> list[list[str]]:
+    return [(run.models * size)[:size]]
 
 
 def _many(run: Run) -> Iterable[list[str]]:
@@ -194,7 +198,7 @@ async def reloaded(run: Run, result: Result, in_place: bool = False) -> None:
     for place, model in enumerate(pair * 2):
         status = await run.unload() if place and not in_place else 200
         if status == 200:
-            status = await run.load(model, **({"load_inplace": True} if in_place and place else {}))
+            status = await run.load(model, in_place=in_place and place > 0)
         if status != 200:
             result.is_offered = not in_place and (status not in CLOSED or place > 0)
             result.protocol.update([f"a reload gave HTTP {status}"] * result.is_offered)
@@ -209,7 +213,7 @@ async def reloaded(run: Run, result: Result, in_place: bool = False) -> None:
 
 def cases(batches: Sequence[int]) -> dict[str, Case]:
     """Return the cases by name, in their order: the prefix cache is tried before its prompts were seen."""
-    large = {f"batch of {size}": waves(lambda run, size=size: [(run.models * size)[:size]]) for size in batches}
+    large = {f"batch of {size}": waves(partial(_at_once, size)) for size in batches}
     return {
         "shared prefix": shared_prefix, "each alone": waves(lambda run: ([model] for model in run.models * 2)),
         "mixed batches": waves(_mixed), "many adapters": waves(_many), "repeated runs": repeated, **large,

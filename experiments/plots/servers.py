@@ -46,7 +46,7 @@ def gains(table: pd.DataFrame, more_is_better: bool) -> dict[str, tuple[float, s
     ours, theirs = speed[mine].max(axis="columns"), speed.drop(columns=mine).dropna(how="all")
     ratios = (ours / theirs.max(axis="columns")).dropna()
     best = theirs.idxmax(axis="columns")
-    return {str(case): (float(ratio), str(best[case])) for case, ratio in ratios.items()}
+    return {str(case): (float(ratio), str(best[str(case)])) for case, ratio in ratios.items()}
 
 
 def _bars(axis: Axes, rows: pd.DataFrame, systems: list[str], more_is_better: bool) -> None:
