@@ -13,7 +13,7 @@ memory (`ext_many_adapters`, undisturbed rows), in proportion to the rank, of wh
 beside a load is not slowed (`stall` of section 5.2).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,6 +46,8 @@ PAPER_GPU, CLUSTER_GPU = "a100-80g", "a100-40g"
 PAPERS, ROOFLINE = "a100", "roofline:"
 STEPS = {"1": "fig01_batching", "10": "fig10_layer", "ext breakdown": "ext_breakdown"}
 """Figure whose rows give the cost of a step -> its file."""
+TimedLoads = Sequence[tuple[int, float]]
+"""Rank and seconds of loads of adapters."""
 LINK_FILE, DISK_FILE = "sec52_adapter_loading", "ext_many_adapters"
 FROM_DISK, FROM_MEMORY = "time_to_first_token_from_disk", "time_to_first_token_from_memory"
 
@@ -147,52 +149,43 @@ def recorded_cost(rows: Mapping[str, pd.DataFrame], hardware: str, model: str) -
 
 def timed_layers(rows: pd.DataFrame, model: str, num_layers: int, rest_s: float = 0.0) -> list[TimedStep]:
     """Read Punica's rows of Figure 10 of ``model`` as decode steps of ``num_layers`` layers and ``rest_s`` seconds."""
-    lines = _lines(rows, model, "layer_latency", system="punica")
-    return [TimedStep(_decodes(*shape), num_layers * seconds + rest_s) for shape, seconds in lines]
+    return [
+        TimedStep(StepWork(batch, batch * length, 0, ranks), num_layers * seconds + rest_s)
+        for batch, length, ranks, seconds in _lines(rows, model, "layer_latency", system="punica")
+    ]
 
 
 def timed_prefills(rows: pd.DataFrame, model: str) -> list[TimedStep]:
     """Read rows of Figure 1, panel prefill, of ``model``."""
     lines = _lines(rows, model, "step_latency", panel="prefill")
-    return [TimedStep(StepWork(0, 0, batch * length), seconds) for (batch, length, *_), seconds in lines]
+    return [TimedStep(StepWork(0, 0, batch * length), seconds) for batch, length, _, seconds in lines]
 
 
 def timed_decodes(rows: pd.DataFrame, model: str) -> list[TimedStep]:
     """Read rows of Figure 1, panel decode, of ``model``: no adapters."""
     lines = _lines(rows, model, "step_latency", panel="decode")
-    return [TimedStep(StepWork(batch, batch * length), seconds) for (batch, length, *_), seconds in lines]
+    return [TimedStep(StepWork(batch, batch * length), seconds) for batch, length, _, seconds in lines]
 
 
 def timed_steps(rows: pd.DataFrame, model: str) -> list[TimedStep]:
     """Read rows of `ext_breakdown` of ``model``: decodes, a prompt alone, and a prompt among decodes."""
     found = []
     for panel in rows["panel"].unique():
-        prompts = 0 if panel == "decode" else 1
-        for shape, seconds in _lines(rows, model, "step_latency", system="punica", panel=panel):
-            batch, length, *_ = shape
+        prompts = int(panel != "decode")
+        for batch, length, ranks, seconds in _lines(rows, model, "step_latency", system="punica", panel=panel):
             decodes = batch - prompts
-            work = StepWork(decodes, decodes * length, prompts * length, _ranks(*shape))
-            found.append(TimedStep(work, seconds))
+            found.append(TimedStep(StepWork(decodes, decodes * length, prompts * length, ranks), seconds))
     return found
 
 
-def _decodes(batch: int, length: int, rank: int, workload: str) -> StepWork:
-    return StepWork(batch, batch * length, 0, _ranks(batch, length, rank, workload))
-
-
-def _ranks(batch: int, _: int, rank: int, workload: str) -> int:
-    return rank * popularity(workload).number_of_adapters(batch) if workload else 0
-
-
-def _lines(
-    rows: pd.DataFrame, model: str, metric: str, **columns: str
-) -> Iterator[tuple[tuple[int, int, int, str], float]]:
-    """Yield batch size, length, rank (0 without one) and workload, and the seconds, of values and medians."""
+def _lines(rows: pd.DataFrame, model: str, metric: str, **columns: str) -> Iterator[tuple[int, int, int, float]]:
+    """Yield batch size, length, summed ranks of the different adapters, and seconds, of values and medians."""
     for column, value in {"model": model, "metric": metric, **columns}.items():
         rows = rows[rows[column] == value]
     for row in rows[rows["statistic"].isin(("value", "median"))].to_dict("records"):
-        rank = 0 if pd.isna(row["rank"]) else int(row["rank"])
-        yield (int(row["batch_size"]), int(row["seq_len"]), rank, str(row["workload"])), _seconds(row)
+        batch, workload = int(row["batch_size"]), str(row["workload"])
+        ranks = int(row["rank"]) * popularity(workload).number_of_adapters(batch) if workload else 0
+        yield batch, int(row["seq_len"]), ranks, _seconds(row)
 
 
 def _seconds(row: Mapping) -> float:
@@ -208,14 +201,6 @@ def rows_that_count(folder: Path, name: str) -> pd.DataFrame:
     """Read the rows of ``name`` in ``folder`` that count; none without a file."""
     file = folder / f"{name}.csv"
     return counted(frame_of(read_rows(file) if file.exists() else ()))
-
-
-@dataclass(frozen=True)
-class TimedLoad:
-    """Load of an adapter of ``rank``, and its seconds."""
-
-    rank: int
-    seconds: float
 
 
 @cache
@@ -241,37 +226,32 @@ def load_cost(results: Path, machine: str, model: str) -> LoadCost:
     return known[machine, model].cost
 
 
-def timed_links(rows: pd.DataFrame) -> list[TimedLoad]:
+def timed_links(rows: pd.DataFrame) -> TimedLoads:
     """Read Punica's loads of whole models from host memory."""
     whole = rows["panel"].isin(("model", "overlap")) & (rows["system"] == "punica")
     chosen = rows[whole & (rows["metric"] == "load_time") & (rows["statistic"] == "median")]
-    return [TimedLoad(int(row["rank"]), _seconds(row)) for row in chosen.to_dict("records")]
+    return [(int(row["rank"]), _seconds(row)) for row in chosen.to_dict("records")]
 
 
-def timed_reads(rows: pd.DataFrame) -> list[TimedLoad]:
+def timed_reads(rows: pd.DataFrame) -> TimedLoads:
     """Read how much later a first token is from disk than from host memory, by panel, rule and popularity."""
     waits = rows["metric"].isin((FROM_DISK, FROM_MEMORY)) & (rows["statistic"] == "median")
     found = []
     for _, part in rows[waits & ~rows["disturbed"].eq(True)].groupby(["panel", "system", "workload"], sort=False):
         seconds = {row["metric"]: _seconds(row) for row in part.to_dict("records")}
         if len(seconds) == 2:
-            found.append(TimedLoad(int(part["rank"].iloc[0]), seconds[FROM_DISK] - seconds[FROM_MEMORY]))
+            found.append((int(part["rank"].iloc[0]), seconds[FROM_DISK] - seconds[FROM_MEMORY]))
     return found
 
 
-def fitted_loads(name: str, host: Sequence[TimedLoad], disk: Sequence[TimedLoad]) -> Fitted[LoadCost]:
+def fitted_loads(name: str, host: TimedLoads, disk: TimedLoads) -> Fitted[LoadCost]:
     """Fit a line to ``host`` and a proportion to ``disk``, by least relative squares; neither falls with the rank."""
     from scipy.optimize import nnls
 
-    def fit(features: Sequence[tuple[float, ...]], loads: Sequence[TimedLoad]) -> list[float]:
-        seconds = np.array([load.seconds for load in loads])
-        return nnls(np.array(features) / seconds[:, None], np.ones(len(loads)))[0].tolist()
-
-    def errors(seconds: Callable[[int], float], loads: Sequence[TimedLoad]) -> Residuals:
-        return Residuals(np.array([seconds(load.rank) / load.seconds - 1 for load in loads]))
-
-    base, per_rank = fit([(1.0, load.rank) for load in host], host)
-    (disk_rank,) = fit([(load.rank,) for load in disk], disk)
+    (ranks, seconds), (disk_ranks, waits) = (np.array(part, dtype=float).T for part in (host, disk))
+    line = np.stack([np.ones(len(host)), ranks], axis=1)
+    base, per_rank = nnls(line / seconds[:, None], np.ones(len(host)))[0].tolist()
+    (disk_rank,) = nnls((disk_ranks / waits)[:, None], np.ones(len(disk)))[0].tolist()
     cost = LoadCost(name, base, per_rank, 0.0, disk_rank)
-    from_host, from_disk = errors(cost.host_seconds, host), errors(cost.disk_seconds, disk)
-    return Fitted(cost, {"loads_from_host": from_host, "loads_from_disk": from_disk})
+    from_host, from_disk = cost.host_seconds(ranks) / seconds - 1, cost.disk_seconds(disk_ranks) / waits - 1
+    return Fitted(cost, {"loads_from_host": Residuals(from_host), "loads_from_disk": Residuals(from_disk)})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from experiments.facts.paper import read_figure
-from experiments.simulator import ModelBytes, StepCost, Trace
+from experiments.simulator import ModelBytes, Trace
 from experiments.workload import (
     MAX_BATCH,
     RELEASED_SEED,
@@ -129,18 +129,6 @@ class World:
         for i in range(self.runners):
             policy.add_gpu(f"runner-{i:04}", num_pages)
         return policy
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A cost model of the runners, in our seconds; root mean square of its relative residuals over ``steps`` steps; KV
-    pages of a runner.
-    """
-
-    cost: StepCost
-    rms: float
-    steps: int
-    num_pages: int
 
 
 def timed_steps(steps: Iterable["RunnerStep"]) -> Iterator[tuple["RunnerStep", float]]:

@@ -17,12 +17,12 @@ decides otherwise between two logits. A request that is computed again on anothe
 since a prompt rounds otherwise than decoding does; they are counted.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.cluster.hour import RANK, Fit, World, timed_steps
+from experiments.cluster.hour import RANK, World, timed_steps
 from experiments.cluster.served import (
     KILLED,
     RAY,
@@ -35,7 +35,7 @@ from experiments.cluster.served import (
 )
 from experiments.cluster.simulated_hour import seen
 from experiments.harness.experiment import CheckFailed
-from experiments.harness.points import Point, Reading, sampled
+from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config, ConfigError
 from experiments.harness.settings import folders
 from experiments.simulator import Trace, simulate
@@ -82,19 +82,19 @@ def measure(cfg: Config, point: Point) -> list[Reading]:
 
     world = World(str(folders(cfg).paper), point.system, model=point.model, **point.settings)
     kills = point.panel == KILLED
-    found, fit, trace = served(world, kills), session_of(world.fleet()).fit, world.trace()
+    found, session, trace = served(world, kills), session_of(world.fleet()), world.trace()
     if kills and found.lost != 1:
         raise CheckFailed(f"one runner was killed, {found.lost} were missed")
     hour, told = hour_of(found, trace, world), summary if world.share else readings
     if point.panel.startswith(SIMULATED):
-        cost = fit.cost.slowed(world.speed_up, fit.cost.name)
-        result = simulate(trace, world.policy(fit.num_pages), cost, works_ahead=world.device == "cuda")
+        cost = session.cost.slowed(world.speed_up, session.cost.name)
+        policy = world.policy(session.cluster.num_pages)
+        result = simulate(trace, policy, cost, works_ahead=world.device == "cuda")
         simulated = seen(trace, result, world.duration_s)
         moved = simulated.reading("migrations", result.evictions, "requests")
         return [*told(simulated), moved, *over_simulated(hour, simulated)]
-    lines = [*told(hour), *overheads(found), *_checked(found, world)]
-    lines += _fit_readings(fit) if point.panel == RAY else []
-    return [replace(one, disturbed=found.disturbed) for one in lines]
+    lost = [Reading("lost_runners", found.lost, "count"), Reading("migrations", found.evicted, "requests")]
+    return [replace(one, disturbed=found.disturbed) for one in (*told(hour), *lost, *_checked(found, world))]
 
 
 def _checked(found: "Served", world: World) -> list[Reading]:
@@ -132,23 +132,6 @@ def hour_of(served: "Served", trace: Trace, world: World) -> ServedHour:
     return ServedHour(world.duration_s, trace.arrivals, firsts, lasts, tokens, batch, by_batch, "measured")
 
 
-def overheads(served: "Served") -> list[Reading]:
-    """Return costs of the scheduler on our clock: a decision (placements, or the content of a step); a step as the
-    scheduler sees it, in the runner, and the difference, messages and waits.
-    """
-    whole = [1e3 * (step.end_s - step.begin_s) for step in served.steps]
-    inside = [1e3 * step.seconds for step in served.steps]
-    between = [all_of_it - part for all_of_it, part in zip(whole, inside, strict=True)]
-    return [
-        *sampled("decision_time", [1e6 * seconds for seconds in served.decisions_s], "us"),
-        *sampled("step_round_trip", whole, "ms"),
-        *sampled("runner_step", inside, "ms"),
-        *sampled("step_messages", between, "ms"),
-        Reading("lost_runners", served.lost, "count"),
-        Reading("migrations", served.evicted, "requests"),
-    ]
-
-
 def check_numbers(served: list[list[int]], asked: list[int]) -> None:
     """Raise `CheckFailed` where a request has not as many tokens as it asked for."""
     wrong = [i for i, (tokens, number) in enumerate(zip(served, asked, strict=True)) if len(tokens) != number]
@@ -166,9 +149,3 @@ def check_tokens(served: list[list[int]], alone: list[list[int]], most: float = 
     if differ > max(1, most * len(served)):
         raise CheckFailed(f"{differ} of {len(served)} requests have other tokens than from one engine")
     return differ
-
-
-def _fit_readings(fit: Fit) -> list[Reading]:
-    parts = {name: value for name, value in asdict(fit.cost).items() if name != "name"}
-    found = [Reading(f"fitted_{name}", 1e6 * value, "us") for name, value in parts.items()]
-    return [*found, Reading("fit_rms", fit.rms, "fraction"), Reading("fitted_steps", fit.steps, "count")]

@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from experiments.benches.model_steps import llama_config
-from experiments.cluster.hour import RANK, REHEARSAL_SEED, Fit, World, timed_steps
+from experiments.cluster.hour import RANK, REHEARSAL_SEED, World, timed_steps
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError, model_conf
 from experiments.measure.disturbance import OTHER_CPU_LIMIT, CpuTimes, cpu_times, other_seconds
-from experiments.simulator import TimedStep, fit_step_cost, residuals
+from experiments.simulator import StepCost, TimedStep, fit_step_cost
 from experiments.workload import MAX_BATCH, RequestLengths, released_lengths, rescaled
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.cluster.cluster_output import RunnerStep
@@ -34,15 +34,14 @@ from punica.engine import Engine, EngineConfig, Request, RequestState
 @dataclass(frozen=True)
 class Served:
     """A served trace: seconds [n] from the start to first and last token, tokens by request, steps of runners (times
-    from the start), seconds of each decision. Runners lost, requests evicted, numbers of those that were computed again
-    on another runner, and whether other work disturbed it.
+    from the start). Runners lost, requests evicted, numbers of those that were computed again on another runner, and
+    whether other work disturbed it.
     """
 
     first_token_s: NDArray[np.float64]
     finish_s: NDArray[np.float64]
     tokens: list[list[int]]
     steps: list[RunnerStep]
-    decisions_s: list[float]
     lost: int
     evicted: int
     recomputed: frozenset[int]
@@ -79,11 +78,11 @@ class Tenants:
 
 @dataclass(frozen=True)
 class Session:
-    """Runners, their adapters, and the cost model of their steps."""
+    """Runners, their adapters, and the cost model of their steps, in our seconds."""
 
     cluster: RayCluster
     tenants: Tenants
-    fit: Fit
+    cost: StepCost
 
 
 @contextmanager
@@ -131,7 +130,7 @@ def session_of(fleet: World) -> Session:
     return Session(cluster, tenants, _timed(cluster, tenants, fleet))
 
 
-def _timed(cluster: RayCluster, tenants: Tenants, world: World) -> Fit:
+def _timed(cluster: RayCluster, tenants: Tenants, world: World) -> StepCost:
     """Fill all runners once, so that adapters are loaded, rehearse the hour, and fit a cost model to its steps."""
     full = MAX_BATCH * world.runners
     warm = rescaled(released_lengths(full, seed=REHEARSAL_SEED), world.max_len)
@@ -141,8 +140,7 @@ def _timed(cluster: RayCluster, tenants: Tenants, world: World) -> Fit:
     steps = serve(cluster, asked, trace.arrivals / world.speed_up).steps
     timed = [TimedStep(step.work, seconds) for step, seconds in timed_steps(steps)]
     served_by = f"{world.runners} runners on Ray, {world.model}{', batch-invariant' if world.batch_invariant else ''}"
-    cost = fit_step_cost(f"{served_by}, their own steps", timed, joins=True)
-    return Fit(cost, residuals(cost, timed).rms, len(timed), cluster.num_pages)
+    return fit_step_cost(f"{served_by}, their own steps", timed, joins=True)
 
 
 @cache
@@ -174,7 +172,6 @@ def serve(
     states: list[RequestState] = []
     tokens: list[list[int]] = [[] for _ in asked]
     steps: list[RunnerStep] = []
-    decisions: list[float] = []
     recomputed: set[int] = set()
     lost, evicted = 0, cluster.num_evicted
     gc.collect()
@@ -199,14 +196,13 @@ def serve(
         if output.failed:
             raise CheckFailed(f"request {output.failed[0].request_id} failed: {output.failed[0].error}")
         steps += [replace(one, begin_s=one.begin_s - start, end_s=one.end_s - start) for one in output.steps]
-        decisions += output.decisions_s
         recomputed.update(map(int, output.recomputed))
         lost += len(output.lost)
     disturbed = _disturbed(before, cpu_times())
     firsts = np.array([state.first_token_s for state in states]) - start
     lasts = np.array([state.last_token_s for state in states]) - start
     evicted = cluster.num_evicted - evicted
-    return Served(firsts, lasts, tokens, steps, decisions, lost, evicted, frozenset(recomputed), disturbed)
+    return Served(firsts, lasts, tokens, steps, lost, evicted, frozenset(recomputed), disturbed)
 
 
 @cache

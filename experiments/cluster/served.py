@@ -77,11 +77,6 @@ class ServedHour:
         """[seconds], GPUs that gave a token in each second."""
         return (self.batch > 0).sum(axis=0)
 
-    def concurrent(self) -> NDArray[np.signedinteger]:
-        """[seconds], requests between arrival and last token at the middle of each second."""
-        middles = np.arange(self.batch.shape[1]) + 0.5
-        return np.searchsorted(np.sort(self.arrivals), middles) - np.searchsorted(np.sort(self.finish_s), middles)
-
     def filled(self, values: NDArray) -> NDArray:
         """[..., seconds] of the arrivals' duration, zero after the last token."""
         known = values[..., : int(self.duration_s)]
@@ -99,8 +94,8 @@ def readings(served: ServedHour) -> list[Reading]:
 
 def series(served: ServedHour) -> list[Reading]:
     """Request rate (mean over the following 200 s, every 18 s; at the end over what there is), throughput per 10 s; per
-    minute active GPUs, requests in the cluster and the batch of every GPU, which is the mean of the heat map's pixels.
-    Windows that the arrivals do not fill are left out.
+    minute active GPUs and the batch of every GPU, which is the mean of the heat map's pixels. Windows that the arrivals
+    do not fill are left out.
     """
     arrived = np.bincount(served.arrivals.astype(int), minlength=int(served.duration_s))
     starts = range(0, max(1, len(arrived) - RATE_STEP_S), RATE_STEP_S)
@@ -109,9 +104,9 @@ def series(served: ServedHour) -> list[Reading]:
         for start in starts
     ]
     lines = (
-        ("throughput", "token/s", THROUGHPUT_S, served.tokens), ("active_gpus", "GPUs", HEAT_S, served.active),
-        ("concurrent_requests", "requests", HEAT_S, served.concurrent()),
-    )  # fmt: skip
+        ("throughput", "token/s", THROUGHPUT_S, served.tokens),
+        ("active_gpus", "GPUs", HEAT_S, served.active),
+    )
     for name, unit, window, values in lines:
         for i, mean in enumerate(means(served.filled(values), window)):
             found.append(served.reading(f"{name}_{window}s_mean", mean, unit, t_s=float(window * i)))
