@@ -1,7 +1,6 @@
 """Virtual clock around the cluster's policy, no torch in it.
 
 simulator.py   discrete-event simulation of `punica.cluster.ClusterPolicy`
-stride.py      steps in a row of one simulated GPU
 latency.py     cost model of a step: fitted to timed steps, or a roofline
 residency.py   adapters of one simulated GPU: slots, host memory, disk
 rules.py       scheduling rules of other systems

@@ -1,8 +1,8 @@
 """Discrete-event simulation of a cluster: the real policy, arrivals over time, and steps that cost what a model
 predicts.
 
-Events are arrivals, and ends of strides, which are steps in a row without a decision between (`stride.py`). Every GPU
-with requests runs one step after the other. GPUs whose engines work ahead launch the next step when this one begins,
+Events are arrivals, and ends of strides, which are steps in a row without a decision between. Every GPU with requests
+runs one step after the other. GPUs whose engines work ahead launch the next step when this one begins,
 unless all requests end with it: a request that is placed meanwhile joins one step later. The simulation is
 deterministic: the same trace gives the same result, to the bit.
 
@@ -13,9 +13,10 @@ and what a load takes from the step beside it.
 
 import heapq
 import itertools
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from math import inf, isnan, nan, nextafter
 
 import numpy as np
@@ -23,7 +24,6 @@ from numpy.typing import NDArray
 
 from experiments.simulator.latency import StepCost
 from experiments.simulator.residency import Residency, ResidencyConfig
-from experiments.simulator.stride import StepRecord, Stride
 from experiments.workload import RequestLengths
 from punica.cluster.gpu import Gpu, StepWork
 from punica.cluster.policy import ClusterPolicy, ClusterStep
@@ -57,15 +57,15 @@ class Trace:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Result of a simulation with ``cost_model`` (its name).
+    """Result of a simulation.
 
     Attributes:
+        cost_model: its name.
         first_token_s, finish_s: [n] float64, on the clock of the arrivals.
         tokens: [seconds] int64, tokens in each second; prompts count when their first token does (the paper's
             throughput, D13), tokens recomputed after an eviction do not.
         batch: [gpus, seconds] int64, different requests that got a token on a GPU (in the order of names) in a second,
-            as the released code counts for the heat map of Figure 13. A request that leaves and its successor both
-            count, so a full GPU can exceed its largest batch.
+            as the released code counts for the heat map of Figure 13: one that leaves and its successor both count.
         seconds_by_batch: [max_batch_size + 1] float64, GPU time in steps by batch size; 0 at size 0.
         longest_queue: most requests that waited for a GPU. ``steps``, ``evictions``: how many.
         loads_from_host, loads_from_disk: loads of adapters; 0 where residency is not simulated.
@@ -100,27 +100,131 @@ def simulate(
     request larger than any GPU, or fewer slots than requests of a batch; RuntimeError when a step takes no time.
     """
     if not policy.gpus or policy.requests:
-        raise ValueError(
-            f"the policy has {len(policy.gpus)} GPUs and {len(policy.requests)} requests; start from one with GPUs and "
-            "without requests"
-        )
+        raise ValueError(f"the policy has {len(policy.gpus)} GPUs and {len(policy.requests)} requests; give a new one")
     if adapters is not None and adapters.num_slots < policy.max_batch_size:
-        raise ValueError(
-            f"num_slots is {adapters.num_slots} for batches of {policy.max_batch_size}: a request could wait for a "
-            "slot, of which the policy knows nothing; give as many slots, or lower the policy's max_batch_size"
-        )
+        slots, batch = adapters.num_slots, policy.max_batch_size
+        raise ValueError(f"num_slots is {slots} for batches of {batch}; give a slot for each request")
     return _Simulation(trace, policy, cost, padded_ranks, works_ahead, own_queue, adapters).run()
 
 
-class _Simulation:
-    """State of a simulation: strides of all GPUs, and the events at which they stop.
+class _StepRecord:
+    """Steps of all GPUs: tokens by second, prompts with their first token; GPU time by batch size; and how many."""
 
-    Attributes:
-        now, row: time of the event, and row of its GPU among the names; an arrival is behind all rows.
-        events: times and rows; outdated where the GPU stops at another time.
-        known: when the engine of each request knew of it. It is the arrival, unless engines that work ahead are told
-            by a scheduler (``is_told``).
+    def __init__(self, max_batch_size: int) -> None:
+        self.tokens: defaultdict[int, int] = defaultdict(int)
+        self.seconds_by_batch = [0.0] * (max_batch_size + 1)
+        self.steps = 0
+
+
+class _Stride:
+    """Stride of the GPU that is ``row`` in the order of names: steps in a row of the same requests, computed at once.
+
+    It ends with the step after which the GPU's requests may change: one of them has all its tokens, one waits for its
+    prefill, or pages could run out. No decision of the policy falls between its steps, so its end is the only event of
+    it. A request that is placed meanwhile cuts it to the step in flight. `catch_up` brings the policy's model of the
+    GPU up to date, before the policy checks it for room.
     """
+
+    def __init__(self, gpu: Gpu, row: int, record: _StepRecord) -> None:
+        self.gpu, self.row, self.record = gpu, row, record
+        self.stop = inf  # of the stride, or of a load that it waits for
+        self.is_running = False  # a step is in flight
+        self.batch: list[int] = []  # [seconds], different requests that got a token
+        self.size = 0  # requests of its steps
+        # heap of the last step of each request that was prefilled here, its number, name and first step
+        self.leaving: list[tuple[int, int, str, int]] = []
+        self.known_at = inf  # when the next step was launched, beside the last one; infinite where it was not
+        self._ends: list[float] = []  # of its steps
+        self._done = 0  # steps that have ended
+        self._began = 0.0  # the step in flight
+        self._joined = self._prompt_tokens = 0  # prefills of the first step, and their tokens
+
+    @property
+    def began(self) -> float:
+        """Begin of the step in flight."""
+        return self._ends[self._done - 1] if self._done else self._began
+
+    def begin(self, now: float, work: StepWork, joined: int, prompt_tokens: int, cost: StepCost, further: int) -> float:
+        """Begin a stride of a step of ``work``, with ``joined`` prefills, and ``further`` steps of the same requests.
+        ``prompt_tokens`` come out with the first step, whose end is returned.
+        """
+        self.is_running, self._done, self._began = True, 0, now
+        self.size, self._joined, self._prompt_tokens = work.decodes + joined, joined, prompt_tokens
+        first_end = now + _positive(cost.seconds(work), cost)
+        self._ends = [first_end]
+        if further:
+            kv_tokens = self.gpu.decoding_kv_tokens + self.size
+            each = cost.decode_seconds(self.size, kv_tokens, work.adapter_ranks, further)
+            _positive(min(each[0], each[-1]), cost)  # linear between
+            self._ends = list(itertools.accumulate(each, initial=first_end))
+        self.stop = self._ends[-1]
+        return first_end
+
+    def cut(self, now: float, row: int) -> bool:
+        """End the stride with the step in flight; False when it does so already."""
+        self.catch_up(now, row)
+        if len(self._ends) == self._done + 1:
+            return False
+        del self._ends[self._done + 1 :]
+        self.stop = self._ends[-1]
+        return True
+
+    def catch_up(self, now: float, row: int) -> None:
+        """End the steps that end until ``now``; of those at ``now`` the ones up to GPU ``row``, whose event it is."""
+        if not self.is_running or self._ends[self._done] > now:
+            return
+        bisect = bisect_right if self.row <= row else bisect_left
+        ended = bisect(self._ends, now)
+        if ended > self._done:
+            self.gpu.advance(ended - self._done)
+            self._record(ended)
+
+    def end(self) -> float:
+        """End the last step, and return when it began. Its caller tells the policy."""
+        if further := len(self._ends) - 1 - self._done:
+            self.gpu.advance(further)
+            self._record(len(self._ends) - 1)
+        began = self.began
+        self._record(len(self._ends))
+        self.is_running, self.stop = False, inf
+        return began
+
+    def _record(self, ended: int) -> None:
+        """Record the steps before ``ended``."""
+        ends, done, record = self._ends, self._done, self.record
+        record.seconds_by_batch[self.size] += ends[ended - 1] - self.began
+        record.steps += ended - done
+        self._done = ended
+        if done == 0:
+            second = int(ends[0])
+            record.tokens[second] += self.size + self._prompt_tokens
+            self._count(second, self._joined)
+            done = 1
+        while done < ended:
+            second = int(ends[done])
+            until = bisect_left(ends, second + 1, done, ended)
+            record.tokens[second] += self.size * (until - done)
+            self._count(second, 0)
+            done = until
+
+    def _count(self, second: int, joined: int) -> None:
+        """Count the requests of a second: all of its first step, those that joined in later ones."""
+        batch = self.batch
+        if second < len(batch):
+            batch[second] += joined
+        else:
+            batch.extend([0] * (second - len(batch)))
+            batch.append(self.size)
+
+
+def _positive(seconds: float, cost: StepCost) -> float:
+    if not seconds > 0:
+        raise RuntimeError(f"cost model {cost.name!r} gives a step of {seconds!r} s; it must be positive")
+    return seconds
+
+
+class _Simulation:
+    """State of a simulation: strides of all GPUs, and the events at which they stop."""
 
     def __init__(
         self, trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool, works_ahead: bool,
@@ -128,14 +232,14 @@ class _Simulation:
     ) -> None:  # fmt: skip
         self.trace, self.policy, self.cost = trace, policy, cost
         self.padded_ranks, self.works_ahead = padded_ranks, works_ahead
-        self.is_told = works_ahead and not own_queue
-        self.now, self.row = 0.0, len(policy.gpus)
-        self.record = StepRecord(policy.max_batch_size)
-        self.strides = [Stride(policy.gpus[uuid], row, self.record) for row, uuid in enumerate(sorted(policy.gpus))]
+        self.is_told = works_ahead and not own_queue  # by a scheduler
+        self.now, self.row = 0.0, len(policy.gpus)  # of the event; the row of an arrival is behind those of all GPUs
+        self.record = _StepRecord(policy.max_batch_size)
+        self.strides = [_Stride(policy.gpus[uuid], row, self.record) for row, uuid in enumerate(sorted(policy.gpus))]
         self.stride_of = {stride.gpu.uuid: stride for stride in self.strides}
-        self.events: list[tuple[float, int]] = []
+        self.events: list[tuple[float, int]] = []  # times and rows; outdated where the GPU stops at another time
         self.arrivals = trace.arrivals.tolist()
-        self.known = list(self.arrivals)
+        self.known = list(self.arrivals)  # when the engine of each request knew of it
         self.prompts, self.outputs = trace.lengths.prompt.tolist(), trace.lengths.output.tolist()
         self.first_token: list[float] = [nan] * len(trace.arrivals)
         self.finish: list[float] = [nan] * len(trace.arrivals)
@@ -144,7 +248,7 @@ class _Simulation:
         self.held: dict[str, float] = {}  # request that waits for a load -> since when
         self.load_wait_s = 0.0
         for stride in self.strides:
-            stride.gpu.catch_up = partial(self._catch_up, stride)
+            stride.gpu.catch_up = lambda stride=stride: stride.catch_up(self.now, self.row)
             if adapters is not None:
                 stride.gpu.residency = Residency(adapters, lambda: self.now)
 
@@ -165,10 +269,7 @@ class _Simulation:
                 self._place()
         return self._result()
 
-    def _catch_up(self, stride: Stride) -> None:
-        stride.catch_up(self.now, self.row)
-
-    def _expect(self, stride: Stride) -> None:
+    def _expect(self, stride: _Stride) -> None:
         heapq.heappush(self.events, (stride.stop, stride.row))
 
     def _place(self) -> None:
@@ -186,7 +287,7 @@ class _Simulation:
                 self._expect(stride)
         self.longest_queue = max(self.longest_queue, self.policy.num_queued)
 
-    def _stop(self, stride: Stride) -> None:
+    def _stop(self, stride: _Stride) -> None:
         """End a stride, or a wait for a load, and begin the next stride."""
         if stride.is_running:
             self._end(stride)
@@ -194,7 +295,7 @@ class _Simulation:
         if not stride.is_running:
             self._begin(stride)
 
-    def _end(self, stride: Stride) -> None:
+    def _end(self, stride: _Stride) -> None:
         """End a stride, and the requests that have all their tokens."""
         gpu, began = stride.gpu, stride.end()
         self.policy.end_step(gpu.uuid)
@@ -211,7 +312,7 @@ class _Simulation:
             self.finish[int(name)] = self.now
             self.policy.finish(name)
 
-    def _begin(self, stride: Stride) -> None:
+    def _begin(self, stride: _Stride) -> None:
         """Begin the next stride; without a request that can run, wait for a load."""
         gpu = stride.gpu
         joins = self._most_joins(gpu, stride.known_at) if gpu.pending else None
@@ -233,7 +334,7 @@ class _Simulation:
                 self._end_wait(name)
             self._place()
 
-    def _run(self, stride: Stride, step: ClusterStep) -> None:
+    def _run(self, stride: _Stride, step: ClusterStep) -> None:
         """Begin ``step``, and as many further steps of the same requests as no decision falls between."""
         gpu, prefill_tokens, new = stride.gpu, 0, []
         for name in step.prefills:
