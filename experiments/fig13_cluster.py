@@ -1,8 +1,8 @@
 """Figure 13: one hour of requests on 16 GPUs, under Punica's scheduling.
 
 Claim (section 7.3): the cluster's throughput follows the offered load, GPUs that work do so at full batches, and few
-GPUs work while the load is low. Expected shape: active GPUs rise and fall with the request rate, nearly all of their
-time is spent at batch 31 or 32, and a GPU that became idle stays idle.
+GPUs work while the load is low. Expected shape: active GPUs rise and fall with the request rate, at batch 31 or 32
+nearly all of the time, and a GPU that became idle stays idle.
 
 `runtime` chooses the world that serves the hour; the scheduling policy is the same object in all of them:
 

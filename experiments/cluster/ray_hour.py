@@ -23,16 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.cluster.hour import RANK, World, timed_steps
-from experiments.cluster.served import (
-    KILLED,
-    RAY,
-    SIMULATED,
-    STEADY,
-    ServedHour,
-    over_simulated,
-    readings,
-    summary,
-)
+from experiments.cluster.served import KILLED, RAY, SIMULATED, STEADY, ServedHour, over_simulated, readings, summary
 from experiments.cluster.simulated_hour import seen
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Point, Reading

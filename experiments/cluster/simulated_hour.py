@@ -20,31 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cluster import predicted
-from experiments.cluster.costs import (
-    Fitted,
-    chosen_cost,
-    model_bytes,
-    panel_of,
-    paper_a100,
-    recorded_costs,
-    recorded_load_costs,
-)
+from experiments.cluster import costs, predicted, served
+from experiments.cluster.costs import Fitted
 from experiments.cluster.hour import DURATION_S, MEMORY_FRACTION, NUM_GPUS, RANK, paper_cluster, paper_hour
 from experiments.cluster.hour_numbers import Windows, number_readings, windows_of
-from experiments.cluster.served import (
-    COSTS,
-    FIRST_TOKEN,
-    HOUR,
-    SIMULATED,
-    SLOWED,
-    STREAM,
-    WINDOWS,
-    ServedHour,
-    over_seeds,
-    readings,
-    summary,
-)
+from experiments.cluster.served import HOUR, SIMULATED, ServedHour, over_seeds, readings, summary
 from experiments.facts.paper import read_figure
 from experiments.facts.systems import MODELS
 from experiments.harness.points import Point, Reading
@@ -75,10 +55,10 @@ def _panels(cfg: Config) -> Iterator[tuple[Point, Callable[[], list[Reading]]]]:
     """Yield each point with what gives its readings."""
     figure: Any = cfg.figure
     paper, results = folders(cfg).paper, folders(cfg).recorded_rows.parent
-    cost = chosen_cost(figure.cost, MODEL, paper, results)
+    cost = costs.chosen_cost(figure.cost, MODEL, paper, results)
     seeds = {"seeds": figure.seeds}
     about = {"gpus": figure.gpus, "seconds": figure.seconds}
-    panel = panel_of(HOUR if figure.gpus == NUM_GPUS else f"{HOUR}, {figure.gpus} GPUs", figure.cost)
+    panel = costs.panel_of(HOUR if figure.gpus == NUM_GPUS else f"{HOUR}, {figure.gpus} GPUs", figure.cost)
     for rule in cfg.system.names:
         hour = partial(_hour, paper, rule=rule, **about)
         run = partial(over_seeds, figure.seeds, partial(hour_readings, hour, cost, figure.gpus == NUM_GPUS))
@@ -87,35 +67,36 @@ def _panels(cfg: Config) -> Iterator[tuple[Point, Callable[[], list[Reading]]]]:
     if panel == HOUR and figure.seconds >= DURATION_S:
         hour = partial(_hour, paper, rule="punica", **about)
         run = partial(over_seeds, 1, partial(slowed_readings, hour, cost, paper))
-        yield _point(SLOWED, "punica", "Skewed", MODEL, cost, **about, seeds=1), run
+        yield _point(served.SLOWED, "punica", "Skewed", MODEL, cost, **about, seeds=1), run
     for role in ("7B", "13B"):
         for workload in PAPER_WORKLOADS:
-            one, steps = MODELS[role][0], paper_a100(paper, role).cost
+            one, steps = MODELS[role][0], costs.paper_a100(paper, role).cost
             run = partial(over_seeds, figure.seeds, partial(stream_readings, one, workload, figure.requests, steps))
-            yield _point(STREAM, "punica", workload, one, steps, requests=figure.requests, **seeds), run
-    costs, loads, windows = costs_of(paper, results), recorded_load_costs(results), predicted.recorded_windows(results)
-    for machine, fitted in costs.items():
+            yield _point(served.STREAM, "punica", workload, one, steps, requests=figure.requests, **seeds), run
+    known, windows = costs_of(paper, results), predicted.recorded_windows(results)
+    loads = costs.recorded_load_costs(results)
+    for machine, fitted in known.items():
         fits = {"cost": fitted, **({"load": loads[machine]} if machine in loads else {})}
         settings = {"loads": asdict(loads[machine].cost)} if machine in loads else {}
-        yield _point(COSTS, machine[0], "", machine[1], fitted.cost, **settings), partial(fit_readings, fits)
+        yield _point(served.COSTS, machine[0], "", machine[1], fitted.cost, **settings), partial(fit_readings, fits)
     for machine, found in windows.items():
-        if machine in costs:
-            settings, steps = {"windows": [asdict(window) for window in found]}, costs[machine].cost
+        if machine in known:
+            told, steps = [asdict(window) for window in found], known[machine].cost
             run = partial(predicted.predicted_half, found, steps)
-            yield _point(WINDOWS, machine[0], "", machine[1], steps, **settings), run
+            yield _point(served.WINDOWS, machine[0], "", machine[1], steps, windows=told), run
     for machine, recorded in predicted.recorded_loads(results).items():
-        for load in recorded if machine in costs else ():
-            steps = costs[machine].cost
+        for load in recorded if machine in known else ():
+            steps = known[machine].cost
             steps = predicted.fitted_to(windows[machine], steps) if machine in windows else steps
-            panel = f"{FIRST_TOKEN}, {load.panel}, repeat {load.repeat}"
+            panel = f"{served.FIRST_TOKEN}, {load.panel}, repeat {load.repeat}"
             run = partial(predicted.first_token_readings, load, steps, figure.seeds)
             yield _point(panel, machine[0], load.workload, machine[1], steps, load=asdict(load), **seeds), run
 
 
 def costs_of(paper: Path, results: Path) -> dict[tuple[str, str], Fitted[StepCost]]:
     """Return cost models of the paper's A100 and of every machine with recorded rows that give one."""
-    papers = {("a100-80g", MODELS[role][0]): paper_a100(paper, role) for role in ("7B", "13B")}
-    return {**papers, **recorded_costs(results)}
+    papers = {("a100-80g", MODELS[role][0]): costs.paper_a100(paper, role) for role in ("7B", "13B")}
+    return {**papers, **costs.recorded_costs(results)}
 
 
 def _point(panel: str, system: str, workload: str, model: str, cost: StepCost, **settings: Any) -> Point:
@@ -127,14 +108,14 @@ def _point(panel: str, system: str, workload: str, model: str, cost: StepCost, *
 @cache
 def _hour(paper: Path, cost: StepCost, seed: int, *, seconds: float, gpus: int, rule: str) -> ServedHour:
     asked = paper_hour(paper, seconds, seed, load=gpus / NUM_GPUS)
-    return seen(asked, simulate(asked, paper_cluster(rule, model_bytes(MODEL), gpus), cost), seconds)
+    return seen(asked, simulate(asked, paper_cluster(rule, costs.model_bytes(MODEL), gpus), cost), seconds)
 
 
 def hour_readings(hour: ServedBy, cost: StepCost, series: bool, seed: int) -> list[Reading]:
     """Return the hour of ``seed``, the ``series`` over time of the first seed alone."""
-    served = hour(cost, seed)
-    told = readings(served) if series and seed == RELEASED_SEED else summary(served)
-    return [*told, *number_readings(served)]
+    found = hour(cost, seed)
+    told = readings(found) if series and seed == RELEASED_SEED else summary(found)
+    return [*told, *number_readings(found)]
 
 
 def slowed_readings(hour: ServedBy, cost: StepCost, paper: Path, seed: int) -> list[Reading]:
@@ -143,8 +124,8 @@ def slowed_readings(hour: ServedBy, cost: StepCost, paper: Path, seed: int) -> l
     """
     factor = windows_of(hour(cost, seed)).pace() / Windows.of(read_figure(paper, "13")).pace()
     name = f"{cost.name}; every step {factor:.2f} times as long, fitted to Figure 13's peak"
-    served = hour(cost.slowed(factor, name), seed)
-    return [served.reading("step_time_factor", factor, "ratio"), *summary(served)]
+    found = hour(cost.slowed(factor, name), seed)
+    return [found.reading("step_time_factor", factor, "ratio"), *summary(found)]
 
 
 def seen(asked: Trace, result: SimulationResult, seconds: float) -> ServedHour:
@@ -160,7 +141,7 @@ def stream_readings(model: str, workload: str, count: int, cost: StepCost, seed:
     lengths = released_lengths(count, seed=seed)
     adapters = popularity(workload).requests(count, seed=seed) + 1
     policy = ClusterPolicy()
-    pages = model_bytes(model).pages(MEMORY_FRACTION * PAPER_GPU_BYTES, policy.page_size, MAX_BATCH, RANK)
+    pages = costs.model_bytes(model).pages(MEMORY_FRACTION * PAPER_GPU_BYTES, policy.page_size, MAX_BATCH, RANK)
     policy.add_gpu("gpu", pages)
     result = simulate(Trace(np.zeros(count), lengths, adapters, np.full(count, RANK)), policy, cost)
     value = lengths.total_tokens / float(result.finish_s.max())

@@ -7,8 +7,7 @@
 ``adapter_ranks`` is the sum of the ranks of the different adapters in the step, whose bytes are read once each.
 ``join`` is the constant cost of a step with a prompt: the device waits for the host to prepare it, and its rows are
 padded. The coefficients are not negative. The fit minimises relative errors, so that short steps count as much as long
-ones. It leaves ``join`` at 0, unless told otherwise. `roofline_cost` is the same form from bandwidth and arithmetic
-rate, for GPUs without timed steps.
+ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,10 +29,7 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Coefficients of the cost model; ``name`` is their source, written into every simulated row. ``base`` and ``join``
-    are in seconds; the others in seconds per decode row, per token of KV cache, per row of a prompt, and per unit of
-    rank.
-    """
+    """Coefficients of the cost model in seconds; ``name`` is their source, written into every simulated row."""
 
     name: str
     base: float

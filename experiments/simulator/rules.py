@@ -98,9 +98,8 @@ class LlmD(LargestWorkingSet):
     become one, with a host copy if possible, unless there are `MAX_REPLICAS` homes or every GPU is saturated. Of what
     is kept the scorer takes a home before a free slot before any other, then the shorter queue.
 
-    Source: ``lora_affinity.go`` and the filter ``loraresidency``, https://github.com/llm-d/llm-d-router. Left out: GPUs
-    without room are never offered, so a full home neither counts nor keeps a request waiting; and residency is known at
-    once, where llm-d reads it once per scrape.
+    Source: ``lora_affinity.go`` and the filter ``loraresidency``, https://github.com/llm-d/llm-d-router. Left out: a
+    full home counts and keeps requests waiting, and residency is read once per scrape.
     """
 
     MAX_REPLICAS = 2  # homes of an adapter, as in the filter's example; its default is no bound
@@ -186,12 +185,10 @@ def rendezvous(adapter: int, uuid: str) -> int:
 @SCHEDULING_RULES.register("ray_serve")
 class RayServe(LargestWorkingSet):
     """Ray Serve's power of two choices with model multiplexing: of two random GPUs the one with the smaller working
-    set.
+    set. Both have the adapter where any does, and otherwise the most free slots (replicas with the fewest models).
 
-    Both have the adapter where any does, and otherwise the most free slots (Ray's replicas with the fewest models).
     Source: ``pow_2`` router and multiplex mixin of https://github.com/ray-project/ray, pull request 54788. Left out:
-    locality, the time for which Ray waits for a match, and its spill of requests from replicas that have 64 more than
-    others, which is more than a batch. The random numbers have a fixed seed.
+    locality, the time for which Ray waits for a match, and its spill of requests beyond a batch.
     """
 
     def __init__(self) -> None:
@@ -207,11 +204,8 @@ class RayServe(LargestWorkingSet):
 @SCHEDULING_RULES.register("loraserve")
 class LoRAServe(LargestWorkingSet):
     """LoRAServe's placement by rank and demand (arXiv 2511.22880): adapters in the order of their ranks, divided among
-    the GPUs in equal parts of the demand.
-
-    A GPU has adapters of similar ranks, an adapter on a border is shared in proportion. The division follows the
-    demand, every `EPOCH` requests. An adapter without a place, or whose GPUs have no room, goes to the GPU whose ranks
-    are nearest.
+    the GPUs in equal parts of the demand, every `EPOCH` requests. An adapter on a border is shared in proportion. One
+    without a place, or whose GPUs have no room, goes to the GPU whose ranks are nearest.
 
     Source: the paper's abstract; how the demand is divided is ours, since no code was found. Left out: what a rank
     costs beyond its place in the order, and remote access to adapters by GPUDirect RDMA.
@@ -291,14 +285,13 @@ class Consolidating(LargestWorkingSet):
     """Punica's rule with the periodic consolidation of the paper's introduction, which its released code lacks (D12 h).
 
     When its working set has changed, at most every `PERIOD` steps, a GPU gives up all requests if a GPU with a larger
-    working set has room for them. They migrate as evicted ones do: by a prefill of all their tokens. GPUs are known
-    from earlier placements.
+    working set has room for them. They migrate as evicted ones do: by a prefill of all their tokens.
     """
 
     PERIOD = 256  # fewest steps of a GPU between two attempts; the paper gives no number
 
     def __init__(self) -> None:
-        self._known: dict[str, Gpu] = {}
+        self._known: dict[str, Gpu] = {}  # from earlier placements
         self._sizes: dict[str, int] = {}  # working sets when last asked
         self._tried: dict[str, int] = {}  # steps of the last attempts
 

@@ -10,7 +10,6 @@ from fakes import composed
 from experiments.claims.predictions import predictions
 from experiments.cluster import costs as costs_module
 from experiments.cluster import hour_numbers as numbers
-from experiments.cluster import simulated_hour
 from experiments.cluster.costs import Fitted, a100_of_the_cluster, model_bytes, paper_a100
 from experiments.cluster.hour import paper_cluster, paper_hour
 from experiments.cluster.hour_numbers import UNITS, Windows, number_readings, windows_of
@@ -239,7 +238,7 @@ def test_another_cluster_has_as_much_more_load_and_totals_in_a_panel_of_its_own(
 def test_another_cost_model_makes_the_hour_stale(tmp_path, monkeypatch):
     settled = settle(composed(tmp_path, name=FIG13.name), FIG13)
     (before,) = [point for point in FIG13.points(settled) if point.panel == HOUR]
-    monkeypatch.setattr(simulated_hour, "chosen_cost", lambda *_: COST)
+    monkeypatch.setattr(costs_module, "chosen_cost", lambda *_: COST)
     (after,) = [point for point in FIG13.points(settled) if point.panel == HOUR]
     assert before.key() != after.key()
 

@@ -28,7 +28,7 @@ from experiments.cluster.predicted import (
     windows_of,
     with_joins,
 )
-from experiments.cluster.served import HOUR, RAY, SHARE, SIMULATED_RAY, ServedHour, readings
+from experiments.cluster.served import HOUR, RAY, SHARE, SIMULATED_RAY, WINDOWS, ServedHour, readings
 from experiments.facts.paper import as_rows, read_figure
 from experiments.fig13_cluster import EXPERIMENT as FIG13
 from experiments.harness.catalogue import experiments
@@ -94,7 +94,7 @@ def test_windows_of_two_models_of_a_machine_are_each_predicted_from_their_own(tm
     monkeypatch.setattr(simulated_hour, "costs_of", lambda *_: costs)
     monkeypatch.setattr(predicted, "recorded_windows", lambda _: found)
     cfg = settle(composed(tmp_path, name=FIG13.name), FIG13)
-    points = [point for point in FIG13.points(cfg) if point.panel == simulated_hour.WINDOWS]
+    points = [point for point in FIG13.points(cfg) if point.panel == WINDOWS]
     assert [point.model for point in points] == ["7b", "13b"]
     for point, cost in zip(points, (small, large), strict=True):
         said = {one.metric: one for one in simulated_hour.measure(cfg, point)}
@@ -102,7 +102,7 @@ def test_windows_of_two_models_of_a_machine_are_each_predicted_from_their_own(tm
         assert said["throughput_error"].cost_model == f"{cost.name}, constant of windows"
     # the cost model gives all but the constant: another one makes these rows stale
     costs["h200", "7b"] = Fitted(replace(small, kv=2 * small.kv), {})
-    after = [point for point in FIG13.points(cfg) if point.panel == simulated_hour.WINDOWS]
+    after = [point for point in FIG13.points(cfg) if point.panel == WINDOWS]
     assert [a.key() == b.key() for a, b in zip(points, after, strict=True)] == [False, True]
 
 
