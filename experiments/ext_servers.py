@@ -117,7 +117,7 @@ class Servers(Experiment):
 
     name, figure, order, conf = "ext_servers", "ext servers", 291, ServersConf
     reads = ("model", "workload", "adapters.ranks", "adapters.seed")
-    clock, drawn_by, passes = "host_clock", "servers.draw_servers", 1
+    clock, drawn_by, passes = "host_clock", "serving.draw_servers", 1
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
         return list(SYSTEMS)

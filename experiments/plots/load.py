@@ -1,6 +1,5 @@
 """Engines under load: latencies over the rate of arrivals, and what many adapters do to throughput and waits."""
 
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

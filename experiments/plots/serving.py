@@ -38,6 +38,8 @@ SPAN = ("lowest", "highest")
 GROUP = 0.86  # of the distance between groups
 LONE = {"linestyle": "", "markersize": 4.5}
 COLLECTIVES: dict[str, Any] = {"facecolor": "black", "edgecolor": "white", "linewidth": 0.3}
+SERVED = {"step_latency": "decode step (ms)", "prompt_latency": "prompts (ms)", "output_throughput": "output token/s"}
+"""Metrics of engines and servers, and labels."""
 RATIO, ALLOWED = "distinct_over_backbone_identical", "bytes_ratio"
 
 
@@ -116,6 +118,24 @@ def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     handles = [*handles_of(rates, shown), Patch(label="collectives within the step", **COLLECTIVES)]
     title = "Figure 12: text generation on tensor-parallel ranks"
     style.finish(figure, words(title, rates, shown), handles, 4)
+    return figure
+
+
+def draw_servers(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """Draw a row of axes per panel and context: bars of engines and servers by popularity."""
+    rows = centre(rows[rows["panel"].isin(["decode", "prompt", "stream"]) & rows["metric"].isin([*SERVED])])
+    rows = rows.assign(workload=rows["workload"].replace("", "no adapter"))
+    cells, systems = list(rows.groupby(["panel", "seq_len"], dropna=False)), list(dict.fromkeys(rows["system"]))
+    figure, axes = style.grid(max(1, len(cells)), 1, style.PAGE, 1.3 * len(cells) + 1.9, sharex=False)
+    for axis, (_, mine) in zip(axes[:, 0], cells, strict=False):
+        for at, cell in placed(mine, mine, systems, systems):
+            style.note(axis, short(cell.value), at, bar(axis, at, cell, GROUP / len(systems)), zorder=5)
+        axis.margins(y=0.2)
+        context = mine["seq_len"].dropna()
+        axis.set_ylabel(SERVED[mine["metric"].iloc[0]] + "".join(f"\ncontext {size:.0f}" for size in context[:1]))
+        group_names(axis, mine)
+    engines = "; ".join(dict.fromkeys(rows["system"] + ": " + rows["engine"]))
+    style.finish(figure, f"Engines and servers. {measured(rows)} {engines}.", style.patches(systems), 4)
     return figure
 
 

@@ -36,7 +36,6 @@ AGREEMENT = {DType.float32: 1.0, DType.float16: 0.75, DType.bfloat16: 0.5}
 adapter hardly any token is the same."""
 START_S, END_S, POLL_S = 600.0, 60.0, 0.1
 """Longest waits for a server's start and for its end, and the time between two looks."""
-LOG_LETTERS = 3000
 BASE, TOKENS = "base", "tokens"
 _LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
@@ -121,22 +120,20 @@ class Bench:
         self._tokens[system] = together
         if reference not in self._tokens:
             self.shares(reference, self.run(reference)[1], reference)
-        shares = {
-            "first_token_alone": first_tokens(together, alone),
-            "same_alone": common(together, alone),
-            "first_token_reference": first_tokens(together, self._tokens[reference]),
-        }
+        begins = {"first_token_alone": alone, "first_token_reference": self._tokens[reference]}
+        shares = {metric: same(*([one[:1] for one in side] for side in (together, b))) for metric, b in begins.items()}
         least = AGREEMENT[self.model.dtype]
-        for metric in ("first_token_alone", "first_token_reference"):
-            if shares[metric] < least:
-                raise CheckFailed(f"{system}: {metric} ({reference}) is {shares[metric]:.2f}, must be {least} or more")
+        for metric, share in shares.items():
+            if share < least:
+                raise CheckFailed(f"{system}: {metric} ({reference}) is {share:.2f}, must be {least} or more")
+        shares["same_alone"] = same(together, alone)
         checked = Reading("checked", len(together), "requests", "count")
         return [checked, *(Reading(metric, share, "share") for metric, share in shares.items())]
 
     @contextmanager
     def _running(self, system: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         """Run the process of `system` in a group of its own, which ends with the block, and with this process."""
-        with self._log(system).open("wb") as output:
+        with (self.path / f"{system}.log").open("wb") as output:
             process = subprocess.Popen(
                 [*SYSTEMS[system].command(self.python), *arguments], cwd=self.path, stdout=output,
                 stderr=subprocess.STDOUT, env=SYSTEMS[system].variables(self.device, self.threads),
@@ -153,11 +150,8 @@ class Bench:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _log(self, system: str) -> Path:
-        return self.path / f"{system}.log"
-
     def _failed(self, system: str, process: subprocess.Popen[bytes]) -> CheckFailed:
-        said = self._log(system).read_text(encoding="utf-8", errors="replace")[-LOG_LETTERS:]
+        said = (self.path / f"{system}.log").read_text(encoding="utf-8", errors="replace")[-3000:]
         ended = f"ended with exit code {process.returncode}" if process.poll() is not None else "has not started"
         return CheckFailed(f"the process of {system} {ended}, and said last:\n{said}")
 
@@ -168,16 +162,10 @@ def _is_open(url: str) -> bool:
     return False
 
 
-def first_tokens(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
-    """Return the share of requests with the same first token."""
-    return sum(a[0] == b[0] for a, b in zip(some, others, strict=True)) / len(some)
-
-
-def common(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
+def same(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
     """Return the share of tokens before the first that differs, of all requests."""
-    same = [next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), len(a))
-            for a, b in zip(some, others, strict=True)]  # fmt: skip
-    return sum(same) / sum(map(len, some))
+    found = [[x == y for x, y in zip(a, b, strict=True)] for a, b in zip(some, others, strict=True)]
+    return sum([*one, False].index(False) for one in found) / sum(map(len, found))
 
 
 def written(home: Path, model: ModelConf, device: str, rank: int, adapters: int, seed: int) -> dict[str, str]:

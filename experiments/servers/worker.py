@@ -2,8 +2,8 @@
 
     python -m experiments.servers.worker job.json lines.jsonl
 
-A job names folders, limits, options of the engine and parts, the methods of `Measurement`; each part gives one JSON
-line. All requests are prompts of token ids and greedy, and ignore end tokens.
+A job names folders, limits, options of the engine and parts, methods of `Measurement` that give a JSON line each. All
+requests are prompts of token ids and greedy, and ignore end tokens.
 """
 
 import json
@@ -99,29 +99,28 @@ class Measurement:
         """
         short, long = new_tokens
         steps: dict[str, list[float]] = {name: [] for name in cases}
-        for turn, name in self._warmed(cases):
+        for turn, name in self._turns(cases):
             seconds = {
                 count: self._timed(prompts, cases[name], [count] * len(prompts))[0]
                 for count in in_turns([short, long], turn)
             }
-            if turn:
-                steps[name].append((seconds[long] - seconds[short]) / (long - short))
-        return {"context": context, "seconds": steps}
+            steps[name].append((seconds[long] - seconds[short]) / (long - short))
+        return {"context": context, "seconds": {name: found[1:] for name, found in steps.items()}}
 
     def prompt(self, context: int, prompts: list[list[int]], cases: Cases) -> dict[str, Any]:
         """Time a full batch of prompts of `context` tokens, to the first token of each."""
         found: dict[str, list[float]] = {name: [] for name in cases}
-        for turn, name in self._warmed(cases):
-            seconds = self._timed(prompts, cases[name], [1] * len(prompts))[0]
-            found[name] += [seconds] if turn else []
-        return {"context": context, "seconds": found}
+        for _, name in self._turns(cases):
+            found[name].append(self._timed(prompts, cases[name], [1] * len(prompts))[0])
+        return {"context": context, "seconds": {name: seconds[1:] for name, seconds in found.items()}}
 
     def stream(self, prompts: list[list[int]], cases: Cases, new_tokens: list[int], warm: int) -> dict[str, Any]:
         """Time all requests of a queue, from the call to the last token, with all adapters in host memory.
 
-        `first`: a pass over `warm` of them before.
+        Each adapter was asked for a token before, then `warm` of the requests: `first`.
         """
-        self._read_adapters()
+        numbers = list(range(1, len(self.job["adapters"]) + 1))
+        self._timed([[3]] * len(numbers), numbers, [1] * len(numbers))
         first = {name: self._timed(prompts[:warm], ids[:warm], new_tokens[:warm])[0] for name, ids in cases.items()}
         seconds: dict[str, list[float]] = {name: [] for name in cases}
         for turn in range(self.job["rounds"]):
@@ -129,18 +128,8 @@ class Measurement:
                 seconds[name].append(self._timed(prompts, cases[name], new_tokens)[0])
         return {"seconds": seconds, "first": first}
 
-    def load(self, **given: Any) -> dict[str, Any]:
-        """Load the engine, which is a server."""
-        found: dict[str, Any] = self.engine.load(**given)
-        return found
-
-    def _read_adapters(self) -> None:
-        """Generate a token with each adapter, which leaves it in host memory."""
-        numbers = list(range(1, len(self.job["adapters"]) + 1))
-        self._timed([[3]] * len(numbers), numbers, [1] * len(numbers))
-
-    def _warmed(self, cases: Cases) -> Iterator[tuple[int, str]]:
-        """Yield turn and case; turn 0 is to warm up."""
+    def _turns(self, cases: Cases) -> Iterator[tuple[int, str]]:
+        """Yield turn and case; the first turn is to warm up."""
         return ((turn, name) for turn in range(self.job["rounds"] + 1) for name in in_turns(cases, turn))
 
     def _timed(self, prompts: list[list[int]], adapters: list[int], counts: list[int]) -> tuple[float, list[list[int]]]:
@@ -163,7 +152,8 @@ def lines_of(job: dict[str, Any], build: Callable[[dict[str, Any]], Any]) -> Ite
     engine = build(job)
     yield {"part": "start", "seconds": time.perf_counter() - began, "about": engine.about}
     for part, given in job["parts"]:
-        yield {"part": part, **getattr(Measurement(engine, job), part)(**given)}
+        does = engine if part == "load" else Measurement(engine, job)
+        yield {"part": part, **getattr(does, part)(**given)}
 
 
 def serve(build: Callable[[dict[str, Any]], Any]) -> None:
