@@ -164,7 +164,7 @@ display(Markdown(f"Simulated, the first {SECONDS} s of the hour; steps: {result.
 display(as_markdown(pd.DataFrame(lines)))
 
 # %% [markdown]
-# `conf/figure/ext_placement.yaml` names the rules that its figure compares.
+# `conf/figure/ext_placement.yaml` names the rules that it compares.
 #
 # ## 4. A kernel
 #
