@@ -36,7 +36,7 @@ from experiments.fig11_textgen import check_length
 from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.on_disk import givers_first, value_on_disk
 from experiments.harness.points import model_settings
-from experiments.harness.schema import Count, Counts
+from experiments.harness.schema import Count, Counts, Lengths, Seconds
 from experiments.workload.arrivals import Span
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ class ArrivalsConf(FigureConf):
     """The stream of requests that arrive by the clock, the seconds of a point, and the check."""
 
     requests: Count  # different ones of the stream, which come again and again
-    lengths: str  # released or stated, see systems.stream
+    lengths: Lengths
     max_len: Count
-    warm: float
-    seconds: float  # of arrivals that are measured
-    least: float  # requests to be expected in them; where a rate is too low for that, they are more seconds
-    longest: float  # up to these, but for the baseline's capacity, whose p99 the claim is about
-    drain: float  # of patience with them
+    warm: Seconds
+    seconds: Seconds  # of arrivals that are measured
+    least: Seconds  # requests to be expected in them; where a rate is too low for that, they are more seconds
+    longest: Seconds  # up to these, but for the baseline's capacity, whose p99 the claim is about
+    drain: Seconds  # of patience with them
     check_requests: Count
     check_tokens: Count
     sizes: dict[str, Any]  # what depends on the scale

@@ -37,7 +37,7 @@ from experiments.facts.systems import STATED_LENGTHS, SYSTEMS, measured_baseline
 from experiments.harness import CheckFailed, Config, ConfigError, Experiment, FigureConf, main
 from experiments.harness.on_disk import row_on_disk
 from experiments.harness.points import Point, Reading, model_settings
-from experiments.harness.schema import Count
+from experiments.harness.schema import Count, Lengths
 from experiments.measure.records import Row
 
 if TYPE_CHECKING:
@@ -46,13 +46,12 @@ if TYPE_CHECKING:
 
 RATIOS, ACROSS = "ratios", "across workloads"
 BACKBONE = "continuous_batching"
-LENGTHS = ("released", "stated")
 
 
 class TextgenConf(FigureConf):
     """Figure 11: the stream, its windows, and the checks before a system is timed."""
 
-    lengths: str  # released or stated, see systems.stream
+    lengths: Lengths
     pieces: Count  # runs of steps in a draw ...
     steps: Count  # ... and steps in a run ...
     slow_steps: Count  # ... and in one of a slow system
@@ -209,14 +208,12 @@ def across_workloads(throughput: Mapping[tuple[str, str], float], disturbed: boo
 
 
 def check_sizes(cfg: Config) -> None:
-    """Raise `ConfigError` for unknown lengths, a stream beyond the model's positions or the KV pool, and a whole stream
+    """Raise `ConfigError` for a stream beyond the model's positions or the KV pool, and a whole stream
     that is to be drawn.
     """
     scale, engine, figure = cfg.scale, cfg.engine, cast(TextgenConf, cfg.figure)
     if figure.whole_stream and cfg.draw:
         raise ConfigError("figure.whole_stream=true compares numbers and has nothing to draw: choose draw=false")
-    if figure.lengths not in LENGTHS:
-        raise ConfigError(f"figure.lengths={figure.lengths!r} must be one of {', '.join(LENGTHS)}: choose {LENGTHS[0]}")
     check_length(cfg, "scale.max_len", scale.max_len)
     needed = -(-scale.max_len // engine.block_size)
     if engine.num_blocks is not None and engine.num_blocks < needed:

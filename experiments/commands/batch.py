@@ -19,7 +19,6 @@ from experiments.harness.schema import BatchConf, ConfigError, validated
 from experiments.harness.settings import ALWAYS_READ, Folders, keys_read, refuse_unread
 from experiments.measure.records import RowsError, disk_is_full
 
-SOURCES = ("auto", "fresh", "recorded")
 BATCH_KEYS = ("figures", "source", "allow_dirty")
 
 
@@ -52,8 +51,6 @@ def batch_main(name: str, doc: str, job: Callable[[DictConfig], int], *reads: st
 
 def sides(places: Folders, source: str) -> dict[str, tuple[Path, Path]]:
     """`fresh` or `recorded`, or for `auto` both in this order -> the folders of its rows and of its figures."""
-    if source not in SOURCES:
-        raise ConfigError(f"source={source!r} must be one of {', '.join(SOURCES)}: choose source=auto")
     both = {"fresh": (places.fresh_rows, places.fresh_figures)}
     both |= {"recorded": (places.recorded_rows, places.recorded_figures)}
     return both if source == "auto" else {source: both[source]}

@@ -22,6 +22,8 @@ CONF = REPOSITORY / "conf"
 Count = Annotated[int, Field(ge=1)]
 Counts = Annotated[list[Count], Field(min_length=1)]
 Seconds = Annotated[float, Field(ge=0)]
+Lengths = Literal["released", "stated"]
+"""Lengths of requests: the released generator's, or with the mean that the paper's text states (D01)."""
 
 
 class ConfigError(ValueError):
@@ -230,7 +232,7 @@ class BatchConf(RunConf):
     """A run over many figures: `reproduce`, `figures`, `record` and `report` of `experiments.commands`."""
 
     figures: list[str] = []  # names or prefixes (fig08); none: every figure
-    source: str = "auto"  # figures: fresh rows of this machine, recorded rows, or auto (fresh where there are some)
+    source: Literal["auto", "fresh", "recorded"] = "auto"  # rows of this machine, recorded ones, or what there is
     allow_dirty: bool = False  # record: accept rows measured from uncommitted code
 
 

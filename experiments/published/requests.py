@@ -4,13 +4,13 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from experiments.harness.schema import ConfigError, Count, Seconds, Settings, sentence
+from experiments.harness.schema import ConfigError, Count, Lengths, Seconds, Settings, sentence
 from experiments.systems.stream import paper_stream
 from experiments.workload import RELEASED_SEED, WORKLOADS
 
@@ -43,7 +43,7 @@ class Stream(Settings):
     count: Count = 1000  # requests, the paper's number
     max_len: int = Field(2048, ge=4, le=2048)  # most tokens of prompt and output, to which lengths are scaled
     vocab_size: Count = 32000  # of the model, Llama 2's
-    lengths: Literal["released", "stated"] = "released"  # stated: with the mean that the paper's text gives (D01)
+    lengths: Lengths = "released"
     rate: float | None = Field(None, gt=0, allow_inf_nan=False)  # per second; null: all wait from the start
 
     def arrivals(self) -> NDArray[np.float64]:

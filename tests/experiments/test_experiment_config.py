@@ -103,11 +103,15 @@ def test_a_mistake_is_one_sentence_with_value_limit_and_remedy(tmp_path, capsys,
     assert fake.measured == []
 
 
-def test_many_figures_are_refused_as_one():
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("scale.repeats=0", r"scale\.repeats=0 must be at least 1"), ("source=old", "source=old must be 'auto'")],
+)
+def test_a_command_over_many_figures_refuses_once(override, said):
     register_app("reproduce", "", "commands.reproduce", BatchConf)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("reproduce", overrides=["scale.repeats=0"])
-    with pytest.raises(ConfigError, match=r"scale\.repeats=0 must be at least 1"):
+        cfg = compose("reproduce", overrides=[override])
+    with pytest.raises(ConfigError, match=said):
         validated(cfg, BatchConf)
 
 

@@ -67,7 +67,7 @@ def test_slow_systems_have_shorter_windows(tmp_path):
         ("scale.max_len=3", r"scale.max_len=3 must lie in \[4, 4096\]"),
         ("engine.num_blocks=1", "engine.num_blocks=1 cannot hold one request.*num_blocks=2 or more"),
         ("system.names=[vllm]", "'vllm'.*continuous_batching"),
-        ("figure.lengths=sharegpt", "figure.lengths='sharegpt' must be one of released, stated"),
+        ("figure.lengths=sharegpt", "figure.lengths=sharegpt must be 'released' or 'stated'"),
         (("figure.whole_stream=true", "draw=true"), "nothing to draw: choose draw=false"),
     ],
 )
