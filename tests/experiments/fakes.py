@@ -1,10 +1,14 @@
 """An experiment that costs nothing, for tests of the harness."""
 
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -13,7 +17,7 @@ from experiments.benches.operator_figure import OperatorConf
 from experiments.harness import PROTOCOL, CheckFailed, Config, Experiment, Point, Reading, sampled
 from experiments.harness.catalogue import experiments
 from experiments.harness.command import register
-from experiments.harness.schema import CONF
+from experiments.harness.schema import CONF, REPOSITORY
 from experiments.measure.disturbance import Disturbance
 from experiments.measure.records import read_rows
 
@@ -92,3 +96,15 @@ def composed(tmp_path, *overrides: str, name: str = NAME) -> DictConfig:
     for key in given.keys() - keys:
         OmegaConf.update(config, key, given[key])
     return config
+
+
+def interpreted(code: str, *words: str) -> list[str]:
+    """The lines that `code` prints in Triton's interpreter, in a process of its own."""
+    pytest.importorskip("triton")
+    begin = "import fast_interpreter\nfast_interpreter.install()\n"
+    paths = os.pathsep.join(["tests/experiments", "tests/ops/triton_ops", str(REPOSITORY)])
+    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", begin + code, *words], capture_output=True, text=True, cwd=REPOSITORY,
+                          env={**os.environ, **environment}, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()

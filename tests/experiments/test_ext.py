@@ -4,16 +4,13 @@ Every system computes the reference, or is not timed; bytes are arithmetic; rows
 """
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
-from fakes import composed
+from fakes import composed, interpreted
 
 from experiments import ext_added_latency, ext_determinism, ext_padding, ext_paper_step
 from experiments import ext_fp8 as fp8
@@ -22,7 +19,6 @@ from experiments.harness import Point
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
-from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 from experiments.plots import extensions
@@ -211,17 +207,13 @@ def test_determinism_has_points_on_a_gpu_alone(tmp_path, capsys):
 
 INTERPRETED = """
 import sys, json
-sys.path[:0] = ["tests/experiments", "tests/ops/triton_ops"]
-import fast_interpreter
 from fakes import composed
 from experiments.benches.operator_figure import OperatorExperiment
 from experiments.harness.catalogue import experiments
 from experiments.harness.settings import settle
-fast_interpreter.install()
 (experiment,) = experiments(["ext_determinism"])
 cfg = settle(composed(sys.argv[1], *sys.argv[2:], name=experiment.name), experiment)
-points = OperatorExperiment.points(experiment, cfg)
-for group in experiment.together(points):
+for group in experiment.together(OperatorExperiment.points(experiment, cfg)):
     for point, readings in zip(group, experiment.measure_together(cfg, group), strict=True):
         values = {f"{one.metric} {one.statistic}": one.value for one in readings}
         print(json.dumps([point.system, point.workload, point.batch_size, values]))
@@ -231,17 +223,10 @@ for group in experiment.together(points):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_variant_is_right_and_its_bits_are_compared(tmp_path, dtype):
-    pytest.importorskip("triton")
     words = (f"figure.dtype={dtype}", "figure.h1=600", "figure.h2=40", "figure.runs=2", "workload.names=[Skewed]",
              "figure.batch_sizes=[1,3]", "scale.warmup=0", "scale.repeats=1", "scale.min_repeats=1")  # fmt: skip
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", INTERPRETED, str(tmp_path), *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(system, rows) for system, _, rows, _ in found] == [
-        (system, rows) for rows in (1, 3) for system in VARIANTS
-    ]
+    found = [json.loads(line) for line in interpreted(INTERPRETED, str(tmp_path), *words)]
+    assert [(rows, system) for system, _, rows, _ in found] == [(n, system) for n in (1, 3) for system in VARIANTS]
     for system, _, rows, values in found:
         assert values["latency median"] > 0
         # the interpreter runs programs one after the other, so even atomic adds repeat here

@@ -2,13 +2,12 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
-from fakes import composed
+from fakes import composed, interpreted
 
 from experiments import ext_expert_tables, ext_operator_tables
 from experiments.benches.expert_sets import TOLERANCE, ExpertSets, MoELayer
@@ -19,7 +18,6 @@ from experiments.benches.operator_lines import (
     anchors_of,
     best_existing,
     lines,
-    parts_of_step,
     read_anchors,
     sizes_of,
 )
@@ -62,14 +60,6 @@ def test_every_row_of_an_anchor_table_has_its_anchor(table, rows):
 def test_segment_lengths_are_read_as_the_anchors_spell_them():
     assert sizes_of("128 1x31") == (128, *[1] * 31)
     assert sizes_of("3x2 2") == (3, 3, 2)
-
-
-def test_the_parts_of_a_step_are_its_prompt_and_its_decodes_in_the_same_projection():
-    found = lines("step")
-    parts = {line.label: [part.label for part in parts_of_step(line, found)] for line in found}
-    assert parts["up prompt512+31"] == ["up prompt512", "up 31decodes"]
-    assert parts["qkv prompt2048"] == parts["up 31decodes"] == []
-    assert sum(map(bool, parts.values())) == 6
 
 
 def test_bytes_count_true_ranks():
@@ -186,9 +176,6 @@ def test_a_batch_of_experts_is_measured_on_a_gpu(tmp_path):
 
 INTERPRETED = """
 import sys
-sys.path.insert(0, "tests/ops/triton_ops")
-import fast_interpreter
-fast_interpreter.install()
 from experiments.benches.operator_columns import COLUMNS, as_fp8_holds
 from experiments.benches.operator_lines import Operator
 from experiments.benches.operator_sets import OperatorSets
@@ -216,12 +203,7 @@ for name in names:
     ],
 )  # fmt: skip
 def test_every_column_computes_the_operator(kind, names):
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", INTERPRETED, kind, *names]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    errors = [line.split(";") for line in done.stdout.splitlines()]
+    errors = [line.split(";") for line in interpreted(INTERPRETED, kind, *names)]
     assert [name for name, _ in errors] == names
     assert all(float(error) < (5e-2 if "w8a8" in name else 1e-3) for name, error in errors), errors
 
