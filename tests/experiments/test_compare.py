@@ -147,7 +147,6 @@ def test_out_is_a_table_and_never_replaces_rows(tmp_path):
         (["a=x"], "error: b= is missing"),
         (["a=x", "a=y", "b=z"], "error: a= is given twice"),
         (["a=x", "b=y", "c=z"], "c= would be read by nothing"),
-        (["results"], "Error parsing override 'results'"),
         (["a=results/none", "b=results/cpu"], "error: a=results/none does not exist"),
     ],
     ids=" ".join,
@@ -160,11 +159,10 @@ def test_arguments_that_are_wrong_are_named_in_a_line(words, message):
 
 
 def test_paths_that_are_wrong_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"b=.* holds no rows"):
-        load("b", tmp_path)
     (tmp_path / "notes.md").write_text("hello")
-    with pytest.raises(ConfigError, match=r"a=.*notes\.md is no \.csv file of rows"):
-        load("a", tmp_path / "notes.md")
+    for path, problem in ((tmp_path, "holds no rows"), (tmp_path / "notes.md", "is no .csv file of rows")):
+        with pytest.raises(ConfigError, match=f"b={path} {problem}"):
+            load("b", path)
     path = stored(tmp_path / "a", "fig08", rows()) / "fig08.csv"
     path.write_text(path.read_text().replace(",80.0,", ",eighty,", 1))
     with pytest.raises(RowsError, match=r"fig08\.csv, line 5: value is 'eighty'"):

@@ -12,20 +12,18 @@ from unittest.mock import patch
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
-from fakes import Fake, composed
+from fakes import Fake
 from matplotlib.patches import Patch
 from omegaconf import OmegaConf
 
 from experiments.facts.paper import read_figure
 from experiments.facts.systems import by_paper_name, entries
-from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG07
 from experiments.fig07_sgmv_roofline import SHEET
 from experiments.fig08_lora_operator import EXPERIMENT as FIG08
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG09
 from experiments.fig10_layer import EXPERIMENT as FIG10
 from experiments.harness.counted import NOT_STEADY, counted, frame_of, merged
 from experiments.harness.schema import CONF, REPOSITORY
-from experiments.harness.settings import settle
 from experiments.measure.records import Row, write_rows
 from experiments.plots import style
 from experiments.plots.draw import draw
@@ -167,15 +165,6 @@ def test_new_operators_have_colours_of_their_own_in_figure_8():
     solid = [line.get_color() for line in figure.axes[0].lines if line.get_linestyle() == "-"]
     assert len(solid) == len(set(solid)) == len(names)
     assert [handle.get_color() for handle in figure.legends[0].legend_handles[: len(names)]] == solid
-
-
-def test_a_gpu_has_a_roof_of_its_data_sheet_too(tmp_path):
-    on_gpu, on_cpu = (settle(composed(tmp_path, f"scale={scale}", f"hardware={name}", name=FIG07.name), FIG07)
-                      for scale, name in (("paper", "h200"), ("smoke", "cpu")))  # fmt: skip
-    sheet = next(point for point in FIG07.points(on_gpu) if point.panel == SHEET)
-    found = [(one.value, one.unit, one.kind) for one in FIG07.measure(on_gpu, sheet)]
-    assert found == [(4.8, "TB/s", "datasheet"), (989, "TFLOP/s", "datasheet")]
-    assert [point.panel for point in FIG07.points(on_cpu) if point.panel.startswith("roof")] == ["roof"]
 
 
 def test_roofs_have_their_own_bandwidth_and_peak():
