@@ -38,7 +38,6 @@ from experiments.claims.placement import placement_tables
 from experiments.claims.predictions import (
     prediction_table,
     predictions,
-    remains,
     residual_table,
     sensitivity,
 )
@@ -100,7 +99,7 @@ display(*SIMULATED.figure(FIG13))
 rows = read_folder(SIMULATED.folder)
 found = predictions(rows, ROOT / "paper_results")
 if found:
-    said = "\n".join(prediction_table(found)), remains(found), sensitivity(rows, ROOT / "paper_results")
+    said = "\n".join(prediction_table(found)), sensitivity(rows, ROOT / "paper_results")
     display(*map(Markdown, filter(None, said)))
 else:
     display(missing(FIG13))

@@ -243,22 +243,3 @@ def sensitivity(rows: pd.DataFrame, folder: str | Path) -> str:
         f"A sensitivity, simulated and no prediction: with every step {ours.one('step_time_factor'):.2f} times as "
         f"long, one factor fitted to Figure 13's peak, the same simulation gives {'; '.join(beside)}."
     )
-
-
-def remains(found: list[Prediction]) -> str:
-    """Describe the level of active GPUs, which the cost models do not give; empty without the hour on 16 GPUs and the
-    stream on one.
-    """
-    named = {one.what: one for one in found}
-    needed = (PACE, f"Figure 13, {MEAN_ACTIVE}", "Figure 11, 7B Skewed (token/s)")
-    if not named.keys() >= set(needed):
-        return ""
-    pace, level, alone = (named[what] for what in needed)
-    return (
-        f"What remains: an active GPU of the paper's cluster gives {pace.published:.4g} token/s around the peak where "
-        f"Figures 1 and 10 let expect {pace.predicted:.4g}, as if every step took "
-        f"{pace.predicted / pace.published:.2f} times as long; so {level.published:.3g} GPUs are active on the mean "
-        f"and not {level.predicted:.3g}. The paper's Figure 11 has {alone.published:.4g} token/s on one GPU, on a card "
-        "with faster memory; no figure times the steps of the cluster's runner, so its cost is not known, and no "
-        "coefficient was changed for it."
-    )

@@ -15,7 +15,7 @@ from experiments.claims import as_frame
 from experiments.claims.fig11 import Serving
 from experiments.claims.fig13 import runners_table
 from experiments.claims.placement import placement_tables
-from experiments.claims.predictions import prediction_table, predictions, remains, residual_table, sensitivity
+from experiments.claims.predictions import prediction_table, predictions, residual_table, sensitivity
 from experiments.claims.rows import NotMeasured, Rows, markdown
 from experiments.claims.table import certainty, disturbance, total, verdict_table
 from experiments.facts.paper import as_rows, read_figure
@@ -185,7 +185,8 @@ def predicted(rows: pd.DataFrame, paper: Path) -> tuple[str, list[str]]:
     if any(one.panel for one in found):
         intro += " The simulator of the rows on Ray was fitted to steps of its runners in a rehearsal."
     lines = prediction_table(found)
-    lines += [line for one in (remains(found), sensitivity(rows, paper)) if one for line in ("", one)]
+    if slower := sensitivity(rows, paper):
+        lines += ["", slower]
     if residuals := residual_table(rows):
         lines += ["", "What the cost models were fitted to, and how far they are from it:", "", *residuals]
     return intro, lines
