@@ -25,11 +25,29 @@ STRICTER = {
     "share of GPU time in steps": "share_of_step_time_batch_ge_31",
 }
 """Counts of full batches other than the paper's, which counts different requests in a second."""
-ASKED = {
-    ("C46", "share"): SHARE, ("C47", "correlation"): hn.FOLLOWS, ("C48", "largest_excess"): hn.EXCESS,
-    ("C48", "correlation"): hn.CONSOLIDATED, ("C49", "median"): hn.WOKEN,
+NUMBERS = {
+    "C46": {"share": SHARE},
+    "C47": {"correlation": hn.FOLLOWS},
+    "C48": {
+        "first": hn.FIRST, "last": hn.LAST, "peak": "max_active_gpus", "correlation": hn.CONSOLIDATED,
+        "largest_excess": hn.EXCESS,
+    },
+    "C49": {"median": hn.WOKEN},
 }  # fmt: skip
-"""(claim, quantity of its bound) -> number of an hour."""
+"""Claim -> quantity -> number of an hour."""
+BESIDE = {
+    "C46": {"of_minute_means": hn.FULL_MINUTES, "at_least_28": "share_of_active_cells_batch_ge_28", **STRICTER},
+    "C48": {"mean": "mean_active_gpus"},
+    "C49": {"least": hn.LEAST_WOKEN, "most": hn.MOST_WOKEN},
+}
+"""Claim -> numbers that are told beside those with bounds."""
+ASKED = {
+    (id, quantity): metric
+    for id, metrics in NUMBERS.items()
+    for quantity, metric in metrics.items()
+    if quantity not in ("first", "last", "peak")  # which are of 16 GPUs
+}
+"""(claim, quantity of its bound) -> number of an hour on any runners."""
 
 
 class Hour:
@@ -106,24 +124,6 @@ class Hour:
 def published() -> Hour:
     """Return the paper's hour."""
     return Hour(as_rows(read_figure(REPOSITORY / "paper_results", "13")), MEASURED)
-
-
-NUMBERS = {
-    "C46": {"share": SHARE},
-    "C47": {"correlation": hn.FOLLOWS},
-    "C48": {
-        "first": hn.FIRST, "last": hn.LAST, "peak": "max_active_gpus", "correlation": hn.CONSOLIDATED,
-        "largest_excess": hn.EXCESS,
-    },
-    "C49": {"median": hn.WOKEN},
-}  # fmt: skip
-"""Claim -> quantity -> number of an hour."""
-BESIDE = {
-    "C46": {"of_minute_means": hn.FULL_MINUTES, "at_least_28": "share_of_active_cells_batch_ge_28", **STRICTER},
-    "C48": {"mean": "mean_active_gpus"},
-    "C49": {"least": hn.LEAST_WOKEN, "most": hn.MOST_WOKEN},
-}
-"""Claim -> numbers that are told beside those with bounds."""
 
 
 @claim("C46", id="C46")

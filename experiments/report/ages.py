@@ -21,9 +21,6 @@ from experiments.harness.source import fingerprint
 RECORDED = REPOSITORY / "results"
 NO_NUMBER = {"title", "minutes", "passes", "tries", "name"}
 """Settings that decide no number, or are a name of the others."""
-VERSIONS = {"cpu": "constraints.txt"}
-OTHER_VERSIONS = "constraints-gpu.txt"
-"""Pinned versions of rows by hardware; of GPUs."""
 
 
 def older(rows: pd.DataFrame, path: Path) -> pd.Series:
@@ -59,7 +56,8 @@ def script_of(rows_file: Path) -> Path | None:
 @cache
 def pinned_versions(hardware: str) -> dict[str, str]:
     """Return the pinned versions of torch and triton for rows of ``hardware``."""
-    text = (REPOSITORY / VERSIONS.get(hardware, OTHER_VERSIONS)).read_text(encoding="utf-8")
+    name = "constraints.txt" if hardware == "cpu" else "constraints-gpu.txt"
+    text = (REPOSITORY / name).read_text(encoding="utf-8")
     return dict(re.findall(r"^(torch|triton)==(\S+)$", text, flags=re.MULTILINE))
 
 

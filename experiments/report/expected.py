@@ -98,6 +98,10 @@ def ranges(rows: pd.DataFrame) -> pd.DataFrame:
     return lines.assign(low=np.exp(-width), high=np.exp(width))[COLUMNS["measurements"]]
 
 
+ZERO = {"linear": -math.inf, "ratio": 0.0, "growth": -100.0}
+"""Kind of a scale -> the value that has no logarithm."""
+
+
 @dataclass(frozen=True)
 class Scale:
     """Scale of one quantity, ``ratio``, ``growth`` or ``linear``; no value is below ``least`` or above ``most``."""
@@ -106,14 +110,9 @@ class Scale:
     least: float = -math.inf
     most: float = math.inf
 
-    @property
-    def zero(self) -> float:
-        """The value that has no logarithm; KeyError for a kind that is unknown."""
-        return {"ratio": 0.0, "growth": -100.0, "linear": -math.inf}[self.kind]
-
     def is_possible(self, value: float) -> bool:
         """Check whether the quantity can have ``value``."""
-        return self.least <= value <= self.most and value > self.zero
+        return self.least <= value <= self.most and value > ZERO[self.kind]
 
     def around(self, value: float, ends: Sequence[float], floor: float) -> tuple[float, float]:
         """Return the range around ``value`` whose repeats reach to ``ends``, cut to what is possible.
@@ -124,7 +123,7 @@ class Scale:
         for one in (value, *ends):
             if not self.is_possible(one):
                 raise ValueError(f"{one:g} is not possible on the scale {self.kind} from {self.least} to {self.most}")
-        zero = self.zero
+        zero = ZERO[self.kind]
         if self.kind == "linear":
             floor = floor if self.most == math.inf else FLOOR
             width = max([floor * abs(value), *(TIMES * abs(end - value) for end in ends)])
@@ -142,11 +141,11 @@ def read_scales(folder: Path) -> dict[tuple[str, str], Scale]:
 
     ValueError names file and line of a scale that is not known.
     """
-    path, found, known = paper_file(folder, SCALES), {}, ("linear", "ratio", "growth")
+    path, found = paper_file(folder, SCALES), {}
     with path.open(newline="", encoding="utf-8") as stream:
         for number, line in enumerate(csv.DictReader(stream), start=2):
-            if line["scale"] not in known:
-                raise ValueError(f"{path}, line {number}: scale {line['scale']!r} is none of {', '.join(known)}")
+            if line["scale"] not in ZERO:
+                raise ValueError(f"{path}, line {number}: scale {line['scale']!r} is none of {', '.join(ZERO)}")
             ends = float(line["least"] or "-inf"), float(line["most"] or "inf")
             found[line["claim"], line["quantity"]] = Scale(line["scale"], *ends)
     return found

@@ -99,12 +99,11 @@ def measured_on(rows: pd.DataFrame) -> str:
     if rows.empty:
         return "No rows were measured; only arithmetic and replays are judged."
     names = ("device", "hardware", "scale", "timer", "torch", "triton", "driver", "transformers", "peft", "commit")
-    said = {name: ", ".join(distinct(rows, name)) or "-" for name in names}
-    dates = distinct(rows, "date")
-    parts = [f"Measured on {said['device']} (hardware `{said['hardware']}`), scale {said['scale']}"]
-    parts += [", ".join(f"{name} {said[name]}" for name in ("timer", "torch", "triton", "driver"))]
-    parts += [f"{name} {said[name]}" for name in ("transformers", "peft") if said[name] != "-"]
-    parts += [f"commit {said['commit']}" + (f", {dates[0]} to {dates[-1]}" if dates else "")]
+    told, dates = {name: ", ".join(distinct(rows, name)) or "-" for name in names}, distinct(rows, "date")
+    parts = [f"Measured on {told['device']} (hardware `{told['hardware']}`), scale {told['scale']}"]
+    parts += [", ".join(f"{name} {told[name]}" for name in ("timer", "torch", "triton", "driver"))]
+    parts += [f"{name} {told[name]}" for name in ("transformers", "peft") if told[name] != "-"]
+    parts += [f"commit {told['commit']}" + (f", {dates[0]} to {dates[-1]}" if dates else "")]
     plays = [f"`{model}` plays the paper's {role}" for model, role in STAND_INS.items() if model in set(rows["model"])]
     return "; ".join([*parts, *plays]) + "."
 
@@ -116,14 +115,15 @@ def serving_tables(machine: Machine) -> Iterator[tuple[str, Table]]:
             cell = Serving(machine.chosen, role)
         except NotMeasured:
             continue
-        published, lines = Serving(Rows(as_rows(read_figure(machine.paper, figure))), role), []
-        for system in filter(cell.has, SYSTEMS.names()):
-            own = [said(cell.get(system, name), 4) if cell.has(system, name) else "-" for name in PAPER_WORKLOADS]
-            beside = [
-                f" ({said(published.get(system, name), 4)})" if published.has(system, name) else ""
+        published = Serving(Rows(as_rows(read_figure(machine.paper, figure))), role)
+        lines = [
+            [name_of(system), *(
+                (said(cell.get(system, name), 4) if cell.has(system, name) else "-")
+                + (f" ({said(published.get(system, name), 4)})" if published.has(system, name) else "")
                 for name in PAPER_WORKLOADS
-            ]
-            lines.append([name_of(system), *(a + b for a, b in zip(own, beside, strict=True))])
+            )]
+            for system in SYSTEMS.names() if cell.has(system)
+        ]  # fmt: skip
         title = f"Figure {figure}: token/s of {cell.measured_model} (in brackets: the paper's {role} on A100)"
         yield title, (("system", *PAPER_WORKLOADS), lines)
 
