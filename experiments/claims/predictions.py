@@ -219,13 +219,15 @@ def prediction_table(found: list[Prediction]) -> list[str]:
 def residual_table(rows: pd.DataFrame) -> list[str]:
     """Build lines of Markdown: every cost model with the residuals of its fit, in percent; none without such rows."""
     frame = rows[(rows["panel"] == served.COSTS) & rows["metric"].str.startswith("residual_")]
+    if frame.empty:
+        return []
     kinds = frame["metric"].str.extract(r"residual_(?P<which>rms|largest)_(?P<kind>.*)")
     value = frame.assign(**kinds).pivot_table(
         index=["cost_model", "kind"], columns="which", values="value", aggfunc="last", sort=False
     )
     cells = zip(value.index, value["rms"], value["largest"], strict=True)
     lines = [[str(model), str(kind), f"{100 * rms:.1f} %", f"{100 * most:.1f} %"] for (model, kind), rms, most in cells]
-    return markdown(("cost model", "rows", "rms residual", "largest"), lines) if lines else []
+    return markdown(("cost model", "rows", "rms residual", "largest"), lines)
 
 
 def sensitivity(rows: pd.DataFrame, folder: str | Path) -> str:

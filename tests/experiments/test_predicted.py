@@ -293,6 +293,7 @@ def test_a_share_that_is_off_is_said_to_be():
     assert "mean of active GPUs 9.02 (published 9.02)" in sensitivity(predicted_rows(), PAPER)
     rows = predicted_rows()
     assert sensitivity(rows[rows["panel"] == HOUR], PAPER) == ""
+    assert residual_table(rows[rows["panel"] == HOUR]) == []
     assert residual_table(predicted_rows())[-1] == "| A100 | layers | 7.0 % | 25.0 % |"
 
 
