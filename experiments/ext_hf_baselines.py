@@ -9,8 +9,8 @@ launches the more adapters there are. On a CPU nothing is launched, and merging 
 Measured: a decode step behind `figure.context` tokens, of one request and of a full batch, with the faster of both
 products (ours and torch's). Every way is compared with the reference's logits first.
 
-    launches_per_step, kernels_per_step: what the host gives the device, and what that runs, counted by the profiler
-    device_time         time of a step in which the device ran a kernel or copy
+    launches_per_step, kernels_per_step: what the host gives the device, and what that runs, counted by the profiler.
+    device_time         time of a step in which the device ran a kernel or copy.
     launch_time         the host's time for an empty kernel: a floor of a launch, which Python and PEFT add to
     device_share, launch_share: device_time, and launches at launch_time each, over the step
 
@@ -75,11 +75,9 @@ class HfBaselines(Experiment):
             Reading("launch_time", 1e6 * launch, "us"),
             Reading("device_share", timed.launches.busy / step, "share"),
             Reading("launch_share", timed.launches.launches * launch / step, "share"),
-            Reading("own_product", float(timed.ours), "share"),
         ]
 
     def _bench(self, cfg: Config, rank: int) -> HfBench:
-        """Model, cache and adapters, built once per rank."""
         from experiments.systems.hf_systems import HfBench
         from experiments.systems.weights import Limits
         from experiments.systems.world import World

@@ -11,10 +11,10 @@ A system's rates are parts (`loads`) of its own capacity, which each repeat meas
 and `punica_many` are also loaded with the rate at which the better baseline saturates (panel `baseline capacity`).
 Rates come from the rows of the same repeat and settings.
 
-    time_to_first_token, time_per_output_token, request_latency, queue_time: from the time at which the request should
-                  arrive to the end of the step; median, p10, p90 and _p95, _max and, of 100 samples or more, _p99
+    time_to_first_token, time_per_output_token, request_latency: from the time at which the request should arrive to
+                  the end of the step; median, p10, p90 and _p95, _max and, of 100 samples or more, _p99
     inter_token_latency: of every gap between two tokens of a request; steps_to_first_token: in steps
-    throughput, busy, waiting_at_end: of the measured time, how much of it the engine stepped, the queue at its end
+    throughput, busy: of the measured time, how much of it the engine stepped
     requests, unfinished, lost, doubled, starved: of those who arrived in it; a lost one costs the point its rows
     ttft_bound:   in panel `baseline capacity`: five decode steps and the step of a prompt; ttft_p99_over_bound
 
@@ -130,7 +130,6 @@ class LatencyUnderLoad(Experiment):
         return self.measure(cfg, asked)[0].value if known is None else known
 
     def _bench(self, cfg: Config) -> LoadBench:
-        """Systems on one world, built once."""
         from experiments.systems.loaded import LoadBench
         from experiments.systems.weights import Limits
 

@@ -18,9 +18,10 @@ In each the capacity is measured first, then requests arrive by the clock, as in
     time_to_first_token_resident, _loading, _from_memory, _from_disk: of requests whose adapter is in a slot when it is
                   their turn, of the others, and of those by where it is; loading_over_resident
     slot_hit_rate, memory_hit_rate: requests that find their adapter there when they arrive; _at_join: at their turn
-    weight_sets, aliases: adapters with weights of their own, and ids of the same weights as another, which `ROOM` of
-                  host memory, or of the drive, cannot hold
-    page_cache_share: of the folders when the load began. Where it is 1 (as in some /tmp), `disk` has no drive's time
+    weight_sets:  adapters with weights of their own; others, for which `ROOM` of host memory, or of the drive, has no
+                  room, are further ids of the same
+
+Where folders are in memory, as in some /tmp, `disk` has no drive's time: set TMPDIR.
 
 Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 a command measures one repeat of what it names.
 """
@@ -28,7 +29,7 @@ Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 a command 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
@@ -40,7 +41,7 @@ from experiments.harness.on_disk import givers_first, value_on_disk
 from experiments.harness.schema import Count, Counts
 
 if TYPE_CHECKING:
-    from experiments.systems.loaded import LoadBench, Loaded
+    from experiments.systems.loaded import LoadBench
 
 ROOM, ROOM_ON_DRIVE = 0.7, 0.25
 """Part of what is free, of host memory and of the drive (which takes long to write), that adapters may take."""
@@ -58,21 +59,6 @@ class ManyConf(ArrivalsConf):
     in_memory: Count
     adapters_on_disk: Count
     load: Count  # percent of the capacity of `GIVES_RATE` at which latencies are measured
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Places of a panel's adapters: `slots` None is one per place, `in_memory` None all."""
-
-    adapters: int
-    slots: int | None = None
-    in_memory: int | None = None
-
-    @property
-    def panel(self) -> str:
-        slots = "" if self.slots is None else f", {self.slots} slots"
-        memory = "" if self.in_memory is None else f", {self.in_memory} in memory"
-        return f"{self.adapters} adapters{slots}{memory}"
 
 
 class ManyAdapters(Experiment):
@@ -108,11 +94,11 @@ class ManyAdapters(Experiment):
         from experiments.systems.open_loop import place_readings, user_readings, users_of
 
         figure, bench = cast(ManyConf, cfg.figure), self._bench(cfg)
-        holding = holdings(figure)[point.panel]
-        jobs = bench.jobs(point.workload, holding.adapters)
+        adapters, *held = holdings(figure)[point.panel]
+        jobs = bench.jobs(point.workload, adapters)
 
         def capacity(name: str) -> list[Reading]:
-            return capacity_of(bench.system(name, holding.slots, holding.in_memory), jobs, figure.seconds)
+            return capacity_of(bench.system(name, *held), jobs, figure.seconds)
 
         readings = capacity(point.system)
         own = giving = readings[0].value
@@ -120,12 +106,12 @@ class ManyAdapters(Experiment):
             known = value_on_disk(self, cfg, replace(point, system=GIVES_RATE), "capacity")
             giving = capacity(GIVES_RATE)[0].value if known is None else known  # time may have left its row out
         rate = giving * figure.load / 100
-        span, system = figure.span.at(rate), bench.system(point.system, holding.slots, holding.in_memory)
+        span, system = figure.span.at(rate), bench.system(point.system, *held)
         trace = load(system, jobs, rate, span, cfg.adapters.seed + point.repeat)
-        users = users_of(trace, span)
+        users, sets = users_of(trace, span), bench.world.sets if held[1] is None else bench.folders
         return [
-            Reading("adapters", holding.adapters, "adapters", "count"),
-            *held(bench, system, holding),
+            Reading("adapters", adapters, "adapters", "count"),
+            Reading("weight_sets", min(adapters, sets), "adapters", "count"),
             *readings,
             Reading("offered_rate", rate, "request/s"),
             Reading("load", rate / own, "share"),
@@ -134,7 +120,6 @@ class ManyAdapters(Experiment):
         ]
 
     def _bench(self, cfg: Config) -> LoadBench:
-        """Systems on one world, built once."""
         import torch
 
         from experiments.systems.loaded import LoadBench
@@ -148,31 +133,20 @@ class ManyAdapters(Experiment):
             root, size = TemporaryDirectory(prefix="adapters-"), cfg.model.lora_parameters(rank) * cfg.model.dtype.bytes
             free = ROOM * free_bytes(torch.device("cpu")), ROOM_ON_DRIVE * disk_usage(root.name).free
             fitting = [max(figure.batch_size, int(room / size)) for room in free]
-            sets = min(max(holding.adapters for holding in holdings(figure).values()), fitting[0])
+            sets = min(max(adapters for adapters, *_ in holdings(figure).values()), fitting[0])
             return LoadBench(cfg, limits, sets, root, min(figure.adapters_on_disk, *fitting))
 
         return self.kept((cfg.model.name, rank, limits, cfg.hardware.device), build)
 
 
-def holdings(figure: ManyConf) -> dict[str, Holding]:
-    """The panels, those of one kind of engine side by side."""
-    found = [
-        *(Holding(adapters) for adapters in figure.adapters),
-        Holding(figure.adapters_on_few, slots=figure.few_slots),
-        Holding(figure.adapters_on_disk, in_memory=figure.in_memory),
-    ]
-    return {holding.panel: holding for holding in found}
-
-
-def held(bench: LoadBench, system: Loaded, holding: Holding) -> list[Reading]:
-    """Return what a panel's adapters are: weights of their own, aliases, and where folders are."""
-    own = min(holding.adapters, bench.world.sets if holding.in_memory is None else bench.folders)
-    counts = {"weight_sets": own, "aliases": holding.adapters - own}
-    cached = getattr(system, "cached", None)
-    return [
-        *(Reading(name, count, "adapters", "count") for name, count in counts.items()),
-        *([] if cached is None else [Reading("page_cache_share", cached, "share")]),
-    ]
+def holdings(figure: ManyConf) -> dict[str, tuple[int, int | None, int | None]]:
+    """Panel -> adapters, slots (None: one per place) and adapters in host memory (None: all)."""
+    few, disk = figure.adapters_on_few, figure.adapters_on_disk
+    return {
+        **{f"{count} adapters": (count, None, None) for count in figure.adapters},
+        f"{few} adapters, {figure.few_slots} slots": (few, figure.few_slots, None),
+        f"{disk} adapters, {figure.in_memory} in memory": (disk, None, figure.in_memory),
+    }
 
 
 EXPERIMENT = ManyAdapters()

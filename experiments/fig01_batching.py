@@ -84,7 +84,6 @@ class Fig01(Experiment):
         return sampled("step_latency", [1e3 * seconds for seconds in samples], "ms")
 
     def _invocation(self, cfg: Config) -> Invocation:
-        """Build and check the model, once for a whole run."""
         from experiments.benches.model_steps import Invocation, check_decode, random_llama, step_tokens
 
         def checked() -> Invocation:

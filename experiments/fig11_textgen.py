@@ -131,7 +131,6 @@ class Fig11(Experiment):
         return readings
 
     def _bench(self, cfg: Config, point: Point) -> StreamBench:
-        """Build systems, adapters and backbone once per rank; systems without LoRA take what is there."""
         from experiments.systems.bench import StreamBench
         from experiments.systems.world import World
 

@@ -10,9 +10,8 @@ The stream, its windows and the check are those of `fig11_textgen`; every step i
 (NCCL between GPUs, gloo on a CPU). Tokens are checked on a model of the same widths with `figure.check_layers` layers.
 The model is the largest of Llama-2 that fits this machine's GPUs, on a CPU llama-tiny, which only shows that it works.
 
-Further rows: `collective_latency` (ms per step) and `collective_share` of a step, waits for other ranks included;
-`adapter_memory` of the slots on the fullest rank; on Distinct, ratios beside `bytes_ratio` (simulated: what the bytes
-of Punica's mean step allow).
+Further rows: `collective_share` of a step, waits for other ranks included; `adapter_memory` of the slots on the fullest
+rank; on Distinct, ratios beside `bytes_ratio` (simulated: what the bytes of Punica's mean step allow).
 
 Cost at scale=laptop: about 35 s on two cores; on two H200s a repeat of 7B takes 90 s, and three of 70B seven minutes.
 """
@@ -79,7 +78,6 @@ class Fig12(Fig11):
         super().release()
 
     def _bench(self, cfg: Config, point: Point) -> Any:
-        """Start the ranks, once per rank of the adapters."""
         from experiments.systems.ranks import BenchOnRanks, RankBench
 
         figure, adapters = cast(RanksConf, cfg.figure), cfg.adapters

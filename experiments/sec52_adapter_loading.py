@@ -10,9 +10,9 @@ model, and (`overlap`) with a decode step of other adapters at once, which is co
 
     punica      `LoRAModelManager.prefetch_adapter`: on a GPU one kernel on a stream of its own, which reads a
                 page-locked image of the adapter through the link; on a CPU copies layer by layer
-    punica fp8  the same with slots in FP8 (float8_e4m3fn), quantised at registration: 0.57 of fp16's bytes at rank 16
-    per_tensor  `set_lora` layer by layer, on the stream of the model, from page-locked tensors (GPU only)
-    pageable    the same from ordinary memory (GPU only)
+    punica fp8  the same with slots in FP8 (float8_e4m3fn), quantised at registration: 0.57 of fp16's bytes at rank 16.
+    per_tensor  `set_lora` layer by layer, on the stream of the model, from page-locked tensors (GPU only).
+    pageable    the same from ordinary memory (GPU only).
     link        one plain copy of as many bytes, host to device, page-locked (on a CPU: memory to memory): the roofline
 
 Clock: the host's, which waits for the device after each call; on a GPU also events (`device_time`). `host_time`: until
@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, cast
 from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, main
 from experiments.harness.points import Point, Reading, model_settings, sampled
 from experiments.harness.schema import Count
-from experiments.measure import environment
 
 if TYPE_CHECKING:
     from experiments.benches.adapter_loading import Measured
@@ -105,12 +104,12 @@ class AdapterLoading(Experiment):
                 seed=cfg.adapters.seed, decode=decode, fp8=fp8,
             )  # fmt: skip
             for name, found in measured(bench, [system.removesuffix(FP8) for system in systems], protocol(cfg)).items():
-                readings[name + suffix] = _readings(first.panel, name, found, bench.bytes)
+                readings[name + suffix] = _readings(first.panel, found, bench.bytes)
             del bench
         return [readings[point.system] for point in points]
 
 
-def _readings(panel: str, system: str, found: Measured, size: int) -> list[Reading]:
+def _readings(panel: str, found: Measured, size: int) -> list[Reading]:
     unit, per_second = UNITS[panel]
 
     def times(metric: str, seconds: Sequence[float]) -> list[Reading]:
@@ -122,15 +121,7 @@ def _readings(panel: str, system: str, found: Measured, size: int) -> list[Readi
         readings += [*times("step_latency", found.step), *times("step_latency_alone", found.step_alone)]
         return readings + times("stall", [beside - alone for beside, alone in pairs])
     readings += times("device_time", found.device)
-    readings += sampled("bandwidth", [size / seconds / 1e9 for seconds in found.load], "GB/s")
-    return readings + (_pcie() if system == "link" and found.device else [])
-
-
-def _pcie() -> list[Reading]:
-    """Generation and width of the first visible GPU's link, where nvidia-smi has them."""
-    fields = {"pcie.link.gen.max": ("pcie_gen", "generation"), "pcie.link.width.max": ("pcie_width", "lanes")}
-    known = next(iter(environment.gpu_query(*fields)), {})
-    return [Reading(fields[name][0], int(text), fields[name][1]) for name, text in known.items() if text.isdigit()]
+    return readings + sampled("bandwidth", [size / seconds / 1e9 for seconds in found.load], "GB/s")
 
 
 EXPERIMENT = AdapterLoading()

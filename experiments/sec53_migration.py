@@ -80,7 +80,6 @@ class MigrationExperiment(Experiment):
         ]
 
     def _bench(self, cfg: Config, rank: int) -> Migration:
-        """Build and check the engine, once per rank."""
         from experiments.benches.migration import Migration
 
         longest = max(cast(MigrationConf, cfg.figure).contexts)
@@ -104,7 +103,6 @@ def _readings(system: str, moves: Moves) -> list[Reading]:
 
 
 def _over(gb_per_second: float, nbytes: int) -> list[Reading]:
-    """Compute a link's time at its datasheet's bandwidth."""
     return [
         Reading(LATENCY, nbytes / gb_per_second / 1e6, "ms", kind="datasheet"),
         Reading("bytes", nbytes, "byte", kind="datasheet"),

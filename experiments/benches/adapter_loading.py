@@ -96,7 +96,6 @@ class Bench:
         self.step = _decode_step(self.manager, llama, decode) if decode else None
 
     def synchronise(self) -> None:
-        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

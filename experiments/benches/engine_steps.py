@@ -63,7 +63,6 @@ class StepShape:
 
     @property
     def num_adapters(self) -> int:
-        """Different ones."""
         return len({*self.adapters} - {0})
 
 
@@ -142,16 +141,13 @@ class EngineSteps:
 
     @property
     def on_gpu(self) -> bool:
-        """True where a GPU computes the steps."""
         return self.engine.runner.model.lm_head.weight.is_cuda
 
     @property
     def is_ahead(self) -> bool:
-        """True once the device has begun the next step."""
         return self.engine.is_ahead
 
     def wait(self) -> None:
-        """Wait until the device is idle."""
         if self.on_gpu:
             torch.cuda.synchronize()
 

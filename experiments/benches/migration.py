@@ -50,12 +50,10 @@ class Blocks:
         return out
 
     def scatter(self, content: Tensor) -> None:
-        """Copy `content` into them."""
         for part, place in zip(self._parts, content, strict=True):
             part.index_copy_(0, self._table, place)
 
     def content(self) -> Tensor:
-        """Return their content, on the host."""
         return self.gather(self.room(self.device)).cpu()
 
 
@@ -198,7 +196,6 @@ def check_recomputed(engine: Engine) -> None:
 
 
 def _held(engine: Engine, request_id: str) -> Tensor:
-    """Keys and values of the first `CHECKED` tokens of a request that runs, on the host."""
     cache = engine.runner.attention.cache
     table = engine.blocks.block_table(request_id)[: -(-CHECKED // BLOCK_SIZE)]
     content = Blocks(parts_of(cache), table).content()

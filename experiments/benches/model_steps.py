@@ -29,7 +29,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
 def llama_config(model: ModelConf, layers: int | None = None) -> LlamaConfig:
-    """The Hugging Face config of `model`, with `layers` decoder layers if given."""
     return LlamaConfig(
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
@@ -196,5 +195,4 @@ def check_rows(
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the relative error of `found`."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())

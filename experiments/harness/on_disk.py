@@ -18,7 +18,7 @@ def machine() -> dict[str, Any]:
 
 
 def value_on_disk(experiment: Experiment, cfg: Config, point: Point, metric: str) -> float | None:
-    """The value of `row_on_disk`; None where there is none."""
+    """Read the number of `row_on_disk`, None without a row."""
     row = row_on_disk(experiment, cfg, point, metric)
     return None if row is None else row.value
 

@@ -113,12 +113,8 @@ class StreamBench:
             Reading("stream_throughput", served.throughput, "token/s"),
             Reading("predicted_throughput", mean, "token/s"),
             Reading("prediction_standard_error", error, "token/s"),
-            Reading("predictions", len(predicted), "windows", "count"),
             Reading("prediction_over_stream", mean / served.throughput, "ratio"),
-            Reading("stream_wall_time", served.seconds, "s"),
             Reading("stream_mean_batch_size", statistics.fmean(step.live for step in served.steps), "requests"),
-            Reading("stream_requests", len(served.jobs), "requests", "count"),
-            Reading("stream_steps", len(served.steps), "steps", "count"),
         ]
 
     def _draw_once(self, workload: str, admission: str, steps: int) -> Drawn:
@@ -144,38 +140,22 @@ def window_readings(steps: Sequence[Step], window: Window, timeline: Timeline) -
 
     `throughput`: the stream's tokens per step over the window's seconds per step.
     """
-    stream, seconds = timeline.means, window.mean([step.seconds for step in steps])
+    stream, milliseconds = timeline.means, [1e3 * step.seconds for step in steps]
+    seconds = window.mean(milliseconds) / 1e3
     new, total = sum(timeline.outputs), sum(timeline.outputs) + sum(timeline.prompts)
     simulated: dict[str, Any] = {"kind": "simulated"}
     return [
         Reading("throughput", stream["tokens"] / seconds, "token/s"),
         Reading("new_token_throughput", new / timeline.steps / seconds, "token/s"),
-        *_step_latency(steps, window),
+        Reading("step_latency", window.mean(milliseconds), "ms"),
+        *(reading for reading in sampled("step_latency", milliseconds, "ms") if reading.statistic != "median"),
         Reading("mean_batch_size", window.mean([step.live for step in steps]), "requests"),
         Reading("tokens_per_step", window.mean([step.tokens for step in steps]), "tokens"),
         Reading("stream_tokens_per_step", stream["tokens"], "tokens", **simulated),
         Reading("mean_context", window.means["context"] / window.means["rows"], "tokens"),
-        Reading("stream_mean_context", stream["context"] / stream["rows"], "tokens", **simulated),
-        Reading("idle_share", 1 - new / timeline.steps / stream["rows"], "ratio", **simulated),
-        Reading("prompt_tokens_per_step", window.means["prompts"], "tokens"),
-        Reading("stream_prompt_tokens_per_step", stream["prompts"], "tokens", **simulated),
-        Reading("wall_time", sum(step.seconds for step in steps), "s"),
         Reading("window_steps", len(steps), "steps", "count"),
-        Reading("window_prefill_steps", sum(step.prompt_rows > 0 for step in steps), "steps", "count"),
         Reading("requests", len(timeline.prompts), "requests", "count", **simulated),
         Reading("total_tokens", total, "tokens", "count", **simulated),
         Reading("new_tokens", new, "tokens", "count", **simulated),
         Reading("steps", timeline.steps, "steps", "count", **simulated),
     ]
-
-
-def _step_latency(steps: Sequence[Step], window: Window) -> list[Reading]:
-    """Return the weighted mean under the metric's name, and quantiles over the steps."""
-    name, milliseconds = "step_latency", [1e3 * step.seconds for step in steps]
-    readings = [
-        Reading(name, window.mean(milliseconds), "ms"),
-        *(reading for reading in sampled(name, milliseconds, "ms") if reading.statistic != "median"),
-        Reading(f"median_{name}", statistics.median(milliseconds), "ms"),
-    ]
-    model = [1e3 * step.model_seconds for step in steps if step.model_seconds is not None]
-    return [*readings, Reading(f"model_{name}", window.mean(model), "ms")] if model else readings

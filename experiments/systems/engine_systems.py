@@ -29,11 +29,9 @@ MOST_ADAPTERS = 1 << 20  # in host memory, where copies share their tensors
 
 
 def timed_step(engine: Engine, clock: Callable[[], float] = time.perf_counter) -> tuple[Step, StepOutput]:
-    """Take the engine's next step."""
     start, output, end = clock(), engine.step(), clock()
-    done, waiting = output.statistics, len(engine.scheduler.waiting)
-    live = done.batch_size - done.num_idle
-    return Step(start, end, live, done.num_prefill_tokens, waiting, done.model_s), output
+    done = output.statistics
+    return Step(start, end, done.batch_size - done.num_idle, done.num_prefill_tokens), output
 
 
 class EngineSystem(ServingSystem):
@@ -58,7 +56,6 @@ class EngineSystem(ServingSystem):
         return config.lora_config(self.world.rank, max_cpu_loras=MOST_ADAPTERS, fully_sharded_loras=self.fully_sharded)
 
     def request(self, job: Job) -> Request:
-        """Build a new request for `job`."""
         adapter = LoRARequest(f"adapter-{job.adapter_id}", job.adapter_id, "registered in memory")
         return Request(f"request-{next(self.names)}", job.prompt, job.new_tokens, adapter)
 
@@ -132,7 +129,6 @@ class EngineSystem(ServingSystem):
             raise CheckFailed(f"{self.facts.name} captured a CUDA graph while it was timed")
 
     def _graphs(self) -> int:
-        """Graphs that are captured, or found no memory."""
         graphs = self.engine.runner.graphs
         return 0 if graphs is None else graphs.statistics.graphs + graphs.statistics.refused
 

@@ -108,11 +108,10 @@ WAYS = {
 
 
 class Timed(NamedTuple):
-    """Seconds of every timed step; launches of one (None on a CPU); whether the product was ours, or torch's."""
+    """Seconds of every timed step; launches of one (None on a CPU)."""
 
     steps: list[float]
     launches: Launches | None
-    ours: bool
 
 
 class HfBench:
@@ -135,7 +134,7 @@ class HfBench:
                 decoding = backend.decoding(batch * [context * [1]], steps + 1, rows, done=1, graphs=way.graphs)
                 seconds = timing.time_side_by_side({"": [decoding.step]}, protocol)[""]
                 launches = launches_of(decoding.step) if on_gpu else None
-            timed.append(Timed(seconds, launches, kind is SameProduct))
+            timed.append(Timed(seconds, launches))
         return min(timed, key=lambda one: median(one.steps))
 
     def _check(self, name: str, way: Way) -> None:

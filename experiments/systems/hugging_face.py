@@ -43,7 +43,6 @@ class SameProduct(nn.Linear):
     """A linear layer with the matrix product of our engine's layers (`punica.parallel.matmul`)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `x [..., in]` to `[..., out]`."""
         rows = linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
         return rows.view(*x.shape[:-1], -1)
 
@@ -119,7 +118,6 @@ class Decoding:
         return output.logits[:, -1]
 
     def take(self, tokens: Tensor) -> None:
-        """Continue with `tokens` `[batch]`, generated or forced."""
         self._ids = tokens[:, None]
         self._done += 1
 
@@ -175,7 +173,6 @@ class GraphDecoding(Decoding):
         self._token.fill_(PADDING)
 
     def _length(self, seen: int) -> int:
-        """Places that the graph reads of which `seen` are filled."""
         return min(-(-seen // BLOCK) * BLOCK, self._mask.shape[1])
 
     def _step_of(self, length: int) -> Callable[[], Tensor]:
@@ -226,7 +223,6 @@ class PeftBackend:
             self._find_faster_products()
 
     def load(self, name: str, adapter_id: int) -> None:
-        """Give the PEFT adapter `name` the weights of `adapter_id`."""
         wanted = self.weights.adapter_set(adapter_id)
         if self._held.get(name) == wanted:
             return
@@ -297,7 +293,6 @@ class PeftBackend:
 
     @contextmanager
     def product(self, kind: type[nn.Linear]) -> Iterator[None]:
-        """Use one product for all batches."""
         before, self._faster = self._faster, dict.fromkeys((ALONE, FULL, MIXED), kind)
         try:
             yield
@@ -311,7 +306,6 @@ class PeftBackend:
         return self.model(input_ids=ids, use_cache=False, logits_to_keep=len(tokens)).logits[0].float().cpu()
 
     def _add_places(self, count: int) -> None:
-        """Make PEFT adapters for `count` places, new ones without weights."""
         fresh = [f"place{index}" for index in range(len(self._names), count)]
         with warnings.catch_warnings():
             # PEFT reads an attribute that Transformers is renaming; it concerns training only

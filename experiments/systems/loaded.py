@@ -5,13 +5,11 @@ that arrive within some seconds after a warm-up (`Span`); arrivals continue unti
 One that is unfinished then counts with the time that it has waited.
 """
 
-import ctypes
 import gc
 import itertools
-import mmap
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -67,7 +65,6 @@ class Loaded(EngineSystem):
         """Capture nothing: all graphs are there."""
 
     def place_of(self, request: Request) -> str:
-        """Return the place of a request's adapter: `SLOT`, `MEMORY` or `DISK`."""
         manager = self.engine.manager
         if manager is None or manager.is_active(request.adapter_id):
             return SLOT
@@ -77,16 +74,12 @@ class Loaded(EngineSystem):
 class FromFolders(Loaded):
     """`Loaded` with adapters in PEFT folders below `root`, `in_memory` of which host memory holds: at first the most
     popular ones, of the lowest ids.
-
-    `cached`: share of the folders' bytes in the system's page cache when the system was last loaded, after it was told
-    to forget them.
     """
 
     def __init__(
         self, world: World, name: str, slots: int | None, in_memory: int, root: Path, folders: int = FOLDERS
     ) -> None:
         super().__init__(world, name, slots, in_memory)
-        self.cached = 1.0
         self._read: dict[str, LoRAModel] = {}
         self._folders = [root / str(index) for index in range(min(folders, world.sets))]
         for index, folder in enumerate(self._folders):
@@ -97,7 +90,10 @@ class FromFolders(Loaded):
                 )  # fmt: skip
 
     def register(self, adapter_ids: Collection[int]) -> None:
-        """Put the first, most popular ones into host memory, as after a long time; copies share their tensors."""
+        """Put the first, most popular ones into host memory, as after a long time; copies share their tensors.
+
+        The system's page cache forgets the folders.
+        """
         manager = self.engine.manager
         if manager is None:
             return
@@ -109,7 +105,10 @@ class FromFolders(Loaded):
                 self._read[adapter.lora_path] = manager.list_adapters()[adapter_id]
                 manager.remove_adapter(adapter_id)
             manager.restore_adapter(self._read[adapter.lora_path].clone(adapter_id), adapter)
-        self.cached = forget(self._folders)
+        for file in (file for folder in self._folders for file in folder.iterdir()):
+            with file.open("rb") as opened:  # read from the drive next time
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def request(self, job: Job) -> Request:
         return Request(f"request-{next(self.names)}", job.prompt, job.new_tokens, self._adapter(job.adapter_id))
@@ -117,27 +116,6 @@ class FromFolders(Loaded):
     def _adapter(self, adapter_id: int) -> LoRARequest:
         folder = self._folders[self.world.adapter_set(adapter_id) % len(self._folders)]
         return LoRARequest(f"adapter-{adapter_id}", adapter_id, str(folder))
-
-
-def forget(folders: Iterable[Path]) -> float:
-    """Write the files of `folders` to their drive and ask the system to forget its copies in memory; return the share
-    that it keeps: 1 on a file system that has its files there. OSError where the system does not tell.
-    """
-    libc, kept, pages = ctypes.CDLL(None, use_errno=True), 0, 0
-    for file in (file for folder in folders for file in sorted(folder.iterdir()) if file.stat().st_size):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            with mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE) as mapped:
-                start = ctypes.c_char.from_buffer(mapped)
-                known = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
-                place, size = ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped))
-                failed = libc.mincore(place, size, known)
-                del start  # a mapping in use cannot be closed
-        if failed:
-            raise OSError(ctypes.get_errno(), f"mincore of {file}: {os.strerror(ctypes.get_errno())}")
-        kept, pages = kept + sum(page & 1 for page in known), pages + len(known)
-    return kept / pages
 
 
 def begin_steadily(system: Loaded, jobs: Sequence[Job]) -> int:

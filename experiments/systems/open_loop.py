@@ -42,7 +42,7 @@ class Traced:
 
     `place`: of its adapter at arrival; `at_join`: the farthest place once the request was among the `NEAR` next ones,
     or when it joined from behind those. `before`: steps that had begun at arrival. `step`: the one that gave its first
-    token, `joined` its beginning. `first`, `last`: delivery of first and last token; `gaps`: between tokens.
+    token. `first`, `last`: delivery of first and last token; `gaps`: between tokens.
     """
 
     at: float
@@ -51,7 +51,6 @@ class Traced:
     before: int
     at_join: str | None = None
     step: int | None = None
-    joined: float | None = None
     first: float | None = None
     last: float | None = None
     tokens: int = 0
@@ -61,7 +60,7 @@ class Traced:
     def note_token(self, step: Step, number: int) -> None:
         """Note a token of the step of this number."""
         if self.last is None:
-            self.joined, self.first, self.step = step.start, step.end, number
+            self.first, self.step = step.end, number
         else:
             self.gaps.append(step.end - self.last)
         self.tokens, self.last = self.tokens + 1, step.end
@@ -182,7 +181,6 @@ def user_readings(users: Sequence[Traced], trace: Trace) -> list[Reading]:
         *tail("time_per_output_token", [fmean(user.gaps) for user in users if user.gaps], MS, "ms"),
         *tail("inter_token_latency", [gap for user in users for gap in user.gaps], MS, "ms"),
         *tail("request_latency", waits(user.last if user.ended else None for user in users), MS, "ms"),
-        *tail("queue_time", waits(user.joined for user in users), MS, "ms"),
         *tail("steps_to_first_token", steps, 1.0, "steps"),
         *(Reading(name, count, "requests", "count") for name, count in counts.items()),
     ]
@@ -208,7 +206,6 @@ def step_readings(trace: Trace, span: Span) -> list[Reading]:
         Reading("throughput", sum(step.tokens for step in steps) / span.seconds, "token/s"),
         Reading("busy", min(1.0, sum(step.seconds for step in steps) / span.seconds), "share"),
         Reading("mean_batch_size", fmean(step.live for step in steps), "requests"),
-        Reading("waiting_at_end", steps[-1].waiting, "requests", "count"),
         Reading("steps", len(steps), "steps", "count"),
     ]
     for name, has_prompt in (("decode_step", False), ("prefill_step", True)):

@@ -59,7 +59,6 @@ class RankWorld(World):
             return exported(random_llama(self.model, self.device))
 
     def reference(self, job: Job, tokens: Sequence[int], lora: bool) -> torch.Tensor:
-        """Return the reference's logits on all ranks."""
         shared = [super().reference(job, tokens, lora) if get_tensor_model_parallel_rank() == 0 else None]
         dist.broadcast_object_list(shared, src=0, device=torch.device("cpu"))
         return cast(torch.Tensor, shared[0])
@@ -77,14 +76,15 @@ class RankBench(StreamBench):
         super().__init__(world, stream, check, checked_on=checked_on)
 
     def measure(self, system: str, workload: str, draw: int) -> list[Reading]:
-        """Time one draw; with the share of collectives in its first piece, and memory of this rank."""
+        """Time one draw; with the share of collectives in its first piece, and memory of this rank's slots."""
         server = self.system(system)
         if not isinstance(server, EngineSystem):
             raise TypeError(f"{system} does not run on ranks: choose a system on our engine")
-        readings = super().measure(system, workload, draw)
-        return [*readings, *self._collectives(server, workload, draw), *_memory(server)]
+        readings = [*super().measure(system, workload, draw), self._collectives(server, workload, draw)]
+        memory = [Reading("adapter_memory", server.engine.memory.adapter_slots, "byte")] if server.facts.lora else []
+        return readings + memory
 
-    def _collectives(self, system: EngineSystem, workload: str, draw: int) -> list[Reading]:
+    def _collectives(self, system: EngineSystem, workload: str, draw: int) -> Reading:
         """Run the first steps of a piece again and time their collectives, in which ranks also wait."""
         timeline, windows = self.drawn(system.facts.name, workload)
         start, count = windows[draw].starts[0], min(windows[draw].length, WATCHED_STEPS)
@@ -97,10 +97,7 @@ class RankBench(StreamBench):
             seconds[:] = [step.seconds for step in steps]
 
         spent = (_on_cpu if self.world.device == "cpu" else _on_gpu)(run)
-        return [
-            Reading("collective_latency", 1e3 * spent / len(seconds), "ms"),
-            Reading("collective_share", spent / sum(seconds), "ratio"),
-        ]
+        return Reading("collective_share", spent / sum(seconds), "ratio")
 
 
 def _on_cpu(work: Callable[[], None]) -> float:
@@ -127,19 +124,6 @@ def _on_cpu(work: Callable[[], None]) -> float:
 def _on_gpu(work: Callable[[], None]) -> float:
     """Profile NCCL's kernels, inside of graphs too; seconds."""
     return sum(kernel.end - kernel.start for kernel in watched_kernels(work) if kernel.name.startswith("nccl"))
-
-
-def _memory(system: EngineSystem) -> list[Reading]:
-    """Memory of this rank: weights, KV cache, adapter slots, graphs."""
-    memory, graphs = system.engine.memory, system.engine.runner.graphs
-    readings = [Reading("weight_memory", memory.weights, "byte"), Reading("kv_memory", memory.kv_cache, "byte")]
-    if system.facts.lora:
-        readings.append(Reading("adapter_memory", memory.adapter_slots, "byte"))
-    if graphs is not None:
-        readings.append(Reading("graphs", graphs.statistics.graphs, "graphs", "count"))
-        readings.append(Reading("graph_memory", graphs.statistics.bytes, "byte"))
-        readings.append(Reading("capture_time", graphs.statistics.seconds, "s"))
-    return readings
 
 
 _KEPT, _WORKER = ExitStack(), list[Any]()
@@ -229,4 +213,4 @@ def _over_ranks(first: Reading, ranks: list[list[Reading]]) -> float:
     values = [reading.value for readings in ranks for reading in readings if reading.metric == first.metric]
     if first.unit == "byte":
         return max(values)
-    return fmean(values) if first.metric.startswith("collective_") else first.value
+    return fmean(values) if first.metric == "collective_share" else first.value

@@ -17,16 +17,12 @@ WARM_STEPS = 1
 
 
 class Step(NamedTuple):
-    """One model invocation, by a clock: requests that got a token, rows of prompts, requests that wait; seconds of the
-    model alone, where the system tells them.
-    """
+    """One model invocation, by a clock: requests that got a token, and rows of prompts."""
 
     start: float
     end: float
     live: int
     prompt_rows: int
-    waiting: int = 0
-    model_seconds: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -34,7 +30,6 @@ class Step(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of prompts and new ones."""
         return self.live + self.prompt_rows
 
 
@@ -88,5 +83,4 @@ def class_of(name: str) -> type[ServingSystem]:
 
 
 def built(name: str, world: World) -> ServingSystem:
-    """Build the system called `name` on `world`."""
     return class_of(name)(world, SYSTEMS.get(name))

@@ -99,7 +99,6 @@ class Timeline:
         return other
 
     def at(self, step: int) -> Stretch:
-        """Return the stretch of one step that begins at `step`."""
         if not 0 <= step < self.steps:
             raise ValueError(f"step must be in [0, {self.steps}), got {step}")
         whole = self.stretches[bisect_right(self._starts, step) - 1]
@@ -120,7 +119,6 @@ class Timeline:
 
     @cached_property
     def means(self) -> dict[str, float]:
-        """`FEATURES` per step, over the whole stream."""
         return dict(zip(FEATURES, self.features().mean(axis=0).tolist(), strict=True))
 
     def _grown(self, members: Sequence[tuple[int, int]], steps: int) -> tuple[tuple[int, int], ...]:

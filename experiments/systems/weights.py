@@ -63,7 +63,6 @@ class Weights:
 
     @property
     def config(self) -> LlamaConfig:
-        """A new Hugging Face config of the backbone."""
         return llama_config(self.model)
 
     def backbone(self) -> LlamaForCausalLM:
@@ -76,7 +75,6 @@ class Weights:
         return exported(self._backbone)
 
     def adapter_set(self, adapter_id: int) -> int:
-        """Return the number of this adapter's weight set."""
         return (adapter_id - 1) % self.sets
 
     def adapter_tensors(self, adapter_id: int) -> dict[str, torch.Tensor]:

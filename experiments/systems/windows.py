@@ -46,7 +46,6 @@ class Window:
         return len(self.starts) * self.length
 
     def mean(self, values: Sequence[float]) -> float:
-        """Return the weighted mean of `values` of the window's steps, in order."""
         return sum(weight * value for weight, value in zip(self.weights, values, strict=True))
 
 
@@ -115,7 +114,6 @@ class _Stream:
 
 
 def _window(features: NDArray[np.float64], starts: tuple[int, ...], length: int) -> Window:
-    """Build the draw of pieces from `starts`, its steps weighted."""
     steps = np.concatenate([features[start : start + length] for start in starts])
     share, begins = features[:, _PREFILLS].mean(), steps[:, _PREFILLS] > 0
     weights = np.where(begins, share / max(begins.sum(), 1), (1 - share) / max((~begins).sum(), 1))

@@ -83,10 +83,10 @@ def test_launches_are_counted_and_the_device_is_busy_once():
 
 def test_a_gpu_says_how_much_of_a_step_is_launches(tmp_path, monkeypatch):
     cfg = settle(composed(tmp_path, "engine.max_batch_size=2", name=NAME), EXPERIMENT)
-    timed = Timed([0.010, 0.012, 0.014], Launches(900, 950, 0.004), ours=False)
+    timed = Timed([0.010, 0.012, 0.014], Launches(900, 950, 0.004))
     monkeypatch.setattr(HfBench, "measure", lambda *_: timed)
     monkeypatch.setattr("experiments.benches.step_parts.seconds_per_launch", lambda: 2e-6)
     assert values(EXPERIMENT.measure(cfg, EXPERIMENT.points(cfg)[0])) == pytest.approx({
         "step_latency": 12.0, "launches_per_step": 900, "kernels_per_step": 950, "device_time": 4.0, "launch_time": 2.0,
-        "device_share": 4 / 12, "launch_share": 1.8 / 12, "own_product": 0.0,
+        "device_share": 4 / 12, "launch_share": 1.8 / 12,
     })  # fmt: skip

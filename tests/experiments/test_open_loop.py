@@ -1,10 +1,7 @@
 """Engines that are loaded by the clock: on a clock on which every step takes a second, all of it can be foretold."""
 
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -13,9 +10,9 @@ from tiny import TINY, tiny_world, values
 
 from experiments.facts.systems import ENGINE, entries, without_lora
 from experiments.harness import CheckFailed
-from experiments.harness.schema import REPOSITORY, DType
+from experiments.harness.schema import DType
 from experiments.systems import loaded
-from experiments.systems.loaded import FromFolders, Loaded, begin_steadily, capacity_of, check_system, forget, load
+from experiments.systems.loaded import FromFolders, Loaded, begin_steadily, capacity_of, check_system, load
 from experiments.systems.open_loop import (
     DISK,
     MEMORY,
@@ -92,9 +89,9 @@ def test_requests_join_when_their_time_has_passed_and_what_users_see(systems, mo
     jobs = [Job(PROMPT, 3, 1), Job(PROMPT, 2, 2), Job(PROMPT, 1, 1)]
     trace = run(systems["punica"], monkeypatch, jobs, [0.0, 0.5, 10.0])
     first, second, third = trace.requests
-    assert (first.joined, first.first, first.last, first.tokens) == (0, 1, 3, 3)
-    assert (second.joined, second.first, second.last) == (1, 2, 3), "it came during the first step"
-    assert (third.joined, third.first, third.last) == (10, 11, 11)
+    assert (first.first, first.last, first.tokens) == (1, 3, 3)
+    assert (second.first, second.last) == (2, 3), "it came during the first step"
+    assert (third.first, third.last) == (11, 11)
     assert [request.place for request in trace.requests] == [MEMORY, MEMORY, SLOT]
     assert [(step.live, step.prompt_rows) for step in trace.steps] == [(1, 3), (2, 3), (2, 0), (1, 3)]
     span = Span(0.25, 10.0, 0.0)
@@ -106,7 +103,6 @@ def test_requests_join_when_their_time_has_passed_and_what_users_see(systems, mo
     assert found["time_to_first_token_max"] == pytest.approx(1500)
     assert (found["time_per_output_token"], found["steps_to_first_token"]) == (1000, 1)
     assert found["request_latency"] == pytest.approx(1000 * (2.5 + 1.0) / 2)
-    assert found["queue_time"] == pytest.approx(250)
     assert found["throughput"] == pytest.approx((1 + 3 + 2 + 3 + 2) / 10.0)  # the fourth step ends too late
     assert (found["decode_step"], found["prefill_step"]) == (1000, 1000)
     assert found["busy"] == pytest.approx(0.3)
@@ -152,7 +148,7 @@ def test_arrivals_go_on_until_the_measured_ones_are_done(systems, monkeypatch) -
     assert 8 < len(trace.requests) < 20, "and no longer"
 
 
-DONE = Traced(0.0, 2, SLOT, 0, step=0, joined=0.0, first=1.0, last=2.0, tokens=2, ended=1)
+DONE = Traced(0.0, 2, SLOT, 0, step=0, first=1.0, last=2.0, tokens=2, ended=1)
 WAITS = Traced(0.0, 2, SLOT, 0)
 ALL = Span(0.0, 1.0, 1.0)
 
@@ -252,25 +248,6 @@ def test_adapters_that_host_memory_has_no_room_for_are_read_again(world, tmp_pat
     assert [request.tokens for request in trace.requests] == [3] * 18
     assert len(system.engine.manager) == 5
     check_system(system, jobs, 8, 4)
-
-
-@pytest.fixture
-def on_a_drive() -> Iterator[Path]:
-    """A folder that is not in memory."""
-    with TemporaryDirectory(dir=REPOSITORY) as folder:
-        yield Path(folder)
-
-
-def test_adapters_on_disk_are_forgotten_by_the_page_cache(world, on_a_drive: Path) -> None:
-    folder = on_a_drive / "a"
-    folder.mkdir()
-    (folder / "weights").write_bytes(weights := os.urandom(1 << 20))
-    assert forget([folder]) < 0.1
-    assert (folder / "weights").read_bytes() == weights
-    system = FromFolders(world, "punica", slots=None, in_memory=4, root=on_a_drive, folders=world.sets)
-    assert system.cached == 1.0
-    system.register(range(1, 9))
-    assert system.cached < 0.1
 
 
 def test_a_world_draws_as_many_sets_as_it_is_asked_for_and_keeps_a_batch_of_them(world) -> None:

@@ -207,33 +207,24 @@ def test_a_slow_load_is_seen_in_every_number_that_it_should_be_in(tmp_path, benc
     assert max(beside.step_alone) < 3600
 
 
-def readings(panel, system, found, size):
-    rows = sec52_adapter_loading._readings(panel, system, found, size)
+def readings(panel, found, size):
+    rows = sec52_adapter_loading._readings(panel, found, size)
     return {row.metric: (row.value, row.unit) for row in rows if row.statistic in ("median", "value")}
 
 
 def test_the_stall_is_the_difference_of_neighbouring_steps():
     found = Measured([0.002] * 3, [0.001] * 3, [], step=[0.011, 0.031, 0.052], step_alone=[0.010, 0.030, 0.050])
-    values = readings("overlap", "punica", found, 100)
+    values = readings("overlap", found, 100)
     wanted = {"load_time": 2, "host_time": 1, "stall": 1, "step_latency": 31, "step_latency_alone": 30}
     assert values == {name: (pytest.approx(ms), "ms") for name, ms in wanted.items()} | {"bytes": (100, "byte")}
 
 
 @pytest.mark.parametrize(("panel", "time", "unit"), [("layer", 50.0, "us"), ("model", 0.05, "ms")])
 def test_bandwidth_is_bytes_over_the_time_until_the_adapter_is_there(panel, time, unit):
-    values = readings(panel, "punica", Measured([5e-5] * 2, [1e-5] * 2, [4e-5] * 2), 2_498_560)
+    values = readings(panel, Measured([5e-5] * 2, [1e-5] * 2, [4e-5] * 2), 2_498_560)
     assert values["load_time"] == (pytest.approx(time), unit)
     assert values["device_time"] == (pytest.approx(0.8 * time), unit)
     assert values["bandwidth"] == (pytest.approx(49.9712), "GB/s")
-
-
-def test_the_link_of_a_gpu_says_its_generation_where_it_is_known(monkeypatch):
-    answer = {"pcie.link.gen.max": "5", "pcie.link.width.max": "[N/A]"}
-    monkeypatch.setattr(sec52_adapter_loading.environment, "gpu_query", lambda *_: [answer])
-    for system, device, known in (("link", [1.0], True), ("punica", [1.0], False), ("link", [], False)):
-        values = readings("model", system, Measured([1.0], [1.0], device), 1)
-        assert values.get("pcie_gen") == ((5, "generation") if known else None)
-        assert "pcie_width" not in values
 
 
 @pytest.mark.slow

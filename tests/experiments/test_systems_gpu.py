@@ -33,7 +33,7 @@ def test_every_system_is_checked_and_timed_with_its_graphs_captured_before(bench
     for draw in range(2):
         found = values(bench.measure(name, workload, draw))
         assert found["tokens_per_step"] == pytest.approx(found["stream_tokens_per_step"], rel=0.03)
-        assert found["median_step_latency"] > 0
+        assert found["throughput"] > 0
         assert found["token_agreement"] >= 0.9
         assert found["logit_error"] < 0.02
     system = bench.system(name)
@@ -56,7 +56,6 @@ def test_a_whole_stream_is_served_without_capturing_in_between(bench, monkeypatc
     monkeypatch.setattr("experiments.systems.bench.WHOLE_DRAWS", STREAM.draws)
     found = values(bench.whole("punica", "Distinct"))
     assert found["stream_throughput"] > 0
-    assert found["stream_requests"] == 16
 
 
 def test_peft_computes_with_the_adapters_where_they_are(bench):

@@ -310,14 +310,12 @@ def test_steps_are_those_of_the_replay_where_adapters_are_read_beside_them(world
 
 def test_readings_of_a_window_are_the_streams_at_its_speed(bench):
     readings = bench.measure("punica", "Skewed", 1)
-    mean, low, high, count = (one.value for one in readings if one.metric == "step_latency")
+    mean, *_, count = (one.value for one in readings if one.metric == "step_latency")
     found = values(readings)
     stream = found["total_tokens"] / found["steps"]
     assert found["stream_tokens_per_step"] == pytest.approx(stream)
     assert found["throughput"] == pytest.approx(1e3 * stream / mean)
-    assert low <= found["median_step_latency"] <= high
     assert (found["window_steps"], count, found["token_agreement"]) == (12, 12, 1)
-    assert 0 < found["model_step_latency"] < mean
     assert 0 < found["mean_batch_size"] <= 4
 
 
@@ -358,6 +356,5 @@ def test_windows_predict_a_whole_stream_on_a_clock(name, world, monkeypatch):
     draws = bench_module.WHOLE_DRAWS
     stream = StreamConf("released", 24, 96, draws=draws, pieces=4, steps=6, slow_steps=6)
     found = values(StreamBench(world, stream, (2, 3)).whole(name, "Distinct"))
-    assert found["predictions"] == draws
     assert found["prediction_over_stream"] == pytest.approx(1, rel=0.03)
     assert found["prediction_standard_error"] > 0  # windows, not the stream itself
