@@ -6,17 +6,15 @@ kernels, whose grid has a place for each slot, take at least as long as the base
 
     punica_many, punica    this engine; as many prompts per step as fit, as in vLLM, or the paper's one
     punica_server          `punica.serve` of the latter, over HTTP; needs the extra `serve`
-    vllm_as_shipped        vLLM with LoRA enabled, all else as it comes
-    vllm, vllm_server      and `specialize_active_lora`, and LoRA at the seven projections only; and over HTTP
+    vllm_as_shipped        vLLM with LoRA enabled, all else as it comes, but without its prefix cache
+    vllm                   and `specialize_active_lora`, and LoRA at the seven projections only
     vllm_dual_stream       and its second stream: `VLLM_LORA_ENABLE_DUAL_STREAM`
     figure.url=http://...  any server with OpenAI's API and adapters by model name, and no other system. An API key is
                            the environment's SERVER_API_KEY, and is in no row
 
-Each system is a process of its own: ours of this interpreter, vLLM's of `figure.vllm_python`, with VLLM_* of the shell
-and no prefix cache; without it ours are measured alone. All get one checkpoint of random weights, one set of PEFT
-folders, each with weights of its own, and the same greedy requests to their whole length.
-
-Panels, in turns for each popularity; the first three also without adapters:
+Each system is a process of its own: ours of this interpreter, vLLM's of `figure.vllm_python`, with VLLM_* of the shell.
+All get one checkpoint of random weights, PEFT folders with weights of their own, and the same greedy requests to their
+whole length. Panels, in turns for each popularity; the first three also without adapters:
 
     decode          of engines: `step_latency` of a full batch with `seq_len` cached tokens on average: two numbers of
                     new tokens (`new_tokens`) of the same requests, subtracted
@@ -29,10 +27,9 @@ Panels, in turns for each popularity; the first three also without adapters:
                     of tokens before the first difference; `first_token_reference`: as our engine has. `start`: from
                     checkpoint to engine. With too few equal first tokens a system has no rows
 
-Loads count times from the due time of a request, tokens by the usage at the end of a stream, shared out over its
-pieces, and errors by kind (`errors_http_429`, `errors_wrong_token_count`); of an answer with an error no token counts,
-and it is not sent again. `ended_early`: right answers of fewer tokens, where no field forbids that.
-`client_is_bottleneck`: 1 where this client's event loop was late by 5 ms and a tenth of the time to first token.
+Loads count times from the due time of a request, tokens by the usage at the end of a stream, and errors by kind
+(`errors_http_429`), whose tokens do not count. `ended_early`: right answers of fewer tokens, where no field forbids
+that. `client_is_bottleneck`: 1 where this client's event loop was late by 5 ms and a tenth of the time to first token.
 
 Column `hardware` is this machine. Work of a server here is other work to the witnesses of `harness.passes`, which mark
 its rows; `scale.tries=0` saves the repeats. Cost: at scale=gpu with Llama-2 7B on an H200, expected: three minutes per
@@ -97,6 +94,11 @@ class ServersConf(FigureConf):
     check_prompt: Count
     sizes: dict[str, Any]  # what depends on the scale
 
+    @property
+    def span(self) -> Span:
+        """The seconds of a load."""
+        return Span(self.before, self.seconds, self.after)
+
     def loads(self) -> dict[str, float]:
         """Return the loads by panel: requests in flight (int), and per second (float)."""
         if LOAD not in self.parts:
@@ -129,7 +131,7 @@ class Servers(Experiment):
         if figure.url:
             server = _url(cfg).server
             settings = {"server": asdict(server), "stream": asdict(_stream(cfg, NONE, ())),
-                        "load": [*astuple(_span(figure)), figure.fields]}  # fmt: skip
+                        "load": [*astuple(figure.span), figure.fields]}  # fmt: skip
             return [
                 Point(panel, server.label, workload, server.base, settings=settings) for panel, workload, _ in loads
             ]
@@ -238,10 +240,6 @@ def _url(cfg: Config) -> Served:
     return Served(server, key, figure.fields)
 
 
-def _span(figure: ServersConf) -> Span:
-    return Span(figure.before, figure.seconds, figure.after)
-
-
 def _stream(cfg: Config, workload: str, adapters: Sequence[str], repeat: int = 0) -> Stream:
     figure, seed = cast(ServersConf, cfg.figure), cfg.adapters.seed + repeat
     words = figure.prompts == "text"
@@ -252,7 +250,7 @@ def _settings(cfg: Config, system: str) -> dict[str, Any]:
     """Return what decides the numbers of `system`."""
     figure, about = cast(ServersConf, cfg.figure), SYSTEMS[system]
     engine = [vllm_version(figure.vllm_python) if about.engine == VLLM else "", about.described()]
-    load = {"load": list(astuple(_span(figure)))} if about.is_server else {}
+    load = {"load": list(astuple(figure.span))} if about.is_server else {}
     sizes = figure.sizes_of_work()
     return {"model": model_settings(cfg.model), "sizes": sizes, "engine": engine, "seed": cfg.adapters.seed, **load}
 
@@ -262,7 +260,7 @@ def _loads(cfg: Config, points: Sequence[Point], adapters: Sequence[str]) -> dic
     figure = cast(ServersConf, cfg.figure)
     loads, points = figure.loads(), [point for point in points if point.panel in figure.loads()]
     streams = {point.workload: _stream(cfg, point.workload, adapters, point.repeat) for point in points}
-    return {"streams": streams, "loads": {point.panel: loads[point.panel] for point in points}, "span": _span(figure)}
+    return {"streams": streams, "loads": {point.panel: loads[point.panel] for point in points}, "span": figure.span}
 
 
 def _parts(cfg: Config, points: Sequence[Point], bench: Bench) -> list[tuple[str, dict[str, Any]]]:

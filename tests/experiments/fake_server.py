@@ -22,11 +22,12 @@ class FakeServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, models: list[dict[str, Any]]) -> None:
+    def __init__(self, *adapters: str) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.models, self.refuses, self.key, self.pause = models, set[str](), "", 0.2
+        self.models = [{"id": name, "owned_by": "fake", "parent": "base"} for name in adapters]
+        self.models.insert(0, {"id": "base", "owned_by": "fake"})
+        self.refuses, self.key, self.pause, self.lock = set[str](), "", 0.2, threading.Lock()
         self.bodies, self.under_way, self.most = list[dict[str, Any]](), 0, 0
-        self.lock = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -63,62 +64,46 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    def is_open(self) -> bool:
-        if self.server.key and self.headers.get("Authorization") != f"Bearer {self.server.key}":
-            self.answer(401, {"error": {"message": "no key"}})
-            return False
-        return True
+    def is_refused(self) -> bool:
+        return bool(self.server.key) and self.headers.get("Authorization") != f"Bearer {self.server.key}"
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
-            if self.is_open():
-                self.answer(200, {"data": self.server.models})
-        elif self.path == "/version":
-            self.answer(200, {"version": "1.2"})
-        else:
-            self.answer(404, {})
+        found = {"/v1/models": {"data": self.server.models}, "/version": {"version": "1.2"}}.get(self.path)
+        status = 404 if found is None else 401 if self.is_refused() else 200
+        self.answer(status, found if status == 200 else {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.counted(body):
-            if not self.is_open():
-                return
-            if refused := self.server.refuses & body.keys():
-                return self.answer(400, {"error": {"message": f"unknown {refused}"}})
-            if body["model"].startswith("http-"):
-                return self.answer(int(body["model"].removeprefix("http-")), {"error": {"message": "no"}})
-            self.stream(body)
-        if body["model"] != "cut":
-            self.end(body["model"])
-
-    def stream(self, body: dict[str, Any]) -> None:
         model, wanted = body["model"], body["max_tokens"]
+        with self.server.counted(body):
+            if self.is_refused() or self.server.refuses & body.keys() or model.startswith("http-"):
+                status = 401 if self.is_refused() else int(model.removeprefix("http-")) if "http-" in model else 400
+                return self.answer(status, {"error": {"message": "no"}})
+            self.stream(model, {"short": 1, "long": wanted + 1}.get(model, wanted), len(body["prompt"]))
+        if model == "cut":
+            self.close_connection = True
+            return None
+        if model != "endless":
+            self.send("data: [DONE]\n\n")
+        self.wfile.write(b"0\r\n\r\n")
+        return None
+
+    def stream(self, model: str, tokens: int, prompt: int) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         if model == "slow":
             time.sleep(self.server.pause)
-        tokens = {"short": 1, "long": wanted + 1}.get(model, wanted)
-        for place in range(tokens):
+        for place in range(1 if model in ("cut", "error") else tokens):
             self.event({"choices": [{"text": f" {place}"}]})
-            if model == "cut" or (model == "error" and place == 0):
-                break
-        if model == "cut":
-            self.close_connection = True
-            return
         if model == "no-json":
             self.send("data: {\n\n")
         if model == "error":
             self.event({"error": {"message": "out of memory"}})
-        if model != "no-usage":
+        if model not in ("no-usage", "cut"):
             said = tokens - 1 if model == "wrong" else tokens
-            self.event({"choices": [], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": said}})
-
-    def end(self, model: str) -> None:
-        if model != "endless":
-            self.send("data: [DONE]\n\n")
-        self.wfile.write(b"0\r\n\r\n")
+            self.event({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": said}})
 
     def event(self, content: dict[str, Any]) -> None:
         self.send(f"data: {json.dumps(content)}\n\n")
@@ -128,16 +113,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 
-def models_of(*adapters: str, owner: str = "fake") -> list[dict[str, Any]]:
-    """A base model and adapters of it, as /v1/models lists them."""
-    base = {"id": "base", "owned_by": owner, "parent": None}
-    return [base, *({"id": name, "owned_by": owner, "parent": "base"} for name in adapters)]
-
-
 @contextmanager
 def fake_server(*adapters: str) -> Iterator[FakeServer]:
     """A fake with these adapters, in a thread while the block runs."""
-    with FakeServer(models_of(*adapters)) as server:
+    with FakeServer(*adapters) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

@@ -34,7 +34,7 @@ from experiments.servers.client import BACK_OFF_S, FIELDS, Answer, Client, Run, 
 from experiments.servers.client import run as run_load
 from experiments.servers.served import Served, is_late, run_readings, tokens_in
 from experiments.servers.stream import Job, Stream, ids, stream_lengths
-from experiments.servers.systems import SYSTEMS, System
+from experiments.servers.systems import System
 from experiments.servers.worker import Measurement, Punica
 from experiments.workload.arrivals import Span
 
@@ -422,14 +422,11 @@ def test_answers_that_may_end_early_are_no_errors_and_are_counted(fields):
     assert found["errors"] == (found["requests"] if fields else 0)
 
 
-@pytest.mark.parametrize(
-    ("model", "words"), [("no-usage", "no usage"), ("http-503", "http 503 .*no"), ("cut", "broken")]
-)
-def test_a_server_without_a_right_answer_has_no_rows_and_says_why(tmp_path, model, words):
-    with fake_server(model) as fake:
+def test_a_server_without_a_right_answer_has_no_rows_and_says_why(tmp_path):
+    with fake_server("http-503") as fake:
         given = [f"figure.url={fake.url}", "workload=identical", "figure.seconds=0.2", "figure.rates=[]"]
         outcome = run(composed(tmp_path, *given, name=SERVERS.name), SERVERS)
-    assert re.search(f"no right answer as {model}: {words}", outcome.failed[0])
+    assert re.search("no right answer as http-503: http 503 .*no", outcome.failed[0])
 
 
 def test_a_client_that_is_late_is_marked(monkeypatch):
@@ -559,18 +556,6 @@ def test_the_key_comes_from_the_environment_and_is_stored_nowhere(tmp_path, monk
     assert not any(b"very-secret" in content for content in stored)
 
 
-# code
-
-
 def test_what_runs_under_the_other_interpreter_imports_nothing_of_this_repository():
     source = (REPOSITORY / "experiments/servers/worker.py").read_text(encoding="utf-8")
     assert re.findall(r"^(?:from|import) ((?:experiments|punica|torch)[\w.]*)", source, flags=re.MULTILINE) == []
-
-
-def test_options_and_variables_reach_the_engine(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "/mine")
-    assert SYSTEMS["vllm_dual_stream"].variables("cuda", 2)["VLLM_LORA_ENABLE_DUAL_STREAM"] == "1"
-    assert SYSTEMS["vllm"].variables("cuda", 2)["PYTHONPATH"] == str(REPOSITORY)
-    ours = SYSTEMS["punica"].variables("cpu", 2)
-    assert (ours["PYTHONPATH"], ours["OMP_NUM_THREADS"]) == (f"{REPOSITORY}:/mine", "2")
-    assert ours["CUDA_VISIBLE_DEVICES"] == ""
