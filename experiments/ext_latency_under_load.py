@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any, cast
 from experiments.facts.systems import without_lora
 from experiments.fig11_textgen import check_length
 from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main
-from experiments.harness.on_disk import givers_first, value_on_disk
 from experiments.harness.points import model_settings
+from experiments.harness.resume import givers_first, row_on_disk
 from experiments.harness.schema import Count, Counts, Lengths, Seconds
 from experiments.workload.arrivals import Span
 
@@ -126,8 +126,8 @@ class LatencyUnderLoad(Experiment):
         settings left it out.
         """
         asked = replace(_point(cfg, CAPACITY, system, point.workload), repeat=point.repeat)
-        known = value_on_disk(self, cfg, asked, "capacity")
-        return self.measure(cfg, asked)[0].value if known is None else known
+        known = row_on_disk(self, cfg, asked, "capacity")
+        return self.measure(cfg, asked)[0].value if known is None else known.value
 
     def _bench(self, cfg: Config) -> LoadBench:
         from experiments.systems.loaded import LoadBench

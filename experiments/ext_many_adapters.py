@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, cast
 from experiments.ext_latency_under_load import ArrivalsConf, settings_of
 from experiments.fig11_textgen import check_length
 from experiments.harness import Config, ConfigError, Experiment, Point, Reading, main
-from experiments.harness.on_disk import givers_first, value_on_disk
+from experiments.harness.resume import givers_first, row_on_disk
 from experiments.harness.schema import Count, Counts
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ class ManyAdapters(Experiment):
         readings = capacity(point.system)
         own = giving = readings[0].value
         if point.system != GIVES_RATE:
-            known = value_on_disk(self, cfg, replace(point, system=GIVES_RATE), "capacity")
-            giving = capacity(GIVES_RATE)[0].value if known is None else known  # time may have left its row out
+            known = row_on_disk(self, cfg, replace(point, system=GIVES_RATE), "capacity")
+            giving = capacity(GIVES_RATE)[0].value if known is None else known.value  # time may have left its row out
         rate = giving * figure.load / 100
         span, system = figure.span.at(rate), bench.system(point.system, *held)
         trace = load(system, jobs, rate, span, cfg.adapters.seed + point.repeat)

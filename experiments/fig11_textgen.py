@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from experiments.facts.systems import STATED_LENGTHS, SYSTEMS, measured_baselines
 from experiments.harness import CheckFailed, Config, ConfigError, Experiment, FigureConf, main
-from experiments.harness.on_disk import row_on_disk
 from experiments.harness.points import Point, Reading, model_settings
+from experiments.harness.resume import row_on_disk
 from experiments.harness.schema import Count, Lengths
 from experiments.measure.records import Row
 

@@ -188,7 +188,7 @@ class Passes:
     def _in_time(self, group: Group) -> Config:
         """Return the configuration of `group`'s clock with no more seconds per point than time allows.
 
-        It is unchanged for experiments that do not read them: their config hashes identify rows (`harness.on_disk`).
+        It is unchanged for experiments that do not read them: their config hashes identify rows (`resume.row_on_disk`).
         """
         cfg = self._clocks[group[0].timer]
         if not is_read("scale.seconds_per_point", keys_read(self.experiment)):

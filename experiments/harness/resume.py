@@ -1,7 +1,11 @@
-"""A run of one experiment: stale or missing points are measured (`passes`), and changed rows are drawn."""
+"""A run of one experiment: stale or missing points are measured (`passes`), and changed rows are drawn.
+
+A point can ask for the number of another: rows on disk, of its own repeat and settings.
+"""
 
 import json
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +14,13 @@ from omegaconf import DictConfig
 
 from experiments.harness.budget import Budget
 from experiments.harness.experiment import Experiment, config_hash
-from experiments.harness.on_disk import machine
 from experiments.harness.passes import Outcome, Passes
 from experiments.harness.points import Point
 from experiments.harness.schema import Config, ConfigError
 from experiments.harness.settings import Folders, by_clocks, folders, is_read, keys_read, settle, typed
 from experiments.harness.source import source_of
 from experiments.measure import environment
-from experiments.measure.records import RowFile, ensure_writable
+from experiments.measure.records import Row, RowFile, ensure_writable
 
 
 def run(cfg: DictConfig | Config, experiment: Experiment, budget: Budget | None = None) -> Outcome:
@@ -108,3 +111,28 @@ def _draw(experiment: Experiment, rows: RowFile, places: Folders) -> list[str]:
 
         return [str(path) for path in draw(experiment, rows.path, places.fresh_figures, places.paper)]
     return [str(target)]
+
+
+def machine() -> dict[str, Any]:
+    """Return the properties of this machine that decide a number, for `config_hash`."""
+    return {"device": environment.device_name(), "torch": environment.installed("torch")}
+
+
+def row_on_disk(experiment: Experiment, cfg: Config, point: Point, metric: str) -> Row | None:
+    """`metric` of `point`, in its repeat, as this code measured it under `cfg` on this machine; None where it was not.
+
+    `RowsError` for a file that cannot be read.
+    """
+    wanted = config_hash(experiment, cfg, point, machine()), source_of(experiment), point.repeat, metric
+    rows = RowFile(folders(cfg).fresh_rows / f"{experiment.name}.csv").rows
+    return next((row for row in rows if (row.config_hash, row.source_hash, row.repeat, row.metric) == wanted), None)
+
+
+def givers_first(points: Sequence[Point], place: Callable[[Point], Any]) -> list[list[Point]]:
+    """Order `points` of one repeat by `place`, each alone: for points that read the rows of others.
+
+    `Passes` reverses odd repeats; they are ordered backwards here.
+    """
+    back = points[0].repeat % 2 == 1
+    ordered = sorted(points[::-1] if back else points, key=place)
+    return [[point] for point in (ordered[::-1] if back else ordered)]

@@ -7,8 +7,7 @@ from experiments.harness import resume, sampled
 from experiments.harness.budget import Budget
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import config_hash
-from experiments.harness.on_disk import machine
-from experiments.harness.resume import run
+from experiments.harness.resume import machine, run
 from experiments.harness.settings import by_clocks, settle
 from experiments.measure.records import read_rows
 
