@@ -115,9 +115,9 @@ class World:
         asked = paper_hour(self.paper, seconds, seed, load=self.runners / NUM_GPUS / part, share=share)
         return replace(asked, lengths=rescaled(asked.lengths, self.max_len))
 
-    def adapter_ids(self) -> list[int]:
-        """Return the adapters of the hour, which its rehearsal and streams use too."""
-        return sorted(set(replace(self, share=0.0).trace().adapters.tolist()))
+    def num_adapters(self) -> int:
+        """Count the adapters of the hour, which its rehearsal and streams use too."""
+        return int(replace(self, share=0.0).trace().adapters.max())
 
     def fleet(self) -> "World":
         """Return what runners must be started again for: all but the rule, the stream and the check."""

@@ -21,8 +21,8 @@ from experiments.cluster.hour import RANK, REHEARSAL_SEED, World, timed_steps
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError, model_conf
 from experiments.measure.disturbance import OTHER_CPU_LIMIT, CpuTimes, cpu_times, other_seconds
-from experiments.simulator import StepCost, TimedStep, fit_step_cost
-from experiments.workload import MAX_BATCH, RequestLengths, released_lengths, rescaled
+from experiments.simulator import StepCost, TimedStep, Trace, fit_step_cost
+from experiments.workload import MAX_BATCH, released_lengths, rescaled
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.cluster.cluster_output import RunnerStep
 from punica.cluster.ray_cluster import RayCluster
@@ -34,8 +34,8 @@ from punica.engine import Engine, EngineConfig, Request, RequestState
 @dataclass(frozen=True)
 class Served:
     """A served trace: seconds [n] from the start to first and last token, tokens by request, steps of runners (times
-    from the start). Runners lost, requests evicted, numbers of those that were computed again on another runner, and
-    whether other work disturbed it.
+    from the start); how many runners were lost and requests evicted, which ones were computed again on another runner,
+    and whether other work disturbed it.
     """
 
     first_token_s: NDArray[np.float64]
@@ -56,24 +56,17 @@ class Tenants:
     adapters: dict[int, LoRARequest]
     vocabulary: int
 
-    def requests(self, lengths: RequestLengths, wanted: NDArray[np.int64], known: bool = True) -> list[Request]:
-        """Draw greedy requests of these lengths with adapters of these ids [n], named by number; deterministic. Ids
-        that are not all ``known`` are mapped to those that there are.
+    def requests(self, trace: Trace) -> list[Request]:
+        """Draw the greedy requests of ``trace``, named by number; deterministic. Adapters beyond those that there are
+        begin again with the first.
         """
-        random = np.random.Generator(np.random.PCG64(0))
-        if not known:
-            ids = np.array(sorted(self.adapters))
-            wanted = ids[(wanted - 1) % len(ids)]
+        random, lengths = np.random.Generator(np.random.PCG64(0)), trace.lengths
+        wanted = (trace.adapters - 1) % len(self.adapters) + 1
         rows = zip(lengths.prompt.tolist(), lengths.output.tolist(), wanted.tolist(), strict=True)
         return [
             Request(str(i), random.integers(0, self.vocabulary, prompt).tolist(), output, self.adapters[adapter])
             for i, (prompt, output, adapter) in enumerate(rows)
         ]
-
-    def of(self, world: World) -> list[Request]:
-        """Draw the requests of ``world``."""
-        trace = world.trace()
-        return self.requests(trace.lengths, trace.adapters, known=not world.share)
 
 
 @dataclass(frozen=True)
@@ -88,14 +81,13 @@ class Session:
 @contextmanager
 def tenants_of(world: World) -> Iterator[Tenants]:
     """Write random adapters of the hour of ``world`` into a temporary folder, for a random backbone on its device."""
-    conf, ids = model_conf(world.model), world.adapter_ids()
+    conf, count = model_conf(world.model), world.num_adapters()
     config, dtype = llama_config(conf), getattr(torch, conf.dtype.name)
     engine = EngineConfig(max_batch_size=MAX_BATCH, max_model_len=world.max_len, batch_invariant=world.batch_invariant)
-    slots = engine.lora_config(RANK).max_loras
-    lora = engine.lora_config(RANK, max_cpu_loras=max(slots, len(ids)))
+    lora = engine.lora_config(RANK, max_cpu_loras=max(engine.lora_config(RANK).max_loras, count))
     with tempfile.TemporaryDirectory(prefix="punica-adapters-") as home:
         adapters = {}
-        for i in ids:
+        for i in range(1, count + 1):
             folder = write_random_adapter(Path(home, str(i)), config, RANK, i, dtype=dtype)
             adapters[i] = LoRARequest(f"adapter-{i}", i, str(folder))
         build = partial(random_engine, config, lora, engine, dtype=dtype, device=world.device)
@@ -108,14 +100,15 @@ def runners(world: World, tenants: Tenants) -> Iterator[RayCluster]:
 
     `ConfigError` where Ray or a runner does not come up.
     """
-    resources = RankResources(num_gpus=int(world.device == "cuda"))
-    options = {"rule": world.rule, "max_queued": 1 << 20, "address": world.address or None}
+    address, resources = world.address or None, RankResources(num_gpus=int(world.device == "cuda"))
     try:
-        started = RayCluster(tenants.build, world.runners, resources=resources, **options)
+        started = RayCluster(
+            tenants.build, world.runners, resources=resources, rule=world.rule, max_queued=1 << 20, address=address
+        )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"runtime=ray: {error}") from error
     with started as cluster:
-        for adapter in tenants.adapters.values() if world.address else ():
+        for adapter in tenants.adapters.values() if address else ():
             cluster.put_adapter(adapter)
         yield cluster
 
@@ -132,12 +125,11 @@ def session_of(fleet: World) -> Session:
 
 def _timed(cluster: RayCluster, tenants: Tenants, world: World) -> StepCost:
     """Fill all runners once, so that adapters are loaded, rehearse the hour, and fit a cost model to its steps."""
-    full = MAX_BATCH * world.runners
-    warm = rescaled(released_lengths(full, seed=REHEARSAL_SEED), world.max_len)
-    serve(cluster, tenants.requests(warm, np.arange(1, full + 1), known=False), np.zeros(full))
-    trace = world.rehearsal()
-    asked = tenants.requests(trace.lengths, trace.adapters, known=False)
-    steps = serve(cluster, asked, trace.arrivals / world.speed_up).steps
+    full, rehearsal = MAX_BATCH * world.runners, world.rehearsal()
+    lengths = rescaled(released_lengths(full, seed=REHEARSAL_SEED), world.max_len)
+    warm = Trace(np.zeros(full), lengths, np.arange(1, full + 1), np.full(full, RANK))
+    serve(cluster, tenants.requests(warm), warm.arrivals)
+    steps = serve(cluster, tenants.requests(rehearsal), rehearsal.arrivals / world.speed_up).steps
     timed = [TimedStep(step.work, seconds) for step, seconds in timed_steps(steps)]
     served_by = f"{world.runners} runners on Ray, {world.model}{', batch-invariant' if world.batch_invariant else ''}"
     return fit_step_cost(f"{served_by}, their own steps", timed, joins=True)
@@ -152,9 +144,10 @@ def served(world: World, kills: bool = False) -> Served:
         cluster.step(1.0)
     cluster.use_rule(world.rule)
     middle = world.duration_s / world.speed_up / 2 if kills else float("inf")
-    asked = session.tenants.of(world)
+    trace = world.trace()
+    asked = session.tenants.requests(trace)
     try:
-        return serve(cluster, asked, world.trace().arrivals / world.speed_up, middle)
+        return serve(cluster, asked, trace.arrivals / world.speed_up, middle)
     except Exception:  # the same runners serve the next hour
         for request in asked:
             with suppress(ValueError):  # it has ended, or was never due
@@ -211,7 +204,7 @@ def served_by_one_engine(world: World) -> dict[int, list[int]]:
     device, with one thread of torch.
     """
     tenants = session_of(world.fleet()).tenants
-    asked = tenants.of(world)
+    asked = tenants.requests(world.trace())
     every = -(-len(asked) // world.checked) if world.checked else 1
     engine, threads = tenants.build(), torch.get_num_threads()
     states = {i: engine.add_request(asked[i]) for i in range(0, len(asked), every)}

@@ -76,7 +76,8 @@ def _panels(cfg: Config) -> Iterator[tuple[Point, Callable[[], list[Reading]]]]:
     known, windows = costs_of(paper, results), predicted.recorded_windows(results)
     loads = costs.recorded_load_costs(results)
     for machine, fitted in known.items():
-        fits = {"cost": fitted, **({"load": loads[machine]} if machine in loads else {})}
+        fits: dict[str, Fitted[StepCost] | Fitted[LoadCost]] = {"cost": fitted}
+        fits |= {"load": loads[machine]} if machine in loads else {}
         settings = {"loads": asdict(loads[machine].cost)} if machine in loads else {}
         yield _point(served.COSTS, machine[0], "", machine[1], fitted.cost, **settings), partial(fit_readings, fits)
     for machine, found in windows.items():

@@ -89,7 +89,9 @@ def test_a_stream_has_a_share_of_the_highest_rate_and_adapters_of_the_hour() -> 
     assert len(trace.arrivals) / 720 == pytest.approx(highest / 2, rel=0.15)
     short = replace(world, seconds=120)
     with tenants_of(short) as tenants:
-        assert {one.adapter.lora_int_id for one in tenants.of(short)} == set(tenants.adapters)
+        hour = replace(short, share=0.0).trace()
+        assert {one.adapter.lora_int_id for one in tenants.requests(short.trace())} <= set(tenants.adapters)
+        assert [one.adapter.lora_int_id for one in tenants.requests(hour)] == hour.adapters.tolist()
 
 
 def test_runners_are_shared_by_rules_streams_and_checks_and_by_nothing_else() -> None:
