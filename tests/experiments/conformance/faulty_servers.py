@@ -4,13 +4,12 @@ import asyncio
 import itertools
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
 from experiments.conformance.expected import BASE, COUNT, PREFIX, Oracle, Tokens, World
 from tests.serve.world import served
@@ -78,24 +77,18 @@ class RightServer:
         name, prompt = body["model"], body["prompt"]
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return _error(401, "no key")
-        if name not in self.models:
-            return _error(404, f"no model {name}")
-        if not self.ids and not isinstance(prompt, str):
-            return _error(400, "the prompt must be text")
+        if name not in self.models or not (self.ids or isinstance(prompt, str)):
+            return _error(404, f"no model {name}, or the prompt is no text")
         ids = tuple(int(word[1:]) for word in prompt.split()) if isinstance(prompt, str) else tuple(prompt)
         ask = Ask(name, ids, bool(body.get("stream")))
         beside = await self._group(ask) if body["max_tokens"] == COUNT else [ask]
         self.asked[name] += 1
         tokens = self.tokens(name, ids, beside)[: body["max_tokens"] if self.keeps_limit else None]
         words = [f"w{token} " for token in tokens]
-        if ask.stream:
-            return StreamingResponse(self._events(words), media_type="text/event-stream")
-        return JSONResponse({"choices": [{"index": 0, "text": "".join(words), "finish_reason": "length"}]})
-
-    async def _events(self, words: list[str]) -> AsyncIterator[str]:
-        for word in words:
-            yield f"data: {json.dumps({'choices': [{'index': 0, 'text': word}]})}\n\n"
-        yield "data: [DONE]\n\n"
+        if not ask.stream:
+            return JSONResponse({"choices": [{"index": 0, "text": "".join(words), "finish_reason": "length"}]})
+        events = [json.dumps({"choices": [{"index": 0, "text": word}]}) for word in words]
+        return Response("".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]), media_type="text/event-stream")
 
     async def _group(self, request: Ask) -> list[Ask]:
         """The requests of its group, once all of them are here."""
@@ -115,10 +108,8 @@ def _error(status: int, message: str) -> Response:
 class SlotZeroAboveThreshold(RightServer):
     """Serves every adapter with the first one's weights, where more requests run than its fast path has room for."""
 
-    threshold = 32
-
     def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
-        crowded = len(beside) > self.threshold and name != BASE
+        crowded = len(beside) > 32 and name != BASE
         return self.right(self.world.tenants[0].name if crowded else self.models[name], ids)
 
 
@@ -156,12 +147,9 @@ class MixesStreams(RightServer):
     """Gives the second half of a stream to the stream that came before it."""
 
     def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
-        own = self.right(self.models[name], ids)
-        streams = [ask for ask in beside if ask.stream]
+        own, streams = super().tokens(name, ids, beside), [ask for ask in beside if ask.stream]
         place = next((n for n, ask in enumerate(streams) if ask.model == name and ask.ids == ids), None)
-        if place is None or len(streams) < 2:
-            return own
-        other = streams[place - 1]
+        other = streams[place - 1] if place is not None and len(streams) > 1 else Ask(name, ids, False)
         return own[: COUNT // 2] + self.right(self.models[other.model], other.ids)[COUNT // 2 :]
 
 

@@ -83,9 +83,13 @@ def test_old_weights_after_a_reload(world: World) -> None:
     assert {*outcome(faulty.KeepsOldWeights(world), CASES["reload in place"]).findings} == {found}
 
 
-def test_an_adapter_that_stays_after_its_unloading(world: World) -> None:
+def test_an_adapter_that_stays_one_that_spoils_and_answers_that_change(world: World) -> None:
     result = outcome(faulty.NeverUnloads(world), cases.reloaded)
     assert (dict(result.findings), dict(result.protocol)) == ({"swapped, unloaded, got tokens": 1}, {})
+    found = outcome(faulty.SpoiledByPoison(world), cases.poisoned).findings
+    assert len({one.partition(" got ")[0] for one in found}) == len(world.models)
+    found = outcome(faulty.ChangesItsMind(world), cases.repeated).findings
+    assert len([one for one in found if one.endswith("got other tokens from run to run")]) == len(world.models)
 
 
 def test_two_streams_that_are_mixed_up(world: World) -> None:
@@ -93,17 +97,6 @@ def test_two_streams_that_are_mixed_up(world: World) -> None:
     named = [found for found in result.findings if "in a request beside it, between its own" in found]
     assert len(named) >= max(1, len(result.findings) // 2)  # tails of equal tokens have no owner
     assert outcome(faulty.MixesStreams(world), CASES["each alone"]).status == PASS
-
-
-def test_neighbours_of_a_poisoned_adapter(world: World) -> None:
-    result = outcome(faulty.SpoiledByPoison(world), cases.poisoned)
-    assert len({found.partition(" got ")[0] for found in result.findings}) == len(world.models)
-
-
-def test_answers_that_change_from_run_to_run(world: World) -> None:
-    result = outcome(faulty.ChangesItsMind(world), cases.repeated)
-    changed = [found for found in result.findings if found.endswith("got other tokens from run to run")]
-    assert len(changed) == len(world.models)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from experiments.conformance import expected
 from experiments.conformance.expected import COUNT, PREFIX, World, read
-from experiments.conformance.weights import SUBSETS, tenants
 from experiments.harness.schema import ConfigError
 
 
@@ -74,10 +73,3 @@ def test_text_and_ids_of_a_prompt_are_the_same(world: World) -> None:
     prompt = world.prompts[0]
     assert tuple(tokenizer(prompt.text)["input_ids"]) == prompt.ids
     assert tokenizer.decode(list(prompt.ids)) == prompt.text
-
-
-def test_ranks_layers_and_scalings_vary() -> None:
-    found = tenants(16, [1, 8, 16, 64])
-    assert len({(tenant.rank, tenant.subset) for tenant in found}) == 16
-    assert {tenant.subset for tenant in found} == set(SUBSETS)
-    assert len({tenant.scaling for tenant in found}) == 3
