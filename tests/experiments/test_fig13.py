@@ -21,7 +21,6 @@ from experiments.cluster.served import (
     means,
     over_seeds,
     over_simulated,
-    readings,
     series,
     summary,
     transitions,
@@ -235,14 +234,6 @@ def test_another_cluster_has_as_much_more_load_and_totals_in_a_panel_of_its_own(
     assert {one.t_s for one in found} == {None}
 
 
-def test_another_cost_model_makes_the_hour_stale(tmp_path, monkeypatch):
-    settled = settle(composed(tmp_path, name=FIG13.name), FIG13)
-    (before,) = [point for point in FIG13.points(settled) if point.panel == HOUR]
-    monkeypatch.setattr(costs_module, "chosen_cost", lambda *_: COST)
-    (after,) = [point for point in FIG13.points(settled) if point.panel == HOUR]
-    assert before.key() != after.key()
-
-
 @pytest.fixture
 def recorded(monkeypatch):
     """One machine whose rows tell a cost model."""
@@ -280,7 +271,3 @@ def test_figure_11_is_predicted_within_15_percent(role, model, workload):
     printed = paper.query("model == @role and workload == @workload")["value"].item()
     (found,) = stream_readings(model, workload, 1024, paper_a100(PAPER, role).cost)
     assert found.value == pytest.approx(printed, rel=0.15)
-
-
-def test_readings_are_marked_with_the_kind_of_their_world():
-    assert {(one.kind, one.cost_model) for one in readings(hour(np.ones((2, 60))))} == {("simulated", "a cost")}

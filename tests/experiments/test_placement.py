@@ -117,20 +117,13 @@ def test_padded_ranks_are_the_same_requests() -> None:
         assert getattr(asked, name).tolist() == getattr(padded, name).tolist()
 
 
-def test_a_crowd_comes_for_the_adapter_that_was_rare() -> None:
-    adapters = drawn(CROWD, seconds=300.0).adapters
-    parts = [float((part == 200).mean()) for part in np.array_split(adapters, 3)]
-    assert parts[1] == pytest.approx(0.5, abs=0.06)
-    assert max(parts[0], parts[2]) < 0.05
-
-
-def test_under_drift_other_adapters_are_popular_and_each_keeps_its_rank() -> None:
+def test_a_crowd_comes_for_the_adapter_that_was_rare_and_under_drift_others_are_popular() -> None:
+    parts = np.array_split(drawn(CROWD, seconds=300.0).adapters, 3)
+    assert [float((part == 200).mean()) for part in parts] == pytest.approx([0.0, 0.5, 0.0], abs=0.06)
     asked = drawn(DRIFT, seconds=300.0)
-    sixths = np.array_split(asked.adapters, 6)
-    favourites = [int(np.bincount(part).argmax()) for part in sixths]
+    favourites = [int(np.bincount(part).argmax()) for part in np.array_split(asked.adapters, 6)]
     assert favourites == [1 + 32 * turn for turn in range(6)]
-    ranks = pd.Series(asked.ranks).groupby(asked.adapters).nunique()
-    assert (ranks == 1).all()
+    assert (pd.Series(asked.ranks).groupby(asked.adapters).nunique() == 1).all()
 
 
 def test_capacity_is_that_of_full_gpus_while_requests_wait() -> None:
@@ -165,7 +158,5 @@ def test_placement_measures_every_rule_on_every_load_and_draws(tmp_path) -> None
 
 def test_another_popularity_is_placed_at_one_rank_in_a_panel_of_its_own(tmp_path) -> None:
     cut = ("system=punica", "figure.seconds=2", "figure.waiting=8", "figure.seeds=1", "draw=false")
-    outcome = run(composed(tmp_path, *cut, "workload.names=[Skewed,Identical]", name=PLACEMENT.name), PLACEMENT)
-    loads = [row for row in read_rows(outcome.rows_file) if row.metric == "loads_from_disk"]
-    assert [(row.panel, row.workload) for row in loads] == [(LOAD, "Skewed"), (f"{LOAD}, Identical", "Identical")]
-    assert loads[1].value < loads[0].value
+    outcome = run(composed(tmp_path, *cut, "workload=identical", name=PLACEMENT.name), PLACEMENT)
+    assert {(row.panel, row.workload) for row in read_rows(outcome.rows_file)} == {(f"{LOAD}, Identical", "Identical")}

@@ -87,16 +87,6 @@ def test_what_is_on_disk_is_read_first_and_stays_in_host_memory():
     assert (slots.loads_from_host, slots.loads_from_disk) == (0, 3)
 
 
-def test_host_memory_may_hold_more_than_the_slots_and_the_plain_backbone_needs_none():
-    slots = Slots(host_adapters=3)
-    for adapter in (1, 2, 3, 1, 0):
-        slots.use(adapter)
-        slots.now += 11
-        slots.release(adapter)
-    assert (slots.states(), slots.loads_from_host, slots.loads_from_disk) == ("shs", 1, 3)
-    assert (slots.in_slot(0), slots.in_slot_since(0), slots.free_slots) == (True, -inf, 2)
-
-
 def served(adapters, arrivals, outputs, ranks=None, works_ahead=False, cost=SECOND, padded=False):
     count = len(adapters)
     lengths = RequestLengths(np.full(count, 3), np.array(outputs))

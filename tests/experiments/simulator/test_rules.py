@@ -93,12 +93,6 @@ def test_llm_d_opens_a_home_where_the_host_has_a_copy() -> None:
     assert world.ask(1) == "a"
 
 
-def test_llm_d_takes_kv_pages_for_saturation_too() -> None:
-    world = World("llm_d", "ab", pages=100)
-    assert world.ask(1, prompt=4 * 81, final=4 * 90) == "b"
-    assert world.ask(1) == "a"
-
-
 # Dynamo
 
 
@@ -140,11 +134,6 @@ def test_dynamo_grows_a_set_with_the_load_and_shrinks_it_late() -> None:
     assert size(1) < 8
 
 
-def test_dynamo_spreads_the_plain_backbone_over_all_gpus() -> None:
-    world = World("dynamo", "abcd", slots=1)
-    assert sorted(world.ask(0, count=8, rank=0)) == sorted("abcd" * 2)
-
-
 # Ray Serve
 
 
@@ -155,18 +144,6 @@ def test_ray_serve_takes_the_smaller_of_two_with_the_adapter() -> None:
     assert set(world.ask(1, count=3)) == {"b"}  # the only two that have it
     world.put("c", 2, count=3)
     assert set(world.ask(9)) <= set("def"), "of those with the fewest adapters"
-
-
-def test_two_random_choices_are_more_even_than_one_and_the_same_again() -> None:
-    def sizes() -> list[int]:
-        world = World("ray_serve", "abcdefghijklmnop")
-        world.ask(0, count=320)
-        return sorted(gpu.working_set for gpu in world.policy.gpus.values())
-
-    first = sizes()
-    assert first == sizes()
-    one = np.bincount(np.random.default_rng(0).integers(16, size=320), minlength=16)
-    assert 20 < max(first) <= 24 < max(one)
 
 
 # LoRAServe
@@ -246,18 +223,6 @@ def test_consolidation_moves_all_requests_to_the_larger_working_set() -> None:
 def test_nothing_moves_without_room_or_a_larger_working_set_or_within_a_period(small, large, pages, steps) -> None:
     world = placed_apart("punica_consolidating", small, large, pages, steps)
     assert world.policy.begin_step("a").evicted == ()
-
-
-def test_nothing_moves_while_the_working_set_stays() -> None:
-    world = placed_apart("punica_consolidating", 4, 6)  # three do not fit beside six
-    assert world.policy.begin_step("a").evicted == ()
-    world.policy.end_step("a")
-    world.policy.cancel("4")
-    world.policy.gpus["a"].step += Consolidating.PERIOD
-    assert world.policy.begin_step("a").evicted == ()
-    world.policy.end_step("a")
-    world.policy.cancel("1")
-    assert len(world.policy.begin_step("a").evicted) == 2
 
 
 # every rule
