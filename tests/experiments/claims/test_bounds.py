@@ -46,8 +46,6 @@ def bound(quantity="q", low=1.0, high=2.0, when="always", **more):
         ([bound(), bound("other", where="A100")], {"q": 3.0, "other": 1.5}, FAILS),
         ([], {"q": 1.5}, MISSING),
     ],
-    ids=["low end", "high end", "outside", "strict low", "above strict", "strict high", "absent", "nan", "one absent",
-         "one fails", "optional", "only one", "another class", "fails in any class", "none"],
 )  # fmt: skip
 def test_one_test_of_exact_values(bounds, quantities, outcome):
     assert outcome_of(bounds, quantities, hardware="h200") is outcome
@@ -103,7 +101,6 @@ def test_bounds_read_like_a_sentence():
         ("C01,shape,ratio,1,2,both,always,any,x", "line 2: strict: "),
         ("C01,shape,ratio,1,2,,always,here,x", "line 2: where: .*'data centre' or 'A100'"),
     ],
-    ids=["number", "order", "test", "when", "strict", "where"],
 )
 def test_bad_bounds_name_the_line(tmp_path, line, words):
     (tmp_path / "claim_bounds.csv").write_text(f"claim,test,quantity,low,high,strict,when,where,reading\n{line}\n")

@@ -76,7 +76,6 @@ def test_a_simulated_hour_that_misses_the_papers_numbers_says_so_and_why(paper_r
     ("id", "metric", "values", "said"),
     [
         ("C46", "share_of_active_cells_batch_ge_31", (0.58, 0.62, 0.68), "share 0.62 (0.58 to 0.68)"),
-        ("C47", "correlation_of_throughput_and_request_rate", (0.8, 0.96, 0.99), "correlation 0.96 (0.8 to 0.99)"),
         ("C48", "correlation_of_active_gpus_and_throughput", (0.9, 0.95, 0.97), "correlation 0.95 (0.9 to 0.97)"),
         ("C49", "median_changes_from_idle_to_active", (1.0, 2.5, 4.0), "median 2.5 (1 to 4)"),
         ("C50", "throughput_of_an_active_gpu_at_the_peak", (400.0, 700.0, 900.0), "per gpu 700 (400 to 900)"),
@@ -133,7 +132,6 @@ def test_a_claim_about_a_larger_model_is_measured_with_it_and_not_on_a_cpu():
 @pytest.mark.parametrize(
     ("hardware", "scales", "wanted"),
     [
-        ("cpu", {}, "make figure FIG=fig10,fig11"),
         ("cpu", {"10": "laptop", "11": "laptop"}, "make figure FIG=fig10,fig11"),
         ("h200", {}, 'make figure FIG=fig10,fig11 ARGS="scale=paper"'),
         ("h200", {"10": "gpu", "11": "paper"},

@@ -34,11 +34,9 @@ def loading(load=1.6, link=1.5, step=20.0, stall=0.1, size=79_953_920, model="ll
         ("C42", {"step": 10.0}, DIFFERS),  # 16 % of the step
         ("C42", {"load": 7.4, "step": 120.0}, SHAPE),
         ("C42", {"load": 7.6, "step": 120.0}, DIFFERS),  # more than five times the plain copy
-        ("C42", {"load": 25.0, "link": 20.0, "step": 170.0}, SHAPE),
         ("C42", {"load": 25.0, "link": 20.0, "step": 160.0}, DIFFERS),  # a slow link takes too much of this step
         ("C42", STAND_IN, SHAPE),
         ("C43", {"step": 30.0}, REPRODUCED),
-        ("C43", {"step": 20.0}, SHAPE),
         ("C43", {"step": 30.0, "stall": 1.6}, DIFFERS),  # the rows wait for the load
         ("C43", {"step": 3.0}, DIFFERS),
         ("C43", STAND_IN, NOT_TESTABLE),

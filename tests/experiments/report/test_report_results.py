@@ -13,11 +13,11 @@ from experiments.facts.paper import read_claims
 from experiments.harness.counted import NOT_STEADY
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
-from experiments.measure.records import RowsError, write_rows
-from experiments.report.machines import machine_of, read_folder
+from experiments.measure.records import write_rows
+from experiments.report.machines import machine_of
 from experiments.report.major import HOLD, MAJOR, PART, WIDTH, Major, ending, in_order
 from experiments.report.reproducing import claims_in, gpu_cost, gpu_sets, minutes, write_reproducing
-from experiments.report.results import notes, write_results
+from experiments.report.results import notes
 from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, operator_rows, write_report
 
 FILES = [Path("outputs/cpu/claims.md"), Path("outputs/cpu/report.html")]
@@ -54,16 +54,6 @@ def test_the_page_and_the_table_have_all_claims_with_links_and_notes(places):
     assert sum(int(number) for number in re.findall(r"(?:: |, )(\d+) ", counts)) == 52
     assert any(note.startswith("Disturbed points: 1 of 2 (50.0 %); figure 1: 1. This ") for note in notes(machine))
     assert any("0 of 2 decided; 2 rest on points of a single run" in note for note in notes(machine))
-
-
-def test_recorded_tables_link_out_of_their_folder_and_are_no_rows(places):
-    write_rows(places.recorded_rows / "fig01_batching.csv", decode_rows())
-    places.recorded_figures.mkdir(parents=True)
-    (places.recorded_figures / "fig01_batching.png").touch()
-    recorded = machine_of(places.recorded_rows, places.recorded_figures, PAPER)
-    table = write_results(recorded, places.recorded_rows / "page.md", places.recorded_rows)
-    assert "](../../figures/cpu/fig01_batching.png)" in table.read_text()
-    assert len(read_folder(places.recorded_rows)) == 2
 
 
 def test_the_verdict_by_the_other_clock_stands_beside(places):
@@ -104,15 +94,6 @@ def test_the_page_counts_rows_of_older_source(places):
     assert "2 of 3 (66.7 %), 1 of which do not say what source they are of; figure 1." in write_report(places)[1]
     write_rows(path, [new])
     assert "older source" not in write_report(places)[1]
-
-
-def test_damaged_rows_are_named_and_no_table_is_written(places):
-    path = places.fresh_rows / "fig01_batching.csv"
-    write_rows(path, decode_rows())
-    path.write_text(path.read_text().replace("12.0", "twelve"))
-    with pytest.raises(RowsError, match=r"fig01_batching.csv, line 3: value is 'twelve'"):
-        write_report(places)
-    assert not (places.fresh_rows.parent / "claims.csv").exists()
 
 
 # the end of make reproduce
@@ -182,14 +163,6 @@ def test_a_claim_has_its_command_minutes_hours_range_and_verdict(here, tmp_path)
     assert claims["C01"].endswith(" | 90 GB | 0.1 MB | reproduced‡; ratio 0.8 to 1.8 |")
     assert claims["C26"].endswith("| not measured here |")
     assert f"| `make figure FIG=sec6` | {minutes('sec6_norm', 'laptop'):g} (laptop) |" in text
-
-
-def test_the_command_on_a_gpu_is_of_the_scale_of_its_rows(tmp_path):
-    rows = [replace(row, hardware="h200", model="llama2-7b") for row in decode_rows("gpu")]
-    write_rows(tmp_path / "h200" / "fig01_batching.csv", rows)
-    claims, _ = lines_of(machine_of(tmp_path / "h200", tmp_path, PAPER, "h200"), tmp_path)
-    assert '`make figure FIG=fig01 ARGS="scale=gpu"`' in claims["C01"]
-    assert '`make figure FIG=fig11 ARGS="scale=paper"`' in claims["C26"]
 
 
 def test_gpu_hours_are_those_of_the_sets_that_decide_a_claim():
