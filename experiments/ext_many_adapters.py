@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from shutil import disk_usage
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, cast
 
 from experiments.ext_latency_under_load import ArrivalsConf, settings_of
@@ -130,11 +130,11 @@ class ManyAdapters(Experiment):
         limits = Limits(figure.batch_size, figure.max_len, cfg.engine.block_size)
 
         def build() -> LoadBench:
-            root, size = TemporaryDirectory(prefix="adapters-"), cfg.model.lora_parameters(rank) * cfg.model.dtype.bytes
-            free = ROOM * free_bytes(torch.device("cpu")), ROOM_ON_DRIVE * disk_usage(root.name).free
+            size = cfg.model.lora_parameters(rank) * cfg.model.dtype.bytes
+            free = ROOM * free_bytes(torch.device("cpu")), ROOM_ON_DRIVE * disk_usage(gettempdir()).free
             fitting = [max(figure.batch_size, int(room / size)) for room in free]
             sets = min(max(adapters for adapters, *_ in holdings(figure).values()), fitting[0])
-            return LoadBench(cfg, limits, sets, root, min(figure.adapters_on_disk, *fitting))
+            return LoadBench(cfg, limits, sets, min(figure.adapters_on_disk, *fitting))
 
         return self.kept((cfg.model.name, rank, limits, cfg.hardware.device), build)
 

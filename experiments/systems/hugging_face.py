@@ -58,19 +58,20 @@ class Layer(DynamicLayer):
         super().__init__()
         self._all, self._at, self._length = (keys, values), at, filled
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self.keys, self.values = keys[:, :, :filled], values[:, :, :filled]
+        self.keys, self.values = self._read = keys[:, :, :filled], values[:, :, :filled]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the keys and values of new tokens; return those that the layer reads."""
         if self._at is not None:
             for whole, states in zip(self._all, (key_states, value_states), strict=True):
                 whole.index_copy_(2, self._at, states)
-            return self.keys, self.values
+            return self._read
         start, self._length = self._length, self._length + key_states.shape[-2]
-        self.keys, self.values = (whole[:, :, : self._length] for whole in self._all)
-        self.keys[:, :, start:].copy_(key_states)
-        self.values[:, :, start:].copy_(value_states)
-        return self.keys, self.values
+        keys, values = (whole[:, :, : self._length] for whole in self._all)
+        keys[:, :, start:].copy_(key_states)
+        values[:, :, start:].copy_(value_states)
+        self.keys, self.values = keys, values
+        return keys, values
 
 
 class Decoding:

@@ -195,15 +195,13 @@ def check_system(system: Loaded, jobs: Sequence[Job], count: int, tokens: int) -
 class LoadBench:
     """The systems of `cfg` on one world, checked; those of one way to hold adapters at a time.
 
-    `sets`: see `World`. `root`: for adapters in folders, `folders` of which have weights of their own.
+    `sets`: see `World`. `folders`: those that have weights of their own.
     """
 
-    def __init__(
-        self, cfg: Config, limits: Limits, sets: int | None = None, root: TemporaryDirectory[str] | None = None,
-        folders: int = FOLDERS,
-    ) -> None:  # fmt: skip
+    def __init__(self, cfg: Config, limits: Limits, sets: int | None = None, folders: int = FOLDERS) -> None:
         adapters = cfg.adapters
-        self.figure, self._root, self.folders = cast(Any, cfg.figure), root, folders
+        self.figure, self.folders = cast(Any, cfg.figure), folders
+        self._root = TemporaryDirectory(prefix="adapters-")
         self.world = World(
             cfg.model, cfg.hardware.device, limits, adapters.ranks[0], adapters.alpha, adapters.seed, sets
         )
@@ -226,11 +224,11 @@ class LoadBench:
             for other in [other for other in self._systems if other[1:] != key[1:]]:
                 del self._systems[other]
             gc.collect()  # a manager refers to itself
-            system: Loaded
-            if in_memory is None or self._root is None:
-                system = Loaded(self.world, name, slots)
-            else:
-                system = FromFolders(self.world, name, slots, in_memory, Path(self._root.name), self.folders)
+            system = (
+                Loaded(self.world, name, slots)
+                if in_memory is None
+                else FromFolders(self.world, name, slots, in_memory, Path(self._root.name), self.folders)
+            )
             check_system(system, self.jobs("Distinct"), self.figure.check_requests, self.figure.check_tokens)
             self._systems[key] = system
         return self._systems[key]

@@ -23,7 +23,7 @@ from experiments.systems.weights import Limits
 from punica.adapters.synthetic import LLAMA_LORA_MODULES
 from punica.engine import Engine, EngineConfig
 from punica.models import LlamaForCausalLM
-from punica.parallel import init_tensor_parallel
+from punica.parallel import get_tensor_model_parallel_rank, init_tensor_parallel
 from tests.parallel.thread_ranks import on_threads
 
 NAME = "fig12_textgen_70b"
@@ -119,17 +119,12 @@ def test_the_largest_model_that_fits_all_gpus_together(monkeypatch, gpus, mib, s
     fitting_model.cache_clear()
 
 
-def bench(draws: int = 1) -> RankBench:
-    stream = StreamConf("released", 8, 20, draws, 2, 64, 64)
-    adapters = {"rank": 4, "alpha": 16.0, "seed": 0, "sets": 3}
-    return RankBench(TINY, "cpu", Limits(4, 20), stream, (3, 5), 1, adapters)
-
-
 def test_one_rank_alone_measures_what_the_bench_does(tmp_path):
     place = {"backend": "gloo", "init_method": (tmp_path / "store").as_uri(), "rank": 0, "world_size": 1}
+    stream, adapters = StreamConf("released", 8, 20, 1, 2, 64, 64), {"rank": 4, "sets": 3}
     with init_tensor_parallel(**place):
-        readings = bench().measure("punica_sharded", "Distinct", 0)
-    found = values(readings)
+        bench = RankBench(TINY, "cpu", Limits(4, 20), stream, (3, 5), 1, adapters)
+        found = values(bench.measure("punica_sharded", "Distinct", 0))
     assert found["throughput"] > 0
     assert found["token_agreement"] == 1.0
     assert found["collective_share"] == 0
@@ -142,13 +137,9 @@ def test_memory_is_that_of_the_fullest_rank_and_collectives_their_mean():
             """Start nothing."""
 
         def call(self, *_):
-            return [
-                [
-                    Reading("throughput", speed, "token/s"), Reading("adapter_memory", memory, "byte"),
-                    Reading("collective_share", share, "ratio"),
-                ]
-                for speed, memory, share in ((7.0, 5.0, 0.1), (9.0, 6.0, 0.3))
-            ]  # fmt: skip
+            names, units = ("throughput", "adapter_memory", "collective_share"), ("token/s", "byte", "ratio")
+            ranks = (7.0, 5.0, 0.1), (9.0, 6.0, 0.3)
+            return [[Reading(*one) for one in zip(names, rank, units, strict=True)] for rank in ranks]
 
     assert [one.value for one in Two().measure("punica", "Distinct", 0)] == [7.0, 6.0, pytest.approx(0.2)]
 
@@ -160,9 +151,7 @@ class Worker:
         self.offset = offset
 
     def place(self, factor: int) -> int:
-        from punica.parallel import current_group
-
-        return self.offset + factor * current_group().rank
+        return self.offset + factor * get_tensor_model_parallel_rank()
 
     def refuse(self) -> None:
         raise CheckFailed("not right")
