@@ -5,12 +5,12 @@ Expected shape: decode steps without adapters close, since both read the same by
 kernels, whose grid has a place for each slot, take at least as long as the base products.
 
     punica_many, punica    this engine; as many prompts per step as fit, as in vLLM, or the paper's one
-    punica_server          `punica.serve` of the latter, over HTTP; needs the extra `serve`
-    vllm_as_shipped        vLLM with LoRA enabled, all else as it comes, but without its prefix cache
-    vllm                   and `specialize_active_lora`, and LoRA at the seven projections only
-    vllm_dual_stream       and its second stream: `VLLM_LORA_ENABLE_DUAL_STREAM`
+    punica_server          `punica.serve` of the latter, over HTTP; needs the extra `serve`.
+    vllm_as_shipped        vLLM with LoRA enabled, all else as it comes, but without its prefix cache.
+    vllm                   and `specialize_active_lora`, and LoRA at the seven projections only.
+    vllm_dual_stream       and its second stream: `VLLM_LORA_ENABLE_DUAL_STREAM`.
     figure.url=http://...  any server with OpenAI's API and adapters by model name, and no other system. An API key is
-                           the environment's SERVER_API_KEY, and is in no row
+                           the environment's SERVER_API_KEY, and is in no row.
 
 Each system is a process of its own: ours of this interpreter, vLLM's of `figure.vllm_python`, with VLLM_* of the shell.
 All get one checkpoint of random weights, PEFT folders with weights of their own, and the same greedy requests to their

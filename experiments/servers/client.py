@@ -108,11 +108,6 @@ class Answer:
     detail: str = ""
     text: str = ""
 
-    @property
-    def ended_early(self) -> bool:
-        """Check for a right answer with fewer tokens than asked for: only where nothing forbids that."""
-        return not self.error and (self.tokens or 0) < self.job.new_tokens
-
 
 class Client:
     """Client of one server, with as many connections as there are requests.

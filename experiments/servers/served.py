@@ -14,7 +14,6 @@ from experiments.servers.client import FIELDS, UNFINISHED, Answer, Client, Run, 
 from experiments.servers.stream import Job, Stream
 from experiments.workload.arrivals import FEWEST_FOR_P99, Span
 
-MS = 1e3
 LAG_SHARE, LAG_S = 0.1, 0.005
 """Lag of the client's event loop (p99) from which on it counts as the bottleneck: this part of the median time to
 first token, and this time in seconds."""
@@ -47,12 +46,9 @@ class Served:
 
     def load(self, streams: Mapping[str, Stream], loads: Mapping[str, float], span: Span) -> dict[str, Any]:
         """Return the readings by panel and popularity: of each load, requests in flight (int) or per second (float)."""
+        cells = [(panel, name) for name in streams for panel in loads]
         return {
-            "readings": {
-                (panel, name): asyncio.run(self._readings(stream, load, span))
-                for name, stream in streams.items()
-                for panel, load in loads.items()
-            }
+            "readings": {cell: asyncio.run(self._readings(streams[cell[1]], loads[cell[0]], span)) for cell in cells}
         }
 
     async def _readings(self, stream: Stream, load: float, span: Span) -> list[Reading]:
@@ -97,15 +93,10 @@ def run_readings(run: Run) -> list[Reading]:
 
 
 def tokens_in(answers: Sequence[Answer], begin: float, end: float) -> float:
-    """Return the tokens of right answers in a time: those of their usage, shared out over their pieces, of which that
-    time has some.
-    """
-    found = 0.0
-    for answer in answers:
-        if not answer.error and answer.pieces:
-            inside = sum(begin <= at < end for at in answer.pieces)
-            found += (answer.tokens or 0) * inside / len(answer.pieces)
-    return found
+    """Return the tokens of right answers in a time: those of their usage, shared out over their pieces."""
+    right = [answer for answer in answers if not answer.error and answer.pieces]
+    inside = [sum(begin <= at < end for at in answer.pieces) / len(answer.pieces) for answer in right]
+    return sum((answer.tokens or 0) * share for answer, share in zip(right, inside, strict=True))
 
 
 def is_late(lags: Sequence[float], first: Sequence[float]) -> bool:
@@ -117,16 +108,14 @@ def is_late(lags: Sequence[float], first: Sequence[float]) -> bool:
 
 
 def _waits(metric: str, seconds: Sequence[float]) -> list[Reading]:
-    """Return median, p10 and p90, `_mean`, `_p95`, `_max` and, of `FEWEST_FOR_P99` or more, `_p99` in ms; nothing
-    without samples.
-    """
+    """Return median, p10, p90, `_mean`, `_p95`, `_max` and, of `FEWEST_FOR_P99` or more, `_p99` in ms; none of none."""
     if not len(seconds):
         return []
-    values = [MS * value for value in seconds]
-    shares = (95, 99) if len(values) >= FEWEST_FOR_P99 else (95,)
-    far = [Reading(f"{metric}_p{share}", float(np.percentile(values, share)), "ms") for share in shares]
-    mean = Reading(f"{metric}_mean", float(np.mean(values)), "ms")
-    return [*sampled(metric, values, "ms"), mean, *far, Reading(f"{metric}_max", max(values), "ms")]
+    values = [1e3 * value for value in seconds]
+    found = {"mean": np.mean(values), "p95": np.percentile(values, 95)}
+    found |= {"p99": np.percentile(values, 99)} if len(values) >= FEWEST_FOR_P99 else {}
+    far = [Reading(f"{metric}_{name}", float(value), "ms") for name, value in (found | {"max": max(values)}).items()]
+    return [*sampled(metric, values, "ms"), *far]
 
 
 def _counts(users: Sequence[Answer], right: Sequence[Answer]) -> list[Reading]:
@@ -134,8 +123,9 @@ def _counts(users: Sequence[Answer], right: Sequence[Answer]) -> list[Reading]:
     kinds = Counter(answer.error for answer in users if answer.error)
     found = {"requests": len(users), "errors": kinds.total()}
     found |= {f"errors_{re.sub(r'[^a-z0-9]+', '_', kind)}": count for kind, count in sorted(kinds.items())}
-    counted = {name: (number, "requests") for name, number in found.items()}
-    counted["ended_early"] = sum(answer.ended_early for answer in right), "requests"
-    counted["output_tokens"] = sum(answer.tokens or 0 for answer in right), "tokens"
-    counted["prompt_tokens"] = sum(answer.prompt_tokens or 0 for answer in right), "tokens"
-    return [Reading(name, number, unit, "count") for name, (number, unit) in counted.items()]
+    found["ended_early"] = sum((answer.tokens or 0) < answer.job.new_tokens for answer in right)
+    output, prompt = (sum(counts) for counts in ([a.tokens or 0 for a in right], [a.prompt_tokens or 0 for a in right]))
+    return [
+        *(Reading(name, number, "requests", "count") for name, number in found.items()),
+        Reading("output_tokens", output, "tokens", "count"), Reading("prompt_tokens", prompt, "tokens", "count"),
+    ]  # fmt: skip
