@@ -58,7 +58,8 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
         column[0].set_title(named(name, mine, beside=not theirs.empty))
         column[-1].set_xlabel(spec.x_label)
     for line, clock in zip(axes[:: 2 if apart else 1], clocks, strict=True):
-        line[0].set_ylabel(y_label(rows[rows["metric"] == spec.metric], clock, f", {ONE}" * apart))
+        label = y_label(rows[rows["metric"] == spec.metric], clock, f", {ONE}" * apart)
+        line[0].set_ylabel(label if len(paper) else label.replace(WITHOUT_LAUNCHES, "in graphs"))
         for axis in line if steps else line[:1]:
             style.headroom(axis, 0.12 if apart else 0.2)
     for axis in axes[1::2, 0] if apart else ():
@@ -66,7 +67,7 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
     least = "; the least ratio of Gather-BMM to SGMV" * ("Gather-BMM" in set(rows[spec.line]))
     words = [
         f"{spec.title}: {ONE}, and how much longer the other popularities take." if apart else f"{spec.title}.",
-        f"Printed: growth over the batch{least}; ours (the paper's).",
+        f"Printed: growth over the batch{least}; ours (the paper's)." if {*rows[spec.line]} & {*SAID} else "",
         f"Dash-dotted: {spec.part} alone, of Distinct." if spec.part else "",
         GATHER if "Gather" in set(rows[spec.line]) and clocks != [AT_HOST] else "",
         f"Cut off in the paper: {', '.join(sorted(cut))}." if cut else "",
