@@ -1,9 +1,9 @@
 """Extension: scheduling rules of a cluster side by side, simulated: Punica's, and those of production's routers.
 
 Claim: Punica's rule, the GPU with the largest working set, needs the fewest GPUs. Newer systems place requests by load,
-adapter or rank, and claim up to twice the throughput, half the GPUs, or fewer loads. Expected shape: on the paper's
-load all rules finish the same requests, the spreading ones on more GPUs; where adapters are many, rules that know where
-they are load fewer; and only kernels that pad every adapter to the largest rank of a batch reward a placement by rank.
+adapter or rank, and claim up to twice the throughput, half the GPUs, or fewer loads. Expected shape: spreading rules
+take more GPUs; where adapters are many, rules that know where they are load fewer; and only kernels that pad every
+adapter to the largest rank of a batch reward a placement by rank.
 
 Panels: `paper's load` (rank 16, Skewed), and four of Zipf popularity with ranks 8 to 64: `mixed ranks`, the same under
 kernels that pad, `flash crowd` (one cold adapter gets half of the requests for a third of the time) and `drift` (the
@@ -18,9 +18,8 @@ Each with the paper's request rate on 16 GPUs, as Figure 13 has it, and with req
     ..._low, ..._high: the same over all `seeds`; the rows above are of the first
 
 A GPU has a slot for each of 32 adapters, its host memory `host_adapters`, disk the rest; loads take what `figure.loads`
-recorded, beside steps. A rule sees only GPUs with room, since the queue is the cluster's: no request waits for a home.
-
-Every row is `kind=simulated`; steps take what the cost model of Figure 13 says (the paper's A100, or `figure.cost`).
+recorded, beside steps, which take what the cost model of Figure 13 says (the paper's A100, or `figure.cost`). A rule
+sees only GPUs with room, since the queue is the cluster's: no request waits for a home.
 
 Cost on one core: half a minute at scale=laptop, for half a minute of the hour; half an hour at scale=paper.
 """
@@ -113,10 +112,7 @@ def served(paper: Path, point: Point, seed: int) -> list[Reading]:
     about = point.settings
     asked = load(paper, point, seed, seconds=about["seconds"])
     result = _run(point, asked)
-    hour = ServedHour(
-        about["seconds"], asked.arrivals, result.first_token_s, result.finish_s, result.tokens, result.batch,
-        result.seconds_by_batch, cost_model=result.cost_model,
-    )  # fmt: skip
+    hour = ServedHour.simulated(asked, result, about["seconds"])
     each = (result.finish_s - result.first_token_s) / np.maximum(asked.lengths.output - 1, 1)
     full = load(paper, point, seed + 1, count=about["waiting"])
     waiting = _run(point, Trace(np.zeros(len(full.arrivals)), full.lengths, full.adapters, full.ranks))

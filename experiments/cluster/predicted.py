@@ -1,11 +1,10 @@
 """Recorded rows that a machine's cost model predicts: windows of Figure 11, and first tokens under load.
 
-Windows: a cost model fitted to half of them predicts the throughput of the other half. The steps of a window are alike,
-so windows give one coefficient, the constant; the others are those of the machine's cost model.
+Half of the windows predict the throughput of the other half. The steps of a window are alike, so windows give one
+coefficient, the constant; the others are those of the machine's cost model.
 
 First tokens (p99, rows of `ext_latency_under_load`): the same requests arrive at the same times on a virtual clock.
-Loads below capacity are predicted; the others give the cost of a step with a prompt beside its rows. An engine on a GPU
-works ahead.
+Loads below capacity are predicted; the others give the cost of a step with a prompt beside its rows.
 """
 
 import json

@@ -24,7 +24,6 @@ import numpy as np
 
 from experiments.cluster.hour import RANK, World, timed_steps
 from experiments.cluster.served import KILLED, RAY, SIMULATED, STEADY, ServedHour, over_simulated, readings, summary
-from experiments.cluster.simulated_hour import seen
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config, ConfigError
@@ -81,7 +80,7 @@ def measure(cfg: Config, point: Point) -> list[Reading]:
         cost = session.cost.slowed(world.speed_up, session.cost.name)
         policy = world.policy(session.cluster.num_pages)
         result = simulate(trace, policy, cost, works_ahead=world.device == "cuda")
-        simulated = seen(trace, result, world.duration_s)
+        simulated = ServedHour.simulated(trace, result, world.duration_s)
         moved = simulated.reading("migrations", result.evictions, "requests")
         return [*told(simulated), moved, *over_simulated(hour, simulated)]
     lost = [Reading("lost_runners", found.lost, "count"), Reading("migrations", found.evicted, "requests")]

@@ -14,6 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from experiments.harness.points import Reading
+from experiments.simulator import SimulationResult, Trace
 from experiments.workload import MAX_BATCH, RELEASED_SEED
 
 HOUR, SLOWED, STREAM, COSTS, WINDOWS, FIRST_TOKEN = (
@@ -69,8 +70,16 @@ class ServedHour:
     tokens: NDArray[np.int64]
     batch: NDArray[np.int64]
     seconds_by_batch: NDArray[np.float64]
-    kind: str = SIMULATED
+    kind: str
     cost_model: str = ""
+
+    @classmethod
+    def simulated(cls, asked: Trace, result: SimulationResult, seconds: float) -> "ServedHour":
+        """Convert a simulation. GPUs are numbered from the one that the rule prefers, as in the paper."""
+        return cls(
+            seconds, asked.arrivals, result.first_token_s, result.finish_s, result.tokens, result.batch[::-1],
+            result.seconds_by_batch, SIMULATED, result.cost_model,
+        )  # fmt: skip
 
     @property
     def active(self) -> NDArray[np.int64]:
@@ -184,10 +193,8 @@ def transitions(batch: NDArray[np.int64]) -> int:
 
 def heat_map(batch: NDArray[np.int64]) -> NDArray[np.float64]:
     """Convert [gpus, seconds] to the paper's heat map, [gpus, pixels]: `smoothed`, then capped at 32, where its colours
-    end.
-
-    The plotting library shrinks numbers before it colours them. Capping seconds first gives a share that is a point
-    smaller, and was the other choice when both were known; `summary` has both, and claims the paper's minute means.
+    end, since the plotting library shrinks numbers before it colours them. `summary` has the share of seconds that are
+    capped first, too.
     """
     return np.minimum(smoothed(batch), MAX_BATCH)
 

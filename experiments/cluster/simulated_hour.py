@@ -30,7 +30,7 @@ from experiments.facts.systems import MODELS
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config
 from experiments.harness.settings import folders
-from experiments.simulator import LoadCost, SimulationResult, StepCost, Trace, simulate
+from experiments.simulator import LoadCost, StepCost, Trace, simulate
 from experiments.workload import MAX_BATCH, PAPER_WORKLOADS, RELEASED_SEED, popularity, released_lengths
 from punica.cluster import ClusterPolicy
 
@@ -109,7 +109,8 @@ def _point(panel: str, system: str, workload: str, model: str, cost: StepCost, *
 @cache
 def _hour(paper: Path, cost: StepCost, seed: int, *, seconds: float, gpus: int, rule: str) -> ServedHour:
     asked = paper_hour(paper, seconds, seed, load=gpus / NUM_GPUS)
-    return seen(asked, simulate(asked, paper_cluster(rule, costs.model_bytes(MODEL), gpus), cost), seconds)
+    result = simulate(asked, paper_cluster(rule, costs.model_bytes(MODEL), gpus), cost)
+    return ServedHour.simulated(asked, result, seconds)
 
 
 def hour_readings(hour: ServedBy, cost: StepCost, series: bool, seed: int) -> list[Reading]:
@@ -127,14 +128,6 @@ def slowed_readings(hour: ServedBy, cost: StepCost, paper: Path, seed: int) -> l
     name = f"{cost.name}; every step {factor:.2f} times as long, fitted to Figure 13's peak"
     found = hour(cost.slowed(factor, name), seed)
     return [found.reading("step_time_factor", factor, "ratio"), *summary(found)]
-
-
-def seen(asked: Trace, result: SimulationResult, seconds: float) -> ServedHour:
-    """Convert a simulation to a served hour. GPUs are numbered from the one that the rule prefers, as in the paper."""
-    return ServedHour(
-        seconds, asked.arrivals, result.first_token_s, result.finish_s, result.tokens, result.batch[::-1],
-        result.seconds_by_batch, SIMULATED, result.cost_model,
-    )  # fmt: skip
 
 
 def stream_readings(model: str, workload: str, count: int, cost: StepCost, seed: int = RELEASED_SEED) -> list[Reading]:

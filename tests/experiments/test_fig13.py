@@ -25,7 +25,7 @@ from experiments.cluster.served import (
     summary,
     transitions,
 )
-from experiments.cluster.simulated_hour import seen, slowed_readings, stream_readings
+from experiments.cluster.simulated_hour import slowed_readings, stream_readings
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.facts.paper import read_figure
 from experiments.fig13_cluster import EXPERIMENT as FIG13
@@ -191,7 +191,7 @@ def test_the_simulated_hour_predicts_the_paper_and_one_factor_on_every_step_brin
     cost, asked = a100_of_the_cluster(PAPER), paper_hour(PAPER)
 
     def hour_of(steps: StepCost, _: int) -> ServedHour:
-        return seen(asked, simulate(asked, paper_cluster("punica", SIZE), steps), 3600.0)
+        return ServedHour.simulated(asked, simulate(asked, paper_cluster("punica", SIZE), steps), 3600.0)
 
     served = hour_of(cost, 0)
     said, share = values(summary(served)), published(SHARE)
