@@ -126,15 +126,16 @@ class Servers(Experiment):
 
     def points(self, cfg: Config) -> list[Point]:
         figure = cast(ServersConf, cfg.figure)
-        check(cfg)
         loads = [(panel, workload, None) for workload in cfg.workload.names for panel in figure.loads()]
         if figure.url:
             server = _url(cfg).server
+            check(cfg, len(server.adapters), f"{server.url} has")
             settings = {"server": asdict(server), "stream": asdict(_stream(cfg, NONE, ())),
                         "load": [*astuple(figure.span), figure.fields]}  # fmt: skip
             return [
                 Point(panel, server.label, workload, server.base, settings=settings) for panel, workload, _ in loads
             ]
+        check(cfg, figure.adapters, "figure.adapters has")
         if cfg.hardware.device == "cpu" and cfg.scale.name != "smoke":
             self._say("on a CPU only figure.url= is measured, a server that runs (scale=smoke tries the rest)")
             return []
@@ -177,7 +178,11 @@ class Servers(Experiment):
             fields = " and ".join(sorted(figure.fields)) or "neither ignore_eos nor min_tokens: answers may end early"
             engine = f"{system}; {len(served.server.adapters)} adapters; {fields}; prompts as {figure.prompts}"
         else:
-            bench = self._bench(cfg)
+            from experiments.servers.bench import Bench
+
+            rank, seed, sizes = cfg.adapters.ranks[0], cfg.adapters.seed, figure.sizes_of_work()
+            about = cfg.model, cfg.hardware.device, cfg.hardware.threads or 1, rank, seed, sizes, figure.vllm_python
+            bench = self.kept((cfg.model.name, rank, seed), lambda: Bench(*about))
             lines = bench.run(system, _parts(cfg, points, bench))
             engines = [name for name, one in SYSTEMS.items() if one.engine == PUNICA and not one.is_server]
             reference = next((name for name in cfg.system.names if name in engines), engines[0])
@@ -186,21 +191,15 @@ class Servers(Experiment):
             engine = f"{lines[0]['about']}: {SYSTEMS[system].described()}"
         return [[replace(reading, engine=engine) for reading in readings] for readings in found]
 
-    def _bench(self, cfg: Config) -> Bench:
-        """Folders and processes, and the tokens of systems that ran."""
-        from experiments.servers.bench import Bench
 
-        figure, rank, seed = cast(ServersConf, cfg.figure), cfg.adapters.ranks[0], cfg.adapters.seed
-        return self.kept((cfg.model.name, rank, seed), lambda: Bench(
-            cfg.model, cfg.hardware.device, cfg.hardware.threads or 1, rank, seed, figure.sizes_of_work(),
-            figure.vllm_python,
-        ))  # fmt: skip
-
-
-def check(cfg: Config) -> None:
-    """`ConfigError` for sizes that do not fit each other."""
-    figure = cast(ServersConf, cfg.figure)
+def check(cfg: Config, there: int, where: str) -> None:
+    """`ConfigError` for sizes that do not fit each other, or the adapters that are `there`; Distinct's take turns."""
+    figure, needed = cast(ServersConf, cfg.figure), dict[str, int]()
     rows, (short, long), longest = figure.batch_size, figure.new_tokens, figure.sizes_of_work()["max_model_len"]
+    for name in cfg.workload.names if figure.loads() else ():
+        turns = max(figure.in_flight, default=1)
+        needed[name] = turns if name == "Distinct" else popularity(name).number_of_adapters(figure.requests)
+    most = max(needed, key=lambda name: needed[name], default=NONE)
     for is_right, text in (
         (rows <= short < long, f"new_tokens={figure.new_tokens} must ascend from figure.batch_size={rows} or more: one "
          "request joins per step, and the batch must be full"),
@@ -210,24 +209,11 @@ def check(cfg: Config) -> None:
          "one for every request"),
         (figure.url or longest <= cfg.model.max_position_embeddings, f"contexts and figure.lengths have requests of "
          f"{longest} tokens, above the {cfg.model.max_position_embeddings} of {cfg.model.name}: choose shorter ones"),
+        (needed.get(most, 0) <= there, f"in_flight={figure.in_flight} and figure.requests={figure.requests} of {most} "
+         f"need {needed.get(most)} adapters, {where} {there}: choose fewer, or leave it out (workload=)"),
     ):  # fmt: skip
         if not is_right:
             raise ConfigError(f"figure.{text}")
-    if not figure.url:
-        _check_adapters(cfg, figure.adapters, "figure.adapters has")
-
-
-def _check_adapters(cfg: Config, there: int, where: str) -> None:
-    """`ConfigError` for loads of a popularity with more adapters than there are; those of Distinct take turns."""
-    figure = cast(ServersConf, cfg.figure)
-    for name in cfg.workload.names if figure.loads() else ():
-        turns = max(figure.in_flight, default=1)
-        needed = turns if name == "Distinct" else popularity(name).number_of_adapters(figure.requests)
-        if needed > there:
-            raise ConfigError(
-                f"{name} of figure.requests={figure.requests}, figure.in_flight={figure.in_flight} needs {needed} "
-                f"adapters, {where} {there}: choose more of these or fewer of those, or leave it out (workload=)"
-            )
 
 
 def _url(cfg: Config) -> Served:
@@ -235,9 +221,7 @@ def _url(cfg: Config) -> Served:
     from experiments.servers.served import Served
 
     figure, key = cast(ServersConf, cfg.figure), os.environ.get(KEY, "")
-    server = look_up(figure.url, key, figure.url_name, figure.url_adapters)
-    _check_adapters(cfg, len(server.adapters), f"{server.url} has")
-    return Served(server, key, figure.fields)
+    return Served(look_up(figure.url, key, figure.url_name, figure.url_adapters), key, figure.fields)
 
 
 def _stream(cfg: Config, workload: str, adapters: Sequence[str], repeat: int = 0) -> Stream:

@@ -497,7 +497,7 @@ def test_a_process_measures_all_of_a_system_and_engines_have_no_loads(tmp_path):
         ("figure.new_tokens=[2]", "figure.new_tokens"), ("figure.contexts=[6]", "figure.contexts.* must be above 14"),
         ("figure.adapters=2", "figure.adapters=2 must be at least figure.batch_size=3"),
         ("figure.contexts=[5000]", "figure.contexts.* above the 4096 of llama-tiny"),
-        ("figure.in_flight=[5]", "Distinct .* needs 5 adapters, figure.adapters has 4"),
+        ("figure.in_flight=[5]", "figure.in_flight=.5. .*Distinct need 5 adapters, figure.adapters has 4"),
         ("figure.rates=[0]", "figure.rates"), ("figure.in_flight=[0]", "figure.in_flight"),
         ("figure.seconds=0", "figure.seconds=0"), ("figure.after=-1", "figure.after=-1"),
         ("figure.prompts=x", "figure.prompts=x"), ("figure.fields=[x]", "figure.fields"),
@@ -536,7 +536,7 @@ def test_models_without_parents_and_servers_without_a_list_must_be_named():
 def test_popularities_of_more_adapters_than_the_server_has_are_refused(tmp_path):
     with fake_server("right", "slow") as fake:
         for workload in ("distinct", "uniform"):
-            with pytest.raises(ConfigError, match=rf"(?i){workload} .* adapters, {fake.url} has 2"):
+            with pytest.raises(ConfigError, match=rf"(?i){workload} need . adapters, {fake.url} has 2"):
                 SERVERS.points(settled(tmp_path, f"figure.url={fake.url}", f"workload={workload}"))
         assert fake.bodies == []
 
