@@ -2,12 +2,9 @@
 ranks; the ratio that bytes allow is arithmetic (`bytes_ratio`).
 """
 
-import re
 from collections.abc import Mapping
-from functools import cache
 
 import numpy as np
-import pandas as pd
 
 from experiments.claims.fig01 import LAST, layers
 from experiments.claims.finding import Finding, claim
@@ -39,7 +36,8 @@ class Serving:
         frame = rows.figure("12" if role == "70B" else "11")
         self.model = model_for(frame, role)
         frame = pick(frame[~frame["panel"].str.contains(STATED_LENGTHS)], model=self.model)
-        gpus, sizes = np.array([*map(_gpus, frame["panel"])]), frame["batch_size"].to_numpy(dtype=float)
+        gpus = frame["panel"].str.extract(r", tp (\d+)")[0].astype(float).fillna(0).to_numpy()
+        sizes = frame["batch_size"].to_numpy(dtype=float)
         self.gpus = int(gpus.max()) or None  # the paper's own rows do not say
         most = gpus == gpus.max()
         self.batch = 32 if (sizes[most] == 32).any() else np.fmax.reduce(sizes[most])
@@ -56,10 +54,6 @@ class Serving:
         """Check whether the system was measured, on ``workloads``."""
         known = {workload for name, workload in self._places if name == system}
         return bool(known) and known >= set(workloads)
-
-    def throughput(self, system: str) -> pd.Series:
-        """Return throughput by workload; NotMeasured when the system was not measured."""
-        return curve(self.frame, "throughput", over="workload", system=system)
 
     def get(self, system: str, workload: str) -> float:
         return float(np.median(self._numbers((system, workload))))
@@ -130,13 +124,6 @@ class Serving:
         """Build a finding that names the model."""
         told = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in quantities.items())
         return Finding(quantities, f"{told}{beside} ({self.measured_model})", models=(self.measured_model,))
-
-
-@cache
-def _gpus(panel: str) -> int:
-    """Return the number of GPUs that ``panel`` names; 0 for none."""
-    named = re.search(r", tp (\d+)", panel)
-    return int(named[1]) if named else 0
 
 
 def serving(rows: Rows, *roles: str) -> list[Serving]:
