@@ -1,4 +1,4 @@
-"""Where the time of a step goes: stacked bars of its parts."""
+"""Parts of the time of a step, as stacked bars."""
 
 from typing import Any
 
