@@ -25,8 +25,6 @@ from experiments.harness.resume import run
 from experiments.harness.schema import (
     CONF,
     REPOSITORY,
-    BatchConf,
-    Config,
     ConfigError,
     RunConf,
     Settings,
@@ -35,7 +33,16 @@ from experiments.harness.schema import (
     unknown,
     validated,
 )
-from experiments.harness.settings import choice, fitting_model, folders, keys_read, refuse_unread, scale_of, typed
+from experiments.harness.settings import (
+    choice,
+    fitting_model,
+    folders,
+    keys_read,
+    refuse_unread,
+    scale_of,
+    schema_of,
+    typed,
+)
 from experiments.measure import environment
 from experiments.measure.records import TIMERS, RowsError, disk_is_full, ensure_writable
 from experiments.workload.popularity import WORKLOADS
@@ -116,10 +123,9 @@ def register_app(name: str, header: str, module: str, schema: type[RunConf], **c
     store = ConfigStore.instance()
     for timer in ("auto", *TIMERS):
         store.store(name=timer, group="timer", node={"name": timer})
-    kind = "batch" if schema is BatchConf else "run"
-    store.store(name=kind, group="schema", node=keys_of(schema), package="_global_")
-    primary: list[Any] = ["config", {"override schema": kind}]
-    primary += [*({f"override {key}": value} for key, value in choices.items()), "_self_"]
+    store.store(name=name, group="schema", node=keys_of(schema), package="_global_")
+    chosen = {"schema": name, **choices}
+    primary: list[Any] = ["config", *({f"override {key}": value} for key, value in chosen.items()), "_self_"]
     hydra = {"job": {"name": name}, "help": {"app_name": module, "header": header}}
     store.store(name=name, node={"defaults": primary, "hydra": hydra})
 
@@ -137,10 +143,8 @@ def register(experiment: Experiment) -> None:
     """Make `experiment` a primary config of Hydra, with its schema, its systems and its own defaults."""
     described = sys.modules[type(experiment).__module__].__doc__ or experiment.name
     choices = {"figure": experiment.name, **experiment.defaults}
-    register_app(experiment.name, described.strip(), experiment.name, Config, **choices)
+    register_app(experiment.name, described.strip(), experiment.name, schema_of(experiment), **choices)
     register_names("system", OmegaConf.load(CONF / "figure" / f"{experiment.name}.yaml").systems)
-    store = ConfigStore.instance()
-    store.store(name=experiment.name, group="schema/figure", node=keys_of(experiment.conf), package="figure")
 
 
 def main(experiment: Experiment) -> None:

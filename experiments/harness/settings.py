@@ -60,11 +60,14 @@ def folders(cfg: Config | DictConfig) -> Folders:
     return Folders(fresh / "rows", fresh / "figures", *recorded, REPOSITORY / paths.paper_results)
 
 
+def schema_of(experiment: Experiment) -> type[Config]:
+    """Return the settings of `experiment`, with its own `figure`."""
+    return create_model("Config", __base__=Config, figure=(experiment.conf, ...))
+
+
 def typed(cfg: DictConfig | Config, experiment: Experiment) -> Config:
-    """Return `cfg` as typed objects, with the experiment's own `figure`; `ConfigError` for what cannot be."""
-    if isinstance(cfg, Config):
-        return cfg
-    return validated(cfg, create_model("Config", __base__=Config, figure=(experiment.conf, ...)))
+    """Return `cfg` as typed objects; `ConfigError` for what cannot be."""
+    return cfg if isinstance(cfg, Config) else validated(cfg, schema_of(experiment))
 
 
 def settle(cfg: DictConfig | Config, experiment: Experiment) -> Config:
