@@ -127,7 +127,7 @@ def draw_servers(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     rows = rows.assign(workload=rows["workload"].replace("", "no adapter"))
     cells, systems = list(rows.groupby(["panel", "seq_len"], dropna=False)), list(dict.fromkeys(rows["system"]))
     figure, axes = style.grid(max(1, len(cells)), 1, style.PAGE, 1.3 * len(cells) + 1.9, sharex=False)
-    for axis, (_, mine) in zip(axes[:, 0], cells, strict=False):
+    for axis, (_key, mine) in zip(axes[:, 0], cells, strict=False):
         for at, cell in placed(mine, mine, systems, systems):
             style.note(axis, short(cell.value), at, bar(axis, at, cell, GROUP / len(systems)), zorder=5)
         axis.margins(y=0.2)
