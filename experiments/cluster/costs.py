@@ -13,7 +13,7 @@ memory (`ext_many_adapters`, undisturbed rows), in proportion to the rank, of wh
 beside a load is not slowed (`stall` of section 5.2).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,6 +46,8 @@ PAPER_GPU, CLUSTER_GPU = "a100-80g", "a100-40g"
 PAPERS, ROOFLINE = "a100", "roofline:"
 STEPS = {"1": "fig01_batching", "10": "fig10_layer", "ext breakdown": "ext_breakdown"}
 """Figure whose rows give the cost of a step -> its file."""
+LAYER, STEP = "layer_latency", "step_latency"
+Work = Callable[[int, int, int], StepWork]
 TimedLoads = Sequence[tuple[int, float]]
 """Rank and seconds of loads of adapters."""
 LINK_FILE, DISK_FILE = "sec52_adapter_loading", "ext_many_adapters"
@@ -107,12 +109,13 @@ def paper_a100(folder: str | Path, role: str) -> Fitted[StepCost]:
     model = model_conf(MODELS[role][0])
     size, size_7b = model_bytes(model.name), model_bytes(MODELS["7B"][0])
     head = size.head * size.itemsize / datasheet(PAPER_GPU)[0]
-    layers = timed_layers(as_rows(read_figure(folder, "10")), role, model.num_hidden_layers, head)
-    prefills = timed_prefills(as_rows(read_figure(folder, "1")), "7B")
-    prefill = fit_step_cost("prefill", prefills, {"row": 0.0, "kv": 0.0, "rank": 0.0})
-    per_token = prefill.prefill * size.weights / size_7b.weights
+    figures = {number: as_rows(read_figure(folder, number)) for number in ("1", "10")}
+    layers = timed(figures["10"], role, decoding, model.num_hidden_layers, head, metric=LAYER, system="punica")
+    prefills = timed(figures["1"], "7B", prefill, metric=STEP, panel="prefill")
+    alone = fit_step_cost("prefill", prefills, {"row": 0.0, "kv": 0.0, "rank": 0.0})
+    per_token = alone.prefill * size.weights / size_7b.weights
     cost = fit_step_cost(f"A100 80GB {role}, paper Figures 1 and 10", layers, {"prefill": per_token})
-    return Fitted(cost, {"layers": residuals(cost, layers), "prefills": residuals(prefill, prefills)})
+    return Fitted(cost, {"layers": residuals(cost, layers), "prefills": residuals(alone, prefills)})
 
 
 def a100_of_the_cluster(folder: str | Path) -> StepCost:
@@ -136,56 +139,51 @@ def recorded_costs(results: Path) -> dict[tuple[str, str], Fitted[StepCost]]:
 
 def recorded_cost(rows: Mapping[str, pd.DataFrame], hardware: str, model: str) -> Fitted[StepCost]:
     """Fit ``hardware`` running ``model`` to our rows by figure (the keys of `STEPS`)."""
+    layers, parts = model_conf(model).num_hidden_layers, rows["ext breakdown"]
     kinds = {
-        "decodes": timed_decodes(rows["1"], model),
-        "prefills": timed_prefills(rows["1"], model),
-        "layers": timed_layers(rows["10"], model, model_conf(model).num_hidden_layers),
-        "steps": timed_steps(rows["ext breakdown"], model),
-    }
+        "decodes": timed(rows["1"], model, decoding, metric=STEP, panel="decode"),
+        "prefills": timed(rows["1"], model, prefill, metric=STEP, panel="prefill"),
+        "layers": timed(rows["10"], model, decoding, layers, metric=LAYER, system="punica"),
+        "steps": [
+            step
+            for panel in parts["panel"].unique()
+            for step in timed(
+                parts, model, decoding if panel == "decode" else prefill_among_decodes,
+                metric=STEP, system="punica", panel=panel,
+            )
+        ],
+    }  # fmt: skip
     steps = [step for part in kinds.values() for step in part]
     cost = fit_step_cost(f"{hardware} {model}, own rows of figures {', '.join(STEPS)}", steps)
     return Fitted(cost, {name: residuals(cost, part) for name, part in kinds.items() if part})
 
 
-def timed_layers(rows: pd.DataFrame, model: str, num_layers: int, rest_s: float = 0.0) -> list[TimedStep]:
-    """Read Punica's rows of Figure 10 of ``model`` as decode steps of ``num_layers`` layers and ``rest_s`` seconds."""
-    return [
-        TimedStep(StepWork(batch, batch * length, 0, ranks), num_layers * seconds + rest_s)
-        for batch, length, ranks, seconds in _lines(rows, model, "layer_latency", system="punica")
-    ]
+def decoding(batch: int, length: int, ranks: int) -> StepWork:
+    return StepWork(batch, batch * length, 0, ranks)
 
 
-def timed_prefills(rows: pd.DataFrame, model: str) -> list[TimedStep]:
-    """Read rows of Figure 1, panel prefill, of ``model``."""
-    lines = _lines(rows, model, "step_latency", panel="prefill")
-    return [TimedStep(StepWork(0, 0, batch * length), seconds) for batch, length, _, seconds in lines]
+def prefill(batch: int, length: int, _: int) -> StepWork:
+    return StepWork(0, 0, batch * length)
 
 
-def timed_decodes(rows: pd.DataFrame, model: str) -> list[TimedStep]:
-    """Read rows of Figure 1, panel decode, of ``model``: no adapters."""
-    lines = _lines(rows, model, "step_latency", panel="decode")
-    return [TimedStep(StepWork(batch, batch * length), seconds) for batch, length, _, seconds in lines]
+def prefill_among_decodes(batch: int, length: int, ranks: int) -> StepWork:
+    return StepWork(batch - 1, (batch - 1) * length, length, ranks)
 
 
-def timed_steps(rows: pd.DataFrame, model: str) -> list[TimedStep]:
-    """Read rows of `ext_breakdown` of ``model``: decodes, a prompt alone, and a prompt among decodes."""
-    found = []
-    for panel in rows["panel"].unique():
-        prompts = int(panel != "decode")
-        for batch, length, ranks, seconds in _lines(rows, model, "step_latency", system="punica", panel=panel):
-            decodes = batch - prompts
-            found.append(TimedStep(StepWork(decodes, decodes * length, prompts * length, ranks), seconds))
-    return found
-
-
-def _lines(rows: pd.DataFrame, model: str, metric: str, **columns: str) -> Iterator[tuple[int, int, int, float]]:
-    """Yield batch size, length, summed ranks of the different adapters, and seconds, of values and medians."""
-    for column, value in {"model": model, "metric": metric, **columns}.items():
+def timed(
+    rows: pd.DataFrame, model: str, work: Work, times: int = 1, rest_s: float = 0.0, **columns: str
+) -> list[TimedStep]:
+    """Read values and medians in ``rows`` of ``model`` with these ``columns`` as steps of ``times`` their seconds and
+    ``rest_s`` more. ``work``: of a batch size, a length, and the summed ranks of the different adapters.
+    """
+    for column, value in {"model": model, **columns}.items():
         rows = rows[rows[column] == value]
+    found = []
     for row in rows[rows["statistic"].isin(("value", "median"))].to_dict("records"):
         batch, workload = int(row["batch_size"]), str(row["workload"])
         ranks = int(row["rank"]) * popularity(workload).number_of_adapters(batch) if workload else 0
-        yield batch, int(row["seq_len"]), ranks, _seconds(row)
+        found.append(TimedStep(work(batch, int(row["seq_len"]), ranks), times * _seconds(row) + rest_s))
+    return found
 
 
 def _seconds(row: Mapping) -> float:

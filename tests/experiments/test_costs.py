@@ -11,13 +11,14 @@ from experiments.cluster.costs import (
     FROM_MEMORY,
     a100_of_the_cluster,
     chosen_cost,
+    decoding,
     fitted_loads,
     load_cost,
     model_bytes,
     paper_a100,
     recorded_cost,
     recorded_load_costs,
-    timed_layers,
+    timed,
     timed_links,
     timed_reads,
 )
@@ -30,6 +31,7 @@ from punica.cluster import StepWork
 
 ROOT = Path(__file__).parents[2]
 PAPER, RESULTS = ROOT / "paper_results", ROOT / "results"
+OF_LAYERS = {"metric": "layer_latency", "system": "punica"}
 TRUE = StepCost("true", base=0.004, row=2e-5, kv=1.5e-7, prefill=2e-5, rank=2e-6)
 
 
@@ -42,7 +44,7 @@ def test_residuals_of_the_fit_are_those_of_its_rows(role, num_layers):
     layers = fitted.residuals["layers"]
     assert len(layers.relative) == 4 * 2 * 32
     head = 2 * model_bytes(f"llama2-{role.lower()}").head / 1935e9
-    steps = timed_layers(as_rows(read_figure(PAPER, "10")), role, num_layers, head)
+    steps = timed(as_rows(read_figure(PAPER, "10")), role, decoding, num_layers, head, **OF_LAYERS)
     assert residuals(fitted.cost, steps).rms == layers.rms < 0.08
     assert layers.largest < 0.3
 
@@ -50,8 +52,9 @@ def test_residuals_of_the_fit_are_those_of_its_rows(role, num_layers):
 def test_a_row_of_figure_10_is_a_step_of_32_layers():
     rows = as_rows(read_figure(PAPER, "10"))
     published = rows.query("model == '7B' and workload == 'Uniform' and batch_size == 9 and seq_len == 512")["value"]
-    steps = [step for step in timed_layers(rows, "7B", 32, 1e-3) if step.work == StepWork(9, 9 * 512, 0, 3 * 16)]
-    assert [step.seconds for step in steps] == pytest.approx([32e-6 * published.item() + 1e-3])
+    steps = timed(rows, "7B", decoding, 32, 1e-3, **OF_LAYERS)
+    found = [step.seconds for step in steps if step.work == StepWork(9, 9 * 512, 0, 3 * 16)]
+    assert found == pytest.approx([32e-6 * published.item() + 1e-3])
 
 
 def test_another_model_has_prefills_by_its_weights_and_the_cluster_cards_with_slower_memory():
