@@ -142,7 +142,7 @@ def title_of(experiment: Experiment) -> str:
     """Return the title of a figure, with its place in the paper where it has one."""
     title, figure = str(settings(experiment.name).title), experiment.figure
     place = f"Figure {figure}" if figure.isdigit() else figure.replace("text", "Section").replace("README", "README,")
-    return title if figure.startswith("ext") else f"{place.partition(',')[0]}: {title}"
+    return title if experiment.name.startswith("ext") else f"{place.partition(',')[0]}: {title}"
 
 
 def minutes(name: str, scale: str) -> float | None:
