@@ -50,15 +50,11 @@ class ResidencyConfig:
 
 class Residency:
     """Adapters of one GPU at the present of ``clock`` (seconds). Members never have more adapters than there are slots.
-
-    Attributes:
-        num_slots: adapters that GPU memory holds.
-        loads_from_host, loads_from_disk: loads begun so far.
     """
 
     def __init__(self, config: ResidencyConfig, clock: Callable[[], float]) -> None:
         self.num_slots = config.num_slots
-        self.loads_from_host = self.loads_from_disk = 0
+        self.loads_from_host = self.loads_from_disk = 0  # begun so far
         self._config, self._clock = config, clock
         self._slots: dict[int, float] = {}  # adapter in a slot -> since when
         self._users: dict[int, int] = {}  # adapter -> members

@@ -135,8 +135,7 @@ class Dynamo(LargestWorkingSet):
     load has of all slots.
 
     A set grows at once and shrinks after `COOLDOWN` requests in which it was too large. Within a set GPUs with the
-    adapter come first, then the smallest working set. The next GPU by hash takes the place of one without room. The
-    plain backbone, which every GPU has, has no set.
+    adapter come first, then the smallest working set. The plain backbone, which every GPU has, has no set.
 
     Source: allocation controller of https://github.com/ai-dynamo/dynamo (pull requests 5992, 8177, 8178 and 8180) and
     its ``controller.rs``. Left out: budgets of slots, and the placement by min-cost flow (an option there).
@@ -262,8 +261,8 @@ class Chameleon(LargestWorkingSet):
     """Chameleon's weighted size of a request (MICRO 2025, arXiv 2411.17741): least weighted work, and the largest
     request is evicted, since its queues serve small requests first.
 
-    Left out: the queue by size, since a cluster's queue is first come first served. The length of an output is its
-    bound, where Chameleon predicts it. Chameleon schedules one GPU; balancing by weighted work is this rule's own.
+    Left out: the queue by size, since a cluster's is first come first served, and predicted lengths of outputs.
+    Chameleon schedules one GPU; balancing by weighted work is this rule's own.
     """
 
     PROMPT, OUTPUT = 0.4, 0.6  # weights of a token of the prompt and of the output

@@ -192,10 +192,8 @@ def drifting(
 def flash_crowd(
     arrivals: NDArray[np.float64], shares: NDArray[np.float64], crowd: tuple[float, float, float], seed: int
 ) -> NDArray[np.int64]:
-    """Draw the adapter of each request, [n] int64, by ``shares``, while one adapter is popular for a time.
-
-    ``crowd``: start and end in seconds, and the share of the requests between them that name the last adapter of
-    ``shares``, the least popular one of a descending pattern. The others divide the rest as before.
+    """Draw the adapter of each request, [n] int64, by ``shares``. ``crowd``: start and end in seconds, and the share of
+    the requests between them that name the last adapter, the least popular one; the others divide the rest as before.
     """
     start, end, share = crowd
     found = drifting(arrivals, shares, np.inf, seed)
