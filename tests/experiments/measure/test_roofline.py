@@ -34,11 +34,6 @@ def test_formulas_give_the_papers_figure_7(metric, formula):
         assert ours == pytest.approx(expected, rel=5e-6), (workload, rows)
 
 
-def test_distinct_intensity_does_not_depend_on_the_batch():
-    values = {round(sgmv_intensity(rows, rows, 16, 4096), 6) for rows in (1, 2, 7, 64)}
-    assert values == {0.940960}
-
-
 def test_element_size_scales_bytes():
     assert sgmv_io_bytes(7, 3, 16, 4096, element_bytes=4) == 2 * sgmv_io_bytes(7, 3, 16, 4096)
 

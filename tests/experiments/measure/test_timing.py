@@ -13,26 +13,21 @@ def protocol(**changes) -> Protocol:
     return Protocol(**{"timer": "host_clock", "device": "cpu", "warmup": 2, **usual, **changes})
 
 
-def test_systems_are_interleaved_after_their_warm_up():
+def test_systems_are_interleaved_after_their_warm_up_and_their_inputs_used_in_turn():
+    """Garbage collection is off while the clock runs."""
     order = []
-    calls = {name: [lambda name=name: order.append(name)] for name in ("a", "b")}
+    calls = {name: [lambda i=i, name=name: order.append((name, i, gc.isenabled())) for i in range(2)] for name in "ab"}
     samples = time_side_by_side(calls, protocol(repeats=3))
-    assert order == ["a", "a", "b", "b"] + ["a", "b"] * 3
+    warm = [(name, i, True) for name in "ab" for i in range(2)]
+    assert order == [*warm, *[(name, i, False) for i in (0, 1, 0) for name in "ab"]]
     assert {name: len(values) for name, values in samples.items()} == {"a": 3, "b": 3}
-
-
-def test_several_inputs_are_used_in_turn():
-    order = []
-    calls = {"a": [lambda i=i: order.append(i) for i in range(3)]}
-    time_side_by_side(calls, protocol(warmup=0, repeats=5))
-    assert order == [0, 1, 2, 0, 1]
+    assert gc.isenabled()
 
 
 class Clock:
     """One that calls move and nothing else, in the place of `time`."""
 
-    def __init__(self):
-        self.now = 0.0
+    now = 0.0
 
     def perf_counter(self):
         return self.now
@@ -74,13 +69,6 @@ def test_the_caches_are_emptied_before_every_call_or_once_a_round_for_systems_ap
     calls = {name: [lambda name=name: seen.append(name)] for name in "ab"}
     time_side_by_side(calls, protocol(repeats=3, warmup=0), apart)
     assert "".join(seen) == order
-
-
-def test_garbage_collection_is_off_while_timing_and_on_again_after():
-    seen = []
-    time_side_by_side({"a": [lambda: seen.append(gc.isenabled())]}, protocol(warmup=0))
-    assert seen == [False] * 4
-    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("calls", [{}, {"a": []}], ids=["no-system", "no-call"])
