@@ -71,9 +71,9 @@ class Budget:
         """Return the seconds that `key` took last, or the fewer of the latest two measurements of all."""
         return self._costs.get(key, min(self._latest))
 
-    def fits(self, *keys: str, slack: float = 0.0) -> bool:
-        """Check that measurements of `keys` end within the share, or beyond it by the part `slack` of the minutes."""
-        return self.left > 0 and self.left + slack * self._own >= sum(map(self.estimate, keys))
+    def fits(self, key: str, slack: float = 0.0) -> bool:
+        """Check that a measurement of `key` ends within the share, or beyond it by the part `slack` of the minutes."""
+        return self.left > 0 and self.left + slack * self._own >= self.estimate(key)
 
 
 class Deadline:
