@@ -62,7 +62,7 @@ SYSTEMS: Registry[System] = Registry("serving system")
 for _entry in (
     System("punica", figures=(FIG11, FIG12, LOAD, MANY), paper=("Punica", "Punica layer with LoRA"),
            colour=0, marker="o"),
-    System("punica_many", admission="fcfs_many", figures=(LOAD,), colour=9, marker="^"),
+    System("punica_many", admission="fcfs_many", figures=(LOAD,), colour=9, marker="P"),
     System("punica_resident_first", admission="resident_first", figures=(MANY,), colour=4, marker="D"),
     System("punica_sharded", "experiments.systems.engine_systems.Sharded", figures=(FIG12,), colour=0, shade=0.6),
     System("continuous_batching", admission="single_adapter", figures=(FIG11, FIG12, LOAD), lora=False,
@@ -75,7 +75,7 @@ for _entry in (
     System("hf_peft", HUGGING_FACE, "static", (FIG11,), baseline=True, paper=("HuggingFace Transformers",),
            colour=3, marker="s"),
     System("hf_peft_mixed", HUGGING_FACE, "static_mixed", (FIG11,), slow=True, colour=1, marker="D"),
-    System("punica_static", admission="static_mixed", figures=(FIG11,), colour=0, shade=0.6),
+    System("punica_static", admission="static_mixed", figures=(FIG11,), colour=0, marker="*", shade=0.6),
     System("punica_last_admitted", "experiments.systems.engine_systems.LastAdmitted", figures=(FIG11,), exact=False,
            colour=9, marker="X", shade=0.3),
 ):  # fmt: skip

@@ -282,6 +282,8 @@ def test_systems_differ_in_grey_by_hatch_and_marker_within_a_figure():
         here = [style.look(one.name) for one in entries() if figure in one.figures]
         assert len({(look.colour, look.hatch) for look in here}) == len(here)
         assert len({look.hatch for look in here}) == len(here)
+        drawn = [style.look(one.name).marker for one in entries() if figure in one.figures and one.exact]
+        assert len(set(drawn)) == len(drawn), "two diamonds of Figure 11 were one in grey"
 
 
 def test_labels_of_section_5_2_do_not_overlap():
