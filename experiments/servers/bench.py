@@ -8,9 +8,11 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,7 +39,8 @@ adapter hardly any token is the same."""
 START_S, END_S, POLL_S = 600.0, 60.0, 0.1
 """Longest waits for a server's start and for its end, and the time between two looks."""
 BASE, TOKENS = "base", "tokens"
-_LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
+PR_SET_PDEATHSIG, SIGNAL = 1, ctypes.c_ulong(signal.SIGTERM)
+END_WITH_PARENT = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, SIGNAL) if sys.platform == "linux" else None
 
 
 class Bench:
@@ -138,7 +141,7 @@ class Bench:
                 [*SYSTEMS[system].command(self.python), *arguments], cwd=self.path, stdout=output,
                 stderr=subprocess.STDOUT, env=SYSTEMS[system].variables(self.device, self.threads),
                 start_new_session=True,
-                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+                preexec_fn=END_WITH_PARENT,
             )  # fmt: skip
         try:
             yield process
