@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from experiments.benches.operator_sets import ROTATING_BYTES, Call, captured, median_us
+from experiments.benches.operator_sets import ROTATING_BYTES, Call, captured, check_error, median_us
 from experiments.benches.operators import begun
-from experiments.harness.experiment import CheckFailed
 from punica.ops import reference
 from punica.ops.experts import Assignment, ExpertLoRAWeights, Switches
 from punica.parallel import route
@@ -151,14 +150,9 @@ class ExpertSets:
 
 def checked_us(sets: ExpertSets, name: str, calls: int, replays: int) -> float:
     """Median microseconds in a graph; `CheckFailed` where a call is wrong, or one that overwrites after a replay."""
-    _check(sets.error(name))
+    check_error(name, sets.error(name), TOLERANCE)
     graph, rounds = captured(sets.columns()[name], sets.count, calls)
     if name.endswith("delta"):
         graph.replay()
-        _check(sets.error_now(name))
+        check_error(f"{name}, after a graph replay", sets.error_now(name), TOLERANCE)
     return median_us(graph, rounds * sets.count, replays)
-
-
-def _check(error: float) -> None:
-    if not error <= TOLERANCE:
-        raise CheckFailed(f"relative error {error:.1e} is above {TOLERANCE:.0e}: not timed")

@@ -25,9 +25,8 @@ import torch
 
 from experiments.benches.operator_lines import Operator
 from experiments.benches.operator_pairs import estimated, pair_plan
-from experiments.benches.operator_sets import Call, OperatorSets
+from experiments.benches.operator_sets import Call, OperatorSets, check_error
 from experiments.benches.operators import begun
-from experiments.harness.experiment import CheckFailed
 from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.quant import quantize_per_token
 from punica.ops.triton_ops import lora_linear
@@ -151,7 +150,7 @@ def checked_us(sets: OperatorSets, name: str, call: Call, calls: int, replays: i
     """Median microseconds of `call` in a graph, right after one call and after a whole replay; else `CheckFailed`."""
     tolerance = _checked_call(sets, name, call)
     us, error = sets.time_graph(call, calls=calls, replays=replays)
-    _check(f"{name}, after a graph replay", error, max(tolerance, 4 * TOLERANCE))
+    check_error(f"{name}, after a graph replay", error, max(tolerance, 4 * TOLERANCE))
     return us
 
 
@@ -171,10 +170,5 @@ def eager_us(sets: OperatorSets, name: str, call: Call) -> float:
 def _checked_call(sets: OperatorSets, name: str, call: Call) -> float:
     """Check one call, and return its tolerance."""
     tolerance = next((value for start, value in TOLERANCES.items() if name.startswith(start)), TOLERANCE)
-    _check(name, sets.relative_error(call), tolerance)
+    check_error(name, sets.relative_error(call), tolerance)
     return tolerance
-
-
-def _check(name: str, error: float, tolerance: float) -> None:
-    if not error <= tolerance:
-        raise CheckFailed(f"{name}: relative error {error:.1e} is above {tolerance:.0e}: not timed")

@@ -13,6 +13,7 @@ import torch
 
 from experiments.benches.operator_lines import Operator
 from experiments.benches.operators import MAX_LORAS, kernel_meta_args
+from experiments.harness.experiment import CheckFailed
 from experiments.measure.timing import seconds_between_events
 from punica.capture import capture
 
@@ -109,6 +110,12 @@ class OperatorSets:
         us = median_us(graph, rounds * self.count, replays)
         self.y.zero_()
         return us, error
+
+
+def check_error(name: str, error: float, tolerance: float) -> None:
+    """Raise `CheckFailed` unless the relative `error` is at most `tolerance`."""
+    if not error <= tolerance:
+        raise CheckFailed(f"{name}: relative error {error:.1e} is above {tolerance:.0e}: not timed")
 
 
 def captured(call: Call, sets: int, calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
