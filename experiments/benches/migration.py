@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from experiments.benches.engine_steps import EngineSteps, StepShape
-from experiments.benches.model_steps import TOLERANCE, difference
+from experiments.benches.model_steps import BLOCK_SIZE, TOLERANCE, difference
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
 from experiments.measure.timing import Protocol
@@ -23,7 +23,6 @@ from punica.engine.kv_cache import KVCache
 
 RECOMPUTE, COPY, COPY_HOST, COPY_PEER = "recompute", "copy", "copy_host", "copy_peer"
 PEER = "cuda:1"
-BLOCK_SIZE = 16
 _ADAPTER = LoRARequest("adapter-1", 1, "registered in memory")
 CHECKED = 19
 """Tokens of the request that is moved both ways before anything is timed: two blocks, the last one not full."""

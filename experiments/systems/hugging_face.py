@@ -360,7 +360,7 @@ class PeftBackend:
             return shared[:size]
         if key not in self._larger or self._larger[key].numel() < size:
             self._larger.pop(key, None)
-            self._larger[key] = noise(size, self.weights.dtype, self.weights.device)
+            self._larger[key] = torch.randn(size, dtype=shared.dtype, device=shared.device)
         return self._larger[key][:size]
 
 
@@ -373,9 +373,3 @@ def use_product(kind: type[nn.Linear], model: nn.Module, device: str) -> None:
     for name, layer in model.named_modules():
         if type(layer) in (nn.Linear, SameProduct) and (device == "cpu" or ".lora_" not in name):
             layer.__class__ = kind
-
-
-def noise(size: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Return `size` numbers like those of keys and values: one random block, repeated."""
-    block = torch.randn(1 << 14).to(dtype).to(device)
-    return block.repeat(-(-size // block.numel()))[:size]

@@ -9,7 +9,8 @@ from functools import cached_property
 
 import torch
 
-from experiments.systems.hugging_face import PeftBackend, noise
+from experiments.benches.model_steps import fill_with_noise
+from experiments.systems.hugging_face import PeftBackend
 from experiments.systems.stream import Job
 from experiments.systems.weights import Weights
 from punica.adapters import LoRAModel
@@ -32,8 +33,7 @@ class World(Weights):
         """
         config = self.limits.engine_config(lora=False)
         kept = KVCache(self._backbone, config.total_blocks * 5 // 4, config.block_size)
-        for rows in (*kept.keys, *kept.values):
-            rows.view(-1).copy_(noise(rows.numel(), self.dtype, self.device))
+        fill_with_noise(kept)
         return kept
 
     @cached_property
