@@ -15,7 +15,7 @@ from experiments.claims.bounds import read_bounds
 from experiments.claims.fig11 import PUNICA, Serving
 from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim
 from experiments.claims.rows import MET, NotMeasured, Rows, markdown, pick
-from experiments.cluster import hour_numbers as hn
+from experiments.cluster import served as hn
 from experiments.cluster.served import HIGH, HOUR, LOW, MEAN, RAY, SEEDS, SHARE, SIMULATED_RAY, STREAM
 from experiments.facts.paper import as_rows, read_figure
 from experiments.harness.schema import REPOSITORY

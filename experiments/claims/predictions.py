@@ -17,9 +17,8 @@ from experiments.claims.fig13 import STRICTER, Hour
 from experiments.claims.finding import SIMULATED
 from experiments.claims.rows import MET, NO_BOUND, NotMeasured, Rows, correlation, curve, markdown
 from experiments.cluster import served
-from experiments.cluster.hour_numbers import FULL_MINUTES
 from experiments.cluster.predicted import CONSTANT
-from experiments.cluster.served import HIGH, LOW, RATE_S
+from experiments.cluster.served import FULL_MINUTES, HIGH, LOW, RATE_S
 from experiments.facts.paper import as_rows, read_figure
 from experiments.facts.systems import MODELS
 

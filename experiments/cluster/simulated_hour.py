@@ -23,8 +23,7 @@ import numpy as np
 from experiments.cluster import costs, predicted, served
 from experiments.cluster.costs import Fitted
 from experiments.cluster.hour import DURATION_S, MEMORY_FRACTION, NUM_GPUS, RANK, paper_cluster, paper_hour
-from experiments.cluster.hour_numbers import Windows, number_readings, windows_of
-from experiments.cluster.served import HOUR, SIMULATED, ServedHour, over_seeds, readings, summary
+from experiments.cluster.served import HOUR, SIMULATED, ServedHour, Windows, over_seeds, readings, summary
 from experiments.facts.paper import read_figure
 from experiments.facts.systems import MODELS
 from experiments.harness.points import Point, Reading
@@ -117,14 +116,14 @@ def hour_readings(hour: ServedBy, cost: StepCost, series: bool, seed: int) -> li
     """Return the hour of ``seed``, the ``series`` over time of the first seed alone."""
     found = hour(cost, seed)
     told = readings(found) if series and seed == RELEASED_SEED else summary(found)
-    return [*told, *number_readings(found)]
+    return [*told, *served.number_readings(found)]
 
 
 def slowed_readings(hour: ServedBy, cost: StepCost, paper: Path, seed: int) -> list[Reading]:
     """Return the totals of the hour with every step as much longer as an active GPU is faster than the published ones
     around the peak, in tokens per second; and that factor.
     """
-    factor = windows_of(hour(cost, seed)).pace() / Windows.of(read_figure(paper, "13")).pace()
+    factor = served.windows_of(hour(cost, seed)).pace() / Windows.of(read_figure(paper, "13")).pace()
     name = f"{cost.name}; every step {factor:.2f} times as long, fitted to Figure 13's peak"
     found = hour(cost.slowed(factor, name), seed)
     return [found.reading("step_time_factor", factor, "ratio"), *summary(found)]

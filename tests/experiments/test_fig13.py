@@ -9,21 +9,24 @@ from fakes import composed
 
 from experiments.claims.predictions import predictions
 from experiments.cluster import costs as costs_module
-from experiments.cluster import hour_numbers as numbers
+from experiments.cluster import served as numbers
 from experiments.cluster.costs import Fitted, a100_of_the_cluster, model_bytes, paper_a100
 from experiments.cluster.hour import paper_cluster, paper_hour
-from experiments.cluster.hour_numbers import UNITS, Windows, number_readings, windows_of
 from experiments.cluster.served import (
     HOUR,
     SHARE,
+    UNITS,
     ServedHour,
+    Windows,
     heat_map,
     means,
+    number_readings,
     over_seeds,
     over_simulated,
     series,
     summary,
     transitions,
+    windows_of,
 )
 from experiments.cluster.simulated_hour import slowed_readings, stream_readings
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
