@@ -7,7 +7,7 @@ from either.
 
 import csv
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pandas as pd
@@ -46,9 +46,6 @@ class Statement:
     unit: str
     relation: str
     tolerance: str
-    shape_test_on_other_hardware: str
-    hardware_dependence: str
-    caveat: str
     data_file: str
 
 
@@ -137,7 +134,7 @@ def _text_rows(folder: str | Path) -> pd.DataFrame:
 def read_claims(folder: str | Path) -> list[Statement]:
     """The paper's claims, C01 first, as written in ``claims.csv``."""
     with paper_file(folder, "claims.csv").open(newline="", encoding="utf-8") as stream:
-        return [Statement(**line) for line in csv.DictReader(stream)]
+        return [Statement(**{one.name: line[one.name] for one in fields(Statement)}) for line in csv.DictReader(stream)]
 
 
 def claim_clocks(folder: str | Path) -> dict[str, str]:
