@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from triton_batches import TOLERANCE, Batch
+from triton_batches import Batch, assert_close, assert_shrunk
 
 from punica.vllm import plugin
 from punica.vllm.plugin import SWITCH, register
@@ -85,10 +85,8 @@ def test_a_layer_is_one_call_of_ours(vllm: Vllm, device: str, dtype: torch.dtype
     batch, adds = batch_of(device, dtype), {} if add_inputs else {"add_inputs": False}
     y = batch.y.clone() if add_inputs else torch.zeros_like(batch.y)
     vllm.wrapper(batch).add_lora_linear(y[None], batch.x[None], batch.a, batch.b, batch.scaling, WIDTHS, **adds)
-    expected = batch.y if add_inputs else torch.zeros_like(batch.y)
-    expected = expected.double() + batch.expanded(batch.shrunk())
-    rtol, atol = TOLERANCE[dtype]
-    torch.testing.assert_close(y.double(), expected, rtol=rtol, atol=4 * atol)
+    before = batch.y if add_inputs else torch.zeros_like(batch.y)
+    assert_close(y, before.cpu().double() + batch.expanded(batch.shrunk()), dtype, roundings=4)
     assert vllm.calls == []
 
 
@@ -99,10 +97,10 @@ def test_products_of_other_layers_are_ours(vllm: Vllm, device: str) -> None:
     *tensors, count = batch.meta.meta_args(batch.tokens, True)
     h = torch.empty(len(WIDTHS), batch.tokens, batch.rank, device=device)
     vllm.module.lora_shrink(batch.x, batch.a, h, *tensors, count, batch.scaling)
-    torch.testing.assert_close(h.double(), batch.shrunk(), rtol=4e-3, atol=4e-3)
+    assert_shrunk(h, batch.shrunk())
     y = torch.zeros_like(batch.y)
     vllm.module.lora_expand(h, batch.b, y, *tensors, count, offset_start=0, add_inputs=True)
-    torch.testing.assert_close(y.double(), batch.expanded(batch.shrunk()), rtol=4e-3, atol=8e-3)
+    assert_close(y, batch.expanded(batch.shrunk()), batch.dtype, roundings=4)
     assert vllm.calls == []
 
 
@@ -180,9 +178,9 @@ def test_a_traced_call_is_one_graph(vllm: Vllm, device: str, dtype: torch.dtype)
         wrapper.add_lora_linear(y, x * 1, batch.a, batch.b, batch.scaling, WIDTHS)
         return y
 
-    found = layer(y, batch.x).double()
+    found = layer(y, batch.x)
     if dtype == torch.float16:
-        torch.testing.assert_close(found, batch.y.double() + batch.expanded(batch.shrunk()), rtol=4e-3, atol=8e-3)
+        assert_close(found, batch.y.cpu().double() + batch.expanded(batch.shrunk()), dtype, roundings=4)
     else:
         assert torch.equal(y, batch.y)
 
