@@ -38,7 +38,7 @@ from experiments.claims.bounds import described, read_bounds
 from experiments.claims.judge import VERDICTS
 from experiments.facts.paper import read_claims, read_disagreements
 from experiments.measure.records import read_rows
-from experiments.report.expected import claim_ranges
+from experiments.report.expected import read_expected
 from experiments.report.machines import recorded_folders
 from notebooks.stored_rows import as_markdown
 
@@ -105,7 +105,7 @@ display(Markdown("; ".join(f"{test}: `{described(found)}`" for test, found in bo
 lines = []
 for name, table in JUDGED.items():
     one = table.set_index("id", drop=False).loc[CHOSEN]
-    (expected,) = claim_ranges([one], ROOT / "paper_results").itertuples()
+    (expected,) = read_expected(FOLDERS[name])[0].query("claim == @CHOSEN").itertuples()
     spread = f"{expected.low:.3g} to {expected.high:.3g}"
     lines.append({"machine": name, "quantity": one["quantities"], "span of repeats": one["interval"] or "-",
                   "expected": spread, "verdict": one["verdict"]})  # fmt: skip
