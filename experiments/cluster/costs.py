@@ -7,10 +7,9 @@ weights. Both figures are of an 80 GB card; the cluster's 40 GB cards have slowe
 Other GPUs: recorded rows of Figure 1 without adapters, of `ext_breakdown` with them, and layers of Figure 10; or a
 roofline from the datasheet. Nothing is fitted to Figures 11 to 13, which simulations predict.
 
-Adapter loads, from host memory into a slot: `load_time` of section 5.2, whole model, alone by rank and beside a decode
-step. From disk into host memory: median time to first token with adapters on disk, less that with adapters in host
-memory (`ext_many_adapters`, undisturbed rows), in proportion to the rank, of which one is recorded. Left out: the step
-beside a load is not slowed (`stall` of section 5.2).
+Adapter loads, from host memory into a slot: `load_time` of section 5.2, whole model. From disk into host memory: median
+time to first token with adapters on disk, less that with adapters in host memory (`ext_many_adapters`), in proportion
+to the rank, of which one is recorded. Left out: the step beside a load is not slowed (`stall` of section 5.2).
 """
 
 from collections.abc import Callable, Mapping, Sequence

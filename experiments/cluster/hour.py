@@ -68,10 +68,15 @@ def paper_hour(
 
 def paper_cluster(rule: str, size: ModelBytes, num_gpus: int = NUM_GPUS, rank: int = RANK) -> ClusterPolicy:
     """Build the paper's GPUs, empty, with the KV pages that a model of ``size`` and adapters of ``rank`` leave."""
+    pages = size.pages(MEMORY_FRACTION * GPU_BYTES, ClusterPolicy().page_size, MAX_BATCH, rank)
+    return policy_of(rule, "gpu", num_gpus, pages)
+
+
+def policy_of(rule: str, name: str, count: int, num_pages: int) -> ClusterPolicy:
+    """Build a policy with ``count`` GPUs, called after ``name``, nothing submitted."""
     policy = ClusterPolicy(rule)
-    pages = size.pages(MEMORY_FRACTION * GPU_BYTES, policy.page_size, MAX_BATCH, rank)
-    for i in range(num_gpus):
-        policy.add_gpu(f"gpu-{i:04}", pages)
+    for i in range(count):
+        policy.add_gpu(f"{name}-{i:04}", num_pages)
     return policy
 
 
@@ -122,13 +127,6 @@ class World:
     def fleet(self) -> "World":
         """Return what runners must be started again for: all but the rule, the stream and the check."""
         return replace(self, rule="punica", share=0.0, checked=0)
-
-    def policy(self, num_pages: int) -> ClusterPolicy:
-        """Build the policy of the runners' scheduler, nothing submitted."""
-        policy = ClusterPolicy(self.rule)
-        for i in range(self.runners):
-            policy.add_gpu(f"runner-{i:04}", num_pages)
-        return policy
 
 
 def timed_steps(steps: Iterable["RunnerStep"]) -> Iterator[tuple["RunnerStep", float]]:

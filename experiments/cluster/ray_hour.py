@@ -7,9 +7,8 @@ Scaled, so that two cores or four GPUs can serve it:
 * lengths: the released ones times ``max_len`` / 2048, so that a request lives about as long as on an A100.
 
 Before the hour the runners are timed in a rehearsal: the same rates with other requests in a sixth of the time. A cost
-model fitted to these steps lets the simulator serve the same trace (a panel of its own), and, at some shares of the
-hour's highest rate, a stream. Two cores serve about two active runners; more of them share cores, which the cost model
-knows on average alone. The same runners serve the hour under every rule, and at the end one more with a runner killed.
+model fitted to these steps lets the simulator serve the same traces, in panels of their own. Two cores serve about two
+active runners; more of them share cores, which the cost model knows on average alone.
 
 On a CPU the tokens of every request are compared with those of one engine. On GPUs, where that would take longer than
 the hour, those of ``CHECKED`` of them are, and the engines are batch-invariant: in half precision another batch often
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.cluster.hour import RANK, World, timed_steps
+from experiments.cluster.hour import RANK, World, policy_of, timed_steps
 from experiments.cluster.served import KILLED, RAY, SIMULATED, STEADY, ServedHour, over_simulated, readings, summary
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Point, Reading
@@ -78,7 +77,7 @@ def measure(cfg: Config, point: Point) -> list[Reading]:
     hour, told = hour_of(found, trace, world), summary if world.share else readings
     if point.panel.startswith(SIMULATED):
         cost = session.cost.slowed(world.speed_up, session.cost.name)
-        policy = world.policy(session.cluster.num_pages)
+        policy = policy_of(world.rule, "runner", world.runners, session.cluster.num_pages)
         result = simulate(trace, policy, cost, works_ahead=world.device == "cuda")
         simulated = ServedHour.simulated(trace, result, world.duration_s)
         moved = simulated.reading("migrations", result.evictions, "requests")
