@@ -9,6 +9,7 @@ kernels, whose grid has a place for each slot, take at least as long as the base
     vllm_as_shipped        vLLM with LoRA enabled, all else as it comes, but without its prefix cache.
     vllm                   and `specialize_active_lora`, and LoRA at the seven projections only.
     vllm_dual_stream       and its second stream: `VLLM_LORA_ENABLE_DUAL_STREAM`.
+    vllm_punica            `vllm` with this library's LoRA products (`punica.vllm`), installed beside it.
     figure.url=http://...  any server with OpenAI's API and adapters by model name, and no other system. An API key is
                            the environment's SERVER_API_KEY, and is in no row.
 
@@ -52,7 +53,7 @@ from experiments.harness import Config, ConfigError, Experiment, FigureConf, Poi
 from experiments.harness.points import by_cell, model_settings
 from experiments.harness.schema import Count, Counts, Seconds
 from experiments.servers.stream import NONE, Stream, ids, stream_lengths
-from experiments.servers.systems import HOW_TO_GET_VLLM, PUNICA, SYSTEMS, VLLM, vllm_version
+from experiments.servers.systems import HOW_TO_GET_VLLM, PUNICA, SYSTEMS, versions
 from experiments.workload import popularity
 from experiments.workload.arrivals import Span
 
@@ -233,7 +234,7 @@ def _stream(cfg: Config, workload: str, adapters: Sequence[str], repeat: int = 0
 def _settings(cfg: Config, system: str) -> dict[str, Any]:
     """Return what decides the numbers of `system`."""
     figure, about = cast(ServersConf, cfg.figure), SYSTEMS[system]
-    engine = [vllm_version(figure.vllm_python) if about.engine == VLLM else "", about.described()]
+    engine = [versions(about, figure.vllm_python), about.described()]
     load = {"load": list(astuple(figure.span))} if about.is_server else {}
     sizes = figure.sizes_of_work()
     return {"model": model_settings(cfg.model), "sizes": sizes, "engine": engine, "seed": cfg.adapters.seed, **load}

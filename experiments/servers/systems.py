@@ -22,7 +22,14 @@ SPECIALIZED = {"specialize_active_lora": True, "lora_target_modules": PROJECTION
 """CUDA graphs and grids by the number of adapters in use, and no LoRA at embedding and head."""
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 """All is on disk, and no statistics leave the machine."""
-VERSION = "from importlib.metadata import version as v; print('vllm', v('vllm') + ', torch', v('torch'))"
+PLUGIN = "PUNICA_VLLM"
+"""Switch of our products inside vLLM (`punica.vllm`), which is on wherever both are installed."""
+VERSIONS = """
+from importlib.metadata import entry_points, version
+vllm, torch = version("vllm"), version("torch")
+ours = [one.dist.version for one in entry_points(group="vllm.general_plugins", name="punica")]
+print(f"vllm {vllm}, torch {torch}", *(f"punica {one}" for one in ours), sep=", ")
+"""
 
 
 @dataclass(frozen=True)
@@ -67,20 +74,33 @@ SYSTEMS = {
     "punica_many": System(PUNICA, {"admission": "fcfs_many"}),
     "punica": System(PUNICA, {"admission": "fcfs"}),
     "punica_server": System(PUNICA, module=SERVER),
-    "vllm": System(VLLM, SPECIALIZED),
-    "vllm_as_shipped": System(VLLM),
-    "vllm_dual_stream": System(VLLM, SPECIALIZED, {"VLLM_LORA_ENABLE_DUAL_STREAM": "1"}),
+    "vllm": System(VLLM, SPECIALIZED, {PLUGIN: "0"}),
+    "vllm_as_shipped": System(VLLM, environment={PLUGIN: "0"}),
+    "vllm_dual_stream": System(VLLM, SPECIALIZED, {PLUGIN: "0", "VLLM_LORA_ENABLE_DUAL_STREAM": "1"}),
+    "vllm_punica": System(VLLM, SPECIALIZED, {PLUGIN: "1"}),
 }
 
 
 @cache
-def vllm_version(python: Path | None) -> str:
-    """Ask an interpreter for vLLM's version. `ConfigError`, with the remedy, if it has none."""
+def vllm_versions(python: Path | None) -> str:
+    """Ask an interpreter for the versions of vLLM, torch and, where it is there, punica. `ConfigError`: no vLLM."""
     try:
-        done = subprocess.run([str(python), "-c", VERSION], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([str(python), "-c", VERSIONS], capture_output=True, text=True, timeout=120, check=False)
         wrong = done.stderr.strip().splitlines()[-1:] if done.returncode else []
     except (OSError, subprocess.TimeoutExpired) as error:
         wrong = [str(error)]
     if wrong:
         raise ConfigError(f"figure.vllm_python={python} has no vLLM ({wrong[0]}): {HOW_TO_GET_VLLM}")
     return done.stdout.strip()
+
+
+def versions(system: System, python: Path | None) -> str:
+    """Return the versions that a system's interpreter adds to its rows. `ConfigError`: it lacks vLLM or punica."""
+    if system.engine == PUNICA:
+        return ""
+    found = vllm_versions(python)
+    if system.environment.get(PLUGIN) == "1" and "punica" not in found:
+        raise ConfigError(
+            f"figure.vllm_python={python} has vLLM without our products: {python} -m pip install --no-deps {REPOSITORY}"
+        )
+    return found

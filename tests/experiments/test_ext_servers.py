@@ -29,12 +29,13 @@ from experiments.plots.frames import measured_frame, rows_of_repeats
 from experiments.plots.serving import draw_servers
 from experiments.servers import bench as bench_module
 from experiments.servers import client as client_module
+from experiments.servers import systems
 from experiments.servers.bench import Bench, same, written
 from experiments.servers.client import BACK_OFF_S, FIELDS, Answer, Client, Run, Server, look_up
 from experiments.servers.client import run as run_load
 from experiments.servers.served import Served, is_late, run_readings, tokens_in
 from experiments.servers.stream import Job, Stream, ids, stream_lengths
-from experiments.servers.systems import System
+from experiments.servers.systems import SYSTEMS, System, versions
 from experiments.servers.worker import Measurement, Punica
 from experiments.workload.arrivals import Span
 
@@ -235,6 +236,18 @@ def test_every_adapter_folder_has_weights_of_its_own_and_our_engine_tells_them_a
 # engines in processes
 
 
+def test_our_products_in_vllm_need_both_in_one_environment(tmp_path, monkeypatch):
+    ours = stub(tmp_path / "stub").parent / "site/punica-9.9.dist-info"
+    ours.mkdir()
+    (ours / "METADATA").write_text("Name: punica\nVersion: 9.9\n")
+    (ours / "entry_points.txt").write_text("[vllm.general_plugins]\npunica = punica.vllm:register\n")
+    assert "punica 9.9" in versions(SYSTEMS["vllm_punica"], tmp_path / "stub/python")
+    monkeypatch.setattr(systems, "vllm_versions", lambda python: "vllm 1, torch 2")
+    assert versions(SYSTEMS["vllm"], Path("python")) == "vllm 1, torch 2"
+    with pytest.raises(ConfigError, match=r"without our products: .*pip install"):
+        versions(SYSTEMS["vllm_punica"], Path("python"))
+
+
 def test_engines_do_the_same_work_and_rows_name_versions_and_settings(tmp_path, ours_is_a_fake, monkeypatch):
     monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", "/some/tables")
     python = stub(tmp_path / "stub")
@@ -249,7 +262,7 @@ def test_engines_do_the_same_work_and_rows_name_versions_and_settings(tmp_path, 
     assert shown["punica_many"] == {"punica, a fake: admission=fcfs_many"}
     (dual,) = shown["vllm_dual_stream"]
     assert dual.startswith("vllm 0.0.0+fake, torch 2.")
-    assert dual.endswith("up_proj+down_proj, VLLM_TUNED_CONFIG_FOLDER=tables, VLLM_LORA_ENABLE_DUAL_STREAM=1")
+    assert dual.endswith("TUNED_CONFIG_FOLDER=tables, PUNICA_VLLM=0, VLLM_LORA_ENABLE_DUAL_STREAM=1")
     counts = Counter((row.panel, row.metric) for row in rows if row.system == "vllm")
     timed = ("decode", "step_latency"), ("prompt", "prompt_latency"), ("stream", "output_throughput")
     assert [counts[key] for key in timed] == [3, 3, 3]
