@@ -275,7 +275,7 @@ RATIOS = {
 @claim("C39", id="C39")
 @claim("C40", id="C40")
 def ratios_of_throughput(rows: Rows, id: str) -> Finding:
-    """What baselines of one adapter gain by shared adapters and lose without, and Punica over them."""
+    """Gain of baselines of one adapter by shared adapters, their loss without, and Punica over them."""
     role, pairs = RATIOS[id]
     cell = Serving(rows, role)
     return cell.finding({name: cell.ratio(*pair) for name, pair in pairs.items()})

@@ -127,7 +127,7 @@ def _on_gpu(work: Callable[[], None]) -> float:
 
 
 _KEPT, _WORKER = ExitStack(), list[Any]()
-"""Of the process of a rank: its group, and the worker that it made."""
+"""Group of the process of a rank, and the worker that it made."""
 
 
 def _start(place: dict[str, Any], threads: int, backend: str | None, make: Callable[..., object], args: tuple) -> None:

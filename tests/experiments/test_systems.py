@@ -206,6 +206,9 @@ def test_on_a_gpu_hugging_face_has_the_product_with_which_it_decodes_faster(fast
     linear = [(name, one) for name, one in backend.model.named_modules() if isinstance(one, torch.nn.Linear)]
     layers, factors = ([one for name, one in linear if (".lora_" in name) == of_lora] for of_lora in (False, True))
     before, now = {type(one) for one in factors}, [0.0]
+    backend.places([1])
+    with backend.merged(1):
+        pass  # the adapter is drawn on the CPU
     monkeypatch.setattr(backend.weights, "device", "cuda")  # where factors of adapters stay torch's
 
     class Steps:
