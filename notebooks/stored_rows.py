@@ -45,11 +45,13 @@ class StoredRows:
 
     def figure(self, experiment: Experiment) -> list[Markdown]:
         """The file that `make record` or `make reproduce` drew, as a link (drawn now if it is missing), and a line that
-        says whose rows it shows; without rows, that line alone.
+        says whose rows it shows; without rows, or a drawing, that line alone.
         """
         if not self.has(experiment):
             what = f"Figure {experiment.figure} has no rows of `{self.hardware}` yet"
             return [Markdown(f"*{what}: {how_to_measure(self, experiment)}*")]
+        if not (experiment.overlay or experiment.drawn_by):
+            return [self._source(experiment)]
         png = self._figures / f"{experiment.name}.png"
         if not png.exists():
             draw(experiment, self._file(experiment), self._figures, self.root / "paper_results")
