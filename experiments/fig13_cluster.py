@@ -71,7 +71,7 @@ class Fig13(Experiment):
     passes = 1  # a simulation repeats itself
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
-        from experiments.simulator.rules import SCHEDULING_RULES
+        from experiments.simulator.other_systems import SCHEDULING_RULES
 
         return SCHEDULING_RULES.names()
 

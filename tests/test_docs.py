@@ -18,7 +18,7 @@ import pytest
 from experiments.facts.systems import SYSTEMS
 from experiments.harness.catalogue import experiments
 from experiments.measure.records import read_rows
-from experiments.simulator.rules import SCHEDULING_RULES
+from experiments.simulator.other_systems import SCHEDULING_RULES
 from experiments.workload import WORKLOADS
 from punica.engine import compile_ahead
 from punica.layers import selection

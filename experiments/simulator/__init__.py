@@ -3,10 +3,10 @@
 simulator.py   discrete-event simulation of `punica.cluster.ClusterPolicy`
 latency.py     cost model of a step: fitted to timed steps, or a roofline
 residency.py   adapters of one simulated GPU: slots, host memory, disk
-rules.py       scheduling rules of other systems
+other_systems.py  their scheduling rules
 """
 
-from experiments.simulator import rules
+from experiments.simulator import other_systems
 from experiments.simulator.latency import (
     ModelBytes,
     Residuals,

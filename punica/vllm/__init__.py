@@ -1,4 +1,4 @@
-"""vLLM with this library's LoRA products: a plugin that vLLM finds by itself.
+"""vLLM with this library's LoRA products: a plugin, which vLLM finds.
 
     plugin.py   what it replaces, where, and when it leaves vLLM as it is
 

@@ -10,10 +10,10 @@ size and n = rank, others: k = rank and n = hidden size. At each level the neare
 ``num_slices`` must match. A leaf is a configuration, or its name in the file's ``"configurations"``: ``block_m,
 block_n, block_k, num_warps, num_stages``, ``split_k`` but for expands, and optionally
 
-``row_wise``   GEMV, one row per program without tensor cores; `block_m` is then unused
-``block_r``    of a row-wise shrink, ranks per program (a power of two, 1 and up)
-``tiles_n``    of an expand by tiles, column blocks of one program
-``swap_ab``    of tiles, weights are the left operand of the tensor cores
+``row_wise``: GEMV, one row per program without tensor cores; `block_m` is then unused.
+``block_r``: of a row-wise shrink, ranks per program (a power of two, 1 and up).
+``tiles_n``: of an expand by tiles, column blocks of one program.
+``swap_ab``: of tiles, weights are the left operand of the tensor cores.
 """
 
 import functools

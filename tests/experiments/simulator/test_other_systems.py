@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.simulator import LoadCost, Residency, ResidencyConfig, StepCost, Trace, simulate
-from experiments.simulator.rules import Consolidating, Dynamo, LoRAServe
+from experiments.simulator.other_systems import Consolidating, Dynamo, LoRAServe
 from experiments.workload import poisson_arrivals, popularity, scaled_lengths
 from punica.cluster import SCHEDULING_RULES, ClusterPolicy
 
