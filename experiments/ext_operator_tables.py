@@ -69,7 +69,10 @@ class OperatorTables(Experiment):
 
     name, figure, order, conf = "ext_operator_tables", "operator tables", 900, TablesConf
     defaults, host_clock_too = {"scale": "paper"}, True
-    overlay = Overlay("One decode operator, 4096 to 11008 at rank 16", "latency", line="system", panel="workload")
+    overlay = Overlay(
+        "One decode operator, 4096 to 11008 at rank 16: wrapper as a layer calls it, normal shrink with its expand "
+        "alone early", "latency", line="system", panel="workload",
+    )  # fmt: skip
 
     def points(self, cfg: Config) -> list[Point]:
         tables = cast(TablesConf, cfg.figure).chosen()

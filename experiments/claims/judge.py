@@ -278,7 +278,8 @@ def command(statement: Statement, hardware: str, rows: Rows) -> str:
     found = scales_of(statement, hardware, rows)
     parts = []
     for scale in dict.fromkeys(found.values()):
-        short = ",".join(dict.fromkeys(name.partition("_")[0] for name, of in found.items() if of == scale))
+        here = (name for name, of in found.items() if of == scale)
+        short = ",".join(dict.fromkeys(one if one.startswith("ext") else one.partition("_")[0] for one in here))
         options = [] if hardware in ("", "cpu") and scale == LAPTOP else [f"scale={scale}"]
         if options and (role := ROLES.get(statement.id)):
             options.append(f"model={MODELS[role][0]}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from experiments.claims.finding import MEASURED, SIMULATED
-from experiments.claims.judge import DECIDED, JUDGED, VERDICTS, Verdict
+from experiments.claims.judge import ARITHMETIC, DECIDED, JUDGED, VERDICTS, Verdict
 from experiments.claims.rows import markdown
 
 COLUMNS = ("claim", "statement", "paper", "ours", "tested", "verdict", "why it differs", "figure")
@@ -32,7 +32,7 @@ def verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
     """Build lines of Markdown."""
     lines = []
     for one in verdicts:
-        value = one.our_value + (" *(simulated)*" if one.kind == SIMULATED else "")
+        value = one.our_value + (" *(simulated)*" if one.kind == SIMULATED and one.verdict != ARITHMETIC else "")
         interval = f"interval {one.intervals_said}" if one.interval else ""
         how = f"`{one.command}`" if one.command else ""
         ours = "; ".join(filter(None, (value, interval, one.remark, one.other_clock, one.reason, how)))

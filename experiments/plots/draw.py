@@ -20,6 +20,7 @@ from experiments.plots import style
 from experiments.plots.floors import floors
 from experiments.plots.frames import NOTE, distinct, frame_of_clocks, measured_frame, paper_frame
 from experiments.plots.overlay import panels
+from experiments.plots.serving import SHOWN
 
 LISTED = {
     "commits": "commit", "config_hashes": "config_hash", "source_hashes": "source_hash", "hardware": "hardware",
@@ -51,7 +52,7 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
         rows, paper = experiment.shown(rows), experiment.shown(paper)
         drawn[experiment.name] = partial(panels, spec=experiment.overlay)
     for name, path in ((experiment.name, experiment.drawn_by), SHORT.get(experiment.name, ("", ""))):
-        if path:
+        if path and (name == experiment.name or rows["system"].isin(SHOWN).any()):
             drawn[name] = get_method(f"{__package__}.{path}")
     words = f"commit {', '.join(about['commits'])}; config {', '.join(about['config_hashes'][:4])}"
     ensure_writable(folder)

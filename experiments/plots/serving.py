@@ -246,13 +246,14 @@ def words(title: str, rows: pd.DataFrame, paper: pd.DataFrame) -> str:
     alone = [PAPER_NAMES[one] for one in dict.fromkeys(drawn["system"]) if one not in set(rows["system"])]
     parts = [
         f"{title}, at most {limit} requests per batch",
-        f"Above each popularity {REFERENCE} over the best baseline drawn, ours (the paper's)" if speedups(rows) else "",
+        f"Above each popularity {REFERENCE} over the best baseline of one adapter per batch, ours (the paper's)"
+        if speedups(rows) else "",
         policies(rows["system"]),
         "The paper's values are of a larger model and not drawn" if drawn.empty and len(paper) else "",
         f"In the paper alone: {', '.join(alone)}" if alone else "",
         not_measured(rows),
         measured(rows).removesuffix("."),
-    ]
+    ]  # fmt: skip
     return ". ".join(part[0].upper() + part[1:] for part in parts if part) + "."
 
 
