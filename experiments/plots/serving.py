@@ -45,8 +45,9 @@ RATIO, ALLOWED = "distinct_over_backbone_identical", "bytes_ratio"
 
 def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Draw a row of axes per panel (model): dots over popularities on a logarithmic axis."""
-    rows, paper = rows[~rows["panel"].str.contains(STATED_LENGTHS)], under_our_names(paper)
-    rows = centre(rows[(rows["metric"] == "throughput") & ~rows["system"].isin(WRONG)])
+    rows, paper = rows[rows["metric"] == "throughput"], under_our_names(paper)
+    rows = without(rows, rows["panel"].str.contains(STATED_LENGTHS))
+    rows = centre(without(rows, rows["system"].isin(WRONG)))
     panels = list(dict.fromkeys(rows["panel"]))
     figure, axes = style.grid(len(panels), 1, style.PAGE, 2.0 * len(panels) + 1.6, sharex=False)
     for axis, panel in zip(axes[:, 0], panels, strict=True):
@@ -226,6 +227,11 @@ def group_names(axis: Axes, rows: pd.DataFrame) -> None:
 def models_of(rows: pd.DataFrame) -> str:
     """The models of an axis, and whose part they play."""
     return ", ".join(f"{model}{beside(model)}" for model in dict.fromkeys(rows["model"]))
+
+
+def without(rows: pd.DataFrame, left_out: pd.Series) -> pd.DataFrame:
+    """Leave out rows, unless there are no others."""
+    return rows if left_out.all() else rows[~left_out]
 
 
 def comparable(mine: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
