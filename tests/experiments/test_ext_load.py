@@ -13,6 +13,7 @@ from tiny import values
 from experiments.ext_latency_under_load import AT_BASELINE, CAPACITY, WITHOUT_LORA, bound
 from experiments.ext_many_adapters import ROOM
 from experiments.harness import ConfigError, Reading
+from experiments.harness.budget import Budget
 from experiments.harness.catalogue import experiments
 from experiments.harness.command import register_names
 from experiments.harness.resume import run
@@ -157,6 +158,13 @@ def test_each_repeat_measures_capacity_anew_and_loads_by_its_own(tmp_path, timed
         assert [rates[f"load {load} %", "punica", repeat] for load in (50, 80)] == [0.5 * own, 0.8 * own]
         assert rates[AT_BASELINE, "punica", repeat] == best
         assert by_point(outcome, "load")[AT_BASELINE, "punica", repeat] == best / own
+
+
+def test_a_capacity_alone_is_drawn(tmp_path, timed) -> None:
+    """`make reproduce` on a busy machine has time for no load."""
+    words = ("system=punica", "figure.loads=[50]", "draw=true")
+    outcome = run(composed(tmp_path, *words, name=LOAD.name), LOAD, Budget(0.0, firm=True))
+    assert (outcome.failed, outcome.measured > 0, outcome.left_out > 0, len(outcome.figures)) == ([], True, True, 3)
 
 
 def test_a_later_command_loads_by_the_rows_that_are_there(tmp_path, timed) -> None:
