@@ -13,7 +13,7 @@ from experiments.claims.finding import CLAIMS, MEASURED, SIMULATED, Finding, qua
 from experiments.claims.rows import NotMeasured, Rows, named
 from experiments.facts.paper import Statement, claim_clocks, paper_file, read_claims
 from experiments.facts.systems import MODELS
-from experiments.harness.catalogue import experiments
+from experiments.harness.catalogue import entry_of, experiments
 from experiments.harness.counted import HOST, NOT_STEADY, unsteady
 from experiments.measure.records import COLUMNS
 
@@ -278,8 +278,7 @@ def command(statement: Statement, hardware: str, rows: Rows) -> str:
     found = scales_of(statement, hardware, rows)
     parts = []
     for scale in dict.fromkeys(found.values()):
-        here = (name for name, of in found.items() if of == scale)
-        short = ",".join(dict.fromkeys(one if one.startswith("ext") else one.partition("_")[0] for one in here))
+        short = ",".join(dict.fromkeys(entry_of(name) for name, of in found.items() if of == scale))
         options = [] if hardware in ("", "cpu") and scale == LAPTOP else [f"scale={scale}"]
         if options and (role := ROLES.get(statement.id)):
             options.append(f"model={MODELS[role][0]}")

@@ -29,6 +29,11 @@ def experiments(chosen: Sequence[str] = ()) -> list[Experiment]:
     return [e for e in known if not chosen or any(_is_named(e.name, entry) for entry in chosen)]
 
 
+def entry_of(name: str) -> str:
+    """Return the shortest entry that chooses an experiment alone: of an extension its whole name."""
+    return name if name.startswith("ext") else name.partition("_")[0]
+
+
 def _is_named(name: str, entry: str) -> bool:
     number = NUMBER.fullmatch(entry.strip())
     return bool(re.match(f"fig0*{number[1]}_", name)) if number else name.startswith(entry)

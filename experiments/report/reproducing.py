@@ -17,7 +17,7 @@ from experiments.claims.judge import LAPTOP, NOT_MEASURED, command, figures_of, 
 from experiments.claims.rows import Rows, markdown
 from experiments.claims.table import marked, total
 from experiments.facts.paper import paper_rows, read_claims
-from experiments.harness.catalogue import experiments
+from experiments.harness.catalogue import entry_of, experiments
 from experiments.harness.counted import SCALES
 from experiments.harness.experiment import Experiment
 from experiments.harness.recording import recorded_sets
@@ -126,9 +126,8 @@ def figures_table() -> list[str]:
     """Build lines of Markdown: an experiment, its command, and its minutes."""
     lines = []
     for one in experiments():
-        short = one.name if one.name.startswith("ext") else one.name.partition("_")[0]
         given = [f"{value:g} ({scale})" for scale in reversed(SCALES) if (value := minutes(one.name, scale))]
-        lines.append([title_of(one), f"`make figure FIG={short}`", ", ".join(given) or UNKNOWN])
+        lines.append([title_of(one), f"`make figure FIG={entry_of(one.name)}`", ", ".join(given) or UNKNOWN])
     return markdown(["figure", "command", "minutes (scale)"], lines)
 
 

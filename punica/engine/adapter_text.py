@@ -34,8 +34,10 @@ class AdapterText:
 
     def check_template(self, folder: str) -> None:
         """Warn once of a template in a folder that is not trusted."""
+        if self._trusted:
+            return
         is_new = [self._is_new(Path(folder, name)) for name in (_TEMPLATE, _CONFIG)]
-        if not self._trusted and any(is_new) and self._found(folder) is not None:
+        if any(is_new) and self._found(folder) is not None:
             warnings.warn(
                 f"adapter folder {clip(folder)} has a chat template of its own; the base model's is used. To use "
                 "templates of adapters, if their folders are trusted: adapter_templates=True, --adapter-templates",

@@ -34,7 +34,7 @@ class EngineConfig:
         fp8_kv_cache: one byte per element of keys and values (float8_e4m3fn) instead of the model's two or four; tokens
             may differ from the model's.
         adapter_templates: chats with an adapter are rendered by the template in its folder, if it has one, in the
-            engine's process: for folders that are trusted.
+            process that encodes prompts: for folders that are trusted.
         seed: base of the seeds derived, with the arrival number, for requests that have none.
     """
 

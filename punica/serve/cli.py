@@ -109,7 +109,7 @@ def parser() -> ArgumentParser:
     )  # fmt: skip
     made.add_argument(
         "--adapter-templates", action="store_true",
-        help="chats use the template in their adapter's folder, in the engine's process: for trusted folders",
+        help="chats use the template in their adapter's folder, in the server's process: for trusted folders",
     )  # fmt: skip
     made.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
     return made
