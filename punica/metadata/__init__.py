@@ -15,6 +15,5 @@ from punica.metadata.mapping import (
     mapped_rows,
     padded_slots,
 )
-from punica.metadata.rows import RowGroups
+from punica.metadata.rows import HEIGHTS, RowGroups, StepShape, captured_adapters
 from punica.metadata.segment_plan import SegmentPlan
-from punica.metadata.tiles import HEIGHTS, StepShape, captured_adapters

@@ -14,9 +14,8 @@ import torch
 
 from punica.checks import check_count
 from punica.metadata.kernel_meta import KernelMetaBuffer, LoRAKernelMeta, MetaArgs, get_captured_lora_counts
-from punica.metadata.rows import NO_ROWS, RowGroups, check_slots
+from punica.metadata.rows import NO_ROWS, RowGroups, StepShape, check_slots
 from punica.metadata.segment_plan import SegmentPlan
-from punica.metadata.tiles import StepShape
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -30,10 +29,8 @@ class LoRABatch:
         device: of the kernels' tensors.
         specialize_active_lora: tell flat ops the adapters in use, rounded up to a captured count, instead of all L.
 
-    Attributes, of the current step:
-        rows: the rows and their runs on the host.
-        num_rows: T.
-        no_lora: whether no row has an adapter: nothing is to be done then.
+    Attributes, of the current step: ``rows``, the rows and their runs on the host; ``num_rows``, T; ``no_lora``, no row
+    has an adapter: nothing is to be done then.
 
     The kernels' tensors are allocated at first use, at the largest size, and then refilled in place: captured CUDA
     graphs keep their addresses.
@@ -74,8 +71,7 @@ class LoRABatch:
             self._check(sampled, self.sampled.what)
         self._hold(rows)
         self.sampled._hold(sampled)
-        if self._buffer is not None:
-            self._stage(self._buffer)
+        self._stage()
 
     def _check(self, rows: RowGroups, what: str) -> None:
         if self.max_num_tokens is not None and rows.num_rows > self.max_num_tokens:
@@ -119,7 +115,7 @@ class LoRABatch:
             slots, most = check_count("max_loras", self.max_loras), check_count("max_num_tokens", self.max_num_tokens)
             counts = get_captured_lora_counts(slots, self._specialize)
             tokens._buffer = KernelMetaBuffer(2, slots, most, self.device, counts)
-            tokens._stage(tokens._buffer)
+            tokens._stage()
         return tokens._buffer.metas[0 if tokens is self else 1]
 
     @cached_property
@@ -129,10 +125,8 @@ class LoRABatch:
         order, counts = meta.token_indices_sorted_by_lora_ids, meta.num_tokens_per_lora
         return meta.token_lora_mapping, order, counts, meta.lora_token_start_loc, meta.active_lora_ids
 
-    @property
-    def listed(self) -> bool:
-        """True: the step has tile lists."""
-        return True
+    listed = True
+    """The step has tile lists."""
 
     @property
     def shape(self) -> StepShape:
@@ -167,5 +161,6 @@ class LoRABatch:
         meta = self.kernel_meta
         return meta.num_active_loras if self._specialize else meta.active_lora_ids.shape[0]
 
-    def _stage(self, buffer: KernelMetaBuffer) -> None:
-        buffer.refill({buffer.metas[0]: self.rows, buffer.metas[1]: self.sampled.rows})
+    def _stage(self) -> None:
+        if (buffer := self._buffer) is not None:
+            buffer.refill({buffer.metas[0]: self.rows, buffer.metas[1]: self.sampled.rows})

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from punica.checks import check_count
-from punica.metadata.rows import NO_ROWS, RowGroups, check_slots
+from punica.metadata.rows import HEIGHTS, NO_ROWS, RowGroups, capacities, check_slots
 from punica.metadata.staging import StagedBuffer, aligned_offsets
-from punica.metadata.tiles import HEIGHTS, capacities
 
 MetaArgs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -30,9 +29,7 @@ def get_captured_lora_counts(max_loras: int, specialize: bool) -> list[int]:
     largest = check_count("max_loras", max_loras) + 1
     if not isinstance(specialize, bool):
         raise TypeError(f"specialize must be a bool, got {specialize!r}")
-    if not specialize:
-        return [largest]
-    powers = [1 << exponent for exponent in range(largest.bit_length())]
+    powers = [1 << exponent for exponent in range(largest.bit_length())] if specialize else []
     return sorted({*powers, largest})
 
 
@@ -47,14 +44,13 @@ class LoRAKernelMeta:
     - ``num_tokens_per_lora`` ``[L+1]``: tokens of the slot at the same position; rest 0.
     - ``lora_token_start_loc`` ``[L+2]``: prefix sums of the counts, first 0; unused positions 0.
 
-    Of `punica.metadata.tiles`: ``tile_records``, int64, per height; ``tile_totals``, their numbers.
+    Of the tiles (`punica.metadata.rows`): ``tile_records``, int64, per height; ``tile_totals``, their numbers.
 
     Host tensors of one element: ``no_lora_flag_cpu`` (bool, no token has an adapter), ``num_active_loras_cpu`` (int32,
     distinct slots present, rounded up to a captured count; 0 with the flag), ``default_num_active_loras_cpu`` (int32,
     always L+1). They are tensors so that graph tracers see data, not constants.
 
-    ``captured_lora_counts``: ascending counts to round up to; empty = no rounding. ``num_active_loras``: the number in
-    ``num_active_loras_cpu``.
+    ``captured_lora_counts``: ascending counts to round up to; empty = no rounding.
     """
 
     num_active_loras: int
@@ -78,21 +74,18 @@ class LoRAKernelMeta:
         max_loras: int, max_num_tokens: int, device: torch.device | str,
         captured_lora_counts: Sequence[int] | None = None,
     ) -> LoRAKernelMeta:  # fmt: skip
-        """Allocate everything, in the state that follows an empty mapping.
-
-        ValueError when ``max_loras`` or ``max_num_tokens`` is below 1 or a captured count is outside ``[1, L+1]``.
+        """Allocate everything, in the state that follows an empty mapping. ValueError: a size below 1, or a captured
+        count outside ``[1, L+1]``.
         """
         return KernelMetaBuffer(1, max_loras, max_num_tokens, device, captured_lora_counts).metas[0]
 
     def prepare_tensors(self, token_lora_mapping: torch.Tensor) -> None:
         """Refill every field for the slots of one step, an integer tensor ``[T]`` with ``-1`` = no adapter.
 
-        A CPU input never synchronises with the device: the fields are computed on the host and sent by one asynchronous
-        copy on the current stream. A device input is read back once. Example with L = 3, slots ``[2,-1,0,2,2,0]``:
-        sorted ``[1,2,5,0,3,4]``, ids ``[-1,0,2,-1]``, counts ``[1,2,3,0]``, starts ``[0,1,3,6,0]``, active 3.
+        One asynchronous copy on the current stream; a device input is read back once. Example with L = 3, slots
+        ``[2,-1,0,2,2,0]``: sorted ``[1,2,5,0,3,4]``, ids ``[-1,0,2,-1]``, counts ``[1,2,3,0]``, starts ``[0,1,3,6,0]``.
 
-        TypeError: not an integer tensor. ValueError: not 1-D, T > N, or a slot outside ``[-1, L)``. Nothing is changed
-        by a call that raises.
+        TypeError: not an integer tensor. ValueError: not 1-D, T > N, or a slot outside ``[-1, L)``; nothing changes.
         """
         capacity, max_loras = self.token_lora_mapping.shape[0], self.active_lora_ids.shape[0] - 1
         slots = check_slots("token_lora_mapping", token_lora_mapping, max_loras)
@@ -103,11 +96,10 @@ class LoRAKernelMeta:
         self._buffer.refill({self: RowGroups.of_rows(slots)})
 
     def meta_args(self, token_nums: int, specialize_active_lora: bool = False) -> MetaArgs:
-        """Seven metadata arguments of the flat ops: mapping, sorted indices, counts, starts, ids, flag, active count.
+        """Seven metadata arguments of the flat ops, as views: mapping, sorted indices, counts, starts, ids, flag, and
+        the number of grid planes: the active count with ``specialize_active_lora``, else L+1.
 
-        Views, no copies. ``token_nums`` rows are addressed (may exceed the step's T: those rows have slot ``-1``). The
-        last item, the number of grid planes, is the active count with ``specialize_active_lora``, else L+1; the ops
-        take it by keyword. ValueError when ``token_nums`` is outside ``[0, N]``.
+        ``token_nums`` rows are addressed, in ``[0, N]`` (ValueError); those past the step's T have slot ``-1``.
         """
         capacity = self.token_lora_mapping.shape[0]
         if not 0 <= token_nums <= capacity:
@@ -137,12 +129,9 @@ class LoRAKernelMeta:
         for records, tiles in zip(lists, rows.tiles.records, strict=True):
             records[: 2 * tiles.size].view(np.int64)[:] = tiles
         self._flag[0] = rows.no_lora
-        self.num_active_loras = self._active[0] = 0 if rows.no_lora else self._rounded(used)
-
-    def _rounded(self, active: int) -> int:
-        """Round up to a captured count; above the largest, ``active`` stays."""
-        position = bisect_left(self.captured_lora_counts, active)
-        return self.captured_lora_counts[position] if position < len(self.captured_lora_counts) else active
+        active = 0 if rows.no_lora else used
+        captured = self.captured_lora_counts[bisect_left(self.captured_lora_counts, active) :] if active else []
+        self.num_active_loras = self._active[0] = captured[0] if captured else active
 
 
 class KernelMetaBuffer:

@@ -7,7 +7,6 @@ An *adapter id* is what the user knows (integer >= 1, 0 = none). A *slot* is the
 computes ``Y[s_b:s_{b+1}] += X[s_b:s_{b+1}] @ W_b`` for all segments b in one launch (paper, section 4).
 """
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,31 +51,15 @@ def _adapter_ids(name: str, values: Any) -> tuple[int, ...]:
     if not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a sequence of adapter ids, got {type(values).__name__} {values!r}")
     ids = tuple(values)
-    if not set(map(type, ids)) <= {int}:
-        ids = tuple(_as_int(name, position, value) for position, value in enumerate(ids))
-    if ids and min(ids) < 0:
-        position = next(i for i, value in enumerate(ids) if value < 0)
-        raise ValueError(f"{name}[{position}] is {ids[position]}; adapter ids are >= 1, and 0 means no adapter")
+    if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
+        ids = tuple(check_count(f"{name}[{i}]", value, 0, "0: no adapter") for i, value in enumerate(ids))
     return ids
-
-
-def _as_int(name: str, position: int, value: Any) -> int:
-    is_bool = isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == torch.bool
-    try:
-        if not is_bool:
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{name}[{position}] is {value!r} ({type(value).__name__}); adapter ids are integers >= 0")
 
 
 def mapped_rows(
     mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int
 ) -> tuple[RowGroups, RowGroups]:
-    """The slots of the tokens and of the sampled rows of a step. Errors as in `convert_mapping`.
-
-    One dictionary from id to slot is built per call, so the work is O(T + S + slots).
-    """
+    """Slots of the tokens and of the sampled rows of a step, in O(T + S + slots). Errors as in `convert_mapping`."""
     if not isinstance(mapping, LoRAMapping):
         raise TypeError(f"mapping must be a LoRAMapping, got {type(mapping).__name__}")
     slot_of = _slot_table(lora_index_to_id)
@@ -145,23 +128,13 @@ def _slot_table(lora_index_to_id: Sequence[int | None]) -> dict[int, int]:
     slot_of = {adapter_id: slot for slot, adapter_id in enumerate(lora_index_to_id) if type(adapter_id) is int}
     slot_of[0] = -1
     if len(slot_of) + lora_index_to_id.count(None) != len(lora_index_to_id) + 1 or min(slot_of) < 0:
-        _explain_slot_table(lora_index_to_id)
+        for slot, adapter_id in enumerate(lora_index_to_id):
+            if adapter_id is None:
+                continue
+            check_count(f"lora_index_to_id[{slot}]", adapter_id)
+            if (first := lora_index_to_id.index(adapter_id)) < slot:
+                raise ValueError(f"lora_index_to_id has adapter id {adapter_id} in slots {first} and {slot}: give one")
     return slot_of
-
-
-def _explain_slot_table(lora_index_to_id: Sequence[int | None]) -> None:
-    """Raise for the first entry that is neither None nor an adapter id of its own."""
-    seen: dict[int, int] = {}
-    for slot, adapter_id in enumerate(lora_index_to_id):
-        if adapter_id is None:
-            continue
-        check_count(f"lora_index_to_id[{slot}]", adapter_id)
-        if adapter_id in seen:
-            raise ValueError(
-                f"lora_index_to_id has adapter id {adapter_id} in slots {seen[adapter_id]} and {slot}; "
-                "an adapter lies in one slot"
-            )
-        seen[adapter_id] = slot
 
 
 def _slots(name: str, ids: Sequence[int], slot_of: dict[int, int]) -> np.ndarray:

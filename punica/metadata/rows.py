@@ -1,14 +1,95 @@
-"""`RowGroups`: the slot of every row of a step, on the host. All other metadata are derived from it."""
+"""`RowGroups`: the slot of every row of a step, on the host, from which all other metadata are derived; its tiles.
+
+A *tile* is up to ``height`` rows of one segment (all rows of one slot, in sorted order), longest segments first. A
+program reads the record of its tile instead of searching the segments. Every height is listed at every step, so that a
+captured graph finds its list at every later step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from punica.metadata.tiles import TileLists
+HEIGHTS = (8, 16, 32, 64)
+"""Rows of a tile; one list each."""
+_ROWS_AT, _SLOT_AT = 56, 32  # bits of a record: rows | slot | first sorted position
+
+
+class StepShape(NamedTuple):
+    """Adapters in use and rows of the longest segment, rounded up to powers of two, so that similar steps share their
+    schedules and captured graphs.
+    """
+
+    adapters: int
+    longest: int
+
+    @classmethod
+    def even(cls, adapters: int, rows: int) -> StepShape:
+        """Spread ``rows`` rows evenly over ``adapters`` adapters (at most one a row)."""
+        adapters = min(adapters, rows)
+        each = -(-rows // adapters) if adapters else 0
+        return cls(_power(adapters), _power(each))
+
+
+def captured_adapters(rows: int, max_loras: int) -> list[int]:
+    """Numbers of adapters for which a CUDA graph of ``rows`` decode rows is worth capturing, ascending: one, a quarter
+    of the rows, and as many as rows (at most ``max_loras``).
+
+    A graph keeps the schedules of the step that it was captured with. It is right for every step of as many rows, and
+    between these three the schedules hardly change. An engine captures `RowGroups.of_runs` of each count, evenly
+    filled, and replays the first that has as many adapters as the step.
+    """
+    return sorted({min(count, max_loras) for count in (1, -(-rows // 4), rows) if rows > 0})
+
+
+class TileLists:
+    """The tiles of one step, of the distinct ``slots``, ascending, and their numbers of rows."""
+
+    def __init__(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        starts = counts.cumsum() - counts
+        if slots.size and slots[0] < 0:
+            slots, counts, starts = slots[1:], counts[1:], starts[1:]
+        if slots.size > 1:
+            by_length = (-counts).argsort(kind="stable")
+            slots, counts, starts = slots[by_length], counts[by_length], starts[by_length]
+        self._slots, self._counts, self._starts = slots << _SLOT_AT, counts, starts
+
+    @cached_property
+    def shape(self) -> StepShape:
+        adapters = self._counts.size
+        return StepShape(_power(adapters), _power(int(self._counts[0]) if adapters else 0))
+
+    @cached_property
+    def records(self) -> list[np.ndarray]:
+        """Records of the tiles of every height, int64."""
+        return [self._of(height) for height in HEIGHTS]
+
+    @cached_property
+    def totals(self) -> list[int]:
+        return [records.size for records in self.records]
+
+    def _of(self, height: int) -> np.ndarray:
+        heads = self._slots | self._starts
+        if not self._counts.size or self._counts[0] == 1:
+            return heads | (1 << _ROWS_AT)
+        per_segment = -(-self._counts // height)
+        before = per_segment.cumsum()
+        done = (np.arange(before[-1]) - (before - per_segment).repeat(per_segment)) * height
+        rows = np.minimum(self._counts.repeat(per_segment) - done, height)
+        return heads.repeat(per_segment) + done | rows << _ROWS_AT
+
+
+def capacities(slots: int, tokens: int) -> list[int]:
+    """Most records of each list in a step of up to ``tokens`` rows on ``slots`` slots."""
+    return [min(slots, tokens) + tokens // height for height in HEIGHTS]
+
+
+def _power(number: int) -> int:
+    return 1 << (number - 1).bit_length() if number > 0 else 0
 
 
 class RowGroups:
@@ -39,9 +120,8 @@ class RowGroups:
 
     @classmethod
     def of_runs(cls, slots: Sequence[int], lengths: Sequence[int]) -> RowGroups:
-        """From runs in the order of their rows; empty ones are dropped and equal neighbours joined.
-
-        ValueError: a negative length.
+        """From runs in the order of their rows; empty ones are dropped and equal neighbours joined. ValueError: a
+        negative length.
         """
         runs, sizes = np.array(slots, dtype=np.int64), np.array(lengths, dtype=np.int64)
         if sizes.min(initial=0) < 0:
@@ -87,11 +167,9 @@ class RowGroups:
 
     @cached_property
     def tiles(self) -> TileLists:
-        """The rows cut into tiles for the programs of a kernel."""
         return TileLists(*self.present)
 
     def equals(self, other: RowGroups) -> bool:
-        """Tell whether both have the same slots for the same rows."""
         return self is other or (
             np.array_equal(self.slots, other.slots) and np.array_equal(self.lengths, other.lengths)
         )
@@ -113,8 +191,7 @@ NO_ROWS = RowGroups(np.empty(0, np.int64), np.empty(0, np.int64))
 def check_slots(name: str, slots: torch.Tensor, max_loras: int | None = None) -> np.ndarray:
     """``slots`` on the host; a tensor on a device is read back once.
 
-    TypeError unless it is an integer tensor; ValueError unless it is 1-D with values in ``[-1, max_loras)`` (None: no
-    upper limit).
+    TypeError unless it is an integer tensor; ValueError unless 1-D with values in ``[-1, max_loras)``, where given.
     """
     if not isinstance(slots, torch.Tensor):
         raise TypeError(f"{name} must be an integer tensor, got {type(slots).__name__}")
@@ -123,10 +200,9 @@ def check_slots(name: str, slots: torch.Tensor, max_loras: int | None = None) ->
     if slots.ndim != 1:
         raise ValueError(f"{name} has shape {tuple(slots.shape)}; expected 1-D, one slot per row")
     values = slots.cpu().numpy().copy()  # copied: the caller may reuse the tensor
-    if values.size and (values.min() < -1 or (max_loras is not None and values.max() >= max_loras)):
-        bad = values < -1 if max_loras is None else (values < -1) | (values >= max_loras)
-        row = int(np.flatnonzero(bad)[0])
-        limit = f"must be in [-1, {max_loras}): -1 for no adapter, else a slot below max_loras={max_loras}"
-        limit = "slots are >= 0, and -1 means no adapter" if max_loras is None else limit
-        raise ValueError(f"{name}[{row}] is {int(values[row])}; {limit}")
+    limit = np.iinfo(values.dtype).max if max_loras is None else max_loras - 1
+    if values.size and (values.min() < -1 or values.max() > limit):
+        row = int(np.flatnonzero((values < -1) | (values > limit))[0])
+        below = "" if max_loras is None else f" and below max_loras={max_loras}"
+        raise ValueError(f"{name}[{row}] is {int(values[row])}; slots are >= 0{below}, and -1 means no adapter")
     return values

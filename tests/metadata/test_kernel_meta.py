@@ -7,12 +7,9 @@ import torch
 from punica.metadata import LoRAKernelMeta, get_captured_lora_counts
 
 DEVICE_FIELDS = (
-    "token_lora_mapping",
-    "token_indices_sorted_by_lora_ids",
-    "active_lora_ids",
-    "num_tokens_per_lora",
+    "token_lora_mapping", "token_indices_sorted_by_lora_ids", "active_lora_ids", "num_tokens_per_lora",
     "lora_token_start_loc",
-)
+)  # fmt: skip
 HOST_FIELDS = ("no_lora_flag_cpu", "num_active_loras_cpu", "default_num_active_loras_cpu")
 
 
@@ -31,27 +28,17 @@ def test_kernel_meta_example() -> None:
     assert meta.num_active_loras_cpu.tolist() == [3]
     assert meta.default_num_active_loras_cpu.tolist() == [4]
     assert meta.no_lora_flag_cpu.tolist() == [False]
-    assert {getattr(meta, name).dtype for name in DEVICE_FIELDS} == {torch.int32}
-    assert meta.num_active_loras_cpu.dtype == meta.default_num_active_loras_cpu.dtype == torch.int32
+    assert {getattr(meta, name).dtype for name in (*DEVICE_FIELDS, *HOST_FIELDS[1:])} == {torch.int32}
     assert meta.no_lora_flag_cpu.dtype == torch.bool
     assert all(getattr(meta, name).is_contiguous() for name in DEVICE_FIELDS)
 
 
-def test_kernel_meta_of_one_adapter() -> None:
-    meta = LoRAKernelMeta.make(3, 3, "cpu")
-    meta.prepare_tensors(torch.tensor([1, 1, 1], dtype=torch.int32))
-    assert meta.active_lora_ids.tolist() == [1, -1, -1, -1]
-    assert meta.num_tokens_per_lora.tolist() == [3, 0, 0, 0]
-    assert meta.lora_token_start_loc.tolist() == [0, 3, 0, 0, 0]
-    assert meta.num_active_loras_cpu.item() == 1
-
-
-@pytest.mark.parametrize("max_loras", [1, 2, 8, 128, 40000])
+@pytest.mark.parametrize("max_loras", [1, 2, 8, 40000])
 def test_kernel_meta_invariants_on_random_mappings(max_loras: int) -> None:
     capacity = 70
     meta = LoRAKernelMeta.make(max_loras, capacity, "cpu")
     rng = np.random.default_rng(max_loras)
-    for _ in range(200):
+    for _ in range(200 if max_loras < 100 else 5):
         tokens = int(rng.integers(0, capacity + 1))
         slots = rng.integers(-1, max_loras, tokens)
         meta.prepare_tensors(torch.from_numpy(slots))
@@ -59,8 +46,8 @@ def test_kernel_meta_invariants_on_random_mappings(max_loras: int) -> None:
         assert order == sorted(range(tokens), key=lambda t: slots[t])  # Python's sort is stable
         present = sorted(set(slots.tolist()))
         assert meta.active_lora_ids.tolist() == present + [-1] * (max_loras + 1 - len(present))
-        assert meta.num_tokens_per_lora.sum().item() == tokens
         starts, counts = meta.lora_token_start_loc.tolist(), meta.num_tokens_per_lora.tolist()
+        assert sum(counts) == tokens
         for position, slot in enumerate(present):
             owned = order[starts[position] : starts[position] + counts[position]]
             assert [slots[t] for t in owned] == [slot] * int((slots == slot).sum())
@@ -75,35 +62,18 @@ def test_a_step_without_adapters_leaves_no_stale_slots() -> None:
     fresh = snapshot(meta)
     meta.prepare_tensors(torch.tensor([2, -1, 0, 2, 2, 0]))
     meta.prepare_tensors(torch.full((5,), -1))
-    assert meta.no_lora_flag_cpu.item()
-    assert meta.num_active_loras_cpu.item() == 0
+    assert (meta.no_lora_flag_cpu.item(), meta.num_active_loras_cpu.item()) == (True, 0)
     assert meta.active_lora_ids.tolist() == [-1] * 4
     assert meta.token_lora_mapping.tolist() == [-1] * 8
     assert meta.token_indices_sorted_by_lora_ids[:5].tolist() == [0, 1, 2, 3, 4]
     meta.prepare_tensors(torch.empty(0, dtype=torch.int64))
-    assert {**snapshot(meta), "token_indices_sorted_by_lora_ids": None} == {
-        **fresh,
-        "token_indices_sorted_by_lora_ids": None,
-    }
-
-
-def test_a_shorter_step_resets_the_tail() -> None:
-    meta = LoRAKernelMeta.make(3, 8, "cpu")
-    meta.prepare_tensors(torch.tensor([2, 1, 0, 2, 2, 0, 1, 1]))
-    meta.prepare_tensors(torch.tensor([1, 0]))
-    assert meta.token_lora_mapping.tolist() == [1, 0] + [-1] * 6
+    order = {"token_indices_sorted_by_lora_ids": None}  # its rows past T are not read
+    assert {**snapshot(meta), **order} == {**fresh, **order}
 
 
 @pytest.mark.parametrize(
     ("max_loras", "specialize", "counts"),
-    [
-        (8, True, [1, 2, 4, 8, 9]),
-        (6, True, [1, 2, 4, 7]),
-        (4, True, [1, 2, 4, 5]),
-        (3, True, [1, 2, 4]),
-        (1, True, [1, 2]),
-        (8, False, [9]),
-    ],
+    [(8, True, [1, 2, 4, 8, 9]), (3, True, [1, 2, 4]), (1, True, [1, 2]), (8, False, [9])],
 )
 def test_captured_counts(max_loras: int, specialize: bool, counts: list[int]) -> None:
     assert get_captured_lora_counts(max_loras, specialize) == counts
@@ -139,7 +109,7 @@ def test_addresses_never_change() -> None:
     ("slots", "error", "message"),
     [
         (torch.zeros(9, dtype=torch.int64), ValueError, "9 tokens.*max_num_tokens=8"),
-        (torch.tensor([0, 3, -2]), ValueError, r"\[1\] is 3.*\[-1, 3\)"),
+        (torch.tensor([0, 3, -2]), ValueError, r"\[1\] is 3.*max_loras=3"),
         (torch.tensor([0, -2]), ValueError, r"\[1\] is -2"),
         (torch.zeros(3), TypeError, "float32"),
         (torch.zeros(3, dtype=torch.bool), TypeError, "bool"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from punica.metadata import HEIGHTS, LoRABatch, RowGroups, StepShape, captured_adapters
-from punica.metadata.tiles import TileLists, capacities
+from punica.metadata.rows import TileLists, capacities
 
 
 def fields(record: int) -> tuple[int, int, int]:

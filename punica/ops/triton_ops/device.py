@@ -1,7 +1,7 @@
 """Device functions that shrink and expand share: slices, ranks, tiles, matrix products, and PDL.
 
 A *tile* is up to ``BLOCK_M`` rows of one segment (rows of one slot, neighbours in the sorted order). A step lists its
-tiles (`punica.metadata.tiles`). Tensors from elsewhere come without a list: the grid then holds the worst case
+tiles (`punica.metadata.rows`). Tensors from elsewhere come without a list: the grid then holds the worst case
 (`max_tiles`, from T and the number of segments alone), and every program searches the segments for its tile.
 
 PDL (programmatic dependent launch, compute capability 9.0 and newer): a kernel may start before its predecessor on the
@@ -129,7 +129,7 @@ def find_tile(tile, ids_ptr, counts_ptr, starts_ptr, num_segments, BLOCK_M: tl.c
 
 @triton.jit
 def read_record(record):
-    """Return slot, first sorted position and rows of a tile of `punica.metadata.tiles` (of a row: slot, row, 0)."""
+    """Return slot, first sorted position and rows of a tile of `punica.metadata.rows` (of a row: slot, row, 0)."""
     return ((record >> 32) & 0xFFFFFF).to(tl.int32), (record & 0xFFFFFFFF).to(tl.int32), (record >> 56).to(tl.int32)
 
 

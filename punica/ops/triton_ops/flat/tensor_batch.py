@@ -53,7 +53,7 @@ class TensorBatch(NamedTuple):
 
     @property
     def listed(self) -> bool:
-        """False: the tensors come without lists of tiles (`punica.metadata.tiles`)."""
+        """False: the tensors come without lists of tiles (`punica.metadata.rows`)."""
         return False
 
     def tiles(self, height: int) -> tuple[Any, ...]:
