@@ -10,21 +10,31 @@ the rows describes the newest set alone.
     python -m experiments.commands.record figures=[fig08]
 """
 
+import io
 import shutil
+import subprocess
 import sys
+import tarfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from omegaconf import DictConfig
 
 from experiments.commands.batch import batch_main, each
-from experiments.commands.commits import SourceHash, is_uncommitted, source_hashes
 from experiments.harness.command import finish
 from experiments.harness.experiment import Experiment
 from experiments.harness.samples import read_samples, samples_file, write_samples
 from experiments.harness.settings import folders
+from experiments.harness.source import DATA, PACKAGES, fingerprint
+from experiments.measure.commit import ROOT, is_uncommitted
 from experiments.measure.records import Row, RowFile, RowsError, read_rows
+
+SourceHash = Callable[[str, str], str]
+"""Commit and script (a name in `experiments`) -> the hash; empty where git has no such commit or script."""
 
 
 def record(cfg: DictConfig) -> int:
@@ -65,6 +75,31 @@ def promote(source: Path, target: Path, rows: Sequence[Row]) -> None:
         print(f"{target.stem}: {len(stay)} recorded points without fresh rows stay ({panels})", file=sys.stderr)
     if samples:
         write_samples(samples_file(target), recorded.rows, [line for path in samples for line in read_samples(path)])
+
+
+@contextmanager
+def source_hashes(repository: Path = ROOT) -> Iterator[SourceHash]:
+    """Give the source hashes of scripts at commits of the repository at ``repository``, whose trees are unpacked."""
+
+    def git(*words: str) -> bytes:
+        done = subprocess.run(["git", *words], capture_output=True, cwd=repository, check=False)
+        return done.stdout if done.returncode == 0 else b""
+
+    with TemporaryDirectory(prefix="punica-commits-") as folder:
+
+        @cache
+        def tree(commit: str) -> Path:
+            root = Path(folder) / commit
+            if there := git("ls-tree", "--name-only", commit, *PACKAGES, *DATA).decode().split():
+                with tarfile.open(fileobj=io.BytesIO(git("archive", "--format=tar", commit, *there))) as archive:
+                    archive.extractall(root, filter="data")
+            return root
+
+        def source_hash(commit: str, script: str) -> str:
+            path = tree(commit) / "experiments" / f"{script}.py"
+            return fingerprint(path, tree(commit)) if path.exists() else ""
+
+        yield source_hash
 
 
 def refuse(rows: Sequence[Row], allow_dirty: bool) -> None:

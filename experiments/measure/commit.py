@@ -45,6 +45,11 @@ def commit(root: Path = ROOT) -> str:
     return f"{revision or sent}-dirty" if revision or sent else UNKNOWN
 
 
+def is_uncommitted(revision: str) -> bool:
+    """Check whether rows with this commit are of code that no commit has."""
+    return revision.endswith("-dirty") or revision in ("", UNKNOWN)
+
+
 def write_stamp(root: Path = ROOT) -> Path:
     """Write the stamp of the clean checkout at ``root``; `RowsError` where it is dirty or has no history."""
     commit.cache_clear()

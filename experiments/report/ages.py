@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 from omegaconf import OmegaConf
 
-from experiments.harness.recording import recorded_sets
+from experiments.harness.catalogue import recorded_sets
 from experiments.harness.schema import CONF, REPOSITORY
 from experiments.harness.source import fingerprint
 

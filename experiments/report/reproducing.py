@@ -17,10 +17,9 @@ from experiments.claims.judge import LAPTOP, NOT_MEASURED, command, figures_of, 
 from experiments.claims.rows import Rows, markdown
 from experiments.claims.table import marked, total
 from experiments.facts.paper import paper_rows, read_claims
-from experiments.harness.catalogue import entry_of, experiments
+from experiments.harness.catalogue import entry_of, experiments, recorded_sets
 from experiments.harness.counted import SCALES
 from experiments.harness.experiment import Experiment
-from experiments.harness.recording import recorded_sets
 from experiments.harness.schema import CONF
 from experiments.measure.records import RowsError
 from experiments.report.expected import claim_ranges
