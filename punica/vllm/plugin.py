@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import punica
+from punica.vllm.ahead import CompileAhead, LayerForm
 
 SWITCH = "PUNICA_VLLM"
 """Environment variable; ``0`` leaves vLLM as it is."""
@@ -60,8 +61,8 @@ def register() -> None:
         return
     for owner, name, function in replaced:
         setattr(owner, name, function)
-    _log.info("punica: %s of vLLM %s are ours; %s=0 switches them off",
-              ", ".join(name for _, name, _ in replaced), version, SWITCH)  # fmt: skip
+    _log.info("punica: %s and add_lora_linear of vLLM %s are ours; %s=0 switches them off",
+              ", ".join(_OPERATORS), version, SWITCH)  # fmt: skip
 
 
 def _unsuited() -> str | None:
@@ -78,6 +79,7 @@ def _replacements(wrapper: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
 
     own = {name: getattr(wrapper, name) for name in _OPERATORS}
     cls, config = wrapper.PunicaWrapperGPU, importlib.import_module("vllm.config.lora").LoRAConfig
+    layer = importlib.import_module("vllm.lora.layers.base").BaseLayerWithLoRA
     expected = ["self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices", "buffer", "kwargs"]
     if list(inspect.signature(cls.add_lora_linear).parameters) != expected:
         raise TypeError("add_lora_linear has another signature")
@@ -87,6 +89,7 @@ def _replacements(wrapper: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
         (wrapper, "fused_moe_lora", _experts_of(fused_moe_lora, own["fused_moe_lora"])),
         (cls, "add_lora_linear", _linear_of(cls.add_lora_linear)),
         (config, "compute_hash", _hash_of(config.compute_hash)),
+        (layer, "set_mapping", _mapping_of(layer.set_mapping)),
     ]
 
 
@@ -97,6 +100,24 @@ def _hash_of(theirs: Callable[..., str]) -> Callable[..., str]:
         return f"{theirs(self)}-punica-{punica.__version__}"
 
     return compute_hash
+
+
+def _mapping_of(theirs: Callable[..., None]) -> Callable[..., None]:
+    """Start to compile for a layer, where its wrapper is set: its slots are there, and no graph is captured yet."""
+    ahead = CompileAhead()
+
+    def set_mapping(self: Any, punica_wrapper: Any) -> None:
+        theirs(self, punica_wrapper)
+        a, b = (getattr(self, f"lora_{matrix}_stacked", None) for matrix in "ab")
+        if not isinstance(a, tuple) or not isinstance(b, tuple) or _refused(a[0], (*a, *b), None):
+            return  # no dense layer, or one of vLLM's own kernels
+        meta = punica_wrapper.token_mapping_meta
+        try:
+            ahead.layer(LayerForm.of(a, b), meta.token_lora_mapping.numel(), meta.captured_lora_counts)
+        except Exception as error:  # the engine compiles as it needs
+            _say_once(f"no kernels are compiled ahead: {type(error).__name__}: {error}")
+
+    return set_mapping
 
 
 def _shrink_of(ours: Callable[..., None], theirs: Callable[..., None]) -> Callable[..., None]:
@@ -167,7 +188,7 @@ def _serves(name: str, rows: Tensor, weights: Sequence[Tensor], output: Tensor |
     """Tell if the kernels serve a call of this form; else say why, once. A graph tracer says nothing."""
     reason = _refused(rows, weights, output)
     if reason is not None and not torch.compiler.is_compiling():
-        _say_once(name, reason)
+        _say_once(f"{name} by vLLM's own, as {reason}")
     return reason is None
 
 
@@ -186,5 +207,5 @@ def _refused(rows: Tensor, weights: Sequence[Tensor], output: Tensor | None) -> 
 
 
 @cache
-def _say_once(name: str, reason: str) -> None:
-    _log.info("punica: %s by vLLM's own, as %s", name, reason)
+def _say_once(text: str) -> None:
+    _log.info("punica: %s", text)

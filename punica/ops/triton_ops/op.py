@@ -70,10 +70,16 @@ def custom_op(mutates: str | tuple[str, ...]) -> Callable[[Callable[..., None]],
         lists = _maybe_lists(function)
         LIBRARY.define(name + _schema(function, written, either, lists))
 
+        places = [(parameter, f"{parameter}_number", _place(signature, parameter)) for parameter in either]
+
         def implementation(*args: Any, **kwargs: Any) -> None:
-            numbers = {parameter: kwargs.pop(f"{parameter}_number", None) for parameter in either}
-            arguments = signature.bind(*args, **kwargs).arguments
-            function(**arguments | {name: number for name, number in numbers.items() if number is not None})
+            for parameter, name, place in places:
+                number = kwargs.pop(name, None)
+                if number is not None and place is not None:
+                    args = (*args[:place], number, *args[place + 1 :])
+                elif number is not None:
+                    kwargs[parameter] = number
+            function(*args, **kwargs)
 
         LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"punica::{name}", _writes_in_place, lib=LIBRARY)
@@ -98,6 +104,12 @@ def custom_op(mutates: str | tuple[str, ...]) -> Callable[[Callable[..., None]],
 
 def _writes_in_place(*args: Any, **kwargs: Any) -> None:
     """Give no shape: every op here only writes tensors that it was given."""
+
+
+def _place(signature: inspect.Signature, name: str) -> int | None:
+    """Return the place of a parameter among the positional ones; None where it is given by its name."""
+    parameter = signature.parameters[name]
+    return None if parameter.kind is parameter.KEYWORD_ONLY else list(signature.parameters).index(name)
 
 
 def _number_or_tensor(function: Callable) -> tuple[str, ...]:

@@ -5,9 +5,13 @@ vLLM is a stand-in of a module: its wrapper's names and signatures, which count 
 
 import importlib
 import importlib.metadata
+import json
 import logging
+import os
+import subprocess
 import sys
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +20,8 @@ import pytest
 import torch
 from triton_batches import Batch, assert_close, assert_shrunk
 
-from punica.vllm import plugin
+from punica.engine.absent_gpu import GpuDescription
+from punica.vllm import ahead, plugin
 from punica.vllm.plugin import SWITCH, register
 
 WIDTHS = (48, 16)
@@ -44,6 +49,7 @@ class Vllm:
 
         module.PunicaWrapperGPU = PunicaWrapperGPU  # type: ignore[attr-defined]
         self.config = type("LoRAConfig", (), {"compute_hash": lambda self: "1a2b"})
+        self.layer = type("BaseLayerWithLoRA", (), {"set_mapping": lambda self, wrapper: setattr(self, "w", wrapper)})
         self.before = dict(vars(module))
 
     @property
@@ -61,8 +67,10 @@ class Vllm:
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
     made, version = Vllm(), importlib.metadata.version
-    names = ("vllm", "vllm.lora", "vllm.lora.punica_wrapper", "vllm.platforms", "vllm.config", "vllm.config.lora")
+    names = ("vllm", "vllm.lora", "vllm.lora.punica_wrapper", "vllm.platforms", "vllm.config", "vllm.config.lora",
+             "vllm.lora.layers", "vllm.lora.layers.base")  # fmt: skip
     packages = {name: ModuleType(name) for name in names}
+    packages["vllm.lora.layers.base"].BaseLayerWithLoRA = made.layer  # type: ignore[attr-defined]
     packages["vllm.config.lora"].LoRAConfig = made.config  # type: ignore[attr-defined]
     packages["vllm.platforms"].current_platform = SimpleNamespace(is_cuda=lambda: True)  # type: ignore[attr-defined]
     for name, module in {**packages, made.module.__name__: made.module}.items():
@@ -153,6 +161,71 @@ def test_vllm_runs_as_it_is(vllm: Vllm, monkeypatch: pytest.MonkeyPatch, caplog:
         register()
     assert vllm.is_untouched
     assert len(caplog.records) == (case != "switch")
+
+
+@pytest.mark.parametrize("case", ["dense", "dtype", "embedding"])
+def test_kernels_of_a_dense_layer_are_compiled_ahead(vllm: Vllm, device: str, case: str, monkeypatch: Any) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(ahead.CompileAhead, "layer", lambda self, *given: found.append(given))
+    register()
+    batch = batch_of(device, torch.float32 if case == "dtype" else torch.float16)
+    layer, wrapper = vllm.layer(), vllm.wrapper(batch)
+    layer.lora_a_stacked, layer.lora_b_stacked = batch.a, batch.b
+    if case == "embedding":
+        layer.lora_a_stacked = batch.a[0]
+    layer.set_mapping(wrapper)
+    assert layer.w is wrapper
+    form = ahead.LayerForm(3, 8, 64, [48, 16], "float16")
+    rows = wrapper.token_mapping_meta.token_lora_mapping.numel()
+    assert found == ([(form, rows, wrapper.token_mapping_meta.captured_lora_counts)] if case == "dense" else [])
+
+
+COMPILE = """
+import sys
+from triton import knobs
+from punica.vllm import ahead
+hits = []
+knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+ahead.main(sys.argv[1:])
+print(hits.count(False), hits.count(True))
+"""
+REAL = """
+import json, sys
+from triton import knobs
+from punica.vllm import ahead
+hits, job = [], json.loads(sys.argv[1])
+knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+ahead.launch_all(ahead.LayerForm(*job["form"]), job["rows"], job["counts"])
+print(hits.count(False), hits.count(True))
+"""
+
+
+def compiled_and_found(program: str, job: dict[str, Any], cache: Path) -> tuple[int, int]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", program, json.dumps(job)], capture_output=True, text=True,
+                          env=environment, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    new, found = done.stdout.split()
+    return int(new), int(found)
+
+
+JOB = {"form": [4, 16, 64, [48, 32], "float16"], "rows": 40, "counts": [1, 5]}
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path) -> None:
+    job = {**JOB, "gpu": asdict(GpuDescription("an H200", 9, 0, 132, 227 << 10, 3_201_000, 6144))}
+    new, found = compiled_and_found(COMPILE, job, tmp_path)
+    assert (new > 4, found) == (True, 0)
+    assert compiled_and_found(COMPILE, job, tmp_path) == (0, new)
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_what_was_compiled_without_it(tmp_path: Path) -> None:
+    job = {**JOB, "gpu": asdict(GpuDescription.of_this_machine())}
+    new, _ = compiled_and_found(COMPILE, job, tmp_path)
+    assert compiled_and_found(REAL, job, tmp_path) == (0, new)
 
 
 def test_compiled_graphs_are_told_from_vllms_own(vllm: Vllm) -> None:
