@@ -16,8 +16,8 @@ from punica.adapters import LoRARequest
 from punica.engine import pretrained
 from punica.engine.absent_gpu import GpuDescription, stand_in
 from punica.engine.engine import Engine
-from punica.models import LlamaForCausalLM, auto
-from punica.models.stored import StoredTensor, stored_tensors
+from punica.models import LlamaForCausalLM, mixture_of_experts
+from punica.models.checkpoint import StoredTensor, stored_tensors
 
 
 class Compiled(NamedTuple):
@@ -38,7 +38,7 @@ def compile_ahead(gpu: GpuDescription, folder: str | Path, adapters: Sequence[Lo
     stand_in(gpu)
     knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     LlamaForCausalLM.load_weights = _without_weights  # type: ignore[assignment, method-assign]
-    auto.stored_tensors = _any_tensors
+    mixture_of_experts.stored_tensors = _any_tensors
     pretrained.fit_blocks = lambda model, config, *_: config.total_blocks
     # graphs are captured from the launches of the same steps
     Engine.from_pretrained(folder, adapters, device="cuda", cuda_graphs=False, warm_up=True, **sizes)

@@ -19,14 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from punica.checks import check_count, clip
 
@@ -51,21 +44,17 @@ def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
     They are ``head_dim``, ``qkv_bias``, ``o_bias``, ``mlp_bias``, ``qk_norm``, ``max_context`` (longest sequence for
     which full attention is exact) and ``dtype`` (a torch dtype; ``None`` where the config has none, or "auto").
 
-    Raises:
-        FileNotFoundError: a folder without ``config.json``.
-        TypeError: neither a folder nor one of ``classes``.
-        ValueError: a damaged ``config.json``; a family that is not in ``classes``; sizes or an activation that no model
-            of these families has.
+    FileNotFoundError: a folder without ``config.json``. TypeError: neither a folder nor one of ``classes``. ValueError:
+    a damaged ``config.json``; another family; sizes or an activation that no model of these families has.
     """
     names = " or ".join(one.__name__ for one in classes.values())
     if isinstance(config, (str, Path)):
         resolved = _read(Path(config).expanduser() / CONFIG_FILE, classes, names)
     elif isinstance(config, tuple(classes.values())):
         resolved = copy.deepcopy(config)
-    elif isinstance(config, nn.Module):
-        raise TypeError(f"config must be a transformers.{names} or a folder, got a model; {loading_advice(config)}")
     else:
-        raise TypeError(f"config must be a transformers.{names} or a folder, got {type(config).__name__}")
+        given = f"a model; {loading_advice(config)}" if isinstance(config, nn.Module) else type(config).__name__
+        raise TypeError(f"config must be a transformers.{names} or a folder, got {given}")
     kind = resolved.model_type
     if kind not in classes:
         raise ValueError(f"config is of model_type {kind!r}, this class computes {' or '.join(map(repr, classes))}")
@@ -84,10 +73,8 @@ def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
 
 
 def scaled_positions(config: Any) -> int:
-    """Return the positions that RoPE scaling extends a model to: its original ones times the factor; 0 without scaling.
-
-    ``max_position_embeddings`` need not tell: for YaRN Qwen's cards add the scaling to ``config.json`` and leave it as
-    it was, and so do older checkpoints for linear scaling.
+    """Return the positions that RoPE scaling extends a model to, 0 without scaling. ``max_position_embeddings`` need
+    not tell: Qwen's cards for YaRN, and older checkpoints for linear scaling, leave it as it was.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     factor = rope.get("factor")
@@ -99,18 +86,20 @@ def scaled_positions(config: Any) -> int:
 def model_type_of(folder: str | Path) -> str:
     """The ``model_type`` that ``config.json`` in ``folder`` names; errors as :func:`resolve_config`."""
     path = Path(folder).expanduser() / CONFIG_FILE
-    kind = read_json(path, "a transformers config").get("model_type")
-    if not isinstance(kind, str) or kind not in {**DENSE, **EXPERTS}:
-        known = ", ".join({**DENSE, **EXPERTS})
-        raise ValueError(f"{str(path)!r} is of model_type {str(kind)[:80]!r}; served are {known}")
+    return _known_type(read_json(path, "a transformers config"), path, {**DENSE, **EXPERTS})
+
+
+def _known_type(values: Mapping[str, Any], path: Path, classes: Mapping[str, type[Any]]) -> str:
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in classes:
+        raise ValueError(f"{str(path)!r} is of model_type {str(kind)[:80]!r}, must be one of {', '.join(classes)}")
     return kind
 
 
 def loading_advice(model: nn.Module) -> str:
     """Return the advice for a model of another library passed as ours."""
     experts = getattr(getattr(model, "config", None), "model_type", None) in EXPERTS
-    wanted = "MixtureOfExpertsForCausalLM" if experts else "LlamaForCausalLM"
-    kind = type(model)
+    wanted, kind = "MixtureOfExpertsForCausalLM" if experts else "LlamaForCausalLM", type(model)
     return (
         f"{kind.__name__} is the class of {kind.__module__.partition('.')[0]}, punica.models.{wanted} is meant: "
         "Engine.from_pretrained(folder, adapters) with the folder of its checkpoint (model.save_pretrained(folder) "
@@ -120,11 +109,7 @@ def loading_advice(model: nn.Module) -> str:
 
 def _read(path: Path, classes: Mapping[str, type[Any]], names: str) -> Any:
     values = read_json(path, f"a {names}")
-    kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in classes:
-        raise ValueError(
-            f"{str(path)!r} is of model_type {str(kind)[:80]!r}, this class computes {' or '.join(map(repr, classes))}"
-        )
+    kind = _known_type(values, path, classes)
     for key in _COUNTS:
         if values.get(key) is not None:
             check_count(f"{key} of {str(path)!r}", values[key])
@@ -140,9 +125,8 @@ def _read(path: Path, classes: Mapping[str, type[Any]], names: str) -> Any:
 
 
 def read_json(path: Path, wanted: str) -> dict[str, Any]:
-    """Read the JSON object in a file of a model folder, of at most 1 MB; ``wanted``: what the error asks for.
-
-    Raises FileNotFoundError, ValueError (too large, not JSON, no object).
+    """Read the JSON object in a file of a model folder; ``wanted``: what the error asks for. FileNotFoundError;
+    ValueError: above 1 MB, not JSON, no object.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} does not exist; pass {wanted} or a folder with such a {CONFIG_FILE}")
@@ -174,10 +158,7 @@ def _check_sizes(config: Any) -> None:
         check_count(f"{key} of this {kind}", getattr(config, key))
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
-        raise ValueError(
-            f"num_attention_heads is {heads} and num_key_value_heads {kv_heads}: the first must be a multiple of the "
-            "second, as every key head serves equally many query heads"
-        )
+        raise ValueError(f"num_attention_heads is {heads}, must be a multiple of num_key_value_heads, {kv_heads}")
     if config.head_dim % 2:
         raise ValueError(f"head_dim is {config.head_dim}, must be even: rotary embedding turns pairs")
 
@@ -187,8 +168,5 @@ def _torch_dtype(dtype: Any) -> torch.dtype | None:
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else None
     found = None if name == "auto" else dtype if name is None else getattr(torch, name, name)
     if found not in (None, torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        raise ValueError(
-            f"dtype of the config is {str(dtype)[:80]!r}, must be float32, float16, bfloat16 or auto; correct it in "
-            f"{CONFIG_FILE}"
-        )
+        raise ValueError(f"dtype of the config is {str(dtype)[:80]!r}, must be float32, float16, bfloat16 or auto")
     return found

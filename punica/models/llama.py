@@ -22,10 +22,17 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from punica.models.checkpoint import CheckpointEntry, check_tensors, fill_random, load_tensors
+from punica.models.checkpoint import (
+    NO_WEIGHTS,
+    CheckpointEntry,
+    StoredTensor,
+    check_tensors,
+    fill_random,
+    load_tensors,
+    stored_tensors,
+)
 from punica.models.families import DENSE, resolve_config, warn_of_quantization
 from punica.models.rotary import RotaryEmbedding
-from punica.models.stored import NO_WEIGHTS, StoredTensor, stored_tensors
 from punica.ops.backbone import add_rms_norm, swiglu
 from punica.ops.heads import HeadNorms, PackedHeads
 from punica.parallel import (
@@ -67,16 +74,12 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """Map ``x [T, hidden]`` to ``[T, hidden]``."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_size)
-        packed = PackedHeads(heads, self.num_kv_heads, cos, sin, self._norms())
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, cast(float, self.q_norm.eps))
+        packed = PackedHeads(heads, self.num_kv_heads, cos, sin, norms)
         return self.o_proj(attention.attend(self.layer_index, packed).flatten(1))
-
-    def _norms(self) -> HeadNorms | None:
-        """Return the norms of query and key heads, if the family has them."""
-        if self.q_norm is None or self.k_norm is None:
-            return None
-        return HeadNorms(self.q_norm.weight, self.k_norm.weight, cast(float, self.q_norm.eps))
 
 
 class LlamaMLP(nn.Module):
@@ -90,7 +93,6 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, hidden, **common)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``x [T, hidden]`` to ``[T, hidden]``."""
         return self.down_proj(swiglu(self.gate_up_proj(x)))
 
 
@@ -115,7 +117,6 @@ class LlamaDecoderLayer(nn.Module):
         return self.mlp(normed(self.post_attention_layernorm, x, delta))
 
     def make_parts(self, config: Any, layer_index: int) -> tuple[LlamaAttention, nn.Module]:
-        """Build attention and MLP."""
         return LlamaAttention(config, layer_index), LlamaMLP(config)
 
 
@@ -211,16 +212,13 @@ class LlamaForCausalLM(nn.Module):
         A folder with a head unlike its embedding is served with it, whatever ``tie_word_embeddings`` says, as by
         transformers; the model's config says so from then on.
 
-        Raises the errors of :func:`~punica.models.stored.stored_tensors` and
-        :func:`~punica.models.checkpoint.check_tensors` (without change), and of
-        :func:`~punica.models.checkpoint.load_tensors` (the model has no weights then).
+        Raises the errors of ``stored_tensors`` and ``check_tensors`` of :mod:`punica.models.checkpoint` (without
+        change), and of its ``load_tensors`` (the model has no weights then).
         """
         stored = self._stored_tensors(folder)
-        entries, head = self.checkpoint_entries(), None
-        if self.config.tie_word_embeddings:
-            head = self._own_head(stored)
-            if head is not None:
-                entries.append(head)
+        entries = self.checkpoint_entries()
+        head = self._own_head(stored) if self.config.tie_word_embeddings else None
+        entries += [head] if head is not None else []
         check_tensors(entries, stored, folder)
         warn_of_quantization(self.config)
         self.has_weights = False
@@ -231,7 +229,7 @@ class LlamaForCausalLM(nn.Module):
         self.has_weights = True
 
     def _stored_tensors(self, folder: str | Path) -> dict[str, StoredTensor]:
-        """List the tensors of a folder by the names of :meth:`checkpoint_entries`."""
+        """List a folder's tensors by the names of :meth:`checkpoint_entries`."""
         return stored_tensors(folder, NO_WEIGHTS)
 
     def _own_head(self, stored: dict[str, StoredTensor]) -> CheckpointEntry | None:
@@ -254,7 +252,6 @@ class LlamaForCausalLM(nn.Module):
         return CheckpointEntry(HEAD, (vocab, hidden), own.weight)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the state as ``nn.Module`` does, and set ``has_weights``."""
         outcome = super().load_state_dict(*args, **kwargs)
         self.has_weights = True
         return outcome
@@ -290,7 +287,6 @@ class LlamaForCausalLM(nn.Module):
         return entries + self._mlp_entries(prefix, layer.mlp)
 
     def _mlp_entries(self, prefix: str, mlp: Any) -> list[CheckpointEntry]:
-        """List the tensors of the MLP."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         entries = _entries_of(f"{prefix}.mlp.gate_proj", (inner, hidden), mlp.gate_up_proj, 0)
         entries += _entries_of(f"{prefix}.mlp.up_proj", (inner, hidden), mlp.gate_up_proj, 1)
@@ -298,12 +294,11 @@ class LlamaForCausalLM(nn.Module):
 
     @classmethod
     def resolve_config(cls, config: Any) -> Any:
-        """Resolve a config of this class's families, see :func:`~punica.models.families.resolve_config`."""
+        """See :func:`~punica.models.families.resolve_config`."""
         return resolve_config(config, cls.config_classes)
 
 
 def _entries_of(name: str, shape: tuple[int, ...], module: Any, shard_id: Any) -> list[CheckpointEntry]:
-    """List weight and bias of a module."""
     entries = [CheckpointEntry(f"{name}.weight", shape, module.weight, shard_id)]
     if getattr(module, "bias", None) is not None:
         entries.append(CheckpointEntry(f"{name}.bias", shape[:1], module.bias, shard_id))

@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE: a Llama whose MLP is a mixture of experts, built from its Hugging Face config.
+"""Mixtral and Qwen3-MoE: a Llama whose MLP is a mixture of experts; and the model of a folder of any family.
 
     p, e = topk(softmax(Router(RMSNorm(x))));   x += sum_j p_j Down_e_j(silu(Gate_e_j x) * Up_e_j x)
 
@@ -16,10 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from punica.models.checkpoint import CheckpointEntry
-from punica.models.families import EXPERTS
+from punica.models.checkpoint import FLOATS, NO_WEIGHTS, CheckpointEntry, StoredTensor, stored_tensors
+from punica.models.families import EXPERTS, model_type_of
 from punica.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
-from punica.models.stored import StoredTensor
 from punica.parallel import FusedMoE, ReplicatedLinear
 
 QWEN3, MIXTRAL = "qwen3_moe", "mixtral"
@@ -34,7 +33,6 @@ _IN_BLOCK = re.compile(
 
 
 def expert_size(config: Any) -> int:
-    """Return the inner size of an expert."""
     size: int = config.moe_intermediate_size if config.model_type == QWEN3 else config.intermediate_size
     return size
 
@@ -53,7 +51,6 @@ class SparseMLP(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``x [T, hidden]`` to ``[T, hidden]``."""
         return self.experts(x, self.gate(x))
 
 
@@ -66,10 +63,9 @@ class MoEDecoderLayer(LlamaDecoderLayer):
             self.block_sparse_moe = self.mlp
 
     def make_parts(self, config: Any, layer_index: int) -> tuple[LlamaAttention, nn.Module]:
-        """Build attention and experts, or attention and a dense MLP."""
-        if config.model_type == MIXTRAL:
-            return LlamaAttention(config, layer_index), SparseMLP(config)
-        dense = layer_index in config.mlp_only_layers or (layer_index + 1) % config.decoder_sparse_step
+        dense = config.model_type == QWEN3 and (
+            layer_index in config.mlp_only_layers or (layer_index + 1) % config.decoder_sparse_step
+        )
         return LlamaAttention(config, layer_index), LlamaMLP(config) if dense else SparseMLP(config)
 
 
@@ -121,9 +117,7 @@ class MixtureOfExpertsForCausalLM(LlamaForCausalLM):
                 found |= self._unpacked(block, match["packed"], tensor, folder)
         return found
 
-    def _unpacked(
-        self, block: str, packed: str, tensor: StoredTensor, folder: str | Path
-    ) -> dict[str, StoredTensor]:
+    def _unpacked(self, block: str, packed: str, tensor: StoredTensor, folder: str | Path) -> dict[str, StoredTensor]:
         """List the experts of a tensor in which transformers 5 packs all of a layer: ``experts.gate_up_proj``."""
         experts, inner, hidden = self.config.num_local_experts, expert_size(self.config), self.config.hidden_size
         gate, down, up = EXPERT_PARTS[self.config.model_type]
@@ -154,3 +148,21 @@ class MixtureOfExpertsForCausalLM(LlamaForCausalLM):
                 name = f"{block}.experts.{expert}.{part}.weight"
                 entries.append(CheckpointEntry(name, shape, parameter, (expert, which)))
         return entries
+
+
+def load_model(
+    folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> LlamaForCausalLM:
+    """Build the model of ``config.json`` in ``folder``, of any family, and load its weights.
+
+    ``dtype``: of the weights; ``None`` takes the config's, else that of the first tensor, as transformers does.
+    FileNotFoundError: no folder, config or weights. ValueError: an unsupported family; a damaged or wrong config;
+    damaged or quantised weights.
+    """
+    model_class = MixtureOfExpertsForCausalLM if model_type_of(folder) in EXPERTS else LlamaForCausalLM
+    config = model_class.resolve_config(folder)
+    stored = stored_tensors(folder, NO_WEIGHTS)  # what is refused takes no memory of the device
+    of_tensors = FLOATS[next(iter(stored.values())).dtype] if stored else None
+    model = model_class(config, dtype or config.dtype or of_tensors, device)
+    model.load_weights(folder)
+    return model

@@ -27,15 +27,12 @@ With the others (``dynamic``, ``longrope``) a request's tokens would depend on t
 
 
 def inverse_frequencies(config: Any) -> tuple[Tensor, float]:
-    """Return frequencies ``f``, float32 ``[D/2]`` on the CPU, and the factor of cosines and sines.
-
-    Both follow from the config's ``rope_parameters``. ValueError for a ``rope_type`` that is not in :data:`ROPE_TYPES`.
+    """Return frequencies ``f``, float32 ``[D/2]`` on the CPU, and the factor of cosines and sines, by the config's
+    ``rope_parameters``. ValueError for a ``rope_type`` that is not in :data:`ROPE_TYPES`.
     """
     rope, kind = config.rope_parameters, config.rope_parameters["rope_type"]
     if kind not in ROPE_TYPES:
-        raise ValueError(
-            f"rope_type {kind!r} is not supported, must be one of {list(ROPE_TYPES)}; use a model with one of these"
-        )
+        raise ValueError(f"rope_type {kind!r} is not supported, must be one of {list(ROPE_TYPES)}")
     with torch.device("cpu"):
         if kind == "default":
             size = config.head_dim
@@ -49,10 +46,7 @@ def inverse_frequencies(config: Any) -> tuple[Tensor, float]:
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of one step, on the device and in the dtype of the model.
-
-    Computed per step (a few thousand values), so there is no table and no length limit.
-    """
+    """Cosines and sines of one step (a few thousand values: no table, and no limit of the length)."""
 
     inverse_frequencies: Tensor
 

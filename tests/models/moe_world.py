@@ -11,18 +11,17 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from punica.adapters import LoRAModelManager, LoRARequest
+from punica.config import LoRAConfig
+from punica.metadata import LoRAMapping
+from punica.models import MixtureOfExpertsForCausalLM
 from punica.ops.heads import PackedHeads
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 61,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "num_experts_per_tok": 2,
-}
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61,
+    "max_position_embeddings": 64, "initializer_range": 0.2, "num_experts_per_tok": 2,
+}  # fmt: skip
+TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7, 60, 0])
 CONFIGS: dict[str, Any] = {
     "mixtral": transformers.MixtralConfig(**SIZES, intermediate_size=24, num_local_experts=4),
     "qwen3": transformers.Qwen3MoeConfig(
@@ -58,16 +57,43 @@ def hugging_face(config: Any) -> Any:
     return model
 
 
-def expert_sizes(config: Any) -> tuple[int, int, int]:
-    """Experts, hidden and inner size."""
-    inner = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size
-    return config.num_local_experts, config.hidden_size, inner
+def saved(kind: str, folder: Path) -> tuple[Any, Path]:
+    """A model of transformers, and its checkpoint."""
+    theirs = hugging_face(CONFIGS[kind])
+    theirs.save_pretrained(folder)
+    return theirs, folder
+
+
+def loaded(folder: Path) -> MixtureOfExpertsForCausalLM:
+    model = MixtureOfExpertsForCausalLM(folder)
+    model.load_weights(folder)
+    return model
+
+
+def managed(model: Any, folder: Path, **config: Any) -> LoRAModelManager:
+    """The adapter of a folder for all of `TOKENS`."""
+    manager = LoRAModelManager(model, 4, 64, 61, LoRAConfig(6, 2, **config), "cpu")
+    mapping = LoRAMapping([7] * len(TOKENS), [7] * len(TOKENS), is_prefill=True)
+    manager.set_active_adapters([LoRARequest("a", 7, str(folder))], mapping)
+    return manager
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.compute_logits(model(TOKENS, torch.arange(len(TOKENS)), CausalAttention()))
+
+
+def wanted(model: Any) -> Tensor:
+    """Logits of a model of transformers."""
+    with torch.no_grad():
+        return model(TOKENS[None]).logits[0]
 
 
 def factors(config: Any, rank: int, seed: int) -> dict[int, dict[str, tuple[Tensor, Tensor]]]:
     """``{layer: {w1, w2, w3: (A [E, r, in], B [E, out, r])}}``; w1 and w3 share their A, so that both spellings fit."""
     generator = torch.Generator().manual_seed(seed)
-    experts, hidden, inner = expert_sizes(config)
+    experts, hidden = config.num_local_experts, config.hidden_size
+    inner = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) * 0.3

@@ -24,6 +24,7 @@ CONFIGS: dict[str, Any] = {
     ),
     "qwen3": transformers.Qwen3Config(**SIZES, head_dim=32),
     "qwen3, biases": transformers.Qwen3Config(**SIZES, head_dim=16, attention_bias=True),
+    "llama, swish is silu": transformers.LlamaConfig(**SIZES, hidden_act="swish"),
 }
 IDS = torch.randint(77, (40,), generator=torch.Generator().manual_seed(4))
 
@@ -68,14 +69,12 @@ def test_a_folder_with_experts_loads_by_the_same_call(tmp_path) -> None:
         ("{}", "model_type 'None'"),
         (json.dumps({"model_type": "gpt2"}), "'gpt2'"),
         (json.dumps({"model_type": "llama", **SIZES, "num_attention_heads": 0}), "num_attention_heads .* is 0"),
-        (json.dumps({"model_type": "llama", **SIZES, "num_hidden_layers": 0}), "num_hidden_layers .* is 0"),
         (json.dumps({"model_type": "llama", **SIZES, "num_key_value_heads": 3}), "multiple"),
         (json.dumps({"model_type": "llama", **SIZES, "dtype": "float99"}), "'float99'"),
-        (json.dumps({"model_type": "llama", **SIZES, "dtype": "Tensor"}), "'Tensor'|dtype"),
         (json.dumps({"model_type": "qwen2", **SIZES, "vocab_size": -1}), "vocab_size .* is -1"),
     ],
-    ids=["cut", "nested", "list", "huge", "no type", "other family", "no heads", "no layers", "kv heads",
-         "unknown dtype", "no dtype", "negative"],
+    ids=["cut", "nested", "list", "huge", "no type", "other family", "no heads", "kv heads", "unknown dtype",
+         "negative"],
 )  # fmt: skip
 def test_damaged_configs_are_one_clear_error(tmp_path, content, message) -> None:
     (tmp_path / "config.json").write_text(content)
@@ -84,12 +83,11 @@ def test_damaged_configs_are_one_clear_error(tmp_path, content, message) -> None
     assert len(str(raised.value)) < 700
 
 
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize(
-    ("given", "served"),
+    ("key", "given", "served"),
     [
-        ("auto", torch.bfloat16), (None, torch.bfloat16), ("torch.float16", torch.float16), ("half", torch.float16),
-        ("float32", torch.float32),
+        ("dtype", "auto", torch.bfloat16), ("torch_dtype", None, torch.bfloat16), ("dtype", "half", torch.float16),
+        ("torch_dtype", "torch.float16", torch.float16), ("dtype", "float32", torch.float32),
     ],
     ids=str,
 )  # fmt: skip
@@ -103,31 +101,20 @@ def test_the_dtype_of_a_folder(tmp_path, key, given, served) -> None:
     assert load_model(tmp_path, torch.float32).lm_head.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("given", ["fp16", "float8_e4m3fn", "int8", 16, "device", {"": "float16"}], ids=str)
+@pytest.mark.parametrize("given", ["fp16", "int8", 16, "device", {"": "float16"}], ids=str)
 def test_a_dtype_that_no_model_is_served_in(tmp_path, given) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, "torch_dtype": given}))
     with pytest.raises(ValueError, match=r"dtype of the config is .*, must be float32, float16, bfloat16 or auto"):
         load_model(tmp_path)
 
 
-def test_swish_is_silu(tmp_path) -> None:
-    config = transformers.LlamaConfig(**SIZES, hidden_act="swish")
-    expected, model = checkpoint(config, tmp_path), load_model(tmp_path, torch.float32)
-    with torch.inference_mode():
-        found = model.compute_logits(model(IDS, torch.arange(len(IDS)), CausalAttention()))
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_a_scaling_of_another_type_is_one_clear_line(tmp_path) -> None:
+def test_values_of_other_types(tmp_path) -> None:
     scaling = {"type": "linear", "factor": "2"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, "rope_scaling": scaling}))
-    with pytest.raises(ValueError, match=r"rope_parameters are .*'factor': '2'.*; correct them"):
+    with pytest.raises(ValueError, match=r"rope_parameters are .*'factor': '2'"):
         LlamaForCausalLM(tmp_path)
-
-
-def test_counts_of_other_types(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, "hidden_size": "wide"}))
-    with pytest.raises(TypeError, match=r"hidden_size .* must be an int, got str"):
+    with pytest.raises(TypeError, match=r"hidden_size .* int, got str"):
         load_model(tmp_path)
 
 

@@ -9,27 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from punica.models import LlamaForCausalLM
-from punica.ops.heads import PackedHeads
 from punica.parallel import spawn_tensor_parallel
+from tests.models.moe_world import CausalAttention
 
 ROOT = Path(__file__).resolve().parents[2]
 IDS = [5, 0, 76, 31, 31, 2, 64, 17, 8]
 # 4 heads and 2 kv heads, so that 4 ranks replicate the kv heads; a vocabulary that needs padding
 SIZES = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 77,
-    "initializer_range": 0.2,
-}
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 77, "initializer_range": 0.2,
+}  # fmt: skip
 VARIANTS = {
     "plain": {},
     "tied embeddings": {"tie_word_embeddings": True},
@@ -37,15 +31,6 @@ VARIANTS = {
     "qwen2": {"config_class": Qwen2Config},
     "qwen3": {"config_class": Qwen3Config, "head_dim": 24},
 }
-
-
-class CausalAttention:
-    """One sequence, no cache, this rank's heads."""
-
-    def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
-        q, k, v = packed.rotated()
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
 def logits_of(model: LlamaForCausalLM) -> Tensor:
@@ -94,9 +79,9 @@ def hugging_face(folder: Path) -> Tensor:
 )
 def test_logits_equal_hugging_face(folders: list[Path], tp_size: int, heads: tuple[int, int]) -> None:
     alone = on_rank(0, [str(folder) for folder in folders])
-    ranks = (
-        spawn_tensor_parallel(on_rank, tp_size, [str(f) for f in folders], backend="gloo") if tp_size > 1 else [alone]
-    )
+    ranks = [alone]
+    if tp_size > 1:
+        ranks = spawn_tensor_parallel(on_rank, tp_size, [str(f) for f in folders], backend="gloo")
     expected = [hugging_face(folder) for folder in folders]
     assert all(logits.std() > 0.5 for logits in expected)  # the comparison below is between numbers of this size
     for loaded, random, rank_heads in ranks:

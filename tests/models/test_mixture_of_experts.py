@@ -7,6 +7,8 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRAModelManager, LoRARequest
 from punica.config import LoRAConfig
@@ -16,57 +18,32 @@ from punica.metadata import LoRAMapping
 from punica.models import MixtureOfExpertsForCausalLM
 from tests.models.moe_world import (
     CONFIGS,
-    CausalAttention,
+    TOKENS,
     factors,
     greedy,
-    hugging_face,
+    loaded,
+    logits_of,
+    managed,
     merged,
+    saved,
+    wanted,
     write_per_expert,
     write_stacked,
 )
 
-TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7, 60, 0])
-POSITIONS = torch.arange(len(TOKENS))
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.compute_logits(model(TOKENS, POSITIONS, CausalAttention()))
-
-
-def wanted(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(TOKENS[None]).logits[0]
-
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def world(request, tmp_path_factory) -> tuple[Any, Path]:
-    theirs = hugging_face(CONFIGS[request.param])
-    folder = tmp_path_factory.mktemp("model")
-    theirs.save_pretrained(folder)
-    return theirs, folder
+    return saved(request.param, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def ours(world) -> MixtureOfExpertsForCausalLM:
-    model = MixtureOfExpertsForCausalLM(world[1])
-    model.load_weights(world[1])
-    return model
+    return loaded(world[1])
 
 
-def managed(model: Any, folder: Path, max_rank: int = 6, **config: Any) -> LoRAModelManager:
-    manager = LoRAModelManager(model, 4, 64, 61, LoRAConfig(max_rank, 2, **config), "cpu")
-    manager.set_active_adapters(
-        [LoRARequest("a", 7, str(folder))], LoRAMapping([7] * len(TOKENS), [7] * len(TOKENS), is_prefill=True)
-    )
-    return manager
-
-
-def test_logits_are_those_of_transformers(world, ours):
+def test_logits_are_those_of_transformers_and_every_name_of_the_checkpoint_has_its_place(world, ours):
     torch.testing.assert_close(logits_of(ours), wanted(world[0]), rtol=1e-4, atol=1e-4)
-
-
-def test_every_name_of_the_checkpoint_has_its_place(world, ours):
     names = [entry.name for entry in ours.checkpoint_entries()]
     assert len(set(names)) == len(names)
     ours.init_random_weights(seed=1)
@@ -97,8 +74,6 @@ def test_missing_experts_and_projections_change_nothing(world, ours, tmp_path):
 def test_adapters_trained_by_peft(world, ours, tmp_path):
     """`target_parameters` beside the attention's projections, saved by the PEFT library and run by it."""
     theirs, folder = world
-    import transformers
-
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     config = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"],
@@ -128,36 +103,27 @@ def test_a_request_that_expects_the_other_spelling_is_refused(world, ours, tmp_p
     assert list(manager.list_adapters()) == [2]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t, e: t.update({f"{e}.7.w9.lora_A.weight": torch.zeros(2, 32)}), "w9"),
-        (lambda t, e: t.update({f"{e}.99.w1.lora_A.weight": torch.zeros(2, 32)}), "99"),
-    ],
-)
-def test_unknown_experts_are_refused(tmp_path, change, message):
-    from safetensors.torch import load_file, save_file
-
+@pytest.mark.parametrize(("name", "message"), [("7.w9", "w9"), ("99.w1", "99")])
+def test_unknown_experts_are_refused(tmp_path, name, message):
     config = CONFIGS["mixtral"]
     ours = MixtureOfExpertsForCausalLM(config)
     ours.init_random_weights()
     write_per_expert(tmp_path, config, factors(config, 2, 1), 2, 2)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
-    change(tensors, "base_model.model.model.layers.0.block_sparse_moe.experts")
+    experts = "base_model.model.model.layers.0.block_sparse_moe.experts"
+    tensors[f"{experts}.{name}.lora_A.weight"] = torch.zeros(2, 32)
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=message):
         managed(ours, tmp_path)
 
 
 def test_target_modules_may_name_the_experts_or_their_parts():
-    for targets in (["experts"], ["w1"], ["q_proj", "w2"]):
+    for targets in (["experts"], ["w1"], ["q_proj", "w2"], ["q_proj"]):
         model = MixtureOfExpertsForCausalLM(CONFIGS["mixtral"])
-        manager = LoRAModelManager(model, 4, 64, 61, LoRAConfig(4, 2, target_modules=targets), "cpu")
-        assert isinstance(manager.modules["model.layers.1.mlp.experts"], FusedMoEWithLoRA)
-        assert ("model.layers.0.self_attn.qkv_proj" in manager.modules) == ("q_proj" in targets)
-    model = MixtureOfExpertsForCausalLM(CONFIGS["mixtral"])
-    manager = LoRAModelManager(model, 4, 64, 61, LoRAConfig(4, 2, target_modules=["q_proj"]), "cpu")
-    assert not any("experts" in name for name in manager.modules)
+        modules = LoRAModelManager(model, 4, 64, 61, LoRAConfig(4, 2, target_modules=targets), "cpu").modules
+        has_experts = isinstance(modules.get("model.layers.1.mlp.experts"), FusedMoEWithLoRA)
+        assert has_experts == (targets != ["q_proj"])
+        assert ("model.layers.0.self_attn.qkv_proj" in modules) == ("q_proj" in targets)
 
 
 def test_zero_adapters_cover_the_experts():
@@ -175,13 +141,11 @@ def test_zero_adapters_cover_the_experts():
 def test_the_engine_serves_mixed_requests(world, tmp_path):
     """Greedy tokens of three requests, two tenants and the backbone, equal those of merged models."""
     theirs, folder = world
-    model = MixtureOfExpertsForCausalLM(folder)
-    model.load_weights(folder)
     all_layers = [factors(theirs.config, rank, seed) for rank, seed in ((4, 5), (2, 6))]
     write_per_expert(tmp_path / "0", theirs.config, all_layers[0], 4, 4)
     write_stacked(tmp_path / "1", all_layers[1], 2, 4)
     config = EngineConfig(max_batch_size=4, max_model_len=32)
-    engine = Engine(model, config.lora_config(max_lora_rank=4), config)
+    engine = Engine(loaded(folder), config.lora_config(max_lora_rank=4), config)
     prompts = [[5, 9, 2, 6], [3, 1, 4], [8, 9, 7, 9, 3]]
     adapters = [LoRARequest(str(i), i + 1, str(tmp_path / str(i))) for i in (0, 1)]
     found = [result.token_ids for result in engine.generate(prompts, [*adapters, None], 6)]
@@ -189,13 +153,12 @@ def test_the_engine_serves_mixed_requests(world, tmp_path):
     assert found == [greedy(merged_model, prompt, 6) for prompt, merged_model in zip(prompts, models, strict=True)]
 
 
-class TestRefusals:
-    def test_of_configs(self, tmp_path):
-        with pytest.raises(TypeError, match="MixtralConfig"):
-            MixtureOfExpertsForCausalLM(3)
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-        with pytest.raises(ValueError, match="llama"):
-            MixtureOfExpertsForCausalLM(tmp_path)
-        config = MixtureOfExpertsForCausalLM.resolve_config(CONFIGS["mixtral"])
-        config.sliding_window = 8
-        assert MixtureOfExpertsForCausalLM(config).max_context == 8  # beyond it the window would hide tokens
+def test_configs(tmp_path):
+    with pytest.raises(TypeError, match="MixtralConfig"):
+        MixtureOfExpertsForCausalLM(3)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match="llama"):
+        MixtureOfExpertsForCausalLM(tmp_path)
+    config = MixtureOfExpertsForCausalLM.resolve_config(CONFIGS["mixtral"])
+    config.sliding_window = 8
+    assert MixtureOfExpertsForCausalLM(config).max_context == 8  # beyond it the window would hide tokens

@@ -9,53 +9,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from punica.adapters import LayerSlotWriter, LoRAModelManager, LoRARequest
+from punica.adapters import LayerSlotWriter, LoRAModelManager
 from punica.adapters.pack import stage
-from punica.config import LoRAConfig
-from punica.metadata import LoRAMapping
-from punica.models import MixtureOfExpertsForCausalLM
 from punica.ops.quant import Fp8Matrix, dequantize, quantize_per_channel, quantize_per_tensor
 from punica.ops.slot_image import write_slot
-from tests.models.moe_world import (
-    CONFIGS,
-    CausalAttention,
-    factors,
-    hugging_face,
-    merged,
-    write_per_expert,
-    write_stacked,
-)
+from tests.models import moe_world
+from tests.models.moe_world import factors, loaded, logits_of, merged, saved, wanted, write_per_expert, write_stacked
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7, 60, 0])
 NAME = "model.layers.1.mlp.experts"
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> tuple[Any, Path]:
-    theirs = hugging_face(CONFIGS["mixtral"])
-    folder = tmp_path_factory.mktemp("model")
-    theirs.save_pretrained(folder)
-    return theirs, folder
+    return saved("mixtral", tmp_path_factory.mktemp("model"))
 
 
 def managed(world: Any, folder: Path, fp8: Any = E4M3, **config: Any) -> LoRAModelManager:
-    model = MixtureOfExpertsForCausalLM(world[1])
-    model.load_weights(world[1])
-    manager = LoRAModelManager(model, 4, 64, 61, LoRAConfig(6, 2, fp8=fp8, **config), "cpu")
-    mapping = LoRAMapping([7] * len(TOKENS), [7] * len(TOKENS), is_prefill=True)
-    manager.set_active_adapters([LoRARequest("a", 7, str(folder))], mapping)
-    return manager
-
-
-def logits_of(manager: LoRAModelManager) -> torch.Tensor:
-    with torch.no_grad():
-        return manager.model.compute_logits(manager.model(TOKENS, torch.arange(len(TOKENS)), CausalAttention()))
-
-
-def wanted(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(TOKENS[None]).logits[0]
+    return moe_world.managed(loaded(world[1]), folder, fp8=fp8, **config)
 
 
 def each(layers: Any, change: Any) -> Any:
@@ -69,13 +40,12 @@ def written(layers: Any, config: Any, folder: Path, spelling: str) -> Path:
     return write_stacked(folder, layers, 4, alpha=8)
 
 
-@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("spelling", ["per expert", "stacked"])
+@pytest.mark.parametrize(("spelling", "fp8"), [("per expert", E4M3), ("stacked", E5M2)])
 def test_quantised_when_registered(world, tmp_path, spelling, fp8):
     layers = factors(world[0].config, rank=4, seed=5)
     manager = managed(world, written(layers, world[0].config, tmp_path, spelling), fp8)
     rounded = each(layers, lambda w: Fp8Matrix.of(w, fp8).real())  # the scaling, 2, changes no rounding
-    torch.testing.assert_close(logits_of(manager), wanted(merged(world[0], rounded, 2.0)), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits_of(manager.model), wanted(merged(world[0], rounded, 2.0)), rtol=1e-3, atol=1e-3)
     held = manager.get_adapter(7)
     assert held is not None
     weights = held.get_lora(NAME)
@@ -94,9 +64,11 @@ def as_fp8(folder: Path, scheme: str) -> dict[str, torch.Tensor]:
     return real
 
 
-@pytest.mark.parametrize("slots", [E4M3, None], ids=["FP8 slots", "32-bit slots"])
-@pytest.mark.parametrize("scheme", ["channel", "tensor"])
-@pytest.mark.parametrize("spelling", ["per expert", "stacked"])
+@pytest.mark.parametrize(
+    ("spelling", "scheme", "slots"),
+    [("per expert", "channel", E4M3), ("per expert", "tensor", None), ("stacked", "tensor", E4M3),
+     ("stacked", "channel", None)],
+)  # fmt: skip
 def test_fp8_files(world, tmp_path, spelling, scheme, slots):
     """FP8 files equal files of their dequantised values, in slots of 32 bits."""
     layers = factors(world[0].config, rank=4, seed=5)
@@ -105,7 +77,7 @@ def test_fp8_files(world, tmp_path, spelling, scheme, slots):
     found = managed(world, folder, slots)
     written(layers, world[0].config, tmp_path / "real", spelling)
     save_file(real, tmp_path / "real" / "adapter_model.safetensors")
-    torch.testing.assert_close(logits_of(found), logits_of(managed(world, tmp_path / "real", None)))
+    torch.testing.assert_close(logits_of(found.model), logits_of(managed(world, tmp_path / "real", None).model))
 
 
 @pytest.mark.parametrize("spelling", ["per expert", "stacked"])

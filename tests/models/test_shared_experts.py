@@ -4,14 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from punica.adapters import LoRAModelManager, LoRARequest
 from punica.adapters.shared_experts import is_projection_name
-from punica.config import LoRAConfig
-from punica.metadata import LoRAMapping
 from punica.models import MixtureOfExpertsForCausalLM
-from tests.models.moe_world import CONFIGS, CausalAttention, factors, hugging_face, merged, write
+from tests.models.moe_world import factors, loaded, logits_of, managed, merged, saved, wanted, write
 
-TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7, 60, 0])
 OUTER = {("w1", 0), ("w3", 0), ("w2", 1)}
 """Shared factors, (projection, A or B), of the shared-outer layout."""
 SHARED = {"outer": OUTER, "all": {(which, side) for which in ("w1", "w2", "w3") for side in (0, 1)}, "none": set()}
@@ -19,10 +15,7 @@ SHARED = {"outer": OUTER, "all": {(which, side) for which in ("w1", "w2", "w3") 
 
 @pytest.fixture(scope="module", params=["mixtral", "qwen3"])
 def world(request, tmp_path_factory):
-    theirs = hugging_face(CONFIGS[request.param])
-    folder = tmp_path_factory.mktemp("model")
-    theirs.save_pretrained(folder)
-    return theirs, folder
+    return saved(request.param, tmp_path_factory.mktemp("model"))
 
 
 def shared_factors(config, shared) -> dict[int, dict[str, list[Tensor]]]:
@@ -57,44 +50,35 @@ def write_projections(folder, layers, names: tuple[str, str, str], joined: bool)
 
 
 def logits(model, folder, **config) -> Tensor:
-    manager = LoRAModelManager(model, 4, 64, 61, LoRAConfig(6, 2, **config), "cpu")
-    mapping = LoRAMapping([7] * len(TOKENS), [7] * len(TOKENS), is_prefill=True)
-    manager.set_active_adapters([LoRARequest("a", 7, str(folder))], mapping)
-    with torch.no_grad():
-        return model.compute_logits(model(TOKENS, torch.arange(len(TOKENS)), CausalAttention()))
+    managed(model, folder, **config)
+    return logits_of(model)
 
 
-@pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize(
-    ("names", "joined"),
-    [(("w1", "w2", "w3"), False), (("gate_proj", "down_proj", "up_proj"), False),
-     (("gate_proj", "down_proj", "up_proj"), True)],
-    ids=["w", "proj", "gate_up"],
+    ("names", "joined", "shared"),
+    [(("w1", "w2", "w3"), False, "outer"), (("gate_proj", "down_proj", "up_proj"), False, "all"),
+     (("gate_proj", "down_proj", "up_proj"), True, "none"), (("gate_proj", "down_proj", "up_proj"), True, "outer")],
+    ids=["w, outer", "proj, all", "gate_up, none", "gate_up, outer"],
 )  # fmt: skip
 def test_shared_factors_equal_merged_weights(world, tmp_path, shared, names, joined):
     theirs, folder = world
-    model = MixtureOfExpertsForCausalLM(folder)
-    model.load_weights(folder)
     layers = shared_factors(theirs.config, SHARED[shared])
     write_projections(tmp_path, layers, names, joined)
-    with torch.no_grad():
-        wanted = merged(theirs, repeated(layers, theirs.config.num_local_experts), 2.0)(TOKENS[None]).logits[0]
-        assert not torch.allclose(wanted, theirs(TOKENS[None]).logits[0], atol=1e-2)
-    torch.testing.assert_close(logits(model, tmp_path), wanted, rtol=1e-3, atol=1e-3)
+    expected = wanted(merged(theirs, repeated(layers, theirs.config.num_local_experts), 2.0))
+    assert not torch.allclose(expected, wanted(theirs), atol=1e-2)
+    torch.testing.assert_close(logits(loaded(folder), tmp_path), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["3D", "mixed"])
 def test_a_model_that_joins_gate_and_up(world, tmp_path, mixed):
     theirs, folder = world
-    model = MixtureOfExpertsForCausalLM(folder)
+    model = loaded(folder)
     model.is_3d_moe_weight = True
-    model.load_weights(folder)
     layers = shared_factors(theirs.config, OUTER)
     write_projections(tmp_path, layers, ("w1", "w2", "w3"), joined=True)
-    with torch.no_grad():
-        wanted = merged(theirs, repeated(layers, theirs.config.num_local_experts), 2.0)(TOKENS[None]).logits[0]
+    expected = wanted(merged(theirs, repeated(layers, theirs.config.num_local_experts), 2.0))
     found = logits(model, tmp_path, enable_mixed_moe_lora_format=mixed)
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_refusals(world, tmp_path):
@@ -124,17 +108,13 @@ def test_two_spellings_at_once_are_refused(world, tmp_path):
     theirs, folder = world
     layers = shared_factors(theirs.config, OUTER)
     tensors = {}
-    for name, (a, b) in (("w1", layers[0]["w1"]), ("2.w1", [one[0] for one in layers[0]["w1"]])):
-        module = f"model.layers.0.mlp.experts.{name}" if "." not in name else f"model.layers.0.{per_expert(theirs)}"
-        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    is_mixtral = theirs.config.model_type == "mixtral"
+    per_expert = "block_sparse_moe.experts.2.w1" if is_mixtral else "mlp.experts.2.gate_proj"
+    for name, (a, b) in (("mlp.experts.w1", layers[0]["w1"]), (per_expert, [one[0] for one in layers[0]["w1"]])):
+        tensors |= {f"model.layers.0.{name}.lora_A.weight": a, f"model.layers.0.{name}.lora_B.weight": b}
     write(tmp_path, tensors, 4, 8)
     with pytest.raises(ValueError, match="two of the spellings stacked, per expert, by projection"):
         logits(MixtureOfExpertsForCausalLM(folder), tmp_path)
-
-
-def per_expert(theirs) -> str:
-    is_mixtral = theirs.config.model_type == "mixtral"
-    return "block_sparse_moe.experts.2.w1" if is_mixtral else "mlp.experts.2.gate_proj"
 
 
 def test_names():
