@@ -24,7 +24,7 @@ RANK = {part: rank for rank, row in enumerate(ORDER) for part in row}
 # beside that order: what each may import
 BESIDE = {
     "cluster": {*RANK},
-    "vllm": {"ops"},
+    "vllm": {"engine", "ops"},
     "serve": {"checks", "processes", "threads", "adapters", "engine", "cluster"},
 }
 PURE = (
