@@ -13,7 +13,7 @@ PIP    := $(BIN)/python -m pip install $$([ -t 2 ] || echo --quiet) --disable-pi
 PARALLEL := -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8))) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce figure figures report record record-all reliability smoke notebooks docs test test-slow test-gpu fresh release lint tune compare check clean
+.PHONY: help setup reproduce figure figures report record record-all reliability smoke notebooks docs test test-slow test-gpu fresh release lint compare check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,9 +92,6 @@ release: $(VENV)/.dev ## Archive the last commit: source with rows and figures, 
 lint: $(VENV)/.dev ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-
-tune: $(VENV)/.experiments ## Search kernel configurations for this GPU, resumable: make tune ARGS="minutes=9"
-	@$(RUN) -m experiments.commands.tune $(ARGS)
 
 compare: $(VENV)/.experiments ## Ratios of two sets of rows: make compare A=results/h200 B=outputs/h200/rows
 	@test -n "$(A)" -a -n "$(B)" || { echo "Say which rows: make compare A=results/h200 B=outputs/h200/rows"; exit 2; }

@@ -3,7 +3,7 @@
 Claim: what LoRA adds is little beside the base products, and less the longer the context. Expected shape: a decode step
 is mostly base products at a short context and attention gains on them at a long one, both bound by bytes; shrink hides
 beside the base product on a GPU, expand is what is seen. A prompt makes a step one of arithmetic, and the decodes that
-join it (the paper's mixed step, section 5) cost a fraction of their own. On a CPU the products are nearly everything.
+join it (the paper's mixed step, section 5) cost a fraction of their own.
 
 Measured on an `Engine` whose slots are full: a decode step of `batch_size` requests at each of `contexts`, a prompt
 alone, and a prompt with `batch_size` - 1 decodes; each without adapters, with one for all (Identical), and with one for
@@ -13,7 +13,7 @@ On a GPU also what two switches of the engine cost or save: `batch_invariant`, a
     step_latency           the step by the host's clock, from `Engine.step` to the tokens, as a server sees it
     time_<part>            means over steps that were watched, which add up to step_latency_watched: on a GPU a few with
                            a profiler, every instant counted once (`benches.step_parts`), `gaps` is when nothing runs;
-                           on a CPU all, with a clock around the calls, where LoRA is one call
+                           on a CPU schedule, metadata, and the rest
     inflation              on a GPU step_latency_watched / step_latency: what the profiler costs
     host_<phase>           what the host does for a step: schedule, metadata (tables of the step), and on a GPU launch
                            (until all is given to the device), then ahead (the next step, meanwhile)

@@ -8,9 +8,9 @@ batch meets, so popularities are closer together than in a dense layer, closest 
 
 Timed, all systems of a batch and popularity interleaved, after checks against the reference and against rows alone: the
 grouping of (token, expert) pairs by adapter and expert; both LoRA products of one layer, with that grouping where the
-wrapper asks for it; the layer of experts and a decode step of a model of `layers` layers, with and without LoRA. Widths
+wrapper asks for it; the layer of experts with and without LoRA, in turn over those of `layers` layers. Widths
 are those of the two models over `divisor`. Adapters have rank 16, and are in FP8 with `figure.fp8=float8_e4m3fn`.
-`figure.slots` repeats layers and models with so many slots, all of which hold adapters: latency follows the adapters of
+`figure.slots` repeats layers with so many slots, all of which hold adapters: latency follows the adapters of
 the batch, and is the same at all numbers of slots.
 
 The systems `engine` and `backbone engine` are a step of an engine of `engine_layers` layers, from `Engine.step` to the
@@ -29,7 +29,7 @@ from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point,
 from experiments.harness.schema import Count, Counts, DType
 from experiments.workload.popularity import popularity
 
-LAYER, MODEL = ("layer", "backbone layer"), ("model", "backbone model")
+LAYER = ("layer", "backbone layer")
 ENGINE, BACKBONE_ENGINE = "engine", "backbone engine"
 
 
@@ -98,7 +98,7 @@ class MixtureOfExperts(Experiment):
                              f"a batch of {batch}; give at least as many, or another workload")  # fmt: skip
         calls = self.kept((sizes, slots), lambda: MoEBench(sizes, slots, device)).checked_calls(rows)
         samples = microseconds(cfg, {point.system: calls[point.system] for point in points})
-        return [_readings(point.system, batch, samples[point.system]) for point in points]
+        return [_readings(point.system, samples[point.system]) for point in points]
 
 
 def panel_of(model: str, fp8: str | None, slots: int | None = None) -> str:
@@ -109,10 +109,8 @@ def panel_of(model: str, fp8: str | None, slots: int | None = None) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _readings(system: str, batch: int, samples: Sequence[float]) -> list[Reading]:
+def _readings(system: str, samples: Sequence[float]) -> list[Reading]:
     """The rows of one point from its microseconds."""
-    if system in MODEL:
-        return sampled("throughput", [batch * 1e6 / one for one in samples], "token/s")
     return sampled("layer_latency" if system in LAYER else "latency", samples, "us")
 
 

@@ -11,7 +11,6 @@ C          prefill, 4096 -> r -> 4096, 512 to 8192 tokens.
 shapes     projections of other models and ragged prefills, to which no rule was fitted.
 step       the paper's step: one prompt and 31 decodes, and its parts
 invariant  cost of the same bits in every batch, on the batches of A and C.
-fp8        adapters in FP8 beside the same ones in 16 bits: decode of ranks 16 and 64, and the batches of C
 =========  ========================================================================
 
 `paper_results/anchors.csv` and `anchors_shapes.csv` hold the public kernels' times on an H200, beside which
@@ -45,7 +44,6 @@ COLUMNS = {
     "A": (*OPERATOR, "rank table"),
     "B": (*OPERATOR, "rank table"),
     "invariant": ("punica", "wrapper", "batch invariant", "wrapper, batch invariant"),
-    "fp8": ("wrapper", "fp8", "fp8 w8a8", "fp8 w8a8, x too"),
 }
 """Table -> its columns, where they are not `OPERATOR`."""
 TORCH = ("torch_loop", "torch_gbmm")
@@ -101,9 +99,10 @@ class OperatorTables(Experiment):
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         from experiments.benches import operator_columns
+        from experiments.benches.operator_sets import OperatorSets
 
         table, operator = point.settings["table"], Operator(**point.settings["operator"])
-        sets = self.kept((table, operator), lambda: operator_columns.sets_of(operator, table))
+        sets = self.kept((table, operator), lambda: OperatorSets(operator))
         call = operator_columns.COLUMNS[point.system](sets)
         if cfg.timer.name == HOST_CLOCK:
             return [Reading("host_latency", operator_columns.eager_us(sets, point.system, call), "us", "median")]

@@ -33,14 +33,8 @@ sys.path.insert(
     0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
             if (f / "paper_results").is_dir())
 )  # fmt: skip
-from experiments.claims.fig13 import runners_table
 from experiments.claims.placement import placement_tables
-from experiments.claims.predictions import (
-    prediction_table,
-    predictions,
-    residual_table,
-    sensitivity,
-)
+from experiments.claims.predictions import prediction_table, predictions, residual_table
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.fig12_textgen_70b import EXPERIMENT as FIG12
 from experiments.fig13_cluster import EXPERIMENT as FIG13
@@ -99,8 +93,7 @@ display(*SIMULATED.figure(FIG13))
 rows = read_folder(SIMULATED.folder)
 found = predictions(rows, ROOT / "paper_results")
 if found:
-    said = "\n".join(prediction_table(found)), sensitivity(rows, ROOT / "paper_results")
-    display(*map(Markdown, filter(None, said)))
+    display(Markdown("\n".join(prediction_table(found))))
 else:
     display(missing(FIG13))
 
@@ -128,15 +121,6 @@ for name, frame in ROWS.items():
     others = on_ray[on_ray["metric"] == "requests_with_other_tokens"].set_index("panel")["value"]
     said = ", ".join(f"{value:.0f} ({panel})" for panel, value in others.items())
     display(Markdown(f"Requests with other tokens than from one engine (ties that are rounded otherwise): {said}"))
-
-# %% [markdown]
-# The bounds of the claims' shape, on the measured hour of these runners. They are no verdicts: the paper's hour had 16
-# GPUs.
-
-# %%
-hours = {name: runners_table(frame, ROOT / "paper_results") for name, frame in ROWS.items()}
-shown = [Markdown("\n".join([f"**{name}**", "", *table])) for name, table in hours.items() if table]
-display(*(shown or [Markdown(f"*No hour on Ray yet: `python -m experiments.{FIG13.name} runtime=ray`*")]))
 
 # %% [markdown]
 # ## 3. Other rules (an ablation)

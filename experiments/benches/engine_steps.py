@@ -151,11 +151,8 @@ class EngineSteps:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def step(self, begins: Callable[[], None] = lambda: None) -> TimedStep:
-        """The next step of the shape that was begun; `begins` is called right before the clock runs.
-
-        `CheckFailed` when the engine made another one of it.
-        """
+    def step(self) -> TimedStep:
+        """The next step of the shape that was begun. `CheckFailed` when the engine made another one of it."""
         shape = self._shape
         if shape is None:
             raise RuntimeError("no step was begun; call begin(shape) first")
@@ -168,7 +165,6 @@ class EngineSteps:
         if ahead:
             self.engine.step()
             self._ended = time.perf_counter()
-        begins()
         started = self._ended if self.is_ahead else time.perf_counter()
         output = self.engine.step()
         self._ended = time.perf_counter()

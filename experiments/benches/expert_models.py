@@ -140,11 +140,9 @@ class MoEBench:
         logits = torch.randn(rows, first.global_num_experts, generator=generator).to(x.device)
         self._check_operator(x, logits, slots)
         self._check_rows(x, logits, [slot + 1 for slot in slots])
-        step = partial(self._step, *self._begin([slot + 1 for slot in slots]))
+        self._begin([slot + 1 for slot in slots])
         layers = [partial(_run, one, x, logits) for one in self.layers]
         return {
-            "model": [step],
-            "backbone model": [partial(self._without, step)],
             "layer": list(layers),
             "backbone layer": [partial(self._without, layer) for layer in layers],
             "w13 and w2": [self._operator(context, x, logits)[0] for context in self.contexts],
@@ -154,12 +152,6 @@ class MoEBench:
     def _begin(self, adapter_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         self.manager.set_adapter_mapping(LoRAMapping(adapter_ids, adapter_ids))
         return self.invocation.begin(spans(len(adapter_ids), 1, self.context))
-
-    @torch.inference_mode()
-    def _step(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Next tokens of a decode step."""
-        hidden = self.model(token_ids, positions, self.invocation.attention)
-        return self.model.compute_logits(hidden).argmax(dim=-1)
 
     def _without(self, call: Callable[[], Any]) -> Any:
         """`call` with the experts' LoRA taken off."""

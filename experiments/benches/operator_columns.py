@@ -9,9 +9,6 @@ no overlap                  the flat operator with plain launches.
 rank table                  the flat operator, the ranks read from a table.
 batch invariant             the flat operator with ``batch_invariant=True``.
 wrapper, batch invariant    the wrapper with ``LoRAConfig(batch_invariant=True)``.
-fp8                         the wrapper, A and B in FP8, one scale per channel, activations as they are.
-fp8 w8a8                    the same, x quantised beforehand, the intermediate in the call.
-fp8 w8a8, x too             the same, x quantised in the call.
 ==========================  ==============================================================================
 
 ``torch_loop`` and ``torch_gbmm`` are two baselines of the anchors: one addmm pair per adapter; gather and two bmm.
@@ -23,12 +20,9 @@ from functools import partial
 
 import torch
 
-from experiments.benches.operator_lines import Operator
 from experiments.benches.operator_pairs import estimated, pair_plan
 from experiments.benches.operator_sets import Call, OperatorSets, check_error
 from experiments.benches.operators import begun
-from punica.ops.fp8_checks import PER_CHANNEL
-from punica.ops.quant import quantize_per_token
 from punica.ops.triton_ops import lora_linear
 from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.weights import LoRAWeights
@@ -36,15 +30,9 @@ from punica.wrapper import PunicaWrapperBase, PunicaWrapperGPU
 
 TOLERANCE = 1e-3
 """Largest relative error of one call in half precision; four times that after the many additions of a graph."""
-TOLERANCES = {"torch": 4 * TOLERANCE, "fp8 w8a8": 5e-2}
-"""Other tolerances, by the beginning of a column's name: torch computes in half precision between two products, w8a8
-rounds activations and the low-rank tensor."""
+TORCH = "torch"
+"""Beginning of the names of columns with four times that tolerance: half precision between two products."""
 EAGER_CALLS = 300
-
-
-def sets_of(operator: Operator, table: str) -> OperatorSets:
-    """The inputs on which the columns of `table` are timed: where FP8 is beside 16 bits, weights that both hold."""
-    return OperatorSets(operator, rounded=as_fp8_holds) if table == "fp8" else OperatorSets(operator)
 
 
 def _flat(sets: OperatorSets, pdl: bool = True, ranked: bool = False, batch_invariant: bool = False) -> Call:
@@ -68,43 +56,6 @@ def _of_a_layer(sets: OperatorSets, **switches: bool) -> Call:
 
 def _normal_shrink(sets: OperatorSets) -> Call:
     return pair_plan(sets, *estimated(sets.operator), pdl=supports_pdl(sets.x.device), pdl_shrink=False)
-
-
-def _power_of_two_scale(w: torch.Tensor) -> torch.Tensor:
-    """One scale per channel ``w [..., N, K]`` whose products with FP8 values are exact in half precision."""
-    largest = w.float().abs().amax(-1).clamp(min=2.0**-20)
-    return torch.exp2(torch.ceil(torch.log2(largest / torch.finfo(torch.float8_e4m3fn).max)))
-
-
-def as_fp8_holds(w: torch.Tensor) -> torch.Tensor:
-    """`w` rounded to what FP8 with such scales holds."""
-    scale = _power_of_two_scale(w)[..., None]
-    return ((w.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(w.dtype)
-
-
-def _fp8_parts(sets: OperatorSets) -> list[list[tuple[torch.Tensor, ...]]]:
-    """A, B and their scales in FP8, windows of all slots for every set; quantised once."""
-    if "fp8" not in sets.kept:
-        scales = [[_power_of_two_scale(w) for w in bank] for bank in sets.banks]
-        a8, b8 = ([(w / s[..., None]).to(torch.float8_e4m3fn) for w, s in zip(bank, scale, strict=True)]
-                  for bank, scale in zip(sets.banks, scales, strict=True))  # fmt: skip
-        stored = a8, [w.mT.contiguous().mT for w in b8], *scales
-        sets.kept["fp8"] = [sets.windows(part, sets.stacked_ranks.shape[1]) for part in stored]
-    return sets.kept["fp8"]  # type: ignore[no-any-return]
-
-
-def _in_fp8(sets: OperatorSets, w8a8: bool = False, quantised: bool = False) -> Call:
-    """`quantised`: x is given in FP8 with its scales."""
-    wrapper, schemes = _begun(sets), (PER_CHANNEL._replace(use_fp8_w8a8=w8a8),) * 2
-    weights = [
-        LoRAWeights.of(a, b, sets.stacked_ranks, (a_scale, b_scale), schemes)
-        for a, b, a_scale, b_scale in zip(*_fp8_parts(sets), strict=True)
-    ]
-    if not quantised:
-        return lambda i: wrapper.ops.linear(sets.y[i], sets.x[i], weights[i], wrapper.batch, x_scale=None)
-    x8, x_scale = quantize_per_token(sets.x.view(-1, sets.operator.k))
-    rows, of_rows = x8.view(sets.x.shape), x_scale.view(*sets.x.shape[:2], -1)
-    return lambda i: wrapper.ops.linear(sets.y[i], rows[i], weights[i], wrapper.batch, x_scale=of_rows[i])
 
 
 def _torch_loop(sets: OperatorSets) -> Call:
@@ -137,9 +88,6 @@ COLUMNS: dict[str, Callable[[OperatorSets], Call]] = {
     "rank table": partial(_flat, ranked=True),
     "batch invariant": partial(_flat, batch_invariant=True),
     "wrapper, batch invariant": partial(_of_a_layer, batch_invariant=True),
-    "fp8": _in_fp8,
-    "fp8 w8a8": partial(_in_fp8, w8a8=True, quantised=True),
-    "fp8 w8a8, x too": partial(_in_fp8, w8a8=True),
     "torch_loop": _torch_loop,
     "torch_gbmm": _torch_gbmm,
 }
@@ -169,6 +117,6 @@ def eager_us(sets: OperatorSets, name: str, call: Call) -> float:
 
 def _checked_call(sets: OperatorSets, name: str, call: Call) -> float:
     """Check one call, and return its tolerance."""
-    tolerance = next((value for start, value in TOLERANCES.items() if name.startswith(start)), TOLERANCE)
+    tolerance = (4 if name.startswith(TORCH) else 1) * TOLERANCE
     check_error(name, sets.relative_error(call), tolerance)
     return tolerance

@@ -116,8 +116,8 @@ def best_existing(line: Line) -> tuple[str, float] | None:
 
 
 def lines(table: str) -> list[Line]:
-    """The lines of one of `TABLES`, or of ``mixed``, which only the tuner times."""
-    return _mixed_steps() if table == "mixed" else TABLES[table]()
+    """The lines of one of `TABLES`."""
+    return TABLES[table]()
 
 
 def _decode(rank: int, pattern: str, tokens: int, projection: Projection = UP) -> Operator:
@@ -166,13 +166,6 @@ def _invariant() -> list[Line]:
     return [replace(line, anchor={}, part=part) for part, found in parts.items() for line in found]
 
 
-def _fp8() -> list[Line]:
-    """List lines without anchors, to be compared with our 16-bit kernels."""
-    batches = product((16, 64), (32, 64), PAPER_WORKLOADS)
-    found = [Line(f"T={t} {p} r={r}", _decode(r, p, t), p, part="decode") for r, t, p in batches]
-    return found + [replace(line, anchor={}, part="prefill") for line in _prefills()]
-
-
 def sizes_of(segment_lengths: str) -> tuple[int, ...]:
     """Rows of each adapter, from the spelling of the anchors.
 
@@ -203,16 +196,6 @@ def _of_shapes(step: bool) -> list[Line]:
     return list(found.values())
 
 
-def _mixed_steps() -> list[Line]:
-    """List the projections of a layer in steps with a prompt and 31 decodes, without anchors."""
-    decodes = {"Distinct": (1,) * 31, "Identical": (31,)}
-    grid = product((128, 256, 512, 1024), decodes.items(), PROJECTIONS.items())
-    return [
-        Line(f"{name} {prompt}+31 {pattern}", Operator(*projection, 16, (prompt, *sizes)), pattern)
-        for prompt, (pattern, sizes), (name, projection) in grid
-    ]
-
-
 def parts_of_step(line: Line, found: list[Line]) -> list[Line]:
     """The prompt alone and the decodes alone of the step `line`, out of `found`; none when it is a part itself."""
     prompt, plus, _ = line.workload.partition("+")
@@ -230,6 +213,5 @@ TABLES: dict[str, Callable[[], list[Line]]] = {
     "shapes": lambda: _of_shapes(step=False),
     "step": lambda: _of_shapes(step=True),
     "invariant": _invariant,
-    "fp8": _fp8,
 }
 """Name of a table -> its lines."""

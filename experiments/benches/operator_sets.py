@@ -1,4 +1,4 @@
-"""Inputs and clock of the LoRA operator on a GPU, for the tuner and the operator tables.
+"""Inputs and clock of the LoRA operator on a GPU, for the operator tables.
 
 Weights must come from HBM, as in a server, where a whole model runs between two uses of a layer's adapters. The calls
 of one CUDA graph therefore rotate through *sets* (x, y, A, B) of more bytes than any cache has. The time of a call is
@@ -7,7 +7,6 @@ that of a replay over its number of calls.
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -28,14 +27,11 @@ class OperatorSets:
 
     ``stacked_a[i]``, ``stacked_b[i]`` are a layer's stacks: the adapters of set i in the first slots, those of other
     sets in the rest, B rank after rank. ``stacked_ranks`` int32 ``[slices, slots]``: true ranks, 0 in the rest.
-    ``banks``: all slots of A and B, one tensor per slice, of which the stacks are `windows`.
     """
 
     def __init__(
-        self, operator: Operator, device: torch.device | str = "cuda", rotating_bytes: int = ROTATING_BYTES,
-        rounded: Callable[[torch.Tensor], torch.Tensor] = lambda weights: weights,
-    ) -> None:  # fmt: skip
-        """``rounded`` replaces the weights before they are read."""
+        self, operator: Operator, device: torch.device | str = "cuda", rotating_bytes: int = ROTATING_BYTES
+    ) -> None:
         self.operator = operator
         adapters, tokens, slices = len(operator.sizes), operator.tokens, len(operator.widths)
         slots = max(MAX_LORAS, adapters)
@@ -51,14 +47,14 @@ class OperatorSets:
         self.x = normal(self.count, tokens, operator.k)
         self.y = torch.zeros(self.count, tokens, sum(operator.widths), device=device, dtype=torch.float16)
         total = self.count * adapters + slots - adapters
-        a = [rounded(normal(total, operator.rank, operator.k, scale=operator.k**-0.5)) for _ in operator.widths]
-        b = [rounded(normal(total, n, operator.rank, scale=operator.rank**-0.5)) for n in operator.widths]
-        self.banks = a, [weight.mT.contiguous().mT for weight in b]
+        a = [normal(total, operator.rank, operator.k, scale=operator.k**-0.5) for _ in operator.widths]
+        b = [normal(total, n, operator.rank, scale=operator.rank**-0.5) for n in operator.widths]
+        stored = [weight.mT.contiguous().mT for weight in b]
         self.a, self.b = self.windows(a, adapters), self.windows(b, adapters)
-        self.stacked_a, self.stacked_b = (self.windows(bank, slots) for bank in self.banks)
+        self.stacked_a, self.stacked_b = (self.windows(bank, slots) for bank in (a, stored))
         self.slots = torch.repeat_interleave(torch.arange(adapters), torch.tensor(operator.sizes))
         self.meta_args = kernel_meta_args(self.slots, slots, self.x.device)
-        self.kept: dict[object, Any] = {}  # references by set, and what columns share
+        self._references: dict[int, torch.Tensor] = {}
         true = torch.tensor(operator.ranks or [operator.rank] * adapters, dtype=torch.int32, device=device)
         self.lora_ranks = true.repeat(slices, 1) if operator.ranks else None
         self.stacked_ranks = torch.zeros(slices, slots, dtype=torch.int32, device=device)
@@ -72,11 +68,11 @@ class OperatorSets:
 
     def reference(self, i: int) -> torch.Tensor:
         """Return the float32 reference of one call on set i; computed once."""
-        if i not in self.kept:
+        if i not in self._references:
             ranks = self.operator.ranks or [self.operator.rank] * len(self.operator.sizes)
             parts = zip(ranks, self.x[i].float().split(self.operator.sizes), strict=True)
-            self.kept[i] = torch.cat([self._delta(i, slot, *part) for slot, part in enumerate(parts)])
-        return self.kept[i]
+            self._references[i] = torch.cat([self._delta(i, slot, *part) for slot, part in enumerate(parts)])
+        return self._references[i]
 
     def _delta(self, i: int, slot: int, rank: int, x: torch.Tensor) -> torch.Tensor:
         pairs = zip(self.a[i], self.b[i], strict=True)

@@ -1,25 +1,20 @@
-"""Parts of a step's time, and its launches: by a profile of a GPU, or by a clock around calls on a CPU.
+"""Parts of a step's time, and its launches, by a profile of a GPU. On a CPU: scheduling, metadata, and the rest.
 
-On a GPU every instant belongs to one part: to the running kernel that started first, so that a kernel launched early
+Every instant belongs to one part: to the running kernel that started first, so that a kernel launched early
 counts from the end of its predecessor. A LoRA shrink on its own stream counts only while nothing else runs. In the
 launch of the base product it is part of that; its cost is the difference to the product without LoRA. Time without
 kernels is a gap, so that the parts add up to the time that was watched.
-
-On a CPU a nested call counts for its own part alone, except that calls inside the head are the head's. The two LoRA
-products are one call there, hence one part.
 """
 
 import itertools
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import median
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import NamedTuple
 
 import torch
 
@@ -29,19 +24,14 @@ from experiments.benches.engine_steps import (
     TimedStep,
     fewest_turns,
     launch_times,
-    lora_manager,
     turns,
 )  # fmt: skip
 from experiments.harness.experiment import CheckFailed
 from experiments.measure.timing import Protocol, seconds_between_events
-from punica.engine import Engine, runner
-from punica.models import llama
-from punica.ops.heads import PackedHeads
-from punica.parallel.linear import UnquantizedLinearMethod
 
 BASE, ATTENTION, SHRINK, EXPAND = "base_gemm", "attention", "lora_shrink", "lora_expand"
 SMALL, HEAD, COPIES, REST, GAPS = "small_kernels", "head_and_sampling", "copies", "rest", "gaps"
-LORA, SCHEDULE, METADATA = "lora", "schedule", "metadata"
+SCHEDULE, METADATA = "schedule", "metadata"
 
 KERNELS: tuple[tuple[str, str], ...] = (
     (SHRINK, r"_lora_shrink"),
@@ -185,65 +175,6 @@ def seconds_per_launch() -> float:
     return median(row() for _ in range(ROUNDS))
 
 
-class Stopwatch:
-    """Seconds by part since the last `start`; what no part claims is `REST`."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._part, self._since = REST, time.perf_counter()
-
-    def start(self) -> None:
-        """Begin again at zero."""
-        self.seconds.clear()
-        self._part, self._since = REST, time.perf_counter()
-
-    def stop(self) -> dict[str, float]:
-        """Return the seconds by part until now."""
-        self._switch(REST)
-        return dict(self.seconds)
-
-    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `function` so that its time counts for `part`."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            outer = self._part
-            if outer == HEAD:
-                return function(*args, **kwargs)
-            self._switch(part)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._switch(outer)
-
-        return timed
-
-    def _switch(self, part: str) -> None:
-        now = time.perf_counter()
-        self.seconds[self._part] += now - self._since
-        self._part, self._since = part, now
-
-
-@contextmanager
-def watched_calls(engine: Engine) -> Iterator[Stopwatch]:
-    """Time the steps of `engine`, on a CPU and with LoRA, by part."""
-    watch, attention = Stopwatch(), engine.runner.attention
-    calls: list[tuple[str, object, str]] = [
-        (BASE, UnquantizedLinearMethod, "apply"),
-        (ATTENTION, attention, "attend"),
-        (LORA, lora_manager(engine).punica_wrapper, "add_linear"),
-        (SMALL, llama, "add_rms_norm"),
-        (SMALL, llama, "swiglu"),
-        (SMALL, PackedHeads, "rotated"),
-        (SMALL, attention.cache, "write"),
-        (HEAD, engine.runner.model, "compute_logits"),
-        (HEAD, runner, "choose_tokens"),
-    ]
-    with ExitStack() as stack:
-        for part, owner, name in calls:
-            stack.enter_context(patch.object(owner, name, watch.around(part, getattr(owner, name))))
-        yield watch
-
-
 @dataclass
 class Case:
     """Seconds of one case. `steps`: timed ones, raw. `host`: what the host did for each of these, by phase: `schedule`,
@@ -254,7 +185,7 @@ class Case:
     steps: list[float] = field(default_factory=list)
     host: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     watched: list[float] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    parts: dict[str, float] = field(default_factory=dict)
 
     def note(self, step: TimedStep, **device: float) -> None:
         """Add a timed step; `device`: phases of the host that only a GPU has."""
@@ -297,17 +228,10 @@ def _time_on_gpu(bench: EngineSteps, count: int, case: Case, each: int) -> None:
 
 
 def _time_on_cpu(bench: EngineSteps, count: int, case: Case) -> None:
-    with watched_calls(bench.engine) as watch:
-        for _ in range(count):
-            step = bench.step(watch.start)
-            parts = watch.stop()
-            parts |= {SCHEDULE: step.statistics.schedule_s, METADATA: step.statistics.metadata_s}
-            parts[REST] = 0.0  # which counted what is around the step, too
-            parts[REST] = step.seconds - sum(parts.values())
-            case.note(step)
-            for part, seconds in parts.items():
-                case.parts[part] += seconds
-            case.watched.append(step.seconds)
+    for _ in range(count):
+        case.note(bench.step())
+    known = {phase: sum(seconds) for phase, seconds in case.host.items()}
+    case.watched, case.parts = case.steps, {**known, REST: sum(case.steps) - sum(known.values())}
 
 
 def _profile(bench: EngineSteps, count: int, case: Case, each: int) -> None:

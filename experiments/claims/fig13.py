@@ -7,16 +7,14 @@ GPUs.
 
 from collections.abc import Mapping
 from functools import cache, cached_property
-from pathlib import Path
 
 import pandas as pd
 
-from experiments.claims.bounds import read_bounds
 from experiments.claims.fig11 import PUNICA, Serving
 from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim
-from experiments.claims.rows import MET, NotMeasured, Rows, markdown, pick
+from experiments.claims.rows import NotMeasured, Rows, pick
 from experiments.cluster import served as hn
-from experiments.cluster.served import HIGH, HOUR, LOW, MEAN, RAY, SEEDS, SHARE, SIMULATED_RAY, STREAM
+from experiments.cluster.served import HIGH, HOUR, LOW, MEAN, SEEDS, SHARE, STREAM
 from experiments.facts.paper import as_rows, read_figure
 from experiments.harness.schema import REPOSITORY
 
@@ -41,13 +39,6 @@ BESIDE = {
     "C49": {"least": hn.LEAST_WOKEN, "most": hn.MOST_WOKEN},
 }
 """Claim -> numbers that are told beside those with bounds."""
-ASKED = {
-    (id, quantity): metric
-    for id, metrics in NUMBERS.items()
-    for quantity, metric in metrics.items()
-    if quantity not in ("first", "last", "peak")  # which are of 16 GPUs
-}
-"""(claim, quantity of its bound) -> number of an hour on any runners."""
 
 
 class Hour:
@@ -153,24 +144,3 @@ def peak_of_the_cluster(rows: Rows) -> Finding:
     quantities = {name: hour.one(metric) for name, metric in metrics.items()}
     quantities["share_of_single"] = share = quantities["per_gpu"] / single
     return hour.finding(quantities, f"{hour.told(metrics)}; {share:.2f} of the {single:.4g} token/s of one alone")
-
-
-def runners_table(rows: pd.DataFrame, folder: str | Path) -> list[str]:
-    """Build lines of Markdown, one per rule and bound; none without a whole hour on Ray.
-
-    ``folder``: path of ``paper_results``, which has the bounds.
-    """
-    try:
-        frame = Rows(rows[rows["figure"] == "13"]).figure("13")
-    except NotMeasured:
-        return []
-    lines, bounds = [], read_bounds(folder)
-    for (system, model), part in frame[frame["panel"] == RAY].groupby(["system", "model"], sort=False):
-        other = frame[(frame["panel"] == SIMULATED_RAY) & (frame["system"] == system) & (frame["model"] == model)]
-        measured, simulated = Hour(part, MEASURED), Hour(other, SIMULATED)
-        for (id, quantity), name in ASKED.items() if measured.is_whole else ():
-            value, beside = measured.one(name), f"{simulated.one(name):.3g}" if simulated.is_whole else "-"
-            bound = next(one for one in bounds[id]["shape"] if one.quantity == quantity)
-            what = f"{model}, rule {system}", name.replace("_", " ")
-            lines.append([id, *what, f"{value:.3g}", beside, str(bound), MET[bound.holds(value)]])
-    return markdown(("claim", "runners", "number", "measured", "simulated", "bound", "met"), lines) if lines else []

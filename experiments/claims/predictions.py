@@ -227,20 +227,3 @@ def residual_table(rows: pd.DataFrame) -> list[str]:
     cells = zip(value.index, value["rms"], value["largest"], strict=True)
     lines = [[str(model), str(kind), f"{100 * rms:.1f} %", f"{100 * most:.1f} %"] for (model, kind), rms, most in cells]
     return markdown(("cost model", "rows", "rms residual", "largest"), lines)
-
-
-def sensitivity(rows: pd.DataFrame, folder: str | Path) -> str:
-    """Describe the hour with slower steps: what one factor explains; empty without its rows."""
-    frame = rows[(rows["figure"] == "13") & (rows["panel"] == served.SLOWED)]
-    if frame.empty:
-        return ""
-    ours, theirs = Hour(frame, SIMULATED), _published(folder)
-    named = {
-        MEAN_ACTIVE: "mean_active_gpus", "most of them": "max_active_gpus", AT_31: served.SHARE,
-        "best minute, token/s": "peak_throughput_60s",
-    }  # fmt: skip
-    beside = (f"{name} {ours.one(metric):.3g} (published {theirs.one(metric):.3g})" for name, metric in named.items())
-    return (
-        f"A sensitivity, simulated and no prediction: with every step {ours.one('step_time_factor'):.2f} times as "
-        f"long, one factor fitted to Figure 13's peak, the same simulation gives {'; '.join(beside)}."
-    )

@@ -17,9 +17,8 @@ from experiments.harness.points import Reading
 from experiments.simulator import SimulationResult, Trace
 from experiments.workload import MAX_BATCH, RELEASED_SEED
 
-HOUR, SLOWED, STREAM, COSTS, WINDOWS, FIRST_TOKEN = (
-    f"simulated {name}"
-    for name in ("hour", "hour, slower steps", "Figure 11", "step costs", "windows", "first token")
+HOUR, STREAM, COSTS, WINDOWS, FIRST_TOKEN = (
+    f"simulated {name}" for name in ("hour", "Figure 11", "step costs", "windows", "first token")
 )
 """Panels of the simulation."""
 RAY, KILLED, STEADY, SIMULATED = "ray hour", "ray hour, a runner killed", "ray hour, steady at", "simulated"
@@ -296,13 +295,9 @@ def over_time(frame: pd.DataFrame, metric: str) -> pd.Series:
     return frame[frame["metric"] == metric].set_index("t_s")["value"].sort_index().astype(float)
 
 
-def windows_of(served: ServedHour) -> Windows:
-    """Return the windows of a served hour."""
-    return Windows.of(pd.DataFrame(map(vars, series(served))))
-
-
 def number_readings(served: ServedHour) -> list[Reading]:
     """Return the numbers of ``served``; none of a part of an hour."""
     if served.duration_s < HOUR_S:
         return []
-    return [served.reading(name, value, UNITS[name]) for name, value in windows_of(served).numbers().items()]
+    windows = Windows.of(pd.DataFrame(map(vars, series(served))))
+    return [served.reading(name, value, UNITS[name]) for name, value in windows.numbers().items()]

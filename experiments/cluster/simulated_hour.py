@@ -1,15 +1,11 @@
 """Figure 13's world on a virtual clock, and what else its cost models predict.
 
-Panels: the hour; the same with slower steps; the stream of Figure 11 on one GPU; residuals of the cost models; recorded
+Panels: the hour; the stream of Figure 11 on one GPU; residuals of the cost models; recorded
 windows of Figure 11, half of them predicted from the other half; and, with the same constant, first tokens of requests
 that arrived by the clock. Of a cluster of another size than the paper's, with as much more load, the hour's totals
 alone.
 
-Every simulation runs for some seeds, the slower steps for one: the first one's are the rows, `_mean`, `_low` and
-`_high` are over all.
-
-Slower steps: Figures 1 and 10 give an active GPU more tokens than Figure 13 shows. Every step is longer by that factor,
-which is fitted to Figure 13, so this hour is a sensitivity and no prediction.
+Every simulation runs for some seeds: the first one's are the rows, `_mean`, `_low` and `_high` are over all.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,9 +18,8 @@ import numpy as np
 
 from experiments.cluster import costs, predicted, served
 from experiments.cluster.costs import Fitted
-from experiments.cluster.hour import DURATION_S, MEMORY_FRACTION, NUM_GPUS, RANK, paper_cluster, paper_hour
-from experiments.cluster.served import HOUR, SIMULATED, ServedHour, Windows, over_seeds, readings, summary
-from experiments.facts.paper import read_figure
+from experiments.cluster.hour import MEMORY_FRACTION, NUM_GPUS, RANK, paper_cluster, paper_hour
+from experiments.cluster.served import HOUR, SIMULATED, ServedHour, over_seeds, readings, summary
 from experiments.facts.systems import MODELS
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config
@@ -62,11 +57,6 @@ def _panels(cfg: Config) -> Iterator[tuple[Point, Callable[[], list[Reading]]]]:
         hour = partial(_hour, paper, rule=rule, **about)
         run = partial(over_seeds, figure.seeds, partial(hour_readings, hour, cost, figure.gpus == NUM_GPUS))
         yield _point(panel, rule, "Skewed", MODEL, cost, **about, **seeds), run
-    # the published peak is in the middle of the hour
-    if panel == HOUR and figure.seconds >= DURATION_S:
-        hour = partial(_hour, paper, rule="punica", **about)
-        run = partial(over_seeds, 1, partial(slowed_readings, hour, cost, paper))
-        yield _point(served.SLOWED, "punica", "Skewed", MODEL, cost, **about, seeds=1), run
     for role in ("7B", "13B"):
         for workload in PAPER_WORKLOADS:
             one, steps = MODELS[role][0], costs.paper_a100(paper, role).cost
@@ -117,16 +107,6 @@ def hour_readings(hour: ServedBy, cost: StepCost, series: bool, seed: int) -> li
     found = hour(cost, seed)
     told = readings(found) if series and seed == RELEASED_SEED else summary(found)
     return [*told, *served.number_readings(found)]
-
-
-def slowed_readings(hour: ServedBy, cost: StepCost, paper: Path, seed: int) -> list[Reading]:
-    """Return the totals of the hour with every step as much longer as an active GPU is faster than the published ones
-    around the peak, in tokens per second; and that factor.
-    """
-    factor = served.windows_of(hour(cost, seed)).pace() / Windows.of(read_figure(paper, "13")).pace()
-    name = f"{cost.name}; every step {factor:.2f} times as long, fitted to Figure 13's peak"
-    found = hour(cost.slowed(factor, name), seed)
-    return [found.reading("step_time_factor", factor, "ratio"), *summary(found)]
 
 
 def stream_readings(model: str, workload: str, count: int, cost: StepCost, seed: int = RELEASED_SEED) -> list[Reading]:

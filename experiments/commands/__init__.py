@@ -1,4 +1,4 @@
-"""Commands of `make`: reproduce, report, figures, record, tune and compare.
+"""Commands of `make`: reproduce, report, figures, record, check and compare.
 
 `conformance` is for any multi-LoRA server.
 """

@@ -30,15 +30,12 @@ TITLES = {
     "shapes": "Shapes of other models, to which no rule was fitted",
     "step": "The paper's step: one prompt and 31 decode rows of 31 other adapters",
     "invariant": "Price of batch invariance",
-    "fp8": "FP8: adapters in e4m3 beside the same ones in 16 bits",
 }
 """Table -> its heading, in the order of the page."""
 LEGEND = "Microseconds per operator, medians. [Operators](../../docs/operators.md#columns) explains the columns."
 EXPERTS = "`python -m experiments.ext_expert_tables`."
 RATIOS = ("punica", "wrapper", "normal shrink")
 """Columns that are compared with the best public kernel."""
-INVARIANT, FP8 = ("wrapper, batch invariant",), ("fp8", "fp8 w8a8", "fp8 w8a8, x too")
-"""Columns that are compared with the wrapper's."""
 SUMS = {"delta": ", delta", "accumulating": ""}
 """Sum of both products of experts -> end of its columns."""
 
@@ -159,19 +156,17 @@ def _beside_parts(found: list[Line]) -> Iterator[str]:
                 yield f"{line.label}, {name}: {together:.2f} us, apart {words} = {total:.2f} ({together / total:.2f})"
 
 
-def _over_wrapper(found: list[Line], columns: Iterable[str]) -> Iterator[str]:
+def _over_wrapper(found: list[Line], name: str) -> Iterator[str]:
     times = _times(found)
-    for name in columns:
-        if {name, "wrapper"} <= set(times):
-            ratios = pd.DataFrame({name: times[name] / times["wrapper"]})
-            yield from _summed(ratios, "{} / wrapper", [line.part for line in found])
+    if {name, "wrapper"} <= set(times):
+        ratios = pd.DataFrame({name: times[name] / times["wrapper"]})
+        yield from _summed(ratios, "{} / wrapper", [line.part for line in found])
 
 
 SAID: dict[str, Callable[[list[Line]], Iterable[str]]] = {
     "A": _torch_beside_anchors,
     "B": _sums_of_a_layer,
     "step": _beside_parts,
-    "invariant": lambda found: _over_wrapper(found, INVARIANT),
-    "fp8": lambda found: _over_wrapper(found, FP8),
+    "invariant": lambda found: _over_wrapper(found, "wrapper, batch invariant"),
 }
 """Table -> what it sums up behind the ratios."""

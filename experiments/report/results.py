@@ -13,9 +13,8 @@ import pandas as pd
 
 from experiments.claims import as_frame
 from experiments.claims.fig11 import Serving
-from experiments.claims.fig13 import runners_table
 from experiments.claims.placement import placement_tables
-from experiments.claims.predictions import prediction_table, predictions, residual_table, sensitivity
+from experiments.claims.predictions import prediction_table, predictions, residual_table
 from experiments.claims.rows import NotMeasured, Rows, markdown
 from experiments.claims.table import certainty, disturbance, total, verdict_table
 from experiments.facts.paper import as_rows, read_figure
@@ -39,7 +38,7 @@ MARKS = (
     "other clock, as the one that decides has none that count."
 )
 MIDDLE = "Middle: the geometric mean of a ratio (a / b), else the median; points: how many it is taken over."
-NO_TRIALS = "No trials are recorded on this machine: `make reliability ARGS=\"--out results\"`."
+NO_TRIALS = 'No trials are recorded on this machine: `make reliability ARGS="--out results"`.'
 COUNTS = ("tried", "injected", "survived", "lost")
 """Metrics of each trial (`tests/reliability`)."""
 Table = tuple[Sequence[str], list[list[str]]]
@@ -160,11 +159,6 @@ def _simulations(rows: pd.DataFrame, paper: Path) -> Iterator[str]:
     """Yield the sections on simulations, of those that have rows."""
     sections = {
         "Predicted and published": predicted(rows, paper),
-        "Figure 13 on runners": (
-            "The hour compressed in time, on fewer runners than the paper's 16 GPUs, so these are no verdicts. The "
-            "bounds are those of the claims' shape. C50 needs one GPU alone at these lengths, which is not measured.",
-            runners_table(rows, paper),
-        ),
         "Other scheduling rules, simulated": ("", placement_tables(rows)),
     }
     for title, (intro, lines) in sections.items():
@@ -185,8 +179,6 @@ def predicted(rows: pd.DataFrame, paper: Path) -> tuple[str, list[str]]:
     if any(one.panel for one in found):
         intro += " The simulator of the rows on Ray was fitted to steps of its runners in a rehearsal."
     lines = prediction_table(found)
-    if slower := sensitivity(rows, paper):
-        lines += ["", slower]
     if residuals := residual_table(rows):
         lines += ["", "What the cost models were fitted to, and how far they are from it:", "", *residuals]
     return intro, lines
@@ -211,6 +203,6 @@ def trials_table(folder: Path) -> Table | None:
         commit = f"{first.commit}, {first.date[:10]}"
         device = "cpu" if first.hardware == "cpu" else "cuda"
         options = f"-k test_{first.system} --size {first.scale} --seed {first.repeat} --device {device}"
-        told = ["; ".join(measured) or "-", commit, f"`make reliability ARGS=\"{options}\"`"]
+        told = ["; ".join(measured) or "-", commit, f'`make reliability ARGS="{options}"`']
         lines.append([f"{first.panel}: {first.system}", *counted, *told])
     return ("trial", *COUNTS, "measured", "commit, date", "command"), lines

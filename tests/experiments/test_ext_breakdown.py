@@ -91,27 +91,6 @@ def test_every_instant_belongs_to_one_part():
     assert sum(expected.values()) == 10.0 - 2.0  # less the gap
 
 
-def test_calls_inside_of_calls_count_for_themselves_and_the_head_keeps_its_own(monkeypatch):
-    ticks = [0.0]  # a clock that these calls move
-    monkeypatch.setattr(time, "perf_counter", lambda: sum(ticks))
-    watch = step_parts.Stopwatch()
-    inner = watch.around(BASE, lambda: ticks.append(2.0))
-
-    def outer():
-        ticks.append(1.0)
-        inner()
-        ticks.append(4.0)
-
-    watch.start()
-    watch.around(ATTENTION, outer)()
-    ticks.append(8.0)
-    watch.around(HEAD, outer)()
-    assert watch.stop() == {ATTENTION: 1.0 + 4.0, BASE: 2.0, HEAD: 1.0 + 2.0 + 4.0, REST: 8.0}
-    with pytest.raises(ZeroDivisionError):
-        watch.around(BASE, lambda: 1 / 0)()
-    assert watch._part == REST
-
-
 # steps of an engine
 
 
@@ -161,7 +140,7 @@ def test_the_host_is_timed_until_all_is_given_to_the_device(bench):
     assert not {"begin", "prepare_next"} & vars(bench.engine._overlap).keys()
 
 
-def test_parts_of_a_cpu_add_up_to_the_steps_and_nothing_stays_patched(bench, monkeypatch):
+def test_parts_of_a_cpu_add_up_to_the_steps(bench, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", time.thread_time)  # less what others take meanwhile
     cases = step_parts.measured(bench, {"": shape(adapters=(0,) * 3), "Distinct": shape()}, PROTOCOL)
     for case in cases.values():
@@ -169,11 +148,8 @@ def test_parts_of_a_cpu_add_up_to_the_steps_and_nothing_stays_patched(bench, mon
         assert case.watched == case.steps
         assert len(case.steps) == len(case.host["schedule"]) == 2
         assert sum(parts.values()) == pytest.approx(sum(case.steps) / 2)
-        known = {BASE, ATTENTION, SMALL, HEAD, REST, step_parts.LORA, step_parts.SCHEDULE, step_parts.METADATA}
-        assert set(parts) == known
+        assert set(parts) == {REST, step_parts.SCHEDULE, step_parts.METADATA}
         assert min(parts.values()) > 0
-    assert cases[""].mean_parts()[step_parts.LORA] < cases["Distinct"].mean_parts()[step_parts.LORA]
-    assert "attend" not in vars(bench.engine.runner.attention)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one-by-one", "ahead"])

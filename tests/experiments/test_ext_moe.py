@@ -19,7 +19,7 @@ from experiments.measure.timing import Protocol
 from experiments.plots.extensions import draw_moe
 
 ENGINES = {"engine", "backbone engine"}
-SYSTEMS = {"alignment", "w13 and w2", "layer", "backbone layer", "model", "backbone model"}
+SYSTEMS = {"alignment", "w13 and w2", "layer", "backbone layer"}
 PROTOCOL = Protocol("host_clock", "cpu", warmup=0, repeats=4, min_repeats=4, seconds=0.0, flush_mib=0)
 
 
@@ -152,8 +152,7 @@ def test_every_system_is_measured_and_drawn(tmp_path):
     units = {(row.system, row.metric, row.unit) for row in rows}
     assert units == {
         ("alignment", "latency", "us"), ("w13 and w2", "latency", "us"), ("layer", "layer_latency", "us"),
-        ("backbone layer", "layer_latency", "us"), ("model", "throughput", "token/s"),
-        ("backbone model", "throughput", "token/s"),
+        ("backbone layer", "layer_latency", "us"),
         *((name, *rest) for name in ENGINES for rest in (("engine_throughput", "token/s"), ("step_latency", "ms"))),
     }  # fmt: skip
     assert all(row.value > 0 for row in rows)

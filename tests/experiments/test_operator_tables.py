@@ -1,7 +1,5 @@
-"""The tables of operators and experts and the tuner, as far as they need no GPU: lines, anchors, columns, points."""
+"""The tables of operators and experts, as far as they need no GPU: lines, anchors, columns, points."""
 
-import json
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -99,9 +97,8 @@ def test_a_column_that_failed_leaves_its_cell_empty_and_counts_nowhere():
         ("B", {"punica": 1.0}, "sum of one layer, Distinct: punica 4.0"),
         ("invariant", {"wrapper": 2.0, "wrapper, batch invariant": 3.0},
          "wrapper, batch invariant / wrapper, A: geometric mean 1.50, lowest 1.50, highest 1.50, rows 29"),
-        ("fp8", {"wrapper": 2.0, "fp8": 1.0}, "fp8 / wrapper, prefill: geometric mean 0.50"),
     ],
-    ids=["shapes", "step", "layer", "invariant", "fp8"],
+    ids=["shapes", "step", "layer", "invariant"],
 )  # fmt: skip
 def test_tables_are_summed_up(table, us, expected):
     assert expected in "\n".join(tabulated(table, measured(table, **us)))
@@ -111,15 +108,12 @@ def test_tables_are_summed_up(table, us, expected):
 
 
 def test_a_line_is_a_panel_and_a_column_a_system_of_its_own_clock(tmp_path):
-    found = points(tmp_path, TABLES, "figure.tables=[A,ranks,fp8,A]")
-    assert len({point.key() for point in found}) == len(found) == 29 * 6 + 2 * 2 + 20 * 5 + 34 * 4
+    found = points(tmp_path, TABLES, "figure.tables=[A,ranks,A]")
+    assert len({point.key() for point in found}) == len(found) == 29 * 6 + 2 * 2 + 20 * 5
     first = found[0]
     assert (first.panel, first.system, first.workload) == ("A: T=1 Distinct", "punica", "Distinct")
     assert (first.batch_size, first.rank) == (1, 16)
     assert Operator(**first.settings["operator"]) == lines("A")[0].operator
-    assert {point.system for point in found if point.panel == "fp8: T=64 Distinct r=16"} == {
-        "wrapper", "fp8", "fp8 w8a8", "fp8 w8a8, x too",
-    }  # fmt: skip
     eager = points(tmp_path, TABLES, "figure.tables=[A,B,C]", "timer=host_clock")
     assert len(eager) == 2 * (29 + 16)
     assert {point.system for point in eager} == {"punica", "wrapper"}
@@ -148,12 +142,13 @@ def test_recorded_rows_are_those_of_points(tmp_path):
                  points(tmp_path, experiment, *words, f"timer={clock}")]  # fmt: skip
         columns = ("panel", "system", "workload", "model", "batch_size", "seq_len", "rank")
         known = {tuple(getattr(point, name) for name in columns) for point in found}
-        assert {tuple(getattr(row, name) for name in columns) for row in recorded} <= known
+        here = {tuple(getattr(row, name) for name in columns) for row in recorded if not row.panel.startswith("fp8")}
+        assert here <= known  # a table that is no longer measured keeps its rows
         assert {(row.figure, row.scale) for row in recorded} == {(experiment.figure, "paper")}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("table", ["A", "step", "invariant", "fp8"])
+@pytest.mark.parametrize("table", ["A", "step", "invariant"])
 def test_a_line_is_measured_on_a_gpu(tmp_path, table):
     for clock in ("cuda_graph", "host_clock"):
         words = ("hardware=auto", f"figure.tables=[{table}]", f"timer={clock}")
@@ -176,14 +171,13 @@ def test_a_batch_of_experts_is_measured_on_a_gpu(tmp_path):
 
 INTERPRETED = """
 import sys
-from experiments.benches.operator_columns import COLUMNS, as_fp8_holds
+from experiments.benches.operator_columns import COLUMNS
 from experiments.benches.operator_lines import Operator
 from experiments.benches.operator_sets import OperatorSets
 
 kind, *names = sys.argv[1:]
 op = {"slices": Operator(64, (24, 16), 16, (2, 1)), "ranks": Operator(64, (32,), 32, (1, 2), (8, 32))}.get(kind)
-rounded = {"rounded": as_fp8_holds} if kind == "fp8" else {}
-sets = OperatorSets(op or Operator(64, (32,), 32, (1, 2)), "cpu", rotating_bytes=20000, **rounded)
+sets = OperatorSets(op or Operator(64, (32,), 32, (1, 2)), "cpu", rotating_bytes=20000)
 assert sets.count == 2 and sets.stacked_a[1][0].shape[0] == 64
 assert sets.stacked_a[1][0].data_ptr() == sets.a[1][0].data_ptr()
 for name in names:
@@ -199,13 +193,12 @@ for name in names:
                                 "batch invariant", "wrapper, batch invariant"], marks=pytest.mark.slow),
         pytest.param("ranks", ["punica", "wrapper", "normal shrink"], marks=pytest.mark.slow),
         pytest.param("one", ["torch_loop", "torch_gbmm"], marks=pytest.mark.slow),
-        pytest.param("fp8", ["wrapper", "fp8", "fp8 w8a8", "fp8 w8a8, x too"], marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_every_column_computes_the_operator(kind, names):
     errors = [line.split(";") for line in interpreted(INTERPRETED, kind, *names)]
     assert [name for name, _ in errors] == names
-    assert all(float(error) < (5e-2 if "w8a8" in name else 1e-3) for name, error in errors), errors
+    assert all(float(error) < 1e-3 for _, error in errors), errors
 
 
 @pytest.mark.parametrize(
@@ -228,52 +221,3 @@ def test_the_calls_of_experts_are_right(tokens, aligned):
 def test_the_listing_of_experiments_does_not_pay_for_torch():
     code = "import sys, experiments.ext_operator_tables; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
-
-
-class TestTuner:
-    @pytest.fixture
-    def tune(self):
-        return pytest.importorskip("experiments.commands.tune")
-
-    def test_candidates_of_the_tables_are_those_worth_timing(self, tune):
-        from punica.ops.triton_ops.schedules import expand_schedules, shrink_schedules
-
-        found = tune.operators(["A", "ranks", "C", "A"])
-        assert len(found) == len(set(found)) > 40
-        for op in found:
-            for schedules in (shrink_schedules, expand_schedules):
-                some = tune.candidates(op, schedules)
-                assert 1 <= len(some) <= len(list(schedules(tune.problem_of(op)))), op
-                assert op.tokens <= tune.MOST_GEMV_ROWS or all(one.block_m for one in some)
-
-    def test_a_written_table_is_read_back(self, tune, tmp_path, monkeypatch):
-        from punica.ops.triton_ops import clear_config_cache, tuned
-
-        first, second = tune.operators("A")[:2]
-        (shrink, expand), other = tune.estimated(first), tune.estimated(second)
-        faster = shrink._replace(num_warps=1), expand
-        times = {(first, (shrink, expand)): 12.0, (first, faster): 10.0, (second, other): 10.0}
-        times[second, (other[0]._replace(num_warps=1), other[1])] = 9.9  # less than the gain
-        assert {op: regret for op, (regret, _) in tune.regrets(times).items()} == {first: 1.2, second: 10 / 9.9}
-        entries = tune.table(times, 0.03)
-        monkeypatch.setattr(tuned, "FOLDER", tmp_path)
-        tune.write_table(entries, tmp_path / tuned.table_name("A GPU"), {"gain": 0.03})
-        clear_config_cache()
-        read = [tuned.measured_schedule(name, tune.problem_of(first), "A GPU") for name in ("shrink", "expand")]
-        assert tuple(read) == faster
-        assert tuned.measured_schedule("shrink", tune.problem_of(second), "A GPU") is None
-        clear_config_cache()
-        path, key = tmp_path / tuned.table_name("A GPU"), tuned.key_of(tune.problem_of(first))
-        assert tune.merged(path, {"new": {}}, {"new"}) == {key: entries[key], "new": {}}
-        assert tune.merged(path, {}, {key}) == {}
-
-    def test_measurements_are_read_back_and_not_repeated(self, tune, tmp_path):
-        op = tune.operators("C")[0]
-        path, pair = tmp_path / "measurements.jsonl", tune.estimated(op)
-        line = [[op.k, op.widths, op.rank, op.sizes], *pair, 3.5]
-        path.write_text(json.dumps(line) + "\n")
-        tuner = tune.Tuner(path, deadline=0.0, workers=0)
-        assert tuner.measure(op, pair) == 3.5
-        with pytest.raises(TimeoutError):
-            tuner.measure(op, (pair[0]._replace(num_warps=1), pair[1]))
-        assert tune.regrets({(op, pair): math.inf}) == {}

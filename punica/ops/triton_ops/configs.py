@@ -2,7 +2,7 @@
 
 1. batch invariance: an estimate among schedules that keep bits (`schedules`);
 2. the files of a `tuned_dir`, in vLLM's format (below); then the estimate;
-3. the table of this GPU that `make tune` writes and the package ships (`tuned`); then the estimate.
+3. the table of measured schedules of this GPU that the package ships (`tuned`); then the estimate.
 
 A tuned file ``<gpu>_SHRINK.json``, ``<gpu>_EXPAND_TRUE.json``, or ``<gpu>_EXPAND.json`` for both values of `add_inputs`
 nests string keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_size]``): m = rows, shrink: k = hidden
