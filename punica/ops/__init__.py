@@ -8,9 +8,9 @@ twice with one meaning; this package exports the fast ones. FP8 weights: :mod:`~
 :mod:`~punica.ops.fp8_ops` is the CPU path.
 """
 
-import importlib
 from typing import Any
 
+from punica.lazy import lazily
 from punica.ops.torch_ops import (
     bgmv_expand,
     bgmv_expand_slice,
@@ -28,9 +28,4 @@ _TRITON_OPS = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import a Triton operator when it is first asked for (PEP 562)."""
-    if name in _TRITON_OPS:
-        operator = getattr(importlib.import_module("punica.ops.triton_ops"), name)
-        globals()[name] = operator
-        return operator
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return lazily(__name__, name, {"punica.ops.triton_ops": _TRITON_OPS})

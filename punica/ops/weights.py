@@ -14,6 +14,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from punica.ops.checks import FLOATS, STEP, WITH_DOUBLE, Names, Weights, check_ranks, describe_weights, storage_order
@@ -22,6 +23,14 @@ from punica.ops.quant import FP8_DTYPES, validate_scales
 
 Scaled = Sequence[Tensor] | None
 """Scales of FP8 weights, one tensor per slice; None of others."""
+
+
+def is_traced() -> bool:
+    """Tell whether a graph tracer is active: an op is then one node of its graph.
+
+    A profiler is none: a profiled step launches the kernels of any other step, under the names of `named`.
+    """
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 class Form(NamedTuple):

@@ -1,8 +1,19 @@
-"""vLLM with this library's LoRA products: a plugin, which vLLM finds.
+"""The contract room: everything that has vLLM's shape, and vLLM with this library's LoRA products.
 
-    plugin.py   what it replaces, where, and when it leaves vLLM as it is
+    wrapper.py   the wrapper's methods with tensors and adapter ids in place of weights and steps
+    ops/         flat ops, which take a step's tensors, and the tuned files' look-up
+    weights.py   weights by their tensors, recognised from call to call
+    plugin.py    what replaces vLLM's operators where it is installed beside this library; ``PUNICA_VLLM=0``: nothing
 
-Installed beside a supported vLLM it is on; ``PUNICA_VLLM=0`` in the environment switches it off.
+The rooms below call none of it by their own: a name that they offer from here is imported when it is asked for.
 """
 
-from punica.vllm.plugin import SUPPORTED, SWITCH, register
+from typing import Any
+
+from punica.lazy import lazily
+
+_HOMES = {"punica.vllm.plugin": ("register", "SWITCH", "SUPPORTED")}
+
+
+def __getattr__(name: str) -> Any:
+    return lazily(__name__, name, _HOMES)

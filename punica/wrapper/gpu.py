@@ -1,8 +1,10 @@
 """`PunicaWrapperGPU`: the wrapper on the Triton kernels."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from punica.config import LoRAConfig
 from punica.metadata import LoRAKernelMeta, RowGroups
@@ -33,7 +35,7 @@ class PunicaWrapperGPU(PunicaWrapperBase):
             lora_config = LoRAConfig(max_loras=max_loras)
         super().__init__(max_num_batched_tokens, max_batches, device, max_loras=max_loras, lora_config=lora_config)
         # imported here so that the CPU path never imports triton
-        from punica.ops.triton_ops import Options, TritonOps, verify_indices
+        from punica.ops.triton_ops import Options, TritonOps
         from punica.ops.triton_ops.moe_ops import TritonExpertOps
 
         tuned_dir = None if lora_config.tuned_dir is None else str(lora_config.tuned_dir)
@@ -50,3 +52,29 @@ class PunicaWrapperGPU(PunicaWrapperBase):
         if self._verify_indices and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             for batch in (self.batch, self.batch.sampled):
                 self._verify_indices(batch.tensors, batch.kernel_meta.active_lora_ids.shape[0] - 1)
+
+
+def verify_indices(tensors: Sequence[Tensor], slots: int) -> None:
+    """Check the values on the device, for debugging. Waits for the device. ValueError names the first bad value.
+
+    ``tensors``: mapping, sorted rows, counts, starts, ids, as `LoRABatch.tensors` or `LoRAKernelMeta.meta_args` give
+    them; the rows past a step count as rows without adapter.
+    """
+    mapping, order, counts, starts, ids = (tensor.cpu() for tensor in tensors)
+    tokens = mapping.shape[0]
+    used = int(starts.max())
+    limits = [("token_lora_mapping", mapping, -1, slots - 1), ("lora_ids", ids, -1, slots - 1)]
+    limits += [("num_tokens_per_lora", counts, 0, tokens), ("lora_token_start_loc", starts, 0, tokens)]
+    for name, values, low, high in (*limits, ("token_indices_sorted_by_lora_ids", order[:used], 0, tokens - 1)):
+        bad = ((values < low) | (values > high)).nonzero().flatten()
+        if bad.numel():
+            position = int(bad[0])
+            raise ValueError(f"{name}[{position}] is {int(values[position])}; it must be in [{low}, {high}]")
+    for entry, slot in enumerate(ids.tolist()):
+        first, count = int(starts[entry]), int(counts[entry])
+        rows = order[first : first + count].long()
+        if slot >= 0 and (rows.numel() != count or bool((mapping[rows] != slot).any())):
+            raise ValueError(
+                f"segment {entry} of lora_ids (slot {slot}, sorted positions {first} to {first + count}) holds rows of "
+                "another slot: the metadata tensors are not of one step"
+            )

@@ -1,27 +1,38 @@
 """Triton kernels of multi-adapter LoRA. Importing this package imports Triton; `punica.ops` does so only on request.
 
-`TritonOps` takes a step (`punica.metadata.LoRABatch`) and weights as objects; ``lora_shrink``, ``lora_expand``,
-``lora_linear`` and their ``_fp8`` forms take the tensors of both (`punica.ops.triton_ops.flat`). The kernels of the
-layers that adapters share are in :mod:`punica.ops.triton_ops.backbone`.
+`TritonOps` takes a step (`punica.metadata.LoRABatch`) and weights as objects. The flat ops, which take the tensors of
+both (`punica.vllm.ops`), are imported when one is asked for. The kernels of the layers that adapters share are in
+:mod:`punica.ops.triton_ops.backbone`.
 """
 
 import sys
+from types import ModuleType
+from typing import Any
 
-from punica.ops.triton_ops.configs import Options, clear_config_cache, get_lora_op_configs, load_lora_op_config
-from punica.ops.triton_ops.flat.dense import lora_expand, lora_linear, lora_shrink
-from punica.ops.triton_ops.flat.tensor_batch import verify_indices
-from punica.ops.triton_ops.fused_moe_lora import fused_moe_lora, fused_moe_lora_expand, fused_moe_lora_shrink
-from punica.ops.triton_ops.fused_moe_lora_fp8 import (
-    fused_moe_lora_expand_fp8,
-    fused_moe_lora_fp8,
-    fused_moe_lora_shrink_fp8,
-)
-from punica.ops.triton_ops.lora_expand_fp8 import lora_expand_fp8
-from punica.ops.triton_ops.lora_shrink_fp8 import lora_shrink_fp8
+from punica.lazy import lazily
+from punica.ops.triton_ops.configs import Options, clear_config_cache, load_lora_op_config
 from punica.ops.triton_ops.moe_align import moe_lora_align_block_size
 from punica.ops.triton_ops.quantize_rows import quantize_rows, quantized_rows
 from punica.ops.triton_ops.step_ops import TritonOps
 
-# their documented paths: `punica.ops.triton_ops.lora_shrink.lora_shrink` and so on, beside the kernels
-for _op in (lora_shrink, lora_expand, lora_linear):
-    setattr(sys.modules[f"{__name__}.{_op.__name__}"], _op.__name__, _op)
+_HOMES = {
+    "punica.vllm.ops": (
+        "lora_shrink", "lora_expand", "lora_linear", "lora_shrink_fp8", "lora_expand_fp8", "fused_moe_lora",
+        "fused_moe_lora_fp8", "fused_moe_lora_shrink", "fused_moe_lora_shrink_fp8", "fused_moe_lora_expand",
+        "fused_moe_lora_expand_fp8",
+    ),
+    "punica.vllm.ops.experts": ("_run_fused_moe_lora_one_shot", "_run_fused_moe_lora_small_batch"),
+    "punica.vllm.ops.tuned": ("get_lora_op_configs",),
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    return lazily(__name__, name, _HOMES)
+
+
+# documented paths of ops: `punica.ops.triton_ops.lora_shrink.lora_shrink` and so on
+for _name in ("lora_shrink", "lora_expand", "lora_linear", "lora_shrink_fp8", "lora_expand_fp8", "fused_moe_lora",
+              "fused_moe_lora_fp8"):  # fmt: skip
+    _path = f"{__name__}.{_name}"
+    vars(sys.modules.setdefault(_path, ModuleType(_path)))["__getattr__"] = __getattr__
+    globals().pop(_name, None)  # kernels' module, bound by its import

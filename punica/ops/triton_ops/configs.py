@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from punica.metadata import StepShape
+from punica.lazy import lazily
 from punica.ops.triton_ops.launch import block_at_least
 from punica.ops.triton_ops.schedules import Gpu, Problem, Schedule, choose_expand, choose_shrink
 from punica.ops.triton_ops.tuned import measured_schedule, read_table
@@ -76,7 +76,8 @@ def _path(op_type: str, add_inputs: bool | None, tuned_dir: str) -> Path:
     return both if both.is_file() and not own.is_file() else own
 
 
-def _check_op_type(op_type: str) -> None:
+def check_op_type(op_type: str) -> None:
+    """Raise ValueError for another name than `OP_TYPES`."""
     if op_type not in OP_TYPES:
         raise ValueError(f"op_type must be one of {', '.join(OP_TYPES)}, got {op_type!r}")
 
@@ -87,7 +88,7 @@ def load_lora_op_config(op_type: str, add_inputs: bool | None, tuned_dir: str | 
 
     ValueError: unknown `op_type`, or a file that is not JSON.
     """
-    _check_op_type(op_type)
+    check_op_type(op_type)
     if tuned_dir is None:
         return None
     path = _path(op_type, add_inputs, tuned_dir)
@@ -148,7 +149,7 @@ def _complete(op_type: str, leaf: Any, where: str) -> Config:
     return _OPTIONAL.get(op_type, {}) | leaf
 
 
-def _tuned(op_type: str, add_inputs: bool | None, tuned_dir: str | None, wanted: tuple[int, ...]) -> Config | None:
+def tuned_config(op_type: str, add_inputs: bool | None, tuned_dir: str | None, wanted: tuple[int, ...]) -> Config | None:
     """Look up segments, slices, rows and sizes in the tuned file; None without file or slices."""
     table = None if tuned_dir is None else _table(op_type, add_inputs, tuned_dir, len(wanted))
     if table is None:
@@ -168,38 +169,16 @@ def clear_config_cache() -> None:
         cached.cache_clear()
 
 
-def get_lora_op_configs(
-    op_type: str,
-    max_loras: int, batch: int, hidden_size: int, rank: int, num_slices: int,
-    add_inputs: bool | None = None, moe_intermediate_size: int | None = None, tuned_dir: str | None = None,
-    batch_invariant: bool = False,
-) -> Config:  # fmt: skip
-    """Return the configuration of one launch. ``max_loras``: segments of the grid; ``batch``: rows;
-    ``batch_invariant``: the one form and split that depends on neither, whatever a tuned file says.
-    """
-    _check_op_type(op_type)
-    is_shrink, is_expand = op_type == "shrink", op_type == "expand"
-    sizes: tuple[int, ...] = (batch, hidden_size, rank) if is_shrink else (batch, rank, hidden_size)
-    if moe_intermediate_size is not None:
-        sizes += (moe_intermediate_size,)
-    found = None if batch_invariant else _tuned(op_type, add_inputs, tuned_dir, (max_loras, num_slices, *sizes))
-    if found is not None:
-        return dict(found)
-    if not (is_shrink or is_expand):  # for callers who ask by name; the ops have schedules of their own (`moe_rules`)
-        lanes = block_at_least(rank)
-        block_n, block_k = (min(lanes, 64), 32) if op_type.endswith("shrink") else (64, min(lanes, 32))
-        config = {"block_m": 64, "block_n": block_n, "block_k": block_k, "split_k": 1, "num_warps": 4, "num_stages": 3}
-        return config | {"group_size_m": 8}
-    k, width = (hidden_size, 0) if is_shrink else (0, hidden_size)
-    shape = StepShape.even(max_loras, batch)
-    problem = Problem(shape, batch, k, (width,) * num_slices, rank, by_rows=True, direct=is_shrink)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    schedule = choose(op_type, problem, Options(batch_invariant), device)
-    config = schedule._asdict() | {"row_wise": not schedule.block_m, "block_m": schedule.block_m or 16}
-    del config["split_k" if is_expand else "tiles_n"]
-    if is_shrink:
-        config |= {"block_r": 1 if schedule.block_m else schedule.block_n, "block_n": max(16, schedule.block_n)}
-    return config
+def __getattr__(name: str) -> Any:
+    return lazily(__name__, name, {"punica.vllm.ops.tuned": ("get_lora_op_configs",)})
+
+
+def expert_default(op_type: str, rank: int) -> Config:
+    """Return the configuration of experts where a tuned file has none; without file schedules are `moe_rules`'."""
+    lanes = block_at_least(rank)
+    block_n, block_k = (min(lanes, 64), 32) if op_type.endswith("shrink") else (64, min(lanes, 32))
+    config = {"block_m": 64, "block_n": block_n, "block_k": block_k, "split_k": 1, "num_warps": 4, "num_stages": 3}
+    return config | {"group_size_m": 8}
 
 
 @functools.lru_cache(maxsize=65536)
@@ -214,7 +193,7 @@ def choose(
     elif options.tuned_dir is not None:
         sizes = (problem.k, rank) if is_shrink else (rank, max(problem.widths))
         wanted = (shape.adapters, len(problem.widths), problem.rows, *sizes)
-        if (found := _tuned(op_type, add_inputs, options.tuned_dir, wanted)) is not None:
+        if (found := tuned_config(op_type, add_inputs, options.tuned_dir, wanted)) is not None:
             columns = found["block_r"] if found["row_wise"] and is_shrink else found["block_n"]
             return Schedule(
                 0 if found["row_wise"] else found["block_m"], columns, found["block_k"], found["num_warps"],

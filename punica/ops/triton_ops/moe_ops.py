@@ -23,7 +23,7 @@ from punica.ops.triton_ops.configs import Options, load_lora_op_config
 from punica.ops.triton_ops.fp8_device import as_operand, operands
 from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_align import align_all
-from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts, tuned_config
+from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts, site_config
 from punica.ops.triton_ops.op import custom_op, is_traced, named
 from punica.ops.weights import plans_of
 
@@ -56,7 +56,7 @@ class TritonExpertOps:
         if weights.site is not None:
             (slots, experts, rank, hidden), width = weights.lora_a[0].shape, weights.lora_b[0].shape[-2]
             sizes = (tokens, top_k, len(weights.lora_a), slots, experts, rank, rank, hidden, width)
-            found = tuned_config(weights.site, "shrink", ExpertForm(*sizes, factor=top_k, block_m=1), self.options)
+            found = site_config(weights.site, "shrink", ExpertForm(*sizes, factor=top_k, block_m=1), self.options)
             if found is not None:
                 return found["block_m"]
         return moe_rules.block_size(tokens * top_k, active, weights.experts, self.options.batch_invariant)

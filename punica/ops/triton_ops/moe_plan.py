@@ -16,7 +16,7 @@ from punica.ops.fp8_checks import Scheme
 from punica.ops.moe_checks import check_block_size, check_experts
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops import moe_rules as rules
-from punica.ops.triton_ops.configs import Options, get_lora_op_configs, load_lora_op_config
+from punica.ops.triton_ops.configs import Options, expert_default, load_lora_op_config, tuned_config
 from punica.ops.triton_ops.device import max_tiles
 from punica.ops.triton_ops.fp8_device import TYPES, WIDE, Quant, fp8_format
 from punica.ops.triton_ops.launch import Launch, block_at_least, stages_that_fit, supports_pdl
@@ -200,7 +200,7 @@ def _check_configs(shrink: Numbers, expand: Numbers) -> None:
         raise ValueError(f"shrink_block_size_m is {shrink[0]}, expand_block_size_m {expand[0]}; they must be equal")
 
 
-def tuned_config(site: str | None, part: str, form: ExpertForm, options: Options) -> Config | None:
+def site_config(site: str | None, part: str, form: ExpertForm, options: Options) -> Config | None:
     """Schedule of the tuned file of a site, with the rules' keys; None where there is no file."""
     op_type = f"fused_moe_lora_{site}_{part}"
     if site is None or options.batch_invariant or options.tuned_dir is None:
@@ -208,10 +208,8 @@ def tuned_config(site: str | None, part: str, form: ExpertForm, options: Options
     if load_lora_op_config(op_type, None, options.tuned_dir) is None:
         return None
     hidden, inner = (form.hidden, form.width) if site == "w13" else (form.width, form.hidden)
-    found = get_lora_op_configs(
-        op_type, form.slots, form.tokens, hidden, form.rank, form.slices,
-        moe_intermediate_size=inner, tuned_dir=options.tuned_dir,
-    )  # fmt: skip
+    wanted = (form.slots, form.slices, form.tokens, form.rank, hidden, inner)
+    found = tuned_config(op_type, None, options.tuned_dir, wanted) or expert_default(op_type, form.rank)
     return {"rows": found.get("row_wise", False), "tiles_n": 1} | found
 
 
@@ -233,7 +231,7 @@ def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switc
         check_block_size(block_m, 16)
     tiles = form.pairs if naive else max_tiles(form.pairs, active * form.experts, block_m)
     common = _Common(form, given, switches, how.low, tiles, block_m, given.x.device)
-    tuned = {part: tuned_config(how.site, part, form, how.options) for part in ("shrink", "expand")}
+    tuned = {part: site_config(how.site, part, form, how.options) for part in ("shrink", "expand")}
     if how.configs is not None and not work.invariant:
         shrink, expand = _of_numbers(how.configs[0], True), _of_numbers(how.configs[1], False)
     else:

@@ -13,7 +13,7 @@ from punica.ops.weights import Form, Stack
 
 
 class Batch(Protocol):
-    """A step as kernels read it: a `punica.metadata.LoRABatch`, or its tensors (`flat.tensor_batch.TensorBatch`).
+    """A step as kernels read it: a `punica.metadata.LoRABatch`, or its tensors (`punica.vllm.ops.dense`).
 
     ``tensors``: mapping, sorted rows, counts, starts and ids; ``max_segments``: most entries of the ids in use;
     ``no_lora``: nothing is to be done; ``form``: what decides whether the tensors are legal; ``listed``: `tiles` has

@@ -2,7 +2,7 @@
 
 A call looks up its plan in the weights, by the form of the operands and the step, and launches it. A plan that is not
 there is made after all checks, so that an error leaves nothing behind. Under a graph tracer a call is one node: the
-flat op of the same name (`punica.ops.triton_ops.flat`).
+flat op of the same name (`punica.vllm.ops`).
 """
 
 from contextlib import nullcontext
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from punica.metadata import LoRABatch
+from punica.ops import triton_ops
 from punica.ops.checks import (
     FLAT,
     FLOATS,
@@ -300,4 +301,4 @@ def _call_flat(name: str, operands: tuple, batch: LoRABatch, rows: int, given: d
     """Call the registered op on a step whose tensors have ``rows`` rows."""
     batch.check_rows(rows)
     *tensors, count = batch.meta_args(rows)
-    getattr(torch.ops.punica, name)(*operands, *tensors, num_active_loras=count, **given)
+    getattr(triton_ops, name)(*operands, *tensors, num_active_loras=count, **given)

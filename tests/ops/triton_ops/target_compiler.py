@@ -34,7 +34,7 @@ from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.slot_image import SlotMatrix, pack_image
 from punica.ops.triton_ops.configs import Options, choose
-from punica.ops.triton_ops.flat import TensorBatch
+from punica.vllm.ops.dense import TensorBatch
 from punica.ops.triton_ops.fp8_device import operands
 from punica.ops.triton_ops.launch import IS_ROCM, Launch, shared_memory, supports_pdl
 from punica.ops.triton_ops.lora_expand import ExpandMode, LowRank, plan_expand

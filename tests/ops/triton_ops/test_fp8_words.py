@@ -16,7 +16,7 @@ from triton_batches import EXPANDS, SHRINKS, assert_close
 
 from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.triton_ops import Options
-from punica.ops.triton_ops.flat.tensor_batch import TensorBatch
+from punica.vllm.ops.dense import TensorBatch
 from punica.ops.triton_ops.fp8_device import fp8_format
 from punica.ops.triton_ops.fp8_words import upcast_words
 from punica.ops.triton_ops.launch import INTERPRETED

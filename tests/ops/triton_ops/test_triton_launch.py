@@ -18,7 +18,7 @@ from punica.metadata import LoRABatch, RowGroups
 from punica.ops import weights
 from punica.ops.triton_ops import Options, TritonOps, lora_expand, lora_linear, lora_shrink
 from punica.ops.triton_ops import launch as launching
-from punica.ops.triton_ops.flat.tensor_batch import NAMES as META
+from punica.vllm.ops.dense import NAMES as META
 
 FP16 = torch.float16
 NAMES = (*META, "no_lora_flag_cpu")
