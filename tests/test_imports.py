@@ -24,7 +24,7 @@ RANK = {part: rank for rank, row in enumerate(ORDER) for part in row}
 # beside that order: what each may import
 BESIDE = {
     "cluster": {*RANK},
-    "vllm": {"engine", "ops"},
+    "vllm": {*RANK},
     "serve": {"checks", "processes", "threads", "adapters", "engine", "cluster"},
 }
 PURE = (
@@ -221,7 +221,7 @@ class NoTriton:
 sys.meta_path.insert(0, NoTriton())
 import punica
 # Triton kernels need Triton, the server its extra; everything else is the CPU path
-optional = ("punica.ops.triton_ops", "punica.serve")
+optional = ("punica.ops.triton_ops", "punica.serve", "punica.vllm.ops")
 def import_all(package):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         if not module.name.startswith(optional):

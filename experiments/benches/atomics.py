@@ -21,11 +21,11 @@ from experiments.benches.operators import Problem
 from experiments.measure.timing import Call
 from punica.ops.triton_ops import Options, TritonOps
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick
-from punica.vllm.ops.dense import TensorBatch
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, supports_pdl
 from punica.ops.triton_ops.lora_expand import ExpandMode, LowRank, plan_expand
 from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.weights import LoRAWeights, Stack
+from punica.vllm.ops.dense import TensorBatch
 
 SMALLEST_BLOCK = 128  # of K, in elements
 

@@ -149,7 +149,7 @@ def _complete(op_type: str, leaf: Any, where: str) -> Config:
     return _OPTIONAL.get(op_type, {}) | leaf
 
 
-def tuned_config(op_type: str, add_inputs: bool | None, tuned_dir: str | None, wanted: tuple[int, ...]) -> Config | None:
+def tuned_config(op_type: str, add_inputs: bool | None, tuned_dir: str | None, wanted: Sequence[int]) -> Config | None:
     """Look up segments, slices, rows and sizes in the tuned file; None without file or slices."""
     table = None if tuned_dir is None else _table(op_type, add_inputs, tuned_dir, len(wanted))
     if table is None:

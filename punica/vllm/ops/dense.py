@@ -134,8 +134,9 @@ def lora_linear(given: Given) -> None:
     batch = _step(given)
     if batch.no_lora:
         return
-    lora_a, lora_b, scales = given["lora_a_weights"], given["lora_b_weights"], (given["lora_a_scale"], given["lora_b_scale"])
-    weights = known_weights(lora_a, lora_b, given["lora_ranks"], scales, _schemes(given["schemes"]), FLAT)
+    lora_a, lora_b, ranks = given["lora_a_weights"], given["lora_b_weights"], given["lora_ranks"]
+    scales = given["lora_a_scale"], given["lora_b_scale"]
+    weights = known_weights(lora_a, lora_b, ranks, scales, _schemes(given["schemes"]), FLAT)
     ops = TritonOps(Options(given["batch_invariant"], given["pdl"], given["tuned_dir"]))
     output, inputs, add = given["output_tensor"], given["inputs"], given["add_inputs"]
     ops.linear(output, inputs, weights, batch, given["scaling"], add, given["a_scale"])

@@ -162,8 +162,8 @@ def _run_fused_moe_lora_small_batch(given: Given) -> None:
 
 
 def _call(given: Given, fp8: Fp8Experts | None = None) -> tuple[Experts, int, int, Switches, How]:
-    numbers = tuple([given[f"shrink_{name}"] for name in _NUMBERS]), tuple([given[f"expand_{name}"] for name in _NUMBERS])
-    how = How(numbers, _active(given))
+    shrink, expand = (tuple([given[f"{product}_{name}"] for name in _NUMBERS]) for product in ("shrink", "expand"))
+    how = How((shrink, expand), _active(given))
     return _experts(given, fp8), given["max_lora_rank"], given["top_k_num"], _switches(given), how
 
 

@@ -21,8 +21,8 @@ def get_lora_op_configs(
     sizes: tuple[int, ...] = (batch, hidden_size, rank) if is_shrink else (batch, rank, hidden_size)
     if moe_intermediate_size is not None:
         sizes += (moe_intermediate_size,)
-    found = None if batch_invariant else configs.tuned_config(op_type, add_inputs, tuned_dir, (max_loras, num_slices, *sizes))
-    if found is not None:
+    wanted = (max_loras, num_slices, *sizes)
+    if not batch_invariant and (found := configs.tuned_config(op_type, add_inputs, tuned_dir, wanted)) is not None:
         return dict(found)
     if not (is_shrink or is_expand):
         return configs.expert_default(op_type, rank)

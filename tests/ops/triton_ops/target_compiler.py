@@ -34,7 +34,6 @@ from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.slot_image import SlotMatrix, pack_image
 from punica.ops.triton_ops.configs import Options, choose
-from punica.vllm.ops.dense import TensorBatch
 from punica.ops.triton_ops.fp8_device import operands
 from punica.ops.triton_ops.launch import IS_ROCM, Launch, shared_memory, supports_pdl
 from punica.ops.triton_ops.lora_expand import ExpandMode, LowRank, plan_expand
@@ -44,6 +43,7 @@ from punica.ops.triton_ops.plan import Batch, KernelPlan
 from punica.ops.triton_ops.schedules import Gpu, Problem, Schedule
 from punica.ops.triton_ops.slot_write import SlotTable, write_slot
 from punica.ops.weights import Form, Stack
+from punica.vllm.ops.dense import TensorBatch
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that a block may opt in to (CUDA C++ programming guide, technical specifications per capability)."""

@@ -16,12 +16,12 @@ from triton_batches import EXPANDS, SHRINKS, assert_close
 
 from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.triton_ops import Options
-from punica.vllm.ops.dense import TensorBatch
 from punica.ops.triton_ops.fp8_device import fp8_format
 from punica.ops.triton_ops.fp8_words import upcast_words
 from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.weights import forget_plans
+from punica.vllm.ops.dense import TensorBatch
 from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, product, step
 
 SLOTS = [0, 1, 0, -1, 2, 1, 0, 2]

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-
-from punica.ops import collectives
-from punica.ops.collectives import Collectives
-from punica.ops.experts import ExpertForm
-from punica.ops.triton_ops import moe_align, moe_ops, moe_rules
 from punica.ops.triton_ops.fused_moe_lora import (
     _run_fused_moe_lora_one_shot,
     _run_fused_moe_lora_small_batch,
     fused_moe_lora,
 )
+
+from punica.ops import collectives
+from punica.ops.collectives import Collectives
+from punica.ops.experts import ExpertForm
+from punica.ops.triton_ops import moe_align, moe_ops, moe_rules
 from punica.ops.triton_ops.moe_ops import fused
 from punica.ops.triton_ops.moe_plan import How
 from punica.parallel.group import _concatenate
