@@ -17,8 +17,8 @@ from punica.adapters import LoRAModelManager, random_adapter
 from punica.adapters.synthetic import LLAMA_LORA_MODULES
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
-from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.quant import dequantize, quantize_per_channel
+from punica.ops.scales import PER_CHANNEL
 from punica.ops.weights import LoRAWeights
 
 FORMATS = {

@@ -15,7 +15,7 @@ from punica.adapters.wrap import adapter_component
 from punica.checks import clip
 from punica.layers.packing import Slices
 from punica.layers.utils import ADAPTER_DTYPES
-from punica.ops.checks import check_dtype
+from punica.ops.expect import expect
 from punica.ops.quant import FP8_DTYPES, Fp8Matrix, validate_scales
 
 RESIZED = (
@@ -165,7 +165,7 @@ def _with_scale(key: str, values: Any, name: str, scale: Any) -> Fp8Matrix:
     if not isinstance(values, Tensor) or values.dtype not in FP8_DTYPES:
         kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
         raise TypeError(f"{key!r} is {kind} and has scales in {name!r}; only float8 tensors have scales, drop them")
-    check_dtype(repr(name), scale, ADAPTER_DTYPES)
+    expect(repr(name), scale, dtype=ADAPTER_DTYPES)
     rows = values.shape[0] if values.ndim else 0
     if scale.numel() == 1:
         scale = scale.reshape(1).expand(rows)

@@ -20,8 +20,8 @@ from punica.checks import check_count
 from punica.config import LoRAConfig
 from punica.layers.packing import Blocks, LoRAFactor, Slices
 from punica.layers.utils import base_weight, check_has_data, check_lora_pair, check_slot_index
-from punica.ops.fp8_checks import PER_CHANNEL, PLAIN
 from punica.ops.quant import Fp8Matrix
+from punica.ops.scales import PER_CHANNEL, PLAIN
 from punica.ops.weights import LoRAWeights, Stack
 from punica.wrapper import PunicaWrapperABC
 

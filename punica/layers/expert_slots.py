@@ -18,8 +18,8 @@ from punica.config import LoRAConfig
 from punica.layers.base import BaseLayerWithLoRA, SlotPart
 from punica.layers.packing import LoRAFactor, Slices
 from punica.ops.experts import ExpertLoRAWeights, Fp8Experts, Switches
-from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.quant import Fp8Matrix
+from punica.ops.scales import PER_CHANNEL
 
 Stacks = tuple[Tensor, ...]
 Cut = Callable[[Tensor], Tensor]

@@ -5,7 +5,7 @@
 imported on first use of ``lora_shrink``, ``lora_expand``, ``lora_linear``, their ``_fp8`` kin, the ``fused_moe_lora``
 family or ``moe_lora_align_block_size``, so the CPU path needs no Triton. The six ``sgmv_*`` / ``bgmv_*`` names exist
 twice with one meaning; this package exports the fast ones. FP8 weights: :mod:`~punica.ops.quant` makes them,
-:mod:`~punica.ops.fp8_ops` is the CPU path.
+:mod:`~punica.ops.scales` says what their scales mean. Operands are checked by :mod:`~punica.ops.expect`.
 """
 
 from typing import Any

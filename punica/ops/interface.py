@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from punica.metadata import LoRABatch
+from punica.ops.expect import FLOATS, Sizes, check_columns, expect, expect_slices
 from punica.ops.quant import FP8_DTYPES
-from punica.ops.weights import LoRAWeights, Stack
+from punica.ops.scales import check_activation
+from punica.ops.weights import Form, LoRAWeights, Names, Stack, Weights
 
 
 class Beside(NamedTuple):
@@ -67,9 +69,7 @@ class Ops(Protocol):
         """Quantise as `punica.ops.quant.quantize_per_token`, without its check of values."""
 
 
-def low_rank_of(
-    ops: Ops, x: Tensor, weights: LoRAWeights, batch: Any, scale: float, x_scale: Tensor | None
-) -> Tensor:
+def low_rank_of(ops: Ops, x: Tensor, weights: LoRAWeights, batch: Any, scale: float, x_scale: Tensor | None) -> Tensor:
     """Return the intermediate of `Ops.linear`, float32 ``[n, T', r]``. ``batch``: as ``ops`` take it."""
     a, stored = weights.a.form, weights.b.form.stored
     if a.scheme.use_fp8_w8a8 and x.dtype not in FP8_DTYPES:
@@ -86,3 +86,88 @@ def add_low_rank(ops: Ops, y: Tensor, low: Tensor, weights: LoRAWeights, batch: 
     scheme = weights.b.form.scheme
     low, low_scale = ops.quantize(low, scheme.group_k) if scheme.use_fp8_w8a8 else (low, None)
     ops.expand(y, low, weights.b, batch, 0, add_inputs, low_scale)
+
+
+# --- checks that the backends share ----------------------------------------------------------------------------------
+
+
+def check_shrink(
+    names: Names, y: Tensor, x: Tensor, a: Form, x_scale: Tensor | None, of_y: Sequence[torch.dtype]
+) -> tuple[int, int] | None:
+    """Check x ``[T, K]`` and y ``[n, T, r]``, which has one of the dtypes ``of_y``; return the strides of ``x_scale``
+    (`check_activation`).
+    """
+    stored = a.stored
+    strides = check_activation(names.input, x, x_scale, stored.widths[0], a.scheme, stored)
+    sizes = check_input(names, x, stored)
+    expect(names.output, y, "n T r", dtype=of_y, device=stored.device, sizes=sizes)
+    return strides
+
+
+def check_input(names: Names, x: Tensor, a: Weights) -> Sizes:
+    """Check x ``[T, K]``, whose dtype is A's unless that is FP8; return the sizes of the call."""
+    sizes = {"n": len(a.widths), "r": a.rank, "K": a.widths[0], "of n r K": names.a}
+    expect(names.input, x, "T K", dtype=(a.dtype,) if a.dtype.itemsize > 1 else None, device=a.device, sizes=sizes)
+    return sizes
+
+
+def check_expand(
+    names: Names, y: Tensor, x: Tensor, b: Form, offset_start: Any, x_scale: Tensor | None,
+    of_y: Sequence[torch.dtype],
+) -> tuple[int, int] | None:  # fmt: skip
+    """Check x ``[n, T, r]``, float32 or the dtype of B, and y ``[T, W]``, which has room for the slices; return the
+    strides of ``x_scale``.
+    """
+    stored = b.stored
+    strides = check_activation(names.input, x, x_scale, stored.rank, b.scheme, stored)
+    sizes = check_output(names, y, stored, offset_start, of_y)
+    of_x = (x.dtype,) if b.is_fp8 else (torch.float32, stored.dtype)
+    expect(names.input, x, "n T r", dtype=of_x, device=stored.device, sizes=sizes)
+    return strides
+
+
+def check_output(
+    names: Names, y: Tensor, b: Weights, offset_start: Any, allowed: Sequence[torch.dtype] = FLOATS
+) -> Sizes:
+    """Check y ``[T, W]`` on the device of B: all slices fit its columns from ``offset_start`` on. Return the sizes of
+    the call.
+    """
+    sizes = {"n": len(b.widths), "r": b.rank, "of n r": names.b}
+    expect(names.output, y, "T *", dtype=allowed, device=b.device, sizes=sizes)
+    check_columns(names.output, y, "offset_start", offset_start, b.widths)
+    return sizes
+
+
+def check_last_stride(name: str, y: Tensor) -> None:
+    """Raise ValueError unless rows have no gaps, as kernels want them."""
+    if y.stride(-1) != 1 and y.shape[-1] > 1:
+        raise ValueError(f"{name} needs stride 1 along its last dimension, got strides {y.stride()}")
+
+
+def check_equal_rows(names: Names, x: Tensor, y: Tensor) -> None:
+    """Raise ValueError unless x and y of a linear have equally many rows."""
+    if x.shape[0] != y.shape[0]:
+        raise ValueError(f"{names.input} has {x.shape[0]} rows and {names.output} has {y.shape[0]}; they must be equal")
+
+
+def check_slices(output_slices: Any, weights: Any) -> None:
+    """Check ``output_slices[i] == B_i.shape[-2]`` for all n slices. Weights that are none are left to the operator."""
+    if not isinstance(output_slices, (tuple, list)):
+        raise TypeError(f"output_slices must be a tuple of ints, got {type(output_slices).__name__}")
+    try:
+        widths = [weight.shape[-2] for weight in weights]
+    except (AttributeError, IndexError, TypeError):
+        return
+    if list(output_slices) != widths:
+        raise ValueError(f"output_slices is {list(output_slices)}, the B weights are {widths} wide; they must be equal")
+
+
+def check_parts(name: str, parts: Any, weights: Weights, contiguous: bool = False) -> None:
+    """Check n low-rank operands ``[T', r]``, one per slice of the weights and all alike."""
+    if not isinstance(parts, (tuple, list)):
+        raise TypeError(f"{name} must be a tensor [n, T, r] or a tuple of n tensors [T, r], got {type(parts).__name__}")
+    allowed = (*FLOATS, *FP8_DTYPES) if weights.dtype.itemsize == 1 else FLOATS
+    expect_slices(
+        name, parts, "T r", dtype=allowed, sizes=weights.sizes("the weights"), count=len(weights.widths),
+        device=weights.device, contiguous=contiguous,
+    )  # fmt: skip

@@ -12,10 +12,16 @@ import torch
 from torch import Tensor
 
 from punica.ops import collectives
-from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Numbers, Switches
-from punica.ops.fp8_checks import Scheme
-from punica.ops.moe_checks import check_alignment, check_experts
-from punica.ops.quant import FP8_MAX, upcast
+from punica.ops.experts import (
+    ExpertForm,
+    ExpertLoRAWeights,
+    Experts,
+    Numbers,
+    Switches,
+    check_alignment,
+    check_experts,
+)
+from punica.ops.scales import Scheme, real_rows, real_weight, rounded
 
 Group = tuple[int, int, Tensor]
 """Slot, expert, pairs."""
@@ -87,7 +93,8 @@ def fused_moe_lora(
     ranks, gathered = _ranks_by_slot(given, form), form.rank != form.full_rank
     first = collectives.current().rank() * form.rank if gathered else 0
     read_a, read_b = _readers(given)
-    x = _real_rows(given)
+    fp8 = given.fp8
+    x = given.x.float() if fp8 is None else real_rows(given.x, fp8.x_scale, fp8.shrink)
     for slot, expert, pairs in groups:
         rows = x[pairs // form.factor]
         for s, part in enumerate(low):
@@ -96,8 +103,8 @@ def fused_moe_lora(
     if switches.fully_sharded:
         group = collectives.current()
         low = group.all_gather(low) if gathered else group.all_reduce(low)
-    if given.fp8 is not None and given.fp8.h_scale is not None:
-        low = rounded(low, given.fp8.h_scale, given.fp8.expand, given.lora_b[0].dtype)
+    if fp8 is not None and fp8.h_scale is not None:
+        low = rounded(low, fp8.h_scale, fp8.expand, given.lora_b[0].dtype)
     weights = given.topk_weights.reshape(-1, 1).float() if switches.mul_routed_weight else None
     rows_of_y = given.output.view(form.pairs, -1)[:, switches.offset :]
     for slot, expert, pairs in groups:
@@ -123,17 +130,11 @@ def _readers(given: Experts) -> tuple[Reader, Reader]:
     def reader(weights: Sequence[Tensor], scales: Sequence[Tensor] | None, scheme: Scheme | None) -> Reader:
         if scales is None or scheme is None:
             return lambda s, slot, expert: weights[s][slot, expert].float()
-        return lambda s, slot, expert: real_weight(weights[s], scales[s], slot, expert, scheme)
+        return lambda s, slot, expert: real_weight(weights[s][slot, expert], scales[s][slot, expert], scheme)
 
     if fp8 is None:
         return reader(given.lora_a, None, None), reader(given.lora_b, None, None)
     return reader(given.lora_a, fp8.a_scale, fp8.shrink), reader(given.lora_b, fp8.b_scale, fp8.expand)
-
-
-def _real_rows(given: Experts) -> Tensor:
-    """Activations as float32."""
-    x, fp8 = given.x.float(), given.fp8
-    return x if fp8 is None or fp8.x_scale is None else x * over_columns(fp8.x_scale, x.shape[1], fp8.shrink)
 
 
 def _groups(given: Experts, form: ExpertForm) -> Iterator[Group]:
@@ -164,30 +165,6 @@ def _naive_groups(given: Experts, form: ExpertForm, active: list[int]) -> Iterat
     found, counts = keys[order].unique_consecutive(return_counts=True)
     for key, part in zip(found.tolist(), pairs[order].split(counts.tolist()), strict=True):
         yield key // form.experts, key % form.experts, part
-
-
-def real_weight(stored: Tensor, scale: Tensor, slot: int, expert: int, scheme: Scheme) -> Tensor:
-    """``[N, K]`` float32 of an expert of an adapter."""
-    weight, own = upcast(stored[slot, expert]), scale[slot, expert]
-    if scheme.block_wise:
-        own = own.reshape(own.shape[:2]).repeat_interleave(scheme.group_n, 0)[: weight.shape[0]]
-        return weight * own.repeat_interleave(scheme.group_k, 1)[:, : weight.shape[1]]
-    return weight * own.reshape(-1, 1)
-
-
-def over_columns(scale: Tensor, k: int, scheme: Scheme) -> Tensor:
-    """Scales of rows, broadcast to ``[..., rows, k]``."""
-    if scale.numel() == 1:
-        return scale.reshape(())
-    if scale.ndim == 1 or scale.shape[1] == 1:
-        return scale.reshape(-1, 1)
-    return scale.repeat_interleave(scheme.group_k, 1)[:, :k]
-
-
-def rounded(low: Tensor, scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
-    """Round ``low [..., T*k, R]`` to FP8 ``dtype`` with these scales; float32 again."""
-    factor, limit = over_columns(scale, low.shape[-1], scheme), FP8_MAX[dtype]
-    return (low / factor).clamp(-limit, limit).to(dtype).float() * factor
 
 
 class TorchExpertOps:

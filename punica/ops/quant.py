@@ -13,6 +13,8 @@ NaN and an inf gives an inf scale. TypeError: no tensor or not a dtype that can 
 ValueError: shapes, sizes, or an element that is not finite, with its index.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from punica.ops.checks import WITH_DOUBLE, check_dtype
+from punica.ops.expect import FLOAT32, WITH_DOUBLE, expect
 
 E4M3 = torch.float8_e4m3fn
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -60,10 +62,10 @@ def quantize_blockwise(
     rows, columns = w.shape[-2:]
     # zeros around the edge change no maximum
     padded = F.pad(w.float().abs(), (0, -columns % block_k, 0, -rows % block_n))
-    counts = _counts(w, blocks)
+    counts = block_counts(w, blocks)
     tiles = padded.reshape(*w.shape[:-2], counts[0], block_n, counts[1], block_k)
     scale = _scale_of(_largest(_largest(tiles).transpose(-1, -2)), dtype)
-    return _stored(w, _over_elements(scale, w.shape, blocks), dtype), scale
+    return _stored(w, over_elements(scale, w.shape, blocks), dtype), scale
 
 
 def quantize_per_token(
@@ -90,14 +92,14 @@ def dequantize(q: Tensor, scale: Tensor, block: Sequence[int] | None = None) -> 
     """Return the float32 values behind ``q``: exact products with a scale per tensor (0-d or one element), per channel
     (``q.shape[:-1]``), or with ``block`` ``(block_n, block_k)`` per block.
     """
-    check_dtype("q", q, FP8_DTYPES)
-    check_dtype("scale", scale, (torch.float32,))
+    expect("q", q, dtype=FP8_DTYPES)
+    expect("scale", scale, dtype=FLOAT32)
     if block is not None:
         blocks = _check_blocks(block)
-        wanted = (*q.shape[:-2], *_counts(q, blocks))
+        wanted = (*q.shape[:-2], *block_counts(q, blocks))
         if tuple(scale.shape) != wanted:
             raise ValueError(f"scale has shape {tuple(scale.shape)}; blocks {blocks} of {tuple(q.shape)} need {wanted}")
-        return q.float() * _over_elements(scale, q.shape, blocks)
+        return q.float() * over_elements(scale, q.shape, blocks)
     if scale.numel() == 1:
         return q.float() * scale.reshape(())
     if scale.shape != q.shape[:-1]:
@@ -122,7 +124,7 @@ def validate_scales(scales: Tensor | Sequence[Tensor], name: str) -> None:
     """
     for i, scale in enumerate([scales] if isinstance(scales, Tensor) else scales):
         label = name if isinstance(scales, Tensor) else f"{name}[{i}]"
-        check_dtype(label, scale, (torch.float32,))
+        expect(label, scale, dtype=FLOAT32)
         bad = (~torch.isfinite(scale) | (scale < 0)).nonzero()
         if len(bad):
             index = tuple(bad[0].tolist())
@@ -146,8 +148,8 @@ class Fp8Matrix:
     scale: Tensor
 
     def __post_init__(self) -> None:
-        check_dtype("values", self.values, FP8_DTYPES)
-        check_dtype("scale", self.scale, (torch.float32,))
+        expect("values", self.values, dtype=FP8_DTYPES)
+        expect("scale", self.scale, dtype=FLOAT32)
         if self.values.ndim not in (2, 3) or self.scale.shape != self.values.shape[:-1]:
             raise ValueError(
                 f"values have shape {tuple(self.values.shape)} and scale {tuple(self.scale.shape)}; expected [N, K] "
@@ -155,7 +157,7 @@ class Fp8Matrix:
             )
 
     @classmethod
-    def of(cls, w: "Tensor | Fp8Matrix", dtype: torch.dtype, *, check: bool = True) -> "Fp8Matrix":
+    def of(cls, w: Tensor | Fp8Matrix, dtype: torch.dtype, *, check: bool = True) -> Fp8Matrix:
         """Quantise ``w [..., N, K]`` per channel; itself where it is that already."""
         if isinstance(w, Fp8Matrix):
             if w.dtype == dtype:
@@ -187,12 +189,12 @@ class Fp8Matrix:
         """Return the matrix in float32, of the same shape."""
         return dequantize(self.values, self.scale)
 
-    def scaled(self, factor: float) -> "Fp8Matrix":
+    def scaled(self, factor: float) -> Fp8Matrix:
         """Multiply the matrix by ``factor``, by its scales: the values stay, but for the sign of a negative factor."""
         values = self.values if factor >= 0 else (-self.values.float()).to(self.dtype)
         return Fp8Matrix(values, self.scale * abs(factor))
 
-    def cut(self, part: Callable[[Tensor], Any]) -> "Fp8Matrix":
+    def cut(self, part: Callable[[Tensor], Any]) -> Fp8Matrix:
         """Cut out ``part`` of the matrix, a function that selects rows and columns of a tensor: the scales are cut as
         the values are.
         """
@@ -201,7 +203,7 @@ class Fp8Matrix:
         scale = part(self.scale[..., None].expand(self.shape))
         return Fp8Matrix(values, scale[..., 0].contiguous() if values.shape[-1] else scale.sum(-1))
 
-    def split(self, sizes: Sequence[int]) -> "list[Fp8Matrix]":
+    def split(self, sizes: Sequence[int]) -> list[Fp8Matrix]:
         """Split one matrix into blocks of so many rows each."""
         return [
             Fp8Matrix(*part) for part in zip(self.values.split(list(sizes)), self.scale.split(list(sizes)), strict=True)
@@ -212,7 +214,7 @@ class Fp8Matrix:
 
 
 def _check_source(name: str, w: Any, dtype: torch.dtype, check: bool, least_dims: int = 0) -> None:
-    check_dtype(name, w, WITH_DOUBLE)
+    expect(name, w, dtype=WITH_DOUBLE)
     if dtype not in FP8_MAX:
         raise TypeError(f"dtype is {dtype}; FP8 formats are {', '.join(map(str, FP8_MAX))}")
     if w.ndim < least_dims:
@@ -242,11 +244,11 @@ def _stored(w: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return saturated(w.float() / scale, dtype)
 
 
-def _counts(w: Tensor, block: tuple[int, int]) -> tuple[int, int]:
+def block_counts(w: Tensor, block: tuple[int, int]) -> tuple[int, int]:
     return -(-w.shape[-2] // block[0]), -(-w.shape[-1] // block[1])
 
 
-def _over_elements(scale: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
+def over_elements(scale: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
     """Return block scales repeated to the elements of a tensor of ``shape``."""
     rows = scale.repeat_interleave(block[0], -2)[..., : shape[-2], :]
     return rows.repeat_interleave(block[1], -1)[..., : shape[-1]]

@@ -18,19 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from punica.ops.checks import check_slot_range
 from punica.ops.paper_ops import PaperOps
-
-
-def _compute_dtype(*tensors: Tensor) -> torch.dtype:
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
-def _rows_by_slot(slots: Tensor, num_slots: int) -> list[tuple[int, Tensor]]:
-    """Return ``(slot, rows)`` for every slot >= 0 in use. Rows at -1 are left out: -1 would index the last slot."""
-    used = slots.unique().tolist()
-    check_slot_range(used, num_slots, "lora_indices_tensor")
-    return [(slot, (slots == slot).nonzero().flatten()) for slot in used if slot >= 0]
 
 
 def _multiply(
@@ -39,12 +27,20 @@ def _multiply(
     """Compute ``output[t] (+)= scaling * inputs[t] @ weights[slots[t]]^T`` for checked arguments."""
     if any(tensor.is_meta for tensor in (inputs, weights, output, slots)):
         return
-    dtype = _compute_dtype(inputs, weights, output)
-    groups = _rows_by_slot(slots, weights.shape[0])
+    wide = torch.float64 in (inputs.dtype, weights.dtype, output.dtype)
+    dtype = torch.float64 if wide else torch.float32
+    used, most = slots.unique().tolist(), weights.shape[0] - 1
+    for slot in used:
+        if not -1 <= slot <= most:
+            raise ValueError(
+                f"lora_indices_tensor holds slot {slot}; the weights have slots 0 to {most} (-1 = no adapter)"
+            )
     if zero_idle:
         output.zero_()
-    for slot, rows in groups:
-        rows = rows.to(output.device)
+    for slot in used:
+        if slot == -1:  # would index the last slot
+            continue
+        rows = (slots == slot).nonzero().flatten().to(output.device)
         product = scaling * (inputs[rows].to(dtype) @ weights[slot].to(dtype).t())
         if add:
             product = output[rows].to(dtype) + product

@@ -5,34 +5,22 @@ functions named after the paper's operators mean exactly what `punica.ops.refere
 tensors and run the same code.
 
 How a product is computed depends on the layout of the rows (`punica.metadata.SegmentPlan`) and on dtype and processor
-(`punica.ops.segment_gemm`). Weights are never gathered: a run of segments multiplies a view of the stack. FP8 weights
-are dequantised slot by slot (`punica.ops.fp8_ops`).
+(`punica.ops.segment_gemm`). Weights are never gathered: a run of segments multiplies a view of the stack.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from punica.metadata import LoRABatch
-from punica.ops import fp8_ops
-from punica.ops.checks import (
-    FLOATS,
-    STEP,
-    WITH_DOUBLE,
-    check_dtype,
-    check_equal_rows,
-    check_input,
-    check_low_rank,
-    check_output,
-    check_scale,
-)
-from punica.ops.fp8_checks import check_activation
-from punica.ops.interface import ALONE, Beside, add_low_rank, low_rank_of
+from punica.ops.expect import FLOATS, WITH_DOUBLE, check_scale, expect
+from punica.ops.interface import ALONE, Beside, add_low_rank, check_equal_rows, check_expand, check_shrink, low_rank_of
 from punica.ops.paper_ops import PaperOps
-from punica.ops.quant import FP8_DTYPES, quantize_per_token
-from punica.ops.segment_calls import Cut, cut, multiply_products
-from punica.ops.weights import LoRAWeights, Stack
+from punica.ops.quant import quantize_per_token
+from punica.ops.scales import real_rows, real_weight
+from punica.ops.segment_gemm import Cut, cut, multiply_products
+from punica.ops.weights import STEP, LoRAWeights, Stack, weights_3d
 
 _MOST_CUTS = 64  # of a stack on one step; a full table starts anew
 
@@ -50,13 +38,14 @@ class TorchOps:
         accumulate: bool = False, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Shrink hidden size to rank."""
-        check_dtype(STEP.input, x, (*WITH_DOUBLE, *FP8_DTYPES))
+        expect(STEP.input, x)
         check_scale(STEP.scale, scale)
         if not x.shape[0]:
             return
         if a.form.is_fp8:
-            _check_shrink(y, x, a, batch, x_scale)
-            fp8_ops.shrink(y, x, a, batch, scale, accumulate, x_scale)
+            check_shrink(STEP, y, x, a.form, x_scale, FLOATS)
+            batch.check_rows(x.shape[0])
+            _shrink_fp8(y, x, a, batch, scale, accumulate, x_scale)
         else:
             _shrink(_cut(y, x, a, batch, 0, x_scale), x, y, scale, accumulate)
 
@@ -65,13 +54,14 @@ class TorchOps:
         add_inputs: bool = True, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Expand rank to hidden size."""
-        check_dtype(STEP.output, y, WITH_DOUBLE)
-        check_dtype(STEP.input, x, (*WITH_DOUBLE, *FP8_DTYPES))
+        expect(STEP.output, y)
+        expect(STEP.input, x)
         if not y.shape[0]:
             return
         if b.form.is_fp8:
-            _check_expand(y, x, b, batch, offset_start, x_scale)
-            fp8_ops.expand(y, x, b, batch, offset_start, add_inputs, x_scale)
+            check_expand(STEP, y, x, b.form, offset_start, x_scale, FLOATS)
+            batch.check_rows(y.shape[0])
+            _expand_fp8(y, x, b, batch, offset_start, add_inputs, x_scale)
         else:
             _expand(_cut(y, x, b, batch, offset_start, x_scale), b.tensors, x, y, offset_start, add_inputs)
 
@@ -82,8 +72,8 @@ class TorchOps:
         """Run both. There is no second stream, and base products are the caller's."""
         if beside is not ALONE:
             raise NotImplementedError("TorchOps computes no base product; multiply it before")
-        check_dtype(STEP.input, x, (*WITH_DOUBLE, *FP8_DTYPES))
-        check_dtype(STEP.output, y, WITH_DOUBLE)
+        expect(STEP.input, x)
+        expect(STEP.output, y)
         check_equal_rows(STEP, x, y)
         if x.shape[0]:
             low = low_rank_of(self, x, weights, batch, scale, x_scale)
@@ -103,27 +93,12 @@ def _cut(y: Tensor, x: Tensor, stack: Stack, batch: LoRABatch, offset: int, x_sc
     known = stack.cuts.get(key)
     if known is None or known.ranks != ranks:
         if stack.rank_dim == -2:
-            _check_shrink(y, x, stack, batch, x_scale)
+            check_shrink(STEP, y, x, stack.form, x_scale, WITH_DOUBLE)
         else:
-            _check_expand(y, x, stack, batch, offset, x_scale)
+            check_expand(STEP, y, x, stack.form, offset, x_scale, WITH_DOUBLE)
+        batch.check_rows(y.shape[-2])
         known = stack.cuts[key] = cut(plan, stack.tensors, stack.rank_dim, ranks, x, y)
     return known
-
-
-def _check_shrink(y: Tensor, x: Tensor, a: Stack, batch: LoRABatch, x_scale: Tensor | None) -> None:
-    form, is_fp8 = a.form.stored, a.form.is_fp8
-    check_activation(STEP.input, x, x_scale, form.widths[0], a.form.scheme, form)
-    check_input(STEP.input, x, form, STEP.a)
-    check_low_rank(STEP.output, y, form, x.shape[0], FLOATS if is_fp8 else WITH_DOUBLE)
-    batch.check_rows(x.shape[0])
-
-
-def _check_expand(y: Tensor, x: Tensor, b: Stack, batch: LoRABatch, offset: int, x_scale: Tensor | None) -> None:
-    form, is_fp8 = b.form.stored, b.form.is_fp8
-    check_output(STEP.output, y, form, offset, FLOATS if is_fp8 else WITH_DOUBLE)
-    check_activation(STEP.input, x, x_scale, form.rank, b.form.scheme, form)
-    check_low_rank(STEP.input, x, form, y.shape[0], (x.dtype,) if is_fp8 else (torch.float32, form.dtype))
-    batch.check_rows(y.shape[0])
 
 
 def _shrink(call: Cut, x: Tensor, y: Tensor, scale: float, accumulate: bool) -> None:
@@ -161,6 +136,67 @@ def _expand(call: Cut, tensors: Sequence[Tensor], x: Tensor, y: Tensor, offset_s
         sums = target.index_select(0, rows)
         multiply_products(sums, low.index_select(0, rows), part, 1.0, beta, rank_of_out=False)
         target.index_copy_(0, rows, sums)
+
+
+# --- FP8 weights, dequantised slot by slot: only those in use, up to their true rank ---------------------------------
+
+
+def _shrink_fp8(
+    y: Tensor, x: Tensor, a: Stack, batch: LoRABatch, scale: float, accumulate: bool, x_scale: Tensor | None
+) -> None:
+    segments, scheme = list(_segments(batch, a)), a.form.scheme
+    if not accumulate:
+        y.zero_()
+    real = real_rows(x, x_scale, scheme)
+    for slot, rows in segments:
+        for i, (stacked, scales) in enumerate(zip(a.tensors, a.scales, strict=True)):
+            rank = _true_rank(a, i, slot)
+            weight = real_weight(weights_3d(stacked)[slot], scales[slot], scheme)
+            sums = scale * (real[rows] @ weight[:rank].t())
+            if accumulate:
+                sums += y[i, rows, :rank].float()
+            y[i, rows, :rank] = sums.to(y.dtype)
+
+
+def _expand_fp8(
+    y: Tensor, x: Tensor, b: Stack, batch: LoRABatch, offset_start: int, add_inputs: bool, x_scale: Tensor | None
+) -> None:
+    scheme, widths = b.form.scheme, b.form.stored.widths
+    real = real_rows(x, x_scale, scheme)
+    for slot, rows in _segments(batch, b):
+        column = offset_start
+        for i, (stacked, scales, width) in enumerate(zip(b.tensors, b.scales, widths, strict=True)):
+            rank = _true_rank(b, i, slot)
+            weight = real_weight(weights_3d(stacked)[slot], scales[slot], scheme)
+            sums = real[i, rows, :rank] @ weight[:, :rank].t()
+            if add_inputs:
+                sums += y[rows, column : column + width].float()
+            y[rows, column : column + width] = sums.to(y.dtype)
+            column += width
+
+
+def _segments(batch: LoRABatch, stack: Stack) -> Iterator[tuple[int, Tensor]]:
+    """Yield every slot in use and the rows that use it. ValueError: a slot beyond the weights."""
+    slots, counts = batch.rows.present
+    device, most = stack.form.stored.device, stack.form.stored.slots
+    if slots.size and slots[-1] >= most:
+        raise ValueError(f"the step uses slot {slots[-1]}; the weights have slots 0 to {most - 1}")
+    order, start = torch.from_numpy(batch.rows.order), 0
+    for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+        if slot >= 0:
+            yield slot, order[start : start + count].to(device)
+        start += count
+
+
+def _true_rank(stack: Stack, i: int, slot: int) -> int:
+    most = stack.form.stored.rank
+    rank = most if stack.ranks is None else int(stack.ranks[i, slot])
+    if not 0 <= rank <= most:
+        raise ValueError(f"lora_ranks holds {rank} for slot {slot}; expected 0 to {most}")
+    return rank
+
+
+# --- the operators named after the paper's ---------------------------------------------------------------------------
 
 
 def _shrink_lanes(x: Tensor, weights: Tensor, lanes: Tensor, slots: Tensor, scaling: float) -> None:

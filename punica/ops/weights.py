@@ -5,7 +5,7 @@ ranks. `LoRAWeights` is the A and B of one product. The layer that owns the tens
 *in place* at any time (an adapter loaded into a slot); tensors that move or change their shape need a new object.
 
 Kernel plans depend on the form of the weights and not on their addresses, so objects of one form share them. The torch
-operators' plans are views of the weights (`punica.ops.segment_calls`) and belong to one stack.
+operators' plans are views of the weights (`punica.ops.segment_gemm`) and belong to one stack.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from punica.ops.checks import FLOATS, STEP, WITH_DOUBLE, Names, Weights, check_ranks, describe_weights, storage_order
-from punica.ops.fp8_checks import PLAIN, Scales, Scheme, check_no_scheme, check_scales, same_activations
+from punica.ops.expect import FLOATS, INT32, WITH_DOUBLE, Sizes, expect, expect_slices
 from punica.ops.quant import FP8_DTYPES, validate_scales
+from punica.ops.scales import PLAIN, Scheme, check_scales
 
 Scaled = Sequence[Tensor] | None
 """Scales of FP8 weights, one tensor per slice; None of others."""
@@ -31,6 +31,56 @@ def is_traced() -> bool:
     A profiler is none: a profiled step launches the kernels of any other step, under the names of `named`.
     """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+class Names(NamedTuple):
+    """The caller's names of the operands, used in messages."""
+
+    input: str
+    output: str
+    a: str
+    b: str
+    scale: str
+    a_scale: str = "lora_a_scale"
+    b_scale: str = "lora_b_scale"
+
+
+STEP = Names("x", "y", "lora_a_stacked", "lora_b_stacked", "scale")
+"""Operators that take a `LoRABatch`."""
+FLAT = Names("inputs", "output_tensor", "lora_a_weights", "lora_b_weights", "scaling")
+"""Operators that take tensors of metadata."""
+
+
+class Weights(NamedTuple):
+    """Form of the weights of all n slices: A slices are ``[slots, rank, widths[i]]`` (all widths are K), B slices
+    ``[slots, widths[i], rank]``. ``row_major``: stored in this order; else the last two dimensions are swapped.
+    """
+
+    slots: int
+    rank: int
+    widths: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    row_major: bool = True
+
+    def sizes(self, owner: str) -> Sizes:
+        """Sizes of a call with these weights, for `expect`."""
+        return {"n": len(self.widths), "r": self.rank, "L": self.slots, "of n r L": owner}
+
+
+class Scales(NamedTuple):
+    """Strides of the weights' scales, per slice: of slot, column (or column block) and K block; 0 where a scale does
+    not depend on it."""
+
+    slot: tuple[int, ...]
+    column: tuple[int, ...]
+    block: tuple[int, ...]
+
+    @classmethod
+    def of(cls, scales: Sequence[Tensor], dims: int) -> Scales:
+        """Read the strides of checked scales, which have ``dims`` dimensions, or a 1 behind the slots besides."""
+        strides = [one.stride() if one.ndim == dims else (one.stride(0), *one.stride()[2:]) for one in scales]
+        return cls(*zip(*[(*stride, 0, 0)[:3] for stride in strides], strict=True))
 
 
 class Form(NamedTuple):
@@ -58,7 +108,7 @@ class Stack:
     Args:
         rank_dim: -2 for A, -1 for B.
         ranks: int32 ``[n, L]``, true rank per slice and slot (None: r).
-        scales: of FP8 weights one float32 tensor per slice, shaped as ``scheme`` says (`punica.ops.fp8_checks`).
+        scales: of FP8 weights one float32 tensor per slice, shaped as ``scheme`` says (`punica.ops.scales`).
         names: the caller's names of the operands, for messages.
 
     Attributes: ``tensors``, ``ranks``, ``scales``, ``form``; ``plans`` of the Triton operators, shared by all stacks of
@@ -155,9 +205,7 @@ def forget_plans() -> None:
         table.clear()
 
 
-def _form(
-    tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names
-) -> Form:
+def _form(tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names) -> Form:
     """Return the form of checked tensors; each combination of shapes, strides, dtypes and devices is checked once."""
     lists = isinstance(tensors, (tuple, list)), scales is None or isinstance(scales, (tuple, list))
     try:
@@ -177,35 +225,58 @@ def _form(
     return known
 
 
-def _checked(
-    tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names
-) -> Form:
+def _checked(tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names) -> Form:
     is_a = rank_dim == -2
     label, scale_label = (names.a, names.a_scale) if is_a else (names.b, names.b_scale)
     scheme.check()
     first = tensors[0] if isinstance(tensors, (tuple, list)) and tensors else None
     scaled = len(scales) > 0 if isinstance(scales, (tuple, list)) else scales is not None
     plain = not scaled and getattr(first, "dtype", None) not in FP8_DTYPES
-    stored = describe_weights(label, tensors, rank_dim, WITH_DOUBLE if plain else FP8_DTYPES)
-    order = storage_order(tensors)
-    stored = stored._replace(row_major=order is not False)
-    check_ranks(ranks, stored)
+    dims = "L (1) r K" if is_a else "L (1) * r"
+    expect_slices(label, tensors, dims, dtype=WITH_DOUBLE if plain else FP8_DTYPES, sizes={})
+    weight, order = tensors[0], _storage_order(tensors)
+    widths = tuple([tensor.shape[-3 - rank_dim] for tensor in tensors])
+    stored = Weights(weight.shape[0], weight.shape[rank_dim], widths, weight.dtype, weight.device, order is not False)
+    if ranks is not None:
+        sizes = stored.sizes(label)
+        expect("lora_ranks", ranks, "n L", dtype=INT32, device=stored.device, sizes=sizes, contiguous=True)
     form = Form(stored, order is not None, ranks is not None)
-    if plain:
-        check_no_scheme(scheme)
-        return form
-    return form._replace(scheme=scheme, scales=check_scales(scale_label, scales, stored, is_a, scheme))
+    if not plain:
+        check_scales(scale_label, scales, tensors, scheme)
+        return form._replace(scheme=scheme, scales=Scales.of(scales, 1 + len(scheme.shape(1, 1))))
+    if scheme.use_fp8_w8a8:
+        raise TypeError("use_fp8_w8a8 needs float8 weights with b_scale; these weights are not float8")
+    if scheme != PLAIN:
+        raise ValueError(f"{scheme} needs float8 weights with b_scale; leave it out for other weights")
+    return form
+
+
+def _storage_order(weights: Sequence[Tensor]) -> bool | None:
+    """Return the storage order of all slices: True row-major, False with the last two dimensions swapped, else None."""
+    orders = set()
+    for weight in weights:
+        row_major, swapped = weight.is_contiguous(), weight.transpose(-1, -2).is_contiguous()
+        if not (row_major or swapped):
+            return None
+        if not (row_major and swapped):  # a slice of width 1 is stored either way
+            orders.add(row_major)
+    return None if len(orders) > 1 else orders.pop() if orders else True
+
+
+def weights_3d(weights: Tensor) -> Tensor:
+    """View checked weights ``[L, (1,) out, in]`` without the 1."""
+    return weights if weights.ndim == 3 else weights.squeeze(1)
 
 
 def check_stored(stack: Stack, name: str) -> None:
     """Check a stack for kernels: 16 or 32 bits or FP8, and memory in one order."""
-    from_dtype = stack.form.stored.dtype
-    if from_dtype not in (*FLOATS, *FP8_DTYPES):
-        raise TypeError(f"{name} has dtype {from_dtype}, expected {' or '.join(map(str, FLOATS))}")
+    dtype = stack.form.stored.dtype
+    if dtype not in (*FLOATS, *FP8_DTYPES):
+        raise TypeError(f"{name} has dtype {dtype}, expected {' or '.join(map(str, FLOATS))}")
     if stack.form.addressable:
         return
     for i, weight in enumerate(stack.tensors):
-        if not (weight.is_contiguous() or weight.transpose(-1, -2).is_contiguous()):
+        if _storage_order([weight]) is None:
             raise ValueError(
                 f"{name}[{i}] (shape {tuple(weight.shape)}, strides {weight.stride()}) is contiguous neither row-major "
                 "nor with its last two dimensions swapped: pass a contiguous tensor"
@@ -229,4 +300,5 @@ def _check_pair(a_form: Form, b_form: Form, names: Names) -> None:
             f"{names.a} has rank {a.rank}, {names.b} rank {b.rank}; must be equal. Rank-sharded weights go through "
             "add_shrink (lora_shrink), a collective and add_expand (lora_expand)"
         )
-    same_activations(a_form.scheme, b_form.scheme)
+    if a_form.scheme.use_fp8_w8a8 != b_form.scheme.use_fp8_w8a8:
+        raise ValueError("use_fp8_w8a8 differs between shrink and expand; quantise the activations of both or neither")

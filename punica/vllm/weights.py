@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from punica.ops.checks import STEP, Names, check_keywords
+from punica.ops.expect import check_keywords
 from punica.ops.experts import Fp8Experts
-from punica.ops.fp8_checks import PLAIN, Scheme
-from punica.ops.weights import LoRAWeights, Scaled, Stack, is_traced
+from punica.ops.scales import PLAIN, Scheme
+from punica.ops.weights import STEP, LoRAWeights, Names, Scaled, Stack, is_traced
 
 T = TypeVar("T")
 Group = Tensor | Sequence[Tensor] | None

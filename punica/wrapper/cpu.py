@@ -4,7 +4,8 @@ import torch
 
 from punica.metadata import LoRABatch
 from punica.ops import moe_torch
-from punica.ops.checks import check_low_rank, check_parts
+from punica.ops.expect import FLOAT32, expect
+from punica.ops.interface import check_parts
 from punica.ops.torch_ops import TorchOps
 from punica.ops.weights import LoRAWeights
 from punica.wrapper.base import PunicaWrapperBase
@@ -28,7 +29,8 @@ class PunicaWrapperCPU(PunicaWrapperBase):
         """The buffer is filled by a shrink of its own."""
         b = weights.b.form.stored
         if isinstance(buffer, torch.Tensor):
-            check_low_rank("buffer", buffer, b, x.shape[0], (torch.float32,))
+            sizes = b.sizes("lora_b_stacked") | {"T": x.shape[0], "of T *": "x"}
+            expect("buffer", buffer, "n T r", dtype=FLOAT32, device=b.device, sizes=sizes)
         elif buffer is not None:
             check_parts("buffer", buffer, b)
         if batch.no_lora:

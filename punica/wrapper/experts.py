@@ -13,9 +13,16 @@ With FP8 weights and ``use_fp8_w8a8`` an x that is not FP8 is quantised per toke
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from punica.ops.checks import FLOATS
-from punica.ops.experts import Assignment, ExpertLoRAWeights, ExpertOps, Experts, Fp8Experts
-from punica.ops.moe_checks import check_mapping, check_routing
+from punica.ops.expect import FLOATS
+from punica.ops.experts import (
+    Assignment,
+    ExpertLoRAWeights,
+    ExpertOps,
+    Experts,
+    Fp8Experts,
+    check_mapping,
+    check_routing,
+)
 from punica.wrapper.linear import LinearMethods
 
 

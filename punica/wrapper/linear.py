@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from punica.ops.checks import FLOATS, check_dtype
+from punica.ops.expect import FLOATS, expect
 from punica.ops.interface import ALONE, Beside, Ops
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.weights import LoRAWeights, Stack
@@ -95,6 +95,6 @@ def viewed_as_rows(name: str, y: torch.Tensor) -> torch.Tensor:
 
 def check_rows_of(name: str, value: Any) -> None:
     """TypeError unless ``value`` is a floating tensor, ValueError unless it has rows."""
-    check_dtype(name, value, (*FLOATS, *FP8_DTYPES))
+    expect(name, value, dtype=(*FLOATS, *FP8_DTYPES))
     if value.ndim < 2:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, expected rows: at least 2 dimensions")

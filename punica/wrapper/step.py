@@ -8,7 +8,7 @@ import torch
 from punica.checks import check_count
 from punica.config import LoRAConfig
 from punica.metadata import LoRABatch, LoRAMapping, RowGroups, mapped_rows
-from punica.ops.checks import check_keywords
+from punica.ops.expect import check_keywords
 
 
 class StepMetadata:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from punica.ops.experts import Experts, Fp8Experts, Switches
-from punica.ops.fp8_checks import Scheme
+from punica.ops.scales import Scheme
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCHEMES: dict[str, dict[str, Any]] = {

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from punica.metadata import LoRABatch
-from punica.ops.fp8_checks import PLAIN, Scheme
 from punica.ops.interface import ALONE, Beside, Ops
+from punica.ops.scales import PLAIN, Scheme
 from punica.ops.torch_ops import TorchOps
 from punica.ops.weights import LoRAWeights, Stack
 

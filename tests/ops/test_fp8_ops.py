@@ -6,7 +6,7 @@ import torch
 from fp8_batches import E4M3, E5M2, MODES, Stack, fp8, product, real_rows
 
 from punica.metadata import LoRABatch, RowGroups
-from punica.ops.fp8_checks import Scheme
+from punica.ops.scales import Scheme
 from tests.ops.step_calls import TORCH
 
 SLOTS = [1, -1, 0, 2, 2, 0, -1]

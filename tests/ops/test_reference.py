@@ -118,7 +118,7 @@ def test_meta_tensors_are_checked_and_not_computed():
     counts = empty(2, dtype=torch.int64)
     reference.sgmv_shrink(empty(4, 8), empty(3, 2, 8), out, counts, counts, counts, 2, 2, 4, 1.0)
     assert out.is_meta
-    with pytest.raises(ValueError, match="hidden size of inputs is 9"):
+    with pytest.raises(ValueError, match="hidden size 8 as in lora_a_weights"):
         reference.bgmv_shrink(empty(4, 9), empty(3, 2, 8), out, slots)
 
 
@@ -138,8 +138,8 @@ def refuse(ops, error, match, **changes):
     [
         pytest.param(TypeError, "int32", {"inputs": torch.ones(2, 4, dtype=torch.int32)}, id="integer-inputs"),
         pytest.param(TypeError, "bfloat16", {"inputs": torch.ones(2, 4).bfloat16()}, id="mixed-dtypes"),
-        pytest.param(ValueError, "hidden size of inputs is 5", {"inputs": torch.ones(2, 5)}, id="hidden-size"),
-        pytest.param(ValueError, "equal rows", {"inputs": torch.ones(3, 4)}, id="row-count"),
+        pytest.param(ValueError, "hidden size 4 as in lora_a_weights", {"inputs": torch.ones(2, 5)}, id="hidden-size"),
+        pytest.param(ValueError, "rows 3 as in inputs", {"inputs": torch.ones(3, 4)}, id="row-count"),
         pytest.param(ValueError, r"\(3, 2, 2, 4\)", {"lora_a_weights": torch.ones(3, 2, 2, 4)}, id="4-D-weights"),
         pytest.param(ValueError, r"\(2, 4\)", {"lora_a_weights": torch.ones(2, 4)}, id="2-D-weights"),
         pytest.param(ValueError, "1 entries for 2 rows", {"lora_indices_tensor": torch.tensor([0])}, id="broadcast"),
@@ -158,7 +158,7 @@ def test_bad_arguments_raise_and_write_nothing(ops, error, match, changes):
 @pytest.mark.parametrize("ops", BOTH)
 @pytest.mark.parametrize(
     ("offset", "size", "match"),
-    [(0, 4, "slice_size is 4"), (-1, 5, "slice_offset -1"), (4, 5, r"slice_offset 4 \+ slice_size 5")],
+    [(0, 4, "slice_size is 4"), (-1, 5, "slice_offset -1"), (4, 5, r"slice_offset 4 .* column 9")],
 )
 def test_bad_slices_raise(ops, offset, size, match):
     y = torch.zeros(2, 8)

@@ -103,7 +103,7 @@ def test_other_shapes_dtypes_and_offsets_with_one_stack():
     [
         ({"scaling": float("nan")}, ValueError, "nan"),
         ({"scaling": True}, TypeError, "bool"),
-        ({"x": (6, 9)}, ValueError, "hidden size of x is 9"),
+        ({"x": (6, 9)}, ValueError, "hidden size 10 as in lora_a_stacked"),
         ({"x": (5, 10)}, ValueError, r"expected \(1, 5, 4\)"),
         ({"dtype": torch.bfloat16}, TypeError, "bfloat16"),
     ],

@@ -175,7 +175,7 @@ def test_strided_parts_of_a_shrink_are_refused_before_the_first_is_written() -> 
     _, gpu = pair(MIXED)
     a, _ = weights(32, 8, [6, 5], torch.float32)
     parts = torch.zeros(T, 8, device=DEVICE), torch.zeros(T, 16, device=DEVICE)[:, ::2]
-    with pytest.raises(ValueError, match=r"y\[1\] must be contiguous, got shape .* with strides \(16, 2\)"):
+    with pytest.raises(ValueError, match=r"y\[1\] has strides \(16, 2\)"):
         gpu.add_shrink(parts, there(torch.ones(T, 32)), there(a), 1.0)
     assert not parts[0].any()
 

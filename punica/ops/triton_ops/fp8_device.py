@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import FP8_DTYPES
+from punica.ops.scales import Scheme
 from punica.ops.triton_ops.device import pick, read_shrunk
 from punica.ops.triton_ops.launch import INTERPRETED, IS_ROCM
 from punica.ops.weights import Form
@@ -101,7 +101,7 @@ def check_group_k(scheme: Scheme, k: int) -> None:
     group = scheme.group_k
     if 0 < group < k and (group < 16 or group & (group - 1)):
         raise ValueError(
-            f"group_k is {group}; the kernels need a power of two >= 16, or at least K = {k} (punica.ops.fp8_ops takes "
+            f"group_k is {group}; the kernels need a power of two >= 16, or at least K = {k} (torch_ops takes "
             "any)"
         )
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.moe_checks import check_alignment
+from punica.ops.experts import check_alignment
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device
 from punica.ops.triton_ops.op import check_runnable, custom_op, is_traced, named
 

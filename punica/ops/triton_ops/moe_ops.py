@@ -16,8 +16,7 @@ from torch import Tensor
 
 from punica.ops import collectives
 from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Fp8Experts, Numbers, Switches
-from punica.ops.fp8_checks import Scheme
-from punica.ops.moe_torch import rounded
+from punica.ops.scales import Scheme, rounded
 from punica.ops.triton_ops import moe_rules
 from punica.ops.triton_ops.configs import Options, load_lora_op_config
 from punica.ops.triton_ops.fp8_device import as_operand, operands

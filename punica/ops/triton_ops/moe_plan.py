@@ -11,10 +11,9 @@ from torch import Tensor
 
 from punica.checks import check_count
 from punica.ops import collectives
-from punica.ops.experts import ExpertForm, Experts, Fp8Experts, Numbers, Switches
-from punica.ops.fp8_checks import Scheme
-from punica.ops.moe_checks import check_block_size, check_experts
+from punica.ops.experts import ExpertForm, Experts, Fp8Experts, Numbers, Switches, check_block_size, check_experts
 from punica.ops.quant import FP8_DTYPES
+from punica.ops.scales import Scheme
 from punica.ops.triton_ops import moe_rules as rules
 from punica.ops.triton_ops.configs import Options, expert_default, load_lora_op_config, tuned_config
 from punica.ops.triton_ops.device import max_tiles

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.checks import WITH_DOUBLE, check_dtype
+from punica.ops.expect import WITH_DOUBLE, expect
 from punica.ops.quant import E4M3, FP8_MAX, LEAST
 from punica.ops.triton_ops.fp8_device import as_operand, narrowed
 from punica.ops.triton_ops.launch import Launch, block_at_least, on_device
@@ -124,9 +124,9 @@ def quantize_rows(inputs: Tensor, values: Tensor, scale: Tensor, group_k: int = 
 
     TypeError for dtypes, ValueError for shapes, before any write.
     """
-    check_dtype("inputs", inputs, WITH_DOUBLE)
-    check_dtype("values", values, tuple(FP8_MAX))
-    check_dtype("scale", scale, (torch.float32,))
+    expect("inputs", inputs, dtype=WITH_DOUBLE)
+    expect("values", values, dtype=tuple(FP8_MAX))
+    expect("scale", scale, dtype=(torch.float32,))
     wanted = _scale_shape(inputs, group_k)
     if values.shape != inputs.shape or tuple(scale.shape) != wanted:
         raise ValueError(
@@ -147,7 +147,7 @@ def quantize_rows(inputs: Tensor, values: Tensor, scale: Tensor, group_k: int = 
 
 def quantized_rows(x: Tensor, group_k: int = 0, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
     """Quantise as `punica.ops.quant.quantize_per_token`, without its check of values."""
-    check_dtype("x", x, WITH_DOUBLE)
+    expect("x", x, dtype=WITH_DOUBLE)
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(_scale_shape(x, group_k), dtype=torch.float32, device=x.device)
     if not x.shape[-1]:

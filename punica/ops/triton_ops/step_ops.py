@@ -8,28 +8,25 @@ flat op of the same name (`punica.vllm.ops`).
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from punica.metadata import LoRABatch
 from punica.ops import triton_ops
-from punica.ops.checks import (
-    FLAT,
-    FLOATS,
-    STEP,
-    WITH_DOUBLE,
-    Names,
-    check_contiguous,
-    check_dtype,
+from punica.ops.expect import FLOATS, WITH_DOUBLE, check_scale, expect
+from punica.ops.interface import (
+    ALONE,
+    Beside,
+    add_low_rank,
     check_equal_rows,
+    check_expand,
     check_input,
-    check_low_rank,
-    check_scale,
-    check_stored_output,
+    check_last_stride,
+    check_output,
+    check_shrink,
+    low_rank_of,
 )
-from punica.ops.fp8_checks import check_activation
-from punica.ops.interface import ALONE, Beside, add_low_rank, low_rank_of
 from punica.ops.quant import FP8_DTYPES
+from punica.ops.scales import check_activation
 from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import Options, choose
 from punica.ops.triton_ops.fp8_device import as_operand, check_group_k
@@ -42,7 +39,7 @@ from punica.ops.triton_ops.op import check_runnable, is_traced, named
 from punica.ops.triton_ops.plan import Batch, KernelPlan, operands_of
 from punica.ops.triton_ops.quantize_rows import quantized_rows
 from punica.ops.triton_ops.schedules import Problem
-from punica.ops.weights import LoRAWeights, Stack, check_stored
+from punica.ops.weights import FLAT, STEP, LoRAWeights, Names, Stack, check_stored
 
 _MOST_PLANS = 4096  # of one form of weights; a full table starts anew
 DTYPES = (*FLOATS, *FP8_DTYPES)
@@ -151,8 +148,9 @@ class TritonOps:
             return
         if base is not None:  # y is written in front of the checks of shrink and expand
             check_base(base, x, y)
-            check_input(names.input, x, a, names.a)
-            check_stored_output(names.output, y, weights.b.form.stored, 0)
+            check_input(names, x, a)
+            check_output(names, y, weights.b.form.stored, 0)
+            check_last_stride(names.output, y)
             skinny_gemm(y, x, *beside.base)
         with nullcontext() if beside.aside is None else beside.aside():
             low = low_rank_of(self, x, weights, batch, scale, x_scale)
@@ -169,13 +167,11 @@ class TritonOps:
     ) -> KernelPlan | None:
         names, form, stored = _names(batch), a.form, a.form.stored
         check_stored(a, names.a)
-        check_dtype(names.input, x, DTYPES)
-        x_strides = check_activation(names.input, x, x_scale, stored.widths[0], form.scheme, stored)
+        expect(names.input, x, dtype=DTYPES)
+        x_strides = check_shrink(names, y, x, form, x_scale, FLOATS)
         check_group_k(form.scheme, stored.widths[0])
-        check_input(names.input, x, stored, names.a)
         tokens, k = x.shape
-        check_low_rank(names.output, y, stored, tokens, FLOATS)
-        check_contiguous(names.output, y)
+        expect(names.output, y, contiguous=True)
         batch.check_tensors(tokens, x.device)
         if 0 in (tokens, k, stored.rank, batch.max_segments):
             return None
@@ -190,12 +186,11 @@ class TritonOps:
     ) -> KernelPlan | None:
         names, form, stored, (offset_start, add_inputs) = _names(batch), b.form, b.form.stored, where
         check_stored(b, names.b)
-        check_dtype(names.input, x, DTYPES)
-        x_strides = check_activation(names.input, x, x_scale, stored.rank, form.scheme, stored)
+        expect(names.input, x, dtype=DTYPES)
+        x_strides = check_expand(names, y, x, form, offset_start, x_scale, FLOATS)
         check_group_k(form.scheme, stored.rank)
-        check_stored_output(names.output, y, stored, offset_start)
+        check_last_stride(names.output, y)
         tokens, rank, width = y.shape[0], stored.rank, max(stored.widths)
-        check_low_rank(names.input, x, stored, tokens, (x.dtype,) if form.is_fp8 else (torch.float32, stored.dtype))
         batch.check_tensors(tokens, x.device)
         if 0 in (tokens, rank, batch.max_segments, width):
             return None
@@ -212,10 +207,11 @@ class TritonOps:
         check_stored(weights.a, names.a)
         check_stored(weights.b, names.b)
         a = form.stored
-        check_dtype(names.input, x, DTYPES)
+        expect(names.input, x, dtype=DTYPES)
         check_activation(names.input, x, None, a.widths[0], form.scheme, a)
-        check_input(names.input, x, a, names.a)
-        check_stored_output(names.output, y, b, 0)
+        check_input(names, x, a)
+        check_output(names, y, b, 0)
+        check_last_stride(names.output, y)
         tokens, k = x.shape
         check_equal_rows(names, x, y)
         base = describe_base(beside.base)
@@ -272,8 +268,8 @@ def _call(x: Tensor, y: Tensor, batch: Batch, scale: float = 1.0) -> tuple:
     """Return the forms of the operands and the step, which decide the plan; rows and scale are checked."""
     names = _names(batch)
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
-        check_dtype(names.input, x, (*WITH_DOUBLE, *FP8_DTYPES))
-        check_dtype(names.output, y, WITH_DOUBLE)
+        expect(names.input, x, dtype=(*WITH_DOUBLE, *FP8_DTYPES))
+        expect(names.output, y, dtype=WITH_DOUBLE)
     batch.check_rows(x.shape[-2] if x.ndim > 1 else 0)
     check_scale(names.scale, scale)
     return (

@@ -4,7 +4,7 @@ Ops that end in ``_fp8`` take weights in FP8 and their scales:
 
     out[i, t, c] = scaling * a(t) * b_i[l, c] * sum_k x[t, k] * A_i[l, c, k]       l = slot(t), A_i [L, r, K] float8
 
-and the other modes of `punica.ops.fp8_checks`.
+and the other modes of `punica.ops.scales`.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from punica.metadata import StepShape
-from punica.ops.checks import FLAT
-from punica.ops.fp8_checks import PLAIN, Scheme
+from punica.ops.scales import PLAIN, Scheme
 from punica.ops.triton_ops.configs import Options
 from punica.ops.triton_ops.step_ops import TritonOps
-from punica.ops.weights import Stack
+from punica.ops.weights import FLAT, Stack
 from punica.vllm.ops.signature import STEP, Given, flat_op
 from punica.vllm.weights import known_stack, known_weights
 
@@ -125,7 +124,7 @@ def lora_linear(given: Given) -> None:
         lora_a_weights, lora_b_weights: n x [L, (1,) r, K] and n x [L, (1,) N_i, r].
         lora_a_scale, lora_b_scale: of FP8 weights, as ``b_scale`` of `lora_shrink_fp8` and `lora_expand_fp8`.
         a_scale: of FP8 inputs (w8a8), as there.
-        schemes: the fields of both `punica.ops.fp8_checks.Scheme`, ``(group_k, group_n, use_fp8_w8a8,
+        schemes: the fields of both `punica.ops.scales.Scheme`, ``(group_k, group_n, use_fp8_w8a8,
             per_channel_quant)`` of A and then of B (None: one scale per slot, where there are scales).
         pdl: let the kernels start early where the GPU can; ``False`` starts them one after the other.
 

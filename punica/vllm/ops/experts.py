@@ -18,11 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from punica.ops.checks import FLOATS, check_dtype
+from punica.ops.expect import FLOATS, expect
 from punica.ops.experts import Experts, Fp8Experts, Numbers, Switches
-from punica.ops.fp8_checks import PLAIN, Scheme
-from punica.ops.moe_torch import rounded
 from punica.ops.quant import FP8_DTYPES
+from punica.ops.scales import PLAIN, Scheme, rounded
 from punica.ops.triton_ops.configs import Options
 from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_ops import fused, index_tensors, planned, stored
@@ -206,8 +205,8 @@ def _scales(given: Given) -> Fp8Experts | None:
 @named("fused_moe_lora_shrink")
 def _shrink(given: Given, fp8: Fp8Experts | None = None) -> None:
     intermediate, topk_weights, lora_a = given["intermediate"], given["topk_weights"], given["lora_a_stacked"]
-    check_dtype("intermediate", intermediate, FLOATS)
-    check_dtype("topk_weights", topk_weights, FLOATS)
+    expect("intermediate", intermediate, dtype=FLOATS)
+    expect("topk_weights", topk_weights, dtype=FLOATS)
     lora_b, b_scale = _stand_ins(lora_a, 1, fp8.expand if fp8 else None)
     output = intermediate.new_empty(*topk_weights.shape, len(lora_b))
     fp8 = fp8._replace(b_scale=b_scale) if fp8 else None
@@ -223,8 +222,8 @@ def _shrink(given: Given, fp8: Fp8Experts | None = None) -> None:
 def _expand(given: Given, fp8: Fp8Experts | None = None) -> None:
     intermediate, topk_weights, lora_b = given["intermediate"], given["topk_weights"], given["lora_b_stacked"]
     output = given["output"]
-    check_dtype("intermediate", intermediate, FLOATS)
-    check_dtype("topk_weights", topk_weights, FLOATS)
+    expect("intermediate", intermediate, dtype=FLOATS)
+    expect("topk_weights", topk_weights, dtype=FLOATS)
     lora_a, a_scale = _stand_ins(lora_b, None, fp8.shrink if fp8 else None)
     rows = topk_weights.numel() if given["mul_routed_weight"] else len(topk_weights)
     dtype = output.dtype if fp8 or not lora_a else lora_a[0].dtype

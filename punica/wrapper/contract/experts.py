@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from punica.ops.experts import Assignment, ExpertLoRAWeights, Switches
-from punica.ops.moe_checks import check_block_size, check_routing
+from punica.ops.experts import Assignment, ExpertLoRAWeights, Switches, check_block_size, check_routing
 from punica.ops.moe_configs import positional_config
 from punica.wrapper.contract.keywords import Keywords
 from punica.wrapper.experts import ExpertMethods, by_slot

@@ -2,7 +2,7 @@
 
 ``lora_ranks``: int32 ``[n, L]``, the true rank of every slice and slot (None: the slots' width). ``lora_a_scale``,
 ``lora_b_scale``: the scales of A and of B, one float32 tensor per slice; ``a_scale``: those of an x that is FP8 itself;
-``quant_args``: their layout, a `punica.ops.fp8_checks.Scheme` or its fields, for one product or both, or
+``quant_args``: their layout, a `punica.ops.scales.Scheme` or its fields, for one product or both, or
 ``{"use_fp8_w8a8": ..., "shrink": {...}, "expand": {...}}`` where they differ. Without ``use_fp8_w8a8`` activations stay
 as they are (weight-only). The methods for experts take them too, with one more dimension for these: see
 `punica.ops.experts`. One set of keywords may go to `add_shrink` and to `add_expand`: each reads its own.
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from punica.ops.checks import check_keywords
+from punica.ops.expect import check_keywords
 from punica.ops.experts import Fp8Experts
-from punica.ops.fp8_checks import Scheme
+from punica.ops.scales import Scheme
 from punica.ops.weights import LoRAWeights, Stack
 
 KEYWORDS = ("lora_ranks", "lora_a_scale", "lora_b_scale", "a_scale", "quant_args")

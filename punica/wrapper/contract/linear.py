@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from punica.metadata import LoRABatch, LoRAMapping
-from punica.ops.checks import check_bool, check_output, check_parts, check_slices
-from punica.ops.weights import LoRAWeights, Stack
+from punica.ops.expect import check_bool
+from punica.ops.interface import check_output, check_parts, check_slices
+from punica.ops.weights import STEP, LoRAWeights, Stack
 from punica.wrapper.contract.keywords import KEYWORDS, Keywords
 from punica.wrapper.linear import LinearMethods, flattened, viewed_as_rows
 
@@ -107,7 +108,7 @@ class LinearContract(LinearMethods, PunicaWrapperABC):
         b = given.b(lora_b_stacked)
         if not isinstance(x, torch.Tensor):  # slice by slice: all must be sure to fit before the first is written
             batch.check_rows(y.shape[0])
-            check_output("y", y, b.form.stored, offset_start)
+            check_output(STEP, y, b.form.stored, offset_start)
         for first, part, own in _calls("x", x, b):
             start = offset_start + sum(output_slices[:first])
             self.ops.expand(y, part, own, batch, start, add_inputs, given.a_scale)

@@ -4,7 +4,7 @@ import torch
 from step_calls import linear
 from triton_batches import assert_close
 
-from punica.ops.fp8_checks import Scheme
+from punica.ops.scales import Scheme
 from tests.ops.fp8_batches import E4M3, MODES, Stack, by_ranks, product, step
 
 FP16 = torch.float16

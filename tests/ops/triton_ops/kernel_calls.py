@@ -21,10 +21,10 @@ from triton.runtime.jit import KernelInterface
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops import triton_ops
 from punica.ops.experts import Experts, Switches
-from punica.ops.fp8_checks import Scheme
 from punica.ops.heads import HeadNorms
 from punica.ops.interface import Beside
 from punica.ops.quant import E4M3, quantize_per_channel
+from punica.ops.scales import Scheme
 from punica.ops.slot_image import SlotMatrix, pack_image
 from punica.ops.triton_ops import Options, TritonOps, backbone, moe_lora_align_block_size
 from punica.ops.triton_ops.launch import Launch

@@ -10,7 +10,7 @@ import torch
 from target_compiler import Compilations, empty
 
 from punica.ops.experts import Experts, Fp8Experts, Switches
-from punica.ops.fp8_checks import Scheme
+from punica.ops.scales import Scheme
 from punica.ops.triton_ops import moe_align, moe_plan
 from punica.ops.triton_ops.moe_gemm import PairGroups
 from punica.ops.triton_ops.moe_ops import fused

@@ -30,8 +30,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from punica.metadata import LoRABatch, RowGroups
-from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import FP8_DTYPES
+from punica.ops.scales import Scheme
 from punica.ops.slot_image import SlotMatrix, pack_image
 from punica.ops.triton_ops.configs import Options, choose
 from punica.ops.triton_ops.fp8_device import operands

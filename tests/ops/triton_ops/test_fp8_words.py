@@ -14,7 +14,7 @@ from step_calls import linear
 from target_compiler import constants_of
 from triton_batches import EXPANDS, SHRINKS, assert_close
 
-from punica.ops.fp8_checks import PER_CHANNEL
+from punica.ops.scales import PER_CHANNEL
 from punica.ops.triton_ops import Options
 from punica.ops.triton_ops.fp8_device import fp8_format
 from punica.ops.triton_ops.fp8_words import upcast_words

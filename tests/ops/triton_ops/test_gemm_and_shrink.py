@@ -12,8 +12,8 @@ from step_calls import linear
 from triton_batches import SHRINK_ROWS, SHRINK_TILES, TOLERANCE, Batch, assert_close
 
 from punica.metadata import LoRABatch, RowGroups
-from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import quantize_per_channel
+from punica.ops.scales import Scheme
 from punica.ops.triton_ops import Options, lora_linear
 from punica.ops.triton_ops.gemm_and_shrink import MOST_RANKS, GemmAndShrinkPlan, describe_base, fused_schedule
 from punica.ops.triton_ops.lora_linear import LinearPlan

@@ -8,8 +8,8 @@ from step_calls import expand, linear, shrink
 from test_gemm_and_shrink import DISTINCT, FP16, Case
 from torch.profiler import ProfilerActivity, profile
 
-from punica.ops.fp8_checks import Scheme
 from punica.ops.quant import quantize_per_channel
+from punica.ops.scales import Scheme
 from punica.ops.triton_ops import moe_align
 from punica.ops.triton_ops.launch import Launch
 from punica.ops.triton_ops.moe_ops import fused

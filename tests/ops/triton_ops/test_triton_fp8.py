@@ -10,7 +10,7 @@ from step_calls import expand, linear, shrink
 from triton_batches import EXPANDS, SHRINKS, Batch, assert_close
 
 from punica.metadata import LoRAKernelMeta
-from punica.ops.fp8_checks import PER_CHANNEL, Scheme
+from punica.ops.scales import PER_CHANNEL, Scheme
 from punica.ops.triton_ops import lora_expand, lora_expand_fp8, lora_linear, lora_shrink, lora_shrink_fp8
 from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, fp8, product, real_rows, step
 from tests.ops.step_calls import TORCH
@@ -331,7 +331,7 @@ BAD: dict[str, tuple[dict[str, Any], type, str]] = {
         {"b_scale": [], "inputs": HALF, "a_scale": None, "use_fp8_w8a8": False}, TypeError, "is missing.*float8",
     ),
     "one tensor of scales": ({"b_scale": [ONES(3)]}, ValueError, "1 tensors.*2 slices"),
-    "a tensor for a list": ({"b_scale": ONES(2, 3)}, TypeError, "list of tensors"),
+    "a tensor for a list": ({"b_scale": ONES(2, 3)}, TypeError, "tuple of tensors"),
     "scales of another type": ({"b_scale": [ONES(3).half()] * 2}, TypeError, "float16"),
     "scales of another shape": ({"b_scale": [ONES(3), ONES(4)]}, ValueError, r"b_scale\[1\].*\(4,\).*slice 1.*\(3,\)"),
     "scales per channel": ({"b_scale": [ONES(3, 16)] * 2}, ValueError, "per tensor"),

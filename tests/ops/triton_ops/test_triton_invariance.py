@@ -8,8 +8,8 @@ import torch
 from step_calls import linear
 
 from punica.metadata import LoRABatch, RowGroups
-from punica.ops.fp8_checks import PER_CHANNEL
 from punica.ops.quant import quantize_per_channel
+from punica.ops.scales import PER_CHANNEL
 from punica.ops.triton_ops import Options, lora_linear
 
 INVARIANT = Options(batch_invariant=True)

@@ -125,7 +125,7 @@ BAD: dict[str, tuple[dict[str, Any], type, str]] = {
     "one tensor of scales": ({"lora_b_scale_stacked": [ONES(3, 4, 40)]}, ValueError, "1 tensors.*2 slices"),
     "another shape": ({"lora_a_scale_stacked": [ONES(3, 4, 9)] * 2}, ValueError, r"lora_a_scale\[0\].*\(3, 4, 9\)"),
     "another type": ({"lora_a_scale_stacked": [ONES(3, 4, 8).half()] * 2}, TypeError, "float16"),
-    "not a list": ({"lora_a_scale_stacked": ONES(2, 3, 4, 8)}, TypeError, "list of tensors"),
+    "not a list": ({"lora_a_scale_stacked": ONES(2, 3, 4, 8)}, TypeError, "tuple of tensors"),
     "one block size": ({"block_shape": [16]}, ValueError, "two ints"),
     "a block size of zero": ({"block_shape": [16, 0]}, ValueError, "two ints"),
     "blocks per channel": ({"block_shape": [16, 16]}, ValueError, "exclude each other"),

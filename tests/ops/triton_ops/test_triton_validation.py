@@ -80,7 +80,7 @@ SHRINK_ERRORS = {
         "lora_a_weights",
         lambda c: (c["lora_a_weights"][0], torch.zeros(2, 1, 8, 64).half()),
         ValueError,
-        "slices",
+        "rank 16 as in lora_a_weights[0]",
     ),
     "dtypes differ": ("inputs", lambda c: c["inputs"].float(), TypeError, "float32"),
     "int input": ("inputs", lambda c: c["inputs"].int(), TypeError, "int32"),
@@ -92,13 +92,13 @@ SHRINK_ERRORS = {
     ),
     "hidden size": ("inputs", lambda c: c["inputs"][:, :60], ValueError, "hidden size"),
     "one-dimensional": ("inputs", lambda c: c["inputs"][0], ValueError, "inputs"),
-    "weight 2-D": ("lora_a_weights", lambda c: tuple(a[0, 0] for a in c["lora_a_weights"]), ValueError, "3 or 4"),
-    "weight 5-D": ("lora_a_weights", lambda c: tuple(a[None] for a in c["lora_a_weights"]), ValueError, "3 or 4"),
+    "weight 2-D": ("lora_a_weights", lambda c: tuple(a[0, 0] for a in c["lora_a_weights"]), ValueError, "(16, 64)"),
+    "weight 5-D": ("lora_a_weights", lambda c: tuple(a[None] for a in c["lora_a_weights"]), ValueError, "(L, (1), r"),
     "second dimension": (
         "lora_a_weights",
         lambda c: tuple(a.view(1, 2, 16, 64) for a in c["lora_a_weights"]),
         ValueError,
-        "second",
+        "(1, 2, 16, 64)",
     ),
     "weight strided": (
         "lora_a_weights",
@@ -135,7 +135,7 @@ EXPAND_ERRORS = {
         "lora_b_weights",
         lambda c: (c["lora_b_weights"][0], torch.zeros(2, 1, 8, 8).half()),
         ValueError,
-        "slices",
+        "rank 16 as in lora_b_weights[0]",
     ),
 }
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from punica.ops.checks import FLOATS
+from punica.ops.expect import FLOATS
 from punica.ops.quant import E4M3
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from target_compiler import Compilations, empty
 
-from punica.ops.fp8_checks import PER_CHANNEL, PLAIN
 from punica.ops.heads import HeadNorms
 from punica.ops.quant import E4M3
+from punica.ops.scales import PER_CHANNEL, PLAIN
 from punica.ops.triton_ops.backbone import (
     Pages,
     add_rms_norm,
