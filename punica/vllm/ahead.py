@@ -79,7 +79,9 @@ def sizes(rows: int) -> Iterator[int]:
 
 def launch_all(form: LayerForm, rows: int, counts: Sequence[int]) -> None:
     """Launch all that a layer launches in steps of up to ``rows`` rows, on what counts as the current GPU."""
-    from punica.ops import lora_linear
+    from punica.ops.weights import LoRAWeights
+    from punica.vllm.ops.dense import TensorBatch
+    from punica.vllm.ops.slots import OPS
 
     slots, rank, columns, widths, name = form
     dtype = getattr(torch, name)
@@ -88,13 +90,12 @@ def launch_all(form: LayerForm, rows: int, counts: Sequence[int]) -> None:
         return torch.zeros(*shape, dtype=of, device="cuda")
 
     a, b = ([zeros(slots, 1, rank, columns) for _ in widths], [zeros(slots, 1, width, rank) for width in widths])
-    flag = torch.tensor([False])
+    weights, flag = LoRAWeights.of(a, b, zeros(len(widths), slots, of=torch.int32)), torch.tensor([False])
     for size in sizes(rows):
         y, x = zeros(size, sum(widths)), zeros(size, columns)
-        lengths = size, size, slots + 1, slots + 2, slots + 1
-        tensors = [zeros(length, of=torch.int32) for length in lengths]
+        tensors = [zeros(length, of=torch.int32) for length in (size, size, slots + 1, slots + 2, slots + 1)]
         for count in counts:
-            lora_linear(y, x, a, b, *tensors, flag, 1.0, num_active_loras=count)
+            OPS[True].linear(y, x, weights, TensorBatch.given(*tensors, flag=flag, count=count), 1.0)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -16,14 +16,13 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import punica
-from punica.vllm.ahead import CompileAhead, LayerForm
 
 SWITCH = "PUNICA_VLLM"
 """Environment variable; ``0`` leaves vLLM as it is."""
@@ -75,7 +74,11 @@ def _unsuited() -> str | None:
 
 def _replacements(wrapper: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return owner, name and new function of all that is replaced; an error where one of them is missing."""
-    from punica.ops import fused_moe_lora, lora_expand, lora_shrink
+    from punica.ops import fused_moe_lora, lora_expand, lora_linear, lora_shrink
+    from punica.vllm.ops.slots import INVARIANT
+
+    def invariant(function: Callable[..., None]) -> Callable[..., None]:
+        return partial(function, batch_invariant=INVARIANT)
 
     own = {name: getattr(wrapper, name) for name in _OPERATORS}
     cls, config = wrapper.PunicaWrapperGPU, importlib.import_module("vllm.config.lora").LoRAConfig
@@ -84,10 +87,10 @@ def _replacements(wrapper: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
     if list(inspect.signature(cls.add_lora_linear).parameters) != expected:
         raise TypeError("add_lora_linear has another signature")
     return [
-        (wrapper, "lora_shrink", _shrink_of(lora_shrink, own["lora_shrink"])),
-        (wrapper, "lora_expand", _expand_of(lora_expand, own["lora_expand"])),
+        (wrapper, "lora_shrink", _shrink_of(invariant(lora_shrink), own["lora_shrink"])),
+        (wrapper, "lora_expand", _expand_of(invariant(lora_expand), own["lora_expand"])),
         (wrapper, "fused_moe_lora", _experts_of(fused_moe_lora, own["fused_moe_lora"])),
-        (cls, "add_lora_linear", _linear_of(cls.add_lora_linear)),
+        (cls, "add_lora_linear", _linear_of(invariant(lora_linear), cls.add_lora_linear)),
         (config, "compute_hash", _hash_of(config.compute_hash)),
         (layer, "set_mapping", _mapping_of(layer.set_mapping)),
     ]
@@ -103,14 +106,20 @@ def _hash_of(theirs: Callable[..., str]) -> Callable[..., str]:
 
 
 def _mapping_of(theirs: Callable[..., None]) -> Callable[..., None]:
-    """Start to compile for a layer, where its wrapper is set: its slots are there, and no graph is captured yet."""
+    """Take up the slots of a dense layer, and start to compile for it, where its wrapper is set: no graph is yet."""
+    from punica.vllm.ahead import CompileAhead, LayerForm
+    from punica.vllm.ops.slots import Slots, Steps
+
     ahead = CompileAhead()
 
     def set_mapping(self: Any, punica_wrapper: Any) -> None:
         theirs(self, punica_wrapper)
         a, b = (getattr(self, f"lora_{matrix}_stacked", None) for matrix in "ab")
-        if not isinstance(a, tuple) or not isinstance(b, tuple) or _refused(a[0], (*a, *b), None):
-            return  # no dense layer, or one of vLLM's own kernels
+        if not isinstance(a, tuple) or not isinstance(b, tuple) or not _are_one_rank(a, b) or _refused(a[0], (*a, *b)):
+            return  # no dense layer, or one of vLLM's own kernels, or of shards of ranks
+        if not hasattr(punica_wrapper, "punica_steps"):
+            punica_wrapper.punica_steps = Steps(punica_wrapper)
+        Slots(self, punica_wrapper.punica_steps)
         meta = punica_wrapper.token_mapping_meta
         try:
             ahead.layer(LayerForm.of(a, b), meta.token_lora_mapping.numel(), meta.captured_lora_counts)
@@ -160,28 +169,34 @@ def _experts_of(ours: Callable[..., None], theirs: Callable[..., None]) -> Calla
     return fused_moe_lora
 
 
-def _linear_of(theirs: Callable[..., None]) -> Callable[..., None]:
-    from punica.ops import lora_linear
+def _linear_of(ours: Callable[..., None], theirs: Callable[..., None]) -> Callable[..., None]:
+    from punica.vllm.ops import slots
 
     def add_lora_linear(
         self: Any, y: Tensor, x: Tensor, lora_a_stacked: Sequence[Tensor], lora_b_stacked: Sequence[Tensor],
         scale: float, output_slices: Sequence[int], *, buffer: Tensor | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
-        weights = [*lora_a_stacked, *lora_b_stacked]
-        rank = lora_b_stacked[0].shape[-1]
-        same_rank = all(a.shape[-2] == b.shape[-1] == rank for a, b in zip(lora_a_stacked, lora_b_stacked, strict=True))
-        if buffer is not None or not same_rank or not _serves("add_lora_linear", x, weights, y):
-            theirs(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, buffer=buffer, **kwargs)
-            return
-        add_inputs = kwargs.get("add_inputs", True)
-        rows, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-        *tensors, count = self.token_mapping_meta.meta_args(x.size(0), self.lora_config.specialize_active_lora)
-        # into an output of its own LoRA runs on a second stream: what precedes there is no kernel to start early from
-        lora_linear(rows, x, list(lora_a_stacked), list(lora_b_stacked), *tensors, scale, num_active_loras=count,
-                    add_inputs=add_inputs, pdl=add_inputs)  # fmt: skip
+        a, b, add_inputs = lora_a_stacked, lora_b_stacked, kwargs.get("add_inputs", True)
+        rows, inputs = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        if hasattr(self, "punica_steps") and scale == 1.0 and _fits(a[0], x, y) and slots.is_known(a[0]):
+            slots.linear(rows, inputs, a[0], add_inputs)
+        elif buffer is None and _are_one_rank(a, b) and _serves("add_lora_linear", x, (*a, *b), y):
+            *tensors, count = self.token_mapping_meta.meta_args(len(inputs), self.lora_config.specialize_active_lora)
+            ours(rows, inputs, list(a), list(b), *tensors, scale, num_active_loras=count, add_inputs=add_inputs,
+                 pdl=add_inputs)  # fmt: skip
+        else:
+            theirs(self, y, x, a, b, scale, output_slices, buffer=buffer, **kwargs)
 
     add_lora_linear.by_punica = True  # type: ignore[attr-defined]
     return add_lora_linear
+
+
+def _are_one_rank(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len({one.shape[-2] for one in a} | {one.shape[-1] for one in b}) == 1
+
+
+def _fits(weight: Tensor, x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype == weight.dtype and y.stride(-1) == 1
 
 
 def _serves(name: str, rows: Tensor, weights: Sequence[Tensor], output: Tensor | None = None) -> bool:
@@ -192,7 +207,7 @@ def _serves(name: str, rows: Tensor, weights: Sequence[Tensor], output: Tensor |
     return reason is None
 
 
-def _refused(rows: Tensor, weights: Sequence[Tensor], output: Tensor | None) -> str | None:
+def _refused(rows: Tensor, weights: Sequence[Tensor], output: Tensor | None = None) -> str | None:
     if not rows.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"tensors are on {rows.device}"
     if rows.dtype not in _DTYPES or not all(weight.dtype == rows.dtype for weight in weights):

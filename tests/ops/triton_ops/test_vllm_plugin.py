@@ -3,6 +3,7 @@
 vLLM is a stand-in of a module: its wrapper's names and signatures, which count their calls.
 """
 
+import gc
 import importlib
 import importlib.metadata
 import json
@@ -22,6 +23,7 @@ from triton_batches import Batch, assert_close, assert_shrunk
 
 from punica.engine.absent_gpu import GpuDescription
 from punica.vllm import ahead, plugin
+from punica.vllm.ops import slots
 from punica.vllm.plugin import SWITCH, register
 
 WIDTHS = (48, 16)
@@ -49,7 +51,21 @@ class Vllm:
 
         module.PunicaWrapperGPU = PunicaWrapperGPU  # type: ignore[attr-defined]
         self.config = type("LoRAConfig", (), {"compute_hash": lambda self: "1a2b"})
-        self.layer = type("BaseLayerWithLoRA", (), {"set_mapping": lambda self, wrapper: setattr(self, "w", wrapper)})
+
+        class BaseLayerWithLoRA:
+            def __init__(self) -> None:
+                self.calls: list[str] = []
+
+            def set_mapping(self, wrapper: Any) -> None:
+                self.wrapper = wrapper
+
+            def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
+                self.calls.append("set")
+
+            def reset_lora(self, index: int) -> None:
+                self.calls.append("reset")
+
+        self.layer = BaseLayerWithLoRA
         self.before = dict(vars(module))
 
     @property
@@ -57,6 +73,11 @@ class Vllm:
         same = all(getattr(self.module, name) is value for name, value in self.before.items())
         ours = hasattr(self.module.PunicaWrapperGPU.add_lora_linear, "by_punica")
         return same and not ours and self.config().compute_hash() == "1a2b"
+
+    def layer_of(self, batch: Batch) -> Any:
+        layer = self.layer()
+        layer.lora_a_stacked, layer.lora_b_stacked = batch.a, batch.b
+        return layer
 
     def wrapper(self, batch: Batch) -> Any:
         made = self.module.PunicaWrapperGPU()
@@ -96,6 +117,52 @@ def test_a_layer_is_one_call_of_ours(vllm: Vllm, device: str, dtype: torch.dtype
     before = batch.y if add_inputs else torch.zeros_like(batch.y)
     assert_close(y, before.cpu().double() + batch.expanded(batch.shrunk()), dtype, roundings=4)
     assert vllm.calls == []
+
+
+@pytest.mark.parametrize("way", ["eager", "traced", "three dimensions", "two streams", "no adapter", "general"])
+def test_slots_of_a_layer_are_known_and_read_to_their_true_ranks(vllm: Vllm, device: str, way: str) -> None:
+    register()
+    ranks, adds = [0, 5, 8], way != "two streams"
+    torch.manual_seed(5)
+    slots = [-1] * 5 if way == "no adapter" else [1, -1, 0, 1, 2]
+    batch = Batch(slots, 64, WIDTHS, 8, 3, torch.float16, device, [ranks] * 2, scaling=1.0)
+    layer, wrapper, y = vllm.layer_of(batch), vllm.wrapper(batch), batch.y.clone()
+    layer.set_mapping(wrapper)
+    for slot in (0, 1, 2):
+        layer.set_lora(slot, [torch.zeros(ranks[slot], 64), None], [torch.zeros(48, ranks[slot]), None])
+    layer.set_lora(0, torch.zeros(8, 64), torch.zeros(64, 8))
+    layer.reset_lora(0)
+    for slot, rank in enumerate(ranks):
+        for a, b in zip(batch.a, batch.b, strict=True):
+            a[slot, :, rank:], b[slot, ..., rank:] = torch.nan, torch.nan
+    a = tuple(one.clone() for one in batch.a) if way == "general" else batch.a
+
+    def run(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        given = {} if adds else {"add_inputs": False}
+        wrapper.add_lora_linear(y, x, a, batch.b, 1.0, WIDTHS, **given)
+        return y
+
+    run = torch.compile(run, backend="eager", fullgraph=True) if way == "traced" else run
+    shape = (1, *y.shape) if way == "three dimensions" else y.shape
+    found = run(y.view(shape), batch.x.view(*shape[:-1], 64)).view(y.shape)
+    if way == "general":  # other tensors of the same form: as wide as the slots
+        assert found[0].isnan().all()
+        assert torch.equal(found[1], batch.y[1])
+        return
+    before = batch.y.cpu().double() if adds else torch.where(batch.has_adapter, 0.0, batch.y.cpu().double())
+    assert_close(found, before + batch.expanded(batch.shrunk()), torch.float16, roundings=4)
+    assert (layer.calls, vllm.calls) == (["set"] * 4 + ["reset"], [])
+
+
+def test_slots_end_with_their_layer(vllm: Vllm, device: str) -> None:
+    register()
+    batch = batch_of(device)
+    layer = vllm.layer_of(batch)
+    layer.set_mapping(vllm.wrapper(batch))
+    assert slots.is_known(batch.a[0])
+    del layer
+    gc.collect()
+    assert not slots.is_known(batch.a[0])
 
 
 def test_products_of_other_layers_are_ours(vllm: Vllm, device: str) -> None:
@@ -169,12 +236,11 @@ def test_kernels_of_a_dense_layer_are_compiled_ahead(vllm: Vllm, device: str, ca
     monkeypatch.setattr(ahead.CompileAhead, "layer", lambda self, *given: found.append(given))
     register()
     batch = batch_of(device, torch.float32 if case == "dtype" else torch.float16)
-    layer, wrapper = vllm.layer(), vllm.wrapper(batch)
-    layer.lora_a_stacked, layer.lora_b_stacked = batch.a, batch.b
+    layer, wrapper = vllm.layer_of(batch), vllm.wrapper(batch)
     if case == "embedding":
         layer.lora_a_stacked = batch.a[0]
     layer.set_mapping(wrapper)
-    assert layer.w is wrapper
+    assert layer.wrapper is wrapper
     form = ahead.LayerForm(3, 8, 64, [48, 16], "float16")
     rows = wrapper.token_mapping_meta.token_lora_mapping.numel()
     assert found == ([(form, rows, wrapper.token_mapping_meta.captured_lora_counts)] if case == "dense" else [])
