@@ -30,7 +30,6 @@ from experiments.measure import timing
 from experiments.workload.popularity import popularity
 from punica.adapters import CopyHandle, LoRAModel, LoRAModelManager, random_adapter
 from punica.adapters.synthetic import LLAMA_LORA_MODULES, llama_module_shapes
-from punica.adapters.write import CopyEvent, ReadyCopy
 from punica.config import LoRAConfig
 from punica.layers import SlotPart
 from punica.models import LlamaForCausalLM
@@ -174,11 +173,6 @@ LOADERS: Registry[Callable[[Bench], Loader]] = Registry("adapter loader")
 """Name in rows and plots -> how to load on a bench."""
 
 
-def _ending(stream: torch.cuda.Stream | None) -> CopyHandle:
-    """The handle of a load that ends where `stream` is now; without a stream (on a CPU) it is over."""
-    return ReadyCopy() if stream is None else CopyEvent(stream.record_event(), stream.device)
-
-
 @LOADERS.register("punica")
 def _punica(bench: Bench) -> Loader:
     manager = bench.manager
@@ -212,7 +206,7 @@ def _layer_by_layer(bench: Bench, pinned: bool) -> Loader:
     def start(i: int) -> CopyHandle:
         for layer, lora_a, lora_b in copies[i % len(copies)]:
             layer.set_lora(bench.slot, lora_a, lora_b)
-        return _ending(torch.cuda.current_stream() if bench.device.type == "cuda" else None)
+        return CopyHandle(torch.cuda.current_stream() if bench.device.type == "cuda" else None)
 
     return Loader(start, bench.check_slot)
 
@@ -231,7 +225,7 @@ def _link(bench: Bench) -> Loader:
     def start(i: int) -> CopyHandle:
         with torch.cuda.stream(stream):  # None: nothing happens
             target.copy_(sources[i % count], non_blocking=True)
-        return _ending(stream)
+        return CopyHandle(stream)
 
     def check(i: int) -> None:
         if not torch.equal(target.cpu(), sources[i % count]):

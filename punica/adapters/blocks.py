@@ -1,8 +1,7 @@
-"""Block-diagonal LoRA factors (PEFT's `use_bdlora`): stored as blocks, loaded as dense matrices.
+"""Block-diagonal LoRA factors (PEFT's `use_bdlora`): stored as blocks, loaded as dense matrices with zeros beside them.
 
-So every tensor-parallel rank can own whole blocks, without a collective for LoRA (BD-LoRA). Loaded they are
-plain factors, with zeros beside the blocks; a plain layer on several ranks keeps only those of its own blocks
-(``own_ranks``). Fully sharded layers hold them as any other adapter.
+So every tensor-parallel rank can own whole blocks, without a collective for LoRA (BD-LoRA): a plain layer on several
+ranks keeps the ranks of its own blocks (``own_ranks``). Fully sharded layers hold them as any other adapter.
 """
 
 from collections.abc import Mapping
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from punica.checks import check_count, clip
 from punica.layers.packing import Blocks
@@ -44,43 +42,36 @@ class BlockDiagonal:
                 raise TypeError(f"use_bdlora.target_modules_bd_{side} must be a list of str, got {clip(listed)}")
         return cls(nblocks, tuple(names[0]), tuple(names[1]), bool(value.get("match_strict", True)))
 
-    def of_module(self, name: str) -> Blocks:
-        """Return the blocks of a linear module. ValueError: both factors have some, or neither with `match_strict`."""
+    def of_module(self, name: str, rank: int) -> Blocks:
+        """Return the blocks of a linear module. ValueError: both factors have some, or neither with `match_strict`; or
+        they do not divide the rank.
+        """
         in_a, in_b = (any(pattern in name for pattern in patterns) for patterns in (self.a, self.b))
         if (in_a and in_b) or (self.match_strict and not in_a and not in_b):
             which = "both target_modules_bd_a and target_modules_bd_b" if in_a else (
                 "neither target_modules_bd_a nor target_modules_bd_b, which match_strict demands"
             )
             raise ValueError(f"use_bdlora: module {clip(name)} matches {which}")
+        if (in_a or in_b) and rank % self.nblocks:
+            raise ValueError(
+                f"module {clip(name)} has rank {rank}, which use_bdlora.nblocks = {self.nblocks} does not divide"
+            )
         return Blocks(self.nblocks if in_a else 1, self.nblocks if in_b else 1)
 
 
-def check_blocks(module: str, blocks: Blocks, rank: int) -> None:
-    """ValueError, before a matrix is built, for blocks that do not divide the rank."""
-    if rank % max(blocks):
-        raise ValueError(
-            f"module {clip(module)} has rank {rank}, which use_bdlora.nblocks = {max(blocks)} does not divide"
-        )
-
-
-def dense(what: str, factor: Tensor | Fp8Matrix, blocks: int) -> Tensor | Fp8Matrix:
+def dense(what: str, factor: Any, blocks: int) -> Any:
     """Build the matrix `[rows, blocks * columns]` with the blocks of `factor [rows, columns]` on its diagonal.
 
     Row `i` belongs to block `i // (rows / blocks)`. ValueError, naming `what`: the rows cannot be divided.
     """
     if blocks == 1 or factor.ndim != 2:  # another number of dimensions is refused with the factor's own shape
         return factor
-    rows = factor.shape[0]
+    rows, columns = factor.shape
     if rows % blocks:
         raise ValueError(f"{what} has {rows} rows, which use_bdlora.nblocks = {blocks} does not divide")
     if isinstance(factor, Fp8Matrix):
-        values = _on_diagonal(factor.values.view(torch.uint8), blocks)  # of a zero all bits are zero
+        values = dense(what, factor.values.view(torch.uint8), blocks)  # of a zero all bits are zero
         return Fp8Matrix(values.view(factor.values.dtype), factor.scale)
-    return _on_diagonal(factor, blocks)
-
-
-def _on_diagonal(stored: Tensor, blocks: int) -> Tensor:
-    rows, columns = stored.shape
-    matrix = stored.new_zeros(blocks, rows // blocks, blocks, columns)
-    matrix.diagonal(dim1=0, dim2=2).copy_(stored.view(blocks, rows // blocks, columns).permute(1, 2, 0))
+    matrix = factor.new_zeros(blocks, rows // blocks, blocks, columns)
+    matrix.diagonal(dim1=0, dim2=2).copy_(factor.view(blocks, rows // blocks, columns).permute(1, 2, 0))
     return matrix.view(rows, blocks * columns)

@@ -4,14 +4,14 @@ A *registered* adapter is packed, checked and staged in host memory; an *active*
 device; a *pinned* one is never evicted. Room in either place is made by its least recently used unpinned adapter.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import cast
 
-from punica.adapters.lora_model import LoRAModel
 from punica.adapters.lru import LRUCache
-from punica.adapters.request import LoRARequest
-from punica.adapters.source import AdapterVersion, changed_error
+from punica.adapters.request import LoRARequest, changed_error
+from punica.adapters.source import AdapterVersion
+from punica.adapters.weights import LoRAModel
 from punica.adapters.write import CopyHandle, SlotWriter
 from punica.checks import as_int, clip
 from punica.config import LoRAConfig
@@ -49,19 +49,17 @@ class AdapterCache:
     An active adapter is registered and a pinned one active, but for superseded versions that requests still hold. An id
     has the version that was loaded last, also once that was evicted, until it is removed or another adapter takes it.
 
-    Args:
+    Attributes:
         modules: `{name: LoRA layer}`.
         lora_config: sizes, with its dtype resolved.
-        writer: fills the slots.
-
-    Attributes:
-        modules, lora_config: as given.
+        capacity: most registered adapters (`max_cpu_loras`).
+        lora_slots, adapter_slots: slots on the device (`max_loras`): most distinct adapters in one step.
     """
 
     def __init__(self, modules: dict[str, BaseLayerWithLoRA], lora_config: LoRAConfig, writer: SlotWriter) -> None:
-        self.modules = modules
-        self.lora_config = lora_config
-        self._writer = writer
+        self.modules, self.lora_config, self._writer = modules, lora_config, writer
+        self.lora_slots = self.adapter_slots = lora_config.max_loras
+        self.capacity = lora_config.max_cpu_loras or self.lora_slots
         self._registered: LRUCache[int, LoadedAdapter] = LRUCache(self.capacity, self._on_unregister)
         self._active: LRUCache[LoadedAdapter, CopyHandle] = LRUCache(self.lora_slots, self._on_deactivate)
         self._slots: list[LoadedAdapter | None] = [None] * self.lora_slots
@@ -69,27 +67,12 @@ class AdapterCache:
         # by id, of the latest load: the request, and what was in its folder; tensors in memory stay what they are
         self._latest: dict[int, tuple[LoRARequest | None, AdapterVersion | None]] = {}
 
-    # --- sizes and look-ups ------------------------------------------------------------------------------------------
+    # --- look-ups ----------------------------------------------------------------------------------------------------
 
     @property
     def lora_index_to_id(self) -> list[int | None]:
         """Adapter id of each slot, `None` = free, or taken by a superseded version; a copy."""
         return [None if loaded is None or loaded.superseded else loaded.lora.id for loaded in self._slots]
-
-    @property
-    def capacity(self) -> int:
-        """Most registered adapters (`max_cpu_loras`)."""
-        return self.lora_config.max_cpu_loras or self.lora_config.max_loras
-
-    @property
-    def lora_slots(self) -> int:
-        """Slots on the device (`max_loras`): most distinct adapters in one step."""
-        return self.lora_config.max_loras
-
-    @property
-    def adapter_slots(self) -> int:
-        """Same as `lora_slots`."""
-        return self.lora_slots
 
     @property
     def slot_bytes(self) -> int:
@@ -115,21 +98,23 @@ class AdapterCache:
 
     def loaded(self, adapter_id: int) -> LoadedAdapter | None:
         """Return the registered version of an adapter, or `None`; does not count as use."""
-        return self._registered.peek(_checked(adapter_id))
+        return self._registered.peek(as_int("adapter_id", adapter_id))
 
     def get_adapter(self, adapter_id: int) -> LoRAModel | None:
         """Return a registered adapter or `None`; does not count as use."""
-        loaded = self.loaded(adapter_id)
-        return None if loaded is None else loaded.lora
+        return None if (loaded := self.loaded(adapter_id)) is None else loaded.lora
 
     def request_of(self, adapter_id: int) -> LoRARequest | None:
         """Return the request of a registered adapter; `None` if it is unknown or came as a `LoRAModel`."""
-        loaded = self.loaded(adapter_id)
-        return None if loaded is None else loaded.request
+        return None if (loaded := self.loaded(adapter_id)) is None else loaded.request
 
     def is_active(self, adapter_id: int) -> bool:
         """Tell if a registered adapter has a slot; its copy into it may still be under way."""
         return self._registered.peek(adapter_id) in self._active
+
+    def active_versions(self) -> list[LoadedAdapter]:
+        """Return all versions that have a slot."""
+        return [loaded for loaded in self._slots if loaded is not None]
 
     def adapter_bytes(self, adapter_id: int) -> int:
         """Return the host memory of a registered adapter, in bytes. ValueError if it is not registered."""
@@ -139,16 +124,14 @@ class AdapterCache:
 
     def restore_adapter(self, adapter: LoRAModel, request: LoRARequest | None) -> None:
         """Register a staged adapter, as :meth:`get_adapter` returned it, with its request if it has one.
-
-        Raises:
-            RuntimeError: all that could make room are pinned. Nothing has changed.
+        RuntimeError: all that could make room are pinned. Nothing has changed.
         """
         self._check_place(adapter.id)
         self._register(LoadedAdapter(adapter, request))
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Deactivate and unregister, pinned or not, and forget its version. `False` if the id is not registered."""
-        self._latest.pop(_checked(adapter_id), None)
+        self._latest.pop(as_int("adapter_id", adapter_id), None)
         return self._registered.pop(adapter_id) is not None
 
     def remove_oldest_adapter(self) -> bool:
@@ -167,16 +150,12 @@ class AdapterCache:
 
     def activate_adapter(self, adapter_id: int) -> bool:
         """Copy a registered adapter into the lowest free slot; with none free, into that of the least recently used
-        unpinned adapter.
+        unpinned adapter. `False` if the adapter already was active (it is marked as just used).
 
         The caller leaves enough slots for the adapters of one step: see `set_active_adapters`. A write that fails on
         any tensor-parallel rank raises on all of them, and the slot is free.
 
-        Returns:
-            `False` if the adapter already was active (it is marked as just used).
-
-        Raises:
-            ValueError: the id is not registered. RuntimeError: all slots are pinned. Nothing has changed.
+        ValueError: the id is not registered. RuntimeError: all slots are pinned. Nothing has changed.
         """
         return self.activate(self._require(adapter_id))
 
@@ -197,10 +176,7 @@ class AdapterCache:
 
     def pin_adapter(self, adapter_id: int) -> bool:
         """Keep a registered adapter registered and active, activating it if need be, until it is unpinned, deactivated
-        or removed. Idempotent; always `True`.
-
-        Raises:
-            ValueError: the id is not registered. RuntimeError: all slots are pinned already. Nothing has changed.
+        or removed. Idempotent; always `True`. Raises as :meth:`activate_adapter`.
         """
         loaded = self._require(adapter_id)
         self.activate(loaded)
@@ -236,8 +212,6 @@ class AdapterCache:
     def activate(self, loaded: LoadedAdapter) -> bool:
         """Run :meth:`activate_adapter` for one version, as just used. One that was evicted or removed is registered
         again, unless another version took its place.
-
-        RuntimeError: all that could make room are pinned.
         """
         adapter_id = loaded.lora.id
         registered = self._registered.peek(adapter_id)
@@ -276,10 +250,6 @@ class AdapterCache:
         self._registered.pop(adapter_id)
         self._latest[adapter_id] = request, version
 
-    def active_versions(self) -> list[LoadedAdapter]:
-        """Return all versions that have a slot."""
-        return [loaded for loaded in self._slots if loaded is not None]
-
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _require(self, adapter_id: int) -> LoadedAdapter:
@@ -297,34 +267,24 @@ class AdapterCache:
         if loaded.slot is not None:
             self._active.touch(loaded)
 
-    def _enter(self, staged: Iterable[LoRAModel], requests: Mapping[int, LoRARequest]) -> None:
-        """Register adapters for which there is room, with the requests, if any, that they were loaded for.
-
-        Each replaces one of the same id, else the least recently used one, but none that is requested too.
-        """
-        for adapter_id in requests:
-            if (loaded := self._registered.peek(adapter_id)) is not None:
-                self._use(loaded)
-        for lora in staged:
-            self._register(LoadedAdapter(lora, requests.get(lora.id)))
-
     def _register(self, loaded: LoadedAdapter) -> None:
-        """Put a version under its id; all others of the id, also those removed before, are superseded."""
-        old = self._registered.peek(loaded.lora.id)
+        """Put a version under its id, in place of another or of the least recently used adapter; all others of the id,
+        also those removed before, are superseded.
+        """
+        adapter_id = loaded.lora.id
+        old = self._registered.peek(adapter_id)
         for version in (old, *self._held):
-            if version is not None and version.lora.id == loaded.lora.id:
+            if version is not None and version.lora.id == adapter_id:
                 version.superseded = True
-        if old is not None:
-            self._registered.pop(loaded.lora.id)
+        self._registered.pop(adapter_id)
         loaded.superseded = False
-        self._registered.put(loaded.lora.id, loaded)
-        self._note_latest(loaded.lora.id, loaded.request, loaded.lora.version)
+        self._registered.put(adapter_id, loaded)
+        self._note_latest(adapter_id, loaded.request, loaded.lora.version)
 
     def _note_latest(self, adapter_id: int, request: LoRARequest | None, version: AdapterVersion | None) -> None:
-        if request is None or request.tensors is None:
-            self._latest[adapter_id] = request, version
-        else:
-            self._latest.pop(adapter_id, None)
+        self._latest[adapter_id] = request, version
+        if request is not None and request.tensors is not None:
+            del self._latest[adapter_id]
 
     def _check_unchanged(self, request: LoRARequest, now: AdapterVersion | None) -> None:
         """ValueError if a request's folder holds another version than the one that was loaded last under the id."""
@@ -353,11 +313,11 @@ class AdapterCache:
             self._registered.unpin(loaded.lora.id)
 
     def _check_place(self, adapter_id: int) -> None:
-        """RuntimeError if host memory has no place for another adapter: all are taken by pinned ones."""
-        if len(self.pinned_adapters) >= self.capacity:
+        """RuntimeError if all of host memory is taken by pinned adapters."""
+        if len(pinned := self.pinned_adapters) >= self.capacity:
             raise RuntimeError(
-                f"no place for adapter {adapter_id}: all {len(self.pinned_adapters)} registered ones are pinned "
-                f"({sorted(self.pinned_adapters)}); unpin_adapter one of them or raise LoRAConfig.max_cpu_loras"
+                f"no place for adapter {adapter_id}: all {len(pinned)} registered ones are pinned ({sorted(pinned)}); "
+                "unpin_adapter one of them or raise LoRAConfig.max_cpu_loras"
             )
 
     def _check_slots(self, wanted: Collection[int], pinned: Collection[int]) -> None:
@@ -367,8 +327,3 @@ class AdapterCache:
                 f"no slot for adapters {sorted(wanted)}: all that could make room are pinned ({sorted(pinned)}, of "
                 f"{self.lora_slots} slots); unpin_adapter one of them or raise LoRAConfig.max_loras"
             )
-
-
-def _checked(adapter_id: object) -> int:
-    """Return an id; TypeError for booleans and what is no integer."""
-    return as_int("adapter_id", adapter_id)

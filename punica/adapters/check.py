@@ -1,33 +1,30 @@
-"""Rules for the tensors of an adapter: names, dtypes, shapes and numbers.
+"""Rules for the tensors of an adapter: dtypes, shapes and numbers.
 
 An adapter is untrusted input. Its config is checked first (:meth:`punica.adapters.PEFTHelper.validate_legal`), names
 before any tensor is read, and everything before the serving process changes.
 """
 
-from collections.abc import Collection, Container, Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from punica.adapters.doubts import BASE_WEIGHTS
-from punica.adapters.wrap import adapter_component
+from punica.adapters.blocks import dense
+from punica.adapters.config import PEFTHelper
+from punica.adapters.names import SCALE_SUFFIX, TensorName, is_projection_name, is_scale_of_another, is_stacked_name
 from punica.checks import clip
-from punica.layers.packing import Slices
+from punica.layers.packing import Blocks
 from punica.layers.utils import ADAPTER_DTYPES
 from punica.ops.expect import expect
 from punica.ops.quant import FP8_DTYPES, Fp8Matrix, validate_scales
 
-RESIZED = (
+Factor = Tensor | Fp8Matrix
+
+_RESIZED = (
     "; the vocabulary was resized for the training: serve the adapter on that model (save_pretrained after the "
     "resize), or merge it there (merge_and_unload) and serve that"
 )
-NOT_READ = (*BASE_WEIGHTS, ".lora_velora_embed")
-"""Ends of the names of tensors that are left out; VeLoRA's are of its backward pass alone."""
-SCALE_SUFFIX = "_scale"
-"""Suffix of a tensor's name in the name of its scales: ``lora_A.weight`` and ``lora_A.weight_scale``."""
-
-
 _INFINITIES = {
     torch.float16: (torch.int16, "uint16", 0x7C00, 0xFC00),
     torch.bfloat16: (torch.int16, "uint16", 0x7F80, 0xFF80),
@@ -37,86 +34,86 @@ _INFINITIES = {
 """Integers of each dtype's size, and inf and -inf read as those."""
 
 
-def check_expected_modules(modules: Iterable[str], expected_lora_modules: Collection[str]) -> None:
-    """Check the last name component of every module (of experts, the part from `experts` on).
-
-    ValueError with all unexpected ones, and what is expected.
-    """
-    expected = set(expected_lora_modules)
-    offenders = sorted({module for module in modules if adapter_component(module) not in expected})
-    if offenders:
-        endings = sorted(expected)
-        shown = f"{endings[:40]} and {len(endings) - 40} more" if len(endings) > 40 else str(endings)
-        raise ValueError(
-            f"adapter modules {clip(offenders)} are not supported by this model; expected names end in {shown}"
-        )
+# --- shapes ----------------------------------------------------------------------------------------------------------
 
 
-def remedy_of(key: str) -> str:
-    """Explain the name of a trained bias, or a whole embedding or head, beside the LoRA weights."""
-    if key.endswith(".bias"):
-        return ". It is a bias, trained with bias='all' or 'lora_only': train with bias='none', or merge the adapter"
-    if not key.endswith(("embed_tokens.weight", "lm_head.weight")):
-        return ""
-    return (
-        ". PEFT saves whole embeddings along after the vocabulary was resized or with save_embedding_layers=True: if "
-        "the vocabulary is the model's, save the adapter again with save_embedding_layers=False; if it was resized, "
-        "merge the adapter into the resized model (merge_and_unload) and serve that as a model of its own"
-    )
+class ModuleEntry(NamedTuple):
+    """One module in a checkpoint: its name, the keys of A and B, and what the adapter's config says of it."""
+
+    module: str
+    key_a: str
+    key_b: str
+    rank: int
+    lora_alpha: float
+    scaling: float
+    blocks: Blocks
+    is_stacked: bool
 
 
-def check_any(names: Mapping[str, object]) -> None:
-    """ValueError where an adapter has no LoRA tensors."""
-    if not names:
-        raise ValueError("the adapter has no LoRA tensors at all")
-
-
-def check_tensors(
-    names: Mapping[str, tuple[str, bool, str]], tensors: Mapping[str, Tensor | Fp8Matrix], model_vocab_size: int | None
-) -> dict[str, dict[bool, str]]:
-    """Check dtypes, that A and B come together, and the vocabulary of embeddings. `names` are the `TensorName`s.
-
-    Returns:
-        `{module: {True: key of A, False: key of B}}`.
+def table_of_contents(
+    tensors: Mapping[str, Factor],
+    names: Mapping[str, TensorName],
+    peft_helper: PEFTHelper,
+    model_vocab_size: int | None,
+) -> list[ModuleEntry]:
+    """Check dtypes, shapes and ranks of an adapter's named tensors, all but the numbers; one entry per module. Meta
+    tensors will do.
 
     Raises:
         TypeError: a value is not a tensor, or its dtype is not fp16, bf16, fp32 or fp64, or FP8 without scales.
-        ValueError: no tensors, A without B, or an embedding of another vocabulary.
+        ValueError: A without B, an embedding of another vocabulary, or shapes and ranks that disagree.
     """
-    check_any(names)
     sides: dict[str, dict[bool, str]] = {}
     for key, (module, is_a, _) in names.items():
-        tensor = tensors[key]
-        if not isinstance(tensor, (Tensor, Fp8Matrix)):
-            raise TypeError(f"{key!r} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in ADAPTER_DTYPES and not isinstance(tensor, Fp8Matrix):
-            raise TypeError(
-                f"{key!r} has dtype {tensor.dtype}; LoRA tensors must be float16, bfloat16, float32 or float64, or "
-                f"float8 with scales in {key + SCALE_SUFFIX!r}"
-            )
-        of_embedding = is_a and "lora_embedding_" in key and tensor.ndim == 2
-        if of_embedding and model_vocab_size not in (None, tensor.shape[1]):
-            raise ValueError(
-                f"{key!r} covers a vocabulary of {tensor.shape[1]} ids, the model has {model_vocab_size}{RESIZED}"
-            )
-        of_head = (
-            not is_a and "lora_embedding_" not in key and module.rpartition(".")[2] == "lm_head" and tensor.ndim == 2
-        )
-        if of_head and model_vocab_size not in (None, tensor.shape[0]):
-            raise ValueError(
-                f"{key!r}: the model's vocabulary has {model_vocab_size} rows, got {tensor.shape[0]}{RESIZED}"
-            )
+        _check_tensor(key, tensors[key], module, is_a, model_vocab_size)
         sides.setdefault(module, {})[is_a] = key
-    incomplete = {
+    if incomplete := {
         module: "A without B" if True in found else "B without A" for module, found in sides.items() if len(found) < 2
-    }
-    if incomplete:
+    }:
         raise ValueError(f"the adapter is incomplete: {clip(incomplete)}; every module needs lora_A and lora_B")
-    return sides
+    peft_helper.resolve(name.configured for name in names.values())
+    contents = []
+    for module, keys in sides.items():
+        key_a, key_b, configured = keys[True], keys[False], names[keys[False]].configured
+        rank, blocks, is_stacked = peft_helper.rank_of(configured), Blocks(), is_stacked_name(module)
+        a, b = tensors[key_a], tensors[key_b]
+        if is_projection_name(module):
+            _check_projection(module, a, b, rank)
+        else:
+            if not is_stacked and "lora_embedding_" not in key_a:
+                blocks = peft_helper.blocks_of(configured)
+                a, b = dense(key_a, a, blocks.a), dense(key_b, b, blocks.b)
+            check_pair(module, a, b, rank, is_stacked)
+        alpha, scaling = peft_helper.alpha_of(configured), peft_helper.scaling_of(configured)
+        contents.append(ModuleEntry(module, key_a, key_b, rank, alpha, scaling, blocks, is_stacked))
+    return contents
 
 
-def check_pair(module: str, a: Tensor | Fp8Matrix, b: Tensor | Fp8Matrix, rank: int) -> None:
-    """Check A `[rank, in]` and B `[out, rank]`. Raises ValueError naming the module and both values."""
+def _check_tensor(key: str, tensor: object, module: str, is_a: bool, vocab_size: int | None) -> None:
+    """Check type and dtype of one tensor; of an embedding or a head also the vocabulary."""
+    if not isinstance(tensor, (Tensor, Fp8Matrix)):
+        raise TypeError(f"{key!r} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in ADAPTER_DTYPES and not isinstance(tensor, Fp8Matrix):
+        raise TypeError(
+            f"{key!r} has dtype {tensor.dtype}; LoRA tensors must be float16, bfloat16, float32 or float64, or "
+            f"float8 with scales in {key + SCALE_SUFFIX!r}"
+        )
+    if vocab_size is None or tensor.ndim != 2:
+        return
+    if "lora_embedding_" in key:
+        if is_a and tensor.shape[1] != vocab_size:
+            raise ValueError(
+                f"{key!r} covers a vocabulary of {tensor.shape[1]} ids, the model has {vocab_size}{_RESIZED}"
+            )
+    elif not is_a and module.rpartition(".")[2] == "lm_head" and tensor.shape[0] != vocab_size:
+        raise ValueError(f"{key!r}: the model's vocabulary has {vocab_size} rows, got {tensor.shape[0]}{_RESIZED}")
+
+
+def check_pair(module: str, a: Factor, b: Factor, rank: int, is_stacked: bool = False) -> None:
+    """Check A `[rank, in]` and B `[out, rank]`, or of all experts of a layer A `[E*rank, in]` and B `[out, E*rank]`.
+
+    ValueError naming the module and both values.
+    """
     if a.ndim != 2 or b.ndim != 2:
         empty = "; the trainer saved them empty: gather its shards before (DeepSpeed ZeRO-3, FSDP)" * (0 in a.shape)
         raise ValueError(
@@ -126,18 +123,28 @@ def check_pair(module: str, a: Tensor | Fp8Matrix, b: Tensor | Fp8Matrix, rank: 
         raise ValueError(
             f"module {module!r}: A has rank {a.shape[0]} (rows), B has rank {b.shape[1]} (columns); they must agree"
         )
-    if a.shape[0] != rank:
-        raise ValueError(f"module {module!r}: tensors have rank {a.shape[0]}, the adapter's config says {rank}")
-
-
-def check_experts(module: str, a: Tensor | Fp8Matrix, b: Tensor | Fp8Matrix, rank: int) -> None:
-    """Check A `[E*rank, in]` and B `[out, E*rank]` of all experts of a layer. Raises as :func:`check_pair`."""
-    check_pair(module, a, b, a.shape[0] if a.ndim else 0)
-    if a.shape[0] % rank:
+    if is_stacked and a.shape[0] % rank:
         raise ValueError(
             f"module {module!r}: {a.shape[0]} rows of A are no multiple of the rank {rank}, which the adapter's config "
             "says every expert has"
         )
+    if not is_stacked and a.shape[0] != rank:
+        raise ValueError(f"module {module!r}: tensors have rank {a.shape[0]}, the adapter's config says {rank}")
+
+
+def _check_projection(module: str, a: Factor, b: Factor, rank: int) -> None:
+    """Check A `[E or 1, rank, in]` and B `[E or 1, out, rank]`."""
+    shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+    if a.ndim != 3 or b.ndim != 3 or len({a.shape[0], b.shape[0]} - {1}) > 1:
+        raise ValueError(
+            f"module {module!r}: A and B of all experts must be [E, r, in] and [E, out, r], with 1 for E where they "
+            f"share a factor; got {shapes}"
+        )
+    if (a.shape[1], b.shape[2]) != (rank, rank):
+        raise ValueError(f"module {module!r}: A and B have shapes {shapes}, the adapter's config says rank {rank}")
+
+
+# --- FP8 with scales -------------------------------------------------------------------------------------------------
 
 
 def join_scales(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,17 +155,10 @@ def join_scales(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """
     joined: dict[str, Any] = {}
     for key, tensor in tensors.items():
-        name = key + SCALE_SUFFIX
-        if is_scale_of_another(key, tensors):
-            continue
-        scale = tensors.get(name)
-        joined[key] = tensor if scale is None else _with_scale(key, tensor, name, scale)
+        if not is_scale_of_another(key, tensors):
+            scale = tensors.get(key + SCALE_SUFFIX)
+            joined[key] = tensor if scale is None else _with_scale(key, tensor, key + SCALE_SUFFIX, scale)
     return joined
-
-
-def is_scale_of_another(key: str, keys: Container[str]) -> bool:
-    """Tell if ``key`` names the scales of another tensor among ``keys``."""
-    return key.endswith(SCALE_SUFFIX) and key.removesuffix(SCALE_SUFFIX) in keys
 
 
 def _with_scale(key: str, values: Any, name: str, scale: Any) -> Fp8Matrix:
@@ -180,7 +180,10 @@ def _with_scale(key: str, values: Any, name: str, scale: Any) -> Fp8Matrix:
     return Fp8Matrix(values.detach(), scale)
 
 
-def check_finite(module: str, is_a: bool, placed: Tensor | Fp8Matrix, read: Tensor | Fp8Matrix) -> None:
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def check_finite(module: str, is_a: bool, placed: Factor, read: Factor) -> None:
     """ValueError if a matrix holds NaN or inf as `placed`; tells if the cast of the `read` one overflowed."""
     if isinstance(placed, Fp8Matrix):  # its scales were checked; values may be NaN, and inf in e5m2
         placed = read = placed.values.float()
@@ -191,12 +194,6 @@ def check_finite(module: str, is_a: bool, placed: Tensor | Fp8Matrix, read: Tens
     cast = placed.dtype != read.dtype and all_finite(read)
     after = f" after the cast from {read.dtype} to {placed.dtype}" if cast else ""
     raise ValueError(f"module {module!r}: {'A' if is_a else 'B'} contains NaN or inf{after}")
-
-
-def check_scaled(adapter_id: int, name: str, slices: Slices) -> None:
-    """ValueError if the scaling made a B overflow."""
-    if not all(b is None or all_finite(b.scale if isinstance(b, Fp8Matrix) else b) for _, b in slices):
-        raise ValueError(f"adapter {adapter_id}, module {name!r}: B contains NaN or inf after scaling")
 
 
 def all_finite(tensor: Tensor) -> bool:

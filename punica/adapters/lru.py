@@ -14,22 +14,20 @@ class LRUCache(Generic[K, V]):
     """A least recently used cache of at most `capacity` entries, with pins.
 
     Args:
-        capacity: at least 1.
+        capacity: at least 1. Where entries are put with sizes, the bound of their sum.
         on_remove: called as `on_remove(key, value)` after an entry was popped or evicted, or its value replaced.
 
-    Pinned entries are never evicted; they can be popped, which drops the pin. TypeError, ValueError: the capacity is
-    not an integer >= 1.
-
-    Attributes:
-        uses: count of puts, uses and removals; while it stays the same, so does the order of use.
+    Pinned entries are never evicted; they can be popped, which drops the pin. `uses` counts puts, uses and removals:
+    while it stays the same, so does the order of use. TypeError, ValueError: the capacity is not an integer >= 1.
     """
 
     def __init__(self, capacity: int, on_remove: Callable[[K, V], None] | None = None) -> None:
         self.capacity = check_count("capacity", capacity)
         self._on_remove = on_remove or (lambda key, value: None)
         self._entries: OrderedDict[K, V] = OrderedDict()  # least recently used first
+        self._sizes: dict[K, int] = {}
         self._pinned: set[K] = set()
-        self.uses = 0
+        self.size = self.uses = 0
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
@@ -50,25 +48,27 @@ class LRUCache(Generic[K, V]):
         """Return the value, now the most recently used; `default` if absent."""
         if key in self._entries:
             self.touch(key)
-        return self.peek(key, default)
+        return self._entries.get(key, default)
 
     def peek(self, key: K, default: V | None = None) -> V | None:
         """Return the value or `default`, without affecting the order of use."""
         return self._entries.get(key, default)
 
-    def put(self, key: K, value: V) -> None:
-        """Enter a value as the most recently used; a full cache first evicts its oldest unpinned entry.
+    def put(self, key: K, value: V, size: int = 1) -> None:
+        """Enter a value as the most recently used; a full cache first evicts its oldest unpinned entries.
 
-        A present key gets the new value and keeps its pin. RuntimeError, and no change: all entries are pinned.
+        A present key gets the new value and keeps its pin and size. RuntimeError, and no change: all entries are
+        pinned.
         """
         if key in self._entries:
             old, self._entries[key] = self._entries[key], value
             self.touch(key)
             self._on_remove(key, old)
             return
-        if len(self._entries) >= self.capacity:
+        while self.size + size > self.capacity:
             self.remove_oldest()
-        self._entries[key] = value
+        self._entries[key], self._sizes[key] = value, size
+        self.size += size
         self.uses += 1
 
     def touch(self, key: K) -> None:
@@ -81,6 +81,7 @@ class LRUCache(Generic[K, V]):
         if key not in self._entries:
             return default
         value = self._entries.pop(key)
+        self.size -= self._sizes.pop(key)
         self._pinned.discard(key)
         self.uses += 1
         self._on_remove(key, value)

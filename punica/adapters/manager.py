@@ -7,8 +7,8 @@ Validate first: an adapter is fully loaded, packed and checked, and has a place,
 call leaves registered adapters, slots and buffers as they were.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import cast
@@ -19,11 +19,12 @@ from torch import nn
 from punica.adapters import wrap
 from punica.adapters.cache import AdapterCache, LoadedAdapter
 from punica.adapters.load import AdapterLoader
-from punica.adapters.lora_model import LoRAModel
+from punica.adapters.names import NameRules, last_component
 from punica.adapters.pack import AdapterPacker
 from punica.adapters.request import LoRARequest, check_same_source, distinct_requests
-from punica.adapters.synthetic import DummyAdapters
+from punica.adapters.weights import LoRAModel, ModuleWeights
 from punica.adapters.write import make_slot_writer
+from punica.checks import check_count
 from punica.config import LoRAConfig
 from punica.layers.utils import base_weight
 from punica.metadata import LoRAMapping, RowGroups
@@ -36,12 +37,13 @@ class LoRAModelManager(AdapterCache):
 
     Building it wraps the model's layers in place. One thread uses a manager. On CUDA slots are written asynchronously:
     no call waits for a copy, and :meth:`begin_step` and :meth:`set_adapter_mapping` order the next step after its own.
+    With tensor parallelism every rank has a manager, and all make the same calls in the same order; an error on one
+    rank is raised on all.
 
     Args:
         model: module tree built from `punica.parallel` layers; may define `packed_modules_mapping` and
             `embedding_modules`.
-        max_num_seqs: most requests in one step.
-        max_num_batched_tokens: most tokens in one step.
+        max_num_seqs, max_num_batched_tokens: most requests and tokens in one step.
         vocab_size: of the model; embedding adapters must match it.
         lora_config: capacity and switches; `"auto"` takes the dtype of the model's weights.
         device: of the metadata; slots are on the device of the layers' weights.
@@ -51,27 +53,17 @@ class LoRAModelManager(AdapterCache):
         lora_config: the given one with its dtype resolved.
         punica_wrapper: shared by all layers.
 
-    With tensor parallelism every rank has a manager, and all make the same calls in the same order; an error on one
-    rank is raised on all.
-
     Raises:
         ValueError: the model has no layer to wrap, a targeted layer has no LoRA class, or the slots take more memory
             than is free. RuntimeError: it is wrapped already. The model is as it was.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        vocab_size: int,
-        lora_config: LoRAConfig,
-        device: torch.device | str,
-    ) -> None:
-        layers = wrap.find_supported_layers(model)
-        self.model = model
-        self.vocab_size = vocab_size
-        config = replace(lora_config)
+        self, model: nn.Module, max_num_seqs: int, max_num_batched_tokens: int, vocab_size: int,
+        lora_config: LoRAConfig, device: torch.device | str,
+    ) -> None:  # fmt: skip
+        layers, config = wrap.find_supported_layers(model), replace(lora_config)
+        self.model, self.vocab_size = model, vocab_size
         with all_ranks_agree():  # a rank with too little memory must not leave the others with a wrapped model
             weight = base_weight(layers[0].layer)
             config.verify_with_model_config(weight)
@@ -85,23 +77,23 @@ class LoRAModelManager(AdapterCache):
         wrap.put_layers(model, wrapped)
         for layer in self.modules.values():
             layer.set_mapping(self.punica_wrapper)
-        fp8 = cast(torch.dtype | None, self.lora_config.fp8)
-        self._packer = AdapterPacker(wrapped, wrap.packed_modules_of(model), self.lora_config.target_modules, fp8)
-        self._loader = AdapterLoader(
-            self._packer, wrap.expected_lora_modules(layers), self.lora_config, vocab_size, wrap.moe_ep_spec_of(layers)
-        )
-        self._dummies = DummyAdapters(self.modules, wrap.embedding_modules_of(model), self.lora_config)
+        fp8 = cast(torch.dtype | None, config.fp8)
+        self._packer = AdapterPacker(wrapped, wrap.packed_modules_of(model), config.target_modules, fp8)
+        expected, moe_ep_spec = wrap.expected_lora_modules(layers), wrap.moe_ep_spec_of(layers)
+        rules = NameRules(expected, moe_ep_spec, self._packer.most_tensors)
+        self._loader = AdapterLoader(self._packer, rules, config, vocab_size)
+        self._embedding_modules = wrap.embedding_modules_of(model)
+        self._dummies: dict[int, LoRAModel] | None = None  # by rank, inside of `dummy_lora_cache`
         self._last_step: tuple = (None, None)  # key of the latest step, and its rows in the wrapper
 
     # --- registered adapters -----------------------------------------------------------------------------------------
 
     def check_adapter(self, request: LoRARequest, *, numbers: bool = False) -> None:
-        """Refuse a request's folder if :meth:`add_adapter` would; without `numbers` as far as can be told unread.
-
-        So it does if the folder has changed since it was loaded under this id, unless the request has `load_inplace`.
+        """Refuse a request's folder if :meth:`add_adapter` would, also one that has changed since it was loaded under
+        this id; without `numbers` as far as can be told unread. Warns where outputs may be wrong.
 
         Serving calls it when a request arrives, so that a hostile folder costs no time between the steps of others. All
-        tensor-parallel ranks call it together. Warns where `target_modules` and the tensors disagree.
+        tensor-parallel ranks call it together.
 
         Raises:
             TypeError: not a request. FileNotFoundError, ValueError, TypeError: the folder. Nothing has changed.
@@ -121,8 +113,8 @@ class LoRAModelManager(AdapterCache):
         On a CPU it shares the tensors that need no scaling or casting: do not change them afterwards.
 
         The folder of a `LoRARequest` is loaded unless the id is registered (with `load_inplace` in any case; a pin
-        stays), registered, and activated. Always `True`: afterwards it is loaded. Without `load_inplace` an adapter
-        that was evicted is loaded only in the version that it had: a folder that has changed since is refused.
+        stays), registered, and activated; always `True`. Without `load_inplace` an adapter that was evicted is loaded
+        only in the version that it had: a folder that has changed since is refused.
 
         Raises:
             FileNotFoundError, ValueError, TypeError: the adapter cannot be loaded or does not fit the model, or its
@@ -141,7 +133,7 @@ class LoRAModelManager(AdapterCache):
             packed = self._packer.pack(adapter)
             self._check_place(packed.id)
             staged = self._writer.stage(packed)
-        self._enter([staged], {})
+        self._register(LoadedAdapter(staged))
         return True
 
     def read_adapter(self, request: LoRARequest) -> LoRAModel:
@@ -154,9 +146,7 @@ class LoRAModelManager(AdapterCache):
 
     def add_read_adapter(self, request: LoRARequest, read: LoRAModel) -> None:
         """Register and activate a result of :meth:`read_adapter`, in place of another version of the id; a pin stays.
-
-        ValueError: its folder has changed, as in :meth:`add_adapter`. RuntimeError: all that could make room are
-        pinned. Nothing has changed.
+        Raises as :meth:`add_adapter`.
         """
         adapter_id = request.lora_int_id
         self._make_active({adapter_id: request}, {adapter_id}, {adapter_id: read})
@@ -201,13 +191,10 @@ class LoRAModelManager(AdapterCache):
         self.set_adapter_mapping(mapping)
 
     def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
-        """Begin the next step: order it after the copies of its adapters, and refill its metadata.
+        """Begin the next step: order it after the copies of its adapters, and refill its metadata, unless mapping and
+        slots are those of the last call.
 
-        The refill is skipped if neither the mapping nor the slot of any adapter in it changed since the last call.
-
-        Raises:
-            ValueError: the mapping names an id that is not active, or has more rows than the buffers; the previous
-                metadata stay.
+        ValueError: an id that is not active, or more rows than the buffers; the previous metadata stay.
         """
         used = _ids_of(mapping)
         placed = {adapter_id: slot for slot, adapter_id in enumerate(self.lora_index_to_id) if adapter_id in used}
@@ -226,9 +213,6 @@ class LoRAModelManager(AdapterCache):
         Args:
             segments: `(slot, number of rows)` of the runs of rows, in row order; slot -1: rows without adapter.
             sampled_slots: slot of every sampled row.
-
-        Raises:
-            ValueError: more rows than the buffers, or a slot that does not exist; the previous metadata stay.
         """
         step = (tuple(map(tuple, segments)), tuple(sampled_slots), is_prefill)
         if not self._is_current(step):
@@ -249,16 +233,25 @@ class LoRAModelManager(AdapterCache):
             rank: `1 <= rank <= max_lora_rank`; rounded up to a multiple of the tensor-parallel size when fully sharded.
             embedding_modules: which of the model's `embedding_modules` to cover, by last name component; default all.
 
-        Raises:
-            ValueError: rank out of range, or unknown embedding modules.
+        ValueError: rank out of range, or unknown embedding modules.
         """
-        return self._dummies.create(adapter_id, rank, embedding_modules)
+        config, known = self.lora_config, self._embedding_modules
+        if check_count("rank", rank) > config.max_lora_rank:
+            raise ValueError(f"rank must be in [1, max_lora_rank={config.max_lora_rank}], got {rank}")
+        ranks = max(layer.tp_size for layer in self.modules.values()) if config.fully_sharded_loras else 1
+        rank = -(-rank // ranks) * ranks
+        wanted = known if embedding_modules is None else set(embedding_modules)
+        if unknown := sorted(wanted - known):
+            raise ValueError(f"embedding_modules {unknown} are none of the model's, which are {sorted(known)}")
+        loras = {
+            name: ModuleWeights(name, rank, layer.zero_slices(rank, cast(torch.dtype, config.lora_dtype)))
+            for name, layer in self.modules.items() if last_component(name) not in known - wanted
+        }  # fmt: skip
+        return LoRAModel(adapter_id, rank, loras)
 
     def add_dummy_lora(self, request: LoRARequest, rank: int) -> bool:
-        """Register and activate a zero adapter under the request's id; its path is not read.
-
-        `False`, and no change, if the id is registered. Remove it before the real adapter is to be loaded. Raises as
-        :meth:`create_dummy_lora` and :meth:`add_adapter`.
+        """Register and activate a zero adapter under the request's id; its path is not read. `False`, and no change, if
+        the id is registered. Remove it before the real adapter is to be loaded.
         """
         if not isinstance(request, LoRARequest):
             raise TypeError(f"request must be a LoRARequest, got {type(request).__name__}")
@@ -266,26 +259,34 @@ class LoRAModelManager(AdapterCache):
         if self.loaded(adapter_id) is not None:
             return False
         with all_ranks_agree():
-            packed = self._packer.pack(self._dummies.get(adapter_id, rank))
+            dummies = {} if self._dummies is None else self._dummies
+            if rank not in dummies:
+                dummies[rank] = self.create_dummy_lora(adapter_id, rank)
+            packed = self._packer.pack(dummies[rank].clone(adapter_id))
             self._check_slots([adapter_id], self.pinned_adapters)
             staged = self._writer.stage(packed)
-        self._enter([staged], {adapter_id: request})
+        self._register(LoadedAdapter(staged, request))
         return self.activate_adapter(adapter_id)
 
-    def dummy_lora_cache(self) -> AbstractContextManager[None]:
-        """Return a context in which :meth:`add_dummy_lora` builds one zero adapter per rank and clones it."""
-        return self._dummies.caching()
+    @contextmanager
+    def dummy_lora_cache(self) -> Iterator[None]:
+        """Return a context in which :meth:`add_dummy_lora` builds one zero adapter per rank and clones it. Nested ones
+        share the outermost.
+        """
+        outer = self._dummies
+        self._dummies = {} if outer is None else outer
+        try:
+            yield
+        finally:
+            self._dummies = outer
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _make_active(
-        self,
-        wanted: Mapping[int, LoRARequest],
-        reload: Collection[int],
+        self, wanted: Mapping[int, LoRARequest], reload: Collection[int],
         read: Mapping[int, LoRAModel] = MappingProxyType({}),
-    ) -> None:
-        """Make all of `wanted` registered and active; those in `reload` are loaded again, but for those that are `read`
-        and staged.
+    ) -> None:  # fmt: skip
+        """Make all of `wanted` registered and active; those in `reload` are loaded again, unless `read` and staged.
 
         Everything is loaded and checked on all tensor-parallel ranks, and slots for all found, before anything changes.
         If a copy into a slot fails, versions that requests hold are registered again.
@@ -305,16 +306,20 @@ class LoRAModelManager(AdapterCache):
             self._check_slots(wanted, self.pinned_adapters.difference(wanted))
             staged = [read[i] if i in read else self._writer.stage(packed[i]) for i in missing]
         pinned = self.pinned_adapters.intersection(missing)  # to be pinned again with their new weights
-        in_use = [old for i in missing if (old := self.loaded(i)) is not None and old.users]
-        self._enter(staged, wanted)
+        present = [loaded for i in wanted if (loaded := self.loaded(i)) is not None]
+        for loaded in present:  # so that no requested one makes room for another
+            self._use(loaded)
+        for lora in staged:
+            self._register(LoadedAdapter(lora, wanted[lora.id]))
         try:
             for adapter_id in wanted:
                 self.activate_adapter(adapter_id)
         except BaseException:
-            for old in in_use:
-                self._register(old)
-                if old.lora.id in pinned:
-                    self.pin_adapter(old.lora.id)
+            for old in present:
+                if old.users and old.lora.id in missing:
+                    self._register(old)
+                    if old.lora.id in pinned:
+                        self.pin_adapter(old.lora.id)
             raise
         for adapter_id in pinned:
             self.pin_adapter(adapter_id)
@@ -325,8 +330,7 @@ class LoRAModelManager(AdapterCache):
 
     def _check_mapping(self, mapping: LoRAMapping, wanted: Mapping[int, LoRARequest]) -> None:
         """Raise the errors of `set_adapter_mapping` before the adapters are made active."""
-        unknown = sorted(_ids_of(mapping) - {0, *wanted})
-        if unknown:
+        if unknown := sorted(_ids_of(mapping) - {0, *wanted}):
             raise ValueError(
                 f"mapping uses adapter ids {unknown}, which are not requested; requested: {sorted(wanted)}"
             )

@@ -1,31 +1,39 @@
-"""Packing: from the modules of an adapter to the slices of the model's layers, and to one block of memory.
+"""Packing: from the modules of an adapter to the slices of the model's layers.
 
 Adapters have `q_proj`, `k_proj`, `v_proj`; the model computes `qkv_proj`. Parts are packed under the runtime name, with
 the scaling in B; absent parts stay `None`, zeros in the slot. The caller's adapter does not change.
 
-A GPU can read page-locked ("pinned") host memory directly, and only long reads use the whole link. So for a GPU this
-rank's part of every matrix is packed, in the order of the model's layers, into a slot image
-(:mod:`punica.ops.slot_image`).
+The experts of a layer come in one of three spellings. *Per expert*: a pair (A, B) for each expert and projection.
+*Stacked* (PEFT's `target_parameters`): one pair for all experts, `A [E, r, in]` and `B [E, out, r]`, called
+`...experts.base_layer` and `...experts`, whichever of gate-and-up and down PEFT wrapped first; their shapes tell which
+is which. *By projection*: one such pair per projection, in which a factor may be one for all experts; it is repeated
+here, without a copy. Where the layer keeps gate and up apart, a pair of both is split: both take its A, and each its
+half of B. With expert parallelism only this rank's experts are kept.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from punica.adapters.check import check_scaled
-from punica.adapters.lora_model import LoRAModel
-from punica.adapters.pack_experts import BASE_LAYER, group_experts
-from punica.adapters.shared_experts import PROJECTIONS
-from punica.adapters.weights import ModuleWeights
-from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules, sibling
+from punica.adapters.check import Factor, all_finite
+from punica.adapters.names import PROJECTIONS, W1, W2, W3, W13, advise_renames, sibling
+from punica.adapters.weights import LoRAModel, ModuleWeights, stack_experts
+from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules
 from punica.checks import clip
-from punica.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
-from punica.layers.base import SlotPart
+from punica.layers import BaseLayerWithLoRA, FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from punica.layers.packing import Blocks, LoRAFactor, Slices
 from punica.layers.utils import check_has_data
 from punica.ops.quant import Fp8Matrix
-from punica.ops.slot_image import image_matrices, pack_image
+
+BASE_LAYER = -1
+"""Part number of `...experts.base_layer`; those of an expert's matrices start at 0, `...experts` itself has None."""
+_WHOLE = (None, BASE_LAYER)
+_APART = (
+    "its gate and up are apart, and this model's adapters have them as one; set "
+    "LoRAConfig(enable_mixed_moe_lora_format=True) to serve both kinds"
+)
 
 
 class AdapterPacker:
@@ -36,6 +44,8 @@ class AdapterPacker:
         packed_modules_mapping: `{runtime suffix: adapter-visible parts}`.
         target_modules: deployment filter; an adapter that touches more is refused.
         fp8: format of FP8 slots, in which adapters are quantised here, once (`None`: other slots).
+
+    `most_tensors`: bound of an adapter's tensors: A, B and scales of every module, and base weights of embeddings.
     """
 
     def __init__(
@@ -63,6 +73,7 @@ class AdapterPacker:
             if isinstance(layer.layer, FusedMoEWithLoRA):
                 ends = {"base_layer": BASE_LAYER, **PROJECTIONS}
                 self._place |= {f"{alias}.{end}": (name, part) for alias in layer.names for end, part in ends.items()}
+        self.most_tensors = 4 * len(self._place) + 64
 
     def pack(self, lora: LoRAModel, *, fits: bool = False) -> LoRAModel:
         """Return a new model with the same id: for every layer that it touches, the slices as the layer holds them.
@@ -75,29 +86,28 @@ class AdapterPacker:
                 A wrong shape, rank or size; a B that holds NaN or inf once it is scaled.
             TypeError: unsupported dtype, or a meta tensor. RuntimeError: a module without tensors (shell).
         """
-        groups = self._groups(lora)
+        groups = self._groups(lora, fits)
         if not fits:
             self._check(lora.id, groups, with_data=True)
-
-        is_finite = fits and self._fp8 is None and all(_weights_of(lora, name).scaling == 1 for name in lora.loras)
-
-        def packed(weights: ModuleWeights) -> ModuleWeights:
-            name = weights.module_name
-            if not is_finite:
-                check_scaled(lora.id, name, weights.slices)
-            layer = self._wrapped[name].layer
-            slices = layer.to_slices(weights.slices if self._fp8 is None else _quantised(weights.slices, self._fp8))
+        is_finite = fits and self._fp8 is None and all(weights.scaling == 1 for weights in lora.loras.values())
+        for name, weights in groups.items():
+            slices, layer = weights.slices, self._wrapped[name].layer
+            if not is_finite and not all(
+                b is None or all_finite(b.scale if isinstance(b, Fp8Matrix) else b) for _, b in slices
+            ):
+                raise ValueError(f"adapter {lora.id}, module {name!r}: B contains NaN or inf after scaling")
+            slices = layer.to_slices(slices if self._fp8 is None else _quantised(slices, self._fp8))
             if len(weights.blocks) == len(slices):  # else blocks of a matrix that the layer splits
-                each = zip(slices, weights.blocks, strict=True)
-                slices = [layer.own_ranks(i, pair, blocks) for i, (pair, blocks) in enumerate(each)]
-            return ModuleWeights(name, weights.rank, slices)
-
-        loras = {weights.module_name: weights for weights in map(packed, groups.values())}
-        return LoRAModel(lora.id, max(weights.rank for weights in loras.values()), loras)
+                slices = [
+                    pair if blocks == Blocks() else layer.own_ranks(i, pair, blocks)
+                    for i, (pair, blocks) in enumerate(zip(slices, weights.blocks, strict=True))
+                ]
+            groups[name] = ModuleWeights(name, weights.rank, slices)
+        return LoRAModel(lora.id, max(weights.rank for weights in groups.values()), groups)
 
     def check(self, lora: LoRAModel) -> None:
         """Check names, types and shapes against every layer; meta tensors will do. Raises as :meth:`pack`."""
-        self._check(lora.id, self._groups(lora))
+        self._check(lora.id, self._groups(lora, True))
 
     def _check(self, adapter_id: int, groups: Mapping[str, ModuleWeights], *, with_data: bool = False) -> None:
         """Apply each layer's rules for `set_lora`, so that activation cannot fail half-way."""
@@ -109,22 +119,22 @@ class AdapterPacker:
             except (TypeError, ValueError) as error:
                 raise type(error)(f"adapter {adapter_id}, module {name!r}: {error}") from error
 
-    @property
-    def most_tensors(self) -> int:
-        """Upper bound of an adapter's tensors: A, B and scales of every module, and base weights of embeddings."""
-        return 4 * len(self._place) + 64
+    def _groups(self, lora: LoRAModel, is_loaded: bool) -> dict[str, ModuleWeights]:
+        """Collect the parts that an adapter has of every layer, scaled: one pair per part, or the whole as it is.
 
-    def _by_layer(self, lora: LoRAModel) -> dict[str, dict[int | None, str]]:
-        """Return `{layer: {part: name in the adapter}}`; ValueError for unknown or ambiguous modules."""
+        ValueError: unknown or ambiguous modules, or none.
+        """
         if not lora.loras:
             raise ValueError(f"adapter {lora.id} has no modules; nothing of it matches the model")
         if unknown := sorted(lora.loras.keys() - self._place.keys()):
             raise ValueError(
                 f"adapter {lora.id} has weights for {clip(unknown)}, which the model does not have or which "
-                f"LoRAConfig.target_modules leaves out{_renames_of(unknown[0], lora.loras, self._place)}"
+                f"LoRAConfig.target_modules leaves out{advise_renames(unknown[0], lora.loras, self._place)}"
             )
-        given: dict[str, dict[int | None, str]] = {}
-        for name in lora.loras:
+        given: dict[str, dict[int | None, str]] = {}  # layer -> part -> name in the adapter
+        for name, weights in lora.loras.items():
+            if not isinstance(weights, ModuleWeights):
+                raise TypeError(f"adapter {lora.id}: {name!r} must be ModuleWeights, got {type(weights).__name__}")
             layer, part = self._place[name]
             first = given.setdefault(layer, {}).setdefault(part, name)
             if first != name:
@@ -132,45 +142,33 @@ class AdapterPacker:
                     f"adapter {lora.id} has {first!r} and {name!r}, which are one and the same module of the model; "
                     "keep one of the two"
                 )
-        whole = (None, BASE_LAYER)
-        if both := sorted(
-            layer for layer, parts in given.items() if None in parts and any(part not in whole for part in parts)
-        ):
+        if both := sorted(layer for layer, parts in given.items() if None in parts and parts.keys() - set(_WHOLE)):
             raise ValueError(f"adapter {lora.id} has {both} both whole and in parts; keep one of the two")
-        return given
+        return {layer: self._group(lora, layer, parts, is_loaded) for layer, parts in given.items()}
 
-    def _groups(self, lora: LoRAModel) -> dict[str, ModuleWeights]:
-        """Collect the parts that an adapter has of every layer, scaled: one pair per part, or the whole as it is."""
-        groups = [self._group(lora, name, given) for name, given in self._by_layer(lora).items()]
-        return {group.module_name: group for group in groups}
-
-    def _group(self, lora: LoRAModel, name: str, given: Mapping[int | None, str]) -> ModuleWeights:
+    def _group(self, lora: LoRAModel, name: str, given: Mapping[int | None, str], is_loaded: bool) -> ModuleWeights:
         """Collect the parts `{part: name in the adapter}` of one layer."""
         layer, parts = self._wrapped[name].layer, self._wrapped[name].parts
-        own = {part: _weights_of(lora, adapter_name) for part, adapter_name in given.items()}
+        own = {part: lora.loras[adapter_name] for part, adapter_name in given.items()}
+        rank = max(weights.rank for weights in own.values())
         if isinstance(layer, FusedMoEWithLoRA):
-            return group_experts(lora.id, name, layer, own, len(parts))
+            try:
+                return ModuleWeights(name, rank, expert_slices(own, layer, len(parts), is_loaded))
+            except ValueError as error:
+                raise ValueError(f"adapter {lora.id}, module {name!r}: {error}") from error
+        if None in own:
+            return ModuleWeights(name, rank, own[None].scaled(), blocks=own[None].blocks)
         slices: Slices = [(None, None)] * len(parts)
-        blocks: list[Blocks] = [Blocks()] * len(parts)
+        blocks = [Blocks()] * len(parts)
         for part, weights in own.items():
-            if part is None:
-                slices, blocks = weights.scaled(), list(weights.blocks)
-            elif weights.is_packed or not weights.slices:
+            if weights.is_packed or not weights.slices:
                 raise ValueError(
                     f"adapter {lora.id}: {given[part]!r} has {len(weights.slices)} slices, expected 1: give "
                     f"several under the name of the whole layer, {name!r}"
                 )
-            else:
-                (slices[part],) = weights.scaled()
-                blocks[part] = (*weights.blocks, Blocks())[0]
-        return ModuleWeights(name, max(weights.rank for weights in own.values()), slices, blocks=blocks)
-
-
-def _weights_of(lora: LoRAModel, name: str) -> ModuleWeights:
-    weights = lora.loras[name]
-    if not isinstance(weights, ModuleWeights):
-        raise TypeError(f"adapter {lora.id}: {name!r} must be ModuleWeights, got {type(weights).__name__}")
-    return weights
+            (slices[cast(int, part)],) = weights.scaled()
+            blocks[cast(int, part)] = (*weights.blocks, Blocks())[0]
+        return ModuleWeights(name, rank, slices, blocks=blocks)
 
 
 def _quantised(slices: Slices, fp8: torch.dtype) -> Slices:
@@ -182,91 +180,93 @@ def _quantised(slices: Slices, fp8: torch.dtype) -> Slices:
     return [(quantise(a), quantise(b)) for a, b in slices]
 
 
-class StagedAdapter(LoRAModel):
-    """An adapter whose tensors are views of `image` (uint8, on the CPU), so that memory is taken once.
+def expert_slices(
+    given: Mapping[int | None, ModuleWeights], layer: FusedMoEWithLoRA, parts: int, is_loaded: bool = False
+) -> Slices:
+    """Collect the weights of a layer's experts, one pair per name in `layer.names`.
 
-    With tensor parallelism they are this rank's part of each matrix, otherwise the whole matrix.
+    Args:
+        given: part number -> the adapter's weights.
+        parts: matrices of all experts.
+        is_loaded: the adapter has all experts; else those of this rank alone will do.
+
+    Raises:
+        ValueError: several spellings at once, a shape that fits no projection, another number of experts, or separate
+            matrices for a layer that takes gate and up as one.
     """
-
-    def __init__(self, lora: LoRAModel, loras: Mapping[str, ModuleWeights], image: Tensor) -> None:
-        super().__init__(lora.id, lora.rank, loras)
-        self.image, self.version = image, lora.version
-
-
-def stage(
-    modules: Mapping[str, BaseLayerWithLoRA], lora: LoRAModel, dtype: torch.dtype, *, pin_memory: bool
-) -> StagedAdapter:
-    """Copy this rank's part of every matrix of a packed adapter into an image, in the order of the model's layers.
-
-    `dtype` is that of the slots (uint8 for FP8: values and scales go as bytes). Matrices are cast, and turned to the
-    memory order of their slots, here, once.
-    """
-    parts = {name: layer.slot_parts(lora.slices_of(name)) for name, layer in modules.items()}
-    all_parts = [part for of_layer in parts.values() for part in of_layer]
-    image = pack_image([part.stored() for part in all_parts], dtype, pin_memory=pin_memory)
-    matrices = zip(all_parts, image_matrices(image, len(all_parts), dtype), strict=True)
-    views = iter([_as_part(part, matrix) for part, matrix in matrices])
-    loras: dict[str, ModuleWeights] = {}
-    for name, of_layer in parts.items():
-        own = [next(views) for _ in of_layer]
-        if (weights := lora.get_lora(name)) is not None:
-            loras[name] = ModuleWeights(name, weights.rank, _as_slices(own, weights.slices, of_layer[0].fp8))
-    return StagedAdapter(lora, loras, image)
-
-
-def _as_part(part: SlotPart, matrix: Tensor | None) -> Tensor | None:
-    """View a matrix of an image as the slot's layer takes it."""
-    if matrix is None:
-        return None
-    typed = matrix.view(part.slots.dtype) if part.fp8 else matrix
-    return typed if part.row_major else typed.T
+    (first, *_) = given.values()
+    is_whole, is_projection = None in given or BASE_LAYER in given, not given.keys().isdisjoint(PROJECTIONS.values())
+    if is_whole and first.is_packed:
+        return first.scaled()
+    spelled = set(_WHOLE) if is_whole else set(PROJECTIONS.values())
+    if (is_whole or is_projection) and given.keys() - spelled:
+        raise ValueError("it is in two of the spellings stacked, per expert, by projection; keep one")
+    if not is_whole and not is_projection:
+        return _per_expert(given, layer, parts)
+    is_joined = isinstance(layer, FusedMoE3DWithLoRA)
+    found: dict[int | None, tuple[Factor, Factor]] = {}
+    for part, weights in given.items():
+        ((a, b),) = cast(list[tuple[Factor, Factor]], weights.scaled())
+        if a.ndim != 3:
+            raise ValueError("weights of all experts must have a leading dimension, [E, r, in] and [E, out, r]")
+        which = _projection_of(a, b, layer, found) if is_whole else part
+        own_a, own_b = (_own(weights, factor, layer, is_projection, is_loaded) for factor in (a, b))
+        found[which] = own_a, own_b
+    if W13 in found and (W1 in found or W3 in found):
+        raise ValueError("it has gate and up both as one and apart; keep one of the two")
+    if is_joined and (W1 in found or W3 in found):
+        raise ValueError(_APART)
+    if W13 in found and not is_joined:
+        (a, b), is_gated = found.pop(W13), layer.moe_config.is_act_and_mul
+        found[W1] = a, _cut(b, lambda rows: rows.chunk(2, 1)[0]) if is_gated else b
+        if is_gated:
+            found[W3] = a, _cut(b, lambda rows: rows.chunk(2, 1)[1])
+    slices: Slices = [found.get(part, (None, None)) for part in (W13 if is_joined else W1, W2, W3)]
+    return slices[: len(layer.names)]
 
 
-def _as_slices(views: list[Tensor | None], slices: Slices, fp8: bool) -> Slices:
-    """Pair the matrices of an image, in the order of :meth:`BaseLayerWithLoRA.slot_parts`, as slices."""
-    factors: list[LoRAFactor] = list(views)
-    if fp8:
-        half = len(views) // 2
-        of_experts = any(a is not None and a.ndim == 3 for a, _ in slices)
-        pairs = zip(views[:half], views[half:], strict=True)
-        factors = [_fp8_view(values, scale, of_experts) for values, scale in pairs]
-    half = len(factors) // 2
-    return list(zip(factors[:half], factors[half:], strict=True))
+def _per_expert(given: Mapping[int | None, ModuleWeights], layer: FusedMoEWithLoRA, parts: int) -> Slices:
+    if isinstance(layer, FusedMoE3DWithLoRA):
+        raise ValueError(_APART)
+    pairs: Slices = [(None, None)] * parts
+    for part, weights in given.items():
+        (pairs[cast(int, part)],) = weights.scaled()
+    w1, w2, w3 = (
+        stack_experts([pairs[3 * expert + projection] for expert in layer.local_experts]) for projection in range(3)
+    )
+    return [w1, w2, w3 if layer.moe_config.is_act_and_mul else w1]
 
 
-def _fp8_view(values: Tensor | None, scale: Tensor | None, of_experts: bool) -> Fp8Matrix | None:
-    """View two matrices of an image as one; scales of experts are ``[E, rows]``, of others ``[rows, 1]``."""
-    if values is None or scale is None:
-        return None
-    return Fp8Matrix(values.view(*scale.shape, -1), scale) if of_experts else Fp8Matrix(values, scale[:, 0])
+def _projection_of(a: Factor, b: Factor, layer: FusedMoEWithLoRA, found: Collection[int | None]) -> int:
+    """Tell gate-and-up from down by the sizes of a stacked pair."""
+    hidden, inner = layer.hidden_size, layer.intermediate_size_per_partition * layer.tp_size
+    sizes = {(hidden, 2 * inner if layer.moe_config.is_act_and_mul else inner): W13, (inner, hidden): W2}
+    which = sizes.get((a.shape[2], b.shape[1]))
+    if which is None or which in found:
+        raise ValueError(
+            f"A with {a.shape[2]} columns and B with {b.shape[1]} rows are none of gate-and-up and down, "
+            f"{sorted(sizes)}, or are given twice"
+        )
+    return which
 
 
-def _renames_of(unknown: str, names: Iterable[str], known: Collection[str]) -> str:
-    """Advise a `weights_mapper` that gives the unknown module another beginning, or takes a wrapper's name out of it,
-    and all `names` known ones; else `""`.
-
-    Not with a layer's number: any layer would become that one.
-    """
-    for name in known:
-        if old := _wrapper_in(unknown, name):
-            fixed, new = "" if unknown == old + name else old, ""
-        elif name.endswith(f".{unknown}"):
-            old = unknown.partition(".")[0] + "."
-            fixed = new = name.removesuffix(unknown) + old
-        else:
-            continue
-        is_numbered = any(part.isdecimal() for part in fixed.split("."))
-        if not is_numbered and all(f"{each}.".replace(old, new)[:-1] in known for each in names):
-            wrapped = "it was saved inside of another model or wrapper"
-            return f"; {wrapped}: pass LoRARequest(weights_mapper={clip({old: new})})"
-    return ""
+def _own(
+    weights: ModuleWeights, factor: Factor, layer: FusedMoEWithLoRA, may_be_shared: bool, is_loaded: bool
+) -> Factor:
+    """Return this rank's experts of a factor `[E, ...]`; one of all experts is repeated, as a view."""
+    experts, own, every = factor.shape[0], layer.local_num_experts, layer.global_num_experts
+    if may_be_shared and experts == 1:
+        return _cut(factor, lambda one: one.expand(own, -1, -1))
+    if experts != every and (is_loaded or experts != own):
+        raise ValueError(
+            f"{weights.module_name!r} has {experts} experts of rank {weights.rank}, the rank in the adapter's config; "
+            f"the model has {every}, this rank {own}"
+        )
+    if experts == own:
+        return factor
+    mine = torch.tensor(layer.local_experts, device=factor.device)
+    return _cut(factor, lambda experts: experts[mine])
 
 
-def _wrapper_in(unknown: str, name: str) -> str:
-    """Return the parts, one after the other, without which an unknown name is this one; `""` where there are none."""
-    longer, shorter = unknown.split("."), name.split(".")
-    extra = len(longer) - len(shorter)
-    for place in range(len(shorter)) if extra > 0 else ():
-        if longer[:place] == shorter[:place] and longer[place + extra :] == shorter[place:]:
-            return ".".join(longer[place : place + extra]) + "."
-    return ""
+def _cut(factor: Factor, part: Callable[[Tensor], Tensor]) -> Factor:
+    return factor.cut(part) if isinstance(factor, Fp8Matrix) else part(factor)

@@ -2,10 +2,10 @@ r"""Regular expressions over module names, matched by RE2: in linear time, with 
 
 Python's `re` backtracks: `([a-z0-9_.]+)+!` against a name of forty letters takes exponential time, and holds the
 interpreter lock meanwhile. RE2 has no back-references, conditions, atomic groups, possessive repetitions and
-lookarounds; they are refused. One form of these is common, as adapters of multimodal models leave their eyes out by
-`^(?!.*vision).*q_proj`: negative lookaheads at the start are matches of their own.
+lookarounds; they are refused. But negative lookaheads at the start, by which adapters of multimodal models leave the
+vision tower out (`^(?!.*vision).*q_proj`), are matches of their own.
 
-The work of all expressions of an adapter together is bounded, by a count that does not depend on the clock.
+The work of an adapter's expressions is bounded by a count that does not depend on the clock.
 """
 
 import re
@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from punica.adapters.names import starts_of_parts
 from punica.checks import clip
 
 MOST_CHARACTERS = 4096  # of one expression
@@ -58,17 +59,15 @@ class NamePattern:
 
     def matches(self, name: str) -> bool:
         """Tell if the whole of a name matches."""
-        if not self._ahead:
-            return self._rest.fullmatch(name) is not None
-        starts = starts_of_parts(name) if self._parts else [0]
-        return any(self._matches_part(name[start:]) for start in starts)
-
-    def _matches_part(self, part: str) -> bool:
-        return self._rest.fullmatch(part) is not None and not any(each.match(part) for each in self._ahead)
+        starts = starts_of_parts(name) if self._ahead and self._parts else [0]
+        return any(
+            self._rest.fullmatch(part) is not None and not any(ahead.match(part) for ahead in self._ahead)
+            for part in (name[start:] for start in starts)
+        )
 
 
 class ModuleNames:
-    """Module names to be matched; the work of all expressions together is at most `MOST_WORK`."""
+    """Module names to be matched: one account of work, `MOST_WORK`, for all expressions."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._left = names, MOST_WORK
@@ -84,11 +83,6 @@ class ModuleNames:
         return [pattern.matches(name) for name in self._names]
 
 
-def starts_of_parts(name: str) -> list[int]:
-    """Return the offsets of the name and of its parts behind a dot."""
-    return [0, *(position + 1 for position, character in enumerate(name) if character == ".")]
-
-
 def not_excluded(targets: list[str], excluded: list[str] | str) -> list[str]:
     """Return the targets that `exclude_modules` do not explain: all of them, if matching takes too long.
 
@@ -96,12 +90,12 @@ def not_excluded(targets: list[str], excluded: list[str] | str) -> list[str]:
     """
     if isinstance(excluded, str):
         try:
-            pattern = NamePattern(excluded, suffix=False)
-            as_module = ModuleNames(targets).matching(pattern)
-            inside = ModuleNames([f".{target}" for target in targets]).matching(pattern)  # of another module
+            names = ModuleNames([*targets, *(f".{target}" for target in targets)])  # also inside of another module
+            found = names.matching(NamePattern(excluded, suffix=False))
         except ValueError:
             return targets
-        return [target for target, *found in zip(targets, as_module, inside, strict=True) if not any(found)]
+        both = zip(targets, found[: len(targets)], found[len(targets) :], strict=True)
+        return [target for target, as_module, inside in both if not as_module and not inside]
     if len(targets) * len(excluded) > _MOST_COMPARISONS:
         return targets
     ends = tuple(f".{name}" for name in excluded)

@@ -5,11 +5,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from punica.adapters.tensors import AdapterTensors
+from punica.adapters.config import PEFTHelper
+from punica.adapters.source import AdapterTensors
 from punica.checks import check_count, clip
+
+LOAD_ERROR = "cannot load adapter "
+"""Beginning of the errors of a load, which name the adapter's place; a server keeps that from clients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,29 +68,25 @@ class LoRARequest:
                 raise TypeError(f"LoRARequest {key} must be a bool, got {clip(getattr(self, key))}")
         if self.weights_mapper is not None:
             object.__setattr__(self, "weights_mapper", _renames(self.weights_mapper))
-        self._take_tensors()
-        where = os.path.abspath(os.path.expanduser(self.lora_path)) if self.tensors is None else self.tensors.label
-        object.__setattr__(self, "absolute_path", where)
-        derived = _derived_id(self.lora_name, where if self.tensors is None else "")
-        given = derived if self.lora_int_id is None else self.lora_int_id
-        object.__setattr__(self, "lora_int_id", check_adapter_id("LoRARequest lora_int_id", given))
-
-    def _take_tensors(self) -> None:
-        """Copy the tensors, unless they are a copy already."""
         if self.tensors is None:
             if self.config is not None:
                 raise ValueError(
                     f"LoRARequest config comes with tensors; a folder has its own ({clip(self.lora_path)})"
                 )
-            return
-        if self.lora_path:
-            raise ValueError(
-                f"LoRARequest has tensors and lora_path {clip(self.lora_path)}; give one of the two (lora_name="
-                f"{clip(self.lora_name)})"
-            )
-        if not isinstance(self.tensors, AdapterTensors) or self.tensors.config != self.config:
-            object.__setattr__(self, "tensors", AdapterTensors(self.tensors, self.config))
-            object.__setattr__(self, "config", self.tensors.config)
+            where = folder = os.path.abspath(os.path.expanduser(self.lora_path))
+        else:
+            if self.lora_path:
+                raise ValueError(
+                    f"LoRARequest has tensors and lora_path {clip(self.lora_path)}; give one of the two (lora_name="
+                    f"{clip(self.lora_name)})"
+                )
+            if not isinstance(self.tensors, AdapterTensors) or self.tensors.config != self.config:
+                object.__setattr__(self, "tensors", AdapterTensors(self.tensors, self.config))
+                object.__setattr__(self, "config", self.tensors.config)
+            where, folder = self.tensors.label, ""
+        object.__setattr__(self, "absolute_path", where)
+        given = _derived_id(self.lora_name, folder) if self.lora_int_id is None else self.lora_int_id
+        object.__setattr__(self, "lora_int_id", check_adapter_id("LoRARequest lora_int_id", given))
 
     @property
     def adapter_id(self) -> int:
@@ -136,22 +135,17 @@ def _derived_id(name: str, path: str) -> int:
     return 1 + (int.from_bytes(digest[:8], "big") >> 2)
 
 
-def resolve_adapter_path(path: str | Path) -> Path:
-    """Absolute path of an adapter folder: `~` expanded, relative paths taken from the working directory, no network.
+def config_of(request: LoRARequest) -> PEFTHelper:
+    """Return the config of a request's adapter. Raises as :meth:`PEFTHelper.from_local_dir`."""
+    return PEFTHelper.from_local_dir(request.absolute_path) if request.tensors is None else request.tensors.helper()
 
-    FileNotFoundError: no such folder, or an impossible path.
-    """
-    try:
-        resolved = Path(path).expanduser().resolve()
-        is_folder = resolved.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, links in a circle, no home folder, a zero byte
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise FileNotFoundError(f"adapter folder {clip(str(path))} cannot be looked up: {reason}") from error
-    if not is_folder:
-        raise FileNotFoundError(
-            f"adapter folder {clip(str(resolved))} (from {clip(str(path))}) does not exist or is not a folder"
-        )
-    return resolved
+
+def changed_error(request: LoRARequest, files: list[str]) -> str:
+    """Return the refusal of an adapter some files of which are not those that were loaded."""
+    return (
+        f"adapter {clip(request.lora_name)} (id {request.lora_int_id}) has changed on disk since it was loaded: "
+        f"{' and '.join(files)}; load it again, with load_inplace=True, or restore the files"
+    )
 
 
 def check_same_source(known: LoRARequest | None, request: LoRARequest) -> None:
@@ -182,10 +176,6 @@ def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRAR
         if request.load_inplace and not first.load_inplace:
             wanted[request.lora_int_id] = request
     return wanted
-
-
-LOAD_ERROR = "cannot load adapter "
-"""Beginning of the errors of a load, which name the adapter's place; a server keeps that from clients."""
 
 
 @contextmanager

@@ -1,15 +1,17 @@
-"""Sources of an adapter's config and tensors: a PEFT folder, or memory."""
+"""Sources of an adapter's config and tensors: a PEFT folder, an open weights file with a config; or memory."""
 
+import copy
 import hashlib
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
-from typing import NamedTuple
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Self
 
-from punica.adapters.peft_config import CONFIG_FILE, PEFTHelper, read_config_text
-from punica.adapters.read import WEIGHTS_FILE, NameMapper, Numbers, TensorEntry, WeightsFile, wanted_keys
-from punica.adapters.request import LoRARequest
-from punica.adapters.tensors import AdapterTensors
-from punica.adapters.wrap import MoEEPSpec
+import torch
+from torch import Tensor
+
+from punica.adapters.config import CONFIG_FILE, PEFTHelper, read_config_text
+from punica.adapters.names import NameMapper, NameRules
+from punica.adapters.read import WEIGHTS_FILE, Numbers, TensorEntry, WeightsFile
 from punica.checks import clip
 
 
@@ -27,14 +29,6 @@ class AdapterVersion(NamedTuple):
         return [name for name, is_same in same.items() if not is_same]
 
 
-def changed_error(request: LoRARequest, files: list[str]) -> str:
-    """Return the refusal of an adapter some files of which are not those that were loaded."""
-    return (
-        f"adapter {clip(request.lora_name)} (id {request.lora_int_id}) has changed on disk since it was loaded: "
-        f"{' and '.join(files)}; load it again, with load_inplace=True, or restore the files"
-    )
-
-
 class AdapterFolder(WeightsFile):
     """A PEFT folder: its config as it was read, and its open weights file.
 
@@ -49,7 +43,7 @@ class AdapterFolder(WeightsFile):
         self.content = AdapterVersion(*(hashlib.sha256(part).digest() for part in (self._text, of_weights)))
         self.cost = len(self.header)
 
-    def config(self) -> PEFTHelper:
+    def helper(self) -> PEFTHelper:
         """Parse the config."""
         return PEFTHelper.from_text(self._text, self._file.with_name(CONFIG_FILE))
 
@@ -65,48 +59,83 @@ class AdapterFolder(WeightsFile):
         return self.content._replace(numbers=numbers.digest)
 
 
-class AdapterMemory(nullcontext):
-    """An adapter that came in memory; `numbers` are its own tensors, unchecked, which must not be changed."""
+class AdapterTensors(Mapping[str, Tensor]):
+    """Tensors of an adapter by PEFT's names, copied to the CPU, with its config; read-only.
 
-    def __init__(self, tensors: AdapterTensors, most_tensors: int) -> None:
-        super().__init__(self)
-        self.places, self._most_tensors = tensors, most_tensors
-        self.content, self.cost = tensors.content, sum(map(len, tensors)) + 64 * len(tensors)
+    The copies are taken here, so that a trainer may overwrite its own at once; of tensors on a GPU the host waits.
 
-    def config(self) -> PEFTHelper:
+    Args:
+        tensors: `{PEFT name: tensor}`, as `peft.get_peft_model_state_dict` returns them.
+        config: the content of an `adapter_config.json`, or a `peft.LoraConfig`.
+
+    Attributes:
+        label: text that tells these tensors from all others, in any process.
+        content, cost: as of an :class:`AdapterFolder`.
+
+    Raises:
+        TypeError: not a mapping of names to tensors, or no config. ValueError: no tensors.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], config: Any) -> None:
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"LoRARequest tensors must be a dict of PEFT name to tensor, got {type(tensors).__name__}")
+        if not tensors:
+            raise ValueError("LoRARequest tensors are empty; give lora_A and lora_B of every adapted module")
+        for name, tensor in tensors.items():
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"LoRARequest tensors must map PEFT names to tensors, got {clip(name)}: {type(tensor).__name__}"
+                )
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                raise TypeError(f"LoRARequest tensors: {clip(name)} must be a dense tensor with data")
+        given = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                "LoRARequest config must be the content of an adapter_config.json (a dict) or a peft.LoraConfig, got "
+                f"{type(config).__name__}; it comes with tensors"
+            )
+        self._config = copy.deepcopy(dict(given))
+        self.places = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+            for name, tensor in tensors.items()
+        }
+        self.label = f"tensors {secrets.token_hex(8)}"
+        forms = sorted((name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.places.items())
+        self.content = hashlib.sha256(repr((self._config, forms)).encode(errors="surrogatepass")).digest()
+        self.cost = sum(map(len, self.places)) + 64 * len(self.places)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """A copy of the config, whose content is part of what identifies the adapter."""
+        return copy.deepcopy(self._config)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.places[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing: the request keeps its tensors."""
+
+    def helper(self) -> PEFTHelper:
         """Parse the config."""
-        return PEFTHelper.from_dict(self.places.config)
+        return PEFTHelper.from_dict(self.config)
 
-    def entries(
-        self, expected_lora_modules: Collection[str], weights_mapper: NameMapper | None, moe_ep_spec: MoEEPSpec | None
-    ) -> dict[str, TensorEntry]:
+    def entries(self, rules: NameRules, weights_mapper: NameMapper | None) -> dict[str, TensorEntry]:
         """Check the names; arguments and errors of :meth:`WeightsFile.entries`."""
-        keys = wanted_keys(
-            "the adapter", self.places, self._most_tensors, expected_lora_modules, weights_mapper,
-            moe_ep_spec=moe_ep_spec,
-        )  # fmt: skip
-        return {key: TensorEntry(self.places[key].dtype, self.places[key].shape, 0) for key in keys}
+        names = rules.wanted(self.places, weights_mapper)
+        return {key: TensorEntry(self.places[key].dtype, self.places[key].shape, name) for key, name in names.items()}
 
     def numbers(self, entries: Mapping[str, TensorEntry], *_cast_and_scaling: object) -> Numbers:
-        """Return the tensors as they are."""
+        """Return the tensors as they are, unchecked; they must not be changed."""
         return Numbers({key: self.places[key] for key in entries}, finite=False)
 
     def version(self, numbers: Numbers | None = None) -> None:
         """Return `None`: tensors in memory stay what they are."""
-
-
-Source = AdapterFolder | AdapterMemory
-
-
-def open_source(request: LoRARequest, most_tensors: int) -> Source:
-    """Open what a request names. Raises as :class:`AdapterFolder`."""
-    if request.tensors is not None:
-        return AdapterMemory(request.tensors, most_tensors)
-    return AdapterFolder(request.absolute_path, most_tensors)
-
-
-def config_of(request: LoRARequest) -> PEFTHelper:
-    """Return the config of a request's adapter. Raises as :meth:`PEFTHelper.from_local_dir`."""
-    if request.tensors is not None:
-        return PEFTHelper.from_dict(request.tensors.config)
-    return PEFTHelper.from_local_dir(request.absolute_path)

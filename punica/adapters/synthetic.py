@@ -1,31 +1,24 @@
-"""Untrained adapters: random ones in the PEFT format for benchmarks, examples and tests, and zero ones for warm-up.
+"""Random adapters in the PEFT format, for benchmarks, examples and tests.
 
 Speed does not depend on the values of weights, so the paper measures with random ones. Here A ~ N(0, 1/in) and B ~
 N(0, 1/(16 r)). With the default `alpha = 2 r` the change `scaling * B A` has a standard deviation of `0.5 / sqrt(in)`
 per element, about half of a typical base weight: it changes the output, but does not dominate the base model.
-
-A zero adapter (:class:`DummyAdapters`) has the cost of a real adapter of its rank, and no effect on outputs.
 """
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from punica.adapters.lora_model import LoRAModel
-from punica.adapters.peft_config import CONFIG_FILE, PEFTHelper
-from punica.adapters.read import PEFT_PREFIX, WEIGHTS_FILE
-from punica.adapters.weights import ModuleWeights
-from punica.adapters.wrap import last_component
+from punica.adapters.config import CONFIG_FILE, PEFTHelper
+from punica.adapters.names import PEFT_PREFIX, last_component
+from punica.adapters.read import WEIGHTS_FILE
+from punica.adapters.weights import LoRAModel
 from punica.checks import check_count
-from punica.config import LoRAConfig
-from punica.layers import BaseLayerWithLoRA
 
 LLAMA_LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -141,57 +134,3 @@ def random_adapter(
     tensors = random_adapter_tensors(model_config, rank, seed, target_modules=target_modules, dtype=dtype)
     helper = PEFTHelper(rank, 2 * rank, list(target_modules))
     return LoRAModel.from_lora_tensors(lora_model_id, tensors, helper)
-
-
-@dataclass
-class DummyAdapters:
-    """Factory of zero adapters for one wrapped model.
-
-    Args:
-        modules: `{name: LoRA layer}`.
-        embedding_modules: last name components of those of them that are embeddings or heads.
-        lora_config: limits the rank; its dtype, resolved, is that of the tensors.
-    """
-
-    modules: Mapping[str, BaseLayerWithLoRA]
-    embedding_modules: set[str]
-    lora_config: LoRAConfig
-    _by_rank: dict[int, LoRAModel] | None = None  # while caching
-
-    def create(self, adapter_id: int, rank: int, embedding_modules: Collection[str] | None = None) -> LoRAModel:
-        """Build a zero adapter; see :meth:`punica.adapters.LoRAModelManager.create_dummy_lora`."""
-        limit = self.lora_config.max_lora_rank
-        if check_count("rank", rank) > limit:
-            raise ValueError(f"rank must be in [1, max_lora_rank={limit}], got {rank}")
-        ranks = max(layer.tp_size for layer in self.modules.values()) if self.lora_config.fully_sharded_loras else 1
-        rank = -(-rank // ranks) * ranks
-        wanted = self.embedding_modules if embedding_modules is None else set(embedding_modules)
-        if unknown := sorted(wanted - self.embedding_modules):
-            raise ValueError(
-                f"embedding_modules {unknown} are none of the model's, which are {sorted(self.embedding_modules)}"
-            )
-        left_out = self.embedding_modules - wanted
-        names = [name for name in self.modules if last_component(name) not in left_out]
-        return LoRAModel(adapter_id, rank, {name: self._zeros(name, rank) for name in names})
-
-    def get(self, adapter_id: int, rank: int) -> LoRAModel:
-        """Build a zero adapter over all modules; inside :meth:`caching` those of one rank share their tensors."""
-        if self._by_rank is None:
-            return self.create(adapter_id, rank)
-        if rank not in self._by_rank:
-            self._by_rank[rank] = self.create(adapter_id, rank)
-        return self._by_rank[rank].clone(adapter_id)
-
-    @contextmanager
-    def caching(self) -> Iterator[None]:
-        """Build one zero adapter per rank inside this context. Nested uses share the outermost cache."""
-        outer = self._by_rank
-        self._by_rank = {} if outer is None else outer
-        try:
-            yield
-        finally:
-            self._by_rank = outer
-
-    def _zeros(self, name: str, rank: int) -> ModuleWeights:
-        dtype = cast(torch.dtype, self.lora_config.lora_dtype)
-        return ModuleWeights(name, rank, self.modules[name].zero_slices(rank, dtype))

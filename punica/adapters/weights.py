@@ -1,25 +1,47 @@
-"""`ModuleWeights`: the low-rank pairs (A, B) of one module, one pair per slice that the model computes at once.
+"""Weights of one adapter in host memory: `LoRAModel`, and `ModuleWeights` of each module that it touches.
 
 LoRA adds `delta W = scaling * B A` to a layer, A `[r, in]`, B `[out, r]`. The scaling is multiplied into B before an
-adapter enters a slot, so that the kernels need no per-adapter scale. :class:`LoRALayerWeights` and
-:class:`PackedLoRALayerWeights` are public constructors of the same object.
+adapter enters a slot, so that the kernels need no per-adapter scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor
 
-from punica.adapters.check import check_pair
-from punica.adapters.peft_config import PEFTHelper
+from punica.adapters.blocks import dense
+from punica.adapters.check import Factor, ModuleEntry, check_finite, check_pair, join_scales, table_of_contents
+from punica.adapters.config import PEFTHelper
+from punica.adapters.names import MoEEPSpec, NameMapper, NameRules, lora_names
+from punica.adapters.read import WeightsFile
+from punica.adapters.request import check_adapter_id
+from punica.adapters.source import AdapterVersion
 from punica.layers.base import LoRAInput
 from punica.layers.packing import Blocks, LoRAFactor, Slices
 from punica.ops.quant import Fp8Matrix
 
-Factor = torch.Tensor | Fp8Matrix
+_next_model_id = itertools.count(1)
+
+
+def _side(index: int) -> property:
+    def get(weights: ModuleWeights) -> LoRAInput:
+        factors = [pair[index] for pair in weights.slices]
+        return factors if weights.is_packed else factors[0]
+
+    def put(weights: ModuleWeights, given: LoRAInput) -> None:
+        values = cast(Sequence[LoRAFactor], given if weights.is_packed else [given])
+        pairs = [(factor, pair[1 - index]) for factor, pair in zip(values, weights.slices, strict=True)]
+        weights.slices = [pair if index == 0 else pair[::-1] for pair in pairs]
+        weights.blocks = ()  # the new matrix may be dense
+
+    return property(get, put, doc=f"{'AB'[index]}; of a packed module a list with one entry per slice.")
 
 
 @dataclass(eq=False)
@@ -43,32 +65,12 @@ class ModuleWeights:
     lora_alpha: float = 1
     blocks: Sequence[Blocks] = ()
 
+    lora_a, lora_b = _side(0), _side(1)
+
     @property
     def is_packed(self) -> bool:
         """True for a module of several slices."""
         return len(self.slices) > 1
-
-    @property
-    def lora_a(self) -> LoRAInput:
-        """A; of a packed module a list with one entry per slice."""
-        return [a for a, _ in self.slices] if self.is_packed else self.slices[0][0]
-
-    @lora_a.setter
-    def lora_a(self, given: LoRAInput) -> None:
-        values = cast(Sequence[LoRAFactor], given if self.is_packed else [given])
-        self.slices = [(a, b) for a, (_, b) in zip(values, self.slices, strict=True)]
-        self.blocks = ()  # the new matrix may be dense
-
-    @property
-    def lora_b(self) -> LoRAInput:
-        """B; of a packed module a list with one entry per slice."""
-        return [b for _, b in self.slices] if self.is_packed else self.slices[0][1]
-
-    @lora_b.setter
-    def lora_b(self, given: LoRAInput) -> None:
-        values = cast(Sequence[LoRAFactor], given if self.is_packed else [given])
-        self.slices = [(a, b) for b, (a, _) in zip(values, self.slices, strict=True)]
-        self.blocks = ()
 
     def pair(self) -> tuple[LoRAInput, LoRAInput]:
         """Return `(lora_a, lora_b)` as a layer's `set_lora` takes them."""
@@ -79,9 +81,9 @@ class ModuleWeights:
 
         Raises RuntimeError for a shell of :meth:`LoRALayerWeights.from_config`, which has no tensors yet.
         """
-        if not self.is_packed and self.slices[0][0] is None:
+        if self.slices and self.slices[0][0] is None and not self.is_packed:
             raise RuntimeError(f"module {self.module_name!r}: lora_a and lora_b are not set yet (shell of from_config)")
-        return self.slices if self.scaling == 1 else [(a, _times(b, self.scaling)) for a, b in self.slices]
+        return self.slices if self.scaling == 1 else [(a, times(b, self.scaling)) for a, b in self.slices]
 
     def optimize(self) -> ModuleWeights:
         """Multiply B by the scaling, in place of it: see :meth:`scaled`. Idempotent; returns self."""
@@ -99,7 +101,8 @@ class ModuleWeights:
         return cast(Factor, self.slices[0][1]).shape[-2]
 
 
-def _times(b: LoRAFactor, scaling: float) -> LoRAFactor:
+def times(b: LoRAFactor, scaling: float) -> LoRAFactor:
+    """Multiply a B in float32, rounded once."""
     if isinstance(b, Fp8Matrix):
         return b.scaled(scaling)
     if b is None or b.is_meta:  # torch takes long to multiply meta tensors
@@ -108,27 +111,14 @@ def _times(b: LoRAFactor, scaling: float) -> LoRAFactor:
 
 
 class LoRALayerWeights(ModuleWeights):
-    """Weights of one slice, from A and B.
-
-    Args:
-        module_name, rank, lora_alpha: as in :class:`ModuleWeights`.
-        lora_a: `[r, in]`; `None` in a shell of :meth:`from_config`.
-        lora_b: `[out, r]`; likewise.
-        scaling: default `lora_alpha / rank`.
-
-    Raises:
-        ValueError: A and B are not 2-D, or have another rank than `rank`.
+    """Weights of one slice, from A `[r, in]` and B `[out, r]`; `None`: a shell. `scaling` is `lora_alpha / rank` unless
+    given. ValueError: A and B are not 2-D, or have another rank than `rank`.
     """
 
     def __init__(
-        self,
-        module_name: str,
-        rank: int,
-        lora_alpha: float,
-        lora_a: LoRAFactor,
-        lora_b: LoRAFactor,
+        self, module_name: str, rank: int, lora_alpha: float, lora_a: LoRAFactor, lora_b: LoRAFactor,
         scaling: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if lora_a is not None and lora_b is not None:
             check_pair(module_name, lora_a, lora_b, rank)
         scaling = lora_alpha / rank if scaling is None else scaling
@@ -142,14 +132,9 @@ class LoRALayerWeights(ModuleWeights):
 
     @classmethod
     def create_dummy_lora_weights(
-        cls,
-        module_name: str,
-        input_dim: int,
-        output_dim: int,
-        rank: int,
-        dtype: torch.dtype,
+        cls, module_name: str, input_dim: int, output_dim: int, rank: int, dtype: torch.dtype,
         device: torch.device | str,
-    ) -> LoRALayerWeights:
+    ) -> LoRALayerWeights:  # fmt: skip
         """Build zeros with `lora_alpha = 1`: the cost of an adapter of this rank, no change of outputs."""
         a = torch.zeros(rank, input_dim, dtype=dtype, device=device)
         b = torch.zeros(output_dim, rank, dtype=dtype, device=device)
@@ -167,21 +152,13 @@ class PackedLoRALayerWeights(ModuleWeights):
 
     is_packed = True  # type: ignore[assignment]  # also with one slice
 
-    def __init__(
-        self, module_name: str, rank: int, lora_a: Sequence[LoRAFactor], lora_b: Sequence[LoRAFactor]
-    ) -> None:
+    def __init__(self, module_name: str, rank: int, lora_a: Sequence[LoRAFactor], lora_b: Sequence[LoRAFactor]) -> None:
         super().__init__(module_name, rank, list(zip(lora_a, lora_b, strict=True)))
 
     @classmethod
     def pack(cls, members: Sequence[ModuleWeights | None], module_name: str | None = None) -> PackedLoRALayerWeights:
-        """Put the slices of one module together; members are optimised (scaling goes into their B).
-
-        Args:
-            members: one entry per slice, `None` where the adapter has none.
-            module_name: name of the packed module; default the first member's.
-
-        Raises:
-            ValueError: every entry is `None`.
+        """Put the slices of one module together, `None` where the adapter has none; scaling goes into the members' B.
+        `module_name`: default the first member's. ValueError: every entry is `None`.
         """
         present = [member for member in members if member is not None]
         if not present:
@@ -203,19 +180,15 @@ class PackedLoRALayerWeights(ModuleWeights):
             module_name: name of the layer.
             is_non_gated_moe: there is no gate: w3 is w1.
 
-        Raises:
-            ValueError: not a multiple of three members, or all of them `None`.
+        ValueError: not a multiple of three members, or all of them `None`.
         """
         if len(members) % 3:
             raise ValueError(f"pack_moe needs three members (w1, w2, w3) for every expert, got {len(members)}")
-        present = [member for member in members if member is not None]
-        if not present:
-            raise ValueError(f"pack_moe needs at least one member, got {len(members)} times None")
-        pairs = [(None, None) if member is None else member.optimize().slices[0] for member in members]
-        slices = [stack_experts(pairs[projection::3]) for projection in range(3)]
+        packed = cls.pack(members, module_name)
+        slices = [stack_experts(packed.slices[projection::3]) for projection in range(3)]
         if is_non_gated_moe:
             slices[2] = slices[0]
-        return cls(module_name, max(member.rank for member in present), *zip(*slices, strict=True))
+        return cls(module_name, packed.rank, *zip(*slices, strict=True))
 
 
 def stack_experts(pairs: Slices) -> tuple[LoRAFactor, LoRAFactor]:
@@ -245,7 +218,7 @@ def _stack(matrices: Sequence[LoRAFactor], rows: int, cols: int) -> Factor:
         fp8 = [matrix if isinstance(matrix, Fp8Matrix) else None for matrix in matrices]
         values = _stack([None if one is None else one.values for one in fp8], rows, cols)
         scales = _stack([None if one is None else one.scale[:, None] for one in fp8], rows, 1)
-        return Fp8Matrix(cast(torch.Tensor, values), cast(torch.Tensor, scales)[..., 0])
+        return Fp8Matrix(cast(Tensor, values), cast(Tensor, scales)[..., 0])
     real = [matrix.real() if isinstance(matrix, Fp8Matrix) else matrix for matrix in matrices]
     first = next(matrix for matrix in real if matrix is not None)
     stacked = torch.zeros(len(real), rows, cols, dtype=first.dtype, device=first.device)
@@ -253,3 +226,146 @@ def _stack(matrices: Sequence[LoRAFactor], rows: int, cols: int) -> Factor:
         if matrix is not None:
             own[: matrix.shape[0], : matrix.shape[1]] = matrix
     return stacked
+
+
+class LoRAModel:
+    """All modules of one adapter.
+
+    Args:
+        lora_model_id: adapter id, integer >= 1.
+        rank: the largest rank of any module.
+        loras: `{module name: weights}`.
+        is_3d_lora_weight: whether experts are stored as one pair for all of a layer.
+
+    `version`: of its folder, if it has one. `image`: what its tensors are views of once it is staged for a GPU.
+    """
+
+    version: AdapterVersion | None = None
+    image: Tensor | None = None
+
+    def __init__(
+        self, lora_model_id: int, rank: int, loras: Mapping[str, ModuleWeights], is_3d_lora_weight: bool = False
+    ) -> None:
+        self.id, self.rank = check_adapter_id("lora_model_id", lora_model_id), rank
+        self.is_3d_lora_weight = is_3d_lora_weight
+        self.loras: dict[str, ModuleWeights] = dict(loras)
+
+    def clone(self, lora_model_id: int) -> LoRAModel:
+        """Return the same adapter, staged or not, under another id; weights are shared."""
+        twin = copy.copy(self)
+        twin.id = check_adapter_id("lora_model_id", lora_model_id)
+        return twin
+
+    def get_lora(self, module_name: str) -> ModuleWeights | None:
+        """Return the weights of a module, `None` if the adapter does not touch it."""
+        return self.loras.get(module_name)
+
+    def slices_of(self, module_name: str) -> Slices | None:
+        """Return A and B of every slice of a module, `None` if the adapter does not touch it."""
+        weights = self.loras.get(module_name)
+        return None if weights is None else weights.slices
+
+    def check_lora_name(self, module_name: str) -> bool:
+        """Tell if the adapter has weights for this module."""
+        return module_name in self.loras
+
+    @classmethod
+    def from_lora_tensors(
+        cls,
+        lora_model_id: int,
+        tensors: Mapping[str, Tensor | Fp8Matrix], peft_helper: PEFTHelper,
+        device: torch.device | str = "cpu", dtype: torch.dtype | None = None, model_vocab_size: int | None = None,
+        weights_mapper: NameMapper | None = None, skip_prefixes: Sequence[str] | None = None,
+    ) -> LoRAModel:  # fmt: skip
+        """Build an adapter from PEFT-named tensors in memory.
+
+        Args:
+            tensors: `{PEFT name: tensor}`, e.g. `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`; of FP8
+                tensors the scales under `..._scale`, one per tensor or per row.
+            device, dtype: where to place the tensors and as what; `dtype=None` keeps each tensor's own, and FP8 with
+                its scales. Tensors that already fit are shared, not copied.
+            model_vocab_size: if given, embedding adapters must cover exactly this many ids.
+            weights_mapper: renames modules: a function, or a dict whose keys are replaced in order in the names.
+            skip_prefixes: modules to leave out.
+
+        TypeError: a value is not a tensor, or of a dtype that cannot be loaded. ValueError: no tensors, A without B,
+        shapes or ranks that disagree, NaN or inf, an embedding of another vocabulary.
+        """
+        tensors = join_scales(tensors)
+        names = lora_names(tensors, weights_mapper, skip_prefixes)
+        contents = table_of_contents(tensors, names, peft_helper, model_vocab_size)
+        return cls.from_contents(lora_model_id, contents, tensors, device, dtype)
+
+    @classmethod
+    def from_contents(
+        cls, lora_model_id: int, contents: Collection[ModuleEntry], tensors: Mapping[str, Factor],
+        device: torch.device | str, dtype: torch.dtype | None, *, finite: bool = False,
+    ) -> LoRAModel:  # fmt: skip
+        """Build an adapter from tensors of the shapes that `contents`, one entry or more, was made from.
+
+        `finite`: they are known to hold neither NaN nor inf, so that only what a cast changed is checked: ValueError.
+        """
+        loras = {}
+        for entry in contents:
+            pair = []
+            for key, blocks in ((entry.key_a, entry.blocks.a), (entry.key_b, entry.blocks.b)):
+                placed = _placed(tensors[key], device, dtype)
+                if not finite or placed.dtype != tensors[key].dtype:
+                    check_finite(entry.module, key == entry.key_a, placed, tensors[key])
+                pair.append(placed if blocks == 1 else dense(key, placed, blocks))
+            a, b = _by_expert(*pair, entry.rank) if entry.is_stacked else pair
+            loras[entry.module] = ModuleWeights(
+                entry.module, entry.rank, [(a, b)], entry.scaling, entry.lora_alpha, [entry.blocks]
+            )
+        is_stacked = any(entry.is_stacked for entry in contents)
+        return cls(lora_model_id, max(weights.rank for weights in loras.values()), loras, is_stacked)
+
+    @classmethod
+    def from_local_checkpoint(
+        cls, lora_dir: str | Path, expected_lora_modules: Collection[str], peft_helper: PEFTHelper,
+        *, lora_model_id: int | None = None, device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
+        model_vocab_size: int | None = None, weights_mapper: NameMapper | None = None,
+        skip_prefixes: Sequence[str] | None = None, moe_ep_spec: MoEEPSpec | None = None,
+    ) -> LoRAModel:  # fmt: skip
+        """Load a PEFT folder (`adapter_model.safetensors`; the config comes as `peft_helper`).
+
+        Names are checked before a single tensor is read: the last name component of each module must be in
+        `expected_lora_modules`. `lora_model_id=None` takes the next number of a process-wide counter. `moe_ep_spec`:
+        tensors of experts on other ranks are not read. The other arguments and errors are those of
+        :meth:`from_lora_tensors`.
+
+        FileNotFoundError: no folder, or no weights file in it. ValueError: pickled or damaged, unexpected modules.
+        """
+        rules = NameRules(expected_lora_modules, moe_ep_spec, skip_prefixes=skip_prefixes)
+        with WeightsFile(lora_dir) as file:
+            tensors = file.numbers(file.entries(rules, weights_mapper)).tensors
+        model_id = next(_next_model_id) if lora_model_id is None else lora_model_id
+        if not tensors and moe_ep_spec is not None:  # all of it belongs to experts of other ranks
+            return cls(model_id, peft_helper.r, {})
+        return cls.from_lora_tensors(
+            model_id, tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, skip_prefixes
+        )
+
+
+def _by_expert(a: Factor, b: Factor, rank: int) -> tuple[Factor, Factor]:
+    """Views `A [E, r, in]` and `B [E, out, r]` of a pair as PEFT's `target_parameters` stores all experts of a layer.
+
+    There A is `[E*r, in]`, expert after expert, and B `[out, r*E]`, where column `j*E + e` is rank j of expert e. All
+    experts share the scales of an FP8 B.
+    """
+    experts = a.shape[0] // rank
+    values_a, values_b = (factor.values if isinstance(factor, Fp8Matrix) else factor for factor in (a, b))
+    rows = values_a.view(experts, rank, a.shape[1])
+    columns = values_b.view(b.shape[0], rank, experts).permute(2, 0, 1)
+    a = Fp8Matrix(rows, a.scale.view(experts, rank)) if isinstance(a, Fp8Matrix) else rows
+    b = Fp8Matrix(columns, b.scale.expand(experts, -1)) if isinstance(b, Fp8Matrix) else columns
+    return a, b
+
+
+def _placed(tensor: Factor, device: torch.device | str, dtype: torch.dtype | None) -> Factor:
+    """Copy to the device as ``dtype`` (None: as it is), where that is needed."""
+    if isinstance(tensor, Fp8Matrix):
+        if dtype is None:
+            return Fp8Matrix(tensor.values.to(device), tensor.scale.to(device))
+        tensor = tensor.real()
+    return tensor.detach().to(device=device, dtype=dtype or tensor.dtype)

@@ -7,15 +7,14 @@ carry LoRA: `embedding_modules = {"embed_tokens": "input_embeddings", "lm_head":
 A module with several names is wrapped once, and adapters may use any of them.
 """
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 
-from punica.adapters.shared_experts import PROJECTIONS
+from punica.adapters.names import PROJECTIONS, MoEEPSpec, adapter_component, last_component, sibling
 from punica.config import LoRAConfig
 from punica.layers import BaseLayerWithLoRA, from_layer, from_layer_logits_processor
 from punica.layers.utils import base_weight
@@ -29,7 +28,6 @@ from punica.parallel import (
 )
 
 PackedMapping = Mapping[str, list[str]]
-_EXPERT_NAME = re.compile(r"(?:.*\.)?experts\.(?P<expert>\d+)\..+")
 L = TypeVar("L", bound=nn.Module, covariant=True)
 
 
@@ -41,19 +39,6 @@ class NamedLayer(NamedTuple, Generic[L]):
     parts: list[str]
 
 
-class MoEEPSpec(NamedTuple):
-    """Experts of a rank: `local_num_experts` of `global_num_experts`, in equal blocks one after the other."""
-
-    ep_rank: int
-    local_num_experts: int
-    global_num_experts: int
-
-    def is_remote(self, module: str) -> bool:
-        """Tell if a module is known to belong to one expert of another rank."""
-        match = _EXPERT_NAME.fullmatch(module)
-        return match is not None and int(match["expert"]) // self.local_num_experts != self.ep_rank
-
-
 def packed_modules_of(model: nn.Module) -> PackedMapping:
     """Return the model's `packed_modules_mapping`, runtime name -> adapter-visible parts, or `{}`."""
     return getattr(model, "packed_modules_mapping", {})
@@ -62,38 +47,6 @@ def packed_modules_of(model: nn.Module) -> PackedMapping:
 def embedding_modules_of(model: nn.Module) -> set[str]:
     """Return the last name components of the model's embeddings and heads that may carry LoRA."""
     return set(getattr(model, "embedding_modules", {}))
-
-
-def last_component(name: str) -> str:
-    """Return the last component of a module's name, the same in every layer: `q_proj`."""
-    return name.rpartition(".")[2]
-
-
-def adapter_component(name: str) -> str:
-    """Return the end of a module's name in adapters, ``q_proj``; of experts the part from ``experts`` on,
-    ``experts.3.w1``.
-    """
-    parts = name.split(".")
-    return ".".join(parts[parts.index("experts") :]) if "experts" in parts else parts[-1]
-
-
-def expert_parts_of(model: nn.Module) -> list[str]:
-    """Return the model's ``get_expert_mapping()``: w1, w2, w3 of every expert, by the names of siblings of the MoE
-    layer. ValueError if the model has none.
-    """
-    mapping = getattr(model, "get_expert_mapping", None)
-    if mapping is None:
-        raise ValueError(
-            f"{type(model).__name__} has mixture-of-experts layers but no get_expert_mapping(); it must name the "
-            "matrices of every expert, (w1, w2, w3) after each other"
-        )
-    return list(mapping())
-
-
-def sibling(name: str, last: str) -> str:
-    """Return the name of the module called `last` beside the module `name`."""
-    parent, dot, _ = name.rpartition(".")
-    return f"{parent}{dot}{last}"
 
 
 def find_supported_layers(model: nn.Module) -> list[NamedLayer[nn.Module]]:
@@ -114,7 +67,12 @@ def find_supported_layers(model: nn.Module) -> list[NamedLayer[nn.Module]]:
             parts = next((packed[last] for last in map(last_component, names) if last in packed), [])
             layers.append(NamedLayer(module, names, parts))
         elif isinstance(module, FusedMoE):
-            layers.append(NamedLayer(module, names, expert_parts_of(model)))
+            if not hasattr(model, "get_expert_mapping"):
+                raise ValueError(
+                    f"{type(model).__name__} has mixture-of-experts layers but no get_expert_mapping(); it must name "
+                    "the matrices of every expert, (w1, w2, w3) after each other"
+                )
+            layers.append(NamedLayer(module, names, list(model.get_expert_mapping())))
     if not layers:
         raise ValueError(f"{type(model).__name__} has no layer that LoRA supports (linear layers of punica.parallel)")
     return layers
@@ -165,12 +123,13 @@ def build_layers(
         if not targeted:
             continue
         name = targeted[0]
-        _check_vocabulary(name, layer, vocab_size)
+        is_embedding = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+        if is_embedding and layer.org_vocab_size != vocab_size:  # the metadata compute offsets into its A by that
+            raise ValueError(f"embedding {name!r} has {layer.org_vocab_size} ids, but vocab_size is {vocab_size}")
         base = _logits_processor_of(model, name) if isinstance(layer, ParallelLMHead) else layer
         if id(base) in by_base:
             raise ValueError(f"head {name!r} shares its logits_processor with another head; give each one of its own")
-        packed_list = _expert_slices(model, lora_config) if isinstance(layer, FusedMoE) else parts
-        by_base[id(base)] = _wrap(name, layer, base, packed_list, lora_config, getattr(model, "config", None))
+        by_base[id(base)] = _wrap(model, name, layer, base, parts, lora_config)
         wrapped.append(NamedLayer(by_base[id(base)], [name, *(other for other in names if other != name)], parts))
     if not wrapped:
         names = sorted(name for layer in layers for name in layer.names)
@@ -179,9 +138,7 @@ def build_layers(
 
 
 def put_layers(model: nn.Module, wrapped: Collection[NamedLayer[BaseLayerWithLoRA]]) -> None:
-    """Replace every wrapped layer in place, under all its names, also those outside the filter of
-    :func:`build_layers`.
-    """
+    """Replace every wrapped layer in place, under all its names, also those outside the filter."""
     by_base = {id(named.layer.base_layer): named.layer for named in wrapped}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in by_base:
@@ -250,19 +207,6 @@ def _check_targets(
             )
 
 
-def _expert_slices(model: nn.Module, lora_config: LoRAConfig) -> list[str]:
-    """Name the matrices of the first product of experts in adapters of this model."""
-    fused = getattr(model, "is_3d_moe_weight", False) and not lora_config.enable_mixed_moe_lora_format
-    return ["w13"] if fused else ["w1", "w3"]
-
-
-def _check_vocabulary(name: str, layer: nn.Module, vocab_size: int) -> None:
-    """Check an embedding's vocabulary, by which the kernel metadata compute offsets into its stacked A."""
-    is_embedding = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
-    if is_embedding and layer.org_vocab_size != vocab_size:
-        raise ValueError(f"embedding {name!r} has {layer.org_vocab_size} ids, but vocab_size is {vocab_size}")
-
-
 def _logits_processor_of(model: nn.Module, head_name: str) -> nn.Module:
     """Return the module that computes a head's logits: its sibling of that name."""
     parent = head_name.rpartition(".")[0]
@@ -276,10 +220,14 @@ def _logits_processor_of(model: nn.Module, head_name: str) -> nn.Module:
 
 
 def _wrap(
-    name: str, layer: nn.Module, base: nn.Module, parts: list[str], lora_config: LoRAConfig, model_config: Any
+    model: nn.Module, name: str, layer: nn.Module, base: nn.Module, parts: list[str], lora_config: LoRAConfig
 ) -> BaseLayerWithLoRA:
+    model_config = getattr(model, "config", None)
     if isinstance(layer, ParallelLMHead):
         return from_layer_logits_processor(base, layer, lora_config.max_loras, lora_config, model_config)
+    if isinstance(layer, FusedMoE):  # of experts, the matrices of the first product in adapters of this model
+        is_fused = getattr(model, "is_3d_moe_weight", False) and not lora_config.enable_mixed_moe_lora_format
+        parts = ["w13"] if is_fused else ["w1", "w3"]
     replacement = from_layer(layer, lora_config.max_loras, lora_config, parts, model_config)
     if not isinstance(replacement, BaseLayerWithLoRA):
         raise ValueError(

@@ -4,16 +4,15 @@ A slot write touches every LoRA layer of the model. On CUDA it is hidden behind 
 
     image in page-locked host memory --one kernel on the copy stream, through the link--> slots of all layers
 
-The host never waits; events order the two streams:
+A GPU can read page-locked ("pinned") memory directly, and only long reads use the whole link: so this rank's part of
+every matrix is in one image (:mod:`punica.ops.slot_image`), in the order of the model's layers. The host never waits;
+events order the two streams, so that the copy of one adapter overlaps the steps of others:
 
 * *before a slot is overwritten*, the copy stream waits for the last step that could read it: the running one if the
   slot belongs to it, else the end of the last step that used the slot;
 * *before a step reads a slot*, its stream waits for the slot's latest copy.
-
-So the copy of one adapter overlaps the decode steps of others, and no kernel reads a half-written slot.
 """
 
-import itertools
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Protocol
@@ -21,20 +20,28 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from punica.adapters.lora_model import LoRAModel
-from punica.adapters.pack import StagedAdapter, stage
+from punica.adapters.weights import LoRAModel, ModuleWeights
 from punica.layers import BaseLayerWithLoRA
+from punica.layers.base import SlotPart
+from punica.layers.packing import LoRAFactor, Slices
 from punica.ops.quant import Fp8Matrix
+from punica.ops.slot_image import image_matrices, pack_image
 
 
-class CopyHandle(Protocol):
-    """A slot write under way."""
+class CopyHandle:
+    """A slot write under way: what a CUDA stream was given up to here; without a stream it has ended."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream, self._event = stream, None if stream is None else stream.record_event()
 
     def is_ready(self) -> bool:
         """Tell if the slot is written; never waits."""
+        return self._event is None or self._event.query()
 
     def wait(self) -> None:
         """Make the current stream wait for the copy; the host does not."""
+        if self._stream is not None and self._event is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
 
 class SlotWriter(Protocol):
@@ -63,19 +70,8 @@ def make_slot_writer(modules: Mapping[str, BaseLayerWithLoRA]) -> SlotWriter:
     return StreamSlotWriter(modules, device) if device.type == "cuda" else LayerSlotWriter(modules)
 
 
-class ReadyCopy:
-    """Handle of a synchronous write."""
-
-    def is_ready(self) -> bool:
-        """Return true."""
-        return True
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
 class LayerSlotWriter:
-    """Synchronous writer for CPU devices, layer by layer.
+    """Synchronous writer for CPU devices, layer by layer: slots are filled from an adapter's own tensors.
 
     Args:
         modules: `{name: LoRA layer}` of the model.
@@ -85,7 +81,6 @@ class LayerSlotWriter:
         self._modules = modules
 
     def stage(self, lora: LoRAModel) -> LoRAModel:
-        """Return the adapter as it is: slots are filled from its own tensors."""
         return lora
 
     def write(self, slot: int, lora: LoRAModel) -> CopyHandle:
@@ -97,43 +92,23 @@ class LayerSlotWriter:
             for layer in self._modules.values():
                 layer.reset_lora(slot)
             raise
-        return ReadyCopy()
+        return CopyHandle()
 
     def begin_step(self, slots: Collection[int]) -> None:
         """Do nothing: every write has ended."""
 
     def host_bytes(self, lora: LoRAModel) -> int:
         """Return the bytes of the distinct storages behind the adapter's tensors."""
-        storages: dict[int, torch.UntypedStorage] = {}
-        for weights in lora.loras.values():
-            for factor in itertools.chain(*weights.slices):
-                for t in [factor.values, factor.scale] if isinstance(factor, Fp8Matrix) else [factor]:
-                    if t is not None:
-                        storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
-        return sum(storage.nbytes() for storage in storages.values())
-
-
-class CopyEvent:
-    """Handle of a copy on the copy stream."""
-
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event, self._device = event, device
-
-    def is_ready(self) -> bool:
-        """Tell if the slot is written; does not wait."""
-        return self._event.query()
-
-    def wait(self) -> None:
-        """Make the current stream wait for the copy; the host does not."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        sizes: dict[int, int] = {}
+        for factor in (factor for weights in lora.loras.values() for pair in weights.slices for factor in pair):
+            for t in [factor.values, factor.scale] if isinstance(factor, Fp8Matrix) else [factor]:
+                if t is not None:
+                    sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return sum(sizes.values())
 
 
 class StreamSlotWriter:
-    """Asynchronous writer for a CUDA device, used by one thread.
-
-    Args:
-        modules: `{name: LoRA layer}`; their slots exist and stay at their addresses.
-        device: of the slots.
+    """Asynchronous writer for a CUDA device, used by one thread; the slots stay at their addresses.
 
     A step runs on the stream that is current in `begin_step`; `write` may be called under any stream. Steps share their
     metadata, so a caller that changes streams between steps orders them. Neither call may be captured in a CUDA graph;
@@ -154,8 +129,8 @@ class StreamSlotWriter:
         self._stream.wait_stream(self._step_stream)  # the slots and the table are still being made
         self._reading: frozenset[int] = frozenset()  # slots of the latest step
         self._last_read: dict[int, torch.cuda.Event] = {}  # end of the last step of each other slot
-        self._written: dict[int, CopyEvent] = {}  # latest copy into each slot, until a step finds it done
-        self._in_flight: list[tuple[CopyEvent, Tensor]] = []  # images that a kernel may still read
+        self._written: dict[int, CopyHandle] = {}  # latest copy into each slot, until a step finds it done
+        self._in_flight: list[tuple[CopyHandle, Tensor]] = []  # images that a kernel may still read
 
     def __del__(self) -> None:
         """Wait for the copies in flight, whose images and slots are about to be freed."""
@@ -168,11 +143,9 @@ class StreamSlotWriter:
             return stage(self._modules, lora, self._table.dtype, pin_memory=True)
 
     def host_bytes(self, lora: LoRAModel) -> int:
-        """Return the size of a staged adapter's image in bytes."""
         return _image_of(lora).numel()
 
     def write(self, slot: int, lora: LoRAModel) -> CopyHandle:
-        """Launch the copy of a staged adapter into `slot` on all layers."""
         image = _image_of(lora)
         if slot in self._reading:
             self._stream.wait_event(self._step_stream.record_event())
@@ -181,7 +154,7 @@ class StreamSlotWriter:
         try:
             with torch.cuda.stream(self._stream):
                 self._write_slot(image, self._table, slot)
-            copied = CopyEvent(self._stream.record_event(), self._device)
+            copied = CopyHandle(self._stream)
             self._in_flight.append((copied, image))
         except BaseException:
             self._stream.synchronize()  # a launched kernel may still read the image
@@ -192,7 +165,6 @@ class StreamSlotWriter:
         return copied
 
     def begin_step(self, slots: Collection[int]) -> None:
-        """Make the next step on the current stream wait for the copies of `slots`, and later writes for the step."""
         ended = self._step_stream.record_event()
         self._last_read |= dict.fromkeys(self._reading, ended)
         self._step_stream = torch.cuda.current_stream(self._device)
@@ -208,6 +180,52 @@ class StreamSlotWriter:
 
 
 def _image_of(lora: LoRAModel) -> Tensor:
-    if not isinstance(lora, StagedAdapter):
+    if lora.image is None:
         raise TypeError(f"adapter {lora.id} is not staged; pass what stage() returned")
     return lora.image
+
+
+def stage(
+    modules: Mapping[str, BaseLayerWithLoRA], lora: LoRAModel, dtype: torch.dtype, *, pin_memory: bool
+) -> LoRAModel:
+    """Copy this rank's part of every matrix of a packed adapter into an image, of which the result has views.
+
+    `dtype` is that of the slots (uint8 for FP8: values and scales go as bytes). Matrices are cast, and turned to the
+    memory order of their slots, here, once.
+    """
+    parts = {name: layer.slot_parts(lora.slices_of(name)) for name, layer in modules.items()}
+    all_parts = [part for of_layer in parts.values() for part in of_layer]
+    image = pack_image([part.stored() for part in all_parts], dtype, pin_memory=pin_memory)
+    matrices = zip(all_parts, image_matrices(image, len(all_parts), dtype), strict=True)
+    views = iter([_as_part(part, matrix) for part, matrix in matrices])
+    loras: dict[str, ModuleWeights] = {}
+    for name, of_layer in parts.items():
+        own = [next(views) for _ in of_layer]
+        if (weights := lora.get_lora(name)) is not None:
+            loras[name] = ModuleWeights(name, weights.rank, _as_slices(own, weights.slices, of_layer[0].fp8))
+    staged = LoRAModel(lora.id, lora.rank, loras)
+    staged.image, staged.version = image, lora.version
+    return staged
+
+
+def _as_part(part: SlotPart, matrix: Tensor | None) -> Tensor | None:
+    """View a matrix of an image as the slot's layer takes it."""
+    if matrix is None:
+        return None
+    typed = matrix.view(part.slots.dtype) if part.fp8 else matrix
+    return typed if part.row_major else typed.T
+
+
+def _as_slices(views: list[Tensor | None], slices: Slices, fp8: bool) -> Slices:
+    """Pair the matrices of an image, in the order of :meth:`BaseLayerWithLoRA.slot_parts`, as slices."""
+    factors: list[LoRAFactor] = list(views)
+    if fp8:  # values of all, then their scales: of experts [E, rows], of others [rows, 1]
+        half = len(views) // 2
+        of_experts = any(a is not None and a.ndim == 3 for a, _ in slices)
+        factors = [
+            None if values is None or scale is None
+            else Fp8Matrix(values.view(*scale.shape, -1), scale) if of_experts else Fp8Matrix(values, scale[:, 0])
+            for values, scale in zip(views[:half], views[half:], strict=True)
+        ]  # fmt: skip
+    half = len(factors) // 2
+    return list(zip(factors[:half], factors[half:], strict=True))

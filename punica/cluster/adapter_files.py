@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from punica.adapters import LoRARequest, LRUCache
-from punica.adapters.peft_config import CONFIG_FILE, MOST_CONFIG_BYTES
+from punica.adapters.config import CONFIG_FILE, MOST_CONFIG_BYTES, resolve_adapter_path
 from punica.adapters.read import WEIGHTS_FILE
-from punica.adapters.request import resolve_adapter_path
 from punica.parallel import all_ranks_agree
 
 AdapterFiles = Mapping[str, bytes]

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from punica.adapters import LoRARequest, LRUCache
-from punica.adapters.source import AdapterVersion, config_of
+from punica.adapters.request import config_of
+from punica.adapters.source import AdapterVersion
 from punica.checks import check_count, clip
 from punica.cluster.adapter_files import StoredFiles
 from punica.cluster.crash_record import CrashRecord

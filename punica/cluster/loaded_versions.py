@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from punica.adapters import LoRARequest
-from punica.adapters.source import AdapterVersion, changed_error
+from punica.adapters.request import changed_error
+from punica.adapters.source import AdapterVersion
 
 
 class LoadedVersions:

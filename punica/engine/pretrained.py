@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from punica.adapters import LoRARequest
-from punica.adapters.peft_config import CONFIG_FILE as ADAPTER_FILE
-from punica.adapters.request import loading
-from punica.adapters.source import config_of
+from punica.adapters.config import CONFIG_FILE as ADAPTER_FILE
+from punica.adapters.request import config_of, loading
 from punica.checks import as_int, check_count, check_number, clip
 from punica.config import LoRAConfig
 from punica.engine.config import EngineConfig

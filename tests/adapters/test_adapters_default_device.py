@@ -8,7 +8,7 @@ import torch
 from adapter_world import VOCAB, DenseModel, PackedModel, Tenants, adapter, adapter_tensors, all_buffers, decode
 
 from punica.adapters import LoRAModelManager, LoRARequest, random_adapter, random_adapter_tensors, write_random_adapter
-from punica.adapters.pack import stage
+from punica.adapters.write import stage
 from punica.config import LoRAConfig
 from punica.ops.slot_image import SlotMatrix, image_matrices, pack_image, write_slot
 

@@ -9,7 +9,7 @@ import torch
 from adapter_world import adapter_tensors, assert_unchanged, full_manager, snapshot
 
 from punica.adapters import LoRARequest
-from punica.adapters.pack import _renames_of
+from punica.adapters.names import advise_renames
 from punica.adapters.read import WeightsFile
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -156,5 +156,5 @@ def test_a_file_that_becomes_shorter_is_an_error_and_never_a_signal(make_manager
 )
 def test_a_rename_is_advised_if_all_names_are_known_after_it(unknown, others, mapper) -> None:
     known = [f"language_model.{name}" for name in ("layers.0.q_proj", "layers.1.q_proj", "lm_head")]
-    found = _renames_of(unknown, [unknown, *others], known)
+    found = advise_renames(unknown, [unknown, *others], known)
     assert found.endswith(f"weights_mapper={mapper!r})") if mapper else found == ""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from adapter_world import Tenants, adapter, adapter_tensors, decode, peft_config
 
-from punica.adapters.load import Certificate, Certificates
+from punica.adapters import LRUCache
 from punica.layers import BaseLayerWithLoRA
 
 
@@ -125,26 +125,16 @@ def test_doubts_are_told_of_every_adapter(make_manager, tenants):
             manager.check_adapter(tenants.request(i))
 
 
-def certificate() -> Certificate:
-    return Certificate({}, [], 4, [])
-
-
-def test_certificates_are_bounded_by_the_size_of_their_headers():
-    remembered = Certificates(most_bytes=100)
-    for i in range(4):
-        remembered.put((i,), certificate(), 40)
-        assert remembered.bytes <= 100
-    assert [remembered.find((i,)) is not None for i in range(4)] == [False, False, True, True]
-    remembered.put((2,), certificate(), 40)  # again: counted once
-    assert remembered.bytes == 80
-    remembered.put((9,), certificate(), 101)
-    assert remembered.find((9,)) is None
-    assert remembered.find((2,)) is not None
-
-
-def test_the_loader_counts_headers(make_manager, tenants):
-    manager = make_manager(max_loras=2)
-    for rank in (1, 2, 3):
+def test_certificates_are_bounded_by_the_size_of_their_headers(make_manager, tenants, checks, monkeypatch):
+    manager, known = make_manager(max_loras=2), LRUCache(10_000)
+    monkeypatch.setattr(manager._loader, "_certificates", known)
+    for rank in (1, 2, 3, 3, 1):
         tenants.write(rank, adapter_tensors(rank, rank), rank)
         manager.check_adapter(tenants.request(rank))
-    assert manager._loader._certificates.bytes > 3 * 28 * 50
+    assert 2 * 28 * 50 < known.size <= 10_000
+    assert len(known) == 2
+    assert len(checks) == 4 * len(manager.modules), "rank 1 was forgotten, and 3 was known"
+    monkeypatch.setattr("punica.adapters.load.MOST_BYTES", 100)
+    tenants.write(4)
+    manager.check_adapter(tenants.request(4))
+    assert len(known) == 2

@@ -79,8 +79,8 @@ def tensors(manager: LoRAModelManager, adapter_id: int) -> set[int]:
 def test_inside_the_cache_one_is_built_per_rank(make_manager, monkeypatch):
     manager = make_manager(max_loras=6)
     built: list[int] = []
-    original = manager._dummies.create
-    monkeypatch.setattr(manager._dummies, "create", lambda i, rank: (built.append(rank), original(i, rank))[1])
+    original = manager.create_dummy_lora
+    monkeypatch.setattr(manager, "create_dummy_lora", lambda i, rank: (built.append(rank), original(i, rank))[1])
     with manager.dummy_lora_cache():
         for i, rank in ((1, 8), (2, 8), (3, 4)):
             assert manager.add_dummy_lora(ghost(i), rank)

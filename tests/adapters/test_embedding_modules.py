@@ -7,7 +7,7 @@ from adapter_world import Tenants, assert_unchanged, decode, snapshot, tree
 from torch import Tensor, nn
 
 from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager, LoRARequest
-from punica.adapters.pack import stage
+from punica.adapters.write import stage
 from punica.config import LoRAConfig
 from punica.layers import LogitsProcessorWithLoRA, ReplicatedLinearWithLoRA, VocabParallelEmbeddingWithLoRA
 from punica.metadata import LoRAMapping

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from punica.adapters import LoRAModel, wrap
-from punica.adapters.load import _check_all_experts
-from punica.adapters.peft_config import PEFTHelper
+from punica.adapters.config import PEFTHelper
+from punica.adapters.names import W1
+from punica.adapters.pack import expert_slices
 from punica.adapters.weights import ModuleWeights
 from punica.adapters.wrap import MoEEPSpec, NamedLayer, moe_ep_spec_of
 
@@ -59,11 +60,15 @@ def test_a_rank_without_any_of_an_adapters_experts_has_an_empty_adapter(tmp_path
     ("a", "b", "refused"), [(1, 8, False), (8, 8, False), (1, 1, False), (1, 4, True), (4, 4, True)]
 )
 def test_projections_have_all_experts_or_one_for_all(a, b, refused):
-    """The number on a rank is no number of experts: both ranks would take the same ones."""
-    pair = (torch.ones(a, 2, 6), torch.ones(b, 5, 2))
-    lora = LoRAModel(1, 2, {"mlp.experts.w1": ModuleWeights("mlp.experts.w1", 2, [pair])})
-    if not refused:
-        _check_all_experts(lora, 8)
-        return
-    with pytest.raises(ValueError, match=r"'mlp.experts.w1' has 4 experts of rank 2.* the model has 8"):
-        _check_all_experts(lora, 8)
+    """The number on a rank is no number of experts for a folder: both ranks would take the same ones."""
+    layer = SimpleNamespace(global_num_experts=8, local_num_experts=4, local_experts=[4, 5, 6, 7], names=["w1", "w2"])
+    pair = torch.arange(a * 12.0).view(a, 2, 6), torch.arange(b * 10.0).view(b, 5, 2)
+    given = {W1: ModuleWeights("mlp.experts.w1", 2, [pair])}
+    if refused:
+        with pytest.raises(ValueError, match=r"'mlp.experts.w1' has 4 experts of rank 2.* the model has 8"):
+            expert_slices(given, layer, 24, is_loaded=True)
+        given = {W1: ModuleWeights("mlp.experts.w1", 2, [tuple(factor[-1:].expand(4, -1, -1) for factor in pair)])}
+    (own, _) = expert_slices(given, layer, 24)
+    for factor, whole in zip(own, pair, strict=True):
+        assert factor.shape[0] == 4
+        assert torch.equal(factor[-1], whole[-1])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from punica.adapters.check import all_finite
-from punica.adapters.weights import _times
+from punica.adapters.weights import times
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -40,7 +40,7 @@ def test_nothing_is_finite():
 def test_the_scaling_is_multiplied_in_float32_and_rounded_once(dtype, scaling):
     numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
     wide = (numbers.to(torch.float32) * scaling).to(dtype)
-    assert torch.equal(_times(numbers, scaling).nan_to_num(7.0), wide.nan_to_num(7.0))
+    assert torch.equal(times(numbers, scaling).nan_to_num(7.0), wide.nan_to_num(7.0))
     for piece in (numbers[:37], numbers[::3]):  # without and with vector instructions
         expected = (piece.to(torch.float32) * scaling).to(dtype)
-        assert torch.equal(_times(piece, scaling).nan_to_num(7.0), expected.nan_to_num(7.0))
+        assert torch.equal(times(piece, scaling).nan_to_num(7.0), expected.nan_to_num(7.0))

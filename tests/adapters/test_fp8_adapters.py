@@ -17,7 +17,7 @@ from adapter_world import (
 )  # fmt: skip
 
 from punica.adapters import LayerSlotWriter, LoRAModel, LoRAModelManager, PEFTHelper
-from punica.adapters.pack import stage
+from punica.adapters.write import stage
 from punica.config import LoRAConfig
 from punica.ops.quant import Fp8Matrix, dequantize, quantize_per_channel, quantize_per_tensor
 from punica.ops.slot_image import write_slot

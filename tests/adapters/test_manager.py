@@ -14,7 +14,7 @@ from adapter_world import (
 from safetensors.torch import save_file
 
 from punica.adapters import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights
-from punica.adapters.pack_experts import group_experts
+from punica.adapters.pack import expert_slices
 from punica.adapters.weights import ModuleWeights
 
 
@@ -95,9 +95,8 @@ def test_a_shell_is_filled_by_its_members():
 
 def test_packed_experts_keep_their_scaling():
     pair = torch.ones(2, 4, 8), torch.ones(2, 8, 4)
-    packed = group_experts(1, "experts", None, {None: ModuleWeights("experts", 4, [pair] * 3, scaling=2)}, 3)
-    assert packed.scaling == 1
-    assert all(torch.equal(b, 2 * pair[1]) for _, b in packed.slices)
+    slices = expert_slices({None: ModuleWeights("experts", 4, [pair] * 3, scaling=2)}, None, 3)
+    assert all(torch.equal(b, 2 * pair[1]) for _, b in slices)
 
 
 def test_slots_are_reused_and_leave_no_trace(make_manager):

@@ -15,8 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from punica.adapters.lora_model import LoRAModel
+from punica.adapters.names import NameRules
 from punica.adapters.read import WeightsFile, _runs
+from punica.adapters.weights import LoRAModel
 from punica.ops import pages
 
 NAME = "base_model.model.layers.0.q_proj.lora_A.weight"
@@ -43,7 +44,7 @@ def write(folder: Path, dtype: str, shape: list[int], size: int, numbers: bytes 
 
 def read(folder: Path, with_numbers: bool = True) -> torch.Tensor:
     with WeightsFile(folder) as file:
-        entries = file.entries({"q_proj"}, None, None)
+        entries = file.entries(NameRules({"q_proj"}))
         return file.numbers(entries).tensors[NAME] if with_numbers else entries[NAME].meta()
 
 
@@ -144,7 +145,7 @@ def test_tensors_read_in_runs_are_those_of_the_file(tmp_path: Path, run: int, at
     monkeypatch.setattr("punica.adapters.read.RUN_BYTES", run)
     monkeypatch.setattr("punica.adapters.read.os", SimpleNamespace(preadv=limited, fstat=os.fstat))
     with WeightsFile(tmp_path) as file:
-        numbers = file.numbers(file.entries({"q_proj"}, None, None))
+        numbers = file.numbers(file.entries(NameRules({"q_proj"})))
     assert numbers.finite
     assert numbers.tensors.keys() == expected.keys()
     assert all(torch.equal(numbers.tensors[name], tensor) for name, tensor in expected.items())
@@ -158,7 +159,7 @@ def test_an_adapter_is_read_into_the_memory_of_one_that_is_gone(tmp_path: Path, 
 
     def numbers() -> dict[str, torch.Tensor]:
         with WeightsFile(tmp_path) as file:
-            return file.numbers(file.entries({"q_proj"}, None, None)).tensors
+            return file.numbers(file.entries(NameRules({"q_proj"}))).tensors
 
     first = numbers()
     copies = {name: tensor.clone() for name, tensor in first.items()}
@@ -181,7 +182,7 @@ def test_an_adapter_is_read_into_the_memory_of_one_that_is_gone(tmp_path: Path, 
 def test_numbers_that_are_not_finite_are_noticed_as_they_are_read(tmp_path: Path, dtype: torch.dtype, wrong) -> None:
     many(tmp_path, dtype, wrong)
     with WeightsFile(tmp_path) as file:
-        assert not file.numbers(file.entries({"q_proj"}, None, None)).finite
+        assert not file.numbers(file.entries(NameRules({"q_proj"}))).finite
 
 
 @pytest.mark.parametrize("run", [1 << 22, 1 << 10, 1], ids=["one run", "several", "alone"])
@@ -192,7 +193,7 @@ def test_tensors_are_cast_and_each_is_scaled_by_its_own(tmp_path: Path, run: int
     stored = many(tmp_path)
     scalings = {name: (1, 1 / 3, -7.0)[i // 14 % 3] for i, name in enumerate(stored) if "lora_B" in name}
     with WeightsFile(tmp_path) as file:
-        numbers = file.numbers(file.entries({"q_proj"}, None, None), dtype, scalings)
+        numbers = file.numbers(file.entries(NameRules({"q_proj"})), dtype, scalings)
     assert numbers.finite
     assert numbers.tensors.keys() == stored.keys()
     for name, tensor in stored.items():
@@ -206,7 +207,7 @@ def test_numbers_that_are_finite_only_in_the_file_are_noticed(tmp_path: Path, dt
     stored = many(tmp_path, torch.float32, wrong=1e5)
     last = list(stored)[-1]
     with WeightsFile(tmp_path) as file:
-        entries = file.entries({"q_proj"}, None, None)
+        entries = file.entries(NameRules({"q_proj"}))
         assert file.numbers(entries, None, {last: 1.0}).finite
         assert not file.numbers(entries, dtype, {last: scaling}).finite
 
@@ -215,7 +216,7 @@ def test_b_is_apart_from_a_also_unscaled(tmp_path):
     names = [f"base_model.model.layers.0.q_proj.lora_{side}.weight" for side in "AB"]
     save_file({names[0]: torch.ones(4, 64), names[1]: torch.ones(64, 4)}, tmp_path / "adapter_model.safetensors")
     with WeightsFile(tmp_path) as file:
-        tensors = file.numbers(file.entries({"q_proj"}, None, None)).tensors
+        tensors = file.numbers(file.entries(NameRules({"q_proj"}))).tensors
     a, b = (tensors[name].untyped_storage().data_ptr() for name in names)
     assert a != b  # a B that is scaled later drops its own memory
 
@@ -228,7 +229,7 @@ def test_mixed_scalings_and_ranks_share_a_run(tmp_path):
         scalings[f"{prefix}B.weight"] = (0.5, 3.0, 1.0)[layer % 3]
     save_file(stored, tmp_path / "adapter_model.safetensors")
     with WeightsFile(tmp_path) as file:
-        entries = file.entries({"q_proj"}, None, None)
+        entries = file.entries(NameRules({"q_proj"}))
         assert len(_runs(entries)) == 1
         found = file.numbers(entries, torch.bfloat16, scalings)
     assert found.finite

@@ -148,7 +148,7 @@ def test_a_load_that_does_nothing_or_misses_a_module_is_not_timed(bench):
     bench.manager.activate_adapter(2)  # the right content is there, and must not pass for a load
     bench.check_slot(1)
     with pytest.raises(CheckFailed, match="does not hold adapter 2"):
-        check_loader(bench, "idle", Loader(lambda i: adapter_loading.ReadyCopy(), bench.check_slot))
+        check_loader(bench, "idle", Loader(lambda i: adapter_loading.CopyHandle(), bench.check_slot))
     bench.adapters[1].loras.popitem()
     with pytest.raises(CheckFailed, match=r"adapter 2 has no model\.layers\.1\.mlp\.down_proj"):
         check_loader(bench, "punica", LOADERS.get("punica")(bench))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from punica.adapters import LayerSlotWriter, LoRAModelManager
-from punica.adapters.pack import stage
+from punica.adapters.write import stage
 from punica.ops.quant import Fp8Matrix, dequantize, quantize_per_channel, quantize_per_tensor
 from punica.ops.slot_image import write_slot
 from tests.models import moe_world

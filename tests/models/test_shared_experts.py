@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from punica.adapters.shared_experts import is_projection_name
+from punica.adapters.names import is_projection_name
 from punica.models import MixtureOfExpertsForCausalLM
 from tests.models.moe_world import factors, loaded, logits_of, managed, merged, saved, wanted, write
 

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from punica.adapters.blocks import BlockDiagonal
-from punica.adapters.doubts import doubt_of_init, doubt_of_switches
-from punica.adapters.patterns import ModuleNames, NamePattern, UnboundedPattern, not_excluded, starts_of_parts
-from punica.adapters.read import is_stacked_name
-from punica.adapters.request import resolve_adapter_path
+from punica.adapters.names import is_stacked_name, last_component, starts_of_parts
+from punica.adapters.patterns import ModuleNames, NamePattern, UnboundedPattern, not_excluded
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
 from punica.layers.packing import Blocks
@@ -28,7 +26,58 @@ MOST_CONFIG_BYTES = 4 << 20
 MOST_PATTERNS = 4096  # keys of rank_pattern, and of alpha_pattern
 # Parameters of all experts of a layer in the order in which their module has them: PEFT wraps the first innermost.
 _EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+# Features that change a layer's result beyond `+ scaling * B A`; any truthy value is refused.
+_UNSUPPORTED = (
+    "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "fan_in_fan_out", "layer_replication",
+    "alora_invocation_tokens", "use_qalora", "kasa_config", "arrow_config", "monteclora_config",
+)  # fmt: skip
+_WHOLE_MODULES = (
+    ": whole modules were trained; put them into a base model of their own (PEFT's merge_and_unload and "
+    "save_pretrained), or train these modules with LoRA as well"
+)
 _TIED = ("embed_tokens", "lm_head")  # PEFT adapts both of a tied pair where one is a target
+# These initialisations subtract something from the base weights, and training went on from there.
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
+_OTHER_INITS = ("gaussian", "eva", "orthogonal", "true", "false")
+_OF_TRAINING = frozenset({  # settings that no result of a layer depends on
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "runtime_config",
+    "megatron_config", "quantization_config", "use_cache", "use_gradient_checkpointing", "use_unsloth",
+})  # fmt: skip
+
+
+def resolve_adapter_path(path: str | Path) -> Path:
+    """Absolute path of an adapter folder: `~` expanded, relative paths taken from the working directory, no network.
+
+    FileNotFoundError: no such folder, or an impossible path.
+    """
+    try:
+        resolved = Path(path).expanduser().resolve()
+        is_folder = resolved.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, links in a circle, no home folder, a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise FileNotFoundError(f"adapter folder {clip(str(path))} cannot be looked up: {reason}") from error
+    if not is_folder:
+        raise FileNotFoundError(
+            f"adapter folder {clip(str(resolved))} (from {clip(str(path))}) does not exist or is not a folder"
+        )
+    return resolved
+
+
+def read_config_text(path: str | Path) -> bytes:
+    """Read the content of a PEFT folder's `adapter_config.json`.
+
+    FileNotFoundError: no such folder or file. ValueError: it is too large.
+    """
+    file = resolve_adapter_path(path) / CONFIG_FILE
+    if not file.is_file():
+        is_below = any(file.parent.glob(f"*/{CONFIG_FILE}"))  # PEFT saves adapters that have names in folders of these
+        instead = "; a folder inside has one, pass that" if is_below else ""
+        raise FileNotFoundError(f"{str(file)!r} does not exist; a PEFT adapter folder needs {CONFIG_FILE}{instead}")
+    with file.open("rb") as opened:
+        text = opened.read(MOST_CONFIG_BYTES + 1)
+    if len(text) > MOST_CONFIG_BYTES:
+        raise ValueError(f"{str(file)!r} is larger than {MOST_CONFIG_BYTES} bytes, which no adapter's config is")
+    return text
 
 
 class _Rule(NamedTuple):
@@ -39,47 +88,19 @@ class _Rule(NamedTuple):
     value: Any
 
 
-def _check_alpha(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {clip(value)} ({type(value).__name__})")
-    if not abs(value) <= sys.float_info.max:  # false for NaN too; JSON may hold integers that no float can
-        raise ValueError(f"{name} must be finite, got {value if isinstance(value, float) else 'a huge integer'}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnsupportedFeatures:
-    """Features that change a layer's result beyond `+ scaling * B A`; any truthy value is refused."""
-
-    use_dora: bool = False
-    lora_bias: bool = False
-    modules_to_save: list[str] | None = None
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
-    fan_in_fan_out: bool = False
-    layer_replication: list | None = None
-    alora_invocation_tokens: list[int] | None = None
-    use_qalora: bool = False
-    kasa_config: Any = None
-    arrow_config: Any = None
-    monteclora_config: Any = None
-
-
 @dataclass(frozen=True)
-class PEFTHelper(UnsupportedFeatures):
+class PEFTHelper:
     """The content of `adapter_config.json` as far as inference needs it.
 
     For module m (adapter naming, without `base_model.model.`) `r_m` and `alpha_m` come from `rank_pattern` and
-    `alpha_pattern`: the value of the first key, in file order, that matches m or a suffix of m after a dot. Without a
-    match they are the global ones.
-    For a module that `target_parameters` adapts, the parameter's name must match, `<m>.weight` or
+    `alpha_pattern`: the value of the first key, in file order, that matches m or a suffix of m after a dot; else they
+    are the global ones. For a module that `target_parameters` adapts, the parameter's name must match, `<m>.weight` or
     `...experts.gate_up_proj`. Then
 
         delta W_m = scaling_m * B_m A_m,   scaling_m = alpha_m / r_m   (alpha_m / sqrt(r_m) with `use_rslora`)
 
     These are PEFT's own rules in training; note that PEFT sorts the patterns' keys when it saves. `target_modules` is
-    informational (`"all-linear"`, a regular expression, or names): the tensors in the folder decide which modules are
-    adapted. :meth:`disagreement` compares the two. Expressions are matched in bounded time
-    (:mod:`punica.adapters.patterns`).
-
+    informational (`"all-linear"`, a regular expression, or names): the tensors decide which modules are adapted.
     Unknown keys are ignored, with a warning of features that are on. Unsupported features (DoRA, biases, ...) are read
     here and refused by :meth:`validate_legal`.
 
@@ -100,17 +121,15 @@ class PEFTHelper(UnsupportedFeatures):
     peft_type: str | None = None
     init_lora_weights: bool | str = True
     use_bdlora: Any = None
+    unsupported: dict[str, Any] = field(default_factory=dict)  # features that are on
     exclude_modules: list[str] | str | None = field(default=None, compare=False)
     ensure_weight_tying: bool = field(default=False, compare=False)
-    _doubt_of_switches: str | None = field(init=False, repr=False, compare=False, default=None)
+    _unknown: list[str] = field(init=False, repr=False, compare=False, default_factory=list)  # features that are on
     _blocks: BlockDiagonal | None = field(init=False, repr=False, compare=False)
     _parameters: frozenset[str] = field(init=False, repr=False, compare=False)
-    _rank_rules: list[_Rule] = field(init=False, repr=False, compare=False)
-    _alpha_rules: list[_Rule] = field(init=False, repr=False, compare=False)
+    _rules: dict[str, list[_Rule]] = field(init=False, repr=False, compare=False)
     # rules of rank and alpha by name in patterns, as far as resolved; None: the global value
-    _matched: dict[str, tuple[_Rule | None, _Rule | None]] = field(
-        init=False, repr=False, compare=False, default_factory=dict
-    )
+    _matched: dict[str, list[_Rule | None]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_count("r", self.r)
@@ -124,8 +143,11 @@ class PEFTHelper(UnsupportedFeatures):
             raise ValueError("target_modules or target_parameters is required, got neither")
         object.__setattr__(self, "_blocks", BlockDiagonal.from_config(self.use_bdlora))
         object.__setattr__(self, "_parameters", frozenset(self.target_parameters or ()))
-        object.__setattr__(self, "_rank_rules", _compile_rules(self.rank_pattern, "rank_pattern", check_count))
-        object.__setattr__(self, "_alpha_rules", _compile_rules(self.alpha_pattern, "alpha_pattern", _check_alpha))
+        ranks = _compile_rules(self.rank_pattern, "rank_pattern", check_count)
+        alphas = _compile_rules(self.alpha_pattern, "alpha_pattern", _check_alpha)
+        object.__setattr__(self, "_rules", {"rank_pattern": ranks, "alpha_pattern": alphas})
+
+    # --- reading -----------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> PEFTHelper:
@@ -139,14 +161,16 @@ class PEFTHelper(UnsupportedFeatures):
         if not config.get("target_modules") and not config.get("target_parameters"):
             missing.append("target_modules (or target_parameters)")
         if missing:
-            reason = [problem + "; "] if (problem := _peft_type_problem(config.get("peft_type"))) else []
+            reason = f"{problem}; " if (problem := _peft_type_problem(config.get("peft_type"))) else ""
             raise ValueError(
-                f"{''.join(reason)}adapter config lacks the required keys {missing}; it has "
-                f"{clip(sorted(map(str, config)))}"
+                f"{reason}adapter config lacks the required keys {missing}; it has {clip(sorted(map(str, config)))}"
             )
-        known = {f.name for f in fields(cls) if f.init}
-        made = cls(**{key: value for key, value in config.items() if key in known and value is not None})
-        object.__setattr__(made, "_doubt_of_switches", doubt_of_switches(config, known))
+        known = {f.name for f in fields(cls) if f.init} - {"unsupported"}
+        given = {key: value for key, value in config.items() if key in known and value is not None}
+        made = cls(**given, unsupported={key: config[key] for key in _UNSUPPORTED if config.get(key)})
+        unknown = config.keys() - known - _OF_TRAINING - set(_UNSUPPORTED)
+        others = sorted(key for key in map(str, unknown) if config.get(key))
+        made._unknown.extend(key for key in others if key.startswith("use_") or key.endswith("_config"))
         return made
 
     @classmethod
@@ -171,31 +195,40 @@ class PEFTHelper(UnsupportedFeatures):
         except (TypeError, ValueError) as error:
             raise type(error)(f"{str(file)!r}: {error}") from error
 
+    # --- modules -----------------------------------------------------------------------------------------------------
+
     def resolve(self, modules: Iterable[str]) -> None:
         """Find ranks and alphas of these modules, all at once; ValueError: matching takes too long."""
         names = [name for name in dict.fromkeys(map(self._name_in_patterns, modules)) if name not in self._matched]
-        if not names or not (self._rank_rules or self._alpha_rules):
+        if not names or not any(self._rules.values()):
             return
         together = ModuleNames(names)
-        ranks = _first_matches("rank_pattern", self._rank_rules, together, len(names))
-        alphas = _first_matches("alpha_pattern", self._alpha_rules, together, len(names))
-        self._matched.update(zip(names, zip(ranks, alphas, strict=True), strict=True))
+        found: dict[str, list[_Rule | None]] = {name: [None, None] for name in names}
+        for which, (pattern_name, rules) in enumerate(self._rules.items()):
+            for rule in rules:
+                try:
+                    matches = together.matching(rule.pattern)
+                except ValueError as error:
+                    raise UnboundedPattern(f"{pattern_name} key {clip(rule.key)}: {error}") from error
+                for name, is_match in zip(names, matches, strict=True):
+                    if is_match and found[name][which] is None:
+                        found[name][which] = rule
+        self._matched.update(found)
 
-    def _rules_of(self, module_name: str) -> tuple[_Rule | None, _Rule | None]:
+    def _rules_of(self, module_name: str) -> list[_Rule | None]:
         """Return the rules of a module's rank and alpha."""
         self.resolve([module_name])
-        return self._matched.get(self._name_in_patterns(module_name), (None, None))
+        return self._matched.get(self._name_in_patterns(module_name), [None, None])
 
     def _name_in_patterns(self, module_name: str) -> str:
         """Return the name that PEFT matches: the parameter's for `target_parameters`, else the module's."""
         owner, depth = module_name.replace(".base_layer", ""), module_name.count(".base_layer")
         candidates = _EXPERT_PARAMETERS if is_stacked_name(module_name) else ("weight",)
-        names = [name for parameter in candidates if self._is_parameter(name := f"{owner}.{parameter}")]
+        names = [
+            name for name in (f"{owner}.{parameter}" for parameter in candidates)
+            if any(name[start:] in self._parameters for start in starts_of_parts(name))
+        ]  # fmt: skip
         return names[-1 - depth] if depth < len(names) else module_name
-
-    def _is_parameter(self, name: str) -> bool:
-        """Tell if `target_parameters` contain a name, whole or by its end."""
-        return any(name[start:] in self._parameters for start in starts_of_parts(name))
 
     def rank_of(self, module_name: str) -> int:
         """Return `r_m` of one module."""
@@ -214,7 +247,71 @@ class PEFTHelper(UnsupportedFeatures):
 
     def blocks_of(self, module_name: str) -> Blocks:
         """Return the blocks of a linear module's factors. ValueError: as :meth:`BlockDiagonal.of_module`."""
-        return Blocks() if self._blocks is None else self._blocks.of_module(module_name)
+        return Blocks() if self._blocks is None else self._blocks.of_module(module_name, self.rank_of(module_name))
+
+    # --- refusals and doubts -----------------------------------------------------------------------------------------
+
+    def validate_legal(self, lora_config: LoRAConfig, modules: Iterable[str] | None = None) -> None:
+        """Refuse unsupported features, all problems in one message, and warn of :attr:`doubts`.
+
+        With `modules`, the ones that are adapted, only their ranks are checked; `None`: every rank in the config.
+
+        Raises:
+            ValueError: DoRA, biases, extra saved modules, other unsupported features, or a rank above `max_lora_rank`.
+        """
+        self.refuse_illegal(lora_config, modules)
+        for doubt in self.doubts:
+            warnings.warn(doubt, stacklevel=2)
+
+    def refuse_illegal(
+        self, lora_config: LoRAConfig, modules: Iterable[str] | None = None, *, tensors_decide: bool = False
+    ) -> None:
+        """Raise the errors of :meth:`validate_legal`.
+
+        `tensors_decide`: accept what has an effect only with certain tensors: `bias`, if there are biases, and
+        `fan_in_fan_out`, which PEFT drops for linear layers.
+        """
+        problems = [problem] if (problem := _peft_type_problem(self.peft_type)) else []
+        if self.bias != "none" and not (tensors_decide and self.bias in ("all", "lora_only")):
+            problems.append(f"bias is {clip(self.bias)}, only 'none' is supported")
+        for feature, value in self.unsupported.items():
+            if not (tensors_decide and feature == "fan_in_fan_out"):
+                remedy = _WHOLE_MODULES if feature == "modules_to_save" else ""
+                problems.append(f"{feature} is set ({clip(value)}) and not supported{remedy}")
+        rules: list[_Rule | None] = [None, *self._rules["rank_pattern"]]
+        if modules is not None and len(rules) > 1:
+            modules = list(modules)
+            self.resolve(modules)
+            rules = [self._rules_of(name)[0] for name in modules]
+        limit = lora_config.max_lora_rank
+        for rule in dict.fromkeys(rules):
+            where, rank = ("r", self.r) if rule is None else (f"rank_pattern[{clip(rule.key)}]", rule.value)
+            if rank > limit:
+                problems.append(
+                    f"{where}: rank {clip(rank)} exceeds max_lora_rank {limit} (raise LoRAConfig.max_lora_rank)"
+                )
+        if problems:
+            raise ValueError("this adapter cannot be served: " + "; ".join(problems))
+
+    @property
+    def doubts(self) -> list[str]:
+        """Texts on what may make outputs wrong: an initialisation that changes the base model, from which training then
+        started, or that is not known; features of a later PEFT.
+        """
+        init, found = self.init_lora_weights, []
+        if str(init).lower() not in _OTHER_INITS:
+            is_known = isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS)
+            found.append(
+                f"init_lora_weights={clip(init)} {'' if is_known else 'is not known here and '}may have altered the "
+                "base model during training; unless the adapter was converted to plain LoRA when it was saved, outputs "
+                "on the original base model will be wrong"
+            )
+        if self._unknown:
+            found.append(
+                f"{clip(self._unknown)} of its config are not known here; if they change what a layer computes, "
+                "outputs will be wrong"
+            )
+        return found
 
     def disagreement(self, modules: Iterable[str]) -> str | None:
         """Describe how the adapted `modules` differ from `target_modules`; `None` if they agree, or for `"all-linear"`,
@@ -239,87 +336,18 @@ class PEFTHelper(UnsupportedFeatures):
         tied = _TIED if self.ensure_weight_tying else ()
         outside = [
             name for name, is_inside in zip(names, inside, strict=True)
-            if not is_inside and name.rpartition(".")[2] not in tied
+            if not is_inside and last_component(name) not in tied
         ]  # fmt: skip
         problems = [f"they leave out {clip(outside)}, whose tensors are applied"] if outside else []
         problems += [f"there are no tensors for {clip(unused)}"] if unused else []
         return f"target_modules are {clip(targets)}, but {', and '.join(problems)}" if problems else None
 
-    def validate_legal(self, lora_config: LoRAConfig, modules: Iterable[str] | None = None) -> None:
-        """Refuse unsupported features, all problems in one message, and warn of a :attr:`doubt`.
 
-        With `modules`, the ones that are adapted, only their ranks are checked; `None`: every rank in the config.
-
-        Raises:
-            ValueError: DoRA, biases, extra saved modules, other unsupported features, or a rank above `max_lora_rank`.
-        """
-        self.refuse_illegal(lora_config, modules)
-        for doubt in self.doubts:
-            warnings.warn(doubt, stacklevel=2)
-
-    @property
-    def doubts(self) -> list[str]:
-        """Texts on what may make outputs wrong (:mod:`punica.adapters.doubts`)."""
-        return [doubt for doubt in (doubt_of_init(self.init_lora_weights), self._doubt_of_switches) if doubt]
-
-    def refuse_illegal(
-        self, lora_config: LoRAConfig, modules: Iterable[str] | None = None, *, tensors_decide: bool = False
-    ) -> None:
-        """Raise the errors of :meth:`validate_legal`.
-
-        `tensors_decide`: accept what has an effect only with certain tensors: `bias`, if there are biases, and
-        `fan_in_fan_out`, which PEFT drops for linear layers.
-        """
-        problems = [problem] if (problem := _peft_type_problem(self.peft_type)) else []
-        if self.bias != "none" and not (tensors_decide and self.bias in ("all", "lora_only")):
-            problems.append(f"bias is {clip(self.bias)}, only 'none' is supported")
-        for feature in fields(UnsupportedFeatures):
-            if (value := getattr(self, feature.name)) and not (tensors_decide and feature.name == "fan_in_fan_out"):
-                problems.append(f"{feature.name} is set ({clip(value)}) and not supported{_remedy(feature.name)}")
-        limit = lora_config.max_lora_rank
-        for where, rank in self._ranks_in_use(modules).items():
-            if rank > limit:
-                problems.append(
-                    f"{where}: rank {clip(rank)} exceeds max_lora_rank {limit} (raise LoRAConfig.max_lora_rank)"
-                )
-        if problems:
-            raise ValueError("this adapter cannot be served: " + "; ".join(problems))
-
-    def _ranks_in_use(self, modules: Iterable[str] | None) -> dict[str, int]:
-        """Return `{place in the config: rank}`."""
-        if modules is None or not self._rank_rules:
-            rules: Iterable[_Rule | None] = (None, *self._rank_rules)
-        else:
-            modules = list(modules)
-            self.resolve(modules)
-            rules = dict.fromkeys(self._rules_of(name)[0] for name in modules)
-        return dict(
-            ("r", self.r) if rule is None else (f"rank_pattern[{clip(rule.key)}]", rule.value) for rule in rules
-        )
-
-
-def _remedy(feature: str) -> str:
-    """Explain the way around an unsupported feature, if there is one."""
-    if feature == "modules_to_save":
-        return (
-            ": whole modules were trained; put them into a base model of their own (PEFT's merge_and_unload and "
-            "save_pretrained), or train these modules with LoRA as well"
-        )
-    return ""
-
-
-def _first_matches(name: str, rules: list[_Rule], modules: ModuleNames, number: int) -> list[_Rule | None]:
-    """Find the first rule that matches each module."""
-    found: list[_Rule | None] = [None] * number
-    for rule in rules:
-        try:
-            matches = modules.matching(rule.pattern)
-        except ValueError as error:
-            raise UnboundedPattern(f"{name} key {clip(rule.key)}: {error}") from error
-        found = [
-            rule if earlier is None and is_match else earlier for earlier, is_match in zip(found, matches, strict=True)
-        ]
-    return found
+def _check_alpha(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {clip(value)} ({type(value).__name__})")
+    if not abs(value) <= sys.float_info.max:  # false for NaN too; JSON may hold integers that no float can
+        raise ValueError(f"{name} must be finite, got {value if isinstance(value, float) else 'a huge integer'}")
 
 
 def _peft_type_problem(peft_type: object) -> str | None:
@@ -361,20 +389,3 @@ def _compile_rules(patterns: Any, name: str, check: Callable[[str, object], obje
         except ValueError as error:
             raise ValueError(f"{name} key {error}") from error
     return rules
-
-
-def read_config_text(path: str | Path) -> bytes:
-    """Read the content of a PEFT folder's `adapter_config.json`.
-
-    FileNotFoundError: no such folder or file. ValueError: it is too large.
-    """
-    file = resolve_adapter_path(path) / CONFIG_FILE
-    if not file.is_file():
-        is_below = any(file.parent.glob(f"*/{CONFIG_FILE}"))  # PEFT saves adapters that have names in folders of these
-        instead = "; a folder inside has one, pass that" if is_below else ""
-        raise FileNotFoundError(f"{str(file)!r} does not exist; a PEFT adapter folder needs {CONFIG_FILE}{instead}")
-    with file.open("rb") as opened:
-        text = opened.read(MOST_CONFIG_BYTES + 1)
-    if len(text) > MOST_CONFIG_BYTES:
-        raise ValueError(f"{str(file)!r} is larger than {MOST_CONFIG_BYTES} bytes, which no adapter's config is")
-    return text

@@ -1,0 +1,263 @@
+"""Names, from the tensors of a checkpoint to the modules of the model; which tensors of an adapter are read."""
+
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from punica.checks import clip
+
+PEFT_PREFIX = "base_model.model."
+SCALE_SUFFIX = "_scale"
+"""Suffix of a tensor's name in the name of its scales: ``lora_A.weight`` and ``lora_A.weight_scale``."""
+BASE_WEIGHTS = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
+"""Ends of the names of base weights that PEFT saves along."""
+_NOT_READ = (*BASE_WEIGHTS, ".lora_velora_embed")  # VeLoRA's tensors are of its backward pass alone
+MOST_NAME = 1 << 14  # characters of a renamed tensor
+MOST_PARTS = 32  # of a module's name, each end of which is looked up: without a limit in quadratic time
+
+# Experts stored projection by projection, as SGLang, Megatron-Bridge and vLLM do (`experts_shared_outer_loras`,
+# `enable_moe_shared_loras`): under `...experts.w1` A is [E, r, in] and B [E, out, r], with 1 for E where all share one.
+W1, W2, W3, W13 = range(-2, -6, -1)
+"""Part numbers of whole projections; those of single matrices start at 0."""
+PROJECTIONS = {
+    "w1": W1, "gate_proj": W1, "w2": W2, "down_proj": W2, "w3": W3, "up_proj": W3, "w13": W13, "gate_up_proj": W13,
+}  # fmt: skip
+"""Last name components of whole projections."""
+
+NameMapper = Callable[[str], str] | Mapping[str, str]
+
+# <module>.lora_A[.<adapter>].weight, or <module>.lora_embedding_A[.<adapter>]
+_TENSOR_NAME = re.compile(
+    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.[^.]+)?(?(embedding)|\.weight)"
+)
+_STACKED_NAME = re.compile(r"(?:.*\.)?experts(?:\.base_layer)*")
+_EXPERT_NAME = re.compile(r"(?:.*\.)?experts\.(?P<expert>\d+)\..+")
+
+
+# --- modules ---------------------------------------------------------------------------------------------------------
+
+
+def last_component(name: str) -> str:
+    """Return the last component of a module's name, the same in every layer: `q_proj`."""
+    return name.rpartition(".")[2]
+
+
+def adapter_component(name: str) -> str:
+    """Return the end of a module's name in adapters; of experts the part from `experts` on: `experts.3.w1`."""
+    parts = name.split(".")
+    return ".".join(parts[parts.index("experts") :]) if "experts" in parts else parts[-1]
+
+
+def sibling(name: str, last: str) -> str:
+    """Return the name of the module called `last` beside the module `name`."""
+    parent, dot, _ = name.rpartition(".")
+    return f"{parent}{dot}{last}"
+
+
+def starts_of_parts(name: str) -> list[int]:
+    """Return the offsets of the name and of its parts behind a dot."""
+    return [0, *(position + 1 for position, character in enumerate(name) if character == ".")]
+
+
+def is_stacked_name(module: str) -> bool:
+    """Tell if a module is all experts of a layer at once: `...experts`, `...experts.base_layer`."""
+    return _STACKED_NAME.fullmatch(module) is not None
+
+
+def is_projection_name(module: str) -> bool:
+    """Tell if a module is one projection of all experts of a layer: `...experts.w1`."""
+    owner, _, last = module.rpartition(".")
+    return last in PROJECTIONS and last_component(owner) == "experts"
+
+
+class MoEEPSpec(NamedTuple):
+    """Experts of a rank: `local_num_experts` of `global_num_experts`, in equal blocks one after the other."""
+
+    ep_rank: int
+    local_num_experts: int
+    global_num_experts: int
+
+    def is_remote(self, module: str) -> bool:
+        """Tell if a module is known to belong to one expert of another rank."""
+        match = _EXPERT_NAME.fullmatch(module)
+        return match is not None and int(match["expert"]) // self.local_num_experts != self.ep_rank
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+class TensorName(NamedTuple):
+    """Meaning of a checkpoint tensor's name: A or B of a module.
+
+    `configured` is the module's name in the adapter's config, before the `weights_mapper`; the mapped one where only
+    that can be parsed.
+    """
+
+    module: str
+    is_a: bool
+    configured: str
+
+
+def _mapped(name: str, weights_mapper: NameMapper | None) -> str:
+    """Rename a checkpoint tensor by a function or a dict `{old: new}`, without `base_model.model.`."""
+    name = name.removeprefix(PEFT_PREFIX)
+    if weights_mapper is None:
+        return name
+    if isinstance(weights_mapper, Mapping):
+        for old, new in weights_mapper.items():
+            if len(name) + name.count(old) * len(new) > MOST_NAME:  # before it is built: names could grow at each turn
+                raise ValueError(
+                    f"weights_mapper replaces {clip(old)} by {clip(new)} in {clip(name)}; at most {MOST_NAME} "
+                    "characters, use longer keys or fewer"
+                )
+            name = name.replace(old, new)
+        return name
+    if not callable(weights_mapper):
+        raise TypeError(f"weights_mapper must be a function or a dict, got {type(weights_mapper).__name__}")
+    return weights_mapper(name)
+
+
+def parse_fine_tuned_lora_name(name: str, weights_mapper: NameMapper | None = None) -> tuple[str, bool]:
+    """Split a checkpoint tensor's name into `(module_name, is_lora_a)`.
+
+    `base_model.model.<m>.lora_A.weight`, `<m>.lora_A.<adapter>.weight`, and the same without the prefix give
+    `(<m>, True)`; B gives `False`; embeddings are spelled `<m>.lora_embedding_A`.
+
+    ValueError: a DoRA magnitude, or any other name ("unsupported LoRA weight").
+    """
+    return _parse(name, weights_mapper)[:2]
+
+
+def _parse(key: str, weights_mapper: NameMapper | None) -> TensorName:
+    mapped = _mapped(key, weights_mapper)
+    if "lora_magnitude_vector" in mapped:
+        raise ValueError(
+            f"{clip(key)} is a DoRA magnitude; DoRA adapters are not supported, merge the adapter or train plain LoRA"
+        )
+    match = _TENSOR_NAME.fullmatch(mapped)
+    if match is None:
+        raise ValueError(
+            f"unsupported LoRA weight {clip(key)}; expected <module>.lora_A.weight, .lora_B.weight or "
+            f".lora_embedding_A/B{_remedy_of(key)}"
+        )
+    own = match if weights_mapper is None else _TENSOR_NAME.fullmatch(_mapped(key, None)) or match
+    configured = own["module"]
+    if (parts := configured.count(".") + 1) > MOST_PARTS:
+        raise ValueError(f"{clip(configured)} has {parts} parts, a module's name at most {MOST_PARTS}; rename it")
+    return TensorName(match["module"], match["side"] == "A", configured)
+
+
+def _remedy_of(key: str) -> str:
+    """Explain the name of a trained bias, or a whole embedding or head, beside the LoRA weights."""
+    if key.endswith(".bias"):
+        return ". It is a bias, trained with bias='all' or 'lora_only': train with bias='none', or merge the adapter"
+    if not key.endswith(("embed_tokens.weight", "lm_head.weight")):
+        return ""
+    return (
+        ". PEFT saves whole embeddings along after the vocabulary was resized or with save_embedding_layers=True: if "
+        "the vocabulary is the model's, save the adapter again with save_embedding_layers=False; if it was resized, "
+        "merge the adapter into the resized model (merge_and_unload) and serve that as a model of its own"
+    )
+
+
+def is_b(key: str) -> bool:
+    """Tell if a tensor is a B by its own name."""
+    name = _TENSOR_NAME.fullmatch(key)
+    return name is not None and name["side"] == "B"
+
+
+def is_scale_of_another(key: str, keys: Container[str]) -> bool:
+    """Tell if `key` names the scales of another tensor among `keys`."""
+    return key.endswith(SCALE_SUFFIX) and key.removesuffix(SCALE_SUFFIX) in keys
+
+
+def lora_names(
+    keys: Iterable[str], weights_mapper: NameMapper | None, skip_prefixes: Sequence[str] | None
+) -> dict[str, TensorName]:
+    """Parse the names of LoRA tensors, but for modules whose name, or its part after some dot, starts with one of
+    `skip_prefixes`. ValueError: a key is not a LoRA name, two keys name the same matrix, or there are none.
+    """
+    names: dict[str, TensorName] = {}
+    owner: dict[tuple[str, bool], str] = {}
+    for key in keys:
+        mapped = _mapped(key, weights_mapper)
+        skipped = any(f".{prefix}" in f".{mapped}" for prefix in skip_prefixes or ())
+        if skipped or key.endswith(_NOT_READ):
+            continue
+        names[key] = name = _parse(key, weights_mapper)
+        first = owner.setdefault(name[:2], key)
+        if first != key:
+            side = "A" if name.is_a else "B"
+            raise ValueError(f"tensors {clip(first)} and {clip(key)} are both {side} of module {clip(name.module)}")
+    if not names:
+        raise ValueError("the adapter has no LoRA tensors at all")
+    return names
+
+
+@dataclass(frozen=True)
+class NameRules:
+    """Names that the tensors of an adapter may have.
+
+    Args:
+        expected: last name components of the modules (of experts, the part from `experts` on).
+        moe_ep_spec: the experts of this rank; tensors of others are left out.
+        most_tensors: of one adapter.
+        skip_prefixes: of modules to leave out, see :func:`lora_names`.
+    """
+
+    expected: Collection[str]
+    moe_ep_spec: MoEEPSpec | None = None
+    most_tensors: int = 1 << 17
+    skip_prefixes: Sequence[str] | None = None
+
+    def wanted(self, keys: Collection[str], weights_mapper: NameMapper | None = None) -> dict[str, TensorName | None]:
+        """Check the names of an adapter's tensors; return those of the LoRA tensors that this rank reads, and `None`
+        for the scales of those in FP8. ValueError: as :func:`lora_names`; too many; all modules that are not expected.
+        """
+        if len(keys) > self.most_tensors:
+            raise ValueError(f"it has {len(keys)} tensors, an adapter of this model at most {self.most_tensors}")
+        own = [key for key in keys if not is_scale_of_another(key, keys)]
+        names, expected = lora_names(own, weights_mapper, self.skip_prefixes), set(self.expected)
+        modules = {name.module for name in names.values()}
+        if offenders := sorted(module for module in modules if adapter_component(module) not in expected):
+            endings = sorted(expected)
+            shown = f"{endings[:40]} and {len(endings) - 40} more" if len(endings) > 40 else str(endings)
+            raise ValueError(
+                f"adapter modules {clip(offenders)} are not supported by this model; expected names end in {shown}"
+            )
+        spec = self.moe_ep_spec
+        wanted = {key: name for key, name in names.items() if spec is None or not spec.is_remote(name.module)}
+        return {**wanted, **{key + SCALE_SUFFIX: None for key in wanted if key + SCALE_SUFFIX in keys}}
+
+
+# --- advice ----------------------------------------------------------------------------------------------------------
+
+
+def advise_renames(unknown: str, names: Iterable[str], known: Collection[str]) -> str:
+    """Advise a `weights_mapper` that gives the unknown module another beginning, or takes a wrapper's name out of it,
+    and makes all `names` known ones; else `""`. Layers' numbers stay: any layer would become that one.
+    """
+    for name in known:
+        if old := _wrapper_in(unknown, name):
+            fixed, new = "" if unknown == old + name else old, ""
+        elif name.endswith(f".{unknown}"):
+            old = unknown.partition(".")[0] + "."
+            fixed = new = name.removesuffix(unknown) + old
+        else:
+            continue
+        is_numbered = any(part.isdecimal() for part in fixed.split("."))
+        if not is_numbered and all(f"{each}.".replace(old, new)[:-1] in known for each in names):
+            wrapped = "it was saved inside of another model or wrapper"
+            return f"; {wrapped}: pass LoRARequest(weights_mapper={clip({old: new})})"
+    return ""
+
+
+def _wrapper_in(unknown: str, name: str) -> str:
+    """Return the parts, one after the other, without which an unknown name is this one; `""` where there are none."""
+    longer, shorter = unknown.split("."), name.split(".")
+    extra = len(longer) - len(shorter)
+    for place in range(len(shorter)) if extra > 0 else ():
+        if longer[:place] == shorter[:place] and longer[place + extra :] == shorter[place:]:
+            return ".".join(longer[place : place + extra]) + "."
+    return ""
