@@ -5,19 +5,22 @@
     selection.py        which class wraps which base layer
     base.py             base layer, slots with adapters, and wrapper of every layer; packing.py splits fused adapters
     base_linear.py      ``apply`` of linear layers: the base layer's product, then ``punica_wrapper.add_lora_linear``,
-                        which launches the kernels (dual_stream.py: shrink beside the base product)
-    column_parallel_linear.py, row_parallel_linear.py, replicated_linear.py
-                        the ``forward`` around ``apply``: gather or reduce, and a rank's part of A and B
+                        which launches the kernels (dual_stream.py: shrink beside the base product); replicated and row
+    column_parallel_linear.py
+                        B split by rows: plain, merged and QKV layers
     fully_sharded.py    both A and B sharded over the ranks: shrink, a collective, expand
-    fused_moe.py        experts (fused_moe_3d.py: gate and up as one); expert_slots.py: their slots;
-                        moe_context.py: the calls that add LoRA to their products
+    fused_moe.py        experts; moe_context.py: the calls that add LoRA to their products
     vocab_parallel_embedding.py, logits_processor.py
                         the two ends of a model
     utils.py            rules that all layers share
 """
 
 from punica.layers.base import BaseLayerWithLoRA, SlotPart
-from punica.layers.base_linear import BaseLinearLayerWithLoRA
+from punica.layers.base_linear import (
+    BaseLinearLayerWithLoRA,
+    ReplicatedLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
 from punica.layers.column_parallel_linear import (
     ColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearVariableSliceWithLoRA,
@@ -32,12 +35,9 @@ from punica.layers.fully_sharded import (
     QKVParallelLinearWithShardedLoRA,
     RowParallelLinearWithShardedLoRA,
 )
-from punica.layers.fused_moe import FusedMoEWithLoRA
-from punica.layers.fused_moe_3d import FusedMoE3DWithLoRA
+from punica.layers.fused_moe import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from punica.layers.logits_processor import LogitsProcessorWithLoRA
 from punica.layers.packing import expand_groups
-from punica.layers.replicated_linear import ReplicatedLinearWithLoRA
-from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
 from punica.layers.selection import LORA_CLASSES, from_layer, from_layer_logits_processor
 from punica.layers.utils import capturing_vocabulary, register_layer_class, rehearsal, resolve_layer_class
 from punica.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA

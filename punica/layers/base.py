@@ -1,12 +1,9 @@
-"""The base of every LoRA layer: a base layer, slots with stacked adapter weights, and calls to the PunicaWrapper.
+"""The base of every LoRA layer: a base layer, slots with stacked adapter weights, and the PunicaWrapper.
 
 A layer has ``L = max_loras`` slots. A slot holds, for every slice of the layer, this rank's part of one adapter's A and
 B in the top-left corner of a matrix as wide as the largest rank; the rest of the matrix is zero, and ``lora_ranks``
 tells the kernels not to read it. Code that fills slots (``set_lora`` here, one matrix after the other; the asynchronous
 writer of :mod:`punica.adapters`, all layers at once) knows nothing about the layer but its :class:`SlotPart`.
-
-The forward is defined by the families: :mod:`punica.layers.base_linear` and its subclasses,
-the embedding, the logits.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +21,7 @@ from punica.ops.quant import Fp8Matrix
 from punica.ops.scales import PER_CHANNEL, PLAIN
 from punica.ops.weights import LoRAWeights, Stack
 from punica.wrapper import PunicaWrapperABC
+from punica.wrapper.inner import InnerForm, inner_form
 
 LoRAInput = Tensor | Fp8Matrix | Sequence[LoRAFactor] | None
 Shapes = list[tuple[int, int]]
@@ -48,13 +46,10 @@ class SlotPart(NamedTuple):
 
     @property
     def row_major(self) -> bool:
-        """True where ``slots`` is contiguous; else it is a view of memory ``[L, 1, cols, rows]``."""
         return self.slots.is_contiguous()
 
     def stored(self) -> "SlotPart":
-        """Return the same in memory order, as views: ``slots`` contiguous, and ``part`` transposed like them; of FP8
-        slots as bytes, since values and scales have two dtypes.
-        """
+        """Return views in memory order: ``slots`` contiguous, ``part`` transposed like them; of FP8 slots as bytes."""
         slots, part = self.slots, self.part
         if not self.row_major:
             slots, part = slots.mT, None if part is None else part.T
@@ -100,6 +95,7 @@ class BaseLayerWithLoRA(nn.Module):
     punica_wrapper: PunicaWrapperABC | None = None
     a_row_major = True
     skips_when_empty = False
+    contract: tuple[str, ...] = ()  # methods of a wrapper that the forward calls, in their inner form
     full_input_size: int
     full_output_sizes: tuple[int, ...]
     stack_a: Stack
@@ -107,6 +103,7 @@ class BaseLayerWithLoRA(nn.Module):
     lora_weights: LoRAWeights
     _slots: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # the stacked buffers of A and of B, one per slice
     _live_ranks: tuple[Tensor, Tensor]  # lora_ranks as this rank's shrink and as its expand must know them
+    _inner: dict[str, InnerForm]
 
     def __init__(self, base_layer: Any, device: torch.device | None = None) -> None:
         super().__init__()
@@ -131,59 +128,55 @@ class BaseLayerWithLoRA(nn.Module):
         ``TypeError`` for a ``lora_dtype`` that is not resolved yet, ``ValueError`` for sizes below 1 or that do not
         divide over the ranks, ``RuntimeError`` when the slots exist already.
         """
-        dtype = self._check_new_slots(max_loras, lora_config)
-        shapes, fp8 = self._slot_shapes(lora_config.max_lora_rank), cast(torch.dtype | None, lora_config.fp8)
-        if fp8 is not None:
+        self._check_new_slots(max_loras, lora_config, model_config)
+        self._allocate(max_loras, lora_config)
+        if lora_config.fp8 is not None:
             self.lora_a_scale, self.lora_b_scale = (
-                tuple(self._zeros((max_loras, 1, rows), torch.float32) for rows, _ in of_matrix) for of_matrix in shapes
+                tuple(self._zeros(tuple(slots.shape[:3]), torch.float32) for slots in side) for side in self._slots
             )
-        self._allocate(max_loras, shapes, fp8 or dtype)
-        (slots_a, slots_b), (ranks_a, ranks_b), scheme = self._slots, self._live_ranks, PER_CHANNEL if fp8 else PLAIN
-        self.stack_a = Stack.of_a(slots_a, ranks_a, self.lora_a_scale, scheme)
-        self.stack_b = Stack.of_b(slots_b, ranks_b, self.lora_b_scale, scheme)
-        if self.stack_a.form.stored.rank == self.stack_b.form.stored.rank:  # else A is cut along the rank
-            self.lora_weights = LoRAWeights(self.stack_a, self.stack_b)
-        self.max_loras = max_loras
-        self.lora_config = lora_config
+        self.max_loras, self.lora_config = max_loras, lora_config
+        self._refer_to_slots()
 
-    def _check_new_slots(self, max_loras: int, lora_config: LoRAConfig) -> torch.dtype:
-        """The resolved dtype of adapters, after the checks of :meth:`create_lora_weights` that all layers share."""
+    def _check_new_slots(self, max_loras: int, lora_config: LoRAConfig, model_config: Any) -> None:
         if self.lora_config is not None:
             raise RuntimeError(f"{type(self).__name__}: create_lora_weights was called before; build a new layer")
         check_count("max_loras", max_loras)
-        dtype = lora_config.lora_dtype
-        if not isinstance(dtype, torch.dtype):
+        if not isinstance(lora_config.lora_dtype, torch.dtype):
             raise TypeError(
-                f"lora_dtype must be a torch dtype by now, got {dtype!r}; call lora_config.verify_with_model_config"
+                f"lora_dtype must be a torch dtype by now, got {lora_config.lora_dtype!r}; call "
+                "lora_config.verify_with_model_config"
             )
-        return dtype
 
     def _slot_shapes(self, max_rank: int) -> tuple[Shapes, Shapes]:
         """Shape of one slot of A and of B on this rank, per slice."""
         shapes_b = [(width, max_rank) for width in self.full_output_sizes]
         return [(max_rank, self.full_input_size)] * self.n_slices, shapes_b
 
-    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
-        """Create the stacked buffers ``[L, 1, rows, cols]`` and ``lora_ranks``, zeroed."""
-        shapes_a, shapes_b = shapes
+    def _allocate(self, max_loras: int, lora_config: LoRAConfig) -> None:
+        """Create the stacked buffers ``[L, 1, rows, cols]`` and ``lora_ranks``, zeroed.
+
+        B ``[out, R]`` is a view of memory ``[L, 1, R, out]``, rank after rank like A: an adapter of rank ``r < R`` is
+        then the first piece of its slot. Row-major, rank 8 in a slot of 64 would cost as much as rank 32, as a GPU
+        moves memory by 64 bytes. A CPU multiplies a few rows faster by it too.
+        """
+        shapes_a, shapes_b = self._slot_shapes(lora_config.max_lora_rank)
+        dtype = dtype_of_slots(lora_config)
+        whole = [(max_loras, 1, *(shape if self.a_row_major else shape[::-1])) for shape in shapes_a]
+        slots_a = tuple(self._zeros(shape, dtype) for shape in whole)
         self._slots = (
-            tuple(self._stacked(max_loras, shape, dtype, self.a_row_major) for shape in shapes_a),
-            tuple(self._stacked(max_loras, shape, dtype, row_major=False) for shape in shapes_b),
+            slots_a if self.a_row_major else tuple(slots.mT for slots in slots_a),
+            tuple(self._zeros((max_loras, 1, cols, rows), dtype).mT for rows, cols in shapes_b),
         )
         self.lora_ranks = self._zeros((self.n_slices, max_loras), torch.int32)
         self._live_ranks = self.lora_ranks, self.lora_ranks
 
-    def _stacked(self, max_loras: int, shape: tuple[int, int], dtype: torch.dtype, row_major: bool) -> Tensor:
-        """Zeroed slots ``[L, 1, rows, cols]``; unless ``row_major`` they are a view of memory ``[L, 1, cols, rows]``.
-
-        So B ``[out, R]`` is stored, rank after rank like A ``[R, in]``: an adapter of rank ``r < R`` is then the first
-        piece of its slot. Row-major, rank 8 in a slot of 64 would cost as much as rank 32, as a GPU moves memory by 64
-        bytes. A CPU multiplies a few rows faster by it too.
-        """
-        rows, cols = shape
-        if row_major:
-            return self._zeros((max_loras, 1, rows, cols), dtype)
-        return self._zeros((max_loras, 1, cols, rows), dtype).mT
+    def _refer_to_slots(self) -> None:
+        """Make the objects by which the wrapper takes the slots."""
+        scheme = PLAIN if cast(LoRAConfig, self.lora_config).fp8 is None else PER_CHANNEL
+        self.stack_a = Stack.of_a(self._slots[0], self._live_ranks[0], self.lora_a_scale, scheme)
+        self.stack_b = Stack.of_b(self._slots[1], self._live_ranks[1], self.lora_b_scale, scheme)
+        if self.stack_a.form.stored.rank == self.stack_b.form.stored.rank:  # else A is cut along the rank
+            self.lora_weights = LoRAWeights(self.stack_a, self.stack_b)
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -227,72 +220,77 @@ class BaseLayerWithLoRA(nn.Module):
         ``slices`` in each, which :meth:`check_slices` has accepted. ``None``: an empty slot.
         """
         self._require_slots("slot_parts")
-        return self._parts(slices or [(None, None)] * self._num_entries)
-
-    @property
-    def _num_entries(self) -> int:
-        """Entries of a list of slices."""
-        return self.n_slices
-
-    def _parts(self, slices: Slices) -> list[SlotPart]:
-        held_a, held_b = self._held([a for a, _ in slices]), self._held([b for _, b in slices])
-        own = (self.slice_lora_a(held_a), self.slice_lora_b(held_b))
+        slices = slices or [(None, None)] * len(self._full_sizes())
+        filled = any(a is not None for a, _ in slices)
+        sides = (self.slice_lora_a, self.lora_a_scale), (self.slice_lora_b, self.lora_b_scale)
         parts: list[SlotPart] = []
         scales: list[SlotPart] = []
-        scale_slots = (self.lora_a_scale, self.lora_b_scale)
-        for rank_dim, (stacked, matrices, live) in enumerate(zip(self._slots, own, self._live_ranks, strict=True)):
-            for i, (slots, matrix, ranks) in enumerate(zip(stacked, matrices, live, strict=True)):
-                rank = 0 if matrix is None else matrix.shape[rank_dim]
-                held = matrix if rank else None
-                if not scale_slots[rank_dim]:
-                    parts.append(SlotPart(slots, held, ranks, rank))
-                    continue
-                values, scale = (None, None) if held is None else (held.values, held.scale[:, None])
-                parts.append(SlotPart(slots, values, ranks, rank, fp8=True))
-                scales.append(SlotPart(scale_slots[rank_dim][i][..., None], scale, ranks, rank, fp8=True))
+        for side, (own_parts, of_scales) in enumerate(sides):
+            whole = self._held(self._by_stack([pair[side] for pair in slices]))
+            for i, (factor, own) in enumerate(zip(whole, own_parts(whole), strict=True)):
+                ranks, rank = self._live(side, i, factor, own, filled)
+                held = own if rank else None
+                values = held.values if isinstance(held, Fp8Matrix) else held
+                slots, part = self._as_matrices(side, self._slots[side][i], values)
+                parts.append(SlotPart(slots, part, ranks, rank, fp8=bool(of_scales)))
+                if of_scales:
+                    slots, part = self._as_columns(of_scales[i], None if held is None else held.scale)
+                    scales.append(SlotPart(slots, part, ranks, rank, fp8=True))
         return parts + scales
+
+    def _live(self, side: int, i: int, factor: LoRAFactor, own: LoRAFactor, filled: bool) -> tuple[Tensor, int]:
+        """The live ranks of slice ``i`` of A (``side`` 0) or B, int32 ``[L]``, and their value for a slot with ``own``
+        of ``factor``, in an adapter with slices (``filled``).
+        """
+        return self._live_ranks[side][i], 0 if own is None else own.shape[side]
+
+    def _as_matrices(self, side: int, slots: Tensor, part: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """View slots and a part as matrices with the part in the top-left corner."""
+        return slots, part
+
+    def _as_columns(self, slots: Tensor, part: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """:meth:`_as_matrices` of scales."""
+        return slots[..., None], None if part is None else part[:, None]
+
+    def _by_stack(self, factors: Sequence[LoRAFactor]) -> Sequence[LoRAFactor]:
+        """Order A or B of the slices as the stacks."""
+        return factors
 
     def _held(self, matrices: Sequence[LoRAFactor]) -> list[LoRAFactor]:
         """Convert full matrices to the format of the slots; quantised whole, so that all ranks have the same bits."""
         fp8 = cast(torch.dtype | None, cast(LoRAConfig, self.lora_config).fp8)
-        held: list[LoRAFactor] = []
-        for matrix in matrices:
-            if fp8 is not None and matrix is not None:
-                held.append(Fp8Matrix.of(matrix, fp8, check=False))
-            else:
-                held.append(matrix.real() if isinstance(matrix, Fp8Matrix) else matrix)
-        return held
+        if fp8 is not None:
+            return [None if matrix is None else Fp8Matrix.of(matrix, fp8, check=False) for matrix in matrices]
+        return [matrix.real() if isinstance(matrix, Fp8Matrix) else matrix for matrix in matrices]
 
     @property
     def slot_bytes(self) -> int:
         """Device memory of one slot, in bytes: its matrices at full width."""
-        return sum(part.matrix(0).nbytes for part in self.slot_parts())
+        return sum(part.slots[0].nbytes for part in self.slot_parts())
 
     def zero_slices(self, rank: int, dtype: torch.dtype) -> Slices:
         """Slices of ``rank`` that change nothing, in host memory."""
-        a = torch.zeros(rank, self.full_input_size, dtype=dtype, device="cpu")
-        return [(a, torch.zeros(rows, rank, dtype=dtype, device="cpu")) for rows in self.full_output_sizes]
+        lead, zeros = self._lead, partial(torch.zeros, dtype=dtype, device="cpu")
+        return [(zeros(*lead, rank, width), zeros(*lead, height, rank)) for _, width, height in self._full_sizes()]
 
     # --- this rank's part --------------------------------------------------------------------------------------------
 
     def slice_lora_a(self, lora_a: Any) -> Any:
-        """Return this rank's part of A (a view where possible): of one tensor, or of a list with one per slice."""
+        """Return this rank's part of A (a view where possible): of one tensor, or of a list with one per stack."""
         return _of_every_slice(self._slice_a, lora_a)
 
     def slice_lora_b(self, lora_b: Any) -> Any:
-        """Return this rank's part of B (a view where possible): of one tensor, or of a list with one per slice."""
+        """Return this rank's part of B, as :meth:`slice_lora_a`."""
         return _of_every_slice(self._slice_b, lora_b)
 
     def own_ranks(self, i: int, pair: tuple[LoRAFactor, LoRAFactor], blocks: Blocks) -> tuple[LoRAFactor, LoRAFactor]:
-        """Cut the ranks out of block-diagonal slice ``i`` that this rank's part of it needs; all, unless overridden."""
+        """Cut the ranks out of block-diagonal slice ``i`` that this rank's part of it needs; here all."""
         return pair
 
     def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
-        """This rank's part of A of slice ``i``; a family that splits A overrides it."""
         return lora_a
 
     def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
-        """This rank's part of B of slice ``i``; a family that splits B overrides it."""
         return lora_b
 
     # --- checks ------------------------------------------------------------------------------------------------------
@@ -309,19 +307,28 @@ class BaseLayerWithLoRA(nn.Module):
         Returns the slices, which :meth:`slot_parts` and :meth:`fill_slot` take unchecked. Raises as ``set_lora``.
         """
         self._require_slots("check_lora")
+        sizes, most = self._full_sizes(), cast(LoRAConfig, self.lora_config).max_lora_rank
         for i, (a, b) in enumerate(groups):
-            check_lora_pair(i, a, b, cast(LoRAConfig, self.lora_config).max_lora_rank)
-        slices, expected = self.to_slices(groups), len(self.full_output_sizes)
-        if len(slices) != expected:
-            raise ValueError(f"{type(self).__name__} takes {expected} slices, got {len(slices)}; give one pair each")
-        for i, (a, b) in enumerate(slices):
-            if a is None or b is None:
-                continue
-            if a.shape[1] != self.full_input_size:
-                raise ValueError(f"slice {i}: lora_a must have {self.full_input_size} columns, got {a.shape[1]}")
-            if b.shape[0] != self.full_output_sizes[i]:
-                raise ValueError(f"slice {i}: lora_b must have {self.full_output_sizes[i]} rows, got {b.shape[0]}")
+            name = sizes[i][0] if len(groups) == len(sizes) else f"group {i}"
+            check_lora_pair(name, a, b, most, self._lead)
+        slices = self.to_slices(groups)
+        if len(slices) != len(sizes):
+            raise ValueError(f"{type(self).__name__} takes {len(sizes)} slices, got {len(slices)}; give one pair each")
+        for (name, width, height), (a, b) in zip(sizes, slices, strict=True):
+            if a is not None and a.shape[-1] != width:
+                raise ValueError(f"{name}: lora_a must have {width} columns, got {a.shape[-1]}")
+            if b is not None and b.shape[-2] != height:
+                raise ValueError(f"{name}: lora_b must have {height} rows, got {b.shape[-2]}")
         return slices
+
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        """Dimensions of A and B in front of their rows and columns."""
+        return ()
+
+    def _full_sizes(self) -> list[tuple[str, int, int]]:
+        """Name, and unsharded input and output size, of every slice."""
+        return [(f"slice {i}", self.full_input_size, rows) for i, rows in enumerate(self.full_output_sizes)]
 
     def to_slices(self, groups: Slices) -> Slices:
         """Split the groups of a packed layer into slices; a layer of one slice has one group."""
@@ -343,6 +350,7 @@ class BaseLayerWithLoRA(nn.Module):
     def set_mapping(self, punica_wrapper: PunicaWrapperABC) -> None:
         """Store the wrapper, shared by all layers of a model, that knows which row uses which slot."""
         self.punica_wrapper = punica_wrapper
+        self._inner = {method: inner_form(punica_wrapper, method) for method in self.contract}
 
     def _ready_wrapper(self, *inputs: Tensor) -> PunicaWrapperABC:
         """Return the wrapper for a forward; ``RuntimeError``: no slots, no wrapper, or a gradient would be needed."""
@@ -373,6 +381,10 @@ class BaseLayerWithLoRA(nn.Module):
         raise NotImplementedError(f"{cls.__name__}.can_replace_layer")
 
 
+def dtype_of_slots(lora_config: LoRAConfig) -> torch.dtype:
+    return cast(torch.dtype, lora_config.fp8 or lora_config.lora_dtype)
+
+
 def _of_every_slice(cut: Callable[[int, Tensor], Tensor], given: Any) -> Any:
     """``cut(0, tensor)``, or of a list ``cut(i, tensor)`` for every entry that is not ``None``."""
     if isinstance(given, Fp8Matrix):
@@ -386,15 +398,14 @@ def _of_every_slice(cut: Callable[[int, Tensor], Tensor], given: Any) -> Any:
 
 
 class UnsplitLayer(BaseLayerWithLoRA):
-    """Base of embeddings and logits: one slice whose A and B are whole on every rank.
-
-    Attributes: ``lora_a_stacked``, ``lora_b_stacked``: tensors, as there is one slice.
+    """Base of embeddings and logits: one slice whose A and B are whole on every rank; ``lora_a_stacked`` and
+    ``lora_b_stacked`` are tensors.
     """
 
     skips_when_empty = True
     lora_a_stacked: Tensor
     lora_b_stacked: Tensor
 
-    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
-        super()._allocate(max_loras, shapes, dtype)
+    def _allocate(self, max_loras: int, lora_config: LoRAConfig) -> None:
+        super()._allocate(max_loras, lora_config)
         (self.lora_a_stacked,), (self.lora_b_stacked,) = self._slots

@@ -1,4 +1,4 @@
-"""A linear layer with LoRA: the base layer, stacked adapter weights in slots, one call to the PunicaWrapper.
+"""Linear layers with LoRA: the base layer, stacked adapter weights in slots, one call to the PunicaWrapper.
 
 For row ``t`` of a batch whose adapter sits in slot ``l``, a linear layer computes (paper, Section 2.2)
 
@@ -12,7 +12,8 @@ kernels not to read it. In memory both are stored rank after rank: B is a view o
 
 Tensor parallelism: the base layer knows its place (``tp_rank``, ``tp_size``); ``set_lora`` takes full matrices and
 keeps this rank's part. A column layer splits B by rows, a row layer splits A by columns; the other factor is
-replicated. LoRA is added after the bias and before gather or reduction, so partial sums add up.
+replicated. LoRA is added after the bias and before gather or reduction, so partial sums add up. Here are the layers of
+one matrix that do not split B, replicated and row-parallel ones.
 
 Inference only: where activations require gradients, run the model under ``torch.inference_mode`` or ``no_grad``.
 """
@@ -25,11 +26,26 @@ from torch import Tensor
 from punica.config import LoRAConfig
 from punica.layers.base import BaseLayerWithLoRA, Shapes
 from punica.layers.dual_stream import DualStream, dual_stream_for
-from punica.layers.utils import as_rows, base_weight, has_no_lora
+from punica.layers.packing import Blocks, LoRAFactor, ranks_of_blocks
+from punica.layers.utils import (
+    _not_fully_sharded_can_replace,
+    as_rows,
+    base_weight,
+    has_no_lora,
+    is_exactly,
+    is_kind_of,
+)
 from punica.ops.interface import ALONE, Beside
-from punica.parallel.linear import UnquantizedLinearMethod, check_last_dim
+from punica.parallel.group import split_tensor_along_last_dim, tensor_model_parallel_all_reduce
+from punica.parallel.linear import (
+    LinearOutput,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+    check_last_dim,
+)
 from punica.parallel.matmul import is_skinny
-from punica.wrapper.inner import inner_form
+from punica.wrapper import PunicaWrapperABC
 
 
 class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
@@ -41,6 +57,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         lora_a_stacked, lora_b_stacked: tuples with one tensor per slice, ``[L, 1, R, in]`` and ``[L, 1, out_i, R]``.
     """
 
+    contract: tuple[str, ...] = ("add_lora_linear",)
     _uses_base_forward = False  # the base product is the base layer's own forward: it may compute or cast in its way
 
     def __init__(self, base_layer: Any) -> None:
@@ -65,7 +82,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         return getattr(self.base_layer, "bias", None)
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """See :meth:`BaseLayerWithLoRA.create_lora_weights`; also sets up the second stream where the config asks."""
+        """Allocate slots as the base class, and set up the second stream where the config asks for it."""
         super().create_lora_weights(max_loras, lora_config, model_config)
         self.lora_a_stacked, self.lora_b_stacked = self._slots
         self._row_dtype = cast(torch.dtype, lora_config.lora_dtype)
@@ -73,6 +90,12 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
 
     def _slot_shapes(self, max_rank: int) -> tuple[Shapes, Shapes]:
         return [(max_rank, self.input_size)] * self.n_slices, [(width, max_rank) for width in self.output_slices]
+
+    def set_mapping(self, punica_wrapper: PunicaWrapperABC) -> None:
+        """Store the wrapper as the base class."""
+        super().set_mapping(punica_wrapper)
+        is_inner = self._inner["add_lora_linear"] is punica_wrapper  # the contract's method has no base product
+        self._takes_aside = is_inner and getattr(punica_wrapper, "takes_aside", False)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -83,16 +106,14 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         ``ValueError`` for another width of ``x``; what else is wrong with it the op finds.
         """
         wrapper, rows, beside = self._ready_wrapper(x), self._adapter_rows(x), ALONE
-        form = inner_form(wrapper, "add_lora_linear")
-        takes_aside = form is wrapper and getattr(wrapper, "takes_aside", False)  # the contract's method has no base
-        if self._streams is not None and takes_aside and not has_no_lora(wrapper):
+        if self._streams is not None and self._takes_aside and not has_no_lora(wrapper):
             aside = self._streams.begin(rows)
             if aside is not None:
                 plain = (self.weight,) if bias is None else (self.weight, bias)
                 beside = Beside(aside, plain if self._has_plain_product(x, rows) else ())
         output = x.new_empty(x.shape[0], self.output_size) if beside.base else self._base_output(x, bias)
         y = as_rows(output)
-        returned = form.add_linear(y, rows, self.lora_weights, True, beside)
+        returned = self._inner["add_lora_linear"].add_linear(y, rows, self.lora_weights, True, beside)
         y = y if returned is None else returned
         return y if y.ndim == output.ndim else y.view(output.shape)
 
@@ -114,3 +135,54 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
             result = base(x)
             return result[0] if isinstance(result, tuple) else result
         return base.quant_method.apply(base, x, bias)
+
+
+class ReplicatedLinearWithLoRA(BaseLinearLayerWithLoRA):
+    """``ReplicatedLinear`` and its subclasses (routers, gates), sharded configuration or not."""
+
+    _uses_base_forward = True
+
+    def forward(self, input_: Tensor) -> LinearOutput:
+        """``[..., in] -> [..., out]``; the bias is the base layer's own business."""
+        return self.base_layer._result(self.apply(input_))
+
+    @classmethod
+    def can_replace_layer(cls, *, source_layer: Any, lora_config: Any, **_: Any) -> bool:
+        """Any replicated layer; there is nothing that full sharding could split."""
+        return is_kind_of(source_layer, ReplicatedLinear)
+
+
+class RowParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
+    """``RowParallelLinear`` (o_proj, down_proj): rank ``p`` keeps columns ``[p*i, (p+1)*i)`` of A, ``i = in/tp``.
+
+    It computes ``W_p x_p + B (A_p x_p)``, both linear in the partial input: the all-reduce that the base layer needs
+    anyway also completes the LoRA term. Where A is block-diagonal, a rank keeps only the ranks of its own blocks.
+    """
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer)
+        self.input_size = self.base_layer.input_size_per_partition
+
+    def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
+        return lora_a.narrow(1, self.tp_rank * self.input_size, self.input_size)
+
+    def own_ranks(self, i: int, pair: tuple[LoRAFactor, LoRAFactor], blocks: Blocks) -> tuple[LoRAFactor, LoRAFactor]:
+        """Cut out the ranks of the blocks of A with this rank's inputs."""
+        return ranks_of_blocks(pair, blocks.a, self.tp_rank, self.tp_size)
+
+    def forward(self, input_: Tensor) -> LinearOutput:
+        """``[..., in/tp]`` (``[..., in]`` unless ``input_is_parallel``) to ``[..., out]``, reduced if the base does."""
+        base = self.base_layer
+        if not base.input_is_parallel:
+            check_last_dim(input_, self.full_input_size, type(self).__name__)
+            input_ = split_tensor_along_last_dim(input_, self.tp_size)[self.tp_rank].contiguous()
+        output = self.apply(input_, None if base.skip_bias_add or self.tp_rank > 0 else base.bias)
+        if base.reduce_results and self.tp_size > 1:
+            output = tensor_model_parallel_all_reduce(output)
+        return base._result(output)
+
+    @classmethod
+    @_not_fully_sharded_can_replace
+    def can_replace_layer(cls, *, source_layer: Any, **_: Any) -> bool:
+        """Exactly ``RowParallelLinear``."""
+        return is_exactly(source_layer, RowParallelLinear)

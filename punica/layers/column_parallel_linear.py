@@ -15,7 +15,7 @@ from torch import Tensor
 from punica.layers.base import LoRAInput
 from punica.layers.base_linear import BaseLinearLayerWithLoRA
 from punica.layers.packing import Blocks, LoRAFactor, Slices, expand_groups, ranks_of_blocks
-from punica.layers.utils import _not_fully_sharded_can_replace, as_pair_list, is_exactly, is_kind_of
+from punica.layers.utils import _not_fully_sharded_can_replace, is_exactly, is_kind_of, listed_groups
 from punica.ops.quant import Fp8Matrix
 from punica.parallel.group import tensor_model_parallel_all_gather
 from punica.parallel.linear import (
@@ -99,10 +99,7 @@ class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
         return self._matrices[i].rows_of(lora_b)
 
     def _as_groups(self, lora_a: LoRAInput, lora_b: LoRAInput) -> Slices:
-        list_a, list_b = as_pair_list("lora_a", lora_a), as_pair_list("lora_b", lora_b)
-        if len(list_a) != len(list_b):
-            raise ValueError(f"lora_a and lora_b must have equally many entries, got {len(list_a)} and {len(list_b)}")
-        return list(zip(list_a, list_b, strict=True))
+        return listed_groups(lora_a, lora_b)
 
     def to_slices(self, groups: Slices) -> Slices:
         """Split the groups into slices; ``ValueError`` when they do not cover them."""
@@ -146,8 +143,8 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear
                     f"{self.output_sizes}, got shape {tuple(lora_b.shape)}"
                 )
             lora_b = list(lora_b.split(list(self.output_sizes)))
-        if isinstance(lora_a, (Tensor, Fp8Matrix)):
-            lora_a = [None if b is None else lora_a for b in as_pair_list("lora_b", lora_b)]
+        if isinstance(lora_a, (Tensor, Fp8Matrix)) and isinstance(lora_b, (list, tuple)):
+            lora_a = [None if b is None else lora_a for b in lora_b]
         return super()._as_groups(lora_a, lora_b)
 
     @classmethod

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from punica.config import LoRAConfig
 from punica.layers.base import Shapes
-from punica.layers.base_linear import BaseLinearLayerWithLoRA
+from punica.layers.base_linear import BaseLinearLayerWithLoRA, RowParallelLinearWithLoRA
 from punica.layers.column_parallel_linear import (
     ColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearWithLoRA,
@@ -34,43 +35,40 @@ from punica.layers.column_parallel_linear import (
     QKVParallelLinearWithLoRA,
 )
 from punica.layers.packing import Blocks, LoRAFactor
-from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
 from punica.layers.utils import _fully_sharded_can_replace, as_rows, has_no_lora
 from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
-from punica.wrapper.inner import inner_form
 
 
 class _FullySharded(BaseLinearLayerWithLoRA):
     """Shrink, a collective, expand, instead of one call. Replaces what the parent class does, where configured."""
+
+    contract = ("add_lora_linear", "add_shrink", "add_expand")
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Compute the parent's result with a collective on the intermediate, never on a second stream."""
         if self.tp_size == 1:
             return super().apply(x, bias)
         wrapper, rows = self._ready_wrapper(x), self._adapter_rows(x)
-        if not len(self.lora_a_stacked) == len(self.lora_b_stacked) == len(self.output_slices):
-            slices = (len(self.lora_a_stacked), len(self.lora_b_stacked), len(self.output_slices))
-            raise RuntimeError(
-                f"{type(self).__name__}: A, B and output_slices must have equally many slices, got {slices}; "
-                "leave the stacked buffers as create_lora_weights made them"
-            )
+        slices = (len(self.lora_a_stacked), len(self.lora_b_stacked), len(self.output_slices))
+        if len({*slices}) > 1:
+            raise RuntimeError(f"{type(self).__name__}: A, B and output_slices must be as many slices, got {slices}")
         output = self._base_output(x, bias)
         if has_no_lora(wrapper) or rows.shape[0] == 0:
             return output
         shape = (self.n_slices, rows.shape[0], self.lora_a_stacked[0].shape[-2])
         h = torch.zeros(shape, dtype=torch.float32, device=rows.device)
-        shrunk = inner_form(wrapper, "add_shrink").add_shrunk(h, rows, self.stack_a)
+        shrunk = self._inner["add_shrink"].add_shrunk(h, rows, self.stack_a)
         h, y = self._join(h if shrunk is None else shrunk), as_rows(output)
-        returned = inner_form(wrapper, "add_expand").add_expanded(y, h, self.stack_b, self._first_column())
+        returned = self._inner["add_expand"].add_expanded(y, h, self.stack_b, self._first_column())
         return (y if returned is None else returned).view(output.shape)
 
     def own_ranks(self, i: int, pair: tuple[LoRAFactor, LoRAFactor], blocks: Blocks) -> tuple[LoRAFactor, LoRAFactor]:
-        """Return all ranks: the collective joins the intermediates of whole adapters."""
+        """All ranks: the collective joins the intermediates of whole adapters."""
         return pair
 
     def _join(self, h: Tensor) -> Tensor:
         """Combine the ranks' intermediates to ``[n, T, R]``."""
-        raise NotImplementedError(f"{type(self).__name__}._join")
+        raise NotImplementedError
 
     def _first_column(self) -> int:
         """Return the first output column of this rank's slices."""
@@ -100,8 +98,8 @@ class _RankSharded(_FullySharded):
         a_shapes, b_shapes = super()._slot_shapes(max_rank)
         return [(rank // self.tp_size, width) for rank, width in a_shapes], b_shapes
 
-    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
-        super()._allocate(max_loras, shapes, dtype)
+    def _allocate(self, max_loras: int, lora_config: LoRAConfig) -> None:
+        super()._allocate(max_loras, lora_config)
         self.lora_a_ranks = self._zeros((self.n_slices, max_loras), torch.int32)
         self._live_ranks = self.lora_a_ranks, self._live_ranks[1]
 

@@ -2,45 +2,76 @@
 
     y = sum_j p_j * (W2 + B2_l A2_l)[e_j] act((W13 + B13_l A13_l)[e_j] x)        l: the token's slot
 
-An adapter has an A and a B per expert and projection (gate w1, down w2, up w3). Slots are stacked over adapters and
-experts, ``[L, E, rows, cols]``. The delta is added to the product of each (token, expert) pair: to the first before the
-activation, to the second before the sum over k. The experts make the two calls, see `punica.layers.moe_context`.
+An adapter has an A and a B per expert and projection (gate w1, down w2, up w3). The delta is added to the product of
+each (token, expert) pair: to the first before the activation, to the second before the sum over k. The experts make the
+two calls, see `punica.layers.moe_context`.
+
+Slots are stacked over adapters and experts, in four families: A and B of the first product (w13) and of the second
+(w2), each ``[L, E, rows, cols]``. An adapter fills the first rows of A and the first columns of B.
 
 Tensor parallelism shards B of w1 and w3 by rows and A of w2 by columns, like the experts themselves; fully sharded also
 A of w1 and w3 along the rank and B of w2 by rows. With expert parallelism a rank holds the slots of its own experts.
-
-Slots: `punica.layers.expert_slots`. Adapters that store gate and up as one matrix: `punica.layers.fused_moe_3d`.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from punica.config import LoRAConfig
-from punica.layers.base import LoRAInput
-from punica.layers.expert_slots import Cut, ExpertSlots, Stacks
+from punica.layers.base import BaseLayerWithLoRA, LoRAInput, dtype_of_slots
 from punica.layers.moe_context import MoELoRAContext
 from punica.layers.packing import LoRAFactor, Slices
-from punica.layers.utils import ADAPTER_DTYPES, is_kind_of
-from punica.ops.quant import Fp8Matrix
+from punica.layers.utils import is_kind_of, listed_groups
+from punica.ops.experts import ExpertLoRAWeights, Fp8Experts, Switches
+from punica.ops.scales import PER_CHANNEL
 from punica.parallel.moe import FusedMoE
 from punica.wrapper import PunicaWrapperABC
 
 SUPPORTED_BACKEND = "allgather_reducescatter"
+Stacks = tuple[Tensor, ...]
 
 
-class FusedMoEWithLoRA(ExpertSlots):
+class FusedMoEWithLoRA(BaseLayerWithLoRA):
     """LoRA over experts, with w1, w2 and w3 per expert.
 
-    ``n_slices``: pairs of A and B in an adapter, over all experts.
+    Attributes:
+        n_slices: pairs of A and B in an adapter, over all experts.
+        w13_lora_a_stacked, w13_lora_b_stacked: gate and up (non-gated: up), ``[L, E, R, H]`` and ``[L, E, I, R]``.
+        w2_lora_a_stacked, w2_lora_b_stacked: ``[L, E, R, I]`` and ``[L, E, H, R]``, tuples of one.
+        w13_lora_a_scale, w13_lora_b_scale, w2_lora_a_scale, w2_lora_b_scale: of FP8 slots float32 ``[L, E, R]`` and
+            ``[L, E, rows]``; else empty.
+        adapter_enabled: int32 ``[L+1]``: 1 where a slot holds weights for this layer; the last entry stays 0.
+        lora_ranks: int32 ``[slices of w13 + 1, L]``: of the whole adapter, also where A is cut along the rank.
+        hidden_size, intermediate_size_per_partition, local_num_experts, global_num_experts: H, I of this rank, E, E_g.
 
     ValueError for a base layer that cannot take LoRA: experts whose implementation does not support it, a monolithic
     method, or expert parallelism over another backend than all-gather and reduce-scatter, or with sequence parallelism.
     """
 
     names: tuple[str, ...] = ("w1", "w2", "w3")
+    adapter_enabled: Tensor
+    w13_lora_a_stacked: Stacks
+    w13_lora_b_stacked: Stacks
+    w2_lora_a_stacked: Stacks
+    w2_lora_b_stacked: Stacks
+    w13_lora_a_scale: Stacks
+    w13_lora_b_scale: Stacks
+    w2_lora_a_scale: Stacks
+    w2_lora_b_scale: Stacks
+
+    hidden_size = property(attrgetter("moe_config.hidden_dim"))
+    intermediate_size_per_partition = property(attrgetter("moe_config.intermediate_size_per_partition"))
+    local_num_experts = property(attrgetter("moe_config.num_local_experts"))
+    global_num_experts = property(attrgetter("moe_config.num_experts"))
+    use_ep = property(attrgetter("moe_config.moe_parallel_config.use_ep"))
+    ep_rank = property(attrgetter("moe_config.moe_parallel_config.ep_rank"))
+    local_experts = property(attrgetter("base_layer.local_experts"))
+    quant_method = property(attrgetter("base_layer.quant_method"))
+    runner = property(attrgetter("base_layer.runner"))
+    is_internal_router = property(attrgetter("base_layer.is_internal_router"))
 
     def __init__(self, base_layer: Any) -> None:
         super().__init__(base_layer)
@@ -64,58 +95,14 @@ class FusedMoEWithLoRA(ExpertSlots):
         self.n_slices = self.local_num_experts * (self._w13_slices + 1)
         self.full_input_size = self.hidden_size
         self.fully_sharded = False
+        self._of_w13_and_w2("stacked", (), ())
+        self._of_w13_and_w2("scale", (), ())
 
-    # --- sizes of the base layer -------------------------------------------------------------------------------------
-
-    @property
-    def hidden_size(self) -> int:
-        """H."""
-        return self.moe_config.hidden_dim
-
-    @property
-    def intermediate_size_per_partition(self) -> int:
-        """I, on this rank."""
-        return self.moe_config.intermediate_size_per_partition
-
-    @property
-    def local_num_experts(self) -> int:
-        """E, on this rank."""
-        return self.moe_config.num_local_experts
-
-    @property
-    def global_num_experts(self) -> int:
-        """E_g, on all ranks."""
-        return self.moe_config.num_experts
-
-    @property
-    def use_ep(self) -> bool:
-        """True with expert parallelism."""
-        return self.moe_config.moe_parallel_config.use_ep
-
-    @property
-    def ep_rank(self) -> int:
-        """This rank in the expert-parallel group."""
-        return self.moe_config.moe_parallel_config.ep_rank
-
-    @property
-    def local_experts(self) -> list[int]:
-        """Global numbers of this rank's experts, in local order."""
-        return self.base_layer.local_experts
-
-    @property
-    def quant_method(self) -> Any:
-        """The base layer's."""
-        return self.base_layer.quant_method
-
-    @property
-    def runner(self) -> Any:
-        """The base layer's."""
-        return self.base_layer.runner
-
-    @property
-    def is_internal_router(self) -> bool:
-        """True if the base layer computes the router's logits itself."""
-        return self.base_layer.is_internal_router
+    def _of_w13_and_w2(self, what: str, a: Stacks, b: Stacks) -> None:
+        """Name the tensors of both products: those of w2 are the last."""
+        for side, tensors in (("a", a), ("b", b)):
+            setattr(self, f"w13_lora_{side}_{what}", tensors[:-1])
+            setattr(self, f"w2_lora_{side}_{what}", tensors[-1:])
 
     def _ep_check(self) -> None:
         place = self.moe_config.moe_parallel_config
@@ -129,34 +116,24 @@ class FusedMoEWithLoRA(ExpertSlots):
 
     # --- allocation --------------------------------------------------------------------------------------------------
 
-    def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """Allocate slots as the base class.
-
-        ValueError: expert parallelism with fully sharded adapters; another ``max_loras`` than the config's; a rank or
-        hidden size that does not divide over the ranks; separate gate and up over experts that interleave them.
+    def _check_new_slots(self, max_loras: int, lora_config: LoRAConfig, model_config: Any) -> None:
+        """ValueError also for expert parallelism with fully sharded adapters; another ``max_loras`` than the config's;
+        a rank or hidden size that does not divide over the ranks; gate and up apart over experts that interleave them.
         """
-        self._check_new_slots(max_loras, lora_config)
+        super()._check_new_slots(max_loras, lora_config, model_config)
         self._verify_ep_fs(lora_config)
         if max_loras != lora_config.max_loras:
             raise ValueError(f"max_loras is {max_loras}, lora_config.max_loras {lora_config.max_loras}; must be equal")
-        self._check_sharding(lora_config)
+        for name, size in (("max_lora_rank", lora_config.max_lora_rank), ("the hidden size", self.hidden_size)):
+            if lora_config.fully_sharded_loras and size % self.tp_size:
+                raise ValueError(f"{name} {size} must be divisible by tp_size {self.tp_size} with fully_sharded_loras")
         self._check_layout(model_config)
-        self.fully_sharded = lora_config.fully_sharded_loras and self.tp_size > 1
-        self._create_slots(max_loras, lora_config)
-        self.max_loras, self.lora_config = max_loras, lora_config
 
     def _verify_ep_fs(self, lora_config: LoRAConfig) -> None:
         if self.use_ep and lora_config.fully_sharded_loras:
             raise ValueError(
                 "expert parallelism and fully_sharded_loras both partition the same group of ranks; disable one of them"
             )
-
-    def _check_sharding(self, lora_config: LoRAConfig) -> None:
-        if not lora_config.fully_sharded_loras:
-            return
-        for name, size in (("max_lora_rank", lora_config.max_lora_rank), ("the hidden size", self.hidden_size)):
-            if size % self.tp_size:
-                raise ValueError(f"{name} {size} must be divisible by tp_size {self.tp_size} with fully_sharded_loras")
 
     def _check_layout(self, model_config: Any) -> None:
         if getattr(self.base_layer, "w13_layout", "concatenated") == "interleaved":
@@ -165,30 +142,59 @@ class FusedMoEWithLoRA(ExpertSlots):
                 "base layer's w13_layout is 'interleaved': use FusedMoE3DWithLoRA"
             )
 
+    def _allocate(self, max_loras: int, lora_config: LoRAConfig) -> None:
+        self.fully_sharded = lora_config.fully_sharded_loras and self.tp_size > 1
+        w13_a, w2_a = self._create_lora_a_weights(max_loras, lora_config)
+        w13_b, w2_b = self._create_lora_b_weights(max_loras, lora_config)
+        self._slots = (*w13_a, *w2_a), (*w13_b, *w2_b)
+        self.adapter_enabled = self._zeros((max_loras + 1,), torch.int32)
+        self.lora_ranks = self._zeros((self._w13_slices + 1, max_loras), torch.int32)
+
     def _create_lora_a_weights(self, max_loras: int, lora_config: LoRAConfig) -> tuple[Stacks, Stacks]:
-        rank, lead = lora_config.max_lora_rank, (max_loras, self.local_num_experts)
-        rows = rank // self.tp_size if self.fully_sharded else rank
-        w13 = tuple(self._stack(lora_config, *lead, rows, self.hidden_size) for _ in range(self._w13_slices))
-        return w13, (self._stack(lora_config, *lead, rank, self.intermediate_size_per_partition),)
+        """A of w13 and of w2."""
+        rank, shape = lora_config.max_lora_rank, (max_loras, self.local_num_experts)
+        rows, dtype = rank // self.tp_size if self.fully_sharded else rank, dtype_of_slots(lora_config)
+        w13 = tuple(self._zeros((*shape, rows, self.hidden_size), dtype) for _ in range(self._w13_slices))
+        return w13, (self._zeros((*shape, rank, self.intermediate_size_per_partition), dtype),)
 
     def _create_lora_b_weights(self, max_loras: int, lora_config: LoRAConfig) -> tuple[Stacks, Stacks]:
-        rank, lead = lora_config.max_lora_rank, (max_loras, self.local_num_experts)
-        hidden = self.hidden_size // self.tp_size if self.fully_sharded else self.hidden_size
-        w13 = tuple(self._stack(lora_config, *lead, self._w13_rows, rank) for _ in range(self._w13_slices))
-        return w13, (self._stack(lora_config, *lead, hidden, rank),)
+        """B of w13 and of w2."""
+        rank, shape = lora_config.max_lora_rank, (max_loras, self.local_num_experts)
+        rows = self.hidden_size // self.tp_size if self.fully_sharded else self.hidden_size
+        dtype = dtype_of_slots(lora_config)
+        w13 = tuple(self._zeros((*shape, self._w13_rows, rank), dtype) for _ in range(self._w13_slices))
+        return w13, (self._zeros((*shape, rows, rank), dtype),)
 
     @property
     def _w13_rows(self) -> int:
         """Rows of B of one slice of the first product, on this rank."""
         return self.intermediate_size_per_partition
 
+    def _refer_to_slots(self) -> None:
+        self._of_w13_and_w2("stacked", *self._slots)
+        self._of_w13_and_w2("scale", self.lora_a_scale, self.lora_b_scale)
+
+    def _weights(self, site: str) -> ExpertLoRAWeights:
+        """The weights of w13 or w2, as the wrapper takes them."""
+        a, b, a_scale, b_scale = (
+            getattr(self, f"{site}_lora_{side}_{what}") for what in ("stacked", "scale") for side in "ab"
+        )
+        fp8 = Fp8Experts(a_scale, b_scale, None, None, PER_CHANNEL, PER_CHANNEL) if a_scale else None
+        ranks, is_w2 = cast(Tensor, self.lora_ranks), site == "w2"
+        offset = self.tp_rank * b[0].shape[-2] if self.fully_sharded and is_w2 else 0
+        tuned = site if cast(LoRAConfig, self.lora_config).tuned_dir is not None else None
+        return ExpertLoRAWeights(
+            a, b, self.adapter_enabled, ranks[-1:] if is_w2 else ranks[:-1], fp8,
+            Switches(is_w2, self.fully_sharded, offset), tuned,
+        )  # fmt: skip
+
     # --- this rank's part --------------------------------------------------------------------------------------------
 
-    @property
-    def _cuts(self) -> tuple[list[Cut], list[Cut]]:
-        cuts_a: list[Cut] = [self._slice_w13_a] * self._w13_slices
-        cuts_b: list[Cut] = [self._slice_w13_b] * self._w13_slices
-        return [*cuts_a, self._slice_w2_a], [*cuts_b, self._slice_w2_b]
+    def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
+        return self._slice_w13_a(lora_a) if i < self._w13_slices else self._slice_w2_a(lora_a)
+
+    def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
+        return self._slice_w13_b(lora_b) if i < self._w13_slices else self._slice_w2_b(lora_b)
 
     def _slice_w13_a(self, a: Tensor) -> Tensor:
         """``[E, r, H]``: fully sharded, this rank's ranks."""
@@ -215,88 +221,66 @@ class FusedMoEWithLoRA(ExpertSlots):
 
     # --- adapters into slots -----------------------------------------------------------------------------------------
 
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        return (self.local_num_experts,)
+
+    def _full_sizes(self) -> list[tuple[str, int, int]]:
+        inner = self.intermediate_size_per_partition * self.tp_size
+        return [("w1", self.hidden_size, inner), ("w2", inner, self.hidden_size), ("w3", self.hidden_size, inner)]
+
+    def _as_groups(self, lora_a: LoRAInput, lora_b: LoRAInput) -> Slices:
+        return listed_groups(lora_a, lora_b)
+
     def check_slices(self, groups: Slices) -> Slices:
         """Check one entry per name in ``names`` as the base class. Without a gate w3 is ignored."""
-        self._require_slots("check_lora")
-        slices, sizes = self.to_slices(groups), self._full_sizes()
-        if len(slices) != len(self.names):
-            raise ValueError(f"expected a pair each for {list(self.names)}, got {len(slices)} slices")
-        for name, (a, b) in zip(self.names, slices, strict=True):
-            self._check_factor_pair(name, a, b, *sizes[name])
+        slices = super().check_slices(self.to_slices(groups))
+        for name, (a, _) in zip(self.names, slices, strict=True):
+            if self.fully_sharded and a is not None and a.shape[1] % self.tp_size:
+                raise ValueError(
+                    f"{name}: rank {a.shape[1]} must be divisible by tp_size {self.tp_size} with fully_sharded_loras"
+                )
         return slices
 
     def to_slices(self, groups: Slices) -> Slices:
         """Leave out w3 where there is no gate."""
-        has_gate = self.moe_config.is_act_and_mul or len(self.names) < 3
+        has_gate = self.moe_config.is_act_and_mul or len(groups) < 3
         return groups if has_gate else [*groups[:2], (None, None)]
 
-    def _as_groups(self, lora_a: LoRAInput, lora_b: LoRAInput) -> Slices:
-        for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
-            if not isinstance(value, (list, tuple)):
-                raise TypeError(f"{name} must be a list {list(self.names)}, got {type(value).__name__}")
-            if len(value) != len(self.names):
-                raise ValueError(f"{name} must have {len(self.names)} entries {list(self.names)}, got {len(value)}")
-        pairs = zip(cast(Sequence[LoRAFactor], lora_a), cast(Sequence[LoRAFactor], lora_b), strict=True)
-        return list(pairs)
-
-    def _full_sizes(self) -> dict[str, tuple[int, int]]:
-        """Unsharded ``(in, out)`` by name."""
-        inner = self.intermediate_size_per_partition * self.tp_size
-        return {"w1": (self.hidden_size, inner), "w2": (inner, self.hidden_size), "w3": (self.hidden_size, inner)}
-
-    def _check_factor_pair(self, name: str, a: LoRAFactor, b: LoRAFactor, width: int, height: int) -> None:
-        if a is None and b is None:
-            return
-        if a is None or b is None:
-            raise ValueError(f"{name}: {'lora_a' if a is None else 'lora_b'} is None but its partner is not")
-        for side, tensor in (("lora_a", a), ("lora_b", b)):
-            if not isinstance(tensor, (Tensor, Fp8Matrix)):
-                raise TypeError(f"{name}: {side} must be a tensor or None, got {type(tensor).__name__}")
-            if isinstance(tensor, Tensor) and tensor.dtype not in ADAPTER_DTYPES:
-                raise TypeError(
-                    f"{name}: {side} must be float16, bfloat16, float32 or float64, got {tensor.dtype}; give float8 "
-                    "with its scales (punica.ops.quant.Fp8Matrix)"
-                )
-            if tensor.ndim != 3 or tensor.shape[0] != self.local_num_experts:
-                raise ValueError(
-                    f"{name}: {side} has shape {tuple(tensor.shape)}, this rank has {self.local_num_experts} experts; "
-                    "expected [experts, rows, cols], restrict to local experts first"
-                )
-        config = cast(LoRAConfig, self.lora_config)
-        rank = a.shape[1]
-        if rank != b.shape[2]:
-            raise ValueError(f"{name}: lora_a has rank {rank}, lora_b has rank {b.shape[2]}; they must be equal")
-        if rank > config.max_lora_rank:
-            raise ValueError(f"{name}: rank {rank} exceeds max_lora_rank {config.max_lora_rank}")
-        if self.fully_sharded and rank % self.tp_size:
-            raise ValueError(
-                f"{name}: rank {rank} must be divisible by tp_size {self.tp_size} with fully_sharded_loras"
-            )
-        if a.shape[2] != width or b.shape[1] != height:
-            raise ValueError(
-                f"{name}: lora_a has {a.shape[2]} columns and lora_b {b.shape[1]} rows; the full sizes are {width} and "
-                f"{height}"
-            )
-
-    @property
-    def _num_entries(self) -> int:
-        return len(self.names)
-
-    def _by_stack(self, factors: Sequence[LoRAFactor]) -> list[LoRAFactor]:
+    def _by_stack(self, factors: Sequence[LoRAFactor]) -> Sequence[LoRAFactor]:
         """Order w1, w3 if gated, w2."""
         w1, w2, w3 = factors
         return [w1, w3, w2] if self._w13_slices == 2 else [w1, w2]
 
-    def zero_slices(self, rank: int, dtype: torch.dtype) -> Slices:
-        """Return zeros as the base class, for this rank's experts."""
-        experts = self.local_num_experts
-        return [
-            (
-                torch.zeros(experts, rank, width, dtype=dtype, device="cpu"),
-                torch.zeros(experts, height, rank, dtype=dtype, device="cpu"),
-            )
-            for width, height in (self._full_sizes()[name] for name in self.names)
-        ]
+    def _live(self, side: int, i: int, factor: LoRAFactor, own: LoRAFactor, filled: bool) -> tuple[Tensor, int]:
+        """Of A the rank of the whole adapter, of B the slot's flag."""
+        if side == 1:
+            return self.adapter_enabled[: self.max_loras], int(filled)
+        return cast(Tensor, self.lora_ranks)[i], 0 if factor is None else factor.shape[1]
+
+    def _as_matrices(self, side: int, slots: Tensor, part: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """A row per expert of A, a row per output of B."""
+        rows = 1 - side
+        viewed = slots.unsqueeze(1).flatten(rows + 2, rows + 3)
+        return viewed, None if part is None else part.flatten(rows, rows + 1)
+
+    def _as_columns(self, slots: Tensor, part: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return slots.unsqueeze(1), part
+
+    @property
+    def lora_a_stacked(self) -> list[Tensor]:
+        """A of every slot, expert and projection (w1, w2, w3 if gated), in this order; views."""
+        return self._flat(self._slots[0])
+
+    @property
+    def lora_b_stacked(self) -> list[Tensor]:
+        """B, as `lora_a_stacked`."""
+        return self._flat(self._slots[1])
+
+    def _flat(self, stacks: Stacks) -> list[Tensor]:
+        first, *third, second = stacks
+        places = [(slot, expert) for slot in range(self.max_loras) for expert in range(self.local_num_experts)]
+        return [stack[slot, expert] for slot, expert in places for stack in (first, second, *third)]
 
     # --- into a model ------------------------------------------------------------------------------------------------
 
@@ -307,10 +291,9 @@ class FusedMoEWithLoRA(ExpertSlots):
         self.base_layer.routed_experts.set_lora_context(self._build_lora_context())
 
     def _build_lora_context(self) -> MoELoRAContext:
-        config = cast(LoRAConfig, self.lora_config)
-        w13, w2 = self._weights()
+        config, (a, b) = cast(LoRAConfig, self.lora_config), self._slots
         return MoELoRAContext(
-            w13, w2, self.w13_lora_a_stacked, self.w13_lora_b_stacked, self.w2_lora_a_stacked, self.w2_lora_b_stacked,
+            self._weights("w13"), self._weights("w2"), a[:-1], b[:-1], a[-1:], b[-1:],
             self.adapter_enabled, self.max_loras, self.moe_config.experts_per_token, self._w13_slices,
             self.fully_sharded, self.tp_rank, self.tp_size, self.local_num_experts, self.punica_wrapper,
             use_tuned_config=config.tuned_dir is not None, lora_dtype=cast(torch.dtype, config.lora_dtype),
@@ -323,7 +306,77 @@ class FusedMoEWithLoRA(ExpertSlots):
 
     @classmethod
     def can_replace_layer(
-        cls, *, source_layer: Any, lora_config: LoRAConfig, packed_modules_list: list[str], **_: Any
+        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], **_: Any
     ) -> bool:
         """A `FusedMoE` whose adapters have w1 and w3 apart."""
         return is_kind_of(source_layer, FusedMoE) and len(packed_modules_list) == 2
+
+
+class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
+    """LoRA over experts, with gate and up as one matrix w13, ``B [E, 2*I*tp, r]``, and w2; w13 is one slice.
+
+    Rows of that B are ordered as the base layer's: gate above up, or interleaved (gpt-oss).
+    """
+
+    names = ("w13", "w2")
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer)
+        self._rows_per_inner = self._w13_slices  # gate and up, or up alone
+        self._w13_slices = 1
+        self.n_slices = self.local_num_experts * 2
+        self._base_model = ""
+
+    def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
+        """Allocate slots. TypeError without a ``model_config``, ValueError if it names no architecture."""
+        if model_config is None:
+            raise TypeError("FusedMoE3DWithLoRA needs model_config, whose architectures tell the layout of gate and up")
+        architectures = getattr(model_config, "architectures", None)
+        if not architectures:
+            raise ValueError(f"model_config.architectures is {architectures!r}; the model's class name is needed")
+        super().create_lora_weights(max_loras, lora_config, model_config)
+        self._base_model = architectures[0]
+
+    def _check_layout(self, model_config: Any) -> None:
+        """Support both w13 layouts."""
+
+    @property
+    def _interleaved(self) -> bool:
+        layout = getattr(self.base_layer, "w13_layout", "concatenated")
+        return self._base_model == "GptOssForCausalLM" or layout == "interleaved"
+
+    @property
+    def _w13_rows(self) -> int:
+        return self._rows_per_inner * self.intermediate_size_per_partition
+
+    w13_input_size = property(lambda self: self.w13_lora_a_stacked[0].shape[-1], doc="Full width of A of w13.")
+    w13_output_size = property(
+        lambda self: self.w13_lora_b_stacked[0].shape[-2] * self.tp_size, doc="Full height of B of w13."
+    )
+    w2_input_size = property(
+        lambda self: self.w2_lora_a_stacked[0].shape[-1] * self.tp_size, doc="Full width of A of w2."
+    )
+    w2_output_size = property(attrgetter("hidden_size"), doc="Full height of B of w2.")
+
+    def _full_sizes(self) -> list[tuple[str, int, int]]:
+        inner = self.intermediate_size_per_partition * self.tp_size
+        return [("w13", self.hidden_size, self._rows_per_inner * inner), ("w2", inner, self.hidden_size)]
+
+    def _by_stack(self, factors: Sequence[LoRAFactor]) -> Sequence[LoRAFactor]:
+        return factors
+
+    def _slice_w13_b(self, b: Tensor) -> Tensor:
+        if self.tp_size == 1 or self._rows_per_inner == 1:
+            return super()._slice_w13_b(b)
+        inner = self.intermediate_size_per_partition
+        experts, rows, rank = b.shape
+        pairs = b.view(experts, rows // 2, 2, rank) if self._interleaved else b.view(experts, 2, rows // 2, rank)
+        own = pairs.narrow(1 if self._interleaved else 2, self.tp_rank * inner, inner)
+        return own.reshape(experts, 2 * inner, rank)
+
+    @classmethod
+    def can_replace_layer(
+        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], **_: Any
+    ) -> bool:
+        """A `FusedMoE` whose adapters have gate and up as one."""
+        return is_kind_of(source_layer, FusedMoE) and len(packed_modules_list) == 1

@@ -8,24 +8,19 @@ vocabulary and puts their columns in the order of the ids. Only then the LoRA te
 Soft cap and scale act on the sum, so they are left to the base class. Ranks that do not receive logits add nothing.
 """
 
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from punica.config import LoRAConfig
-from punica.layers.base import Shapes, UnsplitLayer
+from punica.layers.base import UnsplitLayer
 from punica.layers.utils import has_vocabulary_work
 from punica.parallel.logits import ordered_logits
-from punica.wrapper.inner import inner_form
 
 MAX_VOCAB_SIZE = 258048
 """Widest vocabulary with LoRA on the head: the limit of vLLM's kernels, kept so that configurations carry over."""
-
-
-def _of_base(name: str, doc: str) -> Any:
-    """A read-only property: the attribute of that name of the base layer."""
-    return property(lambda layer: getattr(layer.base_layer, name), doc=doc)
 
 
 class LogitsProcessorWithLoRA(UnsplitLayer):
@@ -46,16 +41,15 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
     settings of the base layer (``vocab_size``, ``scale``, ``soft_cap`` ...) can be read here too.
     """
 
-    logits_as_input = _of_base("logits_as_input", "The base layer's: hidden states are logits already.")
-    vocab_size = _of_base("vocab_size", "The base layer's: ids the model knows, added ones included.")
-    org_vocab_size = _of_base("org_vocab_size", "The base layer's: columns that it keeps.")
-    scale = _of_base("scale", "The base layer's factor after the soft cap.")
-    soft_cap = _of_base("soft_cap", "The base layer's bound of a logit, or None.")
-    use_all_gather = _of_base("use_all_gather", "The base layer's: every rank gets the logits.")
-    include_gpu_probs_tensor = _of_base("include_gpu_probs_tensor", "The base layer's flag for the sampler.")
-    should_modify_greedy_probs_inplace = _of_base(
-        "should_modify_greedy_probs_inplace", "The base layer's flag for the sampler."
-    )
+    contract = ("add_lora_logits",)
+    logits_as_input = property(attrgetter("base_layer.logits_as_input"))
+    vocab_size = property(attrgetter("base_layer.vocab_size"))
+    org_vocab_size = property(attrgetter("base_layer.org_vocab_size"))
+    scale = property(attrgetter("base_layer.scale"))
+    soft_cap = property(attrgetter("base_layer.soft_cap"))
+    use_all_gather = property(attrgetter("base_layer.use_all_gather"))
+    include_gpu_probs_tensor = property(attrgetter("base_layer.include_gpu_probs_tensor"))
+    should_modify_greedy_probs_inplace = property(attrgetter("base_layer.should_modify_greedy_probs_inplace"))
 
     def __init__(
         self,
@@ -72,13 +66,13 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
         self.sharded_to_full_mapping = sharded_to_full_mapping
         self.sharded_to_full_mapping_gpu: Tensor | None = None
 
-    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
+    def _allocate(self, max_loras: int, lora_config: LoRAConfig) -> None:
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise ValueError(
                 f"vocab_size must be at most {MAX_VOCAB_SIZE} for LoRA on the logits, got {self.vocab_size}; leave "
                 "lm_head out with LoRAConfig.target_modules"
             )
-        super()._allocate(max_loras, shapes, dtype)
+        super()._allocate(max_loras, lora_config)
         if self.sharded_to_full_mapping is not None:
             mapping = torch.as_tensor(self.sharded_to_full_mapping, dtype=torch.int64, device=self.device)
             self.sharded_to_full_mapping_gpu = mapping
@@ -93,14 +87,14 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
         ``lm_head`` may be wrapped (``lm_head.base_layer``). ``RuntimeError``: no slots or wrapper yet.
         """
         head = getattr(lm_head, "base_layer", lm_head)
-        wrapper = self._ready_wrapper(hidden_states, head.weight)
+        self._ready_wrapper(hidden_states, head.weight)
         order = self.sharded_to_full_mapping_gpu
         logits = ordered_logits(self.base_layer, head, hidden_states, embedding_bias, order)
         if logits is None:
             return None
         if has_vocabulary_work(self.filled_slots, logits):
             rows = hidden_states.to(cast(LoRAConfig, self.lora_config).lora_dtype)
-            returned = inner_form(wrapper, "add_lora_logits").add_logits(logits, rows, self.lora_weights)
+            returned = self._inner["add_lora_logits"].add_logits(logits, rows, self.lora_weights)
             logits = logits if returned is None else returned
         return logits[..., : self.vocab_size]
 

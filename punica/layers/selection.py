@@ -13,11 +13,9 @@ from punica.config import LoRAConfig
 from punica.layers import column_parallel_linear as column
 from punica.layers import fully_sharded as sharded
 from punica.layers.base import BaseLayerWithLoRA
-from punica.layers.fused_moe import FusedMoEWithLoRA
-from punica.layers.fused_moe_3d import FusedMoE3DWithLoRA
+from punica.layers.base_linear import ReplicatedLinearWithLoRA, RowParallelLinearWithLoRA
+from punica.layers.fused_moe import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from punica.layers.logits_processor import LogitsProcessorWithLoRA
-from punica.layers.replicated_linear import ReplicatedLinearWithLoRA
-from punica.layers.row_parallel_linear import RowParallelLinearWithLoRA
 from punica.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 
 LORA_CLASSES: tuple[type[BaseLayerWithLoRA], ...] = (

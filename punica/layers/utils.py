@@ -87,52 +87,52 @@ def check_slot_index(index: object, num_slots: int) -> None:
         raise ValueError(f"index must be a slot in [0, {num_slots}), got {index}; max_loras={num_slots} slots exist")
 
 
-def check_lora_pair(position: int, lora_a: Any, lora_b: Any, max_rank: int) -> None:
-    """Check one pair A ``[r, in]``, B ``[out, r]``, all but the sizes in and out.
+def check_lora_pair(name: str, lora_a: Any, lora_b: Any, max_rank: int, lead: tuple[int, ...] = ()) -> None:
+    """Check one pair A ``[*lead, r, in]``, B ``[*lead, out, r]``, all but the sizes in and out.
 
     ``TypeError``: not dense tensors, or a dtype other than fp16, bf16, fp32, fp64 (FP8 comes as `Fp8Matrix`).
-    ``ValueError``: only one of them is ``None``, not 2-D, ranks differ, rank above ``max_rank``.
+    ``ValueError``: only one of them is ``None``, another number of dimensions or experts, ranks differ or too large.
     """
     if lora_a is None and lora_b is None:
         return
-    if lora_a is None or lora_b is None:
-        missing = "lora_a" if lora_a is None else "lora_b"
-        raise ValueError(f"slice {position}: {missing} is None but its partner is not; give both, or None for both")
-    for name, tensor in (("lora_a", lora_a), ("lora_b", lora_b)):
-        if isinstance(tensor, Fp8Matrix):
-            continue  # it was checked when it was made
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"slice {position}: {name} must be a tensor or None, got {type(tensor).__name__}")
-        if tensor.dtype not in ADAPTER_DTYPES:
+    for side, tensor in (("lora_a", lora_a), ("lora_b", lora_b)):
+        if tensor is None:
+            raise ValueError(f"{name}: {side} is None but its partner is not; give both, or None for both")
+        if not isinstance(tensor, (Tensor, Fp8Matrix)):
+            raise TypeError(f"{name}: {side} must be a tensor or None, got {type(tensor).__name__}")
+        if isinstance(tensor, Tensor) and tensor.dtype not in ADAPTER_DTYPES:
             raise TypeError(
-                f"slice {position}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}; "
-                "give float8 with its scales (punica.ops.quant.Fp8Matrix), or dequantise it first"
+                f"{name}: {side} must be float16, bfloat16, float32 or float64, got {tensor.dtype}; give float8 with "
+                "its scales (punica.ops.quant.Fp8Matrix), or dequantise it first"
             )
-        if tensor.layout != torch.strided:
-            raise TypeError(
-                f"slice {position}: {name} must be a dense tensor, it is of layout {tensor.layout}; densify it first"
-            )
-        if tensor.ndim != 2:
-            raise ValueError(f"slice {position}: {name} must be 2-D, got shape {tuple(tensor.shape)}")
-    rank = lora_a.shape[0]
-    if rank != lora_b.shape[1]:
-        raise ValueError(
-            f"slice {position}: lora_a has rank {rank} (its rows), lora_b has rank {lora_b.shape[1]} (its columns)"
-        )
+        if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
+            raise TypeError(f"{name}: {side} must be a dense tensor, it is of layout {tensor.layout}; densify it first")
+        if tensor.ndim != len(lead) + 2 or tuple(tensor.shape[:-2]) != lead:
+            wanted = f"[{lead[0]}, rows, cols], restricted to this rank's local experts first" if lead else "2-D"
+            raise ValueError(f"{name}: {side} must be {wanted}, got shape {tuple(tensor.shape)}")
+    rank = lora_a.shape[-2]
+    if rank != lora_b.shape[-1]:
+        raise ValueError(f"{name}: lora_a has rank {rank} (its rows), lora_b has rank {lora_b.shape[-1]} (its columns)")
     if rank > max_rank:
-        raise ValueError(
-            f"slice {position}: rank {rank} exceeds max_lora_rank {max_rank}; raise LoRAConfig.max_lora_rank"
-        )
+        raise ValueError(f"{name}: rank {rank} exceeds max_lora_rank {max_rank}; raise LoRAConfig.max_lora_rank")
 
 
 def check_has_data(groups: Slices) -> None:
     """``TypeError`` for a meta tensor."""
-    for position, pair in enumerate(groups):
-        for name, tensor in zip(("lora_a", "lora_b"), pair, strict=True):
+    for i, pair in enumerate(groups):
+        for side, tensor in zip(("lora_a", "lora_b"), pair, strict=True):
             if isinstance(tensor, Tensor) and tensor.is_meta:
-                raise TypeError(
-                    f"slice {position}: {name} must be a dense tensor, it is a meta tensor without data; load it first"
-                )
+                raise TypeError(f"slice {i}: {side} must be dense, it is a meta tensor without data; load it first")
+
+
+def listed_groups(lora_a: Any, lora_b: Any) -> Slices:
+    """Pair the lists that ``set_lora`` takes for a layer of several slices."""
+    for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{name} must be a list with one tensor or None per slice, got {type(value).__name__}")
+    if len(lora_a) != len(lora_b):
+        raise ValueError(f"lora_a and lora_b must have equally many entries, got {len(lora_a)} and {len(lora_b)}")
+    return list(zip(lora_a, lora_b, strict=True))
 
 
 def has_no_lora(wrapper: object) -> bool:
@@ -187,10 +187,3 @@ def has_vocabulary_work(filled_slots: Collection[int], tensor: Tensor) -> bool:
 def as_rows(tensor: Tensor) -> Tensor:
     """``[..., width]`` as ``[T, width]``; itself where it is that already, which costs the host nothing."""
     return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
-
-
-def as_pair_list(name: str, value: object) -> list[Any]:
-    """A list argument of a packed layer as a list; ``TypeError`` for a single tensor or anything else."""
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{name} must be a list with one tensor or None per slice, got {type(value).__name__}")
-    return list(value)

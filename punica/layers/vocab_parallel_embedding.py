@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from punica.layers.base import Shapes, UnsplitLayer
+from punica.config import LoRAConfig
+from punica.layers.base import UnsplitLayer
 from punica.layers.utils import has_no_lora, has_vocabulary_work, is_kind_of
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from punica.wrapper import PunicaWrapperBase
-from punica.wrapper.inner import inner_form
 
 
 class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
@@ -31,6 +31,7 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
     """
 
     a_row_major = False
+    contract = ("add_lora_embedding",)
     lora_a_stacked_2d: Tensor
 
     def __init__(self, base_layer: Any) -> None:
@@ -40,11 +41,10 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The base layer's table."""
         return self.base_layer.weight
 
-    def _allocate(self, max_loras: int, shapes: tuple[Shapes, Shapes], dtype: torch.dtype) -> None:
-        super()._allocate(max_loras, shapes, dtype)
+    def _allocate(self, max_loras: int, lora_config: LoRAConfig) -> None:
+        super()._allocate(max_loras, lora_config)
         self.lora_a_stacked = self.lora_a_stacked.mT.squeeze(1)
         self.lora_a_stacked_2d = self.lora_a_stacked.flatten(0, 1)
 
@@ -76,7 +76,7 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
             return output
         flat = output.view(-1, output.shape[-1])
         shrunk = self._shrunk(input_.reshape(-1)[:tokens], slots)
-        returned = inner_form(wrapper, "add_lora_embedding").add_embedding(flat[:tokens], shrunk, self.stack_b)
+        returned = self._inner["add_lora_embedding"].add_embedding(flat[:tokens], shrunk, self.stack_b)
         return output if returned is None else torch.cat((returned, flat[tokens:])).view(output.shape)
 
     def _shrunk(self, ids: Tensor, slots: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def test_a_batch_that_shrank_is_not_timed(bench):
 def test_adapters_that_are_not_applied_are_seen(bench, monkeypatch):
     shapes = [shape(adapters=(0,) * 3), shape()]
     check_adapters_matter(bench, shapes)
-    monkeypatch.setattr(bench.engine.manager.punica_wrapper, "add_lora_linear", lambda *_, **__: None)
+    monkeypatch.setattr(bench.engine.manager.punica_wrapper, "add_linear", lambda *_, **__: None)
     with pytest.raises(CheckFailed, match="as if its rows had no adapters"):
         check_adapters_matter(bench, shapes)
 

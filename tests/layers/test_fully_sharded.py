@@ -320,7 +320,7 @@ def test_slices_that_disagree(lora_config, wrapper_for) -> None:
         MergedQKVParallelLinearWithShardedLoRA, base, lora_config(max_lora_rank=4), wrapper_for([2]), [2, 2, 2]
     )
     layer.lora_a_stacked = layer.lora_a_stacked[:2]
-    with pytest.raises(RuntimeError, match=r"equally many slices, got \(2, 3, 3\)"):
+    with pytest.raises(RuntimeError, match=r"slices, got \(2, 3, 3\)"):
         layer(X)
 
 

@@ -297,7 +297,8 @@ def test_a_contract_method_of_ones_own_is_called(where, lora_config, monkeypatch
 
     calls, layer = [], RowParallelLinearWithLoRA(RowParallelLinear(IN, 7))
     layer.create_lora_weights(4, lora_config())
-    layer.set_mapping(wrapper := Own(8, 8, "cpu", max_loras=4))
+    wrapper = Own(8, 8, "cpu", max_loras=4)
     monkeypatch.setattr(Own if where == "class" else wrapper, "add_lora_linear", add_lora_linear)
+    layer.set_mapping(wrapper)
     layer(torch.randn(2, IN))
     assert [list(keywords) for keywords in calls] == [["lora_ranks"]]

@@ -259,7 +259,7 @@ def test_parameters_in_training_fill_a_slot_like_any_tensor(lora_config, wrapper
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.to("meta"), "lora_b must be a dense tensor, it is a meta tensor"),
+        (lambda t: t.to("meta"), "lora_b must be dense, it is a meta tensor"),
         (lambda t: t.to_sparse(), r"lora_b must be a dense tensor, it is of layout torch\.sparse_coo"),
     ],
     ids=["meta", "sparse"],

@@ -211,6 +211,7 @@ def test_no_adapter_in_any_slot_means_no_work(lora_config, monkeypatch) -> None:
     layer, _ = logits_layer(lora_config(), head, SLOTS)
     wrapper = layer.punica_wrapper
     monkeypatch.setattr(wrapper, "add_lora_logits", lambda *args, **kwargs: calls.append(kwargs))
+    layer.set_mapping(wrapper)
     layer(head, hidden)
     assert len(calls) == 1
     assert calls[0]["lora_ranks"] is layer.lora_ranks
