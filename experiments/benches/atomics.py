@@ -21,7 +21,7 @@ from experiments.benches.operators import Problem
 from experiments.measure.timing import Call
 from punica.ops.triton_ops import Options, TritonOps
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, find_tile, max_tiles, pick
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, supports_pdl
+from punica.ops.triton_ops.launch import Launch, block_at_least, supports_pdl
 from punica.ops.triton_ops.lora_expand import ExpandMode, LowRank, plan_expand
 from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.weights import LoRAWeights, Stack
@@ -66,7 +66,7 @@ def _atomic_shrink_tiles_kernel(
     num_tokens, num_segments,
     K: tl.constexpr, R: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr, INTERPRET: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of one segment x BLOCK_R ranks x one K split, added into ``out[slice, rows]``."""
     R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
@@ -88,7 +88,7 @@ def _atomic_shrink_tiles_kernel(
             x = tl.load(x_ptr + rows[:, None] * K + columns[None, :], mask=(columns < K)[None, :], other=0.0)
             mask = (offs_r < R)[None, :] & (columns < K)[:, None]
             a = tl.load(a_ptr + offs_r[None, :] * K + columns[:, None], mask=mask, other=0.0)
-            acc = dot(x, a, acc, False, INTERPRET)
+            acc = dot(x, a, acc)
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
         out_ptrs = out_ptr + (pid_slice * num_tokens + rows)[:, None] * R + offs_r[None, :]
@@ -127,7 +127,7 @@ def prepare_lora_atomics(
         block_m, block_r = shrink.block_m, min(shrink.block_n, block_at_least(a.rank))
         grid = (max_tiles(tokens, segments, block_m) * triton.cdiv(a.rank, block_r) * split_k, slices, 1)
         constants |= {"BLOCK_SEGMENTS": block_at_least(entries), "BLOCK_M": block_m, "BLOCK_R": block_r}
-        constants |= {"NUM_STAGES": shrink.num_stages, "INTERPRET": INTERPRETED}
+        constants["NUM_STAGES"] = shrink.num_stages
         first = Launch(_atomic_shrink_tiles_kernel, grid, (a.dtype,), (), constants, **shared)
         indices, counts = tuple(meta), (tokens, segments)  # type: ignore[assignment]
     second = plan_expand(LowRank.sums(*h.shape), y, b_form, step, expand, ExpandMode(pdl=overlap))

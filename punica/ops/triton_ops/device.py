@@ -12,6 +12,10 @@ and its writes are visible. Waits are outside of pipelined loops: on sm_100 the 
 import triton
 import triton.language as tl
 
+from punica.ops.triton_ops import launch
+
+INTERPRETED = tl.constexpr(launch.INTERPRETED)
+"""`launch.INTERPRETED` as kernels read it."""
 INDEX_POINTERS = [
     "mapping_ptr", "sorted_ptr", "counts_ptr", "starts_ptr", "ids_ptr", "tiles_ptr", "rows_ptr", "totals_ptr",
     "ranks_ptr",
@@ -32,6 +36,20 @@ def pick(values, index, COUNT: tl.constexpr, FIRST: tl.constexpr = 0):
     for i in tl.static_range(1, COUNT):
         chosen = tl.where(index == i, values[FIRST + i], chosen)
     return chosen
+
+
+@triton.jit
+def column_block(pid_n, SHAPE: tl.constexpr, SPAN: tl.constexpr):
+    """Return slice, first column in it, its width and its first column in y, of the pid_n-th run of SPAN columns."""
+    slice_id = pid_n * 0
+    blocks_before = slice_id
+    blocks_until = 0
+    for i in tl.static_range(SHAPE.slices - 1):
+        blocks_until += (SHAPE.widths[i] + SPAN - 1) // SPAN
+        slice_id = tl.where(pid_n >= blocks_until, i + 1, slice_id)
+        blocks_before = tl.where(pid_n >= blocks_until, blocks_until, blocks_before)
+    first_n = (pid_n - blocks_before) * SPAN
+    return slice_id, first_n, pick(SHAPE.widths, slice_id, SHAPE.slices), pick(SHAPE.columns, slice_id, SHAPE.slices)
 
 
 @triton.jit
@@ -143,7 +161,7 @@ def rows_of_tile(sorted_ptr, tile, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP_AB: tl.constexpr):
+def accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP_AB: tl.constexpr = False):
     """Return zeros for `dot`: [ROWS, COLUMNS], transposed with SWAP_AB."""
     if SWAP_AB:
         zeros = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -161,7 +179,7 @@ def result(acc, SWAP_AB: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, acc, SWAP_AB: tl.constexpr, INTERPRETED: tl.constexpr):
+def dot(a, b, acc, SWAP_AB: tl.constexpr = False):
     """Compute acc + a @ b in float32, a [ROWS, K], b [K, COLUMNS]; float32 operands take IEEE products.
 
     Every row's result depends on that row of `a` alone, also in the interpreter, whose own product depends on the
@@ -184,21 +202,21 @@ def dot(a, b, acc, SWAP_AB: tl.constexpr, INTERPRETED: tl.constexpr):
 def product(a, b, TILE: tl.constexpr):
     """Compute a [ROWS, K] @ b [K, COLUMNS] in float32, as `dot` computes it."""
     acc = accumulator(a.shape[0], b.shape[1], TILE.swap_ab)
-    return result(dot(a, b, acc, TILE.swap_ab, TILE.interpret), TILE.swap_ab)
+    return result(dot(a, b, acc, TILE.swap_ab), TILE.swap_ab)
 
 
 @triton.jit
-def dot_of_shrunk(h, b, acc, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+def dot_of_shrunk(h, b, acc, DTYPE: tl.constexpr):
     """Compute acc + h @ b for the float32 result `h` of shrink and a block of B in `DTYPE`, the type of the product.
 
     bfloat16's 8 bits would lose more of `h` than the sum of the ranks allows, so it goes in two parts, of 8 bits each.
     """
     high = h.to(DTYPE)
-    acc = dot(high, b, acc, False, INTERPRETED)
+    acc = dot(high, b, acc)
     if DTYPE == tl.bfloat16:  # noqa: SIM300 (a type of Triton does not know a constexpr)
         wide = high.to(tl.float32)
         low = tl.where(tl.abs(wide) < float("inf"), h - wide, 0.0)  # of an infinite one nothing is left
-        acc = dot(low.to(DTYPE), b, acc, False, INTERPRETED)
+        acc = dot(low.to(DTYPE), b, acc)
     return acc
 
 

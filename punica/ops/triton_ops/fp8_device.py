@@ -159,62 +159,69 @@ def read_shrunk_rows(
     """Read the result [BLOCK_M, BLOCK_R] of shrink in DTYPE, FP8 values without their scales. Unless WHOLE, ``mask``
     reaches beyond the rank, to the end of a vector; values there are dropped.
     """
-    QUANT: tl.constexpr = SHAPE.quant
-    if QUANT.x_format > 0:
-        h = upcast(tl.load(h_ptrs, mask=mask, other=0.0), QUANT.x_format, DTYPE)
+    if SHAPE.quant.x_format > 0:
+        h = upcast(tl.load(h_ptrs, mask=mask, other=0.0), SHAPE.quant.x_format, DTYPE)
     else:
         h = read_shrunk(h_ptrs, mask, stride_hp, SHAPE.partials)
-    if not WHOLE or QUANT.x_format > 0:
+    if not WHOLE or SHAPE.quant.x_format > 0:
         h = tl.where((lanes < rank)[None, :], h, 0.0)
     return h.to(DTYPE)
 
 
 @triton.jit
+def read_shrunk_row(h_ptrs, offs_r, mask, operands, row, stride_hp, SHAPE: tl.constexpr):
+    """Read the result [ranks] of shrink for one row in float32: summed partials, or FP8 values times their scales."""
+    if SHAPE.quant.x_format > 0:
+        h = upcast(tl.load(h_ptrs, mask=mask, other=0.0), SHAPE.quant.x_format, tl.float32)
+        h = row_scaled(h, operands, row, offs_r, mask, SHAPE)
+    else:
+        h = read_shrunk(h_ptrs, mask, stride_hp, SHAPE.partials)
+    return h
+
+
+@triton.jit
 def channel_scales(operands, slice_id, slot, channels, mask, COUNT, SHAPE: tl.constexpr):
-    """Return the scales [channels] of a slot of a slice with COUNT channels; ``operands``: weights of all slices, their
-    scales.
+    """Return the scales [channels] that follow the sum over K, of a slot of a slice with COUNT channels; 1 where it has
+    none. ``operands``: weights of all slices, their scales.
     """
     QUANT: tl.constexpr = SHAPE.quant
-    SLOTS: tl.constexpr = QUANT.slots
-    COLUMNS: tl.constexpr = QUANT.columns
-    scale_ptr = pick(operands, slice_id, SHAPE.slices, SHAPE.slices)
-    if not QUANT.dense:
-        scale_ptr += slot.to(tl.int64) * pick(SLOTS, slice_id, len(SLOTS))
-        offsets = channels // QUANT.group_n * pick(COLUMNS, slice_id, len(COLUMNS))
-    elif QUANT.channel:
-        offsets = slot.to(tl.int64) * COUNT + channels
+    if QUANT.format == 0 or QUANT.group_k > 0:
+        scale = 1.0
     else:
-        offsets = slot.to(tl.int64) + channels * 0
-    return tl.load(scale_ptr + offsets, mask=mask, other=0.0)
+        scale_ptr = pick(operands, slice_id, SHAPE.slices, SHAPE.slices)
+        if not QUANT.dense:
+            scale_ptr += slot.to(tl.int64) * pick(QUANT.slots, slice_id, len(QUANT.slots))
+            offsets = channels // QUANT.group_n * pick(QUANT.columns, slice_id, len(QUANT.columns))
+        elif QUANT.channel:
+            offsets = slot.to(tl.int64) * COUNT + channels
+        else:
+            offsets = slot.to(tl.int64) + channels * 0
+        scale = tl.load(scale_ptr + offsets, mask=mask, other=0.0)
+    return scale
 
 
 @triton.jit
 def block_scale_ptrs(operands, slice_id, slot, channels, SHAPE: tl.constexpr):
     """Return addresses [channels] of the scales of a slot's first block of K, and the stride from block to block."""
     QUANT: tl.constexpr = SHAPE.quant
-    SLOTS: tl.constexpr = QUANT.slots
-    COLUMNS: tl.constexpr = QUANT.columns
-    BLOCKS: tl.constexpr = QUANT.blocks
     scale_ptr = pick(operands, slice_id, SHAPE.slices, SHAPE.slices)
-    scale_ptr += slot.to(tl.int64) * pick(SLOTS, slice_id, len(SLOTS))
-    scale_ptrs = scale_ptr + channels // QUANT.group_n * pick(COLUMNS, slice_id, len(COLUMNS))
-    return scale_ptrs, pick(BLOCKS, slice_id, len(BLOCKS))
+    scale_ptr += slot.to(tl.int64) * pick(QUANT.slots, slice_id, len(QUANT.slots))
+    scale_ptrs = scale_ptr + channels // QUANT.group_n * pick(QUANT.columns, slice_id, len(QUANT.columns))
+    return scale_ptrs, pick(QUANT.blocks, slice_id, len(QUANT.blocks))
 
 
 @triton.jit
 def activation_scale_ptrs(operands, rows, SHAPE: tl.constexpr):
     """Return the addresses [rows] of the scales of the activations' first group."""
-    QUANT: tl.constexpr = SHAPE.quant
-    return operands[2 * SHAPE.slices] + rows * QUANT.a_row
+    return operands[2 * SHAPE.slices] + rows * SHAPE.quant.a_row
 
 
 @triton.jit
 def row_scaled(x, operands, row, ks, mask, SHAPE: tl.constexpr):
     """Multiply [ks] float32 values of one row of activations by their scales."""
-    QUANT: tl.constexpr = SHAPE.quant
     scale_ptr = activation_scale_ptrs(operands, row, SHAPE)
-    if QUANT.group_k > 0:
-        scale = tl.load(scale_ptr + ks // QUANT.group_k * QUANT.a_group, mask=mask, other=0.0)
+    if SHAPE.quant.group_k > 0:
+        scale = tl.load(scale_ptr + ks // SHAPE.quant.group_k * SHAPE.quant.a_group, mask=mask, other=0.0)
     else:
         scale = tl.load(scale_ptr)
     return x * scale
@@ -223,10 +230,9 @@ def row_scaled(x, operands, row, ks, mask, SHAPE: tl.constexpr):
 @triton.jit
 def block_scaled(weights, operands, place, channels, ks, mask, SHAPE: tl.constexpr):
     """Multiply [channels, ks] float32 weights by their scales per block of K; place: slice and slot."""
-    QUANT: tl.constexpr = SHAPE.quant
     slice_id, slot = place
     scale_ptrs, stride = block_scale_ptrs(operands, slice_id, slot, channels, SHAPE)
-    return weights * tl.load(scale_ptrs[:, None] + (ks // QUANT.group_k)[None, :] * stride, mask=mask, other=0.0)
+    return weights * tl.load(scale_ptrs[:, None] + (ks // SHAPE.quant.group_k)[None, :] * stride, mask=mask, other=0.0)
 
 
 # --- experts: any group size, and indices of any shape that broadcasts -----------------------------------------------
@@ -257,14 +263,3 @@ def real_rows(stored, operands, rows, ks, mask, SHAPE: tl.constexpr, DTYPE: tl.c
     else:
         value = stored.to(DTYPE)
     return value
-
-
-@triton.jit
-def expert_scales(operands, slice_id, slot, channels, mask, SHAPE: tl.constexpr):
-    """Return factors [channels] of a product's columns: ones without scales, or where they belong to blocks of K."""
-    QUANT: tl.constexpr = SHAPE.quant
-    if QUANT.format > 0 and QUANT.group_k == 0:
-        scale = channel_scales(operands, slice_id, slot, channels, mask, 1, SHAPE)
-    else:
-        scale = tl.full(channels.shape, 1.0, tl.float32)
-    return scale

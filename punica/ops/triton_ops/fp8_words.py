@@ -88,7 +88,6 @@ def expand_row_in_words(tensors, operands, place, block, strides, SHAPE: tl.cons
     place: slice, slot, row and true rank; block: first column and width of the slice; strides: of h along partials and
     ranks.
     """
-    QUANT: tl.constexpr = SHAPE.quant
     COLUMNS: tl.constexpr = TILE.row.block_n
     LANES: tl.constexpr = TILE.row.lanes[0]
     h_ptr, b_ptr, y_ptr = tensors
@@ -118,7 +117,7 @@ def expand_row_in_words(tensors, operands, place, block, strides, SHAPE: tl.cons
             h_ptrs += LANES * stride_hr
             words = tl.load(word_ptrs, mask=mask_w & (offs_r < rank)[None, :], other=0)
             h = read_shrunk(h_ptrs, offs_r < rank, stride_hp, SHAPE.partials)
-        a, b, c, d = upcast_words(these, QUANT.format, NATIVE, tl.float32)  # each [COLUMNS/4, LANES]
+        a, b, c, d = upcast_words(these, SHAPE.quant.format, NATIVE, tl.float32)  # each [COLUMNS/4, LANES]
         first += tl.sum(a * factors, 1)
         second += tl.sum(b * factors, 1)
         third += tl.sum(c * factors, 1)
@@ -135,7 +134,6 @@ def expand_tile_in_words(tensors, operands, place, rows, block, SHAPE: tl.conste
 
     Arguments as of `expand_gemm._expand_rows_of`.
     """
-    QUANT: tl.constexpr = SHAPE.quant
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_R: tl.constexpr = TILE.block_r
@@ -170,10 +168,10 @@ def expand_tile_in_words(tensors, operands, place, rows, block, SHAPE: tl.conste
                 h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, False, DTYPE, SHAPE)
         # not mask_n, though it says the same: known to be true, it makes the compiler run out of registers at rank 64
         scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE)
-        a, b, c, d = upcast_words(words, QUANT.format, NATIVE, DTYPE)  # each [BLOCK_R, BLOCK_N/4]
+        a, b, c, d = upcast_words(words, SHAPE.quant.format, NATIVE, DTYPE)  # each [BLOCK_R, BLOCK_N/4]
         zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.float32)
-        a, b = dot(h, a, zeros, False, TILE.interpret), dot(h, b, zeros, False, TILE.interpret)
-        c, d = dot(h, c, zeros, False, TILE.interpret), dot(h, d, zeros, False, TILE.interpret)
+        a, b = dot(h, a, zeros), dot(h, b, zeros)
+        c, d = dot(h, c, zeros), dot(h, d, zeros)
         total = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_M, BLOCK_N))
         if SHAPE.add:
             total = tl.fma(total, scale[None, :].broadcast_to(BLOCK_M, BLOCK_N), before.to(tl.float32))

@@ -3,7 +3,7 @@
     y[t] = W x[t] + bias            partials[split, i, t] = scaling * A_i[slot(t)] x[t], as `lora_shrink` leaves them
 
 One grid holds programs of two kinds: tiles of the base product (`skinny_gemm`), then rows of the shrink
-(`shrink_gemv`). The bytes of a few ranks are few beside those of a projection, and the shrink's many short programs
+(`shrink`). The bytes of a few ranks are few beside those of a projection, and the shrink's many short programs
 fill the tail of the tiles. All stays one chain of PDL launches on one stream, where a second stream for the shrink
 (`punica.layers.dual_stream`) has to be forked and joined.
 
@@ -40,7 +40,7 @@ from punica.ops.triton_ops.launch import Launch, block_at_least
 from punica.ops.triton_ops.lora_shrink import RowTile, ShrinkMode, ShrinkTile, stored_shape
 from punica.ops.triton_ops.plan import Batch
 from punica.ops.triton_ops.schedules import Gpu, Schedule
-from punica.ops.triton_ops.shrink_gemv import shrink_row
+from punica.ops.triton_ops.shrink import shrink_row
 from punica.ops.weights import Form
 
 MOST_RANKS = 16

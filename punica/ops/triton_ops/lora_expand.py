@@ -6,8 +6,8 @@
 Summing the partials of a split shrink is part of reading h, so the split costs no kernel of its own. ``y + delta`` is
 formed in fp32 and rounded once.
 
-One kernel in the modes of `lora_shrink`: **rows**, a GEMV per row (`expand_gemv`); **list**, a persistent loop over
-tiles (`expand_gemm`); **search**, tiles without a list.
+One kernel in the modes of `lora_shrink`: **rows**, a GEMV per row (`expand`); **list**, a persistent loop over
+tiles (`expand`); **search**, tiles without a list.
 
 With PDL the kernel starts while its predecessor still runs: B is loaded first, and the old y too unless it is ``late``
 (the predecessor may write it), then it waits. Unless ``late``, whatever wrote y has ended: the predecessor is the
@@ -26,8 +26,7 @@ from torch import Tensor
 
 from punica.metadata import HEIGHTS
 from punica.ops.triton_ops.device import INDEX_POINTERS, find_tile, max_tiles, pdl_wait, read_record
-from punica.ops.triton_ops.expand_gemm import expand_tile
-from punica.ops.triton_ops.expand_gemv import expand_row
+from punica.ops.triton_ops.expand import expand_row, expand_tile
 from punica.ops.triton_ops.fp8_device import Quant
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, shared_memory, stages_that_fit
 from punica.ops.triton_ops.plan import Batch, KernelPlan, expand_quant
@@ -89,7 +88,6 @@ class ExpandTile(NamedTuple):
     swap_ab: bool = False
     height: int = 0
     segments: int = 0
-    interpret: bool = INTERPRETED
 
 
 @triton.jit
@@ -170,9 +168,7 @@ class ExpandMode(NamedTuple):
     x_strides: tuple[int, int] | None = None
 
 
-def plan_expand(
-    h: LowRank, y: Tensor, form: Form, batch: Batch, schedule: Schedule, mode: ExpandMode
-) -> KernelPlan:
+def plan_expand(h: LowRank, y: Tensor, form: Form, batch: Batch, schedule: Schedule, mode: ExpandMode) -> KernelPlan:
     """Plan the launch of a schedule, for these strides and a B of this form."""
     weights, (_, _, tokens, _), pdl = form.stored, h.shape, mode.pdl
     if pdl and h.strides[0] <= 0:  # kernels branch on it where they wait (`pdl_wait`)

@@ -4,8 +4,8 @@
 
 One kernel in three modes:
 
-* **rows**: a GEMV per row (`shrink_gemv`). The grid is filled by splitting the *ranks*, which needs no second sum.
-* **list**: a persistent loop over the tiles of a step's list (`shrink_gemm`).
+* **rows**: a GEMV per row (`shrink`). The grid is filled by splitting the *ranks*, which needs no second sum.
+* **list**: a persistent loop over the tiles of a step's list (`shrink`).
 * **search**: tiles of tensors that come without a list; every program searches the segments.
 
 ``SPLIT_K > 1`` cuts K among programs; each writes its fp32 partial sum ``out[split]`` into a workspace, and expand adds
@@ -25,11 +25,10 @@ from torch import Tensor
 from punica.metadata import HEIGHTS
 from punica.ops.triton_ops.device import INDEX_POINTERS, find_tile, max_tiles, pdl_wait, read_record
 from punica.ops.triton_ops.fp8_device import Quant
-from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, stages_that_fit
+from punica.ops.triton_ops.launch import Launch, block_at_least, stages_that_fit
 from punica.ops.triton_ops.plan import Batch, KernelPlan, shrink_quant
 from punica.ops.triton_ops.schedules import Schedule
-from punica.ops.triton_ops.shrink_gemm import shrink_tile
-from punica.ops.triton_ops.shrink_gemv import shrink_row
+from punica.ops.triton_ops.shrink import shrink_row, shrink_tile
 from punica.ops.weights import Form
 
 
@@ -78,7 +77,6 @@ class ShrinkTile(NamedTuple):
     swap_ab: bool = False
     height: int = 0
     segments: int = 0
-    interpret: bool = INTERPRETED
 
 
 @triton.jit
@@ -202,9 +200,7 @@ def plan_shrink(x: Tensor, form: Form, batch: Batch, schedule: Schedule, mode: S
     tiles = max_tiles(tokens, batch.max_segments, tile.block_m)
     bare_tiles = triton.cdiv(tokens, tile.block_m) if direct and not accumulate else 0
     tile = tile._replace(segments=block_at_least(batch.tensors[4].numel()))
-    return KernelPlan(
-        launch(tile, (tiles + bare_tiles) * per_tile), (tokens, weights.slots, tiles, batch.max_segments)
-    )
+    return KernelPlan(launch(tile, (tiles + bare_tiles) * per_tile), (tokens, weights.slots, tiles, batch.max_segments))
 
 
 def _row_tile(schedule: Schedule, shape: ShrinkShape, rows: int) -> RowTile:

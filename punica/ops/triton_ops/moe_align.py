@@ -76,8 +76,6 @@ def _moe_align_kernel(
     aligned, and those without blocks are filled, too.
     """
     topk_ptr, sorted_ptr, experts_ptr, counts_ptr = tensors
-    BINS: tl.constexpr = SHAPE.bins
-    BLOCK: tl.constexpr = SHAPE.block
     EXPERTS: tl.constexpr = SHAPE.experts
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     slot = tl.program_id(1)
@@ -87,15 +85,15 @@ def _moe_align_kernel(
     active = (slot >= 0) & (slot < slots)
     if not SHAPE.single_slot:
         active = tl.load(enabled_ptr + slot, mask=active, other=0) != 0
-    offs = tl.arange(0, BLOCK)
-    bins = tl.arange(0, BINS)
+    offs = tl.arange(0, SHAPE.block)
+    bins = tl.arange(0, SHAPE.bins)
     sorted_ptr += slot.to(tl.int64) * padded
     experts_ptr += slot.to(tl.int64) * blocks
-    counts = tl.zeros([BINS], tl.int32)
+    counts = tl.zeros_like(bins)
     if active:
-        for start in tl.range(0, pairs, BLOCK):
+        for start in tl.range(0, pairs, SHAPE.block):
             found = _experts_of(topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, SHAPE)
-            counts += tl.histogram(found, BINS)
+            counts += tl.histogram(found, SHAPE.bins)
     counts = tl.where(bins < buckets, counts, 0)
     used = (counts + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
     total = tl.sum(used, 0)
@@ -107,7 +105,7 @@ def _moe_align_kernel(
     own_used = (own + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
     if tl.sum(own, 0) > 0:
         place = begin
-        for start in tl.range(0, pairs, BLOCK):
+        for start in tl.range(0, pairs, SHAPE.block):
             found = _experts_of(topk_ptr, mapping_ptr, map_ptr, start + offs, slot, pairs, top_k, buckets, SHAPE)
             match = ((found[None, :] == mine[:, None]) & (mine < buckets)[:, None]).to(tl.int32)
             places = place[:, None] + tl.cumsum(match, 1) - 1

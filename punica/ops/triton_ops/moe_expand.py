@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 
 from punica.ops.triton_ops.device import dot_of_shrunk, pdl_wait, pdl_wait_then_launch, pick, read_shrunk
-from punica.ops.triton_ops.fp8_device import Quant, expert_scales, real_weights
-from punica.ops.triton_ops.launch import INTERPRETED
+from punica.ops.triton_ops.fp8_device import Quant, channel_scales, real_weights
 from punica.ops.triton_ops.moe_tiles import (
     COUNTS,
     INDEX_POINTERS,
@@ -62,7 +61,6 @@ class PairExpandTile(NamedTuple):
     stages: int
     partials: int
     pdl: bool
-    interpret: bool = INTERPRETED
 
 
 @triton.jit
@@ -72,8 +70,6 @@ def _expand_rows(
     """The tile's pairs x block_n columns. Their weights are read once, and requested before the pairs are known."""
     h_ptr, y_ptr, weights_ptr = tensors
     slice_id, index, first_n = place
-    QUANT: tl.constexpr = SHAPE.quant
-    PAIRS: tl.constexpr = SHAPE.pairs
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_R: tl.constexpr = TILE.block_r
     offs_r = tl.arange(0, BLOCK_R)
@@ -83,8 +79,8 @@ def _expand_rows(
     mask_b = mask_n[:, None] & mask_r[None, :]
     b_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.n)
     b = tl.load(b_ptr + offs_n[:, None] * SHAPE.rank + offs_r[None, :], mask=mask_b, other=0.0)  # [BLOCK_N, BLOCK_R]
-    scale = expert_scales(operands, slice_id, index, offs_n, mask_n, SHAPE)
-    pair, num_rows = first_pair(first, sorted_ptr, pairs, PAIRS)
+    scale = channel_scales(operands, slice_id, index, offs_n, mask_n, 1, SHAPE)
+    pair, num_rows = first_pair(first, sorted_ptr, pairs, SHAPE.pairs)
     old = tl.zeros([BLOCK_N], y_ptr.dtype.element_ty)
     if SHAPE.add:
         old = tl.load(y_ptr + pair * strides[0] + offs_n, mask=mask_n, other=0.0)
@@ -97,12 +93,12 @@ def _expand_rows(
         real_b = real_weights(b, operands, slice_id, index, offs_n[:, None], offs_r[None, :], mask_b, SHAPE, tl.float32)
         product = live(real_b, offs_r[None, :], rank, SHAPE.has_ranks) * h[None, :]
         before, y_ptrs = old.to(tl.float32), y_ptr + pair * strides[0] + offs_n
-        if not PAIRS.naive:
-            pair = pair_at(first, tl.minimum(lane + 1, num_rows - 1), sorted_ptr, PAIRS.naive)
+        if not SHAPE.pairs.naive:
+            pair = pair_at(first, tl.minimum(lane + 1, num_rows - 1), sorted_ptr, SHAPE.pairs.naive)
             if SHAPE.add:  # not of the last lane again: that one is being written
                 old = tl.load(y_ptr + pair * strides[0] + offs_n, mask=mask_n & (lane + 1 < num_rows), other=0.0)
         total = tl.sum(product, 1)  # [BLOCK_N]
-        if QUANT.format > 0:
+        if SHAPE.quant.format > 0:
             total *= scale
         total += before
         tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_n)
@@ -122,20 +118,18 @@ def _sum_of_rank_blocks(found, operands, place, rank, partial, acc, SHAPE: tl.co
     """acc + h @ B^T of a tile and one block of columns, [BLOCK_M, BLOCK_N], over blocks of the true rank."""
     h_ptrs, b_ptrs, offs_n, valid, mask_n = found
     slice_id, index, _ = place
-    DTYPE: tl.constexpr = SHAPE.dtype
     BLOCK_R: tl.constexpr = TILE.block_r
-    STAGES: tl.constexpr = TILE.stages
     offs_r = tl.arange(0, BLOCK_R)
     read = ranks_read(rank, SHAPE.rank, SHAPE.vector)
-    for first_r in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
+    for first_r in tl.range(0, rank, BLOCK_R, num_stages=TILE.stages):
         lanes, left = offs_r < read - first_r, rank - first_r
         h = read_shrunk(h_ptrs + first_r, valid[:, None] & lanes[None, :], partial, TILE.partials)  # [BLOCK_M, BLOCK_R]
         h = live(h, offs_r[None, :], left, SHAPE.has_ranks)
         mask_b = lanes[:, None] & mask_n[None, :]
         b = tl.load(b_ptrs + first_r, mask=mask_b, other=0.0)  # [BLOCK_R, BLOCK_N]
         ranks = (offs_r + first_r)[:, None]
-        b = real_weights(b, operands, slice_id, index, offs_n[None, :], ranks, mask_b, SHAPE, DTYPE)
-        acc = dot_of_shrunk(h, live(b, offs_r[:, None], left, SHAPE.has_ranks), acc, DTYPE, TILE.interpret)
+        b = real_weights(b, operands, slice_id, index, offs_n[None, :], ranks, mask_b, SHAPE, SHAPE.dtype)
+        acc = dot_of_shrunk(h, live(b, offs_r[:, None], left, SHAPE.has_ranks), acc, SHAPE.dtype)
     return acc
 
 
@@ -148,17 +142,14 @@ def _expand_tile(
     """
     h_ptr, y_ptr, weights_ptr = tensors
     slice_id, index, first_n = place
-    QUANT: tl.constexpr = SHAPE.quant
     DTYPE: tl.constexpr = SHAPE.dtype
-    PAIRS: tl.constexpr = SHAPE.pairs
-    BLOCK_M: tl.constexpr = PAIRS.block_m
+    BLOCK_M: tl.constexpr = SHAPE.pairs.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_R: tl.constexpr = TILE.block_r
-    STAGES: tl.constexpr = TILE.stages
     EVEN_N: tl.constexpr = SHAPE.n % (BLOCK_N * TILE.tiles_n) == 0
     WHOLE: tl.constexpr = SHAPE.rank <= BLOCK_R
     AT_ONCE: tl.constexpr = TILE.tiles_n == 1 and WHOLE and BLOCK_M * BLOCK_N <= 4096
-    rows, valid = pairs_of(first, sorted_ptr, pairs, PAIRS)
+    rows, valid = pairs_of(first, sorted_ptr, pairs, SHAPE.pairs)
     b_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.n)
     offs_r = tl.arange(0, BLOCK_R)
     offs_n = first_n + tl.arange(0, BLOCK_N)
@@ -176,7 +167,7 @@ def _expand_tile(
     if WHOLE:
         h = read_shrunk(h_ptrs, valid[:, None] & (offs_r < read)[None, :], partial, TILE.partials)  # [BLOCK_M, BLOCK_R]
         h = live(h, offs_r[None, :], rank, SHAPE.has_ranks)
-    for _ in tl.range(0, TILE.tiles_n, num_stages=STAGES if WHOLE else None):
+    for _ in tl.range(0, TILE.tiles_n, num_stages=TILE.stages if WHOLE else None):
         mask_n = offs_n < (1 << 30 if EVEN_N else SHAPE.n)
         mask_y = valid[:, None] & mask_n[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -185,13 +176,13 @@ def _expand_tile(
             if not AT_ONCE:
                 b = tl.load(b_ptrs, mask=mask_b, other=0.0)
             real_b = real_weights(b, operands, slice_id, index, offs_n[None, :], offs_r[:, None], mask_b, SHAPE, DTYPE)
-            acc = dot_of_shrunk(h, live(real_b, offs_r[:, None], rank, SHAPE.has_ranks), acc, DTYPE, TILE.interpret)
+            acc = dot_of_shrunk(h, live(real_b, offs_r[:, None], rank, SHAPE.has_ranks), acc, DTYPE)
         else:
             found = h_ptrs, b_ptrs, offs_n, valid, mask_n
             acc = _sum_of_rank_blocks(found, operands, place, rank, partial, acc, SHAPE, TILE)
         total = acc * factors[:, None]
-        if QUANT.format > 0:
-            total *= expert_scales(operands, slice_id, index, offs_n, offs_n < SHAPE.n, SHAPE)[None, :]
+        if SHAPE.quant.format > 0 and SHAPE.quant.group_k == 0:
+            total *= channel_scales(operands, slice_id, index, offs_n, offs_n < SHAPE.n, 1, SHAPE)[None, :]
         if SHAPE.add:
             if not AT_ONCE:
                 old = tl.load(y_ptrs, mask=mask_y, other=0.0)
@@ -209,7 +200,6 @@ def moe_expand_kernel(
     SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A persistent loop over tiles x (runs of tiles_n column blocks, slices), as in `moe_shrink`."""
-    PAIRS: tl.constexpr = SHAPE.pairs
     RUN: tl.constexpr = TILE.block_n * TILE.tiles_n
     N_BLOCKS: tl.constexpr = (SHAPE.n + RUN - 1) // RUN
     h_ptr, y_ptr, weights_ptr = tensors
@@ -220,10 +210,10 @@ def moe_expand_kernel(
     y_ptr += SHAPE.offset + slice_id * SHAPE.n
     total = tile + 1  # until the table is read: for every tile again, as it would hold registers meanwhile
     while tile < total:
-        slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
+        slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, SHAPE.pairs)
         where = experts_ptr, mapping_ptr, enabled_ptr
-        slot, index, first, owner = find_tile(tile, (slots, until, total), where, padded, blocks, PAIRS)
-        rank = rank_of(ranks_ptr, slice_id, owner, 0, SHAPE.rank, SHAPE.has_ranks, PAIRS)
+        slot, index, first, owner = find_tile(tile, (slots, until, total), where, padded, blocks, SHAPE.pairs)
+        rank = rank_of(ranks_ptr, slice_id, owner, 0, SHAPE.rank, SHAPE.has_ranks, SHAPE.pairs)
         if (slot >= 0) & ((rank > 0) | (not SHAPE.add)):
             found, place = (h_ptr, y_ptr, weights_ptr), (slice_id, index, first_n)
             if TILE.rows:

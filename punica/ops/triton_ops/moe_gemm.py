@@ -15,7 +15,6 @@ from torch import Tensor
 
 from punica.ops.triton_ops.device import dot, max_tiles
 from punica.ops.triton_ops.launch import (
-    INTERPRETED,
     Launch,
     all_aligned,
     block_at_least,
@@ -36,7 +35,6 @@ class PairGemmShape(NamedTuple):
     block_n: int
     block_k: int
     stages: int
-    interpret: bool = INTERPRETED
 
 
 @triton.jit(
@@ -47,11 +45,9 @@ def _moe_gemm_kernel(tensors, sorted_ptr, experts_ptr, total_ptr, pairs, num_til
     x_ptr, w_ptr, y_ptr = tensors
     stride_xt, stride_xk = strides
     K: tl.constexpr = SHAPE.k
-    N: tl.constexpr = SHAPE.n
     BLOCK_M: tl.constexpr = SHAPE.block_m
     BLOCK_N: tl.constexpr = SHAPE.block_n
     BLOCK_K: tl.constexpr = SHAPE.block_k
-    STAGES: tl.constexpr = SHAPE.stages
     tile, first_n = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles * BLOCK_N
     if tile * BLOCK_M < tl.load(total_ptr):
         expert = tl.load(experts_ptr + tile).to(tl.int64)
@@ -59,18 +55,18 @@ def _moe_gemm_kernel(tensors, sorted_ptr, experts_ptr, total_ptr, pairs, num_til
         valid = found < pairs
         rows = tl.where(valid, found, 0).to(tl.int64)
         offs_n, offs_k = first_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-        mask_n = (offs_n < N)[None, :]
+        mask_n = (offs_n < SHAPE.n)[None, :]
         x_ptrs = x_ptr + (rows // SHAPE.factor)[:, None] * stride_xt + offs_k[None, :] * stride_xk
-        w_ptrs = w_ptr + expert * (N * K) + offs_n[None, :] * K + offs_k[:, None]
+        w_ptrs = w_ptr + expert * (SHAPE.n * K) + offs_n[None, :] * K + offs_k[:, None]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for first_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        for first_k in tl.range(0, K, BLOCK_K, num_stages=SHAPE.stages):
             mask_k = offs_k < (1 << 30 if K % BLOCK_K == 0 else K - first_k)
             x = tl.load(x_ptrs, mask=valid[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
             w = tl.load(w_ptrs, mask=mask_k[:, None] & mask_n, other=0.0)  # [BLOCK_K, BLOCK_N]
-            acc = dot(x, w, acc, False, SHAPE.interpret)
+            acc = dot(x, w, acc)
             x_ptrs += BLOCK_K * stride_xk
             w_ptrs += BLOCK_K
-        y_ptrs = y_ptr + rows[:, None] * N + offs_n[None, :]
+        y_ptrs = y_ptr + rows[:, None] * SHAPE.n + offs_n[None, :]
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=valid[:, None] & mask_n)
 
 

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from punica.ops.triton_ops.device import dot, pdl_wait, pdl_wait_then_launch, pick
-from punica.ops.triton_ops.fp8_device import Quant, expert_scales, real_rows, real_weights
-from punica.ops.triton_ops.launch import INTERPRETED
+from punica.ops.triton_ops.fp8_device import Quant, channel_scales, real_rows, real_weights
 from punica.ops.triton_ops.moe_tiles import (
     COUNTS,
     INDEX_POINTERS,
@@ -61,7 +60,6 @@ class PairShrinkTile(NamedTuple):
     stages: int
     joined: bool
     pdl: bool
-    interpret: bool = INTERPRETED
 
 
 @triton.jit
@@ -72,21 +70,18 @@ def _shrink_rows(
     x_ptr, out_ptr = tensors
     slice_id, index, pid_k, first_r = place
     stride_xt, stride_xk = strides
-    QUANT: tl.constexpr = SHAPE.quant
-    PAIRS: tl.constexpr = SHAPE.pairs
-    BLOCK_R: tl.constexpr = TILE.block_r
     BLOCK_K: tl.constexpr = TILE.block_k
     STEPS: tl.constexpr = (SHAPE.k + BLOCK_K * TILE.split_k - 1) // (BLOCK_K * TILE.split_k)
     EVEN_K: tl.constexpr = SHAPE.k % (BLOCK_K * TILE.split_k) == 0
     a_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.k)
-    offs_r = first_r + tl.arange(0, BLOCK_R)
+    offs_r = first_r + tl.arange(0, TILE.block_r)
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_r = (offs_r < ranks_read(rank, SHAPE.rank, 1))[:, None]  # only the adapter's own are stored
     mask_k = offs_k < (1 << 30 if EVEN_K else SHAPE.k)
     mask_a = mask_r & mask_k[None, :]
     a_ptrs = a_ptr + offs_r[:, None] * SHAPE.k + offs_k[None, :]
-    a = tl.load(a_ptrs, mask=mask_a, other=0.0)  # [BLOCK_R, BLOCK_K]
-    pair, num_rows = first_pair(first, sorted_ptr, pairs, PAIRS)
+    a = tl.load(a_ptrs, mask=mask_a, other=0.0)  # [TILE.block_r, BLOCK_K]
+    pair, num_rows = first_pair(first, sorted_ptr, pairs, SHAPE.pairs)
     pdl_wait_then_launch(TILE.pdl)
     x = tl.load(x_ptr + pair // SHAPE.factor * stride_xt + offs_k * stride_xk, mask=mask_k, other=0.0)  # [BLOCK_K]
     for lane in tl.range(0, num_rows):
@@ -107,12 +102,12 @@ def _shrink_rows(
             )  # fmt: skip
             product += real_a * real_x[None, :]
         out_ptrs = out_ptr + pair * SHAPE.rank + offs_r
-        if not PAIRS.naive:  # fetch the next pair's row before this one's sum is formed
-            pair = pair_at(first, tl.minimum(lane + 1, num_rows - 1), sorted_ptr, PAIRS.naive)
+        if not SHAPE.pairs.naive:  # fetch the next pair's row before this one's sum is formed
+            pair = pair_at(first, tl.minimum(lane + 1, num_rows - 1), sorted_ptr, SHAPE.pairs.naive)
             x = tl.load(x_ptr + pair // SHAPE.factor * stride_xt + offs_k * stride_xk, mask=mask_k, other=0.0)
-        total = tl.sum(product, 1)  # [BLOCK_R]
-        if QUANT.format > 0:
-            total *= expert_scales(operands, slice_id, index, offs_r, offs_r < rank, SHAPE)
+        total = tl.sum(product, 1)  # [TILE.block_r]
+        if SHAPE.quant.format > 0:
+            total *= channel_scales(operands, slice_id, index, offs_r, offs_r < rank, 1, SHAPE)
         tl.store(out_ptrs, total, mask=offs_r < rank)
 
 
@@ -127,17 +122,14 @@ def _shrink_tile(
     x_ptr, out_ptr = tensors
     slice_id, index, pid_k, first_r = place
     stride_xt, stride_xk = strides
-    QUANT: tl.constexpr = SHAPE.quant
     DTYPE: tl.constexpr = SHAPE.dtype
-    PAIRS: tl.constexpr = SHAPE.pairs
-    BLOCK_M: tl.constexpr = PAIRS.block_m
+    BLOCK_M: tl.constexpr = SHAPE.pairs.block_m
     BLOCK_R: tl.constexpr = TILE.block_r
     BLOCK_K: tl.constexpr = TILE.block_k
-    STAGES: tl.constexpr = TILE.stages
     LAST: tl.constexpr = SHAPE.slices - 1
     STEPS: tl.constexpr = (SHAPE.k + BLOCK_K * TILE.split_k - 1) // (BLOCK_K * TILE.split_k)
     EVEN_K: tl.constexpr = SHAPE.k % (BLOCK_K * TILE.split_k) == 0
-    rows, valid = pairs_of(first, sorted_ptr, pairs, PAIRS)
+    rows, valid = pairs_of(first, sorted_ptr, pairs, SHAPE.pairs)
     a_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.k)
     next_ptr = operands[LAST] + index * (SHAPE.rank * SHAPE.k)
     offs_r = first_r + tl.arange(0, BLOCK_R)
@@ -149,7 +141,7 @@ def _shrink_tile(
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     acc_next = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     pdl_wait_then_launch(TILE.pdl)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
+    for step in tl.range(0, STEPS, num_stages=TILE.stages):
         jump = step * (BLOCK_K * TILE.split_k)
         mask_k = offs_k < (1 << 30 if EVEN_K else SHAPE.k - jump)
         mask_x, mask_a = valid[:, None] & mask_k[None, :], mask_r & mask_k[:, None]
@@ -158,16 +150,16 @@ def _shrink_tile(
         x = real_rows(x, operands, (rows // SHAPE.factor)[:, None], (offs_k + jump)[None, :], mask_x, SHAPE, DTYPE)
         a = tl.load(a_ptr + offs_a, mask=mask_a, other=0.0)  # [BLOCK_K, BLOCK_R]
         a = real_weights(a, operands, slice_id, index, offs_n, offs_step, mask_a, SHAPE, DTYPE)
-        acc = dot(x, a, acc, False, TILE.interpret)
+        acc = dot(x, a, acc)
         if TILE.joined:
             b = tl.load(next_ptr + offs_a, mask=mask_a, other=0.0)
             b = real_weights(b, operands, LAST, index, offs_n, offs_step, mask_a, SHAPE, DTYPE)
-            acc_next = dot(x, b, acc_next, False, TILE.interpret)
+            acc_next = dot(x, b, acc_next)
         x_ptrs += BLOCK_K * TILE.split_k * stride_xk
         offs_a += BLOCK_K * TILE.split_k
-    if QUANT.format > 0:
-        acc *= expert_scales(operands, slice_id, index, offs_r, offs_r < rank, SHAPE)[None, :]
-        acc_next *= expert_scales(operands, LAST, index, offs_r, offs_r < rank_next, SHAPE)[None, :]
+    if SHAPE.quant.format > 0 and SHAPE.quant.group_k == 0:
+        acc *= channel_scales(operands, slice_id, index, offs_r, offs_r < rank, 1, SHAPE)[None, :]
+        acc_next *= channel_scales(operands, LAST, index, offs_r, offs_r < rank_next, 1, SHAPE)[None, :]
     offs_out = rows[:, None] * SHAPE.rank + offs_r[None, :]
     tl.store(out_ptr + offs_out, acc, mask=valid[:, None] & (offs_r < rank)[None, :])
     if TILE.joined:

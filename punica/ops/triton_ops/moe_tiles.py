@@ -35,8 +35,7 @@ class Pairs(NamedTuple):
 @triton.jit
 def slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS: tl.constexpr):
     """Slots in the order of their tiles, running sum of their tiles (both [block_slots]), and the number of tiles."""
-    BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
-    places = tl.arange(0, BLOCK_SLOTS)
+    places = tl.arange(0, PAIRS.block_slots)
     if PAIRS.num_ids >= 0:
         slots = tl.load(ids_ptr + places, mask=places < PAIRS.num_ids, other=-1)
     else:
@@ -44,7 +43,7 @@ def slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS: tl.conste
     here = (slots >= 0) & (slots < PAIRS.slots)
     slots = tl.where(here, slots, 0)
     if PAIRS.naive:
-        until = tl.zeros([BLOCK_SLOTS], tl.int32)
+        until = tl.zeros_like(places)
         total = pairs
     else:
         enabled = tl.load(enabled_ptr + slots, mask=here, other=0) != 0
@@ -64,7 +63,6 @@ def find_tile(tile, table, where, padded, blocks, PAIRS: tl.constexpr):
     """
     experts_ptr, mapping_ptr, enabled_ptr = where
     slots, until, total = table
-    BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
     found = tile < total
     if PAIRS.naive:
         slot = tl.load(mapping_ptr + tile // PAIRS.top_k, mask=found, other=-1)
@@ -79,7 +77,7 @@ def find_tile(tile, table, where, padded, blocks, PAIRS: tl.constexpr):
         block = tile - tl.max(tl.where(until <= tile, until, 0), 0)
         slot = place
         if PAIRS.num_ids >= 0:
-            slot = tl.sum(tl.where(tl.arange(0, BLOCK_SLOTS) == place, slots, 0), 0)
+            slot = tl.sum(tl.where(tl.arange(0, PAIRS.block_slots) == place, slots, 0), 0)
         expert = tl.load(experts_ptr + slot.to(tl.int64) * blocks + block, mask=found, other=-1)
         here = slot < PAIRS.slots
         first = slot.to(tl.int64) * padded + block * PAIRS.block_m
@@ -91,8 +89,7 @@ def find_tile(tile, table, where, padded, blocks, PAIRS: tl.constexpr):
 @triton.jit
 def pairs_of(first, sorted_ptr, pairs, PAIRS: tl.constexpr):
     """Pairs of a tile and the lanes that hold one, [block_m]."""
-    BLOCK_M: tl.constexpr = PAIRS.block_m
-    lanes = tl.arange(0, BLOCK_M)
+    lanes = tl.arange(0, PAIRS.block_m)
     if PAIRS.naive:
         found = tl.where(lanes == 0, first, pairs).to(tl.int32)
     else:
@@ -127,13 +124,12 @@ def rank_of(
     the tile's expert.
     """
     place, slots = owner
-    BLOCK_SLOTS: tl.constexpr = PAIRS.block_slots
     if HAS_RANKS:
         if PAIRS.naive:
             rank = tl.load(ranks_ptr + slice_id * PAIRS.slots + place)
         else:
             ranks = tl.load(ranks_ptr + slice_id * PAIRS.slots + slots)
-            rank = tl.sum(tl.where(tl.arange(0, BLOCK_SLOTS) == place, ranks, 0), 0)
+            rank = tl.sum(tl.where(tl.arange(0, PAIRS.block_slots) == place, ranks, 0), 0)
         rank -= FIRST
         rank = tl.minimum(tl.maximum(rank, 0), RANK)
     else:

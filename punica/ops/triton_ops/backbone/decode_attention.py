@@ -31,7 +31,7 @@ from punica.ops.triton_ops.backbone.checks import check_cache, check_same, check
 from punica.ops.triton_ops.device import dot, pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
 from punica.ops.triton_ops.fp8_words import upcast_words
-from punica.ops.triton_ops.launch import INTERPRETED, block_at_least, launch_alone, supports_pdl
+from punica.ops.triton_ops.launch import block_at_least, launch_alone, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 from punica.ops.triton_ops.schedules import Gpu
 
@@ -63,7 +63,6 @@ class _Shape(NamedTuple):
     words: bool
     pdl: bool
     stages: int = _STAGES
-    interpret: bool = INTERPRETED
 
 
 @triton.jit
@@ -80,7 +79,7 @@ def _add_values(sums, weights, shrunk, values, NATIVE: tl.constexpr, SHAPE: tl.c
     added: tl.tuple = ()
     for part in tl.static_range(len(parts)):
         before = sums[part] * shrunk[:, None]
-        added = added + (dot(weights, parts[part], before, False, SHAPE.interpret),)  # noqa: RUF005
+        added = added + (dot(weights, parts[part], before),)  # noqa: RUF005
     return added
 
 
@@ -119,7 +118,7 @@ def _attend(q, keys_ptr, values_ptr, table_ptr, begin, end, SHAPE: tl.constexpr)
         values = tl.load(values_ptr + (rows // PARTS)[:, None] + offs_v[None, :], mask=mask_v, other=ZERO)
         keys = upcast(keys, SHAPE.format, q.dtype)
         # keys [BLOCK_D, BLOCK_N], values [BLOCK_N, BLOCK_D / PARTS], scores [BLOCK_G, BLOCK_N]
-        scores = dot(q, keys, tl.zeros([BLOCK_G, BLOCK_N], tl.float32), False, SHAPE.interpret) * SHAPE.scale
+        scores = dot(q, keys, tl.zeros([BLOCK_G, BLOCK_N], tl.float32)) * SHAPE.scale
         scores = tl.where(mask_n[None, :], scores, float("-inf"))
         raised = tl.maximum(largest, tl.max(scores, 1))  # finite: every tile has a token
         shrunk = tl.exp2(largest - raised)
@@ -177,14 +176,13 @@ def _combine_kernel(parts_ptr, sums_ptr, out_ptr, out_stride, SHAPE: tl.constexp
     """Add the parts of one head of one request, weighted by their share of the whole sum, first to last."""
     SIZE: tl.constexpr = SHAPE.size
     SPLITS: tl.constexpr = SHAPE.splits
-    BLOCK_D: tl.constexpr = SHAPE.block_d
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d = tl.arange(0, SHAPE.block_d)
     first = (row * (SHAPE.kv_heads * SHAPE.group) + head) * SPLITS
     pdl_launch_then_wait(SHAPE.pdl)
     largest = tl.max(tl.load(sums_ptr + first + tl.arange(0, SPLITS)), 0)
     largest = tl.where(largest == float("-inf"), 0.0, largest)  # a request without tokens
-    acc = tl.zeros([BLOCK_D], tl.float32)
+    acc = tl.zeros_like(offs_d).to(tl.float32)
     total = 0.0
     for split in tl.static_range(SPLITS):
         share = tl.load(sums_ptr + first + split)

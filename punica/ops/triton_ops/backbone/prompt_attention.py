@@ -26,8 +26,8 @@ from torch import Tensor
 
 from punica.ops.heads import MAX_HEAD_SIZE
 from punica.ops.triton_ops.backbone.checks import check_same, check_shape
-from punica.ops.triton_ops.device import dot, max_tiles, pdl_launch_then_wait
-from punica.ops.triton_ops.launch import INTERPRETED, block_at_least, launch_alone, stages_that_fit, supports_pdl
+from punica.ops.triton_ops.device import accumulator, dot, max_tiles, pdl_launch_then_wait
+from punica.ops.triton_ops.launch import block_at_least, launch_alone, stages_that_fit, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
 
@@ -46,7 +46,6 @@ class _Shape(NamedTuple):
     stages: int
     scale: float
     pdl: bool
-    interpret: bool = INTERPRETED
 
 
 @triton.jit
@@ -92,14 +91,14 @@ def _add_block(state, q, heads, first, rows, end, SHAPE: tl.constexpr, CAUSAL: t
         keys = tl.load(k_ptrs, mask=mask_d[:, None], other=0.0)
         values = tl.load(v_ptrs, mask=mask_d[None, :], other=0.0)
     # q [BLOCK_M, BLOCK_D], keys [BLOCK_D, BLOCK_N], values [BLOCK_N, BLOCK_D]
-    scores = dot(q, keys, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), False, SHAPE.interpret) * SHAPE.scale
+    scores = dot(q, keys, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * SHAPE.scale
     if CAUSAL:
         scores = tl.where(tokens[None, :] <= rows[:, None], scores, float("-inf"))
     raised = tl.maximum(largest, tl.max(scores, 1))  # finite: the first block has a key for every row
     shrunk = tl.exp2(largest - raised)
     weights = tl.exp2(scores - raised[:, None])
     total = total * shrunk + tl.sum(weights, 1)
-    acc = dot(weights.to(q.dtype), values, acc * shrunk[:, None], False, SHAPE.interpret)
+    acc = dot(weights.to(q.dtype), values, acc * shrunk[:, None])
     return acc, raised, total
 
 
@@ -109,14 +108,12 @@ def _prompt_attention_kernel(
 ):  # fmt: skip
     """Attend with one tile of rows of one prompt, and one head. ``stride``: of the rows of q, k and v."""
     BLOCK_M: tl.constexpr = SHAPE.block_m
-    BLOCK_N: tl.constexpr = SHAPE.block_n
-    BLOCK_D: tl.constexpr = SHAPE.block_d
     head = tl.program_id(0)
     found = _find_tile(tl.num_programs(1) - 1 - tl.program_id(1), starts_ptr, num_prompts, SHAPE)
     begin, end, tile = found
     pdl_launch_then_wait(SHAPE.pdl)
     if end > begin:
-        offs_d = tl.arange(0, BLOCK_D)
+        offs_d = tl.arange(0, SHAPE.block_d)
         first = begin + tile * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
         mask = (rows < end)[:, None] & (offs_d < SHAPE.size)[None, :]
@@ -124,12 +121,12 @@ def _prompt_attention_kernel(
         q = tl.load(q_ptr + rows.to(tl.int64)[:, None] * stride + at[None, :], mask=mask, other=0.0)
         kv_at = head // SHAPE.group * SHAPE.size
         heads = (k_ptr + kv_at, v_ptr + kv_at, stride)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        acc = accumulator(SHAPE.block_m, SHAPE.block_d)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        for start in tl.range(begin, first, BLOCK_N, num_stages=SHAPE.stages):
+        for start in tl.range(begin, first, SHAPE.block_n, num_stages=SHAPE.stages):
             acc, largest, total = _add_block((acc, largest, total), q, heads, start, rows, end, SHAPE, False)
-        for start in tl.range(first, tl.minimum(first + BLOCK_M, end), BLOCK_N, num_stages=SHAPE.stages):
+        for start in tl.range(first, tl.minimum(first + BLOCK_M, end), SHAPE.block_n, num_stages=SHAPE.stages):
             acc, largest, total = _add_block((acc, largest, total), q, heads, start, rows, end, SHAPE, True)
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_stride + at[None, :]
         tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

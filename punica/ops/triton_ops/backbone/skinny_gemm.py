@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
-from punica.ops.triton_ops.device import dot, pdl_launch_then_wait
+from punica.ops.triton_ops.device import accumulator, dot, pdl_launch_then_wait
 from punica.ops.triton_ops.launch import (
     INTERPRETED,
     Launch,
@@ -81,7 +81,6 @@ class GemmTiles(NamedTuple):
     ahead: int
     has_bias: bool
     pdl: bool
-    interpret: bool = INTERPRETED
 
 
 class GemmRows(NamedTuple):
@@ -171,21 +170,20 @@ def _gemm_rows_kernel(x_ptr, base, strides, GEMM: tl.constexpr):
     """Compute block_n rows of the weight, all tokens. ``vector``: neighbours along K that one thread loads, and adds up
     first. base: weight, bias (or any tensor) and output; strides: of rows of x, weight and output.
     """
-    TOKENS: tl.constexpr = GEMM.tokens
-    BLOCK_N: tl.constexpr = GEMM.block_n
     BLOCK_K: tl.constexpr = GEMM.block_k
     w_ptr, bias_ptr, out_ptr = base
     x_stride, w_stride, out_stride = strides
     STEPS: tl.constexpr = (GEMM.k + BLOCK_K - 1) // BLOCK_K
     PARTS: tl.constexpr = BLOCK_K // GEMM.vector
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_n = tl.program_id(0) * GEMM.block_n + tl.arange(0, GEMM.block_n)
     offs_k = tl.arange(0, PARTS)[:, None] * GEMM.vector + tl.arange(0, GEMM.vector)[None, :]
     w_rows = w_ptr + tl.minimum(offs_n, GEMM.n - 1).to(tl.int64) * w_stride  # the last row stands for those behind it
     w_ptrs = w_rows[None, :, None] + offs_k[:, None, :]
     x_ptrs = x_ptr + offs_k
+    TOKENS: tl.constexpr = GEMM.tokens
     sums: tl.tuple = ()
     for _ in tl.static_range(TOKENS):
-        sums = sums + (tl.zeros([PARTS, BLOCK_N], tl.float32),)  # noqa: RUF005 (Triton has no starred tuples)
+        sums = sums + (accumulator(PARTS, GEMM.block_n),)  # noqa: RUF005 (Triton has no starred tuples)
     w = tl.load(w_ptrs, mask=(offs_k < GEMM.k)[:, None, :], other=0.0)
     pdl_launch_then_wait(GEMM.pdl)
     for step in tl.range(0, STEPS, num_stages=1):
@@ -211,7 +209,7 @@ def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM: tl.constexp
             mask_k = offs_k < GEMM.k - start
             w = tl.load(w_ptrs + start, mask=mask_k[:, None], other=0.0)
             x = tl.load(x_ptrs + start, mask=mask_t[:, None] & mask_k[None, :], other=0.0)
-        acc = dot(x, w, acc, True, GEMM.interpret)
+        acc = dot(x, w, acc, True)
     return acc
 
 
@@ -244,13 +242,12 @@ def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexp
     nor from block_t. ``base``, ``strides``: as in the kernels; ``sums``: partials and counters of split K.
     """
     BLOCK_N: tl.constexpr = GEMM.block_n
-    BLOCK_T: tl.constexpr = GEMM.block_t
     w_ptr, _, _ = base
     x_stride, w_stride, out_stride = strides
     STEPS: tl.constexpr = (GEMM.k + GEMM.block_k - 1) // GEMM.block_k
     first, end = STEPS * split // GEMM.split_k, STEPS * (split + 1) // GEMM.split_k
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_t, offs_k = tl.arange(0, BLOCK_T), tl.arange(0, GEMM.block_k)
+    offs_t, offs_k = tl.arange(0, GEMM.block_t), tl.arange(0, GEMM.block_k)
     mask_t = offs_t < tokens
     w_rows = w_ptr + tl.minimum(offs_n, GEMM.n - 1).to(tl.int64) * w_stride  # the last row stands for those behind it
     if GEMM.pdl and GEMM.ahead > 0:
@@ -259,8 +256,8 @@ def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexp
             tl.minimum(tl.minimum(end * GEMM.block_k, GEMM.k) - first * GEMM.block_k, GEMM.ahead),
         )
     pdl_launch_then_wait(GEMM.pdl)
-    x_ptrs = x_ptr + offs_t[:, None] * x_stride + offs_k[None, :]  # [BLOCK_T, BLOCK_K]
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    x_ptrs = x_ptr + offs_t[:, None] * x_stride + offs_k[None, :]  # [GEMM.block_t, BLOCK_K]
+    acc = accumulator(GEMM.block_n, GEMM.block_t)
     w_ptrs = w_rows[None, :] + offs_k[:, None]  # [BLOCK_K, BLOCK_N]
     acc = add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM)
     finish_tile(acc, base, sums, (tile, split), (offs_n, offs_t), mask_t, out_stride, GEMM)

@@ -1,7 +1,12 @@
-"""Expand as a GEMM: the rows of one tile times blocks of columns of B on the tensor cores.
+"""Bodies of the expand kernel: a GEMV of single rows, and a GEMM of tiles.
 
-``tiles_n`` > 1 walks several column blocks with one load of h, so the split-K partials are summed once for all of them.
-All ranks go in one pass where a block holds them (`_one_pass`), else in a loop over blocks of ranks (`_rank_loop`).
+**GEMV** (`expand_row`): one row of h times a block of columns of B, multiplied and summed without tensor cores. B by
+rows: the true rank chooses the width in ranks of a block on the device, so that rank 8 in a slot of width 64 costs what
+rank 16 costs. B rank after rank: a loop over the ranks, as far as the true rank goes.
+
+**GEMM** (`expand_tile`): the rows of one tile times blocks of columns of B on the tensor cores. ``tiles_n`` > 1 walks
+several blocks with one load of h, so the split-K partials are summed once for all of them. All ranks go in one pass
+where a block holds them (`_one_pass`), else in a loop over blocks of ranks (`_rank_loop`).
 """
 
 import triton
@@ -9,6 +14,7 @@ import triton.language as tl
 
 from punica.ops.triton_ops.device import (
     accumulator,
+    column_block,
     dot,
     pdl_launch_dependents,
     pdl_launch_then_wait,
@@ -16,18 +22,161 @@ from punica.ops.triton_ops.device import (
     pick,
     product,
     rank_of,
+    read_old_then_wait,
     result,
     rows_of_tile,
 )
-from punica.ops.triton_ops.expand_gemv import column_block
 from punica.ops.triton_ops.fp8_device import (
     activation_scale_ptrs,
     block_scale_ptrs,
+    block_scaled,
     channel_scales,
+    read_shrunk_row,
     read_shrunk_rows,
     upcast,
 )
-from punica.ops.triton_ops.fp8_words import expand_tile_in_words
+from punica.ops.triton_ops.fp8_words import expand_row_in_words, expand_tile_in_words
+
+
+@triton.jit
+def _by_columns(
+    tensors, operands, place, block, strides, WIDTH: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Multiply ``steps`` blocks of columns of a row-major B, each ``lanes[WIDTH]`` ranks wide; the next block is loaded
+    before one is summed. Arguments as of `_by_ranks`.
+    """
+    QUANT: tl.constexpr = SHAPE.quant
+    STEPS: tl.constexpr = TILE.row.steps[WIDTH]
+    COLUMNS: tl.constexpr = TILE.row.block_n // STEPS
+    LANES: tl.constexpr = TILE.row.lanes[WIDTH]
+    h_ptr, b_ptr, y_ptr = tensors
+    slice_id, slot, row, rank = place
+    first_n, width = block
+    stride_hp, stride_hr = strides
+    offs_r = tl.arange(0, LANES)
+    offs_n = first_n + tl.arange(0, COLUMNS)
+    mask_n = offs_n < width
+    # Whole vectors are read (a mask that cuts one would narrow every load); values beyond the rank are dropped.
+    mask_read = offs_r < (rank + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector
+    b_ptrs = b_ptr + offs_n[:, None] * SHAPE.rank + offs_r[None, :]  # [COLUMNS, LANES]
+    b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
+    old = read_old_then_wait(y_ptr + offs_n, mask_n, y_ptr.dtype.element_ty, SHAPE, TILE)  # [COLUMNS]
+    h = read_shrunk_row(h_ptr + offs_r * stride_hr, offs_r, mask_read, operands, row, stride_hp, SHAPE)  # [LANES]
+    if QUANT.format == 0:
+        h = h.to(b.dtype).to(tl.float32)
+    for step in tl.range(0, STEPS):
+        weights = upcast(b, QUANT.format, tl.float32)
+        if QUANT.group_k > 0:
+            mask_b = mask_n[:, None] & mask_read[None, :]
+            weights = block_scaled(weights, operands, (slice_id, slot), offs_n, offs_r, mask_b, SHAPE)
+        product = tl.where((offs_r < rank)[None, :], weights * h[None, :], 0.0)  # [COLUMNS, LANES]
+        scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
+        before, y_ptrs, mask_y = old.to(tl.float32), y_ptr + offs_n, mask_n
+        if STEPS > 1:
+            offs_n += COLUMNS
+            b_ptrs += COLUMNS * SHAPE.rank
+            mask_n = (offs_n < width) & (step + 1 < STEPS)
+            b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
+            if SHAPE.add:
+                old = tl.load(y_ptr + offs_n, mask=mask_n, other=0.0)
+        total = tl.sum(product, 1)  # [COLUMNS]
+        total *= scale
+        total += before
+        tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask_y & ((rank > 0) | (not SHAPE.add)))
+
+
+@triton.jit
+def _multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.constexpr):
+    """Multiply b [COLUMNS, LANES] by h [LANES] in float32; h is rounded to the type of 16-bit weights, and ranks beyond
+    the true rank are dropped.
+    """
+    slice_id, slot, _, rank = place
+    live = offs_r < rank
+    if SHAPE.quant.format > 0:
+        weights = tl.where(live[None, :], upcast(b, SHAPE.quant.format, tl.float32), 0.0)
+        mask = mask_n[:, None] & live[None, :]
+        if SHAPE.quant.group_k > 0:
+            weights = block_scaled(weights, operands, (slice_id, slot), offs_n, offs_r, mask, SHAPE)
+        product = weights * h[None, :]
+    else:
+        product = b.to(tl.float32) * h.to(b.dtype).to(tl.float32)[None, :]
+    return product
+
+
+@triton.jit
+def _by_ranks(tensors, operands, place, block, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Multiply a block of columns of a B stored rank after rank, LANES ranks at a time up to the true rank. The next
+    ranks are loaded before these are summed. Up to 16 LANES are held by one thread for its columns: no shuffles.
+
+    place: slice, slot, row and true rank; block: first column and width of the slice; strides: of h along partials and
+    ranks.
+    """
+    COLUMNS: tl.constexpr = TILE.row.block_n
+    LANES: tl.constexpr = TILE.row.lanes[0]
+    h_ptr, b_ptr, y_ptr = tensors
+    slice_id, slot, row, rank = place
+    first_n, width = block
+    stride_hp, stride_hr = strides
+    offs_r = tl.arange(0, LANES)
+    offs_n = first_n + tl.arange(0, COLUMNS)
+    mask_n = offs_n < width
+    b_ptrs = b_ptr + offs_r[None, :] * width + offs_n[:, None]  # [COLUMNS, LANES]
+    b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)  # [COLUMNS, LANES]
+    before = read_old_then_wait(y_ptr + offs_n, mask_n, tl.float32, SHAPE, TILE)  # [COLUMNS]
+    total = tl.zeros([COLUMNS], tl.float32) if SHAPE.quant.format > 0 else before
+    h_ptrs = h_ptr + offs_r * stride_hr
+    h = read_shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, SHAPE)  # [LANES]
+    if SHAPE.rank > LANES:
+        for _ in tl.range(LANES, rank, LANES):
+            product = _multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE)
+            offs_r += LANES
+            b_ptrs += LANES * width
+            h_ptrs += LANES * stride_hr
+            b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)
+            h = read_shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, SHAPE)
+            total += tl.sum(product, 1)
+    total += tl.sum(_multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE), 1)
+    if SHAPE.quant.format > 0:
+        if SHAPE.quant.group_k == 0:
+            total *= channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
+        total += before
+    tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n & ((rank > 0) | (not SHAPE.add)))
+
+
+@triton.jit
+def expand_row(tensors, operands, place, block, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Compute one row x a block of columns of one slice.
+
+    With a row-major B the true rank chooses among the ascending ``lanes`` the width in ranks of a block, and with it in
+    how many ``steps`` the columns are taken: the elements in flight stay about as many.
+
+    place: row and slot; call: table of ranks, slots, and whether this program waits even without work (`pdl_wait`).
+    """
+    h_ptr, y_ptr = tensors
+    row, slot = place
+    ranks_ptr, num_slots, pdl_anchor = call
+    stride_hp, stride_hs, stride_ht, stride_hr, stride_yt = strides
+    slice_id, first_n, width, column = column_block(block, SHAPE, TILE.row.block_n)
+    rank = rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
+    if (rank > 0) | ((slot >= 0) & (not SHAPE.add)):
+        b_ptr = pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * SHAPE.rank * width
+        h_ptr += row * stride_ht + slice_id.to(tl.int64) * stride_hs
+        y_ptr += row * stride_yt + column
+        given, where, columns = (h_ptr, b_ptr, y_ptr), (slice_id, slot, row, rank), (first_n, width)
+        if SHAPE.row_major:
+            for i in tl.static_range(len(TILE.row.lanes)):
+                above = TILE.row.lanes[i - 1] if i > 0 else -1
+                if (rank > above) & (rank <= TILE.row.lanes[i]):
+                    _by_columns(given, operands, where, columns, (stride_hp, stride_hr), i, SHAPE, TILE)
+        elif SHAPE.quant.words:
+            expand_row_in_words(given, operands, where, columns, (stride_hp, stride_hr), SHAPE, TILE)
+        else:
+            _by_ranks(given, operands, where, columns, (stride_hp, stride_hr), SHAPE, TILE)
+    else:
+        pdl_wait(TILE.pdl, pdl_anchor)
+
+
+# --- GEMM ------------------------------------------------------------------------------------------------------------
 
 
 @triton.constexpr_function
@@ -46,18 +195,6 @@ def _ranks_of_h(h_ptrs, lanes, rank):
     if h_ptrs.dtype.element_ty.primitive_bitwidth == 32:
         return lanes < rank  # fewer registers
     return rank - lanes > 0
-
-
-@triton.jit
-def _channel_scales(operands, place, offs_n, width, SHAPE: tl.constexpr):
-    """Return the scales [BLOCK_N] that follow the sum over the ranks; 1, and not read, where there are none."""
-    QUANT: tl.constexpr = SHAPE.quant
-    slice_id, slot, _, _ = place
-    if QUANT.format > 0 and QUANT.group_k == 0:
-        scale = channel_scales(operands, slice_id, slot, offs_n, offs_n < width, width, SHAPE)
-    else:
-        scale = 1.0
-    return scale
 
 
 @triton.jit
@@ -90,8 +227,7 @@ def _one_pass(
     rows, mask_m = rows
     offs_n, width = columns
     _, _, rank, rank_read = place
-    QUANT: tl.constexpr = SHAPE.quant
-    DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
+    DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, SHAPE.quant)
     STRIDE_B: tl.constexpr = SHAPE.rank if SHAPE.row_major else 1
     offs_r = tl.arange(0, TILE.block_r)
     mask_h = mask_m[:, None] & _ranks_of_h(h_ptrs, offs_r, rank_read)[None, :]
@@ -113,7 +249,7 @@ def _one_pass(
             if SHAPE.add:
                 old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)  # [BLOCK_M, BLOCK_N]
         weights, mask_y, out_ptrs = b, mask_m[:, None] & mask_n, y_ptrs
-        scale = _channel_scales(operands, place, offs_n, width, SHAPE)
+        scale = channel_scales(operands, place[0], place[1], offs_n, offs_n < width, width, SHAPE)
         before = old.to(tl.float32) if SHAPE.add else 0.0  # before the next block is loaded: it frees registers
         offs_n += TILE.block_n
         y_ptrs += TILE.block_n
@@ -123,7 +259,7 @@ def _one_pass(
             b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
             if SHAPE.add:
                 old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-        weights = upcast(weights, QUANT.format, DTYPE)
+        weights = upcast(weights, SHAPE.quant.format, DTYPE)
         if SHAPE.row_major and READ != "rank":
             weights = tl.where((offs_r < rank)[:, None], weights, 0.0)
         total = _finish(product(h, weights, TILE), before, scale, operands, rows, SHAPE)
@@ -162,7 +298,7 @@ def _sum_ranks(
                 part *= tl.load(a_scale_ptrs + block * QUANT.a_group)[:, None]
             acc += part
         else:
-            acc = dot(h, b, acc, TILE.swap_ab, TILE.interpret)
+            acc = dot(h, b, acc, TILE.swap_ab)
     return acc if QUANT.group_k > 0 else result(acc, TILE.swap_ab)
 
 
@@ -181,7 +317,7 @@ def _rank_loop(
         before = 0.0
         if SHAPE.add:
             before = tl.load(y_ptrs, mask=mask_y, other=0.0).to(tl.float32)
-        scale = _channel_scales(operands, place, offs_n, width, SHAPE)
+        scale = channel_scales(operands, place[0], place[1], offs_n, offs_n < width, width, SHAPE)
         total = _finish(total, before, scale, operands, rows[0], SHAPE)
         tl.store(y_ptrs, total.to(y_ptrs.dtype.element_ty), mask=mask_y)
         offs_n += TILE.block_n
