@@ -365,7 +365,7 @@ def expand_tile(tensors, operands, tile, block, call, strides, SHAPE: tl.constex
     In a loop, true ranks that are whole vectors have code of their own, as B streams best where nothing of it is
     dropped; float32 does without, since the shared memory of both counts.
 
-    tile: as in `shrink_gemm.shrink_tile`; call: as in `expand_row`.
+    tile: as in `shrink.shrink_tile`; call: as in `expand_row`.
     """
     h_ptr, y_ptr = tensors
     sorted_ptr, found = tile

@@ -18,7 +18,7 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> tup
 
 
 def check_same(like: Tensor, **tensors: Tensor) -> None:
-    """Raise TypeError when ``like`` is of a dtype that no kernel has, or one of ``tensors`` of another dtype or device."""
+    """Raise TypeError: ``like`` has a dtype that no kernel has, or one of ``tensors`` another dtype or device."""
     if like.dtype not in FLOATS:
         raise TypeError(f"dtype must be one of {list(FLOATS)}, got {like.dtype}; convert the model")
     for name, tensor in tensors.items():
