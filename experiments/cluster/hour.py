@@ -27,7 +27,7 @@ from experiments.workload import (
 from punica.cluster import ClusterPolicy
 
 if TYPE_CHECKING:
-    from punica.cluster.cluster_output import RunnerStep
+    from punica.cluster.ray_cluster import RunnerStep
 
 DURATION_S = 3600.0
 NUM_GPUS = 16

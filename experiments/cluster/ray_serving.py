@@ -24,8 +24,7 @@ from experiments.measure.disturbance import OTHER_CPU_LIMIT, CpuTimes, cpu_times
 from experiments.simulator import StepCost, TimedStep, Trace, fit_step_cost
 from experiments.workload import MAX_BATCH, released_lengths, rescaled
 from punica.adapters import LoRARequest, write_random_adapter
-from punica.cluster.cluster_output import RunnerStep
-from punica.cluster.ray_cluster import RayCluster
+from punica.cluster.ray_cluster import RayCluster, RunnerStep
 from punica.cluster.ray_runners import RankResources
 from punica.cluster.runner import random_engine
 from punica.engine import Engine, EngineConfig, Request, RequestState

@@ -12,8 +12,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from punica.cluster.gpu import ClusterRequest, Gpu
-from punica.cluster.open_gpus import OpenGpus
-from punica.cluster.placement import SCHEDULING_RULES, LargestWorkingSet
+from punica.cluster.placement import SCHEDULING_RULES, LargestWorkingSet, OpenGpus
 
 
 def is_home(gpu: Gpu, adapter: int) -> bool:

@@ -18,11 +18,10 @@ from punica.adapters import LoRARequest, LRUCache
 from punica.adapters.request import config_of
 from punica.adapters.source import AdapterVersion
 from punica.checks import check_count, clip
-from punica.cluster.adapter_files import StoredFiles
-from punica.cluster.crash_record import CrashRecord
+from punica.cluster.adapter_files import LoadedVersions, StoredFiles
 from punica.cluster.gpu import StepWork
-from punica.cluster.loaded_versions import LoadedVersions
 from punica.cluster.policy import ClusterPolicy
+from punica.cluster.quarantine import CrashRecord
 from punica.cluster.runner import JoiningRequest, RunnerDescription, StepCommand, StepReply
 from punica.engine.intake import StateFactory, check_tokens
 from punica.scheduling import Request, RequestState
@@ -118,12 +117,10 @@ class Dispatcher:
         return self.policy.num_queued >= self.max_queued
 
     def is_in_use(self, request_id: str) -> bool:
-        """Return True for the id of an unfinished request."""
         return request_id in self._keys
 
     @property
     def num_unfinished(self) -> int:
-        """Number of queued and running requests."""
         return len(self._entries)
 
     def add(self, request: Request) -> RequestState:
@@ -183,8 +180,7 @@ class Dispatcher:
         self._place()
 
     def died(self, uuid: str, reason: str) -> tuple[RequestState, ...]:
-        """Remove a runner that crashed with error ``reason``; return its requests that fail for it (`crash_record.py`).
-        """
+        """Remove a runner that crashed with error ``reason``; return its requests that fail for it."""
         runner, failed = self._forget(uuid), []
         for key in sorted((runner.inside - runner.drop) & self._entries.keys()):
             entry = self._entries[key]
@@ -326,7 +322,6 @@ class Dispatcher:
 
 
     def _forget(self, uuid: str) -> _RunnerState:
-        """Remove a runner; its requests are queued again."""
         self.policy.remove_gpu(uuid)
         self.startable.discard(uuid)
         return self._runners.pop(uuid)
@@ -349,7 +344,6 @@ class Dispatcher:
         del self._entries[entry.key], self._keys[entry.state.request_id]
 
     def _note_due(self, uuid: str) -> None:
-        """Mark a runner as startable or not."""
         runner, gpu = self._runners[uuid], self.policy.gpus[uuid]
         if not gpu.in_flight and (gpu.members or runner.drop or runner.probed):
             self.startable.add(uuid)
@@ -378,7 +372,6 @@ class Dispatcher:
 
 
 def _apply(state: RequestState, reply: StepReply, key: str) -> None:
-    """Apply a reply to one request."""
     if key in reply.failed:
         if key in reply.tokens:
             with suppress(Exception):  # undecodable token, the reason of the failure

@@ -116,22 +116,18 @@ class Gpu:
 
     @property
     def capacity(self) -> int:
-        """Tokens of KV cache in all pages."""
         return self.num_pages * self.page_size
 
     @property
     def working_set(self) -> int:
-        """Number of members."""
         return len(self.members)
 
     @property
     def num_decoding(self) -> int:
-        """Prefilled members."""
         return len(self.members) - len(self.pending)
 
     @property
     def free_pages(self) -> int:
-        """Pages that no member holds."""
         return self.num_pages - self.used_pages
 
     @property
@@ -145,7 +141,6 @@ class Gpu:
         return len(self.requests_of) * max((member.rank for member in self.members.values()), default=0)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return the number of pages that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.page_size)
 
     def has_room(self, request: ClusterRequest) -> bool:

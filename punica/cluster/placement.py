@@ -1,81 +1,98 @@
-"""Placement and eviction rules of a cluster: their protocol, their registry, and the paper's two.
+"""Placement and eviction rules of a cluster: their registry, and the paper's two.
 
 `punica` is section 5.1 of the paper. `released` is its released code where the two differ (disagreement D12 of
-``paper_results/README.md``). A new rule is one class with :data:`SCHEDULING_RULES` ``.register("name")``.
+``paper_results/README.md``). A new rule is a subclass of `LargestWorkingSet`, registered by
+:data:`SCHEDULING_RULES` ``.register("name")``.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from punica.cluster.gpu import ClusterRequest, Gpu
-from punica.cluster.open_gpus import OpenGpus
 from punica.registry import Registry
 
 
-class SchedulingRule(Protocol):
-    """Placement and eviction; ``prefills_per_step``: most prompts in one step of a GPU, ``None`` for all that are
-    pending. ``spare_pages``: it may evict as soon as some member has no free page, and not only for the next step's.
+class OpenGpus:
+    """GPUs whose batch has room, in ascending ``order``, a key that ends with the UUID and changes with the members
+    only; without one in any order.
     """
 
-    prefills_per_step: int | None
-    spare_pages: bool
+    def __init__(self, order: Callable[[Gpu], tuple] | None = None) -> None:
+        self._order = order
+        self._gpus: dict[str, Gpu] = {}
+        self._key_of: dict[str, tuple] = {}
+        self._keys: list[tuple] = []  # ascending
 
-    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        """Return one of ``gpus``: at least one, all with room for the request."""
+    def __iter__(self) -> Iterator[Gpu]:
+        return iter(self._gpus.values())
 
-    def must_evict(self, gpu: Gpu) -> bool:
-        """Return True when a member has to leave before the next step: at least when the pages do not suffice. While
-        they do, with ``spare_pages`` while there is a free page for each member, the answer changes with the members
-        alone.
-        """
+    def __reversed__(self) -> Iterator[Gpu]:
+        return (self._gpus[key[-1]] for key in reversed(self._keys))
 
-    def victim(self, gpu: Gpu) -> ClusterRequest:
-        """Return the member to evict."""
+    def after(self, key: tuple) -> Iterator[Gpu]:
+        """Yield GPUs in ascending order, those after ``key`` first."""
+        first = bisect_right(self._keys, key)
+        return (self._gpus[self._keys[i][-1]] for i in chain(range(first, len(self._keys)), range(first)))
+
+    def put(self, gpu: Gpu) -> None:
+        """Add a GPU, or give one whose members changed its place."""
+        self._gpus[gpu.uuid] = gpu
+        if self._order is not None:
+            self._forget(gpu.uuid)
+            key = self._key_of[gpu.uuid] = self._order(gpu)
+            insort(self._keys, key)
+
+    def discard(self, gpu: Gpu) -> None:
+        self._gpus.pop(gpu.uuid, None)
+        self._forget(gpu.uuid)
+
+    def _forget(self, uuid: str) -> None:
+        key = self._key_of.pop(uuid, None)
+        if key is not None:
+            del self._keys[bisect_left(self._keys, key)]
 
 
-class OrderedRule(SchedulingRule, Protocol):
-    """Rule whose choice is the first GPU with room in an order, which the policy keeps: no scan of all GPUs. A subclass
-    with another `choose` is not taken for one.
-    """
-
-    def order(self, gpu: Gpu) -> tuple:
-        """Return the key of the order, see `open_gpus.Order`."""
-
-    def candidates(self, gpus: OpenGpus) -> Iterator[Gpu]:
-        """Yield ``gpus``, sorted by `order`, in the order of preference."""
-
-
-SCHEDULING_RULES: Registry[type[SchedulingRule]] = Registry("scheduling rule")
+SCHEDULING_RULES: Registry[type["LargestWorkingSet"]] = Registry("scheduling rule")
 
 
 @SCHEDULING_RULES.register("punica")
 class LargestWorkingSet:
     """Punica's rule: the GPU with the largest working set, ties to the highest UUID. Busy GPUs fill up and idle ones
     can be released. The request that arrived last is evicted, which keeps first come first served.
+
+    Attributes:
+        prefills_per_step: most prompts in one step of a GPU, ``None`` for all that are pending.
+        spare_pages: the rule may evict as soon as some member has no free page, and not only for the next step's.
     """
 
     prefills_per_step: int | None = 1
     spare_pages: bool = False
 
     def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        """Consolidate."""
+        """Return one of ``gpus``: at least one, all with room for the request."""
         return max(gpus, key=LargestWorkingSet.order)
 
     @staticmethod
     def order(gpu: Gpu) -> tuple:
-        """Order by working set."""
+        """Return the key by which the policy keeps the GPUs of `candidates`."""
         return len(gpu.members), gpu.uuid
 
     def candidates(self, gpus: OpenGpus) -> Iterator[Gpu]:
-        """Prefer the largest working set."""
+        """Yield GPUs in the order of preference: the first with room is chosen, without a scan of all. A rule that
+        defines no ``candidates`` of its own is asked to `choose`.
+        """
         return reversed(gpus)
 
     def must_evict(self, gpu: Gpu) -> bool:
-        """Evict only when the next step would not fit."""
+        """Return True when a member has to leave before the next step: at least when the pages do not suffice. While
+        they do, with ``spare_pages`` while there is a free page for each member, the answer changes with the members
+        alone.
+        """
         return gpu.pages_to_grow() > gpu.free_pages
 
     def victim(self, gpu: Gpu) -> ClusterRequest:
-        """Return the newest member."""
+        """Return the member to evict."""
         return max(gpu.members.values(), key=lambda request: request.arrival)
 
 
@@ -93,14 +110,11 @@ class Released(LargestWorkingSet):
     spare_pages: bool = True
 
     def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        """Consolidate, then keep adapters together, then fill memory."""
         adapter = request.adapter_id
         return max(gpus, key=lambda gpu: (len(gpu.members), gpu.requests_of[adapter], -gpu.free_pages, gpu.uuid))
 
     def must_evict(self, gpu: Gpu) -> bool:
-        """Evict once there is less than one free page per request."""
         return super().must_evict(gpu) or gpu.free_pages < len(gpu.members) > 1
 
     def victim(self, gpu: Gpu) -> ClusterRequest:
-        """Return the oldest member."""
         return min(gpu.members.values(), key=lambda request: request.arrival)

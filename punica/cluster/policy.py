@@ -15,12 +15,10 @@ The same object decides in a simulation, for actors on a cluster and in tests. I
 
 import heapq
 from dataclasses import dataclass
-from typing import cast
 
 from punica.checks import check_count, clip
 from punica.cluster.gpu import ClusterRequest, Gpu, PlacedRequest
-from punica.cluster.open_gpus import OpenGpus
-from punica.cluster.placement import SCHEDULING_RULES, OrderedRule, SchedulingRule
+from punica.cluster.placement import SCHEDULING_RULES, OpenGpus
 from punica.cluster.quarantine import Quarantine
 
 PAGE_SIZE = 16
@@ -74,12 +72,9 @@ class ClusterPolicy:
         self, rule: str = "punica", max_batch_size: int = MAX_BATCH, page_size: int = PAGE_SIZE,
         light_load: int | None = None,
     ) -> None:  # fmt: skip
-        self.rule: SchedulingRule = SCHEDULING_RULES.get(rule)()
-        if missing := [name for name in SchedulingRule.__annotations__ if not hasattr(self.rule, name)]:
-            names = " and no ".join(missing)
-            raise TypeError(f"scheduling rule {rule} has no {names}: see punica.cluster.SchedulingRule")
-        ordered = "candidates" in vars(type(self.rule))  # a subclass may choose otherwise
-        self._ordered = cast(OrderedRule, self.rule) if ordered else None
+        self.rule = SCHEDULING_RULES.get(rule)()
+        is_ordered = "candidates" in vars(type(self.rule))  # a subclass may choose otherwise
+        self._ordered = self.rule if is_ordered else None
         self.max_batch_size = check_count("max_batch_size", max_batch_size)
         self.page_size = check_count("page_size", page_size)
         half = max(1, max_batch_size // 2)
@@ -102,7 +97,6 @@ class ClusterPolicy:
 
     @property
     def num_queued(self) -> int:
-        """Length of the queue."""
         return len(self._queue) + len(self._quarantine.queue)
 
     def add_gpu(self, uuid: str, num_pages: int) -> None:
@@ -254,7 +248,6 @@ class ClusterPolicy:
         return ScaleSignal(add, () if self._queue else tuple(idle if lightly else idle[:-1]))
 
     def _head_is_blocked(self) -> bool:
-        """Return True when no GPU has room for the head of the queue."""
         return bool(self._queue) and not any(gpu.has_room(self._queue[0][1]) for gpu in self._open)
 
     def _is_lightly_loaded(self, gpu: Gpu) -> bool:
@@ -272,7 +265,6 @@ class ClusterPolicy:
         heapq.heappush(self._queue, (request.arrival, request))
 
     def _remove(self, request: ClusterRequest) -> None:
-        """Remove a request from its GPU or its queue."""
         if request.gpu is not None:
             self._leave_gpu(request.gpu, request)
         elif request.quarantined:

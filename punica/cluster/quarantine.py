@@ -1,13 +1,63 @@
-"""Quarantine of suspected requests: served alone, one at a time, on a GPU reserved for them.
+"""Quarantine of requests that are suspected of crashing runners: served alone, one at a time, on a reserved GPU.
 
-`crash_record.py` says which requests are suspected. All others use the remaining GPUs meanwhile. The least loaded GPU
-is reserved: its present members may finish, and it admits no others.
+    batched --2 shared crashes--> quarantined --8 tokens--> batched --1 shared crash--> quarantined to its end
+                                       |
+                                       `--3 solo crashes--> FAILED
+
+A runner crash loses its whole batch, so one shared crash does not identify the culprit and fails no request. A culprit
+usually crashes again when its tokens are recomputed: quarantine shows which it is. The second quarantine is final, so
+each request takes part in at most three shared crashes. All others use the remaining GPUs meanwhile. The least loaded
+GPU is reserved: its present members may finish, and it admits no others.
 """
 
 import bisect
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from punica.cluster.gpu import ClusterRequest, Gpu, PlacedRequest
+
+MAX_SHARED_CRASHES = 2
+"""Crashes of runners with this request and others before it is quarantined."""
+MAX_SOLO_CRASHES = 3
+"""Crashes of runners with only this request before it fails."""
+PROBATION_TOKENS = 8
+"""Tokens that a request generates in its first quarantine before it is batched again."""
+
+
+@dataclass(eq=False)
+class CrashRecord:
+    """Runner crashes that one request took part in.
+
+    Attributes:
+        quarantined: the request is to be served alone. ``solo_crashes``: crashes of runners with only this request.
+    """
+
+    quarantined: bool = False
+    solo_crashes: int = 0
+    _shared_crashes: int = 0
+    _tokens: int = 0  # generated in quarantine since the last crash
+    _was_released: bool = False
+
+    def add_crash(self, shared: bool) -> None:
+        """Count a crash of the request's runner; ``shared``: other requests were in it."""
+        if shared:
+            self._shared_crashes += 1
+        else:
+            self.solo_crashes += 1
+        self._tokens = 0
+        self.quarantined |= self.solo_crashes > 0 or self._shared_crashes >= MAX_SHARED_CRASHES
+
+    @property
+    def must_fail(self) -> bool:
+        return self.solo_crashes >= MAX_SOLO_CRASHES
+
+    def add_token(self) -> bool:
+        """Count a token generated in quarantine; True when the quarantine ends with it."""
+        self._tokens += 1
+        if self._was_released or self._tokens < PROBATION_TOKENS:
+            return False
+        self.quarantined, self._was_released = False, True
+        return True
 
 
 class Quarantine:
@@ -23,7 +73,6 @@ class Quarantine:
         self.gpu: Gpu | None = None
 
     def add(self, request: ClusterRequest) -> None:
-        """Queue a request."""
         bisect.insort(self.queue, request, key=lambda one: one.arrival)
 
     def place(self, gpus: Collection[Gpu]) -> tuple[list[PlacedRequest], Gpu | None]:
@@ -39,7 +88,6 @@ class Quarantine:
         return [PlacedRequest(head.request_id, self.gpu.uuid)], freed
 
     def forget(self, gpu: Gpu) -> None:
-        """Drop a GPU that leaves the cluster."""
         if gpu is self.gpu:
             self.gpu = None
 

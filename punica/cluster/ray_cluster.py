@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, cast
 
 from punica.adapters import LoRARequest
@@ -23,16 +22,56 @@ from punica.adapters.request import check_same_source
 from punica.checks import check_count, clip
 from punica.cluster import ray_runners
 from punica.cluster.adapter_files import StoredFiles
-from punica.cluster.cluster_output import ClusterOutput, LostRunner, RunnerStep, cluster_output
 from punica.cluster.dispatcher import Dispatcher, EndedStep
+from punica.cluster.gpu import StepWork
 from punica.cluster.policy import ScaleSignal
-from punica.cluster.ray_runners import Lost, RankResources, RunnerProcesses, wait_for
+from punica.cluster.ray_runners import Lost, RankResources, RunnerProcesses, Timeouts, wait_for
 from punica.cluster.runner import RunnerDescription, StepReply
-from punica.cluster.timeouts import Timeouts
-from punica.engine import Engine, GenerationResult, Request, RequestState
+from punica.engine import Engine, GenerationResult, Request, RequestState, StepOutput, StepStatistics
 from punica.engine.generation import Generation
 
 _ONE_CPU, _TIMEOUTS = RankResources(), Timeouts()
+
+
+@dataclass(frozen=True)
+class RunnerStep:
+    """Timed step of a runner: order sent and reply received (``time.perf_counter`` seconds), ``seconds`` in the runner,
+    and the tokens of the requests that were not aborted meanwhile.
+    """
+
+    runner: str
+    work: StepWork
+    begin_s: float
+    end_s: float
+    seconds: float
+    num_tokens: int
+
+    @property
+    def is_empty(self) -> bool:
+        """True for a step without requests: a probe, or one that only took requests out."""
+        return not (self.work.decodes or self.work.prefill_tokens)
+
+
+@dataclass(frozen=True)
+class LostRunner:
+    """Runner that died or could not be started, and the error."""
+
+    runner: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ClusterOutput(StepOutput):
+    """Output of a `RayCluster.step`: ``steps`` of runners that ended, ``decisions_s`` (seconds of each decision of the
+    policy since the last output), runners ``lost`` (died or not started) and ``joined``. ``recomputed``: requests that
+    went on in another runner.
+    """
+
+    steps: tuple[RunnerStep, ...] = ()
+    decisions_s: tuple[float, ...] = ()
+    lost: tuple[LostRunner, ...] = ()
+    joined: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -82,6 +121,8 @@ class RayCluster(Generation):
         count, ranks = check_count("num_runners", num_runners), check_count("tp_size", tp_size)
         self._timeouts = timeouts
         self._last_loss = ""
+        self._lost: list[LostRunner] = []  # since the last output, and the requests that failed with them:
+        self._failed: list[RequestState] = []
         self._new_runner = partial(RunnerProcesses, build, ranks, resources)
         self._numbers = itertools.count()
         self._stored: dict[int, tuple[LoRARequest, StoredFiles]] = {}  # by adapter id: files in the object store
@@ -107,7 +148,7 @@ class RayCluster(Generation):
     def __enter__(self) -> "RayCluster":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -136,11 +177,9 @@ class RayCluster(Generation):
         return self.result_of(self._dispatcher.abort(request_id))
 
     def is_in_use(self, request_id: str) -> bool:
-        """Return True for the id of an unfinished request, or of one in an unfinished call."""
         return self._dispatcher.is_in_use(request_id) or request_id in self._own
 
     def has_unfinished(self) -> bool:
-        """Return True while :meth:`step` has output to bring."""
         return bool(self._dispatcher.num_unfinished or self._kept)
 
     def put_adapter(self, adapter: LoRARequest, files: StoredFiles | None = None) -> None:
@@ -172,8 +211,8 @@ class RayCluster(Generation):
         """
         joined: list[str] = []
         ended: list[tuple[RunnerStep, EndedStep]] = []
-        failed: list[RequestState] = []
-        lost = self._without_place()
+        for uuid in self._unplaced():
+            self._lose(uuid, self.runners[uuid].no_place(self._timeouts.place_s))
         self._order()
         self._check_alive()
         owners = {future: uuid for uuid, pending in self._pending.items() for future in pending.futures}
@@ -185,8 +224,7 @@ class RayCluster(Generation):
             try:
                 answer = self._collect(uuid, future)
             except Lost as error:
-                lost.append(self._note_loss(uuid, str(error)))
-                failed += self._replace(uuid, str(error))
+                self._lose(uuid, str(error))
                 continue
             if isinstance(answer, RunnerDescription):
                 self._dispatcher.join(uuid, answer)
@@ -195,15 +233,30 @@ class RayCluster(Generation):
                 arrived, done = time.perf_counter(), self._end(uuid, answer)
                 times = pending.begin_s, arrived, answer.seconds
                 ended.append((RunnerStep(uuid, done.work, *times, len(done.tokens)), done))
-        for uuid in self._overdue():
-            hung = f"its step has not ended within {self._timeouts.step_s:g} s"
-            lost.append(self._note_loss(uuid, hung))
-            failed += self._replace(uuid, hung)
+        now = time.perf_counter()
+        for uuid in [uuid for uuid, one in self._pending.items() if one.end_by_s is not None and now >= one.end_by_s]:
+            self._lose(uuid, f"its step has not ended within {self._timeouts.step_s:g} s")
         self._order()
+        return cast(ClusterOutput, self._with_kept(self._output(ended, joined)))
+
+    def _output(self, ended: list[tuple[RunnerStep, EndedStep]], joined: list[str]) -> ClusterOutput:
+        (lost, self._lost), (failed, self._failed) = (self._lost, []), (self._failed, [])
         decisions, self._dispatcher.decisions_s = tuple(self._dispatcher.decisions_s), []
         recomputed, self._dispatcher.recomputed = tuple(self._dispatcher.recomputed), []
-        output = cluster_output(ended, failed, decisions, lost, joined, recomputed, self.result_of)
-        return cast(ClusterOutput, self._with_kept(output))
+        statistics = StepStatistics(
+            batch_size=sum(len(one.tokens) for _, one in ended),
+            num_prefill_tokens=sum(step.work.prefill_tokens for step, _ in ended),
+            schedule_s=sum(decisions),
+        )
+        states = [state for _, one in ended for state in (*one.finished, *one.failed)] + failed
+        results = [self.result_of(state) for state in states]
+        return ClusterOutput(
+            {name: token for _, one in ended for name, token in one.tokens.items()},
+            tuple(result for result in results if result.error is None),
+            statistics,
+            tuple(result for result in results if result.error is not None),
+            tuple(step for step, _ in ended), decisions, tuple(lost), tuple(joined), recomputed,
+        )  # fmt: skip
 
     def use_rule(self, rule: str) -> None:
         """Schedule by another rule from now on, e.g. to compare rules on the same runners. ValueError for an unknown
@@ -248,7 +301,6 @@ class RayCluster(Generation):
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for a GPU."""
         return self._dispatcher.policy.num_queued
 
     @property
@@ -258,12 +310,10 @@ class RayCluster(Generation):
 
     @property
     def max_batch_size(self) -> int:
-        """Requests that one runner serves at once."""
         return self._dispatcher.description.max_batch_size
 
     @property
     def has_lora(self) -> bool:
-        """True where runners serve adapters."""
         return self._dispatcher.description.has_lora
 
     @property
@@ -305,8 +355,9 @@ class RayCluster(Generation):
 
     def _await_start(self, uuid: str) -> RunnerDescription:
         while True:
-            for lost in self._without_place():
-                raise RuntimeError(f"{lost.runner} could not be started: {lost.reason}")
+            for unplaced in self._unplaced():
+                reason = self.runners[unplaced].no_place(self._timeouts.place_s)
+                raise RuntimeError(f"{unplaced} could not be started: {reason}")
             for future in wait_for(self._pending[uuid].futures, self._patience(None)):
                 try:
                     found = self._collect(uuid, future)
@@ -315,24 +366,12 @@ class RayCluster(Generation):
                 if isinstance(found, RunnerDescription):
                     return found
 
-    def _without_place(self) -> list[LostRunner]:
-        """Give up runners whose reservation has timed out."""
-        lost = []
-        for uuid, pending in list(self._pending.items()):
-            if pending.place_by_s is None:
-                continue
-            runner = self.runners[uuid]
-            if runner.is_placed:
+    def _unplaced(self) -> list[str]:
+        for uuid, pending in self._pending.items():
+            if pending.place_by_s is not None and self.runners[uuid].is_placed:
                 pending.place_by_s = None
-            elif time.perf_counter() >= pending.place_by_s:
-                lost.append(self._note_loss(uuid, runner.no_place(self._timeouts.place_s)))
-                self._give_up(uuid)
-        return lost
-
-    def _overdue(self) -> list[str]:
-        """Return the runners whose step takes too long."""
         now = time.perf_counter()
-        return [uuid for uuid, one in self._pending.items() if one.end_by_s is not None and now >= one.end_by_s]
+        return [uuid for uuid, one in self._pending.items() if one.place_by_s is not None and now >= one.place_by_s]
 
     def _patience(self, timeout_s: float | None) -> float | None:
         """Return the seconds to wait: until the next deadline of a runner, at most ``timeout_s``."""
@@ -341,9 +380,10 @@ class RayCluster(Generation):
         waits = [max(0.0, by_s - now) for by_s in deadlines if by_s is not None]
         return min([*waits, *([] if timeout_s is None else [timeout_s])], default=None)
 
-    def _note_loss(self, uuid: str, reason: str) -> LostRunner:
+    def _lose(self, uuid: str, reason: str) -> None:
         self._last_loss = f"; the last one was lost: {uuid}: {reason}"
-        return LostRunner(uuid, reason)
+        self._lost.append(LostRunner(uuid, reason))
+        self._failed += self._replace(uuid, reason)
 
     def _collect(self, uuid: str, future: Any) -> RunnerDescription | StepReply | None:
         """Take the reply of one rank; return the runner's answer once all ranks have replied. `Lost`."""
@@ -365,14 +405,14 @@ class RayCluster(Generation):
             raise
 
     def _order(self) -> None:
-        """Order the next step of every runner that has something to do and no step under way."""
         while self._dispatcher.startable:
             uuid = min(self._dispatcher.startable)
             command = self._dispatcher.begin(uuid)
             if command is not None:
                 begin_s = time.perf_counter()  # before the order: the step may end while it is sent
-                end_by_s = begin_s + self._timeouts.step_s
-                self._pending[uuid] = _PendingReply(self.runners[uuid].step(command), begin_s, end_by_s=end_by_s)
+                self._pending[uuid] = _PendingReply(
+                    self.runners[uuid].step(command), begin_s, end_by_s=begin_s + self._timeouts.step_s
+                )
 
     def _replace(self, uuid: str, reason: str) -> tuple[RequestState, ...]:
         """Replace a runner that is lost, or give up one that died while starting; return the requests that failed with

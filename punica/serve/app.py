@@ -1,6 +1,8 @@
-"""Routes of the server, and its errors in OpenAI's form."""
+"""Routes of the server, its errors in OpenAI's form, and an id on every answer."""
 
 import logging
+import re
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -13,27 +15,25 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from punica import __version__
 from punica.adapters import LoRARequest
 from punica.checks import clip
-from punica.engine import Engine
+from punica.serve.access import Keys
 from punica.serve.backend import Backend
-from punica.serve.backpressure import BodyLimit, Room
 from punica.serve.catalogue import Catalogue
-from punica.serve.engine_thread import EngineThread
 from punica.serve.errors import ApiError, invalid_body, unreadable_body
-from punica.serve.keys import Keys
+from punica.serve.limits import BodyLimit, Room, Stopping
 from punica.serve.metrics import Metrics
 from punica.serve.protocol import ChatBody, CompletionBody, LoadAdapter, UnloadAdapter
-from punica.serve.request_ids import RequestIds
 from punica.serve.responses import GenerationResponse, Generator
 from punica.serve.sampling import check_supported
-from punica.serve.stopping import Stopping
 from punica.serve.text import TokenStrings
 
 _log = logging.getLogger(__name__)
+_ID_HEADER = b"x-request-id"
+_VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -57,29 +57,18 @@ class Settings:
     max_body: int = 1 << 20
 
 
-class _App(FastAPI):
-    """Application whose answers have ids, those to unexpected errors included."""
-
-    def build_middleware_stack(self) -> ASGIApp:
-        """Put the ids around all other layers."""
-        return RequestIds(super().build_middleware_stack())
-
-
-def make_app(engine: Engine, settings: Settings) -> FastAPI:
-    """Build the ASGI application that serves one engine; errors of :func:`app_of`."""
-    return app_of(EngineThread(engine, Metrics()), settings)
-
-
-def app_of(backend: Backend, settings: Settings) -> FastAPI:
+def make_app(backend: Backend, settings: Settings) -> FastAPI:
     """Build the ASGI application that serves an engine, which runs from start-up to shut-down.
 
     ValueError: the engine has no tokenizer.
     """
-    codec = backend.engine.codec
+    codec = backend.facts.codec
     if codec is None:
         raise ValueError("the engine has no tokenizer, so no text to serve; add tokenizer files to the checkpoint")
-    metrics, room, stopping = backend.metrics, Room(backend.num_places + settings.max_queue), Stopping()
+    room, stopping = Room(backend.facts.num_places + settings.max_queue), Stopping()
     catalogue = Catalogue(settings.base, settings.adapters, settings.keys, settings.roots)
+    tokenizing = ThreadPoolExecutor(1, "punica-tokenizer")
+    generator = Generator(backend, codec, TokenStrings(codec), room, stopping, tokenizing)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -90,21 +79,46 @@ def app_of(backend: Backend, settings: Settings) -> FastAPI:
             await backend.stop()
             tokenizing.shutdown()
 
-    tokenizing = ThreadPoolExecutor(1, "punica-tokenizer")
-    generator = Generator(backend, codec, TokenStrings(codec), room, stopping, tokenizing)
     app = _App(title="punica", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.stopping = stopping  # for the server
     app.add_middleware(BodyLimit, max_body=settings.max_body)
-    _add_errors(app, metrics)
+    _add_errors(app, backend.metrics)
     served = APIRouter(prefix="/v1", dependencies=[Depends(stopping.check)])
-    _add_generation(served, generator, catalogue)
-    _add_adapters(served, backend, catalogue)
+    _add_models(served, generator, catalogue)
     app.include_router(served)
-    _add_operations(app, backend, metrics, stopping)
+    _add_operations(app, backend, stopping)
     return app
 
 
-def _add_generation(routes: APIRouter, generator: Generator, catalogue: Catalogue) -> None:
+class RequestIds:
+    """ASGI middleware that returns a client's ``x-request-id``, or one of its own where none or no valid one came.
+
+    An id has at most 128 visible ASCII characters. ``scope["request_id"]`` is that of a request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = next((value for name, value in scope.get("headers", ()) if name == _ID_HEADER), b"")
+        request_id = given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+
+        async def identified(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (_ID_HEADER, request_id)]}
+            await send(message)
+
+        await self._app({**scope, "request_id": request_id.decode()}, receive, identified)
+
+
+class _App(FastAPI):
+    """Application whose answers have ids, those to unexpected errors included."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return RequestIds(super().build_middleware_stack())
+
+
+def _add_models(routes: APIRouter, generator: Generator, catalogue: Catalogue) -> None:
     def respond(request: Request, body: CompletionBody | ChatBody) -> Response:
         adapter = catalogue.find(body.model, _key(request))
         check_supported(body)
@@ -118,8 +132,6 @@ def _add_generation(routes: APIRouter, generator: Generator, catalogue: Catalogu
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         return respond(request, body)
 
-
-def _add_adapters(routes: APIRouter, backend: Backend, catalogue: Catalogue) -> None:
     @routes.head("/models", include_in_schema=False)
     @routes.get("/models")
     async def models(request: Request) -> dict[str, Any]:
@@ -133,16 +145,16 @@ def _add_adapters(routes: APIRouter, backend: Backend, catalogue: Catalogue) -> 
 
     @routes.post("/load_lora_adapter")
     async def load_lora_adapter(request: Request, body: LoadAdapter) -> Response:
-        await catalogue.load(body, _key(request), backend)
+        await catalogue.load(body, _key(request), generator.backend)
         return PlainTextResponse(f"Success: LoRA adapter {clip(body.lora_name)} added successfully.")
 
     @routes.post("/unload_lora_adapter")
     async def unload_lora_adapter(request: Request, body: UnloadAdapter) -> Response:
-        await catalogue.unload(body.lora_name, _key(request), backend)
+        await catalogue.unload(body.lora_name, _key(request), generator.backend)
         return PlainTextResponse(f"Success: LoRA adapter {clip(body.lora_name)} removed successfully.")
 
 
-def _add_operations(app: FastAPI, backend: Backend, metrics: Metrics, stopping: Stopping) -> None:
+def _add_operations(app: FastAPI, backend: Backend, stopping: Stopping) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
@@ -157,7 +169,7 @@ def _add_operations(app: FastAPI, backend: Backend, metrics: Metrics, stopping: 
     @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics")
     async def exposition() -> Response:
-        return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(backend.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_errors(app: FastAPI, metrics: Metrics) -> None:

@@ -1,80 +1,196 @@
-"""`Backend`: an engine as the API sees it, wherever it runs; all methods are called on the event loop."""
+"""`Backend`: the server's side of an engine, wherever that runs; its methods are called on the event loop.
 
+    submit, abort, admit, retire --orders--> the engine's `Stepper`: all orders, then one step, again
+    Call.batches() <--one message per step or order-- new tokens of all requests, replies, notes for the metrics
+
+The stepper is in another process (`process.py`), or in a thread that steps a cluster of processes (`runners.py`).
+"""
+
+import asyncio
+import itertools
+import threading
 from abc import ABC, abstractmethod
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from punica.adapters import LoRARequest
-from punica.engine.pretrained import GenerationDefaults
-from punica.engine.text import TextCodec
-from punica.serve.calls import Call
+from punica.engine import Request
+from punica.serve.errors import ApiError
 from punica.serve.metrics import Metrics
+from punica.serve.stepper import EngineFacts, EngineStepper, Message, Order, Piece, Stepper
+
+_NUMBERS = itertools.count()
 
 
-class EngineFacts(Protocol):
-    """Sizes and settings of an engine, as far as the API needs them."""
+@dataclass(eq=False)
+class Call:
+    """Requests of one HTTP call, and their pieces as they arrive on the event loop.
 
-    @property
-    def codec(self) -> TextCodec | None:
-        """Its tokenizer."""
+    ``streams``: pieces with every step; otherwise one piece per request, when it ends. ``number``: its own.
+    """
 
-    @property
-    def defaults(self) -> GenerationDefaults:
-        """Sampling of requests that leave parameters out."""
+    requests: Sequence[Request]
+    streams: bool
+    number: int = field(default_factory=_NUMBERS.__next__)
+    num_unfinished: int = field(init=False)
 
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a request."""
+    def __post_init__(self) -> None:
+        self.num_unfinished = len(self.requests)
+        self._pieces: list[Piece] = []
+        self._arrived = asyncio.Event()
+        self._error: ApiError | None = None
+
+    def put(self, piece: Piece) -> None:
+        """Append a piece."""
+        self.num_unfinished -= piece.result is not None
+        self._pieces.append(piece)
+        self._arrived.set()
+
+    def end(self, error: ApiError) -> None:
+        """Have :meth:`batches` raise an error instead of waiting for further pieces."""
+        self._error = error
+        self._arrived.set()
+
+    async def batches(self) -> AsyncIterator[list[Piece]]:
+        """Yield all pieces that have arrived, until every request has ended. ApiError 500: the engine failed; the one
+        of :meth:`end`.
+        """
+        while self.num_unfinished or self._pieces:
+            await self._arrived.wait()
+            self._arrived.clear()
+            batch, self._pieces = self._pieces, []
+            for piece in batch:
+                if piece.error is not None:
+                    raise ApiError(500, piece.error, code="engine_failed")
+            yield batch
+            if self._error is not None and self.num_unfinished:
+                raise self._error
 
 
 class Backend(ABC):
-    """Engine of a server."""
+    """Engine of a server: orders to its `Stepper`, and the effects of messages. ``facts``: its sizes and settings."""
 
-    engine: EngineFacts
-    metrics: Metrics
+    facts: EngineFacts
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self._numbers = itertools.count()
+        self._replies: dict[int, asyncio.Future[Any]] = {}  # by number of the order
+        self._calls: dict[int, Call] = {}  # by their numbers: those that have not ended
+        self._health = "ok"
+        self._end_reason = ""  # once it has ended
 
     @abstractmethod
-    def start(self) -> None:
-        """Begin to deliver pieces on the running event loop."""
+    def _put(self, order: Order) -> None:
+        """Hand over an order, at once."""
 
     @abstractmethod
     async def stop(self) -> None:
         """Abort what is unfinished and end."""
 
-    @property
-    @abstractmethod
-    def num_places(self) -> int:
-        """Requests that are served at once."""
-
-    @property
-    @abstractmethod
-    def has_lora(self) -> bool:
-        """True where adapters can be served."""
-
-    @property
-    @abstractmethod
-    def is_healthy(self) -> bool:
-        """True while the engine runs and its last step did not raise."""
+    def start(self) -> None:
+        """Begin to deliver pieces on the running event loop."""
+        self._loop = asyncio.get_running_loop()
 
     @property
     def health(self) -> str:
         """State in one word: ``"ok"``, ``"degraded"`` (slower than it was started for) or ``"failed"``."""
-        return "ok" if self.is_healthy else "failed"
+        return "failed" if self._end_reason else self._health
 
-    @abstractmethod
     async def submit(self, call: Call) -> None:
         """Queue all requests of a call, or none; raises what ``Engine.add_request`` raises. ApiError 503: it ended."""
+        self._calls[call.number] = call
+        await self.order(Stepper.add, call.number, call.requests, call.streams)
 
-    @abstractmethod
     def abort(self, call: Call) -> None:
         """Take out the requests of a call that have not ended; also of one whose :meth:`submit` was cancelled."""
+        self._calls.pop(call.number, None)
+        if call.num_unfinished:
+            with suppress(ApiError):  # ended: all its requests have
+                self.order(Stepper.abort, [request.request_id for request in call.requests])
 
-    @abstractmethod
     async def admit(self, adapter: LoRARequest) -> None:
-        """Read and check an adapter that is about to get a name, and serve this version of it.
+        """Read and check an adapter that is about to get a name, beside the steps, and serve this version of it.
 
         FileNotFoundError, TypeError, ValueError: it does not fit.
         """
+        await self.order(EngineStepper.read, adapter)
 
-    @abstractmethod
     async def retire(self, adapter_id: int) -> None:
         """Remove an adapter from the engine's memory as soon as no request uses it."""
+        await self.order(Stepper.retire, adapter_id)
+
+    def order(self, function: Callable[..., Any], *arguments: Any) -> "asyncio.Future[Any]":
+        """Have ``function(stepper, *arguments)`` called between two steps; the future has its value or error.
+
+        ApiError 503: the engine has ended.
+        """
+        if self._end_reason:
+            raise ApiError(503, self._end_reason, code="engine_stopped")
+        number = next(self._numbers)
+        self._put(Order(number, function, arguments))
+        reply = self._replies[number] = self._loop.create_future()
+        return reply
+
+    def _take(self, message: Message) -> None:
+        for note in message.notes:
+            note(self.metrics)
+        self._health = message.health
+        for number, piece in message.pieces:
+            if number in self._calls:
+                self._calls[number].put(piece)
+        if message.reply is None:
+            return
+        reply = self._replies.pop(message.reply.number)
+        if reply.done():  # cancelled
+            return
+        if message.reply.error is None:
+            reply.set_result(message.reply.value)
+        else:
+            reply.set_exception(message.reply.error)
+
+    def _end(self, reason: str) -> None:
+        """Order nothing more; open calls get an error, orders without reply a refusal."""
+        if self._end_reason:
+            return
+        self._end_reason = reason
+        self.metrics.note_idle()
+        for call in self._calls.values():
+            if call.num_unfinished:
+                call.put(Piece(0, [], 0, [], error=reason))
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(ApiError(503, reason, code="engine_stopped"))
+
+
+class SteppingThread(Backend):
+    """Thread of this process with a `Stepper`."""
+
+    def __init__(self, stepper: Stepper, metrics: Metrics) -> None:
+        super().__init__(metrics)
+        self.stepper, self.facts = stepper, stepper.facts
+        stepper.send = partial(self._call_soon, self._take)
+        self._thread = threading.Thread(target=self._run, name="punica-engine", daemon=True)
+
+    def start(self) -> None:
+        super().start()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        self._end("the server is stopping")
+        self.stepper.orders.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _put(self, order: Order) -> None:
+        self.stepper.orders.put(order)
+
+    def _run(self) -> None:
+        self.stepper.run()
+        self._call_soon(self._end, "the engine has stopped")
+
+    def _call_soon(self, function: Callable[[Any], None], argument: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, argument)

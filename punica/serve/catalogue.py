@@ -9,10 +9,9 @@ from typing import Any
 
 from punica.adapters import LoRARequest
 from punica.checks import clip
+from punica.serve.access import Keys, allowed_folder
 from punica.serve.backend import Backend
 from punica.serve.errors import ApiError
-from punica.serve.folders import allowed_folder
-from punica.serve.keys import Keys
 from punica.serve.protocol import LoadAdapter
 
 MOST_ADAPTERS = 65_536
@@ -58,18 +57,15 @@ class Catalogue:
 
         ApiError 401, 403, 404, 400: key, folder, name in use without ``load_inplace``, or an adapter that does not fit.
         """
-        name = body.lora_name
+        name, fields = body.lora_name, body.model_dump(include={"is_3d_lora_weight", "weights_mapper"})
         self.keys.check_manager(key)
         folder = await asyncio.to_thread(allowed_folder, body.lora_path, self._roots)
         async with self._lock:
             self._check_name(name, body.load_inplace)
-            if not backend.has_lora:
+            if not backend.facts.has_lora:
                 raise ApiError(400, "this server has no adapter slots; start it with --adapter or --max-loras")
             try:
-                adapter = LoRARequest(
-                    name, next(self._ids), folder, is_3d_lora_weight=body.is_3d_lora_weight,
-                    weights_mapper=body.weights_mapper,
-                )  # fmt: skip
+                adapter = LoRARequest(name, next(self._ids), folder, **fields)
                 await backend.admit(adapter)
             except (OSError, TypeError, ValueError) as error:
                 status = 404 if isinstance(error, FileNotFoundError) else 400

@@ -4,14 +4,14 @@ import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 from punica import __version__
 from punica.checks import clip
-from punica.serve.folders import allowed_roots
-from punica.serve.keys import Keys
+from punica.serve.access import Keys, allowed_roots
 
 DRAIN_S = 5.0
 """Default time from SIGTERM to the closed port."""
@@ -25,66 +25,54 @@ _EPILOG = "Arguments may stand in a file, one per line: python -m punica.serve C
 
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Exit with one line, without the usage."""
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
-def pair(text: str) -> tuple[str, str]:
-    """Split ``NAME=VALUE``. ArgumentTypeError: one of the two is missing."""
-    name, sign, value = text.partition("=")
-    if not (name and sign and value):
-        raise ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
+def parts(form: str, may_be_empty: int = 0) -> Callable[[str], tuple[str, ...]]:
+    """Return the function that splits ``NAME=VALUE`` and the like; the last ``may_be_empty`` parts may be empty."""
 
+    def split(text: str) -> tuple[str, ...]:
+        names = form.split("=")
+        found = text.split("=", len(names) - 1)
+        if len(found) < len(names) or not all(found[: len(names) - may_be_empty]):
+            raise ArgumentTypeError(f"{text!r} is not {form}")
+        return tuple(found)
 
-def rename(text: str) -> tuple[str, str, str]:
-    """Split ``NAME=OLD=NEW``, of which ``NEW`` may be empty. ArgumentTypeError: another is missing."""
-    (name, _, rest) = text.partition("=")
-    old, sign, new = rest.partition("=")
-    if not (name and old and sign):
-        raise ArgumentTypeError(f"{text!r} is not NAME=OLD=NEW")
-    return name, old, new
+    return split
 
 
 def number(kind: type[int] | type[float], lowest: float, highest: float = math.inf) -> Callable[[str], Any]:
-    """Return the function that reads a finite number within limits. Its ArgumentTypeError: another text."""
-
     def read(text: str) -> Any:
-        try:
+        with suppress(ValueError):
             found = kind(text)
-        except ValueError:
-            found = math.nan
-        if not (lowest <= found <= highest and math.isfinite(found)):
-            most = "" if highest == math.inf else f", at most {highest}"
-            whole = "an integer" if kind is int else "a number"
-            raise ArgumentTypeError(f"{clip(text)} must be {whole}, at least {lowest}{most}")
-        return found
+            if lowest <= found <= highest and math.isfinite(found):
+                return found
+        most = "" if highest == math.inf else f", at most {highest}"
+        whole = "an integer" if kind is int else "a number"
+        raise ArgumentTypeError(f"{clip(text)} must be {whole}, at least {lowest}{most}")
 
     return read
 
 
 def parser() -> ArgumentParser:
-    """Build the parser."""
     made = _Parser(
         "python -m punica.serve", description="Serve a checkpoint and its LoRA adapters by OpenAI's API.",
         epilog=_EPILOG, fromfile_prefix_chars="@",
     )  # fmt: skip
-    made.add_argument("checkpoint", help="folder that transformers wrote")
-    made.add_argument("--version", action="version", version=f"punica {__version__}")
-    made.add_argument("--adapter", type=pair, action="append", default=[], metavar="NAME=FOLDER", help="repeatable")
-    made.add_argument(
-        "--adapter-rename", type=rename, action="append", default=[], metavar="NAME=OLD=NEW",
-        help="replaces OLD in the names of this adapter's tensors; NEW may be empty; repeatable, in order",
-    )  # fmt: skip
-    made.add_argument("--host", default="127.0.0.1")
-    made.add_argument("--port", type=number(int, 0, 65535), default=8000, metavar="N", help="0: a free one")
-    made.add_argument("--served-model-name", metavar="NAME", help="of the base model; default: the folder's name")
-    made.add_argument("--api-key", metavar="KEY", help="opens the base model, adapters without a key, loading")
-    made.add_argument("--adapter-key", type=pair, action="append", default=[], metavar="NAME=KEY", help="repeatable")
-    made.add_argument(
-        "--allow-folder", action="append", default=[], metavar="DIR",
-        help="adapters below it may be loaded by requests; repeatable; default: none",
-    )  # fmt: skip
+    add = made.add_argument
+    several: dict[str, Any] = {"action": "append", "default": []}
+    add("checkpoint", help="folder that transformers wrote")
+    add("--version", action="version", version=f"punica {__version__}")
+    add("--adapter", type=parts("NAME=VALUE"), **several, metavar="NAME=FOLDER", help="repeatable")
+    add("--adapter-rename", type=parts("NAME=OLD=NEW", 1), **several, metavar="NAME=OLD=NEW",
+        help="replaces OLD in the names of this adapter's tensors; NEW may be empty; repeatable, in order")  # fmt: skip
+    add("--host", default="127.0.0.1")
+    add("--port", type=number(int, 0, 65535), default=8000, metavar="N", help="0: a free one")
+    add("--served-model-name", metavar="NAME", help="of the base model; default: the folder's name")
+    add("--api-key", metavar="KEY", help="opens the base model, adapters without a key, loading")
+    add("--adapter-key", type=parts("NAME=VALUE"), **several, metavar="NAME=KEY", help="repeatable")
+    add("--allow-folder", **several, metavar="DIR",
+        help="adapters below it may be loaded by requests; repeatable; default: none")  # fmt: skip
     for name, default, lowest, meaning in (
         ("max-queue", 1024, 0, "waiting generations, then 429"), ("max-body", 1 << 20, 1, "bytes of a body, then 413"),
         ("max-loras", None, 1, "adapter slots"), ("max-cpu-loras", None, 1, "adapters in host memory"),
@@ -92,26 +80,21 @@ def parser() -> ArgumentParser:
         ("max-batch-size", None, 1, "requests of one step"),
     ):  # fmt: skip
         meaning += "; default: as Engine.from_pretrained" if default is None else f"; default: {default}"
-        made.add_argument(f"--{name}", type=number(int, lowest), default=default, metavar="N", help=meaning)
+        add(f"--{name}", type=number(int, lowest), default=default, metavar="N", help=meaning)
     for name, seconds, meaning in (
         ("drain", DRAIN_S, "after SIGTERM: /health is 503, new requests are refused, the port stays open"),
         ("grace", GRACE_S, "after that: running answers may end"),
     ):
         meaning += f"; default: {seconds:g}"
-        made.add_argument(f"--{name}", type=number(float, 0), default=seconds, metavar="SECONDS", help=meaning)
-    made.add_argument(
-        "--ray", type=number(int, 1), metavar="N", help="serve on N engines, one GPU each where there are GPUs"
-    )
-    made.add_argument("--ray-address", metavar="ADDRESS", help="of a Ray cluster; default: a new one on this machine")
-    made.add_argument(
-        "--step-timeout", type=number(float, 0.001), metavar="SECONDS",
-        help="a runner of --ray whose step takes longer is killed",
-    )  # fmt: skip
-    made.add_argument(
-        "--adapter-templates", action="store_true",
+        add(f"--{name}", type=number(float, 0), default=seconds, metavar="SECONDS", help=meaning)
+    add("--ray", type=number(int, 1), metavar="N", help="serve on N engines, one GPU each where there are GPUs")
+    add("--ray-address", metavar="ADDRESS", help="of a Ray cluster; default: a new one on this machine")
+    add("--step-timeout", type=number(float, 0.001), metavar="SECONDS",
+        help="a runner of --ray whose step takes longer is killed")  # fmt: skip
+    add("--adapter-templates", action="store_true",
         help="chats use the template in their adapter's folder, in the server's process: for trusted folders",
     )  # fmt: skip
-    made.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
+    add("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
     return made
 
 

@@ -30,7 +30,6 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """JSON body of the answer."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         param = None if self.param is None else _encodable(self.param)
         return {"error": {"message": _encodable(self.message), "type": kind, "param": param, "code": self.code}}

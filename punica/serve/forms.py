@@ -1,9 +1,11 @@
-"""Shapes of answers: OpenAI's completion and chat objects, whole and in chunks."""
+"""Shapes of answers: OpenAI's completion and chat objects, whole, in chunks, and as server-sent events."""
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Candidate(NamedTuple):
@@ -28,7 +30,6 @@ class CompletionForm:
     prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
 
     def choice(self, index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
-        """One choice of an answer, ``delta`` of a chunk."""
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     delta = choice
@@ -55,16 +56,13 @@ class ChatForm:
     prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def choice(self, index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
-        """One choice of an answer."""
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def delta(self, index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
-        """One choice of a chunk."""
         return {"index": index, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self, index: int) -> dict[str, Any]:
-        """Choice before the first token: the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -82,7 +80,6 @@ class ChatForm:
 
 
 def usage(num_prompt: int, num_generated: int) -> dict[str, int]:
-    """Return the numbers of tokens of one call."""
     return {
         "prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": num_prompt + num_generated,
     }  # fmt: skip
@@ -90,3 +87,34 @@ def usage(num_prompt: int, num_generated: int) -> dict[str, int]:
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST_LOGPROB)
+
+
+def event(data: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(data).encode() + b"\n\n"
+
+
+class TextEvents:
+    """Events with the new text of a choice; what surrounds the text is encoded once, as most events differ in it only.
+
+    ``head``: fields before the choices.
+    """
+
+    def __init__(self, form: ChatForm | CompletionForm, head: dict[str, Any]) -> None:
+        self._form, self._head = form, head
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # by choice
+
+    def set_usage(self, usage: dict[str, int]) -> None:
+        self._head = {**self._head, "usage": usage}
+        self._frames.clear()
+
+    def of(self, index: int, text: str, logprobs: Any, reason: str | None) -> bytes:
+        if logprobs is not None or reason is not None:
+            return self._event(index, text, logprobs, reason)
+        if index not in self._frames:
+            before, _, after = self._event(index, "", None, None).rpartition(b'""')  # its last string: nulls follow
+            self._frames[index] = before, after
+        before, after = self._frames[index]
+        return before + _encode(text).encode() + after
+
+    def _event(self, index: int, text: str, logprobs: Any, reason: str | None) -> bytes:
+        return event({**self._head, "choices": [self._form.delta(index, text, logprobs, reason)]})

@@ -17,22 +17,19 @@ from fastapi import FastAPI
 
 from punica.adapters import LoRARequest
 from punica.cluster.ray_cluster import RayCluster
-from punica.cluster.ray_runners import RankResources
-from punica.cluster.timeouts import Timeouts
+from punica.cluster.ray_runners import RankResources, Timeouts
 from punica.engine import Engine
-from punica.serve.app import Settings, app_of
-from punica.serve.engine_child import REFUSALS
-from punica.serve.engine_process import EngineProcess
-from punica.serve.metrics import Metrics
-from punica.serve.runners_thread import RunnersThread
+from punica.serve.app import Settings, make_app
+from punica.serve.process import EngineProcess
+from punica.serve.runners import RunnersThread
 from punica.serve.server import Server
+from punica.serve.stepper import REFUSALS
 from punica.threads import limit_threads
 
 _MOST_QUEUED = 1 << 30  # no limit of the cluster's own: the server counts with --max-queue
 
 
 def settings_of(options: Namespace) -> Settings:
-    """Return the server's settings."""
     adapters = [
         LoRARequest(name, number, folder, weights_mapper=options.renames[name] or None)
         for number, (name, folder) in enumerate(options.adapter, start=1)
@@ -47,7 +44,6 @@ def build_of(options: Namespace, settings: Settings) -> Callable[[], Engine]:
 
 
 def _load(base: str, folder: str, adapters: Sequence[LoRARequest], sizes: dict[str, Any]) -> Engine:
-    """Load an engine, and say what was loaded."""
     began = time.perf_counter()
     engine = Engine.from_pretrained(folder, adapters, **sizes)
     limit_threads(engine.runner.model)  # before their number is told
@@ -66,43 +62,36 @@ def _load(base: str, folder: str, adapters: Sequence[LoRARequest], sizes: dict[s
 
 
 def cluster_of(options: Namespace, settings: Settings) -> RayCluster:
-    """Start the runners of ``--ray``; errors of `RayCluster`."""
     threads = max(1, (os.cpu_count() or 1) // options.ray)
     each = RankResources(num_gpus=float(torch.cuda.is_available()), num_threads=threads)
-    timeouts = Timeouts() if options.step_timeout is None else Timeouts(step_s=options.step_timeout)
-    return RayCluster(
-        build_of(options, settings), options.ray, resources=each, max_queued=_MOST_QUEUED,
-        address=options.ray_address, timeouts=timeouts,
-    )  # fmt: skip
+    timeouts = Timeouts(**({} if options.step_timeout is None else {"step_s": options.step_timeout}))
+    waiting = {"max_queued": _MOST_QUEUED, "address": options.ray_address, "timeouts": timeouts}
+    return RayCluster(build_of(options, settings), options.ray, resources=each, **waiting)
 
 
 @contextmanager
 def opened(options: Namespace, settings: Settings) -> Iterator[FastAPI]:
     """Build the application over an engine in a process of its own, or over runners; they end with the block."""
     if options.ray is None:
-        with EngineProcess(build_of(options, settings), Metrics()) as engine:
-            yield app_of(engine, settings)
+        with EngineProcess(build_of(options, settings)) as engine:
+            yield make_app(engine, settings)
         return
     with cluster_of(options, settings) as cluster:
-        yield app_of(RunnersThread(cluster, Metrics()), settings)
+        yield make_app(RunnersThread(cluster), settings)
 
 
 def serve(options: Namespace, sockets: list[socket.socket]) -> None:
-    """Serve until interrupted; exit with a message for a checkpoint, adapters or sizes that are refused."""
-    with ExitStack() as stack:
-        stack.enter_context(_quiet_interrupt())
-        try:
-            app = stack.enter_context(opened(options, settings_of(options)))
-        except REFUSALS as error:
-            raise SystemExit(f"{type(error).__name__}: {error}") from None
-        gc.freeze()  # a collection of all that was imported would halt every stream
-        Server(app, drain_s=options.drain, grace_s=options.grace).run(sockets)
+    """Serve until interrupted; exit with a message for a checkpoint, adapters or sizes that are refused.
 
-
-@contextmanager
-def _quiet_interrupt() -> Iterator[None]:
-    """Exit by SIGINT's code, without a traceback, also while the engine loads; uvicorn raises the signal again."""
+    SIGINT's code without a traceback, also while the engine loads: uvicorn raises the signal again.
+    """
     try:
-        yield
+        with ExitStack() as stack:
+            try:
+                app = stack.enter_context(opened(options, settings_of(options)))
+            except REFUSALS as error:
+                raise SystemExit(f"{type(error).__name__}: {error}") from None
+            gc.freeze()  # a collection of all that was imported would halt every stream
+            Server(app, drain_s=options.drain, grace_s=options.grace).run(sockets)
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None

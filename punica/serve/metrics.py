@@ -1,52 +1,12 @@
 """Prometheus metrics of a server; no names of tenants or adapters."""
 
-from operator import methodcaller
-from typing import Protocol
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from punica.engine import StepStatistics
-from punica.serve.calls import Outcome
+from punica.serve.stepper import Outcome
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
-
-
-class StepNotes(Protocol):
-    """Counter of an engine's steps and results."""
-
-    def note_step(self, statistics: StepStatistics, num_unfinished: int) -> None:
-        """Count one step, after which ``num_unfinished`` requests are left."""
-
-    def note_idle(self) -> None:
-        """Clear the gauges: the last request has left without a step."""
-
-    def note_result(self, result: Outcome) -> None:
-        """Count one generation that ended."""
-
-
-class KeptNotes:
-    """`StepNotes` that are kept, to be called with the `Metrics` of another process."""
-
-    def __init__(self) -> None:
-        self._kept: list[methodcaller] = []
-
-    def note_step(self, statistics: StepStatistics, num_unfinished: int) -> None:
-        """Count one step."""
-        self._kept.append(methodcaller("note_step", statistics, num_unfinished))
-
-    def note_idle(self) -> None:
-        """Clear the gauges."""
-        self._kept.append(methodcaller("note_idle"))
-
-    def note_result(self, result: Outcome) -> None:
-        """Count one generation that ended."""
-        self._kept.append(methodcaller("note_result", result))
-
-    def take(self) -> list[methodcaller]:
-        """Return what has been kept since the last time."""
-        taken, self._kept = self._kept, []
-        return taken
 
 
 class Metrics:
@@ -74,26 +34,19 @@ class Metrics:
 
     def note_step(self, statistics: StepStatistics, num_unfinished: int) -> None:
         """Count one step, after which ``num_unfinished`` requests are left."""
-        self.note_steps(statistics.batch_size > 0, statistics.num_preempted)
         num_running = min(statistics.batch_size, num_unfinished)
-        self.note_requests(num_running, num_unfinished - num_running)
+        self._note(statistics.batch_size > 0, statistics.num_preempted, num_running, num_unfinished - num_running)
 
-    def note_steps(self, num_steps: int, num_preempted: int) -> None:
-        """Count steps of several runners."""
+    def note_idle(self) -> None:
+        self._note(0, 0, 0, 0)
+
+    def _note(self, num_steps: int, num_preempted: int, num_running: int, num_waiting: int) -> None:
         self._steps.inc(num_steps)
         self._preempted.inc(num_preempted)
-
-    def note_requests(self, num_running: int, num_waiting: int) -> None:
-        """Set the numbers of unfinished requests."""
         self._running.set(num_running)
         self._waiting.set(num_waiting)
 
-    def note_idle(self) -> None:
-        """Clear the gauges: the last request has left without a step."""
-        self.note_requests(0, 0)
-
     def note_result(self, result: Outcome) -> None:
-        """Count one generation that ended."""
         self._requests.labels(result.finish_reason).inc()
         self._prompt.inc(result.num_prompt)
         self._generated.inc(result.num_generated)
@@ -105,5 +58,4 @@ class Metrics:
             self._token.observe((result.last_token_s - result.first_token_s) / (result.num_generated - 1))
 
     def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -93,12 +93,10 @@ class GenerationBody(BaseModel):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives per token whose log-probabilities are returned; ``None``: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def token_limit(self) -> int | None:
-        """Most new tokens, where given."""
         return self.max_tokens
 
 
@@ -115,13 +113,11 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> list[str] | list[TokenIds]:
-        """The prompts as a list."""
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else self.prompt  # type: ignore[list-item, return-value]
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives per token, see :attr:`GenerationBody.num_logprobs`."""
         return self.logprobs
 
 
@@ -153,7 +149,6 @@ class Message(BaseModel):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The message as templates read it."""
         named = {} if self.name is None else {"name": self.name}
         return {"role": self.role, "content": self.text, **named}
 
@@ -169,15 +164,12 @@ class ChatBody(GenerationBody):
 
     @property
     def prompts(self) -> list[list[dict[str, Any]]]:
-        """The chat, as the only prompt."""
         return [[message.variables for message in self.messages]]
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives per token, see :attr:`GenerationBody.num_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
-        """Most new tokens, where given."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -17,27 +17,22 @@ from punica.adapters import LoRARequest
 from punica.adapters.request import LOAD_ERROR
 from punica.checks import clip
 from punica.engine import Request, as_sampling_params
-from punica.engine.text import TextCodec, ending_at
-from punica.serve.backend import Backend
-from punica.serve.backpressure import Room
-from punica.serve.calls import Call, Piece
+from punica.engine.text import TextCodec, ending_at, growing_text
+from punica.serve.backend import Backend, Call
 from punica.serve.errors import ApiError, refused
-from punica.serve.events import TextEvents, event
-from punica.serve.forms import ChatForm, CompletionForm, usage
+from punica.serve.forms import ChatForm, CompletionForm, TextEvents, event, usage
+from punica.serve.limits import Room, Stopping
 from punica.serve.protocol import ChatBody, CompletionBody
 from punica.serve.sampling import params_of, room_for
-from punica.serve.stopping import Stopping
-from punica.serve.text import ChoiceStrings, ChoiceText, TokenStrings
+from punica.serve.stepper import Piece
+from punica.serve.text import ChoiceStrings, TokenStrings
 
 _log = logging.getLogger(__name__)
 _ENGINE_NAMES = {name: name for name in ("stop_token_ids", "logit_bias", "bad_words", "prompt")}
 
 
-class Prompt(NamedTuple):
-    """Prompt as tokens, and end tokens that its chat template brings."""
-
-    token_ids: tuple[int, ...]
-    end_token_ids: tuple[int, ...]
+Prompt = tuple[tuple[int, ...], tuple[int, ...]]
+"""Tokens of a prompt, and end tokens that its chat template brings."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +54,15 @@ class Generator:
         folder = None if adapter is None else adapter.absolute_path
         arguments = body.chat_template_kwargs if isinstance(body, ChatBody) else None
 
-        def encode() -> list[Prompt]:
-            return [
-                Prompt(tuple(_token_ids(self.codec, one, folder, arguments)), self.codec.end_token_ids(one, folder))
-                for one in body.prompts
-            ]
+        def encode(prompt: Any) -> Prompt:
+            is_encoded = not isinstance(prompt, str) and isinstance(prompt[0], int)
+            tokens = prompt if is_encoded else self.codec.encode(prompt, folder, arguments)
+            return tuple(tokens), self.codec.end_token_ids(prompt, folder)
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
+            return await asyncio.get_running_loop().run_in_executor(
+                self.tokenizing, lambda: [encode(prompt) for prompt in body.prompts]
+            )
         except Exception as error:  # whatever a tokenizer raises
             raise ApiError(400, _told(error, adapter), _prompt_name(body)) from error
 
@@ -100,7 +96,6 @@ class GenerationResponse(Response):
         self._num_prompt = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the call while its client stays connected."""
         work = asyncio.ensure_future(self._serve(scope, receive, send))
         tasks = [work, asyncio.ensure_future(_disconnected(receive))]
         try:
@@ -116,7 +111,7 @@ class GenerationResponse(Response):
         body = self._body
         with self._generator.room.take(len(body.prompts) * (body.n or 1)):
             prompts = await self._generator.encode(body, self._adapter)
-            self._num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
+            self._num_prompt = sum(len(tokens) for tokens, _ in prompts)
             call = Call(self._requests(prompts), streams=bool(body.stream))
             async with self._generator.running(call, self._adapter):
                 if body.stream:
@@ -127,15 +122,15 @@ class GenerationResponse(Response):
 
     def _requests(self, prompts: list[Prompt]) -> list[Request]:
         """Build the engine's requests: ``n`` for each prompt, in the order of the choices."""
-        body, engine = self._body, self._generator.backend.engine
+        body, facts = self._body, self._generator.backend.facts
         requests: list[Request] = []
-        for prompt in prompts:
-            defaults = engine.defaults.params
-            room = room_for(body, len(prompt.token_ids), defaults, engine.max_model_len)
-            for choice in ending_at(params_of(body, defaults, room), prompt.end_token_ids).choices():
+        for tokens, end_tokens in prompts:
+            defaults = facts.defaults.params
+            room = room_for(body, len(tokens), defaults, facts.max_model_len)
+            for choice in ending_at(params_of(body, defaults, room), end_tokens).choices():
                 name = f"{self._head['id']}-{len(requests)}"
                 try:
-                    requests.append(Request(name, prompt.token_ids, choice, self._adapter))
+                    requests.append(Request(name, tokens, choice, self._adapter))
                 except (TypeError, ValueError) as error:
                     raise ApiError(400, str(error), _prompt_name(body)) from error
         return requests
@@ -178,7 +173,7 @@ class GenerationResponse(Response):
         for choice in filter(None, openings):
             yield event({**head, "choices": [choice]})
         codec = self._generator.codec
-        texts = [ChoiceText(codec, as_sampling_params(one.params), one.prompt_token_ids) for one in call.requests]
+        texts = [growing_text(codec, as_sampling_params(one.params), one.prompt_token_ids) for one in call.requests]
         events, strings, num_generated = TextEvents(self._form, head), self._strings(call), 0
         async for pieces in call.batches():
             chunk = b""
@@ -186,7 +181,8 @@ class GenerationResponse(Response):
                 num_generated += len(piece.token_ids)
                 if continuous:
                     events.set_usage(usage(self._num_prompt, num_generated))
-                text, reason = texts[piece.index].add(piece), _reason(piece, self._adapter)
+                is_last, reason = piece.result is not None, _reason(piece, self._adapter)
+                text = texts[piece.index].take(piece.token_ids[: piece.num_text], is_last=is_last)
                 logprobs = self._logprobs(strings, piece)
                 if text or logprobs is not None or reason is not None:
                     chunk += events.of(piece.index, text, logprobs, reason)
@@ -196,7 +192,6 @@ class GenerationResponse(Response):
             yield event({**self._head, "choices": [], "usage": usage(self._num_prompt, num_generated)})
 
     def _strings(self, call: Call) -> list[ChoiceStrings]:
-        """Return the strings of the choices where log-probabilities are asked for."""
         if self._body.num_logprobs is None:
             return []
         strings = self._generator.strings
@@ -226,20 +221,10 @@ def _told(error: object, adapter: LoRARequest | None) -> str:
     return f"the files of adapter {clip(adapter.lora_name)} cannot be served as they are now; load it again"
 
 
-def _token_ids(
-    codec: TextCodec, prompt: Any, folder: str | None, arguments: dict[str, Any] | None
-) -> list[int]:
-    """Return the ids of a text, a chat or token ids."""
-    if not isinstance(prompt, str) and isinstance(prompt[0], int):
-        return prompt
-    return codec.encode(prompt, folder, arguments)
-
-
 def _prompt_name(body: CompletionBody | ChatBody) -> str:
     return "messages" if isinstance(body, ChatBody) else "prompt"
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

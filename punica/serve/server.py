@@ -35,7 +35,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
     OSError: an unknown host, a port in use or not allowed.
     """
-    made: dict[Any, socket.socket] = {}
+    made: list[socket.socket] = []
     absent: OSError | None = None
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -47,18 +47,18 @@ def listen(host: str, port: int) -> list[socket.socket]:
                     raise
                 absent = error
                 continue
-            made[address] = one
+            made.append(one)
             port = one.getsockname()[1]
             with suppress(OSError):  # of kernels without it
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # accepted ones inherit it
         if absent is not None and not made:
             raise absent
     except (OSError, UnicodeError) as error:
-        for one in made.values():
+        for one in made:
             one.close()
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"cannot listen on {host}:{port}: {reason}; pass another --host or --port") from error
-    return list(made.values())
+    return made
 
 
 class Connection(H11Protocol):
@@ -79,30 +79,25 @@ class Connection(H11Protocol):
         transport.set_write_buffer_limits(high=0)
 
     def pause_writing(self) -> None:
-        """Watch what is left of a write that the kernel has not taken."""
         super().pause_writing()
-        self._look_later()
+        self._look()
 
     def resume_writing(self) -> None:
-        """Watch no longer."""
         self._forget()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Watch no longer."""
         self._forget()
         super().connection_lost(exc)
 
-    def _look_later(self) -> None:
+    def _look(self, before: float = math.inf) -> None:
+        """Close the connection where nothing of a write was taken since the last look; else look again later."""
         left = self.transport.get_write_buffer_size()
-        self._watch = self.loop.call_later(self._send_timeout_s, self._look, left)
-
-    def _look(self, before: int) -> None:
-        if self.transport.get_write_buffer_size() < before:
-            self._look_later()
-            return
-        _log.warning("a client took nothing of its answer for %g s: closed", self._send_timeout_s)
-        self.transport.abort()
+        if left < before:
+            self._watch = self.loop.call_later(self._send_timeout_s, self._look, left)
+        else:
+            _log.warning("a client took nothing of its answer for %g s: closed", self._send_timeout_s)
+            self.transport.abort()
 
     def _forget(self) -> None:
         if self._watch is not None:
@@ -126,7 +121,6 @@ class Server(uvicorn.Server):
         self._drains = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, and say where."""
         await super().startup(sockets)
         for one in sockets or ():
             host, port = one.getsockname()[:2]
@@ -134,7 +128,6 @@ class Server(uvicorn.Server):
             _log.info("Uvicorn running on http://%s (Press CTRL+C to quit)", address)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the end, or end its first wait."""
         if self._drains:
             self._drains = False
             return

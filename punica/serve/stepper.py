@@ -1,9 +1,9 @@
-"""`Stepper`: the engine's side of a server, which alone touches the engine: commands, then one step, again.
+"""`Stepper`: the engine's side of a server, which alone touches the engine: orders, then one step, again.
 
-    commands --queue--> commands of all calls, then one step --> pieces of all calls, sent once per step
+    orders of all calls --queue--> carried out, then one step --> one message: pieces of all calls, notes, a reply
 
-The engine is single-threaded: whatever touches it is a command, run between two steps. Where the pieces go is a matter
-of the subclasses: the event loop of the same process (`engine_thread.py`), or that of another (`engine_child.py`).
+The engine is single-threaded: whatever touches it is an order, carried out between two steps. `backend.py` is the other
+side, in another process (`process.py`) or thread (`runners.py`).
 """
 
 import logging
@@ -12,24 +12,97 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol, cast
+from dataclasses import dataclass, field
+from functools import partial
+from operator import methodcaller
+from typing import Any, NamedTuple, cast
 
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest
 from punica.engine import Engine, GenerationResult, Request, RequestState, StepOutput
+from punica.engine.pretrained import GenerationDefaults
 from punica.engine.readers import FolderReaders
-from punica.serve.backend import EngineFacts
-from punica.serve.calls import Call, Outcome, Piece
-from punica.serve.metrics import StepNotes
+from punica.engine.text import TextCodec
 
 _log = logging.getLogger(__name__)
+REFUSALS = (ImportError, OSError, RuntimeError, TypeError, ValueError)
+"""Errors of a checkpoint, its adapters, sizes or requests: told in one line. Others are logged with a traceback."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Sizes and settings of an engine, as far as the API needs them; ``num_places``: requests served at once."""
+
+    codec: TextCodec | None = field(repr=False)
+    defaults: GenerationDefaults
+    max_model_len: int
+    num_places: int
+    has_lora: bool
+
+
+class Outcome(NamedTuple):
+    """A result without its prompt and tokens, which the call and its pieces have."""
+
+    text: str | None
+    finish_reason: str
+    error: str | None
+    num_prompt: int
+    num_generated: int
+    arrival_s: float
+    first_token_s: float | None
+    last_token_s: float | None
+
+    @classmethod
+    def of(cls, result: GenerationResult) -> "Outcome":
+        return cls(
+            result.text, result.finish_reason, result.error, len(result.prompt_token_ids), len(result.token_ids),
+            result.arrival_s, result.first_token_s, result.last_token_s,
+        )  # fmt: skip
+
+
+class Piece(NamedTuple):
+    """New tokens of request ``index`` of a call, the first ``num_text`` of them with text; the last has the result, or
+    an error instead where the engine itself failed.
+    """
+
+    index: int
+    token_ids: list[int]
+    num_text: int
+    logprobs: list[dict[int, float]]
+    result: Outcome | None = None
+    error: str | None = None
+
+
+class Order(NamedTuple):
+    """Call of ``function(stepper, *arguments)``; ``number`` is the one of its reply."""
+
+    number: int
+    function: Callable[..., Any]
+    arguments: Sequence[Any]
+
+
+class Reply(NamedTuple):
+    """Value or error of an order."""
+
+    number: int
+    value: Any = None
+    error: Exception | None = None
+
+
+class Message(NamedTuple):
+    """Changes by one step or order: pieces with the numbers of their calls, notes for the metrics, health in a word."""
+
+    pieces: list[tuple[int, Piece]]
+    notes: list[methodcaller]
+    health: str
+    reply: Reply | None = None
 
 
 @dataclass(eq=False)
 class _Unfinished:
-    """Request in the engine, and how many of its tokens were handed over."""
+    """Request ``index`` of a call in the engine, and how many of its tokens were handed over."""
 
-    call: Call
+    call: int
+    streams: bool
     index: int
     state: RequestState
     num_sent: int = 0
@@ -42,78 +115,116 @@ class _Unfinished:
         return Piece(self.index, state.output_token_ids[start:], num_text, state.logprobs[start:], result)
 
 
-class ServedEngine(EngineFacts, Protocol):
-    """One engine, or several with the interface of one."""
-
-    def add_request(self, request: Request) -> RequestState:
-        """Queue a request; return its state, updated by the steps."""
-
-    def abort_request(self, request_id: str) -> GenerationResult:
-        """Remove an unfinished request. ValueError: an unknown id."""
-
-    def step(self) -> StepOutput:
-        """Run one model invocation, or wait for one."""
-
-
 class Stepper(ABC):
-    """Steps of a `ServedEngine`, and the requests of all calls in it.
+    """Steps of one engine, or of several with the interface of one, and the requests of all calls in it.
 
     After ``most_step_errors`` steps in a row that raised, all unfinished requests are aborted and their calls get a
-    500. Later requests are served again.
+    500. Later requests are served again. ``send``, set by the `Backend`, takes the messages. ``orders`` come from any
+    thread; ``None`` ends :meth:`run`.
     """
 
     most_step_errors = 1
+    send: Callable[[Message], None]
+    facts: EngineFacts
 
-    def __init__(self, engine: ServedEngine, notes: StepNotes) -> None:
-        self.engine, self._notes = engine, notes
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._unfinished: dict[str, _Unfinished] = {}
         self._retired: set[int] = set()  # ids of adapters that are removed whenever no request uses them
         self._step_errors = 0  # in a row
         self._is_failing = False
-        self._is_stopping = False
+        self._pieces: list[tuple[int, Piece]] = []
+        self._notes: list[methodcaller] = []
+
+    @property
+    def health(self) -> str:
+        """State in one word: ``"ok"``, ``"degraded"`` (slower than it was started for) or ``"failed"``."""
+        return "failed" if self._is_failing else "ok"
 
     @abstractmethod
-    def _send(self, pieces: Sequence[tuple[Call, Piece]]) -> None:
-        """Hand pieces to their calls, all of a step at once."""
-
-    @abstractmethod
-    def _remove_adapter(self, adapter_id: int) -> None:
+    def remove_adapter(self, adapter_id: int) -> None:
         """Free the memory of an adapter that no request uses."""
 
+    @abstractmethod
+    def _note_step(self, output: StepOutput) -> None:
+        """Count a step in the metrics."""
+
     def _has_work(self) -> bool:
-        """Return True while steps are to be made."""
         return bool(self._unfinished)
 
     def _advance(self) -> StepOutput:
-        """Make one step."""
         return self.engine.step()
 
-    def _note_step(self, output: StepOutput) -> None:
-        """Count a step in the metrics."""
-        self._notes.note_step(output.statistics, len(self._unfinished))
+    # --- orders -------------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        """Run commands and steps until it is stopped, or one of them raises what is no `Exception`."""
+    def add(self, call: int, requests: Sequence[Request], streams: bool) -> None:
+        """Queue all requests of a call, or none; raises what ``Engine.add_request`` raises."""
+        added: list[str] = []
         try:
-            while not self._is_stopping:
-                self._run_commands(wait=not self._has_work())
+            for index, request in enumerate(requests):
+                state = self.engine.add_request(request)
+                added.append(request.request_id)
+                self._unfinished[request.request_id] = _Unfinished(call, streams, index, state)
+        except BaseException:
+            self.abort(added)
+            raise
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Abort those of the requests that have not ended."""
+        for request_id in request_ids:
+            request = self._unfinished.pop(request_id, None)
+            if request is None:
+                continue
+            with suppress(ValueError):  # it failed in a step that raised: the engine has let it go
+                self._note_result(Outcome.of(self.engine.abort_request(request_id)))
+            self._remove_retired({request.state.adapter_id})
+        if not self._unfinished:
+            self._notes.append(methodcaller("note_idle"))
+
+    def retire(self, adapter_id: int) -> None:
+        """Remove an adapter as soon as no request uses it."""
+        self._retired.add(adapter_id)
+        self._remove_retired({adapter_id})
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Carry out orders and make steps, until the orders end or something raises what is no `Exception`."""
+        try:
+            while self._carry_out_all():
                 if self._has_work():
                     self._step()
         except BaseException:
-            _log.exception("the engine's thread ends")
+            _log.exception("the engine's loop ends")
         finally:
-            self._is_stopping = True
-            self._run_commands(wait=False)
             self._give_up("the server is stopping")
+            self._flush()
 
-    def _run_commands(self, *, wait: bool) -> None:
-        """Run all queued commands; with ``wait``, at least one."""
+    def _carry_out_all(self) -> bool:
+        """Carry out all orders that have come, at least one where there is no step to make; False at their end."""
+        wait = not self._has_work()
         with suppress(queue.Empty):
-            while True:
-                command = self._commands.get(block=wait)
+            while (order := self.orders.get(block=wait)) is not None:
                 wait = False
-                command()
+                self._carry_out(order)
+            return False
+        return True
+
+    def _carry_out(self, order: Order) -> None:
+        """Call an order's function and reply; where it began to read an adapter, once that is kept."""
+        try:
+            value = order.function(self, *order.arguments)
+        except Exception as error:
+            if not isinstance(error, REFUSALS):
+                _log.exception("an order failed")
+            self._flush(Reply(order.number, error=error))
+            return
+        if isinstance(value, Future):
+            keep = partial(order._replace, function=EngineStepper._keep)
+            value.add_done_callback(lambda read: self.orders.put(keep(arguments=(*order.arguments, read))))
+        else:
+            self._flush(Reply(order.number, value))
 
     def _step(self) -> None:
         try:
@@ -125,73 +236,49 @@ class Stepper(ABC):
             if self._step_errors == self.most_step_errors:
                 self._step_errors = 0
                 self._give_up(f"the engine failed: {type(error).__name__}: {error}")
-            return
-        self._step_errors, self._is_failing = 0, False
-        self._deliver(output)
+        else:
+            self._step_errors, self._is_failing = 0, False
+            self._deliver(output)
+        self._flush()
 
     def _deliver(self, output: StepOutput) -> None:
-        """Send new tokens and results."""
         results = {result.request_id: Outcome.of(result) for result in (*output.finished, *output.failed)}
-        pieces: list[tuple[Call, Piece]] = []
         left: set[int] = set()
         for request_id in {**output.tokens, **results}:
             request, result = self._unfinished.get(request_id), results.get(request_id)
-            if request is None or (result is None and not request.call.streams):
+            if request is None or (result is None and not request.streams):
                 continue
-            pieces.append((request.call, request.piece(result)))
+            self._pieces.append((request.call, request.piece(result)))
             if result is not None:
                 del self._unfinished[request_id]
                 left.add(request.state.adapter_id)
-                self._notes.note_result(result)
+                self._note_result(result)
         self._note_step(output)
         self._remove_retired(left)
-        self._send(pieces)
-
-    def _add(self, call: Call) -> None:
-        """Queue all requests of a call, or none; raises what ``Engine.add_request`` raises."""
-        added: list[str] = []
-        try:
-            for index, request in enumerate(call.requests):
-                state = self.engine.add_request(request)
-                added.append(request.request_id)
-                self._unfinished[request.request_id] = _Unfinished(call, index, state)
-        except BaseException:
-            self._take_out(added)
-            raise
-
-    def _take_out(self, request_ids: Iterable[str]) -> None:
-        """Abort those of the requests that have not ended."""
-        for request_id in request_ids:
-            request = self._unfinished.pop(request_id, None)
-            if request is None:
-                continue
-            with suppress(ValueError):  # it failed in a step that raised: the engine has let it go
-                self._notes.note_result(Outcome.of(self.engine.abort_request(request_id)))
-            self._remove_retired({request.state.adapter_id})
-        if not self._unfinished:
-            self._notes.note_idle()
 
     def _give_up(self, error: str) -> None:
         """Abort every request; their calls get the error."""
-        unfinished = list(self._unfinished.items())
-        for request_id, _ in unfinished:
+        for request_id, request in [*self._unfinished.items()]:
             try:
-                self._take_out([request_id])
+                self.abort([request_id])
             except Exception:  # an engine that failed may fail again
                 _log.exception("a request could not be taken out")
-        self._send([(request.call, Piece(request.index, [], 0, [], error=error)) for _, request in unfinished])
-
-    def _retire(self, adapter_id: int) -> None:
-        """Remove an adapter as soon as no request uses it."""
-        self._retired.add(adapter_id)
-        self._remove_retired({adapter_id})
+            self._pieces.append((request.call, Piece(request.index, [], 0, [], error=error)))
 
     def _remove_retired(self, adapter_ids: set[int]) -> None:
         """Remove those of the adapters that are retired and that no request uses."""
         leaving = adapter_ids & self._retired
         if leaving:
             for adapter_id in leaving - {request.state.adapter_id for request in self._unfinished.values()}:
-                self._remove_adapter(adapter_id)
+                self.remove_adapter(adapter_id)
+
+    def _note_result(self, result: Outcome) -> None:
+        self._notes.append(methodcaller("note_result", result))
+
+    def _flush(self, reply: Reply | None = None) -> None:
+        message = Message(self._pieces, self._notes, self.health, reply)
+        self._pieces, self._notes = [], []
+        self.send(message)
 
 
 class EngineStepper(Stepper):
@@ -200,22 +287,24 @@ class EngineStepper(Stepper):
     most_step_errors = 2
     engine: Engine
 
-    def __init__(self, engine: Engine, notes: StepNotes) -> None:
-        super().__init__(engine, notes)
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._manager = cast(LoRAModelManager, engine.manager)
         self._readers = FolderReaders(self._manager)
+        places, has_lora = engine.config.max_batch_size, engine.manager is not None
+        self.facts = EngineFacts(engine.codec, engine.defaults, engine.max_model_len, places, has_lora)
 
-    def _read(self, adapter: LoRARequest) -> Future[LoRAModel]:
-        """Begin to read and check all of an adapter, beside the steps; for :meth:`_keep`."""
+    def read(self, adapter: LoRARequest) -> "Future[LoRAModel]":
+        """Begin to read and check all of an adapter, beside the steps."""
         return self._readers.read(adapter)
 
-    def _keep(self, adapter: LoRARequest, reading: Future[LoRAModel]) -> None:
+    def _keep(self, adapter: LoRARequest, reading: "Future[LoRAModel]") -> None:
         """Serve an adapter that was read, in this version. Raises what the reading did."""
         self._manager.note_read_adapter(adapter, reading.result())
 
-    def _remove_adapter(self, adapter_id: int) -> None:
+    def remove_adapter(self, adapter_id: int) -> None:
         if self.engine.manager is not None:
             self._manager.remove_adapter(adapter_id)
 
-    @property
-    def _manager(self) -> LoRAModelManager:
-        return cast(LoRAModelManager, self.engine.manager)
+    def _note_step(self, output: StepOutput) -> None:
+        self._notes.append(methodcaller("note_step", output.statistics, len(self._unfinished)))

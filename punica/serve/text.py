@@ -1,28 +1,14 @@
-"""Text of one choice as its tokens arrive, and the strings of single tokens."""
+"""Strings of single tokens, with their log-probabilities and places in the text of a choice."""
 
 import codecs
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 
 from punica.engine import SamplingParams
-from punica.engine.text import TextCodec, growing_text
-from punica.serve.calls import Piece
+from punica.engine.text import TextCodec
 from punica.serve.forms import Candidate, Position
 
 _VOCABULARY = 1 << 18  # strings of tokens that are kept
-
-
-class ChoiceText:
-    """Text of one choice in pieces: whole characters, held back while they may begin a stop string; together they are
-    the text of the result.
-    """
-
-    def __init__(self, codec: TextCodec, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
-        self._text = growing_text(codec, params, prompt_token_ids)
-
-    def add(self, piece: Piece) -> str:
-        """Return the text that became certain with a piece."""
-        return self._text.take(piece.token_ids[: piece.num_text], is_last=piece.result is not None)
 
 
 class TokenStrings:

@@ -7,8 +7,8 @@ import pytest
 
 from punica.adapters import LoRARequest
 from punica.cluster import ClusterPolicy
-from punica.cluster.crash_record import MAX_SHARED_CRASHES, MAX_SOLO_CRASHES, PROBATION_TOKENS
 from punica.cluster.dispatcher import Dispatcher
+from punica.cluster.quarantine import MAX_SHARED_CRASHES, MAX_SOLO_CRASHES, PROBATION_TOKENS
 from punica.engine import Request, RequestState, SamplingParams
 from tests.cluster.runner_world import LocalRunners, requests, run, undisturbed, write_adapters
 

@@ -15,12 +15,10 @@ import transformers
 
 from punica.adapters import LoRARequest
 from punica.cluster import ray_runners
-from punica.cluster.cluster_output import LostRunner
-from punica.cluster.crash_record import MAX_SOLO_CRASHES
 from punica.cluster.dispatcher import ClusterFull
-from punica.cluster.ray_cluster import RayCluster
-from punica.cluster.ray_runners import RankPlace, RankResources, connect, device_environment, import_ray
-from punica.cluster.timeouts import Timeouts
+from punica.cluster.quarantine import MAX_SOLO_CRASHES
+from punica.cluster.ray_cluster import LostRunner, RayCluster
+from punica.cluster.ray_runners import RankPlace, RankResources, Timeouts, connect, device_environment, import_ray
 from punica.engine import Engine, Request, SamplingParams
 from tests.cluster.runner_world import factory, requests, undisturbed, write_adapters
 from tests.engine.text_world import BEGIN, END, VOCAB, save_tokenizer

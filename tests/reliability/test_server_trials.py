@@ -25,7 +25,7 @@ from punica.serve.server import listen
 from tests.reliability.trial import Trial, sized, use_of
 from tests.reliability.world import BATCH, MAX_LEN, MAX_RANK, World, expect_nothing_kept, make_world
 from tests.serve.random_requests import send, started
-from tests.serve.world import wait_until
+from tests.serve.world import EngineThread, wait_until
 
 BASE, SLOTS, ADAPTERS, KINDS = "tiny", 4, 40, 160
 CLIENTS, BESIDE = 24, 3
@@ -173,7 +173,8 @@ def test_api_bodies(trial: Trial) -> None:
     """Random bodies, headers and paths to all routes; each call is served, or refused in OpenAI's form."""
     world = make_world(trial, 3)
     engine = world.engine(max_model_len=32)
-    with started(make_app(engine, Settings(BASE, world.adapters, roots=[world.checkpoint.resolve()]))) as server:
+    settings = Settings(BASE, world.adapters, roots=[world.checkpoint.resolve()])
+    with started(make_app(EngineThread(engine), settings)) as server:
         statuses = send(server, trial.count, trial.seed, trial.expect)
     trial.injected = sum(number for status, number in statuses.items() if status >= 400)
     trial.values["served"] = (statuses.total() - trial.injected, "count")

@@ -15,12 +15,10 @@ from fastapi.testclient import TestClient
 from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest
-from punica.engine import Request
+from punica.engine import Engine, Request
 from punica.serve.app import Settings, make_app
-from punica.serve.calls import Call
-from punica.serve.engine_thread import EngineThread
-from punica.serve.metrics import Metrics
-from tests.serve.world import state_of, wait_until
+from punica.serve.backend import Call
+from tests.serve.world import EngineThread, state_of, wait_until
 
 
 @pytest.fixture
@@ -159,7 +157,8 @@ def test_clients_are_not_told_where_adapters_are(world: Any, tmp_path: Path, mon
     """Nor by a path as it was given, relative to the folder in which the server was started."""
     shutil.copytree(world.adapters[0].absolute_path, tmp_path / "secret" / "poet")
     monkeypatch.chdir(tmp_path)
-    with TestClient(make_app(world.engine(2), Settings("tiny", [LoRARequest("poet", 9, "secret/poet")]))) as client:
+    settings = Settings("tiny", [LoRARequest("poet", 9, "secret/poet")])
+    with TestClient(make_app(EngineThread(world.engine(2)), settings)) as client:
         config = tmp_path / "secret/poet/adapter_config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 999}))
         answer = client.post("/v1/completions", json={"model": "poet", "prompt": "a"})
@@ -180,11 +179,8 @@ def test_an_adapter_trained_inside_of_another_model_is_renamed(served_home: Any,
 
 
 def test_a_server_without_slots_says_how_to_get_them(world: Any, home: Path) -> None:
-    from punica.engine import Engine
-    from punica.serve.app import Settings, make_app
-
     engine = Engine.from_pretrained(world.checkpoint, device="cpu", max_model_len=64)
-    with TestClient(make_app(engine, Settings("tiny", roots=[home.resolve()]))) as client:
+    with TestClient(make_app(EngineThread(engine), Settings("tiny", roots=[home.resolve()]))) as client:
         assert "--max-loras" in load(client, "x", home / "copy-2").json()["error"]["message"]
 
 
@@ -192,7 +188,7 @@ def test_a_request_that_comes_after_its_adapter_was_retired_leaves_nothing(world
     engine = world.engine(2)
 
     async def scenario() -> None:
-        thread = EngineThread(engine, Metrics())
+        thread = EngineThread(engine)
         thread.start()
         await thread.retire(1)
         assert set(engine.manager.list_adapters()) == {2}

@@ -1,4 +1,4 @@
-"""The API over an engine in a process of its own answers as over one in a thread, and nothing is kept in either."""
+"""The API over an engine in a process of its own: answers as of one in this process, and nothing is kept."""
 
 import json
 import re
@@ -14,11 +14,9 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 import httpx2
 from safetensors.torch import load_file, save_file
 
-from punica.serve.app import Settings, app_of
-from punica.serve.engine_process import EngineProcess
-from punica.serve.engine_thread import EngineThread
-from punica.serve.metrics import Metrics
-from tests.serve.two_backends import Served, builder
+from punica.serve.app import Settings, make_app
+from punica.serve.process import EngineProcess
+from tests.serve.engines import Served, builder
 from tests.serve.world import World, served, wait_until
 
 LONG = {"model": "tenant-0", "prompt": "a", "ignore_eos": True, "max_tokens": 120, "n": 4}
@@ -34,26 +32,19 @@ def home(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(world: World, home: Path) -> Iterator[dict[str, Served]]:
-    """Servers of both kinds."""
-    thread_file, process_file = home / "thread", home / "process"
-    settings = Settings("tiny", world.adapters[:2], roots=[home])
-    thread = EngineThread(builder(world, thread_file)(), Metrics())
-    with EngineProcess(builder(world, process_file), Metrics()) as process:
-        with served(app_of(thread, settings)) as one, served(app_of(process, settings)) as other:
-            yield {
-                "thread": Served(one, thread, thread_file), "process": Served(other, process, process_file),
-            }  # fmt: skip
-        assert not process.is_healthy  # the lifespan has ended it
+def started(world: World, home: Path) -> Iterator[Served]:
+    with EngineProcess(builder(world, home / "failures")) as process:
+        with served(make_app(process, Settings("tiny", world.adapters[:2], roots=[home]))) as url:
+            yield Served(url, process, home / "failures")
+        assert process.health == "failed"  # the lifespan has ended it
 
 
-@pytest.fixture(params=["thread", "process"])
-def server(pair: dict[str, Served], request: pytest.FixtureRequest) -> Iterator[Served]:
-    """One of the servers, which keeps nothing of a test's requests."""
-    made = pair[request.param]
-    before = made.state()
-    yield made
-    wait_until(lambda: {**made.state(), "adapters": None} == {**before, "adapters": None})
+@pytest.fixture
+def server(started: Served) -> Iterator[Served]:
+    """The server, which keeps nothing of a test's requests."""
+    before = started.state()
+    yield started
+    wait_until(lambda: {**started.state(), "adapters": None} == {**before, "adapters": None})
 
 
 def post(server: Served, path: str = "completions", **body: Any) -> Any:
@@ -70,58 +61,50 @@ def text(server: Served, name: str, new: int = 8) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def events(server: Served, path: str, body: dict[str, Any]) -> list[Any]:
-    """Data of a stream, without what differs from one call to the next."""
-    *found, last = [line[6:] for line in post(server, path, **body, stream=True).text.split("\n\n") if line]
-    assert last == "[DONE]"
-    return [{**json.loads(event), "id": 0, "created": 0} for event in found]
+def told(answer: Any) -> Any:
+    """An answer, or the events of a stream, without what differs from one call to the next."""
+    text = re.sub('"(id|created)":("[^"]*"|[0-9]+)', "", re.sub("cmpl-[0-9a-f]+", "", answer.text))
+    return answer.status_code, text
 
 
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2, "prompt": None}
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "body",
+    ("status", "body"),
     [
-        {}, {"model": "tenant-1", "logprobs": 2}, {"n": 3, "temperature": 1.0, "seed": 5},
-        {"stop": ["e", "l"], "max_tokens": 30}, {"prompt": ["a", "b c", "d"]}, {"prompt": [[1, 2], [3]]},
-        {"presence_penalty": 1.0, "logit_bias": {"3": 5.0}, "min_tokens": 4, "stream_options": {"include_usage": True}},
+        (200, {"model": "tenant-1", "logprobs": 2}), (200, {"n": 3, "temperature": 1.0, "seed": 5}),
+        (200, {"prompt": ["a", "b c"], "stop": ["e", "l"], "max_tokens": 30}), (200, CHAT),
+        (400, {"prompt": [[1], [2], [9999]]}), (400, {"logit_bias": {"9999": 1}}), (404, {"model": "nobody"}),
     ],
-    ids=range(7),
+    ids=["logprobs", "seeds", "stop strings", "chat", "prompt", "bias", "model"],
 )  # fmt: skip
-def test_completions_are_the_same(pair: dict[str, Served], body: dict[str, Any]) -> None:
-    asked = {"model": "tenant-0", "prompt": "hello", "max_tokens": 9, **body}
-    streams = [events(one, "completions", asked) for one in pair.values()]
-    assert streams[0] == streams[1]
-    asked.pop("stream_options", None)
-    answers = [post(one, **asked) for one in pair.values()]
-    assert [answer.status_code for answer in answers] == [200, 200]
-    found = [{**answer.json(), "id": 0, "created": 0} for answer in answers]
-    assert found[0] == found[1]
+def test_answers_are_those_of_an_engine_in_this_process(
+    server: Served, client: Any, status: int, body: dict[str, Any], stream: bool
+) -> None:
+    path = "chat/completions" if body is CHAT else "completions"
+    asked = {"model": "tenant-0", "prompt": "hello", "max_tokens": 9, "stream": stream, **body}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    found, state = post(server, path, **asked), server.state()
+    assert found.status_code == status
+    if stream and status == 200:
+        texts = [join(answer.text) for answer in (found, client.post(f"/v1/{path}", json=asked))]
+        assert texts[0] == texts[1]
+    else:
+        assert told(found) == told(client.post(f"/v1/{path}", json=asked))
+    assert server.state() == state
 
 
-def test_chats_are_the_same(pair: dict[str, Served]) -> None:
-    chat = {"role": "user", "content": "hi"}
-    asked = {"model": "tenant-1", "messages": [chat], "max_tokens": 9, "logprobs": True, "top_logprobs": 2}
-    streams = [events(one, "chat/completions", asked) for one in pair.values()]
-    assert streams[0] == streams[1]
-    choices = [post(one, "chat/completions", **asked).json()["choices"] for one in pair.values()]
-    assert choices[0] == choices[1]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"prompt": [[1], [2], [9999]]}, {"stop_token_ids": [9999]}, {"logit_bias": {"9999": 1}},
-        {"max_tokens": 9999}, {"model": "nobody"},
-    ],
-    ids=range(5),
-)  # fmt: skip
-def test_refusals_are_the_same_and_leave_nothing(pair: dict[str, Served], body: dict[str, Any]) -> None:
-    asked = {"model": "tenant-0", "prompt": "a", **body}
-    states = [one.state() for one in pair.values()]
-    answers = [post(one, **asked) for one in pair.values()]
-    assert answers[0].status_code == answers[1].status_code != 200
-    first, other = (re.sub("cmpl-[0-9a-f]+", "", answer.text) for answer in answers)
-    assert first == other
-    assert [one.state() for one in pair.values()] == states
+def join(text: str) -> dict[int, list[Any]]:
+    """Choices of a stream by index: choices of one step may come in any order."""
+    found: dict[int, list[Any]] = {}
+    for line in text.split("\n\n"):
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                found.setdefault(choice["index"], []).append(choice)
+    assert text.endswith("data: [DONE]\n\n")
+    return found
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -190,7 +173,7 @@ def poison(file: Path, module: str, value: float = float("nan")) -> None:
 
 @pytest.mark.parametrize("what", ["config", "weights"])
 def test_a_name_serves_what_was_loaded_until_it_is_loaded_again(server: Served, home: Path, what: str) -> None:
-    folder = home / f"{server.failures.name}-{what}"
+    folder = home / what
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
 
     def change(number: int) -> None:
@@ -225,7 +208,7 @@ def test_a_name_serves_what_was_loaded_until_it_is_loaded_again(server: Served, 
 
 
 def test_numbers_that_are_not_finite_are_refused_by_the_load(server: Served, home: Path) -> None:
-    folder, module = home / f"{server.failures.name}-nan", "model.layers.0.self_attn.q_proj"
+    folder, module = home / "nan", "model.layers.0.self_attn.q_proj"
     shutil.copytree(home / "copy-2", folder)
     assert load(server, folder).status_code == 200
     good = text(server, "poet")
@@ -248,5 +231,9 @@ def test_one_failed_step_is_repeated_and_two_fail_the_requests(server: Served) -
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
     assert "injected" in answer.json()["error"]["message"]
     assert httpx2.get(f"{server.url}/health", trust_env=False).status_code == 503
+    server.fail_steps(2)
+    stream = post(server, model="tenant-0", prompt="a", max_tokens=3, stream=True).text
+    assert "injected" in stream
+    assert stream.endswith("data: [DONE]\n\n")
     assert text(server, "tenant-0", 3) == whole
     assert httpx2.get(f"{server.url}/health", trust_env=False).status_code == 200

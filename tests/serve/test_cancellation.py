@@ -10,14 +10,10 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
-from fastapi.testclient import TestClient
-
 from punica.engine import Request, SamplingParams
-from punica.serve.calls import Call
-from punica.serve.engine_thread import EngineThread
+from punica.serve.backend import Call
 from punica.serve.errors import ApiError
-from punica.serve.metrics import Metrics
-from tests.serve.world import served, state_of, wait_until
+from tests.serve.world import EngineThread, served, state_of, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -79,54 +75,13 @@ def test_a_full_server_answers_429_until_there_is_room(running: Any) -> None:
     assert httpx2.post(f"{url}/v1/completions", json={**body, "n": 5}).json()["error"]["param"] == "n"
 
 
-def test_one_failed_step_is_repeated_and_two_fail_the_requests(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, app = world.app(1)
-    before, step, failures = state_of(engine), engine.step, 0
-
-    def failing_step() -> Any:
-        nonlocal failures
-        if failures:
-            failures -= 1
-            raise RuntimeError("injected")
-        return step()
-
-    monkeypatch.setattr(engine, "step", failing_step)
-    body = {"model": "tenant-0", "prompt": "a", "max_tokens": 3}
-    with TestClient(app) as client:
-        whole = client.post("/v1/completions", json=body).json()["choices"]
-        failures = 1
-        assert client.post("/v1/completions", json=body).json()["choices"] == whole
-        failures = 2
-        answer = client.post("/v1/completions", json=body)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
-        assert "injected" in answer.json()["error"]["message"]
-        assert client.get("/health").status_code == 503
-        failures = 2
-        text = client.post("/v1/completions", json={**body, "stream": True}).text
-        assert "injected" in text
-        assert text.endswith("data: [DONE]\n\n")
-        assert client.post("/v1/completions", json=body).json()["choices"] == whole
-        assert client.get("/health").status_code == 200
-    assert state_of(engine) == before
-
-
-def test_an_invalid_request_of_a_call_takes_back_the_others(world: Any) -> None:
-    engine, app = world.app(1)
-    before = state_of(engine)
-    body = {"model": "tenant-0", "prompt": [[1], [2], [9999]]}
-    with TestClient(app) as client:
-        assert client.post("/v1/completions", json=body).status_code == 400
-        assert client.post("/v1/completions", json={**body, "prompt": [[1]], "max_tokens": 1}).status_code == 200
-    assert state_of(engine) == before
-
-
 @pytest.mark.parametrize("given_up", [False, True], ids=["its client leaves", "the engine is given up"])
 def test_a_request_that_the_engine_lost_does_not_end_the_server(world: Any, given_up: bool) -> None:
     """It failed in a step that raised, so the engine has let it go and the thread still counts it."""
-    engine, metrics = world.engine(2), Metrics()
+    engine = world.engine(2)
 
     async def run() -> None:
-        thread = EngineThread(engine, metrics)
+        thread = EngineThread(engine)
         params = SamplingParams(6, ignore_eos=True)
         lost, kept = (Call([Request(name, [1], params)], False) for name in ("lost", "kept"))
         step, raised = engine.step, []
@@ -142,7 +97,7 @@ def test_a_request_that_the_engine_lost_does_not_end_the_server(world: Any, give
         engine.step = losing
         thread.start()
         try:
-            await thread.call(lambda: (thread._add(lost), thread._add(kept)))
+            await asyncio.gather(thread.submit(lost), thread.submit(kept))
             if given_up:
                 for call in (lost, kept):
                     with pytest.raises(ApiError, match="the engine failed: RuntimeError: injected"):
@@ -156,7 +111,7 @@ def test_a_request_that_the_engine_lost_does_not_end_the_server(world: Any, give
             later = Call([Request("lost", [1], SamplingParams(3, ignore_eos=True))], False)  # its name is free
             await thread.submit(later)
             assert [len(piece.token_ids) async for batch in later.batches() for piece in batch] == [3]
-            assert thread.is_healthy
+            assert thread.health == "ok"
         finally:
             await thread.stop()
 

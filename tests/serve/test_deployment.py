@@ -11,12 +11,11 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
 from fastapi.testclient import TestClient
-from prometheus_client import CollectorRegistry, generate_latest
 
-from punica.cluster.ray_runners import CHECK_TIMEOUT_S
-from punica.cluster.timeouts import Timeouts
-from punica.serve import app, catalogue, cli, folders, launch, protocol, runners_thread, server
-from punica.serve.runner_metrics import RunnerMetrics
+from punica.cluster.ray_runners import CHECK_TIMEOUT_S, Timeouts
+from punica.serve import access, app, catalogue, cli, launch, protocol, runners, server
+from punica.serve.runners import RunnerMetrics
+from tests.serve.world import EngineThread
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/deployment.md").read_text(encoding="utf-8")
@@ -34,7 +33,7 @@ def test_its_commands_run_as_written(world: Any, tmp_path: Path, monkeypatch: py
     settings = launch.settings_of(options)
     commands = [shlex.split(line) for line in re.findall(r"^\$ curl (.*)$", PAGE, flags=re.MULTILINE)]
     assert len(commands) == 6
-    with TestClient(app.make_app(launch.build_of(options, settings)(), settings)) as client:
+    with TestClient(app.make_app(EngineThread(launch.build_of(options, settings)()), settings)) as client:
         for address, *words in commands:
             fields = dict(zip(words[::2], words[1::2], strict=True))
             headers = dict(word.split(": ") for flag, word in zip(words[::2], words[1::2], strict=True) if flag == "-H")
@@ -42,9 +41,7 @@ def test_its_commands_run_as_written(world: Any, tmp_path: Path, monkeypatch: py
             answer = client.request(method, path, content=fields.get("-d"), headers=headers)
             assert answer.status_code == 200, (address, answer.text)
         exposed = client.get("/metrics").text
-    by_runner = CollectorRegistry()
-    RunnerMetrics(by_runner, 1)
-    exposed += generate_latest(by_runner).decode()
+    exposed += RunnerMetrics(1).exposition().decode()
     named = set(re.findall(r"^\| `(punica_\w+)", PAGE, flags=re.MULTILINE))
     kinds = re.findall(r"^# TYPE (punica_\w+) (\w+)$", exposed, flags=re.MULTILINE)
     assert named == {name for name, _ in kinds if not name.endswith("_created")}
@@ -58,7 +55,7 @@ def test_its_limits_are_those_of_the_server() -> None:
         "choices and prompts of one call": str(protocol.MOST_CHOICES),
         "messages of a chat": f"{protocol.MOST_MESSAGES:,}",
         "adapters with a name": f"{catalogue.MOST_ADAPTERS:,}",
-        "entries of an adapter's folder": str(folders.MOST_ENTRIES),
+        "entries of an adapter's folder": str(access.MOST_ENTRIES),
         "answer whose client does not read": f"{server.SEND_TIMEOUT_S:.0f} s",
         "idle connection": f"{server.KEEP_ALIVE_S} s",
         "running answers at the end": f"`--grace`, {cli.GRACE_S:g} s",
@@ -68,5 +65,5 @@ def test_its_limits_are_those_of_the_server() -> None:
     assert f"`--drain` seconds ({cli.DRAIN_S:g})" in PAGE
     assert f"`--grace` seconds ({cli.GRACE_S:g})" in PAGE
     assert f"`--step-timeout` ({Timeouts().step_s:.0f} s)" in PAGE
-    assert f"tried every {runners_thread.TEND_S:.0f} s" in PAGE
+    assert f"tried every {runners.TEND_S:.0f} s" in PAGE
     assert f"within {CHECK_TIMEOUT_S:.0f} s gives a 503" in PAGE

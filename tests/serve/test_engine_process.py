@@ -26,12 +26,11 @@ import httpx2
 import torch
 
 from punica.engine import Engine, Request
-from punica.serve.app import Settings, app_of
-from punica.serve.calls import Call, Piece
-from punica.serve.engine_child import RemoteStepper, portable
-from punica.serve.engine_process import EngineProcess
-from punica.serve.metrics import Metrics
-from tests.serve.two_backends import Peculiar, builder, ending, plain, refusing, threads, told
+from punica.serve.app import Settings, make_app
+from punica.serve.backend import Call
+from punica.serve.process import EngineProcess, portable, send
+from punica.serve.stepper import EngineStepper, Piece
+from tests.serve.engines import Peculiar, builder, ending, plain, refusing, threads
 from tests.serve.world import World, served, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,8 +60,8 @@ def test_calls_of_a_process_that_dies_get_one_clear_error(
     for name in ("_lazy_init", "init", "is_available", "device_count"):
         monkeypatch.setattr(torch.cuda, name, partial(pytest.fail, f"torch.cuda.{name} in the server's process"))
     with (
-        EngineProcess(builder(world, tmp_path / "failures"), Metrics()) as process, ThreadPoolExecutor(4) as pool,
-        served(app_of(process, Settings("tiny", world.adapters[:2]))) as url,
+        EngineProcess(builder(world, tmp_path / "failures")) as process, ThreadPoolExecutor(4) as pool,
+        served(make_app(process, Settings("tiny", world.adapters[:2]))) as url,
     ):  # fmt: skip
         whole = [pool.submit(post, url, n=4) for _ in range(2)]
         stream = pool.submit(post, url, stream=True)
@@ -97,7 +96,7 @@ def test_stopping_ends_what_is_unfinished_and_what_has_ended_stays(world: World,
             await process.submit(Call([Request("c", [1], 1)], False))
         process.abort(open_call)
 
-    with EngineProcess(builder(world, tmp_path / "failures"), Metrics()) as process:
+    with EngineProcess(builder(world, tmp_path / "failures")) as process:
         asyncio.run(scenario(process))
         assert process._process.exitcode == 0
 
@@ -118,7 +117,7 @@ def test_orders_that_a_hanging_process_does_not_take_leave_the_event_loop_free(w
             os.kill(number, signal.SIGCONT)
         assert [type(error) for error in await refused] == [ValueError] * 16
 
-    with EngineProcess(builder(world, tmp_path / "failures"), Metrics()) as process:
+    with EngineProcess(builder(world, tmp_path / "failures")) as process:
         assert process._process.pid is not None
         asyncio.run(scenario(process, process._process.pid))
 
@@ -138,14 +137,14 @@ def test_the_exit_code_of_a_process_that_ended_is_awaited_beside_the_event_loop(
         async with asyncio.timeout(60):
             while not waiting.is_set():
                 await asyncio.sleep(0.01)
-        assert not process.is_healthy
+        assert process.health != "ok"
         late = asyncio.ensure_future(process.retire(1))
         await asyncio.sleep(0)
         may_end.set()
         with pytest.raises(Exception, match="SIGKILL"):
             await late
 
-    with EngineProcess(plain, Metrics()) as process:
+    with EngineProcess(plain) as process:
         asyncio.run(scenario(process))
 
 
@@ -160,7 +159,7 @@ def test_the_exit_code_of_a_process_that_ended_is_awaited_beside_the_event_loop(
 )
 def test_an_engine_that_is_not_built_is_an_error_of_the_server(build: Any, message: str) -> None:
     with pytest.raises((RuntimeError, FileNotFoundError), match=message):
-        EngineProcess(build, Metrics())
+        EngineProcess(build)
 
 
 def test_errors_travel_with_their_message() -> None:
@@ -199,9 +198,8 @@ START = """
 import sys
 from functools import partial
 from pathlib import Path
-from punica.serve.engine_process import EngineProcess
-from punica.serve.metrics import Metrics
-from tests.serve.two_backends import Hangs, hanging, plain
+from punica.serve.process import EngineProcess
+from tests.serve.engines import Hangs, hanging, plain
 """
 
 
@@ -217,7 +215,7 @@ def has_ended(process: psutil.Process) -> bool:
 def test_an_engine_that_hangs_with_the_interpreter_ends_with_a_killed_server(build: str, tmp_path: Path) -> None:
     """While it loads, and before that, while its libraries are imported."""
     file = tmp_path / "number"
-    with script(f"EngineProcess({build}, Metrics())", file) as server:
+    with script(f"EngineProcess({build})", file) as server:
         wait_until(lambda: file.exists() or server.poll() is not None, LIMIT_S)
         engine = psutil.Process(int(file.read_text()))
         assert not has_ended(engine)
@@ -258,20 +256,20 @@ time.sleep(3600)
 def test_a_small_model_has_one_thread_unless_the_user_says_otherwise(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], found: Any
 ) -> None:
-    async def scenario(process: EngineProcess) -> str:
+    async def scenario(process: EngineProcess) -> Any:
         process.start()
-        return await told(process, threads)
+        return await process.order(threads)
 
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with EngineProcess(builder(world, tmp_path / "failures"), Metrics()) as process:
-        assert asyncio.run(scenario(process)) == repr(found)
+    with EngineProcess(builder(world, tmp_path / "failures")) as process:
+        assert asyncio.run(scenario(process)) == found
 
 
 def test_an_engine_that_is_not_closed_ends_with_its_program() -> None:
-    with script("process = EngineProcess(plain, Metrics()); print(process._process.pid, flush=True)") as program:
+    with script("process = EngineProcess(plain); print(process._process.pid, flush=True)") as program:
         output, _ = program.communicate(timeout=LIMIT_S)
         assert program.returncode == 0
         assert not psutil.pid_exists(int(output))
@@ -308,8 +306,8 @@ def test_messages_of_a_step_do_not_repeat_the_prompt(world: World) -> None:
     engine, sizes = world.engine(0), []
     for number, length in enumerate((1, 100)):
         sent: list[bytes] = []
-        connection: Any = SimpleNamespace(send_bytes=sent.append)
-        stepper = RemoteStepper(engine, connection)
+        stepper = EngineStepper(engine)
+        stepper.send = partial(send, SimpleNamespace(send_bytes=sent.append))
         stepper.add(number, [Request(f"request-{number}", [*range(length)], 4)], True)
         while stepper._unfinished:
             stepper._step()

@@ -7,8 +7,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
-from punica.serve.events import TextEvents, event
-from punica.serve.forms import Candidate, ChatForm, CompletionForm, Position, usage
+from punica.serve.forms import Candidate, ChatForm, CompletionForm, Position, TextEvents, event, usage
 
 
 @pytest.mark.parametrize("form", [CompletionForm(), ChatForm()], ids=["completion", "chat"])

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
-from punica.serve import folders
+from punica.serve import access
+from punica.serve.access import allowed_folder, allowed_roots
 from punica.serve.errors import ApiError
-from punica.serve.folders import allowed_folder, allowed_roots
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_no_folder_inside_is_not_found(home: Path, name: str) -> None:
 def test_no_roots_and_too_many_entries(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ApiError, match="--allow-folder"):
         allowed_folder(f"{home}/allowed/good", ())
-    monkeypatch.setattr(folders, "MOST_ENTRIES", 0)
+    monkeypatch.setattr(access, "MOST_ENTRIES", 0)
     with pytest.raises(ApiError, match="more than 0 entries"):
         allowed_folder(f"{home}/allowed/good", allowed_roots([f"{home}/allowed"]))
 

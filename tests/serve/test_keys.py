@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
+from punica.serve.access import Keys
 from punica.serve.catalogue import Catalogue
 from punica.serve.errors import ApiError
-from punica.serve.keys import Keys
 
 KEYS = Keys("server", {"tenant-0": "zero", "later": "one"})
 

@@ -21,8 +21,7 @@ import httpx2
 import ray
 
 from punica.cluster.ray_cluster import RayCluster
-from punica.cluster.ray_runners import connect
-from punica.cluster.timeouts import Timeouts
+from punica.cluster.ray_runners import Timeouts, connect
 from punica.engine import SamplingParams
 from punica.serve import launch
 from punica.serve.cli import parse

@@ -21,14 +21,13 @@ from safetensors.torch import load_file, save_file
 from punica.adapters import LoRARequest
 from punica.cluster import ray_runners
 from punica.cluster.adapter_files import StoredFiles
-from punica.cluster.ray_cluster import RayCluster
-from punica.cluster.timeouts import Timeouts
-from punica.engine import Request, SamplingParams
-from punica.serve import runners_thread
-from punica.serve.app import Settings, app_of
-from punica.serve.calls import Call
-from punica.serve.metrics import Metrics
-from punica.serve.runners_thread import RunnersThread
+from punica.cluster.ray_cluster import ClusterOutput, LostRunner, RayCluster
+from punica.cluster.ray_runners import Timeouts
+from punica.engine import Request, SamplingParams, StepStatistics
+from punica.serve import runners
+from punica.serve.app import Settings, make_app
+from punica.serve.backend import Call
+from punica.serve.runners import RunnerMetrics, RunnersThread
 from tests.serve.runners_world import build_of, local, use_local_runners
 from tests.serve.world import state_of, text_of, wait_until
 
@@ -38,14 +37,14 @@ LONG = {"prompt": "hello", "ignore_eos": True, "max_tokens": 60}
 @pytest.fixture
 def cluster(world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
     use_local_runners(monkeypatch)
-    monkeypatch.setattr(runners_thread, "TEND_S", 0.05)
+    monkeypatch.setattr(runners, "TEND_S", 0.05)
     with RayCluster(build_of(world, 3), 2, max_queued=1000) as made:
         yield made
 
 
 @pytest.fixture
 def client(cluster: RayCluster, world: Any, tmp_path: Path) -> Iterator[Any]:
-    app = app_of(RunnersThread(cluster, Metrics()), Settings("tiny", world.adapters[:3], roots=[tmp_path], max_queue=4))
+    app = make_app(RunnersThread(cluster), Settings("tiny", world.adapters[:3], roots=[tmp_path], max_queue=4))
     with TestClient(app) as made:
         yield made
 
@@ -105,8 +104,8 @@ def test_a_cancelled_call_leaves_its_runner_at_once(cluster: RayCluster, world: 
     before = [state_of(engine) for engine in engines]
 
     async def scenario() -> None:
-        thread = RunnersThread(cluster, Metrics())
-        runners_thread.TEND_S = 60  # no probe takes it out
+        thread = RunnersThread(cluster)
+        runners.TEND_S = 60  # no probe takes it out
         thread.start()
         params = SamplingParams(120, ignore_eos=True)
         call = Call([Request(f"r{n}", [1, 2], params, world.adapters[0]) for n in range(12)], streams=True)
@@ -317,7 +316,7 @@ def test_a_check_that_is_cancelled_keeps_no_files(cluster: RayCluster, world: An
         local(cluster, number).hangs = True
 
     async def scenario() -> None:
-        thread = RunnersThread(cluster, Metrics())
+        thread = RunnersThread(cluster)
         thread.start()
         loading = asyncio.create_task(thread.admit(world.adapters[3]))
         while not local(cluster, 0).is_checking:
@@ -351,3 +350,15 @@ def test_files_are_read_beside_the_thread_that_relays_tokens(
         complete(client)
         answered.set()
         assert loading.result(30).status_code == 200
+
+
+def test_a_lost_runner_leaves_no_series() -> None:
+    metrics = RunnerMetrics(2)
+    before = metrics.exposition().decode().count("\n")
+    for number in range(20):
+        metrics.note_runners(ClusterOutput((), (), StepStatistics()), 0, {f"runner-{number}": 3}, 0)
+        lost = LostRunner(f"runner-{number}", "died"), LostRunner("new", "no place")
+        metrics.note_runners(ClusterOutput((), (), StepStatistics(), lost=lost), 0, {}, 0)
+    found = metrics.exposition().decode()
+    assert found.count("\n") == before
+    assert "punica_runner_losses_total 40.0" in found

@@ -25,8 +25,8 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from punica.engine import StepOutput, StepStatistics
+from punica.serve.limits import Stopping
 from punica.serve.server import Connection, Server, listen
-from punica.serve.stopping import Stopping
 from tests.serve.world import World, served, serving, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ def test_a_client_that_reads_slowly_is_not_cut() -> None:
     connection.transport = SimpleNamespace(
         get_write_buffer_size=lambda: left[0], abort=lambda: aborted.append(left[0])
     )  # fmt: skip
-    connection._look_later()
+    connection._look()
     while begun:
         assert not aborted
         (look, before), left[:1] = begun.pop(), []

@@ -11,13 +11,11 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 
 from punica.cluster.ray_cluster import RayCluster
 from punica.engine import Request, SamplingParams
-from punica.serve.calls import Call
-from punica.serve.engine_thread import EngineThread, SteppingThread
+from punica.serve.backend import Call, SteppingThread
 from punica.serve.errors import ApiError
-from punica.serve.metrics import Metrics
-from punica.serve.runners_thread import RunnersThread
+from punica.serve.runners import RunnersThread
 from tests.serve.runners_world import build_of, use_local_runners
-from tests.serve.world import state_of
+from tests.serve.world import EngineThread, state_of
 
 
 @pytest.fixture(params=["engine", "runners"])
@@ -40,7 +38,7 @@ def test_stopping_ends_what_is_unfinished_and_leaves_the_engine(
     engine, kind, is_as_before = served
 
     async def scenario() -> None:
-        thread = kind(engine, Metrics())
+        thread = kind(engine)
         thread.start()
         call = Call([Request("long", [1], SamplingParams(120, ignore_eos=True), world.adapters[0])], streams=True)
         await thread.submit(call)
@@ -49,8 +47,8 @@ def test_stopping_ends_what_is_unfinished_and_leaves_the_engine(
         with pytest.raises(ApiError, match="stopping"):
             async for _ in call.batches():
                 pass
-        with pytest.raises(ApiError, match="stopped") as caught:
-            await thread.call(engine.has_unfinished)
+        with pytest.raises(ApiError, match="stopping") as caught:
+            await thread.submit(call)
         assert caught.value.status == 503
         assert thread.health == "failed"
 

@@ -15,6 +15,7 @@ from tokenizers import pre_tokenizers
 from punica.adapters import LoRARequest
 from punica.engine import Engine
 from punica.serve.app import Settings, make_app
+from tests.serve.world import EngineThread
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -35,7 +36,7 @@ def chat(request: Any, world: Any, tmp_path: Path) -> Any:
         body = {"model": "own", "messages": MESSAGES, "max_tokens": 5, "logit_bias": {number: 100}}
         return client.post("/v1/chat/completions", json={**body, **more})
 
-    with TestClient(make_app(engine, Settings("tiny", [adapter]))) as client:
+    with TestClient(make_app(EngineThread(engine), Settings("tiny", [adapter]))) as client:
         yield request.param, ask
 
 

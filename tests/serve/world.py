@@ -17,14 +17,25 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine
 from punica.serve.app import Settings, make_app
+from punica.serve.backend import SteppingThread
+from punica.serve.limits import Stopping
+from punica.serve.metrics import Metrics
 from punica.serve.server import Server, listen
-from punica.serve.stopping import Stopping
+from punica.serve.stepper import EngineStepper
 from tests.engine.text_world import CHAT, END, VOCAB, save_tokenizer
 
 CONFIG = LlamaConfig(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
     vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.2, eos_token_id=END, bos_token_id=None,
 )  # fmt: skip
+
+
+class EngineThread(SteppingThread):
+    """An engine in a thread of the test's process, which reads its state."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(EngineStepper(engine), Metrics())
+        self.engine = engine
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,7 @@ class World:
     def app(self, count: int = 3, sizes: dict[str, Any] | None = None, **fields: Any) -> tuple[Engine, FastAPI]:
         """An engine and an application that serves it; ``fields``: of its settings."""
         engine = self.engine(count, **(sizes or {}))
-        return engine, make_app(engine, Settings("tiny", self.adapters[:count], **fields))
+        return engine, make_app(EngineThread(engine), Settings("tiny", self.adapters[:count], **fields))
 
 
 def make_world(home: Path, count: int, words: bool = False) -> World:

@@ -24,7 +24,7 @@ from punica.adapters import LoRARequest
 from punica.engine import Engine
 from punica.serve.app import Settings, make_app
 from tests.experiments.conformance import faulty_servers as faulty
-from tests.serve.world import served
+from tests.serve.world import EngineThread, served
 
 CASES = cases.cases([40])
 ALL = cases.waves(lambda run: [run.models * 2])
@@ -212,7 +212,7 @@ def test_make_prints_how_to_start_every_server(world: World, tmp_path: Path, mon
 def ours(world: World, batches: list[int], **sizes: Any) -> list[Result]:
     adapters = [LoRARequest(t.name, number, str(world.adapter(t.name))) for number, t in enumerate(world.tenants, 1)]
     engine = Engine.from_pretrained(world.folder / CHECKPOINT, adapters, device="cpu", max_lora_rank=16, **sizes)
-    app = make_app(engine, Settings("base", adapters, roots=[(world.folder / ADAPTERS).resolve()]))
+    app = make_app(EngineThread(engine), Settings("base", adapters, roots=[(world.folder / ADAPTERS).resolve()]))
     with served(app) as url:
         return asyncio.run(results_of(Options(url=url, batches=batches, timeout=600), world))
 

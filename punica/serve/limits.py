@@ -1,4 +1,4 @@
-"""Limits on what clients send: generations that are inside the server at once, bytes of a request's body."""
+"""Limits on what clients send: generations inside the server at once, bytes of a body, and the end of the server."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from punica.serve.backend import Call
 from punica.serve.errors import ApiError
 
 RETRY_AFTER_S = 1
@@ -42,7 +43,6 @@ class BodyLimit:
         self._app, self._max_body = app, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request with its bytes counted."""
         num_received = 0
 
         async def counted() -> Message:
@@ -54,3 +54,47 @@ class BodyLimit:
             return message
 
         await self._app(scope, counted, send)
+
+
+class Stopping:
+    """End of a server in steps, which `punica.serve.server.Server` takes on the event loop: first new requests are
+    refused (:meth:`refuse`), then running answers are cut (:meth:`cut`).
+    """
+
+    def __init__(self) -> None:
+        self.refuses = False
+        self._cuts = False
+        self._calls: set[Call] = set()
+
+    def refuse(self) -> None:
+        """Answer new requests with 503 from now on."""
+        self.refuses = True
+
+    def cut(self) -> None:
+        """End all running answers with an error."""
+        self.refuses = self._cuts = True
+        for call in self._calls:
+            call.end(_stopping("ended this answer"))
+
+    async def check(self) -> None:
+        """ApiError 503 with Retry-After, for a new request to a server that ends."""
+        if self.refuses:
+            raise _stopping("takes no new requests")
+
+    @contextmanager
+    def holding(self, call: Call) -> Iterator[None]:
+        """Let :meth:`cut` end a call inside. ApiError 503: all have been ended."""
+        if self._cuts:
+            raise _stopping("ended this answer")
+        self._calls.add(call)
+        try:
+            yield
+        finally:
+            self._calls.remove(call)
+
+
+def _stopping(what: str) -> ApiError:
+    return ApiError(
+        503, f"the server is stopping and {what}; send the request again, later or to another server",
+        code="server_stopping", headers={"Retry-After": str(RETRY_AFTER_S), "Connection": "close"},
+    )  # fmt: skip

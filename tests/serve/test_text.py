@@ -1,4 +1,4 @@
-"""Chunks of a stream whose tokens end inside of characters."""
+"""Strings of tokens that end inside of characters, with their log-probabilities and places."""
 
 from typing import Any
 
@@ -8,72 +8,16 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 
 from punica.engine import SamplingParams
 from punica.engine.text import TextCodec, text_of
-from punica.serve.calls import Piece
 from punica.serve.forms import CompletionForm
-from punica.serve.text import ChoiceStrings, ChoiceText, TokenStrings
+from punica.serve.text import ChoiceStrings, TokenStrings
 from tests.engine.text_world import END, WORDS, byte_fallback_tokenizer, byte_tokenizer, sentencepiece_tokenizer
 
 
-def pieces(tokens: list[int], size: int) -> list[Piece]:
-    """Tokens in pieces; what ended it does not matter here."""
-    starts = range(0, len(tokens), size)
-    result: Any = object()
-    return [
-        Piece(0, tokens[start : start + size], size, [], result if start == starts[-1] else None) for start in starts
-    ]
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("text", ["größe ☃ 𝄞", "日本語", "a\ufffdb", "é" * 20])
-@pytest.mark.parametrize("cut", [0, 1, 2])
-def test_chunks_are_whole_characters_and_join_to_the_text(text: str, size: int, cut: int) -> None:
-    codec = TextCodec(byte_tokenizer())
-    tokens = codec.encode(text)[1:]
-    tokens = tokens[: len(tokens) - cut]
-    choice = ChoiceText(codec, SamplingParams(), ())
-    chunks = [choice.add(piece) for piece in pieces(tokens, size)]
-    assert "".join(chunks) == codec.decode(tokens)
-    if "\ufffd" not in text:
-        assert "\ufffd" not in "".join(chunks[:-1])
-
-
-@pytest.mark.parametrize("cut", range(5))
-@pytest.mark.parametrize("text", ["日本語", "é" * 9, "a☃"])
-def test_byte_fallback_gives_one_text_whole_and_streamed(text: str, cut: int) -> None:
-    codec = TextCodec(byte_fallback_tokenizer())
-    tokens = list(text.encode())[: len(text.encode()) - cut]
-    choice = ChoiceText(codec, SamplingParams(), ())
-    chunks = [choice.add(piece) for piece in pieces(tokens, 1)]
-    assert text_of(codec, tokens) == "".join(chunks)
-    whole_characters = bytes(tokens).decode(errors="ignore")
-    assert "".join(chunks).startswith(whole_characters)
-
-
-def test_what_may_become_a_stop_string_is_held_back() -> None:
-    codec = TextCodec(byte_tokenizer())
-    choice = ChoiceText(codec, SamplingParams(stop="stop"), ())
-    chunks = [choice.add(piece) for piece in pieces(codec.encode("a stoa stop")[1:], 1)]
-    assert "".join(chunks) == "a stoa "
-    assert all("st" not in chunk[-3:] for chunk in chunks)
-
-
-def test_the_token_that_ends_is_no_text() -> None:
-    codec = TextCodec(byte_tokenizer())
-    choice, result = ChoiceText(codec, SamplingParams(), ()), object()
-    tokens = codec.encode("ab")[1:]
-    assert choice.add(Piece(0, tokens, 1, [], result)) == "a"  # type: ignore[arg-type]
-    assert TokenStrings(codec).of(END) == "</s>"
-
-
-@pytest.mark.parametrize("stop", [(), ("xyz",)])
-def test_chunks_and_strings_of_sentencepiece_continue_the_prompt(stop: tuple[str, ...]) -> None:
-    codec = TextCodec(sentencepiece_tokenizer())
-    prompt, tokens = [WORDS["▁return"]], [WORDS["▁"], WORDS["▁return"], WORDS["s"], WORDS["▁x"]]
-    choice = ChoiceText(codec, SamplingParams(stop=stop), prompt)
-    chunks = [choice.add(piece) for piece in pieces(tokens, 1)]
-    assert "".join(chunks) == "  returns x"
-    assert codec.decode(prompt) + "".join(chunks) == codec.decode([*prompt, *tokens])
-    assert [TokenStrings(codec).of(token) for token in tokens] == [" ", " return", "s", " x"]
+def test_strings_of_sentencepiece_continue_the_prompt() -> None:
+    tokens = [WORDS["▁"], WORDS["▁return"], WORDS["s"], WORDS["▁x"]]
+    strings = TokenStrings(TextCodec(sentencepiece_tokenizer()))
+    assert [strings.of(token) for token in tokens] == [" ", " return", "s", " x"]
+    assert TokenStrings(TextCodec(byte_tokenizer())).of(END) == "</s>"
 
 
 @pytest.mark.parametrize("keeps", [False, True])

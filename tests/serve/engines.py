@@ -16,9 +16,7 @@ import torch
 from punica.engine import Engine
 from punica.engine.pretrained import GenerationDefaults
 from punica.serve.backend import Backend
-from punica.serve.engine_child import RemoteStepper
-from punica.serve.engine_process import EngineProcess
-from punica.serve.engine_thread import EngineThread
+from punica.serve.stepper import EngineStepper
 from tests.serve.world import World, state_of
 
 
@@ -32,9 +30,10 @@ class Served:
 
     def state(self) -> Any:
         """What requests take of the engine, wherever it is."""
-        if isinstance(self.backend, EngineThread):
-            return state_of(self.backend.engine)
-        return eval(asyncio.run_coroutine_threadsafe(told(self.backend), self.backend._loop).result(60))
+        return asyncio.run_coroutine_threadsafe(self._ask(), self.backend._loop).result(60)
+
+    async def _ask(self) -> Any:
+        return await self.backend.order(held)
 
     def fail_steps(self, count: int) -> None:
         """Have the next steps raise."""
@@ -102,9 +101,14 @@ class Hangs:
         raise AssertionError("not reached")
 
 
-def threads(stepper: RemoteStepper) -> None:
-    """Say how many threads compute a step, and how long they wait for each other."""
-    raise ValueError(repr((torch.get_num_threads(), os.environ.get("GOMP_SPINCOUNT"))))
+def threads(stepper: EngineStepper) -> Any:
+    """How many threads compute a step, and how long they wait for each other."""
+    return torch.get_num_threads(), os.environ.get("GOMP_SPINCOUNT")
+
+
+def held(stepper: EngineStepper) -> dict[str, Any]:
+    """What requests take of the engine."""
+    return state_of(stepper.engine)
 
 
 class Peculiar(ValueError):
@@ -117,17 +121,3 @@ class Peculiar(ValueError):
 def refusing() -> Engine:
     """Refuse to build an engine."""
     raise Peculiar("max_loras", 3)
-
-
-def tell(stepper: RemoteStepper) -> None:
-    """Say what the engine holds: replies carry errors alone."""
-    raise ValueError(repr(state_of(stepper.engine)))
-
-
-async def told(process: EngineProcess, question: Callable[[RemoteStepper], None] = tell) -> str:
-    """Ask what the engine holds."""
-    try:
-        await process._order(question)
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("no answer")
