@@ -2,6 +2,7 @@
 
 import pytest
 
+import experiments.simulator  # noqa: F401  # it registers the rules of other systems
 from punica.cluster import SCHEDULING_RULES, ClusterPolicy, ScaleSignal
 
 
