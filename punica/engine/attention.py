@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from punica.engine.kv_cache import KVCache
-from punica.ops.heads import PackedHeads
+from punica.ops.backbone import PackedHeads
 from punica.scheduling import Span
 
 

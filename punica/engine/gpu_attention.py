@@ -13,8 +13,8 @@ from torch import Tensor
 from punica.engine.attention import PagedAttention
 from punica.engine.kv_cache import KVCache
 from punica.metadata.staging import StagedBuffer, aligned_offsets
+from punica.ops.backbone import MAX_HEAD_SIZE, PackedHeads
 from punica.ops.expect import FLOATS
-from punica.ops.heads import MAX_HEAD_SIZE, PackedHeads
 from punica.scheduling import Span
 
 INVARIANT_SPLITS = 4

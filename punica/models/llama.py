@@ -33,8 +33,7 @@ from punica.models.checkpoint import (
 )
 from punica.models.families import DENSE, resolve_config, warn_of_quantization
 from punica.models.rotary import RotaryEmbedding
-from punica.ops.backbone import add_rms_norm, swiglu
-from punica.ops.heads import HeadNorms, PackedHeads
+from punica.ops.backbone import HeadNorms, PackedHeads, add_rms_norm, swiglu
 from punica.parallel import (
     LinearBase,
     LogitsProcessor,

@@ -4,42 +4,21 @@ One op needs them: fully sharded fused MoE LoRA, whose low-rank tensor is cut am
 (`punica.layers.fused_moe`). Without an installation there is one rank.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-class WorldSize(Protocol):
-    """Number of ranks in the current group."""
-
-    def __call__(self) -> int: ...
-
-
-class Rank(Protocol):
-    """Place in the current group."""
-
-    def __call__(self) -> int: ...
-
-
-class AllReduce(Protocol):
-    """Sum over the ranks of the current group; possibly in place; returns the result."""
-
-    def __call__(self, tensor: Tensor) -> Tensor: ...
-
-
-class AllGather(Protocol):
-    """Every rank's tensor, concatenated along the last dimension in rank order."""
-
-    def __call__(self, tensor: Tensor) -> Tensor: ...
-
-
 class Collectives(NamedTuple):
-    """The current group, looked up at every call."""
+    """The current group, looked up at every call: number of ranks and place of this one, the sum over ranks (possibly
+    in place), and every rank's tensor concatenated along the last dimension in rank order.
+    """
 
-    world_size: WorldSize
-    rank: Rank
-    all_reduce: AllReduce
-    all_gather: AllGather
+    world_size: Callable[[], int]
+    rank: Callable[[], int]
+    all_reduce: Callable[[Tensor], Tensor]
+    all_gather: Callable[[Tensor], Tensor]
 
 
 _installed = Collectives(lambda: 1, lambda: 0, lambda tensor: tensor, lambda tensor: tensor)

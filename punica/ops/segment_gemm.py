@@ -18,10 +18,8 @@ when a call is prepared:
 Scratch buffers are kept per thread: a fresh temporary of over 128 KiB is mapped and faulted in by the kernel at every
 call, which costs more than the product.
 
-A model calls the operators with the same weights in step after step: only the activations are new. Checking the
-operands and cutting the weights by segment costs as much as the products of a small batch. So a stack keeps its `Cut`
-for the step at hand, by the shapes and dtypes of the operands. A cut holds views of the weights, never values: a slot
-may be filled at any time. True ranks are values, so every call compares them.
+Checking a call and cutting its weights by segment costs as much as the products of a small batch, so a stack keeps its
+`Cut` for the step at hand. It holds views of the weights, never values: a slot may be filled at any time.
 """
 
 from __future__ import annotations
@@ -56,8 +54,7 @@ _KEPT_TILES = 256
 
 class Tile(NamedTuple):
     """Shapes and dtypes of a product that converts operands to ``dtype``: ``x [*batch, length, K]``,
-    ``w [*batch, N, K]``. A w that is not ``row_major`` has its last two dimensions swapped in memory, and so it is
-    converted: to turn it too takes twice as long."""
+    ``w [*batch, N, K]``. A w that is not ``row_major`` is converted in its order: to turn it takes twice as long."""
 
     batch: tuple[int, ...]
     length: int
@@ -72,7 +69,7 @@ class Tile(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Scratch of a :class:`Tile`; None where the caller's tensor serves. ``wt`` is ``w`` transposed."""
+    """Scratch of a `Tile`; None where the caller's tensor serves. ``wt`` is ``w`` transposed."""
 
     x: Tensor | None
     w: Tensor | None
@@ -127,15 +124,10 @@ def _onednn_multiplies_bfloat16() -> bool:
 
 
 def choose(out_dtype: torch.dtype, x_dtype: torch.dtype, w: Tensor, length: int) -> tuple[Multiply, Tensor]:
-    """Choose the form for a run of segments of ``length`` rows, and its weight operand.
+    """Choose the form for a run of segments of ``length`` rows with weights ``w [count, N, K]``, and its operand.
 
-    Args:
-        out_dtype, x_dtype: dtypes that the calls will have.
-        w: ``[count, N, K]`` weights of the run.
-
-    Returns:
-        ``(multiply, weight)``. For ``count == 1`` multiply takes ``out [length, N]`` and ``x [length, K]``, else
-        ``[count, length, N]`` and ``[count, length, K]``; ``beta`` is 0 (``out`` is not read) or 1.
+    Calls take ``out [count, length, N]`` and ``x [count, length, K]``, without the count where that is 1; ``beta`` is 0
+    (``out`` is not read) or 1.
     """
     count, n, k = w.shape
     if out_dtype == x_dtype == w.dtype and w.dtype in (torch.float32, torch.float64):
@@ -154,7 +146,6 @@ def choose(out_dtype: torch.dtype, x_dtype: torch.dtype, w: Tensor, length: int)
 
 
 def _is_row_major(w: Tensor) -> bool:
-    """Return True where the rows of ``[..., N, K]`` are contiguous, False where its columns are."""
     return w.stride(-2) >= w.stride(-1)
 
 
@@ -187,10 +178,10 @@ _multiply_many = _multiplication(torch.bmm, Tensor.baddbmm_)  # wt [count, K, N]
 
 
 class _Convert:
-    """Convert the operands of one tile, form the sum (in float32 or more, whatever the operands' dtype), round it once.
+    """Convert the operands of one tile, form the sum, round it once.
 
-    The native form is this with ``tile.dtype`` bfloat16: only ``x`` is converted, if it is not bfloat16 already. An
-    object is the key of its own scratch, which is found faster than by the shapes.
+    The native form is this with ``tile.dtype`` bfloat16. An object is the key of its scratch, which is found faster
+    than by the shapes.
     """
 
     def __init__(self, tile: Tile) -> None:
@@ -218,10 +209,7 @@ class _Convert:
             out.copy_(total)
 
 
-@functools.lru_cache(maxsize=1024)
-def _convert(tile: Tile) -> _Convert:
-    """Return one object per tile, so that all weights of one shape share their scratch."""
-    return _Convert(tile)
+_convert = functools.lru_cache(maxsize=1024)(_Convert)  # all weights of one shape share their scratch
 
 
 def _convert_segment(tile: Tile) -> Multiply:
@@ -254,11 +242,7 @@ def _convert_each(one: Multiply) -> Multiply:
 
 
 def _convert_blocks(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
-    """Multiply one segment, ``w [N, K]``, too large for a tile: blocks of columns, each converted once for all blocks
-    of rows.
-
-    A column block is a weight in the arithmetic dtype, so the tiles of its row blocks convert only ``x`` and ``out``.
-    """
+    """Multiply one segment too large for a tile: blocks of columns, each converted once for all blocks of rows."""
     (length, width), inner = out.shape, w.shape[1]
     dtype = torch.float64 if torch.float64 in (out.dtype, x.dtype, w.dtype) else torch.float32
     rows = min(length, _TILE_ROWS)
@@ -281,7 +265,7 @@ Ranks = list[list[int]]
 
 
 class Product(NamedTuple):
-    """One run, with its weights cut out of the stack; ``block`` is the number of its rows' block in the slice."""
+    """One run with its weights; ``block``: number of its rows' block in the slice."""
 
     block: int
     segments: int
@@ -292,10 +276,7 @@ class Product(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The products of one slice, and how many rows each block has: the blocks of the products and those between them.
-
-    The rows are cut into all blocks by one call, which is faster than one call per product.
-    """
+    """The products of one slice, and the rows of their blocks and those between: one call cuts the rows into all."""
 
     blocks: tuple[int, ...]
     products: tuple[Product, ...]
@@ -304,12 +285,9 @@ class Slice(NamedTuple):
 class Cut(NamedTuple):
     """A product whose operands were checked.
 
-    Attributes:
-        ranks: the true ranks as nested lists, or None.
-        rows: of the plan, see `SegmentPlan`.
-        slices: the products of each slice, and their rows.
-        covers: the products write all rows and all lanes of the output of a shrink.
-        only: set when one product takes all of ``x``'s and ``out``'s rows and columns, in a call of one slice.
+    ``ranks``: true ranks, which are values and so are compared at every call. ``rows``: of the `SegmentPlan`.
+    ``covers``: the products write all rows and lanes of the output of a shrink. ``only``: one product takes all rows
+    and columns of x and out, in a call of one slice.
     """
 
     ranks: Ranks | None
@@ -322,15 +300,8 @@ class Cut(NamedTuple):
 def cut(
     plan: SegmentPlan, tensors: tuple[Tensor, ...], rank_dim: int, ranks: Ranks | None, x: Tensor, out: Tensor
 ) -> Cut:
-    """Cut a call, whose operands were checked, into products.
-
-    Args:
-        tensors: one per slice, ``[L, (1,) out, in]``; ``rank_dim`` is where they have their rank: -2 in A (shrink), -1
-            in B (expand).
-        ranks: true rank per slice and slot; None for the full width.
-
-    Raises:
-        ValueError: a slot in use is beyond the weights, or a rank in use negative or above their width.
+    """Cut a checked call into products. ``rank_dim``: of the rank in ``tensors``, -2 in A and -1 in B. ``ranks``: true
+    rank per slice and slot. ValueError: a slot in use is beyond the weights, or a rank is beyond their width.
     """
     if plan.max_slot >= tensors[0].shape[0]:
         raise ValueError(f"the step uses slot {plan.max_slot}; the weights have slots 0 to {tensors[0].shape[0] - 1}")
@@ -350,9 +321,8 @@ def cut(
 
 
 def _cut_slice(
-    plan: SegmentPlan, stack: Tensor, ranks: list[int] | None,
-    rank_dim: int, rows: int,
-    out_dtype: torch.dtype, x_dtype: torch.dtype,
+    plan: SegmentPlan, stack: Tensor, ranks: list[int] | None, rank_dim: int, rows: int, out_dtype: torch.dtype,
+    x_dtype: torch.dtype,
 ) -> Slice:  # fmt: skip
     """Cut one slice into products on ``rows`` rows; a run is also cut where the rank of its adapters changes."""
     blocks: list[int] = []

@@ -11,7 +11,7 @@ from punica.adapters import LoRAModelManager, LoRARequest
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
-from punica.ops.heads import PackedHeads
+from punica.ops.backbone import PackedHeads
 
 VOCAB, MAX_RANK = 67, 8
 

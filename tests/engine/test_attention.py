@@ -7,7 +7,7 @@ import torch
 
 from punica.engine.attention import PagedAttention
 from punica.engine.kv_cache import KVCache
-from punica.ops.heads import PackedHeads
+from punica.ops.backbone import PackedHeads
 from punica.scheduling import Span
 
 BLOCK = 4

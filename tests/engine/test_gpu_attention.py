@@ -8,7 +8,7 @@ import torch
 from punica.engine.attention import PagedAttention
 from punica.engine.gpu_attention import KernelAttention, attention_for
 from punica.engine.kv_cache import KVCache
-from punica.ops.heads import HeadNorms, PackedHeads
+from punica.ops.backbone import HeadNorms, PackedHeads
 from punica.scheduling import Span
 from tests.engine.test_attention import BLOCK, make_cache
 

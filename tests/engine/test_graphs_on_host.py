@@ -12,7 +12,7 @@ from punica.engine import runner as runner_module
 from punica.engine.attention import PagedAttention
 from punica.engine.cuda_graph import GraphShape, StepGraphs, _Captured
 from punica.engine.gpu_attention import KernelAttention
-from punica.ops.heads import PackedHeads
+from punica.ops.backbone import PackedHeads
 from tests.engine.helpers import adapter_of_the_ends, torch_without_gpu
 
 

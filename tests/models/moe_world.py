@@ -15,7 +15,7 @@ from punica.adapters import LoRAModelManager, LoRARequest
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.models import MixtureOfExpertsForCausalLM
-from punica.ops.heads import PackedHeads
+from punica.ops.backbone import PackedHeads
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61,

@@ -20,8 +20,8 @@ from triton.runtime.jit import KernelInterface
 
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops import triton_ops
+from punica.ops.backbone import HeadNorms
 from punica.ops.experts import Experts, Switches
-from punica.ops.heads import HeadNorms
 from punica.ops.interface import Beside
 from punica.ops.quant import E4M3, quantize_per_channel
 from punica.ops.scales import Scheme

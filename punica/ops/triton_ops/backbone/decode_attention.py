@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.heads import MAX_HEAD_SIZE
+from punica.ops.backbone import MAX_HEAD_SIZE
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.triton_ops.backbone.checks import check_cache, check_same, check_shape
 from punica.ops.triton_ops.device import dot, pdl_launch_then_wait

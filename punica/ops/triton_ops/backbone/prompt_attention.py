@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.heads import MAX_HEAD_SIZE
+from punica.ops.backbone import MAX_HEAD_SIZE
 from punica.ops.triton_ops.backbone.checks import check_same, check_shape
 from punica.ops.triton_ops.device import accumulator, dot, max_tiles, pdl_launch_then_wait
 from punica.ops.triton_ops.launch import block_at_least, launch_alone, stages_that_fit, supports_pdl

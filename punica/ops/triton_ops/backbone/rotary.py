@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.heads import HeadNorms
+from punica.ops.backbone import HeadNorms
 from punica.ops.quant import FP8_MAX
 from punica.ops.triton_ops.backbone.checks import check_cache, check_rows, check_same, check_shape
 from punica.ops.triton_ops.device import pdl_launch_then_wait

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from target_compiler import Compilations, empty
 
-from punica.ops.heads import HeadNorms
+from punica.ops.backbone import HeadNorms
 from punica.ops.quant import E4M3
 from punica.ops.scales import PER_CHANNEL, PLAIN
 from punica.ops.triton_ops.backbone import (

@@ -7,7 +7,7 @@ import transformers
 from punica.engine.attention import PagedAttention
 from punica.engine.kv_cache import KVCache
 from punica.models import LlamaForCausalLM
-from punica.ops.heads import HeadNorms
+from punica.ops.backbone import HeadNorms
 from punica.ops.triton_ops.backbone import Pages, add_rms_norm, decode_attention, rotate_and_store, swiglu
 from punica.scheduling import Span
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from punica.ops.heads import HeadNorms, rotate
+from punica.ops.backbone import HeadNorms, rotate
 from punica.ops.triton_ops.backbone import add_rms_norm, argmax, rotary_angles, rotate_and_store, swiglu
 from punica.ops.triton_ops.launch import INTERPRETED
 
