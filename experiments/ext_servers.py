@@ -10,6 +10,7 @@ kernels, whose grid has a place for each slot, take at least as long as the base
     vllm                   and `specialize_active_lora`, and LoRA at the seven projections only.
     vllm_dual_stream       and its second stream: `VLLM_LORA_ENABLE_DUAL_STREAM`.
     vllm_punica            `vllm` with this library's LoRA products (`punica.vllm`), installed beside it.
+    ..._invariant          `punica_many`, `vllm` and `vllm_punica` with batch invariance (`VLLM_BATCH_INVARIANT`).
     figure.url=http://...  any server with OpenAI's API and adapters by model name, and no other system. An API key is
                            the environment's SERVER_API_KEY, and is in no row.
 
@@ -22,6 +23,8 @@ whole length. Panels, in turns for each popularity; the first three also without
     prompt          of engines: `prompt_latency` of a full batch of `seq_len` tokens each, to the first token of each
     stream          `output_throughput` of a queue of chats, all waiting from the start, adapters in turns.
                     `first_pass`: of its first requests, to warm up
+    company         of engines: one request with an adapter, `repeats` times in batches of others, drawn at random;
+                    `same_tokens`, `same_answers`: share of its most frequent tokens, and with their log-probabilities
     N in flight     of servers: the next request is sent when one ends (`in_flight`)
     R requests/s    of servers: Poisson arrivals (`rates`), whether others are answered or not
     tokens          `first_token_alone`, share of requests of a mixed batch that begin as alone, and `same_alone`, share
@@ -52,7 +55,7 @@ from tqdm import tqdm
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import by_cell, model_settings
 from experiments.harness.schema import Count, Counts, Seconds
-from experiments.servers.stream import NONE, Stream, ids, stream_lengths
+from experiments.servers.stream import NONE, Stream, companies, ids, stream_lengths
 from experiments.servers.systems import HOW_TO_GET_VLLM, PUNICA, SYSTEMS, versions
 from experiments.workload import popularity
 from experiments.workload.arrivals import Span
@@ -61,7 +64,7 @@ if TYPE_CHECKING:
     from experiments.servers.bench import Bench
     from experiments.servers.served import Served
 
-TOKENS, DECODE, PROMPT, STREAM, LOAD = "tokens", "decode", "prompt", "stream", "load"
+TOKENS, DECODE, PROMPT, STREAM, COMPANY, LOAD = "tokens", "decode", "prompt", "stream", "company", "load"
 """Methods of `servers.worker.Measurement`; panels, but for loads, which have one each."""
 METRICS = {DECODE: "step_latency", PROMPT: "prompt_latency"}
 Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
@@ -77,7 +80,7 @@ class ServersConf(FigureConf):
     fields: list[Literal["ignore_eos", "min_tokens"]]  # that keep answers from ending early, as far as the URL has them
     prompts: Literal["ids", "text"]  # of a URL's loads
     vllm_python: Path | None = None
-    parts: list[Literal["decode", "prompt", "stream", "load"]]
+    parts: list[Literal["decode", "prompt", "stream", "company", "load"]]
     adapters: Count
     batch_size: Count
     contexts: Counts  # mean cached tokens of decode steps, and tokens of a prompt
@@ -92,6 +95,7 @@ class ServersConf(FigureConf):
     seconds: Positive  # ... measured ...
     after: Seconds  # ... and longest wait for its last answers
     check: Pair  # requests, and new tokens of each
+    repeats: Count  # of the request in company
     check_prompt: Count
     sizes: dict[str, Any]  # what depends on the scale
 
@@ -111,7 +115,7 @@ class ServersConf(FigureConf):
         decode = max(self.contexts) + (self.new_tokens[1] - self.new_tokens[0] + 1) // 2
         stream, checked = 4 * self.lengths[0] + round(1.6 * self.lengths[1]), self.check_prompt + sum(self.check)
         names = {"adapters", "batch_size", "contexts", "new_tokens", "requests", "lengths", "warm", "rounds", "check",
-                 "check_prompt"}  # fmt: skip
+                 "check_prompt", "repeats"}  # fmt: skip
         return {**self.model_dump(include=names), "max_model_len": -(-(max(decode, stream, checked) + 1) // 16) * 16}
 
 
@@ -142,13 +146,13 @@ class Servers(Experiment):
             return []
         names = (NONE, *cfg.workload.names)
         steps = [(panel, name, size) for panel in METRICS for size in figure.contexts for name in names]
-        cells = [(TOKENS, NONE, None), *steps, *((STREAM, name, None) for name in names), *loads]
+        cells = [(TOKENS, NONE, None), (COMPANY, NONE, None), *steps, *((STREAM, name, None) for name in names), *loads]
         wanted, model, rank = {TOKENS, *figure.parts, *figure.loads()}, cfg.model.name, cfg.adapters.ranks[0]
         return [
             Point(panel, system, workload, model, figure.batch_size, size, rank, _settings(cfg, system))
             for system in self._possible(cfg)
             for panel, workload, size in cells
-            if panel in wanted and panel not in (METRICS if SYSTEMS[system].is_server else figure.loads())
+            if panel in wanted and panel not in ((*METRICS, COMPANY) if SYSTEMS[system].is_server else figure.loads())
         ]
 
     def _possible(self, cfg: Config) -> list[str]:
@@ -260,6 +264,8 @@ def _parts(cfg: Config, points: Sequence[Point], bench: Bench) -> list[tuple[str
         if panel == PROMPT:
             given = {"context": size, "cases": full, "prompts": bench.prompts([size] * rows, size)}
         parts.append((panel, given))
+    if any(point.panel == COMPANY for point in points):
+        parts.append((COMPANY, {**bench.check, "batches": companies(figure.check[0], rows, figure.repeats)}))
     if any(point.panel == STREAM for point in points):
         prompts, new = zip(*stream_lengths(figure.requests, *figure.lengths), strict=True)
         cases = {name: ids(name, figure.requests, figure.adapters) for name in names}
@@ -274,6 +280,8 @@ def _readings(figure: ServersConf, point: Point, lines: Sequence[dict[str, Any]]
     line = next(one for one in lines if (one["part"], one.get("context")) == (part, point.seq_len))
     if part == LOAD:
         return list(line["readings"][point.panel, point.workload])
+    if part == COMPANY:
+        return [Reading(f"same_{name}", line[name], "share") for name in ("tokens", "answers")]
     seconds = line["seconds"][point.workload]
     if part in METRICS:
         return sampled(METRICS[part], [1e3 * value for value in seconds], "ms")

@@ -62,6 +62,15 @@ def ids(workload: str, requests: int, adapters: int) -> list[int]:
     return [1 + i % adapters for turn in range(max(sizes)) for i, size in enumerate(sizes) if turn < size]
 
 
+def companies(requests: int, rows: int, repeats: int) -> list[list[int]]:
+    """Draw batches of up to `rows` of `requests` in random order, all with request 1; the first is that one alone."""
+    draw, batches, others = random.Random(0), [[1]], [0, *range(2, requests)]
+    for _ in range(repeats - 1):
+        batch = [1, *draw.sample(others, draw.randint(0, min(rows - 1, len(others))))]
+        batches.append(draw.sample(batch, len(batch)))
+    return batches
+
+
 def stream_lengths(requests: int, prompt: int, new: int) -> list[tuple[int, int]]:
     """Draw lengths of prompts (log-normal, up to four times the mean `prompt`) and outputs (uniform about `new`)."""
     draw, spread, middle = random.Random(0), 0.8, math.log(prompt) - 0.8**2 / 2

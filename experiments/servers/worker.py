@@ -15,6 +15,8 @@ from typing import Any
 
 Cases = dict[str, list[int]]
 """Popularity -> adapter id of each request; 0 is no adapter."""
+Scored = list[tuple[int, float]]
+"""Tokens and their log-probabilities."""
 
 
 class Punica:
@@ -38,12 +40,20 @@ class Punica:
 
     def generate(self, prompts: list[list[int]], adapters: list[int], new_tokens: list[int]) -> list[list[int]]:
         """Continue every prompt by exactly its number of new tokens."""
-        params = [self._params(max_new_tokens=n, ignore_eos=True) for n in new_tokens]
+        return [result.token_ids for result in self._results(prompts, adapters, new_tokens)]
+
+    def scored(self, prompts: list[list[int]], adapters: list[int], new_tokens: list[int]) -> list[Scored]:
+        """Do the same, with the log-probability of each token."""
+        results = self._results(prompts, adapters, new_tokens, logprobs=0)
+        return [[(token, one[token]) for token, one in zip(r.token_ids, r.logprobs, strict=True)] for r in results]
+
+    def _results(self, prompts: Any, adapters: list[int], new_tokens: list[int], **asked: int) -> list[Any]:
+        params = [self._params(max_new_tokens=n, ignore_eos=True, **asked) for n in new_tokens]
         chosen = [self._adapters[i - 1] if i else None for i in adapters]
         results = self._engine.generate(prompts, chosen, params)
         if errors := [result.error for result in results if result.error]:
             raise RuntimeError(errors[0])
-        return [result.token_ids for result in results]
+        return results
 
 
 class Vllm:
@@ -70,11 +80,20 @@ class Vllm:
 
     def generate(self, prompts: list[list[int]], adapters: list[int], new_tokens: list[int]) -> list[list[int]]:
         """Continue every prompt by exactly its number of new tokens."""
-        params = [self._params(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in new_tokens]
+        return [list(answer.token_ids) for answer in self._answers(prompts, adapters, new_tokens)]
+
+    def scored(self, prompts: list[list[int]], adapters: list[int], new_tokens: list[int]) -> list[Scored]:
+        """Do the same, with the log-probability of each token."""
+        answers = self._answers(prompts, adapters, new_tokens, logprobs=0)
+        return [[(t, one[t].logprob) for t, one in zip(a.token_ids, a.logprobs, strict=True)] for a in answers]
+
+    def _answers(self, prompts: Any, adapters: list[int], new_tokens: list[int], **asked: int) -> list[Any]:
+        same = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **asked}
+        params = [self._params(max_tokens=n, **same) for n in new_tokens]
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         chosen = [self._adapters[i - 1] if i else None for i in adapters]
         outputs = self._llm.generate(given, params, lora_request=chosen, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        return [output.outputs[0] for output in outputs]
 
 
 class Measurement:
@@ -127,6 +146,15 @@ class Measurement:
             for name in in_turns(cases, turn):
                 seconds[name].append(self._timed(prompts, cases[name], new_tokens)[0])
         return {"seconds": seconds, "first": first}
+
+    def company(self, prompts: list[list[int]], adapters: list[int], new_tokens: int, batches: list[list[int]]) -> Any:
+        """Answer request 1 in `batches` of requests; share of its most frequent tokens, and log-probabilities, too."""
+        found = []
+        for batch in batches:
+            given = [prompts[i] for i in batch], [adapters[i] for i in batch], [new_tokens] * len(batch)
+            found.append(self.engine.scored(*given)[batch.index(1)])
+        tokens, answers = ([repr(one) for one in told] for told in ([[t for t, _ in one] for one in found], found))
+        return {name: max(map(all_.count, all_)) / len(all_) for name, all_ in (("tokens", tokens), ("answers", answers))}
 
     def _turns(self, cases: Cases) -> Iterator[tuple[int, str]]:
         """Yield turn and case; the first turn is to warm up."""

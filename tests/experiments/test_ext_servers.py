@@ -34,7 +34,7 @@ from experiments.servers.bench import Bench, same, written
 from experiments.servers.client import BACK_OFF_S, FIELDS, Answer, Client, Run, Server, look_up
 from experiments.servers.client import run as run_load
 from experiments.servers.served import Served, is_late, run_readings, tokens_in
-from experiments.servers.stream import Job, Stream, ids, stream_lengths
+from experiments.servers.stream import Job, Stream, companies, ids, stream_lengths
 from experiments.servers.systems import SYSTEMS, System, versions
 from experiments.servers.worker import Measurement, Punica
 from experiments.workload.arrivals import Span
@@ -61,10 +61,11 @@ time.perf_counter = clock
 """
 FAKE_VLLM = f"""{OF_A_FAKE}
 __version__ = "0.0.0+fake"
+NOISE = float(os.environ.get("VLLM_BATCH_INVARIANT") != "1")
 
 class SamplingParams:
-    def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
-        assert (temperature, ignore_eos, detokenize) == (0.0, True, False)
+    def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize, logprobs=None):
+        assert (temperature, ignore_eos, detokenize, logprobs) in ((0.0, True, False, None), (0.0, True, False, 0))
         self.max_tokens = max_tokens
 
 class LLM:
@@ -78,7 +79,9 @@ class LLM:
         chosen = [request.lora_int_id if request else 0 for request in lora_request]
         assert all(os.path.exists(one.lora_path) for one in lora_request if one)
         tokens = [generated(p["prompt_token_ids"], a, one.max_tokens) for p, a, one in zip(prompts, chosen, params)]
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=one)]) for one in tokens]
+        told = [[{{token: SimpleNamespace(logprob=-len(tokens) * NOISE)}} for token in one] for one in tokens]
+        pairs = zip(tokens, told, strict=True)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=one, logprobs=of)]) for one, of in pairs]
 """
 FAKE_REQUEST = """
 class LoRARequest:
@@ -94,6 +97,8 @@ class Fake:
     def generate(self, prompts, adapters, counts):
         now[0] += 1e-4 * max(counts)
         return list(map(generated, prompts, adapters, counts))
+    def scored(self, *given):
+        return [[(token, -1.0) for token in one] for one in self.generate(*given)]
 
 serve(Fake)
 """
@@ -198,6 +203,14 @@ def test_adapters_take_turns_and_lengths_have_their_means():
     assert same([[1, 2], [3, 4], [5, 6]], [[1, 3], [4, 4], [5, 6]]) == 0.5
 
 
+def test_batches_hold_the_same_request_in_other_company():
+    batches = companies(6, 3, 40)
+    assert batches[0] == [1]
+    assert all(1 in batch and len(batch) == len({*batch}) <= 3 for batch in batches)
+    assert {i for batch in batches for i in batch} == {*range(6)}
+    assert {batch.index(1) for batch in batches} == {0, 1, 2}
+
+
 def test_a_stream_has_new_prompts_and_the_same_lengths_and_adapters_again():
     names = [f"a{place}" for place in range(6)]
 
@@ -229,6 +242,9 @@ def test_every_adapter_folder_has_weights_of_its_own_and_our_engine_tells_them_a
     tokens = Measurement(engine, job).tokens([[5, 6, 7], [5, 6, 7], [5, 6, 7], [8, 9]], [0, 1, 2, 3], 4)
     assert tokens["together"] == tokens["alone"]
     assert [len({tuple(one) for one in tokens[name][:3]}) for name in ("together", "plain")] == [3, 1]
+    batches = [[1], [0, 2, 1], [1, 0]]
+    found = Measurement(engine, job).company([[5, 6, 7], [5, 6], [8]], [0, 1, 2], 4, batches)
+    assert found["tokens"] == 1 >= found["answers"] >= 1 / 3
     with pytest.raises(RuntimeError, match="absent"):
         engine.generate([[1]], [4], [1])
 
@@ -252,10 +268,10 @@ def test_our_products_in_vllm_need_both_in_one_environment(tmp_path, monkeypatch
 def test_engines_do_the_same_work_and_rows_name_versions_and_settings(tmp_path, ours_is_a_fake, monkeypatch):
     monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", "/some/tables")
     python = stub(tmp_path / "stub")
-    names = "system.names=[punica_many,vllm,vllm_dual_stream]"
+    names = "system.names=[punica_many,vllm,vllm_dual_stream,vllm_invariant]"
     cfg = composed(tmp_path, f"figure.vllm_python={python}", names, "draw=true", name=SERVERS.name)
     outcome = run(cfg, SERVERS)
-    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 30, 3)
+    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 44, 3)
     kept = [file.read_text() for file in tmp_path.rglob("ext_servers.*") if file.suffix in (".csv", ".json")]
     assert not [one for one in kept if str(python.parent) in one or "/some" in one]
     rows = [row for row in read_rows(outcome.rows_file) if row.statistic in ("median", "value")]
@@ -269,13 +285,16 @@ def test_engines_do_the_same_work_and_rows_name_versions_and_settings(tmp_path, 
     assert [counts[key] for key in timed] == [3, 3, 3]
     shares = "first_token_alone", "first_token_reference", "same_alone"
     assert {row.value for row in rows if row.metric in shares} == {1.0}
+    same = {(row.system, row.metric): row.value for row in rows if row.panel == "company"}
+    assert same["vllm", "same_tokens"] == same["vllm_invariant", "same_answers"] == 1
+    assert same["vllm", "same_answers"] < 1 == same["punica_many", "same_answers"]
     told = [json.loads(line) for line in (python.parent / "site/vllm/settings.jsonl").read_text().splitlines()]
-    assert [one["stream"] for one in told] == [None, "1"]
+    assert [one["stream"] for one in told] == [None, "1", None]
     limits = "max_num_seqs", "max_loras", "max_cpu_loras", "enable_prefix_caching", "specialize_active_lora"
     assert {tuple(one[name] for name in limits) for one in told} == {(3, 3, 4, False, True)}
     assert run(cfg, SERVERS).measured == 0
     figure = draw_servers(measured_frame(rows_of_repeats(Path(outcome.rows_file))), pd.DataFrame())
-    assert [len(axis.patches) for axis in figure.axes] == [9, 9, 9], "three systems of three cases"
+    assert [len(axis.patches) for axis in figure.axes] == [12, 12, 12], "four systems of three cases"
 
 
 @pytest.mark.parametrize(
@@ -498,7 +517,7 @@ def test_a_process_measures_all_of_a_system_and_engines_have_no_loads(tmp_path):
     given = ["scale=gpu", "hardware=h200", f"figure.vllm_python={stub(tmp_path / 'stub')}", "workload=identical"]
     points = SERVERS.points(settled(tmp_path, *given))
     groups = [[point.panel for point in group] for group in SERVERS.together(points)]
-    engine = ["tokens", *["decode"] * 2, *["prompt"] * 2, *["stream"] * 2]
+    engine = ["tokens", "company", *["decode"] * 2, *["prompt"] * 2, *["stream"] * 2]
     assert groups == [engine, ["tokens", *["stream"] * 2, "64 in flight", "16 requests/s"], engine]
     assert {(point.batch_size, point.seq_len) for point in points if point.panel == "decode"} == {(32, 624)}
 
@@ -506,7 +525,7 @@ def test_a_process_measures_all_of_a_system_and_engines_have_no_loads(tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("figure.parts=[decode,hour]", "figure.parts.*must be 'decode', 'prompt', 'stream' or 'load'"),
+        ("figure.parts=[decode,hour]", "figure.parts.*must be 'decode', 'prompt', 'stream', 'company' or 'load'"),
         ("figure.new_tokens=[2,8]", "figure.new_tokens.* must ascend from figure.batch_size=3"),
         ("figure.new_tokens=[2]", "figure.new_tokens"), ("figure.contexts=[6]", "figure.contexts.* must be above 14"),
         ("figure.adapters=2", "figure.adapters=2 must be at least figure.batch_size=3"),
