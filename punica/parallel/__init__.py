@@ -1,16 +1,13 @@
-"""The base layers that LoRA wraps, and the tensor-parallel group they talk through.
+"""The base layers that LoRA wraps, and the tensor-parallel group they talk through; attribute names follow vLLM.
 
-These are minimal: enough of a parallel Transformer to test and use the library on its own. Attribute names follow
-vLLM's layers, so that code written against those can be carried over.
-
-    group.py            tensor-parallel groups and their collectives; launch.py starts the processes
-    agreement.py        failures and arguments compared over the ranks of a group
-    embedding.py        vocabulary-parallel embedding and head
-    linear.py           replicated, column and row parallel layers: split, multiply, gather or reduce
-    matmul.py           their dense product
-    moe.py              router, experts, and their placement on ranks
-    memory.py           free-memory checks before large allocations
-    logits.py           hidden states and the head to logits
+group.py            tensor-parallel groups and their collectives; launch.py starts the processes
+agreement.py        failures and arguments compared over the ranks of a group
+embedding.py        vocabulary-parallel embedding and head
+linear.py           replicated, column and row parallel layers: split, multiply, gather or reduce
+matmul.py           their dense product
+moe.py              router, experts, and their placement on ranks
+memory.py           free-memory checks before large allocations
+logits.py           hidden states and the head to logits
 """
 
 from punica.parallel.agreement import all_ranks_agree, check_in_step, check_same_on_all_ranks, in_step

@@ -23,13 +23,11 @@ _MESSAGE_BYTES = 2048
 def all_ranks_agree() -> Iterator[list[object]]:
     """Make an error of one rank inside the block an error of all ranks at its end.
 
-    Ranks that have all succeeded raise ValueError unless the lists, which the block appends to, have equal reprs.
-
-    Every rank then raises the error of the first rank that failed, its message preceded by that rank's number.
+    Every rank raises the error of the first rank that failed, its message preceded by that rank's number.
     FileNotFoundError, TypeError, ValueError and errors of too little memory keep their type, others become a
-    RuntimeError. With one rank nothing is exchanged. This is a collective: all ranks must reach it, in one order. So it
-    must not be nested, and there must be no collectives inside: a rank that failed would be missing in them
-    (:func:`in_step` is for those).
+    RuntimeError. Ranks that have all succeeded raise ValueError unless the lists, which the block appends to, have
+    equal reprs. With one rank nothing is exchanged. This is a collective: all ranks must reach it, in one order. So it
+    must not be nested, and there must be no collectives inside, which a rank that failed would miss (:func:`in_step`).
     """
     group = current_group()
     found: list[object] = []
@@ -41,18 +39,19 @@ def all_ranks_agree() -> Iterator[list[object]]:
         yield found
     except Exception as error:
         failure = error
-    device = getattr(group, "message_device", torch.device("cpu"))
     kind = 0 if failure is None else next((i for i, k in enumerate(_KINDS, 1) if isinstance(failure, k)), len(_KINDS))
-    verdict = [kind, zlib.crc32(repr(found).encode(errors="replace"))]
-    gathered = group.all_gather(torch.tensor([verdict], dtype=torch.int64, device=device), 0).tolist()
+    gathered = _gathered([kind, zlib.crc32(repr(found).encode(errors="replace"))])
     verdicts = [kind for kind, _ in gathered]
     if not any(verdicts):
         if len({digest for _, digest in gathered}) > 1:
             raise ValueError("the ranks have read different files: give all the same, and change none while it is read")
         return
-    texts = group.all_gather(_as_bytes(failure).to(device), 0).cpu()
+    named = "" if failure is None else str(failure)
+    if failure is not None and not isinstance(failure, _KINDS):
+        named = f"{type(failure).__name__}: {failure}"
+    own = named.encode("utf-8", errors="backslashreplace")[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
     rank = next(rank for rank, verdict in enumerate(verdicts) if verdict)
-    text = bytes(texts[rank].tolist()).rstrip(b"\0").decode("utf-8", errors="replace")
+    text = bytes(_gathered(own, torch.uint8)[rank]).rstrip(b"\0").decode("utf-8", errors="replace")
     raise _KINDS[verdicts[rank] - 1](f"rank {rank} of {group.world_size}: {text}") from failure
 
 
@@ -84,11 +83,7 @@ def check_same_on_all_ranks(what: str, values: Sequence[int]) -> None:
 
     With one rank nothing is exchanged. This is a collective: all ranks must reach it, in one order.
     """
-    group = current_group()
-    if group.world_size == 1:
-        return
-    device = getattr(group, "message_device", torch.device("cpu"))
-    found = group.all_gather(torch.tensor([list(values)], dtype=torch.int64, device=device), 0).tolist()
+    found = [values] if current_group().world_size == 1 else _gathered(values)
     if any(other != found[0] for other in found):
         raise RuntimeError(
             f"{what} must be the same on all ranks, got {found} in rank order; give every rank the same requests in "
@@ -96,10 +91,9 @@ def check_same_on_all_ranks(what: str, values: Sequence[int]) -> None:
         )
 
 
-def _as_bytes(failure: Exception | None) -> torch.Tensor:
-    """The message, uint8 `[1, _MESSAGE_BYTES]`, padded with zeros."""
-    named = "" if failure is None else str(failure)
-    if failure is not None and not isinstance(failure, _KINDS):
-        named = f"{type(failure).__name__}: {failure}"
-    text = named.encode("utf-8", errors="backslashreplace")[:_MESSAGE_BYTES]
-    return torch.tensor([list(text.ljust(_MESSAGE_BYTES, b"\0"))], dtype=torch.uint8, device="cpu")
+def _gathered(values: Sequence[int], dtype: torch.dtype = torch.int64) -> list[list[int]]:
+    """The values of every rank, as many on each."""
+    group = current_group()
+    device = getattr(group, "message_device", torch.device("cpu"))
+    found: list[list[int]] = group.all_gather(torch.tensor([list(values)], dtype=dtype, device=device), 0).tolist()
+    return found

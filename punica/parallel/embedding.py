@@ -40,22 +40,19 @@ class VocabShardIndices:
 
     @property
     def num_org_elements(self) -> int:
-        """Real original ids on this rank."""
         return self.org_vocab_end_index - self.org_vocab_start_index
 
     @property
     def num_org_elements_padded(self) -> int:
-        """Rows of the original part including its padding: the row at which added ids begin."""
+        """The row at which added ids begin."""
         return self.padded_org_vocab_end_index - self.padded_org_vocab_start_index
 
     @property
     def num_added_elements(self) -> int:
-        """Real added ids on this rank."""
         return self.added_vocab_end_index - self.added_vocab_start_index
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
@@ -63,10 +60,8 @@ class VocabParallelEmbedding(nn.Module):
     """Token embedding split over ranks by vocabulary rows.
 
     Args:
-        num_embeddings: number of ids, added ones included.
-        embedding_dim: width of a row.
+        num_embeddings: number of ids, added ones included; ``org_num_embeddings``: without them (``None``: none added).
         params_dtype: dtype of the table; ``None`` is ``torch.get_default_dtype()``.
-        org_num_embeddings: ids of the original vocabulary (``None``: nothing was added).
         padding_size: the original part, then the whole, are rounded up to multiples of it.
         tp_rank, tp_size: this rank's place; ``None`` asks the current group.
 
@@ -113,10 +108,8 @@ class VocabParallelEmbedding(nn.Module):
         return VocabShardIndices(*padded, *map(min, padded, limits))
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
-        """Copy this rank's rows of the full checkpoint table (or head bias); everything else becomes zero.
-
-        The checkpoint holds ``num_embeddings`` rows, or only the ``org_vocab_size`` original ones. Another shape or a
-        shard id is a ``ValueError`` and leaves ``param`` unchanged.
+        """Copy this rank's rows of the full checkpoint table or head bias (``num_embeddings`` rows, or the original
+        ones); everything else becomes zero. ``ValueError``, and no change: another shape, or a shard id.
         """
         if shard_id is not None:
             raise ValueError(f"shard_id must be None, a vocabulary table is one matrix; got {shard_id!r}")
@@ -207,5 +200,4 @@ class ParallelLMHead(VocabParallelEmbedding):
         self.register_buffer("columns_in_id_order", order, persistent=False)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """RuntimeError: a head has no lookup."""
         raise RuntimeError("ParallelLMHead has no forward; pass it to LogitsProcessor(lm_head, hidden_states)")

@@ -29,13 +29,9 @@ class TensorParallelGroup(Protocol):
     """A group's required members. Tensors may be on any device that its backend supports."""
 
     @property
-    def rank(self) -> int:
-        """This process's place in the group, in ``[0, world_size)``."""
-
+    def rank(self) -> int: ...
     @property
-    def world_size(self) -> int:
-        """Number of ranks that share the layers."""
-
+    def world_size(self) -> int: ...
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks; may work in place; returns the result."""
 
@@ -54,15 +50,12 @@ class SingleProcessGroup:
     can_be_captured = True
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over one rank."""
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """The concatenation of one tensor."""
         return tensor
 
     def gather(self, tensor: Tensor, dst: int, dim: int) -> Tensor | None:
-        """The concatenation of one tensor, on the only rank there is."""
         return tensor
 
 
@@ -71,10 +64,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class TorchDistGroup:
-    """A ``torch.distributed`` process group as a tensor-parallel group.
-
-    Args:
-        process_group: the group to use; ``None`` is the default (world) group.
+    """A ``torch.distributed`` process group (``None``: the world) as a tensor-parallel group.
 
     The object may be built before ``torch.distributed.init_process_group``; using it before that, after
     ``destroy_process_group`` or after :meth:`close` is a ``RuntimeError``. Collectives are issued on the current CUDA
@@ -108,8 +98,7 @@ class TorchDistGroup:
     def break_off(self, reason: str) -> None:
         """Make every later collective of this rank a RuntimeError that names the first ``reason``.
 
-        The communicator is left alone: no message could reach ranks that wait in a collective. They fail when this
-        process ends, or by their time-out.
+        No message could reach ranks that wait in a collective: they fail when this process ends, or by their time-out.
         """
         self.broken = self.broken or reason
 
@@ -128,12 +117,10 @@ class TorchDistGroup:
 
     @property
     def rank(self) -> int:
-        """Rank within the group (not the global rank)."""
         return self._rank_and_size()[0]
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the group."""
         return self._rank_and_size()[1]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -145,19 +132,13 @@ class TorchDistGroup:
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """Every rank's tensor, concatenated along ``dim`` in rank order, on every rank."""
-        _, size = self._rank_and_size()
-        check_not_broken(self)
-        self._check_same_shape(tensor)
+        _, size = self._check_ready(tensor)
         parts = tensor.new_empty(size, *tensor.shape)
         _all_gather_flat(parts.view(-1), tensor.contiguous().view(-1), group=self._process_group)
         return _concatenate(parts, dim)
 
     def gather(self, tensor: Tensor, dst: int, dim: int) -> Tensor | None:
-        """:meth:`all_gather` whose result only rank ``dst`` of the group receives."""
-        rank, size = self._rank_and_size()
-        check_not_broken(self)
-        self._check_same_shape(tensor)
+        rank, size = self._check_ready(tensor)
         parts = tensor.new_empty(size, *tensor.shape) if rank == dst else None
         views = None if parts is None else list(parts.unbind(0))
         dist.gather(tensor.contiguous(), views, group=self._process_group, group_dst=dst)
@@ -172,25 +153,25 @@ class TorchDistGroup:
 
     @property
     def can_be_captured(self) -> bool:
-        """True with NCCL: collectives of CUDA tensors can be part of a CUDA graph."""
+        """True with NCCL."""
         self._rank_and_size()
         return "cuda:nccl" in dist.get_backend_config(self._process_group)
 
-    def _check_same_shape(self, tensor: Tensor) -> None:
-        """Compare shapes and dtypes over ranks on CPU (on CUDA a read-back would stall the stream).
-
-        Hashes of eight bytes are compared at every call, as any rank may have a new shape; the shapes themselves are
-        sent for the message only.
+    def _check_ready(self, tensor: Tensor) -> tuple[int, int]:
+        """Return rank and size, after a comparison of shapes and dtypes over ranks on CPU (on CUDA a read-back would
+        stall the stream): by hashes, as any rank may have a new shape at any call; the shapes are for the message.
         """
+        place = self._rank_and_size()
+        check_not_broken(self)
         if tensor.device.type != "cpu":
-            return
+            return place
         own = (tuple(tensor.shape), str(tensor.dtype))
         mine = torch.tensor([zlib.crc32(repr(own).encode())], device="cpu")
-        theirs = mine.new_empty(self.world_size)
+        theirs = mine.new_empty(place[1])
         _all_gather_flat(theirs, mine, group=self._process_group)
         if bool((theirs == mine).all()):
-            return
-        found: list[object] = [None] * self.world_size
+            return place
+        found: list[object] = [None] * place[1]
         dist.all_gather_object(found, own, group=self._process_group)
         raise ValueError(f"tensors to gather must have one shape and dtype on all ranks, got {found} in rank order")
 
@@ -227,10 +208,8 @@ def process_wide_group() -> TensorParallelGroup:
 
 
 def set_tensor_parallel_group(group: TensorParallelGroup | None) -> None:
-    """Install ``group`` for the whole process; ``None`` goes back to a single rank.
-
-    Call it once, before layers are built: they read ``tp_rank`` and ``tp_size`` from it at construction.
-    Raises ``TypeError`` for an object without the collectives of :class:`TensorParallelGroup`.
+    """Install ``group`` for the whole process (``None``: a single rank), before layers are built: they read their
+    place from it at construction. ``TypeError`` for an object without the members of :class:`TensorParallelGroup`.
     """
     global _process_wide
     _process_wide = _SINGLE if group is None else _checked(group)
@@ -253,8 +232,8 @@ def _checked(group: TensorParallelGroup) -> TensorParallelGroup:
     missing += [name for name in ("rank", "world_size") if inspect.getattr_static(group, name, None) is None]
     if missing:
         raise TypeError(
-            f"group must offer rank, world_size, all_reduce, all_gather and gather, {type(group).__name__} lacks "
-            f"{', '.join(missing)}; pass a SingleProcessGroup, a TorchDistGroup or an object like them"
+            f"group {type(group).__name__} lacks {', '.join(missing)}; pass a SingleProcessGroup, a TorchDistGroup or "
+            "an object like them"
         )
     return group
 
@@ -270,7 +249,6 @@ def get_tensor_model_parallel_world_size() -> int:
 
 
 def collectives_can_be_captured() -> bool:
-    """Tell whether collectives of the current group can be part of a CUDA graph."""
     return bool(getattr(current_group(), "can_be_captured", False))
 
 
@@ -288,10 +266,7 @@ def tensor_model_parallel_all_gather(tensor: Tensor, dim: int = -1) -> Tensor:
 
 
 def tensor_model_parallel_gather(tensor: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-    """:func:`tensor_model_parallel_all_gather` on rank ``dst``, ``None`` on the others.
-
-    Raises ``ValueError`` when ``dst`` is no rank of the group or ``dim`` no dimension of the tensor.
-    """
+    """:func:`tensor_model_parallel_all_gather` on rank ``dst``, ``None`` elsewhere; ``ValueError`` for no such rank."""
     dim = _positive_dim(tensor, dim)
     group = current_group()
     if not 0 <= dst < group.world_size:
@@ -306,18 +281,12 @@ def _positive_dim(tensor: Tensor, dim: int) -> int:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """``numerator // denominator``, insisting that nothing is left over.
-
-    Raises ``ValueError`` naming both numbers when ``denominator < 1`` or the division is not exact.
-    """
+    """``numerator // denominator``; ``ValueError`` for ``denominator < 1`` or a division that is not exact."""
     if denominator < 1 or numerator % denominator:
         raise ValueError(f"{numerator} is not divisible by {denominator}; choose sizes that are multiples of tp_size")
     return numerator // denominator
 
 
 def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int) -> tuple[Tensor, ...]:
-    """``num_partitions`` equal views of ``tensor``, cut along its last dimension.
-
-    Raises ``ValueError`` when the last dimension is not divisible by ``num_partitions``.
-    """
+    """``num_partitions`` equal views of ``tensor``; ``ValueError`` if its last dimension is not divisible by it."""
     return torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)

@@ -27,10 +27,9 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -76,10 +75,7 @@ def init_tensor_parallel(
     world = _world_as_found(given) if found else _planned_world(**given)
     size = world.size if tp_size is None else check_count("tp_size", tp_size)
     if world.size % size:
-        raise ValueError(
-            f"tp_size is {size}, must divide the world size {world.size}; choose a divisor or start a multiple of "
-            f"{size} ranks"
-        )
+        raise ValueError(f"tp_size is {size}, must divide the world size {world.size}")
     with ExitStack() as undo:
         if not found:
             _start(world)
@@ -100,10 +96,6 @@ class _World:
     backend: str = ""
     init_method: str | None = None
 
-    @property
-    def uses_nccl(self) -> bool:
-        return "nccl" in self.backend
-
 
 def _world_as_found(given: dict[str, Any]) -> _World:
     named = [name for name, value in given.items() if value is not None]
@@ -117,15 +109,13 @@ def _world_as_found(given: dict[str, Any]) -> _World:
 
 def _planned_world(backend: str | None, init_method: str | None, rank: int | None, world_size: int | None) -> _World:
     """The checked world of arguments and environment."""
-    needed = [name for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is None]
+    needed = {"RANK": rank, "WORLD_SIZE": world_size}
     if init_method in (None, "env://"):
-        needed += ["MASTER_ADDR", "MASTER_PORT"]
-    missing = [name for name in needed if not os.environ.get(name)]
+        needed |= {"MASTER_ADDR": None, "MASTER_PORT": None}
+    missing = [name for name, given in needed.items() if given is None and not os.environ.get(name)]
     if missing:
-        raise RuntimeError(
-            f"environment variable(s) {', '.join(missing)} not set; {TORCHRUN_HINT}, or pass init_method, rank and "
-            "world_size"
-        )
+        hint = f"{TORCHRUN_HINT}, or pass init_method, rank and world_size"
+        raise RuntimeError(f"environment variable(s) {', '.join(missing)} not set; {hint}")
     size = check_count("world_size", _from_environment("WORLD_SIZE") if world_size is None else world_size)
     place = check_count("rank", _from_environment("RANK") if rank is None else rank, lowest=0)
     if place >= size:
@@ -135,7 +125,7 @@ def _planned_world(backend: str | None, init_method: str | None, rank: int | Non
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     world = _World(place, size, local, backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"), init_method)
     local_ranks, gpus = max(local + 1, _from_environment("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if world.uses_nccl and local_ranks > gpus:
+    if "nccl" in world.backend and local_ranks > gpus:
         raise RuntimeError(
             f"{local_ranks} ranks on this machine need a GPU each with NCCL, there are {gpus}; start at most {gpus} "
             "ranks here, or pass backend='gloo' to compute on the CPU"
@@ -158,7 +148,7 @@ def _from_environment(name: str, default: int = 0) -> int:
 
 
 def _start(world: _World) -> None:
-    if world.uses_nccl:
+    if "nccl" in world.backend:
         torch.cuda.set_device(world.local_rank)
     # torch.distributed.nn keeps the world of its import time alive as a default argument; imported lazily after the
     # world is made, it would have gloo's threads abort the process at its end.
@@ -221,17 +211,11 @@ def spawn_tensor_parallel(
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
     if getattr(function, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        raise TypeError(
-            f"function {function!r} lives in an interactive session, which other processes cannot import; write it "
-            "into a module and import it from there"
-        )
+        raise TypeError(f"function {function!r} is of an interactive session, write it into a module: ranks import it")
     try:
         call = pickle.dumps((function, args))
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-        raise TypeError(
-            f"function and args must be picklable to reach another process: {error}; define the function at the top "
-            "level of a module"
-        ) from error
+        raise TypeError(f"function (at the top level of a module) and args must be picklable: {error}") from error
     with tempfile.TemporaryDirectory(prefix="punica-tp-") as folder:
         home = Path(folder)
         (home / "call").write_bytes(call)
@@ -251,12 +235,11 @@ def _run_ranks(home: Path, tp_size: int, backend: str | None) -> None:
     except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
         if not failure.exists():  # killed, or failed to import what it should run
             raise RuntimeError(
-                f"spawn_tensor_parallel: rank {error.error_index} of {tp_size}: {error}; if it says nothing above, the "
-                "new processes could not import the module of the function, or the program's own start stands outside "
-                "if __name__ == '__main__'"
+                f"spawn_tensor_parallel: rank {error.error_index} of {tp_size}: {error}; if it says nothing above, it "
+                "could not import the module of the function, or the program lacks if __name__ == '__main__'"
             ) from None
     finally:
-        killed = _killed(processes.processes)
+        codes = [process.exitcode or 0 for process in processes.processes]
         for process in processes.processes:
             if process.is_alive():  # an interrupt of this process, or a rank that failed and cannot leave its group
                 process.kill()
@@ -264,16 +247,11 @@ def _run_ranks(home: Path, tp_size: int, backend: str | None) -> None:
     if failure.exists():
         text = failure.read_text(encoding="utf-8")
         causes = [
-            f"rank {rank} of {tp_size} was ended by signal {number} ({signal.strsignal(number)}), 9 may be lack of "
-            "memory; others lost their connection\n" for rank, number in killed.items()
+            f"rank {rank} of {tp_size} was ended by signal {-code} ({signal.strsignal(-code)}), 9 may be lack of "
+            "memory; others lost their connection\n"
+            for rank, code in enumerate(codes) if code < 0 and code != -signal.SIGTERM  # by which torch ends the others
         ]  # fmt: skip
         raise RuntimeError(f"spawn_tensor_parallel: {''.join(causes)}{text}")
-
-
-def _killed(processes: Sequence[BaseProcess]) -> dict[int, int]:
-    """Map ranks that a signal ended to its number, without the SIGTERM by which torch ends the others."""
-    codes = {rank: process.exitcode or 0 for rank, process in enumerate(processes)}
-    return {rank: -code for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM}
 
 
 def _rank_main(rank: int, tp_size: int, backend: str | None, threads: int, home: Path) -> None:
@@ -289,16 +267,11 @@ def _rank_main(rank: int, tp_size: int, backend: str | None, threads: int, home:
             (home / f"result-{rank}").write_bytes(pickle.dumps(function(rank, *args)))
         except Exception:
             # before the group is left, which makes the other ranks fail too
-            _note_failure(home, rank, f"rank {rank} of {tp_size} failed\n\n{traceback.format_exc()}")
+            note, text = home / f"failure-{rank}", f"rank {rank} of {tp_size} failed\n\n{traceback.format_exc()}"
+            note.write_text(text, encoding="utf-8", errors="backslashreplace")
+            with suppress(FileExistsError):
+                os.link(note, home / FIRST_FAILURE)  # complete at once, and only for the first
             raise SystemExit(1) from None
-
-
-def _note_failure(home: Path, rank: int, text: str) -> None:
-    """Write ``text`` to ``FIRST_FAILURE``, unless a failure is there already."""
-    note = home / f"failure-{rank}"
-    note.write_text(text, encoding="utf-8", errors="backslashreplace")
-    with suppress(FileExistsError):
-        os.link(note, home / FIRST_FAILURE)  # complete at once, and only for the first
 
 
 def _result_of(home: Path, rank: int, tp_size: int) -> Any:

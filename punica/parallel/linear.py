@@ -36,7 +36,6 @@ class UnquantizedLinearMethod:
     """Plain product ``x @ weight^T (+ bias)``. Quantised layers replace ``layer.quant_method``."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x [..., in]`` to ``[..., out]`` with the weight of ``layer``."""
         return linear(x, layer.weight, bias)
 
 
@@ -46,7 +45,6 @@ class BatchInvariantLinearMethod:
     """
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x [..., in]`` to ``[..., out]`` with the weight of ``layer``."""
         return invariant_linear(x, layer.weight, bias)
 
 
@@ -69,7 +67,6 @@ def check_batch_invariant(layers: Mapping[str, Any]) -> None:
 
 
 def set_batch_invariant(layers: Mapping[str, Any], wanted: bool) -> None:
-    """Make the plain products of ``layers`` batch invariant, or not."""
     for layer in layers.values():
         if type(layer.quant_method) in PLAIN_METHODS:
             layer.quant_method = PLAIN_METHODS[wanted]()
@@ -99,9 +96,9 @@ def check_checkpoint_shape(loaded: Tensor, expected: Sequence[int], what: str) -
 def annotated_parameter(values: Tensor, weight_loader: Callable[..., None]) -> nn.Parameter:
     """A frozen parameter with what loaders read: ``weight_loader``, ``output_dim`` and, of a matrix, ``input_dim``."""
     parameter = nn.Parameter(values, requires_grad=False)
-    attributes = {"output_dim": 0, "weight_loader": weight_loader, **({"input_dim": 1} if values.ndim == 2 else {})}
-    for name, value in attributes.items():
-        setattr(parameter, name, value)
+    parameter.output_dim, parameter.weight_loader = 0, weight_loader  # type: ignore[attr-defined]
+    if values.ndim == 2:
+        parameter.input_dim = 1  # type: ignore[attr-defined]
     return parameter
 
 
@@ -143,9 +140,7 @@ class LinearBase(nn.Module):
         self.output_size = check_count("output_size", output_size)
         self.skip_bias_add = skip_bias_add
         self.params_dtype = params_dtype or torch.get_default_dtype()
-        self.prefix = prefix
-        self._label = prefix or type(self).__name__
-        self.return_bias = return_bias
+        self.prefix, self._label, self.return_bias = prefix, prefix or type(self).__name__, return_bias
         self.tp_rank, self.tp_size = resolve_tp(tp_rank, tp_size)
         self.quant_method = UnquantizedLinearMethod()
 
@@ -161,10 +156,8 @@ class LinearBase(nn.Module):
         return {None: OutputShard(self.output_size, 0, self.output_size)}
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
-        """Copy this rank's part of the **full** checkpoint tensor into ``param``.
-
-        That is its rows of one checkpoint matrix (``shard_id``), or of all of them stacked (``None``). An unknown id or
-        a wrong shape is a ``ValueError`` and leaves ``param`` unchanged.
+        """Copy this rank's part of the **full** checkpoint tensor into ``param``: its rows of one matrix
+        (``shard_id``), or of all of them stacked (``None``). ``ValueError``, and no change: unknown id, another shape.
         """
         shards = self.output_shards()
         if shard_id is not None and shard_id not in shards:
@@ -194,7 +187,6 @@ class ReplicatedLinear(LinearBase):
         self._create_parameters(output_size, input_size, bias)
 
     def forward(self, input_: Tensor) -> LinearOutput:
-        """``[..., in] -> [..., out]``."""
         check_last_dim(input_, self.input_size, self._label)
         return self._result(self.quant_method.apply(self, input_, None if self.skip_bias_add else self.bias))
 
@@ -226,7 +218,6 @@ class ColumnParallelLinear(LinearBase):
         self._create_parameters(self.output_size_per_partition, input_size, bias)
 
     def output_shards(self) -> dict[Hashable, OutputShard]:
-        """One matrix, of which this rank has a block of rows."""
         return {None: OutputShard(self.output_size, self.tp_rank, self.output_size_per_partition)}
 
     def forward(self, input_: Tensor) -> LinearOutput:
@@ -253,7 +244,6 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         self.output_sizes = list(output_sizes)
 
     def output_shards(self) -> dict[Hashable, OutputShard]:
-        """The packed matrices, by position."""
         sizes = zip(self.output_sizes, self.output_partition_sizes, strict=True)
         return {i: OutputShard(full, self.tp_rank, rows) for i, (full, rows) in enumerate(sizes)}
 
@@ -317,12 +307,11 @@ class RowParallelLinear(LinearBase):
         super().__init__(input_size, output_size, **common)
         if bias and not self.skip_bias_add and not reduce_results and self.tp_size > 1:
             raise ValueError(
-                f"reduce_results=False with an added bias and tp_size={self.tp_size}: the bias would be counted "
+                f"reduce_results=False with an added bias and tp_size={self.tp_size} would count the bias "
                 "inconsistently; pass bias=False or skip_bias_add=True and add it after the reduction"
             )
         self.input_size_per_partition = divide(input_size, self.tp_size)
-        self.input_is_parallel = input_is_parallel
-        self.reduce_results = reduce_results
+        self.input_is_parallel, self.reduce_results = input_is_parallel, reduce_results
         self._create_parameters(output_size, self.input_size_per_partition, bias)
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:

@@ -26,14 +26,8 @@ def ordered_logits(
 class LogitsProcessor(nn.Module):
     """``logits = scale * cap(hidden W^T + b)`` with ``cap(z) = soft_cap * tanh(z / soft_cap)`` where a cap is set.
 
-    Args:
-        vocab_size: ids the model knows, added ones included.
-        org_vocab_size: columns to keep (``None``: ``vocab_size``).
-        scale: factor after the soft cap.
-        logits_as_input: ``hidden_states`` are logits already.
-        soft_cap: bound of the absolute value of a logit (Gemma 2), or ``None``.
-
-    ``use_all_gather``: every rank gets the logits; set it to false and only rank 0 does, the others get ``None``.
+    ``vocab_size`` counts added ids too; ``org_vocab_size`` (``None``: all) columns are kept. ``logits_as_input``:
+    hidden states are logits already. ``use_all_gather``: every rank gets the logits, else rank 0 (others ``None``).
     ``include_gpu_probs_tensor`` and ``should_modify_greedy_probs_inplace`` are plain flags that a sampler may read.
     """
 
@@ -44,12 +38,9 @@ class LogitsProcessor(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.org_vocab_size = vocab_size if org_vocab_size is None else org_vocab_size
-        self.scale = scale
-        self.logits_as_input = logits_as_input
-        self.soft_cap = soft_cap
+        self.scale, self.logits_as_input, self.soft_cap = scale, logits_as_input, soft_cap
         self.use_all_gather = True
-        self.include_gpu_probs_tensor = False
-        self.should_modify_greedy_probs_inplace = False
+        self.include_gpu_probs_tensor = self.should_modify_greedy_probs_inplace = False
 
     def forward(
         self, lm_head: VocabParallelEmbedding, hidden_states: Tensor, embedding_bias: Tensor | None = None
@@ -70,7 +61,6 @@ class LogitsProcessor(nn.Module):
     def _get_logits(
         self, hidden_states: Tensor, lm_head: VocabParallelEmbedding, embedding_bias: Tensor | None = None
     ) -> Tensor | None:
-        """:func:`ordered_logits`, cut to ``org_vocab_size``."""
         logits = ordered_logits(self, lm_head, hidden_states, embedding_bias)
         return None if logits is None else logits[..., : self.org_vocab_size]
 

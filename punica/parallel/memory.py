@@ -35,9 +35,7 @@ _V2 = _Accounting("sys/fs/cgroup", "memory.max", "memory.current", ("active_file
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device.
-
-    On CUDA, including what torch has reserved and does not use. On a CPU, what the operating system can give without
+    """Bytes that can still be allocated: on CUDA with those that torch has reserved and does not use; on a CPU without
     swapping, within the limits of the container, divided by the ranks of this group.
     """
     if device.type == "cuda":
@@ -48,9 +46,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def container_bytes(root: Path = Path("/")) -> Iterator[int]:
-    """Bytes left in each control group of this process that has a limit; none without control groups. ``root``: of the
-    file system.
-    """
+    """Bytes left in each control group of this process that has a limit. ``root``: of the file system."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -80,9 +76,8 @@ def _left_in(group: Path, accounting: _Accounting) -> int | None:
 
 
 def check_free(what: str, wanted: int, device: torch.device, remedy: str) -> None:
-    """ValueError if `wanted` bytes are more than what is free on the device; `what` takes them, `remedy` takes fewer.
-
-    Memory that a CPU only promises counts as well: a step that first writes to it would otherwise end the process.
+    """ValueError if ``wanted`` bytes are more than what is free on the device; ``what`` takes them, ``remedy`` takes
+    fewer. Memory that a CPU only promises counts: a step that first writes to it would otherwise end the process.
     """
     if device.type != "meta" and wanted > (free := free_bytes(device)):
         raise ValueError(f"{what} would take {wanted} bytes, {free} are free on {device}; {remedy}")

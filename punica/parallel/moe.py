@@ -14,6 +14,7 @@ The products of all (token, expert) pairs stay apart, ``[T, k, width]``, until t
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -113,7 +114,6 @@ def halves(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``."""
     return F.silu(gate) * up
 
 
@@ -157,7 +157,7 @@ class PairGroups:
 
 
 def group_pairs(topk_ids: Tensor, experts: int, whole: bool) -> Any:
-    """The grouping for the device that ``topk_ids`` is on; ``whole``: all experts are here."""
+    """``whole``: all experts are here."""
     if topk_ids.is_cuda:
         from punica.ops.triton_ops import moe_gemm  # importing punica must not need Triton
 
@@ -186,11 +186,9 @@ class RoutedExperts(nn.Module):
         self.lora_context: Any = None
 
     def supports_lora(self) -> bool:
-        """The pairs' products can be added to."""
         return True
 
     def set_lora_context(self, context: Any) -> None:
-        """Set the LoRA that is added to the products."""
         self.lora_context = context
 
     def activate(self, product: Tensor) -> Tensor:
@@ -227,33 +225,48 @@ class UnquantizedMoEMethod:
     is_monolithic = False
 
 
+@dataclass(frozen=True)
+class MoEOptions:
+    """Options of a `FusedMoE`.
+
+    Attributes:
+        renormalize: the chosen probabilities sum to 1.
+        use_ep: every rank holds whole experts, by ``placement``, instead of a part of each.
+        is_act_and_mul: experts have a gate. ``activation``: ``"silu"``, or ``"swigluoai"`` of gpt-oss.
+        w13_layout: ``"concatenated"`` (gate above up) or ``"interleaved"`` (even rows gate, odd rows up).
+        apply_router_weight_on_input: the input is weighted, not the output; for one expert per token.
+        reduce_results: all-reduce the ranks' sums.
+        tp_rank, tp_size: this rank's place; ``None`` asks the current group.
+    """
+
+    renormalize: bool = True
+    use_ep: bool = False
+    placement: str = "linear"
+    is_act_and_mul: bool = True
+    activation: str = "silu"
+    w13_layout: str = "concatenated"
+    apply_router_weight_on_input: bool = False
+    reduce_results: bool = True
+    prefix: str = ""
+    tp_rank: int | None = None
+    tp_size: int | None = None
+
+
 class FusedMoE(nn.Module):
     """A mixture-of-experts layer without its router's matrix.
 
-    Args:
-        num_experts: of all ranks. top_k: experts per token.
-        hidden_size, intermediate_size: full sizes.
-        params_dtype: of the weights; ``None`` is the default dtype.
-        renormalize: the chosen probabilities sum to 1.
-        use_ep: every rank holds whole experts, by ``placement``, instead of a part of each.
-        is_act_and_mul: experts have a gate. activation: ``"silu"``, or ``"swigluoai"`` of gpt-oss.
-        w13_layout: ``"concatenated"`` (gate above up) or ``"interleaved"`` (even rows gate, odd rows up).
-        apply_router_weight_on_input: the input is weighted, not the output; for ``top_k`` 1.
-        reduce_results: all-reduce the ranks' sums.
-        tp_rank, tp_size: this rank's place; ``None`` asks the current group.
-
-    ValueError for sizes below 1 or that do not divide, or another activation or layout.
+    ``num_experts`` of all ranks, ``top_k`` per token, full sizes; ``params_dtype`` ``None`` is the default dtype;
+    ``options``: of `MoEOptions`. ValueError for sizes below 1 or that do not divide, or another activation or layout.
     """
 
     def __init__(
         self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int,
-        params_dtype: torch.dtype | None = None, renormalize: bool = True, use_ep: bool = False,
-        placement: str = "linear", is_act_and_mul: bool = True, activation: str = "silu",
-        w13_layout: str = "concatenated", apply_router_weight_on_input: bool = False, reduce_results: bool = True,
-        prefix: str = "", tp_rank: int | None = None, tp_size: int | None = None,
+        params_dtype: torch.dtype | None = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        rank, size = resolve_tp(tp_rank, tp_size)
+        chosen = MoEOptions(**options)
+        use_ep, w13_layout, on_input = chosen.use_ep, chosen.w13_layout, chosen.apply_router_weight_on_input
+        rank, size = resolve_tp(chosen.tp_rank, chosen.tp_size)
         check_count("num_experts", num_experts)
         check_count("hidden_size", hidden_size)
         check_count("intermediate_size", intermediate_size)
@@ -261,23 +274,23 @@ class FusedMoE(nn.Module):
             raise ValueError(f"top_k must be in [1, num_experts={num_experts}], got {top_k}")
         if w13_layout not in LAYOUTS:
             raise ValueError(f"w13_layout must be one of {list(LAYOUTS)}, got {w13_layout!r}")
-        if apply_router_weight_on_input and top_k != 1:
+        if on_input and top_k != 1:
             raise ValueError(f"apply_router_weight_on_input is for models with one expert per token, got top_k={top_k}")
-        self.prefix, self.top_k, self.renormalize, self.w13_layout = prefix, top_k, renormalize, w13_layout
-        self.intermediate_size, self.reduce_results = intermediate_size, reduce_results
-        self.apply_router_weight_on_input = apply_router_weight_on_input
-        self.local_experts = place_experts(num_experts, size if use_ep else 1, rank if use_ep else 0, placement)
+        self.prefix, self.top_k, self.renormalize = chosen.prefix, top_k, chosen.renormalize
+        self.w13_layout, self.apply_router_weight_on_input = w13_layout, on_input
+        self.intermediate_size, self.reduce_results = intermediate_size, chosen.reduce_results
+        self.local_experts = place_experts(num_experts, size if use_ep else 1, rank if use_ep else 0, chosen.placement)
         shared_out = MoEParallelConfig(ep_size=size, ep_rank=rank, use_ep=True)
         place = shared_out if use_ep else MoEParallelConfig(tp_size=size, tp_rank=rank)
         inner = intermediate_size if use_ep else divide(intermediate_size, size)
         sizes = (num_experts, len(self.local_experts), top_k, hidden_size, inner)
-        self.moe_config = MoEConfig(*sizes, is_act_and_mul, place)
+        self.moe_config = MoEConfig(*sizes, chosen.is_act_and_mul, place)
         self._ranks = size
         self._shared_experts: nn.Module | None = None
         self.is_internal_router = False
         self.quant_method = UnquantizedMoEMethod()
         dtype = params_dtype or torch.get_default_dtype()
-        self.routed_experts = RoutedExperts(self.moe_config, activation, w13_layout, dtype)
+        self.routed_experts = RoutedExperts(self.moe_config, chosen.activation, w13_layout, dtype)
         for weight in (self.routed_experts.w13_weight, self.routed_experts.w2_weight):
             weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
         everywhere = not use_ep or size == 1
@@ -285,20 +298,10 @@ class FusedMoE(nn.Module):
         local_map = None if everywhere else expert_map_of(self.local_experts, num_experts)
         self.register_buffer("expert_map", local_map, persistent=False)
 
-    @property
-    def runner(self) -> nn.Module:
-        """The module that runs the experts: this layer itself."""
-        return self
-
-    @property
-    def tp_rank(self) -> int:
-        """This rank's place among those that share every expert."""
-        return self.moe_config.moe_parallel_config.tp_rank
-
-    @property
-    def tp_size(self) -> int:
-        """Number of ranks that share every expert."""
-        return self.moe_config.moe_parallel_config.tp_size
+    runner = property(lambda self: self, doc="The module that runs the experts: this layer itself.")
+    # this rank's place among those that share every expert
+    tp_rank = property(attrgetter("moe_config.moe_parallel_config.tp_rank"))
+    tp_size = property(attrgetter("moe_config.moe_parallel_config.tp_size"))
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
         """Copy this rank's part of one matrix of the checkpoint: ``shard_id`` is (global expert, "w1", "w2" or "w3").

@@ -27,21 +27,14 @@ from punica.parallel import (
 
 # shape, dim, dtype
 GATHERS = [
-    ((2, 3), 0, torch.float32),
-    ((2, 3), 1, torch.float32),
     ((2, 3), -1, torch.bfloat16),
-    ((2, 3), -2, torch.float64),
     ((2, 3, 4), 0, torch.int32),
     ((2, 3, 4), 1, torch.float32),
-    ((2, 3, 4), -1, torch.float16),
-    ((2, 3, 4), -3, torch.bfloat16),
-    ((5,), 0, torch.int64),
-    ((0, 3), 0, torch.float32),
-    ((0, 3), -1, torch.bfloat16),
-    ((3, 0), 1, torch.float32),
+    ((2, 3, 4), -3, torch.float64),
+    ((0, 3), -1, torch.float32),
     ((1, 1, 2, 1, 3, 1, 1, 1, 2), 4, torch.float32),
 ]
-REDUCTIONS = [((2, 3), torch.float32), ((2, 3), torch.bfloat16), ((7,), torch.int64), ((0, 3), torch.float32)]
+REDUCTIONS = [((2, 3), torch.bfloat16), ((7,), torch.int64), ((0, 3), torch.float32)]
 
 
 def everything(rank: int) -> dict[str, Any]:

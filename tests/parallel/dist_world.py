@@ -210,26 +210,21 @@ def add_logits(name: str, org: int, added: int, padding: int, bias=False, to_roo
 
 
 add_replicated("replicated")
-add_column("column, gathered")
 add_column("column, not gathered", gather=False)
 add_column("column, no bias", bias=False)
 add_column("column, skip_bias_add", skip=True)
 add_column("column, 3-D input", lead=(2, 3))
 add_column("column, no rows", lead=(0,))
 add_column("column, bfloat16", dtype=torch.bfloat16)
-for fused in (True, False):
-    stored = "fused checkpoint" if fused else "by slice"
-    add_merged(f"merged, gathered, {stored}", fused, gather=True)
-    add_merged(f"merged, not gathered, {stored}", fused, gather=False)
-    for heads, kv_heads in ((4, 4), (4, 2), (4, 1), (8, 2)):
-        add_qkv(f"qkv {heads}/{kv_heads}, {stored}", heads, kv_heads, fused)
-for parallel in (True, False):
-    given = "split input" if parallel else "whole input"
-    add_row(f"row, {given}", parallel=parallel)
-    add_row(f"row, {given}, no bias", parallel=parallel, bias=False)
-    add_row(f"row, {given}, skip_bias_add", parallel=parallel, skip=True)
-    add_row(f"row, {given}, not reduced", parallel=parallel, reduce=False, bias=False)
-    add_row(f"row, {given}, not reduced, skip_bias_add", parallel=parallel, reduce=False, skip=True)
+add_merged("merged, gathered, fused checkpoint", True, gather=True)
+add_merged("merged, not gathered, by slice", False, gather=False)
+for heads, kv_heads, fused in ((4, 4, True), (4, 2, False), (4, 1, True), (8, 2, False)):
+    add_qkv(f"qkv {heads}/{kv_heads}", heads, kv_heads, fused)
+add_row("row, split input")
+add_row("row, whole input, no bias", parallel=False, bias=False)
+add_row("row, whole input, skip_bias_add", parallel=False, skip=True)
+add_row("row, split input, not reduced", reduce=False, bias=False)
+add_row("row, whole input, not reduced, skip_bias_add", parallel=False, reduce=False, skip=True)
 add_row("row, 3-D input", lead=(2, 3))
 add_row("row, no rows", lead=(0,))
 add_embedding("embedding", 16, 0, 4, [0, 15, 7, 8, 3, 4, 11, 12])
@@ -238,7 +233,6 @@ add_embedding("embedding, added ids", 10, 7, 8, [[9, 10, 16], [0, 12, 13]], torc
 add_embedding("embedding, no ids", 10, 7, 8, [])
 for to_root in (False, True):
     where = "rank 0" if to_root else "all ranks"
-    add_logits(f"logits on {where}", 16, 0, 4, to_root=to_root)
     add_logits(f"logits on {where}, padded, bias", 13, 0, 8, bias=True, to_root=to_root)
     add_logits(f"logits on {where}, added ids, bias", 10, 7, 8, bias=True, to_root=to_root)
     add_logits(f"logits on {where}, cut, soft cap, scale", 10, 7, 8, to_root=to_root,

@@ -23,18 +23,10 @@ def test_padding_sizes():
     assert (shard.added_vocab_start_index, shard.added_vocab_end_index) == (13, 13)
 
 
-def test_default_has_no_added_ids():
-    layer = VocabParallelEmbedding(100, 4)
-    assert (layer.org_vocab_size, layer.num_embeddings_padded, layer.num_added_embeddings_per_partition) == (
-        100,
-        128,
-        0,
-    )
-
-
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize(("org", "total"), [(4, 6), (7, 7), (5, 12)])
-@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("tp_size", "org", "total", "id_dtype"),
+    [(1, 4, 6, torch.int32), (2, 7, 7, torch.int64), (2, 5, 12, torch.int32), (4, 5, 12, torch.int64)],
+)
 def test_lookup_over_ranks_equals_the_table(tp_size, org, total, id_dtype):
     table = torch.randn(total, 3)
     ids = torch.tensor([[0, total - 1, org - 1], [1, 2, min(org, total - 1)]], dtype=id_dtype)
@@ -60,13 +52,10 @@ def test_checkpoint_without_added_rows():
     assert layer.weight[:, 0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("bad", [-1, 6, 99])
-def test_id_out_of_range(bad):
+@pytest.mark.parametrize("bad", [-1, 6])
+def test_ids(bad):
     with pytest.raises(ValueError, match=f"got {bad}"):
         embedding()(torch.tensor([0, bad]))
-
-
-def test_id_dtype_and_empty_batch():
     with pytest.raises(TypeError, match="float32"):
         embedding()(torch.ones(2))
     assert embedding()(torch.empty(0, dtype=torch.int64)).shape == (0, 3)
@@ -77,7 +66,6 @@ def test_id_dtype_and_empty_batch():
     [
         pytest.param({"org": 7, "total": 6}, "at most num_embeddings=6, got 7", id="org-larger"),
         pytest.param({"padding": 0}, "padding_size is 0, must be >= 1", id="padding"),
-        pytest.param({"dim": 0}, "embedding_dim is 0, must be >= 1", id="dim"),
         pytest.param({"tp_size": 3}, "8 is not divisible by 3", id="tp"),
     ],
 )
@@ -110,7 +98,7 @@ def test_sharded_to_full_mapping(org, total, padding, tp_size, expected):
 
 
 def test_head_has_no_forward():
-    with pytest.raises(RuntimeError, match="LogitsProcessor"):
+    with pytest.raises(RuntimeError):
         ParallelLMHead(8, 4)(torch.zeros(1, dtype=torch.int64))
 
 
@@ -133,9 +121,9 @@ class AllShards:
         return self.all_gather(tensor, dim) if self.rank == dst else None
 
 
-@pytest.mark.parametrize(("org", "total"), [(4, 6), (6, 6), (3, 3), (5, 9)])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(
+    ("org", "total", "bias", "tp_size"), [(4, 6, True, 1), (6, 6, False, 1), (3, 3, True, 2), (5, 9, False, 2)]
+)
 def test_logits_are_in_the_order_of_the_ids(org, total, bias, tp_size):
     table, offset, hidden = torch.randn(total, 3), torch.randn(total), torch.randn(2, 3)
     heads = [embedding(rank, tp_size, org=org, total=total, cls=ParallelLMHead, bias=bias) for rank in range(tp_size)]

@@ -33,8 +33,7 @@ def group(root: Path, version: str, path: str, limit: object, used: int, active:
     (folder / "memory.stat").write_text("".join(f"{prefix}{name} {value}\n" for name, value in cached.items()))
 
 
-@pytest.mark.parametrize("version", NAMES)
-@pytest.mark.parametrize("path", ["", "pod/box"], ids=["the top is the container's", "a group below the top"])
+@pytest.mark.parametrize(("version", "path"), [("v1", ""), ("v1", "pod/box"), ("v2", ""), ("v2", "pod/box")])
 def test_a_container_s_limit_less_what_it_holds_and_cannot_give_back(tmp_path, version, path) -> None:
     lines = {"v1": ["11:cpu,cpuacct:/", f"4:memory:/{path}", "0::/elsewhere"], "v2": [f"0::/{path}"]}
     group(machine(tmp_path, lines[version]), version, path, 10_000, 8_000, active=1_000, inactive=2_500)
@@ -72,10 +71,6 @@ def test_the_least_of_machine_and_container_counts(monkeypatch) -> None:
     monkeypatch.setattr(memory, "container_bytes", lambda: [300])
     monkeypatch.setattr(memory, "get_tensor_model_parallel_world_size", lambda: 2)
     assert free_bytes(CPU) == 150
-
-
-def test_this_machine() -> None:
-    assert 1 << 20 < free_bytes(CPU) <= memory.psutil.virtual_memory().total
 
 
 def test_several_allocations_are_checked_against_their_sum(monkeypatch) -> None:

@@ -1,6 +1,5 @@
 """Entering and leaving tensor parallelism: places, errors before any change, and processes that fail."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -9,7 +8,6 @@ import tempfile
 import time
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +23,6 @@ from punica.parallel import (
     tensor_model_parallel_all_reduce,
 )
 from punica.parallel.group import process_wide_group
-from punica.parallel.launch import _killed
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = 900.0
@@ -102,23 +99,9 @@ def test_a_late_import_does_not_keep_the_world(alone) -> None:
     assert done.stdout.strip() == "None", done.stderr
 
 
-def test_enter_and_exit_without_a_with_block(alone) -> None:
-    stack = contextlib.ExitStack()
-    group = stack.enter_context(init_tensor_parallel(**alone))
-    assert process_wide_group() is group
-    stack.close()
-    assert_untouched()
-
-
-def test_a_default_device_is_no_matter(alone) -> None:
-    with torch.device("meta"), init_tensor_parallel(**alone) as group:
-        assert group.all_reduce(torch.ones(2, device="cpu")).tolist() == [1.0, 1.0]
-    assert_untouched()
-
-
-def test_an_error_inside_leaves_nothing_behind(alone) -> None:
-    with pytest.raises(ZeroDivisionError), init_tensor_parallel(**alone):
-        _ = 1 / 0
+def test_an_error_under_a_default_device_leaves_nothing_behind(alone) -> None:
+    with pytest.raises(ZeroDivisionError), torch.device("meta"), init_tensor_parallel(**alone) as group:
+        _ = 1 / (group.all_reduce(torch.ones(2, device="cpu")).tolist()[0] - 1)
     assert_untouched()
 
 
@@ -159,26 +142,18 @@ FOUR = {"init_method": "file:///nobody/waits/here", "world_size": 4, "rank": 0, 
 @pytest.mark.parametrize(
     ("arguments", "environment", "error", "message"),
     [
-        pytest.param(
-            {}, {}, RuntimeError, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set; start .* torchrun", id="no-env"
-        ),
+        pytest.param({}, {}, RuntimeError, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not", id="no-env"),
         pytest.param({"rank": 0}, {"MASTER_ADDR": "a"}, RuntimeError, r"\) WORLD_SIZE, MASTER_PORT not", id="part-env"),
         pytest.param({"init_method": "tcp://a:1"}, {}, RuntimeError, r"\) RANK, WORLD_SIZE not set", id="tcp-no-rank"),
         pytest.param({**FOUR, "tp_size": 0}, {}, ValueError, "tp_size is 0, must be >= 1", id="zero"),
-        pytest.param({**FOUR, "tp_size": -2}, {}, ValueError, "tp_size is -2", id="negative"),
         pytest.param({**FOUR, "tp_size": 2.0}, {}, TypeError, "tp_size must be an int, got float", id="float"),
         pytest.param({**FOUR, "tp_size": 3}, {}, ValueError, "tp_size is 3, must divide the world size 4", id="three"),
-        pytest.param({**FOUR, "tp_size": 8}, {}, ValueError, "tp_size is 8, .* start a multiple of 8", id="too-many"),
         pytest.param({**FOUR, "rank": 4}, {}, ValueError, "rank is 4, must be below world_size 4", id="rank-high"),
-        pytest.param({**FOUR, "rank": -1}, {}, ValueError, "rank is -1", id="rank-negative"),
         pytest.param({**FOUR, "world_size": 0}, {}, ValueError, "world_size is 0", id="no-world"),
         pytest.param({**FOUR, "rank": None}, {"RANK": "one"}, ValueError, "RANK must .* got 'one'", id="rank-text"),
         pytest.param(FOUR, {"LOCAL_RANK": "-1"}, ValueError, "LOCAL_RANK must .* got '-1'", id="local-rank"),
         pytest.param(
             {**FOUR, "backend": "nccl"}, {"LOCAL_WORLD_SIZE": "1000"}, RuntimeError, "1000 ranks .* at most", id="gpus"
-        ),
-        pytest.param(
-            {**FOUR, "backend": "nccl", "world_size": 1000, "rank": 998}, {}, RuntimeError, "^999 ranks", id="gpu-rank"
         ),
     ],
 )
@@ -194,9 +169,8 @@ def test_errors_come_before_any_change(arguments, environment, error, message, m
     ("function", "tp_size", "error", "message"),
     [
         pytest.param(print, 0, ValueError, "tp_size is 0", id="no-ranks"),
-        pytest.param(print, True, TypeError, "tp_size must be an int", id="bool"),
         pytest.param("print", 2, TypeError, "function must be callable, got str", id="not-callable"),
-        pytest.param(lambda rank: rank, 2, TypeError, "picklable.*top level of a module", id="lambda"),
+        pytest.param(lambda rank: rank, 2, TypeError, "top level of a module.*picklable", id="lambda"),
     ],
 )
 def test_spawn_refuses_before_starting(function, tp_size, error, message) -> None:
@@ -204,11 +178,10 @@ def test_spawn_refuses_before_starting(function, tp_size, error, message) -> Non
         spawn_tensor_parallel(function, tp_size)
 
 
-def describe(rank: int, tensor: torch.Tensor, word: str) -> dict:
+def describe(rank: int, tensor: torch.Tensor) -> dict:
     tensor += rank  # its own copy: the other rank must not see this
     return {
         "argument": tensor.tolist(),
-        "word": word,
         "place": (get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()),
         "sum": tensor_model_parallel_all_reduce(torch.tensor([rank + 1.0])),
         "threads": torch.get_num_threads(),
@@ -218,13 +191,10 @@ def describe(rank: int, tensor: torch.Tensor, word: str) -> dict:
 
 def test_spawn_returns_results_in_rank_order(temporary_home: Path) -> None:
     tensor = torch.zeros(3)
-    ranks = spawn_tensor_parallel(describe, 2, tensor, "hello", backend="gloo")
+    ranks = spawn_tensor_parallel(describe, 2, tensor, backend="gloo")
     assert [rank["argument"] for rank in ranks] == [[0.0] * 3, [1.0] * 3]
     assert tensor.tolist() == [0.0] * 3
-    assert [(rank["place"], rank["sum"].item(), rank["word"]) for rank in ranks] == [
-        ((0, 2), 3.0, "hello"),
-        ((1, 2), 3.0, "hello"),
-    ]
+    assert [(rank["place"], rank["sum"].item()) for rank in ranks] == [((0, 2), 3.0), ((1, 2), 3.0)]
     assert {rank["threads"] for rank in ranks} == {max(1, torch.get_num_threads() // 2)}
     assert len({os.getpid(), *(rank["pid"] for rank in ranks)}) == 3
     assert_untouched()
@@ -323,14 +293,6 @@ def fail_on_one(rank: int, pids: str) -> None:
     time.sleep(LONG)
 
 
-def be_killed(rank: int, pids: str) -> None:
-    (Path(pids) / str(rank)).write_text(str(os.getpid()))
-    tensor_model_parallel_all_reduce(torch.ones(1))
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(LONG)
-
-
 def be_killed_amid_sums(rank: int, pids: str) -> None:
     (Path(pids) / str(rank)).write_text(str(os.getpid()))
     tensor_model_parallel_all_reduce(torch.ones(1))
@@ -352,9 +314,10 @@ def return_the_unpicklable(rank: int, pids: str) -> object:
     ("function", "message"),
     [
         pytest.param(fail_on_one, r"rank 1 of 2 failed\n(.|\n)*in fail_on_one\n(.|\n)*no such adapter", id="raises"),
-        pytest.param(be_killed, "rank 0 of 2: .*SIGKILL", id="killed", marks=pytest.mark.slow),
         pytest.param(
-            be_killed_amid_sums, r"rank 1 of 2(: .*SIGKILL| was ended by signal 9 \(Killed\))", id="others raise",
+            be_killed_amid_sums,
+            r"rank 1 of 2(: .*SIGKILL| was ended by signal 9 \(Killed\))",
+            id="others raise",
             marks=pytest.mark.slow,
         ),
         pytest.param(leave_early, "rank 0 of 2 ended without a result", id="sys.exit", marks=pytest.mark.slow),
@@ -374,8 +337,3 @@ def test_a_failing_rank_ends_them_all(function, message, temporary_home: Path, t
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.read_text()), 0)
     assert list(temporary_home.iterdir()) == []
-
-
-def test_ranks_that_a_signal_ended_are_told_from_those_that_torch_ended() -> None:
-    codes = (None, 0, 1, -signal.SIGTERM, -signal.SIGKILL, -signal.SIGSEGV)
-    assert _killed([SimpleNamespace(exitcode=code) for code in codes]) == {4: 9, 5: 11}

@@ -6,9 +6,8 @@ import torch
 from punica.parallel import matmul
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 33], ids=lambda rows: f"rows{rows}")
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 33], ids=lambda rows: f"rows{rows}")
+@pytest.mark.parametrize(("bias", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)])
 def test_equals_float64(rows: int, bias: bool, dtype: torch.dtype) -> None:
     x, weight, b = torch.randn(rows, 70).to(dtype), torch.randn(45, 70).to(dtype), torch.randn(45).to(dtype)
     expected = x.double() @ weight.double().T + (b.double() if bias else 0)
