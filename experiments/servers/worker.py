@@ -153,8 +153,8 @@ class Measurement:
         for batch in batches:
             given = [prompts[i] for i in batch], [adapters[i] for i in batch], [new_tokens] * len(batch)
             found.append(self.engine.scored(*given)[batch.index(1)])
-        tokens, answers = ([repr(one) for one in told] for told in ([[t for t, _ in one] for one in found], found))
-        return {name: max(map(all_.count, all_)) / len(all_) for name, all_ in (("tokens", tokens), ("answers", answers))}
+        told = {"tokens": [[token for token, _ in one] for one in found], "answers": found}
+        return {name: max(map(answers.count, answers)) / len(answers) for name, answers in told.items()}
 
     def _turns(self, cases: Cases) -> Iterator[tuple[int, str]]:
         """Yield turn and case; the first turn is to warm up."""
