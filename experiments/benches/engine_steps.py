@@ -20,8 +20,8 @@ from experiments.harness.schema import ModelConf
 from experiments.measure.timing import Protocol
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest, random_adapter
 from punica.engine import Engine, EngineConfig, Request
-from punica.engine.outputs import StepStatistics
 from punica.engine.overlap import BegunStep
+from punica.engine.requests import StepStatistics
 from punica.models import LlamaForCausalLM
 from punica.scheduling import RequestState, RequestStatus
 

@@ -19,7 +19,7 @@ from experiments.harness.schema import ModelConf
 from experiments.measure.timing import Protocol
 from punica.adapters import LoRARequest
 from punica.engine import Engine, Request
-from punica.engine.kv_cache import KVCache
+from punica.engine.attention import KVCache
 
 RECOMPUTE, COPY, COPY_HOST, COPY_PEER = "recompute", "copy", "copy_host", "copy_peer"
 PEER = "cuda:1"

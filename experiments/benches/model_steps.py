@@ -14,8 +14,7 @@ from transformers import LlamaConfig
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
 from punica.capture import capture
-from punica.engine.gpu_attention import attention_for
-from punica.engine.kv_cache import KVCache
+from punica.engine.attention import KVCache, attention_for
 from punica.layers import rehearsal
 from punica.models import LlamaForCausalLM
 from punica.scheduling import Span
@@ -126,7 +125,7 @@ class Invocation:
 
     def _inputs(self, spans: Sequence[Span]) -> list[torch.Tensor]:
         """Token ids, positions and cache rows of a step, each int64 `[T]` on the device."""
-        positions = [position for span in spans for position in span.positions]
+        positions = [position for span in spans for position in range(span.kv_length - span.length, span.kv_length)]
         rows = [row for span in spans for row in span.kv_rows(BLOCK_SIZE)]
         tokens = [(7 * i + 1) % self.llama.config.vocab_size for i in range(len(positions))]
         return [torch.tensor(values, device=self.device) for values in (tokens, positions, rows)]

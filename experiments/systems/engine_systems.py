@@ -22,7 +22,7 @@ from experiments.systems.world import World
 from punica.adapters import LoRARequest
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, runner
-from punica.engine.outputs import StepOutput
+from punica.engine.requests import StepOutput
 from punica.scheduling import RequestState
 
 MOST_ADAPTERS = 1 << 20  # in host memory, where copies share their tensors

@@ -29,7 +29,7 @@ from transformers.cache_utils import DynamicLayer
 
 from experiments.benches.model_steps import CapturedRun
 from experiments.systems.weights import Weights
-from punica.engine.kv_cache import KVCache
+from punica.engine.attention import KVCache
 from punica.parallel.matmul import linear
 
 PADDING = 0  # any token id: padded positions are masked

@@ -14,7 +14,7 @@ from experiments.systems.hugging_face import PeftBackend
 from experiments.systems.stream import Job
 from experiments.systems.weights import Weights
 from punica.adapters import LoRAModel
-from punica.engine.kv_cache import KVCache
+from punica.engine.attention import KVCache
 
 
 class World(Weights):

@@ -23,7 +23,7 @@ from punica.cluster.gpu import StepWork
 from punica.cluster.policy import ClusterPolicy
 from punica.cluster.quarantine import CrashRecord
 from punica.cluster.runner import JoiningRequest, RunnerDescription, StepCommand, StepReply
-from punica.engine.intake import StateFactory, check_tokens
+from punica.engine.requests import StateFactory, check_tokens
 from punica.scheduling import Request, RequestState
 
 _MOST_REMEMBERED = 1024  # entries of the cache of adapter ranks

@@ -1,22 +1,92 @@
-"""Attention over the paged cache in plain torch: the CPU path, and the reference for `gpu_attention.py`.
+"""Paged KV cache, and attention over it: in plain torch, and by GPU kernels.
+
+The cache holds the blocks that :class:`~punica.scheduling.BlockManager` hands out. Per layer, keys and values are
+``[num_blocks * block_size, Hkv, D]``: with B = ``block_size``, block ``b`` is rows ``[b * B, (b + 1) * B)``. A token is
+one contiguous row, and consecutive blocks are one strided view, read in place. (In the paper all layers share a page;
+one tensor per layer needs no stride arithmetic.)
 
 For a request with queries ``Q`` at positions up to ``n - 1`` and cached ``K, V`` of ``n`` tokens:
-``softmax(Q K^T / sqrt(D)) V``, causal within a prompt. Requests differ in length, so this part of a step runs per
-request. It reads each request's blocks in place: at batch 32 a gather would move several times the bytes.
+``softmax(Q K^T / sqrt(D)) V``, causal within a prompt. Rows of a step: whole prompts, then one per decoding request. A
+prompt attends to its own projections, a decode row to its blocks in place.
 """
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from punica.engine.kv_cache import KVCache
-from punica.ops.backbone import PackedHeads
+from punica.metadata.staging import StagedBuffer, aligned_offsets
+from punica.models import LlamaForCausalLM
+from punica.ops.backbone import MAX_HEAD_SIZE, PackedHeads
+from punica.ops.expect import FLOATS
+from punica.ops.quant import E4M3, saturated
+from punica.parallel import check_free
 from punica.scheduling import Span
+
+INVARIANT_SPLITS = 4
+"""KV splits under batch invariance: a fixed compromise between small and large batches."""
+
+
+class KVCache:
+    """Keys and values of all layers of ``model`` for ``num_blocks`` blocks, in its weights' dtype and on their device.
+
+    ``fp8``: in float8_e4m3fn instead, half the bytes of 16 bits, without scales. Projected heads are well inside its
+    range (448, saturating). The relative error is at most 1/16 from 2**-6 on; below, the spacing is 2**-9. A prompt
+    attends to its own keys and values before they are rounded.
+
+    Memory: ``2 * num_layers * num_blocks * block_size * num_kv_heads * head_size`` elements, not initialised; a CPU
+    backs them when first written. ValueError, before allocation, for more than is free.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, num_blocks: int, block_size: int, *, fp8: bool = False) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        weight, shape = model.lm_head.weight, (num_blocks * block_size, model.num_kv_heads, model.head_size)
+        self.dtype, self.model_dtype = (E4M3 if fp8 else weight.dtype), weight.dtype
+        check_free(
+            f"a KV cache of {num_blocks} blocks of {block_size} tokens",
+            num_blocks * block_size * token_bytes(model, fp8=fp8),
+            weight.device, "lower EngineConfig.num_blocks, max_batch_size or max_model_len",
+        )  # fmt: skip
+        self.keys = [weight.new_empty(shape, dtype=self.dtype) for _ in range(model.num_layers)]
+        self.values = [weight.new_empty(shape, dtype=self.dtype) for _ in range(model.num_layers)]
+        self._head_first = [
+            tuple(rows.transpose(0, 1).unsqueeze(0) for rows in pair)
+            for pair in zip(self.keys, self.values, strict=True)
+        ]
+
+    def write(self, layer_index: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store ``keys`` and ``values`` ``[T, Hkv, D]`` at ``rows [T]`` (int64: ``block * block_size + offset``)."""
+        for cached, new in ((self.keys[layer_index], keys), (self.values[layer_index], values)):
+            if self.dtype == E4M3:  # torch copies rows of FP8 as bytes only
+                cached.view(torch.uint8).index_copy_(0, rows, saturated(new, E4M3).view(torch.uint8))
+            else:
+                cached.index_copy_(0, rows, new)
+
+    def read(self, layer_index: int, block_table: Sequence[int], num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the first ``num_tokens`` tokens, each ``[1, Hkv, num_tokens, D]``.
+
+        In the model's dtype: a view if the blocks are consecutive and of that dtype, else a copy.
+        """
+        keys, values = self._head_first[layer_index]
+        first = block_table[0]
+        if tuple(block_table) == tuple(range(first, first + len(block_table))):
+            start = first * self.block_size
+            keys, values = keys.narrow(2, start, num_tokens), values.narrow(2, start, num_tokens)
+            return keys.to(self.model_dtype), values.to(self.model_dtype)
+        rows = torch.tensor(block_table, device=keys.device).mul_(self.block_size).unsqueeze(1)
+        rows = (rows + torch.arange(self.block_size, device=keys.device)).flatten()[:num_tokens]
+        return keys.index_select(2, rows).to(self.model_dtype), values.index_select(2, rows).to(self.model_dtype)
+
+
+def token_bytes(model: LlamaForCausalLM, *, fp8: bool = False) -> int:
+    """Return the bytes of the keys and values of one token in all layers of this rank."""
+    itemsize = 1 if fp8 else model.lm_head.weight.element_size()
+    return 2 * model.num_layers * model.num_kv_heads * model.head_size * itemsize
 
 
 class PagedAttention:
-    """Implements ``punica.models.Attention``: ``begin`` takes the spans of a step, ``attend`` serves its layers."""
+    """``punica.models.Attention`` in plain torch, by request: the CPU path, and the reference for the kernels."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -24,14 +94,8 @@ class PagedAttention:
         self._kv_rows: Tensor | None = None
 
     def begin(self, spans: Sequence[Span], kv_rows: Tensor, num_prompt_rows: int | None = None) -> None:
-        """Start a step.
-
-        ``spans``: its requests in row order; none: a dummy, which writes nothing. ``kv_rows``: cache row written by
-        each of the T rows, int64 ``[T]`` on the device. ``num_prompt_rows``: unused here, each span tells a prompt by
-        its length.
-        """
-        self._spans = spans
-        self._kv_rows = kv_rows
+        """Start a step; arguments as of :meth:`KernelAttention.begin`. Without spans, a dummy, it writes nothing."""
+        self._spans, self._kv_rows = spans, kv_rows
 
     def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
         """Store keys and values of T rows in the cache, and return the attention output ``[T, H, D]``.
@@ -52,7 +116,9 @@ class PagedAttention:
         for span in self._spans:
             if span.length == span.kv_length:
                 rows = slice(span.start, span.start + span.length)
-                output[rows] = attend_prompt(q[rows], k[rows], v[rows])
+                prompt = (x.transpose(0, 1).unsqueeze(0) for x in (q[rows], k[rows], v[rows]))
+                attended = F.scaled_dot_product_attention(*prompt, is_causal=True, enable_gqa=kv_heads != heads)
+                output[rows] = attended.squeeze(0).transpose(0, 1)
             else:
                 keys, values = self.cache.read(layer_index, span.block_table, span.kv_length)
                 attended = F.scaled_dot_product_attention(q_rows[span.start], keys, values)
@@ -60,8 +126,101 @@ class PagedAttention:
         return output
 
 
-def attend_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend causally within a whole prompt: ``[n, H, D]``, ``[n, Hkv, D]`` to ``[n, H, D]``."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
-    return attended.squeeze(0).transpose(0, 1)
+class KernelAttention:
+    """``punica.models.Attention`` by a Triton kernel for decode rows, and one for prompts.
+
+    Prompt starts, lengths and block tables are refilled in place, so that a step can be captured in a CUDA graph.
+
+    Args:
+        cache: keys and values, of a dtype and head size that the kernels support.
+        max_rows: most requests of a step, padding rows included.
+        max_blocks: most blocks of a request.
+        splits: KV splits per request; ``None`` chooses by the number of rows. A number makes a row's bits independent
+            of its batch.
+    """
+
+    def __init__(self, cache: KVCache, max_rows: int, max_blocks: int, splits: int | None = None) -> None:
+        self.cache = cache
+        self._max_rows, self._max_blocks, self._splits = max_rows, max_blocks, splits
+        (_, self._lengths_at, self._order_at, self._tables_at), places = aligned_offsets(
+            [max_rows + 1, max_rows, max_rows, max_rows * max_blocks]
+        )
+        self._staged = StagedBuffer((places,), torch.int32, cache.keys[0].device)
+        on_device = self._staged.tensor
+        self._prompt_starts = on_device[: max_rows + 1]
+        self._lengths, self._order = (on_device[at:][:max_rows] for at in (self._lengths_at, self._order_at))
+        self._tables = on_device[self._tables_at :][: max_rows * max_blocks].view(max_rows, max_blocks)
+        self._written: dict[int, list[tuple[int, ...]]] = {}  # per host array: the table in each of its rows
+        self._num_prompt_rows = 0
+        self._kv_rows: Tensor | None = None
+
+    def begin(self, spans: Sequence[Span], kv_rows: Tensor, num_prompt_rows: int | None = None) -> None:
+        """Start a step.
+
+        Args:
+            spans: its requests in row order, prompts first.
+            kv_rows: cache row written by each of the T rows, int64 ``[T]`` on the device; -1: none (padding).
+            num_prompt_rows: rows of prompts; ``None``: up to the last span of several rows.
+        """
+        if num_prompt_rows is None:
+            num_prompt_rows = max((span.start + span.length for span in spans if span.length > 1), default=0)
+        self._kv_rows, self._num_prompt_rows = kv_rows, num_prompt_rows
+        prompts = [span for span in spans if span.start < num_prompt_rows]
+        self._stage(prompts, spans[len(prompts) :])
+
+    def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
+        """Rotate the heads of T rows in place, store keys and values, and return the attention output ``[T, H, D]``.
+
+        RuntimeError before the first ``begin``.
+        """
+        from punica.ops.triton_ops.backbone import Pages, decode_attention, prompt_attention, rotate_and_store
+
+        if self._kv_rows is None:
+            raise RuntimeError("attention has no step; call begin(spans, kv_rows) first")
+        keys, values = self.cache.keys[layer_index], self.cache.values[layer_index]
+        heads, kv_heads, cos, sin, norms = packed
+        rotate_and_store(heads, cos, sin, self._kv_rows, keys, values, norms)
+        q, k, v = heads.split((packed.num_heads, kv_heads, kv_heads), dim=1)
+        output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        first = self._num_prompt_rows
+        if first:
+            prompt_attention(output[:first], q[:first], k[:first], v[:first], self._prompt_starts)
+        decodes = q.shape[0] - first
+        if decodes:
+            rows = (self._tables[:decodes], self._lengths[:decodes], self._order[:decodes])
+            pages = Pages(*rows, self.cache.block_size)
+            decode_attention(output[first:], q[first:], keys, values, pages, self._splits)
+        return output
+
+    def _stage(self, prompts: Sequence[Span], spans: Sequence[Span]) -> None:
+        """Send starts of the prompts, and lengths, order and block tables of the decode rows ``spans``.
+
+        Padding rows have 0 tokens, padding prompts no rows.
+        """
+        host = self._staged.begin()
+        host[: len(prompts)] = [span.start for span in prompts]
+        host[len(prompts) : self._max_rows + 1] = sum(span.length for span in prompts)
+        lengths, order = (host[at:][: self._max_rows] for at in (self._lengths_at, self._order_at))
+        lengths[: len(spans)] = [span.kv_length for span in spans]
+        lengths[len(spans) :] = 0
+        order[:] = (-lengths).argsort(kind="stable")  # padding rows stay last
+        tables = host[self._tables_at :]
+        written = self._written.setdefault(host.ctypes.data, [()] * self._max_rows)
+        for row, span in enumerate(spans):
+            if written[row] != span.block_table:  # most requests keep their row and their blocks
+                written[row] = span.block_table
+                tables[row * self._max_blocks :][: len(span.block_table)] = span.block_table
+        self._staged.commit(self._tables_at + len(spans) * self._max_blocks)
+
+
+def attention_for(
+    cache: KVCache, max_rows: int, max_blocks: int, splits: int | None = None
+) -> PagedAttention | KernelAttention:
+    """Return the attention for the device of ``cache``; arguments as of :class:`KernelAttention`.
+
+    Plain torch for dtypes and head sizes (above 256) without a kernel.
+    """
+    keys = cache.keys[0]
+    if keys.is_cuda and cache.model_dtype in FLOATS and keys.shape[-1] <= MAX_HEAD_SIZE:
+        return KernelAttention(cache, max_rows, max_blocks, splits)
+    return PagedAttention(cache)

@@ -1,16 +1,35 @@
-"""`EngineConfig`: sizes and switches of an engine, and their checks against model and adapters."""
+"""`EngineConfig`: sizes and switches of an engine, their checks, and the memory that they take."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import nn
 
+from punica.adapters import LoRAModelManager
+from punica.adapters.wrap import slots_need
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
+from punica.engine.attention import KVCache, token_bytes
+from punica.engine.cuda_graph import decode_sizes, prompt_sizes
 from punica.models import LlamaForCausalLM
 from punica.models.families import loading_advice
-from punica.parallel import get_tensor_model_parallel_world_size
+from punica.ops.quant import E4M3
+from punica.parallel import (
+    Need,
+    all_ranks_agree,
+    check_free_for_all,
+    free_bytes,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
 from punica.scheduling import ADAPTER_INDEX_RULES
+
+DEFAULT_MODEL_LEN = 8192
+"""Default of ``max_model_len``; step buffers grow with it."""
+# Of one graph: some ten kernels a layer, each with up to 4 KB of arguments, for 32 to 80 layers. An estimate:
+# EngineMemory.graphs is what an engine really took.
+_GRAPH_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -64,9 +83,9 @@ class EngineConfig:
             raise ValueError(
                 f"adapter_index_rule is {self.adapter_index_rule!r}, must be one of {list(ADAPTER_INDEX_RULES)}"
             )
-        for name in ("ignore_adapters", "cuda_graphs", "batch_invariant", "fp8_kv_cache", "adapter_templates"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        for field in fields(self):
+            if field.type is bool and not isinstance(value := getattr(self, field.name), bool):
+                raise TypeError(f"{field.name} must be a bool, got {value!r}")
 
     @property
     def total_blocks(self) -> int:
@@ -97,8 +116,14 @@ class EngineConfig:
         return LoRAConfig(**{**sizes, "batch_invariant": self.batch_invariant, **fields})
 
 
-def check_types(model: object, lora_config: object, engine_config: object, warm_up: object) -> None:
-    """Check the classes of an engine's arguments: TypeError, with advice for a transformers model."""
+def check_parts(
+    model: LlamaForCausalLM, lora_config: LoRAConfig | None, engine_config: EngineConfig | None, warm_up: bool | None
+) -> EngineConfig:
+    """Check the arguments of an engine, and return its config.
+
+    TypeError: another class, with advice for a transformers model. ValueError: more positions than the model has;
+    adapters both served and ignored; adapters, blocks or ranks that prevent batch invariance; a model without weights.
+    """
     if isinstance(model, nn.Module) and not isinstance(model, LlamaForCausalLM):
         raise TypeError(f"model is not of this library: {loading_advice(model)}")
     for name, value, wanted, optional in (
@@ -112,18 +137,10 @@ def check_types(model: object, lora_config: object, engine_config: object, warm_
             raise TypeError(
                 f"{name} must be of class {wanted.__name__}{suffix}, got {type(value).__name__} {clip(value)}"
             )
-
-
-def check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: LlamaForCausalLM) -> None:
-    """Check the config against model and adapters: ValueError.
-
-    Refused: more positions than the model has; adapters both served and ignored; adapters, blocks or ranks that
-    prevent batch invariance; a model without weights.
-    """
-    limit, window = model.max_context, getattr(model.config, "sliding_window", None)
+    config, limit, ranks = engine_config or EngineConfig(), model.max_context, get_tensor_model_parallel_world_size()
     if config.max_model_len > limit:
         what = f"{limit} positions (max_position_embeddings, or what its RoPE scaling makes of them)"
-        if limit == window:
+        if limit == getattr(model.config, "sliding_window", None):
             what = f"a sliding window of {limit} tokens, beyond which it would have to forget"
         raise ValueError(f"max_model_len is {config.max_model_len}, the model has {what}; lower max_model_len")
     if config.ignore_adapters and lora_config is not None:
@@ -136,13 +153,123 @@ def check_fits(config: EngineConfig, lora_config: LoRAConfig | None, model: Llam
             "preempted is computed again as a prompt, with other bits; leave num_blocks out, or lower max_batch_size "
             "or max_model_len"
         )
-    if config.batch_invariant and get_tensor_model_parallel_world_size() > 2:
+    if config.batch_invariant and ranks > 2:
         raise ValueError(
-            f"batch_invariant=True serves on at most 2 tensor-parallel ranks, got "
-            f"{get_tensor_model_parallel_world_size()}: the order in which more of them add depends on the batch"
+            f"batch_invariant=True serves on at most 2 tensor-parallel ranks, got {ranks}: the order in which more of "
+            "them add depends on the batch"
         )
     if not model.has_weights:
         raise ValueError(
             "the model's weights were never loaded, it would compute with whatever lies in memory; call "
             "model.load_weights(folder) or model.init_random_weights() first"
         )
+    return config
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes on the device of one rank.
+
+    ``weights``: of the backbone. ``adapter_slots``: ``slot_bytes`` each, used or not. ``kv_cache``: ``token_bytes`` for
+    each token. ``graphs``: CUDA graphs captured so far, with their shared intermediate results.
+    """
+
+    weights: int
+    adapter_slots: int
+    slot_bytes: int
+    kv_cache: int
+    token_bytes: int
+    graphs: int
+
+    @classmethod
+    def of(
+        cls, model: LlamaForCausalLM, manager: LoRAModelManager | None, config: EngineConfig, graphs: int
+    ) -> "EngineMemory":
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        slots, per_slot = (0, 0) if manager is None else (manager.lora_slots, manager.slot_bytes)
+        tokens, per_token = config.total_blocks * config.block_size, token_bytes(model, fp8=config.fp8_kv_cache)
+        return cls(weights, slots * per_slot, per_slot, tokens * per_token, per_token, graphs)
+
+
+def graph_reserve(model: LlamaForCausalLM, config: EngineConfig) -> int:
+    """Estimate the bytes of all CUDA graphs of an engine; 0 if it has none.
+
+    Graphs share the intermediate results of the largest step: per row four hidden states (queries, keys and values
+    counted as one) and three inner ones of the MLP, per request two rows of logits. Kernels are counted for every graph
+    that `Engine.capture_graphs` could make.
+    """
+    if model.lm_head.weight.device.type != "cuda" or not config.cuda_graphs:
+        return 0
+    sizes = model.config
+    inner = getattr(sizes, "moe_intermediate_size", None) or sizes.intermediate_size
+    inner *= getattr(sizes, "num_experts_per_tok", None) or 1
+    decodes, prompts = decode_sizes(config.max_batch_size), prompt_sizes(config.max_num_batched_tokens)
+    elements = (prompts[-1] + decodes[-1]) * (4 * sizes.hidden_size + 3 * inner) + 2 * decodes[-1] * sizes.vocab_size
+    graphs = 7 * len(decodes) + 10 * len(prompts)  # each with LoRA again for adapters of embedding or head
+    return elements * model.lm_head.weight.element_size() + graphs * _GRAPH_BYTES
+
+
+def slot_bytes(model: LlamaForCausalLM, rank: int, itemsize: int) -> int:
+    """Return the bytes of one adapter slot of ``rank`` in all layers: A and B of every weight matrix.
+
+    Exact on one rank if ``target_modules`` names every layer, else an upper bound.
+    """
+    shapes: list[Any] = [entry.shape for entry in model.checkpoint_entries() if len(entry.shape) == 2]
+    if model.config.tie_word_embeddings:
+        shapes.append((model.config.vocab_size, model.config.hidden_size))
+    return sum(rank * itemsize * sum(shape) for shape in shapes)
+
+
+def cache_for(
+    model: LlamaForCausalLM, lora_config: LoRAConfig | None, config: EngineConfig, cache: KVCache | None
+) -> KVCache:
+    """Return a new KV cache, or ``cache`` if it fits the model, and has the block size, dtype and number of blocks.
+
+    ValueError: it does not, or a new one and the adapter slots do not fit the free memory together.
+    """
+    weight = model.lm_head.weight
+    if cache is None:
+        need = Need(
+            f"a KV cache of {config.total_blocks} blocks of {config.block_size} tokens",
+            config.total_blocks * config.block_size * token_bytes(model, fp8=config.fp8_kv_cache),
+            "lower EngineConfig.num_blocks, max_batch_size or max_model_len",
+        )
+        check_free_for_all([need] if lora_config is None else [need, slots_need(model, lora_config)], weight.device)
+        return KVCache(model, config.total_blocks, config.block_size, fp8=config.fp8_kv_cache)
+    wanted = model.num_layers, model.num_kv_heads, model.head_size, weight.dtype, weight.device
+    found = len(cache.keys), *cache.keys[0].shape[1:], cache.model_dtype, cache.keys[0].device
+    if found != wanted:
+        raise ValueError(
+            f"cache has layers, kv heads, head size, dtype and device {found}, the model {wanted}; make one for this "
+            "model, or leave it out"
+        )
+    if cache.block_size != config.block_size or cache.num_blocks < config.total_blocks:
+        raise ValueError(
+            f"cache has {cache.num_blocks} blocks of {cache.block_size} tokens, the engine needs {config.total_blocks} "
+            f"of {config.block_size}; make it that large, or leave it out"
+        )
+    if (cache.dtype == E4M3) != config.fp8_kv_cache:
+        raise ValueError(f"cache holds {cache.dtype}, fp8_kv_cache is {config.fp8_kv_cache}; make both say the same")
+    return cache
+
+
+def fit_blocks(model: LlamaForCausalLM, config: EngineConfig, reserved: int, memory_fraction: float) -> int:
+    """Return the KV blocks that fit, at most ``config.total_blocks``; the same number on every rank.
+
+    Blocks share ``memory_fraction`` of the free memory with ``reserved`` bytes (adapter slots), and leave
+    :func:`graph_reserve` free. RuntimeError on every rank if no block fits on one of them.
+    """
+    device = model.lm_head.weight.device
+    block_bytes = config.block_size * token_bytes(model, fp8=config.fp8_kv_cache)
+    with all_ranks_agree():
+        free = free_bytes(device)
+        steps = graph_reserve(model, config)
+        fits = int((min(memory_fraction * free, free - steps) - reserved) // block_bytes)
+        if fits < 1:
+            raise RuntimeError(
+                f"no KV block of {block_bytes} bytes fits: {free} bytes are free on {device}, of which memory_fraction "
+                f"{memory_fraction} may be used, {reserved} are for adapter slots and {steps} are left to CUDA graphs; "
+                "lower max_loras or max_lora_rank, or serve with fewer bytes per weight (dtype)"
+            )
+    fits = int(tensor_model_parallel_all_gather(torch.tensor([fits], device=device), 0).min())
+    return min(config.total_blocks, fits)

@@ -5,8 +5,7 @@ replays them all. It is captured for a shape, to which steps are padded:
 
 * rows of prompts: none, or one of `prompt_sizes`; padding rows write nothing and their outputs are not read;
 * decode rows: one of `decode_sizes`; with a prompt the largest, as a few more rows cost nothing there;
-* adapters, which select the LoRA kernels (`captured_adapters`: one, a quarter of the decode rows, all rows); a step
-  takes the first count that is enough. Steps without adapters have graphs without LoRA kernels;
+* adapters, which select the LoRA kernels: the first of `captured_adapters` that is enough, 0 for no LoRA kernels;
 * vocabulary: LoRA kernels of embedding and head, which few adapters need.
 
 All inputs that differ between steps are refilled in place.
@@ -41,10 +40,7 @@ class StepResult(NamedTuple):
 
 
 class GraphShape(NamedTuple):
-    """Shape of a captured step: rows of prompts, decode rows, distinct adapters of the latter.
-
-    ``adapters=0``: no row of the step has one. ``vocabulary``: with LoRA kernels of embedding and head.
-    """
+    """Shape of a captured step; ``adapters``: distinct ones of decode rows, 0 if no row of the step has one."""
 
     prompt_rows: int
     decode_rows: int
@@ -66,13 +62,7 @@ class CaptureStatistics:
 
 
 class StepShapes:
-    """Shapes that steps are padded to.
-
-    Args:
-        max_batch_size: most requests of a step.
-        max_prompt_rows: most rows of prompts in one step.
-        max_loras: slots; 0 without LoRA.
-    """
+    """Shapes that steps are padded to; ``max_loras``: slots, 0 without LoRA."""
 
     def __init__(self, max_batch_size: int, max_prompt_rows: int, max_loras: int) -> None:
         self._max_loras = max_loras
@@ -81,10 +71,9 @@ class StepShapes:
     def of(
         self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool, vocabulary: bool
     ) -> GraphShape:
-        """Return the smallest shape for a step.
+        """Return the smallest shape for a step with ``adapters`` distinct ones in decode rows.
 
-        ``adapters``: distinct ones of the decode rows; ``uses_lora``: any row has one; ``vocabulary``: any row has one
-        for embedding or head.
+        ``uses_lora``: any row has one; ``vocabulary``: any row has one for embedding or head.
         """
         if prompt_rows:
             prompt_rows = _at_least(prompt_rows, self._prompt_sizes)
@@ -97,8 +86,7 @@ class StepShapes:
     def up_to(self, prompt_rows: int, *, vocabulary: bool) -> list[GraphShape]:
         """List the shapes of all steps with up to ``prompt_rows`` rows of prompts, the largest first to share memory.
 
-        Prompts come with and without decode rows, all shapes with and without adapters. ``vocabulary`` adds those for
-        adapters of embedding and head.
+        ``vocabulary`` adds those for adapters of embedding and head.
         """
         prompts = self._prompt_sizes[: bisect.bisect_left(self._prompt_sizes, prompt_rows) + 1] if prompt_rows else []
         rows = [(size, decodes) for size in reversed(prompts) for decodes in (self._decode_sizes[-1], 0)]
@@ -142,11 +130,9 @@ class StepGraphs:
             group.before_close(self.release)  # type: ignore[attr-defined]  # of groups that can be captured
 
     def has(self, shape: GraphShape) -> bool:
-        """Check that the graph of ``shape`` is captured."""
         return shape in self._captured
 
     def is_refused(self, shape: GraphShape) -> bool:
-        """Check that there was no memory for the graph of ``shape``."""
         return shape in self._refused
 
     def prepare(self, shape: GraphShape) -> bool:
@@ -169,7 +155,6 @@ class StepGraphs:
         return shape in self._captured
 
     def replay(self, shape: GraphShape) -> StepResult:
-        """Run the graph of ``shape`` on the staged inputs."""
         captured = self._captured[shape]
         captured.graph.replay()
         return captured.result

@@ -20,19 +20,23 @@ import torch
 from punica.adapters import LoRAModelManager, LoRARequest
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
-from punica.engine.config import EngineConfig, check_fits, check_types
-from punica.engine.generation import Generation
-from punica.engine.intake import Intake
-from punica.engine.kv_cache import KVCache
-from punica.engine.outputs import GenerationResult, StepOutput, StepStatistics, no_token_error
+from punica.engine.attention import KVCache
+from punica.engine.config import EngineConfig, EngineMemory, cache_for, check_parts
+from punica.engine.generation import Generation, exclusive
 from punica.engine.overlap import BegunStep, Overlap
 from punica.engine.pretrained import GenerationDefaults, as_requests, load_pretrained
+from punica.engine.requests import (
+    GenerationResult,
+    StateFactory,
+    StepOutput,
+    StepStatistics,
+    check_request,
+    check_tokens,
+)
 from punica.engine.residency import AdapterResidency
 from punica.engine.runner import ModelRunner, StepTokens, max_step_rows
-from punica.engine.sampler import NO_TOKEN
-from punica.engine.sizes import EngineMemory, check_cache, check_memory, memory_of
+from punica.engine.sampler import NO_TOKEN, no_token_error
 from punica.engine.text import TextCodec
-from punica.engine.turns import exclusive
 from punica.models import LlamaForCausalLM
 from punica.parallel import (
     all_ranks_agree,
@@ -44,15 +48,7 @@ from punica.parallel import (
     set_batch_invariant,
 )
 from punica.progress import shown
-from punica.scheduling import (
-    ADMISSION_RULES,
-    BlockManager,
-    Request,
-    RequestState,
-    RequestStatus,
-    Scheduler,
-    StepLayout,
-)
+from punica.scheduling import ADMISSION_RULES, BlockManager, Request, RequestState, RequestStatus, Scheduler
 
 WARM_UP_TOKENS = 1024
 """Most rows of prompts in the steps of a warm-up, whose time grows with it; longer prompts are rarer."""
@@ -62,8 +58,7 @@ _log = logging.getLogger(__name__)
 class Engine(Generation):
     """One model on one device, or one tensor-parallel rank of it (all ranks take the same steps).
 
-    :meth:`from_pretrained` builds one from a checkpoint folder. :meth:`generate` and :meth:`stream` are built on
-    :meth:`add_request`, :meth:`step` and :meth:`abort_request`.
+    :meth:`from_pretrained` builds one from a checkpoint folder.
 
     Requests are served first come, first served, without starvation. Let L be the longest ``max_new_tokens``: a request
     with n unfinished ones before it joins within (n + 1) L steps, whatever the adapters, slots and pins. Preempted
@@ -81,14 +76,13 @@ class Engine(Generation):
         cache: keys and values; ``None`` allocates ``engine_config``'s size. Engines on one CUDA stream may share one if
             only one of them has requests at a time.
         warm_up: capture now the CUDA graphs of all decode steps and of steps with up to ``WARM_UP_TOKENS`` rows of
-            prompts, and compile their kernels; :meth:`capture_graphs` adds longer prompts. ``None``: on a GPU only,
-            with its progress. Without it the first step of each size does so. All ranks must agree.
+            prompts, and compile their kernels; without it the first step of each size does so. ``None``: on a GPU only,
+            with its progress. :meth:`capture_graphs` adds longer prompts. All ranks must agree.
 
     Attributes:
         warm_up_s: seconds of the warm-up, 0 without.
 
-    Raises TypeError for a model or config of another class. ValueError: an unknown rule; ``max_model_len`` beyond the
-    model's positions; cache and slots beyond free memory, on any rank; a given ``cache`` of other or too few blocks.
+    Raises TypeError, ValueError: parts that do not fit each other; cache and slots beyond free memory, on any rank.
     """
 
     def __init__(
@@ -96,18 +90,14 @@ class Engine(Generation):
         admission: str = "fcfs", tokenizer: Any = None, defaults: GenerationDefaults | None = None,
         cache: KVCache | None = None, warm_up: bool | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(one_thread=get_tensor_model_parallel_world_size() > 1)
+        alone = get_tensor_model_parallel_world_size() == 1
+        super().__init__(one_thread=not alone)
         rule = ADMISSION_RULES.get(admission)()
-        check_types(model, lora_config, engine_config, warm_up)
-        self.config = config = engine_config or EngineConfig()
-        check_fits(config, lora_config, model)
+        self.config = config = check_parts(model, lora_config, engine_config, warm_up)
         self.vocab_size = model.config.vocab_size
         device, max_tokens = model.lm_head.weight.device, config.max_num_batched_tokens
         with all_ranks_agree():  # first: a refusal on one rank must change nothing on any
-            if cache is None:
-                check_memory(model, lora_config, config)
-                cache = KVCache(model, config.total_blocks, config.block_size, fp8=config.fp8_kv_cache)
-            check_cache(cache, model, config)
+            cache = cache_for(model, lora_config, config, cache)
         layers = dense_layers(model)
         if config.batch_invariant:
             check_batch_invariant(layers)
@@ -116,7 +106,6 @@ class Engine(Generation):
         if lora_config is not None:
             rows = max_step_rows(config)
             self.manager = LoRAModelManager(model, config.max_batch_size, rows, self.vocab_size, lora_config, device)
-            alone = get_tensor_model_parallel_world_size() == 1
             self._residency = AdapterResidency(self.manager, reads_beside=alone and device.type == "cuda")
         set_batch_invariant(layers, config.batch_invariant)
         self.blocks = BlockManager(config.total_blocks, config.block_size)
@@ -131,7 +120,7 @@ class Engine(Generation):
         self._requests: dict[str, RequestState] = {}  # waiting and running
         self.codec = None if tokenizer is None else TextCodec(tokenizer, config.adapter_templates)
         self.defaults, self.max_model_len = defaults or GenerationDefaults(), config.max_model_len
-        self._intake = Intake(config, self.vocab_size, self.blocks, self._residency, self.defaults, self.codec)
+        self._states = StateFactory(config.seed, self.defaults, self.codec)
         self.warm_up_s = 0.0
         if device.type == "cuda" if warm_up is None else warm_up:
             self.warm_up_s = self._warm_up(min(WARM_UP_TOKENS, max_tokens))
@@ -176,10 +165,8 @@ class Engine(Generation):
             "adapter_templates": adapter_templates, "seed": seed,
         }  # fmt: skip
         parts = load_pretrained(folder, requests, dtype, device, max_model_len, memory_fraction, sizes, lora)
-        tokenizer = None if parts.codec is None else parts.codec.tokenizer
-        engine = cls(
-            parts.model, parts.lora_config, parts.engine_config, admission, tokenizer, parts.defaults, warm_up=warm_up
-        )
+        model, lora_config, engine_config, tokenizer, defaults = parts
+        engine = cls(model, lora_config, engine_config, admission, tokenizer, defaults, warm_up=warm_up)
         if engine.manager is not None:
             rank = get_tensor_model_parallel_rank()
             for request in requests if rank else shown(requests, "loading adapters", "adapter"):
@@ -205,7 +192,7 @@ class Engine(Generation):
             RuntimeError: its adapter needs a slot, and every slot is pinned for another one.
         """
         self._check(request, generated)
-        self._intake.check_folder(request)
+        self._check_folder(request)
         return self._queue(request, generated)
 
     @exclusive
@@ -213,9 +200,11 @@ class Engine(Generation):
         """Queue a request as :meth:`add_request` does, but return it as FAILED if its adapter's folder is refused."""
         self._check(request, ())
         try:
-            self._intake.check_folder(request)
+            self._check_folder(request)
         except (OSError, TypeError, ValueError) as error:
-            return self._intake.refuse(request, error)
+            state = self._states.make(request)
+            state.fail(f"{type(error).__name__}: {error}")
+            return state
         return self._queue(request, ())
 
     def is_in_use(self, request_id: str) -> bool:
@@ -262,7 +251,8 @@ class Engine(Generation):
             if in_flight is None:
                 idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=current.scheduled_s - start)
                 return self._with_kept(StepOutput({}, (), idle, tuple(self._results_of(failed))))
-            self._overlap.prefetch(pinned)
+            if self.scheduler.waiting:
+                self._overlap.prefetch(pinned)
             following = self._overlap.prepare_next(current, pinned, failed)
             tokens = in_flight.tokens()
         except BaseException:
@@ -270,10 +260,17 @@ class Engine(Generation):
             self._keep(self._results_of(failed))
             raise
         scheduled, ready = current.scheduled_s, max(current.scheduled_s, in_flight.metadata_ready_s)
-        seconds = scheduled - start, ready - scheduled, time.perf_counter() - ready
         layout = in_flight.layout
+        statistics = StepStatistics(
+            batch_size=len(layout.requests),
+            num_idle=len(layout.requests) - len(plan.prefills) - len(plan.decodes),
+            num_prefill_tokens=layout.num_prefill_rows,
+            num_segments=sum([slot >= 0 for slot, _ in layout.segments]),
+            num_preempted=len(plan.preempted),
+            schedule_s=scheduled - start, metadata_s=ready - scheduled, model_s=time.perf_counter() - ready,
+        )  # fmt: skip
         try:
-            output = self._deliver(layout, tokens, StepStatistics.of(plan, layout, *seconds), failed)
+            output = self._deliver(layout.requests, tokens, statistics, failed)
         except BaseException:  # an interrupt: requests without their token compute it again
             self.scheduler.retire_finished()
             self._overlap.drop(None, following)
@@ -285,7 +282,6 @@ class Engine(Generation):
 
     @property
     def is_ahead(self) -> bool:
-        """The next step is launched already."""
         return self._next is not None
 
     @exclusive
@@ -296,9 +292,8 @@ class Engine(Generation):
 
     @property
     def memory(self) -> EngineMemory:
-        """Bytes held on the device."""
-        graphs = self.runner.graphs
-        return memory_of(self.runner.model, self.manager, self.config, 0 if graphs is None else graphs.statistics.bytes)
+        graphs = 0 if self.runner.graphs is None else self.runner.graphs.statistics.bytes
+        return EngineMemory.of(self.runner.model, self.manager, self.config, graphs)
 
     @exclusive
     def capture_graphs(self, prompt_tokens: int = 0) -> None:
@@ -317,12 +312,16 @@ class Engine(Generation):
 
     @exclusive
     def capture_step(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool) -> None:
-        """Capture the CUDA graph of one shape of step now; arguments as of :meth:`ModelRunner.capture_step`."""
+        """Capture the CUDA graph of one shape of step now, without adapters of embedding or head.
+
+        ``adapters``: distinct ones of the decode rows; ``uses_lora``: any row of the step has one.
+        """
         self.forget_next()
-        self.runner.capture_step(prompt_rows, decode_rows, adapters, uses_lora=uses_lora)
+        shape = self.runner.shapes.of(prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=False)
+        self.runner.capture(shape)
 
     def _warm_up(self, prompt_tokens: int) -> float:
-        """Run what steps with up to ``prompt_tokens`` rows of prompts run; return the seconds it took."""
+        """Run steps of all sizes; return the seconds that they took."""
         start = time.perf_counter()
         if self.manager is not None:  # the kernel that writes slots; no mark of embedding or head stays
             dummy = self.manager.create_dummy_lora(1, 1, embedding_modules=())
@@ -337,7 +336,6 @@ class Engine(Generation):
         return seconds
 
     def _results_of(self, ended: Iterable[RequestState]) -> list[GenerationResult]:
-        """Return the results of requests that have ended, which are unfinished no more."""
         results = []
         for request in ended:
             self._requests.pop(request.request_id, None)
@@ -345,41 +343,62 @@ class Engine(Generation):
         return results
 
     def _deliver(
-        self, layout: StepLayout, tokens: StepTokens, statistics: StepStatistics, failed: list[RequestState]
-    ) -> StepOutput:
+        self, requests: Sequence[RequestState], tokens: StepTokens, statistics: StepStatistics,
+        failed: list[RequestState],
+    ) -> StepOutput:  # fmt: skip
         """Append the tokens to their requests, retire those that end, and return the output of the step."""
-        pairs = zip(layout.requests, tokens.token_ids, strict=True)
+        pairs = zip(requests, tokens.token_ids, strict=True)
         served = {request: token for request, token in pairs if request.status is RequestStatus.RUNNING}  # not idle
-        for request in [request for request, token in served.items() if token == NO_TOKEN]:
-            del served[request]
-            failed += self._overlap.fail(request, no_token_error(request))
+        if NO_TOKEN in tokens.token_ids:
+            for request in [request for request, token in served.items() if token == NO_TOKEN]:
+                del served[request]
+                failed += self._overlap.fail(request, no_token_error(request))
         for row, logprobs in tokens.logprobs.items():
-            if layout.requests[row] in served:
-                layout.requests[row].logprobs.append(logprobs)
+            if requests[row] in served:
+                requests[row].logprobs.append(logprobs)
+        new_tokens, finished = {}, []
         for request, token in served.items():
             try:
                 request.append(token)
             except Exception as error:  # any exception of a tokenizer
                 failed += self._overlap.fail(request, f"{type(error).__name__}: {error}")
-        finished = [request for request in served if request.status is RequestStatus.FINISHED]
-        if finished:
-            self.scheduler.retire_finished()
-        ended = self._results_of((*finished, *failed))
-        results = tuple(result for result in ended if result.error is None)
-        failures = tuple(result for result in ended if result.error is not None)
-        new_tokens = {request.request_id: token for request, token in served.items()}
-        return self._with_kept(StepOutput(new_tokens, results, statistics, failures))
+            new_tokens[request.request_id] = token
+            if request.status is RequestStatus.FINISHED:
+                finished.append(request)
+        output = StepOutput(new_tokens, (), statistics)
+        if finished or failed:
+            if finished:
+                self.scheduler.retire_finished()
+            ended = self._results_of((*finished, *failed))
+            results = tuple(result for result in ended if result.error is None)
+            failures = tuple(result for result in ended if result.error is not None)
+            output = StepOutput(new_tokens, results, statistics, failures)
+        return self._with_kept(output) if self._kept else output
 
     def _check(self, request: Request, generated: Sequence[int]) -> None:
-        """Check everything that is refused on arrival except the adapter's folder."""
         if not isinstance(request, Request):
             raise TypeError(f"request must be a Request, got {type(request).__name__}")
         name = request.request_id
         if self.is_in_use(name):
             raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
-        self._intake.check(request, generated)
+        check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
+        check_request(request, generated, self.config, self.vocab_size, self.blocks)
+        if request.adapter is not None and not self.config.ignore_adapters:
+            if self._residency is None:
+                raise ValueError(
+                    f"request {clip(name)} names an adapter, but this engine has no LoRA layers; pass lora_config to "
+                    "Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
+                )
+            self._residency.check(request.adapter)
+
+    def _check_folder(self, request: Request) -> None:
+        if self._residency is not None and request.adapter is not None:
+            self._residency.check_folder(request.adapter)
 
     def _queue(self, request: Request, generated: Sequence[int]) -> RequestState:
-        state = self._requests[request.request_id] = self._intake.accept(request, generated)
+        state = self._requests[request.request_id] = self._states.make(request)
+        state.resume(generated)
+        if self._residency is not None:
+            self._residency.add(state)
         self.scheduler.add(state)
         return state

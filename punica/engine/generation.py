@@ -1,26 +1,122 @@
-"""`Generation`: the user interface, prompts in and results out, on top of requests and steps."""
+"""`Generation`: the user interface, prompts in and results out, on top of requests and steps; threads take turns in it.
+
+    thread A, generate:  add | step | step | step .................... | done, resigns
+    thread B, generate:          add | waits for news of its requests .. | leads: step | step | done
+
+A step serves the requests of all open calls, so one call makes the steps and the others wait. Threads enter in about
+the order in which they came: one that makes steps cannot keep out another that brings requests.
+"""
 
 import itertools
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 from tqdm import tqdm
 
 from punica.adapters import LoRARequest
 from punica.checks import clip
-from punica.engine.outputs import GenerationChunk, GenerationResult, StepOutput, result_of
 from punica.engine.pretrained import GenerationDefaults
-from punica.engine.prompts import is_chat, listed_prompts
+from punica.engine.prompts import is_chat, listed, listed_prompts
+from punica.engine.requests import GenerationChunk, GenerationResult, StepOutput, result_of
 from punica.engine.text import TextCodec, ending_at, growing_text
-from punica.engine.turns import Turns, exclusive
 from punica.scheduling import Request, RequestState, SamplingParams, as_sampling_params
 
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 Params = SamplingParams | int | Sequence[SamplingParams | int | None] | None
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_S = TypeVar("_S", bound="Generation")
+
+
+class Turns:
+    """Reentrant lock of one engine, fair to threads that wait, and the lead in making steps.
+
+    ``one_thread``: only the thread that made this object may enter, as each of several tensor-parallel ranks has to
+    take the same requests in the same order. Others get a RuntimeError.
+    """
+
+    def __init__(self, *, one_thread: bool = False) -> None:
+        self._only = threading.get_ident() if one_thread else None
+        self._door, self._room = threading.Lock(), threading.Lock()  # the next thread waits at the door, for the room
+        self._owner: int | None = None
+        self._depth = 0
+        self._leader: int | None = None
+        self._news = threading.Condition()
+        self._num_steps = 0
+
+    def __enter__(self) -> None:
+        this = threading.get_ident()
+        if self._only not in (None, this):
+            raise RuntimeError(
+                "this engine is one of several tensor-parallel ranks, which take the same calls in the same order; "
+                "call it from the thread that built it, or give each thread a queue into that one"
+            )
+        if self._owner != this:
+            with self._door:
+                self._room.acquire()
+            self._owner = this
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._room.release()
+
+    def advance(self, is_done: Callable[[], bool], step: Callable[[], None]) -> None:
+        """Make one step, or wait for one of the leading thread; nothing if ``is_done`` already.
+
+        The thread leads from its first step on, until :meth:`resign`. Where it is alone in the engine, the leading
+        thread cannot step, and it makes the step itself.
+        """
+        this = threading.get_ident()
+        with self:
+            if is_done():
+                return
+            if self._leader is None:
+                self._leader = this
+            if self._leader == this or self._depth > 1:
+                step()
+                self._tell(1)
+                return
+            seen = self._num_steps
+        with self._news:
+            self._news.wait_for(lambda: self._leader is None or self._num_steps != seen)
+
+    def resign(self) -> None:
+        """Leave the lead, if this thread has it, to one of those that wait."""
+        with self:
+            if self._leader == threading.get_ident():
+                self._leader = None
+                self._tell(0)
+
+    def _tell(self, num_steps: int) -> None:
+        with self._news:
+            self._num_steps += num_steps
+            self._news.notify_all()
+
+
+def exclusive(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concatenate[_S, _P], _T]:
+    """Decorate a method that one thread at a time may be in, and ``torch.autocast`` not: it would change tokens."""
+
+    @wraps(method)
+    def alone(self: _S, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self._turns:
+            enabled = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+            if not enabled:
+                return method(self, *args, **kwargs)
+            with ExitStack() as stack:
+                for device in enabled:
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                return method(self, *args, **kwargs)
+
+    return alone
 
 
 class Generation(ABC):
@@ -53,16 +149,13 @@ class Generation(ABC):
         """Queue a request; return it as failed if its adapter's folder is refused."""
 
     @abstractmethod
-    def is_in_use(self, request_id: str) -> bool:
-        """Check for a request of this name that has not left."""
+    def is_in_use(self, request_id: str) -> bool: ...
 
     @abstractmethod
-    def step(self) -> StepOutput:
-        """Run one model invocation."""
+    def step(self) -> StepOutput: ...
 
     @abstractmethod
-    def abort_request(self, request_id: str) -> GenerationResult:
-        """Remove an unfinished request."""
+    def abort_request(self, request_id: str) -> GenerationResult: ...
 
     def alone(self) -> AbstractContextManager[None]:
         """Keep other threads out in a ``with`` block: between two steps, e.g. for ``engine.manager.add_adapter``."""
@@ -134,7 +227,6 @@ class Generation(ABC):
 
     @exclusive
     def _take(self, requests: Iterable[Request], states: list[RequestState]) -> None:
-        """Queue the requests of a call, and append their states."""
         for request in requests:
             state = self.add_or_fail(request)
             states.append(state)
@@ -162,27 +254,22 @@ class Generation(ABC):
             self._kept = kept
 
     def _keep(self, results: Iterable[GenerationResult]) -> None:
-        """Keep results of requests added one by one, for the next ``step``."""
         self._kept += [result for result in results if result.request_id not in self._own]
 
     def _with_kept(self, output: StepOutput) -> StepOutput:
         """Return a step's output, with the kept results first."""
-        if not self._kept:
-            return output
         kept, self._kept = self._kept, []
         finished = [result for result in kept if result.error is None]
         failed = [result for result in kept if result.error is not None]
         return replace(output, finished=(*finished, *output.finished), failed=(*failed, *output.failed))
 
     def _next_chunks(self, tails: Sequence["_Tail"]) -> list[GenerationChunk]:
-        """Return the new output of requests; make a step unless one of another thread has brought some."""
         self._turns.advance(lambda: any(tail.has_news for tail in tails), self._step_for_all)
         with self._turns:
             self._turns.resign()  # its caller may pause here for any time
             return [self._chunk_of(tail) for tail in tails if tail.has_news]
 
     def _chunk_of(self, tail: "_Tail") -> GenerationChunk:
-        """Return the new output of a request; the request fails if it cannot be decoded."""
         state = tail.state
         try:
             return tail.chunk(self.result_of(state) if state.has_ended else None)
@@ -191,7 +278,7 @@ class Generation(ABC):
                 self.abort_request(state.request_id)
             state.fail(f"{type(error).__name__}: {error}")
             self._results[state] = None  # to be made again, as failed
-            return tail.last_chunk(self.result_of(state))
+            return tail.chunk(self.result_of(state), decodes=False)
 
     def _requests_of(
         self, prompts: Any, adapters: Any, params: Any, template_arguments: Mapping[str, Any] | None
@@ -229,7 +316,6 @@ class Generation(ABC):
         return replace(params, max_new_tokens=room, min_tokens=min(params.min_tokens, room))
 
     def _free_name(self) -> str:
-        """Return a request name that is not in use."""
         names = (f"generate-{number}" for number in self._names)
         return next(name for name in names if not self.is_in_use(name))
 
@@ -264,36 +350,20 @@ class _Tail:
 
     @property
     def has_news(self) -> bool:
-        """New tokens, or the end."""
         return self.state.num_generated > self._tokens or self.state.has_ended
 
-    def chunk(self, result: GenerationResult | None) -> GenerationChunk:
+    def chunk(self, result: GenerationResult | None, *, decodes: bool = True) -> GenerationChunk:
         """Return the new output; the last chunk has the result. A tokenizer's error leaves the position unchanged."""
         start, text = self._tokens, None
-        if self._text is not None:
+        if self._text is not None and decodes:
             text = self._text.take(self.state.text_token_ids[start:], is_last=result is not None)
         self.is_complete = result is not None
         self._tokens = self.state.num_generated
         return GenerationChunk(self._index, self.state.output_token_ids[start:], text, result)
-
-    def last_chunk(self, result: GenerationResult) -> GenerationChunk:
-        """Return new tokens and the result without text, after a decoding error."""
-        self.is_complete = True
-        return GenerationChunk(self._index, self.state.output_token_ids[self._tokens :], None, result)
-
-
-def _listed(name: str, values: Any) -> list[Any]:
-    """Return ``values`` as a list; TypeError if it is not iterable, or a text."""
-    if not isinstance(values, (bytes, str, Mapping)):
-        try:
-            return list(values)
-        except TypeError:
-            pass
-    raise TypeError(f"{name} must be a list with one entry per prompt, got {type(values).__name__} {clip(values)}")
 
 
 def _per_prompt(name: str, values: Any, count: int, *kinds: type) -> list[Any]:
     """Repeat a single value (of one of ``kinds``, or ``None``) for all prompts, or list one each."""
     if values is None or isinstance(values, kinds) or (int in kinds and hasattr(values, "__index__")):
         return [values] * count
-    return _listed(name, values)
+    return listed(name, values)

@@ -9,8 +9,7 @@ other step. One that stops at a token has a row in step k + 1 that is not read.
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -44,13 +43,7 @@ class Overlap:
     ) -> None:
         self._runner, self._scheduler, self._residency, self._index_rule = runner, scheduler, residency, index_rule
 
-    @property
-    def _adapter_uses(self) -> int:
-        return 0 if self._residency is None else self._residency.manager.uses
-
-    def begin(
-        self, pinned: Collection[int], failed: list[RequestState], before: InFlight | None = None
-    ) -> BegunStep:
+    def begin(self, pinned: Collection[int], failed: list[RequestState], before: InFlight | None = None) -> BegunStep:
         """Schedule and launch a step; ``before``: the step in flight, whose tokens it needs.
 
         After an error the requests that were joining are queued again.
@@ -60,29 +53,34 @@ class Overlap:
             failed += self._fail_unschedulable(pinned)
         try:
             plan = self._activate(plan, failed)
+            slots, uses = None, 0
+            if self._residency is not None:
+                active, uses = self._residency.manager.active_versions(), self._residency.manager.uses
+                slots = {version.key: version.slot for version in active if version.slot is not None}
             if plan.is_empty:
-                return BegunStep(plan, None, self._adapter_uses, time.perf_counter())
-            slots = None if self._residency is None else self._residency.slots()
+                return BegunStep(plan, None, uses, time.perf_counter())
             layout = lay_out(plan, self._scheduler.blocks, slots, self._index_rule)
             scheduled = time.perf_counter()
-            in_flight = self._runner.launch(self._runner.stage(layout, before))
+            in_flight = self._runner.launch(layout, before)
         except BaseException:
             self._requeue(plan.prefills)
             raise
-        return BegunStep(plan, in_flight, self._adapter_uses, scheduled)
+        return BegunStep(plan, in_flight, uses, scheduled)
 
-    def prepare_next(
-        self, current: BegunStep, pinned: Collection[int], failed: list[RequestState]
-    ) -> BegunStep | None:
+    def prepare_next(self, current: BegunStep, pinned: Collection[int], failed: list[RequestState]) -> BegunStep | None:
         """Launch the step after ``current``; ``None`` if it has to wait for the tokens of that.
 
         It waits for scores that the host adjusts by the tokens so far, for blocks and slots, and for the end of the
         first member of a static batch. A host that launches each kernel itself has no time to work ahead.
         """
-        scheduler, in_flight = self._scheduler, current.in_flight
-        if in_flight is None or not self._runner.works_ahead or current.plan.num_requests != len(scheduler.running):
+        scheduler, plan, in_flight = self._scheduler, current.plan, current.in_flight
+        size = len(plan.prefills) + len(plan.decodes) + len(plan.idle)
+        if in_flight is None or not self._runner.works_ahead or size != len(scheduler.running):
             return None
-        with _one_token_ahead(scheduler.running) as growing:
+        growing = [request for request in scheduler.running if request.status is RequestStatus.RUNNING]
+        for request in growing:
+            request.is_ahead = True
+        try:
             ending = [request for request in growing if request.is_complete]
             if ending and (scheduler.rule.inseparable or not scheduler.has_slots_beside(len(ending), pinned)):
                 return None
@@ -93,6 +91,9 @@ class Overlap:
             if not scheduler.can_grow():
                 return None
             step = self.begin(pinned, failed, in_flight)
+        finally:
+            for request in growing:
+                request.is_ahead = False
         return None if step.in_flight is None else step
 
     def take_up(self, step: BegunStep, failed: list[RequestState]) -> BegunStep | None:
@@ -101,8 +102,8 @@ class Overlap:
         ``None``, if none is or adapters were used since, as a pin may need the slot of a running request: the step is
         dropped.
         """
-        plan = step.plan.only(self._scheduler.running)
-        if plan.is_empty or step.adapter_uses != self._adapter_uses:
+        plan, residency = step.plan.only(self._scheduler.running), self._residency
+        if plan.is_empty or step.adapter_uses != (0 if residency is None else residency.manager.uses):
             self.drop(step)
             return None
         return step._replace(plan=self._activate(plan, failed), scheduled_s=time.perf_counter())
@@ -117,9 +118,9 @@ class Overlap:
 
     def prefetch(self, pinned: Collection[int]) -> None:
         """Load the adapter of the head of the queue into a spare slot, beside the step (section 5.2 of the paper)."""
-        waiting = self._scheduler.waiting
-        if self._residency is not None and waiting and self._scheduler.has_slot(waiting[0], pinned):
-            self._residency.prefetch(waiting[0])
+        head = self._scheduler.waiting[0]
+        if self._residency is not None and self._scheduler.has_slot(head, pinned):
+            self._residency.prefetch(head)
 
     def fail(self, request: RequestState, error: str) -> list[RequestState]:
         """Remove a request as FAILED, and return it; a finished member of the batch is removed alone."""
@@ -135,7 +136,7 @@ class Overlap:
         Adapters of running requests come first, so that none of them is evicted for one that joins.
         """
         residency, wanted = self._residency, [*plan.decodes, *plan.idle, *plan.prefills]
-        if residency is None or residency.are_active(wanted):
+        if residency is None or residency.settled == (wanted, residency.manager.uses):
             return plan
         before = len(failed)
         for request in (*residency.running_first((*plan.decodes, *plan.idle)), *plan.prefills):
@@ -148,7 +149,7 @@ class Overlap:
                     raise  # not caused by the adapter
                 failed += self.fail(request, f"{type(error).__name__}: {error}")
         if len(failed) == before:
-            residency.note_active(wanted)
+            residency.settled = wanted, residency.manager.uses
             return plan
         return plan.only(self._scheduler.running)
 
@@ -170,16 +171,3 @@ class Overlap:
         for request in reversed(list(requests)):
             if request in scheduler.running or request in scheduler.leaving:
                 scheduler.requeue(request)
-
-
-@contextmanager
-def _one_token_ahead(requests: Iterable[RequestState]) -> Iterator[list[RequestState]]:
-    """Count inside, for each running request of ``requests``, the token that is being computed."""
-    growing = [request for request in requests if request.status is RequestStatus.RUNNING]
-    for request in growing:
-        request.is_ahead = True
-    try:
-        yield growing
-    finally:
-        for request in growing:
-            request.is_ahead = False

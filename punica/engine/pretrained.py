@@ -14,9 +14,8 @@ from punica.adapters.config import CONFIG_FILE as ADAPTER_FILE
 from punica.adapters.request import config_of, loading
 from punica.checks import as_int, check_count, check_number, clip
 from punica.config import LoRAConfig
-from punica.engine.config import EngineConfig
-from punica.engine.sizes import DEFAULT_MODEL_LEN, fit_blocks, slot_bytes
-from punica.engine.text import TextCodec, load_codec
+from punica.engine.config import DEFAULT_MODEL_LEN, EngineConfig, fit_blocks, slot_bytes
+from punica.engine.text import load_tokenizer
 from punica.models import LlamaForCausalLM, load_model
 from punica.models.families import CONFIG_FILE, loading_advice, read_json
 from punica.parallel import all_ranks_agree
@@ -34,7 +33,6 @@ _UNSERVED: dict[str, Any] = {
 }  # fmt: skip
 """Fields that change tokens and are not served, with the values that do not; None: any other value does."""
 _UNSERVED_DRAWS: dict[str, Any] = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
-"""The same of a folder that samples."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +43,14 @@ class GenerationDefaults:
     params: SamplingParams = field(default_factory=SamplingParams)
 
 
-@dataclass(frozen=True)
-class Pretrained:
-    """Parts of an engine."""
-
-    model: LlamaForCausalLM
-    lora_config: LoRAConfig | None
-    engine_config: EngineConfig
-    codec: TextCodec | None
-    defaults: GenerationDefaults
-
-
 def load_pretrained(
     folder: str | Path, adapters: Sequence[LoRARequest], dtype: torch.dtype | str | None,
     device: torch.device | str | None, max_model_len: int | None, memory_fraction: float, sizes: dict[str, Any],
     lora: dict[str, Any],
-) -> Pretrained:  # fmt: skip
+) -> tuple[LlamaForCausalLM, LoRAConfig | None, EngineConfig, Any, GenerationDefaults]:  # fmt: skip
     """Load the parts of ``Engine.from_pretrained``; checks that need no weights come before reading them.
 
-    ``sizes``: further fields of an ``EngineConfig``; ``lora``: of a ``LoRAConfig``.
+    ``sizes``: further fields of an ``EngineConfig``; ``lora``: of a ``LoRAConfig``. The fourth part is the tokenizer.
     """
     fraction = check_number("memory_fraction", memory_fraction)
     if not 0.0 < fraction <= 1.0:
@@ -74,9 +61,9 @@ def load_pretrained(
         lora_config = fit_lora_config(adapters, EngineConfig(**asked).full_slots, lora)
         if lora_config is not None and asked.get("batch_invariant"):
             lora_config = replace(lora_config, batch_invariant=True)
-        codec = load_codec(folder)
+        tokenizer = load_tokenizer(folder)
         model = load_model(folder, _as_dtype(dtype), device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        defaults = read_generation_defaults(folder, model.config, has_tokenizer=codec is not None)
+        defaults = read_generation_defaults(folder, model.config, has_tokenizer=tokenizer is not None)
     length = min(model.max_context, DEFAULT_MODEL_LEN) if max_model_len is None else max_model_len
     config = EngineConfig(**{**sizes, "max_model_len": length})
     if config.num_blocks is None:
@@ -85,7 +72,7 @@ def load_pretrained(
         if max_model_len is None:
             length = min(length, blocks * config.block_size)
         config = EngineConfig(**{**sizes, "max_model_len": length, "num_blocks": blocks})
-    return Pretrained(model, lora_config, config, codec, clamped(defaults, config.max_model_len))
+    return model, lora_config, config, tokenizer, clamped(defaults, config.max_model_len)
 
 
 def fit_lora_config(adapters: Sequence[LoRARequest], full_slots: int, fields: dict[str, Any]) -> LoRAConfig | None:
@@ -97,9 +84,13 @@ def fit_lora_config(adapters: Sequence[LoRARequest], full_slots: int, fields: di
     given = {name: value for name, value in fields.items() if value is not None}
     if not adapters and not given:
         return None
-    if "max_lora_rank" not in given:
-        ranks = [_widest(request) for request in adapters]
-        given |= {"max_lora_rank": max(ranks)} if ranks else {}
+    if "max_lora_rank" not in given and adapters:
+        ranks = []
+        for request in adapters:
+            with loading(request):
+                helper = config_of(request)
+            ranks += [helper.r, *(helper.rank_pattern or {}).values()]
+        given["max_lora_rank"] = max(ranks)
     slots = given.setdefault("max_loras", min(len(adapters), full_slots) if adapters else full_slots)
     given.setdefault("max_cpu_loras", max(len(adapters), check_count("max_loras", slots)))
     return LoRAConfig(**given)
@@ -150,7 +141,6 @@ def clamped(defaults: GenerationDefaults, max_model_len: int) -> GenerationDefau
 
 
 def _sampling_fields(values: dict[str, Any], has_tokenizer: bool) -> dict[str, Any]:
-    """Return fields of ``SamplingParams`` from those of a generation config."""
     fields: dict[str, Any] = {name: values[name] for name in ("repetition_penalty", "max_new_tokens") if name in values}
     if values.get("do_sample"):
         fields |= {"temperature": 1.0, "top_k": _TOP_K} | {name: values[name] for name in _SAMPLING if name in values}
@@ -168,7 +158,6 @@ def _sampling_fields(values: dict[str, Any], has_tokenizer: bool) -> dict[str, A
 
 
 def _warn_of_unserved(values: dict[str, Any], path: Path, has_tokenizer: bool) -> None:
-    """Name the fields that change tokens in transformers and are not served."""
     neutral = _UNSERVED | (_UNSERVED_DRAWS if values.get("do_sample") else {})
     neutral |= {} if "max_new_tokens" in values else {"max_length": 0}
     neutral |= {} if has_tokenizer else {"stop_strings": []}
@@ -198,12 +187,12 @@ def _check_folder(folder: object) -> None:
         raise TypeError(f"folder must be the path of a checkpoint, got a model; {loading_advice(folder)}")
     if not isinstance(folder, (str, Path)):
         raise TypeError(f"folder must be the path of a checkpoint, got {type(folder).__name__} {clip(folder)}")
-    if not Path(folder).expanduser().is_dir():
+    home = Path(folder).expanduser()
+    if not home.is_dir():
         raise FileNotFoundError(
             f"model folder {clip(str(folder))} does not exist or is not a folder; nothing is downloaded here: for the "
             "name of a repository, pass what huggingface_hub.snapshot_download(name) returns"
         )
-    home = Path(folder).expanduser()
     if (home / ADAPTER_FILE).is_file() and not (home / CONFIG_FILE).is_file():
         raise ValueError(
             f"{clip(str(folder))} is the folder of an adapter; pass its base model's, and this one as "
@@ -223,12 +212,6 @@ def _in_vocabulary(name: str, value: Any, vocab_size: int, path: Path) -> tuple[
             stacklevel=3,
         )
     return known
-
-
-def _widest(request: LoRARequest) -> int:
-    with loading(request):
-        helper = config_of(request)
-    return max([helper.r, *(helper.rank_pattern or {}).values()])
 
 
 def _slot_bytes(model: LlamaForCausalLM, lora_config: LoRAConfig) -> int:

@@ -9,27 +9,78 @@ And a request is computed with one *version* of its adapter, from its first toke
 """
 
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import cast
 
-from punica.adapters import LoadedAdapter, LoRAModelManager, LoRARequest
+from punica.adapters import LoadedAdapter, LoRAModel, LoRAModelManager, LoRARequest
 from punica.adapters.request import check_same_source
 from punica.checks import clip
-from punica.engine.readers import FolderReaders
 from punica.scheduling import RequestState
+from punica.threads import compute_alone
 
+READERS = 4
+"""Threads that read folders, and most adapters that are read ahead of the turn of their request, in host memory beside
+those that are registered.
+"""
 _MOST_READ_AHEAD = 64  # waiting requests whose adapters are looked for
+
+
+class FolderReaders:
+    """Threads that read adapters' folders while the device computes.
+
+    ``readings``: futures of adapters by request; requests for one folder and id share one.
+    """
+
+    def __init__(self, manager: LoRAModelManager) -> None:
+        self.readings: dict[str, Future[LoRAModel]] = {}
+        self._adapters: dict[str, LoRARequest] = {}  # of those requests
+        self._manager = manager
+        self._pool = ThreadPoolExecutor(READERS, "punica-adapters", compute_alone)
+
+    @property
+    def has_room(self) -> bool:
+        """True while fewer than ``READERS`` adapters are read, or being read, and unused."""
+        return len(set(self.readings.values())) < READERS
+
+    def begin(self, request_id: str, adapter: LoRARequest) -> Future[LoRAModel]:
+        if request_id not in self.readings:
+            self.readings[request_id] = self.find(request_id, adapter) or self.read(adapter)
+            self._adapters[request_id] = adapter
+        return self.readings[request_id]
+
+    def read(self, adapter: LoRARequest) -> Future[LoRAModel]:
+        """Begin a reading that no request waits for, from any thread."""
+        return self._pool.submit(self._manager.read_adapter, adapter)
+
+    def find(self, request_id: str, adapter: LoRARequest) -> Future[LoRAModel] | None:
+        """Return the reading that the request waits for, or another one for the same adapter, unless that failed: its
+        folder may have been repaired since.
+        """
+        if request_id in self.readings:
+            return self.readings[request_id]
+        for other_id, reading in self.readings.items():
+            other = self._adapters[other_id]
+            same = (other.lora_int_id, other.source) == (adapter.lora_int_id, adapter.source)
+            if same and not (reading.done() and reading.exception()):
+                return reading
+        return None
+
+    def drop(self, request_id: str) -> None:
+        """Forget the reading of a request; one without requests is cancelled unless it has begun."""
+        reading = self.readings.pop(request_id, None)
+        self._adapters.pop(request_id, None)
+        if reading is not None and reading not in self.readings.values():
+            reading.cancel()
 
 
 class AdapterResidency:
     """Checks the adapters of requests that arrive, and activates them at admission.
 
     An adapter is loaded at admission, or beside the step before if a slot is free, since thousands of requests may be
-    queued while few adapters are registered. An adapter that was registered in memory
-    (``manager.add_adapter(LoRAModel)``) is used as it is. Its request's path is never read while it stays registered,
-    so give ``max_cpu_loras`` room for all of those.
+    queued while few adapters are registered. One that was registered in memory (``manager.add_adapter(LoRAModel)``) is
+    used as it is, and its request's path not read while it stays registered: give ``max_cpu_loras`` room for all.
 
     ``load_inplace`` asks for the folder's content at some time after the request arrived: of several requests that wait
     for one folder, the first loads it for all. Tensors in memory are loaded again only in place of others. Weights that
@@ -47,9 +98,8 @@ class AdapterResidency:
         self._waiting: dict[str, RequestState] = {}  # requests that have not begun, in order of arrival
         self._users: dict[int, dict[str, RequestState]] = {}  # unfinished requests of each id, in order of arrival
         self._prefetched: str | None = None  # the waiting request that was last tried
-        self._settled: tuple[list[RequestState], int] = ([], -1)  # requests made active last, and `manager.uses` then
-
-    # --- arrival and departure ---------------------------------------------------------------------------------------
+        # requests made active last, in order, and `manager.uses` then: while both are the same, nothing has to be done
+        self.settled: tuple[list[RequestState], int] = ([], -1)
 
     def check(self, adapter: object) -> None:
         """Refuse an adapter by its type and slot; :meth:`check_folder` checks its id and folder.
@@ -110,28 +160,13 @@ class AdapterResidency:
             self._users.pop(request.adapter_id, None)
         if request.reloads:
             self._mark_reloads(request.adapter_id, users.values())
-        if (weights := _weights_of(request)) is not None:
-            request.weights = None
+        if request.weights is not None:
+            weights, request.weights = request.weights, None
             self.manager.release(weights)
 
-    # --- steps -------------------------------------------------------------------------------------------------------
-
     def running_first(self, requests: Iterable[RequestState]) -> list[RequestState]:
-        """Order running requests for activation: those with a slot first, so that none of them is evicted for an
-        adapter that was removed meanwhile and is brought back.
-        """
-        return sorted(requests, key=lambda request: (held := _weights_of(request)) is None or held.slot is None)
-
-    def are_active(self, requests: list[RequestState]) -> bool:
-        """Tell if :meth:`note_active` was called for these last, and no adapter was used or changed since.
-
-        True for most steps: activating again would change nothing.
-        """
-        return self._settled == (requests, self.manager.uses)
-
-    def note_active(self, requests: list[RequestState]) -> None:
-        """Note that the adapters of all these were made active just now, in this order."""
-        self._settled = requests, self.manager.uses
+        """Order running requests: those with a slot first, so that no adapter that is brought back evicts theirs."""
+        return sorted(requests, key=lambda request: request.weights is None or request.weights.slot is None)
 
     def activate(self, request: RequestState) -> None:
         """Make the adapter of a request active: its own version if it has begun, else the newest, loaded if need be.
@@ -155,8 +190,10 @@ class AdapterResidency:
         adapter, tried = request.adapter, self._prefetched == request.request_id
         if not isinstance(adapter, LoRARequest) or request.reloads or tried:
             return
-        if not self._is_read(request, adapter) or self._read_failed(request):
+        if not self._is_read(request, adapter):
             return  # and is tried again in the next step
+        if (reading := self._readers.readings.get(request.request_id)) is not None and reading.exception() is not None:
+            return
         self._prefetched = request.request_id
         with suppress(Exception):
             self._make_active(request, adapter)
@@ -164,11 +201,11 @@ class AdapterResidency:
     def is_resident(self, request: RequestState) -> bool:
         """Tell if the weights that a request would run with are in a slot, or being copied into one.
 
-        False while a request waits to reload the same adapter: later arrivals take the weights of that load.
+        False while a request waits to reload the adapter: later arrivals take the weights of that load.
         """
         if not isinstance(request.adapter, LoRARequest):
             return True
-        held = _weights_of(request) or self.manager.loaded(request.adapter_id)
+        held = request.weights or self.manager.loaded(request.adapter_id)
         return held is not None and held.slot is not None and not self._awaits_reload(request.adapter_id)
 
     def is_loaded(self, request: RequestState) -> bool:
@@ -184,16 +221,8 @@ class AdapterResidency:
             return True
         return self._is_read(request, adapter)
 
-    def slots(self) -> dict[Hashable, int]:
-        """Slot of the active adapters by ``RequestState.weights_key``."""
-        return {version.key: cast(int, version.slot) for version in self.manager.active_versions()}
-
-    # --- reading -----------------------------------------------------------------------------------------------------
-
     def _is_read(self, request: RequestState, adapter: LoRARequest) -> bool:
-        """Tell if a waiting request's adapter needs no reading by a thread, or that is done; else begin to read it, and
-        those of the next requests.
-        """
+        """Tell if a waiting request's adapter is read, or needs no reading; else begin to read it and the next ones."""
         if not self._reads_beside or self._is_in_memory(request):
             return True
         reading = self._readers.begin(request.request_id, adapter)
@@ -220,28 +249,20 @@ class AdapterResidency:
             ):
                 self._readers.begin(request.request_id, adapter)
 
-    def _read_failed(self, request: RequestState) -> bool:
-        """Tell if a reading that is done raised an error."""
-        reading = self._readers.readings.get(request.request_id)
-        return reading is not None and reading.exception() is not None
-
     def _leave_queue(self, request: RequestState) -> None:
         self._waiting.pop(request.request_id, None)
         self._readers.drop(request.request_id)
 
-    # --- versions ----------------------------------------------------------------------------------------------------
-
     def _known(self, adapter_id: int) -> LoRARequest | None:
         """Return the owner of an id: the adapter of the last unfinished request, or a pinned one."""
-        users = self._users.get(adapter_id)
-        last = next(reversed(users.values())).adapter if users else None
-        if isinstance(last, LoRARequest):
+        if users := self._users.get(adapter_id):
+            last: LoRARequest = next(reversed(users.values())).adapter
             return last
         return self.manager.request_of(adapter_id) if adapter_id in self.manager.pinned_adapters else None
 
     def _held(self, adapter_id: int) -> LoadedAdapter | None:
         """Return the version of an adapter in memory: registered, or evicted while requests still hold it."""
-        versions = map(_weights_of, self._users.get(adapter_id, {}).values())
+        versions = [request.weights for request in self._users.get(adapter_id, {}).values()]
         in_use = (version for version in versions if version is not None and not version.superseded)
         return self.manager.loaded(adapter_id) or next(in_use, None)
 
@@ -264,7 +285,7 @@ class AdapterResidency:
         if request.reloads:
             self._reload(request, adapter)
             return
-        held = _weights_of(request) or self._held(request.adapter_id)
+        held = request.weights or self._held(request.adapter_id)
         if held is None:
             reading = self._readers.find(request.request_id, adapter)
             if reading is None:
@@ -288,14 +309,10 @@ class AdapterResidency:
         else:
             self.manager.add_read_adapter(adapter, reading.result())
         for other in self._users[request.adapter_id].values():
-            if _weights_of(other) is None and _source_of(other.adapter) == adapter.source:
+            if other.weights is None and _source_of(other.adapter) == adapter.source:
                 other.reloads = False
                 self._readers.drop(other.request_id)  # its reading is older than this load
         self._mark_reloads(request.adapter_id, self._users[request.adapter_id].values())
-
-
-def _weights_of(request: RequestState) -> LoadedAdapter | None:
-    return cast(LoadedAdapter | None, request.weights)
 
 
 def _source_of(adapter: object) -> tuple[str, str] | None:

@@ -8,31 +8,58 @@ import torch
 from torch import Tensor
 
 from punica.adapters import LoRAModelManager
+from punica.engine.attention import INVARIANT_SPLITS, KernelAttention, KVCache, attention_for
 from punica.engine.config import EngineConfig
 from punica.engine.cuda_graph import GraphShape, StepGraphs, StepResult, StepShapes, decode_sizes, prompt_sizes
-from punica.engine.gpu_attention import INVARIANT_SPLITS, KernelAttention, attention_for
-from punica.engine.kv_cache import KVCache
-from punica.engine.sampler import PendingCopy, PendingLogprobs, choose_tokens, greedy_tokens, token_logprobs
-from punica.engine.step_inputs import StepInputs, StepRows
+from punica.engine.sampler import NO_TOKEN, PendingCopy, PendingLogprobs, choose_tokens, token_logprobs
 from punica.layers import capturing_vocabulary, rehearsal
 from punica.metadata import RowGroups
-from punica.metadata.staging import send
+from punica.metadata.staging import StagedBuffer, send
 from punica.models import LlamaForCausalLM
+from punica.ops.backbone import argmax
 from punica.parallel import collectives_can_be_captured, in_step
 from punica.progress import shown
 from punica.scheduling import StepLayout
 
 
-class StagedStep(NamedTuple):
-    """Step whose inputs are on the device: its layout, the same padded for the graph of ``shape``, and its rows.
+class StepRows(NamedTuple):
+    """Views of a step's inputs, int64 on the device: three of ``[T]``, padded rows included, and one of ``[S]``."""
 
-    ``shape=None``: no graph, no padding; the host launches each kernel. The next staging or capture overwrites it.
+    token_ids: Tensor
+    positions: Tensor
+    kv_rows: Tensor
+    sampled_rows: Tensor
+
+
+class StepInputs:
+    """Token ids, positions, cache rows and sampled rows of up to ``max_tokens`` rows, 32 bytes each.
+
+    Their addresses never change, as a captured CUDA graph requires. One copy per step sends them to the device,
+    asynchronously on CUDA. A step reads the first entries only; the others are stale.
     """
 
-    layout: StepLayout
-    padded: StepLayout
-    shape: GraphShape | None
-    rows: StepRows
+    def __init__(self, max_tokens: int, device: torch.device) -> None:
+        self._staged = StagedBuffer((len(StepRows._fields), max_tokens), torch.int64, device)
+
+    def fill(self, layout: StepLayout, num_rows: int = 0, num_sampled: int = 0) -> StepRows:
+        """Refill from a layout, padded to ``num_rows`` and ``num_sampled``; the views hold until the next call.
+
+        Padding: token 0, position 0, cache row -1 (none), sampled row 0.
+        """
+        num_rows, num_sampled = max(num_rows, len(layout.token_ids)), max(num_sampled, len(layout.spans))
+        sampled = [span.start + span.length - 1 for span in layout.spans]  # the last row of every request
+        arrays = (layout.token_ids, layout.positions, layout.kv_rows, sampled)
+        lengths = (num_rows, num_rows, num_rows, num_sampled)
+        for row, values, length, padding in zip(self._staged.begin(), arrays, lengths, (0, 0, -1, 0), strict=True):
+            row[: len(values)] = values
+            row[len(values) : length] = padding
+        self._staged.commit(len(arrays))
+        return self.first(num_rows, num_sampled)
+
+    def first(self, num_rows: int, num_sampled: int) -> StepRows:
+        """Return views of the first rows, without refilling them."""
+        lengths = (num_rows, num_rows, num_rows, num_sampled)
+        return StepRows(*(row[:length] for row, length in zip(self._staged.tensor, lengths, strict=True)))
 
 
 class StepTokens(NamedTuple):
@@ -52,13 +79,13 @@ class InFlight(NamedTuple):
     layout: StepLayout
     device_tokens: Tensor
     token_ids: PendingCopy
-    logprobs: PendingLogprobs
+    logprobs: PendingLogprobs | None
     metadata_ready_s: float
 
     def tokens(self) -> StepTokens:
         """Return the tokens; the host waits for the device. A failure on one of several ranks puts it out of step."""
         with in_step():
-            return StepTokens(self.token_ids.tolist(), self.logprobs.read())
+            return StepTokens(self.token_ids.tolist(), {} if self.logprobs is None else self.logprobs.read())
 
 
 def max_step_rows(config: EngineConfig) -> int:
@@ -67,7 +94,7 @@ def max_step_rows(config: EngineConfig) -> int:
 
 
 class ModelRunner:
-    """The model, its attention and (with LoRA) the manager whose wrapper the LoRA layers share.
+    """The model, its attention, inputs of its steps, and their graphs.
 
     On a GPU steps run as CUDA graphs. Exceptions: ``cuda_graphs=False``, collectives that cannot be captured (gloo),
     attention without a kernel, no memory for the graph.
@@ -95,47 +122,38 @@ class ModelRunner:
 
     @property
     def works_ahead(self) -> bool:
-        """Staging ahead saves time: steps are graphs, which leave the host idle while the device runs.
-
-        A host that launches each kernel itself, on a CPU or with ``cuda_graphs=False``, has no time to spare.
-        """
+        """Staging ahead saves time: steps are graphs. A host that launches each kernel itself has no time to spare."""
         return self.graphs is not None
 
     @torch.inference_mode()
-    def stage(self, layout: StepLayout, before: InFlight | None = None) -> StagedStep:
-        """Send the inputs of a step, and capture its graph if it is the first of its shape.
+    def launch(self, layout: StepLayout, before: InFlight | None = None) -> InFlight:
+        """Send the inputs of a step and launch it; its graph is captured if it is the first of its shape.
 
-        ``before``: the step in flight, whose tokens the decode rows continue; they stay on the device.
+        ``before``: the step in flight, whose tokens the decode rows continue; they stay on the device. A model that
+        fails on one of several ranks puts it out of step.
         """
-        shape = self._shape_of(layout)
+        shape = None if self.graphs is None else self._shape_of(layout)
         tokens = None if before is None else before.device_tokens
         if shape is not None and self.graphs is not None and not self.graphs.has(shape):
             tokens = None if tokens is None else tokens.clone()  # the capture overwrites results
             if not self.graphs.prepare(shape):
                 shape = None
-        staged = self._stage(layout, shape)
+        padded = layout if shape is None else layout.padded(shape.prompt_rows)  # after the capture, which stages too
+        rows = self.inputs.fill(padded, *((0, 0) if shape is None else self._rows_of(shape)))
+        self.attention.begin(padded.spans, rows.kv_rows, padded.num_prefill_rows)
         if before is not None and tokens is not None:
-            self._feed(staged, before.layout, tokens)
-        return staged
-
-    @torch.inference_mode()
-    def launch(self, staged: StagedStep) -> InFlight:
-        """Launch the step that was staged last. A failure on one of several ranks puts it out of step.
-
-        See :func:`~punica.parallel.in_step`.
-        """
-        layout, padded = staged.layout, staged.padded
+            self._feed(padded, rows, before.layout, tokens)
         with in_step():
             if self.manager is not None:
                 is_prefill = padded.num_prefill_rows > 0
                 self.manager.begin_step(padded.segments, padded.sampled_slots, is_prefill=is_prefill)
             ready = time.perf_counter()
-            if staged.shape is None or self.graphs is None:
-                logits, best = self._forward(staged.rows, samples_all=not layout.num_prefill_rows)
+            if shape is None or self.graphs is None:
+                logits, best = self._forward(rows, samples_all=not layout.num_prefill_rows)
             else:
-                logits, best = (of_rows[: len(layout.spans)] for of_rows in self.graphs.replay(staged.shape))
+                logits, best = (of_rows[: len(layout.spans)] for of_rows in self.graphs.replay(shape))
             tokens = choose_tokens(logits, layout.requests, best)
-            logprobs = token_logprobs(logits, tokens, layout.requests).copied()
+            logprobs = token_logprobs(logits, tokens, layout.requests)
             return InFlight(layout, tokens, PendingCopy(tokens), logprobs, ready)
 
     @torch.inference_mode()
@@ -146,52 +164,36 @@ class ModelRunner:
         """
         shapes = self.shapes.up_to(prompt_rows, vocabulary=any(layer.filled_slots for layer in self._ends))
         for shape in shown(shapes, "warm-up: steps of each size", "step") if progress else shapes:
-            if not self._capture(shape):
+            if not self.capture(shape):
                 with in_step(), rehearsal(), capturing_vocabulary(shape.vocabulary):
                     self._stage_dummy(shape)
                     self._forward(self.inputs.first(*self._rows_of(shape)), samples_all=not shape.prompt_rows)
 
     @torch.inference_mode()
-    def capture_step(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool) -> None:
-        """Capture the graph of one shape of step, without adapters of embedding or head, if it has one.
-
-        ``adapters``: distinct ones of the decode rows; ``uses_lora``: any row of the step has one.
-        """
-        self._capture(self.shapes.of(prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=False))
-
-    def _capture(self, shape: GraphShape) -> bool:
+    def capture(self, shape: GraphShape) -> bool:
         """Capture the graph of ``shape`` if steps have graphs; return whether it exists."""
         return self.graphs is not None and self.graphs.prepare(shape)
 
-    def _stage(self, layout: StepLayout, shape: GraphShape | None) -> StagedStep:
-        """Refill inputs and attention, padded for the graph of ``shape`` (its capture would overwrite them)."""
-        padded = layout if shape is None else layout.padded(shape.prompt_rows)
-        rows = self.inputs.fill(padded, *((0, 0) if shape is None else self._rows_of(shape)))
-        self.attention.begin(padded.spans, rows.kv_rows, padded.num_prefill_rows)
-        return StagedStep(layout, padded, shape, rows)
-
-    def _feed(self, staged: StagedStep, before: StepLayout, tokens: Tensor) -> None:
+    def _feed(self, padded: StepLayout, rows: StepRows, before: StepLayout, tokens: Tensor) -> None:
         """Replace the token ids of decode rows by the ``tokens [S]`` of the step before, for the same requests."""
-        joining = sum(span.start < staged.padded.num_prefill_rows for span in staged.padded.spans)
+        first = padded.num_prefill_rows
+        joining = sum(span.start < first for span in padded.spans)
         places = {request: place for place, request in enumerate(before.requests)}
-        order = [places[request] for request in staged.layout.requests[joining:]]
+        order = [places[request] for request in padded.requests[joining:]]
         if order != list(range(len(tokens))):
             tokens = tokens.index_select(0, send(order, torch.int64, tokens.device))
-        first = staged.padded.num_prefill_rows
-        staged.rows.token_ids[first : first + len(order)].copy_(tokens.clamp(min=0))  # NO_TOKEN: a row that is not read
+        rows.token_ids[first : first + len(order)].copy_(tokens.clamp(min=0))  # NO_TOKEN: a row that is not read
 
     def _shape_of(self, layout: StepLayout) -> GraphShape | None:
-        """Return the shape of the step's graph; ``None``: no graph."""
-        if self.graphs is None:
-            return None
-        slots = [slot for slot, span in zip(layout.sampled_slots, layout.spans, strict=True)
-                 if span.start >= layout.num_prefill_rows]  # fmt: skip
+        """Return the shape of the step's graph; ``None``: no memory for it."""
+        first = layout.num_prefill_rows
+        slots = [slot for slot, span in zip(layout.sampled_slots, layout.spans, strict=True) if span.start >= first]
         used = {*layout.sampled_slots} - {-1}
         shape = self.shapes.of(
-            layout.num_prefill_rows, len(slots), len({*slots} - {-1}),
+            first, len(slots), len({*slots} - {-1}),
             uses_lora=bool(used), vocabulary=any(not used.isdisjoint(layer.filled_slots) for layer in self._ends),
         )  # fmt: skip
-        return None if self.graphs.is_refused(shape) else shape
+        return None if self.graphs is None or self.graphs.is_refused(shape) else shape
 
     def _stage_dummy(self, shape: GraphShape) -> None:
         """Stage a step of ``shape`` that writes no cache row: one prompt, and decode rows spread evenly over slots."""
@@ -229,4 +231,4 @@ class ModelRunner:
         if not samples_all:
             hidden = hidden[rows.sampled_rows]
         logits = self.model.compute_logits(hidden)
-        return StepResult(logits, greedy_tokens(logits))
+        return StepResult(logits, argmax(logits, NO_TOKEN))

@@ -1,6 +1,13 @@
 """Sampling: tokens from logits, by ``argmax`` for greedy rows and one draw each for the others.
 
-For a row with scores z (adjusted by `penalties.py`), temperature t and a uniform number u in [0, 1):
+First a request's parameters and tokens adjust its scores z, in the order of vLLM and transformers, with counts c over
+prompt and output, d over the output (`adjust_scores`):
+
+    z_i += logit_bias_i;    z_i = -inf for banned i;    z_i = z_i / r or z_i r (for z_i < 0) where c_i > 0
+    z_i -= frequency_penalty d_i + presence_penalty [d_i > 0]
+
+Banned are the last tokens of bad words that the tokens so far would complete, and before ``min_tokens`` the tokens that
+end the request. Then, with temperature t and a uniform number u in [0, 1):
 
     w_i = floor(2**40 exp((z_i - max z) / t)),  set to 0 outside of top-k, top-p, min-p;   token = first i with
     w_0 + ... + w_i > floor(u * sum w)
@@ -16,53 +23,21 @@ The host never waits here: operands are sent asynchronously, and results are rea
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from punica.engine.penalties import AdjustedRequest, adjust_scores
+from punica.checks import clip
 from punica.metadata.staging import send
 from punica.ops.backbone import argmax
+from punica.scheduling import RequestState
 from punica.scheduling.sampling_params import MOST_LOGPROBS
 
 NO_TOKEN = -1
 """Placeholder for the token of a row whose logits hold NaN."""
 _ONE = 2.0**40
-
-
-class SampledRequest(AdjustedRequest, Protocol):
-    """Fields of a request that sampling reads (``punica.scheduling.RequestState``).
-
-    ``num_generated`` is also the number of its next draw.
-    """
-
-    @property
-    def seed(self) -> int:
-        """Seed of its draws, 0 to 2**64 - 1."""
-
-
-class PendingLogprobs(NamedTuple):
-    """Log-probabilities: ``table`` is float64 ``[rows, 2, n]``, the ids and their log-probabilities."""
-
-    counts: dict[int, int]
-    table: "Tensor | PendingCopy | None"
-
-    def copied(self) -> "PendingLogprobs":
-        """Begin the copy to the host, so that reading waits for no later step."""
-        return self._replace(table=PendingCopy(self.table)) if isinstance(self.table, Tensor) else self
-
-    def read(self) -> dict[int, dict[int, float]]:
-        """Return ``{row: {token id: logprob}}``: the chosen token, then the most probable ones in falling order.
-
-        The host waits for the device.
-        """
-        tables = [] if self.table is None else self.table.tolist()
-        found = {}
-        for (row, count), (ids, values) in zip(self.counts.items(), tables, strict=True):
-            found[row] = dict(zip(map(int, ids[: 1 + count]), values[: 1 + count], strict=True))
-        return found
 
 
 class PendingCopy:
@@ -81,20 +56,29 @@ class PendingCopy:
         return found
 
 
-def greedy_tokens(logits: Tensor) -> Tensor:
-    """Return the argmax of each row of ``logits [S, vocab]``, ties to the lowest id; int64 ``[S]``.
+class PendingLogprobs(NamedTuple):
+    """Log-probabilities: ``table`` is float64 ``[rows, 2, n]``, the ids and their log-probabilities."""
 
-    ``NO_TOKEN`` for a row that holds NaN.
-    """
-    return argmax(logits, NO_TOKEN)
+    counts: dict[int, int]
+    table: PendingCopy
+
+    def read(self) -> dict[int, dict[int, float]]:
+        """Return ``{row: {token id: logprob}}``: the chosen token, then the most probable ones in falling order.
+
+        The host waits for the device.
+        """
+        found = {}
+        for (row, count), (ids, values) in zip(self.counts.items(), self.table.tolist(), strict=True):
+            found[row] = dict(zip(map(int, ids[: 1 + count]), values[: 1 + count], strict=True))
+        return found
 
 
-def choose_tokens(logits: Tensor, requests: Sequence[SampledRequest], best: Tensor | None = None) -> Tensor:
+def choose_tokens(logits: Tensor, requests: Sequence[RequestState], best: Tensor | None = None) -> Tensor:
     """Return the next token of each of the S requests, int64 ``[S]``, from ``logits [S, vocab]``.
 
-    ``best [S]``: their :func:`greedy_tokens`, if known; the result itself if all are greedy. ``NO_TOKEN`` for NaN.
+    ``best [S]``: the argmax of each row, if known; the result itself if all are greedy. ``NO_TOKEN`` for NaN.
     """
-    best = greedy_tokens(logits) if best is None else best
+    best = argmax(logits, NO_TOKEN) if best is None else best
     rows = [row for row, request in enumerate(requests) if not request.params.is_greedy]
     if not rows:
         return best
@@ -105,11 +89,14 @@ def choose_tokens(logits: Tensor, requests: Sequence[SampledRequest], best: Tens
     return tokens
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[SampledRequest]) -> PendingLogprobs:
-    """Compute log-probabilities of the chosen ``tokens [S]`` and the most probable ones, for rows that ask for them."""
+def token_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[RequestState]) -> PendingLogprobs | None:
+    """Compute log-probabilities of the chosen ``tokens [S]`` and the most probable ones, for rows that ask for them.
+
+    ``None`` if no row does.
+    """
     counts = {row: one.params.logprobs for row, one in enumerate(requests) if one.params.logprobs is not None}
     if not counts:
-        return PendingLogprobs({}, None)
+        return None
     index = send(list(counts), torch.int64, logits.device)
     logprobs = torch.log_softmax(logits.index_select(0, index).float(), dim=-1)
     # the same number for all rows: which of equal tokens are listed must not depend on other requests
@@ -117,7 +104,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[SampledReq
     chosen = tokens.index_select(0, index).clamp_(min=0).unsqueeze(-1)
     ids = torch.cat((chosen, best.indices), dim=-1)
     values = torch.cat((logprobs.gather(-1, chosen), best.values), dim=-1)
-    return PendingLogprobs(counts, torch.stack((ids.double(), values.double()), dim=1))
+    return PendingLogprobs(counts, PendingCopy(torch.stack((ids.double(), values.double()), dim=1)))
 
 
 def uniform(seed: int, position: int) -> float:
@@ -164,7 +151,7 @@ def _most_probable(scores: Tensor, weights: Tensor, most: Tensor, mass: Tensor) 
     return torch.zeros_like(weights).scatter_(-1, order, falling)
 
 
-def _sample(scores: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
+def _sample(scores: Tensor, requests: Sequence[RequestState]) -> Tensor:
     params = [request.params for request in requests]
     adjust_scores(scores, requests)
     vocab = scores.shape[-1]
@@ -177,3 +164,74 @@ def _sample(scores: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
         [one.min_p for one in params],
         [uniform(request.seed, request.num_generated) for request in requests],
     )
+
+
+class _Places:
+    """Places ``(row, token)`` of a table of scores, each with a value."""
+
+    def __init__(self) -> None:
+        self._parts: list[np.ndarray] = []
+
+    def add(self, row: int, tokens: Sequence[int] | np.ndarray, values: float | Sequence[float] | np.ndarray) -> None:
+        if len(tokens):
+            self._parts.append(np.stack(np.broadcast_arrays(float(row), np.asarray(tokens, dtype=np.float64), values)))
+
+    def sent(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return rows, tokens and values on the device of the scores; ``None`` without any."""
+        if not self._parts:
+            return None
+        rows, tokens, values = send(np.concatenate(self._parts, axis=1), torch.float64, scores.device)
+        return rows.long(), tokens.long(), values.to(scores.dtype)
+
+
+def adjust_scores(scores: Tensor, requests: Sequence[RequestState]) -> None:
+    """Adjust ``scores [S, vocab]`` (float32) of S requests in place."""
+    biases, bans, repetitions, counts = _Places(), _Places(), _Places(), _Places()
+    for row, request in enumerate(requests):
+        params = request.params
+        if not params.adjusts:
+            continue
+        tokens = request.token_ids
+        biases.add(row, [token for token, _ in params.logit_bias], [bias for _, bias in params.logit_bias])
+        bans.add(row, _banned(request, tokens, scores.shape[-1]), 0.0)
+        if params.repetition_penalty != 1.0:
+            repetitions.add(row, np.unique(tokens), params.repetition_penalty)
+        if params.frequency_penalty or params.presence_penalty:
+            output = tokens[len(tokens) - request.num_generated :]
+            different, times = np.unique(np.asarray(output, dtype=np.int64), return_counts=True)
+            counts.add(row, different, params.frequency_penalty * times + params.presence_penalty)
+    if (found := biases.sent(scores)) is not None:
+        rows, columns, bias = found
+        scores[rows, columns] += bias
+    if (found := bans.sent(scores)) is not None:
+        scores.index_put_(found[:2], scores.new_full((), -torch.inf))
+    if (found := repetitions.sent(scores)) is not None:
+        rows, columns, penalty = found
+        values = scores[rows, columns]
+        scores[rows, columns] = torch.where(values < 0, values * penalty, values / penalty)
+    if (found := counts.sent(scores)) is not None:
+        rows, columns, penalty = found
+        scores[rows, columns] -= penalty
+
+
+def _banned(request: RequestState, tokens: list[int], vocab: int) -> list[int]:
+    ends = request.end_token_ids if request.num_generated < request.params.min_tokens else ()
+    found = {token for token in ends if token < vocab}
+    for *before, last in request.bad_sequences:
+        if last < vocab and len(before) <= len(tokens) and tokens[len(tokens) - len(before) :] == before:
+            found.add(last)
+    return sorted(found)
+
+
+def no_token_error(state: RequestState) -> str:
+    """Return the error of a request whose logits hold NaN."""
+    adapter = state.adapter
+    if adapter is None:
+        cause = "it runs without an adapter: look for NaN in the model's weights, or serve them in a wider dtype"
+    else:
+        name = clip(getattr(adapter, "lora_name", None))
+        cause = (
+            f"the likely cause is its adapter {name} (id {state.adapter_id}), whose weights or scaling take products "
+            "out of the range of the model's dtype; train it with smaller ones, or serve it in a wider dtype"
+        )
+    return f"ValueError: the logits of request {clip(state.request_id)} hold NaN at token {state.num_tokens}: {cause}"

@@ -11,8 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from punica.checks import check_encodable, clip
-from punica.engine.adapter_text import AdapterText
-from punica.engine.prompts import is_chat, messages_of
+from punica.engine.prompts import AdapterText, is_chat, messages_of
 from punica.scheduling import SamplingParams
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
@@ -84,12 +83,10 @@ class TextCodec:
         return (int(token_id),)
 
     def encode_part(self, text: str) -> tuple[int, ...]:
-        """Encode a part of a text, without special tokens."""
         with self._lock:
             return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], *, keeps_special: bool = False) -> str:
-        """Return the text of token ids."""
         if self._fast is not None:
             return str(self._fast.decode(token_ids, skip_special_tokens=not keeps_special))
         text: str = self.tokenizer.decode(
@@ -155,7 +152,6 @@ class TextCodec:
         return {number: self.decode([number], keeps_special=True) for number in ids if not self.decode([number])}
 
     def _piece(self, token_id: int) -> str:
-        """Return a token as the vocabulary has it."""
         return str(getattr(self.tokenizer, "convert_ids_to_tokens", str)(token_id))
 
     def _rendered(
@@ -213,11 +209,9 @@ class GrowingText:
 
     @property
     def settled(self) -> str:
-        """Text that no later token can change."""
         return self._visible(len(self._text) if self.stopped else max(0, len(self._text) - self._longest + 1))
 
     def append(self, token_id: int) -> None:
-        """Take the next token."""
         self._num_tokens += 1
         special = self._specials.get(token_id)
         if special is not None:  # never decoded: as context they would be the start of a text
@@ -263,7 +257,6 @@ class GrowingText:
         return self._codec.decode(self._ids, keeps_special=self._keeps_special)[len(self._known) :]
 
     def _settle(self, piece: str) -> None:
-        """Take the pending tokens, of this text."""
         if self._num_context < len(self._ids):
             del self._ids[: self._num_context]
             self._num_context = len(self._ids)
@@ -284,7 +277,6 @@ class GrowingText:
             self.stopped, self._text = True, self._text[: min(found)]
 
     def _visible(self, end: int) -> str:
-        """Return the text up to ``end``, without its hidden parts."""
         if not self._hidden:
             return self._text[:end]
         starts = [0, *(stop for _, stop in self._hidden)]
@@ -300,7 +292,6 @@ def ending_at(params: SamplingParams, token_ids: Sequence[int]) -> SamplingParam
 
 
 def growing_text(codec: TextCodec, params: SamplingParams, prompt_token_ids: Sequence[int]) -> GrowingText:
-    """Return the empty text of a request's output."""
     return GrowingText(
         codec, params.stop, keeps_special=not params.skip_special_tokens, min_tokens=params.min_tokens,
         prompt_token_ids=prompt_token_ids,
@@ -339,7 +330,7 @@ def bad_sequences(
     return tuple(sequence for sequence in found if sequence)
 
 
-def load_codec(folder: str | Path) -> TextCodec | None:
+def load_tokenizer(folder: str | Path) -> Any:
     """Load the tokenizer of a checkpoint folder; ``None`` if it has none. ValueError: its files are damaged.
 
     Nothing is downloaded and no code of the folder runs.
@@ -348,6 +339,6 @@ def load_codec(folder: str | Path) -> TextCodec | None:
     if not any((home / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
-        return TextCodec(AutoTokenizer.from_pretrained(home, local_files_only=True, trust_remote_code=False))
+        return AutoTokenizer.from_pretrained(home, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # any exception of tokenizers
         raise ValueError(f"the tokenizer in {str(home)!r} cannot be loaded: {clip(str(error))}") from error

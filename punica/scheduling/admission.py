@@ -11,6 +11,7 @@ from punica.checks import check_count
 from punica.registry import Registry
 from punica.scheduling.request import RequestState
 
+Requests = Sequence[RequestState]
 IsResident = Callable[[RequestState], bool]
 """Predicate: a request has no adapter, or its adapter is in a slot."""
 
@@ -24,14 +25,12 @@ class AdmissionRule(ABC):
 
     inseparable: ClassVar[bool] = False
 
-    def candidate(self, waiting: Sequence[RequestState], is_resident: IsResident) -> RequestState:
+    def candidate(self, waiting: Requests, is_resident: IsResident) -> RequestState:
         """Return the request of non-empty ``waiting`` that joins next: the head by default."""
         return waiting[0]
 
     @abstractmethod
-    def allows(
-        self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
-    ) -> bool:
+    def allows(self, candidate: RequestState, running: Requests, admitted: Requests) -> bool:
         """Check if the rule lets the candidate join; the scheduler checks batch size, blocks and slots.
 
         ``running``: requests of the batch in order of admission. ``admitted``: those that joined in this step.
@@ -48,10 +47,7 @@ class FirstComeFirstServed(AdmissionRule):
     Its prefill shares an invocation with the decode rows of the others.
     """
 
-    def allows(
-        self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
-    ) -> bool:
-        """Allow one prefill per step."""
+    def allows(self, candidate: RequestState, running: Requests, admitted: Requests) -> bool:
         return not admitted
 
 
@@ -62,10 +58,7 @@ class FirstComeFirstServedMany(AdmissionRule):
     The queue is served sooner; decoding requests have longer steps.
     """
 
-    def allows(
-        self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
-    ) -> bool:
-        """Allow every request."""
+    def allows(self, candidate: RequestState, running: Requests, admitted: Requests) -> bool:
         return True
 
 
@@ -84,7 +77,7 @@ class ResidentFirst(FirstComeFirstServed):
     def __init__(self, most_overtakes: int = MOST_OVERTAKES) -> None:
         self.most_overtakes = check_count("most_overtakes", most_overtakes, 0)
 
-    def candidate(self, waiting: Sequence[RequestState], is_resident: IsResident) -> RequestState:
+    def candidate(self, waiting: Requests, is_resident: IsResident) -> RequestState:
         """Return the first resident request before any that used up its overtakes; else the head."""
         for request in waiting:
             if is_resident(request):
@@ -98,10 +91,7 @@ class ResidentFirst(FirstComeFirstServed):
 class SingleAdapter(AdmissionRule):
     """Continuous batching of one adapter at a time (the paper's vLLM)."""
 
-    def allows(
-        self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
-    ) -> bool:
-        """Allow one prefill per step, of the batch's adapter."""
+    def allows(self, candidate: RequestState, running: Requests, admitted: Requests) -> bool:
         return not admitted and all(request.weights_key == candidate.weights_key for request in running)
 
 
@@ -115,10 +105,7 @@ class StaticBatching(AdmissionRule):
 
     inseparable = True
 
-    def allows(
-        self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
-    ) -> bool:
-        """Form a batch in one step, when nothing runs."""
+    def allows(self, candidate: RequestState, running: Requests, admitted: Requests) -> bool:
         key = candidate.weights_key
         return len(running) == len(admitted) and all(request.weights_key == key for request in admitted)
 
@@ -132,8 +119,5 @@ class StaticMixed(AdmissionRule):
 
     inseparable = True
 
-    def allows(
-        self, candidate: RequestState, running: Sequence[RequestState], admitted: Sequence[RequestState]
-    ) -> bool:
-        """Form a batch in one step, when nothing runs."""
+    def allows(self, candidate: RequestState, running: Requests, admitted: Requests) -> bool:
         return len(running) == len(admitted)

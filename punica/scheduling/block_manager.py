@@ -29,31 +29,27 @@ class BlockManager:
         self.num_free = num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks for ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
     def block_table(self, owner: Hashable) -> tuple[int, ...]:
-        """Return the owner's blocks in token order: token ``i`` is in ``block_table[i // block_size]``.
-
-        Empty for an unknown owner.
+        """Return the blocks of an owner: token ``i`` is in ``block_table[i // block_size]``. Empty for an unknown one.
         """
         return tuple(self._tables.get(owner, ()))
 
     def owners(self) -> tuple[Hashable, ...]:
-        """Return all owners of at least one block."""
         return tuple(self._tables)
 
     def missing(self, owner: Hashable, num_tokens: int) -> int:
-        """Return the number of blocks that the owner lacks for ``num_tokens`` tokens."""
         return max(0, self.blocks_for(num_tokens) - len(self._tables.get(owner, ())))
 
     def reserve(self, owner: Hashable, num_tokens: int) -> bool:
         """Grow the owner's block table to ``num_tokens`` tokens; False, without change, if too few blocks are free."""
-        missing = self.missing(owner, num_tokens)
+        table = self._tables.get(owner, [])
+        missing = -(-num_tokens // self.block_size) - len(table)
         if missing > self.num_free:
             return False
         if missing > 0:
-            table = self._tables.setdefault(owner, [])
+            self._tables[owner] = table
             for left in range(missing, 0, -1):
                 table.append(self._next_block(table, left))
                 self._used[table[-1]] = 1
@@ -70,9 +66,7 @@ class BlockManager:
         self.num_free += len(table)
 
     def _next_block(self, table: list[int], needed: int) -> int:
-        """Return the block after the last one, else one in the largest gap.
-
-        In a gap, half of the spare room is left to the left neighbour.
+        """Return the block after the last one, else one in the largest gap, whose spare room its neighbour shares.
         """
         if table and table[-1] + 1 < self.num_blocks and not self._used[table[-1] + 1]:
             return table[-1] + 1

@@ -1,4 +1,4 @@
-"""Layout of a step: from the scheduled requests to the rows of one model invocation, as plain lists.
+"""Layout of a step: the rows of one model invocation, as plain lists.
 
     rows:   prompt of the newly admitted request | one row per decoding request, sorted by adapter slot
             p0 p1 p2 p3 ...                      | d d d d d ...
@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from punica.scheduling.block_manager import BlockManager
-from punica.scheduling.request import RequestState
+from punica.scheduling.request import RequestState, RequestStatus
 from punica.scheduling.scheduler import StepPlan
 
 ADAPTER_INDEX_RULES = ("per_request", "last_admitted")
@@ -30,11 +30,6 @@ class Span(NamedTuple):
     length: int
     kv_length: int
     block_table: tuple[int, ...]
-
-    @property
-    def positions(self) -> range:
-        """Positions of its rows in the request."""
-        return range(self.kv_length - self.length, self.kv_length)
 
     def kv_rows(self, block_size: int) -> list[int]:
         """Return the cache row written by each of its rows: ``block * block_size + offset``."""
@@ -60,11 +55,6 @@ class StepLayout:
     positions: list[int]
     kv_rows: list[int]
     num_prefill_rows: int
-
-    @property
-    def sampled_rows(self) -> list[int]:
-        """The last row of every request: its logits give the next token."""
-        return [span.start + span.length - 1 for span in self.spans]
 
     @cached_property
     def segments(self) -> tuple[tuple[int, int], ...]:
@@ -95,11 +85,6 @@ class StepLayout:
         )
         return StepLayout(self.requests, spans, self.sampled_slots, token_ids, positions, kv_rows, prompt_rows)
 
-    @property
-    def num_segments(self) -> int:
-        """Segments with an adapter."""
-        return sum(slot >= 0 for slot, _ in self.segments)
-
 
 def lay_out(
     plan: StepPlan, blocks: BlockManager, slots: Mapping[Hashable, int] | None, index_rule: str = "per_request"
@@ -121,19 +106,23 @@ def lay_out(
     if index_rule == "last_admitted":
         newest = (plan.prefills or plan.decodes)[-1]
         sampled_slots = (slot_of(newest),) * len(requests)
-    ends = [request.next_kv_length for request in requests]
+    block_size = blocks.block_size
     spans: list[Span] = []
     token_ids: list[int] = []
-    for request, end in zip(requests, ends, strict=True):
+    positions: list[int] = []
+    kv_rows: list[int] = []
+    for request in requests:
+        table, end = blocks.block_table(request.request_id), request.num_tokens
+        if request.status is RequestStatus.FINISHED:
+            end = max(end - 1, 1)  # the last token of an idle request is never computed
         length = end if request in plan.prefills else 1
-        spans.append(Span(len(token_ids), length, end, blocks.block_table(request.request_id)))
-        token_ids += [request.token_at(end - 1)] if length == 1 else request.token_ids[end - length : end]
-    return StepLayout(
-        requests,
-        tuple(spans),
-        sampled_slots,
-        token_ids,
-        positions=[position for span in spans for position in span.positions],
-        kv_rows=[row for span in spans for row in span.kv_rows(blocks.block_size)],
-        num_prefill_rows=sum(request.num_tokens for request in plan.prefills),
-    )
+        spans.append(Span(len(token_ids), length, end, table))
+        positions += range(end - length, end)
+        if length == 1:
+            token_ids.append(request.token_at(end - 1))
+            kv_rows.append(table[(end - 1) // block_size] * block_size + (end - 1) % block_size)
+        else:
+            token_ids += request.token_ids[end - length : end]
+            kv_rows += spans[-1].kv_rows(block_size)
+    prompts = sum(span.length for span in spans[: len(plan.prefills)])
+    return StepLayout(requests, tuple(spans), sampled_slots, token_ids, positions, kv_rows, num_prefill_rows=prompts)

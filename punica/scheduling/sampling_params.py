@@ -8,14 +8,10 @@ from punica.checks import as_int, check_count, check_encodable, check_number, cl
 
 LOWEST_TEMPERATURE = 1e-5
 """Lower temperatures are greedy, as in vLLM; clients send them where 0 was once refused."""
-MOST_LOGPROBS = 20
-MOST_STOPS = 64
-LONGEST_STOP = 1024
+MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP, MOST_CHOICES = 20, 64, 1024, 128
 MOST_ADJUSTED = 1024
 """Most bad words, and most tokens with a bias."""
-MOST_BIAS = 100.0
-MOST_PENALTY = 2.0
-MOST_CHOICES = 128
+MOST_BIAS, MOST_PENALTY = 100.0, 2.0
 _SEEDS = 1 << 64
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -89,13 +85,13 @@ class SamplingParams:
         if self.temperature < LOWEST_TEMPERATURE:
             put("temperature", 0.0)
         for name, lowest, highest in (("top_k", 1, None), ("seed", 0, _SEEDS - 1), ("logprobs", 0, MOST_LOGPROBS)):
-            value = getattr(self, name)
-            if value is not None:
+            if (value := getattr(self, name)) is not None:
                 put(name, check_count(name, value, lowest, "None switches it off"))
                 if highest is not None and getattr(self, name) > highest:
                     raise ValueError(f"{name} is {clip(value)}, must be at most {highest}")
         put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        put("stop", _strings(self.stop))
+        strings = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop, MOST_STOPS)
+        put("stop", tuple(_string(f"stop[{place}]", value) for place, value in enumerate(strings)))
         put("logit_bias", _biases(self.logit_bias))
         put("bad_words", _words(self.bad_words))
         penalties = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
@@ -103,8 +99,7 @@ class SamplingParams:
         put("adjusts", penalties or bool(bans_ends or self.logit_bias or self.bad_words))
         put("is_greedy", not self.adjusts and (self.temperature == 0.0 or self.top_k == 1))
         for name in ("ignore_eos", "skip_special_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
+            if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {type(value).__name__} {clip(value)}")
 
     def choices(self) -> list["SamplingParams"]:
@@ -146,11 +141,6 @@ def as_sampling_params(value: object) -> SamplingParams:
 def _token_ids(name: str, values: Any, most: int = MOST_STOPS) -> tuple[int, ...]:
     ids = _listed(name, values, most)
     return tuple(check_count(f"{name}[{place}]", value, lowest=0) for place, value in enumerate(ids))
-
-
-def _strings(values: Any) -> tuple[str, ...]:
-    strings = (values,) if isinstance(values, str) else _listed("stop", values, MOST_STOPS)
-    return tuple(_string(f"stop[{place}]", value) for place, value in enumerate(strings))
 
 
 def _string(name: str, value: Any) -> str:

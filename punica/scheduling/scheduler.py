@@ -30,28 +30,20 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """No request to compute."""
         return not (self.prefills or self.decodes)
-
-    @property
-    def num_requests(self) -> int:
-        """Requests with rows in the step."""
-        return len(self.prefills) + len(self.decodes) + len(self.idle)
 
     def only(self, members: Collection[RequestState]) -> "StepPlan":
         """Return the plan of those requests that are among ``members``; one that has finished since is idle."""
         here = set(members)
         prefills, others = ([r for r in part if r in here] for part in (self.prefills, (*self.decodes, *self.idle)))
-        decodes, idle = (
-            tuple(request for request in others if (request.status is RequestStatus.RUNNING) == runs)
-            for runs in (True, False)
-        )
+        decodes = tuple(request for request in others if request.status is RequestStatus.RUNNING)
+        idle = tuple(request for request in others if request.status is not RequestStatus.RUNNING)
         return StepPlan(tuple(prefills), decodes, idle, self.preempted)
 
 
 @dataclass(eq=False)
 class Scheduler:
-    """The queue, the running batch and their blocks.
+    """The queue, the running batch and their blocks. Between two steps exactly the requests in the batch own blocks.
 
     Args:
         rule: the admission rule.
@@ -62,8 +54,6 @@ class Scheduler:
 
     Optional hooks: ``on_leave`` is called with every request that left both queue and batch. ``is_resident`` tells
     rules which adapters are in a slot. ``is_loaded`` keeps a request queued while its adapter's files are being read.
-
-    Between two steps each request is queued, in the batch or gone, and exactly those in the batch own blocks.
     """
 
     rule: AdmissionRule
@@ -74,12 +64,11 @@ class Scheduler:
     waiting: deque[RequestState] = field(default_factory=deque, init=False)
     running: list[RequestState] = field(default_factory=list, init=False)
     leaving: list[RequestState] = field(default_factory=list, init=False)
-    on_leave: Callable[[RequestState], None] = field(default_factory=lambda: _ignore, init=False)
-    is_resident: IsResident = field(default_factory=lambda: _always, init=False)
-    is_loaded: IsResident = field(default_factory=lambda: _always, init=False)
+    on_leave: Callable[[RequestState], object] = field(default=bool, init=False)  # bool: true of every request
+    is_resident: IsResident = field(default=bool, init=False)
+    is_loaded: IsResident = field(default=bool, init=False)
 
     def add(self, request: RequestState) -> None:
-        """Append a request to the queue."""
         self.waiting.append(request)
 
     def schedule(self, pinned: Collection[int] = ()) -> StepPlan:
@@ -92,17 +81,19 @@ class Scheduler:
         head of the queue. Such a step admits no request: the free blocks are fewer than the head needs.
         """
         preempted = self._preempt_for_pins(pinned) if pinned else []
-        preempted += self._grow()
+        for request in list(self.running):
+            while request.status is RequestStatus.RUNNING:
+                if self.blocks.reserve(request.request_id, request.num_tokens):
+                    break
+                preempted.append(self.running[-1])
+                self.preempt(preempted[-1])  # the newest; when it is `request` itself, the loop ends
         decoding = tuple(request for request in self.running if request.status is RequestStatus.RUNNING)
         idle = tuple(self._finished())
         admitted = self._admit(len(self.running), pinned) if self.waiting else []
         return StepPlan(tuple(admitted), decoding, idle, tuple(preempted))
 
     def leave(self, request: RequestState) -> None:
-        """Take a request out of the batch whose last token is being computed: its place and blocks are free.
-
-        It is of the scheduler until it is retired, requeued or removed.
-        """
+        """Free place and blocks of a request whose last token is being computed, until it is retired or requeued."""
         self._drop(request)
         self.leaving.append(request)
 
@@ -127,12 +118,11 @@ class Scheduler:
                 self._release(request)
 
     def preempt(self, request: RequestState) -> None:
-        """Requeue a running request for want of blocks or slots, and count it."""
         self.requeue(request)
         request.preemptions += 1
 
     def requeue(self, request: RequestState) -> None:
-        """Move a running request to the head of the queue, with its output so far."""
+        """Move a running request to the head of the queue."""
         self._drop(request)
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
@@ -157,7 +147,6 @@ class Scheduler:
         return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters
 
     def _drop(self, request: RequestState) -> None:
-        """Take a request out of the batch and free its blocks."""
         if request in self.leaving:
             self.leaving.remove(request)
             return
@@ -165,7 +154,6 @@ class Scheduler:
         self.blocks.release(request.request_id)
 
     def _release(self, request: RequestState) -> None:
-        """Take a member of the batch out for good."""
         self._drop(request)
         self.on_leave(request)
 
@@ -193,37 +181,22 @@ class Scheduler:
         self.retire_finished()  # the rest of an inseparable batch may be finished
         return preempted
 
-    def _grow(self) -> list[RequestState]:
-        """Reserve a block for the next token of each running request; return the requests preempted for it."""
-        preempted: list[RequestState] = []
-        for request in list(self.running):
-            while request.status is RequestStatus.RUNNING:
-                if self.blocks.reserve(request.request_id, request.num_tokens):
-                    break
-                preempted.append(self.running[-1])
-                self.preempt(preempted[-1])  # the newest; when it is `request` itself, the loop ends
-        return preempted
-
     def _admit(self, num_rows: int, pinned: Collection[int]) -> list[RequestState]:
         admitted: list[RequestState] = []
         while self.waiting:
             request = self.rule.candidate(self.waiting, self.is_resident)
             if not self._is_admissible(request, admitted, num_rows, pinned):
                 break
-            self._dequeue(request)
+            place = self.waiting.index(request)
+            for earlier in itertools.islice(self.waiting, place):
+                earlier.overtaken += 1
+            del self.waiting[place]
             self.blocks.reserve(request.request_id, self._tokens_to_reserve(request))
             request.status = RequestStatus.RUNNING
             self.running.append(request)
             admitted.append(request)
             num_rows += request.num_tokens
         return admitted
-
-    def _dequeue(self, request: RequestState) -> None:
-        """Take a request out of the queue, and count it as an overtake for each one before it."""
-        place = self.waiting.index(request)
-        for earlier in itertools.islice(self.waiting, place):
-            earlier.overtaken += 1
-        del self.waiting[place]
 
     def _is_admissible(
         self, candidate: RequestState, admitted: list[RequestState], num_rows: int, pinned: Collection[int]
@@ -241,18 +214,6 @@ class Scheduler:
         return request.final_kv_length if self.rule.inseparable else request.num_tokens
 
     def _has_blocks(self, candidate: RequestState) -> bool:
-        """Check for blocks of its tokens and, in a batch, one spare block per request.
-
-        Without the spare ones it would be preempted right away.
-        """
+        """Check for blocks; in a batch with one spare per request, without which it would be preempted right away."""
         spare = len(self.running) + 1 if self.running and not self.rule.inseparable else 0
         return self.blocks.blocks_for(self._tokens_to_reserve(candidate)) + spare <= self.blocks.num_free
-
-
-def _ignore(request: RequestState) -> None:
-    """Ignore a request that left."""
-
-
-def _always(request: RequestState) -> bool:
-    """Answer yes: no adapter has to be loaded."""
-    return True

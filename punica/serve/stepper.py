@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest
 from punica.engine import Engine, GenerationResult, Request, RequestState, StepOutput
 from punica.engine.pretrained import GenerationDefaults
-from punica.engine.readers import FolderReaders
+from punica.engine.residency import FolderReaders
 from punica.engine.text import TextCodec
 
 _log = logging.getLogger(__name__)

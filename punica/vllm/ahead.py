@@ -2,7 +2,7 @@
 
 vLLM wraps all layers, then compiles its model, then captures its graphs, which need a kernel for each size of a step.
 The process that `CompileAhead` starts for a form of layer has Triton's cache folder filled by then. It uses no GPU
-(`punica.engine.absent_gpu`). What it has not compiled in time, the engine compiles.
+(`punica.engine.compile_ahead`). What it has not compiled in time, the engine compiles.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from punica.engine.absent_gpu import GpuDescription, stand_in
+from punica.engine.compile_ahead import GpuDescription, stand_in
 
 MOST_PROCESSES = 8
 _log = logging.getLogger("vllm.punica")

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from punica.engine.attention import PagedAttention
-from punica.engine.kv_cache import KVCache
+from punica.engine.attention import KVCache, PagedAttention
 from punica.ops.backbone import PackedHeads
 from punica.scheduling import Span
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from punica.engine import Engine, EngineConfig, engine
-from punica.engine.config import check_fits
-from punica.engine.kv_cache import KVCache
+from punica.engine.attention import KVCache
+from punica.engine.config import check_parts
 from punica.parallel import dense_layers, set_batch_invariant
 from punica.parallel.linear import BatchInvariantLinearMethod, UnquantizedLinearMethod
 
@@ -46,10 +46,10 @@ def test_at_most_two_ranks_add_in_one_order(backbone, monkeypatch) -> None:
     for size in (1, 2, 3):
         monkeypatch.setattr("punica.engine.config.get_tensor_model_parallel_world_size", lambda size=size: size)
         if size < 3:
-            check_fits(config, None, backbone.model())
+            check_parts(backbone.model(), None, config, None)
             continue
         with pytest.raises(ValueError, match="at most 2 tensor-parallel ranks, got 3"):
-            check_fits(config, None, backbone.model())
+            check_parts(backbone.model(), None, config, None)
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])

@@ -8,7 +8,7 @@ import pytest
 from punica.adapters import LoRARequest, random_adapter
 from punica.adapters.wrap import slots_need
 from punica.engine import Engine, EngineConfig, Request, RequestStatus, SamplingParams
-from punica.engine.kv_cache import KVCache, token_bytes
+from punica.engine.attention import KVCache, token_bytes
 from punica.layers import BaseLayerWithLoRA
 from punica.models import LlamaForCausalLM
 from punica.parallel import memory

@@ -65,12 +65,12 @@ def test_a_failed_model_invocation_changes_no_token(backbone, monkeypatch, rule,
     requests = [engine.add_request(request) for request in requests]
     real, calls = engine.runner.launch, 0
 
-    def every_third_fails(staged):
+    def every_third_fails(*step):
         nonlocal calls
         calls += 1
         if calls % 3 == 2:
             raise error
-        return real(staged)
+        return real(*step)
 
     monkeypatch.setattr(engine.runner, "launch", every_third_fails)
     failures = 0

@@ -5,7 +5,7 @@ import torch
 
 from punica.engine import Engine, EngineConfig
 from punica.engine import sampler as sampler_module
-from punica.engine.kv_cache import KVCache
+from punica.engine.attention import KVCache
 from punica.ops.quant import saturated
 from punica.scheduling import Request
 from tests.engine.helpers import tokens_of

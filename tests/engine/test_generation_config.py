@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig
 
-from punica.engine import Engine, EngineConfig, sizes
-from punica.engine.kv_cache import KVCache, token_bytes
+from punica.engine import Engine, EngineConfig
+from punica.engine import config as sizes
+from punica.engine.attention import KVCache, token_bytes
 from punica.engine.pretrained import read_generation_defaults
 from punica.models import LlamaForCausalLM
 from punica.scheduling import SamplingParams

@@ -5,9 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from punica.engine.attention import PagedAttention
-from punica.engine.gpu_attention import KernelAttention, attention_for
-from punica.engine.kv_cache import KVCache
+from punica.engine.attention import KernelAttention, KVCache, PagedAttention, attention_for
 from punica.ops.backbone import HeadNorms, PackedHeads
 from punica.scheduling import Span
 from tests.engine.test_attention import BLOCK, make_cache

@@ -9,7 +9,7 @@ import torch
 
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine import runner as runner_module
-from punica.engine.sizes import graph_reserve
+from punica.engine.config import graph_reserve
 from punica.metadata import LoRABatch
 from punica.scheduling import SamplingParams
 from tests.engine.helpers import adapter_of_the_ends, tokens_of

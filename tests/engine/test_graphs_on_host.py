@@ -9,9 +9,8 @@ import torch
 
 from punica.engine import Engine, EngineConfig, Request, cuda_graph
 from punica.engine import runner as runner_module
-from punica.engine.attention import PagedAttention
+from punica.engine.attention import KernelAttention, PagedAttention
 from punica.engine.cuda_graph import GraphShape, StepGraphs, _Captured
-from punica.engine.gpu_attention import KernelAttention
 from punica.ops.backbone import PackedHeads
 from tests.engine.helpers import adapter_of_the_ends, torch_without_gpu
 

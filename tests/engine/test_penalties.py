@@ -14,9 +14,8 @@ from transformers import (
 )
 
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
-from punica.engine.penalties import adjust_scores
 from punica.engine.pretrained import GenerationDefaults
-from punica.engine.sampler import choose_tokens
+from punica.engine.sampler import adjust_scores, choose_tokens
 from tests.engine.helpers import tokens_of
 from tests.engine.test_sampler import state
 from tests.engine.text_world import byte_fallback_tokenizer, byte_tokenizer

@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from punica.adapters import LoRARequest, write_random_adapter
-from punica.engine import Engine, Request, SamplingParams, sizes
+from punica.engine import Engine, Request, SamplingParams
+from punica.engine import config as sizes
 from punica.parallel import spawn_tensor_parallel
 from tests.engine.helpers import tokens_of
 from tests.engine.text_world import BEGIN, END, VOCAB, save_tokenizer

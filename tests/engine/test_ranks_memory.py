@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from punica.adapters import LoRAModelManager, LoRARequest, random_adapter, wrap
-from punica.engine import Engine, EngineConfig, Request, sizes
-from punica.engine import engine as engine_module
+from punica.engine import Engine, EngineConfig, Request
+from punica.engine import config as sizes
 from punica.layers import BaseLayerWithLoRA
 from punica.models import LlamaForCausalLM
 from punica.parallel import memory, spawn_tensor_parallel
@@ -59,7 +59,7 @@ def builds(folder: Path, model: LlamaForCausalLM, is_poor: bool) -> dict[str, tu
         ("cache and slots", engine, (memory, "free_bytes"), lambda device: 100_000),
         ("slots alone", manager, (memory, "free_bytes"), lambda device: 1_000),
         ("fitted blocks", from_folder, (sizes, "free_bytes"), lambda device: 0),
-        ("allocating the cache", engine, (engine_module, "KVCache"), cache_fails),
+        ("allocating the cache", engine, (sizes, "KVCache"), cache_fails),
         ("allocating the slots", engine, (wrap, "_wrap"), third_fails),
     ):
         with patch.object(*place, replacement) if is_poor else nullcontext():

@@ -10,7 +10,7 @@ import torch
 
 from punica.adapters import LoRARequest
 from punica.engine import Request
-from punica.engine.readers import READERS
+from punica.engine.residency import READERS
 from tests.engine.beside_world import reading_beside
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from punica.engine import Request
-from punica.engine.step_inputs import StepInputs, StepRows
+from punica.engine.runner import StepInputs, StepRows
 from punica.scheduling import Span, StepLayout
 
 

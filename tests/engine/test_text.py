@@ -5,7 +5,7 @@ import random
 import pytest
 
 from punica.engine import SamplingParams
-from punica.engine.text import GrowingText, TextCodec, load_codec, text_of
+from punica.engine.text import GrowingText, TextCodec, load_tokenizer, text_of
 from tests.engine.text_world import BEGIN, END, WORDS, byte_tokenizer, save_tokenizer, sentencepiece_tokenizer
 
 TEXT = "Größe: 3 € — 数 👍!\nend"
@@ -21,8 +21,8 @@ def ids_of(codec: TextCodec, text: str) -> list[int]:
 
 
 def test_a_folder_with_and_without_a_tokenizer(tmp_path) -> None:
-    assert load_codec(tmp_path) is None
-    loaded = load_codec(save_tokenizer(tmp_path))
+    assert load_tokenizer(tmp_path) is None
+    loaded = load_tokenizer(save_tokenizer(tmp_path))
     ids = loaded.encode(TEXT)
     assert (ids[0], len(ids)) == (BEGIN, 1 + len(TEXT.encode()))
     assert loaded.decode(ids) == TEXT
@@ -31,7 +31,7 @@ def test_a_folder_with_and_without_a_tokenizer(tmp_path) -> None:
 def test_a_damaged_tokenizer_is_one_clear_error(tmp_path) -> None:
     (save_tokenizer(tmp_path) / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer in .* cannot be loaded"):
-        load_codec(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_chats_by_the_template_of_the_tokenizer(codec) -> None:

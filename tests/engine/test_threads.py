@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
-from punica.engine.turns import Turns
+from punica.engine.generation import Turns
 from tests.engine.helpers import tokens_of
 from tests.engine.text_world import byte_tokenizer
 

@@ -191,8 +191,8 @@ def test_a_step_that_fails_loses_no_request_that_joins_or_ends_with_it(backbone,
     for _ in range(3):
         engine.step()
 
-    def launch(runner, staged):
-        assert staged.layout.num_prefill_rows
+    def launch(runner, layout, before=None):
+        assert layout.num_prefill_rows
         raise KeyboardInterrupt
 
     append, calls = RequestState.append, [None] * (fails_in == "append")

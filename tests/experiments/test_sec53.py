@@ -69,8 +69,8 @@ def test_a_copy_that_goes_elsewhere_is_refused(migration):
 def test_what_is_recomputed_is_compared_with_what_was_there(migration, monkeypatch):
     launch = ModelRunner.launch
 
-    def spoilt(runner, staged):
-        layout, in_flight = staged.layout, launch(runner, staged)
+    def spoilt(runner, layout, before=None):
+        in_flight = launch(runner, layout, before)
         if layout.num_prefill_rows > 12:  # the second request, not the first one's prompt
             runner.attention.cache.keys[1][layout.spans[0].block_table[0] * 16 + 3] += 1
         return in_flight

@@ -209,8 +209,8 @@ def test_an_engine_lays_a_window_out_as_the_stream_does_in_shapes_captured_befor
     seen, shapes, captured = [], set(), set()
     launch = system.engine.runner.launch
 
-    def noted(staged):
-        layout, rows = staged.layout, Counter[int]()
+    def noted(layout, before=None):
+        rows = Counter[int]()
         for slot, length in layout.segments:
             rows[slot] += length
         spans = sorted((span.length, span.kv_length) for span in layout.spans)
@@ -218,7 +218,7 @@ def test_an_engine_lays_a_window_out_as_the_stream_does_in_shapes_captured_befor
         sampled = zip(layout.sampled_slots, layout.spans, strict=True)
         slots = [slot for slot, span in sampled if span.start >= layout.num_prefill_rows]
         shapes.add((layout.num_prefill_rows, len(slots), len({*slots} - {-1})))
-        return launch(staged)
+        return launch(layout, before)
 
     def capture(prompt_rows, decode_rows, adapters, uses_lora):
         captured.add((prompt_rows, decode_rows, adapters if uses_lora else 0))
@@ -319,12 +319,11 @@ def test_windows_predict_a_whole_stream_on_a_clock(name, world, monkeypatch):
     def add(tokens, rows, context, adapters, prompts):
         now[0] += 1e-3 * float(cost(np.array([[tokens, rows, context, adapters, prompts, prompts > 0]])).item())
 
-    def counted_launch(runner, staged):
-        layout = staged.layout
+    def counted_launch(runner, layout, before=None):
         context = sum(span.kv_length for span in layout.spans)
         tokens, prompts = sum(span.length for span in layout.spans), layout.num_prefill_rows
-        add(tokens, len(layout.spans), context, layout.num_segments, prompts)
-        return launch(runner, staged)
+        add(tokens, len(layout.spans), context, sum(slot >= 0 for slot, _ in layout.segments), prompts)
+        return launch(runner, layout, before)
 
     def counted_logits(decoding):
         rows, tokens = decoding._ids.shape

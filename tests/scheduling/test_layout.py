@@ -44,9 +44,9 @@ def test_prompt_first_then_decode_rows_by_slot(plan, blocks) -> None:
     assert layout.positions == [0, 1, 2, 3, 4, 4, 1, 2, 2]
     assert layout.sampled_slots == (1, -1, 0, 2, 2)
     assert layout.segments == ((1, 5), (-1, 1), (0, 1), (2, 2))
-    assert layout.sampled_rows == [4, 5, 6, 7, 8]
+    assert [span.start + span.length - 1 for span in layout.spans] == [4, 5, 6, 7, 8]
     assert layout.num_prefill_rows == 5
-    assert layout.num_segments == 3  # 30, 20, and 10 once for its two rows
+    assert sum(slot >= 0 for slot, _ in layout.segments) == 3  # 30, 20, and 10 once for its two rows
 
 
 def test_a_prompt_and_a_decode_row_of_one_adapter_are_one_segment(plan, blocks) -> None:
@@ -63,7 +63,7 @@ def test_padding_stands_between_prompts_and_decode_rows_and_belongs_to_nobody(pl
     assert padded.positions == [0, 1, 2, 3, 4, 0, 0, 0, 4, 1, 2, 2]
     assert padded.kv_rows == [*layout.kv_rows[:5], -1, -1, -1, *layout.kv_rows[5:]]
     assert padded.segments == ((1, 5), (-1, 4), (0, 1), (2, 2))
-    assert padded.sampled_rows == [4, 8, 9, 10, 11]
+    assert [span.start + span.length - 1 for span in padded.spans] == [4, 8, 9, 10, 11]
     assert (padded.requests, padded.sampled_slots, padded.num_prefill_rows) == (
         layout.requests, layout.sampled_slots, 8,
     )  # fmt: skip
@@ -74,7 +74,7 @@ def test_without_lora_no_row_has_a_slot(plan, blocks) -> None:
     layout = lay_out(plan, blocks, None)
     assert [request.request_id for request in layout.requests] == list("pabcd")  # in order of admission
     assert layout.segments == ((-1, 9),)
-    assert layout.num_segments == 0
+    assert sum(slot >= 0 for slot, _ in layout.segments) == 0
 
 
 def test_an_adapter_without_slot_is_not_served_as_the_backbone(plan, blocks) -> None:
@@ -95,10 +95,10 @@ def test_rows_of_the_cache_follow_the_block_tables(plan, blocks) -> None:
 def test_decode_only_and_prefill_only(plan, blocks) -> None:
     decode = lay_out(StepPlan((), plan.decodes, (), ()), blocks, SLOTS)
     assert decode.num_prefill_rows == 0
-    assert decode.sampled_rows == [0, 1, 2, 3]
+    assert [span.start for span in decode.spans] == [0, 1, 2, 3]
     prefill = lay_out(StepPlan(plan.prefills, (), (), ()), blocks, SLOTS)
     assert prefill.token_ids == [51, 52, 53, 54, 55]
-    assert prefill.sampled_rows == [4]
+    assert [span.start + span.length - 1 for span in prefill.spans] == [4]
 
 
 def test_preempted_request_returns_with_its_output_as_prompt(blocks) -> None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 import transformers
 
-from punica.engine.attention import PagedAttention
-from punica.engine.kv_cache import KVCache
+from punica.engine.attention import KVCache, PagedAttention
 from punica.models import LlamaForCausalLM
 from punica.ops.backbone import HeadNorms
 from punica.ops.triton_ops.backbone import Pages, add_rms_norm, decode_attention, rotate_and_store, swiglu
