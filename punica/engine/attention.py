@@ -116,8 +116,9 @@ class PagedAttention:
         for span in self._spans:
             if span.length == span.kv_length:
                 rows = slice(span.start, span.start + span.length)
-                prompt = (x.transpose(0, 1).unsqueeze(0) for x in (q[rows], k[rows], v[rows]))
-                attended = F.scaled_dot_product_attention(*prompt, is_causal=True, enable_gqa=kv_heads != heads)
+                new_q, new_k, new_v = (x.transpose(0, 1).unsqueeze(0) for x in (q[rows], k[rows], v[rows]))
+                gqa = kv_heads != heads
+                attended = F.scaled_dot_product_attention(new_q, new_k, new_v, is_causal=True, enable_gqa=gqa)
                 output[rows] = attended.squeeze(0).transpose(0, 1)
             else:
                 keys, values = self.cache.read(layer_index, span.block_table, span.kv_length)

@@ -30,7 +30,8 @@ from punica.engine.requests import (
     StateFactory,
     StepOutput,
     StepStatistics,
-    check_request,
+    check_generated,
+    check_length,
     check_tokens,
 )
 from punica.engine.residency import AdapterResidency
@@ -382,7 +383,7 @@ class Engine(Generation):
         if self.is_in_use(name):
             raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
         check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
-        check_request(request, generated, self.config, self.vocab_size, self.blocks)
+        check_length(request, self.config, self.blocks)
         if request.adapter is not None and not self.config.ignore_adapters:
             if self._residency is None:
                 raise ValueError(
@@ -390,6 +391,7 @@ class Engine(Generation):
                     "Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
                 )
             self._residency.check(request.adapter)
+        check_generated(request, generated, self.vocab_size)
 
     def _check_folder(self, request: Request) -> None:
         if self._residency is not None and request.adapter is not None:

@@ -177,13 +177,8 @@ def check_tokens(request: Request, vocab_size: int, *, has_tokenizer: bool) -> N
         )
 
 
-def check_request(
-    request: Request, generated: Sequence[int], config: EngineConfig, vocab_size: int, blocks: BlockManager,
-) -> None:  # fmt: skip
-    """Check a request's length against ``max_model_len`` and the whole KV cache, and its generated tokens.
-
-    ValueError, TypeError: too long; a generated token outside the vocabulary, or as many as the request asks for.
-    """
+def check_length(request: Request, config: EngineConfig, blocks: BlockManager) -> None:
+    """Check the length against ``max_model_len`` and the whole KV cache: ValueError."""
     name, prompt, new = clip(request.request_id), len(request.prompt_token_ids), request.max_new_tokens
     if prompt + new > config.max_model_len:
         raise ValueError(
@@ -196,11 +191,15 @@ def check_request(
             f"request {name} with {prompt} prompt tokens and {new} new ones needs {needed} KV blocks, the whole cache "
             f"has {blocks.num_blocks} (of {blocks.block_size} tokens); shorten it or raise EngineConfig.num_blocks"
         )
+
+
+def check_generated(request: Request, generated: Sequence[int], vocab_size: int) -> None:
+    """Check that generated tokens are in the vocabulary, and fewer than the request asks for: TypeError, ValueError."""
     for place, token in enumerate(generated):
         if check_count(f"generated[{place}]", token, 0) >= vocab_size:
             raise ValueError(f"generated[{place}] is {clip(token)}, the vocabulary has {vocab_size} ids")
-    if len(generated) >= new:
+    if len(generated) >= request.max_new_tokens:
         raise ValueError(
-            f"request {name} has {len(generated)} generated tokens and asks for {new}: it has ended; take its output "
-            "as it is"
+            f"request {clip(request.request_id)} has {len(generated)} generated tokens and asks for "
+            f"{request.max_new_tokens}: it has ended; take its output as it is"
         )

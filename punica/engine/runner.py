@@ -154,7 +154,7 @@ class ModelRunner:
                 logits, best = (of_rows[: len(layout.spans)] for of_rows in self.graphs.replay(shape))
             tokens = choose_tokens(logits, layout.requests, best)
             logprobs = token_logprobs(logits, tokens, layout.requests)
-            return InFlight(layout, tokens, PendingCopy(tokens), logprobs, ready)
+            return InFlight(layout, tokens, PendingCopy(tokens), None if logprobs is None else logprobs.copied(), ready)
 
     @torch.inference_mode()
     def warm_up(self, prompt_rows: int, *, progress: bool) -> None:

@@ -60,7 +60,11 @@ class PendingLogprobs(NamedTuple):
     """Log-probabilities: ``table`` is float64 ``[rows, 2, n]``, the ids and their log-probabilities."""
 
     counts: dict[int, int]
-    table: PendingCopy
+    table: Tensor | PendingCopy
+
+    def copied(self) -> "PendingLogprobs":
+        """Begin the copy to the host, so that reading waits for no later step."""
+        return self._replace(table=PendingCopy(self.table)) if isinstance(self.table, Tensor) else self
 
     def read(self) -> dict[int, dict[int, float]]:
         """Return ``{row: {token id: logprob}}``: the chosen token, then the most probable ones in falling order.
@@ -104,7 +108,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[RequestSta
     chosen = tokens.index_select(0, index).clamp_(min=0).unsqueeze(-1)
     ids = torch.cat((chosen, best.indices), dim=-1)
     values = torch.cat((logprobs.gather(-1, chosen), best.values), dim=-1)
-    return PendingLogprobs(counts, PendingCopy(torch.stack((ids.double(), values.double()), dim=1)))
+    return PendingLogprobs(counts, torch.stack((ids.double(), values.double()), dim=1))
 
 
 def uniform(seed: int, position: int) -> float:

@@ -22,7 +22,7 @@ def ids_of(codec: TextCodec, text: str) -> list[int]:
 
 def test_a_folder_with_and_without_a_tokenizer(tmp_path) -> None:
     assert load_tokenizer(tmp_path) is None
-    loaded = load_tokenizer(save_tokenizer(tmp_path))
+    loaded = TextCodec(load_tokenizer(save_tokenizer(tmp_path)))
     ids = loaded.encode(TEXT)
     assert (ids[0], len(ids)) == (BEGIN, 1 + len(TEXT.encode()))
     assert loaded.decode(ids) == TEXT
