@@ -3,13 +3,8 @@
 T tokens, k experts per token, pair ``i = t * k + j``, L slots, E experts on this rank, n slices of N columns. R is the
 rank of this rank's A and R' that of B (the full rank where a collective gathers).
 
-Scales of FP8 weights are as in `punica.ops.scales`, with one dimension more for the experts:
-
-    per tensor  A and B [L, E]       per channel  A [L, E, R], B [L, E, N] (a 1 may follow)
-    block-wise  A [L, E, ceil(R/group_n), ceil(K/group_k)], B [L, E, ceil(N/group_n), ceil(R/group_k)]
-
-Activations x are real (weight-only), or FP8 with scales of their own (w8a8): one element, one per row, or block-wise
-one per row and group of ``group_k`` columns. Block sizes may be any, and a block may cross those of a kernel.
+Scales of FP8 weights and activations are as in `punica.ops.scales`, those of weights with a dimension for the experts.
+Block sizes may be any, and a block may cross those of a kernel.
 """
 
 from collections.abc import Sequence
@@ -32,8 +27,8 @@ batch-invariant and tuned calls, else `punica.ops.triton_ops.moe_rules.most_naiv
 
 
 class Fp8Experts(NamedTuple):
-    """Scales of both products. ``x_scale``: of an x in FP8; ``h_scale``: of the intermediate where that is
-    rounded to the format of B, ``[T*k]`` rows shared by all slices (None: it is not).
+    """Scales of both products. ``x_scale``: of an x in FP8; ``h_scale``: of an intermediate that is rounded to the
+    format of B, ``[T*k]`` rows shared by all slices.
     """
 
     a_scale: Sequence[Tensor]
@@ -70,8 +65,8 @@ class ExpertLoRAWeights:
     """LoRA weights of one product of a layer of experts, in all slots; references, made once by the layer.
 
     ``lora_a``, ``lora_b``: n x ``[L, E, R, K]`` and n x ``[L, E, N, R']``. ``enabled``: int32 ``[L+1]``, slots with
-    weights here. ``lora_ranks``: true ranks, int32 ``[n, L]`` (None: all of R). ``fp8``: scales of weights in FP8.
-    ``site``: "w13" or "w2" of the tuned files; None: these are not looked up.
+    weights here. ``lora_ranks``: true ranks, int32 ``[n, L]`` (None: all of R). ``site``: "w13" or "w2" of the tuned
+    files; None: these are not looked up.
     """
 
     lora_a: Sequence[Tensor]
@@ -84,12 +79,10 @@ class ExpertLoRAWeights:
 
     @property
     def slots(self) -> int:
-        """L."""
         return self.lora_a[0].shape[0]
 
     @property
     def experts(self) -> int:
-        """E."""
         return self.lora_a[0].shape[1]
 
     def prefers_naive(self, pairs: int) -> bool:
@@ -156,7 +149,6 @@ class ExpertForm(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """T * k."""
         return self.tokens * self.top_k
 
 
@@ -164,9 +156,8 @@ Numbers = tuple[int, ...]
 
 
 class ExpertOps(Protocol):
-    """A backend's operations on experts: `TorchExpertOps` of `moe_torch.py`, `TritonExpertOps` of `moe_ops.py`.
-
-    ``smallest_block``: fewest rows of a block of an alignment.
+    """A backend's operations on experts: those of `TorchExpertOps` and `TritonExpertOps`. ``smallest_block``: fewest
+    rows of a block of an alignment.
     """
 
     smallest_block: int
@@ -175,8 +166,8 @@ class ExpertOps(Protocol):
         self, topk_ids: Tensor, mapping: Tensor, sizes: tuple[int, int, int, int, int], enabled: Tensor,
         expert_map: Tensor | None, lora_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """New flat outputs of `moe_lora_align_block_size`; ``sizes``: its five numbers. ``lora_ids``: slots to align,
-        those of others are undefined (None: all).
+        """Return new flat outputs of `moe_lora_align_block_size`; ``sizes``: its five numbers. ``lora_ids``: slots to
+        align (None: all); rows of others are undefined.
         """
 
     def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
@@ -202,24 +193,20 @@ INTEGERS = (torch.int32, torch.int64)
 def check_routing(
     topk_ids: Any, mapping: Any, enabled: Any, max_loras: int, expert_map: Any, num_experts: int = 0
 ) -> None:
-    """Check the inputs of an alignment."""
     expect("topk_ids", topk_ids, "T k", dtype=INTEGERS)
     check_mapping(mapping, topk_ids.shape[0])
     check_enabled(enabled, max_loras)
     if expert_map is not None:
         expect("expert_map", expert_map, "*", dtype=INT32, contiguous=True)
         if len(expert_map) < num_experts:
-            raise ValueError(f"expert_map has {len(expert_map)} entries; {num_experts} are needed, one per expert "
-                             "(num_experts)")  # fmt: skip
+            raise ValueError(f"expert_map has {len(expert_map)} entries; {num_experts} are needed, one per expert")
 
 
 def check_mapping(mapping: Any, tokens: int) -> None:
-    """Check the slot of every token, ``[T]`` int32 without gaps."""
     expect("token_lora_mapping", mapping, "T", dtype=INT32, sizes={"T": tokens, "of T k": "topk_ids"}, contiguous=True)
 
 
 def check_enabled(enabled: Any, max_loras: int) -> None:
-    """Check the flags of slots with weights for this layer, ``[L+1]`` int32."""
     expect("adapter_enabled", enabled, contiguous=True)
     if enabled.dtype != torch.int32 or tuple(enabled.shape) != (max_loras + 1,):
         raise ValueError(
@@ -240,7 +227,7 @@ def check_alignment(
     topk_ids: Any, mapping: Any, enabled: Any, lora_ids: Any, expert_map: Any, sizes: tuple[int, int, int, int, int],
     outputs: tuple[Any, Any, Any], smallest: int,
 ) -> None:  # fmt: skip
-    """Check a call of `moe_lora_align_block_size`. ``sizes``: its five numbers; ``smallest``: least block size."""
+    """``sizes``: the five numbers of `moe_lora_align_block_size`; ``smallest``: least block size."""
     num_experts, block_size, slots, padded, blocks = sizes
     check_routing(topk_ids, mapping, enabled, slots, expert_map, num_experts)
     check_block_size(block_size, smallest)
@@ -314,18 +301,13 @@ def _check_weights(given: Experts) -> Sizes:
 
 
 def _check_ranks(rank: int, full_rank: int, switches: Switches) -> None:
-    if not switches.fully_sharded:
-        if full_rank != rank:
-            raise ValueError(f"lora_b_stacked has rank {full_rank}, lora_a_stacked {rank}; only fully sharded may they "
-                             "differ")  # fmt: skip
-        return
-    world = collectives.current().world_size()
+    world = collectives.current().world_size() if switches.fully_sharded else 1
     if full_rank not in (rank, rank * world):
         raise ValueError(
-            f"lora_b_stacked has rank {full_rank}; fully sharded over {world} ranks, with {rank} of "
-            f"lora_a_stacked, it must be {rank} or {rank * world}"
+            f"lora_b_stacked has rank {full_rank}, lora_a_stacked {rank}; B must have {rank}, or, fully sharded over "
+            f"{world} ranks, {rank * world}"
         )
-    if not switches.add_inputs:
+    if switches.fully_sharded and not switches.add_inputs:
         raise ValueError("fully_sharded with add_inputs=False: every rank has only its part to write; pass True")
 
 
@@ -334,8 +316,7 @@ def _check_moe_output(output: Tensor, columns: int, offset: Any, device: torch.d
     check_columns("output", output, "offset", offset, (columns,))
     rows, row, column = output.stride()
     if (column != 1 and output.shape[2] > 1) or (output.shape[0] > 1 and rows != output.shape[1] * row):
-        raise ValueError(f"output has strides {output.stride()}; rows without gaps are needed: last stride 1, and "
-                         "stride(0) == k * stride(1)")  # fmt: skip
+        raise ValueError(f"output has strides {output.stride()}; needed are 1 last, and stride(0) == k * stride(1)")
 
 
 def _check_aligned(given: Experts, block_m: int | None, sizes: Sizes) -> int:

@@ -94,9 +94,7 @@ def add_low_rank(ops: Ops, y: Tensor, low: Tensor, weights: LoRAWeights, batch: 
 def check_shrink(
     names: Names, y: Tensor, x: Tensor, a: Form, x_scale: Tensor | None, of_y: Sequence[torch.dtype]
 ) -> tuple[int, int] | None:
-    """Check x ``[T, K]`` and y ``[n, T, r]``, which has one of the dtypes ``of_y``; return the strides of ``x_scale``
-    (`check_activation`).
-    """
+    """Check x ``[T, K]`` and y ``[n, T, r]`` of a dtype in ``of_y``; return the strides of ``x_scale``."""
     stored = a.stored
     strides = check_activation(names.input, x, x_scale, stored.widths[0], a.scheme, stored)
     sizes = check_input(names, x, stored)
@@ -115,9 +113,7 @@ def check_expand(
     names: Names, y: Tensor, x: Tensor, b: Form, offset_start: Any, x_scale: Tensor | None,
     of_y: Sequence[torch.dtype],
 ) -> tuple[int, int] | None:  # fmt: skip
-    """Check x ``[n, T, r]``, float32 or the dtype of B, and y ``[T, W]``, which has room for the slices; return the
-    strides of ``x_scale``.
-    """
+    """Check x ``[n, T, r]``, float32 or of B's dtype, and `check_output`; return the strides of ``x_scale``."""
     stored = b.stored
     strides = check_activation(names.input, x, x_scale, stored.rank, b.scheme, stored)
     sizes = check_output(names, y, stored, offset_start, of_y)
@@ -129,9 +125,7 @@ def check_expand(
 def check_output(
     names: Names, y: Tensor, b: Weights, offset_start: Any, allowed: Sequence[torch.dtype] = FLOATS
 ) -> Sizes:
-    """Check y ``[T, W]`` on the device of B: all slices fit its columns from ``offset_start`` on. Return the sizes of
-    the call.
-    """
+    """Check y ``[T, W]``: all slices fit its columns from ``offset_start`` on. Return the sizes of the call."""
     sizes = {"n": len(b.widths), "r": b.rank, "of n r": names.b}
     expect(names.output, y, "T *", dtype=allowed, device=b.device, sizes=sizes)
     check_columns(names.output, y, "offset_start", offset_start, b.widths)
@@ -139,13 +133,11 @@ def check_output(
 
 
 def check_last_stride(name: str, y: Tensor) -> None:
-    """Raise ValueError unless rows have no gaps, as kernels want them."""
     if y.stride(-1) != 1 and y.shape[-1] > 1:
         raise ValueError(f"{name} needs stride 1 along its last dimension, got strides {y.stride()}")
 
 
 def check_equal_rows(names: Names, x: Tensor, y: Tensor) -> None:
-    """Raise ValueError unless x and y of a linear have equally many rows."""
     if x.shape[0] != y.shape[0]:
         raise ValueError(f"{names.input} has {x.shape[0]} rows and {names.output} has {y.shape[0]}; they must be equal")
 

@@ -1,8 +1,7 @@
 """Fused MoE LoRA in plain torch, on any device: alignment, and one pair of products per (adapter, expert).
 
-The meaning is that of `punica.ops.reference.fused_moe_lora`. Both stages iterate over the groups of the alignment, so
-an adapter's expert is read once however many tokens use it. Products are accumulated in float32 and rounded once into
-the output. Values are read back to the host, which is free on a CPU.
+Both stages iterate over the groups of the alignment, so an adapter's expert is read once however many tokens use it.
+Products are accumulated in float32 and rounded once into the output. Values are read back to the host.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,16 +11,8 @@ import torch
 from torch import Tensor
 
 from punica.ops import collectives
-from punica.ops.experts import (
-    ExpertForm,
-    ExpertLoRAWeights,
-    Experts,
-    Numbers,
-    Switches,
-    check_alignment,
-    check_experts,
-)
-from punica.ops.scales import Scheme, real_rows, real_weight, rounded
+from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Numbers, Switches, check_alignment, check_experts
+from punica.ops.scales import PLAIN, Scheme, real_rows, real_weight, rounded
 
 Group = tuple[int, int, Tensor]
 """Slot, expert, pairs."""
@@ -90,11 +81,17 @@ def fused_moe_lora(
     groups = list(_groups(given, form))
     shape = (form.slices, form.pairs, form.rank)
     low = torch.zeros(shape, dtype=torch.float32, device=given.x.device)
-    ranks, gathered = _ranks_by_slot(given, form), form.rank != form.full_rank
+    ranks, gathered = [[form.full_rank] * form.slots] * form.slices, form.rank != form.full_rank
+    if given.lora_ranks is not None:
+        ranks = given.lora_ranks.clamp(0, form.full_rank).tolist()
     first = collectives.current().rank() * form.rank if gathered else 0
-    read_a, read_b = _readers(given)
     fp8 = given.fp8
-    x = given.x.float() if fp8 is None else real_rows(given.x, fp8.x_scale, fp8.shrink)
+    if fp8 is None:
+        x, read_a, read_b = given.x.float(), _reader(given.lora_a), _reader(given.lora_b)
+    else:
+        x = real_rows(given.x, fp8.x_scale, fp8.shrink)
+        read_a = _reader(given.lora_a, fp8.a_scale, fp8.shrink)
+        read_b = _reader(given.lora_b, fp8.b_scale, fp8.expand)
     for slot, expert, pairs in groups:
         rows = x[pairs // form.factor]
         for s, part in enumerate(low):
@@ -116,25 +113,11 @@ def fused_moe_lora(
             y[pairs] = (y[pairs].float() + delta if switches.add_inputs else delta).to(y.dtype)
 
 
-def _ranks_by_slot(given: Experts, form: ExpertForm) -> list[list[int]]:
-    """True ranks ``[slice][slot]``."""
-    if given.lora_ranks is None:
-        return [[form.full_rank] * form.slots] * form.slices
-    return given.lora_ranks.clamp(0, form.full_rank).tolist()
-
-
-def _readers(given: Experts) -> tuple[Reader, Reader]:
-    """Functions of (slice, slot, expert) that return A, and B, as float32."""
-    fp8 = given.fp8
-
-    def reader(weights: Sequence[Tensor], scales: Sequence[Tensor] | None, scheme: Scheme | None) -> Reader:
-        if scales is None or scheme is None:
-            return lambda s, slot, expert: weights[s][slot, expert].float()
-        return lambda s, slot, expert: real_weight(weights[s][slot, expert], scales[s][slot, expert], scheme)
-
-    if fp8 is None:
-        return reader(given.lora_a, None, None), reader(given.lora_b, None, None)
-    return reader(given.lora_a, fp8.a_scale, fp8.shrink), reader(given.lora_b, fp8.b_scale, fp8.expand)
+def _reader(weights: Sequence[Tensor], scales: Sequence[Tensor] | None = None, scheme: Scheme = PLAIN) -> Reader:
+    """Return a function of (slice, slot, expert) that reads one weight as float32."""
+    if scales is None:
+        return lambda s, slot, expert: weights[s][slot, expert].float()
+    return lambda s, slot, expert: real_weight(weights[s][slot, expert], scales[s][slot, expert], scheme)
 
 
 def _groups(given: Experts, form: ExpertForm) -> Iterator[Group]:

@@ -1,10 +1,9 @@
 """Host memory for tensors that is used again: for reading adapters, and page-locked for devices that read it.
 
-The first touch of a page costs several times the copy into it: on a virtual machine with two cores 80 MB are read in
-49 ms of one into new pages, in 12 ms into used ones. torch also allocates page-locked memory in powers of two, zeroed
-while it is locked: 92 ms for 80 MB on the host of an H200. Here what is written to the memory touches its pages first,
-and locking them is what remains: 4 ms. Pages that are free again stay, locked or not, for later adapters of about their
-size: unlocking waits for the device.
+The first touch of a page costs several times the copy into it: with two cores 80 MB are read in 49 ms into new pages,
+in 12 ms into used ones. torch allocates page-locked memory in powers of two and zeroes it: 92 ms for 80 MB on the host
+of an H200, where locking pages that were written is 4 ms. Free pages stay, locked or not, for later adapters of about
+their size: unlocking waits for the device.
 """
 
 import ctypes
@@ -21,12 +20,9 @@ _free: dict["Pages", bool] = {}
 
 
 class Pages:
-    """Anonymous memory of ``size`` bytes for tensors, free for others when the last tensor on it is gone.
+    """Anonymous memory of ``size`` bytes for tensors, free for others when the last tensor on it is gone."""
 
-    Attributes: ``most_free``: bytes of free pages of this kind that are kept, three adapters of 80 MB.
-    """
-
-    most_free = 256 << 20
+    most_free = 256 << 20  # bytes of free pages of this kind that are kept: three adapters of 80 MB
 
     def __init__(self, size: int) -> None:
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -54,7 +50,7 @@ class Pages:
         return torch.frombuffer(array, dtype=torch.uint8)[:size]
 
     def _give_back(self) -> None:
-        """Keep the pages free, and release the oldest of this kind that are then beyond ``most_free``."""
+        """Keep the pages, and release the oldest of this kind that are then beyond ``most_free``."""
         if self.size > self.most_free:
             self._release()
             return

@@ -9,8 +9,7 @@ clamped before the cast, which does not saturate. A weight ``[N, K]`` has the un
     block-wise   ``block_n`` rows x ``block_k`` columns, fewer at the edges     scale [ceil(N/block_n), ceil(K/block_k)]
 
 Values are read back to the host to be checked (NaN, inf); a forward pass calls with ``check=False``, where a NaN stays
-NaN and an inf gives an inf scale. TypeError: no tensor or not a dtype that can be quantised (or quantised to);
-ValueError: shapes, sizes, or an element that is not finite, with its index.
+NaN and an inf gives an inf scale. TypeError: dtypes; ValueError: shapes, sizes, or an element that is not finite.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ LEAST = 1e-12
 
 
 def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast ``x`` to an FP8 ``dtype`` without a scale, saturating at the largest value; NaN stays NaN."""
+    """Cast to an FP8 ``dtype`` without a scale, saturating at the largest value; NaN stays NaN."""
     return x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
 
 
@@ -58,11 +57,10 @@ def quantize_blockwise(
 ) -> tuple[Tensor, Tensor]:
     """Quantise ``w [..., N, K]`` as (values, scale ``[..., ceil(N/block_n), ceil(K/block_k)]``)."""
     _check_source("w", w, dtype, check, 2)
-    blocks = _check_blocks((block_n, block_k))
-    rows, columns = w.shape[-2:]
+    blocks, (rows, columns) = (block_n, block_k), w.shape[-2:]
+    counts = block_counts(w, blocks)
     # zeros around the edge change no maximum
     padded = F.pad(w.float().abs(), (0, -columns % block_k, 0, -rows % block_n))
-    counts = block_counts(w, blocks)
     tiles = padded.reshape(*w.shape[:-2], counts[0], block_n, counts[1], block_k)
     scale = _scale_of(_largest(_largest(tiles).transpose(-1, -2)), dtype)
     return _stored(w, over_elements(scale, w.shape, blocks), dtype), scale
@@ -95,17 +93,14 @@ def dequantize(q: Tensor, scale: Tensor, block: Sequence[int] | None = None) -> 
     expect("q", q, dtype=FP8_DTYPES)
     expect("scale", scale, dtype=FLOAT32)
     if block is not None:
-        blocks = _check_blocks(block)
-        wanted = (*q.shape[:-2], *block_counts(q, blocks))
+        wanted = (*q.shape[:-2], *block_counts(q, block))
         if tuple(scale.shape) != wanted:
-            raise ValueError(f"scale has shape {tuple(scale.shape)}; blocks {blocks} of {tuple(q.shape)} need {wanted}")
-        return q.float() * over_elements(scale, q.shape, blocks)
+            raise ValueError(f"scale has shape {tuple(scale.shape)}; blocks {block} of {tuple(q.shape)} need {wanted}")
+        return q.float() * over_elements(scale, q.shape, block)
     if scale.numel() == 1:
         return q.float() * scale.reshape(())
     if scale.shape != q.shape[:-1]:
-        raise ValueError(
-            f"scale has shape {tuple(scale.shape)}; expected one element or {tuple(q.shape[:-1])}, a scale per channel"
-        )
+        raise ValueError(f"scale has shape {tuple(scale.shape)}; expected one element or, by channel, {q.shape[:-1]}")
     return q.float() * scale[..., None]
 
 
@@ -119,9 +114,7 @@ def upcast(q: Tensor) -> Tensor:
 
 
 def validate_scales(scales: Tensor | Sequence[Tensor], name: str) -> None:
-    """Check scales from elsewhere, before they are stored: TypeError unless float32, ValueError unless all are finite
-    and >= 0, with ``name``, the slice and the first bad index. Waits for the device.
-    """
+    """Raise TypeError unless scales are float32, ValueError unless all are finite and >= 0. Waits for the device."""
     for i, scale in enumerate([scales] if isinstance(scales, Tensor) else scales):
         label = name if isinstance(scales, Tensor) else f"{name}[{i}]"
         expect(label, scale, dtype=FLOAT32)
@@ -136,12 +129,8 @@ def validate_scales(scales: Tensor | Sequence[Tensor], name: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Fp8Matrix:
-    """A matrix ``[N, K]`` of an adapter in FP8 with one scale per row, or one of every expert, ``[E, N, K]``: what
-    layers and managers pass around in place of a tensor, so that values never go anywhere without their
-    scales.
-
-    Args:
-        values: float8 ``[..., N, K]``. scale: float32 ``[..., N]`` on the same device.
+    """A matrix ``[N, K]`` of an adapter in FP8 with one scale per row, or one of every expert, ``[E, N, K]``: in place
+    of a tensor, so that values never go anywhere without their scales.
     """
 
     values: Tensor
@@ -151,10 +140,8 @@ class Fp8Matrix:
         expect("values", self.values, dtype=FP8_DTYPES)
         expect("scale", self.scale, dtype=FLOAT32)
         if self.values.ndim not in (2, 3) or self.scale.shape != self.values.shape[:-1]:
-            raise ValueError(
-                f"values have shape {tuple(self.values.shape)} and scale {tuple(self.scale.shape)}; expected [N, K] "
-                "and [N], or [E, N, K] and [E, N]"
-            )
+            shapes = f"values have shape {tuple(self.values.shape)} and scale {tuple(self.scale.shape)}"
+            raise ValueError(f"{shapes}; expected [N, K] and [N], or [E, N, K] and [E, N]")
 
     @classmethod
     def of(cls, w: Tensor | Fp8Matrix, dtype: torch.dtype, *, check: bool = True) -> Fp8Matrix:
@@ -167,22 +154,18 @@ class Fp8Matrix:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the values."""
         return self.values.shape
 
     @property
     def ndim(self) -> int:
-        """2, or 3 with experts."""
         return self.values.ndim
 
     @property
     def dtype(self) -> torch.dtype:
-        """The FP8 format."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of the values."""
         return self.values.device
 
     def real(self) -> Tensor:
@@ -190,14 +173,12 @@ class Fp8Matrix:
         return dequantize(self.values, self.scale)
 
     def scaled(self, factor: float) -> Fp8Matrix:
-        """Multiply the matrix by ``factor``, by its scales: the values stay, but for the sign of a negative factor."""
+        """Multiply the scales by ``factor``; the values stay, but for the sign of a negative one."""
         values = self.values if factor >= 0 else (-self.values.float()).to(self.dtype)
         return Fp8Matrix(values, self.scale * abs(factor))
 
     def cut(self, part: Callable[[Tensor], Any]) -> Fp8Matrix:
-        """Cut out ``part`` of the matrix, a function that selects rows and columns of a tensor: the scales are cut as
-        the values are.
-        """
+        """Apply ``part``, which selects rows and columns of a tensor, to values and scales."""
         values = part(self.values)
         # a tensor of the matrix's shape whose every column is the scales, without their memory
         scale = part(self.scale[..., None].expand(self.shape))
@@ -205,9 +186,8 @@ class Fp8Matrix:
 
     def split(self, sizes: Sequence[int]) -> list[Fp8Matrix]:
         """Split one matrix into blocks of so many rows each."""
-        return [
-            Fp8Matrix(*part) for part in zip(self.values.split(list(sizes)), self.scale.split(list(sizes)), strict=True)
-        ]
+        rows = list(sizes)
+        return [Fp8Matrix(*part) for part in zip(self.values.split(rows), self.scale.split(rows), strict=True)]
 
 
 # --- inside ----------------------------------------------------------------------------------------------------------
@@ -224,13 +204,6 @@ def _check_source(name: str, w: Any, dtype: torch.dtype, check: bool, least_dims
         raise ValueError(f"{name} is {w[tuple(index)].item()} at {index}; it must be finite to be quantised")
 
 
-def _check_blocks(block: Sequence[int]) -> tuple[int, int]:
-    block_n, block_k = block
-    if min(block_n, block_k) < 1:
-        raise ValueError(f"blocks are {block_n} rows x {block_k} columns; both must be >= 1")
-    return block_n, block_k
-
-
 def _largest(magnitudes: Tensor) -> Tensor:
     """Return the largest element along the last dimension, 0 where it is empty."""
     return magnitudes.amax(-1) if magnitudes.shape[-1] else magnitudes.sum(-1)
@@ -244,11 +217,14 @@ def _stored(w: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return saturated(w.float() / scale, dtype)
 
 
-def block_counts(w: Tensor, block: tuple[int, int]) -> tuple[int, int]:
+def block_counts(w: Tensor, block: Sequence[int]) -> tuple[int, int]:
+    """Return the number of blocks along the last two dimensions. ValueError: an empty block."""
+    if min(block) < 1:
+        raise ValueError(f"blocks are {block[0]} rows x {block[1]} columns; both must be >= 1")
     return -(-w.shape[-2] // block[0]), -(-w.shape[-1] // block[1])
 
 
-def over_elements(scale: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
+def over_elements(scale: Tensor, shape: torch.Size, block: Sequence[int]) -> Tensor:
     """Return block scales repeated to the elements of a tensor of ``shape``."""
     rows = scale.repeat_interleave(block[0], -2)[..., : shape[-2], :]
     return rows.repeat_interleave(block[1], -1)[..., : shape[-1]]

@@ -7,9 +7,8 @@ applied transposed, ``[L, 1, out, in]`` also accepted) the two products of the p
 * expand (rank -> hidden size):  ``out[t, :c] (+)= x[t] @ W[l_t]^T`` with ``c = min(N, out.shape[1])``, rows at -1
   untouched.
 
-Arguments and errors of the six are those of `punica.ops.paper_ops.PaperOps`. All compute in float32 (float64
-as soon as one tensor is float64), round once into the dtype of the output, write in place and return ``None``. They
-run on every torch device; on ``meta`` they only check. Speed is the business of `punica.ops.torch_ops`.
+Arguments and errors of the six are those of `punica.ops.paper_ops.PaperOps`. All compute in float32 (float64 as soon
+as one tensor is float64), round once into the dtype of the output, and write in place; on ``meta`` they only check.
 """
 
 from collections.abc import Sequence
@@ -30,16 +29,12 @@ def _multiply(
     wide = torch.float64 in (inputs.dtype, weights.dtype, output.dtype)
     dtype = torch.float64 if wide else torch.float32
     used, most = slots.unique().tolist(), weights.shape[0] - 1
-    for slot in used:
-        if not -1 <= slot <= most:
-            raise ValueError(
-                f"lora_indices_tensor holds slot {slot}; the weights have slots 0 to {most} (-1 = no adapter)"
-            )
+    bad = [slot for slot in used if not -1 <= slot <= most]
+    if bad:
+        raise ValueError(f"lora_indices_tensor holds slot {bad[0]}; the weights have slots 0 to {most} (-1: none)")
     if zero_idle:
         output.zero_()
-    for slot in used:
-        if slot == -1:  # would index the last slot
-            continue
+    for slot in set(used) - {-1}:  # -1 would index the last slot
         rows = (slots == slot).nonzero().flatten().to(output.device)
         product = scaling * (inputs[rows].to(dtype) @ weights[slot].to(dtype).t())
         if add:

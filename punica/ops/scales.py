@@ -7,8 +7,8 @@ own). With stored values q, for row t with slot l and column c:
     per channel  acc[t, c] = a(t) * b[l, c] * sum_k qx[t, k] * qw[l, c, k]
     block-wise   acc[t, c] = sum_g a(t, g) * b[l, c // group_n, g] * sum_{k in group g} qx[t, k] * qw[l, c, k]
 
-where ``qx`` is the activation itself and ``a = 1`` in weight-only mode. Weights of experts ``[L, E, N, K]`` have one
-dimension more, and their scales too.
+where ``qx`` is the activation itself and ``a = 1`` in weight-only mode. Weights of experts, ``[L, E, N, K]``, and
+their scales have a dimension more. Scales of activations: one element, one per row, or one per row and group.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Scheme(NamedTuple):
 
     @property
     def block_wise(self) -> bool:
-        """True where scales belong to blocks."""
         return self.group_k > 0
 
     def check(self) -> None:
@@ -59,10 +58,8 @@ class Scheme(NamedTuple):
                 if type(value) is not kind:
                     raise TypeError(f"{name} must be {kind.__name__}, got {type(value).__name__} {value!r}")
         if min(self.group_k, self.group_n) < 0 or (self.group_k > 0) != (self.group_n > 0):
-            raise ValueError(
-                f"group_k is {self.group_k} and group_n {self.group_n}; block-wise scales need both positive, others "
-                "both 0"
-            )
+            sizes = f"group_k is {self.group_k} and group_n {self.group_n}"
+            raise ValueError(f"{sizes}; block-wise scales need both positive, others both 0")
         if self.block_wise and self.per_channel_quant:
             raise ValueError("block-wise scales (group_k, group_n) and per_channel_quant exclude each other; give one")
 
@@ -96,8 +93,7 @@ def check_scales(
     A 1 may follow the slots of ``weights [L, (1,) N, K]``, and stand last for ``[L, E, N, K]`` (``of_experts``).
     """
     if scales is None or (isinstance(scales, (tuple, list)) and not scales):
-        need = f"weights of {weights[0].dtype} need one tensor of scales per slice, {len(weights)}"
-        missing = f"{name} is missing: {need}"
+        missing = f"{name} is missing: weights of {weights[0].dtype} need one tensor of scales per slice"
         raise ValueError(missing) if scheme.use_fp8_w8a8 else TypeError(missing)
     check_list(name, scales, len(weights))
     for i, (scale, weight) in enumerate(zip(scales, weights, strict=True)):
@@ -115,11 +111,8 @@ def check_scales(
 def check_activation(
     name: str, x: Any, x_scale: Any, k: int, scheme: Scheme, weights: Any, scale_name: str = "a_scale"
 ) -> tuple[int, int] | None:
-    """Check that x is what scheme and weights say, real or FP8 with scales, and return the strides of ``x_scale`` along
-    rows and groups (0: shared), None without scales.
-
-    ``k``: the contraction size of the product; x has its rows in the last dimension but one. ``weights``: one tensor
-    of theirs, or their form.
+    """Check that x is what scheme and weights (one of them, or their form) say, real or FP8 with scales of k columns.
+    Return the strides of ``x_scale`` along rows and groups (0: shared), None without scales.
     """
     expect(name, x, dtype=ACTIVATIONS)
     if x.dtype in FP8_DTYPES:
@@ -140,9 +133,7 @@ def check_activation(
 
 
 def check_row_scales(name: str, scale: Any, rows: int, k: int, scheme: Scheme, device: torch.device) -> tuple[int, int]:
-    """Check float32 scales of rows of k columns: one element, one per row, or one per row and group. Return their
-    strides along both, 0 where they are shared.
-    """
+    """Check float32 scales of rows of k columns; return their strides along rows and groups, 0 where shared."""
     expect(name, scale, dtype=FLOAT32, device=device)
     shape, strides = tuple(scale.shape), scale.stride()
     groups = -(-k // scheme.group_k) if scheme.block_wise else 1
@@ -166,7 +157,7 @@ def real_weight(stored: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def real_rows(x: Tensor, scale: Tensor | None, scheme: Scheme) -> Tensor:
-    """Return activations ``[..., T, K]`` with their scales, if they have some, as float32."""
+    """Return activations ``[..., T, K]``, multiplied by their scales if there are some, as float32."""
     return x.float() if scale is None else x.float() * over_columns(scale, x.shape[-1], scheme)
 
 

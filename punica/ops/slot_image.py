@@ -1,16 +1,15 @@
 """The slot image: everything that one adapter puts into a slot of a whole model, in one block of bytes.
 
-Copying an adapter matrix by matrix costs a host call each, some 450 for a Llama-2 7B: milliseconds of host time, and a
-link that idles between small copies (section 5.2 of the paper loads 80 MB). Packed once, when the adapter is
-registered, it moves in a single launch: one kernel (:mod:`punica.ops.triton_ops.slot_write`) reads it and spreads it
-over the stacked buffers of all layers. Layout, for M matrices (A and B of every slice of every layer):
+Copying an adapter matrix by matrix costs a host call each, some 450 for a Llama-2 7B, and the link idles between small
+copies (section 5.2 of the paper loads 80 MB). Packed once, when the adapter is registered, it moves in one launch:
+`punica.ops.triton_ops.slot_write` spreads it over the stacked buffers of all layers. Layout, for M matrices (A and B of
+every slice of every layer):
 
     header  int64 [M, 4]       offset of the matrix in units of 16 bytes, its rows, its columns (no matrix: 0), its rank
     data    the matrices, row by row, each beginning at a multiple of 16 bytes
 
-Matrices and slots are meant in the order of memory, rank after rank: A ``[rank, in]``, and B turned to ``[rank, out]``
-before it is packed. Both then are the first piece of their slot. The zeros around a matrix smaller than its slot are
-not part of the image: the kernel makes them.
+Matrices and slots are meant in the order of memory, rank after rank: A ``[rank, in]``, and B turned to ``[rank,
+out]``, so that both are the first piece of their slot. The kernel makes the zeros around a matrix.
 """
 
 import itertools
@@ -29,15 +28,13 @@ HEADER = 4
 
 
 class ImagePart(Protocol):
-    """An entry of an image: a :class:`SlotMatrix`, or a layer's record of one of its slots."""
+    """An entry of an image: a `SlotMatrix`, or a layer's record of one of its slots."""
 
     @property
-    def part(self) -> Tensor | None:
-        """The matrix ``[r, c]``, or ``None``."""
+    def part(self) -> Tensor | None: ...
 
     @property
-    def rank(self) -> int:
-        """Its entry in the table of ranks."""
+    def rank(self) -> int: ...
 
 
 class SlotMatrix(NamedTuple):
@@ -51,7 +48,9 @@ class SlotMatrix(NamedTuple):
 
 def pack_image(matrices: Sequence[ImagePart], dtype: torch.dtype, *, pin_memory: bool = False) -> Tensor:
     """Pack ``matrices``, cast to ``dtype``, into an image: uint8 ``[bytes]`` on the CPU, page-locked if asked."""
-    offsets = _offsets(matrices, dtype)
+    sizes = [0 if matrix.part is None else matrix.part.numel() * dtype.itemsize for matrix in matrices]
+    units = [-(-size // ALIGNMENT) for size in (len(matrices) * HEADER * 8, *sizes)]
+    offsets = list(itertools.accumulate(units))  # first unit of every matrix, and the end
     size = offsets[-1] * ALIGNMENT
     pages = LockedPages.of(size) if pin_memory else None
     image = torch.empty(size, dtype=torch.uint8, device="cpu") if pages is None else pages.tensor(size)
@@ -123,16 +122,3 @@ def write_slot(image: Tensor, slots: Sequence[Tensor], ranks: Sequence[Tensor], 
 
 def _header(image: Tensor, count: int) -> Tensor:
     return image[: count * HEADER * 8].view(torch.int64).view(count, HEADER)
-
-
-def _offsets(matrices: Sequence[ImagePart], dtype: torch.dtype) -> list[int]:
-    """Return the first unit of 16 bytes of every matrix, and last the end of the image."""
-    offsets = [_units(len(matrices) * HEADER * 8)]
-    for matrix in matrices:
-        size = 0 if matrix.part is None else matrix.part.numel() * dtype.itemsize
-        offsets.append(offsets[-1] + _units(size))
-    return offsets
-
-
-def _units(size: int) -> int:
-    return -(-size // ALIGNMENT)

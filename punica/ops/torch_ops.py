@@ -1,11 +1,8 @@
 """The LoRA operators in plain torch, fast on a CPU and correct on any device.
 
-`TorchOps` takes the step (`punica.metadata.LoRABatch`) and all slices of a packed layer (q, k, v) in one call. The six
-functions named after the paper's operators mean exactly what `punica.ops.reference` says, make a step from their
-tensors and run the same code.
-
-How a product is computed depends on the layout of the rows (`punica.metadata.SegmentPlan`) and on dtype and processor
-(`punica.ops.segment_gemm`). Weights are never gathered: a run of segments multiplies a view of the stack.
+`TorchOps` takes a step and all slices of a packed layer (q, k, v) in one call; the six functions named after the
+paper's operators make a step from their tensors and run the same code. How a product is computed depends on the layout
+of rows (`punica.metadata.SegmentPlan`), dtype and processor (`punica.ops.segment_gemm`). Weights are never gathered.
 """
 
 from collections.abc import Iterator, Sequence

@@ -52,8 +52,8 @@ FLAT = Names("inputs", "output_tensor", "lora_a_weights", "lora_b_weights", "sca
 
 
 class Weights(NamedTuple):
-    """Form of the weights of all n slices: A slices are ``[slots, rank, widths[i]]`` (all widths are K), B slices
-    ``[slots, widths[i], rank]``. ``row_major``: stored in this order; else the last two dimensions are swapped.
+    """Form of the weights of all n slices: A ``[slots, rank, widths[i]]`` (all widths are K), B ``[slots, widths[i],
+    rank]``. ``row_major``: stored in this order; else the last two dimensions are swapped.
     """
 
     slots: int
@@ -69,8 +69,7 @@ class Weights(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Strides of the weights' scales, per slice: of slot, column (or column block) and K block; 0 where a scale does
-    not depend on it."""
+    """Strides of the weights' scales per slice, 0 where a scale depends not on slot, column (block) or K block."""
 
     slot: tuple[int, ...]
     column: tuple[int, ...]
@@ -144,7 +143,7 @@ class Stack:
         return Stack(self.tensors[i : i + 1], self.rank_dim, ranks, self.scales[i : i + 1], self.form.scheme)
 
     def validate(self) -> None:
-        """Raise ValueError unless all scales are finite and >= 0, for debugging. Waits for the device."""
+        """Run `validate_scales`, for debugging."""
         validate_scales(self.scales, "lora_a_scale" if self.rank_dim == -2 else "lora_b_scale")
 
     @functools.cached_property
@@ -183,7 +182,7 @@ class LoRAWeights:
 
 _FORMS: dict[tuple, Form] = {}
 _PLANS: dict[tuple[Form, ...], dict[tuple, Any]] = {}
-_MOST_FORMS = 4096  # of both; a full table starts anew
+_MOST_FORMS = 4096  # of both
 
 
 def plans_of(*forms: Form) -> dict[tuple, Any]:
@@ -192,11 +191,15 @@ def plans_of(*forms: Form) -> dict[tuple, Any]:
         known = _PLANS.get(forms)
     except TypeError:
         return {}
-    if known is None:
-        if len(_PLANS) >= _MOST_FORMS:
-            _PLANS.clear()
-        known = _PLANS[forms] = {}
-    return known
+    return _kept(_PLANS, forms, {}) if known is None else known
+
+
+def _kept(table: dict[Any, Any], key: tuple, value: Any) -> Any:
+    """Put a value into a table, which starts anew when it is full."""
+    if len(table) >= _MOST_FORMS:
+        table.clear()
+    table[key] = value
+    return value
 
 
 def forget_plans() -> None:
@@ -206,7 +209,7 @@ def forget_plans() -> None:
 
 
 def _form(tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names) -> Form:
-    """Return the form of checked tensors; each combination of shapes, strides, dtypes and devices is checked once."""
+    """Check each combination of shapes, strides, dtypes and devices once."""
     lists = isinstance(tensors, (tuple, list)), scales is None or isinstance(scales, (tuple, list))
     try:
         key = (
@@ -217,12 +220,7 @@ def _form(tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, sch
         known = _FORMS.get(key)
     except (AttributeError, TypeError):  # not tensors, which the checks name; or sizes are symbols, which have no hash
         return _checked(tensors, rank_dim, ranks, scales, scheme, names)
-    if known is None:
-        known = _checked(tensors, rank_dim, ranks, scales, scheme, names)
-        if len(_FORMS) >= _MOST_FORMS:
-            _FORMS.clear()
-        _FORMS[key] = known
-    return known
+    return known or _kept(_FORMS, key, _checked(tensors, rank_dim, ranks, scales, scheme, names))
 
 
 def _checked(tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names) -> Form:
@@ -252,7 +250,7 @@ def _checked(tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, 
 
 
 def _storage_order(weights: Sequence[Tensor]) -> bool | None:
-    """Return the storage order of all slices: True row-major, False with the last two dimensions swapped, else None."""
+    """Return True where all slices are row-major, False with the last two dimensions swapped, else None."""
     orders = set()
     for weight in weights:
         row_major, swapped = weight.is_contiguous(), weight.transpose(-1, -2).is_contiguous()
@@ -277,10 +275,9 @@ def check_stored(stack: Stack, name: str) -> None:
         return
     for i, weight in enumerate(stack.tensors):
         if _storage_order([weight]) is None:
-            raise ValueError(
-                f"{name}[{i}] (shape {tuple(weight.shape)}, strides {weight.stride()}) is contiguous neither row-major "
-                "nor with its last two dimensions swapped: pass a contiguous tensor"
-            )
+            form = f"{name}[{i}] (shape {tuple(weight.shape)}, strides {weight.stride()})"
+            raise ValueError(f"{form} is contiguous neither row-major nor with its last two dimensions swapped; pass a "
+                             "contiguous tensor")  # fmt: skip
     raise ValueError(f"slices of {name} mix row-major and transposed storage: store all the same way")
 
 
