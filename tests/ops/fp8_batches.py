@@ -24,12 +24,7 @@ def grid(scale: Tensor, rows: int, columns: int, mode: dict[str, Any]) -> Tensor
     scale = scale.double().cpu()
     if mode.get("group_k"):
         blocks = scale.reshape(scale.shape[-2:])
-        return torch.stack(
-            [
-                torch.stack([blocks[i // mode["group_n"], j // mode["group_k"]] for j in range(columns)])
-                for i in range(rows)
-            ]
-        )
+        return blocks[torch.arange(rows) // mode["group_n"]][:, torch.arange(columns) // mode["group_k"]]
     return scale.reshape(-1, 1).expand(rows, columns)
 
 
@@ -40,7 +35,7 @@ def fp8(shape: tuple[int, ...], dtype: torch.dtype, spread: float = 1.0) -> Tens
 
 @dataclass
 class Stack:
-    """The weights ``[L, 1, N, K]`` of one slice and their scales, different in every slot, channel and block."""
+    """Weights ``[L, 1, N, K]`` of one slice, and scales different in every slot, channel and block."""
 
     stored: Tensor
     scale: Tensor
@@ -67,23 +62,19 @@ def real_rows(x: Tensor, a_scale: Tensor | None, mode: dict[str, Any]) -> Tensor
     if a_scale is None:
         return values
     scale = a_scale.cpu().double()
-    if scale.numel() == 1:
-        return values * scale.reshape(())
-    if scale.ndim == 1 or scale.shape[1] == 1:
+    if scale.numel() == 1 or scale.ndim == 1 or scale.shape[1] == 1:
         return values * scale.reshape(-1, 1)
-    return values * torch.stack([scale[:, j // mode["group_k"]] for j in range(x.shape[-1])], 1)
+    return values * scale[:, torch.arange(x.shape[-1]) // mode["group_k"]]
 
 
 def product(rows: Tensor, weights: Tensor, slots: list[int], ranks: list[int] | None, rank_is_out: bool) -> Tensor:
     """float64 ``[T, N]`` of real rows ``[T, K]``, 0 for rows at -1 and lanes beyond the rank."""
     out = torch.zeros(len(slots), weights.shape[1], dtype=torch.float64)
     for t, slot in enumerate(slots):
-        if slot < 0:
-            continue
-        r = (weights.shape[1] if rank_is_out else weights.shape[2]) if ranks is None else ranks[slot]
-        if rank_is_out:
+        r = None if ranks is None else ranks[slot]
+        if slot >= 0 and rank_is_out:
             out[t, :r] = weights[slot, :r] @ rows[t]
-        else:
+        elif slot >= 0:
             out[t] = weights[slot, :, :r] @ rows[t, :r]
     return out
 

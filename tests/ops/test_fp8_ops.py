@@ -1,72 +1,59 @@
-"""The FP8 operators on a CPU, in every mode, against float64; and what both paths refuse."""
+"""The FP8 operators on a CPU, in every mode, against float64; and what they refuse."""
 
-import numpy as np
 import pytest
 import torch
-from fp8_batches import E4M3, E5M2, MODES, Stack, fp8, product, real_rows
 
-from punica.metadata import LoRABatch, RowGroups
 from punica.ops.scales import Scheme
+from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, fp8, product, real_rows, step
 from tests.ops.step_calls import TORCH
 
 SLOTS = [1, -1, 0, 2, 2, 0, -1]
+NAN = float("nan")
 
 
-def step(slots: list[int]) -> LoRABatch:
-    batch = LoRABatch(16, 3)
-    batch.fill(RowGroups.of_rows(np.array(slots)))
-    return batch
+def stack(n, k, given, dtype=E4M3):
+    return Stack.random(3, n, k, given, dtype, "cpu")
 
 
-@pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def activations(shape, given, w8a8):
+    """Real ones, or FP8 with scales, by group where there are some."""
+    if not w8a8:
+        return torch.randn(shape), None
+    groups = -(-shape[-1] // given["group_k"]) if "group_k" in given else 1
+    return fp8(shape, E4M3), torch.rand(shape[-2], groups) + 0.1
+
+
+@pytest.mark.parametrize(("dtype", "w8a8"), [(E4M3, False), (E4M3, True), (E5M2, True)], ids=["real", "w8a8", "e5m2"])
 @pytest.mark.parametrize("mode", MODES)
-class TestModes:
-    def test_shrink(self, mode, dtype, w8a8):
-        given = MODES[mode]
-        a = [Stack.random(3, 20, 200, given, dtype, "cpu") for _ in range(2)]
-        x, a_scale = torch.randn(7, 200), None
-        if w8a8:
-            groups = -(-200 // given["group_k"]) if "group_k" in given else 1
-            x, a_scale = fp8((7, 200), E4M3), torch.rand(7, groups) + 0.1
-        y = torch.full((2, 7, 20), float("nan"))
-        scheme = Scheme(use_fp8_w8a8=w8a8, **given)
-        TORCH.shrink(
-            x, [s.stored for s in a], y, step(SLOTS), 0.5, b_scale=[s.scale for s in a], a_scale=a_scale, scheme=scheme
-        )
-        rows = real_rows(x, a_scale, given)
-        for i, stack in enumerate(a):
-            expected = 0.5 * product(rows, stack.real(), SLOTS, None, True)
-            torch.testing.assert_close(y[i].double(), expected, rtol=1e-4, atol=1e-4)
+def test_shrink_and_expand(mode, dtype, w8a8):
+    given, batch = MODES[mode], step(SLOTS, "cpu")
+    scheme = Scheme(use_fp8_w8a8=w8a8, **given)
+    a = [stack(20, 200, given, dtype) for _ in range(2)]
+    x, a_scale = activations((7, 200), given, w8a8)
+    y = torch.full((2, 7, 20), NAN)
+    scales = {"b_scale": [s.scale for s in a], "a_scale": a_scale}
+    TORCH.shrink(x, [s.stored for s in a], y, batch, 0.5, scheme=scheme, **scales)
+    for i, each in enumerate(a):
+        expected = 0.5 * product(real_rows(x, a_scale, given), each.real(), SLOTS, None, True)
+        torch.testing.assert_close(y[i].double(), expected, rtol=1e-4, atol=1e-4)
 
-    def test_expand(self, mode, dtype, w8a8):
-        given = MODES[mode]
-        b = [Stack.random(3, n, 20, given, dtype, "cpu") for n in (33, 150)]
-        x, a_scale = torch.randn(2, 7, 20), None
-        if w8a8:
-            x, a_scale = fp8((2, 7, 20), E4M3), torch.rand(7) + 0.1
-        before = torch.randn(7, 200)
-        y = before.clone()
-        TORCH.expand(
-            x, [s.stored for s in b], y, step(SLOTS), 10, True,
-            b_scale=[s.scale for s in b], a_scale=a_scale, scheme=Scheme(use_fp8_w8a8=w8a8, **given),
-        )  # fmt: skip
-        column = 10
-        for i, stack in enumerate(b):
-            delta = product(real_rows(x[i], a_scale, given), stack.real(), SLOTS, None, False)
-            end = column + delta.shape[1]
-            expected = before[:, column:end].double() + delta
-            torch.testing.assert_close(y[:, column:end].double(), expected, rtol=1e-4, atol=1e-4)
-            column = end
-        assert torch.equal(y[:, :10], before[:, :10])
-        assert torch.equal(y[:, column:], before[:, column:])
-        bare = torch.tensor(SLOTS) < 0
-        assert torch.equal(y[bare], before[bare])
+    b = [stack(n, 20, given, dtype) for n in (33, 150)]
+    x, a_scale = activations((2, 7, 20), given, w8a8)
+    y = torch.randn(7, 200)
+    expected, column = y.double(), 10
+    scales = {"b_scale": [s.scale for s in b], "a_scale": a_scale}
+    TORCH.expand(x, [s.stored for s in b], y, batch, 10, scheme=scheme, **scales)
+    for i, each in enumerate(b):
+        delta = product(real_rows(x[i], a_scale, given), each.real(), SLOTS, None, False)
+        expected[:, column : column + delta.shape[1]] += delta
+        column += delta.shape[1]
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(y[:, [*range(10), *range(column, 200)]].double(), expected[:, [*range(10), *range(column, 200)]])
 
 
 def test_the_example_of_the_specification():
     qw = torch.tensor([[1.0, 2, 0, 1], [0, 1, 1, 0]]).to(E4M3)[None]
-    qx, batch, y = torch.tensor([[2.0, 1, 0, 4]]).to(E4M3), step([0]), torch.empty(1, 1, 2)
+    qx, batch, y = torch.tensor([[2.0, 1, 0, 4]]).to(E4M3), step([0], "cpu"), torch.empty(1, 1, 2)
     given = {"b_scale": [torch.tensor([[0.5, 2.0]])], "a_scale": torch.tensor([0.25])}
     TORCH.shrink(qx, [qw], y, batch, 2.0, **given, scheme=Scheme(use_fp8_w8a8=True, per_channel_quant=True))
     assert y.tolist() == [[[2.0, 1.0]]]
@@ -77,22 +64,19 @@ def test_the_example_of_the_specification():
 
 def test_true_ranks_and_poison():
     """Nothing of another slot, of lanes beyond a rank, or of their scales is read."""
-    ranks = [8, 0, 20]
-    a, b = (Stack.random(3, n, k, MODES["channel"], E4M3, "cpu") for n, k in ((20, 40), (50, 20)))
+    ranks, slots = [8, 0, 20], [0, 1, 0, -1]
+    a, b = stack(20, 40, MODES["channel"]), stack(50, 20, MODES["channel"])
     a_real, b_real = a.real(), b.real()
     for slot, rank in enumerate(ranks):
-        a.stored[slot, :, rank:] = b.stored[slot, :, :, rank:] = float("nan")
-        a.scale[slot, rank:] = float("nan")
-    x, y = torch.randn(4, 40), torch.zeros(4, 50)
-    slots = [0, 1, 0, -1]
-    a.stored[2] = b.stored[2] = float("nan")
+        a.stored[slot, :, rank:] = b.stored[slot, :, :, rank:] = NAN
+        a.scale[slot, rank:] = NAN
+    a.stored[2] = b.stored[2] = NAN
+    x, y, scheme = torch.randn(4, 40), torch.zeros(4, 50), Scheme(per_channel_quant=True)
     TORCH.linear(
-        y, x, [a.stored], [b.stored], step(slots), 1.0, lora_a_scale=[a.scale], lora_b_scale=[b.scale],
-        shrink=Scheme(per_channel_quant=True), expand=Scheme(per_channel_quant=True),
-        lora_ranks=torch.tensor([ranks], dtype=torch.int32),
+        y, x, [a.stored], [b.stored], step(slots, "cpu"), lora_a_scale=[a.scale], lora_b_scale=[b.scale],
+        shrink=scheme, expand=scheme, lora_ranks=torch.tensor([ranks], dtype=torch.int32),
     )  # fmt: skip
-    h = product(x.double(), a_real, slots, ranks, True)
-    expected = product(h, b_real, slots, ranks, False)
+    expected = product(product(x.double(), a_real, slots, ranks, True), b_real, slots, ranks, False)
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -100,16 +84,39 @@ def test_true_ranks_and_poison():
 @pytest.mark.parametrize("mode", MODES)
 def test_linear_w8a8(mode, quantised):
     given = MODES[mode]
-    a, b = (Stack.random(3, n, k, given, E4M3, "cpu") for n, k in ((20, 200), (150, 20)))
-    x, a_scale = torch.randn(7, 200), None
-    if quantised:
-        x, a_scale = fp8((7, 200), E4M3), torch.rand(7) + 0.1
+    a, b = stack(20, 200, given), stack(150, 20, given)
+    x, a_scale = activations((7, 200), {}, quantised)
     scheme, y = Scheme(use_fp8_w8a8=True, **given), torch.zeros(7, 150)
     TORCH.linear(
-        y, x, [a.stored], [b.stored], step(SLOTS), lora_a_scale=[a.scale], lora_b_scale=[b.scale], a_scale=a_scale,
-        shrink=scheme, expand=scheme,
+        y, x, [a.stored], [b.stored], step(SLOTS, "cpu"), lora_a_scale=[a.scale], lora_b_scale=[b.scale],
+        a_scale=a_scale, shrink=scheme, expand=scheme,
     )  # fmt: skip
     h = product(real_rows(x, a_scale, given), a.real(), SLOTS, None, True)
     expected = product(h, b.real(), SLOTS, None, False)
     size = float(expected.abs().max())
     torch.testing.assert_close(y.double() / size, expected / size, rtol=5e-2, atol=5e-2)
+
+
+HALF, ONES = torch.randn(7, 40).half(), torch.ones
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"a_scale": None}, ValueError, "a_scale required"),
+        ({"x": HALF}, TypeError, "x has dtype torch.float16"),
+        ({"x": HALF, "scheme": Scheme()}, ValueError, "only float8"),
+        ({"scheme": Scheme()}, TypeError, "use_fp8_w8a8"),
+        ({"b_scale": []}, ValueError, "b_scale|lora_a_scale is missing"),
+        ({"b_scale": [ONES(3, 16)]}, ValueError, r"\(3, 16\).*\(3,\).*per tensor"),
+        ({"a_scale": ONES(6)}, ValueError, r"\(6,\).*\[7\]"),
+        ({"scheme": Scheme(16, 0, use_fp8_w8a8=True)}, ValueError, "group_k is 16 and group_n 0"),
+    ],
+)
+def test_scales_and_activations_that_do_not_fit(changes, error, match):
+    given = {"x": fp8((7, 40), E4M3), "b_scale": [ONES(3)], "a_scale": ONES(7)}
+    given |= {"scheme": Scheme(use_fp8_w8a8=True)} | changes
+    y = torch.full((1, 7, 20), 5.0)
+    with pytest.raises(error, match=match):
+        TORCH.shrink(given.pop("x"), [fp8((3, 20, 40), E4M3)], y, step(SLOTS, "cpu"), **given)
+    assert (y == 5).all()

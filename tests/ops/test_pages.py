@@ -46,36 +46,27 @@ def test_pages_are_used_again_when_the_last_view_of_them_is_gone(locked) -> None
 
 def test_pages_that_were_not_locked_are_given_to_the_system(locked) -> None:
     first = LockedPages.of(64)
-    tensor = first.tensor(64)
-    del tensor
+    first.tensor(64)
     gc.collect()
     assert LockedPages.of(64) is not first
     assert locked == []
 
 
-def test_pages_beyond_the_limit_are_unlocked(locked, monkeypatch) -> None:
-    monkeypatch.setattr(LockedPages, "most_free", 100_000)
-    for _ in range(2):
-        one, other = LockedPages.of(70_000), LockedPages.of(70_000)
-        tensors = [one.tensor(70_000), other.tensor(70_000)]
-        for pages in (one, other):
-            pages.lock()
-        del one, other, pages, tensors
-        gc.collect()
-    assert [size > 0 for _, size in locked] == [True, True, False, True, False]
-
-
-def test_memory_for_reading_is_used_again_unlocked_and_only_for_that(locked, monkeypatch) -> None:
-    monkeypatch.setattr(Pages, "most_free", 100_000)
-    first, second = Pages.of(70_000), Pages.of(70_000)
-    tensors = [first.tensor(70_000), second.tensor(70_000)]
+@pytest.mark.parametrize("kind", [Pages, LockedPages])
+def test_pages_beyond_the_limit_go_to_the_system_and_others_serve_their_kind_again(locked, monkeypatch, kind) -> None:
+    monkeypatch.setattr(kind, "most_free", 100_000)
+    pages = [kind.of(70_000), kind.of(70_000)]
+    tensors = [one.tensor(70_000) for one in pages]
     assert tensors[0].data_ptr() != tensors[1].data_ptr()
+    if kind is LockedPages:
+        for one in pages:
+            one.lock()
     tensors.clear()
     gc.collect()
-    assert type(LockedPages.of(70_000)) is LockedPages
-    found = [Pages.of(70_000), Pages.of(70_000)]
-    assert [one in (first, second) for one in found] == [True, False], "more than most_free goes to the system"
-    assert locked == []
+    other = LockedPages if kind is Pages else Pages
+    assert other.of(70_000) not in pages
+    assert [one in pages for one in (kind.of(70_000), kind.of(70_000))] == [True, False]
+    assert [size > 0 for _, size in locked] == ([True, True, False] if kind is LockedPages else [])
 
 
 @pytest.mark.parametrize("kind", [Pages, LockedPages])
@@ -105,18 +96,9 @@ def test_the_oldest_free_pages_make_room_for_those_of_another_size(locked, monke
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 4097, 100_000, 80_000_001])
 def test_no_more_than_an_eighth_and_a_page_is_wasted(size: int, locked) -> None:
-    assert size <= LockedPages.of(size).size <= size * 9 // 8 + mmap.PAGESIZE
-
-
-def test_pages_of_no_bytes_are_given_back(locked) -> None:
-    pages = LockedPages.of(0)
-    tensor = pages.tensor(0)
-    assert tensor.shape == (0,)
-    pages.lock()
-    assert LockedPages.of(0) is not pages
-    del tensor
-    gc.collect()
-    assert list(module._free) == [pages]
+    pages = LockedPages.of(size)
+    assert size <= pages.size <= size * 9 // 8 + mmap.PAGESIZE
+    assert pages.tensor(size).shape == (size,)
 
 
 @pytest.mark.gpu
