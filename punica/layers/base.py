@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from punica import wrapper
 from punica.checks import check_count
 from punica.config import LoRAConfig
 from punica.layers.packing import Blocks, LoRAFactor, Slices
@@ -20,8 +21,6 @@ from punica.layers.utils import base_weight, check_has_data, check_lora_pair, ch
 from punica.ops.quant import Fp8Matrix
 from punica.ops.scales import PER_CHANNEL, PLAIN
 from punica.ops.weights import LoRAWeights, Stack
-from punica.wrapper import PunicaWrapperABC
-from punica.wrapper.inner import InnerForm, inner_form
 
 LoRAInput = Tensor | Fp8Matrix | Sequence[LoRAFactor] | None
 Shapes = list[tuple[int, int]]
@@ -92,10 +91,9 @@ class BaseLayerWithLoRA(nn.Module):
     """
 
     base_layer: Any
-    punica_wrapper: PunicaWrapperABC | None = None
+    punica_wrapper: Any = None
     a_row_major = True
     skips_when_empty = False
-    contract: tuple[str, ...] = ()  # methods of a wrapper that the forward calls, in their inner form
     full_input_size: int
     full_output_sizes: tuple[int, ...]
     stack_a: Stack
@@ -103,7 +101,7 @@ class BaseLayerWithLoRA(nn.Module):
     lora_weights: LoRAWeights
     _slots: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # the stacked buffers of A and of B, one per slice
     _live_ranks: tuple[Tensor, Tensor]  # lora_ranks as this rank's shrink and as its expand must know them
-    _inner: dict[str, InnerForm]
+    _inner: Any  # the wrapper's `LinearMethods`
 
     def __init__(self, base_layer: Any, device: torch.device | None = None) -> None:
         super().__init__()
@@ -347,12 +345,12 @@ class BaseLayerWithLoRA(nn.Module):
 
     # --- into a model ------------------------------------------------------------------------------------------------
 
-    def set_mapping(self, punica_wrapper: PunicaWrapperABC) -> None:
+    def set_mapping(self, punica_wrapper: Any) -> None:
         """Store the wrapper, shared by all layers of a model, that knows which row uses which slot."""
         self.punica_wrapper = punica_wrapper
-        self._inner = {method: inner_form(punica_wrapper, method) for method in self.contract}
+        self._inner = wrapper.inner_form(punica_wrapper)
 
-    def _ready_wrapper(self, *inputs: Tensor) -> PunicaWrapperABC:
+    def _ready_wrapper(self, *inputs: Tensor) -> Any:
         """Return the wrapper for a forward; ``RuntimeError``: no slots, no wrapper, or a gradient would be needed."""
         self._require_slots("forward")
         if torch.is_grad_enabled() and any(one.requires_grad for one in (*inputs, *self.parameters())):

@@ -45,7 +45,6 @@ from punica.parallel.linear import (
     check_last_dim,
 )
 from punica.parallel.matmul import is_skinny
-from punica.wrapper import PunicaWrapperABC
 
 
 class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
@@ -57,7 +56,6 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         lora_a_stacked, lora_b_stacked: tuples with one tensor per slice, ``[L, 1, R, in]`` and ``[L, 1, out_i, R]``.
     """
 
-    contract: tuple[str, ...] = ("add_lora_linear",)
     _uses_base_forward = False  # the base product is the base layer's own forward: it may compute or cast in its way
 
     def __init__(self, base_layer: Any) -> None:
@@ -91,12 +89,6 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     def _slot_shapes(self, max_rank: int) -> tuple[Shapes, Shapes]:
         return [(max_rank, self.input_size)] * self.n_slices, [(width, max_rank) for width in self.output_slices]
 
-    def set_mapping(self, punica_wrapper: PunicaWrapperABC) -> None:
-        """Store the wrapper as the base class."""
-        super().set_mapping(punica_wrapper)
-        is_inner = self._inner["add_lora_linear"] is punica_wrapper  # the contract's method has no base product
-        self._takes_aside = is_inner and getattr(punica_wrapper, "takes_aside", False)
-
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
@@ -106,14 +98,14 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         ``ValueError`` for another width of ``x``; what else is wrong with it the op finds.
         """
         wrapper, rows, beside = self._ready_wrapper(x), self._adapter_rows(x), ALONE
-        if self._streams is not None and self._takes_aside and not has_no_lora(wrapper):
+        if self._streams is not None and self._inner.takes_aside and not has_no_lora(wrapper):
             aside = self._streams.begin(rows)
             if aside is not None:
                 plain = (self.weight,) if bias is None else (self.weight, bias)
                 beside = Beside(aside, plain if self._has_plain_product(x, rows) else ())
         output = x.new_empty(x.shape[0], self.output_size) if beside.base else self._base_output(x, bias)
         y = as_rows(output)
-        returned = self._inner["add_lora_linear"].add_linear(y, rows, self.lora_weights, True, beside)
+        returned = self._inner.add_linear(y, rows, self.lora_weights, True, beside)
         y = y if returned is None else returned
         return y if y.ndim == output.ndim else y.view(output.shape)
 

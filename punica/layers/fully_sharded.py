@@ -42,7 +42,6 @@ from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model
 class _FullySharded(BaseLinearLayerWithLoRA):
     """Shrink, a collective, expand, instead of one call. Replaces what the parent class does, where configured."""
 
-    contract = ("add_lora_linear", "add_shrink", "add_expand")
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Compute the parent's result with a collective on the intermediate, never on a second stream."""
@@ -57,9 +56,9 @@ class _FullySharded(BaseLinearLayerWithLoRA):
             return output
         shape = (self.n_slices, rows.shape[0], self.lora_a_stacked[0].shape[-2])
         h = torch.zeros(shape, dtype=torch.float32, device=rows.device)
-        shrunk = self._inner["add_shrink"].add_shrunk(h, rows, self.stack_a)
+        shrunk = self._inner.add_shrunk(h, rows, self.stack_a)
         h, y = self._join(h if shrunk is None else shrunk), as_rows(output)
-        returned = self._inner["add_expand"].add_expanded(y, h, self.stack_b, self._first_column())
+        returned = self._inner.add_expanded(y, h, self.stack_b, self._first_column())
         return (y if returned is None else returned).view(output.shape)
 
     def own_ranks(self, i: int, pair: tuple[LoRAFactor, LoRAFactor], blocks: Blocks) -> tuple[LoRAFactor, LoRAFactor]:

@@ -28,7 +28,6 @@ from punica.layers.utils import is_kind_of, listed_groups
 from punica.ops.experts import ExpertLoRAWeights, Fp8Experts, Switches
 from punica.ops.scales import PER_CHANNEL
 from punica.parallel.moe import FusedMoE
-from punica.wrapper import PunicaWrapperABC
 
 SUPPORTED_BACKEND = "allgather_reducescatter"
 Stacks = tuple[Tensor, ...]
@@ -284,7 +283,7 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
 
     # --- into a model ------------------------------------------------------------------------------------------------
 
-    def set_mapping(self, punica_wrapper: PunicaWrapperABC) -> None:
+    def set_mapping(self, punica_wrapper: Any) -> None:
         """Store the wrapper, and tell the experts what to add."""
         self._require_slots("set_mapping")
         super().set_mapping(punica_wrapper)

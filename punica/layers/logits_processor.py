@@ -41,7 +41,6 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
     settings of the base layer (``vocab_size``, ``scale``, ``soft_cap`` ...) can be read here too.
     """
 
-    contract = ("add_lora_logits",)
     logits_as_input = property(attrgetter("base_layer.logits_as_input"))
     vocab_size = property(attrgetter("base_layer.vocab_size"))
     org_vocab_size = property(attrgetter("base_layer.org_vocab_size"))
@@ -94,7 +93,7 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
             return None
         if has_vocabulary_work(self.filled_slots, logits):
             rows = hidden_states.to(cast(LoRAConfig, self.lora_config).lora_dtype)
-            returned = self._inner["add_lora_logits"].add_logits(logits, rows, self.lora_weights)
+            returned = self._inner.add_logits(logits, rows, self.lora_weights)
             logits = logits if returned is None else returned
         return logits[..., : self.vocab_size]
 

@@ -10,7 +10,7 @@ Ids behind the original vocabulary (added by a fine-tune) have no row in A and g
 split over ranks by ids and reduced; A and B are whole on every rank, and the term is added to the reduced output.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,6 @@ from punica.config import LoRAConfig
 from punica.layers.base import UnsplitLayer
 from punica.layers.utils import has_no_lora, has_vocabulary_work, is_kind_of
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding
-from punica.wrapper import PunicaWrapperBase
 
 
 class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
@@ -31,7 +30,6 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
     """
 
     a_row_major = False
-    contract = ("add_lora_embedding",)
     lora_a_stacked_2d: Tensor
 
     def __init__(self, base_layer: Any) -> None:
@@ -58,12 +56,11 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
         metadata that was made for another vocabulary.
         """
         wrapper = self._ready_wrapper()
-        step = cast(PunicaWrapperBase, wrapper)
-        slots = step.token_lora_indices  # int64 [T]
+        slots = wrapper.token_lora_indices  # int64 [T]
         tokens = slots.shape[0]
-        if step.vocab_size not in (None, self.full_input_size):
+        if wrapper.vocab_size not in (None, self.full_input_size):
             raise ValueError(
-                f"update_metadata was given vocab_size={step.vocab_size}, but this embedding has org_vocab_size="
+                f"update_metadata was given vocab_size={wrapper.vocab_size}, but this embedding has org_vocab_size="
                 f"{self.full_input_size}; pass that"
             )
         if input_.numel() < tokens:
@@ -76,7 +73,7 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
             return output
         flat = output.view(-1, output.shape[-1])
         shrunk = self._shrunk(input_.reshape(-1)[:tokens], slots)
-        returned = self._inner["add_lora_embedding"].add_embedding(flat[:tokens], shrunk, self.stack_b)
+        returned = self._inner.add_embedding(flat[:tokens], shrunk, self.stack_b)
         return output if returned is None else torch.cat((returned, flat[tokens:])).view(output.shape)
 
     def _shrunk(self, ids: Tensor, slots: Tensor) -> Tensor:

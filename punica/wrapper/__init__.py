@@ -1,37 +1,61 @@
 """The wrapper that every LoRA layer calls: it owns the metadata of a step and chooses the ops.
 
-`get_punica_wrapper` picks the backend. A new backend is a subclass of `PunicaWrapperBase` whose ``_ops`` is a
-`punica.ops.interface.Ops` (and ``_experts`` a `punica.ops.experts.ExpertOps`), and a factory registered in `BACKENDS`.
+    step.py       the step, given by slots or by adapter ids
+    linear.py     LoRA of dense layers, with weights as objects
+    experts.py    LoRA of experts
+    backends.py   on torch, and on the Triton kernels
+
+Its methods with tensors and adapter ids, and with them `PunicaWrapperBase` and its subclasses, are vLLM's contract
+(`punica.vllm.wrapper`). `get_punica_wrapper` picks the backend. A new one is a subclass of `PunicaWrapperBase` whose
+``_ops`` is a `punica.ops.interface.Ops` (and ``_experts`` a `punica.ops.experts.ExpertOps`), and a factory registered
+in `BACKENDS`.
 """
 
 import importlib.util
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from punica import wrapper
+from punica.lazy import lazily
 from punica.registry import Registry
-from punica.wrapper.base import PunicaWrapperABC, PunicaWrapperBase
-from punica.wrapper.cpu import PunicaWrapperCPU
-from punica.wrapper.gpu import PunicaWrapperGPU
 
-BACKENDS: Registry[Callable[..., PunicaWrapperBase]] = Registry("op backend")
-BACKENDS.register("cpu")(PunicaWrapperCPU)
+_CLASSES = ("PunicaWrapperABC", "PunicaWrapperBase", "PunicaWrapperCPU", "PunicaWrapperGPU")
+_HOMES = {"punica.vllm.wrapper": (*_CLASSES, "inner_form")}
+
+
+def __getattr__(name: str) -> Any:
+    return lazily(__name__, name, _HOMES)
+
+
+for _path in (f"{__name__}.{_name}" for _name in ("base", "cpu", "gpu")):  # documented paths of the classes
+    vars(sys.modules.setdefault(_path, ModuleType(_path)))["__getattr__"] = __getattr__
+
+BACKENDS: Registry[Callable[..., Any]] = Registry("op backend")
+
+
+@BACKENDS.register("cpu")
+def _cpu_wrapper(*args: Any, **kwargs: Any) -> Any:
+    return wrapper.PunicaWrapperCPU(*args, **kwargs)
 
 
 @BACKENDS.register("gpu")
-def _gpu_wrapper(*args: Any, **kwargs: Any) -> PunicaWrapperGPU:
+def _gpu_wrapper(*args: Any, **kwargs: Any) -> Any:
     device = _device_of(args, kwargs)
     if device.type != "cuda" or not torch.cuda.is_available():
         available = "available" if torch.cuda.is_available() else "not available"
         raise RuntimeError(f'backend "gpu" needs a CUDA device, got {device} (CUDA is {available}); use backend="cpu"')
     if not _has_triton():
         raise RuntimeError('backend "gpu" needs Triton, which is not installed; install triton or use backend="cpu"')
-    return PunicaWrapperGPU(*args, **kwargs)
+    return wrapper.PunicaWrapperGPU(*args, **kwargs)
 
 
-def get_punica_wrapper(*args: Any, backend: str | None = None, **kwargs: Any) -> PunicaWrapperBase:
-    """A wrapper for ``(max_num_batched_tokens, max_batches, device, *, max_loras=None, lora_config=None)``.
+def get_punica_wrapper(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+    """Return a `PunicaWrapperBase` for
+    ``(max_num_batched_tokens, max_batches, device, *, max_loras=None, lora_config=None)``.
 
     ``backend``: a name in `BACKENDS` (``"cpu"``, ``"gpu"``), or None for the GPU where ``device`` is CUDA and Triton is
     installed, else the CPU. RuntimeError: ``"gpu"`` without a CUDA device or without Triton. ValueError: another name.

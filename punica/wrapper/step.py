@@ -64,7 +64,7 @@ class StepMetadata:
     ) -> None:  # fmt: skip
         """Begin the next step, given by the slots of its rows and of its sampled rows.
 
-        ``vocab_size`` and ``padding_slot``: of the index tensors (`punica.wrapper.contract.indices`). ValueError, and
+        ``vocab_size`` and ``padding_slot``: of the index tensors (`punica.vllm.indices`). ValueError, and
         no change, when there are more than N of either or a slot is not below ``max_loras``.
         """
         self.batch.fill(tokens, sampled)

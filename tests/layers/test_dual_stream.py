@@ -11,7 +11,7 @@ from punica.layers import dual_stream as module
 from punica.layers.dual_stream import dual_stream_for
 from punica.parallel import ReplicatedLinear
 from punica.parallel.linear import BatchInvariantLinearMethod
-from punica.wrapper.gpu import PunicaWrapperGPU
+from punica.wrapper import PunicaWrapperGPU
 
 
 class Over:

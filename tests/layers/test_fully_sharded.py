@@ -368,6 +368,7 @@ def test_one_rank_takes_the_plain_path(lora_class, build, lora_config, wrapper_f
     wrapper = wrapper_for([2])
     layer = with_example(lora_class, build(tp_rank=0, tp_size=1), lora_config(max_lora_rank=4), wrapper)
     wrapper.add_shrink = wrapper.add_expand = None
+    layer.set_mapping(wrapper)
     assert layer(X)[0].tolist() == DELTA.tolist()
 
 

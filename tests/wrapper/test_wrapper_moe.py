@@ -9,13 +9,13 @@ import torch
 
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
-from punica.ops.moe_configs import (
+from punica.ops.triton_ops import configs, moe_rules
+from punica.vllm.experts import (
     DEFAULTS,
     normalize_lora_config_keys,
     positional_config,
     try_get_optimal_moe_lora_config,
 )
-from punica.ops.triton_ops import configs, moe_rules
 from punica.wrapper import PunicaWrapperCPU, PunicaWrapperGPU
 from tests.ops.moe_cases import E5M2, Case, World
 

@@ -29,8 +29,8 @@ from guarded_memory import BITS, DEVICE, MOST_ROWS, NAN, ROUNDING, SMALL, SUMMED
 from punica.config import LoRAConfig  # noqa: E402
 from punica.metadata import LoRAKernelMeta, LoRAMapping  # noqa: E402
 from punica.ops import moe_torch, triton_ops  # noqa: E402
-from punica.ops.moe_configs import DEFAULTS  # noqa: E402
 from punica.ops.scales import Scheme  # noqa: E402
+from punica.vllm.experts import DEFAULTS  # noqa: E402
 from punica.wrapper import PunicaWrapperGPU  # noqa: E402
 from tests.ops.fp8_batches import E4M3, E5M2, MODES  # noqa: E402
 from tests.ops.moe_cases import SCHEMES, Case, World  # noqa: E402

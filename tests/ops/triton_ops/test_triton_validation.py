@@ -8,7 +8,7 @@ import torch
 from triton_batches import Batch
 
 from punica.ops.triton_ops import lora_expand, lora_linear, lora_shrink
-from punica.wrapper.gpu import verify_indices
+from punica.wrapper.backends import verify_indices
 
 FP16, FP32 = torch.float16, torch.float32
 

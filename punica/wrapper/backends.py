@@ -1,4 +1,4 @@
-"""`PunicaWrapperGPU`: the wrapper on the Triton kernels."""
+"""The methods that layers call, on torch's and on Triton's operators."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +8,24 @@ from torch import Tensor
 
 from punica.config import LoRAConfig
 from punica.metadata import LoRAKernelMeta, RowGroups
-from punica.wrapper.base import PunicaWrapperBase
+from punica.ops.moe_torch import TorchExpertOps
+from punica.ops.torch_ops import TorchOps
+from punica.wrapper.experts import ExpertMethods
 
 
-class PunicaWrapperGPU(PunicaWrapperBase):
+class CPUBackend(ExpertMethods):
+    """Plain torch, on any device. Products by segment: the layout of the step is planned once and used by every layer.
+
+    Prefill and decode take the same path, so they give equal results. Products are accumulated in float32 and rounded
+    once into y's dtype; rows without adapter are never computed.
+    """
+
+    _ops = TorchOps()
+    _experts = TorchExpertOps()
+
+
+class GPUBackend(ExpertMethods):
     """One shrink launch and one expand launch per layer, whatever the number of slices and adapters.
-
-    Needs ``lora_config``, or ``max_loras`` as a shorthand for its defaults (TypeError without either).
 
     Nothing is launched for a step without adapters. The only allocation of a call is its float32 intermediate and the
     host never waits for the device, so every method can be captured in a CUDA graph; the graph then covers as many rows

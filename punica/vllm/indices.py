@@ -1,10 +1,9 @@
 """`StepIndices`: the step as index tensors."""
 
-from typing import Any
-
 import numpy as np
 import torch
 
+from punica.config import LoRAConfig
 from punica.metadata import RowGroups, embedding_offsets, padded_slots
 from punica.metadata.staging import StagedBuffer
 from punica.wrapper.step import StepMetadata
@@ -23,9 +22,10 @@ class StepIndices(StepMetadata):
     """
 
     def __init__(
-        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any
-    ) -> None:
-        super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
+        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str,
+        *, max_loras: int | None = None, lora_config: LoRAConfig | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(max_num_batched_tokens, max_batches, device, max_loras=max_loras, lora_config=lora_config)
         self._indices = StagedBuffer((max_num_batched_tokens, 5), torch.int64, self.device, (-1, -1, -1, 0, 0))
         columns = self._indices.tensor
         self._token_lora_indices, self._sampler_indices, self._sampler_indices_padded, _, _ = columns.unbind(1)

@@ -1,25 +1,34 @@
-"""`ExpertContract`: fused MoE LoRA with the weights and the routing given by their tensors."""
+"""The wrapper's methods on experts with weights and routing given by their tensors, and their configurations."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from punica.checks import check_count
 from punica.ops.experts import Assignment, ExpertLoRAWeights, Switches, check_block_size, check_routing
-from punica.ops.moe_configs import positional_config
-from punica.wrapper.contract.keywords import Keywords
+from punica.vllm.weights import Keywords
 from punica.wrapper.experts import ExpertMethods, by_slot
 
 Alignment = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Config = dict[str, Any]
+
+DEFAULTS: Config = {
+    "BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8, "NUM_WARPS": 4, "NUM_STAGES": 3,
+    "SPLIT_K": 1,
+}  # fmt: skip
+"""Configuration of one product, in the positional order of `fused_moe_lora`."""
+OP_TYPES = tuple(f"fused_moe_lora_{site}_{part}" for site in ("w13", "w2") for part in ("shrink", "expand"))
 
 
 class ExpertContract(ExpertMethods):
     """The methods of experts on the current step.
 
     Slots that serve no expert weights are switched off by ``adapter_enabled``; ``token_lora_mapping`` None takes the
-    slots of the current step. The three that multiply take the keywords of `keywords.py`; for weights in FP8 their x is
-    not FP8, or FP8 with ``a_scale``. TypeError for any other keyword. NotImplementedError, naming the class, of a
-    wrapper whose backend has no experts.
+    slots of the current step. The three that multiply take `Keywords`; for weights in FP8 their x is not FP8, or FP8
+    with ``a_scale``. TypeError for any other keyword. NotImplementedError, naming the class, of a wrapper whose backend
+    has no experts.
     """
 
     def moe_lora_align_block_size(
@@ -59,7 +68,7 @@ class ExpertContract(ExpertMethods):
         **kwargs: Any,
     ) -> None:  # fmt: skip
         """``y[t, j, offset + s*N : ...] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T``, see
-        `punica.ops.reference.fused_moe_lora`. The configs hold `punica.ops.moe_configs.DEFAULTS`, or some of them.
+        `punica.ops.reference.fused_moe_lora`. The configs hold `DEFAULTS`, or some of them.
         """
         ops = self._expert_ops("add_lora_fused_moe")
         switches = Switches(mul_routed_weight, fully_sharded, offset, add_inputs)
@@ -91,9 +100,7 @@ class ExpertContract(ExpertMethods):
         switches, site = Switches(False, fully_sharded, 0, add_inputs), "w13" if use_tuned_config else None
         weights = self._weights("add_lora_w13", lora_a_stacked, lora_b_stacked, adapter_enabled, switches, kwargs, site)
         _check_counts(topk_ids, num_tokens, (top_k_num, top_k), len(lora_a_stacked), num_slices)
-        assignment = self.assign_pairs(
-            topk_ids, topk_weights, expert_map, weights, token_lora_mapping, every_slot=True
-        )
+        assignment = self.assign_pairs(topk_ids, topk_weights, expert_map, weights, token_lora_mapping, every_slot=True)
         _, ids, experts, counts, mapping = assignment
         if not self._is_idle(mapping):
             self.add_lora_experts(y.view(num_tokens, top_k, -1), x, weights, assignment)
@@ -135,7 +142,7 @@ class ExpertContract(ExpertMethods):
         self, method: str, lora_a: tuple[Tensor, ...], lora_b: tuple[Tensor, ...], enabled: Tensor, switches: Switches,
         kwargs: Mapping[str, Any], site: str | None = None,
     ) -> ExpertLoRAWeights:  # fmt: skip
-        """The operands of a call and its keywords as one object."""
+        """Return the operands of a call and its keywords as one object."""
         given = Keywords.of(method, kwargs)
         fp8 = given.experts()
         self._debug_check(fp8)
@@ -151,3 +158,36 @@ def _check_counts(routing: Tensor, num_tokens: int, top_k: tuple[int, int], slic
         )
     if slices != num_slices:
         raise ValueError(f"num_slices is {num_slices}, lora_a_stacked has {slices} tensors")
+
+
+def normalize_lora_config_keys(config: Mapping[str, Any]) -> Config:
+    """Copy with upper-case keys: ``block_m`` becomes ``BLOCK_SIZE_M``, ``num_warps`` ``NUM_WARPS``."""
+    blocks = {f"block_{letter}": f"BLOCK_SIZE_{letter.upper()}" for letter in "mnk"}
+    return {blocks.get(key, key.upper()): value for key, value in config.items()}
+
+
+def positional_config(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the seven numbers of a config for `fused_moe_lora`. ValueError for unknown keys."""
+    given = normalize_lora_config_keys(config)
+    if unknown := sorted(set(given) - set(DEFAULTS)):
+        raise ValueError(f"{name} has unknown keys {unknown}; known: {list(DEFAULTS)}, or these in lower case")
+    return tuple((DEFAULTS | given).values())
+
+
+def try_get_optimal_moe_lora_config(
+    op_type: str, w1_shape: Sequence[int], w2_shape: Sequence[int], rank: int, top_k: int, dtype: torch.dtype, M: int
+) -> Config:
+    """Return a config of the base layer's expert product, adjusted to rank ``rank``, for `add_lora_fused_moe`.
+
+    ``w1_shape``, ``w2_shape``: ``[E, out, in]``; ``M``: tokens; ``top_k`` and ``dtype`` are vLLM's, and unused.
+    ValueError for an ``op_type`` not in `OP_TYPES`.
+    """
+    if op_type not in OP_TYPES:
+        raise ValueError(f"op_type must be one of {', '.join(OP_TYPES)}, got {op_type!r}")
+    if len(w1_shape) != 3 or len(w2_shape) != 3 or w1_shape[0] != w2_shape[0]:
+        raise ValueError(f"w1_shape and w2_shape must be [E, out, in], got {tuple(w1_shape)} and {tuple(w2_shape)}")
+    lanes = 1 << (check_count("rank", rank) - 1).bit_length()
+    block_m, block_n, block_k, group_m = (16, 32, 64, 1) if w1_shape[0] >= M else (64, 64, 32, 8)
+    config = {"BLOCK_SIZE_M": block_m, "BLOCK_SIZE_N": block_n, "BLOCK_SIZE_K": block_k, "GROUP_SIZE_M": group_m}
+    key = "BLOCK_SIZE_N" if op_type.endswith("shrink") else "BLOCK_SIZE_K"
+    return config | {key: max(16, min(config[key], lanes))}
