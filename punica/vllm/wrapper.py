@@ -115,8 +115,11 @@ class LinearContract(LinearMethods):
             return
         y, x = viewed_as_rows("y", y), flattened("x", x)
         check_slices(output_slices, lora_b_stacked)
-        if buffer is not None or x.shape[0] or y.shape[0]:
-            self._linear(buffer, y, x, _pair(lora_a_stacked, lora_b_stacked, given), batch, scale, add_inputs, given)
+        weights = _pair(lora_a_stacked, lora_b_stacked, given)
+        if buffer is not None:
+            self._with_buffer(buffer, y, x, weights, batch, scale, add_inputs, given.a_scale)
+        elif x.shape[0] or y.shape[0]:
+            self.ops.linear(y, x, weights, batch, scale, add_inputs, given.a_scale)
 
     def add_lora_logits(
         self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float,
@@ -132,9 +135,12 @@ class LinearContract(LinearMethods):
         if buffer is None and batch.no_lora:
             return
         y, x = viewed_as_rows("y", y), flattened("x", x)
-        parts = buffer.unsqueeze(0) if isinstance(buffer, Tensor) and buffer.ndim == 2 else buffer
-        if buffer is not None or x.shape[0] or y.shape[0]:
-            self._linear(parts, y, x, _pair((lora_a_stacked,), (lora_b_stacked,), given), batch, scale, True, given)
+        weights = _pair((lora_a_stacked,), (lora_b_stacked,), given)
+        if buffer is not None:
+            parts = buffer.unsqueeze(0) if isinstance(buffer, Tensor) and buffer.ndim == 2 else buffer
+            self._with_buffer(parts, y, x, weights, batch, scale, True, given.a_scale)
+        elif x.shape[0] or y.shape[0]:
+            self.ops.linear(y, x, weights, batch, scale, True, given.a_scale)
 
     def _keywords(self, method: str, kwargs: dict[str, Any], allowed: Sequence[str] = KEYWORDS) -> Keywords:
         """Return the keywords of a call, their values verified with ``debug_checks``."""
@@ -142,17 +148,14 @@ class LinearContract(LinearMethods):
         self._debug_check(given)
         return given
 
-    def _linear(
-        self, buffer: Slices | None, y: Tensor, x: Tensor, weights: LoRAWeights, batch: LoRABatch, scale: float,
-        add_inputs: bool, given: Keywords,
+    def _with_buffer(
+        self, buffer: Slices, y: Tensor, x: Tensor, weights: LoRAWeights, batch: LoRABatch, scale: float,
+        add_inputs: bool, x_scale: Tensor | None,
     ) -> None:  # fmt: skip
-        """Add the product; a buffer is filled by a shrink of its own."""
-        if buffer is None:
-            self.ops.linear(y, x, weights, batch, scale, add_inputs, given.a_scale)
-            return
+        """Add the product, and fill ``buffer`` by a shrink of its own."""
         if not self.takes_buffer:
             raise ValueError(f"buffer is created internally by {type(self).__name__}; call without it")
-        stored, scheme, x_scale = weights.b.form.stored, weights.a.form.scheme, given.a_scale
+        stored, scheme = weights.b.form.stored, weights.a.form.scheme
         if isinstance(buffer, Tensor):
             sizes = stored.sizes("lora_b_stacked") | {"T": x.shape[0], "of T *": "x"}
             expect("buffer", buffer, "n T r", dtype=FLOAT32, device=stored.device, sizes=sizes)
