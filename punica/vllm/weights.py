@@ -17,7 +17,7 @@ from punica.ops.scales import PLAIN, Scheme
 from punica.ops.weights import STEP, LoRAWeights, Names, Scaled, Stack, is_traced
 
 T = TypeVar("T")
-Group = Tensor | Sequence[Tensor] | None
+Group = Any  # a tensor, a sequence of them, or None
 
 
 class _Known(NamedTuple):
@@ -52,11 +52,11 @@ def _known(groups: tuple[Group, ...], rest: tuple, make: Callable[..., T]) -> T:
     parts: list[Any] = [rest]
     tensors = []
     for group in groups:
-        for one in group if isinstance(group, (tuple, list)) else (group,):
-            parts.append(id(one))
-            if one is not None:
-                tensors.append(one)
         parts.append(type(group))
+        if group is not None:
+            for one in group if isinstance(group, (tuple, list)) else (group,):
+                parts.append(id(one))
+                tensors.append(one)
     try:
         layouts = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
     except (AttributeError, RuntimeError):  # not tensors, which the checks name, or without memory
@@ -111,7 +111,7 @@ class Keywords(NamedTuple):
         if not given:
             return _NONE
         check_keywords(method, given, allowed)
-        return cls(*[given.get(name) for name in KEYWORDS[:-1]], *_schemes(given.get("quant_args")))
+        return cls._make((*[given.get(name) for name in KEYWORDS[:-1]], *_schemes(given.get("quant_args"))))
 
     def experts(self) -> Fp8Experts | None:
         """Return the scales of experts; None where nothing is FP8."""
