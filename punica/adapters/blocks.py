@@ -48,10 +48,8 @@ class BlockDiagonal:
         """
         in_a, in_b = (any(pattern in name for pattern in patterns) for patterns in (self.a, self.b))
         if (in_a and in_b) or (self.match_strict and not in_a and not in_b):
-            which = "both target_modules_bd_a and target_modules_bd_b" if in_a else (
-                "neither target_modules_bd_a nor target_modules_bd_b, which match_strict demands"
-            )
-            raise ValueError(f"use_bdlora: module {clip(name)} matches {which}")
+            which = "both a and b" if in_a else "neither a nor b, which match_strict demands"
+            raise ValueError(f"use_bdlora: module {clip(name)} matches {which} of target_modules_bd_a and _b")
         if (in_a or in_b) and rank % self.nblocks:
             raise ValueError(
                 f"module {clip(name)} has rank {rank}, which use_bdlora.nblocks = {self.nblocks} does not divide"

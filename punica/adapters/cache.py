@@ -21,21 +21,13 @@ from punica.parallel import all_ranks_agree
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """One version of an adapter in host memory.
+    """One version of an adapter in host memory."""
 
-    Attributes:
-        lora: its weights, packed and staged.
-        request: the request it was loaded for; `None` for an adapter that came as a `LoRAModel`.
-        users: unfinished generation requests that are computed with it, see :meth:`AdapterCache.hold`.
-        slot: where it is active, or `None`.
-        superseded: another version was registered under its id since.
-    """
-
-    lora: LoRAModel
-    request: LoRARequest | None = None
-    users: int = 0
-    slot: int | None = None
-    superseded: bool = False
+    lora: LoRAModel  # packed and staged
+    request: LoRARequest | None = None  # that it was loaded for; None: it came as a `LoRAModel`
+    users: int = 0  # unfinished generation requests that are computed with it, see `AdapterCache.hold`
+    slot: int | None = None  # where it is active
+    superseded: bool = False  # another version was registered under its id since
 
     @property
     def key(self) -> Hashable:
@@ -67,8 +59,6 @@ class AdapterCache:
         # by id, of the latest load: the request, and what was in its folder; tensors in memory stay what they are
         self._latest: dict[int, tuple[LoRARequest | None, AdapterVersion | None]] = {}
 
-    # --- look-ups ----------------------------------------------------------------------------------------------------
-
     @property
     def lora_index_to_id(self) -> list[int | None]:
         """Adapter id of each slot, `None` = free, or taken by a superseded version; a copy."""
@@ -81,7 +71,6 @@ class AdapterCache:
 
     @property
     def pinned_adapters(self) -> frozenset[int]:
-        """Ids that :meth:`pin_adapter` keeps registered and active."""
         return self._registered.pinned
 
     @property
@@ -93,7 +82,7 @@ class AdapterCache:
         return len(self._registered)
 
     def list_adapters(self) -> dict[int, LoRAModel]:
-        """Return the registered adapters, `{id: adapter as packed for the model}`; a copy."""
+        """Return the registered adapters as packed for the model, by id; a copy."""
         return {adapter_id: loaded.lora for adapter_id, loaded in self._registered.items()}
 
     def loaded(self, adapter_id: int) -> LoadedAdapter | None:
@@ -101,7 +90,6 @@ class AdapterCache:
         return self._registered.peek(as_int("adapter_id", adapter_id))
 
     def get_adapter(self, adapter_id: int) -> LoRAModel | None:
-        """Return a registered adapter or `None`; does not count as use."""
         return None if (loaded := self.loaded(adapter_id)) is None else loaded.lora
 
     def request_of(self, adapter_id: int) -> LoRARequest | None:
@@ -113,14 +101,11 @@ class AdapterCache:
         return self._registered.peek(adapter_id) in self._active
 
     def active_versions(self) -> list[LoadedAdapter]:
-        """Return all versions that have a slot."""
         return [loaded for loaded in self._slots if loaded is not None]
 
     def adapter_bytes(self, adapter_id: int) -> int:
         """Return the host memory of a registered adapter, in bytes. ValueError if it is not registered."""
         return self._writer.host_bytes(self._require(adapter_id).lora)
-
-    # --- host memory -------------------------------------------------------------------------------------------------
 
     def restore_adapter(self, adapter: LoRAModel, request: LoRARequest | None) -> None:
         """Register a staged adapter, as :meth:`get_adapter` returned it, with its request if it has one.
@@ -136,13 +121,9 @@ class AdapterCache:
 
     def remove_oldest_adapter(self) -> bool:
         """Remove the least recently used unpinned adapter. `False` if none is registered; RuntimeError: all pinned."""
-        if not len(self):
-            return False
-        self._registered.remove_oldest()
-        return True
+        return bool(len(self) and self._registered.remove_oldest())
 
     def remove_all_adapters(self) -> None:
-        """Remove every adapter and every pin."""
         for adapter_id in {**self._latest, **self.list_adapters()}:
             self.remove_adapter(adapter_id)
 
@@ -185,7 +166,6 @@ class AdapterCache:
         return True
 
     def unpin_adapter(self, adapter_id: int) -> bool:
-        """Drop an adapter's pin. `False` if it was not pinned."""
         loaded = self.loaded(adapter_id)
         return loaded is not None and self._active.unpin(loaded) and self._registered.unpin(loaded.lora.id)
 
@@ -276,7 +256,8 @@ class AdapterCache:
         for version in (old, *self._held):
             if version is not None and version.lora.id == adapter_id:
                 version.superseded = True
-        self._registered.pop(adapter_id)
+        if old is not None:
+            self._registered.pop(adapter_id)
         loaded.superseded = False
         self._registered.put(adapter_id, loaded)
         self._note_latest(adapter_id, loaded.request, loaded.lora.version)

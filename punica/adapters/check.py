@@ -1,7 +1,6 @@
 """Rules for the tensors of an adapter: dtypes, shapes and numbers.
 
-An adapter is untrusted input. Its config is checked first (:meth:`punica.adapters.PEFTHelper.validate_legal`), names
-before any tensor is read, and everything before the serving process changes.
+An adapter is untrusted input: all is checked before the serving process changes, names before any tensor is read.
 """
 
 from collections.abc import Mapping
@@ -34,9 +33,6 @@ _INFINITIES = {
 """Integers of each dtype's size, and inf and -inf read as those."""
 
 
-# --- shapes ----------------------------------------------------------------------------------------------------------
-
-
 class ModuleEntry(NamedTuple):
     """One module in a checkpoint: its name, the keys of A and B, and what the adapter's config says of it."""
 
@@ -51,21 +47,17 @@ class ModuleEntry(NamedTuple):
 
 
 def table_of_contents(
-    tensors: Mapping[str, Factor],
-    names: Mapping[str, TensorName],
-    peft_helper: PEFTHelper,
-    model_vocab_size: int | None,
+    tensors: Mapping[str, Factor], names: Mapping[str, TensorName], peft_helper: PEFTHelper, vocab_size: int | None
 ) -> list[ModuleEntry]:
     """Check dtypes, shapes and ranks of an adapter's named tensors, all but the numbers; one entry per module. Meta
     tensors will do.
 
-    Raises:
-        TypeError: a value is not a tensor, or its dtype is not fp16, bf16, fp32 or fp64, or FP8 without scales.
-        ValueError: A without B, an embedding of another vocabulary, or shapes and ranks that disagree.
+    TypeError: no tensor, or its dtype is not fp16, bf16, fp32 or fp64, or FP8 without scales. ValueError: A without B,
+    an embedding of another vocabulary, or shapes and ranks that disagree.
     """
     sides: dict[str, dict[bool, str]] = {}
     for key, (module, is_a, _) in names.items():
-        _check_tensor(key, tensors[key], module, is_a, model_vocab_size)
+        _check_tensor(key, tensors[key], module, is_a, vocab_size)
         sides.setdefault(module, {})[is_a] = key
     if incomplete := {
         module: "A without B" if True in found else "B without A" for module, found in sides.items() if len(found) < 2
@@ -110,10 +102,7 @@ def _check_tensor(key: str, tensor: object, module: str, is_a: bool, vocab_size:
 
 
 def check_pair(module: str, a: Factor, b: Factor, rank: int, is_stacked: bool = False) -> None:
-    """Check A `[rank, in]` and B `[out, rank]`, or of all experts of a layer A `[E*rank, in]` and B `[out, E*rank]`.
-
-    ValueError naming the module and both values.
-    """
+    """Check A `[rank, in]` and B `[out, rank]`, or of all experts of a layer A `[E*rank, in]` and B `[out, E*rank]`."""
     if a.ndim != 2 or b.ndim != 2:
         empty = "; the trainer saved them empty: gather its shards before (DeepSpeed ZeRO-3, FSDP)" * (0 in a.shape)
         raise ValueError(
@@ -142,9 +131,6 @@ def _check_projection(module: str, a: Factor, b: Factor, rank: int) -> None:
         )
     if (a.shape[1], b.shape[2]) != (rank, rank):
         raise ValueError(f"module {module!r}: A and B have shapes {shapes}, the adapter's config says rank {rank}")
-
-
-# --- FP8 with scales -------------------------------------------------------------------------------------------------
 
 
 def join_scales(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,9 +166,6 @@ def _with_scale(key: str, values: Any, name: str, scale: Any) -> Fp8Matrix:
     return Fp8Matrix(values.detach(), scale)
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------
-
-
 def check_finite(module: str, is_a: bool, placed: Factor, read: Factor) -> None:
     """ValueError if a matrix holds NaN or inf as `placed`; tells if the cast of the `read` one overflowed."""
     if isinstance(placed, Fp8Matrix):  # its scales were checked; values may be NaN, and inf in e5m2
@@ -197,7 +180,7 @@ def check_finite(module: str, is_a: bool, placed: Factor, read: Factor) -> None:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """True if no element is NaN or inf; always true of meta tensors.
+    """Tell if no element is NaN or inf; always true of meta tensors.
 
     In NaN and inf all bits of the exponent are set. Read as integers, positive ones are larger than all finite numbers
     with a sign, negative ones without; numpy finds the largest integer at the speed of the cache.

@@ -64,10 +64,7 @@ def resolve_adapter_path(path: str | Path) -> Path:
 
 
 def read_config_text(path: str | Path) -> bytes:
-    """Read the content of a PEFT folder's `adapter_config.json`.
-
-    FileNotFoundError: no such folder or file. ValueError: it is too large.
-    """
+    """Read a PEFT folder's `adapter_config.json`. FileNotFoundError; ValueError: it is too large."""
     file = resolve_adapter_path(path) / CONFIG_FILE
     if not file.is_file():
         is_below = any(file.parent.glob(f"*/{CONFIG_FILE}"))  # PEFT saves adapters that have names in folders of these
@@ -101,13 +98,11 @@ class PEFTHelper:
 
     These are PEFT's own rules in training; note that PEFT sorts the patterns' keys when it saves. `target_modules` is
     informational (`"all-linear"`, a regular expression, or names): the tensors decide which modules are adapted.
-    Unknown keys are ignored, with a warning of features that are on. Unsupported features (DoRA, biases, ...) are read
-    here and refused by :meth:`validate_legal`.
+    Unknown keys are ignored, with a warning of features that are on.
 
-    Raises:
-        TypeError: rank not an int, alpha not a number, a switch not a bool, targets or a pattern of another type.
-        ValueError: rank < 1, alpha not finite, no target, too many patterns, or a pattern key that is no regular
-            expression or of a kind that cannot be matched in bounded time.
+    TypeError: rank not an int, alpha not a number, a switch not a bool, targets or a pattern of another type.
+    ValueError: rank < 1, alpha not finite, no target, too many patterns, or a key that is no regular expression or of a
+    kind that cannot be matched in bounded time.
     """
 
     r: int
@@ -147,8 +142,6 @@ class PEFTHelper:
         alphas = _compile_rules(self.alpha_pattern, "alpha_pattern", _check_alpha)
         object.__setattr__(self, "_rules", {"rank_pattern": ranks, "alpha_pattern": alphas})
 
-    # --- reading -----------------------------------------------------------------------------------------------------
-
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> PEFTHelper:
         """Build from the parsed JSON, or from `LoraConfig.to_dict()`. Unknown keys are no error; `null`: not given.
@@ -175,15 +168,12 @@ class PEFTHelper:
 
     @classmethod
     def from_local_dir(cls, path: str | Path) -> PEFTHelper:
-        """Read `adapter_config.json` of a PEFT folder.
-
-        FileNotFoundError: no such folder or file. ValueError, TypeError: invalid JSON or content, with the file's name.
-        """
+        """Read `adapter_config.json` of a PEFT folder. FileNotFoundError; ValueError, TypeError: invalid content."""
         return cls.from_text(read_config_text(path), resolve_adapter_path(path) / CONFIG_FILE)
 
     @classmethod
     def from_text(cls, text: bytes, file: Path) -> PEFTHelper:
-        """Build from the content of the JSON `file`. ValueError, TypeError: as :meth:`from_local_dir`."""
+        """Build from the content of the JSON `file`, which errors name."""
         try:
             config = json.loads(text.decode("utf-8"))
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
@@ -194,8 +184,6 @@ class PEFTHelper:
             return cls.from_dict(config)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{str(file)!r}: {error}") from error
-
-    # --- modules -----------------------------------------------------------------------------------------------------
 
     def resolve(self, modules: Iterable[str]) -> None:
         """Find ranks and alphas of these modules, all at once; ValueError: matching takes too long."""
@@ -216,7 +204,6 @@ class PEFTHelper:
         self._matched.update(found)
 
     def _rules_of(self, module_name: str) -> list[_Rule | None]:
-        """Return the rules of a module's rank and alpha."""
         self.resolve([module_name])
         return self._matched.get(self._name_in_patterns(module_name), [None, None])
 
@@ -231,12 +218,10 @@ class PEFTHelper:
         return names[-1 - depth] if depth < len(names) else module_name
 
     def rank_of(self, module_name: str) -> int:
-        """Return `r_m` of one module."""
         rule, _ = self._rules_of(module_name)
         return self.r if rule is None else rule.value
 
     def alpha_of(self, module_name: str) -> float:
-        """Return `alpha_m` of one module."""
         _, rule = self._rules_of(module_name)
         return self.lora_alpha if rule is None else rule.value
 
@@ -246,18 +231,13 @@ class PEFTHelper:
         return self.alpha_of(module_name) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def blocks_of(self, module_name: str) -> Blocks:
-        """Return the blocks of a linear module's factors. ValueError: as :meth:`BlockDiagonal.of_module`."""
         return Blocks() if self._blocks is None else self._blocks.of_module(module_name, self.rank_of(module_name))
-
-    # --- refusals and doubts -----------------------------------------------------------------------------------------
 
     def validate_legal(self, lora_config: LoRAConfig, modules: Iterable[str] | None = None) -> None:
         """Refuse unsupported features, all problems in one message, and warn of :attr:`doubts`.
 
         With `modules`, the ones that are adapted, only their ranks are checked; `None`: every rank in the config.
-
-        Raises:
-            ValueError: DoRA, biases, extra saved modules, other unsupported features, or a rank above `max_lora_rank`.
+        ValueError: DoRA, biases, extra saved modules, other unsupported features, or a rank above `max_lora_rank`.
         """
         self.refuse_illegal(lora_config, modules)
         for doubt in self.doubts:
@@ -287,9 +267,8 @@ class PEFTHelper:
         for rule in dict.fromkeys(rules):
             where, rank = ("r", self.r) if rule is None else (f"rank_pattern[{clip(rule.key)}]", rule.value)
             if rank > limit:
-                problems.append(
-                    f"{where}: rank {clip(rank)} exceeds max_lora_rank {limit} (raise LoRAConfig.max_lora_rank)"
-                )
+                remedy = "raise LoRAConfig.max_lora_rank"
+                problems.append(f"{where}: rank {clip(rank)} exceeds max_lora_rank {limit} ({remedy})")
         if problems:
             raise ValueError("this adapter cannot be served: " + "; ".join(problems))
 
@@ -371,14 +350,10 @@ def _compile_rules(patterns: Any, name: str, check: Callable[[str, object], obje
     if patterns is None:
         return []
     if not isinstance(patterns, Mapping):
-        raise TypeError(
-            f"{name} must be a dict of name pattern to value, got {clip(patterns)} ({type(patterns).__name__})"
-        )
+        raise TypeError(f"{name} must be a dict of name pattern to value, got {clip(patterns)}")
     if len(patterns) > MOST_PATTERNS:
-        raise ValueError(
-            f"{name} has {len(patterns)} keys, at most {MOST_PATTERNS} are read; set the most frequent value "
-            "globally, and name modules together by an expression"
-        )
+        remedy = "set the most frequent value globally, and name modules together by an expression"
+        raise ValueError(f"{name} has {len(patterns)} keys, at most {MOST_PATTERNS} are read; {remedy}")
     rules = []
     for key, value in patterns.items():
         if not isinstance(key, str):

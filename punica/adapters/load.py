@@ -44,6 +44,7 @@ class AdapterLoader:
 
     def __init__(self, packer: AdapterPacker, rules: NameRules, lora_config: LoRAConfig, vocab_size: int) -> None:
         self._packer, self._rules, self._lora_config, self._vocab_size = packer, rules, lora_config, vocab_size
+        self._most_tensors, self._has_remote = rules.most_tensors, rules.moe_ep_spec is not None  # experts
         # of adapters; None for FP8 slots: rounded once, from the dtype of the file
         self._dtype = cast(torch.dtype, lora_config.lora_dtype) if lora_config.fp8 is None else None
         self._certificates: LRUCache[tuple, Certificate] = LRUCache(MOST_BYTES)  # by content
@@ -56,7 +57,7 @@ class AdapterLoader:
         Raises:
             FileNotFoundError, ValueError, TypeError: prefixed with the adapter's name and path.
         """
-        with loading(request), self._open(request) as source:
+        with loading(request), request.tensors or AdapterFolder(request.absolute_path, self._most_tensors) as source:
             self._certificate(request, source)
             return source.version()
 
@@ -64,7 +65,7 @@ class AdapterLoader:
         """Read, check and pack a request's adapter; raises as :meth:`check`. No number is read before all shapes are
         known to fit.
         """
-        with loading(request), self._open(request) as source:
+        with loading(request), request.tensors or AdapterFolder(request.absolute_path, self._most_tensors) as source:
             certificate = self._certificate(request, source)
             entries, contents, numbers = certificate.entries, certificate.contents, None
             if all(entry.dtype in ADAPTER_DTYPES for entry in entries.values()):  # FP8 has its own scales
@@ -80,10 +81,7 @@ class AdapterLoader:
 
     def common_part(self, version: AdapterVersion | None) -> AdapterVersion | None:
         """Return the part of a version that all ranks have read: not the numbers of experts of other ranks."""
-        return version if version is None or self._rules.moe_ep_spec is None else version._replace(numbers=b"")
-
-    def _open(self, request: LoRARequest) -> AdapterFolder | AdapterTensors:
-        return request.tensors or AdapterFolder(request.absolute_path, self._rules.most_tensors)
+        return version if version is None or not self._has_remote else version._replace(numbers=b"")
 
     def _certificate(self, request: LoRARequest, source: AdapterFolder | AdapterTensors) -> Certificate:
         """Return the certificate of a source's content, made now unless it is known. Warns of its doubts."""
@@ -101,7 +99,7 @@ class AdapterLoader:
 
     def _certify(self, request: LoRARequest, source: AdapterFolder | AdapterTensors) -> Certificate:
         """Check a source's config, and names, types and shapes of its tensors."""
-        config, spec = source.helper(), self._rules.moe_ep_spec
+        config = source.helper()
         config.refuse_illegal(self._lora_config, modules=(), tensors_decide=True)
         entries = source.entries(self._rules, request.weights_mapper)
         names = {key: entry.name for key, entry in entries.items() if entry.name is not None}
@@ -111,7 +109,7 @@ class AdapterLoader:
         tensors = {key: entry.meta() for key, entry in entries.items()}
         contents = table_of_contents(join_scales(tensors), names, config, self._vocab_size)
         doubts = config.doubts
-        if spec is None and (disagreement := config.disagreement(configured)):
+        if not self._has_remote and (disagreement := config.disagreement(configured)):
             doubts.append(disagreement)
         if saved := sorted(key for key in source.places if key.endswith(BASE_WEIGHTS)):
             doubts.append(

@@ -11,14 +11,11 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[K, V]):
-    """A least recently used cache of at most `capacity` entries, with pins.
+    """A least recently used cache of at most `capacity` >= 1 entries, or sizes of entries together, with pins.
 
-    Args:
-        capacity: at least 1. Where entries are put with sizes, the bound of their sum.
-        on_remove: called as `on_remove(key, value)` after an entry was popped or evicted, or its value replaced.
-
-    Pinned entries are never evicted; they can be popped, which drops the pin. `uses` counts puts, uses and removals:
-    while it stays the same, so does the order of use. TypeError, ValueError: the capacity is not an integer >= 1.
+    `on_remove(key, value)` is called after an entry was popped or evicted, or its value replaced. Pinned entries are
+    never evicted; they can be popped, which drops the pin. `uses` counts puts, uses and removals: while it stays the
+    same, so does the order of use.
     """
 
     def __init__(self, capacity: int, on_remove: Callable[[K, V], None] | None = None) -> None:
@@ -55,10 +52,8 @@ class LRUCache(Generic[K, V]):
         return self._entries.get(key, default)
 
     def put(self, key: K, value: V, size: int = 1) -> None:
-        """Enter a value as the most recently used; a full cache first evicts its oldest unpinned entries.
-
-        A present key gets the new value and keeps its pin and size. RuntimeError, and no change: all entries are
-        pinned.
+        """Enter a value as the most recently used; a full cache first evicts its oldest unpinned entries. A present key
+        gets the new value and keeps its pin. RuntimeError, and no change: all entries are pinned.
         """
         if key in self._entries:
             old, self._entries[key] = self._entries[key], value
@@ -100,10 +95,7 @@ class LRUCache(Generic[K, V]):
         return was_pinned
 
     def remove_oldest(self) -> tuple[K, V]:
-        """Evict the least recently used unpinned entry and return its key and value.
-
-        KeyError if the cache is empty, RuntimeError if all entries are pinned.
-        """
+        """Evict the least recently used unpinned entry and return it. KeyError: empty. RuntimeError: all are pinned."""
         if not self._entries:
             raise KeyError("the cache is empty, there is no oldest entry")
         for key, value in self._entries.items():

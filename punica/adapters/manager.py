@@ -1,10 +1,8 @@
 """`LoRAModelManager`: the adapters of one model, loaded, cached and put to use step by step.
 
-Batches refer to slots, so a step has at most as many distinct adapters as there are slots. Requests may name any
-number of adapters: they are activated on demand (section 5.2 of the paper), see :mod:`punica.adapters.cache`.
-
-Validate first: an adapter is fully loaded, packed and checked, and has a place, before anything is evicted. A failed
-call leaves registered adapters, slots and buffers as they were.
+Requests may name any number of adapters: they are activated on demand (section 5.2 of the paper); a step has at most as
+many as there are slots. Validate first: an adapter is fully loaded, packed and checked, and has a place, before
+anything is evicted. A failed call leaves registered adapters, slots and buffers as they were.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -86,8 +84,6 @@ class LoRAModelManager(AdapterCache):
         self._dummies: dict[int, LoRAModel] | None = None  # by rank, inside of `dummy_lora_cache`
         self._last_step: tuple = (None, None)  # key of the latest step, and its rows in the wrapper
 
-    # --- registered adapters -----------------------------------------------------------------------------------------
-
     def check_adapter(self, request: LoRARequest, *, numbers: bool = False) -> None:
         """Refuse a request's folder if :meth:`add_adapter` would, also one that has changed since it was loaded under
         this id; without `numbers` as far as can be told unread. Warns where outputs may be wrong.
@@ -139,8 +135,7 @@ class LoRAModelManager(AdapterCache):
     def read_adapter(self, request: LoRARequest) -> LoRAModel:
         """Read, check, pack and stage a request's folder for :meth:`add_read_adapter`; nothing is registered.
 
-        Thread-safe: other threads than the manager's may call it. Raises as :meth:`add_adapter` for the folder. Not for
-        tensor-parallel ranks, which have to agree on errors.
+        Thread-safe. Not for tensor-parallel ranks, which have to agree on errors.
         """
         return self._writer.stage(self._loader.load(request))
 
@@ -166,11 +161,8 @@ class LoRAModelManager(AdapterCache):
         """Prepare a step: load missing adapters, make every requested one active, and set the mapping.
 
         Others are evicted only where room is needed; requested ones never evict each other. A request object with
-        `load_inplace` is loaded once, however many steps it is passed for.
-
-        Args:
-            requests: adapters of the running requests; `None` (no adapter) and repetitions are fine.
-            mapping: adapter id of every token and every sampled row; each id must be requested (or 0).
+        `load_inplace` is loaded once, however many steps it is passed for. `None` (no adapter) and repetitions among
+        `requests` are fine; each id of `mapping` must be requested (or 0).
 
         Raises:
             RuntimeError: more distinct adapters than slots, or than pinned ones leave.
@@ -198,7 +190,7 @@ class LoRAModelManager(AdapterCache):
         """
         used = _ids_of(mapping)
         placed = {adapter_id: slot for slot, adapter_id in enumerate(self.lora_index_to_id) if adapter_id in used}
-        if not self._is_current((mapping, placed)):
+        if self._last_step != ((mapping, placed), self.punica_wrapper.batch.rows):
             # one more than the slots, so that "no adapter" encodes as one past the last slot
             self.punica_wrapper.update_metadata(mapping, self.lora_index_to_id, self.lora_slots + 1, self.vocab_size)
             self._last_step = ((mapping, placed), self.punica_wrapper.batch.rows)
@@ -215,7 +207,7 @@ class LoRAModelManager(AdapterCache):
             sampled_slots: slot of every sampled row.
         """
         step = (tuple(map(tuple, segments)), tuple(sampled_slots), is_prefill)
-        if not self._is_current(step):
+        if self._last_step != (step, self.punica_wrapper.batch.rows):
             tokens = RowGroups.of_runs([slot for slot, _ in segments], [length for _, length in segments])
             sampled = RowGroups.of_runs(sampled_slots, [1] * len(sampled_slots))
             self.punica_wrapper.begin_step(tokens, sampled, self.vocab_size, is_prefill=is_prefill)
@@ -280,8 +272,6 @@ class LoRAModelManager(AdapterCache):
         finally:
             self._dummies = outer
 
-    # --- inside ------------------------------------------------------------------------------------------------------
-
     def _make_active(
         self, wanted: Mapping[int, LoRARequest], reload: Collection[int],
         read: Mapping[int, LoRAModel] = MappingProxyType({}),
@@ -313,7 +303,7 @@ class LoRAModelManager(AdapterCache):
             self._register(LoadedAdapter(lora, wanted[lora.id]))
         try:
             for adapter_id in wanted:
-                self.activate_adapter(adapter_id)
+                self.activate(self._require(adapter_id))
         except BaseException:
             for old in present:
                 if old.users and old.lora.id in missing:
@@ -324,12 +314,7 @@ class LoRAModelManager(AdapterCache):
         for adapter_id in pinned:
             self.pin_adapter(adapter_id)
 
-    def _is_current(self, step: tuple) -> bool:
-        """Tell if the wrapper still has the metadata of this step."""
-        return self._last_step == (step, self.punica_wrapper.batch.rows)
-
     def _check_mapping(self, mapping: LoRAMapping, wanted: Mapping[int, LoRARequest]) -> None:
-        """Raise the errors of `set_adapter_mapping` before the adapters are made active."""
         if unknown := sorted(_ids_of(mapping) - {0, *wanted}):
             raise ValueError(
                 f"mapping uses adapter ids {unknown}, which are not requested; requested: {sorted(wanted)}"

@@ -35,11 +35,7 @@ _STACKED_NAME = re.compile(r"(?:.*\.)?experts(?:\.base_layer)*")
 _EXPERT_NAME = re.compile(r"(?:.*\.)?experts\.(?P<expert>\d+)\..+")
 
 
-# --- modules ---------------------------------------------------------------------------------------------------------
-
-
 def last_component(name: str) -> str:
-    """Return the last component of a module's name, the same in every layer: `q_proj`."""
     return name.rpartition(".")[2]
 
 
@@ -50,7 +46,6 @@ def adapter_component(name: str) -> str:
 
 
 def sibling(name: str, last: str) -> str:
-    """Return the name of the module called `last` beside the module `name`."""
     parent, dot, _ = name.rpartition(".")
     return f"{parent}{dot}{last}"
 
@@ -84,14 +79,9 @@ class MoEEPSpec(NamedTuple):
         return match is not None and int(match["expert"]) // self.local_num_experts != self.ep_rank
 
 
-# --- tensors ---------------------------------------------------------------------------------------------------------
-
-
 class TensorName(NamedTuple):
-    """Meaning of a checkpoint tensor's name: A or B of a module.
-
-    `configured` is the module's name in the adapter's config, before the `weights_mapper`; the mapped one where only
-    that can be parsed.
+    """Meaning of a tensor's name: A or B of a module, which is called `configured` in the adapter's config, before the
+    `weights_mapper` (the mapped name where only that can be parsed).
     """
 
     module: str
@@ -113,9 +103,9 @@ def _mapped(name: str, weights_mapper: NameMapper | None) -> str:
                 )
             name = name.replace(old, new)
         return name
-    if not callable(weights_mapper):
-        raise TypeError(f"weights_mapper must be a function or a dict, got {type(weights_mapper).__name__}")
-    return weights_mapper(name)
+    if callable(weights_mapper):
+        return weights_mapper(name)
+    raise TypeError(f"weights_mapper must be a function or a dict, got {type(weights_mapper).__name__}")
 
 
 def parse_fine_tuned_lora_name(name: str, weights_mapper: NameMapper | None = None) -> tuple[str, bool]:
@@ -161,12 +151,6 @@ def _remedy_of(key: str) -> str:
     )
 
 
-def is_b(key: str) -> bool:
-    """Tell if a tensor is a B by its own name."""
-    name = _TENSOR_NAME.fullmatch(key)
-    return name is not None and name["side"] == "B"
-
-
 def is_scale_of_another(key: str, keys: Container[str]) -> bool:
     """Tell if `key` names the scales of another tensor among `keys`."""
     return key.endswith(SCALE_SUFFIX) and key.removesuffix(SCALE_SUFFIX) in keys
@@ -197,19 +181,12 @@ def lora_names(
 
 @dataclass(frozen=True)
 class NameRules:
-    """Names that the tensors of an adapter may have.
+    """Names that the tensors of an adapter may have."""
 
-    Args:
-        expected: last name components of the modules (of experts, the part from `experts` on).
-        moe_ep_spec: the experts of this rank; tensors of others are left out.
-        most_tensors: of one adapter.
-        skip_prefixes: of modules to leave out, see :func:`lora_names`.
-    """
-
-    expected: Collection[str]
-    moe_ep_spec: MoEEPSpec | None = None
+    expected: Collection[str]  # last components of modules; of experts, the part from `experts` on
+    moe_ep_spec: MoEEPSpec | None = None  # the experts of this rank; tensors of others are left out
     most_tensors: int = 1 << 17
-    skip_prefixes: Sequence[str] | None = None
+    skip_prefixes: Sequence[str] | None = None  # of modules to leave out, see `lora_names`
 
     def wanted(self, keys: Collection[str], weights_mapper: NameMapper | None = None) -> dict[str, TensorName | None]:
         """Check the names of an adapter's tensors; return those of the LoRA tensors that this rank reads, and `None`
@@ -229,9 +206,6 @@ class NameRules:
         spec = self.moe_ep_spec
         wanted = {key: name for key, name in names.items() if spec is None or not spec.is_remote(name.module)}
         return {**wanted, **{key + SCALE_SUFFIX: None for key in wanted if key + SCALE_SUFFIX in keys}}
-
-
-# --- advice ----------------------------------------------------------------------------------------------------------
 
 
 def advise_renames(unknown: str, names: Iterable[str], known: Collection[str]) -> str:

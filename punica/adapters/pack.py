@@ -4,11 +4,10 @@ Adapters have `q_proj`, `k_proj`, `v_proj`; the model computes `qkv_proj`. Parts
 the scaling in B; absent parts stay `None`, zeros in the slot. The caller's adapter does not change.
 
 The experts of a layer come in one of three spellings. *Per expert*: a pair (A, B) for each expert and projection.
-*Stacked* (PEFT's `target_parameters`): one pair for all experts, `A [E, r, in]` and `B [E, out, r]`, called
-`...experts.base_layer` and `...experts`, whichever of gate-and-up and down PEFT wrapped first; their shapes tell which
-is which. *By projection*: one such pair per projection, in which a factor may be one for all experts; it is repeated
-here, without a copy. Where the layer keeps gate and up apart, a pair of both is split: both take its A, and each its
-half of B. With expert parallelism only this rank's experts are kept.
+*Stacked* (PEFT's `target_parameters`): one pair `A [E, r, in]`, `B [E, out, r]` under `...experts.base_layer` and one
+under `...experts`, whichever of gate-and-up and down PEFT wrapped first; shapes tell which is which. *By projection*:
+one such pair per projection; a factor that all experts share is repeated here, without a copy. Where the layer keeps
+gate and up apart, a pair of both is split: both take its A, and each its half of B. Only this rank's experts are kept.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,36 +36,25 @@ _APART = (
 
 
 class AdapterPacker:
-    """Packer of adapters for one wrapped model.
+    """Packer of adapters for the LoRA layers of one model.
 
-    Args:
-        wrapped: the model's LoRA layers with all their names.
-        packed_modules_mapping: `{runtime suffix: adapter-visible parts}`.
-        target_modules: deployment filter; an adapter that touches more is refused.
-        fp8: format of FP8 slots, in which adapters are quantised here, once (`None`: other slots).
-
-    `most_tensors`: bound of an adapter's tensors: A, B and scales of every module, and base weights of embeddings.
+    An adapter that touches more than `target_modules` is refused. `fp8`: format of FP8 slots, in which adapters are
+    quantised here, once. `most_tensors` bounds an adapter's: A, B and scales of every module, and base weights.
     """
 
     def __init__(
-        self,
-        wrapped: Sequence[NamedLayer[BaseLayerWithLoRA]],
-        packed_modules_mapping: PackedMapping,
-        target_modules: Collection[str] | None,
-        fp8: torch.dtype | None = None,
-    ) -> None:
+        self, wrapped: Sequence[NamedLayer[BaseLayerWithLoRA]], packed_modules_mapping: PackedMapping,
+        target_modules: Collection[str] | None, fp8: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self._fp8 = fp8
         self._wrapped = {layer.names[0]: layer for layer in wrapped}
         self._place: dict[str, tuple[str, int | None]] = {}  # adapter's name -> layer, and which part (None: whole)
         for name, layer in self._wrapped.items():
             for i, part in enumerate(layer.parts):
                 part_names = [sibling(alias, part) for alias in layer.names]
-                let_through = (
-                    isinstance(layer.layer, FusedMoEWithLoRA)
-                    or is_in_target_modules(own, target_modules, packed_modules_mapping)
-                    for own in part_names
-                )
-                if any(let_through):
+                if isinstance(layer.layer, FusedMoEWithLoRA) or any(
+                    is_in_target_modules(own, target_modules, packed_modules_mapping) for own in part_names
+                ):
                     self._place |= dict.fromkeys(part_names, (name, i))
         for name, layer in self._wrapped.items():  # a layer of that name comes before a part
             self._place |= dict.fromkeys(layer.names, (name, None))
@@ -81,14 +69,13 @@ class AdapterPacker:
         `fits`: :meth:`check` has accepted tensors of these names, types and shapes, and the numbers are finite, so that
         only what the scaling changed is checked here.
 
-        Raises:
-            ValueError: unknown modules, or none; a module given twice (under two of its names, or whole and in parts).
-                A wrong shape, rank or size; a B that holds NaN or inf once it is scaled.
-            TypeError: unsupported dtype, or a meta tensor. RuntimeError: a module without tensors (shell).
+        ValueError: unknown modules, or none; a module given twice (under two of its names, or whole and in parts); a
+        wrong shape, rank or size; a B that holds NaN or inf once it is scaled. TypeError: unsupported dtype, or a meta
+        tensor. RuntimeError: a module without tensors (shell).
         """
         groups = self._groups(lora, fits)
         if not fits:
-            self._check(lora.id, groups, with_data=True)
+            self._check(lora.id, groups, is_loaded=False)
         is_finite = fits and self._fp8 is None and all(weights.scaling == 1 for weights in lora.loras.values())
         for name, weights in groups.items():
             slices, layer = weights.slices, self._wrapped[name].layer
@@ -107,13 +94,13 @@ class AdapterPacker:
 
     def check(self, lora: LoRAModel) -> None:
         """Check names, types and shapes against every layer; meta tensors will do. Raises as :meth:`pack`."""
-        self._check(lora.id, self._groups(lora, True))
+        self._check(lora.id, self._groups(lora, True), is_loaded=True)
 
-    def _check(self, adapter_id: int, groups: Mapping[str, ModuleWeights], *, with_data: bool = False) -> None:
+    def _check(self, adapter_id: int, groups: Mapping[str, ModuleWeights], *, is_loaded: bool) -> None:
         """Apply each layer's rules for `set_lora`, so that activation cannot fail half-way."""
         for name, weights in groups.items():
             try:
-                if with_data:
+                if not is_loaded:
                     check_has_data(weights.slices)
                 self._wrapped[name].layer.check_slices(weights.slices)
             except (TypeError, ValueError) as error:
@@ -161,7 +148,7 @@ class AdapterPacker:
         slices: Slices = [(None, None)] * len(parts)
         blocks = [Blocks()] * len(parts)
         for part, weights in own.items():
-            if weights.is_packed or not weights.slices:
+            if len(weights.slices) != 1:
                 raise ValueError(
                     f"adapter {lora.id}: {given[part]!r} has {len(weights.slices)} slices, expected 1: give "
                     f"several under the name of the whole layer, {name!r}"
@@ -185,14 +172,9 @@ def expert_slices(
 ) -> Slices:
     """Collect the weights of a layer's experts, one pair per name in `layer.names`.
 
-    Args:
-        given: part number -> the adapter's weights.
-        parts: matrices of all experts.
-        is_loaded: the adapter has all experts; else those of this rank alone will do.
-
-    Raises:
-        ValueError: several spellings at once, a shape that fits no projection, another number of experts, or separate
-            matrices for a layer that takes gate and up as one.
+    `given`: part number -> the adapter's weights; `parts`: matrices of all experts; `is_loaded`: the adapter has all
+    experts, else those of this rank alone will do. ValueError: several spellings at once, a shape that fits no
+    projection, another number of experts, or separate matrices for a layer that takes gate and up as one.
     """
     (first, *_) = given.values()
     is_whole, is_projection = None in given or BASE_LAYER in given, not given.keys().isdisjoint(PROJECTIONS.values())

@@ -30,14 +30,9 @@ class UnboundedPattern(ValueError):
 
 
 class NamePattern:
-    r"""A compiled regular expression, for :meth:`ModuleNames.matching`.
+    r"""A compiled regular expression; with `suffix` as PEFT reads the keys of its patterns, `(?:.*\.)?(?:KEY)`.
 
-    Args:
-        pattern: the expression; with `suffix` as PEFT reads the keys of its patterns, `(?:.*\.)?(?:KEY)`.
-
-    Raises:
-        ValueError: no regular expression. UnboundedPattern (a ValueError): too long, or of a kind that RE2 does not
-            have.
+    ValueError: no regular expression. UnboundedPattern (a ValueError): too long, or of a kind that RE2 does not have.
     """
 
     def __init__(self, pattern: str, suffix: bool = True) -> None:
@@ -58,7 +53,6 @@ class NamePattern:
         self.size = sum(max(_LEAST_PROGRAM, each.programsize) for each in (self._rest, *self._ahead))
 
     def matches(self, name: str) -> bool:
-        """Tell if the whole of a name matches."""
         starts = starts_of_parts(name) if self._ahead and self._parts else [0]
         return any(
             self._rest.fullmatch(part) is not None and not any(ahead.match(part) for ahead in self._ahead)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from punica.adapters.check import all_finite
 from punica.adapters.config import resolve_adapter_path
-from punica.adapters.names import NameMapper, NameRules, TensorName, is_b
+from punica.adapters.names import NameMapper, NameRules, TensorName
 from punica.checks import clip
 from punica.ops.pages import Pages
 from punica.ops.slot_image import copy_matrices
@@ -72,15 +72,10 @@ class WeightsFile:
     """An open `adapter_model.safetensors` of a PEFT folder, a context manager.
 
     Header and numbers come from one open file, so that a folder that is replaced meanwhile is read as it was. Tensors
-    are read, never mapped from the file: a truncation does not kill the process (SIGBUS).
+    are read, never mapped from the file: a truncation does not kill the process (SIGBUS). `header` has the eight bytes
+    of its size before it; `places` is the header parsed, once :meth:`entries` has checked it.
 
-    Attributes:
-        header: its bytes, with the eight of its size. `places`: parsed, by tensor, once :meth:`entries` has checked it.
-        size: of the file, in bytes.
-
-    Raises:
-        ValueError: only pickled weights (.bin, .pt), or a header too large for `most_tensors` tensors.
-        FileNotFoundError: no folder, or no weights in it.
+    ValueError: only pickled weights (.bin, .pt), or a header too large for `most_tensors` tensors. FileNotFoundError.
     """
 
     def __init__(self, folder: str | Path, most_tensors: int = NameRules.most_tensors) -> None:
@@ -117,11 +112,9 @@ class WeightsFile:
         return ValueError(f"{str(self._file)!r} is not a valid safetensors file of an adapter: {reason}")
 
     def entries(self, rules: NameRules, weights_mapper: NameMapper | None = None) -> dict[str, TensorEntry]:
-        """Check the header and the names in it; return the entries of the LoRA tensors that this rank reads, and of the
-        scales of those in FP8.
+        """Check the header and the names in it; return the entries of the tensors that this rank reads.
 
-        Raises:
-            ValueError: no safetensors file, a dtype that torch lacks, or names that the rules refuse.
+        ValueError: no safetensors file, a dtype that torch lacks, or names that the rules refuse.
         """
         with tempfile.NamedTemporaryFile() as mirror:
             mirror.write(self.header)
@@ -150,13 +143,10 @@ class WeightsFile:
         return TensorEntry(dtype, torch.Size(shape), name, end - start, start)
 
     def numbers(
-        self,
-        entries: Mapping[str, TensorEntry],
-        dtype: torch.dtype | None = None,
+        self, entries: Mapping[str, TensorEntry], dtype: torch.dtype | None = None,
         scalings: Mapping[str, float] = MappingProxyType({}),
-    ) -> Numbers:
+    ) -> Numbers:  # fmt: skip
         """Read tensors at checked entries, cast to `dtype`; those with a scaling, B's, are then multiplied by it.
-
         ValueError: the file became shorter meanwhile.
         """
         runs = map_in_threads(lambda run: self._read_run(run, dtype, scalings), _runs(entries))
@@ -176,7 +166,8 @@ class WeightsFile:
         stored = run[0][1].dtype
         groups: dict[tuple, list[tuple[str, TensorEntry]]] = {}
         for key, entry in run:  # A's apart from B's also unscaled: a B that is scaled later drops its memory
-            form = (True, scalings[key], entry.shape[-1]) if key in scalings else (is_b(key), None, 0)
+            is_a = entry.name is not None and entry.name.is_a
+            form = (False, scalings[key], entry.shape[-1]) if key in scalings else (is_a, None, 0)
             groups.setdefault(form, []).append((key, entry))
         blocks: dict[tuple, Tensor] = {}
         places: dict[str, memoryview] = {}

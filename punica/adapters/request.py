@@ -24,10 +24,9 @@ class LoRARequest:
     Args:
         lora_name: non-empty label; equality and hash use it alone.
         lora_int_id: integer >= 1, globally unique (0 means "no adapter" everywhere in the library); `None`: one derived
-            from name and folder (in memory: the name), so that the same adapter has the same id in every request and
-            on every rank.
-        lora_path: PEFT folder, a str or a `pathlib.Path` (kept as str); `~` and relative paths are resolved here, and
-            looked up when the adapter is loaded.
+            from name and folder (in memory: the name), the same in every request and on every rank.
+        lora_path: PEFT folder, a str or a `pathlib.Path` (kept as str); `~` and relative paths are resolved here, to
+            `absolute_path` (in memory: the label of the tensors), and looked up when the adapter is loaded.
         base_model_name: informational.
         load_inplace: read the folder again even if the id is registered; the tensors, if they are others.
         is_3d_lora_weight: the adapter has its experts in one pair of matrices per layer; refused when it has not.
@@ -36,11 +35,7 @@ class LoRARequest:
         tensors, config: see :class:`AdapterTensors`. They are copied here, and kept with the request in host memory:
             copies of the request share them, and every new request is a version of its own.
 
-    `absolute_path` is the folder whatever the working directory becomes; in memory, the label of the tensors.
-
-    Raises:
-        TypeError: a field has the wrong Python type. ValueError: empty name or path, id < 1, a path and tensors, no
-            tensors.
+    TypeError: a field has the wrong Python type. ValueError: empty name or path, id < 1, a path and tensors, neither.
     """
 
     lora_name: str
@@ -66,20 +61,20 @@ class LoRARequest:
         for key in ("load_inplace", "is_3d_lora_weight"):
             if not isinstance(getattr(self, key), bool):
                 raise TypeError(f"LoRARequest {key} must be a bool, got {clip(getattr(self, key))}")
-        if self.weights_mapper is not None:
-            object.__setattr__(self, "weights_mapper", _renames(self.weights_mapper))
+        if (renames := self.weights_mapper) is not None:
+            texts = [*renames, *renames.values()] if isinstance(renames, Mapping) else [None]
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError(f"LoRARequest weights_mapper must be a dict of str to str, got {clip(renames)}")
+            if "" in renames:
+                raise ValueError("LoRARequest weights_mapper has an empty text to replace; name a part of the names")
+            object.__setattr__(self, "weights_mapper", dict(renames))
         if self.tensors is None:
             if self.config is not None:
-                raise ValueError(
-                    f"LoRARequest config comes with tensors; a folder has its own ({clip(self.lora_path)})"
-                )
+                raise ValueError("LoRARequest config comes with tensors; a folder has its own")
             where = folder = os.path.abspath(os.path.expanduser(self.lora_path))
         else:
             if self.lora_path:
-                raise ValueError(
-                    f"LoRARequest has tensors and lora_path {clip(self.lora_path)}; give one of the two (lora_name="
-                    f"{clip(self.lora_name)})"
-                )
+                raise ValueError(f"LoRARequest has tensors and lora_path {clip(self.lora_path)}; give one of the two")
             if not isinstance(self.tensors, AdapterTensors) or self.tensors.config != self.config:
                 object.__setattr__(self, "tensors", AdapterTensors(self.tensors, self.config))
                 object.__setattr__(self, "config", self.tensors.config)
@@ -90,17 +85,14 @@ class LoRARequest:
 
     @property
     def adapter_id(self) -> int:
-        """Same as `lora_int_id`."""
         return self.lora_int_id
 
     @property
     def name(self) -> str:
-        """Same as `lora_name`."""
         return self.lora_name
 
     @property
     def path(self) -> str:
-        """Same as `lora_path`, as given."""
         return self.lora_path
 
     @property
@@ -116,17 +108,8 @@ class LoRARequest:
 
 
 def check_adapter_id(name: str, value: object) -> int:
-    """Return `value` as an adapter id, an integer >= 1. Raises TypeError (not an int) or ValueError (< 1)."""
+    """Return an integer >= 1. Raises TypeError (not an int) or ValueError (< 1)."""
     return check_count(name, value, meaning="0 means 'no adapter'")
-
-
-def _renames(given: object) -> dict[str, str]:
-    """Return a copy of a `weights_mapper`. TypeError: not a mapping of texts. ValueError: an empty text to replace."""
-    if not isinstance(given, Mapping) or not all(isinstance(text, str) for pair in given.items() for text in pair):
-        raise TypeError(f"LoRARequest weights_mapper must be a dict of str to str, got {clip(given)}")
-    if "" in given:
-        raise ValueError("LoRARequest weights_mapper has an empty text to replace; name the part of the tensors' names")
-    return dict(given)
 
 
 def _derived_id(name: str, path: str) -> int:
@@ -149,10 +132,7 @@ def changed_error(request: LoRARequest, files: list[str]) -> str:
 
 
 def check_same_source(known: LoRARequest | None, request: LoRARequest) -> None:
-    """ValueError if `known`, the present request of this id, names another adapter; `None`: the id is free.
-
-    Not called for a request with `load_inplace`, which may replace the adapter.
-    """
+    """ValueError if `known`, the present request of this id, names another adapter; `None`: the id is free."""
     if known is not None and known.source != request.source:
         raise ValueError(
             f"adapter id {request.lora_int_id} stands for {clip(known.source)}, now requested as "
@@ -180,10 +160,8 @@ def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRAR
 
 @contextmanager
 def loading(request: LoRARequest) -> Iterator[None]:
-    """Prefix the errors of a load with the adapter's name and path.
-
-    FileNotFoundError, TypeError and ValueError keep their type; another OSError (no permission, a disk that fails)
-    becomes a ValueError.
+    """Prefix the errors of a load with the adapter's name and path; they keep their type, but another OSError than
+    FileNotFoundError (no permission, a disk that fails) becomes a ValueError.
     """
     try:
         yield

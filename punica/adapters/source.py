@@ -30,10 +30,10 @@ class AdapterVersion(NamedTuple):
 
 
 class AdapterFolder(WeightsFile):
-    """A PEFT folder: its config as it was read, and its open weights file.
+    """A PEFT folder: its config as it was read, and its open weights file. Raises as both.
 
     ``content`` tells config, names, dtypes and shapes from all others; it has no part of the numbers. ``cost``: bytes
-    of names and shapes. Raises as :func:`read_config_text` and :class:`WeightsFile`.
+    of names and shapes.
     """
 
     def __init__(self, path: str, most_tensors: int) -> None:
@@ -44,7 +44,6 @@ class AdapterFolder(WeightsFile):
         self.cost = len(self.header)
 
     def helper(self) -> PEFTHelper:
-        """Parse the config."""
         return PEFTHelper.from_text(self._text, self._file.with_name(CONFIG_FILE))
 
     def version(self, numbers: Numbers | None = None) -> AdapterVersion:
@@ -54,8 +53,9 @@ class AdapterFolder(WeightsFile):
         if numbers is None:
             return self.content
         written = {CONFIG_FILE: read_config_text(self._file.parent) != self._text, WEIGHTS_FILE: self.was_written()}
-        for name in (name for name, was_written in written.items() if was_written):
-            raise ValueError(f"{name} changed while the folder was read; load it when all files are written")
+        for name, was_written in written.items():
+            if was_written:
+                raise ValueError(f"{name} changed while the folder was read; load it when all files are written")
         return self.content._replace(numbers=numbers.digest)
 
 
@@ -68,12 +68,7 @@ class AdapterTensors(Mapping[str, Tensor]):
         tensors: `{PEFT name: tensor}`, as `peft.get_peft_model_state_dict` returns them.
         config: the content of an `adapter_config.json`, or a `peft.LoraConfig`.
 
-    Attributes:
-        label: text that tells these tensors from all others, in any process.
-        content, cost: as of an :class:`AdapterFolder`.
-
-    Raises:
-        TypeError: not a mapping of names to tensors, or no config. ValueError: no tensors.
+    `label` tells these tensors from all others, in any process. TypeError, ValueError: no names and tensors, no config.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], config: Any) -> None:
@@ -106,7 +101,7 @@ class AdapterTensors(Mapping[str, Tensor]):
 
     @property
     def config(self) -> dict[str, Any]:
-        """A copy of the config, whose content is part of what identifies the adapter."""
+        """A copy of the config."""
         return copy.deepcopy(self._config)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -125,7 +120,6 @@ class AdapterTensors(Mapping[str, Tensor]):
         """Do nothing: the request keeps its tensors."""
 
     def helper(self) -> PEFTHelper:
-        """Parse the config."""
         return PEFTHelper.from_dict(self.config)
 
     def entries(self, rules: NameRules, weights_mapper: NameMapper | None) -> dict[str, TensorEntry]:

@@ -34,15 +34,12 @@ def llama_module_shapes(model_config: Any, target_modules: Sequence[str]) -> dic
     hidden, heads = model_config.hidden_size, model_config.num_attention_heads
     head_dim = getattr(model_config, "head_dim", None) or hidden // heads
     q_size, kv_size = heads * head_dim, (model_config.num_key_value_heads or heads) * head_dim
+    inner = model_config.intermediate_size
     shapes = {
-        "self_attn.q_proj": (hidden, q_size),
-        "self_attn.k_proj": (hidden, kv_size),
-        "self_attn.v_proj": (hidden, kv_size),
-        "self_attn.o_proj": (q_size, hidden),
-        "mlp.gate_proj": (hidden, model_config.intermediate_size),
-        "mlp.up_proj": (hidden, model_config.intermediate_size),
-        "mlp.down_proj": (model_config.intermediate_size, hidden),
-    }
+        "self_attn.q_proj": (hidden, q_size), "self_attn.k_proj": (hidden, kv_size),
+        "self_attn.v_proj": (hidden, kv_size), "self_attn.o_proj": (q_size, hidden),
+        "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner), "mlp.down_proj": (inner, hidden),
+    }  # fmt: skip
     return {
         f"model.layers.{layer}.{name}": shape
         for layer in range(model_config.num_hidden_layers)
@@ -52,14 +49,9 @@ def llama_module_shapes(model_config: Any, target_modules: Sequence[str]) -> dic
 
 
 def random_adapter_tensors(
-    model_config: Any,
-    rank: int,
-    seed: int,
-    *,
-    target_modules: Sequence[str] = LLAMA_LORA_MODULES,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> dict[str, torch.Tensor]:
+    model_config: Any, rank: int, seed: int, *, target_modules: Sequence[str] = LLAMA_LORA_MODULES,
+    dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Draw PEFT-named tensors `{...lora_A.weight: [rank, in], ...lora_B.weight: [out, rank]}` on `device`.
 
     The same seed gives the same bits on the same kind of device. A CPU takes a second for an adapter of a 7B model.
@@ -77,19 +69,11 @@ def random_adapter_tensors(
 
 
 def write_random_adapter(
-    folder: str | Path,
-    model_config: Any,
-    rank: int,
-    seed: int,
-    *,
-    target_modules: Sequence[str] = LLAMA_LORA_MODULES,
-    alpha: float | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Path:
-    """Write a PEFT folder (`adapter_config.json`, `adapter_model.safetensors`), and return its path.
-
-    The peft library loads it too.
+    folder: str | Path, model_config: Any, rank: int, seed: int, *,
+    target_modules: Sequence[str] = LLAMA_LORA_MODULES, alpha: float | None = None,
+    dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+) -> Path:  # fmt: skip
+    """Write a PEFT folder, which the peft library loads too, and return its path.
 
     Args:
         folder: created with its parents; existing adapter files in it are overwritten.
@@ -101,16 +85,10 @@ def write_random_adapter(
         model_config, rank, seed, target_modules=target_modules, dtype=dtype, device=device
     )
     config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "inference_mode": True,
-        "r": rank,
-        "lora_alpha": 2 * rank if alpha is None else alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True,
+        "r": rank, "lora_alpha": 2 * rank if alpha is None else alpha, "lora_dropout": 0.0, "bias": "none",
         "target_modules": list(target_modules),
-    }
+    }  # fmt: skip
     path = Path(folder).expanduser()
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -119,14 +97,9 @@ def write_random_adapter(
 
 
 def random_adapter(
-    lora_model_id: int,
-    model_config: Any,
-    rank: int,
-    seed: int,
-    *,
-    target_modules: Sequence[str] = LLAMA_LORA_MODULES,
-    dtype: torch.dtype = torch.float32,
-) -> LoRAModel:
+    lora_model_id: int, model_config: Any, rank: int, seed: int, *,
+    target_modules: Sequence[str] = LLAMA_LORA_MODULES, dtype: torch.dtype = torch.float32,
+) -> LoRAModel:  # fmt: skip
     """Build in memory the adapter that :func:`write_random_adapter` would write with the same arguments.
 
     `random_adapter(...).clone(other_id)` is another tenant with the same tensors.

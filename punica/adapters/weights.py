@@ -69,35 +69,30 @@ class ModuleWeights:
 
     @property
     def is_packed(self) -> bool:
-        """True for a module of several slices."""
         return len(self.slices) > 1
 
     def pair(self) -> tuple[LoRAInput, LoRAInput]:
-        """Return `(lora_a, lora_b)` as a layer's `set_lora` takes them."""
         return self.lora_a, self.lora_b
 
     def scaled(self) -> Slices:
         """Return the slices with the scaling in B: in float32, rounded once, into new tensors; of FP8 the scales.
-
-        Raises RuntimeError for a shell of :meth:`LoRALayerWeights.from_config`, which has no tensors yet.
+        RuntimeError: a shell of :meth:`LoRALayerWeights.from_config`.
         """
         if self.slices and self.slices[0][0] is None and not self.is_packed:
             raise RuntimeError(f"module {self.module_name!r}: lora_a and lora_b are not set yet (shell of from_config)")
         return self.slices if self.scaling == 1 else [(a, times(b, self.scaling)) for a, b in self.slices]
 
     def optimize(self) -> ModuleWeights:
-        """Multiply B by the scaling, in place of it: see :meth:`scaled`. Idempotent; returns self."""
+        """Multiply B by the scaling, as :meth:`scaled`, and set that to 1. Idempotent; returns self."""
         self.slices, self.scaling = self.scaled(), 1
         return self
 
     @property
     def input_dim(self) -> int:
-        """`in`, the width of A."""
         return cast(Factor, self.slices[0][0]).shape[-1]
 
     @property
     def output_dim(self) -> int:
-        """`out`, the height of B."""
         return cast(Factor, self.slices[0][1]).shape[-2]
 
 
@@ -144,10 +139,8 @@ class LoRALayerWeights(ModuleWeights):
 class PackedLoRALayerWeights(ModuleWeights):
     """Weights of several slices (q, k, v or gate, up), from a list of A and one of B.
 
-    Args:
-        module_name: name in the model, e.g. `model.layers.0.self_attn.qkv_proj`.
-        rank: the largest rank of any slice; ranks may differ.
-        lora_a, lora_b: one `[r_i, in]` / `[out_i, r_i]` or `None` (not adapted) per slice; scaling is in B.
+    They are `[r_i, in]` and `[out_i, r_i]`, or `None` for a slice that is not adapted; `rank`: the largest. Scaling is
+    in B.
     """
 
     is_packed = True  # type: ignore[assignment]  # also with one slice
@@ -174,13 +167,9 @@ class PackedLoRALayerWeights(ModuleWeights):
         """Stack the experts of one layer: lists of three, w1, w2, w3, `A [E, r, in]` and `B [E, out, r]`; of FP8
         matrices (all of one format) the values stay.
 
-        Args:
-            members: (w1, w2, w3) of every expert, one after the other, `None` where the adapter has none: zeros, or
-                `None` for a projection that no expert has. Ranks are padded with zeros to a projection's largest.
-            module_name: name of the layer.
-            is_non_gated_moe: there is no gate: w3 is w1.
-
-        ValueError: not a multiple of three members, or all of them `None`.
+        `members` are (w1, w2, w3) of every expert, one after the other, `None` where the adapter has none: zeros, or
+        `None` for a projection that no expert has. Ranks are padded with zeros to a projection's largest. Without a
+        gate (`is_non_gated_moe`) w3 is w1. ValueError: not a multiple of three members, or all of them `None`.
         """
         if len(members) % 3:
             raise ValueError(f"pack_moe needs three members (w1, w2, w3) for every expert, got {len(members)}")
@@ -196,18 +185,16 @@ def stack_experts(pairs: Slices) -> tuple[LoRAFactor, LoRAFactor]:
 
     ValueError: experts of different sizes.
     """
-    sizes: tuple[int, int] | None = None
-    for expert, (a, b) in enumerate(pairs):
-        if a is not None and b is not None:
-            sizes = sizes or (a.shape[1], b.shape[0])
-            if (a.shape[1], b.shape[0]) != sizes:
-                raise ValueError(
-                    f"expert {expert}: A has {a.shape[1]} columns and B {b.shape[0]} rows, other experts have "
-                    f"{sizes[0]} and {sizes[1]}"
-                )
-    if sizes is None:
+    present = {i: (a.shape[1], b.shape[0]) for i, (a, b) in enumerate(pairs) if a is not None and b is not None}
+    if not present:
         return None, None
-    rank, (width, height) = max(a.shape[0] for a, _ in pairs if a is not None), sizes
+    width, height = next(iter(present.values()))
+    for expert, (columns, rows) in present.items():
+        if (columns, rows) != (width, height):
+            raise ValueError(
+                f"expert {expert}: A has {columns} columns and B {rows} rows, other experts have {width} and {height}"
+            )
+    rank = max(a.shape[0] for a, _ in pairs if a is not None)
     return _stack([a for a, _ in pairs], rank, width), _stack([b for _, b in pairs], height, rank)
 
 
@@ -229,15 +216,10 @@ def _stack(matrices: Sequence[LoRAFactor], rows: int, cols: int) -> Factor:
 
 
 class LoRAModel:
-    """All modules of one adapter.
+    """All modules of one adapter, `{module name: weights}`; `rank`: the largest of any.
 
-    Args:
-        lora_model_id: adapter id, integer >= 1.
-        rank: the largest rank of any module.
-        loras: `{module name: weights}`.
-        is_3d_lora_weight: whether experts are stored as one pair for all of a layer.
-
-    `version`: of its folder, if it has one. `image`: what its tensors are views of once it is staged for a GPU.
+    `is_3d_lora_weight`: experts are stored as one pair for all of a layer. `version`: of its folder, if it has one.
+    `image`: memory that its tensors are views of, once it is staged for a GPU.
     """
 
     version: AdapterVersion | None = None
@@ -251,13 +233,12 @@ class LoRAModel:
         self.loras: dict[str, ModuleWeights] = dict(loras)
 
     def clone(self, lora_model_id: int) -> LoRAModel:
-        """Return the same adapter, staged or not, under another id; weights are shared."""
+        """Return the same adapter under another id; weights are shared."""
         twin = copy.copy(self)
         twin.id = check_adapter_id("lora_model_id", lora_model_id)
         return twin
 
     def get_lora(self, module_name: str) -> ModuleWeights | None:
-        """Return the weights of a module, `None` if the adapter does not touch it."""
         return self.loras.get(module_name)
 
     def slices_of(self, module_name: str) -> Slices | None:
@@ -266,7 +247,6 @@ class LoRAModel:
         return None if weights is None else weights.slices
 
     def check_lora_name(self, module_name: str) -> bool:
-        """Tell if the adapter has weights for this module."""
         return module_name in self.loras
 
     @classmethod
@@ -313,7 +293,9 @@ class LoRAModel:
                 if not finite or placed.dtype != tensors[key].dtype:
                     check_finite(entry.module, key == entry.key_a, placed, tensors[key])
                 pair.append(placed if blocks == 1 else dense(key, placed, blocks))
-            a, b = _by_expert(*pair, entry.rank) if entry.is_stacked else pair
+            a, b = pair
+            if entry.is_stacked:
+                a, b = _by_expert(a, b, entry.rank)
             loras[entry.module] = ModuleWeights(
                 entry.module, entry.rank, [(a, b)], entry.scaling, entry.lora_alpha, [entry.blocks]
             )

@@ -1,10 +1,9 @@
 """Layers of a model that can carry LoRA, and their replacement in place.
 
 A model declares the modules that it packs: `packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`
-means that `...qkv_proj` computes three modules of an adapter at once. It declares the embeddings and heads that may
-carry LoRA: `embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}`.
-
-A module with several names is wrapped once, and adapters may use any of them.
+means that `...qkv_proj` computes three modules of an adapter at once; and the embeddings and heads that may carry LoRA:
+`embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}`. A module with several names
+is wrapped once, and adapters may use any of them.
 """
 
 from collections.abc import Collection, Mapping
@@ -40,12 +39,10 @@ class NamedLayer(NamedTuple, Generic[L]):
 
 
 def packed_modules_of(model: nn.Module) -> PackedMapping:
-    """Return the model's `packed_modules_mapping`, runtime name -> adapter-visible parts, or `{}`."""
     return getattr(model, "packed_modules_mapping", {})
 
 
 def embedding_modules_of(model: nn.Module) -> set[str]:
-    """Return the last name components of the model's embeddings and heads that may carry LoRA."""
     return set(getattr(model, "embedding_modules", {}))
 
 
@@ -67,12 +64,12 @@ def find_supported_layers(model: nn.Module) -> list[NamedLayer[nn.Module]]:
             parts = next((packed[last] for last in map(last_component, names) if last in packed), [])
             layers.append(NamedLayer(module, names, parts))
         elif isinstance(module, FusedMoE):
-            if not hasattr(model, "get_expert_mapping"):
+            if (expert_mapping := getattr(model, "get_expert_mapping", None)) is None:
                 raise ValueError(
                     f"{type(model).__name__} has mixture-of-experts layers but no get_expert_mapping(); it must name "
                     "the matrices of every expert, (w1, w2, w3) after each other"
                 )
-            layers.append(NamedLayer(module, names, list(model.get_expert_mapping())))
+            layers.append(NamedLayer(module, names, list(expert_mapping())))
     if not layers:
         raise ValueError(f"{type(model).__name__} has no layer that LoRA supports (linear layers of punica.parallel)")
     return layers
@@ -105,17 +102,22 @@ def is_in_target_modules(
 def build_layers(
     model: nn.Module, layers: Collection[NamedLayer[nn.Module]], lora_config: LoRAConfig, vocab_size: int
 ) -> list[NamedLayer[BaseLayerWithLoRA]]:
-    """Build the LoRA layer of each targeted layer, with its slots, under the first targeted name.
+    """Build the LoRA layer of each targeted layer, with its slots, under the first targeted name; of a language-model
+    head for the sibling `logits_processor`. The model does not change before :func:`put_layers`.
 
-    The model does not change before :func:`put_layers`. For a language-model head the sibling `logits_processor` is
-    wrapped, under the head's name.
-
-    Raises:
-        ValueError: the filter selects nothing, or a matrix without LoRA class in this configuration; a head has no
-            logits processor of its own, or an embedding has not `vocab_size` ids.
+    ValueError: the filter selects nothing, or a matrix without LoRA class in this configuration; a head has no logits
+    processor of its own, or an embedding has not `vocab_size` ids.
     """
     packed = packed_modules_of(model)
-    _check_targets(model, layers, lora_config, packed)
+    supported = {id(inside) for layer in layers for inside in layer.layer.modules()}
+    for name, module in model.named_modules() if lora_config.target_modules is not None else ():
+        weight = getattr(module, "weight", None)
+        is_matrix = isinstance(weight, torch.Tensor) and weight.ndim >= 2
+        if is_matrix and id(module) not in supported and is_in_target_modules(name, lora_config.target_modules, packed):
+            raise ValueError(
+                f"module {name!r} of class {type(module).__name__} has no LoRA class with {lora_config}; leave it out "
+                "of LoRAConfig.target_modules, or build it from a linear layer of punica.parallel"
+            )
     wrapped: list[NamedLayer[BaseLayerWithLoRA]] = []
     by_base: dict[int, BaseLayerWithLoRA] = {}  # by the id of what it replaces
     for layer, names, parts in layers:
@@ -154,8 +156,6 @@ def _targeted(layer: NamedLayer[nn.Module], lora_config: LoRAConfig, packed: Pac
 def slots_need(model: nn.Module, lora_config: LoRAConfig) -> Need:
     """Estimate the device memory of the targeted layers' slots, before the model is wrapped: A and B of every weight
     matrix, an A for each of its parts, one tensor-parallel rank's share where A is sharded too.
-
-    Raises as :func:`find_supported_layers`.
     """
     layers = find_supported_layers(model)
     resolved = replace(lora_config)
@@ -189,26 +189,7 @@ def moe_ep_spec_of(layers: Collection[NamedLayer[nn.Module]]) -> MoEEPSpec | Non
     return None
 
 
-def _check_targets(
-    model: nn.Module, layers: Collection[NamedLayer[nn.Module]], lora_config: LoRAConfig, packed: PackedMapping
-) -> None:
-    """ValueError for a matrix that `target_modules` names and that no LoRA layer can wrap."""
-    if lora_config.target_modules is None:
-        return
-    supported = {id(inside) for layer in layers for inside in layer.layer.modules()}
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if id(module) in supported or not isinstance(weight, torch.Tensor) or weight.ndim < 2:
-            continue
-        if is_in_target_modules(name, lora_config.target_modules, packed):
-            raise ValueError(
-                f"module {name!r} of class {type(module).__name__} has no LoRA class with {lora_config}; leave it out "
-                "of LoRAConfig.target_modules, or build it from a linear layer of punica.parallel"
-            )
-
-
 def _logits_processor_of(model: nn.Module, head_name: str) -> nn.Module:
-    """Return the module that computes a head's logits: its sibling of that name."""
     parent = head_name.rpartition(".")[0]
     processor = getattr(model.get_submodule(parent), "logits_processor", None)
     if not isinstance(processor, nn.Module):

@@ -15,7 +15,6 @@ events order the two streams, so that the copy of one adapter overlaps the steps
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,47 +43,22 @@ class CopyHandle:
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
 
-class SlotWriter(Protocol):
-    """Interface of what fills slots on all layers of a model."""
-
-    def stage(self, lora: LoRAModel) -> LoRAModel:
-        """Prepare a packed adapter, once, when it is registered; return the one to keep and to write."""
-
-    def write(self, slot: int, lora: LoRAModel) -> CopyHandle:
-        """Replace the slot's content on all layers by a staged adapter.
-
-        Asynchronous on CUDA: after every step that may still read the slot, before every later :meth:`begin_step`; the
-        adapter may be dropped meanwhile. If it raises, the slot counts as free, whatever its content.
-        """
-
-    def begin_step(self, slots: Collection[int]) -> None:
-        """Order the next step on the current stream, which reads these slots, after their copies."""
-
-    def host_bytes(self, lora: LoRAModel) -> int:
-        """Return the host memory of a staged adapter, in bytes."""
-
-
-def make_slot_writer(modules: Mapping[str, BaseLayerWithLoRA]) -> SlotWriter:
-    """Build the writer for the device of these layers' slots."""
-    device = next(iter(modules.values())).device
-    return StreamSlotWriter(modules, device) if device.type == "cuda" else LayerSlotWriter(modules)
-
-
 class LayerSlotWriter:
-    """Synchronous writer for CPU devices, layer by layer: slots are filled from an adapter's own tensors.
-
-    Args:
-        modules: `{name: LoRA layer}` of the model.
-    """
+    """Writer of slots on all layers of a model; synchronous, layer by layer, from an adapter's own tensors."""
 
     def __init__(self, modules: Mapping[str, BaseLayerWithLoRA]) -> None:
         self._modules = modules
 
     def stage(self, lora: LoRAModel) -> LoRAModel:
+        """Prepare a packed adapter, once, when it is registered; return the one to keep and to write."""
         return lora
 
     def write(self, slot: int, lora: LoRAModel) -> CopyHandle:
-        """Fill the slot of every layer; if one raises, the slot is cleared on all."""
+        """Replace the slot's content on all layers by a staged adapter; if a layer raises, the slot is cleared.
+
+        Asynchronous on CUDA: after every step that may still read the slot, before every later :meth:`begin_step`; the
+        adapter may be dropped meanwhile. If it raises, the slot counts as free, whatever its content.
+        """
         try:
             for name, layer in self._modules.items():
                 layer.fill_slot(slot, lora.slices_of(name))
@@ -95,10 +69,10 @@ class LayerSlotWriter:
         return CopyHandle()
 
     def begin_step(self, slots: Collection[int]) -> None:
-        """Do nothing: every write has ended."""
+        """Order the next step on the current stream, which reads these slots, after their copies."""
 
     def host_bytes(self, lora: LoRAModel) -> int:
-        """Return the bytes of the distinct storages behind the adapter's tensors."""
+        """Return the host memory of a staged adapter, in bytes: the distinct storages behind its tensors."""
         sizes: dict[int, int] = {}
         for factor in (factor for weights in lora.loras.values() for pair in weights.slices for factor in pair):
             for t in [factor.values, factor.scale] if isinstance(factor, Fp8Matrix) else [factor]:
@@ -107,7 +81,11 @@ class LayerSlotWriter:
         return sum(sizes.values())
 
 
-class StreamSlotWriter:
+SlotWriter = LayerSlotWriter
+"""Type of writers, of which the others are subclasses."""
+
+
+class StreamSlotWriter(LayerSlotWriter):
     """Asynchronous writer for a CUDA device, used by one thread; the slots stay at their addresses.
 
     A step runs on the stream that is current in `begin_step`; `write` may be called under any stream. Steps share their
@@ -118,7 +96,7 @@ class StreamSlotWriter:
     def __init__(self, modules: Mapping[str, BaseLayerWithLoRA], device: torch.device) -> None:
         from punica.ops.triton_ops.slot_write import SlotTable, write_slot  # importing punica must not need Triton
 
-        self._modules = modules
+        super().__init__(modules)
         self._marked = {name: layer for name, layer in modules.items() if layer.skips_when_empty}
         self._device = device
         self._write_slot = write_slot
@@ -138,7 +116,6 @@ class StreamSlotWriter:
             self._stream.synchronize()
 
     def stage(self, lora: LoRAModel) -> LoRAModel:
-        """Copy a packed adapter into page-locked memory."""
         with torch.cuda.device(self._device):  # in whose context memory is locked, whatever thread this is
             return stage(self._modules, lora, self._table.dtype, pin_memory=True)
 
@@ -177,6 +154,12 @@ class StreamSlotWriter:
             elif copied is not None:
                 copied.wait()
         self._in_flight = [(copied, image) for copied, image in self._in_flight if not copied.is_ready()]
+
+
+def make_slot_writer(modules: Mapping[str, BaseLayerWithLoRA]) -> SlotWriter:
+    """Build the writer for the device of these layers' slots."""
+    device = next(iter(modules.values())).device
+    return StreamSlotWriter(modules, device) if device.type == "cuda" else LayerSlotWriter(modules)
 
 
 def _image_of(lora: LoRAModel) -> Tensor:

@@ -17,14 +17,11 @@ HIDDEN, HEADS, KV_HEADS, HEAD, INTER, LAYERS, VOCAB = 24, 4, 2, 6, 40, 2, 50
 QKV = "model.layers.0.self_attn.qkv_proj"
 Q, KV = HEADS * HEAD, KV_HEADS * HEAD
 SHAPES = {
-    "self_attn.q_proj": (HIDDEN, Q),
-    "self_attn.k_proj": (HIDDEN, KV),
-    "self_attn.v_proj": (HIDDEN, KV),
-    "self_attn.o_proj": (Q, HIDDEN),
-    "mlp.gate_proj": (HIDDEN, INTER),
-    "mlp.up_proj": (HIDDEN, INTER),
+    "self_attn.q_proj": (HIDDEN, Q), "self_attn.k_proj": (HIDDEN, KV), "self_attn.v_proj": (HIDDEN, KV),
+    "self_attn.o_proj": (Q, HIDDEN), "mlp.gate_proj": (HIDDEN, INTER), "mlp.up_proj": (HIDDEN, INTER),
     "mlp.down_proj": (INTER, HIDDEN),
-}
+}  # fmt: skip
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 MODULES = {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in SHAPES.items()}
 
 
@@ -48,10 +45,11 @@ class DenseModel(nn.Module):
         super().__init__()
         layers = []
         for _ in range(LAYERS):
-            linear = {name: nn.Linear(*shape, bias=False) for name, shape in SHAPES.items()}
-            attn = {k.removeprefix("self_attn."): v for k, v in linear.items() if k.startswith("self_attn")}
-            mlp = {k.removeprefix("mlp."): v for k, v in linear.items() if k.startswith("mlp")}
-            layers.append(tree(self_attn=tree(**attn), mlp=tree(**mlp)))
+            parts: dict[str, dict[str, nn.Module]] = {"self_attn": {}, "mlp": {}}
+            for name, shape in SHAPES.items():
+                parent, _, last = name.partition(".")
+                parts[parent][last] = nn.Linear(*shape, bias=False)
+            layers.append(tree(**{parent: tree(**linear) for parent, linear in parts.items()}))
         self.model = tree(layers=nn.ModuleList(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,28 +71,33 @@ class DenseModel(nn.Module):
         return model
 
 
+def parallel_layer(**options: object) -> nn.Module:
+    options["bias"] = False
+    attn = tree(
+        qkv_proj=QKVParallelLinear(HIDDEN, HEAD, HEADS, KV_HEADS, **options),
+        o_proj=RowParallelLinear(Q, HIDDEN, **options),
+    )
+    gate_up = MergedColumnParallelLinear(HIDDEN, [INTER, INTER], **options)
+    return tree(self_attn=attn, mlp=tree(gate_up_proj=gate_up, down_proj=RowParallelLinear(INTER, HIDDEN, **options)))
+
+
 class PackedModel(nn.Module):
     """The same function on parallel layers, q/k/v and gate/up computed at once."""
 
-    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    packed_modules_mapping = PACKED
 
     def __init__(self, dense: DenseModel) -> None:
         super().__init__()
-        layers = []
-        for i in range(LAYERS):
-            source = dense.model.layers[i]
-            common = {"bias": False, "return_bias": False}
-            qkv = QKVParallelLinear(HIDDEN, HEAD, HEADS, KV_HEADS, **common)
+        layers = [parallel_layer(return_bias=False) for _ in range(LAYERS)]
+        for layer, source in zip(layers, dense.model.layers, strict=True):
+            attn, mlp = layer.self_attn, layer.mlp
             for part in "qkv":
-                qkv.weight_loader(qkv.weight, source.self_attn.get_submodule(f"{part}_proj").weight, part)
-            o_proj, down = RowParallelLinear(Q, HIDDEN, **common), RowParallelLinear(INTER, HIDDEN, **common)
-            o_proj.weight_loader(o_proj.weight, source.self_attn.o_proj.weight)
-            down.weight_loader(down.weight, source.mlp.down_proj.weight)
-            gate_up = MergedColumnParallelLinear(HIDDEN, [INTER, INTER], **common)
-            gate_up.weight_loader(gate_up.weight, source.mlp.gate_proj.weight, 0)
-            gate_up.weight_loader(gate_up.weight, source.mlp.up_proj.weight, 1)
-            attn = tree(qkv_proj=qkv, o_proj=o_proj)
-            layers.append(tree(self_attn=attn, mlp=tree(gate_up_proj=gate_up, down_proj=down)))
+                weight = source.self_attn.get_submodule(f"{part}_proj").weight
+                attn.qkv_proj.weight_loader(attn.qkv_proj.weight, weight, part)
+            for i, part in enumerate(("gate_proj", "up_proj")):
+                mlp.gate_up_proj.weight_loader(mlp.gate_up_proj.weight, source.mlp.get_submodule(part).weight, i)
+            attn.o_proj.weight_loader(attn.o_proj.weight, source.self_attn.o_proj.weight)
+            mlp.down_proj.weight_loader(mlp.down_proj.weight, source.mlp.down_proj.weight)
         self.model = tree(layers=nn.ModuleList(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,20 +111,9 @@ class PackedModel(nn.Module):
 
 def one_layer(tp_size: int, tp_rank: int) -> nn.Module:
     """The first layer of the tiny model as one rank of `tp_size` holds it, to look at slots; not to compute."""
-    place = {"bias": False, "tp_size": tp_size, "tp_rank": tp_rank}
-    attn = tree(
-        qkv_proj=QKVParallelLinear(HIDDEN, HEAD, HEADS, KV_HEADS, **place),
-        o_proj=RowParallelLinear(Q, HIDDEN, **place),
-    )
-    mlp = tree(
-        gate_up_proj=MergedColumnParallelLinear(HIDDEN, [INTER, INTER], **place),
-        down_proj=RowParallelLinear(INTER, HIDDEN, **place),
-    )
-    model = tree(model=tree(layers=nn.ModuleList([tree(self_attn=attn, mlp=mlp)])))
-    model.packed_modules_mapping = {
-        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-        "gate_up_proj": ["gate_proj", "up_proj"],
-    }
+    layer = parallel_layer(tp_size=tp_size, tp_rank=tp_rank)
+    model = tree(model=tree(layers=nn.ModuleList([layer])))
+    model.packed_modules_mapping = PACKED
     return model
 
 
@@ -176,10 +168,6 @@ def active_in_order(manager: LoRAModelManager) -> list[int]:
     return [loaded.lora.id for loaded, _ in manager._active.items()]
 
 
-def requests_of(manager: LoRAModelManager) -> dict[int, LoRARequest | None]:
-    return {i: manager.request_of(i) for i in manager.list_adapters()}
-
-
 def snapshot(manager: LoRAModelManager) -> dict[str, object]:
     """Everything a failed call must leave alone: caches in order, the slot table, and the bits of every buffer."""
     wrapper = manager.punica_wrapper
@@ -188,21 +176,19 @@ def snapshot(manager: LoRAModelManager) -> dict[str, object]:
         "active": active_in_order(manager),
         "slots": list(manager.lora_index_to_id),
         "pinned": manager.pinned_adapters,
-        "requests": requests_of(manager),
+        "requests": {i: manager.request_of(i) for i in manager.list_adapters()},
         "mapping": manager._last_step,
         "buffers": [tensor.clone() for tensor in all_buffers(manager)],
-        "indices": [wrapper._token_lora_indices.clone(), wrapper._sampler_indices.clone(), list(wrapper.indices_len)],
+        "lengths": list(wrapper.indices_len),
+        "indices": [wrapper._token_lora_indices.clone(), wrapper._sampler_indices.clone()],
     }
 
 
 def assert_unchanged(manager: LoRAModelManager, before: dict[str, object]) -> None:
-    after = snapshot(manager)
-    for key in ("registered", "active", "slots", "pinned", "requests", "mapping"):
-        assert after[key] == before[key], key
-    assert all(torch.equal(a, b) for a, b in zip(after["buffers"], before["buffers"], strict=True))
-    assert torch.equal(after["indices"][0], before["indices"][0])
-    assert torch.equal(after["indices"][1], before["indices"][1])
-    assert after["indices"][2] == before["indices"][2]
+    after, before = snapshot(manager), dict(before)
+    for key in ("buffers", "indices"):
+        assert all(torch.equal(a, b) for a, b in zip(after.pop(key), before.pop(key), strict=True))
+    assert after == before
 
 
 def check_invariants(manager: LoRAModelManager) -> None:

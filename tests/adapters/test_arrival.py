@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_world import adapter_tensors, assert_unchanged, full_manager, snapshot
+from adapter_world import adapter_tensors
 
 from punica.adapters import LoRARequest
 from punica.adapters.names import advise_renames
@@ -39,13 +39,6 @@ def test_targets_that_disagree_with_the_tensors_are_named(make_manager, tenants,
     tenants.write(1, adapter_tensors(1, 4, modules), target_modules=targets)
     with pytest.warns(UserWarning, match=message):
         manager.check_adapter(tenants.request(1))
-
-
-@pytest.mark.parametrize("excluded", [["v_proj"], r".*v_proj"], ids=str)
-def test_excluded_targets_have_no_tensors_without_a_warning(make_manager, tenants, recwarn, excluded) -> None:
-    tenants.write(1, adapter_tensors(1, 4, ("q_proj",)), target_modules=["q_proj", "v_proj"], exclude_modules=excluded)
-    make_manager().check_adapter(tenants.request(1))
-    assert not recwarn.list
 
 
 @pytest.mark.parametrize(
@@ -84,16 +77,6 @@ def test_empty_tensors_of_a_sharded_trainer_and_other_files_say_what_they_are(ma
     (folder / "adapter_model.safetensors").rename(folder / "adapters.safetensors")  # as mlx-lm calls it
     with pytest.raises(FileNotFoundError, match=r"no adapter_model\.safetensors; it has \[.*'adapters\.safetensors'\]"):
         manager.check_adapter(tenants.request(1))
-
-
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
-def test_whole_embeddings_saved_along_say_what_to_do(make_manager, tenants, name) -> None:
-    manager = full_manager(make_manager, tenants)
-    before = snapshot(manager)
-    tenants.write(3, {**adapter_tensors(3), f"base_model.model.{name}": adapter_tensors(3).popitem()[1]})
-    with pytest.raises(ValueError, match="save_embedding_layers=False"):
-        manager.check_adapter(tenants.request(3))
-    assert_unchanged(manager, before)
 
 
 def test_more_tensors_than_the_model_has_places_for(make_manager, tenants) -> None:

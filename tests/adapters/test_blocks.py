@@ -66,7 +66,7 @@ def test_refusals_name_module_and_remedy(saved, tmp_path):
         load(nblocks=3)
     with pytest.raises(ValueError, match=r"rank 8, which use_bdlora.nblocks = 40 does not divide"):
         load(nblocks=40)  # as many as B has rows
-    with pytest.raises(ValueError, match=r"layers.0.self_attn.o_proj' matches neither .* which match_strict demands"):
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.o_proj' matches neither .*, which match_strict demands"):
         load(target_modules_bd_a=["down_proj"])
     with pytest.raises(ValueError, match=r"o_proj' matches both"):
         load(target_modules_bd_b=["o_proj", *ROWS])

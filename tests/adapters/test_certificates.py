@@ -1,12 +1,11 @@
 """An adapter's shapes are checked once, when its folder is first seen; the certificate travels to its slot."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from adapter_world import Tenants, adapter, adapter_tensors, decode, peft_config
+from adapter_world import Tenants, adapter_tensors, decode
 
 from punica.adapters import LRUCache
 from punica.layers import BaseLayerWithLoRA
@@ -32,13 +31,6 @@ def test_from_a_folder_to_its_slot_every_layer_checks_once(make_manager, tenants
         assert len(checks) == len(manager.modules)
     manager.set_active_adapters([tenants.request(1)], decode(1))
     manager.deactivate_adapter(1)
-    manager.activate_adapter(1)
-    assert sorted(map(id, checks)) == sorted(map(id, manager.modules.values()))
-
-
-def test_from_memory_to_its_slot_every_layer_checks_once(make_manager, checks):
-    manager = make_manager(max_loras=2)
-    manager.add_adapter(adapter(1))
     manager.activate_adapter(1)
     assert sorted(map(id, checks)) == sorted(map(id, manager.modules.values()))
 
@@ -69,7 +61,7 @@ def replace_unseen(path: Path, *arguments: object, **config: object) -> None:
         assert (found.st_ino, found.st_size, found.st_mtime_ns) == (old.st_ino, old.st_size, old.st_mtime_ns)
 
 
-@pytest.mark.parametrize("how", ["load_inplace", "removed", "another id", "checked only"])
+@pytest.mark.parametrize("how", ["load_inplace", "another id", "checked only"])
 def test_a_config_replaced_by_one_of_the_same_size_and_time_is_served(make_manager, tenants, how):
     manager = make_manager(max_loras=2)
     path = tenants.write(1, lora_alpha=8)
@@ -77,10 +69,8 @@ def test_a_config_replaced_by_one_of_the_same_size_and_time_is_served(make_manag
     if how != "checked only":
         manager.add_adapter(tenants.request(1))
     replace_unseen(path, lora_alpha=4)
-    manager.check_adapter(tenants.request(1, load_inplace=True))
-    if how == "removed":
-        manager.remove_adapter(1)
     other = tenants.request(2, lora_path=str(path)) if how == "another id" else tenants.request(1, load_inplace=True)
+    manager.check_adapter(other)
     manager.add_adapter(other)
     own = adapter_tensors(1)["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"]
     assert torch.equal(b_of(manager, other.lora_int_id), own * (4 / 4))
@@ -100,18 +90,6 @@ def test_a_header_replaced_by_one_of_the_same_size_and_time_is_checked(make_mana
     for call in (manager.check_adapter, manager.add_adapter):
         with pytest.raises(ValueError, match="lora_b must have 24 rows, got 12"):
             call(tenants.request(1))
-
-
-@pytest.mark.parametrize("changes", [{"r": 2}, {"lora_alpha": "x"}, {"use_dora": 1}], ids=str)
-def test_a_config_replaced_by_an_illegal_one_is_refused(make_manager, tenants, changes):
-    manager = make_manager(max_loras=2)
-    free = len(json.dumps(peft_config(4, note="x" * 64))) - len(json.dumps(peft_config(4, **changes, note="")))
-    path = tenants.write(1, note="x" * 64)
-    manager.check_adapter(tenants.request(1))
-    replace_unseen(path, **changes, note="x" * free)
-    for call in (manager.check_adapter, manager.add_adapter):
-        with pytest.raises((TypeError, ValueError), match=r"rank 4, the adapter's config says 2|lora_alpha|use_dora"):
-            call(tenants.request(1, load_inplace=True))
 
 
 def test_doubts_are_told_of_every_adapter(make_manager, tenants):

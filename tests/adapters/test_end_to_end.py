@@ -5,20 +5,17 @@ import math
 import peft
 import pytest
 import torch
-from adapter_world import INTER, MODULES, VOCAB, PackedModel, adapter_tensors, decode
+from adapter_world import INTER, VOCAB, adapter_tensors
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from punica.adapters import (
     LoRAModel,
-    LoRAModelManager,
-    LoRARequest,
     PEFTHelper,
     random_adapter,
     random_adapter_tensors,
     write_random_adapter,
 )
-from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # inside transformers
@@ -49,48 +46,6 @@ def test_mixed_batch_equals_the_dense_merged_models(make_manager, dense, tenants
             assert (output[row] - dense(x)[row]).abs().max() > 0.05
 
 
-def save_peft_adapters(dense, root, configs: dict[str, peft.LoraConfig]) -> peft.PeftModel:
-    """One PEFT model carrying all adapters with random weights, each saved to `root/<name>` by PEFT."""
-    names = iter(configs.items())
-    name, config = next(names)
-    model = peft.get_peft_model(dense, config, adapter_name=name)
-    for name, config in names:
-        model.add_adapter(name, config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(root)
-    return model.eval()
-
-
-def test_the_peft_library_agrees_on_every_row(dense, tmp_path):
-    packed = PackedModel(dense)
-    common = {"init_lora_weights": False, "lora_dropout": 0.0}
-    configs = {
-        "plain": peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], **common),
-        "rslora": peft.LoraConfig(r=8, lora_alpha=4, use_rslora=True, target_modules=EXPECTED, **common),
-        "patterns": peft.LoraConfig(
-            r=2,
-            lora_alpha=4,
-            target_modules=r".*\.(k_proj|up_proj)",
-            rank_pattern={"layers.0.mlp.up_proj": 8, "k_proj": 3},
-            alpha_pattern={r"^model\.layers\.1\..*": 1},
-            **common,
-        ),
-    }
-    reference = save_peft_adapters(dense, tmp_path, configs)
-    manager = LoRAModelManager(packed, 8, 16, VOCAB, LoRAConfig(max_lora_rank=8, max_loras=3), "cpu")
-    requests = {i: LoRARequest(name, i, str(tmp_path / name)) for i, name in enumerate(configs, start=1)}
-    ids = [2, 1, 3, 3, 1, 2, 2]
-    manager.set_active_adapters(requests.values(), decode(*ids))
-    x = torch.randn(len(ids), 24)
-    output = packed(x)
-    for row, i in enumerate(ids):
-        reference.set_adapter(requests[i].name)
-        torch.testing.assert_close(output[row : row + 1], reference(x[row : row + 1]), rtol=1e-4, atol=1e-4)
-
-
 def llama_config() -> LlamaConfig:
     return LlamaConfig(
         hidden_size=16,
@@ -100,42 +55,6 @@ def llama_config() -> LlamaConfig:
         num_key_value_heads=2,
         vocab_size=VOCAB,
     )
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"r": 8, "lora_alpha": 16}, id="plain"),
-        pytest.param({"r": 16, "lora_alpha": 32, "use_rslora": True}, id="rslora"),
-        pytest.param(
-            {"r": 8, "lora_alpha": 16, "rank_pattern": {"q_proj": 32},
-             "alpha_pattern": {"layers.0.self_attn.q_proj": 64}},
-            id="patterns",
-        ),
-        pytest.param({"r": 4, "lora_alpha": 6, "target_modules": "all-linear"}, id="all-linear"),
-    ],
-)  # fmt: skip
-def test_tensors_and_scalings_of_a_real_peft_llama_folder(tmp_path, changes):
-    config = peft.LoraConfig(
-        **{"target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False, **changes}
-    )
-    reference = peft.get_peft_model(LlamaForCausalLM(llama_config()), config)
-    reference.save_pretrained(tmp_path)
-    helper = PEFTHelper.from_local_dir(tmp_path)
-    helper.validate_legal(LoRAConfig(max_lora_rank=32))
-    model = LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper, model_vocab_size=VOCAB)
-    layers = {
-        name.removeprefix("base_model.model."): layer
-        for name, layer in reference.named_modules()
-        if isinstance(layer, peft.tuners.lora.LoraLayer)
-    }
-    assert set(model.loras) == set(layers)
-    for name, layer in layers.items():
-        weights = model.get_lora(name)
-        assert torch.equal(weights.lora_a, layer.lora_A["default"].weight)
-        assert torch.equal(weights.lora_b, layer.lora_B["default"].weight)
-        assert weights.rank == layer.r["default"]
-        assert weights.scaling == pytest.approx(layer.scaling["default"], rel=1e-12)
 
 
 def test_a_random_adapter_is_a_genuine_peft_folder(tmp_path):
@@ -178,7 +97,3 @@ def test_bad_random_adapters_write_nothing(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         write_random_adapter(tmp_path / "a", llama_config(), **{"rank": 4, "seed": 0, **changes})
     assert not (tmp_path / "a").exists()
-
-
-def test_world_has_all_llama_modules():
-    assert {name.rpartition(".")[2] for name in MODULES} == set(EXPECTED)

@@ -14,7 +14,7 @@ from adapter_world import (
     decode,
     one_layer,
     snapshot,
-)  # fmt: skip
+)
 
 from punica.adapters import LayerSlotWriter, LoRAModel, LoRAModelManager, PEFTHelper
 from punica.adapters.write import stage
@@ -108,8 +108,7 @@ def test_registered_in_fp8_and_quantised_once(dense):
     assert manager.adapter_bytes(3) == values + 4 * scales
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fully sharded"])
-@pytest.mark.parametrize(("tp_size", "tp_rank"), [(1, 0), (2, 0), (2, 1), (4, 3)])
+@pytest.mark.parametrize(("tp_size", "tp_rank", "sharded"), [(1, 0, False), (2, 1, False), (2, 0, True), (4, 3, True)])
 def test_an_image_fills_a_slot_as_set_lora_does(tp_size, tp_rank, sharded):
     config = LoRAConfig(max_lora_rank=8, max_loras=3, fully_sharded_loras=sharded, fp8=E4M3)
     manager = LoRAModelManager(one_layer(tp_size, tp_rank), 4, 16, 50, config, "cpu")
@@ -129,18 +128,6 @@ def test_an_image_fills_a_slot_as_set_lora_does(tp_size, tp_rank, sharded):
             own = staged.loras[name]
             for (a, _), (b, _) in zip(weights.slices, own.slices, strict=True):
                 assert torch.equal(a.real(), b.real())
-
-
-def test_an_image_is_about_half_as_large(dense):
-    sizes = []
-    for fp8, dtype in ((None, torch.bfloat16), (E4M3, torch.uint8)):
-        manager = managed(dense, fp8, lora_dtype="bfloat16")
-        lora = manager._packer.pack(adapter(3, rank=8))
-        matrices = sum(len(layer.slot_parts()) for layer in manager.modules.values())
-        sizes.append(stage(manager.modules, lora, dtype, pin_memory=False).image.numel() - 32 * matrices)
-    values = sum(8 * (width + height) for width, height in MODULES.values())
-    scales = sum(8 + height for _, height in MODULES.values())
-    assert sizes[1] / sizes[0] == pytest.approx((values + 4 * scales) / (2 * values), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -204,21 +191,3 @@ def test_negative_scaling(dense):
     x = torch.randn(1, 24)
     torch.testing.assert_close(manager.model(x), dense.merged(real(stored), -2.0)(x), rtol=1e-3, atol=1e-3)
     assert all((scale >= 0).all() for layer in manager.modules.values() for scale in layer.lora_b_scale)
-
-
-def test_dummies_cost_and_change_nothing(dense):
-    manager = managed(dense)
-    manager.add_adapter(manager.create_dummy_lora(9, 8))
-    manager.activate_adapter(9)
-    manager.set_adapter_mapping(decode(9, 9))
-    x = torch.randn(2, 24)
-    assert torch.equal(manager.model(x), PackedModel(dense)(x))
-
-
-@pytest.mark.parametrize(
-    ("value", "error"), [("float16", ValueError), (torch.float16, TypeError), (8, TypeError), ("fp8", ValueError)]
-)
-def test_configuration(value, error):
-    assert LoRAConfig(fp8="float8_e5m2").fp8 == E5M2
-    with pytest.raises(error, match="fp8"):
-        LoRAConfig(fp8=value)

@@ -50,16 +50,10 @@ def test_dimensions_and_shell():
     assert (shell.rank, shell.lora_alpha, shell.scaling, shell.lora_a, shell.lora_b) == (2, 16, 8, None, None)
     with pytest.raises(RuntimeError, match=r"m\.q_proj.*not set"):
         shell.optimize()
-
-
-def test_dummy_weights_are_zero():
-    layer = LoRALayerWeights.create_dummy_lora_weights("m", 6, 10, 3, torch.bfloat16, "cpu")
-    assert layer.lora_a.shape == (3, 6)
-    assert layer.lora_b.shape == (10, 3)
-    assert layer.lora_b.dtype == torch.bfloat16
-    assert layer.lora_alpha == 1
-    assert not layer.lora_a.any()
-    assert not layer.lora_b.any()
+    dummy = LoRALayerWeights.create_dummy_lora_weights("m", 6, 10, 3, torch.bfloat16, "cpu")
+    assert (dummy.lora_a.shape, dummy.lora_b.shape, dummy.lora_b.dtype) == ((3, 6), (10, 3), torch.bfloat16)
+    assert dummy.lora_alpha == 1
+    assert not dummy.lora_a.any() | dummy.lora_b.any()
 
 
 def test_pack_keeps_slices_and_scales_members():
@@ -73,9 +67,6 @@ def test_pack_keeps_slices_and_scales_members():
     assert torch.equal(packed.lora_b[0], expected_b[0])
     assert torch.equal(packed.lora_b[2], expected_b[2])
     assert PackedLoRALayerWeights.pack([None, q]).module_name == "m.q_proj"
-
-
-def test_pack_of_nothing():
     with pytest.raises(ValueError, match="3 times None"):
         PackedLoRALayerWeights.pack([None, None, None])
 
@@ -103,19 +94,8 @@ def test_load_a_peft_folder(tmp_path):
         assert (layer.rank, layer.lora_alpha, layer.scaling) == (4, 8, 2)
         assert torch.equal(layer.lora_a, tensors[f"base_model.model.{name}.lora_A.weight"])
         assert torch.equal(layer.lora_b, tensors[f"base_model.model.{name}.lora_B.weight"])
-
-
-def test_numbers_are_given_in_order_when_none_is_asked_for(tmp_path):
-    save_file(pair(), tmp_path / "adapter_model.safetensors")
     first, second = (LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper()) for _ in range(2))
     assert 1 <= first.id == second.id - 1
-
-
-def test_ranks_differ_by_pattern():
-    tensors = {**pair(4), **{name.replace("q_proj", "up_proj"): t for name, t in pair(2).items()}}
-    model = LoRAModel.from_lora_tensors(1, tensors, helper(4, rank_pattern={"up_proj": 2}))
-    assert {name: layer.rank for name, layer in model.loras.items()} == {"m.q_proj": 4, "m.up_proj": 2}
-    assert (model.rank, model.get_lora("m.up_proj").scaling) == (4, 4)
 
 
 def test_patterns_match_the_names_of_the_adapter_not_the_mapped_ones():
@@ -131,12 +111,6 @@ def test_names_that_only_the_mapper_makes_legible():
     mapper = {"old.": "m.", "q.down": "q_proj.lora_A.weight", "q.up": "q_proj.lora_B.weight"}
     model = LoRAModel.from_lora_tensors(1, tensors, helper(4, alpha_pattern={"q_proj": 2}), weights_mapper=mapper)
     assert model.get_lora("m.q_proj").scaling == 0.5
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_dtype(dtype):
-    layer = LoRAModel.from_lora_tensors(1, pair(dtype=torch.float64), helper(), dtype=dtype).get_lora("m.q_proj")
-    assert layer.lora_a.dtype == layer.lora_b.dtype == (dtype or torch.float64)
 
 
 def test_skipped_and_base_layer_tensors_are_left_out(tmp_path):
@@ -188,11 +162,6 @@ def test_bad_tensors(changes, error, message):
 def test_overflow_of_the_cast_is_named():
     with pytest.raises(ValueError, match=r"B contains NaN or inf after the cast from torch.float32 to torch.float16"):
         LoRAModel.from_lora_tensors(1, {**pair(), B: torch.full((10, 4), 1e6)}, helper(), dtype=torch.float16)
-
-
-def test_large_finite_values_are_not_mistaken_for_inf():
-    big = torch.full((10, 4), 3e38)
-    assert LoRAModel.from_lora_tensors(1, {**pair(), B: big}, helper()).get_lora("m.q_proj").lora_b is not None
 
 
 def test_unexpected_modules_are_all_listed_before_any_tensor_is_read(tmp_path):

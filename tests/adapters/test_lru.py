@@ -18,48 +18,6 @@ def order(cache: LRUCache) -> str:
     return "".join(key for key, _ in cache.items())
 
 
-def test_put_evicts_the_least_recently_used():
-    cache = filled("a", "b", "c")
-    assert cache.get("a") == 0
-    cache.put("d", 9)
-    assert order(cache) == "cad"
-    assert "b" not in cache
-    assert len(cache) == cache.capacity == 3
-
-
-def test_what_counts_as_use():
-    cache = filled("a", "b", "c")
-    assert cache.peek("a") == 0
-    assert "a" in cache
-    assert order(cache) == "abc"  # looking is no use
-    cache.touch("a")
-    assert order(cache) == "bca"
-    cache.put("b", 7)
-    assert order(cache) == "cab"
-    assert cache.get("b") == 7
-    assert (cache.get("x"), cache.get("x", 5), cache.peek("x")) == (None, 5, None)
-
-
-def test_items_are_a_copy():
-    cache = filled("a", "b")
-    cache.items().clear()
-    assert order(cache) == "ab"
-
-
-def test_pinned_entries_are_skipped_and_still_move():
-    cache = filled("a", "b", "c")
-    cache.pin("a")
-    cache.pin("a")
-    assert cache.remove_oldest() == ("b", 1)
-    assert cache.pinned == {"a"}
-    cache.touch("a")
-    assert order(cache) == "ca"
-    assert cache.unpin("a") is True
-    assert cache.unpin("a") is False
-    assert cache.remove_oldest() == ("c", 2)
-    assert cache.remove_oldest() == ("a", 0)
-
-
 def test_all_pinned_changes_nothing():
     cache = filled("a", "b", capacity=2)
     cache.pin("b")
@@ -70,17 +28,6 @@ def test_all_pinned_changes_nothing():
     assert order(cache) == "ab"
     cache.put("a", 5)  # a present key needs no room
     assert (cache.peek("a"), cache.pinned) == (5, {"a", "b"})
-
-
-def test_pop_takes_pinned_entries_and_their_pins():
-    cache = filled("a", "b")
-    cache.pin("a")
-    assert cache.pop("a") == 0
-    assert (cache.pop("a"), cache.pop("a", 4)) == (None, 4)
-    assert cache.pinned == frozenset()
-    cache.put("a", 3)
-    assert cache.remove_oldest() == ("b", 1)
-    assert cache.remove_oldest() == ("a", 3)
 
 
 def test_callback_sees_every_entry_that_left():

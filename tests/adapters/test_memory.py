@@ -1,7 +1,6 @@
 """Bytes of a slot and of an adapter, written out from shapes and ranks; and no growth over many activations."""
 
 import gc
-import tracemalloc
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from adapter_world import (
 
 from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager
 from punica.config import LoRAConfig
-from punica.parallel import LogitsProcessor, ParallelLMHead, ReplicatedLinear, VocabParallelEmbedding
+from punica.parallel import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 
 R = 8
 BYTES = {torch.float32: 4, torch.bfloat16: 2}
@@ -57,8 +56,7 @@ def test_bytes_of_a_slot(make_manager, dtype):
     assert allocated == 3 * manager.slot_bytes
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fully sharded"])
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize(("tp_size", "sharded"), [(2, False), (4, False), (4, True)])
 def test_bytes_of_a_slot_on_one_of_several_ranks(tp_size, sharded):
     config = LoRAConfig(max_lora_rank=R, max_loras=2, fully_sharded_loras=sharded)
     for tp_rank in range(tp_size):
@@ -77,8 +75,7 @@ def test_bytes_of_a_slot_of_embedding_and_head():
     assert manager.adapter_bytes(1) == 3 * ((vocab + dim) + (dim + vocab)) * 4
 
 
-@pytest.mark.parametrize("rank", [1, 5, 8])
-@pytest.mark.parametrize("modules", [None, ("q_proj", "v_proj"), ("down_proj",)], ids=["all", "q and v", "down"])
+@pytest.mark.parametrize(("rank", "modules"), [(5, None), (1, ("q_proj", "v_proj"))], ids=["all", "q and v"])
 def test_bytes_of_an_adapter(make_manager, tenants, rank, modules):
     """What it has, at its own rank: `r * (in + out)` elements per module, from memory or from a folder."""
     sizes = [size for name, size in MODULES.items() if modules is None or name.endswith(modules)]
@@ -92,14 +89,6 @@ def test_bytes_of_an_adapter(make_manager, tenants, rank, modules):
         manager.adapter_bytes(3)
 
 
-def test_ranks_that_differ_within_an_adapter(make_manager, tenants):
-    wide, narrow = adapter_tensors(1, 8, ("q_proj",)), adapter_tensors(1, 2, ("down_proj",))
-    tenants.write(1, {**wide, **narrow}, 8, rank_pattern={"down_proj": 2})
-    manager = make_manager()
-    manager.add_adapter(tenants.request(1))
-    assert manager.adapter_bytes(1) == LAYERS * (8 * (HIDDEN + Q) + 2 * (INTER + HIDDEN)) * 4
-
-
 def test_shared_storage_counts_once(make_manager):
     a, b = torch.ones(4, 24), torch.ones(24, 4)
     names = [f"model.layers.{i}.self_attn.o_proj" for i in range(LAYERS)]
@@ -107,17 +96,6 @@ def test_shared_storage_counts_once(make_manager):
     manager = make_manager()
     manager.add_adapter(LoRAModel(1, 4, loras))
     assert manager.adapter_bytes(1) == 2 * 4 * 24 * 4
-
-
-def small_manager(max_loras: int, max_cpu_loras: int) -> tuple[LoRAModelManager, list[LoRAModel]]:
-    """One layer, so that thousands of activations are quick, and six adapters for it."""
-    model = tree(proj=ReplicatedLinear(8, 8, bias=False, return_bias=False))
-    config = LoRAConfig(max_lora_rank=4, max_loras=max_loras, max_cpu_loras=max_cpu_loras)
-    adapters = []
-    for i in range(1, 7):
-        weights = LoRALayerWeights("proj", 4, 8, torch.randn(4, 8), torch.randn(8, 4))
-        adapters.append(LoRAModel(i, 4, {"proj": weights}))
-    return LoRAModelManager(model, 4, 16, VOCAB, config, "cpu"), adapters
 
 
 def live_tensors() -> int:
@@ -136,41 +114,6 @@ def table_sizes(manager: LoRAModelManager) -> dict[str, int]:
     }
 
 
-@pytest.mark.slow
-def test_three_thousand_activations_leave_nothing_behind():
-    """Registering, evicting, activating, pinning and mapping on and on: memory, tensors and tables stay as they are."""
-    manager, adapters = small_manager(max_loras=2, max_cpu_loras=3)
-
-    def churn(activations: int) -> None:
-        for i in range(activations):
-            lora = adapters[i * 5 % 6]
-            manager.add_adapter(lora)
-            assert manager.activate_adapter(lora.id)  # gone from its slot since its last turn
-            if i % 7 == 0:
-                manager.pin_adapter(lora.id)
-                manager.unpin_adapter(lora.id)
-            manager.set_adapter_mapping(decode(lora.id, 0, lora.id))
-
-    churn(600)
-    pointers = [buffer.data_ptr() for layer in manager.modules.values() for buffer in layer.lora_a_stacked]
-    tensors, tables = live_tensors(), table_sizes(manager)
-    tracemalloc.start()
-    try:
-        churn(600)
-        gc.collect()
-        before = tracemalloc.get_traced_memory()[0]
-        churn(1200)
-        gc.collect()
-        growth = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    assert growth < 10_000  # bytes; one object kept per activation would be more
-    churn(600)
-    assert live_tensors() == tensors
-    assert table_sizes(manager) == tables == {"registered": 3, "active": 2, "slots": 2, "pins": 0}
-    assert [b.data_ptr() for layer in manager.modules.values() for b in layer.lora_a_stacked] == pointers
-
-
 def test_folders_that_come_and_go_leave_nothing_behind(make_manager, tenants):
     manager = make_manager(max_loras=2, max_cpu_loras=3)
     for i in range(1, 7):
@@ -179,6 +122,9 @@ def test_folders_that_come_and_go_leave_nothing_behind(make_manager, tenants):
     def churn(loads: int) -> None:
         for i in range(loads):
             manager.set_active_adapters([tenants.request(i % 6 + 1)], decode(i % 6 + 1))
+            if i % 7 == 0:
+                manager.pin_adapter(i % 6 + 1)
+                manager.unpin_adapter(i % 6 + 1)
 
     churn(12)
     tensors, tables = live_tensors(), table_sizes(manager)

@@ -22,29 +22,15 @@ def matches(pattern: str, names: list[str], suffix: bool = True) -> list[bool]:
 
 CATASTROPHIC = [  # `re` needs exponential or high polynomial time for each of them
     "([a-z0-9_.]+)+!",
-    "(a|a)*!",
-    "(.|[a-z])*!",
     "(.*)*!",
-    "(.*.*)*!",
-    "((.*)*)*!",
     "(((([a-z._0-9]*)*)*)*)*!",
     ".*.*.*.*.*.*.*.*.*.*.*.*!",
-    r"(\w+\.?)+!",
-    r"(\w|\.|_)*!",
-    "([a-z]+|[a-z.]+|[._0-9]+)+!",
-    "(.+)+(.+)+(.+)+!",
     "(.{1,40}){1,40}!",
     "(?:.{0,9}){50}!",
     "(x?){60}x{60}!",
-    "(.*?)*?!",
-    "(?:(?=.*q)[a-z._0-9])*!",
-    "(?=(.+)+!).*",
     "(?!(.+)+!)(.+)+!",
     "(?:(?:(?=(?:.+)+!)|.)*)*!",
     "(?i:([A-Z._0-9]+)+)!",
-    "(.*q.*)*!",
-    "(?:.?.?.?.?.?.?.?.?){9}!",
-    "(m|o|d|e|l|mo|od|de|el|[.a-z0-9_])+!",
 ]
 
 
@@ -163,11 +149,3 @@ def test_negative_lookaheads_at_the_start_match_as_in_re(pattern, suffix) -> Non
 def test_other_lookarounds_are_refused_by_name(pattern) -> None:
     with pytest.raises(UnboundedPattern, match=re.escape("bounded time ('invalid perl operator: (?")):
         NamePattern(pattern)
-
-
-def test_names_do_not_reach_into_each_other() -> None:
-    names = ["a", "b", "ab", "", "a\nb"]
-    assert matches("ab", names, suffix=False) == [False, False, True, False, False]
-    assert matches("a(?s:.)b", names, suffix=False) == [False] * 4 + [True]
-    assert matches("(?s:.)*", names, suffix=False) == [True] * 5
-    assert matches("[^x]{2}", names, suffix=False) == [False, False, True, False, False]

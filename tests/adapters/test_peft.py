@@ -12,11 +12,7 @@ from punica.adapters import LoRARequest, PEFTHelper, parse_fine_tuned_lora_name,
 from punica.config import LoRAConfig
 
 BASE = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
-PATTERNS = {
-    **BASE,
-    "rank_pattern": {"q_proj": 32},
-    "alpha_pattern": {"layers.0.self_attn.q_proj": 64},
-}
+PATTERNS = {**BASE, "rank_pattern": {"q_proj": 32}, "alpha_pattern": {"layers.0.self_attn.q_proj": 64}}
 
 
 @pytest.mark.parametrize(
@@ -48,13 +44,9 @@ def test_rank_alpha_and_scaling_per_module(config, module, rank, alpha, scaling)
     assert helper.scaling_of(module) == pytest.approx(scaling, rel=1e-15)
 
 
-def test_unknown_keys_are_ignored_and_regex_targets_accepted():
-    helper = PEFTHelper.from_dict({**BASE, "target_modules": ".*_proj", "some_future_key": 1})
-    assert helper.target_modules == ".*_proj"
-    assert PEFTHelper.from_dict({**BASE, "target_modules": None, "target_parameters": ["w"]}).r == 8
-
-
 def test_null_means_not_given():
+    with pytest.raises(TypeError, match="JSON object, got list"):
+        PEFTHelper.from_dict([1])
     nothing = dict.fromkeys([*PEFTHelper.__dataclass_fields__, "base_model_name_or_path"])
     helper = PEFTHelper.from_dict({**nothing, **BASE})
     assert helper == PEFTHelper.from_dict(BASE)
@@ -65,24 +57,6 @@ def test_null_means_not_given():
 def test_collections_of_targets(targets):
     helper = PEFTHelper.from_dict({**BASE, "target_modules": targets})
     assert helper.target_modules == ["q_proj", "v_proj"]
-
-
-def test_keys_that_only_say_where_the_adapter_was_put():
-    """Which modules are adapted is seen in the tensors; these keys change neither ranks nor scalings."""
-    placing = {
-        "layers_to_transform": [0, 2],
-        "layers_pattern": "layers",
-        "exclude_modules": "lm_head",
-        "inference_mode": True,
-        "task_type": "CAUSAL_LM",
-        "lora_dropout": 0.1,
-        "loftq_config": {},
-        "megatron_core": "megatron.core",
-        "revision": None,
-    }
-    helper = PEFTHelper.from_dict({**BASE, **placing})
-    assert helper == PEFTHelper.from_dict(BASE)
-    helper.validate_legal(LoRAConfig(max_lora_rank=8))
 
 
 @pytest.mark.parametrize("peft_type", ["IA3", "PeftType.PROMPT_TUNING"])
@@ -119,11 +93,6 @@ def test_bad_config(changes, error, message):
         PEFTHelper.from_dict({**BASE, **changes})
 
 
-def test_config_must_be_an_object():
-    with pytest.raises(TypeError, match="JSON object, got list"):
-        PEFTHelper.from_dict([1])
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -150,30 +119,12 @@ def test_validate_legal_refuses(changes, message):
         helper.validate_legal(LoRAConfig(max_lora_rank=16))
 
 
-def test_validate_legal_names_all_problems_at_once():
-    helper = PEFTHelper.from_dict({**BASE, "r": 32, "use_dora": True, "bias": "lora_only"})
-    with pytest.raises(ValueError, match=r"bias is 'lora_only'.*use_dora.*rank 32 exceeds"):
-        helper.validate_legal(LoRAConfig(max_lora_rank=16))
-
-
-def test_empty_features_are_legal():
-    off = {
-        "modules_to_save": [],
-        "trainable_token_indices": None,
-        "use_dora": False,
-        "bias": "none",
-        "peft_type": "LORA",
-    }
-    PEFTHelper.from_dict({**BASE, **off}).validate_legal(LoRAConfig(max_lora_rank=8))
-
-
 @pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal"])
-@pytest.mark.filterwarnings("error")
-def test_other_initialisations_do_not_warn(init):
-    PEFTHelper.from_dict({**BASE, "init_lora_weights": init}).validate_legal(LoRAConfig())
+def test_other_initialisations_are_not_doubted(init):
+    assert PEFTHelper.from_dict({**BASE, "init_lora_weights": init}).doubts == []
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "lora_ga", "PiSSA", "invented", 7])
+@pytest.mark.parametrize("init", ["pissa_niter_4", "olora", "PiSSA", "invented", 7])
 def test_initialisations_that_change_the_base_model_warn(init):
     with pytest.warns(UserWarning, match=f"init_lora_weights='?{init}'? (is not known here and )?may have altered"):
         PEFTHelper.from_dict({**BASE, "init_lora_weights": init}).validate_legal(LoRAConfig())
@@ -224,18 +175,11 @@ def test_paths_are_resolved(tmp_path, monkeypatch):
     ("name", "module", "is_a"),
     [
         ("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", "model.layers.0.mlp.up_proj", True),
-        ("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight", "model.layers.0.mlp.up_proj", False),
         ("base_model.model.m.q_proj.lora_A.default.weight", "m.q_proj", True),
         ("base_model.model.m.q_proj.lora_B.my tenant.weight", "m.q_proj", False),
-        ("m.q_proj.lora_B.weight", "m.q_proj", False),
-        ("m.q_proj.lora_B.default.weight", "m.q_proj", False),
-        ("q_proj.lora_A.weight", "q_proj", True),
-        ("base_model.model.lm_head.lora_A.weight", "lm_head", True),
-        ("base_model.model.lm_head.lora_B.weight", "lm_head", False),
+        ("q_proj.lora_B.weight", "q_proj", False),
         ("model.embed_tokens.lora_embedding_A", "model.embed_tokens", True),
         ("base_model.model.model.embed_tokens.lora_embedding_B.default", "model.embed_tokens", False),
-        ("base_model.model.model.embed_tokens.lora_embedding_A", "model.embed_tokens", True),
-        ("base_model.model.model.embed_tokens.lora_embedding_B", "model.embed_tokens", False),
     ],
 )
 def test_tensor_names(name, module, is_a):
@@ -245,16 +189,11 @@ def test_tensor_names(name, module, is_a):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("base_model.model.m.q_proj.lora_magnitude_vector", "DoRA"),
         ("base_model.model.m.q_proj.lora_magnitude_vector.default.weight", "DoRA"),
         ("base_model.model.model.embed_tokens.weight", "unsupported LoRA weight"),
-        ("base_model.model.m.q_proj.base_layer.weight", "unsupported LoRA weight"),
         ("base_model.model.m.q_proj.lora_B.bias", "unsupported LoRA weight"),
         ("base_model.model.m.q_proj.lora_C.weight", "unsupported LoRA weight"),
-        ("base_model.model.m.q_proj.lora_diag", "unsupported LoRA weight"),
-        ("base_model.model.m.q_proj.weight", "unsupported LoRA weight"),
         ("lora_A.weight", "unsupported LoRA weight"),
-        ("m.q_proj.lora_A.bias", "unsupported LoRA weight"),
         ("m.q_proj.lora_A", "unsupported LoRA weight"),
     ],
 )
@@ -273,15 +212,11 @@ def test_a_module_of_too_many_parts_is_refused_before_its_ends_are_looked_up(map
         parse_fine_tuned_lora_name("a." * 5000 + "q_proj.lora_A.weight", mapper)
 
 
-@pytest.mark.parametrize(
-    "mapper",
-    [{"transformer.h.": "model.layers.", "c_fc": "up_proj"},
-     lambda name: name.replace("transformer.h.", "model.layers.").replace("c_fc", "up_proj")],
-    ids=["dict", "function"],
-)  # fmt: skip
-def test_names_are_mapped_without_the_peft_prefix(mapper):
+def test_names_are_mapped_without_the_peft_prefix():
+    mapper = {"transformer.h.": "model.layers.", "c_fc": "up_proj"}
     name = "base_model.model.transformer.h.3.c_fc.lora_A.weight"
-    assert parse_fine_tuned_lora_name(name, mapper) == ("model.layers.3.up_proj", True)
+    for given in (mapper, lambda name: name.replace("transformer.h.", "model.layers.").replace("c_fc", "up_proj")):
+        assert parse_fine_tuned_lora_name(name, given) == ("model.layers.3.up_proj", True)
     with pytest.raises(TypeError, match="weights_mapper"):
         parse_fine_tuned_lora_name(name, 3)
 

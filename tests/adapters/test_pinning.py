@@ -12,86 +12,7 @@ from adapter_world import (
     snapshot,
 )
 
-from punica.adapters import LoRAModelManager
-
 PINNED = "all .* are pinned"
-
-
-def loaded(make_manager, *ids: int, **config: object) -> LoRAModelManager:
-    manager = make_manager(**config)
-    for i in ids:
-        manager.add_adapter(adapter(i, modules=("o_proj",)))
-    return manager
-
-
-def test_a_pinned_adapter_survives_a_stream_of_others(make_manager):
-    manager = loaded(make_manager, 1, max_loras=2, max_cpu_loras=3)
-    assert manager.pin_adapter(1) is True
-    for i in range(2, 9):
-        manager.add_adapter(adapter(i, modules=("o_proj",)))
-        manager.activate_adapter(i)
-        assert manager.lora_index_to_id == [1, i]
-        assert 1 in manager.list_adapters()
-        check_invariants(manager)
-    assert manager.pinned_adapters == {1}
-
-
-def test_pinning_activates_and_is_idempotent(make_manager):
-    manager = loaded(make_manager, 1, 2, 3, max_loras=2, max_cpu_loras=3)
-    manager.activate_adapter(1)
-    manager.activate_adapter(2)
-    assert manager.pin_adapter(3) is True
-    assert manager.lora_index_to_id == [3, 2]
-    assert manager.pin_adapter(3) is True
-    assert manager.pinned_adapters == {3}
-    check_invariants(manager)
-    with pytest.raises(ValueError, match=r"adapter 9 is not registered; registered: \[1, 2, 3\]"):
-        manager.pin_adapter(9)
-    assert manager.pinned_adapters == {3}
-
-
-def test_unpinned_again_it_makes_room(make_manager):
-    manager = loaded(make_manager, 1, 2, max_loras=1, max_cpu_loras=2)
-    manager.pin_adapter(1)
-    with pytest.raises(RuntimeError, match=PINNED):
-        manager.activate_adapter(2)
-    assert manager.unpin_adapter(1) is True
-    assert manager.unpin_adapter(1) is False
-    assert manager.unpin_adapter(7) is False
-    assert manager.activate_adapter(2)
-    assert manager.lora_index_to_id == [2]
-    check_invariants(manager)
-
-
-@pytest.mark.parametrize("leave", ["remove_adapter", "deactivate_adapter"])
-def test_taking_a_pinned_adapter_out_drops_the_pin(make_manager, leave):
-    manager = loaded(make_manager, 1, 2, max_loras=1, max_cpu_loras=2)
-    manager.pin_adapter(1)
-    assert getattr(manager, leave)(1) is True
-    assert manager.pinned_adapters == frozenset()
-    assert (1 in manager.list_adapters()) is (leave == "deactivate_adapter")
-    assert manager.activate_adapter(2)
-    check_invariants(manager)
-    if leave == "remove_adapter":
-        manager.add_adapter(adapter(1, modules=("o_proj",)))
-    manager.activate_adapter(1)  # the id comes back without the pin of its former life
-    assert manager.activate_adapter(2)
-    manager.pin_adapter(2)
-    manager.remove_all_adapters()
-    assert (manager.pinned_adapters, manager.lora_index_to_id, len(manager)) == (frozenset(), [None], 0)
-
-
-def test_removing_the_oldest_skips_pinned_ones(make_manager):
-    manager = loaded(make_manager, 1, 2, 3, max_loras=2, max_cpu_loras=3)
-    manager.pin_adapter(2)
-    manager.pin_adapter(1)
-    assert list(manager.list_adapters()) == [3, 2, 1]
-    assert manager.remove_oldest_adapter() is True
-    assert list(manager.list_adapters()) == [2, 1]
-    before = snapshot(manager)
-    with pytest.raises(RuntimeError, match=PINNED):
-        manager.remove_oldest_adapter()
-    assert_unchanged(manager, before)
 
 
 CALLS = {
@@ -183,10 +104,3 @@ def test_reloading_in_place_keeps_the_pin(make_manager, tenants, call):
     new = adapter_tensors(seed=100)["base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"]
     assert torch.equal(layer.lora_a_stacked[0][slot, 0, :4], new)
     check_invariants(manager)
-
-
-def test_looking_at_pins_gives_a_copy(make_manager):
-    manager = loaded(make_manager, 1)
-    pins = manager.pinned_adapters
-    manager.pin_adapter(1)
-    assert (pins, manager.pinned_adapters) == (frozenset(), {1})

@@ -18,10 +18,13 @@ def merged(manager: LoRAModelManager, modules: tuple[str, ...] | None) -> LoRAMo
     return manager._packer.pack(first)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fully sharded"])
-@pytest.mark.parametrize(("tp_size", "tp_rank"), [(1, 0), (2, 0), (2, 1), (4, 3)])
-@pytest.mark.parametrize("modules", [None, ("q_proj", "v_proj")], ids=["all modules", "q and v"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tp_size", "tp_rank", "modules", "sharded", "dtype"),
+    [
+        (1, 0, None, False, torch.float32), (2, 1, ("q_proj", "v_proj"), False, torch.bfloat16),
+        (2, 0, None, True, torch.bfloat16), (4, 3, ("q_proj", "v_proj"), True, torch.float32),
+    ],
+)  # fmt: skip
 def test_an_image_fills_a_slot_as_set_lora_does(tp_size, tp_rank, modules, sharded, dtype):
     config = LoRAConfig(max_lora_rank=8, max_loras=3, fully_sharded_loras=sharded, lora_dtype=dtype)
     manager = LoRAModelManager(one_layer(tp_size, tp_rank), 4, 16, 50, config, "cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from adapter_world import VOCAB, DenseModel, PackedModel, adapter, adapter_tensors, all_buffers, decode, tree
 
-from punica.adapters import LayerSlotWriter, LoRAModelManager
+from punica.adapters import LayerSlotWriter, LoRALayerWeights, LoRAModel, LoRAModelManager
 from punica.config import LoRAConfig
 from punica.parallel import ReplicatedLinear
 
@@ -38,11 +38,23 @@ def wide_manager(max_loras: int, max_cpu_loras: int) -> LoRAModelManager:
 
 def constant(adapter_id: int, value: float, rank: int = 64):
     """`B A x` for x = 1 is `value * WIDTH / WIDTH * rank / rank = value` in every output."""
-    from punica.adapters import LoRALayerWeights, LoRAModel
-
     a = torch.full((rank, WIDTH), 1 / WIDTH, dtype=torch.float16)
     b = torch.full((WIDTH, rank), value / rank, dtype=torch.float16)
     return LoRAModel(adapter_id, rank, {"proj": LoRALayerWeights("proj", rank, rank, a, b)})
+
+
+def running(max_loras: int, values: dict[int, float], active: tuple[int, ...] = (1,)) -> tuple:
+    """A manager with adapters of these values, the active ones in slots, after one step of the first; and its input."""
+    manager = wide_manager(max_loras, len(values))
+    x = torch.ones(4, WIDTH, dtype=torch.float16, device="cuda")
+    for i, value in values.items():
+        manager.add_adapter(constant(i, value))
+    for i in active:
+        manager.activate_adapter(i)
+    manager.set_adapter_mapping(decode(*active[:1] * 4))
+    manager.model.proj(x)  # compiles
+    torch.cuda.synchronize()
+    return manager, x
 
 
 @pytest.mark.parametrize("modules", [None, ("q_proj", "down_proj")], ids=["all modules", "two modules"])
@@ -77,15 +89,7 @@ def test_outputs_equal_merged_models(gpu_manager, dense):
 
 def test_a_slot_is_overwritten_only_after_the_step_that_reads_it():
     """The step of adapter 1 is still waiting in its stream when adapter 2 takes the slot: it must read 1's weights."""
-    manager = wide_manager(max_loras=1, max_cpu_loras=2)
-    x = torch.ones(4, WIDTH, dtype=torch.float16, device="cuda")
-    for i, value in ((1, 1.0), (2, 3.0)):
-        manager.add_adapter(constant(i, value))
-    manager.activate_adapter(1)
-    manager.set_adapter_mapping(decode(1, 1, 1, 1))
-    manager.model.proj(x)  # compiles
-    torch.cuda.synchronize()
-
+    manager, x = running(1, {1: 1.0, 2: 3.0})
     torch.cuda._sleep(LONG)
     old = manager.model.proj(x)
     handle = manager.prefetch_adapter(2)
@@ -101,12 +105,7 @@ def test_a_slot_is_overwritten_only_after_the_step_that_reads_it():
 
 def test_a_free_slot_is_filled_while_a_step_runs():
     """Loading hides behind decoding: the copy ends while the step, which uses another slot, has not even begun."""
-    manager = wide_manager(max_loras=2, max_cpu_loras=3)
-    x = torch.ones(4, WIDTH, dtype=torch.float16, device="cuda")
-    for i in (1, 2, 3):
-        manager.add_adapter(constant(i, float(i)))
-    manager.activate_adapter(1)
-    manager.activate_adapter(2)
+    manager, x = running(2, {1: 1.0, 2: 2.0, 3: 3.0}, active=(1, 2))
     for i in (2, 1):  # slot of 2 was read by a step long ago, slot of 1 is read by the next one
         manager.set_adapter_mapping(decode(i, i, i, i))
         manager.model.proj(x)
@@ -145,14 +144,7 @@ def test_a_step_waits_for_the_copy_of_its_adapter():
 @pytest.mark.parametrize("writes_on_the_step_stream", [True, False])
 def test_a_step_on_a_stream_of_its_own_keeps_its_slot(writes_on_the_step_stream):
     """Whatever stream is current when the slot is written again, the step that reads it comes first."""
-    manager = wide_manager(max_loras=1, max_cpu_loras=2)
-    x = torch.ones(4, WIDTH, dtype=torch.float16, device="cuda")
-    for i, value in ((1, 1.0), (2, 3.0)):
-        manager.add_adapter(constant(i, value))
-    manager.activate_adapter(1)
-    manager.set_adapter_mapping(decode(1, 1, 1, 1))
-    manager.model.proj(x)
-    torch.cuda.synchronize()
+    manager, x = running(1, {1: 1.0, 2: 3.0})
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         manager.set_adapter_mapping(decode(1, 1, 1, 1))
@@ -168,14 +160,7 @@ def test_a_step_on_a_stream_of_its_own_keeps_its_slot(writes_on_the_step_stream)
 
 
 def test_a_manager_that_is_dropped_waits_for_its_copies():
-    manager = wide_manager(max_loras=1, max_cpu_loras=2)
-    x = torch.ones(4, WIDTH, dtype=torch.float16, device="cuda")
-    for i in (1, 2):
-        manager.add_adapter(constant(i, float(i)))
-    manager.activate_adapter(1)
-    manager.set_adapter_mapping(decode(1, 1, 1, 1))
-    manager.model.proj(x)
-    torch.cuda.synchronize()
+    manager, x = running(1, {1: 1.0, 2: 2.0})
     torch.cuda._sleep(LONG)
     manager.model.proj(x)
     handle = manager.prefetch_adapter(2)
@@ -185,11 +170,7 @@ def test_a_manager_that_is_dropped_waits_for_its_copies():
 
 
 def test_nothing_makes_the_host_wait():
-    manager = wide_manager(max_loras=2, max_cpu_loras=3)
-    x = torch.ones(4, WIDTH, dtype=torch.float16, device="cuda")
-    for i in (1, 2, 3):
-        manager.add_adapter(constant(i, float(i)))
-        manager.activate_adapter(i)
+    manager, x = running(2, {1: 1.0, 2: 2.0, 3: 3.0}, active=(3, 2))
     manager.set_adapter_mapping(decode(3, 3, 2, 2))
     manager.model.proj(x)
     torch.cuda.set_sync_debug_mode("error")
@@ -205,15 +186,7 @@ def test_nothing_makes_the_host_wait():
 
 def test_the_source_outlives_its_adapter():
     """Removed right after activation: the copy, still waiting, must find its page-locked source untouched."""
-    manager = wide_manager(max_loras=1, max_cpu_loras=2)
-    x = torch.ones(4, WIDTH, dtype=torch.float16, device="cuda")
-    manager.add_adapter(constant(1, 1.0))
-    manager.activate_adapter(1)
-    manager.set_adapter_mapping(decode(1, 1, 1, 1))
-    manager.model.proj(x)
-    manager.add_adapter(constant(2, 2.0))
-    torch.cuda.synchronize()
-
+    manager, x = running(1, {1: 1.0, 2: 2.0})
     torch.cuda._sleep(5 * LONG)
     manager.model.proj(x)
     handle = manager.prefetch_adapter(2)
@@ -240,8 +213,7 @@ def test_registered_adapters_are_page_locked_and_counted(gpu_manager):
     assert manager.adapter_bytes(1) == expected
 
 
-@pytest.mark.parametrize("activations", [10_000])
-def test_memory_does_not_grow(gpu_manager, activations):
+def test_memory_does_not_grow(gpu_manager):
     manager = gpu_manager(max_loras=2, max_cpu_loras=5)
     for i in range(1, 6):
         manager.add_adapter(adapter(i))
@@ -257,6 +229,6 @@ def test_memory_does_not_grow(gpu_manager, activations):
 
     run(200)
     before = run(100)
-    after = run(activations)
+    after = run(10_000)
     assert after[:2] == before[:2]
     assert after[2] - before[2] < 200

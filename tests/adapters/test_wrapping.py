@@ -77,26 +77,13 @@ def test_filter_that_selects_nothing(make_manager):
         make_manager(target_modules=["nothing"])
 
 
-def linear_model(**children: nn.Module) -> nn.Module:
-    return tree(**children)
-
-
 def manage(model: nn.Module, **config: object) -> LoRAModelManager:
     return LoRAModelManager(model, 4, 16, VOCAB, LoRAConfig(**config), "cpu")
 
 
-def test_aliased_layer_is_wrapped_once():
-    shared = ReplicatedLinear(6, 8, bias=False)
-    model = linear_model(first=shared, second=shared, inner=tree(third=shared), other=ReplicatedLinear(6, 8))
-    manager = manage(model)
-    assert list(manager.modules) == ["first", "other"]
-    assert model.first is model.second is model.inner.third is manager.modules["first"]
-    assert model.first.base_layer is shared
-
-
 def test_alias_outside_the_filter_is_the_same_layer():
     shared = ReplicatedLinear(6, 8, bias=False)
-    model = linear_model(outside=shared, inside=shared)
+    model = tree(outside=shared, inside=shared)
     manager = manage(model, target_modules=["inside"])
     assert list(manager.modules) == ["inside"]
     assert model.outside is model.inside is manager.modules["inside"]
@@ -106,7 +93,7 @@ def test_alias_outside_the_filter_is_the_same_layer():
 def test_a_target_without_lora_class_is_refused_at_start(targets):
     """It would be served without the adapter's part."""
     inner = tree(plain=nn.Linear(6, 6), norm=nn.LayerNorm(6), table=nn.Embedding(4, 6))
-    model = linear_model(linear=ReplicatedLinear(6, 8), inner=inner)
+    model = tree(linear=ReplicatedLinear(6, 8), inner=inner)
     kind = "Embedding" if "table" in targets else "Linear"
     with pytest.raises(ValueError, match=rf"module 'inner\.\w+' of class {kind} has no LoRA class with LoRAConfig"):
         manage(model, target_modules=targets)
@@ -116,17 +103,11 @@ def test_a_target_without_lora_class_is_refused_at_start(targets):
 
 def test_model_without_supported_layers():
     with pytest.raises(ValueError, match="no layer that LoRA supports"):
-        manage(linear_model(plain=nn.Linear(3, 3)))
-
-
-def test_model_is_wrapped_by_one_manager(make_manager):
-    manager = make_manager()
-    with pytest.raises(RuntimeError, match="already a LoRA layer"):
-        manage(manager.model)
+        manage(tree(plain=nn.Linear(3, 3)))
 
 
 def test_layer_without_lora_class_leaves_the_model_alone():
-    model = linear_model(proj=ReplicatedLinear(6, 8), strange=QKVParallelLinear(6, 2, 2))
+    model = tree(proj=ReplicatedLinear(6, 8), strange=QKVParallelLinear(6, 2, 2))
     model.packed_modules_mapping = {"strange": ["q", "kv"]}
     with pytest.raises(ValueError, match=r"'strange' of class QKVParallelLinear \(packed parts.*max_loras=1"):
         manage(model)
