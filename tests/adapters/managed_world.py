@@ -60,18 +60,12 @@ class Ours:
         return [torch.cat(both) for both in zip(first, last, strict=True)]
 
     def _step(
-        self,
-        attention: GrowingAttention,
-        tokens: Sequence[Sequence[int]],
-        names: Sequence[str | None],
+        self, attention: GrowingAttention, tokens: Sequence[Sequence[int]], names: Sequence[str | None],
         starts: Sequence[int],
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         requests = [None if name is None else self.requests[name] for name in names]
-        ids = [
-            0 if request is None else request.lora_int_id
-            for request, row in zip(requests, tokens, strict=True)
-            for _ in row
-        ]
+        own = [0 if request is None else request.lora_int_id for request in requests]
+        ids = [i for i, row in zip(own, tokens, strict=True) for _ in row]
         attention.lengths = [len(row) for row in tokens]
         self.manager.set_active_adapters(requests, LoRAMapping(ids, ids, is_prefill=max(attention.lengths) > 1))
         flat = torch.tensor([token for row in tokens for token in row])

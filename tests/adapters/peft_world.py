@@ -1,6 +1,5 @@
 """A tiny Llama in a Hugging Face folder, eight tenants trained (so to speak) and saved by the PEFT library."""
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,9 @@ from transformers import LlamaConfig
 LAYERS = 2
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "initializer_range": 0.2,
-}
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "initializer_range": 0.2,
+}  # fmt: skip
 ADAPTERS: dict[str, dict[str, Any]] = {
     "q and v": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
     "all seven": {"r": 3, "lora_alpha": 6, "target_modules": SEVEN, "use_rslora": True},
@@ -87,11 +81,6 @@ def round_to_bfloat16(model: Any, name: str, folder: Path) -> None:
                 parameter.copy_(parameter.bfloat16())
     file = folder / "adapter_model.safetensors"
     save_file({key: t.bfloat16() for key, t in load_file(file).items()}, file, metadata={"format": "pt", "by": "us"})
-
-
-def merged(base: transformers.LlamaForCausalLM, folder: Path) -> transformers.LlamaForCausalLM:
-    """The dense model that PEFT makes of a copy of `base` and the adapter in `folder`."""
-    return peft.PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).merge_and_unload()
 
 
 def reference_logits(model: Any, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[torch.Tensor]:

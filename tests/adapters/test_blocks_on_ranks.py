@@ -60,7 +60,7 @@ def test_each_rank_keeps_its_blocks_and_no_collective_is_for_lora(tmp_path, tp_s
 
 
 @pytest.mark.parametrize("fp8", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("blocks", "count"), [(4, 2), (4, 4), (2, 4), (3, 2), (1, 2), (6, 1), (2, 3)])
+@pytest.mark.parametrize(("blocks", "count"), [(4, 2), (2, 4), (3, 2), (1, 2), (6, 1)])
 def test_ranks_of_own_blocks_make_the_own_part_of_the_product(blocks, count, fp8):
     generator = torch.Generator().manual_seed(1)
     a = torch.randn(12, 5, generator=generator)

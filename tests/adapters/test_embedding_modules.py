@@ -10,7 +10,6 @@ from punica.adapters import LoRAModelManager, LoRARequest
 from punica.adapters.write import stage
 from punica.config import LoRAConfig
 from punica.layers import LogitsProcessorWithLoRA, ReplicatedLinearWithLoRA, VocabParallelEmbeddingWithLoRA
-from punica.metadata import LoRAMapping
 from punica.ops.slot_image import write_slot
 from punica.parallel import LogitsProcessor, ParallelLMHead, ReplicatedLinear, VocabParallelEmbedding
 
@@ -213,21 +212,6 @@ def test_an_image_holds_embedding_and_head(folders, dtype):
         for name, weights in lora.loras.items():
             assert torch.equal(staged.get_lora(name).lora_a, weights.lora_a)
             assert torch.equal(staged.get_lora(name).lora_b, weights.lora_b)
-
-
-def test_logits_of_sampled_rows_only(folders):
-    """A prefill samples one row per request; the head uses the slots of those rows, not of the tokens."""
-    model = TinyLM()
-    ids = torch.tensor([1, 2, 3, 4, 5])
-    expected = {i: merged_logits(model, ADAPTERS[i], ids) for i in (1, 3)}
-    manager = manage(model, max_loras=2)
-    manager.set_active_adapters(
-        [folders.request(1), folders.request(3)], LoRAMapping([1, 1, 3, 3, 3], [1, 3], is_prefill=True)
-    )
-    hidden = torch.tanh(model.proj(model.embed_tokens(ids)))
-    logits = model.logits_processor(model.lm_head, hidden[[1, 4]])
-    torch.testing.assert_close(logits[0], expected[1][1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits[1], expected[3][4], rtol=1e-4, atol=1e-4)
 
 
 def test_dummies_cover_the_embedding_modules_that_are_asked_for():

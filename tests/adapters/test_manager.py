@@ -1,6 +1,5 @@
 """Registered and active adapters: packing, slots, order of eviction."""
 
-import json
 
 import pytest
 import torch
@@ -8,9 +7,7 @@ from adapter_world import (
     MODULES,
     QKV,
     adapter,
-    adapter_tensors,
 )
-from safetensors.torch import save_file
 
 from punica.adapters import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights
 from punica.adapters.pack import expert_slices
@@ -103,24 +100,3 @@ def test_activating_an_unknown_adapter(make_manager):
     manager.add_adapter(adapter(1))
     with pytest.raises(ValueError, match=r"adapter 2 is not registered; registered: \[1\]"):
         manager.activate_adapter(2)
-
-
-def test_folder_without_all_linear_modules(make_manager, tenants):
-    """`target_modules` of the folder may be a list, a regular expression or "all-linear": the tensors decide."""
-    manager = make_manager(max_loras=3)
-    for i, targets in ((1, ["q_proj"]), (2, "all-linear"), (3, r".*\.q_proj")):
-        folder = tenants.write(i, adapter_tensors(i, modules=("q_proj",)), target_modules=targets)
-        assert json.loads((folder / "adapter_config.json").read_text())["target_modules"] == targets
-        assert manager.add_adapter(tenants.request(i))
-        assert set(manager.get_adapter(i).loras) == {f"model.layers.{n}.self_attn.qkv_proj" for n in (0, 1)}
-
-
-def test_half_precision_folder_in_a_float32_model(make_manager, tmp_path, tenants):
-    tensors = {name: t.to(torch.bfloat16) for name, t in adapter_tensors(1).items()}
-    folder = tenants.write(1)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    manager = make_manager()
-    manager.add_adapter(tenants.request(1))
-    weights = manager.get_adapter(1).get_lora("model.layers.0.self_attn.o_proj")
-    expected = tensors["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"].float() * 2
-    assert torch.equal(weights.lora_b, expected)

@@ -62,21 +62,6 @@ def test_in_place_reload_replaces_and_without_it_the_second_load_is_a_touch(make
     assert writes == [0]
 
 
-def test_a_registered_adapter_does_not_follow_its_file(make_manager, tenants):
-    """The file is mapped while it is read; whoever writes into it later must not change what is served."""
-    folder = tenants.write(1, adapter_tensors(1), lora_alpha=4)  # scaling 1: neither A nor B is computed anew
-    manager = make_manager()
-    manager.add_adapter(tenants.request(1))
-    weights = manager.get_adapter(1).get_lora("model.layers.0.self_attn.o_proj")
-    before = weights.lora_a.clone(), weights.lora_b.clone()
-    file = folder / "adapter_model.safetensors"
-    with file.open("r+b") as handle:
-        handle.seek(-10_000, 2)
-        handle.write(bytes(10_000))
-    assert torch.equal(weights.lora_a, before[0])
-    assert torch.equal(weights.lora_b, before[1])
-
-
 def test_one_id_is_one_adapter(make_manager, tenants):
     manager = full_manager(make_manager, tenants)
     before = snapshot(manager)
@@ -141,17 +126,3 @@ def test_a_reload_counts_wherever_it_stands_in_the_step(make_manager, tenants, o
     manager.set_active_adapters([both[i] for i in order], decode(1, 1))
     wanted = adapter_tensors(77)["base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"]
     assert torch.equal(manager.modules["model.layers.0.self_attn.o_proj"].lora_a_stacked[0][0, 0, :4], wanted)
-
-
-def test_an_adapter_is_where_its_request_said_it_was(make_manager, tenants, monkeypatch, tmp_path):
-    """Relative and absolute spelling are one folder; the working directory may change between request and load."""
-    tenants.write(1)
-    monkeypatch.chdir(tenants.root)
-    relative = tenants.request(1, lora_path="adapter1")
-    (tmp_path / "elsewhere" / "adapter1").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    manager = make_manager()
-    manager.add_adapter(relative)
-    assert manager.add_adapter(tenants.request(1)) is True
-    with pytest.raises(ValueError, match="adapter id 1 stands for"):
-        manager.add_adapter(tenants.request(1, lora_path="adapter1"))

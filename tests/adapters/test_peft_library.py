@@ -2,7 +2,7 @@
 
 import copy
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from peft_world import (
     SEVEN,
     hugging_face_model,
     lora_config,
-    merged,
     peft_model,
     reference_logits,
     round_to_bfloat16,
@@ -25,8 +24,6 @@ from safetensors.torch import load_file
 
 from punica.adapters import LoRAModel, PEFTHelper
 from punica.config import LoRAConfig
-from punica.engine import Engine, EngineConfig
-from punica.models import LlamaForCausalLM
 
 pytestmark = [  # said by PEFT and Transformers
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
@@ -47,15 +44,9 @@ class Library:
     base: transformers.LlamaForCausalLM
     model: Any
     adapters: dict[str, Path]
-    _merged: dict[str | None, transformers.LlamaForCausalLM] = field(default_factory=dict)
 
     def ours(self, **config: Any) -> Ours:
         return Ours(self.root, self.adapters, **config)
-
-    def merged(self, name: str | None) -> transformers.LlamaForCausalLM:
-        if name not in self._merged:
-            self._merged[name] = self.base if name is None else merged(self.base, self.adapters[name])
-        return self._merged[name]
 
 
 def save(root: Path, base: transformers.LlamaForCausalLM, configs: dict[str, dict[str, Any]]) -> Library:
@@ -84,21 +75,6 @@ def test_a_mixed_batch_equals_the_mixed_batch_of_peft(library):
     plain = reference_logits(library.base, PROMPTS)
     for name, a, b in zip(NAMES, theirs, plain, strict=True):
         assert (float((a - b).abs().max()) > 0.5) is (name is not None), name  # every adapter has a large effect
-
-
-def test_the_engine_generates_what_the_merged_models_generate(library):
-    config = EngineConfig(max_batch_size=len(NAMES), max_model_len=32)
-    model = LlamaForCausalLM(library.root)
-    model.load_weights(library.root)
-    engine = Engine(model, config.lora_config(MAX_RANK), config)
-    requests = library.ours().requests
-    results = engine.generate(PROMPTS, [None if name is None else requests[name] for name in NAMES], 6)
-    generated = [result.token_ids for result in results]
-    for name, prompt, tokens in zip(NAMES, PROMPTS, generated, strict=True):
-        # of the full pass over the result, the row before each new token chooses it
-        [logits] = reference_logits(library.merged(name), [[*prompt, *tokens[:-1]]])
-        assert tokens == logits[len(prompt) - 1 :].argmax(-1).tolist(), name
-    assert len({tuple(tokens) for tokens in generated}) > len(ADAPTERS)
 
 
 @pytest.mark.parametrize("targets", [["embed_tokens", "lm_head"], ["embed_tokens"], ["lm_head"]], ids="+".join)
@@ -182,17 +158,3 @@ def test_tensors_ranks_and_scalings_as_peft_has_them(library, name):
         assert torch.equal(weights.lora_b.float(), b)
         assert (weights.rank, weights.lora_alpha) == (layer.r[name], layer.lora_alpha[name])
         assert weights.scaling == pytest.approx(layer.scaling[name], rel=1e-12)
-
-
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_a_config_from_disk_is_the_config_in_memory(library, name):
-    """`LoraConfig.to_dict()` holds sets, enums and None where the file holds lists, strings and null."""
-    on_disk = PEFTHelper.from_local_dir(library.adapters[name])
-    in_memory = PEFTHelper.from_dict(library.model.peft_config[name].to_dict())
-    modules = list(lora_layers(library, name))
-    for helper in (on_disk, in_memory):
-        helper.validate_legal(LoRAConfig(max_lora_rank=MAX_RANK))
-        assert (helper.use_rslora, helper.bias) == (ADAPTERS[name].get("use_rslora", False), "none")
-    assert [on_disk.rank_of(m) for m in modules] == [in_memory.rank_of(m) for m in modules]
-    assert [on_disk.scaling_of(m) for m in modules] == [in_memory.scaling_of(m) for m in modules]
-    assert json.loads((library.adapters[name] / "adapter_config.json").read_text())["inference_mode"] is True
