@@ -7,15 +7,16 @@ header are read each time: only what was read tells if a file is what it was.
 
 import threading
 import warnings
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import torch
 
-from punica.adapters.check import ModuleEntry, join_scales, table_of_contents
+from punica.adapters.check import Factor, ModuleEntry, join_scales, table_of_contents
 from punica.adapters.lru import LRUCache
 from punica.adapters.names import BASE_WEIGHTS, NameRules
 from punica.adapters.pack import AdapterPacker
-from punica.adapters.read import Numbers, TensorEntry
+from punica.adapters.read import TensorEntry
 from punica.adapters.request import LoRARequest, loading
 from punica.adapters.source import AdapterFolder, AdapterTensors, AdapterVersion
 from punica.adapters.weights import LoRAModel
@@ -68,14 +69,17 @@ class AdapterLoader:
         with loading(request), request.tensors or AdapterFolder(request.absolute_path, self._most_tensors) as source:
             certificate = self._certificate(request, source)
             entries, contents, numbers = certificate.entries, certificate.contents, None
-            if all(entry.dtype in ADAPTER_DTYPES for entry in entries.values()):  # FP8 has its own scales
+            is_fp8 = any(entry.dtype not in ADAPTER_DTYPES for entry in entries.values())
+            if not is_fp8:  # which has its own scales
                 numbers = source.numbers(entries, self._dtype, {each.key_b: each.scaling for each in contents})
                 if numbers.finite:
                     certificate = certificate._replace(contents=[each._replace(scaling=1) for each in contents])
             if numbers is None or not numbers.finite:  # as they are, for later steps to tell which is not finite
-                numbers = source.numbers(entries, None, {})
+                numbers = source.numbers(entries)
             version = source.version(numbers)
-            lora = self._packer.pack(self._model(request, certificate, numbers, "cpu"), fits=True)
+            tensors = join_scales(numbers.tensors) if is_fp8 else numbers.tensors
+            lora = self._model(request, certificate, tensors, "cpu", numbers.finite)
+            lora = self._packer.pack(lora, fits=True)
             lora.version = version
             return lora
 
@@ -106,8 +110,8 @@ class AdapterLoader:
         configured = {name.configured for name in names.values()}
         if config.rank_pattern:
             config.refuse_illegal(self._lora_config, configured, tensors_decide=True)
-        tensors = {key: entry.meta() for key, entry in entries.items()}
-        contents = table_of_contents(join_scales(tensors), names, config, self._vocab_size)
+        tensors = join_scales({key: entry.meta() for key, entry in entries.items()})
+        contents = table_of_contents(tensors, names, config, self._vocab_size)
         doubts = config.doubts
         if not self._has_remote and (disagreement := config.disagreement(configured)):
             doubts.append(disagreement)
@@ -118,16 +122,17 @@ class AdapterLoader:
                 "serve the adapter on the model that it was trained on"
             )
         certificate = Certificate(entries, contents, config.r, doubts)
-        self._packer.check(self._model(request, certificate, Numbers(tensors, finite=True), "meta"))
+        self._packer.check(self._model(request, certificate, tensors, "meta", True))
         return certificate
 
-    def _model(self, request: LoRARequest, certificate: Certificate, numbers: Numbers, device: str) -> LoRAModel:
+    def _model(
+        self, request: LoRARequest, certificate: Certificate, tensors: Mapping[str, Factor], device: str, finite: bool
+    ) -> LoRAModel:
         if not certificate.contents:  # all of it belongs to experts of other ranks
             return LoRAModel(request.lora_int_id, certificate.rank, {})
         lora = LoRAModel.from_contents(
-            request.lora_int_id, certificate.contents, join_scales(numbers.tensors), device, self._dtype,
-            finite=numbers.finite,
-        )  # fmt: skip
+            request.lora_int_id, certificate.contents, tensors, device, self._dtype, finite=finite
+        )
         if request.is_3d_lora_weight and not lora.is_3d_lora_weight:
             raise ValueError("is_3d_lora_weight is set, but no experts are stored as one pair of matrices")
         return lora

@@ -281,10 +281,12 @@ class LoRAModelManager(AdapterCache):
         Everything is loaded and checked on all tensor-parallel ranks, and slots for all found, before anything changes.
         If a copy into a slot fails, versions that requests hold are registered again.
         """
-        for adapter_id, request in wanted.items():
-            if adapter_id not in reload:
-                check_same_source(self.request_of(adapter_id), request)
-        missing = [i for i in wanted if i in reload or self.loaded(i) is None]
+        known = {i: self._registered.peek(i) for i in wanted}
+        present = [loaded for loaded in known.values() if loaded is not None]
+        for loaded in present:
+            if loaded.lora.id not in reload:
+                check_same_source(loaded.request, wanted[loaded.lora.id])
+        missing = [i for i in wanted if i in reload or known[i] is None]
         staged: list[LoRAModel] = []
         with all_ranks_agree() if missing else nullcontext[list[object]]([]) as same:
             packed = {i: self._loader.load(wanted[i]) for i in missing if i not in read}
@@ -296,14 +298,13 @@ class LoRAModelManager(AdapterCache):
             self._check_slots(wanted, self.pinned_adapters.difference(wanted))
             staged = [read[i] if i in read else self._writer.stage(packed[i]) for i in missing]
         pinned = self.pinned_adapters.intersection(missing)  # to be pinned again with their new weights
-        present = [loaded for i in wanted if (loaded := self.loaded(i)) is not None]
         for loaded in present:  # so that no requested one makes room for another
             self._use(loaded)
         for lora in staged:
             self._register(LoadedAdapter(lora, wanted[lora.id]))
         try:
             for adapter_id in wanted:
-                self.activate(self._require(adapter_id))
+                self.activate(cast(LoadedAdapter, self._registered.peek(adapter_id)))
         except BaseException:
             for old in present:
                 if old.users and old.lora.id in missing:
