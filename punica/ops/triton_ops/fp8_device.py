@@ -101,8 +101,7 @@ def check_group_k(scheme: Scheme, k: int) -> None:
     group = scheme.group_k
     if 0 < group < k and (group < 16 or group & (group - 1)):
         raise ValueError(
-            f"group_k is {group}; the kernels need a power of two >= 16, or at least K = {k} (torch_ops takes "
-            "any)"
+            f"group_k is {group}; the kernels need a power of two >= 16, or at least K = {k} (torch_ops takes any)"
         )
 
 

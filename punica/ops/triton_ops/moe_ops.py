@@ -2,7 +2,7 @@
 
     y[t, j, o + s*N : o + (s+1)*N] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T         pair (t, j): slot l, expert e
 
-(`punica.ops.reference.fused_moe_lora` is the full definition.) Two launches (`moe_shrink`, `moe_expand`): shrink leaves
+(`punica.ops.reference.fused_moe_lora` is the full definition.) Two launches (`moe_lora`): shrink leaves
 fp32 partial sums, expand adds them up. Fully sharded, a collective joins those of all ranks in between. `moe_rules`
 chooses schedules, `moe_plan` makes launches. Nothing is added atomically; a pair's result depends on its row and
 weights alone.

@@ -14,15 +14,15 @@ from punica.ops import collectives
 from punica.ops.experts import ExpertForm, Experts, Fp8Experts, Numbers, Switches, check_block_size, check_experts
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.scales import Scheme
-from punica.ops.triton_ops import moe_rules as rules
 from punica.ops.triton_ops.configs import Options, expert_default, load_lora_op_config, tuned_config
 from punica.ops.triton_ops.device import max_tiles
 from punica.ops.triton_ops.fp8_device import TYPES, WIDE, Quant, fp8_format
 from punica.ops.triton_ops.launch import Launch, block_at_least, stages_that_fit, supports_pdl
-from punica.ops.triton_ops.moe_expand import PairExpandShape, PairExpandTile, moe_expand_kernel
-from punica.ops.triton_ops.moe_shrink import PairShrinkShape, PairShrinkTile, moe_shrink_kernel
+from punica.ops.triton_ops.moe_lora import PairShape, PairTile, moe_expand_kernel, moe_shrink_kernel
+from punica.ops.triton_ops.moe_rules import Work, choose_expand, choose_shrink
 from punica.ops.triton_ops.moe_tiles import Pairs
 from punica.ops.triton_ops.op import check_runnable
+from punica.ops.triton_ops.schedules import Schedule
 
 Config = dict[str, Any]
 
@@ -61,7 +61,6 @@ class _Common(NamedTuple):
     low: torch.dtype
     num_tiles: int
     block_m: int
-    device: torch.device
 
     @property
     def pairs(self) -> Pairs:
@@ -78,16 +77,22 @@ class _Common(NamedTuple):
         ids, experts = self.given.sorted_ids, self.given.expert_ids
         return self.form.pairs, self.num_tiles, *((0, 0) if ids is None else (ids.shape[1], experts.shape[1]))
 
-    def launch(self, kernel: Any, grid: int, strides: Numbers, constants: Config, num_warps: int, pdl: bool) -> Launch:
-        """``constants``: shape and schedule."""
+    def shape(self, rank: int, quant: Quant) -> PairShape:
+        """The fields that both kernels have."""
+        has_ranks = self.given.lora_ranks is not None
+        return PairShape(self.pairs, rank, self.form.slices, has_ranks, TYPES[self.given.wide], quant)
+
+    def launch(
+        self, kernel: Any, per_tile: int, strides: Numbers, constants: Config, num_warps: int, pdl: bool
+    ) -> Launch:
+        """``per_tile``: programs; ``constants``: shape and schedule."""
         given = self.given
         dtypes = (
             given.x.dtype, given.lora_a[0].dtype, self.low, given.output.dtype, given.topk_weights.dtype,
             given.expert_ids.dtype,
         )  # fmt: skip
-        return Launch(
-            kernel, (grid, 1, 1), dtypes, strides, constants, num_warps=num_warps, pdl=pdl, device=self.device
-        )
+        grid = (self.num_tiles * per_tile, 1, 1)
+        return Launch(kernel, grid, dtypes, strides, constants, num_warps=num_warps, pdl=pdl, device=given.x.device)
 
 
 def _quant(weights: Tensor, scheme: Scheme, x: Tensor | None = None, x_scale: Tensor | None = None) -> Quant:
@@ -117,71 +122,48 @@ def _stage_bytes(quant: Quant, itemsize: int, x: int, weights: int) -> int:
     return x * (itemsize + 4 * quant.has_a) + weights * (itemsize + 4 * (quant.group_k > 0))
 
 
-def _plan_shrink(common: _Common, config: Config, pdl: bool, early: bool) -> Launch:
-    form, given, rows = common.form, common.given, config["rows"]
+def _plan_shrink(common: _Common, schedule: Schedule, pdl: bool, early: bool) -> Launch:
+    form, given, rows = common.form, common.given, not schedule.block_m
     fp8 = given.fp8 or Fp8Experts((), ())
     quant = _quant(given.lora_a[0], fp8.shrink, given.x, fp8.x_scale)
-    block_r = min(config["block_n"], block_at_least(form.rank))
-    block_k = min(config["block_k"], block_at_least(form.hidden))
+    block_r = min(schedule.block_n, block_at_least(form.rank))
+    block_k = min(schedule.block_k, block_at_least(form.hidden))
     joined = form.slices == 2 and not rows
     per_stage = _stage_bytes(
         quant, given.wide.itemsize, common.block_m * block_k, (2 if joined else 1) * block_r * block_k
     )
     first_rank = collectives.current().rank() * form.rank if form.rank != form.full_rank else 0
-    shape = PairShrinkShape(
-        common.pairs, form.hidden, form.rank, form.slices, form.factor, first_rank, given.lora_ranks is not None,
-        TYPES[given.wide], quant,
-    )  # fmt: skip
-    stages = stages_that_fit(config["num_stages"], per_stage, common.device)
-    tile = PairShrinkTile(rows, block_r, block_k, config["split_k"], stages, joined, pdl)
-    per_tile = config["split_k"] * triton.cdiv(form.rank, block_r) * (1 if joined else form.slices)
+    shape = common.shape(form.rank, quant)._replace(k=form.hidden, first_rank=first_rank, factor=form.factor)
+    stages = stages_that_fit(schedule.num_stages, per_stage, given.x.device)
+    tile = PairTile(rows, block_k, block_r, stages, schedule.split_k, pdl, joined=joined)
+    per_tile = schedule.split_k * triton.cdiv(form.rank, block_r) * (1 if joined else form.slices)
+    constants = {"SHAPE": shape, "TILE": tile}
     return common.launch(
-        moe_shrink_kernel, common.num_tiles * per_tile, given.x.stride(), {"SHAPE": shape, "TILE": tile},
-        config["num_warps"], early and pdl,
+        moe_shrink_kernel, per_tile, given.x.stride(), constants, schedule.num_warps, early and pdl
     )  # fmt: skip
 
 
-def _plan_expand(common: _Common, config: Config, partials: int, pdl: bool) -> Launch:
-    form, given, rows, switches = common.form, common.given, config["rows"], common.switches
+def _plan_expand(common: _Common, schedule: Schedule, partials: int, pdl: bool) -> Launch:
+    form, given, switches, rows = common.form, common.given, common.switches, not schedule.block_m
     quant = _quant(given.lora_b[0], given.fp8.expand if given.fp8 is not None else Scheme())
     itemsize, rank = given.wide.itemsize, form.full_rank
     most = 128 if itemsize == 2 else 32
-    block_r = block_at_least(rank) if rows or rank <= most else min(config["block_k"], most)
-    block_n, tiles_n = config["block_n"], config["tiles_n"]
+    block_r = block_at_least(rank) if rows or rank <= most else min(schedule.block_k, most)
+    block_n, tiles_n = schedule.block_n, schedule.tiles_n
     if itemsize == 4 and not rows:
         block_n = min(block_n, 64)  # operands of an IEEE product are in registers
     per_stage = _stage_bytes(quant, itemsize, 0, block_r * block_n)
     per_stage += common.block_m * block_n * given.output.element_size()
-    has_ranks, at_once = given.lora_ranks is not None, 16 // given.lora_b[0].element_size()
-    shape = PairExpandShape(
-        common.pairs, form.width, rank, form.slices, switches.offset, switches.mul_routed_weight, switches.add_inputs,
-        has_ranks, at_once if has_ranks and rank % at_once == 0 else 1, TYPES[given.wide], quant,
+    at_once = 16 // given.lora_b[0].element_size()
+    shape = common.shape(rank, quant)._replace(
+        n=form.width, offset=switches.offset, weighted=switches.mul_routed_weight, add=switches.add_inputs,
+        vector=at_once if given.lora_ranks is not None and rank % at_once == 0 else 1,
     )  # fmt: skip
-    stages = stages_that_fit(config["num_stages"], per_stage, common.device)
-    tile = PairExpandTile(rows, block_n, block_r, tiles_n, stages, partials, pdl)
-    grid = common.num_tiles * triton.cdiv(form.width, block_n * tiles_n) * form.slices
+    stages = stages_that_fit(schedule.num_stages, per_stage, given.x.device)
+    tile = PairTile(rows, block_n, block_r, stages, partials, pdl, tiles_n)
+    per_tile = triton.cdiv(form.width, block_n * tiles_n) * form.slices
     constants = {"SHAPE": shape, "TILE": tile}
-    return common.launch(moe_expand_kernel, grid, (given.output.stride(1),), constants, config["num_warps"], pdl)
-
-
-def _plan_both(common: _Common, shrink: Config, expand: Config, how: How) -> MoEPlan:
-    form, sharded = common.form, common.switches.fully_sharded
-    rounds = common.given.fp8 is not None and common.given.fp8.h_scale is not None
-    # a collective or torch op between the two ends the chain
-    pdl = how.options.pdl and supports_pdl(common.device) and not sharded and not rounds
-    shrink = shrink | {"split_k": 1} if sharded else shrink
-    launches = (
-        _plan_shrink(common, shrink, pdl, how.early),
-        _plan_expand(common, expand, 1 if rounds else shrink["split_k"], pdl),
-    )
-    return MoEPlan(form, *launches, common.counts, (shrink["split_k"], form.slices, form.pairs, form.rank))
-
-
-def _of_numbers(numbers: Numbers, is_shrink: bool) -> Config:
-    """Schedule of the op's seven numbers, in tiles; the fourth (group size) is unused."""
-    _, block_n, block_k, _, num_warps, num_stages, split_k = numbers
-    config = {"block_n": block_n, "block_k": block_k, "num_warps": num_warps, "num_stages": num_stages}
-    return config | {"rows": False} | ({"split_k": split_k} if is_shrink else {"tiles_n": 1})
+    return common.launch(moe_expand_kernel, per_tile, (given.output.stride(1),), constants, schedule.num_warps, pdl)
 
 
 def _check_configs(shrink: Numbers, expand: Numbers) -> None:
@@ -224,16 +206,33 @@ def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switc
     if 0 in (form.pairs, form.slots, form.experts, form.rank, form.hidden, form.width) or how.active == 0:
         return None
     active = form.slots if how.active is None else min(how.active, form.slots)
-    work = rules.Work(form, naive, active, given.lora_a[0].element_size(), how.options.batch_invariant)
+    work = Work(form, naive, active, given.lora_a[0].element_size(), how.options.batch_invariant)
     block_m = 16 if naive else form.block_m
     if not naive:
         check_block_size(block_m, 16)
     tiles = form.pairs if naive else max_tiles(form.pairs, active * form.experts, block_m)
-    common = _Common(form, given, switches, how.low, tiles, block_m, given.x.device)
-    tuned = {part: site_config(how.site, part, form, how.options) for part in ("shrink", "expand")}
+    common = _Common(form, given, switches, how.low, tiles, block_m)
+    shrink, expand = _schedules(work, how)
+    # a collective or torch op between the two ends the chain
+    sharded, rounds = switches.fully_sharded, given.fp8 is not None and given.fp8.h_scale is not None
+    pdl = how.options.pdl and supports_pdl(given.x.device) and not sharded and not rounds
+    shrink = shrink._replace(split_k=1) if sharded else shrink
+    first = _plan_shrink(common, shrink, pdl, how.early)
+    second = _plan_expand(common, expand, 1 if rounds else shrink.split_k, pdl)
+    return MoEPlan(form, first, second, common.counts, (shrink.split_k, form.slices, form.pairs, form.rank))
+
+
+def _schedules(work: Work, how: How) -> tuple[Schedule, Schedule]:
+    """Those of the call's numbers, whose fourth (group size) is unused, of tuned files, or the rules'."""
     if how.configs is not None and not work.invariant:
-        shrink, expand = _of_numbers(how.configs[0], True), _of_numbers(how.configs[1], False)
-    else:
-        shrink = tuned["shrink"] or rules.shrink_config(work)
-        expand = tuned["expand"] or rules.expand_config(work)
-    return _plan_both(common, shrink, expand, how)
+        shrink, expand = (Schedule(*numbers[:3], *numbers[4:]) for numbers in how.configs)
+        return shrink, expand
+    shrink, expand = (site_config(how.site, part, work.form, how.options) for part in ("shrink", "expand"))
+    return _schedule_of(shrink) or choose_shrink(work), _schedule_of(expand) or choose_expand(work)
+
+
+def _schedule_of(found: Config | None) -> Schedule | None:
+    if found is None:
+        return None
+    blocks = (found[name] for name in ("block_n", "block_k", "num_warps", "num_stages"))
+    return Schedule(0 if found["rows"] else found["block_m"], *blocks, found.get("split_k", 1), found["tiles_n"])

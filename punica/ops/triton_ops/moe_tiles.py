@@ -117,41 +117,39 @@ def first_pair(first, sorted_ptr, pairs, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def rank_of(
-    ranks_ptr, slice_id, owner, FIRST: tl.constexpr, RANK: tl.constexpr, HAS_RANKS: tl.constexpr, PAIRS: tl.constexpr
-):
-    """Number of the ranks FIRST to FIRST + RANK that a tile's adapter has; RANK without a table. Nothing here waits for
-    the tile's expert.
+def rank_of(ranks_ptr, slice_id, owner, SHAPE: tl.constexpr):
+    """Number of the ranks from first_rank to first_rank + rank that a tile's adapter has; all without a table. Nothing
+    here waits for the tile's expert.
     """
     place, slots = owner
-    if HAS_RANKS:
+    PAIRS: tl.constexpr = SHAPE.pairs
+    if SHAPE.has_ranks:
         if PAIRS.naive:
             rank = tl.load(ranks_ptr + slice_id * PAIRS.slots + place)
         else:
             ranks = tl.load(ranks_ptr + slice_id * PAIRS.slots + slots)
             rank = tl.sum(tl.where(tl.arange(0, PAIRS.block_slots) == place, ranks, 0), 0)
-        rank -= FIRST
-        rank = tl.minimum(tl.maximum(rank, 0), RANK)
+        rank = tl.minimum(tl.maximum(rank - SHAPE.first_rank, 0), SHAPE.rank)
     else:
-        rank = tl.full([], RANK, tl.int32)
+        rank = tl.full([], SHAPE.rank, tl.int32)
     return rank
 
 
 @triton.jit
-def ranks_read(rank, RANK: tl.constexpr, VECTOR: tl.constexpr):
+def ranks_read(rank, SHAPE: tl.constexpr):
     """Number of ranks to load. Slots of up to 16 are read whole, without waiting for the table; of others ``rank``
-    rounded up to VECTOR, visibly to the compiler. `live` drops the rest.
+    rounded up to a vector, visibly to the compiler. `live` drops the rest.
     """
-    if RANK <= 16:
-        read = tl.full([], RANK, tl.int32)
+    if SHAPE.rank <= 16:
+        read = tl.full([], SHAPE.rank, tl.int32)
     else:
-        read = (rank + (VECTOR - 1)) // VECTOR * VECTOR
+        read = (rank + (SHAPE.vector - 1)) // SHAPE.vector * SHAPE.vector
     return read
 
 
 @triton.jit
-def live(values, offs_r, rank, HAS_RANKS: tl.constexpr):
+def live(values, offs_r, rank, SHAPE: tl.constexpr):
     """``values`` with zeros beyond the rank."""
-    if HAS_RANKS:
+    if SHAPE.has_ranks:
         values = tl.where(offs_r < rank, values, 0.0)
     return values

@@ -17,7 +17,7 @@ if not HAS_GPU:
 
 import fast_interpreter  # noqa: E402
 
-from punica.ops.triton_ops import configs  # noqa: E402
+from punica.ops.triton_ops import configs, moe_ops, moe_plan  # noqa: E402
 from punica.ops.weights import forget_plans  # noqa: E402
 
 CHOOSING = ("step_ops", "lora_linear")
@@ -45,3 +45,15 @@ def use_schedules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Non
 
     yield use
     forget_plans()
+
+
+@pytest.fixture
+def use_expert_schedules(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], None]:
+    """``use_expert_schedules(shrink, expand)``: run the kernels of experts with these until the test ends."""
+
+    def use(shrink: Any, expand: Any) -> None:
+        monkeypatch.setattr(moe_ops, "_PLANS", {})
+        monkeypatch.setattr(moe_plan, "choose_shrink", lambda work: shrink)
+        monkeypatch.setattr(moe_plan, "choose_expand", lambda work: expand)
+
+    return use

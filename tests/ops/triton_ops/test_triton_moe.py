@@ -14,31 +14,23 @@ from punica.ops.triton_ops.fused_moe_lora import (
 from punica.ops import collectives
 from punica.ops.collectives import Collectives
 from punica.ops.experts import ExpertForm
-from punica.ops.triton_ops import moe_align, moe_ops, moe_rules
+from punica.ops.triton_ops import moe_align, moe_rules
+from punica.ops.triton_ops.launch import block_at_least
 from punica.ops.triton_ops.moe_ops import fused
 from punica.ops.triton_ops.moe_plan import How
+from punica.ops.triton_ops.schedules import Schedule
 from punica.parallel.group import _concatenate
 from tests.ops.moe_cases import CASES, Case, World
 
 NUMBERS = (16, 32, 32, 1, 4, 2, 1)
-FORMS: dict[str, dict[str, Any]] = {
-    "rows": {
-        "shrink_config": {"rows": True, "block_n": 8, "block_k": 32, "split_k": 1, "num_stages": 1},
-        "expand_config": {"rows": True, "block_n": 32, "block_k": 16, "tiles_n": 1, "num_stages": 1},
-    },
-    "rows, split": {
-        "shrink_config": {"rows": True, "block_n": 16, "block_k": 16, "split_k": 3, "num_stages": 1},
-        "expand_config": {"rows": True, "block_n": 64, "block_k": 16, "tiles_n": 1, "num_stages": 1},
-    },
-    "tiles": {
-        "shrink_config": {"rows": False, "block_n": 16, "block_k": 32, "split_k": 1, "num_stages": 2},
-        "expand_config": {"rows": False, "block_n": 32, "block_k": 16, "tiles_n": 1, "num_stages": 2},
-    },
-    "tiles, split, walk": {
-        "shrink_config": {"rows": False, "block_n": 32, "block_k": 16, "split_k": 3, "num_stages": 2},
-        "expand_config": {"rows": False, "block_n": 16, "block_k": 64, "tiles_n": 2, "num_stages": 2},
-    },
-}
+FORMS = {
+    "rows": (Schedule(0, 8, 32), Schedule(0, 32, 16)),
+    "rows, split": (Schedule(0, 16, 16, split_k=3), Schedule(0, 64, 16)),
+    "tiles": (Schedule(16, 16, 32, num_stages=2), Schedule(16, 32, 16, num_stages=2)),
+    "tiles, split, walk": (
+        Schedule(16, 32, 16, num_stages=2, split_k=3), Schedule(16, 16, 64, num_stages=2, tiles_n=2)
+    ),
+}  # fmt: skip
 
 
 def run(world: World, how: How) -> torch.Tensor:
@@ -48,14 +40,8 @@ def run(world: World, how: How) -> torch.Tensor:
 
 
 @pytest.fixture
-def use_form(monkeypatch: pytest.MonkeyPatch):
-    def use(form: str) -> None:
-        monkeypatch.setattr(moe_ops, "_PLANS", {})
-        for name, config in FORMS[form].items():
-            full = {"num_warps": 4} | config
-            monkeypatch.setattr(moe_rules, name, lambda work, full=full: full)
-
-    return use
+def use_form(use_expert_schedules):
+    return lambda form: use_expert_schedules(*FORMS[form])
 
 
 QUICK = (
@@ -254,18 +240,25 @@ def test_batch_invariance_fixes_form_and_split():
     for tokens, active, naive in ((1, 1, True), (8, 4, False), (128, 1, False), (4096, 16, False)):
         form = ExpertForm(tokens, 8, 2, 16, 128, 16, 16, 2048, 768, 8, 16)
         work = moe_rules.Work(form, naive, active, 2, invariant=True)
-        shrink, expand = moe_rules.shrink_config(work), moe_rules.expand_config(work)
-        found.add((*shrink.values(), expand["rows"], expand["block_n"], expand["block_k"], expand["num_warps"]))
+        shrink, expand = moe_rules.choose_shrink(work), moe_rules.choose_expand(work)
+        found.add((shrink, expand._replace(tiles_n=1)))
         assert moe_rules.block_size(tokens * 8, active, 128, invariant=True) == 16
     assert len(found) == 1
 
 
 @pytest.mark.parametrize(
+    ("mean", "rows"), [(127, 16), (128, 32), (255, 32), (256, 64), (5000, 64)], ids=lambda number: str(number)
+)
+def test_blocks_of_many_pairs_are_high(mean: int, rows: int):
+    assert moe_rules.block_size(mean * 4 * 8, 4, 8) == rows
+
+
+@pytest.mark.parametrize(
     ("active", "experts", "pair_bytes", "most"),
-    [(1, 128, 270_336, 259), (4, 128, 270_336, 445), (16, 128, 270_336, 831), (1, 8, 1_769_472, 18),
-     (4, 8, 1_769_472, 47), (1, 8, 100, 18), (1, 1, 1, 2), (4, 4, 10**9, 1), (4, 4, 0, 36), (0, 8, 10, 2)],
+    [(1, 128, 270_336, 259), (16, 128, 270_336, 831), (4, 8, 1_769_472, 47), (1, 8, 100, 18), (1, 1, 1, 2),
+     (4, 4, 10**9, 1), (4, 4, 0, 36), (0, 8, 10, 2)],
 )  # fmt: skip
-def test_the_most_pairs_that_go_by_themselves(active, experts, pair_bytes, most):
+def test_most_naive_pairs(active, experts, pair_bytes, most):
     """Up to 40 MB that are read again, as of 259 pairs that meet 111 of 128 experts, and 2.5 pairs per group."""
     assert moe_rules.most_naive(active, experts, pair_bytes) == most
 
@@ -273,28 +266,23 @@ def test_the_most_pairs_that_go_by_themselves(active, experts, pair_bytes, most)
 def test_few_warps_are_for_small_tiles_of_16_bits():
     """One or two warps multiply 16 pairs by 16 ranks; more rows, more ranks and wider elements would spill there."""
 
-    def shrink(slices: int, hidden: int, rank: int = 16, block_m: int = 16, itemsize: int = 2) -> dict:
+    def warps(slices: int, hidden: int, rank: int = 16, block_m: int = 16, itemsize: int = 2) -> int:
         form = ExpertForm(128, 8, slices, 4, 128, rank, rank, hidden, 768, factor=8 // slices, block_m=block_m)
-        return moe_rules.shrink_config(moe_rules.Work(form, False, 4, itemsize))
+        return moe_rules.choose_shrink(moe_rules.Work(form, False, 4, itemsize)).num_warps
 
-    assert shrink(2, 2048)["num_warps"] == 1
-    assert shrink(1, 14336)["num_warps"] == 1
-    for form in ({"rank": 64}, {"block_m": 64}, {"itemsize": 4}):
-        for slices, hidden in ((2, 2048), (1, 14336)):
-            assert shrink(slices, hidden, **form)["num_warps"] == 4
+    for layer in ((2, 2048), (1, 14336)):
+        assert warps(*layer) == 1
+        for form in ({"rank": 64}, {"block_m": 64}, {"itemsize": 4}):
+            assert warps(*layer, **form) == 4
 
 
-@pytest.mark.parametrize("hidden", [16, 500, 768, 2048, 7168, 14336])
-@pytest.mark.parametrize("tokens", [1, 8, 32, 128, 4096])
-@pytest.mark.parametrize("slices", [1, 2])
-def test_every_split_has_work(slices: int, tokens: int, hidden: int):
-    for experts, adapters, rank in product((8, 128), (1, 4, 32), (4, 16, 64)):
+@pytest.mark.parametrize("hidden", [16, 500, 2048, 14336])
+def test_every_split_has_work(hidden: int):
+    for slices, tokens, experts, adapters, rank in product((1, 2), (1, 32, 4096), (8, 128), (1, 4, 32), (4, 16, 64)):
         block_m = moe_rules.block_size(tokens * 2, adapters, experts)
         form = ExpertForm(tokens, 2, slices, adapters, experts, rank, rank, hidden, 512, factor=2, block_m=block_m)
-        config = moe_rules.shrink_config(moe_rules.Work(form, False, adapters, 2))
-        block_k = min(config["block_k"], moe_rules.block_at_least(hidden))
-        assert (config["split_k"] - 1) * block_k < hidden
-        assert config["num_warps"] in (1, 2, 4)
+        chosen = moe_rules.choose_shrink(moe_rules.Work(form, False, adapters, 2))
+        assert (chosen.split_k - 1) * min(chosen.block_k, block_at_least(hidden)) < hidden
 
 
 def test_x_may_have_any_strides(device: str):

@@ -6,24 +6,19 @@ import pytest
 import torch
 
 from punica.ops import quant
-from punica.ops.triton_ops import fused_moe_lora_fp8, moe_align, moe_ops, moe_rules
+from punica.ops.triton_ops import fused_moe_lora_fp8, moe_align
 from punica.ops.triton_ops.moe_ops import fused
 from punica.ops.triton_ops.moe_plan import How
+from punica.ops.triton_ops.schedules import Schedule
 from tests.ops.moe_cases import CASES, E4M3, FP8_CASES, SCHEMES, Case, World
 
 NUMBERS = (16, 32, 32, 1, 4, 2, 1)
 QUICK = ("per channel, naive", "e5m2", "blocks", "true ranks", "w8a8, blocks")
 EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FP8_CASES]
-FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "rows": ({"rows": True, "block_n": 16, "block_k": 32, "split_k": 2}, {"rows": True, "block_n": 32, "tiles_n": 1}),
-    "tiles": (
-        {"rows": False, "block_n": 16, "block_k": 32, "split_k": 2},
-        {"rows": False, "block_n": 32, "block_k": 64, "tiles_n": 2},
-    ),
-    "tiles, one block": (
-        {"rows": False, "block_n": 16, "block_k": 32, "split_k": 2},
-        {"rows": False, "block_n": 32, "block_k": 64, "tiles_n": 1},
-    ),
+FORMS = {
+    "rows": (Schedule(0, 16, 32, 4, 2, 2), Schedule(0, 32, 16, 4, 2)),
+    "tiles": (Schedule(16, 16, 32, 4, 2, 2), Schedule(16, 32, 64, 4, 2, tiles_n=2)),
+    "tiles, one block": (Schedule(16, 16, 32, 4, 2, 2), Schedule(16, 32, 64, 4, 2)),
 }
 
 
@@ -35,11 +30,8 @@ def run(world: World, how: How) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", EVERY)
-def test_two_stages(name: str, form: str, device: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(moe_ops, "_PLANS", {})
-    usual = {"num_warps": 4, "num_stages": 2}
-    for op, config in zip(("shrink_config", "expand_config"), FORMS[form], strict=True):
-        monkeypatch.setattr(moe_rules, op, lambda work, full=usual | {"block_k": 16} | config: full)
+def test_two_stages(name: str, form: str, device: str, use_expert_schedules):
+    use_expert_schedules(*FORMS[form])
     world = World(FP8_CASES[name], device)
     world.check(run(world, How(active=3)))
 
