@@ -14,7 +14,7 @@ captured: outside of one, the host's time for the events is more than what they 
 one stream, so that a graph finds them compiled and loaded.
 
 Where the base product is a plain one of few rows, the layer leaves it to the op, as ``base``: adapters in slots of low
-rank are shrunk in its launch (`punica.ops.triton_ops.gemm_and_shrink`), and nothing is forked or joined.
+rank are shrunk in its launch (`punica.ops.triton_ops.lora_linear`), and nothing is forked or joined.
 
 The base product must not write ``x``, which the shrink reads meanwhile.
 

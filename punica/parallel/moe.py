@@ -134,7 +134,7 @@ class PairGroups:
     """The (token, expert) pairs of a routing, grouped by expert once for all products of a layer.
 
     ``topk_ids``: local experts ``[T, k]``, -1 where an expert is on another rank. In plain torch, a product per expert;
-    `punica.ops.triton_ops.moe_gemm.PairGroups` is the same without host synchronisation.
+    `punica.ops.triton_ops.moe_align.PairGroups` is the same without host synchronisation.
     """
 
     def __init__(self, topk_ids: Tensor) -> None:
@@ -159,9 +159,9 @@ class PairGroups:
 def group_pairs(topk_ids: Tensor, experts: int, whole: bool) -> Any:
     """``whole``: all experts are here."""
     if topk_ids.is_cuda:
-        from punica.ops.triton_ops import moe_gemm  # importing punica must not need Triton
+        from punica.ops.triton_ops import moe_align  # importing punica must not need Triton
 
-        return moe_gemm.PairGroups(topk_ids, experts, whole)
+        return moe_align.PairGroups(topk_ids, experts, whole)
     return PairGroups(topk_ids)
 
 

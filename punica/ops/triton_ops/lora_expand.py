@@ -148,7 +148,6 @@ class LowRank(NamedTuple):
 
     @classmethod
     def sums(cls, *shape: int) -> "LowRank":
-        """Return contiguous float32 partials."""
         return cls(shape, tuple([prod(shape[i + 1 :]) for i in range(4)]), torch.float32)
 
 
@@ -209,12 +208,10 @@ def _shape(h: LowRank, form: Form, mode: ExpandMode) -> ExpandShape:
 
 
 def _blocks(shape: ExpandShape, block_n: int) -> int:
-    """Return the blocks of this many columns in all slices."""
     return sum([triton.cdiv(width, block_n) for width in shape.widths])
 
 
 def _row_tile(shape: ExpandShape, schedule: Schedule, rows: int) -> RowTile:
-    """Return the work of a program that takes one of ``rows`` rows."""
     block_n, lanes = schedule.block_n, schedule.block_k
     if not shape.row_major:
         lanes = min(lanes, shape.quant.group_k or lanes, block_at_least(shape.rank, 1))

@@ -204,7 +204,6 @@ def plan_shrink(x: Tensor, form: Form, batch: Batch, schedule: Schedule, mode: S
 
 
 def _row_tile(schedule: Schedule, shape: ShrinkShape, rows: int) -> RowTile:
-    """Return the work of a program on one of ``rows`` rows, slices and K splits."""
     block_r = min(schedule.block_n, block_at_least(shape.rank, 1))
     programs = triton.cdiv(shape.rank, block_r)
     if not (shape.direct or shape.quant.format) and shape.has_ranks:

@@ -275,7 +275,6 @@ def _expand_rows(
 
 @triton.jit
 def _factors_of(weights_ptrs, valid, SHAPE: tl.constexpr):
-    """Routing weights of a tile's pairs, or ones."""
     factors = tl.full(valid.shape, 1.0, tl.float32)
     if SHAPE.weighted:
         factors = tl.load(weights_ptrs, mask=valid, other=0.0).to(tl.float32)

@@ -116,9 +116,6 @@ def _quant(weights: Tensor, scheme: Scheme, x: Tensor | None = None, x_scale: Te
 
 
 def _stage_bytes(quant: Quant, itemsize: int, x: int, weights: int) -> int:
-    """Shared memory of a loop stage with so many elements of x and of weights, ``itemsize`` bytes each once upcast, and
-    4 bytes for each scale of an element.
-    """
     return x * (itemsize + 4 * quant.has_a) + weights * (itemsize + 4 * (quant.group_k > 0))
 
 

@@ -101,7 +101,6 @@ def _launch(
     shape: torch.Size, strides: tuple[int, ...], kinds: tuple[torch.dtype, torch.dtype], group: int,
     device: torch.device,
 ) -> Launch:  # fmt: skip
-    """Launch for x ``[n, T, K]`` of these strides."""
     slices, rows, columns = shape
     block = min(block_at_least(group), MOST_COLUMNS)
     per_program = max(1, 1024 // block)

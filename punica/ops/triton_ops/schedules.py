@@ -119,7 +119,6 @@ PARTIAL, OUTPUT = 4, 2 * 2
 
 
 def _powers(first: int, last: int) -> tuple[int, ...]:
-    """Return the powers of two from ``first`` to ``last``."""
     return (first,) if first >= last else (first, *_powers(2 * first, last))
 
 

@@ -46,7 +46,6 @@ def store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
 
 @triton.jit
 def _read_x(x_ptrs, operands, row, offs_k, mask_k, SHAPE: tl.constexpr):
-    """Read elements [BLOCK_K] of a row of x in float32, times their scales."""
     x = upcast(tl.load(x_ptrs, mask=mask_k, other=0.0), SHAPE.quant.x_format, tl.float32)
     if SHAPE.quant.has_a:
         x = row_scaled(x, operands, row, offs_k, mask_k, SHAPE)
@@ -154,7 +153,6 @@ def dtype_of_product(x_type, quant):
 
 @triton.constexpr_function
 def _even_k(shape, tile):
-    """Tell whether the blocks of K need no mask."""
     return shape.k % (tile.block_k * tile.split_k) == 0
 
 
@@ -170,7 +168,6 @@ def _pads_ranks(shape, tile):
 
 @triton.jit
 def _batched_dot(a, b, acc):
-    """Compute acc + a @ b for a batch of matrices, in float32."""
     if INTERPRETED:
         acc += tl.sum(a.to(tl.float32)[:, :, :, None] * b.to(tl.float32)[:, None, :, :], 2)
     else:
@@ -252,7 +249,6 @@ def _read_block(x_ptrs, a_ptrs, offs_k, end, masks, SHAPE: tl.constexpr, TILE: t
 
 @triton.jit
 def _block_scaled(part, block, operands, place, rows, masks, SHAPE: tl.constexpr):
-    """Multiply a product [BLOCK_M, BLOCK_R] within one block of K by the scales of that block."""
     slice_id, slot, lane = place
     mask_m, mask_lanes = masks
     inside = block * SHAPE.quant.group_k < SHAPE.k

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from punica.ops.expect import INT32, expect
 from punica.ops.slot_image import ALIGNMENT, HEADER
 from punica.ops.triton_ops.launch import Launch, all_aligned, on_device
 
@@ -52,7 +53,7 @@ class SlotTable:
     """Addresses and sizes of a slot's matrices. ``slots[m]``: ``[L, ..., rows, cols]``; ``ranks[m]``: int32 ``[L]``.
 
     The tensors must stay where they are: their addresses are kept (and the tensors with them). ValueError: no matrix,
-    or not all of one dtype, device and number of slots, or not contiguous; TypeError: ranks that are not int32.
+    or not all on one device, of one number of slots, and contiguous; TypeError: not of one dtype, or ranks not int32.
     """
 
     def __init__(self, slots: Sequence[Tensor], ranks: Sequence[Tensor]) -> None:
@@ -82,20 +83,11 @@ class SlotTable:
 def _check(slots: Sequence[Tensor], ranks: Sequence[Tensor]) -> None:
     if not slots or len(slots) != len(ranks):
         raise ValueError(f"slots and ranks need one entry per matrix, got {len(slots)} and {len(ranks)}")
-    first = (slots[0].dtype, slots[0].device, slots[0].shape[0])
+    dtype, device, sizes = (slots[0].dtype,), slots[0].device, {"L": slots[0].shape[0], "of L": "slots[0]"}
     for m, (stacked, live) in enumerate(zip(slots, ranks, strict=True)):
-        if (stacked.dtype, stacked.device, stacked.shape[0]) != first:
-            raise ValueError(
-                f"all slots must share dtype, device and number, {first}; slots[{m}] is {stacked.dtype} on "
-                f"{stacked.device} with {stacked.shape[0]} slots"
-            )
-        if not stacked.is_contiguous() or not live.is_contiguous():
-            strides = f"{stacked.stride()} and {live.stride()}"
-            raise ValueError(f"slots[{m}] and ranks[{m}] must be contiguous, got strides {strides}")
-        if live.dtype != torch.int32:
-            raise TypeError(f"ranks[{m}] must be int32, got {live.dtype}")
-        if live.shape != (first[2],) or live.device != first[1]:
-            raise ValueError(f"ranks[{m}] must be [{first[2]}] on {first[1]}, got {tuple(live.shape)} on {live.device}")
+        expect(f"slots[{m}]", stacked, dtype=dtype, device=device, contiguous=True)
+        expect(f"slots[{m}]", stacked.flatten(1), "L *", sizes=sizes)
+        expect(f"ranks[{m}]", live, "L", dtype=INT32, device=device, sizes=sizes, contiguous=True)
 
 
 @triton.jit
@@ -125,7 +117,6 @@ def _slot_write_kernel(
     table_ptr, tiles_ptr, image_ptr, data_ptr,
     index, num_tiles, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
-    """Write the tiles of all matrices in a grid-stride loop."""
     BLOCK: tl.constexpr = SCHEDULE.block
     UNIT: tl.constexpr = SCHEDULE.unit
     for pid in range(tl.program_id(0), num_tiles, tl.num_programs(0)):

@@ -30,10 +30,16 @@ from punica.ops.scales import check_activation
 from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import Options, choose
 from punica.ops.triton_ops.fp8_device import as_operand, check_group_k
-from punica.ops.triton_ops.gemm_and_shrink import check_base, check_base_switches, describe_base
 from punica.ops.triton_ops.launch import on_device, supports_pdl
 from punica.ops.triton_ops.lora_expand import ExpandMode, LowRank, plan_expand
-from punica.ops.triton_ops.lora_linear import LinearMode, LinearPlan, choose_linear
+from punica.ops.triton_ops.lora_linear import (
+    LinearMode,
+    LinearPlan,
+    check_base,
+    check_base_switches,
+    choose_linear,
+    describe_base,
+)
 from punica.ops.triton_ops.lora_shrink import ShrinkMode, plan_shrink
 from punica.ops.triton_ops.op import check_runnable, is_traced, named
 from punica.ops.triton_ops.plan import Batch, KernelPlan, operands_of
@@ -157,7 +163,6 @@ class TritonOps:
         add_low_rank(self, y, low, weights, batch, add_inputs)
 
     def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
-        """Return `punica.ops.triton_ops.quantize_rows`, into new tensors."""
         return quantized_rows(x, group_k)
 
     # --- plans: the remaining checks, then the launches; None where there is nothing to multiply ---------------------
@@ -232,7 +237,6 @@ class TritonOps:
     def _trace(
         self, name: str, operands: tuple, batch: LoRABatch, stack: Stack, x_scale: Tensor | None, given: dict[str, Any]
     ) -> None:
-        """Call the flat shrink or expand."""
         if stack.form.is_fp8 or x_scale is not None:
             name, given = f"{name}_fp8", given | stack.form.scheme._asdict()
             given |= {"b_scale": stack.scales, "a_scale": x_scale}
@@ -243,7 +247,6 @@ class TritonOps:
         self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: LoRABatch, scale: float, add_inputs: bool,
         x_scale: Tensor | None, beside: Beside,
     ) -> None:  # fmt: skip
-        """Call the flat linear, behind the base product."""
         a, b = weights.a, weights.b
         given: dict[str, Any] = {"scaling": scale, "add_inputs": add_inputs, "lora_ranks": a.ranks, "a_scale": x_scale}
         given |= {"lora_a_scale": a.scales, "lora_b_scale": b.scales}
@@ -257,7 +260,6 @@ _UNKNOWN: Any = object()
 
 
 def _kept(plans: dict[tuple, Any], key: tuple, plan: Any) -> Any:
-    """Put ``plan`` into the table."""
     if len(plans) >= _MOST_PLANS:
         plans.clear()
     plans[key] = plan
@@ -283,18 +285,15 @@ def _form_of(tensor: Tensor | None) -> tuple | None:
 
 
 def _aligned(x: Tensor, y: Tensor, x_scale: Tensor | None, bits: int) -> bool:
-    """Tell whether all addresses are multiples of 16."""
     bits |= x.data_ptr() | y.data_ptr() | (0 if x_scale is None else x_scale.data_ptr())
     return not bits & 15
 
 
 def _names(batch: Batch) -> Names:
-    """Return the caller's names of the operands."""
     return STEP if isinstance(batch, LoRABatch) else FLAT
 
 
 def _call_flat(name: str, operands: tuple, batch: LoRABatch, rows: int, given: dict[str, Any]) -> None:
-    """Call the registered op on a step whose tensors have ``rows`` rows."""
     batch.check_rows(rows)
     *tensors, count = batch.meta_args(rows)
     getattr(triton_ops, name)(*operands, *tensors, num_active_loras=count, **given)

@@ -28,7 +28,7 @@ from punica.ops.scales import Scheme
 from punica.ops.slot_image import SlotMatrix, pack_image
 from punica.ops.triton_ops import Options, TritonOps, backbone, moe_lora_align_block_size
 from punica.ops.triton_ops.launch import Launch
-from punica.ops.triton_ops.moe_gemm import PairGroups
+from punica.ops.triton_ops.moe_align import PairGroups
 from punica.ops.triton_ops.moe_ops import TritonExpertOps
 from punica.ops.triton_ops.slot_write import SlotTable, write_slot
 from punica.ops.weights import LoRAWeights

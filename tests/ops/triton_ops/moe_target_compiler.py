@@ -12,7 +12,7 @@ from target_compiler import Compilations, empty
 from punica.ops.experts import Experts, Fp8Experts, Switches
 from punica.ops.scales import Scheme
 from punica.ops.triton_ops import moe_align, moe_plan
-from punica.ops.triton_ops.moe_gemm import PairGroups
+from punica.ops.triton_ops.moe_align import PairGroups
 from punica.ops.triton_ops.moe_ops import fused
 
 LAYERS = {"mixtral": (8, 2, 4096, 14336), "qwen3": (128, 8, 2048, 768), "odd": (10, 3, 1000, 100)}

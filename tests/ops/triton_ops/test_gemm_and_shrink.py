@@ -15,8 +15,7 @@ from punica.metadata import LoRABatch, RowGroups
 from punica.ops.quant import quantize_per_channel
 from punica.ops.scales import Scheme
 from punica.ops.triton_ops import Options, lora_linear
-from punica.ops.triton_ops.gemm_and_shrink import MOST_RANKS, GemmAndShrinkPlan, describe_base, fused_schedule
-from punica.ops.triton_ops.lora_linear import LinearPlan
+from punica.ops.triton_ops.lora_linear import MOST_RANKS, GemmAndShrinkPlan, LinearPlan, describe_base, fused_schedule
 
 DISTINCT = [3, 0, -1, 5, 1, 2, 4]
 IDENTICAL = [2] * 32

@@ -1,20 +1,19 @@
-"""`lora_linear` (both kernels with partial sums): every pair of forms, splits, determinism and batch invariance."""
+"""`lora_linear` and the linear of a step: every pair of forms, splits, true ranks, determinism, batch invariance."""
 
 import itertools
+from contextlib import contextmanager
+from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
+from step_calls import linear
 from triton_batches import EXPANDS, SHRINKS, TOLERANCE, Batch, assert_close, random_slots
 
-from punica.ops.triton_ops import lora_expand, lora_linear, lora_shrink
+from punica.metadata import LoRABatch, RowGroups
+from punica.ops.triton_ops import Options
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-
-
-def expected(batch: Batch, old: torch.Tensor, add: bool = True) -> torch.Tensor:
-    delta = batch.expanded(batch.shrunk())
-    before = old.cpu().double()
-    return torch.where(batch.has_adapter, delta + (before if add else 0), before)
 
 
 @pytest.mark.parametrize("split_k", [1, 3])
@@ -22,18 +21,13 @@ def expected(batch: Batch, old: torch.Tensor, add: bool = True) -> torch.Tensor:
 def test_every_pair_of_forms(shrink, expand, split_k, device, use_schedules):
     use_schedules(shrink=SHRINKS[shrink]._replace(block_k=32, split_k=split_k), expand=EXPANDS[expand])
     batch = Batch(random_slots(19, 3), 200, (40, 33), 20, 3, FP16, device)
-    y = batch.y.clone()
-    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
-    assert_close(y, expected(batch, batch.y), FP16)
+    batch.check(batch.linear())
 
 
-@pytest.mark.parametrize("dtype", [FP16, BF16, FP32], ids=str)
-@pytest.mark.parametrize("add", [True, False], ids=["add", "overwrite"])
+@pytest.mark.parametrize(("dtype", "add"), [(FP16, False), (BF16, True), (FP32, True), (FP32, False)], ids=str)
 def test_dtypes_with_default_configuration(dtype, add, device):
     batch = Batch(random_slots(9, 3), 130, (40, 24), 16, 3, dtype, device)
-    y = batch.y.clone()
-    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count, add_inputs=add)
-    assert_close(y, expected(batch, batch.y, add), dtype)
+    batch.check(batch.linear(add_inputs=add), add)
 
 
 @pytest.mark.parametrize(
@@ -43,23 +37,15 @@ def test_true_ranks_and_poisoned_lanes(shrink, expand, device, use_schedules):
     use_schedules(shrink=SHRINKS[shrink]._replace(split_k=2), expand=EXPANDS[expand])
     ranks = [[8, 20, 64, 0], [64, 0, 8, 20]]
     batch = Batch([0, 1, 2, 3, -1, 2, 0], 300, (40, 70), 64, 4, FP16, device, ranks=ranks)
-    for i, of_slice in enumerate(ranks):
-        for slot, rank in enumerate(of_slice):
-            batch.a[i][slot, :, rank:] = float("nan")
-            batch.b[i][slot, ..., rank:] = float("nan")
-    y = batch.y.clone()
-    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count, lora_ranks=batch.lora_ranks)
-    assert_close(y, expected(batch, batch.y), FP16)
+    batch.poison(ranks=True)
+    batch.check(batch.linear(lora_ranks=batch.lora_ranks))
 
 
 def test_true_ranks_share_programs(device, use_schedules, monkeypatch):
     """With enough rows one program takes several rank blocks, and wide adapters their columns in several steps."""
-    from importlib import import_module
-
     shrink, expand = (import_module(f"punica.ops.triton_ops.{name}") for name in ("lora_shrink", "lora_expand"))
-    assert shrink._rank_programs(32, 2, 64, 32) == 8
-    assert shrink._rank_programs(32, 2, 64, 64) == 16
-    assert shrink._rank_programs(32, 2, 1, 64) == 32
+    programs = [shrink._rank_programs(32, 2, *given) for given in ((64, 32), (64, 64), (1, 64))]
+    assert programs == [8, 16, 32]
     assert expand._lane_blocks(64, 256, True, lambda n: 4096 // n * 64) == ((16, 32, 64), (1, 1, 2), 512)
     assert expand._lane_blocks(64, 64, True, lambda n: 11008 // n * 64) == ((16, 32, 64), (1, 2, 4), 256)
     assert expand._lane_blocks(64, 64, False, lambda n: 1) == ((64,), (1,), 64)
@@ -67,32 +53,23 @@ def test_true_ranks_share_programs(device, use_schedules, monkeypatch):
     monkeypatch.setattr(expand, "_lane_blocks", lambda rank, n, has_ranks, programs: ((16, 32, 64), (1, 2, 4), 64))
     use_schedules(shrink=SHRINKS["rows"]._replace(block_n=4, block_k=64), expand=EXPANDS["rows"])
     batch = Batch([0, 1, 2, 3, -1], 100, (150, 40), 64, 4, FP16, device, ranks=[[8, 20, 64, 0], [64, 33, 3, 20]])
-    y = batch.y.clone()
-    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count, lora_ranks=batch.lora_ranks)
-    assert_close(y, expected(batch, batch.y), FP16)
+    batch.check(batch.linear(lora_ranks=batch.lora_ranks))
 
 
 def test_agrees_with_shrink_then_expand(device):
     batch = Batch(random_slots(12, 3), 128, (40,), 16, 3, FP16, device)
-    fused, apart = batch.y.clone(), batch.y.clone()
-    lora_linear(fused, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
-    h = torch.empty(1, 12, 16, device=device)
-    lora_shrink(batch.x, batch.a, h, *batch.args, 0.5, **batch.count)
-    lora_expand(h, batch.b, apart, *batch.args, **batch.count, offset_start=0, add_inputs=True)
+    h = batch.shrink(torch.empty(1, 12, 16, device=device))
     rtol, atol = TOLERANCE[FP16]
-    torch.testing.assert_close(fused, apart, rtol=rtol, atol=atol)
+    apart = batch.expand(h, batch.y.clone(), offset_start=0, add_inputs=True)
+    torch.testing.assert_close(batch.linear(), apart, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(("shrink", "expand"), [("rows", "rows"), ("tiles", "tiles"), ("tiles", "walk")])
 def test_the_same_bits_every_run(shrink, expand, device, use_schedules):
     use_schedules(shrink=SHRINKS[shrink]._replace(block_k=32, split_k=4), expand=EXPANDS[expand])
     batch = Batch(random_slots(40, 3), 256, (48,), 16, 3, FP16, device)
-    results = []
-    for _ in range(10 if device == "cuda" else 3):
-        y = batch.y.clone()
-        lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
-        results.append(y)
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    first, *others = [batch.linear() for _ in range(10 if device == "cuda" else 3)]
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("rank", [16, 64])
@@ -102,16 +79,12 @@ def test_batch_invariance(rank, device):
     k, width = (4096, 2048) if device == "cuda" else (128, 48)
     slots = random_slots(many, 4, seed=1)
     slots[20] = 2
-    whole = Batch(slots, k, (width,), rank, 4, BF16, device)
-    outcomes = []
+    whole, outcomes = Batch(slots, k, (width,), rank, 4, BF16, device), []
     for rows in ([20], [3, 20, 7, 0, 1, 30, 31], list(range(33)), list(range(many))):
-        part = Batch([slots[t] for t in rows], k, (width,), rank, 4, BF16, device)
-        part.a, part.b = whole.a, whole.b
-        y = whole.y[rows].clone()
-        lora_linear(y, whole.x[rows], part.a, part.b, *part.args, 0.5, **part.count, batch_invariant=True)
-        h = torch.empty(1, len(rows), rank, device=device)
-        lora_shrink(whole.x[rows], part.a, h, *part.args, 0.5, **part.count, batch_invariant=True)
-        outcomes.append((y[rows.index(20)], h[0, rows.index(20)]))
+        part, at = Batch([slots[t] for t in rows], k, (width,), rank, 4, BF16, device), rows.index(20)
+        part.a, part.b, part.x, part.y = whole.a, whole.b, whole.x[rows], whole.y[rows]
+        h = part.shrink(torch.empty(1, len(rows), rank, device=device), batch_invariant=True)
+        outcomes.append((part.linear(batch_invariant=True)[at], h[0, at]))
     for y, h in outcomes[1:]:
         assert torch.equal(y, outcomes[0][0])
         assert torch.equal(h, outcomes[0][1])
@@ -123,9 +96,7 @@ def test_freed_weights_with_another_shape_at_the_same_address(device):
     for rank, k in ((32, 128), (16, 256), (64, 64), (8, 128)):
         batch = Batch([0, 1, -1, 1], k, (40,), rank, 2, FP16, device)
         a = storage[: batch.a[0].numel()].view(batch.a[0].shape).copy_(batch.a[0])
-        y = batch.y.clone()
-        lora_linear(y, batch.x, (a,), batch.b, *batch.args, 0.5, **batch.count)
-        assert_close(y, expected(batch, batch.y), FP16)
+        batch.check(batch.linear(a=(a,)))
 
 
 def test_unaligned_views(device):
@@ -134,16 +105,120 @@ def test_unaligned_views(device):
     for _ in range(2):
         x = torch.empty(4 * 128 + 1, dtype=FP16, device=device)[1:].view(4, 128).copy_(batch.x)
         y = torch.empty(4 * 40 + 1, dtype=FP16, device=device)[1:].view(4, 40).copy_(batch.y)
-        lora_linear(y, x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
-        assert_close(y, expected(batch, batch.y), FP16)
-        aligned = batch.y.clone()
-        lora_linear(aligned, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
-        assert_close(aligned, expected(batch, batch.y), FP16)
+        batch.check(batch.linear(y, x))
+        batch.check(batch.linear())
 
 
-def test_more_adapters_than_tokens_and_one_adapter(device):
-    for slots in ([127, 0, 64], [5] * 20):
-        batch = Batch(slots, 64, (24,), 8, 128, FP16, device)
-        y = batch.y.clone()
-        lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count)
-        assert_close(y, expected(batch, batch.y), FP16)
+@pytest.mark.parametrize("slots", [[127, 0, 64], [5] * 20], ids=["more than rows", "one"])
+def test_many_slots(slots, device):
+    batch = Batch(slots, 64, (24,), 8, 128, FP16, device)
+    batch.check(batch.linear())
+
+
+# --- on a step: rows one by one, and tiles read from its lists -------------------------------------------------------
+
+FORMS = {
+    "rows": (SHRINKS["rows"], EXPANDS["rows"]),
+    "tiles": (SHRINKS["tiles"], EXPANDS["tiles"]),
+    "high": (SHRINKS["tiles"]._replace(block_m=64, split_k=2), EXPANDS["walk"]._replace(block_m=64)),
+    "left": (SHRINKS["tiles"]._replace(swap_ab=True), EXPANDS["tiles"]._replace(swap_ab=True)),
+    "wide": (SHRINKS["tiles"]._replace(block_n=64), EXPANDS["tiles"]._replace(block_k=256)),
+}
+PROMPT = [2] * 41 + [0, 5, -1, 1, 3, 1, 3]  # a prompt beside decode rows, not in the order of their slots
+STEPS = {"prompt": PROMPT, "short": [0, 1, 1, -1, 4, 5], "long": [1] * 19 + [3] * 8, "one": [4], "none": [-1, -1]}
+
+
+@pytest.fixture
+def use_forms(use_schedules):
+    def use(shrink: str, expand: str) -> None:
+        use_schedules(shrink=FORMS[shrink][0], expand=FORMS[expand][1])
+
+    return use
+
+
+def made(slots: list[int], device: str, rank: int = 16, k: int = 200, **options: object) -> Batch:
+    torch.manual_seed(len(slots))
+    return Batch(slots, k, (96, 40), rank, 6, FP16, device, **options)  # type: ignore[arg-type]
+
+
+def on_step(batch: Batch, step: LoRABatch | None = None, b: tuple | None = None, **options: object) -> torch.Tensor:
+    """y after a linear on the step of the batch's slots; ``step``: to use."""
+    step, y = step or LoRABatch(64, batch.slot_count, batch.device), batch.y.clone()
+    step.fill(RowGroups.of_rows(np.array(batch.slots)))
+    linear(y, batch.x, batch.a, b or batch.b, step, 0.5, lora_ranks=batch.lora_ranks, **options)
+    return y
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("shrink", "expand"), [*((form, form) for form in FORMS), ("rows", "high"), ("high", "rows")])
+def test_every_form_on_a_step(shrink, expand, name, device, use_forms):
+    use_forms(shrink, expand)
+    batch = made(STEPS[name], device)
+    batch.check(on_step(batch))
+
+
+RANKS = [
+    *itertools.product(("rows", "tiles", "left"), (8, 20, 64)),
+    *(pytest.param(form, 160, marks=pytest.mark.slow) for form in ("rows", "tiles", "left")),
+    *(("wide", 129), pytest.param("wide", 256, marks=pytest.mark.slow), ("wide", 300)),
+]
+
+
+@pytest.mark.parametrize("by_ranks", [False, True])
+@pytest.mark.parametrize(("form", "rank"), RANKS)
+def test_true_ranks_on_a_step(form, rank, by_ranks, device, use_forms):
+    """In one pass of the tensor cores ("wide") up to 256 ranks, above in a loop."""
+    use_forms(form, form)
+    batch = made(PROMPT, device, rank, ranks=[[0, rank, 5, 8, min(rank, 16), 1], [rank, 0, rank, 3, 8, rank]])
+    batch.poison(ranks=True)
+    batch.check(on_step(batch, b=tuple(one.mT.contiguous().mT if by_ranks else one for one in batch.b)))
+
+
+def test_whole_blocks_of_weights_on_the_left(device, use_schedules):
+    """The loop whose loads of x have no mask: tiles are short, and the row without adapter is NaN."""
+    use_schedules(shrink=FORMS["left"][0]._replace(block_n=64, split_k=2), expand=EXPANDS["tiles"])
+    batch = made(PROMPT, device, 40, 256, ranks=[[0, 40, 5, 8, 16, 1], [40, 0, 40, 3, 8, 40]])
+    batch.poison(ranks=True)
+    batch.x[PROMPT.index(-1)] = float("nan")
+    batch.check(on_step(batch))
+
+
+@pytest.mark.parametrize("form", ["tiles", "high"])
+@pytest.mark.parametrize("captured", ["one", "short", "long", "prompt"])
+def test_the_grid_of_one_step_serves_every_other(captured, form, device, use_forms):
+    """As a replayed graph: programs of the captured step, lists of the one at hand."""
+    use_forms(form, form)
+
+    class Replayed(LoRABatch):
+        def tiles(self, height: int):
+            grid = RowGroups.of_rows(np.array(STEPS[captured])).tiles.totals
+            return (*super().tiles(height)[:-1], grid[height])
+
+    batch = made(PROMPT, device)
+    batch.check(on_step(batch, Replayed(64, 6, device)))
+
+
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "none"])
+def test_what_is_chosen(name, device):
+    batch = made(STEPS[name], device, ranks=[[16, 16, 4, 16, 16, 8]] * 2)
+    for options in (Options(), Options(batch_invariant=True)):
+        batch.check(on_step(batch, options=options))
+
+
+@pytest.mark.parametrize("name", ["prompt", "short"])
+def test_shrink_aside(name, device):
+    """Shrink, and nothing else, is launched in the context that is given."""
+    batch, seen = made(STEPS[name], device), []
+    y, step = batch.y.clone(), LoRABatch(64, 6, device)
+    step.fill(RowGroups.of_rows(np.array(batch.slots)))
+
+    @contextmanager
+    def aside():
+        seen.append(y.clone())
+        yield
+        seen.append(y.clone())
+
+    linear(y, batch.x, batch.a, batch.b, step, 0.5, aside=aside)
+    assert len(seen) == 2
+    assert all(torch.equal(one, batch.y) for one in seen)
+    assert_close(y, batch.y.cpu().double() + batch.expanded(batch.shrunk()), FP16)

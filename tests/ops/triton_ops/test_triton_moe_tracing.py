@@ -8,7 +8,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from punica.metadata import LoRAMapping
-from punica.ops.triton_ops import fused_moe_lora, fused_moe_lora_fp8, moe_align, moe_gemm, moe_rules
+from punica.ops.triton_ops import fused_moe_lora, fused_moe_lora_fp8, moe_align, moe_rules
 from punica.wrapper import PunicaWrapperGPU
 from tests.ops.moe_cases import Case, World
 
@@ -139,7 +139,7 @@ def test_the_experts_own_product_in_a_trace(device: str):
     x, weights = torch.randn(3, 16, device=device), torch.randn(3, 20, 16, device=device)
 
     def multiply(x: torch.Tensor) -> torch.Tensor:
-        return moe_gemm.PairGroups(ids, 3).multiply(x, weights, 2)
+        return moe_align.PairGroups(ids, 3).multiply(x, weights, 2)
 
     graph = make_fx(multiply, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
     assert nodes(graph) == ["moe_lora_align_block_size", "moe_pair_gemm"]

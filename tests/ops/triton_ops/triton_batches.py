@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from punica.metadata import LoRAKernelMeta
+from punica.ops.triton_ops import lora_expand, lora_linear, lora_shrink
 from punica.ops.triton_ops.schedules import Schedule
 
 TOLERANCE = {torch.float16: (4e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2), torch.float32: (1e-4, 1e-4)}
@@ -51,6 +53,34 @@ class Batch:
         *self.args, count = self.meta.meta_args(self.tokens, True)
         self.count = {"num_active_loras": count}
         self.has_adapter = (torch.tensor(self.slots, dtype=torch.int64) >= 0)[:, None]
+
+    def poison(self, ranks: bool = False) -> None:
+        """Fill slots that no row uses with NaN, or (``ranks``) lanes beyond the adapters' own."""
+        for i, (a, b) in enumerate(zip(self.a, self.b, strict=True)):
+            for slot in range(self.slot_count):
+                live = self.rank_of(i, slot) if ranks else self.rank if slot in self.slots else 0
+                a[slot, :, live:] = b[slot, ..., live:] = float("nan")
+
+    def shrink(self, out: torch.Tensor, x: Any = None, a: Any = None, **options: Any) -> torch.Tensor:
+        x, a = self.x if x is None else x, self.a if a is None else a
+        lora_shrink(x, a, out, *self.args, self.scaling, **(self.count | options))
+        return out
+
+    def expand(self, h: torch.Tensor, y: torch.Tensor, b: Any = None, **options: Any) -> torch.Tensor:
+        lora_expand(h, self.b if b is None else b, y, *self.args, **(self.count | options))
+        return y
+
+    def linear(self, y: Any = None, x: Any = None, a: Any = None, **options: Any) -> torch.Tensor:
+        """A copy of y with the delta, unless it is given."""
+        y, x, a = self.y.clone() if y is None else y, self.x if x is None else x, self.a if a is None else a
+        lora_linear(y, x, a, self.b, *self.args, self.scaling, **(self.count | options))
+        return y
+
+    def check(self, y: torch.Tensor, add: bool = True) -> None:
+        """y is the result of a linear."""
+        before = self.y.cpu().double()
+        delta = self.expanded(self.shrunk()) + (before if add else 0)
+        assert_close(y, torch.where(self.has_adapter, delta, before), self.dtype)
 
     def rank_of(self, i: int, slot: int) -> int:
         return self.rank if self.ranks is None else self.ranks[i][slot]

@@ -4,14 +4,12 @@ cache write (``rotate_and_store``), and the activation of the MLP (``swiglu``). 
 RoPE (``rotary_angles``) and the most probable tokens (``argmax``).
 
 They compute what :mod:`punica.models.llama` and :mod:`punica.engine.attention` do, on the engine's cache layout. With
-PDL (compute capability 9.0) each waits for its predecessor before it reads or writes what that may touch.
+PDL (compute capability 9.0) each waits for its predecessor before it reads or writes what that may touch. All raise
+ValueError or TypeError for shapes, layouts, dtypes or devices, and RuntimeError where no Triton kernel can run.
 """
 
-from punica.ops.triton_ops.backbone.angles import rotary_angles
-from punica.ops.triton_ops.backbone.argmax import argmax
 from punica.ops.triton_ops.backbone.decode_attention import Pages, choose_splits, decode_attention
-from punica.ops.triton_ops.backbone.norm import add_rms_norm
 from punica.ops.triton_ops.backbone.prompt_attention import prompt_attention
-from punica.ops.triton_ops.backbone.rotary import rotate_and_store
+from punica.ops.triton_ops.backbone.rotary import rotary_angles, rotate_and_store
+from punica.ops.triton_ops.backbone.rows import add_rms_norm, argmax, swiglu
 from punica.ops.triton_ops.backbone.skinny_gemm import MAX_TOKENS, skinny_gemm
-from punica.ops.triton_ops.backbone.swiglu import swiglu

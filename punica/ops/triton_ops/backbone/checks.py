@@ -1,5 +1,6 @@
 """Checks of the backbone kernels' operands."""
 
+import torch
 from torch import Tensor
 
 from punica.ops.expect import FLOATS
@@ -49,3 +50,20 @@ def check_rows(name: str, tensor: Tensor) -> None:
     """Raise ValueError when the elements of a row are not side by side."""
     if tensor.stride(-1) != 1:
         raise ValueError(f"{name} must have a last stride of 1, got strides {tensor.stride()}; make it contiguous")
+
+
+def check_heads(**tensors: Tensor) -> None:
+    """Raise ValueError when the heads of a row are not side by side."""
+    for name, tensor in tensors.items():
+        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
+            raise ValueError(f"{name} must have heads side by side, got strides {tensor.stride()}; make it contiguous")
+
+
+def check_numbers(device: torch.device, dtype: torch.dtype, **tensors: Tensor) -> None:
+    """Raise TypeError unless ``tensors`` are of this dtype, on ``device``, ValueError unless they are contiguous."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype or tensor.device != device:
+            given = f"{tensor.dtype} on {tensor.device}"
+            raise TypeError(f"{name} must be {dtype} on {device}, got {given}; convert it once per step")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}; make it so once per step")

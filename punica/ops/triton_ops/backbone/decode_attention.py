@@ -10,11 +10,10 @@ are read once. Of the request's tokens it takes one of ``SPLITS`` equal parts. I
 (flash-decoding with an ordered reduction): the same bits every run.
 
 The grid is (Hkv, requests, splits). It follows none of the lengths, which are read on the device, so a captured graph
-serves every context that its block table has room for; a part without tokens ends at once. Programs begin in the order
-of the grid, a few per multiprocessor at a time, and the kernel ends with the last: so requests are taken in a given
-``order``, longest first (Llama-2 7B, batch 32, H200: 3.0 ms of a step in the order of slots, 2.6 in that of arrival,
-nearly that of length). How the tokens are split depends on the request's own length
-and on ``SPLITS``: with ``splits`` given, a request's bits do not depend on what else is in the batch.
+serves every context that its block table has room for. Programs begin in the order of the grid, and the kernel ends
+with the last: so requests are taken in a given ``order``, longest first (Llama-2 7B, batch 32, H200: 3.0 ms of a step
+in the order of slots, 2.6 in that of arrival, nearly that of length). With ``splits`` given, a request's bits depend on
+its own length alone.
 """
 
 import math
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from punica.ops.backbone import MAX_HEAD_SIZE
 from punica.ops.quant import FP8_DTYPES
-from punica.ops.triton_ops.backbone.checks import check_cache, check_same, check_shape
+from punica.ops.triton_ops.backbone.checks import check_cache, check_heads, check_numbers, check_same, check_shape
 from punica.ops.triton_ops.device import dot, pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
 from punica.ops.triton_ops.fp8_words import upcast_words
@@ -249,8 +248,6 @@ def decode_attention(
         values: as ``keys``.
         pages: of each request.
         splits: a power of two up to 32; ``None``: :func:`choose_splits`.
-
-    ValueError, TypeError: shapes, layouts, dtypes or devices; RuntimeError: no Triton kernel runs on this device.
     """
     _check(out, q, keys, values, pages, splits)
     requests, heads, size = q.shape
@@ -295,15 +292,8 @@ def _check(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, s
         raise ValueError(f"heads must have at most {MAX_HEAD_SIZE} elements, got {size}; use SDPA on gathered tokens")
     if heads == 0 or heads % keys.shape[1]:
         raise ValueError(f"q has {heads} heads, must be a multiple of the cache's {keys.shape[1]}")
-    for name, rows in (("q", q), ("out", out)):
-        if rows.stride(2) != 1 or rows.stride(1) != size:
-            raise ValueError(f"{name} must have heads side by side, got strides {rows.stride()}; make it contiguous")
-    for name, table in (("block_table", block_table), ("lengths", lengths), ("order", order)):
-        if table.dtype != torch.int32 or table.device != q.device or not table.is_contiguous():
-            raise TypeError(
-                f"{name} must be int32, contiguous and on {q.device}, got {table.dtype} on {table.device}; "
-                "convert it once per step"
-            )
+    check_heads(q=q, out=out)
+    check_numbers(q.device, torch.int32, block_table=block_table, lengths=lengths, order=order)
     if block_size < 1 or keys.shape[0] % block_size:
         raise ValueError(f"block_size must divide the cache's {keys.shape[0]} rows, got {block_size}")
     if splits is not None and (splits not in range(1, MAX_SPLITS + 1) or splits & (splits - 1)):

@@ -11,9 +11,8 @@ The grid is (H, tiles), where tiles are the most that so many rows of so many pr
 on the device: a captured graph serves all prompts that fit into its rows. Programs without a tile end at once, and of
 a prompt the last tiles, which have the most keys, begin first.
 
-torch 2.11's `varlen_attn` has programs for as many rows in every prompt, and no instructions of Hopper. With 32 heads
-of 128 on an H200, a prompt of 512 rows in a graph of 32 takes 15 us here and 36 there. Alone, 2,048 rows take 91 and
-171 us, 8,192 rows 1.46 and 1.72 ms.
+torch 2.11's `varlen_attn` has no instructions of Hopper: with 32 heads of 128 on an H200, 2,048 rows take 91 us here
+and 171 there, a prompt of 512 rows in a graph of 32 takes 15 and 36.
 """
 
 import math
@@ -25,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.backbone import MAX_HEAD_SIZE
-from punica.ops.triton_ops.backbone.checks import check_same, check_shape
+from punica.ops.triton_ops.backbone.checks import check_heads, check_numbers, check_same, check_shape
 from punica.ops.triton_ops.device import accumulator, dot, max_tiles, pdl_launch_then_wait
 from punica.ops.triton_ops.launch import block_at_least, launch_alone, stages_that_fit, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
@@ -141,8 +140,6 @@ def prompt_attention(out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tenso
         k: ``[T, Hkv, D]``; H is a multiple of Hkv, D at most 256.
         v: as ``k``.
         starts: int32 ``[N + 1]``, ascending: prompt i is rows ``[starts[i], starts[i + 1])``, which may be none.
-
-    ValueError, TypeError: shapes, layouts, dtypes or devices; RuntimeError: no Triton kernel runs on this device.
     """
     _check(out, q, k, v, starts)
     rows, heads, size = q.shape
@@ -181,16 +178,12 @@ def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> None
         raise ValueError(f"heads must have 1 to {MAX_HEAD_SIZE} elements, got {size}; use SDPA")
     if not kv_heads or heads % kv_heads:
         raise ValueError(f"q has {heads} heads, must be a multiple of the {kv_heads} of k and v")
-    for name, given in (("q", q), ("k", k), ("v", v), ("out", out)):
-        if given.stride(2) != 1 or given.stride(1) != size:
-            raise ValueError(f"{name} must have heads side by side, got strides {given.stride()}; make it contiguous")
+    check_heads(q=q, k=k, v=v, out=out)
     if not q.stride(0) == k.stride(0) == v.stride(0):
         raise ValueError(
             f"rows of q, k and v must be as far apart, got {q.stride(0)}, {k.stride(0)} and {v.stride(0)} elements; "
             "give slices of one tensor [T, H + 2 Hkv, D]"
         )
-    if starts.dtype != torch.int32 or starts.device != q.device or not starts.is_contiguous() or not len(starts):
-        raise TypeError(
-            f"starts must be int32 [N + 1], contiguous and on {q.device}, got {starts.dtype} {list(starts.shape)} on "
-            f"{starts.device}; convert it once per step"
-        )
+    check_numbers(q.device, torch.int32, starts=starts)
+    if not len(starts):
+        raise ValueError("starts must be [N + 1], got [0]")

@@ -1,4 +1,8 @@
-"""RoPE and the write into the KV cache, one launch, on the packed product of a layer's q, k and v projections:
+"""RoPE: the angles of a step, once (`rotary_angles`; torch takes five launches for them), a program per row:
+
+    cos[t, i] = factor * cos(positions[t] * frequencies[i]),      sin[t, i] likewise, in float32, rounded once
+
+and, in each layer, rotation and the write into the KV cache, on the packed product of its q, k and v projections:
 
     qkv[t, h]   = rotated by the angles of token t                  for the H query and Hkv key heads, in place
     keys[r_t]   = the rotated keys of token t,      values[r_t] = its values                with r_t = kv_rows[t]
@@ -17,7 +21,14 @@ from torch import Tensor
 
 from punica.ops.backbone import HeadNorms
 from punica.ops.quant import FP8_MAX
-from punica.ops.triton_ops.backbone.checks import check_cache, check_rows, check_same, check_shape
+from punica.ops.triton_ops.backbone.checks import (
+    check_cache,
+    check_heads,
+    check_numbers,
+    check_rows,
+    check_same,
+    check_shape,
+)
 from punica.ops.triton_ops.device import pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, narrowed
 from punica.ops.triton_ops.launch import block_at_least, launch_alone, supports_pdl
@@ -116,8 +127,7 @@ def rotate_and_store(
             values beyond its range become the largest.
         norms: of query and key heads; ``None``: they have none.
 
-    Values of ``kv_rows`` are on the device and not checked. ValueError, TypeError: shapes, layouts, dtypes or
-    devices; RuntimeError: no Triton kernel runs on this device.
+    Values of ``kv_rows`` are on the device and not checked.
     """
     check_runnable(qkv.device)
     check_cache(keys, values, qkv)
@@ -144,23 +154,64 @@ def rotate_and_store(
 
 
 def _check(qkv: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, kv_heads: int, size: int) -> tuple[int, int]:
-    """Return tokens, and heads of q."""
     tokens, packed, _ = check_shape("qkv", qkv, (None, None, size))
     if size % 2:
         raise ValueError(f"heads must have an even size to be rotated, got {size}")
     if packed <= 2 * kv_heads:
         raise ValueError(f"qkv must have more than {2 * kv_heads} heads (twice the cache's, and q's), got {packed}")
-    if qkv.stride(2) != 1 or qkv.stride(1) != size:
-        raise ValueError(f"qkv must have heads side by side, got strides {qkv.stride()}; make it contiguous")
-    for name, angles in (("cos", cos), ("sin", sin)):
-        check_shape(name, angles, (tokens, 1, size // 2))
-        if not angles.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {angles.stride()}; make it so once per step")
-    check_same(qkv, cos=cos, sin=sin)
+    check_heads(qkv=qkv)
+    check_shape("cos", cos, (tokens, 1, size // 2))
+    check_shape("sin", sin, (tokens, 1, size // 2))
+    check_same(qkv)
+    check_numbers(qkv.device, qkv.dtype, cos=cos, sin=sin)
     check_shape("kv_rows", kv_rows, (tokens,))
-    if kv_rows.dtype != torch.int64 or kv_rows.device != qkv.device or not kv_rows.is_contiguous():
-        raise TypeError(
-            f"kv_rows must be int64, contiguous and on {qkv.device}, got {kv_rows.dtype} on {kv_rows.device}; "
-            "convert it once per step"
-        )
+    check_numbers(qkv.device, torch.int64, kv_rows=kv_rows)
     return tokens, packed - 2 * kv_heads
+
+
+# --- angles ----------------------------------------------------------------------------------------------------------
+
+
+class _AnglesShape(NamedTuple):
+    half: int
+    block: int
+    factor: float
+    pdl: bool
+
+
+@triton.jit
+def _rotary_angles_kernel(positions_ptr, frequencies_ptr, cos_ptr, sin_ptr, SHAPE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, SHAPE.block)
+    mask = offs < SHAPE.half
+    frequency = tl.load(frequencies_ptr + offs, mask=mask, other=0.0)
+    pdl_launch_then_wait(SHAPE.pdl)
+    angle = tl.load(positions_ptr + row).to(tl.float32) * frequency
+    places = row * SHAPE.half + offs
+    tl.store(cos_ptr + places, (tl.cos(angle) * SHAPE.factor).to(cos_ptr.dtype.element_ty), mask=mask)
+    tl.store(sin_ptr + places, (tl.sin(angle) * SHAPE.factor).to(sin_ptr.dtype.element_ty), mask=mask)
+
+
+def rotary_angles(cos: Tensor, sin: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> None:
+    """Write cosines and sines of T positions.
+
+    Args:
+        cos, sin: ``[T, 1, D / 2]``, contiguous; float16, bfloat16 or float32.
+        positions: int64 ``[T]``, contiguous.
+        frequencies: float32 ``[D / 2]``, contiguous.
+        factor: of both.
+    """
+    check_runnable(cos.device)
+    tokens, _, half = check_shape("cos", cos, (None, 1, None))
+    check_shape("sin", sin, (tokens, 1, half))
+    check_shape("positions", positions, (tokens,))
+    check_shape("frequencies", frequencies, (half,))
+    check_same(cos)
+    check_numbers(cos.device, torch.int64, positions=positions)
+    check_numbers(cos.device, torch.float32, frequencies=frequencies)
+    check_numbers(cos.device, cos.dtype, cos=cos, sin=sin)
+    if tokens == 0:
+        return
+    shape = _AnglesShape(half, block_at_least(half), factor, supports_pdl(cos.device))
+    tensors = (positions, frequencies, cos, sin)
+    launch_alone(_rotary_angles_kernel, (tokens, 1, 1), tensors, shape, dtypes=(cos.dtype,), num_warps=1)

@@ -8,10 +8,10 @@ Two kernels, one meaning:
 * **tiles**: the weight is the tensor cores' *left* operand, so that the instruction's 64 rows are rows of the weight,
   and the tokens its right one, which may be as narrow as 8. Weights stream through shared memory.
 
-With PDL (compute capability 9.0) a program prefetches its first weights before it waits for the predecessor, which
-wrote x but no weight. More than the first tile of them is too much: two or four cost a step of 7B 0.05 and 0.1 ms
-(H200, 2026-11-23). K may be cut among programs so that there are enough of them: each writes a partial of
-float32, and the one that arrives last at a tile adds the partials in ascending order. So the bits repeat.
+With PDL (compute capability 9.0) a program prefetches its first tile of weights before it waits for the predecessor,
+which wrote x but no weight (two or four tiles cost a step of 7B 0.05 and 0.1 ms on an H200). K may be cut among
+programs: each writes a partial of float32, and the last at a tile adds them in ascending order, so that the bits
+repeat.
 """
 
 from typing import Any, NamedTuple
@@ -51,18 +51,19 @@ class RowsForm(NamedTuple):
 
 
 class TilesForm(NamedTuple):
-    """The tiles kernel and how it cuts the work."""
+    """The tiles kernel and how it cuts the work.
+
+    block_t: tokens multiplied at once, at least T. num_stages: tiles of weights in shared memory. ahead: weights of
+    each row that are prefetched into L2 before the PDL wait.
+    """
 
     block_t: int
-    """Tokens that the tensor cores multiply at once, at least T."""
     block_n: int
     block_k: int
     split_k: int
     num_stages: int
-    """Tiles of weights under way or in use in shared memory."""
     num_warps: int
     ahead: int
-    """Weights of each row that are prefetched into L2 before the PDL wait."""
 
 
 GemmForm = RowsForm | TilesForm
@@ -97,14 +98,13 @@ class GemmRows(NamedTuple):
 
 
 class WeightForm(NamedTuple):
-    """Shape and layout of ``weight [n, k]`` and its bias."""
+    """Shape and layout of ``weight [n, k]`` and its bias. prefetches: rows are whole units of 16 bytes."""
 
     n: int
     k: int
     stride: int
     has_bias: bool
     prefetches: bool
-    """Rows can be prefetched by instructions that move multiples of 16 bytes."""
 
 
 def weight_form(weight: Tensor, bias: Tensor | None) -> WeightForm:
@@ -265,7 +265,6 @@ def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexp
 
 @triton.jit(do_not_specialize=["tokens"])
 def _gemm_tiles_kernel(x_ptr, base, sums, tokens, strides, GEMM: tl.constexpr):
-    """Compute all tiles, and all parts of K of each."""
     gemm_tile(x_ptr, base, sums, tl.program_id(0), tl.program_id(1), tokens, strides, GEMM)
 
 
@@ -290,13 +289,9 @@ def choose_form(n: int, k: int, tokens: int, dtype: torch.dtype, processors: int
 def choose_tiles(n: int, k: int, tokens: int, dtype: torch.dtype, processors: int) -> TilesForm:
     """Choose the schedule of the tiles kernel; but for block_t, no part of it depends on the number of tokens."""
     block_k = min(32 if dtype == torch.float32 else 128, block_at_least(k))
-    split_k = _splits(triton.cdiv(n, 64), 2 * processors, triton.cdiv(k, 4 * block_k))
+    wanted, most = 2 * processors // triton.cdiv(n, 64), triton.cdiv(k, 4 * block_k)  # enough programs, none idle
+    split_k = max(1, min(wanted, most, 8))
     return TilesForm(block_at_least(tokens), 64, block_k, split_k, 4, 4, block_k)
-
-
-def _splits(tiles: int, wanted: int, most: int) -> int:
-    """Return the parts of K: about `wanted` programs at once, each with something to do."""
-    return max(1, min(wanted // tiles, most, 8))
 
 
 # --- the call --------------------------------------------------------------------------------------------------------
@@ -328,8 +323,7 @@ def skinny_gemm(
         bias: ``[N]``, or None.
         batch_invariant: a row's bits do not depend on T; few rows then pay for the form of many.
 
-    float32 takes IEEE products. ValueError, TypeError: shapes, layouts, dtypes or devices; RuntimeError: no Triton
-    kernel runs on this device.
+    float32 takes IEEE products.
     """
     _check(out, x, weight, bias)
     (tokens, k), n = x.shape, weight.shape[0]

@@ -26,10 +26,10 @@ from punica.ops.triton_ops.backbone import (
     skinny_gemm,
     swiglu,
 )
-from punica.ops.triton_ops.gemm_and_shrink import describe_base, fused_schedule, plan_gemm_and_shrink
+from punica.ops.triton_ops.lora_linear import describe_base, fused_schedule, plan_gemm_and_shrink
 from punica.ops.weights import Stack
 
-MODULES = ("angles", "argmax", "decode_attention", "norm", "prompt_attention", "rotary", "skinny_gemm", "swiglu")
+MODULES = ("decode_attention", "prompt_attention", "rotary", "rows", "skinny_gemm")
 LAYERS = {
     "llama2-7b": (32, 32, 128, 4096, 11008), "llama2-70b": (64, 8, 128, 8192, 28672), "odd": (6, 2, 80, 100, 300),
     "small": (32, 8, 64, 2048, 8192), "wide": (16, 8, 256, 3072, 24576),

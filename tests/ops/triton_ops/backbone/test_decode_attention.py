@@ -172,9 +172,9 @@ def test_bad_operands_are_refused(device: str) -> None:
         (ValueError, "at most 256 elements, got 260", dict.fromkeys(("out", "q", "keys", "values"), wide)),
         (ValueError, "block_size must divide", {"pages": pages._replace(block_size=11)}),
         (ValueError, "values must be", {"values": world.values[:16]}),
-        (TypeError, "lengths must be int32", {"pages": pages._replace(lengths=world.lengths.long())}),
+        (TypeError, "lengths must be torch.int32", {"pages": pages._replace(lengths=world.lengths.long())}),
         (ValueError, "order must be", {"pages": pages._replace(order=world.order[:1])}),
-        (TypeError, "order must be int32", {"pages": pages._replace(order=world.order.long())}),
+        (TypeError, "order must be torch.int32", {"pages": pages._replace(order=world.order.long())}),
         (TypeError, "keys must be torch.float32", {"keys": world.keys.half()}),
     ]
     for kind, message, changes in bad:
