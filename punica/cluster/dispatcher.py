@@ -320,7 +320,6 @@ class Dispatcher:
         request = Request(key, state.prompt_token_ids, params, adapter)
         return JoiningRequest(request, tuple(state.output_token_ids), entry.files, version)
 
-
     def _forget(self, uuid: str) -> _RunnerState:
         self.policy.remove_gpu(uuid)
         self.startable.discard(uuid)

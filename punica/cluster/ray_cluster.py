@@ -23,41 +23,13 @@ from punica.checks import check_count, clip
 from punica.cluster import ray_runners
 from punica.cluster.adapter_files import StoredFiles
 from punica.cluster.dispatcher import Dispatcher, EndedStep
-from punica.cluster.gpu import StepWork
 from punica.cluster.policy import ScaleSignal
 from punica.cluster.ray_runners import Lost, RankResources, RunnerProcesses, Timeouts, wait_for
-from punica.cluster.runner import RunnerDescription, StepReply
+from punica.cluster.runner import LostRunner, RunnerDescription, RunnerStep, StepReply
 from punica.engine import Engine, GenerationResult, Request, RequestState, StepOutput, StepStatistics
 from punica.engine.generation import Generation
 
 _ONE_CPU, _TIMEOUTS = RankResources(), Timeouts()
-
-
-@dataclass(frozen=True)
-class RunnerStep:
-    """Timed step of a runner: order sent and reply received (``time.perf_counter`` seconds), ``seconds`` in the runner,
-    and the tokens of the requests that were not aborted meanwhile.
-    """
-
-    runner: str
-    work: StepWork
-    begin_s: float
-    end_s: float
-    seconds: float
-    num_tokens: int
-
-    @property
-    def is_empty(self) -> bool:
-        """True for a step without requests: a probe, or one that only took requests out."""
-        return not (self.work.decodes or self.work.prefill_tokens)
-
-
-@dataclass(frozen=True)
-class LostRunner:
-    """Runner that died or could not be started, and the error."""
-
-    runner: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -104,12 +76,10 @@ class RayCluster(Generation):
             new one on this machine, which ends with this object.
         timeouts: of runners; one whose step takes longer is killed and counts as dead.
 
-    Not thread-safe; work proceeds only in :meth:`step`. Use it in a ``with`` block, or call :meth:`close`. Greedy
-    requests, and sampled ones with a seed, get the tokens of a single engine on whichever runners serve them. Requests
-    without a seed get one from the engines' seed and their number.
-
-    Raises the errors of `connect` and ``build``, ValueError for runners of different kinds, RuntimeError where one
-    finds no place or cannot be started.
+    Not thread-safe; work proceeds only in :meth:`step`. Use it in a ``with`` block, or call :meth:`close`. Requests get
+    the tokens of a single engine on whichever runners serve them; those without a seed get one from the engines' seed
+    and their number. Raises the errors of `connect` and ``build``, ValueError for runners of different kinds,
+    RuntimeError where one finds no place or cannot be started.
     """
 
     def __init__(
@@ -187,8 +157,7 @@ class RayCluster(Generation):
         read here, once, unless ``files`` come from `ray_runners.store_adapter`, which any thread may call. Each runner
         fetches them when it first needs them. Errors of `read_adapter_files`; ValueError: another adapter has its id.
         """
-        known, _ = self._stored.get(adapter.lora_int_id, (None, None))
-        check_same_source(known, adapter)
+        self._files_of(adapter)
         self._stored[adapter.lora_int_id] = adapter, files or ray_runners.store_adapter(adapter)
 
     def drop_adapter(self, adapter: LoRARequest) -> None:
@@ -196,13 +165,11 @@ class RayCluster(Generation):
         with the last request that waits for it, in the runners by eviction. ValueError: it was not put, or another
         adapter has its id.
         """
-        known, _ = self._stored.get(adapter.lora_int_id, (None, None))
-        if known is None:
+        if self._files_of(adapter) is None:
             raise ValueError(
                 f"adapter {clip(adapter.lora_name)} (id {adapter.lora_int_id}) is not in the object store; there are "
                 f"ids {clip(sorted(self._stored))}"
             )
-        check_same_source(known, adapter)
         del self._stored[adapter.lora_int_id]
 
     def step(self, timeout_s: float | None = None) -> ClusterOutput:
@@ -259,9 +226,7 @@ class RayCluster(Generation):
         )  # fmt: skip
 
     def use_rule(self, rule: str) -> None:
-        """Schedule by another rule from now on, e.g. to compare rules on the same runners. ValueError for an unknown
-        one, and while runners have work.
-        """
+        """Schedule by another rule from now on. ValueError for an unknown one, and while runners have work."""
         self._dispatcher.use_rule(rule)
 
     @property
@@ -283,9 +248,8 @@ class RayCluster(Generation):
         files, gpus = self._files_of(adapter), self._dispatcher.policy.gpus.values()
         ready = [(gpu.in_flight, gpu.uuid) for gpu in gpus if gpu.uuid not in tried]
         if not ready:
-            raise RuntimeError(
-                f"adapter {clip(adapter.lora_name)} was not checked: no runner is ready; try again later"
-            )
+            name = clip(adapter.lora_name)
+            raise RuntimeError(f"adapter {name} was not checked: no runner is ready; try again later")
         _, uuid = min(ready)
         return uuid, self.runners[uuid].order_check(adapter, files)
 
@@ -322,9 +286,7 @@ class RayCluster(Generation):
         return self._dispatcher.description.num_pages
 
     def add_runner(self) -> str:
-        """Start a runner; return its name. A later :meth:`step` reports it as ``joined``, or as ``lost`` with the
-        reason.
-        """
+        """Start a runner; return its name. A later :meth:`step` reports it as ``joined`` or ``lost``."""
         uuid = f"runner-{next(self._numbers):04}"
         self.runners[uuid] = self._new_runner()
         self._start(uuid)
@@ -415,9 +377,7 @@ class RayCluster(Generation):
                 )
 
     def _replace(self, uuid: str, reason: str) -> tuple[RequestState, ...]:
-        """Replace a runner that is lost, or give up one that died while starting; return the requests that failed with
-        it.
-        """
+        """Replace a runner, or give up one that died while starting; return the requests that failed with it."""
         if uuid not in self._dispatcher.policy.gpus:
             self._give_up(uuid)
             return ()

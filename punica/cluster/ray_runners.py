@@ -115,12 +115,13 @@ def device_environment(places: Sequence[RankPlace], rank: int) -> dict[str, str]
 
 
 class RankActor:
-    """One tensor-parallel rank of a runner, in its own process."""
+    """One tensor-parallel rank of a runner, in its own process; `start` comes before the other orders."""
+
+    _runner: Runner
+    _rank: int
 
     def __init__(self) -> None:
         self._group = ExitStack()
-        self._runner: Runner | None = None
-        self._rank = 0
 
     def place(self) -> RankPlace:
         """Return its location."""
@@ -146,15 +147,11 @@ class RankActor:
 
     def step(self, command: StepCommand) -> StepReply | None:
         """Run a step; return the reply on rank 0, ``None`` on the others."""
-        if self._runner is None:
-            raise RuntimeError("the rank was not started; call start first")
         reply = self._runner.step(command)
         return reply if self._rank == 0 else None
 
     def check_adapter(self, adapter: LoRARequest, files: StoredFiles | None) -> Exception | None:
         """Return the error for which the engine refuses an adapter, ``None`` for one that fits."""
-        if self._runner is None:
-            raise RuntimeError("the rank was not started; call start first")
         try:
             self._runner.check_adapter(adapter, files)
         except (OSError, TypeError, ValueError) as error:

@@ -19,6 +19,7 @@ from punica.adapters import LoRARequest
 from punica.adapters.source import AdapterVersion
 from punica.checks import clip
 from punica.cluster.adapter_files import AdapterFiles, AdapterFolderCache, StoredFiles
+from punica.cluster.gpu import StepWork
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, RequestState
 from punica.engine.pretrained import GenerationDefaults
@@ -111,6 +112,33 @@ class StepReply:
     seconds: float
 
 
+@dataclass(frozen=True)
+class RunnerStep:
+    """Timed step of a runner: order sent and reply received (``time.perf_counter`` seconds), ``seconds`` in the runner,
+    and the tokens of the requests that were not aborted meanwhile.
+    """
+
+    runner: str
+    work: StepWork
+    begin_s: float
+    end_s: float
+    seconds: float
+    num_tokens: int
+
+    @property
+    def is_empty(self) -> bool:
+        """True for a step without requests: a probe, or one that only took requests out."""
+        return not (self.work.decodes or self.work.prefill_tokens)
+
+
+@dataclass(frozen=True)
+class LostRunner:
+    """Runner that died or could not be started, and the error."""
+
+    runner: str
+    reason: str
+
+
 class Runner:
     """Engine that executes the scheduler's commands.
 
@@ -155,9 +183,7 @@ class Runner:
         output = self.engine.step()
         failed |= {result.request_id: str(result.error) for result in output.failed}
         finished = frozenset(result.request_id for result in output.finished)
-        logprobs = {
-            name: state.logprobs[-1] for name, state in self._with_logprobs.items() if name in output.tokens
-        }
+        logprobs = {name: state.logprobs[-1] for name, state in self._with_logprobs.items() if name in output.tokens}
         begun = {name: self._beginning.pop(name) for name in {*self._beginning}.intersection(output.tokens)}
         known = self._versions() if begun else {}
         for name in (*finished, *failed):

@@ -6,7 +6,7 @@
     protocol.py    bodies of requests; sampling.py: the engine's parameters from them, or a refusal
     catalogue.py   base model and adapters by name; access.py: API keys, and folders where adapters may come from
     responses.py   one generation call: admitted (limits.py), tokenized, streamed or collected, cancelled
-    forms.py       shapes of answers and events; text.py: strings and log-probabilities of one choice
+    forms.py       shapes of answers and events, strings and log-probabilities of tokens
     backend.py     an engine as the API sees it: orders to it, and pieces of its answers; metrics.py: Prometheus
     stepper.py     the engine's side: orders of all calls between two steps, one message after each
     process.py     an engine in a process of its own

@@ -24,12 +24,12 @@ from punica.serve.access import Keys
 from punica.serve.backend import Backend
 from punica.serve.catalogue import Catalogue
 from punica.serve.errors import ApiError, invalid_body, unreadable_body
+from punica.serve.forms import TokenStrings
 from punica.serve.limits import BodyLimit, Room, Stopping
 from punica.serve.metrics import Metrics
-from punica.serve.protocol import ChatBody, CompletionBody, LoadAdapter, UnloadAdapter
+from punica.serve.protocol import AnyBody, ChatBody, CompletionBody, LoadAdapter, UnloadAdapter
 from punica.serve.responses import GenerationResponse, Generator
 from punica.serve.sampling import check_supported
-from punica.serve.text import TokenStrings
 
 _log = logging.getLogger(__name__)
 _ID_HEADER = b"x-request-id"
@@ -119,7 +119,7 @@ class _App(FastAPI):
 
 
 def _add_models(routes: APIRouter, generator: Generator, catalogue: Catalogue) -> None:
-    def respond(request: Request, body: CompletionBody | ChatBody) -> Response:
+    def respond(request: Request, body: AnyBody) -> Response:
         adapter = catalogue.find(body.model, _key(request))
         check_supported(body)
         return GenerationResponse(generator, body, adapter)

@@ -74,6 +74,7 @@ class Backend(ABC):
     """Engine of a server: orders to its `Stepper`, and the effects of messages. ``facts``: its sizes and settings."""
 
     facts: EngineFacts
+    _put: Callable[[Order], None]  # hands over an order, at once
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -82,10 +83,6 @@ class Backend(ABC):
         self._calls: dict[int, Call] = {}  # by their numbers: those that have not ended
         self._health = "ok"
         self._end_reason = ""  # once it has ended
-
-    @abstractmethod
-    def _put(self, order: Order) -> None:
-        """Hand over an order, at once."""
 
     @abstractmethod
     async def stop(self) -> None:
@@ -142,15 +139,13 @@ class Backend(ABC):
         for number, piece in message.pieces:
             if number in self._calls:
                 self._calls[number].put(piece)
-        if message.reply is None:
+        reply = None if message.order is None else self._replies.pop(message.order)
+        if reply is None or reply.done():  # cancelled
             return
-        reply = self._replies.pop(message.reply.number)
-        if reply.done():  # cancelled
-            return
-        if message.reply.error is None:
-            reply.set_result(message.reply.value)
+        if message.error is None:
+            reply.set_result(message.value)
         else:
-            reply.set_exception(message.reply.error)
+            reply.set_exception(message.error)
 
     def _end(self, reason: str) -> None:
         """Order nothing more; open calls get an error, orders without reply a refusal."""
@@ -172,7 +167,7 @@ class SteppingThread(Backend):
     def __init__(self, stepper: Stepper, metrics: Metrics) -> None:
         super().__init__(metrics)
         self.stepper, self.facts = stepper, stepper.facts
-        stepper.send = partial(self._call_soon, self._take)
+        self._put, stepper.send = stepper.orders.put, partial(self._call_soon, self._take)
         self._thread = threading.Thread(target=self._run, name="punica-engine", daemon=True)
 
     def start(self) -> None:
@@ -183,9 +178,6 @@ class SteppingThread(Backend):
         self._end("the server is stopping")
         self.stepper.orders.put(None)
         await asyncio.to_thread(self._thread.join)
-
-    def _put(self, order: Order) -> None:
-        self.stepper.orders.put(order)
 
     def _run(self) -> None:
         self.stepper.run()

@@ -28,7 +28,7 @@ from punica.engine import Engine
 from punica.processes import run_with_parent
 from punica.serve.backend import Backend
 from punica.serve.metrics import Metrics
-from punica.serve.stepper import REFUSALS, EngineFacts, EngineStepper, Message, Order
+from punica.serve.stepper import REFUSALS, EngineFacts, EngineStepper, Message
 from punica.threads import limit_threads
 
 _log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class EngineProcess(Backend):
         orders, ours = context.Pipe(duplex=False)
         self._messages, theirs = context.Pipe()  # used one way: sockets hold more than a pipe
         self._orders: SimpleQueue[bytes | None] = SimpleQueue()
+        self._put = lambda order: self._orders.put(pickle.dumps(order))
         threading.Thread(target=_send, args=(self._orders, ours), name="punica-orders", daemon=True).start()
         program = pickle.dumps((run, (build,)))
         self._process = context.Process(target=run_with_parent, args=(program, orders, theirs), name="punica-engine")
@@ -87,9 +88,6 @@ class EngineProcess(Backend):
         await asyncio.to_thread(self.close)
         if self._ending is not None:  # it says why the process ended before
             await self._ending
-
-    def _put(self, order: Order) -> None:
-        self._orders.put(pickle.dumps(order))
 
     def _await_engine(self) -> EngineFacts:
         try:
@@ -169,9 +167,8 @@ def run(orders: Connection, messages: Connection, build: Callable[[], Engine]) -
 
 def send(messages: Connection, message: Message) -> None:
     """Send a message to the server; one that has gone is noticed by the reader, which ends this process."""
-    reply = message.reply
-    if reply is not None and reply.error is not None:
-        message = message._replace(reply=reply._replace(error=portable(reply.error)))
+    if message.error is not None:
+        message = message._replace(error=portable(message.error))
     with suppress(OSError):
         messages.send_bytes(pickle.dumps(message))
 

@@ -1,6 +1,6 @@
 """Bodies of HTTP requests, as OpenAI and vLLM name their fields."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -91,18 +91,11 @@ class GenerationBody(BaseModel):
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
 
-    @property
-    def num_logprobs(self) -> int | None:
-        raise NotImplementedError
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens
-
 
 class CompletionBody(GenerationBody):
     """Body of ``/v1/completions``: one prompt or several, text or token ids."""
 
+    prompt_name: ClassVar[str] = "prompt"
     prompt: (
         str
         | TokenIds
@@ -119,6 +112,10 @@ class CompletionBody(GenerationBody):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
 
 
 class TextPart(BaseModel):
@@ -143,19 +140,16 @@ class Message(BaseModel):
     name: Annotated[str, Field(max_length=256)] | None = None
 
     @property
-    def text(self) -> str:
-        """Content as one text; parts are joined by line ends, as vLLM joins them."""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
-
-    @property
     def variables(self) -> dict[str, Any]:
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": self.text, **named}
+        """The message as templates read it; parts of a text are joined by line ends, as vLLM joins them."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
 
 
 class ChatBody(GenerationBody):
     """Body of ``/v1/chat/completions``. ``chat_template_kwargs`` are variables of the template, as in vLLM."""
 
+    prompt_name: ClassVar[str] = "messages"
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
@@ -173,3 +167,6 @@ class ChatBody(GenerationBody):
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+AnyBody = CompletionBody | ChatBody

@@ -20,12 +20,11 @@ from punica.engine import Request, as_sampling_params
 from punica.engine.text import TextCodec, ending_at, growing_text
 from punica.serve.backend import Backend, Call
 from punica.serve.errors import ApiError, refused
-from punica.serve.forms import ChatForm, CompletionForm, TextEvents, event, usage
+from punica.serve.forms import ChatForm, ChoiceStrings, CompletionForm, TextEvents, TokenStrings, event, usage
 from punica.serve.limits import Room, Stopping
-from punica.serve.protocol import ChatBody, CompletionBody
+from punica.serve.protocol import AnyBody, ChatBody
 from punica.serve.sampling import params_of, room_for
 from punica.serve.stepper import Piece
-from punica.serve.text import ChoiceStrings, TokenStrings
 
 _log = logging.getLogger(__name__)
 _ENGINE_NAMES = {name: name for name in ("stop_token_ids", "logit_bias", "bad_words", "prompt")}
@@ -49,22 +48,23 @@ class Generator:
     stopping: Stopping
     tokenizing: ThreadPoolExecutor
 
-    async def encode(self, body: CompletionBody | ChatBody, adapter: LoRARequest | None) -> list[Prompt]:
+    async def encode(self, body: AnyBody, adapter: LoRARequest | None) -> list[Prompt]:
         """Encode all prompts. ApiError 400: the tokenizer or its chat template refuses one."""
         folder = None if adapter is None else adapter.absolute_path
         arguments = body.chat_template_kwargs if isinstance(body, ChatBody) else None
 
-        def encode(prompt: Any) -> Prompt:
-            is_encoded = not isinstance(prompt, str) and isinstance(prompt[0], int)
-            tokens = prompt if is_encoded else self.codec.encode(prompt, folder, arguments)
-            return tuple(tokens), self.codec.end_token_ids(prompt, folder)
+        def encode() -> list[Prompt]:
+            found: list[Prompt] = []
+            for prompt in body.prompts:
+                is_encoded = not isinstance(prompt, str) and isinstance(prompt[0], int)
+                tokens = prompt if is_encoded else self.codec.encode(prompt, folder, arguments)
+                found.append((tuple(tokens), self.codec.end_token_ids(prompt, folder)))
+            return found
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self.tokenizing, lambda: [encode(prompt) for prompt in body.prompts]
-            )
+            return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
         except Exception as error:  # whatever a tokenizer raises
-            raise ApiError(400, _told(error, adapter), _prompt_name(body)) from error
+            raise ApiError(400, _told(error, adapter), body.prompt_name) from error
 
     @asynccontextmanager
     async def running(self, call: Call, adapter: LoRARequest | None) -> AsyncIterator[None]:
@@ -85,7 +85,7 @@ class Generator:
 class GenerationResponse(Response):
     """Answer to one completion or chat; aborted in the engine when its client disconnects."""
 
-    def __init__(self, generator: Generator, body: CompletionBody | ChatBody, adapter: LoRARequest | None) -> None:
+    def __init__(self, generator: Generator, body: AnyBody, adapter: LoRARequest | None) -> None:
         self.background = None
         self._generator, self._body, self._adapter = generator, body, adapter
         form = self._form = ChatForm() if isinstance(body, ChatBody) else CompletionForm()
@@ -132,7 +132,7 @@ class GenerationResponse(Response):
                 try:
                     requests.append(Request(name, tokens, choice, self._adapter))
                 except (TypeError, ValueError) as error:
-                    raise ApiError(400, str(error), _prompt_name(body)) from error
+                    raise ApiError(400, str(error), body.prompt_name) from error
         return requests
 
     async def _collect(self, call: Call) -> dict[str, Any]:
@@ -164,13 +164,12 @@ class GenerationResponse(Response):
     async def _chunks(self, call: Call) -> AsyncIterator[bytes]:
         """Yield server-sent events, those of one step together."""
         options = self._body.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        continuous = options is not None and with_usage and bool(options.continuous_usage_stats)
-        head = {**self._head, "usage": None} if with_usage else self._head
-        if continuous:
-            head["usage"] = usage(self._num_prompt, 0)
-        openings = [self._form.opening(index) for index in range(len(call.requests))]
-        for choice in filter(None, openings):
+        with_usage = options is not None and options.include_usage
+        continuous = options is not None and with_usage and options.continuous_usage_stats
+        head = self._head
+        if with_usage:
+            head = {**head, "usage": usage(self._num_prompt, 0) if continuous else None}
+        for choice in filter(None, map(self._form.opening, range(len(call.requests)))):
             yield event({**head, "choices": [choice]})
         codec = self._generator.codec
         texts = [growing_text(codec, as_sampling_params(one.params), one.prompt_token_ids) for one in call.requests]
@@ -192,10 +191,8 @@ class GenerationResponse(Response):
             yield event({**self._head, "choices": [], "usage": usage(self._num_prompt, num_generated)})
 
     def _strings(self, call: Call) -> list[ChoiceStrings]:
-        if self._body.num_logprobs is None:
-            return []
-        strings = self._generator.strings
-        return [ChoiceStrings(strings, as_sampling_params(one.params), one.prompt_token_ids) for one in call.requests]
+        asked, strings = call.requests if self._body.num_logprobs is not None else (), self._generator.strings
+        return [ChoiceStrings(strings, as_sampling_params(one.params), one.prompt_token_ids) for one in asked]
 
     def _logprobs(self, strings: list[ChoiceStrings], piece: Piece) -> Any:
         if not strings or not piece.logprobs:
@@ -219,10 +216,6 @@ def _told(error: object, adapter: LoRARequest | None) -> str:
         return text
     _log.warning("an adapter cannot be served: %s", text)
     return f"the files of adapter {clip(adapter.lora_name)} cannot be served as they are now; load it again"
-
-
-def _prompt_name(body: CompletionBody | ChatBody) -> str:
-    return "messages" if isinstance(body, ChatBody) else "prompt"
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -83,6 +83,7 @@ class RunnersStepper(Stepper):
     """
 
     engine: RayCluster
+    patience = (POLL_S,)
 
     def __init__(self, cluster: RayCluster) -> None:
         super().__init__(cluster)
@@ -120,9 +121,6 @@ class RunnersStepper(Stepper):
     def _has_work(self) -> bool:
         """Return True while requests or replies are awaited; a cluster whose step raised waits for :meth:`tend`."""
         return bool(self._unfinished) or (self.engine.is_busy and not self._is_failing)
-
-    def _advance(self) -> StepOutput:
-        return self.engine.step(POLL_S)
 
     def _note_step(self, output: StepOutput) -> None:
         found, cluster = cast(ClusterOutput, output), self.engine

@@ -7,7 +7,7 @@ from typing import Any
 from punica.checks import clip
 from punica.engine import SamplingParams
 from punica.serve.errors import ApiError, refused
-from punica.serve.protocol import ChatBody, CompletionBody, GenerationBody
+from punica.serve.protocol import AnyBody, ChatBody
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,), "allowed_token_ids": (), "best_of": (), "use_beam_search": (False,),
@@ -41,7 +41,7 @@ _SAME_NAME = (
 _NAMES = {name: name for name in _SAME_NAME} | {"max_new_tokens": "max_tokens"}
 
 
-def check_supported(body: CompletionBody | ChatBody) -> None:
+def check_supported(body: AnyBody) -> None:
     """ApiError 400 for a parameter that is unknown, or that the engine does not serve with this value.
 
     Null asks for nothing. Neither do tools of which none may be chosen, nor what a load generator repeats: as many
@@ -79,7 +79,7 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
-def params_of(body: GenerationBody, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
+def params_of(body: AnyBody, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
     """Return the parameters of the body over the engine's defaults. ApiError 400 for a value out of range.
 
     A ``min_tokens`` of the defaults yields to ``max_new_tokens``. Of OpenAI's seeds, 64-bit integers with a sign, -1 is
@@ -108,7 +108,7 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in given.items()}
 
 
-def room_for(body: GenerationBody, num_prompt: int, defaults: SamplingParams, max_model_len: int) -> int:
+def room_for(body: AnyBody, num_prompt: int, defaults: SamplingParams, max_model_len: int) -> int:
     """Return ``max_new_tokens`` for a prompt: as given, or for a chat what is left, for a completion the default.
 
     ApiError 400 ``context_length_exceeded``: beyond ``max_model_len``, in OpenAI's words, which clients look for.
@@ -119,10 +119,9 @@ def room_for(body: GenerationBody, num_prompt: int, defaults: SamplingParams, ma
     else:
         wanted = max(1, left if isinstance(body, ChatBody) else min(left, defaults.max_new_tokens))
     if wanted > left:
-        param = "messages" if isinstance(body, ChatBody) else "prompt"
         raise ApiError(
             400, f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-            f"{num_prompt + wanted} tokens ({num_prompt} in the {param}, {wanted} in the completion). Please reduce "
-            "the length of either.", param, "context_length_exceeded",
+            f"{num_prompt + wanted} tokens ({num_prompt} in the {body.prompt_name}, {wanted} in the completion). "
+            "Please reduce the length of either.", body.prompt_name, "context_length_exceeded",
         )  # fmt: skip
     return wanted

@@ -80,21 +80,17 @@ class Order(NamedTuple):
     arguments: Sequence[Any]
 
 
-class Reply(NamedTuple):
-    """Value or error of an order."""
-
-    number: int
-    value: Any = None
-    error: Exception | None = None
-
-
 class Message(NamedTuple):
-    """Changes by one step or order: pieces with the numbers of their calls, notes for the metrics, health in a word."""
+    """Changes by one step or order: pieces with the numbers of their calls, notes for the metrics, health in a word; of
+    an order its number, and its value or error.
+    """
 
     pieces: list[tuple[int, Piece]]
     notes: list[methodcaller]
     health: str
-    reply: Reply | None = None
+    order: int | None = None
+    value: Any = None
+    error: Exception | None = None
 
 
 @dataclass(eq=False)
@@ -124,6 +120,7 @@ class Stepper(ABC):
     """
 
     most_step_errors = 1
+    patience: tuple[float, ...] = ()  # arguments of a step
     send: Callable[[Message], None]
     facts: EngineFacts
 
@@ -153,11 +150,6 @@ class Stepper(ABC):
     def _has_work(self) -> bool:
         return bool(self._unfinished)
 
-    def _advance(self) -> StepOutput:
-        return self.engine.step()
-
-    # --- orders -------------------------------------------------------------------------------------------------------
-
     def add(self, call: int, requests: Sequence[Request], streams: bool) -> None:
         """Queue all requests of a call, or none; raises what ``Engine.add_request`` raises."""
         added: list[str] = []
@@ -177,7 +169,7 @@ class Stepper(ABC):
             if request is None:
                 continue
             with suppress(ValueError):  # it failed in a step that raised: the engine has let it go
-                self._note_result(Outcome.of(self.engine.abort_request(request_id)))
+                self._notes.append(methodcaller("note_result", Outcome.of(self.engine.abort_request(request_id))))
             self._remove_retired({request.state.adapter_id})
         if not self._unfinished:
             self._notes.append(methodcaller("note_idle"))
@@ -186,8 +178,6 @@ class Stepper(ABC):
         """Remove an adapter as soon as no request uses it."""
         self._retired.add(adapter_id)
         self._remove_retired({adapter_id})
-
-    # --- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Carry out orders and make steps, until the orders end or something raises what is no `Exception`."""
@@ -218,17 +208,17 @@ class Stepper(ABC):
         except Exception as error:
             if not isinstance(error, REFUSALS):
                 _log.exception("an order failed")
-            self._flush(Reply(order.number, error=error))
+            self._flush(order.number, error=error)
             return
         if isinstance(value, Future):
             keep = partial(order._replace, function=EngineStepper._keep)
             value.add_done_callback(lambda read: self.orders.put(keep(arguments=(*order.arguments, read))))
         else:
-            self._flush(Reply(order.number, value))
+            self._flush(order.number, value)
 
     def _step(self) -> None:
         try:
-            output = self._advance()
+            output = self.engine.step(*self.patience)
         except Exception as error:
             _log.exception("a step failed")
             self._is_failing = True
@@ -252,7 +242,7 @@ class Stepper(ABC):
             if result is not None:
                 del self._unfinished[request_id]
                 left.add(request.state.adapter_id)
-                self._note_result(result)
+                self._notes.append(methodcaller("note_result", result))
         self._note_step(output)
         self._remove_retired(left)
 
@@ -272,11 +262,8 @@ class Stepper(ABC):
             for adapter_id in leaving - {request.state.adapter_id for request in self._unfinished.values()}:
                 self.remove_adapter(adapter_id)
 
-    def _note_result(self, result: Outcome) -> None:
-        self._notes.append(methodcaller("note_result", result))
-
-    def _flush(self, reply: Reply | None = None) -> None:
-        message = Message(self._pieces, self._notes, self.health, reply)
+    def _flush(self, order: int | None = None, value: Any = None, error: Exception | None = None) -> None:
+        message = Message(self._pieces, self._notes, self.health, order, value, error)
         self._pieces, self._notes = [], []
         self.send(message)
 

@@ -1,6 +1,7 @@
 """Folder cache of a runner: bounded, and correct under eviction."""
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,9 +40,12 @@ def test_a_runner_keeps_few_folders_and_fetches_again(tmp_path, beside) -> None:
         Request(f"{turn}-{adapter.lora_int_id}", [1, 2, turn + 3], 3 + adapter.lora_int_id % 3, adapter)
         for turn in range(3) for adapter in adapters
     ]  # fmt: skip
+    expected = undisturbed(asked)
+    for adapter in adapters:  # no runner can see it
+        shutil.rmtree(adapter.absolute_path)
     states = [dispatcher.add(request) for request in asked]
     assert run(LocalRunners(dispatcher, {"runner": runner})) == {}
-    assert {state.request_id: state.output_token_ids for state in states} == undisturbed(asked)
+    assert {state.request_id: state.output_token_ids for state in states} == expected
     kept = runner.engine.manager.lora_config.max_cpu_loras
     assert len(runner.folders) == len(list(Path(runner.folders._home.name).iterdir())) == kept < NUM_ADAPTERS
     assert set(fetched) == set(stored)

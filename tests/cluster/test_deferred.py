@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from punica.adapters import LoRARequest
-from punica.cluster import ClusterPolicy
 from punica.cluster.dispatcher import EndedStep
 from punica.engine import Request
 from punica.engine.runner import ModelRunner
@@ -204,26 +203,3 @@ def test_nobody_else_may_wait_in_a_runner(adapters) -> None:
     tokens = {name: token for name, token in reply.tokens.items() if name != decoding}
     with pytest.raises(RuntimeError, match="requests that may wait"):
         world.dispatcher.end(NAME, replace(reply, tokens=tokens, waiting=frozenset({decoding})))
-
-
-def test_who_is_held_back_keeps_its_pages_and_its_tokens() -> None:
-    policy = ClusterPolicy(max_batch_size=2, page_size=4)
-    policy.add_gpu("gpu", 8)
-    for name in ("a", "b"):
-        policy.submit(name, 4, 8)
-    policy.place()
-    policy.begin_step("gpu")
-    policy.end_step("gpu")
-    gpu = policy.gpus["gpu"]
-    for _ in range(3):
-        step = policy.begin_step("gpu")
-        assert (step.prefills, step.num_decodes) == (("b",), 1)
-        policy.end_step("gpu", deferred="b")
-        assert policy.total_tokens("b") == 4
-        assert (gpu.num_decoding, gpu.used_pages) == (1, 2 + 1)
-    policy.begin_step("gpu")
-    policy.end_step("gpu")
-    assert (policy.total_tokens("a"), policy.total_tokens("b")) == (9, 5)
-    assert gpu.used_pages == 2 + 1
-    policy.cancel("b")
-    assert (gpu.used_pages, gpu.decoding_kv_tokens) == (2, 8)

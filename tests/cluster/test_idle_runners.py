@@ -1,6 +1,5 @@
 """Steps of a runner without requests: aborted requests leave it, and a probe shows whether it lives."""
 
-from collections import Counter
 
 import pytest
 
@@ -70,18 +69,3 @@ def test_a_probe_steps_idle_runners_once() -> None:
     assert not world.dispatcher.startable
     world.dispatcher.end(busy, world.runners[busy].step(command))
     assert world.dispatcher.startable == {busy}
-
-
-def test_evictions_are_counted(adapters) -> None:
-    asked = requests(adapters, 24, seed=1, seeded=True)
-    world = LocalRunners.of(1, num_blocks=19)
-    states = [world.dispatcher.add(request) for request in asked]
-    joins: Counter[str] = Counter()
-    while world.dispatcher.startable:
-        command = world.dispatcher.begin("runner-0")
-        assert command is not None
-        if command.joins is not None:
-            joins[command.joins.request.request_id] += 1
-        world.dispatcher.end("runner-0", world.runners["runner-0"].step(command))
-    assert all(state.has_ended for state in states)
-    assert world.dispatcher.num_evicted == joins.total() - len(asked) > 0

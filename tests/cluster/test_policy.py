@@ -28,43 +28,10 @@ def placed(policy: ClusterPolicy) -> str:
     return " ".join(f"{request}>{gpu}" for request, gpu in policy.place())
 
 
-def test_who_is_placed_waits_while_a_step_lets_nobody_join():
-    policy = cluster("a")
-    submit(policy, "1")
-    policy.place()
-    assert policy.begin_step("a", most_joins=0).is_empty
-    assert step(policy, "a").prefills == ("1",)
-    submit(policy, "2")
-    policy.place()
-    begun = policy.begin_step("a", most_joins=0)
-    policy.end_step("a")
-    assert (begun.prefills, begun.num_decodes) == ((), 1)
-    assert step(policy, "a").prefills == ("2",)
-
-
 def test_requests_fill_the_largest_working_set_and_ties_go_to_the_highest_uuid():
     policy = cluster("abc")
     submit(policy, "12345")
     assert placed(policy) == "1>c 2>c 3>c 4>b 5>b"
-
-
-def test_a_gpu_without_pages_is_passed_over():
-    policy = cluster("ab", pages=10)
-    submit(policy, "1", prompt=28)  # 7 of 10 pages
-    submit(policy, "2", prompt=8)  # 2 pages, and 2 to grow into
-    submit(policy, "3", prompt=4)  # 1 page and 2 fit beside the first
-    assert placed(policy) == "1>b 2>a 3>b"
-
-
-def test_the_queue_is_first_come_first_served_even_when_a_later_request_would_fit():
-    policy = cluster("a", pages=10)
-    submit(policy, "1", prompt=24)
-    submit(policy, "2", prompt=20)
-    submit(policy, "3", prompt=4)
-    assert placed(policy) == "1>a"
-    assert policy.queued == ("2", "3")
-    policy.cancel("2")
-    assert placed(policy) == "3>a"
 
 
 def test_one_prefill_per_step_joins_the_decodes():
@@ -102,14 +69,6 @@ def test_the_newest_request_leaves_a_gpu_that_is_out_of_pages_and_returns_with_a
     assert step(policy, "b").prefills == ("2",)
     assert policy.gpus["b"].used_pages == 5
     assert policy.total_tokens("2") == 21
-
-
-def test_an_evicted_request_goes_before_those_that_came_after_it():
-    policy = full_gpu("punica")
-    submit(policy, "3", prompt=40)
-    while "2" not in policy.queued:
-        step(policy, "a")
-    assert policy.queued == ("2", "3")
 
 
 def test_the_released_code_evicts_the_oldest_and_keeps_a_page_for_each():
@@ -241,18 +200,6 @@ def test_no_gpu_is_given_back_that_a_waiting_request_may_need():
     policy.add_gpu("small", num_pages=2)  # too small for who waits
     assert policy.place() == []
     assert policy.scale_signal() == ScaleSignal(True, ())
-
-
-def test_a_crash_returns_its_requests_without_the_tokens_of_the_step_in_flight():
-    policy = cluster("ab")
-    submit(policy, "1234")
-    policy.place()
-    step(policy, "b")
-    policy.begin_step("b")
-    assert policy.remove_gpu("b") == ("1", "2", "3")
-    assert [policy.total_tokens(name) for name in "123"] == [5, 4, 4]
-    assert placed(policy) == "1>a 2>a"
-    assert policy.queued == ("3",)
 
 
 @pytest.mark.parametrize(

@@ -90,35 +90,12 @@ def test_strides_change_no_answer_with_residency_either(works_ahead, host_adapte
     assert strides[2 if host_adapters else 1] > 8, "some adapters are loaded more than once"
 
 
-@pytest.mark.parametrize("rule", SCHEDULING_RULES.names())
-def test_strides_change_no_answer_of_a_rule_that_evicts(rule, monkeypatch):
-    found = []
-    for strides in (True, False):
-        if not strides:
-            monkeypatch.setattr(Gpu, "steps_that_fit", lambda gpu, most, spare: 0)
-        result = simulate(mixed_ranks(150, 60.0, seed=7), cluster(rule, **TIGHT), ODD)
-        found.append((digest(result), result.evictions))
-    assert found[0] == found[1]
-    assert found[0][1] > 0
-
-
 def test_strides_reach_past_the_last_spare_page(monkeypatch):
     begun = []
     begin_step = ClusterPolicy.begin_step
     monkeypatch.setattr(ClusterPolicy, "begin_step", lambda *given: begun.append(1) or begin_step(*given))
     result = simulate(mixed_ranks(300, 60.0, seed=6), cluster("punica", **TIGHT), ODD)
     assert len(begun) < 0.15 * result.steps
-
-
-@pytest.mark.parametrize("rule", ORDERED)
-def test_an_ordered_rule_chooses_as_if_it_saw_all_gpus(rule, monkeypatch):
-    found = []
-    for scans in (False, True):
-        policy = cluster(rule, **TIGHT)
-        if scans:
-            monkeypatch.setattr(policy, "_ordered", None)
-        found.append(digest(simulate(mixed_ranks(300, 60.0, seed=6), policy, ODD)))
-    assert found[0] == found[1]
 
 
 def test_rules_of_one_order_are_ordered_and_a_subclass_with_its_own_choice_is_asked():

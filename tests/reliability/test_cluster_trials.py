@@ -1,15 +1,10 @@
 """Trials of what a cluster keeps: rows and fetched adapters on a full disk, and requests of runners that are killed."""
 
-import os
 import resource
 import signal
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from experiments.measure.records import Row, RowFile, RowsError, read_rows
 from punica.cluster.adapter_files import AdapterFolderCache, StoredFiles, digest_of, read_adapter_files
@@ -65,35 +60,3 @@ def write_rows(trial: Trial, path: Path, number: int) -> None:
     trial.expect(refused and kept == before and not litter, f"rows: refused {refused}, {len(kept)} {litter}")
     file.replace(rows)
     trial.expect(read_rows(path) == [*before, *rows], "rows are not those that were written")
-
-
-@sized("faults", 1, 3, 100, seconds=80)
-def test_killed_runner(trial: Trial) -> None:
-    """A runner of two that is killed at a random token; the other finishes its requests, and it is started again."""
-    ray = pytest.importorskip("ray", reason="needs the extra cluster: pip install 'punica[cluster]'")
-    from punica.cluster.ray_cluster import RayCluster
-
-    world = make_world(trial, 6)
-    expected, choose = world.undisturbed(24), trial.choose
-    with RayCluster(world.builder(), 2) as cluster:
-        for turn in range(trial.count):
-            wishes = {f"{turn}-{number}": choose.choice(list(expected)) for number in range(12)}
-            for name, wish in wishes.items():
-                cluster.add_request(world.request(name, wish))
-            results: dict[str, Any] = {}
-            ended, at, seen = Counter[str](), choose.randrange(1, 40), 0
-            while cluster.has_unfinished():
-                output = cluster.step()
-                for result in (*output.finished, *output.failed):
-                    results[result.request_id] = result
-                    ended[result.request_id] += 1
-                before, seen = seen, seen + len(output.tokens)
-                if before < at <= seen:
-                    actor = choose.choice(list(cluster.runners.values())).actors[0]
-                    os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
-                    trial.injected += 1
-            for name, wish in wishes.items():
-                right = ended[name] == 1 and results[name].token_ids == expected[wish].token_ids
-                trial.expect(right, f"{name} ended {ended[name]} times: {results.get(name)}")
-            while len(cluster.working_sets) < 2:
-                cluster.step()

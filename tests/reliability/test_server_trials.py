@@ -3,13 +3,11 @@
 import asyncio
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,39 +131,6 @@ def test_server_soak(trial: Trial) -> None:
 
     with serving(world, "--max-loras", str(SLOTS)) as served:
         asyncio.run(soak(served))
-
-
-@sized("faults", 1, 4, 50, seconds=60)
-def test_signalled_server(trial: Trial) -> None:
-    """SIGINT and SIGTERM to a server at random moments of its requests; it ends, and every client gets an end."""
-    body = {"model": BASE, "prompt": [1, 2, 3], "max_tokens": 50, "ignore_eos": True, "stream": True}
-
-    def ask(url: str) -> None:
-        """Send requests until the server is gone."""
-        while True:
-            try:
-                with httpx2.stream("POST", f"{url}/v1/completions", json=body, trust_env=False) as answer:
-                    answer.read()
-            except (httpx2.HTTPError, OSError):
-                return
-
-    world = make_world(trial, 4)
-    for number in range(trial.count):
-        sent, code = (signal.SIGINT, signal.SIGTERM)[number % 2], None
-        with serving(world, "--drain=1") as served:
-            threads = [threading.Thread(target=ask, args=(served.url,)) for _ in range(BESIDE)]
-            for thread in threads:
-                thread.start()
-            time.sleep(trial.choose.random())
-            served.process.send_signal(sent)
-            trial.injected += 1
-            with suppress(subprocess.TimeoutExpired):
-                code = served.process.wait(60)
-            for thread in threads:
-                thread.join(60)
-                trial.expect(not thread.is_alive(), f"{sent.name}: a client waits for ever")
-        trial.expect(code in (0, -sent, 128 + sent), f"{sent.name}: exit code {code}")
-        trial.expect("Traceback" not in (said := served.output.read_text()), f"{sent.name}: {said}")
 
 
 @sized("input", 20, 1_000, 100_000, seconds=60, tiny=20)

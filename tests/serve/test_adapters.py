@@ -53,44 +53,16 @@ def expected(alone: Any, folder: Path, new: int = 8) -> str:
 def test_a_loaded_adapter_serves_until_it_is_unloaded(served_home: Any, alone: Any) -> None:
     engine, client, home = served_home
     before = state_of(engine)
-    answer = load(client, "poet", home / "copy-2")
+    others = {"base_model_name": "meta-llama/Llama-3.1-8B", "load_inplace": None, "weights_mapper": None}
+    answer = load(client, "poet", home / "copy-2", **others)  # as Kubernetes' LoRA sidecar sends it
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'poet' added successfully.")
     assert text(client, "poet") == expected(alone, home / "copy-2")
     assert "poet" in [model["id"] for model in client.get("/v1/models").json()["data"]]
-    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).status_code == 200
+    body = {"lora_name": "poet", "lora_int_id": None, "base_model_name": "meta-llama/Llama-3.1-8B"}
+    assert client.post("/v1/unload_lora_adapter", json=body).status_code == 200
     assert state_of(engine) == before
     assert client.post("/v1/completions", json={"model": "poet", "prompt": "a"}).status_code == 404
     assert client.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).status_code == 404
-
-
-def test_what_other_servers_clients_send_to_load_and_unload_is_taken(served_home: Any, alone: Any) -> None:
-    """Kubernetes' LoRA sidecar names the base model; null is not given."""
-    _, client, home = served_home
-    fields = {"base_model_name": "meta-llama/Llama-3.1-8B", "load_inplace": None, "weights_mapper": None}
-    assert load(client, "poet", home / "copy-2", **fields).status_code == 200
-    assert text(client, "poet") == expected(alone, home / "copy-2")
-    body = {"lora_name": "poet", "lora_int_id": None, "base_model_name": "meta-llama/Llama-3.1-8B"}
-    assert client.post("/v1/unload_lora_adapter", json=body).status_code == 200
-
-
-def test_a_name_in_use_is_replaced_only_in_place(served_home: Any, alone: Any) -> None:
-    _, client, home = served_home
-    assert load(client, "poet", home / "copy-2").status_code == 200
-    assert text(client, "poet") == expected(alone, home / "copy-2")
-    assert load(client, "poet", home / "copy-3").json()["error"]["param"] == "lora_name"
-    assert load(client, "poet", home / "copy-3", load_inplace=True).status_code == 200
-    assert text(client, "poet") == expected(alone, home / "copy-3")
-
-
-def test_a_folder_written_anew_is_read_again(served_home: Any, alone: Any, tmp_path: Path) -> None:
-    _, client, home = served_home
-    assert load(client, "poet", home / "copy-2").status_code == 200
-    first = text(client, "poet")
-    shutil.rmtree(home / "copy-2")
-    shutil.copytree(home / "copy-3", home / "copy-2")
-    assert text(client, "poet") == first
-    assert load(client, "poet", home / "copy-2", load_inplace=True).status_code == 200
-    assert text(client, "poet") == expected(alone, home / "copy-3") != first
 
 
 def test_requests_keep_the_version_they_began_with(served_home: Any, alone: Any) -> None:
@@ -184,7 +156,7 @@ def test_a_server_without_slots_says_how_to_get_them(world: Any, home: Path) -> 
         assert "--max-loras" in load(client, "x", home / "copy-2").json()["error"]["message"]
 
 
-def test_a_request_that_comes_after_its_adapter_was_retired_leaves_nothing(world: Any) -> None:
+def test_a_retired_adapter_leaves_with_its_last_request_or_the_one_that_comes_after(world: Any) -> None:
     engine = world.engine(2)
 
     async def scenario() -> None:
@@ -196,7 +168,15 @@ def test_a_request_that_comes_after_its_adapter_was_retired_leaves_nothing(world
         await thread.submit(call)
         async for _ in call.batches():
             pass
+        assert set(engine.manager.list_adapters()) == {2}
+        long = Call([Request("long", [1], 100, world.adapters[1])], streams=True)
+        await thread.submit(long)
+        await anext(long.batches())
+        await thread.retire(2)
+        assert set(engine.manager.list_adapters()) == {2}
+        thread.abort(long)
+        await thread.order(lambda stepper: None)  # carried out after it
+        assert set(engine.manager.list_adapters()) == set()
         await thread.stop()
 
     asyncio.run(scenario())
-    assert set(engine.manager.list_adapters()) == {2}

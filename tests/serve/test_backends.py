@@ -19,8 +19,6 @@ from punica.serve.process import EngineProcess
 from tests.serve.engines import Served, builder
 from tests.serve.world import World, served, wait_until
 
-LONG = {"model": "tenant-0", "prompt": "a", "ignore_eos": True, "max_tokens": 120, "n": 4}
-
 
 @pytest.fixture(scope="module")
 def home(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -107,57 +105,6 @@ def join(text: str) -> dict[int, list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_is_aborted(server: Served, stream: bool) -> None:
-    before = server.state()
-    server.slow_steps(True)
-    with httpx2.Client(trust_env=False) as client:
-        if stream:
-            with client.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as answer:
-                lines = answer.iter_lines()  # kept: its end would close the connection
-                assert json.loads(next(lines)[6:])["choices"]
-                assert server.state() != before
-        else:
-            with pytest.raises(httpx2.ReadTimeout):
-                client.post(f"{server.url}/v1/completions", json=LONG, timeout=1.0)
-    wait_until(lambda: server.state() == before)
-    server.slow_steps(False)
-    metrics = httpx2.get(f"{server.url}/metrics", trust_env=False).text
-    assert 'punica_requests_total{reason="aborted"}' in metrics
-    assert "\npunica_requests_running 0.0\n" in metrics
-
-
-def test_adapters_are_loaded_replaced_and_unloaded(server: Served, home: Path) -> None:
-    held = server.state()["adapters"]
-    assert load(server, home / "copy-2").status_code == 200
-    first = text(server, "poet")
-    assert load(server, home / "copy-3").json()["error"]["param"] == "lora_name"
-    assert load(server, home / "copy-3", load_inplace=True).status_code == 200
-    assert text(server, "poet") != first
-    assert post(server, "unload_lora_adapter", lora_name="poet").status_code == 200
-    assert server.state()["adapters"] <= held
-    assert post(server, model="poet", prompt="a").status_code == 404
-
-
-def test_an_adapter_that_does_not_fit_is_refused_as_its_files_say(server: Served, home: Path, tmp_path: Path) -> None:
-    assert load(server, home / "missing").status_code == 404
-    answer = load(server, home / "copy-2", is_3d_lora_weight=True)
-    assert answer.status_code == 400
-    assert "no experts" in answer.json()["error"]["message"]
-    shutil.copytree(home / "copy-2", home / "gone", dirs_exist_ok=True)
-    assert load(server, home / "gone").status_code == 200
-    evict(server)
-    (home / "gone" / "adapter_model.safetensors").write_bytes(b"damaged")
-    damaged = post(server, model="poet", prompt="a")
-    assert damaged.status_code == 400
-    assert "load it again" in damaged.json()["error"]["message"]
-    shutil.rmtree(home / "gone")
-    answer = post(server, model="poet", prompt="a")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-    assert str(home) not in damaged.text + answer.text, "where adapters are is not a client's to know"
-    assert post(server, "unload_lora_adapter", lora_name="poet").status_code == 200
-
-
 def evict(server: Served) -> None:
     """Fill the memory of the engine with the adapters that it was started with."""
     for name in ("tenant-0", "tenant-1"):
@@ -224,8 +171,9 @@ def test_numbers_that_are_not_finite_are_refused_by_the_load(server: Served, hom
 
 def test_one_failed_step_is_repeated_and_two_fail_the_requests(server: Served) -> None:
     whole = text(server, "tenant-0", 3)
-    server.fail_steps(1)
-    assert text(server, "tenant-0", 3) == whole
+    for _ in range(2):  # not in a row
+        server.fail_steps(1)
+        assert text(server, "tenant-0", 3) == whole
     server.fail_steps(2)
     answer = post(server, model="tenant-0", prompt="a", max_tokens=3)
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")

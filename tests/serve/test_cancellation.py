@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
+import httpx2
+
 from punica.engine import Request, SamplingParams
 from punica.serve.backend import Call
 from punica.serve.errors import ApiError
@@ -47,6 +49,9 @@ def test_a_client_that_leaves_is_aborted_running_or_waiting(running: Any, stream
     for connection in connections:
         connection.close()
     wait_until(lambda: state_of(engine) == before)
+    metrics = httpx2.get(f"{url}/metrics").text
+    assert 'punica_requests_total{reason="aborted"}' in metrics
+    assert "\npunica_requests_running 0.0\n" in metrics
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body(running: Any) -> None:
@@ -58,8 +63,6 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(running: Any) -> None:
 
 
 def test_a_full_server_answers_429_until_there_is_room(running: Any) -> None:
-    import httpx2
-
     engine, url = running
     connections = [ask(url, stream=True) for _ in range(3)]
     wait_until(lambda: in_engine(engine) == 3)

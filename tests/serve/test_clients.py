@@ -1,9 +1,7 @@
-"""The `openai` client against a real server: many concurrent streams over many adapters, and clients that leave."""
+"""The `openai` client against a real server, and the commands of the README."""
 
-import asyncio
 import json
 import os
-import random
 import re
 import resource
 import shlex
@@ -23,7 +21,7 @@ pytest.importorskip("openai", reason="needs the openai package (extra dev)")
 import httpx2
 import openai
 
-from tests.serve.world import make_world, served, state_of, wait_until
+from tests.serve.world import make_world, served, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS, STREAMS = 64, 1000
@@ -115,52 +113,3 @@ def health_of(port: str) -> int | None:
         return httpx2.get(f"http://127.0.0.1:{port}/health").status_code
     except httpx2.TransportError:
         return None
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_curl(running: Any, expected: dict[tuple[str, int], str]) -> None:
-    body = json.dumps({"model": "tenant-1", "prompt": prompt(2), "max_tokens": NEW, "stream": True})
-    command = ["curl", "-sN", f"{running[2]}/completions", "-H", "Content-Type: application/json", "-d", body]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    *lines, last = [line.removeprefix("data: ") for line in output.split("\n\n") if line]
-    assert last == "[DONE]"
-    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected["tenant-1", 2]
-
-
-def test_streams_of_many_adapters_are_those_of_each_alone_while_others_leave(
-    running: Any, expected: dict[tuple[str, int], str]
-) -> None:
-    _, engine, url = running
-    before, generator = state_of(engine), random.Random(5)
-    names = ["tiny", *(f"tenant-{number}" for number in range(ADAPTERS))]
-    plans = [
-        (names[number % len(names)], number % 4, generator.randrange(NEW // 2) if generator.random() < 0.3 else None)
-        for number in range(STREAMS)
-    ]
-
-    async def one(client: Any, name: str, number: int, leaves_after: int | None) -> str:
-        stream = await client.completions.create(model=name, prompt=prompt(number), max_tokens=NEW, stream=True)
-        text, seen = "", 0
-        async for chunk in stream:
-            if leaves_after is not None and seen >= leaves_after:
-                await stream.close()
-                return text
-            text, seen = text + chunk.choices[0].text, seen + 1
-        return text
-
-    async def all_of_them() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=600) as client:
-            return await asyncio.gather(*(one(client, *plan) for plan in plans))
-
-    texts = asyncio.run(all_of_them())
-    stayed = [(plan, text) for plan, text in zip(plans, texts, strict=True) if plan[2] is None]
-    assert len(stayed) >= 0.6 * STREAMS
-    for (name, number, _), text in stayed:
-        assert text == expected[name, number], (name, number)
-    for (name, number, _), text in zip(plans, texts, strict=True):  # of those who left as far as they read
-        assert expected[name, number].startswith(text), (name, number)
-    wait_until(lambda: not engine.has_unfinished())
-    after = state_of(engine)
-    adapters, at_most = after.pop("adapters"), before.pop("adapters")
-    assert adapters <= at_most
-    assert after == before

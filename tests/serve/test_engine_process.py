@@ -29,7 +29,7 @@ from punica.engine import Engine, Request
 from punica.serve.app import Settings, make_app
 from punica.serve.backend import Call
 from punica.serve.process import EngineProcess, portable, send
-from punica.serve.stepper import EngineStepper, Piece
+from punica.serve.stepper import EngineStepper
 from tests.serve.engines import Peculiar, builder, ending, plain, refusing, threads
 from tests.serve.world import World, served, wait_until
 
@@ -167,11 +167,6 @@ def test_errors_travel_with_their_message() -> None:
         assert portable(error) is error
     found = portable(Peculiar("x", 1))
     assert (type(found), str(found)) == (RuntimeError, "Peculiar: x is above 1")
-
-
-def test_a_piece_is_the_same_after_its_journey() -> None:
-    piece = Piece(1, [2, 3], 1, [{2: -0.5}], None, "e")
-    assert pickle.loads(pickle.dumps(piece)) == piece
 
 
 @contextmanager

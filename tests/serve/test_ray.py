@@ -2,11 +2,9 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +23,7 @@ from punica.cluster.ray_runners import Timeouts, connect
 from punica.engine import SamplingParams
 from punica.serve import launch
 from punica.serve.cli import parse
-from tests.serve.world import make_world, served, text_of, wait_until
+from tests.serve.world import make_world, served, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS, CALLS, NEW = 8, 64, 40
@@ -83,12 +81,6 @@ def health(url: str) -> Any:
     return httpx2.get(f"{url}/health").json()["status"]
 
 
-def free_blocks(cluster: RayCluster) -> list[int]:
-    """Free KV blocks of the runners' engines."""
-    actors = [cluster.runners[name].actors[0] for name in sorted(cluster.runners)]
-    return ray.get([actor.__ray_call__.remote(lambda self: self._runner.engine.blocks.num_free) for actor in actors])
-
-
 def test_64_calls_over_8_adapters_survive_a_killed_runner(running: Any, alone: Any) -> None:
     """Each gets the tokens of one engine, once, whether it was on the runner that died or not."""
     world, cluster, url = running
@@ -108,33 +100,6 @@ def test_64_calls_over_8_adapters_survive_a_killed_runner(running: Any, alone: A
     assert 'punica_runner_losses_total 1.0' in httpx2.get(f"{url}/metrics").text
     wait_until(lambda: health(url) == "ok", 120)
     assert f'punica_requests_total{{reason="length"}} {2 * CALLS}.0' in httpx2.get(f"{url}/metrics").text
-
-
-def test_chats_and_completions_are_those_of_one_engine(running: Any, alone: Any) -> None:
-    world, _, url = running
-    messages = [{"role": "user", "content": "w1 w2"}]
-    chat = {"model": "tenant-2", "messages": messages, "max_tokens": 9, "logprobs": True}
-    choice = httpx2.post(f"{url}/v1/chat/completions", json=chat, timeout=60).json()["choices"][0]
-    assert choice["message"]["content"] == text_of(alone, messages, world.adapters[2], 9)
-    assert len(choice["logprobs"]["content"]) == 9
-    plain = {"model": "tiny", "prompt": "w1", "max_tokens": 9}
-    found = httpx2.post(f"{url}/v1/completions", json=plain, timeout=60).json()["choices"][0]["text"]
-    assert found == text_of(alone, "w1", None, 9)
-
-
-def test_clients_that_leave_in_the_middle_free_the_pages_of_runners(running: Any) -> None:
-    _, cluster, url = running
-    wait_until(lambda: health(url) == "ok")
-    before = free_blocks(cluster)
-    body = {"model": "tenant-0", "prompt": "w1 w2 w3", "max_tokens": 120, "ignore_eos": True, "stream": True, "n": 8}
-    body |= {"temperature": 1.0}
-    for _ in range(2):
-        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()  # kept: its end would close the connection
-            next(lines)
-            wait_until(lambda: free_blocks(cluster) != before)
-    wait_until(lambda: free_blocks(cluster) == before)
-    assert 'punica_requests_total{reason="aborted"} 16.0' in httpx2.get(f"{url}/metrics").text
 
 
 def test_a_runner_that_hangs_in_a_step_is_replaced(
@@ -157,32 +122,6 @@ def test_a_runner_that_hangs_in_a_step_is_replaced(
         assert [call.result() for call in calls] == [result.text for result in results]
     wait_until(lambda: health(url) == "ok", 120)
     assert not Path(f"/proc/{stopped}").exists()
-
-
-def test_an_adapter_is_loaded_replaced_and_unloaded_beside_calls(running: Any, alone: Any, tmp_path: Path) -> None:
-    world, _, url = running
-    folder = world.checkpoint.parent / "poet"
-    load_last(world, url)
-
-    def post(action: str, **body: Any) -> int:
-        return httpx2.post(f"{url}/v1/{action}", json={"lora_name": "poet", **body}, timeout=60).status_code
-
-    def ask() -> list[str]:
-        body = {"model": "poet", "prompt": ["w1"] * 16, "max_tokens": 12}
-        return [one["text"] for one in httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]]
-
-    others = [threading.Thread(target=texts, args=(url, number)) for number in range(8)]
-    for thread in others:
-        thread.start()
-    for number in (3, 4):
-        shutil.copytree(world.adapters[number].absolute_path, folder)
-        assert post("load_lora_adapter", lora_path=str(folder), load_inplace=True) == 200
-        shutil.rmtree(folder)
-        assert ask() == [text_of(alone, "w1", world.adapters[number], 12)] * 16
-    assert post("unload_lora_adapter") == 200
-    assert post("unload_lora_adapter") == 404
-    for thread in others:
-        thread.join()
 
 
 def test_the_command_line_serves_and_ends(running: Any) -> None:

@@ -1,6 +1,5 @@
 """Bodies that are refused: by 400 with the parameter's name, in OpenAI's form, never by a 5xx."""
 
-import random
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def refusal(response: Any, status: int = 400) -> dict[str, Any]:
         ("bad_words", {"bad_words": "a"}), ("skip_special_tokens", {"skip_special_tokens": 1}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"a": 1}}), ("best_of", {"best_of": 1, "n": 2}),
         ("best_of", {"best_of": 2}), ("best_of", {"best_of": True}), ("priority", {"priority": False}),
-        ("lora_path", {"lora_path": "tenant-0"}), ("user", {"user": 1}),
+        ("lora_path", {"lora_path": "tenant-0"}), ("user", {"user": 1}), ("stop", {"stop": ["a", None]}),
         ("stream_options", {"stream": True, "stream_options": {"include_obfuscation": True}}),
     ],
     ids=str,
@@ -76,10 +75,8 @@ def test_a_chat_names_the_parameter(client: Any, param: str, fields: dict[str, A
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"a": 1}]}, {"tools": [{"a": 1}], "tool_choice": "auto"}, {"tools": [1], "tool_choice": "required"},
-        {"tools": [1], "tool_choice": {"type": "function", "function": {"name": "f"}}},
-        {"tools": [1], "function_call": "none"}, {"functions": [1]}, {"functions": [1], "function_call": "auto"},
-        {"functions": [1], "function_call": {"name": "f"}},
+        {"tools": [{"a": 1}]}, {"tools": [1], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"tools": [1], "function_call": "none"}, {"functions": [1], "function_call": "auto"},
     ],
     ids=str,
 )  # fmt: skip
@@ -98,11 +95,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
     ("message", "reason"),
     [
         ({"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}, "messages[0].tool_calls is not supported"),
-        ({"role": "assistant", "tool_calls": [TOOL_CALL]}, "messages[0].tool_calls is not supported"),
-        ({"role": "tool", "content": "4", "tool_call_id": "a"}, "messages[0].tool_call_id is not supported"),
-        ({"role": "user", "content": "a", "images": ["b"]}, "messages[0].images is not supported"),
-        ({"role": "developer", "content": "a", "tools": [TOOL_CALL]}, "messages[0].tools is not supported"),
-        ({"role": "assistant", "content": None, "refusal": "no"}, "messages[0].refusal is not supported"),
+        ({"role": "developer", "content": "a", "images": ["b"]}, "messages[0].images is not supported"),
         ({"role": "user", "content": None}, "messages[0].content is missing"),
         ({"role": "user", "content": 5}, "messages[0].content: Input should be a valid string; messages[0].content: I"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, "messages[0].content[1].type: Input sho"),
@@ -113,18 +106,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
 def test_the_place_in_a_message_is_named(client: Any, message: dict[str, Any], reason: str) -> None:
     error = refusal(client.post("/v1/chat/completions", json={**CHAT, "messages": [message]}))
     assert error["message"].startswith(reason)
-
-
-def test_the_place_in_a_prompt_is_named(client: Any) -> None:
-    error = refusal(client.post("/v1/completions", json={**COMPLETION, "stop": ["a", None]}))
-    assert error["message"] == "stop[1]: Input should be a valid string"
-    error = refusal(client.post("/v1/completions", json={**COMPLETION, "prompt": ["a", [1]]}))
-    assert "prompt[1]: Input should be a valid string" in error["message"]
-
-
-def test_a_message_has_the_names_of_the_api(client: Any) -> None:
-    error = refusal(client.post("/v1/completions", json={**COMPLETION, "min_tokens": 3}))
-    assert error["message"] == "min_tokens is 3, must be at most max_tokens, 2"
 
 
 def test_the_context_has_openais_code(client: Any) -> None:
@@ -142,18 +123,18 @@ def test_unknown_models_and_routes(client: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("path", "content", "param"),
     [
-        b"", b"{", b"[]", b"null", b"\xff", b'{"model": "tiny", "prompt": "\\ud800"}', b'{"model":' + b"[" * 100_000,
-        b'{"model": "tiny", "prompt": "a", "temperature": NaN}', b'{"model": "tiny", "prompt": "a", "\\ud800": 1}',
-        b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", b'{"model": "\\ud800", "prompt": "a"}',
-        b'{"model": "tiny", "prompt": "a", "stop": "\\ud800", "top_k": 0.5}', b'{"model": "tiny", "prompt": 1e999}',
+        ("completions", b'{"model": "tiny", "prompt": "\\ud800"}', "prompt"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "stop": "\\ud800", "top_k": 0.5}', "top_k"),
+        ("completions", b'{"model": "tiny", "prompt": 1e999}', "prompt"),
+        ("load_lora_adapter", b'{"lora_name": "\\udc00", "lora_path": "x"}', "lora_name"),
     ],
-    ids=range(13),
+    ids=range(5),
 )  # fmt: skip
-def test_broken_bodies(client: Any, content: bytes) -> None:
-    response = client.post("/v1/completions", content=content, headers=JSON)
-    refusal(response, 404 if b'"model": "\\ud800"' in content else 400)
+def test_values_that_json_has_and_a_parameter_has_not(client: Any, path: str, content: bytes, param: str) -> None:
+    assert refusal(client.post(f"/v1/{path}", content=content, headers=JSON))["param"] == param
 
 
 NO_JSON = "the body is not JSON: "
@@ -168,18 +149,17 @@ BEGIN = b'{"model": "tiny",\n "prompt": '
         (BEGIN + b"n" * 99, f"{NO_JSON}Expecting value at line 2, column 12 (character 29), where {'n' * 20!r} is"),
         (b"model=tiny", f"{NO_JSON}Expecting value at line 1, column 1 (character 0), where 'model=tiny' is"),
         (BEGIN + b'"gr\xf6\xdfe"}', "the body is not UTF-8: invalid start byte at byte 32 (0xf6)"),
-        (b"\xff", "the body is not UTF-8: invalid start byte at byte 0 (0xff)"),
         (BEGIN + b"[" * 100_000, "the body cannot be read: its lists or objects are nested too deeply"),
         (BEGIN + b"9" * 5000 + b"}", "the body cannot be read: an integer in it has more than 4300 digits"),
         (b"[1]", "the body is a list, must be a JSON object"), (b'"a"', "the body is a string, must be a JSON object"),
-        (b"1.5", "the body is a number, must be a JSON object"), (b"3", "the body is a number, must be a JSON object"),
+        (b"1.5", "the body is a number, must be a JSON object"),
         (b"true", "the body is a boolean, must be a JSON object"),
         (b"null", "the body is empty or null, must be a JSON object"),
         (b"", "the body is empty or null, must be a JSON object"),
     ],
-    ids=range(15),
+    ids=range(13),
 )  # fmt: skip
-@pytest.mark.parametrize("path", ["completions", "chat/completions", "load_lora_adapter", "unload_lora_adapter"])
+@pytest.mark.parametrize("path", ["completions", "unload_lora_adapter"])
 def test_what_of_a_body_cannot_be_read_is_told(client: Any, path: str, content: bytes, message: str) -> None:
     error = refusal(client.post(f"/v1/{path}", content=content, headers=JSON))
     assert (error["message"], error["param"], error["code"]) == (message, None, None)
@@ -194,39 +174,8 @@ def test_a_body_of_another_type_names_the_header(client: Any, kind: str | None) 
     )["message"]
 
 
-def test_names_of_adapters_are_text(client: Any) -> None:
-    content = b'{"lora_name": "\\udc00", "lora_path": "x"}'
-    error = refusal(client.post("/v1/load_lora_adapter", content=content, headers=JSON))
-    assert error["param"] == "lora_name"
-
-
 def test_a_body_beyond_the_limit_is_not_read(client: Any) -> None:
     body = b" " * ((1 << 20) + 1)
     assert "1048576" in refusal(client.post("/v1/completions", content=body, headers=JSON), 413)["message"]
     pieces = (b" " * 1000 for _ in range(2000))  # chunked: no length in advance
     refusal(client.post("/v1/chat/completions", content=pieces, headers=JSON), 413)
-
-
-VALUES = [None, True, 0, -1, 1, 3, 1e308, 0.5, "", "a", "\x00", "☃" * 50, [], [1], ["a"], [[1, 2]], [None], {},
-          {"a": 1}, [{"role": "user", "content": "a"}], 1 << 70, "tenant-0", "tiny"]  # fmt: skip
-NAMES = ["model", "prompt", "messages", "max_tokens", "n", "stop", "seed", "temperature", "top_p", "top_k", "min_p",
-         "logprobs", "top_logprobs", "stream", "stream_options", "user", "stop_token_ids", "ignore_eos", "tools",
-         "lora_name", "lora_path", "load_inplace", "repetition_penalty", "max_completion_tokens", "min_tokens",
-         "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "skip_special_tokens",
-         "chat_template_kwargs"]  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_bodies_are_served_or_refused(client: Any, seed: int) -> None:
-    generator = random.Random(seed)
-    paths = ["/v1/completions", "/v1/chat/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
-    for _ in range(100):
-        path = generator.choice(paths[:2] * 4 + paths)
-        names = generator.sample(NAMES, generator.randrange(4))
-        body = {**(CHAT if "chat" in path else COMPLETION), **{name: generator.choice(VALUES) for name in names}}
-        if "lora" in path:
-            body = {"lora_name": "x", "lora_path": "y", **{name: generator.choice(VALUES) for name in names[:1]}}
-        response = client.post(path, json=body)
-        if response.status_code != 200:
-            assert response.status_code < 500, (path, body, response.text)
-            refusal(response, response.status_code)

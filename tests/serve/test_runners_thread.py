@@ -27,6 +27,7 @@ from punica.engine import Request, SamplingParams, StepStatistics
 from punica.serve import runners
 from punica.serve.app import Settings, make_app
 from punica.serve.backend import Call
+from punica.serve.errors import ApiError
 from punica.serve.runners import RunnerMetrics, RunnersThread
 from tests.serve.runners_world import build_of, local, use_local_runners
 from tests.serve.world import state_of, text_of, wait_until
@@ -71,17 +72,12 @@ def value(client: Any, name: str) -> float:
 def test_every_parameter_is_served_as_by_one_engine(client: Any, world: Any) -> None:
     one_app = world.app(3)[1]
     options: list[dict[str, Any]] = [
-        {"model": "tiny"}, {"model": "tenant-2", "logprobs": 2}, {"n": 3, "temperature": 1.0, "seed": 5},
-        {"temperature": 0.9, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 1},
-        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {"3": 5.0}, "min_tokens": 4},
-        {"stop": ["e", "l"], "max_tokens": 30}, {"prompt": ["a", "b c", "d"]}, {"prompt": [[1, 2], [3]]},
+        {"model": "tenant-2", "logprobs": 2}, {"prompt": ["a", "b c"], "n": 2, "temperature": 1.0, "seed": 5},
+        {"presence_penalty": 1.0, "logit_bias": {"3": 5.0}, "stop": ["e", "l"], "max_tokens": 30},
     ]  # fmt: skip
     with TestClient(one_app) as one:
         for option in options:
             assert complete(client, **{"max_tokens": 12, **option}) == complete(one, **{"max_tokens": 12, **option})
-        chat = {"model": "tenant-1", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}
-        found = [one_client.post("/v1/chat/completions", json=chat).json()["choices"] for one_client in (client, one)]
-    assert found[0] == found[1]
 
 
 def test_calls_at_once_are_spread_and_streamed(client: Any, cluster: RayCluster, alone: Any, world: Any) -> None:
@@ -119,6 +115,26 @@ def test_a_cancelled_call_leaves_its_runner_at_once(cluster: RayCluster, world: 
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
     assert not cluster.has_unfinished()
+
+
+def test_stopping_ends_what_is_unfinished_and_leaves_the_cluster(cluster: RayCluster, world: Any) -> None:
+    async def scenario() -> None:
+        thread = RunnersThread(cluster)
+        thread.start()
+        call = Call([Request("long", [1], SamplingParams(120, ignore_eos=True), world.adapters[0])], streams=True)
+        await thread.submit(call)
+        await anext(call.batches())
+        await thread.stop()
+        with pytest.raises(ApiError, match="stopping"):
+            async for _ in call.batches():
+                pass
+        with pytest.raises(ApiError, match="stopping") as caught:
+            await thread.submit(call)
+        assert (caught.value.status, thread.health) == (503, "failed")
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert not cluster.has_unfinished()
+    assert cluster.generate([[1, 2]], None, 3)[0].finish_reason == "length"
 
 
 def test_a_runner_that_dies_neither_loses_nor_repeats_a_token(
