@@ -133,11 +133,11 @@ class World:
 
     def used(self) -> list[tuple[int, int, int, int]]:
         """(token, place, slot, expert) of every pair that is computed."""
-        found = []
-        for t, slot in enumerate(self.mapping.tolist()):
-            if slot >= 0 and self.enabled[slot]:
-                found += [(t, j, slot, expert) for j, expert in enumerate(self.topk_ids[t].tolist())]
-        return found
+        return [
+            (t, j, slot, expert)
+            for t, slot in enumerate(self.mapping.tolist()) if slot >= 0 and self.enabled[slot]
+            for j, expert in enumerate(self.topk_ids[t].tolist())
+        ]  # fmt: skip
 
     def _expected(self) -> Tensor:
         case, result = self.case, self.y.double().clone()
@@ -174,8 +174,7 @@ class World:
 
     @property
     def switches(self) -> Switches:
-        case = self.case
-        return Switches(case.down, False, case.offset, case.add_inputs)
+        return Switches(self.case.down, False, self.case.offset, self.case.add_inputs)
 
     def given(self, align: Any, listed: bool = True) -> Experts:
         """The operands, aligned by ``align`` (`moe_lora_align_block_size` of some op) unless the case is naive;

@@ -1,11 +1,10 @@
 """Fused MoE LoRA and its alignment in torch: the reference's meaning, fast."""
 
-import itertools
-
 import pytest
 import torch
 
-from punica.ops import moe_torch, reference
+from punica.ops import collectives, moe_torch, reference
+from punica.ops.collectives import Collectives
 from punica.ops.experts import Switches
 from tests.ops.moe_cases import CASES, FP8_CASES, Case, World
 
@@ -52,7 +51,7 @@ def routing(tokens: int, top_k: int, experts: int, slots: int) -> tuple[torch.Te
 )
 @pytest.mark.parametrize("parallel", [False, True])
 def test_alignment(tokens, top_k, experts, slots, parallel):
-    """Every pair of an enabled slot stands once, in a block of its expert, in order."""
+    """Every pair of an enabled slot is there once, in a block of its expert, in order."""
     ids, mapping = routing(tokens, top_k, experts, slots)
     expert_map = None
     if parallel:
@@ -67,80 +66,98 @@ def test_alignment(tokens, top_k, experts, slots, parallel):
     moe_torch.moe_lora_align_block_size(
         ids, mapping, experts, 16, slots, blocks * 16, blocks, *outputs, enabled, lora_ids, expert_map
     )
-    sorted_ids, expert_ids, counts = outputs[0].view(slots, -1), outputs[1].view(slots, -1), outputs[2]
-    flat, owners, pairs = ids.reshape(-1).tolist(), mapping.tolist(), tokens * top_k
     to_local = list(range(experts)) if expert_map is None else expert_map.tolist()
+    flat, owners, pairs = ids.reshape(-1).tolist(), mapping.tolist(), tokens * top_k
     wanted: dict[tuple[int, int], list[int]] = {}
     for pair, expert in enumerate(flat):
-        slot = owners[pair // top_k]
-        if slot >= 0 and enabled[slot] and 0 <= expert < experts and to_local[expert] >= 0:
-            wanted.setdefault((slot, to_local[expert]), []).append(pair)
-    for slot in range(slots):
+        if 0 <= expert < experts and to_local[expert] >= 0:
+            wanted.setdefault((owners[pair // top_k], to_local[expert]), []).append(pair)
+    for slot, (row, of_block) in enumerate(zip(outputs[0].view(slots, -1), outputs[1].view(slots, -1), strict=True)):
         if not enabled[slot]:
-            assert set(sorted_ids[slot].tolist()) <= {-5}
+            assert set(row.tolist()) <= {-5}
             continue
-        row, of_block = sorted_ids[slot].tolist(), expert_ids[slot].tolist()
-        used = int(counts[slot])
-        assert used % 16 == 0
-        assert set(row[used:]) <= {pairs}
-        assert set(of_block[used // 16 :]) <= {-1}
-        found: dict[int, list[int]] = {}
-        for block, expert in enumerate(of_block[: used // 16]):
-            found.setdefault(expert, []).extend(row[16 * block : 16 * block + 16])
-        assert list(found) == sorted(found)
-        mine = {expert: own for (of, expert), own in wanted.items() if of == slot}
-        assert {expert: [i for i in members if i < pairs] for expert, members in found.items()} == mine
-        for members in found.values():  # padding stands behind the pairs
-            assert all(i == pairs for i in itertools.dropwhile(lambda i: i < pairs, members))
+        right, right_blocks = [], []
+        for expert in sorted(expert for of, expert in wanted if of == slot):
+            members = wanted[slot, expert]
+            used = -(-len(members) // 16)
+            right += members + [pairs] * (used * 16 - len(members))
+            right_blocks += [expert] * used
+        assert outputs[2][slot] == len(right)
+        assert row.tolist() == right + [pairs] * (len(row) - len(right))
+        assert of_block.tolist() == right_blocks + [-1] * (len(of_block) - len(right_blocks))
+
+
+INT, LONG = torch.int32, torch.long
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("name", "value", "error", "message"),
     [
-        ({"topk_ids": torch.zeros(3, dtype=torch.long)}, ValueError, "topk_ids"),
-        ({"topk_ids": torch.zeros(3, 2)}, TypeError, "topk_ids"),
-        ({"token_lora_mapping": torch.zeros(2, dtype=torch.int32)}, ValueError, "token_lora_mapping"),
-        ({"block_size": 0}, ValueError, "block_size"),
-        ({"adapter_enabled": torch.zeros(2, dtype=torch.int32)}, ValueError, "adapter_enabled"),
-        ({"adapter_enabled": torch.zeros(3)}, ValueError, "adapter_enabled"),
-        ({"sorted_token_ids": torch.zeros(3, dtype=torch.int32)}, ValueError, "sorted_token_ids"),
-        ({"expert_map": torch.zeros(4)}, TypeError, "expert_map"),
-        ({"expert_map": torch.zeros(3, dtype=torch.int32)}, ValueError, "expert_map has 3 entries; 4 are needed"),
-        ({"expert_map": torch.zeros(8, dtype=torch.int32)[::2]}, ValueError, "expert_map has strides"),
-        ({"adapter_enabled": torch.ones(6, dtype=torch.int32)[::2]}, ValueError, "adapter_enabled has strides"),
-        ({"lora_ids": torch.ones(4, dtype=torch.int32)[::2]}, ValueError, "lora_ids has strides"),
-        ({"lora_ids": torch.ones(1, 2, dtype=torch.int32)}, ValueError, "lora_ids has shape"),
-        ({"lora_ids": torch.ones(2, dtype=torch.long)}, TypeError, "lora_ids"),
-        (
-            {"max_num_tokens_padded": 9, "sorted_token_ids": torch.zeros(18, dtype=torch.int32)},
-            ValueError,
-            "max_num_tokens_padded is 9 .* can need 10 and 5",
-        ),
-        (
-            {"max_num_m_blocks": 4, "expert_ids": torch.zeros(8, dtype=torch.int32)},
-            ValueError,
-            "max_num_m_blocks 4; 6 pairs of 4 experts",
-        ),
+        ("topk_ids", torch.zeros(3, dtype=LONG), ValueError, r"topk_ids .*\(3,\)"),
+        ("topk_ids", torch.zeros(3, 2), TypeError, "topk_ids"),
+        ("token_lora_mapping", torch.zeros(2, dtype=INT), ValueError, r"token_lora_mapping .*\(2,\).*rows 3"),
+        ("block_size", 0, ValueError, "block_size.* 0"),
+        ("adapter_enabled", torch.zeros(2, dtype=INT), ValueError, "adapter_enabled"),
+        ("adapter_enabled", torch.zeros(3), ValueError, "adapter_enabled"),
+        ("adapter_enabled", torch.ones(6, dtype=INT)[::2], ValueError, "adapter_enabled has strides"),
+        ("sorted_token_ids", torch.zeros(3, dtype=INT), ValueError, "sorted_token_ids has 3"),
+        ("expert_map", torch.zeros(4), TypeError, "expert_map"),
+        ("expert_map", torch.zeros(3, dtype=INT), ValueError, "expert_map has 3 entries; 4 are needed"),
+        ("expert_map", torch.zeros(8, dtype=INT)[::2], ValueError, "expert_map has strides"),
+        ("lora_ids", torch.ones(4, dtype=INT)[::2], ValueError, "lora_ids has strides"),
+        ("lora_ids", torch.ones(1, 2, dtype=INT), ValueError, r"lora_ids .*\(1, 2\)"),
+        ("lora_ids", torch.ones(2, dtype=LONG), TypeError, "lora_ids"),
+        ("max_num_tokens_padded", 9, ValueError, "is 9 .* can need 10 and 5"),
+        ("max_num_m_blocks", 4, ValueError, "max_num_m_blocks 4; 6 pairs of 4 experts"),
     ],
 )
-def test_alignment_refuses(change, error, message):
+def test_alignment_refuses(name, value, error, message):
     good = {
-        "topk_ids": torch.zeros(3, 2, dtype=torch.long), "token_lora_mapping": torch.zeros(3, dtype=torch.int32),
+        "topk_ids": torch.zeros(3, 2, dtype=LONG), "token_lora_mapping": torch.zeros(3, dtype=INT),
         "num_experts": 4, "block_size": 2, "max_loras": 2, "max_num_tokens_padded": 10, "max_num_m_blocks": 5,
-        "sorted_token_ids": torch.zeros(20, dtype=torch.int32), "expert_ids": torch.zeros(10, dtype=torch.int32),
-        "num_tokens_post_pad": torch.zeros(2, dtype=torch.int32),
-        "adapter_enabled": torch.ones(3, dtype=torch.int32), "lora_ids": torch.tensor([0, 1, -1], dtype=torch.int32),
+        "sorted_token_ids": torch.zeros(20, dtype=INT), "expert_ids": torch.zeros(10, dtype=INT),
+        "num_tokens_post_pad": torch.zeros(2, dtype=INT), "adapter_enabled": torch.ones(3, dtype=INT),
+        "lora_ids": torch.tensor([0, 1, -1], dtype=INT),
     }  # fmt: skip
     moe_torch.moe_lora_align_block_size(**good)
-    before = good["sorted_token_ids"].clone()
+    outputs = {"max_num_tokens_padded": ("sorted_token_ids", 18), "max_num_m_blocks": ("expert_ids", 8)}
+    before, bad = good["sorted_token_ids"].clone(), good | {name: value}
+    if name in outputs:
+        bad[outputs[name][0]] = torch.zeros(outputs[name][1], dtype=INT)
     with pytest.raises(error, match=message):
-        moe_torch.moe_lora_align_block_size(**(good | change))
+        moe_torch.moe_lora_align_block_size(**bad)
     assert torch.equal(good["sorted_token_ids"], before)
 
 
-def test_nothing_is_written_before_all_is_checked():
+@pytest.mark.parametrize(
+    ("change", "switches", "error", "message"),
+    [
+        ({}, Switches(offset=99), ValueError, "offset 99"),
+        ({"lora_ranks": torch.ones(2, 3, dtype=INT)}, Switches(), ValueError, r"lora_ranks .*\(2, 3\).*slices 1"),
+        ({"x": torch.ones(8, 48)}, Switches(), ValueError, r"qcurr_hidden.*\(8, 48\).*rows 9 as in topk_weights"),
+        ({"x": torch.ones(9, 47)}, Switches(), ValueError, "hidden size 48 as in lora_a_stacked"),
+        ({"mapping": torch.zeros(8, dtype=INT)}, Switches(), ValueError, r"token_lora_mapping .*\(8,\)"),
+        ({"counts": None}, Switches(), ValueError, "num_tokens_post_padded"),
+    ],
+)
+def test_nothing_is_written_before_all_is_checked(change, switches, error, message):
     world = World(Case())
     given = world.given(moe_torch.moe_lora_align_block_size)
-    with pytest.raises(ValueError, match="offset 99"):
-        moe_torch.fused_moe_lora(given, world.case.rank, world.case.top_k, Switches(offset=99))
+    with pytest.raises(error, match=message):
+        moe_torch.fused_moe_lora(given._replace(**change), world.case.rank, world.case.top_k, switches)
     assert torch.equal(given.output, world.y)
+
+
+def test_ranks_that_share_the_lanes_of_a_gather_the_intermediate(monkeypatch):
+    world, parts = World(Case(ranks=(8, 5, 3), slices=2)), []
+
+    def gather(low):
+        parts.append(low.clone())
+        return torch.cat((parts * 2)[:2], -1)
+
+    for rank in range(2):
+        monkeypatch.setattr(collectives, "_installed", Collectives(lambda: 2, lambda rank=rank: rank, None, gather))
+        given = world.given(moe_torch.moe_lora_align_block_size)
+        given = given._replace(lora_a=[a[:, :, 4 * rank : 4 * rank + 4].contiguous() for a in world.a])
+        moe_torch.fused_moe_lora(given, 4, world.case.top_k, world.switches._replace(fully_sharded=True))
+    world.check(given.output)  # of the second rank, which has both parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -49,39 +50,40 @@ def run_lora(x, a, b, y, slots, scaling=0.5, offset=0, add_inputs=True, ranks=No
     return buffer
 
 
-def expected_lora(buffer, b, y, slots, offset=0, add_inputs=True):
-    result, slots = y.double(), torch.as_tensor(slots, dtype=torch.int64)
-    for i, weight in enumerate(b):
-        columns = slice(offset, offset + weight.shape[-2])
-        delta = products(buffer[i], weight, slots) + (y[:, columns].double() if add_inputs else 0)
-        result[:, columns] = torch.where((slots >= 0)[:, None], delta, y[:, columns].double())
-        offset += weight.shape[-2]
-    return result
-
-
 def check_lora(
     slots, hidden, rank, widths, dtype=F32, *, y_dtype=None, num_slots=7, offset=0, spare=0, add_inputs=True,
-    order=torch.clone,
+    order=torch.clone, ranks=None,
 ):  # fmt: skip
-    """Run both products, and compare what is and what is not to be written."""
+    """Run both products. Slots that are not used, and lanes beyond a true rank, are NaN in the operands."""
     slots = torch.as_tensor(slots, dtype=torch.int64)
     rows, n = len(slots), len(widths)
     x, y = normal(rows, hidden, dtype=dtype), normal(rows, offset + sum(widths) + spare, dtype=y_dtype or dtype, seed=3)
     a = [normal(num_slots, 1, rank, hidden, dtype=dtype, scale=hidden**-0.5, seed=10 + i) for i in range(n)]
-    b = [order(normal(num_slots, w, rank, dtype=dtype, scale=rank**-0.5, seed=20 + i)) for i, w in enumerate(widths)]
-    before = y.clone()
-    buffer = run_lora(x, a, b, y, slots, offset=offset, add_inputs=add_inputs)
-    for part, weight in zip(buffer, a, strict=True):
-        assert_shrunk(part, products(x, weight, slots, 0.5))
-    assert_expanded(y, expected_lora(buffer, b, before, slots, offset, add_inputs))
-    for kept in (slots < 0, (slice(None), slice(offset)), (slice(None), slice(offset + sum(widths), None))):
+    b = [normal(num_slots, w, rank, dtype=dtype, scale=rank**-0.5, seed=20 + i) for i, w in enumerate(widths)]
+    a_read, b_read = [w.clone() for w in a], [w.clone() for w in b]
+    for i, slot in itertools.product(range(n), range(num_slots)):
+        true = 0 if not (slots == slot).any() else rank if ranks is None else int(ranks[i, slot])
+        a[i][slot, :, true:], b[i][slot, :, true:] = 0, 0
+        a_read[i][slot, :, true:], b_read[i][slot, :, true:] = torch.nan, torch.nan
+    before, expected = y.clone(), y.double()
+    buffer = run_lora(x, a_read, [order(w) for w in b_read], y, slots, 0.5, offset, add_inputs, ranks)
+    for low, one_a, one_b in zip(buffer, a, b, strict=True):
+        assert_shrunk(low, products(x, one_a, slots, 0.5))
+        target = expected[:, offset : offset + one_b.shape[1]]
+        target[slots >= 0] = (products(low, one_b, slots) + (target if add_inputs else 0))[slots >= 0]
+        offset += one_b.shape[1]
+    assert_expanded(y, expected)
+    first = offset - sum(widths)
+    for kept in (slots < 0, (slice(None), slice(first)), (slice(None), slice(offset, None))):
         assert torch.equal(y[kept], before[kept])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("dtype", "add"), [(F32, True), (BF16, False), (F16, True)], ids=["f32", "bf16-set", "f16"])
-def test_every_layout(layout, dtype, add):
-    check_lora(LAYOUTS[layout], 100, 20, [33], dtype, add_inputs=add, order=lambda b: b.unsqueeze(1))
+@pytest.mark.parametrize(
+    ("dtype", "y_dtype", "add"), [(F32, F32, True), (BF16, F32, False), (F16, BF16, True)], ids=["f32", "bf16", "f16"]
+)
+def test_every_layout(layout, dtype, y_dtype, add):
+    check_lora(LAYOUTS[layout], 100, 20, [33], dtype, y_dtype=y_dtype, add_inputs=add, order=lambda b: b.unsqueeze(1))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
@@ -120,24 +122,21 @@ def test_slices_and_offset(widths, offset, layout):
     check_lora(LAYOUTS[layout], 48, 8, widths, offset=offset, spare=2)
 
 
-@pytest.mark.parametrize("out_dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("h_dtype", [F32, BF16], ids=str)
-def test_output_dtype_is_free_and_inputs_may_have_the_dtype_of_b(h_dtype, out_dtype):
-    slots, b = LAYOUTS["uniform"], (normal(7, 24, 8, dtype=BF16, scale=0.3, seed=1),)
-    h, y = normal(1, len(slots), 8, dtype=h_dtype), normal(len(slots), 24, dtype=out_dtype, seed=2)
-    before = y.clone()
-    expand(h, b, y, step_of(slots))
-    assert_expanded(y, expected_lora(h, b, before, slots))
+@pytest.mark.parametrize(("dtype", "add"), [(F32, True), (BF16, False), (F16, True)], ids=["f32", "bf16", "f16"])
+@pytest.mark.parametrize("layout", [[0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3], [2, 0, 3, 1, 0, 2]], ids=str)
+def test_true_ranks(dtype, add, layout):
+    ranks = torch.tensor([[8, 20, 64, 0], [64, 64, 1, 8]], dtype=torch.int32)
+    check_lora(layout, 32, 64, [40, 40], dtype, num_slots=4, add_inputs=add, ranks=ranks)
 
 
-def test_conversion_rounds_once():
+def test_conversion_rounds_once_whatever_the_dtype_of_the_intermediate():
     """A bfloat16 result is the rounded float64 result, up to ties where float32 sums differ: no second rounding."""
-    slots = torch.tensor(LAYOUTS["uniform"])
-    h, b = normal(len(slots), 16), normal(7, 50, 16, dtype=BF16, scale=0.25, seed=1)
-    y = normal(len(slots), 50, dtype=BF16, seed=2)
-    expected = (products(h, b, slots) + y.double()).bfloat16()
-    expand(h[None], (b,), y, step_of(slots))
-    assert (y != expected).float().mean() < 0.002
+    slots, b = torch.tensor(LAYOUTS["uniform"]), normal(7, 50, 16, dtype=BF16, scale=0.25, seed=1)
+    for dtype in (F32, BF16):
+        h, y = normal(len(slots), 16, dtype=dtype), normal(len(slots), 50, dtype=BF16, seed=2)
+        expected = (products(h, b, slots) + y.double()).bfloat16()
+        expand(h[None], (b,), y, step_of(slots))
+        assert (y != expected).float().mean() < 0.002
 
 
 def test_float32_intermediate_survives_cancelling_ranks():
@@ -169,48 +168,19 @@ def test_shrink_accumulates_into_any_dtype(layout, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "layout"), [(F32, "uniform"), (BF16, "distinct"), (BF16, "shuffled")])
-def test_strided_inputs_and_outputs(dtype, layout):
-    slots = LAYOUTS[layout]
-    rows, step = len(slots), step_of(slots)
-    a, b = (normal(7, 4, 30, dtype=dtype, seed=1),), (normal(7, 12, 4, dtype=dtype, seed=2),)
+def test_strided_operands(dtype, layout):
+    slots = torch.tensor(LAYOUTS[layout])
+    rows, step, a, b = len(slots), step_of(slots), normal(7, 4, 30, dtype=dtype), normal(7, 12, 4, dtype=dtype, seed=2)
     strided, one_row = normal(rows, 60, dtype=dtype)[:, ::2], normal(1, 30, dtype=dtype, seed=6).expand(rows, 30)
     for inputs in (normal(30, rows, dtype=dtype).t(), strided, one_row):
         out = torch.empty(1, rows, 4)
-        shrink(inputs, a, out, step)
-        assert_shrunk(out[0], products(inputs, a[0], torch.tensor(slots)))
+        shrink(inputs, (a,), out, step)
+        assert_shrunk(out[0], products(inputs, a, slots))
     y, h = normal(rows, 22, dtype=dtype, seed=5), normal(1, 4, rows, seed=7).transpose(1, 2)
     before = y.clone()
-    expand(h, b, y[:, 10:], step)
-    assert_expanded(y[:, 10:], expected_lora(h, b, before[:, 10:], slots))
+    expand(h, (b,), y[:, 10:], step)
+    assert_expanded(y[:, 10:], before[:, 10:].double() + products(h[0], b, slots))
     assert torch.equal(y[:, :10], before[:, :10])
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("layout", [[0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3], [2, 0, 3, 1, 0, 2]], ids=str)
-def test_true_ranks(dtype, layout):
-    """Ranks 8, 20, 64 and 0 in slots of width 64; lanes beyond them, and a slot that is not used, are NaN."""
-    slots, width = torch.tensor(layout), 40
-    ranks = torch.tensor([[8, 20, 64, 0, 64], [64, 64, 1, 8, 64]], dtype=torch.int32)
-    a = tuple(normal(5, 64, 32, dtype=dtype, scale=0.18, seed=i) for i in range(2))
-    b = tuple(normal(5, width, 64, dtype=dtype, scale=0.125, seed=8 + i) for i in range(2))
-    a_true, b_true = [t.clone() for t in a], [t.clone() for t in b]
-    for i in range(2):
-        a[i][4], b[i][4] = torch.nan, torch.nan
-        for slot, rank in enumerate(ranks[i].tolist()):
-            a[i][slot, rank:], b[i][slot, :, rank:] = torch.nan, torch.nan
-            a_true[i][slot, rank:], b_true[i][slot, :, rank:] = 0, 0
-    x, y = normal(len(layout), 32, dtype=dtype), normal(len(layout), 2 * width, dtype=dtype, seed=3)
-    before = y.clone()
-    buffer = run_lora(x, a, b, y, slots, ranks=ranks)
-    for i in range(2):
-        assert_shrunk(buffer[i], products(x, a_true[i], slots, 0.5))
-    assert_expanded(y, expected_lora(buffer, b_true, before, slots))
-
-
-def test_rank_zero_overwrites_with_zero():
-    y, ranks = torch.full((2, 3), 7.0), torch.zeros(1, 1, dtype=torch.int32)
-    expand(torch.ones(1, 2, 4), (torch.ones(1, 3, 4),), y, step_of([0, -1]), 0, False, lora_ranks=ranks)
-    assert y.tolist() == [[0.0] * 3, [7.0] * 3]
 
 
 def test_rows_beyond_the_plan_are_padding():
@@ -309,52 +279,43 @@ def test_scratch_serves_in_and_outside_of_inference_mode(first, monkeypatch):
 
 # --- refusals --------------------------------------------------------------------------------------------------------
 
-GOOD = {"x": torch.ones(3, 8), "a": [torch.ones(2, 4, 8)], "h": torch.full((1, 3, 4), 5.0), "b": [torch.ones(2, 6, 4)],
-        "y": torch.full((3, 6), 5.0), "slots": [0, 1, -1], "scale": 1.0, "offset": 0, "ranks": None}  # fmt: skip
 ONES = torch.ones
-BAD_SHRINKS = {
-    "no-slices": ({"a": []}, ValueError, "lora_a_stacked is empty"),
-    "unequal-ranks": ({"a": [ONES(2, 4, 8), ONES(2, 5, 8)]}, ValueError, r"\(2, 5, 8\).*rank 4"),
-    "unequal-slots": ({"a": [ONES(2, 4, 8), ONES(3, 4, 8)]}, ValueError, r"\(3, 4, 8\).*slots 2"),
-    "hidden-size": ({"x": ONES(3, 9)}, ValueError, r"x .*\(3, 9\).*hidden size 8 as in lora_a_stacked"),
-    "output-shape": ({"h": torch.full((1, 2, 4), 5.0)}, ValueError, r"y .*\(1, 2, 4\).*rows 3 as in x"),
-    "dtype": ({"x": ONES(3, 8).bfloat16()}, TypeError, "bfloat16"),
-    "step-too-long": ({"slots": [0] * 4}, ValueError, "at least the 4 tokens"),
-    "slot": ({"slots": [0, 2]}, ValueError, "slot 2"),
-    "nan": ({"scale": float("nan")}, ValueError, "nan"),
-    "bool": ({"scale": True}, TypeError, "bool"),
-}
-BAD_EXPANDS = {
-    "no-slices": ({"b": []}, ValueError, "lora_b_stacked is empty"),
-    "unequal-slices": ({"b": [ONES(2, 6, 4), ONES(3, 6, 4)]}, ValueError, r"\(3, 6, 4\)"),
-    "mixed-dtypes": ({"b": [ONES(2, 6, 4), ONES(2, 6, 4).bfloat16()]}, TypeError, r"bfloat16.*torch\.float32"),
-    "rank": ({"h": ONES(1, 3, 5)}, ValueError, r"\(1, 3, 5\), expected \(1, 3, 4\).*rank 4 as in lora_b_stacked"),
-    "slice-count": ({"h": ONES(2, 3, 4)}, ValueError, r"\(2, 3, 4\).*slices 1 as in lora_b_stacked"),
-    "too-wide": ({"offset": 1}, ValueError, "offset_start 1.* column 7"),
-    "negative-offset": ({"offset": -1}, ValueError, "offset_start -1"),
-    "step-too-long": ({"slots": [0] * 4}, ValueError, "at least the 4 tokens"),
-    "ranks-dtype": ({"ranks": torch.full((1, 2), 4)}, TypeError, "int64"),
-    "ranks-shape": ({"ranks": torch.full((2, 2), 4, dtype=torch.int32)}, ValueError, r"\(2, 2\).*slices 1"),
-    "rank-too-large": ({"ranks": torch.full((1, 2), 5, dtype=torch.int32)}, ValueError, "5 for slot 0"),
-}
+GOOD = {"x": ONES(3, 8), "a": [ONES(2, 4, 8)], "h": ONES(1, 3, 4), "b": [ONES(2, 6, 4)], "y": ONES(3, 6),
+        "slots": [0, 1, -1], "scale": 1.0, "offset": 0, "ranks": None}  # fmt: skip
+BAD = [
+    ("shrink", {"a": []}, ValueError, "lora_a_stacked is empty"),
+    ("shrink", {"a": [ONES(2, 4, 8), ONES(2, 5, 8)]}, ValueError, r"\(2, 5, 8\).*rank 4"),
+    ("shrink", {"x": ONES(3, 9)}, ValueError, r"x .*\(3, 9\).*hidden size 8 as in lora_a_stacked"),
+    ("shrink", {"h": ONES(1, 2, 4)}, ValueError, r"y .*\(1, 2, 4\).*rows 3 as in x"),
+    ("shrink", {"x": ONES(3, 8).bfloat16()}, TypeError, "bfloat16"),
+    ("shrink", {"slots": [0] * 4}, ValueError, "at least the 4 tokens"),
+    ("shrink", {"slots": [0, 2]}, ValueError, "slot 2"),
+    ("shrink", {"scale": float("nan")}, ValueError, "nan"),
+    ("shrink", {"scale": True}, TypeError, "bool"),
+    ("expand", {"b": [ONES(2, 6, 4), ONES(3, 6, 4)]}, ValueError, r"\(3, 6, 4\).*slots 2"),
+    ("expand", {"b": [ONES(2, 6, 4), ONES(2, 6, 4).bfloat16()]}, TypeError, r"bfloat16.*torch\.float32"),
+    ("expand", {"h": ONES(1, 3, 5)}, ValueError, r"\(1, 3, 5\), expected \(1, 3, 4\).*as in lora_b_stacked"),
+    ("expand", {"h": ONES(2, 3, 4)}, ValueError, r"\(2, 3, 4\).*slices 1 as in lora_b_stacked"),
+    ("expand", {"offset": 1}, ValueError, "offset_start 1.* column 7"),
+    ("expand", {"offset": -1}, ValueError, "offset_start -1"),
+    ("expand", {"slots": [0] * 4}, ValueError, "at least the 4 tokens"),
+    ("expand", {"ranks": torch.full((1, 2), 4)}, TypeError, "int64"),
+    ("expand", {"ranks": ONES(2, 2, dtype=torch.int32)}, ValueError, r"\(2, 2\).*slices 1"),
+    ("expand", {"ranks": torch.full((1, 2), 5, dtype=torch.int32)}, ValueError, "5 for slot 0"),
+]
 
 
-@pytest.mark.parametrize("name", BAD_SHRINKS)
-def test_bad_shrinks_raise_and_write_nothing(name):
-    changes, error, match = BAD_SHRINKS[name]
+@pytest.mark.parametrize(("op", "changes", "error", "match"), BAD)
+def test_bad_calls_raise_and_write_nothing(op, changes, error, match):
     case = GOOD | changes
+    out, step = torch.full_like(case["h" if op == "shrink" else "y"], 5.0), step_of(case["slots"])
+    calls = {
+        "shrink": lambda: shrink(case["x"], case["a"], out, step, case["scale"]),
+        "expand": lambda: expand(case["h"], case["b"], out, step, case["offset"], lora_ranks=case["ranks"]),
+    }
     with pytest.raises(error, match=match):
-        shrink(case["x"], case["a"], case["h"], step_of(case["slots"]), case["scale"])
-    assert (case["h"] == 5).all()
-
-
-@pytest.mark.parametrize("name", BAD_EXPANDS)
-def test_bad_expands_raise_and_write_nothing(name):
-    changes, error, match = BAD_EXPANDS[name]
-    case = GOOD | changes
-    with pytest.raises(error, match=match):
-        expand(case["h"], case["b"], case["y"], step_of(case["slots"]), case["offset"], lora_ranks=case["ranks"])
-    assert (case["y"] == 5).all()
+        calls[op]()
+    assert (out == 5).all()
 
 
 def test_a_call_is_checked_also_after_a_good_one():
@@ -377,7 +338,6 @@ def test_a_call_is_checked_also_after_a_good_one():
         (ONES(2, 6, 4).half(), TypeError, "float16"),
         (ONES(2, 6, 4, device="meta"), ValueError, "on cpu.*meta"),
     ],
-    ids=["rank", "slots", "dtype", "device"],
 )
 def test_factors_that_do_not_fit_together(b, error, match):
     with pytest.raises(error, match=match):
@@ -387,7 +347,6 @@ def test_factors_that_do_not_fit_together(b, error, match):
 @pytest.mark.parametrize(
     ("slots", "error", "match"),
     [([[0]], ValueError, r"\(1, 1\)"), ([0.5], TypeError, "float32"), ([0, -2], ValueError, r"\[1\] is -2")],
-    ids=["2-D", "float", "negative"],
 )
 def test_bad_plans_raise(slots, error, match):
     with pytest.raises(error, match=match):
