@@ -1,4 +1,4 @@
-"""Fully sharded layers rank by rank: slices, slots, the worked example with its intermediates."""
+"""What each rank keeps and computes, plain and fully sharded: numbered rows, the worked example of two ranks."""
 
 from typing import Any
 
@@ -10,12 +10,8 @@ from punica import layers
 from punica.layers import (
     ColumnParallelLinearWithLoRA,
     ColumnParallelLinearWithShardedLoRA,
-    MergedColumnParallelLinearVariableSliceWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearWithShardedLoRA,
-    MergedQKVParallelLinearWithLoRA,
     MergedQKVParallelLinearWithShardedLoRA,
-    QKVParallelLinearWithLoRA,
     QKVParallelLinearWithShardedLoRA,
     RowParallelLinearWithLoRA,
     RowParallelLinearWithShardedLoRA,
@@ -24,6 +20,7 @@ from punica.parallel import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     tensor_parallel,
 )
@@ -49,58 +46,16 @@ def row(**kw):
     return RowParallelLinear(4, 6, bias=False, return_bias=False, **kw)
 
 
-# plain class, fully sharded class, base layer, slices of the example's six rows (one: adapted as one matrix), and which
-# of them each of two ranks has in its output
-COLUMN_KINDS = [
-    pytest.param(
-        ColumnParallelLinearWithLoRA,
-        ColumnParallelLinearWithShardedLoRA,
-        column,
-        [6],
-        [[0, 1, 2], [3, 4, 5]],
-        id="column",
-    ),
-    pytest.param(
-        ColumnParallelLinearWithLoRA,
-        ColumnParallelLinearWithShardedLoRA,
-        two,
-        [6],
-        [[0, 2, 3], [1, 4, 5]],
-        id="merged-as-one",
-    ),
-    pytest.param(
-        MergedColumnParallelLinearWithLoRA,
-        MergedColumnParallelLinearWithShardedLoRA,
-        two,
-        [2, 4],
-        [[0, 2, 3], [1, 4, 5]],
-        id="merged",
-    ),
-    pytest.param(
-        MergedColumnParallelLinearVariableSliceWithLoRA,
-        None,
-        three,
-        [2, 2, 2],
-        [[0, 2, 4], [1, 3, 5]],
-        id="variable",
-    ),
-    pytest.param(
-        QKVParallelLinearWithLoRA,
-        QKVParallelLinearWithShardedLoRA,
-        qkv,
-        [6],
-        [[0, 2, 4], [1, 3, 5]],
-        id="qkv-as-one",
-    ),
-    pytest.param(
-        MergedQKVParallelLinearWithLoRA,
-        MergedQKVParallelLinearWithShardedLoRA,
-        qkv,
-        [2, 2, 2],
-        [[0, 2, 4], [1, 3, 5]],
-        id="qkv",
-    ),
-]
+# plain class, base layer, slices of the example's six rows (one: adapted as one matrix), and which of them each of two
+# ranks has in its output
+COLUMN_KINDS = {
+    "column": (layers.ColumnParallelLinearWithLoRA, column, [6], [[0, 1, 2], [3, 4, 5]]),
+    "merged-as-one": (layers.ColumnParallelLinearWithLoRA, two, [6], [[0, 2, 3], [1, 4, 5]]),
+    "merged": (layers.MergedColumnParallelLinearWithLoRA, two, [2, 4], [[0, 2, 3], [1, 4, 5]]),
+    "variable": (layers.MergedColumnParallelLinearVariableSliceWithLoRA, three, [2, 2, 2], [[0, 2, 4], [1, 3, 5]]),
+    "qkv-as-one": (layers.QKVParallelLinearWithLoRA, qkv, [6], [[0, 2, 4], [1, 3, 5]]),
+    "qkv": (layers.MergedQKVParallelLinearWithLoRA, qkv, [2, 2, 2], [[0, 2, 4], [1, 3, 5]]),
+}
 
 X = torch.tensor([[1.0, 2.0, 0.0, -1.0]])
 A = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0]])
@@ -145,16 +100,14 @@ def with_example(lora_class: type, base: Any, config: Any, wrapper: Any, slices:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("plain", "sharded", "build", "slices", "rows"), COLUMN_KINDS)
-def test_worked_example_of_every_column_kind(
-    plain, sharded, build, slices, rows, rank, lora_config, wrapper_for
-) -> None:
+@pytest.mark.parametrize(("plain", "build", "slices", "rows"), COLUMN_KINDS.values(), ids=COLUMN_KINDS)
+def test_worked_example_of_every_column_kind(plain, build, slices, rows, rank, lora_config, wrapper_for) -> None:
     config, place = lora_config(max_lora_rank=4), {"tp_rank": rank, "tp_size": 2}
     layer = with_example(plain, build(**place), config, wrapper_for([2]), slices)
     for a in layer.lora_a_stacked:
         assert (X @ a[2, 0].T).tolist() == [[1, 1, 3, 0]]
     assert layer(X)[0].tolist() == DELTA[rows[rank]].tolist()
-    if sharded is None:
+    if (sharded := getattr(layers, plain.__name__.replace("WithLoRA", "WithShardedLoRA"), None)) is None:
         return
     layer = with_example(sharded, build(**place), config, wrapper_for([2]), slices)
     shrunk = [torch.tensor(h).expand(len(slices), 1, 2) for h in ([[[1.0, 1]]], [[[3.0, 0]]])]
@@ -211,11 +164,7 @@ COLUMN_CLASSES = [
     [
         (1, 5, [[0, 1, 2, 3, 4]]),
         (2, 8, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        (2, 5, [[0, 1, 2, 3], [4]]),
-        (2, 1, [[0], []]),
-        (4, 8, [[0, 1], [2, 3], [4, 5], [6, 7]]),
         (4, 5, [[0, 1], [2, 3], [4], []]),
-        (4, 1, [[0], [], [], []]),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
@@ -241,15 +190,56 @@ def test_column_kinds_keep_their_ranks_of_a(lora_class, build, tp_size, given, k
         assert all((part.part is None) == (part.rank == 0) for part in parts)
 
 
-@pytest.mark.parametrize(("lora_class", "build"), COLUMN_CLASSES)
-def test_column_kinds_keep_the_rows_of_b_of_the_plain_class(lora_class, build) -> None:
-    plain = getattr(layers, lora_class.__name__.replace("Sharded", ""))
-    for rank in range(4):
-        base = build(tp_rank=rank, tp_size=4)
-        ours, theirs = lora_class(base), plain(base)
-        for i, size in enumerate(ours.full_output_sizes):
-            b = numbered(size)
-            assert labels(ours._slice_b(i, b)) == labels(theirs._slice_b(i, b))
+QKV_ROWS = [
+    # tp, rank, q rows, k and v rows of their own matrices, rows of the single matrix
+    pytest.param(1, 0, range(8), range(4), [*range(16)], id="tp1"),
+    pytest.param(2, 1, range(4, 8), range(2, 4), [4, 5, 6, 7, 10, 11, 14, 15], id="tp2-1"),
+    pytest.param(4, 1, range(2, 4), range(2), [2, 3, 8, 9, 12, 13], id="tp4-1-replica"),
+    pytest.param(4, 2, range(4, 6), range(2, 4), [4, 5, 10, 11, 14, 15], id="tp4-2"),
+]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+@pytest.mark.parametrize(("tp_size", "rank", "q", "kv", "single"), QKV_ROWS)
+def test_rows_of_b_of_qkv(tp_size, rank, q, kv, single, sharded) -> None:
+    kind = "WithShardedLoRA" if sharded else "WithLoRA"
+    base = QKVParallelLinear(4, 2, 4, 2, tp_rank=rank, tp_size=tp_size)
+    several, one = (getattr(layers, f"{name}{kind}")(base) for name in ("MergedQKVParallelLinear", "QKVParallelLinear"))
+    parts = several.slice_lora_b([numbered(8), numbered(4), numbered(4)])
+    assert [labels(part) for part in parts] == [list(q), list(kv), list(kv)]
+    kv_shard = rank if tp_size < 2 else rank // (tp_size // 2)
+    assert several.output_ids == (rank, kv_shard, kv_shard)
+    assert several.output_sizes == (8, 4, 4)
+    assert several.output_slices == (len(q), len(kv), len(kv))
+    assert labels(one.slice_lora_b(numbered(16))) == single
+    assert (one.q_shard_id, one.kv_shard_id) == (rank, kv_shard)
+    assert (one.q_proj_total_size, one.kv_proj_total_size) == (8, 4)
+    assert (one.q_proj_shard_size, one.kv_proj_shard_size) == (len(q), len(kv))
+    assert one.output_slices == (len(single),)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+def test_rows_of_b_of_merged_layers_as_two_and_as_one(sharded) -> None:
+    kind, b = "WithShardedLoRA" if sharded else "WithLoRA", numbered(12)
+    base = MergedColumnParallelLinear(6, [4, 8], tp_rank=1, tp_size=2)
+    several = getattr(layers, f"MergedColumnParallelLinear{kind}")(base)
+    assert [labels(part) for part in several.slice_lora_b([b[:4], b[4:]])] == [[2, 3], [8, 9, 10, 11]]
+    assert several.slice_lora_b([None, b[4:]])[0] is None
+    assert (several.output_ids, several.output_sizes, several.n_slices) == ((1, 1), (4, 8), 2)
+    one = getattr(layers, f"ColumnParallelLinear{kind}")(base)
+    assert labels(one.slice_lora_b(b)) == [2, 3, 8, 9, 10, 11]
+    assert one.is_merged_col_linear
+
+
+def test_what_is_whole_on_every_rank() -> None:
+    place, a, b = {"tp_rank": 1, "tp_size": 2}, torch.randn(2, 8), torch.randn(6, 2)
+    replicated = layers.ReplicatedLinearWithLoRA(ReplicatedLinear(8, 6, **place))
+    assert replicated.slice_lora_a(a) is a
+    assert replicated.slice_lora_b(b) is b
+    plain = ColumnParallelLinearWithLoRA(ColumnParallelLinear(8, 6, **place))
+    assert plain.slice_lora_a(a) is a
+    assert not plain.is_merged_col_linear
+    assert RowParallelLinearWithLoRA(RowParallelLinear(8, 6, **place)).slice_lora_b(b) is b
 
 
 @pytest.mark.parametrize(
@@ -295,10 +285,9 @@ def test_small_adapter_after_a_large_one_leaves_no_trace(lora_config) -> None:
     ("lora_class", "base", "rank", "message"),
     [
         (ColumnParallelLinearWithShardedLoRA, ColumnParallelLinear(4, 6, tp_rank=0, tp_size=3), 8, "rank 8 .* 3"),
-        (MergedQKVParallelLinearWithShardedLoRA, QKVParallelLinear(4, 2, 4, 2, tp_rank=0, tp_size=4), 6, "rank 6 .* 4"),
         (RowParallelLinearWithShardedLoRA, RowParallelLinear(8, 6, tp_rank=0, tp_size=4), 8, "output size 6 .* 4"),
     ],
-    ids=["column", "qkv", "row"],
+    ids=["column", "row"],
 )
 def test_sizes_that_do_not_divide_over_the_ranks(lora_class, base, rank, message, lora_config) -> None:
     layer = lora_class(base)
@@ -358,11 +347,7 @@ def test_the_gather_is_left_out_where_a_is_not_cut(lora_config, wrapper_for) -> 
 
 @pytest.mark.parametrize(
     ("lora_class", "build"),
-    [
-        (ColumnParallelLinearWithShardedLoRA, column),
-        (QKVParallelLinearWithShardedLoRA, qkv),
-        (RowParallelLinearWithShardedLoRA, row),
-    ],
+    [(QKVParallelLinearWithShardedLoRA, qkv), (RowParallelLinearWithShardedLoRA, row)],
 )
 def test_one_rank_takes_the_plain_path(lora_class, build, lora_config, wrapper_for) -> None:
     wrapper = wrapper_for([2])

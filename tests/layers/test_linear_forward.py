@@ -1,18 +1,31 @@
-"""Every linear LoRA class on one rank: base output plus each row's own dense LoRA term."""
+"""Every linear LoRA class on one rank: base output plus each row's own dense LoRA term; what is refused, and when."""
 
 import sys
 
 import pytest
 import torch
+from layer_cases import (
+    ALONE,
+    IN,
+    LINEAR,
+    MAX_LORAS,
+    MIXED,
+    config_for,
+    fill,
+    linear_layer,
+    lora_term,
+    random_pair,
+    use,
+    wrapper_for,
+)
+from torch import nn
 
 from punica.layers import (
     ColumnParallelLinearWithLoRA,
-    MergedColumnParallelLinearVariableSliceWithLoRA,
     MergedColumnParallelLinearWithLoRA,
     MergedQKVParallelLinearWithLoRA,
-    QKVParallelLinearWithLoRA,
-    ReplicatedLinearWithLoRA,
     RowParallelLinearWithLoRA,
+    from_layer,
 )
 from punica.parallel import (
     ColumnParallelLinear,
@@ -20,147 +33,69 @@ from punica.parallel import (
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
 )
 from punica.wrapper import PunicaWrapperCPU
 
-IN = 10
-SLOTS = [0, -1, 2, 2, 1, 0]
-RANKS = {0: 8, 1: 1, 2: 5}
-
-# class, how to build the base layer, output sizes of the slices that have their own A and B
-CASES = {
-    "replicated": (ReplicatedLinearWithLoRA, lambda **kw: ReplicatedLinear(IN, 7, **kw), (7,)),
-    "column": (ColumnParallelLinearWithLoRA, lambda **kw: ColumnParallelLinear(IN, 9, **kw), (9,)),
-    "merged-as-one": (ColumnParallelLinearWithLoRA, lambda **kw: MergedColumnParallelLinear(IN, [5, 6], **kw), (11,)),
-    "merged": (MergedColumnParallelLinearWithLoRA, lambda **kw: MergedColumnParallelLinear(IN, [5, 6], **kw), (5, 6)),
-    "variable": (
-        MergedColumnParallelLinearVariableSliceWithLoRA,
-        lambda **kw: MergedColumnParallelLinear(IN, [8, 3, 5], **kw),
-        (8, 3, 5),
-    ),
-    "qkv-as-one": (QKVParallelLinearWithLoRA, lambda **kw: QKVParallelLinear(IN, 3, 4, 2, **kw), (24,)),
-    "qkv": (MergedQKVParallelLinearWithLoRA, lambda **kw: QKVParallelLinear(IN, 3, 4, 2, **kw), (12, 6, 6)),
-    "row": (RowParallelLinearWithLoRA, lambda **kw: RowParallelLinear(IN, 7, **kw), (7,)),
-}
-case_names = pytest.mark.parametrize("case", CASES)
+T = len(MIXED)
+TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2)}
 
 
-def randomize(base):
-    for parameter in base.parameters():
-        parameter.data.normal_()
-    return base
+def layer_of(name, dtype=torch.float32, slots=MIXED, **options):
+    """The layer with its adapters and a mapping; its base layer alone."""
+    layer, adapters = linear_layer(LINEAR[name], config := config_for(dtype), place=ALONE, **options)
+    use(wrapper := wrapper_for(config, "cpu"), slots)
+    layer.set_mapping(wrapper)
+    return layer, adapters, layer.base_layer
 
 
-def fill(layer, sizes, random_pair, ranks=RANKS):
-    """Put an adapter of every rank into its slot; returns them by slot, one pair per slice."""
-    adapters = {slot: [random_pair(rank, IN, size) for size in sizes] for slot, rank in ranks.items()}
-    for slot, pairs in adapters.items():
-        a, b = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        packed = isinstance(layer, MergedColumnParallelLinearWithLoRA)
-        layer.set_lora(slot, a if packed else a[0], b if packed else b[0])
-    return adapters
-
-
-@case_names
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-@pytest.mark.parametrize("skip", [True, False], ids=["skip_bias_add", "add_bias"])
-@pytest.mark.parametrize("return_bias", [True, False], ids=["tuple", "tensor"])
-def test_base_plus_lora(case, bias, skip, return_bias, lora_config, wrapper_for, lora_term, random_pair):
-    cls, build, sizes = CASES[case]
-    base = randomize(build(bias=bias, skip_bias_add=skip, return_bias=return_bias))
-    layer = cls(base)
-    layer.create_lora_weights(4, lora_config())
-    layer.set_mapping(wrapper_for(SLOTS))
-    adapters = fill(layer, sizes, random_pair)
-    x = torch.randn(6, IN)
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize(
+    ("bias", "skip", "return_bias"), [(True, True, True), (True, False, False), (False, False, True)]
+)
+def test_base_plus_lora(name, bias, skip, return_bias):
+    layer, adapters, base = layer_of(name, bias=bias, skip_bias_add=skip, return_bias=return_bias)
+    x = torch.randn(T, IN)
     result, expected = layer(x), base(x)
     if return_bias:
         assert result[1] is expected[1]
-        assert (result[1] is base.bias) if bias and skip else (result[1] is None)
+        assert (result[1] is base.bias) if base.bias is not None and skip else (result[1] is None)
         result, expected = result[0], expected[0]
     assert layer.weight is base.weight
     assert layer.bias is base.bias
     assert torch.equal(result[1], expected[1]), "a row without adapter must be the base layer's, bit for bit"
-    reference = expected.double() + lora_term(x, SLOTS, adapters, sizes)
+    reference = expected.double() + lora_term(x, MIXED, adapters, torch.float32)
     torch.testing.assert_close(result.double(), reference, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer(x.view(T, 1, IN))[0] if return_bias else layer(x.view(T, 1, IN)), result[:, None])
 
 
-@case_names
-@pytest.mark.parametrize("shape", [(2, 3, IN), (6, 1, IN)], ids=["2x3", "6x1"])
-@pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "decode"])
-def test_batch_dimensions(case, shape, prefill, lora_config, wrapper_for, lora_term, random_pair):
-    cls, build, sizes = CASES[case]
-    base = randomize(build(return_bias=False))
-    layer = cls(base)
-    layer.create_lora_weights(4, lora_config())
-    layer.set_mapping(wrapper_for(SLOTS, prefill))
-    adapters = fill(layer, sizes, random_pair)
-    x = torch.randn(shape)
-    result = layer(x)
-    assert result.shape == (*shape[:-1], sum(sizes))
-    reference = base(x).double() + lora_term(x, SLOTS, adapters, sizes)
-    torch.testing.assert_close(result.double(), reference, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(name, dtype):
+    layer, adapters, base = layer_of(name, dtype, bias=False)
+    x = torch.randn(T, IN).to(dtype)
+    assert layer(x).dtype == dtype
+    rtol, atol = TOLERANCE[dtype]
+    reference = base(x).double() + lora_term(x, MIXED, adapters, dtype)
+    torch.testing.assert_close(layer(x).double(), reference, rtol=rtol, atol=atol)
 
 
-@case_names
-@pytest.mark.parametrize(("dtype", "rtol", "atol"), [(torch.bfloat16, 1.6e-2, 1e-2), (torch.float16, 4e-3, 2e-3)])
-def test_half_precision(case, dtype, rtol, atol, lora_config, wrapper_for, lora_term, random_pair):
-    cls, build, sizes = CASES[case]
-    base = randomize(build(return_bias=False, params_dtype=dtype, bias=False))
-    layer = cls(base)
-    layer.create_lora_weights(4, lora_config(lora_dtype=dtype))
-    layer.set_mapping(wrapper_for(SLOTS))
-    adapters = {slot: [random_pair(rank, IN, size, dtype) for size in sizes] for slot, rank in RANKS.items()}
-    packed = isinstance(layer, MergedColumnParallelLinearWithLoRA)
-    for slot, pairs in adapters.items():
-        a, b = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        layer.set_lora(slot, a if packed else a[0], b if packed else b[0])
-    x = torch.randn(6, IN, dtype=dtype)
-    result = layer(x)
-    assert result.dtype == dtype
-    reference = base(x).double() + lora_term(x, SLOTS, adapters, sizes)
-    torch.testing.assert_close(result.double(), reference, rtol=rtol, atol=atol)
-
-
-@case_names
-def test_no_rows(case, lora_config, wrapper_for):
-    cls, build, sizes = CASES[case]
-    layer = cls(build(return_bias=False))
-    layer.create_lora_weights(4, lora_config())
-    layer.set_mapping(wrapper_for([]))
-    assert layer(torch.empty(0, IN)).shape == (0, sum(sizes))
-
-
-@case_names
-def test_missing_call_is_named(case, lora_config, wrapper_for):
-    cls, build, _ = CASES[case]
-    layer = cls(randomize(build()))
-    x = torch.randn(2, IN)
-    with pytest.raises(RuntimeError, match="create_lora_weights"):
-        layer(x)
-    with pytest.raises(RuntimeError, match="create_lora_weights"):
-        layer.set_lora(0, None, None)
-    with pytest.raises(RuntimeError, match="create_lora_weights"):
-        layer.reset_lora(0)
-    layer.create_lora_weights(4, lora_config())
+@pytest.mark.parametrize("name", LINEAR)
+def test_rows_and_calls_that_are_missing(name):
+    layer, _, base = layer_of(name, slots=[])
+    assert layer(torch.empty(0, IN)).shape == (0, sum(LINEAR[name].sizes))
+    base.quant_method = None
+    with pytest.raises(ValueError, match=f"must be {IN}, got input of shape \\(1, {IN + 1}\\)"):  # before the product
+        layer(torch.randn(1, IN + 1))
+    layer, x = type(layer)(LINEAR[name].build()), torch.randn(2, IN)
+    for call in (lambda: layer(x), lambda: layer.set_lora(0, None, None), lambda: layer.reset_lora(0)):
+        with pytest.raises(RuntimeError, match="create_lora_weights"):
+            call()
+    layer.create_lora_weights(MAX_LORAS, config_for(torch.float32))
     with pytest.raises(RuntimeError, match="set_mapping"):
         layer(x)
     with pytest.raises(RuntimeError, match="was called before"):
-        layer.create_lora_weights(4, lora_config())
-    layer.set_mapping(wrapper_for([-1, -1]))
-    assert torch.equal(layer(x)[0], layer.base_layer(x)[0])
-
-
-@case_names
-def test_wrong_input_width_is_found_before_the_matmul(case, lora_config, wrapper_for):
-    cls, build, _ = CASES[case]
-    base = build()
-    layer = cls(base)
-    layer.create_lora_weights(4, lora_config())
-    layer.set_mapping(wrapper_for([0]))
-    base.quant_method = None
-    with pytest.raises(ValueError, match=f"last input dimension must be {IN}, got input of shape \\(1, {IN + 1}\\)"):
-        layer(torch.randn(1, IN + 1))
+        layer.create_lora_weights(MAX_LORAS, config_for(torch.float32))
 
 
 class Gate(ReplicatedLinear):
@@ -170,33 +105,23 @@ class Gate(ReplicatedLinear):
         return self._result(torch.nn.functional.linear(input_.float(), self.weight.float(), self.bias))
 
 
-def test_gate_keeps_its_own_forward_and_dtype(lora_config, wrapper_for, lora_term, random_pair):
-    base = randomize(Gate(IN, 7, bias=False, params_dtype=torch.bfloat16))
-    layer = ReplicatedLinearWithLoRA(base)
-    layer.create_lora_weights(4, lora_config(lora_dtype=torch.bfloat16))
+@pytest.mark.parametrize("base_class", [Gate, ColumnParallelLinear])
+def test_adapters_of_another_dtype_than_the_output(base_class, wrapper_for):
+    """A base forward of its own that computes in float32, and activations in float32."""
+    base = base_class(IN, 7, False, return_bias=False, params_dtype=torch.bfloat16 if base_class is Gate else None)
+    base.weight.data.normal_()
+    layer = from_layer(base, MAX_LORAS, config_for(torch.bfloat16), [])
     layer.set_mapping(wrapper_for([0, -1, 1]))
-    adapters = {slot: [random_pair(4, IN, 7, torch.bfloat16)] for slot in (0, 1)}
-    for slot, ((a, b),) in adapters.items():
-        layer.set_lora(slot, a, b)
-    x = torch.randn(3, IN, dtype=torch.bfloat16)
-    result = layer(x)[0]
+    adapters = {slot: [random_pair(4, IN, 7)] for slot in (0, 1)}
+    for slot, pairs in adapters.items():
+        fill(layer, slot, pairs)
+    x = torch.randn(3, IN).bfloat16()
+    result = layer(x if base_class is Gate else x.float())
     assert result.dtype == torch.float32
-    reference = base(x)[0].double() + lora_term(x, [0, -1, 1], adapters, (7,))
-    torch.testing.assert_close(result.double(), reference, rtol=1e-4, atol=1e-4)
-
-
-def test_adapters_of_another_dtype_than_the_activations(lora_config, wrapper_for, lora_term, random_pair):
-    base = randomize(ColumnParallelLinear(IN, 7, return_bias=False))
-    layer = ColumnParallelLinearWithLoRA(base)
-    layer.create_lora_weights(4, lora_config(lora_dtype=torch.bfloat16))
-    layer.set_mapping(wrapper_for([0, -1]))
-    a, b = random_pair(4, IN, 7, torch.bfloat16)
-    layer.set_lora(0, a, b)
-    x = torch.randn(2, IN)
-    result = layer(x)
-    assert result.dtype == torch.float32
-    reference = base(x).double() + lora_term(x.bfloat16(), [0, -1], {0: [(a, b)]}, (7,))
-    torch.testing.assert_close(result.double(), reference, rtol=1e-4, atol=1e-4)
+    expected = base(x if base_class is Gate else x.float()).double()
+    torch.testing.assert_close(
+        result.double(), expected + lora_term(x, [0, -1, 1], adapters, torch.bfloat16), rtol=1e-4, atol=1e-4
+    )
 
 
 class Doubled(MergedColumnParallelLinear):
@@ -209,7 +134,8 @@ class Doubled(MergedColumnParallelLinear):
 
 @pytest.mark.parametrize("cls", [MergedColumnParallelLinearWithLoRA, ColumnParallelLinearWithLoRA])
 def test_merged_subclass_keeps_its_own_forward(cls, lora_config, wrapper_for):
-    base = randomize(Doubled(IN, [5, 6]))
+    base = Doubled(IN, [5, 6])
+    base.weight.data.normal_()
     layer = cls(base)
     layer.create_lora_weights(4, lora_config())
     layer.set_mapping(wrapper_for([-1, -1]))
@@ -217,72 +143,28 @@ def test_merged_subclass_keeps_its_own_forward(cls, lora_config, wrapper_for):
     assert torch.equal(layer(x)[0], base(x)[0])
 
 
-def test_a_returned_tensor_is_honoured(lora_config):
-    class OutOfPlace:
-        def add_lora_linear(self, y, x, a, b, scale, output_slices, **kwargs):
-            return y + 1
+def test_a_wrapper_of_the_contract_alone(lora_config):
+    """What it is given, and that the tensor it returns is honoured."""
+    calls = []
 
-    base = randomize(RowParallelLinear(IN, 7, return_bias=False))
-    layer = RowParallelLinearWithLoRA(base)
+    class OutOfPlace:
+        def add_lora_linear(self, *args, **kwargs):
+            calls.append((args, kwargs))
+            return args[0] + 1
+
+    layer = MergedQKVParallelLinearWithLoRA(QKVParallelLinear(IN, 3, 4, 2, return_bias=False))
+    layer.base_layer.weight.data.normal_()
     layer.create_lora_weights(4, lora_config())
     layer.set_mapping(OutOfPlace())
     x = torch.randn(2, 3, IN)
-    assert torch.equal(layer(x), base(x) + 1)
-
-
-def test_what_the_wrapper_is_given(lora_config):
-    calls = []
-
-    class Recorder:
-        def add_lora_linear(self, *args, **kwargs):
-            calls.append((args, kwargs))
-
-    layer = MergedQKVParallelLinearWithLoRA(QKVParallelLinear(IN, 3, 4, 2))
-    layer.create_lora_weights(4, lora_config())
-    layer.set_mapping(Recorder())
-    layer(torch.randn(2, 3, IN))
-    layer(torch.randn(6, IN))
-    for (y, x, a, b, scale, output_slices), kwargs in calls:
-        assert (y.shape, x.shape) == ((6, 24), (6, IN))
-        assert a is layer.lora_a_stacked, "a wrapper may remember what it checked"
-        assert b is layer.lora_b_stacked
-        assert (scale, output_slices) == (1.0, (12, 6, 6))
-        assert list(kwargs) == ["lora_ranks"]
-        assert kwargs["lora_ranks"] is layer.lora_ranks
-    assert len(calls) == 2
-
-
-@case_names
-def test_one_function_lies_between_forward_and_the_wrapper(case, lora_config):
-    """Each further one costs every layer of every step host time."""
-    callers = []
-
-    class Recorder(PunicaWrapperCPU):
-        def add_linear(self, *args, **kwargs):
-            frame = sys._getframe(1)
-            while frame.f_code.co_name != "_call_impl":
-                callers.append(frame.f_code.co_name)
-                frame = frame.f_back
-
-    cls, build, _ = CASES[case]
-    layer = cls(build())
-    layer.create_lora_weights(4, lora_config())
-    layer.set_mapping(Recorder(8, 8, "cpu", max_loras=4))
-    layer(torch.randn(6, IN))
-    assert callers == ["apply", "forward"]
-
-
-@pytest.mark.parametrize("reduce_results", [True, False])
-@pytest.mark.parametrize("input_is_parallel", [True, False])
-def test_row_flags(input_is_parallel, reduce_results, lora_config, wrapper_for, lora_term, random_pair):
-    base = randomize(RowParallelLinear(IN, 7, input_is_parallel=input_is_parallel, reduce_results=reduce_results))
-    layer = RowParallelLinearWithLoRA(base)
-    layer.create_lora_weights(4, lora_config())
-    layer.set_mapping(wrapper_for(SLOTS))
-    adapters = fill(layer, (7,), random_pair)
-    x = torch.randn(6, IN)
-    reference = base(x)[0].double() + lora_term(x, SLOTS, adapters, (7,))
-    torch.testing.assert_close(layer(x)[0].double(), reference, rtol=1e-4, atol=1e-4)
+    assert torch.equal(layer(x), layer.base_layer(x) + 1)
+    (((y, rows, a, b, scale, output_slices), kwargs),) = calls
+    assert (y.shape, rows.shape) == ((6, 24), (6, IN))
+    assert a is layer.lora_a_stacked, "a wrapper may remember what it checked"
+    assert b is layer.lora_b_stacked
+    assert (scale, output_slices) == (1.0, (12, 6, 6))
+    assert list(kwargs) == ["lora_ranks"]
+    assert kwargs["lora_ranks"] is layer.lora_ranks
 
 
 @pytest.mark.parametrize("where", ["class", "instance"])
@@ -302,3 +184,58 @@ def test_a_contract_method_of_ones_own_is_called(where, lora_config, monkeypatch
     layer.set_mapping(wrapper)
     layer(torch.randn(2, IN))
     assert [list(keywords) for keywords in calls] == [["lora_ranks"]]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_one_function_is_between_forward_and_the_wrapper(name):
+    """Each further one costs every layer of every step host time."""
+    callers = []
+
+    class Recorder(PunicaWrapperCPU):
+        def add_linear(self, *args, **kwargs):
+            frame = sys._getframe(1)
+            while frame.f_code.co_name != "_call_impl":
+                callers.append(frame.f_code.co_name)
+                frame = frame.f_back
+
+    layer, _ = linear_layer(LINEAR[name], config_for(torch.float32), place=ALONE)
+    layer.set_mapping(Recorder(8, 8, "cpu", max_loras=4))
+    layer(torch.randn(6, IN))
+    assert callers == ["apply", "forward"]
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base_class", [ColumnParallelLinear, RowParallelLinear, ReplicatedLinear])
+def test_a_linear_layer_where_gradients_are_needed(base_class, wrapper_for):
+    layer = from_layer(base_class(IN, 5, return_bias=False), MAX_LORAS, config_for(torch.float32), [])
+    layer.requires_grad_(False).set_mapping(wrapper_for([0, -1, 0]))
+    layer.base_layer.weight.normal_()
+    layer.set_lora(0, *random_pair(4, IN, 5))
+    x = torch.randn(3, IN)
+    with torch.no_grad():
+        expected = layer(x)
+    assert torch.equal(layer(x), expected), "nothing needs a gradient"
+    for needs in (x.clone().requires_grad_(), x):
+        layer.requires_grad_(needs is x)
+        with pytest.raises(RuntimeError, match=r"torch\.no_grad\(\), or .*requires_grad_"):
+            layer(needs)
+        with torch.inference_mode():
+            assert torch.equal(layer(needs), expected)
+
+
+def test_an_embedding_where_gradients_are_needed(wrapper_for):
+    layer = from_layer(VocabParallelEmbedding(32, 5), MAX_LORAS, config_for(torch.float32), [])
+    layer.requires_grad_(True).set_mapping(wrapper_for([0]))
+    with pytest.raises(RuntimeError, match="inference_mode"):
+        layer(torch.tensor([3]))
+
+
+@pytest.mark.parametrize(
+    ("layer", "instead"), [(nn.Linear(3, 2), "ReplicatedLinear"), (nn.Embedding(3, 2), "VocabParallelEmbedding")]
+)
+def test_what_no_class_wraps_is_named_once(layer, instead):
+    with pytest.warns(UserWarning, match=f"without LoRA, .* punica.parallel.{instead}") as told:
+        assert from_layer(layer, 2, config_for(torch.float32), []) is layer
+    assert len(told) == 1
