@@ -1,6 +1,7 @@
 """Every LoRA layer class, built the same on any number of ranks and any device, and the answers to compare with."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,48 +51,31 @@ class LinearCase(NamedTuple):
     cut_input: bool = False
 
 
+COLUMN = lambda **kw: ColumnParallelLinear(IN, 12, **kw)  # noqa: E731
 TWO = lambda **kw: MergedColumnParallelLinear(IN, [8, 16], **kw)  # noqa: E731
+THREE = lambda **kw: MergedColumnParallelLinear(IN, [8, 4, 12], **kw)  # noqa: E731
 QKV = lambda **kw: QKVParallelLinear(IN, 3, 4, 2, **kw)  # noqa: E731
+ROW = lambda **kw: RowParallelLinear(IN, 12, **kw)  # noqa: E731
+TWO_PIECES = [(8, once), (16, once)]
 QKV_PIECES = [(12, once), (6, over_two_kv_heads), (6, over_two_kv_heads)]
 LINEAR = {
     "replicated": LinearCase("ReplicatedLinear", lambda **kw: ReplicatedLinear(IN, 12, **kw), 0, (12,), None),
-    "column": LinearCase(
-        "ColumnParallelLinear", lambda **kw: ColumnParallelLinear(IN, 12, **kw), 0, (12,), [(12, once)]
-    ),
-    "column-gathered": LinearCase(
-        "ColumnParallelLinear", lambda **kw: ColumnParallelLinear(IN, 12, gather_output=True, **kw), 0, (12,), None
-    ),
-    "merged-as-one": LinearCase("ColumnParallelLinear", TWO, 1, (24,), [(8, once), (16, once)]),
-    "merged": LinearCase("MergedColumnParallelLinear", TWO, 2, (8, 16), [(8, once), (16, once)]),
+    "column": LinearCase("ColumnParallelLinear", COLUMN, 0, (12,), [(12, once)]),
+    "column-gathered": LinearCase("ColumnParallelLinear", partial(COLUMN, gather_output=True), 0, (12,), None),
+    "merged-as-one": LinearCase("ColumnParallelLinear", TWO, 1, (24,), TWO_PIECES),
+    "merged": LinearCase("MergedColumnParallelLinear", TWO, 2, (8, 16), TWO_PIECES),
     "merged-gathered": LinearCase(
-        "MergedColumnParallelLinear",
-        lambda **kw: TWO(gather_output=True, **kw),
-        2,
-        (8, 16),
-        ("gathered", [(8, once), (16, once)]),
+        "MergedColumnParallelLinear", partial(TWO, gather_output=True), 2, (8, 16), ("gathered", TWO_PIECES)
     ),
     "variable": LinearCase(
-        "MergedColumnParallelLinearVariableSlice",
-        lambda **kw: MergedColumnParallelLinear(IN, [8, 4, 12], **kw),
-        3,
-        (8, 4, 12),
-        [(8, once), (4, once), (12, once)],
+        "MergedColumnParallelLinearVariableSlice", THREE, 3, (8, 4, 12), [(8, once), (4, once), (12, once)]
     ),
     "qkv-as-one": LinearCase("QKVParallelLinear", QKV, 1, (24,), QKV_PIECES),
     "qkv": LinearCase("MergedQKVParallelLinear", QKV, 3, (12, 6, 6), QKV_PIECES),
-    "row": LinearCase(
-        "RowParallelLinear", lambda **kw: RowParallelLinear(IN, 12, **kw), 0, (12,), None, cut_input=True
-    ),
-    "row-whole-input": LinearCase(
-        "RowParallelLinear", lambda **kw: RowParallelLinear(IN, 12, input_is_parallel=False, **kw), 0, (12,), None
-    ),
+    "row": LinearCase("RowParallelLinear", ROW, 0, (12,), None, cut_input=True),
+    "row-whole-input": LinearCase("RowParallelLinear", partial(ROW, input_is_parallel=False), 0, (12,), None),
     "row-not-reduced": LinearCase(
-        "RowParallelLinear",
-        lambda **kw: RowParallelLinear(IN, 12, reduce_results=False, **{**kw, "bias": False}),
-        0,
-        (12,),
-        "sum",
-        cut_input=True,
+        "RowParallelLinear", lambda **kw: ROW(reduce_results=False, **{**kw, "bias": False}), 0, (12,), "sum", True
     ),
 }
 NEVER_SHARDED = ("replicated", "variable")

@@ -27,7 +27,6 @@ def expand(sizes, rows):
     [
         pytest.param((8, 4, 4, 6), (16, 6), (0, 0, 0, 1), id="two-groups-for-four"),
         pytest.param((8, 4, 4, 6), (22,), (0, 0, 0, 0), id="one-for-all"),
-        pytest.param((8, 4, 4, 6), (8, 8, 6), (0, 1, 1, 2), id="middle"),
         pytest.param((8, 4, 4, 6), (None, 6), (None, None, None, 1), id="none-covers-three"),
         pytest.param((8, 4, 4, 6), (None, 4, 6), (None, None, 1, 2), id="none-covers-two"),
         pytest.param((8, 4, 4, 6), (8, None, 10), (0, None, 2, 2), id="none-in-the-middle"),
@@ -77,21 +76,15 @@ def slot_content(layer, slot, rank):
     return a, torch.cat(b)
 
 
-def test_single_tensors_for_many_slices(lora_config):
-    layer, a, b = variable(lora_config), torch.randn(3, 5), torch.randn(22, 3)
-    layer.set_lora(1, a, b)
+@pytest.mark.parametrize("several", ["neither", "a", "b"])
+def test_single_tensors_for_many_slices(several, lora_config):
+    layer, a, b = variable(lora_config), [torch.randn(3, 5) for _ in range(4)], torch.randn(22, 3)
+    a = a if several == "a" else a[:1] * 4
+    layer.set_lora(1, a if several == "a" else a[0], [b[:16], b[16:]] if several == "b" else b)
     stored_a, stored_b = slot_content(layer, 1, 3)
-    assert all(torch.equal(part, a) for part in stored_a)
+    assert all(torch.equal(part, given) for part, given in zip(stored_a, a, strict=True))
     assert torch.equal(stored_b, b)
     assert layer.lora_ranks[:, 1].tolist() == [3, 3, 3, 3]
-
-
-def test_single_a_with_grouped_b(lora_config):
-    layer, a, b = variable(lora_config), torch.randn(3, 5), torch.randn(22, 3)
-    layer.set_lora(1, a, [b[:16], b[16:]])
-    stored_a, stored_b = slot_content(layer, 1, 3)
-    assert all(torch.equal(part, a) for part in stored_a)
-    assert torch.equal(stored_b, b)
 
 
 def test_single_a_skips_absent_slices(lora_config):
@@ -99,15 +92,6 @@ def test_single_a_skips_absent_slices(lora_config):
     layer.set_lora(1, a, [torch.randn(8, 3), None, None, torch.randn(6, 3)])
     assert layer.lora_ranks[:, 1].tolist() == [3, 0, 0, 3]
     assert (layer.lora_a_stacked[1] == 0).all()
-
-
-def test_single_b_with_one_a_per_slice(lora_config):
-    layer, b = variable(lora_config), torch.randn(22, 3)
-    a = [torch.randn(3, 5) for _ in range(4)]
-    layer.set_lora(1, a, b)
-    stored_a, stored_b = slot_content(layer, 1, 3)
-    assert all(torch.equal(part, given) for part, given in zip(stored_a, a, strict=True))
-    assert torch.equal(stored_b, b)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,7 @@ def expected(base: VocabParallelEmbedding, ids: list[int], slots: list[int], ada
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("shape", [(6,), (2, 3), (6, 1)], ids=str)
-@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(("shape", "ids_dtype"), [((6,), torch.int64), ((2, 3), torch.int32)])
 def test_base_plus_lora(shape, ids_dtype, lora_config) -> None:
     layer, adapters = embedding(lora_config(), SLOTS)
     assert type(layer) is VocabParallelEmbeddingWithLoRA
@@ -62,14 +61,13 @@ def test_base_plus_lora(shape, ids_dtype, lora_config) -> None:
     assert torch.equal(result.view(6, DIM)[[1, 3]], base[[1, 3]]), "no adapter, and an added id: the base row"
 
 
-@pytest.mark.parametrize(("dtype", "rtol", "atol"), [(torch.bfloat16, 1.6e-2, 1e-2), (torch.float16, 4e-3, 2e-3)])
-def test_half_precision(dtype, rtol, atol, lora_config) -> None:
-    layer, adapters = embedding(lora_config(lora_dtype=dtype), SLOTS, dtype)
-    stored = {slot: (a.to(dtype), b.to(dtype)) for slot, (a, b) in adapters.items()}
+def test_half_precision(lora_config) -> None:
+    layer, adapters = embedding(lora_config(lora_dtype=torch.bfloat16), SLOTS, torch.bfloat16)
+    stored = {slot: (a.bfloat16(), b.bfloat16()) for slot, (a, b) in adapters.items()}
     result = layer(torch.tensor(IDS))
-    assert result.dtype == dtype
+    assert result.dtype == torch.bfloat16
     reference = expected(layer.base_layer, IDS, SLOTS, stored)
-    torch.testing.assert_close(result.double(), reference, rtol=rtol, atol=atol)
+    torch.testing.assert_close(result.double(), reference, rtol=1.6e-2, atol=1e-2)
 
 
 def test_rows_past_the_mapping_are_padding(lora_config) -> None:
@@ -99,57 +97,31 @@ def test_slots(lora_config) -> None:
     assert torch.equal(layer.lora_a_stacked[2, :, :5], a.T.bfloat16())
     assert torch.equal(layer.lora_b_stacked[2, 0, :, :5], b.bfloat16())
     layer.set_lora(0, torch.full((2, ORG), 2.0), torch.full((DIM, 2), 3.0))
-    assert (layer.lora_a_stacked[0, :, :2] == 2).all()
-    assert (layer.lora_a_stacked[0, :, 2:] == 0).all()
-    assert (layer.lora_b_stacked[0, 0, :, :2] == 3).all()
-    assert (layer.lora_b_stacked[0, 0, :, 2:] == 0).all()
+    assert layer.lora_a_stacked[0, 0].tolist() == [2.0] * 2 + [0.0] * 6
+    assert layer.lora_b_stacked[0, 0, 0].tolist() == [3.0] * 2 + [0.0] * 6
     layer.reset_lora(2)
     assert (layer.lora_a_stacked[2] == 0).all()
     assert layer.lora_ranks.tolist() == [[2, 1, 0, 0]]
-    assert torch.equal(layer.lora_a_stacked[1, :, :1], adapters[1][0].T.bfloat16())
 
 
-@pytest.mark.parametrize(
-    ("lora_a", "lora_b", "error", "message"),
-    [
-        (torch.ones(2, VOCAB), torch.ones(DIM, 2), ValueError, "10 columns, got 13"),
-        (torch.ones(2, ORG), torch.ones(ORG, 2), ValueError, "6 rows, got 10"),
-        (torch.ones(9, ORG), torch.ones(DIM, 9), ValueError, "rank 9 exceeds max_lora_rank 8"),
-        (torch.ones(2, ORG), torch.ones(DIM, 3), ValueError, "rank 2 .* rank 3"),
-        ([torch.ones(2, ORG)], [torch.ones(DIM, 2)], TypeError, "one tensor"),
-        (torch.ones(2, ORG).int(), torch.ones(DIM, 2), TypeError, "int32"),
-        (torch.ones(2, ORG), None, ValueError, "lora_b is None"),
-    ],
-    ids=["vocab", "dim", "rank", "mismatch", "list", "int", "half-none"],
-)
-def test_refused_adapter_changes_nothing(lora_a, lora_b, error, message, lora_config) -> None:
+def test_refusals(lora_config) -> None:
     layer, _ = embedding(lora_config(), SLOTS)
-    before = [t.clone() for t in (layer.lora_a_stacked, layer.lora_b_stacked, layer.lora_ranks)]
-    with pytest.raises(error, match=message):
-        layer.set_lora(1, lora_a, lora_b)
-    now = (layer.lora_a_stacked, layer.lora_b_stacked, layer.lora_ranks)
-    assert all(torch.equal(*pair) for pair in zip(now, before, strict=True))
-
-
-def test_missing_call_is_named(lora_config) -> None:
-    layer = VocabParallelEmbeddingWithLoRA(VocabParallelEmbedding(VOCAB, DIM))
-    ids = torch.tensor([1, 2])
-    with pytest.raises(RuntimeError, match="create_lora_weights"):
-        layer(ids)
-    layer.create_lora_weights(4, lora_config())
-    with pytest.raises(RuntimeError, match="set_mapping"):
-        layer(ids)
-    layer.set_mapping(PunicaWrapperCPU(8, 8, "cpu", max_loras=4))
-    with pytest.raises(RuntimeError, match="update_metadata"):
-        layer(ids)
-
-
-def test_metadata_of_another_vocabulary_or_batch(lora_config) -> None:
-    layer, _ = embedding(lora_config(), SLOTS)
+    before = layer.lora_a_stacked.clone()
+    with pytest.raises(ValueError, match="10 columns, got 13"):
+        layer.set_lora(1, torch.ones(2, VOCAB), torch.ones(DIM, 2))
+    with pytest.raises(ValueError, match="6 rows, got 10"):
+        layer.set_lora(1, torch.ones(2, ORG), torch.ones(ORG, 2))
+    assert torch.equal(layer.lora_a_stacked, before)
     with pytest.raises(ValueError, match="got 5 ids, expected at least the 6 tokens"):
         layer(torch.tensor(IDS[:5]))
     layer.set_mapping(wrapper_for(SLOTS, VOCAB))
     with pytest.raises(ValueError, match="vocab_size=13, but this embedding has org_vocab_size=10"):
+        layer(torch.tensor(IDS))
+    layer.set_mapping(PunicaWrapperCPU(8, 8, "cpu", max_loras=4))
+    with pytest.raises(RuntimeError, match="update_metadata"):
+        layer(torch.tensor(IDS))
+    layer = VocabParallelEmbeddingWithLoRA(VocabParallelEmbedding(VOCAB, DIM))
+    with pytest.raises(RuntimeError, match="create_lora_weights"):
         layer(torch.tensor(IDS))
 
 
