@@ -57,7 +57,6 @@ class SlotPart(NamedTuple):
         return self._replace(slots=slots, part=part)
 
     def matrix(self, index: int) -> Tensor:
-        """Return slot ``index`` as a matrix ``[rows, cols]``, a view."""
         return self.slots[index, 0]
 
     def write(self, index: int) -> None:
@@ -75,19 +74,15 @@ class BaseLayerWithLoRA(nn.Module):
     """A base layer with slots, as the adapter manager drives it; subclasses define the forward.
 
     Attributes:
-        base_layer: the wrapped layer.
         n_slices: matrices packed in the layer that have their own A and B.
         full_input_size, full_output_sizes: the unsharded sizes that adapters must have; one output size per slice.
-        tp_size, tp_rank, device: the base layer's.
         a_row_major: A is stored as ``[R, in]``, else as ``[in, R]``; B is stored as ``[R, out]`` in all layers.
         max_loras, lora_config: what ``create_lora_weights`` was given; 0 and ``None`` before.
         lora_ranks: int32 ``[n_slices, L]`` on ``device``: the rank of each slot; 0 where reset or not adapted.
-        lora_a_scale, lora_b_scale: of FP8 slots (``lora_config.fp8``) the scales of every slice, float32 ``[L, 1, R]``
-            and ``[L, 1, out]``; else empty.
+        lora_a_scale, lora_b_scale: of FP8 slots float32 ``[L, 1, R]`` and ``[L, 1, out]`` per slice; else empty.
         stack_a, stack_b, lora_weights: the slots as the wrapper's methods take them, and A and B as a pair.
-        skips_when_empty: whether a forward skips the LoRA work while ``filled_slots`` is empty: few adapters touch
+        skips_when_empty: a forward skips LoRA while ``filled_slots`` (of the host) is empty, as few adapters touch
             embeddings and logits.
-        filled_slots: indices of the slots that hold an adapter, known to the host.
     """
 
     base_layer: Any
@@ -120,11 +115,8 @@ class BaseLayerWithLoRA(nn.Module):
     # --- allocation --------------------------------------------------------------------------------------------------
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        """Allocate ``max_loras`` zeroed slots of width ``lora_config.max_lora_rank``, in ``lora_config.lora_dtype`` or
-        in FP8 with scales.
-
-        ``TypeError`` for a ``lora_dtype`` that is not resolved yet, ``ValueError`` for sizes below 1 or that do not
-        divide over the ranks, ``RuntimeError`` when the slots exist already.
+        """Allocate ``max_loras`` zeroed slots of width ``lora_config.max_lora_rank``. ``TypeError``: a ``lora_dtype``
+        that is not resolved; ``ValueError``: sizes below 1 or not divisible; ``RuntimeError``: slots exist already.
         """
         self._check_new_slots(max_loras, lora_config, model_config)
         self._allocate(max_loras, lora_config)
@@ -146,7 +138,6 @@ class BaseLayerWithLoRA(nn.Module):
             )
 
     def _slot_shapes(self, max_rank: int) -> tuple[Shapes, Shapes]:
-        """Shape of one slot of A and of B on this rank, per slice."""
         shapes_b = [(width, max_rank) for width in self.full_output_sizes]
         return [(max_rank, self.full_input_size)] * self.n_slices, shapes_b
 
@@ -190,8 +181,8 @@ class BaseLayerWithLoRA(nn.Module):
     def set_lora(self, index: int, lora_a: LoRAInput, lora_b: LoRAInput) -> None:
         """Replace slot ``index`` by full matrices A ``[r, in]`` and B ``[out, r]`` (lists of them for packed layers).
 
-        Everything is checked before anything is written, so that after an exception the slot holds what it held. The
-        copies are asynchronous where the source allows; they are ordered on the current stream with the kernels.
+        After an exception the slot holds what it held. The copies are asynchronous where the source allows, on the
+        current stream.
         """
         self._require_slots("set_lora")
         check_slot_index(index, self.max_loras)
@@ -247,11 +238,9 @@ class BaseLayerWithLoRA(nn.Module):
         return slots, part
 
     def _as_columns(self, slots: Tensor, part: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """:meth:`_as_matrices` of scales."""
         return slots[..., None], None if part is None else part[:, None]
 
     def _by_stack(self, factors: Sequence[LoRAFactor]) -> Sequence[LoRAFactor]:
-        """Order A or B of the slices as the stacks."""
         return factors
 
     def _held(self, matrices: Sequence[LoRAFactor]) -> list[LoRAFactor]:
@@ -301,8 +290,7 @@ class BaseLayerWithLoRA(nn.Module):
 
     def check_slices(self, groups: Slices) -> Slices:
         """Check types, ranks and sizes of one pair per slice, or of the groups of a packed layer; meta tensors will do.
-
-        Returns the slices, which :meth:`slot_parts` and :meth:`fill_slot` take unchecked. Raises as ``set_lora``.
+        Returns the slices, which :meth:`slot_parts` and :meth:`fill_slot` take unchecked.
         """
         self._require_slots("check_lora")
         sizes, most = self._full_sizes(), cast(LoRAConfig, self.lora_config).max_lora_rank
@@ -321,7 +309,6 @@ class BaseLayerWithLoRA(nn.Module):
 
     @property
     def _lead(self) -> tuple[int, ...]:
-        """Dimensions of A and B in front of their rows and columns."""
         return ()
 
     def _full_sizes(self) -> list[tuple[str, int, int]]:
@@ -364,17 +351,11 @@ class BaseLayerWithLoRA(nn.Module):
 
     @classmethod
     def can_replace_layer(
-        cls,
-        *,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
+        cls, *, source_layer: nn.Module, lora_config: LoRAConfig, packed_modules_list: list[str],
         model_config: Any = None,
-    ) -> bool:
-        """Tell if this class wraps ``source_layer`` in this configuration (keyword arguments only).
-
-        ``packed_modules_list``: names under which adapters know the matrices packed in the layer; empty if not packed.
-        A class names the keywords that it uses and lets the others pass.
+    ) -> bool:  # fmt: skip
+        """Tell if this class wraps ``source_layer``. ``packed_modules_list``: names under which adapters know the
+        matrices packed in the layer. A class names the keywords that it uses and lets the others pass.
         """
         raise NotImplementedError(f"{cls.__name__}.can_replace_layer")
 

@@ -4,18 +4,10 @@ For row ``t`` of a batch whose adapter sits in slot ``l``, a linear layer comput
 
     y_t = W x_t + b + B_l (A_l x_t)            A_l: [r, in], B_l: [out, r], the LoRA scaling is in B_l
 
-The first two terms are the base layer's, shared by all tenants in one matmul; the last is SGMV, also one batched
-operation over all tenants, computed by ``punica_wrapper.add_linear``. All adapters of a layer live in two stacked
-buffers per slice, ``A [L, 1, R, in]`` and ``B [L, 1, out, R]``: ``L = max_loras`` slots of width ``R = max_lora_rank``.
-An adapter of rank ``r < R`` fills the top-left corner of its slot; the rest stays zero and ``lora_ranks`` tells the
-kernels not to read it. In memory both are stored rank after rank: B is a view of ``[L, 1, R, out]``.
-
-Tensor parallelism: the base layer knows its place (``tp_rank``, ``tp_size``); ``set_lora`` takes full matrices and
-keeps this rank's part. A column layer splits B by rows, a row layer splits A by columns; the other factor is
-replicated. LoRA is added after the bias and before gather or reduction, so partial sums add up. Here are the layers of
-one matrix that do not split B, replicated and row-parallel ones.
-
-Inference only: where activations require gradients, run the model under ``torch.inference_mode`` or ``no_grad``.
+The base layer's terms are one matmul for all tenants; the last is SGMV, also one batched operation. ``set_lora`` takes
+full matrices and keeps this rank's part: a column layer splits B by rows, a row layer splits A by columns, the other
+factor is replicated. LoRA is added after the bias and before gather or reduction, so partial sums add up. Here are the
+layers of one matrix that do not split B, replicated and row-parallel ones.
 """
 
 from typing import Any, cast
@@ -71,12 +63,10 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
 
     @property
     def weight(self) -> Tensor:
-        """The base layer's weight (or packed weight)."""
         return base_weight(self.base_layer)
 
     @property
     def bias(self) -> Tensor | None:
-        """The base layer's bias, or ``None``."""
         return getattr(self.base_layer, "bias", None)
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
@@ -121,7 +111,6 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         return plain and rows.dtype == x.dtype and is_skinny(x, self.weight)
 
     def _base_output(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The base layer's product; ``quant_method`` knows how its weight is stored."""
         base = self.base_layer
         if self._uses_base_forward:
             result = base(x)
@@ -140,7 +129,6 @@ class ReplicatedLinearWithLoRA(BaseLinearLayerWithLoRA):
 
     @classmethod
     def can_replace_layer(cls, *, source_layer: Any, lora_config: Any, **_: Any) -> bool:
-        """Any replicated layer; there is nothing that full sharding could split."""
         return is_kind_of(source_layer, ReplicatedLinear)
 
 
@@ -159,7 +147,6 @@ class RowParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
         return lora_a.narrow(1, self.tp_rank * self.input_size, self.input_size)
 
     def own_ranks(self, i: int, pair: tuple[LoRAFactor, LoRAFactor], blocks: Blocks) -> tuple[LoRAFactor, LoRAFactor]:
-        """Cut out the ranks of the blocks of A with this rank's inputs."""
         return ranks_of_blocks(pair, blocks.a, self.tp_rank, self.tp_size)
 
     def forward(self, input_: Tensor) -> LinearOutput:
@@ -176,5 +163,4 @@ class RowParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
     @classmethod
     @_not_fully_sharded_can_replace
     def can_replace_layer(cls, *, source_layer: Any, **_: Any) -> bool:
-        """Exactly ``RowParallelLinear``."""
         return is_exactly(source_layer, RowParallelLinear)

@@ -57,7 +57,6 @@ class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
         return own[0] if len(own) == 1 else torch.cat(own)
 
     def own_ranks(self, i: int, pair: tuple[LoRAFactor, LoRAFactor], blocks: Blocks) -> tuple[LoRAFactor, LoRAFactor]:
-        """Cut out the ranks of the blocks of B with this rank's rows, where a slice is one matrix."""
         if len(self._matrices) != self.n_slices:
             return pair
         matrix = self._matrices[i]
@@ -102,7 +101,6 @@ class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
         return listed_groups(lora_a, lora_b)
 
     def to_slices(self, groups: Slices) -> Slices:
-        """Split the groups into slices; ``ValueError`` when they do not cover them."""
         if len(groups) == self.n_slices:
             return groups
         return list(zip(*self.expand_packed_lora(*zip(*groups, strict=True)), strict=True))

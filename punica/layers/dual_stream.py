@@ -4,24 +4,18 @@
                          \\                          /
     auxiliary stream      `-------- shrink ---------'
 
-Both products read one ``x`` and are independent until expand adds into ``y``. The base product of a decode step waits
-for the memory of its weights, and the shrink hides in it; what is left behind the product is expand, whose weights are
-fetched while the product ends. On an H200 that takes 2 of the 5 us that LoRA adds to a projection at one row, and 1.5
-of 12 us at 64 rows of 64 adapters (measured on 2026-11-28). In a prefill, or with 128 rows of 128 adapters,
-both want all of the GPU and are slower beside one another: 22 us instead of 20 there, 14 instead of 9 for 512 rows of
-23 adapters, measured once on 2026-11-22. So up to `MOST_ROWS` rows, and only where a graph is
-captured: outside of one, the host's time for the events is more than what they save. Until then the same kernels run on
-one stream, so that a graph finds them compiled and loaded.
+Both products read one ``x`` and are independent until expand adds into ``y``. A decode step's base product waits for
+the memory of its weights, and the shrink hides in it. On an H200 that takes 2 of the 5 us that LoRA adds to a
+projection at one row, and 1.5 of 12 us at 64 rows of 64 adapters (2026-11-28). With more rows both want all of the GPU:
+22 us instead of 20 in a prefill, 14 instead of 9 for 512 rows of 23 adapters (once, 2026-11-22). So up to `MOST_ROWS`
+rows, and only in a captured graph: else the host's time for the events is more than what they save. Until then the same
+kernels run on one stream, so that a graph finds them compiled and loaded. A plain base product of few rows is left to
+the op, as ``base``: low ranks are shrunk in its launch (`punica.ops.triton_ops.lora_linear`), without a fork.
 
-Where the base product is a plain one of few rows, the layer leaves it to the op, as ``base``: adapters in slots of low
-rank are shrunk in its launch (`punica.ops.triton_ops.lora_linear`), and nothing is forked or joined.
-
-The base product must not write ``x``, which the shrink reads meanwhile.
-
-Memory: ``x`` is allocated on the current stream before the mark. The shrink's result belongs to the auxiliary stream,
-and is read by expand after the join; whatever takes its memory next does so on the auxiliary stream, behind a later
-mark, and so after that expand: each stream that layers run on has an auxiliary stream of its own. The caching allocator
-needs no ``record_stream`` for that.
+Memory: ``x`` is allocated on the current stream before the mark, and the base product must not write it. The shrink's
+result belongs to the auxiliary stream; whatever takes its memory next does so on that stream, behind a later mark, and
+so after the expand that reads it: each stream that layers run on has an auxiliary stream of its own. The caching
+allocator needs no ``record_stream``.
 """
 
 import functools
@@ -97,5 +91,4 @@ def dual_stream_for(lora_layer: Any, lora_config: LoRAConfig) -> DualStream | No
 
 @functools.cache
 def _auxiliary_stream(device: torch.device, beside: int) -> torch.cuda.Stream:
-    """Return the auxiliary stream of a stream, given by its handle."""
     return torch.cuda.Stream(device)

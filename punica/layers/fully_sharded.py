@@ -1,8 +1,7 @@
 """Fully sharded LoRA: A and B are both sharded over tensor-parallel ranks, without repeated work or weights.
 
-The plain classes replicate one factor. Column: every rank computes the same full shrink. Row: every rank expands its
-partial intermediate to all ``out`` columns. At 8 ranks the replicated factor dominates the cost. S-LoRA (Sheng et al.,
-2023, Section 6) shards it too and communicates the intermediate, which is only ``rank`` wide:
+The plain classes replicate one factor, which at 8 ranks dominates the cost. S-LoRA (Sheng et al., 2023, Section 6)
+shards it too and communicates the intermediate, which is only ``rank`` wide, in float32:
 
     column     h_p = x A_p^T            A_p: rows [p*R/tp, (p+1)*R/tp) of A, "rank-sharded"; x is whole on every rank
                h   = all-gather(h_p)    [n, T, R/tp] -> [n, T, R]
@@ -11,13 +10,9 @@ partial intermediate to all ``out`` columns. At 8 ranks the replicated factor do
     row        h   = all-reduce(x_p A_p^T)                     A_p: this rank's columns of A, as in the plain class
                y_p[:, p*out/tp : (p+1)*out/tp] += h B_p^T      B_p: rows [p*out/tp, (p+1)*out/tp) of B
 
-In the row layer ``y_p`` is a partial sum to which every rank adds its own columns of the finished LoRA term; the
-all-reduce of the base layer then completes base and LoRA at once, so the wide output needs no collective of its own.
-
-The intermediate is float32. An adapter of rank ``r < R`` fills the first ranks' parts of A and leaves the others short
-or empty: rank ``p`` holds ``min(max(r - p*R/tp, 0), R/tp)`` rows of it, which is what its shrink reads, while the
-expand reads all ``r``. A step without any adapter skips shrink, collective and expand: all ranks see the same mapping,
-so all of them skip.
+In the row layer ``y_p`` is a partial sum; the base layer's all-reduce completes base and LoRA at once. An adapter of
+rank ``r < R`` fills the first ranks' parts of A: rank ``p`` holds and shrinks ``min(max(r - p*R/tp, 0), R/tp)`` rows,
+while the expand reads all ``r``. A step without any adapter skips it all, on all ranks: they see the same mapping.
 """
 
 from typing import Any
@@ -62,7 +57,6 @@ class _FullySharded(BaseLinearLayerWithLoRA):
         return (y if returned is None else returned).view(output.shape)
 
     def own_ranks(self, i: int, pair: tuple[LoRAFactor, LoRAFactor], blocks: Blocks) -> tuple[LoRAFactor, LoRAFactor]:
-        """All ranks: the collective joins the intermediates of whole adapters."""
         return pair
 
     def _join(self, h: Tensor) -> Tensor:
@@ -70,7 +64,6 @@ class _FullySharded(BaseLinearLayerWithLoRA):
         raise NotImplementedError
 
     def _first_column(self) -> int:
-        """Return the first output column of this rank's slices."""
         return 0
 
     @classmethod

@@ -98,7 +98,6 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         self._of_w13_and_w2("scale", (), ())
 
     def _of_w13_and_w2(self, what: str, a: Stacks, b: Stacks) -> None:
-        """Name the tensors of both products: those of w2 are the last."""
         for side, tensors in (("a", a), ("b", b)):
             setattr(self, f"w13_lora_{side}_{what}", tensors[:-1])
             setattr(self, f"w2_lora_{side}_{what}", tensors[-1:])
@@ -150,14 +149,12 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         self.lora_ranks = self._zeros((self._w13_slices + 1, max_loras), torch.int32)
 
     def _create_lora_a_weights(self, max_loras: int, lora_config: LoRAConfig) -> tuple[Stacks, Stacks]:
-        """A of w13 and of w2."""
         rank, shape = lora_config.max_lora_rank, (max_loras, self.local_num_experts)
         rows, dtype = rank // self.tp_size if self.fully_sharded else rank, dtype_of_slots(lora_config)
         w13 = tuple(self._zeros((*shape, rows, self.hidden_size), dtype) for _ in range(self._w13_slices))
         return w13, (self._zeros((*shape, rank, self.intermediate_size_per_partition), dtype),)
 
     def _create_lora_b_weights(self, max_loras: int, lora_config: LoRAConfig) -> tuple[Stacks, Stacks]:
-        """B of w13 and of w2."""
         rank, shape = lora_config.max_lora_rank, (max_loras, self.local_num_experts)
         rows = self.hidden_size // self.tp_size if self.fully_sharded else self.hidden_size
         dtype = dtype_of_slots(lora_config)
@@ -166,7 +163,6 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
 
     @property
     def _w13_rows(self) -> int:
-        """Rows of B of one slice of the first product, on this rank."""
         return self.intermediate_size_per_partition
 
     def _refer_to_slots(self) -> None:
@@ -284,7 +280,6 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
     # --- into a model ------------------------------------------------------------------------------------------------
 
     def set_mapping(self, punica_wrapper: Any) -> None:
-        """Store the wrapper, and tell the experts what to add."""
         self._require_slots("set_mapping")
         super().set_mapping(punica_wrapper)
         self.base_layer.routed_experts.set_lora_context(self._build_lora_context())
@@ -307,7 +302,6 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
     def can_replace_layer(
         cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], **_: Any
     ) -> bool:
-        """A `FusedMoE` whose adapters have w1 and w3 apart."""
         return is_kind_of(source_layer, FusedMoE) and len(packed_modules_list) == 2
 
 
@@ -377,5 +371,4 @@ class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
     def can_replace_layer(
         cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], **_: Any
     ) -> bool:
-        """A `FusedMoE` whose adapters have gate and up as one."""
         return is_kind_of(source_layer, FusedMoE) and len(packed_modules_list) == 1

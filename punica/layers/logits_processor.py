@@ -1,11 +1,9 @@
 """LoRA over the language-model head, applied where the logits of the sampled rows are made.
 
-The head is a weight without a forward of its own; the logits processor multiplies with it, gathers the shards of the
-vocabulary and puts their columns in the order of the ids. Only then the LoRA term of the full vocabulary is added:
+The logits processor multiplies with the head, gathers the shards of the vocabulary and puts their columns in the order
+of the ids. Only then the LoRA term of the full vocabulary is added, before the base class's soft cap and scale:
 
     z_s = order(gather(W h_s + b)) + B_l (A_l h_s)        l = slot of sampled row s
-
-Soft cap and scale act on the sum, so they are left to the base class. Ranks that do not receive logits add nothing.
 """
 
 from operator import attrgetter
@@ -27,18 +25,10 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
     """``LogitsProcessor`` plus LoRA; A is given as ``[r, hidden]``, B as ``[vocab, r]``. Built by
     :func:`punica.layers.from_layer_logits_processor`, never by ``from_layer``.
 
-    Args:
-        base_layer: the logits processor.
-        hidden_size, dtype, device: of the head's weight.
-        sharded_to_full_mapping: for every id the column to take from the gathered logits; ``None``: they are in order,
-            unless the head itself says otherwise (``columns_in_id_order``, for added ids).
-
-    ``create_lora_weights`` raises ``ValueError`` for a vocabulary above ``MAX_VOCAB_SIZE`` too.
-
-    Attributes: ``lora_a_stacked [L, 1, R, hidden]``, ``lora_b_stacked [L, 1, vocab, R]``: tensors, as there is one
-    slice, for all ``vocab_size`` ids, so the logits have that width even where the base layer cuts to
-    ``org_vocab_size``. ``sharded_to_full_mapping_gpu``: the mapping as int64 on ``device`` (``None`` without one). The
-    settings of the base layer (``vocab_size``, ``scale``, ``soft_cap`` ...) can be read here too.
+    ``hidden_size``, ``dtype``, ``device``: of the head's weight. ``sharded_to_full_mapping``: for every id the column
+    to take from the gathered logits (``None``: in order, unless the head has ``columns_in_id_order``), on ``device`` as
+    ``sharded_to_full_mapping_gpu``. A and B cover all ``vocab_size`` ids (at most ``MAX_VOCAB_SIZE``), so the logits
+    have that width even where the base layer cuts to ``org_vocab_size``. The base layer's settings can be read here.
     """
 
     logits_as_input = property(attrgetter("base_layer.logits_as_input"))

@@ -1,8 +1,4 @@
-"""`MoELoRAContext`: the slots of a layer of experts, and the calls that add LoRA to the experts' products.
-
-It holds references, so later contents of the slots are used. The experts call :meth:`MoELoRAContext.add_w13` after
-their first product and :meth:`MoELoRAContext.add_w2` after their second, with the assignment of the first.
-"""
+"""`MoELoRAContext`: references to the slots of a layer of experts, and the calls that add LoRA to their products."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +11,13 @@ from punica.ops.experts import Assignment, ExpertLoRAWeights
 
 @dataclass
 class MoELoRAContext:
-    """Slots and sizes of one layer.
+    """Slots and sizes of one layer. The experts call ``add_w13`` after their first product and ``add_w2`` after their
+    second, with the assignment of the first.
 
     Attributes:
         w13, w2: the two products' weights, as the wrapper takes them; the stacks beside them are theirs.
-        adapter_enabled: int32 ``[L+1]``, slots that hold weights for this layer.
-        use_tuned_config: whether tuned kernel tables are looked up.
         lora_dtype: dtype in which activations are multiplied with adapters; ``None``: the one they have.
-        local_token_lora_mapping: slot of every token where tokens of other ranks were gathered, written per forward;
-            ``None``: the step's own.
+        local_token_lora_mapping: slot of every token where those of other ranks were gathered; ``None``: the step's.
         original_hidden_states: activations before the experts quantise them; ``None``: they do not.
         aux_stream, events: of a second stream; ``None``: one stream.
     """

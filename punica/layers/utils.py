@@ -30,7 +30,6 @@ def register_layer_class(name: str, replacement: type[nn.Module]) -> None:
 
 
 def resolve_layer_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class registered under the name of ``cls``, or ``cls`` itself."""
     return _replacements.get(cls.__name__, cls)
 
 
@@ -53,7 +52,6 @@ def _not_fully_sharded_can_replace(can_replace: Callable[..., bool]) -> Callable
 
 
 def _fully_sharded_can_replace(can_replace: Callable[..., bool]) -> Callable[..., bool]:
-    """Decorate ``can_replace_layer``: the wrapped answer AND ``lora_config.fully_sharded_loras``."""
     return _with_condition(can_replace, lambda lora_config: bool(lora_config.fully_sharded_loras))
 
 

@@ -1,8 +1,7 @@
 """LoRA over the token embedding: the shrink is a lookup.
 
-An embedding multiplies a one-hot row with the table, so ``x_t A^T`` is column ``id_t`` of A ``[r, org_vocab]``. A is
-stored transposed, one contiguous row of R per id, for all slots one below the other: row ``slot * org_vocab + id`` of
-``lora_a_stacked_2d [L * org_vocab, R]``. A forward gathers one row per token and expands it:
+``x_t A^T`` of a one-hot row is column ``id_t`` of A ``[r, org_vocab]``. A is stored transposed, a contiguous row of R
+per id: row ``slot * org_vocab + id`` of ``lora_a_stacked_2d [L * org_vocab, R]``. A forward gathers one row per token:
 
     y_t = W[id_t] + B_l A_l[:, id_t]        l = slot of token t
 

@@ -115,7 +115,6 @@ class LoRAKernelMeta:
         )
 
     def write(self, host: np.ndarray, rows: RowGroups) -> None:
-        """Fill this metadata's part of the buffer's host array, and the host tensors."""
         (slots, found), total = rows.present, rows.num_rows
         used, own = slots.size, self._own.get(id(host))
         if own is None:  # of each of the staging buffer's arrays, once

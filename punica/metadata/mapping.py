@@ -1,10 +1,7 @@
 """Steps given by adapter ids or by slots per token: `LoRAMapping`, `convert_mapping`, `compute_meta`.
 
-A step itself is a `LoRABatch`.
-
 An *adapter id* is what the user knows (integer >= 1, 0 = none). A *slot* is the place of its weights on the device
-(index below ``max_loras``, ``-1`` = none). A *segment* is a maximal run of neighbouring tokens with one slot; SGMV
-computes ``Y[s_b:s_{b+1}] += X[s_b:s_{b+1}] @ W_b`` for all segments b in one launch (paper, section 4).
+(index below ``max_loras``, ``-1`` = none). A *segment* is a maximal run of neighbouring tokens with one slot.
 """
 
 from collections.abc import Iterable, Sequence
@@ -80,7 +77,9 @@ def padded_slots(sampled: np.ndarray, max_loras: int) -> np.ndarray:
 
 
 def embedding_offsets(tokens: np.ndarray, vocab_size: int, extra_vocab_size: int = 0) -> np.ndarray:
-    """``[2, T]``: where each token's tables begin in a flattened embedding A, see `convert_mapping`."""
+    """``[2, T]``, with ``e = max(slot, 0)``: ``e * extra_vocab_size`` and ``e * (vocab_size + extra_vocab_size)``, the
+    offset of the slot's table in a flattened embedding A.
+    """
     # rows without adapter point harmlessly into slot 0: the expand that follows skips them
     table = np.maximum(tokens, 0)
     return np.stack((table * extra_vocab_size, table * (vocab_size + extra_vocab_size)))
@@ -93,17 +92,10 @@ def convert_mapping(
     """Slots and offsets of every row of a step, as int64 tensors on ``device``.
 
     ``lora_index_to_id[s]`` is the adapter id in slot s or None; ``max_loras`` (>= its length) encodes "none" in the
-    padded indices. Returns
-
-    - ``base_indices`` ``[T]``: slot of each token, ``-1`` = none
-    - ``sampler_indices`` ``[S]``: slot of each sampled row
-    - ``sampler_indices_padded`` ``[S]``: ``s + S * p`` with p the slot, or ``max_loras - 1`` for none
-    - ``embeddings_indices`` ``[2, T]``: with ``e = max(slot, 0)``: ``e * extra_vocab_size`` and
-      ``e * (vocab_size + extra_vocab_size)``, the offset of the slot's table in a flattened embedding A
-    - ``indices_len`` ``[T, S, S, T]``
-
-    The four tensors are views of one allocation, filled by one copy. TypeError: a wrong type. ValueError: an id that is
-    in no slot (all such ids and the loaded ones are listed), an id in two slots, a number out of range.
+    padded indices. Returns ``base_indices`` ``[T]`` and ``sampler_indices`` ``[S]``, slots of tokens and sampled rows;
+    `padded_slots` ``[S]``; `embedding_offsets` ``[2, T]``; ``indices_len`` ``[T, S, S, T]``. The four tensors are views
+    of one allocation, filled by one copy. TypeError: a wrong type. ValueError: an id that is in no slot (all such ids
+    and the loaded ones are listed), an id in two slots, a number out of range.
     """
     tokens, sampled = mapped_rows(mapping, lora_index_to_id, max_loras)
     check_count("vocab_size", vocab_size)
@@ -122,7 +114,6 @@ def convert_mapping(
 
 
 def _slot_table(lora_index_to_id: Sequence[int | None]) -> dict[int, int]:
-    """Adapter id -> slot, with 0 -> -1."""
     if isinstance(lora_index_to_id, (str, bytes)) or not isinstance(lora_index_to_id, Sequence):
         raise TypeError(f"lora_index_to_id must be a list of ids and None, got {type(lora_index_to_id).__name__}")
     slot_of = {adapter_id: slot for slot, adapter_id in enumerate(lora_index_to_id) if type(adapter_id) is int}

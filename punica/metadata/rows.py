@@ -109,7 +109,6 @@ class RowGroups:
 
     @classmethod
     def of_rows(cls, slots: np.ndarray) -> RowGroups:
-        """From the slot of every row, integers ``[T]``."""
         if not slots.size:
             return NO_ROWS
         slots = slots.astype(np.int64, copy=False)

@@ -293,7 +293,6 @@ class LlamaForCausalLM(nn.Module):
 
     @classmethod
     def resolve_config(cls, config: Any) -> Any:
-        """See :func:`~punica.models.families.resolve_config`."""
         return resolve_config(config, cls.config_classes)
 
 

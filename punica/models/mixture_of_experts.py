@@ -103,7 +103,6 @@ class MixtureOfExpertsForCausalLM(LlamaForCausalLM):
         return [f"experts.{expert}.{part}" for expert in range(self.config.num_local_experts) for part in parts]
 
     def _stored_tensors(self, folder: str | Path) -> dict[str, StoredTensor]:
-        """List the tensors under the names of :meth:`checkpoint_entries`, packed experts one by one."""
         found: dict[str, StoredTensor] = {}
         for name, tensor in super()._stored_tensors(folder).items():
             match = _IN_BLOCK.fullmatch(name)

@@ -1,15 +1,10 @@
 """Tensor-parallel groups and their collectives.
 
-Tensor parallelism (Megatron-LM) splits the weight of one layer over ``tp_size`` ranks. A column-parallel layer
-leaves each rank with a slice of the output (joined by an *all-gather*), a row-parallel layer with a partial sum (joined
-by an *all-reduce*). A *group* is any object with ``rank``, ``world_size``, ``all_reduce(t)``, ``all_gather(t, dim)``
-and ``gather(t, dst, dim)``: :class:`SingleProcessGroup` (one rank, every collective is the identity) or
-:class:`TorchDistGroup` (``torch.distributed``: gloo on CPUs, NCCL on GPUs). Optional: ``can_be_captured`` (collectives
-in CUDA graphs), ``before_close`` (callbacks), ``break_off(reason)``, after which all collectives fail, and ``broken``,
-that reason.
-
-The layers call the ``tensor_model_parallel_*`` functions, which look the current group up at call time. With one rank
-they return their input untouched.
+A *group* is any object with ``rank``, ``world_size``, ``all_reduce(t)``, ``all_gather(t, dim)`` and
+``gather(t, dst, dim)``: :class:`SingleProcessGroup` or :class:`TorchDistGroup` (gloo on CPUs, NCCL on GPUs). Optional:
+``can_be_captured`` (collectives in CUDA graphs), ``before_close`` (callbacks), ``break_off(reason)``, after which all
+collectives fail, and ``broken``, that reason. The layers call the ``tensor_model_parallel_*`` functions, which look the
+current group up at call time. With one rank they return their input untouched.
 """
 
 import inspect
@@ -177,7 +172,6 @@ class TorchDistGroup:
 
 
 def check_not_broken(group: TensorParallelGroup) -> None:
-    """RuntimeError when ``group`` was broken off."""
     if reason := getattr(group, "broken", ""):
         raise RuntimeError(
             f"the tensor-parallel ranks are out of step: rank {group.rank} failed inside of a step ({reason}), so that "
@@ -239,12 +233,10 @@ def _checked(group: TensorParallelGroup) -> TensorParallelGroup:
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """Rank of this process in the current group; 0 when none is set."""
     return current_group().rank
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """Number of ranks in the current group; 1 when none is set."""
     return current_group().world_size
 
 

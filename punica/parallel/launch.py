@@ -1,20 +1,13 @@
 """Start of tensor parallelism: one process per rank, and the group that the layers find.
 
-Tensor parallelism cuts every layer over ``tp_size`` processes that all run *the same program* on *the same requests*.
-Inside :func:`init_tensor_parallel` layers read their place from the group when they are built. Model and engine code
-does not change. The processes come from one of
+``tp_size`` processes run *the same program* on *the same requests*; model and engine code does not change. They come
+from torchrun (``torchrun --nproc-per-node 2 serve.py``, once per machine), or on one machine from
+:func:`spawn_tensor_parallel`::
 
-* **torchrun**, one command per machine::
-
-      torchrun --nproc-per-node 2 serve.py
-
-      # serve.py
-      with init_tensor_parallel():
-          model = LlamaForCausalLM(folder)      # builds this rank's shards
-          model.load_weights(folder)            # reads this rank's part of the full checkpoint
-          ...                                   # every rank now computes the same logits
-
-* :func:`spawn_tensor_parallel`, from within a Python program on one machine, as tests do.
+    with init_tensor_parallel():
+        model = LlamaForCausalLM(folder)      # builds this rank's shards
+        model.load_weights(folder)            # reads this rank's part of the full checkpoint
+        ...                                   # every rank now computes the same logits
 
 With more processes than ``tp_size`` the world is cut into groups of consecutive ranks, ``world_size / tp_size``
 replicas of the model.
@@ -56,19 +49,16 @@ def init_tensor_parallel(
 
     Args:
         tp_size: ranks that share one model; must divide the world size. ``None``: the whole world.
-        backend: of ``torch.distributed``. ``None``: NCCL for CUDA tensors (and gloo for CPU tensors) where there is a
-            GPU, else gloo.
-        init_method: rendezvous, e.g. ``"tcp://10.0.0.1:29500"`` or ``"file:///shared/file"``. ``None``: the
-            environment's ``MASTER_ADDR`` and ``MASTER_PORT``.
-        rank, world_size: this process's place in the world. ``None``: the environment's ``RANK`` and ``WORLD_SIZE``,
-            which torchrun sets.
+        backend: of ``torch.distributed``. ``None``: NCCL (and gloo for CPU tensors) where there is a GPU, else gloo.
+        init_method: rendezvous, e.g. ``"tcp://10.0.0.1:29500"``. ``None``: ``MASTER_ADDR`` and ``MASTER_PORT``.
+        rank, world_size: this process's place. ``None``: ``RANK`` and ``WORLD_SIZE``, which torchrun sets.
 
-    With NCCL the current CUDA device becomes ``LOCAL_RANK`` (``rank`` where that is not set) and stays so. This is a
-    collective of the whole world. A world that is initialised already is used as found: leave the keyword arguments
-    out. On exit the previous group is installed again, and what was initialised here is destroyed.
+    With NCCL the current CUDA device becomes ``LOCAL_RANK`` (else ``rank``) and stays so. This is a collective of the
+    whole world. A world that is initialised already is used as found: leave the keyword arguments out. On exit the
+    previous group is installed again, and what was initialised here is destroyed.
 
-    Raises, before anything changes: TypeError or ValueError for an argument or environment variable out of range or a
-    ``tp_size`` that does not divide the world size, RuntimeError for a missing environment or too few GPUs.
+    Raises, before anything changes: TypeError or ValueError for an argument or environment variable out of range,
+    RuntimeError for a missing environment or too few GPUs.
     """
     given: dict[str, Any] = {"backend": backend, "init_method": init_method, "rank": rank, "world_size": world_size}
     found = dist.is_available() and dist.is_initialized()
@@ -108,7 +98,6 @@ def _world_as_found(given: dict[str, Any]) -> _World:
 
 
 def _planned_world(backend: str | None, init_method: str | None, rank: int | None, world_size: int | None) -> _World:
-    """The checked world of arguments and environment."""
     needed = {"RANK": rank, "WORLD_SIZE": world_size}
     if init_method in (None, "env://"):
         needed |= {"MASTER_ADDR": None, "MASTER_PORT": None}
@@ -161,7 +150,6 @@ def _start(world: _World) -> None:
 
 
 def _own_group(world: _World, tp_size: int, undo: ExitStack) -> TorchDistGroup:
-    """The group of this rank: ranks ``[k * tp_size, (k + 1) * tp_size)`` of the world."""
     process_group = None
     if tp_size < world.size:
         process_group, _ = dist.new_subgroups(tp_size)
@@ -190,17 +178,9 @@ def spawn_tensor_parallel(
 ) -> list[Any]:
     """Run ``function(rank, *args)`` on ``tp_size`` ranks, a new process each; the results in rank order.
 
-    Every process is inside :func:`init_tensor_parallel`::
-
-        def logits(rank, folder):                      # at the top level of a module
-            model = LlamaForCausalLM(folder)
-            ...
-
-        if __name__ == "__main__":                     # the new processes import this module too
-            per_rank = spawn_tensor_parallel(logits, 2, "llama-7b")
-
-    ``function``, ``args`` and results travel by pickle: every rank has its own copy of a tensor in ``args``. On CPUs
-    the ranks share this process's torch threads evenly. ``backend`` is that of :func:`init_tensor_parallel`; pass
+    Every process is inside :func:`init_tensor_parallel` and imports the module of ``function``, so the program's own
+    start belongs under ``if __name__ == "__main__"``. ``function``, ``args`` and results travel by pickle. On CPUs the
+    ranks share this process's torch threads evenly. ``backend`` is that of :func:`init_tensor_parallel`; pass
     ``"gloo"`` to compute on the CPU of a machine with fewer GPUs than ranks.
 
     Raises TypeError or ValueError for arguments that cannot be used, before a process starts. When a rank fails the
@@ -224,7 +204,6 @@ def spawn_tensor_parallel(
 
 
 def _run_ranks(home: Path, tp_size: int, backend: str | None) -> None:
-    """Start all ranks and wait; the first failure ends them all."""
     threads = max(1, torch.get_num_threads() // tp_size)
     job = (tp_size, backend, threads, home)
     processes = mp.start_processes(_rank_main, job, nprocs=tp_size, join=False, start_method="spawn")

@@ -1,14 +1,9 @@
 """The linear layers that LoRA wraps: replicated, or split over tensor-parallel ranks by columns or by rows.
 
-Every layer computes ``y = x W^T (+ b)`` with ``W`` of shape ``[out, in]``. For rank ``p`` of ``tp``:
-
-* *column parallel* keeps a block of **rows** of ``W`` (columns of ``W^T``): each rank makes ``out / tp`` outputs;
-* *row parallel* keeps a block of **columns** of ``W``: each rank takes ``in / tp`` inputs and makes a partial sum.
-
-A pair column -> row, as in attention and in the MLP, needs one all-reduce and no gather (Megatron-LM).
-
-Attribute names follow vLLM. Inference only: no parameter requires a gradient. Parameters are created uninitialised
-(``torch.empty``) in the default device and ``params_dtype``; a model fills them through ``weight_loader``.
+Every layer computes ``y = x W^T (+ b)`` with ``W`` of shape ``[out, in]``. *Column parallel* keeps a block of **rows**
+of ``W``: each rank makes ``out / tp`` outputs. *Row parallel* keeps a block of **columns**: each rank takes ``in / tp``
+inputs and makes a partial sum. A pair column -> row, as in attention and MLP, needs one all-reduce and no gather
+(Megatron-LM). Parameters are frozen and uninitialised; a model fills them through ``weight_loader``.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -145,7 +140,6 @@ class LinearBase(nn.Module):
         self.quant_method = UnquantizedLinearMethod()
 
     def _create_parameters(self, out_features: int, in_features: int, bias: bool) -> None:
-        """Register ``weight [out_features, in_features]`` (this rank's) and ``bias [out_features]`` or ``None``."""
         weight = torch.empty(out_features, in_features, dtype=self.params_dtype)
         self.weight = annotated_parameter(weight, self.weight_loader)
         zeros = torch.zeros(out_features, dtype=self.params_dtype) if bias else None

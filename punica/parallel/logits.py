@@ -65,7 +65,6 @@ class LogitsProcessor(nn.Module):
         return None if logits is None else logits[..., : self.org_vocab_size]
 
     def _gather_logits(self, logits: Tensor) -> Tensor | None:
-        """Join the shards along the vocabulary: on all ranks, or on rank 0 alone."""
         if self.use_all_gather:
             return tensor_model_parallel_all_gather(logits)
         return tensor_model_parallel_gather(logits)

@@ -2,12 +2,11 @@
 
 On a GPU a few rows of 16 bits go through `skinny_gemm`, which reads the weight once and starts early (PDL).
 
-torch sends float32 products on a CPU to MKL, which is slow for a few rows on other makers' processors. The linear
+torch sends float32 products on a CPU to MKL, which is slow for a few rows on other makers' processors: the linear
 layers of ``llama-small`` on an AMD EPYC with two cores take 17 ms for one row and 81 ms for four; oneDNN (also in
 torch) takes 19 and 33 ms, and less than half of MKL's time up to 512 rows. So batches go to oneDNN and a single row to
-MKL. On an Intel Xeon a single row takes MKL 18 ms and two rows take oneDNN 13 ms: experiments measure both and set
-`onednn_for`. The library does not, since bits would then depend on a clock. oneDNN's operator is not public API: where
-torch lacks it, or its answer differs, ``F.linear`` serves all.
+MKL; experiments measure both and set `onednn_for`, the library does not, since bits would then depend on a clock.
+oneDNN's operator is not public API: where torch lacks it, or its answer differs, ``F.linear`` serves all.
 """
 
 import functools
@@ -80,7 +79,6 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def through(onednn: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by oneDNN's fused linear."""
     return onednn(x, weight, bias, "none", [], "")
 
 

@@ -64,7 +64,6 @@ def container_bytes(root: Path = Path("/")) -> Iterator[int]:
 
 
 def _left_in(group: Path, accounting: _Accounting) -> int | None:
-    """Bytes left in one group, ``None`` without a limit."""
     try:
         limit = int((group / accounting.limit).read_text(encoding="utf-8"))  # "max" is no limit
         used = int((group / accounting.used).read_text(encoding="utf-8"))
