@@ -175,7 +175,9 @@ class MoEBench:
 
         def call() -> None:
             with torch.inference_mode():
-                context.add_w2(y2, inner, weights, context.add_w13(y13, x, ids, weights, None))
+                assignment = context.assign(ids, weights, None)
+                context.punica_wrapper.add_lora_experts(y13, context.rows_of_w13(x), context.w13, assignment)
+                context.punica_wrapper.add_lora_experts(y2, context.as_adapters(inner), context.w2, assignment)
 
         return call, (y13, y2, inner, weights, ids)
 

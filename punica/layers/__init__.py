@@ -9,7 +9,7 @@
     column_parallel_linear.py
                         B split by rows: plain, merged and QKV layers
     fully_sharded.py    both A and B sharded over the ranks: shrink, a collective, expand
-    fused_moe.py        experts; moe_context.py: the calls that add LoRA to their products
+    fused_moe.py        experts; moe_context.py: their slots as the base layer's products take them
     vocab_parallel_embedding.py, logits_processor.py
                         the two ends of a model
     utils.py            rules that all layers share

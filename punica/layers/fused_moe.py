@@ -3,8 +3,8 @@
     y = sum_j p_j * (W2 + B2_l A2_l)[e_j] act((W13 + B13_l A13_l)[e_j] x)        l: the token's slot
 
 An adapter has an A and a B per expert and projection (gate w1, down w2, up w3). The delta is added to the product of
-each (token, expert) pair: to the first before the activation, to the second before the sum over k. The experts make the
-two calls, see `punica.layers.moe_context`.
+each (token, expert) pair: to the first before the activation, to the second before the sum over k. The base layer makes
+the two calls, see `punica.layers.moe_context`.
 
 Slots are stacked over adapters and experts, in four families: A and B of the first product (w13) and of the second
 (w2), each ``[L, E, rows, cols]``. An adapter fills the first rows of A and the first columns of B.
@@ -285,9 +285,10 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         self.base_layer.routed_experts.set_lora_context(self._build_lora_context())
 
     def _build_lora_context(self) -> MoELoRAContext:
-        config, (a, b) = cast(LoRAConfig, self.lora_config), self._slots
+        config = cast(LoRAConfig, self.lora_config)
         return MoELoRAContext(
-            self._weights("w13"), self._weights("w2"), a[:-1], b[:-1], a[-1:], b[-1:],
+            self._weights("w13"), self._weights("w2"),
+            self.w13_lora_a_stacked, self.w13_lora_b_stacked, self.w2_lora_a_stacked, self.w2_lora_b_stacked,
             self.adapter_enabled, self.max_loras, self.moe_config.experts_per_token, self._w13_slices,
             self.fully_sharded, self.tp_rank, self.tp_size, self.local_num_experts, self.punica_wrapper,
             use_tuned_config=config.tuned_dir is not None, lora_dtype=cast(torch.dtype, config.lora_dtype),

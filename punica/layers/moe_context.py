@@ -1,4 +1,4 @@
-"""`MoELoRAContext`: references to the slots of a layer of experts, and the calls that add LoRA to their products."""
+"""`MoELoRAContext`: references to the slots of a layer of experts, for the products that LoRA is added to."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,7 @@ from punica.ops.experts import Assignment, ExpertLoRAWeights
 
 @dataclass
 class MoELoRAContext:
-    """Slots and sizes of one layer. The experts call ``add_w13`` after their first product and ``add_w2`` after their
-    second, with the assignment of the first.
+    """Slots and sizes of one layer, by which `punica.parallel.FusedMoE` calls the wrapper after both products.
 
     Attributes:
         w13, w2: the two products' weights, as the wrapper takes them; the stacks beside them are theirs.
@@ -44,21 +43,14 @@ class MoELoRAContext:
     aux_stream: Any = None
     events: tuple[torch.cuda.Event, ...] | None = None
 
-    def add_w13(
-        self, y: Tensor, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None
-    ) -> Assignment:
-        """Add to ``y [T, k, w13 rows]``; returns the assignment of the pairs."""
-        x = x if self.original_hidden_states is None else self.original_hidden_states
-        assignment = self.punica_wrapper.assign_pairs(
-            topk_ids, topk_weights, expert_map, self.w13, self.local_token_lora_mapping
-        )
-        self.punica_wrapper.add_lora_experts(y, self._as_adapters(x), self.w13, assignment)
-        return assignment
+    def assign(self, topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None) -> Assignment:
+        """Group the pairs of ``topk_ids [T, k]`` for both products."""
+        mapping = self.local_token_lora_mapping
+        return self.punica_wrapper.assign_pairs(topk_ids, topk_weights, expert_map, self.w13, mapping)
 
-    def add_w2(self, y: Tensor, x: Tensor, topk_weights: Tensor, assignment: Assignment) -> None:
-        """Add to ``y [T, k, H]``, weighted like it."""
-        assignment = assignment._replace(topk_weights=topk_weights)
-        self.punica_wrapper.add_lora_experts(y, self._as_adapters(x), self.w2, assignment)
+    def rows_of_w13(self, x: Tensor) -> Tensor:
+        """The rows ``x [T, H]`` of the first product as the adapters take them."""
+        return self.as_adapters(x if self.original_hidden_states is None else self.original_hidden_states)
 
-    def _as_adapters(self, x: Tensor) -> Tensor:
+    def as_adapters(self, x: Tensor) -> Tensor:
         return x if self.lora_dtype in (None, x.dtype) else x.to(self.lora_dtype)

@@ -197,27 +197,6 @@ class RoutedExperts(nn.Module):
             return backbone.swiglu(product.flatten(0, -2)).unflatten(0, product.shape[:-1])
         return self._activation(*halves(product, self.layout)) if self.gated else self._activation(product)
 
-    def forward(
-        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, weights_on_input: bool
-    ) -> Tensor:
-        """``x [T, H]`` to ``[T, H]``: this rank's experts, summed over k. ``topk_ids`` are global experts."""
-        top_k = topk_ids.shape[1]
-        local = topk_ids if expert_map is None else expert_map[topk_ids].long()
-        rows = x * topk_weights.to(x.dtype) if weights_on_input else x
-        factors = torch.ones_like(topk_weights) if weights_on_input else topk_weights
-        groups = group_pairs(local, self.config.num_local_experts, expert_map is None)
-        up = groups.multiply(rows, self.w13_weight, top_k)
-        context, assignment = self.lora_context, None
-        if context is not None:
-            assignment = context.add_w13(up, rows, topk_ids, topk_weights, expert_map)
-        inner = self.activate(up).flatten(0, 1)
-        down = groups.multiply(inner, self.w2_weight, 1)
-        if not weights_on_input:
-            down *= factors.to(down.dtype).unsqueeze(-1)
-        if context is not None:
-            context.add_w2(down, inner, factors, assignment)
-        return down.sum(dim=1)
-
 
 class UnquantizedMoEMethod:
     """Products of the experts. A monolithic method (routing and all products in one kernel) could not take LoRA."""
@@ -328,10 +307,27 @@ class FusedMoE(nn.Module):
             halves(target.T, self.w13_layout)[which == "w3"].copy_(own.T)
 
     def forward(self, x: Tensor, router_logits: Tensor) -> Tensor:
-        """``x [T, H]`` and the router's ``[T, E_g]`` to ``[T, H]``."""
+        """``x [T, H]`` and the router's ``[T, E_g]`` to ``[T, H]``, summed over k and the ranks."""
         check_last_dim(x, self.moe_config.hidden_dim, self.prefix or type(self).__name__)
-        topk_weights, topk_ids = route(router_logits, self.top_k, self.renormalize)
-        output = self.routed_experts(x, topk_weights, topk_ids, self.expert_map, self.apply_router_weight_on_input)
+        weights, ids = route(router_logits, self.top_k, self.renormalize)
+        experts, expert_map, on_input = self.routed_experts, self.expert_map, self.apply_router_weight_on_input
+        local = ids if expert_map is None else expert_map[ids].long()
+        rows = x * weights.to(x.dtype) if on_input else x
+        factors = torch.ones_like(weights) if on_input else weights
+        groups = group_pairs(local, self.moe_config.num_local_experts, expert_map is None)
+        up = groups.multiply(rows, experts.w13_weight, self.top_k)
+        context, assignment = experts.lora_context, None
+        if context is not None:
+            assignment = context.assign(ids, weights, expert_map)
+            context.punica_wrapper.add_lora_experts(up, context.rows_of_w13(rows), context.w13, assignment)
+        inner = experts.activate(up).flatten(0, 1)
+        down = groups.multiply(inner, experts.w2_weight, 1)
+        if not on_input:
+            down *= factors.to(down.dtype).unsqueeze(-1)
+        if assignment is not None:
+            assignment = assignment._replace(topk_weights=factors)
+            context.punica_wrapper.add_lora_experts(down, context.as_adapters(inner), context.w2, assignment)
+        output = down.sum(dim=1)
         if self.reduce_results and self._ranks > 1:
             output = tensor_model_parallel_all_reduce(output)
         return output
