@@ -33,10 +33,11 @@ ALONE = Beside()
 
 
 class Ops(Protocol):
-    """The operations of a backend. T' rows hold the step's T; later rows have no adapter."""
+    """The operations of a backend. T' rows hold the step's T; later rows have no adapter. ``contiguous_shrinks``: the
+    y of a shrink must be contiguous.
+    """
 
     contiguous_shrinks: bool
-    """The y of a shrink must be contiguous."""
 
     def shrink(
         self, y: Tensor, x: Tensor, a: Stack, batch: LoRABatch, scale: float = 1.0,

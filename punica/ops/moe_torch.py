@@ -16,7 +16,6 @@ from punica.ops.scales import PLAIN, Scheme, real_rows, real_weight, rounded
 
 Group = tuple[int, int, Tensor]
 """Slot, expert, pairs."""
-Reader = Callable[[int, int, int], Tensor]
 
 
 def moe_lora_align_block_size(
@@ -27,14 +26,12 @@ def moe_lora_align_block_size(
     """Group the pairs of every slot in ``lora_ids`` by expert, in blocks of ``block_size``, in place.
 
     Args:
-        topk_ids: ``[T, k]`` int32 or int64; global experts when there is an ``expert_map``.
+        topk_ids: ``[T, k]`` int32 or int64; global experts when there is an ``expert_map``, int32 ``[E_g]``, local
+            expert or -1. Ids from ``num_experts`` on are dropped, like negative ones.
         token_lora_mapping: ``[T]`` int32.
-        num_experts: ids from it on are dropped, like negative ones.
         sorted_token_ids, expert_ids, num_tokens_post_pad: int32, ``[L, P]``, ``[L, B]`` and ``[L]``, flat or not, with
             P = ``max_num_tokens_padded`` and B = ``max_num_m_blocks``.
-        adapter_enabled: int32 ``[L+1]``: slots with weights here.
-        lora_ids: int32, any number of them: slots in use (-1: none).
-        expert_map: int32 ``[E_g]``, local expert or -1.
+        adapter_enabled: int32 ``[L+1]``: slots with weights here. lora_ids: int32, slots in use (-1: none).
 
     Row l of the outputs then holds the pairs of slot l, experts ascending and pairs ascending within one, each expert's
     filled up with the sentinel ``T * k``; the expert of every block (-1 past the last); and how many ids that makes.
@@ -113,7 +110,9 @@ def fused_moe_lora(
             y[pairs] = (y[pairs].float() + delta if switches.add_inputs else delta).to(y.dtype)
 
 
-def _reader(weights: Sequence[Tensor], scales: Sequence[Tensor] | None = None, scheme: Scheme = PLAIN) -> Reader:
+def _reader(
+    weights: Sequence[Tensor], scales: Sequence[Tensor] | None = None, scheme: Scheme = PLAIN
+) -> Callable[[int, int, int], Tensor]:
     """Return a function of (slice, slot, expert) that reads one weight as float32."""
     if scales is None:
         return lambda s, slot, expert: weights[s][slot, expert].float()
@@ -121,7 +120,6 @@ def _reader(weights: Sequence[Tensor], scales: Sequence[Tensor] | None = None, s
 
 
 def _groups(given: Experts, form: ExpertForm) -> Iterator[Group]:
-    """Pairs to compute, by slot and expert."""
     enabled = given.enabled.tolist()
     slots = range(form.slots) if given.lora_ids is None else given.lora_ids.tolist()
     active = [slot for slot in slots if 0 <= slot < form.slots and enabled[slot]]
@@ -159,7 +157,6 @@ class TorchExpertOps:
         self, topk_ids: Tensor, mapping: Tensor, sizes: tuple[int, int, int, int, int], enabled: Tensor,
         expert_map: Tensor | None, lora_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Align the pairs of all slots, or of those in ``lora_ids``."""
         _, _, max_loras, padded, blocks = sizes
         new: dict[str, Any] = {"dtype": torch.int32, "device": topk_ids.device}
         ids = torch.full((max_loras * padded,), topk_ids.numel(), **new)
@@ -169,16 +166,13 @@ class TorchExpertOps:
         return ids, experts, counts
 
     def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
-        """Apply the contract's rule."""
         return weights.prefers_naive(pairs)
 
     def block_size(self, tokens: int, top_k: int, active: int, weights: ExpertLoRAWeights) -> int:
-        """Return 16."""
         return 16
 
     def add(
         self, given: Experts, max_lora_rank: int, top_k: int, switches: Switches,
         configs: tuple[Numbers, Numbers] | None, active: int, site: str | None,
     ) -> None:  # fmt: skip
-        """Run `fused_moe_lora`; ``configs`` give the alignment's block alone."""
         fused_moe_lora(given, max_lora_rank, top_k, switches, None if configs is None else configs[0][0])

@@ -68,13 +68,8 @@ class Tile(NamedTuple):
     row_major: bool
 
 
-class Operands(NamedTuple):
-    """Scratch of a `Tile`; None where the caller's tensor serves. ``wt`` is ``w`` transposed."""
-
-    x: Tensor | None
-    w: Tensor | None
-    wt: Tensor | None
-    total: Tensor | None
+Operands = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Scratch of a `Tile`: x, w, w transposed and the sum; None where the caller's tensor serves."""
 
 
 class _Scratch(threading.local):
@@ -100,7 +95,7 @@ class _Scratch(threading.local):
                 w = w if tile.row_major else w.mT
             if tile.out_dtype != dtype:
                 total = self._buffer("total", (*batch, tile.length, tile.n), dtype, tile.device)
-            operands = Operands(x, w, None if w is None else w.mT, total)
+            operands = x, w, None if w is None else w.mT, total
         if len(self.operands) >= _KEPT_TILES:
             self.operands.clear()
         self.operands[convert] = operands
@@ -213,7 +208,7 @@ _convert = functools.lru_cache(maxsize=1024)(_Convert)  # all weights of one sha
 
 
 def _convert_segment(tile: Tile) -> Multiply:
-    """Return the product of one segment, at once if it fits a tile."""
+    """Multiply one segment, at once if it fits a tile."""
     fits = tile.n * (tile.k + tile.length) <= _TILE and tile.length <= _TILE_ROWS
     return _convert(tile) if fits else _convert_blocks
 
@@ -251,7 +246,7 @@ def _convert_blocks(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float
         block = w[column : column + columns]
         tile = Tile((), rows, block.shape[0], inner, dtype, out.dtype, x.dtype, w.dtype, w.device, _is_row_major(w))
         whole = _convert(tile)
-        converted = (_scratch.operands.get(whole) or _scratch.cut(whole)).w
+        _, converted, _, _ = _scratch.operands.get(whole) or _scratch.cut(whole)
         if converted is not None:
             block = converted.copy_(block)
         for row in range(0, length, rows):

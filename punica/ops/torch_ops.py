@@ -34,7 +34,6 @@ class TorchOps:
         self, y: Tensor, x: Tensor, a: Stack, batch: LoRABatch, scale: float = 1.0,
         accumulate: bool = False, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Shrink hidden size to rank."""
         expect(STEP.input, x)
         check_scale(STEP.scale, scale)
         if not x.shape[0]:
@@ -50,7 +49,6 @@ class TorchOps:
         self, y: Tensor, x: Tensor, b: Stack, batch: LoRABatch, offset_start: int = 0,
         add_inputs: bool = True, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Expand rank to hidden size."""
         expect(STEP.output, y)
         expect(STEP.input, x)
         if not y.shape[0]:
@@ -66,7 +64,6 @@ class TorchOps:
         self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: LoRABatch, scale: float = 1.0,
         add_inputs: bool = True, x_scale: Tensor | None = None, beside: Beside = ALONE,
     ) -> None:  # fmt: skip
-        """Run both. There is no second stream, and base products are the caller's."""
         if beside is not ALONE:
             raise NotImplementedError("TorchOps computes no base product; multiply it before")
         expect(STEP.input, x)
@@ -77,12 +74,11 @@ class TorchOps:
             add_low_rank(self, y, low, weights, batch, add_inputs)
 
     def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
-        """Quantise as `punica.ops.quant.quantize_per_token`, without its check."""
         return quantize_per_token(x, group_k, check=False)
 
 
 def _cut(y: Tensor, x: Tensor, stack: Stack, batch: LoRABatch, offset: int, x_scale: Tensor | None) -> Cut:
-    """Return the products of a call: those of the last such call on this step, or the operands checked and cut."""
+    """Return the products of the last such call on this step, or the operands checked and cut."""
     plan, ranks = batch.plan, None if stack.ranks is None else stack.ranks.tolist()
     if stack.cuts_of is not plan or len(stack.cuts) >= _MOST_CUTS:
         stack.cuts_of, stack.cuts = plan, {}

@@ -97,7 +97,6 @@ class Form(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        """FP8 weights with scales."""
         return self.scales is not None
 
 
@@ -129,16 +128,13 @@ class Stack:
 
     @classmethod
     def of_a(cls, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Stack:
-        """Build A, ``[L, (1,) r, K]`` per slice."""
         return cls(tensors, -2, *args, **kwargs)
 
     @classmethod
     def of_b(cls, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Stack:
-        """Build B, ``[L, (1,) N_i, r]`` per slice."""
         return cls(tensors, -1, *args, **kwargs)
 
     def slice(self, i: int) -> Stack:
-        """Return slice ``i`` alone."""
         ranks = None if self.ranks is None else self.ranks[i : i + 1]
         return Stack(self.tensors[i : i + 1], self.rank_dim, ranks, self.scales[i : i + 1], self.form.scheme)
 
@@ -175,7 +171,6 @@ class LoRAWeights:
         return cls(a, Stack.of_b(lora_b, ranks, scales[1], schemes[1], names), names)
 
     def validate(self) -> None:
-        """Run `Stack.validate` on both."""
         self.a.validate()
         self.b.validate()
 
