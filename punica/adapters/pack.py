@@ -83,7 +83,9 @@ class AdapterPacker:
                 b is None or all_finite(b.scale if isinstance(b, Fp8Matrix) else b) for _, b in slices
             ):
                 raise ValueError(f"adapter {lora.id}, module {name!r}: B contains NaN or inf after scaling")
-            slices = layer.to_slices(slices if self._fp8 is None else _quantised(slices, self._fp8))
+            if self._fp8 is not None:  # scales belong to whole rows of A and B, so later cuts find them ready
+                slices = [(self._quantised(a), self._quantised(b)) for a, b in slices]
+            slices = layer.to_slices(slices)
             if len(weights.blocks) == len(slices):  # else blocks of a matrix that the layer splits
                 slices = [
                     pair if blocks == Blocks() else layer.own_ranks(i, pair, blocks)
@@ -91,6 +93,9 @@ class AdapterPacker:
                 ]
             groups[name] = ModuleWeights(name, weights.rank, slices)
         return LoRAModel(lora.id, max(weights.rank for weights in groups.values()), groups)
+
+    def _quantised(self, factor: LoRAFactor) -> LoRAFactor:
+        return None if factor is None else Fp8Matrix.of(factor, cast(torch.dtype, self._fp8), check=False)
 
     def check(self, lora: LoRAModel) -> None:
         """Check names, types and shapes against every layer; meta tensors will do. Raises as :meth:`pack`."""
@@ -156,15 +161,6 @@ class AdapterPacker:
             (slices[cast(int, part)],) = weights.scaled()
             blocks[cast(int, part)] = (*weights.blocks, Blocks())[0]
         return ModuleWeights(name, rank, slices, blocks=blocks)
-
-
-def _quantised(slices: Slices, fp8: torch.dtype) -> Slices:
-    """Quantise checked pairs. Scales belong to whole rows of A and B, so later cuts find them ready."""
-
-    def quantise(factor: LoRAFactor) -> LoRAFactor:
-        return None if factor is None else Fp8Matrix.of(factor, fp8, check=False)
-
-    return [(quantise(a), quantise(b)) for a, b in slices]
 
 
 def expert_slices(

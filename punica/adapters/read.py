@@ -184,7 +184,11 @@ class WeightsFile:
             block, shapes, scaling = blocks.pop(form), [entry.shape for _, entry in members], form[1]
             if dtype not in (None, stored):
                 block = _new_block(block.numel(), dtype).copy_(block)
-            pieces = _split(block, shapes) if scaling is None else _split_scaled(block, shapes, scaling)
+            if scaling is None:
+                parts = block.split([shape.numel() for shape in shapes])
+                pieces = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            else:
+                pieces = _split_scaled(block, shapes, scaling)
             tensors |= zip([key for key, _ in members], pieces, strict=True)
             finite = finite and all_finite(block)
         return Numbers(tensors, finite, sums)
@@ -225,12 +229,6 @@ def _runs(entries: Mapping[str, TensorEntry]) -> list[_Run]:
 def _new_block(numel: int, dtype: torch.dtype) -> Tensor:
     size = numel * dtype.itemsize
     return Pages.of(size).tensor(size).view(dtype)
-
-
-def _split(block: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """View a block as tensors, one after the other."""
-    pieces = block.split([shape.numel() for shape in shapes])
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _split_scaled(block: Tensor, shapes: Sequence[torch.Size], scaling: float) -> list[Tensor]:

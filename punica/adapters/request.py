@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from punica.adapters.config import PEFTHelper
@@ -83,17 +84,9 @@ class LoRARequest:
         given = _derived_id(self.lora_name, folder) if self.lora_int_id is None else self.lora_int_id
         object.__setattr__(self, "lora_int_id", check_adapter_id("LoRARequest lora_int_id", given))
 
-    @property
-    def adapter_id(self) -> int:
-        return self.lora_int_id
-
-    @property
-    def name(self) -> str:
-        return self.lora_name
-
-    @property
-    def path(self) -> str:
-        return self.lora_path
+    adapter_id = property(attrgetter("lora_int_id"))
+    name = property(attrgetter("lora_name"))
+    path = property(attrgetter("lora_path"))  # as given
 
     @property
     def source(self) -> tuple:

@@ -260,10 +260,9 @@ class LoRAModel:
         """Build an adapter from PEFT-named tensors in memory.
 
         Args:
-            tensors: `{PEFT name: tensor}`, e.g. `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`; of FP8
-                tensors the scales under `..._scale`, one per tensor or per row.
-            device, dtype: where to place the tensors and as what; `dtype=None` keeps each tensor's own, and FP8 with
-                its scales. Tensors that already fit are shared, not copied.
+            tensors: `{PEFT name: tensor}`; of FP8 tensors the scales under `..._scale`, one per tensor or per row.
+            device, dtype: of the result; `dtype=None` keeps each tensor's own, and FP8 with its scales. Tensors that
+                fit are shared, not copied.
             model_vocab_size: if given, embedding adapters must cover exactly this many ids.
             weights_mapper: renames modules: a function, or a dict whose keys are replaced in order in the names.
             skip_prefixes: modules to leave out.

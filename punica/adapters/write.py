@@ -21,7 +21,6 @@ from torch import Tensor
 
 from punica.adapters.weights import LoRAModel, ModuleWeights
 from punica.layers import BaseLayerWithLoRA
-from punica.layers.base import SlotPart
 from punica.layers.packing import LoRAFactor, Slices
 from punica.ops.quant import Fp8Matrix
 from punica.ops.slot_image import image_matrices, pack_image
@@ -179,24 +178,20 @@ def stage(
     parts = {name: layer.slot_parts(lora.slices_of(name)) for name, layer in modules.items()}
     all_parts = [part for of_layer in parts.values() for part in of_layer]
     image = pack_image([part.stored() for part in all_parts], dtype, pin_memory=pin_memory)
-    matrices = zip(all_parts, image_matrices(image, len(all_parts), dtype), strict=True)
-    views = iter([_as_part(part, matrix) for part, matrix in matrices])
+    views: list[Tensor | None] = []  # of the image, as the layers take them
+    for part, matrix in zip(all_parts, image_matrices(image, len(all_parts), dtype), strict=True):
+        if matrix is not None:
+            matrix = matrix.view(part.slots.dtype) if part.fp8 else matrix
+            matrix = matrix if part.row_major else matrix.T
+        views.append(matrix)
     loras: dict[str, ModuleWeights] = {}
     for name, of_layer in parts.items():
-        own = [next(views) for _ in of_layer]
+        own, views = views[: len(of_layer)], views[len(of_layer) :]
         if (weights := lora.get_lora(name)) is not None:
             loras[name] = ModuleWeights(name, weights.rank, _as_slices(own, weights.slices, of_layer[0].fp8))
     staged = LoRAModel(lora.id, lora.rank, loras)
     staged.image, staged.version = image, lora.version
     return staged
-
-
-def _as_part(part: SlotPart, matrix: Tensor | None) -> Tensor | None:
-    """View a matrix of an image as the slot's layer takes it."""
-    if matrix is None:
-        return None
-    typed = matrix.view(part.slots.dtype) if part.fp8 else matrix
-    return typed if part.row_major else typed.T
 
 
 def _as_slices(views: list[Tensor | None], slices: Slices, fp8: bool) -> Slices:

@@ -130,8 +130,11 @@ def test_a_file_that_becomes_shorter_is_an_error_and_never_a_signal(make_manager
         ("q_proj", [], None),  # of any layer
         ("0.q_proj", [], None),  # a key that other numbers end in
         ("language_model.layers.0._fsdp_wrapped_module.q_proj", ["lm_head"], None),
-        ("language_model.layers.0._fsdp_wrapped_module.q_proj", ["language_model.lm_head"],
-         {"_fsdp_wrapped_module.": ""}),
+        (
+            "language_model.layers.0._fsdp_wrapped_module.q_proj",
+            ["language_model.lm_head"],
+            {"_fsdp_wrapped_module.": ""},
+        ),
         ("language_model.layers.1.10.q_proj", [], None),
         ("0.auto_model.language_model.layers.1.q_proj", [], {"0.auto_model.": ""}),
     ],

@@ -3,7 +3,7 @@
 import peft
 import pytest
 import torch
-from blocks_world import PROMPTS, serve
+from managed_world import PROMPTS, serve
 from peft_world import SEVEN, hugging_face_model, lora_config, peft_model, reference_logits
 
 from punica.adapters import LoRAModel

@@ -9,13 +9,7 @@ from adapter_world import INTER, VOCAB, adapter_tensors
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from punica.adapters import (
-    LoRAModel,
-    PEFTHelper,
-    random_adapter,
-    random_adapter_tensors,
-    write_random_adapter,
-)
+from punica.adapters import LoRAModel, PEFTHelper, random_adapter, random_adapter_tensors, write_random_adapter
 from punica.metadata import LoRAMapping
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # inside transformers

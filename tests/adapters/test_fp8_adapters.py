@@ -4,23 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_world import (
-    MODULES,
-    VOCAB,
-    PackedModel,
-    adapter,
-    adapter_tensors,
-    all_buffers,
-    decode,
-    one_layer,
-    snapshot,
-)
+from adapter_world import MODULES, VOCAB, PackedModel, adapter, adapter_tensors, decode, snapshot
 
-from punica.adapters import LayerSlotWriter, LoRAModel, LoRAModelManager, PEFTHelper
-from punica.adapters.write import stage
+from punica.adapters import LoRAModel, LoRAModelManager, PEFTHelper
 from punica.config import LoRAConfig
 from punica.ops.quant import Fp8Matrix, dequantize, quantize_per_channel, quantize_per_tensor
-from punica.ops.slot_image import write_slot
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -106,28 +94,6 @@ def test_registered_in_fp8_and_quantised_once(dense):
     values = sum(w.numel() for w in adapter_tensors(3, 5).values())
     scales = sum(5 + height for _, height in MODULES.values())
     assert manager.adapter_bytes(3) == values + 4 * scales
-
-
-@pytest.mark.parametrize(("tp_size", "tp_rank", "sharded"), [(1, 0, False), (2, 1, False), (2, 0, True), (4, 3, True)])
-def test_an_image_fills_a_slot_as_set_lora_does(tp_size, tp_rank, sharded):
-    config = LoRAConfig(max_lora_rank=8, max_loras=3, fully_sharded_loras=sharded, fp8=E4M3)
-    manager = LoRAModelManager(one_layer(tp_size, tp_rank), 4, 16, 50, config, "cpu")
-    whole = adapter(3, rank=5)
-    lora = manager._packer.pack(LoRAModel(3, 5, {n: w for n, w in whole.loras.items() if "layers.0" in n}))
-    LayerSlotWriter(manager.modules).write(1, lora)
-    expected = [buffer.clone() for buffer in all_buffers(manager)]
-    staged = stage(manager.modules, lora, torch.uint8, pin_memory=False)
-    for buffer in all_buffers(manager):
-        buffer[1].fill_(3)
-    empty = [part.stored() for layer in manager.modules.values() for part in layer.slot_parts()]
-    write_slot(staged.image, [part.slots for part in empty], [part.ranks for part in empty], 1)
-    for found, wanted in zip(all_buffers(manager), expected, strict=True):
-        assert torch.equal(found.float(), wanted.float())
-    if tp_size == 1:  # the staged adapter is the adapter
-        for name, weights in lora.loras.items():
-            own = staged.loras[name]
-            for (a, _), (b, _) in zip(weights.slices, own.slices, strict=True):
-                assert torch.equal(a.real(), b.real())
 
 
 @pytest.mark.parametrize(

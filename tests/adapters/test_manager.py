@@ -1,17 +1,24 @@
-"""Registered and active adapters: packing, slots, order of eviction."""
-
+"""Registered and active adapters, and what a step needs of them: packing, slots, mapping, reload."""
 
 import pytest
 import torch
 from adapter_world import (
     MODULES,
     QKV,
+    VOCAB,
     adapter,
+    adapter_tensors,
+    assert_unchanged,
+    check_invariants,
+    decode,
+    full_manager,
+    snapshot,
 )
 
-from punica.adapters import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights
+from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager, PackedLoRALayerWeights
 from punica.adapters.pack import expert_slices
 from punica.adapters.weights import ModuleWeights
+from punica.metadata import LoRAMapping
 
 
 def test_packed_parts_fill_their_slices_and_absent_ones_stay_zero(make_manager):
@@ -100,3 +107,113 @@ def test_activating_an_unknown_adapter(make_manager):
     manager.add_adapter(adapter(1))
     with pytest.raises(ValueError, match=r"adapter 2 is not registered; registered: \[1\]"):
         manager.activate_adapter(2)
+
+
+def count_writes(manager: LoRAModelManager, monkeypatch) -> list[int]:
+    slots: list[int] = []
+    layer = manager.modules[QKV]
+    original = layer.fill_slot
+    monkeypatch.setattr(layer, "fill_slot", lambda slot, slices: (slots.append(slot), original(slot, slices)))
+    return slots
+
+
+def test_active_adapters_are_not_copied_again(make_manager, tenants, monkeypatch):
+    manager = full_manager(make_manager, tenants)
+    tenants.write(3)
+    writes = count_writes(manager, monkeypatch)
+    manager.set_active_adapters([tenants.request(3), None, tenants.request(1), tenants.request(3)], decode(3, 1, 0))
+    assert manager.lora_index_to_id == [1, 3]
+    assert writes == [1]
+    assert manager.punica_wrapper.token_lora_indices.tolist() == [1, 0, -1]
+    check_invariants(manager)
+
+
+def test_in_place_reload_replaces_and_without_it_the_second_load_is_a_touch(make_manager, tenants, monkeypatch):
+    manager = make_manager(max_loras=2)
+    for i in (1, 2):
+        tenants.write(i)
+        assert manager.add_adapter(tenants.request(i))
+    assert manager.lora_index_to_id == [1, 2]
+    layer = manager.modules["model.layers.0.self_attn.o_proj"]
+    old = layer.lora_b_stacked[0][0].clone()
+    tenants.write(1, adapter_tensors(seed=100))
+    writes = count_writes(manager, monkeypatch)
+    assert manager.add_adapter(tenants.request(1)) is True
+    assert torch.equal(layer.lora_b_stacked[0][0], old)
+    assert writes == []
+    assert list(manager.list_adapters()) == [2, 1]
+
+    reload = tenants.request(1, load_inplace=True)
+    assert manager.add_adapter(reload) is True
+    new = adapter_tensors(seed=100)["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"]
+    assert torch.equal(layer.lora_b_stacked[0][0, 0, :, :4], new * 2)
+    assert manager.lora_index_to_id == [1, 2]
+    for _ in range(3):  # the same request object in the following steps is not read again
+        manager.set_active_adapters([reload], decode(1))
+    assert writes == [0]
+
+
+def test_one_id_is_one_adapter(make_manager, tenants):
+    manager = full_manager(make_manager, tenants)
+    before = snapshot(manager)
+    with pytest.raises(ValueError, match=r"adapter id 1 stands for.*tenant 1.*now requested as.*impostor"):
+        manager.add_adapter(tenants.request(1, lora_name="impostor"))
+    with pytest.raises(ValueError, match=r"adapter id 2 stands for.*now requested as.*elsewhere"):
+        manager.set_active_adapters([tenants.request(2), tenants.request(2, lora_path="elsewhere")], decode(2))
+    with pytest.raises(TypeError, match="requests must be LoRARequest or None, got int"):
+        manager.set_active_adapters([1], decode(1))
+    assert_unchanged(manager, before)
+    replaced = tenants.request(1, lora_name="successor", load_inplace=True)
+    assert manager.add_adapter(replaced)
+    check_invariants(manager)
+
+
+def test_mapping_with_an_inactive_id_keeps_the_previous_metadata(make_manager, tenants):
+    manager = full_manager(make_manager, tenants)
+    before = snapshot(manager)
+    with pytest.raises(ValueError, match="99"):
+        manager.set_adapter_mapping(decode(1, 99))
+    with pytest.raises(ValueError, match=r"\[2\], which are not requested"):
+        manager.set_active_adapters([tenants.request(1)], decode(1, 2))
+    with pytest.raises(ValueError, match="65 rows, more than max_num_batched_tokens=64"):
+        manager.set_active_adapters([tenants.request(1)], decode(*[1] * 65))
+    with pytest.raises(ValueError, match="runs of equal slot, more than max_batches="):
+        manager.set_active_adapters([tenants.request(3)], LoRAMapping([3, 0] * 32, [3], is_prefill=True))
+    with pytest.raises(TypeError, match="LoRAMapping, got list"):
+        manager.set_active_adapters([tenants.request(1)], [1])
+    assert_unchanged(manager, before)
+    manager.model(torch.randn(3, 24))
+    assert manager.punica_wrapper.token_lora_indices.tolist() == [0, -1, 1]
+
+
+def test_equal_mapping_is_skipped_only_with_an_equal_slot_table(make_manager, monkeypatch):
+    manager = make_manager(max_loras=2, max_cpu_loras=3)
+    for i in (1, 2):
+        manager.add_adapter(adapter(i))
+        manager.activate_adapter(i)
+    calls: list[tuple] = []
+    original = manager.punica_wrapper.update_metadata
+    monkeypatch.setattr(manager.punica_wrapper, "update_metadata", lambda *a: (calls.append(a), original(*a)))
+    manager.set_adapter_mapping(decode(1, 1))
+    manager.set_adapter_mapping(LoRAMapping([1, 1], [1, 1]))
+    assert len(calls) == 1
+    assert calls[0][2:] == (3, VOCAB)
+    manager.deactivate_adapter(1)
+    manager.deactivate_adapter(2)
+    manager.activate_adapter(2)
+    manager.activate_adapter(1)  # now in slot 1
+    manager.set_adapter_mapping(decode(1, 1))
+    assert len(calls) == 2
+    assert manager.punica_wrapper.token_lora_indices.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["plain first", "in place first"])
+def test_a_reload_counts_wherever_it_stands_in_the_step(make_manager, tenants, order):
+    tenants.write(1)
+    manager = make_manager(max_loras=1)
+    manager.add_adapter(tenants.request(1))
+    tenants.write(1, adapter_tensors(77))
+    both = (tenants.request(1), tenants.request(1, load_inplace=True))
+    manager.set_active_adapters([both[i] for i in order], decode(1, 1))
+    wanted = adapter_tensors(77)["base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"]
+    assert torch.equal(manager.modules["model.layers.0.self_attn.o_proj"].lora_a_stacked[0][0, 0, :4], wanted)

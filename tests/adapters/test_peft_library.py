@@ -11,15 +11,7 @@ import pytest
 import torch
 import transformers
 from managed_world import MAX_RANK, VOCAB, Ours
-from peft_world import (
-    ADAPTERS,
-    SEVEN,
-    hugging_face_model,
-    lora_config,
-    peft_model,
-    reference_logits,
-    round_to_bfloat16,
-)
+from peft_world import ADAPTERS, SEVEN, hugging_face_model, lora_config, peft_model, reference_logits, round_to_bfloat16
 from safetensors.torch import load_file
 
 from punica.adapters import LoRAModel, PEFTHelper

@@ -7,11 +7,7 @@ from torch import nn
 
 from punica.adapters import LoRAModelManager, is_in_target_modules
 from punica.config import LoRAConfig
-from punica.layers import (
-    MergedColumnParallelLinearWithLoRA,
-    MergedQKVParallelLinearWithLoRA,
-    RowParallelLinearWithLoRA,
-)
+from punica.layers import MergedColumnParallelLinearWithLoRA, MergedQKVParallelLinearWithLoRA, RowParallelLinearWithLoRA
 from punica.parallel import QKVParallelLinear, ReplicatedLinear
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
