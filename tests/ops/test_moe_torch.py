@@ -27,17 +27,6 @@ def test_reference(name):
     world.check(output)
 
 
-@pytest.mark.parametrize(
-    ("experts", "slots", "top_k", "slices"),
-    [(128, 16, 8, 2), (128, 4, 1, 2), (64, 16, 2, 1), (8, 16, 2, 2), (128, 16, 2, 1)],
-)
-def test_many_experts_and_adapters(experts, slots, top_k, slices):
-    world = World(Case(48, top_k, experts, slots, 4, 16, 12, slices))
-    given = world.given(moe_torch.moe_lora_align_block_size)
-    moe_torch.fused_moe_lora(given, 4, top_k, world.switches)
-    world.check(given.output)
-
-
 def routing(tokens: int, top_k: int, experts: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Some experts out of range, some tokens without adapter."""
     generator = torch.Generator().manual_seed(tokens + experts)

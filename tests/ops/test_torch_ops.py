@@ -183,14 +183,6 @@ def test_strided_operands(dtype, layout):
     assert torch.equal(y[:, :10], before[:, :10])
 
 
-def test_rows_beyond_the_plan_are_padding():
-    h, y = torch.full((1, 4, 2), torch.nan), torch.full((4, 3), 7.0)
-    shrink(torch.ones(4, 5), (torch.ones(1, 2, 5),), h, step_of([0, 0]))
-    assert h[0].tolist() == [[5.0, 5.0]] * 2 + [[0.0, 0.0]] * 2
-    expand(h, (torch.ones(1, 3, 2),), y, step_of([0, 0]))
-    assert y.tolist() == [[17.0] * 3] * 2 + [[7.0] * 3] * 2
-
-
 def test_plan_keeps_grouped_rows_in_place_and_sorts_scattered_ones():
     uniform = step_of(LAYOUTS["uniform"]).plan
     assert uniform.rows is None
@@ -280,35 +272,29 @@ def test_scratch_serves_in_and_outside_of_inference_mode(first, monkeypatch):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 ONES = torch.ones
-GOOD = {"x": ONES(3, 8), "a": [ONES(2, 4, 8)], "h": ONES(1, 3, 4), "b": [ONES(2, 6, 4)], "y": ONES(3, 6),
-        "slots": [0, 1, -1], "scale": 1.0, "offset": 0, "ranks": None}  # fmt: skip
+INT = torch.int32
+GOOD = {"x": ONES(3, 8), "a": [ONES(2, 4, 8)], "h": ONES(1, 3, 4), "b": [ONES(2, 6, 4)], "slots": [0, 1, -1],
+        "scale": 1.0, "offset": 0, "ranks": None}  # fmt: skip
 BAD = [
     ("shrink", {"a": []}, ValueError, "lora_a_stacked is empty"),
-    ("shrink", {"a": [ONES(2, 4, 8), ONES(2, 5, 8)]}, ValueError, r"\(2, 5, 8\).*rank 4"),
     ("shrink", {"x": ONES(3, 9)}, ValueError, r"x .*\(3, 9\).*hidden size 8 as in lora_a_stacked"),
-    ("shrink", {"h": ONES(1, 2, 4)}, ValueError, r"y .*\(1, 2, 4\).*rows 3 as in x"),
-    ("shrink", {"x": ONES(3, 8).bfloat16()}, TypeError, "bfloat16"),
     ("shrink", {"slots": [0] * 4}, ValueError, "at least the 4 tokens"),
     ("shrink", {"slots": [0, 2]}, ValueError, "slot 2"),
-    ("shrink", {"scale": float("nan")}, ValueError, "nan"),
-    ("shrink", {"scale": True}, TypeError, "bool"),
     ("expand", {"b": [ONES(2, 6, 4), ONES(3, 6, 4)]}, ValueError, r"\(3, 6, 4\).*slots 2"),
-    ("expand", {"b": [ONES(2, 6, 4), ONES(2, 6, 4).bfloat16()]}, TypeError, r"bfloat16.*torch\.float32"),
-    ("expand", {"h": ONES(1, 3, 5)}, ValueError, r"\(1, 3, 5\), expected \(1, 3, 4\).*as in lora_b_stacked"),
-    ("expand", {"h": ONES(2, 3, 4)}, ValueError, r"\(2, 3, 4\).*slices 1 as in lora_b_stacked"),
+    ("expand", {"h": ONES(1, 3, 5)}, ValueError, r"x .*\(1, 3, 5\), expected \(1, 3, 4\).*as in lora_b_stacked"),
+    ("expand", {"h": ONES(1, 2, 4)}, ValueError, r"x .*\(1, 2, 4\).*rows 3 as in y"),
     ("expand", {"offset": 1}, ValueError, "offset_start 1.* column 7"),
     ("expand", {"offset": -1}, ValueError, "offset_start -1"),
     ("expand", {"slots": [0] * 4}, ValueError, "at least the 4 tokens"),
-    ("expand", {"ranks": torch.full((1, 2), 4)}, TypeError, "int64"),
-    ("expand", {"ranks": ONES(2, 2, dtype=torch.int32)}, ValueError, r"\(2, 2\).*slices 1"),
-    ("expand", {"ranks": torch.full((1, 2), 5, dtype=torch.int32)}, ValueError, "5 for slot 0"),
+    ("expand", {"ranks": ONES(2, 2, dtype=INT)}, ValueError, r"lora_ranks .*\(2, 2\).*slices 1"),
+    ("expand", {"ranks": torch.full((1, 2), 5, dtype=INT)}, ValueError, "5 for slot 0"),
 ]
 
 
 @pytest.mark.parametrize(("op", "changes", "error", "match"), BAD)
 def test_bad_calls_raise_and_write_nothing(op, changes, error, match):
     case = GOOD | changes
-    out, step = torch.full_like(case["h" if op == "shrink" else "y"], 5.0), step_of(case["slots"])
+    out, step = torch.full((1, 3, 4) if op == "shrink" else (3, 6), 5.0), step_of(case["slots"])
     calls = {
         "shrink": lambda: shrink(case["x"], case["a"], out, step, case["scale"]),
         "expand": lambda: expand(case["h"], case["b"], out, step, case["offset"], lora_ranks=case["ranks"]),
@@ -330,27 +316,19 @@ def test_a_call_is_checked_also_after_a_good_one():
     assert torch.equal(out, before)
 
 
-@pytest.mark.parametrize(
-    ("b", "error", "match"),
-    [
-        (ONES(2, 6, 3), ValueError, "rank 4, lora_b_stacked rank 3"),
-        (ONES(3, 6, 4), ValueError, "2 slots, lora_b_stacked 3"),
-        (ONES(2, 6, 4).half(), TypeError, "float16"),
-        (ONES(2, 6, 4, device="meta"), ValueError, "on cpu.*meta"),
-    ],
-)
-def test_factors_that_do_not_fit_together(b, error, match):
-    with pytest.raises(error, match=match):
-        LoRAWeights.of((ONES(2, 4, 8),), (b,))
+def test_factors_that_do_not_fit_together():
+    for b, error, match in ((ONES(2, 6, 3), ValueError, "rank 4, lora_b_stacked rank 3"),
+                            (ONES(3, 6, 4), ValueError, "2 slots, lora_b_stacked 3"),
+                            (ONES(2, 6, 4).half(), TypeError, "float16")):  # fmt: skip
+        with pytest.raises(error, match=match):
+            LoRAWeights.of((ONES(2, 4, 8),), (b,))
 
 
-@pytest.mark.parametrize(
-    ("slots", "error", "match"),
-    [([[0]], ValueError, r"\(1, 1\)"), ([0.5], TypeError, "float32"), ([0, -2], ValueError, r"\[1\] is -2")],
-)
-def test_bad_plans_raise(slots, error, match):
-    with pytest.raises(error, match=match):
-        LoRABatch.of_slots(torch.tensor(slots))
+def test_bad_plans_raise():
+    for slots, error, match in (([[0]], ValueError, r"\(1, 1\)"), ([0.5], TypeError, "float32"),
+                                ([0, -2], ValueError, r"\[1\] is -2")):  # fmt: skip
+        with pytest.raises(error, match=match):
+            LoRABatch.of_slots(torch.tensor(slots))
 
 
 def test_the_cpu_path_does_not_import_triton():
