@@ -18,8 +18,7 @@ from punica.ops.triton_ops.step_ops import TritonOps
 _HOMES = {
     "punica.vllm.ops": (
         "lora_shrink", "lora_expand", "lora_linear", "lora_shrink_fp8", "lora_expand_fp8", "fused_moe_lora",
-        "fused_moe_lora_fp8", "fused_moe_lora_shrink", "fused_moe_lora_shrink_fp8", "fused_moe_lora_expand",
-        "fused_moe_lora_expand_fp8",
+        "fused_moe_lora_fp8", "fused_moe_lora_shrink", "fused_moe_lora_expand",
     ),
     "punica.vllm.ops.experts": ("_run_fused_moe_lora_one_shot", "_run_fused_moe_lora_small_batch"),
     "punica.vllm.ops.tuned": ("get_lora_op_configs",),

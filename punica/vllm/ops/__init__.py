@@ -5,11 +5,4 @@ graph tracers: a traced call of `punica.ops.triton_ops.TritonOps` is a node of t
 """
 
 from punica.vllm.ops.dense import lora_expand, lora_expand_fp8, lora_linear, lora_shrink, lora_shrink_fp8
-from punica.vllm.ops.experts import (
-    fused_moe_lora,
-    fused_moe_lora_expand,
-    fused_moe_lora_expand_fp8,
-    fused_moe_lora_fp8,
-    fused_moe_lora_shrink,
-    fused_moe_lora_shrink_fp8,
-)
+from punica.vllm.ops.experts import fused_moe_lora, fused_moe_lora_expand, fused_moe_lora_fp8, fused_moe_lora_shrink

@@ -4,8 +4,8 @@
     fused_moe_lora_shrink   h[s, t, j] = x @ A_s[l, e]^T
     fused_moe_lora_expand   y[t, j, o + s*N : o + (s+1)*N] (+)= w * h[s, t, j] @ B_s[l, e]^T
 
-for the pair (t, j) of slot l and expert e. Ops that end in ``_fp8`` take weights in FP8 and their scales sA, sB and a
-(`punica.ops.experts`), which are 1 for others. The kernels are `punica.ops.triton_ops.moe_ops`'.
+for the pair (t, j) of slot l and expert e. Scales sA, sB and a are those of weights in FP8 (`punica.ops.experts`), else
+1. The kernels are `punica.ops.triton_ops.moe_ops`'.
 
 The intermediate h is [n, T, k, R], or [split_k, n, T, k, R] for partial sums, which expand adds up in order; any float
 dtype. Shrink writes the rows of pairs with an adapter, up to its rank, and expand reads no others. Either is planned as
@@ -15,13 +15,12 @@ operand.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from punica.ops.expect import FLOATS, expect
 from punica.ops.experts import Experts, Fp8Experts, Numbers, Switches
 from punica.ops.quant import FP8_DTYPES
-from punica.ops.scales import PLAIN, Scheme, rounded
+from punica.ops.scales import PLAIN, Scheme
 from punica.ops.triton_ops.configs import Options
 from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_ops import fused, index_tensors, planned, stored
@@ -101,39 +100,43 @@ def fused_moe_lora_fp8(given: Given) -> None:
 
 
 @flat_op(f"{_SHRINK}, mul_routed_weight=False, *, lora_ranks=None", writes="intermediate")
+@named("fused_moe_lora_shrink")
 def fused_moe_lora_shrink(given: Given) -> None:
     """``intermediate[s, t, j] = x @ A_s[l, e]^T`` for every pair, in place; the rest as in `fused_moe_lora`."""
-    _shrink(given)
-
-
-@flat_op(
-    f"{_SHRINK}, lora_a_scale_stacked, act_scale=None, mul_routed_weight=False, use_fp8_w8a8=False, "
-    "per_channel_quant=False, block_shape=None, *, lora_ranks=None",
-    writes="intermediate",
-)
-def fused_moe_lora_shrink_fp8(given: Given) -> None:
-    """Run `fused_moe_lora_shrink` with A in FP8. FP8 activations are multiplied in the dtype of ``intermediate``."""
-    _shrink(given, _scales(given | {"shrink_act_scale": given["act_scale"]}))
+    intermediate, topk_weights, lora_a = given["intermediate"], given["topk_weights"], given["lora_a_stacked"]
+    expect("intermediate", intermediate, dtype=FLOATS)
+    expect("topk_weights", topk_weights, dtype=FLOATS)
+    lora_b = _stand_ins(lora_a, 1)
+    output = intermediate.new_empty(*topk_weights.shape, len(lora_b))
+    experts = _experts(given | {"lora_b_stacked": lora_b, "output": output})
+    plan = _plan(given, experts, tuple([given[name] for name in _NUMBERS]))
+    if plan is not None:
+        x, a, _ = stored(experts)
+        with on_device(x.get_device()):
+            plan.shrink(((x, intermediate), a, *index_tensors(experts)), plan.counts, all_aligned(x, intermediate, *a))
 
 
 @flat_op(f"{_EXPAND}, mul_routed_weight=False, offset=0, add_inputs=True, *, lora_ranks=None", writes="output")
+@named("fused_moe_lora_expand")
 def fused_moe_lora_expand(given: Given) -> None:
     """``output[t, j, offset + s*N : ...] (+)= w * intermediate[s, t, j] @ B_s[l, e]^T`` for every pair, in place.
 
     ``intermediate`` has as many planes as there are partial sums; ``split_k`` is not used. The rest is as in
     `fused_moe_lora`.
     """
-    _expand(given)
-
-
-@flat_op(
-    f"{_EXPAND}, lora_b_scale_stacked, act_scale=None, mul_routed_weight=False, offset=0, per_channel_quant=False, "
-    "block_shape=None, add_inputs=True, *, lora_ranks=None",
-    writes="output",
-)
-def fused_moe_lora_expand_fp8(given: Given) -> None:
-    """Run `fused_moe_lora_expand` with B in FP8; ``act_scale`` [T*k]: ``intermediate`` is rounded to FP8 by it."""
-    _expand(given, _scales(given | {"expand_act_scale": given["act_scale"]}))
+    intermediate, topk_weights, lora_b = given["intermediate"], given["topk_weights"], given["lora_b_stacked"]
+    expect("intermediate", intermediate, dtype=FLOATS)
+    expect("topk_weights", topk_weights, dtype=FLOATS)
+    lora_a, output = _stand_ins(lora_b, None), given["output"]
+    rows = topk_weights.numel() if given["mul_routed_weight"] else len(topk_weights)
+    x = topk_weights.new_empty(rows, 1, dtype=lora_a[0].dtype if lora_a else output.dtype)
+    experts = _experts(given | {"lora_a_stacked": lora_a, "qcurr_hidden_states": x})
+    planes = intermediate.shape[0] if intermediate.ndim == 5 else 1
+    plan = _plan(given, experts, (*[given[name] for name in _NUMBERS[:-1]], planes))
+    if plan is not None:
+        tensors, (_, _, b) = (intermediate, output, topk_weights), stored(experts)
+        with on_device(output.get_device()):
+            plan.expand((tensors, b, *index_tensors(experts)), plan.counts, all_aligned(*tensors, *b))
 
 
 @flat_op(f"{_BOTH}, mul_routed_weight, block_size_m, add_inputs=True, offset=0", writes="output")
@@ -202,45 +205,6 @@ def _scales(given: Given) -> Fp8Experts | None:
 # --- one product -----------------------------------------------------------------------------------------------------
 
 
-@named("fused_moe_lora_shrink")
-def _shrink(given: Given, fp8: Fp8Experts | None = None) -> None:
-    intermediate, topk_weights, lora_a = given["intermediate"], given["topk_weights"], given["lora_a_stacked"]
-    expect("intermediate", intermediate, dtype=FLOATS)
-    expect("topk_weights", topk_weights, dtype=FLOATS)
-    lora_b, b_scale = _stand_ins(lora_a, 1, fp8.expand if fp8 else None)
-    output = intermediate.new_empty(*topk_weights.shape, len(lora_b))
-    fp8 = fp8._replace(b_scale=b_scale) if fp8 else None
-    experts = _experts(given | {"lora_b_stacked": lora_b, "output": output}, fp8)
-    plan = _plan(given, experts, tuple([given[name] for name in _NUMBERS]))
-    if plan is not None:
-        x, a, _ = stored(experts)
-        with on_device(x.get_device()):
-            plan.shrink(((x, intermediate), a, *index_tensors(experts)), plan.counts, all_aligned(x, intermediate, *a))
-
-
-@named("fused_moe_lora_expand")
-def _expand(given: Given, fp8: Fp8Experts | None = None) -> None:
-    intermediate, topk_weights, lora_b = given["intermediate"], given["topk_weights"], given["lora_b_stacked"]
-    output = given["output"]
-    expect("intermediate", intermediate, dtype=FLOATS)
-    expect("topk_weights", topk_weights, dtype=FLOATS)
-    lora_a, a_scale = _stand_ins(lora_b, None, fp8.shrink if fp8 else None)
-    rows = topk_weights.numel() if given["mul_routed_weight"] else len(topk_weights)
-    dtype = output.dtype if fp8 or not lora_a else lora_a[0].dtype
-    fp8 = fp8._replace(a_scale=a_scale) if fp8 else None
-    x = topk_weights.new_empty(rows, 1, dtype=dtype)
-    experts = _experts(given | {"lora_a_stacked": lora_a, "qcurr_hidden_states": x}, fp8)
-    planes = intermediate.shape[0] if intermediate.ndim == 5 else 1
-    plan = _plan(given, experts, (*[given[name] for name in _NUMBERS[:-1]], planes))
-    if plan is not None:
-        if fp8 is not None and fp8.h_scale is not None:
-            total = intermediate.view(plan.partials).float().sum(0, keepdim=True)
-            intermediate = rounded(total, fp8.h_scale, fp8.expand, lora_b[0].dtype).to(intermediate.dtype)
-        tensors, (_, _, b) = (intermediate, output, topk_weights), stored(experts)
-        with on_device(output.get_device()):
-            plan.expand((tensors, b, *index_tensors(experts)), plan.counts, all_aligned(*tensors, *b))
-
-
 def _plan(given: Given, experts: Experts, numbers: Numbers) -> MoEPlan | None:
     """Return the plan of a call, with ``intermediate`` checked. ``numbers`` are those of either product."""
     intermediate = given["intermediate"]
@@ -258,18 +222,9 @@ def _plan(given: Given, experts: Experts, numbers: Numbers) -> MoEPlan | None:
     return plan
 
 
-def _stand_ins(weights: Sequence[Tensor], rows: int | None, scheme: Scheme | None) -> tuple[list, list]:
-    """Return the other product's weights [L, E, rows or R, R or 1] and scales."""
-    stacks, scales = [], []
-    for one in weights if isinstance(weights, (tuple, list)) else ():
-        if not isinstance(one, Tensor) or one.ndim != 4:
-            return list(weights), []
-        slots, experts = one.shape[:2]
-        shape = (rows, one.shape[2]) if rows else (one.shape[3], 1)
-        stacks.append(one.new_empty(slots, experts, *shape))
-        if scheme is not None:
-            own: tuple[int, ...] = shape[:1] if scheme.per_channel_quant else ()
-            if scheme.block_wise:
-                own = (-(-shape[0] // scheme.group_n), -(-shape[1] // scheme.group_k))
-            scales.append(one.new_empty(slots, experts, *own, dtype=torch.float32))
-    return stacks, scales
+def _stand_ins(weights: Sequence[Tensor], rows: int | None) -> list[Tensor]:
+    """Return weights [L, E, rows or R, R or 1] of the other product; what are no weights as they are."""
+    stacks = weights if isinstance(weights, (tuple, list)) else ()
+    if not all(isinstance(one, Tensor) and one.ndim == 4 for one in stacks):
+        return list(stacks)
+    return [one.new_empty(*one.shape[:2], *((rows, one.shape[2]) if rows else (one.shape[3], 1))) for one in stacks]

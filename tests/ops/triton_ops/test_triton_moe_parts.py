@@ -7,16 +7,8 @@ import pytest
 import torch
 
 from punica import ops
-from punica.ops.quant import quantize_per_token
-from punica.ops.triton_ops import (
-    fused_moe_lora,
-    fused_moe_lora_expand,
-    fused_moe_lora_expand_fp8,
-    fused_moe_lora_shrink,
-    fused_moe_lora_shrink_fp8,
-    moe_align,
-)
-from tests.ops.moe_cases import CASES, FP8_CASES, SCHEMES, Case, World
+from punica.ops.triton_ops import fused_moe_lora, fused_moe_lora_expand, fused_moe_lora_shrink, moe_align
+from tests.ops.moe_cases import CASES, Case, World
 
 NUMBERS = (16, 32, 32, 1, 4, 2)
 NAMES = ("plain", "naive", "gate and up", "down", "bfloat16", "rank 20 sorted", "disabled", "nobody", "no token",
@@ -31,35 +23,22 @@ class Parts:
         self.given = given = self.world.given(moe_align.moe_lora_align_block_size)
         routing = (given.topk_weights, given.sorted_ids, given.expert_ids, given.counts, given.mapping)
         self.rest = (*routing, case.rank, case.top_k, given.lora_ids, case.slots, given.enabled)
-        scheme = SCHEMES[case.fp8] if case.fp8 else {}
-        self.options: dict[str, Any] = {"lora_ranks": given.lora_ranks}
-        self.fp8: dict[str, Any] = self.options | {"per_channel_quant": scheme.get("per_channel_quant", False)}
-        if "group_n" in scheme:
-            self.fp8["block_shape"] = [scheme["group_n"], scheme["group_k"]]
 
     def intermediate(self, planes: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         case = self.world.case
         shape = (case.slices, case.tokens, case.top_k, case.rank)
-        lead = () if planes is None else (planes,)
-        return torch.zeros(*lead, *shape, dtype=dtype, device=self.world.x.device)
+        return torch.zeros(*(() if planes is None else (planes,)), *shape, dtype=dtype, device=self.world.x.device)
 
     def shrink(self, low: torch.Tensor, split_k: int = 1, **changes: Any) -> None:
-        given, case = self.given, self.world.case
-        head = (low, changes.get("x", given.x), given.lora_a, *self.rest, *NUMBERS, split_k)
-        if case.fp8:
-            scales = (self.world.a_scale, self.world.x_scale)
-            fused_moe_lora_shrink_fp8(*head, *scales, case.down, use_fp8_w8a8=case.w8a8, **self.fp8)
-        else:
-            fused_moe_lora_shrink(*head, case.down, **self.options)
+        given = self.given
+        numbers, ranks = (*NUMBERS, split_k), given.lora_ranks
+        x = changes.get("x", given.x)
+        fused_moe_lora_shrink(low, x, given.lora_a, *self.rest, *numbers, self.world.case.down, lora_ranks=ranks)
 
-    def expand(self, low: torch.Tensor, act_scale: torch.Tensor | None = None) -> torch.Tensor:
-        given, (down, _, offset, add_inputs) = self.given, self.world.switches
-        head = (given.output, low, given.lora_b, *self.rest, *NUMBERS, 1)
-        if self.world.case.fp8:
-            more = {"offset": offset, "add_inputs": add_inputs}
-            fused_moe_lora_expand_fp8(*head, self.world.b_scale, act_scale, down, **more, **self.fp8)
-        else:
-            fused_moe_lora_expand(*head, down, offset, add_inputs, **self.options)
+    def expand(self, low: torch.Tensor) -> torch.Tensor:
+        given, (down, _, *columns) = self.given, self.world.switches
+        numbers, ranks = (*NUMBERS, 1), given.lora_ranks
+        fused_moe_lora_expand(given.output, low, given.lora_b, *self.rest, *numbers, down, *columns, lora_ranks=ranks)
         return given.output
 
 
@@ -68,14 +47,6 @@ def test_one_after_the_other(name: str, planes: int | None, device: str):
     parts = Parts(CASES[name], device)
     low = parts.intermediate(planes)
     parts.shrink(low, planes or 1)
-    parts.world.check(parts.expand(low))
-
-
-@pytest.mark.parametrize("name", ["per tensor", "per channel, naive", "e5m2", "blocks", "true ranks", "w8a8, blocks"])
-def test_weights_in_fp8(name: str, device: str):
-    parts = Parts(FP8_CASES[name], device)
-    low = parts.intermediate(2)
-    parts.shrink(low, 2)
     parts.world.check(parts.expand(low))
 
 
@@ -104,16 +75,6 @@ def test_shrink_writes_the_true_ranks_of_assigned_pairs_alone(device: str):
     torch.testing.assert_close(low.double(), wanted, rtol=4e-3, atol=2e-3)
 
 
-def test_the_intermediate_may_be_rounded_to_fp8(device: str):
-    parts = Parts(FP8_CASES["per channel"], device)
-    low = parts.intermediate()
-    parts.shrink(low)
-    _, scale = quantize_per_token(low.flatten(1, 2), 0)
-    size = float(parts.world.expected.abs().max())
-    found = parts.expand(low, scale[0] if scale.ndim == 3 else scale)
-    torch.testing.assert_close(found.double() / size, parts.world.expected / size, rtol=5e-2, atol=5e-2)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -140,7 +101,6 @@ def test_names_and_schemas():
     for name in ("fused_moe_lora_shrink", "fused_moe_lora_expand"):
         assert getattr(ops, name) is globals()[name]
         assert getattr(import_module("punica.ops.triton_ops.fused_moe_lora"), name) is globals()[name]
-        for op in (name, f"{name}_fp8"):
-            schema = getattr(torch.ops.punica, op).default._schema
-            written = [one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write]
-            assert written == ["intermediate" if "shrink" in op else "output"]
+        schema = getattr(torch.ops.punica, name).default._schema
+        written = [one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write]
+        assert written == ["intermediate" if "shrink" in name else "output"]
