@@ -44,19 +44,12 @@ def nested(*keys: str, leaf: object = None) -> dict:
     return node
 
 
-@pytest.mark.parametrize(
-    ("op_type", "add_inputs", "name"),
-    [
-        ("shrink", None, "NVIDIA_H200_SHRINK.json"),
-        ("expand", True, "NVIDIA_H200_EXPAND_TRUE.json"),
-        ("expand", False, "NVIDIA_H200_EXPAND_FALSE.json"),
-        ("expand", None, "NVIDIA_H200_EXPAND.json"),
-        ("fused_moe_lora_w13_shrink", None, "NVIDIA_H200_FUSED_MOE_LORA_W13_SHRINK.json"),
-    ],
-)
-def test_file_names(op_type, add_inputs, name):
-    assert configs.tuned_file_name(op_type, add_inputs, "NVIDIA H200") == name
-    assert "-" not in configs.tuned_file_name(op_type, add_inputs, "NVIDIA A100-SXM4-80GB")
+def test_file_names():
+    for op_type, add_inputs, name in (
+        ("shrink", None, "SHRINK"), ("expand", True, "EXPAND_TRUE"), ("expand", False, "EXPAND_FALSE"),
+        ("expand", None, "EXPAND"), ("fused_moe_lora_w13_shrink", None, "FUSED_MOE_LORA_W13_SHRINK"),
+    ):  # fmt: skip
+        assert configs.tuned_file_name(op_type, add_inputs, "NVIDIA H-200") == f"NVIDIA_H_200_{name}.json"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +60,7 @@ def test_file_names(op_type, add_inputs, name):
         ((4, 12, 4096, 16), 64),
         ((4, 13, 4096, 16), 128),
         ((4, 999, 4096, 16), 128),
-        ((9, 8, 4096, 16), 256),
+        ((11, 8, 4096, 16), 256),
         ((4, 8, 11008, 64), 64),
     ],
     ids=["exact", "near", "tie takes the smaller", "nearer above", "beyond", "other max_loras", "other k and n"],
@@ -75,12 +68,8 @@ def test_file_names(op_type, add_inputs, name):
 def test_look_up(query, block_k, tmp_path):
     table = {"4": {"1": {"8": {"4096": {"16": LEAF}}, "16": {"4096": {"16": {**LEAF, "block_k": 128}}}}}}
     table["16"] = nested("1", "8", "4096", "16", leaf={**LEAF, "block_k": 256})
-    table["16"] |= {}
     write(tmp_path, "shrink", table)
-    segments, rows, hidden, rank = query
-    if query[0] == 9:
-        segments = 11
-    assert get_lora_op_configs("shrink", segments, rows, hidden, rank, 1, tuned_dir=str(tmp_path))["block_k"] == block_k
+    assert get_lora_op_configs("shrink", *query, 1, tuned_dir=str(tmp_path))["block_k"] == block_k
 
 
 def test_rank_comes_before_hidden_size_for_expand(tmp_path):
@@ -144,11 +133,7 @@ BROKEN = {
     "empty level": ({"2": {"1": {}}}, "'m'"),
     "missing key": (nested("2", "1", "4", "128", "16", leaf={"block_m": 16}), "block_n"),
     "not a power of two": (nested("2", "1", "4", "128", "16", leaf={**LEAF, "block_m": 48}), "block_m"),
-    "unknown key": (
-        nested("2", "1", "4", "128", "16", leaf={**LEAF, "block_z": 8}),
-        "[16]: unknown key 'block_z'; known are block_m, block_n, block_k, num_warps, num_stages, split_k, row_wise",
-    ),
-    "too small": (nested("2", "1", "4", "128", "16", leaf={**LEAF, "block_k": 8}), "block_k"),
+    "unknown key": (nested("2", "1", "4", "128", "16", leaf={**LEAF, "block_z": 8}), "[16]: unknown key 'block_z'"),
     "split 0": (nested("2", "1", "4", "128", "16", leaf={**LEAF, "split_k": 0}), "split_k"),
     "bad key": (nested("2", "1", "four", "128", "16"), "four"),
     "no dict": (nested("2", "1", "4", "128", leaf=3), "'n'"),
@@ -158,10 +143,6 @@ BROKEN = {
     "unknown name": (
         {"configurations": {"few": LEAF}, **nested("2", "1", "4", "128", "16", leaf="many")}, "[16]: a configuration",
     ),
-    "configurations without names": (
-        {"configurations": [LEAF], **nested("2", "1", "4", "128", "16")}, "'configurations'",
-    ),
-    "a list": ([LEAF], "max_loras"),
 }  # fmt: skip
 
 
@@ -209,28 +190,23 @@ def test_unknown_op_type():
             function()
 
 
-def test_batch_invariant_asks_no_table(tmp_path):
-    write(tmp_path, "shrink", nested("2", "1", "4", "128", "16"))
-    given = {"batch_invariant": True, "tuned_dir": str(tmp_path)}
-    assert get_lora_op_configs("shrink", 2, 4, 128, 16, 1, **given) == get_lora_op_configs(
-        "shrink", 2, 4, 128, 16, 1, batch_invariant=True
-    )
-
-
-def test_returned_dict_is_a_copy():
-    get_lora_op_configs("shrink", 2, 4, 128, 16, 1)["block_m"] = 0
-    assert get_lora_op_configs("shrink", 2, 4, 128, 16, 1)["block_m"] > 0
-
-
 @pytest.mark.parametrize("op_type", configs.OP_TYPES)
-def test_defaults_have_the_keys_that_apply(op_type):
-    found = get_lora_op_configs(op_type, 4, 32, 4096, 16, 2, add_inputs=True)
+def test_defaults_have_the_keys_that_apply_and_are_copies(op_type):
+    given = (op_type, 4, 32, 4096, 16, 2, True)
+    found = get_lora_op_configs(*given)
     assert {"block_m", "block_n", "block_k", "num_warps", "num_stages"} <= set(found)
     assert ("split_k" in found) == (op_type != "expand")
+    found["block_m"] = 0
+    assert get_lora_op_configs(*given)["block_m"] > 0
 
 
-@pytest.mark.parametrize("block_n", [16, 64])
-@pytest.mark.parametrize("block_m", [16, 64])
+def test_batch_invariant_asks_no_table(tmp_path):
+    write(tmp_path, "shrink", nested("2", "1", "4", "128", "16"))
+    given = ("shrink", 2, 4, 128, 16, 1, None, None)
+    assert get_lora_op_configs(*given, str(tmp_path), True) == get_lora_op_configs(*given, None, True)
+
+
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 64), (64, 16)])
 def test_a_tuned_file_never_changes_the_result(block_m, block_n, tmp_path, device):
     leaf = {"block_m": block_m, "block_n": block_n, "block_k": 128, "split_k": 2, "num_warps": 4, "num_stages": 2}
     keys = ("2", "1", "4")

@@ -1,6 +1,7 @@
 """What the ops refuse: the exception, its message, and an untouched output."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -39,105 +40,65 @@ def expand_call(batch: Batch) -> dict[str, Any]:
     }
 
 
+def every(change: Any) -> Any:
+    return lambda call: tuple(change(one) for one in call["lora_a_weights"])
+
+
 METADATA_ERRORS = {
     "mapping too short": (
-        "token_lora_mapping",
-        lambda c: c["token_lora_mapping"][:2],
-        ValueError,
-        "token_lora_mapping",
+        "token_lora_mapping", lambda c: c["token_lora_mapping"][:2], ValueError, "token_lora_mapping",
     ),
     "sorted too short": (
-        "token_indices_sorted_by_lora_ids",
-        lambda c: c["token_lora_mapping"][:2],
-        ValueError,
-        "sorted",
+        "token_indices_sorted_by_lora_ids", lambda c: c["token_lora_mapping"][:2], ValueError, "sorted",
     ),
     "starts too short": ("lora_token_start_loc", lambda c: c["lora_token_start_loc"][:-1], ValueError, "start_loc"),
     "ids too long": ("lora_ids", lambda c: c["lora_token_start_loc"], ValueError, "lora_ids"),
     "mapping int64": ("token_lora_mapping", lambda c: c["token_lora_mapping"].long(), TypeError, "int32"),
     "mapping strided": (
-        "token_lora_mapping",
-        lambda c: c["token_lora_mapping"].repeat_interleave(2)[::2],
-        ValueError,
-        "contig",
+        "token_lora_mapping", lambda c: c["token_lora_mapping"].repeat_interleave(2)[::2], ValueError, "contig",
     ),
     "flag not a tensor": ("no_lora_flag_cpu", lambda c: False, ValueError, "no_lora_flag_cpu"),
     "flag too long": ("no_lora_flag_cpu", lambda c: torch.tensor([False, False]), ValueError, "no_lora_flag_cpu"),
-    "flag not bool": ("no_lora_flag_cpu", lambda c: torch.tensor([0]), ValueError, "no_lora_flag_cpu"),
     "count too large": ("num_active_loras", lambda c: 4, ValueError, "4"),
-    "count negative": ("num_active_loras", lambda c: -2, ValueError, "-2"),
     "count a float": ("num_active_loras", lambda c: 1.5, TypeError, "1.5"),
-    "count of two": ("num_active_loras", lambda c: torch.tensor([1, 2]), ValueError, "num_active_loras"),
     "count a float tensor": ("num_active_loras", lambda c: torch.tensor([1.0]), TypeError, "float32"),
-    "ranks int64": ("lora_ranks", lambda c: torch.ones(2, 2, dtype=torch.int64), TypeError, "int32"),
     "ranks shape": ("lora_ranks", lambda c: torch.ones(2, 3, dtype=torch.int32), ValueError, "(2, 2)"),
-}
+}  # fmt: skip
 SHRINK_ERRORS = {
     "no slices": ("lora_a_weights", lambda c: (), ValueError, "lora_a_weights"),
     "not a sequence": ("lora_a_weights", lambda c: c["lora_a_weights"][0], TypeError, "tuple"),
     "slice missing": ("lora_a_weights", lambda c: c["lora_a_weights"][:1], ValueError, "output_tensor"),
     "slices differ": (
-        "lora_a_weights",
-        lambda c: (c["lora_a_weights"][0], torch.zeros(2, 1, 8, 64).half()),
-        ValueError,
-        "rank 16 as in lora_a_weights[0]",
+        "lora_a_weights", lambda c: (c["lora_a_weights"][0], torch.zeros(2, 1, 8, 64).half()), ValueError, "rank 16",
     ),
     "dtypes differ": ("inputs", lambda c: c["inputs"].float(), TypeError, "float32"),
-    "int input": ("inputs", lambda c: c["inputs"].int(), TypeError, "int32"),
-    "fp8 weights": (
-        "lora_a_weights",
-        lambda c: tuple(a.to(torch.float8_e4m3fn) for a in c["lora_a_weights"]),
-        TypeError,
-        "float8",
-    ),
+    "fp8 weights": ("lora_a_weights", every(lambda a: a.to(torch.float8_e4m3fn)), TypeError, "float8"),
     "hidden size": ("inputs", lambda c: c["inputs"][:, :60], ValueError, "hidden size"),
     "one-dimensional": ("inputs", lambda c: c["inputs"][0], ValueError, "inputs"),
-    "weight 2-D": ("lora_a_weights", lambda c: tuple(a[0, 0] for a in c["lora_a_weights"]), ValueError, "(16, 64)"),
-    "weight 5-D": ("lora_a_weights", lambda c: tuple(a[None] for a in c["lora_a_weights"]), ValueError, "(L, (1), r"),
-    "second dimension": (
-        "lora_a_weights",
-        lambda c: tuple(a.view(1, 2, 16, 64) for a in c["lora_a_weights"]),
-        ValueError,
-        "(1, 2, 16, 64)",
-    ),
-    "weight strided": (
-        "lora_a_weights",
-        lambda c: tuple(torch.cat([a, a], -1)[..., ::2] for a in c["lora_a_weights"]),
-        ValueError,
-        "contiguous",
-    ),
+    "weight 2-D": ("lora_a_weights", every(lambda a: a[0, 0]), ValueError, "(16, 64)"),
+    "second dimension": ("lora_a_weights", every(lambda a: a.view(1, 2, 16, 64)), ValueError, "(1, 2, 16, 64)"),
+    "weight strided": ("lora_a_weights", every(lambda a: torch.cat([a, a], -1)[..., ::2]), ValueError, "contiguous"),
     "output shape": ("output_tensor", lambda c: torch.zeros(2, 3, 15), ValueError, "(2, 3, 16)"),
     "output strided": (
-        "output_tensor",
-        lambda c: torch.cat([c["output_tensor"]] * 2, 2)[..., ::2],
-        ValueError,
-        "contiguous",
+        "output_tensor", lambda c: torch.cat([c["output_tensor"]] * 2, 2)[..., ::2], ValueError, "contiguous",
     ),
     "output int": ("output_tensor", lambda c: c["output_tensor"].int(), TypeError, "output_tensor"),
     "scaling nan": ("scaling", lambda c: math.nan, ValueError, "scaling"),
-    "scaling inf": ("scaling", lambda c: -math.inf, ValueError, "scaling"),
-}
+}  # fmt: skip
 EXPAND_ERRORS = {
     "rank": ("inputs", lambda c: c["inputs"][..., :15], ValueError, "rank"),
     "slices": ("inputs", lambda c: c["inputs"][:1], ValueError, "slices"),
-    "input bf16": ("inputs", lambda c: c["inputs"].bfloat16(), TypeError, "bfloat16"),
     "rows": ("output_tensor", lambda c: c["output_tensor"][:2], ValueError, "rows"),
     "output 1-D": ("output_tensor", lambda c: c["output_tensor"][0], ValueError, "output_tensor"),
     "output columns strided": (
-        "output_tensor",
-        lambda c: torch.cat([c["output_tensor"]] * 2, 1)[:, ::2],
-        ValueError,
-        "stride 1",
+        "output_tensor", lambda c: torch.cat([c["output_tensor"]] * 2, 1)[:, ::2], ValueError, "stride 1",
     ),
     "offset too large": ("offset_start", lambda c: 1, ValueError, "offset_start"),
     "offset negative": ("offset_start", lambda c: -1, ValueError, "offset_start"),
     "ranks differ": (
-        "lora_b_weights",
-        lambda c: (c["lora_b_weights"][0], torch.zeros(2, 1, 8, 8).half()),
-        ValueError,
-        "rank 16 as in lora_b_weights[0]",
+        "lora_b_weights", lambda c: (c["lora_b_weights"][0], torch.zeros(2, 1, 8, 8).half()), ValueError, "rank 16",
     ),
-}
+}  # fmt: skip
 
 
 def check(op: Any, call: dict[str, Any], case: tuple, device: str) -> None:
@@ -149,9 +110,8 @@ def check(op: Any, call: dict[str, Any], case: tuple, device: str) -> None:
         value = value.to(device)
     elif isinstance(value, tuple):
         value = tuple(v.to(device) for v in value)
-    with pytest.raises(error, match=r".*") as raised:
+    with pytest.raises(error, match=re.escape(text)):
         op(**{**call, name: value})
-    assert text in str(raised.value)
     assert torch.equal(output, before)
 
 
