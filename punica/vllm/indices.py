@@ -1,5 +1,7 @@
 """`StepIndices`: the step as index tensors."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -9,6 +11,10 @@ from punica.metadata.staging import StagedBuffer
 from punica.wrapper.step import StepMetadata
 
 PrefillMetadata = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]
+
+
+def _rows(buffer: str, which: int, doc: str) -> Any:
+    return property(lambda step: getattr(step, buffer)[..., : step._indexed_rows(which)], doc=doc)
 
 
 class StepIndices(StepMetadata):
@@ -43,9 +49,7 @@ class StepIndices(StepMetadata):
         self, tokens: RowGroups, sampled: RowGroups, vocab_size: int,
         *, is_prefill: bool = False, padding_slot: int | None = None,
     ) -> None:  # fmt: skip
-        """Begin the next step. ``padding_slot`` encodes "no adapter" in `sampler_indices_padded` (None: one past the
-        last slot).
-        """
+        """Begin the next step. ``padding_slot``: "no adapter" in padded indices (None: one past the last slot)."""
         super().begin_step(tokens, sampled, vocab_size, is_prefill=is_prefill)
         self.indices_len = [tokens.num_rows, sampled.num_rows, sampled.num_rows, tokens.num_rows]
         self.vocab_size, self._indices_written = vocab_size, False
@@ -56,25 +60,16 @@ class StepIndices(StepMetadata):
             self.batch_size, self.token_nums = tokens.slots.size, tokens.num_rows
             self.max_length = int(tokens.lengths.max(initial=0))
 
-    @property
-    def token_lora_indices(self) -> torch.Tensor:
-        """Slot of each token, int64 ``[T]``."""
-        return self._token_lora_indices[: self._indexed_rows(0)]
-
-    @property
-    def sampler_indices(self) -> torch.Tensor:
-        """Slot of each sampled row, int64 ``[S]``."""
-        return self._sampler_indices[: self._indexed_rows(1)]
-
-    @property
-    def sampler_indices_padded(self) -> torch.Tensor:
-        """``s + S * p`` for each sampled row s, p its slot or ``max_loras - 1``; int64 ``[S]``."""
-        return self._sampler_indices_padded[: self._indexed_rows(2)]
-
-    @property
-    def embeddings_indices(self) -> torch.Tensor:
-        """Offsets of each token's table in a flattened embedding A, int64 ``[2, T]``."""
-        return self._embeddings_indices[:, : self._indexed_rows(3)]
+    token_lora_indices = _rows("_token_lora_indices", 0, "Slot of each token, int64 ``[T]``.")
+    sampler_indices = _rows("_sampler_indices", 1, "Slot of each sampled row, int64 ``[S]``.")
+    sampler_indices_padded = _rows(
+        "_sampler_indices_padded",
+        2,
+        "``s + S * p`` for each sampled row s, p its slot or ``max_loras - 1``; int64 ``[S]``.",
+    )
+    embeddings_indices = _rows(
+        "_embeddings_indices", 3, "Offsets of each token's table in a flattened embedding A, int64 ``[2, T]``."
+    )
 
     @property
     def prefill_metadata(self) -> PrefillMetadata:
