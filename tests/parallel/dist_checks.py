@@ -5,7 +5,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from dist_world import run_cases
 from torch import Tensor, nn
 
 from punica.parallel import (
@@ -38,10 +37,9 @@ REDUCTIONS = [((2, 3), torch.bfloat16), ((7,), torch.int64), ((0, 3), torch.floa
 
 
 def everything(rank: int) -> dict[str, Any]:
-    """One world's outputs of all layers, and its verdicts on collectives, loaders and places."""
+    """One world's verdicts on collectives, loaders and places (of layers: `tests/layers/tensor_parallel_checks`)."""
     size = get_tensor_model_parallel_world_size()
     answers = {
-        "cases": run_cases(),
         "gathers": [gathers(*gather) for gather in GATHERS],
         "reductions": [reduces(*reduction) for reduction in REDUCTIONS],
         "loaders": [name for name, layer in layers().items() if not refuses_wrong_checkpoints(layer)],

@@ -39,6 +39,32 @@ def test_column_shards_concatenate_to_dense(lead):
     assert_close(torch.cat(parts, dim=-1), dense(x, weight, bias))
 
 
+@pytest.mark.parametrize("input_is_parallel", [True, False], ids=["parallel", "whole"])
+def test_row_shards_add_up_to_dense(input_is_parallel):
+    x, weight, bias = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6)
+    total = torch.zeros(5, 6)
+    for rank in range(4):
+        layer = RowParallelLinear(8, 6, input_is_parallel=input_is_parallel, tp_rank=rank, tp_size=4)
+        total += load(layer, weight, bias)(x.chunk(4, dim=-1)[rank] if input_is_parallel else x)[0]
+    assert_close(total, dense(x, weight, bias))
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["fused-checkpoint", "slice-by-slice"])
+def test_merged_holds_a_piece_of_every_matrix(stacked):
+    sizes, x = [8, 4, 12], torch.randn(3, 5)
+    weights, biases = [torch.randn(size, 5) for size in sizes], [torch.randn(size) for size in sizes]
+    for rank in range(4):
+        layer = MergedColumnParallelLinear(5, sizes, tp_rank=rank, tp_size=4)
+        assert (layer.output_sizes, layer.output_partition_sizes) == (sizes, [2, 1, 3])
+        if stacked:
+            load(layer, torch.cat(weights), torch.cat(biases))
+        else:
+            for i in (2, 0, 1):
+                load(layer, weights[i], biases[i], shard_id=i)
+        own = [dense(x, w, b).chunk(4, dim=-1)[rank] for w, b in zip(weights, biases, strict=True)]
+        assert_close(layer(x)[0], torch.cat(own, dim=-1))
+
+
 @pytest.mark.parametrize(("tp_size", "stacked"), [(1, True), (2, False), (4, True), (4, False)])
 def test_qkv_heads(tp_size, stacked):
     head, heads, kv_heads, hidden = 2, 4, 2, 6
