@@ -9,18 +9,22 @@ from torch import Tensor, nn
 
 from punica import layers
 from punica.config import LoRAConfig
-from punica.layers import from_layer
+from punica.layers import from_layer, from_layer_logits_processor
 from punica.metadata import LoRAMapping
 from punica.parallel import (
     ColumnParallelLinear,
+    LogitsProcessor,
     MergedColumnParallelLinear,
+    ParallelLMHead,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
 )
 from punica.wrapper import PunicaWrapperBase, get_punica_wrapper
 
 IN, MAX_RANK, MAX_LORAS = 16, 8, 4
+ORG, VOCAB, DIM = 15, 20, 24
 RANKS = {0: 8, 1: 5, 2: 1}
 MIXED = [0, -1, 1, 1, 2, -1, 0]
 ALONE = {"tp_rank": 0, "tp_size": 1}
@@ -128,6 +132,33 @@ def linear_layer(
     for slot, pairs in adapters.items():
         fill(layer, slot, pairs)
     return layer, adapters
+
+
+def embedding_layer(config: LoRAConfig, device: str = "cpu", **place: int) -> tuple[Any, dict[int, Pairs]]:
+    """An embedding with added ids, filled as `linear_layer`."""
+    with torch.device(device):
+        base = VocabParallelEmbedding(VOCAB, DIM, config.lora_dtype, org_num_embeddings=ORG, padding_size=4, **place)
+    base.weight_loader(base.weight, torch.randn(VOCAB, DIM, device="cpu"))
+    layer = from_layer(base, MAX_LORAS, config, [])
+    adapters = {slot: [random_pair(rank, ORG, DIM)] for slot, rank in RANKS.items()}
+    for slot, pairs in adapters.items():
+        fill(layer, slot, pairs)
+    return layer, adapters
+
+
+def logits_layer(
+    config: LoRAConfig, device: str = "cpu", org: int = ORG, processor: LogitsProcessor | None = None, **place: int
+) -> tuple[Any, ParallelLMHead, dict[int, Pairs]]:
+    """Logits and their head with a bias and, by default, added ids, filled as `linear_layer`."""
+    with torch.device(device):
+        head = ParallelLMHead(VOCAB, DIM, True, config.lora_dtype, org_num_embeddings=org, padding_size=4, **place)
+    head.weight_loader(head.weight, torch.randn(VOCAB, DIM, device="cpu") / DIM**0.5)
+    head.weight_loader(head.bias, torch.randn(VOCAB, device="cpu"))
+    layer = from_layer_logits_processor(processor or LogitsProcessor(VOCAB), head, MAX_LORAS, config)
+    adapters = {slot: [random_pair(rank, DIM, VOCAB)] for slot, rank in RANKS.items()}
+    for slot, pairs in adapters.items():
+        fill(layer, slot, pairs)
+    return layer, head, adapters
 
 
 def fill(layer: Any, slot: int, pairs: Pairs) -> None:

@@ -6,17 +6,20 @@ import torch
 from layer_cases import (
     ALONE,
     COMMON,
+    DIM,
     IN,
     LINEAR,
-    MAX_LORAS,
     MIXED,
     NEVER_SHARDED,
-    RANKS,
+    ORG,
+    VOCAB,
     config_for,
+    embedding_layer,
     expected_class,
     fill,
     joined,
     linear_layer,
+    logits_layer,
     random_pair,
     use,
     wrapper_for,
@@ -24,18 +27,14 @@ from layer_cases import (
 from torch import Tensor
 
 from punica.capture import capture
-from punica.layers import from_layer, from_layer_logits_processor
 from punica.parallel import (
     LogitsProcessor,
-    ParallelLMHead,
-    VocabParallelEmbedding,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
 
 TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (3.2e-2, 2e-2)}
-ORG, VOCAB, DIM = 15, 20, 6
 NAMES = [
     *(f"{name}/plain" for name in LINEAR),
     *(f"{name}/sharded" for name in LINEAR if name not in NEVER_SHARDED),
@@ -149,20 +148,15 @@ def embedded(
     """With adapters, 1-D; without, 2-D (all ids but the first)."""
     torch.manual_seed(2)
     config = config_for(dtype, fully_sharded_loras=sharded)
-    with torch.device(device):
-        base = VocabParallelEmbedding(VOCAB, DIM, dtype, org_num_embeddings=ORG, padding_size=4, **place)
-    base.weight_loader(base.weight, torch.randn(VOCAB, DIM))
-    layer = from_layer(base, MAX_LORAS, config, [])
+    layer, _ = embedding_layer(config, device, **place)
     wrapper = wrapper_for(config, device)
     layer.set_mapping(wrapper)
-    for slot, rank in RANKS.items():
-        layer.set_lora(slot, *random_pair(rank, ORG, DIM))
     use(wrapper, MIXED, ORG)
     flat = layer(ids)
     use(wrapper, [-1] * 6, ORG)
     plain = layer(ids[1:].view(2, 3))
     assert plain.shape == (2, 3, DIM)
-    return flat, torch.cat((base(ids[:1]), plain.view(6, DIM)))
+    return flat, torch.cat((layer.base_layer(ids[:1]), plain.view(6, DIM)))
 
 
 def check_logits(name: str, sharded: bool, device: str, dtype: torch.dtype) -> None:
@@ -186,18 +180,12 @@ def logits_of(
 ) -> Tensor | None:
     torch.manual_seed(3)
     config = config_for(dtype, fully_sharded_loras=sharded)
-    with torch.device(device):
-        head = ParallelLMHead(VOCAB, DIM, True, dtype, org_num_embeddings=ORG, padding_size=4, **place)
-    head.weight_loader(head.weight, torch.randn(VOCAB, DIM))
-    head.weight_loader(head.bias, torch.randn(VOCAB))
     processor = LogitsProcessor(VOCAB, scale=0.5, soft_cap=2.0)
     processor.use_all_gather = all_gather
-    layer = from_layer_logits_processor(processor, head, MAX_LORAS, config)
+    layer, head, _ = logits_layer(config, device, processor=processor, **place)
     assert (layer.sharded_to_full_mapping_gpu is None) == bool(place)
     wrapper = wrapper_for(config, device)
     layer.set_mapping(wrapper)
-    for slot, rank in RANKS.items():
-        layer.set_lora(slot, *random_pair(rank, DIM, VOCAB))
     use(wrapper, MIXED)
     if place:
         processor._gather_logits = lambda logits: logits  # one rank beside the group

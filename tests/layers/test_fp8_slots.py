@@ -4,24 +4,27 @@ import pytest
 import torch
 from layer_cases import (
     ALONE,
+    DIM,
     IN,
     LINEAR,
-    MAX_LORAS,
     MAX_RANK,
     MIXED,
-    RANKS,
+    ORG,
+    VOCAB,
     Pairs,
     config_for,
+    embedding_layer,
     linear_layer,
+    logits_layer,
     lora_term,
     random_pair,
     use,
     wrapper_for,
 )  # fmt: skip
 
-from punica.layers import from_layer, from_layer_logits_processor
+from punica.layers import from_layer
 from punica.ops.quant import Fp8Matrix, quantize_per_channel
-from punica.parallel import LogitsProcessor, ParallelLMHead, ReplicatedLinear, VocabParallelEmbedding
+from punica.parallel import ReplicatedLinear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -104,34 +107,18 @@ def test_groups_of_packed_fp8():
 
 
 def test_embedding_and_logits():
-    config, dim, vocab = config_for(torch.float32, fp8=E5M2), 6, 15
+    config = config_for(torch.float32, fp8=E5M2)
     wrapper = wrapper_for(config, "cpu")
-    base = VocabParallelEmbedding(vocab, dim, torch.float32, padding_size=1, **ALONE)
-    base.weight_loader(base.weight, torch.randn(vocab, dim))
-    layer = from_layer(base, MAX_LORAS, config, [])
-    head = ParallelLMHead(vocab, dim, False, torch.float32, padding_size=1, **ALONE)
-    head.weight_loader(head.weight, torch.randn(vocab, dim))
-    processor = LogitsProcessor(vocab)
-    processor._gather_logits = lambda logits: logits
-    logits = from_layer_logits_processor(processor, head, MAX_LORAS, config)
-    ids, hidden = torch.randint(0, vocab, (len(MIXED),)), torch.randn(len(MIXED), dim)
-    use(wrapper, MIXED, vocab)
-    plain = []
-    for one, given in ((layer, (ids,)), (logits, (head, hidden))):
+    layer, of_layer = embedding_layer(config)
+    logits, head, of_head = logits_layer(config, org=VOCAB)
+    use(wrapper, MIXED, ORG)
+    ids, hidden = torch.randint(0, ORG, (len(MIXED),)), torch.randn(len(MIXED), DIM)
+    one_hot = torch.nn.functional.one_hot(ids, ORG).float()
+    for one, given, x, adapters in ((layer, (ids,), one_hot, of_layer), (logits, (head, hidden), hidden, of_head)):
         one.set_mapping(wrapper)
-        plain.append(one(*given).double())
-    of_layer = {slot: random_pair(rank, vocab, dim) for slot, rank in RANKS.items()}
-    of_head = {slot: random_pair(rank, dim, vocab) for slot, rank in RANKS.items()}
-    for slot in RANKS:
-        layer.set_lora(slot, *of_layer[slot])
-        logits.set_lora(slot, *of_head[slot])
-    held = {slot: rounded([pair], E5M2) for slot, pair in of_layer.items()}
-    one_hot = torch.nn.functional.one_hot(ids, vocab).float()
-    expected = plain[0] + lora_term(one_hot, MIXED, held, torch.float32)
-    torch.testing.assert_close(layer(ids).double(), expected, rtol=1e-4, atol=1e-4)
-    held = {slot: rounded([pair], E5M2) for slot, pair in of_head.items()}
-    expected = plain[1] + lora_term(hidden, MIXED, held, torch.float32)
-    torch.testing.assert_close(logits(head, hidden).double(), expected, rtol=1e-4, atol=1e-4)
+        held = {slot: rounded(pairs, E5M2) for slot, pairs in adapters.items()}
+        expected = one.base_layer(*given).double() + lora_term(x, MIXED, held, torch.float32)
+        torch.testing.assert_close(one(*given).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_refusals():

@@ -1,31 +1,28 @@
 """A default device changes nothing: programs set one and the library still makes its host tensors on the host."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from layer_cases import (
     ALONE,
+    DIM,
     IN,
     LINEAR,
-    MAX_LORAS,
     MIXED,
     NEVER_SHARDED,
-    RANKS,
+    ORG,
     config_for,
+    embedding_layer,
     linear_layer,
-    random_pair,
+    logits_layer,
     use,
     wrapper_for,
 )
 from torch import Tensor
 
-from punica.layers import from_layer, from_layer_logits_processor
-from punica.parallel import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding, matmul
+from punica.parallel import matmul
 
-ORG, VOCAB, DIM = 15, 20, 24
 KINDS = [
     *(pytest.param(name, False, id=name) for name in LINEAR),
     *(pytest.param(name, True, id=f"{name}-sharded") for name in LINEAR if name not in NEVER_SHARDED),
@@ -34,46 +31,24 @@ KINDS = [
 Result = tuple[Tensor, list[Tensor]]
 
 
-def linear(name: str, sharded: bool, device: str, wrapper: Any) -> Result:
-    config = config_for(torch.float32, fully_sharded_loras=sharded)
-    layer, _ = linear_layer(LINEAR[name], config, device, ALONE)
-    layer.set_mapping(wrapper)
-    x = torch.randn(len(MIXED), IN, device="cpu").to(device)
-    return layer(x), [part.slots for part in layer.slot_parts()]
-
-
-def embedding(device: str, wrapper: Any) -> Result:
-    with torch.device(device):
-        base = VocabParallelEmbedding(VOCAB, DIM, torch.float32, org_num_embeddings=ORG, padding_size=4)
-    base.weight_loader(base.weight, torch.randn(VOCAB, DIM, device="cpu"))
-    layer = from_layer(base, MAX_LORAS, config_for(torch.float32), [])
-    layer.set_mapping(wrapper)
-    for slot, rank in RANKS.items():
-        layer.set_lora(slot, *random_pair(rank, ORG, DIM))
-    ids = torch.tensor([0, 3, 14, 19, 7, 2, 8], device=device)
-    return layer(ids), [part.slots for part in layer.slot_parts()]
-
-
-def logits(device: str, wrapper: Any) -> Result:
-    with torch.device(device):
-        head = ParallelLMHead(VOCAB, DIM, True, torch.float32, org_num_embeddings=ORG, padding_size=4)
-    head.weight_loader(head.weight, torch.randn(VOCAB, DIM, device="cpu"))
-    layer = from_layer_logits_processor(LogitsProcessor(VOCAB), head, MAX_LORAS, config_for(torch.float32))
-    layer.set_mapping(wrapper)
-    for slot, rank in RANKS.items():
-        layer.set_lora(slot, *random_pair(rank, DIM, VOCAB))
-    hidden = torch.randn(len(MIXED), DIM, device="cpu").to(device)
-    return layer(head, hidden), [part.slots for part in layer.slot_parts()]
-
-
 def run(name: str, sharded: bool, device: str, default: str | None) -> Result:
     """Build the layer, fill its slots and run it with a default device; the wrapper comes from outside."""
     wrapper = wrapper_for(config_for(torch.float32), device)
     use(wrapper, MIXED, ORG if name == "embedding" else 32)
     torch.manual_seed(3)
-    other: dict[str, Callable[..., Result]] = {"embedding": embedding, "logits": logits}
+    config, rows = config_for(torch.float32, fully_sharded_loras=sharded), len(MIXED)
     with torch.device(default) if default else nullcontext():
-        return other[name](device, wrapper) if name in other else linear(name, sharded, device, wrapper)
+        if name == "embedding":
+            layer, _ = embedding_layer(config, device)
+            given = (torch.tensor([0, 3, 14, 19, 7, 2, 8], device=device),)
+        elif name == "logits":
+            layer, head, _ = logits_layer(config, device)
+            given = (head, torch.randn(rows, DIM, device="cpu").to(device))
+        else:
+            layer, _ = linear_layer(LINEAR[name], config, device, ALONE)
+            given = (torch.randn(rows, IN, device="cpu").to(device),)
+        layer.set_mapping(wrapper)
+        return layer(*given), [part.slots for part in layer.slot_parts()]
 
 
 def assert_same(found: Result, expected: Result) -> None:

@@ -7,15 +7,19 @@ import torch
 import torch.nn.functional as F
 from layer_cases import (
     ALONE,
+    DIM,
     IN,
     LINEAR,
     MAX_LORAS,
     MAX_RANK,
     MIXED,
-    RANKS,
+    ORG,
+    VOCAB,
     config_for,
+    embedding_layer,
     fill,
     linear_layer,
+    logits_layer,
     lora_term,
     random_pair,
     use,
@@ -57,8 +61,7 @@ def mapped(layer: Any, config: LoRAConfig, slots: list[int], vocab_size: int = 3
 
 
 @on_dtypes
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded-on-one-rank"])
+@pytest.mark.parametrize(("bias", "sharded"), [(True, False), (False, True)], ids=["bias", "sharded-on-one-rank"])
 @pytest.mark.parametrize("name", [name for name in LINEAR if name != "variable"])
 def test_linear(name: str, sharded: bool, bias: bool, dtype: torch.dtype) -> None:
     config = config_for(dtype, fully_sharded_loras=sharded)
@@ -85,42 +88,28 @@ def test_variable_slices_and_an_unadapted_one(dtype: torch.dtype) -> None:
 
 @on_dtypes
 def test_embedding(dtype: torch.dtype) -> None:
-    org, vocab, dim, config = 15, 20, 24, config_for(dtype)
-    with torch.device(DEVICE):
-        base = VocabParallelEmbedding(vocab, dim, dtype, org_num_embeddings=org, padding_size=4)
-    base.weight_loader(base.weight, torch.randn(vocab, dim))
-    layer = from_layer(base, MAX_LORAS, config, [])
-    mapped(layer, config, MIXED, org)
+    config = config_for(dtype)
+    layer, adapters = embedding_layer(config, DEVICE)
+    mapped(layer, config, MIXED, ORG)
     ids = torch.tensor([0, 3, 14, 19, 7, 2, 8, 1])  # one more than the mapping has rows: padding
-    adapters = {slot: random_pair(rank, org, dim) for slot, rank in RANKS.items()}
-    expected = base(ids.to(DEVICE)).cpu().double()
-    assert torch.equal(layer(ids.to(DEVICE)).cpu().double(), expected)
-    for slot, pair in adapters.items():
-        layer.set_lora(slot, *pair)
+    expected = layer.base_layer(ids.to(DEVICE)).cpu().double()
     for row, (token, slot) in enumerate(zip(ids[:T].tolist(), MIXED, strict=True)):
-        if slot >= 0 and token < org:
-            a, b = (factor.to(dtype).double() for factor in adapters[slot])
-            expected[row] += b @ a[:, token]
+        if slot >= 0 and token < ORG:
+            ((a, b),) = adapters[slot]
+            expected[row] += b.to(dtype).double() @ a.to(dtype).double()[:, token]
     for shape in ((8,), (2, 4)):
         result = layer(ids.to(DEVICE).view(shape))
-        assert result.shape == (*shape, dim)
-        assert_close(result.view(8, dim), expected)
+        assert result.shape == (*shape, DIM)
+        assert_close(result.view(8, DIM), expected)
 
 
 @on_dtypes
-@pytest.mark.parametrize("org", [20, 15], ids=["no-added-ids", "added-ids"])
+@pytest.mark.parametrize("org", [VOCAB, ORG], ids=["no-added-ids", "added-ids"])
 def test_logits(org: int, dtype: torch.dtype) -> None:
-    vocab, hidden_size, config = 20, 24, config_for(dtype)
-    with torch.device(DEVICE):
-        head = ParallelLMHead(vocab, hidden_size, True, dtype, org_num_embeddings=org, padding_size=4)
-    head.weight_loader(head.weight, torch.randn(vocab, hidden_size) / hidden_size**0.5)
-    head.weight_loader(head.bias, torch.randn(vocab))
-    layer = from_layer_logits_processor(LogitsProcessor(vocab), head, MAX_LORAS, config)
+    config = config_for(dtype)
+    layer, head, adapters = logits_layer(config, DEVICE, org)
     mapped(layer, config, MIXED)
-    adapters = {slot: [random_pair(rank, hidden_size, vocab)] for slot, rank in RANKS.items()}
-    for slot, ((a, b),) in adapters.items():
-        layer.set_lora(slot, a, b)
-    hidden = torch.randn(T, hidden_size, device=DEVICE).to(dtype)
+    hidden = torch.randn(T, DIM, device=DEVICE).to(dtype)
     term = lora_term(hidden, MIXED, adapters, dtype)
     base = layer.base_layer(head, hidden).cpu().double()
     assert_close(layer(head, hidden), base + term)
@@ -209,7 +198,7 @@ def test_beside_the_base_product_no_memory_is_touched_that_is_still_in_use(rows:
         assert torch.equal(result, expected[i % 4])
 
 
-HIDDEN, HEADS, KV_HEADS, HEAD, INTER, VOCAB = 256, 8, 4, 32, 384, 96
+HIDDEN, HEADS, KV_HEADS, HEAD, INTER, IDS = 256, 8, 4, 32, 384, 96
 
 
 class Block(nn.Module):
@@ -224,14 +213,14 @@ class Block(nn.Module):
                 "o": (RowParallelLinear(HEADS * HEAD, HIDDEN, **options), 0),
                 "gate_up": (MergedColumnParallelLinear(HIDDEN, [INTER, INTER], **options), 2),
                 "down": (RowParallelLinear(INTER, HIDDEN, **options), 0),
-                "embed": (VocabParallelEmbedding(VOCAB, HIDDEN, config.lora_dtype), 0),
+                "embed": (VocabParallelEmbedding(IDS, HIDDEN, config.lora_dtype), 0),
             }
-            self.head = ParallelLMHead(VOCAB, HIDDEN, params_dtype=config.lora_dtype)
+            self.head = ParallelLMHead(IDS, HIDDEN, params_dtype=config.lora_dtype)
         for base in (*(base for base, _ in bases.values()), self.head):
             base.weight.data.normal_(std=1.0 if isinstance(base, VocabParallelEmbedding) else HIDDEN**-0.5)
         for name, (base, packed) in bases.items():
             setattr(self, name, from_layer(base, MAX_LORAS, config, ["m"] * packed))
-        self.logits = from_layer_logits_processor(LogitsProcessor(VOCAB), self.head, MAX_LORAS, config)
+        self.logits = from_layer_logits_processor(LogitsProcessor(IDS), self.head, MAX_LORAS, config)
         self.linear = [self.qkv, self.o, self.gate_up, self.down]
         for layer in (*self.linear, self.embed, self.logits):
             layer.set_mapping(wrapper)
@@ -249,8 +238,8 @@ class Block(nn.Module):
             pairs = [random_pair(rank, layer.full_input_size, size) for size in layer.full_output_sizes]
             fill(layer, slot, pairs)
         if everywhere:
-            self.embed.set_lora(slot, *random_pair(rank, VOCAB, HIDDEN))
-            self.logits.set_lora(slot, *random_pair(rank, HIDDEN, VOCAB))
+            self.embed.set_lora(slot, *random_pair(rank, IDS, HIDDEN))
+            self.logits.set_lora(slot, *random_pair(rank, HIDDEN, IDS))
 
 
 @pytest.mark.parametrize("dual", [False, True], ids=["one-stream", "two-streams"])
@@ -260,8 +249,8 @@ def test_decoder_block_in_a_graph_sees_new_adapters(dtype: torch.dtype, dual: bo
     wrapper = wrapper_for(config, DEVICE)
     block = Block(config, wrapper)
     rows = [0, 1, 2, 3, -1] * 5
-    ids = torch.randint(0, VOCAB, (len(rows),), device=DEVICE)
-    use(wrapper, rows, VOCAB)
+    ids = torch.randint(0, IDS, (len(rows),), device=DEVICE)
+    use(wrapper, rows, IDS)
     for slot in range(MAX_LORAS):
         block.fill(slot, MAX_RANK, everywhere=True)
     block(ids)  # compiles every kernel
@@ -280,7 +269,7 @@ def test_decoder_block_in_a_graph_sees_new_adapters(dtype: torch.dtype, dual: bo
         for slot, rank in swap.items():
             block.fill(slot, rank, everywhere=step != 1)
         slots = rows if step != 4 else [*rows[::-1][:20], *[-1] * 5]
-        use(wrapper, slots, VOCAB)
+        use(wrapper, slots, IDS)
         graph.replay()
         torch.testing.assert_close(output, block(ids), rtol=1.6e-2, atol=2e-2)
         if swap:
