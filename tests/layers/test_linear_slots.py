@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from layer_cases import random_pair
 from torch import nn
 
 from punica.config import LoRAConfig
@@ -197,7 +198,7 @@ def test_device_and_weight_of_a_quantised_base(name):
     assert layer.weight is packed
 
 
-def test_parameters_in_training_fill_a_slot_like_any_tensor(lora_config, wrapper_for, random_pair):
+def test_parameters_in_training_fill_a_slot_like_any_tensor(lora_config, wrapper_for):
     """As they come out of a PEFT model that is still being trained: the slot must not become part of its graph."""
     layer = ColumnParallelLinearWithLoRA(ColumnParallelLinear(6, 7, return_bias=False))
     layer.create_lora_weights(4, lora_config())

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from layer_cases import lora_term, random_pair
 
 from punica.layers import (
     MergedColumnParallelLinearVariableSliceWithLoRA,
@@ -109,7 +110,7 @@ def test_bad_single_tensor(lora_a, lora_b, message, lora_config):
     assert (layer.lora_ranks == 0).all()
 
 
-def test_qkv_with_absent_k(lora_config, wrapper_for, lora_term, random_pair):
+def test_qkv_with_absent_k(lora_config, wrapper_for):
     """Adapters for q_proj and v_proj only, as in the LoRA paper: k keeps the base output."""
     base = QKVParallelLinear(6, 2, 4, 2, return_bias=False)
     for parameter in base.parameters():
@@ -117,12 +118,13 @@ def test_qkv_with_absent_k(lora_config, wrapper_for, lora_term, random_pair):
     layer = MergedQKVParallelLinearWithLoRA(base)
     layer.create_lora_weights(4, lora_config())
     layer.set_mapping(wrapper_for([0, -1, 0]))
-    pairs = [random_pair(4, 6, 8), None, random_pair(2, 6, 4)]
-    layer.set_lora(0, [pair and pair[0] for pair in pairs], [pair and pair[1] for pair in pairs])
+    (a_q, b_q), (a_v, b_v) = random_pair(4, 6, 8), random_pair(2, 6, 4)
+    layer.set_lora(0, [a_q, None, a_v], [b_q, None, b_v])
     x = torch.randn(3, 6)
     result = layer(x)
     assert torch.equal(result[:, 8:12], base(x)[:, 8:12])
-    reference = base(x).double() + lora_term(x, [0, -1, 0], {0: pairs}, (8, 4, 4))
+    pairs = {0: [(a_q, b_q), (a_v, torch.zeros(4, 2)), (a_v, b_v)]}
+    reference = base(x).double() + lora_term(x, [0, -1, 0], pairs, torch.float32)
     torch.testing.assert_close(result.double(), reference, rtol=1e-4, atol=1e-4)
 
 

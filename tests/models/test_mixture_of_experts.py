@@ -133,8 +133,7 @@ def test_zero_adapters_cover_the_experts():
     manager = LoRAModelManager(model, 4, 64, 61, LoRAConfig(4, 2), "cpu")
     manager.add_dummy_lora(LoRARequest("zero", 1, "/nowhere"), 4)
     manager.set_adapter_mapping(LoRAMapping([1] * len(TOKENS), [1] * len(TOKENS)))
-    layer = manager.modules["model.layers.0.mlp.experts"]
-    assert layer.adapter_enabled.tolist() == [1, 0, 0]
+    assert manager.modules["model.layers.0.mlp.experts"].adapter_enabled.tolist() == [1, 0, 0]
     torch.testing.assert_close(logits_of(model), before)
 
 
