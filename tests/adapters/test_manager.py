@@ -102,13 +102,6 @@ def test_packed_experts_keep_their_scaling():
     assert all(torch.equal(b, 2 * pair[1]) for _, b in slices)
 
 
-def test_activating_an_unknown_adapter(make_manager):
-    manager = make_manager()
-    manager.add_adapter(adapter(1))
-    with pytest.raises(ValueError, match=r"adapter 2 is not registered; registered: \[1\]"):
-        manager.activate_adapter(2)
-
-
 def count_writes(manager: LoRAModelManager, monkeypatch) -> list[int]:
     slots: list[int] = []
     layer = manager.modules[QKV]
