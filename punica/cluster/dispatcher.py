@@ -261,7 +261,7 @@ class Dispatcher:
                 (failed if state.error else finished).append(state)
                 self._remove(entry)
             elif entry.crashes.quarantined and entry.crashes.add_token():
-                self.policy.end_quarantine(key)
+                self.policy.quarantine(key, begins=False)
                 runner.drop.add(key)
         ended = reply.finished.union(reply.failed)
         runner.inside -= ended

@@ -13,6 +13,7 @@ The same object decides in a simulation, for actors on a cluster and in tests. I
 [('u', 'gpu-b'), ('v', 'gpu-b'), ('w', 'gpu-a')]
 """
 
+import bisect
 import heapq
 from dataclasses import dataclass
 
@@ -30,8 +31,8 @@ MAX_BATCH = 32
 
 @dataclass(frozen=True)
 class ClusterStep:
-    """Next step of one GPU. ``prefills`` compute their whole prompt (and the tokens generated before an eviction),
-    ``num_decodes`` requests one token each. ``evicted`` went back to the queue, in this order.
+    """Next step of one GPU: requests that compute their whole prompt (and the tokens generated before an eviction),
+    those that compute one token each, and those that went back to the queue, in this order.
     """
 
     prefills: tuple[str, ...]
@@ -46,9 +47,7 @@ class ClusterStep:
 
 @dataclass(frozen=True)
 class ScaleSignal:
-    """Autoscaling advice. ``add_gpu``: no GPU is lightly loaded, or the queue's head finds no room. ``release``: idle
-    GPUs that can be given back, none while one is wanted.
-    """
+    """Autoscaling advice: whether a GPU is wanted, and else which idle ones can be given back."""
 
     add_gpu: bool
     release: tuple[str, ...]
@@ -108,14 +107,15 @@ class ClusterPolicy:
         self._most_tokens = max(self._most_tokens, gpu.capacity)
 
     def remove_gpu(self, uuid: str) -> tuple[str, ...]:
-        """Remove a GPU that crashed or is given back; ValueError for an unknown one. Its requests return to the queue,
-        oldest first, with the tokens of the steps that ended. Returns their ids.
+        """Remove a GPU; its requests return to the queue with the tokens of the steps that ended, oldest first. Returns
+        their ids. ValueError for an unknown GPU.
         """
         gpu = self._gpu(uuid)
         members = sorted(gpu.members.values(), key=lambda request: request.arrival)
         for request in members:
             self._requeue(request)
-        self._quarantine.forget(gpu)
+        if gpu is self._quarantine.gpu:
+            self._quarantine.gpu = None
         del self.gpus[uuid]
         self._open.discard(gpu)
         self._freed.pop(uuid, None)
@@ -123,9 +123,8 @@ class ClusterPolicy:
         return tuple(request.request_id for request in members)
 
     def submit(self, request_id: str, num_tokens: int, final_tokens: int, adapter_id: int = 0, rank: int = 0) -> None:
-        """Append a new request to the queue. ``num_tokens``: its prompt. ``final_tokens``: most tokens its KV cache
-        will hold (`Request.final_kv_length`). ValueError for a name that is in use, and when no GPU of the cluster
-        could hold it alone.
+        """Append a request to the queue. ``num_tokens``: its prompt. ``final_tokens``: most tokens of its KV cache.
+        ValueError for a name that is in use, and when no GPU of the cluster could hold it alone.
         """
         if request_id in self.requests:
             raise ValueError(f"request {clip(request_id)} is not finished; request ids are unique among these")
@@ -143,7 +142,7 @@ class ClusterPolicy:
 
     def place(self) -> list[PlacedRequest]:
         """Place requests in queue order until the head finds no room; before them, quarantined ones. A head without
-        room is tried again only on GPUs that gained room: otherwise every step of a full cluster would scan all GPUs.
+        room is tried again only on GPUs that gained some: else every step of a full cluster would scan all.
         """
         placed, freed = self._quarantine.place(self.gpus.values())
         if freed is not None:
@@ -176,8 +175,7 @@ class ClusterPolicy:
 
     def begin_step(self, uuid: str, most_joins: int | None = None) -> ClusterStep:
         """Begin a GPU's next step, in flight until `end_step`; RuntimeError when one is in flight already. Requests are
-        evicted until the others can grow; `place` gives them a GPU again. ``most_joins`` bounds the prefills of this
-        step, which is empty without any row.
+        evicted until the others can grow. ``most_joins`` bounds the prefills.
         """
         gpu = self._gpu(uuid)
         if gpu.in_flight:
@@ -218,18 +216,13 @@ class ClusterPolicy:
         self._remove(request)
         del self.requests[request_id]
 
-    def quarantine(self, request_id: str) -> None:
-        """Serve a request alone from now on: one at a time, in order of submission, on a GPU reserved for them."""
+    def quarantine(self, request_id: str, begins: bool = True) -> None:
+        """Serve a request alone from now on: one at a time, in order of submission, on a GPU reserved for them. With
+        ``begins=False`` return it to its place in the queue.
+        """
         request = self._request(request_id)
         self._remove(request)
-        request.quarantined = True
-        self._requeue(request)
-
-    def end_quarantine(self, request_id: str) -> None:
-        """Return a quarantined request to its place in the queue."""
-        request = self._request(request_id)
-        self._remove(request)
-        request.quarantined = False
+        request.quarantined = begins
         self._requeue(request)
 
     def total_tokens(self, request_id: str) -> int:
@@ -237,9 +230,8 @@ class ClusterPolicy:
         return self._request(request_id).total_tokens
 
     def scale_signal(self) -> ScaleSignal:
-        """Advise on scaling (section 5.1), after `place`: add a GPU when none is lightly loaded, release idle ones. One
-        idle GPU stays when no other GPU is lightly loaded, since it would be wanted again at once. All idle GPUs stay
-        while requests are queued.
+        """Advise on scaling (section 5.1), after `place`: add a GPU when none is lightly loaded, release idle ones, but
+        not one that would be wanted again at once, and none while requests are queued.
         """
         blocked = self._head_is_blocked()
         idle = [uuid for uuid, gpu in sorted(self.gpus.items()) if not gpu.members]
@@ -260,9 +252,9 @@ class ClusterPolicy:
         if request.gpu is not None:
             self._leave_gpu(request.gpu, request)
         if request.quarantined:
-            self._quarantine.add(request)
-            return
-        heapq.heappush(self._queue, (request.arrival, request))
+            bisect.insort(self._quarantine.queue, request, key=lambda one: one.arrival)
+        else:
+            heapq.heappush(self._queue, (request.arrival, request))
 
     def _remove(self, request: ClusterRequest) -> None:
         if request.gpu is not None:

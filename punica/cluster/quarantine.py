@@ -10,7 +10,6 @@ each request takes part in at most three shared crashes. All others use the rema
 GPU is reserved: its present members may finish, and it admits no others.
 """
 
-import bisect
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -72,9 +71,6 @@ class Quarantine:
         self.queue: list[ClusterRequest] = []
         self.gpu: Gpu | None = None
 
-    def add(self, request: ClusterRequest) -> None:
-        bisect.insort(self.queue, request, key=lambda one: one.arrival)
-
     def place(self, gpus: Collection[Gpu]) -> tuple[list[PlacedRequest], Gpu | None]:
         """Place the head of the queue once the reserved GPU is empty; also return the GPU that is open again."""
         before = self.gpu
@@ -86,10 +82,6 @@ class Quarantine:
         head = self.queue.pop(0)
         self.gpu.place(head)
         return [PlacedRequest(head.request_id, self.gpu.uuid)], freed
-
-    def forget(self, gpu: Gpu) -> None:
-        if gpu is self.gpu:
-            self.gpu = None
 
     def _reserve(self, gpus: Collection[Gpu]) -> None:
         """Reserve the least loaded GPU for the head of the queue; a draining one stays, unless another is empty."""

@@ -1,4 +1,4 @@
-"""Who may use what: API keys of models, folders of adapters. Without torch: the command line checks both at once."""
+"""Access: API keys of models, folders of adapters. Without torch: the command line checks both at once."""
 
 import hmac
 from collections.abc import Mapping, Sequence

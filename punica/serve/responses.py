@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -55,7 +55,7 @@ class Generator:
 
         def encode() -> list[Prompt]:
             found: list[Prompt] = []
-            for prompt in body.prompts:
+            for prompt in cast(list[Any], body.prompts):
                 is_encoded = not isinstance(prompt, str) and isinstance(prompt[0], int)
                 tokens = prompt if is_encoded else self.codec.encode(prompt, folder, arguments)
                 found.append((tuple(tokens), self.codec.end_token_ids(prompt, folder)))

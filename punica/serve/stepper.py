@@ -64,7 +64,7 @@ class Piece(NamedTuple):
     an error instead where the engine itself failed.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # tuple's method has no use here
     token_ids: list[int]
     num_text: int
     logprobs: list[dict[int, float]]

@@ -185,7 +185,7 @@ class World:
         if self.home:
             name = self.random.choice(sorted(self.alone if len(self.alone) == 2 else self.home))
             self.quarantines += name not in self.alone
-            (self.policy.end_quarantine if name in self.alone else self.policy.quarantine)(name)
+            self.policy.quarantine(name, begins=name not in self.alone)
             self.alone ^= {name}
             self.back_to_queue(name)
             self.place()

@@ -127,7 +127,7 @@ def test_others_go_on_while_somebody_is_served_alone() -> None:
     policy.finish("w")
     assert policy.place() == [("y", "a")], "v waits, before it in the queue, and has its own"
     assert policy.queued == ("v",)
-    policy.end_quarantine("u")
+    policy.quarantine("u", begins=False)
     assert policy.place() == [("v", "b")]
     assert policy.queued == ("u",)
     policy.finish("v")

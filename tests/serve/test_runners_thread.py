@@ -50,6 +50,12 @@ def client(cluster: RayCluster, world: Any, tmp_path: Path) -> Iterator[Any]:
         yield made
 
 
+@pytest.fixture
+def poet(world: Any, tmp_path: Path) -> dict[str, str]:
+    """The body that loads a copy of an adapter."""
+    return {"lora_name": "poet", "lora_path": str(shutil.copytree(world.adapters[3].absolute_path, tmp_path / "poet"))}
+
+
 def complete(client: Any, **fields: Any) -> Any:
     answer = client.post("/v1/completions", json={"model": "tenant-0", **LONG, **fields})
     assert answer.status_code == 200, answer.text
@@ -62,6 +68,12 @@ def streamed(client: Any, **fields: Any) -> str:
     chunks = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: {")]
     assert not [chunk for chunk in chunks if "error" in chunk], chunks[-1]
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
+def texts_of(alone: Any, world: Any) -> list[str]:
+    """Texts of one engine for three adapters."""
+    params = SamplingParams(60, ignore_eos=True)
+    return [alone.generate(["hello"], adapter, params)[0].text for adapter in world.adapters[:3]]
 
 
 def value(client: Any, name: str) -> float:
@@ -140,8 +152,7 @@ def test_stopping_ends_what_is_unfinished_and_leaves_the_cluster(cluster: RayClu
 def test_a_runner_that_dies_neither_loses_nor_repeats_a_token(
     client: Any, cluster: RayCluster, alone: Any, world: Any
 ) -> None:
-    expected = [alone.generate(["hello"], adapter, SamplingParams(60, ignore_eos=True))[0].text
-                for adapter in world.adapters[:3]]  # fmt: skip
+    expected = texts_of(alone, world)
     with ThreadPoolExecutor(9) as pool:
         found = [pool.submit(streamed, client, model=f"tenant-{number % 3}") for number in range(9)]
         wait_until(lambda: min(cluster.working_sets.values()) >= 3)
@@ -173,8 +184,7 @@ def test_a_runner_that_hangs_is_killed_and_its_requests_continue(
     client: Any, cluster: RayCluster, alone: Any, world: Any
 ) -> None:
     cluster._timeouts = Timeouts(step_s=0.1)
-    expected = [alone.generate(["hello"], adapter, SamplingParams(60, ignore_eos=True))[0].text
-                for adapter in world.adapters[:3]]  # fmt: skip
+    expected = texts_of(alone, world)
     victim = local(cluster, 0)
     victim.starts = None  # its replacement takes its time
     with ThreadPoolExecutor(8) as pool:
@@ -294,31 +304,26 @@ def test_adapters_are_loaded_for_all_runners_and_unloaded(
     assert client.post("/v1/completions", json={"model": "poet", "prompt": "a"}).status_code == 404
 
 
-def test_an_adapter_is_checked_by_a_runner_that_lives(client: Any, cluster: RayCluster, world: Any, tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_an_adapter_is_checked_by_a_runner_that_lives(
+    client: Any, cluster: RayCluster, poet: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cluster, "probe", lambda: None)  # the deaths are not noticed
-    folder = tmp_path / "poet"
-    shutil.copytree(world.adapters[3].absolute_path, folder)
-    body = {"lora_name": "poet", "lora_path": str(folder)}
     local(cluster, 0).dies = True
-    assert client.post("/v1/load_lora_adapter", json=body).status_code == 200
+    assert client.post("/v1/load_lora_adapter", json=poet).status_code == 200
     assert local(cluster, 1).checked == ["poet"]
     local(cluster, 1).dies = True
-    answer = client.post("/v1/load_lora_adapter", json={**body, "lora_name": "other"})
+    answer = client.post("/v1/load_lora_adapter", json={**poet, "lora_name": "other"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_runner")
 
 
 def test_a_check_that_hangs_stops_no_others_and_is_made_by_another_runner(
-    client: Any, cluster: RayCluster, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Any, cluster: RayCluster, poet: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probe, hung = cluster.probe, local(cluster, 0)
     monkeypatch.setattr(cluster, "probe", lambda: None)
-    folder = tmp_path / "poet"
-    shutil.copytree(world.adapters[3].absolute_path, folder)
     hung.hangs = True
     with ThreadPoolExecutor(1) as pool:
-        body = {"lora_name": "poet", "lora_path": str(folder)}
-        loading = pool.submit(lambda: client.post("/v1/load_lora_adapter", json=body))
+        loading = pool.submit(lambda: client.post("/v1/load_lora_adapter", json=poet))
         wait_until(lambda: hung.is_checking)
         assert len(complete(client)) == 1  # the other runner is the first to get requests
         cluster._timeouts = Timeouts(step_s=0.1)
@@ -349,7 +354,7 @@ def test_a_check_that_is_cancelled_keeps_no_files(cluster: RayCluster, world: An
 
 
 def test_files_are_read_beside_the_thread_that_relays_tokens(
-    client: Any, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Any, poet: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered, store_adapter = threading.Event(), ray_runners.store_adapter
 
@@ -358,11 +363,8 @@ def test_files_are_read_beside_the_thread_that_relays_tokens(
         return store_adapter(adapter)
 
     monkeypatch.setattr(ray_runners, "store_adapter", slow)
-    folder = tmp_path / "poet"
-    shutil.copytree(world.adapters[3].absolute_path, folder)
     with ThreadPoolExecutor(1) as pool:
-        body = {"lora_name": "poet", "lora_path": str(folder)}
-        loading = pool.submit(lambda: client.post("/v1/load_lora_adapter", json=body))
+        loading = pool.submit(lambda: client.post("/v1/load_lora_adapter", json=poet))
         complete(client)
         answered.set()
         assert loading.result(30).status_code == 200
