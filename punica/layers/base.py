@@ -132,10 +132,8 @@ class BaseLayerWithLoRA(nn.Module):
             raise RuntimeError(f"{type(self).__name__}: create_lora_weights was called before; build a new layer")
         check_count("max_loras", max_loras)
         if not isinstance(lora_config.lora_dtype, torch.dtype):
-            raise TypeError(
-                f"lora_dtype must be a torch dtype by now, got {lora_config.lora_dtype!r}; call "
-                "lora_config.verify_with_model_config"
-            )
+            hint = "call lora_config.verify_with_model_config"
+            raise TypeError(f"lora_dtype must be a torch dtype by now, got {lora_config.lora_dtype!r}; {hint}")
 
     def _slot_shapes(self, max_rank: int) -> tuple[Shapes, Shapes]:
         shapes_b = [(width, max_rank) for width in self.full_output_sizes]
@@ -196,13 +194,8 @@ class BaseLayerWithLoRA(nn.Module):
         self.mark_slot(index, any(part.part is not None for part in parts))
 
     def mark_slot(self, index: int, filled: bool) -> None:
-        """Note on the host whether slot ``index`` holds an adapter. Asynchronous writers call it on layers that skip
-        when they are empty.
-        """
-        if filled:
-            self.filled_slots.add(index)
-        else:
-            self.filled_slots.discard(index)
+        """Note on the host whether slot ``index`` holds an adapter; asynchronous writers call it."""
+        (self.filled_slots.add if filled else self.filled_slots.discard)(index)
 
     def slot_parts(self, slices: Slices | None = None) -> list[SlotPart]:
         """All matrices of a slot (A of every slice, then B, then the scales of both in FP8) and this rank's part of

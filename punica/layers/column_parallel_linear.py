@@ -1,9 +1,7 @@
 """LoRA over column-parallel layers: plain, merged (gate/up) and QKV, with one adapter or one per packed matrix.
 
-Every rank computes its own outputs, so A is replicated and B is sharded by rows like the base weight; where B is
-block-diagonal, a rank keeps only the ranks of its own blocks in both. The classes differ in the rows of a rank. Packed
-matrices share one A (an adapter trained on the packed matrix), or have one each (trained on ``q_proj``, ``k_proj``,
-``v_proj``: the usual case).
+A is replicated and B is sharded by rows like the base weight; where B is block-diagonal, a rank keeps only the ranks of
+its own blocks in both. Packed matrices share one A (an adapter trained on the packed matrix), or have one each.
 """
 
 from collections.abc import Sequence
@@ -108,10 +106,7 @@ class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
     def expand_packed_lora(
         self, lora_a: Sequence[LoRAFactor], lora_b: Sequence[LoRAFactor]
     ) -> tuple[list[LoRAFactor], list[LoRAFactor]]:
-        """One pair per slice from fewer groups: a group's B is split over the slices it covers, its A is shared.
-
-        See :func:`punica.layers.packing.expand_groups`; ``ValueError`` when the groups do not cover the slices.
-        """
+        """One pair per slice from fewer groups, by :func:`punica.layers.packing.expand_groups`."""
         return expand_groups(lora_a, lora_b, self.output_sizes)
 
     @classmethod

@@ -37,7 +37,6 @@ from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model
 class _FullySharded(BaseLinearLayerWithLoRA):
     """Shrink, a collective, expand, instead of one call. Replaces what the parent class does, where configured."""
 
-
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Compute the parent's result with a collective on the intermediate, never on a second stream."""
         if self.tp_size == 1:

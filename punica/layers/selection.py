@@ -40,16 +40,11 @@ _INSTEAD = {nn.Linear: "ReplicatedLinear", nn.Embedding: "VocabParallelEmbedding
 
 
 def from_layer(
-    layer: nn.Module,
-    max_loras: int,
-    lora_config: LoRAConfig,
-    packed_modules_list: list[str],
-    model_config: Any = None,
+    layer: nn.Module, max_loras: int, lora_config: LoRAConfig, packed_modules_list: list[str], model_config: Any = None
 ) -> nn.Module:
-    """``layer`` wrapped by the first class that can replace it, with ``max_loras`` zeroed slots; else ``layer`` itself.
-
-    ``packed_modules_list``: names under which adapters know the matrices packed in ``layer`` (empty if not packed).
-    Warns of a linear layer or embedding of torch, which no class can replace.
+    """``layer`` wrapped by the first class that can replace it, with ``max_loras`` zeroed slots; else ``layer`` itself,
+    with a warning if it is a linear layer or embedding of torch. ``packed_modules_list``: names under which adapters
+    know the matrices packed in ``layer``.
     """
     situation = {"lora_config": lora_config, "packed_modules_list": packed_modules_list, "model_config": model_config}
     for lora_class in LORA_CLASSES:
@@ -68,23 +63,10 @@ def from_layer(
 
 
 def from_layer_logits_processor(
-    layer: nn.Module,
-    lm_head: Any,
-    max_loras: int,
-    lora_config: LoRAConfig,
-    model_config: Any = None,
+    layer: nn.Module, lm_head: Any, max_loras: int, lora_config: LoRAConfig, model_config: Any = None
 ) -> LogitsProcessorWithLoRA:
-    """The logits processor ``layer`` wrapped for ``lm_head``, with ``max_loras`` zeroed slots.
-
-    Width, dtype and device are those of the head's weight, the order of the gathered columns is its
-    ``get_sharded_to_full_mapping()``.
-    """
-    wrapped = LogitsProcessorWithLoRA(
-        layer,
-        lm_head.embedding_dim,
-        lm_head.weight.dtype,
-        lm_head.weight.device,
-        lm_head.get_sharded_to_full_mapping(),
-    )
+    """The logits processor ``layer`` wrapped for ``lm_head``, with ``max_loras`` zeroed slots."""
+    weight, order = lm_head.weight, lm_head.get_sharded_to_full_mapping()
+    wrapped = LogitsProcessorWithLoRA(layer, lm_head.embedding_dim, weight.dtype, weight.device, order)
     wrapped.create_lora_weights(max_loras, lora_config, model_config)
     return wrapped

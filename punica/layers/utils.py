@@ -19,10 +19,8 @@ _replacements: dict[str, type[nn.Module]] = {}
 
 
 def register_layer_class(name: str, replacement: type[nn.Module]) -> None:
-    """Substitute ``replacement`` for the base layer class called ``name`` (e.g. ``"ColumnParallelLinear"``).
-
-    For deployments that substitute their own subclass for a base layer everywhere: the replacement rules that ask for
-    *exactly* that class then accept the substitute, and no longer the original.
+    """Substitute ``replacement`` for the base layer class called ``name``, for deployments with their own subclass.
+    The replacement rules that ask for *exactly* that class then accept the substitute, and no longer the original.
     """
     if not (isinstance(replacement, type) and issubclass(replacement, nn.Module)):
         raise TypeError(f"replacement for {name!r} must be an nn.Module class, got {replacement!r}")
@@ -44,9 +42,8 @@ def is_kind_of(layer: object, cls: type[nn.Module]) -> bool:
 
 
 def _not_fully_sharded_can_replace(can_replace: Callable[..., bool]) -> Callable[..., bool]:
-    """Decorate ``can_replace_layer``: the wrapped answer AND ``not lora_config.fully_sharded_loras``.
-
-    ``decorate=False`` switches the condition off, so that a fully sharded subclass can reuse its parent's test.
+    """Decorate ``can_replace_layer``: the wrapped answer AND ``not lora_config.fully_sharded_loras``, unless
+    ``decorate=False``, by which a fully sharded subclass reuses its parent's test.
     """
     return _with_condition(can_replace, lambda lora_config: not lora_config.fully_sharded_loras)
 
@@ -64,10 +61,8 @@ def _with_condition(can_replace: Callable[..., bool], condition: Callable[[Any],
 
 
 def base_weight(base_layer: nn.Module) -> Tensor:
-    """The first weight that ``base_layer`` has; its device is where the LoRA buffers belong.
-
-    Looked for, in order: ``weight``, ``weight_packed``, ``qweight``, then ``w2_weight`` (on ``routed_experts`` if there
-    is one). Raises ``ValueError`` when it has none of them.
+    """The first weight that ``base_layer`` has, on the device of the LoRA buffers: ``weight``, ``weight_packed``,
+    ``qweight``, then ``w2_weight`` (on ``routed_experts`` if there is one). ``ValueError``: none of them.
     """
     experts = getattr(base_layer, "routed_experts", base_layer)
     owners = {"weight": base_layer, "weight_packed": base_layer, "qweight": base_layer, "w2_weight": experts}
@@ -168,8 +163,8 @@ def is_being_captured(tensor: Tensor) -> bool:
 
 @contextmanager
 def capturing_vocabulary(wanted: bool) -> Iterator[None]:
-    """Inside, what is captured has the LoRA work of layers that skip it when they are empty (embedding and head), or
-    has it not: such a graph is for steps none of whose adapters is for them.
+    """Inside, what is captured has the LoRA work of embedding and head, or has it not: for steps none of whose adapters
+    is for them.
     """
     with _set(_captures_vocabulary, wanted):
         yield

@@ -24,8 +24,7 @@ class LoRABatch:
     """The slot of every row of the current step; ``sampled`` is the same for the rows whose logits are wanted.
 
     Args:
-        max_num_tokens: most rows, N; bounds the sampled rows too. ``None``: no bound (and no kernels).
-        max_loras: slots, L. ``None``: not known (and no kernels).
+        max_num_tokens: most rows, N, also of the sampled ones; ``max_loras``: slots, L. ``None``: no bound, no kernels.
         device: of the kernels' tensors.
         specialize_active_lora: tell flat ops the adapters in use, rounded up to a captured count, instead of all L.
 

@@ -37,11 +37,8 @@ class StepShape(NamedTuple):
 
 def captured_adapters(rows: int, max_loras: int) -> list[int]:
     """Numbers of adapters for which a CUDA graph of ``rows`` decode rows is worth capturing, ascending: one, a quarter
-    of the rows, and as many as rows (at most ``max_loras``).
-
-    A graph keeps the schedules of the step that it was captured with. It is right for every step of as many rows, and
-    between these three the schedules hardly change. An engine captures `RowGroups.of_runs` of each count, evenly
-    filled, and replays the first that has as many adapters as the step.
+    of the rows, and as many as rows (at most ``max_loras``). A graph keeps the schedules of the step that it was
+    captured with, which hardly change between these three; an engine replays the first with the step's adapters.
     """
     return sorted({min(count, max_loras) for count in (1, -(-rows // 4), rows) if rows > 0})
 

@@ -40,11 +40,8 @@ class SegmentPlan:
 
     Attributes:
         num_tokens: rows the plan covers, T. Rows of a tensor beyond it are padding without adapter.
-        runs: the runs, in the order of their rows.
-        rows: ``None`` when the runs address the rows in place (views only); else int64 CPU row numbers ``[R]``,
-            and the runs address the R gathered rows.
-        all_active: true when every one of the ``num_tokens`` rows has an adapter.
-        max_slot: largest slot in use, -1 when none is.
+        runs: the runs, in the order of their rows: in place, or of the R gathered ones where ``rows`` (int64 ``[R]``,
+            on the CPU) is given. ``all_active``: all T rows have an adapter. ``max_slot``: largest in use, or -1.
     """
 
     num_tokens: int
@@ -55,9 +52,7 @@ class SegmentPlan:
 
     @staticmethod
     def of(groups: RowGroups) -> SegmentPlan:
-        """Group the rows by adapter.
-
-        They stay in place when that gives few runs (a batch laid out by adapter); otherwise the plan orders them
+        """Group the rows by adapter: in place when that gives few runs (a batch laid out by adapter); otherwise ordered
         by slot, and the operators gather and scatter the rows (never the weights, which are larger).
         """
         slots, counts = groups.present

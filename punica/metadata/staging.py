@@ -1,8 +1,7 @@
 """Asynchronous host-to-device copies: `StagedBuffer`, double-buffered in pinned memory, and `send`.
 
-The device tensor of a `StagedBuffer` never moves, since captured CUDA graphs and kernels hold its address. On a CPU the
-host array *is* the tensor. For a GPU there are two pinned host arrays: while the copy of one may still be running, the
-next step fills the other, and an event tells when a third step may reuse the first.
+On a CPU the host array *is* the tensor. For a GPU there are two pinned host arrays: while the copy of one may still be
+running, the next step fills the other, and an event tells when a third step may reuse the first.
 """
 
 import math
@@ -13,10 +12,9 @@ import torch
 
 
 class StagedBuffer:
-    """A tensor ``tensor`` of fixed shape and address; ``begin`` gives the host array to fill, ``commit`` publishes it.
+    """A tensor ``tensor`` of fixed shape and address, as captured graphs hold it, on the current stream of its device.
 
-    Use: ``host = buffer.begin(); host[...] = values; buffer.commit(rows)``. One thread at a time; the copy runs on the
-    current stream of the buffer's device.
+    Use: ``host = buffer.begin(); host[...] = values; buffer.commit(rows)``, one thread at a time.
     """
 
     def __init__(
@@ -71,10 +69,8 @@ def send(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device
 
 
 def aligned_offsets(lengths: list[int], multiple: int = 32) -> tuple[list[int], int]:
-    """Start of each of several arrays packed into one allocation, and the total, in elements.
-
-    Starts are multiples of ``multiple`` (32 int32 = 128 bytes): Triton compiles a faster kernel for 16-byte aligned
-    pointers.
+    """Start of each of several arrays packed into one allocation, and the total, in elements; multiples of ``multiple``
+    (32 int32 = 128 bytes), as Triton compiles a faster kernel for 16-byte aligned pointers.
     """
     padded = [math.ceil(length / multiple) * multiple for length in lengths]
     return [sum(padded[:i]) for i in range(len(padded))], sum(padded)

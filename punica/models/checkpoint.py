@@ -152,10 +152,8 @@ class CheckpointEntry:
 
 @torch.no_grad()
 def fill_random(entries: Sequence[CheckpointEntry], seed: int, std: float) -> None:
-    """Fill matrices with N(0, std), norm weights with 1, biases with 0; equal for any number of ranks.
-
-    Numbers are drawn in float32 on the device of the parameters (a CPU and a GPU draw different ones) and rounded to
-    their dtype.
+    """Fill matrices with N(0, std), norm weights with 1, biases with 0; equal for any number of ranks. Numbers are
+    drawn in float32 on the device of the parameters (a CPU and a GPU draw different ones) and rounded to their dtype.
     """
     device = entries[0].parameter.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -167,10 +165,7 @@ def fill_random(entries: Sequence[CheckpointEntry], seed: int, std: float) -> No
 
 
 def check_tensors(entries: Sequence[CheckpointEntry], stored: Mapping[str, StoredTensor], folder: str | Path) -> None:
-    """Compare names and shapes of ``stored`` with the model's, before any weight is read.
-
-    ValueError: tensors are missing, unexpected or of another shape (all of them are listed).
-    """
+    """ValueError, before any weight is read, if tensors are missing, unexpected or of another shape (all listed)."""
     expected = {entry.name for entry in entries}
     problems = [f"missing {name}" for name in sorted(expected - stored.keys())]
     problems += [f"unexpected {name}" for name in sorted(stored.keys() - expected)]
@@ -185,10 +180,7 @@ def check_tensors(entries: Sequence[CheckpointEntry], stored: Mapping[str, Store
 
 
 def load_tensors(entries: Sequence[CheckpointEntry], stored: Mapping[str, StoredTensor]) -> None:
-    """Read every entry from its file; rank 0 shows its progress.
-
-    ValueError for a tensor with NaN or inf; the entries before it have been read then.
-    """
+    """Read every entry from its file; rank 0 shows its progress. ValueError for a tensor with NaN or inf."""
     for entry in entries if get_tensor_model_parallel_rank() else shown(entries, "loading weights", "tensor"):
         full = stored[entry.name].read()
         if not is_finite(full):

@@ -150,17 +150,13 @@ class LlamaForCausalLM(nn.Module):
 
     Args:
         config: a ``transformers.LlamaConfig``, ``MistralConfig``, ``Qwen2Config`` or ``Qwen3Config``, or a folder whose
-            ``config.json`` is one.
-        dtype: of the weights; ``None`` takes the config's, or float32 when it has none.
-        device: of the weights.
+            ``config.json`` is one. The attribute is a copy with the ``dtype``.
+        dtype, device: of the weights; ``dtype`` ``None`` takes the config's, or float32 when it has none.
 
     The weights are uninitialised until :meth:`init_random_weights` or :meth:`load_weights`. Engines refuse a model
-    whose ``has_weights`` is False; set it after filling the parameters in another way.
-
-    ``config`` (a copy) has the ``dtype``. A KV cache holds ``num_layers`` layers of ``num_kv_heads`` heads (of this
-    rank) of ``head_size`` elements. Full attention is exact up to ``max_context`` tokens: the model's positions, scaled
-    as its RoPE is, or its shorter sliding window. Raises the errors of
-    :func:`~punica.models.families.resolve_config`, and ValueError for a RoPE type that ``rotary.py`` lacks.
+    whose ``has_weights`` is False; set it after filling the parameters in another way. Full attention is exact up to
+    ``max_context`` tokens: the model's positions, scaled as its RoPE is, or its shorter sliding window. Raises the
+    errors of :func:`~punica.models.families.resolve_config`, and ValueError for a RoPE type that ``rotary.py`` lacks.
     """
 
     packed_modules_mapping: ClassVar = {
@@ -206,10 +202,8 @@ class LlamaForCausalLM(nn.Module):
         self.has_weights = True
 
     def load_weights(self, folder: str | Path) -> None:
-        """Read a Hugging Face folder: ``model.safetensors``, or several files with an index.
-
-        A folder with a head unlike its embedding is served with it, whatever ``tie_word_embeddings`` says, as by
-        transformers; the model's config says so from then on.
+        """Read a Hugging Face folder. One with a head unlike its embedding is served with it, whatever
+        ``tie_word_embeddings`` says, as by transformers; the model's config says so from then on.
 
         Raises the errors of ``stored_tensors`` and ``check_tensors`` of :mod:`punica.models.checkpoint` (without
         change), and of its ``load_tensors`` (the model has no weights then).

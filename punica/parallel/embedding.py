@@ -169,10 +169,8 @@ class VocabParallelEmbedding(nn.Module):
         return org + added + sorted({*range(self.num_embeddings_padded)}.difference(org, added))
 
     def get_sharded_to_full_mapping(self) -> list[int] | None:
-        """:meth:`column_of_id` for gathered logits; ``None`` for ``tp_size`` 1, where nothing is gathered.
-
-        Example: 4 original and 2 added ids, padding 4, tp 2. The gathered columns hold the ids ``0,1,4,5 | 2,3,-,-``,
-        so the mapping is ``[0, 1, 4, 5, 2, 3, 6, 7]``.
+        """:meth:`column_of_id` for gathered logits; ``None`` for ``tp_size`` 1. With 4 original and 2 added ids,
+        padding 4 and tp 2 the gathered columns hold the ids ``0,1,4,5 | 2,3,-,-``: ``[0, 1, 4, 5, 2, 3, 6, 7]``.
         """
         return None if self.tp_size == 1 else self.column_of_id()
 
@@ -181,10 +179,8 @@ class ParallelLMHead(VocabParallelEmbedding):
     """The output projection onto the vocabulary: same table, same split, used as a matrix.
 
     ``quant_method.apply(lm_head, hidden [S, dim])`` gives this rank's logits ``[S, num_embeddings_per_partition]``;
-    :class:`punica.parallel.LogitsProcessor` joins them. ``bias``: create a bias with one element per row of the shard.
-
-    With added ids the columns of the joined logits are not in the order of the ids, as every shard holds original ids
-    before added ones; ``columns_in_id_order`` (int64 ``[num_embeddings_padded]``, else ``None``) puts them right.
+    :class:`punica.parallel.LogitsProcessor` joins them, with added ids in another order than that of the ids:
+    ``columns_in_id_order`` (int64 ``[num_embeddings_padded]``, else ``None``) puts them right.
     """
 
     bias: nn.Parameter | None

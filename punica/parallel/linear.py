@@ -113,13 +113,10 @@ class OutputShard:
 class LinearBase(nn.Module):
     """Sizes, tensor-parallel place and parameters common to all linear layers.
 
-    Args:
-        input_size, output_size: full (unsharded) sizes, at least 1.
-        skip_bias_add: leave the bias out of the product; the caller adds the returned one (fused elsewhere).
-        params_dtype: dtype of weight and bias; ``None`` is ``torch.get_default_dtype()``.
-        prefix: name of the layer in the model, used in messages.
-        return_bias: ``forward`` returns ``(output, bias if skip_bias_add else None)`` instead of the output alone.
-        tp_rank, tp_size: this rank's place; ``None`` asks the current group (see :mod:`punica.parallel.group`).
+    Sizes are full ones, at least 1; ``params_dtype`` ``None`` is the default dtype; ``prefix`` is the layer's name, for
+    messages. ``skip_bias_add``: the bias is left out of the product, the caller adds the returned one. ``return_bias``:
+    ``forward`` returns ``(output, bias if skip_bias_add else None)`` instead of the output alone. ``tp_rank``,
+    ``tp_size``: this rank's place; ``None`` asks the current group.
     """
 
     weight: nn.Parameter
@@ -188,12 +185,8 @@ class ReplicatedLinear(LinearBase):
 class ColumnParallelLinear(LinearBase):
     """``W`` split by rows: rank ``p`` computes outputs ``[p * out/tp, (p+1) * out/tp)``.
 
-    Args (besides those of :class:`LinearBase`):
-        bias: create a bias of ``out / tp`` elements per rank.
-        gather_output: all-gather the outputs so that every rank holds all ``out`` columns.
-        output_sizes: full widths of the matrices packed in this layer; they must add up to ``output_size``.
-
-    Raises ``ValueError`` when a width is below 1 or not divisible by ``tp_size``.
+    ``gather_output``: all-gather the outputs so that every rank holds all ``out`` columns. ``output_sizes``: widths
+    of the matrices packed in this layer. ``ValueError``: they do not add up to ``output_size``, or do not divide.
     """
 
     def __init__(
@@ -285,13 +278,9 @@ class QKVParallelLinear(ColumnParallelLinear):
 class RowParallelLinear(LinearBase):
     """``W`` split by columns: rank ``p`` multiplies inputs ``[p * in/tp, (p+1) * in/tp)`` into a partial sum.
 
-    Args (besides those of :class:`LinearBase`):
-        bias: create a bias of ``out`` elements; it is added on rank 0 only, or the sum would count it ``tp`` times.
-        input_is_parallel: the input is already this rank's slice (as a column layer leaves it); otherwise it is cut.
-        reduce_results: all-reduce the partial sums.
-
-    Raises ``ValueError`` when ``in`` is not divisible by ``tp_size``, or for ``reduce_results=False`` with a bias that
-    is added and ``tp_size > 1``: the caller's own reduction could not know which rank's bias counts.
+    The bias is added on rank 0 only. ``input_is_parallel``: the input is already this rank's slice (as a column layer
+    leaves it). ``reduce_results``: all-reduce the partial sums. ``ValueError``: ``in`` does not divide by ``tp_size``;
+    or a bias to add, ``tp_size > 1`` and no reduction here, as the caller's could not know which rank's bias counts.
     """
 
     def __init__(

@@ -5,11 +5,9 @@ For a token x and the k experts that its router chose (Shazeer et al., 2017; Mix
     y = sum_j  p_j * W2[e_j] act(W13[e_j] x)            p: the router's probabilities of the chosen experts
 
 ``W13`` holds gate (w1) and up (w3) of a gated expert, or the one up projection (w1) of another; ``W2`` is down. Tensor
-parallelism cuts every expert: a rank has I of its columns, and its result is a partial sum. Expert parallelism gives
-every rank whole experts, whose pairs it computes. All ranks see all tokens, and one all-reduce adds up their results.
-
-The products of all (token, expert) pairs stay apart, ``[T, k, width]``, until the last sum: LoRA is added to them
-(:mod:`punica.layers.fused_moe`), with each token's own adapter.
+parallelism cuts every expert, expert parallelism gives every rank whole ones. All ranks see all tokens, and one
+all-reduce adds up their results. The products of all (token, expert) pairs stay apart, ``[T, k, width]``, until the
+last sum: LoRA is added to them (:mod:`punica.layers.fused_moe`), with each token's own adapter.
 """
 
 from collections.abc import Callable, Hashable
@@ -73,9 +71,8 @@ class MoEConfig:
 
 
 def place_experts(num_experts: int, size: int, rank: int, placement: str = "linear") -> list[int]:
-    """Global numbers of the experts on one of ``size`` ranks, in local order: a block of them, or every size-th.
-
-    The first ranks have one more where the experts do not divide. ValueError for another placement.
+    """Global numbers of the experts on one of ``size`` ranks, in local order: a block of them, or every size-th; the
+    first ranks have one more where the experts do not divide. ValueError for another placement.
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"placement must be one of {list(PLACEMENTS)}, got {placement!r}")
@@ -145,9 +142,8 @@ class PairGroups:
         self.groups = list(zip(experts.tolist(), order.split(counts.tolist()), strict=True))
 
     def multiply(self, x: Tensor, weights: Tensor, factor: int) -> Tensor:
-        """Every pair's row through its expert: ``x [T*k / factor, in]``, ``weights [E, out, in]`` to ``[T, k, out]``.
-
-        Pair i reads row ``i // factor`` of x; the row of a pair whose expert is not here is zero.
+        """Every pair's row ``i // factor`` of ``x [T*k / factor, in]`` through its expert, ``weights [E, out, in]``, to
+        ``[T, k, out]``; zero where the expert is not here.
         """
         output = x.new_zeros(self.shape.numel(), weights.shape[1])
         for expert, pairs in self.groups:
