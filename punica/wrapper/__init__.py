@@ -5,10 +5,9 @@
     experts.py    LoRA of experts
     backends.py   on torch, and on the Triton kernels
 
-Its methods with tensors and adapter ids, and with them `PunicaWrapperBase` and its subclasses, are vLLM's contract
-(`punica.vllm.wrapper`). `get_punica_wrapper` picks the backend. A new one is a subclass of `PunicaWrapperBase` whose
-``_ops`` is a `punica.ops.interface.Ops` (and ``_experts`` a `punica.ops.experts.ExpertOps`), and a factory registered
-in `BACKENDS`.
+Methods with tensors and adapter ids, and with them `PunicaWrapperBase`, are vLLM's contract (`punica.vllm.wrapper`). A
+new backend is a subclass of that whose ``_ops`` is a `punica.ops.interface.Ops` (and ``_experts`` a
+`punica.ops.experts.ExpertOps`), and a factory registered in `BACKENDS`.
 """
 
 import importlib.util
@@ -54,8 +53,7 @@ def _gpu_wrapper(*args: Any, **kwargs: Any) -> Any:
 
 
 def get_punica_wrapper(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
-    """Return a `PunicaWrapperBase` for
-    ``(max_num_batched_tokens, max_batches, device, *, max_loras=None, lora_config=None)``.
+    """Return a wrapper, constructed as `StepMetadata`.
 
     ``backend``: a name in `BACKENDS` (``"cpu"``, ``"gpu"``), or None for the GPU where ``device`` is CUDA and Triton is
     installed, else the CPU. RuntimeError: ``"gpu"`` without a CUDA device or without Triton. ValueError: another name.

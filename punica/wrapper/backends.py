@@ -66,10 +66,9 @@ class GPUBackend(ExpertMethods):
 
 
 def verify_indices(tensors: Sequence[Tensor], slots: int) -> None:
-    """Check the values on the device, for debugging. Waits for the device. ValueError names the first bad value.
+    """Check the values of `LoRABatch.tensors`, for debugging: ValueError names the first bad one. Waits for the device.
 
-    ``tensors``: mapping, sorted rows, counts, starts, ids, as `LoRABatch.tensors` or `LoRAKernelMeta.meta_args` give
-    them; the rows past a step count as rows without adapter.
+    Rows past a step count as rows without adapter.
     """
     mapping, order, counts, starts, ids = (tensor.cpu() for tensor in tensors)
     tokens = mapping.shape[0]

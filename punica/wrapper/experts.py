@@ -1,8 +1,5 @@
 """`ExpertMethods`: LoRA of experts in a wrapper, on a backend's alignment and fused op.
 
-A layer calls `assign_pairs`, which groups the (token, expert) pairs by adapter and expert once for both products, and
-`add_lora_experts` for each of them.
-
 Alignment and kernels work through the list of the step's slots: launches grow with its adapters and rows, not with the
 number of slots. A mapping that is not the wrapper's own (tokens gathered from other ranks) may name slots that no local
 token uses: then every slot counts as in use, and a step without local adapters adds them nevertheless.
@@ -27,7 +24,10 @@ from punica.wrapper.linear import LinearMethods
 
 
 class ExpertMethods(LinearMethods):
-    """Checks and errors are those of the ops; NotImplementedError of a wrapper whose backend has none for experts."""
+    """A layer calls `assign_pairs` once for both products and `add_lora_experts` for each.
+
+    Checks and errors are those of the ops; NotImplementedError of a wrapper whose backend has none for experts.
+    """
 
     _experts: ExpertOps | None = None
 
@@ -101,7 +101,6 @@ class ExpertMethods(LinearMethods):
         return x, fp8._replace(x_scale=scale)
 
     def _expert_ops(self, method: str) -> ExpertOps:
-        """The backend's operations for ``method``."""
         if self._experts is None:
             raise NotImplementedError(f"{type(self).__name__} does not implement {method}")
         return self._experts

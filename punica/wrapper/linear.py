@@ -1,8 +1,4 @@
-"""`LinearMethods`: LoRA of dense layers in a wrapper, on the current step and a backend's operations.
-
-A layer hands over its rows and its weights as an object (`punica.ops.weights`); a backend supplies the operations on a
-step, `punica.ops.interface.Ops`.
-"""
+"""`LinearMethods`: LoRA of dense layers in a wrapper, with weights as objects, on the step and a backend's `Ops`."""
 
 import math
 from typing import Any
@@ -29,7 +25,6 @@ class LinearMethods(StepMetadata):
 
     @property
     def ops(self) -> Ops:
-        """The backend's operations."""
         if self._ops is None:
             raise NotImplementedError(
                 f"{type(self).__name__} has no operations; use PunicaWrapperCPU or PunicaWrapperGPU"
@@ -75,7 +70,7 @@ def flattened(name: str, x: torch.Tensor) -> torch.Tensor:
     """Flatten the leading dimensions of ``x`` to rows (a copy where the strides demand it: it is only read)."""
     if isinstance(x, torch.Tensor) and x.ndim == 2:
         return x
-    check_rows_of(name, x)
+    _check_rows(name, x)
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -83,7 +78,7 @@ def viewed_as_rows(name: str, y: torch.Tensor) -> torch.Tensor:
     """View ``y`` as 2-D; ValueError where only a copy would do, since y is written in place."""
     if isinstance(y, torch.Tensor) and y.ndim == 2:
         return y
-    check_rows_of(name, y)
+    _check_rows(name, y)
     try:
         return y.view(math.prod(y.shape[:-1]), y.shape[-1])
     except RuntimeError:
@@ -93,8 +88,7 @@ def viewed_as_rows(name: str, y: torch.Tensor) -> torch.Tensor:
         ) from None
 
 
-def check_rows_of(name: str, value: Any) -> None:
-    """TypeError unless ``value`` is a floating tensor, ValueError unless it has rows."""
+def _check_rows(name: str, value: Any) -> None:
     expect(name, value, dtype=(*FLOATS, *FP8_DTYPES))
     if value.ndim < 2:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, expected rows: at least 2 dimensions")

@@ -33,9 +33,7 @@ class StepMetadata:
         self.device, self.lora_config = torch.device(device), lora_config
         self.max_loras = _number_of_slots(max_loras, lora_config)
         specialize = lora_config is not None and lora_config.specialize_active_lora
-        self.batch = LoRABatch(
-            max_num_batched_tokens, self.max_loras, self.device, specialize_active_lora=specialize
-        )
+        self.batch = LoRABatch(max_num_batched_tokens, self.max_loras, self.device, specialize_active_lora=specialize)
         self.is_prefill = self.no_lora = self._is_set = False
 
     def update_metadata(
@@ -49,14 +47,8 @@ class StepMetadata:
         slot than ``max_batches``. After an exception the previous step's metadata is fully usable.
         """
         check_keywords("update_metadata", kwargs)
-        tokens, sampled = self._checked(mapping, lora_index_to_id, max_loras, vocab_size)
+        tokens, sampled = self.check_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
         self.begin_step(tokens, sampled, vocab_size, is_prefill=mapping.is_prefill, padding_slot=max_loras - 1)
-
-    def check_metadata(
-        self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int
-    ) -> None:
-        """Raise what `update_metadata` would raise, and change nothing: for callers that load adapters first."""
-        self._checked(mapping, lora_index_to_id, max_loras, vocab_size)
 
     def begin_step(
         self, tokens: RowGroups, sampled: RowGroups, vocab_size: int,
@@ -70,9 +62,10 @@ class StepMetadata:
         self.batch.fill(tokens, sampled)
         self.is_prefill, self.no_lora, self._is_set = is_prefill, tokens.no_lora, True
 
-    def _checked(
+    def check_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int
     ) -> tuple[RowGroups, RowGroups]:
+        """Return the slots of rows and of sampled rows, or raise what `update_metadata` would raise."""
         tokens, sampled = mapped_rows(mapping, lora_index_to_id, max_loras)
         check_count("vocab_size", vocab_size)
         limit, slots = self.max_num_batched_tokens, len(lora_index_to_id)
@@ -89,7 +82,6 @@ class StepMetadata:
         return tokens, sampled
 
     def _step(self) -> LoRABatch:
-        """The current step; RuntimeError before the first one."""
         if not self._is_set:
             raise RuntimeError("metadata not set; call update_metadata first")
         return self.batch

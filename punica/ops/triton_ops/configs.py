@@ -4,11 +4,10 @@
 2. the files of a `tuned_dir`, in vLLM's format (below); then the estimate;
 3. the table of measured schedules of this GPU that the package ships (`tuned`); then the estimate.
 
-A tuned file ``<gpu>_SHRINK.json``, ``<gpu>_EXPAND_TRUE.json``, or ``<gpu>_EXPAND.json`` for both values of `add_inputs`
-nests string keys ``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_size]``): m = rows, shrink: k = hidden
-size and n = rank, others: k = rank and n = hidden size. At each level the nearest key is taken (ties: the smaller);
-``num_slices`` must match. A leaf is a configuration, or its name in the file's ``"configurations"``: ``block_m,
-block_n, block_k, num_warps, num_stages``, ``split_k`` but for expands, and optionally
+A tuned file ``<gpu>_SHRINK.json``, ``<gpu>_EXPAND_TRUE.json`` (the value of `add_inputs`) and so on nests string keys
+``[max_loras][num_slices][m][k][n]`` (and ``[moe_intermediate_size]``): m = rows, shrink: k = hidden size and n = rank,
+others: k = rank and n = hidden size. At each level the nearest key is taken (ties: the smaller); ``num_slices`` must
+match. A leaf has ``block_m, block_n, block_k, num_warps, num_stages``, ``split_k`` but for expands, and optionally
 
 ``row_wise``: GEMV, one row per program without tensor cores; `block_m` is then unused.
 ``block_r``: of a row-wise shrink, ranks per program (a power of two, 1 and up).
@@ -54,8 +53,8 @@ _UNUSED = ("num_ctas", "group_size_m", "max_nreg")  # of tables by other tools
 
 
 def tuned_file_name(op_type: str, add_inputs: bool | None, gpu_name: str) -> str:
-    """Return the name of a tuned file; ``add_inputs`` None: of an expand, that of both values."""
-    value = f"_{add_inputs}" if op_type == "expand" and add_inputs is not None else ""
+    """Return the name of a tuned file; those of expands differ by ``add_inputs`` (None: as False)."""
+    value = f"_{bool(add_inputs)}" if op_type == "expand" else ""
     return f"{gpu_name.replace(' ', '_').replace('-', '_')}_{(op_type + value).upper()}.json"
 
 
@@ -69,11 +68,6 @@ def _gpu_name(device: torch.device | None = None) -> str:
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
-
-
-def _path(op_type: str, add_inputs: bool | None, tuned_dir: str) -> Path:
-    own, both = (Path(tuned_dir, tuned_file_name(op_type, value, _gpu_name())) for value in (bool(add_inputs), None))
-    return both if both.is_file() and not own.is_file() else own
 
 
 def check_op_type(op_type: str) -> None:
@@ -91,7 +85,7 @@ def load_lora_op_config(op_type: str, add_inputs: bool | None, tuned_dir: str | 
     check_op_type(op_type)
     if tuned_dir is None:
         return None
-    path = _path(op_type, add_inputs, tuned_dir)
+    path = Path(tuned_dir, tuned_file_name(op_type, add_inputs, _gpu_name()))
     if path.is_file():
         try:
             return json.loads(path.read_text())
@@ -102,23 +96,18 @@ def load_lora_op_config(op_type: str, add_inputs: bool | None, tuned_dir: str | 
 
 
 @functools.cache
-def _table(op_type: str, add_inputs: bool | None, tuned_dir: str, depth: int) -> tuple[str, list] | None:
-    """Return a tuned file's name and its entries, ``(keys, configuration)``; None without a file."""
+def _entries(op_type: str, add_inputs: bool | None, tuned_dir: str, depth: int) -> list | None:
+    """Return the entries of a tuned file, ``(keys, configuration)``; None without a file."""
     table = load_lora_op_config(op_type, add_inputs, tuned_dir)
-    if table is None:
-        return None
-    where, named = f"tuned LoRA kernel table {_path(op_type, add_inputs, tuned_dir)}", {}
-    if isinstance(table, dict) and isinstance(table.get("configurations"), dict):
-        table = dict(table)
-        named = table.pop("configurations")
-    return where, list(_entries(table, _LEVELS[:depth], named, op_type, where))
+    where = f"tuned LoRA kernel table {Path(tuned_dir, tuned_file_name(op_type, add_inputs, _gpu_name()))}"
+    return None if table is None else list(_leaves(table, _LEVELS[:depth], op_type, where, ()))
 
 
-def _entries(
-    node: Any, levels: Sequence[str], named: dict[str, Config], op_type: str, where: str, keys: tuple[int, ...] = ()
+def _leaves(
+    node: Any, levels: Sequence[str], op_type: str, where: str, keys: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], Config]]:
     if not levels:
-        yield keys, _complete(op_type, named.get(node, node) if isinstance(node, str) else node, where)
+        yield keys, _complete(op_type, node, where)
         return
     if not isinstance(node, dict) or not node:
         raise ValueError(f"{where}: no entries of level {levels[0]!r}")
@@ -127,7 +116,7 @@ def _entries(
             number = int(key)
         except ValueError:
             raise ValueError(f"{where}: key {key!r} is not an integer") from None
-        yield from _entries(child, levels[1:], named, op_type, f"{where}[{key}]", (*keys, number))
+        yield from _leaves(child, levels[1:], op_type, f"{where}[{key}]", (*keys, number))
 
 
 def _complete(op_type: str, leaf: Any, where: str) -> Config:
@@ -151,21 +140,20 @@ def _complete(op_type: str, leaf: Any, where: str) -> Config:
 
 def tuned_config(op_type: str, add_inputs: bool | None, tuned_dir: str | None, wanted: Sequence[int]) -> Config | None:
     """Look up segments, slices, rows and sizes in the tuned file; None without file or slices."""
-    table = None if tuned_dir is None else _table(op_type, add_inputs, tuned_dir, len(wanted))
-    if table is None:
+    entries = None if tuned_dir is None else _entries(op_type, add_inputs, tuned_dir, len(wanted))
+    if entries is None:
         return None
-    where, entries = table
     keys, found = min(entries, key=lambda entry: [(abs(k - w), k) for k, w in zip(entry[0], wanted, strict=True)])
     if keys[1] == wanted[1]:
         return found
-    _warn_once(f"{where} has nothing for {wanted[1]} slices: defaults are used")
+    _warn_once(f"the tuned table of {op_type} in {tuned_dir} has nothing for {wanted[1]} slices: defaults are used")
     return None
 
 
 def clear_config_cache() -> None:
     """Forget loaded tables, chosen configurations, the plans made with them, and given warnings (for tests)."""
     forget_plans()
-    for cached in (choose, read_table, _table, load_lora_op_config, _warn_once, _gpu_name):
+    for cached in (choose, read_table, _entries, load_lora_op_config, _warn_once, _gpu_name):
         cached.cache_clear()
 
 
