@@ -295,9 +295,9 @@ class LoRAModelManager(AdapterCache):
                 same.append(self._loader.common_part(version))
                 if i not in reload or (i in read and not wanted[i].load_inplace):
                     self._check_unchanged(wanted[i], version)
-            self._check_slots(wanted, self.pinned_adapters.difference(wanted))
+            self._check_slots(wanted, self._registered.pinned.difference(wanted))
             staged = [read[i] if i in read else self._writer.stage(packed[i]) for i in missing]
-        pinned = self.pinned_adapters.intersection(missing)  # to be pinned again with their new weights
+        pinned = self._registered.pinned.intersection(missing)  # to be pinned again with their new weights
         for loaded in present:  # so that no requested one makes room for another
             self._use(loaded)
         for lora in staged:

@@ -154,11 +154,6 @@ class WeightsFile:
         digest = hashlib.sha256(b"".join(run.digest for run in runs)).digest()
         return Numbers({key: tensors[key] for key in entries}, all(run.finite for run in runs), digest)
 
-    def was_written(self) -> bool:
-        """Tell if the open file was written to since it was opened."""
-        now = os.fstat(self._opened.fileno())
-        return (now.st_size, now.st_mtime_ns) != (self.size, self._written_ns)
-
     def _read_run(self, run: _Run, dtype: torch.dtype | None, scalings: Mapping[str, float]) -> Numbers:
         """Read neighbouring tensors of one dtype: A's into a block of memory, B's into one for each scaling and number
         of columns. Few large operations prepare them, while they are in the cache.
@@ -216,7 +211,9 @@ def _runs(entries: Mapping[str, TensorEntry]) -> list[_Run]:
     """Divide tensors, in the order of the file, into runs of neighbours of one dtype: of `RUN_BYTES`, or one tensor."""
     runs: list[_Run] = []
     end = size = 0
-    for key, entry in sorted(entries.items(), key=lambda item: item[1].start):
+    starts = {key: entry.start for key, entry in entries.items()}
+    for key in sorted(entries, key=starts.__getitem__):
+        entry = entries[key]
         is_next = runs and entry.start == end and entry.dtype == runs[-1][-1][1].dtype
         if not is_next or size >= RUN_BYTES or len(runs[-1]) == RUN_TENSORS:
             runs.append([])

@@ -12,6 +12,7 @@ from punica.adapters.config import PEFTHelper
 from punica.adapters.source import AdapterTensors
 from punica.checks import check_count, clip
 
+NO_ADAPTER = "0 means 'no adapter'"
 LOAD_ERROR = "cannot load adapter "
 """Beginning of the errors of a load, which name the adapter's place; a server keeps that from clients."""
 
@@ -82,7 +83,7 @@ class LoRARequest:
             where, folder = self.tensors.label, ""
         object.__setattr__(self, "absolute_path", where)
         given = _derived_id(self.lora_name, folder) if self.lora_int_id is None else self.lora_int_id
-        object.__setattr__(self, "lora_int_id", check_adapter_id("LoRARequest lora_int_id", given))
+        object.__setattr__(self, "lora_int_id", check_count("LoRARequest lora_int_id", given, meaning=NO_ADAPTER))
 
     adapter_id = property(attrgetter("lora_int_id"))
     name = property(attrgetter("lora_name"))
@@ -98,11 +99,6 @@ class LoRARequest:
 
     def __hash__(self) -> int:
         return hash(self.lora_name)
-
-
-def check_adapter_id(name: str, value: object) -> int:
-    """Return an integer >= 1. Raises TypeError (not an int) or ValueError (< 1)."""
-    return check_count(name, value, meaning="0 means 'no adapter'")
 
 
 def _derived_id(name: str, path: str) -> int:

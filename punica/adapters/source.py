@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import os
 import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Self
@@ -52,10 +53,11 @@ class AdapterFolder(WeightsFile):
         """
         if numbers is None:
             return self.content
-        written = {CONFIG_FILE: read_config_text(self._file.parent) != self._text, WEIGHTS_FILE: self.was_written()}
-        for name, was_written in written.items():
-            if was_written:
-                raise ValueError(f"{name} changed while the folder was read; load it when all files are written")
+        now = os.fstat(self._opened.fileno())
+        is_same = (now.st_size, now.st_mtime_ns) == (self.size, self._written_ns)
+        same = {CONFIG_FILE: read_config_text(self._file.parent) == self._text, WEIGHTS_FILE: is_same}
+        if changed := [name for name, is_same in same.items() if not is_same]:
+            raise ValueError(f"{changed[0]} changed while the folder was read; load it when all files are written")
         return self.content._replace(numbers=numbers.digest)
 
 

@@ -21,8 +21,9 @@ from punica.adapters.check import Factor, ModuleEntry, check_finite, check_pair,
 from punica.adapters.config import PEFTHelper
 from punica.adapters.names import MoEEPSpec, NameMapper, NameRules, lora_names
 from punica.adapters.read import WeightsFile
-from punica.adapters.request import check_adapter_id
+from punica.adapters.request import NO_ADAPTER
 from punica.adapters.source import AdapterVersion
+from punica.checks import check_count
 from punica.layers.base import LoRAInput
 from punica.layers.packing import Blocks, LoRAFactor, Slices
 from punica.ops.quant import Fp8Matrix
@@ -228,14 +229,14 @@ class LoRAModel:
     def __init__(
         self, lora_model_id: int, rank: int, loras: Mapping[str, ModuleWeights], is_3d_lora_weight: bool = False
     ) -> None:
-        self.id, self.rank = check_adapter_id("lora_model_id", lora_model_id), rank
+        self.id, self.rank = check_count("lora_model_id", lora_model_id, meaning=NO_ADAPTER), rank
         self.is_3d_lora_weight = is_3d_lora_weight
         self.loras: dict[str, ModuleWeights] = dict(loras)
 
     def clone(self, lora_model_id: int) -> LoRAModel:
         """Return the same adapter under another id; weights are shared."""
         twin = copy.copy(self)
-        twin.id = check_adapter_id("lora_model_id", lora_model_id)
+        twin.id = check_count("lora_model_id", lora_model_id, meaning=NO_ADAPTER)
         return twin
 
     def get_lora(self, module_name: str) -> ModuleWeights | None:
@@ -288,9 +289,15 @@ class LoRAModel:
         for entry in contents:
             pair = []
             for key, blocks in ((entry.key_a, entry.blocks.a), (entry.key_b, entry.blocks.b)):
-                placed = _placed(tensors[key], device, dtype)
-                if not finite or placed.dtype != tensors[key].dtype:
-                    check_finite(entry.module, key == entry.key_a, placed, tensors[key])
+                read = tensors[key]
+                placed: Factor
+                if isinstance(read, Fp8Matrix) and dtype is None:
+                    placed = Fp8Matrix(read.values.to(device), read.scale.to(device))
+                else:
+                    real = read.real() if isinstance(read, Fp8Matrix) else read.detach()
+                    placed = real.to(device=device, dtype=dtype or real.dtype)
+                if not finite or placed.dtype != read.dtype:
+                    check_finite(entry.module, key == entry.key_a, placed, read)
                 pair.append(placed if blocks == 1 else dense(key, placed, blocks))
             a, b = pair
             if entry.is_stacked:
@@ -341,12 +348,3 @@ def _by_expert(a: Factor, b: Factor, rank: int) -> tuple[Factor, Factor]:
     a = Fp8Matrix(rows, a.scale.view(experts, rank)) if isinstance(a, Fp8Matrix) else rows
     b = Fp8Matrix(columns, b.scale.expand(experts, -1)) if isinstance(b, Fp8Matrix) else columns
     return a, b
-
-
-def _placed(tensor: Factor, device: torch.device | str, dtype: torch.dtype | None) -> Factor:
-    """Copy to the device as ``dtype`` (None: as it is), where that is needed."""
-    if isinstance(tensor, Fp8Matrix):
-        if dtype is None:
-            return Fp8Matrix(tensor.values.to(device), tensor.scale.to(device))
-        tensor = tensor.real()
-    return tensor.detach().to(device=device, dtype=dtype or tensor.dtype)

@@ -42,6 +42,9 @@ class CopyHandle:
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
 
+_ENDED = CopyHandle()
+
+
 class LayerSlotWriter:
     """Writer of slots on all layers of a model; synchronous, layer by layer, from an adapter's own tensors."""
 
@@ -60,12 +63,13 @@ class LayerSlotWriter:
         """
         try:
             for name, layer in self._modules.items():
-                layer.fill_slot(slot, lora.slices_of(name))
+                weights = lora.loras.get(name)
+                layer.fill_slot(slot, None if weights is None else weights.slices)
         except BaseException:
             for layer in self._modules.values():
                 layer.reset_lora(slot)
             raise
-        return CopyHandle()
+        return _ENDED
 
     def begin_step(self, slots: Collection[int]) -> None:
         """Order the next step on the current stream, which reads these slots, after their copies."""
