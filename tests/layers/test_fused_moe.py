@@ -160,10 +160,12 @@ class TestOneRank:
 
 
 class TestSlices:
-    def layer(self, three_d: bool = False, rank: int = 0, layout: str = "concatenated", **config: Any) -> Any:
+    def layer(
+        self, three_d: bool = False, rank: int = 0, layout: str = "concatenated", model: str = "Any", **config: Any
+    ) -> Any:
         base = FusedMoE(2, 1, 4, 4, torch.float32, w13_layout=layout, tp_rank=rank, tp_size=2)
         layer = (FusedMoE3DWithLoRA if three_d else FusedMoEWithLoRA)(base)
-        model_config = type("Config", (), {"architectures": ["Any"]})()
+        model_config = type("Config", (), {"architectures": [model]})()
         layer.create_lora_weights(1, LoRAConfig(4, 1, lora_dtype=torch.float32, **config), model_config)
         return layer
 
@@ -179,17 +181,18 @@ class TestSlices:
         assert layer._slice_w2_b(rows)[0, :, 0].tolist() == (own if sharded else numbers.tolist())
 
     @pytest.mark.parametrize(
-        ("layout", "full", "wanted"),
+        ("layout", "model", "full", "wanted"),
         [
-            ("interleaved", "g0 u0 g1 u1 g2 u2 g3 u3", ("g0 u0 g1 u1", "g2 u2 g3 u3")),
-            ("concatenated", "g0 g1 g2 g3 u0 u1 u2 u3", ("g0 g1 u0 u1", "g2 g3 u2 u3")),
+            ("interleaved", "Any", "g0 u0 g1 u1 g2 u2 g3 u3", ("g0 u0 g1 u1", "g2 u2 g3 u3")),
+            ("concatenated", "GptOssForCausalLM", "g0 u0 g1 u1 g2 u2 g3 u3", ("g0 u0 g1 u1", "g2 u2 g3 u3")),
+            ("concatenated", "Any", "g0 g1 g2 g3 u0 u1 u2 u3", ("g0 g1 u0 u1", "g2 g3 u2 u3")),
         ],
     )
-    def test_of_gate_and_up_as_one(self, layout, full, wanted):
+    def test_of_gate_and_up_as_one(self, layout, model, full, wanted):
         labels = full.split()
         b = torch.arange(8.0).view(1, 8, 1).expand(2, 8, 1)
         for rank in (0, 1):
-            rows = self.layer(True, rank, layout)._slice_w13_b(b)[0, :, 0]
+            rows = self.layer(True, rank, layout, model)._slice_w13_b(b)[0, :, 0]
             assert [labels[int(row)] for row in rows] == wanted[rank].split()
 
     def test_sizes_of_the_whole(self):
