@@ -101,6 +101,12 @@ def test_the_dtype_of_a_folder(tmp_path, key, given, served) -> None:
     assert load_model(tmp_path, torch.float32).lm_head.weight.dtype == torch.float32
 
 
+def test_scaled_positions_count() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    config = transformers.LlamaConfig(**SIZES, rope_parameters=rope)  # the card leaves max_position_embeddings at 64
+    assert LlamaForCausalLM.resolve_config(config).max_context == 128
+
+
 @pytest.mark.parametrize("given", ["fp16", "int8", 16, "device", {"": "float16"}], ids=str)
 def test_a_dtype_that_no_model_is_served_in(tmp_path, given) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, "torch_dtype": given}))
