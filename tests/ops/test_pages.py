@@ -54,8 +54,8 @@ def test_pages_that_were_not_locked_are_given_to_the_system(locked) -> None:
 
 @pytest.mark.parametrize("kind", [Pages, LockedPages])
 def test_pages_beyond_the_limit_go_to_the_system_and_others_serve_their_kind_again(locked, monkeypatch, kind) -> None:
-    monkeypatch.setattr(kind, "most_free", 100_000)
     pages = [kind.of(70_000), kind.of(70_000)]
+    monkeypatch.setattr(kind, "most_free", pages[0].size)
     tensors = [one.tensor(70_000) for one in pages]
     assert tensors[0].data_ptr() != tensors[1].data_ptr()
     if kind is LockedPages:
