@@ -17,10 +17,10 @@ from punica.ops.triton_ops import launch
 INTERPRETED = tl.constexpr(launch.INTERPRETED)
 """`launch.INTERPRETED` as kernels read it."""
 INDEX_POINTERS = [
-    "mapping_ptr", "sorted_ptr", "counts_ptr", "starts_ptr", "ids_ptr", "tiles_ptr", "rows_ptr", "totals_ptr",
-    "ranks_ptr",
+    "mapping_ptr", "sorted_ptr", "counts_ptr", "starts_ptr", "ids_ptr", "tiles_ptr", "totals_ptr", "ranks_ptr",
+    "experts_ptr", "enabled_ptr", "map_ptr", "total_ptr",
 ]  # fmt: skip
-"""Arguments whose address may be any multiple of 4: views into the one buffer of a step's metadata."""
+"""Arguments whose address may be any multiple of 4: views into one buffer of metadata."""
 
 
 def max_tiles(tokens: int, segments: int, block_m: int) -> int:

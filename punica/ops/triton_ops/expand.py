@@ -176,9 +176,6 @@ def expand_row(tensors, operands, place, block, call, strides, SHAPE: tl.constex
         pdl_wait(TILE.pdl, pdl_anchor)
 
 
-# --- GEMM ------------------------------------------------------------------------------------------------------------
-
-
 @triton.constexpr_function
 def _dtype_of_product(y_ptr, b_ptr, quant):
     """Return the type in which h and B are multiplied: B's own, for FP8 that of y, with FP8 activations float16."""

@@ -234,9 +234,6 @@ def block_scaled(weights, operands, place, channels, ks, mask, SHAPE: tl.constex
     return weights * tl.load(scale_ptrs[:, None] + (ks // SHAPE.quant.group_k)[None, :] * stride, mask=mask, other=0.0)
 
 
-# --- experts: any group size, and indices of any shape that broadcasts -----------------------------------------------
-
-
 @triton.jit
 def real_weights(stored, operands, slice_id, slot, channels, ks, mask, SHAPE: tl.constexpr, DTYPE: tl.constexpr):
     """Convert ``stored`` to DTYPE, times its scales where these belong to blocks of K."""

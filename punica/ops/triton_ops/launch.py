@@ -53,8 +53,6 @@ def stages_that_fit(stages: int, stage_bytes: int, device: torch.device) -> int:
     return max(1, min(stages, (shared_memory(device) - (8 << 10)) // stage_bytes))
 
 
-# --- the direct launch -----------------------------------------------------------------------------------------------
-
 _DIRECT_CALL = (
     "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata, "
     "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())"

@@ -24,12 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.metadata import HEIGHTS
-from punica.ops.triton_ops.device import INDEX_POINTERS, find_tile, max_tiles, pdl_wait, read_record
+from punica.ops.triton_ops.device import INDEX_POINTERS, find_tile, pdl_wait, read_record
 from punica.ops.triton_ops.expand import expand_row, expand_tile
 from punica.ops.triton_ops.fp8_device import Quant
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, shared_memory, stages_that_fit
-from punica.ops.triton_ops.plan import Batch, KernelPlan, expand_quant
+from punica.ops.triton_ops.plan import Batch, KernelPlan, expand_quant, plan_tiles
 from punica.ops.triton_ops.schedules import WIDE_RANKS, Schedule
 from punica.ops.weights import Form
 
@@ -186,13 +185,7 @@ def plan_expand(h: LowRank, y: Tensor, form: Form, batch: Batch, schedule: Sched
         return KernelPlan(launch(tile, tokens * tile.row.blocks), (tokens, weights.slots, 0, 0))
     itemsizes = (h.dtype.itemsize, weights.dtype.itemsize, y.element_size())
     tile = _gemm_tile(tile, schedule, shape, itemsizes, weights.device)
-    if batch.listed and schedule.block_m in HEIGHTS:
-        height = HEIGHTS.index(tile.block_m)
-        second = launch(tile._replace(mode="list", height=height), 0)
-        return KernelPlan(second, (tokens, weights.slots, 0, 0), height, tile.blocks)
-    tile = tile._replace(mode="search", segments=block_at_least(batch.tensors[4].numel()))
-    tiles = max_tiles(tokens, batch.max_segments, tile.block_m)
-    return KernelPlan(launch(tile, tiles * tile.blocks), (tokens, weights.slots, tiles, batch.max_segments))
+    return plan_tiles(launch, tile, batch, (tokens, weights.slots), tile.blocks)
 
 
 def _shape(h: LowRank, form: Form, mode: ExpandMode) -> ExpandShape:

@@ -189,8 +189,6 @@ def _form_of(x: Tensor, base: BaseForm) -> GemmForm:
     return choose_form(n, k, x.shape[0], x.dtype, Gpu.of(x.device).multiprocessors, batch_invariant=False)
 
 
-# --- both launches ---------------------------------------------------------------------------------------------------
-
 _HERE = nullcontext()
 
 

@@ -4,8 +4,8 @@
 
 One kernel in three modes:
 
-* **rows**: a GEMV per row (`shrink`). The grid is filled by splitting the *ranks*, which needs no second sum.
-* **list**: a persistent loop over the tiles of a step's list (`shrink`).
+* **rows**: a GEMV per row. The grid is filled by splitting the *ranks*, which needs no second sum.
+* **list**: a persistent loop over the tiles of a step's list.
 * **search**: tiles of tensors that come without a list; every program searches the segments.
 
 ``SPLIT_K > 1`` cuts K among programs; each writes its fp32 partial sum ``out[split]`` into a workspace, and expand adds
@@ -22,11 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.metadata import HEIGHTS
-from punica.ops.triton_ops.device import INDEX_POINTERS, find_tile, max_tiles, pdl_wait, read_record
+from punica.ops.triton_ops.device import INDEX_POINTERS, find_tile, pdl_wait, read_record
 from punica.ops.triton_ops.fp8_device import Quant
 from punica.ops.triton_ops.launch import Launch, block_at_least, stages_that_fit
-from punica.ops.triton_ops.plan import Batch, KernelPlan, shrink_quant
+from punica.ops.triton_ops.plan import Batch, KernelPlan, plan_tiles, shrink_quant
 from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.triton_ops.shrink import shrink_row, shrink_tile
 from punica.ops.weights import Form
@@ -192,15 +191,9 @@ def plan_shrink(x: Tensor, form: Form, batch: Batch, schedule: Schedule, mode: S
         tile = ShrinkTile("rows", split_k, overlap, row)
         return KernelPlan(launch(tile, tokens * row.programs * split_k), (tokens, weights.slots, 0, 0))
     tile = _gemm_tile(schedule, shape, x.element_size(), weights.device)._replace(split_k=split_k, pdl=overlap)
-    per_tile = triton.cdiv(rank, tile.block_r) * split_k
-    if batch.listed and schedule.block_m in HEIGHTS and (accumulate or not direct):
-        height = HEIGHTS.index(tile.block_m)
-        first = launch(tile._replace(mode="list", height=height), 0)
-        return KernelPlan(first, (tokens, weights.slots, 0, 0), height, per_tile, slices)
-    tiles = max_tiles(tokens, batch.max_segments, tile.block_m)
-    bare_tiles = triton.cdiv(tokens, tile.block_m) if direct and not accumulate else 0
-    tile = tile._replace(segments=block_at_least(batch.tensors[4].numel()))
-    return KernelPlan(launch(tile, (tiles + bare_tiles) * per_tile), (tokens, weights.slots, tiles, batch.max_segments))
+    per_tile, sizes = triton.cdiv(rank, tile.block_r) * split_k, (tokens, weights.slots)
+    fills = direct and not accumulate  # rows without adapter, which are in no list
+    return plan_tiles(launch, tile, batch, sizes, per_tile, slices, triton.cdiv(tokens, tile.block_m) if fills else 0)
 
 
 def _row_tile(schedule: Schedule, shape: ShrinkShape, rows: int) -> RowTile:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.experts import check_alignment
-from punica.ops.triton_ops.device import dot, max_tiles
+from punica.ops.triton_ops.device import INDEX_POINTERS, dot, max_tiles
 from punica.ops.triton_ops.launch import (
     INTERPRETED,
     Launch,
@@ -74,7 +74,7 @@ def _fill_behind(sorted_ptr, experts_ptr, total, pairs, padded, blocks, SHAPE: t
 
 @triton.jit(
     do_not_specialize=["pairs", "top_k", "buckets", "padded", "blocks", "slots"],
-    do_not_specialize_on_alignment=["mapping_ptr", "map_ptr", "enabled_ptr", "ids_ptr"],
+    do_not_specialize_on_alignment=INDEX_POINTERS,
 )
 def _moe_align_kernel(
     tensors, mapping_ptr, map_ptr, enabled_ptr, ids_ptr, pairs, top_k, buckets, padded, blocks, slots,
@@ -224,9 +224,7 @@ class PairGemmShape(NamedTuple):
     stages: int
 
 
-@triton.jit(
-    do_not_specialize=["pairs", "num_tiles"], do_not_specialize_on_alignment=["sorted_ptr", "experts_ptr", "total_ptr"]
-)
+@triton.jit(do_not_specialize=["pairs", "num_tiles"], do_not_specialize_on_alignment=INDEX_POINTERS)
 def _moe_gemm_kernel(tensors, sorted_ptr, experts_ptr, total_ptr, pairs, num_tiles, strides, SHAPE: tl.constexpr):
     """Tiles vary fastest, so that programs of one block of columns, which may share an expert, run together."""
     x_ptr, w_ptr, y_ptr = tensors

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from punica.ops.triton_ops.device import (
+    INDEX_POINTERS,
     dot,
     dot_of_shrunk,
     pdl_wait,
@@ -32,7 +33,6 @@ from punica.ops.triton_ops.device import (
 from punica.ops.triton_ops.fp8_device import Quant, channel_scales, real_rows, real_weights
 from punica.ops.triton_ops.moe_tiles import (
     COUNTS,
-    INDEX_POINTERS,
     Pairs,
     find_tile,
     first_pair,
@@ -227,9 +227,6 @@ def moe_shrink_kernel(
         else:
             pdl_wait(TILE.pdl, tl.program_id(0) == 0)
         tile += num_tiles
-
-
-# --- expand ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit

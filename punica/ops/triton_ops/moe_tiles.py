@@ -10,8 +10,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-INDEX_POINTERS = ["sorted_ptr", "experts_ptr", "counts_ptr", "mapping_ptr", "enabled_ptr", "ids_ptr", "ranks_ptr"]
-"""Arguments whose address may be any multiple of 4."""
 COUNTS = ["pairs", "num_tiles", "padded", "blocks"]
 """Arguments that differ from step to step: kernels are not specialised on them."""
 

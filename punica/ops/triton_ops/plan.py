@@ -1,14 +1,15 @@
 """Plan of a kernel on a step: its launch, the tensors of the step that it reads, and the storage of its operands."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from punica.metadata import StepShape
+from punica.metadata import HEIGHTS, StepShape
+from punica.ops.triton_ops.device import max_tiles
 from punica.ops.triton_ops.fp8_device import Quant, operands, quant_of
-from punica.ops.triton_ops.launch import Launch
+from punica.ops.triton_ops.launch import Launch, block_at_least
 from punica.ops.weights import Form, Stack
 
 
@@ -92,3 +93,21 @@ class KernelPlan(NamedTuple):
         number = max(1, number)
         tensors = ((source, target), tuple(weights), None, order, tiles, totals, None, lora_ranks)
         launch(tensors, (sizes[0], sizes[1], number, 0, *numbers), aligned, (number * per_tile, slices, 1))
+
+
+def plan_tiles(
+    launch: Callable[[Any, int], Launch], tile: Any, batch: Batch, sizes: tuple[int, int], per_tile: int,
+    slices: int = 1, bare: int = 0,
+) -> KernelPlan:  # fmt: skip
+    """Plan tiles of a step's list where it has one of their height, else a search, with ``bare`` tiles more.
+
+    launch: of a tile, with so many programs; sizes: rows and slots.
+    """
+    if batch.listed and not bare and tile.block_m in HEIGHTS:
+        height = HEIGHTS.index(tile.block_m)
+        return KernelPlan(
+            launch(tile._replace(mode="list", height=height), 0), (*sizes, 0, 0), height, per_tile, slices
+        )
+    tile = tile._replace(mode="search", segments=block_at_least(batch.tensors[4].numel()))
+    tiles = max_tiles(sizes[0], batch.max_segments, tile.block_m)
+    return KernelPlan(launch(tile, (tiles + bare) * per_tile), (*sizes, tiles, batch.max_segments))

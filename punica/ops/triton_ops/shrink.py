@@ -142,9 +142,6 @@ def shrink_row(tensors, operands, place, block, call, strides, SHAPE: tl.constex
             tl.store(out_ptrs, tl.zeros([BLOCK_R], out_ptr.dtype.element_ty), mask=offs_r < SHAPE.rank)
 
 
-# --- GEMM ------------------------------------------------------------------------------------------------------------
-
-
 @triton.constexpr_function
 def dtype_of_product(x_type, quant):
     """Return the type in which x and A are multiplied: that of x, float16 for FP8 activations."""

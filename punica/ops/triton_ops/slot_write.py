@@ -7,18 +7,14 @@ Rows and columns are those of the memory, which holds A as ``[rank, in]`` and B 
 rank has fewer rows than its slot, and only where ranks are columns (the A of an embedding) fewer columns.
 
 The image (:mod:`punica.ops.slot_image`) stays in page-locked host memory and the kernel reads it through the link, so
-an adapter needs no copy on the device and moves once. A few programs suffice to keep the link busy, and they leave the
-other multiprocessors to the model: on an H200 (PCIe Gen5 x16, 54 GB/s for one large copy) 32 programs read
-40 to 640 MB with 43 to 50 GB/s (results/h200/sec52_adapter_loading.csv). The zeros of a slot that is wider than the
-adapter cost the device's bandwidth, not the link's.
+an adapter moves once. A few programs keep the link busy and leave the other multiprocessors to the model: on an H200
+(PCIe Gen5 x16, 54 GB/s for one large copy) 32 programs read 40 to 640 MB with 43 to 50 GB/s
+(results/h200/sec52_adapter_loading.csv).
 
 The buffers never change, so their addresses, sizes and widths are in a table on the device (:class:`SlotTable`), beside
 a list of tiles: tile ``(m, k)`` is the k-th piece of ``BLOCK`` elements of matrix m in its slot, and of the adapter's
-part of it. Offset, rows, columns and rank of the part are in the image's own header, so the host passes a few pointers
-and two numbers, whatever the model.
-
-The buffers are reached through raw addresses, so this is a plain function and no torch custom op: no schema could say
-what it writes.
+part of it. Offset, rows, columns and rank of the part are in the image's own header. Raw addresses fit no schema, so
+this is no torch custom op.
 """
 
 from collections.abc import Sequence

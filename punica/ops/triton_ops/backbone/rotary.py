@@ -169,9 +169,6 @@ def _check(qkv: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, kv_heads: int
     return tokens, packed - 2 * kv_heads
 
 
-# --- angles ----------------------------------------------------------------------------------------------------------
-
-
 class _AnglesShape(NamedTuple):
     half: int
     block: int

@@ -268,9 +268,6 @@ def _gemm_tiles_kernel(x_ptr, base, sums, tokens, strides, GEMM: tl.constexpr):
     gemm_tile(x_ptr, base, sums, tl.program_id(0), tl.program_id(1), tokens, strides, GEMM)
 
 
-# --- the rule --------------------------------------------------------------------------------------------------------
-
-
 def choose_form(n: int, k: int, tokens: int, dtype: torch.dtype, processors: int, batch_invariant: bool) -> GemmForm:
     """Choose the kernel for a shape. ``batch_invariant``: the same for every number of tokens.
 
@@ -293,8 +290,6 @@ def choose_tiles(n: int, k: int, tokens: int, dtype: torch.dtype, processors: in
     split_k = max(1, min(wanted, most, 8))
     return TilesForm(block_at_least(tokens), 64, block_k, split_k, 4, 4, block_k)
 
-
-# --- the call --------------------------------------------------------------------------------------------------------
 
 _ARRIVED = WeakTensorKeyDictionary()
 """Per weight, the programs that have arrived at each of its tiles: zeros between launches."""
