@@ -1,5 +1,5 @@
-"""FP8 weights read as words, of rows and of tiles: every code, both formats, widths that fill words and widths that do
-not.
+"""FP8 values as the kernels read them, exactly: every code of both formats in every wide type, one by one and by words;
+rows and tiles in words, of widths that fill words and widths that do not.
 """
 
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ from triton_batches import EXPANDS, SHRINKS, assert_close
 
 from punica.ops.scales import PER_CHANNEL
 from punica.ops.triton_ops import Options
-from punica.ops.triton_ops.fp8_device import fp8_format
+from punica.ops.triton_ops.fp8_device import TYPES, as_operand, fp8_format, upcast
 from punica.ops.triton_ops.fp8_words import upcast_words
 from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.triton_ops.schedules import Schedule
@@ -25,6 +25,27 @@ from punica.vllm.ops.dense import TensorBatch
 from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, product, step
 
 SLOTS = [0, 1, 0, -1, 2, 1, 0, 2]
+
+
+@triton.jit
+def _widen(stored_ptr, wide_ptr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, COUNT: tl.constexpr):
+    offs = tl.arange(0, COUNT)
+    tl.store(wide_ptr + offs, upcast(tl.load(stored_ptr + offs), FORMAT, DTYPE))
+
+
+@pytest.mark.parametrize("as_bytes", [False, True], ids=["as it comes", "by its bits"])
+@pytest.mark.parametrize("wide", TYPES, ids=str)
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_every_code(fp8, wide, as_bytes, device):
+    codes = torch.arange(256, dtype=torch.uint8).view(fp8)
+    stored, found = codes.to(device), torch.empty(256, dtype=wide, device=device)
+    operand = stored.view(torch.uint8) if as_bytes else as_operand(stored)
+    _widen[(1,)](operand, found, fp8_format(fp8), TYPES[wide], 256)
+    expected = codes.float()
+    assert torch.equal(found.cpu().isnan(), expected.isnan())
+    finite = ~expected.isnan()
+    assert torch.equal(found.cpu().float()[finite], expected[finite])
+    assert torch.equal(found.cpu()[finite].signbit(), expected[finite].signbit())
 
 
 @triton.jit
@@ -61,9 +82,11 @@ def spread(*sizes):
     return slots[1::2] + slots[::2]
 
 
-@pytest.mark.parametrize("lanes", [8, 16, 32])
-@pytest.mark.parametrize("widths", [(152,), (96, 40, 4), (33, 96)], ids=str)
-@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(
+    ("fp8", "widths", "lanes"),
+    [(E4M3, (152,), 8), (E4M3, (96, 40, 4), 16), (E4M3, (33, 96), 32), (E5M2, (152,), 32), (E5M2, (33, 96), 8)],
+    ids=str,
+)
 def test_rows_with_true_ranks_and_poison(fp8, widths, lanes, device, use_schedules):
     """Neither slots that are not asked for, nor ranks beyond an adapter's own, nor their scales are read, whether a
     program takes all ranks at once or block by block.
@@ -85,7 +108,7 @@ TILES = EXPANDS["tiles"]._replace(block_n=128)
 
 @pytest.fixture
 def reads_words(monkeypatch):
-    """Called after a step: whether its expand read tiles in words."""
+    """Called after a step: whether its expand read tiles (or ``rows``) in words."""
     module, seen = import_module("punica.ops.triton_ops.lora_linear"), []
     plain = module.plan_linear
 
@@ -93,8 +116,9 @@ def reads_words(monkeypatch):
         seen.append(plain(*arguments, **given))
         return seen[-1]
 
-    def reads() -> bool:
-        return constants_of(seen[-1].expand)["words"]
+    def reads(rows: bool = False) -> bool:
+        constants = constants_of(seen[-1].expand)
+        return constants["quant"].words if rows else constants["words"]
 
     monkeypatch.setattr(module, "plan_linear", note)
     forget_plans()
@@ -211,19 +235,10 @@ def test_a_scale_per_slot_and_overwriting(device, use_schedules):
 
 
 @pytest.mark.parametrize(("width", "offset", "words"), [(64, 0, True), (66, 0, False), (64, 1, False)])
-def test_what_goes_by_words(width, offset, words, device, monkeypatch):
+def test_what_goes_by_words(width, offset, words, device, reads_words):
     """A B that does not fill its words, or does not begin with one, is read byte by byte: no word reaches into the next
     rank or across two.
     """
-    module, seen = import_module("punica.ops.triton_ops.lora_linear"), []
-    plan = module.plan_linear
-
-    def noted(*args):
-        found = plan(*args)
-        seen.append(constants_of(found.expand)["quant"].words)
-        return found
-
-    monkeypatch.setattr(module, "plan_linear", noted)
     a, b = (Stack.random(3, *shape, MODES["channel"], E4M3, device) for shape in ((16, 48), (width, 16)))
     room = torch.zeros(offset + b.stored.numel(), dtype=torch.uint8, device=device)
     view = room[offset:].view(E4M3).view(3, 1, 16, width)
@@ -233,6 +248,6 @@ def test_what_goes_by_words(width, offset, words, device, monkeypatch):
         y, x, [a.stored], [view.mT], step(SLOTS, device), 1.0, lora_a_scale=[a.scale], lora_b_scale=[b.scale],
         shrink=PER_CHANNEL, expand=PER_CHANNEL,
     )  # fmt: skip
-    assert seen == [words]
+    assert reads_words(rows=True) == words
     expected = product(product(x.cpu().double(), a.real(), SLOTS, None, True), b.real(), SLOTS, None, False)
     assert_close(y, expected, FP16)

@@ -106,6 +106,7 @@ def test_equal_segments_make_full_tiles():
     assert tiles_of(StepShape(16, 128), 2048, 64) == tiles_of(StepShape(1, 2048), 2048, 64) == 32
     assert tiles_of(StepShape(16, 256), 2048, 64) == 36
     assert tiles_of(StepShape(64, 2), 100, 16) == 64
+    assert tiles_of(StepShape(4, 32), 64, 16) == 4
 
 
 def test_a_gpu_is_described_by_its_properties(monkeypatch):

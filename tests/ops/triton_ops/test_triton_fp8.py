@@ -13,7 +13,6 @@ from punica.metadata import LoRAKernelMeta
 from punica.ops.scales import PER_CHANNEL, Scheme
 from punica.ops.triton_ops import lora_expand, lora_expand_fp8, lora_linear, lora_shrink, lora_shrink_fp8
 from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, fp8, product, real_rows, step
-from tests.ops.step_calls import TORCH
 
 SLOTS = [1, -1, 0, 2, 2, 0, -1]
 FP16, FP32 = torch.float16, torch.float32
@@ -42,7 +41,7 @@ def activations(shape: tuple[int, ...], k: int, mode: dict[str, Any], w8a8: bool
 
 
 @pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
-@pytest.mark.parametrize(("form", "slices"), [("rows", 1), ("rows", 2), ("tiles", 2)])
+@pytest.mark.parametrize(("form", "slices"), [("rows", 1), ("tiles", 2)])
 @pytest.mark.parametrize("mode", MODES)
 def test_shrink(mode, form, slices, w8a8, device, use_schedules):
     use_schedules(shrink=SHRINKS[form])
@@ -62,7 +61,7 @@ def test_shrink(mode, form, slices, w8a8, device, use_schedules):
 @pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
 @pytest.mark.parametrize(
     ("form", "widths"),
-    [("rows", (150,)), ("rows", (33, 40)), ("tiles", (33, 70)), ("walk", (150,)), ("deep", (70,))],
+    [("rows", (33, 40)), ("tiles", (33, 70)), ("walk", (150,)), ("deep", (70,))],
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_expand(mode, form, widths, w8a8, device, use_schedules):
@@ -192,23 +191,6 @@ def test_plain_mode_is_the_plain_operator(device):
     assert torch.equal(y, z)
 
 
-@pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
-def test_cpu_and_kernels_agree(w8a8, device):
-    given = MODES["channel"]
-    a, b = stacks([(16, 100)] * 2, given, device), stacks([(50, 16), (30, 16)], given, device)
-    x, scheme = torch.randn(7, 100).half().to(device), Scheme(use_fp8_w8a8=w8a8, **given)
-    results = []
-    for operation in (TORCH.linear, linear):
-        y = torch.zeros(7, 80, device=device)
-        operation(
-            y, x, [s.stored for s in a], [s.stored for s in b], step(SLOTS, device),
-            lora_a_scale=[s.scale for s in a], lora_b_scale=[s.scale for s in b], shrink=scheme, expand=scheme,
-        )  # fmt: skip
-        results.append(y.cpu())
-    size = float(results[0].abs().max())
-    torch.testing.assert_close(results[0] / size, results[1] / size, rtol=2e-2, atol=2e-2)
-
-
 def test_nothing_to_do(device):
     a = stacks([(20, 100)], MODES["channel"], device)[0]
     x, y = torch.randn(2, 100).half().to(device), torch.full((1, 2, 20), 7.0, device=device)
@@ -236,21 +218,6 @@ class TestTracing:
         nodes = [n for n in graph.graph.nodes if "lora_shrink_fp8" in str(n.target)]
         assert len(nodes) == 1
         assert torch.equal(graph(x, y.clone()), eager)
-
-    @pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
-    def test_a_profiled_step_has_one_name_and_the_same_bits(self, w8a8, device):
-        a, b = stacks([(16, 64)], MODES["channel"], device)[0], stacks([(40, 16)], MODES["channel"], device)[0]
-        x, y = torch.randn(3, 64).half().to(device), torch.zeros(3, 40, dtype=FP16, device=device)
-        scheme = PER_CHANNEL._replace(use_fp8_w8a8=w8a8)
-        given = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale], "shrink": scheme, "expand": scheme}
-        weights = [a.stored], [by_ranks(b.stored)]
-        ranks = torch.tensor([[16, 16, 5]], dtype=torch.int32, device=device)
-        linear(eager := y.clone(), x, *weights, step([0, 2, -1], device, rows=3), 0.5, lora_ranks=ranks, **given)
-        with torch.autograd.profiler.profile() as profile:
-            linear(y, x, *weights, step([0, 2, -1], device, rows=3), 0.5, lora_ranks=ranks, **given)
-        assert [event.name for event in profile.function_events].count("punica::lora_linear") == 1
-        assert torch.equal(y, eager)
-        assert bool(y[1].any())
 
     def test_a_compiled_function_equals_eager(self, device):
         a, b = stacks([(16, 64)], MODES["channel"], device)[0], stacks([(40, 16)], MODES["channel"], device)[0]
@@ -301,89 +268,29 @@ def test_the_first_product_may_be_launched_elsewhere(w8a8, mode, device):
     assert bool(y.any())
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
-
-
-def shrink_call(**changes: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
-    a = stacks([(16, 64)] * 2, {}, "cpu")
-    given = {
-        "inputs": fp8((7, 64), E4M3), "lora_a_weights": [s.stored for s in a], "output_tensor": torch.zeros(2, 7, 16),
-        "scaling": 1.0, "b_scale": [s.scale for s in a], "a_scale": torch.tensor(1.0), "use_fp8_w8a8": True,
-    }  # fmt: skip
-    return given | changes
-
-
-HALF, ONES = torch.randn(7, 64).half(), torch.ones
-BAD: dict[str, tuple[dict[str, Any], type, str]] = {
-    "x real with w8a8": ({"inputs": HALF}, TypeError, "inputs has dtype torch.float16"),
-    "x fp8 without a_scale": ({"a_scale": None}, ValueError, "a_scale required for fp8 activations"),
-    "x fp8 without the switch": ({"use_fp8_w8a8": False}, TypeError, "use_fp8_w8a8"),
-    "a_scale of a real x": ({"inputs": HALF, "use_fp8_w8a8": False}, ValueError, "only float8 activations"),
-    "weights real": (
-        {"lora_a_weights": [torch.zeros(3, 16, 64).half()] * 2}, TypeError, r"lora_a_weights\[0\].*float16",
-    ),
-    "weights of two formats": (
-        {"lora_a_weights": [fp8((3, 16, 64), E4M3), fp8((3, 16, 64), E5M2)]}, TypeError, "e5m2.*share",
-    ),
-    "no scales": ({"b_scale": []}, ValueError, "b_scale is missing"),
-    "no scales, weight-only": (
-        {"b_scale": [], "inputs": HALF, "a_scale": None, "use_fp8_w8a8": False}, TypeError, "is missing.*float8",
-    ),
-    "one tensor of scales": ({"b_scale": [ONES(3)]}, ValueError, "1 tensors.*2 slices"),
-    "a tensor for a list": ({"b_scale": ONES(2, 3)}, TypeError, "tuple of tensors"),
-    "scales of another type": ({"b_scale": [ONES(3).half()] * 2}, TypeError, "float16"),
-    "scales of another shape": ({"b_scale": [ONES(3), ONES(4)]}, ValueError, r"b_scale\[1\].*\(4,\).*slice 1.*\(3,\)"),
-    "scales per channel": ({"b_scale": [ONES(3, 16)] * 2}, ValueError, "per tensor"),
-    "one group size": ({"group_k": 32}, ValueError, "both positive"),
-    "negative group size": ({"group_k": -32, "group_n": 32}, ValueError, "-32"),
-    "groups per channel": ({"group_k": 32, "group_n": 32, "per_channel_quant": True}, ValueError, "exclude"),
-    "odd group size": (
-        {"group_k": 24, "group_n": 16, "b_scale": [ONES(3, 1, 3)] * 2}, ValueError, "24.*power of two",
-    ),
-    "a_scale of another shape": ({"a_scale": ONES(6)}, ValueError, r"\(6,\)"),
-    "a_scale of another type": ({"a_scale": ONES(7).half()}, TypeError, "float16"),
-    "infinite scaling": ({"scaling": float("inf")}, ValueError, "finite"),
-    "another hidden size": ({"inputs": fp8((7, 32), E4M3)}, ValueError, "hidden size"),
-    "another output": ({"output_tensor": torch.zeros(2, 7, 8)}, ValueError, r"\(2, 7, 8\)"),
-    "weights with gaps": ({"lora_a_weights": [fp8((3, 16, 128), E4M3)[..., ::2]] * 2}, ValueError, "contiguous"),
-}  # fmt: skip
-PLAIN = {"lora_a_weights": [torch.zeros(3, 16, 64).half()] * 2, "b_scale": [], "inputs": HALF}
-BAD |= {
-    "plain with w8a8": (PLAIN, TypeError, "use_fp8_w8a8"),
-    "plain with a_scale": (PLAIN | {"use_fp8_w8a8": False}, ValueError, "a_scale"),
-    "plain with groups": (
-        PLAIN | {"use_fp8_w8a8": False, "a_scale": None, "group_k": 16, "group_n": 16}, ValueError, "group_k=16",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="checked on the CPU")
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
-    changes, error, message = BAD[name]
-    given = shrink_call(**changes)
-    before = given["output_tensor"].clone()
-    operands = (given.pop("inputs"), given.pop("lora_a_weights"), given.pop("output_tensor"))
-    with pytest.raises(error, match=message):
-        lora_shrink_fp8(*operands, *flat(SLOTS, "cpu"), **given)
-    assert torch.equal(operands[2], before)
+ONES = torch.ones
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checked on the CPU")
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"a_scale": None}, ValueError, "a_scale required"),
-        ({"b_scale": [ONES(3, 51)], "per_channel_quant": True}, ValueError, r"\(3, 50\)"),
-        ({"offset_start": 11}, ValueError, "offset_start 11"),
-        ({"inputs": fp8((1, 7, 8), E4M3)}, ValueError, r"\(1, 7, 8\)"),
+        ({"a_scale": None}, ValueError, "a_scale required for fp8 activations"),
+        ({"b_scale": [ONES(3)]}, ValueError, "1 tensors.*2 slices"),
+        ({"b_scale": [ONES(3), ONES(4)]}, ValueError, r"b_scale\[1\].*\(4,\)"),
+        ({"lora_a_weights": [fp8((3, 16, 64), E4M3), fp8((3, 16, 64), E5M2)]}, TypeError, "e5m2"),
+        ({"lora_a_weights": [fp8((3, 16, 128), E4M3)[..., ::2]] * 2}, ValueError, "contiguous"),
+        ({"group_k": 24, "group_n": 16, "b_scale": [ONES(3, 1, 3)] * 2}, ValueError, "24.*power of two"),
+        ({"group_k": 32, "group_n": 32, "per_channel_quant": True}, ValueError, "exclude"),
+        ({"lora_a_weights": [torch.zeros(3, 16, 64).half()] * 2, "b_scale": []}, TypeError, "float16|use_fp8"),
     ],
-)
-def test_bad_input_of_expand(changes, error, message):
-    given = {"b_scale": [ONES(3)], "a_scale": torch.tensor(1.0), "use_fp8_w8a8": True, "inputs": fp8((1, 7, 16), E4M3)}
-    given |= changes
-    y = torch.full((7, 60), 7.0)
+    ids=["no a_scale", "one slice", "shape", "two formats", "gaps", "odd group", "both", "plain"],
+)  # fmt: skip
+def test_bad_input_writes_nothing(changes, error, message):
+    a = stacks([(16, 64)] * 2, {}, "cpu")
+    given = {"lora_a_weights": [s.stored for s in a], "b_scale": [s.scale for s in a], "a_scale": torch.tensor(1.0)}
+    given |= {"use_fp8_w8a8": True} | changes
+    y = torch.full((2, 7, 16), 7.0)
     with pytest.raises(error, match=message):
-        lora_expand_fp8(given.pop("inputs"), [fp8((3, 50, 16), E4M3)], y, *flat(SLOTS, "cpu"), **given)
+        lora_shrink_fp8(fp8((7, 64), E4M3), given.pop("lora_a_weights"), y, *flat(SLOTS, "cpu"), scaling=1.0, **given)
     assert (y == 7).all()

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from triton_batches import EXPANDS, SHRINKS, Batch, assert_close, random_slots
 
 from punica.capture import capture
-from punica.ops.triton_ops import lora_expand, lora_linear, lora_shrink
+from punica.ops.triton_ops import lora_linear, lora_shrink
 
 pytestmark = pytest.mark.gpu
 FP16 = torch.float16
@@ -25,13 +25,9 @@ def kernel_names(call) -> list[str]:
     return [name for name in events if not name.startswith("punica::")]
 
 
-def linear(batch: Batch, y: torch.Tensor, **options: object) -> None:
-    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count, **options)  # type: ignore[arg-type]
-
-
 def test_two_launches_whatever_the_slices_and_slots():
     batch = Batch(random_slots(33, 64), 256, (128, 64, 64), 16, 64, FP16, "cuda")
-    names = kernel_names(lambda: linear(batch, batch.y))
+    names = kernel_names(lambda: batch.linear(batch.y))
     assert len(names) == 2, names
     assert all("lora" in name for name in names)
 
@@ -41,30 +37,26 @@ def test_no_adapter_launches_nothing():
     h = torch.empty(1, 8, 16, device="cuda")
 
     def call() -> None:
-        linear(batch, batch.y)
-        lora_shrink(batch.x, batch.a, h, *batch.args, 0.5, **batch.count)
-        lora_expand(h, batch.b, batch.y, *batch.args, **batch.count)
+        batch.linear(batch.y)
+        batch.shrink(h)
+        batch.expand(h, batch.y)
 
     assert kernel_names(call) == []
 
 
-@pytest.mark.parametrize("op", [lora_shrink, lora_expand], ids=["shrink", "expand"])
-def test_one_launch_per_op(op):
+def test_one_launch_per_op():
     batch = Batch(random_slots(300, 5), 256, (128, 64), 16, 5, FP16, "cuda")
     h = torch.zeros(2, 300, 16, device="cuda")
-    if op is lora_shrink:
-        names = kernel_names(lambda: lora_shrink(batch.x, batch.a, h, *batch.args, 0.5, **batch.count))
-    else:
-        names = kernel_names(lambda: lora_expand(h, batch.b, batch.y, *batch.args, **batch.count, add_inputs=True))
-    assert len(names) == 1, names
+    for call in (lambda: batch.shrink(h), lambda: batch.expand(h, batch.y, add_inputs=True)):
+        assert len(kernel_names(call)) == 1
 
 
 def test_no_synchronisation():
     batch = Batch(random_slots(33, 4), 256, (128,), 16, 4, FP16, "cuda")
-    linear(batch, batch.y)
+    batch.linear(batch.y)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        linear(batch, batch.y)
+        batch.linear(batch.y)
         batch.meta.prepare_tensors(torch.tensor(random_slots(33, 4, seed=3)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -121,10 +113,9 @@ def test_capture_without_warm_up():
     y = batch.y.clone()
     graph = torch.cuda.CUDAGraph()
     with capture(graph):
-        linear(batch, y)
+        batch.linear(y)
     graph.replay()
-    want = batch.y.cpu().double() + batch.expanded(batch.shrunk())
-    assert_close(y, want, FP16)
+    batch.check(y)
 
 
 @pytest.mark.parametrize("expand", ["default", "walk"])
@@ -138,7 +129,7 @@ def test_early_start_never_changes_a_bit(expand, use_schedules):
         for _ in range(3):
             y = batch.y.clone()
             for _ in range(20):
-                linear(batch, y, pdl=pdl)
+                batch.linear(y, pdl=pdl)
             results.append(y)
     assert all(torch.equal(results[0], other) for other in results[1:])
 
@@ -173,7 +164,7 @@ def test_guard_regions_stay_unread_and_unwritten(shape, forms, use_schedules):
     batch.b = tuple(guarded(b)[0] for b in batch.b)
     y, whole = guarded(batch.y)
     batch.args = (*[guarded(part)[0] for part in batch.args[:5]], *batch.args[5:])
-    linear(batch, y, lora_ranks=guarded(batch.lora_ranks)[0])
+    batch.linear(y, lora_ranks=guarded(batch.lora_ranks)[0])
     assert_close(y, want, FP16)
     assert whole.isnan().sum() == whole.numel() - y.numel()
 
@@ -232,6 +223,5 @@ def test_ops_follow_the_tensors_device():
     batch = Batch(random_slots(9, 3), 272, (144,), 16, 3, FP16, "cuda:1")
     y = batch.y.clone()
     with torch.cuda.device(0):
-        linear(batch, y)
-    want = batch.y.cpu().double() + batch.expanded(batch.shrunk())
-    assert_close(y, want, FP16)
+        batch.linear(y)
+    batch.check(y)

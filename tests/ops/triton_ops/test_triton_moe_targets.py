@@ -1,17 +1,12 @@
 """The MoE kernels compile for an H200 without one, fit its shared memory, and spill no registers."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import target_compiler
 
-ROOT = Path(__file__).resolve().parents[3]
 CASE = {
     "layer": "qwen3", "tokens": 8, "rank": 16, "dtype": "bfloat16", "down": False, "naive": False,
     "ranks": True, "fp8": None, "block": 0, "w8a8": False, "height": 16,
@@ -51,17 +46,8 @@ OTHERS = [
 
 
 def compiled(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What `moe_target_compiler` says of these cases for compute capability 9.0, from an empty cache."""
-    script = Path(__file__).with_name("moe_target_compiler.py")
-    with TemporaryDirectory() as folder:
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {"TRITON_CACHE_DIR": folder, "PYTHONPATH": str(ROOT)}
-        found = subprocess.run(
-            [sys.executable, str(script), "90"],
-            input=json.dumps(cases), capture_output=True, text=True, check=False, env=environment,
-        )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-4000:]
-    return json.loads(found.stdout)
+    """Records of `moe_target_compiler` for these cases, of compute capability 9.0."""
+    return target_compiler.compiled(90, cases, Path(__file__).with_name("moe_target_compiler.py"))
 
 
 def check(records: list[dict[str, Any]]) -> None:
