@@ -94,9 +94,7 @@ def pdl_wait(PDL: tl.constexpr, condition):
 
 @triton.jit
 def pdl_wait_or_barrier(PDL: tl.constexpr):
-    """Wait for the predecessor, or without PDL at a barrier: all loads above are issued before anything below. Without
-    one, the compiler saves registers by loading one vector after the other.
-    """
+    """Wait for the predecessor, or without PDL at a barrier: all loads above are issued before anything below."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     else:

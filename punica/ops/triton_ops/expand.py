@@ -42,9 +42,7 @@ from punica.ops.triton_ops.fp8_words import expand_row_in_words, expand_tile_in_
 def _by_columns(
     tensors, operands, place, block, strides, WIDTH: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ``steps`` blocks of columns of a row-major B, each ``lanes[WIDTH]`` ranks wide; the next block is loaded
-    before one is summed. Arguments as of `_by_ranks`.
-    """
+    """Multiply ``steps`` blocks of columns of a row-major B, ``lanes[WIDTH]`` ranks wide; arguments of `_by_ranks`."""
     QUANT: tl.constexpr = SHAPE.quant
     STEPS: tl.constexpr = TILE.row.steps[WIDTH]
     COLUMNS: tl.constexpr = TILE.row.block_n // STEPS
@@ -87,9 +85,7 @@ def _by_columns(
 
 @triton.jit
 def _multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.constexpr):
-    """Multiply b [COLUMNS, LANES] by h [LANES] in float32; h is rounded to the type of 16-bit weights, and ranks beyond
-    the true rank are dropped.
-    """
+    """Multiply b [COLUMNS, LANES] by h [LANES] in float32; h is rounded as 16-bit weights are."""
     slice_id, slot, _, rank = place
     live = offs_r < rank
     if SHAPE.quant.format > 0:

@@ -180,9 +180,7 @@ def read_shrunk_row(h_ptrs, offs_r, mask, operands, row, stride_hp, SHAPE: tl.co
 
 @triton.jit
 def channel_scales(operands, slice_id, slot, channels, mask, COUNT, SHAPE: tl.constexpr):
-    """Return the scales [channels] that follow the sum over K, of a slot of a slice with COUNT channels; 1 where it has
-    none. ``operands``: weights of all slices, their scales.
-    """
+    """Return a slot's scales [channels] that follow the sum over K, of COUNT in a slice; 1 without them."""
     QUANT: tl.constexpr = SHAPE.quant
     if QUANT.format == 0 or QUANT.group_k > 0:
         scale = 1.0

@@ -66,9 +66,7 @@ def _unpacked(words, FORMAT: tl.constexpr):
 
 @triton.jit
 def upcast_words(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.constexpr):
-    """Upcast words to four tensors: the first of every four columns, the second, ... NATIVE: by instructions, as
-    operands of a product in 16 bits, or as float32 values.
-    """
+    """Upcast words to four tensors, of every fourth column each. NATIVE: by instructions, to 16 bits or float32."""
     if not NATIVE:
         a = upcast((words & 0xFF).to(tl.uint8), FORMAT, DTYPE)
         b = upcast(((words >> 8) & 0xFF).to(tl.uint8), FORMAT, DTYPE)

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from punica.ops.triton_ops.device import INDEX_POINTERS, find_tile, pdl_wait, read_record
 from punica.ops.triton_ops.expand import expand_row, expand_tile
-from punica.ops.triton_ops.fp8_device import Quant
+from punica.ops.triton_ops.fp8_device import Quant, quant_of
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, block_at_least, shared_memory, stages_that_fit
-from punica.ops.triton_ops.plan import Batch, KernelPlan, expand_quant, plan_tiles
+from punica.ops.triton_ops.plan import Batch, KernelPlan, plan_tiles
 from punica.ops.triton_ops.schedules import WIDE_RANKS, Schedule
 from punica.ops.weights import Form
 
@@ -189,7 +189,8 @@ def plan_expand(h: LowRank, y: Tensor, form: Form, batch: Batch, schedule: Sched
 
 
 def _shape(h: LowRank, form: Form, mode: ExpandMode) -> ExpandShape:
-    weights, quant = form.stored, expand_quant(form, h.dtype, mode.x_strides)
+    weights = form.stored
+    quant = quant_of(form, h.dtype, weights.widths, weights.rank, mode.x_strides)
     whole = all([width % 4 == 0 for width in weights.widths])  # every rank of a slice ends with a word
     quant = quant._replace(words=mode.words and whole and quant.dense and not weights.row_major)
     columns = tuple(accumulate(weights.widths[:-1], initial=mode.offset_start))

@@ -11,16 +11,13 @@ ago. The exception is an expand whose shrink ran beside the base product, on ano
 (``base``): the previous kernel wrote y, so that only weights are fetched early.
 
 **In one launch** the base product of a few rows, y[t] = W x[t] + bias, and their shrink share a grid: first tiles of
-the base product (`skinny_gemm`), then rows of the shrink (`shrink`). Both read ``x`` and wait for their weights. The
-bytes of a few ranks are few beside those of a projection, and the shrink's many short programs fill the tail of the
-tiles. All stays one chain of PDL launches on one stream, where a second stream for the shrink
-(`punica.layers.dual_stream`) has to be forked and joined. What counts is the width of the slots, not the rank of an
-adapter in one. Probed once on an H200 (2026-11-23), with the projections, norms and activation of Llama-2 7B's 32
-layers in one graph, 32 rows: in slots of rank 16 LoRA adds 0.79 ms where it adds 0.93 with a second stream (32
-adapters), 0.31 and 0.33 (one adapter); in slots of rank 64 it adds 3.00 where it adds 2.77, since the product's shared
-memory leaves little of a multiprocessor to so much work. Between these nothing was measured, hence `MOST_RANKS`. One
-row, and two where K is a multiple of 2048, are multiplied without tensor cores (`choose_form`), and have a launch of
-their own.
+the base product (`skinny_gemm`), then rows of the shrink (`shrink`), whose many short programs fill the tail of the
+tiles. All stays one chain of PDL launches, where a second stream for the shrink (`punica.layers.dual_stream`) has to be
+forked and joined. On an H200, with the projections, norms and activation of Llama-2 7B's layers in one graph, 32 rows
+of 32 adapters: in slots of rank 16 LoRA adds 0.79 ms where it adds 0.93 with a second stream, in slots of rank 64 3.00
+and 2.77, since the product's shared memory leaves little of a multiprocessor to so much work. Between these nothing was
+measured, hence `MOST_RANKS`. One row, and two where K is a multiple of 2048, are multiplied without tensor cores
+(`choose_form`), and have a launch of their own.
 """
 
 from collections.abc import Sequence

@@ -80,9 +80,7 @@ def _moe_align_kernel(
     tensors, mapping_ptr, map_ptr, enabled_ptr, ids_ptr, pairs, top_k, buckets, padded, blocks, slots,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Align the slot at place ``program_id(1)`` of the list, if it is one of ``slots``. Without a list all slots are
-    aligned, and those without blocks are filled, too.
-    """
+    """Align the slot at place ``program_id(1)`` of the list, if it is one of ``slots``; without a list all of them."""
     topk_ptr, sorted_ptr, experts_ptr, counts_ptr = tensors
     EXPERTS: tl.constexpr = SHAPE.experts
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
@@ -195,25 +193,19 @@ def moe_lora_align_block_size(
     max_num_tokens_padded: int, max_num_m_blocks: int, sorted_token_ids: Tensor, expert_ids: Tensor,
     num_tokens_post_pad: Tensor, adapter_enabled: Tensor, lora_ids: Tensor | None, expert_map: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Align as `punica.ops.moe_torch.moe_lora_align_block_size`, in blocks of a power of two >= 16. ``lora_ids`` None:
-    all slots, and every element is written, also of slots without blocks.
-    """
+    """Align as the operator of `punica.ops.moe_torch`, in blocks of 16 or more; ``lora_ids`` None: all slots."""
     outputs = (sorted_token_ids, expert_ids, num_tokens_post_pad)
     sizes = (num_experts, block_size, max_loras, max_num_tokens_padded, max_num_m_blocks)
     check_alignment(topk_ids, token_lora_mapping, adapter_enabled, lora_ids, expert_map, sizes, outputs, 16)
     _launch(topk_ids, token_lora_mapping, sizes, outputs, adapter_enabled, lora_ids, expert_map)
 
 
-# --- the base product of experts --------------------------------------------------------------------------------------
-#
-#     y[i] = x[i // factor] @ W[e_i]^T             x [rows, K], W [E, N, K], y [T*k, N]; 0 where e_i is not here
-#
-# for every pair i in one launch, aligned with one slot for all tokens. A program computes one block of pairs and one of
-# columns, so an expert's weights are read once per block of its pairs.
-
-
 class PairGemmShape(NamedTuple):
-    """Operands, W [experts, n, k], and schedule of the product: a constexpr. factor: pairs per row of x."""
+    """Operands, W [experts, n, k], and schedule of the experts' base product: a constexpr. factor: pairs per row of x.
+
+    y[i] = x[i // factor] @ W[e_i]^T for every pair i, aligned with one slot for all tokens; 0 where e_i is not here. A
+    program computes one block of pairs and one of columns, so W is read once per block of an expert's pairs.
+    """
 
     k: int
     n: int
@@ -288,9 +280,7 @@ def moe_pair_gemm(
     num_tokens_post_pad: Tensor,
     factor: int, block_m: int,
 ) -> None:  # fmt: skip
-    """The product of one aligned routing, ``output [T, k, N]``; operands as of `PairGroups.multiply`, aligned in blocks
-    of ``block_m``.
-    """
+    """The product of one routing, aligned in blocks of ``block_m``: ``output [T, k, N]``, as `PairGroups.multiply`."""
     _, width, hidden = weights.shape
     pairs, blocks, size = output.shape[0] * output.shape[1], expert_ids.numel(), x.element_size()
     block_n, block_k = (128 if width >= 128 else block_at_least(width)), min(64, block_at_least(hidden))

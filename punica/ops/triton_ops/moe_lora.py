@@ -140,9 +140,7 @@ def _shrink_tile(
     tensors, operands, sorted_ptr, place, first, pairs, rank, rank_next, partial, strides,
     SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The tile's pairs x block_r ranks x one K split of one slice, or ``joined`` of both; ``partial``: from the output
-    of one slice to that of the next.
-    """
+    """The tile's pairs x block_r ranks x one K split of a slice, or of both, whose outputs are ``partial`` apart."""
     x_ptr, out_ptr = tensors
     slice_id, index, pid_k, first_r = place
     stride_xt, stride_xk = strides

@@ -116,9 +116,7 @@ def first_pair(first, sorted_ptr, pairs, PAIRS: tl.constexpr):
 
 @triton.jit
 def rank_of(ranks_ptr, slice_id, owner, SHAPE: tl.constexpr):
-    """Number of the ranks from first_rank to first_rank + rank that a tile's adapter has; all without a table. Nothing
-    here waits for the tile's expert.
-    """
+    """Number of the ranks from first_rank to first_rank + rank that a tile's adapter has; all without a table."""
     place, slots = owner
     PAIRS: tl.constexpr = SHAPE.pairs
     if SHAPE.has_ranks:

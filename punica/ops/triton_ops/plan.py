@@ -56,11 +56,6 @@ def shrink_quant(form: Form, x_dtype: torch.dtype, x_strides: tuple[int, int] | 
     return quant_of(form, x_dtype, [stored.rank] * len(stored.widths), stored.widths[0], x_strides)
 
 
-def expand_quant(form: Form, x_dtype: torch.dtype, x_strides: tuple[int, int] | None = None) -> Quant:
-    """Return the same of B and x in an expand."""
-    return quant_of(form, x_dtype, form.stored.widths, form.stored.rank, x_strides)
-
-
 class KernelPlan(NamedTuple):
     """A launch on rows one by one, on the tiles of a step's list, or on tiles that search the segments.
 

@@ -23,8 +23,6 @@ from triton import cdiv
 from punica.metadata import StepShape
 from punica.ops.triton_ops.launch import block_at_least, shared_memory
 
-# --- what is scheduled -----------------------------------------------------------------------------------------------
-
 WARPS = 4
 """Warps of a program whose tile fits their registers."""
 
@@ -201,9 +199,8 @@ def _invariant_shrinks(problem: Problem) -> Iterator[Schedule]:
     """Yield candidates of batch invariance: one split and one instruction, whatever the step is.
 
     Weights are the left operand of the tensor cores: a row is a column of the right one, however many there are. Up to
-    32 lanes every warp multiplies a quarter of the split, with the one instruction that a warp has, so that
-    the height of a tile is free; above, four warps multiply together, and the height is fixed because Hopper and
-    Blackwell have instructions for several. All else that matters for the bits depends on the layer only.
+    32 lanes every warp multiplies a quarter of the split, with the one instruction that a warp has, so that the height
+    of a tile is free; above, four warps multiply together, and Hopper and Blackwell have instructions for each height.
     """
     lanes = min(block_at_least(problem.rank), MOST_LANES)
     splits = max(split for split in SPLITS[:-1] if split == 1 or problem.k > INVARIANT_K * split)
@@ -294,15 +291,10 @@ def _resident(schedule: Schedule, elements: int) -> int:
 
 
 def tiles_of(shape: StepShape, rows: int, block_m: int) -> int:
-    """Estimate the number of tiles of `block_m` rows: some are not full, unless all segments are equal (which
-    their shape tells where number and length are powers of two).
-    """
+    """Estimate the tiles of `block_m` rows: some are not full, unless the shape tells that all segments are equal."""
     if rows <= block_m * shape.adapters:
         return max(1, shape.adapters)
     return cdiv(rows, block_m) + (0 if shape.adapters * shape.longest <= rows else shape.adapters // 4)
-
-
-# --- the choice ------------------------------------------------------------------------------------------------------
 
 
 def choose_shrink(problem: Problem, gpu: Gpu) -> Schedule:

@@ -11,10 +11,9 @@ an adapter moves once. A few programs keep the link busy and leave the other mul
 (PCIe Gen5 x16, 54 GB/s for one large copy) 32 programs read 40 to 640 MB with 43 to 50 GB/s
 (results/h200/sec52_adapter_loading.csv).
 
-The buffers never change, so their addresses, sizes and widths are in a table on the device (:class:`SlotTable`), beside
-a list of tiles: tile ``(m, k)`` is the k-th piece of ``BLOCK`` elements of matrix m in its slot, and of the adapter's
-part of it. Offset, rows, columns and rank of the part are in the image's own header. Raw addresses fit no schema, so
-this is no torch custom op.
+The buffers never change: their addresses and sizes are in a table on the device (:class:`SlotTable`), beside a list of
+tiles. Tile ``(m, k)`` is the k-th piece of ``BLOCK`` elements of matrix m in its slot, and of the adapter's part of it.
+Raw addresses fit no schema, so this is no torch custom op.
 """
 
 from collections.abc import Sequence

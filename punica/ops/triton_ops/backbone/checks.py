@@ -31,9 +31,7 @@ def check_same(like: Tensor, **tensors: Tensor) -> None:
 
 
 def check_cache(keys: Tensor, values: Tensor, like: Tensor) -> None:
-    """Check keys and values of one layer: ``[rows, Hkv, D]`` with at least one head, contiguous, typed as ``like`` or
-    both in float8_e4m3fn.
-    """
+    """Check keys and values of one layer: ``[rows, Hkv, D]``, contiguous, of ``like``'s dtype or float8_e4m3fn."""
     check_shape("keys", keys, (None, None, None))
     check_shape("values", values, tuple(keys.shape))
     if keys.dtype == values.dtype == E4M3 and keys.device == values.device == like.device:

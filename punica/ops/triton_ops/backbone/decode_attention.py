@@ -38,8 +38,6 @@ MAX_SPLITS = 32
 KIB_PER_SM = 128
 """Tiles of keys and values that a multiprocessor's programs hold: enough loads under way. Programs beyond these wait,
 and each split adds partials to read again."""
-_STAGES = 3
-"""Block ids are read two tiles ahead and, from their places, keys and values one. Two tiles ahead were slower."""
 
 
 class _Shape(NamedTuple):
@@ -61,7 +59,7 @@ class _Shape(NamedTuple):
     format: int
     words: bool
     pdl: bool
-    stages: int = _STAGES
+    stages: int = 3  # block ids are read two tiles ahead and, from their places, keys and values one
 
 
 @triton.jit

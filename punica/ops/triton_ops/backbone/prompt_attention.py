@@ -49,9 +49,7 @@ class _Shape(NamedTuple):
 
 @triton.jit
 def _find_tile(tile, starts_ptr, num_prompts, SHAPE: tl.constexpr):
-    """Return first and last + 1 row of the prompt of tile number ``tile``, and the tile's number in it. No such tile:
-    0, 0, 0.
-    """
+    """Return first and last + 1 row of a tile's prompt, and the tile's number in it. No such tile: 0, 0, 0."""
     offs = tl.arange(0, SHAPE.prompts)
     mask = offs < num_prompts
     starts = tl.load(starts_ptr + offs, mask=mask, other=0)

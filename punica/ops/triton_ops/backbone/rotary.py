@@ -119,10 +119,8 @@ def rotate_and_store(
     Args:
         qkv: ``[T, H + 2 * Hkv, D]``: heads of q, k and v side by side, D even; float16, bfloat16 or float32. Rows may
             be apart.
-        cos, sin: ``[T, 1, D / 2]``, contiguous, of the same dtype, as :class:`~punica.models.rotary.RotaryEmbedding`
-            gives them.
-        kv_rows: int64 ``[T]``: row of the cache that each token writes, no row twice; negative (a row that pads a
-            captured batch): none.
+        cos, sin: ``[T, 1, D / 2]``, contiguous, of the same dtype.
+        kv_rows: int64 ``[T]``: row of the cache that each token writes, no row twice; negative (padding): none.
         keys, values: ``[num_blocks * block_size, Hkv, D]``, contiguous; of the same dtype, or float8_e4m3fn, where
             values beyond its range become the largest.
         norms: of query and key heads; ``None``: they have none.

@@ -97,9 +97,7 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, gate_up_stride, out_stride, SHAPE: tl.c
 
 
 def swiglu(out: Tensor, gate_up: Tensor) -> None:
-    """Compute the activation of ``gate_up [T, 2 * I]`` (gate, then up) into ``out [T, I]``: float16, bfloat16 or
-    float32, the elements of a row side by side.
-    """
+    """Compute the activation of ``gate_up [T, 2 * I]`` (gate, then up) into ``out [T, I]``; dense rows."""
     check_runnable(gate_up.device)
     tokens, size = check_shape("out", out, (None, None))
     check_shape("gate_up", gate_up, (tokens, 2 * size))
