@@ -15,7 +15,7 @@ import transformers
 from experiments.harness.catalogue import experiments
 from experiments.harness.settings import keys_read, refuse_unread
 from punica.adapters import write_random_adapter
-from tests.engine.text_world import BEGIN, END, VOCAB, byte_tokenizer, save_tokenizer
+from tests.world import BEGIN, END, VOCAB, byte_tokenizer, save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

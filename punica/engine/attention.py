@@ -1,9 +1,8 @@
 """Paged KV cache, and attention over it: in plain torch, and by GPU kernels.
 
-The cache holds the blocks that :class:`~punica.scheduling.BlockManager` hands out. Per layer, keys and values are
-``[num_blocks * block_size, Hkv, D]``: with B = ``block_size``, block ``b`` is rows ``[b * B, (b + 1) * B)``. A token is
-one contiguous row, and consecutive blocks are one strided view, read in place. (In the paper all layers share a page;
-one tensor per layer needs no stride arithmetic.)
+The cache holds the blocks of :class:`~punica.scheduling.BlockManager`. Per layer, keys and values are ``[num_blocks *
+block_size, Hkv, D]``: with B = ``block_size``, block ``b`` is rows ``[b * B, (b + 1) * B)``. A token is one contiguous
+row, and consecutive blocks are one strided view, read in place. (In the paper all layers share a page.)
 
 For a request with queries ``Q`` at positions up to ``n - 1`` and cached ``K, V`` of ``n`` tokens:
 ``softmax(Q K^T / sqrt(D)) V``, causal within a prompt. Rows of a step: whole prompts, then one per decoding request. A
@@ -33,10 +32,7 @@ class KVCache:
 
     ``fp8``: in float8_e4m3fn instead, half the bytes of 16 bits, without scales. Projected heads are well inside its
     range (448, saturating). The relative error is at most 1/16 from 2**-6 on; below, the spacing is 2**-9. A prompt
-    attends to its own keys and values before they are rounded.
-
-    Memory: ``2 * num_layers * num_blocks * block_size * num_kv_heads * head_size`` elements, not initialised; a CPU
-    backs them when first written. ValueError, before allocation, for more than is free.
+    attends to its own keys and values before they are rounded. ValueError, before allocation, for more than is free.
     """
 
     def __init__(self, model: LlamaForCausalLM, num_blocks: int, block_size: int, *, fp8: bool = False) -> None:
@@ -98,10 +94,7 @@ class PagedAttention:
         self._spans, self._kv_rows = spans, kv_rows
 
     def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
-        """Store keys and values of T rows in the cache, and return the attention output ``[T, H, D]``.
-
-        RuntimeError before the first ``begin``.
-        """
+        """Store keys and values of T rows in the cache, and return the attention output ``[T, H, D]``."""
         if self._kv_rows is None:
             raise RuntimeError("attention has no step; call begin(spans, kv_rows) first")
         q, k, v = packed.rotated()
@@ -170,10 +163,7 @@ class KernelAttention:
         self._stage(prompts, spans[len(prompts) :])
 
     def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
-        """Rotate the heads of T rows in place, store keys and values, and return the attention output ``[T, H, D]``.
-
-        RuntimeError before the first ``begin``.
-        """
+        """Rotate the heads of T rows in place, store keys and values, and return the attention output ``[T, H, D]``."""
         from punica.ops.triton_ops.backbone import Pages, decode_attention, prompt_attention, rotate_and_store
 
         if self._kv_rows is None:
@@ -217,9 +207,7 @@ class KernelAttention:
 def attention_for(
     cache: KVCache, max_rows: int, max_blocks: int, splits: int | None = None
 ) -> PagedAttention | KernelAttention:
-    """Return the attention for the device of ``cache``; arguments as of :class:`KernelAttention`.
-
-    Plain torch for dtypes and head sizes (above 256) without a kernel.
+    """Return the attention for the device, dtype and head size of ``cache``; arguments as of :class:`KernelAttention`.
     """
     keys = cache.keys[0]
     if keys.is_cuda and cache.model_dtype in FLOATS and keys.shape[-1] <= MAX_HEAD_SIZE:

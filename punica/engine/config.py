@@ -94,7 +94,6 @@ class EngineConfig:
 
     @property
     def full_blocks(self) -> int:
-        """Blocks of a full batch of the longest requests."""
         return self.max_batch_size * -(-self.max_model_len // self.block_size)
 
     @property

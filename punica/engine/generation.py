@@ -37,8 +37,7 @@ _S = TypeVar("_S", bound="Generation")
 class Turns:
     """Reentrant lock of one engine, fair to threads that wait, and the lead in making steps.
 
-    ``one_thread``: only the thread that made this object may enter, as each of several tensor-parallel ranks has to
-    take the same requests in the same order. Others get a RuntimeError.
+    ``one_thread``: only the thread that made this object may enter; others get a RuntimeError.
     """
 
     def __init__(self, *, one_thread: bool = False) -> None:
@@ -123,14 +122,11 @@ class Generation(ABC):
     """``generate`` and ``stream`` for a subclass that queues requests and makes steps.
 
     A prompt is a text, a chat (a list of messages with role and content) or a list of token ids; the first two need a
-    tokenizer. vLLM's ``{"prompt": text}`` and ``{"prompt_token_ids": ids}`` are prompts, too. A chat with an adapter
-    takes the chat template of the adapter's folder, if it has one, and ends at that folder's end token, too.
+    tokenizer. vLLM's ``{"prompt": text}`` and ``{"prompt_token_ids": ids}`` are prompts, too.
 
     Steps serve all requests of the engine, of every open call and added one by one. Results of the latter that end in a
-    step of ``generate`` or ``stream``, or in one that raises, are kept for the caller's next :meth:`step`.
-
-    Several threads may call one engine: one is in it at a time, and the calls share their steps. Threads that use its
-    adapter manager do so inside :meth:`alone`.
+    step of ``generate`` or ``stream``, or in one that raises, are kept for the caller's next :meth:`step`. Threads that
+    use the adapter manager beside calls of others do so inside :meth:`alone`.
     """
 
     codec: TextCodec | None
@@ -244,7 +240,6 @@ class Generation(ABC):
             self._results.pop(state, None)
 
     def _step_for_all(self) -> None:
-        """Make a step for a call, and keep the results of requests that are not of any call."""
         kept, self._kept = self._kept, []  # not for this step to return
         try:
             output = self.step()

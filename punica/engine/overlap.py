@@ -22,8 +22,7 @@ from punica.scheduling import RequestState, RequestStatus, Scheduler, StepPlan, 
 class BegunStep(NamedTuple):
     """Step that was scheduled, and launched unless no request can run.
 
-    ``adapter_uses``: ``manager.uses`` at that time. ``scheduled_s``: when it was scheduled or taken up, on the clock of
-    ``time.perf_counter``.
+    ``adapter_uses``: ``manager.uses`` at that time. ``scheduled_s``: when it was scheduled or taken up.
     """
 
     plan: StepPlan
@@ -99,8 +98,7 @@ class Overlap:
     def take_up(self, step: BegunStep, failed: list[RequestState]) -> BegunStep | None:
         """Return a step launched ahead, with those requests that are still in the batch.
 
-        ``None``, if none is or adapters were used since, as a pin may need the slot of a running request: the step is
-        dropped.
+        It is dropped if none is, or adapters were used since: a pin may need the slot of a running request.
         """
         plan, residency = step.plan.only(self._scheduler.running), self._residency
         if plan.is_empty or step.adapter_uses != (0 if residency is None else residency.manager.uses):

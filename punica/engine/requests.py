@@ -45,10 +45,9 @@ class GenerationResult:
 class GenerationChunk:
     """New output of one of the prompts of ``Engine.stream``.
 
-    ``index``: of the prompt, or of the result where prompts have ``n`` each. ``token_ids``: new tokens, in order.
-    ``text``: new text, ``None`` without a tokenizer or if decoding failed. It holds back partial characters and
-    possible stop strings, so it may lag behind the tokens; all chunks together are the text of the result.
-    ``result``: set in the last chunk of a prompt.
+    ``index``: of the prompt, or of the result where prompts have ``n`` each. ``text``: new text, ``None`` without a
+    tokenizer or if decoding failed. It holds back partial characters and possible stop strings, so it may lag behind
+    the tokens; all chunks together are the text of the result. ``result``: set in the last chunk of a prompt.
     """
 
     index: int

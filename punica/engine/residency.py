@@ -86,10 +86,9 @@ class AdapterResidency:
     for one folder, the first loads it for all. Tensors in memory are loaded again only in place of others. Weights that
     a request began with stay in host memory until it leaves, even if the manager evicts them.
 
-    With ``reads_beside`` folders are read by threads: a request whose adapter is not in host memory waits in the queue
-    while others run. Then the next in the queue are read too, up to ``READERS`` at once and unused; requests for one
-    folder share its reading. It is for a device that computes meanwhile, and for one rank. Only a folder's reload is
-    read between two steps.
+    With ``reads_beside``, for one rank and a device that computes meanwhile, folders are read by threads: a request
+    whose adapter is not in host memory waits in the queue while others run, and the next in the queue are read too, up
+    to ``READERS`` unused ones. Only a folder's reload is read between two steps.
     """
 
     def __init__(self, manager: LoRAModelManager, *, reads_beside: bool = False) -> None:
@@ -181,11 +180,10 @@ class AdapterResidency:
             self._leave_queue(request)
 
     def prefetch(self, request: RequestState) -> None:
-        """Make the adapter of a waiting request active, beside the step that is running.
+        """Make the adapter of a waiting request active, beside a running step; tried once for each.
 
-        For a request whose adapter can have a slot now; tried once for each. An error is left to the step in which the
-        request joins. Never call it between two steps: only the requests of a running step have just used their
-        adapters, so that none of these is evicted.
+        An error is left to the step in which the request joins. Never call it between two steps: only the requests of a
+        running step have just used their adapters, so that none of these is evicted.
         """
         adapter, tried = request.adapter, self._prefetched == request.request_id
         if not isinstance(adapter, LoRARequest) or request.reloads or tried:
@@ -211,7 +209,6 @@ class AdapterResidency:
     def is_loaded(self, request: RequestState) -> bool:
         """Tell if a waiting request can join without delaying others by reading its folder; if not, begin to read it.
 
-        It may join with the copy into a slot under way: the step is ordered behind that on the device, by 2 ms at most.
         A folder that cannot be read counts as loaded: the error belongs to the step in which the request joins.
         """
         adapter = request.adapter
@@ -233,10 +230,7 @@ class AdapterResidency:
         return request.weights is not None or (not request.reloads and self._held(request.adapter_id) is not None)
 
     def _read_ahead(self) -> None:
-        """Read the next adapters of the queue while there is room for unused ones.
-
-        Not that of an id that awaits a reload, which serves the requests behind it.
-        """
+        """Read the next adapters of the queue while there is room, but none that awaits a reload, which serves all."""
         for request in itertools.islice(self._waiting.values(), _MOST_READ_AHEAD):
             if not self._readers.has_room:
                 return
@@ -270,8 +264,7 @@ class AdapterResidency:
         return any(request.reloads for request in self._users.get(adapter_id, {}).values())
 
     def _mark_reloads(self, adapter_id: int, requests: Iterable[RequestState]) -> None:
-        """Mark each waiting request of an id whose folder differs from that of the weights before it: of those in
-        memory, or that an earlier request will load.
+        """Mark each waiting request whose folder differs from that of the weights before it, in memory or to be loaded.
         """
         held = self._held(adapter_id)
         before = None if held is None else _source_of(held.request)
@@ -300,9 +293,7 @@ class AdapterResidency:
         self.manager.activate(held)
 
     def _reload(self, request: RequestState, adapter: LoRARequest) -> None:
-        """Load the folder again as a new version. Requests that have begun keep theirs; if the load fails, nothing
-        changes.
-        """
+        """Load the folder again as a new version; requests that have begun keep theirs."""
         reading = None if adapter.tensors is None else self._readers.find(request.request_id, adapter)
         if reading is None:
             self.manager.add_adapter(replace(adapter, load_inplace=True))

@@ -32,10 +32,9 @@ class StepRows(NamedTuple):
 
 
 class StepInputs:
-    """Token ids, positions, cache rows and sampled rows of up to ``max_tokens`` rows, 32 bytes each.
+    """Inputs of up to ``max_tokens`` rows at addresses that never change, as a captured CUDA graph requires.
 
-    Their addresses never change, as a captured CUDA graph requires. One copy per step sends them to the device,
-    asynchronously on CUDA. A step reads the first entries only; the others are stale.
+    One copy per step sends them, asynchronously on CUDA. A step reads the first entries only; the others are stale.
     """
 
     def __init__(self, max_tokens: int, device: torch.device) -> None:
@@ -72,8 +71,7 @@ class StepTokens(NamedTuple):
 class InFlight(NamedTuple):
     """Step launched on the device, whose tokens the host has not read.
 
-    ``device_tokens``: int64 ``[S]``, for the next step to read. ``metadata_ready_s``: when all metadata was sent, on
-    the clock of ``time.perf_counter``.
+    ``device_tokens``: int64 ``[S]``, for the next step to read. ``metadata_ready_s``: when its metadata was sent.
     """
 
     layout: StepLayout
@@ -83,7 +81,7 @@ class InFlight(NamedTuple):
     metadata_ready_s: float
 
     def tokens(self) -> StepTokens:
-        """Return the tokens; the host waits for the device. A failure on one of several ranks puts it out of step."""
+        """Return the tokens; the host waits for the device."""
         with in_step():
             return StepTokens(self.token_ids.tolist(), {} if self.logprobs is None else self.logprobs.read())
 

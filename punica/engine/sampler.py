@@ -13,11 +13,9 @@ end the request. Then, with temperature t and a uniform number u in [0, 1):
     w_0 + ... + w_i > floor(u * sum w)
 
 Sums of integers do not depend on their order. ``u`` is a function of the request's seed and its number of generated
-tokens (Philox, a counter-based generator). So a row's token depends on its logits, parameters and seed alone:
-not on its batch, preemption or tensor-parallel rank. Tokens less probable than 2**-40 of the most probable one are
-never drawn.
-
-A row that holds NaN gets ``NO_TOKEN``, and the engine fails its request.
+tokens (Philox, a counter-based generator). So a row's token depends on its logits, parameters and seed alone: not on
+its batch, preemption or tensor-parallel rank. Tokens less probable than 2**-40 of the most probable one are never
+drawn. A row that holds NaN gets ``NO_TOKEN``, and the engine fails its request.
 
 The host never waits here: operands are sent asynchronously, and results are read after the whole step is launched.
 """

@@ -42,10 +42,7 @@ ADMISSION_RULES: Registry[type[AdmissionRule]] = Registry("admission rule")
 
 @ADMISSION_RULES.register("fcfs")
 class FirstComeFirstServed(AdmissionRule):
-    """Punica: at most one new request per step, of any adapter.
-
-    Its prefill shares an invocation with the decode rows of the others.
-    """
+    """Punica: at most one new request per step, of any adapter, beside the decode rows of the others."""
 
     def allows(self, candidate: RequestState, running: Requests, admitted: Requests) -> bool:
         return not admitted
@@ -53,10 +50,7 @@ class FirstComeFirstServed(AdmissionRule):
 
 @ADMISSION_RULES.register("fcfs_many")
 class FirstComeFirstServedMany(AdmissionRule):
-    """First come, first served, with as many prompts per step as it has rows for.
-
-    The queue is served sooner; decoding requests have longer steps.
-    """
+    """First come, first served, with as many prompts per step as it has rows for: decode rows wait for longer steps."""
 
     def allows(self, candidate: RequestState, running: Requests, admitted: Requests) -> bool:
         return True
@@ -70,8 +64,7 @@ MOST_OVERTAKES = 32
 class ResidentFirst(FirstComeFirstServed):
     """First come, first served, except that requests whose adapter is in a slot overtake those that wait for one.
 
-    It avoids head-of-line blocking by adapters that need a slot. Each request is overtaken at most ``most_overtakes``
-    times; with 0 the rule is ``fcfs``.
+    Each request is overtaken at most ``most_overtakes`` times; with 0 the rule is ``fcfs``.
     """
 
     def __init__(self, most_overtakes: int = MOST_OVERTAKES) -> None:
@@ -99,8 +92,8 @@ class SingleAdapter(AdmissionRule):
 class StaticBatching(AdmissionRule):
     """Static batches (the paper's FasterTransformer, DeepSpeed, HF): consecutive requests of one adapter.
 
-    A batch runs until its longest request is done. All members are prefilled in one invocation. In the baseline's
-    favour, prompts are not padded to one length, and the KV cache of a finished row does not grow.
+    A batch is prefilled in one invocation and runs until its longest request is done. In the baseline's favour, prompts
+    are not padded to one length, and the KV cache of a finished row does not grow.
     """
 
     inseparable = True
@@ -112,10 +105,7 @@ class StaticBatching(AdmissionRule):
 
 @ADMISSION_RULES.register("static_mixed")
 class StaticMixed(AdmissionRule):
-    """Static batches of consecutive requests of any adapters (PEFT's mixed batches).
-
-    Between `static` and `fcfs`: it separates the gain of mixing adapters from that of continuous batching.
-    """
+    """Static batches of any adapters (PEFT's): they tell the gain of mixing from that of continuous batching."""
 
     inseparable = True
 

@@ -11,7 +11,7 @@ from punica.adapters import LoRARequest, write_random_adapter
 from punica.cluster.dispatcher import Dispatcher
 from punica.cluster.runner import Runner, random_engine
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
-from tests.engine.beside_world import reading_beside
+from tests.world import reading_beside
 
 MODEL = LlamaConfig(
     hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

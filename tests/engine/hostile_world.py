@@ -1,6 +1,6 @@
 """One engine that serves a good tenant while others try everything, and the PEFT library as judge of what is served.
 
-`python tests/engine/hostile_world.py` tries all named cases and 5,000 random mutations, and prints the table.
+`python -m tests.engine.hostile_world` tries all named cases and 5,000 random mutations, and prints the table.
 """
 
 import contextlib
@@ -22,13 +22,12 @@ from typing import Any
 import peft
 import torch
 import transformers
-from hostile_cases import CONFIG, ENDLESS, PATTERNS, WEIGHTS, all_cases, edit_config, edit_tensors
 from safetensors import safe_open
-from transformers import LlamaConfig
 
-from punica.adapters import LoRARequest, write_random_adapter
+from punica.adapters import LoRARequest
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
-from punica.models import LlamaForCausalLM
+from tests.engine.hostile_cases import CONFIG, ENDLESS, PATTERNS, WEIGHTS, all_cases, edit_config, edit_tensors
+from tests.world import LAYERS, write_backbone
 
 PROMPT, PATIENCE = (3, 1, 4, 1, 5), 10.0  # CPU seconds for one case, which others do not take
 CLEAR = ("ValueError", "TypeError", "FileNotFoundError")
@@ -65,18 +64,12 @@ class Arena:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        config = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                             intermediate_size=112, vocab_size=256, max_position_embeddings=128,
-                             initializer_range=0.15)  # fmt: skip
-        torch.manual_seed(7)
-        self.base = transformers.LlamaForCausalLM(config).eval()
-        self.base.save_pretrained(root / "base")
-        self.valid = write_random_adapter(root / "valid", config, 4, 1, target_modules=TARGETS)
-        self.good = LoRARequest("good", 1, str(write_random_adapter(root / "good", config, 8, 2)))
-        model = LlamaForCausalLM(root / "base")
-        model.load_weights(root / "base")
+        backbone = write_backbone(root / "base", {1: (4, TARGETS), 2: (8, LAYERS)})
+        self.base = transformers.LlamaForCausalLM.from_pretrained(backbone.folder).eval()
+        self.valid = Path(backbone.adapters[1].lora_path)
+        self.good = LoRARequest("good", 1, backbone.adapters[2].lora_path)
         sizes = EngineConfig(max_batch_size=4, max_model_len=64)
-        self.engine = Engine(model, sizes.lora_config(8, max_loras=3), sizes)
+        self.engine = Engine(backbone.model(), sizes.lora_config(8, max_loras=3), sizes)
         self.expected = self.engine.generate([PROMPT], self.good, 6)[0].token_ids
         self.tally = Tally()
         self._seconds = 0.0

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest, PEFTHelper
 from punica.engine import Engine, Request, RequestStatus
-from tests.engine.beside_world import reading_beside
-from tests.engine.helpers import tokens_of
+from tests.world import finish, is_of, reading_beside, tokens_of
 
 ID = 9
 
@@ -40,21 +39,6 @@ def engine(backbone, request) -> Engine:
     """An engine as on a CPU, and one that packs adapters in threads as on a GPU."""
     engine = backbone.engine()
     return reading_beside(engine) if request.param == "beside" else engine
-
-
-def finish(engine: Engine) -> None:
-    for _ in range(20_000):
-        if not engine.has_unfinished():
-            break
-        engine.step()
-    assert not engine.has_unfinished()
-    assert engine._residency._users == {}
-    assert engine._residency._readers.readings == {}
-
-
-def is_of(backbone, state, version: int) -> bool:
-    new = state.request.max_new_tokens
-    return state.output_token_ids == backbone.generate_merged(state.prompt_token_ids, version, new)
 
 
 def test_tokens_are_those_of_the_folder_whatever_becomes_of_the_tensors(backbone, engine) -> None:

@@ -74,8 +74,3 @@ def test_consecutive_blocks_are_read_in_place_and_scattered_ones_gathered() -> N
         keys, _ = cache.read(1, table, 10)
         expected = [cache.keys[1][table[p // BLOCK] * BLOCK + p % BLOCK] for p in range(10)]
         assert torch.equal(keys[0].transpose(0, 1), torch.stack(expected))
-
-
-def test_attend_before_begin() -> None:
-    with pytest.raises(RuntimeError, match="call begin"):
-        PagedAttention(make_cache(1, 8)).attend(0, unturned(*(torch.zeros(1, 1, 8) for _ in range(3))))

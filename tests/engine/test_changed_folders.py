@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest
 from punica.engine import Engine, EngineConfig, Request, RequestState
-from tests.engine.beside_world import reading_beside
+from tests.world import reading_beside
 
 ID, CONFIG, WEIGHTS = 9, "adapter_config.json", "adapter_model.safetensors"
 PROMPT, NEW = (1, 7, 3), 6

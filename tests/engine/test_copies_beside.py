@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest
 from punica.engine import Request
-from tests.engine.test_reads_beside import engine_of, finish, request
+from tests.engine.test_reads_beside import engine_of, request
+from tests.world import damage, finish
 
 
 class SlowLink:
@@ -109,30 +109,10 @@ def test_a_slot_that_somebody_takes_meanwhile_starves_nobody(backbone, monkeypat
     assert second.output_token_ids == backbone.generate_merged((1, 2, 2), 2, 4)
 
 
-def test_a_write_that_fails_ends_its_own_request_when_it_joins(backbone, monkeypatch) -> None:
-    engine = with_registered(backbone)
-    real = engine.manager._writer.write
-
-    def write(slot, lora):
-        if lora.id == 2:
-            raise ValueError("adapter 2 cannot be written")
-        return real(slot, lora)
-
-    monkeypatch.setattr(engine.manager._writer, "write", write)
-    first = engine.add_request(request(backbone, "first", 1, new=6))
-    engine.step()
-    second = engine.add_request(request(backbone, "second", 2))
-    assert [result.request_id for result in engine.step().failed] == ["second"]
-    assert "cannot be written" in second.error
-    finish(engine)
-    assert first.output_token_ids == backbone.generate_merged((1, 2, 1), 1, 6)
-
-
 def test_a_folder_that_cannot_be_read_is_read_once(backbone, monkeypatch, tmp_path: Path) -> None:
     engine = engine_of(backbone, max_batch_size=1, max_loras=2)
     shutil.copytree(backbone.adapters[2].lora_path, folder := tmp_path / "nan")
-    file = folder / "adapter_model.safetensors"
-    save_file({name: tensor * float("nan") for name, tensor in load_file(file).items()}, file)
+    damage(folder)
     loader, reads = engine.manager._loader, []
     real = loader.load
     monkeypatch.setattr(loader, "load", lambda adapter: reads.append(adapter.lora_name) or real(adapter))

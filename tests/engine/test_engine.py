@@ -1,18 +1,17 @@
 """The engine's interface: requests in, tokens out, and one clear error for each kind of bad input."""
 
 import dataclasses
-import shutil
 
 import pytest
 
-from punica.adapters import LoRARequest, random_adapter
+from punica.adapters import LoRARequest
 from punica.adapters.wrap import slots_need
 from punica.engine import Engine, EngineConfig, Request, RequestStatus, SamplingParams
 from punica.engine.attention import KVCache, token_bytes
 from punica.layers import BaseLayerWithLoRA
 from punica.models import LlamaForCausalLM
 from punica.parallel import memory
-from tests.engine.helpers import tokens_of
+from tests.world import tokens_of
 
 
 def state(engine: Engine) -> tuple:
@@ -42,48 +41,6 @@ def test_steps_report_tokens_finished_requests_and_statistics(backbone) -> None:
         o.statistics.model_s > 0 and o.statistics.schedule_s > 0 and o.statistics.metadata_s > 0 for o in outputs
     )
     assert engine.blocks.num_free == engine.blocks.num_blocks
-
-
-def test_step_with_nothing_to_do(backbone) -> None:
-    output = backbone.engine().step()
-    assert output.tokens == {}
-    assert output.statistics.batch_size == 0
-
-
-def test_segments_are_counted_per_adapter(backbone) -> None:
-    engine = backbone.engine()
-    for i, adapter_id in enumerate((2, 1, 2, 0, 1)):
-        engine.add_request(Request(str(i), [i + 1], 9, backbone.adapters.get(adapter_id)))
-    for _ in range(6):
-        statistics = engine.step().statistics
-    assert statistics.batch_size == 5
-    assert statistics.num_segments == 2  # rows are grouped by adapter; the row without one is no segment
-
-
-def test_slots_default_to_the_batch_and_activation_is_on_demand(backbone) -> None:
-    engine = backbone.engine()
-    assert engine.manager.lora_slots == engine.config.max_batch_size + 1
-    engine.add_request(Request("a", [1], 2, backbone.adapters[3]))
-    assert engine.manager.list_adapters() == {}  # nothing is loaded before its turn
-    engine.step()
-    assert engine.manager.lora_index_to_id[0] == 3
-
-
-def test_adapters_registered_in_memory_need_no_folder(backbone) -> None:
-    engine = backbone.engine()
-    engine.manager.add_adapter(random_adapter(77, backbone.config, 8, seed=2))
-    served = tokens_of(engine.generate([[3, 1, 4]], [LoRARequest("in-memory", 77, "no folder")], 12))
-    assert served == [backbone.generate_merged((3, 1, 4), 2, 12)]  # the weights of adapter 2
-
-
-def test_end_of_sequence_token(backbone) -> None:
-    expected = backbone.generate_merged((5, 6), 1, 12)
-    stop = expected[4]
-    engine = backbone.engine()
-    request = engine.add_request(Request("a", [5, 6], SamplingParams(12, stop_token_ids=[stop]), backbone.adapters[1]))
-    while engine.has_unfinished():
-        engine.step()
-    assert request.output_token_ids == expected[: expected.index(stop) + 1]
 
 
 def test_generate_beside_other_requests_and_after_an_error(backbone) -> None:
@@ -133,16 +90,8 @@ def test_abort_waiting_running_and_unknown(backbone) -> None:
         (lambda b: "new", TypeError, "request must be a Request, got str"),
     ],
     ids=[
-        "long",
-        "pool",
-        "token",
-        "duplicate",
-        "stop token",
-        "stop string",
-        "unknown adapter",
-        "same id",
-        "adapter type",
-        "request type",
+        "long", "pool", "token", "duplicate", "stop token", "stop string", "unknown adapter", "same id", "adapter type",
+        "request type"
     ],
 )
 def test_bad_requests_are_refused_before_any_change(backbone, request_of, error, message) -> None:
@@ -173,20 +122,10 @@ def test_bad_requests_are_refused_before_any_change(backbone, request_of, error,
         (("a", [1], 1.5), TypeError, "params must be a SamplingParams or a number"),
     ],
     ids=[
-        "empty id",
-        "id type",
-        "empty prompt",
-        "text",
-        "float token",
-        "negative token",
-        "bool token",
-        "bytes",
-        "dict",
-        "set",
-        "no new token",
-        "float length",
+        "empty id", "id type", "empty prompt", "text", "float token", "negative token", "bool token", "bytes", "dict",
+        "set", "no new token", "float length",
     ],
-)
+)  # fmt: skip
 def test_malformed_requests(arguments, error, message) -> None:
     with pytest.raises(error, match=message):
         Request(*arguments)
@@ -222,32 +161,6 @@ def test_a_queued_request_cannot_be_edited(backbone) -> None:
     assert state.output_token_ids == backbone.generate_merged((5, 6), 1, 3)
 
 
-def test_rank_over_the_maximum_is_refused_on_arrival(backbone) -> None:
-    config = EngineConfig(max_batch_size=2, max_model_len=64)
-    engine = Engine(backbone.model(), config.lora_config(max_lora_rank=8), config)
-    with pytest.raises(ValueError, match=r"rank 16 exceeds max_lora_rank 8"):
-        engine.add_request(Request("a", [1], 5, backbone.adapters[3]))
-    assert not engine.has_unfinished()
-
-
-def test_adapter_that_breaks_after_arrival_takes_only_its_request_out(backbone, tmp_path) -> None:
-    folder = shutil.copytree(backbone.adapters[2].lora_path, tmp_path / "adapter")
-    engine = backbone.engine()
-    good = engine.add_request(Request("good", [1, 2], 6, backbone.adapters[1]))
-    broken = engine.add_request(Request("broken", [1, 2], 6, LoRARequest("broken", 9, str(folder))))
-    later = engine.add_request(Request("later", [3], 6, backbone.adapters[4]))
-    (folder / "adapter_model.safetensors").write_bytes(b"damaged")
-    engine.step()
-    assert [result.request_id for result in engine.step().failed] == [broken.request_id]
-    assert broken.status is RequestStatus.FAILED
-    assert "ValueError: cannot load adapter 'broken'" in broken.error
-    while engine.has_unfinished():
-        engine.step()
-    assert good.output_token_ids == backbone.generate_merged((1, 2), 1, 6)
-    assert later.output_token_ids == backbone.generate_merged((3,), 4, 6)
-    assert engine.blocks.num_free == engine.blocks.num_blocks
-
-
 def test_adapter_without_lora_layers_is_refused(backbone) -> None:
     engine = Engine(backbone.model(), None, EngineConfig(max_model_len=64))
     with pytest.raises(ValueError, match=r"no LoRA layers.*ignore_adapters"):
@@ -271,14 +184,6 @@ def test_adapter_without_lora_layers_is_refused(backbone) -> None:
 def test_config_is_checked(fields, error) -> None:
     with pytest.raises(error, match=next(iter(fields))):
         EngineConfig(**fields)
-
-
-def test_config_is_frozen_and_sizes_follow() -> None:
-    config = EngineConfig(max_batch_size=3, max_model_len=33)
-    assert config.total_blocks == 9
-    assert config.max_num_batched_tokens == 36
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.max_batch_size = 4
 
 
 def test_engine_and_model_must_fit(backbone) -> None:

@@ -4,7 +4,7 @@ import torch
 
 from punica.engine import Engine, EngineConfig
 from punica.models import LlamaForCausalLM
-from tests.engine.helpers import tokens_of
+from tests.world import tokens_of
 
 PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
 

@@ -13,9 +13,9 @@ from punica.engine import Engine, EngineConfig
 from punica.models import MixtureOfExpertsForCausalLM
 from punica.ops.quant import Fp8Matrix
 from punica.parallel import spawn_tensor_parallel
-from tests.engine.helpers import tokens_of
 from tests.models.moe_world import CONFIGS, factors, greedy, hugging_face, merged, write_per_expert, write_stacked
 from tests.parallel.progress import told
+from tests.world import tokens_of
 
 E4M3 = torch.float8_e4m3fn
 NEW = 6

@@ -7,38 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest, random_adapter
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, RequestStatus
 from punica.models import LlamaForCausalLM
 from punica.scheduling import SamplingParams
-from tests.engine.helpers import tokens_of
-from tests.engine.text_world import byte_tokenizer
+from tests.world import byte_tokenizer, damage, finish, tokens_of
 
 RULES = ("fcfs", "fcfs_many", "resident_first", "single_adapter", "static", "static_mixed")
-
-
-def finish(engine: Engine, patience: int = 100) -> None:
-    for _ in range(patience):
-        if not engine.has_unfinished():
-            assert engine.blocks.num_free == engine.blocks.num_blocks
-            return
-        engine.step()
-    raise AssertionError(f"still unfinished after {patience} steps")
 
 
 def copied_adapter(backbone, folder: Path, adapter_id: int) -> LoRARequest:
     """Adapter 2 in a folder of its own."""
     shutil.copytree(backbone.adapters[2].lora_path, folder)
     return LoRARequest(f"copy {adapter_id}", adapter_id, str(folder))
-
-
-def damage(adapter: LoRARequest) -> None:
-    """In a way that only shows when the numbers are read, so not when a request arrives."""
-    file = Path(adapter.lora_path) / "adapter_model.safetensors"
-    save_file({name: tensor * float("nan") for name, tensor in load_file(file).items()}, file)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -89,7 +72,7 @@ def test_a_failed_model_invocation_changes_no_token(backbone, monkeypatch, rule,
 @pytest.mark.parametrize("rule", RULES)
 def test_an_unloadable_adapter_takes_no_other_request_along(backbone, tmp_path, rule) -> None:
     broken = copied_adapter(backbone, tmp_path / "broken", 9)
-    damage(broken)
+    damage(broken.lora_path)
     engine = backbone.engine(rule)
     adapters = [backbone.adapters[1], broken, backbone.adapters[3], broken, backbone.adapters[4]]
     requests = [Request(str(i), [i + 1], 4, adapter) for i, adapter in enumerate(adapters)]
@@ -103,20 +86,6 @@ def test_an_unloadable_adapter_takes_no_other_request_along(backbone, tmp_path, 
     served = [request.output_token_ids for request in requests]
     assert served[::2] == [backbone.generate_merged((i + 1,), adapters[i].adapter_id, 4) for i in (0, 2, 4)]
     assert served[1::2] == [[], []]
-
-
-def test_a_damaged_reload_is_not_served_with_the_old_weights(backbone, tmp_path) -> None:
-    adapter = copied_adapter(backbone, tmp_path / "adapter", 9)
-    engine = backbone.engine()
-    expected = backbone.generate_merged((1, 2), 2, 4)
-    assert tokens_of(engine.generate([[1, 2]], [adapter], 4)) == [expected]
-    damage(adapter)
-    reload = LoRARequest(adapter.lora_name, 9, adapter.lora_path, load_inplace=True)
-    failed = engine.add_request(Request("reload", [1, 2], 4, reload))
-    assert [result.request_id for result in engine.step().failed] == [failed.request_id]
-    assert re.search("'copy 9'.*contains NaN or inf", failed.error)
-    assert not engine.has_unfinished()
-    assert tokens_of(engine.generate([[1, 2]], [adapter], 4)) == [expected]  # what was registered still is
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -157,7 +126,7 @@ def test_an_adapter_that_is_gone_costs_nothing_to_who_has_begun(backbone, tmp_pa
     for _ in range(3):
         engine.step()
     engine.manager.remove_adapter(9)
-    damage(gone)
+    damage(gone.lora_path)
     finish(engine)
     engine.manager.remove_adapter(9)
     late = engine.add_request(Request("late", [1], 2, gone))
@@ -192,40 +161,9 @@ def test_a_copy_into_a_slot_that_fails_costs_only_those_it_was_for(backbone, mon
     assert engine._residency._users == {}
 
 
-def test_a_damaged_reload_takes_no_running_request_along(backbone, tmp_path) -> None:
-    """Running requests keep the registered weights; only the request for new ones fails."""
-    adapter = copied_adapter(backbone, tmp_path / "adapter", 9)
-    engine = backbone.engine()
-    running = engine.add_request(Request("running", [1, 2], 6, adapter))
-    engine.step()
-    damage(adapter)
-    reload = LoRARequest("copy 9", 9, adapter.lora_path, load_inplace=True)
-    failed = engine.add_request(Request("reload", [1], 4, reload))
-    finish(engine)
-    assert "contains NaN or inf" in failed.error
-    assert running.output_token_ids == backbone.generate_merged((1, 2), 2, 6)
-
-
-@pytest.mark.parametrize("num_blocks", [100, 6], ids=["never preempted", "preempted"])
-def test_a_request_keeps_the_weights_it_began_with(backbone, tmp_path, monkeypatch, num_blocks) -> None:
-    """`load_inplace` loads when a request joins, not in the steps that follow nor when it returns."""
-    adapter = copied_adapter(backbone, tmp_path / "adapter", 9)
-    reload = LoRARequest(adapter.lora_name, 9, adapter.lora_path, load_inplace=True)
-    engine = backbone.engine(block_size=8, num_blocks=num_blocks)
-    loads: list[int] = []
-    original = engine.manager._loader.load
-    monkeypatch.setattr(engine.manager._loader, "load", lambda r: (loads.append(r.lora_int_id), original(r))[1])
-    engine.add_request(Request("first", [1, 2], 25))
-    second = engine.add_request(Request("second", [3, 4], 25, reload))
-    finish(engine)
-    assert loads == [9]
-    assert (second.preemptions > 0) is (num_blocks == 6)
-    assert second.output_token_ids == backbone.generate_merged((3, 4), 2, 25)
-
-
 def test_the_id_of_an_adapter_that_failed_is_free_for_another_folder(backbone, tmp_path) -> None:
     broken = copied_adapter(backbone, tmp_path / "broken", 9)
-    damage(broken)
+    damage(broken.lora_path)
     engine = backbone.engine()
     (failed,) = engine.generate([[1, 2]], [broken], 4)
     assert (failed.token_ids, failed.finish_reason) == ([], "failed")
@@ -238,7 +176,7 @@ def test_the_id_of_a_pinned_adapter_is_not_free(backbone, tmp_path) -> None:
     adapter, other = copied_adapter(backbone, tmp_path / "a", 9), copied_adapter(backbone, tmp_path / "b", 9)
     engine = backbone.engine()
     engine.generate([[1, 2]], [adapter], 1)
-    damage(other)
+    damage(other.lora_path)
     replacement = LoRARequest(other.lora_name, 9, other.lora_path, load_inplace=True)
     assert engine.generate([[1, 2]], [replacement], 1)[0].finish_reason == "failed"
     engine.manager.pin_adapter(9)

@@ -8,8 +8,8 @@ from punica.engine import sampler as sampler_module
 from punica.engine.attention import KVCache
 from punica.ops.quant import saturated
 from punica.scheduling import Request
-from tests.engine.helpers import tokens_of
 from tests.engine.test_attention import make_cache
+from tests.world import tokens_of
 
 FP8 = torch.float8_e4m3fn
 
@@ -90,9 +90,3 @@ def test_what_is_read_is_wide(table) -> None:
     for found, given in zip(cache.read(1, table, 7), (keys, values), strict=True):
         assert found.dtype == torch.float32
         assert found[0].transpose(0, 1).equal(saturated(given, FP8).float()[:7])
-
-
-@pytest.mark.parametrize("value", [1, "fp8", None])
-def test_the_switch_is_a_bool(value) -> None:
-    with pytest.raises(TypeError, match="fp8_kv_cache must be a bool"):
-        EngineConfig(fp8_kv_cache=value)

@@ -12,10 +12,7 @@ import transformers
 from punica.adapters import LoRARequest
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
 from punica.engine.pretrained import GenerationDefaults
-from punica.models import load_model
-from punica.parallel import spawn_tensor_parallel
-from tests.engine.helpers import tokens_of
-from tests.engine.text_world import byte_tokenizer
+from tests.world import byte_tokenizer, tokens_of
 
 PROMPT = (5, 6, 7)
 SAMPLED = SamplingParams(12, temperature=1.2, top_p=0.95, seed=11)
@@ -71,17 +68,6 @@ def test_requests_without_a_seed_differ_and_repeat_with_the_engine(backbone) -> 
     ]  # fmt: skip
     assert runs[0] == runs[1] != runs[2]
     assert len({tuple(tokens) for tokens in runs[0]}) == 3
-
-
-def on_rank(rank: int, folder: str) -> list[list[int]]:
-    engine = Engine(load_model(folder), None, EngineConfig(max_batch_size=4, max_model_len=64))
-    return tokens_of(engine.generate([PROMPT, [9], [8, 1]], None, [SAMPLED, SamplingParams(12, temperature=1.5), 12]))
-
-
-@pytest.mark.slow
-def test_ranks_draw_the_same_tokens(backbone) -> None:
-    alone = on_rank(0, str(backbone.folder))
-    assert spawn_tensor_parallel(on_rank, 2, str(backbone.folder), backend="gloo") == [alone] * 2
 
 
 def test_logprobs_are_those_of_transformers(backbone) -> None:

@@ -140,5 +140,7 @@ def test_wide_heads_on_a_gpu() -> None:
 
 
 def test_attend_before_begin() -> None:
-    with pytest.raises(RuntimeError, match="call begin"):
-        KernelAttention(make_cache(1, 8), 2, 2).attend(0, packed(1, 1, 1, 8, "cpu", norms=False))
+    cache = make_cache(1, 8)
+    for attention in (KernelAttention(cache, 2, 2), PagedAttention(cache)):
+        with pytest.raises(RuntimeError, match="call begin"):
+            attention.attend(0, packed(1, 1, 1, 8, "cpu", norms=False))

@@ -12,7 +12,7 @@ from punica.engine import runner as runner_module
 from punica.engine.config import graph_reserve
 from punica.metadata import LoRABatch
 from punica.scheduling import SamplingParams
-from tests.engine.helpers import adapter_of_the_ends, tokens_of
+from tests.world import adapter_of_the_ends, tokens_of
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ import torch
 from punica.engine import Engine, EngineConfig, Request, cuda_graph
 from punica.engine import runner as runner_module
 from punica.engine.attention import KernelAttention, PagedAttention
-from punica.engine.cuda_graph import GraphShape, StepGraphs, _Captured
+from punica.engine.cuda_graph import GraphShape, StepGraphs, _Captured, decode_sizes, prompt_sizes
 from punica.ops.backbone import PackedHeads
-from tests.engine.helpers import adapter_of_the_ends, torch_without_gpu
+from tests.world import adapter_of_the_ends, torch_without_gpu
 
 
 class OnHost(StepGraphs):
@@ -191,3 +191,24 @@ def test_a_dropped_engine_frees_its_cache_at_once(backbone) -> None:
         assert (cache(), graphs()) == (None, None)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 32, 33, 100])
+def test_decode_rows_are_padded_little(most) -> None:
+    sizes = decode_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert most <= sizes[-1] < most + 8
+    for rows in range(1, most + 1):
+        padded = min(size for size in sizes if size >= rows)
+        assert padded - rows < max(1, min(rows, 8))
+
+
+@pytest.mark.parametrize("most", [1, 64, 65, 512, 2080, 5000])
+def test_prompt_rows_are_padded_by_an_eighth_at_most_or_less_than_64_rows(most) -> None:
+    sizes = prompt_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] >= most
+    for rows in range(1, most + 1, 7):
+        padded = min(size for size in sizes if size >= rows)
+        assert padded - rows < max(64, rows / 8)
+    assert len(sizes) < 40

@@ -12,8 +12,8 @@ from punica.engine import Engine, EngineConfig, Request, cuda_graph
 from punica.engine.cuda_graph import GraphShape, StepGraphs
 from punica.models import LlamaForCausalLM
 from punica.parallel import collectives_can_be_captured, current_group, tensor_parallel
-from tests.engine.helpers import tokens_of, torch_without_gpu
 from tests.parallel.thread_ranks import on_threads
+from tests.world import tokens_of, torch_without_gpu
 
 DECODE = GraphShape(0, 8, 1)
 

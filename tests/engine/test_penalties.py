@@ -10,15 +10,13 @@ from transformers import (
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
 )
 
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
 from punica.engine.pretrained import GenerationDefaults
 from punica.engine.sampler import adjust_scores, choose_tokens
-from tests.engine.helpers import tokens_of
 from tests.engine.test_sampler import state
-from tests.engine.text_world import byte_fallback_tokenizer, byte_tokenizer
+from tests.world import byte_fallback_tokenizer, byte_tokenizer, tokens_of
 
 VOCAB, ENDS = 53, (7, 50)  # the ends of `state`
 OUTPUTS = [(), (5,), (40, 2, 40, 40, 5), (17, 33, 17, 33)]
@@ -98,13 +96,6 @@ def test_processors_of_transformers_give_the_same(fields, output) -> None:
     expected = chain(torch.tensor([request.token_ids]), scores.clone())
     adjust_scores(scores, [request])
     torch.testing.assert_close(scores, expected)
-
-
-def test_suppressed_tokens_are_bad_words_of_one_token() -> None:
-    scores = logits_of(1)
-    expected = SuppressTokensLogitsProcessor([4, 9])(torch.tensor([[1]]), scores.clone())
-    adjust_scores(scores, [state(SamplingParams(bad_words=[[4], [9]]))])
-    assert torch.equal(scores, expected)
 
 
 def test_plain_greedy_requests_keep_their_path() -> None:

@@ -7,7 +7,7 @@ import pytest
 from punica.engine import Engine, Request
 from punica.engine.runner import ModelRunner
 from punica.scheduling import RequestStatus
-from tests.engine.helpers import tokens_of
+from tests.world import tokens_of
 
 RULES = ("fcfs", "fcfs_many", "resident_first", "single_adapter", "static", "static_mixed")
 

@@ -12,8 +12,7 @@ from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine, Request, SamplingParams
 from punica.engine import config as sizes
 from punica.parallel import spawn_tensor_parallel
-from tests.engine.helpers import tokens_of
-from tests.engine.text_world import BEGIN, END, VOCAB, save_tokenizer
+from tests.world import BEGIN, END, VOCAB, save_tokenizer, tokens_of
 
 CHAT = [{"role": "user", "content": "Hi"}]
 

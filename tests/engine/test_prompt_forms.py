@@ -14,7 +14,7 @@ from punica.adapters import LoRARequest
 from punica.engine import Engine, EngineConfig, SamplingParams
 from punica.engine.prompts import listed_prompts
 from punica.engine.text import GrowingText, TextCodec, text_of
-from tests.engine.text_world import END, byte_fallback_tokenizer, byte_tokenizer, save_tokenizer
+from tests.world import END, byte_fallback_tokenizer, byte_tokenizer, save_tokenizer
 
 USER = {"role": "user", "content": "Hi"}
 

@@ -11,7 +11,7 @@ import torch
 from punica.adapters import LoRARequest
 from punica.engine import Request
 from punica.engine.residency import READERS
-from tests.engine.beside_world import reading_beside
+from tests.world import finish, reading_beside
 
 
 class SlowDisk:
@@ -35,11 +35,6 @@ def engine_of(backbone, rule="fcfs", **sizes):
 
 def request(backbone, name: str, adapter_id: int, new: int = 4) -> Request:
     return Request(name, [1, 2, adapter_id], new, backbone.adapters[adapter_id])
-
-
-def finish(engine) -> None:
-    while engine.has_unfinished():
-        engine.step()
 
 
 def test_those_who_run_go_on_while_a_folder_is_read(backbone, monkeypatch) -> None:

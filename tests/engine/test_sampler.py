@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-import transformers
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -209,8 +208,3 @@ def test_logprobs_do_not_depend_on_what_others_ask_for() -> None:
         alone = token_logprobs(rows[row : row + 1], tokens[row : row + 1], [one])
         assert together.get(row) == (None if alone is None else alone.read()[0])
         assert (row in together) == (one.params.logprobs is not None)
-
-
-def test_transformers_generates_the_same_greedy_choice_with_a_penalty() -> None:
-    penalised = transformers.RepetitionPenaltyLogitsProcessor(1.9)(torch.tensor([PROMPT]), LOGITS[None].clone())
-    assert choose_tokens(LOGITS[None], [state(SamplingParams(repetition_penalty=1.9))]).equal(penalised.argmax(-1))

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from punica.engine import Engine, Request, SamplingParams
-from tests.engine.helpers import tokens_of
+from tests.world import tokens_of
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,

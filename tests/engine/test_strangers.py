@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine, Request, StepOutput
-from tests.engine.helpers import tokens_of
+from tests.world import damage, tokens_of
 
 PROMPT = (5, 6, 7)
 
@@ -33,8 +32,7 @@ def call(engine: Engine, way: str, prompts: list, new: int) -> list[list[int]]:
 def bad_adapter(backbone, tmp_path) -> LoRARequest:
     """Its numbers are no numbers, which shows when it is loaded."""
     folder = write_random_adapter(tmp_path / "bad", backbone.config, 4, 9)
-    file = folder / "adapter_model.safetensors"
-    save_file({name: tensor * float("nan") for name, tensor in load_file(file).items()}, file)
+    damage(folder)
     return LoRARequest("bad", 9, folder)
 
 

@@ -14,8 +14,8 @@ from punica.adapters import LoRARequest
 from punica.engine import Engine, EngineConfig, Request
 from punica.models import LlamaForCausalLM
 from punica.parallel import spawn_tensor_parallel
-from tests.engine.helpers import tokens_of
 from tests.parallel.progress import told
+from tests.world import tokens_of
 
 SLOTS = 3
 

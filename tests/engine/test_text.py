@@ -6,7 +6,7 @@ import pytest
 
 from punica.engine import SamplingParams
 from punica.engine.text import GrowingText, TextCodec, load_tokenizer, text_of
-from tests.engine.text_world import BEGIN, END, WORDS, byte_tokenizer, save_tokenizer, sentencepiece_tokenizer
+from tests.world import BEGIN, END, WORDS, byte_tokenizer, save_tokenizer, sentencepiece_tokenizer
 
 TEXT = "Größe: 3 € — 数 👍!\nend"
 
@@ -119,21 +119,6 @@ def test_decoding_is_the_tokenizers_own_with_and_without_its_wrapper(codec) -> N
             return super()._decode(*args, **options).upper()
 
     assert TextCodec(Shouting(tokenizer_object=codec.tokenizer.backend_tokenizer)).decode(ids_of(codec, "ab")) == "AB"
-
-
-@pytest.mark.parametrize("first", ["▁return", "▁", "▁▁▁", "s"])
-@pytest.mark.parametrize("prompt", [["▁x"], ["▁x", "▁"], ["<unk>"], [], ["</s>"]], ids=str)
-def test_an_output_continues_its_prompt_with_its_space(first, prompt) -> None:
-    """SentencePiece's decoders drop the first space of a text, which is not the first of prompt and output together."""
-    codec = TextCodec(sentencepiece_tokenizer())
-    before = codec.tokenizer.convert_tokens_to_ids(prompt)
-    output = [WORDS[first], WORDS["▁x"], WORDS["s"]]
-    together = codec.decode([*before, *output])
-    assert codec.decode(before) + text_of(codec, output, prompt_token_ids=before) == together
-    growing = GrowingText(codec, prompt_token_ids=before)
-    for token in output:
-        growing.append(token)
-    assert codec.decode(before) + growing.finish() == together
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -9,8 +9,7 @@ import pytest
 
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
 from punica.engine.generation import Turns
-from tests.engine.helpers import tokens_of
-from tests.engine.text_world import byte_tokenizer
+from tests.world import byte_tokenizer, tokens_of
 
 THREADS, ROUNDS = 12, 6
 
@@ -144,21 +143,6 @@ def test_an_error_in_one_thread_leaves_the_others_right(backbone) -> None:
     together(*(lambda thread=thread: serve(thread) for thread in range(6)))
     assert raised
     assert set(raised) == {"injected"}
-    assert not engine.has_unfinished()
-
-
-def test_a_refused_call_changes_nothing_for_the_others(backbone) -> None:
-    engine = backbone.engine()
-
-    def refused() -> None:
-        for _ in range(20):
-            with pytest.raises(ValueError, match="max_model_len"):
-                engine.generate([[1], [2] * 70], None, 4)
-
-    def served() -> list[list[int]]:
-        return [tokens_of(engine.generate([[5, 6]], None, 8))[0] for _ in range(8)]
-
-    assert together(refused, served)[1] == [backbone.generate_merged((5, 6), 0, 8)] * 8
     assert not engine.has_unfinished()
 
 

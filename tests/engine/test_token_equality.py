@@ -16,29 +16,20 @@ def test_oracle_tells_adapters_apart(backbone) -> None:
     assert len(outputs) == 7
 
 
-def test_mixed_batch_equals_merged_models_one_by_one(backbone, mixed_wishes, expected, serve) -> None:
-    assert serve(backbone.engine(max_batch_size=16), mixed_wishes) == expected
-
-
-@pytest.mark.parametrize("admission", ["fcfs", "fcfs_many", "resident_first", "single_adapter", "static"])
-def test_admission_rules_change_no_token(backbone, mixed_wishes, expected, serve, admission) -> None:
-    assert serve(backbone.engine(admission), mixed_wishes) == expected
-
-
-@pytest.mark.parametrize("block_size", [1, 5, 16])
-def test_block_size_changes_no_token(backbone, mixed_wishes, expected, serve, block_size) -> None:
-    assert serve(backbone.engine(block_size=block_size), mixed_wishes) == expected
-
-
-@pytest.mark.parametrize("max_loras", [1, 2, 3])
-def test_fewer_slots_than_adapters(backbone, mixed_wishes, expected, serve, max_loras) -> None:
-    engine = backbone.engine(max_loras=max_loras)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"max_batch_size": 16}, {"max_batch_size": 1}, {"block_size": 1}, {"block_size": 5}, {"max_loras": 1},
+        {"max_loras": 3}, {"admission": "fcfs_many"}, {"admission": "resident_first"},
+        {"admission": "single_adapter"}, {"admission": "static"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_mixed_batches_equal_merged_models_one_by_one(backbone, mixed_wishes, expected, serve, sizes) -> None:
+    """Whatever the batch, the blocks, the rule; with few slots adapters are evicted and loaded again on the way."""
+    engine = backbone.engine(**sizes)
     assert serve(engine, mixed_wishes) == expected
-    assert len(engine.manager) <= max_loras  # registered ones were evicted and loaded again on the way
-
-
-def test_batch_of_one(backbone, mixed_wishes, expected, serve) -> None:
-    assert serve(backbone.engine(max_batch_size=1), mixed_wishes) == expected
+    assert len(engine.manager) <= engine.manager.lora_slots
 
 
 @pytest.mark.parametrize("admission", ["fcfs", "single_adapter"])

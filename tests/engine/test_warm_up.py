@@ -5,7 +5,7 @@ import torch
 
 from punica.engine import Engine, EngineConfig, SamplingParams
 from punica.engine.runner import ModelRunner
-from tests.engine.helpers import tokens_of
+from tests.world import tokens_of
 
 
 def build(backbone, warm_up: bool | None, model=None) -> Engine:

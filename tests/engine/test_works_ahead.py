@@ -17,6 +17,7 @@ from punica.engine.overlap import Overlap
 from punica.engine.runner import ModelRunner
 from punica.engine.sampler import PendingCopy
 from punica.scheduling import RequestState, SamplingParams
+from tests.world import finish as finished
 
 ADJUSTMENTS = (
     {"repetition_penalty": 1.3}, {"frequency_penalty": 0.8}, {"presence_penalty": 1.5}, {"logit_bias": {5: 3.0}},
@@ -46,11 +47,7 @@ def begun(monkeypatch) -> list:
 
 def finish(engine: Engine) -> dict[str, list[int]]:
     """Serve all requests; return the tokens of those that did not fail."""
-    served = {}
-    while engine.has_unfinished():
-        served |= {result.request_id: result.token_ids for result in engine.step().finished}
-    assert not engine.blocks.owners()
-    return served
+    return {name: result.token_ids for name, result in finished(engine).items() if result.error is None}
 
 
 def test_tokens_of_requests_that_join_leave_and_go_on(backbone, mixed_wishes, serve, begun) -> None:
@@ -259,21 +256,6 @@ def test_an_adapter_that_cannot_be_loaded_ahead_fails_its_request_alone(backbone
     assert [state.output_token_ids for state in states] == [
         backbone.generate_merged((5,), 1, 6), backbone.generate_merged((7,), 2, 6),
     ]  # fmt: skip
-
-
-def test_a_step_that_fails_forgets_what_was_begun(backbone, begun, monkeypatch) -> None:
-    engine = backbone.engine(max_batch_size=2)
-    state = engine.add_request(Request("a", [5, 1], 12, backbone.adapters[1]))
-    for _ in range(4):
-        engine.step()
-    with monkeypatch.context() as patched:
-        patched.setattr(PendingCopy, "tolist", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    assert not engine.is_ahead
-    while engine.has_unfinished():
-        engine.step()
-    assert state.output_token_ids == backbone.generate_merged((5, 1), 1, 12)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from punica.engine import Engine
 from punica.models import LlamaForCausalLM, load_model
-from tests.engine.helpers import tokens_of
 from tests.models.moe_world import CONFIGS, hugging_face
 from tests.models.test_llama import hugging_face_model, make_config, our_logits
+from tests.world import tokens_of
 
 IDS = torch.arange(20)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -9,7 +9,6 @@ from punica.scheduling import (
     Request,
     RequestState,
     RequestStatus,
-    SamplingParams,
     Scheduler,
     StepPlan,
 )
@@ -94,6 +93,14 @@ def test_static_batch_forms_at_once_and_runs_to_the_longest() -> None:
     assert [names(plan.idle) for plan in plans] == ["", "a", "ac", "ac", "", "", ""]  # finished rows go on costing
 
 
+def test_mixed_static_batches_take_any_adapter() -> None:
+    scheduler = make_scheduler("static_mixed", batch=3)
+    for index, new in enumerate([2, 5, 1, 4, 3]):
+        scheduler.add(make(f"{index}", new=new, adapter_id=index + 1))
+    seen = [(len(plan.prefills), len(plan.decodes), len(plan.idle)) for plan in drain(scheduler)]
+    assert seen == [(3, 0, 0), (0, 2, 1), (0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 0, 0), (0, 2, 0), (0, 2, 0), (0, 1, 1)]
+
+
 def test_static_batch_reserves_blocks_in_full_and_is_never_preempted() -> None:
     scheduler = make_scheduler("static", num_blocks=6)
     for name in "abc":
@@ -164,14 +171,6 @@ def test_head_of_the_queue_waits_for_a_slot_and_nobody_overtakes() -> None:
         adapters = {request.adapter_id for request in (*plan.prefills, *plan.decodes)} - {0}
         assert len(adapters) <= 2
     assert "".join(names(plan.prefills) for plan in plans) == "abcde"
-
-
-def test_end_of_sequence_token_ends_a_request() -> None:
-    request = RequestState(Request("a", [1], SamplingParams(10, stop_token_ids=[5])))
-    for token in (3, 5):
-        request.append(token)
-    assert request.status is RequestStatus.FINISHED
-    assert request.output_token_ids == [3, 5]
 
 
 def test_unknown_rule_lists_the_known_ones() -> None:

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
 from punica.engine import SamplingParams
-from tests.engine.text_world import END
+from tests.world import END
 
 PROMPT, NEW = "abc", 12
 SETTINGS: list[dict[str, Any]] = [

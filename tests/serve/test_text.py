@@ -9,7 +9,7 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 from punica.engine import SamplingParams
 from punica.engine.text import TextCodec, text_of
 from punica.serve.forms import ChoiceStrings, CompletionForm, TokenStrings
-from tests.engine.text_world import END, WORDS, byte_fallback_tokenizer, byte_tokenizer, sentencepiece_tokenizer
+from tests.world import END, WORDS, byte_fallback_tokenizer, byte_tokenizer, sentencepiece_tokenizer
 
 
 def test_strings_of_sentencepiece_continue_the_prompt() -> None:

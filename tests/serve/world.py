@@ -22,7 +22,7 @@ from punica.serve.limits import Stopping
 from punica.serve.metrics import Metrics
 from punica.serve.server import Server, listen
 from punica.serve.stepper import EngineStepper
-from tests.engine.text_world import CHAT, END, VOCAB, save_tokenizer
+from tests.world import CHAT, END, VOCAB, save_tokenizer
 
 CONFIG = LlamaConfig(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
