@@ -41,15 +41,18 @@ def pick(values, index, COUNT: tl.constexpr, FIRST: tl.constexpr = 0):
 @triton.jit
 def column_block(pid_n, SHAPE: tl.constexpr, SPAN: tl.constexpr):
     """Return slice, first column in it, its width and its first column in y, of the pid_n-th run of SPAN columns."""
+    # Triton 3.6 passes a field that is a tuple by value, unless it is a constexpr of its own
+    WIDTHS: tl.constexpr = SHAPE.widths
+    COLUMNS: tl.constexpr = SHAPE.columns
     slice_id = pid_n * 0
     blocks_before = slice_id
     blocks_until = 0
     for i in tl.static_range(SHAPE.slices - 1):
-        blocks_until += (SHAPE.widths[i] + SPAN - 1) // SPAN
+        blocks_until += (WIDTHS[i] + SPAN - 1) // SPAN
         slice_id = tl.where(pid_n >= blocks_until, i + 1, slice_id)
         blocks_before = tl.where(pid_n >= blocks_until, blocks_until, blocks_before)
     first_n = (pid_n - blocks_before) * SPAN
-    return slice_id, first_n, pick(SHAPE.widths, slice_id, SHAPE.slices), pick(SHAPE.columns, slice_id, SHAPE.slices)
+    return slice_id, first_n, pick(WIDTHS, slice_id, SHAPE.slices), pick(COLUMNS, slice_id, SHAPE.slices)
 
 
 @triton.jit

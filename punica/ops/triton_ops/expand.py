@@ -220,7 +220,8 @@ def _one_pass(
     rows, mask_m = rows
     offs_n, width = columns
     _, _, rank, rank_read = place
-    DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, SHAPE.quant)
+    QUANT: tl.constexpr = SHAPE.quant
+    DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     STRIDE_B: tl.constexpr = SHAPE.rank if SHAPE.row_major else 1
     offs_r = tl.arange(0, TILE.block_r)
     mask_h = mask_m[:, None] & _ranks_of_h(h_ptrs, offs_r, rank_read)[None, :]

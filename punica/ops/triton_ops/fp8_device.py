@@ -182,13 +182,15 @@ def read_shrunk_row(h_ptrs, offs_r, mask, operands, row, stride_hp, SHAPE: tl.co
 def channel_scales(operands, slice_id, slot, channels, mask, COUNT, SHAPE: tl.constexpr):
     """Return a slot's scales [channels] that follow the sum over K, of COUNT in a slice; 1 without them."""
     QUANT: tl.constexpr = SHAPE.quant
+    SLOTS: tl.constexpr = QUANT.slots
+    COLUMNS: tl.constexpr = QUANT.columns
     if QUANT.format == 0 or QUANT.group_k > 0:
         scale = 1.0
     else:
         scale_ptr = pick(operands, slice_id, SHAPE.slices, SHAPE.slices)
         if not QUANT.dense:
-            scale_ptr += slot.to(tl.int64) * pick(QUANT.slots, slice_id, len(QUANT.slots))
-            offsets = channels // QUANT.group_n * pick(QUANT.columns, slice_id, len(QUANT.columns))
+            scale_ptr += slot.to(tl.int64) * pick(SLOTS, slice_id, len(SLOTS))
+            offsets = channels // QUANT.group_n * pick(COLUMNS, slice_id, len(COLUMNS))
         elif QUANT.channel:
             offsets = slot.to(tl.int64) * COUNT + channels
         else:
@@ -201,10 +203,13 @@ def channel_scales(operands, slice_id, slot, channels, mask, COUNT, SHAPE: tl.co
 def block_scale_ptrs(operands, slice_id, slot, channels, SHAPE: tl.constexpr):
     """Return addresses [channels] of the scales of a slot's first block of K, and the stride from block to block."""
     QUANT: tl.constexpr = SHAPE.quant
+    SLOTS: tl.constexpr = QUANT.slots
+    COLUMNS: tl.constexpr = QUANT.columns
+    BLOCKS: tl.constexpr = QUANT.blocks
     scale_ptr = pick(operands, slice_id, SHAPE.slices, SHAPE.slices)
-    scale_ptr += slot.to(tl.int64) * pick(QUANT.slots, slice_id, len(QUANT.slots))
-    scale_ptrs = scale_ptr + channels // QUANT.group_n * pick(QUANT.columns, slice_id, len(QUANT.columns))
-    return scale_ptrs, pick(QUANT.blocks, slice_id, len(QUANT.blocks))
+    scale_ptr += slot.to(tl.int64) * pick(SLOTS, slice_id, len(SLOTS))
+    scale_ptrs = scale_ptr + channels // QUANT.group_n * pick(COLUMNS, slice_id, len(COLUMNS))
+    return scale_ptrs, pick(BLOCKS, slice_id, len(BLOCKS))
 
 
 @triton.jit

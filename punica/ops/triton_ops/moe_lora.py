@@ -105,7 +105,8 @@ def _shrink_rows(
     mask_a = mask_r & mask_k[None, :]
     a_ptrs = a_ptr + offs_r[:, None] * SHAPE.k + offs_k[None, :]
     a = tl.load(a_ptrs, mask=mask_a, other=0.0)  # [TILE.block_r, BLOCK_K]
-    pair, num_rows = first_pair(first, sorted_ptr, pairs, SHAPE.pairs)
+    PAIRS: tl.constexpr = SHAPE.pairs
+    pair, num_rows = first_pair(first, sorted_ptr, pairs, PAIRS)
     pdl_wait_then_launch(TILE.pdl)
     x = tl.load(x_ptr + pair // SHAPE.factor * stride_xt + offs_k * stride_xk, mask=mask_k, other=0.0)  # [BLOCK_K]
     for lane in tl.range(0, num_rows):
@@ -151,7 +152,8 @@ def _shrink_tile(
     LAST: tl.constexpr = SHAPE.slices - 1
     STEPS: tl.constexpr = (SHAPE.k + BLOCK_K * TILE.split_k - 1) // (BLOCK_K * TILE.split_k)
     EVEN_K: tl.constexpr = SHAPE.k % (BLOCK_K * TILE.split_k) == 0
-    rows, valid = pairs_of(first, sorted_ptr, pairs, SHAPE.pairs)
+    PAIRS: tl.constexpr = SHAPE.pairs
+    rows, valid = pairs_of(first, sorted_ptr, pairs, PAIRS)
     a_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.k)
     next_ptr = operands[LAST] + index * (SHAPE.rank * SHAPE.k)
     offs_r = first_r + tl.arange(0, BLOCK_R)
@@ -244,7 +246,8 @@ def _expand_rows(
     b_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.n)
     b = tl.load(b_ptr + offs_n[:, None] * SHAPE.rank + offs_r[None, :], mask=mask_b, other=0.0)  # [BLOCK_N, BLOCK_R]
     scale = channel_scales(operands, slice_id, index, offs_n, mask_n, 1, SHAPE)
-    pair, num_rows = first_pair(first, sorted_ptr, pairs, SHAPE.pairs)
+    PAIRS: tl.constexpr = SHAPE.pairs
+    pair, num_rows = first_pair(first, sorted_ptr, pairs, PAIRS)
     old = tl.zeros([BLOCK_N], y_ptr.dtype.element_ty)
     if SHAPE.add:
         old = tl.load(y_ptr + pair * strides[0] + offs_n, mask=mask_n, other=0.0)
@@ -312,7 +315,8 @@ def _expand_tile(
     EVEN_N: tl.constexpr = SHAPE.n % (BLOCK_N * TILE.tiles_n) == 0
     WHOLE: tl.constexpr = SHAPE.rank <= BLOCK_R
     AT_ONCE: tl.constexpr = TILE.tiles_n == 1 and WHOLE and BLOCK_M * BLOCK_N <= 4096
-    rows, valid = pairs_of(first, sorted_ptr, pairs, SHAPE.pairs)
+    PAIRS: tl.constexpr = SHAPE.pairs
+    rows, valid = pairs_of(first, sorted_ptr, pairs, PAIRS)
     b_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.n)
     offs_r = tl.arange(0, BLOCK_R)
     offs_n = first_n + tl.arange(0, BLOCK_N)
@@ -372,10 +376,11 @@ def moe_expand_kernel(
     h_ptr += slice_id * (pairs.to(tl.int64) * SHAPE.rank)
     y_ptr += SHAPE.offset + slice_id * SHAPE.n
     total = tile + 1  # until the table is read: for every tile again, as it would hold registers meanwhile
+    PAIRS: tl.constexpr = SHAPE.pairs
     while tile < total:
-        slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, SHAPE.pairs)
+        slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
         where = experts_ptr, mapping_ptr, enabled_ptr
-        slot, index, first, owner = find_tile(tile, (slots, until, total), where, padded, blocks, SHAPE.pairs)
+        slot, index, first, owner = find_tile(tile, (slots, until, total), where, padded, blocks, PAIRS)
         rank = rank_of(ranks_ptr, slice_id, owner, SHAPE)
         if (slot >= 0) & ((rank > 0) | (not SHAPE.add)):
             found, place = (h_ptr, y_ptr, weights_ptr), (slice_id, index, first_n)

@@ -220,7 +220,8 @@ def _sum_by_warps(x_ptr, a_lanes, rows, masks, pid_k, strides, SHAPE: tl.constex
 def _single_step(x_ptrs, a_ptrs, offs_k, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Compute sums [BLOCK_M, BLOCK_R] of one K split that one block covers; A is loaded before the PDL wait."""
     mask_m, mask_lanes = masks
-    DTYPE: tl.constexpr = dtype_of_product(x_ptrs.dtype.element_ty, SHAPE.quant)
+    QUANT: tl.constexpr = SHAPE.quant
+    DTYPE: tl.constexpr = dtype_of_product(x_ptrs.dtype.element_ty, QUANT)
     acc = accumulator(TILE.block_m, TILE.block_r)
     mask_k = offs_k < (1 << 30 if _even_k(SHAPE, TILE) else SHAPE.k)
     a = tl.load(a_ptrs, mask=mask_lanes[None, :] & mask_k[:, None], other=0.0)  # [BLOCK_K, BLOCK_R]
