@@ -135,9 +135,13 @@ def choose(out_dtype: torch.dtype, x_dtype: torch.dtype, w: Tensor, length: int)
     if count == 1:
         return _convert_segment(tile), w[0]
     group = _TILE // max(1, n * (k + length))
+    if group >= count:
+        return _convert(tile), w
     if group < 2:
-        return _convert_each(_convert_segment(tile._replace(batch=()))), w
-    return (_convert(tile) if group >= count else _convert_groups(tile, group)), w
+        one = _convert_segment(tile._replace(batch=()))
+        return _in_parts([(i, one) for i in range(count)]), w
+    sizes = [(i, min(group, count - i)) for i in range(0, count, group)]
+    return _in_parts([(slice(i, i + n), _convert(tile._replace(batch=(n,)))) for i, n in sizes]), w
 
 
 def _is_row_major(w: Tensor) -> bool:
@@ -213,25 +217,12 @@ def _convert_segment(tile: Tile) -> Multiply:
     return _convert(tile) if fits else _convert_blocks
 
 
-def _convert_groups(tile: Tile, group: int) -> Multiply:
-    """Return the product of a run, ``group`` segments at a time; the last group may be smaller."""
-    (count,) = tile.batch
-    whole, rest = _convert(tile._replace(batch=(group,))), _convert(tile._replace(batch=(count % group,)))
+def _in_parts(parts: list[tuple[int | slice, Multiply]]) -> Multiply:
+    """Return the product of a run by parts of its segments."""
 
     def multiply(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
-        for i in range(0, count, group):
-            part = slice(i, i + group)
-            (whole if i + group <= count else rest)(out[part], x[part], w[part], alpha, beta)
-
-    return multiply
-
-
-def _convert_each(one: Multiply) -> Multiply:
-    """Return the product of a run of segments of which no two fit a tile."""
-
-    def multiply(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
-        for i in range(w.shape[0]):
-            one(out[i], x[i], w[i], alpha, beta)
+        for part, one in parts:
+            one(out[part], x[part], w[part], alpha, beta)
 
     return multiply
 
