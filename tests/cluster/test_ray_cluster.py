@@ -14,10 +14,9 @@ import torch
 from punica.adapters import LoRARequest
 from punica.cluster import ray_runners
 from punica.cluster.dispatcher import ClusterFull
-from punica.cluster.quarantine import MAX_SOLO_CRASHES
 from punica.cluster.ray_cluster import LostRunner, RayCluster
 from punica.cluster.ray_runners import RankPlace, RankResources, Timeouts, connect, device_environment, import_ray
-from punica.engine import Engine, Request
+from punica.engine import Request
 from tests.cluster.runner_world import factory, requests, undisturbed, write_adapters
 
 ray = pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
@@ -93,28 +92,6 @@ def test_generate_waits_where_a_request_is_refused(pair, adapters) -> None:
     prompts, params = [list(one.prompt_token_ids) for one in asked], [one.params for one in asked]
     results = pair.generate(prompts, [one.adapter for one in asked], params)
     assert [result.token_ids for result in results] == list(undisturbed(asked).values())
-
-
-@pytest.mark.slow
-def test_adapters_travel_through_the_object_store(pair, adapters, tmp_path) -> None:
-    folder = tmp_path / "moved"
-    moved = LoRARequest("moved", 77, str(folder))
-    with pytest.raises(FileNotFoundError):
-        pair.put_adapter(moved)
-    folder.symlink_to(adapters[2].absolute_path)
-    pair.put_adapter(moved)
-    folder.unlink()  # no runner can see it
-    results = pair.generate([[5, 6, 7]] * 4, moved, 6)
-    expected = undisturbed([Request("r", [5, 6, 7], 6, adapters[2])])["r"]
-    assert [result.token_ids for result in results] == [expected] * 4
-    pair.drop_adapter(moved)
-    with pytest.raises(ValueError, match=r"adapter 'moved' \(id 77\) is not in the object store; there are ids \[\]"):
-        pair.drop_adapter(moved)
-    folder.symlink_to(adapters[3].absolute_path)
-    pair.put_adapter(moved)  # other weights
-    expected = undisturbed([Request("r", [5, 6, 7], 6, adapters[3])])["r"]
-    assert [result.token_ids for result in pair.generate([[5, 6, 7]] * 4, moved, 6)] == [expected] * 4
-    pair.drop_adapter(moved)
 
 
 @pytest.mark.slow
@@ -234,43 +211,6 @@ def serve_until_lost(cluster: RayCluster, lost: list[LostRunner]) -> LostRunner:
     while not lost:
         lost += cluster.step().lost
     return lost[0]
-
-
-@pytest.mark.slow
-def test_the_reason_of_a_loss_reaches_whoever_waits(ray_here) -> None:
-    """A request that crashes every runner."""
-    healthy, poison = factory(), 13
-
-    def build() -> Engine:
-        """Build an engine whose steps fail on requests that begin with the token `poison`."""
-        engine = healthy()
-        real = engine.step
-
-        def step():
-            if any(state.prompt_token_ids[0] == poison for state in engine._requests.values()):
-                raise MemoryError("the poison")
-            return real()
-
-        engine.step = step
-        return engine
-
-    with RayCluster(build, 1) as cluster:
-        cluster.add_request(Request("poison", [poison], 4))
-        lost: list[LostRunner] = []
-        failed = []
-        while cluster.has_unfinished():
-            output = cluster.step()
-            lost += output.lost
-            failed += output.failed
-        assert [one.runner for one in lost] == ["runner-0000"] * MAX_SOLO_CRASHES
-        assert all("MemoryError: the poison" in one.reason for one in lost)
-        assert "3 runners died with this request alone in them, of: MemoryError: the poison" in failed[0].error
-        while not cluster.working_sets:
-            cluster.step()
-        cluster.remove_runner("runner-0000")
-        cluster.add_request(Request("r", [1], 4))
-        with pytest.raises(RuntimeError, match="the last one was lost: runner-0000: MemoryError: the poison"):
-            cluster.step()
 
 
 def test_ranks_of_one_machine_see_each_others_gpus() -> None:

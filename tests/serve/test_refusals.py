@@ -1,11 +1,15 @@
 """Bodies that are refused: by 400 with the parameter's name, in OpenAI's form, never by a 5xx."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 
+from starlette.exceptions import HTTPException
+
+from punica.serve.limits import BodyLimit
 from punica.serve.sampling import UNSUPPORTED
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 2}
@@ -177,5 +181,17 @@ def test_a_body_of_another_type_names_the_header(client: Any, kind: str | None) 
 def test_a_body_beyond_the_limit_is_not_read(client: Any) -> None:
     body = b" " * ((1 << 20) + 1)
     assert "1048576" in refusal(client.post("/v1/completions", content=body, headers=JSON), 413)["message"]
-    pieces = (b" " * 1000 for _ in range(2000))  # chunked: no length in advance
-    refusal(client.post("/v1/chat/completions", content=pieces, headers=JSON), 413)
+
+
+def test_pieces_of_a_body_are_counted_together() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for _ in range(3):
+            await receive()
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"ab", "more_body": True}
+
+    asyncio.run(BodyLimit(app, 6)({}, receive, receive))
+    with pytest.raises(HTTPException) as caught:
+        asyncio.run(BodyLimit(app, 5)({}, receive, receive))
+    assert caught.value.status_code == 413

@@ -296,6 +296,8 @@ def test_adapters_are_loaded_for_all_runners_and_unloaded(
     assert [adapter.lora_int_id for adapter, _ in cluster._stored.values()] == [5]
     assert post("unload").status_code == 200
     assert not cluster._stored
+    with pytest.raises(ValueError, match=r"\(id 1\) is not in the object store; there are ids \[\]"):
+        cluster.drop_adapter(world.adapters[0])
     (folder / "adapter_config.json").write_text("{")
     refused = post("load", lora_path=str(folder))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path")
