@@ -13,6 +13,7 @@ from punica.wrapper.experts import ExpertMethods, by_slot
 
 Alignment = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Config = dict[str, Any]
+Stacks = tuple[Tensor, ...]
 
 DEFAULTS: Config = {
     "BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8, "NUM_WARPS": 4, "NUM_STAGES": 3,
@@ -32,11 +33,9 @@ class ExpertContract(ExpertMethods):
     """
 
     def moe_lora_align_block_size(
-        self, topk_ids: Tensor,
-        num_tokens: int, block_size: int, num_experts: int, max_loras: int,
-        adapter_enabled: Tensor,
-        expert_map: Tensor | None = None, pad_sorted_ids: bool = False, naive_block_assignment: bool = False,
-        token_lora_mapping: Tensor | None = None,
+        self, topk_ids: Tensor, num_tokens: int, block_size: int, num_experts: int, max_loras: int,
+        adapter_enabled: Tensor, expert_map: Tensor | None = None, pad_sorted_ids: bool = False,
+        naive_block_assignment: bool = False, token_lora_mapping: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
         """Group (token, expert) pairs by adapter and expert in blocks of ``block_size``.
 
@@ -51,21 +50,17 @@ class ExpertContract(ExpertMethods):
             raise ValueError(f"num_tokens is {num_tokens}, topk_ids has {topk_ids.shape[0]} rows; they must be equal")
         if naive_block_assignment:
             if expert_map is not None:
-                raise ValueError("naive_block_assignment with an expert_map: experts would be global numbers; pass one "
-                                 "of the two")  # fmt: skip
+                raise ValueError("naive_block_assignment with an expert_map: experts would be global numbers")
             return mapping, None, topk_ids.contiguous().view(-1), None
         sizes = (num_experts, block_size, max_loras)
         return mapping, *self._aligned(topk_ids, mapping, adapter_enabled, expert_map, sizes, pad_sorted_ids)
 
     def add_lora_fused_moe(
-        self, y: Tensor, x: Tensor, lora_a_stacked: tuple[Tensor, ...], lora_b_stacked: tuple[Tensor, ...],
-        topk_weights: Tensor, sorted_token_ids: Tensor | None, expert_ids: Tensor,
-        num_tokens_post_padded: Tensor | None,
-        max_lora_rank: int, top_k_num: int,
-        shrink_config: Mapping[str, Any], expand_config: Mapping[str, Any], adapter_enabled: Tensor,
+        self, y: Tensor, x: Tensor, lora_a_stacked: Stacks, lora_b_stacked: Stacks, topk_weights: Tensor,
+        sorted_token_ids: Tensor | None, expert_ids: Tensor, num_tokens_post_padded: Tensor | None, max_lora_rank: int,
+        top_k_num: int, shrink_config: Mapping[str, Any], expand_config: Mapping[str, Any], adapter_enabled: Tensor,
         mul_routed_weight: bool = False, fully_sharded: bool = False, offset: int = 0,
-        token_lora_mapping: Tensor | None = None, add_inputs: bool = True,
-        **kwargs: Any,
+        token_lora_mapping: Tensor | None = None, add_inputs: bool = True, **kwargs: Any,
     ) -> None:  # fmt: skip
         """``y[t, j, offset + s*N : ...] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T``, see
         `punica.ops.reference.fused_moe_lora`. The configs hold `DEFAULTS`, or some of them.
@@ -83,18 +78,14 @@ class ExpertContract(ExpertMethods):
         ops.add(given, max_lora_rank, top_k_num, switches, configs, self._active(mapping, slots), None)
 
     def add_lora_w13(
-        self, y: Tensor, x: Tensor, lora_a_stacked: tuple[Tensor, ...], lora_b_stacked: tuple[Tensor, ...],
-        topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None, w1: Tensor, w2: Tensor,
-        num_tokens: int, top_k_num: int, max_loras: int,
-        adapter_enabled: Tensor,
-        local_num_experts: int, top_k: int, num_slices: int, fully_sharded: bool, use_tuned_config: bool,
-        token_lora_mapping: Tensor | None = None, add_inputs: bool = True,
+        self, y: Tensor, x: Tensor, lora_a_stacked: Stacks, lora_b_stacked: Stacks, topk_ids: Tensor,
+        topk_weights: Tensor, expert_map: Tensor | None, w1: Tensor, w2: Tensor, num_tokens: int, top_k_num: int,
+        max_loras: int, adapter_enabled: Tensor, local_num_experts: int, top_k: int, num_slices: int,
+        fully_sharded: bool, use_tuned_config: bool, token_lora_mapping: Tensor | None = None, add_inputs: bool = True,
         **kwargs: Any,
     ) -> Alignment:  # fmt: skip
-        """Add the up and gate projections to y, ``[T, k, n*N]`` or ``[T*k, n*N]``; x is ``[T, hidden]``.
-
-        Aligns once and returns the alignment for `add_lora_w2`: ``(sorted_token_ids_lora, expert_ids_lora,
-        num_tokens_post_padded_lora, token_lora_mapping)``.
+        """Add the up and gate projections to y, ``[T, k, n*N]`` or ``[T*k, n*N]``; x is ``[T, hidden]``. Returns the
+        alignment for `add_lora_w2`, in the order of its arguments.
         """
         self._expert_ops("add_lora_w13")
         switches, site = Switches(False, fully_sharded, 0, add_inputs), "w13" if use_tuned_config else None
@@ -107,17 +98,11 @@ class ExpertContract(ExpertMethods):
         return None if ids is None else ids.view(-1), experts.view(-1), counts, mapping
 
     def add_lora_w2(
-        self, y: Tensor, x: Tensor, lora_a_stacked: tuple[Tensor, ...], lora_b_stacked: tuple[Tensor, ...],
-        topk_weights: Tensor,
+        self, y: Tensor, x: Tensor, lora_a_stacked: Stacks, lora_b_stacked: Stacks, topk_weights: Tensor,
         sorted_token_ids_lora: Tensor | None, expert_ids_lora: Tensor | None,
-        num_tokens_post_padded_lora: Tensor | None, token_lora_mapping: Tensor | None,
-        num_tokens: int,
-        w1: Tensor, w2: Tensor,
-        top_k_num: int, max_loras: int,
-        adapter_enabled: Tensor,
-        top_k: int, fully_sharded: bool, tp_rank: int, use_tuned_config: bool,
-        add_inputs: bool = True,
-        **kwargs: Any,
+        num_tokens_post_padded_lora: Tensor | None, token_lora_mapping: Tensor | None, num_tokens: int, w1: Tensor,
+        w2: Tensor, top_k_num: int, max_loras: int, adapter_enabled: Tensor, top_k: int, fully_sharded: bool,
+        tp_rank: int, use_tuned_config: bool, add_inputs: bool = True, **kwargs: Any,
     ) -> None:  # fmt: skip
         """Add the down projection to y ``[T, k, hidden]``, weighted already, with the alignment that `add_lora_w13`
         returned; x is ``[T*k, intermediate]``.
@@ -139,10 +124,9 @@ class ExpertContract(ExpertMethods):
         self.add_lora_experts(y.view(num_tokens, top_k, -1), x, weights, assignment)
 
     def _weights(
-        self, method: str, lora_a: tuple[Tensor, ...], lora_b: tuple[Tensor, ...], enabled: Tensor, switches: Switches,
+        self, method: str, lora_a: Stacks, lora_b: Stacks, enabled: Tensor, switches: Switches,
         kwargs: Mapping[str, Any], site: str | None = None,
     ) -> ExpertLoRAWeights:  # fmt: skip
-        """Return the operands of a call and its keywords as one object."""
         given = Keywords.of(method, kwargs)
         fp8 = given.experts()
         self._debug_check(fp8)

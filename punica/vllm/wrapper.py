@@ -102,11 +102,10 @@ class LinearContract(LinearMethods):
     ) -> None:  # fmt: skip
         """``y[t, o_i : ...] (+)= scale * (x[t] @ A_i[slot_t]^T) @ B_i[slot_t]^T`` for every slice i, ``o_0 = 0``.
 
-        Shapes as in `add_shrink` and `add_expand`; the intermediate ``[n, T', r]`` is float32 whatever the model dtype.
-        ``buffer`` (CPU only): n float32 tensors ``[T', r]``, which then hold the intermediate. Keywords: ``add_inputs``
-        (default True), ``lora_ranks``. A and B must have one rank: rank-sharded weights go through `add_shrink`, a
-        collective, `add_expand`. A step without any adapter adds nothing at all. With ``use_fp8_w8a8`` an x that is not
-        FP8 is quantised per token (leave ``a_scale`` out), and so is the intermediate.
+        Shapes as in `add_shrink` and `add_expand`; the intermediate ``[n, T', r]`` is float32. ``buffer`` (CPU only): n
+        float32 tensors ``[T', r]``, which then hold it. ``add_inputs`` (default True) is a keyword. A and B have one
+        rank: rank-sharded weights go through `add_shrink`, a collective, `add_expand`. With ``use_fp8_w8a8`` an x that
+        is not FP8 is quantised per token (leave ``a_scale`` out), and so is the intermediate.
         """
         given = self._keywords("add_lora_linear", kwargs, ("add_inputs", *KEYWORDS))
         batch, add_inputs = self._step(), kwargs.get("add_inputs", True)
@@ -143,7 +142,6 @@ class LinearContract(LinearMethods):
             self.ops.linear(y, x, weights, batch, scale, True, given.a_scale)
 
     def _keywords(self, method: str, kwargs: dict[str, Any], allowed: Sequence[str] = KEYWORDS) -> Keywords:
-        """Return the keywords of a call, their values verified with ``debug_checks``."""
         given = Keywords.of(method, kwargs, allowed)
         self._debug_check(given)
         return given
@@ -217,8 +215,7 @@ class PunicaWrapperABC(ABC):  # noqa: B024 (`_declared` makes them abstract)
 class PunicaWrapperBase(StepIndices, LinearContract, ExpertContract, PunicaWrapperABC):
     """A step (`StepMetadata`), the methods that layers call (`LinearMethods`, `ExpertMethods`) and the contract's.
 
-    Constructed as `StepMetadata`. A backend sets ``_ops`` and ``_experts``; without them the methods that need them
-    raise NotImplementedError, naming the class.
+    A backend sets ``_ops`` and ``_experts``; methods that need one that is missing raise NotImplementedError.
     """
 
 

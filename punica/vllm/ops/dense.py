@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from punica.checks import as_int
 from punica.metadata import StepShape
+from punica.ops.expect import INT32, expect
 from punica.ops.scales import PLAIN, Scheme
 from punica.ops.triton_ops.configs import Options
 from punica.ops.triton_ops.step_ops import TritonOps
@@ -66,8 +68,6 @@ def lora_shrink_fp8(given: Given) -> None:
             ceil(K/group_k)] (block-wise); a 1 may follow L; any strides.
         a_scale: float32, one element, [T], [T, 1], or block-wise [T, ceil(K/group_k)].
         group_k, group_n: block sizes; group_k a power of two >= 16, or at least K.
-
-    TypeError, ValueError also for scales and sizes that do not fit, or are missing.
     """
     _shrink(given)
 
@@ -160,9 +160,7 @@ class TensorBatch(NamedTuple):
     def given(cls, *tensors: Tensor, flag: Tensor, count: int | Tensor | None) -> "TensorBatch":
         """Build a step from the five tensors, the no-adapter flag and the active count (None: all entries of the ids).
 
-        ValueError: the flag is no bool tensor with one element on the CPU, or the count out of range; TypeError: the
-        count is no integer. With the flag set nothing else is looked at. The tensors are checked by `check_tensors`,
-        once per ``form``.
+        With the flag set nothing else is looked at. `check_tensors` checks the tensors, once per ``form``.
         """
         if not isinstance(flag, Tensor) or flag.numel() != 1 or flag.dtype != torch.bool or flag.device.type != "cpu":
             what = f"{flag.dtype} {tuple(flag.shape)} on {flag.device}" if isinstance(flag, Tensor) else repr(flag)
@@ -187,39 +185,20 @@ class TensorBatch(NamedTuple):
         """Check nothing: the lengths of the tensors are part of their form."""
 
     def check_tensors(self, rows: int, device: torch.device) -> None:
-        """Check that tensors are int32, contiguous, on ``device``, of the lengths that ``rows`` and the number of
-        counts ask for.
-        """
+        """Check dtype, device, strides and lengths, which ``rows`` and the number of counts ask for."""
         entries = self.tensors[2].numel()
         lengths = (rows, rows, entries, entries + 1, entries)
         for name, tensor, length in zip(NAMES, self.tensors, lengths, strict=True):
-            if tensor.dtype != torch.int32:
-                raise TypeError(f"{name} has dtype {tensor.dtype}; int32 is needed")
-            if tensor.shape != (length,):
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; ({length},) is needed for this call")
-            if tensor.device != device:
-                raise ValueError(f"{name} is on {tensor.device}, the inputs on {device}: all must share one device")
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name} has stride {tensor.stride()}; it must be contiguous")
+            expect(name, tensor, "M", dtype=INT32, device=device, sizes={"M": length}, contiguous=True)
 
 
 def _active(count: Any, entries: int) -> int:
-    if isinstance(count, Tensor):
-        if count.dtype.is_floating_point or count.dtype == torch.bool:
-            raise TypeError(f"num_active_loras has dtype {count.dtype}; an integer is needed")
-        if count.numel() != 1 or count.device.type != "cpu":
-            raise ValueError(
-                "num_active_loras must be an int or a CPU tensor with one element, got shape "
-                f"{tuple(count.shape)} on {count.device}"
-            )
-        count = int(count)
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"num_active_loras must be an int or an int CPU tensor with one element, got {count!r}")
-    if not 0 <= count <= entries:
-        raise ValueError(
-            f"num_active_loras is {count}; it must be in [0, {entries}], the number of entries of lora_ids"
-        )
-    return count
+    if isinstance(count, Tensor) and count.device.type != "cpu":
+        raise ValueError(f"num_active_loras is on {count.device}: its value is needed here, keep it on the CPU")
+    number = as_int("num_active_loras", count)
+    if not 0 <= number <= entries:
+        raise ValueError(f"num_active_loras is {number}; it must be in [0, {entries}], the entries of lora_ids")
+    return number
 
 
 def _shrink(given: Given) -> None:

@@ -61,7 +61,7 @@ METADATA_ERRORS = {
     "flag too long": ("no_lora_flag_cpu", lambda c: torch.tensor([False, False]), ValueError, "no_lora_flag_cpu"),
     "count too large": ("num_active_loras", lambda c: 4, ValueError, "4"),
     "count a float": ("num_active_loras", lambda c: 1.5, TypeError, "1.5"),
-    "count a float tensor": ("num_active_loras", lambda c: torch.tensor([1.0]), TypeError, "float32"),
+    "count a float tensor": ("num_active_loras", lambda c: torch.tensor([1.0]), TypeError, "num_active_loras"),
     "ranks shape": ("lora_ranks", lambda c: torch.ones(2, 3, dtype=torch.int32), ValueError, "(2, 2)"),
 }  # fmt: skip
 SHRINK_ERRORS = {
