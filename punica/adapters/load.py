@@ -53,19 +53,15 @@ class AdapterLoader:
 
     def check(self, request: LoRARequest) -> AdapterVersion | None:
         """Refuse what :meth:`load` would refuse, as far as can be told without reading the numbers: config, names,
-        types, shapes, ranks. Return the version of a folder. Warns where outputs may be wrong.
-
-        Raises:
-            FileNotFoundError, ValueError, TypeError: prefixed with the adapter's name and path.
+        types, shapes, ranks. Return the version of a folder. Warns where outputs may be wrong. Errors are prefixed with
+        the adapter's name and path.
         """
         with loading(request), request.tensors or AdapterFolder(request.absolute_path, self._most_tensors) as source:
             self._certificate(request, source)
             return source.version()
 
     def load(self, request: LoRARequest) -> LoRAModel:
-        """Read, check and pack a request's adapter; raises as :meth:`check`. No number is read before all shapes are
-        known to fit.
-        """
+        """Read, check and pack a request's adapter. No number is read before all shapes are known to fit."""
         with loading(request), request.tensors or AdapterFolder(request.absolute_path, self._most_tensors) as source:
             certificate = self._certificate(request, source)
             entries, contents, numbers = certificate.entries, certificate.contents, None

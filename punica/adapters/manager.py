@@ -51,9 +51,8 @@ class LoRAModelManager(AdapterCache):
         lora_config: the given one with its dtype resolved.
         punica_wrapper: shared by all layers.
 
-    Raises:
-        ValueError: the model has no layer to wrap, a targeted layer has no LoRA class, or the slots take more memory
-            than is free. RuntimeError: it is wrapped already. The model is as it was.
+    ValueError: the model has no layer to wrap, a targeted layer has no LoRA class, or the slots take more memory than
+    is free. RuntimeError: it is wrapped already. The model is as it was.
     """
 
     def __init__(
@@ -89,10 +88,7 @@ class LoRAModelManager(AdapterCache):
         this id; without `numbers` as far as can be told unread. Warns where outputs may be wrong.
 
         Serving calls it when a request arrives, so that a hostile folder costs no time between the steps of others. All
-        tensor-parallel ranks call it together.
-
-        Raises:
-            TypeError: not a request. FileNotFoundError, ValueError, TypeError: the folder. Nothing has changed.
+        tensor-parallel ranks call it together. FileNotFoundError, ValueError, TypeError; nothing has changed.
         """
         if not isinstance(request, LoRARequest):
             raise TypeError(f"request must be a LoRARequest, got {type(request).__name__}")
@@ -112,9 +108,8 @@ class LoRAModelManager(AdapterCache):
         stays), registered, and activated; always `True`. Without `load_inplace` an adapter that was evicted is loaded
         only in the version that it had: a folder that has changed since is refused.
 
-        Raises:
-            FileNotFoundError, ValueError, TypeError: the adapter cannot be loaded or does not fit the model, or its
-                folder has changed. RuntimeError: all that could make room are pinned. Nothing has changed.
+        FileNotFoundError, ValueError, TypeError: the adapter cannot be loaded or does not fit the model, or its folder
+        has changed. RuntimeError: all that could make room are pinned. Nothing has changed.
         """
         if isinstance(adapter, LoRARequest):
             wanted = {adapter.lora_int_id: adapter}
@@ -164,11 +159,9 @@ class LoRAModelManager(AdapterCache):
         `load_inplace` is loaded once, however many steps it is passed for. `None` (no adapter) and repetitions among
         `requests` are fine; each id of `mapping` must be requested (or 0).
 
-        Raises:
-            RuntimeError: more distinct adapters than slots, or than pinned ones leave.
-            ValueError: two requests share an id but not name and path, a mapped id is not requested, or the mapping
-                does not fit the wrapper's buffers; or an adapter cannot be loaded (also FileNotFoundError, TypeError).
-                Nothing has changed.
+        RuntimeError: more distinct adapters than slots, or than pinned ones leave. ValueError: two requests share an id
+        but not name and path, a mapped id is not requested, or the mapping does not fit the wrapper's buffers; or an
+        adapter cannot be loaded (also FileNotFoundError, TypeError). Nothing has changed.
         """
         wanted = distinct_requests(requests)
         if len(wanted) > self.lora_slots:
@@ -200,11 +193,8 @@ class LoRAModelManager(AdapterCache):
     def begin_step(
         self, segments: Sequence[tuple[int, int]], sampled_slots: Sequence[int], *, is_prefill: bool = False
     ) -> None:
-        """Begin the next step as :meth:`set_adapter_mapping`, laid out by slot.
-
-        Args:
-            segments: `(slot, number of rows)` of the runs of rows, in row order; slot -1: rows without adapter.
-            sampled_slots: slot of every sampled row.
+        """Begin the next step as :meth:`set_adapter_mapping`, laid out by slot: `segments` are `(slot, number of rows)`
+        of the runs of rows, in row order, `sampled_slots` those of every sampled row; -1: without adapter.
         """
         step = (tuple(map(tuple, segments)), tuple(sampled_slots), is_prefill)
         if self._last_step != (step, self.punica_wrapper.batch.rows):
@@ -221,11 +211,8 @@ class LoRAModelManager(AdapterCache):
     ) -> LoRAModel:
         """Build a zero adapter over all layers, for warm-up and graph capture: real cost, no effect on outputs.
 
-        Args:
-            rank: `1 <= rank <= max_lora_rank`; rounded up to a multiple of the tensor-parallel size when fully sharded.
-            embedding_modules: which of the model's `embedding_modules` to cover, by last name component; default all.
-
-        ValueError: rank out of range, or unknown embedding modules.
+        The rank, at most `max_lora_rank`, is rounded up to a multiple of the tensor-parallel size when fully sharded.
+        `embedding_modules`: which of the model's to cover, by last name component; default all.
         """
         config, known = self.lora_config, self._embedding_modules
         if check_count("rank", rank) > config.max_lora_rank:

@@ -319,10 +319,8 @@ class LoRAModel:
 
         Names are checked before a single tensor is read: the last name component of each module must be in
         `expected_lora_modules`. `lora_model_id=None` takes the next number of a process-wide counter. `moe_ep_spec`:
-        tensors of experts on other ranks are not read. The other arguments and errors are those of
-        :meth:`from_lora_tensors`.
-
-        FileNotFoundError: no folder, or no weights file in it. ValueError: pickled or damaged, unexpected modules.
+        tensors of experts on other ranks are not read. FileNotFoundError: no folder, or no weights file in it.
+        ValueError: pickled or damaged, unexpected modules. The rest is as in :meth:`from_lora_tensors`.
         """
         rules = NameRules(expected_lora_modules, moe_ep_spec, skip_prefixes=skip_prefixes)
         with WeightsFile(lora_dir) as file:
