@@ -220,7 +220,7 @@ def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switc
 
 
 def _schedules(work: Work, how: How) -> tuple[Schedule, Schedule]:
-    """Those of the call's numbers, whose fourth (group size) is unused, of tuned files, or the rules'."""
+    """Return schedules of the call's numbers (the fourth, group size, is unused), of tuned files, or of the rules."""
     if how.configs is not None and not work.invariant:
         shrink, expand = (Schedule(*numbers[:3], *numbers[4:]) for numbers in how.configs)
         return shrink, expand

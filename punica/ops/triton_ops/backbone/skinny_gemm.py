@@ -9,9 +9,8 @@ Two kernels, one meaning:
   and the tokens its right one, which may be as narrow as 8. Weights stream through shared memory.
 
 With PDL (compute capability 9.0) a program prefetches its first tile of weights before it waits for the predecessor,
-which wrote x but no weight (two or four tiles cost a step of 7B 0.05 and 0.1 ms on an H200). K may be cut among
-programs: each writes a partial of float32, and the last at a tile adds them in ascending order, so that the bits
-repeat.
+which wrote x but no weight. Two or four tiles cost a step of 7B 0.05 and 0.1 ms (H200). K may be cut among programs:
+each writes a partial of float32, and the last at a tile adds them in ascending order, so that the bits repeat.
 """
 
 from typing import Any, NamedTuple
