@@ -248,7 +248,7 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         return [w1, w3, w2] if self._w13_slices == 2 else [w1, w2]
 
     def _live(self, side: int, i: int, factor: LoRAFactor, own: LoRAFactor, filled: bool) -> tuple[Tensor, int]:
-        """Of A the rank of the whole adapter, of B the slot's flag."""
+        """The rank of the whole adapter for A, the slot's flag for B."""
         if side == 1:
             return self.adapter_enabled[: self.max_loras], int(filled)
         return cast(Tensor, self.lora_ranks)[i], 0 if factor is None else factor.shape[1]

@@ -1,11 +1,11 @@
-"""How slots lie in memory: rank after rank, in A and in B; and an image fills them with the bits of `set_lora`."""
+"""Images of adapters: one fills a slot with the bits of `set_lora`, rank after rank, in A and in B."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from layer_cases import IN, LINEAR, MAX_LORAS, NEVER_SHARDED, as_arguments, random_pair
+from layer_cases import IN, LINEAR, MAX_LORAS, as_arguments, random_pair
 from torch import Tensor
 
 from punica.config import LoRAConfig
@@ -19,13 +19,9 @@ SLOT, WIDTH, ORG, VOCAB, DIM = 2, 64, 15, 20, 24
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU Triton's kernels are interpreted, on the CPU
 SECOND = {"tp_size": 2, "tp_rank": 1}
 KINDS = [
-    *(pytest.param(name, {}, id=name) for name in (*LINEAR, "embedding", "logits")),
-    *(pytest.param(name, SECOND, id=f"{name}-second-of-two") for name in LINEAR),
-    *(
-        pytest.param(name, {**SECOND, "sharded": True}, id=f"{name}-second-of-two-sharded")
-        for name in LINEAR
-        if name not in NEVER_SHARDED
-    ),
+    *(pytest.param(name, {}, id=name) for name in ("replicated", "merged", "qkv-as-one", "row", "embedding", "logits")),
+    *(pytest.param(name, SECOND, id=f"{name}-second-of-two") for name in ("merged-as-one", "variable", "row")),
+    *(pytest.param(name, {**SECOND, "sharded": True}, id=f"{name}-sharded") for name in ("column", "qkv", "row")),
 ]
 
 
@@ -47,23 +43,6 @@ def layer_of(
 def adapter(layer: Any, rank: int, in_size: int, sizes: Sequence[int]) -> Any:
     """A random adapter as `set_lora` and `check_lora` take it."""
     return as_arguments(layer, [random_pair(rank, in_size, size) for size in sizes])
-
-
-@pytest.mark.parametrize("rank", [1, 20])
-@pytest.mark.parametrize(("name", "place"), KINDS)
-def test_b_is_the_first_piece_of_its_slot(name: str, place: dict[str, Any], rank: int) -> None:
-    layer, *widths = layer_of(name, **place)
-    layer.set_lora(SLOT, *adapter(layer, WIDTH, *widths))
-    given = adapter(layer, rank, *widths)
-    layer.set_lora(SLOT, *given)
-    parts, stacked = layer.slot_parts(layer.check_lora(*given))[layer.n_slices :], layer.lora_b_stacked
-    for part, buffer in zip(parts, stacked if isinstance(stacked, tuple) else [stacked], strict=True):
-        assert part.slots is buffer
-        loras, _, out, ranks = buffer.shape
-        memory = buffer.as_strided((loras, ranks, out), (ranks * out, out, 1))[SLOT]
-        assert torch.equal(memory[:rank].cpu(), part.part.T)
-        assert not memory[rank:].any()
-        assert torch.equal(buffer[SLOT, 0, :, :rank].cpu(), part.part)
 
 
 def by_kernel(image: Tensor, slots: Sequence[Tensor], ranks: Sequence[Tensor], index: int) -> None:

@@ -1,19 +1,14 @@
 """Checks that the ranks of one spawned world make, many in a process start; the tests read their verdicts."""
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from punica.parallel import (
     ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    ParallelLMHead,
     QKVParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
     TorchDistGroup,
     VocabParallelEmbedding,
     get_tensor_model_parallel_rank,
@@ -37,12 +32,11 @@ REDUCTIONS = [((2, 3), torch.bfloat16), ((7,), torch.int64), ((0, 3), torch.floa
 
 
 def everything(rank: int) -> dict[str, Any]:
-    """One world's verdicts on collectives, loaders and places (of layers: `tests/layers/tensor_parallel_checks`)."""
+    """One world's verdicts on collectives and places (of layers: `tests/layers/tensor_parallel_checks`)."""
     size = get_tensor_model_parallel_world_size()
     answers = {
         "gathers": [gathers(*gather) for gather in GATHERS],
         "reductions": [reduces(*reduction) for reduction in REDUCTIONS],
-        "loaders": [name for name, layer in layers().items() if not refuses_wrong_checkpoints(layer)],
         "places": places(),
         "default device": under_a_default_device(),
     }
@@ -134,56 +128,6 @@ def refusal(call: Callable[[], Any]) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def layers() -> dict[str, nn.Module]:
-    """Every base layer with its parameters, for the current group."""
-    return {
-        "replicated": ReplicatedLinear(8, 4),
-        "column": ColumnParallelLinear(8, 12),
-        "merged": MergedColumnParallelLinear(8, [4, 8]),
-        "qkv": QKVParallelLinear(8, 2, 4, 2),
-        "row": RowParallelLinear(8, 12),
-        "embedding": VocabParallelEmbedding(10, 3, org_num_embeddings=8, padding_size=4),
-        "head": ParallelLMHead(10, 3, bias=True, org_num_embeddings=8, padding_size=4),
-    }
-
-
-def whole_shape(layer: nn.Module, parameter: nn.Parameter) -> list[int]:
-    """Shape of the checkpoint tensor that holds all ranks' parts of a parameter."""
-    if isinstance(layer, VocabParallelEmbedding):
-        rows = layer.num_embeddings
-    elif isinstance(layer, QKVParallelLinear):  # output_size counts replicated heads, a checkpoint does not
-        rows = (layer.total_num_heads + 2 * layer.total_num_kv_heads) * layer.head_size
-    else:
-        rows = layer.output_size
-    return [rows, *([getattr(layer, "input_size", 3)] if parameter.ndim == 2 else [])]
-
-
-def wrong_tensors(layer: nn.Module, parameter: nn.Parameter) -> Iterator[Tensor]:
-    """One rank's part instead of the whole, a row more, a dimension more, no dimension, a column more."""
-    whole = whole_shape(layer, parameter)
-    if list(parameter.shape) != whole:
-        yield torch.ones(parameter.shape)
-    yield torch.ones(whole[0] + 1, *whole[1:])
-    yield torch.ones(*whole, 2)
-    yield torch.tensor(1.0)
-    if parameter.ndim == 2:
-        yield torch.ones(whole[0], whole[1] + 1)
-
-
-def refuses_wrong_checkpoints(layer: nn.Module) -> bool:
-    """ValueError for every wrong tensor and for an unknown shard id, and the parameter keeps its values."""
-    refused = unchanged = True
-    for parameter in layer.parameters():
-        parameter.data.fill_(3.0)
-        attempts = [(tensor, None) for tensor in wrong_tensors(layer, parameter)]
-        for tensor, shard_id in [*attempts, (torch.ones(parameter.shape), "no such part")]:
-            with suppress(ValueError):
-                layer.weight_loader(parameter, tensor, shard_id)
-                refused = False
-            unchanged = unchanged and bool((parameter == 3.0).all())
-    return refused and unchanged
 
 
 def places() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Real process groups over gloo, 1, 2 and 4 ranks: collectives, loaders, places.
+"""Real process groups over gloo, 1, 2 and 4 ranks: collectives and places.
 
 One process start per number of ranks: the ranks run everything in ``dist_checks.py``, the tests look at the answers.
 """
@@ -52,11 +52,6 @@ def test_group_knows_its_place_until_closed(tp_size: int) -> None:
         for name, text in answers["group"]["broken"].items():
             assert f"rank {rank} failed inside of a step (first)" in text, name
         assert "after it ended" in answers["group"]["closed"]
-
-
-@any_size
-def test_loaders_refuse_wrong_checkpoints(tp_size: int) -> None:
-    assert [answers["loaders"] for answers in world_of(tp_size)] == [[]] * tp_size
 
 
 @any_size

@@ -169,6 +169,7 @@ def test_bad_construction(build, message):
     [
         pytest.param(ReplicatedLinear(4, 6), "weight", (4, 6), None, r"\(6, 4\), got \(4, 6\)", id="replicated"),
         pytest.param(ReplicatedLinear(4, 6), "weight", (6, 4), 0, "shard_id must be None", id="replicated-id"),
+        pytest.param(ColumnParallelLinear(4, 6, tp_rank=0, tp_size=2), "weight", (3, 4), None, r"\(6, 4\)", id="part"),
         pytest.param(ColumnParallelLinear(4, 6), "bias", (6, 1), None, r"\(6,\), got \(6, 1\)", id="column-bias"),
         pytest.param(MergedColumnParallelLinear(4, [2, 6]), "weight", (2, 4), 1, r"\(6, 4\)", id="merged"),
         pytest.param(MergedColumnParallelLinear(4, [2, 6]), "weight", (6, 4), 2, r"\[0, 1\], got 2", id="merged-id"),
