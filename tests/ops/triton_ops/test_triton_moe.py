@@ -200,6 +200,21 @@ def test_gathered_planes_may_be_a_view(rank: int, device: str, monkeypatch):
             world.check(given.output)
 
 
+def test_the_second_slice_may_have_the_higher_ranks(device: str, use_form):
+    """Tiles of both slices share a read of x; each is written as far as its own rank."""
+    use_form("tiles")
+    world = World(Case(tokens=6, rank=32, ranks=(8, 20, 32), slices=2), device)
+    given, start, width = world.given(moe_align.moe_lora_align_block_size), world.case.offset, world.case.width
+    order = torch.arange(given.output.shape[2], device=device)
+    order[start : start + 2 * width] = order[start : start + 2 * width].roll(width)
+    given = given._replace(
+        lora_a=given.lora_a[::-1], lora_b=given.lora_b[::-1], lora_ranks=given.lora_ranks.flip(0),
+        output=given.output[..., order].contiguous(),
+    )  # fmt: skip
+    fused(given, world.case.rank, world.case.top_k, world.switches, How(active=3))
+    world.check(given.output[..., order])
+
+
 def test_experts_beyond_32_bits_are_ignored(device: str):
     world = World(Case(tokens=3, naive=True, mapping=(0, 1, 2), hidden=16, width=16), device)
     given = world.given(moe_align.moe_lora_align_block_size)
