@@ -1,20 +1,11 @@
 """Extension: latency that LoRA adds to a projection, measured as in a layer, after the base product.
 
-The paper compares the operator's own latency with the projection's (README figure); a user feels what the operator adds
-to a layer. Claim: what it adds is small beside the projection, at every batch and popularity, and no more than the
-operator costs on its own: the shrink runs beside the product, and both read adapters that the product's weights have
-driven out of the caches. Expected shape: Identical nearly flat, Distinct growing with the bytes
-of its adapters, Uniform and Skewed between them; on a GPU, whose projection is bound by memory, the ratio to it follows
-the added time; on a CPU, whose projection grows with the batch, it need not. There the small difference of two large
-times is uncertain: p10 and p90 say by how much.
-
-Timed: y = x W, alone and followed by y += x A^T B^T, at h1 = 4096, h2 = 11008, rank 16. Both are checked against the
-reference, and all popularities of one batch are interleaved. Added latency is the difference between neighbouring
-samples; both are kept beside it. LoRA is a layer's call: the device's wrapper at its defaults, the table of true ranks.
-On a GPU product and operator are one CUDA graph, in decode steps with the shrink beside the product
-(`punica.layers.dual_stream`), and the weights W rotate as the adapters do; on a CPU they run one after the other.
-
-Cost at scale=laptop: about 25 seconds on two cores, 1 GB.
+Claim: it is small beside the projection, at every batch and popularity, and no more than the operator costs alone.
+Expected shape: Identical nearly flat, Distinct growing with the bytes of its adapters, the others between. On a CPU the
+small difference of two large times is uncertain. Timed: y = x W, alone and followed by y += x A^T B^T as a layer calls
+it, at h1 = 4096, h2 = 11008, rank 16, all popularities of a batch interleaved; the added latency is the difference of
+neighbouring samples. On a GPU both are one CUDA graph, the shrink beside the product. Cost at scale=laptop: about 25
+seconds on two cores, 1 GB.
 """
 
 from __future__ import annotations
@@ -60,9 +51,7 @@ class AddedLatency(OperatorExperiment):
 
 
 def checked_calls(batches: Sequence[Problem], weights: torch.Tensor, with_lora: bool) -> list[Call]:
-    """Prepare y = x W of every batch and, `with_lora`, a layer's LoRA behind it, on a second stream on a GPU;
-    `CheckFailed` when the first is wrong.
-    """
+    """Prepare y = x W of every batch and, `with_lora`, a layer's LoRA behind it; `CheckFailed` if one is wrong."""
     import torch
 
     from experiments.benches import operators

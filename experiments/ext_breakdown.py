@@ -145,9 +145,8 @@ def _readings(cfg: Config, point: Point, cases: dict[str, Case]) -> list[Reading
 
 
 def bytes_moved(model: ModelConf, rank: int, shape: StepShape, *, fp8_cache: bool = False) -> int:
-    """Return the bytes that a step must read: the weights without the embedding, keys and values of all cached tokens
-    of decoding requests, and each adapter once. Writes and activations are small beside them. `fp8_cache`: keys and
-    values have a byte each.
+    """Bytes that a step must read: weights without the embedding, cached keys and values (a byte each in an
+    `fp8_cache`), and each adapter once.
     """
     weights = model.backbone_parameters() - model.vocab_size * model.hidden_size
     cached = shape.decodes * shape.context * model.kv_elements()

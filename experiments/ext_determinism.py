@@ -1,23 +1,17 @@
 """Extension: the price of determinism. Needs a GPU: on a CPU there is one operator, and it is deterministic.
 
 Claims: SGMV without atomic adds gives the same bits in every run and is not slower than split-K with atomic adds, which
-needs a zero-fill; a form that also keeps a row's bits whatever else is in its batch costs more. Expected shape:
-`deterministic` lowest everywhere, `batch invariant` at or above it, bits that change between runs only for atomics that
-split K. Bits may depend on the batch for `deterministic` too, which chooses its kernel by shape.
-
-Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16, interleaved, every variant after a check against the reference:
+needs a zero-fill; keeping a row's bits whatever else is in its batch costs more. Timed: y += x A^T B^T at h1 = 4096, h2
+= 11008, rank 16, interleaved, after a check against the reference:
 
     deterministic            the library's operator: split-K partials added in ascending order, early launch (PDL)
     deterministic, no PDL    the same with plain launches
     batch invariant          `batch_invariant=True`: one kernel form and one split, whatever else is in the batch
-    atomics                  zero-fill, shrink by atomic adds, expand (`benches.atomics`), configured as ours; expand
-                             starts early, shrink cannot, behind the zero-fill. Its bits repeat where ours splits no K
-    atomics, finer split     the same with K split four times as often, what atomics are for: no partials to add up
+    atomics                  zero-fill, shrink by atomic adds (`benches.atomics`), expand, configured as ours
+    atomics, finer split     the same with K split four times as often, what atomics are for
 
-Beside it the share of outputs whose bits differ in any of `figure.runs` runs of one call, and between a row in its
-batch and alone. The largest differences are absolute, and in units in the last place.
-
-Cost at scale=laptop: minutes on a GPU, where kernels are compiled on first use; 4 GB. Nothing on a CPU.
+Beside it the share of outputs whose bits differ in any of `figure.runs` runs, and between a row in its batch and alone;
+the largest differences, also in units in the last place. Cost: minutes on a GPU, where kernels are compiled first.
 """
 
 from __future__ import annotations

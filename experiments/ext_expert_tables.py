@@ -1,13 +1,10 @@
-"""Extension: the LoRA of experts against the best public kernels. Needs a GPU.
-
-Batches of Mixtral-8x7B and Qwen3-30B-A3B (1 to 128 rows, 1 and 4 adapters, rank 16, bfloat16), through the wrapper at
-its defaults: w13 and w2 apart, added to their outputs and as a delta (outputs overwritten, as the fastest public kernel
-does), and the alignment of rows by adapter and expert, once per layer. Where the assignment is naive nothing is
-aligned, and there is no row. One CUDA graph per call, weights from HBM, median of replays. Results are checked against
-float32 references, deltas again after a replay. `paper_results/anchors.csv` has the public kernels' times, beside which
-`results/h200/operator_tables.md` shows ours.
-
-Cost: four minutes per pass on a GPU.
+"""Extension: the LoRA of experts against the best public kernels. Needs a GPU. Batches of Mixtral-8x7B and
+Qwen3-30B-A3B (1 to 128 rows, 1 and 4 adapters, rank 16, bfloat16), through the wrapper at its defaults: w13 and w2
+apart, added to their outputs and as a delta (outputs overwritten, as the fastest public kernel does), and the alignment
+of rows by adapter and expert, once per layer. Where the assignment is naive nothing is aligned, and there is no row.
+One CUDA graph per call, weights from HBM, median of replays. Results are checked against float32 references, deltas
+again after a replay. `paper_results/anchors.csv` has the public kernels' times, beside which
+`results/h200/operator_tables.md` shows ours. Cost: four minutes per pass on a GPU.
 """
 
 from __future__ import annotations

@@ -1,24 +1,16 @@
 """Extension: adapters in FP8, their savings and costs.
 
-A decode step of many adapters reads little else than their weights, so half the bytes should be about half the time.
-Claim: weight-only FP8 is faster than 16 bits where weights dominate (Distinct, large batches, more at rank 64 than at
-16), and no slower where one adapter serves all. The H200's rows miss the second part. The error is that of one rounding
-to 4 bits (e4m3) or 3 (e5m2) of each weight, averaged over a sum. On a CPU, which dequantises FP8 before it multiplies,
-FP8 saves memory and no time.
-
-Timed: y += x A^T B^T at h1 = 4096, h2 = 11008 through the wrapper that layers call, with true ranks; systems
+Claim: weight-only FP8 is faster than 16 bits where weights dominate (Distinct, large batches, high ranks), and no
+slower where one adapter serves all; the H200's rows miss the second part. On a CPU FP8 saves memory and no time. Timed:
+y += x A^T B^T at h1 = 4096, h2 = 11008 as layers call it, interleaved, after a check; systems
 
     SGMV       weights as wide as the activations
     FP8 e4m3   weights in float8_e4m3fn with scales per channel; activations as they are (weight-only)
     FP8 e5m2   the same in float8_e5m2
     FP8 w8a8   e4m3; x and the rank vector quantised per token, which is part of the time
 
-interleaved, every one after a check against the reference on the rounded weights. `error` is relative to the reference
-on the weights before they were rounded. Panel `quality`: logits of prompts of a random model, an adapter per request in
-FP8 against the same as wide as the model: `logit error` (relative), and how many greedy tokens change. Random logits
-are closer together than a trained model's, so that this is the pessimistic end.
-
-Cost at scale=laptop: about 45 seconds on two cores, 3 GB.
+`error` is relative to the reference on unrounded weights. Panel `quality`: `logit error` and changed greedy tokens of a
+random model, the pessimistic end. Cost at scale=laptop: about 45 seconds on two cores, 3 GB.
 """
 
 from __future__ import annotations

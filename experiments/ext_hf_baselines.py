@@ -1,18 +1,13 @@
 """Extension: a decode step of Hugging Face with PEFT, the baseline of Figure 11, in every way that it offers.
 
-The paper gives Transformers' throughput on an A100 of 2023, not what limits it. Claim: with one adapter a baseline that
-is given the best decodes about as fast as its weights are read; PEFT's mixed batches do not, since each layer loops
-over the adapters and the host launches every kernel. Expected shape on a GPU: `unmerged` waits for the host at any
-batch; graphs end that; `merged` saves the adapter's kernels; `mixed`, with a different adapter for every row, has more
-launches the more adapters there are. On a CPU nothing is launched, and merging alone is left.
+Claim: with one adapter a baseline that is given the best decodes about as fast as its weights are read; PEFT's mixed
+batches do not, since each layer loops over the adapters and the host launches every kernel. Measured: a decode step
+behind `figure.context` tokens, of one request and of a full batch; every way is compared with the reference's logits
+first.
 
-Measured: a decode step behind `figure.context` tokens, of one request and of a full batch, with the faster of both
-products (ours and torch's). Every way is compared with the reference's logits first.
-
-    launches_per_step, kernels_per_step: what the host gives the device, and what that runs, counted by the profiler.
-    device_time         time of a step in which the device ran a kernel or copy.
-    launch_time         the host's time for an empty kernel: a floor of a launch, which Python and PEFT add to
-    device_share, launch_share: device_time, and launches at launch_time each, over the step
+    launches_per_step, kernels_per_step   what the host gives the device, and what that runs, by the profiler
+    device_time, launch_time              time in which the device ran something; the host's time for an empty kernel
+    device_share, launch_share            both over the step
 
 Cost at scale=laptop: about 20 seconds on two cores, 2 GB; at scale=gpu three to five minutes per model, 27 and 45 GB.
 """

@@ -122,9 +122,7 @@ class LatencyUnderLoad(Experiment):
         return readings + (bound(readings) if point.panel == AT_BASELINE else [])
 
     def _capacity(self, cfg: Config, point: Point, system: str) -> float:
-        """Requests per second that `system` takes, from its row of the repeat of `point`; measured if time or other
-        settings left it out.
-        """
+        """Requests per second that `system` takes, from its row of `point`'s repeat; measured without one."""
         asked = replace(_point(cfg, CAPACITY, system, point.workload), repeat=point.repeat)
         known = row_on_disk(self, cfg, asked, "capacity")
         return self.measure(cfg, asked)[0].value if known is None else known.value
@@ -141,9 +139,7 @@ class LatencyUnderLoad(Experiment):
 
 
 def bound(readings: list[Reading]) -> list[Reading]:
-    """Return the bound on the p99 of the time to first token, and p99 over bound where there are requests enough for a
-    p99; nothing when no step decoded.
-    """
+    """The bound on the p99 of the first token, and p99 over it where there is one; nothing when no step decoded."""
     values = {reading.metric: reading.value for reading in readings}
     if not {"decode_step", "prefill_step"} <= set(values):
         return []

@@ -1,23 +1,18 @@
-"""Extension: the paper's popularity sweep carried to mixtures of experts, with adapters on the experts.
-
-A token meets k experts, and its adapter has weights of its own in each of them: rows that share an adapter share its
-weights only where they also share an expert. Claim: batching rows of different adapters still pays, because the experts
-themselves are read once. Expected shape: what LoRA adds to a layer grows with the (adapter, expert) pairs that the
-batch meets, so popularities are closer together than in a dense layer, closest where experts are many (Qwen3-30B-A3B:
-128, 8 of them per token); with 8 experts (Mixtral 8x7B) Identical stays cheapest.
-
-Timed, all systems of a batch and popularity interleaved, after checks against the reference and against rows alone: the
-grouping of (token, expert) pairs by adapter and expert; both LoRA products of one layer, with that grouping where the
-wrapper asks for it; the layer of experts with and without LoRA, in turn over those of `layers` layers. Widths
-are those of the two models over `divisor`. Adapters have rank 16, and are in FP8 with `figure.fp8=float8_e4m3fn`.
-`figure.slots` repeats layers with so many slots, all of which hold adapters: latency follows the adapters of
-the batch, and is the same at all numbers of slots.
-
-The systems `engine` and `backbone engine` are a step of an engine of `engine_layers` layers, from `Engine.step` to the
-tokens. They have the adapters of the popularity, and none, and are timed by the host's clock alone.
-`conf/recording.yaml` has the commands of slots and of all of Qwen3-30B-A3B (61 GB of weights, 53 of adapters).
-
-Cost at scale=laptop: about 1.5 minutes on two cores, 1 GB.
+"""Extension: the paper's popularity sweep carried to mixtures of experts, with adapters on the experts. A token meets k
+experts, and its adapter has weights of its own in each of them: rows that share an adapter share its weights only where
+they also share an expert. Claim: batching rows of different adapters still pays, because the experts themselves are
+read once. Expected shape: what LoRA adds to a layer grows with the (adapter, expert) pairs that the batch meets, so
+popularities are closer together than in a dense layer, closest where experts are many (Qwen3-30B-A3B: 128, 8 of them
+per token); with 8 experts (Mixtral 8x7B) Identical stays cheapest. Timed, all systems of a batch and popularity
+interleaved, after checks against the reference and against rows alone: the grouping of (token, expert) pairs by adapter
+and expert; both LoRA products of one layer, with that grouping where the wrapper asks for it; the layer of experts with
+and without LoRA, in turn over those of `layers` layers. Widths are those of the two models over `divisor`. Adapters
+have rank 16, and are in FP8 with `figure.fp8=float8_e4m3fn`. `figure.slots` repeats layers with so many slots, all of
+which hold adapters: latency follows the adapters of the batch, and is the same at all numbers of slots. The systems
+`engine` and `backbone engine` are a step of an engine of `engine_layers` layers, from `Engine.step` to the tokens. They
+have the adapters of the popularity, and none, and are timed by the host's clock alone. `conf/recording.yaml` has the
+commands of slots and of all of Qwen3-30B-A3B (61 GB of weights, 53 of adapters). Cost at scale=laptop: about 1.5
+minutes on two cores, 1 GB.
 """
 
 from __future__ import annotations
@@ -102,8 +97,8 @@ class MixtureOfExperts(Experiment):
 
 
 def panel_of(model: str, fp8: str | None, slots: int | None = None) -> str:
-    """Name the panel of a model with adapters in slots of the format `fp8` (None: the model's dtype), in as many as the
-    others have (None) or in `slots` of them.
+    """Name the panel of a model with adapters in the format `fp8` (None: the model's), in `slots` of them (None:
+    usual).
     """
     parts = (model, fp8 and f"{fp8} adapters", slots and f"{slots} slots")
     return ", ".join(part for part in parts if part)

@@ -1,21 +1,15 @@
-"""Extension: the cost of padding, for adapters of several ranks in slots as wide as the largest.
+"""Extension: the cost of padding, for adapters of rank 8, 16, 32 and 64 in slots as wide as the largest.
 
-Adapters of rank 8, 16, 32 and 64 take turns in slots of width 64. Claim: SGMV that knows the true ranks costs about the
-mean of what its ranks cost alone; SGMV that does not reads zeros, and costs what rank 64 costs. Expected shape: where
-weights dominate (Distinct), padded over true rank approaches the ratio of the bytes, 64 / 30 = 2.1; where rows share
-adapters, launches dominate and padding is nearly free. On a CPU, true ranks also break the batched multiplication of
-equal adapters into one per adapter, so that many small adapters can lose more than they save.
-
-Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, after a check against the reference, interleaved; systems
+Claim: SGMV that knows the true ranks costs the mean of what its ranks cost alone; without, what rank 64 costs. Expected
+shape: where weights dominate (Distinct), the ratio of the bytes, 64 / 30 = 2.1; where rows share adapters, nearly none.
+Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, after a check, interleaved; systems
 
     true rank      the operator gets the table of ranks and reads each adapter at its own rank
     padded         the table says full width; the result is the same, since weights above the true rank are zero
-    uniform rank   all adapters have one rank, in slots of that width; the mean over ranks is the fair price of a mix
+    uniform rank   all adapters have one rank; the mean over ranks is the fair price of a mix
 
-One sample is a *round*: as many batches, on adapters of their own, as hold each rank equally often, over their number.
-Otherwise Identical would be timed with rank 8 alone. Rows also carry the bytes read, by arithmetic.
-
-Cost at scale=laptop: about half a minute on two cores, 1 GB.
+A sample is a *round*: as many batches, on adapters of their own, as hold each rank equally often, over their number.
+Bytes read are arithmetic. Cost at scale=laptop: about half a minute on two cores, 1 GB.
 """
 
 from __future__ import annotations

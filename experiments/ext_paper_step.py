@@ -1,19 +1,11 @@
 """Extension: the paper's step, one prompt and many decodes in one batch, by one launch for all of them.
 
-The paper's engine joins one prefill to all running decodes, so that an operator meets one long segment and many of one
-row; the paper times SGMV on decodes alone (Figures 7 to 9). Claim: one call for the whole step costs no more than the
-prompt and the decodes apart, at any length of the prompt. The long segment needs large tiles, the short ones small
-ones. Expected shape: SGMV at or below `apart`, nearest to it where one part dominates; a loop over adapters
-pays for 31 decodes whatever the prompt; on a GPU the floor of the bytes comes nearer as the prompt grows. On a CPU,
-where a call costs little beside its products, SGMV and `apart` are close together.
-
-Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16, 32 requests of 32 adapters, one of them a prompt; every system
-after a check against the reference, interleaved. `SGMV` is one call of a layer, `apart` one for the prompt, then one
-for the decodes: of the device's wrapper at its defaults, 64 slots, the table of true ranks. `Loop` has a product pair
-per adapter, `grouped_mm` is torch's. Rows also carry the bytes that must move, by arithmetic, and, where the bandwidth
-of the hardware is known (`conf/hardware/`), the time that they take.
-
-Cost at scale=laptop: about 10 seconds on two cores, 1.5 GB.
+Claim: one call for the whole step costs no more than the prompt and the decodes apart, at any length of the prompt.
+Expected shape: SGMV at or below `apart`; a loop over adapters pays for 31 decodes; on a GPU the floor of the bytes
+comes nearer as the prompt grows. Timed: y += x A^T B^T at h1 = 4096, h2 = 11008, rank 16, 32 requests of 32 adapters,
+interleaved, after a check. `SGMV` is one call of a layer, `apart` one for the prompt, then one for the decodes; `Loop`
+has a product pair per adapter, `grouped_mm` is torch's. Bytes are arithmetic, and their time where the bandwidth is
+known. Cost at scale=laptop: about 10 seconds on two cores, 1.5 GB.
 """
 
 from __future__ import annotations

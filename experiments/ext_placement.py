@@ -55,9 +55,8 @@ DRIFT_MOVES = 6
 
 
 class PlacementConf(FigureConf):
-    """`ranks` of the adapters under Zipf; `gpus` and whose `cost`, and whose `loads`; `adapters` of crowd and drift, of
-    which a host's memory has `host_adapters`; `seeds` of each simulation; `seconds` of the hour, around its
-    peak; requests `waiting` at once.
+    """`ranks` under Zipf; `gpus`, whose `cost` and `loads`; `adapters`, of which a host holds `host_adapters`; `seeds`;
+    `seconds` around the peak; requests `waiting` at once.
     """
 
     ranks: Counts
@@ -129,9 +128,7 @@ def served(paper: Path, point: Point, seed: int) -> list[Reading]:
 
 
 def load(paper: Path, point: Point, seed: int, seconds: float = DURATION_S, count: int | None = None) -> Trace:
-    """Draw the requests of a panel: of ``seconds`` in the middle of the hour, its peak, or the first ``count`` of them.
-    Crowd and drift stretch over all of them.
-    """
+    """The requests of a panel: of ``seconds`` around the hour's peak, or its first ``count``."""
     panel = _panel(point)
     ranks = tuple(point.settings["ranks"]) if panel in (MIXED, PADDED, CROWD, DRIFT) else (RANK,)
     hour = _hour(paper, DURATION_S, seed, point.workload, ranks)
@@ -173,8 +170,8 @@ def _run(point: Point, asked: Trace) -> SimulationResult:
 
 
 def while_full(first_token_s: NDArray[np.float64], tokens: NDArray[np.int64], places: int) -> float:
-    """Average tokens per second from the first token that fills the last of ``places`` until nothing waits, at the last
-    first token. With fewer than two requests per place the GPUs count as full from half of the first tokens on.
+    """Tokens per second from the first token that fills the last of ``places`` until nothing waits; with few requests,
+    from half of the first tokens on.
     """
     firsts = np.sort(first_token_s)
     start, end = int(firsts[min(places, len(firsts) // 2)]), int(firsts[-1])

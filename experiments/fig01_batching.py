@@ -1,16 +1,12 @@
-"""Figure 1: prefill and decode latency over the batch.
-
-Claim (section 3.2): batching hardly slows a decode step of short contexts (11 to 13 ms from batch 1 to 32), about
-twofold at 2048 tokens, because weights are read once for the whole batch; prefill takes time in proportion to it.
-Expected shape: nearly flat decode lines that fan out with the context, straight prefill lines.
-
-Timed: one batched invocation of the backbone without LoRA and without sampling: `prefill` computes `batch` prompts of
-the full length, `decode` one token of `batch` requests with that many cached tokens. Clock: the host's, a step at a
-time; a prefill longer than `scale.seconds_per_point` is timed once per pass. On a GPU steps replay CUDA graphs, as in
-the engine, but for prompts of more rows than its steps have. First, decoding through the paged cache is checked against
-computing the whole sequence at once.
-
-Cost at scale=laptop: about 1 minute on two cores, 3 GB; at scale=gpu a minute per model.
+"""Figure 1: prefill and decode latency over the batch. Claim (section 3.2): batching hardly slows a decode step of
+short contexts (11 to 13 ms from batch 1 to 32), about twofold at 2048 tokens, because weights are read once for the
+whole batch; prefill takes time in proportion to it. Expected shape: nearly flat decode lines that fan out with the
+context, straight prefill lines. Timed: one batched invocation of the backbone without LoRA and without sampling:
+`prefill` computes `batch` prompts of the full length, `decode` one token of `batch` requests with that many cached
+tokens. Clock: the host's, a step at a time; a prefill longer than `scale.seconds_per_point` is timed once per pass. On
+a GPU steps replay CUDA graphs, as in the engine, but for prompts of more rows than its steps have. First, decoding
+through the paged cache is checked against computing the whole sequence at once. Cost at scale=laptop: about 1 minute on
+two cores, 3 GB; at scale=gpu a minute per model.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Figure 7: one SGMV launch (expand, 16 -> 4096) on the roofline.
-
-Claim (section 7.1): with distinct adapters the arithmetic intensity does not depend on the batch, and FLOP/s rise with
-it through parallelism alone; with one adapter intensity and FLOP/s climb with the batch; Uniform and Skewed are
-between. Expected shape: Distinct moves straight up, Identical up and to the right.
-
-Timed: one expand launch, y += v B^T, after a check against the reference; the segment plan is built before, as once per
-step in a server. All popularities of a batch run interleaved. The roof is measured, and on a known GPU also its data
-sheet's. Intensity counts the bytes of the dtype that ran, and, for the paper's own scale, two.
-
-Cost at scale=laptop: about half a minute on two cores, 0.2 GB.
+"""Figure 7: one SGMV launch (expand, 16 -> 4096) on the roofline. Claim (section 7.1): with distinct adapters the
+arithmetic intensity does not depend on the batch, and FLOP/s rise with it through parallelism alone; with one adapter
+intensity and FLOP/s climb with the batch; Uniform and Skewed are between. Expected shape: Distinct moves straight up,
+Identical up and to the right. Timed: one expand launch, y += v B^T, after a check against the reference; the segment
+plan is built before, as once per step in a server. All popularities of a batch run interleaved. The roof is measured,
+and on a known GPU also its data sheet's. Intensity counts the bytes of the dtype that ran, and, for the paper's own
+scale, two. Cost at scale=laptop: about half a minute on two cores, 0.2 GB.
 """
 
 from __future__ import annotations

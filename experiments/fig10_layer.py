@@ -1,15 +1,11 @@
-"""Figure 10: one transformer layer with LoRA, a decode step of many adapters.
-
-Claim (section 7.1): the layer's latency is nearly the same whatever the popularity, and grows moderately from batch 1
-to 32 (by 72 % in the text, which fits length 2048; by 28 to 49 % at length 512, D02). Expected shape: four lines close
-together, Distinct slightly above, steeper at the longer context.
-
-Timed: one decoder layer (norms, seven projections with rank-16 adapters, paged attention, SwiGLU) on one row per
-request, all with the same context length; segment metadata is set before, as once per step in a server. On a GPU many
-calls make one CUDA graph over more weights than the caches hold. Every slot holds an adapter of its own. First, rows of
-the batch are checked against the same rows run alone, with and without their adapter.
-
-Cost at scale=laptop: about 1 minute on two cores, 2 GB; at scale=gpu 40 seconds per model.
+"""Figure 10: one transformer layer with LoRA, a decode step of many adapters. Claim (section 7.1): the layer's latency
+is nearly the same whatever the popularity, and grows moderately from batch 1 to 32 (by 72 % in the text, which fits
+length 2048; by 28 to 49 % at length 512, D02). Expected shape: four lines close together, Distinct slightly above,
+steeper at the longer context. Timed: one decoder layer (norms, seven projections with rank-16 adapters, paged
+attention, SwiGLU) on one row per request, all with the same context length; segment metadata is set before, as once per
+step in a server. On a GPU many calls make one CUDA graph over more weights than the caches hold. Every slot holds an
+adapter of its own. First, rows of the batch are checked against the same rows run alone, with and without their
+adapter. Cost at scale=laptop: about 1 minute on two cores, 2 GB; at scale=gpu 40 seconds per model.
 """
 
 from __future__ import annotations

@@ -1,28 +1,23 @@
-"""Figure 11: throughput of serving systems when requests ask for many adapters.
-
-Claim (section 7.2): Punica keeps its throughput whatever the popularity, and is 12 times faster than the best baseline
-where requests differ (Distinct): a baseline's batch holds one adapter and so, nearly always, one request.
-Expected shape: Punica flat; baselines low on Distinct, Uniform and Skewed, close to or above Punica on Identical.
-
-The stream is the paper's: the released generator with its seed, `scale.requests` requests that all wait from the start,
-lengths scaled to `scale.max_len`. Windows of it are timed (`experiments.systems.windows`), another draw in every pass,
-over a KV cache full of noise, in random order. `figure.whole_stream=true` serves the stream to its end and prints what
-windows predict beside it. `figure.lengths=stated` has the 101 generated tokens per request that the paper prints (D01),
-a tenth of the released generator's. Both have panels of their own, which no claim reads and no figure draws.
-
-Throughput counts prompt and new tokens (D13). `continuous_batching` and `static_batching` are our engine without LoRA,
-one adapter per batch: the policies of the paper's vLLM, and of its FasterTransformer and DeepSpeed, of which none was
-run. Hugging Face with PEFT was. All systems have the same matrix product (on a GPU, Hugging Face has the faster of ours
-and torch's). Switching adapters is charged to Punica and not to the baselines: `hf_peft` has its one adapter merged. On
-a GPU steps are CUDA graphs, captured before the clock, but for `hf_peft_mixed`, whose host launches every kernel
-(`ext_hf_baselines` counts them). `punica_last_admitted` has the released harness's index rule (D04), and no bar.
-
-Before timing, logits of a few requests of each workload are compared with Hugging Face's, and once for each system on
-our engine those of `figure.whole_requests` up to `figure.whole_tokens` (`systems.check`). Ratio rows follow, per draw:
-over the best baseline and PEFT's mixed batches, and across workloads.
-
-Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At scale=paper a command ends after 8 minutes, and the same
-command again continues (`conf/recording.yaml` has pieces); 7B and 13B need 75 and 120 GB.
+"""Figure 11: throughput of serving systems when requests ask for many adapters. Claim (section 7.2): Punica keeps its
+throughput whatever the popularity, and is 12 times faster than the best baseline where requests differ (Distinct): a
+baseline's batch holds one adapter and so, nearly always, one request. Expected shape: Punica flat; baselines low on
+Distinct, Uniform and Skewed, close to or above Punica on Identical. The stream is the paper's: the released generator
+with its seed, `scale.requests` requests that all wait from the start, lengths scaled to `scale.max_len`. Windows of it
+are timed (`experiments.systems.windows`), another draw in every pass, over a KV cache full of noise, in random order.
+`figure.whole_stream=true` serves the stream to its end and prints what windows predict beside it.
+`figure.lengths=stated` has the 101 generated tokens per request that the paper prints (D01), a tenth of the released
+generator's. Both have panels of their own, which no claim reads and no figure draws. Throughput counts prompt and new
+tokens (D13). `continuous_batching` and `static_batching` are our engine without LoRA, one adapter per batch: the
+policies of the paper's vLLM, and of its FasterTransformer and DeepSpeed, of which none was run. Hugging Face with PEFT
+was. All systems have the same matrix product (on a GPU, Hugging Face has the faster of ours and torch's). Switching
+adapters is charged to Punica and not to the baselines: `hf_peft` has its one adapter merged. On a GPU steps are CUDA
+graphs, captured before the clock, but for `hf_peft_mixed`, whose host launches every kernel (`ext_hf_baselines` counts
+them). `punica_last_admitted` has the released harness's index rule (D04), and no bar. Before timing, logits of a few
+requests of each workload are compared with Hugging Face's, and once for each system on our engine those of
+`figure.whole_requests` up to `figure.whole_tokens` (`systems.check`). Ratio rows follow, per draw: over the best
+baseline and PEFT's mixed batches, and across workloads. Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At
+scale=paper a command ends after 8 minutes, and the same command again continues (`conf/recording.yaml` has pieces); 7B
+and 13B need 75 and 120 GB.
 """
 
 from __future__ import annotations
@@ -159,9 +154,7 @@ class Fig11(Experiment):
     def rows_of(
         self, cfg: Config, point: Point, cells: Iterable[tuple[str, str]], metric: str = "throughput"
     ) -> dict[tuple[str, str], Row]:
-        """Read the rows of the repeat of `point` and today's code, by system and workload. `CheckFailed` when one of
-        `cells` is missing, because its check failed or for want of time.
-        """
+        """The rows of `point`'s repeat and today's code, by system and workload; `CheckFailed` if one is missing."""
         rank, rows = cast(int, point.rank), dict[tuple[str, str], Row]()
         for cell in cells:
             row = row_on_disk(self, cfg, replace(self.point(cfg, *cell, rank), repeat=point.repeat), metric)
@@ -207,9 +200,7 @@ def across_workloads(throughput: Mapping[tuple[str, str], float], disturbed: boo
 
 
 def check_sizes(cfg: Config) -> None:
-    """Raise `ConfigError` for a stream beyond the model's positions or the KV pool, and a whole stream
-    that is to be drawn.
-    """
+    """Raise `ConfigError` for a stream beyond the model or the KV pool, and a whole stream that is to be drawn."""
     scale, engine, figure = cfg.scale, cfg.engine, cast(TextgenConf, cfg.figure)
     if figure.whole_stream and cfg.draw:
         raise ConfigError("figure.whole_stream=true compares numbers and has nothing to draw: choose draw=false")

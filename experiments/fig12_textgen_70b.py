@@ -1,19 +1,15 @@
-"""Figure 12: text generation of a model that is cut over several GPUs (70B on 8 in the paper).
-
-Claim (section 7.2): with tensor parallelism Punica serves 70B at 441 to 446 token/s whatever the popularity, 20 times
-the backbone-only baseline where requests differ, and as fast as that where they share a model.
-Expected shape: as Figure 11's. But bytes allow less than the paper's flatness: of an adapter a rank reads 44 % at 8
-ranks, and Distinct at most 0.76 of backbone-only Identical. `punica_sharded` has fully sharded adapters, which the
-paper has not: less memory and fewer bytes, but two small collectives more per pair of layers.
-
-The stream, its windows and the check are those of `fig11_textgen`; every step is taken by `figure.tp_size` processes
-(NCCL between GPUs, gloo on a CPU). Tokens are checked on a model of the same widths with `figure.check_layers` layers.
-The model is the largest of Llama-2 that fits this machine's GPUs, on a CPU llama-tiny, which only shows that it works.
-
-Further rows: `collective_share` of a step, waits for other ranks included; `adapter_memory` of the slots on the fullest
-rank; on Distinct, ratios beside `bytes_ratio` (simulated: what the bytes of Punica's mean step allow).
-
-Cost at scale=laptop: about 35 s on two cores; on two H200s a repeat of 7B takes 90 s, and three of 70B seven minutes.
+"""Figure 12: text generation of a model that is cut over several GPUs (70B on 8 in the paper). Claim (section 7.2):
+with tensor parallelism Punica serves 70B at 441 to 446 token/s whatever the popularity, 20 times the backbone-only
+baseline where requests differ, and as fast as that where they share a model. Expected shape: as Figure 11's. But bytes
+allow less than the paper's flatness: of an adapter a rank reads 44 % at 8 ranks, and Distinct at most 0.76 of
+backbone-only Identical. `punica_sharded` has fully sharded adapters, which the paper has not: less memory and fewer
+bytes, but two small collectives more per pair of layers. The stream, its windows and the check are those of
+`fig11_textgen`; every step is taken by `figure.tp_size` processes (NCCL between GPUs, gloo on a CPU). Tokens are
+checked on a model of the same widths with `figure.check_layers` layers. The model is the largest of Llama-2 that fits
+this machine's GPUs, on a CPU llama-tiny, which only shows that it works. Further rows: `collective_share` of a step,
+waits for other ranks included; `adapter_memory` of the slots on the fullest rank; on Distinct, ratios beside
+`bytes_ratio` (simulated: what the bytes of Punica's mean step allow). Cost at scale=laptop: about 35 s on two cores; on
+two H200s a repeat of 7B takes 90 s, and three of 70B seven minutes.
 """
 
 from __future__ import annotations
@@ -115,10 +111,8 @@ def ratios(
 
 
 def adapter_share(model: ModelConf, tp_size: int, fully_sharded: bool) -> float:
-    """Part of an adapter's elements (seven projections, any LoRA rank) that one tensor-parallel rank reads.
-
-    Plain layers keep one factor whole on every rank: A of those cut by columns (q, k, v, gate, up), B of those cut by
-    rows (o, down). Fully sharded layers cut both.
+    """Part of an adapter's elements that one rank reads: plain layers keep one factor whole (A of layers cut by
+    columns, B of those by rows), fully sharded ones cut both.
     """
     hidden, inner = model.hidden_size, model.intermediate_size
     kv_b = 2 * (hidden // model.num_attention_heads * model.num_key_value_heads)
@@ -132,10 +126,8 @@ def adapter_share(model: ModelConf, tp_size: int, fully_sharded: bool) -> float:
 def bytes_ratio(
     model: ModelConf, rank: int, tp_size: int, fully_sharded: bool, requests: float, context: float
 ) -> float:
-    """Bytes of a backbone-only decode step over those with one adapter of `rank` per request, on one rank: the ratio of
-    throughputs, Distinct over backbone-only Identical, of memory-bound steps.
-
-    Read are the weights without the embedding, keys and values of `context` tokens of each request, and every adapter.
+    """Bytes of a backbone-only decode step over those with an adapter of `rank` per request, on one rank: what
+    memory-bound throughputs are to one another.
     """
     weights = (model.backbone_parameters() - model.vocab_size * model.hidden_size) / tp_size
     cached = requests * context * model.kv_elements() / min(tp_size, model.num_key_value_heads)

@@ -39,11 +39,8 @@ if TYPE_CHECKING:
 
 
 class ClusterConf(FigureConf):
-    """Figure 13: `gpus` of the simulated cluster, `seconds` of the hour, `requests` of the predicted Figure 11, `seeds`
-    of each simulation, `cost` of a step (`experiments.cluster.costs`).
-
-    On Ray: number of `runners` of `model`, seconds of the hour in one of ours (`speed_up`), longest prompt and output
-    (`max_len`). `rates` of streams, as shares of the hour's highest; whether to `kill` a runner in another hour.
+    """Figure 13: `gpus` and `seconds` simulated, `requests` of the predicted Figure 11, `seeds`, `cost` of a step. On
+    Ray: `runners` of `model`, `speed_up`, `max_len`; `rates` of streams as shares of the peak; whether to `kill` one.
     """
 
     gpus: Count
@@ -60,9 +57,7 @@ class ClusterConf(FigureConf):
 
 
 class Fig13(Experiment):
-    """One panel per world: a module with `points(cfg)` and `measure(cfg, point)`, as those of an experiment, whose
-    hours have the readings of `served.readings`.
-    """
+    """One panel per world: a module with `points(cfg)` and `measure(cfg, point)`; readings are `served.readings`."""
 
     # after the figures whose recorded rows it predicts
     name, figure, order, conf = "fig13_cluster", "13", 285, ClusterConf

@@ -1,13 +1,9 @@
-"""The README's figure of the Punica repository: the backbone's projection X@W, a loop over adapters, and SGMV.
-
-Claim: the backbone's projection is nearly free to batch, and adding LoRA by SGMV stays below it. A loop over adapters
-costs a fixed amount per adapter and soon exceeds it. Expected shape: X@W flat on a GPU, where it is bound by memory; on
-a CPU it grows once the batch makes it compute-bound.
-
-Timed: X@W at 4096 x 11008, Loop and SGMV, as a layer calls it, at rank 16 under Skewed popularity, interleaved, each
-after a check.
-
-Cost at scale=laptop: about half a minute on two cores, 0.5 GB.
+"""The README's figure of the Punica repository: the backbone's projection X@W, a loop over adapters, and SGMV. Claim:
+the backbone's projection is nearly free to batch, and adding LoRA by SGMV stays below it. A loop over adapters costs a
+fixed amount per adapter and soon exceeds it. Expected shape: X@W flat on a GPU, where it is bound by memory; on a CPU
+it grows once the batch makes it compute-bound. Timed: X@W at 4096 x 11008, Loop and SGMV, as a layer calls it, at rank
+16 under Skewed popularity, interleaved, each after a check. Cost at scale=laptop: about half a minute on two cores, 0.5
+GB.
 """
 
 from itertools import product

@@ -1,15 +1,10 @@
-"""Section 6: the norm in one kernel instead of one for each of its operations.
-
-Claim: fusing takes a norm from 110 to 4 us; shape and dtype are not given. The released code norms by the root mean
-square, `y = x / sqrt(mean(x^2) + eps) * weight`, and so do we, over hidden states [T, 4096]. Expected shape: unfused,
-the cost of its launches, whatever T is; fused, one launch; the ratio falls where T keeps the processor busy.
-
-`unfused` is a norm in plain tensor operations, as in Hugging Face's Llama. `fused` is our models': a Triton kernel on a
-GPU; on a CPU torch's own, the same operations in turn, so nothing is saved there. Both are timed by the host's clock,
-which counts launches, and on a GPU inside a CUDA graph, on hidden states in the caches, and checked against float64
-before.
-
-Cost at scale=laptop: a few seconds.
+"""Section 6: the norm in one kernel instead of one for each of its operations. Claim: fusing takes a norm from 110 to 4
+us; shape and dtype are not given. The released code norms by the root mean square, `y = x / sqrt(mean(x^2) + eps) *
+weight`, and so do we, over hidden states [T, 4096]. Expected shape: unfused, the cost of its launches, whatever T is;
+fused, one launch; the ratio falls where T keeps the processor busy. `unfused` is a norm in plain tensor operations, as
+in Hugging Face's Llama. `fused` is our models': a Triton kernel on a GPU; on a CPU torch's own, the same operations in
+turn, so nothing is saved there. Both are timed by the host's clock, which counts launches, and on a GPU inside a CUDA
+graph, on hidden states in the caches, and checked against float64 before. Cost at scale=laptop: a few seconds.
 """
 
 from collections.abc import Callable, Sequence

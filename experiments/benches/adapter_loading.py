@@ -1,7 +1,6 @@
-"""Loading of adapters into the spare slot of a model, alone or beside decode steps, for section 5.2.
-
-A `Loader` starts a load, asynchronously on a GPU; its handle waits for the adapter. A new one is a function under
-`LOADERS` and its name in `conf/figure/sec52_adapter_loading.yaml`.
+"""Loading of adapters into the spare slot of a model, alone or beside decode steps, for section 5.2. A `Loader` starts
+a load, asynchronously on a GPU; its handle waits for the adapter. A new one is a function under `LOADERS` and its name
+in `conf/figure/sec52_adapter_loading.yaml`.
 """
 
 import copy
@@ -51,12 +50,8 @@ class Decode:
 
 
 class Bench:
-    """`model` wrapped for adapters of `rank`, its last slot free, and `rotate_bytes` of adapters or more to load there,
-    so that none of them waits in a cache.
-
-    `layers`: decoder layers (None: all). `decode`: steps to run beside the loads; their adapters are in the other
-    slots. `fp8`: the format of slots in FP8 (None: they are as wide as the model). `CheckFailed` when an adapter, or a
-    slot, does not have the bytes that arithmetic says.
+    """`model` wrapped for adapters of `rank` (slots in the format `fp8`), its last slot free, `rotate_bytes` of
+    adapters or more to load there, and steps of `decode` beside; `CheckFailed` for other bytes than by arithmetic.
     """
 
     def __init__(
@@ -142,10 +137,7 @@ def _matrices(adapter: LoRAModel, name: str) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _decode_step(manager: LoRAModelManager, llama: LlamaForCausalLM, decode: Decode) -> Callable[[], torch.Tensor]:
-    """Return a decode step as the engine runs it: the step's segments, then the model, on a GPU as a CUDA graph.
-
-    Checked to depend on the adapters.
-    """
+    """Return a decode step as the engine runs it, on a GPU as a graph; checked to depend on the adapters."""
     invocation = Invocation(llama, step_tokens(decode.rows, decode.seq_len))
     run = partial(invocation.forward, *invocation.begin(spans(decode.rows, 1, decode.seq_len)))
     own = [int(slot) for slot in popularity(decode.workload).slots(decode.rows)]  # adapter i lies in slot i - 1
@@ -161,9 +153,7 @@ def _decode_step(manager: LoRAModelManager, llama: LlamaForCausalLM, decode: Dec
 
 @dataclass(frozen=True)
 class Loader:
-    """`start(i)` begins to load the i-th adapter of the rotation (any i >= 0); `check(i)` raises `CheckFailed` unless
-    the destination holds it once the device is idle.
-    """
+    """`start(i)` begins to load adapter i; `check(i)`: `CheckFailed` unless its destination holds it."""
 
     start: Callable[[int], CopyHandle]
     check: Callable[[int], None]
@@ -235,9 +225,7 @@ def _link(bench: Bench) -> Loader:
 
 
 def check_loader(bench: Bench, name: str, loader: Loader) -> None:
-    """Raise `CheckFailed` unless one load into a poisoned slot, beside a step if there are steps, leaves the adapter
-    there and the step as it was.
-    """
+    """Raise `CheckFailed` unless a load into a poisoned slot, beside a step too, leaves all else as it was."""
     expected = bench.step().clone() if bench.step else None
     bench.poison()
     handle = loader.start(1)
@@ -252,11 +240,8 @@ def check_loader(bench: Bench, name: str, loader: Loader) -> None:
 
 @dataclass
 class Measured:
-    """Seconds of one loader, raw samples in measuring order; what was not measured is empty.
-
-    `load` is from the call until the adapter is there, `host` until the call returned, `device` as `load` by the
-    device's events. `step` is from the call until the end of the step that follows it, `step_alone` the same step with
-    no load before it.
+    """Seconds of one loader, in measuring order: `load` until the adapter is there, `host` until the call returned,
+    `device` by events; `step` until the end of the step behind it, `step_alone` without a load.
     """
 
     load: list[float]

@@ -1,10 +1,7 @@
-"""Shrink by atomic additions: the alternative to the partials of `punica.ops.triton_ops`, to measure what determinism
-costs; and the systems of `ext_determinism`.
+"""Shrink by atomic additions, to measure what determinism costs; the systems of `ext_determinism`. Imports Triton.
 
-K is split among programs and each adds its part into one float32 buffer, which must be zeroed first: one more kernel,
-and the order of the additions, so the last bits, change from run to run. Everything else (row gather, one row per
-program or tiles of one segment, launches that start early) is as in the deterministic kernels, so that only this choice
-is compared. Importing this module imports Triton.
+Programs add parts of K into one zeroed float32 buffer, so that the last bits change from run to run. All else is as in
+the deterministic kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,11 +98,8 @@ def prepare_lora_atomics(
     *,
     overlap: bool,
 ) -> Callable[..., None]:  # fmt: skip
-    """``call(y, x, a, b)``: y += (x A^T) B^T by zeroing, an atomic shrink and the deterministic expand.
-
-    The arguments given here fix shapes (x [T, K] and the weights contiguous, y [T, W]); ``meta_args`` are those of
-    `LoRAKernelMeta`, ``shrink`` and ``expand`` are schedules. ``overlap``: expand
-    starts before shrink has ended. The result's last bits differ from run to run.
+    """``call(y, x, a, b)``: y += (x A^T) B^T by zeroing, an atomic shrink and the deterministic expand, of fixed
+    shapes; ``shrink``, ``expand``: schedules; ``overlap``: expand starts early.
     """
     a, b_form = Stack.of_a(lora_a_weights).form.stored, Stack.of_b(lora_b_weights).form
     *meta, flag, count = meta_args

@@ -1,6 +1,5 @@
-"""Steps of an engine of a chosen shape: decoding requests, their context, a prompt or none, adapters.
-
-`EngineSteps` is an engine with full slots, whose cache holds noise, so that a step at any context can start at once.
+"""Steps of an engine of a chosen shape: decoding requests, their context, a prompt or none, adapters. `EngineSteps` is
+an engine with full slots, whose cache holds noise, so that a step at any context can start at once.
 """
 
 import itertools
@@ -35,9 +34,7 @@ def fewest_turns(in_a_row: int, protocol: Protocol) -> int:
 
 
 def turns(cases: int, in_a_row: int, protocol: Protocol) -> Iterator[int]:
-    """Yield turns in which each of `cases` takes `in_a_row` steps: the protocol's fewest repeats, and as many more as
-    begin within its seconds per case.
-    """
+    """Yield turns in which each of `cases` takes `in_a_row` steps: the fewest repeats, and more within the seconds."""
     started = time.perf_counter()
     for turn in range(max(fewest_turns(in_a_row, protocol), protocol.repeats // in_a_row)):
         if protocol.enough(turn * in_a_row, (time.perf_counter() - started) / cases):
@@ -47,8 +44,8 @@ def turns(cases: int, in_a_row: int, protocol: Protocol) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class StepShape:
-    """`decodes` requests with `context` cached tokens each, the one computed now included, and one that joins with a
-    prompt of `prompt` tokens (0: none). `adapters`: of each request, the prompt's first; 0 for none.
+    """`decodes` requests of `context` tokens, this one included; a prompt of `prompt` (0: none); its adapter comes
+    first.
     """
 
     decodes: int
@@ -67,9 +64,7 @@ class StepShape:
 
 
 class TimedStep(NamedTuple):
-    """Seconds of a step by the host's clock, or since the one before ended if the device began it then; statistics; and
-    the tokens it gave.
-    """
+    """Seconds of a step, since the one before ended where the device began it then; statistics; tokens."""
 
     seconds: float
     statistics: StepStatistics
@@ -84,9 +79,8 @@ def lora_manager(engine: Engine) -> LoRAModelManager:
 
 
 class EngineSteps:
-    """An engine for `model` with `batch_size` adapters of `rank` in its slots (ids 1 to `batch_size`, copies of the one
-    that `make_adapter` makes for the engine's manager: speed does not depend on their values), for requests of up to
-    `longest` tokens. `switches`: other fields of the `EngineConfig`; `lora`: of the `LoRAConfig`.
+    """An engine with `batch_size` adapters of `rank` in its slots (copies of one), for requests of up to `longest`
+    tokens. `switches`: further fields of the `EngineConfig`; `lora`: of the `LoRAConfig`.
     """
 
     def __init__(
@@ -127,9 +121,7 @@ class EngineSteps:
             put(self.engine, self._request(cached, adapter), 1)
 
     def steps_each(self, shape: StepShape) -> int:
-        """Steps of the engine for one of `shape`: an engine that works ahead launches a step with a prompt and decodes
-        beside a decode step, which was itself launched before the prompt arrived.
-        """
+        """Steps of the engine for one of `shape`: one that works ahead launches a prompt beside the step before."""
         return 3 if shape.prompt and shape.decodes and self.engine.runner.works_ahead else 1
 
     def settle(self, shape: StepShape) -> None:

@@ -43,10 +43,7 @@ IN_A_ROW = 4
 
 
 def model_config(name: str, layers: int, divisor: int) -> Any:
-    """The Hugging Face config of `name` with `layers` layers, its widths, heads and vocabulary over `divisor`.
-
-    ValueError for a name that is not in `MODELS`.
-    """
+    """The Hugging Face config of `name` with `layers` layers, its widths over `divisor`; ValueError for others."""
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
     kind, widths, rest = MODELS[name]
@@ -88,9 +85,7 @@ def _fill_slots(layer: FusedMoEWithLoRA, first: int) -> None:
 
 
 def _random_experts(manager: LoRAModelManager, rank: int) -> LoRAModel:
-    """Adapter 1, for the experts of every layer: A ~ N(0, 1/in), B ~ N(0, 1/rank) of w1, w2 and w3 of every expert, in
-    host memory.
-    """
+    """Adapter 1 for the experts of every layer: A ~ N(0, 1/in), B ~ N(0, 1/rank), in host memory."""
     loras: dict[str, Any] = {}
     for name, layer in manager.modules.items():
         experts = cast(FusedMoEWithLoRA, layer)
@@ -106,10 +101,8 @@ def _random_experts(manager: LoRAModelManager, rank: int) -> LoRAModel:
 
 
 class MoEBench:
-    """A model with adapters on all experts in `slots` slots, all filled, and a cache for its largest batch. Rows may
-    use as many of them as that batch has rows. Every slot holds a copy of one random adapter, at its own address: speed
-    does not depend on values. Metadata is set once per step, outside the timing, except the grouping by expert, which
-    follows the router and so belongs to every layer.
+    """A model with adapters on all experts in `slots` slots, all filled with copies of one at addresses of their own.
+    Metadata is set outside the timing, except the grouping by expert, which follows the router.
     """
 
     def __init__(self, sizes: MoESizes, slots: int, device: str) -> None:
@@ -129,9 +122,8 @@ class MoEBench:
             _fill_slots(layer, registered)
 
     def checked_calls(self, slots: Sequence[int]) -> dict[str, list[Call]]:
-        """System -> calls on one row per entry of `slots`; one per layer, where a layer is timed.
-
-        Raises `CheckFailed` where LoRA differs from the reference, or a row from the same row alone.
+        """System -> calls, one per layer where a layer is timed; checked against the reference, and rows against rows
+        alone.
         """
         rows, first = len(slots), self.layers[0]
         self._begin([slot + 1 for slot in slots])
@@ -228,10 +220,7 @@ def engine_of(sizes: MoESizes, device: str) -> EngineSteps:
 def decode_seconds(
     engine: EngineSteps, adapters: Mapping[str, tuple[int, ...]], context: int, protocol: Protocol
 ) -> dict[str, list[float]]:
-    """Time decode steps of requests with `adapters` of each system, which take turns, by the host's clock, in seconds.
-
-    `CheckFailed` where adapters change no token, or the engine makes another step.
-    """
+    """Seconds of decode steps by system, in turns, by the host; `CheckFailed` where adapters change no token."""
     shapes = {name: StepShape(len(ids), context, 0, ids) for name, ids in adapters.items()}
     check_adapters_matter(engine, list(shapes.values()))
     found: dict[str, list[float]] = {name: [] for name in shapes}

@@ -1,8 +1,4 @@
-"""Inputs for timing the LoRA of experts on a GPU: rotating sets, so that weights come from HBM, as in `operator_sets`.
-
-A set has its own routing and activations, and one of several stacks of weights. All sets together read more bytes than
-a cache has; sets share stacks where one call reads little of a stack.
-"""
+"""Inputs for timing the LoRA of experts: rotating sets, which together exceed the caches, as in `operator_sets`."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,10 +28,7 @@ class MoELayer(NamedTuple):
 
 
 class ExpertSets:
-    """Both LoRA products of one layer for `tokens` rows, row t with adapter ``t % adapters`` of `adapters`.
-
-    Where the assignment is naive no alignment is launched, nor is it among `columns`.
-    """
+    """Both LoRA products of a layer for `tokens` rows, row t with adapter ``t % adapters``; none aligned if naive."""
 
     def __init__(
         self, layer: MoELayer, tokens: int, adapters: int, rank: int, device: str = "cuda",

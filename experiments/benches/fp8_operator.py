@@ -60,10 +60,7 @@ def quantised(problem: Problem, fp8: torch.dtype) -> Quantised:
 
 
 def checked_calls(batches: Sequence[Problem], system: str) -> tuple[list[Call], float]:
-    """The calls of `system` on `batches`, the first of them checked, and its error relative to unrounded weights.
-
-    Raises `CheckFailed` when the first differs from the reference on the weights that the system holds.
-    """
+    """The calls of `system`, the first checked against the reference, and its error relative to unrounded weights."""
     calls, first, fp8 = [_call(batch, system) for batch in batches], batches[0], FORMATS[system]
     first.y.zero_()
     calls[0]()
@@ -88,9 +85,7 @@ def _call(problem: Problem, system: str) -> Call:
 
 
 def model_errors(cfg: Config, systems: Sequence[str], requests: int, prompt: int, rank: int) -> list[list[Reading]]:
-    """Read, per system: relative error of the logits of `requests` prompts, share of tokens whose greedy choice
-    changes, both against adapters in the model's dtype, and bytes of a slot.
-    """
+    """Per system: relative error of logits, share of changed greedy tokens, and bytes of a slot."""
     wide, _ = _logits(cfg, None, requests, prompt, rank)
     found = []
     for system in systems:

@@ -1,8 +1,4 @@
-"""One decoder layer with LoRA in a decode step, for Figure 10.
-
-All seven projections carry adapters, every slot its own copy of the weights. Metadata (which row uses which slot)
-is set once per step, outside the timing, as a server does once for all layers.
-"""
+"""One decoder layer with LoRA in a decode step, for Figure 10. Metadata is set outside the timing, as once per step."""
 
 import torch
 
@@ -39,9 +35,8 @@ class LayerBench:
         return x.to(self.dtype).to(self.invocation.device)
 
     def begin(self, adapter_ids: list[int], kv_length: int, first_row: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Set the metadata and the layout of a decode step; cos and sin of its positions.
-
-        `adapter_ids`: one per row, 0 for none. Row i reads the blocks of request `first_row + i`.
+        """Begin a decode step: `adapter_ids` one per row, 0 for none; row i reads the blocks of request `first_row +
+        i`.
         """
         requests = spans(first_row + len(adapter_ids), 1, kv_length)[first_row:]
         layout = [span._replace(start=row) for row, span in enumerate(requests)]
@@ -51,9 +46,7 @@ class LayerBench:
         return cos, sin
 
     def run(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Run the layer as the model does: attention is added to the residual stream `x [T, hidden]` in place, and the
-        MLP's output is returned, for the next layer to add.
-        """
+        """Run the layer: attention is added to `x [T, hidden]` in place, the MLP's output is returned."""
         return self.layer(x, None, cos, sin, self.invocation.attention)
 
     def output(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

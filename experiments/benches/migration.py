@@ -1,7 +1,5 @@
-"""Migration of a running request to another engine, for `sec53_migration`.
-
-A copy gathers the request's blocks of keys and values into contiguous memory, crosses the link in one piece, and is
-scattered into blocks of the other engine. Recomputation is one prefill of prompt and generated tokens.
+"""Migration of a running request, for `sec53_migration`: its blocks are gathered, sent in one piece and scattered; or
+prompt and generated tokens are computed again by one prefill.
 """
 
 import itertools
@@ -29,9 +27,7 @@ CHECKED = 19
 
 
 class Blocks:
-    """One request's place in a cache: blocks `table` of each of `parts` (keys of all layers, then values), which are
-    `[blocks, elements of a block]`.
-    """
+    """One request's place in a cache: blocks `table` of each of `parts` (keys of all layers, then values)."""
 
     def __init__(self, parts: Sequence[Tensor], table: Sequence[int]) -> None:
         self._parts, self.device = parts, parts[0].device
@@ -89,9 +85,7 @@ class Moves:
 
 
 class Migration:
-    """An engine for requests of up to `longest` tokens with `batch_size` slots and adapters of `rank`, and room for
-    what is copied out of its cache.
-    """
+    """An engine with `batch_size` slots and adapters of `rank`, and room for what is copied out of its cache."""
 
     def __init__(self, model: ModelConf, rank: int, batch_size: int, longest: int, device: str) -> None:
         self.steps = EngineSteps.of_llama(model, rank, batch_size, longest, device)
@@ -101,9 +95,8 @@ class Migration:
         check_recomputed(self.steps.engine)
 
     def measured(self, context: int, systems: Sequence[str], protocol: Protocol) -> Moves:
-        """Time every one of `systems` for a request of `context` tokens, and decode steps beside them, in turns.
-
-        `CheckFailed` when a copy does not arrive as it left.
+        """Time each of `systems` for a request of `context` tokens, and decode steps, in turns; `CheckFailed` for a bad
+        copy.
         """
         routes = {name: self.route(name, context) for name in systems if name != RECOMPUTE}
         for name, route in routes.items():
@@ -175,9 +168,7 @@ def check_moved(route: Route, name: str) -> None:
 
 
 def check_recomputed(engine: Engine) -> None:
-    """Raise `CheckFailed` unless a prefill of prompt and generated tokens gives the keys and values of prefill and
-    decode.
-    """
+    """Raise `CheckFailed` unless a prefill of all tokens gives the keys and values of prefill and decode."""
     first = Request("stays", [(5 * place + 3) % engine.vocab_size for place in range(CHECKED // 2)], CHECKED, _ADAPTER)
     state = engine.add_request(first)
     while state.num_tokens <= CHECKED:  # the last token has no keys and values yet

@@ -1,8 +1,5 @@
-"""Single model invocations at a chosen batch and context, for Figures 1 and 10.
-
-`Invocation` lays rows out as the engine does (`punica.scheduling.layout`) but without requests: row i of a decode step
-attends to `seq_len` cached tokens in blocks of its own, and a prefill computes whole prompts. The cache holds noise.
-The layout is made outside the timing. On a GPU a step is what the engine makes of it: a CUDA graph.
+"""Single invocations of a model at a chosen batch and context, for Figures 1 and 10, laid out as the engine does but
+without requests, over a cache of noise. On a GPU a step is a CUDA graph, as the engine's.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,10 +46,7 @@ def random_llama(model: ModelConf, device: str, layers: int | None = None) -> Ll
 
 
 class CapturedRun:
-    """A function as a CUDA graph, which the host replays; `function` is kept because it owns what the graph reads.
-
-    It runs once before the capture, as it will in the graph, so that every kernel is compiled and loaded.
-    """
+    """A function as a CUDA graph, run once before the capture; `function` owns what the graph reads."""
 
     def __init__(self, function: Callable[[], torch.Tensor]) -> None:
         self.function, self.graph = function, torch.cuda.CUDAGraph()
@@ -89,11 +83,8 @@ class Invocation:
 
     @torch.inference_mode()  # else inputs made in it could not be refilled
     def decode_step(self, batch_size: int, kv_length: int) -> Callable[[], torch.Tensor]:
-        """Begin a decode step of `batch_size` requests with `kv_length` cached tokens each; return the call that runs
-        it and returns hidden states `[T, hidden]`.
-
-        On a GPU it replays a graph, captured once per batch size, whose buffers are refilled as in the engine: only the
-        call of the step begun last is valid.
+        """Begin a step of `batch_size` requests with `kv_length` cached tokens; return its call, which gives `[T,
+        hidden]`; only that of the step begun last is valid.
         """
         layout = spans(batch_size, 1, kv_length)
         if self.device.type != "cuda":
@@ -110,9 +101,7 @@ class Invocation:
         return captured
 
     def prefill_step(self, batch_size: int, length: int) -> Callable[[], torch.Tensor]:
-        """Begin the computation of `batch_size` prompts of `length` tokens, as `decode_step`: up to
-        `MOST_CAPTURED_ROWS` rows it is a graph on a GPU.
-        """
+        """Begin `batch_size` prompts of `length` tokens; up to `MOST_CAPTURED_ROWS` rows it is a graph on a GPU."""
         step = partial(self.forward, *self.begin(spans(batch_size, length, length)))
         if self.device.type != "cuda" or batch_size * length > MOST_CAPTURED_ROWS:
             return step
@@ -152,10 +141,7 @@ def step_tokens(batch_size: int, kv_length: int) -> int:
 
 @torch.inference_mode()
 def check_decode(invocation: Invocation) -> None:
-    """Raise `CheckFailed` unless, for two requests, a prefill of 19 tokens and a decode step equal one prefill of 20.
-
-    `prefill_step` and `decode_step`, run with another context before, must equal eager launches.
-    """
+    """Raise `CheckFailed` unless prefill and decode equal one prefill, and steps run before leave no trace."""
     length, tolerance = 20, TOLERANCE[invocation.cache.keys[0].dtype]
 
     def check(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -180,10 +166,7 @@ def check_decode(invocation: Invocation) -> None:
 def check_rows(
     together: torch.Tensor, of_row: Callable[[int], tuple[torch.Tensor, torch.Tensor]], tolerance: float
 ) -> None:
-    """Raise `CheckFailed` unless the first and the last row equal the same row alone, and not without its adapter.
-
-    `of_row`: both outputs `[1, width]` of a row on its own, with and without its adapter.
-    """
+    """Raise `CheckFailed` unless the first and last row equal the row alone, and not without its adapter."""
     for row in {0, len(together) - 1}:
         alone, plain = of_row(row)
         error = difference(together[row : row + 1], alone)

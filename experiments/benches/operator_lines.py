@@ -1,7 +1,4 @@
-"""Lines of the operator tables: operators, their bytes, and the times of public kernels. Imports no torch.
-
-A line whose operator was timed for `paper_results/` names its rows there (`Line.anchor`).
-"""
+"""Lines of the operator tables: operators, their bytes, and times of public kernels (`Line.anchor`). No torch."""
 
 import csv
 from collections.abc import Callable

@@ -1,8 +1,5 @@
-"""Inputs and clock of the LoRA operator on a GPU, for the operator tables.
-
-Weights must come from HBM, as in a server, where a whole model runs between two uses of a layer's adapters. The calls
-of one CUDA graph therefore rotate through *sets* (x, y, A, B) of more bytes than any cache has. The time of a call is
-that of a replay over its number of calls.
+"""Inputs and clock of the LoRA operator for the operator tables: one graph rotates through *sets* (x, y, A, B) of more
+bytes than any cache has, so that weights come from HBM.
 """
 
 import statistics
@@ -23,10 +20,8 @@ Call = Callable[[int], object]
 
 
 class OperatorSets:
-    """Rotating inputs of one operator: ``x[i]``, ``y[i]``, ``a[i]``, ``b[i]`` (tuples over slices) are set i.
-
-    ``stacked_a[i]``, ``stacked_b[i]`` are a layer's stacks: the adapters of set i in the first slots, those of other
-    sets in the rest, B rank after rank. ``stacked_ranks`` int32 ``[slices, slots]``: true ranks, 0 in the rest.
+    """Rotating inputs of one operator, set i in ``x[i]``, ``y[i]``, ``a[i]``, ``b[i]``; ``stacked_*``: a layer's
+    stacks, the adapters of set i in the first slots, B rank after rank, and true ranks, 0 in the rest.
     """
 
     def __init__(
@@ -95,9 +90,7 @@ class OperatorSets:
         return max(errors)
 
     def time_graph(self, call: Call, *, calls: int = 200, replays: int = 9) -> tuple[float, float]:
-        """Time a graph of at least `calls` calls: median microseconds per call, and the relative error after one replay
-        from y = 0, which calls that overlap wrongly would raise.
-        """
+        """Median microseconds per call of a graph of `calls` calls or more, and the error after a replay from y = 0."""
         graph, rounds = captured(call, self.count, calls)
         self.y.zero_()
         graph.replay()

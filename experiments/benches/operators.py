@@ -1,12 +1,8 @@
 """The LoRA operators of Figures 7 to 9, README and the studies, checked and timed on either device.
 
-A `Problem` is one batch: x [T, h1], slots [T], weights A [L, r, h1] and B [L, h2, r] of all resident adapters, and
-y [T, h2]. An operator adds `x A^T B^T` of each row's adapter into y. SGMV is what a layer calls, `add_linear` of a
-wrapper with a server's slots, on B as layers store it, rank after rank; the baselines take B as adapter files do, row
-after row. The work of a server per step (segment plan, kernel metadata) is prepared outside the timing.
-
-On a CPU the timer empties the caches between calls, and one problem is enough. Under `cuda_graph` there are as many
-`problems`, each with its own x, y and adapters, as exceed the caches.
+A `Problem` is one batch: x [T, h1], slots [T], A [L, r, h1] and B [L, h2, r] of all resident adapters, y [T, h2]. SGMV
+is what a layer calls, on B rank after rank; baselines take B row after row. Work of a server per step is outside the
+timing. Under `cuda_graph` there are as many problems as exceed the caches.
 """
 
 from __future__ import annotations
@@ -111,10 +107,8 @@ def begun(
     make: Callable[..., PunicaWrapperBase], slots_of_rows: Sequence[int], max_loras: int, rank: int,
     device: torch.device | str, **switches: Any,
 ) -> PunicaWrapperBase:  # fmt: skip
-    """Build a wrapper for `max_loras` slots of width `rank` by `make`, and begin a step: row t uses slot
-    `slots_of_rows[t]`. `switches`: fields of `LoRAConfig`.
-
-    A prompt is a run of rows with one slot to the operator, so that every step is described as decodes.
+    """Begin a step of a wrapper by `make` with `max_loras` slots of width `rank`, row t in slot `slots_of_rows[t]`;
+    `switches`: fields of `LoRAConfig`. A prompt is a run of rows with one slot.
     """
     config = LoRAConfig(max_lora_rank=rank, max_loras=max_loras, **switches)
     wrapper = make(max(MAX_ROWS, len(slots_of_rows)), max_loras, device, lora_config=config)
@@ -124,9 +118,7 @@ def begun(
 
 
 def step_of(batch: Problem) -> PunicaWrapperBase:
-    """Return the wrapper of `batch`, at its defaults, whose step has begun. Batches whose rows use the same slots share
-    it, as layers do.
-    """
+    """The wrapper of `batch` whose step has begun; batches whose rows use the same slots share it, as layers do."""
     return _step(tuple(batch.slots.tolist()), *batch.a.shape[:2], batch.x.device)
 
 
@@ -244,9 +236,7 @@ def grouped_product() -> Callable[..., torch.Tensor] | None:
 
 @cache
 def grouped_mm_available(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """Check by one product that this torch multiplies groups of ``dtype`` matrices on ``device``: which ones are served
-    changed with nearly every release.
-    """
+    """Check by one product that this torch multiplies groups of ``dtype`` matrices on ``device``."""
     product = grouped_product()
     if product is None:
         return False
@@ -290,10 +280,8 @@ def problems(cfg: Config, workload: str, batch_size: int, rank: int) -> list[Pro
 def setup_operator(
     cfg: Config, sizes: Sequence[int], rank: int, count: int, ranks: Sequence[int] = ()
 ) -> list[Problem]:
-    """Make `count` batches of `sizes` rows per adapter, each on its own x, y and adapters, in slots of width `rank`.
-
-    `ranks`: true ranks of the adapters, in turns, above which their weights are 0; empty: `rank`. A batch sees as many
-    slots as are resident on a server, since kernels search all slots they see.
+    """Make `count` batches of `sizes` rows per adapter, each on its own x, y and adapters. `ranks`: true ones, in
+    turns, above which weights are 0. A batch sees as many slots as a server has.
     """
     figure: Any = cfg.figure
     device, rows, used = cfg.hardware.device, sum(sizes), count * len(sizes)
@@ -333,10 +321,7 @@ def flush_bytes(cfg: Config) -> int:
 
 
 def prepare_checked(batches: Sequence[Problem], name: str) -> list[Call]:
-    """The calls of operator `name` on `batches`, the first of them checked against the reference.
-
-    Raises `CheckFailed` with the operator, its error and the tolerance when the result is wrong.
-    """
+    """The calls of operator `name` on `batches`, the first checked against the reference (`CheckFailed`)."""
     batches[0].y.zero_()
     return checked(name, [OPERATORS.get(name)(batch) for batch in batches])
 

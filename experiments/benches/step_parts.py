@@ -1,9 +1,7 @@
-"""Parts of a step's time, and its launches, by a profile of a GPU. On a CPU: scheduling, metadata, and the rest.
+"""Parts of a step's time, and its launches, by a profile of a GPU; on a CPU scheduling, metadata, and the rest.
 
-Every instant belongs to one part: to the running kernel that started first, so that a kernel launched early
-counts from the end of its predecessor. A LoRA shrink on its own stream counts only while nothing else runs. In the
-launch of the base product it is part of that; its cost is the difference to the product without LoRA. Time without
-kernels is a gap, so that the parts add up to the time that was watched.
+Every instant belongs to the running kernel that started first; without kernels it is a gap, so that parts add up. A
+LoRA shrink counts only while nothing else runs; inside the launch of the base product it is part of that.
 """
 
 import itertools
@@ -63,10 +61,7 @@ def part_of(name: str) -> str:
 
 
 def parts_of(names: Sequence[str]) -> list[str]:
-    """The parts of kernels in the order in which they start.
-
-    Products, and what is unknown, between the last norm of a step and the choice of its tokens are the head's.
-    """
+    """The parts of kernels in order of start. What is unknown after a step's last norm is the head's."""
     parts = [part_of(name) for name in names]
     for place in [place for place, part in enumerate(parts) if part == HEAD]:
         for before in range(place - 1, -1, -1):
@@ -114,9 +109,7 @@ def watched_kernels(work: Callable[[], object]) -> list[Kernel]:
 
 
 def watched(work: Callable[[], object]) -> list[tuple[Kernel, bool]]:
-    """Profile what the current GPU runs during `work`, which must wait for it, and the host's calls of CUDA; the flag
-    is true of the former.
-    """
+    """Profile the GPU and the host's calls of CUDA during `work`, which waits for it; the flag is of the former."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         work()
@@ -138,9 +131,7 @@ EMPTY, ROUNDS = 500, 20
 
 @dataclass(frozen=True)
 class Launches:
-    """Counts of one step: launches (kernels, graphs and copies) by the host, kernels and copies that the device ran;
-    seconds in which the device ran any.
-    """
+    """Counts of one step: launches by the host; kernels and copies that the device ran; seconds in which it ran any."""
 
     launches: int
     kernels: int
@@ -177,9 +168,8 @@ def seconds_per_launch() -> float:
 
 @dataclass
 class Case:
-    """Seconds of one case. `steps`: timed ones, raw. `host`: what the host did for each of these, by phase: `schedule`,
-    `metadata`, only on a GPU `launch` and `ahead` (while the device computed). `watched`: steps that were taken apart,
-    on a CPU the same; `parts` of all of them together.
+    """Seconds of one case: `steps`, raw; `host` by phase (schedule, metadata, on a GPU launch and ahead); `watched`
+    steps, on a CPU the same, and `parts` of all of them.
     """
 
     steps: list[float] = field(default_factory=list)
@@ -235,10 +225,7 @@ def _time_on_cpu(bench: EngineSteps, count: int, case: Case) -> None:
 
 
 def _profile(bench: EngineSteps, count: int, case: Case, each: int) -> None:
-    """Profile `count` steps, for each of which the engine takes `each`.
-
-    Decode steps launched ahead cannot be timed one by one, so that all have the mean.
-    """
+    """Profile `count` steps of `each` engine steps; steps launched ahead all have the mean."""
     steps: list[TimedStep] = []
     watched_kernels(lambda: None)  # the first profile of a process takes a second
     bench.wait()

@@ -1,7 +1,5 @@
-"""Bounds of the claims, read from ``paper_results/claim_bounds.csv``.
-
-A bound may count only on the paper's class of hardware (column ``where``): a ratio of systems on a data-centre GPU with
-the paper's models, an absolute time on an A100 with them. Elsewhere the relation it belongs to cannot hold.
+"""Bounds of the claims, read from ``paper_results/claim_bounds.csv``. One may count only on the paper's class of
+hardware (column ``where``); elsewhere the relation it belongs to cannot hold.
 """
 
 import csv
@@ -117,10 +115,7 @@ def outcome_of(
     bounds: Sequence[Bound], quantities: Mapping[str, float], intervals: Mapping[str, Interval] | None = None,
     hardware: str = "", models: Sequence[str] = (),
 ) -> Outcome:  # fmt: skip
-    """Return the worst outcome of one test's bounds on a machine; MISSING without an applicable bound.
-
-    Values without an entry in ``intervals`` are taken as exact.
-    """
+    """The worst outcome of one test's bounds, MISSING without one; values not in ``intervals`` are exact."""
     found = []
     for bound in bounds:
         value = quantities.get(bound.quantity, math.nan)

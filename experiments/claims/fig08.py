@@ -1,6 +1,4 @@
-"""Figures 7, 8, 9 and the README's: SGMV's roofline, beside other ways to apply LoRA, and over ranks (C05 to C21, C51,
-C52). The shapes are the paper's, at every scale that is judged.
-"""
+"""Figures 7, 8, 9 and the README's: SGMV's roofline, other ways to apply LoRA, and ranks (C05 to C21, C51, C52)."""
 
 import numpy as np
 import pandas as pd
@@ -122,9 +120,7 @@ def beats_loop(rows: Rows) -> Finding:
 
 @claim("C14")
 def loop_costs_per_adapter(rows: Rows) -> Finding:
-    """Line through Loop latency against the number of adapters, in the README figure, where the paper's slope was read,
-    or in Figure 8; flatness where that number is one.
-    """
+    """Line through Loop latency over adapters, in the README's figure or in Figure 8; flatness where there is one."""
     try:
         frame, source = pick(rows.figure(README), system="Loop", metric="latency"), "README figure"
     except NotMeasured:
@@ -183,9 +179,8 @@ def beats_bmm_with_one_model(rows: Rows) -> Finding:
 
 @claim("C18")
 def gather_bmm_moves_more(rows: Rows) -> Finding:
-    """Elements that Gather-BMM moves beyond SGMV, over s h_i h_o: counted for every workload at batch 64.
-
-    SGMV reads each of the n weights once. Gather reads them once, writes one copy per row, and BMM reads those copies.
+    """Elements that Gather-BMM moves beyond SGMV, over s h_i h_o, at batch 64: it copies weights per row and reads
+    those.
     """
     h_in, h_out, size = 16, 11008, 64
     copies = size * h_in * h_out

@@ -1,6 +1,4 @@
-"""Figures 11 and 12: throughput of serving systems (C25 to C34, C38 to C41). C38 to C40 are about the largest number of
-ranks; the ratio that bytes allow is arithmetic (`bytes_ratio`).
-"""
+"""Figures 11 and 12: throughput of serving systems (C25 to C34; C38 to C41, of the largest number of ranks)."""
 
 from collections.abc import Mapping
 
@@ -25,10 +23,8 @@ PAPER_GPUS = 8
 
 
 class Serving:
-    """Throughput in token/s of one model, by system and workload, at batch 32 (or the largest limit measured), on the
-    largest number of GPUs.
-
-    A ratio is the median of the ratios of the repeats that both parts have, as each repeat draws other requests.
+    """Throughput in token/s of one model, by system and workload, at batch 32, on the most GPUs. A ratio is the median
+    over the repeats that both parts have, as each draws other requests.
     """
 
     def __init__(self, rows: Rows, role: str) -> None:
@@ -103,9 +99,7 @@ class Serving:
         return self.ratio((system, "Distinct"), (system, "Identical"))
 
     def distinct_over_identical_by_bytes(self) -> float:
-        """Return the ratio of throughputs of steps that take what their bytes take; without counts of a window, at the
-        batch and the mean context of the paper's requests.
-        """
+        """The ratio of throughputs by bytes of steps; without counts of a window, at the paper's mean context."""
         batch = self.known(PUNICA, "Distinct", "mean_batch_size") or self.batch
         context = self.known(PUNICA, "Distinct", "mean_context") or PAPER_CONTEXT
         model = model_conf(MODELS[self.role][0] if self.is_the_papers else self.model)
@@ -143,8 +137,8 @@ def serving(rows: Rows, *roles: str) -> list[Serving]:
 @claim("C27", role="13B")
 @claim("C38", role="70B")
 def flat(rows: Rows, role: str) -> Finding:
-    """Smallest over largest throughput over the four workloads under the rule that the paper ran (D04); and the same
-    with an adapter per request, over the Distinct / Identical that the bytes of their steps allow.
+    """Smallest over largest throughput under the paper's rule (D04); and with an adapter per request, over what bytes
+    allow.
     """
     cell = Serving(rows, role)
     released = RELEASED_RULE if cell.has(RELEASED_RULE) else PUNICA if cell.is_the_papers else ""
@@ -283,9 +277,7 @@ def ratios_of_throughput(rows: Rows, id: str) -> Finding:
 
 @claim("C41")
 def lora_adds_two_milliseconds(rows: Rows) -> Finding:
-    """Step time with LoRA minus without: share of the step on Identical and on Distinct, and of Identical in ms where
-    the number of steps is known. Without LoRA it is the backbone at a full batch, continuous batching on Identical.
-    """
+    """Step time with LoRA minus without (continuous batching on Identical): its share, and ms where steps are known."""
     cell = Serving(rows, "7B")
     without = CONTINUOUS, "Identical"
     shares = {name.lower(): 1 - cell.ratio((PUNICA, name), without) for name in ("Identical", "Distinct")}

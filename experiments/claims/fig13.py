@@ -1,8 +1,5 @@
-"""Figure 13: one hour on a cluster (C46 to C50), from the simulated hour or the paper's own rows.
-
-A simulation is judged on the mean over its seeds, beside their span; rows of an hour by minutes and GPUs are the first
-seed's. Rows of a cluster of another size or of other models (a run on Ray) are not judged: the claims are about 16
-GPUs.
+"""Figure 13: one hour on a cluster (C46 to C50), simulated or the paper's own rows. A simulation is judged on the mean
+over its seeds. Clusters of another size are not judged.
 """
 
 from collections.abc import Mapping
@@ -122,9 +119,7 @@ def published() -> Hour:
 @claim("C48", id="C48")
 @claim("C49", id="C49")
 def numbers_of_the_hour(rows: Rows, id: str) -> Finding:
-    """Full batches among the active cells of the heat map; how closely tokens follow requests, means over 200 s; active
-    GPUs at both ends and at the peak, beside the least that requests need; changes of a GPU from idle to active.
-    """
+    """Full batches of active cells; how tokens follow requests; active GPUs at ends and peak; changes from idle."""
     metrics = NUMBERS[id]
     hour = Hour.of(rows)
     beside = {name: metric for name, metric in BESIDE.get(id, {}).items() if hour.has(metric)}

@@ -1,7 +1,4 @@
-"""Our value of each claim: one function for every claim of ``paper_results/claims.csv``, registered under its id.
-
-A function computes from rows and knows no bound: bounds are data (``paper_results/claim_bounds.csv``).
-"""
+"""Our value of each claim: one function per claim, which computes from rows and knows no bound."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +12,8 @@ SIMULATED, MEASURED = "simulated", "measured"
 
 @dataclass(frozen=True)
 class Finding:
-    """Our side of one claim.
-
-    ``quantities``: numbers that bounds apply to; one that could not be measured is absent. ``text``: what people read
-    beside them, as the models, batch sizes and lengths used. ``kind``: ``simulated`` for arithmetic, replays and
-    simulations, which name their ``cost_model``. ``models``: those that were measured, none for an operator.
+    """Our side of one claim: ``quantities`` that bounds apply to (absent where not measured), ``text`` beside them,
+    ``kind`` (``simulated`` with its ``cost_model``), ``models`` measured.
     """
 
     quantities: Mapping[str, float]
@@ -34,10 +28,7 @@ CLAIMS: dict[str, ClaimFunction] = {}
 
 
 def claim(id: str, /, **chosen: Any) -> Callable[[Callable[..., Finding]], Callable[..., Finding]]:
-    """Register a function, called with ``chosen`` (a model, a workload), as our value of claim ``id``.
-
-    A function that answers several claims is decorated once for each.
-    """
+    """Register a function, called with ``chosen``, as our value of claim ``id``; once for each claim it answers."""
 
     def store(function: Callable[..., Finding]) -> Callable[..., Finding]:
         if id in CLAIMS:

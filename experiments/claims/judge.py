@@ -43,17 +43,10 @@ ROLES = {"C27": "13B", "C38": "70B", "C39": "70B", "C40": "70B"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """One claim, judged.
-
-    Attributes:
-        quantities: numbers that the bounds apply to. `interval`: those of them whose interval is known.
-        why: the mechanism that makes our value differ, as far as known; of a simulation whose shape alone holds also
-            what it misses. `remark`: bounds that the value misses or is close to, and limits of the word.
-        clock: clock of an operator's rows. `clock_missing`: the one that decides, where none of its rows count.
-            `other_clock`: verdict and value by the other one.
-        disturbed: it rests on disturbed points. `once`: on points of a single run.
-        reason: what was missing. `command`: what would measure it.
-        older_source: the claim's figures whose rows other code than today's measured.
+    """One claim, judged: ``quantities``, the known ``interval`` of these, ``why`` ours differs, ``remark`` (bounds
+    missed or close); ``clock`` of an operator's rows, ``clock_missing`` that decides and has none, ``other_clock``'s
+    verdict; ``disturbed``, or ``once``: by points of a single run; ``reason`` and ``command`` of what is missing;
+    ``older_source``: figures measured by other code.
     """
 
     id: str
@@ -87,10 +80,8 @@ class Verdict:
 
 
 def judge(rows: pd.DataFrame, folder: str | Path) -> list[Verdict]:
-    """Judge each claim in ``folder`` (``paper_results``), C01 first, from ``rows`` of one hardware.
-
-    ``rows`` has the columns of `experiments.measure.records.Row`, and perhaps ``older`` (see `Verdict.older_source`).
-    ValueError when a column is missing or when rows of several machines are mixed.
+    """Judge each claim in ``folder`` (``paper_results``) from ``rows`` of one hardware, with the columns of `Row` and
+    perhaps ``older``; ValueError for a missing column, and for several machines.
     """
     missing = [name for name in COLUMNS if name not in rows]
     if missing:
@@ -216,9 +207,7 @@ def _read(path: Path, here: str, column: str) -> dict[str, str]:
 
 
 def _remark(word: str, bounds: Tests, found: Mapping[str, float], known: Mapping[str, Interval]) -> str:
-    """Say which bounds the value misses, by its median where it is within noise; of a value without an interval, which
-    are close by.
-    """
+    """Say which bounds the value misses; of a value without an interval, which are close by."""
     missed = [missed_bounds(bounds[test], found) for test in ("shape", "relation")]
     if word == DIFFERS:
         return f"misses: {missed[0]}"
@@ -260,10 +249,7 @@ def scripts() -> dict[str, str]:
 
 
 def scales_of(statement: Statement, hardware: str, rows: Rows) -> dict[str, str]:
-    """Map the scripts that measure what ``statement`` is about to the scale of their rows on ``hardware``.
-
-    A script without rows has the scale of the paper, on a CPU the laptop's. Empty where nothing is implemented.
-    """
+    """Map scripts that measure ``statement`` to the scale of their rows, or the paper's (laptop's on a CPU)."""
     usual = LAPTOP if hardware in ("", "cpu") else "paper"
     return {scripts()[name]: rows.scale(name) or usual for name in figures_of(statement.figure) if name in scripts()}
 

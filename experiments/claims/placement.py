@@ -1,9 +1,5 @@
-"""Scheduling rules beside one another, and what newer systems claim for theirs, from simulated rows.
-
-A claim is judged like the paper's: from rows, within their span over seeds. Its baseline, as nothing else is the same
-as in those papers, is the rule that knows neither adapters nor ranks. "Up to" is held against the panel that is
-kindest to it, a claim without a number against all. A system of which the rule has less than what the claim rests on
-is not judged.
+"""Scheduling rules beside one another, and what newer systems claim for theirs, from simulated rows. The baseline knows
+neither adapters nor ranks; "up to" is held against the kindest panel, a claim without a number against all.
 """
 
 from dataclasses import dataclass
@@ -22,8 +18,8 @@ NAMES = {CAPACITY: "throughput of full GPUs", GPU_TIME: "GPU time", WAIT: "p99 o
 
 @dataclass(frozen=True)
 class RuleClaim:
-    """Claim for ``rule`` by ``source``: ``metric`` is at least ``factor`` times the baseline's, or at most where
-    ``lower``; on one panel, or on ``every`` one. ``lacks``: what the rule has not of its system.
+    """Claim for ``rule``: ``metric`` at least ``factor`` times the baseline's (at most: ``lower``), on one panel or
+    ``every`` one. ``lacks``: what the rule has not of its system.
     """
 
     rule: str
@@ -50,9 +46,7 @@ RULE_CLAIMS = (
 
 
 def placement_tables(rows: pd.DataFrame) -> list[str]:
-    """Build lines of Markdown: each rule of `ext_placement` over Punica's, and each claim of a newer system; none
-    without Punica's rows.
-    """
+    """Lines of Markdown: each rule over Punica's, and each claim of a newer system; none without Punica's rows."""
     rows = rows[rows["figure"] == PLACEMENT]
     if PUNICA not in set(rows["system"]):
         return []
@@ -72,9 +66,7 @@ def placement_tables(rows: pd.DataFrame) -> list[str]:
 
 
 def _by_rule(rows: pd.DataFrame, suffix: str) -> pd.DataFrame:
-    """Arrange numbers by metric, panel and rule; loads from host and disk are added up. The seeds' span of a sum is no
-    wider than that of its parts.
-    """
+    """Numbers by metric, panel and rule; loads from host and disk are added up."""
     kinds = {f"{name}{suffix}": kind for name, kind in KINDS.items()}
     named = rows.assign(kind=rows["metric"].map(kinds), value=rows["value"].astype(float)).dropna(subset="kind")
     last = named.drop_duplicates(["system", "panel", "metric"], keep="last").drop(columns="metric")

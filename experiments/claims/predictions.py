@@ -1,9 +1,6 @@
-"""Predictions of simulations beside what was published or measured, and beside a simpler guess.
-
-Cost models are fitted to Figures 1 and 10, to datasheets, to the windows that are not predicted, and to steps with a
-prompt at rates that are not predicted. Two exceptions were fitted to what is compared: the simulator's
-constant for such steps (88b0140), and the simulator of the rows on Ray, to steps of its runners in a rehearsal. The
-simpler guess is a constant, the mean of the rows that may tell it; of active GPUs over time, the request rate.
+"""Predictions of simulations beside what was published or measured, and beside a simpler guess: a constant, or for
+active GPUs the request rate. Fitted to what is compared are the constant of steps with a prompt (88b0140), and the
+simulator of rows on Ray, to a rehearsal.
 """
 
 from collections.abc import Iterator
@@ -49,10 +46,8 @@ WINDOWS = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted number, the published or measured one, the difference, and the bound asked for (``-``: none).
-
-    ``span``: the lowest and highest of all seeds. ``guess``: how far a simpler guess is off, and ``closer`` whether it
-    is closer. ``panel`` of rows of runners.
+    """A predicted number, the published or measured one, the difference, the bound asked for (``-``: none); ``span`` of
+    seeds; ``guess``: how far a simpler one is off, and whether it is ``closer``; ``panel`` of rows of runners.
     """
 
     what: str
@@ -116,11 +111,7 @@ def _stream(frame: pd.DataFrame, folder: str | Path) -> Iterator[Prediction]:
 
 
 def _hour(ours: Hour, theirs: Hour) -> Iterator[Prediction]:
-    """Figure 13: predictions with a bound, then those that follow from the input, and the level of active GPUs.
-
-    Full batches are counted by the paper's rule and by two stricter ones, all held against the published first; and of
-    minute means, which both sides have.
-    """
+    """Figure 13: predictions with a bound, those that follow from the input, and the level of active GPUs."""
     ways = {"different requests in a second, as the paper's code counts": served.SHARE, **STRICTER}
     known = [(name, metric, served.SHARE) for name, metric in ways.items() if ours.has(metric)]  # not all in old rows
     for name, metric, published in (*known, ("of minute means, on both sides", FULL_MINUTES, FULL_MINUTES)):
@@ -144,9 +135,7 @@ def _hour(ours: Hour, theirs: Hour) -> Iterator[Prediction]:
 
 
 def _shifted_rate(hour: Hour) -> tuple[int, float]:
-    """Return by how many seconds an hour's active GPUs follow its request rate, and their correlation then. The shift
-    is fitted to them, which the simulation is not.
-    """
+    """Seconds by which active GPUs follow the request rate, fitted to them, and their correlation then."""
     rate, active = hour.windows.rate, hour.over_time(ACTIVE)
     centres, minutes = rate.index + RATE_S / 2, active.index + 30
     found = {later: correlation(np.interp(minutes - later, centres, rate), active) for later in range(0, 301, 20)}

@@ -1,8 +1,5 @@
-"""Rows as claims read them, and curves out of them.
-
-A claim sees one number per point: of central statistics (median, single value, count), without rows of ``scale=smoke``,
-that which `experiments.harness.counted` chooses by the claim's clock (``paper_results/claim_clocks.csv``). Beside it
-are the same rows with one repeat alone, or with some points changed, for intervals and marks.
+"""Rows as claims read them, and curves out of them: one number per point, chosen by `harness.counted` with the claim's
+clock; the same with one repeat alone, or some points changed, for intervals and marks.
 """
 
 import itertools
@@ -33,10 +30,7 @@ class NotMeasured(Exception):
 
 
 class Rows:
-    """Rows to judge: a frame with the columns of `experiments.measure.records`, one number per point.
-
-    ``clock``: the timer to prefer; empty for the order of `TIMERS`. The index of `figure` is a point's place.
-    """
+    """Rows to judge, one number per point; ``clock``: the timer to prefer. The index of `figure` is a point's place."""
 
     def __init__(self, frame: pd.DataFrame, clock: str = "") -> None:
         frame = frame[[name for name in frame if name in _READ]]
@@ -98,8 +92,8 @@ class Rows:
         return [self._with(one, one[:, None]) for one in self._quiet.T] if self._quiet.shape[1] > 1 else []
 
     def stirred(self, what: str) -> list["Rows"]:
-        """Return the rows, those whose column ``what`` is true times different factors around 1, so that ratios change
-        too, and their mirror image; none without such a row.
+        """The rows, those with ``what`` times different factors around 1, and their mirror image; none without such a
+        row.
         """
         chosen = self._frame[what].to_numpy(dtype=bool)
         spread = SHIFT * (2 * (np.arange(1, len(chosen) + 1) * _GOLDEN % 1) - 1) * chosen

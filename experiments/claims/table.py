@@ -1,7 +1,5 @@
-"""The verdict table for people, and how sure its verdicts are.
-
-A verdict is decided when no bound is inside an interval. One that rests on disturbed points and on points of a single
-run is not decided: no interval tells what the disturbance did.
+"""The verdict table for people. A verdict is decided when no bound is inside an interval, and it does not rest on
+disturbed points of a single run.
 """
 
 from collections import Counter

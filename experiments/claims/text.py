@@ -1,6 +1,4 @@
-"""Claims of the text: loading an adapter (section 5.2: C42 to C44), the fused norm (section 6: C45), and batches under
-each admission rule, by replaying the released requests (section 7.2: C35 to C37).
-"""
+"""Claims of the text: loading an adapter (C42 to C44), the fused norm (C45), batches by rule (C35 to C37)."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,9 +22,7 @@ ONE_ADAPTER = "one adapter"
 
 
 def _loads(rows: Rows) -> tuple[pd.DataFrame, pd.DataFrame, str]:
-    """Return rows of rank 16 of the model that plays 7B, those beside decode steps of 32 rows with an adapter each, and
-    the model's name.
-    """
+    """Rows of rank 16 of the model that plays 7B, those beside decode steps of 32 rows, and the model's name."""
     frame = rows.figure(LOADING)
     model = model_for(frame, "7B")
     frame = pick(frame, model=model, rank=RANK)
@@ -40,9 +36,7 @@ def _milliseconds(frame: pd.DataFrame, panel: str, metric: str, system: str = SY
 
 @claim("C42")
 def loading_takes_milliseconds(rows: Rows) -> Finding:
-    """The link's time for the bytes of a model over their load, and the load over a decode step at batch 32, both of
-    this machine. Microseconds of a layer and milliseconds of a model count for 7B alone.
-    """
+    """The link's time over the load, and the load over a decode step; microseconds are of 7B alone."""
     frame, beside, model = _loads(rows)
     load, link = (_milliseconds(frame, "model", "load_time", system) for system in (SYSTEM, LINK))
     bandwidth = float(pick(frame, panel="model", metric="bandwidth", system=LINK)["value"].iloc[0])
@@ -104,10 +98,8 @@ def replay(rule: str, workload: str, num_requests: int) -> Counter[int]:
 
 
 def decode_steps_of_one_adapter(outputs: Sequence[int], adapters: Sequence[int], max_batch: int) -> Counter[int]:
-    """Count decode steps of the paper's vLLM by batch size; each request has a prefill step beside them.
-
-    At most one new request joins per step, only when its adapter is the one that runs already, and its prefill runs
-    alone while the others wait.
+    """Decode steps of the paper's vLLM by batch size: a request joins only when its adapter runs already, and its
+    prefill runs alone.
     """
     steps_by_batch: Counter[int] = Counter()
     running: list[tuple[int, int]] = []  # new tokens left, and adapter
@@ -155,9 +147,7 @@ def baseline_batches_are_small(rows: Rows) -> Finding:
 
 @claim("C36")
 def punica_runs_full(rows: Rows) -> Finding:
-    """Mean batch and share of full steps under Punica's rule, 1024 requests; and the mean batch of a stream served to
-    its end. Windows do not count: they are drawn to hold as many requests as the replay.
-    """
+    """Mean batch and share of full steps of Punica's rule; mean batch of a stream served to its end, not of windows."""
     steps = replay("fcfs", "Distinct", 1024)
     quantities = {"mean_batch": mean_batch(steps), "share_full": share(steps, MAX_BATCH, MAX_BATCH)}
     text = f"{quantities['mean_batch']:.1f}; {quantities['share_full']:.3f} (1024 requests replayed)"

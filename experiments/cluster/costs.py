@@ -1,15 +1,10 @@
 """Cost models of steps and of adapter loads.
 
-The paper's A100: a decode step is Figure 10's layer with LoRA, times their number, and the output head's bytes at the
-card's bandwidth. Prefills are Figure 1's, which has 7B alone: another model's prompt rows cost in proportion to its
-weights. Both figures are of an 80 GB card; the cluster's 40 GB cards have slower memory (`a100_of_the_cluster`).
-
-Other GPUs: recorded rows of Figure 1 without adapters, of `ext_breakdown` with them, and layers of Figure 10; or a
-roofline from the datasheet. Nothing is fitted to Figures 11 to 13, which simulations predict.
-
-Adapter loads, from host memory into a slot: `load_time` of section 5.2, whole model. From disk into host memory: median
-time to first token with adapters on disk, less that with adapters in host memory (`ext_many_adapters`), in proportion
-to the rank, of which one is recorded. Left out: the step beside a load is not slowed (`stall` of section 5.2).
+The paper's A100: Figure 10's layer times their number, the head's bytes, and Figure 1's prefills, in proportion to the
+weights for other models; the cluster's 40 GB cards have slower memory. Other GPUs: recorded rows of Figures 1 and 10
+and `ext_breakdown`, or a roofline. Nothing is fitted to Figures 11 to 13. Loads: `load_time` of section 5.2 from host
+memory; from disk, the waits of `ext_many_adapters` less those from memory, in proportion to the rank. A step beside a
+load is not slowed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -65,9 +60,7 @@ class Fitted(Generic[Cost]):
 
 
 def chosen_cost(name: str, model: str, paper: Path, results: Path) -> StepCost:
-    """Choose the steps of ``a100`` (the paper's cards), of a machine of ``results``, or of ``roofline:<hardware>`` (its
-    datasheet in `conf/hardware`). ConfigError names what there is.
-    """
+    """The steps of ``a100`` (the paper's cards), of a machine of ``results``, or of ``roofline:<hardware>``."""
     if name == PAPERS:
         return a100_of_the_cluster(paper)
     cards = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml") if "tflop_s" in path.read_text("utf-8"))
@@ -172,8 +165,8 @@ def prefill_among_decodes(batch: int, length: int, ranks: int) -> StepWork:
 def timed(
     rows: pd.DataFrame, model: str, work: Work, times: int = 1, rest_s: float = 0.0, **columns: str
 ) -> list[TimedStep]:
-    """Read values and medians in ``rows`` of ``model`` with these ``columns`` as steps of ``times`` their seconds and
-    ``rest_s`` more. ``work``: of a batch size, a length, and the summed ranks of the different adapters.
+    """Values and medians of ``model`` with these ``columns``, as steps of ``times`` their seconds and ``rest_s`` more;
+    ``work``: of a batch size, a length, and the summed ranks.
     """
     for column, value in {"model": model, **columns}.items():
         rows = rows[rows[column] == value]

@@ -1,7 +1,5 @@
-"""One description of Figure 13's hour: its requests, the GPUs or runners that serve them, and how both are scaled.
-
-Three worlds serve it: a simulation, runners on Ray, and runners of which one is killed. A cluster of another size gets
-the paper's request rate times its part of 16 GPUs.
+"""Figure 13's hour, for all worlds: its requests, the GPUs or runners, and how both are scaled. A cluster of another
+size gets its part of the paper's request rate.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,11 +44,8 @@ def paper_hour(
     folder: str | Path, seconds: float = DURATION_S, seed: int = RELEASED_SEED, workload: str = "Skewed",
     ranks: Sequence[int] = (RANK,), load: float = 1.0, share: float = 0.0,
 ) -> Trace:  # fmt: skip
-    """Draw about 18 000 requests of an hour, Poisson arrivals at ``load`` times Figure 13's rate, until ``seconds``.
-
-    ``folder``: path of `paper_results`. Every adapter of ``workload`` has one of ``ranks``, each as likely. ``share``:
-    of the hour's highest rate, at which requests arrive all the time; 0: at its profile. Arrivals, lengths, popularity
-    and ranks have independent seeds, all from ``seed``.
+    """Draw an hour's Poisson arrivals at ``load`` times Figure 13's rate, or at ``share`` of its highest, until
+    ``seconds``; every adapter of ``workload`` has one of ``ranks``. ``folder``: `paper_results`.
     """
     points = read_figure(folder, "13").query("metric == 'request_rate'").sort_values("t_s")
     rates = [load * rate for rate in points["value"].tolist()]
@@ -82,11 +77,9 @@ def policy_of(rule: str, name: str, count: int, num_pages: int) -> ClusterPolicy
 
 @dataclass(frozen=True)
 class World:
-    """Hour of ``seconds`` that runners of ``model`` serve on ``device``: ``cpu``, or ``cuda``, a GPU for each runner.
-
-    ``speed_up``: seconds of the hour in one of ours. ``max_len``: longest prompt and output. ``share``: as in
-    `paper_hour`. ``checked``: most requests whose tokens are compared with one engine's; 0: all. ``batch_invariant``:
-    as in `EngineConfig`.
+    """Hour of ``seconds`` that runners of ``model`` serve on ``device`` (``cuda``: a GPU each), ``speed_up`` times as
+    fast, with lengths up to ``max_len``. ``share``: as in `paper_hour`. ``checked``: most requests whose tokens are
+    compared with one engine's (0: all).
     """
 
     paper: str
@@ -130,11 +123,7 @@ class World:
 
 
 def timed_steps(steps: Iterable["RunnerStep"]) -> Iterator[tuple["RunnerStep", float]]:
-    """Yield steps that served requests, with their seconds.
-
-    A step with decodes began when the one before ended, although its order came later: the scheduler's work between,
-    and what an engine launched ahead of the order, are part of it.
-    """
+    """Yield steps that served requests, with their seconds, those with decodes from the end of the one before on."""
     ended: dict[str, float] = {}
     for step in steps:
         if step.work.decodes or step.work.prefill_tokens:

@@ -1,10 +1,6 @@
-"""Recorded rows that a machine's cost model predicts: windows of Figure 11, and first tokens under load.
-
-Half of the windows predict the throughput of the other half. The steps of a window are alike, so windows give one
-coefficient, the constant; the others are those of the machine's cost model.
-
-First tokens (p99, rows of `ext_latency_under_load`): the same requests arrive at the same times on a virtual clock.
-Loads below capacity are predicted; the others give the cost of a step with a prompt beside its rows.
+"""Recorded rows that a machine's cost model predicts: windows of Figure 11, the half of which gives the constant for
+the other half; and first tokens (p99) under loads below capacity, whose requests arrive on a virtual clock; the other
+loads give the cost of a step with a prompt.
 """
 
 import json
@@ -42,9 +38,7 @@ OTHER_SEED = 1000
 
 @dataclass(frozen=True)
 class Window:
-    """Mean step of a window: tokens (prompts included), requests, cached tokens per request, summed ranks of the
-    different adapters; and its seconds.
-    """
+    """Mean step of a window: tokens (prompts included), requests, context, summed ranks; its seconds."""
 
     workload: str
     repeat: int
@@ -73,9 +67,7 @@ def recorded_windows(results: Path) -> dict[tuple[str, str], list[Window]]:
 
 
 def windows_of(rows: pd.DataFrame) -> list[Window]:
-    """Read Punica's windows in ``rows`` of Figure 11 of one model, in order; none disturbed or of a whole stream, and
-    none at all when they are fewer than `LEAST`.
-    """
+    """Punica's windows in Figure 11 of one model, none disturbed or of a whole stream; none if fewer than `LEAST`."""
     punica = (rows["system"] == "punica") & rows["metric"].isin(OF_A_WINDOW) & rows["statistic"].eq("value")
     chosen = rows[punica & ~rows["disturbed"].eq(True) & rows["panel"].str.endswith(" Model")]
     found = []
@@ -97,9 +89,7 @@ def fitted_to(windows: Sequence[Window], cost: StepCost) -> StepCost:
 
 
 def predicted_half(windows: Sequence[Window], cost: StepCost) -> list[Reading]:
-    """Return the errors of predicted steps per second: of all together, and the largest; and the same of a constant
-    (``_of_a_constant``), the mean step of the fitted half.
-    """
+    """Errors of steps per second, of all and the largest; and those of a constant, the mean of the fitted half."""
     seen, held_out = windows[::2], windows[1::2]
     fitted = fitted_to(windows, cost)
     constant = float(np.mean([one.seconds for one in seen]))
@@ -121,11 +111,9 @@ def predicted_half(windows: Sequence[Window], cost: StepCost) -> list[Reading]:
 
 @dataclass(frozen=True)
 class Load:
-    """A load of Punica: requests per second (``rate``), p99 of their time to first token in seconds, and the stream
-    that the machine was loaded with, from the settings of `ext_latency_under_load`.
-
-    ``joining``: seconds by which steps with a prompt exceeded others, at each rate that is not predicted. ``others``:
-    p99 of the machine's predicted loads of the model at other rates, which a constant could know.
+    """A load of Punica: its ``rate``, p99 of the first token in seconds, and its stream by the settings of
+    `ext_latency_under_load`. ``joining``: cost of steps with a prompt, at each rate that is not predicted. ``others``:
+    p99 at other rates.
     """
 
     panel: str
@@ -166,9 +154,7 @@ def recorded_loads(results: Path) -> dict[tuple[str, str], list[Load]]:
 
 
 def read_loads(folder: Path) -> dict[str, list[Load]]:
-    """Read model -> loads of Punica below its capacity, with a p99, whose number of requests agrees with the settings
-    beside the rows (those of the last command).
-    """
+    """Model -> loads of Punica below capacity, with a p99, and as many requests as the settings beside them say."""
     settings = json.loads((folder / f"{LOADS_FILE}.json").read_text(encoding="utf-8"))
     figure = settings["figure"]
     stream: dict[str, Any] = {name: figure[name] for name in ("lengths", "requests", "max_len")}
@@ -199,10 +185,8 @@ def read_loads(folder: Path) -> dict[str, list[Load]]:
 
 
 def first_token_readings(load: Load, cost: StepCost, seeds: int = 1) -> list[Reading]:
-    """Return the simulated p99, its span over other arrivals of the same rate, and its error; `_low` and `_high` of
-    the error: by single rates' cost of steps with a prompt; `_of_a_constant`: of the mean of the other loads' p99.
-
-    Near capacity a few percent of a step decide the length of the queue.
+    """The simulated p99, its span over arrivals, and its error; `_low`, `_high`: by single rates' cost of prompts;
+    `_of_a_constant`: of the other loads' mean.
     """
     costs = {"": cost}
     if told := load.joining:

@@ -1,19 +1,10 @@
-"""Figure 13's world of real engines: runners on Ray, the paper's hour compressed in time.
+"""Figure 13's world of real engines: runners on Ray, the paper's hour scaled so that two cores or four GPUs serve it.
 
-Scaled, so that two cores or four GPUs can serve it:
-
-* time: ``speed_up`` seconds of the paper's hour pass in one of ours; readings are in the paper's seconds;
-* load: the request rate is the paper's times runners / 16, its number of GPUs;
-* lengths: the released ones times ``max_len`` / 2048, so that a request lives about as long as on an A100.
-
-Before the hour the runners are timed in a rehearsal: the same rates with other requests in a sixth of the time. A cost
-model fitted to these steps lets the simulator serve the same traces, in panels of their own. Two cores serve about two
-active runners; more of them share cores, which the cost model knows on average alone.
-
-On a CPU the tokens of every request are compared with those of one engine. On GPUs, where that would take longer than
-the hour, those of ``CHECKED`` of them are, and the engines are batch-invariant: in half precision another batch often
-decides otherwise between two logits. A request that is computed again on another runner may still get other tokens,
-since a prompt rounds otherwise than decoding does; they are counted.
+``speed_up`` seconds of the hour pass in one of ours; the rate is the paper's times runners / 16; lengths are the
+released ones times ``max_len`` / 2048. A rehearsal times the runners, and the simulator fitted to its steps serves the
+same traces. On a CPU the tokens of every request are compared with those of one engine, on GPUs of ``CHECKED``, on
+batch-invariant engines. A request computed again elsewhere may get other tokens, as a prompt rounds otherwise; these
+are counted.
 """
 
 from dataclasses import replace
@@ -35,17 +26,13 @@ if TYPE_CHECKING:
     from experiments.cluster.ray_serving import Served
 
 MOST_TIES = 1e-3
-"""Largest share of requests whose tokens differ from one engine's on a CPU: another batch rounds otherwise, which
-decides ties of two logits.
-"""
+"""Largest share of requests with other tokens than one engine's on a CPU, where rounding decides ties."""
 CHECKED = 250
 """Requests whose tokens are compared with one engine's on GPUs."""
 
 
 def points(cfg: Config) -> list[Point]:
-    """List the hour under each scheduling rule, served and simulated; then, under the first, streams of a constant rate
-    and the hour with a runner killed. `ConfigError`: a rule that engines cannot follow.
-    """
+    """The hour under each rule, served and simulated; then, under the first, streams of a constant rate and a loss."""
     figure: Any = cfg.figure
     for rule in cfg.system.names:
         if ClusterPolicy(rule).rule.prefills_per_step != 1:

@@ -32,9 +32,8 @@ from punica.engine import Engine, EngineConfig, Request, RequestState
 
 @dataclass(frozen=True)
 class Served:
-    """A served trace: seconds [n] from the start to first and last token, tokens by request, steps of runners (times
-    from the start); how many runners were lost and requests evicted, which ones were computed again on another runner,
-    and whether other work disturbed it.
+    """A served trace: first and last token in seconds [n], tokens, steps of runners; lost runners, evictions, requests
+    computed again, and whether other work disturbed it.
     """
 
     first_token_s: NDArray[np.float64]
@@ -56,9 +55,7 @@ class Tenants:
     vocabulary: int
 
     def requests(self, trace: Trace) -> list[Request]:
-        """Draw the greedy requests of ``trace``, named by number; deterministic. Adapters beyond those that there are
-        begin again with the first.
-        """
+        """The greedy requests of ``trace``, named by number; adapters beyond those there are begin again."""
         random, lengths = np.random.Generator(np.random.PCG64(0)), trace.lengths
         wanted = (trace.adapters - 1) % len(self.adapters) + 1
         rows = zip(lengths.prompt.tolist(), lengths.output.tolist(), wanted.tolist(), strict=True)
@@ -95,10 +92,7 @@ def tenants_of(world: World) -> Iterator[Tenants]:
 
 @contextmanager
 def runners(world: World, tenants: Tenants) -> Iterator[RayCluster]:
-    """Start the runners of ``world``, with a GPU for each on GPUs; at an address adapters come from the object store.
-
-    `ConfigError` where Ray or a runner does not come up.
-    """
+    """Start the runners of ``world``, a GPU for each on GPUs; `ConfigError` where Ray or a runner does not come up."""
     address, resources = world.address or None, RankResources(num_gpus=int(world.device == "cuda"))
     try:
         started = RayCluster(
@@ -157,10 +151,7 @@ def served(world: World, kills: bool = False) -> Served:
 def serve(
     cluster: RayCluster, asked: list[Request], arrivals_s: NDArray[np.float64], kill_at_s: float = float("inf")
 ) -> Served:
-    """Serve each request when it is due, until all have ended; at ``kill_at_s`` kill the runner with most requests.
-
-    `CheckFailed` when a request fails.
-    """
+    """Serve each request when it is due; at ``kill_at_s`` kill the runner with most. `CheckFailed` when one fails."""
     states: list[RequestState] = []
     tokens: list[list[int]] = [[] for _ in asked]
     steps: list[RunnerStep] = []
@@ -199,9 +190,7 @@ def serve(
 
 @cache
 def served_by_one_engine(world: World) -> dict[int, list[int]]:
-    """Return the tokens of some requests of ``world``, by number, from one engine in this process, on the runners'
-    device, with one thread of torch.
-    """
+    """Tokens of some requests of ``world``, by number, from one engine in this process, with one thread of torch."""
     tenants = session_of(world.fleet()).tenants
     asked = tenants.requests(world.trace())
     every = -(-len(asked) // world.checked) if world.checked else 1

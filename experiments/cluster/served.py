@@ -1,8 +1,4 @@
-"""An hour served by any world, and the readings of Figure 13 that follow from it.
-
-Names and windows are those of ``paper_results/fig13_cluster.csv``, so that the paper's rows and ours share claims and
-figure.
-"""
+"""An hour served by any world, and the readings of Figure 13, by the names of ``paper_results/fig13_cluster.csv``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -61,16 +57,9 @@ UNITS = {
 
 @dataclass(frozen=True)
 class ServedHour:
-    """One hour (or some seconds of it) in seconds of the paper's profile; compressed time is multiplied first.
-
-    Attributes:
-        duration_s: of the arrivals.
-        arrivals, first_token_s, finish_s: [n] float64, of every request.
-        tokens: [seconds] int64, that came out in each second; a prompt counts with its first token (D13).
-        batch: [gpus, seconds] int64, different requests that got a token on a GPU in a second; more than 32 where one
-            replaces another (`heat_map` shows them as the paper does).
-        seconds_by_batch: [33] float64, GPU time in steps of so many requests.
-        kind: ``simulated`` or ``measured``. ``cost_model``: name of a simulation's.
+    """One hour (or some seconds) in the paper's seconds. Of every request ``arrivals``, ``first_token_s``, ``finish_s``
+    [n]; ``tokens`` [seconds], a prompt's with its first token (D13); ``batch`` [gpus, seconds], requests that got a
+    token, beyond 32 where one replaces another; ``seconds_by_batch`` [33]; ``kind``, ``cost_model``.
     """
 
     duration_s: float
@@ -112,9 +101,8 @@ def readings(served: ServedHour) -> list[Reading]:
 
 
 def series(served: ServedHour) -> list[Reading]:
-    """Request rate (mean over the following 200 s, every 18 s; at the end over what there is), throughput per 10 s; per
-    minute active GPUs and the batch of every GPU, which is the mean of the heat map's pixels. Windows that the arrivals
-    do not fill are left out.
+    """Request rate (mean over the following 200 s, every 18 s), throughput per 10 s, per minute active GPUs and each
+    GPU's batch. Windows that the arrivals do not fill are left out.
     """
     arrived = np.bincount(served.arrivals.astype(int), minlength=int(served.duration_s))
     starts = range(0, max(1, len(arrived) - RATE_STEP_S), RATE_STEP_S)
@@ -122,10 +110,7 @@ def series(served: ServedHour) -> list[Reading]:
         served.reading("request_rate", arrived[start : start + RATE_S].mean(), "request/s", t_s=float(start))
         for start in starts
     ]
-    lines = (
-        ("throughput", "token/s", THROUGHPUT_S, served.tokens),
-        ("active_gpus", "GPUs", HEAT_S, served.active),
-    )
+    lines = (("throughput", "token/s", THROUGHPUT_S, served.tokens), ("active_gpus", "GPUs", HEAT_S, served.active))
     for name, unit, window, values in lines:
         for i, mean in enumerate(means(served.filled(values), window)):
             found.append(served.reading(f"{name}_{window}s_mean", mean, unit, t_s=float(window * i)))
@@ -183,9 +168,7 @@ def over_seeds(count: int, run: Callable[[int], Sequence[Reading]]) -> list[Read
 
 
 def spanned(runs: Sequence[Sequence[Reading]]) -> list[Reading]:
-    """Return the first run's readings, how many runs there are, and over all of them mean and span of what is a single
-    number.
-    """
+    """The first run's readings, how many runs there are, and mean and span of what is a single number."""
     single = [{one.metric: one for one in run if one.t_s is None and one.gpu is None} for run in runs]
     found = list(runs[0])
     for metric, one in single[0].items():
@@ -202,17 +185,12 @@ def transitions(batch: NDArray[np.int64]) -> int:
 
 
 def heat_map(batch: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Convert [gpus, seconds] to the paper's heat map, [gpus, pixels]: `smoothed`, then capped at 32, where its colours
-    end, since the plotting library shrinks numbers before it colours them. `summary` has the share of seconds that are
-    capped first, too.
-    """
+    """[gpus, seconds] as the paper's heat map [gpus, pixels]: `smoothed`, then capped at 32, where its colours end."""
     return np.minimum(smoothed(batch), MAX_BATCH)
 
 
 def smoothed(batch: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Shrink [gpus, seconds] to [gpus, pixels] as a plotting library does: `PIXEL_S` seconds to a pixel, each a mean
-    with Hann's weights over two.
-    """
+    """Shrink to `PIXEL_S` seconds a pixel as a plotting library does, with Hann's weights over two."""
     seconds = batch.shape[1]
     distance = (np.arange(seconds) + 0.5 - _centres(seconds)[:, None]) / PIXEL_S  # [pixels, seconds]
     weights = np.where(np.abs(distance) < 1, 0.5 + 0.5 * np.cos(np.pi * distance), 0.0)
@@ -241,9 +219,7 @@ def _share(true: NDArray[np.bool_]) -> float:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of an hour by their start in seconds: means of requests, tokens and active GPUs, and mean requests of a
-    minute, one line per GPU.
-    """
+    """Windows by their start in seconds: means of requests, tokens, active GPUs, and requests of a minute by GPU."""
 
     rate: pd.Series
     speed: pd.Series

@@ -1,11 +1,5 @@
-"""Figure 13's world on a virtual clock, and what else its cost models predict.
-
-Panels: the hour; the stream of Figure 11 on one GPU; residuals of the cost models; recorded
-windows of Figure 11, half of them predicted from the other half; and, with the same constant, first tokens of requests
-that arrived by the clock. Of a cluster of another size than the paper's, with as much more load, the hour's totals
-alone.
-
-Every simulation runs for some seeds: the first one's are the rows, `_mean`, `_low` and `_high` are over all.
+"""Figure 13's world on a virtual clock, and what else its cost models predict: the hour, Figure 11's stream on one GPU,
+residuals, recorded windows, first tokens. Rows are of the first seed; `_mean`, `_low`, `_high` of all.
 """
 
 from collections.abc import Callable, Iterator

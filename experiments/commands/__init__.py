@@ -1,4 +1,3 @@
-"""Commands of `make`: reproduce, report, figures, record, check and compare.
-
-`conformance` is for any multi-LoRA server.
+"""Commands of `make`: reproduce, report, figures, record, check and compare. `conformance` is for any multi-LoRA
+server.
 """

@@ -23,10 +23,8 @@ BATCH_KEYS = ("figures", "source", "allow_dirty")
 
 
 def batch_main(name: str, doc: str, job: Callable[[DictConfig], int], *reads: str, measures: bool = False) -> None:
-    """Command line of `experiments.commands.<name>`: `job(cfg)` returns the exit code.
-
-    `reads`: the keys that it reads beside hardware, scale and folders; with `measures` also what the chosen figures
-    read. An override of any other key is refused.
+    """Command line of `experiments.commands.<name>`: `job(cfg)` gives the exit code; `reads`: further keys it reads,
+    with `measures` those of its figures. Other overrides are refused.
     """
     register_app(name, doc.strip(), f"commands.{name}", schema=BatchConf)
     for experiment in experiments():
@@ -74,10 +72,7 @@ def each(cfg: DictConfig, step: Callable[[Experiment], Any]) -> tuple[dict[str, 
 
 @contextmanager
 def noted(name: str, failures: dict[str, str], then: str = "") -> Iterator[None]:
-    """Note in ``failures`` why the block fails, and print it with what to do ``then``, so that the rest still runs.
-
-    What is not a message for the user comes with its traceback. A full disk ends the command.
-    """
+    """Note in ``failures`` why the block fails, and print it with what to do ``then``; defects with traceback."""
     try:
         yield
         return

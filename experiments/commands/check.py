@@ -1,14 +1,11 @@
-"""Check of this machine's rows against the expected ranges of the same hardware: `results/<hardware>/expected/`.
+"""Check of this machine's rows against the expected ranges of its hardware: `results/<hardware>/expected/`.
 
-    make check                       # outputs/<hardware>/rows
+    make check                        # outputs/<hardware>/rows
     make check ARGS=hardware=h200
 
-A range reaches twice as far as the farthest recorded repeat, and has a least width (`experiments.report.expected`).
-Quantities of the claims are held on every device of that hardware. Measurements are held as ratios to the recorded
-ones, and only on the recorded device: a CPU of another model has other times. Status 1 when one that counts is outside.
-
-Calibrations between the points say how fast the machine is. What was measured at another speed than recorded is printed
-and not counted: all but simulations, where the machine differs as a whole, else the figures that do.
+A range reaches twice as far as the farthest recorded repeat (`experiments.report.expected`). Measurements are held as
+ratios on the recorded device alone. Status 1 when one that counts is outside; what was measured at another speed, by
+the calibrations between points, is printed and not counted.
 """
 
 from collections.abc import Collection, Iterator, Sequence

@@ -60,10 +60,7 @@ def compare(a: str, b: str, out: str | None = None) -> None:
 
 
 def load(argument: str, path: Path) -> pd.DataFrame:
-    """Points at `path`, repeats merged: a file of rows, a folder of them, or the folder above `rows/`.
-
-    Raises `ConfigError` when there is nothing, `RowsError` (file, line, remedy) when a file is damaged.
-    """
+    """Points at `path`, repeats merged: a file of rows, a folder, or the folder above `rows/`; errors name the file."""
     if not path.exists() or (path.is_file() and path.suffix != ".csv"):
         problem = "is no .csv file of rows" if path.exists() else "does not exist"
         raise ConfigError(f"{argument}={path} {problem}: give one, or a folder, for example {argument}=results/h200")
@@ -75,10 +72,8 @@ def load(argument: str, path: Path) -> pd.DataFrame:
 
 
 def join(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
-    """Points of equal `KEY`, in the order of `a`, with columns `COLUMNS`.
-
-    `ratio` is B / A, missing where it says nothing: a value that is zero, negative or not finite. Raises `ConfigError`
-    when there are no pairs or their units differ.
+    """Points of equal `KEY`, in the order of `a`, with `COLUMNS`; `ratio` is B / A, missing where it says nothing.
+    `ConfigError` without pairs, or where units differ.
     """
     whole = dict.fromkeys(("batch_size", "seq_len", "rank", "gpu"), "Int64") | {"t_s": "Float64"}
     pairs = a.astype(whole).merge(b.astype(whole)[[*KEY, "unit", "value"]], on=KEY, suffixes=("", "_b"))

@@ -64,9 +64,7 @@ def record(cfg: DictConfig) -> int:
 
 
 def promote(source: Path, target: Path, rows: Sequence[Row]) -> None:
-    """Put `rows`, and the samples beside `source`, in the place of those of the same points in `target`; say which
-    other points stay there.
-    """
+    """Put `rows` and the samples beside `source` in the place of the same points in `target`; say which others stay."""
     recorded, samples = RowFile(target), [path for path in map(samples_file, (target, source)) if path.exists()]
     recorded.replace(rows)
     fresh = {row.point for row in rows}

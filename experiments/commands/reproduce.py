@@ -105,9 +105,7 @@ def measured(outcomes: Collection[Outcome], minutes: float, over: float) -> list
 
 
 def _report(cfg: DictConfig, changed: bool) -> tuple[str, list[str]]:
-    """Judge the claims when rows ``changed`` or are newer than the page; return the path of the table, which is empty
-    without rows, and the lines to print.
-    """
+    """Judge the claims when rows ``changed`` or are newer than the page; return its path and lines to print."""
     from experiments.commands.report import PAGE, write_fresh
     from experiments.report.major import ending
 

@@ -66,10 +66,7 @@ class Run:
         return [Ask(model, next(self._turns[model])) for model in models]
 
     async def wave(self, result: Result, asks: Sequence[Ask]) -> list[Tokens]:
-        """Send requests at once and judge their answers; return the tokens, as many as were asked for at most.
-
-        Every other request of a model streams; every third is text where token ids are taken.
-        """
+        """Send requests at once, every other one streamed, every third as text, and judge them; return the tokens."""
         sent, tokens = [], []
         for ask, number in ((ask, next(self._numbers[ask.model])) for ask in asks):
             prompt = list(ask.prompt.ids) if self.server.takes_ids and number % 3 else ask.prompt.text
@@ -165,10 +162,7 @@ async def shared_prefix(run: Run, result: Result) -> None:
 
 
 async def poisoned(run: Run, result: Result) -> None:
-    """Send requests of adapters of NaN, inf and huge weights beside all others, and then others alone.
-
-    To refuse one, at its load or its request, is right; what a poisoned adapter answers does not count.
-    """
+    """Requests of adapters of NaN, inf and huge weights beside others, then others alone, which alone are judged."""
     for name in POISONS:
         if await run.load(name, name) in CLOSED and not run.server.prefix:
             result.is_offered = False

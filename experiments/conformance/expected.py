@@ -104,10 +104,7 @@ def _tuples(tokens: Tensor) -> list[Tokens]:
 
 
 def make(folder: Path, count: int, ranks: Sequence[int], seed: int) -> World:
-    """Write checkpoint, `count` adapters, poisoned ones and the right tokens into `folder`.
-
-    Raises `ConfigError` where a model has too few sure prompts, before the file of tokens is written.
-    """
+    """Write checkpoint, `count` adapters, poisoned ones and the right tokens; `ConfigError` for few sure prompts."""
     checkpoint = weights.write_checkpoint(folder / weights.CHECKPOINT, seed)
     config, world = AutoConfig.from_pretrained(checkpoint), World(folder, weights.tenants(count, ranks))
     for number, tenant in enumerate(world.tenants):

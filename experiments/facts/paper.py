@@ -1,8 +1,5 @@
-"""The paper's numbers, from ``paper_results/`` (its README has columns and provenance).
-
-Only the package `punica` is installed, so every function takes ``folder``, the path of ``paper_results``. `read_figure`
-keeps one row of each quantity; `as_rows` gives it the columns of our own rows, so that one function computes a claim
-from either.
+"""The paper's numbers from ``folder``, the path of ``paper_results`` (its README has columns and provenance):
+`read_figure` keeps one row of each quantity, `as_rows` gives it the columns of our rows.
 """
 
 import csv
@@ -58,10 +55,8 @@ def paper_file(folder: str | Path, name: str) -> Path:
 
 
 def read_figure(folder: str | Path, figure: str) -> pd.DataFrame:
-    """The paper's rows of one figure, one row per quantity, from its best source (`SOURCES`); numbers are float64.
-
-    Rows whose batch size or rank is a phrase ("1-64 high") and rows about several workloads at once are left out, as
-    they repeat others in words. ValueError lists the known figures.
+    """The paper's rows of one figure, one per quantity, from its best source; none whose batch or rank is a phrase, or
+    about several workloads. ValueError lists the known figures.
     """
     if figure not in FIGURE_FILES:
         raise ValueError(f"the paper has no rows of figure {figure!r}; known: {', '.join(FIGURE_FILES)}")
@@ -102,9 +97,7 @@ def paper_rows(folder: str | Path) -> pd.DataFrame:
 
 
 def _text_rows(folder: str | Path) -> pd.DataFrame:
-    """Sections 5.2 (three times, and 7B's bytes over the link, D03) and 6 (two times without a shape, taken as those of
-    one row and of a full step).
-    """
+    """Sections 5.2 (three times, and 7B's bytes over the link, D03) and 6 (as of one row and of a full step)."""
     table = pd.read_csv(paper_file(folder, "text_other_numbers.csv"))
     table = table[table["model"].isna() | (table["model"] == "7B")]
     said = dict(zip(table["metric"], table["value"], strict=True))
@@ -158,10 +151,7 @@ class Disagreement:
 
 
 def read_disagreements(folder: str | Path) -> list[Disagreement]:
-    """Read the disagreements in ``folder``, D01 first; titles are in its README.
-
-    ValueError names those that have a title without an answer, or the reverse.
-    """
+    """The disagreements in ``folder``, D01 first; ValueError for a title without an answer, or the reverse."""
     readme, table = paper_file(folder, "README.md"), paper_file(folder, "disagreement_answers.csv")
     found = re.findall(r"^\* \*\*(D\d\d) (.+?)\*\*", readme.read_text(encoding="utf-8"), re.MULTILINE)
     titles = {id: title.rstrip(".") for id, title in found}

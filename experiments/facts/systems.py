@@ -1,7 +1,4 @@
-"""Serving systems, one entry of `SYSTEMS` each, and models, which engines, figures, claims and plots read.
-
-A new system is a line here and a class that serves it, or `ENGINE` with another rule of admission.
-"""
+"""Serving systems, one entry of `SYSTEMS` each, and models. A new system is a line here and a class that serves it."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,20 +23,10 @@ STATED_LENGTHS = ", stated lengths"
 
 @dataclass(frozen=True)
 class System:
-    """A serving system.
-
-    Attributes:
-        name: in rows and on the command line.
-        served_by: its `ServingSystem`, or the dotted name; empty for a system of the paper that is not measured.
-        admission: rule of `punica.scheduling.admission` that forms its batches.
-        figures: experiments that run it by default.
-        lora: applies adapters. `exact`: every request is computed with its own adapter.
-        baseline: a baseline of the paper, whose batches hold one adapter; "best baseline" is the fastest of these.
-        slow: steps so long that its windows have fewer of them.
-        label: name for people. `policy`: the system whose batching policy it has, on this engine without LoRA.
-        paper: names in the paper's rows.
-        colour, marker: index into `plots.style.PALETTE` and marker; None and "": the next free ones.
-        shade: of bars; 1 is the full colour, less is mixed with white.
+    """A serving system: ``name``; ``served_by``: its `ServingSystem`, or the dotted name (empty: of the paper alone);
+    ``admission``: its rule; ``figures`` that run it; ``lora``: applies adapters, each request's own if ``exact``;
+    ``baseline`` of the paper; ``slow``: fewer steps per window; ``label``; ``policy``: whose batching it has on our
+    engine; ``paper``: names there; ``colour``, ``marker``: None and "" the next free ones; ``shade`` of bars.
     """
 
     name: str

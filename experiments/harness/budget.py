@@ -1,13 +1,8 @@
 """Time limits of `make reproduce`: the deadline of all figures, and the budget of one.
 
-A figure's share of the time left is its part of the minutes (`figure.minutes`) of all figures that are not done. Unused
-time thus goes to later figures, and all of them bear an overrun. Within a share, samples give way first, down to
-`scale.min_repeats`, or to two of a call too slow for those (`scale.patience`); then repeats; then points. The first
-measurement of a run is taken whatever the time, so a slow machine runs over with a point of every figure. Outside
-`make reproduce` there is no deadline: the first pass is whole, only repeats give way.
-
-A measurement is estimated by its last duration, a new one by the shorter of the two before it: one of these may hold a
-set-up that later ones find done. So repeats are weighed one by one, too, and not as a pass.
+A figure's share of the time left is its part of the minutes (`figure.minutes`) of all that are not done. Within it
+samples give way first, then repeats, then points; the first measurement is taken whatever the time. Without a deadline
+the first pass is whole. A measurement is estimated by its last duration, a new one by the shorter of the two before it.
 """
 
 import math
@@ -31,10 +26,7 @@ class OutOfTime(BaseException):
 
 
 class Budget:
-    """Time of one figure: `seconds` from now (None: no limit), of which `figure.minutes` gave it `own`.
-
-    `firm`: under a deadline, so that even points of the first pass are left out or stopped.
-    """
+    """Time of one figure: `seconds` from now (None: no limit), `own` of `figure.minutes`; `firm`: under a deadline."""
 
     def __init__(
         self, seconds: float | None, own: float | None = None, firm: bool = False, clock: Clock = time.monotonic
@@ -56,9 +48,7 @@ class Budget:
 
     @contextmanager
     def spending(self, key: str, whole: bool = False) -> Iterator[None]:
-        """Time a measurement of `key`, as the estimate of its next one; `OutOfTime` stops it far beyond the share,
-        unless it is to be taken `whole`.
-        """
+        """Time a measurement of `key`; `OutOfTime` stops it far beyond the share, unless it is to be taken `whole`."""
         started = self._clock()
         try:
             with stopped_after(self.left + GRACE * self._own if self.firm and not whole else math.inf):
@@ -91,10 +81,7 @@ class Deadline:
         return (self._end - now) / 60
 
     def budget(self, name: str) -> Budget:
-        """Return the share of `name`, from now: its part of the time left for it and for figures not asked for yet.
-
-        A figure without minutes has no limit, and its time, up to the next call, is not taken from the others.
-        """
+        """The share of `name`, from now; a figure without minutes has no limit and takes nothing from the others."""
         if self._unlimited_since is not None:
             self._end += self._clock() - self._unlimited_since
         self._unlimited_since = None if name in self._waiting else self._clock()

@@ -24,10 +24,7 @@ THREADS = 16
 
 
 def experiments(chosen: Sequence[str] = ()) -> list[Experiment]:
-    """All experiments, or those that one of `chosen` names: by the number of a figure, or the beginning of a name.
-
-    Raises `ConfigError` for an entry that names none.
-    """
+    """All experiments, or those named in `chosen` by number or beginning; `ConfigError` for one that names none."""
     here = Path(__file__).parents[1]
     names = [path.stem for path in here.glob("*.py") if path.stem.startswith(PREFIXES)]
     modules = [importlib.import_module(f"experiments.{name}") for name in names]

@@ -113,8 +113,8 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
 
 
 def register_app(name: str, header: str, module: str, schema: type[RunConf], **choices: str | None) -> None:
-    """Register the primary config `name` of `python -m experiments.<module>`: `conf/config.yaml` with `choices` of its
-    groups, the keys of `schema`, and the text of `--help`.
+    """Register the primary config `name`: `conf/config.yaml` with `choices`, keys of `schema`, and the text of
+    `--help`.
     """
     for resolver, resolve in RESOLVERS.items():
         OmegaConf.register_new_resolver(resolver, resolve, replace=True)
@@ -164,10 +164,7 @@ def main(experiment: Experiment) -> None:
 
 
 def with_options(name: str, doc: str, module: str, conf: type[S], job: Callable[[S], None]) -> None:
-    """The command line of a command without figures: `job(options)` gets its options as a `conf`.
-
-    Every option of `conf` without a default must be given, and none twice: `ConfigError` says which.
-    """
+    """The command line of a command without figures: `job(options)`; every option without a default must be given."""
     store = ConfigStore.instance()
     store.store(name=name, group="schema", node=keys_of(conf), package="_global_")
     primary: list[Any] = [{"schema": name}, {"override hydra/job_logging": "stdout"}, "_self_"]
@@ -193,10 +190,7 @@ def given() -> list[str]:
 
 
 def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
-    """Compose the primary config `name` from the command line and run `job` on it; it may return an exit code.
-
-    In a multirun a job that fails does not stop those after it; the failed ones are listed at the end.
-    """
+    """Compose the config `name` from the command line and run `job`; in a multirun failed jobs are listed last."""
     failed: list[str] = []
 
     def task(cfg: DictConfig) -> None:

@@ -1,13 +1,9 @@
-"""Rows that count: the one selection that claims, figures, tables, ranges, comparisons and cost models read.
+"""Rows that count: the one selection that claims, figures, tables, ranges, comparisons and cost models read:
 
-A folder of rows can hold several scales, clocks and repeats of one point. Of these count
-
-* per figure the largest scale present (`SCALES`; others, as smoke, where these have none);
-* per figure and metric one clock: the caller's, else the first present of `measure.records.TIMERS`. Beside a GPU the
-  host's gives way to any other unless launches in the figure are steady: each row has a calibration
-  (`experiments.measure.disturbance`), and their 90 % quantile is at most `STEADY` times their 10 % quantile;
-* of each repeat the newest row; of repeats the undisturbed ones, all where none was quiet, none beside a row without
-  a repeat, which is of them all.
+* per figure the largest scale present (`SCALES`; others where these have none);
+* per figure and metric one clock: the caller's, else the first of `measure.records.TIMERS`; the host's beside a GPU
+  only where launches are steady: the 90 % quantile of calibrations at most `STEADY` times the 10 % one;
+* of each repeat the newest row; of repeats the undisturbed ones, all where none was quiet.
 
 A point's number is the median over the repeats that count.
 """
@@ -38,11 +34,8 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def counted(rows: pd.DataFrame, clock: str | None = "") -> pd.DataFrame:
-    """Choose scale, clock and the newest of each repeat: `rows` in their order, with the columns ``point``, a number of
-    the point's own, and ``counts``, whether the repeat does.
-
-    ``clock``: the one to prefer, empty for the order of `TIMERS`. None compares points one by one: each clock is a
-    point of its own, and the largest scale is that of each point.
+    """Choose scale, clock and the newest of each repeat, with columns ``point`` and ``counts``. ``clock``: the one to
+    prefer; None: each clock is a point of its own, with its largest scale.
     """
     rows = rows.reset_index(drop=True)
     rows = rows.assign(
@@ -65,9 +58,8 @@ def counted(rows: pd.DataFrame, clock: str | None = "") -> pd.DataFrame:
 
 
 def merged(rows: pd.DataFrame) -> pd.DataFrame:
-    """Merge the repeats that count, of `counted` rows: one row per point, in the order of their first.
-
-    Of p10 the least is kept and of p90 the largest. ``repeats``: how many count. ``lowest``, ``highest``: their ends.
+    """One row per point of `counted` rows, medians but of p10 (least) and p90 (largest); ``repeats``, ``lowest``,
+    ``highest``.
     """
     rows = rows[rows["counts"]]
     values, first = rows.groupby("point", sort=False)["value"], rows.drop_duplicates("point")

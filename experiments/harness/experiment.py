@@ -38,9 +38,7 @@ class CheckFailed(RuntimeError):
 
 
 class Experiment(ABC):
-    """One figure. Subclass it, set the class attributes (`overlay` or `drawn_by` among them), write `points`, and
-    `measure` or, where systems are timed side by side, `measure_together`.
-    """
+    """One figure: set the class attributes, write `points`, and `measure` or, side by side, `measure_together`."""
 
     name: ClassVar[str]  # the script's and the YAML's file name, e.g. fig08_lora_operator
     figure: ClassVar[str]  # as in paper_results and `facts.paper.FIGURE_FILES`, e.g. "8"
@@ -99,10 +97,8 @@ class Experiment(ABC):
 
 
 def config_hash(experiment: Experiment, cfg: Config, point: Point, machine: Mapping[str, Any]) -> str:
-    """Twelve hex digits over everything that decides the number of `point`: its columns and settings, the
-    experiment's version, the protocol (timer, repeats, flush, threads) and the `machine` (device, torch).
-
-    The code that decides it is not part of it: see `experiments.harness.source`.
+    """Twelve hex digits over what decides the number of `point`: columns, settings, version, protocol and `machine`;
+    its code has a hash of its own (`harness.source`).
     """
     protocol = {
         "timer": cfg.timer.name,

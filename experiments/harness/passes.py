@@ -1,12 +1,8 @@
 """Measurement of a grid: repeats spread in time, disturbed ones measured again, within a share of time.
 
-A point is measured once per pass, so that its repeats are minutes apart; odd passes run backwards, which cancels a
-drift of the machine. Its rows are on disk at once. A repeat is marked as disturbed by the witnesses of
-`experiments.measure.disturbance`, or, of a timed call, by its siblings: `slow_repeats`. Marked ones are measured again,
-`scale.tries` times at most and while time is left: after a pass that left few of them (a burst), ahead of further
-repeats, and after the last pass. Only a quieter measurement replaces rows. What does not fit into the share of time
-(`budget`) is left out and counted; the first measurement is taken in any case, so that every figure has a point and
-repeated runs of one command make progress.
+A point is measured once per pass; odd passes run backwards, which cancels a drift. Rows are on disk at once. A repeat
+is marked by the witnesses of `measure.disturbance` or by its siblings (`slow_repeats`), and measured again up to
+`scale.tries` times; only a quieter one replaces rows. What does not fit into the `budget` is left out and counted.
 """
 
 import itertools
@@ -51,10 +47,8 @@ class Outcome:
 
 
 class Passes:
-    """Measurement of one experiment into `rows`, within `budget`.
-
-    `clocks`: clock -> configuration that its points are measured under; all else in these is alike. `columns` are those
-    that all rows share, `digest` is a point's config hash, `noise` marks rows of earlier runs.
+    """Measurement of one experiment into `rows` within `budget`. `clocks`: clock -> its configuration. `columns`: of
+    all rows; `digest`: a point's config hash; `noise`: marks rows of earlier runs.
     """
 
     def __init__(
@@ -186,10 +180,7 @@ class Passes:
         self.outcome.left_out += len(group)
 
     def _in_time(self, group: Group) -> Config:
-        """Return the configuration of `group`'s clock with no more seconds per point than time allows.
-
-        It is unchanged for experiments that do not read them: their config hashes identify rows (`resume.row_on_disk`).
-        """
+        """The configuration of `group`'s clock with no more seconds per point than time allows, where they are read."""
         cfg = self._clocks[group[0].timer]
         if not is_read("scale.seconds_per_point", keys_read(self.experiment)):
             return cfg

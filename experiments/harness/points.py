@@ -13,9 +13,7 @@ from experiments.harness.schema import ModelConf
 
 @dataclass(frozen=True)
 class Point:
-    """One thing to measure. The named fields become columns of its rows; `settings` holds all else that decides the
-    number (shapes, dtype, seeds, limits; JSON values): a change of any of them makes old rows stale.
-    """
+    """One thing to measure: the named fields are columns of its rows; `settings` all else that decides the number."""
 
     panel: str = ""
     system: str = ""
@@ -47,10 +45,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Reading:
-    """One number that `measure` found for a point; the harness makes it a row.
-
-    `disturbed` is for points that are derived from other rows; where something was timed, the harness knows it.
-    """
+    """One number that `measure` found; the harness makes it a row. `disturbed`: of points derived from other rows."""
 
     metric: str
     value: float
@@ -70,10 +65,8 @@ class Reading:
 
 
 def sampled(metric: str, samples: Sequence[float], unit: str) -> list[Reading]:
-    """The readings of raw `samples` (already in `unit`): median, p10, p90 and count, which keeps the samples.
-
-    Timings are skewed to the right (an interrupt only ever adds time), so there is no mean. Raises `ValueError` when
-    there is no sample or one is not finite.
+    """Readings of raw `samples` (in `unit`): median, p10, p90, count; no mean, since timings are skewed. `ValueError`
+    for none, or one that is not finite.
     """
     values = np.asarray(samples, dtype=np.float64)
     if not values.size or not np.isfinite(values).all():
@@ -92,9 +85,7 @@ def model_settings(model: ModelConf) -> dict[str, Any]:
 
 
 def by_cell(points: Sequence[Point], *differing: str) -> Iterator[list[Point]]:
-    """Groups of consecutive points that are equal but for the columns `differing`: the cells that are timed side by
-    side.
-    """
+    """Groups of consecutive points equal but for the columns `differing`: cells timed side by side."""
 
     def cell(point: Point) -> str:
         same = {name: value for name, value in point.columns().items() if name not in differing}

@@ -13,10 +13,8 @@ from punica.parallel.matmul import onednn_for, onednn_linear, through
 
 @cache
 def use_faster_products(hidden: int = 2048, inner: int = 5504, attempts: int = 7) -> dict[str, str]:
-    """Time MKL and oneDNN for one row and for four against ``[inner, hidden]`` float32 weights, and have
-    `punica.parallel.matmul` use the faster in this process. Returns its name for ``"one"`` and ``"several"``.
-
-    Takes a quarter of a second, once.
+    """Time MKL and oneDNN for one row and four against ``[inner, hidden]`` float32 weights, and use the faster in this
+    process; return its name for ``"one"`` and ``"several"``.
     """
     onednn = onednn_linear()
     if onednn is None:

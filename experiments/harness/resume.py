@@ -1,6 +1,5 @@
-"""A run of one experiment: stale or missing points are measured (`passes`), and changed rows are drawn.
-
-A point can ask for the number of another: rows on disk, of its own repeat and settings.
+"""A run of one experiment: stale or missing points are measured (`passes`), and changed rows are drawn. A point can ask
+for the number of another: rows on disk, of its own repeat and settings.
 """
 
 import json
@@ -24,11 +23,9 @@ from experiments.measure.records import Row, RowFile, ensure_writable
 
 
 def run(cfg: DictConfig | Config, experiment: Experiment, budget: Budget | None = None) -> Outcome:
-    """Measure what is missing, stale or marked as disturbed of `experiment` under `cfg`; draw it if its rows changed.
-
-    `budget`: its share of a longer run; None: `figure.minutes`, in which repeats alone give way. A point whose result
-    fails its check is listed in `Outcome.failed` and has no row. Raises `ConfigError` for a choice that cannot run and
-    `RowsError` for files that cannot be read or written, both before anything is measured.
+    """Measure what is missing, stale or disturbed of `experiment`, and draw it if its rows changed. `budget` None:
+    `figure.minutes`, in which repeats alone give way. A failed check is in `Outcome.failed`, without a row;
+    `ConfigError` and `RowsError` come before anything is measured.
     """
     started = time.perf_counter()
     given = typed(cfg, experiment)
@@ -76,10 +73,7 @@ def _columns(cfg: Config) -> dict[str, Any]:
 
 
 def _configuration(cfg: Config, experiment: Experiment) -> str:
-    """Return the part of the composed configuration that `experiment` reads as JSON, without what is of type `Path`.
-
-    It is kept beside the rows for the figure's provenance; paths of the machine mean nothing elsewhere.
-    """
+    """The part of the configuration that `experiment` reads, kept beside the rows; without paths of the machine."""
     keys = keys_read(experiment) - {"paths"}
 
     def read(part: dict[str, Any], above: str = "") -> dict[str, Any]:
@@ -119,20 +113,14 @@ def machine() -> dict[str, Any]:
 
 
 def row_on_disk(experiment: Experiment, cfg: Config, point: Point, metric: str) -> Row | None:
-    """`metric` of `point`, in its repeat, as this code measured it under `cfg` on this machine; None where it was not.
-
-    `RowsError` for a file that cannot be read.
-    """
+    """`metric` of `point` in its repeat, as this code measured it here; None where it was not."""
     wanted = config_hash(experiment, cfg, point, machine()), source_of(experiment), point.repeat, metric
     rows = RowFile(folders(cfg).fresh_rows / f"{experiment.name}.csv").rows
     return next((row for row in rows if (row.config_hash, row.source_hash, row.repeat, row.metric) == wanted), None)
 
 
 def givers_first(points: Sequence[Point], place: Callable[[Point], Any]) -> list[list[Point]]:
-    """Order `points` of one repeat by `place`, each alone: for points that read the rows of others.
-
-    `Passes` reverses odd repeats; they are ordered backwards here.
-    """
+    """Points of one repeat by `place`, each alone, for those that read rows of others; backwards in odd repeats."""
     back = points[0].repeat % 2 == 1
     ordered = sorted(points[::-1] if back else points, key=place)
     return [[point] for point in (ordered[::-1] if back else ordered)]

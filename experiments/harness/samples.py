@@ -1,7 +1,5 @@
-"""Raw samples behind the rows of a figure, compressed: `rows/samples/<figure>.jsonl.gz`.
-
-One line of JSON per point, repeat and metric: the columns that name its rows, and every sample in measuring order, to
-six significant digits. Points are appended as they are measured; of several lines of one name the last counts.
+"""Raw samples behind the rows of a figure: `rows/samples/<figure>.jsonl.gz`, a line of JSON per point, repeat and
+metric; of several lines of one name the last counts.
 """
 
 import gzip

@@ -1,7 +1,5 @@
-"""The typed configuration: keys, types and ranges of `conf/` and of the command line.
-
-YAML files under `conf/` hold values, and Hydra composes them with the command line. The pydantic models here say which
-keys there are and what they may be: `validated` refuses anything else with one sentence, before anything runs.
+"""The typed configuration: keys, types and ranges of `conf/` and of the command line. `validated` refuses anything else
+with one sentence, before anything runs.
 """
 
 from __future__ import annotations
@@ -103,12 +101,7 @@ class ModelConf(Settings):
 
 
 class HardwareConf(Settings):
-    """The device that is measured and its ceilings (`conf/hardware/*.yaml`).
-
-    `bandwidth_gb_s` and `tflop_s` are datasheet numbers, which Figure 7 draws beside the roof that it measures
-    (`experiments.measure.roofline`); null where there are none. Under `hardware=auto`, null: as in the file of the
-    hardware that was found.
-    """
+    """The measured device and its datasheet's ceilings (`conf/hardware/*.yaml`), null where there are none."""
 
     name: str  # slug, as in outputs/<name>
     device: Literal["cpu", "cuda"]
@@ -120,10 +113,7 @@ class HardwareConf(Settings):
 
 
 class NamesConf(Settings):
-    """A choice that narrows a figure's grid: names of workloads or systems, none of them meaning the figure's own.
-
-    `workload=` has a choice per entry of the registry, `system=` one per system of a figure (`conf/figure/*.yaml`).
-    """
+    """A choice that narrows a figure's grid: names of workloads or systems, none of them meaning the figure's own."""
 
     names: list[str] = []
 

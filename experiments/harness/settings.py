@@ -71,10 +71,7 @@ def typed(cfg: DictConfig | Config, experiment: Experiment) -> Config:
 
 
 def settle(cfg: DictConfig | Config, experiment: Experiment) -> Config:
-    """Return `cfg` as typed objects with hardware, timer, workloads and systems decided for `experiment`.
-
-    Raises `ConfigError` for a choice that this machine or figure does not have.
-    """
+    """`cfg` as typed objects with hardware, timer, workloads and systems decided; `ConfigError` for what is absent."""
     given = typed(cfg, experiment)
     clock = experiment.clock or _timer(given.timer.name, given.hardware.device)
     parts = {
@@ -87,8 +84,8 @@ def settle(cfg: DictConfig | Config, experiment: Experiment) -> Config:
 
 
 def by_clocks(given: Config, settled: Config, experiment: Experiment) -> dict[str, Config]:
-    """Map every clock that is to time `experiment` to `settled` with that clock: the one of `settled`, and where
-    `given` leaves the choice for operators on a GPU before it the host's, which is the paper's and decides most claims.
+    """Every clock of `experiment` with `settled` under it: the settled one; before it the host's, for operators on a
+    GPU, where `given` leaves the choice.
     """
     clocks = [settled.timer.name]
     if experiment.host_clock_too and given.timer.name == AUTO and settled.hardware.device == "cuda":
@@ -147,8 +144,7 @@ def _systems(cfg: Config, experiment: Experiment) -> list[str]:
 
 
 def keys_read(experiment: Experiment) -> set[str]:
-    """Return groups (`model`) and keys (`adapters.ranks`) of the configuration that decide what `experiment` measures:
-    those that all experiments read, that it declares (`Experiment.reads`), that its `conf/figure/<name>.yaml`
+    """Groups and keys that decide what `experiment` measures: those of all, `Experiment.reads`, those its YAML
     interpolates, and `timer` unless it has its own clock.
     """
     interpolated = re.findall(r"\$\{(\w+\.\w+)", (CONF / "figure" / f"{experiment.name}.yaml").read_text("utf-8"))
@@ -162,9 +158,7 @@ def is_read(key: str, keys: Iterable[str]) -> bool:
 
 
 def refuse_unread(given: Iterable[str], keys: Collection[str], who: str) -> None:
-    """Raise `ConfigError` for the first of the command line's overrides `given` that is none of `keys` (`is_read`):
-    it would have no effect, but be in the configuration that is kept beside the rows.
-    """
+    """Raise `ConfigError` for the first of the overrides `given` that is none of `keys`: it would have no effect."""
     for override in given:
         key = re.split(r"[=@]", override.lstrip("+~"))[0]
         if not is_read(key, keys):
@@ -172,9 +166,7 @@ def refuse_unread(given: Iterable[str], keys: Collection[str], who: str) -> None
 
 
 def scale_of(hardware: str) -> str:
-    """The scale of a run that names none: `laptop` where `hardware=` is or finds a CPU, or a GPU of this machine has
-    less memory than `GPU_SCALE`; `gpu` elsewhere.
-    """
+    """The scale of a run that names none: `laptop` on a CPU or a GPU of too little memory, else `gpu`."""
     file = CONF / "hardware" / f"{hardware}.yaml"
     on_cpu = not file.exists() or OmegaConf.load(file).device == "cpu"  # Hydra refuses a hardware without a file
     return "laptop" if on_cpu or (gpu_bytes() or GPU_SCALE) < GPU_SCALE else "gpu"
@@ -194,9 +186,7 @@ def ranks_here(device: str) -> int:
 
 @cache
 def fitting_model(device: str, scale: str) -> str:
-    """The largest of the paper's models whose weights, shared out over all GPUs of this machine, leave `ROOM` of each
-    for the rest; `llama-tiny` on a CPU, and at scale=smoke.
-    """
+    """The largest of the paper's models that leaves `ROOM` of this machine's GPUs; `llama-tiny` on a CPU, at smoke."""
     if device == "cpu" or scale == "smoke":
         return "llama-tiny"
     memory = gpu_bytes() or 0.0

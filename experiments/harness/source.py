@@ -1,9 +1,7 @@
 """Source hash of a row: over the definitions and the data that decide its number.
 
-From an experiment's script it follows names: a function, class or constant that a counted definition uses counts, too.
-A definition's code counts without docstrings, comments, imports and its module, so moving it changes no hash. Data
-counts where a counted definition names it: tuned schedules, the paper's numbers, rows that a simulation reads. Rooms
-that only show or judge numbers do not count.
+From an experiment's script it follows names. Code counts without docstrings, comments, imports and its module, so that
+moving it changes no hash; data where a counted definition names it. Rooms that only show or judge numbers do not count.
 """
 
 import ast
@@ -73,10 +71,8 @@ def _content(path: Path) -> str:
 
 
 class Module:
-    """Top-level statements of a file by the names that they define, and what its imports and texts name.
-
-    `registered`: registry, as a decorator writes it, and the name of a definition that it gets. `effects`: statements
-    that define nothing.
+    """Top-level statements of a file by name, and what its imports and texts name; `registered`: registry and name of a
+    definition; `effects`: statements that define nothing.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -138,9 +134,7 @@ def _counts(statement: object) -> bool:
 
 
 class Code:
-    """Statements as text in which only code counts, the same on every Python; definitions and modules of the house that
-    they have `reached`, and their `strings`.
-    """
+    """Statements as text in which only code counts; definitions and modules they `reached`, and their `strings`."""
 
     def __init__(self, tree: "Tree", module: Module, statements: Iterable[ast.AST]) -> None:
         self._tree, self._module = tree, module
@@ -339,9 +333,7 @@ class Reach:
         return found
 
     def _files(self, module: str, texts: Iterable[str]) -> Iterator[Path]:
-        """Yield data files that texts of a definition name: the paper's, those of a folder beside its module, and rows
-        of another script, which simulations read.
-        """
+        """Data files that texts of a definition name: the paper's, those beside its module, rows of another script."""
         root, beside = self._tree.root, self._tree.known(module).path.parent
         of_script = module.count(".") == 1 and module.startswith("experiments.")
         for text in filter(_FILE.fullmatch, texts):

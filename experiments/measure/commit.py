@@ -1,8 +1,7 @@
-"""Commit of the source tree: from git, or in a copy from the file that its sender wrote.
-
-`python -m experiments.measure.commit` writes `.commit.json` (git ignores it) into a clean checkout: the commit, and the
-hash of all sources. A copy that carries the file, without a clean history of its own, is of that commit as long as its
-sources have that hash, and `-dirty` from then on.
+"""Commit of the source tree: from git, or in a copy from the file that its sender wrote. `python -m
+experiments.measure.commit` writes `.commit.json` (git ignores it) into a clean checkout: the commit, and the hash of
+all sources. A copy that carries the file, without a clean history of its own, is of that commit as long as its sources
+have that hash, and `-dirty` from then on.
 """
 
 import hashlib
@@ -23,10 +22,7 @@ _NOT_SENT = ("__pycache__", "local", ".ipynb_checkpoints")
 
 @cache
 def commit(root: Path = ROOT) -> str:
-    """Short commit of the tree at ``root``, with `-dirty` when its files differ from it; `unknown` where none tells.
-
-    Raises `RowsError` for a damaged stamp.
-    """
+    """Short commit of the tree at ``root``, `-dirty` when files differ, `unknown` where none tells it."""
     revision, changed = _state(root)
     if revision and changed == []:
         return revision

@@ -1,15 +1,11 @@
-"""Disturbance of a measurement by other work on the machine.
-
-Three witnesses, because each is blind to something:
+"""Disturbance of a measurement by other work on the machine, by three witnesses, as each is blind to something:
 
 * **other work**: CPU time of all processes on our cores, and steal, minus our own;
-* **calibration**: one product and one copy before and after. It sees what the kernel cannot account for, such as
-  another guest of the same host that fills the memory bus or lowers the clock. On a GPU launches are timed, too: they
-  mark no measurement, but tell whether times of the host's clock can be compared (`experiments.harness.counted`);
-* **GPU**: clock of the multiprocessors and reasons to throttle, from ``nvidia-smi``, where there is a GPU.
+* **calibration**: one product and one copy before and after, which see other guests of the host. On a GPU launches are
+  timed, too: they tell whether times of the host's clock can be compared (`experiments.harness.counted`);
+* **GPU**: clock of the multiprocessors and reasons to throttle, from ``nvidia-smi``.
 
-A `Watch` brackets one measurement. A number keeps its `Disturbance`; the caller decides whether to measure again.
-`slow_repeats` finds what no witness saw, once there are repeats to compare.
+A `Watch` brackets one measurement; the caller decides whether to repeat. `slow_repeats` finds what no witness saw.
 """
 
 from __future__ import annotations
@@ -207,10 +203,8 @@ def _gpu_state() -> tuple[float | None, bool]:
 
 
 def slow_repeats(rows: Iterable[Row]) -> set[int]:
-    """Return the repeats of some points that are more than `REPEAT_LIMIT` times off their siblings' median, or of two
-    the slower one, in any duration, though no witness saw why.
-
-    Few samples per repeat leave the median to outliers: 4.4 ms beside 0.2 ms was recorded on an idle machine.
+    """Repeats that are more than `REPEAT_LIMIT` times off their siblings' median, or of two the slower, in any
+    duration: 4.4 ms beside 0.2 ms was recorded on an idle machine.
     """
     found: defaultdict[tuple[object, ...], dict[int, float]] = defaultdict(dict)
     for row in rows:

@@ -1,7 +1,6 @@
-"""Machine and software of a measurement: the name of the hardware and the provenance of rows, without torch.
-
-`python -m experiments.measure.environment` prints both, with the report of `torch.utils.collect_env`, for an issue.
-A probe whose tool is absent or fails finds nothing.
+"""Machine and software of a measurement: the name of the hardware and the provenance of rows, without torch. `python -m
+experiments.measure.environment` prints both, with the report of `torch.utils.collect_env`, for an issue. A probe whose
+tool is absent or fails finds nothing.
 """
 
 import datetime
@@ -31,10 +30,7 @@ def _output(*command: str) -> str | None:
 
 
 def gpu_query(*names: str) -> list[dict[str, str]]:
-    """One dictionary per visible NVIDIA GPU with the `nvidia-smi` fields `names`; empty without GPUs.
-
-    `CUDA_VISIBLE_DEVICES` hides GPUs here as it does for torch, as far as it lists plain indices.
-    """
+    """One dictionary per visible NVIDIA GPU with the `nvidia-smi` fields `names`; empty without GPUs."""
     text = _output("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader")
     gpus = [dict(zip(names, line.split(", "), strict=False)) for line in (text or "").splitlines() if line.strip()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -117,9 +113,7 @@ def l3_mib() -> float | None:
 
 
 def stamp() -> dict[str, str | int | float | None]:
-    """The provenance columns of a row: commit, date (UTC), versions, host CPU with its NUMA nodes and last-level cache;
-    driver, CUDA version and power limit of the GPU.
-    """
+    """The provenance columns of a row: commit, date, versions, host CPU and caches, driver, power limit."""
     gpus = gpu_query("driver_version", "power.limit")
     watts = re.findall(r"[\d.]+", gpus[0].get("power.limit", "")) if gpus else []  # 700.00 W, or [N/A]
     return {

@@ -1,8 +1,5 @@
-"""Tidy rows on disk: one measured quantity and statistic per CSV row, one file per figure.
-
-A file of rows is the only thing that figures, tables, notebooks and verdicts read. So it is never half written, and
-runs that write into one take turns by a lock. Reading is strict: what is damaged is one `RowsError` with file, line and
-remedy. Only the standard library is used here, so a run that finds nothing to do starts in milliseconds.
+"""Tidy rows on disk: one measured quantity and statistic per CSV row, one file per figure, never half written; runs
+that write one take turns by a lock. What is damaged is one `RowsError`. Only the standard library is used.
 """
 
 import csv
@@ -43,10 +40,8 @@ class ImpossibleRow(RowsError):
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity and statistic, with all that is needed to say where it came from.
-
-    `figure`, `panel`, `system`, `workload`, `metric` and `unit` use the spellings of `paper_results/`; `model` and
-    `hardware` are names of `conf/model` and `conf/hardware`. `None` means "does not apply" and is an empty cell.
+    """One quantity and statistic, and where it came from, by the spellings of `paper_results/` and the names of
+    `conf/`; `None` means "does not apply" and is an empty cell.
     """
 
     figure: str
@@ -119,10 +114,7 @@ _READS = {name: _READERS[kind] for name, kind in _KINDS.items() if kind in _READ
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """All rows of the CSV file `path`, in file order.
-
-    Raises `RowsError` when the file is absent, has other columns, or holds a line that cannot be read.
-    """
+    """All rows of the CSV file `path`, in file order; `RowsError` when it is absent or cannot be read."""
     path = Path(path)
     try:
         with path.open(newline="", encoding="utf-8") as stream:
@@ -160,10 +152,7 @@ def _remedy(path: Path) -> str:
 
 
 def write_rows(path: str | Path, rows: Sequence[Row]) -> None:
-    """Write `rows` to `path` in one step: a reader sees the old file or the new one, never a part.
-
-    Raises `RowsError` when the file cannot be written, as on a full disk; the old one stays.
-    """
+    """Write `rows` in one step: a reader sees the old file or the new one; `RowsError` keeps the old one."""
     path = Path(path)
     ensure_writable(path.parent)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
@@ -215,10 +204,8 @@ def refuse_impossible(rows: Iterable[Row]) -> None:
 
 
 class RowFile:
-    """The rows of one figure, held in memory and mirrored to disk after every finished point.
-
-    `replace(rows)` drops older rows of the same points and repeats first, so that a file never holds two answers to
-    one question. Rows that another process wrote meanwhile are read before a change and kept.
+    """The rows of one figure, in memory and on disk after every point. `replace` drops older rows of the same points
+    and repeats; what another process wrote meanwhile is read before a change and kept.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -237,11 +224,8 @@ class RowFile:
             yield
 
     def replace(self, rows: Sequence[Row]) -> None:
-        """Add `rows` and write the file atomically. Of the same points, older rows of the same repeat go, and all that
-        were measured with other settings or by other code: repeats of one point are comparable.
-
-        They take the place of the first row that went, so that a file keeps the order of its grid, as figures do.
-        Raises `ImpossibleRow` before anything changes.
+        """Add `rows`. Of the same points go older rows of the repeat, and all of other settings or code; the new ones
+        take the place of the first of these. `ImpossibleRow` before anything changes.
         """
         refuse_impossible(rows)
         new = {(row.point, row.repeat) for row in rows}

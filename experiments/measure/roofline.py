@@ -43,10 +43,7 @@ class Ceilings:
 
 
 def measured_ceilings(device: str, dtype: str) -> Ceilings:
-    """Ceilings of `device` found by running: a large copy (bytes read + written) and a square matrix product.
-
-    The best of a few attempts, because a ceiling is what the machine can do when nothing disturbs it.
-    """
+    """Ceilings of `device`: a large copy (read + written) and a square product, the best of a few attempts."""
     import torch
 
     def best(call: Callable[[], object]) -> float:

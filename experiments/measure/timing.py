@@ -29,9 +29,8 @@ CALLS_PER_GRAPH = 48
 
 @dataclass(frozen=True)
 class Protocol:
-    """Timing protocol. `seconds` is the budget per system: once spent, a system stops at `min_repeats` or later.
-
-    `patience`: seconds per system that these may take; a slower one stops at two repeats or later.
+    """`seconds`: budget per system, which then stops at `min_repeats` or later; `patience`: seconds that these may
+    take.
     """
 
     timer: str
@@ -52,11 +51,9 @@ class Protocol:
 def time_side_by_side(
     calls: Mapping[Name, Sequence[Call]], protocol: Protocol, apart: bool = False
 ) -> dict[Name, list[float]]:
-    """Seconds per call of every system, as raw samples in measuring order.
-
-    `calls[name]` holds one or more calls that do the same work on different inputs; they are used in turn, which is
-    how `cuda_graph` keeps weights out of the caches (give it inputs of more bytes than the caches hold). `apart`: no
-    two systems read the same memory, so that emptying the caches once serves all calls of a round.
+    """Seconds per call of every system, raw, in measuring order. `calls[name]`: calls on different inputs, used in
+    turn; for `cuda_graph` of more bytes than the caches hold. `apart`: no two systems read the same memory, so that the
+    caches are emptied once a round.
     """
     if not calls or not all(calls.values()):
         raise ValueError("calls must name at least one system, each with at least one call")

@@ -17,11 +17,7 @@ from experiments.plots import style
 from experiments.plots.frames import distinct, measured, series
 
 PAPER: dict[str, Any] = {"color": style.look("punica").colour, "linestyle": "--", "linewidth": 0.9, "alpha": 0.6}
-LINES = (
-    ("request_rate", "requests/s"),
-    ("throughput_10s_mean", "token/s"),
-    ("active_gpus_60s_mean", "active GPUs"),
-)
+LINES = (("request_rate", "requests/s"), ("throughput_10s_mean", "token/s"), ("active_gpus_60s_mean", "active GPUs"))
 HEAT = "gpu_batch_size_60s_mean"
 MINUTE = 60.0
 ON_RAY = "ray hour"
@@ -32,9 +28,7 @@ TITLE = 100
 
 
 def draw_hour(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """The hour on the paper's number of GPUs beside the paper's; below, where there are some, the hours of runners on
-    Ray, of which the paper has none, rule by rule.
-    """
+    """The hour beside the paper's; below, where there are some, the hours of runners on Ray, rule by rule."""
     on_ray = rows["panel"].str.contains(ON_RAY)
     simulated = [(rows[~on_ray], paper)] if not on_ray.all() else []
     rules = (part for _, part in rows[on_ray].groupby("system", sort=False))

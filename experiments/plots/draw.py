@@ -36,8 +36,8 @@ logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every fon
 
 
 def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Path) -> list[Path]:
-    """Draw `experiment` from `rows_file` into `folder` beside the paper's rows; return the three files, and those of a
-    short figure behind them. None for an experiment without a figure.
+    """Draw `experiment` from `rows_file` into `folder`; return the three files, and those of a short figure behind
+    them.
     """
     if not (experiment.overlay or experiment.drawn_by):
         return []
@@ -70,10 +70,8 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
 
 
 def provenance(experiment: Experiment, rows: pd.DataFrame, dates: pd.Series, rows_file: Path) -> dict[str, Any]:
-    """Rows file, configuration, commits, devices, versions and dates behind a figure, as JSON values.
-
-    ``rows`` has repeats made one, and their number by model, panel, system and popularity is told; ``dates`` are those
-    of all repeats.
+    """Facts behind a figure, as JSON values: file, configuration, commits, devices, versions, dates; number of
+    repeats.
     """
     config, path = rows_file.with_suffix(".json"), rows_file.resolve()
     names = rows["model"] + ", " + rows["panel"] + ", " + rows["system"] + ", " + rows["workload"]

@@ -1,7 +1,4 @@
-"""Figures of the extensions, which have no counterpart in the paper.
-
-One column of axes per popularity or panel: absolute latency above, ratios to the system of reference below.
-"""
+"""Figures of the extensions: a column of axes per popularity or panel, latency above, ratios below."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -50,9 +47,7 @@ def draw_padding(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
 
 def draw_determinism(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Latency of each variant; below, relative to the faster atomics; last, the shares of outputs whose bits change:
-    with the batch around a row, and between runs. A variant whose outputs never change is named, not drawn at 0.
-    """
+    """Latency of each variant, relative to the faster atomics; shares of outputs whose bits change."""
 
     def column(mine: pd.DataFrame, above: Axes, middle: Axes, *shares: Axes) -> None:
         latency = _by(mine, "latency")
@@ -132,10 +127,7 @@ def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
 
 def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Per model, by popularity: both LoRA products, the layer, throughput, and a step of the engine, where measured.
-
-    Panels "model, N slots" of one batch size share a column, whose x axis is the number of slots.
-    """
+    """Per model, by popularity: both LoRA products, layer, throughput, engine's step; slots share a column."""
     found = rows["panel"].str.extract(r"^(.+), (\d+) slots$")
     slots, batches = found[1].notna(), rows["batch_size"].fillna(0).astype(int).astype(str)
     names = rows["panel"].mask(slots, found[0] + ", batch " + batches + SLOTS)

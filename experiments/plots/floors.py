@@ -1,7 +1,4 @@
-"""Time of the bytes alone: what each timed cell must move over the machine's bandwidth, as rows of metric `FLOOR`.
-
-Bandwidth is the data sheet's (`conf/hardware`), on a CPU the copy of Figure 7's roof in the same folder.
-"""
+"""Time of the bytes alone, as rows of metric `FLOOR`, at the data sheet's bandwidth, on a CPU Figure 7's copy."""
 
 import json
 from collections.abc import Callable

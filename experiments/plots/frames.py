@@ -40,10 +40,7 @@ def measured_frame(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def in_order(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows by model, panel, system, popularity and rank: models by size, systems and popularities as registered.
-
-    Other names come last. They, and panels of one rank, stay in the order of `rows`.
-    """
+    """Rows by model, panel, system, popularity and rank, models by size, names as registered, others last."""
     rows = rows.sort_values("rank", kind="stable")
     orders = {"workload": WORKLOADS.names(), "system": SYSTEMS.names(), "panel": (), "model": SIZES}
     for column, known in orders.items():

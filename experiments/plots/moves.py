@@ -1,8 +1,4 @@
-"""Sections 5.2 and 5.3: loading an adapter, and migrating a request.
-
-The paper gives its load times in the text, at one rank; disagreement D03 says that 7B's bytes cannot arrive that fast,
-so the arithmetic is drawn as well. Bandwidth is what compares machines whose models differ in size.
-"""
+"""Sections 5.2 and 5.3: loading an adapter, and migrating a request, with the arithmetic of the bytes (D03)."""
 
 from typing import Any
 

@@ -1,7 +1,5 @@
-"""Measured lines beside the paper's, of operators and steps: a column per panel, a row of axes per clock.
-
-The paper's clock is the host's, which counts launches; beside times inside CUDA graphs its lines contain what ours do
-not. Figure 10's lines coincide, so that it shows Identical alone and, below, what the others differ from it.
+"""Measured lines beside the paper's: a column per panel, a row of axes per clock. Figure 10 shows Identical and, below,
+what the others differ from it.
 """
 
 import math

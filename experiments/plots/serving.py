@@ -1,6 +1,4 @@
-"""Figures 11 and 12: throughput of serving systems per popularity, ours and the paper's, with Punica over the best
-baseline; of tensor-parallel ranks their steps, too.
-
+"""Figures 11 and 12: throughput per popularity, ours and the paper's, Punica over the best baseline, steps of ranks.
 Dots on a logarithmic axis show all systems; for the README bars from zero show `SHOWN`.
 """
 
@@ -87,8 +85,8 @@ def draw_hero(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 
 def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """A column per number of ranks: throughput above, of 70B beside the paper's, steps and the collectives in them
-    below; last what the layouts of adapters cost in memory, and what they reach of the ratio that bytes allow.
+    """A column per number of ranks: throughput, steps and their collectives; memory of adapters, and the ratio of
+    bytes.
     """
     rows, paper = centre(rows), under_our_names(paper)
     panels = [panel for panel in dict.fromkeys(rows["panel"]) if not panel.endswith("ratios")]
@@ -264,9 +262,7 @@ def words(title: str, rows: pd.DataFrame, paper: pd.DataFrame) -> str:
 
 
 def write_speedups(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, narrow: bool = False) -> None:
-    """Write above each group how many times the throughput of the best baseline Punica reaches; in two lines where
-    groups are `narrow`.
-    """
+    """Write above each group how many times the best baseline's throughput Punica reaches; two lines if `narrow`."""
     ours, papers = speedups(mine), speedups(theirs)
     looks: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 7, "fontweight": "bold", "in_layout": False}
     for group, workload in enumerate(dict.fromkeys(mine["workload"])):
@@ -277,9 +273,7 @@ def write_speedups(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, narrow:
 
 
 def speedups(frame: pd.DataFrame) -> dict[str, float]:
-    """Popularity -> throughput of Punica over that of the best baseline in `frame`; none where one was not measured,
-    which may be the best.
-    """
+    """Popularity -> throughput of Punica over the best baseline's; none where one was not measured."""
     table = frame.pivot_table(index="workload", columns="system", values="value")
     rivals = [name for name in baselines() if name in table]
     if REFERENCE not in table or not rivals:

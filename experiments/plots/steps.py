@@ -83,10 +83,7 @@ def _patch(part: str) -> dict[str, Any]:
 
 
 def scaled(case: pd.Series) -> tuple[dict[str, float], float]:
-    """Parts that end where the step ends, and how many times as long those of watched steps are.
-
-    What runs keeps its time, and the rest of the step is a gap; what runs longer than the step is scaled to it.
-    """
+    """Parts that end where the step ends; what runs keeps its time, the rest is a gap, what is longer is scaled."""
     step = float(case["step_latency"])
     parts = {name: float(case.get(f"time_{name}", 0.0)) for name in PARTS if case.get(f"time_{name}", 0.0) > 0}
     gaps = parts.pop("gaps", None)

@@ -1,6 +1,5 @@
-"""One look for every figure: a system, or popularity, has the same colour, marker and hatch everywhere.
-
-Ours is filled and solid, the paper's open and dashed in the same hue; a cross marks what other work disturbed.
+"""One look for every figure: a system or popularity has one colour, marker and hatch. Ours is filled and solid, the
+paper's open and dashed; a cross marks what other work disturbed.
 """
 
 import textwrap
@@ -74,9 +73,7 @@ _LINES = {
 
 
 def _system_looks() -> dict[str, Look]:
-    """Looks of serving systems, ours and the paper's; one without a colour gets the next free one. A shade below 1
-    mixes the colour with white.
-    """
+    """Looks of serving systems; one without a colour gets the next free one; a shade below 1 is mixed with white."""
     taken = {entry.colour for entry in entries()}
     free, looks = iter([i for i in range(len(PALETTE)) if i not in taken]), dict[str, Look]()
     for place, entry in enumerate(entries()):
@@ -101,9 +98,7 @@ def look(name: str) -> Look:
 
 @contextmanager
 def themed() -> Iterator[None]:
-    """The theme of every figure, whatever the user's matplotlibrc says: fonts stay text in the PDF (type 42), 8 pt,
-    thin lines, light grid.
-    """
+    """The theme of every figure, whatever the user's matplotlibrc says."""
     _unknown.clear()
     with plt.rc_context():
         plt.rcdefaults()

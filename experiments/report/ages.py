@@ -1,7 +1,5 @@
-"""Age of rows: a row is older where today's tree would not measure it so.
-
-That is where code or data are others (`harness.source`), and for recorded rows settings of `conf/`, or torch and triton
-(major and minor). Rows of this machine are measured again where those change (`harness.resume`).
+"""Age of rows: one is older where today's tree would not measure it so: by code or data (`harness.source`), and of
+recorded rows by settings of `conf/`, or torch and triton.
 """
 
 import json
@@ -66,10 +64,8 @@ def _minor(version: str) -> str:
 
 
 def changed_settings(script: str, recorded: dict[str, Any]) -> list[str]:
-    """List the settings of ``recorded``, the JSON beside rows, that `conf/` has otherwise today.
-
-    Not compared are those that a recorded set of ``conf/recording.yaml`` chooses, that a run decides (null), and lists,
-    which say what points there are.
+    """Settings of ``recorded`` that `conf/` has otherwise today, but those that a recorded set chooses, null, and
+    lists.
     """
     today = dict(_conf(script, recorded))
     whole = OmegaConf.create({**recorded, **{group: {**recorded[group], **today[group]} for group in today}})

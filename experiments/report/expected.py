@@ -1,13 +1,9 @@
 """Expected ranges: what another run on recorded hardware should give, and the rows and claims that are outside.
 
-The rule: a range reaches twice as far as the farthest recorded repeat, and never less than a tenth, or
-than a factor of 1.5 for times and ratios that a CPU measured.
-
-A line is one metric of one system and model in one figure. Its ratio to the recorded one is the median over all points
-that both runs have, so one slow point does not decide it. The farthest repeat is that of all lines of the same figure,
-metric and clock: most points have few repeats, and some a single one. Quantities of claims have scales. A ratio, a time
-or a throughput is positive, and its distances are factors: 2 is as far from 1 as 0.5. A growth in percent is a ratio
-less 1; shares, correlations and differences are linear.
+A range reaches twice as far as the farthest recorded repeat of the same figure, metric and clock, and never less than a
+tenth, or a factor of 1.5 for times of a CPU. A line is one metric of one system and model in one figure, by the median
+of its ratios. Ratios, times and throughputs are on a scale of factors, a growth in percent as a ratio less 1; shares,
+correlations and differences are linear.
 """
 
 import csv
@@ -79,10 +75,7 @@ def comparable(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def ranges(rows: pd.DataFrame) -> pd.DataFrame:
-    """Build the ranges of ``rows``, those of one machine: a line per `LINE`.
-
-    ``low``, ``high``: ends of the ratio. ``repeats``: the most that a point has; 0 where rows do not say.
-    """
+    """The ranges of one machine's ``rows``, a line per `LINE`: ends of the ratio, most ``repeats`` of a point."""
     rows = comparable(rows)
     if rows.empty:
         return pd.DataFrame(columns=COLUMNS["measurements"])
@@ -115,10 +108,8 @@ class Scale:
         return self.least <= value <= self.most and value > ZERO[self.kind]
 
     def around(self, value: float, ends: Sequence[float], floor: float) -> tuple[float, float]:
-        """Return the range around ``value`` whose repeats reach to ``ends``, cut to what is possible.
-
-        It reaches at least ``floor``, as a part of the value; of shares and correlations, which have a most, `FLOOR`.
-        ValueError names a value or an end that is not possible.
+        """The range around ``value`` whose repeats reach to ``ends``, at least ``floor`` (of what has a most, `FLOOR`),
+        cut to what is possible.
         """
         for one in (value, *ends):
             if not self.is_possible(one):
@@ -137,10 +128,7 @@ class Scale:
 
 @lru_cache(maxsize=8)
 def read_scales(folder: Path) -> dict[tuple[str, str], Scale]:
-    """Map claim and quantity to the scale, for those that are no plain ratio; ``folder`` is ``paper_results``.
-
-    ValueError names file and line of a scale that is not known.
-    """
+    """Claim and quantity -> scale, where it is no plain ratio; ValueError names file and line of an unknown one."""
     path, found = paper_file(folder, SCALES), {}
     with path.open(newline="", encoding="utf-8") as stream:
         for number, line in enumerate(csv.DictReader(stream), start=2):
@@ -152,10 +140,7 @@ def read_scales(folder: Path) -> dict[tuple[str, str], Scale]:
 
 
 def claim_ranges(verdicts: Sequence[Verdict], paper: Path) -> pd.DataFrame:
-    """Build a line per quantity of the ``verdicts``, from the spans over repeats that they state.
-
-    ``paper`` is ``paper_results``. ValueError names claim and quantity of a value that its scale excludes.
-    """
+    """A line per quantity of the ``verdicts``; ValueError names claim and quantity of an excluded value."""
     scales, lines = read_scales(paper), []
     for verdict in verdicts:
         floor = FLOOR if verdict.kind == SIMULATED else _floor(verdict.hardware)
@@ -171,11 +156,8 @@ def claim_ranges(verdicts: Sequence[Verdict], paper: Path) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Held:
-    """Lines of ranges with our value.
-
-    Attributes:
-        compared: columns of the ranges and ``here``, ``is_outside``; of measurements ``common``, the points of both.
-        absent: ranges without a value here. unknown: our lines without a range.
+    """Lines of ranges with our value: ``compared`` (with ``here``, ``is_outside``, ``common``), ``absent`` here,
+    ``unknown``: ours without a range.
     """
 
     compared: pd.DataFrame
@@ -213,11 +195,8 @@ def _beside(ranges: pd.DataFrame, ours: pd.DataFrame, known: pd.DataFrame, key: 
 
 
 def other_speed(recorded: pd.DataFrame, here: pd.DataFrame) -> str:
-    """Describe the calibrations of ``here`` that differ from those of the same figures in ``recorded``; empty where
-    none does, or rows have none.
-
-    Each is held against the medians of the recorded repeats: a virtual machine shares its host's memory, and may have
-    had several speeds then.
+    """Describe the calibrations of ``here`` that differ from those of the same figures in ``recorded``, held against
+    the medians of its repeats; empty where none does.
     """
     recorded, here = recorded[recorded["figure"].isin(here["figure"])], here[here["figure"].isin(recorded["figure"])]
     off = []
@@ -236,9 +215,7 @@ def other_speeds(recorded: pd.DataFrame, here: pd.DataFrame) -> dict[str, str]:
 
 
 def write_expected(folder: Path, rows: pd.DataFrame, verdicts: Sequence[Verdict], paper: Path) -> list[Path]:
-    """Write the ranges of the ``rows`` in ``folder`` (``results/<hardware>``) and of the ``verdicts`` on them;
-    ``paper`` is ``paper_results``.
-    """
+    """Write the ranges of the ``rows`` in ``folder`` and of the ``verdicts`` on them; ``paper``: ``paper_results``."""
     ensure_writable(folder / FOLDER)
     tables = {"claims": claim_ranges(verdicts, paper), "measurements": ranges(rows)}
     paths = {name: folder / FOLDER / f"{name}.csv" for name in tables}

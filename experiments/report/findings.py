@@ -1,7 +1,4 @@
-"""Findings of `findings.yaml`: a ratio of rows, or a number of rows, over all points of both sides.
-
-A point's ratio is the median of the ratios of the repeats that both sides have, as each repeat may draw other requests.
-"""
+"""Findings of `findings.yaml`: a ratio of rows, or rows, over all points of both sides, repeat by repeat."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -25,10 +22,7 @@ Where = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Sought:
-    """A number to look for in the rows of ``figure``: ``above`` over ``below``, and ``above`` itself without that.
-
-    ``where`` holds for both sides, which are compared at points that are equal in all other columns.
-    """
+    """A number to look for in ``figure``: ``above`` over ``below`` (or alone), where both sides have ``where``."""
 
     what: str
     figure: str
@@ -39,10 +33,7 @@ class Sought:
 
 @dataclass(frozen=True)
 class Found:
-    """A number found: the middle of ``points`` (geometric mean of a ratio, else median), its ends, and its unit.
-
-    ``marks`` has a dagger for disturbed points and a double dagger for points with a single undisturbed run.
-    """
+    """The middle of ``points`` (geometric mean of a ratio, else median), its ends, unit, and ``marks``."""
 
     what: str
     middle: float
@@ -72,6 +63,7 @@ def _expanded(what: str, rule: str) -> Iterator[tuple[str, str]]:
         return
     count = braces[1].count("|") + 1
     for place in range(count):
+
         def chosen(match: re.Match[str], place: int = place) -> str:
             parts = match[1].split("|")
             return parts[place] if len(parts) == count else match[0]

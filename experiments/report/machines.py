@@ -24,14 +24,8 @@ OPERATOR_TABLES = "operator tables"
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine.
-
-    Attributes:
-        name: of its folder in ``results``; `HERE` for fresh rows.
-        folder, figures: where its rows are, and its figures.
-        rows: with a column ``older``, see `read_folder`.
-        verdicts: each by the clock that decides it.
-        paper: folder of the paper's numbers, ``paper_results``.
+    """One machine: ``name`` (`HERE` for fresh rows), ``folder`` of rows and ``figures``, ``rows`` with ``older``,
+    ``verdicts`` by the clock that decides each, ``paper``: ``paper_results``.
     """
 
     name: str
@@ -73,10 +67,7 @@ def rows_files(folder: Path) -> list[Path]:
 
 
 def read_folder(folder: Path) -> pd.DataFrame:
-    """Read all rows of all figures in ``folder``, with a column ``older`` (`ages`).
-
-    RowsError names file, line and remedy when a file is damaged.
-    """
+    """All rows of all figures in ``folder``, with a column ``older``; RowsError when a file is damaged."""
     read = {path: frame_of(read_rows(path)) for path in rows_files(folder)}
     frames = [rows.assign(older=older(rows, path)) for path, rows in read.items()]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*COLUMNS, "older"])

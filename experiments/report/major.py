@@ -1,6 +1,4 @@
-"""The claims that carry the paper, in order: ten sentences, each of one to four claims; and the end of
-`make reproduce`, which says for a reader who is new what of them holds here.
-"""
+"""The claims that carry the paper: ten sentences, each of one to four claims; the end of `make reproduce`."""
 
 import os
 import textwrap
@@ -27,9 +25,7 @@ HEADS = {
 
 @dataclass(frozen=True, eq=False)
 class Major:
-    """A sentence of the paper in plain words, the claims that judge it with the quantity of each that a summary shows,
-    and why a CPU cannot show it, as a clause.
-    """
+    """A sentence, its claims with the quantity that a summary shows, and why a CPU cannot show it, as a clause."""
 
     text: str
     shown_of: Mapping[str, str]

@@ -1,7 +1,4 @@
-"""results/<hardware>/operator_tables.md: the operator tables of one machine, written from its rows.
-
-Microseconds, their ratios to the best public kernel, and what each table sums up.
-"""
+"""results/<hardware>/operator_tables.md: microseconds, ratios to the best public kernel, and sums of each table."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -72,8 +69,8 @@ def _fill(line: Line | experts.Line, rows: pd.DataFrame, panel: str) -> None:
 
 
 def tabulated(table: str, found: list[Line]) -> list[str]:
-    """One table as markdown: a line for each operator, then what it sums up. Cells are empty where nothing was
-    measured, and where there is no public kernel.
+    """One table as markdown: a line for each operator, then what it sums up; cells are empty where nothing was
+    measured.
     """
     times, parts = _times(found), [line.part for line in found]
     names, best = zip(*(best_existing(line) or ("", np.nan) for line in found), strict=True)

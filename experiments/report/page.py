@@ -1,7 +1,4 @@
-"""report.html: one self-contained page of every machine beside the paper, with its figures.
-
-It loads nothing: style, script and figures are inside. Figures are lossless WebP, which takes half of their PNG.
-"""
+"""report.html: one page of every machine beside the paper, with style, script and figures (lossless WebP) inside."""
 
 import base64
 import os

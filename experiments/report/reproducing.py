@@ -1,6 +1,4 @@
-"""REPRODUCING.md, with the command, minutes, GPU hours, expected range and verdict of each claim; the numbers of
-README.md, each between ``<!-- measured:NAME -->`` and ``<!-- /measured -->``.
-"""
+"""REPRODUCING.md; and the numbers of README.md, each between ``<!-- measured:NAME -->`` and ``<!-- /measured -->``."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -149,11 +147,7 @@ def minutes(name: str, scale: str) -> float | None:
 
 
 def write_readme(machines: Sequence[Machine], path: Path) -> Path:
-    """Fill the markers of ``path``.
-
-    `RowsError` names file and marker where no function fills it, or recorded rows that it needs are missing; the file
-    is not written then.
-    """
+    """Fill the markers of ``path``; `RowsError` where no function fills one, or its recorded rows are missing."""
     known = {machine.name: machine for machine in machines}
 
     def filled(match: re.Match[str]) -> str:

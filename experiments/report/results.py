@@ -1,8 +1,5 @@
-"""The page of one machine (docs/results-<hardware>.md, or claims.md of fresh rows), and claims.csv beside the rows.
-
-It has every claim with value, interval, bounds and reason, the serving systems, figures, what extensions found,
-simulations beside what was published, and trials of reliability. Rows that other code measured than is here now are
-judged too, counted, and named in `older_source` of `claims.csv`.
+"""The page of one machine (docs/results-<hardware>.md, or claims.md of fresh rows), and claims.csv beside the rows,
+with systems, figures, findings, simulations, trials; rows of other code are judged, counted and named.
 """
 
 import os
@@ -185,10 +182,7 @@ def predicted(rows: pd.DataFrame, paper: Path) -> tuple[str, list[str]]:
 
 
 def trials_table(folder: Path) -> Table | None:
-    """Return head and a line for each trial of reliability, size and seed in a folder of rows; None without such rows.
-
-    RowsError names file, line and remedy where they are damaged.
-    """
+    """Head and a line for each trial of reliability in a folder; None without; RowsError where they are damaged."""
     if not (file := folder / TRIALS).exists():
         return None
     runs: dict[tuple[object, ...], dict[str, Row]] = {}

@@ -1,9 +1,6 @@
-"""Virtual clock around the cluster's policy, no torch in it.
-
-simulator.py   discrete-event simulation of `punica.cluster.ClusterPolicy`
-latency.py     cost model of a step: fitted to timed steps, or a roofline
-residency.py   adapters of one simulated GPU: slots, host memory, disk
-other_systems.py  their scheduling rules
+"""Virtual clock around the cluster's policy, no torch in it. simulator.py   discrete-event simulation of
+`punica.cluster.ClusterPolicy` latency.py     cost model of a step: fitted to timed steps, or a roofline residency.py
+adapters of one simulated GPU: slots, host memory, disk other_systems.py  their scheduling rules
 """
 
 from experiments.simulator import other_systems

@@ -57,9 +57,7 @@ class StepCost:
         return StepCost(name, **scaled)
 
     def at_bandwidth(self, model: "ModelBytes", before: float, after: float, name: str) -> "StepCost":
-        """Return the same GPU with memory of ``after`` instead of ``before`` bytes/s. The bytes of ``model`` take
-        longer or shorter; launches and arithmetic stay.
-        """
+        """The same GPU with memory of ``after`` instead of ``before`` bytes/s; launches and arithmetic stay."""
         per_element = model.itemsize * (1 / after - 1 / before)
         return StepCost(
             name, self.base + model.weights * per_element, self.row, self.kv + model.kv * per_element, self.prefill,
@@ -72,9 +70,7 @@ COEFFICIENTS = ("base", "row", "kv", "prefill", "rank", "join")
 
 @dataclass(frozen=True)
 class Residuals:
-    """Relative errors of predictions, predicted over timed minus one: [n] float64; ``median`` and ``largest`` are
-    magnitudes.
-    """
+    """Relative errors, predicted over timed minus one: [n] float64; ``median`` and ``largest`` are magnitudes."""
 
     relative: NDArray[np.float64]
 
@@ -99,9 +95,8 @@ def residuals(cost: StepCost, steps: Sequence[TimedStep]) -> Residuals:
 def fit_step_cost(
     name: str, steps: Sequence[TimedStep], known: Mapping[str, float] | None = None, joins: bool = False
 ) -> StepCost:
-    """Fit by least relative squares over ``steps``, with the coefficients of ``known`` (of `COEFFICIENTS`) held fixed.
-    ``join`` is 0 without ``joins``. ValueError for a coefficient that is not known and that no step tells, for fewer
-    steps than coefficients, and for a time that is not positive.
+    """Fit by least relative squares, coefficients of ``known`` fixed, ``join`` 0 without ``joins``; ValueError for one
+    that no step tells, too few steps, and times that are not positive.
     """
     from scipy.optimize import nnls  # half a second, which commands that fit nothing do not wait
 
@@ -126,9 +121,8 @@ def fit_step_cost(
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Elements that a step of a Llama model reads. ``weights`` parameters (``head`` of them the output head's), ``kv``
-    per token of the cache, ``lora`` per unit of rank of an adapter on all seven projections; ``itemsize`` bytes each.
-    The input embedding, as large as the head, is held but not read: a gather of some rows.
+    """Elements that a step of a Llama model reads: ``weights`` (``head`` of them the output head's), ``kv`` per token,
+    ``lora`` per rank of an adapter on all projections; ``itemsize`` bytes each. The embedding is held, not read.
     """
 
     weights: int
@@ -149,8 +143,8 @@ class ModelBytes:
         return cls(weights, head, 2 * layers * kv_width, layers * sum(a + b for a, b in shapes), itemsize)
 
     def pages(self, memory: float, page_size: int, adapters: int, rank: int) -> int:
-        """Count the KV pages that fit into ``memory`` bytes beside the weights and ``adapters`` slots of ``rank``.
-        ValueError when no page fits.
+        """KV pages that fit into ``memory`` bytes beside weights and ``adapters`` slots of ``rank``; ValueError for
+        none.
         """
         left = memory - self.itemsize * (self.weights + self.head + adapters * rank * self.lora)
         pages = int(left // (self.itemsize * self.kv * page_size))
@@ -160,9 +154,8 @@ class ModelBytes:
 
 
 def roofline_cost(name: str, model: ModelBytes, bandwidth: float, flops: float) -> StepCost:
-    """Build the roofline cost on a machine with ``bandwidth`` bytes/s and ``flops`` FLOP/s: weights, cache and adapters
-    are read once each, and a row of a prompt costs two operations per weight. A lower bound for decode steps, which are
-    memory-bound, and an upper bound of the prefill's share, whose first rows hide behind the reading of the weights.
+    """Roofline cost with ``bandwidth`` bytes/s and ``flops`` FLOP/s: a lower bound of decode steps, an upper bound of
+    the prefill's share.
     """
     per_byte = model.itemsize / bandwidth
     arithmetic = 2 * model.weights / flops

@@ -1,7 +1,6 @@
-"""Scheduling rules of other systems, each with its source; a rule is one class, registered under its name.
-
-Sources of llm-d, Dynamo and Ray Serve were read in November 2026. A rule sees a GPU's adapters as its residency has
-them, or without one as its members do.
+"""Scheduling rules of other systems, each with its source; a rule is one class, registered under its name. Sources of
+llm-d, Dynamo and Ray Serve were read in November 2026. A rule sees a GPU's adapters as its residency has them, or
+without one as its members do.
 """
 
 import math
@@ -16,9 +15,7 @@ from punica.cluster.placement import SCHEDULING_RULES, LargestWorkingSet, OpenGp
 
 
 def is_home(gpu: Gpu, adapter: int) -> bool:
-    """Check that ``adapter`` has a slot of ``gpu``, or will have one for a member or a load. The plain backbone (0)
-    needs none.
-    """
+    """Check that ``adapter`` has a slot of ``gpu``, or will have one; the plain backbone (0) needs none."""
     if not adapter or gpu.requests_of[adapter]:
         return True
     residency = gpu.residency
@@ -76,9 +73,7 @@ class AdapterAffinity(LargestWorkingSet):
 
 @SCHEDULING_RULES.register("rank_aware")
 class RankAware(LargestWorkingSet):
-    """Least added cost if every row of a batch paid for the batch's largest rank, then Punica's rule. A sketch:
-    requests of similar ranks are batched. Kernels that read each adapter's own rank have no such cost.
-    """
+    """Least added cost if every row of a batch paid for its largest rank, then Punica's rule. A sketch."""
 
     def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
         def added(gpu: Gpu) -> int:
@@ -91,14 +86,11 @@ class RankAware(LargestWorkingSet):
 
 @SCHEDULING_RULES.register("llm_d")
 class LlmD(LargestWorkingSet):
-    """llm-d's router: homes of an adapter first, and few of them.
-
-    The filter keeps the GPUs with the adapter in a slot (its homes) until all are saturated. Then another GPU may
-    become one, with a host copy if possible, unless there are `MAX_REPLICAS` homes or every GPU is saturated. Of what
-    is kept the scorer takes a home before a free slot before any other, then the shorter queue.
+    """llm-d's router: homes of an adapter first, and few of them: until all are saturated; then another GPU, up to
+    `MAX_REPLICAS`, with a host copy if possible. Of these a home before a free slot, then the shorter queue.
 
     Source: ``lora_affinity.go`` and the filter ``loraresidency``, https://github.com/llm-d/llm-d-router. Left out: a
-    full home counts and keeps requests waiting, and residency is read once per scrape.
+    full home counts, and residency is read once per scrape.
     """
 
     MAX_REPLICAS = 2  # homes of an adapter, as in the filter's example; its default is no bound
@@ -131,13 +123,10 @@ class LlmD(LargestWorkingSet):
 @SCHEDULING_RULES.register("dynamo")
 class Dynamo(LargestWorkingSet):
     """NVIDIA Dynamo's LoRA router: the GPUs of highest rendezvous hash with the adapter, as many as its share of the
-    load has of all slots.
+    load has of all slots; a set grows at once and shrinks after `COOLDOWN` requests.
 
-    A set grows at once and shrinks after `COOLDOWN` requests in which it was too large. Within a set GPUs with the
-    adapter come first, then the smallest working set. The plain backbone, which every GPU has, has no set.
-
-    Source: allocation controller of https://github.com/ai-dynamo/dynamo (pull requests 5992, 8177, 8178 and 8180) and
-    its ``controller.rs``. Left out: budgets of slots, and the placement by min-cost flow (an option there).
+    Source: https://github.com/ai-dynamo/dynamo (pull requests 5992, 8177, 8178, 8180; ``controller.rs``). Left out:
+    budgets of slots, and min-cost flow.
     """
 
     WINDOW = 256  # latest requests that tell an adapter's share; Dynamo's is a time, which a rule does not know
@@ -182,11 +171,9 @@ def rendezvous(adapter: int, uuid: str) -> int:
 
 @SCHEDULING_RULES.register("ray_serve")
 class RayServe(LargestWorkingSet):
-    """Ray Serve's power of two choices with model multiplexing: of two random GPUs the one with the smaller working
-    set. Both have the adapter where any does, and otherwise the most free slots (replicas with the fewest models).
-
-    Source: ``pow_2`` router and multiplex mixin of https://github.com/ray-project/ray, pull request 54788. Left out:
-    locality, the time for which Ray waits for a match, and its spill of requests beyond a batch.
+    """Ray Serve's power of two choices with model multiplexing: of two random GPUs with the adapter, or else with most
+    free slots, the smaller working set. Source: https://github.com/ray-project/ray, pull request 54788. Left out:
+    locality, waiting for a match, and spills.
     """
 
     def __init__(self) -> None:
@@ -201,12 +188,9 @@ class RayServe(LargestWorkingSet):
 
 @SCHEDULING_RULES.register("loraserve")
 class LoRAServe(LargestWorkingSet):
-    """LoRAServe's placement by rank and demand (arXiv 2511.22880): adapters in the order of their ranks, divided among
-    the GPUs in equal parts of the demand, every `EPOCH` requests. An adapter on a border is shared in proportion. One
-    without a place, or whose GPUs have no room, goes to the GPU whose ranks are nearest.
-
-    Source: the paper's abstract; how the demand is divided is ours, since no code was found. Left out: what a rank
-    costs beyond its place in the order, and remote access to adapters by GPUDirect RDMA.
+    """LoRAServe's placement by rank and demand (arXiv 2511.22880): adapters in the order of ranks, divided in equal
+    parts of the demand, every `EPOCH` requests; one without a place goes to the nearest ranks. Left out: what a rank
+    costs beyond its place, and remote access by GPUDirect RDMA. How demand is divided is ours.
     """
 
     WINDOW, EPOCH = 512, 128  # latest requests whose adapters tell the demand; requests between two divisions
@@ -257,11 +241,8 @@ class LoRAServe(LargestWorkingSet):
 
 @SCHEDULING_RULES.register("chameleon")
 class Chameleon(LargestWorkingSet):
-    """Chameleon's weighted size of a request (MICRO 2025, arXiv 2411.17741): least weighted work, and the largest
-    request is evicted, since its queues serve small requests first.
-
-    Left out: the queue by size, since a cluster's is first come first served, and predicted lengths of outputs.
-    Chameleon schedules one GPU; balancing by weighted work is this rule's own.
+    """Chameleon's weighted size of a request (MICRO 2025, arXiv 2411.17741): least weighted work, and the largest is
+    evicted. Left out: the queue by size, and predicted lengths; balancing GPUs is this rule's own.
     """
 
     PROMPT, OUTPUT = 0.4, 0.6  # weights of a token of the prompt and of the output
@@ -280,10 +261,8 @@ class Chameleon(LargestWorkingSet):
 
 @SCHEDULING_RULES.register("punica_consolidating")
 class Consolidating(LargestWorkingSet):
-    """Punica's rule with the periodic consolidation of the paper's introduction, which its released code lacks (D12 h).
-
-    When its working set has changed, at most every `PERIOD` steps, a GPU gives up all requests if a GPU with a larger
-    working set has room for them. They migrate as evicted ones do: by a prefill of all their tokens.
+    """Punica's rule with the consolidation of the paper's introduction, which its released code lacks (D12 h): a GPU
+    gives up all requests if one with a larger working set has room, at most every `PERIOD` steps.
     """
 
     PERIOD = 256  # fewest steps of a GPU between two attempts; the paper gives no number

@@ -1,9 +1,5 @@
-"""Residency of adapters on one simulated GPU: slots in its memory, a cache in host memory, the rest on disk.
-
-    disk --disk_seconds--> host memory --host_seconds--> slot
-
-A load is queued when a request is placed, and runs beside steps, one at a time per GPU, first come first served. The
-adapters of members stay. Of the others the least recently used one leaves, from a slot and from host memory.
+"""Residency of adapters on one simulated GPU: slots, a cache in host memory, the rest on disk. Loads run one at a time
+beside steps, first come first served; adapters of members stay, of others the least recently used one leaves.
 """
 
 from collections import OrderedDict, deque
@@ -16,9 +12,7 @@ from punica.checks import check_count
 
 @dataclass(frozen=True)
 class LoadCost:
-    """Linear cost of a load; ``name`` is the source of its numbers, in seconds and seconds per unit of rank: from host
-    memory into a slot, and from disk into host memory.
-    """
+    """Linear cost of a load, in seconds and seconds per rank, from host memory and from disk; ``name``: its source."""
 
     name: str
     host_base: float
@@ -35,9 +29,7 @@ class LoadCost:
 
 @dataclass(frozen=True)
 class ResidencyConfig:
-    """Memory of adapters on each GPU. ``num_slots`` in its own memory; ``host_adapters`` in its host's, empty at the
-    start, at least as many as slots; ``None``: all adapters, from the start.
-    """
+    """``num_slots`` of a GPU; ``host_adapters`` of its host, empty at the start; ``None``: all, from the start."""
 
     num_slots: int
     cost: LoadCost
@@ -49,8 +41,7 @@ class ResidencyConfig:
 
 
 class Residency:
-    """Adapters of one GPU at the present of ``clock`` (seconds). Members never have more adapters than there are slots.
-    """
+    """Adapters of one GPU at the present of ``clock`` (seconds). Members never have more adapters than slots."""
 
     def __init__(self, config: ResidencyConfig, clock: Callable[[], float]) -> None:
         self.num_slots = config.num_slots
@@ -151,9 +142,7 @@ class Residency:
         self._touch(adapter)
 
     def _touch(self, adapter: int) -> None:
-        """Mark the adapter as the most recently used in host memory, where the least recently used one without a slot
-        makes room.
-        """
+        """Mark the adapter as most recently used in host memory, where the least recently used one makes room."""
         most = self._config.host_adapters
         if most is None:
             return

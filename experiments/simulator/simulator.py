@@ -1,14 +1,8 @@
-"""Discrete-event simulation of a cluster: the real policy, arrivals over time, and steps that cost what a model
-predicts.
+"""Discrete-event simulation of a cluster: the real policy, arrivals over time, steps that cost what a model predicts.
 
-Events are arrivals, and ends of strides, which are steps in a row without a decision between. Every GPU with requests
-runs one step after the other. GPUs whose engines work ahead launch the next step when this one begins,
-unless all requests end with it: a request that is placed meanwhile joins one step later. The simulation is
-deterministic: the same trace gives the same result, to the bit.
-
-Adapters may have to be loaded (`residency.py`). A request whose adapter is in no slot waits for its load, and those
-behind it on its GPU wait too; other steps run beside. Left out: the network between scheduler and runners, sampling,
-and what a load takes from the step beside it.
+Events are arrivals and ends of strides. GPUs whose engines work ahead launch the next step when this one begins, so
+that a request placed meanwhile joins one step later. It is deterministic. A request whose adapter is in no slot waits
+for its load, as do those behind it. Left out: the network, sampling, and what a load takes from the step beside it.
 """
 
 import heapq
@@ -31,8 +25,8 @@ from punica.cluster.policy import ClusterPolicy, ClusterStep
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests of a simulation, n in all. ``arrivals`` [n] in seconds, ascending; ``lengths`` of the requests;
-    ``adapters`` [n], from 1 on (0: the plain backbone); ``ranks`` [n] of these adapters. ValueError for any other.
+    """n requests: ``arrivals`` [n] in seconds, ascending; ``lengths``; ``adapters`` [n] (0: the backbone) and their
+    ``ranks`` [n]. ValueError for any other.
     """
 
     arrivals: NDArray[np.float64]
@@ -57,20 +51,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Result of a simulation.
-
-    Attributes:
-        cost_model: its name.
-        first_token_s, finish_s: [n] float64, on the clock of the arrivals.
-        tokens: [seconds] int64, tokens in each second; prompts count when their first token does (the paper's
-            throughput, D13), tokens recomputed after an eviction do not.
-        batch: [gpus, seconds] int64, different requests that got a token on a GPU (in the order of names) in a second,
-            as the released code counts for the heat map of Figure 13: one that leaves and its successor both count.
-        seconds_by_batch: [max_batch_size + 1] float64, GPU time in steps by batch size; 0 at size 0.
-        longest_queue: most requests that waited for a GPU. ``steps``, ``evictions``: how many.
-        loads_from_host, loads_from_disk: loads of adapters; 0 where residency is not simulated.
-        load_wait_s: seconds between the step that a request, first in line on its GPU, could have joined but for its
-            adapter's load, and the step that it joined; summed over requests.
+    """``first_token_s``, ``finish_s`` [n] on the clock of the arrivals; ``tokens`` [seconds], a prompt's with its first
+    token (D13); ``batch`` [gpus, seconds], requests that got a token, one that leaves and its successor both;
+    ``seconds_by_batch`` [max_batch_size + 1]; ``longest_queue``; loads, and ``load_wait_s``: how much later requests
+    first in line joined for their loads.
     """
 
     cost_model: str
@@ -91,13 +75,10 @@ def simulate(
     trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool = False, works_ahead: bool = False,
     adapters: ResidencyConfig | None = None, own_queue: bool = False,
 ) -> SimulationResult:  # fmt: skip
-    """Serve a trace on the GPUs of ``policy``, which must be new: GPUs added, nothing submitted.
-
-    ``padded_ranks``: kernels read every adapter of a batch at the batch's largest rank. ``works_ahead``: engines launch
-    steps ahead, as ours on a GPU. ``adapters``: memory of adapters; ``None``: all are in slots. ``own_queue``: it is
-    the queue of one engine, which knows requests from their arrival on, and so gives a place away when it launches the
-    last step of a request. A cluster's scheduler tells it when that step has ended. ValueError for a used policy, a
-    request larger than any GPU, or fewer slots than requests of a batch; RuntimeError when a step takes no time.
+    """Serve a trace on the GPUs of ``policy``, which must be new. ``padded_ranks``: kernels read adapters at the
+    batch's largest rank; ``works_ahead``: engines launch ahead; ``adapters``: their memory (None: all in slots);
+    ``own_queue``: of one engine, which gives a place away when it launches a request's last step. ValueError for what
+    cannot be served; RuntimeError when a step takes no time.
     """
     if not policy.gpus or policy.requests:
         raise ValueError(f"the policy has {len(policy.gpus)} GPUs and {len(policy.requests)} requests; give a new one")
@@ -117,12 +98,8 @@ class _StepRecord:
 
 
 class _Stride:
-    """Stride of the GPU that is ``row`` in the order of names: steps in a row of the same requests, computed at once.
-
-    It ends with the step after which the GPU's requests may change: one of them has all its tokens, one waits for its
-    prefill, or pages could run out. No decision of the policy falls between its steps, so its end is the only event of
-    it. A request that is placed meanwhile cuts it to the step in flight. `catch_up` brings the policy's model of the
-    GPU up to date, before the policy checks it for room.
+    """Steps in a row of the same requests on the GPU of ``row``, computed at once: until a request ends, waits for its
+    prefill, or pages could run out. A request placed meanwhile cuts it; `catch_up` updates the policy's model first.
     """
 
     def __init__(self, gpu: Gpu, row: int, record: _StepRecord) -> None:
@@ -145,8 +122,8 @@ class _Stride:
         return self._ends[self._done - 1] if self._done else self._began
 
     def begin(self, now: float, work: StepWork, joined: int, prompt_tokens: int, cost: StepCost, further: int) -> float:
-        """Begin a stride of a step of ``work``, with ``joined`` prefills, and ``further`` steps of the same requests.
-        ``prompt_tokens`` come out with the first step, whose end is returned.
+        """Begin a step of ``work`` with ``joined`` prefills, and ``further`` steps of the same requests; return its
+        end.
         """
         self.is_running, self._done, self._began = True, 0, now
         self.size, self._joined, self._prompt_tokens = work.decodes + joined, joined, prompt_tokens
@@ -368,9 +345,7 @@ class _Simulation:
             self.known[int(name)] = when
 
     def _most_joins(self, gpu: Gpu, known_at: float) -> int:
-        """Count the requests at the head of a GPU's pending ones that could join until ``known_at``: their engine knew
-        them, and their adapters were loaded.
-        """
+        """Requests at the head of a GPU's pending ones that could join until ``known_at``, adapters loaded."""
         until = min(known_at, self.now)
         for count, (name, request) in enumerate(gpu.pending.items()):
             if self.known[int(name)] > until:

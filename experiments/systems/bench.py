@@ -1,8 +1,4 @@
-"""Systems timed on windows of one stream (Figure 11), and a whole stream beside what its windows predict.
-
-Systems, streams, their replays and the draws of windows are made once. Each system has to serve a few requests with the
-right tokens before it is timed on a workload.
-"""
+"""Systems timed on windows of one stream (Figure 11), and a whole stream beside what its windows predict."""
 
 import statistics
 from collections.abc import Sequence
@@ -44,14 +40,9 @@ class Drawn(NamedTuple):
 
 
 class StreamBench:
-    """Systems by name on a shared `world`.
-
-    Draws are the same for the paper's popularities and for all rules, wherever these form the same batches: all of
-    Punica's, and the one of baselines on Identical.
-
-    Before timing, `check` (requests, new tokens) of every workload are compared with the reference, on systems of
-    `checked_on` (None: of `world`); and once for each system on our engine `whole` of them (None: none): of Distinct,
-    or of Identical where no adapter is applied.
+    """Systems by name on a shared `world`; draws are the same wherever batches are. Before timing, `check` (requests,
+    new tokens) of every workload are compared with the reference, on systems of `checked_on`; and once per system on
+    our engine `whole` of them.
     """
 
     def __init__(
@@ -96,10 +87,7 @@ class StreamBench:
         return self._draw(workload, facts.admission, self.stream.slow_steps if facts.slow else self.stream.steps)
 
     def whole(self, system: str, workload: str) -> list[Reading]:
-        """Serve the stream to its end, and compare its throughput with what windows predict.
-
-        Half of these are timed before and half after it, so that a drift of the machine hits both sides alike.
-        """
+        """Serve the stream to its end, and compare with what windows predict, half of them timed before, half after."""
 
         def predict(draws: range) -> list[float]:
             timed = [self.measure(system, workload, draw) for draw in draws]
@@ -136,10 +124,7 @@ class StreamBench:
 
 
 def window_readings(steps: Sequence[Step], window: Window, timeline: Timeline) -> list[Reading]:
-    """Return the rows of a timed window; means over its steps are weighted (`windows`), quantiles are not.
-
-    `throughput`: the stream's tokens per step over the window's seconds per step.
-    """
+    """Rows of a timed window; `throughput`: the stream's tokens per step over the window's seconds per step."""
     stream, milliseconds = timeline.means, [1e3 * step.seconds for step in steps]
     seconds = window.mean(milliseconds) / 1e3
     new, total = sum(timeline.outputs), sum(timeline.outputs) + sum(timeline.prompts)

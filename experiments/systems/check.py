@@ -1,9 +1,5 @@
-"""Check of every system's logits against Hugging Face, one request at a time.
-
-The reference is the Hugging Face model, unbatched and unpadded, with the request's adapter applied by PEFT (none for
-systems without LoRA). Rounding decides close calls, and one different token changes all later ones. So both are given
-the same random tokens (teacher forcing): at every position logits must agree within rounding, and the tokens that they
-choose nearly always.
+"""Check of every system's logits against Hugging Face with PEFT, one request at a time. Both are given the same random
+tokens (teacher forcing): logits must agree within rounding at every position, and nearly always the tokens.
 """
 
 from collections.abc import Sequence
@@ -39,10 +35,8 @@ class Agreement:
 
 
 def check_tokens(system: ServingSystem, jobs: Sequence[Job]) -> Agreement:
-    """Force tokens on `jobs` of `system` and compare. Raises `CheckFailed` with the request that differs most, or when
-    the adapters change nothing, so that a wrong one could not be seen.
-
-    A system that is not `exact` gets all jobs with one adapter, for which it must be right.
+    """Force tokens on `jobs` of `system` and compare; `CheckFailed` names the request that differs most, or says that
+    adapters change nothing. One that is not `exact` gets one adapter for all.
     """
     facts, world, limit = system.facts, system.world, TOLERANCE[system.world.dtype]
     jobs = list(jobs) if facts.exact else [replace(job, adapter_id=jobs[0].adapter_id) for job in jobs]

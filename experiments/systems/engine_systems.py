@@ -1,7 +1,5 @@
-"""Systems on our engine: Punica, its variants, and the two policy baselines without LoRA.
-
-Timed: steps, which include copying adapters into their slots on admission; of a whole stream also `add_request`. Not
-timed: building the engine, registering adapters in host memory, and setting up the state in which a window begins.
+"""Systems on our engine: Punica, its variants, and the two policy baselines without LoRA. Timed are steps, with copies
+of adapters on admission, and `add_request` of a whole stream; not building, registering and setting up.
 """
 
 import itertools
@@ -36,10 +34,8 @@ def timed_step(engine: Engine, clock: Callable[[], float] | None = None) -> tupl
 
 
 class EngineSystem(ServingSystem):
-    """The engine with the system's rule of admission, with or without LoRA.
-
-    A subclass changes what is its own: `index_rule` and `fully_sharded`; the slots (`lora_config`), a job's `request`,
-    what `register` puts into host memory, and which CUDA graphs are captured before a stream (`capture_for`).
+    """The engine with the system's rule of admission, with or without LoRA; subclasses change `index_rule`,
+    `fully_sharded`, slots, requests, `register` and `capture_for`.
     """
 
     index_rule: ClassVar[str] = "per_request"
@@ -141,9 +137,7 @@ class EngineSystem(ServingSystem):
             self.engine.capture_step(prompt_rows, decode_rows, adapters, uses_lora=self.facts.lora)
 
     def _set_up(self, jobs: Sequence[Job], timeline: Timeline, step: int, count: int) -> None:
-        """Put the engine into its state before `step`: batch, blocks, slots, and as much of the queue as can join in
-        `count` steps.
-        """
+        """Put the engine into its state before `step`, with as much of the queue as can join in `count` steps."""
         state = timeline.at(step)
         begun = state.begun - state.joined
         next_ones = timeline.order[begun : begun + count + self.world.limits.max_batch_size]
@@ -184,9 +178,6 @@ class Sharded(EngineSystem):
 
 
 class LastAdmitted(EngineSystem):
-    """The released harness's index rule (D04): all decode rows take the adapter admitted last.
-
-    Every step has one LoRA segment whatever the workload, and the tokens are wrong.
-    """
+    """The released harness's index rule (D04): all decode rows take the adapter admitted last; tokens are wrong."""
 
     index_rule = "last_admitted"

@@ -1,8 +1,5 @@
-"""Hugging Face Transformers with PEFT: static batches of one adapter, as in the paper, and PEFT's own mixed batches.
-
-A batch is consecutive requests, up to the limit, and runs until its longest request is done; finished rows compute for
-nothing. Timed: from the first invocation of a batch to its last token. Not timed: loading the adapters of the next
-batch, merging a batch's one adapter into the weights, and capturing its graphs (`PeftBackend`).
+"""Hugging Face with PEFT: static batches of one adapter, as in the paper, and PEFT's own mixed ones, until their
+longest request is done. Timed from the first invocation to the last token, not loading, merging and capturing.
 """
 
 import time
@@ -26,9 +23,7 @@ from experiments.systems.world import World
 
 
 class HfSystem(ServingSystem):
-    """Static batches on the shared Hugging Face model: of one adapter (`static`), or of any, over which each layer
-    loops (`static_mixed`, PEFT's `adapter_names`).
-    """
+    """Static batches on the shared model: of one adapter, or of any, over which each layer loops (`static_mixed`)."""
 
     def __init__(self, world: World, facts: System) -> None:
         super().__init__(world, facts)

@@ -1,14 +1,9 @@
 """Hugging Face Transformers and PEFT, as a server of static batches would use them.
 
-The model is `transformers.LlamaForCausalLM` with SDPA attention, adapters are PEFT's own `lora.Linear`. Dtype, threads,
-`inference_mode`, the matrix product and a cache without copies are those of the other systems, so that batching and the
-adapters' operator are compared. Decoding is greedy with Transformers' forward, in place of `generate()`: the same
-forward without stopping criteria, logits processors and input preparation, so it is faster.
-
-There is one PEFT adapter per place in the batch; `load` gives it other weights between batches. A batch of one adapter
-has it merged into the weights, and on a GPU its decode steps are CUDA graphs: the same kernels as unmerged, less the
-adapter's. A mixed batch is launched kernel by kernel, since PEFT sorts its rows on the host. Loading, merging,
-capturing and building are not timed: the paper does not charge baselines for switching models.
+The model is `LlamaForCausalLM` with SDPA, adapters are PEFT's `lora.Linear`; dtype, threads, product and a cache
+without copies are those of the other systems. Greedy decoding in place of `generate()`, so faster. One PEFT adapter per
+place in the batch; a batch of one adapter has it merged, and on a GPU its decode steps are CUDA graphs. A mixed batch
+is launched kernel by kernel, since PEFT sorts its rows on the host. Loading, merging, capturing are not timed.
 """
 
 import math
@@ -48,10 +43,8 @@ class SameProduct(nn.Linear):
 
 
 class Layer(DynamicLayer):
-    """Layer of the cache in tensors of its full length, `filled` tokens of which are there already, and which grows.
-
-    For a graph it writes at the place in `at [1]`, and always reads the first `filled` places. Transformers' own layers
-    copy more bytes per step than the model has weights.
+    """Layer of the cache in tensors of its full length, `filled` of which are there. For a graph it writes at `at [1]`,
+    and reads the first `filled` places.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, filled: int, at: Tensor | None = None) -> None:
@@ -75,12 +68,9 @@ class Layer(DynamicLayer):
 
 
 class Decoding:
-    """Greedy continuation of `prompts` by up to `new_tokens`, a step at a time, which ends with its tokens on the host.
-
-    `room(layer, batch, length)` gives keys and values `[batch, heads, length, head_size]` to write into. `named`:
-    keyword arguments of every call (PEFT's `adapter_names`). `done`: tokens that each row counts as generated; their
-    keys and values, and the prompts', are what `room` holds. Batches are padded on the left; a mask is passed only
-    where there is padding, since SDPA without one is faster.
+    """Greedy continuation of `prompts` by up to `new_tokens`, a step at a time. `room(layer, batch, length)`: keys and
+    values to write into; `named`: arguments of every call; `done`: tokens that count as generated, whose keys `room`
+    holds. Padded on the left, with a mask only where there is padding.
     """
 
     def __init__(
@@ -138,10 +128,7 @@ class Decoding:
 
 
 class GraphDecoding(Decoding):
-    """A `Decoding` whose steps after the first, which has the prompts, replay graphs that `capture` made at the start.
-
-    A graph reads a fixed number of places: there is one per `BLOCK` places. A mask hides those that are not filled yet.
-    """
+    """A `Decoding` whose later steps replay graphs that `capture` made, one per `BLOCK` places, with a mask."""
 
     @torch.inference_mode()
     def __init__(self, capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]], *batch: Any) -> None:
@@ -242,9 +229,7 @@ class PeftBackend:
 
     @contextmanager
     def merged(self, adapter_id: int) -> Iterator[None]:
-        """Merge `adapter_id` into the weights, which all systems share; afterwards they have their bits back, from a
-        copy in host memory.
-        """
+        """Merge `adapter_id` into the shared weights, which have their bits back afterwards, from a copy."""
         if not self._unmerged:
             for name, layer in self._layers.items():
                 weight = layer.get_base_layer().weight.detach()
@@ -281,9 +266,7 @@ class PeftBackend:
         self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None, done: int = 0,
         graphs: bool = True,
     ) -> Decoding:  # fmt: skip
-        """Prepare a batch. `rows`: PEFT adapter of each row (a mixed batch); None: the active one for all, and on a
-        GPU, unless `graphs` is false, graphs, captured here.
-        """
+        """Prepare a batch. `rows`: PEFT adapter of each (mixed); None: the active one, and on a GPU `graphs`."""
         device = self.weights.device
         if self._faster:
             kind = MIXED if rows is not None else ALONE if len(prompts) == 1 else FULL
@@ -365,10 +348,8 @@ class PeftBackend:
 
 
 def use_product(kind: type[nn.Linear], model: nn.Module, device: str) -> None:
-    """Make the linear layers of `model` a `SameProduct`, or torch's own linear layer, in place.
-
-    On a GPU adapters' factors keep torch's: PEFT's thousands of small launches per step of a mixed batch wait for the
-    host, which takes longer to launch ours.
+    """Make the linear layers of `model` a `SameProduct`, or torch's. On a GPU adapters' factors keep torch's, whose
+    many launches are faster for the host.
     """
     for name, layer in model.named_modules():
         if type(layer) in (nn.Linear, SameProduct) and (device == "cpu" or ".lora_" not in name):

@@ -1,8 +1,5 @@
 """Engines that are loaded by the clock: their capacity with an endless queue, and Poisson arrivals at a part of it.
-
-An engine has any system's rule of admission, fewer slots than adapters, or adapters in folders. Measured are requests
-that arrive within some seconds after a warm-up (`Span`); arrivals continue until those are done, or until the deadline.
-One that is unfinished then counts with the time that it has waited.
+Measured are requests of some seconds after a warm-up (`Span`); one unfinished counts with the time it has waited.
 """
 
 import gc
@@ -42,10 +39,7 @@ LIVES = 3
 
 
 class Loaded(EngineSystem):
-    """The system called `name`, with adapters in host memory.
-
-    `slots` None: as many as a batch can use. Adapters beyond the different ones of a `World` share their memory.
-    """
+    """The system `name` with adapters in host memory; `slots` None: as many as a batch can use."""
 
     def __init__(self, world: World, name: str, slots: int | None = None, in_memory: int = MOST_ADAPTERS) -> None:
         self._slots, self._in_memory = slots, in_memory
@@ -72,9 +66,7 @@ class Loaded(EngineSystem):
 
 
 class FromFolders(Loaded):
-    """`Loaded` with adapters in PEFT folders below `root`, `in_memory` of which host memory holds: at first the most
-    popular ones, of the lowest ids.
-    """
+    """`Loaded` with adapters in PEFT folders below `root`, host memory holds the `in_memory` most popular."""
 
     def __init__(
         self, world: World, name: str, slots: int | None, in_memory: int, root: Path, folders: int = FOLDERS
@@ -90,10 +82,7 @@ class FromFolders(Loaded):
                 )  # fmt: skip
 
     def register(self, adapter_ids: Collection[int]) -> None:
-        """Put the first, most popular ones into host memory, as after a long time; copies share their tensors.
-
-        The system's page cache forgets the folders.
-        """
+        """Put the most popular ones into host memory; the system's page cache forgets the folders."""
         manager = self.engine.manager
         if manager is None:
             return
@@ -119,10 +108,8 @@ class FromFolders(Loaded):
 
 
 def begin_steadily(system: Loaded, jobs: Sequence[Job]) -> int:
-    """Give `system`, which is empty, the batch that it has in the middle of an endless queue: after `LIVES` times the
-    longest of `jobs`, which come in a cycle. Return the number of jobs that have begun by then.
-
-    Inseparable batches are left out: the system begins with the next one.
+    """Give `system` the batch of the middle of an endless queue, after `LIVES` times the longest of `jobs`; return how
+    many have begun. Inseparable batches begin with the next one.
     """
     engine, longest = system.engine, max(job.new_tokens for job in jobs)
     if engine.scheduler.rule.inseparable:
@@ -141,11 +128,8 @@ def begin_steadily(system: Loaded, jobs: Sequence[Job]) -> int:
 def capacity_of(
     system: Loaded, jobs: Sequence[Job], seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> list[Reading]:
-    """Serve `jobs` in a cycle for `seconds`, from the middle of an endless queue (`begin_steadily`), after as many
-    steps as the batch has places, and for no fewer. Inseparable batches are counted whole.
-
-    The first reading, `capacity`, is new tokens per second over those of a mean request, which varies less than the
-    number that end. Adapters begin where the system holds them. `CheckFailed` if a CUDA graph was captured meanwhile.
+    """Serve `jobs` in a cycle for `seconds`, from the middle of an endless queue; inseparable batches are counted
+    whole. `capacity` is new tokens per second over those of a mean request. `CheckFailed` if a CUDA graph was captured.
     """
     system.register({job.adapter_id for job in jobs})
     engine = system.engine
@@ -175,10 +159,7 @@ def capacity_of(
 
 
 def load(system: Loaded, jobs: Sequence[Job], rate: float, span: Span, seed: int) -> Trace:
-    """Serve `jobs` in a cycle, arriving in a Poisson process of `rate` requests per second, over `span`.
-
-    `CheckFailed` if a CUDA graph was captured meanwhile, which delays all requests.
-    """
+    """Serve `jobs` in a Poisson process of `rate` per second over `span`; `CheckFailed` if a graph was captured."""
     system.register({job.adapter_id for job in jobs})
     times = span.arrivals(rate, seed)
     arrivals = [Arrival(system.request(job), float(at)) for job, at in zip(itertools.cycle(jobs), times, strict=False)]
@@ -193,10 +174,7 @@ def check_system(system: Loaded, jobs: Sequence[Job], count: int, tokens: int) -
 
 
 class LoadBench:
-    """The systems of `cfg` on one world, checked; those of one way to hold adapters at a time.
-
-    `sets`: see `World`. `folders`: those that have weights of their own.
-    """
+    """The systems of `cfg` on one world, checked, one way to hold adapters at a time; `folders` with own weights."""
 
     def __init__(self, cfg: Config, limits: Limits, sets: int | None = None, folders: int = FOLDERS) -> None:
         adapters = cfg.adapters

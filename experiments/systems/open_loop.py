@@ -1,7 +1,5 @@
-"""Open-loop driver: requests that arrive by the clock, whatever the engine has done by then, and their readings.
-
-The driver adds a request once its time has passed, and otherwise steps the engine, or sleeps. A token is delivered when
-its step has returned. `users_of` refuses a trace in which a request was lost, doubled or starved.
+"""Open-loop driver: requests that arrive by the clock, whatever the engine has done, and their readings. A token is
+delivered when its step has returned. `users_of` refuses a trace in which a request was lost, doubled or starved.
 """
 
 import time
@@ -38,11 +36,8 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Traced:
-    """Trace of a request; times in seconds from the start, steps by their number.
-
-    `place`: of its adapter at arrival; `at_join`: the farthest place once the request was among the `NEAR` next ones,
-    or when it joined from behind those. `before`: steps that had begun at arrival. `step`: the one that gave its first
-    token. `first`, `last`: delivery of first and last token; `gaps`: between tokens.
+    """A request; seconds from the start, steps by number. `place` of its adapter at arrival; `at_join`: the farthest
+    once it was among the `NEAR` next ones; `before`: steps begun at arrival; `step` of its first token; `gaps`.
     """
 
     at: float
@@ -68,9 +63,7 @@ class Traced:
 
 @dataclass
 class Trace:
-    """Requests in order of arrival, and steps; `end`: when the driver stopped; `strangers`: tokens and results for
-    requests that had ended or were never added.
-    """
+    """Requests by arrival, steps, `end` of the driver; `strangers`: tokens for requests ended or unknown."""
 
     requests: list[Traced] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -82,10 +75,8 @@ def drive(
     engine: Engine, arrivals: Sequence[Arrival], measured: tuple[float, float], deadline: float,
     place_of: Callable[[Request], str], clock: Clock = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
 ) -> Trace:  # fmt: skip
-    """Serve `arrivals`, in order of their times, until all that arrive within `measured` (from, to; s) are done, or
-    until `deadline`. Unfinished requests are then taken out of the engine.
-
-    Later arrivals are served as well, so that the measured ones do not meet an engine that runs empty.
+    """Serve `arrivals` until all within `measured` (from, to; s) are done, or until `deadline`, when the rest is taken
+    out. Later arrivals are served as well, so that none meets an empty engine.
     """
     trace, known = Trace(), dict[str, Traced]()
     waited_for = sum(measured[0] <= arrival.at < measured[1] for arrival in arrivals)
@@ -134,11 +125,7 @@ def drive(
 
 
 def wronged(trace: Trace) -> dict[str, int]:
-    """Count the requests of `trace` that went wrong.
-
-    `lost`: ended without all of their tokens. `doubled`: ended, or were given tokens, more than once. `starved`: got
-    nothing although more later ones did than a rule lets overtake.
-    """
+    """Requests that were `lost` (tokens missing), `doubled`, or `starved` (overtaken by more than a rule allows)."""
     served_later, starved = 0, 0
     for request in reversed(trace.requests):
         starved += request.first is None and served_later > MOST_OVERTAKES
@@ -149,9 +136,7 @@ def wronged(trace: Trace) -> dict[str, int]:
 
 
 def users_of(trace: Trace, span: Span) -> list[Traced]:
-    """Return the requests that arrived within the measured time of `span`. `CheckFailed`: none did, or one of the trace
-    was lost, doubled or starved.
-    """
+    """The requests that arrived within the measured time; `CheckFailed`: none did, or one was wronged."""
     wrong = {name: count for name, count in wronged(trace).items() if count}
     if wrong:
         raise CheckFailed(f"of {len(trace.requests)} requests some were not served right: {wrong}")
@@ -163,10 +148,8 @@ def users_of(trace: Trace, span: Span) -> list[Traced]:
 
 
 def user_readings(users: Sequence[Traced], trace: Trace) -> list[Reading]:
-    """Latencies of some of the requests of `trace` in ms, median, p10, p90 and the `tail`; and counts of requests.
-
-    One without a token, or without its last, counts with the time that it has waited. `time_per_output_token` is a
-    request's mean gap between tokens, `inter_token_latency` every single gap.
+    """Latencies in ms, median, p10, p90 and `tail`, and counts; an unfinished request counts with its wait.
+    `time_per_output_token` is a request's mean gap, `inter_token_latency` every single one.
     """
 
     def waits(times: Iterable[float | None]) -> list[float]:
@@ -216,9 +199,7 @@ def step_readings(trace: Trace, span: Span) -> list[Reading]:
 
 def place_readings(users: Sequence[Traced]) -> list[Reading]:
     """Hit rates of slots and host memory at arrival and (`_at_join`) at a request's turn, and waits for the first token
-    by the adapter's place at that turn.
-
-    An adapter can be evicted from its slot while its request waits, and is then loaded like any other.
+    by the place at that turn.
     """
     joined = [(user.at_join, user.first - user.at) for user in users if user.first is not None and user.at_join]
     readings = []

@@ -1,8 +1,5 @@
-"""Figure 11's bench on tensor-parallel ranks, for Figure 12: processes that stay, with one worker each.
-
-A rank takes minutes to start when it draws a large model and captures its steps; the harness measures point by point.
-All ranks run the same windows of the same streams in the same order. The backbone is cut; Hugging Face's model is whole
-on the first rank, so tokens are checked on a model of the same widths with few layers.
+"""Figure 11's bench on tensor-parallel ranks, for Figure 12: processes that stay, and run the same windows. Tokens are
+checked on a model of the same widths with few layers, as Hugging Face's is whole on the first rank.
 """
 
 import os
@@ -147,11 +144,7 @@ def _leave() -> None:
 
 
 class Ranks:
-    """`tp_size` processes in one tensor-parallel group, each with a worker that it made by `make(*args)`.
-
-    `backend`: of `punica.parallel.init_tensor_parallel`; None: NCCL where there are GPUs. Arguments and results are
-    pickled.
-    """
+    """`tp_size` processes in a group, each with a worker `make(*args)`; `backend` None: NCCL where there are GPUs."""
 
     def __init__(self, make: Callable[..., object], args: tuple, tp_size: int, backend: str | None = None) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="punica-ranks-")
@@ -163,10 +156,8 @@ class Ranks:
         self._results([pool.submit(_start, *start) for pool, start in zip(self._pools, starts, strict=True)])
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call `worker.method(*args)` on all ranks at once; return the results in rank order.
-
-        `CheckFailed` when a worker raised it; ranks can be called again afterwards. RuntimeError, from the error of the
-        rank that failed first, when one raised anything else or has ended: the others are ended then.
+        """Call `worker.method(*args)` on all ranks; results in rank order. `CheckFailed` leaves them usable;
+        RuntimeError, from the first that failed otherwise, ends them.
         """
         return self._results([pool.submit(_call, method, args) for pool in self._pools])
 
@@ -197,9 +188,7 @@ class Ranks:
 
 
 class BenchOnRanks(Ranks):
-    """`RankBench` on all ranks: rows of the first, of memory the largest on any rank, of collectives the mean, as the
-    time that a rank waits for another one is the other's gain.
-    """
+    """`RankBench` on all ranks: rows of the first, the largest memory, the mean of collectives."""
 
     def measure(self, system: str, workload: str, draw: int) -> list[Reading]:
         ranks = self.call("measure", system, workload, draw)

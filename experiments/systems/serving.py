@@ -60,17 +60,13 @@ class ServingSystem(ABC):
 
     @abstractmethod
     def run_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:
-        """Run `count` consecutive steps of serving `jobs`, from step `start` of `timeline` on, the replay of this
-        system's admission rule.
-
-        Keys and values of earlier steps are noise. Up to `WARM_STEPS` steps before run untimed.
+        """Run `count` steps of serving `jobs` from step `start` of `timeline`, this system's replay, over noise, up to
+        `WARM_STEPS` untimed ones before.
         """
 
     @abstractmethod
     def forced(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Return logits of every job, `[its tokens, vocabulary]` in float32 on the host, continued by `tokens`
-        (teacher forcing).
-        """
+        """Logits of every job, `[its tokens, vocabulary]` float32 on the host, with forced `tokens`."""
 
 
 def class_of(name: str) -> type[ServingSystem]:

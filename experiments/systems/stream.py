@@ -1,10 +1,5 @@
-"""Requests that every system serves, and the replay of an admission rule on them, step by step. No torch.
-
-Lengths are `released`, the generator's (D07), or `stated`, with the 101 generated tokens per request that the paper
-prints (D01). Both are multiplied by `max_len / 2048`. The order of adapters is the released shuffle.
-
-The rule is the engine's own (`punica.scheduling.admission`), so a rule that reorders the queue is replayed as it runs.
-Between two changes of the batch every request grows by a token per step: a million steps are a few thousand stretches.
+"""Requests that every system serves, and the replay of an admission rule on them, step by step. No torch. Lengths are
+`released` (D07) or `stated` (D01), times `max_len / 2048`; between two changes of the batch steps are one stretch.
 """
 
 from bisect import bisect_right
@@ -54,11 +49,8 @@ def shortened(jobs: Sequence[Job], count: int, new_tokens: int) -> list[Job]:
 
 @dataclass(frozen=True)
 class Stretch:
-    """`steps` steps from step `first` on with the same `members`.
-
-    `members`: (request, tokens generated before `first`) in order of admission. Requests are numbered by arrival. The
-    last `joined` of them are prefilled in step `first`; those that are done, in static batches, do not grow. `begun`:
-    requests that have joined by then, those of this stretch included.
+    """`steps` steps from `first` on with the same `members` (request, tokens before `first`), by admission; the last
+    `joined` are prefilled in `first`. `begun`: requests that have joined by then.
     """
 
     first: int
@@ -74,11 +66,8 @@ class Stretch:
 
 
 class Timeline:
-    """Steps of the rule `admission` on requests of `lengths` for `adapters` (one each), in batches of `max_batch` with
-    up to `slots` adapters (None: any number). All requests wait from the start.
-
-    `order`: requests in the order in which they join. ValueError for an unknown rule, and for one that lets no request
-    into an empty batch.
+    """Steps of rule `admission` on requests of `lengths` for `adapters`, in batches of `max_batch` with up to `slots`
+    adapters; all wait from the start. `order`: as they join. ValueError for a rule that lets none in.
     """
 
     def __init__(

@@ -1,8 +1,5 @@
-"""Weights of all systems of Figure 11: one random backbone, one set of adapters, the limits of a batch.
-
-Weights exist once: engines and the Hugging Face model share the tensors (`exported` gives views under Hugging Face
-names), so that tokens can be compared one by one. As in the released harness (D10) there are at most `max_batch_size`
-different adapters, or `sets`; further ones are copies under ids of their own.
+"""Weights of all systems of Figure 11, once: a random backbone, a set of adapters (at most `max_batch_size` different
+ones, D10, or `sets`; others are copies), the limits of a batch.
 """
 
 import copy

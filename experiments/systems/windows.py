@@ -1,14 +1,9 @@
 """Windows of a stream: a few hundred steps that represent all of them. No torch.
 
-The released stream takes 31 000 steps at batch 32 and a million at batch 1; a laptop has time for a hundred. A *draw*
-is `pieces` runs of consecutive steps. Steps with a prefill are rare and long: one piece of every draw is placed around
-a prefill, the others anywhere. Means of a draw are weighted: its steps with a prefill weigh as much as their share of
-the stream, and so do the others. The stream's throughput is its tokens per step over the draw's seconds per step.
-
-A draw is accepted when its weighted tokens per step agree with the stream's within 3 %, and its requests, contexts,
-adapters and prompt tokens per step within 10 %. Draws are random and the first accepted ones are kept, not the best:
-their spread is the sampling error. One draw is one repeat, so that the span of repeats holds this error as well.
-Streams that differ in adapters alone have the same draws: one that any of them refuses is drawn again for all.
+A *draw* is `pieces` runs of consecutive steps, one around a prefill; its steps with a prefill weigh as much as their
+share of the stream. It is accepted when its tokens per step agree with the stream's within 3 %, and requests, contexts,
+adapters and prompt tokens within 10 %; the first accepted ones are kept, not the best: their spread is the sampling
+error. One draw is one repeat. Streams that differ in adapters alone have the same draws.
 """
 
 from collections.abc import Sequence
@@ -31,9 +26,7 @@ _TOKENS, _PREFILLS = (FEATURES.index(name) for name in ("tokens", "prefills"))
 
 @dataclass(frozen=True)
 class Window:
-    """A draw: first step of each piece, ascending; steps per piece; weight of each step in order, 1 in sum; tokens of
-    all steps; and `FEATURES` per step, weighted.
-    """
+    """A draw: first step of each piece; steps per piece; weight of each step; tokens; weighted `FEATURES` per step."""
 
     starts: tuple[int, ...]
     length: int
@@ -52,10 +45,8 @@ class Window:
 def draw_windows(
     timeline: Timeline, count: int, pieces: int, length: int, seed: int = 0, compared: Sequence[Timeline] = ()
 ) -> list[Window]:
-    """Draw `count` windows of `pieces` times `length` steps that agree with the stream, and with those `compared`.
-
-    These have the same steps with other adapters (`Timeline.with_adapters`). A stream shorter than a draw is its own
-    window, `count` times. `CheckFailed` when fewer than `count` of `DRAWS` draws, `ROUNDS` times, agree.
+    """Draw `count` windows of `pieces` times `length` steps that agree with the stream and those `compared`
+    (`with_adapters`). A short stream is its own window. `CheckFailed` when too few agree.
     """
     features = timeline.features()
     if timeline.steps <= pieces * length:

@@ -1,7 +1,5 @@
-"""Weights, KV cache and reference model that the systems of Figure 11 share.
-
-Device memory of Llama-2 7B and 13B: weights 13.5 and 26.0 GB; keys and values of all systems 43 and 68 GB (32 requests
-of 2,048 tokens); 32 adapters of rank 16 for PEFT, and again in the slots of each engine, 2.6 and 4.0 GB.
+"""Weights, KV cache and reference model that the systems of Figure 11 share. Device memory of Llama-2 7B and 13B:
+weights 13.5 and 26.0 GB, keys and values 43 and 68 GB, 32 adapters 2.6 and 4.0 GB for PEFT and for each engine.
 """
 
 from collections.abc import Sequence
@@ -27,10 +25,7 @@ class World(Weights):
 
     @cached_property
     def kv_cache(self) -> KVCache:
-        """KV cache of all systems, which take turns; filled with noise, so that a window can begin anywhere.
-
-        A quarter larger than our engine needs: Hugging Face pads a batch to its longest prompt.
-        """
+        """KV cache of all systems, full of noise; a quarter larger than our engine needs, as Hugging Face pads."""
         config = self.limits.engine_config(lora=False)
         kept = KVCache(self._backbone, config.total_blocks * 5 // 4, config.block_size)
         fill_with_noise(kept)
@@ -42,8 +37,6 @@ class World(Weights):
         return {}
 
     def reference(self, job: Job, tokens: Sequence[int], lora: bool) -> torch.Tensor:
-        """Return logits `[tokens, vocabulary]` (float32, on the host) of Hugging Face's model for a job alone, with its
-        adapter or without, continued by `tokens`: one invocation over prompt and tokens.
-        """
+        """Logits `[tokens, vocabulary]` (float32, host) of Hugging Face's model for a job alone, by one invocation."""
         with self.peft.adapter(job.adapter_id if lora else None):
             return self.peft.prefill(job.prompt, tokens)

@@ -1,10 +1,5 @@
-"""Arrival times of requests: a Poisson process with a constant rate or one that rises and falls over an hour.
-
-Figure 13 of the paper offers requests to a cluster for one hour with exponential gaps. Paper and code disagree on the
-rate: the figure starts low, peaks in the middle and ends low; the released load generator starts and ends at its
-maximum (disagreement D12 g). `plotted_rate` follows points read from the figure (``paper_results/fig13_cluster.csv``).
-
-Rates are requests per second, times seconds from the start.
+"""Arrival times: a Poisson process with a constant rate, or one that follows Figure 13's plotted points; the released
+generator starts and ends at its maximum (D12 g). Requests per second, seconds from the start.
 """
 
 import math
@@ -32,10 +27,8 @@ def poisson_arrivals(rate: float, duration: float, seed: int) -> NDArray[np.floa
 
 
 def profile_arrivals(profile: RateProfile, peak: float, duration: float, seed: int) -> NDArray[np.float64]:
-    """Draw arrival times in [0, duration), ascending, of a Poisson process whose rate follows ``profile``.
-
-    By thinning: candidates come at the constant rate ``peak``, and one at time t stays with probability
-    profile(t) / peak. That is exact for every profile that stays below ``peak``; ValueError when it does not.
+    """Arrival times in [0, duration), ascending, whose rate follows ``profile``, by thinning a constant rate ``peak``;
+    ValueError when the profile exceeds it.
     """
     for name, value in (("rate", peak), ("duration", duration)):
         if not (np.isfinite(value) and value > 0):
@@ -53,10 +46,8 @@ def profile_arrivals(profile: RateProfile, peak: float, duration: float, seed: i
 
 
 def plotted_rate(times: Sequence[float], means: Sequence[float], window: float = 200.0) -> RateProfile:
-    """Build the profile of Figure 13 from its plotted points: lines between them, constant beyond the ends.
-
-    A plotted value is the mean over the ``window`` seconds that follow its time, so it is placed at the middle of that
-    window; the windows of the last points are shorter than that in the figure, which moves its end by less than 100 s.
+    """The profile of Figure 13 from its plotted points: lines between them, each at the middle of the ``window``
+    seconds that follow, constant beyond the ends.
     """
     if len(times) < 2 or np.any(np.diff(times) <= 0):
         raise ValueError("times must ascend, at least 2; sort the points of the figure by t_s first")

@@ -1,8 +1,5 @@
-"""Lengths of prompts and outputs: the released generator's, and those that the paper states.
-
-The two disagree tenfold (disagreement D01). The paper prints 1000 requests and about 101k generated tokens with
-lengths from ShareGPT; the released generator makes 985 693 for 1000 requests, from a log-normal law for prompts and a
-uniform one for totals. Both are here under their own names, so that a figure can say which it used.
+"""Lengths of prompts and outputs: the released generator's, and those that the paper states, which disagree tenfold
+(D01): 985 693 and about 101k generated tokens for 1000 requests.
 """
 
 from dataclasses import dataclass
@@ -44,14 +41,9 @@ class RequestLengths:
 
 
 def released_lengths(num_requests: int, maxlen: int = RELEASED_MAXLEN, seed: int = RELEASED_SEED) -> RequestLengths:
-    """Draw lengths as the released request generator, bit for bit.
-
-    Per request, from one PCG64 stream: a log-normal prompt clipped to [1, maxlen - 2], then a total drawn uniformly
-    from [0, maxlen) and raised to prompt + 2. The prompt is kept as a real number until the end, then prompt and output
-    are truncated, so an output is one token shorter than the difference of the integers.
-
-    ``maxlen`` bounds prompt + output. The prompt law does not scale with it: at maxlen 64 prompts are as long as at
-    2048 and outputs thirty times shorter. To shrink a run and keep its shape, use `scaled_lengths`.
+    """The released generator's lengths, bit for bit, from one PCG64 stream: a log-normal prompt clipped to [1, maxlen -
+    2], a total uniform in [0, maxlen) raised to prompt + 2. The prompt's law does not scale with ``maxlen``: use
+    `scaled_lengths`.
     """
     check_count("num_requests", num_requests, 1)
     check_count("maxlen", maxlen, 4, "room for a prompt and two new tokens")
@@ -71,9 +63,7 @@ def scaled_lengths(num_requests: int, maxlen: int, seed: int = RELEASED_SEED) ->
 
 
 def rescaled(lengths: RequestLengths, maxlen: int) -> RequestLengths:
-    """Multiply ``lengths`` of at most 2048 tokens by maxlen / 2048, rounded up, at least 1 per prompt and, below 2048,
-    2 per output. Prompts stay a few percent of all tokens, so decode steps dominate as they do in the paper.
-    """
+    """``lengths`` times maxlen / 2048, rounded up, at least 1 per prompt and, below 2048, 2 per output."""
     check_count("maxlen", maxlen, 4, "room for a prompt and two new tokens")
     if maxlen == RELEASED_MAXLEN:
         return lengths
@@ -83,10 +73,8 @@ def rescaled(lengths: RequestLengths, maxlen: int) -> RequestLengths:
 
 
 def stated_lengths(num_requests: int = 1000, seed: int = RELEASED_SEED) -> RequestLengths:
-    """Draw lengths with the count that the paper prints: 101 generated tokens per request on average.
-
-    ShareGPT is not redistributed here. Prompts are the released ones, which imitate it; the released outputs are
-    shrunk by one common factor so that they sum to exactly 101 * num_requests (101 000 for 1000), at least 1 each.
+    """Lengths with the paper's 101 generated tokens per request on average: the released prompts, and outputs shrunk by
+    a common factor, at least 1 each.
     """
     lengths = released_lengths(num_requests, seed=seed)
     target = STATED_TOKENS_PER_REQUEST * num_requests

@@ -120,9 +120,7 @@ class Popularity:
         return np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
 
     def requests(self, n: int, seed: int = RELEASED_SEED) -> NDArray[np.int64]:
-        """Return the adapter index of each of n requests, [n] int64, in order of arrival: shuffled as in the released
-        harness, a permutation by PCG64 with its seed.
-        """
+        """The adapter of each of n requests, [n] int64, by arrival: shuffled as released, by PCG64 with its seed."""
         # int32, because the permutation that a shuffle makes must not depend on a choice of ours
         shuffled = self.slots(n).astype(np.int32)
         np.random.Generator(np.random.PCG64(seed)).shuffle(shuffled)
@@ -159,10 +157,8 @@ def adapter_shares(name: str, adapters: int) -> NDArray[np.float64]:
 
 
 def shares_of_groups(pattern: Popularity, adapters: int) -> NDArray[np.float64]:
-    """Return the sizes of the `adapters` largest groups of ``pattern``, [adapters], descending, 0 beyond its last one.
-
-    Of so many requests that there are that many groups, if there ever are: `adapters`, doubled until they reach its
-    square, which the last doubling may overshoot. ``Distinct`` has equal groups, ``Identical`` one.
+    """The `adapters` largest groups of ``pattern``, [adapters], descending, 0 beyond the last, of the least doubled
+    number of requests that has so many, or the square.
     """
     n = adapters
     while pattern.number_of_adapters(n) < adapters and n < adapters**2:
@@ -181,9 +177,7 @@ def drawn_adapters(name: str, adapters: int, n: int, seed: int = RELEASED_SEED) 
 def drifting(
     arrivals: NDArray[np.float64], shares: NDArray[np.float64], period: float, seed: int, step: int = 1
 ) -> NDArray[np.int64]:
-    """Draw the adapter of each request, [n] int64, by ``shares``, while popularity moves on by ``step`` adapters every
-    ``period`` seconds: what adapter i was, adapter i + ``step`` is, and the last ones are followed by the first.
-    """
+    """The adapter of each request, [n] int64, by ``shares`` that move by ``step`` adapters per ``period`` s."""
     places = np.random.Generator(np.random.PCG64(seed)).choice(len(shares), size=len(arrivals), p=shares)
     moved = step * np.floor(arrivals / period).astype(np.int64)
     return (places + moved) % len(shares)
@@ -192,9 +186,7 @@ def drifting(
 def flash_crowd(
     arrivals: NDArray[np.float64], shares: NDArray[np.float64], crowd: tuple[float, float, float], seed: int
 ) -> NDArray[np.int64]:
-    """Draw the adapter of each request, [n] int64, by ``shares``. ``crowd``: start and end in seconds, and the share of
-    the requests between them that name the last adapter, the least popular one; the others divide the rest as before.
-    """
+    """The adapter of each request by ``shares``; ``crowd``: start, end, and the share then of the last adapter."""
     start, end, share = crowd
     found = drifting(arrivals, shares, np.inf, seed)
     generator = np.random.Generator(np.random.PCG64([seed, 1]))

@@ -8,7 +8,7 @@ import pytest
 from fakes import GRID, NAME, Fake, composed
 
 from experiments.harness import budget as budget_module
-from experiments.harness.budget import GRACE, SLACK, Budget, Deadline, OutOfTime, stopped_after
+from experiments.harness.budget import GRACE, Deadline, OutOfTime, stopped_after
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
 from experiments.measure.records import read_rows
@@ -135,26 +135,6 @@ def test_after_the_deadline_every_figure_has_its_first_point_and_a_second_run_th
     machine.now += 61
     run(composed(tmp_path / "a", *GRID, *FOUR), again, late.budget("a"))
     assert [batch for _, batch in again.measured] == [2]
-
-
-def test_a_set_up_that_took_the_share_is_not_taken_for_the_cost_of_what_follows(tmp_path, on):
-    machine = on()
-    starting = Working(machine, 0.5, set_up=50.0)
-    outcome = run(composed(tmp_path, *GRID, *FOUR), starting, Deadline({NAME: 1.0}, clock=machine).budget(NAME))
-    assert (outcome.measured, outcome.left_out) == (10, 2)  # its own repeats are not begun, as they took 51 seconds
-
-
-def test_what_was_not_measured_yet_is_taken_to_cost_as_much_as_its_cheaper_neighbour(on):
-    machine = on()
-    budget = Budget(100.0, firm=True, clock=machine)
-    for key, seconds in (("a", 5.0), ("b", 30.0)):
-        with budget.spending(key):
-            machine.work(seconds)
-    keys = ("a", "b", "new")
-    assert [budget.estimate(key) for key in keys] == [5.0, 30.0, 5.0]
-    for later, slack, fits in ((45, 0, [1, 0, 1]), (0, SLACK, [1, 1, 1]), (15, SLACK, [1, 0, 1])):
-        machine.now += later
-        assert [budget.fits(key, slack=slack) for key in keys] == [bool(fit) for fit in fits]
 
 
 class Endless(Fake):

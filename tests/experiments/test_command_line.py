@@ -2,16 +2,13 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 
 import pytest
-from fakes import composed
-from hydra import compose, initialize_config_dir
 
 from experiments.harness import command
-from experiments.harness.schema import CONF, REPOSITORY
+from experiments.harness.schema import REPOSITORY
 
 NAME = "fig08_lora_operator"
 
@@ -32,49 +29,6 @@ def test_a_script_runs_by_its_path_from_another_folder_and_writes_nothing_there(
     told = subprocess.check_output(words, text=True, cwd=tmp_path, env=environment)
     assert "outputs: outputs" in told
     assert list(tmp_path.iterdir()) == []
-
-
-def test_runs_are_kept_in_the_repository_wherever_they_were_started(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    composed(tmp_path)  # registers
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose(NAME, overrides=["hardware=cpu", "hydra.job.num=0"], return_hydra_config=True)
-    for folder in (cfg.hydra.run.dir, cfg.hydra.sweep.dir):
-        assert folder.startswith(f"{REPOSITORY}/outputs/cpu/runs/{NAME}/")
-
-
-def test_the_environment_of_make_finds_the_experiments_from_any_folder(tmp_path):
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    (venv / ".created").touch()
-    subprocess.run(["make", f"VENV={venv}", f"{venv}/.path"], cwd=REPOSITORY, capture_output=True, check=True)
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONSAFEPATH": "1"}
-    words = [venv / "bin" / "python", "-c", "import experiments; print(experiments.__file__)"]
-    found = subprocess.check_output(words, text=True, cwd=tmp_path, env=clean)
-    assert found.strip() == str(REPOSITORY / "experiments" / "__init__.py")
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_set_up_shows_what_pip_does_on_a_terminal_alone(tmp_path, terminal):
-    (tmp_path / "bin").mkdir()
-    for name in (".created", ".path"):
-        (tmp_path / name).touch()
-    pip = tmp_path / "bin" / "python"
-    pip.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n')
-    pip.chmod(0o755)
-    ours, theirs = os.openpty() if terminal else os.pipe()
-    subprocess.run(["make", f"VENV={tmp_path}", f"{tmp_path}/.experiments"], cwd=REPOSITORY, stderr=theirs, check=True)
-    for end in (ours, theirs):
-        os.close(end)
-    words = (tmp_path / "words").read_text().split()
-    assert words[:3] == ["-m", "pip", "install"]
-    assert ("--quiet" in words) is not terminal
-
-
-def test_the_line_for_the_cpu_wheel_installs_the_pinned_torch():
-    (pinned,) = re.findall(r"^torch==(\S+)$", (REPOSITORY / "constraints.txt").read_text("utf-8"), re.MULTILINE)
-    line = f"$ .venv/bin/pip install torch=={pinned} --index-url https://download.pytorch.org/whl/cpu\n"
-    assert line in (REPOSITORY / "docs" / "index.md").read_text("utf-8")
 
 
 SWEEP = """

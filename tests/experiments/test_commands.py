@@ -14,14 +14,11 @@ from omegaconf import OmegaConf
 
 from experiments.commands import report, reproduce
 from experiments.commands.batch import batch_main
-from experiments.harness.budget import Budget
 from experiments.harness.catalogue import experiments
-from experiments.harness.command import or_exit
 from experiments.harness.passes import Outcome
-from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError
-from experiments.measure.records import Row, RowsError, read_rows, write_rows
-from tests.experiments.report.report_rows import decode_rows, folders_in
+from experiments.measure.records import Row, read_rows, write_rows
+from tests.experiments.report.report_rows import decode_rows
 
 
 def python(*words: str, **more) -> subprocess.CompletedProcess[str]:
@@ -102,37 +99,6 @@ module.batch_main("reproduce", "", module.reproduce, "figures", measures=True)
     assert last_json(command("commands.reproduce", *alone(tmp_path), "figures=[fig08]"))["left_out"] == {}
 
 
-QUICK = ("fig07_sgmv_roofline", "sec6_norm", "fig13_cluster")
-OF_A_KIND = (
-    "fig08_lora_operator", "fig11_textgen", "fig12_textgen_70b", "sec53_migration", "ext_moe", "ext_many_adapters",
-)  # fmt: skip
-"""Operators, windows, ranks in processes of their own, copies, experts, streams; `make smoke` measures every figure."""
-
-
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OF_A_KIND)])
-def test_a_figure_whose_time_is_over_has_a_point_and_a_picture(tmp_path, name):
-    (experiment,) = experiments([name])
-    outcome = run(composed(tmp_path, "draw=true", name=name), experiment, Budget(0.0, firm=True))
-    assert outcome.failed == []
-    assert outcome.measured >= 1
-    assert outcome.measured + outcome.left_out == outcome.points
-    assert read_rows(outcome.rows_file)
-    assert bool(outcome.figures) == bool(experiment.overlay or experiment.drawn_by)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("points", [1, 4])
-def test_rows_of_the_first_points_of_all_figures_are_judged_and_shown(tmp_path, points):
-    places, scripts = folders_in(tmp_path), {one.name for one in experiments()}
-    for path in (REPOSITORY / "results" / "cpu").glob("*.csv"):
-        if path.stem in scripts:  # not verdicts
-            rows = read_rows(path)
-            first = list(dict.fromkeys(row.point for row in rows))[:points]
-            write_rows(places.fresh_rows / path.name, [row for row in rows if row.point in first])
-    _, files = report.write_fresh(places)
-    assert all(file.exists() for file in files)
-
-
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """Run `make reproduce` with one figure that is measured at once; `left` is what it has to measure."""
@@ -176,54 +142,15 @@ def test_a_report_that_fails_keeps_the_run_and_the_next_writes_it(measured, erro
     assert (measured(0), len(asked)) == (1, 2)  # though nothing new was measured
 
 
-def test_a_page_that_is_newer_than_its_rows_is_not_written_again(measured, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report, "write_fresh", lambda places: pytest.fail("written again"))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    write_rows(tmp_path / "cpu" / "smoke" / "rows" / "fig01_batching.csv", decode_rows())
-    (tmp_path / "cpu" / "smoke" / report.PAGE).write_text("a page")
-    assert measured(0) == 0
-    assert capsys.readouterr().out == "", "the line of JSON is for programs"
-
-
-def test_a_disk_that_fills_up_ends_the_run_in_one_line(measured, monkeypatch, capsys):
-    def full(*_):
-        raise RowsError("fig08.csv: 9 rows cannot be written (No space left on device)") from OSError(28, "full")
-
-    monkeypatch.setattr(report, "write_fresh", full)
-    with pytest.raises(SystemExit) as ended:
-        or_exit(lambda: measured(1))
-    said = [line for line in capsys.readouterr().err.splitlines() if "No space" in line or "Failed" in line]
-    assert (ended.value.code, said) == (2, ["error: fig08.csv: 9 rows cannot be written (No space left on device)"])
-
-
-def test_what_failed_was_measured_and_left_out_is_said_in_few_lines():
-    failures = {"fig13_cluster": "ValueError:\n nothing", "fig08_lora_operator": "a: off; b: off"}
-    wrong = {"fig08_lora_operator": Outcome("fig08_lora_operator", points=9, skipped=7, failed=["a: off", "b: off"])}
-    assert [line.partition(": ")[2] for line in reproduce.failed(failures, wrong)[1:3]] == [
-        "ValueError: nothing", "a: off; and 1 more of its points",
-    ]  # fmt: skip
-    outcomes = [Outcome(f"ext_latency_under_load_{number}", 9, measured=1, left_out=number) for number in range(1, 26)]
-    lines = reproduce.measured(outcomes, 17.44, 3.0)
-    assert len(lines) <= 4
-    assert max(map(len, lines)) <= reproduce.WIDTH
-    assert "325 points of ext_latency_under_load_25, " in " ".join(lines)
-    assert "25 points of 25 figures in 17.4 minutes, 3.0 more than planned" in " ".join(lines)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("figures=fig08", "figures=fig08 must be a list"),
-        ("figures=[8", "no viable alternative at input '[8'"),
         ("figures=[fig99]", "figures has 'fig99'"),
         ("figures=[fig08,readme] model=llama-tiny", "model=llama-tiny would change nothing"),
         ("figure.minutes.laptop=0.01", "figure.minutes.laptop=0.01 is of one figure, and reproduce takes many"),
-        ("+figure.minutes.laptop=0.01", "is of one figure"),
         ("~scale", "~scale: ~ is no home folder here, and no key can be deleted"),
-        ("paths.outputs=~/results", "paths.outputs=~/results: ~ is no home folder here"),
         ("scale=foo", "Could not find 'scale/foo' Available options in 'scale': gpu laptop paper smoke"),
-        ("scale.repeats=many", "scale.repeats"),
-        ("scale.repeat=3", "did you mean scale.repeats=?"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(monkeypatch, capsys, tmp_path, words, said):

@@ -1,14 +1,12 @@
 """`make compare`: which rows meet, what their ratio means, and mistakes that are told apart."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pandas as pd
 import pytest
 
 from experiments.claims.rows import Rows
-from experiments.commands.compare import COLUMNS, compare, direction, join, load, mean_text, meaning
+from experiments.commands.compare import COLUMNS, compare, join, load, mean_text
 from experiments.harness.counted import counted, frame_of
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.measure.records import Row, RowsError, read_rows, write_rows
@@ -53,22 +51,6 @@ def test_ratios_per_row_and_their_geometric_mean(tmp_path, capsys):
     stored(tmp_path / "b", "fig08", rows(scale="smoke"))
     compare(str(tmp_path / "a"), str(tmp_path / "b"))
     assert "scale=smoke have other shapes" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("unit", "better"), [("us", "lower"), ("byte", "lower"), ("token/s", "higher"), ("FLOP/byte", ""), ("share", "")]
-)
-def test_the_unit_says_which_way_is_better(unit, better):
-    assert direction(unit) == better
-
-
-@pytest.mark.parametrize(
-    ("ratio", "better", "text"),
-    [(2.0, "lower", "B 2.00x worse"), (0.5, "lower", "B 2.00x better"), (2.0, "higher", "B 2.00x better"),
-     (0.8, "higher", "B 1.25x worse"), (1.004, "lower", "same"), (3.0, "", ""), (float("nan"), "lower", "")],
-)  # fmt: skip
-def test_what_a_ratio_means(ratio, better, text):
-    assert meaning(ratio, better) == text
 
 
 def test_only_equal_quantities_meet():
@@ -139,23 +121,6 @@ def test_out_is_a_table_and_never_replaces_rows(tmp_path):
     assert (tmp_path / "a" / "fig08.csv").read_text() == before
     with pytest.raises(RowsError, match="cannot write out="):
         compare(folder, folder, f"{folder}/fig08.csv/ratios.csv")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["a=x"], "error: b= is missing"),
-        (["a=x", "a=y", "b=z"], "error: a= is given twice"),
-        (["a=x", "b=y", "c=z"], "c= would be read by nothing"),
-        (["a=results/none", "b=results/cpu"], "error: a=results/none does not exist"),
-    ],
-    ids=" ".join,
-)
-def test_arguments_that_are_wrong_are_named_in_a_line(words, message):
-    command = [sys.executable, "-m", "experiments.commands.compare", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-    assert message in done.stderr
 
 
 def test_paths_that_are_wrong_are_named(tmp_path):

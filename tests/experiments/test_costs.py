@@ -2,29 +2,22 @@
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from experiments.cluster.costs import (
     FROM_DISK,
     FROM_MEMORY,
-    a100_of_the_cluster,
-    chosen_cost,
     decoding,
     fitted_loads,
-    load_cost,
     model_bytes,
     paper_a100,
     recorded_cost,
-    recorded_load_costs,
     timed,
     timed_links,
     timed_reads,
 )
-from experiments.cluster.simulated_hour import fit_readings
 from experiments.facts.paper import as_rows, read_figure
-from experiments.harness.schema import ConfigError
 from experiments.simulator import StepCost, residuals
 from experiments.workload import popularity
 from punica.cluster import StepWork
@@ -55,14 +48,6 @@ def test_a_row_of_figure_10_is_a_step_of_32_layers():
     steps = timed(rows, "7B", decoding, 32, 1e-3, **OF_LAYERS)
     found = [step.seconds for step in steps if step.work == StepWork(9, 9 * 512, 0, 3 * 16)]
     assert found == pytest.approx([32e-6 * published.item() + 1e-3])
-
-
-def test_another_model_has_prefills_by_its_weights_and_the_cluster_cards_with_slower_memory():
-    fast, slow, large = paper_a100(PAPER, "7B").cost, a100_of_the_cluster(PAPER), paper_a100(PAPER, "13B").cost
-    small, larger = (model_bytes(name).weights for name in ("llama2-7b", "llama2-13b"))
-    assert large.prefill / fast.prefill == pytest.approx(larger / small)
-    assert slow.base - fast.base == pytest.approx(2 * small / 1555e9 - 2 * small / 1935e9)
-    assert slow.prefill == fast.prefill
 
 
 # other GPUs
@@ -106,18 +91,6 @@ def test_own_rows_give_back_the_steps_that_made_them():
     assert max(found.largest for found in fitted.residuals.values()) < 1e-9
 
 
-def test_own_rows_without_adapters_cannot_tell_what_a_rank_costs():
-    without = {figure: rows[rows["workload"] == ""] for figure, rows in own_rows().items()}
-    with pytest.raises(ValueError, match="to tell 'rank' from"):
-        recorded_cost(without, "h200", "llama2-7b")
-
-
-def test_a_gpu_without_rows_has_its_datasheet():
-    cost, size = chosen_cost("roofline:h100", "llama2-7b", PAPER, RESULTS), model_bytes("llama2-7b")
-    assert cost.seconds(StepWork(4, 1000)) == pytest.approx(2 * (size.weights + 1000 * size.kv) / 3350e9)
-    assert np.isfinite(cost.seconds(StepWork(1, 10, 5, 16)))
-
-
 # adapter loads
 
 
@@ -143,24 +116,3 @@ def test_a_line_over_the_ranks_and_a_proportion_are_found():
     assert found.cost.host_seconds(32) == pytest.approx(8.5e-3)
     assert found.cost.disk_seconds(32) == pytest.approx(0.32)
     assert max(one.largest for one in found.residuals.values()) < 1e-9
-
-
-def test_residuals_tell_what_a_line_does_not():
-    uneven = pd.DataFrame([link(rank, ms) for rank, ms in ((8, 1), (16, 3), (32, 4))])
-    found = fitted_loads("uneven", timed_links(uneven), timed_reads(pd.DataFrame(read(0.08))))
-    host = found.residuals["loads_from_host"]
-    assert 0.05 < host.median < 0.2 < host.largest < 0.5
-    assert found.residuals["loads_from_disk"].relative.tolist() == pytest.approx([0.0])
-    rows = {one.metric: one.value for one in fit_readings({"load": found})}
-    assert rows["load_host_rank"] == pytest.approx(1e6 * found.cost.host_rank)
-    assert rows["residual_median_loads_from_host"] == host.median
-
-
-def test_recorded_loads_of_the_papers_rank_take_milliseconds_and_reads_a_hundred(tmp_path):
-    found = recorded_load_costs(RESULTS)["h200", "llama2-7b"]
-    assert len(found.residuals["loads_from_host"].relative) >= 5
-    assert found.residuals["loads_from_host"].largest < 0.1
-    cost = load_cost(RESULTS, "h200", "llama2-7b")
-    assert 1e-3 < cost.host_seconds(16) < 5e-3 < 0.02 < cost.disk_seconds(16) < 1
-    with pytest.raises(ConfigError, match=r"'nowhere' has no recorded loads of llama2-7b; machines that have: .*h200"):
-        load_cost(RESULTS, "nowhere", "llama2-7b")

@@ -1,6 +1,5 @@
 """Configuration: every experiment composes at every scale, and a mistake is one sentence that helps."""
 
-import json
 import subprocess
 import sys
 
@@ -67,27 +66,15 @@ def test_every_system_of_a_figure_can_be_chosen_alone(tmp_path, name):
     ("override", "parts"),
     [
         ("scale.repeats=0", ["scale.repeats=0 must be at least 1", "choose"]),
-        ("scale.warmup=-1", ["scale.warmup=-1 must be at least 0"]),
-        ("scale.max_len=2", ["scale.max_len=2 must be at least 3"]),
-        ("scale.patience=-0.5", ["scale.patience=-0.5 must be at least 0"]),
-        ("figure.h1=0", ["figure.h1=0 must be at least 1"]),
-        ("hardware.threads=0", ["hardware.threads=0 must be at least 1"]),
         ("adapters.ranks=[16,0]", ["0 of adapters.ranks=[16, 0] must be at least 1"]),
         ("figure.batch_sizes=[]", ["figure.batch_sizes=[]", "at least 1", "figure.batch_sizes=[1,8,64]"]),
-        ("figure.batch_sizes=64", ["figure.batch_sizes=64 must be a list", "figure.batch_sizes=[value,value]"]),
         ("scale.repeats=many", ["scale.repeats=many", "integer"]),
-        ("figure.dtype=float8", ["figure.dtype=float8", "'float16' or 'bfloat16'"]),
         ("hardware.device=tpu", ["hardware.device=tpu", "'cpu' or 'cuda'"]),
         ("model.num_attention_heads=7", ["model.hidden_size=64 must be a multiple of model.num_attention_heads=7"]),
-        ("scale.repeat=3", ["scale.repeat=", "did you mean scale.repeats=?"]),
         ("+scale.repeat=3", ["scale.repeat=", "did you mean scale.repeats=?"]),
         ("+engine.max_batchsize=8", ["did you mean engine.max_batch_size=?"]),
-        ("figure.batchsizes=[1]", ["did you mean figure.batch_sizes=?"]),
-        ("+forced=true", ["the configuration has no such key", "did you mean force=?"]),
-        ("+model.zzz=1", ["model has no such key; it has name, paper_name"]),
         ("scale.repeats=???", ["scale.repeats= is missing: give scale.repeats=<value>"]),
         ("workload=foo", ["'workload/foo'", "distinct"]),
-        ("model=llama3", ["'model/llama3'", "llama2-7b"]),
         ("workload.names=[Popular]", ["'Popular'", "known: Distinct, Uniform, Skewed, Identical"]),
         ("system=punica", ["'punica'", "fig08_lora_operator", "Loop"]),
         ("timer=cuda_graph", ["timer='cuda_graph'", "timer=host_clock"]),
@@ -121,11 +108,6 @@ def test_what_the_schema_has_is_taken_with_a_plus_too(tmp_path):
     assert (settled.scale.repeats, settled.figure.minutes["smoke"]) == (4, 1.0)
 
 
-def test_a_choice_narrows_the_grid(tmp_path):
-    points = OPERATORS.points(settle(composed(tmp_path, "workload=skewed", "system=sgmv"), OPERATORS))
-    assert {(point.workload, point.system) for point in points} == {("Skewed", "SGMV")}
-
-
 @pytest.mark.parametrize(("slug", "ceilings", "flush"), [("h200", (4800, 989), 256), ("rtx-4090", (None, None), 256)])
 def test_hardware_auto_fills_in_the_ceilings_of_a_known_gpu(tmp_path, monkeypatch, slug, ceilings, flush):
     monkeypatch.setattr(environment, "hardware_slug", lambda: slug)
@@ -141,16 +123,11 @@ def test_hardware_auto_fills_in_the_ceilings_of_a_known_gpu(tmp_path, monkeypatc
     [
         ("cpu", [], [], "laptop", "llama-small"),
         ("h200", [], [], "gpu", "llama2-7b"),
-        ("rtx-4090", [], [], "gpu", "llama2-7b"),
         ("h200", [], ["hardware=cpu"], "laptop", "llama-small"),
         ("cpu", [], ["hardware=h200"], "gpu", "llama2-7b"),
-        ("h200", [], ["scale=laptop"], "laptop", "llama-small"),
-        ("h200", [], ["scale=paper", "model=llama2-13b"], "paper", "llama2-13b"),
         ("a100-80g", ["81920 MiB"], [], "gpu", "llama2-7b"),
         ("a100-40g", ["40960 MiB"], [], "laptop", "llama-small"),
         ("a100-80g", ["81920 MiB", "24576 MiB"], [], "laptop", "llama-small"),
-        ("gb10", ["[N/A]"], [], "gpu", "llama2-7b"),
-        ("a100-40g", ["40960 MiB"], ["scale=gpu"], "gpu", "llama2-7b"),
     ],
 )
 def test_a_run_that_names_no_scale_has_that_of_its_hardware_and_its_memory(
@@ -171,14 +148,6 @@ def test_a_cpu_empties_its_caches_beyond_the_last_level_that_it_reports(tmp_path
     monkeypatch.setattr(environment, "l3_mib", lambda: l3)
     for words, expected in ((["scale=laptop"], flush), (["scale=laptop", "hardware.flush_mib=7"], 7)):
         assert settle(composed(tmp_path, *words), OPERATORS).hardware.flush_mib == expected
-
-
-def test_every_figure_of_a_cpu_has_its_share_of_twenty_minutes():
-    files = {name: OmegaConf.load(CONF / "figure" / f"{name}.yaml") for name in ALL}
-    found = {name: file.get("minutes", {}).get("laptop") for name, file in files.items()}
-    minutes = {name: share for name, share in found.items() if share is not None}
-    assert set(minutes) == set(ALL) - {*GPU_ONLY}
-    assert sum(minutes.values()) < 16.01  # three more are for set-up, one for judging
 
 
 def test_smoke_rows_are_apart(tmp_path):
@@ -222,17 +191,6 @@ def test_every_declared_key_exists(tmp_path):
         for key in keys_read(experiment):
             above, _, last = key.rpartition(".")
             assert last in (OmegaConf.select(cfg, above) if above else cfg), (experiment.name, key)
-
-
-def test_the_kept_configuration_holds_what_is_read_and_nothing_else(tmp_path):
-    run(composed(tmp_path, "workload=distinct", "figure.batch_sizes=[1]"), Fake())
-    kept = json.loads((tmp_path / "cpu/smoke/rows/fig08_lora_operator.json").read_text())
-    assert set(kept) == {"figure", "hardware", "workload", "adapters", "system", "timer", "scale", "force", "draw"}
-    assert kept["figure"]["h1"] == kept["scale"]["hidden_size"] == 96
-    assert (kept["timer"], kept["figure"]["dtype"]) == ({"name": "auto"}, "float32")
-    assert set(kept["adapters"]) == {"ranks"}
-    assert {"name", "repeats", "batch_sizes"} <= set(kept["scale"])
-    assert not {"seq_lens", "requests", "model_batch_sizes"} & set(kept["scale"])
 
 
 @pytest.mark.parametrize("name", ["fig01_batching", "fig11_textgen"])

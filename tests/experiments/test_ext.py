@@ -6,8 +6,6 @@ Every system computes the reference, or is not timed; bytes are arithmetic; rows
 import json
 from dataclasses import replace
 
-import matplotlib.pyplot as plt
-import pandas as pd
 import pytest
 import torch
 from fakes import composed, interpreted
@@ -21,9 +19,6 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
-from experiments.plots import extensions
-from experiments.workload.popularity import popularity
-from punica.ops.quant import dequantize
 
 PADDING, DETERMINISM = ext_padding.EXPERIMENT, ext_determinism.EXPERIMENT
 FIG08 = next(iter(experiments(["fig08"])))
@@ -103,46 +98,6 @@ def test_bytes_by_arithmetic(tmp_path, found, expected):
 # batches
 
 
-def test_batches_of_the_same_slots_share_a_wrapper_and_add_the_reference(tmp_path):
-    cfg = in_graphs(settled(tmp_path, ADDED, "figure.batch_sizes=[7]"), 1)
-    batches = operators.problems(cfg, "Skewed", 7, 16)
-    calls = list(map(operators.layer_call, batches))
-    wrappers = {id(call.func.__self__) for call in calls}
-    assert len(wrappers) == len({tuple(batch.slots.tolist()) for batch in batches}) < len(batches)
-    for batch, call in zip(batches, calls, strict=True):
-        call()
-        torch.testing.assert_close(batch.y, batch.expected(), rtol=1e-4, atol=1e-4)
-
-
-def weights_of(cfg, point):
-    figure = cfg.figure
-    adapters = popularity(point.workload).number_of_adapters(point.batch_size)
-    return adapters * point.rank * (figure.h1 + figure.h2) * figure.dtype.bytes
-
-
-def read_by_padding(cfg, point):
-    adapters = popularity(point.workload).number_of_adapters(point.batch_size)
-    mean = ext_padding.mean_rank(point, cfg.adapters.ranks)
-    return ext_padding.bytes_read(cfg, point.batch_size, adapters, mean)
-
-
-@pytest.mark.parametrize(
-    ("experiment", "moved"),
-    [(FIG08, weights_of), (PADDING, read_by_padding), (STEP, ext_paper_step.bytes_moved)],
-    ids=["fig08", "padding", "step"],
-)
-def test_in_graphs_the_batches_of_a_point_move_more_than_the_caches_hold(tmp_path, experiment, moved):
-    """Each on adapters of its own, and beside as many others as a server holds."""
-    words = ["figure.batch_sizes=[7]", *["workload.names=[Distinct,Uniform,Skewed,Identical]"] * (experiment != STEP)]
-    cfg = in_graphs(settled(tmp_path, experiment, *words), 1)
-    for point in experiment.points(cfg):
-        batches = experiment.problems(cfg, point)
-        assert moved(cfg, point) * len(batches) >= 1 << 20
-        used = [batch.a[slot].data_ptr() for batch in batches for slot in set(batch.slots.tolist())]
-        assert len(used) == len(set(used)) == len(batches) * len(batches[0].sizes)
-        assert {len(batch.a) for batch in batches} == {cfg.figure.resident(cfg)}
-
-
 # cost of padding
 
 
@@ -185,14 +140,6 @@ def test_the_true_ranks_cycle_over_the_adapters_and_what_is_above_is_not_read(tm
     batch.ranks.fill_(8)
     with pytest.raises(CheckFailed, match="SGMV differs"):
         calls_on(monkeypatch, PADDING, cfg, point, [batch])
-
-
-def test_bytes_are_relative_to_those_of_the_true_ranks(tmp_path):
-    cfg = settled(tmp_path, PADDING, "figure.batch_sizes=[7]", "workload.names=[Distinct]")
-    found = {(point.system, point.rank): PADDING.readings(cfg, point, [1.0])[-1].value for point in PADDING.points(cfg)}
-    assert found["true rank", 64] == 1
-    assert found["padded", 64] == found["uniform rank", 64] > 1.5
-    assert found["uniform rank", 8] < 1
 
 
 # price of determinism
@@ -307,12 +254,6 @@ def test_every_system_computes_the_step(tmp_path, monkeypatch, system):
             STEP.calls(cfg, point)
 
 
-def test_the_floor_is_the_time_of_the_bytes_where_the_bandwidth_is_known(tmp_path):
-    cfg = settled(tmp_path, STEP, "hardware.bandwidth_gb_s=100")
-    found = {one.metric: one for one in STEP.readings(cfg, STEP.points(cfg)[0], [5.0])}
-    assert found["floor"].value == pytest.approx(found["bytes_moved"].value / 100e9 * 1e6)
-
-
 # added latency
 
 
@@ -346,45 +287,6 @@ def test_what_is_added_is_the_median_of_paired_differences(tmp_path, monkeypatch
 # figures
 
 
-def figure_of(draw, lines):
-    """The axes of a figure of `lines`, each of which has what rows of a GPU have."""
-    about = {"device": "d", "timer": "cuda_graph", "scale": "laptop", "statistic": "median", "rank": 16, "unit": "us"}
-    about |= {"panel": "", "workload": "", "system": "", "batch_size": 32, "seq_len": 128}
-    figure = draw(pd.DataFrame([{**about, **line} for line in lines]), pd.DataFrame())
-    plt.close(figure)
-    return figure.axes
-
-
-def test_determinism_draws_its_rows():
-    changed = "outputs_differing_from_row_alone", "outputs_differing_between_runs"
-    values = {
-        name: {"latency": 2.0, changed[0]: 0.2, changed[1]: 0.1 * name.startswith("atomics")} for name in VARIANTS
-    }
-    above, price, changes, runs = figure_of(
-        extensions.draw_determinism,
-        [{"workload": workload, "system": system, "batch_size": batch, "metric": metric, "value": value}
-         for workload in ("Distinct", "Identical") for batch in (1, 64)
-         for system, metrics in values.items() for metric, value in metrics.items()],
-    )[::2]  # fmt: skip
-    assert len(above.lines) == len(changes.lines) == 5
-    assert [list(line.get_ydata()) for line in price.lines[:3]] == [[1.0, 1.0]] * 3
-    assert len(runs.lines) == 2
-    assert set(runs.texts[0].get_text().splitlines()[1:]) == set(VARIANTS[:3])
-
-
-@pytest.mark.parametrize(("added", "scale"), [(3.0, "log"), (-3.0, "linear")])
-def test_the_projection_stands_beside_what_is_added(added, scale):
-    values = {"added_latency": added, "base_latency": 24.0, "latency": 24.0 + added}
-    above, below = figure_of(
-        extensions.draw_added_latency,
-        [{"panel": "rank 16", "workload": workload, "batch_size": rows, "metric": metric, "value": us}
-         for workload in ("Distinct", "Identical") for rows in (1, 64) for metric, us in values.items()],
-    )  # fmt: skip
-    assert [line.get_label() for line in above.lines] == ["Distinct", "Identical", "the projection alone"]
-    assert list(below.lines[1].get_ydata()) == [added / 24, added / 24]
-    assert above.get_yscale() == scale
-
-
 # adapters in FP8
 
 
@@ -398,16 +300,6 @@ def test_every_system_computes_what_it_holds(tmp_path, workload, system, low, hi
     assert low <= error <= high
 
 
-def test_a_batch_has_its_own_window_of_the_quantised_weights(tmp_path):
-    cfg = settled(tmp_path, FP8)
-    for batch in operators.setup_operator(cfg, (1, 1, 1, 1), 16, 3):
-        held = fp8_operator.quantised(batch, torch.float8_e4m3fn)
-        for wide, q, scale in ((batch.a, held.a, held.a_scale), (batch.b, held.b, held.b_scale)):
-            error = (dequantize(q, scale) - wide).abs()
-            assert (error <= 0.07 * wide.abs() + scale[..., None]).all()
-        assert held.b.mT.is_contiguous()
-
-
 def test_wrong_scales_fail_the_check(tmp_path, monkeypatch):
     cfg = settled(tmp_path, FP8)
     batches, real = operators.problems(cfg, "Distinct", 4, 16), fp8_operator.quantised
@@ -417,16 +309,6 @@ def test_wrong_scales_fail_the_check(tmp_path, monkeypatch):
     monkeypatch.setattr(fp8_operator, "quantised", lambda *_: next(answers))
     with pytest.raises(CheckFailed, match="FP8 e4m3 differs"):
         fp8_operator.checked_calls(batches[:1], "FP8 e4m3")
-
-
-def test_a_model_is_off_by_little_and_repeatable(tmp_path):
-    cfg = settled(tmp_path, FP8)
-    first, second = (fp8_operator.model_errors(cfg, ["FP8 e4m3", "FP8 e5m2"], 3, 16, 8) for _ in range(2))
-    assert first == second
-    (error, changed, size), (coarser, _, same_size) = [[one.value for one in readings] for readings in first]
-    assert 0.001 < error < coarser < 0.5
-    assert 0 <= changed < 0.5
-    assert size == same_size < cfg.model.lora_parameters(8) * 2
 
 
 def test_w8a8_is_let_through_for_its_roundings_and_not_for_another_scale():

@@ -1,11 +1,9 @@
 """Where a step's time goes: every instant counted once, the engine's steps as they were wanted, parts that add up."""
 
-import itertools
 import re
 import time
 from dataclasses import replace
 
-import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 from fakes import composed
@@ -22,7 +20,6 @@ from experiments.harness.schema import REPOSITORY, DType, model_conf
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 from experiments.measure.timing import Protocol
-from experiments.plots.steps import draw_breakdown
 from punica.engine.runner import ModelRunner
 
 BREAKDOWN = next(iter(experiments(["ext_breakdown"])))
@@ -222,38 +219,6 @@ def test_it_measures_draws_and_does_not_measure_again(tmp_path, monkeypatch):
     added = cells["decode", 16, "Distinct"]
     assert added["added_per_token"] == pytest.approx(1e3 * added["added_latency"] / 3)
     assert run(composed(tmp_path, name=BREAKDOWN.name), BREAKDOWN).measured == 0
-
-
-def gpu_rows():
-    """Rows as a GPU would give them, of two kinds of steps of two models."""
-    lines = []
-    fixed = {"device": "d", "timer": "host_clock", "scale": "gpu", "statistic": "value", "rank": 16, "disturbed": False}
-    fixed |= {"batch_size": 32, "seq_len": 512, "system": "punica"}
-    for model, panel in itertools.product(("llama2-7b", "llama2-13b"), ("decode", "mixed")):
-        for workload, expand in (("", 0.0), ("Identical", 0.2), ("Distinct", 0.8)):
-            about = {**fixed, "model": model, "panel": panel, "workload": workload}
-            metrics = {"time_base_gemm": 4.0, "time_attention": 2.0, "time_lora_expand": expand, "time_gaps": 0.5}
-            metrics |= {"step_latency": 6.4 + expand, "floor": 5.0}
-            lines += [{**about, "metric": metric, "value": value} for metric, value in metrics.items()]
-            switched = {**about, "system": "fp8 cache", "metric": "step_latency", "value": 6.0 + expand}
-            lines += [switched] * (panel == "decode")
-    return pd.DataFrame(lines)
-
-
-def test_the_figure_stacks_the_parts_of_every_model_and_step():
-    rows = gpu_rows()
-    alone = rows[(rows["panel"] == "decode") & (rows["model"] == "llama2-7b")].assign(batch_size=1)
-    figure = draw_breakdown(pd.concat([rows, alone]), pd.DataFrame())
-    plt.close(figure)
-    assert [axis.get_visible() for axis in figure.axes[-4:]] == [True, True, True, False], "13b has no such step"
-    first = figure.axes[0]
-    assert [round(bar.get_width(), 1) for bar in first.patches] == [4, 2, 0.4, 4, 2, 0.2, 0.4, 4, 2, 0.8, 0.4]
-    ends = [bar.get_x() + bar.get_width() for bar in first.patches]
-    assert [ends[place] for place in (2, 6, 10)] == pytest.approx([6.4, 6.6, 7.2]), "bars end with their steps"
-    floors, marks = first.lines[:-2], first.lines[-2:]
-    assert [line.get_xdata()[0] for line in floors] == [5.0] * 3
-    assert [list(line.get_xdata()) for line in marks] == [[], [6.0, 6.2, 6.8]]
-    assert "62%" in [text.get_text().strip() for text in first.texts]  # 4.0 of 6.4
 
 
 @pytest.mark.gpu

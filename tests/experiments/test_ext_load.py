@@ -11,9 +11,7 @@ from hydra.core.config_store import ConfigStore
 from tiny import values
 
 from experiments.ext_latency_under_load import AT_BASELINE, CAPACITY, WITHOUT_LORA, bound
-from experiments.ext_many_adapters import ROOM
 from experiments.harness import ConfigError, Reading
-from experiments.harness.budget import Budget
 from experiments.harness.catalogue import experiments
 from experiments.harness.command import register_names
 from experiments.harness.resume import run
@@ -39,14 +37,6 @@ def test_every_system_is_loaded_up_to_its_own_capacity_and_punica_at_the_baselin
     loads = [f"load {percent} %" for percent in (30, 60, 80, 100, 120)]
     assert panels == {"punica": [CAPACITY, *loads, AT_BASELINE], "static_batching": [CAPACITY, *loads]}
     assert {point.rank for point in points if point.system == "continuous_batching"} == {None}
-
-
-def test_panels_name_where_adapters_are(tmp_path) -> None:
-    points = MANY.points(settled(tmp_path, MANY, "scale=gpu", "workload=zipf"))
-    assert list(dict.fromkeys(point.panel for point in points)) == [
-        "1 adapters", "32 adapters", "100 adapters", "1000 adapters", "2000 adapters", "16 adapters, 8 slots",
-        "1000 adapters, 128 in memory",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -77,21 +67,6 @@ def test_a_workload_is_measured_everywhere_by_being_registered(tmp_path, halves,
     points = experiment.points(settled(tmp_path, experiment, halves, hardware))
     assert {point.workload for point in points} - {"", "none"} == {"Halves"}
     assert len({point.key() for point in points}) == len(points)
-
-
-def test_adapters_are_drawn_by_popularity_and_aliases_where_memory_cannot_hold_them(
-    tmp_path, monkeypatch, halves
-) -> None:
-    cfg = settled(tmp_path, MANY, halves)
-    size = cfg.model.lora_parameters(cfg.adapters.ranks[0]) * cfg.model.dtype.bytes
-    for free, sets in ((6.5 * size / ROOM, 6), (1e12, 7), (0, 3)):
-        monkeypatch.setattr("punica.parallel.memory.free_bytes", lambda _, free=free: int(free))
-        MANY.release()
-        bench = MANY._bench(cfg)
-        assert bench.world.sets == sets
-    drawn = Counter(job.adapter_id for job in bench.jobs("Halves", 100))
-    assert (drawn.keys(), drawn.total()) == ({1, 2}, cfg.figure.requests)
-    MANY.release()
 
 
 def test_the_bound_is_five_decode_steps_and_a_prompt() -> None:
@@ -160,13 +135,6 @@ def test_each_repeat_measures_capacity_anew_and_loads_by_its_own(tmp_path, timed
         assert by_point(outcome, "load")[AT_BASELINE, "punica", repeat] == best / own
 
 
-def test_a_capacity_alone_is_drawn(tmp_path, timed) -> None:
-    """`make reproduce` on a busy machine has time for no load."""
-    words = ("system=punica", "figure.loads=[50]", "draw=true")
-    outcome = run(composed(tmp_path, *words, name=LOAD.name), LOAD, Budget(0.0, firm=True))
-    assert (outcome.failed, outcome.measured > 0, outcome.left_out > 0, len(outcome.figures)) == ([], True, True, 3)
-
-
 def test_a_later_command_loads_by_the_rows_that_are_there(tmp_path, timed) -> None:
     first = run(composed(tmp_path, "system=punica", "figure.loads=[120]", name=LOAD.name), LOAD)
     assert first.measured == 3 + 1 + 1
@@ -183,13 +151,6 @@ def test_a_disturbed_capacity_is_measured_again(tmp_path, timed, machine) -> Non
     outcome = run(composed(tmp_path, *words, name=LOAD.name), LOAD)
     assert timed.capacities == [10.0, 11.0], "not the same number once more"
     assert by_point(outcome, "capacity") == {(CAPACITY, "static_batching", 0): 11.0}
-
-
-def test_the_baselines_capacity_is_offered_for_as_long_as_it_takes(tmp_path, timed) -> None:
-    run(composed(tmp_path, "system=punica", "figure.loads=[1]", name=LOAD.name), LOAD)
-    (low, longest, _), (best, long, _) = timed.loads
-    assert (low * longest < 6, longest) == (True, 5.0), "a load is cut off"
-    assert best * long >= 6
 
 
 @pytest.mark.parametrize("order", ["system.names=[punica_resident_first,punica]", "system=punica_resident_first"])

@@ -2,21 +2,18 @@
 
 from dataclasses import replace
 
-import pandas as pd
 import pytest
 import torch
 from fakes import composed
 
-from experiments.benches.expert_models import MODELS, MoEBench, MoESizes, decode_seconds, engine_of, model_config
+from experiments.benches.expert_models import MoEBench, MoESizes, decode_seconds, engine_of
 from experiments.ext_moe import EXPERIMENT as MOE
 from experiments.ext_moe import panel_of
-from experiments.harness.counted import frame_of
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.settings import settle
-from experiments.measure.records import Row, read_rows
+from experiments.measure.records import read_rows
 from experiments.measure.timing import Protocol
-from experiments.plots.extensions import draw_moe
 
 ENGINES = {"engine", "backbone engine"}
 SYSTEMS = {"alignment", "w13 and w2", "layer", "backbone layer"}
@@ -29,18 +26,6 @@ def bench(name: str = "qwen3-30b-a3b", slots: int = 3, fp8: str | None = None) -
 
 def points(tmp_path, *words):
     return MOE.points(settle(composed(tmp_path, *words, name="ext_moe"), MOE))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_are_as_published(name):
-    config = model_config(name, 3, 1)
-    sizes = {"mixtral-8x7b": (4096, 14336, 8, 2, 32, 8), "qwen3-30b-a3b": (2048, 768, 128, 8, 32, 4)}[name]
-    inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
-    found = (config.hidden_size, inner, config.num_local_experts, config.num_experts_per_tok)
-    assert (*found, config.num_attention_heads, config.num_key_value_heads) == sizes
-    assert model_config(name, 3, 4).hidden_size == sizes[0] // 4
-    with pytest.raises(ValueError, match="no-such"):
-        model_config("no-such", 1, 1)
 
 
 def test_backbone_leaves_lora_out_and_gives_it_back():
@@ -123,12 +108,6 @@ def test_steps_of_the_engine_are_timed_by_the_hosts_clock_alone(tmp_path):
     assert clocks == {"host_clock": SYSTEMS | ENGINES, "cuda_graph": SYSTEMS}
 
 
-def test_fp8_adapters_have_points_of_their_own(tmp_path):
-    plain, fp8 = points(tmp_path), points(tmp_path, "figure.fp8=float8_e4m3fn")
-    assert len(plain) == len(fp8)
-    assert not {point.panel for point in plain} & {point.panel for point in fp8}
-
-
 def test_numbers_of_slots_are_panels_and_hold_the_adapters_of_the_batch(tmp_path):
     words = ("figure.slots=[2,7]", "figure.batch_sizes=[3]", "workload.names=[Distinct]", "figure.layers=1",
              "figure.models=[mixtral-8x7b]", "figure.divisor=64", "system.names=[layer,engine]",
@@ -157,24 +136,3 @@ def test_every_system_is_measured_and_drawn(tmp_path):
     }  # fmt: skip
     assert all(row.value > 0 for row in rows)
     assert run(composed(tmp_path, *words, name="ext_moe"), MOE).measured == 0
-
-
-def test_engine_fp8_and_slots_are_drawn_beside_layers(tmp_path):
-    """Layers in one panel; steps of the engine also in FP8, and at two numbers of slots, which share a column."""
-    about = {
-        "figure": MOE.figure, "workload": "Distinct", "model": "qwen3-30b-a3b", "hardware": "h200", "seq_len": 64,
-        "rank": 16, "statistic": "median", "scale": "gpu", "device": "an H200", "timer": "host_clock",
-    }  # fmt: skip
-    plain, fp8, *slots = [panel_of("qwen3-30b-a3b", *kind) for kind in ((None,), ("e4m3",), (None, 8), (None, 256))]
-    rows = [Row(**about, panel=plain, system=system, batch_size=batch, metric="layer_latency", unit="us", value=100.0)
-            for system in ("layer", "backbone layer") for batch in (1, 8)]  # fmt: skip
-    rows += [Row(**about, panel=panel, system=system, batch_size=batch, metric="step_latency", unit="ms", value=value)
-             for panel, value, batches in ((plain, 10.0, (1, 8)), (fp8, 11.0, (1, 8)), (slots[0], 12.0, (8,)),
-                                           (slots[1], 13.0, (8,)))
-             for system in ENGINES for batch in batches]  # fmt: skip
-    shown = {(axis.get_subplotspec().rowspan.start, axis.get_subplotspec().colspan.start): axis
-             for axis in draw_moe(frame_of(rows), pd.DataFrame()).axes}  # fmt: skip
-    values = {place: [line.get_ydata().tolist() for line in axis.lines] for place, axis in shown.items()}
-    assert values == {(0, 0): [[100, 100]] * 2, (1, 0): [[10, 10]] * 2, (0, 1): [], (1, 1): [[11, 11]] * 2,
-                      (0, 2): [], (1, 2): [[12, 13]] * 2}  # fmt: skip
-    assert (shown[1, 2].get_xlabel(), shown[1, 2].lines[0].get_xdata().tolist()) == ("slots", [8, 256])

@@ -4,21 +4,18 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from fakes import QUIET, composed
 from tiny import values
 
-from experiments.facts.systems import SYSTEMS, measured_baselines
+from experiments.facts.systems import measured_baselines
 from experiments.fig11_textgen import EXPERIMENT, Fig11, ratios
-from experiments.harness.points import Point
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 from experiments.systems.hf_systems import HfSystem
-from experiments.workload import released_lengths, rescaled
 
 NAME = "fig11_textgen"
 CELL = ("workload=skewed", "engine.max_batch_size=4", "scale.passes=2", "scale.tries=2")
@@ -40,25 +37,6 @@ def test_every_workload_has_all_systems_and_then_its_ratios(tmp_path):
     assert len(points(tmp_path)) == 4 * len(cell) + 1
     assert points(tmp_path)[-1].panel == "7B Model, across workloads ratios"
     assert [point.system for point in points(tmp_path, "workload=skewed", "system=punica")] == ["punica"]
-
-
-def test_systems_and_workloads_are_mixed_in_time_but_ranks_are_not(tmp_path):
-    measured = [one for one in points(tmp_path, "adapters.ranks=[4,8]") if not EXPERIMENT.is_derived(one)]
-    order = [group[0] for group in EXPERIMENT.together(measured)]
-    assert sorted(map(Point.key, order)) == sorted(map(Point.key, measured))
-    ranks = [point.rank for point in order]
-    assert None in ranks[: ranks.index(8)]
-    assert set(ranks[ranks.index(8) :]) == {8}
-    for name in ("system", "workload"):
-        neighbours = [getattr(one, name) == getattr(then, name) for one, then in pairwise(order)]
-        assert sum(neighbours) < len(neighbours) / 2
-
-
-def test_slow_systems_have_shorter_windows(tmp_path):
-    cell = points(tmp_path, "workload=skewed", "scale.window_steps=100", "scale.window_slow_steps=40")
-    steps = {point.system: point.settings["windows"]["steps"] for point in cell}
-    assert steps == {name: 40 if SYSTEMS.get(name).slow else 100 for name in steps}
-    assert steps["hf_peft_mixed"] == 40
 
 
 @pytest.mark.parametrize(
@@ -151,16 +129,6 @@ def test_ratios_across_workloads_are_those_of_the_same_repeat(tmp_path):
         assert found[repeat, "distinct_over_backbone_identical"] == pytest.approx(distinct / backbone)
         assert found[repeat, "identical_over_backbone_identical"] == pytest.approx(identical / backbone)
         assert found[repeat, "distinct_over_own_identical"] == pytest.approx(distinct / identical)
-
-
-def test_stated_lengths_are_panels_of_their_own(tmp_path):
-    words = ("workload=distinct", "engine.max_batch_size=4", "figure.lengths=stated", "system=punica")
-    outcome = run(composed(tmp_path, *words, name=NAME), EXPERIMENT)
-    assert outcome.failed == []
-    rows = rows_of(tmp_path)
-    assert {row.panel for row in rows} == {"7B Model, stated lengths"}
-    (tokens,) = (row.value for row in rows if row.metric == "new_tokens")
-    assert tokens < rescaled(released_lengths(8), 20).new_tokens
 
 
 def command(tmp_path, *overrides):

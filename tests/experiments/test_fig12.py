@@ -1,14 +1,12 @@
 """Figure 12: its grid, what bytes allow, the model that fits, the ranks that stay, and one cell on two of them."""
 
-import time
-
 import psutil
 import pytest
 import torch
 from fakes import composed
 from tiny import TINY, values
 
-from experiments.fig12_textgen_70b import BASELINE, EXPERIMENT, Fig12, adapter_share, bytes_ratio, ratios
+from experiments.fig12_textgen_70b import BASELINE, EXPERIMENT, Fig12, adapter_share, bytes_ratio
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading
 from experiments.harness.resume import run
@@ -16,7 +14,6 @@ from experiments.harness.schema import ConfigError, model_conf
 from experiments.harness.settings import fitting_model, ranks_here, settle
 from experiments.measure import environment
 from experiments.measure.records import read_rows
-from experiments.systems import ranks as rank_processes
 from experiments.systems.bench import StreamConf
 from experiments.systems.ranks import BenchOnRanks, RankBench, Ranks
 from experiments.systems.weights import Limits
@@ -44,12 +41,6 @@ def test_the_grid_ends_with_ratios_of_each_layout_of_adapters(tmp_path):
     ]
     assert not any(map(EXPERIMENT.is_derived, points(tmp_path, "workload=distinct")))
     assert not any(map(EXPERIMENT.is_derived, points(tmp_path, "system=punica")))
-
-
-def test_the_number_of_ranks_is_part_of_a_point(tmp_path):
-    two, four = points(tmp_path)[0], points(tmp_path, "figure.tp_size=4")[0]
-    assert (two.panel, four.panel) == ("7B Model, tp 2", "7B Model, tp 4")
-    assert points(tmp_path, "figure.adapter_sets=2")[0].key() != two.key()
 
 
 @pytest.mark.parametrize("size", [3, 128])
@@ -88,16 +79,6 @@ def test_shares_of_adapters_are_those_of_the_slots():
     for sharded in (False, True):
         for found in on_threads(2, lambda _, sharded=sharded: slot_bytes(sharded)):
             assert found / whole == pytest.approx(adapter_share(wide, 2, sharded), rel=1e-3)
-
-
-def test_ratios_are_of_distinct():
-    speeds = {"punica": (80.0, 100.0), BASELINE: (5.0, 120.0)}
-    loads = ("Distinct", "Identical")
-    cells = {(name, load): own[load == "Identical"] for name, own in speeds.items() for load in loads}
-    assert values(ratios(cells, "punica", 0.8)) == pytest.approx({
-        "distinct_over_backbone_identical": 2 / 3, "distinct_over_own_identical": 0.8,
-        "speedup_over_best_baseline": 16.0, "over_bytes_ratio": 5 / 6, "bytes_ratio": 0.8,
-    })  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -159,9 +140,6 @@ class Worker:
     def break_down(self) -> None:
         raise KeyError("broken")
 
-    def never_end(self) -> None:
-        time.sleep(3600)
-
 
 @pytest.mark.slow
 def test_ranks_answer_in_their_order_refuse_and_go_on_until_one_breaks():
@@ -172,16 +150,6 @@ def test_ranks_answer_in_their_order_refuse_and_go_on_until_one_breaks():
     assert ranks.call("place", 1) == [10, 11]
     with pytest.raises(RuntimeError, match=r"the ranks have ended: KeyError.'broken'"):
         ranks.call("break_down")
-    ranks.close()
-    assert not any(map(psutil.pid_exists, ranks._pids))
-
-
-@pytest.mark.slow
-def test_ranks_that_do_not_leave_are_killed(monkeypatch):
-    monkeypatch.setattr(rank_processes, "LEAVE_S", 0.5)
-    ranks = Ranks(Worker, (10,), 2, "gloo")
-    for pool in ranks._pools:
-        pool.submit(rank_processes._call, "never_end", ())
     ranks.close()
     assert not any(map(psutil.pid_exists, ranks._pids))
 

@@ -8,9 +8,8 @@ import pytest
 from fakes import composed
 
 from experiments.claims.predictions import predictions
-from experiments.cluster import costs as costs_module
 from experiments.cluster import served as numbers
-from experiments.cluster.costs import Fitted, a100_of_the_cluster, model_bytes, paper_a100
+from experiments.cluster.costs import a100_of_the_cluster, model_bytes, paper_a100
 from experiments.cluster.hour import paper_cluster, paper_hour
 from experiments.cluster.served import (
     HOUR,
@@ -19,23 +18,18 @@ from experiments.cluster.served import (
     ServedHour,
     Windows,
     heat_map,
-    means,
     number_readings,
     over_seeds,
     over_simulated,
     series,
     summary,
-    transitions,
 )
 from experiments.cluster.simulated_hour import stream_readings
-from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.facts.paper import read_figure
 from experiments.fig13_cluster import EXPERIMENT as FIG13
 from experiments.harness.counted import frame_of
 from experiments.harness.points import Reading
 from experiments.harness.resume import run
-from experiments.harness.schema import ConfigError
-from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 from experiments.simulator import StepCost, simulate
 
@@ -92,31 +86,6 @@ def test_the_cluster_has_the_papers_memory():
 # readings
 
 
-def test_windows_are_means_and_their_starts():
-    lines = series(hour(np.repeat([[32, 0], [16, 8]], 60, axis=1)))
-    batches = {(one.gpu, one.t_s): one.value for one in lines if one.metric == "gpu_batch_size_60s_mean"}
-    # of pixels of the heat map, so that a minute ends within 6.5 s
-    assert batches == pytest.approx({(0, 0.0): 32, (0, 60.0): 0, (1, 0.0): 16, (1, 60.0): 8}, abs=2.5)
-    assert {one.t_s: one.value for one in lines if one.metric == "active_gpus_60s_mean"} == {0.0: 2, 60.0: 1}
-    assert [one.value for one in lines if one.metric == "throughput_10s_mean"] == [48.0] * 6 + [8.0] * 6
-
-
-def test_a_request_rate_is_the_mean_of_what_follows():
-    served = hour(np.ones((1, 400)), arrivals=np.arange(0.5, 200), finish=(300.0,) * 200)
-    rate = {one.t_s: one.value for one in series(served) if one.metric == "request_rate"}
-    assert (rate[0.0], rate[90.0]) == (1.0, 0.55)
-
-
-def test_the_heat_map_is_read_as_the_papers_smoothed_picture():
-    assert heat_map(np.full((2, 65), 32)) == pytest.approx(np.full((2, 10), 32.0))
-    ends = heat_map(np.array([[32] * 33 + [0] * 32]))[0]
-    assert [ends[0], ends[-1]] == pytest.approx([32, 0])
-    assert 0 < ends[4] < 32  # a pixel beside the edge shows both sides
-    shares, cells = values(summary(hour([[32] * 33 + [0] * 32]))), ends[ends >= 0.5]
-    assert shares[SHARE] == pytest.approx((cells >= 31).mean())
-    assert shares["mean_batch_size_of_active_cells"] == pytest.approx(cells.mean())
-
-
 def test_no_cell_has_more_requests_than_a_batch_though_places_change_hands_within_a_second():
     batch = np.array([[34, 29] * 60])  # 31.5 on the mean; capped first, 30.5
     assert heat_map(np.full((1, 65), 37)).max() == 32
@@ -125,12 +94,6 @@ def test_no_cell_has_more_requests_than_a_batch_though_places_change_hands_withi
     assert said[f"{SHARE}_capped_seconds"] < 0.1 < 0.9 < said[SHARE]
     assert said["share_of_step_time_batch_ge_31"] == pytest.approx(0.5)
     assert said["mean_batch_size_of_active_cells"] <= 32
-
-
-def test_a_gpu_wakes_after_a_window_without_tokens():
-    assert transitions(np.repeat([1, 0, 1, 1, 0, 3], 26)) == 2
-    assert transitions(np.array(([1] * 20 + [0] * 6) * 4)) == 0  # a pause within a window is none
-    assert means(np.arange(7), 3).tolist() == [1.0, 4.0]
 
 
 def test_the_rows_are_of_the_first_seed_and_mean_and_span_of_all():
@@ -217,45 +180,6 @@ def test_fig13_measures_draws_and_does_not_measure_again(tmp_path):
         assert low < mean < high
     assert run(composed(tmp_path, name=FIG13.name), FIG13).measured == 0
     assert predictions(frame_of([replace(row, scale="laptop") for row in rows]), PAPER) == []  # a minute is no hour
-
-
-def test_another_cluster_has_as_much_more_load_and_totals_in_a_panel_of_its_own(tmp_path):
-    cfg = settle(composed(tmp_path, "figure.gpus=64", "figure.seconds=20", "figure.seeds=1", name=FIG13.name), FIG13)
-    (point,) = [point for point in FIG13.points(cfg) if point.panel.startswith(HOUR)]
-    assert point.panel == f"{HOUR}, 64 GPUs"
-    found = FIG13.measure(cfg, point)
-    assert values(found)["total_requests"] == len(paper_hour(PAPER, 20.0, load=4.0).arrivals)
-    assert {one.t_s for one in found} == {None}
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    """One machine whose rows tell a cost model."""
-    found = {("h200", "llama2-7b"): Fitted(replace(COST, name="h200 llama2-7b, own rows"), {})}
-    monkeypatch.setattr(costs_module, "recorded_costs", lambda _: found)
-
-
-@pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize(
-    ("cost", "named"), [("h200", "h200 llama2-7b, own rows"), ("roofline:h100", "h100 llama2-7b, roofline")]
-)
-def test_the_hour_with_the_steps_of_another_gpu_is_a_panel_of_its_own(tmp_path, cost, named):
-    cfg = settle(composed(tmp_path, f"figure.cost={cost}", "figure.seconds=5", name=FIG13.name), FIG13)
-    (point,) = [point for point in FIG13.points(cfg) if point.panel.startswith(HOUR)]
-    assert point.panel == f"simulated hour, cost {cost}"
-    assert all(one.cost_model.startswith(named) for one in FIG13.measure(cfg, point))
-    cfg = settle(composed(tmp_path, f"figure.cost={cost}", name=PLACEMENT.name), PLACEMENT)
-    assert all(point.settings["cost"]["name"].startswith(named) for point in PLACEMENT.points(cfg))
-    assert all(point.panel.endswith(f", cost {cost}") for point in PLACEMENT.points(cfg))
-
-
-@pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("experiment", [FIG13, PLACEMENT])
-@pytest.mark.parametrize("cost", ["b300", "roofline:abacus"])
-def test_an_unknown_cost_model_is_refused_with_those_there_are(tmp_path, experiment, cost):
-    cfg = settle(composed(tmp_path, f"figure.cost={cost}", name=experiment.name), experiment)
-    with pytest.raises(ConfigError, match=rf"figure.cost is '{cost}'.* a100, h200, roofline:a100-40g"):
-        experiment.points(cfg)
 
 
 @pytest.mark.parametrize(("role", "model"), [("7B", "llama2-7b"), ("13B", "llama2-13b")])

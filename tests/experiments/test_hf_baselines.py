@@ -2,7 +2,7 @@
 
 import pytest
 from fakes import composed
-from tiny import TINY, tiny_world, values
+from tiny import TINY, tiny_world
 
 from experiments.benches.step_parts import Kernel, Launches, counted
 from experiments.ext_hf_baselines import EXPERIMENT
@@ -11,7 +11,7 @@ from experiments.harness.resume import run
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 from experiments.measure.timing import Protocol
-from experiments.systems.hf_systems import WAYS, HfBench, Timed
+from experiments.systems.hf_systems import WAYS, HfBench
 from experiments.systems.hugging_face import Decoding
 from experiments.systems.weights import Limits
 from experiments.systems.world import World
@@ -27,13 +27,6 @@ def bench() -> HfBench:
 
 def points(tmp_path, *overrides):
     return EXPERIMENT.points(settle(composed(tmp_path, *overrides, name=NAME), EXPERIMENT))
-
-
-def test_graphs_are_ways_of_a_gpu(tmp_path):
-    assert {point.system for point in points(tmp_path)} == {"unmerged", "merged", "mixed"}
-    on_gpu = points(tmp_path, "hardware=h200", "scale=gpu")
-    assert list(dict.fromkeys(point.system for point in on_gpu)) == list(WAYS)
-    assert {(point.batch_size, point.seq_len) for point in on_gpu} == {(1, 512), (32, 512)}
 
 
 def test_steps_are_rows_and_a_cpu_counts_no_launches(tmp_path):
@@ -79,14 +72,3 @@ def test_launches_are_counted_and_the_device_is_busy_once():
     for kept in (EVENTS[:3], EVENTS[3:]):
         with pytest.raises(CheckFailed, match="the profiler saw"):
             counted(kept)
-
-
-def test_a_gpu_says_how_much_of_a_step_is_launches(tmp_path, monkeypatch):
-    cfg = settle(composed(tmp_path, "engine.max_batch_size=2", name=NAME), EXPERIMENT)
-    timed = Timed([0.010, 0.012, 0.014], Launches(900, 950, 0.004))
-    monkeypatch.setattr(HfBench, "measure", lambda *_: timed)
-    monkeypatch.setattr("experiments.benches.step_parts.seconds_per_launch", lambda: 2e-6)
-    assert values(EXPERIMENT.measure(cfg, EXPERIMENT.points(cfg)[0])) == pytest.approx({
-        "step_latency": 12.0, "launches_per_step": 900, "kernels_per_step": 950, "device_time": 4.0, "launch_time": 2.0,
-        "device_share": 4 / 12, "launch_share": 1.8 / 12,
-    })  # fmt: skip

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tiny import TINY, tiny_world, values
 
-from experiments.facts.systems import ENGINE, entries, without_lora
+from experiments.facts.systems import ENGINE, entries
 from experiments.harness import CheckFailed
 from experiments.harness.schema import DType
-from experiments.systems import loaded
-from experiments.systems.loaded import FromFolders, Loaded, begin_steadily, capacity_of, check_system, load
+from experiments.systems.loaded import FromFolders, Loaded, capacity_of, check_system, load
 from experiments.systems.open_loop import (
     DISK,
     MEMORY,
@@ -32,7 +30,6 @@ from experiments.systems.weights import Limits
 from experiments.systems.world import World
 from experiments.workload import drawn_adapters
 from experiments.workload.arrivals import Span
-from punica.engine import Engine
 
 PROMPT = (5, 9, 77)
 LOADED = [entry.name for entry in entries() if entry.served_by == ENGINE]
@@ -115,11 +112,6 @@ def test_a_p99_is_of_a_hundred_samples_or_more(samples, far) -> None:
     assert found["x_max"] == 2 * (samples - 1)
 
 
-def test_at_a_low_rate_arrivals_are_measured_longer_up_to_a_limit() -> None:
-    span = Span(1.0, 10.0, 5.0, least=400, longest=30.0)
-    assert [span.at(rate).seconds for rate in (80.0, 20.0, 2.0)] == [10.0, 20.0, 30.0]
-
-
 def test_the_lifted_limit_shows_in_single_gaps_and_hardly_in_a_requests_mean(systems, monkeypatch) -> None:
     """A burst of three joins one who decodes; a step takes a second, and one more for each row of a prompt."""
     jobs, found = [Job(PROMPT, 20, 1), *[Job(PROMPT, 1, 2)] * 3], {}
@@ -175,17 +167,6 @@ def test_every_system_gives_the_right_tokens(name, systems) -> None:
     check_system(systems[name], paper_stream("Distinct", 6, 48, 256), 5, 4)
 
 
-@pytest.mark.parametrize("name", ["punica", "punica_many", "punica_resident_first", *without_lora()])
-def test_capacity_in_steps_is_that_of_the_batch(name, systems, monkeypatch) -> None:
-    """Steps of a second, requests of five tokens for adapters of their own: a place of the batch serves 1/5 per s."""
-    batch = 1 if name in without_lora() else 4
-    found = capacity(systems[name], monkeypatch, [Job(PROMPT, 5, 1 + i) for i in range(12)], 40.0)
-    assert found["capacity"] == pytest.approx(batch / 5, rel=0.03)
-    assert found["throughput"] == pytest.approx(batch / 5 * (5 + 3), rel=0.06)
-    assert found["mean_batch_size"] == pytest.approx(batch, rel=0.03)
-    assert not systems[name].engine.has_unfinished()
-
-
 @pytest.mark.parametrize(("name", "batch"), [("punica", 4), ("punica_many", 4), ("continuous_batching", 1)])
 def test_capacity_is_that_of_the_middle_of_a_queue(name, batch, systems, monkeypatch) -> None:
     """Requests longer than what is timed (10 steps beyond the 4 of the warm-up) end in it all the same."""
@@ -193,20 +174,6 @@ def test_capacity_is_that_of_the_middle_of_a_queue(name, batch, systems, monkeyp
     assert found["capacity"] == pytest.approx(batch / np.mean([job.new_tokens for job in MIXED]), rel=0.1)
     assert found["finished"] <= 4
     assert found["finished"] > 0 or batch == 1
-
-
-def test_the_middle_of_a_queue_is_by_the_rule(world, systems, monkeypatch) -> None:
-    members = []
-    monkeypatch.setattr(loaded, "put", lambda engine, request, done: members.append((request, done)))
-    begun = begin_steadily(systems["punica"], MIXED)
-    assert 3 * 43 * 4 * len(MIXED) / sum(job.new_tokens for job in MIXED) == pytest.approx(begun, abs=4)
-    assert len({done for _, done in members}) == len(members) >= 3, "they did not join together"
-    assert all(0 < done < request.max_new_tokens for request, done in members)
-    for system, most in ((systems["continuous_batching"], 1), (Loaded(world, "punica", slots=2), 2)):
-        members.clear()
-        begin_steadily(system, MIXED)
-        assert 0 < len({request.adapter_id for request, _ in members}) <= most
-    assert begin_steadily(systems["static_batching"], MIXED) == 0
 
 
 @pytest.mark.parametrize("seconds", [11.0, 15.0, 24.0])
@@ -248,25 +215,6 @@ def test_adapters_that_host_memory_has_no_room_for_are_read_again(world, tmp_pat
     assert [request.tokens for request in trace.requests] == [3] * 18
     assert len(system.engine.manager) == 5
     check_system(system, jobs, 8, 4)
-
-
-def test_a_world_draws_as_many_sets_as_it_is_asked_for_and_keeps_a_batch_of_them(world) -> None:
-    many = World(world.model, "cpu", Limits(max_batch_size=2, max_len=32), rank=8, sets=5)
-    drawn = [many.adapter_tensors(number) for number in range(1, 7)]
-    assert len({float(next(iter(one.values())).sum()) for one in drawn[:5]}) == 5
-    assert drawn[5] is drawn[0]
-    again, name = many.adapter_tensors(5), next(iter(drawn[4]))
-    assert again is not drawn[4], "not kept on the device"
-    assert torch.equal(again[name], drawn[4][name])
-
-
-def test_all_graphs_are_there_before_the_clock_runs(monkeypatch) -> None:
-    """Of one prompt a step, or of all that a step has room for."""
-    asked, world = [], World(TINY, "cpu", Limits(max_batch_size=4, max_len=1024), rank=8)
-    monkeypatch.setattr(Engine, "capture_graphs", lambda engine, rows: asked.append(rows))
-    for name in ("punica", "punica_many", "continuous_batching", "static_batching"):
-        Loaded(world, name)
-    assert asked == [506, 1028, 506, 1028]
 
 
 @pytest.mark.parametrize("timed", [

@@ -9,20 +9,10 @@ from fakes import composed, interpreted
 
 from experiments import ext_expert_tables, ext_operator_tables
 from experiments.benches.expert_sets import TOLERANCE, ExpertSets, MoELayer
-from experiments.benches.operator_lines import (
-    ANCHORS,
-    SHAPES,
-    Operator,
-    anchors_of,
-    best_existing,
-    lines,
-    read_anchors,
-    sizes_of,
-)
+from experiments.benches.operator_lines import ANCHORS, SHAPES, Operator, anchors_of, best_existing, lines, read_anchors
 from experiments.harness.resume import run
-from experiments.harness.schema import REPOSITORY, ConfigError
+from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import settle
-from experiments.measure.records import read_rows
 from experiments.report.operators import tabulated
 
 TABLES, EXPERTS = ext_operator_tables.EXPERIMENT, ext_expert_tables.EXPERIMENT
@@ -55,11 +45,6 @@ def test_every_row_of_an_anchor_table_has_its_anchor(table, rows):
             assert sizes == {tuple(map(str, (op.bytes(), op.tokens, len(op.sizes), len(op.widths))))}, line.label
 
 
-def test_segment_lengths_are_read_as_the_anchors_spell_them():
-    assert sizes_of("128 1x31") == (128, *[1] * 31)
-    assert sizes_of("3x2 2") == (3, 3, 2)
-
-
 def test_bytes_count_true_ranks():
     narrow, wide = (Operator(4096, (4096,), 64, (1, 1), ranks) for ranks in ((8, 16), (64, 64)))
     assert wide.bytes() - narrow.bytes() == 2 * (128 - 24) * 8192
@@ -89,21 +74,6 @@ def test_a_column_that_failed_leaves_its_cell_empty_and_counts_nowhere():
     assert [line.rpartition(" ")[2] for line in text[6:]] == ["3", "2"]
 
 
-@pytest.mark.parametrize(
-    ("table", "us", "expected"),
-    [
-        ("shapes", {"punica": 1.0}, "highest 189.80, rows 18"),
-        ("step", {"punica": 3.0}, "up prompt128+31, punica: 3.00 us, apart 3.00 + 3.00 = 6.00 (0.50)"),
-        ("B", {"punica": 1.0}, "sum of one layer, Distinct: punica 4.0"),
-        ("invariant", {"wrapper": 2.0, "wrapper, batch invariant": 3.0},
-         "wrapper, batch invariant / wrapper, A: geometric mean 1.50, lowest 1.50, highest 1.50, rows 29"),
-    ],
-    ids=["shapes", "step", "layer", "invariant"],
-)  # fmt: skip
-def test_tables_are_summed_up(table, us, expected):
-    assert expected in "\n".join(tabulated(table, measured(table, **us)))
-
-
 # the experiments
 
 
@@ -119,32 +89,11 @@ def test_a_line_is_a_panel_and_a_column_a_system_of_its_own_clock(tmp_path):
     assert {point.system for point in eager} == {"punica", "wrapper"}
 
 
-def test_tables_are_chosen_by_name(tmp_path):
-    every = points(tmp_path, TABLES, "figure.tables=[all]", "system=wrapper")
-    assert {point.panel.partition(":")[0] for point in every} == set(ext_operator_tables.TABLES)
-    with pytest.raises(ConfigError, match=r"figure.tables has 'nine'"):
-        points(tmp_path, TABLES, "figure.tables=[A,nine]")
-
-
 @pytest.mark.parametrize("experiment", [TABLES, EXPERTS], ids=["operators", "experts"])
 def test_on_a_cpu_they_say_what_they_need_and_measure_nothing(tmp_path, capsys, experiment):
     outcome = run(composed(tmp_path, name=experiment.name), experiment)
     assert (outcome.points, outcome.measured, outcome.failed) == (0, 0, [])
     assert "it needs a GPU" in capsys.readouterr().err
-
-
-def test_recorded_rows_are_those_of_points(tmp_path):
-    """Rows of earlier versions are replaced by new ones, not kept beside them."""
-    for experiment, words in ((TABLES, ["figure.tables=[all]"]), (EXPERTS, [])):
-        recorded = read_rows(REPOSITORY / "results" / "h200" / f"{experiment.name}.csv")
-        assert min(row.value for row in recorded) > 0
-        found = [one for clock in ("host_clock", "cuda_graph") for one in
-                 points(tmp_path, experiment, *words, f"timer={clock}")]  # fmt: skip
-        columns = ("panel", "system", "workload", "model", "batch_size", "seq_len", "rank")
-        known = {tuple(getattr(point, name) for name in columns) for point in found}
-        here = {tuple(getattr(row, name) for name in columns) for row in recorded if not row.panel.startswith("fp8")}
-        assert here <= known  # a table that is no longer measured keeps its rows
-        assert {(row.figure, row.scale) for row in recorded} == {(experiment.figure, "paper")}
 
 
 @pytest.mark.gpu

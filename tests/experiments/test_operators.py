@@ -60,11 +60,6 @@ def test_half_precision_passes_its_own_tolerance(tmp_path, dtype):
             operators.prepare_checked(problems(cfg, "Skewed", 7, 16), name)
 
 
-def test_grouped_mm_is_probed_not_guessed(monkeypatch):
-    monkeypatch.setattr(operators, "grouped_product", lambda: None)
-    assert not operators.grouped_mm_available.__wrapped__("cpu", torch.float32)
-
-
 def test_a_wrong_operator_is_refused_and_gets_no_row(tmp_path, monkeypatch):
     def off_by_a_row(problem):
         right = OPERATORS.get("Loop")(problem)
@@ -80,13 +75,6 @@ def test_a_wrong_operator_is_refused_and_gets_no_row(tmp_path, monkeypatch):
         FIG08.measure(settled(tmp_path), Point("Skewed", "SGMV", "Skewed", batch_size=7, rank=16))
     with pytest.raises(CheckFailed):
         operators.check("not a number", torch.tensor([float("nan")]), torch.tensor([1.0]), 1e-5)
-
-
-@pytest.mark.parametrize(("workload", "used"), [("Distinct", 7), ("Identical", 1)])
-def test_a_cpu_copies_the_adapters_of_the_batch_alone(tmp_path, workload, used):
-    cfg = settled(tmp_path, "adapters.slots=9")
-    (batch,) = problems(cfg, workload, 7, 16)
-    assert [len(part) for part in (batch.a, batch.b, batch.stored_b)] == [used] * 3
 
 
 @pytest.mark.parametrize(("name", "systems"), [("fig07", 1), ("fig09", 2)])

@@ -31,13 +31,6 @@ def test_passes_go_over_the_whole_grid_forth_and_back_and_more_of_them_measure_o
     assert sorted(row.repeat for row in rows_of(tmp_path)) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_what_is_left_is_said_once_a_pass_has_shown_what_it_costs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Budget, "estimate", lambda self, key: 90.0)
-    run(composed(tmp_path, *GRID), Fake())
-    said = [line for line in capsys.readouterr().err.splitlines() if "passes left" in line]
-    assert said == [f"{NAME}: 2 of 3 passes left, at most 6.0 min", f"{NAME}: 1 of 3 passes left, at most 3.0 min"]
-
-
 @pytest.mark.parametrize(
     ("script", "order", "marked"),
     [
@@ -179,31 +172,6 @@ def test_the_first_pass_gives_way_to_a_deadline_alone(tmp_path):
     outcome = run(composed(tmp_path, *GRID), slow, slow.within(0.1, firm=True))
     assert (outcome.measured, outcome.left_out) == (1, 5)
     assert [row.batch_size for row in rows_of(tmp_path)] == [1]
-
-
-def test_samples_give_way_before_passes_do(tmp_path):
-    for wanted, allowed in ((4.5, 4.5), (9.0, 5.0)):
-        slow = Slow()
-        words = (*GRID, f"scale.seconds_per_point={wanted}", "force=true")
-        run(composed(tmp_path, *words), slow, slow.within(1.0))
-        assert slow.allowed == pytest.approx([allowed] * 6)
-
-
-@pytest.mark.parametrize(
-    ("script", "words", "slow", "minutes", "order", "disturbed"),
-    [
-        ([BUSY] * 6, [], Slow(), 1.0, [1, 2, 2, 1, 1, 2], {1: 0.25, 2: 0.25}),
-        ([BUSY, LOUDER, QUIETER, QUIETER], ["scale.passes=1"], Slow(two=20.0), 0.75, [1, 2, 1], {1: 0.1, 2: 0.5}),
-    ],
-    ids=["the time is spent", "the most disturbed is too dear"],
-)
-def test_what_is_tried_again_must_fit_by_what_it_took_before(
-    tmp_path, machine, script, words, slow, minutes, order, disturbed
-):
-    machine.script = list(script)
-    run(composed(tmp_path, *GRID, *words), slow, slow.within(minutes))
-    assert [batch for _, batch in slow.measured] == order
-    assert {row.batch_size: row.other_cpu for row in rows_of(tmp_path) if row.disturbed} == disturbed
 
 
 @pytest.mark.parametrize(

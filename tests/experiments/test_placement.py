@@ -48,18 +48,6 @@ def lines_of(rows: pd.DataFrame, *words: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in found]
 
 
-def test_each_rule_is_compared_with_punica_over_all_loads() -> None:
-    rows = pd.concat([
-        rows_of({"punica": one(), "other": one(capacity=1100.0, gpus=100.0, disk=10.0)}, "load"),
-        rows_of({"punica": one(), "other": one(capacity=900.0, gpus=60.0, disk=70.0)}, "drift"),
-    ])  # fmt: skip
-    assert lines_of(rows, "| other") == [["other", "0.90 to 1.10", "1.20 to 2.00", "1.00 to 1.00", "0.50 to 2.00"]]
-    length = {"figure": "ext placement", "panel": "load", "system": "punica", "metric": "simulated_seconds"}
-    told = placement_tables(pd.concat([rows, pd.DataFrame([{**length, "value": 30.0}])]))
-    assert "Lowest and highest of 2 loads, over 30 s of the hour." in told
-    assert placement_tables(rows[rows["system"] != "punica"]) == placement_tables(rows.assign(figure="13")) == []
-
-
 BOTH = {"punica": one(), "least_loaded": one()}
 
 
@@ -86,13 +74,6 @@ def test_up_to_is_held_against_the_kindest_load_and_a_claim_without_a_number_aga
     assert found.startswith(verdict)
 
 
-def test_rows_without_loads_or_without_the_baseline_say_less() -> None:
-    rows = rows_of({**BOTH, "llm_d": one()})
-    fewer = rows[~rows["metric"].str.startswith("loads")]
-    assert lines_of(fewer, "| llm_d") == [["llm_d", "1.00 to 1.00", "1.00 to 1.00", "1.00 to 1.00"]]
-    assert lines_of(fewer, "llm-d") == lines_of(rows[rows["system"] != "least_loaded"], "llm-d") == []
-
-
 # loads
 
 
@@ -108,13 +89,6 @@ def test_the_load_is_the_middle_of_the_hour_from_zero_on() -> None:
     assert np.isin(asked.arrivals + 1750.0, whole.arrivals).all()
     assert set(asked.ranks) == {RANK}
     assert len(drawn(MIXED, count=37).arrivals) == len(drawn(DRIFT, count=37).arrivals) == 37
-
-
-def test_padded_ranks_are_the_same_requests() -> None:
-    asked, padded = drawn(MIXED, seconds=50.0), drawn(PADDED, seconds=50.0)
-    assert set(asked.ranks) == {8, 64}
-    for name in ("arrivals", "adapters", "ranks"):
-        assert getattr(asked, name).tolist() == getattr(padded, name).tolist()
 
 
 def test_a_crowd_comes_for_the_adapter_that_was_rare_and_under_drift_others_are_popular() -> None:
@@ -154,9 +128,3 @@ def test_placement_measures_every_rule_on_every_load(tmp_path) -> None:
     assert value[MIXED, "loads_from_disk"] == value[PADDED, "loads_from_disk"]
     assert value[MIXED, "time_per_output_token"] < value[PADDED, "time_per_output_token"]
     plt.close("all")
-
-
-def test_another_popularity_is_placed_at_one_rank_in_a_panel_of_its_own(tmp_path) -> None:
-    cut = ("system=punica", "figure.seconds=2", "figure.waiting=8", "figure.seeds=1", "draw=false")
-    outcome = run(composed(tmp_path, *cut, "workload=identical", name=PLACEMENT.name), PLACEMENT)
-    assert {(row.panel, row.workload) for row in read_rows(outcome.rows_file)} == {(f"{LOAD}, Identical", "Identical")}

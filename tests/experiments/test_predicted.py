@@ -6,17 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
-from fakes import composed
 
-from experiments.claims.predictions import prediction_table, predictions, residual_table
-from experiments.cluster import predicted, simulated_hour
-from experiments.cluster.costs import Fitted
+from experiments.claims.predictions import predictions
+from experiments.cluster import predicted
 from experiments.cluster.predicted import (
-    Load,
     Window,
     first_token_readings,
     fitted_to,
@@ -27,15 +23,12 @@ from experiments.cluster.predicted import (
     windows_of,
     with_joins,
 )
-from experiments.cluster.served import HOUR, RAY, SHARE, SIMULATED_RAY, WINDOWS
+from experiments.cluster.served import HOUR, SHARE
 from experiments.facts.paper import read_figure
 from experiments.fig13_cluster import EXPERIMENT as FIG13
 from experiments.harness.catalogue import experiments
 from experiments.harness.counted import frame_of
-from experiments.harness.settings import settle
 from experiments.measure.records import Row, write_rows
-from experiments.plots.cluster import draw_hour
-from experiments.plots.frames import measured_frame, paper_frame, rows_of_repeats
 from experiments.simulator import StepCost
 from experiments.systems.stream import paper_stream
 from experiments.workload.arrivals import Span
@@ -84,25 +77,6 @@ def test_windows_are_read_from_rows_of_figure_11_without_disturbed_ones():
     assert found[0].step.work.prefill_tokens == 1.0
     assert windows_of(pd.DataFrame(lines)[:15]) == []  # three are too few
     assert windows_of(pd.DataFrame(lines).assign(panel="7B Model, stated lengths")) == []
-
-
-def test_windows_of_two_models_of_a_machine_are_each_predicted_from_their_own(tmp_path, monkeypatch):
-    small, large = (replace(COST, base=base, name=name) for base, name in ((0.01, "7b"), (0.03, "13b")))
-    costs = {("h200", "7b"): Fitted(small, {}), ("h200", "13b"): Fitted(large, {})}
-    found = {key: [window(i, cost=one.cost) for i in range(6)] for key, one in costs.items()}
-    monkeypatch.setattr(simulated_hour, "costs_of", lambda *_: costs)
-    monkeypatch.setattr(predicted, "recorded_windows", lambda _: found)
-    cfg = settle(composed(tmp_path, name=FIG13.name), FIG13)
-    points = [point for point in FIG13.points(cfg) if point.panel == WINDOWS]
-    assert [point.model for point in points] == ["7b", "13b"]
-    for point, cost in zip(points, (small, large), strict=True):
-        said = {one.metric: one for one in simulated_hour.measure(cfg, point)}
-        assert abs(said["throughput_error"].value) < 1e-9
-        assert said["throughput_error"].cost_model == f"{cost.name}, constant of windows"
-    # the cost model gives all but the constant: another one makes these rows stale
-    costs["h200", "7b"] = Fitted(replace(small, kv=2 * small.kv), {})
-    after = [point for point in FIG13.points(cfg) if point.panel == WINDOWS]
-    assert [a.key() == b.key() for a, b in zip(points, after, strict=True)] == [False, True]
 
 
 def test_fig13_is_measured_after_the_figures_that_it_predicts():
@@ -163,23 +137,6 @@ def test_first_tokens_under_load_are_compared_below_capacity(tmp_path, load):
 def test_a_constant_knows_loads_of_other_rates_alone(tmp_path):
     loads(tmp_path, p99=2000.0, panels=("load 60", "load 80"))
     assert [one.others for one in read_loads(tmp_path / "h200")["llama2-7b"]] == [(2.0,), (2.0,)]
-
-
-def test_rows_of_other_settings_than_those_beside_them_and_of_few_requests_are_not_predicted(tmp_path, monkeypatch):
-    loads(tmp_path, p99=1.0, requests=REQUESTS + 1)
-    assert read_loads(tmp_path / "h200") == {}
-    monkeypatch.setattr(Load, "counts", lambda *_: np.ones(99, dtype=bool))
-    loads(tmp_path, p99=1.0, requests=99)
-    assert read_loads(tmp_path / "h200") == {}
-
-
-def test_rates_that_are_not_predicted_tell_what_a_step_with_a_prompt_costs_beside_its_rows(load):
-    rows = float(load.drawn.prompt.mean())
-    assert load.joining == pytest.approx((0.008, 0.010))
-    assert with_joins(load, COST, 0.008).join == pytest.approx(0.008 - COST.prefill * rows)
-    assert with_joins(load, COST, 1e-9).join == 0.0
-    untold = values(first_token_readings(replace(load, joining=()), COST))
-    assert {name for name in untold if "error" in name} == {"p99_error"}
 
 
 def test_the_requests_of_a_load_arrive_again_as_the_driver_sent_them(monkeypatch, load):
@@ -248,44 +205,3 @@ def test_predictions_say_how_far_off_they_are_and_whether_that_was_asked():
     assert spans["Figure 13, tokens (follow from the input)"] == " (11 to 22)"
     rows = predicted_rows()
     assert predictions(rows[rows["panel"] != HOUR], PAPER) == []
-
-
-@pytest.mark.parametrize(
-    ("where", "metric", "measured", "off", "asked", "met"),
-    [
-        ("", "mean_active_gpus", 11.0, "-9.1 %", "-", None),
-        (", steady at 0.4 of the peak", "p99_time_to_first_token", 10.9, "-8.3 %", "within 10 %", True),
-        (", steady at 0.4 of the peak", "p99_time_to_first_token", 12.0, "-16.7 %", "within 10 %", False),
-    ],
-)
-def test_runners_on_ray_stand_beside_the_simulator_that_was_fitted_to_them(where, metric, measured, off, asked, met):
-    rows = predicted_rows()
-    one = rows[rows["metric"] == SHARE].iloc[0].to_dict()
-    about = {**one, "system": "punica", "model": "llama2-7b", "metric": metric}
-    pair = ((f"{RAY}{where}", measured), (f"{SIMULATED_RAY}{where}", 10.0))
-    ours = pd.DataFrame([{**about, "panel": panel, "value": value} for panel, value in pair])
-    (runners,) = [one for one in predictions(pd.concat([rows, ours]), PAPER) if "runners on Ray" in one.what]
-    assert (runners.off, runners.asked, runners.met) == (off, asked, met)
-    assert predictions(ours, PAPER) == [runners]  # also of a machine without the simulated hour
-
-
-def test_the_recorded_hour_on_ray_is_drawn_and_predicted_and_says_whose_tokens_differ():
-    rows = measured_frame(rows_of_repeats(PAPER.parent / "results" / "cpu" / f"{FIG13.name}.csv"))
-    on_ray = rows[rows["panel"].str.contains("ray hour")]
-    others = on_ray[on_ray["metric"] == "requests_with_other_tokens"].set_index("panel")["value"]
-    assert others.to_dict() == {"ray hour": 0, "ray hour, a runner killed": 0}
-    assert sum("runners on Ray" in one.what for one in predictions(rows, PAPER)) == 3
-    figure = draw_hour(rows, paper_frame(PAPER, "13"))
-    assert len(figure.subfigs) == 2
-    plt.close(figure)
-
-
-def test_a_share_that_is_off_is_said_to_be():
-    found = predictions(predicted_rows(share=0.6), PAPER)
-    (line,) = [line for line in prediction_table(found) if "as the paper's code counts" in line]
-    assert line.endswith("| -12.5 points | - | within 5 points | **no** |")
-    (minutes,) = [one for one in found if "of minute means, on both sides" in one.what]
-    assert (minutes.published, minutes.met) == (pytest.approx(0.6618, abs=1e-4), True)
-    rows = predicted_rows()
-    assert residual_table(rows[rows["panel"] == HOUR]) == []
-    assert residual_table(predicted_rows())[-1] == "| A100 | layers | 7.0 % | 25.0 % |"

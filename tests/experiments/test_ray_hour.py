@@ -4,25 +4,22 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from fakes import composed
 
 from experiments.cluster import ray_hour
 from experiments.cluster.hour import World, timed_steps
-from experiments.cluster.ray_hour import check_numbers, check_tokens, hour_of
+from experiments.cluster.ray_hour import check_numbers, check_tokens
 from experiments.cluster.served import KILLED, RAY, SIMULATED_RAY, STEADY
 from experiments.fig13_cluster import EXPERIMENT
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
-from experiments.simulator import Trace
-from experiments.workload import RequestLengths
 from punica.cluster import StepWork
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,33 +37,6 @@ class Step:
     seconds: float
 
 
-@dataclass
-class Front:
-    """As `Served`: two requests on one runner, 0.05 s to a step, which is a second of the paper's."""
-
-    first_token_s = np.array([0.05, 0.10])
-    finish_s = np.array([0.10, 0.15])
-    lost = evicted = 0
-    steps = (
-        Step("runner-0001", StepWork(0, 0, 7, 16), 0.0, 0.0501, 0.04),
-        Step("runner-0001", StepWork(1, 8, 5, 32), 0.0501, 0.1001, 0.03),
-        Step("runner-0001", StepWork(1, 6, 0, 16), 0.1001, 0.1049, 0.004),
-        Step("runner-0000", StepWork(1, 6, 0, 16), 0.1001, 0.1501, 0.02),
-    )
-
-
-def test_an_hour_is_told_in_the_seconds_of_the_paper() -> None:
-    lengths = RequestLengths(np.array([7, 5]), np.array([2, 2]))
-    trace = Trace(np.array([0.0, 0.5]), lengths, np.array([1, 2]), np.array([16, 16]))
-    hour = hour_of(Front(), trace, WORLD)
-    assert hour.first_token_s.tolist() == pytest.approx([1.0, 2.0])
-    assert hour.tokens.tolist() == [0, 7 + 1, 5 + 2 + 1, 1]  # a prompt counts with its first token
-    # runner-0001 is the first row; in second 2 the two of its first step there, nobody joined after that
-    assert hour.batch.tolist() == [[0, 1, 2, 0], [0, 0, 0, 1]]
-    assert hour.seconds_by_batch[1:4].tolist() == pytest.approx([20 * (0.0501 + 0.0048 + 0.05), 20 * 0.05, 0])
-    assert (hour.kind, hour.cost_model, hour.duration_s) == ("measured", "", 120)
-
-
 def test_a_step_with_decodes_began_when_the_one_before_ended() -> None:
     joined, decoding, empty = StepWork(0, 0, 7, 16), StepWork(1, 8, 0, 16), StepWork()
     steps = [
@@ -76,33 +46,6 @@ def test_a_step_with_decodes_began_when_the_one_before_ended() -> None:
     runners, seconds = zip(*((step.runner, seconds) for step, seconds in timed_steps(steps)), strict=True)
     assert "".join(runners) == "abab"
     assert seconds == pytest.approx((0.2, 0.15, 0.1, 0.1))
-
-
-def test_a_stream_has_a_share_of_the_highest_rate_and_adapters_of_the_hour() -> None:
-    pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
-    from experiments.cluster.ray_serving import tenants_of
-
-    world = World(WORLD.paper, "punica", 3600, 4, 48, 192, "", "cpu", share=0.5)
-    trace = world.trace()
-    assert (world.duration_s, trace.arrivals.max() < 720) == (720, True)
-    highest = np.bincount((replace(world, share=0.0).trace().arrivals // 200).astype(int)).max() / 200
-    assert len(trace.arrivals) / 720 == pytest.approx(highest / 2, rel=0.15)
-    short = replace(world, seconds=120)
-    with tenants_of(short) as tenants:
-        hour = replace(short, share=0.0).trace()
-        assert {one.adapter.lora_int_id for one in tenants.requests(short.trace())} <= set(tenants.adapters)
-        assert [one.adapter.lora_int_id for one in tenants.requests(hour)] == hour.adapters.tolist()
-
-
-def test_load_and_lengths_are_scaled_and_time_is_not_yet() -> None:
-    trace = WORLD.trace()
-    assert trace.arrivals.max() < 120
-    assert (trace.lengths.prompt + trace.lengths.output).max() <= 128
-    half = World(WORLD.paper, "punica", 3600, 8, 20, 128, "", "cpu")
-    assert len(half.trace().arrivals) == pytest.approx(18_000 / 2, rel=0.1)
-    rehearsal = half.rehearsal()
-    assert rehearsal.arrivals.max() < 600
-    assert len(rehearsal.arrivals) / 600 == pytest.approx(len(half.trace().arrivals) / 3600, rel=0.1)
 
 
 def test_tokens_that_were_lost_or_came_twice_or_differ_beyond_ties_are_no_result() -> None:

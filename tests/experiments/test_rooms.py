@@ -4,8 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
 
@@ -59,19 +57,3 @@ def test_a_circle_is_seen_inside_functions_and_for_type_checkers(tmp_path: Path)
     (folder / "a.py").write_text("def f():\n    from experiments import b\n")
     (folder / "b.py").write_text("if TYPE_CHECKING:\n    from experiments.a import A\n")
     assert circle(folder) == ["experiments.a", "experiments.b", "experiments.a"]
-
-
-@pytest.mark.parametrize(
-    ("without", "unknown"),
-    [
-        pytest.param({"commands"}, ("experiments.commands",), id="no room knows a command"),
-        pytest.param(
-            {"claims", "commands", "harness", "plots", "report"},
-            ("experiments.plots", "experiments.claims", "experiments.report"), id="what measures knows no judge",
-        ),
-    ],
-)  # fmt: skip
-def test_rooms_know_only_what_is_below_them(without: set[str], unknown: tuple[str, ...]) -> None:
-    paths = [path for path in EXPERIMENTS.glob("*/**/*.py") if path.relative_to(EXPERIMENTS).parts[0] not in without]
-    found = {path: [name for name in imports(path) if name.startswith(unknown)] for path in paths}
-    assert {path: names for path, names in found.items() if names} == {}

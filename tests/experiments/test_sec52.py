@@ -9,14 +9,13 @@ import torch
 from fakes import composed
 from tiny import TINY
 
-from experiments import sec52_adapter_loading
 from experiments.benches import adapter_loading
-from experiments.benches.adapter_loading import LOADERS, Bench, Decode, Loader, Measured, check_loader, measured
+from experiments.benches.adapter_loading import LOADERS, Bench, Decode, Loader, check_loader, measured
 from experiments.benches.operators import protocol
 from experiments.harness import CheckFailed
 from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
-from experiments.harness.schema import REPOSITORY, ConfigError, DType, ModelConf, model_conf
+from experiments.harness.schema import REPOSITORY, DType, ModelConf, model_conf
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 
@@ -68,34 +67,6 @@ def test_fp8_slots_take_fewer_bytes_and_hold_the_adapter(serving):
     fp8.manager.modules["model.layers.1.mlp.down_proj"].lora_b_scale[0][fp8.slot] *= 2
     with pytest.raises(CheckFailed, match=r"layers\.1\.mlp\.down_proj"):
         fp8.check_slot(1)
-
-
-@pytest.mark.parametrize(("rotate", "count"), [(0, 2), (73_984 * 3, 3), (73_984 * 3 + 1, 4), (1 << 30, 256)])
-def test_loads_take_turns_over_more_bytes_than_the_caches_hold(rotate, count):
-    adapters = Bench(TINY, 8, "cpu", rotate_bytes=rotate).adapters
-    assert len(adapters) == count
-    places = {tensor.data_ptr() for one in adapters for weights in one.loras.values() for tensor in weights.pair()}
-    assert len(places) == count * 2 * 14
-
-
-def test_a_cpu_has_the_manager_and_the_link_and_a_gpu_all(tmp_path):
-    cpu = SEC52.points(settled(tmp_path, "scale=laptop"))
-    gpu = SEC52.points(settled(tmp_path, "scale=paper", "hardware=h200"))
-    assert {point.system for point in cpu} == {"punica", "punica fp8", "link"}
-    assert [point.system for point in gpu if point.panel == "overlap"] == ["punica", "punica fp8", *GPU_SYSTEMS[1:]]
-    assert {point.rank for point in cpu if point.panel != "overlap"} == {8, 16, 64}
-    assert {point.rank for point in gpu if point.panel != "overlap"} == {8, 16, 32, 64, 128}
-    for points, systems, ranks in ((cpu, 3, 3), (gpu, 5, 5)):
-        assert len(points) == systems * (2 * ranks + 1)
-        assert {(p.batch_size, p.seq_len, p.rank) for p in points if p.panel == "overlap"} == {(32, 512, 16)}
-        assert [len(group) for group in SEC52.together(points)] == [systems] * (2 * ranks + 1)
-
-
-def test_systems_and_timers_that_cannot_measure_a_load_here_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="it has punica, punica fp8, link"):
-        settled(tmp_path, "system=per_tensor")
-    with pytest.raises(ConfigError, match=r"timer='events' cannot time a load.*timer=host_clock"):
-        SEC52.points(settled(tmp_path, "hardware=h200", "timer=events"))
 
 
 @pytest.mark.parametrize("name", ["punica", "pageable", "link"])
@@ -205,26 +176,6 @@ def test_a_slow_load_is_seen_in_every_number_that_it_should_be_in(tmp_path, benc
     assert len(alone.load) == len(beside.step_alone) == settings.repeats
     assert 3600 <= min(alone.load + alone.host + beside.load + beside.step) < 2 * 3600
     assert max(beside.step_alone) < 3600
-
-
-def readings(panel, found, size):
-    rows = sec52_adapter_loading._readings(panel, found, size)
-    return {row.metric: (row.value, row.unit) for row in rows if row.statistic in ("median", "value")}
-
-
-def test_the_stall_is_the_difference_of_neighbouring_steps():
-    found = Measured([0.002] * 3, [0.001] * 3, [], step=[0.011, 0.031, 0.052], step_alone=[0.010, 0.030, 0.050])
-    values = readings("overlap", found, 100)
-    wanted = {"load_time": 2, "host_time": 1, "stall": 1, "step_latency": 31, "step_latency_alone": 30}
-    assert values == {name: (pytest.approx(ms), "ms") for name, ms in wanted.items()} | {"bytes": (100, "byte")}
-
-
-@pytest.mark.parametrize(("panel", "time", "unit"), [("layer", 50.0, "us"), ("model", 0.05, "ms")])
-def test_bandwidth_is_bytes_over_the_time_until_the_adapter_is_there(panel, time, unit):
-    values = readings(panel, Measured([5e-5] * 2, [1e-5] * 2, [4e-5] * 2), 2_498_560)
-    assert values["load_time"] == (pytest.approx(time), unit)
-    assert values["device_time"] == (pytest.approx(0.8 * time), unit)
-    assert values["bandwidth"] == (pytest.approx(49.9712), "GB/s")
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from fakes import GRID, NAME, Fake, composed, rows_of
@@ -15,8 +14,7 @@ from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
 from experiments.measure.records import read_rows, write_rows
 from experiments.report import ages
-from experiments.report.ages import script_of
-from experiments.report.machines import machine_of, read_folder, recorded_folders, rows_files
+from experiments.report.machines import machine_of
 from experiments.report.results import write_results
 from tests.experiments.report.report_rows import decode_rows
 
@@ -78,11 +76,8 @@ def changed(tree, file, old, new):
         ("punica/ops/other.py", "y / 2", "y / 3"),
         ("punica/ops/kernel.py", "range(x)", "range(x + 1)"),
         ("experiments/benches/clock.py", "REPEATS = 3", "REPEATS = 4"),
-        ("experiments/fig99.py", "data.read()", "data.read(), 1"),
         ("experiments/systems/mine.py", "steps = 1", "steps = 2"),
-        ("experiments/systems/mine.py", '"host"', '"graph"'),
         ("experiments/harness/passes.py", "2", "3"),
-        ("experiments/harness/samples.py", "1", "2"),
         ("experiments/measure/disturbance.py", "1.1", "1.2"),
         ("experiments/benches/tuned/gpu.json", "{}", '{"m": 1}'),
         ("paper_results/fig13.csv", "1", "2"),
@@ -115,20 +110,6 @@ def test_what_decides_a_number_changes_the_hash(tree, file, old, new):
 )  # fmt: skip
 def test_what_decides_none_does_not(tree, file, old, new):
     assert not changed(tree, file, old, new)
-
-
-def test_moved_and_merged_and_renamed_modules_change_nothing(tree):
-    before = hashed(tree)
-    moved = FILES["punica/ops/other.py"] + FILES["punica/ops/kernel.py"].partition("\n")[2]
-    (tree / "punica/ops/all.py").write_text(moved)
-    (tree / "punica/ops/__init__.py").write_text("from punica.ops.all import run as run\n")
-    (tree / "punica/ops/kernel.py").unlink()
-    (tree / "punica/ops/other.py").unlink()
-    (tree / "experiments/fig99.py").write_text(
-        "import punica.ops.all as kernels\nfrom experiments.benches.clock import REPEATS as TIMES\n"
-        "from experiments.benches.data import read\n\n\ndef f():\n    return kernels.run(TIMES), read()\n"
-    )
-    assert hashed(tree) == before
 
 
 def reach(script):
@@ -181,24 +162,6 @@ def test_the_report_names_figures_of_older_source_and_keeps_their_verdicts(tmp_p
     older = {verdict.figure: verdict.older_source for verdict in verdicts["old"] if verdict.kind != "simulated"}
     assert (older["8"], older["7"]) == ("8", "")
     assert [one.verdict for one in verdicts["new"]] == [one.verdict for one in verdicts["old"]]
-
-
-def test_rows_whose_script_was_renamed_or_deleted_are_older(tmp_path):
-    rows = with_source(tmp_path, fingerprint(REPOSITORY / f"experiments/{NAME}.py"))
-    assert not read_folder(rows.parent)["older"].any()
-    rows.rename(rows.with_name("fig08_operators.csv"))
-    assert read_folder(rows.parent)["older"].all()
-
-
-def test_a_rows_file_belongs_to_the_script_of_its_name_and_no_other():
-    assert script_of(Path("rows/fig08_lora_operator.csv")).name == "fig08_lora_operator.py"
-    for name in ("mine", "fig08_lora_operator_old", "fig01_batching2"):
-        assert script_of(Path(f"rows/{name}.csv")) is None
-
-
-def test_recorded_rows_have_a_script():
-    files = [path for folder in recorded_folders(REPOSITORY / "results") for path in rows_files(folder)]
-    assert [path for path in files if script_of(path) is None] == []
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "h200"])

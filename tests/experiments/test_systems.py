@@ -165,19 +165,6 @@ def test_one_position_in_a_hundred_may_be_off_within_twice_the_tolerance(
             check_tokens(system, long)
 
 
-def test_other_choices_within_the_error_of_logits_are_caught(half_world, jobs, monkeypatch):
-    def close_calls(_, rows):  # the two best change places
-        best = rows.topk(2, dim=-1).indices
-        rows[torch.arange(len(rows)), best[:, 1]] = rows.max(dim=-1).values + 1e-3
-
-    system = built("punica", half_world)
-    spoilt(monkeypatch, system, close_calls)
-    monkeypatch.setitem(check.TOLERANCE, half_world.dtype, 1.0)
-    monkeypatch.setattr(check, "difference", lambda a, b: 0.5 if a.dim() == 1 else 2.0)
-    with pytest.raises(CheckFailed, match=r"chooses Hugging Face's token at 0\.0"):
-        check_tokens(system, jobs)
-
-
 def test_adapters_that_change_nothing_are_refused(jobs):
     world = World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8, alpha=1e-9)
     with pytest.raises(CheckFailed, match="change no logits"):

@@ -16,16 +16,9 @@ from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.serving import Step, built
 from experiments.systems.stream import Timeline, paper_stream, timeline_of
 from experiments.systems.windows import AGREEMENT, AGREEMENT_OF_OTHERS, draw_windows
-from experiments.workload import (
-    RequestLengths,
-    popularity,
-    released_lengths,
-    stated_lengths,
-)
+from experiments.workload import RequestLengths, popularity, released_lengths, stated_lengths
 from experiments.workload.popularity import PAPER_WORKLOADS
-from punica.engine.residency import AdapterResidency
 from punica.engine.runner import ModelRunner
-from punica.scheduling import ADMISSION_RULES, AdmissionRule
 
 WINDOWED = sorted({*names_in(FIG11), *names_in(FIG12)})
 PROMPTS, OUTPUTS, ADAPTERS = [3, 2, 5, 1], [4, 2, 1, 3], [1, 1, 2, 2]
@@ -67,32 +60,6 @@ def test_batches_step_by_step(policy, slots, batches):
     for step in (-1, line.steps):
         with pytest.raises(ValueError, match="step must be in"):
             line.at(step)
-
-
-def test_a_rule_that_lets_nothing_begin_is_refused(monkeypatch):
-    class Never(AdmissionRule):
-        def allows(self, candidate, running, admitted):
-            return False
-
-    monkeypatch.setitem(ADMISSION_RULES._entries, "never", Never)
-    with pytest.raises(ValueError, match="'never' lets no request into an empty batch"):
-        timeline("never")
-
-
-@pytest.mark.parametrize("policy", ADMISSION_RULES.names())
-def test_stretches_between_two_steps_are_these_steps(policy):
-    line = timeline(policy, repeat=3)
-    for first in range(line.steps):
-        for end in (first, first + 1, first + 3, line.steps + 2):
-            stretches = list(line.between(first, end))
-            assert sum(stretch.steps for stretch in stretches) == min(end, line.steps) - first
-            for stretch in stretches:
-                assert (stretch.members, stretch.joined) == (
-                    line.at(stretch.first).members,
-                    line.at(stretch.first).joined,
-                )
-                last = line.at(stretch.first + stretch.steps - 1)
-                assert [request for request, _ in last.members] == [request for request, _ in stretch.members]
 
 
 def test_features_are_tokens_rows_context_adapters_and_what_of_it_prompts_are():
@@ -144,17 +111,6 @@ def test_draws_agree_with_the_stream_and_together_predict_its_time_within_3_perc
     assert np.mean(predicted) == pytest.approx(cost(features).mean(), rel=0.03)
 
 
-def test_draws_are_not_picked_for_their_agreement():
-    """About half of them are in the outer half of the limits, which the best would avoid."""
-    line = of_1000("Distinct")
-    draws = draw_windows(line, 200, 4, 8)
-    off = [abs(draw.means["context"] / line.means["context"] - 1) for draw in draws]
-    assert 0.3 < np.mean([one > AGREEMENT_OF_OTHERS / 2 for one in off]) < 0.7
-    assert draws == draw_windows(line, 200, 4, 8)
-    with pytest.raises(CheckFailed, match="0 of 2000000 draws"):  # a step has a prefill or none, the stream has both
-        draw_windows(timeline_of(paper_stream("Distinct", 12, 32, 256), "single_adapter", 4), 1, 1, 1)
-
-
 def test_a_draw_that_one_stream_refuses_is_drawn_again_for_all():
     lines = {name: of_1000(name) for name in PAPER_WORKLOADS}
     assert len({tuple(draw.starts for draw in draw_windows(line, 12, 2, 100)) for line in lines.values()}) > 1
@@ -176,14 +132,6 @@ def test_popularities_and_rules_that_form_the_same_batches_have_the_same_draws(b
     assert bench.drawn("continuous_batching", "Distinct").timeline.steps > drawn[0].timeline.steps
     slow = {name: bench.drawn(name, "Distinct").windows[0].steps for name in ("hf_peft_mixed", "punica_static")}
     assert slow == {"hf_peft_mixed": 9, "punica_static": 12}
-
-
-def test_a_short_stream_is_its_own_window():
-    line = timeline_of(paper_stream("Distinct", 3, 16, 256), "fcfs", 4)
-    (one, other) = draw_windows(line, 2, 4, 64)
-    assert one == other
-    assert (one.starts, one.length, one.tokens) == ((0,), line.steps, line.features()[:, 0].sum())
-    assert one.means == pytest.approx(line.means)
 
 
 @pytest.mark.parametrize("name", WINDOWED)
@@ -282,14 +230,6 @@ def test_a_system_that_leaves_its_replay_gets_no_row(bench, monkeypatch):
         bench.measure("punica", "Distinct", 0)
 
 
-def test_steps_are_those_of_the_replay_where_adapters_are_read_beside_them(world, monkeypatch):
-    """As on a GPU."""
-    beside = lambda manager, reads_beside: AdapterResidency(manager, reads_beside=True)  # noqa: E731
-    monkeypatch.setattr("punica.engine.engine.AdapterResidency", beside)
-    bench = StreamBench(world, StreamConf("released", 24, 96, draws=2, pieces=2, steps=16, slow_steps=8), (2, 2))
-    assert values(bench.measure("punica", "Distinct", 1))["throughput"] > 0
-
-
 def test_readings_of_a_window_are_the_streams_at_its_speed(bench):
     readings = bench.measure("punica", "Skewed", 1)
     mean, *_, count = (one.value for one in readings if one.metric == "step_latency")
@@ -299,15 +239,6 @@ def test_readings_of_a_window_are_the_streams_at_its_speed(bench):
     assert found["throughput"] == pytest.approx(1e3 * stream / mean)
     assert (found["window_steps"], count, found["token_agreement"]) == (12, 12, 1)
     assert 0 < found["mean_batch_size"] <= 4
-
-
-def test_hugging_face_has_its_cache_in_that_of_the_engines_while_it_fits(world):
-    blocks = 4 * (96 // 16 + 1) + 1
-    assert world.kv_cache.keys[1].shape == (blocks * 5 // 4 * 16, 2, 16)
-    assert world.peft._room(1, 2, 96)[1].data_ptr() == world.kv_cache.values[1].data_ptr()
-    larger = world.peft._room(1, 4, 300)[0]
-    assert larger.shape == (4, 2, 300, 16)
-    assert all(rows.isfinite().all() for rows in (world.kv_cache.keys[0], larger))
 
 
 @pytest.mark.slow

@@ -168,10 +168,3 @@ class ChangesItsMind(RightServer):
 
     def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
         return (next(self.turns) % 8,) * COUNT
-
-
-class Longer(RightServer):
-    """Answers with more tokens than were asked for."""
-
-    def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
-        return super().tokens(name, ids, beside) * 2

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 
 from fastapi import HTTPException
 
-from experiments.commands import conformance as command
 from experiments.commands.conformance import Options, conformance, results_of, table
 from experiments.conformance import cases, client
-from experiments.conformance.cases import FAIL, LONG, NOT_OFFERED, PASS, SHORT, UNJUDGED, Case, Result, Run
+from experiments.conformance.cases import NOT_OFFERED, PASS, UNJUDGED, Case, Result, Run
 from experiments.conformance.client import Server
-from experiments.conformance.expected import COUNT, World
+from experiments.conformance.expected import World
 from experiments.conformance.weights import ADAPTERS, CHECKPOINT
-from experiments.harness.schema import REPOSITORY, ConfigError
+from experiments.harness.schema import ConfigError
 from punica.adapters import LoRARequest
 from punica.engine import Engine
 from punica.serve.app import Settings, make_app
@@ -99,25 +97,6 @@ def test_two_streams_that_are_mixed_up(world: World) -> None:
     assert outcome(faulty.MixesStreams(world), CASES["each alone"]).status == PASS
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "judged", "fault"),
-    [
-        (lambda tokens: tokens[:3], UNJUDGED, 10, SHORT), (lambda tokens: (), UNJUDGED, 10, SHORT),
-        (lambda tokens: tokens + tokens, PASS, 12, LONG), (lambda tokens: (60, 61), FAIL, 12, None),
-    ],
-    ids=["cut", "empty", "long", "cut and wrong"],
-)  # fmt: skip
-def test_answers_of_another_length(world: World, change: Any, status: str, judged: int, fault: str | None) -> None:
-    class Changes(faulty.RightServer):
-        def tokens(self, name: str, ids: Any, beside: Any) -> Any:
-            own = super().tokens(name, ids, beside)
-            return change(own) if name == "tenant-1" and self.asked[name] > 1 else own
-
-    result = outcome(Changes(world, keeps_limit=False), ALL)
-    assert (result.status, result.judged, result.answers) == (status, judged, 12)
-    assert (result.findings.total(), dict(result.protocol)) == ((0, {fault: 2}) if fault else (2, {}))
-
-
 def test_errors_are_faults_by_kind_and_no_findings(world: World) -> None:
     class Refuses(faulty.RightServer):
         def tokens(self, name: str, ids: Any, beside: Any) -> Any:
@@ -128,14 +107,6 @@ def test_errors_are_faults_by_kind_and_no_findings(world: World) -> None:
     result = outcome(Refuses(world), ALL)
     assert dict(result.protocol) == {"InternalServerError 503": 10}
     assert (result.status, result.judged) == (UNJUDGED, result.answers - 10)
-
-
-def test_a_server_without_an_answer_is_left_after_the_timeout() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        server = Server(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.2)
-        for stream in (False, True):
-            answer = asyncio.run(asyncio.wait_for(server.ask("base", "w1", COUNT, stream), 30))
-            assert (answer.tokens, answer.fault) == ((), "APITimeoutError")
 
 
 # the command
@@ -163,26 +134,6 @@ def test_the_command_tells_tokens_by_table_file_and_status(world: World, tmp_pat
     status, said, (right, wrong) = said_of(faulty.SlotZeroAboveThreshold(world, groups=[12, 40]))
     assert (status, f" x {SLOT_ZERO}\n" in said, right["status"], wrong["status"]) == (1, True, "pass", "FAIL")
     assert wrong["findings"][SLOT_ZERO] >= 2
-    status, said, _ = said_of(faulty.Longer(world, keeps_limit=False))
-    assert (status, f"    52 x {LONG}\n" in said) == (3, True)
-
-
-URL = {"url": "http://127.0.0.1:1", "folder": "."}
-
-
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("make", {}), ("make", {"make": "a", "url": "http://x"}), ("folder", {"url": "http://x"}),
-        ("folder", {**URL, "folder": "/nowhere"}), ("batches", {**URL, "batches": [0]}),
-        ("timeout", {**URL, "timeout": 0}), ("out", {**URL, "out": "/nowhere/a.json"}),
-        ("tenants", {"make": "a", "tenants": 1}), ("ranks", {"make": "a", "ranks": [0]}),
-        ("make", {"make": str(REPOSITORY)}),
-    ],
-)  # fmt: skip
-def test_arguments_are_refused_before_anything_happens(name: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=name):
-        conformance(Options(**fields))
 
 
 def test_servers_that_are_not_the_one_meant(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,14 +147,6 @@ def test_servers_that_are_not_the_one_meant(world: World, monkeypatch: pytest.Mo
         monkeypatch.setenv(client.KEY_VARIABLE, "secret")
         with pytest.raises(ConfigError, match=r"does not answer as org/tenant-0 .*no model org/tenant-0"):
             conformance(Options(url=url, folder=world.folder, prefix="org/"))
-
-
-def test_make_prints_how_to_start_every_server(world: World, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(command.expected, "make", lambda folder, count, ranks, seed: world)
-    conformance(Options(make=tmp_path / "new", tenants=5, ranks=[1, 8, 16]))
-    said = capsys.readouterr().out
-    assert said.count(f"{world.folder.resolve()}/checkpoint") == 5
-    assert said.count(f"tenant-4={world.adapter('tenant-4')}") == 3
 
 
 # our server, with fewer slots than adapters

@@ -1,17 +1,12 @@
 """Checkpoint, adapters and right tokens that the conformance test writes."""
 
 import json
-from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from experiments.conformance import expected
 from experiments.conformance.expected import COUNT, PREFIX, World, read
-from experiments.harness.schema import ConfigError
 
 
 @torch.inference_mode()
@@ -49,27 +44,5 @@ def test_sure_tokens_are_one_models_and_leaks_show(world: World) -> None:
     assert len({prompt.ids[:PREFIX] for prompt in world.prompts if prompt.leaked}) == 1
 
 
-def test_the_margin_decides(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in (("SAFETY", 1e6), ("LENGTHS", (5,)), ("PER_LENGTH", 2), ("SHARING", 2)):
-        monkeypatch.setattr(expected, name, value)
-    with pytest.raises(ConfigError, match=r"base is sure of 0 prompts and 0 .* seed="):
-        expected.make(tmp_path, 2, [1, 2], 0)
-    assert not (tmp_path / expected.FILE).exists()
-
-
 def test_the_file_is_read_as_it_was_written(world: World) -> None:
     assert read(world.folder) == world
-
-
-@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"tenants": [], "prompts": [{"ids": 3}]}'])
-def test_a_damaged_file_is_one_error(tmp_path: Path, content: str) -> None:
-    (tmp_path / expected.FILE).write_text(content)
-    with pytest.raises(ConfigError, match=r"^.* is damaged .*make=$"):
-        read(tmp_path)
-
-
-def test_text_and_ids_of_a_prompt_are_the_same(world: World) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(world.folder / "checkpoint")
-    prompt = world.prompts[0]
-    assert tuple(tokenizer(prompt.text)["input_ids"]) == prompt.ids
-    assert tokenizer.decode(list(prompt.ids)) == prompt.text

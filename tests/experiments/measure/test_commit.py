@@ -1,6 +1,5 @@
 """The commit of a checkout, of a stamped copy, and of one whose sources changed after it was sent."""
 
-import json
 import shutil
 import subprocess
 
@@ -91,11 +90,3 @@ def test_a_dirty_tree_and_a_copy_are_not_stamped(checkout):
     with pytest.raises(RowsError, match=r"1 files differ from commit \w{12} \(M conf/b.yaml\): commit them"):
         write_stamp(checkout)
     assert not (checkout / STAMP).exists()
-
-
-@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"commit": "a"})], ids=["no json", "a list", "half"])
-def test_a_damaged_stamp_is_one_error_with_the_remedy(checkout, text):
-    copy = sent(checkout)
-    (copy / STAMP).write_text(text)
-    with pytest.raises(RowsError, match=r"\.commit\.json is damaged .*experiments\.measure\.commit, or delete it"):
-        of(copy)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections import namedtuple
 from types import SimpleNamespace
 
 import psutil
@@ -62,14 +61,6 @@ def test_a_measurement_has_what_disturbed_it(monkeypatch, after, calibrations, g
     assert Watch("cuda" if gpu else "cpu").stop() == found
 
 
-def test_busy_time_is_that_of_our_cores_without_idle(monkeypatch):
-    core = namedtuple("core", "user nice system idle iowait irq softirq steal guest")
-    cores = [core(100, 10, 30, 999, 50, 2, 3, 5, 40), core(200, 0, 0, 999, 0, 0, 0, 0, 0), core(5000, *[0] * 8)]
-    monkeypatch.setattr(disturbance.psutil, "cpu_times", lambda percpu: cores)
-    monkeypatch.setattr(disturbance.os, "sched_getaffinity", lambda _: {0, 1})
-    assert cpu_times().busy == 100 + 10 + 30 + 2 + 3 + 5 + 200
-
-
 def test_a_launch_is_the_median_burst_over_its_launches_and_a_cpu_has_none(monkeypatch):
     calibrator, clock, bursts = disturbance.calibrator("cpu"), [0.0], []
     assert disturbance.calibrator("cpu") is calibrator, "one for a process"
@@ -101,18 +92,6 @@ def test_what_is_slow_is_marked_by_what_was_usual(monkeypatch, times, runs, mark
     monkeypatch.setattr(disturbance, "calibrator", lambda _: calibrator)
     monkeypatch.setattr(disturbance, "cpu_times", lambda: None)
     assert [Watch("cpu").stop().disturbed for _ in range(runs)][-len(marks) :] == marks
-
-
-@pytest.mark.parametrize("mib", [None, 16.0, 260.0])
-def test_what_is_copied_is_beyond_the_cache(mib, monkeypatch):
-    monkeypatch.setattr(disturbance, "l3_mib", lambda: mib)
-    monkeypatch.setattr(disturbance, "_COPY_MIB", 1)
-    calibrator, copied = disturbance.Calibrator("cpu"), []
-    for _ in range(10_000):
-        copied.append(calibrator._copy().data_ptr())
-        if copied[-1] == copied[0] and len(copied) > 1:
-            break
-    assert len(copied) - 1 >= 2 * (mib or 4), "read before it comes again, and as many written"
 
 
 def repeats(*medians, metric="latency"):

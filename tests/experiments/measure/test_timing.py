@@ -69,9 +69,3 @@ def test_the_caches_are_emptied_before_every_call_or_once_a_round_for_systems_ap
     calls = {name: [lambda name=name: seen.append(name)] for name in "ab"}
     time_side_by_side(calls, protocol(repeats=3, warmup=0), apart)
     assert "".join(seen) == order
-
-
-@pytest.mark.parametrize("calls", [{}, {"a": []}], ids=["no-system", "no-call"])
-def test_nothing_to_time_is_refused(calls):
-    with pytest.raises(ValueError, match="at least one"):
-        time_side_by_side(calls, protocol())

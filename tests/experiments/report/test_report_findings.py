@@ -10,7 +10,7 @@ from experiments.harness.counted import frame_of
 from experiments.measure.records import Row, write_rows
 from experiments.report.findings import Sought, find, sought
 from experiments.report.machines import machine_of
-from experiments.report.results import serving_tables, write_results
+from experiments.report.results import write_results
 from tests.experiments.report.report_rows import PAPER, decode_rows
 
 ABOUT = {"figure": "ext fp8", "panel": "Distinct, rank 16", "model": "", "hardware": "h200", "seq_len": None}
@@ -81,16 +81,3 @@ def test_results_are_written_from_rows_and_name_what_has_none(tmp_path):
     (missing,) = (line for line in text.splitlines() if line.startswith("* Not measured on this machine: "))
     assert "`ext_moe`" in missing
     assert "`ext_fp8`" not in missing
-
-
-def test_throughput_stands_beside_the_papers(tmp_path):
-    about = {**ABOUT, "figure": "11", "panel": "7B Model", "model": "llama2-7b", "metric": "throughput", "rank": None}
-    about |= {"unit": "token/s", "statistic": "value"}
-    rows = [Row(system=system, workload="Distinct", batch_size=32, value=value, **about)
-            for system, value in (("punica", 4185.4), ("hf_peft_mixed", 11.56))]  # fmt: skip
-    write_rows(tmp_path / "fig11_textgen.csv", rows)
-    ((title, (head, lines)),) = serving_tables(machine_of(tmp_path, tmp_path, PAPER))
-    assert title.startswith("Figure 11: token/s of llama2-7b")
-    assert head[:2] == ("system", "Distinct")
-    assert [line[:2] for line in lines] == [["punica", "4,185 (1,054)"], ["hf_peft_mixed", "11.56"]]
-    assert lines[0][2] == "- (1,064)"

@@ -15,8 +15,7 @@ from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
 from experiments.measure.records import write_rows
 from experiments.report.machines import machine_of
-from experiments.report.major import HOLD, MAJOR, PART, WIDTH, Major, ending, in_order
-from experiments.report.reproducing import claims_in, gpu_cost, gpu_sets, minutes, write_reproducing
+from experiments.report.major import HOLD, MAJOR, PART, Major, ending, in_order
 from experiments.report.results import notes
 from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, operator_rows, write_report
 
@@ -106,15 +105,6 @@ def here(tmp_path_factory):
     return machine_of(folder, folder, PAPER, "cpu")
 
 
-@pytest.mark.parametrize("word", [REPRODUCED, SHAPE, NOISE, DIFFERS, NOT_TESTABLE, NOT_MEASURED])
-def test_the_end_fits_in_half_a_screen_whatever_the_verdicts(here, word):
-    verdicts = [replace(one, verdict=word, why="because " * 30) for one in here.verdicts]
-    lines = ending(replace(here, verdicts=verdicts), FILES)
-    assert len(lines) <= 20  # with four lines of what was measured, 24
-    assert max(map(len, lines)) <= WIDTH
-    assert all(any(id in line for line in lines) for one in MAJOR for id in (one.claims[0], one.claims[-1]))
-
-
 def test_a_claim_is_under_its_outcome_with_the_reason_of_a_cpu(here):
     words = {"C01": DIFFERS, "C24": REPRODUCED}
     verdicts = [replace(one, verdict=words.get(one.id, NOT_MEASURED)) for one in here.verdicts]
@@ -147,27 +137,3 @@ def test_major_claims_come_first_and_each_claim_once(here):
 
 
 # REPRODUCING.md
-
-
-def lines_of(machine, tmp_path):
-    text = write_reproducing([machine], PAPER, tmp_path / "REPRODUCING.md").read_text(encoding="utf-8")
-    claims = {line.split()[1]: line for line in text.splitlines() if re.match(r"\| C\d", line)}
-    assert claims.keys() == by_id(machine).keys()
-    return claims, text
-
-
-def test_a_claim_has_its_command_minutes_hours_range_and_verdict(here, tmp_path):
-    claims, text = lines_of(here, tmp_path)
-    about = f"| fig01_batching | `make figure FIG=fig01` | {minutes('fig01_batching', 'laptop'):g} | - |"
-    assert about in claims["C01"]
-    assert claims["C01"].endswith(" | 90 GB | 0.1 MB | reproduced‡; ratio 0.8 to 1.8 |")
-    assert claims["C26"].endswith("| not measured here |")
-    assert f"| `make figure FIG=sec6` | {minutes('sec6_norm', 'laptop'):g} (laptop) |" in text
-
-
-def test_gpu_hours_are_those_of_the_sets_that_decide_a_claim():
-    assert claims_in("C14, C51-C52") == {"C14", "C51", "C52"}
-    one, both = gpu_cost(["C38"])[0], gpu_cost(["C38", "C42"])[0]
-    assert 0 < one < both < sum(gpu_sets()["hours"])
-    assert gpu_cost(["C38"])[1] == "2 x 130 GB"
-    assert gpu_cost(["C99"]) == (0.0, "-")

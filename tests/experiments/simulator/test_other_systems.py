@@ -80,19 +80,6 @@ def test_llm_d_opens_a_second_home_when_the_first_is_saturated_but_no_third() ->
     assert world.ask(2) in "ab"
 
 
-def test_llm_d_opens_a_home_where_the_host_has_a_copy() -> None:
-    world = World("llm_d", "abc", batch=32, slots=1)
-    world.put("a", 1)
-    world.load()
-    world.finish()
-    world.put("a", 3)  # the only slot: adapter 1 is left in host memory
-    world.load()
-    world.finish()
-    assert not world.policy.gpus["a"].residency.in_slot(1)
-    world.put("b", 1, count=9)
-    assert world.ask(1) == "a"
-
-
 # Dynamo
 
 
@@ -102,18 +89,6 @@ def test_dynamo_sends_a_rare_adapter_to_the_same_gpu_whatever_its_load() -> None
     world.finish()
     world.put(home, 3, count=30)
     assert world.ask(7) == home
-
-
-def test_dynamo_moves_no_other_adapter_when_a_gpu_leaves() -> None:
-    world = World("dynamo", "abcdefgh", slots=1, batch=100)
-    homes = {adapter: world.ask(adapter) for adapter in range(1, 60)}
-    assert len(set(homes.values())) == 8
-    world.finish()
-    world.policy.remove_gpu("c")
-    again = {adapter: world.ask(adapter) for adapter in homes}
-    assert {adapter for adapter in homes if homes[adapter] != again[adapter]} == {
-        adapter for adapter, home in homes.items() if home == "c"
-    }
 
 
 def test_dynamo_grows_a_set_with_the_load_and_shrinks_it_late() -> None:
@@ -162,17 +137,6 @@ def test_loraserve_gives_each_gpu_similar_ranks_and_an_equal_part_of_the_demand(
     for part, rank in zip(found.values(), (8, 16, 32, 64), strict=True):
         assert len(part) == pytest.approx(len(asked) / 6, rel=0.25)
         assert Counter(part)[rank] > 0.6 * len(part)
-
-
-def test_loraserve_shares_an_adapter_that_is_all_the_demand_and_sends_a_new_one_where_its_rank_belongs() -> None:
-    world = World("loraserve", "abcd", batch=200)
-    world.ask(1, count=LoRAServe.EPOCH)
-    placed = Counter(world.ask(1, count=40))
-    assert sorted(placed.values()) == [10, 10, 10, 10]
-    world = World("loraserve", "ab", batch=500)
-    for adapter, rank in ((1, 8), (2, 64)) * LoRAServe.EPOCH:
-        world.ask(adapter, rank=rank)
-    assert (world.ask(3, rank=4), world.ask(4, rank=128)) == ("a", "b")
 
 
 # Chameleon
@@ -258,19 +222,3 @@ def test_every_request_is_served_once_with_few_pages_and_adapters_that_load_and_
             assert min(first.evictions, first.longest_queue) > 0
         else:
             assert first.loads_from_disk >= len(set(asked.adapters.tolist()))
-
-
-def test_rules_that_know_where_adapters_are_load_fewer_than_those_that_spread_blindly() -> None:
-    asked, memory = zipf_trace(600, 12.0, 100, "Uniform"), ResidencyConfig(8, LOADS, host_adapters=8)
-    loads = {}
-    for rule in ("least_loaded", "round_robin", "llm_d", "dynamo", "ray_serve"):
-        result = simulate(asked, four_gpus(rule, 400), STEPS, adapters=memory)
-        loads[rule] = result.loads_from_host + result.loads_from_disk
-    blind = min(loads.pop(rule) for rule in ("least_loaded", "round_robin"))
-    assert max(loads.values()) < 0.75 * blind
-
-
-def test_a_rule_without_an_attribute_is_refused(monkeypatch) -> None:
-    monkeypatch.setitem(SCHEDULING_RULES._entries, "half", type("Half", (), {"prefills_per_step": 1}))
-    with pytest.raises(TypeError, match="scheduling rule half has no spare_pages"):
-        ClusterPolicy("half")

@@ -121,27 +121,3 @@ def test_a_step_reads_the_ranks_of_those_that_joined(padded, both):
     # 1 of rank 2 is loaded at 1; its first step takes 3, and 2 of rank 6 waits for its load, from 1 to 3, and the step
     result = served([1, 2], [0.0, 0.0], [2, 1], ranks=[2, 6], cost=cost, padded=padded)
     assert result.first_token_s.tolist() == [4.0, 4.0 + 1 + both]
-
-
-def test_loads_that_take_no_time_delay_no_request():
-    count = 40
-    lengths = RequestLengths(np.full(count, 3), np.arange(count) % 7 + 1)
-    asked = Trace(np.arange(count) / 3, lengths, np.arange(count) % 5, np.arange(count) % 5)
-    results = []
-    for adapters in (None, ResidencyConfig(4, LoadCost("none", 0, 0, 0, 0), 4)):
-        policy = ClusterPolicy(max_batch_size=4)
-        policy.add_gpu("gpu", 1000)
-        results.append(simulate(asked, policy, SECOND, adapters=adapters))
-    assert results[0].finish_s.tolist() == results[1].finish_s.tolist()
-    assert results[0].loads_from_disk == results[1].load_wait_s == 0 < results[1].loads_from_disk
-
-
-def test_fewer_slots_than_a_batch_and_less_host_memory_than_slots_are_refused():
-    policy = ClusterPolicy(max_batch_size=4)
-    policy.add_gpu("gpu", 9)
-    nothing = np.zeros(0, dtype=np.int64)
-    asked = Trace(np.zeros(0), RequestLengths(nothing, nothing), nothing, nothing)
-    with pytest.raises(ValueError, match="num_slots is 3 for batches of 4"):
-        simulate(asked, policy, SECOND, adapters=ResidencyConfig(3, LOADS))
-    with pytest.raises(ValueError, match="host_adapters is 1, must be >= 2"):
-        ResidencyConfig(2, LOADS, 1)

@@ -118,28 +118,3 @@ def test_another_seed_gives_another_result_and_punica_consolidates_where_least_l
     shares = [one.seconds_by_batch[24:].sum() / one.seconds_by_batch.sum() for one in (punica, spread)]
     assert shares[0] > shares[1]
     assert punica.seconds_by_batch.sum() < spread.seconds_by_batch.sum()
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        (([1.0, 0.0], [1, 1], [1, 1]), "arrivals must ascend"),
-        (([float("nan")], [1], [1]), "arrivals must ascend"),
-        (([-1.0], [1], [1]), "arrivals must ascend"),
-        (([1.0], [1, 1], [1, 1]), "one arrival, length, adapter and rank per request"),
-        (([0.0, 0.0], [1, 1], [1, 1], [1, 1], [1, 8]), "adapter 1 has two ranks"),
-        (([0.0], [1], [1], [1], [-1]), "start at 0"),
-    ],
-)
-def test_a_trace_of_another_form_is_refused(asked, words):
-    with pytest.raises(ValueError, match=words):
-        trace(*asked)
-
-
-def test_policies_and_cost_models_that_cannot_serve_are_refused():
-    with pytest.raises(ValueError, match="the policy has 0 GPUs"):
-        simulate(trace([0.0], [1], [1]), ClusterPolicy(), A100)
-    with pytest.raises(ValueError, match="the largest GPU holds 32"):
-        simulate(trace([0.0], [30], [4]), cluster(1, 2), A100)
-    with pytest.raises(RuntimeError, match="'nothing' gives a step"):
-        simulate(trace([0.0], [1], [1]), cluster(1), StepCost("nothing", 0, 0, 0, 0, 0))

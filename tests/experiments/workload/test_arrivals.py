@@ -49,18 +49,3 @@ def test_thinning_follows_the_profile():
     counts = np.histogram(profile_arrivals(wave, 20.0, 1000.0, seed=5), bins=10, range=(0, 1000))[0]
     fine = wave(np.arange(1000) + 0.5).reshape(10, 100).sum(axis=1)
     assert np.abs(counts - fine).max() < 4.5 * np.sqrt(fine.max())
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: poisson_arrivals(0, 10, 1), "rate must be a positive number, got 0"),
-        (lambda: poisson_arrivals(1, float("inf"), 1), "duration must be a positive number"),
-        (lambda: profile_arrivals(wave, 5.0, 100.0, 1), "peak=5.0"),
-        (lambda: plotted_rate([1, 0], [1, 2]), "ascend"),
-    ],
-    ids=["rate", "duration", "above peak", "order"],
-)
-def test_bad_input(call, words):
-    with pytest.raises(ValueError, match=words):
-        call()

@@ -51,23 +51,6 @@ def test_shuffle_is_the_released_one():
     assert popularity("Uniform").requests(16, seed=1).tolist() != expected.tolist()
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: popularity("skewed"), ValueError, "'skewed'.*Distinct, Uniform, Skewed, Identical"),
-        (lambda: adapter_shares("nothing", 8), ValueError, "'nothing'.*Distinct, Uniform"),
-        (lambda: popularity("Uniform").group_sizes(0), ValueError, "n is 0, must be >= 1"),
-        (lambda: popularity("Uniform").slots(2.5), TypeError, "float 2.5"),
-        (lambda: drawn_adapters("Zipf", 0, 5), ValueError, "adapters is 0"),
-        (lambda: drawn_adapters("Zipf", 5, 0), ValueError, "n is 0"),
-    ],
-    ids=["unknown", "unknown law", "zero", "float", "no adapters", "no requests"],
-)
-def test_bad_input(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
-
-
 # shares of a given number of adapters
 
 
