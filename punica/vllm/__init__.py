@@ -1,13 +1,13 @@
 """The contract room: everything that has vLLM's shape, and vLLM with this library's LoRA products.
 
-    wrapper.py   the wrapper's methods with tensors and adapter ids in place of weights and steps
-    experts.py   those of experts
-    indices.py   the step as index tensors
-    ops/         flat ops, which take a step's tensors, and the tuned files' look-up
-    weights.py   weights by their tensors, recognised from call to call
-    plugin.py    what replaces vLLM's operators where it is installed beside this library; ``PUNICA_VLLM=0``: nothing
+    wrapper.py   Methods with tensors and adapter ids in place of weights and steps.
+    experts.py   Those of experts.
+    indices.py   The step as index tensors.
+    ops/         Flat ops, which take a step's tensors; a configuration by name and sizes.
+    weights.py   Weights by their tensors, recognised from call to call.
+    plugin.py    Replacement of vLLM's operators where it is installed; ``PUNICA_VLLM=0`` switches it off.
 
-The rooms below call none of it by their own: a name that they offer from here is imported when it is asked for.
+Rooms below call none of it. A name that they offer from here is imported at its first use.
 """
 
 from typing import Any

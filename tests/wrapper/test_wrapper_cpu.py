@@ -261,21 +261,6 @@ def test_expand_into_columns(as_tuple: bool, add_inputs: bool, x_dtype: torch.dt
     assert torch.equal(y[:, 15:], before[:, 15:])
 
 
-def test_split_ranks_add_up_through_shrink_and_expand() -> None:
-    """A rank-sharded A: two shards shrink into halves of one intermediate, one expand finishes."""
-    a, b = weights(1, 30, 8, [9], torch.float32)
-    x, y = torch.randn(len(MIXED), 30), torch.randn(len(MIXED), 9)
-    expected = expected_linear(y, x, a, b, 0.5, MIXED)
-    wrapper = wrapper_for(MIXED)
-    halves = []
-    for shard in a[0].split(4, dim=2):
-        half = torch.zeros(1, len(MIXED), 4)
-        wrapper.add_shrink(half, x, (shard,), 0.5)
-        halves.append(half)
-    wrapper.add_expand(y, torch.cat(halves, dim=2), b, (9,))
-    assert_close(y, expected)
-
-
 # ---- add_lora_embedding and add_lora_logits
 
 

@@ -1,7 +1,7 @@
 """Triton kernels of multi-adapter LoRA. Importing this package imports Triton; `punica.ops` does so only on request.
 
 `TritonOps` takes a step (`punica.metadata.LoRABatch`) and weights as objects. The flat ops, which take the tensors of
-both (`punica.vllm.ops`), are imported when one is asked for. The kernels of the layers that adapters share are in
+both (`punica.vllm.ops`), are imported at the first use of one. The kernels of the layers that adapters share are in
 :mod:`punica.ops.triton_ops.backbone`.
 """
 

@@ -55,7 +55,7 @@ def fused_moe_lora(given: Given) -> None:
 
     Args:
         output: [T, k, W], rows without gaps.
-        qcurr_hidden_states: [T, K], or [T*k, K] with ``mul_routed_weight``; float16, bfloat16 or float32, any strides.
+        qcurr_hidden_states: [T, K], or [T*k, K] with ``mul_routed_weight``; 16 or 32 bits, any strides.
         lora_a_stacked, lora_b_stacked: n x [L, E, R, K] and n x [L, E, N, R'], contiguous, dtype of the input.
         topk_weights: [T, k] floats, factor w with ``mul_routed_weight``.
         sorted_token_ids, expert_ids, num_tokens_post_padded: of `moe_lora_align_block_size`, [L, P], [L, B], [L]; or
