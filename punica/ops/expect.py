@@ -89,18 +89,21 @@ def expect_slices(
 ) -> None:  # fmt: skip
     """Check one operand per slice, of one dtype and device; ``count``: number of slices of the weights."""
     check_list(name, tensors, count)
-    first = None
     for i, tensor in enumerate(tensors):
-        if i and isinstance(tensor, Tensor) and (tensor.shape, tensor.dtype, tensor.device) == first:
-            if contiguous and not tensor.is_contiguous():
-                expect(f"{name}[{i}]", tensor, contiguous=True)
+        if i and _is_like(tensor, tensors[0]) and (tensor.is_contiguous() or not contiguous):
             continue
         expect(f"{name}[{i}]", tensor, dims, dtype=dtype, device=device, sizes=sizes, contiguous=contiguous)
-        if i == 0:
-            first, device = (tensor.shape, tensor.dtype, tensor.device), tensor.device
-        elif tensor.dtype != tensors[0].dtype:
+        if tensor.dtype != tensors[0].dtype:
             both = f"{name}[{i}] has dtype {tensor.dtype}, {name}[0] has {tensors[0].dtype}"
             raise TypeError(f"{both}: slices share one dtype")
+        device = tensor.device
+
+
+def _is_like(tensor: Any, first: Tensor) -> bool:
+    return (
+        isinstance(tensor, Tensor) and tensor.shape == first.shape and tensor.dtype == first.dtype
+        and tensor.device == first.device
+    )  # fmt: skip
 
 
 def check_list(name: str, tensors: Any, count: int | None = None) -> None:

@@ -275,8 +275,8 @@ def check_experts(
     expect("token_lora_mapping", mapping, "T", dtype=INT32, device=device, sizes=sizes, contiguous=True)
     check_enabled(given.enabled, slots)
     sizes["pairs"], sizes["of pairs"] = tokens * k, "topk_weights"
-    allowed, rows = (first.dtype,) if given.fp8 is None else ACTIVATIONS, "pairs" if switches.mul_routed_weight else "T"
-    expect("qcurr_hidden_states", given.x, f"{rows} K", dtype=allowed, device=device, sizes=sizes)
+    allowed, dims = ACTIVATIONS if given.fp8 else (first.dtype,), "pairs K" if switches.mul_routed_weight else "T K"
+    expect("qcurr_hidden_states", given.x, dims, dtype=allowed, device=device, sizes=sizes)
     _check_moe_output(given.output, slices * width, switches.offset, device, sizes)
     block_m = _check_aligned(given, block_m, sizes)
     if given.lora_ranks is not None:

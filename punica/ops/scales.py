@@ -114,20 +114,22 @@ def check_activation(
     """Check that x is what scheme and weights (one of them, or their form) say, real or FP8 with scales of k columns.
     Return the strides of ``x_scale`` along rows and groups (0: shared), None without scales.
     """
-    expect(name, x, dtype=ACTIVATIONS)
-    if x.dtype in FP8_DTYPES:
-        if weights.dtype not in FP8_DTYPES:
+    dtype, of_weights = getattr(x, "dtype", None), weights.dtype in FP8_DTYPES
+    if dtype in FP8_DTYPES:
+        if not of_weights:
             raise TypeError(f"{name} has dtype {x.dtype}, the weights are not float8: quantise both, or neither")
         if x_scale is None:
             raise ValueError(f"a_scale required for fp8 activations: {name} has dtype {x.dtype}")
         if not scheme.use_fp8_w8a8:
             raise TypeError(f"{name} has dtype {x.dtype}; float8 activations need use_fp8_w8a8=True")
         return check_row_scales(scale_name, x_scale, x.shape[-2] if x.ndim > 1 else 0, k, scheme, weights.device)
+    if of_weights:  # with others x has their dtype, which the operator checks
+        expect(name, x, dtype=ACTIVATIONS)
     if scheme.use_fp8_w8a8:
-        raise TypeError(f"{name} has dtype {x.dtype}; use_fp8_w8a8 needs float8 activations with a_scale")
+        raise TypeError(f"{name} has dtype {dtype}; use_fp8_w8a8 needs float8 activations with a_scale")
     if x_scale is not None:
         raise ValueError(
-            f"{scale_name} is given, but {name} has dtype {x.dtype}: only float8 activations have scales, leave it out"
+            f"{scale_name} is given, but {name} has dtype {dtype}: only float8 activations have scales, leave it out"
         )
     return None
 
