@@ -184,16 +184,14 @@ class Engine(Generation):
         All checks are made here, before anything changes. If the adapter's files are damaged later, before they are
         loaded, the request ends as FAILED.
 
-        Raises:
-            TypeError: not a Request; its adapter is no LoRARequest.
-            ValueError: its id is in use; a token or stop token outside the vocabulary; stop strings without a
-                tokenizer; longer than ``max_model_len`` or the whole KV cache; an adapter for an engine without LoRA;
-                an illegal adapter; generated tokens that would have ended it.
-            FileNotFoundError: its adapter is neither registered nor in a folder.
-            RuntimeError: its adapter needs a slot, and every slot is pinned for another one.
+        Raises TypeError: not a Request; its adapter is no LoRARequest. ValueError: its id is in use; a token outside
+        the vocabulary; stop strings without a tokenizer; too long; an adapter for an engine without LoRA; an illegal
+        adapter; generated tokens that would have ended it. FileNotFoundError: its adapter is neither registered nor in
+        a folder. RuntimeError: its adapter needs a slot, and every slot is pinned for another one.
         """
         self._check(request, generated)
-        self._check_folder(request)
+        if self._residency is not None:
+            self._residency.check_folder(request.adapter)
         return self._queue(request, generated)
 
     @exclusive
@@ -201,7 +199,8 @@ class Engine(Generation):
         """Queue a request as :meth:`add_request` does, but return it as FAILED if its adapter's folder is refused."""
         self._check(request, ())
         try:
-            self._check_folder(request)
+            if self._residency is not None:
+                self._residency.check_folder(request.adapter)
         except (OSError, TypeError, ValueError) as error:
             state = self._states.make(request)
             state.fail(f"{type(error).__name__}: {error}")
@@ -300,11 +299,10 @@ class Engine(Generation):
     def capture_graphs(self, prompt_tokens: int = 0) -> None:
         """Capture now, on a GPU, the CUDA graphs of all decode steps and of steps with up to ``prompt_tokens`` tokens.
 
-        Otherwise the first step of each shape captures its graph. Each costs two steps launched by the host, and the
-        compilation of new kernels. With LoRA there are up to four graphs for each of ``decode_sizes(max_batch_size)``
-        and six for each of ``prompt_sizes(prompt_tokens)`` (`punica.engine.cuda_graph`), without LoRA one and two.
-        Graphs for adapters of embedding or head are included if such an adapter is active. When memory ends, the host
-        launches the remaining shapes. All ranks must call it. TypeError, ValueError: not an integer of at least 0.
+        Otherwise the first step of each shape captures its graph: two steps launched by the host, and the compilation
+        of new kernels. With LoRA there are up to four graphs for each of ``decode_sizes(max_batch_size)`` and six for
+        each of ``prompt_sizes(prompt_tokens)``, without LoRA one and two; those for adapters of embedding or head if
+        one is active. When memory ends, the host launches the remaining shapes. All ranks must call it.
         """
         count = check_count("prompt_tokens", prompt_tokens, 0)
         if self.runner.graphs is not None:
@@ -313,10 +311,7 @@ class Engine(Generation):
 
     @exclusive
     def capture_step(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool) -> None:
-        """Capture the CUDA graph of one shape of step now, without adapters of embedding or head.
-
-        ``adapters``: distinct ones of the decode rows; ``uses_lora``: any row of the step has one.
-        """
+        """Capture the graph of one shape of step now; ``adapters``: of decode rows, ``uses_lora``: any row has one."""
         self.forget_next()
         shape = self.runner.shapes.of(prompt_rows, decode_rows, adapters, uses_lora=uses_lora, vocabulary=False)
         self.runner.capture(shape)
@@ -392,10 +387,6 @@ class Engine(Generation):
                 )
             self._residency.check(request.adapter)
         check_generated(request, generated, self.vocab_size)
-
-    def _check_folder(self, request: Request) -> None:
-        if self._residency is not None and request.adapter is not None:
-            self._residency.check_folder(request.adapter)
 
     def _queue(self, request: Request, generated: Sequence[int]) -> RequestState:
         state = self._requests[request.request_id] = self._states.make(request)

@@ -35,6 +35,12 @@ def test_an_engine_that_is_refused_changes_nothing(backbone, monkeypatch) -> Non
     assert methods(model) == {UnquantizedLinearMethod}
 
 
+def test_adapters_need_it_too(backbone) -> None:
+    config = EngineConfig(max_batch_size=2, max_model_len=64, batch_invariant=True)
+    with pytest.raises(ValueError, match=r"LoRAConfig\(batch_invariant=True\)"):
+        Engine(backbone.model(), config.lora_config(16, batch_invariant=False), config)
+
+
 def test_nobody_may_be_preempted(backbone) -> None:
     config = EngineConfig(max_batch_size=2, max_model_len=64, num_blocks=7, batch_invariant=True)
     with pytest.raises(ValueError, match="needs 8 KV blocks, got 7: a request that is preempted"):

@@ -9,7 +9,6 @@ from punica.engine.attention import KVCache
 from punica.ops.quant import saturated
 from punica.scheduling import Request
 from tests.engine.test_attention import make_cache
-from tests.world import tokens_of
 
 FP8 = torch.float8_e4m3fn
 
@@ -66,13 +65,6 @@ def test_a_quarter_of_the_bytes_of_float32(backbone) -> None:
     assert {tensor.dtype for tensor in (*cache.keys, *cache.values)} == {FP8}
     assert engine.memory.kv_cache == sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
     assert 4 * engine.memory.token_bytes == wide.memory.token_bytes
-
-
-def test_from_pretrained_takes_it(backbone) -> None:
-    adapters = list(backbone.adapters.values())
-    engine = Engine.from_pretrained(backbone.folder, adapters, max_batch_size=2, fp8_kv_cache=True)
-    assert engine.config.fp8_kv_cache
-    assert len(tokens_of(engine.generate([[1, 2, 3]], backbone.adapters[2], 4))[0]) == 4
 
 
 def test_values_beyond_the_format_become_its_largest() -> None:

@@ -211,11 +211,3 @@ def test_batch_invariant_logits_are_the_same_bits_in_any_company(backbone, mixed
     for others in logits[1:]:
         assert others.keys() == logits[0].keys()
         assert [key for key, row in others.items() if not row.equal(logits[0][key])] == []
-
-
-def test_batch_invariant_needs_it_of_adapters_and_plain_layers_on_a_gpu(backbone) -> None:
-    config = EngineConfig(max_batch_size=2, max_model_len=64, batch_invariant=True)
-    with pytest.raises(ValueError, match="LoRAConfig\\(batch_invariant=True\\)"):
-        Engine(backbone.model("cuda"), config.lora_config(16, batch_invariant=False), config)
-    with pytest.raises(ValueError, match="on a GPU"):
-        Engine(backbone.model("cpu"), None, config)

@@ -130,7 +130,8 @@ def test_defaults_come_from_the_generation_config(folder, tmp_path) -> None:
 
 
 def test_dtype_and_length_as_asked(folder) -> None:
-    engine = Engine.from_pretrained(str(folder), dtype="bfloat16", max_model_len=40, num_blocks=5)
+    engine = Engine.from_pretrained(str(folder), dtype="bfloat16", max_model_len=40, num_blocks=5, fp8_kv_cache=True)
+    assert engine.config.fp8_kv_cache
     assert engine.runner.model.lm_head.weight.dtype is torch.bfloat16
     assert (engine.config.max_model_len, engine.config.num_blocks) == (40, 5)
 

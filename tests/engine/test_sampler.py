@@ -76,12 +76,6 @@ def test_distribution_is_that_of_transformers(params) -> None:
     check_distribution(params, 5_000)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS)
-def test_distribution_over_many_draws(params) -> None:
-    check_distribution(params, 40_000)
-
-
 def test_the_check_sees_a_wrong_distribution(monkeypatch) -> None:
     monkeypatch.setitem(globals(), "LOGITS", LOGITS * 1.05)
     wrong = expected(SETTINGS["plain"], [1]).numpy()
