@@ -207,8 +207,7 @@ class KernelAttention:
 def attention_for(
     cache: KVCache, max_rows: int, max_blocks: int, splits: int | None = None
 ) -> PagedAttention | KernelAttention:
-    """Return the attention for the device, dtype and head size of ``cache``; arguments as of :class:`KernelAttention`.
-    """
+    """Return the attention for device, dtype and head size of ``cache``; arguments as of :class:`KernelAttention`."""
     keys = cache.keys[0]
     if keys.is_cuda and cache.model_dtype in FLOATS and keys.shape[-1] <= MAX_HEAD_SIZE:
         return KernelAttention(cache, max_rows, max_blocks, splits)

@@ -68,9 +68,7 @@ class StepShapes:
         self._max_loras = max_loras
         self._decode_sizes, self._prompt_sizes = decode_sizes(max_batch_size), prompt_sizes(max_prompt_rows)
 
-    def of(
-        self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool, vocabulary: bool
-    ) -> GraphShape:
+    def of(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool, vocabulary: bool) -> GraphShape:
         """Return the smallest shape for a step with ``adapters`` distinct ones in decode rows.
 
         ``uses_lora``: any row has one; ``vocabulary``: any row has one for embedding or head.

@@ -264,8 +264,7 @@ class AdapterResidency:
         return any(request.reloads for request in self._users.get(adapter_id, {}).values())
 
     def _mark_reloads(self, adapter_id: int, requests: Iterable[RequestState]) -> None:
-        """Mark each waiting request whose folder differs from that of the weights before it, in memory or to be loaded.
-        """
+        """Mark each waiting request whose folder differs from that of the weights before it, loaded or not yet."""
         held = self._held(adapter_id)
         before = None if held is None else _source_of(held.request)
         for request in requests:

@@ -132,8 +132,7 @@ class TextCodec:
         return inside.removesuffix(alone) if inside.endswith(alone) else ""
 
     def leading_space(self, first: int, prompt_token_ids: Sequence[int], *, keeps_special: bool) -> str:
-        """Return the space before an output whose text begins with token ``first``: none behind a prompt without text.
-        """
+        """Return the space before an output whose text begins with ``first``: none behind a prompt without text."""
         space = self.dropped_space(first)
         if space and self.first_text(reversed(prompt_token_ids), keeps_special=keeps_special) is None:
             return ""
@@ -317,9 +316,7 @@ def text_of(
     return growing.finish()
 
 
-def bad_sequences(
-    codec: TextCodec | None, words: Sequence[str | tuple[int, ...]]
-) -> tuple[tuple[int, ...], ...]:
+def bad_sequences(codec: TextCodec | None, words: Sequence[str | tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences of bad words: of a text as it is, and after a space, as within a sentence."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:

@@ -32,8 +32,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def block_table(self, owner: Hashable) -> tuple[int, ...]:
-        """Return the blocks of an owner: token ``i`` is in ``block_table[i // block_size]``. Empty for an unknown one.
-        """
+        """Return the blocks of an owner, if any: token ``i`` is in ``block_table[i // block_size]``."""
         return tuple(self._tables.get(owner, ()))
 
     def owners(self) -> tuple[Hashable, ...]:
@@ -66,8 +65,7 @@ class BlockManager:
         self.num_free += len(table)
 
     def _next_block(self, table: list[int], needed: int) -> int:
-        """Return the block after the last one, else one in the largest gap, whose spare room its neighbour shares.
-        """
+        """Return the block after the last one, else one in the largest gap, whose spare room its neighbour shares."""
         if table and table[-1] + 1 < self.num_blocks and not self._used[table[-1] + 1]:
             return table[-1] + 1
         start, end = max((gap.span() for gap in _FREE_RUN.finditer(self._used)), key=lambda gap: gap[1] - gap[0])
