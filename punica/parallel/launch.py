@@ -200,7 +200,13 @@ def spawn_tensor_parallel(
         home = Path(folder)
         (home / "call").write_bytes(call)
         _run_ranks(home, tp_size, backend)
-        return [_result_of(home, rank, tp_size) for rank in range(tp_size)]
+        results = [home / f"result-{rank}" for rank in range(tp_size)]
+        for rank, result in enumerate(results):
+            if not result.exists():
+                raise RuntimeError(
+                    f"spawn_tensor_parallel: rank {rank} of {tp_size} ended without a result (sys.exit?)"
+                )
+        return [pickle.loads(result.read_bytes()) for result in results]
 
 
 def _run_ranks(home: Path, tp_size: int, backend: str | None) -> None:
@@ -251,10 +257,3 @@ def _rank_main(rank: int, tp_size: int, backend: str | None, threads: int, home:
             with suppress(FileExistsError):
                 os.link(note, home / FIRST_FAILURE)  # complete at once, and only for the first
             raise SystemExit(1) from None
-
-
-def _result_of(home: Path, rank: int, tp_size: int) -> Any:
-    result = home / f"result-{rank}"
-    if not result.exists():
-        raise RuntimeError(f"spawn_tensor_parallel: rank {rank} of {tp_size} ended without a result (sys.exit?)")
-    return pickle.loads(result.read_bytes())

@@ -39,7 +39,11 @@ PLAIN_TENSORS: set[type[Tensor]] = {Tensor}
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x [..., in]``, ``weight [out, in]``, ``bias [out]`` or None to ``[..., out]``; any device, any dtype."""
     if x.is_cuda and is_skinny(x, weight):
-        return _skinny(x, weight, bias)
+        from punica.ops.triton_ops.backbone import skinny_gemm  # importing punica must not need Triton
+
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        skinny_gemm(out, x, weight, bias)
+        return out
     if x.is_cpu and x.dtype == weight.dtype == torch.float32 and x.dim() > 1 and x.numel():
         rows = x.shape[0] if x.dim() == 2 else x.numel() // x.shape[-1]
         if onednn_for.several if rows > 1 else onednn_for.one:
@@ -57,14 +61,6 @@ def is_skinny(x: Tensor, weight: Tensor) -> bool:
         return False
     plain = type(x) in PLAIN_TENSORS and x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
     return plain and x.numel() > 0 and not (x.requires_grad or torch.compiler.is_compiling())
-
-
-def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    from punica.ops.triton_ops.backbone import skinny_gemm
-
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    skinny_gemm(out, x, weight, bias)
-    return out
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
