@@ -23,9 +23,9 @@ import torch
 from experiments.benches.operator_pairs import estimated, pair_plan
 from experiments.benches.operator_sets import Call, OperatorSets, check_error
 from experiments.benches.operators import begun
-from punica.ops.triton_ops import lora_linear
 from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.weights import LoRAWeights
+from punica.vllm.ops import lora_linear
 from punica.wrapper import PunicaWrapperBase, PunicaWrapperGPU
 
 TOLERANCE = 1e-3

@@ -1,7 +1,6 @@
 """The methods that layers call, on torch's and on Triton's operators."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,9 +56,12 @@ class GPUBackend(ExpertMethods):
         self.token_mapping_meta: LoRAKernelMeta = self.batch.kernel_meta
         self.prompt_mapping_meta: LoRAKernelMeta = self.batch.sampled.kernel_meta
 
-    def begin_step(self, tokens: RowGroups, sampled: RowGroups, vocab_size: int, **options: Any) -> None:
+    def begin_step(
+        self, tokens: RowGroups, sampled: RowGroups, vocab_size: int,
+        *, is_prefill: bool = False, padding_slot: int | None = None,
+    ) -> None:  # fmt: skip
         """Begin the next step; with ``debug_checks`` the values on the device are verified."""
-        super().begin_step(tokens, sampled, vocab_size, **options)
+        super().begin_step(tokens, sampled, vocab_size, is_prefill=is_prefill, padding_slot=padding_slot)
         if self._verify_indices and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             for batch in (self.batch, self.batch.sampled):
                 self._verify_indices(batch.tensors, batch.kernel_meta.active_lora_ids.shape[0] - 1)
