@@ -44,6 +44,11 @@ def test_every_pattern_is_a_partition_whose_requests_are_its_rows_shuffled(name)
         assert sorted(popularity(name).requests(n).tolist()) == slots.tolist()
 
 
+def test_zipf_is_rounded_by_largest_remainder():
+    assert popularity("Zipf").group_sizes(8) == [4, 2, 1, 1]
+    assert popularity("Zipf").group_sizes(10) == [5, 2, 1, 1, 1]
+
+
 def test_shuffle_is_the_released_one():
     expected = np.repeat(np.arange(4, dtype=np.int32), 4)
     np.random.Generator(np.random.PCG64(0xABCDABCD987)).shuffle(expected)
