@@ -47,7 +47,7 @@ class Punica:
         results = self._results(prompts, adapters, new_tokens, logprobs=0)
         return [[(token, one[token]) for token, one in zip(r.token_ids, r.logprobs, strict=True)] for r in results]
 
-    def _results(self, prompts: Any, adapters: list[int], new_tokens: list[int], **asked: int) -> list[Any]:
+    def _results(self, prompts: Any, adapters: list[int], new_tokens: list[int], **asked: Any) -> list[Any]:
         params = [self._params(max_new_tokens=n, ignore_eos=True, **asked) for n in new_tokens]
         chosen = [self._adapters[i - 1] if i else None for i in adapters]
         results = self._engine.generate(prompts, chosen, params)
@@ -87,7 +87,7 @@ class Vllm:
         answers = self._answers(prompts, adapters, new_tokens, logprobs=0)
         return [[(t, one[t].logprob) for t, one in zip(a.token_ids, a.logprobs, strict=True)] for a in answers]
 
-    def _answers(self, prompts: Any, adapters: list[int], new_tokens: list[int], **asked: int) -> list[Any]:
+    def _answers(self, prompts: Any, adapters: list[int], new_tokens: list[int], **asked: Any) -> list[Any]:
         same = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **asked}
         params = [self._params(max_tokens=n, **same) for n in new_tokens]
         given = [{"prompt_token_ids": prompt} for prompt in prompts]

@@ -90,7 +90,7 @@ def check_scales(
 ) -> None:
     """Check the scales of FP8 weights: one float32 tensor per slice, on their device, of the scheme's shape.
 
-    A 1 may follow the slots of ``weights [L, (1,) N, K]``, and stand last for ``[L, E, N, K]`` (``of_experts``).
+    A 1 may follow the slots of ``weights [L, (1,) N, K]``, and come last for ``[L, E, N, K]`` (``of_experts``).
     """
     if scales is None or (isinstance(scales, (tuple, list)) and not scales):
         missing = f"{name} is missing: weights of {weights[0].dtype} need one tensor of scales per slice"

@@ -24,7 +24,7 @@ _log = logging.getLogger("vllm.punica")
 
 
 class LayerForm(NamedTuple):
-    """What the kernels of a dense layer depend on.
+    """Sizes of a dense layer on which its kernels depend.
 
     rank: of the slots. columns: of the input. widths: of the slices of the output.
     """

@@ -1,4 +1,4 @@
-"""Slots of vLLM's dense layers, known by their address: a call then needs no look at any of their tensors.
+"""Slots of vLLM's dense layers, known by their address, so that a call passes three tensors.
 
 vLLM runs most layers of a prompt's step outside its graphs, and each call by tensors costs more time of the host than
 of the GPU. The tensors of a layer's slots, and those of a wrapper's step, are made once and stay.
