@@ -15,9 +15,9 @@ the base product (`skinny_gemm`), then rows of the shrink (`shrink`), whose many
 tiles. All stays one chain of PDL launches, where a second stream for the shrink (`punica.layers.dual_stream`) has to be
 forked and joined. Measured on an H200 with the projections, norms and activation of Llama-2 7B's layers in one graph,
 32 rows of 32 adapters. In slots of rank 16 LoRA adds 0.79 ms, with a second stream 0.93. In slots of rank 64 it adds
-3.00 and 2.77, since the product's shared memory leaves little of a multiprocessor to so much work. Between these nothing was
-measured, hence `MOST_RANKS`. One row, and two where K is a multiple of 2048, are multiplied without tensor cores
-(`choose_form`), and have a launch of their own.
+3.00 and 2.77, since the product's shared memory leaves little of a multiprocessor to so much work. Between these
+nothing was measured, hence `MOST_RANKS`. One row, and two where K is a multiple of 2048, are multiplied without tensor
+cores (`choose_form`), and have a launch of their own.
 """
 
 from collections.abc import Sequence

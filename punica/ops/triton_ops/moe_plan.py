@@ -222,14 +222,16 @@ def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switc
 def _schedules(work: Work, how: How) -> tuple[Schedule, Schedule]:
     """Return schedules of the call's numbers (the fourth, group size, is unused), of tuned files, or of the rules."""
     if how.configs is not None and not work.invariant:
-        shrink, expand = (Schedule(*numbers[:3], *numbers[4:]) for numbers in how.configs)
+        shrink, expand = [Schedule(m, n, k, warps, stages, split) for m, n, k, _, warps, stages, split in how.configs]
         return shrink, expand
-    shrink, expand = (site_config(how.site, part, work.form, how.options) for part in ("shrink", "expand"))
-    return _schedule_of(shrink) or choose_shrink(work), _schedule_of(expand) or choose_expand(work)
+    found = [_schedule_of(site_config(how.site, part, work.form, how.options)) for part in ("shrink", "expand")]
+    return found[0] or choose_shrink(work), found[1] or choose_expand(work)
 
 
 def _schedule_of(found: Config | None) -> Schedule | None:
     if found is None:
         return None
-    blocks = (found[name] for name in ("block_n", "block_k", "num_warps", "num_stages"))
-    return Schedule(0 if found["rows"] else found["block_m"], *blocks, found.get("split_k", 1), found["tiles_n"])
+    return Schedule(
+        0 if found["rows"] else found["block_m"], found["block_n"], found["block_k"], found["num_warps"],
+        found["num_stages"], found.get("split_k", 1), found["tiles_n"],
+    )  # fmt: skip
