@@ -200,48 +200,32 @@ class UnquantizedMoEMethod:
     is_monolithic = False
 
 
-@dataclass(frozen=True)
-class MoEOptions:
-    """Options of a `FusedMoE`.
+class FusedMoE(nn.Module):
+    """A mixture-of-experts layer without its router's matrix.
 
-    Attributes:
+    Args:
+        num_experts: of all ranks. top_k: experts of a token. hidden_size, intermediate_size: full sizes.
+        params_dtype: ``None`` is the default dtype.
         renormalize: the chosen probabilities sum to 1.
         use_ep: every rank holds whole experts, by ``placement``, instead of a part of each.
-        is_act_and_mul: experts have a gate. ``activation``: ``"silu"``, or ``"swigluoai"`` of gpt-oss.
+        is_act_and_mul: experts have a gate. activation: ``"silu"``, or ``"swigluoai"`` of gpt-oss.
         w13_layout: ``"concatenated"`` (gate above up) or ``"interleaved"`` (even rows gate, odd rows up).
         apply_router_weight_on_input: the input is weighted, not the output; for one expert per token.
         reduce_results: all-reduce the ranks' sums.
         tp_rank, tp_size: this rank's place; ``None`` asks the current group.
-    """
 
-    renormalize: bool = True
-    use_ep: bool = False
-    placement: str = "linear"
-    is_act_and_mul: bool = True
-    activation: str = "silu"
-    w13_layout: str = "concatenated"
-    apply_router_weight_on_input: bool = False
-    reduce_results: bool = True
-    prefix: str = ""
-    tp_rank: int | None = None
-    tp_size: int | None = None
-
-
-class FusedMoE(nn.Module):
-    """A mixture-of-experts layer without its router's matrix.
-
-    ``num_experts`` of all ranks, ``top_k`` per token, full sizes; ``params_dtype`` ``None`` is the default dtype;
-    ``options``: of `MoEOptions`. ValueError for sizes below 1 or that do not divide, or another activation or layout.
+    ValueError for sizes below 1 or that do not divide, or another activation or layout.
     """
 
     def __init__(
         self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int,
-        params_dtype: torch.dtype | None = None, **options: Any,
+        params_dtype: torch.dtype | None = None, renormalize: bool = True, use_ep: bool = False,
+        placement: str = "linear", is_act_and_mul: bool = True, activation: str = "silu",
+        w13_layout: str = "concatenated", apply_router_weight_on_input: bool = False, reduce_results: bool = True,
+        prefix: str = "", tp_rank: int | None = None, tp_size: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        chosen = MoEOptions(**options)
-        use_ep, w13_layout, on_input = chosen.use_ep, chosen.w13_layout, chosen.apply_router_weight_on_input
-        rank, size = resolve_tp(chosen.tp_rank, chosen.tp_size)
+        rank, size = resolve_tp(tp_rank, tp_size)
         check_count("num_experts", num_experts)
         check_count("hidden_size", hidden_size)
         check_count("intermediate_size", intermediate_size)
@@ -249,23 +233,23 @@ class FusedMoE(nn.Module):
             raise ValueError(f"top_k must be in [1, num_experts={num_experts}], got {top_k}")
         if w13_layout not in LAYOUTS:
             raise ValueError(f"w13_layout must be one of {list(LAYOUTS)}, got {w13_layout!r}")
-        if on_input and top_k != 1:
+        if apply_router_weight_on_input and top_k != 1:
             raise ValueError(f"apply_router_weight_on_input is for models with one expert per token, got top_k={top_k}")
-        self.prefix, self.top_k, self.renormalize = chosen.prefix, top_k, chosen.renormalize
-        self.w13_layout, self.apply_router_weight_on_input = w13_layout, on_input
-        self.intermediate_size, self.reduce_results = intermediate_size, chosen.reduce_results
-        self.local_experts = place_experts(num_experts, size if use_ep else 1, rank if use_ep else 0, chosen.placement)
+        self.prefix, self.top_k, self.renormalize = prefix, top_k, renormalize
+        self.w13_layout, self.apply_router_weight_on_input = w13_layout, apply_router_weight_on_input
+        self.intermediate_size, self.reduce_results = intermediate_size, reduce_results
+        self.local_experts = place_experts(num_experts, size if use_ep else 1, rank if use_ep else 0, placement)
         shared_out = MoEParallelConfig(ep_size=size, ep_rank=rank, use_ep=True)
         place = shared_out if use_ep else MoEParallelConfig(tp_size=size, tp_rank=rank)
         inner = intermediate_size if use_ep else divide(intermediate_size, size)
         sizes = (num_experts, len(self.local_experts), top_k, hidden_size, inner)
-        self.moe_config = MoEConfig(*sizes, chosen.is_act_and_mul, place)
+        self.moe_config = MoEConfig(*sizes, is_act_and_mul, place)
         self._ranks = size
         self._shared_experts: nn.Module | None = None
         self.is_internal_router = False
         self.quant_method = UnquantizedMoEMethod()
         dtype = params_dtype or torch.get_default_dtype()
-        self.routed_experts = RoutedExperts(self.moe_config, chosen.activation, w13_layout, dtype)
+        self.routed_experts = RoutedExperts(self.moe_config, activation, w13_layout, dtype)
         for weight in (self.routed_experts.w13_weight, self.routed_experts.w2_weight):
             weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
         everywhere = not use_ep or size == 1
