@@ -4,9 +4,9 @@ Claims: SGMV without atomic adds gives the same bits in every run and is not slo
 needs a zero-fill; keeping a row's bits whatever else is in its batch costs more. Timed: y += x A^T B^T at h1 = 4096, h2
 = 11008, rank 16, interleaved, after a check against the reference:
 
-    deterministic            the library's operator: split-K partials added in ascending order, early launch (PDL)
-    deterministic, no PDL    the same with plain launches
-    batch invariant          `batch_invariant=True`: one kernel form and one split, whatever else is in the batch
+    deterministic            the library's operator: split-K partials added in ascending order, early launch (PDL).
+    deterministic, no PDL    the same with plain launches.
+    batch invariant          `batch_invariant=True`: one kernel form and one split, whatever else is in the batch.
     atomics                  zero-fill, shrink by atomic adds (`benches.atomics`), expand, configured as ours
     atomics, finer split     the same with K split four times as often, what atomics are for
 
