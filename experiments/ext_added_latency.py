@@ -3,8 +3,8 @@
 Claim: it is small beside the projection, at every batch and popularity, and no more than the operator costs alone.
 Expected shape: Identical nearly flat, Distinct growing with the bytes of its adapters, the others between. On a CPU the
 small difference of two large times is uncertain. Timed: y = x W, alone and followed by y += x A^T B^T as a layer calls
-it. Sizes: h1 = 4096, h2 = 11008, rank 16, all popularities of a batch interleaved. The added latency is the difference of
-neighbouring samples. On a GPU both are one CUDA graph, the shrink beside the product. Cost at scale=laptop: about 25
+it. Sizes: h1 = 4096, h2 = 11008, rank 16, all popularities of a batch interleaved. The added latency is the difference
+of neighbouring samples. On a GPU both are one CUDA graph, the shrink beside the product. Cost at scale=laptop: about 25
 seconds on two cores, 1 GB.
 """
 
