@@ -2,8 +2,8 @@
 
 A range reaches twice as far as the farthest recorded repeat of the same figure, metric and clock. It is never less than
 a tenth, or a factor of 1.5 for times of a CPU. A line is one metric of one system and model in one figure, by the
-median of its ratios. Ratios, times and throughputs are on a scale of factors, a growth in percent as a ratio less 1; shares,
-correlations and differences are linear.
+median of its ratios. Ratios, times and throughputs are on a scale of factors, a growth in percent as a ratio less 1;
+shares, correlations and differences are linear.
 """
 
 import csv
