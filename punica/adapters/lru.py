@@ -53,13 +53,21 @@ class LRUCache(Generic[K, V]):
 
     def put(self, key: K, value: V, size: int = 1) -> None:
         """Enter a value as the most recently used; a full cache first evicts its oldest unpinned entries. A present key
-        gets the new value and keeps its pin. RuntimeError, and no change: all entries are pinned.
+        gets the new value and keeps its pin. RuntimeError, and no change: pinned entries leave too little room.
+        ValueError: ``size`` is above the capacity, or a present key's is another.
         """
         if key in self._entries:
+            if size != self._sizes[key]:
+                raise ValueError(f"{key!r} has size {self._sizes[key]}, got {size}; pop it first")
             old, self._entries[key] = self._entries[key], value
             self.touch(key)
             self._on_remove(key, old)
             return
+        if size > self.capacity:
+            raise ValueError(f"{key!r} has size {size}, the cache holds {self.capacity}")
+        pinned = [key for key in self._entries if key in self._pinned]
+        if sum(map(self._sizes.__getitem__, pinned)) + size > self.capacity:
+            raise RuntimeError(f"all {len(pinned)} entries are pinned: {pinned}; unpin one of them")
         while self.size + size > self.capacity:
             self.remove_oldest()
         self._entries[key], self._sizes[key] = value, size

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from punica.checks import check_count, clip
 from punica.cluster.gpu import ClusterRequest, Gpu, PlacedRequest
-from punica.cluster.placement import SCHEDULING_RULES, OpenGpus
+from punica.cluster.placement import SCHEDULING_RULES, LargestWorkingSet, OpenGpus
 from punica.cluster.quarantine import Quarantine
 
 PAGE_SIZE = 16
@@ -72,6 +72,8 @@ class ClusterPolicy:
         light_load: int | None = None,
     ) -> None:  # fmt: skip
         self.rule = SCHEDULING_RULES.get(rule)()
+        if not isinstance(self.rule, LargestWorkingSet):
+            raise TypeError(f"rule {rule!r} must be a subclass of punica.cluster.placement.LargestWorkingSet")
         is_ordered = "candidates" in vars(type(self.rule))  # a subclass may choose otherwise
         self._ordered = self.rule if is_ordered else None
         self.max_batch_size = check_count("max_batch_size", max_batch_size)

@@ -60,8 +60,10 @@ class Settings:
 def make_app(backend: Backend, settings: Settings) -> FastAPI:
     """Build the ASGI application that serves an engine, which runs from start-up to shut-down.
 
-    ValueError: the engine has no tokenizer.
+    ValueError: the engine has no tokenizer. TypeError: an engine in place of its `Backend`.
     """
+    if not isinstance(backend, Backend):
+        raise TypeError(f"backend must be a Backend, got {type(backend).__name__}; give EngineProcess(build)")
     codec = backend.facts.codec
     if codec is None:
         raise ValueError("the engine has no tokenizer, so no text to serve; add tokenizer files to the checkpoint")

@@ -39,8 +39,9 @@ _REASON_S = 0.5  # longest wait for the exit code after its connection has close
 class EngineProcess(Backend):
     """Engine in a spawned process, which ends with this one, with its ``with`` block or by :meth:`close`.
 
-    ``build`` makes the engine, in the process; it travels by pickle. Raises the errors of ``build``; RuntimeError: the
-    process ends before the engine is ready.
+    ``build`` makes the engine, in the process; it travels by pickle. A script needs ``if __name__ == "__main__":``
+    above its call, as the process imports the script. Raises the errors of ``build``; RuntimeError: the process ends
+    before the engine is ready.
     """
 
     def __init__(self, build: Callable[[], Engine]) -> None:

@@ -30,6 +30,20 @@ def test_all_pinned_changes_nothing():
     assert (cache.peek("a"), cache.pinned) == (5, {"a", "b"})
 
 
+def test_an_entry_without_room_changes_nothing():
+    cache = filled("a", "b", "c")
+    cache.pin("b")
+    cache.pin("c")
+    for size, error, words in ((4, ValueError, "size 4.* 3"), (2, RuntimeError, r"all 2 .*\['b', 'c'\]")):
+        with pytest.raises(error, match=words):
+            cache.put("d", 1, size=size)
+    with pytest.raises(ValueError, match="'a' has size 1, got 3"):
+        cache.put("a", 1, size=3)
+    assert (order(cache), cache.size) == ("abc", 3)
+    cache.put("d", 1)
+    assert order(cache) == "bcd"
+
+
 def test_callback_sees_every_entry_that_left():
     left: list[tuple[str, int, bool]] = []
     cache: LRUCache[str, int] = LRUCache(2, lambda key, value: left.append((key, value, key in cache)))
