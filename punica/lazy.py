@@ -2,7 +2,9 @@
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
@@ -19,3 +21,13 @@ def lazily(module: str, name: str, homes: Mapping[str, Sequence[str]]) -> Any:
                 vars(sys.modules[module])[name] = value
             return value
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def offer_module(path: str, get: Callable[[str], Any]) -> ModuleType:
+    """Return the module at ``path``, which offers names by ``get``; an empty one where no file makes it."""
+    if path not in sys.modules:
+        sys.modules[path] = ModuleType(path)
+        sys.modules[path].__spec__ = ModuleSpec(path, None)
+    module = sys.modules[path]
+    vars(module)["__getattr__"] = get
+    return module

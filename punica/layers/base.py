@@ -96,7 +96,8 @@ class BaseLayerWithLoRA(nn.Module):
     lora_weights: LoRAWeights
     _slots: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # the stacked buffers of A and of B, one per slice
     _live_ranks: tuple[Tensor, Tensor]  # lora_ranks as this rank's shrink and as its expand must know them
-    _inner: Any  # the wrapper's `LinearMethods`
+    _inner: Any  # `LinearMethods` of the wrapper `_inner_of`
+    _inner_of: Any = None
 
     def __init__(self, base_layer: Any, device: torch.device | None = None) -> None:
         super().__init__()
@@ -327,7 +328,7 @@ class BaseLayerWithLoRA(nn.Module):
 
     def set_mapping(self, punica_wrapper: Any) -> None:
         """Store the wrapper, shared by all layers of a model, that knows which row uses which slot."""
-        self.punica_wrapper = punica_wrapper
+        self.punica_wrapper = self._inner_of = punica_wrapper
         self._inner = wrapper.inner_form(punica_wrapper)
 
     def _ready_wrapper(self, *inputs: Tensor) -> Any:
@@ -340,6 +341,8 @@ class BaseLayerWithLoRA(nn.Module):
             )
         if self.punica_wrapper is None:
             raise RuntimeError(f"{type(self).__name__}: forward needs a PunicaWrapper; call set_mapping first")
+        if self._inner_of is not self.punica_wrapper:
+            self.set_mapping(self.punica_wrapper)  # assigned, not set
         return self.punica_wrapper
 
     @classmethod

@@ -80,17 +80,19 @@ class TorchOps:
 def _cut(y: Tensor, x: Tensor, stack: Stack, batch: LoRABatch, offset: int, x_scale: Tensor | None) -> Cut:
     """Return the products of the last such call on this step, or the operands checked and cut."""
     plan, ranks = batch.plan, None if stack.ranks is None else stack.ranks.tolist()
-    if stack.cuts_of is not plan or len(stack.cuts) >= _MOST_CUTS:
-        stack.cuts_of, stack.cuts = plan, {}
+    of, cuts = stack.cuts
+    if of is not plan or len(cuts) >= _MOST_CUTS:  # both in one assignment: threads may share a stack
+        cuts = {}
+        stack.cuts = plan, cuts
     key = (x.shape, x.dtype, x.device, y.shape, y.dtype, y.device, offset, x_scale is None)
-    known = stack.cuts.get(key)
+    known = cuts.get(key)
     if known is None or known.ranks != ranks:
         if stack.rank_dim == -2:
             check_shrink(STEP, y, x, stack.form, x_scale, WITH_DOUBLE)
         else:
             check_expand(STEP, y, x, stack.form, offset, x_scale, WITH_DOUBLE)
         batch.check_rows(y.shape[-2])
-        known = stack.cuts[key] = cut(plan, stack.tensors, stack.rank_dim, ranks, x, y)
+        known = cuts[key] = cut(plan, stack.tensors, stack.rank_dim, ranks, x, y)
     return known
 
 

@@ -110,7 +110,7 @@ class Stack:
         names: the caller's names of the operands, for messages.
 
     Attributes: ``tensors``, ``ranks``, ``scales``, ``form``; ``plans`` of the Triton operators, shared by all stacks of
-    this form; ``operands``, as kernels take them; ``cuts`` of the torch operators for the step ``cuts_of``.
+    this form; ``operands``, as kernels take them; ``cuts`` of the torch operators: a step, and the cuts for it.
 
     TypeError: dtypes. ValueError: shapes, devices, sizes.
     """
@@ -123,8 +123,7 @@ class Stack:
         self.tensors, self.ranks, self.rank_dim = tuple(tensors), ranks, rank_dim
         self.scales, self.plans = tuple(scales or ()), plans_of(self.form)
         self.operands: tuple[Tensor, ...] = ()
-        self.cuts: dict[tuple, Any] = {}
-        self.cuts_of: Any = None
+        self.cuts: tuple[Any, dict[tuple, Any]] = (None, {})
 
     @classmethod
     def of_a(cls, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Stack:

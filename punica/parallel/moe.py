@@ -193,6 +193,26 @@ class RoutedExperts(nn.Module):
             return backbone.swiglu(product.flatten(0, -2)).unflatten(0, product.shape[:-1])
         return self._activation(*halves(product, self.layout)) if self.gated else self._activation(product)
 
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, expert_map: Tensor | None, on_input: bool) -> Tensor:
+        """``x [T, H]`` to ``[T, H]``, summed over k. ``weights``, ``ids`` ``[T, k]`` of global experts."""
+        local = ids if expert_map is None else expert_map[ids].long()
+        rows = x * weights.to(x.dtype) if on_input else x
+        factors = torch.ones_like(weights) if on_input else weights
+        groups = group_pairs(local, self.config.num_local_experts, expert_map is None)
+        up = groups.multiply(rows, self.w13_weight, ids.shape[1])
+        context, assignment = self.lora_context, None
+        if context is not None:
+            assignment = context.assign(ids, weights, expert_map)
+            context.punica_wrapper.add_lora_experts(up, context.rows_of_w13(rows), context.w13, assignment)
+        inner = self.activate(up).flatten(0, 1)
+        down = groups.multiply(inner, self.w2_weight, 1)
+        if not on_input:
+            down *= factors.to(down.dtype).unsqueeze(-1)
+        if assignment is not None:
+            assignment = assignment._replace(topk_weights=factors)
+            context.punica_wrapper.add_lora_experts(down, context.as_adapters(inner), context.w2, assignment)
+        return down.sum(dim=1)
+
 
 class UnquantizedMoEMethod:
     """Products of the experts. A monolithic method (routing and all products in one kernel) could not take LoRA."""
@@ -290,24 +310,7 @@ class FusedMoE(nn.Module):
         """``x [T, H]`` and the router's ``[T, E_g]`` to ``[T, H]``, summed over k and the ranks."""
         check_last_dim(x, self.moe_config.hidden_dim, self.prefix or type(self).__name__)
         weights, ids = route(router_logits, self.top_k, self.renormalize)
-        experts, expert_map, on_input = self.routed_experts, self.expert_map, self.apply_router_weight_on_input
-        local = ids if expert_map is None else expert_map[ids].long()
-        rows = x * weights.to(x.dtype) if on_input else x
-        factors = torch.ones_like(weights) if on_input else weights
-        groups = group_pairs(local, self.moe_config.num_local_experts, expert_map is None)
-        up = groups.multiply(rows, experts.w13_weight, self.top_k)
-        context, assignment = experts.lora_context, None
-        if context is not None:
-            assignment = context.assign(ids, weights, expert_map)
-            context.punica_wrapper.add_lora_experts(up, context.rows_of_w13(rows), context.w13, assignment)
-        inner = experts.activate(up).flatten(0, 1)
-        down = groups.multiply(inner, experts.w2_weight, 1)
-        if not on_input:
-            down *= factors.to(down.dtype).unsqueeze(-1)
-        if assignment is not None:
-            assignment = assignment._replace(topk_weights=factors)
-            context.punica_wrapper.add_lora_experts(down, context.as_adapters(inner), context.w2, assignment)
-        output = down.sum(dim=1)
+        output = self.routed_experts(x, weights, ids, self.expert_map, self.apply_router_weight_on_input)
         if self.reduce_results and self._ranks > 1:
             output = tensor_model_parallel_all_reduce(output)
         return output

@@ -5,9 +5,11 @@ The process that `CompileAhead` starts for a form of layer has Triton's cache fo
 (`punica.engine.compile_ahead`). What it has not compiled in time, the engine compiles.
 """
 
+import ctypes
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,7 @@ from torch import Tensor
 from punica.engine.compile_ahead import GpuDescription, stand_in
 
 MOST_PROCESSES = 8
+_PR_SET_PDEATHSIG = 1
 _log = logging.getLogger("vllm.punica")
 
 
@@ -51,8 +54,8 @@ class CompileAhead:
     def layer(self, form: LayerForm, rows: int, counts: Sequence[int]) -> None:
         """Start to compile for a layer of a new form, steps of up to ``rows`` rows, and these numbers of adapters."""
         key = json.dumps(form)
-        if key in self.processes or len(self.processes) == MOST_PROCESSES:
-            return
+        if key in self.processes or len(self.processes) == MOST_PROCESSES or torch.cuda.current_device():
+            return  # ranks on other GPUs of a host find what the first one compiles
         from triton import knobs  # the CPU path never imports it
 
         # torch's compiler would choose another folder for the rest of the engine's process
@@ -100,6 +103,8 @@ def launch_all(form: LayerForm, rows: int, counts: Sequence[int]) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Compile for the job of the only argument, a JSON object."""
+    if sys.platform == "linux":  # ends with the thread that started it, vLLM's main one
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     job: dict[str, Any] = json.loads(arguments[0])
     stand_in(GpuDescription(**job["gpu"]))  # a launch compiles, and computes nothing
     launch_all(LayerForm(*job["form"]), job["rows"], job["counts"])

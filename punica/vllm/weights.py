@@ -58,6 +58,8 @@ def _known(groups: tuple[Group, ...], rest: tuple, make: Callable[..., T]) -> T:
                 parts.append(id(one))
                 tensors.append(one)
     try:
+        if any(t.requires_grad for t in tensors):  # aliases have no gradients
+            return make(*groups)
         layouts = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
     except (AttributeError, RuntimeError):  # not tensors, which the checks name, or without memory
         return make(*groups)

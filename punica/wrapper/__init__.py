@@ -11,15 +11,13 @@ new backend is a subclass of that whose ``_ops`` is a `punica.ops.interface.Ops`
 """
 
 import importlib.util
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from punica import wrapper
-from punica.lazy import lazily
+from punica.lazy import lazily, offer_module
 from punica.registry import Registry
 
 _CLASSES = ("PunicaWrapperABC", "PunicaWrapperBase", "PunicaWrapperCPU", "PunicaWrapperGPU")
@@ -30,8 +28,8 @@ def __getattr__(name: str) -> Any:
     return lazily(__name__, name, _HOMES)
 
 
-for _path in (f"{__name__}.{_name}" for _name in ("base", "cpu", "gpu")):  # documented paths of the classes
-    vars(sys.modules.setdefault(_path, ModuleType(_path)))["__getattr__"] = __getattr__
+for _name in ("base", "cpu", "gpu"):  # documented paths of the classes
+    vars()[_name] = offer_module(f"{__name__}.{_name}", __getattr__)
 
 BACKENDS: Registry[Callable[..., Any]] = Registry("op backend")
 

@@ -336,3 +336,19 @@ def test_loader_refuses_what_does_not_fit():
         with pytest.raises(ValueError, match=r"shape|shard_id"):
             base.weight_loader(base.routed_experts.w13_weight, weight, shard)
     assert torch.equal(base.routed_experts.w13_weight, before)
+
+
+def test_experts_of_ones_own_make_the_products():
+    layer, calls = base_layer(), []
+    layer.routed_experts.register_forward_hook(lambda *_: calls.append("hook"))
+    x, logits = torch.randn(3, HIDDEN), torch.randn(3, 5)
+    twice = layer(x, logits) * 2
+    inner = type(layer.routed_experts).forward
+
+    class Doubled(type(layer.routed_experts)):
+        def forward(self, *given):
+            return inner(self, *given) * 2
+
+    layer.routed_experts.__class__ = Doubled
+    torch.testing.assert_close(layer(x, logits), twice)
+    assert calls == ["hook"] * 2

@@ -5,11 +5,9 @@ both (`punica.vllm.ops`), are imported at the first use of one. The kernels of t
 :mod:`punica.ops.triton_ops.backbone`.
 """
 
-import sys
-from types import ModuleType
 from typing import Any
 
-from punica.lazy import lazily
+from punica.lazy import lazily, offer_module
 from punica.ops.triton_ops.configs import Options, clear_config_cache, load_lora_op_config
 from punica.ops.triton_ops.moe_align import moe_lora_align_block_size
 from punica.ops.triton_ops.quantize_rows import quantize_rows, quantized_rows
@@ -32,6 +30,5 @@ def __getattr__(name: str) -> Any:
 # documented paths of ops: `punica.ops.triton_ops.lora_shrink.lora_shrink` and so on
 for _name in ("lora_shrink", "lora_expand", "lora_linear", "lora_shrink_fp8", "lora_expand_fp8", "fused_moe_lora",
               "fused_moe_lora_fp8"):  # fmt: skip
-    _path = f"{__name__}.{_name}"
-    vars(sys.modules.setdefault(_path, ModuleType(_path)))["__getattr__"] = __getattr__
+    offer_module(f"{__name__}.{_name}", __getattr__)
     globals().pop(_name, None)  # kernels' module, bound by its import

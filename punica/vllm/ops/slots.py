@@ -50,7 +50,8 @@ class Slots:
 
     def __init__(self, layer: Any, steps: Steps) -> None:
         a, b = layer.lora_a_stacked, layer.lora_b_stacked
-        self.ranks = torch.zeros(len(a), a[0].shape[0], dtype=torch.int32, device=a[0].device)
+        # of slots that were written before: all of their width
+        self.ranks = torch.full((len(a), a[0].shape[0]), a[0].shape[-2], dtype=torch.int32, device=a[0].device)
         self.weights, self.steps = LoRAWeights.of(a, b, self.ranks), steps
         layer.set_lora, layer.reset_lora = self._setting(layer.set_lora), self._resetting(layer.reset_lora)
         layer.punica_slots = _LAYERS[a[0].data_ptr()] = self  # as long as the layer is
@@ -59,7 +60,7 @@ class Slots:
         def set_lora(index: int, lora_a: Any, lora_b: Any) -> None:
             theirs(index, lora_a, lora_b)
             given = lora_a if isinstance(lora_a, Sequence) else (lora_a,)
-            self.ranks[:, index] = max(0 if one is None else one.shape[0] for one in given)
+            self.ranks[:, index] = max(0 if one is None else one.shape[-2] for one in given)
 
         return set_lora
 
@@ -77,7 +78,9 @@ def is_known(a: Tensor) -> bool:
 
 
 def _run(output: Tensor, inputs: Tensor, lora_a: Tensor, add_inputs: bool) -> None:
-    slots = _LAYERS[lora_a.data_ptr()]
+    slots = _LAYERS.get(lora_a.data_ptr())
+    if slots is None:
+        raise RuntimeError("a compiled graph calls a LoRA layer whose set_mapping did not run; PUNICA_VLLM=0 helps")
     batch = slots.steps.batch(inputs.shape[0])
     if batch is not None:
         # into an output of its own LoRA runs on a second stream: what precedes there is no kernel to start early from

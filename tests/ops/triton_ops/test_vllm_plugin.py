@@ -154,6 +154,17 @@ def test_slots_of_a_layer_are_known_and_read_to_their_true_ranks(vllm: Vllm, dev
     assert (layer.calls, vllm.calls) == (["set"] * 4 + ["reset"], [])
 
 
+def test_slots_written_before_are_read_to_their_width(vllm: Vllm, device: str) -> None:
+    register()
+    batch = batch_of(device)
+    layer, y = vllm.layer_of(batch), batch.y.clone()
+    for wrapper in (vllm.wrapper(batch), vllm.wrapper(batch)):  # mapped again: by the last wrapper
+        layer.set_mapping(wrapper)
+    wrapper.add_lora_linear(y, batch.x, batch.a, batch.b, 1.0, WIDTHS)
+    batch.scaling = 1.0
+    assert_close(y, batch.y.cpu().double() + batch.expanded(batch.shrunk()), torch.float16, roundings=4)
+
+
 def test_slots_end_with_their_layer(vllm: Vllm, device: str) -> None:
     register()
     batch = batch_of(device)
