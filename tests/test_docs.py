@@ -36,7 +36,8 @@ LINK = re.compile(r"\]\(([^()\s]+)\)")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 REGISTRIES = (BACKENDS, WORKLOADS, ADMISSION_RULES, SCHEDULING_RULES, SYSTEMS)
 NOT_PUBLIC = {
-    "Registry": "punica.wrapper imports it to make one", "lazily": "offers names of other rooms", "offer_module": "offers paths",
+    "Registry": "punica.wrapper imports it to make one", "lazily": "offers names of other rooms",
+    "offer_module": "offers paths",
     "sgmv_": "methods of PaperOps", "bgmv_": "likewise",
 }  # fmt: skip
 
