@@ -2,7 +2,7 @@
 
 vLLM wraps all layers, then compiles its model, then captures its graphs, which need a kernel for each size of a step.
 The process that `CompileAhead` starts for a form of layer has Triton's cache folder filled by then. It uses no GPU
-(`punica.engine.compile_ahead`). What it has not compiled in time, the engine compiles.
+(`punica.ops.absent_gpu`). What it has not compiled in time, the engine compiles.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from punica.engine.compile_ahead import GpuDescription, stand_in
+from punica.ops.absent_gpu import GpuDescription, stand_in
 
 MOST_PROCESSES = 8
 _PR_SET_PDEATHSIG = 1

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from punica.engine import compile_ahead as absent_gpu
-from punica.engine.compile_ahead import AbsentTensor, GpuDescription, main, parser, stand_in
+from punica.engine.compile_ahead import main, parser
+from punica.ops import absent_gpu
+from punica.ops.absent_gpu import AbsentTensor, GpuDescription, stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = GpuDescription("an H200", 9, 0, 132, 227 << 10, 3_201_000, 6144)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from triton_batches import Batch, assert_close, assert_shrunk
 
-from punica.engine.compile_ahead import GpuDescription
+from punica.ops.absent_gpu import GpuDescription
 from punica.vllm import ahead, plugin
 from punica.vllm.ops import slots
 from punica.vllm.plugin import SWITCH, register
