@@ -17,7 +17,7 @@ from torch import Tensor
 
 from punica.ops import collectives
 from punica.ops.expect import FLOATS, INT32, Sizes, check_bool, check_columns, expect, expect_slices
-from punica.ops.quant import FP8_DTYPES, validate_scales
+from punica.ops.quant import FP8_DTYPES, WITH_FP8, validate_scales
 from punica.ops.scales import Scheme, check_activation, check_row_scales, check_scales
 
 NAIVE_SHARE = 8
@@ -275,7 +275,7 @@ def check_experts(
     expect("token_lora_mapping", mapping, "T", dtype=INT32, device=device, sizes=sizes, contiguous=True)
     check_enabled(given.enabled, slots)
     sizes["pairs"], sizes["of pairs"] = tokens * k, "topk_weights"
-    allowed = (*FLOATS, *FP8_DTYPES) if given.fp8 else (first.dtype,)
+    allowed = WITH_FP8 if given.fp8 else (first.dtype,)
     dims = "pairs K" if switches.mul_routed_weight else "T K"
     expect("qcurr_hidden_states", given.x, dims, dtype=allowed, device=device, sizes=sizes)
     _check_moe_output(given.output, slices * width, switches.offset, device, sizes)

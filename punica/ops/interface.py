@@ -13,7 +13,7 @@ from torch import Tensor
 
 from punica.metadata import LoRABatch
 from punica.ops.expect import FLOATS, Sizes, check_columns, expect, expect_slices
-from punica.ops.quant import FP8_DTYPES
+from punica.ops.quant import FP8_DTYPES, WITH_FP8
 from punica.ops.scales import check_activation
 from punica.ops.weights import Form, LoRAWeights, Names, Stack, Weights
 
@@ -159,7 +159,7 @@ def check_parts(name: str, parts: Any, weights: Weights, contiguous: bool = Fals
     """Check n low-rank operands ``[T', r]``, one per slice of the weights and all alike."""
     if not isinstance(parts, (tuple, list)):
         raise TypeError(f"{name} must be a tensor [n, T, r] or a tuple of n tensors [T, r], got {type(parts).__name__}")
-    allowed = (*FLOATS, *FP8_DTYPES) if weights.dtype.itemsize == 1 else FLOATS
+    allowed = WITH_FP8 if weights.dtype.itemsize == 1 else FLOATS
     expect_slices(
         name, parts, "T r", dtype=allowed, sizes=weights.sizes("the weights"), count=len(weights.widths),
         device=weights.device, contiguous=contiguous,

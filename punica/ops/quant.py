@@ -22,12 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from punica.ops.expect import FLOAT32, WITH_DOUBLE, expect
+from punica.ops.expect import FLOAT32, FLOATS, WITH_DOUBLE, expect
 
 E4M3 = torch.float8_e4m3fn
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The FP8 formats, and the largest finite value of each."""
 FP8_DTYPES = tuple(FP8_MAX)
+WITH_FP8 = (*FLOATS, *FP8_DTYPES)
+"""Weights and activations that kernels take."""
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(E4M3).float()
 LEAST = 1e-12
 """Assumed largest element of a unit of zeros."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from punica.ops.expect import FLOATS, INT32, WITH_DOUBLE, Sizes, expect, expect_slices
-from punica.ops.quant import FP8_DTYPES, validate_scales
+from punica.ops.quant import FP8_DTYPES, WITH_FP8, validate_scales
 from punica.ops.scales import PLAIN, Scheme, check_scales
 
 Scaled = Sequence[Tensor] | None
@@ -263,7 +263,7 @@ def weights_3d(weights: Tensor) -> Tensor:
 def check_stored(stack: Stack, name: str) -> None:
     """Check a stack for kernels: 16 or 32 bits or FP8, and memory in one order."""
     dtype = stack.form.stored.dtype
-    if dtype not in (*FLOATS, *FP8_DTYPES):
+    if dtype not in WITH_FP8:
         raise TypeError(f"{name} has dtype {dtype}, expected {' or '.join(map(str, FLOATS))}")
     if stack.form.addressable:
         return

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from punica.ops.expect import FLOATS, expect
+from punica.ops.expect import expect
 from punica.ops.interface import ALONE, Beside, Ops
-from punica.ops.quant import FP8_DTYPES
+from punica.ops.quant import WITH_FP8
 from punica.ops.weights import LoRAWeights, Stack
 from punica.wrapper.step import StepMetadata
 
@@ -89,6 +89,6 @@ def viewed_as_rows(name: str, y: torch.Tensor) -> torch.Tensor:
 
 
 def _check_rows(name: str, value: Any) -> None:
-    expect(name, value, dtype=(*FLOATS, *FP8_DTYPES))
+    expect(name, value, dtype=WITH_FP8)
     if value.ndim < 2:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, expected rows: at least 2 dimensions")

@@ -25,8 +25,8 @@ from punica.ops.interface import (
     check_shrink,
     low_rank_of,
 )
-from punica.ops.quant import FP8_DTYPES
-from punica.ops.scales import check_activation
+from punica.ops.quant import WITH_FP8
+from punica.ops.scales import ACTIVATIONS, check_activation
 from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
 from punica.ops.triton_ops.configs import Options, choose
 from punica.ops.triton_ops.fp8_device import as_operand, check_group_k
@@ -48,8 +48,6 @@ from punica.ops.triton_ops.schedules import Problem
 from punica.ops.weights import FLAT, STEP, LoRAWeights, Names, Stack, check_stored
 
 _MOST_PLANS = 4096  # of one form of weights; a full table starts anew
-DTYPES = (*FLOATS, *FP8_DTYPES)
-"""Activations that kernels take."""
 
 
 class TritonOps:
@@ -172,7 +170,7 @@ class TritonOps:
     ) -> KernelPlan | None:
         names, form, stored = _names(batch), a.form, a.form.stored
         check_stored(a, names.a)
-        expect(names.input, x, dtype=DTYPES)
+        expect(names.input, x, dtype=WITH_FP8)
         x_strides = check_shrink(names, y, x, form, x_scale, FLOATS)
         check_group_k(form.scheme, stored.widths[0])
         tokens, k = x.shape
@@ -191,7 +189,7 @@ class TritonOps:
     ) -> KernelPlan | None:
         names, form, stored, (offset_start, add_inputs) = _names(batch), b.form, b.form.stored, where
         check_stored(b, names.b)
-        expect(names.input, x, dtype=DTYPES)
+        expect(names.input, x, dtype=WITH_FP8)
         x_strides = check_expand(names, y, x, form, offset_start, x_scale, FLOATS)
         check_group_k(form.scheme, stored.rank)
         check_last_stride(names.output, y)
@@ -212,7 +210,7 @@ class TritonOps:
         check_stored(weights.a, names.a)
         check_stored(weights.b, names.b)
         a = form.stored
-        expect(names.input, x, dtype=DTYPES)
+        expect(names.input, x, dtype=WITH_FP8)
         check_activation(names.input, x, None, a.widths[0], form.scheme, a)
         check_input(names, x, a)
         check_output(names, y, b, 0)
@@ -270,7 +268,7 @@ def _call(x: Tensor, y: Tensor, batch: Batch, scale: float = 1.0) -> tuple:
     """Return the forms of the operands and the step, which decide the plan; rows and scale are checked."""
     names = _names(batch)
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
-        expect(names.input, x, dtype=(*WITH_DOUBLE, *FP8_DTYPES))
+        expect(names.input, x, dtype=ACTIVATIONS)
         expect(names.output, y, dtype=WITH_DOUBLE)
     batch.check_rows(x.shape[-2] if x.ndim > 1 else 0)
     check_scale(names.scale, scale)
