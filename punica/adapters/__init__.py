@@ -2,8 +2,7 @@
 
     request.py    `LoRARequest`: id, name and source of an adapter; one id is one source
     source.py     `AdapterFolder`, an open weights file with a config, and `AdapterTensors` in memory
-    config.py     `adapter_config.json`: rank and scaling of every module (patterns.py: its regular expressions;
-                  blocks.py: block-diagonal factors)
+    config.py     `adapter_config.json`: rank and scaling of every module (patterns.py: its regular expressions)
     names.py      from the names of tensors to modules, and which of them are read
     read.py       `WeightsFile`: header and numbers of `adapter_model.safetensors`
     check.py      rules for dtypes, shapes and numbers

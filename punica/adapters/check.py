@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from punica.adapters.blocks import dense
 from punica.adapters.config import PEFTHelper
 from punica.adapters.names import SCALE_SUFFIX, TensorName, is_projection_name, is_scale_of_another, is_stacked_name
 from punica.checks import clip
-from punica.layers.packing import Blocks
 from punica.layers.utils import ADAPTER_DTYPES
 from punica.ops.expect import expect
 from punica.ops.quant import FP8_DTYPES, Fp8Matrix, validate_scales
@@ -42,7 +40,6 @@ class ModuleEntry(NamedTuple):
     rank: int
     lora_alpha: float
     scaling: float
-    blocks: Blocks
     is_stacked: bool
 
 
@@ -67,17 +64,14 @@ def table_of_contents(
     contents = []
     for module, keys in sides.items():
         key_a, key_b, configured = keys[True], keys[False], names[keys[False]].configured
-        rank, blocks, is_stacked = peft_helper.rank_of(configured), Blocks(), is_stacked_name(module)
+        rank, is_stacked = peft_helper.rank_of(configured), is_stacked_name(module)
         a, b = tensors[key_a], tensors[key_b]
         if is_projection_name(module):
             _check_projection(module, a, b, rank)
         else:
-            if not is_stacked and "lora_embedding_" not in key_a:
-                blocks = peft_helper.blocks_of(configured)
-                a, b = dense(key_a, a, blocks.a), dense(key_b, b, blocks.b)
             check_pair(module, a, b, rank, is_stacked)
         alpha, scaling = peft_helper.alpha_of(configured), peft_helper.scaling_of(configured)
-        contents.append(ModuleEntry(module, key_a, key_b, rank, alpha, scaling, blocks, is_stacked))
+        contents.append(ModuleEntry(module, key_a, key_b, rank, alpha, scaling, is_stacked))
     return contents
 
 

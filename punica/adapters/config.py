@@ -14,12 +14,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from punica.adapters.blocks import BlockDiagonal
 from punica.adapters.names import is_stacked_name, last_component, starts_of_parts
 from punica.adapters.patterns import ModuleNames, NamePattern, UnboundedPattern, not_excluded
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
-from punica.layers.packing import Blocks
 
 CONFIG_FILE = "adapter_config.json"
 MOST_CONFIG_BYTES = 4 << 20
@@ -29,7 +27,7 @@ _EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 # Features that change a layer's result beyond `+ scaling * B A`; any truthy value is refused.
 _UNSUPPORTED = (
     "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "fan_in_fan_out", "layer_replication",
-    "alora_invocation_tokens", "use_qalora", "kasa_config", "arrow_config", "monteclora_config",
+    "alora_invocation_tokens", "use_qalora", "use_bdlora", "kasa_config", "arrow_config", "monteclora_config",
 )  # fmt: skip
 _WHOLE_MODULES = (
     ": whole modules were trained; put them into a base model of their own (PEFT's merge_and_unload and "
@@ -115,12 +113,10 @@ class PEFTHelper:
     bias: str = "none"
     peft_type: str | None = None
     init_lora_weights: bool | str = True
-    use_bdlora: Any = None
     unsupported: dict[str, Any] = field(default_factory=dict)  # features that are on
     exclude_modules: list[str] | str | None = field(default=None, compare=False)
     ensure_weight_tying: bool = field(default=False, compare=False)
     _unknown: list[str] = field(init=False, repr=False, compare=False, default_factory=list)  # features that are on
-    _blocks: BlockDiagonal | None = field(init=False, repr=False, compare=False)
     _parameters: frozenset[str] = field(init=False, repr=False, compare=False)
     _rules: dict[str, list[_Rule]] = field(init=False, repr=False, compare=False)
     # rules of rank and alpha by name in patterns, as far as resolved; None: the global value
@@ -136,7 +132,6 @@ class PEFTHelper:
             object.__setattr__(self, key, _targets(key, getattr(self, key)))
         if not self.target_modules and not self.target_parameters:
             raise ValueError("target_modules or target_parameters is required, got neither")
-        object.__setattr__(self, "_blocks", BlockDiagonal.from_config(self.use_bdlora))
         object.__setattr__(self, "_parameters", frozenset(self.target_parameters or ()))
         ranks = _compile_rules(self.rank_pattern, "rank_pattern", check_count)
         alphas = _compile_rules(self.alpha_pattern, "alpha_pattern", _check_alpha)
@@ -229,9 +224,6 @@ class PEFTHelper:
         """Return `alpha_m / r_m`, or `alpha_m / sqrt(r_m)` with `use_rslora` (rank-stabilised LoRA)."""
         rank = self.rank_of(module_name)
         return self.alpha_of(module_name) / (math.sqrt(rank) if self.use_rslora else rank)
-
-    def blocks_of(self, module_name: str) -> Blocks:
-        return Blocks() if self._blocks is None else self._blocks.of_module(module_name, self.rank_of(module_name))
 
     def validate_legal(self, lora_config: LoRAConfig, modules: Iterable[str] | None = None) -> None:
         """Refuse unsupported features, all problems in one message, and warn of :attr:`doubts`.

@@ -22,7 +22,7 @@ from punica.adapters.weights import LoRAModel, ModuleWeights, stack_experts
 from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules
 from punica.checks import clip
 from punica.layers import BaseLayerWithLoRA, FusedMoE3DWithLoRA, FusedMoEWithLoRA
-from punica.layers.packing import Blocks, LoRAFactor, Slices
+from punica.layers.packing import LoRAFactor, Slices
 from punica.layers.utils import check_has_data
 from punica.ops.quant import Fp8Matrix
 
@@ -85,13 +85,7 @@ class AdapterPacker:
                 raise ValueError(f"adapter {lora.id}, module {name!r}: B contains NaN or inf after scaling")
             if self._fp8 is not None:  # scales belong to whole rows of A and B, so later cuts find them ready
                 slices = [(self._quantised(a), self._quantised(b)) for a, b in slices]
-            slices = layer.to_slices(slices)
-            if len(weights.blocks) == len(slices):  # else blocks of a matrix that the layer splits
-                slices = [
-                    pair if blocks == Blocks() else layer.own_ranks(i, pair, blocks)
-                    for i, (pair, blocks) in enumerate(zip(slices, weights.blocks, strict=True))
-                ]
-            groups[name] = ModuleWeights(name, weights.rank, slices)
+            groups[name] = ModuleWeights(name, weights.rank, layer.to_slices(slices))
         return LoRAModel(lora.id, max(weights.rank for weights in groups.values()), groups)
 
     def _quantised(self, factor: LoRAFactor) -> LoRAFactor:
@@ -149,9 +143,8 @@ class AdapterPacker:
             except ValueError as error:
                 raise ValueError(f"adapter {lora.id}, module {name!r}: {error}") from error
         if None in own:
-            return ModuleWeights(name, rank, own[None].scaled(), blocks=own[None].blocks)
+            return ModuleWeights(name, rank, own[None].scaled())
         slices: Slices = [(None, None)] * len(parts)
-        blocks = [Blocks()] * len(parts)
         for part, weights in own.items():
             if len(weights.slices) != 1:
                 raise ValueError(
@@ -159,8 +152,7 @@ class AdapterPacker:
                     f"several under the name of the whole layer, {name!r}"
                 )
             (slices[cast(int, part)],) = weights.scaled()
-            blocks[cast(int, part)] = (*weights.blocks, Blocks())[0]
-        return ModuleWeights(name, rank, slices, blocks=blocks)
+        return ModuleWeights(name, rank, slices)
 
 
 def expert_slices(

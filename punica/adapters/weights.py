@@ -16,7 +16,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from punica.adapters.blocks import dense
 from punica.adapters.check import Factor, ModuleEntry, check_finite, check_pair, join_scales, table_of_contents
 from punica.adapters.config import PEFTHelper
 from punica.adapters.names import MoEEPSpec, NameMapper, NameRules, lora_names
@@ -25,7 +24,7 @@ from punica.adapters.request import NO_ADAPTER
 from punica.adapters.source import AdapterVersion
 from punica.checks import check_count
 from punica.layers.base import LoRAInput
-from punica.layers.packing import Blocks, LoRAFactor, Slices
+from punica.layers.packing import LoRAFactor, Slices
 from punica.ops.quant import Fp8Matrix
 
 _next_model_id = itertools.count(1)
@@ -40,7 +39,6 @@ def _side(index: int) -> property:
         values = cast(Sequence[LoRAFactor], given if weights.is_packed else [given])
         pairs = [(factor, pair[1 - index]) for factor, pair in zip(values, weights.slices, strict=True)]
         weights.slices = [pair if index == 0 else pair[::-1] for pair in pairs]
-        weights.blocks = ()  # the new matrix may be dense
 
     return property(get, put, doc=f"{'AB'[index]}; of a packed module a list with one entry per slice.")
 
@@ -56,7 +54,6 @@ class ModuleWeights:
             and `[E, out, r]`; `(None, None)` where the adapter has none.
         scaling: factor of `B A` that is not in B yet.
         lora_alpha: numerator of the scaling in the adapter's config.
-        blocks: of every slice the blocks of A and B; default: no slice is block-diagonal.
     """
 
     module_name: str
@@ -64,7 +61,6 @@ class ModuleWeights:
     slices: Slices
     scaling: float = 1
     lora_alpha: float = 1
-    blocks: Sequence[Blocks] = ()
 
     lora_a, lora_b = _side(0), _side(1)
 
@@ -288,7 +284,7 @@ class LoRAModel:
         loras = {}
         for entry in contents:
             pair = []
-            for key, blocks in ((entry.key_a, entry.blocks.a), (entry.key_b, entry.blocks.b)):
+            for key in (entry.key_a, entry.key_b):
                 read = tensors[key]
                 placed: Factor
                 if isinstance(read, Fp8Matrix) and dtype is None:
@@ -298,13 +294,11 @@ class LoRAModel:
                     placed = real.to(device=device, dtype=dtype or real.dtype)
                 if not finite or placed.dtype != read.dtype:
                     check_finite(entry.module, key == entry.key_a, placed, read)
-                pair.append(placed if blocks == 1 else dense(key, placed, blocks))
+                pair.append(placed)
             a, b = pair
             if entry.is_stacked:
                 a, b = _by_expert(a, b, entry.rank)
-            loras[entry.module] = ModuleWeights(
-                entry.module, entry.rank, [(a, b)], entry.scaling, entry.lora_alpha, [entry.blocks]
-            )
+            loras[entry.module] = ModuleWeights(entry.module, entry.rank, [(a, b)], entry.scaling, entry.lora_alpha)
         is_stacked = any(entry.is_stacked for entry in contents)
         return cls(lora_model_id, max(weights.rank for weights in loras.values()), loras, is_stacked)
 

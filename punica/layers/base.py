@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from punica import wrapper
 from punica.checks import check_count
 from punica.config import LoRAConfig
-from punica.layers.packing import Blocks, LoRAFactor, Slices
+from punica.layers.packing import LoRAFactor, Slices
 from punica.layers.utils import base_weight, check_has_data, check_lora_pair, check_slot_index
 from punica.ops.quant import Fp8Matrix
 from punica.ops.scales import PER_CHANNEL, PLAIN
@@ -263,10 +263,6 @@ class BaseLayerWithLoRA(nn.Module):
     def slice_lora_b(self, lora_b: Any) -> Any:
         """Return this rank's part of B, as :meth:`slice_lora_a`."""
         return _of_every_slice(self._slice_b, lora_b)
-
-    def own_ranks(self, i: int, pair: tuple[LoRAFactor, LoRAFactor], blocks: Blocks) -> tuple[LoRAFactor, LoRAFactor]:
-        """Cut the ranks out of block-diagonal slice ``i`` that this rank's part of it needs; here all."""
-        return pair
 
     def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
         return lora_a

@@ -18,7 +18,6 @@ from torch import Tensor
 from punica.config import LoRAConfig
 from punica.layers.base import BaseLayerWithLoRA, Shapes
 from punica.layers.dual_stream import DualStream, dual_stream_for
-from punica.layers.packing import Blocks, LoRAFactor, ranks_of_blocks
 from punica.layers.utils import (
     _not_fully_sharded_can_replace,
     as_rows,
@@ -145,9 +144,6 @@ class RowParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
 
     def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
         return lora_a.narrow(1, self.tp_rank * self.input_size, self.input_size)
-
-    def own_ranks(self, i: int, pair: tuple[LoRAFactor, LoRAFactor], blocks: Blocks) -> tuple[LoRAFactor, LoRAFactor]:
-        return ranks_of_blocks(pair, blocks.a, self.tp_rank, self.tp_size)
 
     def forward(self, input_: Tensor) -> LinearOutput:
         """``[..., in/tp]`` (``[..., in]`` unless ``input_is_parallel``) to ``[..., out]``, reduced if the base does."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from punica.layers.base import LoRAInput
 from punica.layers.base_linear import BaseLinearLayerWithLoRA
-from punica.layers.packing import Blocks, LoRAFactor, Slices, expand_groups, ranks_of_blocks
+from punica.layers.packing import LoRAFactor, Slices, expand_groups
 from punica.layers.utils import _not_fully_sharded_can_replace, is_exactly, is_kind_of, listed_groups
 from punica.ops.quant import Fp8Matrix
 from punica.parallel.group import tensor_model_parallel_all_gather
@@ -53,12 +53,6 @@ class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
         parts = lora_b.split([matrix.full for matrix in self._matrices])
         own = [matrix.rows_of(part) for matrix, part in zip(self._matrices, parts, strict=True)]
         return own[0] if len(own) == 1 else torch.cat(own)
-
-    def own_ranks(self, i: int, pair: tuple[LoRAFactor, LoRAFactor], blocks: Blocks) -> tuple[LoRAFactor, LoRAFactor]:
-        if len(self._matrices) != self.n_slices:
-            return pair
-        matrix = self._matrices[i]
-        return ranks_of_blocks(pair, blocks.b, matrix.index, matrix.full // matrix.rows)
 
     def forward(self, input_: Tensor) -> LinearOutput:
         """``[..., in] -> [..., out/tp]``, or ``[..., out]`` when the base layer gathers."""

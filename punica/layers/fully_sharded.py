@@ -29,7 +29,6 @@ from punica.layers.column_parallel_linear import (
     MergedQKVParallelLinearWithLoRA,
     QKVParallelLinearWithLoRA,
 )
-from punica.layers.packing import Blocks, LoRAFactor
 from punica.layers.utils import _fully_sharded_can_replace, as_rows, has_no_lora
 from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 
@@ -54,9 +53,6 @@ class _FullySharded(BaseLinearLayerWithLoRA):
         h, y = self._join(h if shrunk is None else shrunk), as_rows(output)
         returned = self._inner.add_expanded(y, h, self.stack_b, self._first_column())
         return (y if returned is None else returned).view(output.shape)
-
-    def own_ranks(self, i: int, pair: tuple[LoRAFactor, LoRAFactor], blocks: Blocks) -> tuple[LoRAFactor, LoRAFactor]:
-        return pair
 
     def _join(self, h: Tensor) -> Tensor:
         """Combine the ranks' intermediates to ``[n, T, R]``."""

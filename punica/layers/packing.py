@@ -1,7 +1,6 @@
 """Packed adapters: fewer (A, B) groups than slices, because the adapter was trained on some matrices fused."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -12,31 +11,6 @@ Slices = list[tuple[LoRAFactor, LoRAFactor]]
 """A ``[r, in]`` and B ``[out, r]`` of every slice, of experts ``[E, r, in]`` and ``[E, out, r]``; ``(None, None)``:
 not adapted.
 """
-
-
-class Blocks(NamedTuple):
-    """Blocks on the diagonals of the A and of the B of one pair; 1: dense."""
-
-    a: int = 1
-    b: int = 1
-
-
-def ranks_of_blocks(
-    pair: tuple[LoRAFactor, LoRAFactor], blocks: int, index: int, count: int
-) -> tuple[LoRAFactor, LoRAFactor]:
-    """Cut the ranks out of a pair that part ``index`` of ``count`` equal parts of a side needs: those of the ``blocks``
-    of that side which the part touches, since its other entries are zeros. Views where possible.
-    """
-    a, b = pair
-    if a is None or b is None or blocks == 1:
-        return pair
-    ranks = a.shape[0] // blocks
-    own = slice(index * blocks // count * ranks, -(-(index + 1) * blocks // count) * ranks)
-
-    def cut(factor: Tensor | Fp8Matrix, part: Callable[[Tensor], Tensor]) -> Tensor | Fp8Matrix:
-        return factor.cut(part) if isinstance(factor, Fp8Matrix) else part(factor)
-
-    return cut(a, lambda rows: rows[own]), cut(b, lambda columns: columns[:, own])
 
 
 def expand_groups(

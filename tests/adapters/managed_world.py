@@ -1,6 +1,5 @@
 """This library's tiny Llama of a Hugging Face folder with the manager of its adapters; without PEFT, for processes."""
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM
 from punica.ops.backbone import PackedHeads
-from punica.parallel.group import TorchDistGroup
 
 VOCAB, MAX_RANK = 67, 8
 
@@ -75,35 +73,3 @@ class Ours:
         with torch.inference_mode():
             logits = self.model.compute_logits(self.model(flat, positions, attention))
         return logits.split(attention.lengths)
-
-
-PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8]]
-
-
-def serve(rank: int, root: Path, folders: dict[str, Path]) -> dict:
-    """One batch with all adapters and one without, plain and fully sharded: logits, collectives and ranks of slots."""
-    counts: Counter[str] = Counter()
-
-    def counted(name: str) -> None:
-        run = getattr(TorchDistGroup, name)
-
-        def count(*arguments: object) -> object:
-            counts[name] += 1
-            return run(*arguments)
-
-        setattr(TorchDistGroup, name, count)
-
-    for name in ("all_reduce", "all_gather", "gather"):
-        counted(name)
-    found = {}
-    for kind in ("plain", "fully sharded"):
-        ours = Ours(root, folders, fully_sharded_loras=kind == "fully sharded")
-        ours.logits(PROMPTS, list(folders))  # loads the adapters, for which the ranks agree
-        steps = {}
-        for of, names in (("adapters", list(folders)), ("none", [None] * len(PROMPTS))):
-            counts.clear()
-            steps[of] = ours.logits(PROMPTS, names), dict(counts)
-        slots = [ours.manager.lora_index_to_id.index(request.lora_int_id) for request in ours.requests.values()]
-        ranks = {name: layer.lora_ranks[:, slots].T.tolist() for name, layer in ours.manager.modules.items()}
-        found[kind] = steps, ranks
-    return found

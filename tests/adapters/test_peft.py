@@ -105,6 +105,7 @@ def test_bad_config(changes, error, message):
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"use_qalora": True}, "use_qalora"),
+        ({"use_bdlora": {"nblocks": 4}}, "use_bdlora"),
         ({"arrow_config": {"top_k": 3}}, "arrow_config"),
         ({"monteclora_config": {"num_samples": 4}}, "monteclora_config"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
