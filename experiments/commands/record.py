@@ -1,7 +1,7 @@
 """Promote this machine's fresh rows to recorded ones: `outputs/<hardware>/rows` -> `results/<hardware>`, figures too.
 
 What readers without the hardware see must be repeatable: refused are rows of scale=smoke, rows of uncommitted code,
-unless `allow_dirty=true`, and rows whose source hash is not that of the commit they name. Samples go along.
+unless `allow_dirty=true`, and rows whose source hash is not that of the commit they name.
 
 Fresh rows replace recorded ones of the same points. Recorded points that the fresh set lacks (of another `runtime=`,
 `timer=` or `system=`) stay until their rows are deleted by hand, and the command says how many. The `.json` beside
@@ -27,7 +27,6 @@ from omegaconf import DictConfig
 from experiments.commands.batch import batch_main, each
 from experiments.harness.command import finish
 from experiments.harness.experiment import Experiment
-from experiments.harness.samples import read_samples, samples_file, write_samples
 from experiments.harness.settings import folders
 from experiments.harness.source import DATA, PACKAGES, fingerprint
 from experiments.measure.commit import ROOT, is_uncommitted
@@ -50,7 +49,7 @@ def record(cfg: DictConfig) -> int:
         rows = read_rows(source)
         refuse(rows, cfg.allow_dirty)
         refuse_other_sources(rows, experiment.name, source_hash)
-        promote(source, target, rows)
+        promote(target, rows)
         if source.with_suffix(".json").exists():
             shutil.copyfile(source.with_suffix(".json"), target.with_suffix(".json"))
         return [target, *draw(experiment, target, places.recorded_figures, places.paper)]
@@ -63,16 +62,14 @@ def record(cfg: DictConfig) -> int:
     return 1 if failures else 0
 
 
-def promote(source: Path, target: Path, rows: Sequence[Row]) -> None:
-    """Put `rows` and the samples beside `source` in the place of the same points in `target`; say which others stay."""
-    recorded, samples = RowFile(target), [path for path in map(samples_file, (target, source)) if path.exists()]
+def promote(target: Path, rows: Sequence[Row]) -> None:
+    """Put `rows` in the place of the same points in `target`; say which others stay."""
+    recorded = RowFile(target)
     recorded.replace(rows)
     fresh = {row.point for row in rows}
     if stay := {row.point: row.panel for row in recorded.rows if row.point not in fresh}:
         panels = ", ".join(dict.fromkeys(stay.values()))
         print(f"{target.stem}: {len(stay)} recorded points without fresh rows stay ({panels})", file=sys.stderr)
-    if samples:
-        write_samples(samples_file(target), recorded.rows, [line for path in samples for line in read_samples(path)])
 
 
 @contextmanager

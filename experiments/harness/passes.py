@@ -18,7 +18,6 @@ from tqdm import tqdm
 from experiments.harness.budget import SLACK, Budget, OutOfTime
 from experiments.harness.experiment import CheckFailed, Experiment
 from experiments.harness.points import Point, Reading
-from experiments.harness.samples import add_samples, tidy_samples
 from experiments.harness.schema import Config
 from experiments.harness.settings import is_read, keys_read
 from experiments.measure.disturbance import Disturbance, Watch, slow_repeats
@@ -87,7 +86,6 @@ class Passes:
                 self._say(
                     f"{outcome.left_out} measurements did not fit into its time; the same command goes on with them"
                 )
-        tidy_samples(self.rows)
         outcome.disturbed = sum(map(len, self._marked()))
 
     def _passes(self, pending: Sequence[Point]) -> Iterator[list[Group]]:
@@ -162,8 +160,6 @@ class Passes:
             for point, one in pairs
         ]
         self.rows.replace(rows)
-        found = zip(rows, (one.samples for _, one in pairs), strict=True)
-        add_samples(self.rows, [(row, samples) for row, samples in found if len(samples)])
 
     def _noise_of(self, group: Group) -> float | None:
         """`other_cpu` of the marked rows of `group`; None where a point of it has none."""

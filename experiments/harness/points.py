@@ -57,11 +57,10 @@ class Reading:
     gpu: int | None = None  # of one GPU among many
     cost_model: str = ""  # of a simulated number: what told it the time of a step
     engine: str = ""  # of a number from another process: versions and settings of the engine there
-    samples: Sequence[float] = field(default=(), compare=False, repr=False)  # of a count: what is counted
 
     def columns(self) -> dict[str, Any]:
         """The row columns that this reading decides."""
-        return {name: value for name, value in vars(self).items() if name != "samples"}
+        return dict(vars(self))
 
 
 def sampled(metric: str, samples: Sequence[float], unit: str) -> list[Reading]:
@@ -75,7 +74,7 @@ def sampled(metric: str, samples: Sequence[float], unit: str) -> list[Reading]:
     spread = {"median": median, "p10": p10, "p90": p90}
     return [
         *(Reading(metric, value, unit, statistic) for statistic, value in spread.items()),
-        Reading(metric, float(values.size), "samples", "count", samples=samples),
+        Reading(metric, float(values.size), "samples", "count"),
     ]
 
 

@@ -21,7 +21,7 @@ PACKAGES = ("experiments", "punica")
 DATA = ("paper_results", "results")
 _SHOWING = ("plots", "commands", "claims", "report", "harness.catalogue", "harness.command", "harness.source")
 ONLY_SHOW = tuple(f"experiments.{room}" for room in _SHOWING)
-ALWAYS = ("experiments.harness.passes", "experiments.harness.samples", "experiments.measure.disturbance")
+ALWAYS = ("experiments.harness.passes", "experiments.measure.disturbance")
 """Modules: what repeats, drops and marks the measurements of every figure."""
 DRAWING = {"drawn_by", "overlay", "shown"}
 """Attributes of experiments that decide a picture, and no number."""

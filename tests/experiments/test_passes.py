@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from fakes import GRID, NAME, QUIET, Fake, composed, rows_of
@@ -10,8 +9,7 @@ from fakes import GRID, NAME, QUIET, Fake, composed, rows_of
 from experiments.harness import CheckFailed, Point, Reading, sampled
 from experiments.harness.budget import Budget
 from experiments.harness.resume import run
-from experiments.harness.samples import read_samples, samples_file
-from experiments.measure.records import RowsError, read_rows
+from experiments.measure.records import read_rows
 
 BUSY, QUIETER, LOUDER = (replace(QUIET, disturbed=True, other_cpu=share) for share in (0.25, 0.1, 0.5))
 
@@ -97,25 +95,6 @@ def test_an_impossible_reading_fails_its_point_alone(tmp_path):
     outcome = run(composed(tmp_path, *GRID), Spiky(0.0))
     assert (outcome.measured, {row.batch_size for row in rows_of(tmp_path)}) == (3, {1})
     assert "latency=0.0 us of SGMV, figure 8: a measured duration must be above 0" in outcome.failed[0]
-
-
-def samples_of(outcome):
-    return read_samples(samples_file(Path(outcome.rows_file)))
-
-
-def test_raw_samples_are_kept_by_point_and_repeat_for_the_rows_that_stay(tmp_path):
-    """Of a spike that was measured again, too, and of a run with other settings."""
-    outcome = run(composed(tmp_path, *GRID), Spiky(40.0, 2.0, 2.0, 2.1))
-    lines = samples_of(outcome)
-    assert sorted(line["samples"] for line in lines) == [[2.0, 2.0]] * 5 + [[2.1, 2.1]]
-    counts = {(row.config_hash, row.repeat): row.value for row in rows_of(tmp_path, "count")}
-    assert {(line["config_hash"], line["repeat"]): len(line["samples"]) for line in lines} == counts
-    outcome = run(composed(tmp_path, *GRID, "scale.warmup=7", "scale.passes=1"), Fake())
-    assert [line["samples"] for line in samples_of(outcome)] == [[1.0, 2.0, 3.0]] * 2
-    path = samples_file(Path(outcome.rows_file))
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(RowsError, match=r"jsonl.gz is damaged .*: delete it, the rows stay"):
-        read_samples(path)
 
 
 def test_readings_have_quantiles_and_none_of_what_is_not_finite():

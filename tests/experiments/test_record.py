@@ -13,10 +13,9 @@ from experiments.commands import record_all
 from experiments.commands.record import promote, refuse, refuse_other_sources, source_hashes
 from experiments.commands.record_all import Options, left
 from experiments.harness.catalogue import RecordedSet, experiments, sets_of
-from experiments.harness.samples import add_samples, read_samples, samples_file
 from experiments.harness.settings import keys_read, refuse_unread
 from experiments.harness.source import fingerprint, tree_of
-from experiments.measure.records import Row, RowFile, RowsError, read_rows, write_rows
+from experiments.measure.records import Row, RowsError, read_rows, write_rows
 
 BASE = Row(
     figure="8", panel="Skewed", system="SGMV", workload="Skewed", model="", hardware="cpu", batch_size=1, seq_len=None,
@@ -80,17 +79,11 @@ def test_rows_are_taken_if_their_sources_are_those_of_their_commits(repository, 
             refuse_other_sources([a_row(commit=commit, source_hash="a")], script, source_hash)
 
 
-def test_fresh_points_replace_recorded_ones_with_their_samples_and_others_stay(tmp_path, capsys):
-    """Batch 1 and 2 recorded with one sample, batch 1 measured again with another."""
-    fresh, recorded = RowFile(tmp_path / "rows" / "fig08.csv"), RowFile(tmp_path / "results" / "fig08.csv")
-    for file, batches, sample in ((recorded, (1, 2), 5.0), (fresh, (1,), 6.0)):
-        rows = [a_row(batch, source_hash=f"{sample}") for batch in batches]
-        file.replace(rows)
-        add_samples(file, [(row, [sample]) for row in rows])
-    promote(fresh.path, recorded.path, fresh.rows)
-    assert {row.batch_size: row.source_hash for row in read_rows(recorded.path)} == {1: "6.0", 2: "5.0"}
-    samples = {line["batch_size"]: line["samples"] for line in read_samples(samples_file(recorded.path))}
-    assert samples == {1: [6.0], 2: [5.0]}
+def test_fresh_points_replace_recorded_ones_and_others_stay(tmp_path, capsys):
+    path = tmp_path / "results" / "fig08.csv"
+    write_rows(path, [a_row(batch, source_hash="old") for batch in (1, 2)])
+    promote(path, [a_row(1, source_hash="new")])
+    assert {row.batch_size: row.source_hash for row in read_rows(path)} == {1: "new", 2: "old"}
     assert "1 recorded points without fresh rows stay (Skewed)" in capsys.readouterr().err
 
 

@@ -33,7 +33,6 @@ FILES = {
     '    clock, overlay = "host", "grid"\n',
     "experiments/systems/table.py": "class Registry:\n    pass\n\n\nSYSTEMS = Registry()\n",
     "experiments/harness/passes.py": "def repeat():\n    return 2\n",
-    "experiments/harness/samples.py": "def keep():\n    return 1\n",
     "experiments/plots/bars.py": "WIDTH = 2\n",
     "paper_results/fig13.csv": "a\n1\n",
     "paper_results/fig01.csv": "a\n1\n",
