@@ -15,8 +15,8 @@
     wrap.py       layers of a model that can carry LoRA, and their names
     synthetic.py  random adapters
 
-An adapter takes four forms on that path: tensors (:class:`~punica.ops.quant.Fp8Matrix` in FP8), the
-:class:`ModuleWeights` of a :class:`LoRAModel`, the :class:`~punica.layers.SlotPart` of each matrix, and the image that
+An adapter takes four forms on that path: tensors, the :class:`ModuleWeights` of a :class:`LoRAModel`
+(:class:`~punica.ops.quant.Fp8Matrix` in FP8), the :class:`~punica.layers.SlotPart` of each matrix, and the image that
 the copy kernel reads. Its shapes are checked once, from the header of its file: see :class:`Certificate`.
 """
 

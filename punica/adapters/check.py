@@ -4,19 +4,15 @@ An adapter is untrusted input: all is checked before the serving process changes
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from punica.adapters.config import PEFTHelper
-from punica.adapters.names import SCALE_SUFFIX, TensorName, is_projection_name, is_scale_of_another, is_stacked_name
+from punica.adapters.names import TensorName, is_projection_name, is_stacked_name
 from punica.checks import clip
 from punica.layers.utils import ADAPTER_DTYPES
-from punica.ops.expect import expect
-from punica.ops.quant import FP8_DTYPES, Fp8Matrix, validate_scales
-
-Factor = Tensor | Fp8Matrix
 
 _RESIZED = (
     "; the vocabulary was resized for the training: serve the adapter on that model (save_pretrained after the "
@@ -29,6 +25,10 @@ _INFINITIES = {
     torch.float64: (torch.int64, "uint64", 0x7FF0 << 48, 0xFFF0 << 48),
 }
 """Integers of each dtype's size, and inf and -inf read as those."""
+
+
+def dtype_error(key: str, dtype: object) -> TypeError:
+    return TypeError(f"{key!r} has dtype {dtype}; LoRA tensors must be float16, bfloat16, float32 or float64")
 
 
 class ModuleEntry(NamedTuple):
@@ -44,13 +44,13 @@ class ModuleEntry(NamedTuple):
 
 
 def table_of_contents(
-    tensors: Mapping[str, Factor], names: Mapping[str, TensorName], peft_helper: PEFTHelper, vocab_size: int | None
+    tensors: Mapping[str, Tensor], names: Mapping[str, TensorName], peft_helper: PEFTHelper, vocab_size: int | None
 ) -> list[ModuleEntry]:
     """Check dtypes, shapes and ranks of an adapter's named tensors, all but the numbers; one entry per module. Meta
     tensors will do.
 
-    TypeError: no tensor, or its dtype is not fp16, bf16, fp32 or fp64, or FP8 without scales. ValueError: A without B,
-    an embedding of another vocabulary, or shapes and ranks that disagree.
+    TypeError: no tensor, or its dtype is not fp16, bf16, fp32 or fp64. ValueError: A without B, an embedding of another
+    vocabulary, or shapes and ranks that disagree.
     """
     sides: dict[str, dict[bool, str]] = {}
     for key, (module, is_a, _) in names.items():
@@ -77,13 +77,10 @@ def table_of_contents(
 
 def _check_tensor(key: str, tensor: object, module: str, is_a: bool, vocab_size: int | None) -> None:
     """Check type and dtype of one tensor; of an embedding or a head also the vocabulary."""
-    if not isinstance(tensor, (Tensor, Fp8Matrix)):
+    if not isinstance(tensor, Tensor):
         raise TypeError(f"{key!r} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in ADAPTER_DTYPES and not isinstance(tensor, Fp8Matrix):
-        raise TypeError(
-            f"{key!r} has dtype {tensor.dtype}; LoRA tensors must be float16, bfloat16, float32 or float64, or "
-            f"float8 with scales in {key + SCALE_SUFFIX!r}"
-        )
+    if tensor.dtype not in ADAPTER_DTYPES:
+        raise dtype_error(key, tensor.dtype)
     if vocab_size is None or tensor.ndim != 2:
         return
     if "lora_embedding_" in key:
@@ -95,7 +92,7 @@ def _check_tensor(key: str, tensor: object, module: str, is_a: bool, vocab_size:
         raise ValueError(f"{key!r}: the model's vocabulary has {vocab_size} rows, got {tensor.shape[0]}{_RESIZED}")
 
 
-def check_pair(module: str, a: Factor, b: Factor, rank: int, is_stacked: bool = False) -> None:
+def check_pair(module: str, a: Tensor, b: Tensor, rank: int, is_stacked: bool = False) -> None:
     """Check A `[rank, in]` and B `[out, rank]`, or of all experts of a layer A `[E*rank, in]` and B `[out, E*rank]`."""
     if a.ndim != 2 or b.ndim != 2:
         empty = "; the trainer saved them empty: gather its shards before (DeepSpeed ZeRO-3, FSDP)" * (0 in a.shape)
@@ -115,7 +112,7 @@ def check_pair(module: str, a: Factor, b: Factor, rank: int, is_stacked: bool = 
         raise ValueError(f"module {module!r}: tensors have rank {a.shape[0]}, the adapter's config says {rank}")
 
 
-def _check_projection(module: str, a: Factor, b: Factor, rank: int) -> None:
+def _check_projection(module: str, a: Tensor, b: Tensor, rank: int) -> None:
     """Check A `[E or 1, rank, in]` and B `[E or 1, out, rank]`."""
     shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
     if a.ndim != 3 or b.ndim != 3 or len({a.shape[0], b.shape[0]} - {1}) > 1:
@@ -127,45 +124,8 @@ def _check_projection(module: str, a: Factor, b: Factor, rank: int) -> None:
         raise ValueError(f"module {module!r}: A and B have shapes {shapes}, the adapter's config says rank {rank}")
 
 
-def join_scales(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Join FP8 tensors with their scales: ``<name>`` ``[N, K]`` float8 and ``<name>_scale``, one factor per tensor (one
-    element) or per row (``[N]`` or ``[N, 1]``).
-
-    TypeError: scales of a tensor that is not FP8. ValueError: scales of another shape, or not all finite and >= 0.
-    """
-    joined: dict[str, Any] = {}
-    for key, tensor in tensors.items():
-        if not is_scale_of_another(key, tensors):
-            scale = tensors.get(key + SCALE_SUFFIX)
-            joined[key] = tensor if scale is None else _with_scale(key, tensor, key + SCALE_SUFFIX, scale)
-    return joined
-
-
-def _with_scale(key: str, values: Any, name: str, scale: Any) -> Fp8Matrix:
-    if not isinstance(values, Tensor) or values.dtype not in FP8_DTYPES:
-        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise TypeError(f"{key!r} is {kind} and has scales in {name!r}; only float8 tensors have scales, drop them")
-    expect(repr(name), scale, dtype=ADAPTER_DTYPES)
-    rows = values.shape[0] if values.ndim else 0
-    if scale.numel() == 1:
-        scale = scale.reshape(1).expand(rows)
-    elif tuple(scale.shape) not in ((rows,), (rows, 1)):
-        raise ValueError(
-            f"{name!r} has shape {tuple(scale.shape)}; {key!r} {tuple(values.shape)} needs one scale, or one per row: "
-            f"({rows},) or ({rows}, 1). Dequantise block-wise scales first"
-        )
-    scale = scale.reshape(rows).float().contiguous()
-    if not scale.is_meta:
-        validate_scales(scale, repr(name))
-    return Fp8Matrix(values.detach(), scale)
-
-
-def check_finite(module: str, is_a: bool, placed: Factor, read: Factor) -> None:
+def check_finite(module: str, is_a: bool, placed: Tensor, read: Tensor) -> None:
     """ValueError if a matrix holds NaN or inf as `placed`; tells if the cast of the `read` one overflowed."""
-    if isinstance(placed, Fp8Matrix):  # its scales were checked; values may be NaN, and inf in e5m2
-        placed = read = placed.values.float()
-    elif isinstance(read, Fp8Matrix):
-        read = read.real()
     if all_finite(placed):
         return
     cast = placed.dtype != read.dtype and all_finite(read)

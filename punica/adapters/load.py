@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
 
-from punica.adapters.check import Factor, ModuleEntry, join_scales, table_of_contents
+from punica.adapters.check import ModuleEntry, table_of_contents
 from punica.adapters.lru import LRUCache
 from punica.adapters.names import BASE_WEIGHTS, NameRules
 from punica.adapters.pack import AdapterPacker
@@ -22,7 +23,6 @@ from punica.adapters.source import AdapterFolder, AdapterTensors, AdapterVersion
 from punica.adapters.weights import LoRAModel
 from punica.checks import clip
 from punica.config import LoRAConfig
-from punica.layers.utils import ADAPTER_DTYPES
 
 MOST_BYTES = 32 << 20
 """Headers of weights files, together, whose certificates are remembered; these take about five times as much memory."""
@@ -64,17 +64,14 @@ class AdapterLoader:
         """Read, check and pack a request's adapter. No number is read before all shapes are known to fit."""
         with loading(request), request.tensors or AdapterFolder(request.absolute_path, self._most_tensors) as source:
             certificate = self._certificate(request, source)
-            entries, contents, numbers = certificate.entries, certificate.contents, None
-            is_fp8 = any(entry.dtype not in ADAPTER_DTYPES for entry in entries.values())
-            if not is_fp8:  # which has its own scales
-                numbers = source.numbers(entries, self._dtype, {each.key_b: each.scaling for each in contents})
-                if numbers.finite:
-                    certificate = certificate._replace(contents=[each._replace(scaling=1) for each in contents])
-            if numbers is None or not numbers.finite:  # as they are, for later steps to tell which is not finite
+            entries, contents = certificate.entries, certificate.contents
+            numbers = source.numbers(entries, self._dtype, {each.key_b: each.scaling for each in contents})
+            if numbers.finite:
+                certificate = certificate._replace(contents=[each._replace(scaling=1) for each in contents])
+            else:  # as they are, for later steps to tell which is not finite
                 numbers = source.numbers(entries)
             version = source.version(numbers)
-            tensors = join_scales(numbers.tensors) if is_fp8 else numbers.tensors
-            lora = self._model(request, certificate, tensors, "cpu", numbers.finite)
+            lora = self._model(request, certificate, numbers.tensors, "cpu", numbers.finite)
             lora = self._packer.pack(lora, fits=True)
             lora.version = version
             return lora
@@ -102,11 +99,11 @@ class AdapterLoader:
         config = source.helper()
         config.refuse_illegal(self._lora_config, modules=(), tensors_decide=True)
         entries = source.entries(self._rules, request.weights_mapper)
-        names = {key: entry.name for key, entry in entries.items() if entry.name is not None}
+        names = {key: entry.name for key, entry in entries.items()}
         configured = {name.configured for name in names.values()}
         if config.rank_pattern:
             config.refuse_illegal(self._lora_config, configured, tensors_decide=True)
-        tensors = join_scales({key: entry.meta() for key, entry in entries.items()})
+        tensors = {key: entry.meta() for key, entry in entries.items()}
         contents = table_of_contents(tensors, names, config, self._vocab_size)
         doubts = config.doubts
         if not self._has_remote and (disagreement := config.disagreement(configured)):
@@ -122,7 +119,7 @@ class AdapterLoader:
         return certificate
 
     def _model(
-        self, request: LoRARequest, certificate: Certificate, tensors: Mapping[str, Factor], device: str, finite: bool
+        self, request: LoRARequest, certificate: Certificate, tensors: Mapping[str, Tensor], device: str, finite: bool
     ) -> LoRAModel:
         if not certificate.contents:  # all of it belongs to experts of other ranks
             return LoRAModel(request.lora_int_id, certificate.rank, {})

@@ -1,15 +1,13 @@
 """Names, from the tensors of a checkpoint to the modules of the model; which tensors of an adapter are read."""
 
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from punica.checks import clip
 
 PEFT_PREFIX = "base_model.model."
-SCALE_SUFFIX = "_scale"
-"""Suffix of a tensor's name in the name of its scales: ``lora_A.weight`` and ``lora_A.weight_scale``."""
 BASE_WEIGHTS = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
 """Ends of the names of base weights that PEFT saves along."""
 _NOT_READ = (*BASE_WEIGHTS, ".lora_velora_embed")  # VeLoRA's tensors are of its backward pass alone
@@ -151,11 +149,6 @@ def _remedy_of(key: str) -> str:
     )
 
 
-def is_scale_of_another(key: str, keys: Container[str]) -> bool:
-    """Tell if `key` names the scales of another tensor among `keys`."""
-    return key.endswith(SCALE_SUFFIX) and key.removesuffix(SCALE_SUFFIX) in keys
-
-
 def lora_names(
     keys: Iterable[str], weights_mapper: NameMapper | None, skip_prefixes: Sequence[str] | None
 ) -> dict[str, TensorName]:
@@ -188,14 +181,14 @@ class NameRules:
     most_tensors: int = 1 << 17
     skip_prefixes: Sequence[str] | None = None  # of modules to leave out, see `lora_names`
 
-    def wanted(self, keys: Collection[str], weights_mapper: NameMapper | None = None) -> dict[str, TensorName | None]:
-        """Check the names of an adapter's tensors; return those of the LoRA tensors that this rank reads, and `None`
-        for the scales of those in FP8. ValueError: as :func:`lora_names`; too many; all modules that are not expected.
+    def wanted(self, keys: Collection[str], weights_mapper: NameMapper | None = None) -> dict[str, TensorName]:
+        """Check the names of an adapter's tensors; return those of the LoRA tensors that this rank reads.
+
+        ValueError: as :func:`lora_names`; too many; all modules that are not expected.
         """
         if len(keys) > self.most_tensors:
             raise ValueError(f"it has {len(keys)} tensors, an adapter of this model at most {self.most_tensors}")
-        own = [key for key in keys if not is_scale_of_another(key, keys)]
-        names, expected = lora_names(own, weights_mapper, self.skip_prefixes), set(self.expected)
+        names, expected = lora_names(keys, weights_mapper, self.skip_prefixes), set(self.expected)
         modules = {name.module for name in names.values()}
         if offenders := sorted(module for module in modules if adapter_component(module) not in expected):
             endings = sorted(expected)
@@ -204,8 +197,7 @@ class NameRules:
                 f"adapter modules {clip(offenders)} are not supported by this model; expected names end in {shown}"
             )
         spec = self.moe_ep_spec
-        wanted = {key: name for key, name in names.items() if spec is None or not spec.is_remote(name.module)}
-        return {**wanted, **{key + SCALE_SUFFIX: None for key in wanted if key + SCALE_SUFFIX in keys}}
+        return {key: name for key, name in names.items() if spec is None or not spec.is_remote(name.module)}
 
 
 def advise_renames(unknown: str, names: Iterable[str], known: Collection[str]) -> str:

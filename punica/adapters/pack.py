@@ -10,13 +10,13 @@ one such pair per projection; a factor that all experts share is repeated here, 
 gate and up apart, a pair of both is split: both take its A, and each its half of B. Only this rank's experts are kept.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from punica.adapters.check import Factor, all_finite
+from punica.adapters.check import all_finite
 from punica.adapters.names import PROJECTIONS, W1, W2, W3, W13, advise_renames, sibling
 from punica.adapters.weights import LoRAModel, ModuleWeights, stack_experts
 from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules
@@ -174,9 +174,9 @@ def expert_slices(
     if not is_whole and not is_projection:
         return _per_expert(given, layer, parts)
     is_joined = isinstance(layer, FusedMoE3DWithLoRA)
-    found: dict[int | None, tuple[Factor, Factor]] = {}
+    found: dict[int | None, tuple[Tensor, Tensor]] = {}
     for part, weights in given.items():
-        ((a, b),) = cast(list[tuple[Factor, Factor]], weights.scaled())
+        ((a, b),) = cast(list[tuple[Tensor, Tensor]], weights.scaled())
         if a.ndim != 3:
             raise ValueError("weights of all experts must have a leading dimension, [E, r, in] and [E, out, r]")
         which = _projection_of(a, b, layer, found) if is_whole else part
@@ -188,9 +188,9 @@ def expert_slices(
         raise ValueError(_APART)
     if W13 in found and not is_joined:
         (a, b), is_gated = found.pop(W13), layer.moe_config.is_act_and_mul
-        found[W1] = a, _cut(b, lambda rows: rows.chunk(2, 1)[0]) if is_gated else b
+        found[W1] = a, b.chunk(2, 1)[0] if is_gated else b
         if is_gated:
-            found[W3] = a, _cut(b, lambda rows: rows.chunk(2, 1)[1])
+            found[W3] = a, b.chunk(2, 1)[1]
     slices: Slices = [found.get(part, (None, None)) for part in (W13 if is_joined else W1, W2, W3)]
     return slices[: len(layer.names)]
 
@@ -207,7 +207,7 @@ def _per_expert(given: Mapping[int | None, ModuleWeights], layer: FusedMoEWithLo
     return [w1, w2, w3 if layer.moe_config.is_act_and_mul else w1]
 
 
-def _projection_of(a: Factor, b: Factor, layer: FusedMoEWithLoRA, found: Collection[int | None]) -> int:
+def _projection_of(a: Tensor, b: Tensor, layer: FusedMoEWithLoRA, found: Collection[int | None]) -> int:
     """Tell gate-and-up from down by the sizes of a stacked pair."""
     hidden, inner = layer.hidden_size, layer.intermediate_size_per_partition * layer.tp_size
     sizes = {(hidden, 2 * inner if layer.moe_config.is_act_and_mul else inner): W13, (inner, hidden): W2}
@@ -221,22 +221,15 @@ def _projection_of(a: Factor, b: Factor, layer: FusedMoEWithLoRA, found: Collect
 
 
 def _own(
-    weights: ModuleWeights, factor: Factor, layer: FusedMoEWithLoRA, may_be_shared: bool, is_loaded: bool
-) -> Factor:
+    weights: ModuleWeights, factor: Tensor, layer: FusedMoEWithLoRA, may_be_shared: bool, is_loaded: bool
+) -> Tensor:
     """Return this rank's experts of a factor `[E, ...]`; one of all experts is repeated, as a view."""
     experts, own, every = factor.shape[0], layer.local_num_experts, layer.global_num_experts
     if may_be_shared and experts == 1:
-        return _cut(factor, lambda one: one.expand(own, -1, -1))
+        return factor.expand(own, -1, -1)
     if experts != every and (is_loaded or experts != own):
         raise ValueError(
             f"{weights.module_name!r} has {experts} experts of rank {weights.rank}, the rank in the adapter's config; "
             f"the model has {every}, this rank {own}"
         )
-    if experts == own:
-        return factor
-    mine = torch.tensor(layer.local_experts, device=factor.device)
-    return _cut(factor, lambda experts: experts[mine])
-
-
-def _cut(factor: Factor, part: Callable[[Tensor], Tensor]) -> Factor:
-    return factor.cut(part) if isinstance(factor, Fp8Matrix) else part(factor)
+    return factor if experts == own else factor[torch.tensor(layer.local_experts, device=factor.device)]

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from punica.adapters.check import all_finite
+from punica.adapters.check import all_finite, dtype_error
 from punica.adapters.config import resolve_adapter_path
 from punica.adapters.names import NameMapper, NameRules, TensorName
 from punica.checks import clip
@@ -33,23 +33,15 @@ RUN_BYTES = 4 << 20  # of neighbouring tensors that are read at once: enough to 
 RUN_TENSORS = 512  # that are read at once; a call of the system takes 1,024 pieces
 
 # Dtypes by their names in safetensors, whose own way to find the dtype reads the whole tensor.
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F4": torch.float4_e2m1fn_x2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "C64": torch.complex64,
-}  # fmt: skip
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class TensorEntry(NamedTuple):
-    """Dtype, shape and size of a tensor, where its bytes begin behind a file's header, and its name's meaning (`None`:
-    scales of another one).
-    """
+    """Dtype, shape and size of a tensor, where its bytes begin behind a file's header, and its name's meaning."""
 
     dtype: torch.dtype
     shape: torch.Size
-    name: TensorName | None
+    name: TensorName
     nbytes: int = 0
     start: int = 0
 
@@ -114,7 +106,7 @@ class WeightsFile:
     def entries(self, rules: NameRules, weights_mapper: NameMapper | None = None) -> dict[str, TensorEntry]:
         """Check the header and the names in it; return the entries of the tensors that this rank reads.
 
-        ValueError: no safetensors file, a dtype that torch lacks, or names that the rules refuse.
+        ValueError: no safetensors file, or names that the rules refuse. TypeError: a dtype that no adapter has.
         """
         with tempfile.NamedTemporaryFile() as mirror:
             mirror.write(self.header)
@@ -128,17 +120,12 @@ class WeightsFile:
             except SafetensorError as error:
                 raise ValueError(f"{str(self._file)!r} is not a valid safetensors file: {error}") from error
 
-    def _entry(self, key: str, checked: Any, name: TensorName | None) -> TensorEntry:
+    def _entry(self, key: str, checked: Any, name: TensorName) -> TensorEntry:
         """Read an entry of the checked header."""
-        dtype, shape = _DTYPES.get(checked.get_dtype()), checked.get_shape()
-        if dtype is torch.float4_e2m1fn_x2:  # two numbers to an element
-            *rows, columns = shape
-            dtype, shape = (None, shape) if columns % 2 else (dtype, [*rows, columns // 2])
-        if dtype is None or max(shape, default=0) >= 1 << 63:
-            raise self._invalid(
-                f"{clip(key)} is {checked.get_dtype()} {clip(shape)}, which torch cannot hold; save LoRA tensors as "
-                "float16, bfloat16, float32 or float8"
-            )
+        if (dtype := _DTYPES.get(checked.get_dtype())) is None:
+            raise dtype_error(key, checked.get_dtype())
+        if max(shape := checked.get_shape(), default=0) >= 1 << 63:
+            raise self._invalid(f"torch cannot hold the shape {clip(shape)} of {clip(key)}")
         start, end = self.places[key]["data_offsets"]
         return TensorEntry(dtype, torch.Size(shape), name, end - start, start)
 
@@ -161,8 +148,7 @@ class WeightsFile:
         stored = run[0][1].dtype
         groups: dict[tuple, list[tuple[str, TensorEntry]]] = {}
         for key, entry in run:  # A's apart from B's also unscaled: a B that is scaled later drops its memory
-            is_a = entry.name is not None and entry.name.is_a
-            form = (False, scalings[key], entry.shape[-1]) if key in scalings else (is_a, None, 0)
+            form = (False, scalings[key], entry.shape[-1]) if key in scalings else (entry.name.is_a, None, 0)
             groups.setdefault(form, []).append((key, entry))
         blocks: dict[tuple, Tensor] = {}
         places: dict[str, memoryview] = {}
@@ -174,7 +160,7 @@ class WeightsFile:
         self._fill([places[key] for key, _ in run], len(self.header) + run[0][1].start)
         sums = b"".join(zlib.crc32(places[key]).to_bytes(4, "big") for key, _ in run)  # against mishaps, not forgery
         tensors: dict[str, Tensor] = {}
-        finite = stored.is_floating_point and stored.itemsize > 1
+        finite = True
         for form, members in groups.items():
             block, shapes, scaling = blocks.pop(form), [entry.shape for _, entry in members], form[1]
             if dtype not in (None, stored):

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from punica.adapters.check import Factor, ModuleEntry, check_finite, check_pair, join_scales, table_of_contents
+from punica.adapters.check import ModuleEntry, check_finite, check_pair, table_of_contents
 from punica.adapters.config import PEFTHelper
 from punica.adapters.names import MoEEPSpec, NameMapper, NameRules, lora_names
 from punica.adapters.read import WeightsFile
@@ -25,7 +25,6 @@ from punica.adapters.source import AdapterVersion
 from punica.checks import check_count
 from punica.layers.base import LoRAInput
 from punica.layers.packing import LoRAFactor, Slices
-from punica.ops.quant import Fp8Matrix
 
 _next_model_id = itertools.count(1)
 
@@ -72,7 +71,7 @@ class ModuleWeights:
         return self.lora_a, self.lora_b
 
     def scaled(self) -> Slices:
-        """Return the slices with the scaling in B: in float32, rounded once, into new tensors; of FP8 the scales.
+        """Return the slices with the scaling in B: in float32, rounded once, into new tensors.
         RuntimeError: a shell of :meth:`LoRALayerWeights.from_config`.
         """
         if self.slices and self.slices[0][0] is None and not self.is_packed:
@@ -86,20 +85,18 @@ class ModuleWeights:
 
     @property
     def input_dim(self) -> int:
-        return cast(Factor, self.slices[0][0]).shape[-1]
+        return cast(Tensor, self.slices[0][0]).shape[-1]
 
     @property
     def output_dim(self) -> int:
-        return cast(Factor, self.slices[0][1]).shape[-2]
+        return cast(Tensor, self.slices[0][1]).shape[-2]
 
 
 def times(b: LoRAFactor, scaling: float) -> LoRAFactor:
     """Multiply a B in float32, rounded once."""
-    if isinstance(b, Fp8Matrix):
-        return b.scaled(scaling)
-    if b is None or b.is_meta:  # torch takes long to multiply meta tensors
+    if b is None or b.device.type == "meta":  # torch takes long to multiply meta tensors
         return b
-    return b * scaling  # torch computes products of half precision in float32
+    return cast(Tensor, b) * scaling  # torch computes products of half precision in float32
 
 
 class LoRALayerWeights(ModuleWeights):
@@ -161,8 +158,7 @@ class PackedLoRALayerWeights(ModuleWeights):
     def pack_moe(
         cls, members: Sequence[ModuleWeights | None], module_name: str, is_non_gated_moe: bool = False
     ) -> PackedLoRALayerWeights:
-        """Stack the experts of one layer: lists of three, w1, w2, w3, `A [E, r, in]` and `B [E, out, r]`; of FP8
-        matrices (all of one format) the values stay.
+        """Stack the experts of one layer: lists of three, w1, w2, w3, `A [E, r, in]` and `B [E, out, r]`.
 
         `members` are (w1, w2, w3) of every expert, one after the other, `None` where the adapter has none: zeros, or
         `None` for a projection that no expert has. Ranks are padded with zeros to a projection's largest. Without a
@@ -195,20 +191,13 @@ def stack_experts(pairs: Slices) -> tuple[LoRAFactor, LoRAFactor]:
     return _stack([a for a, _ in pairs], rank, width), _stack([b for _, b in pairs], height, rank)
 
 
-def _stack(matrices: Sequence[LoRAFactor], rows: int, cols: int) -> Factor:
+def _stack(matrices: Sequence[LoRAFactor], rows: int, cols: int) -> Tensor:
     """Place each matrix in the top-left corner of its `[rows, cols]`, with zeros around it and for `None`."""
-    present = [matrix for matrix in matrices if matrix is not None]
-    if all(isinstance(matrix, Fp8Matrix) for matrix in present) and len({matrix.dtype for matrix in present}) == 1:
-        fp8 = [matrix if isinstance(matrix, Fp8Matrix) else None for matrix in matrices]
-        values = _stack([None if one is None else one.values for one in fp8], rows, cols)
-        scales = _stack([None if one is None else one.scale[:, None] for one in fp8], rows, 1)
-        return Fp8Matrix(cast(Tensor, values), cast(Tensor, scales)[..., 0])
-    real = [matrix.real() if isinstance(matrix, Fp8Matrix) else matrix for matrix in matrices]
-    first = next(matrix for matrix in real if matrix is not None)
-    stacked = torch.zeros(len(real), rows, cols, dtype=first.dtype, device=first.device)
-    for own, matrix in zip(stacked, real, strict=True):
+    first = next(matrix for matrix in matrices if matrix is not None)
+    stacked = torch.zeros(len(matrices), rows, cols, dtype=first.dtype, device=first.device)
+    for own, matrix in zip(stacked, matrices, strict=True):
         if matrix is not None:
-            own[: matrix.shape[0], : matrix.shape[1]] = matrix
+            own[: matrix.shape[0], : matrix.shape[1]] = cast(Tensor, matrix)
     return stacked
 
 
@@ -250,16 +239,15 @@ class LoRAModel:
     def from_lora_tensors(
         cls,
         lora_model_id: int,
-        tensors: Mapping[str, Tensor | Fp8Matrix], peft_helper: PEFTHelper,
+        tensors: Mapping[str, Tensor], peft_helper: PEFTHelper,
         device: torch.device | str = "cpu", dtype: torch.dtype | None = None, model_vocab_size: int | None = None,
         weights_mapper: NameMapper | None = None, skip_prefixes: Sequence[str] | None = None,
     ) -> LoRAModel:  # fmt: skip
         """Build an adapter from PEFT-named tensors in memory.
 
         Args:
-            tensors: `{PEFT name: tensor}`; of FP8 tensors the scales under `..._scale`, one per tensor or per row.
-            device, dtype: of the result; `dtype=None` keeps each tensor's own, and FP8 with its scales. Tensors that
-                fit are shared, not copied.
+            tensors: `{PEFT name: tensor}`.
+            device, dtype: of the result; `dtype=None` keeps each tensor's own. Tensors that fit are shared, not copied.
             model_vocab_size: if given, embedding adapters must cover exactly this many ids.
             weights_mapper: renames modules: a function, or a dict whose keys are replaced in order in the names.
             skip_prefixes: modules to leave out.
@@ -267,14 +255,13 @@ class LoRAModel:
         TypeError: a value is not a tensor, or of a dtype that cannot be loaded. ValueError: no tensors, A without B,
         shapes or ranks that disagree, NaN or inf, an embedding of another vocabulary.
         """
-        tensors = join_scales(tensors)
         names = lora_names(tensors, weights_mapper, skip_prefixes)
         contents = table_of_contents(tensors, names, peft_helper, model_vocab_size)
         return cls.from_contents(lora_model_id, contents, tensors, device, dtype)
 
     @classmethod
     def from_contents(
-        cls, lora_model_id: int, contents: Collection[ModuleEntry], tensors: Mapping[str, Factor],
+        cls, lora_model_id: int, contents: Collection[ModuleEntry], tensors: Mapping[str, Tensor],
         device: torch.device | str, dtype: torch.dtype | None, *, finite: bool = False,
     ) -> LoRAModel:  # fmt: skip
         """Build an adapter from tensors of the shapes that `contents`, one entry or more, was made from.
@@ -285,13 +272,8 @@ class LoRAModel:
         for entry in contents:
             pair = []
             for key in (entry.key_a, entry.key_b):
-                read = tensors[key]
-                placed: Factor
-                if isinstance(read, Fp8Matrix) and dtype is None:
-                    placed = Fp8Matrix(read.values.to(device), read.scale.to(device))
-                else:
-                    real = read.real() if isinstance(read, Fp8Matrix) else read.detach()
-                    placed = real.to(device=device, dtype=dtype or real.dtype)
+                read = tensors[key].detach()
+                placed = read.to(device=device, dtype=dtype or read.dtype)
                 if not finite or placed.dtype != read.dtype:
                     check_finite(entry.module, key == entry.key_a, placed, read)
                 pair.append(placed)
@@ -327,16 +309,10 @@ class LoRAModel:
         )
 
 
-def _by_expert(a: Factor, b: Factor, rank: int) -> tuple[Factor, Factor]:
+def _by_expert(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Views `A [E, r, in]` and `B [E, out, r]` of a pair as PEFT's `target_parameters` stores all experts of a layer.
 
-    There A is `[E*r, in]`, expert after expert, and B `[out, r*E]`, where column `j*E + e` is rank j of expert e. All
-    experts share the scales of an FP8 B.
+    There A is `[E*r, in]`, expert after expert, and B `[out, r*E]`, where column `j*E + e` is rank j of expert e.
     """
     experts = a.shape[0] // rank
-    values_a, values_b = (factor.values if isinstance(factor, Fp8Matrix) else factor for factor in (a, b))
-    rows = values_a.view(experts, rank, a.shape[1])
-    columns = values_b.view(b.shape[0], rank, experts).permute(2, 0, 1)
-    a = Fp8Matrix(rows, a.scale.view(experts, rank)) if isinstance(a, Fp8Matrix) else rows
-    b = Fp8Matrix(columns, b.scale.expand(experts, -1)) if isinstance(b, Fp8Matrix) else columns
-    return a, b
+    return a.view(experts, rank, a.shape[1]), b.view(b.shape[0], rank, experts).permute(2, 0, 1)

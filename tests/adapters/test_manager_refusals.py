@@ -28,7 +28,7 @@ BAD_FOLDERS = {
     "A too wide": ({UP_A: torch.ones(4, 25)}, {}, ValueError, "gate_up_proj.*24 columns, got 25"),
     "B too high": ({UP_B: torch.ones(41, 4)}, {}, ValueError, "gate_up_proj.*40 rows, got 41"),
     "NaN": ({UP_A: torch.full((4, 24), float("nan"))}, {}, ValueError, "NaN"),
-    "integers": ({UP_A: torch.ones(4, 24, dtype=torch.int8)}, {}, TypeError, "int8"),
+    "integers": ({UP_A: torch.ones(4, 24, dtype=torch.int8)}, {}, TypeError, "I8"),
     "no tensors": (dict.fromkeys(TENSORS), {}, ValueError, "no LoRA tensors"),
     "scaled B overflows": ({UP_B: torch.full((40, 4), 3e38)}, {"lora_alpha": 400}, ValueError, "after scaling"),
 }

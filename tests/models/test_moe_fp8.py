@@ -1,17 +1,14 @@
-"""Adapters on experts in FP8: quantised when they are registered, or read from FP8 files in both spellings; served as
-models with the rounded weights merged into them.
-"""
+"""Adapters on experts in FP8 slots: quantised when they are registered; served as models with the rounded weights."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from punica.adapters import LayerSlotWriter, LoRAModelManager
 from punica.adapters.write import stage
-from punica.ops.quant import Fp8Matrix, dequantize, quantize_per_channel, quantize_per_tensor
+from punica.ops.quant import Fp8Matrix
 from punica.ops.slot_image import write_slot
 from tests.models import moe_world
 from tests.models.moe_world import factors, loaded, logits_of, merged, saved, wanted, write_per_expert, write_stacked
@@ -50,52 +47,6 @@ def test_quantised_when_registered(world, tmp_path, spelling, fp8):
     assert held is not None
     weights = held.get_lora(NAME)
     assert all(isinstance(factor, Fp8Matrix) for factor in (*weights.lora_a, *weights.lora_b))
-
-
-def as_fp8(folder: Path, scheme: str) -> dict[str, torch.Tensor]:
-    """Convert the adapter's file to FP8; return its dequantised tensors."""
-    file = folder / "adapter_model.safetensors"
-    stored, real = {}, {}
-    for name, w in load_file(file).items():
-        q, scale = quantize_per_tensor(w) if scheme == "tensor" else quantize_per_channel(w)
-        stored |= {name: q, f"{name}_scale": scale}
-        real[name] = dequantize(q, scale)
-    save_file(stored, file)
-    return real
-
-
-@pytest.mark.parametrize(
-    ("spelling", "scheme", "slots"),
-    [("per expert", "channel", E4M3), ("per expert", "tensor", None), ("stacked", "tensor", E4M3),
-     ("stacked", "channel", None)],
-)  # fmt: skip
-def test_fp8_files(world, tmp_path, spelling, scheme, slots):
-    """FP8 files equal files of their dequantised values, in slots of 32 bits."""
-    layers = factors(world[0].config, rank=4, seed=5)
-    folder = written(layers, world[0].config, tmp_path / "fp8", spelling)
-    real = as_fp8(folder, scheme)
-    found = managed(world, folder, slots)
-    written(layers, world[0].config, tmp_path / "real", spelling)
-    save_file(real, tmp_path / "real" / "adapter_model.safetensors")
-    torch.testing.assert_close(logits_of(found.model), logits_of(managed(world, tmp_path / "real", None).model))
-
-
-@pytest.mark.parametrize("spelling", ["per expert", "stacked"])
-def test_values_of_a_file_reach_the_slot_unchanged(world, tmp_path, spelling):
-    layers = factors(world[0].config, rank=4, seed=5)
-    folder = written(layers, world[0].config, tmp_path, spelling)
-    as_fp8(folder, "channel")
-    layer = managed(world, folder).modules[NAME]
-    tensors = load_file(folder / "adapter_model.safetensors")
-    experts = layer.local_num_experts
-    if spelling == "per expert":
-        key = "base_model.model.model.layers.1.block_sparse_moe.experts.2.w2.lora_B.weight"
-        values, scale = tensors[key], tensors[f"{key}_scale"]
-    else:
-        key = f"base_model.model.{NAME}.lora_B.weight"
-        values, scale = tensors[key].float().view(-1, 4, experts)[..., 2], tensors[f"{key}_scale"]
-    assert torch.equal(layer.w2_lora_b_stacked[0][0, 2, :, :4].float(), values.float())
-    assert torch.equal(layer.w2_lora_b_scale[0][0, 2], 2 * scale)
 
 
 @pytest.mark.parametrize(("fp8", "absent"), [(E4M3, set()), (None, {(e, "w3") for e in range(6)})])
