@@ -7,7 +7,6 @@ collectives fail, and ``broken``, that reason. The layers call the ``tensor_mode
 current group up at call time. With one rank they return their input untouched.
 """
 
-import inspect
 import threading
 import weakref
 import zlib
@@ -21,7 +20,7 @@ from torch import Tensor
 
 
 class TensorParallelGroup(Protocol):
-    """A group's required members. Tensors may be on any device that its backend supports."""
+    """A group's required members."""
 
     @property
     def rank(self) -> int: ...
@@ -61,10 +60,9 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class TorchDistGroup:
     """A ``torch.distributed`` process group (``None``: the world) as a tensor-parallel group.
 
-    The object may be built before ``torch.distributed.init_process_group``; using it before that, after
-    ``destroy_process_group`` or after :meth:`close` is a ``RuntimeError``. Collectives are issued on the current CUDA
-    stream and can be captured in a CUDA graph with NCCL. All ranks must hold tensors of one shape and dtype; on CPU,
-    where looking costs little, a disagreement is a ``ValueError`` on every rank.
+    Use before ``torch.distributed.init_process_group``, after ``destroy_process_group`` or after :meth:`close` is a
+    ``RuntimeError``. Collectives are issued on the current CUDA stream and can be captured in a CUDA graph with NCCL.
+    All ranks must hold tensors of one shape and dtype; on CPU a disagreement is a ``ValueError`` on every rank.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -181,7 +179,7 @@ def check_not_broken(group: TensorParallelGroup) -> None:
 
 def _concatenate(parts: Tensor, dim: int) -> Tensor:
     """``parts [ranks, *shape]`` joined along ``dim`` of ``shape``: a view for the first dimension, else one copy."""
-    dim %= parts.ndim - 1
+    dim += parts.ndim - 1 if dim < 0 else 0
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -203,33 +201,21 @@ def process_wide_group() -> TensorParallelGroup:
 
 def set_tensor_parallel_group(group: TensorParallelGroup | None) -> None:
     """Install ``group`` for the whole process (``None``: a single rank), before layers are built: they read their
-    place from it at construction. ``TypeError`` for an object without the members of :class:`TensorParallelGroup`.
+    place from it at construction.
     """
     global _process_wide
-    _process_wide = _SINGLE if group is None else _checked(group)
+    _process_wide = _SINGLE if group is None else group
 
 
 @contextmanager
 def tensor_parallel(group: TensorParallelGroup) -> Iterator[TensorParallelGroup]:
     """Use ``group`` inside the ``with`` block, in this thread only; the previous group comes back afterwards."""
     previous = getattr(_this_thread, "group", None)
-    _this_thread.group = _checked(group)
+    _this_thread.group = group
     try:
         yield group
     finally:
         _this_thread.group = previous
-
-
-def _checked(group: TensorParallelGroup) -> TensorParallelGroup:
-    missing = [name for name in ("all_reduce", "all_gather", "gather") if not callable(getattr(group, name, None))]
-    # looked up without calling: the place of a TorchDistGroup is known only once torch.distributed is
-    missing += [name for name in ("rank", "world_size") if inspect.getattr_static(group, name, None) is None]
-    if missing:
-        raise TypeError(
-            f"group {type(group).__name__} lacks {', '.join(missing)}; pass a SingleProcessGroup, a TorchDistGroup or "
-            "an object like them"
-        )
-    return group
 
 
 def get_tensor_model_parallel_rank() -> int:
@@ -251,25 +237,15 @@ def tensor_model_parallel_all_reduce(tensor: Tensor) -> Tensor:
 
 
 def tensor_model_parallel_all_gather(tensor: Tensor, dim: int = -1) -> Tensor:
-    """Concatenate every rank's ``tensor`` along ``dim`` in rank order; ``ValueError`` if there is no such ``dim``."""
-    dim = _positive_dim(tensor, dim)
+    """Concatenate every rank's ``tensor`` along ``dim`` in rank order."""
     group = current_group()
     return tensor if group.world_size == 1 else group.all_gather(tensor, dim)
 
 
 def tensor_model_parallel_gather(tensor: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-    """:func:`tensor_model_parallel_all_gather` on rank ``dst``, ``None`` elsewhere; ``ValueError`` for no such rank."""
-    dim = _positive_dim(tensor, dim)
+    """:func:`tensor_model_parallel_all_gather` on rank ``dst``, ``None`` elsewhere."""
     group = current_group()
-    if not 0 <= dst < group.world_size:
-        raise ValueError(f"dst must be a rank in [0, {group.world_size}), got {dst}")
     return tensor if group.world_size == 1 else group.gather(tensor, dst, dim)
-
-
-def _positive_dim(tensor: Tensor, dim: int) -> int:
-    if not -tensor.ndim <= dim < tensor.ndim:
-        raise ValueError(f"dim must be in [{-tensor.ndim}, {tensor.ndim}) for shape {tuple(tensor.shape)}, got {dim}")
-    return dim % tensor.ndim
 
 
 def divide(numerator: int, denominator: int) -> int:

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from punica.parallel import (
-    ColumnParallelLinear,
     QKVParallelLinear,
     TorchDistGroup,
     VocabParallelEmbedding,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
-    init_tensor_parallel,
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
     tensor_model_parallel_gather,
@@ -40,9 +38,7 @@ def everything(rank: int) -> dict[str, Any]:
         "places": places(),
         "default device": under_a_default_device(),
     }
-    if size > 1:
-        answers |= {"disagreement": disagreement(), "group": use_of_a_group()}
-    return answers | ({"halves": halves()} if size == 4 else {})
+    return answers | ({"disagreement": disagreement(), "group": use_of_a_group()} if size > 1 else {})
 
 
 def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -140,21 +136,4 @@ def places() -> dict[str, Any]:
         "rank": (qkv.tp_rank, example.tp_rank),
         "qkv": (qkv.num_heads, qkv.num_kv_heads, qkv.num_kv_head_replicas, qkv.output_sizes),
         "vocabulary": example.get_sharded_to_full_mapping(),
-    }
-
-
-def halves() -> dict[str, Any]:
-    """The world of four as two groups of two: places, and sums that stay within a group; then the four again."""
-    rank = get_tensor_model_parallel_rank()
-    with init_tensor_parallel(2) as group:
-        inside = (group.rank, group.world_size, ColumnParallelLinear(8, 12).weight.shape[0])
-        total = tensor_model_parallel_all_reduce(torch.tensor([10.0**rank])).item()
-        gathered = tensor_model_parallel_all_gather(torch.tensor([rank])).tolist()
-        root = tensor_model_parallel_gather(torch.tensor([rank]), dst=1)
-    return {
-        "inside": inside,
-        "total": total,
-        "gathered": gathered,
-        "root": None if root is None else root.tolist(),
-        "after": tensor_model_parallel_all_reduce(torch.tensor([10.0**rank])).item(),
     }

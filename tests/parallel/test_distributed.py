@@ -66,16 +66,3 @@ def test_layers_take_their_place_from_the_group(tp_size: int) -> None:
 @any_size
 def test_a_default_device_is_not_where_shapes_are_compared(tp_size: int) -> None:
     assert [answers["default device"] for answers in world_of(tp_size)] == [[*range(tp_size)]] * tp_size
-
-
-@pytest.mark.slow
-def test_two_groups_of_two() -> None:
-    for rank, answers in enumerate(world_of(4)):
-        half = [0, 1] if rank < 2 else [2, 3]
-        assert answers["halves"] == {
-            "inside": (rank % 2, 2, 6),
-            "total": sum(10.0**member for member in half),
-            "gathered": half,
-            "root": half if rank % 2 else None,
-            "after": 1111.0,
-        }

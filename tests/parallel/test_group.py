@@ -92,20 +92,6 @@ def test_context_is_of_the_thread_and_set_is_of_the_process():
     assert get_tensor_model_parallel_world_size() == 1
 
 
-@pytest.mark.parametrize(("dim", "dst"), [(2, -1), (-3, 2)])
-def test_no_such_dimension_or_destination(dim, dst):
-    with pytest.raises(ValueError, match=f"got {dim}"):
-        tensor_model_parallel_all_gather(torch.ones(2, 3), dim)
-    with tensor_parallel(EchoGroup()), pytest.raises(ValueError, match=f"got {dst}"):
-        tensor_model_parallel_gather(torch.ones(2), dst)
-
-
-def test_not_a_group():
-    with pytest.raises(TypeError, match="int lacks all_reduce"):
-        set_tensor_parallel_group(3)
-    assert get_tensor_model_parallel_world_size() == 1
-
-
 @pytest.mark.parametrize("use", [lambda group: group.rank, lambda group: group.all_gather(torch.ones(1), 0)])
 def test_torch_dist_group_before_initialisation(use):
     with pytest.raises(RuntimeError, match="init_process_group"):
