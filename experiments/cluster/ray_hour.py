@@ -64,7 +64,7 @@ def measure(cfg: Config, point: Point) -> list[Reading]:
     hour, told = hour_of(found, trace, world), summary if world.share else readings
     if point.panel.startswith(SIMULATED):
         cost = session.cost.slowed(world.speed_up, session.cost.name)
-        policy = policy_of(world.rule, "runner", world.runners, session.cluster.num_pages)
+        policy = policy_of(world.rule, "runner", world.runners, session.cluster.description.num_pages)
         result = simulate(trace, policy, cost, works_ahead=world.device == "cuda")
         simulated = ServedHour.simulated(trace, result, world.duration_s)
         moved = simulated.reading("migrations", result.evictions, "requests")

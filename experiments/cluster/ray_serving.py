@@ -96,7 +96,7 @@ def runners(world: World, tenants: Tenants) -> Iterator[RayCluster]:
     address, resources = world.address or None, RankResources(num_gpus=int(world.device == "cuda"))
     try:
         started = RayCluster(
-            tenants.build, world.runners, resources=resources, rule=world.rule, max_queued=1 << 20, address=address
+            tenants.build, world.runners, resources=resources, rule=world.rule, address=address
         )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"runtime=ray: {error}") from error

@@ -8,16 +8,15 @@ tokens. Sampling depends on seed and token number only (`punica.engine.sampler`)
 """
 
 import itertools
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from punica.adapters import LoRARequest, LRUCache
 from punica.adapters.request import config_of
 from punica.adapters.source import AdapterVersion
-from punica.checks import check_count, clip
+from punica.checks import clip
 from punica.cluster.adapter_files import LoadedVersions, StoredFiles
 from punica.cluster.gpu import StepWork
 from punica.cluster.policy import ClusterPolicy
@@ -27,10 +26,6 @@ from punica.engine.requests import StateFactory, check_tokens
 from punica.scheduling import Request, RequestState
 
 _MOST_REMEMBERED = 1024  # entries of the cache of adapter ranks
-
-
-class ClusterFull(RuntimeError):
-    """Error for a request that finds ``max_queued`` others waiting."""
 
 
 @dataclass(frozen=True)
@@ -79,28 +74,22 @@ class Dispatcher:
     Args:
         description: of the runners, which are of one kind.
         rule: name of a scheduling rule with one prefill per step.
-        max_queued: most requests that wait for a GPU when one is added.
         files_of: returns the stored files of an adapter; ``None``: runners read its folder.
 
     Attributes:
-        policy: the scheduling policy. ``codec``: of the runners' tokenizer.
         startable: runners with something to do and no step in flight.
-        decisions_s: seconds of each call of ``policy.place`` and ``policy.begin_step``; its reader clears it.
         num_evicted: requests evicted from runners, so far.
         recomputed: requests that joined a runner with tokens of another one, in order; its reader clears it.
     """
 
     def __init__(
-        self, description: RunnerDescription, rule: str, max_queued: int,
+        self, description: RunnerDescription, rule: str = "punica",
         files_of: Callable[[LoRARequest], StoredFiles | None] = lambda adapter: None,
     ) -> None:  # fmt: skip
         self.description = description
-        self.max_queued = check_count("max_queued", max_queued)
         self.policy = self._policy(rule)
-        self.codec = description.codec
-        self._states = StateFactory(description.seed, description.defaults, self.codec)
+        self._states = StateFactory(description.seed, description.defaults, description.codec)
         self.startable: set[str] = set()
-        self.decisions_s: list[float] = []
         self.num_evicted = 0
         self.recomputed: list[str] = []
         self._files_of = files_of
@@ -110,11 +99,6 @@ class Dispatcher:
         self._numbers = itertools.count()
         self._ranks: LRUCache[tuple[str, str], int] = LRUCache(_MOST_REMEMBERED)
         self._versions = LoadedVersions()
-
-    @property
-    def is_full(self) -> bool:
-        """True when `add` would refuse."""
-        return self.policy.num_queued >= self.max_queued
 
     def is_in_use(self, request_id: str) -> bool:
         return request_id in self._keys
@@ -127,8 +111,7 @@ class Dispatcher:
         """Queue a request; return its state, updated as tokens arrive. The runner that it joins checks its adapter.
 
         Raises, before anything changes: TypeError (no Request), ValueError (its id is in use; tokens outside of the
-        vocabulary; longer than a runner's ``max_model_len`` or than its pages; an adapter where runners have no LoRA),
-        `ClusterFull`.
+        vocabulary; longer than a runner's ``max_model_len`` or than its pages; an adapter where runners have no LoRA).
         """
         self._check(request)
         key, state = f"{request.request_id}#{next(self._numbers)}", self._states.make(request)
@@ -212,8 +195,7 @@ class Dispatcher:
         """
         self.startable.discard(uuid)
         runner = self._runners[uuid]
-        with self._timed():
-            step = self.policy.begin_step(uuid)
+        step = self.policy.begin_step(uuid)
         runner.drop.update(runner.inside.intersection(step.evicted))
         if step.evicted:
             self.num_evicted += len(step.evicted)
@@ -284,7 +266,7 @@ class Dispatcher:
         name, known = clip(request.request_id), self.description
         if request.request_id in self._keys:
             raise ValueError(f"request_id {name} is in use by an unfinished request; choose another id")
-        check_tokens(request, known.vocab_size, has_tokenizer=self.codec is not None)
+        check_tokens(request, known.vocab_size, has_tokenizer=known.codec is not None)
         length = request.final_kv_length + 1
         if length > known.max_model_len:
             raise ValueError(
@@ -295,11 +277,6 @@ class Dispatcher:
             raise ValueError(f"request {name} names an adapter, but the runners' engines have no LoRA layers")
         if request.adapter is not None and not isinstance(request.adapter, LoRARequest):
             raise TypeError(f"adapter must be a LoRARequest or None, got {type(request.adapter).__name__}")
-        if self.is_full:
-            raise ClusterFull(
-                f"request {name} is refused: {self.policy.num_queued} requests wait for a GPU, max_queued is "
-                f"{self.max_queued}; ask again later, or add a runner"
-            )
 
     def _rank(self, adapter: LoRARequest) -> int:
         """Return the rank in the adapter's folder, 0 where it cannot be read from here; for rules that use ranks."""
@@ -326,11 +303,8 @@ class Dispatcher:
         return self._runners.pop(uuid)
 
     def _place(self) -> None:
-        if not self.policy.num_queued:
-            return
-        with self._timed():
-            placed = self.policy.place()
-        self.startable.update(uuid for _, uuid in placed if not self.policy.gpus[uuid].in_flight)
+        if self.policy.num_queued:
+            self.startable.update(uuid for _, uuid in self.policy.place() if not self.policy.gpus[uuid].in_flight)
 
     def _remove(self, entry: _TrackedRequest) -> None:
         """Remove a request from policy and dispatcher; its runner drops it with the next step."""
@@ -362,12 +336,6 @@ class Dispatcher:
         """Count pages in use in the runner; the policy also counts those of pending prefills."""
         gpu = self.policy.gpus[uuid]
         return gpu.used_pages - sum(gpu.pages_for(request.num_tokens) for request in gpu.pending.values())
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.decisions_s.append(time.perf_counter() - start)
 
 
 def _apply(state: RequestState, reply: StepReply, key: str) -> None:

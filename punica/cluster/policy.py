@@ -227,10 +227,6 @@ class ClusterPolicy:
         request.quarantined = begins
         self._requeue(request)
 
-    def total_tokens(self, request_id: str) -> int:
-        """Return prompt plus generated tokens, without those of a step in flight."""
-        return self._request(request_id).total_tokens
-
     def scale_signal(self) -> ScaleSignal:
         """Advise on scaling (section 5.1), after `place`: add a GPU when none is lightly loaded, release idle ones, but
         not one that would be wanted again at once, and none while requests are queued.

@@ -34,13 +34,11 @@ _ONE_CPU, _TIMEOUTS = RankResources(), Timeouts()
 
 @dataclass(frozen=True)
 class ClusterOutput(StepOutput):
-    """Output of a `RayCluster.step`: ``steps`` of runners that ended, ``decisions_s`` (seconds of each decision of the
-    policy since the last output), runners ``lost`` (died or not started) and ``joined``. ``recomputed``: requests that
-    went on in another runner.
+    """Output of a `RayCluster.step`: ``steps`` of runners that ended, runners ``lost`` (died or not started) and
+    ``joined``. ``recomputed``: requests that continued in another runner.
     """
 
     steps: tuple[RunnerStep, ...] = ()
-    decisions_s: tuple[float, ...] = ()
     lost: tuple[LostRunner, ...] = ()
     joined: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
@@ -49,14 +47,14 @@ class ClusterOutput(StepOutput):
 @dataclass(eq=False)
 class _PendingReply:
     """Replies expected of one runner since ``begin_s``: its description when it starts, or the end of a step.
-    ``futures`` of the ranks that have not replied; ``answer`` is rank 0's. Deadlines: ``place_by_s`` of its
-    reservation, ``None`` once that is made; ``end_by_s`` of a step, ``None`` for a start.
+    ``futures`` of the ranks that have not replied; ``answer`` is rank 0's. ``end_by_s``: deadline of a step, or of a
+    start's reservation, ``None`` once that is made.
     """
 
     futures: list[Any]
     begin_s: float
-    place_by_s: float | None = None
-    end_by_s: float | None = None
+    end_by_s: float | None
+    is_start: bool = False
     answer: Any = None
 
 
@@ -70,8 +68,6 @@ class RayCluster(Generation):
         num_runners: initial count, named ``runner-0000`` and so on: the UUIDs that settle ties.
         tp_size: ranks of each runner, one actor each in a placement group. ``resources``: of each rank.
         rule: name of a scheduling rule, see `punica.cluster.SCHEDULING_RULES`.
-        max_queued: most requests that may wait for a GPU; then `add_request` refuses, while ``generate`` and ``stream``
-            wait.
         address: of a Ray cluster (``"auto"``, ``"host:6379"``); ``None``: the one that this process has joined, else a
             new one on this machine, which ends with this object.
         timeouts: of runners; one whose step takes longer is killed and counts as dead.
@@ -84,8 +80,8 @@ class RayCluster(Generation):
 
     def __init__(
         self, build: Callable[[], Engine], num_runners: int = 1, *, tp_size: int = 1,
-        resources: RankResources = _ONE_CPU, rule: str = "punica", max_queued: int = 1024,
-        address: str | None = None, timeouts: Timeouts = _TIMEOUTS,
+        resources: RankResources = _ONE_CPU, rule: str = "punica", address: str | None = None,
+        timeouts: Timeouts = _TIMEOUTS,
     ) -> None:  # fmt: skip
         super().__init__()
         count, ranks = check_count("num_runners", num_runners), check_count("tp_size", tp_size)
@@ -106,14 +102,13 @@ class RayCluster(Generation):
                 self.add_runner()
             descriptions = {uuid: self._await_start(uuid) for uuid in sorted(self.runners)}
             first = next(iter(descriptions.values()))
-            self._open_dispatcher = Dispatcher(first, rule, max_queued, self._files_of)
+            self._open_dispatcher, self.description = Dispatcher(first, rule, self._files_of), first
             for uuid, description in descriptions.items():
                 self._open_dispatcher.join(uuid, description)
         except BaseException:
             self.close()
             raise
-        self.codec, self.defaults = self._open_dispatcher.codec, first.defaults
-        self.max_model_len = first.max_model_len
+        self.codec, self.defaults, self.max_model_len = first.codec, first.defaults, first.max_model_len
 
     def __enter__(self) -> "RayCluster":
         return self
@@ -131,16 +126,12 @@ class RayCluster(Generation):
             self._owns_ray = False
 
     def add_request(self, request: Request) -> RequestState:
-        """Queue a request; return its state. A bad adapter fails its own request, when it joins a runner. Raises
-        `ClusterFull` where ``max_queued`` wait; TypeError and ValueError as :meth:`Engine.add_request`.
+        """Queue a request; return its state. A bad adapter fails its own request, when it joins a runner. TypeError,
+        ValueError: as :meth:`Engine.add_request`.
         """
         return self._dispatcher.add(request)
 
-    def add_or_fail(self, request: Request) -> RequestState:
-        """Wait for a place in the queue, then :meth:`add_request`; for ``generate`` and ``stream``."""
-        while self._dispatcher.is_full:
-            self._step_for_all()
-        return self._dispatcher.add(request)
+    add_or_fail = add_request
 
     def abort_request(self, request_id: str) -> GenerationResult:
         """Abort an unfinished request; return its result so far. ValueError for an unknown id."""
@@ -178,8 +169,6 @@ class RayCluster(Generation):
         """
         joined: list[str] = []
         ended: list[tuple[RunnerStep, EndedStep]] = []
-        for uuid in self._unplaced():
-            self._lose(uuid, self.runners[uuid].no_place(self._timeouts.place_s))
         self._order()
         self._check_alive()
         owners = {future: uuid for uuid, pending in self._pending.items() for future in pending.futures}
@@ -200,20 +189,17 @@ class RayCluster(Generation):
                 arrived, done = time.perf_counter(), self._end(uuid, answer)
                 times = pending.begin_s, arrived, answer.seconds
                 ended.append((RunnerStep(uuid, done.work, *times, len(done.tokens)), done))
-        now = time.perf_counter()
-        for uuid in [uuid for uuid, one in self._pending.items() if one.end_by_s is not None and now >= one.end_by_s]:
-            self._lose(uuid, f"its step has not ended within {self._timeouts.step_s:g} s")
+        for uuid, reason in self._overdue():
+            self._lose(uuid, reason)
         self._order()
         return cast(ClusterOutput, self._with_kept(self._output(ended, joined)))
 
     def _output(self, ended: list[tuple[RunnerStep, EndedStep]], joined: list[str]) -> ClusterOutput:
         (lost, self._lost), (failed, self._failed) = (self._lost, []), (self._failed, [])
-        decisions, self._dispatcher.decisions_s = tuple(self._dispatcher.decisions_s), []
         recomputed, self._dispatcher.recomputed = tuple(self._dispatcher.recomputed), []
         statistics = StepStatistics(
             batch_size=sum(len(one.tokens) for _, one in ended),
             num_prefill_tokens=sum(step.work.prefill_tokens for step, _ in ended),
-            schedule_s=sum(decisions),
         )
         states = [state for _, one in ended for state in (*one.finished, *one.failed)] + failed
         results = [self.result_of(state) for state in states]
@@ -222,7 +208,7 @@ class RayCluster(Generation):
             tuple(result for result in results if result.error is None),
             statistics,
             tuple(result for result in results if result.error is not None),
-            tuple(step for step, _ in ended), decisions, tuple(lost), tuple(joined), recomputed,
+            tuple(step for step, _ in ended), tuple(lost), tuple(joined), recomputed,
         )  # fmt: skip
 
     def use_rule(self, rule: str) -> None:
@@ -272,19 +258,6 @@ class RayCluster(Generation):
         """Requests that runners without KV pages sent back to the queue, so far."""
         return self._dispatcher.num_evicted
 
-    @property
-    def max_batch_size(self) -> int:
-        return self._dispatcher.description.max_batch_size
-
-    @property
-    def has_lora(self) -> bool:
-        return self._dispatcher.description.has_lora
-
-    @property
-    def num_pages(self) -> int:
-        """KV pages of a runner, as the scheduler counts them."""
-        return self._dispatcher.description.num_pages
-
     def add_runner(self) -> str:
         """Start a runner; return its name. A later :meth:`step` reports it as ``joined`` or ``lost``."""
         uuid = f"runner-{next(self._numbers):04}"
@@ -313,13 +286,13 @@ class RayCluster(Generation):
 
     def _start(self, uuid: str) -> None:
         begin_s = time.perf_counter()
-        self._pending[uuid] = _PendingReply(self.runners[uuid].start(), begin_s, begin_s + self._timeouts.place_s)
+        end_by_s = begin_s + self._timeouts.place_s
+        self._pending[uuid] = _PendingReply(self.runners[uuid].start(), begin_s, end_by_s, is_start=True)
 
     def _await_start(self, uuid: str) -> RunnerDescription:
         while True:
-            for unplaced in self._unplaced():
-                reason = self.runners[unplaced].no_place(self._timeouts.place_s)
-                raise RuntimeError(f"{unplaced} could not be started: {reason}")
+            for late, reason in self._overdue():
+                raise RuntimeError(f"{late} could not be started: {reason}")
             for future in wait_for(self._pending[uuid].futures, self._patience(None)):
                 try:
                     found = self._collect(uuid, future)
@@ -328,18 +301,21 @@ class RayCluster(Generation):
                 if isinstance(found, RunnerDescription):
                     return found
 
-    def _unplaced(self) -> list[str]:
-        for uuid, pending in self._pending.items():
-            if pending.place_by_s is not None and self.runners[uuid].is_placed:
-                pending.place_by_s = None
-        now = time.perf_counter()
-        return [uuid for uuid, one in self._pending.items() if one.place_by_s is not None and now >= one.place_by_s]
+    def _overdue(self) -> list[tuple[str, str]]:
+        """Return the runners whose step or reservation takes too long, each with the reason."""
+        overdue, now = [], time.perf_counter()
+        for uuid, one in self._pending.items():
+            if one.is_start and one.end_by_s is not None and self.runners[uuid].is_placed:
+                one.end_by_s = None
+            if one.end_by_s is not None and now >= one.end_by_s:
+                late = f"its step has not ended within {self._timeouts.step_s:g} s"
+                overdue.append((uuid, self.runners[uuid].no_place(self._timeouts.place_s) if one.is_start else late))
+        return overdue
 
     def _patience(self, timeout_s: float | None) -> float | None:
         """Return the seconds to wait: until the next deadline of a runner, at most ``timeout_s``."""
         now = time.perf_counter()
-        deadlines = [by_s for one in self._pending.values() for by_s in (one.place_by_s, one.end_by_s)]
-        waits = [max(0.0, by_s - now) for by_s in deadlines if by_s is not None]
+        waits = [max(0.0, one.end_by_s - now) for one in self._pending.values() if one.end_by_s is not None]
         return min([*waits, *([] if timeout_s is None else [timeout_s])], default=None)
 
     def _lose(self, uuid: str, reason: str) -> None:
@@ -372,9 +348,8 @@ class RayCluster(Generation):
             command = self._dispatcher.begin(uuid)
             if command is not None:
                 begin_s = time.perf_counter()  # before the order: the step may end while it is sent
-                self._pending[uuid] = _PendingReply(
-                    self.runners[uuid].step(command), begin_s, end_by_s=begin_s + self._timeouts.step_s
-                )
+                end_by_s = begin_s + self._timeouts.step_s
+                self._pending[uuid] = _PendingReply(self.runners[uuid].step(command), begin_s, end_by_s)
 
     def _replace(self, uuid: str, reason: str) -> tuple[RequestState, ...]:
         """Replace a runner, or give up one that died while starting; return the requests that failed with it."""

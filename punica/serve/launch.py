@@ -26,8 +26,6 @@ from punica.serve.server import Server
 from punica.serve.stepper import REFUSALS
 from punica.threads import limit_threads
 
-_MOST_QUEUED = 1 << 30  # no limit of the cluster's own: the server counts with --max-queue
-
 
 def settings_of(options: Namespace) -> Settings:
     adapters = [
@@ -65,8 +63,8 @@ def cluster_of(options: Namespace, settings: Settings) -> RayCluster:
     threads = max(1, (os.cpu_count() or 1) // options.ray)
     each = RankResources(num_gpus=float(torch.cuda.is_available()), num_threads=threads)
     timeouts = Timeouts(**({} if options.step_timeout is None else {"step_s": options.step_timeout}))
-    waiting = {"max_queued": _MOST_QUEUED, "address": options.ray_address, "timeouts": timeouts}
-    return RayCluster(build_of(options, settings), options.ray, resources=each, **waiting)
+    build = build_of(options, settings)
+    return RayCluster(build, options.ray, resources=each, address=options.ray_address, timeouts=timeouts)
 
 
 @contextmanager

@@ -88,8 +88,10 @@ class RunnersStepper(Stepper):
     def __init__(self, cluster: RayCluster) -> None:
         super().__init__(cluster)
         self.num_wanted = len(cluster.runners)
-        places = self.num_wanted * cluster.max_batch_size
-        self.facts = EngineFacts(cluster.codec, cluster.defaults, cluster.max_model_len, places, cluster.has_lora)
+        each = cluster.description
+        self.facts = EngineFacts(
+            cluster.codec, cluster.defaults, cluster.max_model_len, self.num_wanted * each.max_batch_size, each.has_lora
+        )  # fmt: skip
         self._num_evicted = cluster.num_evicted
         self._loaded: dict[int, LoRARequest] = {}  # by id: those in the cluster's store
 

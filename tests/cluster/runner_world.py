@@ -75,9 +75,9 @@ class LocalRunners:
     runners: dict[str, Runner]
 
     @classmethod
-    def of(cls, count: int, max_queued: int = 1000, rule: str = "punica", **engine) -> "LocalRunners":
+    def of(cls, count: int, **engine) -> "LocalRunners":
         runners = {f"runner-{i}": new_runner(**engine) for i in range(count)}
-        dispatcher = Dispatcher(runners["runner-0"].describe(), rule, max_queued)
+        dispatcher = Dispatcher(runners["runner-0"].describe())
         for uuid, runner in runners.items():
             dispatcher.join(uuid, runner.describe())
         return cls(dispatcher, runners)

@@ -34,7 +34,7 @@ def test_a_runner_keeps_few_folders_and_fetches_again(tmp_path, beside) -> None:
     fetch = runner.folders._fetch
     runner.folders._fetch = lambda key: fetched.append(key) or fetch(key)
     files = {key: StoredFiles(digest_of(content), key) for key, content in stored.items()}
-    dispatcher = Dispatcher(runner.describe(), "punica", 100, files_of=lambda adapter: files[adapter.lora_int_id])
+    dispatcher = Dispatcher(runner.describe(), files_of=lambda adapter: files[adapter.lora_int_id])
     dispatcher.join("runner", runner.describe())
     asked = [
         Request(f"{turn}-{adapter.lora_int_id}", [1, 2, turn + 3], 3 + adapter.lora_int_id % 3, adapter)

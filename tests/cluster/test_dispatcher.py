@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from punica.adapters import LoRARequest
-from punica.cluster.dispatcher import ClusterFull, Dispatcher
+from punica.cluster.dispatcher import Dispatcher
 from punica.cluster.runner import Runner, StepCommand
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
 from punica.engine.runner import ModelRunner
@@ -116,19 +116,6 @@ def test_aborts_free_their_place_and_leave_the_others_alone(adapters) -> None:
         assert states[name].output_token_ids == expected[name]
     with pytest.raises(ValueError, match="no unfinished request 'request-0'"):
         world.dispatcher.abort("request-0")
-
-
-def test_a_full_queue_refuses_and_says_why(adapters) -> None:
-    world = LocalRunners.of(1, max_queued=2)
-    asked = requests(adapters, 7)
-    for request in asked[:6]:  # four on the GPU, two wait
-        world.dispatcher.add(request)
-    with pytest.raises(ClusterFull, match=r"'request-6' is refused: 2 requests wait for a GPU, max_queued is 2"):
-        world.dispatcher.add(asked[6])
-    run(world)
-    state = world.dispatcher.add(asked[6])
-    run(world)
-    assert state.output_token_ids == undisturbed(asked)["request-6"]
 
 
 def test_an_adapter_that_cannot_be_loaded_fails_its_own_request(adapters, tmp_path) -> None:
@@ -242,8 +229,8 @@ def test_another_rule_takes_over_runners_without_work(adapters) -> None:
 def test_rules_and_runners_that_do_not_fit_are_refused(adapters) -> None:
     description = new_runner().describe()
     with pytest.raises(ValueError, match="'released' puts several prompts into a step"):
-        Dispatcher(description, "released", 10)
-    dispatcher = Dispatcher(description, "punica", 10)
+        Dispatcher(description, "released")
+    dispatcher = Dispatcher(description)
     with pytest.raises(ValueError, match="must have the same sizes, seed and end tokens"):
         dispatcher.join("other", new_runner(max_batch_size=3).describe())
     assert dispatcher.policy.gpus == {}

@@ -40,7 +40,7 @@ def test_one_prefill_per_step_joins_the_decodes():
     policy.place()
     steps = [step(policy, "a") for _ in range(4)]
     assert [(s.prefills, s.num_decodes) for s in steps] == [(("1",), 0), (("2",), 1), (("3",), 2), ((), 3)]
-    assert [policy.total_tokens(name) for name in "123"] == [8, 7, 6]
+    assert [policy.requests[name].total_tokens for name in "123"] == [8, 7, 6]
 
 
 def full_gpu(rule: str) -> ClusterPolicy:
@@ -48,7 +48,7 @@ def full_gpu(rule: str) -> ClusterPolicy:
     policy = cluster("a", pages=10, rule=rule)
     submit(policy, "12", prompt=12)
     policy.place()
-    while policy.total_tokens("2") < 16:
+    while policy.requests["2"].total_tokens < 16:
         step(policy, "a")
     return policy
 
@@ -57,18 +57,18 @@ def test_the_newest_request_leaves_a_gpu_that_is_out_of_pages_and_returns_with_a
     policy = full_gpu("punica")
     evicted: tuple[str, ...] = ()
     while not evicted:
-        before = policy.total_tokens("2")
+        before = policy.requests["2"].total_tokens
         evicted = step(policy, "a").evicted
     assert evicted == ("2",)
     assert policy.queued == ("2",)
-    assert policy.total_tokens("2") == before == 20  # 5 pages each are full
-    assert policy.total_tokens("1") == 22  # one ahead, and it went on in that step
+    assert policy.requests["2"].total_tokens == before == 20  # 5 pages each are full
+    assert policy.requests["1"].total_tokens == 22  # one ahead, and it went on in that step
     assert policy.gpus["a"].used_pages == 6
     policy.add_gpu("b", 10)
     assert placed(policy) == "2>b"
     assert step(policy, "b").prefills == ("2",)
     assert policy.gpus["b"].used_pages == 5
-    assert policy.total_tokens("2") == 21
+    assert policy.requests["2"].total_tokens == 21
 
 
 def test_the_released_code_evicts_the_oldest_and_keeps_a_page_for_each():

@@ -204,7 +204,7 @@ class World:
             assert len(gpu.members) == 1 or not self.alone.intersection(gpu.members)
             assert gpu.decoding_kv_tokens == sum(self.kv.get(name, 0) for name in self.members(uuid))
         for name in self.home:
-            assert self.policy.total_tokens(name) == self.total[name]
+            assert self.policy.requests[name].total_tokens == self.total[name]
         self.check_signal()
 
     def check_signal(self) -> None:

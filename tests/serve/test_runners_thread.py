@@ -39,7 +39,7 @@ LONG = {"prompt": "hello", "ignore_eos": True, "max_tokens": 60}
 def cluster(world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
     use_local_runners(monkeypatch)
     monkeypatch.setattr(runners, "TEND_S", 0.05)
-    with RayCluster(build_of(world, 3), 2, max_queued=1000) as made:
+    with RayCluster(build_of(world, 3), 2) as made:
         yield made
 
 
