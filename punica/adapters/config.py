@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from punica.adapters.names import is_stacked_name, last_component, starts_of_parts
-from punica.adapters.patterns import ModuleNames, NamePattern, UnboundedPattern, not_excluded
+from punica.adapters.names import is_stacked_name, starts_of_parts
+from punica.adapters.patterns import ModuleNames, NamePattern, UnboundedPattern
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
 
@@ -33,7 +33,6 @@ _WHOLE_MODULES = (
     ": whole modules were trained; put them into a base model of their own (PEFT's merge_and_unload and "
     "save_pretrained), or train these modules with LoRA as well"
 )
-_TIED = ("embed_tokens", "lm_head")  # PEFT adapts both of a tied pair where one is a target
 # These initialisations subtract something from the base weights, and training went on from there.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 _OTHER_INITS = ("gaussian", "eva", "orthogonal", "true", "false")
@@ -114,8 +113,7 @@ class PEFTHelper:
     peft_type: str | None = None
     init_lora_weights: bool | str = True
     unsupported: dict[str, Any] = field(default_factory=dict)  # features that are on
-    exclude_modules: list[str] | str | None = field(default=None, compare=False)
-    ensure_weight_tying: bool = field(default=False, compare=False)
+    exclude_modules: Any = field(default=None, compare=False)
     _unknown: list[str] = field(init=False, repr=False, compare=False, default_factory=list)  # features that are on
     _parameters: frozenset[str] = field(init=False, repr=False, compare=False)
     _rules: dict[str, list[_Rule]] = field(init=False, repr=False, compare=False)
@@ -125,10 +123,9 @@ class PEFTHelper:
     def __post_init__(self) -> None:
         check_count("r", self.r)
         _check_alpha("lora_alpha", self.lora_alpha)
-        for key in ("use_rslora", "ensure_weight_tying"):
-            if not isinstance(value := getattr(self, key), bool):
-                raise TypeError(f"{key} must be a bool, got {clip(value)} ({type(value).__name__})")
-        for key in ("target_modules", "target_parameters", "exclude_modules"):
+        if not isinstance(value := self.use_rslora, bool):
+            raise TypeError(f"use_rslora must be a bool, got {clip(value)} ({type(value).__name__})")
+        for key in ("target_modules", "target_parameters"):
             object.__setattr__(self, key, _targets(key, getattr(self, key)))
         if not self.target_modules and not self.target_parameters:
             raise ValueError("target_modules or target_parameters is required, got neither")
@@ -285,33 +282,16 @@ class PEFTHelper:
         return found
 
     def disagreement(self, modules: Iterable[str]) -> str | None:
-        """Describe how the adapted `modules` differ from `target_modules`; `None` if they agree, or for `"all-linear"`,
-        `target_parameters`, and expressions that cannot be matched in bounded time.
-
-        `exclude_modules` and `ensure_weight_tying` explain targets without tensors, and tensors of a tied module.
+        """Describe names in `target_modules` without a tensor in the adapted `modules`; `None` if there are none, or if
+        other settings could explain them.
         """
-        targets, names = self.target_modules, sorted(modules)
-        if not targets or self.target_parameters or targets == "all-linear":
+        targets = self.target_modules
+        if not isinstance(targets, list) or self.target_parameters or self.exclude_modules:
             return None
-        unused: list[str] = []
-        if isinstance(targets, str):
-            try:
-                inside = ModuleNames(names).matching(NamePattern(targets, suffix=False))
-            except UnboundedPattern:
-                return None
-        else:
-            wanted = set(targets)
-            ends = [wanted.intersection(name[start:] for start in starts_of_parts(name)) for name in names]
-            inside = [bool(found) for found in ends]
-            unused = not_excluded(sorted(wanted.difference(*ends)), self.exclude_modules or [])
-        tied = _TIED if self.ensure_weight_tying else ()
-        outside = [
-            name for name, is_inside in zip(names, inside, strict=True)
-            if not is_inside and last_component(name) not in tied
-        ]  # fmt: skip
-        problems = [f"they leave out {clip(outside)}, whose tensors are applied"] if outside else []
-        problems += [f"there are no tensors for {clip(unused)}"] if unused else []
-        return f"target_modules are {clip(targets)}, but {', and '.join(problems)}" if problems else None
+        wanted = set(targets)
+        found = (wanted.intersection(name[start:] for start in starts_of_parts(name)) for name in modules)
+        unused = sorted(wanted.difference(*found))
+        return f"target_modules are {clip(targets)}, but there are no tensors for {clip(unused)}" if unused else None
 
 
 def _check_alpha(name: str, value: object) -> None:

@@ -198,32 +198,3 @@ class NameRules:
             )
         spec = self.moe_ep_spec
         return {key: name for key, name in names.items() if spec is None or not spec.is_remote(name.module)}
-
-
-def advise_renames(unknown: str, names: Iterable[str], known: Collection[str]) -> str:
-    """Advise a `weights_mapper` that gives the unknown module another beginning, or takes a wrapper's name out of it,
-    and makes all `names` known ones; else `""`. Layers' numbers stay: any layer would become that one.
-    """
-    for name in known:
-        if old := _wrapper_in(unknown, name):
-            fixed, new = "" if unknown == old + name else old, ""
-        elif name.endswith(f".{unknown}"):
-            old = unknown.partition(".")[0] + "."
-            fixed = new = name.removesuffix(unknown) + old
-        else:
-            continue
-        is_numbered = any(part.isdecimal() for part in fixed.split("."))
-        if not is_numbered and all(f"{each}.".replace(old, new)[:-1] in known for each in names):
-            wrapped = "it was saved inside of another model or wrapper"
-            return f"; {wrapped}: pass LoRARequest(weights_mapper={clip({old: new})})"
-    return ""
-
-
-def _wrapper_in(unknown: str, name: str) -> str:
-    """Return the parts, one after the other, without which an unknown name is this one; `""` where there are none."""
-    longer, shorter = unknown.split("."), name.split(".")
-    extra = len(longer) - len(shorter)
-    for place in range(len(shorter)) if extra > 0 else ():
-        if longer[:place] == shorter[:place] and longer[place + extra :] == shorter[place:]:
-            return ".".join(longer[place : place + extra]) + "."
-    return ""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from punica.adapters.check import all_finite
-from punica.adapters.names import PROJECTIONS, W1, W2, W3, W13, advise_renames, sibling
+from punica.adapters.names import PROJECTIONS, W1, W2, W3, W13, sibling
 from punica.adapters.weights import LoRAModel, ModuleWeights, stack_experts
 from punica.adapters.wrap import NamedLayer, PackedMapping, is_in_target_modules
 from punica.checks import clip
@@ -115,7 +115,8 @@ class AdapterPacker:
         if unknown := sorted(lora.loras.keys() - self._place.keys()):
             raise ValueError(
                 f"adapter {lora.id} has weights for {clip(unknown)}, which the model does not have or which "
-                f"LoRAConfig.target_modules leaves out{advise_renames(unknown[0], lora.loras, self._place)}"
+                "LoRAConfig.target_modules leaves out; if it was saved inside of another model or wrapper, pass "
+                "LoRARequest(weights_mapper={old: new})"
             )
         given: dict[str, dict[int | None, str]] = {}  # layer -> part -> name in the adapter
         for name, weights in lora.loras.items():

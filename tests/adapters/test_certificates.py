@@ -96,7 +96,7 @@ def test_doubts_are_told_of_every_adapter(make_manager, tenants):
     """Also of one whose content is known under another name."""
     manager = make_manager(max_loras=2)
     for i in (1, 2):
-        tenants.write(i, init_lora_weights="pissa", target_modules=["q_proj"])
+        tenants.write(i, init_lora_weights="pissa", target_modules=["q_proj", "x_proj"])
         with pytest.warns(UserWarning, match=f"adapter 'tenant {i}': init_lora_weights='pissa'"):
             manager.check_adapter(tenants.request(i))
         with pytest.warns(UserWarning, match=f"adapter 'tenant {i}': target_modules are"):

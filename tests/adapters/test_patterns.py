@@ -16,8 +16,8 @@ BASE = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 PATIENCE = 20  # CPU seconds, which others do not take; what is meant are minutes to centuries
 
 
-def matches(pattern: str, names: list[str], suffix: bool = True) -> list[bool]:
-    return ModuleNames(names).matching(NamePattern(pattern, suffix))
+def matches(pattern: str, names: list[str]) -> list[bool]:
+    return ModuleNames(names).matching(NamePattern(pattern))
 
 
 CATASTROPHIC = [  # `re` needs exponential or high polynomial time for each of them
@@ -62,18 +62,11 @@ def test_a_whole_config_of_them_costs_no_more(key) -> None:
     assert time.process_time() - start < PATIENCE
 
 
-MULTIMODAL = r"^(?!.*(?:visual|vision_tower|aligner)).*\.(?:q_proj|k_proj|gate_proj)$"
-
-
 def test_what_adapters_really_hold_is_far_from_the_limit() -> None:
-    """One key per module of an 80-layer model, and the lookahead by which multimodal models leave their eyes out."""
+    """One key per module of an 80-layer model."""
     config = PEFTHelper.from_dict({**BASE, "rank_pattern": {name: 1 + i % 7 for i, name in enumerate(NAMES)}})
     config.resolve(NAMES)
     assert [config.rank_of(name) for name in NAMES] == [1 + i % 7 for i in range(len(NAMES))]
-    names = [*NAMES, "visual.blocks.3.attn.q_proj", "model.vision_tower.layers.0.k_proj"]
-    expected = [re.fullmatch(MULTIMODAL, name) is not None for name in names]
-    assert matches(MULTIMODAL, names, suffix=False) == expected
-    assert expected.count(True) == 240
 
 
 REFUSED = {
@@ -82,6 +75,8 @@ REFUSED = {
     "condition": (r"(q)?(?(1)a|b)", "invalid perl operator"),
     "possessive": ("a*+b", "bad repetition operator"),
     "atomic": ("(?>a*)b", "invalid perl operator"),
+    "lookahead": ("^(?!.*vision).*q_proj", r"invalid perl operator: \(\?!"),
+    "lookbehind": ("(?<=a)b", r"invalid perl operator: \(\?<"),
     "very deep": ("(" * 2000 + "a" + ")" * 2000, "nested"),
     "long": ("a" * 5000, "5000 characters, at most 4096"),
     "huge repetition": ("a{99999999999999999999}", "not a regular expression"),
@@ -126,26 +121,9 @@ def test_linear_time_equals_backtracking() -> None:
 
     compared = 0
     for _ in range(3000):
-        pattern, suffix = expression(draw.randint(1, 4)), draw.random() < 0.5
+        pattern = expression(draw.randint(1, 4))
         names = ["".join(draw.choice("ab.A1_") for _ in range(draw.randint(1, 7))) for _ in range(5)]
-        oracle = re.compile(rf"(?:.*\.)?(?:{pattern})" if suffix else pattern)
-        assert matches(pattern, names, suffix) == [oracle.fullmatch(name) is not None for name in names], pattern
+        oracle = re.compile(rf"(?:.*\.)?(?:{pattern})")
+        assert matches(pattern, names) == [oracle.fullmatch(name) is not None for name in names], pattern
         compared += 1
     assert compared == 3000
-
-
-LOOKAHEADS = ["(?!b)a", "^(?!b).*", "(?!a)(?!b).*", "(?!.*[()|]).*", "(?!(?:a|b(?:_))).*", "(?!)", "(?!a)^b"]
-
-
-@pytest.mark.parametrize("suffix", [False, True])
-@pytest.mark.parametrize("pattern", LOOKAHEADS)
-def test_negative_lookaheads_at_the_start_match_as_in_re(pattern, suffix) -> None:
-    names = ["a", "b", "ba", "", "a.b", "b.a", "x.b_", "x.a(", "b)", "a.b.c|d"]
-    oracle = re.compile(rf"(?:.*\.)?(?:{pattern})" if suffix else pattern)
-    assert matches(pattern, names, suffix) == [oracle.fullmatch(name) is not None for name in names]
-
-
-@pytest.mark.parametrize("pattern", ["(?=a).*", "a(?!b).*", "(?<!a)b", "(?<=a)b", "(?!a)b|c"])
-def test_other_lookarounds_are_refused_by_name(pattern) -> None:
-    with pytest.raises(UnboundedPattern, match=re.escape("bounded time ('invalid perl operator: (?")):
-        NamePattern(pattern)
