@@ -33,8 +33,7 @@ sys.path.insert(
     0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
             if (f / "paper_results").is_dir())
 )  # fmt: skip
-from experiments.claims.placement import placement_tables
-from experiments.claims.predictions import prediction_table, predictions, residual_table
+from experiments.claims.predictions import prediction_table, predictions, rules_table
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.fig12_textgen_70b import EXPERIMENT as FIG12
 from experiments.fig13_cluster import EXPERIMENT as FIG13
@@ -84,10 +83,9 @@ display(*MACHINES.figure(SEC53))
 display(*SIMULATED.figure(FIG13))
 
 # %% [markdown]
-# What was predicted beside what was published. With two exceptions nothing in this table was fitted to what it is
-# compared with. The simulator's constant for steps with a prompt came in while p99 was compared (88b0140). The rows
-# on Ray have a simulator that was fitted to steps of its runners in a rehearsal. Requests, tokens and the throughput's
-# curve follow from the input and are no predictions.
+# What was predicted beside what was published. With one exception nothing in this table was fitted to what it is
+# compared with: the simulator's constant for steps with a prompt came in while p99 was compared (88b0140). Requests,
+# tokens and the throughput's curve follow from the input and are no predictions.
 
 # %%
 rows = read_folder(SIMULATED.folder)
@@ -96,12 +94,6 @@ if found:
     display(Markdown("\n".join(prediction_table(found))))
 else:
     display(missing(FIG13))
-
-# %% [markdown]
-# The cost models, and how far they are from the rows that they were fitted to:
-
-# %%
-display(Markdown("\n".join(residual_table(rows))) if found else missing(FIG13))
 
 # %% [markdown]
 # The same policy over engines in processes of their own, on Ray, the hour compressed in time: a tiny model on a CPU,
@@ -133,7 +125,7 @@ for name, frame in ROWS.items():
 display(*SIMULATED.figure(PLACEMENT))
 
 # %%
-table = placement_tables(rows)
+table = rules_table(rows)
 display(Markdown("\n".join(table)) if table else missing(PLACEMENT))
 
 # %% [markdown]

@@ -4,7 +4,7 @@
     finding.py judge.py     our value and its interval; the verdict, its clock and its marks
     table.py                verdicts as tables, and whether the machine was quiet enough
     fig*.py text.py         claims: one module per figure (fig01 has 10, fig08 has 9 and the README's)
-    predictions.py placement.py simulations beside what was published, and beside one another
+    predictions.py          simulations beside what was published, and beside one another
 
 >>> from experiments.claims import judge
 >>> verdicts = judge(rows, "paper_results")      # doctest: +SKIP

@@ -1,11 +1,11 @@
 """Predictions of simulations beside what was published or measured, and beside a simpler guess: a constant, or for
-active GPUs the request rate. Fitted to what is compared are the constant of steps with a prompt (88b0140), and the
-simulator of rows on Ray, to a rehearsal.
+active GPUs the request rate; and scheduling rules beside one another. Fitted to what is compared is the constant of
+steps with a prompt (88b0140).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,10 +15,11 @@ from experiments.claims.finding import SIMULATED
 from experiments.claims.rows import MET, NO_BOUND, NotMeasured, Rows, correlation, curve, markdown
 from experiments.cluster import served
 from experiments.cluster.predicted import CONSTANT
-from experiments.cluster.served import FULL_MINUTES, HIGH, LOW, RATE_S
+from experiments.cluster.served import CAPACITY, FROM_DISK, FROM_HOST, FULL_MINUTES, HIGH, LOW, RATE_S
 from experiments.facts.paper import as_rows, read_figure
 from experiments.facts.systems import MODELS
 
+PLACEMENT, PUNICA = "ext placement", "punica"
 ACTIVE, SPEED = "active_gpus_60s_mean", "throughput_10s_mean"
 AT_31, MEAN_ACTIVE = "share at batch >= 31", "mean of active GPUs"
 POINTS, SAME = 5, 0.9
@@ -28,26 +29,21 @@ LEVELS = {
     "requests (input)": "total_requests", "tokens (follow from the input)": "total_tokens",
     MEAN_ACTIVE: "mean_active_gpus",
 }  # fmt: skip
-RAY_TOO = {
-    "mean_throughput": ("token/s", None), "mean_batch_size_of_active_cells": ("mean batch of active runners", None),
-    "mean_active_gpus": ("mean of active runners", None),
-}  # fmt: skip
-STEADY_TOO = {
-    "mean_throughput": ("token/s", 0.03), "mean_batch_size_of_steps": ("mean batch of steps", 0.05),
-    "p99_time_to_first_token": ("p99 of first tokens", 0.1),
-}  # fmt: skip
-"""Predicted numbers of an hour on Ray and of streams of a constant rate, and the bounds asked for."""
 WINDOWS = {
     (served.WINDOWS, "throughput_error"): ("throughput, all together,", 0.05),
     (served.WINDOWS, "largest_throughput_error"): ("throughput, the furthest alone (either way),", None),
     (served.FIRST_TOKEN, "p99_error"): ("p99 first token", 0.1),
 }
+RULES = {
+    CAPACITY: "throughput of full GPUs", "gpu_seconds": "GPU time", "p99_time_to_first_token": "p99 of first tokens",
+    FROM_HOST: "loads", FROM_DISK: "loads",
+}  # fmt: skip
+"""Metrics by which scheduling rules are compared, in words; those of one name are added up."""
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """A predicted number, the published or measured one, the difference, the bound asked for (``-``: none); ``span`` of
-    seeds; ``guess``: how far a simpler one is off, and whether it is ``closer``; ``panel`` of rows of runners.
+    seeds; ``guess``: how far a simpler one is off, and whether it is ``closer``.
     """
 
     what: str
@@ -59,38 +55,29 @@ class Prediction:
     span: str = ""
     guess: str = NO_BOUND
     closer: bool = False
-    panel: str = ""
 
 
 def predictions(rows: pd.DataFrame, folder: str | Path) -> list[Prediction]:
     """Compare the simulated rows in ``rows`` (of one machine) with ``folder``, the path of `paper_results`."""
     chosen = Rows(rows[rows["figure"] == "13"])
     try:
-        frame = chosen.figure("13")
+        ours = Hour.of(chosen)
     except NotMeasured:
         return []
-    try:
-        ours = Hour.of(chosen)
-        theirs = _published(folder) if ours.kind == SIMULATED else None
-    except NotMeasured:
-        theirs = None
-    if theirs is None:
-        return [*_runners(frame)]
-    return [*_stream(frame, folder), *_hour(ours, theirs), *_windows(frame), *_runners(frame)]
-
-
-def _published(folder: str | Path) -> Hour:
-    return Hour.of(Rows(as_rows(read_figure(folder, "13"))))
+    if ours.kind != SIMULATED:
+        return []
+    frame, theirs = chosen.figure("13"), Hour.of(Rows(as_rows(read_figure(folder, "13"))))
+    return [*_stream(frame, folder), *_hour(ours, theirs), *_windows(frame)]
 
 
 def _relative(
     what: str, predicted: float, published: float, within: float | None = None, guess: float | None = None,
-    span: str = "", panel: str = "",
+    span: str = "",
 ) -> Prediction:  # fmt: skip
     """Compare in percent; ``guess``: the relative error of a constant."""
     off = predicted / published - 1
     return Prediction(
-        what, predicted, published, f"{100 * off:+.1f} %", span=span, panel=panel,
+        what, predicted, published, f"{100 * off:+.1f} %", span=span,
         asked=NO_BOUND if within is None else f"within {100 * within:.0f} %",
         met=None if within is None else abs(off) <= within,
         guess=NO_BOUND if guess is None else f"a constant {100 * guess:+.1f} %",
@@ -154,16 +141,12 @@ def _correlation(ours: pd.Series, theirs: pd.Series) -> float:
     return correlation(*both.T) if len(both) > 1 else float("nan")
 
 
-def _numbers(part: pd.DataFrame) -> dict[str, float]:
-    return dict(zip(part["metric"], part["value"].astype(float), strict=True))
-
-
 def _windows(frame: pd.DataFrame) -> Iterator[Prediction]:
     """Windows that were not fitted, together and the furthest alone; first tokens under load."""
     for (panel, metric), (name, within) in WINDOWS.items():
         chosen = frame[frame["panel"].str.startswith(panel)]
         for (place, system, model), mine in chosen.groupby(["panel", "system", "model"], sort=False):
-            told = _numbers(mine)
+            told = dict(zip(mine["metric"], mine["value"].astype(float), strict=True))
             if metric not in told:
                 continue
             ends = [100 * told[key] for end in (LOW, HIGH) if (key := f"{metric}{end}") in told]
@@ -171,21 +154,6 @@ def _windows(frame: pd.DataFrame) -> Iterator[Prediction]:
             where = str(place).removeprefix(f"{panel}, ") if place != panel else "the windows that were not fitted"
             what = f"{system}, {model}: {name} of {where} (over measured{span})"
             yield _relative(what, 1 + told[metric], 1.0, within, told.get(f"{metric}{CONSTANT}"))
-
-
-def _runners(frame: pd.DataFrame) -> Iterator[Prediction]:
-    """Hour of runners on Ray, and streams, by the simulator fitted to their steps in a rehearsal."""
-    told = {key: _numbers(part) for key, part in frame.groupby(["system", "model", "panel"], sort=False)}
-    for key, theirs in told.items():
-        system, model, panel = map(str, key)
-        if panel != served.RAY and not panel.startswith(served.STEADY):
-            continue
-        where = panel.removeprefix(served.RAY)
-        ours = told.get((system, model, f"{served.SIMULATED_RAY}{where}"), {})
-        for metric, (name, within) in (RAY_TOO if panel == served.RAY else STEADY_TOO).items():
-            if metric in ours and metric in theirs:
-                what = f"runners on Ray, {model}, rule {system}{where}: {name}"
-                yield _relative(what, ours[metric], theirs[metric], within, panel=panel)
 
 
 def prediction_table(found: list[Prediction]) -> list[str]:
@@ -204,15 +172,17 @@ def prediction_table(found: list[Prediction]) -> list[str]:
     return [*markdown(head, lines), *(["", said] if guessed else [])]
 
 
-def residual_table(rows: pd.DataFrame) -> list[str]:
-    """Build lines of Markdown: every cost model with the residuals of its fit, in percent; none without such rows."""
-    frame = rows[(rows["panel"] == served.COSTS) & rows["metric"].str.startswith("residual_")]
-    if frame.empty:
+def rules_table(rows: pd.DataFrame) -> list[str]:
+    """Build lines of Markdown: each scheduling rule over Punica's, lowest and highest of all loads; none without."""
+    rows = rows[rows["figure"] == PLACEMENT]
+    named = rows.assign(what=rows["metric"].map(RULES), value=rows["value"].astype(float)).dropna(subset="what")
+    last = named.drop_duplicates(["system", "panel", "metric"], keep="last")
+    value = last.pivot_table(index=["what", "panel"], columns="system", values="value", aggfunc="sum", sort=False)
+    if PUNICA not in value:
         return []
-    kinds = frame["metric"].str.extract(r"residual_(?P<which>rms|largest)_(?P<kind>.*)")
-    value = frame.assign(**kinds).pivot_table(
-        index=["cost_model", "kind"], columns="which", values="value", aggfunc="last", sort=False
-    )
-    cells = zip(value.index, value["rms"], value["largest"], strict=True)
-    lines = [[str(model), str(kind), f"{100 * rms:.1f} %", f"{100 * most:.1f} %"] for (model, kind), rms, most in cells]
-    return markdown(("cost model", "rows", "rms residual", "largest"), lines)
+    over = value.drop(columns=PUNICA).div(value[PUNICA], axis=0).groupby(level="what", sort=False)
+    low, high = (ends.reindex(dict.fromkeys(RULES.values())) for ends in (over.min(), over.max()))
+    spans = low.map("{:.2f}".format) + " to " + high.map("{:.2f}".format)
+    loads = len(value.index.unique("panel"))
+    head = ("rule", *(f"{name} / Punica's" for name in spans.index))
+    return [*markdown(head, spans.T.itertuples(name=None)), "", f"Lowest and highest of {loads} loads."]

@@ -10,8 +10,7 @@ import pandas as pd
 
 from experiments.claims import as_frame
 from experiments.claims.fig11 import Serving
-from experiments.claims.placement import placement_tables
-from experiments.claims.predictions import prediction_table, predictions, residual_table
+from experiments.claims.predictions import prediction_table, predictions, rules_table
 from experiments.claims.rows import NotMeasured, Rows, markdown
 from experiments.claims.table import certainty, disturbance, total, verdict_table
 from experiments.facts.paper import as_rows, read_figure
@@ -25,8 +24,11 @@ from experiments.report.major import MAJOR, in_order
 from experiments.report.reproducing import GENERATED, title_of
 from experiments.workload.popularity import PAPER_WORKLOADS
 
-COMPARED = "88b0140"
-"""The commit that gave steps with a prompt a constant of their own in `punica.cluster`."""
+SIMULATED = (
+    "Simulated, not measured: a virtual clock around the cluster's scheduling policy; steps take what a cost model "
+    "says. Nothing was fitted to what it is compared with here, but the simulator's constant for steps with a prompt "
+    "came in while p99 was compared (commit 88b0140)."
+)
 MANY = 5
 """Figures of older rows, above which they are not named where all rows are older."""
 FOUND = ("what", "middle", "least", "largest", "points")
@@ -148,37 +150,16 @@ def findings(machine: Machine) -> Iterator[tuple[str, str, Table]]:
 
 def _line(found: Found) -> list[str]:
     ends = [said(found.least), said(found.most)] if found.points > 1 else ["", ""]
-    unit = "" if found.unit in ("", "ratio", "share") else f" {found.unit}"
+    unit = "" if found.unit in ("", "ratio", "share", "fraction") else f" {found.unit}"
     return [found.what, f"{said(found.middle)}{unit}{found.marks}", *ends, str(found.points)]
 
 
 def _simulations(rows: pd.DataFrame, paper: Path) -> Iterator[str]:
     """Yield the sections on simulations, of those that have rows."""
-    sections = {
-        "Predicted and published": predicted(rows, paper),
-        "Other scheduling rules, simulated": ("", placement_tables(rows)),
-    }
-    for title, (intro, lines) in sections.items():
-        if lines:
-            yield from (f"## {title}", "", *([intro, ""] if intro else []), *lines, "")
-
-
-def predicted(rows: pd.DataFrame, paper: Path) -> tuple[str, list[str]]:
-    """Return an introduction and the tables of simulated predictions and of their cost models; empty without rows."""
-    found = predictions(rows, paper)
-    if not found:
-        return "", []
-    intro = "Simulated, not measured: a virtual clock around the cluster's scheduling policy; steps take what a cost "
-    intro += "model says."
-    if not all(one.panel for one in found):
-        intro += " Nothing was fitted to what it is compared with here, but the simulator's constant for steps with "
-        intro += f"a prompt came in while p99 was compared (commit {COMPARED})."
-    if any(one.panel for one in found):
-        intro += " The simulator of the rows on Ray was fitted to steps of its runners in a rehearsal."
-    lines = prediction_table(found)
-    if residuals := residual_table(rows):
-        lines += ["", "What the cost models were fitted to, and how far they are from it:", "", *residuals]
-    return intro, lines
+    if found := predictions(rows, paper):
+        yield from ("## Predicted and published", "", SIMULATED, "", *prediction_table(found), "")
+    if table := rules_table(rows):
+        yield from ("## Other scheduling rules, simulated", "", *table, "")
 
 
 def trials_table(folder: Path) -> Table | None:

@@ -1,4 +1,4 @@
-"""Scheduling rules side by side: their loads, their rows, and the verdicts on what newer systems claim."""
+"""Scheduling rules side by side: their loads, their rows, and their table."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from fakes import composed
 
-from experiments.claims.placement import placement_tables
+from experiments.claims.predictions import rules_table
 from experiments.cluster.hour import RANK
 from experiments.ext_placement import CROWD, DRIFT, LOAD, MIXED, PADDED, load, while_full
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
@@ -20,58 +20,21 @@ PAPER = Path(__file__).parents[2] / "paper_results"
 ABOUT = {"ranks": [8, 64], "adapters": 200}
 
 
-def rows_of(values: dict[str, dict[str, float]], panel: str = "load", spread: float = 0.0) -> pd.DataFrame:
-    """Rows of rules, with a span of ``spread`` on both sides."""
-    about = {"figure": "ext placement", "panel": panel}
-    return pd.DataFrame(
-        [
-            {**about, "system": rule, "metric": f"{name}{suffix}", "value": value * by}
-            for rule, metrics in values.items()
-            for name, value in metrics.items()
-            for suffix, by in (("", 1.0), ("_low", 1 - spread), ("_high", 1 + spread))
-        ]
-    )
-
-
-def one(capacity: float = 1000.0, gpus: float = 50.0, wait: float = 90.0, host: float = 10.0, disk: float = 30.0):
-    """Return the metrics of a rule."""
-    names = ("capacity", "gpu_seconds", "p99_time_to_first_token", "loads_from_host", "loads_from_disk")
-    return dict(zip(names, (capacity, gpus, wait, host, disk), strict=True))
-
-
-# rules over Punica's, and verdicts on what newer systems claim
-
-
-def lines_of(rows: pd.DataFrame, *words: str) -> list[list[str]]:
-    """Return the cells of the lines with all ``words``."""
-    found = [line for line in placement_tables(rows) if all(word in line for word in words)]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found]
-
-
-BOTH = {"punica": one(), "least_loaded": one()}
-
-
-@pytest.mark.parametrize(
-    ("rule", "first", "second", "claim", "extent", "verdict"),
-    [
-        ("loraserve", {"capacity": 700}, {"capacity": 2200}, "2 times the throughput", "2.20", "reproduced"),
-        ("loraserve", {"capacity": 700}, {"capacity": 2000}, "2 times the throughput", "2.00", "within noise"),
-        ("loraserve", {"capacity": 700}, {"capacity": 1500}, "2 times the throughput", "1.50", "differs"),
-        ("loraserve", {"gpus": 24}, {"gpus": 40}, "fewer GPUs", "0.48", "reproduced"),
-        ("loraserve", {"gpus": 26}, {"gpus": 40}, "fewer GPUs", "0.52", "differs"),
-        ("dynamo", {"disk": 5}, {"disk": 20}, "NVIDIA Dynamo", "0.75", "reproduced"),
-        ("dynamo", {"disk": 5}, {"disk": 32}, "NVIDIA Dynamo", "1.05", "differs"),
-        ("chameleon", {"capacity": 900}, {"capacity": 1020}, "1.5 times", "1.02", "not implemented: no order"),
-    ],
-)  # fmt: skip
-def test_up_to_is_held_against_the_kindest_load_and_a_claim_without_a_number_against_all(
-    rule, first, second, claim, extent, verdict
-) -> None:
-    parts = ((first, "load"), (second, "drift"))
-    rows = pd.concat([rows_of({**BOTH, rule: one(**changed)}, panel, 0.01) for changed, panel in parts])
-    ((_, _, told, _, found),) = lines_of(rows, claim)
-    assert f" {extent} (" in told
-    assert found.startswith(verdict)
+def test_rules_are_compared_with_punicas_over_all_loads() -> None:
+    """Loads from host and disk are added up, and the last of several rows counts."""
+    metrics = ("capacity", "gpu_seconds", "p99_time_to_first_token", "loads_from_host", "loads_from_disk")
+    parts = {
+        ("punica", "load"): (1000, 50, 90, 10, 30), ("punica", "drift"): (1000, 50, 90, 10, 10),
+        ("dynamo", "load"): (900, 100, 45, 5, 5), ("dynamo", "drift"): (1100, 75, 90, 5, 15),
+    }  # fmt: skip
+    cells = [(rule, panel, name, value) for (rule, panel), values in parts.items()
+             for name, value in zip(metrics, values, strict=True)]  # fmt: skip
+    rows = pd.DataFrame([("dynamo", "load", "capacity", 9.0), *cells], columns=["system", "panel", "metric", "value"])
+    rows = rows.assign(figure="ext placement")
+    head, _, line, *_ = rules_table(rows)
+    assert head.startswith("| rule | throughput of full GPUs / Punica's | GPU time")
+    assert line == "| dynamo | 0.90 to 1.10 | 1.50 to 2.00 | 0.50 to 1.00 | 0.25 to 1.00 |"
+    assert rules_table(rows[rows["system"] != "punica"]) == []
 
 
 # loads

@@ -176,11 +176,9 @@ def predicted_rows(share=0.70) -> pd.DataFrame:
     stream = read_figure(PAPER, "11").query("metric == 'throughput' and system == 'Punica'")
     model = stream["model"].map({"7B": "llama2-7b", "13B": "llama2-13b"})
     stream = stream.assign(panel="simulated Figure 11", system="punica", model=model)
-    fits = pd.DataFrame({"metric": ["residual_rms_layers", "residual_largest_layers"], "value": [0.07, 0.25]})
-    fits = fits.assign(panel="simulated step costs", cost_model="A100")
     errors = pd.DataFrame({"metric": ["throughput_error", "largest_throughput_error"], "value": [-0.06, 0.08]})
     errors = errors.assign(system="h200", model="7b", panel="simulated windows")
-    parts = pd.concat([rows, stream, fits, errors], ignore_index=True).assign(figure="13")
+    parts = pd.concat([rows, stream, errors], ignore_index=True).assign(figure="13")
     named = {name: parts.get(name, "") for name in frame_of([]).columns}
     about = {"kind": "simulated", "statistic": "value", "scale": "laptop", "hardware": "cpu", "repeat": 0}
     return pd.DataFrame(named).assign(**about, disturbed=None)
