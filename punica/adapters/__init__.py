@@ -1,10 +1,9 @@
 """LoRA adapters, from a PEFT folder to a slot on the device. In the order of that path:
 
     request.py    `LoRARequest`: id, name and source of an adapter; one id is one source
-    source.py     `AdapterFolder`, an open weights file with a config, and `AdapterTensors` in memory
     config.py     `adapter_config.json`: rank and scaling of every module (patterns.py: its regular expressions)
     names.py      from the names of tensors to modules, and which of them are read
-    read.py       `WeightsFile`: header and numbers of `adapter_model.safetensors`
+    read.py       `AdapterFolder`, an open weights file with a config, and `AdapterTensors` in memory
     check.py      rules for dtypes, shapes and numbers
     weights.py    `LoRAModel`: A and B of all modules of one adapter
     load.py       `AdapterLoader`: a source, checked on arrival and loaded when it is needed

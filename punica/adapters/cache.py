@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from punica.adapters.lru import LRUCache
+from punica.adapters.read import AdapterVersion
 from punica.adapters.request import LoRARequest, changed_error
-from punica.adapters.source import AdapterVersion
 from punica.adapters.weights import LoRAModel
 from punica.adapters.write import CopyHandle, SlotWriter
 from punica.checks import as_int, clip
@@ -38,8 +38,8 @@ class LoadedAdapter:
 class AdapterCache:
     """Adapters in host memory and in slots, by id.
 
-    An active adapter is registered and a pinned one active, but for superseded versions that requests still hold. An id
-    has the version that was loaded last, also once that was evicted, until it is removed or another adapter takes it.
+    Active adapters are registered and pinned ones active, but for superseded versions that requests still hold. An id
+    has the version that was loaded last, even evicted, until it is removed or another adapter takes it.
 
     Attributes:
         modules: `{name: LoRA layer}`.
@@ -105,7 +105,7 @@ class AdapterCache:
 
     def adapter_bytes(self, adapter_id: int) -> int:
         """Return the host memory of a registered adapter, in bytes. ValueError if it is not registered."""
-        return self._writer.host_bytes(self._require(adapter_id).lora)
+        return self._require(adapter_id).lora.host_bytes()
 
     def restore_adapter(self, adapter: LoRAModel, request: LoRARequest | None) -> None:
         """Register a staged adapter, as :meth:`get_adapter` returned it, with its request if it has one.
@@ -133,10 +133,8 @@ class AdapterCache:
         """Copy a registered adapter into the lowest free slot; with none free, into that of the least recently used
         unpinned adapter. `False` if the adapter already was active (it is marked as just used).
 
-        The caller leaves enough slots for the adapters of one step: see `set_active_adapters`. A write that fails on
-        any tensor-parallel rank raises on all of them, and the slot is free.
-
-        ValueError: the id is not registered. RuntimeError: all slots are pinned. Nothing has changed.
+        A write that fails on any tensor-parallel rank raises on all of them, and the slot is free. ValueError: the id
+        is not registered. RuntimeError: all slots are pinned. Nothing has changed.
         """
         return self.activate(self._require(adapter_id))
 
@@ -148,8 +146,7 @@ class AdapterCache:
     def prefetch_adapter(self, adapter_id: int) -> CopyHandle:
         """Run :meth:`activate_adapter` ahead of the step that uses it; return the latest copy into its slot.
 
-        Evictions and errors are the same, so leave slots for the steps that come before. On CUDA the copy runs beside
-        the steps in flight. A mapping that uses the adapter implies the handle's `wait`.
+        On CUDA the copy runs beside the steps in flight. A mapping that uses the adapter implies the handle's `wait`.
         """
         loaded = self._require(adapter_id)
         self.activate(loaded)
@@ -172,9 +169,8 @@ class AdapterCache:
     # --- versions ----------------------------------------------------------------------------------------------------
 
     def hold(self, adapter_id: int) -> LoadedAdapter:
-        """Return the registered version of an adapter, counting one more user. ValueError if it is not registered.
-
-        It stays in memory until it is released as often, and in its slot when another version supersedes it.
+        """Return the registered version of an adapter, counting one more user: it stays in memory until it is released
+        as often, and in its slot when another version supersedes it. ValueError if it is not registered.
         """
         loaded = self._require(adapter_id)
         loaded.users += 1
@@ -263,9 +259,10 @@ class AdapterCache:
         self._note_latest(adapter_id, loaded.request, loaded.lora.version)
 
     def _note_latest(self, adapter_id: int, request: LoRARequest | None, version: AdapterVersion | None) -> None:
-        self._latest[adapter_id] = request, version
-        if request is not None and request.tensors is not None:
-            del self._latest[adapter_id]
+        if request is None or request.tensors is None:
+            self._latest[adapter_id] = request, version
+        else:
+            self._latest.pop(adapter_id, None)
 
     def _check_unchanged(self, request: LoRARequest, now: AdapterVersion | None) -> None:
         """ValueError if a request's folder holds another version than the one that was loaded last under the id."""

@@ -93,13 +93,12 @@ class PEFTHelper:
 
         delta W_m = scaling_m * B_m A_m,   scaling_m = alpha_m / r_m   (alpha_m / sqrt(r_m) with `use_rslora`)
 
-    These are PEFT's own rules in training; note that PEFT sorts the patterns' keys when it saves. `target_modules` is
-    informational (`"all-linear"`, a regular expression, or names): the tensors decide which modules are adapted.
-    Unknown keys are ignored, with a warning of features that are on.
+    These are PEFT's own rules in training, which sorts the patterns' keys when it saves. `target_modules` is
+    informational: the tensors decide which modules are adapted. Unknown keys are ignored, with a warning of features
+    that are on.
 
-    TypeError: rank not an int, alpha not a number, a switch not a bool, targets or a pattern of another type.
-    ValueError: rank < 1, alpha not finite, no target, too many patterns, or a key that is no regular expression or of a
-    kind that cannot be matched in bounded time.
+    TypeError: a value of another type. ValueError: rank < 1, alpha not finite, no target, too many patterns, or a key
+    that is no regular expression or cannot be matched in bounded time.
     """
 
     r: int
@@ -146,10 +145,8 @@ class PEFTHelper:
         if not config.get("target_modules") and not config.get("target_parameters"):
             missing.append("target_modules (or target_parameters)")
         if missing:
-            reason = f"{problem}; " if (problem := _peft_type_problem(config.get("peft_type"))) else ""
-            raise ValueError(
-                f"{reason}adapter config lacks the required keys {missing}; it has {clip(sorted(map(str, config)))}"
-            )
+            lacks = f"adapter config lacks the required keys {missing}; it has {clip(sorted(map(str, config)))}"
+            raise ValueError("; ".join([*_peft_type_problems(config.get("peft_type")), lacks]))
         known = {f.name for f in fields(cls) if f.init} - {"unsupported"}
         given = {key: value for key, value in config.items() if key in known and value is not None}
         made = cls(**given, unsupported={key: config[key] for key in _UNSUPPORTED if config.get(key)})
@@ -222,25 +219,21 @@ class PEFTHelper:
         rank = self.rank_of(module_name)
         return self.alpha_of(module_name) / (math.sqrt(rank) if self.use_rslora else rank)
 
-    def validate_legal(self, lora_config: LoRAConfig, modules: Iterable[str] | None = None) -> None:
-        """Refuse unsupported features, all problems in one message, and warn of :attr:`doubts`.
-
-        With `modules`, the ones that are adapted, only their ranks are checked; `None`: every rank in the config.
-        ValueError: DoRA, biases, extra saved modules, other unsupported features, or a rank above `max_lora_rank`.
-        """
-        self.refuse_illegal(lora_config, modules)
+    def validate_legal(self, lora_config: LoRAConfig) -> None:
+        """Refuse as :meth:`refuse_illegal`, and warn of :attr:`doubts`."""
+        self.refuse_illegal(lora_config)
         for doubt in self.doubts:
             warnings.warn(doubt, stacklevel=2)
 
     def refuse_illegal(
         self, lora_config: LoRAConfig, modules: Iterable[str] | None = None, *, tensors_decide: bool = False
     ) -> None:
-        """Raise the errors of :meth:`validate_legal`.
+        """Refuse unsupported features and ranks above `max_lora_rank`: a ValueError with all problems.
 
-        `tensors_decide`: accept what has an effect only with certain tensors: `bias`, if there are biases, and
-        `fan_in_fan_out`, which PEFT drops for linear layers.
+        `modules`: check the ranks of these alone; `None`: all in the config. `tensors_decide`: accept what has an
+        effect only with certain tensors: `bias`, and `fan_in_fan_out`, which PEFT drops for linear layers.
         """
-        problems = [problem] if (problem := _peft_type_problem(self.peft_type)) else []
+        problems = _peft_type_problems(self.peft_type)
         if self.bias != "none" and not (tensors_decide and self.bias in ("all", "lora_only")):
             problems.append(f"bias is {clip(self.bias)}, only 'none' is supported")
         for feature, value in self.unsupported.items():
@@ -301,11 +294,10 @@ def _check_alpha(name: str, value: object) -> None:
         raise ValueError(f"{name} must be finite, got {value if isinstance(value, float) else 'a huge integer'}")
 
 
-def _peft_type_problem(peft_type: object) -> str | None:
-    """Describe a wrong `peft_type` (a str, or PEFT's enum); `None` if it is LORA or absent."""
-    name = str(peft_type).rpartition(".")[2]
-    is_lora = peft_type is None or name.upper() == "LORA"
-    return None if is_lora else f"peft_type is {clip(name)}, only 'LORA' is supported"
+def _peft_type_problems(peft_type: object) -> list[str]:
+    """Describe a `peft_type` (a str, or PEFT's enum) that is neither LORA nor absent."""
+    name = "LORA" if peft_type is None else str(peft_type).rpartition(".")[2]
+    return [] if name.upper() == "LORA" else [f"peft_type is {clip(name)}, only 'LORA' is supported"]
 
 
 def _targets(key: str, value: Any) -> list[str] | str | None:

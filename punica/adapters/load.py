@@ -17,9 +17,8 @@ from punica.adapters.check import ModuleEntry, table_of_contents
 from punica.adapters.lru import LRUCache
 from punica.adapters.names import BASE_WEIGHTS, NameRules
 from punica.adapters.pack import AdapterPacker
-from punica.adapters.read import TensorEntry
+from punica.adapters.read import AdapterFolder, AdapterTensors, AdapterVersion, TensorEntry
 from punica.adapters.request import LoRARequest, loading
-from punica.adapters.source import AdapterFolder, AdapterTensors, AdapterVersion
 from punica.adapters.weights import LoRAModel
 from punica.checks import clip
 from punica.config import LoRAConfig

@@ -35,8 +35,7 @@ class LoRAModelManager(AdapterCache):
 
     Building it wraps the model's layers in place. One thread uses a manager. On CUDA slots are written asynchronously:
     no call waits for a copy, and :meth:`begin_step` and :meth:`set_adapter_mapping` order the next step after its own.
-    With tensor parallelism every rank has a manager, and all make the same calls in the same order; an error on one
-    rank is raised on all.
+    Tensor-parallel ranks make the same calls in the same order; an error on one is raised on all.
 
     Args:
         model: module tree built from `punica.parallel` layers; may define `packed_modules_mapping` and
@@ -46,10 +45,7 @@ class LoRAModelManager(AdapterCache):
         lora_config: capacity and switches; `"auto"` takes the dtype of the model's weights.
         device: of the metadata; slots are on the device of the layers' weights.
 
-    Attributes:
-        modules: `{name: LoRA layer}`; a head's logits processor has the head's name.
-        lora_config: the given one with its dtype resolved.
-        punica_wrapper: shared by all layers.
+    Attributes: those of :class:`AdapterCache`; ``punica_wrapper``, shared by all layers.
 
     ValueError: the model has no layer to wrap, a targeted layer has no LoRA class, or the slots take more memory than
     is free. RuntimeError: it is wrapped already. The model is as it was.
@@ -84,11 +80,11 @@ class LoRAModelManager(AdapterCache):
         self._last_step: tuple = (None, None)  # key of the latest step, and its rows in the wrapper
 
     def check_adapter(self, request: LoRARequest, *, numbers: bool = False) -> None:
-        """Refuse a request's folder if :meth:`add_adapter` would, also one that has changed since it was loaded under
-        this id; without `numbers` as far as can be told unread. Warns where outputs may be wrong.
+        """Refuse a request's folder as :meth:`add_adapter` would, without `numbers` as far as can be told unread. Warns
+        where outputs may be wrong.
 
-        Serving calls it when a request arrives, so that a hostile folder costs no time between the steps of others. All
-        tensor-parallel ranks call it together. FileNotFoundError, ValueError, TypeError; nothing has changed.
+        Serving calls it when a request arrives, so that a hostile folder costs no time between the steps of others.
+        FileNotFoundError, ValueError, TypeError; nothing has changed.
         """
         if not isinstance(request, LoRARequest):
             raise TypeError(f"request must be a LoRARequest, got {type(request).__name__}")
@@ -105,11 +101,11 @@ class LoRAModelManager(AdapterCache):
         On a CPU it shares the tensors that need no scaling or casting: do not change them afterwards.
 
         The folder of a `LoRARequest` is loaded unless the id is registered (with `load_inplace` in any case; a pin
-        stays), registered, and activated; always `True`. Without `load_inplace` an adapter that was evicted is loaded
-        only in the version that it had: a folder that has changed since is refused.
+        stays), registered, and activated; always `True`. Without `load_inplace` a folder that has changed since its
+        adapter was evicted is refused.
 
-        FileNotFoundError, ValueError, TypeError: the adapter cannot be loaded or does not fit the model, or its folder
-        has changed. RuntimeError: all that could make room are pinned. Nothing has changed.
+        FileNotFoundError, ValueError, TypeError: it cannot be loaded or does not fit the model. RuntimeError: all that
+        could make room are pinned. Nothing has changed.
         """
         if isinstance(adapter, LoRARequest):
             wanted = {adapter.lora_int_id: adapter}
@@ -155,13 +151,12 @@ class LoRAModelManager(AdapterCache):
     def set_active_adapters(self, requests: Iterable[LoRARequest | None], mapping: LoRAMapping) -> None:
         """Prepare a step: load missing adapters, make every requested one active, and set the mapping.
 
-        Others are evicted only where room is needed; requested ones never evict each other. A request object with
-        `load_inplace` is loaded once, however many steps it is passed for. `None` (no adapter) and repetitions among
-        `requests` are fine; each id of `mapping` must be requested (or 0).
+        Others are evicted only where room is needed. A request object with `load_inplace` is loaded once, however many
+        steps it is passed for. `None` (no adapter) and repetitions among `requests` are fine.
 
         RuntimeError: more distinct adapters than slots, or than pinned ones leave. ValueError: two requests share an id
-        but not name and path, a mapped id is not requested, or the mapping does not fit the wrapper's buffers; or an
-        adapter cannot be loaded (also FileNotFoundError, TypeError). Nothing has changed.
+        but not name and path, a mapped id is neither requested nor 0, or the mapping does not fit the wrapper's
+        buffers; or as :meth:`add_adapter`. Nothing has changed.
         """
         wanted = distinct_requests(requests)
         if len(wanted) > self.lora_slots:

@@ -78,13 +78,11 @@ class MoEEPSpec(NamedTuple):
 
 
 class TensorName(NamedTuple):
-    """Meaning of a tensor's name: A or B of a module, which is called `configured` in the adapter's config, before the
-    `weights_mapper` (the mapped name where only that can be parsed).
-    """
+    """Meaning of a tensor's name: A or B of a module."""
 
     module: str
     is_a: bool
-    configured: str
+    configured: str  # the module in the adapter's config, before the `weights_mapper` where that name can be parsed
 
 
 def _mapped(name: str, weights_mapper: NameMapper | None) -> str:
@@ -107,12 +105,10 @@ def _mapped(name: str, weights_mapper: NameMapper | None) -> str:
 
 
 def parse_fine_tuned_lora_name(name: str, weights_mapper: NameMapper | None = None) -> tuple[str, bool]:
-    """Split a checkpoint tensor's name into `(module_name, is_lora_a)`.
+    """Split a checkpoint tensor's name into `(module_name, is_lora_a)`. ValueError: any other name.
 
     `base_model.model.<m>.lora_A.weight`, `<m>.lora_A.<adapter>.weight`, and the same without the prefix give
     `(<m>, True)`; B gives `False`; embeddings are spelled `<m>.lora_embedding_A`.
-
-    ValueError: a DoRA magnitude, or any other name ("unsupported LoRA weight").
     """
     return _parse(name, weights_mapper)[:2]
 

@@ -172,9 +172,15 @@ def expert_slices(
     spelled = set(_WHOLE) if is_whole else set(PROJECTIONS.values())
     if (is_whole or is_projection) and given.keys() - spelled:
         raise ValueError("it is in two of the spellings stacked, per expert, by projection; keep one")
-    if not is_whole and not is_projection:
-        return _per_expert(given, layer, parts)
     is_joined = isinstance(layer, FusedMoE3DWithLoRA)
+    if not is_whole and not is_projection:
+        if is_joined:
+            raise ValueError(_APART)
+        pairs: Slices = [(None, None)] * parts
+        for part, weights in given.items():
+            (pairs[cast(int, part)],) = weights.scaled()
+        w1, w2, w3 = (stack_experts([pairs[3 * expert + i] for expert in layer.local_experts]) for i in range(3))
+        return [w1, w2, w3 if layer.moe_config.is_act_and_mul else w1]
     found: dict[int | None, tuple[Tensor, Tensor]] = {}
     for part, weights in given.items():
         ((a, b),) = cast(list[tuple[Tensor, Tensor]], weights.scaled())
@@ -194,18 +200,6 @@ def expert_slices(
             found[W3] = a, b.chunk(2, 1)[1]
     slices: Slices = [found.get(part, (None, None)) for part in (W13 if is_joined else W1, W2, W3)]
     return slices[: len(layer.names)]
-
-
-def _per_expert(given: Mapping[int | None, ModuleWeights], layer: FusedMoEWithLoRA, parts: int) -> Slices:
-    if isinstance(layer, FusedMoE3DWithLoRA):
-        raise ValueError(_APART)
-    pairs: Slices = [(None, None)] * parts
-    for part, weights in given.items():
-        (pairs[cast(int, part)],) = weights.scaled()
-    w1, w2, w3 = (
-        stack_experts([pairs[3 * expert + projection] for expert in layer.local_experts]) for projection in range(3)
-    )
-    return [w1, w2, w3 if layer.moe_config.is_act_and_mul else w1]
 
 
 def _projection_of(a: Tensor, b: Tensor, layer: FusedMoEWithLoRA, found: Collection[int | None]) -> int:

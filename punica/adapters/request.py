@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from punica.adapters.config import PEFTHelper
-from punica.adapters.source import AdapterTensors
+from punica.adapters.read import AdapterTensors
 from punica.checks import check_count, clip
 
 NO_ADAPTER = "0 means 'no adapter'"

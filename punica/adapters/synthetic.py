@@ -1,8 +1,7 @@
 """Random adapters in the PEFT format, for benchmarks, examples and tests.
 
-Speed does not depend on the values of weights, so the paper measures with random ones. Here A ~ N(0, 1/in) and B ~
-N(0, 1/(16 r)). With the default `alpha = 2 r` the change `scaling * B A` has a standard deviation of `0.5 / sqrt(in)`
-per element, about half of a typical base weight: it changes the output, but does not dominate the base model.
+A ~ N(0, 1/in) and B ~ N(0, 1/(16 r)). With the default `alpha = 2 r` the change `scaling * B A` has a standard
+deviation of `0.5 / sqrt(in)` per element, about half of a typical base weight: outputs change, but not beyond sense.
 """
 
 import json

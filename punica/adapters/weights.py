@@ -19,12 +19,12 @@ from torch import Tensor
 from punica.adapters.check import ModuleEntry, check_finite, check_pair, table_of_contents
 from punica.adapters.config import PEFTHelper
 from punica.adapters.names import MoEEPSpec, NameMapper, NameRules, lora_names
-from punica.adapters.read import WeightsFile
+from punica.adapters.read import AdapterVersion, WeightsFile
 from punica.adapters.request import NO_ADAPTER
-from punica.adapters.source import AdapterVersion
 from punica.checks import check_count
 from punica.layers.base import LoRAInput
 from punica.layers.packing import LoRAFactor, Slices
+from punica.ops.quant import Fp8Matrix
 
 _next_model_id = itertools.count(1)
 
@@ -35,9 +35,9 @@ def _side(index: int) -> property:
         return factors if weights.is_packed else factors[0]
 
     def put(weights: ModuleWeights, given: LoRAInput) -> None:
-        values = cast(Sequence[LoRAFactor], given if weights.is_packed else [given])
-        pairs = [(factor, pair[1 - index]) for factor, pair in zip(values, weights.slices, strict=True)]
-        weights.slices = [pair if index == 0 else pair[::-1] for pair in pairs]
+        sides = [list(side) for side in zip(*weights.slices, strict=True)]
+        sides[index] = list(cast(Sequence[LoRAFactor], given if weights.is_packed else [given]))
+        weights.slices = list(zip(*sides, strict=True))
 
     return property(get, put, doc=f"{'AB'[index]}; of a packed module a list with one entry per slice.")
 
@@ -79,7 +79,7 @@ class ModuleWeights:
         return self.slices if self.scaling == 1 else [(a, times(b, self.scaling)) for a, b in self.slices]
 
     def optimize(self) -> ModuleWeights:
-        """Multiply B by the scaling, as :meth:`scaled`, and set that to 1. Idempotent; returns self."""
+        """Put the scaling into B, as :meth:`scaled`, and set it to 1. Idempotent; returns self."""
         self.slices, self.scaling = self.scaled(), 1
         return self
 
@@ -131,10 +131,8 @@ class LoRALayerWeights(ModuleWeights):
 
 
 class PackedLoRALayerWeights(ModuleWeights):
-    """Weights of several slices (q, k, v or gate, up), from a list of A and one of B.
-
-    They are `[r_i, in]` and `[out_i, r_i]`, or `None` for a slice that is not adapted; `rank`: the largest. Scaling is
-    in B.
+    """Weights of several slices (q, k, v or gate, up), from a list of A and one of B, `None` for a slice without; the
+    scaling is in B. `rank`: the largest.
     """
 
     is_packed = True  # type: ignore[assignment]  # also with one slice
@@ -160,9 +158,9 @@ class PackedLoRALayerWeights(ModuleWeights):
     ) -> PackedLoRALayerWeights:
         """Stack the experts of one layer: lists of three, w1, w2, w3, `A [E, r, in]` and `B [E, out, r]`.
 
-        `members` are (w1, w2, w3) of every expert, one after the other, `None` where the adapter has none: zeros, or
-        `None` for a projection that no expert has. Ranks are padded with zeros to a projection's largest. Without a
-        gate (`is_non_gated_moe`) w3 is w1. ValueError: not a multiple of three members, or all of them `None`.
+        `members` are (w1, w2, w3) of every expert, one after the other; `None`: zeros, or no projection if no expert
+        has it. Ranks are padded to a projection's largest. Without a gate (`is_non_gated_moe`) w3 is w1.
+        ValueError: not a multiple of three members, or all of them `None`.
         """
         if len(members) % 3:
             raise ValueError(f"pack_moe needs three members (w1, w2, w3) for every expert, got {len(members)}")
@@ -235,6 +233,19 @@ class LoRAModel:
     def check_lora_name(self, module_name: str) -> bool:
         return module_name in self.loras
 
+    def tensors(self) -> list[Tensor]:
+        """List all matrices, of FP8 ones the values and then the scales."""
+        factors = [factor for weights in self.loras.values() for pair in weights.slices for factor in pair]
+        split = [[factor.values, factor.scale] if isinstance(factor, Fp8Matrix) else [factor] for factor in factors]
+        return [tensor for parts in split for tensor in parts if tensor is not None]
+
+    def host_bytes(self) -> int:
+        """Return the host memory in bytes: the image, or the distinct storages behind the tensors."""
+        if self.image is not None:
+            return self.image.numel()
+        storages = [tensor.untyped_storage() for tensor in self.tensors()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
     @classmethod
     def from_lora_tensors(
         cls,
@@ -291,12 +302,11 @@ class LoRAModel:
         model_vocab_size: int | None = None, weights_mapper: NameMapper | None = None,
         skip_prefixes: Sequence[str] | None = None, moe_ep_spec: MoEEPSpec | None = None,
     ) -> LoRAModel:  # fmt: skip
-        """Load a PEFT folder (`adapter_model.safetensors`; the config comes as `peft_helper`).
+        """Load the weights of a PEFT folder, as :meth:`from_lora_tensors`.
 
-        Names are checked before a single tensor is read: the last name component of each module must be in
+        Names are checked before a tensor is read: the last name component of each module must be in
         `expected_lora_modules`. `lora_model_id=None` takes the next number of a process-wide counter. `moe_ep_spec`:
         tensors of experts on other ranks are not read. FileNotFoundError: no folder, or no weights file in it.
-        ValueError: pickled or damaged, unexpected modules. The rest is as in :meth:`from_lora_tensors`.
         """
         rules = NameRules(expected_lora_modules, moe_ep_spec, skip_prefixes=skip_prefixes)
         with WeightsFile(lora_dir) as file:

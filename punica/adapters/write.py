@@ -74,18 +74,8 @@ class LayerSlotWriter:
     def begin_step(self, slots: Collection[int]) -> None:
         """Order the next step on the current stream, which reads these slots, after their copies."""
 
-    def host_bytes(self, lora: LoRAModel) -> int:
-        """Return the host memory of a staged adapter, in bytes: the distinct storages behind its tensors."""
-        sizes: dict[int, int] = {}
-        for factor in (factor for weights in lora.loras.values() for pair in weights.slices for factor in pair):
-            for t in [factor.values, factor.scale] if isinstance(factor, Fp8Matrix) else [factor]:
-                if t is not None:
-                    sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return sum(sizes.values())
 
-
-SlotWriter = LayerSlotWriter
-"""Type of writers, of which the others are subclasses."""
+SlotWriter = LayerSlotWriter  # the type of all writers
 
 
 class StreamSlotWriter(LayerSlotWriter):
@@ -121,9 +111,6 @@ class StreamSlotWriter(LayerSlotWriter):
     def stage(self, lora: LoRAModel) -> LoRAModel:
         with torch.cuda.device(self._device):  # in whose context memory is locked, whatever thread this is
             return stage(self._modules, lora, self._table.dtype, pin_memory=True)
-
-    def host_bytes(self, lora: LoRAModel) -> int:
-        return _image_of(lora).numel()
 
     def write(self, slot: int, lora: LoRAModel) -> CopyHandle:
         image = _image_of(lora)

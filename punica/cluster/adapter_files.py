@@ -11,9 +11,8 @@ from typing import Any
 
 from punica.adapters import LoRARequest, LRUCache
 from punica.adapters.config import CONFIG_FILE, MOST_CONFIG_BYTES, resolve_adapter_path
-from punica.adapters.read import WEIGHTS_FILE
+from punica.adapters.read import WEIGHTS_FILE, AdapterVersion
 from punica.adapters.request import changed_error
-from punica.adapters.source import AdapterVersion
 from punica.parallel import all_ranks_agree
 
 AdapterFiles = Mapping[str, bytes]

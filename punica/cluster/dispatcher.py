@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from punica.adapters import LoRARequest, LRUCache
+from punica.adapters.read import AdapterVersion
 from punica.adapters.request import config_of
-from punica.adapters.source import AdapterVersion
 from punica.checks import clip
 from punica.cluster.adapter_files import LoadedVersions, StoredFiles
 from punica.cluster.gpu import StepWork

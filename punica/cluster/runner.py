@@ -16,7 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from punica.adapters import LoRARequest
-from punica.adapters.source import AdapterVersion
+from punica.adapters.read import AdapterVersion
 from punica.checks import clip
 from punica.cluster.adapter_files import AdapterFiles, AdapterFolderCache, StoredFiles
 from punica.cluster.gpu import StepWork
