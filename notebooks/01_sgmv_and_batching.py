@@ -36,8 +36,6 @@ sys.path.insert(
     0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
             if (f / "paper_results").is_dir())
 )  # fmt: skip
-from experiments.ext_determinism import EXPERIMENT as DETERMINISM
-from experiments.ext_padding import EXPERIMENT as PADDING
 from experiments.facts.paper import read_figure
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG7
 from experiments.fig08_lora_operator import EXPERIMENT as FIG8
@@ -319,11 +317,9 @@ display(stored.verdicts(FIGURES))
 
 # %%
 h200 = StoredRows(ROOT, "h200")
-chapter = [experiment for experiment in (FIG7, FIG8, FIG9, PADDING, DETERMINISM) if h200.has(experiment)]
+chapter = [experiment for experiment in (FIG7, FIG8, FIG9) if h200.has(experiment)]
 if chapter:
-    words = "The same figures and claims, on a GPU, beside the paper's A100; then what mixed ranks cost at their "
-    words += "true rank and padded, and what repeatable bits cost against atomic additions."
-    display(Markdown(f"## 5. On an H200\n{words}"))
+    display(Markdown("## 5. On an H200\nThe same figures and claims, on a GPU, beside the paper's A100."))
     display(*(part for experiment in chapter for part in h200.figure(experiment)), h200.verdicts(FIGURES))
 else:
     display(Markdown(f"*A chapter on an H200 appears here with its rows: {how_to_measure(h200, FIG7, FIG8, FIG9)}*"))

@@ -17,14 +17,18 @@ wrapper, batch invariant    the wrapper with ``LoRAConfig(batch_invariant=True)`
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 
-from experiments.benches.operator_pairs import estimated, pair_plan
 from experiments.benches.operator_sets import Call, OperatorSets, check_error
 from experiments.benches.operators import begun
+from punica.metadata import LoRABatch, RowGroups
 from punica.ops.triton_ops.launch import supports_pdl
-from punica.ops.weights import LoRAWeights
+from punica.ops.triton_ops.lora_linear import LinearMode, plan_linear
+from punica.ops.triton_ops.plan import KernelPlan
+from punica.ops.triton_ops.schedules import Gpu, Problem, choose_expand, choose_shrink
+from punica.ops.weights import LoRAWeights, Stack
 from punica.vllm.ops import lora_linear
 from punica.wrapper import PunicaWrapperBase, PunicaWrapperGPU
 
@@ -55,7 +59,23 @@ def _of_a_layer(sets: OperatorSets, **switches: bool) -> Call:
 
 
 def _normal_shrink(sets: OperatorSets) -> Call:
-    return pair_plan(sets, *estimated(sets.operator), pdl=supports_pdl(sets.x.device), pdl_shrink=False)
+    """The plan of a layer, without dispatch."""
+    op, device, ranks = sets.operator, sets.x.device, sets.stacked_ranks
+    groups, step = RowGroups.of_runs(range(len(op.sizes)), op.sizes), LoRABatch(op.tokens, ranks.shape[1], device)
+    step.fill(groups)
+    problem, gpu = Problem(groups.tiles.shape, op.tokens, op.k, op.widths, op.rank), Gpu.of(device)
+    shrink = choose_shrink(problem, gpu)
+    schedules = shrink, choose_expand(problem, shrink.split_k, gpu)
+    forms = Stack.of_a(sets.stacked_a[0], ranks).form, Stack.of_b(sets.stacked_b[0], ranks).form
+    plan = plan_linear(sets.y[0], sets.x[0], forms, step, schedules, LinearMode(pdl=supports_pdl(device), early=False))
+    shrink_plan = cast(KernelPlan, plan.shrink)  # without a base product
+    partials = torch.empty(plan.partials, dtype=torch.float32, device=device)
+
+    def call(i: int) -> None:
+        shrink_plan.run(sets.x[i], sets.stacked_a[i], partials, step, ranks, True, 1.0)
+        plan.expand.run(partials, sets.stacked_b[i], sets.y[i], step, ranks, True)
+
+    return call
 
 
 def _torch_loop(sets: OperatorSets) -> Call:

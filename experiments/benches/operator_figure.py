@@ -52,7 +52,6 @@ class OperatorExperiment(Experiment):
     reads: ClassVar[Sequence[str]] = ("workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
     differing: ClassVar[Sequence[str]] = ("system",)
     host_clock_too = True
-    apart: ClassVar[bool] = True  # no two systems of a cell read the same memory
 
     def points(self, cfg: Config) -> list[Point]:
         """Return every system at every rank, batch and popularity."""
@@ -83,7 +82,7 @@ class OperatorExperiment(Experiment):
                 calls[index] = self.calls(cfg, point)
             except operators.Unsupported as error:
                 tqdm.write(f"{self.name}: no row for {point.label()}: {error}", file=sys.stderr)
-        samples = operators.microseconds(cfg, calls, apart=self.apart)
+        samples = operators.microseconds(cfg, calls, apart=True)
         return [
             self.readings(cfg, point, samples[index]) if index in samples else [] for index, point in enumerate(points)
         ]

@@ -20,7 +20,7 @@ from experiments.harness.schema import Config, DType
 from experiments.measure.timing import Call, Name, Protocol, time_side_by_side
 from experiments.workload.popularity import popularity
 from punica.config import LoRAConfig
-from punica.metadata import LoRABatch, LoRAKernelMeta, LoRAMapping, MetaArgs, RowGroups
+from punica.metadata import LoRAKernelMeta, LoRAMapping, MetaArgs
 from punica.ops import reference
 from punica.ops.weights import LoRAWeights
 from punica.registry import Registry
@@ -49,17 +49,6 @@ class Problem:
     y: torch.Tensor
     slots: torch.Tensor  # [T] int64 on the host
     sizes: tuple[int, ...]  # rows per segment
-    ranks: torch.Tensor | None = None  # [1, L] int32 on the device: true ranks, above which weights are 0; None: all r
-
-    def meta_args(self) -> MetaArgs:
-        """The metadata arguments of the Triton operators for these rows."""
-        return kernel_meta_args(self.slots, self.a.shape[0], self.x.device)
-
-    def step(self) -> LoRABatch:
-        """The step of these rows, as a wrapper holds it."""
-        step = LoRABatch(len(self.slots), self.a.shape[0], self.x.device)
-        step.fill(RowGroups.of_rows(self.slots.numpy()))
-        return step
 
     def rounded(self, dtype: torch.dtype) -> Problem:
         """A copy in another dtype, with a result of its own."""
@@ -131,7 +120,7 @@ def weights_of(batch: Problem) -> LoRAWeights:
     """Return the weights of `batch` as a layer holds them, with the table of true ranks."""
     slots, rank, _ = batch.a.shape
     whole = torch.full((1, slots), rank, dtype=torch.int32, device=batch.x.device)
-    return LoRAWeights.of((batch.a,), (batch.stored_b,), whole if batch.ranks is None else batch.ranks)
+    return LoRAWeights.of((batch.a,), (batch.stored_b,), whole)
 
 
 def layer_call(batch: Problem) -> Call:
@@ -149,17 +138,6 @@ def _expand(problem: Problem) -> Prepared:
     v = problem.shrunk()
     call = partial(step_of(problem).add_expanded, problem.y, v[None], weights_of(problem).b)
     return Prepared(call, lambda: problem.y, lambda: problem.expanded(v))
-
-
-@OPERATORS.register("apart")
-def _apart(problem: Problem) -> Prepared:
-    """The first adapter's rows, a prompt, in one call of a layer, then all others in another."""
-    first = problem.sizes[0]
-    calls = [
-        layer_call(replace(problem, x=problem.x[rows], y=problem.y[rows], slots=problem.slots[rows], sizes=sizes))
-        for rows, sizes in ((slice(0, first), (first,)), (slice(first, None), problem.sizes[1:]))
-    ]
-    return adding(problem, partial(in_turn, calls))
 
 
 @OPERATORS.register("Loop")
@@ -253,12 +231,6 @@ def adding(problem: Problem, call: Call) -> Prepared:
     return Prepared(call, lambda: problem.y, problem.expected)
 
 
-def in_turn(calls: Sequence[Call]) -> None:
-    """Several calls as one."""
-    for call in calls:
-        call()
-
-
 @lru_cache(maxsize=6)
 def bank(slots: int, rank: int, h1: int, h2: int, dtype: DType, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A [slots, rank, h1] and B [slots, h2, rank], random, scaled so that v and y have unit variance."""
@@ -277,25 +249,17 @@ def problems(cfg: Config, workload: str, batch_size: int, rank: int) -> list[Pro
     return setup_operator(cfg, sizes, rank, copies(cfg, weights))
 
 
-def setup_operator(
-    cfg: Config, sizes: Sequence[int], rank: int, count: int, ranks: Sequence[int] = ()
-) -> list[Problem]:
-    """Make `count` batches of `sizes` rows per adapter, each on its own x, y and adapters. `ranks`: true ones, in
-    turns, above which weights are 0. A batch sees as many slots as a server has.
+def setup_operator(cfg: Config, sizes: Sequence[int], rank: int, count: int) -> list[Problem]:
+    """Make `count` batches of `sizes` rows per adapter, each on its own x, y and adapters. A batch sees as many slots
+    as a server has.
     """
     figure: Any = cfg.figure
     device, rows, used = cfg.hardware.device, sum(sizes), count * len(sizes)
     resident = max(figure.resident(cfg), len(sizes))
     a, b = bank(max(resident, used), rank, figure.h1, figure.h2, figure.dtype, device)
-    if ranks or cfg.timer.name != "cuda_graph":  # systems share no memory, so that one flush serves a round of them
+    if cfg.timer.name != "cuda_graph":  # systems share no memory, so that one flush serves a round of them
         seen = len(a) if device == "cuda" else used  # a CPU's operators look at no other slot
         a, b = a[:seen].clone(), b[:seen].clone()
-    table = None
-    if ranks:
-        table = torch.tensor(ranks, dtype=torch.int32, device=device).repeat(-(-len(a) // len(ranks)))[: len(a)]
-        above = torch.arange(rank, device=device) >= table[:, None]
-        a.masked_fill_(above[:, :, None], 0)
-        b.masked_fill_(above[:, None, :], 0)
     slots = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(count, rows, figure.h1, generator=generator, device=device).to(a.dtype)
@@ -304,9 +268,8 @@ def setup_operator(
     for i in range(count):
         start = max(0, min(i * len(sizes), len(a) - resident))
         window = slice(start, start + resident)
-        true = None if table is None else table[None, window].contiguous()
         weights = a[window], b[window], stored[window]
-        made.append(Problem(x[i], *weights, y[i], slots + (i * len(sizes) - start), tuple(sizes), true))
+        made.append(Problem(x[i], *weights, y[i], slots + (i * len(sizes) - start), tuple(sizes)))
     return made
 
 

@@ -1,4 +1,4 @@
-"""Parts of a step's time, and its launches, by a profile of a GPU; on a CPU scheduling, metadata, and the rest.
+"""Parts of a step's time, by a profile of a GPU; on a CPU scheduling, metadata, and the rest.
 
 Every instant belongs to the running kernel that started first; without kernels it is a gap, so that parts add up. A
 LoRA shrink counts only while nothing else runs; inside the launch of the base product it is part of that.
@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from experiments.benches.engine_steps import (
     launch_times,
     turns,
 )  # fmt: skip
-from experiments.harness.experiment import CheckFailed
 from experiments.measure.timing import Protocol, seconds_between_events
 
 BASE, ATTENTION, SHRINK, EXPAND = "base_gemm", "attention", "lora_shrink", "lora_expand"
@@ -105,65 +103,15 @@ def seconds_by_part(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 def watched_kernels(work: Callable[[], object]) -> list[Kernel]:
     """Profile the kernels of the current GPU during `work`, which must wait for it."""
-    return [kernel for kernel, on_device in watched(work) if on_device]
-
-
-def watched(work: Callable[[], object]) -> list[tuple[Kernel, bool]]:
-    """Profile the GPU and the host's calls of CUDA during `work`, which waits for it; the flag is of the former."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
     return [
-        (
-            Kernel(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6),
-            event.device_type == torch.autograd.DeviceType.CUDA,
-        )
+        Kernel(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
         for event in profiler.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-
-
-LAUNCH = re.compile(r"^(cuda|cu)(Launch|GraphLaunch|Memcpy|Memset)")
-"""Names of the host's calls that give the device a kernel, a graph or a copy."""
-EMPTY, ROUNDS = 500, 20
-"""Empty kernels in a row, fewer than the device's queue holds, and such rows."""
-
-
-@dataclass(frozen=True)
-class Launches:
-    """Counts of one step: launches by the host; kernels and copies that the device ran; seconds in which it ran any."""
-
-    launches: int
-    kernels: int
-    busy: float
-
-
-def launches_of(step: Callable[[], object]) -> Launches:
-    """Profile one `step`, which must wait for the device. `CheckFailed` where the profiler sees no launch."""
-    return counted(watched(step))
-
-
-def counted(events: Sequence[tuple[Kernel, bool]]) -> Launches:
-    """Count a profile's events; the flag is true of those on the device."""
-    kernels = [event for event, on_device in events if on_device]
-    calls = [event for event, on_device in events if not on_device and LAUNCH.match(event.name)]
-    if not kernels or not calls:
-        raise CheckFailed(f"the profiler saw {len(calls)} launches and {len(kernels)} kernels of a step")
-    return Launches(len(calls), len(kernels), sum(seconds_by_part(kernels).values()))
-
-
-def seconds_per_launch() -> float:
-    """Median over rows of empty kernels of the host's time per launch."""
-
-    def row() -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(EMPTY):
-            torch.cuda._sleep(0)  # a kernel of one thread that returns at once
-        return (time.perf_counter() - start) / EMPTY
-
-    row()
-    return median(row() for _ in range(ROUNDS))
 
 
 @dataclass

@@ -159,7 +159,7 @@ class ScaleConf(Settings):
     seq_lens: Counts  # figure 1
     layer_seq_lens: Counts  # figure 10
     prefill_seq_lens: Counts  # figure 1: the lengths whose prefill is timed too
-    prompts: Counts  # ext_paper_step: rows of the one prompt among decodes
+    prompts: Counts  # tokens of a request that is moved (section 5.3)
     loading_ranks: Counts  # section 5.2: ranks of the adapters that are loaded
     moe_divisor: Count  # ext_moe: widths of the models are theirs over this
     requests: Count  # figure 11

@@ -1,12 +1,11 @@
 """Figures of the extensions: a column of axes per popularity or panel, latency above, ratios below."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from experiments.plots import style
 from experiments.plots.floors import FLOOR
@@ -23,68 +22,6 @@ EXPERTS = (
 """Metric, system, reference system, and label of each row of axes of `draw_moe`."""
 SLOTS = ", by slots"
 """End of the name of a column of `draw_moe` whose x axis is the number of slots."""
-UNIFORM, MEAN = "uniform rank", "mean of uniform ranks"
-DODGE = 1.08
-"""Factor on the batch size between lines of equal values."""
-
-
-def draw_padding(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Latency at true rank, padded, and the mean of the uniform ranks; below, what padding costs and saves."""
-    uniform = rows["system"].eq(UNIFORM)
-    ranks = rows[uniform].groupby(["workload", "batch_size"])["rank"].transform("nunique")
-    rows = rows.drop(ranks.index[ranks < rows.loc[uniform, "rank"].nunique()]).replace({"system": {UNIFORM: MEAN}})
-
-    def column(mine: pd.DataFrame, above: Axes, below: Axes) -> None:
-        latency, read = (_by(mine, metric) for metric in ("latency", "bytes_read"))
-        _fill(above, latency, mine)
-        _floor(above, mine[mine["system"] == "true rank"])
-        costs = _ratio(latency, "padded", "true rank")
-        _fill(below, costs | _ratio(latency, "true rank", MEAN) | _ratio(read, "padded", "true rank", "bytes, "))
-        _parity(below, costs)
-
-    title = "Cost of padding: ranks of one batch mixed in slots of the largest"
-    return _drawn(rows, title, column, ("latency (µs)", "ratio"), "workload")
-
-
-def draw_determinism(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Latency of each variant, relative to the faster atomics; shares of outputs whose bits change."""
-
-    def column(mine: pd.DataFrame, above: Axes, middle: Axes, *shares: Axes) -> None:
-        latency = _by(mine, "latency")
-        _fill(above, latency, mine)
-        _floor(above, mine)
-        if atomics := [line for name, line in latency.items() if name.startswith("atomics")]:
-            faster = pd.concat(atomics, axis=1).min(axis=1)
-            prices = {n: (line / faster).dropna() for n, line in latency.items() if not n.startswith("atomics")}
-            _fill(middle, prices, log=False)
-            _parity(middle, prices, ["deterministic"])
-        for axis, asked in zip(shares, ("from_row_alone", "between_runs"), strict=True):
-            lines = _by(mine, f"outputs_differing_{asked}")
-            leaving = [name for name, line in lines.items() if (line > 0).any()]
-            shifts = {name: DODGE ** (place - (len(leaving) - 1) / 2) for place, name in enumerate(leaving)}
-            _fill(axis, {n: pd.Series(lines[n].to_numpy(), lines[n].index * by) for n, by in shifts.items()}, log=False)
-            axis.yaxis.set_major_formatter(PercentFormatter(1))
-            if never := [name for name in lines if name not in leaving]:
-                style.corner(axis, "\n".join(["0 at every batch:", *never]), 6)
-
-    labels = "latency (µs)", "relative to the\nfaster atomics", "outputs changed\nby the batch", "changed\nbetween runs"
-    figure = _drawn(rows, "Price of determinism", column, labels, "workload")
-    for axis in figure.axes[len(figure.axes) // 2 :]:
-        axis.set_ylim(0, max(0.001, axis.get_ylim()[1]))
-    return figure
-
-
-def draw_paper_step(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Latency over the rows of the prompt, with the time of the bytes; below, relative to two calls for both parts."""
-
-    def column(mine: pd.DataFrame, above: Axes, below: Axes) -> None:
-        latency = _by(mine, "latency", "seq_len")
-        _fill(above, latency, mine, x="seq_len")
-        _floor(above, mine, "seq_len")
-        _relative(below, latency, "apart", ["SGMV"])
-
-    title = "The paper's step: one prompt and decodes of other adapters, in one call and apart"
-    return _drawn(rows, title, column, ("latency (µs)", "relative to apart"), x_label="rows of the prompt")
 
 
 def draw_added_latency(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
@@ -170,12 +107,6 @@ def _drawn(
     return figure
 
 
-def _ratio(lines: Lines, over: str, under: str, what: str = "") -> dict[str, pd.Series]:
-    """Legend -> the line `over` divided by the line `under`; nothing where one of them was not measured."""
-    known = over in lines and under in lines
-    return {f"{what}{over} / {under}": (lines[over] / lines[under]).dropna()} if known else {}
-
-
 def _by(rows: pd.DataFrame, metric: str, x: str = "batch_size", line: str = "system") -> dict[str, pd.Series]:
     """Value of column `line` -> mean of `metric` by column `x`."""
     rows = centre(rows[rows["metric"] == metric])
@@ -204,16 +135,11 @@ def _floor(axis: Axes, rows: pd.DataFrame, x: str = "batch_size", label: str = "
         axis.plot(floor.index.astype(float), floor.astype(float), label=label, **style.FLOOR)
 
 
-def _relative(axis: Axes, lines: Lines, reference: str, said: Collection[str] = ()) -> None:
-    """Draw the lines relative to that of `reference`, where it was measured."""
+def _relative(axis: Axes, lines: Lines, reference: str) -> None:
+    """Draw the lines relative to that of `reference`, where it was measured, a line at 1, and their ends in words."""
     if reference in lines:
         ratios = {name: (line / lines[reference]).dropna() for name, line in lines.items() if name != reference}
         _fill(axis, ratios)
-        _parity(axis, ratios, said)
-
-
-def _parity(axis: Axes, ratios: Lines, said: Collection[str] = ()) -> None:
-    """A line at 1, and the ends of the `ratios`, or of those in `said`, in words."""
-    axis.axhline(1.0, color="0.3", linewidth=0.8)
-    if ends := [end for name, line in ratios.items() if not said or name in said for end in line]:
-        style.corner(axis, f"{min(ends):.2f} to {max(ends):.2f}")
+        axis.axhline(1.0, color="0.3", linewidth=0.8)
+        if ends := [end for line in ratios.values() for end in line]:
+            style.corner(axis, f"{min(ends):.2f} to {max(ends):.2f}")

@@ -245,12 +245,12 @@ class PeftBackend:
                 layer.merged_adapters.clear()
 
     @contextmanager
-    def applied(self, adapter_ids: Sequence[int], mixed: bool, merged: bool = True) -> Iterator[list[str] | None]:
+    def applied(self, adapter_ids: Sequence[int], mixed: bool) -> Iterator[list[str] | None]:
         """Apply the adapters of a batch's rows, all of one unless it is `mixed`; yields the `rows` of `decoding`."""
         if mixed:
             yield self.places(adapter_ids)
         else:
-            with (self.merged if merged else self.adapter)(adapter_ids[0]):
+            with self.merged(adapter_ids[0]):
                 yield None
 
     def places(self, adapter_ids: Sequence[int]) -> list[str]:
@@ -263,25 +263,16 @@ class PeftBackend:
         return [place[adapter_id] for adapter_id in adapter_ids]
 
     def decoding(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None, done: int = 0,
-        graphs: bool = True,
-    ) -> Decoding:  # fmt: skip
-        """Prepare a batch. `rows`: PEFT adapter of each (mixed); None: the active one, and on a GPU `graphs`."""
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: list[str] | None = None, done: int = 0
+    ) -> Decoding:
+        """Prepare a batch. `rows`: PEFT adapter of each (mixed); None: the active one, and on a GPU graphs."""
         device = self.weights.device
         if self._faster:
             kind = MIXED if rows is not None else ALONE if len(prompts) == 1 else FULL
             use_product(self._faster[kind], self.model, device)
         named = {} if rows is None else {"adapter_names": rows}
         batch = self.model, prompts, new_tokens, self._room, device, named, done
-        return GraphDecoding(CapturedRun, *batch) if graphs and not named and device != "cpu" else Decoding(*batch)
-
-    @contextmanager
-    def product(self, kind: type[nn.Linear]) -> Iterator[None]:
-        before, self._faster = self._faster, dict.fromkeys((ALONE, FULL, MIXED), kind)
-        try:
-            yield
-        finally:
-            self._faster = before
+        return GraphDecoding(CapturedRun, *batch) if not named and device != "cpu" else Decoding(*batch)
 
     @torch.inference_mode()
     def prefill(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
@@ -316,13 +307,13 @@ class PeftBackend:
         """Time a few steps of a batch with either product, twice."""
         seconds: dict[type[nn.Linear], float] = {SameProduct: math.inf, nn.Linear: math.inf}
         for kind in 2 * [*seconds]:
-            with self.product(kind):
-                decoding = self.decoding(size * [[1, 2, 3]], 6, rows)
+            use_product(kind, self.model, self.weights.device)
+            decoding = self.decoding(size * [[1, 2, 3]], 6, rows)
+            decoding.step()
+            started = time.perf_counter()
+            for _ in range(5):
                 decoding.step()
-                started = time.perf_counter()
-                for _ in range(5):
-                    decoding.step()
-                seconds[kind] = min(seconds[kind], time.perf_counter() - started)
+            seconds[kind] = min(seconds[kind], time.perf_counter() - started)
         both = [f"{1e3 * spent / 5:.1f}" for spent in seconds.values()]
         tqdm.write(f"Hugging Face, {batch}: ms per step by our product, and torch's: {both}", file=sys.stderr)
         return min(seconds, key=seconds.__getitem__)

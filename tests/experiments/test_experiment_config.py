@@ -20,8 +20,8 @@ from experiments.workload.popularity import WORKLOADS
 
 ALL = {experiment.name: experiment for experiment in experiments()}
 OPERATORS = ALL["fig08_lora_operator"]
-GPU_ONLY = ("ext_determinism", "ext_operator_tables", "ext_expert_tables", "ext_servers")
 SLOW = pytest.mark.slow
+GPU_ONLY = ("ext_operator_tables", "ext_expert_tables", "ext_servers")
 
 
 @pytest.mark.parametrize("scale", ["smoke", "gpu", *(pytest.param(name, marks=SLOW) for name in ("laptop", "paper"))])

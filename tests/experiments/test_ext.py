@@ -1,29 +1,18 @@
-"""The studies of operators: padding, determinism (in Triton's interpreter), the paper's step, added latency, FP8.
-
-Every system computes the reference, or is not timed; bytes are arithmetic; rows are measured and drawn.
-"""
-
-import json
-from dataclasses import replace
+"""The studies of operators, added latency and FP8: every system computes the reference, or is not timed."""
 
 import pytest
 import torch
-from fakes import composed, interpreted
+from fakes import composed
 
-from experiments import ext_added_latency, ext_determinism, ext_padding, ext_paper_step
+from experiments import ext_added_latency
 from experiments import ext_fp8 as fp8
 from experiments.benches import fp8_operator, operators
-from experiments.harness import Point
-from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 
-PADDING, DETERMINISM = ext_padding.EXPERIMENT, ext_determinism.EXPERIMENT
-FIG08 = next(iter(experiments(["fig08"])))
-STEP, ADDED, FP8 = ext_paper_step.EXPERIMENT, ext_added_latency.EXPERIMENT, fp8.EXPERIMENT
-VARIANTS = ("deterministic", "deterministic, no PDL", "batch invariant", "atomics", "atomics, finer split")
+ADDED, FP8 = ext_added_latency.EXPERIMENT, fp8.EXPERIMENT
 SMALL = ("figure.batch_sizes=[1,7]",)
 PAPER = ("figure.h1=4096", "figure.h2=11008", "figure.dtype=float16")
 
@@ -38,24 +27,14 @@ def in_graphs(cfg, flush_mib):
     return cfg
 
 
-def calls_on(monkeypatch, experiment, cfg, point, batches):
-    """The calls of `point` on `batches`."""
-    with monkeypatch.context() as patch:
-        patch.setattr(experiment, "problems", lambda *_: batches)
-        return experiment.calls(cfg, point)
-
-
 @pytest.mark.parametrize(
     ("experiment", "words", "points", "metrics"),
     [
-        (PADDING, (*SMALL, "workload.names=[Distinct,Skewed]"), 2 * 2 * 6,
-         {"latency", "bytes_read", "bytes_over_true_rank"}),
-        (STEP, (), 2 * 4, {"latency", "bytes_moved"}),  # a CPU's bandwidth is not in conf/hardware, so no floor
         (ADDED, (*SMALL, "workload.names=[Distinct,Skewed]"), 4, {"latency", "base_latency", "added_latency"}),
         (FP8, (*SMALL, "adapters.ranks=[8]", "workload.names=[Distinct]"), 2 * 4 + 2,
          {"latency", "error", "bytes_read", "logit_error", "changed_greedy_tokens", "bytes"}),
     ],
-    ids=["padding", "paper-step", "added-latency", "fp8"],
+    ids=["added-latency", "fp8"],
 )  # fmt: skip
 def test_every_system_is_measured_and_drawn_and_not_measured_again(tmp_path, experiment, words, points, metrics):
     outcome = run(composed(tmp_path, *words, "draw=true", name=experiment.name), experiment)
@@ -69,189 +48,19 @@ def test_every_system_is_measured_and_drawn_and_not_measured_again(tmp_path, exp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("experiment", [STEP, ADDED, PADDING, DETERMINISM, FP8], ids=lambda one: one.name)
+@pytest.mark.parametrize("experiment", [ADDED, FP8], ids=lambda one: one.name)
 def test_they_measure_on_a_gpu(tmp_path, experiment):
-    words = ["hardware=auto", "figure.h1=128", "figure.h2=256", "hardware.bandwidth_gb_s=1000"]
-    words += [] if experiment is STEP else ["figure.batch_sizes=[7]"]
+    words = ["hardware=auto", "figure.h1=128", "figure.h2=256", "figure.batch_sizes=[7]"]
     words += ["system.names=[SGMV,FP8 w8a8]"] if experiment is FP8 else []  # which no model is computed with
     outcome = run(composed(tmp_path, *words, name=experiment.name), experiment)
     assert (outcome.failed, outcome.measured) == ([], outcome.points)
     assert "cuda_graph" in {row.timer for row in read_rows(outcome.rows_file)}
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        (lambda cfg: ext_padding.bytes_read(cfg, 64, 64, 30), 2 * 15104 * 64 * 31),
-        (lambda cfg: ext_padding.bytes_read(cfg, 64, 1, 64), 2 * 15104 * 128),
-        (lambda cfg: ext_paper_step.bytes_moved(cfg, Point(batch_size=32, seq_len=128, rank=16)), 23770112),
-        (lambda cfg: fp8.bytes_read(cfg.figure, 64, 64, 16, "SGMV"), 64 * 16 * 15104 * 2 + 2 * 64 * 15104),
-        (lambda cfg: fp8.bytes_read(cfg.figure, 64, 64, 16, "FP8 e4m3"),
-         64 * (16 * 15104 + 4 * (16 + 11008)) + 2 * 64 * 15104),
-    ],
-    ids=["mixed-ranks", "one-adapter", "step", "16-bits", "fp8"],
-)  # fmt: skip
-def test_bytes_by_arithmetic(tmp_path, found, expected):
-    assert found(settled(tmp_path, PADDING, *PAPER)) == expected
-
-
-# batches
-
-
-# cost of padding
-
-
-@pytest.mark.parametrize(("adapters", "length"), [(1, 4), (2, 2), (3, 4), (4, 1), (6, 2), (64, 1)])
-def test_a_round_holds_every_rank_equally_often(adapters, length):
-    assert ext_padding.round_length(adapters, 4) == length
-    ranks = [slot % 4 for slot in range(length * adapters)]
-    assert {ranks.count(rank) for rank in range(4)} == {length * adapters // 4}
-
-
-@pytest.mark.parametrize("workload", ["Distinct", "Skewed", "Identical"])
-def test_padded_and_true_rank_give_the_same(tmp_path, monkeypatch, workload):
-    cfg, results = settled(tmp_path, PADDING), []
-    for system in ("true rank", "padded"):
-        point = Point(workload, system, workload, batch_size=7, rank=64)
-        batches = PADDING.problems(cfg, point)
-        calls = calls_on(monkeypatch, PADDING, cfg, point, batches)
-        assert len(batches) == ext_padding.round_length(len(batches[0].sizes), 4) * len(calls)
-        for batch in batches:
-            batch.y.zero_()
-        calls[0]()
-        results.append(torch.stack([batch.y for batch in batches]))
-        assert (batches[0].ranks is None) == (system == "padded")
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-
-
-def test_the_true_ranks_cycle_over_the_adapters_and_what_is_above_is_not_read(tmp_path, monkeypatch):
-    cfg, point = settled(tmp_path, PADDING), Point("", "true rank", "Distinct", batch_size=16, rank=64)
-    (batch,) = PADDING.problems(cfg, point)
-    ranks = batch.ranks[0, batch.slots].tolist()
-    assert ranks == [8, 16, 32, 64] * 4
-    expected = batch.expected()
-    a, b = batch.a.clone(), batch.b.clone()
-    for slot, rank in zip(batch.slots.tolist(), ranks, strict=True):
-        assert a[slot, :rank].abs().min() > 0
-        assert a[slot, rank:].count_nonzero() + b[slot, :, rank:].count_nonzero() == 0
-        a[slot, rank:], b[slot, :, rank:] = torch.nan, torch.nan
-    operators.layer_call(replace(batch, a=a, b=b, stored_b=b.mT.contiguous().mT))()
-    torch.testing.assert_close(batch.y, expected, rtol=1e-4, atol=1e-4)
-    batch.ranks.fill_(8)
-    with pytest.raises(CheckFailed, match="SGMV differs"):
-        calls_on(monkeypatch, PADDING, cfg, point, [batch])
-
-
-# price of determinism
-
-
-def test_determinism_has_points_on_a_gpu_alone(tmp_path, capsys):
-    outcome = run(composed(tmp_path, name="ext_determinism"), DETERMINISM)
-    assert (outcome.points, outcome.measured, outcome.failed, outcome.figures) == (0, 0, [], [])
-    assert "it needs a GPU" in capsys.readouterr().err
-    cfg = settled(tmp_path, DETERMINISM, "hardware=h200")
-    assert len(DETERMINISM.points(cfg)) == len(VARIANTS) * 4 * len(cfg.figure.batch_sizes)
-
-
-INTERPRETED = """
-import sys, json
-from fakes import composed
-from experiments.benches.operator_figure import OperatorExperiment
-from experiments.harness.catalogue import experiments
-from experiments.harness.settings import settle
-(experiment,) = experiments(["ext_determinism"])
-cfg = settle(composed(sys.argv[1], *sys.argv[2:], name=experiment.name), experiment)
-for group in experiment.together(OperatorExperiment.points(experiment, cfg)):
-    for point, readings in zip(group, experiment.measure_together(cfg, group), strict=True):
-        values = {f"{one.metric} {one.statistic}": one.value for one in readings}
-        print(json.dumps([point.system, point.workload, point.batch_size, values]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_every_variant_is_right_and_its_bits_are_compared(tmp_path, dtype):
-    words = (f"figure.dtype={dtype}", "figure.h1=600", "figure.h2=40", "figure.runs=2", "workload.names=[Skewed]",
-             "figure.batch_sizes=[1,3]", "scale.warmup=0", "scale.repeats=1", "scale.min_repeats=1")  # fmt: skip
-    found = [json.loads(line) for line in interpreted(INTERPRETED, str(tmp_path), *words)]
-    assert [(rows, system) for system, _, rows, _ in found] == [(n, system) for n in (1, 3) for system in VARIANTS]
-    for system, _, rows, values in found:
-        assert values["latency median"] > 0
-        # the interpreter runs programs one after the other, so even atomic adds repeat here
-        assert values["outputs_differing_between_runs value"] == values["max_ulp_between_runs value"] == 0
-        if rows == 1 or system == "batch invariant":
-            assert values["outputs_differing_from_row_alone value"] == values["max_ulp_from_row_alone value"] == 0
-
-
-@pytest.fixture
-def problem():
-    weights = torch.ones(1, 4, 3), torch.ones(1, 5, 4), torch.ones(1, 5, 4)
-    return operators.Problem(torch.ones(2, 3), *weights, torch.zeros(2, 5), torch.zeros(2).long(), (2,))
-
-
-def readings_of(monkeypatch, problem, variant):
-    """Readings on `problem` of a system whose calls `variant(problem)` makes."""
-    atomics = pytest.importorskip("experiments.benches.atomics")
-    monkeypatch.setitem(atomics.VARIANTS, "atomics", variant)
-    runs = ext_determinism.between_runs(problem, "atomics", 4)
-    alone = ext_determinism.from_row_alone(problem, "atomics")
-    return [[one.value for one in ext_determinism._bits("", *found)] for found in (runs, alone)]
-
-
-def test_bits_that_change_between_runs_are_seen(monkeypatch, problem):
-    calls = []
-
-    def drifting(batch):
-        def call():
-            calls.append(None)
-            batch.y.fill_(1)
-            if len(calls) == 3:
-                batch.y[0, 1] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
-
-        return call
-
-    assert readings_of(monkeypatch, problem, drifting)[0] == [pytest.approx(0.1), 2**-23, 1]
-
-
-def test_a_row_that_depends_on_its_neighbours_is_seen(monkeypatch, problem):
-    runs, alone = readings_of(monkeypatch, problem, lambda batch: lambda: batch.y.add_(batch.x.shape[0]))
-    assert (runs, alone) == ([0.0, 0.0, 0], [1.0, 1.0, 1 << 23])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "a", "b", "ulp"),
-    [
-        (torch.float32, 1.0, 1.0 + 2**-23, 1),
-        (torch.float16, 1.0, 1.0 + 2**-9, 2),
-        (torch.bfloat16, -1.0, -1.0 - 2**-7, 1),
-        (torch.float16, 2.0**-24, -(2.0**-24), 2),
-        (torch.float32, 0.0, -0.0, 0),
-    ],
-    ids=["float32", "float16", "bfloat16-negative", "float16-around-zero", "zeros"],
-)
-def test_differences_count_units_in_the_last_place(dtype, a, b, ulp):
-    one, other = (torch.tensor([value, 3.0], dtype=dtype) for value in (a, b))
-    changed, _, found = ext_determinism.differences(one, other)
-    assert (found, changed.tolist()) == (ulp, [ulp > 0, False])
-
-
-# the paper's step
-
-
-@pytest.mark.parametrize("system", ["SGMV", "apart", "Loop", "grouped_mm"])
-def test_every_system_computes_the_step(tmp_path, monkeypatch, system):
-    cfg = settled(tmp_path, STEP)
-    point = replace(STEP.points(cfg)[0], system=system, batch_size=7, seq_len=5)
-    (batch,) = STEP.problems(cfg, point)
-    (call,) = calls_on(monkeypatch, STEP, cfg, point, [batch])
-    assert batch.sizes == (5, *[1] * 6)
-    batch.y.zero_()
-    call()
-    torch.testing.assert_close(batch.y, batch.expected(), rtol=1e-4, atol=1e-4)
-    if system == "apart":
-        monkeypatch.setattr(operators, "in_turn", lambda calls: calls[0]())
-        with pytest.raises(CheckFailed, match="apart differs from the reference"):
-            STEP.calls(cfg, point)
+def test_bytes_by_arithmetic(tmp_path):
+    figure = settled(tmp_path, FP8, *PAPER).figure
+    assert fp8.bytes_read(figure, 64, 64, 16, "SGMV") == 64 * 16 * 15104 * 2 + 2 * 64 * 15104
+    assert fp8.bytes_read(figure, 64, 64, 16, "FP8 e4m3") == 64 * (16 * 15104 + 4 * (16 + 11008)) + 2 * 64 * 15104
 
 
 # added latency
@@ -282,9 +91,6 @@ def test_what_is_added_is_the_median_of_paired_differences(tmp_path, monkeypatch
     for readings, added in zip(ADDED.measure_together(cfg, [first, second]), (2.0, 1.0), strict=True):
         medians = {one.metric: one.value for one in readings if one.statistic == "median"}
         assert medians == {"added_latency": added, "base_latency": 20.0, "latency": medians["latency"]}
-
-
-# figures
 
 
 # adapters in FP8
