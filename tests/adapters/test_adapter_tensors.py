@@ -18,7 +18,7 @@ def in_memory(adapter_id: int, rank: int = 4, **fields: object) -> LoRARequest:
     return LoRARequest(f"tenant {adapter_id}", adapter_id, **given)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_in_memory_is_that_of_the_folder(make_manager, tenants, dtype) -> None:
     manager = make_manager(max_loras=2)
     tensors = {name: tensor.to(dtype) for name, tensor in adapter_tensors(1).items()}
@@ -47,33 +47,18 @@ def test_copies_of_a_request_share_tensors_and_source() -> None:
         assert other.source == request.source
         assert all(torch.equal(other.tensors[name], tensor) for name, tensor in request.tensors.items())
     assert replace(request, load_inplace=True).tensors is request.tensors
-    assert in_memory(1).source != request.source
-
-
-def test_another_config_for_the_same_tensors_is_another_adapter(make_manager) -> None:
-    manager, request = make_manager(), in_memory(1)
-    other = replace(request, config=peft_config(4, lora_alpha=4, target_modules=ALL), load_inplace=True)
-    assert other.source != request.source
-    for asked, factor in ((request, 2), (other, 1)):
-        manager.add_adapter(asked)
-        b = request.tensors[f"base_model.model.{O_PROJ}.lora_B.weight"]
-        assert torch.equal(manager.get_adapter(1).loras[O_PROJ].lora_b, b * factor)
-
-
-def test_a_default_id_depends_on_the_name_alone() -> None:
-    one, two = (LoRARequest("policy", tensors=adapter_tensors(i), config=peft_config()) for i in (1, 2))
-    other = LoRARequest("other", tensors=one.tensors, config=one.config)
-    assert one.lora_int_id == two.lora_int_id != other.lora_int_id
+    others = in_memory(1), replace(request, config=peft_config(4, lora_alpha=4, target_modules=ALL))
+    assert request.source not in [other.source for other in others]
+    named = [LoRARequest(name, tensors=request.tensors, config=request.config).lora_int_id for name in "aab"]
+    assert named[0] == named[1] != named[2]
 
 
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
         ({"lora_path": "somewhere"}, ValueError, "has tensors and lora_path 'somewhere'; give one of the two"),
-        ({"tensors": None}, ValueError, "lora_path must not be empty"),
         ({"tensors": None, "lora_path": "x"}, ValueError, "config comes with tensors; a folder has its own"),
         ({"config": None}, TypeError, "config must be the content of an adapter_config.json"),
-        ({"config": "folder"}, TypeError, "config must be .* got str"),
         ({"tensors": {}}, ValueError, "tensors are empty"),
         ({"tensors": [1]}, TypeError, "must be a dict of PEFT name to tensor, got list"),
         ({"tensors": {"a": [1.0]}}, TypeError, "must map PEFT names to tensors, got 'a': list"),
@@ -92,10 +77,8 @@ def test_what_is_refused_when_the_request_is_made(fields, error, message) -> Non
     [
         ({f"base_model.model.{O_PROJ}.lora_A.weight": torch.zeros(4, 3)}, {}, ValueError, "24 columns, got 3"),
         ({f"base_model.model.{O_PROJ}.lora_A.weight": torch.zeros(4, 24).int()}, {}, TypeError, "dtype torch.int32"),
-        ({"base_model.model.x.lora_A.weight": torch.zeros(4, 3)}, {}, ValueError, "expected names end in"),
         ({"nonsense": torch.zeros(4, 3)}, {}, ValueError, "unsupported LoRA weight 'nonsense'"),
         ({}, {"r": 2}, ValueError, "tensors have rank 4, the adapter's config says 2"),
-        ({}, {"use_dora": True}, ValueError, "use_dora is set"),
         ({}, {"r": "4"}, TypeError, "r must be an int"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else None,

@@ -45,7 +45,7 @@ def shared_linear() -> nn.Module:
     return tree(first=shared, second=shared, inner=tree(third=shared), other=ReplicatedLinear(WIDTH, HEIGHT, **PLAIN))
 
 
-@pytest.mark.parametrize("targets", [None, ["second"], ["inner.third", "other"]], ids=str)
+@pytest.mark.parametrize("targets", [None, ["inner.third", "other"]], ids=str)
 def test_every_name_of_a_module_leads_to_it(tenants, targets):
     """Also the names that the filter does not list: the layer is wrapped, so it can be served."""
     model = shared_linear()
@@ -69,7 +69,7 @@ def packed_model() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("targets", [None, ["v_proj"], ["twin.v_proj"]], ids=str)
+@pytest.mark.parametrize("targets", [None, ["twin.v_proj"]], ids=str)
 def test_parts_of_a_packed_module_below_either_name(tenants, targets):
     manager = manage(packed_model(), target_modules=targets)
     (name,) = manager.modules
@@ -118,18 +118,3 @@ def test_a_tied_embedding_under_either_name(tenants, head_first):
     assert model.lm_head is model.embed_tokens is manager.modules[name]
     manager.add_adapter(manager.create_dummy_lora(2, RANK, [name]))
     assert set(manager.get_adapter(2).loras) == {name}
-
-
-def test_an_embedding_is_listed_under_the_name_of_its_role(tenants):
-    """Where another name comes first in the model, too: `create_dummy_lora` asks for it by its role."""
-    table = VocabParallelEmbedding(VOCAB, WIDTH)
-    model = tree(alias=table, inner=tree(embed_tokens=table))
-    model.embedding_modules = {"embed_tokens": "input_embeddings"}
-    manager = manage(model)
-    assert list(manager.modules) == ["inner.embed_tokens"]
-    assert model.alias is model.inner.embed_tokens
-    slots = [
-        served(manager, tenants, pair(alias, VOCAB, WIDTH, "lora_embedding_{}"), "inner.embed_tokens")
-        for alias in ("alias", "inner.embed_tokens")
-    ]
-    assert same(*slots)

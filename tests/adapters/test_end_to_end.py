@@ -9,7 +9,7 @@ from adapter_world import INTER, VOCAB, adapter_tensors
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from punica.adapters import LoRAModel, PEFTHelper, random_adapter, random_adapter_tensors, write_random_adapter
+from punica.adapters import LoRAModel, PEFTHelper, random_adapter, write_random_adapter
 from punica.metadata import LoRAMapping
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # inside transformers
@@ -41,14 +41,8 @@ def test_mixed_batch_equals_the_dense_merged_models(make_manager, dense, tenants
 
 
 def llama_config() -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=16,
-        intermediate_size=INTER,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": INTER, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=VOCAB)
 
 
 def test_a_random_adapter_is_a_genuine_peft_folder(tmp_path):
@@ -75,18 +69,11 @@ def test_random_adapters_in_memory_and_on_disk_are_the_same(tmp_path):
         assert (weights.scaling, weights.rank) == (other.scaling, other.rank) == (2, 2)
         assert torch.equal(weights.lora_a, other.lora_a)
         assert torch.equal(weights.lora_b, other.lora_b)
-    different = random_adapter_tensors(llama_config(), 2, 12, **kwargs)
-    name = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
-    assert not torch.equal(different[name], in_memory.get_lora("model.layers.0.self_attn.k_proj").lora_a)
-    assert different[name.replace("lora_A", "lora_B")].shape == (8, 2)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"rank": 0}, "rank is 0, must be >= 1"), ({"target_modules": ["lm_head"]}, r"\['lm_head'\]"),
-     ({"target_modules": []}, "target_modules must be some of")],
-    ids=["rank", "unknown", "none"],
-)  # fmt: skip
+    ("changes", "message"), [({"rank": 0}, "rank is 0"), ({"target_modules": ["lm_head"]}, r"\['lm_head'\]")]
+)
 def test_bad_random_adapters_write_nothing(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         write_random_adapter(tmp_path / "a", llama_config(), **{"rank": 4, "seed": 0, **changes})

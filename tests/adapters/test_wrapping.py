@@ -21,16 +21,13 @@ QKV, Q, OUT = "m.layers.0.attn.qkv_proj", "m.layers.0.attn.q_proj", "m.layers.0.
         (OUT, ["o_proj"], True),
         (OUT, [OUT], True),
         (OUT, ["m.layers.1.attn.o_proj"], False),
-        (OUT, ["q_proj", "qkv_proj"], False),
         (OUT, [], False),
         (QKV, ["qkv_proj"], True),
         (QKV, ["k_proj"], True),
         (QKV, [Q], True),
-        (QKV, ["gate_proj"], False),
         (Q, ["qkv_proj"], True),
         (Q, [QKV], True),
         (Q, ["k_proj"], False),
-        ("q_proj", ["q_proj"], True),
     ],
 )
 def test_is_in_target_modules(name, targets, expected):
@@ -66,9 +63,6 @@ def test_target_filter(make_manager, targets, wrapped):
     assert {name.rpartition(".")[2] for name in modules} == wrapped
     if targets[0].startswith("model"):
         assert list(modules) == ["model.layers.1.self_attn.qkv_proj"]
-
-
-def test_filter_that_selects_nothing(make_manager):
     with pytest.raises(ValueError, match=r"\['nothing'\] selects none"):
         make_manager(target_modules=["nothing"])
 
@@ -77,15 +71,7 @@ def manage(model: nn.Module, **config: object) -> LoRAModelManager:
     return LoRAModelManager(model, 4, 16, VOCAB, LoRAConfig(**config), "cpu")
 
 
-def test_alias_outside_the_filter_is_the_same_layer():
-    shared = ReplicatedLinear(6, 8, bias=False)
-    model = tree(outside=shared, inside=shared)
-    manager = manage(model, target_modules=["inside"])
-    assert list(manager.modules) == ["inside"]
-    assert model.outside is model.inside is manager.modules["inside"]
-
-
-@pytest.mark.parametrize("targets", [["plain"], ["linear", "inner.plain"], ["linear", "table"]], ids=str)
+@pytest.mark.parametrize("targets", [["linear", "inner.plain"], ["linear", "table"]], ids=str)
 def test_a_target_without_lora_class_is_refused_at_start(targets):
     """It would be served without the adapter's part."""
     inner = tree(plain=nn.Linear(6, 6), norm=nn.LayerNorm(6), table=nn.Embedding(4, 6))
@@ -97,14 +83,11 @@ def test_a_target_without_lora_class_is_refused_at_start(targets):
     assert list(manage(model, target_modules=["linear", "norm"]).modules) == ["linear"]
 
 
-def test_model_without_supported_layers():
-    with pytest.raises(ValueError, match="no layer that LoRA supports"):
-        manage(tree(plain=nn.Linear(3, 3)))
-
-
 def test_layer_without_lora_class_leaves_the_model_alone():
     model = tree(proj=ReplicatedLinear(6, 8), strange=QKVParallelLinear(6, 2, 2))
     model.packed_modules_mapping = {"strange": ["q", "kv"]}
+    with pytest.raises(ValueError, match="no layer that LoRA supports"):
+        manage(tree(plain=nn.Linear(3, 3)))
     with pytest.raises(ValueError, match=r"'strange' of class QKVParallelLinear \(packed parts.*max_loras=1"):
         manage(model)
     assert type(model.proj) is ReplicatedLinear
