@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from punica.adapters import LoRARequest, write_random_adapter
-from punica.engine import Engine, EngineConfig, GenerationResult, RequestState
+from punica.engine import Engine, EngineConfig, GenerationResult, Request, RequestState, RequestStatus, StepOutput
 from punica.models import LlamaForCausalLM
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -53,16 +53,23 @@ class Backbone:
         slots = {} if max_loras is None else {"max_loras": max_loras}
         return Engine(self.model(), config.lora_config(16, **slots), config, admission, tokenizer, defaults)
 
-    def generate_merged(self, prompt: tuple[int, ...], adapter_id: int, new: int) -> list[int]:
+    def ask(self, engine: Engine, name: str, prompt: Sequence[int], adapter_id: int = 0, new: Any = 4) -> RequestState:
+        """Queue a request of the adapter ``adapter_id`` (0: none)."""
+        return engine.add_request(Request(name, prompt, new, self.adapters.get(adapter_id)))
+
+    def serve(self, engine: Engine, wishes: list["Wish"]) -> list[list[int]]:
+        """Generate all wishes together on an engine."""
+        adapters = [self.adapters.get(wish.adapter_id) for wish in wishes]
+        return tokens_of(engine.generate([wish.prompt for wish in wishes], adapters, [wish.new for wish in wishes]))
+
+    def generate_merged(self, prompt: Sequence[int], adapter_id: int, new: int) -> list[int]:
         """One request, no cache: each token from a full pass of Hugging Face's model with W + scaling * B A."""
-        key = (tuple(prompt), adapter_id, new)
-        if key not in self._generated:
-            model, tokens = self._merged_model(adapter_id), list(prompt)
-            with torch.inference_mode():
-                for _ in range(new):
-                    tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-            self._generated[key] = tokens[len(prompt) :]
-        return self._generated[key]
+        known = self._generated.setdefault((tuple(prompt), adapter_id), [])
+        model = self._merged_model(adapter_id)
+        with torch.inference_mode():
+            while len(known) < new:
+                known.append(int(model(torch.tensor([[*prompt, *known]])).logits[0, -1].argmax()))
+        return known[:new]
 
     def _merged_model(self, adapter_id: int) -> transformers.LlamaForCausalLM:
         if adapter_id not in self._merged:
@@ -129,10 +136,26 @@ def finish(engine: Engine, patience: int = 20_000) -> dict[str, GenerationResult
     return results
 
 
-def is_of(backbone: Backbone, state: RequestState, version: int) -> bool:
-    """Check that the tokens of a request are those of an adapter, all along."""
-    expected = backbone.generate_merged(tuple(state.prompt_token_ids), version, state.params.max_new_tokens)
+def is_of(backbone: Backbone, state: RequestState, version: int | None = None) -> bool:
+    """Check that the tokens of a request are those of an adapter, all along; ``None``: of its own."""
+    number = state.adapter_id if version is None else version
+    expected = backbone.generate_merged(state.prompt_token_ids, number, state.params.max_new_tokens)
     return state.output_token_ids == expected
+
+
+def are_served(backbone: Backbone, *states: RequestState) -> bool:
+    """Check that all requests have the tokens of their own adapters."""
+    return [state.request_id for state in states if not is_of(backbone, state)] == []
+
+
+def steps(engine: Engine, count: int) -> list[StepOutput]:
+    return [engine.step() for _ in range(count)]
+
+
+def step_until_it_runs(engine: Engine, state: RequestState) -> None:
+    while state.status is RequestStatus.WAITING:
+        engine.step()
+    assert state.status is RequestStatus.RUNNING
 
 
 def reading_beside(engine: Engine) -> Engine:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from punica.engine import Engine
-from tests.world import Backbone, Wish, tokens_of, write_backbone
+from tests.world import Backbone, Wish, write_backbone
 
 
 @pytest.fixture(scope="session")
@@ -25,12 +24,11 @@ def mixed_wishes() -> list[Wish]:
     ]
 
 
+@pytest.fixture(scope="session")
+def mixed_tokens(backbone: Backbone, mixed_wishes: list[Wish]) -> list[list[int]]:
+    return [backbone.generate_merged(*wish) for wish in mixed_wishes]
+
+
 @pytest.fixture
-def serve(backbone: Backbone) -> Callable[[Engine, list[Wish]], list[list[int]]]:
-    """Generate all wishes together on an engine."""
-
-    def run(engine: Engine, wishes: list[Wish]) -> list[list[int]]:
-        adapters = [backbone.adapters.get(wish.adapter_id) for wish in wishes]
-        return tokens_of(engine.generate([wish.prompt for wish in wishes], adapters, [wish.new for wish in wishes]))
-
-    return run
+def serve(backbone: Backbone) -> Callable[..., list[list[int]]]:
+    return backbone.serve

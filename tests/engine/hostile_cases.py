@@ -13,41 +13,26 @@ from safetensors.torch import load_file, save_file
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PATTERNS = {
     "nested plus": "([a-z0-9_.]+)+!",
-    "alternatives alike": "(a|a)*!",
-    "dot or letter": "(.|[a-z])*!",
-    "star of star": "(.*)*!",
-    "two stars": "(.*.*)*!",
-    "five deep": "(((((.*)*)*)*)*)*!",
-    "twelve stars": ".*" * 12 + "!",
-    "words": r"(\w+\.?)+!",
     "lookahead": "(?=(.+)+!).*",
     "negative lookahead": "(?!(.+)+!)(.+)+!",
-    "lookahead in a loop": "(?:(?=.*q)[a-z._0-9])*!",
     "counted": "(.{1,40}){1,40}!",
-    "lazy": "(.*?)*?!",
     "back-reference": r"(.*)\1*!",
-    "named reference": "(?P<x>.*)(?P=x)*!",
     "condition": "(a)?(?(1)b|c)*!",
     "possessive": "(.*+)*!",
     "atomic": "(?>.*)*!",
     "huge count": "a{99999999999}",
     "count of many digits": "a{" + "9" * 4500 + "}",
-    "nested groups": "(" * 500 + "a" + ")" * 500,
     "many nested groups": "(" * 2000 + "a" + ")" * 2000,
     "megabyte": "a" * (1 << 20),
     "open group": "(q_proj",
-    "open set": "[q_proj",
-    "nothing to repeat": "*",
     "bad escape": "\\",
-    "bad range": "[z-a]",
     "flags in the middle": "a(?i)b",
     "surrogate": "\ud800",
     "zero byte": "\0",
     "empty": "",
     "everything": ".*",
-    "case": "(?i:Q_PROJ)",
     "lookbehind": r"(?<=self_attn\.)q_proj",
-    "nobody": "no_such_module",
+    "no module": "no_such_module",
 }
 _ENDLESS = {pattern for name, pattern in PATTERNS.items() if pattern.endswith("!") or name in ("lookahead", "megabyte")}
 ENDLESS = _ENDLESS | {pattern[:500] for pattern in _ENDLESS}
@@ -63,27 +48,18 @@ KEYS = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "u
         "layer_replication")  # fmt: skip
 TEXTS = {
     "empty": b"",
-    "one brace": b"{",
     "a list": b"[]",
-    "a number": b"4",
-    "null": b"null",
-    "a text": b'"lora"',
     "cut": b'{"r": 4, "lora_al',
     "deep lists": b'{"r": ' + b"[" * 100_000,
-    "deep objects": b'{"r": ' + b'{"a":' * 100_000,
     "deep and closed": b'{"x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
     "latin-1": '{"r": 4, "lora_alpha": 8, "target_modules": ["größe"]}'.encode("latin-1"),
-    "utf-16": '{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}'.encode("utf-16"),
     "byte order mark": b"\xef\xbb\xbf{}",
     "zero bytes": b"\0" * 1000,
     "ten megabytes": b'{"x": "' + b"a" * (10 << 20) + b'"}',
     "integer of many digits": b'{"r": ' + b"9" * 10_000 + b', "lora_alpha": 1, "target_modules": ["q_proj"]}',
     "no rank": b'{"lora_alpha": 8, "target_modules": ["q_proj"]}',
-    "no alpha": b'{"r": 4, "target_modules": ["q_proj"]}',
     "no targets": b'{"r": 4, "lora_alpha": 8}',
     "only unknown keys": json.dumps({f"key {i}": i for i in range(5000)}).encode(),
-    "comments": b'{"r": 4, // rank\n "lora_alpha": 8}',
-    "python": b"{'r': 4}",
     "html": b"<!DOCTYPE html><html>404</html>",
     "LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n",
 }
@@ -101,23 +77,16 @@ def _tensor(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 FILES = {
     "empty": b"",
-    "seven bytes": b"\1" * 7,
     "header longer than the file": (1 << 20).to_bytes(8, "little") + b"{}",
     "header of all memory": (2**63).to_bytes(8, "little") + b"{}",
-    "header of -1": b"\xff" * 8 + b"{}",
     "header is no JSON": (20).to_bytes(8, "little") + b"x" * 20,
-    "header is a list": (2).to_bytes(8, "little") + b"[]",
     "header without tensors": (2).to_bytes(8, "little") + b"{}",
     "deep header": (200_000).to_bytes(8, "little") + b"[" * 200_000,
     "pickle": b"\x80\x04\x95" + b"\0" * 200,
-    "zip": b"PK\3\4" + b"\0" * 200,
     "LFS pointer": TEXTS["LFS pointer"],
-    "html": TEXTS["html"],
     "offsets beyond the file": _header({NAME: _tensor([4, 64], 0, 1 << 40)}),
     "offsets backwards": _header({NAME: _tensor([4, 4], 64, 0)}),
     "offsets overlap": _header({NAME: _tensor([4, 4], 0, 64), NAME + "x": _tensor([4, 4], 32, 96)}, 96),
-    "offsets with a hole": _header({NAME: _tensor([4, 4], 8, 72)}, 72),
-    "shape overflows": _header({NAME: _tensor([2**40, 2**40], 0, 64)}),
     "negative shape": _header({NAME: {"dtype": "F32", "shape": [-4, 4], "data_offsets": [0, 64]}}),
     "shape and bytes disagree": _header({NAME: _tensor([4, 5], 0, 64)}),
     "unknown dtype": _header({NAME: _tensor([4, 4], 0, 64, "F31")}),
@@ -203,34 +172,21 @@ def edit_tensors(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
     save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
-def _replace_by_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("a file")
-
-
-def _loop(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.symlink_to(folder)
-
-
 def _in_place_of(name: str, make: Callable[[Path], Any]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
-        (folder / name).unlink()
+        if name:
+            (folder / name).unlink()
+        else:
+            shutil.rmtree(folder)
         make(folder / name)
 
     return apply
 
 
-def _pickled(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
-
-
 FOLDERS: dict[str, Callable[[Path], Any]] = {
-    "gone": _remove, "is a file": _replace_by_file, "links to itself": _loop, "only a pickle": _pickled,
+    "gone": shutil.rmtree, "is a file": _in_place_of("", lambda path: path.write_text("a file")),
+    "links to itself": _in_place_of("", lambda path: path.symlink_to(path)),
+    "only a pickle": lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin") and None,
     **{f"{name} {what}": _in_place_of(name, make) for name in (CONFIG, WEIGHTS) for what, make in {
         "missing": lambda path: None, "is a folder": Path.mkdir, "is a pipe": os.mkfifo,
         "is a device": lambda path: path.symlink_to("/dev/zero"), "dangles": lambda path: path.symlink_to("nowhere"),
@@ -238,41 +194,38 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
     }.items()},
 }  # fmt: skip
 PATHS = {
-    "long": "/" + "a" * 300,
     "very long": "/" + "/".join(["a" * 200] * 100),
     "zero byte": "/tmp\0/adapter",
-    "nobody's home": "~no_such_user/adapter",
+    "no home": "~no_such_user/adapter",
     "root": "/",
-    "dots": "../" * 2000,
     "surrogate": "/\udcff",
-    "blank": " ",
     "a URL": "https://huggingface.co/a/b",
-    "a hub name": "someone/some-adapter",
 }
 
 
 def all_cases() -> dict[str, Callable[[Path], Any]]:
     """`{name: change of a valid folder}`; a change may return another path to ask for."""
     cases: dict[str, Callable[[Path], Any]] = {}
-    for name, text in TEXTS.items():
-        cases[f"config: {name}"] = lambda folder, text=text: (folder / CONFIG).write_bytes(text) and None
+
+    def configured(name: str, **changes: Any) -> None:
+        cases[name] = lambda folder: edit_config(folder, **changes)
+
     for key in KEYS:
         for name, value in VALUES.items():
-            cases[f"{key}: {name}"] = lambda folder, key=key, value=value: edit_config(folder, **{key: value})
+            configured(f"{key}: {name}", **{key: value})
     for name, pattern in PATTERNS.items():
-        for key in ("rank_pattern", "alpha_pattern"):
-            cases[f"{key} key: {name}"] = lambda f, key=key, pattern=pattern: edit_config(f, **{key: {pattern: 4}})
-        cases[f"target expression: {name}"] = lambda f, pattern=pattern: edit_config(f, target_modules=pattern)
+        configured(f"rank_pattern key: {name}", rank_pattern={pattern: 4})
+        configured(f"alpha_pattern key: {name}", alpha_pattern={pattern: 4})
+        configured(f"target expression: {name}", target_modules=pattern)
     for count in (4096, 5000, 50_000):
-        keys = {f"layers.{i}.q_proj": 4 for i in range(count)}
-        cases[f"rank_pattern of {count} keys"] = lambda folder, keys=keys: edit_config(folder, rank_pattern=keys)
+        configured(f"rank_pattern of {count} keys", rank_pattern={f"layers.{i}.q_proj": 4 for i in range(count)})
     for name, value in VALUES.items():
-        cases[f"rank_pattern value: {name}"] = lambda f, value=value: edit_config(f, rank_pattern={"q_proj": value})
-        cases[f"alpha_pattern value: {name}"] = lambda f, value=value: edit_config(f, alpha_pattern={"q_proj": value})
-    for name, content in FILES.items():
-        cases[f"file: {name}"] = lambda folder, content=content: (folder / WEIGHTS).write_bytes(content) and None
+        configured(f"rank_pattern value: {name}", rank_pattern={"q_proj": value})
+        configured(f"alpha_pattern value: {name}", alpha_pattern={"q_proj": value})
+    for kind, file, contents in (("config", CONFIG, TEXTS), ("file", WEIGHTS, FILES)):
+        for name, content in contents.items():
+            cases[f"{kind}: {name}"] = lambda f, file=file, content=content: (f / file).write_bytes(content) and None
     for name, change in TENSORS.items():
         cases[f"tensors: {name}"] = lambda folder, change=change: edit_tensors(folder, change)
     cases |= {f"folder: {name}": change for name, change in FOLDERS.items()}
-    cases |= {f"path: {name}": lambda folder, path=path: path for name, path in PATHS.items()}
-    return cases
+    return cases | {f"path: {name}": lambda folder, path=path: path for name, path in PATHS.items()}

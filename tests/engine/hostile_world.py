@@ -1,19 +1,12 @@
-"""One engine that serves a good tenant while others try everything, and the PEFT library as judge of what is served.
-
-`python -m tests.engine.hostile_world` tries all named cases and 5,000 random mutations, and prints the table.
-"""
+"""One engine that serves a good tenant while others try everything, and the PEFT library as judge of what is served."""
 
 import contextlib
 import copy
-import faulthandler
 import json
 import random
 import shutil
-import sys
-import tempfile
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +17,13 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from punica.adapters import LoRARequest
+from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
 from tests.engine.hostile_cases import CONFIG, ENDLESS, PATTERNS, WEIGHTS, all_cases, edit_config, edit_tensors
-from tests.world import LAYERS, write_backbone
+from tests.world import Backbone
 
 PROMPT, PATIENCE = (3, 1, 4, 1, 5), 10.0  # CPU seconds for one case, which others do not take
 CLEAR = ("ValueError", "TypeError", "FileNotFoundError")
-GOOD = ("refused", "failed", "served equal", "served, and warned", "served, PEFT refuses")
 BAD = ("raw error", "hang", "state changed", "others disturbed", "served differently")
 TARGETS = ("q_proj", "v_proj", "up_proj", "down_proj")
 
@@ -42,17 +34,6 @@ class Tally:
 
     outcomes: dict[str, list[str]] = field(default_factory=dict)
     readable: int = 0
-    slowest: float = 0.0
-
-    def note(self, outcome: str, name: str) -> None:
-        self.outcomes.setdefault(outcome, []).append(name)
-
-    def table(self) -> str:
-        counts = Counter({outcome: len(names) for outcome, names in self.outcomes.items()})
-        total = sum(counts.values())
-        rows = [f"{outcome:24}{counts[outcome]:7}" for outcome in (*GOOD, *BAD)]
-        rows += [f"{'cases':24}{total:7}", f"{'past header and JSON':24}{self.readable:7}"]
-        return "\n".join([*rows, f"{'slowest, seconds':24}{self.slowest:7.2f}"])
 
     @property
     def bad(self) -> dict[str, list[str]]:
@@ -62,17 +43,14 @@ class Tally:
 class Arena:
     """The engine, its good tenant, and the judge."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, backbone: Backbone, root: Path) -> None:
         self.root = root
-        backbone = write_backbone(root / "base", {1: (4, TARGETS), 2: (8, LAYERS)})
         self.base = transformers.LlamaForCausalLM.from_pretrained(backbone.folder).eval()
-        self.valid = Path(backbone.adapters[1].lora_path)
+        self.valid = write_random_adapter(root / "valid", backbone.config, 4, 1, target_modules=TARGETS)
         self.good = LoRARequest("good", 1, backbone.adapters[2].lora_path)
         sizes = EngineConfig(max_batch_size=4, max_model_len=64)
         self.engine = Engine(backbone.model(), sizes.lora_config(8, max_loras=3), sizes)
-        self.expected = self.engine.generate([PROMPT], self.good, 6)[0].token_ids
-        self.tally = Tally()
-        self._seconds = 0.0
+        self.expected = backbone.generate_merged(PROMPT, 2, 6)
 
     def state(self) -> tuple:
         manager = self.engine.manager
@@ -83,15 +61,13 @@ class Arena:
             [tensor.double().sum().item() for layer in manager.modules.values() for tensor in layer.lora_a_stacked],
         )  # fmt: skip
 
-    def attempt(self, name: str, change: Callable[[Path], Any]) -> None:
+    def attempt(self, change: Callable[[Path], Any], name: str, tally: Tally) -> None:
         """Let a tenant ask for a folder that was changed, beside a request of the good one."""
         folder = self.root / "tenant"
         shutil.copytree(self.valid, folder)
         path = change(folder) or folder
-        self.tally.readable += _is_readable(folder)
-        outcome = self._outcome(path, folder)
-        self.tally.slowest = max(self.tally.slowest, self._seconds)
-        self.tally.note("hang" if self._seconds > PATIENCE else outcome, name)
+        tally.readable += _is_readable(folder)
+        tally.outcomes.setdefault(self._outcome(path, folder), []).append(name)
         self.engine.manager.remove_adapter(2)
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
@@ -101,7 +77,7 @@ class Arena:
     def _outcome(self, path: str | Path, folder: Path) -> str:
         beside = self.engine.add_request(Request("good", PROMPT, 6, self.good))
         self.engine.step()
-        before, asked, start = self.state(), None, time.process_time()
+        before, asked, refusal, start = self.state(), None, None, time.process_time()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
@@ -109,19 +85,18 @@ class Arena:
                 adapter = LoRARequest("tenant", 2, str(path))
                 asked = self.engine.add_request(Request("tenant", PROMPT, params, adapter))
             except Exception as error:
-                outcome = "refused" if _is_clear(type(error).__name__, str(error)) else f"raw {error!r:.300}"
+                refusal = type(error).__name__, str(error)
             unchanged = asked is not None or self.state() == before
             while self.engine.has_unfinished():
                 self.engine.step()
-        self._seconds = time.process_time() - start
-        if outcome_is_raw := (asked is None and outcome.startswith("raw")):
-            print(outcome)
+        if time.process_time() - start > PATIENCE:
+            return "hang"
         if beside.output_token_ids != self.expected:
             return "others disturbed"
         if not unchanged:
             return "state changed"
-        if asked is None:
-            return "raw error" if outcome_is_raw else outcome
+        if refusal is not None:
+            return "refused" if _is_clear(*refusal) else "raw error"
         result = self.engine.result_of(asked)
         if result.error is not None:
             kind, _, text = result.error.partition(": ")
@@ -138,8 +113,7 @@ class Arena:
                 return "served, PEFT refuses"
         with torch.inference_mode():
             theirs = judge(torch.tensor([PROMPT])).logits[0, -1].float().log_softmax(-1)
-        ids = list(ours)
-        same = torch.allclose(torch.tensor(list(ours.values())), theirs[ids], atol=2e-3, rtol=1e-3)
+        same = torch.allclose(torch.tensor(list(ours.values())), theirs[list(ours)], atol=2e-3, rtol=1e-3)
         blown_up = not torch.isfinite(theirs).all()  # numbers so large that both overflow, each in its own way
         return "served equal" if same or blown_up else "served, and warned" if warned else "served differently"
 
@@ -255,33 +229,14 @@ def _any_bytes(folder: Path, draw: random.Random) -> None:
 
 
 def try_cases(arena: Arena, names: list[str]) -> Tally:
-    cases = all_cases()
+    tally, cases = Tally(), all_cases()
     for name in names:
-        arena.attempt(name, cases[name])
-    return arena.tally
+        arena.attempt(cases[name], name, tally)
+    return tally
 
 
-def try_mutations(arena: Arena, count: int, seed: int = 0) -> Tally:
+def try_mutations(arena: Arena, count: int, seed: int) -> Tally:
+    tally = Tally()
     for number in range(count):
-        arena.attempt(f"mutation {number}", mutation(random.Random(f"{seed} {number}")))
-    return arena.tally
-
-
-def main() -> int:
-    faulthandler.dump_traceback_later(900, exit=True)
-    bad = False
-    for title, run in (
-        ("named cases", lambda arena: try_cases(arena, list(all_cases()))),
-        ("random mutations", lambda arena: try_mutations(arena, int(sys.argv[1]) if sys.argv[1:] else 5000)),
-    ):
-        with tempfile.TemporaryDirectory() as root:
-            tally = run(Arena(Path(root)))
-        print(f"\n{title}\n{tally.table()}")
-        for outcome in (*BAD, "served, PEFT refuses"):
-            print(outcome, tally.outcomes.get(outcome, [])[:40]) if tally.outcomes.get(outcome) else None
-        bad = bad or bool(tally.bad)
-    return int(bad)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        arena.attempt(mutation(random.Random(f"{seed} {number}")), f"mutation {number}", tally)
+    return tally

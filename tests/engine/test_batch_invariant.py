@@ -1,21 +1,25 @@
 """Requirements and effects of `batch_invariant`; equal bits are shown on a GPU (`test_gpu_engine.py`)."""
 
 import pytest
-import torch
 
 from punica.engine import Engine, EngineConfig, engine
-from punica.engine.attention import KVCache
 from punica.engine.config import check_parts
 from punica.parallel import dense_layers, set_batch_invariant
 from punica.parallel.linear import BatchInvariantLinearMethod, UnquantizedLinearMethod
+
+CONFIG = EngineConfig(max_batch_size=2, max_model_len=64, batch_invariant=True)
 
 
 def methods(model) -> set[type]:
     return {type(layer.quant_method) for layer in dense_layers(model).values()}
 
 
-def test_products_are_those_of_the_engine_that_was_built_last(backbone, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "check_batch_invariant", lambda layers: None)  # there is no GPU here
+@pytest.fixture
+def as_on_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(engine, "check_batch_invariant", lambda layers: None)
+
+
+def test_products_are_those_of_the_engine_that_was_built_last(backbone, as_on_a_gpu) -> None:
     model = backbone.model()
     for wanted, method in (
         (True, BatchInvariantLinearMethod), (True, BatchInvariantLinearMethod), (False, UnquantizedLinearMethod),
@@ -25,65 +29,42 @@ def test_products_are_those_of_the_engine_that_was_built_last(backbone, monkeypa
 
 
 def test_an_engine_that_is_refused_changes_nothing(backbone, monkeypatch) -> None:
-    model, config = backbone.model(), EngineConfig(max_batch_size=2, max_model_len=64, batch_invariant=True)
+    model = backbone.model()
     with pytest.raises(ValueError, match="plain linear layers on a GPU"):
-        Engine(model, None, config)
+        Engine(model, None, CONFIG)
     monkeypatch.setattr(engine, "check_batch_invariant", lambda layers: None)
     monkeypatch.setattr(engine, "LoRAModelManager", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        Engine(model, config.lora_config(4), config)
+        Engine(model, CONFIG.lora_config(4), CONFIG)
     assert methods(model) == {UnquantizedLinearMethod}
 
 
-def test_adapters_need_it_too(backbone) -> None:
-    config = EngineConfig(max_batch_size=2, max_model_len=64, batch_invariant=True)
+def test_adapters_blocks_and_ranks_that_prevent_it(backbone, monkeypatch) -> None:
+    model = backbone.model()
     with pytest.raises(ValueError, match=r"LoRAConfig\(batch_invariant=True\)"):
-        Engine(backbone.model(), config.lora_config(16, batch_invariant=False), config)
-
-
-def test_nobody_may_be_preempted(backbone) -> None:
-    config = EngineConfig(max_batch_size=2, max_model_len=64, num_blocks=7, batch_invariant=True)
-    with pytest.raises(ValueError, match="needs 8 KV blocks, got 7: a request that is preempted"):
-        Engine(backbone.model(), None, config)
-
-
-def test_at_most_two_ranks_add_in_one_order(backbone, monkeypatch) -> None:
-    config = EngineConfig(max_batch_size=2, max_model_len=64, batch_invariant=True)
-    for size in (1, 2, 3):
+        check_parts(model, CONFIG.lora_config(16, batch_invariant=False), CONFIG, None)
+    few = EngineConfig(max_batch_size=2, max_model_len=64, num_blocks=7, batch_invariant=True)
+    with pytest.raises(ValueError, match="needs 8 KV blocks, got 7"):
+        check_parts(model, None, few, None)
+    for size in (1, 2):
         monkeypatch.setattr("punica.engine.config.get_tensor_model_parallel_world_size", lambda size=size: size)
-        if size < 3:
-            check_parts(backbone.model(), None, config, None)
-            continue
-        with pytest.raises(ValueError, match="at most 2 tensor-parallel ranks, got 3"):
-            check_parts(backbone.model(), None, config, None)
+        check_parts(model, None, CONFIG, None)
+    monkeypatch.setattr("punica.engine.config.get_tensor_model_parallel_world_size", lambda: 3)
+    with pytest.raises(ValueError, match="at most 2 tensor-parallel ranks, got 3"):
+        check_parts(model, None, CONFIG, None)
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])
-def test_from_pretrained_takes_it_for_the_engine_and_its_adapters(backbone, monkeypatch, with_adapter) -> None:
-    monkeypatch.setattr(engine, "check_batch_invariant", lambda layers: None)
+def test_from_pretrained_takes_it_for_the_engine_and_its_adapters(backbone, as_on_a_gpu, with_adapter) -> None:
     adapters = [backbone.adapters[2]] if with_adapter else []
-    built = Engine.from_pretrained(
-        backbone.folder, adapters, max_batch_size=2, batch_invariant=True, cuda_graphs=False
-    )  # fmt: skip
+    built = Engine.from_pretrained(backbone.folder, adapters, max_batch_size=2, batch_invariant=True, cuda_graphs=False)
     assert (built.config.batch_invariant, built.config.cuda_graphs) == (True, False)
-    assert (built.manager is not None) == with_adapter
-    if built.manager is not None:
-        assert built.manager.lora_config.batch_invariant
+    assert with_adapter == (built.manager is not None and built.manager.lora_config.batch_invariant)
 
 
 def test_other_products_stay_what_they_are(backbone) -> None:
     model = backbone.model()
     layers = dense_layers(model)
-    first = next(iter(layers.values()))
-    first.quant_method = object()
+    next(iter(layers.values())).quant_method = object()
     set_batch_invariant(layers, True)
     assert methods(model) == {object, BatchInvariantLinearMethod}
-
-
-def test_a_cache_of_another_model_is_refused(backbone) -> None:
-    config, model = EngineConfig(max_batch_size=2, max_model_len=64), backbone.model()
-    shallow = KVCache(model, config.total_blocks, config.block_size)
-    del shallow.keys[1:], shallow.values[1:]
-    for cache in (KVCache(backbone.model(dtype=torch.bfloat16), config.total_blocks, config.block_size), shallow):
-        with pytest.raises(ValueError, match=r"cache has layers, kv heads.*, the model \(.*make one for this model"):
-            Engine(model, None, config, cache=cache)

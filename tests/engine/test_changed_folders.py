@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest
 from punica.engine import Engine, EngineConfig, Request, RequestState
-from tests.world import reading_beside
+from tests.world import finish, reading_beside
 
 ID, CONFIG, WEIGHTS = 9, "adapter_config.json", "adapter_model.safetensors"
 PROMPT, NEW = (1, 7, 3), 6
@@ -31,15 +31,9 @@ def change_weights(folder: Path) -> None:
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def change_both(folder: Path) -> None:
-    change_config(folder)
-    change_weights(folder)
-
-
 CHANGES = {
     "config": (change_config, f": {CONFIG}; load it again"),
     "weights": (change_weights, f": {WEIGHTS}; load it again"),
-    "both": (change_both, f": {CONFIG}; load it again"),  # found at the arrival, which reads no numbers
     "deleted": (shutil.rmtree, "does not exist"),
 }
 
@@ -48,8 +42,7 @@ CHANGES = {
 def folder(backbone, tmp_path: Path) -> Path:
     path = tmp_path / "tenant"
     shutil.copytree(backbone.adapters[2].lora_path, path)
-    file = path / WEIGHTS
-    save_file(load_file(file), file, metadata={"format": "pt"})
+    save_file(load_file(path / WEIGHTS), path / WEIGHTS, metadata={"format": "pt"})
     return path
 
 
@@ -70,8 +63,9 @@ def evict(backbone, engine: Engine) -> None:
     assert engine.manager.get_adapter(ID) is None
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["at the join", "beside"])
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize(
+    ("what", "beside"), [("config", False), ("weights", False), ("weights", True), ("deleted", True)]
+)
 def test_after_an_eviction_the_loaded_version_or_a_refusal(backbone, folder, tmp_path, what, beside) -> None:
     engine = backbone.engine(max_loras=1)
     engine = reading_beside(engine) if beside else engine
@@ -102,31 +96,28 @@ def test_after_an_eviction_the_loaded_version_or_a_refusal(backbone, folder, tmp
     assert ask(engine, tenant(folder)).output_token_ids == old
 
 
-@pytest.mark.parametrize("what", ["config", "weights"])
-def test_an_eviction_from_a_slot_reads_nothing(backbone, folder, what) -> None:
+def test_an_eviction_from_a_slot_reads_nothing(backbone, folder) -> None:
     sizes = EngineConfig(max_batch_size=8, max_model_len=64)
     engine = Engine(backbone.model(), sizes.lora_config(16, max_loras=1, max_cpu_loras=3), sizes)
     old = ask(engine, tenant(folder)).output_token_ids
-    CHANGES[what][0](folder)
+    change_weights(folder)
     ask(engine, backbone.adapters[3], "other")
     assert not engine.manager.is_active(ID)
     assert ask(engine, tenant(folder)).output_token_ids == old
 
 
-@pytest.mark.parametrize("what", ["config", "weights"])
-def test_a_prefetch_of_a_changed_folder_makes_nothing_active(backbone, folder, what) -> None:
+def test_a_prefetch_of_a_changed_folder_makes_nothing_active(backbone, folder) -> None:
     engine = backbone.engine(max_loras=2)
     ask(engine, tenant(folder))
     for i in (3, 4):
         ask(engine, backbone.adapters[i], f"other {i}")
     first = engine.add_request(Request("first", [1], 6, backbone.adapters[3]))
     second = engine.add_request(Request("second", PROMPT, NEW, tenant(folder)))
-    CHANGES[what][0](folder)  # behind the check of its arrival
+    change_weights(folder)  # behind the check of its arrival
     engine.step()  # tries the load of `second`
     assert engine.manager.get_adapter(ID) is None
-    while engine.has_unfinished():
-        engine.step()
-    assert CHANGES[what][1] in second.error
+    finish(engine)
+    assert CHANGES["weights"][1] in second.error
     assert first.error is None
 
 
@@ -140,8 +131,7 @@ def test_a_request_behind_a_load_in_place_takes_what_that_loads(backbone, folder
     states = [
         engine.add_request(Request(f"r{i}", PROMPT, NEW, tenant(folder, load_inplace=not i))) for i in range(2)
     ]
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     assert running.error is None
     expected = ask(backbone.engine(), tenant(folder)).output_token_ids
     assert [state.output_token_ids for state in states] == [expected] * 2

@@ -16,9 +16,7 @@ TABLES = [(3, 4, 5), (20, 9, 30), (12,), (33, 34)]
 
 def caches(device: str, kv_heads: int, size: int, fp8: bool = False) -> list[KVCache]:
     """Two of the same noise."""
-    head = SimpleNamespace(weight=torch.empty(0, device=device))
-    model = SimpleNamespace(num_layers=2, num_kv_heads=kv_heads, head_size=size, lm_head=head)
-    made = [KVCache(model, 40, BLOCK, fp8=fp8) for _ in range(2)]
+    made = [make_cache(kv_heads, size, fp8, device) for _ in range(2)]
     for mine, other in zip(*((*cache.keys, *cache.values) for cache in made), strict=True):
         other.copy_(mine.copy_(torch.randn(mine.shape)))
     return made
@@ -42,42 +40,40 @@ STEPS = {
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "norms", "fp8"),
-    [(4, 4, 16, False, False), (4, 2, 8, True, False), (4, 2, 8, False, True)],
-)
+    ("step", "heads", "kv_heads", "size", "norms", "fp8", "splits"),
+    [
+        ("decodes", 4, 4, 16, False, False, 2), ("padded", 4, 2, 8, False, True, 2),
+        ("a prompt", 4, 2, 8, True, False, 2), ("prompts, one of a token", 4, 2, 8, False, True, None),
+    ],
+)  # fmt: skip
 @torch.inference_mode()
-def test_equals_plain_torch_and_leaves_the_same_cache(step, heads, kv_heads, size, norms, fp8, device) -> None:
+def test_equals_plain_torch_and_leaves_the_same_cache(step, heads, kv_heads, size, norms, fp8, splits, device) -> None:
     spans, padding = STEPS[step]
     mine, plain = caches(device, kv_heads, size, fp8)
-    attention, reference = KernelAttention(mine, 8, 5), PagedAttention(plain)
+    attention, reference = KernelAttention(mine, 8, 5, splits), PagedAttention(plain)
     rows = [row for span in spans for row in span.kv_rows(BLOCK)]
-    for layer in (1, 0):
-        given = packed(len(rows) + padding, heads, kv_heads, size, device, norms)
-        if padding:
-            given = given._replace(cos=given.cos.contiguous(), sin=given.sin.contiguous())
-        real = PackedHeads(*(part[: len(rows)].clone() if isinstance(part, torch.Tensor) else part for part in given))
-        reference.begin(spans, torch.tensor(rows, device=device))
-        expected = reference.attend(layer, real)
-        attention.begin(spans, torch.tensor(rows + [-1] * padding, device=device))
-        found = attention.attend(layer, given)
-        same = [row for span in spans for row in range(span.start, span.start + span.length)
-                if not (fp8 and span.kv_length == 1)]  # plain torch takes those for prompts, which read no cache
-        torch.testing.assert_close(found[same], expected[same], atol=2e-5, rtol=2e-5)
-        assert not found[len(rows) :].any()
-        for kind in ("keys", "values"):
-            held, expected = (getattr(cache, kind)[layer].float() for cache in (mine, plain))
-            step = 2**-3 if fp8 else 2e-6  # the last bit of FP8 may be rounded the other way
-            torch.testing.assert_close(held, expected, atol=2e-6, rtol=step)
-            assert (held != expected).float().mean() < 0.01 or not fp8
+    given = packed(len(rows) + padding, heads, kv_heads, size, device, norms)
+    real = PackedHeads(*(part[: len(rows)].clone() if isinstance(part, torch.Tensor) else part for part in given))
+    reference.begin(spans, torch.tensor(rows, device=device))
+    expected = reference.attend(1, real)
+    attention.begin(spans, torch.tensor(rows + [-1] * padding, device=device))
+    found = attention.attend(1, given)
+    same = [row for span in spans for row in range(span.start, span.start + span.length)
+            if not (fp8 and span.kv_length == 1)]  # plain torch takes those for prompts, which read no cache
+    torch.testing.assert_close(found[same], expected[same], atol=2e-5, rtol=2e-5)
+    assert not found[len(rows) :].any()
+    for held, expected in zip((*mine.keys, *mine.values), (*plain.keys, *plain.values), strict=True):
+        step = 2**-3 if fp8 else 2e-6  # the last bit of FP8 may be rounded the other way
+        torch.testing.assert_close(held.float(), expected.float(), atol=2e-6, rtol=step)
+        assert (held.float() != expected.float()).float().mean() < 0.01 or not fp8
 
 
 @torch.inference_mode()
 def test_a_step_forgets_the_one_before() -> None:
     """Fewer requests, other blocks in a row, a longer table: what the buffers held is never read."""
     mine, plain = caches("cpu", 2, 8)
-    attention, reference = KernelAttention(mine, 8, 5), PagedAttention(plain)
+    attention, reference = KernelAttention(mine, 8, 5, 2), PagedAttention(plain)
     steps = [
         [Span(0, 1, 9, TABLES[0]), Span(1, 1, 12, TABLES[1]), Span(2, 1, 3, TABLES[2])],
         [Span(0, 1, 12, TABLES[1])],
@@ -96,21 +92,14 @@ def test_a_step_forgets_the_one_before() -> None:
 @torch.inference_mode()
 def test_the_longest_request_is_taken_first_and_what_pads_the_step_last(monkeypatch) -> None:
     taken = []
-    monkeypatch.setattr(
-        "punica.ops.triton_ops.backbone.decode_attention", lambda *given: taken.append(given[4][1:3])
-    )
+    monkeypatch.setattr("punica.ops.triton_ops.backbone.decode_attention", lambda *given: taken.append(given[4][1:3]))
     attention = KernelAttention(caches("cpu", 2, 8)[0], 8, 5)
-    prompt, *decodes = [Span(0, 7, 7, TABLES[3]), *(Span(7 + i, 1, n, TABLES[0]) for i, n in enumerate((9, 3, 11, 9)))]
-    for spans, padding in (([prompt, *decodes], 2), (decodes[:2], 0)):
-        first = spans[0].length if spans[0] is prompt else 0
-        rows = torch.full((first + len(spans) - bool(first) + padding,), -1)
-        attention.begin(spans, rows)
-        attention.attend(0, packed(len(rows), 4, 2, 8, "cpu", norms=False))
-        lengths, order = taken.pop()
-        assert sorted(order.tolist()) == list(range(len(rows) - first))
-        in_order = lengths[order.long()].tolist()
-        assert in_order == sorted(in_order, reverse=True)
-        assert in_order[: len(in_order) - padding] == sorted([s.kv_length for s in spans[bool(first) :]], reverse=True)
+    spans = [Span(0, 7, 7, TABLES[3]), *(Span(7 + i, 1, n, TABLES[0]) for i, n in enumerate((9, 3, 11, 9)))]
+    attention.begin(spans, torch.full((13,), -1))  # two rows of padding
+    attention.attend(0, packed(13, 4, 2, 8, "cpu", norms=False))
+    ((lengths, order),) = taken
+    assert sorted(order.tolist()) == list(range(6))
+    assert lengths[order.long()].tolist() == [11, 9, 9, 3, 0, 0]
 
 
 def test_heads_that_no_kernel_takes_are_plain_torch_s_on_a_gpu_too() -> None:

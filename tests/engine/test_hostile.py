@@ -18,37 +18,28 @@ TENANTS, BAD_ONE = 32, 32
 NAMES = list(all_cases())
 
 
-@pytest.fixture
-def arena(tmp_path) -> Arena:
-    return Arena(tmp_path)
+@pytest.fixture(scope="module")
+def arena(backbone, tmp_path_factory) -> Arena:
+    return Arena(backbone, tmp_path_factory.mktemp("arena"))
 
 
-def test_some_hostile_folders(arena) -> None:
-    tally = try_cases(arena, NAMES[::9])
-    assert tally.bad == {}, tally.table()
+@pytest.mark.parametrize("names", [NAMES[::9], pytest.param(NAMES, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_hostile_folders(arena, names) -> None:
+    assert try_cases(arena, names).bad == {}
 
 
-def test_some_random_mutations(arena) -> None:
-    tally = try_mutations(arena, 60, seed=1)
-    assert tally.bad == {}, tally.table()
-    assert tally.readable >= 24
-    assert len(tally.outcomes["served equal"]) >= 10
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_mutations(arena, count) -> None:
+    tally = try_mutations(arena, count, seed=1)
+    assert tally.bad == {}
+    assert tally.readable >= 0.4 * count
+    assert len(tally.outcomes["served equal"]) >= count / 6
 
 
-@pytest.mark.slow
-def test_all_hostile_folders(arena) -> None:
-    tally = try_cases(arena, NAMES)
-    print(f"\n{tally.table()}")
-    assert tally.bad == {}, tally.table()
-
-
-@pytest.mark.slow
-def test_many_random_mutations(arena) -> None:
-    """A fifth of what the script tries."""
-    tally = try_mutations(arena, 1000, seed=2)
-    print(f"\n{tally.table()}")
-    assert tally.bad == {}, tally.table()
-    assert tally.readable >= 400
+def test_the_judge_tells_adapters_apart(arena) -> None:
+    """Comparisons would be empty if the tenant's folder changed nothing."""
+    found = arena.engine.generate([PROMPT], LoRARequest("t", 3, str(arena.valid)), 6)
+    assert found[0].token_ids != arena.expected
 
 
 class Crowd:
@@ -101,7 +92,7 @@ class Crowd:
         if kind == 7 and self.own:
             with suppress(ValueError):
                 self.engine.abort_request(draw.choice(self.own).request_id)
-        taken = draw.choice([*self.engine._residency._users, BAD_ONE])  # an id that stands for somebody's folder now
+        taken = draw.choice([*self.engine._residency._users, BAD_ONE])  # an id that stands for another folder now
         number = draw.choice([BAD_ONE, BAD_ONE, BAD_ONE, BAD_ONE, taken, True, "x", -3])
         prompt = draw.choice([[1, 2, 3], [1, 2], [5], [1] * 20, [1] * 500, [999], [], "text", [True]])
         try:
@@ -112,11 +103,12 @@ class Crowd:
             self.refusals.append(error)
 
 
-def check_interference(backbone, root: Path, count: int) -> None:
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_one_of_32_tenants_misbehaves(backbone, tmp_path, count) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of target_modules that disagree with the tensors
-        alone = Crowd(backbone, root / "alone", misbehaves=False).serve(count)
-        crowd = Crowd(backbone, root / "crowd", misbehaves=True)
+        alone = Crowd(backbone, tmp_path / "alone", misbehaves=False).serve(count)
+        crowd = Crowd(backbone, tmp_path / "crowd", misbehaves=True)
         beside = crowd.serve(count)
     compared = 0
     for undisturbed, disturbed in zip(alone, beside, strict=True):
@@ -135,17 +127,3 @@ def check_interference(backbone, root: Path, count: int) -> None:
     assert reasons == {"length", "failed", "aborted"}
     assert crowd.engine._residency._users == {}
     assert crowd.engine.blocks.num_free == crowd.engine.blocks.num_blocks
-
-
-def test_one_of_32_tenants_misbehaves(backbone, tmp_path) -> None:
-    check_interference(backbone, tmp_path, 150)
-
-
-@pytest.mark.slow
-def test_one_of_32_tenants_misbehaves_for_1000_requests(backbone, tmp_path) -> None:
-    check_interference(backbone, tmp_path, 1000)
-
-
-def test_the_judge_tells_adapters_apart(arena) -> None:
-    """Comparisons would be empty if the tenant's folder changed nothing."""
-    assert arena.engine.generate([PROMPT], LoRARequest("t", 2, str(arena.valid)), 6)[0].token_ids != arena.expected

@@ -12,11 +12,12 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from punica.engine import Engine, EngineConfig, Request, SamplingParams
+from punica.engine import Engine, Request, SamplingParams
 from punica.engine.pretrained import GenerationDefaults
 from punica.engine.sampler import adjust_scores, choose_tokens
+from tests.engine.test_prompt_forms import talker_with
 from tests.engine.test_sampler import state
-from tests.world import byte_fallback_tokenizer, byte_tokenizer, tokens_of
+from tests.world import byte_tokenizer, finish, tokens_of
 
 VOCAB, ENDS = 53, (7, 50)  # the ends of `state`
 OUTPUTS = [(), (5,), (40, 2, 40, 40, 5), (17, 33, 17, 33)]
@@ -70,12 +71,12 @@ def test_a_mixed_batch_equals_the_reference() -> None:
     assert all(drawn[row] or int(greedy[row]) == int(best[row]) for row in range(len(requests)))
 
 
-@pytest.mark.parametrize("output", OUTPUTS, ids=str)
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "output"),
     [
-        {"logit_bias": {5: -3.5, 40: 10.0}}, {"bad_words": [[40], [17, 33], [5, 40, 2]]}, {"min_tokens": 4},
-        {"bad_words": [[33]], "min_tokens": 2, "repetition_penalty": 1.4, "logit_bias": {2: 4.0, 7: 9.0}},
+        ({"logit_bias": {5: -3.5, 40: 10.0}}, OUTPUTS[0]), ({"min_tokens": 4}, OUTPUTS[1]),
+        ({"bad_words": [[40], [17, 33], [5, 40, 2]]}, OUTPUTS[2]), ({"bad_words": [[17, 33]]}, OUTPUTS[3]),
+        ({"bad_words": [[33]], "min_tokens": 2, "repetition_penalty": 1.4, "logit_bias": {2: 4.0, 7: 9.0}}, OUTPUTS[1]),
     ],
     ids=str,
 )  # fmt: skip
@@ -106,14 +107,11 @@ def test_plain_greedy_requests_keep_their_path() -> None:
     assert int(found[0]) == 3
 
 
-@pytest.mark.parametrize("fields", SETTINGS.values(), ids=SETTINGS)
-def test_only_plain_requests_are_launched_ahead(fields) -> None:
-    assert not SamplingParams(9, **fields).is_greedy
-    assert SamplingParams(9, **fields).adjusts
-
-
-def test_fewest_tokens_of_requests_without_ends_change_nothing() -> None:
-    """Load generators ask for both: no token is to be banned."""
+def test_which_requests_are_adjusted() -> None:
+    for fields in SETTINGS.values():
+        params = SamplingParams(9, **fields)
+        assert (params.is_greedy, params.adjusts) == (False, True)
+    # load generators ask for both: no token is to be banned
     assert SamplingParams(9, ignore_eos=True, min_tokens=9).is_greedy
     assert SamplingParams(9, ignore_eos=True, min_tokens=9, stop_token_ids=(3,)).adjusts
     assert SamplingParams(9, min_tokens=9).adjusts
@@ -122,28 +120,23 @@ def test_fewest_tokens_of_requests_without_ends_change_nothing() -> None:
 # --- in the engine ---------------------------------------------------------------------------------------------------
 
 
-def decode(backbone: Any, prompt: list[int], params: SamplingParams, new: int) -> list[int]:
-    """Greedy decoding by transformers' model and the reference."""
-    model, tokens = backbone._merged_model(0), list(prompt)
-    for _ in range(new):
-        with torch.inference_mode():
-            row = model(torch.tensor([tokens])).logits[0, -1]
-        request = state(params, output=())
-        request.token_ids, request.num_generated = tokens, len(tokens) - len(prompt)
-        tokens = [*tokens, int(torch.tensor(reference(row.tolist(), request)).argmax())]
-    return tokens[len(prompt) :]
-
-
 def test_tokens_of_a_batch_are_those_of_the_reference(backbone) -> None:
     """With preemptions, which compute requests again, and counts that go on where they were."""
     settings = [
         {"presence_penalty": 2.0, "frequency_penalty": 1.0}, {"logit_bias": {9: 20.0}, "frequency_penalty": 2.0}, {},
         {"bad_words": [[9], [4, 5]], "repetition_penalty": 1.5}, {"presence_penalty": -2.0},
     ]  # fmt: skip
-    params = [SamplingParams(10, **fields) for fields in settings]
-    prompts = [[4, 4, number] for number in range(5)]
-    wanted = [decode(backbone, prompt, one, 10) for prompt, one in zip(prompts, params, strict=True)]
-    assert wanted[0] != backbone.generate_merged(tuple(prompts[0]), 0, 10)
+    params, prompts = [SamplingParams(10, **fields) for fields in settings], [[4, 4, number] for number in range(5)]
+    model, wanted = backbone._merged_model(0), []
+    for prompt, one in zip(prompts, params, strict=True):
+        request = state(one)
+        request.token_ids = list(prompt)
+        for request.num_generated in range(10):
+            with torch.inference_mode():
+                row = model(torch.tensor([request.token_ids])).logits[0, -1]
+            request.token_ids.append(int(torch.tensor(reference(row.tolist(), request)).argmax()))
+        wanted.append(request.token_ids[3:])
+    assert wanted[0] != backbone.generate_merged(prompts[0], 0, 10)
     for engine in (backbone.engine(), backbone.engine(block_size=2, num_blocks=16, max_batch_size=4)):
         assert tokens_of(engine.generate(prompts, None, params)) == wanted
     engine = backbone.engine()  # as after a migration: the first tokens are another engine's
@@ -151,8 +144,7 @@ def test_tokens_of_a_batch_are_those_of_the_reference(backbone) -> None:
         engine.add_request(Request(str(row), prompt, one), found[:4])
         for row, (prompt, one, found) in enumerate(zip(prompts, params, wanted, strict=True))
     ]
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     assert [one.output_token_ids for one in states] == wanted
 
 
@@ -171,50 +163,46 @@ def test_no_end_before_the_fewest_tokens(backbone, kind) -> None:
             assert result.token_ids == free[:3]
 
 
-def test_no_stop_string_before_the_fewest_tokens(backbone) -> None:
-    engine = talker(backbone)
-    (free,) = engine.generate([[5, 6]], None, 20)
+def test_no_stop_string_before_the_fewest_tokens(talker) -> None:
+    (free,) = talker.generate([[5, 6]], None, 20)
     letters = [place for place, token in enumerate(free.token_ids) if token < 94]
     place, last = letters[0], max(letters)
     for fewest in (0, place + 1, place + 2, 19):
-        params = SamplingParams(20, stop=tuple({letter(engine, free, one) for one in (place, last)}), min_tokens=fewest)
-        (result,) = engine.generate([[5, 6]], None, params)
-        stops = [one for one in letters if letter(engine, free, one) in params.stop and one + 1 >= fewest]
+        params = SamplingParams(20, stop=tuple({letter(talker, free, one) for one in (place, last)}), min_tokens=fewest)
+        (result,) = talker.generate([[5, 6]], None, params)
+        stops = [one for one in letters if letter(talker, free, one) in params.stop and one + 1 >= fewest]
         assert len(result.token_ids) == (stops[0] + 1 if stops else 20)
-        assert "".join(chunk.text for chunk in engine.stream([[5, 6]], None, params)) == result.text
+        assert "".join(chunk.text for chunk in talker.stream([[5, 6]], None, params)) == result.text
 
 
 def letter(engine: Engine, result: Any, place: int) -> str:
     return engine.codec.decode([result.token_ids[place]])
 
 
-def talker(backbone: Any, tokenizer: Any = None) -> Engine:
-    config, tokenizer = EngineConfig(max_batch_size=8, max_model_len=64), tokenizer or byte_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = byte_fallback_tokenizer().backend_tokenizer.post_processor
-    return Engine(backbone.model(), None, config, tokenizer=tokenizer)
+@pytest.fixture
+def talker(backbone) -> Engine:
+    return talker_with(backbone, byte_tokenizer())
 
 
-def test_bad_words_as_text(backbone) -> None:
-    engine = talker(backbone)
-    (free,) = engine.generate([[5, 6]], None, 20)
+def test_bad_words_as_text_and_as_tokens(talker) -> None:
+    (free,) = talker.generate([[5, 6]], None, 20)
     place = next(one for one, token in enumerate(free.token_ids) if token < 94)
-    word = letter(engine, free, place)
-    (result,) = engine.generate([[5, 6]], None, SamplingParams(20, bad_words=[word]))
+    word, pair = letter(talker, free, place), free.token_ids[place : place + 2]
+    (result,) = talker.generate([[5, 6]], None, SamplingParams(20, bad_words=[word]))
     assert word not in result.text
     assert result.token_ids[:place] == free.token_ids[:place]
-    pair = engine.codec.decode(free.token_ids[place : place + 2])
-    (result,) = engine.generate([[5, 6]], None, SamplingParams(20, bad_words=[free.token_ids[place : place + 2]]))
+    (result,) = talker.generate([[5, 6]], None, SamplingParams(20, bad_words=[pair]))
     assert result.token_ids[: place + 1] == free.token_ids[: place + 1]
-    assert result.token_ids[place + 1] != free.token_ids[place + 1], pair
+    assert result.token_ids[place + 1] != free.token_ids[place + 1]
 
 
-def test_special_tokens_stay_in_the_text_if_asked(backbone) -> None:
-    (free,) = talker(backbone).generate([[5, 6]], None, 12)
+def test_special_tokens_stay_in_the_text_if_asked(backbone, talker) -> None:
+    (free,) = talker.generate([[5, 6]], None, 12)
     place = next(one for one, token in enumerate(free.token_ids) if token < 94)
     tokenizer = byte_tokenizer()
     text = tokenizer.convert_ids_to_tokens(free.token_ids[place])
     tokenizer.add_special_tokens({"additional_special_tokens": [text]})
-    engine = talker(backbone, tokenizer)
+    engine = talker_with(backbone, tokenizer)
     hidden, shown = engine.generate([[5, 6]] * 2, None, [12, SamplingParams(12, skip_special_tokens=False)])
     assert shown.text == engine.codec.decode(free.token_ids, keeps_special=True) != hidden.text
     assert text in shown.text
@@ -242,10 +230,10 @@ def test_several_outputs_of_each_prompt(backbone) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"logit_bias": {256: 1}}, "logit_bias of request .* contain 256, the vocabulary has 256 ids"),
-        ({"bad_words": [[1, 300]]}, "bad_words of request .* contain 300"),
-        ({"bad_words": ["x"]}, "bad words as text, but this engine has no tokenizer"),
-        ({"n": 2}, r"n=2, a request has one output.*choices\(\)"),
+        ({"logit_bias": {256: 1}}, "logit_bias .* 256, the vocabulary has 256 ids"),
+        ({"bad_words": [[1, 300]]}, "bad_words .* 300"),
+        ({"bad_words": ["x"]}, "no tokenizer"),
+        ({"n": 2}, "n=2"),
     ],
 )
 def test_refused_on_arrival(backbone, fields, message) -> None:
@@ -253,37 +241,3 @@ def test_refused_on_arrival(backbone, fields, message) -> None:
     with pytest.raises(ValueError, match=message):
         engine.add_request(Request("one", [1], SamplingParams(4, **fields)))
     assert not engine.has_unfinished()
-
-
-# --- chat templates --------------------------------------------------------------------------------------------------
-
-THINKING = (
-    "{% for m in messages %}{{ m.content }}{% endfor %}"
-    "{% if enable_thinking is defined and not enable_thinking %}!{% endif %}"
-)
-CHAT = [{"role": "user", "content": "ab"}]
-
-
-def test_variables_of_the_chat_template(backbone) -> None:
-    engine = talker(backbone, byte_tokenizer(THINKING))
-    plain, off, on = (
-        engine.generate([CHAT], None, 1, chat_template_kwargs=given)[0].prompt_token_ids
-        for given in (None, {"enable_thinking": False}, {"enable_thinking": True})
-    )
-    assert engine.codec.decode(off) == engine.codec.decode(plain) + "!"
-    assert on == plain
-    (chunk, *_) = engine.stream([CHAT], None, 1, chat_template_kwargs={"enable_thinking": False})
-    assert chunk.result.prompt_token_ids == off
-
-
-@pytest.mark.parametrize(
-    ("prompts", "given", "message"),
-    [
-        ([CHAT], {"tokenize": True}, r"chat template arguments \['tokenize'\] are set by the engine"),
-        ([CHAT], {"chat_template": "x"}, "are set by the engine"),
-        ([[1, 2]], {"enable_thinking": False}, "no prompt is a chat"),
-    ],
-)
-def test_variables_that_would_be_lost_or_are_taken(backbone, prompts, given, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        talker(backbone).generate(prompts, None, 1, chat_template_kwargs=given)

@@ -1,4 +1,8 @@
-"""Draws follow transformers' logits processors, and depend on logits, parameters and seed alone."""
+"""Draws follow transformers' logits processors, and depend on logits, parameters and seed alone.
+
+The host never waits while it tells the device how to choose tokens. Shown with tensors that cannot be read (device
+"meta"), and on a GPU with torch's own watch on waiting.
+"""
 
 from types import SimpleNamespace
 
@@ -6,6 +10,8 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -15,7 +21,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from punica.engine import sampler
 from punica.engine.sampler import NO_TOKEN, choose_tokens, draw, token_logprobs, uniform
+from punica.metadata.staging import send
 from punica.scheduling import SamplingParams
 
 VOCAB = 53
@@ -55,12 +63,12 @@ def expected(params: SamplingParams, seen: list[int]) -> torch.Tensor:
     return chain(torch.tensor([seen]), LOGITS[None].clone())[0].double().softmax(-1)
 
 
-def check_distribution(params: SamplingParams, draws: int) -> None:
+@pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS)
+def test_distribution_is_that_of_transformers(params) -> None:
     """Chi-square over draws of as many seeds; classes of fewer than five expected draws are one class."""
+    draws = 5000
     states = [state(params, seed, (40, 2)) for seed in range(draws)]
-    parts = [states[start : start + 5000] for start in range(0, draws, 5000)]
-    tokens = torch.cat([choose_tokens(LOGITS.expand(len(part), -1), part) for part in parts])
-    counts = np.bincount(tokens.numpy(), minlength=VOCAB)
+    counts = np.bincount(choose_tokens(LOGITS.expand(draws, -1), states).numpy(), minlength=VOCAB)
     wanted = expected(params, [*PROMPT, 40, 2]).numpy() * draws
     assert (counts[wanted == 0] == 0).all(), "a token that transformers never draws"
     common = wanted >= 5
@@ -69,20 +77,6 @@ def check_distribution(params: SamplingParams, draws: int) -> None:
     if chance[-1] == 0:
         found, chance = found[:-1], chance[:-1]
     assert scipy.stats.chisquare(found, chance).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS)
-def test_distribution_is_that_of_transformers(params) -> None:
-    check_distribution(params, 5_000)
-
-
-def test_the_check_sees_a_wrong_distribution(monkeypatch) -> None:
-    monkeypatch.setitem(globals(), "LOGITS", LOGITS * 1.05)
-    wrong = expected(SETTINGS["plain"], [1]).numpy()
-    monkeypatch.undo()
-    monkeypatch.setitem(globals(), "expected", lambda *_: torch.from_numpy(wrong))
-    with pytest.raises(AssertionError):
-        check_distribution(SETTINGS["plain"], 20_000)
 
 
 def test_draws_along_one_request_are_as_good_as_over_seeds() -> None:
@@ -103,13 +97,14 @@ def test_one_candidate_is_greedy(params) -> None:
     assert choose_tokens(rows, [state(params, seed) for seed in range(64)]).equal(rows.argmax(-1))
 
 
-@pytest.mark.parametrize("adjusted", [{}, {"logit_bias": {50: -1.0}}], ids=["argmax", "adjusted"])
-@pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-8, 9e-6])
+@pytest.mark.parametrize(
+    ("temperature", "adjusted"), [(0.0, {}), (9e-6, {}), (0.0, {"logit_bias": {50: -1.0}}), (1e-12, {"min_tokens": 1})]
+)
 def test_lowest_temperatures_are_greedy_for_equal_logits(temperature, adjusted) -> None:
     rows = torch.zeros(20, VOCAB, dtype=torch.bfloat16)
-    rows[:, [7, 9]] = 3.0
+    rows[:, [8, 9]] = 3.0
     params = SamplingParams(temperature=temperature, **adjusted)
-    assert choose_tokens(rows, [state(params, seed) for seed in range(20)]).tolist() == [7] * 20
+    assert choose_tokens(rows, [state(params, seed) for seed in range(20)]).tolist() == [8] * 20
 
 
 def test_of_equal_scores_the_lower_ids_are_kept() -> None:
@@ -119,7 +114,7 @@ def test_of_equal_scores_the_lower_ids_are_kept() -> None:
     assert int(draw(level, [1.0], [1], [1.0], [0.0], [0.99])) == 0
 
 
-@pytest.mark.parametrize("vocab", [53, 1001, 32003])
+@pytest.mark.parametrize("vocab", [53, 32003])
 def test_a_row_does_not_depend_on_its_batch(vocab) -> None:
     """Any neighbours, any place in the batch."""
     generator = torch.Generator().manual_seed(vocab)
@@ -156,8 +151,9 @@ def test_infinite_logits_give_some_token_and_disturb_no_neighbour() -> None:
     assert int(choose_tokens(one[None], [state(SamplingParams(temperature=1.0), 4)])) == 7
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("place", [0, 7, VOCAB - 1])
+@pytest.mark.parametrize(
+    ("dtype", "place"), [(torch.float32, 0), (torch.float16, 7), (torch.bfloat16, VOCAB - 1)], ids=str
+)
 def test_one_nan_gives_no_token_and_disturbs_no_neighbour(dtype, place) -> None:
     """Whatever else is in its row, however its token is chosen."""
     states = [state(params, seed) for seed, params in enumerate([SamplingParams(), *SETTINGS.values()])]
@@ -173,9 +169,8 @@ def test_one_nan_gives_no_token_and_disturbs_no_neighbour(dtype, place) -> None:
     assert (clean == 3).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_logits_of_16_bits(dtype) -> None:
-    rows = LOGITS[None].to(dtype)
+def test_logits_of_16_bits() -> None:
+    rows = LOGITS[None].to(torch.float16)
     params = [state(SamplingParams(temperature=1.0), seed) for seed in range(50)]
     assert choose_tokens(rows.expand(50, -1), params).equal(choose_tokens(rows.float().expand(50, -1), params))
 
@@ -202,3 +197,116 @@ def test_logprobs_do_not_depend_on_what_others_ask_for() -> None:
         alone = token_logprobs(rows[row : row + 1], tokens[row : row + 1], [one])
         assert together.get(row) == (None if alone is None else alone.read()[0])
         assert (row in together) == (one.params.logprobs is not None)
+
+
+# --- nothing waits ---------------------------------------------------------------------------------------------------
+
+LARGE = 1001
+PARAMS = [
+    SamplingParams(logprobs=3),
+    SamplingParams(temperature=0.8, logprobs=0),
+    SamplingParams(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01),
+    SamplingParams(repetition_penalty=1.2),
+    SamplingParams(temperature=1.1, repetition_penalty=1.2, logprobs=20),
+    SamplingParams(temperature=1.1, repetition_penalty=0.9, top_p=0.5),
+    SamplingParams(min_tokens=9, logit_bias={5: 2.0}, bad_words=[[4], [7, 8]]),
+    SamplingParams(temperature=1.1, presence_penalty=0.5, frequency_penalty=0.2),
+    SamplingParams(),
+]
+MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+
+
+class Waits(Exception):
+    """The host would wait for the device."""
+
+
+class NoMaking(TorchFunctionMode):
+    """Tensors are not made on `device` from what the host has: torch copies it there and waits."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func in MAKERS and made.device.type == self.device:
+            raise Waits(f"{func.__name__} on {made.device}")
+        return made
+
+
+class Copies(TorchDispatchMode):
+    """Notes the sources of copies from one device to another; those that make the host wait are refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        source, target = None, None
+        if name == "_to_copy":
+            source, target = args[0], kwargs.get("device") or args[0].device
+        elif name == "copy_":
+            source, target = args[1], args[0].device
+        if source is not None and source.device.type != torch.device(target).type:
+            if not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])):
+                raise Waits(f"{name} from {source.device} to {target}")
+            self.sources.append(source)
+        return func(*args, **kwargs)
+
+
+def states() -> list[SimpleNamespace]:
+    return [state(params, i, (33, 17) * (i % 2)) for i, params in enumerate(PARAMS)]
+
+
+def watched(logits: torch.Tensor) -> tuple[torch.Tensor, sampler.PendingLogprobs, list[torch.Tensor]]:
+    with NoMaking(logits.device.type), Copies() as copies:
+        tokens = choose_tokens(logits, states())
+        pending = token_logprobs(logits, tokens, states())
+    return tokens, pending, copies.sources
+
+
+def test_nothing_waits() -> None:
+    tokens, pending, sources = watched(torch.empty(len(PARAMS), LARGE, device="meta"))
+    assert tokens.shape == (len(PARAMS),)
+    assert pending.table.shape == (3, 2, 21)
+    assert len(sources) == 8, "rows, numbers, cut rows, four adjustments, rows with log-probabilities"
+
+
+@pytest.mark.parametrize(
+    "wrong", [
+        lambda values, dtype, device: torch.tensor(values, dtype=dtype, device=device),
+        lambda values, dtype, device: torch.tensor(values, dtype=dtype).to(device),
+        lambda values, dtype, device: send(values, dtype, device)[send([True], torch.bool, device)],
+        lambda values, dtype, device: send([send(values, dtype, device).sum().item()], dtype, device),
+    ],
+    ids=["made there", "sent", "chosen by mask", "read back"],
+)  # fmt: skip
+def test_the_watch_sees_who_waits(monkeypatch, wrong) -> None:
+    monkeypatch.setattr(sampler, "send", wrong)
+    with pytest.raises((Waits, RuntimeError, NotImplementedError)):
+        watched(torch.empty(len(PARAMS), LARGE, device="meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nothing_waits_on_a_gpu(dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(len(PARAMS), LARGE, generator=generator).mul(3).to("cuda", dtype)
+    logits[0, 5] = float("nan")
+    watched(logits)  # the first call loads kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens, pending, sources = watched(logits)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(source.is_pinned() for source in sources)
+    assert len(sources) == 8
+    on_host = choose_tokens(logits.cpu(), states())
+    assert int(tokens[0]) == NO_TOKEN
+    assert tokens.cpu().equal(on_host)
+    found, wanted = pending.read(), token_logprobs(logits.cpu(), on_host, states()).read()
+    assert found.keys() == wanted.keys() == {0, 1, 4}
+    assert list(found[1].values()) == pytest.approx(list(wanted[1].values()), abs=1e-4)
