@@ -75,7 +75,7 @@ def _fill_slots(layer: FusedMoEWithLoRA, first: int) -> None:
     """Copy the first slot into those from `first` on, on the device: adapters that no row uses."""
     families = (
         layer.w13_lora_a_stacked, layer.w13_lora_b_stacked, layer.w2_lora_a_stacked, layer.w2_lora_b_stacked,
-        layer.w13_lora_a_scale, layer.w13_lora_b_scale, layer.w2_lora_a_scale, layer.w2_lora_b_scale,
+        layer.lora_a_scale, layer.lora_b_scale,
     )  # fmt: skip
     for stack in itertools.chain(*families):
         stack.view(torch.uint8)[first:] = stack.view(torch.uint8)[:1]

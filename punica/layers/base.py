@@ -2,8 +2,8 @@
 
 A layer has ``L = max_loras`` slots. A slot holds, for every slice of the layer, this rank's part of one adapter's A and
 B in the top-left corner of a matrix as wide as the largest rank; the rest of the matrix is zero, and ``lora_ranks``
-tells the kernels not to read it. Code that fills slots (``set_lora`` here, one matrix after the other; the asynchronous
-writer of :mod:`punica.adapters`, all layers at once) knows nothing about the layer but its :class:`SlotPart`.
+tells the kernels not to read it. Code that fills slots (``set_lora``, and the asynchronous writer of
+:mod:`punica.adapters`) knows nothing about the layer but its :class:`SlotPart`.
 """
 
 from collections.abc import Callable, Sequence
@@ -143,9 +143,8 @@ class BaseLayerWithLoRA(nn.Module):
     def _allocate(self, max_loras: int, lora_config: LoRAConfig) -> None:
         """Create the stacked buffers ``[L, 1, rows, cols]`` and ``lora_ranks``, zeroed.
 
-        B ``[out, R]`` is a view of memory ``[L, 1, R, out]``, rank after rank like A: an adapter of rank ``r < R`` is
-        then the first piece of its slot. Row-major, rank 8 in a slot of 64 would cost as much as rank 32, as a GPU
-        moves memory by 64 bytes. A CPU multiplies a few rows faster by it too.
+        B ``[out, R]`` is a view of memory ``[L, 1, R, out]``, rank after rank like A. Row-major, rank 8 in a slot of 64
+        would cost as much as rank 32, as a GPU moves memory by 64 bytes. A CPU too multiplies a few rows faster by it.
         """
         shapes_a, shapes_b = self._slot_shapes(lora_config.max_lora_rank)
         dtype = dtype_of_slots(lora_config)
@@ -222,9 +221,7 @@ class BaseLayerWithLoRA(nn.Module):
         return parts + scales
 
     def _live(self, side: int, i: int, factor: LoRAFactor, own: LoRAFactor, filled: bool) -> tuple[Tensor, int]:
-        """The live ranks of slice ``i`` of A (``side`` 0) or B, int32 ``[L]``, and their value for a slot with ``own``
-        of ``factor``, in an adapter with slices (``filled``).
-        """
+        """The live ranks of slice ``i`` of A (``side`` 0) or B, ``[L]``, and their value for a slot with ``own``."""
         return self._live_ranks[side][i], 0 if own is None else own.shape[side]
 
     def _as_matrices(self, side: int, slots: Tensor, part: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -358,14 +355,11 @@ def dtype_of_slots(lora_config: LoRAConfig) -> torch.dtype:
 
 def _of_every_slice(cut: Callable[[int, Tensor], Tensor], given: Any) -> Any:
     """``cut(0, tensor)``, or of a list ``cut(i, tensor)`` for every entry that is not ``None``."""
-    if isinstance(given, Fp8Matrix):
-        return given.cut(partial(cut, 0))
-    if isinstance(given, Tensor):
-        return cut(0, given)
-    return [
+    own = [
         factor.cut(partial(cut, i)) if isinstance(factor, Fp8Matrix) else None if factor is None else cut(i, factor)
-        for i, factor in enumerate(given)
+        for i, factor in enumerate(given if isinstance(given, (list, tuple)) else [given])
     ]
+    return own if isinstance(given, (list, tuple)) else own[0]
 
 
 class UnsplitLayer(BaseLayerWithLoRA):

@@ -73,7 +73,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         super().create_lora_weights(max_loras, lora_config, model_config)
         self.lora_a_stacked, self.lora_b_stacked = self._slots
         self._row_dtype = cast(torch.dtype, lora_config.lora_dtype)
-        self._streams = dual_stream_for(self, lora_config)
+        self._streams = dual_stream_for(self.device, lora_config)
 
     def _slot_shapes(self, max_rank: int) -> tuple[Shapes, Shapes]:
         return [(max_rank, self.input_size)] * self.n_slices, [(width, max_rank) for width in self.output_slices]

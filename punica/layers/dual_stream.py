@@ -19,22 +19,17 @@ allocator needs no ``record_stream``.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from punica.config import LoRAConfig
 from punica.layers.utils import is_being_captured
 
 MOST_ROWS = 64
 """Rows up to which the base product leaves room beside it."""
-
-_claimed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-"""Base layer -> the LoRA layer whose second stream it has."""
 
 
 class DualStream:
@@ -73,20 +68,14 @@ class DualStream:
             current.wait_event(self._join)
 
 
-def dual_stream_for(lora_layer: Any, lora_config: LoRAConfig) -> DualStream | None:
-    """Build the second stream of a LoRA layer; ``None`` where everything stays on the current stream.
+def dual_stream_for(device: torch.device, lora_config: LoRAConfig) -> DualStream | None:
+    """Build the second stream of a layer; ``None`` where everything stays on the current stream.
 
-    That is without ``dual_stream``, on a CPU, with fully sharded adapters, whose collectives keep their order, and for
-    a second LoRA layer over one base layer. Wrappers that do not take ``aside`` leave it unused.
+    That is without ``dual_stream``, on a CPU, and with fully sharded adapters, whose collectives keep their order.
+    Wrappers that do not take ``aside`` leave it unused.
     """
     wanted = getattr(lora_config, "dual_stream", False) and not lora_config.fully_sharded_loras
-    if not wanted or lora_layer.device.type != "cuda":
-        return None
-    owner = _claimed.get(lora_layer.base_layer)
-    if owner is not None and owner() is not None:
-        return None
-    _claimed[lora_layer.base_layer] = weakref.ref(lora_layer)
-    return DualStream(lora_layer.device)
+    return DualStream(device) if wanted and device.type == "cuda" else None
 
 
 @functools.cache

@@ -98,8 +98,7 @@ class _RankSharded(_FullySharded):
         return lora_a[self.tp_rank * width : (self.tp_rank + 1) * width]
 
     def _join(self, h: Tensor) -> Tensor:
-        is_cut = self.lora_a_stacked[0].shape[-2] != self.lora_b_stacked[0].shape[-1]
-        return tensor_model_parallel_all_gather(h) if is_cut else h
+        return tensor_model_parallel_all_gather(h)
 
 
 class ColumnParallelLinearWithShardedLoRA(_RankSharded, ColumnParallelLinearWithLoRA):

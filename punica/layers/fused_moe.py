@@ -40,8 +40,7 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         n_slices: pairs of A and B in an adapter, over all experts.
         w13_lora_a_stacked, w13_lora_b_stacked: gate and up (non-gated: up), ``[L, E, R, H]`` and ``[L, E, I, R]``.
         w2_lora_a_stacked, w2_lora_b_stacked: ``[L, E, R, I]`` and ``[L, E, H, R]``, tuples of one.
-        w13_lora_a_scale, w13_lora_b_scale, w2_lora_a_scale, w2_lora_b_scale: of FP8 slots float32 ``[L, E, R]`` and
-            ``[L, E, rows]``; else empty.
+        lora_a_scale, lora_b_scale: of FP8 slots, w13 then w2, float32 ``[L, E, R]`` and ``[L, E, rows]``; else empty.
         adapter_enabled: int32 ``[L+1]``: 1 where a slot holds weights for this layer; the last entry stays 0.
         lora_ranks: int32 ``[slices of w13 + 1, L]``: of the whole adapter, also where A is cut along the rank.
         hidden_size, intermediate_size_per_partition, local_num_experts, global_num_experts: H, I of this rank, E, E_g.
@@ -52,15 +51,12 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
 
     names: tuple[str, ...] = ("w1", "w2", "w3")
     adapter_enabled: Tensor
-    w13_lora_a_stacked: Stacks
-    w13_lora_b_stacked: Stacks
-    w2_lora_a_stacked: Stacks
-    w2_lora_b_stacked: Stacks
-    w13_lora_a_scale: Stacks
-    w13_lora_b_scale: Stacks
-    w2_lora_a_scale: Stacks
-    w2_lora_b_scale: Stacks
+    _slots = (), ()
 
+    w13_lora_a_stacked = property(lambda self: self._slots[0][:-1])
+    w13_lora_b_stacked = property(lambda self: self._slots[1][:-1])
+    w2_lora_a_stacked = property(lambda self: self._slots[0][-1:])
+    w2_lora_b_stacked = property(lambda self: self._slots[1][-1:])
     hidden_size = property(attrgetter("moe_config.hidden_dim"))
     intermediate_size_per_partition = property(attrgetter("moe_config.intermediate_size_per_partition"))
     local_num_experts = property(attrgetter("moe_config.num_local_experts"))
@@ -76,7 +72,14 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         super().__init__(base_layer)
         self.moe_config = base_layer.moe_config
         self._shared_experts = base_layer._shared_experts
-        self._ep_check()
+        place = self.moe_config.moe_parallel_config
+        if place.use_ep and place.all2all_backend != SUPPORTED_BACKEND:
+            raise ValueError(
+                f"expert-parallel LoRA supports only the all2all backend {SUPPORTED_BACKEND!r}, got "
+                f"{place.all2all_backend!r}"
+            )
+        if place.use_ep and place.is_sequence_parallel:
+            raise ValueError("expert-parallel LoRA does not support is_sequence_parallel=True; turn it off")
         if getattr(base_layer.quant_method, "is_monolithic", False):
             raise ValueError(
                 f"{type(base_layer.quant_method).__name__} is monolithic: one kernel routes and multiplies, so LoRA "
@@ -88,50 +91,26 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
                 f"{type(experts).__name__} does not support LoRA; build the layer with experts whose supports_lora() "
                 "is true, such as punica.parallel.moe.RoutedExperts"
             )
-        place = self.moe_config.moe_parallel_config
         self.tp_size, self.tp_rank = place.tp_size, place.tp_rank
         self._w13_slices = 2 if self.moe_config.is_act_and_mul else 1
         self.n_slices = self.local_num_experts * (self._w13_slices + 1)
         self.full_input_size = self.hidden_size
         self.fully_sharded = False
-        self._of_w13_and_w2("stacked", (), ())
-        self._of_w13_and_w2("scale", (), ())
-
-    def _of_w13_and_w2(self, what: str, a: Stacks, b: Stacks) -> None:
-        for side, tensors in (("a", a), ("b", b)):
-            setattr(self, f"w13_lora_{side}_{what}", tensors[:-1])
-            setattr(self, f"w2_lora_{side}_{what}", tensors[-1:])
-
-    def _ep_check(self) -> None:
-        place = self.moe_config.moe_parallel_config
-        if place.use_ep and place.all2all_backend != SUPPORTED_BACKEND:
-            raise ValueError(
-                f"expert-parallel LoRA supports only the all2all backend {SUPPORTED_BACKEND!r}, got "
-                f"{place.all2all_backend!r}"
-            )
-        if place.use_ep and place.is_sequence_parallel:
-            raise ValueError("expert-parallel LoRA does not support is_sequence_parallel=True; turn it off")
 
     # --- allocation --------------------------------------------------------------------------------------------------
 
     def _check_new_slots(self, max_loras: int, lora_config: LoRAConfig, model_config: Any) -> None:
-        """ValueError also for expert parallelism with fully sharded adapters; another ``max_loras`` than the config's;
-        a rank or hidden size that does not divide over the ranks; gate and up apart over experts that interleave them.
-        """
         super()._check_new_slots(max_loras, lora_config, model_config)
-        self._verify_ep_fs(lora_config)
+        if self.use_ep and lora_config.fully_sharded_loras:
+            raise ValueError(
+                "expert parallelism and fully_sharded_loras both partition the same group of ranks; disable one of them"
+            )
         if max_loras != lora_config.max_loras:
             raise ValueError(f"max_loras is {max_loras}, lora_config.max_loras {lora_config.max_loras}; must be equal")
         for name, size in (("max_lora_rank", lora_config.max_lora_rank), ("the hidden size", self.hidden_size)):
             if lora_config.fully_sharded_loras and size % self.tp_size:
                 raise ValueError(f"{name} {size} must be divisible by tp_size {self.tp_size} with fully_sharded_loras")
         self._check_layout(model_config)
-
-    def _verify_ep_fs(self, lora_config: LoRAConfig) -> None:
-        if self.use_ep and lora_config.fully_sharded_loras:
-            raise ValueError(
-                "expert parallelism and fully_sharded_loras both partition the same group of ranks; disable one of them"
-            )
 
     def _check_layout(self, model_config: Any) -> None:
         if getattr(self.base_layer, "w13_layout", "concatenated") == "interleaved":
@@ -142,77 +121,57 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
 
     def _allocate(self, max_loras: int, lora_config: LoRAConfig) -> None:
         self.fully_sharded = lora_config.fully_sharded_loras and self.tp_size > 1
-        w13_a, w2_a = self._create_lora_a_weights(max_loras, lora_config)
-        w13_b, w2_b = self._create_lora_b_weights(max_loras, lora_config)
-        self._slots = (*w13_a, *w2_a), (*w13_b, *w2_b)
+        rank, inner, lead = lora_config.max_lora_rank, self.intermediate_size_per_partition, self._lead
+        cut = self.tp_size if self.fully_sharded else 1
+        shapes_a = [(rank // cut, self.hidden_size)] * self._w13_slices + [(rank, inner)]
+        shapes_b = [(self._w13_rows, rank)] * self._w13_slices + [(self.hidden_size // cut, rank)]
+        self._slots = tuple(
+            tuple(self._zeros((max_loras, *lead, *shape), dtype_of_slots(lora_config)) for shape in shapes)
+            for shapes in (shapes_a, shapes_b)
+        )  # type: ignore[assignment]  # two
         self.adapter_enabled = self._zeros((max_loras + 1,), torch.int32)
         self.lora_ranks = self._zeros((self._w13_slices + 1, max_loras), torch.int32)
-
-    def _create_lora_a_weights(self, max_loras: int, lora_config: LoRAConfig) -> tuple[Stacks, Stacks]:
-        rank, shape = lora_config.max_lora_rank, (max_loras, self.local_num_experts)
-        rows, dtype = rank // self.tp_size if self.fully_sharded else rank, dtype_of_slots(lora_config)
-        w13 = tuple(self._zeros((*shape, rows, self.hidden_size), dtype) for _ in range(self._w13_slices))
-        return w13, (self._zeros((*shape, rank, self.intermediate_size_per_partition), dtype),)
-
-    def _create_lora_b_weights(self, max_loras: int, lora_config: LoRAConfig) -> tuple[Stacks, Stacks]:
-        rank, shape = lora_config.max_lora_rank, (max_loras, self.local_num_experts)
-        rows = self.hidden_size // self.tp_size if self.fully_sharded else self.hidden_size
-        dtype = dtype_of_slots(lora_config)
-        w13 = tuple(self._zeros((*shape, self._w13_rows, rank), dtype) for _ in range(self._w13_slices))
-        return w13, (self._zeros((*shape, rows, rank), dtype),)
 
     @property
     def _w13_rows(self) -> int:
         return self.intermediate_size_per_partition
 
     def _refer_to_slots(self) -> None:
-        self._of_w13_and_w2("stacked", *self._slots)
-        self._of_w13_and_w2("scale", self.lora_a_scale, self.lora_b_scale)
+        """Nothing: slots are looked up in `set_mapping`."""
 
     def _weights(self, site: str) -> ExpertLoRAWeights:
         """The weights of w13 or w2, as the wrapper takes them."""
-        a, b, a_scale, b_scale = (
-            getattr(self, f"{site}_lora_{side}_{what}") for what in ("stacked", "scale") for side in "ab"
-        )
+        is_w2 = site == "w2"
+        own = slice(-1, None) if is_w2 else slice(-1)
+        (a, b), a_scale, b_scale = (side[own] for side in self._slots), self.lora_a_scale[own], self.lora_b_scale[own]
         fp8 = Fp8Experts(a_scale, b_scale, None, None, PER_CHANNEL, PER_CHANNEL) if a_scale else None
-        ranks, is_w2 = cast(Tensor, self.lora_ranks), site == "w2"
         offset = self.tp_rank * b[0].shape[-2] if self.fully_sharded and is_w2 else 0
         tuned = site if cast(LoRAConfig, self.lora_config).tuned_dir is not None else None
         return ExpertLoRAWeights(
-            a, b, self.adapter_enabled, ranks[-1:] if is_w2 else ranks[:-1], fp8,
+            a, b, self.adapter_enabled, cast(Tensor, self.lora_ranks)[own], fp8,
             Switches(is_w2, self.fully_sharded, offset), tuned,
         )  # fmt: skip
 
     # --- this rank's part --------------------------------------------------------------------------------------------
 
     def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
-        return self._slice_w13_a(lora_a) if i < self._w13_slices else self._slice_w2_a(lora_a)
+        """``[E, r, H]`` of w13: fully sharded, this rank's ranks. ``[E, r, I*tp]`` of w2: this rank's columns."""
+        if i == self._w13_slices:
+            return lora_a[..., self._own(self.intermediate_size_per_partition)]
+        width = cast(LoRAConfig, self.lora_config).max_lora_rank // self.tp_size
+        return lora_a[:, self._own(width)] if self.fully_sharded else lora_a
 
     def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
-        return self._slice_w13_b(lora_b) if i < self._w13_slices else self._slice_w2_b(lora_b)
-
-    def _slice_w13_a(self, a: Tensor) -> Tensor:
-        """``[E, r, H]``: fully sharded, this rank's ranks."""
-        if not self.fully_sharded:
-            return a
-        width = cast(LoRAConfig, self.lora_config).max_lora_rank // self.tp_size
-        return a[:, self.tp_rank * width : (self.tp_rank + 1) * width]
+        """``[E, I*tp, r]`` of w13: this rank's rows. ``[E, H, r]`` of w2: fully sharded, this rank's rows."""
+        if i < self._w13_slices:
+            return self._slice_w13_b(lora_b)
+        return lora_b[:, self._own(self.hidden_size // self.tp_size)] if self.fully_sharded else lora_b
 
     def _slice_w13_b(self, b: Tensor) -> Tensor:
-        """``[E, I*tp, r]``: this rank's rows."""
-        return b.narrow(1, self.tp_rank * self._w13_rows, self._w13_rows)
+        return b[:, self._own(self._w13_rows)]
 
-    def _slice_w2_a(self, a: Tensor) -> Tensor:
-        """``[E, r, I*tp]``: this rank's columns."""
-        inner = self.intermediate_size_per_partition
-        return a.narrow(2, self.tp_rank * inner, inner)
-
-    def _slice_w2_b(self, b: Tensor) -> Tensor:
-        """``[E, H, r]``: fully sharded, this rank's rows."""
-        if not self.fully_sharded:
-            return b
-        rows = self.hidden_size // self.tp_size
-        return b.narrow(1, self.tp_rank * rows, rows)
+    def _own(self, width: int) -> slice:
+        return slice(self.tp_rank * width, (self.tp_rank + 1) * width)
 
     # --- adapters into slots -----------------------------------------------------------------------------------------
 
@@ -243,7 +202,6 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         return groups if has_gate else [*groups[:2], (None, None)]
 
     def _by_stack(self, factors: Sequence[LoRAFactor]) -> Sequence[LoRAFactor]:
-        """Order w1, w3 if gated, w2."""
         w1, w2, w3 = factors
         return [w1, w3, w2] if self._w13_slices == 2 else [w1, w2]
 
@@ -282,17 +240,15 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
     def set_mapping(self, punica_wrapper: Any) -> None:
         self._require_slots("set_mapping")
         super().set_mapping(punica_wrapper)
-        self.base_layer.routed_experts.set_lora_context(self._build_lora_context())
-
-    def _build_lora_context(self) -> MoELoRAContext:
         config = cast(LoRAConfig, self.lora_config)
-        return MoELoRAContext(
+        context = MoELoRAContext(
             self._weights("w13"), self._weights("w2"),
             self.w13_lora_a_stacked, self.w13_lora_b_stacked, self.w2_lora_a_stacked, self.w2_lora_b_stacked,
             self.adapter_enabled, self.max_loras, self.moe_config.experts_per_token, self._w13_slices,
             self.fully_sharded, self.tp_rank, self.tp_size, self.local_num_experts, self.punica_wrapper,
             use_tuned_config=config.tuned_dir is not None, lora_dtype=cast(torch.dtype, config.lora_dtype),
         )  # fmt: skip
+        self.base_layer.routed_experts.set_lora_context(context)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the base layer, whose experts add the adapters."""
@@ -364,8 +320,10 @@ class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
             return super()._slice_w13_b(b)
         inner = self.intermediate_size_per_partition
         experts, rows, rank = b.shape
-        pairs = b.view(experts, rows // 2, 2, rank) if self._interleaved else b.view(experts, 2, rows // 2, rank)
-        own = pairs.narrow(1 if self._interleaved else 2, self.tp_rank * inner, inner)
+        if self._interleaved:
+            own = b.view(experts, rows // 2, 2, rank)[:, self._own(inner)]
+        else:
+            own = b.view(experts, 2, rows // 2, rank)[:, :, self._own(inner)]
         return own.reshape(experts, 2 * inner, rank)
 
     @classmethod

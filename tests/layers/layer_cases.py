@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +29,9 @@ ORG, VOCAB, DIM = 15, 20, 24
 RANKS = {0: 8, 1: 5, 2: 1}
 MIXED = [0, -1, 1, 1, 2, -1, 0]
 ALONE = {"tp_rank": 0, "tp_size": 1}
+TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 2e-3), torch.bfloat16: (3.2e-2, 2e-2)}
 Pairs = list[tuple[Tensor, Tensor]]
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def once(tp_size: int) -> int:
@@ -107,6 +110,12 @@ def use(wrapper: PunicaWrapperBase, slots: list[int], vocab_size: int = 32) -> N
     """The rows of the next step use these slots (-1: no adapter)."""
     ids = [slot + 1 for slot in slots]
     wrapper.update_metadata(LoRAMapping(ids, ids), [*range(1, MAX_LORAS + 1)], MAX_LORAS, vocab_size)
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Compare on the CPU in float64, within the tolerance of ``dtype`` (of ``actual``)."""
+    rtol, atol = TOLERANCE[dtype or actual.dtype]
+    torch.testing.assert_close(actual.cpu().double(), expected.cpu().double(), rtol=rtol, atol=atol)
 
 
 def random_pair(rank: int, in_size: int, out_size: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from layer_cases import (
     NEVER_SHARDED,
     ORG,
     VOCAB,
+    assert_close,
     config_for,
     embedding_layer,
     expected_class,
@@ -34,7 +35,6 @@ from punica.parallel import (
     tensor_model_parallel_all_gather,
 )
 
-TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (3.2e-2, 2e-2)}
 NAMES = [
     *(f"{name}/plain" for name in LINEAR),
     *(f"{name}/sharded" for name in LINEAR if name not in NEVER_SHARDED),
@@ -98,11 +98,6 @@ def check_graph(rank: int) -> bool:
         if swap:
             changed &= not any(torch.equal(*pair) for pair in zip(outputs, before, strict=True))
     return changed
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    rtol, atol = TOLERANCE[expected.dtype]
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
 def check_linear(name: str, sharded: bool, device: str, dtype: torch.dtype) -> None:

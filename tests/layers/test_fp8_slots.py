@@ -12,6 +12,7 @@ from layer_cases import (
     ORG,
     VOCAB,
     Pairs,
+    assert_close,
     config_for,
     embedding_layer,
     linear_layer,
@@ -22,6 +23,7 @@ from layer_cases import (
     wrapper_for,
 )  # fmt: skip
 
+from punica.config import LoRAConfig
 from punica.layers import from_layer
 from punica.ops.quant import Fp8Matrix, quantize_per_channel
 from punica.parallel import ReplicatedLinear
@@ -45,8 +47,7 @@ def test_forward(name, dtype, fp8):
     x = torch.randn(len(MIXED), IN).to(dtype)
     held = {slot: rounded(pairs, fp8) for slot, pairs in adapters.items()}
     expected = layer._base_output(x, None).double() + lora_term(x, MIXED, held, torch.float32)
-    rtol, atol = (1e-4, 1e-4) if dtype == torch.float32 else (1.6e-2, 2e-2)
-    torch.testing.assert_close(layer(x).double(), expected, rtol=rtol, atol=atol)
+    assert_close(layer(x), expected)
     use(wrapper, [-1] * len(MIXED))
     assert torch.equal(layer(x), layer._base_output(x, None))
 
@@ -55,11 +56,10 @@ def test_slots_are_about_half_as_large():
     """0.57 of 16 bits with one float32 scale per channel, for a square layer and rank 16 (0.5 + 4 / (2 * 2 * 16))."""
     sizes = []
     for fp8 in (None, E4M3):
-        config = config_for(torch.float16, fp8=fp8)
-        object.__setattr__(config, "max_lora_rank", 16)
-        layer = from_layer(ReplicatedLinear(4096, 4096, params_dtype=torch.float16), 1, config, [])
+        config = LoRAConfig(16, 1, lora_dtype=torch.float16, fp8=fp8)
+        layer = from_layer(ReplicatedLinear(1024, 1024, params_dtype=torch.float16), 1, config, [])
         sizes.append(layer.slot_bytes)
-    assert sizes[0] == 2 * 16 * 4096 * 2
+    assert sizes[0] == 2 * 16 * 1024 * 2
     assert sizes[1] / sizes[0] == pytest.approx(0.5625, abs=1e-3)
 
 
@@ -84,26 +84,22 @@ def test_set_lora_takes_tensors_and_fp8(kind):
         assert (part.matrix(1).float() == 0).all()
 
 
-def test_fp8_in_slots_of_16_bits():
-    """An adapter in FP8 is served by a 16-bit configuration as what it stands for."""
-    layer, _ = linear_layer(LINEAR["merged"], config_for(torch.bfloat16), place=ALONE)
-    pairs = [random_pair(4, IN, size) for size in LINEAR["merged"].sizes]
-    matrices = [(Fp8Matrix.of(a, E4M3), Fp8Matrix.of(b, E4M3)) for a, b in pairs]
-    layer.set_lora(2, [a for a, _ in matrices], [b for _, b in matrices])
-    for i, (a, b) in enumerate(matrices):
-        assert torch.equal(layer.lora_a_stacked[i][2, 0, :4], a.real().bfloat16())
-        assert torch.equal(layer.lora_b_stacked[i][2, 0, :, :4], b.real().bfloat16())
-
-
-def test_groups_of_packed_fp8():
-    """One B over several slices: its scales are split as it is."""
-    layer, _ = linear_layer(LINEAR["variable"], config_for(torch.float32, fp8=E4M3), place=ALONE)
+def test_fp8_in_slots_of_16_bits_and_groups_of_packed_fp8():
+    """An adapter in FP8 is served by a 16-bit configuration as what it stands for. One B over several slices: its
+    scales are split as it is.
+    """
     a, b = random_pair(4, IN, 24)
-    layer.set_lora(0, Fp8Matrix.of(a, E4M3), Fp8Matrix.of(b, E4M3))
     whole = Fp8Matrix.of(b, E4M3)
+    layer, plain = (
+        linear_layer(LINEAR["variable"], config_for(torch.bfloat16, fp8=fp8), place=ALONE)[0] for fp8 in (E4M3, None)
+    )
+    for one in (layer, plain):
+        one.set_lora(0, Fp8Matrix.of(a, E4M3), whole)
     assert torch.equal(torch.cat([scale[0, 0] for scale in layer.lora_b_scale]), whole.scale)
-    values = torch.cat([stacked[0, 0, :, :4].float() for stacked in layer.lora_b_stacked])
-    assert torch.equal(values, whole.values.float())
+    held, real = (torch.cat([stacked[0, 0, :, :4].float() for stacked in one.lora_b_stacked]) for one in (layer, plain))
+    assert torch.equal(held, whole.values.float())
+    assert torch.equal(real, whole.real().bfloat16().float())
+    assert torch.equal(plain.lora_a_stacked[0][0, 0, :4], Fp8Matrix.of(a, E4M3).real().bfloat16())
 
 
 def test_embedding_and_logits():
@@ -118,7 +114,7 @@ def test_embedding_and_logits():
         one.set_mapping(wrapper)
         held = {slot: rounded(pairs, E5M2) for slot, pairs in adapters.items()}
         expected = one.base_layer(*given).double() + lora_term(x, MIXED, held, torch.float32)
-        torch.testing.assert_close(one(*given).double(), expected, rtol=1e-4, atol=1e-4)
+        assert_close(one(*given), expected)
 
 
 def test_refusals():

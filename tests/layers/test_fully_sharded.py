@@ -10,7 +10,6 @@ from punica import layers
 from punica.layers import (
     ColumnParallelLinearWithLoRA,
     ColumnParallelLinearWithShardedLoRA,
-    MergedColumnParallelLinearWithShardedLoRA,
     MergedQKVParallelLinearWithShardedLoRA,
     QKVParallelLinearWithShardedLoRA,
     RowParallelLinearWithLoRA,
@@ -114,9 +113,7 @@ def test_worked_example_of_every_column_kind(plain, build, slices, rows, rank, l
     group = Scripted(rank, shrunk)
     with tensor_parallel(group):
         assert layer(X)[0].tolist() == DELTA[rows[rank]].tolist()
-    (sent,) = group.sent
-    assert torch.equal(sent, shrunk[rank])
-    assert sent.dtype == torch.float32
+    torch.testing.assert_close(group.sent, [shrunk[rank]])
 
 
 @pytest.mark.parametrize(
@@ -136,9 +133,7 @@ def test_worked_example_of_both_row_kinds(rank, h, partial, own, lora_config, wr
     group = Scripted(rank, [torch.tensor([[[1.0, 2, 3, 0]]]), torch.tensor([[[0.0, -1, 0, 0]]])])
     with tensor_parallel(group):
         assert layer(x)[0].tolist() == own
-    (sent,) = group.sent
-    assert sent[0, 0].tolist() == h
-    assert sent.dtype == torch.float32
+    torch.testing.assert_close(group.sent, [torch.tensor([[h]])])
 
 
 def numbered(rows: int) -> Tensor:
@@ -150,32 +145,26 @@ def labels(part: Tensor) -> list[int]:
     return part[:, 0].int().tolist()
 
 
-COLUMN_CLASSES = [
-    (ColumnParallelLinearWithShardedLoRA, lambda **kw: ColumnParallelLinear(4, 8, **kw)),
-    (ColumnParallelLinearWithShardedLoRA, lambda **kw: MergedColumnParallelLinear(4, [4, 8], **kw)),
-    (MergedColumnParallelLinearWithShardedLoRA, lambda **kw: MergedColumnParallelLinear(4, [4, 8], **kw)),
-    (QKVParallelLinearWithShardedLoRA, lambda **kw: QKVParallelLinear(4, 2, 4, 2, **kw)),
-    (MergedQKVParallelLinearWithShardedLoRA, lambda **kw: QKVParallelLinear(4, 2, 4, 2, **kw)),
-]
-
-
 @pytest.mark.parametrize(
     ("tp_size", "given", "kept"),
-    [
-        (1, 5, [[0, 1, 2, 3, 4]]),
-        (2, 8, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        (4, 5, [[0, 1], [2, 3], [4], []]),
-    ],
-    ids=lambda value: str(value) if isinstance(value, int) else "",
+    [(1, 5, [[0, 1, 2, 3, 4]]), (2, 8, [[0, 1, 2, 3], [4, 5, 6, 7]]), (4, 5, [[0, 1], [2, 3], [4], []])],
+    ids=["whole", "even", "short and empty"],
 )
-@pytest.mark.parametrize(("lora_class", "build"), COLUMN_CLASSES)
+@pytest.mark.parametrize(
+    ("lora_class", "build"),
+    [
+        (ColumnParallelLinearWithShardedLoRA, lambda **kw: ColumnParallelLinear(4, 8, **kw)),
+        (ColumnParallelLinearWithShardedLoRA, lambda **kw: MergedColumnParallelLinear(4, [4, 8], **kw)),
+        (MergedQKVParallelLinearWithShardedLoRA, lambda **kw: QKVParallelLinear(4, 2, 4, 2, **kw)),
+    ],
+    ids=["column", "merged-as-one", "qkv"],
+)
 def test_column_kinds_keep_their_ranks_of_a(lora_class, build, tp_size, given, kept, lora_config) -> None:
     for rank, rows in enumerate(kept):
         layer = lora_class(build(tp_rank=rank, tp_size=tp_size))
         layer.create_lora_weights(4, lora_config())
-        assert labels(layer.slice_lora_a(numbered(given))) == rows
         several = layer.slice_lora_a([numbered(given), None])
-        assert labels(several[0]) == rows
+        assert labels(layer.slice_lora_a(numbered(given))) == labels(several[0]) == rows
         assert several[1] is None
         a, b = torch.ones(given, 4), [torch.ones(size, given) for size in layer.full_output_sizes]
         packed = len(b) > 1
@@ -208,8 +197,7 @@ def test_rows_of_b_of_qkv(tp_size, rank, q, kv, single, sharded) -> None:
     parts = several.slice_lora_b([numbered(8), numbered(4), numbered(4)])
     assert [labels(part) for part in parts] == [list(q), list(kv), list(kv)]
     kv_shard = rank if tp_size < 2 else rank // (tp_size // 2)
-    assert several.output_ids == (rank, kv_shard, kv_shard)
-    assert several.output_sizes == (8, 4, 4)
+    assert (several.output_ids, several.output_sizes) == ((rank, kv_shard, kv_shard), (8, 4, 4))
     assert several.output_slices == (len(q), len(kv), len(kv))
     assert labels(one.slice_lora_b(numbered(16))) == single
     assert (one.q_shard_id, one.kv_shard_id) == (rank, kv_shard)
@@ -234,65 +222,60 @@ def test_rows_of_b_of_merged_layers_as_two_and_as_one(sharded) -> None:
 def test_what_is_whole_on_every_rank() -> None:
     place, a, b = {"tp_rank": 1, "tp_size": 2}, torch.randn(2, 8), torch.randn(6, 2)
     replicated = layers.ReplicatedLinearWithLoRA(ReplicatedLinear(8, 6, **place))
-    assert replicated.slice_lora_a(a) is a
-    assert replicated.slice_lora_b(b) is b
     plain = ColumnParallelLinearWithLoRA(ColumnParallelLinear(8, 6, **place))
-    assert plain.slice_lora_a(a) is a
+    assert replicated.slice_lora_a(a) is plain.slice_lora_a(a) is a
+    row_layer = RowParallelLinearWithLoRA(RowParallelLinear(8, 6, **place))
+    assert replicated.slice_lora_b(b) is row_layer.slice_lora_b(b) is b
     assert not plain.is_merged_col_linear
-    assert RowParallelLinearWithLoRA(RowParallelLinear(8, 6, **place)).slice_lora_b(b) is b
 
 
 @pytest.mark.parametrize(("tp_size", "rank", "rows"), [(1, 0, range(8)), (2, 1, range(4, 8)), (4, 2, range(4, 6))])
 def test_row_keeps_its_columns_of_a_and_rows_of_b(tp_size, rank, rows, lora_config) -> None:
     layer = RowParallelLinearWithShardedLoRA(RowParallelLinear(8, 8, tp_rank=rank, tp_size=tp_size))
     layer.create_lora_weights(4, lora_config())
-    assert labels(layer.slice_lora_b(numbered(8))) == list(rows)
-    assert labels(layer.slice_lora_a(numbered(8).T[:3]).T) == list(rows)
-    assert layer.output_slices == (8 // tp_size,)
+    assert labels(layer.slice_lora_b(numbered(8))) == labels(layer.slice_lora_a(numbered(8).T[:3]).T) == list(rows)
     assert tuple(layer.lora_a_stacked[0].shape) == (4, 1, 8, 8 // tp_size)
-    assert tuple(layer.lora_b_stacked[0].shape) == (4, 1, 8 // tp_size, 8)
-
-
-def test_small_adapter_after_a_large_one_leaves_no_trace(lora_config) -> None:
-    column_layer = ColumnParallelLinearWithShardedLoRA(ColumnParallelLinear(4, 8, tp_rank=1, tp_size=4))
-    row_layer = RowParallelLinearWithShardedLoRA(RowParallelLinear(4, 8, tp_rank=1, tp_size=4))
-    for layer in (column_layer, row_layer):
-        layer.create_lora_weights(4, lora_config())
-        layer.set_lora(3, torch.ones(8, 4), torch.ones(8, 8))
-        layer.set_lora(1, torch.ones(8, 4), torch.ones(8, 8))
-        layer.set_lora(1, torch.full((2, 4), 2.0), torch.full((8, 2), 3.0))
-        a, b = layer.lora_a_stacked[0][:, 0], layer.lora_b_stacked[0][:, 0]
-        assert (b[1, :, :2] == 3).all()
-        assert (b[1, :, 2:] == 0).all()
-        assert (a[3] == 1).all()
-        assert (a[[0, 2]] == 0).all()
-        if layer is column_layer:  # rank 1 of 4 holds rows 2 and 3, the adapter has rows 0 and 1
-            assert (a[1] == 0).all()
-            assert layer.lora_a_ranks.tolist() == [[0, 0, 0, 2]]
-        else:
-            assert (a[1, :2] == 2).all()
-            assert (a[1, 2:] == 0).all()
-        assert layer.lora_ranks.tolist() == [[0, 2, 0, 8]]
-        layer.reset_lora(3)
-        assert (a[3] == 0).all()
-        assert (b[3] == 0).all()
-        assert layer.lora_ranks.tolist() == [[0, 2, 0, 0]]
+    assert tuple(layer.lora_b_stacked[0].shape) == (4, 1, *layer.output_slices, 8) == (4, 1, 8 // tp_size, 8)
 
 
 @pytest.mark.parametrize(
-    ("lora_class", "base", "rank", "message"),
-    [
-        (ColumnParallelLinearWithShardedLoRA, ColumnParallelLinear(4, 6, tp_rank=0, tp_size=3), 8, "rank 8 .* 3"),
-        (RowParallelLinearWithShardedLoRA, RowParallelLinear(8, 6, tp_rank=0, tp_size=4), 8, "output size 6 .* 4"),
+    ("build", "held", "ranks"),
+    [  # rank 1 of 4 holds rows 2 and 3 of A, the second adapter has rows 0 and 1
+        (lambda **kw: ColumnParallelLinearWithShardedLoRA(ColumnParallelLinear(4, 8, **kw)), [0, 0], [0, 0, 0, 2]),
+        (lambda **kw: RowParallelLinearWithShardedLoRA(RowParallelLinear(4, 8, **kw)), [2] * 2 + [0] * 6, None),
     ],
     ids=["column", "row"],
 )
-def test_sizes_that_do_not_divide_over_the_ranks(lora_class, base, rank, message, lora_config) -> None:
+def test_small_adapter_after_a_large_one_leaves_no_trace(build, held, ranks, lora_config) -> None:
+    layer = build(tp_rank=1, tp_size=4)
+    layer.create_lora_weights(4, lora_config())
+    layer.set_lora(3, torch.ones(8, 4), torch.ones(8, 8))
+    layer.set_lora(1, torch.ones(8, 4), torch.ones(8, 8))
+    layer.set_lora(1, torch.full((2, 4), 2.0), torch.full((8, 2), 3.0))
+    a, b = layer.lora_a_stacked[0][:, 0], layer.lora_b_stacked[0][:, 0]
+    assert a[1, :, 0].tolist() == held
+    assert b[1, 0].tolist() == [3.0] * 2 + [0.0] * 6
+    assert (bool((a[3] == 1).all()), bool(a[[0, 2]].any())) == (True, False)
+    assert layer.lora_ranks.tolist() == [[0, 2, 0, 8]]
+    assert ranks is None or layer.lora_a_ranks.tolist() == [ranks]
+    layer.reset_lora(3)
+    assert not torch.cat((a[3].ravel(), b[3].ravel())).any()
+    assert layer.lora_ranks.tolist() == [[0, 2, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("lora_class", "base", "message"),
+    [
+        (ColumnParallelLinearWithShardedLoRA, ColumnParallelLinear(4, 6, tp_rank=0, tp_size=3), "8 .* 3"),
+        (RowParallelLinearWithShardedLoRA, RowParallelLinear(8, 6, tp_rank=0, tp_size=4), "6 .* 4"),
+    ],
+    ids=["column", "row"],
+)
+def test_sizes_that_do_not_divide_over_the_ranks(lora_class, base, message, lora_config) -> None:
     layer = lora_class(base)
     with pytest.raises(ValueError, match=message):
-        layer.create_lora_weights(4, lora_config(max_lora_rank=rank))
-    assert layer.lora_config is None
-    assert layer.lora_ranks is None
+        layer.create_lora_weights(4, lora_config())
+    assert (layer.lora_config, layer.lora_ranks) == (None, None)
 
 
 def test_slicing_a_needs_slots() -> None:
@@ -307,7 +290,7 @@ def test_slices_that_disagree(lora_config, wrapper_for) -> None:
         MergedQKVParallelLinearWithShardedLoRA, base, lora_config(max_lora_rank=4), wrapper_for([2]), [2, 2, 2]
     )
     layer.lora_a_stacked = layer.lora_a_stacked[:2]
-    with pytest.raises(RuntimeError, match=r"slices, got \(2, 3, 3\)"):
+    with pytest.raises(RuntimeError, match=r"\(2, 3, 3\)"):
         layer(X)
 
 
@@ -323,23 +306,6 @@ def test_a_step_without_adapters_has_no_collective(lora_class, build, width, slo
     group = Scripted(0, [torch.zeros(1, 1, 4)] * 2)
     with tensor_parallel(group):
         assert layer(torch.ones(len(slots), width)).tolist() == [[0.0] * base.weight.shape[0]] * len(slots)
-    assert group.sent == []
-
-
-def test_the_gather_is_left_out_where_a_is_not_cut(lora_config, wrapper_for) -> None:
-    """A subclass may keep A whole on every rank: its shrink already has all ranks."""
-
-    class WholeA(ColumnParallelLinearWithShardedLoRA):
-        def _slot_shapes(self, max_rank):
-            return ColumnParallelLinearWithLoRA._slot_shapes(self, max_rank)
-
-        def _slice_a(self, i, lora_a):
-            return lora_a
-
-    layer = with_example(WholeA, column(tp_rank=1, tp_size=2), lora_config(max_lora_rank=4), wrapper_for([2]))
-    group = Scripted(1, [torch.zeros(1, 1, 4)] * 2)
-    with tensor_parallel(group):
-        assert layer(X)[0].tolist() == [2, 4, 4]
     assert group.sent == []
 
 

@@ -1,5 +1,6 @@
 """LoRA over experts equals experts with the adapters in their weights, on one rank and on several."""
 
+from dataclasses import replace
 from typing import Any
 
 import expert_cases
@@ -41,164 +42,171 @@ def tenants(experts: int, shared: bool = False) -> dict[int, Any]:
     return {slot: adapter(experts, rank, slot, shared) for slot, rank in ADAPTERS.items()}
 
 
-class TestOneRank:
-    @pytest.mark.parametrize(
-        ("experts", "top_k", "options"),
-        [
-            (5, 2, {}),
-            (8, 8, {}),
-            (128, 8, {"renormalize": False}),
-            (4, 1, {"is_act_and_mul": False, "activation": "relu2"}),
-            (3, 2, {"is_act_and_mul": False}),
-            (4, 1, {"apply_router_weight_on_input": True, "renormalize": False}),
-        ],
-    )
-    def test_equals_merged_weights(self, experts, top_k, options):
-        base, adapters = base_layer(experts, top_k, **options), tenants(experts)
-        wanted = merged_output(base, adapters, *inputs(experts))
-        close(wrapped(base, adapters)(*inputs(experts)), wanted, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(
+    ("experts", "top_k", "options"),
+    [
+        (5, 2, {}),
+        (8, 8, {}),
+        (128, 8, {"renormalize": False}),
+        (4, 1, {"is_act_and_mul": False, "activation": "relu2"}),
+        (3, 2, {"is_act_and_mul": False}),
+        (4, 1, {"apply_router_weight_on_input": True, "renormalize": False}),
+    ],
+)
+def test_equals_merged_weights(experts, top_k, options):
+    base, adapters = base_layer(experts, top_k, **options), tenants(experts)
+    wanted = merged_output(base, adapters, *inputs(experts))
+    close(wrapped(base, adapters)(*inputs(experts)), wanted, rtol=1e-4, atol=1e-4)
 
-    @pytest.mark.parametrize(("layout", "fp8"), [("concatenated", None), ("interleaved", None), ("interleaved", E4M3)])
-    def test_gate_and_up_as_one_equals_merged_weights(self, layout, fp8):
-        base, adapters = base_layer(w13_layout=layout, activation="swigluoai"), tenants(5, shared=True)
-        held = adapters if fp8 is None else {slot: rounded(one, fp8) for slot, one in adapters.items()}
-        wanted = merged_output(base, held, *inputs(5))
-        as_one = {slot: stacked(*one, layout) for slot, one in adapters.items()}
-        close(wrapped(base, as_one, three_d=True, fp8=fp8)(*inputs(5)), wanted, rtol=1e-4, atol=1e-4)
 
-    def test_unused_slots_and_experts_are_not_read(self):
-        base, adapters = base_layer(), tenants(5)
-        layer = wrapped(base, adapters)
-        x, logits = inputs(5)
-        logits[:, 4] = -100.0  # the last expert has no token
-        before = layer(x, logits)
-        for stack in (*layer.w13_lora_a_stacked, *layer.w13_lora_b_stacked, *layer.w2_lora_a_stacked):
-            stack[3] = float("nan")
-            stack[:, 4] = float("nan")
-        assert torch.equal(layer(x, logits), before)
+@pytest.mark.parametrize(("layout", "fp8"), [("concatenated", None), ("interleaved", None), ("interleaved", E4M3)])
+def test_gate_and_up_as_one_equals_merged_weights(layout, fp8):
+    base, adapters = base_layer(w13_layout=layout, activation="swigluoai"), tenants(5, shared=True)
+    held = adapters if fp8 is None else {slot: rounded(one, fp8) for slot, one in adapters.items()}
+    wanted = merged_output(base, held, *inputs(5))
+    as_one = {slot: stacked(*one, layout) for slot, one in adapters.items()}
+    close(wrapped(base, as_one, three_d=True, fp8=fp8)(*inputs(5)), wanted, rtol=1e-4, atol=1e-4)
 
-    @pytest.mark.parametrize("parallel", [{}, {"use_ep": True, "tp_rank": 1, "tp_size": 2, "reduce_results": False}],
-                             ids=["all experts", "a rank's experts"])  # fmt: skip
-    @pytest.mark.parametrize("backend", ["none", "cpu", "gpu"])
-    def test_no_token(self, backend, parallel, monkeypatch):
-        device = "cuda" if backend == "gpu" and torch.cuda.is_available() else "cpu"
-        if backend == "gpu":  # interpreted where there is none
-            monkeypatch.setattr(expert_cases, "get_punica_wrapper", PunicaWrapperGPU)
-        base = base_layer(device=device, **parallel)
-        assert (base.expert_map is not None) == bool(parallel)
-        layer = base if backend == "none" else wrapped(base, tenants(5))
-        x, logits = inputs(5, device)
+
+def test_unused_slots_and_experts_are_not_read():
+    base, adapters = base_layer(), tenants(5)
+    layer = wrapped(base, adapters)
+    x, logits = inputs(5)
+    logits[:, 4] = -100.0  # the last expert has no token
+    before = layer(x, logits)
+    for stack in (*layer.w13_lora_a_stacked, *layer.w13_lora_b_stacked, *layer.w2_lora_a_stacked):
+        stack[3] = float("nan")
+        stack[:, 4] = float("nan")
+    assert torch.equal(layer(x, logits), before)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"use_ep": True, "tp_rank": 1, "tp_size": 2, "reduce_results": False}],
+                         ids=["all experts", "a rank's experts"])  # fmt: skip
+@pytest.mark.parametrize("backend", ["none", "cpu", "gpu"])
+def test_no_token(backend, parallel, monkeypatch):
+    device = "cuda" if backend == "gpu" and torch.cuda.is_available() else "cpu"
+    if backend == "gpu":  # interpreted where there is none
+        monkeypatch.setattr(expert_cases, "get_punica_wrapper", PunicaWrapperGPU)
+    base = base_layer(device=device, **parallel)
+    assert (base.expert_map is not None) == bool(parallel)
+    layer = base if backend == "none" else wrapped(base, tenants(5))
+    x, logits = inputs(5, device)
+    assert layer(x[:0], logits[:0]).shape == (0, HIDDEN)
+    if backend != "none":  # nor has the step any
+        layer.punica_wrapper.update_metadata(LoRAMapping((), ()), list(range(1, SLOTS + 1)), SLOTS + 1, 100)
         assert layer(x[:0], logits[:0]).shape == (0, HIDDEN)
-        if backend != "none":  # nor has the step any
-            layer.punica_wrapper.update_metadata(LoRAMapping((), ()), list(range(1, SLOTS + 1)), SLOTS + 1, 100)
-            assert layer(x[:0], logits[:0]).shape == (0, HIDDEN)
-
-    def test_flags_and_resets(self):
-        layer = wrapped(base_layer(), tenants(5))
-        assert layer.adapter_enabled.tolist() == [1, 1, 1, 0, 0]
-        for slot in ADAPTERS:
-            layer.reset_lora(slot)
-        assert layer.adapter_enabled.tolist() == [0] * 5
-        plain = base_layer()(*inputs(5))
-        assert torch.equal(layer(*inputs(5)), plain)
-        assert not any(bool(stack.any()) for stack in (*layer.w13_lora_a_stacked, *layer.w2_lora_b_stacked))
-
-    def test_a_new_adapter_replaces_all_of_the_old_one(self):
-        first, second = wrapped(base_layer(), tenants(5)), wrapped(base_layer(), {0: adapter(5, 2, 9)})
-        for slot in (1, 2):
-            first.reset_lora(slot)
-        first.set_lora(0, *adapter(5, 2, 9))
-        assert torch.equal(first(*inputs(5)), second(*inputs(5)))
-
-    @pytest.mark.parametrize("config", [{}, {"fp8": E4M3}], ids=["32 bits", "FP8"])
-    def test_nothing_beyond_a_rank_is_read(self, config):
-        """Ranks differ by projection, and an adapter may have none of one."""
-        (a1, a2, a3), (b1, b2, b3) = adapter(5, 6, 4)
-        ragged = [a1[:, :2], a2, None], [b1[..., :2], b2, None]
-        layer = wrapped(base_layer(), {0: ragged, 1: adapter(5, 3, 5)}, **config)
-        assert layer.lora_ranks[:, :3].tolist() == [[2, 3, 0], [0, 3, 0], [6, 3, 0]]  # w1, w3, w2
-        before = layer(*inputs(5))
-        zeros = [a1[:, :2], a2, torch.zeros_like(a3)], [b1[..., :2], b2, torch.zeros_like(b3)]
-        torch.testing.assert_close(before, wrapped(base_layer(), {0: zeros, 1: adapter(5, 3, 5)}, **config)(*inputs(5)))
-        stacks_a = (*layer.w13_lora_a_stacked, *layer.w2_lora_a_stacked)
-        stacks_b = (*layer.w13_lora_b_stacked, *layer.w2_lora_b_stacked)
-        for a, b, of_slice in zip(stacks_a, stacks_b, layer.lora_ranks.tolist(), strict=True):
-            for slot, rank in enumerate(of_slice):
-                a[slot, :, rank:] = float("nan")
-                b[slot, :, :, rank:] = float("nan")
-        for scale, ranks in zip((*layer.w13_lora_a_scale, *layer.w2_lora_a_scale), layer.lora_ranks, strict=False):
-            for slot, rank in enumerate(ranks.tolist()):
-                scale[slot, :, rank:] = float("nan")
-        assert torch.equal(layer(*inputs(5)), before)
-
-    @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-    def test_fp8_slots_equal_merged_rounded_weights(self, fp8):
-        base, adapters = base_layer(), tenants(5)
-        wanted = merged_output(base, {slot: rounded(one, fp8) for slot, one in adapters.items()}, *inputs(5))
-        layer = wrapped(base, adapters, fp8=fp8)
-        assert layer.w13_lora_a_stacked[0].dtype == fp8
-        close(layer(*inputs(5)), wanted, rtol=1e-4, atol=1e-4)
-        for slot in ADAPTERS:
-            layer.reset_lora(slot)
-        assert torch.equal(layer(*inputs(5)), base_layer()(*inputs(5)))
-        assert not any(bool(scale.any()) for scale in (*layer.w13_lora_a_scale, *layer.w2_lora_b_scale))
-
-    def test_values_with_scales_go_into_a_slot_as_they_are(self):
-        given = tuple([Fp8Matrix.of(factor, E4M3) for factor in side] for side in adapter(5, 4, 3))
-        layer = wrapped(base_layer(), {1: given}, fp8=E4M3)
-        assert torch.equal(layer.w13_lora_b_stacked[1][1, :, :, :4].float(), given[1][2].values.float())
-        assert torch.equal(layer.w2_lora_a_scale[0][1, :, :4], given[0][1].scale)
-        close(wrapped(base_layer(), {1: given})(*inputs(5)), layer(*inputs(5)))  # into slots of 32 bits: real
-
-    def test_views_by_slot_expert_and_projection(self):
-        layer = wrapped(base_layer(), tenants(5))
-        assert len(layer.lora_a_stacked) == SLOTS * 5 * 3
-        a, b = adapter(5, ADAPTERS[1], 1)
-        for which in range(3):
-            assert torch.equal(layer.lora_a_stacked[(5 + 2) * 3 + which][: ADAPTERS[1]], a[which][2])
-            assert torch.equal(layer.lora_b_stacked[(5 + 2) * 3 + which][:, : ADAPTERS[1]], b[which][2])
 
 
-class TestSlices:
-    def layer(
-        self, three_d: bool = False, rank: int = 0, layout: str = "concatenated", model: str = "Any", **config: Any
-    ) -> Any:
-        base = FusedMoE(2, 1, 4, 4, torch.float32, w13_layout=layout, tp_rank=rank, tp_size=2)
-        layer = (FusedMoE3DWithLoRA if three_d else FusedMoEWithLoRA)(base)
-        model_config = type("Config", (), {"architectures": [model]})()
-        layer.create_lora_weights(1, LoRAConfig(4, 1, lora_dtype=torch.float32, **config), model_config)
-        return layer
+def test_flags_and_resets():
+    layer = wrapped(base_layer(), tenants(5))
+    assert layer.adapter_enabled.tolist() == [1, 1, 1, 0, 0]
+    for slot in ADAPTERS:
+        layer.reset_lora(slot)
+    assert layer.adapter_enabled.tolist() == [0] * 5
+    plain = base_layer()(*inputs(5))
+    assert torch.equal(layer(*inputs(5)), plain)
+    assert not any(bool(stack.any()) for stack in (*layer.w13_lora_a_stacked, *layer.w2_lora_b_stacked))
 
-    @pytest.mark.parametrize(("rank", "sharded"), [(0, True), (1, False), (1, True)])
-    def test_of_all_four_families(self, rank, sharded):
-        layer = self.layer(rank=rank, fully_sharded_loras=sharded)
-        numbers = torch.arange(4.0)
-        own = numbers[2 * rank : 2 * rank + 2].tolist()
-        rows, columns = numbers.view(1, 4, 1).expand(2, 4, 4), numbers.view(1, 1, 4).expand(2, 4, 4)
-        assert layer._slice_w13_a(rows)[0, :, 0].tolist() == (own if sharded else numbers.tolist())
-        assert layer._slice_w13_b(rows)[0, :, 0].tolist() == own
-        assert layer._slice_w2_a(columns)[0, 0].tolist() == own
-        assert layer._slice_w2_b(rows)[0, :, 0].tolist() == (own if sharded else numbers.tolist())
 
-    @pytest.mark.parametrize(
-        ("layout", "model", "full", "wanted"),
-        [
-            ("interleaved", "Any", "g0 u0 g1 u1 g2 u2 g3 u3", ("g0 u0 g1 u1", "g2 u2 g3 u3")),
-            ("concatenated", "GptOssForCausalLM", "g0 u0 g1 u1 g2 u2 g3 u3", ("g0 u0 g1 u1", "g2 u2 g3 u3")),
-            ("concatenated", "Any", "g0 g1 g2 g3 u0 u1 u2 u3", ("g0 g1 u0 u1", "g2 g3 u2 u3")),
-        ],
-    )
-    def test_of_gate_and_up_as_one(self, layout, model, full, wanted):
-        labels = full.split()
-        b = torch.arange(8.0).view(1, 8, 1).expand(2, 8, 1)
-        for rank in (0, 1):
-            rows = self.layer(True, rank, layout, model)._slice_w13_b(b)[0, :, 0]
-            assert [labels[int(row)] for row in rows] == wanted[rank].split()
+def test_a_new_adapter_replaces_all_of_the_old_one():
+    first, second = wrapped(base_layer(), tenants(5)), wrapped(base_layer(), {0: adapter(5, 2, 9)})
+    for slot in (1, 2):
+        first.reset_lora(slot)
+    first.set_lora(0, *adapter(5, 2, 9))
+    assert torch.equal(first(*inputs(5)), second(*inputs(5)))
 
-    def test_sizes_of_the_whole(self):
-        layer = self.layer(True)
-        sizes = (layer.w13_input_size, layer.w13_output_size, layer.w2_input_size, layer.w2_output_size)
-        assert sizes == (4, 8, 4, 4)
+
+@pytest.mark.parametrize("config", [{}, {"fp8": E4M3}], ids=["32 bits", "FP8"])
+def test_nothing_beyond_a_rank_is_read(config):
+    """Ranks differ by projection, and an adapter may have none of one."""
+    (a1, a2, a3), (b1, b2, b3) = adapter(5, 6, 4)
+    ragged = [a1[:, :2], a2, None], [b1[..., :2], b2, None]
+    layer = wrapped(base_layer(), {0: ragged, 1: adapter(5, 3, 5)}, **config)
+    assert layer.lora_ranks[:, :3].tolist() == [[2, 3, 0], [0, 3, 0], [6, 3, 0]]  # w1, w3, w2
+    before = layer(*inputs(5))
+    zeros = [a1[:, :2], a2, torch.zeros_like(a3)], [b1[..., :2], b2, torch.zeros_like(b3)]
+    torch.testing.assert_close(before, wrapped(base_layer(), {0: zeros, 1: adapter(5, 3, 5)}, **config)(*inputs(5)))
+    stacks_a = (*layer.w13_lora_a_stacked, *layer.w2_lora_a_stacked)
+    stacks_b = (*layer.w13_lora_b_stacked, *layer.w2_lora_b_stacked)
+    for a, b, of_slice in zip(stacks_a, stacks_b, layer.lora_ranks.tolist(), strict=True):
+        for slot, rank in enumerate(of_slice):
+            a[slot, :, rank:] = float("nan")
+            b[slot, :, :, rank:] = float("nan")
+    for scale, ranks in zip(layer.lora_a_scale, layer.lora_ranks, strict=False):
+        for slot, rank in enumerate(ranks.tolist()):
+            scale[slot, :, rank:] = float("nan")
+    assert torch.equal(layer(*inputs(5)), before)
+
+
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_fp8_slots_equal_merged_rounded_weights(fp8):
+    base, adapters = base_layer(), tenants(5)
+    wanted = merged_output(base, {slot: rounded(one, fp8) for slot, one in adapters.items()}, *inputs(5))
+    layer = wrapped(base, adapters, fp8=fp8)
+    assert layer.w13_lora_a_stacked[0].dtype == fp8
+    close(layer(*inputs(5)), wanted, rtol=1e-4, atol=1e-4)
+    for slot in ADAPTERS:
+        layer.reset_lora(slot)
+    assert torch.equal(layer(*inputs(5)), base_layer()(*inputs(5)))
+    assert not any(bool(scale.any()) for scale in (*layer.lora_a_scale, *layer.lora_b_scale))
+
+
+def test_values_with_scales_go_into_a_slot_as_they_are():
+    given = tuple([Fp8Matrix.of(factor, E4M3) for factor in side] for side in adapter(5, 4, 3))
+    layer = wrapped(base_layer(), {1: given}, fp8=E4M3)
+    assert torch.equal(layer.w13_lora_b_stacked[1][1, :, :, :4].float(), given[1][2].values.float())
+    assert torch.equal(layer.lora_a_scale[-1][1, :, :4], given[0][1].scale)
+    close(wrapped(base_layer(), {1: given})(*inputs(5)), layer(*inputs(5)))  # into slots of 32 bits: real
+
+
+def test_views_by_slot_expert_and_projection():
+    layer = wrapped(base_layer(), tenants(5))
+    assert len(layer.lora_a_stacked) == SLOTS * 5 * 3
+    a, b = adapter(5, ADAPTERS[1], 1)
+    for which in range(3):
+        assert torch.equal(layer.lora_a_stacked[(5 + 2) * 3 + which][: ADAPTERS[1]], a[which][2])
+        assert torch.equal(layer.lora_b_stacked[(5 + 2) * 3 + which][:, : ADAPTERS[1]], b[which][2])
+
+
+def half_of_a_layer(three_d=False, rank=0, layout="concatenated", model="Any", **config) -> Any:
+    base = FusedMoE(2, 1, 4, 4, torch.float32, w13_layout=layout, tp_rank=rank, tp_size=2)
+    layer = (FusedMoE3DWithLoRA if three_d else FusedMoEWithLoRA)(base)
+    model_config = type("Config", (), {"architectures": [model]})()
+    layer.create_lora_weights(1, LoRAConfig(4, 1, lora_dtype=torch.float32, **config), model_config)
+    return layer
+
+
+@pytest.mark.parametrize(("rank", "sharded"), [(0, True), (1, False), (1, True)])
+def test_slices_of_all_four_families(rank, sharded):
+    layer = half_of_a_layer(rank=rank, fully_sharded_loras=sharded)
+    numbers = torch.arange(4.0)
+    own = numbers[2 * rank : 2 * rank + 2].tolist()
+    rows, columns = numbers.view(1, 4, 1).expand(2, 4, 4), numbers.view(1, 1, 4).expand(2, 4, 4)
+    a, b = layer.slice_lora_a([rows, None, columns]), layer.slice_lora_b([rows, None, rows])
+    assert a[0][0, :, 0].tolist() == b[2][0, :, 0].tolist() == (own if sharded else numbers.tolist())
+    assert b[0][0, :, 0].tolist() == a[2][0, 0].tolist() == own
+    assert a[1] is None
+
+
+INTERLEAVED = "g0 u0 g1 u1 g2 u2 g3 u3", ("g0 u0 g1 u1", "g2 u2 g3 u3")
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "full", "wanted"),
+    [
+        ("interleaved", "Any", *INTERLEAVED),
+        ("concatenated", "GptOssForCausalLM", *INTERLEAVED),
+        ("concatenated", "Any", "g0 g1 g2 g3 u0 u1 u2 u3", ("g0 g1 u0 u1", "g2 g3 u2 u3")),
+    ],
+)
+def test_slices_of_gate_and_up_as_one(layout, model, full, wanted):
+    labels = full.split()
+    b = torch.arange(8.0).view(1, 8, 1).expand(2, 8, 1)
+    for rank in (0, 1):
+        layer = half_of_a_layer(True, rank, layout, model)
+        assert [labels[int(row)] for row in layer.slice_lora_b(b)[0, :, 0]] == wanted[rank].split()
+    sizes = (layer.w13_input_size, layer.w13_output_size, layer.w2_input_size, layer.w2_output_size)
+    assert sizes == (4, 8, 4, 4)
 
 
 @pytest.fixture(scope="module")
@@ -233,99 +241,93 @@ def test_two_ranks_in_16_bits_equal_one(device, backend):
             assert float((output - wanted).norm() / wanted.norm()) < 1e-2, name
 
 
-class TestPlacement:
-    @pytest.mark.parametrize(
-        ("placement", "wanted"), [("linear", [[0, 1, 2], [3, 4]]), ("round_robin", [[0, 2, 4], [1, 3]])]
-    )
-    def test_of_five_experts(self, placement, wanted):
-        assert [place_experts(5, 2, rank, placement) for rank in (0, 1)] == wanted
-        assert expert_map_of(wanted[1], 5).tolist() == [wanted[1].index(e) if e in wanted[1] else -1 for e in range(5)]
-
-    def test_refusals(self):
-        with pytest.raises(ValueError, match="placement"):
-            place_experts(4, 2, 0, "random")
-        for options in ({"top_k": 9}, {"activation": "tanh"}, {"w13_layout": "other"},
-                        {"top_k": 2, "apply_router_weight_on_input": True}):  # fmt: skip
-            with pytest.raises(ValueError, match=r"top_k|activation|w13_layout|one expert"):
-                FusedMoE(**({"num_experts": 4, "top_k": 1, "hidden_size": 4, "intermediate_size": 4} | options))
+@pytest.mark.parametrize(
+    ("placement", "wanted"), [("linear", [[0, 1, 2], [3, 4]]), ("round_robin", [[0, 2, 4], [1, 3]])]
+)
+def test_placement_of_five_experts(placement, wanted):
+    assert [place_experts(5, 2, rank, placement) for rank in (0, 1)] == wanted
+    assert expert_map_of(wanted[1], 5).tolist() == [wanted[1].index(e) if e in wanted[1] else -1 for e in range(5)]
 
 
-class TestRefusals:
-    def config(self, **fields: Any) -> LoRAConfig:
-        return LoRAConfig(MAX_RANK, SLOTS, lora_dtype=torch.float32, **fields)
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 9}, {"activation": "tanh"}, {"w13_layout": "other"}, {"use_ep": True, "placement": "random"},
+     {"top_k": 2, "apply_router_weight_on_input": True}],
+    ids=str,
+)  # fmt: skip
+def test_mixtures_that_are_refused(options):
+    with pytest.raises(ValueError, match=r"must be|one expert"):
+        FusedMoE(**({"num_experts": 4, "top_k": 1, "hidden_size": 4, "intermediate_size": 4} | options))
 
-    def test_of_base_layers(self, monkeypatch):
-        base = base_layer()
+
+def config_of(**fields: Any) -> LoRAConfig:
+    return LoRAConfig(MAX_RANK, SLOTS, lora_dtype=torch.float32, **fields)
+
+
+@pytest.mark.parametrize("what", ["monolithic", "support LoRA", "all2all_backend", "is_sequence_parallel"])
+def test_base_layers_that_are_refused(what, monkeypatch):
+    base = base_layer(use_ep=True)
+    if what == "monolithic":
         base.quant_method.is_monolithic = True
-        with pytest.raises(ValueError, match="monolithic"):
-            FusedMoEWithLoRA(base)
-        base = base_layer()
+    elif what == "support LoRA":
         monkeypatch.setattr(type(base.routed_experts), "supports_lora", lambda self: False)
-        with pytest.raises(ValueError, match="RoutedExperts does not support LoRA"):
-            FusedMoEWithLoRA(base)
-
-    @pytest.mark.parametrize(
-        ("place", "message"),
-        [({"all2all_backend": "pplx"}, "pplx"), ({"is_sequence_parallel": True}, "is_sequence_parallel")],
-    )
-    def test_of_expert_parallel_settings(self, place, message):
-        from dataclasses import replace
-
-        base = base_layer(use_ep=True)
-        own = replace(base.moe_config.moe_parallel_config, **place)
+    else:
+        own = replace(base.moe_config.moe_parallel_config, **{what: "pplx"})
         base.moe_config = replace(base.moe_config, moe_parallel_config=own)
-        with pytest.raises(ValueError, match=message):
-            FusedMoEWithLoRA(base)
+    with pytest.raises(ValueError, match="pplx" if what == "all2all_backend" else what):
+        FusedMoEWithLoRA(base)
 
-    def test_of_configs(self):
-        with pytest.raises(ValueError, match="disable one"):
-            FusedMoEWithLoRA(base_layer(use_ep=True)).create_lora_weights(SLOTS, self.config(fully_sharded_loras=True))
-        with pytest.raises(ValueError, match="max_loras is 3"):
-            FusedMoEWithLoRA(base_layer()).create_lora_weights(3, self.config())
-        with pytest.raises(ValueError, match="interleaved"):
-            FusedMoEWithLoRA(base_layer(w13_layout="interleaved")).create_lora_weights(SLOTS, self.config())
-        with pytest.raises(TypeError, match="model_config"):
-            FusedMoE3DWithLoRA(base_layer()).create_lora_weights(SLOTS, self.config())
-        with pytest.raises(ValueError, match="architectures"):
-            FusedMoE3DWithLoRA(base_layer()).create_lora_weights(SLOTS, self.config(), object())
 
-    @pytest.mark.parametrize(
-        ("change", "error", "message"),
-        [
-            (lambda a, b: (a[0], b), TypeError, "lora_a must be a list"),
-            (lambda a, b: (a[:2], b), ValueError, "2 and 3"),
-            (lambda a, b: ([one[:3] for one in a], b), ValueError, "local experts first"),
-            (lambda a, b: ([a[0].int(), *a[1:]], b), TypeError, "int32"),
-            (lambda a, b: ([a[0][:, :2], *a[1:]], b), ValueError, "rank 2"),
-            (lambda a, b: ([a[0][..., :5], *a[1:]], b), ValueError, "12 columns, got 5"),
-            (lambda a, b: (a, [b[0][:, :5], *b[1:]]), ValueError, "8 rows, got 5"),
-            (lambda a, b: ([None, *a[1:]], b), ValueError, "partner"),
-            (lambda a, b: ([x.repeat(1, 3, 1) for x in a], [x.repeat(1, 1, 3) for x in b]), ValueError, "exceeds"),
-        ],
-    )
-    def test_of_adapters_leave_the_slot_as_it_was(self, change, error, message):
-        layer = wrapped(base_layer(), tenants(5))
-        before = layer(*inputs(5))
+def test_configs_that_are_refused():
+    for layer_class, base, config, error, message in (
+        (FusedMoEWithLoRA, {"use_ep": True}, {"fully_sharded_loras": True}, ValueError, "disable one"),
+        (FusedMoEWithLoRA, {"w13_layout": "interleaved"}, {}, ValueError, "interleaved"),
+        (FusedMoE3DWithLoRA, {}, {}, TypeError, "model_config"),
+    ):
         with pytest.raises(error, match=message):
-            layer.set_lora(0, *change(*adapter(5, 3, 4)))
-        with pytest.raises(ValueError, match="index"):
-            layer.set_lora(SLOTS, *adapter(5, 3, 4))
-        assert torch.equal(layer(*inputs(5)), before)
+            layer_class(base_layer(**base)).create_lora_weights(SLOTS, config_of(**config))
+    with pytest.raises(ValueError, match="max_loras is 3"):
+        FusedMoEWithLoRA(base_layer()).create_lora_weights(3, config_of())
+    with pytest.raises(ValueError, match="architectures"):
+        FusedMoE3DWithLoRA(base_layer()).create_lora_weights(SLOTS, config_of(), object())
 
-    def test_of_odd_ranks_fully_sharded(self):
-        base = FusedMoE(2, 1, HIDDEN, INNER, torch.float32, tp_rank=0, tp_size=2)
-        layer = FusedMoEWithLoRA(base)
-        layer.create_lora_weights(SLOTS, self.config(fully_sharded_loras=True))
-        with pytest.raises(ValueError, match="rank 3 must be divisible"):
-            layer.set_lora(0, *adapter(2, 3, 1))
-        assert not bool(layer.w13_lora_a_stacked[0].any())
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda a, b: (a[0], b), TypeError, "lora_a"),
+        (lambda a, b: (a[:2], b), ValueError, "2 and 3"),
+        (lambda a, b: ([one[:3] for one in a], b), ValueError, "local experts"),
+        (lambda a, b: ([a[0].int(), *a[1:]], b), TypeError, "int32"),
+        (lambda a, b: ([a[0][:, :2], *a[1:]], b), ValueError, "rank 2"),
+        (lambda a, b: ([a[0][..., :5], *a[1:]], b), ValueError, "12 .* 5"),
+        (lambda a, b: (a, [b[0][:, :5], *b[1:]]), ValueError, "8 .* 5"),
+        (lambda a, b: ([None, *a[1:]], b), ValueError, "partner"),
+        (lambda a, b: ([x.repeat(1, 3, 1) for x in a], [x.repeat(1, 1, 3) for x in b]), ValueError, "exceeds"),
+    ],
+)
+def test_refused_adapters_leave_the_slot_as_it_was(change, error, message):
+    layer = wrapped(base_layer(), tenants(5))
+    before = layer(*inputs(5))
+    with pytest.raises(error, match=message):
+        layer.set_lora(0, *change(*adapter(5, 3, 4)))
+    with pytest.raises(ValueError, match="index"):
+        layer.set_lora(SLOTS, *adapter(5, 3, 4))
+    assert torch.equal(layer(*inputs(5)), before)
+
+
+def test_odd_ranks_are_refused_fully_sharded():
+    layer = FusedMoEWithLoRA(FusedMoE(2, 1, HIDDEN, INNER, torch.float32, tp_rank=0, tp_size=2))
+    layer.create_lora_weights(SLOTS, config_of(fully_sharded_loras=True))
+    with pytest.raises(ValueError, match="rank 3"):
+        layer.set_lora(0, *adapter(2, 3, 1))
+    assert not bool(layer.w13_lora_a_stacked[0].any())
 
 
 def test_which_class_wraps_which():
-    config = LoRAConfig(MAX_RANK, SLOTS, lora_dtype=torch.float32)
     model_config = type("Config", (), {"architectures": ["Any"]})()
-    assert type(from_layer(base_layer(), SLOTS, config, ["w1", "w3"], model_config)) is FusedMoEWithLoRA
-    assert type(from_layer(base_layer(), SLOTS, config, ["w13"], model_config)) is FusedMoE3DWithLoRA
+    for packed, kind in ((["w1", "w3"], FusedMoEWithLoRA), (["w13"], FusedMoE3DWithLoRA)):
+        assert type(from_layer(base_layer(), SLOTS, config_of(), packed, model_config)) is kind
 
 
 def test_loader_refuses_what_does_not_fit():

@@ -10,7 +10,6 @@ from layer_cases import (
     IN,
     LINEAR,
     MIXED,
-    NEVER_SHARDED,
     ORG,
     config_for,
     embedding_layer,
@@ -23,11 +22,11 @@ from torch import Tensor
 
 from punica.parallel import matmul
 
-KINDS = [
-    *(pytest.param(name, False, id=name) for name in LINEAR),
-    *(pytest.param(name, True, id=f"{name}-sharded") for name in LINEAR if name not in NEVER_SHARDED),
-    *(pytest.param(name, False, id=name) for name in ("embedding", "logits")),
-]
+KINDS = pytest.mark.parametrize(
+    ("name", "sharded"),
+    [("replicated", False), ("merged-gathered", True), ("qkv", False), ("row-whole-input", True), ("embedding", False),
+     ("logits", False)],
+)  # fmt: skip
 Result = tuple[Tensor, list[Tensor]]
 
 
@@ -56,14 +55,14 @@ def assert_same(found: Result, expected: Result) -> None:
     assert all(torch.equal(*pair) for pair in zip(found[1], expected[1], strict=True))
 
 
-@pytest.mark.parametrize(("name", "sharded"), KINDS)
+@KINDS
 def test_a_layer_on_the_cpu_under_default_device_meta(name: str, sharded: bool) -> None:
     assert_same(run(name, sharded, "cpu", "meta"), run(name, sharded, "cpu", None))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(("name", "sharded"), KINDS)
+@KINDS
 def test_a_layer_under_default_device_cuda(name: str, sharded: bool, device: str) -> None:
     assert_same(run(name, sharded, device, "cuda"), run(name, sharded, device, None))
 

@@ -7,20 +7,16 @@ import torch
 import torch.nn.functional as F
 from layer_cases import (
     ALONE,
-    DIM,
     IN,
     LINEAR,
     MAX_LORAS,
     MAX_RANK,
     MIXED,
-    ORG,
-    VOCAB,
+    TOLERANCE,
+    assert_close,
     config_for,
-    embedding_layer,
     fill,
     linear_layer,
-    logits_layer,
-    lora_term,
     random_pair,
     use,
     wrapper_for,
@@ -42,79 +38,7 @@ from punica.parallel import (
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
-TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2)}
-ONE_ROUNDING = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 T = len(MIXED)
-on_dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    rtol, atol = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual.cpu().double(), expected.cpu().double(), rtol=rtol, atol=atol)
-
-
-def mapped(layer: Any, config: LoRAConfig, slots: list[int], vocab_size: int = 32) -> Any:
-    wrapper = wrapper_for(config, DEVICE)
-    use(wrapper, slots, vocab_size)
-    layer.set_mapping(wrapper)
-    return wrapper
-
-
-@on_dtypes
-@pytest.mark.parametrize(("bias", "sharded"), [(True, False), (False, True)], ids=["bias", "sharded-on-one-rank"])
-@pytest.mark.parametrize("name", [name for name in LINEAR if name != "variable"])
-def test_linear(name: str, sharded: bool, bias: bool, dtype: torch.dtype) -> None:
-    config = config_for(dtype, fully_sharded_loras=sharded)
-    layer, adapters = linear_layer(LINEAR[name], config, DEVICE, ALONE, bias=bias)
-    mapped(layer, config, MIXED)
-    x = torch.randn(T, IN, device=DEVICE).to(dtype)
-    result, base = layer(x), layer.base_layer(x)
-    assert_close(result, base.cpu().double() + lora_term(x, MIXED, adapters, dtype))
-    assert torch.equal(result[1], base[1]), "a row without adapter must be the base layer's, bit for bit"
-    assert_close(layer(x.view(1, T, IN))[0], result)
-
-
-@on_dtypes
-def test_variable_slices_and_an_unadapted_one(dtype: torch.dtype) -> None:
-    config = config_for(dtype)
-    layer, adapters = linear_layer(LINEAR["variable"], config, DEVICE, ALONE)
-    (a, b), (_, b2), (a3, b3) = adapters[1]
-    layer.set_lora(1, [a, None, a3], [b, None, b3])
-    adapters[1][1] = (torch.zeros_like(a), torch.zeros_like(b2))
-    mapped(layer, config, MIXED)
-    x = torch.randn(T, IN, device=DEVICE).to(dtype)
-    assert_close(layer(x), layer.base_layer(x).cpu().double() + lora_term(x, MIXED, adapters, dtype))
-
-
-@on_dtypes
-def test_embedding(dtype: torch.dtype) -> None:
-    config = config_for(dtype)
-    layer, adapters = embedding_layer(config, DEVICE)
-    mapped(layer, config, MIXED, ORG)
-    ids = torch.tensor([0, 3, 14, 19, 7, 2, 8, 1])  # one more than the mapping has rows: padding
-    expected = layer.base_layer(ids.to(DEVICE)).cpu().double()
-    for row, (token, slot) in enumerate(zip(ids[:T].tolist(), MIXED, strict=True)):
-        if slot >= 0 and token < ORG:
-            ((a, b),) = adapters[slot]
-            expected[row] += b.to(dtype).double() @ a.to(dtype).double()[:, token]
-    for shape in ((8,), (2, 4)):
-        result = layer(ids.to(DEVICE).view(shape))
-        assert result.shape == (*shape, DIM)
-        assert_close(result.view(8, DIM), expected)
-
-
-@on_dtypes
-@pytest.mark.parametrize("org", [VOCAB, ORG], ids=["no-added-ids", "added-ids"])
-def test_logits(org: int, dtype: torch.dtype) -> None:
-    config = config_for(dtype)
-    layer, head, adapters = logits_layer(config, DEVICE, org)
-    mapped(layer, config, MIXED)
-    hidden = torch.randn(T, DIM, device=DEVICE).to(dtype)
-    term = lora_term(hidden, MIXED, adapters, dtype)
-    base = layer.base_layer(head, hidden).cpu().double()
-    assert_close(layer(head, hidden), base + term)
-    layer.base_layer.soft_cap, layer.base_layer.scale = 2.0, 0.5
-    assert_close(layer(head, hidden), torch.tanh((base + term) / 2.0))
 
 
 def pair_of_layers(name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
@@ -148,8 +72,9 @@ def captured(layer: Any, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 )
 def test_two_streams_equal_one(name: str, dtype: torch.dtype, fp8: str | None) -> None:
     one, two = pair_of_layers(name, dtype, fp8=fp8)
-    wrapper = mapped(one, config_for(dtype), MIXED)
-    two.set_mapping(wrapper)
+    wrapper = wrapper_for(config_for(dtype), DEVICE)
+    for layer in (one, two):
+        layer.set_mapping(wrapper)
     x = torch.randn(T, IN, device=DEVICE).to(dtype)
     graph, result = captured(two, x)
     for slots in (MIXED, [-1] * T, [2] * T):

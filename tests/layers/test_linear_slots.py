@@ -5,7 +5,6 @@ import torch
 from layer_cases import random_pair
 from torch import nn
 
-from punica.config import LoRAConfig
 from punica.layers import (
     ColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearWithLoRA,
@@ -67,26 +66,24 @@ def test_buffers(base, packed, sharded, a_shapes, b_shapes, dtype, size, lora_co
     assert layer.slot_bytes == size * sum(rows * cols for rows, cols in (*a_shapes, *b_shapes))
 
 
+def held(layer, slot, i=0):
+    return layer.lora_a_stacked[i][slot, 0], layer.lora_b_stacked[i][slot, 0]
+
+
 def test_second_adapter_leaves_no_trace_of_the_first(lora_config):
-    layer = column(lora_config)
+    layer, empty = column(lora_config), column(lora_config)
     layer.set_lora(3, torch.full((2, 6), 7.0), torch.full((10, 2), 7.0))
     layer.set_lora(1, torch.ones(8, 6), torch.ones(10, 8))
     layer.set_lora(1, torch.full((2, 6), 2.0), torch.full((10, 2), 3.0))
-    a, b = layer.lora_a_stacked[0][:, 0], layer.lora_b_stacked[0][:, 0]
-    assert (a[1, :2] == 2.0).all()
-    assert (b[1, :, :2] == 3.0).all()
-    assert (a[1, 2:] == 0).all()
-    assert (b[1, :, 2:] == 0).all()
-    assert (a[3, :2] == 7.0).all()
-    assert (a[[0, 2]] == 0).all()
-    assert layer.lora_ranks.tolist() == [[0, 2, 0, 2]]
-    assert layer.filled_slots == {1, 3}
+    empty.set_lora(1, torch.full((2, 6), 2.0), torch.full((10, 2), 3.0))
+    a, b = held(layer, 1)
+    assert (bool((a[:2] == 2).all()), bool((b[:, :2] == 3).all())) == (True, True)
+    assert all(torch.equal(*pair) for pair in zip((a, b), held(empty, 1), strict=True))
+    assert (layer.lora_ranks.tolist(), layer.filled_slots) == ([[0, 2, 0, 2]], {1, 3})
     layer.reset_lora(1)
-    assert layer.filled_slots == {3}
-    assert (a[1] == 0).all()
-    assert (b[1] == 0).all()
-    assert (b[3, :, :2] == 7.0).all()
-    assert layer.lora_ranks.tolist() == [[0, 0, 0, 2]]
+    assert (layer.lora_ranks.tolist(), layer.filled_slots) == ([[0, 0, 0, 2]], {3})
+    assert not any(bool(part.any()) for slot in (0, 1, 2) for part in held(layer, slot))
+    assert bool((held(layer, 3)[1][:, :2] == 7).all())
 
 
 def test_ranks_belong_to_slices(lora_config):
@@ -95,8 +92,7 @@ def test_ranks_belong_to_slices(lora_config):
     assert layer.lora_ranks.tolist() == [[0, 0, 3, 0], [0, 0, 8, 0]]
     layer.set_lora(2, [None, torch.ones(5, 6)], [None, torch.ones(4, 5)])
     assert layer.lora_ranks.tolist() == [[0, 0, 0, 0], [0, 0, 5, 0]]
-    assert (layer.lora_a_stacked[0] == 0).all()
-    assert (layer.lora_b_stacked[0] == 0).all()
+    assert not any(bool(part.any()) for part in held(layer, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -104,8 +100,8 @@ def test_transposed_source_of_another_dtype(dtype, lora_config):
     layer = column(lora_config)
     a, b = torch.randn(6, 3).to(dtype).T, torch.randn(3, 10).to(dtype).T
     layer.set_lora(0, a, b)
-    assert torch.equal(layer.lora_a_stacked[0][0, 0, :3], a.float())
-    assert torch.equal(layer.lora_b_stacked[0][0, 0, :, :3], b.float())
+    assert torch.equal(held(layer, 0)[0][:3], a.float())
+    assert torch.equal(held(layer, 0)[1][:, :3], b.float())
 
 
 A, B = torch.ones(2, 6), torch.ones(10, 2)
@@ -115,28 +111,24 @@ B8, B4 = torch.ones(8, 2), torch.ones(4, 2)
 @pytest.mark.parametrize(
     ("build", "index", "lora_a", "lora_b", "error", "message"),
     [
-        pytest.param(column, 1.0, A, B, TypeError, "index must be an int, got float", id="float-index"),
-        pytest.param(column, 4, A, B, ValueError, r"\[0, 4\), got 4", id="index-too-large"),
-        pytest.param(column, 1, [A], [B], TypeError, "one tensor .* got list", id="list-for-tensor"),
-        pytest.param(merged, 1, A, B, TypeError, "list .* got Tensor", id="tensor-for-list"),
+        pytest.param(column, 1.0, A, B, TypeError, "index", id="float-index"),
+        pytest.param(column, 4, A, B, ValueError, r"4\), got 4", id="index-too-large"),
+        pytest.param(column, 1, [A], [B], TypeError, "list", id="list-for-tensor"),
+        pytest.param(merged, 1, A, B, TypeError, "Tensor", id="tensor-for-list"),
         pytest.param(merged, 1, [A, A], [B8], ValueError, "2 and 1", id="unequal-lists"),
-        pytest.param(merged, 1, [A] * 3, [B8, B4, B4], ValueError, "do not cover the 2 slices", id="too-many"),
-        pytest.param(merged, 1, [A, 3], [B8, B4], TypeError, "slice 1: lora_a .* got int", id="not-a-tensor"),
-        pytest.param(column, 1, A[0], B, ValueError, r"lora_a must be 2-D, got shape \(6,\)", id="1-d"),
-        pytest.param(column, 1, A.int(), B, TypeError, "got torch.int32", id="int-a"),
+        pytest.param(merged, 1, [A] * 3, [B8, B4, B4], ValueError, "2 slices", id="too-many"),
+        pytest.param(merged, 1, [A, 3], [B8, B4], TypeError, "slice 1: lora_a .* int", id="not-a-tensor"),
+        pytest.param(column, 1, A[0], B, ValueError, r"lora_a .*\(6,\)", id="1-d"),
+        pytest.param(column, 1, A.int(), B, TypeError, "int32", id="int-a"),
         pytest.param(column, 1, A, B.to(torch.float8_e4m3fn), TypeError, "float8", id="fp8-b"),
         pytest.param(column, 1, torch.ones(3, 6), B, ValueError, "rank 3 .* rank 2", id="rank-mismatch"),
-        pytest.param(
-            column, 1, torch.ones(9, 6), torch.ones(10, 9), ValueError, "rank 9 exceeds max_lora_rank 8", id="rank"
-        ),
-        pytest.param(column, 1, torch.ones(2, 5), B, ValueError, "6 columns, got 5", id="in-size"),
-        pytest.param(column, 1, A, torch.ones(5, 2), ValueError, "slice 0: lora_b must have 10 rows, got 5", id="out"),
-        pytest.param(
-            merged, 1, [A, A], [B8, B8], ValueError, "slice 1: lora_b must have 4 rows, got 8", id="slice-out"
-        ),
+        pytest.param(column, 1, torch.ones(9, 6), torch.ones(10, 9), ValueError, "rank 9 .* 8", id="rank"),
+        pytest.param(column, 1, torch.ones(2, 5), B, ValueError, "6 .* 5", id="in-size"),
+        pytest.param(column, 1, A, torch.ones(5, 2), ValueError, "slice 0: lora_b .* 10 .* 5", id="out"),
+        pytest.param(merged, 1, [A, A], [B8, B8], ValueError, "slice 1: lora_b .* 4 .* 8", id="slice-out"),
         pytest.param(merged, 1, [A, None], [B8, B4], ValueError, "slice 1: lora_a is None", id="half-none"),
         pytest.param(column, 1, A, B.to("meta"), TypeError, "lora_b .* meta", id="meta"),
-        pytest.param(column, 1, A, B.to_sparse(), TypeError, r"lora_b .* torch\.sparse_coo", id="sparse"),
+        pytest.param(column, 1, A, B.to_sparse(), TypeError, r"lora_b .*sparse", id="sparse"),
     ],
 )
 def test_refused_adapter_changes_nothing(build, index, lora_a, lora_b, error, message, lora_config):
@@ -155,43 +147,39 @@ def test_refused_adapter_changes_nothing(build, index, lora_a, lora_b, error, me
 def test_full_sizes_are_asked_for_on_every_rank(tp_size, lora_config):
     row = RowParallelLinearWithLoRA(RowParallelLinear(8, 10, tp_rank=1, tp_size=tp_size))
     row.create_lora_weights(4, lora_config())
-    with pytest.raises(ValueError, match=f"8 columns, got {8 // tp_size}"):
+    with pytest.raises(ValueError, match=f"8 .* {8 // tp_size}"):
         row.set_lora(0, torch.ones(2, 8 // tp_size), torch.ones(10, 2))
     qkv = MergedQKVParallelLinearWithLoRA(QKVParallelLinear(8, 2, 4, 2, tp_rank=1, tp_size=tp_size))
     qkv.create_lora_weights(4, lora_config())
     a = torch.ones(2, 8)
-    with pytest.raises(ValueError, match="slice 1: lora_b must have 4 rows, got 8"):
+    with pytest.raises(ValueError, match=r"slice 1: lora_b .* 4 .* 8"):
         qkv.set_lora(0, [a, a, a], [torch.ones(8, 2)] * 3)
 
 
 @pytest.mark.parametrize(
-    ("max_loras", "config", "error", "message"),
+    ("max_loras", "dtype", "error", "message"),
     [
-        pytest.param(0, {}, ValueError, "max_loras is 0, must be >= 1", id="no-slots"),
-        pytest.param("4", {}, TypeError, "max_loras must be an int", id="str"),
-        pytest.param(4, {"lora_dtype": "auto"}, TypeError, "verify_with_model_config", id="auto-dtype"),
+        (0, torch.float32, ValueError, "max_loras"),
+        ("4", torch.float32, TypeError, "max_loras"),
+        (4, "auto", TypeError, "auto"),
     ],
 )
-def test_bad_creation(max_loras, config, error, message, lora_config):
+def test_bad_creation(max_loras, dtype, error, message, lora_config):
     layer = ColumnParallelLinearWithLoRA(ColumnParallelLinear(6, 10))
-    settings = LoRAConfig(max_loras=4, **{"lora_dtype": torch.float32, **config})
     with pytest.raises(error, match=message):
-        layer.create_lora_weights(max_loras, settings)
+        layer.create_lora_weights(max_loras, lora_config(lora_dtype=dtype))
     layer.create_lora_weights(4, lora_config())
 
 
-def test_unsupported_base_layer():
-    base = ColumnParallelLinear(6, 10)
-    del base.weight
-    with pytest.raises(ValueError, match="unsupported base layer ColumnParallelLinear"):
-        ColumnParallelLinearWithLoRA(base)
-
-
-@pytest.mark.parametrize("name", ["weight_packed", "qweight"])
+@pytest.mark.parametrize("name", ["weight_packed", "qweight", None])
 def test_device_and_weight_of_a_quantised_base(name):
     base = ColumnParallelLinear(6, 10)
     packed = nn.Parameter(torch.zeros(5, 6, device="meta"))
     del base.weight
+    if name is None:
+        with pytest.raises(ValueError, match="unsupported base layer ColumnParallelLinear"):
+            ColumnParallelLinearWithLoRA(base)
+        return
     setattr(base, name, packed)
     layer = ColumnParallelLinearWithLoRA(base)
     assert layer.device == torch.device("meta")

@@ -12,14 +12,10 @@ from punica.layers import (
 from punica.parallel import MergedColumnParallelLinear, QKVParallelLinear
 
 
-def group(rows, rank=2):
-    return None if rows is None else torch.randn(rows, rank)
-
-
 def expand(sizes, rows):
     """Expanded A and B for groups of these rows (None: not adapted), A being the group's index."""
     a = [None if m is None else torch.tensor([[float(i)]]) for i, m in enumerate(rows)]
-    b = [group(m) for m in rows]
+    b = [None if m is None else torch.randn(m, 2) for m in rows]
     return a, b, *expand_groups(a, b, sizes)
 
 
@@ -27,12 +23,9 @@ def expand(sizes, rows):
     ("sizes", "rows", "owner"),
     [
         pytest.param((8, 4, 4, 6), (16, 6), (0, 0, 0, 1), id="two-groups-for-four"),
-        pytest.param((8, 4, 4, 6), (22,), (0, 0, 0, 0), id="one-for-all"),
-        pytest.param((8, 4, 4, 6), (None, 6), (None, None, None, 1), id="none-covers-three"),
         pytest.param((8, 4, 4, 6), (None, 4, 6), (None, None, 1, 2), id="none-covers-two"),
         pytest.param((8, 4, 4, 6), (8, None, 10), (0, None, 2, 2), id="none-in-the-middle"),
         pytest.param((4, 4, 4, 4), (None, 4, None), (None, 1, None, None), id="fewest-slices-first"),
-        pytest.param((5, 5), (None,), (None, None), id="nothing-adapted"),
     ],
 )
 def test_groups_cover_slices(sizes, rows, owner):
@@ -52,11 +45,10 @@ def test_groups_cover_slices(sizes, rows, owner):
 @pytest.mark.parametrize(
     ("sizes", "rows", "message"),
     [
-        pytest.param((8, 4, 4, 6), (16, 5), "slice 3 .group 1 with 5 rows", id="last-too-short"),
-        pytest.param((8, 4, 4, 6), (10, 12), "slice 0 .group 0 with 10 rows", id="cuts-a-slice"),
-        pytest.param((8, 4, 4, 6), (8, 4), "slice 2 .no group left", id="too-few-rows"),
-        pytest.param((8, 4), (8, 4, 4), "slice 2 .group 2 with 4 rows", id="too-many-groups"),
-        pytest.param((8, 4), (None, None, None), "do not cover the 2 slices", id="more-nones-than-slices"),
+        pytest.param((8, 4, 4, 6), (16, 5), "slice 3 .group 1 .* 5", id="last-too-short"),
+        pytest.param((8, 4, 4, 6), (10, 12), "slice 0 .group 0 .* 10", id="cuts-a-slice"),
+        pytest.param((8, 4, 4, 6), (8, 4), "slice 2", id="too-few-rows"),
+        pytest.param((8, 4), (None, None, None), "2 slices", id="more-nones-than-slices"),
     ],
 )
 def test_impossible_grouping(sizes, rows, message):
@@ -71,26 +63,15 @@ def variable(lora_config):
     return layer
 
 
-def slot_content(layer, slot, rank):
-    a = [stacked[slot, 0, :rank] for stacked in layer.lora_a_stacked]
-    b = [stacked[slot, 0, :, :rank] for stacked in layer.lora_b_stacked]
-    return a, torch.cat(b)
-
-
 @pytest.mark.parametrize("several", ["neither", "a", "b"])
 def test_single_tensors_for_many_slices(several, lora_config):
     layer, a, b = variable(lora_config), [torch.randn(3, 5) for _ in range(4)], torch.randn(22, 3)
     a = a if several == "a" else a[:1] * 4
     layer.set_lora(1, a if several == "a" else a[0], [b[:16], b[16:]] if several == "b" else b)
-    stored_a, stored_b = slot_content(layer, 1, 3)
-    assert all(torch.equal(part, given) for part, given in zip(stored_a, a, strict=True))
-    assert torch.equal(stored_b, b)
+    assert all(torch.equal(held[1, 0, :3], given) for held, given in zip(layer.lora_a_stacked, a, strict=True))
+    assert torch.equal(torch.cat([held[1, 0, :, :3] for held in layer.lora_b_stacked]), b)
     assert layer.lora_ranks[:, 1].tolist() == [3, 3, 3, 3]
-
-
-def test_single_a_skips_absent_slices(lora_config):
-    layer, a = variable(lora_config), torch.randn(3, 5)
-    layer.set_lora(1, a, [torch.randn(8, 3), None, None, torch.randn(6, 3)])
+    layer.set_lora(1, a[0], [torch.randn(8, 3), None, None, torch.randn(6, 3)])
     assert layer.lora_ranks[:, 1].tolist() == [3, 0, 0, 3]
     assert (layer.lora_a_stacked[1] == 0).all()
 
@@ -98,10 +79,11 @@ def test_single_a_skips_absent_slices(lora_config):
 @pytest.mark.parametrize(
     ("lora_a", "lora_b", "message"),
     [
-        pytest.param(torch.ones(3, 5), torch.ones(21, 3), r"22 rows.*\(21, 3\)", id="rows"),
-        pytest.param(torch.ones(3, 5), torch.ones(22), "2-D", id="1-d"),
-        pytest.param([torch.ones(3, 5)] * 2, torch.ones(22, 3), "2 and 4", id="two-a"),
+        (torch.ones(3, 5), torch.ones(21, 3), r"22 .*\(21, 3\)"),
+        (torch.ones(3, 5), torch.ones(22), r"\(22,\)"),
+        ([torch.ones(3, 5)] * 2, torch.ones(22, 3), "2 and 4"),
     ],
+    ids=["rows", "1-d", "two-a"],
 )
 def test_bad_single_tensor(lora_a, lora_b, message, lora_config):
     layer = variable(lora_config)

@@ -13,10 +13,12 @@ from layer_cases import (
     ORG,
     RANKS,
     VOCAB,
+    assert_close,
     config_for,
     embedding_layer,
     logits_layer,
     lora_term,
+    on_devices,
     random_pair,
     use,
     wrapper_for,
@@ -37,31 +39,29 @@ from punica.wrapper import PunicaWrapperCPU
 
 IDS = torch.tensor([0, 9, 3, 17, 7, 14, 19])  # 17 and 19 are added ids
 T = len(MIXED)
-TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (1.6e-2, 2e-2)}
 
 
 def mapped(layer, slots=MIXED, vocab_size=ORG):
-    use(wrapper := wrapper_for(config_for(torch.float32), "cpu"), slots, vocab_size)
+    use(wrapper := wrapper_for(config_for(torch.float32), layer.device), slots, vocab_size)
     layer.set_mapping(wrapper)
     return layer
 
 
-def embedding(slots=MIXED, dtype=torch.float32):
-    layer, adapters = embedding_layer(config_for(dtype))
+def embedding(slots=MIXED, dtype=torch.float32, device="cpu"):
+    layer, adapters = embedding_layer(config_for(dtype), device)
     return mapped(layer, slots), adapters
 
 
-def logits_of(slots=MIXED, dtype=torch.float32, org=ORG, **options):
-    layer, head, adapters = logits_layer(config_for(dtype), org=org, processor=LogitsProcessor(VOCAB, **options))
+def logits_of(slots=MIXED, dtype=torch.float32, org=ORG, device="cpu", **options):
+    processor = LogitsProcessor(VOCAB, **options)
+    layer, head, adapters = logits_layer(config_for(dtype), device, org, processor)
     return mapped(layer, slots), head, adapters
 
 
 def check(result: Tensor, base: Tensor, x: Tensor, slots, adapters, dtype=torch.float32) -> None:
     """``base`` plus the LoRA term of ``x``."""
-    rtol, atol = TOLERANCE[dtype]
-    expected = base.double() + lora_term(x, slots, adapters, dtype)
     assert result.dtype == base.dtype
-    torch.testing.assert_close(result.double(), expected, rtol=rtol, atol=atol)
+    assert_close(result, base.cpu().double() + lora_term(x, slots, adapters, dtype), dtype)
 
 
 def one_hot(ids: Tensor) -> Tensor:
@@ -71,29 +71,32 @@ def one_hot(ids: Tensor) -> Tensor:
 # --- embedding -------------------------------------------------------------------------------------------------------
 
 
+@on_devices
 @pytest.mark.parametrize(
     ("shape", "ids_dtype", "dtype"), [((T,), torch.int64, torch.bfloat16), ((1, T), torch.int32, torch.float32)]
 )
-def test_embedding_plus_lora(shape, ids_dtype, dtype) -> None:
-    layer, adapters = embedding(dtype=dtype)
+def test_embedding_plus_lora(shape, ids_dtype, dtype, device) -> None:
+    layer, adapters = embedding(dtype=dtype, device=device)
+    ids = IDS.to(device)
     assert layer.weight is layer.base_layer.weight
-    result, base = layer(IDS.to(ids_dtype).view(shape)), layer.base_layer(IDS)
+    result, base = layer(ids.to(ids_dtype).view(shape)), layer.base_layer(ids)
     assert result.shape == (*shape, DIM)
     check(result.view(T, DIM), base, one_hot(IDS), MIXED, adapters, dtype)
     assert torch.equal(result.view(T, DIM)[[1, 3]], base[[1, 3]]), "no adapter, and an added id: the base row"
 
 
-def test_rows_past_the_mapping_added_ids_alone_and_no_rows() -> None:
-    layer, adapters = embedding(MIXED[:4])
-    check(layer(IDS), layer.base_layer(IDS), one_hot(IDS), [*MIXED[:4], -1, -1, -1], adapters)
-    added = torch.tensor([ORG, VOCAB - 1, ORG, ORG])
+@on_devices
+def test_rows_past_the_mapping_added_ids_alone_and_no_rows(device) -> None:
+    layer, adapters = embedding(MIXED[:4], device=device)
+    ids = IDS.to(device)
+    check(layer(ids), layer.base_layer(ids), one_hot(IDS), [*MIXED[:4], -1, -1, -1], adapters)
+    added = torch.tensor([ORG, VOCAB - 1, ORG, ORG], device=device)
     assert torch.equal(layer(added), layer.base_layer(added))
-    assert mapped(layer, [])(torch.empty(0, dtype=torch.int64)).shape == (0, DIM)
+    assert mapped(layer, [])(ids[:0]).shape == (0, DIM)
 
 
 def test_slots_of_an_embedding() -> None:
     layer, adapters = embedding(dtype=torch.bfloat16)
-    assert tuple(layer.lora_a_stacked.shape) == (MAX_LORAS, ORG, 8)
     assert tuple(layer.lora_b_stacked.shape) == (MAX_LORAS, 1, DIM, 8)
     assert layer.lora_a_stacked_2d.data_ptr() == layer.lora_a_stacked.data_ptr()
     assert tuple(layer.lora_a_stacked_2d.shape) == (MAX_LORAS * ORG, 8)
@@ -105,9 +108,8 @@ def test_slots_of_an_embedding() -> None:
     assert layer.lora_a_stacked[0, 0].tolist() == [2.0] * 2 + [0.0] * 6
     assert layer.lora_b_stacked[0, 0, 0].tolist() == [3.0] * 2 + [0.0] * 6
     layer.reset_lora(1)
-    assert (layer.lora_a_stacked[1] == 0).all()
-    assert layer.lora_ranks.tolist() == [[2, 0, 1, 0]]
-    for a, b, message in ((VOCAB, DIM, "15 columns, got 20"), (ORG, ORG, "24 rows, got 15")):
+    assert not layer.lora_a_stacked[1].any()
+    for a, b, message in ((VOCAB, DIM, "15 .* 20"), (ORG, ORG, "24 .* 15")):
         with pytest.raises(ValueError, match=message):
             layer.set_lora(0, torch.ones(2, a), torch.ones(b, 2))
     assert layer.lora_ranks.tolist() == [[2, 0, 1, 0]]
@@ -115,9 +117,9 @@ def test_slots_of_an_embedding() -> None:
 
 def test_steps_that_an_embedding_refuses() -> None:
     layer, _ = embedding()
-    with pytest.raises(ValueError, match="got 5 ids, expected at least the 7 tokens"):
+    with pytest.raises(ValueError, match=r"5 ids.* 7"):
         layer(IDS[:5])
-    with pytest.raises(ValueError, match="vocab_size=20, but this embedding has org_vocab_size=15"):
+    with pytest.raises(ValueError, match=r"=20.*=15"):
         mapped(layer, vocab_size=VOCAB)(IDS)
     layer.set_mapping(PunicaWrapperCPU(8, 8, "cpu", max_loras=MAX_LORAS))
     with pytest.raises(RuntimeError, match="update_metadata"):
@@ -204,18 +206,21 @@ def test_what_one_thread_captures_says_nothing_of_another(monkeypatch) -> None:
 # --- logits ----------------------------------------------------------------------------------------------------------
 
 
+@on_devices
 @pytest.mark.parametrize(
-    ("org", "scale", "soft_cap"), [(VOCAB, 1.0, None), (ORG, 0.5, None), (ORG, 1.0, 3.0), (VOCAB, 2.0, 1.5)]
-)
-def test_cap_and_scale_follow_the_lora_term(org, scale, soft_cap) -> None:
-    layer, head, adapters = logits_of(org=org, scale=scale, soft_cap=soft_cap)
-    hidden = torch.randn(T, DIM)
+    ("org", "scale", "soft_cap", "dtype"),
+    [(VOCAB, 1.0, None, torch.bfloat16), (ORG, 0.5, None, torch.float32), (ORG, 1.0, 3.0, torch.float32),
+     (VOCAB, 2.0, 1.5, torch.float32)],
+)  # fmt: skip
+def test_cap_and_scale_follow_the_lora_term(org, scale, soft_cap, dtype, device) -> None:
+    layer, head, adapters = logits_of(org=org, scale=scale, soft_cap=soft_cap, dtype=dtype, device=device)
+    hidden = torch.randn(T, DIM, device=device).to(dtype)
     columns = head.column_of_id()[:VOCAB]
-    plain = hidden @ head.weight[columns].T + head.bias[columns]
-    expected = plain.double() + lora_term(hidden, MIXED, adapters, torch.float32)
+    plain = hidden.double() @ head.weight[columns].double().T + head.bias[columns].double()
+    expected = plain.cpu() + lora_term(hidden, MIXED, adapters, dtype)
     if soft_cap is not None:
         expected = soft_cap * torch.tanh(expected / soft_cap)
-    torch.testing.assert_close(layer(head, hidden).double(), scale * expected, rtol=1e-4, atol=1e-4)
+    assert_close(layer(head, hidden), scale * expected)
 
 
 def test_bias_sampled_rows_dtype_and_a_wrapped_head() -> None:
@@ -275,10 +280,9 @@ def test_settings_are_the_base_layers() -> None:
 
 def test_slots_of_logits() -> None:
     layer, _, adapters = logits_of(dtype=torch.bfloat16)
-    assert tuple(layer.lora_a_stacked.shape) == (MAX_LORAS, 1, 8, DIM)
-    assert tuple(layer.lora_b_stacked.shape) == (MAX_LORAS, 1, VOCAB, 8)
+    shapes = tuple(layer.lora_a_stacked.shape), tuple(layer.lora_b_stacked.shape)
+    assert shapes == ((MAX_LORAS, 1, 8, DIM), (MAX_LORAS, 1, VOCAB, 8))
     assert layer.slot_bytes == 2 * 8 * (VOCAB + DIM)
-    assert layer.lora_ranks.tolist() == [[8, 5, 1, 0]]
     assert torch.equal(layer.lora_b_stacked[1, 0, :, :5], adapters[1][0][1].bfloat16())
 
 
@@ -290,6 +294,6 @@ def test_widest_vocabulary(vocab, fits) -> None:
         layer.create_lora_weights(1, config)
         assert tuple(layer.lora_b_stacked.shape) == (1, 1, vocab, 1)
     else:
-        with pytest.raises(ValueError, match=r"at most 258048 .* got 258049"):
+        with pytest.raises(ValueError, match=r"258048 .* 258049"):
             layer.create_lora_weights(1, config)
         assert layer.lora_config is None
