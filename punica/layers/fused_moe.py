@@ -143,7 +143,8 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         """The weights of w13 or w2, as the wrapper takes them."""
         is_w2 = site == "w2"
         own = slice(-1, None) if is_w2 else slice(-1)
-        (a, b), a_scale, b_scale = (side[own] for side in self._slots), self.lora_a_scale[own], self.lora_b_scale[own]
+        a, b = self._slots[0][own], self._slots[1][own]
+        a_scale, b_scale = self.lora_a_scale[own], self.lora_b_scale[own]
         fp8 = Fp8Experts(a_scale, b_scale, None, None, PER_CHANNEL, PER_CHANNEL) if a_scale else None
         offset = self.tp_rank * b[0].shape[-2] if self.fully_sharded and is_w2 else 0
         tuned = site if cast(LoRAConfig, self.lora_config).tuned_dir is not None else None
