@@ -15,8 +15,8 @@ PAPER_RESULTS = Path(__file__).resolve().parents[2] / "paper_results"
 ANCHORS, SHAPES = "anchors.csv", "anchors_shapes.csv"
 NOT_PUBLIC = ("proto", "floor")
 """Prefixes of the anchors' implementations that are not public kernels."""
-STEP, DECODES = "mixed_", "31decodes"
-"""Prefix of the cases of the paper's step and of its parts; the pattern of its decodes."""
+STEP = "mixed_"
+"""Prefix of the cases of the paper's step and of its parts."""
 HOST = "eager "
 """Prefix of columns that are no time in a graph, but the host's per call."""
 HIDDEN, INTERMEDIATE = 4096, 11008
@@ -191,15 +191,6 @@ def _of_shapes(step: bool) -> list[Line]:
             line = Line(f"{case} T={row['T']} {workload} r={row['r']}", operator, workload, anchor, part)
         found[line.label] = line
     return list(found.values())
-
-
-def parts_of_step(line: Line, found: list[Line]) -> list[Line]:
-    """The prompt alone and the decodes alone of the step `line`, out of `found`; none when it is a part itself."""
-    prompt, plus, _ = line.workload.partition("+")
-    if not plus:
-        return []
-    case = line.anchor["case"]
-    return [other for other in found if other.anchor["case"] == case and other.workload in (prompt, DECODES)]
 
 
 TABLES: dict[str, Callable[[], list[Line]]] = {

@@ -70,11 +70,6 @@ class Bound:
         beside = high < self.low or low > self.high
         return Outcome.FAILS if beside or not (interval and low < high) else Outcome.NOISE
 
-    def distance(self, value: float) -> float:
-        """Return the relative distance of ``value`` from the nearer finite end; infinite of an exact bound."""
-        ends = [end for end in (self.low, self.high) if math.isfinite(end) and end and self.low != self.high]
-        return min((abs(value / end - 1) for end in ends), default=math.inf)
-
     def counts(self, hardware: str, models: Sequence[str]) -> bool:
         """Check whether it counts for ``models`` (none: an operator) on the machine ``hardware``, e.g. ``h200``."""
         kinds = set(hardware.lower().split("-"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.claims.bounds import TESTS, Interval, Outcome, Tests, described, missed_bounds, outcome_of, read_bounds
-from experiments.claims.finding import CLAIMS, MEASURED, SIMULATED, Finding, quantities, spans
+from experiments.claims.finding import CLAIMS, SIMULATED, Finding, quantities, spans
 from experiments.claims.rows import NotMeasured, Rows, named
 from experiments.facts.paper import Statement, claim_clocks, paper_file, read_claims
 from experiments.facts.systems import MODELS
@@ -31,8 +31,6 @@ VERDICTS = (
     REPRODUCED, SHAPE, NOISE, DIFFERS, ARITHMETIC, SIMULATED_TOO, SIMULATED_SHAPE, NOT_MEASURED, NOT_TESTABLE,
     NOT_IMPLEMENTED,
 )  # fmt: skip
-EDGE = 0.02
-"""Relative distance from a bound below which a verdict says that it is at the edge."""
 MEASURED_IN = {"abstract": "11", "text 7.2": "11", "README": "README backbone-vs-sgmv"}
 """Place in the paper that is no figure of ours -> the figure whose rows answer it."""
 LAPTOP = "laptop"
@@ -44,9 +42,9 @@ ROLES = {"C27": "13B", "C38": "70B", "C39": "70B", "C40": "70B"}
 @dataclass(frozen=True)
 class Verdict:
     """One claim, judged: ``quantities``, the known ``interval`` of these, ``why`` ours differs, ``remark`` (bounds
-    missed or close); ``clock`` of an operator's rows, ``clock_missing`` that decides and has none, ``other_clock``'s
-    verdict; ``disturbed``, or ``once``: by points of a single run; ``reason`` and ``command`` of what is missing;
-    ``older_source``: figures measured by other code.
+    missed); ``clock`` of an operator's rows, ``clock_missing`` that decides and has none that count; ``disturbed``, or
+    ``once``: by points of a single run; ``reason`` and ``command`` of what is missing; ``older_source``: figures
+    measured by other code.
     """
 
     id: str
@@ -62,7 +60,6 @@ class Verdict:
     remark: str = ""
     clock: str = ""
     clock_missing: str = ""
-    other_clock: str = ""
     reason: str = ""
     command: str = ""
     quantities: Mapping[str, float] = field(default_factory=dict)
@@ -115,24 +112,18 @@ class Judge:
         return self._rows[key]
 
     def verdict(self, statement: Statement) -> Verdict:
-        """Judge one claim by the clock that decides it, beside its verdict by the other one."""
+        """Judge one claim by the clock that decides it, or by another one where that has no rows that count."""
         clock = self.clocks.get(statement.id, "")
         verdict = self._by_clock(statement, clock)
-        if verdict.clock and clock not in verdict.clock and verdict.verdict != NOT_TESTABLE:
-            missing = f"there are no rows of {clock}, which decides (measure with timer={clock})"
-            if clock == HOST and self._timed_unsteadily(statement):
-                missing = NOT_STEADY
-            remark = "; ".join(filter(None, (verdict.remark, f"judged by {verdict.clock}: {missing}")))
-            verdict = replace(verdict, remark=remark, clock_missing=clock)
-        others = [other for other in sorted({*self.clocks.values()}) if other != clock]
-        if not clock or not others or verdict.kind != MEASURED or not self._several:
+        if not verdict.clock or clock in verdict.clock or verdict.verdict == NOT_TESTABLE:
             return verdict
-        beside = self._by_clock(statement, others[0])
-        if beside.clock == verdict.clock:
-            return verdict
-        return replace(verdict, other_clock=f"by {beside.clock}: {beside.verdict}, {beside.our_value}")
+        missing = f"there are no rows of {clock}, which decides (measure with timer={clock})"
+        if clock == HOST and self._timed_unsteadily(statement):
+            missing = NOT_STEADY
+        remark = "; ".join(filter(None, (verdict.remark, f"judged by {verdict.clock}: {missing}")))
+        return replace(verdict, remark=remark, clock_missing=clock)
 
-    def word(self, id: str, finding: Finding, known: Mapping[str, Interval] | None = None) -> str:
+    def word(self, id: str, finding: Finding, known: Mapping[str, Interval]) -> str:
         """Return the word for a finding whose intervals are ``known``."""
         relation, shape = (
             outcome_of(self.bounds[id][test], finding.quantities, known, self.hardware, finding.models)
@@ -179,7 +170,7 @@ class Judge:
         marks = {"disturbed": False, "once": False}
         for mark in marks if measured else ():
             marks[mark] = any(quantities(function, one) != finding.quantities for one in rows.stirred(mark))
-        remark = _remark(word, counting, finding.quantities, known) if measured else ""
+        remark = _remark(word, counting, finding.quantities) if measured else ""
         return replace(
             verdict, kind=finding.kind, quantities=finding.quantities, interval=known, disturbed=marks["disturbed"],
             once=marks["once"],
@@ -206,19 +197,14 @@ def _read(path: Path, here: str, column: str) -> dict[str, str]:
     return {line["claim"]: line[column] for line in lines if line["where"] in ("any", here)}
 
 
-def _remark(word: str, bounds: Tests, found: Mapping[str, float], known: Mapping[str, Interval]) -> str:
-    """Say which bounds the value misses; of a value without an interval, which are close by."""
+def _remark(word: str, bounds: Tests, found: Mapping[str, float]) -> str:
+    """Say which bounds the value misses."""
     missed = [missed_bounds(bounds[test], found) for test in ("shape", "relation")]
     if word == DIFFERS:
         return f"misses: {missed[0]}"
     if word == NOISE:
         return "; ".join(f"the median: {one}" for one in dict.fromkeys(missed) if one) or "the median meets all bounds"
-    close = dict.fromkeys(
-        f"{one.quantity} is {found[one.quantity]:.4g}, {100 * gap:.1f} % from its bound {one}"
-        for one in (*bounds["relation"], *bounds["shape"])
-        if one.quantity in set(found) - set(known) and (gap := one.distance(found[one.quantity])) <= EDGE
-    )
-    return f"at the edge: {'; '.join(close)}" if close else ""
+    return ""
 
 
 def decide(relation: Outcome, shape: Outcome) -> str:

@@ -33,7 +33,7 @@ def verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
         value = one.our_value + (" *(simulated)*" if one.kind == SIMULATED and one.verdict != ARITHMETIC else "")
         interval = f"interval {one.intervals_said}" if one.interval else ""
         how = f"`{one.command}`" if one.command else ""
-        ours = "; ".join(filter(None, (value, interval, one.remark, one.other_clock, one.reason, how)))
+        ours = "; ".join(filter(None, (value, interval, one.remark, one.reason, how)))
         tests = (("paper", one.relation_tested), ("shape", one.shape_tested))
         tested = "; ".join(f"{name}: {bounds}" for name, bounds in tests if bounds)
         about = [one.id, one.statement, one.paper_value, ours, tested, f"**{marked(one)}**", one.why or "-"]
@@ -79,6 +79,4 @@ def certainty(verdicts: Sequence[Verdict]) -> str:
     text = f"Verdicts on measurements: {decided} of {len(measured)} decided"
     if once:
         text += f"; {once} rest on points of a single run ({ONCE}): their interval is too narrow or missing"
-    if others := [verdict.id for verdict in measured if verdict.clock_missing]:
-        text += f"; {', '.join(others)} by the other clock ({OTHER_CLOCK}), as the one that decides has none that count"
     return f"{text}."

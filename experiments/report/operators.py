@@ -1,19 +1,18 @@
 """results/<hardware>/operator_tables.md: microseconds, ratios to the best public kernel, and sums of each table."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from experiments import ext_expert_tables as experts
-from experiments.benches.operator_lines import HOST, PROJECTIONS, Line, anchors_of, best_existing, lines, parts_of_step
+from experiments.benches.operator_lines import HOST, Line, anchors_of, best_existing, lines
 from experiments.claims.rows import markdown
 from experiments.measure.records import RowsError
 from experiments.report.machines import OPERATOR_TABLES, Machine
 from experiments.report.reproducing import GENERATED
 from experiments.report.results import measured_on
-from experiments.workload.popularity import PAPER_WORKLOADS
 
 COMMAND = "`python -m experiments.ext_operator_tables 'figure.tables=[all]'`."
 PREFIXES = {"latency": "", "host_latency": HOST}
@@ -83,8 +82,8 @@ def tabulated(table: str, found: list[Line]) -> list[str]:
         **_cells(times), **({"best existing": names, "us": _digits(best, 1)} if compared else {}),
         **_cells(ratios, "ratio, "),
     }  # fmt: skip
-    said = [*_summed(ratios, "best existing / {}", parts), *(SAID[table](found) if table in SAID else ())]
-    return _table(cells, said)
+    beside = _torch_beside_anchors(found) if table == "A" else ()
+    return _table(cells, [*_summed(ratios, "best existing / {}", parts), *beside])
 
 
 def _of_experts(found: list[experts.Line]) -> list[str]:
@@ -131,39 +130,3 @@ def _torch_beside_anchors(found: list[Line]) -> Iterator[str]:
             here, there = line.us.get(name), anchors_of(line).get(name)
             if here and there:
                 yield f"{name} {line.label}: {here:.1f} us here, {there:.1f} in the anchors ({here / there:.3f})"
-
-
-def _sums_of_a_layer(found: list[Line]) -> Iterator[str]:
-    """Sums of a column that was measured for all projections of the layer."""
-    sums = _times(found).groupby([line.workload for line in found]).sum(min_count=len(PROJECTIONS))
-    for pattern in PAPER_WORKLOADS:
-        cells = [f"{name} {us:.1f}" for name, us in sums.loc[pattern].dropna().items()]
-        yield f"sum of one layer, {pattern}: {', '.join(cells)}"
-
-
-def _beside_parts(found: list[Line]) -> Iterator[str]:
-    """One prompt and its decodes in one call, and in two: both parts measured in this run."""
-    for line in found:
-        parts = parts_of_step(line, found)
-        for name in ("punica", "wrapper"):
-            apart = [part.us[name] for part in parts if name in part.us]
-            if len(apart) == 2 and name in line.us:
-                together, total = line.us[name], sum(apart)
-                words = " + ".join(f"{us:.2f}" for us in apart)
-                yield f"{line.label}, {name}: {together:.2f} us, apart {words} = {total:.2f} ({together / total:.2f})"
-
-
-def _over_wrapper(found: list[Line], name: str) -> Iterator[str]:
-    times = _times(found)
-    if {name, "wrapper"} <= set(times):
-        ratios = pd.DataFrame({name: times[name] / times["wrapper"]})
-        yield from _summed(ratios, "{} / wrapper", [line.part for line in found])
-
-
-SAID: dict[str, Callable[[list[Line]], Iterable[str]]] = {
-    "A": _torch_beside_anchors,
-    "B": _sums_of_a_layer,
-    "step": _beside_parts,
-    "invariant": lambda found: _over_wrapper(found, "wrapper, batch invariant"),
-}
-"""Table -> what it sums up behind the ratios."""

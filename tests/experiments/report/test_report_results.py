@@ -55,13 +55,6 @@ def test_the_page_and_the_table_have_all_claims_with_links_and_notes(places):
     assert any("0 of 2 decided; 2 rest on points of a single run" in note for note in notes(machine))
 
 
-def test_the_verdict_by_the_other_clock_stands_beside(places):
-    both = operator_rows("cuda_graph", 20.0) + operator_rows("host_clock", 160.0)
-    verdict = by_id(judged(places, both)[0])["C12"]
-    assert (verdict.verdict, verdict.clock, verdict.clock_missing) == ("differs", "host_clock", "")
-    assert verdict.other_clock.startswith("by cuda_graph: reproduced, ")
-
-
 def test_a_clock_that_decides_and_has_no_rows_is_missed_where_it_could_have_some(places):
     norms = [
         replace(row, figure="text 6", system=system, workload="", batch_size=32, metric="norm_latency", rank=None)
@@ -69,7 +62,10 @@ def test_a_clock_that_decides_and_has_no_rows_is_missed_where_it_could_have_some
     ]
     verdicts = by_id(judged(places, [*operator_rows("cuda_graph", 20.0), *norms])[0])
     assert [marked(verdicts[id])[-1] for id in ("C12", "C45")] == ["§", "§"]
-    assert "there are no rows of host_clock, which decides" in verdicts["C12"].remark
+    assert "no rows of host_clock" in verdicts["C12"].remark
+    both = operator_rows("cuda_graph", 20.0) + operator_rows("host_clock", 160.0)
+    verdict = by_id(judged(places, both)[0])["C12"]
+    assert (verdict.verdict, verdict.clock, verdict.clock_missing) == ("differs", "host_clock", "")
     on_cpu = by_id(judged(places, [replace(row, hardware="cpu", scale="laptop") for row in norms])[0])["C45"]
     assert (on_cpu.verdict, on_cpu.clock, on_cpu.remark) == (NOT_TESTABLE, "host_clock", "")
 
@@ -78,7 +74,7 @@ def test_a_clock_that_is_not_steady_decides_nothing(places):
     host = operator_rows("host_clock", 160.0, launch=None)
     verdict = by_id(judged(places, [*host, *operator_rows("cuda_graph", 20.0)])[0])["C12"]
     assert (verdict.verdict, verdict.clock, verdict.clock_missing) == ("reproduced", "cuda_graph", "host_clock")
-    assert (verdict.other_clock, NOT_STEADY in verdict.remark) == ("", True)
+    assert NOT_STEADY in verdict.remark
     alone = by_id(judged(places, host)[0])["C12"]
     assert (alone.verdict, alone.reason) == (NOT_MEASURED, NOT_STEADY)
 
