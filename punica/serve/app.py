@@ -4,7 +4,6 @@ import logging
 import re
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,15 +20,11 @@ from punica import __version__
 from punica.adapters import LoRARequest
 from punica.checks import clip
 from punica.serve.access import Keys
-from punica.serve.backend import Backend
+from punica.serve.backend import Backend, Metrics, stopping_error
 from punica.serve.catalogue import Catalogue
 from punica.serve.errors import ApiError, invalid_body, unreadable_body
-from punica.serve.forms import TokenStrings
-from punica.serve.limits import BodyLimit, Room, Stopping
-from punica.serve.metrics import Metrics
-from punica.serve.protocol import AnyBody, ChatBody, CompletionBody, LoadAdapter, UnloadAdapter
+from punica.serve.protocol import AnyBody, ChatBody, CompletionBody, LoadAdapter, UnloadAdapter, check_supported
 from punica.serve.responses import GenerationResponse, Generator
-from punica.serve.sampling import check_supported
 
 _log = logging.getLogger(__name__)
 _ID_HEADER = b"x-request-id"
@@ -67,10 +62,8 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
     codec = backend.facts.codec
     if codec is None:
         raise ValueError("the engine has no tokenizer, so no text to serve; add tokenizer files to the checkpoint")
-    room, stopping = Room(backend.facts.num_places + settings.max_queue), Stopping()
     catalogue = Catalogue(settings.base, settings.adapters, settings.keys, settings.roots)
-    tokenizing = ThreadPoolExecutor(1, "punica-tokenizer")
-    generator = Generator(backend, codec, TokenStrings(codec), room, stopping, tokenizing)
+    generator = Generator(backend, codec, backend.facts.num_places + settings.max_queue)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -79,16 +72,20 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
             yield
         finally:
             await backend.stop()
-            tokenizing.shutdown()
+            generator.tokenizing.shutdown()
+
+    async def refuse_at_the_end() -> None:
+        if backend.refuses:
+            raise stopping_error("takes no new requests")
 
     app = _App(title="punica", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.stopping = stopping  # for the server
+    app.state.backend = backend  # for the server
     app.add_middleware(BodyLimit, max_body=settings.max_body)
     _add_errors(app, backend.metrics)
-    served = APIRouter(prefix="/v1", dependencies=[Depends(stopping.check)])
+    served = APIRouter(prefix="/v1", dependencies=[Depends(refuse_at_the_end)])
     _add_models(served, generator, catalogue)
     app.include_router(served)
-    _add_operations(app, backend, stopping)
+    _add_operations(app, backend)
     return app
 
 
@@ -111,6 +108,26 @@ class RequestIds:
             await send(message)
 
         await self._app({**scope, "request_id": request_id.decode()}, receive, identified)
+
+
+class BodyLimit:
+    """ASGI middleware that answers 413 to a body of more than ``max_body`` bytes, at the first byte beyond."""
+
+    def __init__(self, app: ASGIApp, max_body: int) -> None:
+        self._app, self._max_body = app, max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_received = 0
+
+        async def counted() -> Message:
+            nonlocal num_received
+            message = await receive()
+            num_received += len(message.get("body", b""))
+            if num_received > self._max_body:
+                raise HTTPException(413, f"the body has more than {self._max_body} bytes, this server's limit")
+            return message
+
+        await self._app(scope, counted, send)
 
 
 class _App(FastAPI):
@@ -156,11 +173,11 @@ def _add_models(routes: APIRouter, generator: Generator, catalogue: Catalogue) -
         return PlainTextResponse(f"Success: LoRA adapter {clip(body.lora_name)} removed successfully.")
 
 
-def _add_operations(app: FastAPI, backend: Backend, stopping: Stopping) -> None:
+def _add_operations(app: FastAPI, backend: Backend) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
-        health = "stopping" if stopping.refuses else backend.health
+        health = "stopping" if backend.refuses else backend.health
         return JSONResponse({"status": health}, 503 if health in ("failed", "stopping") else 200)
 
     @app.head("/version", include_in_schema=False)

@@ -16,13 +16,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
 from punica.adapters import LoRARequest
-from punica.engine import Request
-from punica.serve.errors import ApiError
-from punica.serve.metrics import Metrics
-from punica.serve.stepper import EngineFacts, EngineStepper, Message, Order, Piece, Stepper
+from punica.engine import Request, StepStatistics
+from punica.serve.errors import RETRY_AFTER, ApiError
+from punica.serve.stepper import EngineFacts, EngineStepper, Message, Order, Outcome, Piece, Stepper
 
 _NUMBERS = itertools.count()
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 
 
 @dataclass(eq=False)
@@ -44,7 +47,6 @@ class Call:
         self._error: ApiError | None = None
 
     def put(self, piece: Piece) -> None:
-        """Append a piece."""
         self.num_unfinished -= piece.result is not None
         self._pieces.append(piece)
         self._arrived.set()
@@ -55,9 +57,7 @@ class Call:
         self._arrived.set()
 
     async def batches(self) -> AsyncIterator[list[Piece]]:
-        """Yield all pieces that have arrived, until every request has ended. ApiError 500: the engine failed; the one
-        of :meth:`end`.
-        """
+        """Yield all pieces that have arrived, until every request has ended. ApiError 500: the engine failed."""
         while self.num_unfinished or self._pieces:
             await self._arrived.wait()
             self._arrived.clear()
@@ -70,14 +70,72 @@ class Call:
                 raise self._error
 
 
+class Metrics:
+    """Counters, gauges and histograms in a registry of their own."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "punica_requests", "Generations that ended, by finish reason", ["reason"], registry=registry
+        )
+        self.rejected = Counter("punica_rejected", "Calls answered by an error", ["status"], registry=registry)
+        self._prompt = Counter("punica_prompt_tokens", "Prompt tokens of generations that ended", registry=registry)
+        self._generated = Counter("punica_generated_tokens", "Generated tokens", registry=registry)
+        self._steps = Counter("punica_steps", "Model invocations", registry=registry)
+        self._preempted = Counter("punica_preemptions", "Requests sent back to the queue", registry=registry)
+        self._running = Gauge("punica_requests_running", "Requests in the last step", registry=registry)
+        self._waiting = Gauge("punica_requests_waiting", "Requests that wait for a step", registry=registry)
+        self._first = Histogram(
+            "punica_first_token_seconds", "Arrival to first token", buckets=_SECONDS, registry=registry
+        )
+        self._token = Histogram(
+            "punica_token_seconds", "Mean time between tokens of one request", buckets=_TOKEN_SECONDS, registry=registry
+        )
+        self._whole = Histogram("punica_request_seconds", "Arrival to last token", buckets=_SECONDS, registry=registry)
+
+    def note_step(self, statistics: StepStatistics, num_unfinished: int) -> None:
+        """Count one step, after which ``num_unfinished`` requests are left."""
+        num_running = min(statistics.batch_size, num_unfinished)
+        self._note(statistics.batch_size > 0, statistics.num_preempted, num_running, num_unfinished - num_running)
+
+    def note_idle(self) -> None:
+        self._note(0, 0, 0, 0)
+
+    def _note(self, num_steps: int, num_preempted: int, num_running: int, num_waiting: int) -> None:
+        self._steps.inc(num_steps)
+        self._preempted.inc(num_preempted)
+        self._running.set(num_running)
+        self._waiting.set(num_waiting)
+
+    def note_result(self, result: Outcome) -> None:
+        self._requests.labels(result.finish_reason).inc()
+        self._prompt.inc(result.num_prompt)
+        self._generated.inc(result.num_generated)
+        if result.first_token_s is None or result.last_token_s is None:
+            return
+        self._first.observe(result.first_token_s - result.arrival_s)
+        self._whole.observe(result.last_token_s - result.arrival_s)
+        if result.num_generated > 1:
+            self._token.observe((result.last_token_s - result.first_token_s) / (result.num_generated - 1))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+
 class Backend(ABC):
-    """Engine of a server: orders to its `Stepper`, and the effects of messages. ``facts``: its sizes and settings."""
+    """Engine of a server: orders to its `Stepper`, and the effects of messages.
+
+    Attributes:
+        facts: sizes and settings of the engine.
+        refuses: new requests are answered with 503, as the server ends.
+    """
 
     facts: EngineFacts
     _put: Callable[[Order], None]  # hands over an order, at once
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
+        self.refuses = self._cuts = False
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[Any]] = {}  # by number of the order
         self._calls: dict[int, Call] = {}  # by their numbers: those that have not ended
@@ -92,6 +150,12 @@ class Backend(ABC):
         """Begin to deliver pieces on the running event loop."""
         self._loop = asyncio.get_running_loop()
 
+    def cut(self) -> None:
+        """End all running answers with an error, and refuse new ones."""
+        self.refuses = self._cuts = True
+        for call in self._calls.values():
+            call.end(stopping_error("ended this answer"))
+
     @property
     def health(self) -> str:
         """State in one word: ``"ok"``, ``"degraded"`` (slower than it was started for) or ``"failed"``."""
@@ -99,6 +163,8 @@ class Backend(ABC):
 
     async def submit(self, call: Call) -> None:
         """Queue all requests of a call, or none; raises what ``Engine.add_request`` raises. ApiError 503: it ended."""
+        if self._cuts:
+            raise stopping_error("ended this answer")
         self._calls[call.number] = call
         await self.order(Stepper.add, call.number, call.requests, call.streams)
 
@@ -159,6 +225,13 @@ class Backend(ABC):
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(ApiError(503, reason, code="engine_stopped"))
+
+
+def stopping_error(what: str) -> ApiError:
+    return ApiError(
+        503, f"the server is stopping and {what}; send the request again, later or to another server",
+        code="server_stopping", headers={**RETRY_AFTER, "Connection": "close"},
+    )  # fmt: skip
 
 
 class SteppingThread(Backend):

@@ -8,6 +8,7 @@ from typing import Any
 
 from punica.checks import clip
 
+RETRY_AFTER = {"Retry-After": "1"}
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _MOST_REASONS = 3  # of one invalid body that are named in the message
 _SHOWN = 20  # characters of an invalid body

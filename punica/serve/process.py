@@ -26,8 +26,7 @@ from queue import SimpleQueue
 
 from punica.engine import Engine
 from punica.processes import run_with_parent
-from punica.serve.backend import Backend
-from punica.serve.metrics import Metrics
+from punica.serve.backend import Backend, Metrics
 from punica.serve.stepper import REFUSALS, EngineFacts, EngineStepper, Message
 from punica.threads import limit_threads
 

@@ -1,8 +1,14 @@
-"""Bodies of HTTP requests, as OpenAI and vLLM name their fields."""
+"""Bodies of HTTP requests, as OpenAI and vLLM name their fields, and the engine's `SamplingParams` from these."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from punica.checks import clip
+from punica.engine import SamplingParams
+from punica.serve.errors import ApiError, refused
 
 MOST_CHOICES = 128
 MOST_MESSAGES = 10_000
@@ -59,7 +65,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(BaseModel):
-    """Fields that completions and chats share; further ones are checked by :func:`punica.serve.sampling.params_of`.
+    """Fields that completions and chats share; further ones are checked by :func:`check_supported`.
 
     ``user`` identifies the end user, and changes nothing; so do its successors ``safety_identifier`` and
     ``prompt_cache_key``. ``top_k`` to ``ignore_eos`` are vLLM's, and so are ``min_tokens`` to ``skip_special_tokens``.
@@ -128,7 +134,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """Message of a chat. Of further fields see :data:`punica.serve.sampling.UNSUPPORTED_IN_MESSAGES`.
+    """Message of a chat. Of further fields see :data:`UNSUPPORTED_IN_MESSAGES`.
 
     ``content`` may be null where it is the assistant's. ``name``: of the speaker, for templates that show it.
     """
@@ -170,3 +176,122 @@ class ChatBody(GenerationBody):
 
 
 AnyBody = CompletionBody | ChatBody
+
+# --- what the engine serves of them -----------------------------------------------------------------------------------
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (1,), "allowed_token_ids": (), "best_of": (), "use_beam_search": (False,),
+    "echo": (False,), "suffix": ("",), "prompt_logprobs": (), "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,),
+    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
+    "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": (), "verbosity": (),
+    "web_search_options": (), "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "priority": (0,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "lora_path": (),
+}  # fmt: skip
+"""Parameters that are refused, with the values besides null that ask for nothing, so may be sent."""
+WITHOUT_EFFECT = frozenset({
+    "store", "metadata", "service_tier", "prompt_cache_retention", "prompt_cache_options",
+})  # fmt: skip
+"""Parameters that ask for no other answer: whatever their value, it is not read."""
+_CHOICES = {"tools": "tool_choice", "functions": "function_call"}
+UNSUPPORTED_IN_MESSAGES = frozenset({
+    "tools", "tool_calls", "tool_call_id", "tool_plan", "function_call", "refusal", "audio", "image", "images",
+    "videos", "files", "task", "reasoning", "reasoning_content", "reasoning_details", "thinking", "thinking_blocks",
+    "prefix", "partial",
+})  # fmt: skip
+"""Fields of messages that other servers put into the prompt, refused unless empty. Further ones are a client's own."""
+_RANDOM_SEED = -1
+_SEEDS = 1 << 64
+
+_SAME_NAME = (
+    "temperature", "top_p", "seed", "stop", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos",
+    "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "bad_words", "skip_special_tokens",
+)  # fmt: skip
+_NAMES = {name: name for name in _SAME_NAME} | {"max_new_tokens": "max_tokens"}
+
+
+def check_supported(body: AnyBody) -> None:
+    """ApiError 400 for a parameter that is unknown, or that the engine does not serve with this value.
+
+    Null asks for nothing. Neither do tools of which none may be chosen, nor what a load generator repeats: as many
+    choices as ``n``, the adapter by its name in SGLang's ``lora_path``.
+    """
+    given = body.model_extra or {}
+    allowed = {**UNSUPPORTED, "best_of": (body.n or 1,), "lora_path": (body.model,)}
+    for name, value in given.items():
+        choice = _CHOICES.get(name, "")
+        if value is None or name in WITHOUT_EFFECT or given.get(choice) == "none":
+            continue
+        if name not in allowed:
+            raise ApiError(400, f"unknown parameter {clip(name)}", clip(name)[1:-1], "unknown_parameter")
+        if not _is_one_of(value, allowed[name]):
+            remedy = choice and f'; leave it out, or send {choice}="none"'
+            text = f"{name}={clip(value)} is not supported by this server{remedy}"
+            raise ApiError(400, text, name, "unsupported_parameter")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream=true", "stream_options")
+    if not isinstance(body, ChatBody):
+        return
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    for place, message in enumerate(body.messages):
+        for name, value in (message.model_extra or {}).items():
+            if name in UNSUPPORTED_IN_MESSAGES and value not in (None, [], {}, "", False):
+                where = f"messages[{place}].{name}"
+                raise ApiError(400, f"{where} is not supported by this server", where, "unsupported_parameter")
+        if message.content is None and message.role != "assistant":
+            raise ApiError(400, f"messages[{place}].content is missing; only an assistant's may be null", "messages")
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Check for a value; JSON's true is no 1."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+
+
+def params_of(body: AnyBody, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
+    """Return the parameters of the body over the engine's defaults. ApiError 400 for a value out of range.
+
+    A ``min_tokens`` of the defaults yields to ``max_new_tokens``. Of OpenAI's seeds, 64-bit integers with a sign, -1 is
+    none, as in vLLM.
+    """
+    given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    if given.get("top_k") in (0, -1):  # vLLM's ways to keep all tokens
+        given["top_k"] = None
+    if -_SEEDS // 2 <= given.get("seed", 0) < 0:
+        given["seed"] = None if given["seed"] == _RANDOM_SEED else given["seed"] % _SEEDS
+    given.setdefault("min_tokens", min(defaults.min_tokens, max_new_tokens))
+    if "logit_bias" in given:
+        given["logit_bias"] = _biases(given["logit_bias"])
+    names = {**_NAMES, "logprobs": "top_logprobs" if isinstance(body, ChatBody) else "logprobs"}
+    try:
+        return replace(defaults, **given, n=body.n or 1, max_new_tokens=max_new_tokens, logprobs=body.num_logprobs)
+    except (TypeError, ValueError) as error:
+        raise refused(str(error), names) from error
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Return biases by token id; JSON's keys are texts. ApiError 400 for a key that is no id."""
+    for key in given:
+        if not (key.isascii() and key.isdecimal()):
+            raise ApiError(400, f"logit_bias has the key {clip(key)}, must be a token id", "logit_bias")
+    return {int(key): bias for key, bias in given.items()}
+
+
+def room_for(body: AnyBody, num_prompt: int, defaults: SamplingParams, max_model_len: int) -> int:
+    """Return ``max_new_tokens`` for a prompt: as given, or for a chat what is left, for a completion the default.
+
+    ApiError 400 ``context_length_exceeded``: beyond ``max_model_len``, in OpenAI's words, which clients look for.
+    """
+    left = max_model_len - num_prompt
+    if body.token_limit is not None:
+        wanted = body.token_limit
+    else:
+        wanted = max(1, left if isinstance(body, ChatBody) else min(left, defaults.max_new_tokens))
+    if wanted > left:
+        raise ApiError(
+            400, f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt + wanted} tokens ({num_prompt} in the {body.prompt_name}, {wanted} in the completion). "
+            "Please reduce the length of either.", body.prompt_name, "context_length_exceeded",
+        )  # fmt: skip
+    return wanted

@@ -4,10 +4,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, cast
 
 from starlette.responses import JSONResponse, Response
@@ -19,34 +18,40 @@ from punica.checks import clip
 from punica.engine import Request, as_sampling_params
 from punica.engine.text import TextCodec, ending_at, growing_text
 from punica.serve.backend import Backend, Call
-from punica.serve.errors import ApiError, refused
+from punica.serve.errors import RETRY_AFTER, ApiError, refused
 from punica.serve.forms import ChatForm, ChoiceStrings, CompletionForm, TextEvents, TokenStrings, event, usage
-from punica.serve.limits import Room, Stopping
-from punica.serve.protocol import AnyBody, ChatBody
-from punica.serve.sampling import params_of, room_for
+from punica.serve.protocol import AnyBody, ChatBody, params_of, room_for
 from punica.serve.stepper import Piece
 
 _log = logging.getLogger(__name__)
 _ENGINE_NAMES = {name: name for name in ("stop_token_ids", "logit_bias", "bad_words", "prompt")}
-
-
 Prompt = tuple[tuple[int, ...], tuple[int, ...]]
 """Tokens of a prompt, and end tokens that its chat template brings."""
 
 
-@dataclass(frozen=True)
 class Generator:
-    """State shared by all generation calls: the engine, its tokenizer, the limit of requests, the server's end.
+    """State shared by all generation calls: the engine, its tokenizer, and the room for ``limit`` generations."""
 
-    ``tokenizing``: one thread, so that long prompts stop neither the event loop nor the steps.
-    """
+    def __init__(self, backend: Backend, codec: TextCodec, limit: int) -> None:
+        self.backend, self.codec, self.strings = backend, codec, TokenStrings(codec)
+        self.tokenizing = ThreadPoolExecutor(1, "punica-tokenizer")  # long prompts stop neither event loop nor steps
+        self._limit, self._taken = limit, 0
 
-    backend: Backend
-    codec: TextCodec
-    strings: TokenStrings
-    room: Room
-    stopping: Stopping
-    tokenizing: ThreadPoolExecutor
+    @contextmanager
+    def room(self, count: int) -> Iterator[None]:
+        """Hold room for ``count`` generations. ApiError 400: more than ever fit; 429 with Retry-After: full now."""
+        if count > self._limit:
+            raise ApiError(400, f"{count} generations in one call, this server takes {self._limit}; send fewer", "n")
+        if self._taken + count > self._limit:
+            raise ApiError(
+                429, f"{self._taken} generations wait or run, the limit is {self._limit}; retry later",
+                code="server_overloaded", headers=RETRY_AFTER,
+            )  # fmt: skip
+        self._taken += count
+        try:
+            yield
+        finally:
+            self._taken -= count
 
     async def encode(self, body: AnyBody, adapter: LoRARequest | None) -> list[Prompt]:
         """Encode all prompts. ApiError 400: the tokenizer or its chat template refuses one."""
@@ -69,17 +74,16 @@ class Generator:
     @asynccontextmanager
     async def running(self, call: Call, adapter: LoRARequest | None) -> AsyncIterator[None]:
         """Have the engine serve a call inside; what has not ended at the exit is aborted. ApiError: refused."""
-        with self.stopping.holding(call):
+        try:
             try:
-                try:
-                    await self.backend.submit(call)
-                except FileNotFoundError as error:
-                    raise ApiError(404, _told(error, adapter), "model", "model_not_found") from error
-                except (TypeError, ValueError) as error:
-                    raise refused(_told(error, adapter), _ENGINE_NAMES) from error
-                yield
-            finally:
-                self.backend.abort(call)
+                await self.backend.submit(call)
+            except FileNotFoundError as error:
+                raise ApiError(404, _told(error, adapter), "model", "model_not_found") from error
+            except (TypeError, ValueError) as error:
+                raise refused(_told(error, adapter), _ENGINE_NAMES) from error
+            yield
+        finally:
+            self.backend.abort(call)
 
 
 class GenerationResponse(Response):
@@ -109,7 +113,7 @@ class GenerationResponse(Response):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = self._body
-        with self._generator.room.take(len(body.prompts) * (body.n or 1)):
+        with self._generator.room(len(body.prompts) * (body.n or 1)):
             prompts = await self._generator.encode(body, self._adapter)
             self._num_prompt = sum(len(tokens) for tokens, _ in prompts)
             call = Call(self._requests(prompts), streams=bool(body.stream))

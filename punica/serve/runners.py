@@ -9,6 +9,7 @@ So is one that hangs in a step, which the cluster kills.
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from operator import methodcaller
@@ -22,9 +23,8 @@ from punica.cluster.adapter_files import StoredFiles
 from punica.cluster.ray_cluster import ClusterOutput, RayCluster
 from punica.cluster.ray_runners import Lost
 from punica.engine import StepOutput
-from punica.serve.backend import SteppingThread
+from punica.serve.backend import Metrics, SteppingThread
 from punica.serve.errors import ApiError
-from punica.serve.metrics import Metrics
 from punica.serve.stepper import EngineFacts, Stepper
 
 _log = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ class RunnersStepper(Stepper):
 
     def __init__(self, cluster: RayCluster) -> None:
         super().__init__(cluster)
+        self.idle_s, self._tended_s = TEND_S, time.monotonic()
         self.num_wanted = len(cluster.runners)
         each = cluster.description
         self.facts = EngineFacts(
@@ -103,12 +104,24 @@ class RunnersStepper(Stepper):
             return "failed"
         return "ok" if num_ready >= self.num_wanted else "degraded"
 
-    def tend(self) -> None:
+    def _carry_out_all(self) -> bool:
+        """Also tend the runners, every `TEND_S`."""
+        has_more = super()._carry_out_all()
+        if has_more and time.monotonic() >= self._tended_s + TEND_S:
+            self._tended_s = time.monotonic()
+            self._tend()
+        return has_more
+
+    def _tend(self) -> None:
         """Start missing runners, and have idle ones show that they live."""
-        for _ in range(self.num_wanted - len(self.engine.runners)):
-            self.engine.add_runner()
-        self.engine.probe()
-        self._step()
+        try:
+            for _ in range(self.num_wanted - len(self.engine.runners)):
+                self.engine.add_runner()
+            self.engine.probe()
+        except Exception:
+            _log.exception("runners cannot be started")
+        else:
+            self._step()
 
     def keep(self, adapter: LoRARequest, files: StoredFiles) -> None:
         self.engine.put_adapter(adapter, files)
@@ -121,7 +134,7 @@ class RunnersStepper(Stepper):
             self.engine.drop_adapter(adapter)
 
     def _has_work(self) -> bool:
-        """Return True while requests or replies are awaited; a cluster whose step raised waits for :meth:`tend`."""
+        """Return True while requests or replies are awaited; a cluster whose step raised waits for `_tend`."""
         return bool(self._unfinished) or (self.engine.is_busy and not self._is_failing)
 
     def _note_step(self, output: StepOutput) -> None:
@@ -133,24 +146,13 @@ class RunnersStepper(Stepper):
 
 
 class RunnersThread(SteppingThread):
-    """Thread that steps the runners of a cluster, and keeps as many as the cluster had at first."""
+    """Thread that steps the runners of a cluster, and keeps as many as the cluster had at first. Its end leaves the
+    cluster open.
+    """
 
     def __init__(self, cluster: RayCluster) -> None:
         stepper = RunnersStepper(cluster)
         super().__init__(stepper, RunnerMetrics(stepper.num_wanted))
-        self._tending: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        super().start()
-        self._tending = self._loop.create_task(self._tend_regularly())
-
-    async def stop(self) -> None:
-        """Abort what is unfinished and end the thread; the cluster is its owner's to close."""
-        if self._tending is not None:
-            self._tending.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._tending
-        await super().stop()
 
     async def admit(self, adapter: LoRARequest) -> None:
         """Keep the adapter's files for all runners, and have one check them. ApiError 503: no runner is ready, or it
@@ -174,13 +176,3 @@ class RunnersThread(SteppingThread):
             tried.add(runner)
             with suppress(Lost):  # a step reports the loss
                 return await asyncio.to_thread(wait)
-
-    async def _tend_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(TEND_S)
-            try:
-                await self.order(RunnersStepper.tend)
-            except ApiError:  # the thread has ended
-                return
-            except Exception:
-                _log.exception("runners cannot be started")

@@ -116,7 +116,7 @@ class Server(uvicorn.Server):
             app, http=http, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=math.ceil(grace_s) + _CUT_S,
             log_level=log_level,
         ))  # fmt: skip
-        self._stopping = app.state.stopping
+        self._backend = app.state.backend
         self._drain_s, self._grace_s = drain_s, grace_s
         self._drains = False
 
@@ -136,13 +136,13 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, close the port, let answers end, cut the others."""
-        self._stopping.refuse()
+        self._backend.refuses = True
         if self._drains:
             _log.info("New requests are refused; the port closes in %g s", self._drain_s)
         loop = asyncio.get_running_loop()
         closes = loop.time() + self._drain_s
         while self._drains and loop.time() < closes:
             await asyncio.sleep(0.05)
-        cut = loop.call_later(self._grace_s, self._stopping.cut)
+        cut = loop.call_later(self._grace_s, self._backend.cut)
         await super().shutdown(sockets)
         cut.cancel()

@@ -121,6 +121,7 @@ class Stepper(ABC):
 
     most_step_errors = 1
     patience: tuple[float, ...] = ()  # arguments of a step
+    idle_s: float | None = None  # longest wait for an order at a time
     send: Callable[[Message], None]
     facts: EngineFacts
 
@@ -136,7 +137,7 @@ class Stepper(ABC):
 
     @property
     def health(self) -> str:
-        """State in one word: ``"ok"``, ``"degraded"`` (slower than it was started for) or ``"failed"``."""
+        """State in one word, as of `Backend`."""
         return "failed" if self._is_failing else "ok"
 
     @abstractmethod
@@ -192,10 +193,10 @@ class Stepper(ABC):
             self._flush()
 
     def _carry_out_all(self) -> bool:
-        """Carry out all orders that have come, at least one where there is no step to make; False at their end."""
+        """Carry out all orders that have come, waiting for one where there is no step to make; False at their end."""
         wait = not self._has_work()
         with suppress(queue.Empty):
-            while (order := self.orders.get(block=wait)) is not None:
+            while (order := self.orders.get(wait, self.idle_s)) is not None:
                 wait = False
                 self._carry_out(order)
             return False

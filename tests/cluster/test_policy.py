@@ -2,8 +2,7 @@
 
 import pytest
 
-import experiments.simulator  # noqa: F401  # it registers the rules of other systems
-from punica.cluster import SCHEDULING_RULES, ClusterPolicy, ScaleSignal
+from punica.cluster import ClusterPolicy, ScaleSignal
 
 
 def cluster(gpus: str = "ab", pages: int = 1000, rule: str = "punica", **settings) -> ClusterPolicy:
@@ -102,47 +101,6 @@ def test_the_released_code_breaks_ties_by_adapter_then_by_fewer_free_pages():
     assert placed(policy) == "5>b"  # nobody has its adapter; b has fewer free pages than c
 
 
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        ("punica", "1>c 2>c 3>c 4>b 5>b"),
-        ("released", "1>c 2>c 3>c 4>b 5>b"),
-        ("least_loaded", "1>c 2>b 3>a 4>c 5>b"),
-        ("round_robin", "1>a 2>b 3>c 4>a 5>b"),
-        ("adapter_affinity", "1>c 2>c 3>c 4>b 5>b"),
-        ("rank_aware", "1>c 2>c 3>c 4>b 5>b"),
-    ],
-)
-def test_where_five_equal_requests_go(rule, expected):
-    policy = cluster("abc", rule=rule)
-    submit(policy, "12345", adapter_id=1, rank=8)
-    assert placed(policy) == expected
-    assert rule in SCHEDULING_RULES.names()
-
-
-def test_affinity_prefers_the_adapter_to_the_larger_working_set():
-    policy = cluster("ab", rule="adapter_affinity", max_batch_size=4)
-    submit(policy, "12", adapter_id=1)
-    assert placed(policy) == "1>b 2>b"
-    policy.gpus["b"].num_pages = policy.gpus["b"].used_pages  # full for a moment
-    submit(policy, "3", adapter_id=2)
-    assert placed(policy) == "3>a"
-    policy.gpus["b"].num_pages = 1000
-    submit(policy, "4", adapter_id=2)
-    submit(policy, "5", adapter_id=3)
-    assert placed(policy) == "4>a 5>b"  # a and b tie then, 2 each, and b is the higher name
-
-
-def test_rank_aware_keeps_ranks_apart_while_there_is_room():
-    policy = cluster("ab", rule="rank_aware")
-    submit(policy, "1", adapter_id=1, rank=64)
-    submit(policy, "2", adapter_id=2, rank=8)
-    submit(policy, "3", adapter_id=3, rank=8)
-    submit(policy, "4", adapter_id=4, rank=64)
-    # a row of rank 8 adds 64 beside a 64, but 8 on an empty GPU or beside another 8
-    assert placed(policy) == "1>b 2>a 3>a 4>b"
-
-
 def test_the_sum_of_ranks_counts_every_adapter_once():
     policy = cluster("a", max_batch_size=5)
     submit(policy, "12", adapter_id=1, rank=16)
@@ -203,32 +161,27 @@ def test_no_gpu_is_given_back_that_a_waiting_request_may_need():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("call", "error", "value"),
     [
-        (lambda p: p.add_gpu("a", 5), ValueError, "in the cluster already"),
-        (lambda p: p.submit("1", 4, 40), ValueError, "request '1' is not finished"),
-        (lambda p: p.submit("2", 4, 5000), ValueError, "needs 5000 tokens of KV cache, the largest GPU holds 4000"),
-        (lambda p: p.submit("2", 4, 3), ValueError, "final_tokens is 3, must be >= 4"),
-        (lambda p: p.finish("1"), RuntimeError, "waits in the queue"),
-        (lambda p: p.cancel("9"), ValueError, "unknown request '9'"),
-        (lambda p: p.begin_step("z"), ValueError, "unknown GPU 'z'; the cluster has a, b"),
-        (lambda p: p.end_step("a"), RuntimeError, "runs no step"),
-        (lambda p: ClusterPolicy("best"), ValueError, "unknown scheduling rule 'best'"),
-        (lambda p: ClusterPolicy(max_batch_size=0), ValueError, "max_batch_size is 0"),
+        (lambda p: p.add_gpu("a", 5), ValueError, "'a'"),
+        (lambda p: p.submit("1", 4, 40), ValueError, "'1'"),
+        (lambda p: p.submit("2", 4, 5000), ValueError, "5000.* 4000"),
+        (lambda p: p.submit("2", 4, 3), ValueError, "3, must be >= 4"),
+        (lambda p: p.finish("1"), RuntimeError, "'1'"),
+        (lambda p: p.cancel("9"), ValueError, "'9'"),
+        (lambda p: p.begin_step("z"), ValueError, "'z'.* a, b"),
+        (lambda p: p.end_step("a"), RuntimeError, "'a'"),
+        (lambda p: p.begin_step("b"), RuntimeError, "step 1 .*'b'"),
+        (lambda p: ClusterPolicy("best"), ValueError, "'best'"),
+        (lambda p: ClusterPolicy(max_batch_size=0), ValueError, "0"),
     ],
 )
-def test_bad_input_changes_nothing(call, error, words):
+def test_bad_input_changes_nothing(call, error, value):
     policy = cluster("ab")
+    submit(policy, "0")
+    policy.place()
+    policy.begin_step("b")
     submit(policy, "1")
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=value):
         call(policy)
     assert (policy.queued, sorted(policy.gpus)) == (("1",), ["a", "b"])
-
-
-def test_a_step_in_flight_must_end_first():
-    policy = cluster("a")
-    submit(policy, "1")
-    policy.place()
-    policy.begin_step("a")
-    with pytest.raises(RuntimeError, match="has not ended"):
-        policy.begin_step("a")

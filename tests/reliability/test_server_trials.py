@@ -61,7 +61,7 @@ def serving(world: World, *options: str) -> Iterator[Served]:
         port = probe.getsockname()[1]
     output = world.trial.folder / f"server-{time.monotonic_ns()}.txt"
     words = [
-        sys.executable, "-m", "punica.serve", str(world.checkpoint), "--port", str(port), "--dtype", "float32",
+        sys.executable, "-m", "punica.serve", str(world.backbone.folder), "--port", str(port), "--dtype", "float32",
         "--served-model-name", BASE, "--max-batch-size", str(BATCH), "--max-model-len", str(MAX_LEN),
         "--max-lora-rank", str(MAX_RANK), "--allow-folder", str(world.trial.folder), *options,
     ]  # fmt: skip
@@ -138,7 +138,7 @@ def test_api_bodies(trial: Trial) -> None:
     """Random bodies, headers and paths to all routes; each call is served, or refused in OpenAI's form."""
     world = make_world(trial, 3)
     engine = world.engine(max_model_len=32)
-    settings = Settings(BASE, world.adapters, roots=[world.checkpoint.resolve()])
+    settings = Settings(BASE, world.adapters, roots=[world.backbone.folder.resolve()])
     with started(make_app(EngineThread(engine), settings)) as server:
         statuses = send(server, trial.count, trial.seed, trial.expect)
     trial.injected = sum(number for status, number in statuses.items() if status >= 400)

@@ -1,13 +1,9 @@
 """Trials of isolation and determinism: whatever the company, order or process, a tenant gets the same."""
 
-import random
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +13,7 @@ from punica.engine import Engine, Request, SamplingParams
 from tests.reliability.trial import Trial, sized
 from tests.reliability.world import Wish, World, make_world
 
-ADAPTERS, VICTIMS, WISHES = 6, 4, 24
-ADMISSIONS = ("fcfs", "fcfs_many", "resident_first")
+ADAPTERS, VICTIMS = 6, 4
 
 
 def victims_of(
@@ -99,30 +94,6 @@ def test_evicted_adapters(trial: Trial) -> None:
         used.generate([[1, 2, 3]], trial.choose.choice(large), 2)
         found = [victims_of(engine, world, [wish]) for engine in (used, world.engine(slots=1))]
         compare(trial, *found, "evicted")
-
-
-@sized("determinism", 1, 4, 20, seconds=30)
-def test_same_tokens(trial: Trial) -> None:
-    """The same requests in new processes, each with another batch order, batch size, admission rule and pages."""
-    world = make_world(trial, ADAPTERS)
-    expected = {wish: result.token_ids for wish, result in world.undisturbed(WISHES).items()}
-    trial.injected = trial.count
-    tokens = partial(tokens_in_a_process, trial.folder, trial.device, trial.seed)
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for number, found in enumerate(pool.map(tokens, range(trial.count))):
-            for wish, right in expected.items():
-                trial.expect(found[wish] == right, f"process {number}, {wish}: {found[wish]} instead of {right}")
-
-
-def tokens_in_a_process(folder: Path, device: str, seed: int, number: int) -> dict[Wish, list[int]]:
-    """Return the tokens of all wishes, served in an order and by an engine that ``number`` chooses."""
-    world, choose = make_world(Trial(1, seed, device, folder), ADAPTERS), random.Random(f"{seed} {number}")
-    wishes = sorted(set(world.wishes(WISHES)))
-    engine = world.engine(
-        slots=choose.randint(2, 5), admission=choose.choice(ADMISSIONS), max_batch_size=choose.randint(1, 8),
-        num_blocks=choose.randint(20, 60), block_size=4,
-    )  # fmt: skip
-    return {wish: result.token_ids for wish, result in world.serve(engine, choose.sample(wishes, len(wishes))).items()}
 
 
 @pytest.mark.gpu

@@ -1,17 +1,14 @@
 """A tiny checkpoint with adapters on disk, engines of it, and the tokens that an undisturbed engine gives."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoConfig, LlamaConfig
+from safetensors.torch import load_file, save_file
 
-from experiments.conformance.weights import WORDS, Tenant, tenants, write_adapter, write_checkpoint
-from punica.adapters import LoRARequest
+from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine, GenerationResult, Request, SamplingParams
 from tests.reliability.trial import Trial
+from tests.world import LAYERS, VOCAB, Backbone, byte_tokenizer, write_backbone
 
 RANKS = (1, 8, 16, 5)
 MAX_RANK, MAX_LEN, BATCH = 16, 64, 8
@@ -29,22 +26,18 @@ class Wish(NamedTuple):
 class World:
     """A checkpoint, its adapters, each with an id of its own, and the trial that wrote them."""
 
-    checkpoint: Path
-    adapters: list[LoRARequest]
+    backbone: Backbone
     trial: Trial
 
     @property
-    def config(self) -> LlamaConfig:
-        return AutoConfig.from_pretrained(self.checkpoint)
-
-    def builder(self, slots: int | None = None, **sizes: Any) -> partial[Engine]:
-        """Return a call that builds an engine in float32 with adapter slots for a full batch, or ``slots``."""
-        sizes = {"max_batch_size": BATCH, "max_model_len": MAX_LEN, "max_lora_rank": MAX_RANK, **sizes}
-        sizes |= {"dtype": "float32", "max_loras": slots or sizes["max_batch_size"] + 1}
-        return partial(Engine.from_pretrained, self.checkpoint, device=self.trial.device, **sizes)
+    def adapters(self) -> list[LoRARequest]:
+        return [*self.backbone.adapters.values()]
 
     def engine(self, slots: int | None = None, **sizes: Any) -> Engine:
-        return self.builder(slots, **sizes)()
+        """An engine in float32 with adapter slots for a full batch, or ``slots``."""
+        sizes = {"max_batch_size": BATCH, "max_model_len": MAX_LEN, "max_lora_rank": MAX_RANK, **sizes}
+        sizes |= {"dtype": "float32", "max_loras": slots or sizes["max_batch_size"] + 1}
+        return Engine.from_pretrained(self.backbone.folder, device=self.trial.device, **sizes)
 
     def adapter(self, wish: Wish) -> LoRARequest | None:
         return None if wish.adapter < 0 else self.adapters[wish.adapter]
@@ -58,35 +51,33 @@ class World:
         """Draw prompts of 1 to 12 tokens with any adapter or none, and 1 to 12 new tokens."""
         choose, drawn = self.trial.choose, []
         for _ in range(count):
-            prompt = tuple(choose.randrange(WORDS) for _ in range(choose.randint(1, 12)))
+            prompt = tuple(choose.randrange(256) for _ in range(choose.randint(1, 12)))
             drawn.append(Wish(prompt, choose.randrange(-1, len(self.adapters)), choose.randint(1, 12)))
         return drawn
 
-    def serve(self, engine: Engine, wishes: Iterable[Wish]) -> dict[Wish, GenerationResult]:
-        """Serve wishes together; return their results."""
-        states = {wish: engine.add_request(self.request(str(wish), wish)) for wish in wishes}
+    def undisturbed(self, count: int) -> dict[Wish, GenerationResult]:
+        """Draw wishes; return the result of each from an engine that has room for all of them."""
+        engine = self.engine()
+        states = {wish: engine.add_request(self.request(str(wish), wish)) for wish in dict.fromkeys(self.wishes(count))}
         while engine.has_unfinished():
             engine.step()
         return {wish: engine.result_of(state) for wish, state in states.items()}
 
-    def undisturbed(self, count: int) -> dict[Wish, GenerationResult]:
-        """Draw wishes; return the result of each from an engine that has room for all of them."""
-        return self.serve(self.engine(), dict.fromkeys(self.wishes(count)))
-
     def written(self, name: str, number: int, seed: int, value: float | None = None) -> LoRARequest:
         """Write one more adapter of the largest rank, for all layers; `value` fills its B matrices."""
-        folder = write_adapter(self.trial.folder / name, self.config, Tenant(name, MAX_RANK, "all"), seed, value)
+        config, folder = self.backbone.config, self.trial.folder / name
+        write_random_adapter(folder, config, MAX_RANK, seed, target_modules=LAYERS)
+        if value is not None:
+            file = folder / "adapter_model.safetensors"
+            save_file({key: one.fill_(value) if "lora_B" in key else one for key, one in load_file(file).items()}, file)
         return LoRARequest(name, number, str(folder))
 
 
 def make_world(trial: Trial, count: int) -> World:
     """Write the checkpoint and ``count`` adapters."""
-    world = World(write_checkpoint(trial.folder / "checkpoint", trial.seed), [], trial)
-    for number, tenant in enumerate(tenants(count, RANKS), start=1):
-        seed = 1000 * (trial.seed + 1) + number
-        path = write_adapter(trial.folder / "adapters" / tenant.name, world.config, tenant, seed)
-        world.adapters.append(LoRARequest(tenant.name, number, str(path)))
-    return world
+    adapters = {number: (RANKS[(number - 1) % 4], LAYERS) for number in range(1, count + 1)}
+    sizes = {"vocab_size": VOCAB, "seed": trial.seed}
+    return World(write_backbone(trial.folder / "checkpoint", adapters, byte_tokenizer(), **sizes), trial)
 
 
 def expect_nothing_kept(trial: Trial, engine: Engine) -> None:

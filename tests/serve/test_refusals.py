@@ -9,8 +9,8 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 
 from starlette.exceptions import HTTPException
 
-from punica.serve.limits import BodyLimit
-from punica.serve.sampling import UNSUPPORTED
+from punica.serve.app import BodyLimit
+from punica.serve.protocol import UNSUPPORTED
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 2}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}

@@ -25,7 +25,6 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from punica.engine import StepOutput, StepStatistics
-from punica.serve.limits import Stopping
 from punica.serve.server import Connection, Server, listen
 from tests.serve.world import World, served, serving, wait_until
 
@@ -105,7 +104,6 @@ def test_a_client_that_reads_slowly_is_not_cut() -> None:
 
 def test_an_answer_of_megabytes_reaches_a_client_that_reads() -> None:
     app, body = FastAPI(), bytes(range(256)) * (1 << 15)
-    app.state.stopping = Stopping()
     app.get("/")(lambda: Response(body))
     with served(app, send_timeout_s=300.0) as url:
         assert get(url, "/").content == body

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,9 +18,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine
 from punica.serve.app import Settings, make_app
-from punica.serve.backend import SteppingThread
-from punica.serve.limits import Stopping
-from punica.serve.metrics import Metrics
+from punica.serve.backend import Metrics, SteppingThread
 from punica.serve.server import Server, listen
 from punica.serve.stepper import EngineStepper
 from tests.world import CHAT, END, VOCAB, save_tokenizer
@@ -113,8 +112,8 @@ def served(app: FastAPI, **fields: Any) -> Iterator[str]:
 @contextmanager
 def serving(app: FastAPI, **fields: Any) -> Iterator[tuple[Server, str]]:
     """A real server likewise: itself and its address."""
-    if not hasattr(app.state, "stopping"):  # an application around ours
-        app.state.stopping = Stopping()
+    if not hasattr(app.state, "backend"):  # an application around ours
+        app.state.backend = SimpleNamespace(cut=lambda: None)
     server = Server(app, log_level="warning", **{"drain_s": 0, "grace_s": 30, **fields})
     sockets = listen("127.0.0.1", 0)
     address = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"

@@ -57,6 +57,32 @@ class World:
             self.policy.end_step(gpu)
 
 
+# one request after the other
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [("punica", "cccbb"), ("released", "cccbb"), ("least_loaded", "cbacb"), ("round_robin", "abcab")],
+)
+def test_where_five_equal_requests_go(rule: str, expected: str) -> None:
+    assert World(rule, batch=3).ask(1, 5) == expected
+
+
+def test_affinity_prefers_the_adapter_to_the_larger_working_set() -> None:
+    world = World("adapter_affinity", "ab", batch=4)
+    gpu, asked = world.policy.gpus["b"], world.ask(1, 2)
+    gpu.num_pages = gpu.used_pages  # full for a moment
+    asked += world.ask(2)
+    gpu.num_pages = 4000
+    assert asked + world.ask(2) + world.ask(3) == "bbaab"  # two on each at the end: b is the higher name
+
+
+def test_rank_aware_keeps_ranks_apart_while_there_is_room() -> None:
+    """A row of rank 8 adds 64 beside a 64, but 8 on an empty GPU or beside another 8."""
+    world = World("rank_aware", "ab", batch=3)
+    assert "".join(world.ask(adapter, rank=rank) for adapter, rank in ((1, 64), (2, 8), (3, 8), (4, 64))) == "baab"
+
+
 # llm-d
 
 
