@@ -33,14 +33,16 @@ def test_kernel_meta_example() -> None:
     assert all(getattr(meta, name).is_contiguous() for name in DEVICE_FIELDS)
 
 
-@pytest.mark.parametrize("max_loras", [1, 2, 8, 40000])
+@pytest.mark.parametrize("max_loras", [1, 8, 40000])
 def test_kernel_meta_invariants_on_random_mappings(max_loras: int) -> None:
+    """Each step also without what the one before has left, at the same addresses."""
     capacity = 70
     meta = LoRAKernelMeta.make(max_loras, capacity, "cpu")
+    addresses = [getattr(meta, name).data_ptr() for name in DEVICE_FIELDS + HOST_FIELDS]
     rng = np.random.default_rng(max_loras)
-    for _ in range(200 if max_loras < 100 else 5):
-        tokens = int(rng.integers(0, capacity + 1))
-        slots = rng.integers(-1, max_loras, tokens)
+    for step in range(100 if max_loras < 100 else 5):
+        tokens = int(rng.integers(0, capacity + 1)) if step else 0
+        slots = rng.integers(-1, 0 if step == 2 else max_loras, tokens)
         meta.prepare_tensors(torch.from_numpy(slots))
         order = meta.token_indices_sorted_by_lora_ids[:tokens].tolist()
         assert order == sorted(range(tokens), key=lambda t: slots[t])  # Python's sort is stable
@@ -55,20 +57,7 @@ def test_kernel_meta_invariants_on_random_mappings(max_loras: int) -> None:
         assert meta.token_lora_mapping.tolist() == slots.tolist() + [-1] * (capacity - tokens)
         assert meta.no_lora_flag_cpu.item() == (tokens == 0 or slots.max() < 0)
         assert meta.num_active_loras_cpu.item() == (0 if meta.no_lora_flag_cpu.item() else len(present))
-
-
-def test_a_step_without_adapters_leaves_no_stale_slots() -> None:
-    meta = LoRAKernelMeta.make(3, 8, "cpu")
-    fresh = snapshot(meta)
-    meta.prepare_tensors(torch.tensor([2, -1, 0, 2, 2, 0]))
-    meta.prepare_tensors(torch.full((5,), -1))
-    assert (meta.no_lora_flag_cpu.item(), meta.num_active_loras_cpu.item()) == (True, 0)
-    assert meta.active_lora_ids.tolist() == [-1] * 4
-    assert meta.token_lora_mapping.tolist() == [-1] * 8
-    assert meta.token_indices_sorted_by_lora_ids[:5].tolist() == [0, 1, 2, 3, 4]
-    meta.prepare_tensors(torch.empty(0, dtype=torch.int64))
-    order = {"token_indices_sorted_by_lora_ids": None}  # its rows past T are not read
-    assert {**snapshot(meta), **order} == {**fresh, **order}
+    assert [getattr(meta, name).data_ptr() for name in DEVICE_FIELDS + HOST_FIELDS] == addresses
 
 
 @pytest.mark.parametrize(
@@ -97,19 +86,11 @@ def test_active_count_is_rounded_up_to_a_captured_one(captured, slots, rounded) 
     assert meta.captured_lora_counts == sorted(captured)
 
 
-def test_addresses_never_change() -> None:
-    meta = LoRAKernelMeta.make(5, 64, "cpu")
-    before = [getattr(meta, name).data_ptr() for name in DEVICE_FIELDS + HOST_FIELDS]
-    for tokens in range(64):
-        meta.prepare_tensors(torch.randint(-1, 5, (tokens,)))
-    assert [getattr(meta, name).data_ptr() for name in DEVICE_FIELDS + HOST_FIELDS] == before
-
-
 @pytest.mark.parametrize(
     ("slots", "error", "message"),
     [
-        (torch.zeros(9, dtype=torch.int64), ValueError, "9 tokens.*max_num_tokens=8"),
-        (torch.tensor([0, 3, -2]), ValueError, r"\[1\] is 3.*max_loras=3"),
+        (torch.zeros(9, dtype=torch.int64), ValueError, r"9 .*=8"),
+        (torch.tensor([0, 3, -2]), ValueError, r"\[1\] is 3.*=3"),
         (torch.tensor([0, -2]), ValueError, r"\[1\] is -2"),
         (torch.zeros(3), TypeError, "float32"),
         (torch.zeros(3, dtype=torch.bool), TypeError, "bool"),
@@ -128,13 +109,12 @@ def test_bad_slots_raise_and_keep_the_previous_step(slots, error, message) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((0, 8), "max_loras is 0"), ((3, 0), "max_num_tokens is 0"), ((3, 8, "cpu", [5]), r"has 5.*= 4"),
-     ((3, 8, "cpu", [0]), "is 0")],
-)  # fmt: skip
-def test_make_rejects_bad_sizes(arguments: tuple, message: str) -> None:
+    ("sizes", "captured", "message"),
+    [((0, 8), [], "is 0"), ((3, 0), [], "is 0"), ((3, 8), [5], "5.* 4"), ((3, 8), [0], "0")],
+)
+def test_make_rejects_bad_sizes(sizes: tuple, captured: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LoRAKernelMeta.make(*(arguments if len(arguments) > 2 else (*arguments, "cpu")))
+        LoRAKernelMeta.make(*sizes, "cpu", captured)
 
 
 def test_meta_args_are_views_in_the_order_of_the_ops() -> None:
@@ -142,20 +122,17 @@ def test_meta_args_are_views_in_the_order_of_the_ops() -> None:
     meta.prepare_tensors(torch.tensor([2, -1, 0]))
     mapping, order, counts, starts, ids, flag, active = meta.meta_args(5, True)
     assert mapping.tolist() == [2, -1, 0, -1, -1]
-    assert mapping.data_ptr() == meta.token_lora_mapping.data_ptr()
     assert order.shape == (5,)
-    assert order.data_ptr() == meta.token_indices_sorted_by_lora_ids.data_ptr()
+    whole = meta.token_lora_mapping, meta.token_indices_sorted_by_lora_ids
+    assert [one.data_ptr() for one in (mapping, order)] == [one.data_ptr() for one in whole]
     assert (counts, starts, ids) == (meta.num_tokens_per_lora, meta.lora_token_start_loc, meta.active_lora_ids)
     assert flag is meta.no_lora_flag_cpu
     assert active is meta.num_active_loras_cpu
     assert meta.meta_args(5)[6] is meta.default_num_active_loras_cpu
     assert meta.meta_args(0)[0].shape == (0,)
-
-
-@pytest.mark.parametrize("token_nums", [-1, 9])
-def test_meta_args_out_of_range(token_nums: int) -> None:
-    with pytest.raises(ValueError, match=rf"token_nums is {token_nums}"):
-        LoRAKernelMeta.make(3, 8, "cpu").meta_args(token_nums)
+    for token_nums in (-1, 9):
+        with pytest.raises(ValueError, match=str(token_nums)):
+            meta.meta_args(token_nums)
 
 
 @pytest.mark.gpu

@@ -22,30 +22,25 @@ def test_mapping_stores_tuples_of_int(ids) -> None:
     assert mapping != LoRAMapping((3, 0, 7), [3, 0, 7], is_prefill=True)
 
 
-def test_empty_mapping_is_legal() -> None:
-    assert LoRAMapping([], ()).index_mapping == ()
-
-
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [
-        ([1, True], TypeError, r"index_mapping\[1\].*True"),
-        ([1, np.bool_(True)], TypeError, r"index_mapping\[1\]"),
-        ([1.0], TypeError, r"index_mapping\[0\].*1.0"),
-        ("12", TypeError, r"index_mapping\[0\]"),
-        ([2, None], TypeError, r"index_mapping\[1\].*None"),
-        (torch.tensor([True]), TypeError, r"index_mapping\[0\]"),
-        (5, TypeError, "index_mapping"),
-        ([4, 0, -1], ValueError, r"index_mapping\[2\] is -1"),
+        ([1, True], TypeError, r"\[1\].*True"),
+        ([1, np.bool_(True)], TypeError, r"\[1\]"),
+        ([1.0], TypeError, r"\[0\].*1.0"),
+        ("12", TypeError, r"\[0\]"),
+        ([2, None], TypeError, r"\[1\].*None"),
+        (torch.tensor([True]), TypeError, r"\[0\]"),
+        (5, TypeError, "5"),
+        ([4, 0, -1], ValueError, r"\[2\] is -1"),
         (torch.zeros(2, 2, dtype=torch.int64), ValueError, "1-D"),
     ],
 )
 def test_bad_ids_raise_with_position_and_value(ids, error, message) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"index_mapping.*{message}"):
         LoRAMapping(ids, (1,))
-
-
-def test_is_prefill_must_be_bool() -> None:
+    with pytest.raises(error, match="prompt_mapping"):
+        LoRAMapping((), ids)
     with pytest.raises(TypeError, match="is_prefill"):
         LoRAMapping((1,), (1,), is_prefill=1)  # type: ignore[arg-type]
 
@@ -94,14 +89,14 @@ def test_convert_mapping_equals_a_search_per_token(tokens: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"mapping": LoRAMapping((9, 3, 8, 9), (3,))}, ValueError, r"9 \(first at position 0\), 8 .*position 2.*\[3\]"),
-        ({"mapping": LoRAMapping((3,), (3, 5))}, ValueError, r"prompt_mapping.*5 \(first at position 1\)"),
+        ({"mapping": LoRAMapping((9, 3, 8, 9), (3,))}, ValueError, r"index_mapping.*9 .*0\), 8 .*2.*\[3\]"),
+        ({"mapping": LoRAMapping((3,), (3, 5))}, ValueError, r"prompt_mapping.*5 .*1\)"),
         ({"mapping": ((3,), (3,))}, TypeError, "LoRAMapping"),
         ({"lora_index_to_id": [3, 3]}, ValueError, "slots 0 and 1"),
         ({"lora_index_to_id": [3, 0]}, ValueError, r"lora_index_to_id\[1\] is 0"),
         ({"lora_index_to_id": [3, "4"]}, TypeError, r"lora_index_to_id\[1\]"),
         ({"lora_index_to_id": 3}, TypeError, "lora_index_to_id"),
-        ({"max_loras": 1}, ValueError, "max_loras is 1, must be >= 2"),
+        ({"max_loras": 1}, ValueError, "max_loras is 1.* 2"),
         ({"max_loras": 0, "lora_index_to_id": [], "mapping": LoRAMapping((), ())}, ValueError, "max_loras is 0"),
         ({"vocab_size": 0}, ValueError, "vocab_size is 0"),
         ({"extra_vocab_size": -1}, ValueError, "extra_vocab_size is -1"),
@@ -121,20 +116,16 @@ def test_convert_mapping_errors(arguments: dict, error: type[Exception], message
 
 
 def test_segments_example() -> None:
-    starts, lengths, slots, batch, longest, tokens, no_lora = compute_meta(torch.tensor([2, 2, 2, -1, -1, 0, 0, 2]))
-    assert starts.tolist() == [0, 3, 5, 7]
-    assert lengths.tolist() == [3, 2, 2, 1]
-    assert slots.tolist() == [2, -1, 0, 2]
-    assert (batch, longest, tokens, no_lora) == (4, 3, 8, False)
+    starts, lengths, slots, *rest = compute_meta(torch.tensor([2, 2, 2, -1, -1, 0, 0, 2]))
+    assert (starts.tolist(), lengths.tolist(), slots.tolist()) == ([0, 3, 5, 7], [3, 2, 2, 1], [2, -1, 0, 2])
+    assert rest == [4, 3, 8, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_segments_of_no_tokens_and_of_no_adapter(dtype: torch.dtype) -> None:
-    starts, lengths, slots, batch, longest, tokens, no_lora = compute_meta(torch.empty(0, dtype=dtype))
-    assert (starts.numel(), lengths.numel(), slots.numel()) == (0, 0, 0)
-    assert (batch, longest, tokens, no_lora) == (0, 0, 0, True)
-    none = compute_meta(torch.full((5,), -1, dtype=dtype))
-    assert (none.batch_size, none.max_length, none.token_nums, none.no_lora) == (1, 5, 5, True)
+    starts, lengths, slots, *rest = compute_meta(torch.empty(0, dtype=dtype))
+    assert (starts.numel(), lengths.numel(), slots.numel(), *rest) == (0, 0, 0, 0, 0, 0, True)
+    assert compute_meta(torch.full((5,), -1, dtype=dtype))[3:] == (1, 5, 5, True)
 
 
 @pytest.mark.parametrize("seed", range(5))
