@@ -2,6 +2,7 @@
 
     request.py    `LoRARequest`: id, name and source of an adapter; one id is one source
     config.py     `adapter_config.json`: rank and scaling of every module (patterns.py: its regular expressions)
+    activation.py invocation tokens of activated LoRA, and where in a prompt it begins
     names.py      from the names of tensors to modules, and which of them are read
     read.py       `AdapterFolder`, an open weights file with a config, and `AdapterTensors` in memory
     check.py      rules for dtypes, shapes and numbers
@@ -19,6 +20,7 @@ An adapter takes four forms on that path: tensors, the :class:`ModuleWeights` of
 the copy kernel reads. Its shapes are checked once, from the header of its file: see :class:`Certificate`.
 """
 
+from punica.adapters.activation import activation_start
 from punica.adapters.cache import LoadedAdapter
 from punica.adapters.config import PEFTHelper, resolve_adapter_path
 from punica.adapters.lru import LRUCache

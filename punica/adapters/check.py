@@ -60,6 +60,13 @@ def table_of_contents(
         module: "A without B" if True in found else "B without A" for module, found in sides.items() if len(found) < 2
     }:
         raise ValueError(f"the adapter is incomplete: {clip(incomplete)}; every module needs lora_A and lora_B")
+    if (invocation := peft_helper.alora_invocation_tokens) is not None:
+        if vocab_size is not None and max(invocation) >= vocab_size:
+            raise ValueError(
+                f"alora_invocation_tokens has token {clip(max(invocation))}, the model's vocabulary {vocab_size} ids"
+            )
+        if embedding := next((key for key in names if "lora_embedding_" in key), None):
+            raise ValueError(f"alora_invocation_tokens and an embedding, {embedding!r}, do not go together, as in PEFT")
     peft_helper.resolve(name.configured for name in names.values())
     contents = []
     for module, keys in sides.items():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from punica.adapters.activation import check_invocation
 from punica.adapters.names import is_stacked_name, starts_of_parts
 from punica.adapters.patterns import ModuleNames, NamePattern, UnboundedPattern
 from punica.checks import check_count, clip
@@ -27,7 +28,7 @@ _EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 # Features that change a layer's result beyond `+ scaling * B A`; any truthy value is refused.
 _UNSUPPORTED = (
     "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "fan_in_fan_out", "layer_replication",
-    "alora_invocation_tokens", "use_qalora", "use_bdlora", "kasa_config", "arrow_config", "monteclora_config",
+    "use_qalora", "use_bdlora", "kasa_config", "arrow_config", "monteclora_config",
 )  # fmt: skip
 _WHOLE_MODULES = (
     ": whole modules were trained; put them into a base model of their own (PEFT's merge_and_unload and "
@@ -111,6 +112,7 @@ class PEFTHelper:
     bias: str = "none"
     peft_type: str | None = None
     init_lora_weights: bool | str = True
+    alora_invocation_tokens: tuple[int, ...] | None = None
     unsupported: dict[str, Any] = field(default_factory=dict)  # features that are on
     exclude_modules: Any = field(default=None, compare=False)
     _unknown: list[str] = field(init=False, repr=False, compare=False, default_factory=list)  # features that are on
@@ -128,6 +130,10 @@ class PEFTHelper:
             object.__setattr__(self, key, _targets(key, getattr(self, key)))
         if not self.target_modules and not self.target_parameters:
             raise ValueError("target_modules or target_parameters is required, got neither")
+        object.__setattr__(self, "alora_invocation_tokens", check_invocation(self.alora_invocation_tokens))
+        if self.alora_invocation_tokens and (self.target_parameters or self.init_lora_weights == "mica"):
+            both = "target_parameters" if self.target_parameters else "init_lora_weights='mica'"
+            raise ValueError(f"alora_invocation_tokens and {both} do not go together, as in PEFT")
         object.__setattr__(self, "_parameters", frozenset(self.target_parameters or ()))
         ranks = _compile_rules(self.rank_pattern, "rank_pattern", check_count)
         alphas = _compile_rules(self.alpha_pattern, "alpha_pattern", _check_alpha)
@@ -150,6 +156,8 @@ class PEFTHelper:
         known = {f.name for f in fields(cls) if f.init} - {"unsupported"}
         given = {key: value for key, value in config.items() if key in known and value is not None}
         made = cls(**given, unsupported={key: config[key] for key in _UNSUPPORTED if config.get(key)})
+        if made.alora_invocation_tokens and config.get("velora_config"):
+            raise ValueError("alora_invocation_tokens and velora_config do not go together, as in PEFT")
         unknown = config.keys() - known - _OF_TRAINING - set(_UNSUPPORTED)
         others = sorted(key for key in map(str, unknown) if config.get(key))
         made._unknown.extend(key for key in others if key.startswith("use_") or key.endswith("_config"))
@@ -219,9 +227,9 @@ class PEFTHelper:
         rank = self.rank_of(module_name)
         return self.alpha_of(module_name) / (math.sqrt(rank) if self.use_rslora else rank)
 
-    def validate_legal(self, lora_config: LoRAConfig) -> None:
+    def validate_legal(self, lora_config: LoRAConfig, modules: Iterable[str] | None = None) -> None:
         """Refuse as :meth:`refuse_illegal`, and warn of :attr:`doubts`."""
-        self.refuse_illegal(lora_config)
+        self.refuse_illegal(lora_config, modules)
         for doubt in self.doubts:
             warnings.warn(doubt, stacklevel=2)
 
@@ -231,11 +239,14 @@ class PEFTHelper:
         """Refuse unsupported features and ranks above `max_lora_rank`: a ValueError with all problems.
 
         `modules`: check the ranks of these alone; `None`: all in the config. `tensors_decide`: accept what has an
-        effect only with certain tensors: `bias`, and `fan_in_fan_out`, which PEFT drops for linear layers.
+        effect only with certain tensors: `bias`, and `fan_in_fan_out`, which PEFT drops for linear layers; and
+        activated LoRA, which the manager accepts where the caller computes rows before the activation by the base.
         """
         problems = _peft_type_problems(self.peft_type)
         if self.bias != "none" and not (tensors_decide and self.bias in ("all", "lora_only")):
             problems.append(f"bias is {clip(self.bias)}, only 'none' is supported")
+        if self.alora_invocation_tokens and not tensors_decide:
+            problems.append(f"alora_invocation_tokens is set ({clip(list(self.alora_invocation_tokens))})")
         for feature, value in self.unsupported.items():
             if not (tensors_decide and feature == "fan_in_fan_out"):
                 remedy = _WHOLE_MODULES if feature == "modules_to_save" else ""

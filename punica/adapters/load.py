@@ -33,6 +33,7 @@ class Certificate(NamedTuple):
     entries: dict[str, TensorEntry]  # dtype, shape and place of every tensor
     contents: list[ModuleEntry]
     rank: int  # `r` in the config
+    invocation: tuple[int, ...] | None  # of activated LoRA
     doubts: list[str]  # reasons why outputs may be wrong, to be warned of
 
 
@@ -113,7 +114,7 @@ class AdapterLoader:
                 "over the base model's. If they were changed, for added tokens for example, outputs will be wrong: "
                 "serve the adapter on the model that it was trained on"
             )
-        certificate = Certificate(entries, contents, config.r, doubts)
+        certificate = Certificate(entries, contents, config.r, config.alora_invocation_tokens, doubts)
         self._packer.check(self._model(request, certificate, tensors, "meta", True))
         return certificate
 
@@ -125,6 +126,7 @@ class AdapterLoader:
         lora = LoRAModel.from_contents(
             request.lora_int_id, certificate.contents, tensors, device, self._dtype, finite=finite
         )
+        lora.invocation = certificate.invocation
         if request.is_3d_lora_weight and not lora.is_3d_lora_weight:
             raise ValueError("is_3d_lora_weight is set, but no experts are stored as one pair of matrices")
         return lora

@@ -79,6 +79,12 @@ class LoRAModelManager(AdapterCache):
         self._dummies: dict[int, LoRAModel] | None = None  # by rank, inside of `dummy_lora_cache`
         self._last_step: tuple = (None, None)  # key of the latest step, and its rows in the wrapper
 
+    def accept_activated_lora(self) -> None:
+        """Accept adapters with invocation tokens from now on: the caller computes the rows of a prompt before
+        :func:`activation_start` without the adapter.
+        """
+        self._packer.takes_activated = True
+
     def check_adapter(self, request: LoRARequest, *, numbers: bool = False) -> None:
         """Refuse a request's folder as :meth:`add_adapter` would, without `numbers` as far as can be told unread. Warns
         where outputs may be wrong.

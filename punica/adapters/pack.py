@@ -47,6 +47,7 @@ class AdapterPacker:
         target_modules: Collection[str] | None, fp8: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self._fp8 = fp8
+        self.takes_activated = False
         self._wrapped = {layer.names[0]: layer for layer in wrapped}
         self._place: dict[str, tuple[str, int | None]] = {}  # adapter's name -> layer, and which part (None: whole)
         for name, layer in self._wrapped.items():
@@ -86,7 +87,9 @@ class AdapterPacker:
             if self._fp8 is not None:  # scales belong to whole rows of A and B, so later cuts find them ready
                 slices = [(self._quantised(a), self._quantised(b)) for a, b in slices]
             groups[name] = ModuleWeights(name, weights.rank, layer.to_slices(slices))
-        return LoRAModel(lora.id, max(weights.rank for weights in groups.values()), groups)
+        packed = LoRAModel(lora.id, max(weights.rank for weights in groups.values()), groups)
+        packed.invocation = lora.invocation
+        return packed
 
     def _quantised(self, factor: LoRAFactor) -> LoRAFactor:
         return None if factor is None else Fp8Matrix.of(factor, cast(torch.dtype, self._fp8), check=False)
@@ -108,8 +111,13 @@ class AdapterPacker:
     def _groups(self, lora: LoRAModel, is_loaded: bool) -> dict[str, ModuleWeights]:
         """Collect the parts that an adapter has of every layer, scaled: one pair per part, or the whole as it is.
 
-        ValueError: unknown or ambiguous modules, or none.
+        ValueError: unknown or ambiguous modules, or none; activated LoRA that is not accepted.
         """
+        if lora.invocation is not None and not self.takes_activated:
+            raise ValueError(
+                f"adapter {lora.id} is activated LoRA (alora_invocation_tokens {clip(list(lora.invocation))}), which "
+                "is served where LoRAModelManager.accept_activated_lora was called, as an engine does"
+            )
         if not lora.loras:
             raise ValueError(f"adapter {lora.id} has no modules; nothing of it matches the model")
         if unknown := sorted(lora.loras.keys() - self._place.keys()):

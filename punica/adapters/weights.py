@@ -10,6 +10,7 @@ import copy
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import cast
 
@@ -25,6 +26,8 @@ from punica.checks import check_count
 from punica.layers.base import LoRAInput
 from punica.layers.packing import LoRAFactor, Slices
 from punica.ops.quant import Fp8Matrix
+from punica.parallel import gathered_bytes
+from punica.threads import map_in_threads
 
 _next_model_id = itertools.count(1)
 
@@ -83,6 +86,12 @@ class ModuleWeights:
         self.slices, self.scaling = self.scaled(), 1
         return self
 
+    def tensors(self) -> list[Tensor | None]:
+        """List A and B of every slice, of FP8 ones the values and then the scales."""
+        factors = [factor for pair in self.slices for factor in pair]
+        split = [[each.values, each.scale] if isinstance(each, Fp8Matrix) else [each] for each in factors]
+        return [tensor for parts in split for tensor in parts]
+
     @property
     def input_dim(self) -> int:
         return cast(Tensor, self.slices[0][0]).shape[-1]
@@ -109,7 +118,7 @@ class LoRALayerWeights(ModuleWeights):
         scaling: float | None = None,
     ) -> None:  # fmt: skip
         if lora_a is not None and lora_b is not None:
-            check_pair(module_name, lora_a, lora_b, rank)
+            check_pair(module_name, cast(Tensor, lora_a), cast(Tensor, lora_b), rank)
         scaling = lora_alpha / rank if scaling is None else scaling
         super().__init__(module_name, rank, [(lora_a, lora_b)], scaling, lora_alpha)
 
@@ -199,15 +208,29 @@ def _stack(matrices: Sequence[LoRAFactor], rows: int, cols: int) -> Tensor:
     return stacked
 
 
+def _digest(weights: ModuleWeights) -> bytes:
+    """Digest the shapes, dtypes and numbers of one module, however they are laid out in memory."""
+    digest = blake2b(digest_size=32)
+    for tensor in weights.tensors():
+        form = None if tensor is None else (tuple(tensor.shape), str(tensor.dtype))
+        digest.update(f"{form};".encode())
+        if tensor is not None:
+            digest.update(memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
+    return digest.digest()
+
+
 class LoRAModel:
     """All modules of one adapter, `{module name: weights}`; `rank`: the largest of any.
 
     `is_3d_lora_weight`: experts are stored as one pair for all of a layer. `version`: of its folder, if it has one.
-    `image`: memory that its tensors are views of, once it is staged for a GPU.
+    `image`: memory that its tensors are views of, once it is staged for a GPU. `invocation`: tokens from which on it
+    works, see :func:`activation_start`; `None`: always, plain LoRA.
     """
 
     version: AdapterVersion | None = None
     image: Tensor | None = None
+    invocation: tuple[int, ...] | None = None
+    _content_hash: bytes | None = None
 
     def __init__(
         self, lora_model_id: int, rank: int, loras: Mapping[str, ModuleWeights], is_3d_lora_weight: bool = False
@@ -235,9 +258,21 @@ class LoRAModel:
 
     def tensors(self) -> list[Tensor]:
         """List all matrices, of FP8 ones the values and then the scales."""
-        factors = [factor for weights in self.loras.values() for pair in weights.slices for factor in pair]
-        split = [[factor.values, factor.scale] if isinstance(factor, Fp8Matrix) else [factor] for factor in factors]
-        return [tensor for parts in split for tensor in parts if tensor is not None]
+        return [tensor for weights in self.loras.values() for tensor in weights.tensors() if tensor is not None]
+
+    def content_hash(self) -> bytes:
+        """Return a digest of all that outputs depend on: names of modules, scalings, invocation and numbers; not of id,
+        name and folder. Computed once, in threads; about 0.1 s for 100 MB.
+
+        All tensor-parallel ranks call it together, and get one digest of what each has.
+        """
+        if self._content_hash is None:
+            modules = sorted(self.loras.items())
+            parts = map_in_threads(_digest, [weights for _, weights in modules])
+            form = self.invocation, [(name, weights.scaling) for name, weights in modules]
+            own = blake2b(repr(form).encode() + b"".join(parts), digest_size=32).digest()
+            self._content_hash = blake2b(b"".join(gathered_bytes(own)), digest_size=32).digest()
+        return self._content_hash
 
     def host_bytes(self) -> int:
         """Return the host memory in bytes: the image, or the distinct storages behind the tensors."""
@@ -268,7 +303,9 @@ class LoRAModel:
         """
         names = lora_names(tensors, weights_mapper, skip_prefixes)
         contents = table_of_contents(tensors, names, peft_helper, model_vocab_size)
-        return cls.from_contents(lora_model_id, contents, tensors, device, dtype)
+        model = cls.from_contents(lora_model_id, contents, tensors, device, dtype)
+        model.invocation = peft_helper.alora_invocation_tokens
+        return model
 
     @classmethod
     def from_contents(

@@ -181,7 +181,7 @@ def stage(
         if (weights := lora.get_lora(name)) is not None:
             loras[name] = ModuleWeights(name, weights.rank, _as_slices(own, weights.slices, of_layer[0].fp8))
     staged = LoRAModel(lora.id, lora.rank, loras)
-    staged.image, staged.version = image, lora.version
+    staged.image, staged.version, staged.invocation = image, lora.version, lora.invocation
     return staged
 
 

@@ -10,7 +10,7 @@ memory.py           free-memory checks before large allocations
 logits.py           hidden states and the head to logits
 """
 
-from punica.parallel.agreement import all_ranks_agree, check_in_step, check_same_on_all_ranks, in_step
+from punica.parallel.agreement import all_ranks_agree, check_in_step, check_same_on_all_ranks, gathered_bytes, in_step
 from punica.parallel.embedding import ParallelLMHead, VocabParallelEmbedding, VocabShardIndices
 from punica.parallel.group import (
     SingleProcessGroup,

@@ -91,6 +91,11 @@ def check_same_on_all_ranks(what: str, values: Sequence[int]) -> None:
         )
 
 
+def gathered_bytes(own: bytes) -> list[bytes]:
+    """Return the bytes of every rank, as many on each, in rank order. With several ranks this is a collective."""
+    return [own] if current_group().world_size == 1 else [bytes(each) for each in _gathered(own, torch.uint8)]
+
+
 def _gathered(values: Sequence[int], dtype: torch.dtype = torch.int64) -> list[list[int]]:
     """The values of every rank, as many on each."""
     group = current_group()

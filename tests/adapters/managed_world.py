@@ -52,20 +52,25 @@ class Ours:
         self.manager = LoRAModelManager(self.model, 16, 256, VOCAB, limits, "cpu")
         self.requests = {name: LoRARequest(name, i, str(path)) for i, (name, path) in enumerate(adapters.items(), 1)}
 
-    def logits(self, prompts: Sequence[Sequence[int]], names: Sequence[str | None]) -> list[torch.Tensor]:
-        """As `reference_logits`: all tokens but the last in one prefill, then one step of single decode rows."""
-        attention = GrowingAttention()
-        first = self._step(attention, [prompt[:-1] for prompt in prompts], names, [0] * len(prompts))
-        last = self._step(attention, [prompt[-1:] for prompt in prompts], names, [len(p) - 1 for p in prompts])
+    def logits(
+        self, prompts: Sequence[Sequence[int]], names: Sequence[str | None], active: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """As `reference_logits`: all tokens but the last in one prefill, then one step of single decode rows. `active`:
+        first token of each prompt that its adapter works on.
+        """
+        attention, active = GrowingAttention(), active or [0] * len(prompts)
+        first = self._step(attention, [prompt[:-1] for prompt in prompts], names, [0] * len(prompts), active)
+        last = self._step(attention, [prompt[-1:] for prompt in prompts], names, [len(p) - 1 for p in prompts], active)
         return [torch.cat(both) for both in zip(first, last, strict=True)]
 
     def _step(
         self, attention: GrowingAttention, tokens: Sequence[Sequence[int]], names: Sequence[str | None],
-        starts: Sequence[int],
+        starts: Sequence[int], active: Sequence[int],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         requests = [None if name is None else self.requests[name] for name in names]
         own = [0 if request is None else request.lora_int_id for request in requests]
-        ids = [i for i, row in zip(own, tokens, strict=True) for _ in row]
+        rows = zip(own, tokens, starts, active, strict=True)
+        ids = [i if start + t >= begin else 0 for i, row, start, begin in rows for t in range(len(row))]
         attention.lengths = [len(row) for row in tokens]
         self.manager.set_active_adapters(requests, LoRAMapping(ids, ids, is_prefill=max(attention.lengths) > 1))
         flat = torch.tensor([token for row in tokens for token in row])
