@@ -297,21 +297,14 @@ def checked(name: str, prepared: Sequence[Prepared]) -> list[Call]:
     return [one.call for one in prepared]
 
 
-def projection(cfg: Config) -> torch.Tensor:
-    """Weights W [copies, h1, h2] of the projection that LoRA is added to, scaled so that y has unit variance."""
-    figure: Any = cfg.figure
-    device, count = cfg.hardware.device, copies(cfg, figure.h1 * figure.h2 * figure.dtype.bytes)
-    generator = torch.Generator(device).manual_seed(2)
-    weights = torch.empty(count, figure.h1, figure.h2, device=device, dtype=getattr(torch, figure.dtype.name))
-    for one in weights:
-        one.copy_(torch.randn(one.shape, generator=generator, device=device) * figure.h1**-0.5)
-    return weights
-
-
 def prepare_backbone(cfg: Config, batch_size: int) -> list[Call]:
-    """The calls of the backbone's projection X @ W, the first of them checked."""
-    weights = projection(cfg)
-    count, h1, h2 = weights.shape
+    """The calls of the backbone's projection X @ W, the first of them checked. W is scaled for unit variance of y."""
+    figure: Any = cfg.figure
+    h1, h2, device = figure.h1, figure.h2, cfg.hardware.device
+    count, generator = copies(cfg, h1 * h2 * figure.dtype.bytes), torch.Generator(device).manual_seed(2)
+    weights = torch.empty(count, h1, h2, device=device, dtype=getattr(torch, figure.dtype.name))
+    for one in weights:
+        one.copy_(torch.randn(one.shape, generator=generator, device=device) * h1**-0.5)
     x = torch.randn(count, batch_size, h1, generator=torch.Generator().manual_seed(2)).to(weights)
     out = x.new_empty(count, batch_size, h2)
     calls = [partial(torch.mm, x[i], weights[i], out=out[i]) for i in range(count)]

@@ -24,25 +24,6 @@ SLOTS = ", by slots"
 """End of the name of a column of `draw_moe` whose x axis is the number of slots."""
 
 
-def draw_added_latency(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Draw the latency that LoRA adds to the projection, and the projection's; below, their ratio."""
-
-    def column(mine: pd.DataFrame, above: Axes, below: Axes) -> None:
-        added, base = (_by(mine, metric, line="workload") for metric in ("added_latency", "base_latency"))
-        positive = all((line > 0).all() for line in added.values())  # the difference of two large times may be below 0
-        _fill(above, added, mine, "workload", log=positive)
-        alone = pd.concat(base.values(), axis=1).mean(axis=1)
-        above.plot(alone.index.astype(float), alone, label="the projection alone", **style.GREY)
-        _floor(above, mine[mine["workload"] == "Distinct"])
-        ratios = {name: line / base[name] for name, line in added.items()}
-        _fill(below, ratios, log=False)
-        below.set_ylim(bottom=min(0.0, below.get_ylim()[0]))
-        style.corner(below, f"at most {100 * max(line.max() for line in ratios.values()):.0f} %")
-
-    title = "Latency that LoRA adds to a projection; the floor is of the bytes of Distinct adapters"
-    return _drawn(rows, title, column, ("added latency (µs)", "relative to the\nprojection alone"))
-
-
 def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Latency, relative to SGMV, and error of an operator by batch; of a model logit error, changed tokens by rank."""
 

@@ -50,7 +50,6 @@ BYTES: dict[str, tuple[str, Callable[[Any, dict[str, Any]], float], tuple[str, .
     "README backbone-vs-sgmv": ("latency", _operator, ("SGMV", "backbone X@W")),
     "10": ("layer_latency", _layer, ()), "1": ("step_latency", _step, ()),
     "text 6": ("norm_latency", _norm, ("fused",)),
-    "ext added latency": ("added_latency", _operator, ()),
 }  # fmt: skip
 """Figure -> metric, bytes of a cell, systems that get a floor (none: all)."""
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from experiments.harness.experiment import CheckFailed
-from experiments.harness.points import Reading, sampled
+from experiments.harness.points import Reading
 from experiments.servers.client import FIELDS, UNFINISHED, Answer, Client, Run, Server, run
 from experiments.servers.stream import Job, Stream
-from experiments.workload.arrivals import FEWEST_FOR_P99, Span
+from experiments.systems.open_loop import tail
+from experiments.workload.arrivals import Span
 
 LAG_SHARE, LAG_S = 0.1, 0.005
 """Lag of the client's event loop (p99) from which on it counts as the bottleneck: this part of the median time to
@@ -108,14 +109,9 @@ def is_late(lags: Sequence[float], first: Sequence[float]) -> bool:
 
 
 def _waits(metric: str, seconds: Sequence[float]) -> list[Reading]:
-    """Return median, p10, p90, `_mean`, `_p95`, `_max` and, of `FEWEST_FOR_P99` or more, `_p99` in ms; none of none."""
-    if not len(seconds):
-        return []
-    values = [1e3 * value for value in seconds]
-    found = {"mean": np.mean(values), "p95": np.percentile(values, 95)}
-    found |= {"p99": np.percentile(values, 99)} if len(values) >= FEWEST_FOR_P99 else {}
-    far = [Reading(f"{metric}_{name}", float(value), "ms") for name, value in (found | {"max": max(values)}).items()]
-    return [*sampled(metric, values, "ms"), *far]
+    """Return `tail` and `_mean` in ms; nothing without samples."""
+    mean = [Reading(f"{metric}_mean", 1e3 * float(np.mean(seconds)), "ms")] if len(seconds) else []
+    return [*tail(metric, seconds, 1e3, "ms"), *mean]
 
 
 def _counts(users: Sequence[Answer], right: Sequence[Answer]) -> list[Reading]:

@@ -171,7 +171,7 @@ def user_readings(users: Sequence[Traced], trace: Trace) -> list[Reading]:
 
 def tail(metric: str, samples: Sequence[float], scale: float, unit: str) -> list[Reading]:
     """Return `sampled`, `_p95`, `_max` and, of `FEWEST_FOR_P99` samples or more, `_p99`; nothing without samples."""
-    if not samples:
+    if not len(samples):
         return []
     values = [scale * sample for sample in samples]
     shares = (95, 99) if len(values) >= FEWEST_FOR_P99 else (95,)
