@@ -1,4 +1,4 @@
-"""Tiny Mixtral and Qwen3-MoE models in Hugging Face folders, and adapters on their experts in both spellings."""
+"""Tiny models of transformers in folders, dense ones and mixtures, and adapters on experts in both spellings."""
 
 import copy
 import json
@@ -50,8 +50,8 @@ def hugging_face(config: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.uniform_(0.5, 1.5)
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)  # away from the neutral values they start with
             elif "gate.weight" in name:
                 parameter.normal_(0, 0.2)
     return model
@@ -78,15 +78,15 @@ def managed(model: Any, folder: Path, **config: Any) -> LoRAModelManager:
     return manager
 
 
-def logits_of(model: Any) -> Tensor:
+def logits_of(model: Any, tokens: Tensor = TOKENS) -> Tensor:
     with torch.no_grad():
-        return model.compute_logits(model(TOKENS, torch.arange(len(TOKENS)), CausalAttention()))
+        return model.compute_logits(model(tokens, torch.arange(len(tokens)), CausalAttention()))
 
 
-def wanted(model: Any) -> Tensor:
+def wanted(model: Any, tokens: Tensor = TOKENS) -> Tensor:
     """Logits of a model of transformers."""
     with torch.no_grad():
-        return model(TOKENS[None]).logits[0]
+        return model(tokens[None]).logits[0]
 
 
 def factors(config: Any, rank: int, seed: int) -> dict[int, dict[str, tuple[Tensor, Tensor]]]:

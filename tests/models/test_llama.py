@@ -1,83 +1,80 @@
-"""The model computes what Hugging Face's LlamaForCausalLM computes with the same weights."""
+"""The dense models compute what transformers computes with the same weights."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from punica.adapters import LoRAModelManager
 from punica.config import LoRAConfig
 from punica.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from punica.metadata import LoRAMapping
-from punica.models import LlamaForCausalLM
+from punica.models import LlamaForCausalLM, load_model
 from punica.models.rotary import inverse_frequencies
 from punica.parallel import ParallelLMHead
-from tests.models.moe_world import CausalAttention
+from tests.models.moe_world import hugging_face, logits_of, wanted
 
+# 4 heads and 2 kv heads, so that 4 ranks replicate the kv heads; a vocabulary that needs padding
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 77, "initializer_range": 0.2, "max_position_embeddings": 64,
+}  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-VARIANTS = {
-    "llama2": {},
-    "one kv head": {"num_key_value_heads": 1},
-    "llama3 rope": {"num_key_value_heads": 2, "rope_parameters": LLAMA3_ROPE},
-    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
-    "yarn rope": {"rope_parameters": YARN_ROPE},
-    "tied": {"tie_word_embeddings": True},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "odd sizes": {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 101,
-                  "vocab_size": 77},
-    "own head size": {"head_dim": 24},
-}  # fmt: skip
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "intermediate_size": 96, "vocab_size": 128, "initializer_range": 0.2,
-}  # fmt: skip
 
 
-def make_config(**changes) -> LlamaConfig:
-    return LlamaConfig(**{**SIZES, **changes})
+def make_config(config_class: type[Any] = LlamaConfig, **changes: Any) -> Any:
+    return config_class(**{**SIZES, **changes})
 
 
-def hugging_face_model(config: LlamaConfig) -> transformers.LlamaForCausalLM:
-    torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(torch.randn_like(parameter) * 0.3)  # away from the neutral values they start with
-    return model
+ODD = {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 101}
+CONFIGS: dict[str, Any] = {
+    "llama2": make_config(num_key_value_heads=4),
+    "one kv head": make_config(num_key_value_heads=1),
+    "llama3 rope": make_config(rope_parameters=LLAMA3_ROPE),
+    "linear rope": make_config(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
+    "yarn rope": make_config(rope_parameters=YARN_ROPE),
+    "tied": make_config(tie_word_embeddings=True),
+    "biases": make_config(attention_bias=True, mlp_bias=True),
+    "odd sizes": make_config(**ODD),
+    "own head size, swish is silu": make_config(head_dim=24, hidden_act="swish"),
+    "mistral, window, own head size": make_config(MistralConfig, sliding_window=40, head_dim=24),
+    "qwen2": make_config(Qwen2Config),
+    "qwen2, tied, window in one layer": make_config(
+        Qwen2Config, tie_word_embeddings=True, use_sliding_window=True, sliding_window=40, max_window_layers=1
+    ),
+    "qwen3": make_config(Qwen3Config, head_dim=32),
+    "qwen3, biases": make_config(Qwen3Config, head_dim=16, attention_bias=True),
+}
+IDS = torch.randint(77, (40,), generator=torch.Generator().manual_seed(4))
 
 
-def our_logits(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return model.compute_logits(model(ids, torch.arange(len(ids)), CausalAttention()))
-
-
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
-def test_logits_equal_hugging_face(tmp_path, changes) -> None:
-    reference = hugging_face_model(make_config(**changes))
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_logits_equal_transformers(tmp_path, config) -> None:
+    reference = hugging_face(config)
     reference.save_pretrained(tmp_path)
-    model = LlamaForCausalLM(tmp_path, dtype=torch.float32)
-    model.load_weights(tmp_path)
-    ids = torch.randint(reference.config.vocab_size, (50,))
-    with torch.inference_mode():
-        expected = reference(ids[None]).logits[0]
+    model = load_model(tmp_path, torch.float32)
+    assert type(model) is LlamaForCausalLM
+    expected = wanted(reference, IDS)
     assert expected.std() > 0.5  # the comparison below is between numbers of this size
-    torch.testing.assert_close(our_logits(model, ids), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of(model, IDS), expected, atol=1e-4, rtol=1e-4)
+    if getattr(config, "sliding_window", None):
+        assert model.max_context == 40
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["separate", "tied"])
 def test_every_layer_can_carry_adapters_and_the_wrapped_model_still_loads(tmp_path, tied) -> None:
-    reference = hugging_face_model(make_config(tie_word_embeddings=tied))
+    reference = hugging_face(make_config(tie_word_embeddings=tied))
     reference.save_pretrained(tmp_path)
     model = LlamaForCausalLM(tmp_path)
-    manager = LoRAModelManager(model, 1, 20, 128, LoRAConfig(), "cpu")
+    manager = LoRAModelManager(model, 1, 20, 77, LoRAConfig(), "cpu")
     assert isinstance(model.model.embed_tokens, VocabParallelEmbeddingWithLoRA)
     assert isinstance(model.logits_processor, LogitsProcessorWithLoRA)
     assert type(model.lm_head) is ParallelLMHead
@@ -86,8 +83,7 @@ def test_every_layer_can_carry_adapters_and_the_wrapped_model_still_loads(tmp_pa
     model.load_weights(tmp_path)
     manager.set_active_adapters([], LoRAMapping((0,) * 20, (0,) * 20, is_prefill=True))
     ids = torch.arange(20)
-    with torch.inference_mode():
-        torch.testing.assert_close(our_logits(model, ids), reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of(model, ids), wanted(reference, ids), atol=1e-4, rtol=1e-4)
 
 
 def test_llama3_frequencies_differ_from_default() -> None:
@@ -99,15 +95,14 @@ def test_llama3_frequencies_differ_from_default() -> None:
 
 
 def test_checkpoint_in_several_files_and_in_bfloat16(tmp_path) -> None:
-    reference, ids = hugging_face_model(make_config()), torch.arange(20)
+    reference, ids = hugging_face(make_config()), torch.arange(20)
     reference.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    with torch.inference_mode():
-        expected = reference(ids[None]).logits[0]
+    expected = wanted(reference, ids)
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.1 * float(expected.std()))):
         model = LlamaForCausalLM(make_config(), dtype)
         model.load_weights(tmp_path)
-        assert (our_logits(model, ids).float() - expected).abs().mean() < tolerance
+        assert (logits_of(model, ids).float() - expected).abs().mean() < tolerance
 
 
 def test_random_weights_depend_on_the_seed_alone() -> None:
@@ -118,12 +113,12 @@ def test_random_weights_depend_on_the_seed_alone() -> None:
     for a, b in zip(first.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
     ids = torch.arange(9)
-    assert not torch.allclose(our_logits(first, ids), our_logits(other, ids))
+    assert not torch.allclose(logits_of(first, ids), logits_of(other, ids))
     assert abs(float(first.model.layers[0].mlp.down_proj.weight.std()) - 0.2) < 0.01
 
 
 def test_wrong_checkpoint_changes_no_weight(tmp_path) -> None:
-    hugging_face_model(make_config()).save_pretrained(tmp_path)
+    hugging_face(make_config()).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)  # of old checkpoints: ignored
