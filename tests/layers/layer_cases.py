@@ -31,7 +31,10 @@ MIXED = [0, -1, 1, 1, 2, -1, 0]
 ALONE = {"tp_rank": 0, "tp_size": 1}
 TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 2e-3), torch.bfloat16: (3.2e-2, 2e-2)}
 Pairs = list[tuple[Tensor, Tensor]]
-on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+on_devices = pytest.mark.parametrize("device", ["cpu", CUDA])
+under_default_devices = pytest.mark.parametrize("default", ["meta", CUDA])
+"""Programs set one, and the library still makes its host tensors on the host."""
 
 
 def once(tp_size: int) -> int:

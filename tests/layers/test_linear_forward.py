@@ -17,6 +17,7 @@ from layer_cases import (
     lora_term,
     on_devices,
     random_pair,
+    under_default_devices,
     use,
     wrapper_for,
 )
@@ -78,6 +79,15 @@ def test_half_precision(name, dtype, device):
     x = torch.randn(T, IN, device=device).to(dtype)
     assert layer(x).dtype == dtype
     assert_close(layer(x), base(x).cpu().double() + lora_term(x, MIXED, adapters, dtype))
+
+
+@under_default_devices
+@pytest.mark.parametrize("name", ["replicated", "merged-gathered", "qkv", "row-whole-input"])
+def test_a_default_device_changes_nothing(name, default):
+    x = torch.randn(T, IN)
+    with torch.device(default):
+        layer, adapters, base = layer_of(name)
+        assert_close(layer(x), base(x) + lora_term(x, MIXED, adapters, torch.float32))
 
 
 @pytest.mark.parametrize("name", LINEAR)

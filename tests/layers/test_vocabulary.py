@@ -20,6 +20,7 @@ from layer_cases import (
     lora_term,
     on_devices,
     random_pair,
+    under_default_devices,
     use,
     wrapper_for,
 )
@@ -113,6 +114,16 @@ def test_slots_of_an_embedding() -> None:
         with pytest.raises(ValueError, match=message):
             layer.set_lora(0, torch.ones(2, a), torch.ones(b, 2))
     assert layer.lora_ranks.tolist() == [[2, 0, 1, 0]]
+
+
+@under_default_devices
+def test_a_default_device_changes_nothing(default) -> None:
+    hidden = torch.randn(T, DIM)
+    with torch.device(default):
+        layer, adapters = embedding()
+        check(layer(IDS), layer.base_layer(IDS), one_hot(IDS), MIXED, adapters)
+        layer, head, adapters = logits_of()
+        check(layer(head, hidden), layer.base_layer(head, hidden), hidden, MIXED, adapters)
 
 
 def test_steps_that_an_embedding_refuses() -> None:
