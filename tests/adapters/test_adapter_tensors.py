@@ -77,9 +77,7 @@ def test_what_is_refused_when_the_request_is_made(fields, error, message) -> Non
     [
         ({f"base_model.model.{O_PROJ}.lora_A.weight": torch.zeros(4, 3)}, {}, ValueError, "24 columns, got 3"),
         ({f"base_model.model.{O_PROJ}.lora_A.weight": torch.zeros(4, 24).int()}, {}, TypeError, "dtype torch.int32"),
-        ({"nonsense": torch.zeros(4, 3)}, {}, ValueError, "unsupported LoRA weight 'nonsense'"),
         ({}, {"r": 2}, ValueError, "tensors have rank 4, the adapter's config says 2"),
-        ({}, {"r": "4"}, TypeError, "r must be an int"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else None,
 )

@@ -5,7 +5,7 @@ import torch
 from adapter_world import Tenants, decode, tree
 from torch import Tensor, nn
 
-from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager
+from punica.adapters import LoRAModelManager
 from punica.config import LoRAConfig
 from punica.parallel import QKVParallelLinear, ReplicatedLinear, VocabParallelEmbedding
 
@@ -79,18 +79,6 @@ def test_parts_of_a_packed_module_below_either_name(tenants, targets):
     tenants.write(2, {**pair("block.v_proj", height=2), **pair("twin.v_proj", height=2)}, RANK)
     with pytest.raises(ValueError, match=r"'block.v_proj' and 'twin.v_proj', which are one and the same"):
         manager.add_adapter(tenants.request(2))
-
-
-def test_parts_below_one_name_and_parts_below_the_other_belong_together(tenants):
-    manager = manage(packed_model())
-    q, name = pair("block.q_proj", height=4), "block.qkv_proj"
-    split = served(manager, tenants, {**q, **pair("twin.v_proj", height=2)}, name)
-    whole = served(manager, tenants, {**q, **pair("block.v_proj", height=2)}, name)
-    assert all(map(torch.equal, split, whole))
-    weights = LoRALayerWeights("twin.qkv_proj", RANK, RANK, torch.ones(RANK, WIDTH), torch.ones(8, RANK))
-    part = LoRALayerWeights("block.q_proj", RANK, RANK, torch.ones(RANK, WIDTH), torch.ones(4, RANK))
-    with pytest.raises(ValueError, match=r"\['block.qkv_proj'\] both whole and in parts"):
-        manager.add_adapter(LoRAModel(2, RANK, {"twin.qkv_proj": weights, "block.q_proj": part}))
 
 
 class Tied(nn.Module):

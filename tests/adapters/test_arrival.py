@@ -82,31 +82,15 @@ def test_more_tensors_than_the_model_has_places_for(make_manager, tenants) -> No
         manager.check_adapter(tenants.request(1))
 
 
-@pytest.mark.parametrize("wrong", [True, "1", [1], None, 1.0])
-def test_what_is_no_id_is_refused_by_name(make_manager, wrong) -> None:
-    manager = make_manager()
-    calls = (manager.get_adapter, manager.remove_adapter, manager.activate_adapter, manager.pin_adapter)
-    for call in (*calls, manager.unpin_adapter, manager.deactivate_adapter, manager.request_of):
-        with pytest.raises(TypeError, match="adapter_id must be an int"):
-            call(wrong)
-
-
-@pytest.mark.parametrize("when", ["opened", "loaded"])
-def test_a_file_that_becomes_shorter_is_an_error_and_never_a_signal(make_manager, tenants, monkeypatch, when) -> None:
+def test_a_file_that_becomes_shorter_is_an_error_and_never_a_signal(make_manager, tenants, monkeypatch) -> None:
     """What is mapped from a file kills the process when the file is cut: nothing may be."""
     manager = make_manager()
     tenants.write(1, adapter_tensors(1))
     request = tenants.request(1)
     file = Path(request.lora_path) / "adapter_model.safetensors"
-    if when == "opened":
-        manager.check_adapter(request)
-        real = WeightsFile.numbers
-        monkeypatch.setattr(WeightsFile, "numbers", lambda *a: (os.truncate(file, 100), real(*a))[1])
-        with pytest.raises(ValueError, match="became shorter while it was read"):
-            manager.add_adapter(request)
-        return
-    loaded = manager._loader.load(request)
-    os.truncate(file, 0)
-    total = sum(t.sum() for lora in loaded.loras.values() for t in (lora.lora_a, lora.lora_b) if torch.is_tensor(t))
-    assert torch.isfinite(torch.as_tensor(total))
-    assert file.stat().st_size == 0
+    loaded = manager.read_adapter(request)
+    real = WeightsFile.numbers
+    monkeypatch.setattr(WeightsFile, "numbers", lambda *a: (os.truncate(file, 100), real(*a))[1])
+    with pytest.raises(ValueError, match="became shorter while it was read"):
+        manager.add_adapter(request)
+    assert all(torch.isfinite(tensor).all() for tensor in loaded.tensors())

@@ -1,43 +1,18 @@
 """Mixed batches against the dense merged model, and folders written by the PEFT library itself."""
 
-import math
 
 import peft
 import pytest
 import torch
-from adapter_world import INTER, VOCAB, adapter_tensors
+from adapter_world import INTER, VOCAB
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from punica.adapters import LoRAModel, PEFTHelper, random_adapter, write_random_adapter
-from punica.metadata import LoRAMapping
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # inside transformers
 
 EXPECTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-@pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
-def test_mixed_batch_equals_the_dense_merged_models(make_manager, dense, tenants, prefill):
-    """Three tenants (ranks 1, 4, 8; one with only q and v) and rows without adapter, interleaved."""
-    adapters = {
-        1: (adapter_tensors(1, rank=1), 1, 2.0),
-        2: (adapter_tensors(2, rank=4, modules=("q_proj", "v_proj")), 4, 8 / math.sqrt(4)),
-        7: (adapter_tensors(7, rank=8), 8, 2.0),
-    }
-    for i, (tensors, rank, _) in adapters.items():
-        tenants.write(i, tensors, rank, use_rslora=i == 2, lora_alpha=8 if i == 2 else 2 * rank)
-    manager = make_manager(max_loras=3)
-    ids = [7, 7, 0, 1, 2, 2, 2, 0, 1, 7, 1]
-    requests = [tenants.request(i) for i in adapters]
-    manager.set_active_adapters(requests, LoRAMapping(ids, sorted(set(ids)), is_prefill=prefill))
-    x = torch.randn(len(ids), 24)
-    output = manager.model(x)
-    models = {i: dense.merged(tensors, scaling) for i, (tensors, _, scaling) in adapters.items()} | {0: dense}
-    for row, i in enumerate(ids):
-        torch.testing.assert_close(output[row : row + 1], models[i](x[row : row + 1]), rtol=1e-4, atol=1e-4)
-        if i:
-            assert (output[row] - dense(x)[row]).abs().max() > 0.05
 
 
 def llama_config() -> LlamaConfig:

@@ -102,13 +102,6 @@ def test_patterns_match_the_names_of_the_adapter_not_the_mapped_ones():
     assert found == {"layer.wq": (2, 6, 3), "m.up": (4, 8, 2)}
 
 
-def test_names_that_only_the_mapper_makes_legible():
-    tensors = {"old.q.down": torch.randn(4, 6), "old.q.up": torch.randn(10, 4)}
-    mapper = {"old.": "m.", "q.down": "q_proj.lora_A.weight", "q.up": "q_proj.lora_B.weight"}
-    model = LoRAModel.from_lora_tensors(1, tensors, helper(4, alpha_pattern={"q_proj": 2}), weights_mapper=mapper)
-    assert model.get_lora("m.q_proj").scaling == 0.5
-
-
 def test_skipped_and_base_layer_tensors_are_left_out(tmp_path):
     extra = {
         "base_model.model.lm_head.base_layer.weight": torch.ones(2, 2),

@@ -18,18 +18,6 @@ def order(cache: LRUCache) -> str:
     return "".join(key for key, _ in cache.items())
 
 
-def test_all_pinned_changes_nothing():
-    cache = filled("a", "b", capacity=2)
-    cache.pin("b")
-    cache.pin("a")
-    for call in (cache.remove_oldest, lambda: cache.put("c", 1)):
-        with pytest.raises(RuntimeError, match=r"all 2 entries are pinned: \['a', 'b'\]"):
-            call()
-    assert order(cache) == "ab"
-    cache.put("a", 5)  # a present key needs no room
-    assert (cache.peek("a"), cache.pinned) == (5, {"a", "b"})
-
-
 def test_an_entry_without_room_changes_nothing():
     cache = filled("a", "b", "c")
     cache.pin("b")

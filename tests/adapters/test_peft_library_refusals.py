@@ -6,11 +6,9 @@ from typing import Any
 
 import peft
 import pytest
-import torch
 from adapter_world import assert_unchanged, snapshot
 from managed_world import MAX_RANK, VOCAB, Ours
 from peft_world import hugging_face_model, lora_config, peft_model
-from safetensors.torch import load_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -91,15 +89,6 @@ def test_whole_embeddings_saved_along_are_refused(serving, tmp_path):
     model.resize_token_embeddings(VOCAB + 3)
     model.save_pretrained(tmp_path, save_embedding_layers=True)
     check_refused(serving, tmp_path, r"unsupported LoRA weight 'base_model\.model\.\S*(embed_tokens|lm_head)\.weight'")
-
-
-def test_a_pickled_folder_is_refused_without_being_read(serving, tmp_path):
-    """As PEFT wrote it before safetensors became its format."""
-    peft_model(hugging_face_model(), {"default": lora_config()}).save_pretrained(tmp_path)
-    file = tmp_path / "adapter_model.safetensors"
-    torch.save(load_file(file), tmp_path / "adapter_model.bin")
-    file.unlink()
-    check_refused(serving, tmp_path, r"adapter_model\.bin' is a pickle and is not read; convert the adapter to")
 
 
 def test_an_initialisation_that_changed_the_base_model_is_served_with_a_warning(serving, tmp_path):

@@ -1,6 +1,5 @@
 """What a `WeightsFile` tells and reads, by safetensors' own word; and several folders read at once."""
 
-import gc
 import json
 import math
 import os
@@ -16,7 +15,6 @@ from safetensors.torch import save_file
 from punica.adapters.names import NameRules
 from punica.adapters.read import WeightsFile
 from punica.adapters.weights import LoRAModel
-from punica.ops import pages
 
 NAME = "base_model.model.layers.0.q_proj.lora_A.weight"
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -126,32 +124,6 @@ def test_tensors_read_in_runs_are_those_of_the_file(tmp_path: Path, run: int, at
     assert numbers.finite
     assert numbers.tensors.keys() == expected.keys()
     assert all(torch.equal(numbers.tensors[name], tensor) for name, tensor in expected.items())
-
-
-def test_an_adapter_is_read_into_the_memory_of_one_that_is_gone(tmp_path: Path, monkeypatch) -> None:
-    """Memory of tensors that live is not touched."""
-    gc.collect()  # what other tests left gives back nothing later
-    monkeypatch.setattr(pages, "_free", {})
-    many(tmp_path)
-
-    def numbers() -> dict[str, torch.Tensor]:
-        with WeightsFile(tmp_path) as file:
-            return file.numbers(file.entries(NameRules({"q_proj"}))).tensors
-
-    first = numbers()
-    copies = {name: tensor.clone() for name, tensor in first.items()}
-    second = numbers()
-    place = {tensor.untyped_storage().data_ptr() for tensor in second.values()}
-    assert place.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in first.values())
-    del second
-    gc.collect()
-    assert pages._free
-    many(tmp_path)
-    monkeypatch.setattr(pages.Pages, "__init__", None)  # no new memory: its address could be the old one's
-    third = numbers()
-    assert {tensor.untyped_storage().data_ptr() for tensor in third.values()} == place
-    assert all(torch.equal(first[name], copies[name]) for name in first)
-    assert not any(torch.equal(first[name], third[name]) for name in first)
 
 
 @pytest.mark.parametrize(("run", "dtype"), [(1 << 22, None), (1 << 22, torch.bfloat16), (1, torch.bfloat16)], ids=str)

@@ -149,26 +149,6 @@ def test_prefetch_gives_the_handle_of_the_latest_copy(deferred):
         manager.prefetch_adapter(9)
 
 
-def test_outputs_do_not_depend_on_when_slots_are_written(make_manager, deferred, tenants):
-    """Twelve steps over two slots with prefetching ahead, against a manager that writes on the spot."""
-    for i in range(1, 7):
-        tenants.write(i)
-    sizes = {"max_loras": 2, "max_cpu_loras": 4}
-    on_the_spot, later = make_manager(**sizes), deferred(**sizes)
-    assert isinstance(later._writer, DeferredWriter)
-    x = torch.randn(5, 24)
-    for step in range(12):
-        now, following = step % 6 + 1, (step + 1) % 6 + 1
-        mapping = decode(now, 0, now, 0, now)
-        outputs = []
-        for manager in (on_the_spot, later):
-            manager.set_active_adapters([tenants.request(now)], mapping)
-            if following in manager.list_adapters():
-                manager.prefetch_adapter(following)
-            outputs.append(manager.model(x))
-        assert torch.equal(*outputs)
-
-
 def test_staging_failure_changes_nothing(make_manager, tenants, monkeypatch):
     """Page-locked memory can run out: what was staged before is dropped, nothing is evicted."""
     manager = full_manager(make_manager, tenants)
@@ -215,24 +195,3 @@ def test_an_image_fills_a_slot_as_set_lora_does(tp_size, tp_rank, modules, optio
     write_slot(staged.image, [part.slots for part in empty], [part.ranks for part in empty], 1)
     for found, wanted in zip(all_buffers(manager), expected, strict=True):
         assert torch.equal(found.float(), wanted.float())
-
-
-def test_a_staged_adapter_is_the_adapter(make_manager):
-    """On one rank its tensors are the whole matrices, as views of the image, so it can be added anywhere again."""
-    manager = make_manager(max_loras=2)
-    lora = manager._packer.pack(adapter(3, rank=5))
-    staged = stage(manager.modules, lora, torch.float32, pin_memory=False)
-    assert staged.image is not None
-    assert (staged.id, staged.rank, set(staged.loras)) == (lora.id, lora.rank, set(lora.loras))
-    storage = staged.image.untyped_storage().data_ptr()
-    for name, weights in lora.loras.items():
-        own = staged.loras[name]
-        for pair, views in zip(weights.slices, own.slices, strict=True):
-            for wanted, found in zip(pair, views, strict=True):
-                assert torch.equal(found, wanted)
-                assert found.untyped_storage().data_ptr() == storage
-            assert views[1].T.is_contiguous(), "it lies as its slot does"
-    manager.add_adapter(staged)
-    manager.activate_adapter(3)
-    down = manager.modules["model.layers.1.mlp.down_proj"]
-    assert torch.equal(down.lora_b_stacked[0][0, 0, :, :5], lora.get_lora("model.layers.1.mlp.down_proj").lora_b)
