@@ -25,14 +25,11 @@ class LoRABatch:
 
     Args:
         max_num_tokens: most rows, N, also of the sampled ones; ``max_loras``: slots, L. ``None``: no bound, no kernels.
-        device: of the kernels' tensors.
+        device: of the kernels' tensors: allocated at first use, at the largest size, then refilled in place.
         specialize_active_lora: tell flat ops the adapters in use, rounded up to a captured count, instead of all L.
 
     Attributes, of the current step: ``rows``, the rows and their runs on the host; ``num_rows``, T; ``no_lora``, no row
-    has an adapter: nothing is to be done then.
-
-    The kernels' tensors are allocated at first use, at the largest size, and then refilled in place: captured CUDA
-    graphs keep their addresses.
+    has an adapter.
     """
 
     def __init__(
@@ -59,11 +56,10 @@ class LoRABatch:
     def fill(self, rows: RowGroups, sampled: RowGroups | None = None) -> None:
         """Begin a step with these rows; ``sampled`` None: every row is sampled. Asynchronous on the current stream.
 
-        ValueError, and no change, when there are more rows than N or a slot is not in ``[-1, L)``; RuntimeError for
-        ``sampled``, which is filled with its step.
+        ValueError, and no change: more rows than N, or a slot outside ``[-1, L)``. RuntimeError: ``sampled`` by itself.
         """
         if self._tokens is not None:
-            raise RuntimeError("the sampled rows are filled together with the step that they belong to: fill that one")
+            raise RuntimeError("the sampled rows are filled together with their step: fill that one")
         sampled = rows if sampled is None or sampled.equals(rows) else sampled  # a decode step: worked out once
         self._check(rows, self.what)
         if sampled is not rows:
@@ -95,16 +91,12 @@ class LoRABatch:
                 "(update_metadata) for this batch"
             )
 
-    # --- for the torch operators -------------------------------------------------------------------------------------
-
     @cached_property
     def plan(self) -> SegmentPlan:
         """The rows grouped for batched products; made once per step, shared with ``sampled`` if that is the same."""
         if self._tokens is not None and self.rows is self._tokens.rows:
             return self._tokens.plan
         return SegmentPlan.of(self.rows)
-
-    # --- for the Triton kernels --------------------------------------------------------------------------------------
 
     @cached_property
     def kernel_meta(self) -> LoRAKernelMeta:
@@ -133,9 +125,7 @@ class LoRABatch:
         return self.rows.tiles.shape
 
     def tiles(self, height: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """The tiles of `HEIGHTS[height]` rows: sorted rows, records, and numbers of tiles: of all heights on the
-        device, of this one on the host.
-        """
+        """Tiles of `HEIGHTS[height]` rows: sorted rows, records, totals on the device, and that of this height."""
         meta, totals = self.kernel_meta, self.rows.tiles.totals
         return meta.token_indices_sorted_by_lora_ids, meta.tile_records[height], meta.tile_totals, totals[height]
 

@@ -1,8 +1,8 @@
 """`LoRAKernelMeta`: the integer tensors that the Triton kernels read, grouped by adapter instead of by position.
 
 Kernels gather rows through an index sorted by slot: position i of ``active_lora_ids`` owns sorted positions
-``[start[i], start[i] + count[i])``. Everything is allocated once at its largest size and refilled in place each step
-(paper, section 6: segment indices are built once per model invocation), as captured CUDA graphs need.
+``[start[i], start[i] + count[i])``. Everything is allocated once at its largest size and refilled in place each step,
+as captured CUDA graphs need (paper, section 6: segment indices are built once per model invocation).
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ class LoRAKernelMeta:
         capacity, max_loras = self.token_lora_mapping.shape[0], self.active_lora_ids.shape[0] - 1
         slots = check_slots("token_lora_mapping", token_lora_mapping, max_loras)
         if slots.size > capacity:
-            raise ValueError(
-                f"token_lora_mapping has {slots.size} tokens, more than the capacity max_num_tokens={capacity}"
-            )
+            raise ValueError(f"token_lora_mapping has {slots.size} tokens, more than max_num_tokens={capacity}")
         self._buffer.refill({self: RowGroups.of_rows(slots)})
 
     def meta_args(self, token_nums: int, specialize_active_lora: bool = False) -> MetaArgs:
@@ -145,8 +143,7 @@ class KernelMetaBuffer:
         self.captured_lora_counts = sorted(counts)
         if self.captured_lora_counts and self.captured_lora_counts[-1] > slots + 1:
             raise ValueError(
-                f"captured_lora_counts has {self.captured_lora_counts[-1]}, more than max_loras + 1 = {slots + 1} "
-                "(every slot and -1)"
+                f"captured_lora_counts has {self.captured_lora_counts[-1]}, more than max_loras + 1 = {slots + 1}"
             )
         records = [2 * most for most in capacities(slots, tokens)]
         lengths = [slots + 1, slots + 1, slots + 2, tokens, tokens, len(HEIGHTS), *records]

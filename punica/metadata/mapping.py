@@ -13,6 +13,7 @@ import torch
 
 from punica.checks import check_count
 from punica.metadata.rows import RowGroups, check_slots
+from punica.metadata.staging import send
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class LoRAMapping:
     """Adapter ids of one step, compared by value.
 
     ``index_mapping``: id of every token (length T). ``prompt_mapping``: id of every sampled row (length S): equal to
-    the tokens when decoding, one per request in a prefill. 0 = no adapter. Both take any sequence of integers, 1-D
-    integer CPU tensors and numpy arrays included, and are stored as tuples of int.
+    the tokens when decoding, one per request in a prefill. 0 = no adapter. Both take sequences of integers, 1-D CPU
+    tensors and numpy arrays, and are stored as tuples of int.
     ``is_prefill``: the step contains prompts, so runs of equal slots are long.
 
     TypeError (with position and value): an element that is bool, float, str or None. ValueError: a negative element.
@@ -89,13 +90,12 @@ def convert_mapping(
     mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int,
     extra_vocab_size: int, device: torch.device | str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:  # fmt: skip
-    """Slots and offsets of every row of a step, as int64 tensors on ``device``.
+    """Slots and offsets of every row of a step, as int64 tensors on ``device``: views of one allocation.
 
     ``lora_index_to_id[s]`` is the adapter id in slot s or None; ``max_loras`` (>= its length) encodes "none" in the
     padded indices. Returns ``base_indices`` ``[T]`` and ``sampler_indices`` ``[S]``, slots of tokens and sampled rows;
-    `padded_slots` ``[S]``; `embedding_offsets` ``[2, T]``; ``indices_len`` ``[T, S, S, T]``. The four tensors are views
-    of one allocation, filled by one copy. TypeError: a wrong type. ValueError: an id that is in no slot (all such ids
-    and the loaded ones are listed), an id in two slots, a number out of range.
+    `padded_slots` ``[S]``; `embedding_offsets` ``[2, T]``; ``indices_len`` ``[T, S, S, T]``. TypeError: a wrong type.
+    ValueError: ids that are in no slot, an id in two slots, a number out of range.
     """
     tokens, sampled = mapped_rows(mapping, lora_index_to_id, max_loras)
     check_count("vocab_size", vocab_size)
@@ -104,11 +104,7 @@ def convert_mapping(
     offsets = embedding_offsets(tokens.row_slots, vocab_size, extra_vocab_size)
     arrays = (tokens.row_slots, sampled.row_slots, padded, offsets)
     lengths = [tokens.num_rows, sampled.num_rows, sampled.num_rows, tokens.num_rows]
-    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    target = torch.device(device)
-    if target.type == "cuda":
-        packed = packed.pin_memory()
-    packed = packed.to(target, non_blocking=True)
+    packed = send(np.concatenate([array.ravel() for array in arrays]), torch.int64, torch.device(device))
     *slots, offsets = packed.split([*lengths[:3], 2 * tokens.num_rows])
     return *slots, offsets.view(2, tokens.num_rows), lengths
 
@@ -133,11 +129,8 @@ def _slots(name: str, ids: Sequence[int], slot_of: dict[int, int]) -> np.ndarray
         return np.fromiter(map(slot_of.__getitem__, ids), dtype=np.int64, count=len(ids))
     except KeyError:
         pass
-    first: dict[int, int] = {}
-    for position, adapter_id in enumerate(ids):
-        if adapter_id not in slot_of:
-            first.setdefault(adapter_id, position)
-    unknown = ", ".join(f"{adapter_id} (first at position {at})" for adapter_id, at in first.items())
+    missing = [adapter_id for adapter_id in dict.fromkeys(ids) if adapter_id not in slot_of]
+    unknown = ", ".join(f"{adapter_id} (first at position {ids.index(adapter_id)})" for adapter_id in missing)
     loaded = sorted(set(slot_of) - {0})
     raise ValueError(f"{name} names adapters that are in no slot: {unknown}; loaded ids: {loaded}. Activate them first")
 
@@ -164,8 +157,8 @@ def compute_meta(token_lora_tensor: torch.Tensor) -> Segments:
     """
     rows = RowGroups.of_rows(check_slots("token_lora_tensor", token_lora_tensor))
     device = token_lora_tensor.device
-    starts, lengths = (torch.from_numpy(part).to(device) for part in (rows.starts, rows.lengths))
-    slots = torch.from_numpy(rows.slots).to(device, token_lora_tensor.dtype)
+    starts, lengths, slots = (torch.from_numpy(part).to(device) for part in (rows.starts, rows.lengths, rows.slots))
+    longest = int(rows.lengths.max(initial=0))
     return Segments(
-        starts, lengths, slots, rows.slots.size, int(rows.lengths.max(initial=0)), rows.num_rows, rows.no_lora
+        starts, lengths, slots.to(token_lora_tensor.dtype), len(slots), longest, rows.num_rows, rows.no_lora
     )

@@ -1,8 +1,7 @@
 """`RowGroups`: the slot of every row of a step, on the host, from which all other metadata are derived; its tiles.
 
 A *tile* is up to ``height`` rows of one segment (all rows of one slot, in sorted order), longest segments first. A
-program reads the record of its tile instead of searching the segments. Every height is listed at every step, so that a
-captured graph finds its list at every later step.
+program reads the record of its tile. Every height is listed at every step, for captured graphs.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ _ROWS_AT, _SLOT_AT = 56, 32  # bits of a record: rows | slot | first sorted posi
 
 
 class StepShape(NamedTuple):
-    """Adapters in use and rows of the longest segment, rounded up to powers of two, so that similar steps share their
-    schedules and captured graphs.
-    """
+    """Adapters in use and rows of the longest segment, as powers of two: similar steps share schedules and graphs."""
 
     adapters: int
     longest: int
@@ -92,11 +89,8 @@ def _power(number: int) -> int:
 class RowGroups:
     """T rows as B runs of neighbours that share a slot (the segments of the paper's section 4); never changed.
 
-    Attributes:
-        slots, lengths: int64 ``[B]``, slot (``-1`` = no adapter) and number of rows of each run; neighbouring runs
-            differ in their slot and none is empty.
-        num_rows: T.
-        no_lora: whether no row has an adapter (T = 0 included).
+    ``slots``, ``lengths``: int64 ``[B]``, slot (``-1`` = no adapter) and rows of each run; neighbouring runs differ in
+    their slot and none is empty. ``num_rows``: T. ``no_lora``: no row has an adapter (T = 0 included).
     """
 
     def __init__(self, slots: np.ndarray, lengths: np.ndarray) -> None:
@@ -166,9 +160,8 @@ class RowGroups:
         return TileLists(*self.present)
 
     def equals(self, other: RowGroups) -> bool:
-        return self is other or (
-            np.array_equal(self.slots, other.slots) and np.array_equal(self.lengths, other.lengths)
-        )
+        pairs = (self.slots, other.slots), (self.lengths, other.lengths)
+        return self is other or all(np.array_equal(*pair) for pair in pairs)
 
 
 def _edges(values: np.ndarray) -> np.ndarray:

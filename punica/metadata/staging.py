@@ -1,7 +1,7 @@
 """Asynchronous host-to-device copies: `StagedBuffer`, double-buffered in pinned memory, and `send`.
 
-On a CPU the host array *is* the tensor. For a GPU there are two pinned host arrays: while the copy of one may still be
-running, the next step fills the other, and an event tells when a third step may reuse the first.
+On a CPU the host array *is* the tensor. A GPU has two pinned ones: while the copy of one may still be running, the next
+step fills the other, and an event tells when a third step may reuse the first.
 """
 
 import math
@@ -25,11 +25,10 @@ class StagedBuffer:
             start = torch.tensor(initial, dtype=dtype, device="cpu").expand(shape).contiguous()
             self.tensor = start.to(device)
             self._asynchronous = device.type == "cuda"
-            if device.type == "cpu":
-                self._hosts = [self.tensor]
+            if self._asynchronous:
+                self._hosts = [start.pin_memory() for _ in range(2)]
             else:
-                copies = 2 if self._asynchronous else 1
-                self._hosts = [start.pin_memory() if self._asynchronous else start for _ in range(copies)]
+                self._hosts = [self.tensor if device.type == "cpu" else start]
         self._arrays: list[np.ndarray] = [host.numpy() for host in self._hosts]
         self._copied: list[torch.cuda.Event | None] = [None] * len(self._hosts)
         self._turn = 0
@@ -57,11 +56,7 @@ class StagedBuffer:
 
 
 def send(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy numbers into a new tensor on ``device``, asynchronously on CUDA.
-
-    The source is page-locked memory that torch caches, in powers of two, until the copy has ended: only the first of a
-    size waits for the system.
-    """
+    """Copy numbers into a new tensor on ``device``, asynchronously on CUDA, from page-locked memory."""
     host = torch.tensor(values, dtype=dtype, device="cpu")
     if device.type == "cuda":
         host = host.pin_memory()  # torch.tensor(pin_memory=True) takes no numpy array

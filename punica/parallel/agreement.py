@@ -1,8 +1,7 @@
 """Failures and arguments compared over the ranks of a tensor-parallel group, so that no rank computes without another.
 
-Ranks read the same folders, but not the same disks. If one rank cannot load an adapter and the others compute with it,
-they wait for it in a collective until a time-out that names no cause. Outside of steps `all_ranks_agree` makes a
-failure common to all; inside of one `in_step` ends the group.
+If one rank cannot load an adapter and the others compute with it, they wait for it in a collective until a time-out
+that names no cause. Outside of steps `all_ranks_agree` makes a failure common to all; inside, `in_step` ends the group.
 """
 
 import zlib
@@ -23,11 +22,10 @@ _MESSAGE_BYTES = 2048
 def all_ranks_agree() -> Iterator[list[object]]:
     """Make an error of one rank inside the block an error of all ranks at its end.
 
-    Every rank raises the error of the first rank that failed, its message preceded by that rank's number.
-    FileNotFoundError, TypeError, ValueError and errors of too little memory keep their type, others become a
-    RuntimeError. Ranks that have all succeeded raise ValueError unless the lists, which the block appends to, have
-    equal reprs. With one rank nothing is exchanged. This is a collective: all ranks must reach it, in one order. So it
-    must not be nested, and there must be no collectives inside, which a rank that failed would miss (:func:`in_step`).
+    Every rank raises the error of the first rank that failed, its message preceded by that rank's number; types beside
+    FileNotFoundError, TypeError, ValueError and errors of too little memory become a RuntimeError. Ranks that have all
+    succeeded raise ValueError unless the lists, which the block appends to, have equal reprs. With one rank nothing is
+    exchanged. This is a collective, in one order on all ranks: not nested, and without collectives inside.
     """
     group = current_group()
     found: list[object] = []
@@ -59,10 +57,9 @@ def all_ranks_agree() -> Iterator[list[object]]:
 def in_step() -> Iterator[None]:
     """Break the group on this rank where the block, a forward pass with collectives, fails.
 
-    The other ranks cannot be told: they wait in the next collective (on GPUs in kernels that are enqueued already), and
-    would take any message for it. All further collectives and steps of this rank are a RuntimeError that says to
-    restart; the others fail by their backend's time-out, or as soon as this process ends. With one rank nothing
-    happens.
+    The other ranks cannot be told: they wait in the next collective, and would take any message for it. All further
+    collectives and steps of this rank are a RuntimeError; the others fail by their backend's time-out, or as soon as
+    this process ends. With one rank nothing happens.
     """
     try:
         yield

@@ -4,9 +4,9 @@ The table ``[vocab, dim]`` is split by rows. A rank's shard is laid out as
 
     its original ids | padding | its added ids | padding
 
-where *added* ids are those a fine-tune put behind the original vocabulary. Original and added parts are padded
-separately (to multiples of ``padding_size``) so that the split of the original vocabulary does not depend on how many
-ids were added. Looking an id up, every rank contributes its row or zeros, and the sum over ranks is the embedding.
+where *added* ids are those a fine-tune put behind the original vocabulary. Both parts are padded (to multiples of
+``padding_size``), so that the split of the original vocabulary does not depend on the added ids. Looking an id up,
+every rank contributes its row or zeros, and the sum over ranks is the embedding.
 """
 
 from collections.abc import Hashable
@@ -52,10 +52,6 @@ class VocabShardIndices:
         return self.added_vocab_end_index - self.added_vocab_start_index
 
 
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 class VocabParallelEmbedding(nn.Module):
     """Token embedding split over ranks by vocabulary rows.
 
@@ -86,8 +82,9 @@ class VocabParallelEmbedding(nn.Module):
             raise ValueError(f"org_num_embeddings must be at most num_embeddings={num_embeddings}, got {org}")
         self.tp_rank, self.tp_size = resolve_tp(tp_rank, tp_size)
         self.params_dtype = params_dtype or torch.get_default_dtype()
-        self.org_vocab_size_padded = round_up(org, padding_size)
-        self.num_embeddings_padded = round_up(self.org_vocab_size_padded + num_embeddings - org, padding_size)
+        self.org_vocab_size_padded = -(-org // padding_size) * padding_size
+        whole = self.org_vocab_size_padded + num_embeddings - org
+        self.num_embeddings_padded = -(-whole // padding_size) * padding_size
         self.num_embeddings_per_partition = divide(self.num_embeddings_padded, self.tp_size)
         self.shard_indices = self._indices_of(self.tp_rank)
         self.num_org_embeddings_per_partition = self.shard_indices.num_org_elements
@@ -179,8 +176,8 @@ class ParallelLMHead(VocabParallelEmbedding):
     """The output projection onto the vocabulary: same table, same split, used as a matrix.
 
     ``quant_method.apply(lm_head, hidden [S, dim])`` gives this rank's logits ``[S, num_embeddings_per_partition]``;
-    :class:`punica.parallel.LogitsProcessor` joins them, with added ids in another order than that of the ids:
-    ``columns_in_id_order`` (int64 ``[num_embeddings_padded]``, else ``None``) puts them right.
+    `LogitsProcessor` joins them. ``columns_in_id_order``: int64 ``[num_embeddings_padded]``, where added ids put the
+    columns in another order than that of the ids.
     """
 
     bias: nn.Parameter | None

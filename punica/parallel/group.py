@@ -74,9 +74,8 @@ class TorchDistGroup:
         self._dependents: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def before_close(self, release: Callable[[], None]) -> None:
-        """Call the bound method ``release`` when the group ends, unless its object is gone by then.
-
-        For CUDA graphs with collectives: NCCL destroys its communicator only after the last of them.
+        """Call the bound method ``release``, unless its object is gone, when the group ends: NCCL destroys its
+        communicator only after the last CUDA graph with collectives.
         """
         self._dependents.append(weakref.WeakMethod(release))
 
@@ -89,10 +88,7 @@ class TorchDistGroup:
         self._process_group, self._closed = None, True
 
     def break_off(self, reason: str) -> None:
-        """Make every later collective of this rank a RuntimeError that names the first ``reason``.
-
-        No message could reach ranks that wait in a collective: they fail when this process ends, or by their time-out.
-        """
+        """Make every later collective of this rank a RuntimeError that names the first ``reason``."""
         self.broken = self.broken or reason
 
     def _rank_and_size(self) -> tuple[int, int]:
@@ -151,8 +147,8 @@ class TorchDistGroup:
         return "cuda:nccl" in dist.get_backend_config(self._process_group)
 
     def _check_ready(self, tensor: Tensor) -> tuple[int, int]:
-        """Return rank and size, after a comparison of shapes and dtypes over ranks on CPU (on CUDA a read-back would
-        stall the stream): by hashes, as any rank may have a new shape at any call; the shapes are for the message.
+        """Return rank and size, after a comparison of shapes and dtypes over ranks on CPU, by hashes: on CUDA a
+        read-back would stall the stream.
         """
         place = self._rank_and_size()
         check_not_broken(self)

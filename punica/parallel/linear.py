@@ -35,8 +35,8 @@ class UnquantizedLinearMethod:
 
 
 class BatchInvariantLinearMethod:
-    """``x @ weight^T (+ bias)`` with one kernel form for any number of rows, so that a row's bits do not depend on the
-    batch. On a GPU, 64 rows at a time: a prompt reads the weights several times.
+    """The product with a row's bits independent of the batch. On a GPU, 64 rows at a time: a prompt reads the weights
+    several times.
     """
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -219,9 +219,8 @@ class ColumnParallelLinear(LinearBase):
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several column-parallel matrices with one input, multiplied at once (gate and up of the MLP).
 
-    ``output_sizes`` are the full widths. A rank's weight holds its part of every matrix, one below the other, so the
-    output of rank ``p`` is ``[gate_p, up_p]`` and not a contiguous piece of ``[gate, up]``.
-    Checkpoint shard ids: ``0 .. n-1``, or ``None`` for all matrices stacked.
+    ``output_sizes``: the full widths. A rank's weight holds its part of every matrix, one below the other: its output
+    is ``[gate_p, up_p]``. Checkpoint shard ids: ``0 .. n-1``, or ``None`` for all matrices stacked.
     """
 
     def __init__(self, input_size: int, output_sizes: Sequence[int], bias: bool = True, **common: Any) -> None:
@@ -240,16 +239,14 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     With fewer kv heads than ranks every kv head is replicated on ``num_kv_head_replicas = tp / total_num_kv_heads``
     ranks: rank ``p`` holds q shard ``p`` and k/v shard ``p // num_kv_head_replicas``. ``output_sizes`` counts the
-    replicas. Checkpoint shard ids: ``"q"``, ``"k"``, ``"v"``, or ``None`` for the three stacked.
-
-    Raises ``ValueError`` when heads do not divide over the ranks.
+    replicas. Checkpoint shard ids: ``"q"``, ``"k"``, ``"v"``, or ``None``: stacked. ``ValueError``: heads that do not
+    divide over the ranks.
     """
 
     def __init__(
         self, hidden_size: int, head_size: int, total_num_heads: int,
         total_num_kv_heads: int | None = None, bias: bool = True, tp_rank: int | None = None,
-        tp_size: int | None = None,
-        **common: Any,
+        tp_size: int | None = None, **common: Any,
     ) -> None:  # fmt: skip
         tp_rank, tp_size = resolve_tp(tp_rank, tp_size)
         total_kv = total_num_heads if total_num_kv_heads is None else total_num_kv_heads

@@ -2,11 +2,10 @@
 
 On a GPU a few rows of 16 bits go through `skinny_gemm`, which reads the weight once and starts early (PDL).
 
-torch sends float32 products on a CPU to MKL, which is slow for a few rows on other makers' processors: the linear
-layers of ``llama-small`` on an AMD EPYC with two cores take 17 ms for one row and 81 ms for four; oneDNN (also in
-torch) takes 19 and 33 ms, and less than half of MKL's time up to 512 rows. So batches go to oneDNN and a single row to
-MKL; experiments measure both and set `onednn_for`, the library does not, since bits would then depend on a clock.
-oneDNN's operator is not public API: where torch lacks it, or its answer differs, ``F.linear`` serves all.
+torch sends float32 products on a CPU to MKL, which is slow for a few rows on AMD's processors: 81 ms for four rows of
+``llama-small``'s linear layers, 33 ms by oneDNN (also in torch), and 17 against 19 ms for one. So batches go to oneDNN
+and a single row to MKL; experiments measure both and set `onednn_for`, the library does not, since bits would then
+depend on a clock. oneDNN's operator is not public: where torch lacks it, or it differs, ``F.linear`` serves all.
 """
 
 import functools

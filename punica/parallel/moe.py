@@ -40,8 +40,7 @@ collectives.install(
     )
 )
 
-PLACEMENTS = ("linear", "round_robin")
-LAYOUTS = ("concatenated", "interleaved")
+PLACEMENTS, LAYOUTS = ("linear", "round_robin"), ("concatenated", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -99,9 +98,6 @@ def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
     return (weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights), ids
 
 
-# --- activations -----------------------------------------------------------------------------------------------------
-
-
 def halves(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """Gate and up of a gated expert: two halves, or even and odd columns."""
     if layout == "interleaved":
@@ -110,27 +106,22 @@ def halves(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
 def swiglu_of_gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
     """``(up + 1) * gate * sigmoid(1.702 gate)``, both cut at 7."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": swiglu, "swigluoai": swiglu_of_gpt_oss}
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: F.silu(gate) * up, "swigluoai": swiglu_of_gpt_oss,
+}  # fmt: skip
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu2": lambda x: F.relu(x).square()}
 
 
-# --- the experts -----------------------------------------------------------------------------------------------------
-
-
 class PairGroups:
-    """The (token, expert) pairs of a routing, grouped by expert once for all products of a layer.
+    """The (token, expert) pairs of a routing, grouped by expert once for all products of a layer, in plain torch.
 
-    ``topk_ids``: local experts ``[T, k]``, -1 where an expert is on another rank. In plain torch, a product per expert;
+    ``topk_ids``: local experts ``[T, k]``, -1 where an expert is on another rank.
     `punica.ops.triton_ops.moe_align.PairGroups` is the same without host synchronisation.
     """
 
@@ -163,8 +154,7 @@ def group_pairs(topk_ids: Tensor, experts: int, whole: bool) -> Any:
 
 class RoutedExperts(nn.Module):
     """The experts of this rank: ``w13_weight [E, 2*I, H]`` (``[E, I, H]`` if not gated) and ``w2_weight [E, H, I]``.
-
-    ``lora_context``: set by a LoRA layer around the layer, see `punica.layers.moe_context`.
+    ``lora_context``: of a LoRA layer around the layer, see `punica.layers.moe_context`.
     """
 
     def __init__(self, config: MoEConfig, activation: str, layout: str, dtype: torch.dtype) -> None:
@@ -189,7 +179,7 @@ class RoutedExperts(nn.Module):
 
     def activate(self, product: Tensor) -> Tensor:
         """``[..., w13 rows]`` to ``[..., I]``."""
-        if self.gated and self._activation is swiglu and self.layout == "concatenated":
+        if self.gated and self._activation is GATED["silu"] and self.layout == "concatenated":
             return backbone.swiglu(product.flatten(0, -2)).unflatten(0, product.shape[:-1])
         return self._activation(*halves(product, self.layout)) if self.gated else self._activation(product)
 
@@ -215,7 +205,7 @@ class RoutedExperts(nn.Module):
 
 
 class UnquantizedMoEMethod:
-    """Products of the experts. A monolithic method (routing and all products in one kernel) could not take LoRA."""
+    """Products of the experts, one by one: a monolithic method could not take LoRA."""
 
     is_monolithic = False
 
