@@ -41,11 +41,8 @@ class AdapterCache:
     Active adapters are registered and pinned ones active, but for superseded versions that requests still hold. An id
     has the version that was loaded last, even evicted, until it is removed or another adapter takes it.
 
-    Attributes:
-        modules: `{name: LoRA layer}`.
-        lora_config: sizes, with its dtype resolved.
-        capacity: most registered adapters (`max_cpu_loras`).
-        lora_slots, adapter_slots: slots on the device (`max_loras`): most distinct adapters in one step.
+    Attributes: `modules`, LoRA layers by name; `lora_config`, with its dtype resolved; `capacity`, most registered
+    adapters; `lora_slots`, `adapter_slots`, slots on the device: most distinct adapters in one step.
     """
 
     def __init__(self, modules: dict[str, BaseLayerWithLoRA], lora_config: LoRAConfig, writer: SlotWriter) -> None:
@@ -61,7 +58,7 @@ class AdapterCache:
 
     @property
     def lora_index_to_id(self) -> list[int | None]:
-        """Adapter id of each slot, `None` = free, or taken by a superseded version; a copy."""
+        """A copy of the slots' adapter ids; `None`: free, or taken by a superseded version."""
         return [None if loaded is None or loaded.superseded else loaded.lora.id for loaded in self._slots]
 
     @property

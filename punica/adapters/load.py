@@ -52,9 +52,8 @@ class AdapterLoader:
         self._lock = threading.Lock()  # of these
 
     def check(self, request: LoRARequest) -> AdapterVersion | None:
-        """Refuse what :meth:`load` would refuse, as far as can be told without reading the numbers: config, names,
-        types, shapes, ranks. Return the version of a folder. Warns where outputs may be wrong. Errors are prefixed with
-        the adapter's name and path.
+        """Refuse what :meth:`load` would refuse, as far as can be told without reading the numbers; return the version
+        of a folder. Warns where outputs may be wrong. Errors are prefixed with the adapter's name and path.
         """
         with loading(request), request.tensors or AdapterFolder(request.absolute_path, self._most_tensors) as source:
             self._certificate(request, source)

@@ -14,8 +14,7 @@ class LRUCache(Generic[K, V]):
     """A least recently used cache of at most `capacity` >= 1 entries, or sizes of entries together, with pins.
 
     `on_remove(key, value)` is called after an entry was popped or evicted, or its value replaced. Pinned entries are
-    never evicted; they can be popped, which drops the pin. `uses` counts puts, uses and removals: while it stays the
-    same, so does the order of use.
+    never evicted; a pop drops the pin. While `uses`, a count, stays the same, so does the order of use.
     """
 
     def __init__(self, capacity: int, on_remove: Callable[[K, V], None] | None = None) -> None:
@@ -38,7 +37,6 @@ class LRUCache(Generic[K, V]):
 
     @property
     def pinned(self) -> frozenset[K]:
-        """Keys that are never evicted."""
         return frozenset(self._pinned)
 
     def get(self, key: K, default: V | None = None) -> V | None:
@@ -52,9 +50,9 @@ class LRUCache(Generic[K, V]):
         return self._entries.get(key, default)
 
     def put(self, key: K, value: V, size: int = 1) -> None:
-        """Enter a value as the most recently used; a full cache first evicts its oldest unpinned entries. A present key
-        gets the new value and keeps its pin. RuntimeError, and no change: pinned entries leave too little room.
-        ValueError: ``size`` is above the capacity, or a present key's is another.
+        """Enter a value as the most recently used, evicting the oldest unpinned entries of a full cache. A present key
+        keeps its pin. RuntimeError, and no change: pinned entries leave too little room. ValueError: ``size`` is above
+        the capacity, or a present key's is another.
         """
         if key in self._entries:
             if size != self._sizes[key]:

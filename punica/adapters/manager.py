@@ -212,8 +212,8 @@ class LoRAModelManager(AdapterCache):
     ) -> LoRAModel:
         """Build a zero adapter over all layers, for warm-up and graph capture: real cost, no effect on outputs.
 
-        The rank, at most `max_lora_rank`, is rounded up to a multiple of the tensor-parallel size when fully sharded.
-        `embedding_modules`: which of the model's to cover, by last name component; default all.
+        When fully sharded, the rank is rounded up to a multiple of the tensor-parallel size. `embedding_modules`: which
+        of the model's to cover, by last name component; default all.
         """
         config, known = self.lora_config, self._embedding_modules
         if check_count("rank", rank) > config.max_lora_rank:
@@ -250,9 +250,7 @@ class LoRAModelManager(AdapterCache):
 
     @contextmanager
     def dummy_lora_cache(self) -> Iterator[None]:
-        """Return a context in which :meth:`add_dummy_lora` builds one zero adapter per rank and clones it. Nested ones
-        share the outermost.
-        """
+        """Return a context in which :meth:`add_dummy_lora` builds one zero adapter per rank; nested ones share it."""
         outer = self._dummies
         self._dummies = {} if outer is None else outer
         try:
@@ -264,10 +262,9 @@ class LoRAModelManager(AdapterCache):
         self, wanted: Mapping[int, LoRARequest], reload: Collection[int],
         read: Mapping[int, LoRAModel] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Make all of `wanted` registered and active; those in `reload` are loaded again, unless `read` and staged.
-
-        Everything is loaded and checked on all tensor-parallel ranks, and slots for all found, before anything changes.
-        If a copy into a slot fails, versions that requests hold are registered again.
+        """Make all of `wanted` registered and active; those in `reload` are loaded again, unless `read` and staged. All
+        is loaded, checked and has room, on all tensor-parallel ranks, before anything changes. If a copy into a slot
+        fails, versions that requests hold are registered again.
         """
         known = {i: self._registered.peek(i) for i in wanted}
         present = [loaded for loaded in known.values() if loaded is not None]

@@ -139,9 +139,8 @@ def _remedy_of(key: str) -> str:
     if not key.endswith(("embed_tokens.weight", "lm_head.weight")):
         return ""
     return (
-        ". PEFT saves whole embeddings along after the vocabulary was resized or with save_embedding_layers=True: if "
-        "the vocabulary is the model's, save the adapter again with save_embedding_layers=False; if it was resized, "
-        "merge the adapter into the resized model (merge_and_unload) and serve that as a model of its own"
+        ". PEFT saves whole embeddings along after the vocabulary was resized (merge the adapter into that model, "
+        "merge_and_unload) or with save_embedding_layers=True (save it again without)"
     )
 
 

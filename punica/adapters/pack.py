@@ -4,10 +4,10 @@ Adapters have `q_proj`, `k_proj`, `v_proj`; the model computes `qkv_proj`. Parts
 the scaling in B; absent parts stay `None`, zeros in the slot. The caller's adapter does not change.
 
 The experts of a layer come in one of three spellings. *Per expert*: a pair (A, B) for each expert and projection.
-*Stacked* (PEFT's `target_parameters`): one pair `A [E, r, in]`, `B [E, out, r]` under `...experts.base_layer` and one
-under `...experts`, whichever of gate-and-up and down PEFT wrapped first; shapes tell which is which. *By projection*:
-one such pair per projection; a factor that all experts share is repeated here, without a copy. Where the layer keeps
-gate and up apart, a pair of both is split: both take its A, and each its half of B. Only this rank's experts are kept.
+*Stacked* (PEFT's `target_parameters`): pairs `A [E, r, in]`, `B [E, out, r]` under `...experts.base_layer` and
+`...experts`, in whatever order PEFT wrapped gate-and-up and down; shapes tell which is which. *By projection*: one such
+pair per projection, where all experts may share a factor. Where the layer keeps gate and up apart, both take the A of
+a pair of both, and each its half of B. Only this rank's experts are kept.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -68,10 +68,8 @@ class AdapterPacker:
         """Return a new model with the same id: for every layer that it touches, the slices as the layer holds them.
 
         `fits`: :meth:`check` has accepted tensors of these names, types and shapes, and the numbers are finite, so that
-        only what the scaling changed is checked here.
-
-        ValueError: unknown modules, or none; a module given twice (under two of its names, or whole and in parts); a
-        wrong shape, rank or size; a B that holds NaN or inf once it is scaled. TypeError: unsupported dtype, or a meta
+        only what the scaling changed is checked here. ValueError: unknown modules, or none; a module given twice; a
+        wrong shape, rank or size; a B that is not finite once it is scaled. TypeError: unsupported dtype, or a meta
         tensor. RuntimeError: a module without tensors (shell).
         """
         groups = self._groups(lora, fits)
@@ -167,11 +165,10 @@ class AdapterPacker:
 def expert_slices(
     given: Mapping[int | None, ModuleWeights], layer: FusedMoEWithLoRA, parts: int, is_loaded: bool = False
 ) -> Slices:
-    """Collect the weights of a layer's experts, one pair per name in `layer.names`.
+    """Collect the weights of a layer's experts, one pair per name in `layer.names`. ValueError: they do not fit it.
 
     `given`: part number -> the adapter's weights; `parts`: matrices of all experts; `is_loaded`: the adapter has all
-    experts, else those of this rank alone will do. ValueError: several spellings at once, a shape that fits no
-    projection, another number of experts, or separate matrices for a layer that takes gate and up as one.
+    experts, else those of this rank alone will do.
     """
     (first, *_) = given.values()
     is_whole, is_projection = None in given or BASE_LAYER in given, not given.keys().isdisjoint(PROJECTIONS.values())

@@ -31,11 +31,11 @@ class LoRARequest:
             `absolute_path` (in memory: the label of the tensors), and looked up when the adapter is loaded.
         base_model_name: informational.
         load_inplace: read the folder again even if the id is registered; the tensors, if they are others.
-        is_3d_lora_weight: the adapter has its experts in one pair of matrices per layer; refused when it has not.
+        is_3d_lora_weight: refuse an adapter whose experts are not in one pair of matrices per layer.
         weights_mapper: `{old: new}`, replaced in the names of the tensors, in order: for adapters that were trained
             inside of another model, e.g. `{"language_model.model.": "model."}`.
-        tensors, config: see :class:`AdapterTensors`. They are copied here, and kept with the request in host memory:
-            copies of the request share them, and every new request is a version of its own.
+        tensors, config: copied here, see :class:`AdapterTensors`; copies of the request share them, and every new
+            request is a version of its own.
 
     TypeError: a field has the wrong Python type. ValueError: empty name or path, id < 1, a path and tensors, neither.
     """
@@ -149,8 +149,8 @@ def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRAR
 
 @contextmanager
 def loading(request: LoRARequest) -> Iterator[None]:
-    """Prefix the errors of a load with the adapter's name and path; they keep their type, but another OSError than
-    FileNotFoundError (no permission, a disk that fails) becomes a ValueError.
+    """Prefix the errors of a load with the adapter's name and path; an OSError but FileNotFoundError (no permission, a
+    disk that fails) becomes a ValueError.
     """
     try:
         yield

@@ -72,13 +72,10 @@ def write_random_adapter(
     target_modules: Sequence[str] = LLAMA_LORA_MODULES, alpha: float | None = None,
     dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
 ) -> Path:  # fmt: skip
-    """Write a PEFT folder, which the peft library loads too, and return its path.
+    """Write a PEFT folder, which the peft library loads too, and return its path; existing files are overwritten.
 
-    Args:
-        folder: created with its parents; existing adapter files in it are overwritten.
-        model_config: Hugging Face Llama config (or anything with its sizes).
-        rank, seed, target_modules, dtype, device: see :func:`random_adapter_tensors`.
-        alpha: `lora_alpha`; default `2 * rank`, i.e. scaling 2.
+    `model_config`: a Hugging Face Llama config, or anything with its sizes. `alpha`: default `2 * rank`, i.e. scaling
+    2. The rest is as in :func:`random_adapter_tensors`.
     """
     tensors = random_adapter_tensors(
         model_config, rank, seed, target_modules=target_modules, dtype=dtype, device=device
@@ -99,10 +96,7 @@ def random_adapter(
     lora_model_id: int, model_config: Any, rank: int, seed: int, *,
     target_modules: Sequence[str] = LLAMA_LORA_MODULES, dtype: torch.dtype = torch.float32,
 ) -> LoRAModel:  # fmt: skip
-    """Build in memory the adapter that :func:`write_random_adapter` would write with the same arguments.
-
-    `random_adapter(...).clone(other_id)` is another tenant with the same tensors.
-    """
+    """Build in memory the adapter that :func:`write_random_adapter` would write with the same arguments."""
     tensors = random_adapter_tensors(model_config, rank, seed, target_modules=target_modules, dtype=dtype)
     helper = PEFTHelper(rank, 2 * rank, list(target_modules))
     return LoRAModel.from_lora_tensors(lora_model_id, tensors, helper)

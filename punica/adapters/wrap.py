@@ -1,9 +1,8 @@
 """Layers of a model that can carry LoRA, and their replacement in place.
 
-A model declares the modules that it packs: `packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`
-means that `...qkv_proj` computes three modules of an adapter at once; and the embeddings and heads that may carry LoRA:
-`embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}`. A module with several names
-is wrapped once, and adapters may use any of them.
+A model declares the modules that it packs, as `packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`,
+and the embeddings and heads that may carry LoRA: `embedding_modules = {"embed_tokens": "input_embeddings"}`. A module
+with several names is wrapped once, and adapters may use any of them.
 """
 
 from collections.abc import Collection, Mapping
@@ -85,18 +84,15 @@ def expected_lora_modules(layers: Collection[NamedLayer[nn.Module]]) -> set[str]
 def is_in_target_modules(
     name: str, target_modules: Collection[str] | None, packed_modules_mapping: PackedMapping
 ) -> bool:
-    """Tell if the deployment filter `LoRAConfig.target_modules` lets this module carry LoRA.
-
-    True without a filter, or if the suffix or full name of the module, of one of its parts or of its packed parent is
-    listed.
+    """Tell if the deployment filter `LoRAConfig.target_modules` lets this module carry LoRA: without a filter, or if it
+    lists the suffix or full name of the module, of one of its parts or of its packed parent.
     """
     if target_modules is None:
         return True
     suffix = last_component(name)
     relatives = list(packed_modules_mapping.get(suffix, ()))
     relatives += [packed for packed, parts in packed_modules_mapping.items() if suffix in parts]
-    candidates = [suffix, *relatives]
-    return not set(target_modules).isdisjoint({*candidates, *(sibling(name, own) for own in candidates)})
+    return any(own in target_modules or sibling(name, own) in target_modules for own in [suffix, *relatives])
 
 
 def build_layers(
@@ -105,19 +101,10 @@ def build_layers(
     """Build the LoRA layer of each targeted layer, with its slots, under the first targeted name; of a language-model
     head for the sibling `logits_processor`. The model does not change before :func:`put_layers`.
 
-    ValueError: the filter selects nothing, or a matrix without LoRA class in this configuration; a head has no logits
+    ValueError: the filter selects nothing, or a layer without LoRA class in this configuration; a head has no logits
     processor of its own, or an embedding has not `vocab_size` ids.
     """
     packed = packed_modules_of(model)
-    supported = {id(inside) for layer in layers for inside in layer.layer.modules()}
-    for name, module in model.named_modules() if lora_config.target_modules is not None else ():
-        weight = getattr(module, "weight", None)
-        is_matrix = isinstance(weight, torch.Tensor) and weight.ndim >= 2
-        if is_matrix and id(module) not in supported and is_in_target_modules(name, lora_config.target_modules, packed):
-            raise ValueError(
-                f"module {name!r} of class {type(module).__name__} has no LoRA class with {lora_config}; leave it out "
-                "of LoRAConfig.target_modules, or build it from a linear layer of punica.parallel"
-            )
     wrapped: list[NamedLayer[BaseLayerWithLoRA]] = []
     by_base: dict[int, BaseLayerWithLoRA] = {}  # by the id of what it replaces
     for layer, names, parts in layers:

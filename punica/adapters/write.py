@@ -1,12 +1,8 @@
 """Writers of slots: synchronous on a CPU, asynchronous beside the running model on CUDA.
 
-A slot write touches every LoRA layer of the model. On CUDA it is hidden behind decoding (section 5.2 of the paper):
-
-    image in page-locked host memory --one kernel on the copy stream, through the link--> slots of all layers
-
-A GPU can read page-locked ("pinned") memory directly, and only long reads use the whole link: so this rank's part of
-every matrix is in one image (:mod:`punica.ops.slot_image`), in the order of the model's layers. The host never waits;
-events order the two streams, so that the copy of one adapter overlaps the steps of others:
+On CUDA a write is hidden behind decoding (section 5.2 of the paper). This rank's part of every matrix is in one image
+in page-locked host memory (:mod:`punica.ops.slot_image`), since only long reads use the whole link; one kernel on the
+copy stream reads it and fills the slots of all layers. The host never waits; events order the two streams:
 
 * *before a slot is overwritten*, the copy stream waits for the last step that could read it: the running one if the
   slot belongs to it, else the end of the last step that used the slot;
@@ -81,9 +77,8 @@ SlotWriter = LayerSlotWriter  # the type of all writers
 class StreamSlotWriter(LayerSlotWriter):
     """Asynchronous writer for a CUDA device, used by one thread; the slots stay at their addresses.
 
-    A step runs on the stream that is current in `begin_step`; `write` may be called under any stream. Steps share their
-    metadata, so a caller that changes streams between steps orders them. Neither call may be captured in a CUDA graph;
-    they come before its replay.
+    A step runs on the stream that is current in `begin_step`; a caller that changes streams between steps orders them.
+    `write` may be called under any stream. Both come before the replay of a CUDA graph, never inside of one.
     """
 
     def __init__(self, modules: Mapping[str, BaseLayerWithLoRA], device: torch.device) -> None:

@@ -71,18 +71,6 @@ def manage(model: nn.Module, **config: object) -> LoRAModelManager:
     return LoRAModelManager(model, 4, 16, VOCAB, LoRAConfig(**config), "cpu")
 
 
-@pytest.mark.parametrize("targets", [["linear", "inner.plain"], ["linear", "table"]], ids=str)
-def test_a_target_without_lora_class_is_refused_at_start(targets):
-    """It would be served without the adapter's part."""
-    inner = tree(plain=nn.Linear(6, 6), norm=nn.LayerNorm(6), table=nn.Embedding(4, 6))
-    model = tree(linear=ReplicatedLinear(6, 8), inner=inner)
-    kind = "Embedding" if "table" in targets else "Linear"
-    with pytest.raises(ValueError, match=rf"module 'inner\.\w+' of class {kind} has no LoRA class with LoRAConfig"):
-        manage(model, target_modules=targets)
-    assert isinstance(model.linear, ReplicatedLinear)
-    assert list(manage(model, target_modules=["linear", "norm"]).modules) == ["linear"]
-
-
 def test_layer_without_lora_class_leaves_the_model_alone():
     model = tree(proj=ReplicatedLinear(6, 8), strange=QKVParallelLinear(6, 2, 2))
     model.packed_modules_mapping = {"strange": ["q", "kv"]}
