@@ -41,6 +41,9 @@ class Backbone:
     _merged: dict[int, transformers.LlamaForCausalLM] = field(default_factory=dict)
     _generated: dict[tuple, list[int]] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return Backbone, (self.folder, self.config, self.adapters)  # to other processes without what was computed
+
     def model(self, device: str = "cpu", dtype: torch.dtype | None = None) -> LlamaForCausalLM:
         model = LlamaForCausalLM(self.folder, dtype, device)
         model.load_weights(self.folder)

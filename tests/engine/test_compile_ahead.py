@@ -87,15 +87,10 @@ def test_tensors_of_the_absent_gpu_follow_shapes_and_places() -> None:
         assert torch.ones(2).sum().item() == 2, "the host computes"
 
 
-def test_a_description_is_what_was_written(tmp_path) -> None:
-    H200.write(tmp_path / "gpu.json")
-    assert GpuDescription.read(tmp_path / "gpu.json") == H200
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not JSON"), ("[]", "must have the fields"), (json.dumps({"name": "x"}), "must have the fields"),
+        ("{", "is not JSON"), (json.dumps({"name": "x"}), "must have the fields"),
         (json.dumps(asdict(H200) | {"name": 1}), "must have the fields"),
         (json.dumps(asdict(H200) | {"major": "9"}), "major"), (None, "No such file"),
     ],
@@ -103,6 +98,8 @@ def test_a_description_is_what_was_written(tmp_path) -> None:
 def test_other_descriptions_are_refused_in_one_line(text, message, tmp_path) -> None:
     path = tmp_path / "gpu.json"
     if text is not None:
+        H200.write(path)
+        assert GpuDescription.read(path) == H200
         path.write_text(text)
     with pytest.raises(SystemExit, match=message):
         main([str(tmp_path), f"--gpu={path}"])

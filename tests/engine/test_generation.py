@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from punica.adapters import LoRARequest
-from punica.engine import Engine, EngineConfig, Request, SamplingParams
+from punica.engine import Engine, EngineConfig, SamplingParams
 from punica.engine.pretrained import GenerationDefaults
-from tests.world import byte_tokenizer, tokens_of
+from tests.world import are_served, byte_tokenizer, finish, tokens_of
 
 PROMPT = (5, 6, 7)
 SAMPLED = SamplingParams(12, temperature=1.2, top_p=0.95, seed=11)
@@ -21,17 +21,22 @@ SAMPLED = SamplingParams(12, temperature=1.2, top_p=0.95, seed=11)
 @pytest.fixture
 def talker(backbone) -> Engine:
     """An engine with a tokenizer whose bytes are the first 256 ids, all of the vocabulary."""
-    config = EngineConfig(max_batch_size=8, max_model_len=64)
-    return Engine(backbone.model(), config.lora_config(16), config, tokenizer=byte_tokenizer())
+    return backbone.engine(tokenizer=byte_tokenizer())
 
 
-def test_results_say_what_happened(backbone) -> None:
+def test_results_say_what_happened_and_steps_give_the_same(backbone) -> None:
     engine = backbone.engine()
     (result,) = engine.generate([PROMPT], backbone.adapters[1], 5)
     assert result.token_ids == backbone.generate_merged(PROMPT, 1, 5)
     assert (result.prompt_token_ids, result.finish_reason, result.error) == (PROMPT, "length", None)
     assert (result.text, result.logprobs) == (None, None)
     assert result.arrival_s < result.first_token_s < result.last_token_s
+    state = backbone.ask(engine, "a", PROMPT, 0, 2)
+    engine.step()
+    with pytest.raises(RuntimeError, match="'a' has not ended"):
+        engine.result_of(state)
+    assert [result] != list(engine.step().finished) == [engine.result_of(state)]
+    assert are_served(backbone, state)
 
 
 def test_one_adapter_and_one_length_for_all_or_one_each(backbone) -> None:
@@ -82,22 +87,20 @@ def test_logprobs_are_those_of_transformers(backbone) -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "ended"),
+    ("model_ends", "fields", "ended"),
     [
-        ({}, True),
-        ({"ignore_eos": True}, False),
-        ({"ignore_eos": True, "stop_token_ids": ["third"]}, True),
-        ({"stop_token_ids": [0]}, True),
+        (True, {}, True), (True, {"ignore_eos": True}, False), (False, {"stop_token_ids": [0]}, False),
+        (False, {"ignore_eos": True, "stop_token_ids": ["end"]}, True), (True, {"stop_token_ids": [0]}, True),
     ],
-    ids=["model's end", "ignored", "own stop", "both"],
-)
-def test_end_tokens_of_the_model_and_of_the_request(backbone, params, ended) -> None:
+    ids=["model's end", "ignored", "another stop", "own stop", "both"],
+)  # fmt: skip
+def test_end_tokens_of_the_model_and_of_the_request(backbone, model_ends, fields, ended) -> None:
     tokens = backbone.generate_merged(PROMPT, 2, 12)
     end = tokens[2]
-    model_end = end if "stop_token_ids" not in params or params["stop_token_ids"] == [0] else tokens[0]
-    fields = {**params, "stop_token_ids": [end if one == "third" else one for one in params.get("stop_token_ids", [])]}
-    engine = backbone.engine(defaults=GenerationDefaults((255, model_end)))
-    (result,) = engine.generate([PROMPT], backbone.adapters[2], SamplingParams(12, **fields))
+    stops = [end if one == "end" else one for one in fields.get("stop_token_ids", ())]
+    engine = backbone.engine(defaults=GenerationDefaults((255, end) if model_ends else ()))
+    params = SamplingParams(12, **{**fields, "stop_token_ids": stops})
+    (result,) = engine.generate([PROMPT], backbone.adapters[2], params)
     assert result.finish_reason == ("stop" if ended else "length")
     assert result.token_ids == (tokens[: tokens.index(end) + 1] if ended else tokens)
 
@@ -110,12 +113,6 @@ def test_a_stop_string_ends_a_request_and_its_text(backbone, talker) -> None:
     assert ended.text == free.text[: free.text.index(stop)]
     assert ended.token_ids == free.token_ids[: len(ended.token_ids)]
     assert len(ended.token_ids) < 30
-
-
-def test_text_needs_a_tokenizer(backbone) -> None:
-    for prompt in ("abc", [{"role": "user", "content": "abc"}]):
-        with pytest.raises(ValueError, match="this engine has no tokenizer"):
-            backbone.engine().generate(prompt)
 
 
 def test_stream_brings_what_generate_brings(backbone, talker) -> None:
@@ -147,10 +144,10 @@ def test_streams_in_turn_and_one_that_is_given_up(backbone) -> None:
     assert engine.has_unfinished()
     given_up.close()
     assert not engine.has_unfinished()
-    assert engine.blocks.num_free == engine.blocks.num_blocks
+    finish(engine)
 
 
-@pytest.mark.parametrize("bad_at", [1, 5, 6], ids=["first token", "while it grows", "last token"])
+@pytest.mark.parametrize("bad_at", [1, 6], ids=["first token", "last token"])
 def test_a_tokenizer_error_in_a_stream_fails_its_request_only(backbone, talker, monkeypatch, bad_at) -> None:
     """A token that the tokenizer raises on, which only decoding reads."""
     prompts, new = [PROMPT, [9]], 6
@@ -175,8 +172,7 @@ def test_a_tokenizer_error_in_a_stream_fails_its_request_only(backbone, talker, 
     assert list(itertools.chain.from_iterable(chunk.token_ids for chunk in bad)) == result.token_ids
     assert "".join(chunk.text for chunk in bad[:-1]) == decode(clean[0].token_ids[:at]).rstrip("\ufffd")
     assert (bad[-1].text, result.text) == (None, None)
-    assert not talker.has_unfinished()
-    assert talker.blocks.num_free == talker.blocks.num_blocks
+    finish(talker)
     monkeypatch.undo()
     assert talker.generate(prompts, None, new)[0].token_ids == clean[0].token_ids
 
@@ -203,17 +199,6 @@ def test_a_failing_adapter_fails_its_own_prompts_within_one_call(backbone, tmp_p
     assert not engine.has_unfinished()
 
 
-def test_steps_give_results_and_an_unfinished_one_has_none(backbone) -> None:
-    engine = backbone.engine()
-    state = engine.add_request(Request("a", PROMPT, 2))
-    engine.step()
-    with pytest.raises(RuntimeError, match="'a' has not ended"):
-        engine.result_of(state)
-    (result,) = engine.step().finished
-    assert (result.request_id, result.token_ids) == ("a", backbone.generate_merged(PROMPT, 0, 2))
-    assert engine.result_of(state) == result
-
-
 def test_a_progress_bar_on_request(backbone, capsys) -> None:
     engine = backbone.engine()
     engine.generate([PROMPT] * 3, None, 4)
@@ -223,17 +208,25 @@ def test_a_progress_bar_on_request(backbone, capsys) -> None:
     assert "tokens=12" in shown
 
 
-def test_wrong_numbers_of_entries(backbone) -> None:
-    for prompts in ([5, 6], torch.tensor([5, 6])):
-        with pytest.raises(TypeError, match=r"prompts\[0\] is .*a token id; pass a list of prompts"):
-            backbone.engine().generate(prompts)
-    with pytest.raises(ValueError, match="got 2 prompts, 1 adapters, 2 params"):
-        backbone.engine().generate([[1], [2]], [None])
-    with pytest.raises(ValueError, match="got 2 prompts, 2 adapters, 3 params"):
-        backbone.engine().generate([[1], [2]], None, [1, 2, 3])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("abc",), ValueError, "no tokenizer"), (([{"role": "user", "content": "abc"}],), ValueError, "no tokenizer"),
+        ((None,), TypeError, "prompts must be a list"), ((b"text",), TypeError, "prompts must be a list"),
+        (([[1]], 3), TypeError, "adapters must be a list"), (([[1]], "sql"), TypeError, "adapters must be a list"),
+        (([[1]], None, 2.5), TypeError, "params must be a list"), (([5, 6],), TypeError, "a token id"),
+        ((torch.tensor([5, 6]),), TypeError, r"prompts\[0\] is .*a token id"),
+        (([[1], [2]], [None]), ValueError, "got 2 prompts, 1 adapters, 2 params"),
+        (([[1], [2]], None, [1, 2, 3]), ValueError, "got 2 prompts, 2 adapters, 3 params"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_calls_that_are_refused(backbone, arguments, error, message) -> None:
+    with pytest.raises(error, match=message):
+        backbone.engine().generate(*arguments)
 
 
 def test_names_that_others_have_taken(backbone) -> None:
     engine = backbone.engine()
-    engine.add_request(Request("generate-0", [1], 2))
+    backbone.ask(engine, "generate-0", [1], 0, 2)
     assert tokens_of(engine.generate([PROMPT], None, 3)) == [backbone.generate_merged(PROMPT, 0, 3)]

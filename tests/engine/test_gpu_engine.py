@@ -12,7 +12,7 @@ from punica.engine import runner as runner_module
 from punica.engine.config import graph_reserve
 from punica.metadata import LoRABatch
 from punica.scheduling import SamplingParams
-from tests.world import adapter_of_the_ends, tokens_of
+from tests.world import Wish, adapter_of_the_ends, are_served, finish, steps, tokens_of
 
 pytestmark = pytest.mark.gpu
 
@@ -23,9 +23,8 @@ def engine_on_gpu(backbone, dtype: torch.dtype = torch.float32, **sizes) -> Engi
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_tokens_are_those_of_merged_models(backbone, mixed_wishes, serve, graphs) -> None:
-    expected = [backbone.generate_merged(wish.prompt, wish.adapter_id, wish.new) for wish in mixed_wishes]
-    assert serve(engine_on_gpu(backbone, cuda_graphs=graphs), mixed_wishes) == expected
+def test_tokens_are_those_of_merged_models(backbone, mixed_wishes, mixed_tokens, serve, graphs) -> None:
+    assert serve(engine_on_gpu(backbone, cuda_graphs=graphs), mixed_wishes) == mixed_tokens
 
 
 def test_an_adapter_of_embedding_and_head_joins_and_leaves_others_that_decode(backbone, tmp_path) -> None:
@@ -34,13 +33,11 @@ def test_an_adapter_of_embedding_and_head_joins_and_leaves_others_that_decode(ba
     engine.manager.add_adapter(ends)  # else its folder may be read for longer than the other request lives
     replayed, replay = [], engine.runner.graphs.replay
     engine.runner.graphs.replay = lambda shape: replayed.append(shape) or replay(shape)
-    long = engine.add_request(Request("long", [3, 1], 24, backbone.adapters[1]))
-    for _ in range(4):
-        engine.step()
+    long = backbone.ask(engine, "long", [3, 1], 1, 24)
+    steps(engine, 4)
     short = engine.add_request(Request("short", [5, 6], 6, ends))
-    while engine.has_unfinished():
-        engine.step()
-    assert long.output_token_ids == backbone.generate_merged((3, 1), 1, 24)
+    finish(engine)
+    assert are_served(backbone, long)
     expected = merged.generate(torch.tensor([[5, 6]]), max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert short.output_token_ids == expected[0, 2:].tolist()
     kinds = [shape.vocabulary for shape in replayed]
@@ -82,24 +79,29 @@ def test_a_graph_has_the_bits_of_the_same_step_launched_by_the_host(
     assert graphs.statistics.graphs == len(shapes)
 
 
+def logits_of(backbone, engine: Engine, wishes: list[Wish]) -> dict[tuple[str, int], torch.Tensor]:
+    """Serve all wishes; return the logits of each token by request and place."""
+    found, places, choose = {}, Counter(), runner_module.choose_tokens
+
+    def noted(rows, requests, best):
+        for request, row in zip(requests, rows.clone(), strict=False):
+            found[request.request_id, places[request.request_id]] = row
+            places[request.request_id] += 1  # a step that is begun ahead finds requests as the one before left them
+        return choose(rows, requests, best)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner_module, "choose_tokens", noted)
+        for i, wish in enumerate(wishes):
+            backbone.ask(engine, str(i), *wish)
+        finish(engine)
+    return found
+
+
 def test_prompts_in_graphs_change_no_logit_beyond_rounding(backbone, mixed_wishes) -> None:
     """Padded prompts in a captured step, against those of a step launched by the host: float16."""
-    logits = []
+    prompts, logits = [wish._replace(new=1) for wish in mixed_wishes], []
     for graphs in (True, False):
-        engine = engine_on_gpu(backbone, torch.float16, cuda_graphs=graphs)
-        found, choose = [], runner_module.choose_tokens
-
-        def noted(rows, requests, best, found=found, choose=choose):
-            found.append(rows[: len(requests)].float().clone())
-            return choose(rows, requests, best)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runner_module, "choose_tokens", noted)
-            for i, wish in enumerate(mixed_wishes):
-                engine.add_request(Request(str(i), wish.prompt, 1, backbone.adapters.get(wish.adapter_id)))
-            while engine.has_unfinished():
-                engine.step()
-        logits.append(torch.cat(found))
+        logits.append(logits_of(backbone, engine_on_gpu(backbone, torch.float16, cuda_graphs=graphs), prompts))
     torch.testing.assert_close(*logits, atol=2e-2, rtol=2e-2)
 
 
@@ -166,9 +168,8 @@ def test_memory_of_graphs_is_within_its_reserve_and_is_given_back_with_the_engin
         gc.enable()
 
 
-def test_a_graph_that_finds_no_memory(backbone, mixed_wishes, serve) -> None:
+def test_a_graph_that_finds_no_memory(backbone, mixed_wishes, mixed_tokens, serve) -> None:
     """Torch's allocator ends the capture; the stream and the next capture are none the worse for it."""
-    expected = [backbone.generate_merged(wish.prompt, wish.adapter_id, wish.new) for wish in mixed_wishes]
     engine = engine_on_gpu(backbone)
     graphs, forward = engine.runner.graphs, engine.runner.graphs._forward
 
@@ -178,36 +179,20 @@ def test_a_graph_that_finds_no_memory(backbone, mixed_wishes, serve) -> None:
         return forward(shape)
 
     graphs._forward = too_large
-    assert serve(engine, mixed_wishes) == expected
+    assert serve(engine, mixed_wishes) == mixed_tokens
     assert graphs.statistics.graphs == 0 < graphs.statistics.refused
     graphs._forward = forward
     graphs.release()
-    assert serve(engine, mixed_wishes) == expected
+    assert serve(engine, mixed_wishes) == mixed_tokens
     assert graphs.statistics.refused == 0 < graphs.statistics.graphs
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_batch_invariant_logits_are_the_same_bits_in_any_company(backbone, mixed_wishes, dtype) -> None:
     """Alone, and among others that join and leave: decode rows beside prompts, in graphs of several sizes."""
-    logits: list[dict] = []
-    for batch_size in (1, 5, 16):
-        engine = engine_on_gpu(backbone, dtype, max_batch_size=batch_size, batch_invariant=True)
-        found, places, choose = {}, Counter(), runner_module.choose_tokens
-
-        def noted(rows, requests, best, found=found, places=places, choose=choose):
-            for request, row in zip(requests, rows.clone(), strict=False):
-                found[request.request_id, places[request.request_id]] = row
-                places[request.request_id] += 1  # a step that is begun ahead finds requests as the one before left them
-            return choose(rows, requests, best)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runner_module, "choose_tokens", noted)
-            for i, wish in enumerate(mixed_wishes):
-                adapter = backbone.adapters.get(wish.adapter_id)
-                engine.add_request(Request(str(i), wish.prompt, wish.new, adapter))
-            while engine.has_unfinished():
-                engine.step()
-        logits.append(found)
-    for others in logits[1:]:
-        assert others.keys() == logits[0].keys()
-        assert [key for key, row in others.items() if not row.equal(logits[0][key])] == []
+    sizes = (1, 5, 16)
+    engines = (engine_on_gpu(backbone, dtype, max_batch_size=size, batch_invariant=True) for size in sizes)
+    alone, *others = (logits_of(backbone, engine, mixed_wishes) for engine in engines)
+    for other in others:
+        assert other.keys() == alone.keys()
+        assert [key for key, row in other.items() if not row.equal(alone[key])] == []

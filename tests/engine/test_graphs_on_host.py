@@ -12,7 +12,7 @@ from punica.engine import runner as runner_module
 from punica.engine.attention import KernelAttention, PagedAttention
 from punica.engine.cuda_graph import GraphShape, StepGraphs, _Captured, decode_sizes, prompt_sizes
 from punica.ops.backbone import PackedHeads
-from tests.world import adapter_of_the_ends, torch_without_gpu
+from tests.world import adapter_of_the_ends, are_served, finish, torch_without_gpu
 
 
 class OnHost(StepGraphs):
@@ -80,13 +80,12 @@ def engine(backbone) -> Engine:
 
 def serve(engine: Engine, backbone, each_step=lambda step: None) -> None:
     """Two requests, in five steps (the first alone, the second beside it, both, the second), and their tokens."""
-    states = [engine.add_request(Request(f"r{i}", [3 + i, 1], 4, backbone.adapters.get(i))) for i in range(2)]
+    states = [backbone.ask(engine, f"r{i}", [3 + i, 1], i, 4) for i in range(2)]
     for step in range(5):
         each_step(step)
         engine.step()
     assert not engine.has_unfinished()
-    expected = [backbone.generate_merged((3 + i, 1), i, 4) for i in range(2)]
-    assert [state.output_token_ids for state in states] == expected
+    assert are_served(backbone, *states)
 
 
 def test_a_step_that_finds_no_memory_for_its_graph_is_launched_by_the_host_and_not_tried_again(
@@ -117,16 +116,7 @@ def test_graphs_released_under_a_step_that_was_launched_ahead_are_captured_again
     assert engine.runner.graphs.tried.count(GraphShape(0, 2, 1)) == 2
 
 
-def test_results_of_all_graphs_lie_in_one_place(engine, backbone) -> None:
-    serve(engine, backbone)
-    engine.capture_graphs()
-    held = [captured.result for captured in engine.runner.graphs._captured.values()]
-    assert len({len(result.logits) for result in held}) > 1
-    for part in ("logits", "best"):
-        assert len({getattr(result, part).untyped_storage().data_ptr() for result in held}) == 1
-
-
-def test_all_graphs_beforehand_are_all_that_steps_need(engine, backbone) -> None:
+def test_all_graphs_beforehand_are_all_that_steps_need_and_share_their_results(engine, backbone) -> None:
     engine.capture_graphs()
     graphs = engine.runner.graphs
     decodes = [GraphShape(0, *rest) for rest in ((2, 2), (2, 1), (2, 0), (1, 1), (1, 0))]
@@ -138,6 +128,9 @@ def test_all_graphs_beforehand_are_all_that_steps_need(engine, backbone) -> None
     serve(engine, backbone)
     assert {GraphShape(64, 0, 0), GraphShape(64, 2, 1)} < set(graphs.replayed), "the first request has no adapter"
     assert len(graphs.tried) == 10
+    for part in ("logits", "best"):
+        found = [getattr(captured.result, part) for captured in graphs._captured.values()]
+        assert len({one.untyped_storage().data_ptr() for one in found}) == 1 < len({len(one) for one in found})
     graphs.statistics.bytes = 7
     assert engine.memory.graphs == 7
     for wrong, kind in ((-1, ValueError), ("many", TypeError)):
@@ -164,10 +157,9 @@ def test_steps_have_graphs_of_their_own_while_an_adapter_is_for_embedding_and_he
     engine.step()  # the plain one alone; the other joins the next step, launched already
     assert graphs.replayed[0] == GraphShape(64, 0, 1)
     assert graphs.replayed[-1] == GraphShape(64, 2, 1, vocabulary=True)
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     assert graphs.replayed[-1].vocabulary
-    assert states[0].output_token_ids == backbone.generate_merged((3, 1), 1, 5)
+    assert are_served(backbone, states[0])
     expected = merged.generate(torch.tensor([[3, 1]]), max_new_tokens=5, do_sample=False, eos_token_id=None)
     assert states[1].output_token_ids == expected[0, 2:].tolist()
     graphs.replayed.clear()
@@ -193,22 +185,16 @@ def test_a_dropped_engine_frees_its_cache_at_once(backbone) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 32, 33, 100])
-def test_decode_rows_are_padded_little(most) -> None:
-    sizes = decode_sizes(most)
-    assert sizes == sorted(set(sizes))
-    assert most <= sizes[-1] < most + 8
-    for rows in range(1, most + 1):
-        padded = min(size for size in sizes if size >= rows)
-        assert padded - rows < max(1, min(rows, 8))
-
-
-@pytest.mark.parametrize("most", [1, 64, 65, 512, 2080, 5000])
-def test_prompt_rows_are_padded_by_an_eighth_at_most_or_less_than_64_rows(most) -> None:
-    sizes = prompt_sizes(most)
+@pytest.mark.parametrize(
+    ("sizes_of", "most", "least", "part"),
+    [*((decode_sizes, most, 8, 1) for most in (1, 3, 8, 9, 33)), *((prompt_sizes, most, 64, 8) for most in (64, 2080))],
+)
+def test_rows_are_padded_little(sizes_of, most, least, part) -> None:
+    """By fewer rows than `least`, or by a part of them; few decode rows by fewer than they are."""
+    sizes = sizes_of(most)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] >= most
-    for rows in range(1, most + 1, 7):
-        padded = min(size for size in sizes if size >= rows)
-        assert padded - rows < max(64, rows / 8)
+    for rows in range(1, most + 1):
+        padding = min(size for size in sizes if size >= rows) - rows
+        assert padding < (max(1, min(rows, least)) if part == 1 else max(least, rows / part))
     assert len(sizes) < 40

@@ -10,10 +10,9 @@ import torch
 from punica.adapters import LoRARequest
 from punica.engine import Engine, EngineConfig, Request, cuda_graph
 from punica.engine.cuda_graph import GraphShape, StepGraphs
-from punica.models import LlamaForCausalLM
 from punica.parallel import collectives_can_be_captured, current_group, tensor_parallel
 from tests.parallel.thread_ranks import on_threads
-from tests.world import tokens_of, torch_without_gpu
+from tests.world import torch_without_gpu
 
 DECODE = GraphShape(0, 8, 1)
 
@@ -44,24 +43,17 @@ class Recorded(StepGraphs):
         self.done.append((what, shape))
 
 
-def test_ranks_capture_what_all_of_them_ask_for() -> None:
-    def body(rank: int) -> list:
-        graphs = Recorded()
-        graphs.prepare(DECODE)
-        graphs.prepare(DECODE)
-        return [graphs.done, graphs.has(DECODE)]
-
-    assert on_threads(2, body) == [[[("rehearsed", DECODE), ("recorded", DECODE)], True]] * 2
-
-
-def test_ranks_that_ask_for_different_shapes_all_refuse_before_they_capture() -> None:
+def test_ranks_capture_what_all_of_them_ask_for_and_refuse_different_shapes_before() -> None:
     def body(rank: int) -> list:
         graphs = Recorded()
         with pytest.raises(RuntimeError, match=r"\[\[0, 8, 1, 0\], \[0, 4, 1, 0\]\] in rank order"):
             graphs.prepare(GraphShape(0, 4, 1) if rank else DECODE)
-        return [graphs.done, graphs.has(DECODE)]
+        before = list(graphs.done)
+        graphs.prepare(DECODE)
+        graphs.prepare(DECODE)
+        return [before, graphs.done, graphs.has(DECODE)]
 
-    assert on_threads(2, body) == [[[], False]] * 2
+    assert on_threads(2, body) == [[[], [("rehearsed", DECODE), ("recorded", DECODE)], True]] * 2
 
 
 def test_a_capture_that_fails_on_one_rank_fails_on_all_and_may_be_tried_again() -> None:
@@ -79,8 +71,7 @@ def test_a_capture_that_fails_on_one_rank_fails_on_all_and_may_be_tried_again() 
 def test_a_graph_without_memory_on_one_rank_is_launched_by_the_hosts_of_all() -> None:
     def body(rank: int) -> list:
         graphs = Recorded("recorded" if rank else "")
-        found = [graphs.prepare(DECODE), graphs.prepare(DECODE)]
-        found.append(graphs.is_refused(DECODE))
+        found = [graphs.prepare(DECODE), graphs.prepare(DECODE), graphs.is_refused(DECODE)]
         graphs._fails_in = ""
         return [*found, graphs.prepare(GraphShape(0, 8, 0)), graphs.statistics.refused]
 
@@ -102,7 +93,6 @@ def test_a_warm_up_that_fails_on_one_rank_ends_the_group() -> None:
     assert (here[0], there[0]) == (False, False)
     for text in there[1:]:
         assert "rank 1 failed inside of a step (OutOfMemoryError: no room)" in text
-        assert "restart the processes" in text
 
 
 def test_graphs_end_with_their_group() -> None:
@@ -124,22 +114,17 @@ def test_without_nccl_nothing_is_captured() -> None:
     assert collectives_can_be_captured()
     with tensor_parallel(Elsewhere()):
         assert not collectives_can_be_captured()
-    del Elsewhere.can_be_captured
-    with tensor_parallel(Elsewhere()):
-        assert not collectives_can_be_captured()
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fully sharded"])
-def test_engines_of_all_ranks_want_the_same_graphs_in_the_same_order(backbone, mixed_wishes, sharded) -> None:
+def test_engines_of_all_ranks_want_the_same_graphs_in_order(backbone, mixed_wishes, mixed_tokens, sharded) -> None:
     """Requests that join, leave and wait for one of three slots, some with no adapter."""
     wishes = mixed_wishes[:10]
 
     def body(rank: int) -> list:
-        model = LlamaForCausalLM(backbone.folder)
-        model.load_weights(backbone.folder)
         config = EngineConfig(max_batch_size=8, max_model_len=64)
         lora = config.lora_config(16, max_loras=3, fully_sharded_loras=sharded)
-        engine = Engine(model, lora, config)
+        engine = Engine(backbone.model(), lora, config)
         graphs, wanted = Recorded(), []
 
         def shape_of(layout):
@@ -154,30 +139,26 @@ def test_engines_of_all_ranks_want_the_same_graphs_in_the_same_order(backbone, m
 
         launch = engine.runner.launch
         engine.runner.launch = lambda layout, before=None: (shape_of(layout), launch(layout, before))[1]
-        adapters = [backbone.adapters.get(wish.adapter_id) for wish in wishes]
-        results = engine.generate([wish.prompt for wish in wishes], adapters, [wish.new for wish in wishes])
-        return [wanted, [shape for what, shape in graphs.done if what == "recorded"], tokens_of(results)]
+        tokens = backbone.serve(engine, wishes)
+        return [wanted, [shape for what, shape in graphs.done if what == "recorded"], tokens]
 
     first, second = on_threads(2, body)
     assert first == second
     assert first[1] == list(dict.fromkeys(first[0]))
     assert len({shape.prompt_rows for shape in first[1]}) > 1
     assert {shape.adapters for shape in first[1]} > {0, 1}
-    assert first[2] == [backbone.generate_merged(wish.prompt, wish.adapter_id, wish.new) for wish in wishes]
+    assert first[2] == mixed_tokens[:10]
 
 
 def test_a_step_that_fails_on_one_rank_while_the_model_runs_is_the_last(backbone) -> None:
     """An adapter that one rank cannot read fails its request only: ranks agree on it between steps."""
 
     def body(rank: int) -> list:
-        model = LlamaForCausalLM(backbone.folder)
-        model.load_weights(backbone.folder)
-        config, said = EngineConfig(max_batch_size=2, max_model_len=64), []
-        engine = Engine(model, config.lora_config(16), config)
+        engine, said = backbone.engine(max_batch_size=2), []
         folder = backbone.adapters[1].lora_path if rank == 0 else "nowhere"
         with pytest.raises(FileNotFoundError, match="rank 1 of 2"):
             engine.add_request(Request("unread", [1], 2, LoRARequest("one", 1, str(folder))))
-        state = engine.add_request(Request("good", [5, 6], 12, backbone.adapters[2]))
+        state = backbone.ask(engine, "good", [5, 6], 2, 12)
         engine.step()
         if rank:
             engine.runner.model.compute_logits = lambda hidden: (_ for _ in ()).throw(ValueError("a bit fell over"))

@@ -1,8 +1,10 @@
 """Two tensor-parallel ranks, one out of memory: both report it, without any change."""
 
+import itertools
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +18,7 @@ from punica.engine import config as sizes
 from punica.layers import BaseLayerWithLoRA
 from punica.models import LlamaForCausalLM
 from punica.parallel import memory, spawn_tensor_parallel
+from tests.world import finish
 
 POOR = 1  # the rank with too little memory
 OUT = torch.OutOfMemoryError("no memory left here")
@@ -31,6 +34,10 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str]:
     return "went on", ""
 
 
+def fails(*given: Any, **named: Any) -> Any:
+    raise OUT
+
+
 def builds(folder: Path, model: LlamaForCausalLM, is_poor: bool) -> dict[str, tuple[str, str]]:
     """Engines and a manager that cannot be built on one rank, all for one model."""
     lora, found = CONFIG.lora_config(16, max_loras=2), {}
@@ -38,28 +45,18 @@ def builds(folder: Path, model: LlamaForCausalLM, is_poor: bool) -> dict[str, tu
     def engine() -> Engine:
         return Engine(model, lora, CONFIG)
 
-    def manager() -> LoRAModelManager:
-        return LoRAModelManager(model, 4, 64, 256, lora, "cpu")
-
-    def from_folder() -> Engine:
-        return Engine.from_pretrained(folder, max_batch_size=2)
-
-    real, calls = wrap._wrap, []
+    manager = partial(LoRAModelManager, model, 4, 64, 256, lora, "cpu")
+    from_folder = partial(Engine.from_pretrained, folder, max_batch_size=2)
+    real, calls = wrap._wrap, itertools.count(1)
 
     def third_fails(*arguments: Any) -> BaseLayerWithLoRA:
-        calls.append(None)
-        if len(calls) == 3:
-            raise OUT
-        return real(*arguments)
-
-    def cache_fails(*sizes: Any, **kind: Any) -> None:
-        raise OUT
+        return fails() if next(calls) == 3 else real(*arguments)
 
     for name, call, place, replacement in (
         ("cache and slots", engine, (memory, "free_bytes"), lambda device: 100_000),
         ("slots alone", manager, (memory, "free_bytes"), lambda device: 1_000),
         ("fitted blocks", from_folder, (sizes, "free_bytes"), lambda device: 0),
-        ("allocating the cache", engine, (sizes, "KVCache"), cache_fails),
+        ("allocating the cache", engine, (sizes, "KVCache"), fails),
         ("allocating the slots", engine, (wrap, "_wrap"), third_fails),
     ):
         with patch.object(*place, replacement) if is_poor else nullcontext():
@@ -77,22 +74,17 @@ def serves(model: LlamaForCausalLM, adapters: dict[int, LoRARequest], is_poor: b
     engine.step()
     hit = engine.add_request(Request("hit", [1, 2], 4, adapters[2]))
 
-    def fails(*given: Any) -> None:
-        raise OUT
-
     with patch.object(writer, "write", fails) if is_poor else nullcontext():
         found["writing a slot"] = outcome(engine.step)
     registered = sorted(manager.list_adapters())
     found["state"] = [manager.lora_index_to_id, sorted(engine.blocks.owners()), registered, hit.status.name]
     with patch.object(writer, "stage", fails) if is_poor else nullcontext():
         found["registering"] = outcome(lambda: manager.add_adapter(random_adapter(9, model.config, 4, 0)))
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     broken = RuntimeError("this slot is broken")
     with patch.object(writer, "write", side_effect=broken) if is_poor else nullcontext():
         failed = engine.add_request(Request("failed", [7], 3, adapters[3]))
-        while engine.has_unfinished():
-            engine.step()
+        finish(engine)
     found["failed"] = (failed.status.name, failed.error)
     found["tokens"] = [good.output_token_ids, hit.output_token_ids, engine.generate([[7]], adapters[3], 3)[0].token_ids]
     return found
@@ -109,11 +101,7 @@ def test_what_one_rank_has_no_memory_for_fails_on_both(backbone) -> None:
     here, there = spawn_tensor_parallel(on_rank, 2, backbone.folder, backbone.adapters, backend="gloo")
     assert here == there
     for name, kind, text in (
-        (
-            "cache and slots",
-            "ValueError",
-            "KV cache of 16 blocks of 16 tokens .* and 2 adapter slots .* 100000 are free",
-        ),
+        ("cache and slots", "ValueError", "KV cache of 16 blocks .* and 2 adapter slots .* 100000 are free"),
         ("slots alone", "ValueError", "2 adapter slots of rank 16 would take .* 1000 are free"),
         ("fitted blocks", "RuntimeError", "no KV block of .* 0 bytes are free"),
         ("allocating the cache", "OutOfMemoryError", "no memory left here"),

@@ -14,7 +14,7 @@ def ids(results) -> list[str]:
     return [result.request_id for result in results]
 
 
-def steps(engine: Engine, patience: int = 50) -> list[StepOutput]:
+def outputs_of(engine: Engine, patience: int = 50) -> list[StepOutput]:
     """Run the loop of a caller that added requests; return its outputs."""
     outputs = []
     while engine.has_unfinished():
@@ -29,22 +29,22 @@ def call(engine: Engine, way: str, prompts: list, new: int) -> list[list[int]]:
     return tokens_of([chunk.result for chunk in engine.stream(prompts, None, new) if chunk.result is not None])
 
 
+@pytest.fixture
 def bad_adapter(backbone, tmp_path) -> LoRARequest:
     """Its numbers are no numbers, which shows when it is loaded."""
-    folder = write_random_adapter(tmp_path / "bad", backbone.config, 4, 9)
-    damage(folder)
+    damage(folder := write_random_adapter(tmp_path / "bad", backbone.config, 4, 9))
     return LoRARequest("bad", 9, folder)
 
 
 @pytest.mark.parametrize("way", ["generate", "stream"])
-def test_results_of_strangers_wait_for_their_owner_s_next_step(backbone, tmp_path, way) -> None:
+def test_results_of_strangers_wait_for_their_owner_s_next_step(backbone, bad_adapter, way) -> None:
     engine = backbone.engine()
     short = engine.add_request(Request("short", PROMPT, 3, backbone.adapters[1]))
-    engine.add_request(Request("bad", PROMPT, 3, bad_adapter(backbone, tmp_path)))
+    engine.add_request(Request("bad", PROMPT, 3, bad_adapter))
     long = engine.add_request(Request("long", [1], 30))
     assert call(engine, way, [[9], [8, 2]], 6) == [backbone.generate_merged(one, 0, 6) for one in ((9,), (8, 2))]
     assert (short.has_ended, long.has_ended) == (True, False)
-    first, *later = steps(engine)
+    first, *later = outputs_of(engine)
     assert (ids(first.finished), ids(first.failed)) == (["short"], ["bad"])
     assert first.finished[0].token_ids == backbone.generate_merged(PROMPT, 1, 3)
     assert "NaN" in first.failed[0].error
@@ -60,10 +60,10 @@ def test_a_loop_ends_only_when_it_has_seen_what_was_kept(backbone, way) -> None:
         engine.add_request(Request(f"stranger {number}", [number], 2))
         call(engine, way, [PROMPT], 5)
     assert engine.has_unfinished()
-    (output,) = steps(engine)
+    (output,) = outputs_of(engine)
     assert ids(output.finished) == ["stranger 0", "stranger 1", "stranger 2"]
     assert (output.tokens, output.statistics.batch_size) == ({}, 0)
-    assert steps(engine) == []
+    assert outputs_of(engine) == []
 
 
 def test_what_belongs_to_a_call_is_not_kept(backbone) -> None:
@@ -71,7 +71,7 @@ def test_what_belongs_to_a_call_is_not_kept(backbone) -> None:
     first, second = engine.stream([[1], [2]], None, 4), engine.stream([[3]], None, 9)
     next(second)
     assert len([chunk for chunk in first if chunk.result is not None]) == 2
-    seen = engine.step()  # somebody's own step brings what ends in it, whoever asked
+    seen = engine.step()  # somebody's own step brings what ends in it, whichever call asked
     rest = list(second)
     assert list(seen.tokens) == [rest[-1].result.request_id]
     assert rest[-1].result.token_ids == backbone.generate_merged((3,), 0, 9)
@@ -88,7 +88,7 @@ def test_a_name_is_taken_until_the_call_is_over(backbone) -> None:
     stream.close()
     engine.add_request(Request(ended.request_id, PROMPT, 2))
     call(engine, "generate", [[4]], 6)
-    assert [ids(output.finished) for output in steps(engine)] == [[ended.request_id]]
+    assert [ids(output.finished) for output in outputs_of(engine)] == [[ended.request_id]]
 
 
 def test_a_stranger_that_somebody_aborts_is_not_kept(backbone) -> None:
@@ -102,9 +102,9 @@ def test_a_stranger_that_somebody_aborts_is_not_kept(backbone) -> None:
 
 
 @pytest.mark.parametrize("where", ["loading the next adapter", "in the model"])
-def test_a_step_that_raises_loses_no_failure(backbone, tmp_path, monkeypatch, where) -> None:
+def test_a_step_that_raises_loses_no_failure(backbone, bad_adapter, monkeypatch, where) -> None:
     engine = backbone.engine("static_mixed")  # all of them join in one step
-    adapters = {"good": backbone.adapters[1], "bad": bad_adapter(backbone, tmp_path), "later": backbone.adapters[2]}
+    adapters = {"good": backbone.adapters[1], "bad": bad_adapter, "later": backbone.adapters[2]}
     for name, adapter in adapters.items():
         engine.add_request(Request(name, PROMPT, 4, adapter))
     writer, write = engine.manager._writer, engine.manager._writer.write
@@ -119,7 +119,7 @@ def test_a_step_that_raises_loses_no_failure(backbone, tmp_path, monkeypatch, wh
             patched.setattr(writer, "write", lambda slot, lora: write(slot, lora) if lora.id == 1 else fail())
         with pytest.raises(torch.OutOfMemoryError):
             engine.step()
-    first, *later = steps(engine)
+    first, *later = outputs_of(engine)
     assert ids(first.failed) == ["bad"]
     finished = {result.request_id: result.token_ids for output in later for result in output.finished}
     assert finished == {

@@ -12,40 +12,38 @@ from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest
 from punica.engine import Engine, EngineConfig, Request
-from punica.models import LlamaForCausalLM
 from punica.parallel import spawn_tensor_parallel
 from tests.parallel.progress import told
-from tests.world import tokens_of
+from tests.world import Backbone, Wish, finish
 
 SLOTS = 3
 
 
-def generate(
-    rank: int, folder: Path, prompts: list, adapters: list[LoRARequest | None], new: list[int], device: str
-) -> dict[str, tuple[list, int]]:
+def engine_of(backbone: Backbone, device: str, sharded: bool = False, **sizes) -> Engine:
+    config = EngineConfig(**{"max_batch_size": 8, "max_model_len": 64, **sizes})
+    lora = config.lora_config(16, max_loras=SLOTS, fully_sharded_loras=sharded)
+    return Engine(backbone.model(device, torch.float32), lora, config, warm_up=False)
+
+
+def generate(rank: int, backbone: Backbone, wishes: list[Wish], device: str) -> list[tuple[list, int]]:
     """The tokens, and this rank's kv heads, with plain and with fully sharded adapters."""
-    found = {}
-    for kind in ("plain", "fully sharded"):
-        with told(rank, f"{kind} adapters on {device}"):
-            model = LlamaForCausalLM(folder, device=device)
-            model.load_weights(folder)
-            config = EngineConfig(max_batch_size=8, max_model_len=64)
-            lora = config.lora_config(16, max_loras=SLOTS, fully_sharded_loras=kind == "fully sharded")
-            found[kind] = tokens_of(Engine(model, lora, config).generate(prompts, adapters, new)), model.num_kv_heads
+    found = []
+    for sharded in (False, True):
+        with told(rank, f"{'fully sharded' if sharded else 'plain'} adapters on {device}"):
+            engine = engine_of(backbone, device, sharded)
+            found.append((backbone.serve(engine, wishes), engine.runner.model.num_kv_heads))
     return found
 
 
-def check(backbone, wishes: list, tp_size: int, device: str) -> None:
-    prompts, new = [wish.prompt for wish in wishes], [wish.new for wish in wishes]
-    adapters = [backbone.adapters.get(wish.adapter_id) for wish in wishes]
-    arguments = (backbone.folder, prompts, adapters, new, device)
+def check(backbone: Backbone, wishes: list[Wish], tp_size: int, device: str) -> None:
     if tp_size == 1:
-        ranks = [generate(0, *arguments)]
+        ranks = [generate(0, backbone, wishes, device)]
     else:
-        ranks = spawn_tensor_parallel(generate, tp_size, *arguments, backend="gloo" if device == "cpu" else None)
-    expected = [backbone.generate_merged(wish.prompt, wish.adapter_id, wish.new) for wish in wishes]
+        backend = "gloo" if device == "cpu" else None
+        ranks = spawn_tensor_parallel(generate, tp_size, backbone, wishes, device, backend=backend)
+    expected = [backbone.generate_merged(*wish) for wish in wishes]
     kv_heads = max(1, backbone.config.num_key_value_heads // tp_size)
-    assert ranks == [dict.fromkeys(("plain", "fully sharded"), (expected, kv_heads))] * tp_size
+    assert ranks == [[(expected, kv_heads)] * 2] * tp_size
 
 
 @pytest.mark.slow
@@ -68,21 +66,16 @@ def test_ranks_on_gpus_equal_merged_models(backbone, mixed_wishes, tp_size) -> N
 
 
 outlives: list[Engine] = []
-"""Whoever holds an engine when its group ends holds its graphs, for which NCCL would wait."""
+"""Engines that are held when their group ends, with their graphs, for which NCCL would wait."""
 
 
-def generate_with_graphs_and_without(
-    rank: int, folder: Path, prompts: list, adapters: list[LoRARequest | None], new: list[int], dtype: torch.dtype
-) -> dict:
+def generate_with_graphs_and_without(rank: int, backbone: Backbone, wishes: list[Wish]) -> dict:
     """Tokens both ways, and the shapes that this rank captured, in order."""
     found = {}
     for graphs in (False, True):
-        with told(rank, f"{dtype}, {'graphs' if graphs else 'launched by the host'}"):
-            model = LlamaForCausalLM(folder, dtype, "cuda")
-            model.load_weights(folder)
-            config = EngineConfig(max_batch_size=8, max_model_len=64, cuda_graphs=graphs)
-            engine = Engine(model, config.lora_config(16, max_loras=SLOTS), config, warm_up=False)
-            found[graphs] = tokens_of(engine.generate(prompts, adapters, new))
+        with told(rank, "graphs" if graphs else "launched by the host"):
+            engine = engine_of(backbone, "cuda", cuda_graphs=graphs)
+            found[graphs] = backbone.serve(engine, wishes)
             outlives.append(engine)
     with told(rank, "all graphs"):
         engine.capture_graphs()
@@ -91,41 +84,29 @@ def generate_with_graphs_and_without(
 
 @pytest.mark.multi_gpu
 def test_graphs_with_collectives_generate_what_launched_steps_do_and_end_with_their_group(
-    backbone, mixed_wishes
+    backbone, mixed_wishes, mixed_tokens
 ) -> None:
-    prompts, new = [wish.prompt for wish in mixed_wishes], [wish.new for wish in mixed_wishes]
-    adapters = [backbone.adapters.get(wish.adapter_id) for wish in mixed_wishes]
-    arguments = (backbone.folder, prompts, adapters, new, torch.float32)
-    first, second = spawn_tensor_parallel(generate_with_graphs_and_without, 2, *arguments)
+    first, second = spawn_tensor_parallel(generate_with_graphs_and_without, 2, backbone, mixed_wishes)
     assert first == second
-    expected = [backbone.generate_merged(wish.prompt, wish.adapter_id, wish.new) for wish in mixed_wishes]
-    assert first["tokens"] == {False: expected, True: expected}
+    assert first["tokens"] == {False: mixed_tokens, True: mixed_tokens}
     assert len(first["shapes"]) > 10
 
 
-def generate_beside_damage(rank: int, folder: Path, adapters: dict[int, LoRARequest], places: dict[str, list]) -> dict:
+def generate_beside_damage(rank: int, backbone: Backbone, places: dict[str, list]) -> dict:
     """Each rank has its own disk: the folders of an adapter are what `places` says for it."""
-    model = LlamaForCausalLM(folder)
-    model.load_weights(folder)
-    config = EngineConfig(max_batch_size=4, max_model_len=64)
-    engine = Engine(model, config.lora_config(16, max_loras=SLOTS), config)
-    good = engine.add_request(Request("good", [5, 6], 12, adapters[1]))
-    refused, failed = {}, {}
+    engine = engine_of(backbone, "cpu", max_batch_size=4)
+    good, refused, failed = backbone.ask(engine, "good", [5, 6], 1, 12), {}, {}
     for number, (name, paths) in enumerate(places.items(), start=10):
         try:
-            state = engine.add_request(Request(name, [1, 2], 4, LoRARequest(name, number, str(paths[rank]))))
+            failed[name] = engine.add_request(Request(name, [1, 2], 4, LoRARequest(name, number, str(paths[rank]))))
         except (OSError, ValueError) as error:
             refused[name] = str(error)
-        else:
-            failed[name] = state
-    later = engine.add_request(Request("later", [7, 8], 5, adapters[3]))
-    while engine.has_unfinished():
-        engine.step()
+    later = backbone.ask(engine, "later", [7, 8], 3, 5)
+    finish(engine)
     return {
-        "served": [good.output_token_ids, later.output_token_ids],
-        "refused": refused,
+        "served": [good.output_token_ids, later.output_token_ids], "refused": refused,
         "failed": {name: state.error for name, state in failed.items()},
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -146,9 +127,7 @@ def test_a_folder_that_one_rank_cannot_read_fails_on_all_and_only_its_requests(b
         "poisoned there": [poisoned, whole],
         "another config": [whole, wide],
     }
-    first, second = spawn_tensor_parallel(
-        generate_beside_damage, 2, backbone.folder, backbone.adapters, places, backend="gloo"
-    )
+    first, second = spawn_tensor_parallel(generate_beside_damage, 2, backbone, places, backend="gloo")
     assert first == second
     assert first["served"] == [backbone.generate_merged((5, 6), 1, 12), backbone.generate_merged((7, 8), 3, 5)]
     assert set(first["refused"]) == {"missing here", "cut there", "another config"}
@@ -161,6 +140,4 @@ def test_a_folder_that_one_rank_cannot_read_fails_on_all_and_only_its_requests(b
         (0, "poisoned there", "contains NaN or inf"),
     ):
         text = (first["refused"] | first["failed"])[name]
-        assert f"rank {rank} of 2" in text
-        assert repr(name) in text
-        assert reason in text
+        assert all(part in text for part in (f"rank {rank} of 2", repr(name), reason)), text

@@ -2,48 +2,47 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
-from punica.engine import Engine, EngineConfig, Request, SamplingParams
+from punica.engine import SamplingParams
 from punica.engine.generation import Turns
-from tests.world import byte_tokenizer, tokens_of
+from tests.world import byte_tokenizer, finish, tokens_of
 
-THREADS, ROUNDS = 12, 6
+THREADS, ROUNDS = 8, 3
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
     """Run the calls in threads that begin at once; return what they return."""
-    barrier = threading.Barrier(len(calls))
+    barrier, futures = threading.Barrier(len(calls)), [Future() for _ in calls]
 
-    def run(call: Callable[[], Any]) -> Any:
+    def run(call: Callable[[], Any], future: Future) -> None:
         barrier.wait()
-        return call()
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
 
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(timeout=120) for future in [pool.submit(run, call) for call in calls]]
-
-
-def wishes_of(thread: int, turn: int) -> tuple[list[tuple[int, ...]], int, int]:
-    """Return prompts, adapter id and number of new tokens."""
-    return [(thread % 3 + 1, 4), (turn % 2, 3, 5)], (thread + turn) % 7, 3 + (thread + turn) % 4
+    for pair in zip(calls, futures, strict=True):
+        threading.Thread(target=run, args=pair, daemon=True).start()
+    return [future.result(timeout=120) for future in futures]
 
 
 @pytest.mark.parametrize("way", ["generate", "stream", "both"])
 def test_every_thread_gets_its_own_tokens(backbone, way) -> None:
     engine = backbone.engine(max_loras=3)
-
-    whole = {
-        (prompt, number): backbone.generate_merged(prompt, number, 6)
+    work = [
+        ([(thread % 3 + 1, 4), (turn % 2, 3, 5)], (thread + turn) % 7, 3 + (thread + turn) % 4)
         for thread in range(THREADS) for turn in range(ROUNDS)
-        for prompts, number, _ in [wishes_of(thread, turn)] for prompt in prompts
-    }  # fmt: skip
+    ]  # fmt: skip
+    wanted = [[backbone.generate_merged(prompt, number, new) for prompt in prompts] for prompts, number, new in work]
 
     def serve(thread: int) -> None:
-        for turn in range(ROUNDS):
-            prompts, number, new = wishes_of(thread, turn)
+        for turn in range(thread * ROUNDS, (thread + 1) * ROUNDS):
+            prompts, number, new = work[turn]
             adapter = backbone.adapters.get(number)
             if way == "stream" or (way == "both" and thread % 2):
                 found = [[], []]
@@ -51,11 +50,10 @@ def test_every_thread_gets_its_own_tokens(backbone, way) -> None:
                     found[chunk.index] += chunk.token_ids
             else:
                 found = tokens_of(engine.generate(prompts, adapter, new))
-            assert found == [whole[prompt, number][:new] for prompt in prompts]
+            assert found == wanted[turn]
 
-    together(*(lambda thread=thread: serve(thread) for thread in range(THREADS)))
-    assert not engine.has_unfinished()
-    assert engine.blocks.num_free == engine.blocks.num_blocks
+    together(*(partial(serve, thread) for thread in range(THREADS)))
+    finish(engine)
 
 
 def test_calls_of_threads_share_their_steps(backbone) -> None:
@@ -94,7 +92,7 @@ def test_requests_of_one_thread_and_calls_of_another(backbone) -> None:
     def own() -> dict[str, list[int]]:
         found = {}
         for prompt in prompts:
-            engine.add_request(Request(f"own-{prompt[0]}", prompt, 6, backbone.adapters[1]))
+            backbone.ask(engine, f"own-{prompt[0]}", prompt, 1, 6)
             while f"own-{prompt[0]}" not in found:
                 found |= {result.request_id: result.token_ids for result in engine.step().finished}
         return found
@@ -108,7 +106,7 @@ def test_requests_of_one_thread_and_calls_of_another(backbone) -> None:
     assert theirs == wanted
 
 
-def test_a_paused_stream_keeps_nobody_waiting(backbone) -> None:
+def test_a_paused_stream_keeps_no_other_call_waiting(backbone) -> None:
     engine = backbone.engine()
     stream = engine.stream([[1, 2]], None, 20)
     next(stream)
@@ -140,21 +138,18 @@ def test_an_error_in_one_thread_leaves_the_others_right(backbone) -> None:
             else:
                 assert found == [wanted[thread]]
 
-    together(*(lambda thread=thread: serve(thread) for thread in range(6)))
-    assert raised
+    together(*(partial(serve, thread) for thread in range(6)))
     assert set(raised) == {"injected"}
     assert not engine.has_unfinished()
 
 
 def test_text_and_aborts_in_threads(backbone) -> None:
-    config = EngineConfig(max_batch_size=8, max_model_len=64)
-    engine = Engine(backbone.model(), None, config, tokenizer=byte_tokenizer())
-    params = SamplingParams(20, stop=("zz",))
-    prompts = [[65 + number] for number in range(8)]
+    engine, params = backbone.engine(tokenizer=byte_tokenizer()), SamplingParams(20, stop=("zz",))
+    prompts = [[65 + number] for number in range(6)]
     wanted = [engine.generate([prompt], None, params)[0].text for prompt in prompts]
 
     def text(number: int) -> list[str | None]:
-        return [engine.generate([prompts[number]], None, params)[0].text for _ in range(3)]
+        return [engine.generate([prompts[number]], None, params)[0].text for _ in range(2)]
 
     def leave() -> None:
         for _ in range(6):
@@ -162,8 +157,8 @@ def test_text_and_aborts_in_threads(backbone) -> None:
             next(stream)
             stream.close()
 
-    found = together(leave, *(lambda number=number: text(number) for number in range(8)))
-    assert found[1:] == [[one] * 3 for one in wanted]
+    found = together(leave, *(partial(text, number) for number in range(6)))
+    assert found[1:] == [[one] * 2 for one in wanted]
     assert not engine.has_unfinished()
 
 
@@ -231,11 +226,6 @@ def test_a_call_of_a_thread_that_is_alone_makes_its_own_steps(backbone) -> None:
         with engine.alone():
             found["alone"] = tokens_of(engine.generate([prompt], None, 3))
 
-    threads = [threading.Thread(target=call, daemon=True) for call in (lead, alone)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert not any(thread.is_alive() for thread in threads)
+    together(lead, alone)
     whole = backbone.generate_merged(prompt, 0, 20)
     assert found == {"leader": [whole], "alone": [whole[:3]]}

@@ -1,13 +1,14 @@
-"""Batches of many adapters: a request's tokens do not depend on its batch."""
+"""Batches of many adapters: a request's tokens do not depend on its batch, and none starves."""
+
+import random
 
 import pytest
 
-from punica.engine import Engine, EngineConfig, Request
+from punica.engine import Engine, EngineConfig
+from punica.scheduling.admission import MOST_OVERTAKES
+from tests.world import are_served, finish
 
-
-@pytest.fixture(scope="module")
-def expected(backbone, mixed_wishes) -> list[list[int]]:
-    return [backbone.generate_merged(wish.prompt, wish.adapter_id, wish.new) for wish in mixed_wishes]
+LONGEST = 7
 
 
 def test_oracle_tells_adapters_apart(backbone) -> None:
@@ -25,10 +26,10 @@ def test_oracle_tells_adapters_apart(backbone) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_mixed_batches_equal_merged_models_one_by_one(backbone, mixed_wishes, expected, serve, sizes) -> None:
+def test_mixed_batches_equal_merged_models_one_by_one(backbone, mixed_wishes, mixed_tokens, serve, sizes) -> None:
     """Whatever the batch, the blocks, the rule; with few slots adapters are evicted and loaded again on the way."""
     engine = backbone.engine(**sizes)
-    assert serve(engine, mixed_wishes) == expected
+    assert serve(engine, mixed_wishes) == mixed_tokens
     assert len(engine.manager) <= engine.manager.lora_slots
 
 
@@ -37,37 +38,25 @@ def test_preemption_and_readmission_change_no_token(backbone, admission) -> None
     """8 requests that grow from 1 to 8 blocks in a cache of 10: several preemptions."""
     engine = backbone.engine(admission, block_size=4, num_blocks=10)
     adapter_ids = [1, 2, 3, 0, 1, 2, 3, 0] if admission == "fcfs" else [2] * 8
-    requests = []
-    for i, adapter_id in enumerate(adapter_ids):
-        request = engine.add_request(Request(f"r{i}", [i + 1] * 3, 29, backbone.adapters.get(adapter_id)))
-        requests.append(request)
+    requests = [backbone.ask(engine, f"r{i}", [i + 1] * 3, one, 29) for i, one in enumerate(adapter_ids)]
     interrupted = 0
     while engine.has_unfinished():
         engine.step()
         interrupted += sum(1 for request in engine.scheduler.waiting if request.output_token_ids)
     assert sum(request.preemptions for request in requests) >= 4
     assert interrupted > 0  # some were preempted in the middle of their output
-    for request, adapter_id in zip(requests, adapter_ids, strict=True):
-        assert request.output_token_ids == backbone.generate_merged(request.prompt_token_ids, adapter_id, 29)
-    assert engine.blocks.num_free == 10
+    assert are_served(backbone, *requests)
+    finish(engine)
 
 
 def test_backbone_only_engine_ignores_adapters_when_told_to(backbone, mixed_wishes) -> None:
     engine = Engine(backbone.model(), None, EngineConfig(max_model_len=64, ignore_adapters=True), "single_adapter")
-    requests = [
-        Request(str(i), wish.prompt, wish.new, backbone.adapters.get(wish.adapter_id))
-        for i, wish in enumerate(mixed_wishes)
-    ]
-    requests = [engine.add_request(request) for request in requests]
-    batches = []
+    requests = [backbone.ask(engine, str(i), *wish) for i, wish in enumerate(mixed_wishes)]
     while engine.has_unfinished():
-        running = {request.adapter_id for request in engine.scheduler.running}
-        assert len(running) <= 1  # one adapter per batch
-        batches.append(engine.step().statistics)
-    assert all(statistics.num_segments == 0 for statistics in batches)
-    for request in requests:
-        plain = backbone.generate_merged(request.prompt_token_ids, 0, request.request.max_new_tokens)
-        assert request.output_token_ids == plain
+        assert len({request.adapter_id for request in engine.scheduler.running}) <= 1  # one adapter per batch
+        assert engine.step().statistics.num_segments == 0
+    plain = [backbone.generate_merged(wish.prompt, 0, wish.new) for wish in mixed_wishes]
+    assert [request.output_token_ids for request in requests] == plain
 
 
 def test_last_admitted_rule_applies_one_adapter_per_step(backbone) -> None:
@@ -75,8 +64,7 @@ def test_last_admitted_rule_applies_one_adapter_per_step(backbone) -> None:
     outputs = {}
     for rule in ("per_request", "last_admitted"):
         engine = backbone.engine(adapter_index_rule=rule)
-        requests = [Request(str(i), [9, 8, 7], 12, backbone.adapters[i]) for i in (1, 2, 3)]
-        requests = [engine.add_request(request) for request in requests]
+        requests = [backbone.ask(engine, str(i), [9, 8, 7], i, 12) for i in (1, 2, 3)]
         segments = []
         while engine.has_unfinished():
             segments.append(engine.step().statistics.num_segments)
@@ -84,3 +72,43 @@ def test_last_admitted_rule_applies_one_adapter_per_step(backbone) -> None:
         assert max(segments) == (3 if rule == "per_request" else 1)
     assert outputs["per_request"] == [backbone.generate_merged((9, 8, 7), i, 12) for i in (1, 2, 3)]
     assert outputs["last_admitted"][0] != outputs["per_request"][0]
+
+
+@pytest.mark.parametrize(
+    ("rule", "slots", "pinned", "blocks"),
+    [
+        ("fcfs", 1, (), None), ("fcfs", 2, (6,), 9), ("fcfs_many", 2, (6,), 9), ("resident_first", 3, (1, 6), None),
+        ("resident_first", 2, (6,), 9), ("single_adapter", 1, (), None), ("static_mixed", 3, (1, 6), None),
+    ],
+)  # fmt: skip
+def test_waits_are_bounded_by_what_came_before(backbone, rule, slots, pinned, blocks) -> None:
+    """Tenant 1 adds requests at every step, the others one now and then; L = 7 is the longest generation."""
+    engine, choose = backbone.engine(rule, slots, max_batch_size=3, block_size=4, num_blocks=blocks), random.Random(5)
+    for adapter_id in pinned:
+        engine.manager.add_adapter(backbone.adapters[adapter_id])
+        engine.manager.pin_adapter(adapter_id)
+    arrived: dict[str, tuple[int, int]] = {}  # step, unfinished requests before it
+    waited, joined, states = {}, [], {}
+    for step in range(600):
+        if step < 20:
+            for tenant in (1, choose.choice((2, 3, 4, 5, 6, 0))):
+                name = f"{step} of {tenant}"
+                before = sum(not state.has_ended for state in states.values())
+                prompt, new = [choose.randrange(256) for _ in range(choose.randint(1, 9))], choose.randint(1, LONGEST)
+                states[name] = backbone.ask(engine, name, prompt, tenant, new)
+                arrived[name] = step, before
+        new_tokens = engine.step().tokens
+        for name in [name for name in arrived if name in new_tokens and name not in waited]:
+            waited[name] = step - arrived[name][0]
+            joined.append(name)
+        if step >= 20 and not engine.has_unfinished():
+            break
+    assert not engine.has_unfinished()
+    assert {state.finish_reason for state in states.values()} == {"length"}
+    overtakers = MOST_OVERTAKES if rule == "resident_first" else 0
+    assert all(waited[name] <= (before + 1 + overtakers) * LONGEST for name, (_, before) in arrived.items())
+    assert all(state.overtaken <= overtakers for state in states.values())
+    order = [list(arrived).index(name) for name in joined]
+    if not overtakers:
+        assert all(later >= place - 2 for place, later in enumerate(order))  # a batch of three may join in one step
+    assert max(waited.values()) > 20  # the queue was long

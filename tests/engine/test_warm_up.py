@@ -1,16 +1,17 @@
-"""The warm-up of an engine: what its steps will need is made at once, and nothing else is changed by it."""
+"""The warm-up of an engine, which makes at once what its steps will need; their inputs, at constant addresses."""
 
 import pytest
 import torch
 
 from punica.engine import Engine, EngineConfig, SamplingParams
-from punica.engine.runner import ModelRunner
-from tests.world import tokens_of
+from punica.engine.runner import ModelRunner, StepInputs, StepRows
+from punica.scheduling import Span, StepLayout
+from tests.world import finish, tokens_of
 
 
-def build(backbone, warm_up: bool | None, model=None) -> Engine:
+def build(backbone, warm_up: bool | None) -> Engine:
     config = EngineConfig(max_batch_size=3, max_model_len=32, seed=5)
-    return Engine(model or backbone.model(), config.lora_config(16, max_loras=3), config, warm_up=warm_up)
+    return Engine(backbone.model(), config.lora_config(16, max_loras=3), config, warm_up=warm_up)
 
 
 def state(engine: Engine) -> tuple:
@@ -48,9 +49,8 @@ def test_steps_of_all_sizes_run_and_leave_the_engine_as_new(backbone, forwards, 
     params = [SamplingParams(6, temperature=0.9) for _ in adapters]  # seeds are drawn by the engine
     prompts = [[3 + i, 1, 4] for i in range(5)]
     assert tokens_of(warm.generate(prompts, adapters, params)) == tokens_of(cold.generate(prompts, adapters, params))
-    assert tokens_of(warm.generate(prompts, adapters, 6)) == [
-        backbone.generate_merged(tuple(prompt), i, 6) for i, prompt in enumerate(prompts)
-    ]
+    expected = [backbone.generate_merged(prompt, i, 6) for i, prompt in enumerate(prompts)]
+    assert tokens_of(warm.generate(prompts, adapters, 6)) == expected
 
 
 def test_longest_prompts_of_a_warm_up(backbone, forwards, monkeypatch) -> None:
@@ -71,13 +71,6 @@ def test_engines_of_a_folder_pass_it_on(backbone, forwards) -> None:
     assert forwards
 
 
-def test_anything_but_a_bool_is_refused_before_the_model_is_changed(backbone) -> None:
-    model = backbone.model()
-    with pytest.raises(TypeError, match="warm_up must be of class bool or None, got str 'yes'"):
-        build(backbone, "yes", model)
-    build(backbone, False, model)
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_the_first_requests_capture_nothing(backbone, mixed_wishes, serve) -> None:
     config = EngineConfig(max_batch_size=4, max_model_len=64)
@@ -95,3 +88,43 @@ def test_lora_on_the_head_alone(backbone) -> None:
     lora = config.lora_config(16, max_loras=2, target_modules=["lm_head"])
     engine = Engine(backbone.model(), lora, config, warm_up=True)
     assert tokens_of(engine.generate([[3, 1]], None, 4)) == [backbone.generate_merged((3, 1), 0, 4)]
+
+
+# --- inputs of steps -------------------------------------------------------------------------------------------------
+
+
+def layout(token_ids: list[int], lengths: list[int]) -> StepLayout:
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    spans = tuple(Span(start, length, length, (0,)) for start, length in zip(starts, lengths, strict=True))
+    positions = [p for length in lengths for p in range(length)]
+    return StepLayout((), spans, (-1,) * len(spans), token_ids, positions, [16 + p for p in positions], len(token_ids))
+
+
+def test_views_hold_the_layout_and_stay_where_they_are() -> None:
+    inputs = StepInputs(8, torch.device("cpu"))
+    first = inputs.fill(layout([5, 6, 7, 8, 9, 3, 2, 1], [5, 1, 2]))
+    assert StepRows(*(row.tolist() for row in first)) == (
+        [5, 6, 7, 8, 9, 3, 2, 1],
+        [0, 1, 2, 3, 4, 0, 0, 1],
+        [16, 17, 18, 19, 20, 16, 16, 17],
+        [4, 5, 7],
+    )
+    second = inputs.fill(layout([4], [1]))
+    assert StepRows(*(row.tolist() for row in second)) == ([4], [0], [16], [0])
+    for before, after in zip(first, second, strict=True):
+        assert (after.data_ptr(), after.dtype, after.is_contiguous()) == (before.data_ptr(), torch.int64, True)
+
+
+def test_every_step_of_an_engine_reads_the_same_memory(backbone, monkeypatch) -> None:
+    engine = backbone.engine()
+    seen, forward = set(), engine.runner.model.forward
+
+    def recording(token_ids, positions, attention):
+        seen.add((token_ids.data_ptr(), positions.data_ptr(), attention._kv_rows.data_ptr()))
+        return forward(token_ids, positions, attention)
+
+    monkeypatch.setattr(engine.runner.model, "forward", recording)
+    for i in range(3):
+        backbone.ask(engine, str(i), [1, 2, 3], i)
+    finish(engine)
+    assert len(seen) == 1

@@ -14,31 +14,20 @@ def check_invariants(manager: BlockManager) -> None:
     assert manager.num_free + len(owned) == manager.num_blocks  # no block lost
 
 
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (33, 3)])
-def test_blocks_for(tokens, blocks) -> None:
-    assert BlockManager(10, 16).blocks_for(tokens) == blocks
+def test_blocks_for() -> None:
+    assert [BlockManager(10, 16).blocks_for(tokens) for tokens in (0, 1, 16, 17, 33)] == [0, 1, 1, 2, 3]
 
 
-def test_reserve_grows_by_whole_blocks() -> None:
+def test_reserve_grows_by_whole_blocks_or_changes_nothing() -> None:
     manager = BlockManager(4, 16)
     assert manager.reserve("a", 16)
     assert manager.block_table("a") == (0,)
     assert manager.reserve("a", 10)  # already there
     assert manager.reserve("a", 17)
-    assert manager.block_table("a") == (0, 1)
-    assert manager.num_free == 2
-
-
-def test_out_of_blocks_changes_nothing_and_says_so() -> None:
-    manager = BlockManager(3, 4)
-    assert manager.reserve("a", 8)
-    before = manager.block_table("a")
-    assert not manager.reserve("b", 5)
-    assert not manager.reserve("a", 17)
-    assert manager.block_table("a") == before
-    assert manager.owners() == ("a",)
-    assert manager.num_free == 1
-    assert manager.reserve("b", 4)  # one block is left
+    for owner, tokens in (("b", 33), ("a", 65)):
+        assert not manager.reserve(owner, tokens)
+        assert (manager.block_table("a"), manager.owners(), manager.num_free) == ((0, 1), ("a",), 2)
+    assert manager.reserve("b", 32)
     check_invariants(manager)
 
 
@@ -46,8 +35,7 @@ def test_release_frees_and_twice_is_an_error() -> None:
     manager = BlockManager(3, 4)
     manager.reserve("a", 12)
     manager.release("a")
-    assert manager.num_free == 3
-    assert manager.block_table("a") == ()
+    assert (manager.num_free, manager.block_table("a")) == (3, ())
     with pytest.raises(RuntimeError, match="'a' owns no blocks"):
         manager.release("a")
     assert manager.num_free == 3
@@ -64,7 +52,7 @@ def test_requests_with_room_get_consecutive_blocks() -> None:
         assert table == tuple(range(table[0], table[0] + 8))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_life_keeps_the_invariants(seed) -> None:
     chance = random.Random(seed)
     manager, lengths = BlockManager(23, 4), {}

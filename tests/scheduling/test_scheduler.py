@@ -1,5 +1,7 @@
 """Admission, growth and preemption, without a model: a step is `schedule`, a token per request, `retire_finished`."""
 
+import random
+
 import pytest
 
 from punica.adapters import LoRARequest
@@ -12,6 +14,7 @@ from punica.scheduling import (
     Scheduler,
     StepPlan,
 )
+from punica.scheduling.admission import FirstComeFirstServed, ResidentFirst
 
 
 def make(name: str, prompt: int = 4, new: int = 4, adapter_id: int = 0) -> RequestState:
@@ -53,30 +56,22 @@ def drain(scheduler: Scheduler, limit: int = 1000) -> list[StepPlan]:
     return plans
 
 
-def test_fcfs_admits_one_per_step_whatever_the_adapter() -> None:
-    scheduler = make_scheduler()
-    for i, name in enumerate("abc"):
-        scheduler.add(make(name, adapter_id=i))
-    plans = drain(scheduler)
-    assert [names(plan.prefills) for plan in plans[:4]] == ["a", "b", "c", ""]
-    assert [names(plan.decodes) for plan in plans[:4]] == ["", "a", "ab", "abc"]
-    assert len(plans) == 6  # c starts in the third step and makes four tokens
+def filled(scheduler: Scheduler, **requests: tuple[int, int]) -> Scheduler:
+    """Add requests, each `name=(new tokens, adapter id)`."""
+    for name, (new, adapter_id) in requests.items():
+        scheduler.add(make(name, new=new, adapter_id=adapter_id))
+    return scheduler
 
 
-def test_fcfs_respects_the_batch_limit() -> None:
-    scheduler = make_scheduler(batch=2)
-    for name in "abcd":
-        scheduler.add(make(name))
-    for plan in drain(scheduler):
-        assert len(plan.prefills) + len(plan.decodes) <= 2
+def test_fcfs_admits_one_per_step_whatever_the_adapter_up_to_the_batch_limit() -> None:
+    plans = drain(filled(make_scheduler(batch=3), a=(4, 0), b=(4, 1), c=(4, 2), d=(2, 3)))
+    assert [names(plan.prefills) for plan in plans] == ["a", "b", "c", "", "d", ""]
+    assert [names(plan.decodes) for plan in plans] == ["", "a", "ab", "abc", "bc", "cd"]
 
 
 def test_single_adapter_waits_for_the_running_adapter() -> None:
-    scheduler = make_scheduler("single_adapter")
-    for name, adapter_id in zip("abcd", (1, 1, 2, 1), strict=True):
-        scheduler.add(make(name, adapter_id=adapter_id))
-    plans = drain(scheduler)
-    assert "".join(names(plan.prefills) for plan in plans) == "abcd"  # nobody overtakes
+    plans = drain(filled(make_scheduler("single_adapter"), a=(4, 1), b=(4, 1), c=(4, 2), d=(4, 1)))
+    assert "".join(names(plan.prefills) for plan in plans) == "abcd"  # no overtaking
     for plan in plans:
         assert len(plan.prefills) <= 1
         assert len({request.adapter_id for request in (*plan.prefills, *plan.decodes)}) <= 1
@@ -84,20 +79,15 @@ def test_single_adapter_waits_for_the_running_adapter() -> None:
 
 
 def test_static_batch_forms_at_once_and_runs_to_the_longest() -> None:
-    scheduler = make_scheduler("static", batch=3)
-    for name, new, adapter_id in (("a", 1, 1), ("b", 4, 1), ("c", 2, 1), ("d", 2, 1), ("e", 1, 2)):
-        scheduler.add(make(name, new=new, adapter_id=adapter_id))
-    plans = drain(scheduler)
+    plans = drain(filled(make_scheduler("static", batch=3), a=(1, 1), b=(4, 1), c=(2, 1), d=(2, 1), e=(1, 2)))
     assert [names(plan.prefills) for plan in plans] == ["abc", "", "", "", "d", "", "e"]
     assert [names(plan.decodes) for plan in plans] == ["", "bc", "b", "b", "", "d", ""]
     assert [names(plan.idle) for plan in plans] == ["", "a", "ac", "ac", "", "", ""]  # finished rows go on costing
 
 
 def test_mixed_static_batches_take_any_adapter() -> None:
-    scheduler = make_scheduler("static_mixed", batch=3)
-    for index, new in enumerate([2, 5, 1, 4, 3]):
-        scheduler.add(make(f"{index}", new=new, adapter_id=index + 1))
-    seen = [(len(plan.prefills), len(plan.decodes), len(plan.idle)) for plan in drain(scheduler)]
+    plans = drain(filled(make_scheduler("static_mixed", batch=3), a=(2, 1), b=(5, 2), c=(1, 3), d=(4, 4), e=(3, 5)))
+    seen = [(len(plan.prefills), len(plan.decodes), len(plan.idle)) for plan in plans]
     assert seen == [(3, 0, 0), (0, 2, 1), (0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 0, 0), (0, 2, 0), (0, 2, 0), (0, 1, 1)]
 
 
@@ -126,8 +116,8 @@ def test_exhaustion_preempts_the_newest_which_returns_first() -> None:
     for plan in drain(scheduler):
         preempted += names(plan.preempted)
         admitted += names(plan.prefills)
-        assert not (plan.preempted and plan.prefills)  # nobody joins while others are thrown out
-    assert preempted.startswith("c") or preempted.startswith("b")
+        assert not (plan.preempted and plan.prefills)  # none joins while others are thrown out
+    assert preempted
     assert "a" not in preempted  # the oldest is never the victim
     assert admitted[0] == "a"
     assert all(len(request.output_token_ids) == 13 for request in requests)
@@ -162,11 +152,8 @@ def test_request_that_needs_the_whole_pool_runs_alone() -> None:
     assert [names(plan.prefills) for plan in drain(scheduler)] == ["a", "", "", "", "b", "", "", ""]
 
 
-def test_head_of_the_queue_waits_for_a_slot_and_nobody_overtakes() -> None:
-    scheduler = make_scheduler(max_adapters=2)
-    for name, adapter_id, new in (("a", 1, 2), ("b", 2, 6), ("c", 3, 2), ("d", 1, 2), ("e", 0, 2)):
-        scheduler.add(make(name, new=new, adapter_id=adapter_id))
-    plans = drain(scheduler)
+def test_head_of_the_queue_waits_for_a_slot_without_being_overtaken() -> None:
+    plans = drain(filled(make_scheduler(max_adapters=2), a=(2, 1), b=(6, 2), c=(2, 3), d=(2, 1), e=(2, 0)))
     for plan in plans:
         adapters = {request.adapter_id for request in (*plan.prefills, *plan.decodes)} - {0}
         assert len(adapters) <= 2
@@ -181,10 +168,8 @@ def test_unknown_rule_lists_the_known_ones() -> None:
 @pytest.mark.parametrize("rule", ["fcfs", "static"])
 def test_a_request_is_taken_out_wherever_it_is(rule) -> None:
     """The last unfinished member of a batch takes the finished ones along: nothing would ever run beside them."""
-    scheduler = make_scheduler(rule, batch=2)
-    requests = [make(name, new=new) for name, new in (("a", 1), ("b", 9), ("c", 9), ("d", 2))]
-    for request in requests:
-        scheduler.add(request)
+    scheduler = filled(make_scheduler(rule, batch=2), a=(1, 0), b=(9, 0), c=(9, 0), d=(2, 0))
+    requests = list(scheduler.waiting)
     for _ in range(2):
         advance(scheduler)
     scheduler.remove(requests[2])
@@ -195,11 +180,162 @@ def test_a_request_is_taken_out_wherever_it_is(rule) -> None:
 
 
 def test_a_finished_member_of_a_batch_can_be_taken_out() -> None:
-    scheduler = make_scheduler("static", batch=2)
-    short, long = make("a", new=1), make("b", new=3)
-    for request in (short, long):
-        scheduler.add(request)
+    scheduler = filled(make_scheduler("static", batch=2), a=(1, 0), b=(3, 0))
+    (short, _) = scheduler.waiting
     advance(scheduler)
     scheduler.remove(short)
     plan = advance(scheduler)
     assert (names(plan.decodes), names(plan.idle)) == ("b", "")
+
+
+# --- adapters in slots go first, up to a limit of overtakes ------------------------------------------------------------
+
+
+class Slots:
+    """Adapters in `count` slots: those of the batch stay, the longest unused of the others makes room."""
+
+    def __init__(self, scheduler: Scheduler, count: int) -> None:
+        self.scheduler, self.count, self.used = scheduler, count, list[int]()
+        scheduler.is_resident = lambda request: request.adapter_id in self.used
+
+    def step(self) -> list[RequestState]:
+        plan = self.scheduler.schedule()
+        for request in (*plan.decodes, *plan.prefills):
+            self.used = [other for other in self.used if other != request.adapter_id] + [request.adapter_id]
+        self.used = self.used[-self.count :]
+        assert {request.adapter_id for request in self.scheduler.running} <= set(self.used)
+        for request in (*plan.prefills, *plan.decodes):
+            request.append(7)
+        self.scheduler.retire_finished()
+        return list(plan.prefills)
+
+
+def scheduler_of(rule, slots: int, batch: int = 8, blocks: int = 1000) -> tuple[Scheduler, Slots]:
+    scheduler = Scheduler(rule, BlockManager(blocks, 4), batch, 1000, slots)
+    return scheduler, Slots(scheduler, slots)
+
+
+@pytest.mark.parametrize(
+    ("rule", "joined"),
+    [
+        (FirstComeFirstServed(), ["a", "", "", "b", "", "", "c", "d", ""]),
+        (ResidentFirst(), ["a", "c", "d", "", "", "b", "", "", ""]),
+        (ResidentFirst(1), ["a", "c", "", "", "b", "", "", "d", ""]),  # d would be the second to overtake b
+    ],
+    ids=["fcfs", "resident first", "one overtake"],
+)
+def test_a_request_that_needs_a_slot_is_overtaken_by_resident_ones_up_to_a_limit(rule, joined) -> None:
+    scheduler, slots = scheduler_of(rule, slots=1)
+    filled(scheduler, a=(3, 1), b=(3, 2), c=(3, 1), d=(3, 1))
+    assert [names(slots.step()) for _ in range(9)] == joined
+
+
+def test_the_wall_stands_wherever_it_is_in_the_queue() -> None:
+    waiting = [make(name, adapter_id=one) for name, one in zip("abc", (2, 3, 1), strict=True)]
+    waiting[1].overtaken = 5  # one that was preempted may stand before it
+    rule = ResidentFirst(5)
+    assert rule.candidate(waiting, lambda request: request.adapter_id == 1) is waiting[0]
+    assert rule.candidate(waiting, lambda request: request.adapter_id == 3) is waiting[1]
+
+
+@pytest.mark.parametrize(
+    ("most", "slots", "batch", "blocks"),
+    [(0, 1, 4, 1000), (1, 3, 6, 40), (3, 1, 4, 1000), (3, 3, 6, 40), (32, 1, 4, 1000), (32, 8, 8, 1000)],
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_no_request_is_overtaken_more_often_than_allowed(most, seed, slots, batch, blocks) -> None:
+    """Random streams, some with preemption; overtakes are counted from the order in which requests first joined."""
+    choose = random.Random(seed)
+    scheduler, active = scheduler_of(ResidentFirst(most), slots, batch, blocks)
+    requests: list[RequestState] = []
+    joined: list[int] = []
+    for step in range(1500):
+        if step < 60:
+            for _ in range(choose.randrange(3)):
+                requests.append(
+                    make(str(len(requests)), 4, choose.randint(1, 9), choose.choice((1, 1, 1, 2, 3, 4, 5, 6)))
+                )
+                scheduler.add(requests[-1])
+        joined += [int(request.request_id) for request in active.step() if int(request.request_id) not in joined]
+        if step >= 60 and not (scheduler.waiting or scheduler.running):
+            break
+    assert sorted(joined) == list(range(len(requests))), "all joined"
+    overtakers = [sum(later > number for later in joined[: joined.index(number)]) for number in range(len(requests))]
+    assert max(overtakers) <= most
+    counts = zip(overtakers, requests, strict=True)
+    assert all(count <= request.overtaken <= most for count, request in counts), "preempted ones may be passed again"
+    if most == 32 and slots == 1:
+        assert max(overtakers) > 3, "the rule does overtake"
+
+
+@pytest.mark.parametrize("most", [-1, 1.5, True])
+def test_the_bound_is_a_count(most) -> None:
+    with pytest.raises((TypeError, ValueError), match="most_overtakes"):
+        ResidentFirst(most)
+
+
+# --- pinned adapters keep their slots ---------------------------------------------------------------------------------
+
+
+def test_a_pinned_adapter_occupies_its_slot_unused() -> None:
+    scheduler = filled(make_scheduler(max_adapters=2), a=(9, 1), b=(9, 2), c=(9, 9))
+    assert names(scheduler.schedule(pinned={9}).prefills) == "a"
+    assert names(scheduler.schedule(pinned={9}).prefills) == ""  # b needs a third slot
+    assert names(scheduler.schedule(pinned={7, 9}).preempted) == "a"
+    assert names(scheduler.schedule(pinned=()).prefills) == "a"
+    check_invariants(scheduler)
+
+
+def test_requests_without_adapter_and_of_the_pinned_one_need_no_other_slot() -> None:
+    scheduler = filled(make_scheduler(max_adapters=2), a=(20, 9), b=(20, 0), c=(20, 8), d=(20, 9))
+    admitted = [names(scheduler.schedule(pinned={8, 9}).prefills) for _ in range(5)]
+    assert admitted == ["a", "b", "c", "d", ""]
+
+
+@pytest.mark.parametrize(
+    ("slots", "pinned", "leaving"),
+    [(3, {1, 9}, "c"), (3, {9}, "c"), (3, {8, 9}, "cb"), (3, {7, 8, 9}, "cba"), (4, {9}, ""), (3, {1, 2, 3}, "")],
+)
+def test_pins_take_the_slots_of_those_that_joined_last(slots, pinned, leaving) -> None:
+    scheduler = filled(make_scheduler(max_adapters=slots), a=(30, 1), b=(30, 2), c=(30, 3), d=(30, 0))
+    while scheduler.waiting:
+        advance(scheduler)
+    plan = scheduler.schedule(pinned)
+    assert names(plan.preempted) == leaving
+    assert names(scheduler.waiting) == leaving[::-1]
+    assert plan.prefills == ()
+    assert all(request.status is RequestStatus.WAITING for request in plan.preempted)
+    check_invariants(scheduler)
+
+
+def test_all_requests_of_an_adapter_leave_and_return_in_their_order() -> None:
+    scheduler = filled(make_scheduler(max_adapters=3), a=(12, 5), b=(12, 6), c=(12, 7), d=(12, 5), e=(12, 6))
+    while scheduler.waiting:
+        advance(scheduler)
+    plan = scheduler.schedule(pinned={8, 9})
+    assert names(plan.preempted) == "ecb"
+    assert names(plan.decodes) == "ad"
+    assert names(scheduler.waiting) == "bce"
+    for request in plan.decodes:
+        request.append(7)
+    assert "".join(names(plan.prefills) for plan in drain(scheduler)) == "bce"
+
+
+@pytest.mark.parametrize(("rule", "finished"), [("static", 1), ("static_mixed", 1), ("static_mixed", 0)])
+def test_what_is_left_of_a_batch_that_loses_its_running_members_is_retired(rule, finished) -> None:
+    """The finished member leaves, even if it needs no slot: nothing would ever run beside it."""
+    scheduler = filled(make_scheduler(rule, max_adapters=1), a=(1, finished), b=(5, 1))
+    advance(scheduler)
+    plan = scheduler.schedule(pinned={9})
+    assert (names(plan.preempted), names(plan.idle), plan.is_empty) == ("b", "", True)
+    assert scheduler.running == []
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+    assert [names(plan.prefills) for plan in drain(scheduler)] == ["b", "", "", ""]
+
+
+def test_finished_members_of_a_batch_yield_before_unfinished_ones() -> None:
+    scheduler = filled(make_scheduler("static_mixed", max_adapters=2), a=(1, 1), b=(5, 2))
+    advance(scheduler)
+    plan = scheduler.schedule(pinned={9})
+    assert (names(plan.preempted), names(plan.idle), names(plan.decodes)) == ("", "", "b")
+    check_invariants(scheduler)
