@@ -188,7 +188,7 @@ def test_a_finished_member_of_a_batch_can_be_taken_out() -> None:
     assert (names(plan.decodes), names(plan.idle)) == ("b", "")
 
 
-# --- adapters in slots go first, up to a limit of overtakes ------------------------------------------------------------
+# --- adapters in slots go first, up to a limit of overtakes -----------------------------------------------------------
 
 
 class Slots:
