@@ -1,8 +1,12 @@
-"""Attention of prompts: each row to the rows of its own prompt up to itself, before any of them is read from the cache.
+"""Attention of several rows of a request: each to the request's cached tokens, and to its own rows up to itself.
 
 For the rows of prompt p, and head h of the G = H / Hkv heads that share kv head ``h // G``:
 
-    out[t, h] = softmax(q[t, h] K[s : t + 1]^T / sqrt(D)) V[s : t + 1],     s = starts[p] <= t < starts[p + 1]
+    out[t, h] = softmax(q[t, h] [C_p, K[s : t + 1]]^T / sqrt(D)) [D_p, V[s : t + 1]]    s = starts[p] <= t < starts[p + 1]
+
+C_p and D_p are keys and values of the tokens before, in blocks of the cache: of a prefix that another request computed,
+or of earlier chunks of the prompt. Without any (``cached``) the rows are whole prompts. Own keys and values are read
+as they are projected, before the cache rounds them.
 
 A program takes a tile of rows of one prompt and one head, and walks over its keys in blocks counted from the prompt's
 first row (FlashAttention-2). So a prompt has the same bits wherever its rows are and whatever prompts are beside it.
@@ -24,8 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.backbone import MAX_HEAD_SIZE
-from punica.ops.triton_ops.backbone.checks import check_heads, check_numbers, check_same, check_shape
+from punica.ops.triton_ops.backbone.checks import check_cache, check_heads, check_numbers, check_same, check_shape
 from punica.ops.triton_ops.device import accumulator, dot, max_tiles, pdl_launch_then_wait
+from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
 from punica.ops.triton_ops.launch import block_at_least, launch_alone, stages_that_fit, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
@@ -34,6 +39,7 @@ class _Shape(NamedTuple):
     """Shape and schedule: a constexpr of the kernel.
 
     group: queries per kv head. size: of a head. prompts: power of two >= prompts. scale: of scores, base 2.
+    page: tokens of a block of the cache, 0 without. format: of cached keys and values, as of `fp8_format`.
     """
 
     group: int
@@ -45,11 +51,13 @@ class _Shape(NamedTuple):
     stages: int
     scale: float
     pdl: bool
+    page: int = 0
+    format: int = 0
 
 
 @triton.jit
 def _find_tile(tile, starts_ptr, num_prompts, SHAPE: tl.constexpr):
-    """Return first and last + 1 row of a tile's prompt, and the tile's number in it. No such tile: 0, 0, 0."""
+    """Return first and last + 1 row of a tile's prompt, the tile's number in it and the prompt; zeros for no tile."""
     offs = tl.arange(0, SHAPE.prompts)
     mask = offs < num_prompts
     starts = tl.load(starts_ptr + offs, mask=mask, other=0)
@@ -59,7 +67,7 @@ def _find_tile(tile, starts_ptr, num_prompts, SHAPE: tl.constexpr):
     own = (until > tile) & (until - tiles <= tile)
     begin = tl.sum(tl.where(own, starts, 0), 0)
     end = tl.sum(tl.where(own, ends, 0), 0)
-    return begin, end, tl.sum(tl.where(own, tile - until + tiles, 0), 0)
+    return begin, end, tl.sum(tl.where(own, tile - until + tiles, 0), 0), tl.sum(tl.where(own, offs, 0), 0)
 
 
 @triton.jit
@@ -91,6 +99,13 @@ def _add_block(state, q, heads, first, rows, end, SHAPE: tl.constexpr, CAUSAL: t
     scores = dot(q, keys, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * SHAPE.scale
     if CAUSAL:
         scores = tl.where(tokens[None, :] <= rows[:, None], scores, float("-inf"))
+    return _weighted((acc, largest, total), q, scores, values)
+
+
+@triton.jit
+def _weighted(state, q, scores, values):
+    """Add values [BLOCK_N, BLOCK_D], weighted by scores [BLOCK_M, BLOCK_N], to the sums."""
+    acc, largest, total = state
     raised = tl.maximum(largest, tl.max(scores, 1))  # finite: the first block has a key for every row
     shrunk = tl.exp2(largest - raised)
     weights = tl.exp2(scores - raised[:, None])
@@ -99,15 +114,39 @@ def _add_block(state, q, heads, first, rows, end, SHAPE: tl.constexpr, CAUSAL: t
     return acc, raised, total
 
 
-@triton.jit(do_not_specialize=["num_prompts"], do_not_specialize_on_alignment=["starts_ptr"])
+@triton.jit
+def _add_cached(state, q, cached, first, end, SHAPE: tl.constexpr):
+    """Add cached keys and values [first, first + BLOCK_N), up to ``end``, to the sums of all rows.
+
+    cached: keys and values of one kv head, the row stride, and the block table of the request.
+    """
+    k_ptr, v_ptr, stride, table_ptr = cached
+    offs_d = tl.arange(0, SHAPE.block_d)
+    tokens = first + tl.arange(0, SHAPE.block_n)
+    inside, mask_d = tokens < end, offs_d < SHAPE.size
+    block = tl.load(table_ptr + tokens // SHAPE.page, mask=inside, other=0).to(tl.int64)
+    at = (block * SHAPE.page + tokens % SHAPE.page) * stride
+    keys = tl.load(k_ptr + at[None, :] + offs_d[:, None], mask=inside[None, :] & mask_d[:, None], other=0.0)
+    values = tl.load(v_ptr + at[:, None] + offs_d[None, :], mask=inside[:, None] & mask_d[None, :], other=0.0)
+    if SHAPE.format > 0:
+        keys, values = upcast(keys, SHAPE.format, q.dtype), upcast(values, SHAPE.format, q.dtype)
+    scores = dot(q, keys, tl.zeros([SHAPE.block_m, SHAPE.block_n], tl.float32)) * SHAPE.scale
+    return _weighted(state, q, tl.where(inside[None, :], scores, float("-inf")), values)
+
+
+@triton.jit(
+    do_not_specialize=["num_prompts", "table_width"],
+    do_not_specialize_on_alignment=["starts_ptr", "table_ptr", "lengths_ptr"],
+)
 def _prompt_attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, num_prompts, stride, out_stride, SHAPE: tl.constexpr
+    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, num_prompts, table_width,
+    stride, out_stride, cache_stride, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of rows of one prompt, and one head. ``stride``: of the rows of q, k and v."""
     BLOCK_M: tl.constexpr = SHAPE.block_m
     head = tl.program_id(0)
     found = _find_tile(tl.num_programs(1) - 1 - tl.program_id(1), starts_ptr, num_prompts, SHAPE)
-    begin, end, tile = found
+    begin, end, tile, prompt = found
     pdl_launch_then_wait(SHAPE.pdl)
     if end > begin:
         offs_d = tl.arange(0, SHAPE.block_d)
@@ -121,6 +160,11 @@ def _prompt_attention_kernel(
         acc = accumulator(SHAPE.block_m, SHAPE.block_d)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        if SHAPE.page > 0:
+            length = tl.load(lengths_ptr + prompt)
+            cached = (keys_ptr + kv_at, values_ptr + kv_at, cache_stride, table_ptr + prompt.to(tl.int64) * table_width)
+            for start in tl.range(0, length, SHAPE.block_n, num_stages=SHAPE.stages):
+                acc, largest, total = _add_cached((acc, largest, total), q, cached, start, length, SHAPE)
         for start in tl.range(begin, first, SHAPE.block_n, num_stages=SHAPE.stages):
             acc, largest, total = _add_block((acc, largest, total), q, heads, start, rows, end, SHAPE, False)
         for start in tl.range(first, tl.minimum(first + BLOCK_M, end), SHAPE.block_n, num_stages=SHAPE.stages):
@@ -129,8 +173,25 @@ def _prompt_attention_kernel(
         tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def prompt_attention(out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> None:
-    """Compute causal attention within each of up to N prompts, into ``out``.
+class Cached(NamedTuple):
+    """Tokens before the rows of N prompts, in the cache of one layer. No kernel in flight may write table and lengths.
+
+    keys, values: ``[num_blocks * block_size, Hkv, D]``, contiguous, of q's dtype or float8_e4m3fn.
+    block_table: int32 ``[N, W]``. block_size: tokens of a block.
+    lengths: int32 ``[N]``, cached tokens of each prompt, 0 to ``W * block_size``.
+    """
+
+    keys: Tensor
+    values: Tensor
+    block_table: Tensor
+    lengths: Tensor
+    block_size: int
+
+
+def prompt_attention(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, cached: Cached | None = None
+) -> None:
+    """Compute causal attention within each of up to N prompts and to their cached tokens, into ``out``.
 
     Args:
         out: ``[T, H, D]``, overwritten in the rows of prompts; rows may be apart, heads side by side.
@@ -138,10 +199,13 @@ def prompt_attention(out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tenso
         k: ``[T, Hkv, D]``; H is a multiple of Hkv, D at most 256.
         v: as ``k``.
         starts: int32 ``[N + 1]``, ascending: prompt i is rows ``[starts[i], starts[i + 1])``, which may be none.
+        cached: tokens before each prompt (None: none).
     """
     _check(out, q, k, v, starts)
     rows, heads, size = q.shape
     prompts = starts.shape[0] - 1
+    if cached is not None:
+        _check_cached(q, k, prompts, cached)
     if not rows or not prompts:
         return
     block_m, block_n, stages, warps = _tile(size, q.element_size())
@@ -151,9 +215,15 @@ def prompt_attention(out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tenso
         heads // k.shape[1], size, block_at_least(prompts, 1), block_m, block_n, width, stages,
         math.log2(math.e) / math.sqrt(size), supports_pdl(q.device),
     )  # fmt: skip
+    tensors, table_width = (k, v, starts, starts), 0  # stand for what is not read
+    if cached is not None:
+        shape = shape._replace(page=cached.block_size, format=fp8_format(cached.keys.dtype))
+        tensors = (as_operand(cached.keys), as_operand(cached.values), cached.block_table, cached.lengths)
+        table_width = cached.block_table.shape[1]
     launch_alone(
-        _prompt_attention_kernel, (heads, max_tiles(rows, prompts, block_m), 1), (q, k, v, out, starts), shape,
-        strides=(q.stride(0), out.stride(0)), dtypes=(q.dtype,), num_warps=warps, counts=(prompts,),
+        _prompt_attention_kernel, (heads, max_tiles(rows, prompts, block_m), 1), (q, k, v, out, starts, *tensors),
+        shape, strides=(q.stride(0), out.stride(0), k.shape[1] * size),
+        dtypes=(q.dtype, None if cached is None else cached.keys.dtype), num_warps=warps, counts=(prompts, table_width),
     )  # fmt: skip
 
 
@@ -185,3 +255,13 @@ def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> None
     check_numbers(q.device, torch.int32, starts=starts)
     if not len(starts):
         raise ValueError("starts must be [N + 1], got [0]")
+
+
+def _check_cached(q: Tensor, k: Tensor, prompts: int, cached: Cached) -> None:
+    check_cache(cached.keys, cached.values, q)
+    check_shape("keys", cached.keys, (None, k.shape[1], k.shape[2]))
+    check_shape("block_table", cached.block_table, (prompts, None))
+    check_shape("lengths", cached.lengths, (prompts,))
+    check_numbers(q.device, torch.int32, block_table=cached.block_table, lengths=cached.lengths)
+    if cached.block_size < 1 or cached.keys.shape[0] % cached.block_size:
+        raise ValueError(f"block_size must divide the cache's {cached.keys.shape[0]} rows, got {cached.block_size}")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from test_decode_attention import TOLERANCE
 
-from punica.ops.triton_ops.backbone import prompt_attention
+from punica.ops.triton_ops.backbone import Cached, prompt_attention
 
 
 @dataclass(frozen=True)
@@ -139,3 +139,59 @@ def test_heads_that_do_not_divide(heads: int, kv_heads: int) -> None:
     q, k, v = packed.split((heads, kv_heads, kv_heads), dim=1)
     with pytest.raises(ValueError, match="multiple"):
         prompt_attention(torch.empty(4, heads, 64), q, k, v, torch.tensor([0, 4], dtype=torch.int32))
+
+
+@dataclass(frozen=True)
+class OverCache(Case):
+    """Prompts with tokens before their rows, in blocks of ``page`` tokens that are anywhere in the cache."""
+
+    before: tuple[int, ...] = ()
+    page: int = 16
+    fp8: bool = False
+
+    def cache(self, device: str) -> tuple[Cached, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Keys and values in blocks, NaN where nothing may be read, and those of each prompt as it may read them."""
+        width = max(1, *(-(-tokens // self.page) for tokens in self.before))
+        blocks = torch.randperm(width * len(self.before) + 3)
+        dtype = torch.float8_e4m3fn if self.fp8 else self.dtype
+        stored = [torch.full((len(blocks) * self.page, self.kv_heads, self.size), torch.nan).to(dtype) for _ in "kv"]
+        table = torch.full((len(self.before), width), 2**30, dtype=torch.int32)
+        pairs = []
+        for i, tokens in enumerate(self.before):
+            own = blocks[i * width :][: -(-tokens // self.page)]
+            table[i, : len(own)] = own
+            rows = (own[:, None] * self.page + torch.arange(self.page)).flatten()[:tokens]
+            pair = tuple(torch.randn(tokens, self.kv_heads, self.size).to(dtype) for _ in "kv")
+            for one, new in zip(stored, pair, strict=True):
+                one.view(torch.uint8 if self.fp8 else dtype)[rows] = new.view(torch.uint8 if self.fp8 else dtype)
+            pairs.append(pair)
+        lengths = torch.tensor(self.before, dtype=torch.int32, device=device)
+        return Cached(*(one.to(device) for one in stored), table.to(device), lengths, self.page), pairs
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        OverCache(2, 1, 64, (1,), before=(1,)),
+        OverCache(2, 2, 64, (70,), before=(130,), page=1),
+        OverCache(4, 2, 64, (3, 0, 65, 5), padding=7, before=(64, 9, 0, 100)),
+        OverCache(4, 2, 128, (20, 33), torch.float16, before=(40, 17), page=12),
+        OverCache(3, 1, 40, (70, 3), torch.bfloat16, before=(5, 77)),
+        OverCache(2, 1, 64, (9, 66), torch.float16, before=(90, 31), fp8=True),
+    ],
+    ids=str,
+)
+def test_rows_attend_to_cached_tokens_and_to_their_own(case: OverCache, device: str) -> None:
+    packed, (cached, pairs) = case.packed(device), case.cache(device)
+    q, k, v = packed.split((case.heads, case.kv_heads, case.kv_heads), dim=1)
+    out = torch.full(q.shape, 7.0, dtype=q.dtype, device=q.device)
+    prompt_attention(out, q, k, v, case.starts(device), cached)
+    found, rows = [], sum(case.lengths)
+    for prompt, pair in zip(packed[:rows].cpu().double().split(case.lengths), pairs, strict=True):
+        q, *own = prompt.transpose(0, 1).split((case.heads, case.kv_heads, case.kv_heads))
+        k, v = (torch.cat([c.double().transpose(0, 1), o], 1) for c, o in zip(pair, own, strict=True))
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        found.append(F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(0, 1))
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(out[:rows].cpu().double(), torch.cat(found), rtol=tolerance, atol=tolerance)
+    assert bool((out[rows:] == 7.0).all())
