@@ -5,11 +5,13 @@ block_size, Hkv, D]``: with B = ``block_size``, block ``b`` is rows ``[b * B, (b
 row, and consecutive blocks are one strided view, read in place. (In the paper all layers share a page.)
 
 For a request with queries ``Q`` at positions up to ``n - 1`` and cached ``K, V`` of ``n`` tokens:
-``softmax(Q K^T / sqrt(D)) V``, causal within a prompt. Rows of a step: whole prompts, then one per decoding request. A
-prompt attends to its own projections, a decode row to its blocks in place.
+``softmax(Q K^T / sqrt(D)) V``, causal within a prompt. Rows of a step: those of prompts, then one per decoding request.
+A prompt attends to the cached tokens before its rows, if any, and to its own projections; a decode row to its blocks in
+place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +33,9 @@ class KVCache:
     """Keys and values of all layers of ``model`` for ``num_blocks`` blocks, in its weights' dtype and on their device.
 
     ``fp8``: in float8_e4m3fn instead, half the bytes of 16 bits, without scales. Projected heads are well inside its
-    range (448, saturating). The relative error is at most 1/16 from 2**-6 on; below, the spacing is 2**-9. A prompt
-    attends to its own keys and values before they are rounded. ValueError, before allocation, for more than is free.
+    range (448, saturating). The relative error is at most 1/16 from 2**-6 on; below, the spacing is 2**-9. The rows of
+    a prompt in one step attend to each other before they are rounded. ValueError, before allocation, for more than is
+    free.
     """
 
     def __init__(self, model: LlamaForCausalLM, num_blocks: int, block_size: int, *, fp8: bool = False) -> None:
@@ -87,11 +90,13 @@ class PagedAttention:
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self._spans: Sequence[Span] = ()
+        self._num_prompt_rows = 0
         self._kv_rows: Tensor | None = None
 
     def begin(self, spans: Sequence[Span], kv_rows: Tensor, num_prompt_rows: int | None = None) -> None:
         """Start a step; arguments as of :meth:`KernelAttention.begin`. Without spans, a dummy, it writes nothing."""
         self._spans, self._kv_rows = spans, kv_rows
+        self._num_prompt_rows = _prompt_rows(spans) if num_prompt_rows is None else num_prompt_rows
 
     def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
         """Store keys and values of T rows in the cache, and return the attention output ``[T, H, D]``."""
@@ -107,11 +112,17 @@ class PagedAttention:
         grouped = (tokens, 1, kv_heads, heads // kv_heads, size)
         q_rows, output_rows = q.view(grouped).unbind(0), output.view(grouped).unbind(0)
         for span in self._spans:
-            if span.length == span.kv_length:
+            if span.length == span.kv_length or span.start < self._num_prompt_rows:
                 rows = slice(span.start, span.start + span.length)
                 new_q, new_k, new_v = (x.transpose(0, 1).unsqueeze(0) for x in (q[rows], k[rows], v[rows]))
-                gqa = kv_heads != heads
-                attended = F.scaled_dot_product_attention(new_q, new_k, new_v, is_causal=True, enable_gqa=gqa)
+                gqa, causal = kv_heads != heads, None
+                if (first := span.kv_length - span.length) > 0:
+                    old = self.cache.read(layer_index, span.block_table[: -(-first // self.cache.block_size)], first)
+                    new_k, new_v = (torch.cat(pair, 2) for pair in zip(old, (new_k, new_v), strict=True))
+                    causal = torch.ones(span.length, span.kv_length, dtype=torch.bool, device=q.device).tril(first)
+                attended = F.scaled_dot_product_attention(
+                    new_q, new_k, new_v, causal, is_causal=causal is None, enable_gqa=gqa
+                )
                 output[rows] = attended.squeeze(0).transpose(0, 1)
             else:
                 keys, values = self.cache.read(layer_index, span.block_table, span.kv_length)
@@ -131,19 +142,27 @@ class KernelAttention:
         max_blocks: most blocks of a request.
         splits: KV splits per request; ``None`` chooses by the number of rows. A number makes a row's bits independent
             of its batch.
+        cached_prompts: prompts may have cached tokens before their rows.
     """
 
-    def __init__(self, cache: KVCache, max_rows: int, max_blocks: int, splits: int | None = None) -> None:
+    def __init__(
+        self, cache: KVCache, max_rows: int, max_blocks: int, splits: int | None = None, *,
+        cached_prompts: bool = False,
+    ) -> None:  # fmt: skip
         self.cache = cache
         self._max_rows, self._max_blocks, self._splits = max_rows, max_blocks, splits
-        (_, self._lengths_at, self._order_at, self._tables_at), places = aligned_offsets(
-            [max_rows + 1, max_rows, max_rows, max_rows * max_blocks]
+        prompts = max_rows if cached_prompts else 0  # their cached lengths, and tables behind those of decode rows
+        (_, self._lengths_at, self._order_at, self._cached_at, self._tables_at), places = aligned_offsets(
+            [max_rows + 1, max_rows, max_rows, prompts, (max_rows + prompts) * max_blocks]
         )
         self._staged = StagedBuffer((places,), torch.int32, cache.keys[0].device)
         on_device = self._staged.tensor
         self._prompt_starts = on_device[: max_rows + 1]
         self._lengths, self._order = (on_device[at:][:max_rows] for at in (self._lengths_at, self._order_at))
-        self._tables = on_device[self._tables_at :][: max_rows * max_blocks].view(max_rows, max_blocks)
+        tables = on_device[self._tables_at :][: (max_rows + prompts) * max_blocks].view(-1, max_blocks)
+        self._tables, self._cached = tables[:max_rows], None
+        if cached_prompts:
+            self._cached = tables[max_rows:], on_device[self._cached_at :][:max_rows]
         self._written: dict[int, list[tuple[int, ...]]] = {}  # per host array: the table in each of its rows
         self._num_prompt_rows = 0
         self._kv_rows: Tensor | None = None
@@ -157,14 +176,14 @@ class KernelAttention:
             num_prompt_rows: rows of prompts; ``None``: up to the last span of several rows.
         """
         if num_prompt_rows is None:
-            num_prompt_rows = max((span.start + span.length for span in spans if span.length > 1), default=0)
+            num_prompt_rows = _prompt_rows(spans)
         self._kv_rows, self._num_prompt_rows = kv_rows, num_prompt_rows
         prompts = [span for span in spans if span.start < num_prompt_rows]
         self._stage(prompts, spans[len(prompts) :])
 
     def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
         """Rotate the heads of T rows in place, store keys and values, and return the attention output ``[T, H, D]``."""
-        from punica.ops.triton_ops.backbone import Pages, decode_attention, prompt_attention, rotate_and_store
+        from punica.ops.triton_ops.backbone import Cached, Pages, decode_attention, prompt_attention, rotate_and_store
 
         if self._kv_rows is None:
             raise RuntimeError("attention has no step; call begin(spans, kv_rows) first")
@@ -175,7 +194,8 @@ class KernelAttention:
         output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         first = self._num_prompt_rows
         if first:
-            prompt_attention(output[:first], q[:first], k[:first], v[:first], self._prompt_starts)
+            cached = None if self._cached is None else Cached(keys, values, *self._cached, self.cache.block_size)
+            prompt_attention(output[:first], q[:first], k[:first], v[:first], self._prompt_starts, cached)
         decodes = q.shape[0] - first
         if decodes:
             rows = (self._tables[:decodes], self._lengths[:decodes], self._order[:decodes])
@@ -196,19 +216,32 @@ class KernelAttention:
         lengths[len(spans) :] = 0
         order[:] = (-lengths).argsort(kind="stable")  # padding rows stay last
         tables = host[self._tables_at :]
-        written = self._written.setdefault(host.ctypes.data, [()] * self._max_rows)
-        for row, span in enumerate(spans):
+        written = self._written.setdefault(host.ctypes.data, [()] * (2 * self._max_rows))
+        rows: Iterable[tuple[int, Span]] = enumerate(spans)
+        num_rows = len(spans)
+        if self._cached is not None:
+            cached = [span.kv_length - span.length for span in prompts]
+            host[self._cached_at :][: len(prompts)] = cached
+            host[self._cached_at + len(prompts) :][: self._max_rows - len(prompts)] = 0
+            if any(cached):
+                num_rows = self._max_rows + len(prompts)
+                rows = chain(rows, enumerate(prompts, self._max_rows))
+        for row, span in rows:
             if written[row] != span.block_table:  # most requests keep their row and their blocks
                 written[row] = span.block_table
                 tables[row * self._max_blocks :][: len(span.block_table)] = span.block_table
-        self._staged.commit(self._tables_at + len(spans) * self._max_blocks)
+        self._staged.commit(self._tables_at + num_rows * self._max_blocks)
+
+
+def _prompt_rows(spans: Sequence[Span]) -> int:
+    return max((span.start + span.length for span in spans if span.length > 1), default=0)
 
 
 def attention_for(
-    cache: KVCache, max_rows: int, max_blocks: int, splits: int | None = None
+    cache: KVCache, max_rows: int, max_blocks: int, splits: int | None = None, *, cached_prompts: bool = False
 ) -> PagedAttention | KernelAttention:
     """Return the attention for device, dtype and head size of ``cache``; arguments as of :class:`KernelAttention`."""
     keys = cache.keys[0]
     if keys.is_cuda and cache.model_dtype in FLOATS and keys.shape[-1] <= MAX_HEAD_SIZE:
-        return KernelAttention(cache, max_rows, max_blocks, splits)
+        return KernelAttention(cache, max_rows, max_blocks, splits, cached_prompts=cached_prompts)
     return PagedAttention(cache)

@@ -23,13 +23,15 @@ from punica.parallel import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
-from punica.scheduling import ADAPTER_INDEX_RULES
+from punica.scheduling import ADAPTER_INDEX_RULES, AdmissionRule
 
 DEFAULT_MODEL_LEN = 8192
 """Default of ``max_model_len``; step buffers grow with it."""
 # Of one graph: some ten kernels a layer, each with up to 4 KB of arguments, for 32 to 80 layers. An estimate:
 # EngineMemory.graphs is what an engine really took.
 _GRAPH_BYTES = 2 << 20
+# Multiple of all tiles of `prompt_attention`: a prompt cut there is summed in the same order as in one piece.
+_TILE_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class EngineConfig:
             and at most 2 tensor-parallel ranks.
         fp8_kv_cache: one byte per element of keys and values (float8_e4m3fn) instead of the model's two or four; tokens
             may differ from the model's.
+        prefill_chunk: most rows of prompts in a step, for the admission rule ``"chunked"``; ``None`` for other rules,
+            under which a prompt is computed in one step.
+        prefix_cache: requests take the keys and values of their first tokens from others with the same tokens, adapter
+            content and ``cache_salt``, as far as these are still in the KV cache.
         adapter_templates: chats with an adapter are rendered by the template in its folder, if it has one, in the
             process that encodes prompts: for folders that are trusted.
         seed: base of the seeds derived, with the arrival number, for requests that have none.
@@ -66,6 +72,8 @@ class EngineConfig:
     cuda_graphs: bool = True
     batch_invariant: bool = False
     fp8_kv_cache: bool = False
+    prefill_chunk: int | None = None
+    prefix_cache: bool = False
     adapter_templates: bool = False
     seed: int = 0
 
@@ -77,8 +85,9 @@ class EngineConfig:
         put("block_size")
         put("max_model_len", 2, "one prompt token and one new token")
         put("seed", 0)
-        if self.num_blocks is not None:
-            put("num_blocks")
+        for name in ("num_blocks", "prefill_chunk"):
+            if getattr(self, name) is not None:
+                put(name)
         if self.adapter_index_rule not in ADAPTER_INDEX_RULES:
             raise ValueError(
                 f"adapter_index_rule is {self.adapter_index_rule!r}, must be one of {list(ADAPTER_INDEX_RULES)}"
@@ -98,8 +107,18 @@ class EngineConfig:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Most token rows in one step: the longest prompt beside a full batch of decode rows."""
-        return self.max_model_len + self.max_batch_size
+        """Most token rows in one step: the longest prompt, or the rows for prompts, beside a full batch."""
+        return (self.prefill_chunk or self.max_model_len) + self.max_batch_size
+
+    @property
+    def caches_prompts(self) -> bool:
+        """Rows of a prompt may follow cached tokens."""
+        return self.prefix_cache or self.prefill_chunk is not None
+
+    @property
+    def prompt_grain(self) -> int:
+        """Tokens of which cached parts of prompts have a multiple: under batch invariance tiles of the attention."""
+        return _TILE_TOKENS if self.batch_invariant else 1
 
     @property
     def full_slots(self) -> int:
@@ -113,6 +132,17 @@ class EngineConfig:
         """Return a ``LoRAConfig`` with :attr:`full_slots`."""
         sizes = {"max_lora_rank": max_lora_rank, "max_loras": self.full_slots}
         return LoRAConfig(**{**sizes, "batch_invariant": self.batch_invariant, **fields})
+
+
+def check_rule(rule: AdmissionRule, config: EngineConfig) -> None:
+    """ValueError: an admission rule that does not fit chunks or prefix cache of the config."""
+    if rule.chunked != (config.prefill_chunk is not None):
+        raise ValueError(
+            f"prefill_chunk is {config.prefill_chunk}: the admission rule 'chunked' needs a number of rows, and no "
+            "other rule has one"
+        )
+    if rule.inseparable and config.prefix_cache:
+        raise ValueError("prefix_cache=True needs an admission rule whose requests leave one by one, not a static one")
 
 
 def check_parts(
@@ -157,6 +187,17 @@ def check_parts(
             f"batch_invariant=True serves on at most 2 tensor-parallel ranks, got {ranks}: the order in which more of "
             "them add depends on the batch"
         )
+    if config.batch_invariant and config.caches_prompts and config.fp8_kv_cache:
+        raise ValueError(
+            "batch_invariant=True with fp8_kv_cache needs prompts computed whole, as rows of one step attend to each "
+            "other before they are rounded; leave out prefix_cache and prefill_chunk"
+        )
+    if config.prefill_chunk is not None and config.prefill_chunk < config.prompt_grain:
+        raise ValueError(
+            f"prefill_chunk is {config.prefill_chunk}, must be at least {config.prompt_grain} with batch_invariant=True"
+        )
+    if config.prefix_cache and config.adapter_index_rule != "per_request":
+        raise ValueError("prefix_cache=True needs adapter_index_rule='per_request': cached rows have their own adapter")
     if not model.has_weights:
         raise ValueError(
             "the model's weights were never loaded, it would compute with whatever lies in memory; call "

@@ -12,6 +12,7 @@ still on the device. A request that arrives after the launch joins one step late
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from punica.adapters import LoRAModelManager, LoRARequest
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
 from punica.engine.attention import KVCache
-from punica.engine.config import EngineConfig, EngineMemory, cache_for, check_parts
+from punica.engine.config import EngineConfig, EngineMemory, cache_for, check_parts, check_rule
 from punica.engine.generation import Generation, exclusive
 from punica.engine.overlap import BegunStep, Overlap
 from punica.engine.pretrained import GenerationDefaults, as_requests, load_pretrained
@@ -49,7 +50,16 @@ from punica.parallel import (
     set_batch_invariant,
 )
 from punica.progress import shown
-from punica.scheduling import ADMISSION_RULES, BlockManager, Request, RequestState, RequestStatus, Scheduler
+from punica.scheduling import (
+    ADMISSION_RULES,
+    BlockManager,
+    PrefixCache,
+    Request,
+    RequestState,
+    RequestStatus,
+    Scheduler,
+    StepLayout,
+)
 
 WARM_UP_TOKENS = 1024
 """Most rows of prompts in the steps of a warm-up, whose time grows with it; longer prompts are rarer."""
@@ -71,7 +81,7 @@ class Engine(Generation):
         lora_config: slots and ranks, e.g. ``engine_config.lora_config(max_lora_rank=16)``; ``None``: no LoRA layers.
         engine_config: sizes.
         admission: name of an admission rule: ``"fcfs"`` (Punica), ``"fcfs_many"``, ``"resident_first"`` (more adapters
-            than slots), ``"single_adapter"``, ``"static"``.
+            than slots), ``"single_adapter"``, ``"static"``, ``"chunked"`` (with ``EngineConfig.prefill_chunk``).
         tokenizer: a transformers tokenizer, for text in and text out.
         defaults: the model's end tokens and default sampling; without it no end tokens, and greedy decoding.
         cache: keys and values; ``None`` allocates ``engine_config``'s size. Engines on one CUDA stream may share one if
@@ -95,6 +105,7 @@ class Engine(Generation):
         super().__init__(one_thread=not alone)
         rule = ADMISSION_RULES.get(admission)()
         self.config = config = check_parts(model, lora_config, engine_config, warm_up)
+        check_rule(rule, config)
         self.vocab_size = model.config.vocab_size
         device, max_tokens = model.lm_head.weight.device, config.max_num_batched_tokens
         with all_ranks_agree():  # first: a refusal on one rank must change nothing on any
@@ -109,11 +120,23 @@ class Engine(Generation):
             self.manager = LoRAModelManager(model, config.max_batch_size, rows, self.vocab_size, lora_config, device)
             self._residency = AdapterResidency(self.manager, reads_beside=alone and device.type == "cuda")
         set_batch_invariant(layers, config.batch_invariant)
-        self.blocks = BlockManager(config.total_blocks, config.block_size)
+        self._prefixes: PrefixCache | None = None
+        if config.prefix_cache:
+            self._prefixes = PrefixCache(config.total_blocks, config.block_size, config.prompt_grain)
+        self.blocks = self._prefixes or BlockManager(config.total_blocks, config.block_size)
         self.runner = ModelRunner(model, cache, self.manager, config)
         max_adapters = None if self.manager is None else self.manager.lora_slots
-        self.scheduler = Scheduler(rule, self.blocks, config.max_batch_size, max_tokens, max_adapters)
+        self.scheduler = Scheduler(
+            rule,
+            self.blocks,
+            config.max_batch_size,
+            max_tokens,
+            max_adapters,
+            config.prefill_chunk,
+            config.prompt_grain,
+        )
         if self._residency is not None:
+            self.scheduler.key_of = self._residency.prefix_key
             self.scheduler.on_leave, self.scheduler.is_resident = self._residency.release, self._residency.is_resident
             self.scheduler.is_loaded = self._residency.is_loaded
         self._overlap = Overlap(self.runner, self.scheduler, self._residency, config.adapter_index_rule)
@@ -132,8 +155,9 @@ class Engine(Generation):
         dtype: torch.dtype | str | None = None, device: torch.device | str | None = None,
         max_model_len: int | None = None, memory_fraction: float = 0.9, max_batch_size: int = 32, block_size: int = 16,
         num_blocks: int | None = None, fp8_kv_cache: bool = False, cuda_graphs: bool = True,
-        batch_invariant: bool = False, adapter_templates: bool = False, seed: int = 0, admission: str = "fcfs",
-        warm_up: bool | None = None, **lora: Any,
+        batch_invariant: bool = False, prefill_chunk: int | None = None, prefix_cache: bool = False,
+        adapter_templates: bool = False, seed: int = 0, admission: str = "fcfs", warm_up: bool | None = None,
+        **lora: Any,
     ) -> "Engine":  # fmt: skip
         """Build an engine for the checkpoint in ``folder`` (nothing is downloaded), and load ``adapters``.
 
@@ -148,8 +172,9 @@ class Engine(Generation):
                 8192, and what the cache holds.
             memory_fraction: fraction of the memory free after loading weights for slots and cache; less on a GPU if
                 CUDA graphs would not fit beside them.
-            max_batch_size, block_size, num_blocks, fp8_kv_cache, cuda_graphs, batch_invariant, adapter_templates, seed:
-                as in :class:`EngineConfig`; ``num_blocks=None``: a full batch at full length, or what fits.
+            max_batch_size, block_size, num_blocks, fp8_kv_cache, cuda_graphs, batch_invariant, prefill_chunk,
+                prefix_cache, adapter_templates, seed: as in :class:`EngineConfig`; ``num_blocks=None``: a full batch at
+                full length, or what fits.
             warm_up: as in :class:`Engine`.
             lora: fields of a :class:`LoRAConfig`. Defaults: ``max_lora_rank`` of the widest adapter, ``max_loras`` the
                 number of adapters, at most ``max_batch_size + 1``. Without adapters and fields: no LoRA layers.
@@ -163,7 +188,8 @@ class Engine(Generation):
         sizes = {
             "max_batch_size": max_batch_size, "block_size": block_size, "num_blocks": num_blocks,
             "fp8_kv_cache": fp8_kv_cache, "cuda_graphs": cuda_graphs, "batch_invariant": batch_invariant,
-            "adapter_templates": adapter_templates, "seed": seed,
+            "prefill_chunk": prefill_chunk, "prefix_cache": prefix_cache, "adapter_templates": adapter_templates,
+            "seed": seed,
         }  # fmt: skip
         parts = load_pretrained(folder, requests, dtype, device, max_model_len, memory_fraction, sizes, lora)
         model, lora_config, engine_config, tokenizer, defaults = parts
@@ -255,6 +281,8 @@ class Engine(Generation):
                 self._overlap.prefetch(pinned)
             following = self._overlap.prepare_next(current, pinned, failed)
             tokens = in_flight.tokens()
+            if self._prefixes is not None:
+                self._register(in_flight.layout, tokens)
         except BaseException:
             self._overlap.drop(current or upcoming, following)
             self._keep(self._results_of(failed))
@@ -269,8 +297,13 @@ class Engine(Generation):
             num_preempted=len(plan.preempted),
             schedule_s=scheduled - start, metadata_s=ready - scheduled, model_s=time.perf_counter() - ready,
         )  # fmt: skip
+        if self._prefixes is not None:
+            hits, misses, evictions = self._prefixes.take_counts()
+            statistics = replace(
+                statistics, num_hit_tokens=hits, num_missed_tokens=misses, num_evicted_blocks=evictions
+            )
         try:
-            output = self._deliver(layout.requests, tokens, statistics, failed)
+            output = self._deliver(layout, tokens, statistics, failed)
         except BaseException:  # an interrupt: requests without their token compute it again
             self.scheduler.retire_finished()
             self._overlap.drop(None, following)
@@ -338,13 +371,26 @@ class Engine(Generation):
             results.append(self.result_of(request))
         return results
 
+    def _register(self, layout: StepLayout, tokens: StepTokens) -> None:
+        """Register the blocks that a step has filled, before requests leave with it; none of a row that holds NaN."""
+        assert self._prefixes is not None
+        for request, span, token in zip(layout.requests, layout.spans, tokens.token_ids, strict=True):
+            if span.length == 1 and span.kv_length % self.blocks.block_size:
+                continue
+            if request.status is RequestStatus.RUNNING and request.prefix_key is not None and token != NO_TOKEN:
+                # bits of decode rows differ from a prompt's
+                last = min(span.kv_length, request.computed) if self.config.batch_invariant else span.kv_length
+                self._prefixes.register(request.request_id, request.tokens_between, last, request.prefix_key)
+
     def _deliver(
-        self, requests: Sequence[RequestState], tokens: StepTokens, statistics: StepStatistics,
-        failed: list[RequestState],
-    ) -> StepOutput:  # fmt: skip
+        self, layout: StepLayout, tokens: StepTokens, statistics: StepStatistics, failed: list[RequestState]
+    ) -> StepOutput:
         """Append the tokens to their requests, retire those that end, and return the output of the step."""
+        requests = layout.requests
         pairs = zip(requests, tokens.token_ids, strict=True)
         served = {request: token for request, token in pairs if request.status is RequestStatus.RUNNING}  # not idle
+        if layout.partial is not None:
+            served.pop(layout.partial, None)
         if NO_TOKEN in tokens.token_ids:
             for request in [request for request, token in served.items() if token == NO_TOKEN]:
                 del served[request]

@@ -16,7 +16,7 @@ import torch
 
 from punica.engine.residency import AdapterResidency
 from punica.engine.runner import InFlight, ModelRunner
-from punica.scheduling import RequestState, RequestStatus, Scheduler, StepPlan, lay_out
+from punica.scheduling import PrefixCache, RequestState, RequestStatus, Scheduler, StepPlan, lay_out
 
 
 class BegunStep(NamedTuple):
@@ -52,6 +52,8 @@ class Overlap:
             failed += self._fail_unschedulable(pinned)
         try:
             plan = self._activate(plan, failed)
+            if plan.prefills and isinstance(self._scheduler.blocks, PrefixCache):
+                plan = self._with_keys(plan)
             slots, uses = None, 0
             if self._residency is not None:
                 active, uses = self._residency.manager.active_versions(), self._residency.manager.uses
@@ -62,7 +64,7 @@ class Overlap:
             scheduled = time.perf_counter()
             in_flight = self._runner.launch(layout, before)
         except BaseException:
-            self._requeue(plan.prefills)
+            self._take_back(plan)
             raise
         return BegunStep(plan, in_flight, uses, scheduled)
 
@@ -77,6 +79,8 @@ class Overlap:
         if in_flight is None or not self._runner.works_ahead or size != len(scheduler.running):
             return None
         growing = [request for request in scheduler.running if request.status is RequestStatus.RUNNING]
+        if scheduler.partial is not None:
+            growing.remove(scheduler.partial)  # it has no token in this step
         for request in growing:
             request.is_ahead = True
         try:
@@ -107,12 +111,15 @@ class Overlap:
         return step._replace(plan=self._activate(plan, failed), scheduled_s=time.perf_counter())
 
     def drop(self, *steps: BegunStep | None) -> None:
-        """Queue the requests again that would have joined in these steps, in order, or left with the first."""
+        """Queue the requests again that would have joined in these steps, in order, or left with the first.
+
+        A prompt that began in a step before goes on where these steps would have.
+        """
         first, *later = steps
         for step in reversed(later):
-            self._requeue(() if step is None else step.plan.prefills)
+            self._take_back(None if step is None else step.plan)
         self._requeue(self._scheduler.leaving)
-        self._requeue(() if first is None else first.plan.prefills)
+        self._take_back(None if first is None else first.plan)
 
     def prefetch(self, pinned: Collection[int]) -> None:
         """Load the adapter of the head of the queue into a spare slot, beside the step (section 5.2 of the paper)."""
@@ -127,6 +134,17 @@ class Overlap:
             return []
         request.fail(error)
         return [request]
+
+    def _with_keys(self, plan: StepPlan) -> StepPlan:
+        """Tell the keys of joining requests by the weights that they hold now, which decide what is registered.
+
+        One that hit blocks of other weights is queued again.
+        """
+        for request in plan.prefills:
+            expected, request.prefix_key = request.prefix_key, self._scheduler.key_of(request, True)
+            if request.hit and request.prefix_key != expected:
+                self._scheduler.requeue(request)
+        return plan.only(self._scheduler.running)
 
     def _activate(self, plan: StepPlan, failed: list[RequestState]) -> StepPlan:
         """Activate the adapters of the step; return the plan without requests that failed.
@@ -162,6 +180,17 @@ class Overlap:
             f"RuntimeError: no slot for adapter {head.adapter_id}: all {len(pinned)} slots were pinned, for adapters "
             f"{sorted(pinned)}, while the request waited; call manager.unpin_adapter and ask again",
         )
+
+    def _take_back(self, plan: StepPlan | None) -> None:
+        """Queue the prompts of a step again; one of which former steps computed a part stays, without this piece."""
+        if plan is None:
+            return
+        for request in reversed(plan.prefills):
+            first, _ = plan.pieces.get(request, (0, 0))
+            if first > request.hit and request in self._scheduler.running:
+                self._scheduler.rewind(request, first)
+            else:
+                self._requeue([request])
 
     def _requeue(self, requests: Iterable[RequestState]) -> None:
         """Queue requests again whose keys and values are not cached, or whose tokens are lost; in their order."""

@@ -63,6 +63,9 @@ class StepStatistics:
     ``batch_size``: requests in the invocation. ``num_idle`` of them are finished members of a static batch, or left
     after the launch. ``num_prefill_tokens``: prompt rows. ``num_segments``: LoRA segments.
 
+    With a prefix cache, since the step before: ``num_hit_tokens`` of joining requests were cached,
+    ``num_missed_tokens`` were not, and ``num_evicted_blocks`` made room for others.
+
     ``schedule_s``: scheduling, adapter activation, layout. ``metadata_s``: step inputs and segment indices; 0 for a
     step launched ahead. ``model_s``: the model with LoRA, up to the tokens on the host, including the host's work for
     the next step.
@@ -73,6 +76,9 @@ class StepStatistics:
     num_prefill_tokens: int = 0
     num_segments: int = 0
     num_preempted: int = 0
+    num_hit_tokens: int = 0
+    num_missed_tokens: int = 0
+    num_evicted_blocks: int = 0
     schedule_s: float = 0.0
     metadata_s: float = 0.0
     model_s: float = 0.0

@@ -17,7 +17,8 @@ from dataclasses import replace
 from punica.adapters import LoadedAdapter, LoRAModel, LoRAModelManager, LoRARequest
 from punica.adapters.request import check_same_source
 from punica.checks import clip
-from punica.scheduling import RequestState
+from punica.parallel import get_tensor_model_parallel_world_size
+from punica.scheduling import PrefixKey, RequestState
 from punica.threads import compute_alone
 
 READERS = 4
@@ -177,6 +178,7 @@ class AdapterResidency:
         self._make_active(request, request.adapter)
         if request.weights is None:
             request.weights = self.manager.hold(request.adapter_id)
+            request.activation = _activation_of(request, request.weights.lora)
             self._leave_queue(request)
 
     def prefetch(self, request: RequestState) -> None:
@@ -195,6 +197,31 @@ class AdapterResidency:
         self._prefetched = request.request_id
         with suppress(Exception):
             self._make_active(request, adapter)
+
+    def prefix_key(self, request: RequestState, waits: bool) -> PrefixKey | None:
+        """Return what decides the keys and values of a request; ``None`` if its weights are not known yet.
+
+        ``waits``: for threads that read its folder. Of several ranks, each would have to agree on errors of a reading:
+        they know the weights of adapters in host memory alone.
+        """
+        adapter, base = request.adapter, PrefixKey.of_base(request)
+        if not isinstance(adapter, LoRARequest):
+            return base
+        if request.weights is not None:
+            lora = request.weights.lora
+        elif self._awaits_reload(request.adapter_id):
+            return None
+        elif (held := self._held(request.adapter_id)) is not None:
+            lora = held.lora
+        elif get_tensor_model_parallel_world_size() > 1:
+            return None
+        else:
+            reading = self._readers.begin(request.request_id, adapter)
+            if not (waits or reading.done()) or reading.exception() is not None:
+                return None
+            lora = reading.result()
+        start = _activation_of(request, lora)
+        return base if start is None else PrefixKey(start, lora.content_hash(), base.salt)
 
     def is_resident(self, request: RequestState) -> bool:
         """Tell if the weights that a request would run with are in a slot, or being copied into one.
@@ -303,6 +330,17 @@ class AdapterResidency:
                 other.reloads = False
                 self._readers.drop(other.request_id)  # its reading is older than this load
         self._mark_reloads(request.adapter_id, self._users[request.adapter_id].values())
+
+
+def _activation_of(request: RequestState, lora: LoRAModel) -> int | None:
+    """Return the first token of a request that is computed with an adapter; ``None``: none is."""
+    invocation = getattr(lora, "invocation", None)
+    return 0 if invocation is None else activation_start(request.prompt_token_ids, invocation)
+
+
+def activation_start(tokens, invocation):
+    n = len(invocation)
+    return next((i for i in range(len(tokens) - n, -1, -1) if tuple(tokens[i : i + n]) == tuple(invocation)), None)
 
 
 def _source_of(adapter: object) -> tuple[str, str] | None:

@@ -87,7 +87,7 @@ class InFlight(NamedTuple):
 
 
 def max_step_rows(config: EngineConfig) -> int:
-    """Return the most rows of a step: the longest prompt beside a full batch, padded as its graphs are."""
+    """Return the most rows of a step: those of prompts beside a full batch, padded as its graphs are."""
     return prompt_sizes(config.max_num_batched_tokens)[-1] + decode_sizes(config.max_batch_size)[-1]
 
 
@@ -104,7 +104,10 @@ class ModelRunner:
         self.model, self.manager = model, manager
         device, self._max_requests = cache.keys[0].device, decode_sizes(config.max_batch_size)[-1]
         splits = INVARIANT_SPLITS if config.batch_invariant else None
-        self.attention = attention_for(cache, self._max_requests, -(-config.max_model_len // cache.block_size), splits)
+        self.attention = attention_for(
+            cache, self._max_requests, -(-config.max_model_len // cache.block_size), splits,
+            cached_prompts=config.caches_prompts,
+        )  # fmt: skip
         self.inputs = StepInputs(max_step_rows(config), device)
         modules = [] if manager is None else manager.modules.values()
         self._ends = [layer for layer in modules if layer.skips_when_empty]

@@ -20,10 +20,12 @@ class AdmissionRule(ABC):
     """Rule that picks the next request to join, and allows or delays it.
 
     ``inseparable``: the batch's KV cache is one piece. It is reserved in full when a request joins, and finished
-    requests stay in the batch as idle rows until the last one is done.
+    requests stay in the batch as idle rows until the last one is done. ``chunked``: steps have a fixed number of rows
+    for prompts, and a prompt with more takes several steps.
     """
 
     inseparable: ClassVar[bool] = False
+    chunked: ClassVar[bool] = False
 
     def candidate(self, waiting: Requests, is_resident: IsResident) -> RequestState:
         """Return the request of non-empty ``waiting`` that joins next: the head by default."""
@@ -54,6 +56,16 @@ class FirstComeFirstServedMany(AdmissionRule):
 
     def allows(self, candidate: RequestState, running: Requests, admitted: Requests) -> bool:
         return True
+
+
+@ADMISSION_RULES.register("chunked")
+class ChunkedPrefill(FirstComeFirstServedMany):
+    """First come, first served; the prompts of a step share ``EngineConfig.prefill_chunk`` rows.
+
+    The last rows of one prompt and the first of the next run in one step, so decode rows never wait for a long prompt.
+    """
+
+    chunked = True
 
 
 MOST_OVERTAKES = 32

@@ -3,6 +3,8 @@
     rows:   prompt of the newly admitted request | one row per decoding request, sorted by adapter slot
             p0 p1 p2 p3 ...                      | d d d d d ...
 
+A prompt's first tokens may be cached: then its rows are those behind them, all or a piece.
+
 Sorting makes the rows of one adapter adjacent: one SGMV segment per adapter, with ascending slots. Layout and segments
 are made once per invocation and shared by all LoRA layers of the model (7 L of them).
 """
@@ -21,9 +23,10 @@ ADAPTER_INDEX_RULES = ("per_request", "last_admitted")
 
 
 class Span(NamedTuple):
-    """Rows ``[start, start + length)`` of one request: a whole prompt (``length == kv_length``) or one decode row.
+    """Rows ``[start, start + length)`` of one request: of its prompt, or one decode row.
 
-    ``kv_length``: tokens of the request in the cache after the step, in the blocks of ``block_table``.
+    ``kv_length``: tokens of the request in the cache after the step, in the blocks of ``block_table``. The first
+    ``kv_length - length`` of a prompt's were there before: none of a whole prompt's.
     """
 
     start: int
@@ -46,6 +49,8 @@ class StepLayout:
     ``requests``, ``spans``, ``sampled_slots``: length S, in row order; slot -1 applies no adapter.
     ``token_ids``, ``positions``, ``kv_rows``: length T; cache row that each row's key and value are written to.
     ``num_prefill_rows``: rows of prompts, which come first.
+    ``partial``: the request whose prompt goes on in a later step; its sampled token is none.
+    ``plain_rows``: per span, its first rows that are before the activation of its adapter; empty where none has such.
     """
 
     requests: tuple[RequestState, ...]
@@ -55,6 +60,8 @@ class StepLayout:
     positions: list[int]
     kv_rows: list[int]
     num_prefill_rows: int
+    partial: RequestState | None = None
+    plain_rows: tuple[int, ...] = ()
 
     @cached_property
     def segments(self) -> tuple[tuple[int, int], ...]:
@@ -64,8 +71,9 @@ class StepLayout:
         """
         runs: list[list[int]] = []
         end = 0
-        for slot, span in zip(self.sampled_slots, self.spans, strict=True):
-            for run in ((-1, span.start - end), (slot, span.length)):
+        plain_rows = self.plain_rows or (0,) * len(self.spans)
+        for slot, span, plain in zip(self.sampled_slots, self.spans, plain_rows, strict=True):
+            for run in ((-1, span.start - end + plain), (slot, span.length - plain)):
                 if runs and runs[-1][0] == run[0]:
                     runs[-1][1] += run[1]
                 elif run[1]:
@@ -83,7 +91,8 @@ class StepLayout:
             [*values[:first], *[nothing] * gap, *values[first:]]
             for values, nothing in ((self.token_ids, 0), (self.positions, 0), (self.kv_rows, -1))
         )
-        return StepLayout(self.requests, spans, self.sampled_slots, token_ids, positions, kv_rows, prompt_rows)
+        rows = token_ids, positions, kv_rows, prompt_rows
+        return StepLayout(self.requests, spans, self.sampled_slots, *rows, self.partial, self.plain_rows)
 
 
 def lay_out(
@@ -99,7 +108,10 @@ def lay_out(
     """
 
     def slot_of(request: RequestState) -> int:
-        return slots[request.weights_key] if slots is not None and request.weights_key else -1
+        if slots is None or request.activation is None:
+            return -1
+        key = request.weights_key
+        return slots[key] if key else -1
 
     requests = (*plan.prefills, *sorted((*plan.decodes, *plan.idle), key=slot_of))
     sampled_slots = tuple(map(slot_of, requests))
@@ -111,18 +123,34 @@ def lay_out(
     token_ids: list[int] = []
     positions: list[int] = []
     kv_rows: list[int] = []
+    partial: RequestState | None = None
     for request in requests:
         table, end = blocks.block_table(request.request_id), request.num_tokens
         if request.status is RequestStatus.FINISHED:
             end = max(end - 1, 1)  # the last token of an idle request is never computed
-        length = end if request in plan.prefills else 1
+        length = 1
+        if request in plan.prefills:
+            first, end = plan.pieces.get(request, (0, end))
+            length = end - first
+            if end < request.num_tokens:
+                partial = request
         spans.append(Span(len(token_ids), length, end, table))
         positions += range(end - length, end)
         if length == 1:
             token_ids.append(request.token_at(end - 1))
             kv_rows.append(table[(end - 1) // block_size] * block_size + (end - 1) % block_size)
         else:
-            token_ids += request.token_ids[end - length : end]
+            token_ids += request.tokens_between(end - length, end)
             kv_rows += spans[-1].kv_rows(block_size)
     prompts = sum(span.length for span in spans[: len(plan.prefills)])
-    return StepLayout(requests, tuple(spans), sampled_slots, token_ids, positions, kv_rows, num_prefill_rows=prompts)
+    plain_rows: tuple[int, ...] = ()
+    if index_rule == "per_request" and any(request.activation for request in plan.prefills):
+        plain_rows = tuple(
+            min(max((request.activation or 0) - span.kv_length + span.length, 0), span.length)
+            for request, span in zip(requests, spans, strict=True)
+        )
+        rows = zip(sampled_slots, spans, plain_rows, strict=True)
+        sampled_slots = tuple(-1 if plain == span.length else slot for slot, span, plain in rows)
+    return StepLayout(
+        requests, tuple(spans), sampled_slots, token_ids, positions, kv_rows, prompts, partial, plain_rows
+    )

@@ -31,6 +31,7 @@ class Request:
         prompt_token_ids: at least one token id; kept as a tuple of ints.
         params: choice of tokens and end of generation; an integer is greedy decoding of so many tokens.
         adapter: adapter to apply, a :class:`punica.adapters.LoRARequest`; ``None`` is the plain backbone.
+        cache_salt: requests share cached prefixes only with those of an equal salt, e.g. one per tenant.
 
     Raises TypeError (wrong types) or ValueError (empty id or prompt, negative token, fewer than one new token).
     """
@@ -39,6 +40,7 @@ class Request:
     prompt_token_ids: Sequence[int]
     params: SamplingParams | int
     adapter: Any = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str):
@@ -46,6 +48,8 @@ class Request:
         if not self.request_id:
             raise ValueError("request_id must not be empty")
         name = clip(self.request_id)
+        if not isinstance(self.cache_salt, str):
+            raise TypeError(f"cache_salt of request {name} must be a str, got {type(self.cache_salt).__name__}")
         object.__setattr__(self, "prompt_token_ids", _token_ids(name, self.prompt_token_ids))
         object.__setattr__(self, "params", as_sampling_params(self.params))
 
@@ -83,6 +87,10 @@ class RequestState:
         finish_reason: reason of the end, ``None`` before.
         preemptions: number of preemptions for want of blocks or slots.
         overtaken: number of later requests that joined while it waited.
+        computed: number of its tokens that its prefill has computed, launched steps included; 0 while it waits.
+        hit: the first of these, which it took from the prefix cache.
+        activation: the first token computed with its adapter; ``None``: none is.
+        prefix_key: identity of its keys and values beside its tokens, see :class:`punica.scheduling.PrefixKey`.
         weights: the version of its adapter (``punica.adapters.LoadedAdapter``) that it started with, and keeps;
             ``None`` before it has joined.
         reloads: it waits to load a new version of its adapter.
@@ -106,6 +114,9 @@ class RequestState:
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.preemptions = self.overtaken = 0
+        self.computed = self.hit = 0
+        self.activation: int | None = 0
+        self.prefix_key: Any = None
         self.weights: Any = None
         self.arrival_s = time.perf_counter()
         self.first_token_s: float | None = None
@@ -129,6 +140,12 @@ class RequestState:
         if behind < 0:
             return self.prompt_token_ids[position]
         return self.output_token_ids[behind] if behind < len(self.output_token_ids) else 0
+
+    def tokens_between(self, first: int, end: int) -> tuple[int, ...]:
+        """Return ``token_ids[first:end]``."""
+        behind = len(self.prompt_token_ids)
+        output = self.output_token_ids[max(0, first - behind) : max(0, end - behind)]
+        return (*self.prompt_token_ids[first:end], *output)
 
     @property
     def num_tokens(self) -> int:

@@ -6,11 +6,12 @@ blocks for each request and, with LoRA, adapter slots.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from punica.scheduling.admission import AdmissionRule, IsResident
 from punica.scheduling.block_manager import BlockManager
+from punica.scheduling.prefix_cache import PrefixCache, PrefixKey
 from punica.scheduling.request import RequestState, RequestStatus
 
 
@@ -18,8 +19,9 @@ from punica.scheduling.request import RequestState, RequestStatus
 class StepPlan:
     """Requests of one model invocation.
 
-    ``prefills`` compute all their tokens, ``decodes`` one token each. ``idle`` are finished requests of an
-    inseparable batch: each costs a decode row, whose output is discarded. ``preempted`` left the batch in this step,
+    ``prefills`` compute all their tokens, or a piece of them (first, end): what is before it is cached, what is behind
+    it is left to later steps. ``decodes`` compute one token each. ``idle`` are finished requests of an inseparable
+    batch: each costs a decode row, whose output is discarded. ``preempted`` left the batch in this step,
     for want of blocks or of a slot pinned for another adapter.
     """
 
@@ -27,6 +29,7 @@ class StepPlan:
     decodes: tuple[RequestState, ...]
     idle: tuple[RequestState, ...]
     preempted: tuple[RequestState, ...]
+    pieces: Mapping[RequestState, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -38,7 +41,7 @@ class StepPlan:
         prefills, others = ([r for r in part if r in here] for part in (self.prefills, (*self.decodes, *self.idle)))
         decodes = tuple(request for request in others if request.status is RequestStatus.RUNNING)
         idle = tuple(request for request in others if request.status is not RequestStatus.RUNNING)
-        return StepPlan(tuple(prefills), decodes, idle, self.preempted)
+        return replace(self, prefills=tuple(prefills), decodes=decodes, idle=idle)
 
 
 @dataclass(eq=False)
@@ -51,9 +54,15 @@ class Scheduler:
         max_batch_size: most requests in the batch.
         max_tokens: most token rows in one invocation; only rules with several prefills per step reach it.
         max_adapters: distinct adapters that can be active at once (``None``: no limit, the engine runs no LoRA).
+        chunk: rows of prompts in one invocation, for rules that cut prompts.
+        grain: tokens of which pieces have a multiple, all but a prompt's last one.
 
     Optional hooks: ``on_leave`` is called with every request that left both queue and batch. ``is_resident`` tells
     rules which adapters are in a slot. ``is_loaded`` keeps a request queued while its adapter's files are being read.
+    ``key_of`` tells what keys and values of a request depend on beside its tokens; ``None``: not known yet, though its
+    files were waited for if the second argument asks for that.
+
+    ``partial``: the running request whose prompt is not computed whole. It joined last.
     """
 
     rule: AdmissionRule
@@ -61,12 +70,16 @@ class Scheduler:
     max_batch_size: int
     max_tokens: int
     max_adapters: int | None = None
+    chunk: int | None = None
+    grain: int = 1
+    partial: RequestState | None = field(default=None, init=False)
     waiting: deque[RequestState] = field(default_factory=deque, init=False)
     running: list[RequestState] = field(default_factory=list, init=False)
     leaving: list[RequestState] = field(default_factory=list, init=False)
     on_leave: Callable[[RequestState], object] = field(default=bool, init=False)  # bool: true of every request
     is_resident: IsResident = field(default=bool, init=False)
     is_loaded: IsResident = field(default=bool, init=False)
+    key_of: Callable[[RequestState, bool], PrefixKey | None] = field(default=PrefixKey.of_base, init=False)
 
     def add(self, request: RequestState) -> None:
         self.waiting.append(request)
@@ -89,13 +102,33 @@ class Scheduler:
                 self.preempt(preempted[-1])  # the newest; when it is `request` itself, the loop ends
         decoding = tuple(request for request in self.running if request.status is RequestStatus.RUNNING)
         idle = tuple(self._finished())
-        admitted = self._admit(len(self.running), pinned) if self.waiting else []
-        return StepPlan(tuple(admitted), decoding, idle, tuple(preempted))
+        pieces: dict[RequestState, tuple[int, int]] = {}
+        prefills: list[RequestState] = []
+        num_rows, left = len(self.running), self.chunk
+        if (partial := self.partial) is not None and left is not None:
+            decoding = tuple(request for request in decoding if request is not partial)
+            rows = self._take_piece(
+                partial, partial.computed, self._end_of_piece(partial, partial.computed, left), pieces
+            )
+            prefills, num_rows, left = [partial], num_rows - 1 + rows, left - rows
+        if self.waiting:
+            prefills += self._admit(num_rows, pinned, pieces, left)
+        return StepPlan(tuple(prefills), decoding, idle, tuple(preempted), pieces)
 
     def leave(self, request: RequestState) -> None:
-        """Free place and blocks of a request whose last token is being computed, until it is retired or requeued."""
-        self._drop(request)
+        """Free place and blocks of a request whose last token is being computed, until it is retired or requeued.
+
+        A prefix cache keeps the blocks until that token is read, as it registers no others.
+        """
+        if isinstance(self.blocks, PrefixCache):
+            self.running.remove(request)
+        else:
+            self._drop(request)
         self.leaving.append(request)
+
+    def rewind(self, request: RequestState, first: int) -> None:
+        """Compute a running prompt again from token ``first`` on; those before are cached."""
+        request.computed, self.partial = first, request
 
     def has_slots_beside(self, num_ending: int, pinned: Collection[int]) -> bool:
         """Check that those who may join have slots while ``num_ending`` running requests still have theirs."""
@@ -124,6 +157,7 @@ class Scheduler:
     def requeue(self, request: RequestState) -> None:
         """Move a running request to the head of the queue."""
         self._drop(request)
+        request.computed = request.hit = 0
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
 
@@ -149,8 +183,12 @@ class Scheduler:
     def _drop(self, request: RequestState) -> None:
         if request in self.leaving:
             self.leaving.remove(request)
-            return
-        self.running.remove(request)
+            if not isinstance(self.blocks, PrefixCache):
+                return
+        else:
+            self.running.remove(request)
+        if request is self.partial:
+            self.partial = None
         self.blocks.release(request.request_id)
 
     def _release(self, request: RequestState) -> None:
@@ -181,39 +219,79 @@ class Scheduler:
         self.retire_finished()  # the rest of an inseparable batch may be finished
         return preempted
 
-    def _admit(self, num_rows: int, pinned: Collection[int]) -> list[RequestState]:
+    def _admit(
+        self, num_rows: int, pinned: Collection[int], pieces: dict[RequestState, tuple[int, int]], left: int | None
+    ) -> list[RequestState]:
+        """Admit from the queue to a step of ``num_rows`` rows; ``left``: rows for prompts (None: no limit)."""
         admitted: list[RequestState] = []
         while self.waiting:
             request = self.rule.candidate(self.waiting, self.is_resident)
-            if not self._is_admissible(request, admitted, num_rows, pinned):
+            if not self._has_place(request, admitted, pinned):
+                break
+            hit = self._hit(request) if isinstance(self.blocks, PrefixCache) else ()
+            first = len(hit) * self.blocks.block_size
+            end = self._end_of_piece(request, first, left)
+            if not (first < end <= first + self.max_tokens - num_rows and self._may_start(request, hit)):
                 break
             place = self.waiting.index(request)
             for earlier in itertools.islice(self.waiting, place):
                 earlier.overtaken += 1
             del self.waiting[place]
+            if isinstance(self.blocks, PrefixCache):
+                self.blocks.adopt(request.request_id, hit, request.num_tokens)
             self.blocks.reserve(request.request_id, self._tokens_to_reserve(request))
             request.status = RequestStatus.RUNNING
             self.running.append(request)
             admitted.append(request)
-            num_rows += request.num_tokens
+            request.hit = first
+            rows = self._take_piece(request, first, end, pieces)
+            num_rows, left = num_rows + rows, None if left is None else left - rows
         return admitted
 
-    def _is_admissible(
-        self, candidate: RequestState, admitted: list[RequestState], num_rows: int, pinned: Collection[int]
-    ) -> bool:
+    def _end_of_piece(self, request: RequestState, first: int, left: int | None) -> int:
+        """Return the end of the tokens from ``first`` on that fit into ``left`` rows; at most ``first``: none do."""
+        end = request.num_tokens
+        if left is None or end - first <= left:
+            return end
+        return first + left - (first + left) % self.grain
+
+    def _take_piece(
+        self, request: RequestState, first: int, end: int, pieces: dict[RequestState, tuple[int, int]]
+    ) -> int:
+        """Have the step compute tokens ``[first, end)`` of a prompt; return how many they are."""
+        request.computed = end
+        if end - first < request.num_tokens:
+            pieces[request] = first, end
+            self.partial = request if end < request.num_tokens else None
+        return end - first
+
+    def _hit(self, request: RequestState) -> Sequence[int]:
+        """Return the cached blocks that a waiting request begins with; its last token is computed in any case."""
+        assert isinstance(self.blocks, PrefixCache)
+        request.prefix_key = self.key_of(request, not (self.running or self.leaving))
+        if request.prefix_key is None:
+            return ()
+        return self.blocks.find(request.tokens_between, request.num_tokens - 1, request.prefix_key)
+
+    def _has_place(self, candidate: RequestState, admitted: list[RequestState], pinned: Collection[int]) -> bool:
         return (
             len(self.running) < self.max_batch_size
-            and num_rows + candidate.num_tokens <= self.max_tokens
             and self.rule.allows(candidate, self.running, admitted)
             and self.has_slot(candidate, pinned)
-            and self._has_blocks(candidate)
-            and (self.rule.inseparable or not (self.running or self.leaving) or self.is_loaded(candidate))
+        )
+
+    def _may_start(self, candidate: RequestState, hit: Sequence[int]) -> bool:
+        return self._has_blocks(candidate, hit) and (
+            self.rule.inseparable or not (self.running or self.leaving) or self.is_loaded(candidate)
         )
 
     def _tokens_to_reserve(self, request: RequestState) -> int:
         return request.final_kv_length if self.rule.inseparable else request.num_tokens
 
-    def _has_blocks(self, candidate: RequestState) -> bool:
+    def _has_blocks(self, candidate: RequestState, hit: Sequence[int]) -> bool:
         """Check for blocks; in a batch with one spare per request, without which it would be preempted right away."""
         spare = len(self.running) + 1 if self.running and not self.rule.inseparable else 0
-        return self.blocks.blocks_for(self._tokens_to_reserve(candidate)) + spare <= self.blocks.num_free
+        needed = self.blocks.blocks_for(self._tokens_to_reserve(candidate)) + spare
+        if isinstance(self.blocks, PrefixCache):
+            needed -= self.blocks.num_owned(hit)
+        return needed <= self.blocks.num_free

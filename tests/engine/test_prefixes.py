@@ -1,0 +1,263 @@
+"""Chunks of prompts and cached prefixes: an engine with them generates the tokens of one without."""
+
+import hashlib
+
+import pytest
+
+from punica.adapters import LoRAModel, LoRARequest, write_random_adapter
+from punica.engine import Engine, EngineConfig, Request
+from punica.engine.requests import StepStatistics
+from punica.engine.runner import ModelRunner
+from punica.scheduling import SamplingParams
+from tests.world import finish, tokens_of
+
+PREFIX = tuple(range(40, 72))
+
+
+@pytest.fixture(autouse=True)
+def contents(monkeypatch) -> None:  # STAND-IN
+    if not hasattr(LoRAModel, "content_hash"):
+
+        def content_hash(lora) -> bytes:
+            parts = [
+                t.numpy().tobytes() for m in lora.loras.values() for pair in m.slices for t in pair if t is not None
+            ]
+            return hashlib.sha256(b"".join(parts)).digest()
+
+        monkeypatch.setattr(LoRAModel, "content_hash", content_hash, raising=False)
+
+
+def totals(steps) -> tuple[int, int, int]:
+    return tuple(
+        sum(getattr(step, name) for step in steps)
+        for name in ("num_hit_tokens", "num_missed_tokens", "num_evicted_blocks")
+    )
+
+
+def run(engine: Engine, *requests: Request) -> tuple[list[list[int]], list]:
+    states, steps = [engine.add_request(request) for request in requests], []
+    while engine.has_unfinished():
+        steps.append(engine.step().statistics)
+    return [state.output_token_ids for state in states], steps
+
+
+# --- chunks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_prompts_share_the_rows_of_a_step_and_decode_rows_never_wait(backbone, monkeypatch, ahead) -> None:
+    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+    engine = backbone.engine("chunked", prefill_chunk=8)
+    prompts = [PREFIX[:3], PREFIX[:20], PREFIX[5:10], PREFIX[:2]]
+    states = [engine.add_request(Request(str(i), p, 6, backbone.adapters.get(i))) for i, p in enumerate(prompts)]
+    rows, tokens = [], []
+    while engine.has_unfinished():
+        output = engine.step()
+        rows.append(output.statistics.num_prefill_tokens)
+        tokens.append(sorted(output.tokens))
+    assert rows[:5] == [8, 8, 8, 6, 0]
+    assert tokens[:4] == [["0"], ["0"], ["0", "1"], ["0", "1", "2", "3"]]
+    for i, (state, prompt) in enumerate(zip(states, prompts, strict=True)):
+        assert state.output_token_ids == backbone.generate_merged(prompt, i, 6)
+
+
+def test_rows_staged_are_bound_by_the_chunk() -> None:
+    config = EngineConfig(max_batch_size=4, max_model_len=10_000, prefill_chunk=32)
+    assert config.max_num_batched_tokens == 36
+
+
+@pytest.mark.parametrize("fails_in", ["launch", "read", "forgotten", "aborted", "used"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_prompt_under_way_loses_no_row_twice(backbone, monkeypatch, ahead, fails_in) -> None:
+    """A step that fails, is dropped, or runs beside calls that use adapters: the prompt goes on, or begins again."""
+    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+    engine = backbone.engine("chunked", prefill_chunk=4, prefix_cache=fails_in == "read", block_size=4)
+    for cached in (*engine.runner.attention.cache.keys, *engine.runner.attention.cache.values):
+        cached.fill_(float("nan"))
+    states = [engine.add_request(Request(str(i), PREFIX[i : 17 + i], 5, backbone.adapters.get(i))) for i in range(3)]
+    launch, count = engine.runner.launch, 0
+
+    def often_fails(*given):
+        nonlocal count
+        count += 1
+        if count % 5 == 3:
+            raise KeyboardInterrupt
+        return launch(*given)
+
+    if fails_in == "launch":
+        monkeypatch.setattr(engine.runner, "launch", often_fails)
+    for step in range(200):
+        if not engine.has_unfinished():
+            break
+        if fails_in == "read" and step % 7 == 3:
+            with monkeypatch.context() as patched:
+                patched.setattr("punica.engine.sampler.PendingCopy.tolist", lambda _: (_ for _ in ()).throw(KeyError))
+                with pytest.raises(KeyError):
+                    engine.step()
+            continue
+        if fails_in == "forgotten" and step % 2:
+            engine.forget_next()
+        if fails_in == "used":
+            engine.manager.add_adapter(backbone.adapters[5])
+        if fails_in == "aborted" and step == 2:
+            engine.abort_request("0")
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            assert fails_in == "launch"
+    for i, state in enumerate(states):
+        if (i, fails_in) != (0, "aborted"):
+            assert state.output_token_ids == backbone.generate_merged(PREFIX[i : 17 + i], i, 5)
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+    assert engine.scheduler.partial is None
+
+
+def test_samples_and_log_probabilities_of_pieces_are_none(backbone) -> None:
+    params = SamplingParams(4, temperature=0.7, seed=3, logprobs=2, repetition_penalty=1.2)
+    outputs = []
+    for engine in (backbone.engine(), backbone.engine("chunked", prefill_chunk=5)):
+        state = engine.add_request(Request("a", PREFIX[:17], params, backbone.adapters[2]))
+        finish(engine)
+        outputs.append(state)
+    assert outputs[0].output_token_ids == outputs[1].output_token_ids
+    assert len(outputs[1].logprobs) == 4
+    for one, other in zip(outputs[0].logprobs, outputs[1].logprobs, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("admission", "sizes"),
+    [
+        ("chunked", {}), ("fcfs", {"prefill_chunk": 8}), ("static", {"prefix_cache": True}),
+        ("fcfs", {"prefix_cache": True, "adapter_index_rule": "last_admitted"}),
+        ("chunked", {"prefill_chunk": 127, "batch_invariant": True}),
+        ("fcfs", {"prefix_cache": True, "batch_invariant": True, "fp8_kv_cache": True}),
+        ("chunked", {"prefill_chunk": 0}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_do_not_fit_each_other(backbone, admission, sizes) -> None:
+    with pytest.raises(ValueError, match=r"prefill_chunk|prefix_cache"):
+        backbone.engine(admission, **sizes)
+
+
+# --- prefixes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_prefix_is_computed_once_for_each_adapter_and_salt(backbone, monkeypatch, ahead) -> None:
+    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+    engine = backbone.engine(prefix_cache=True, block_size=4)
+    hits = []
+    for name, adapter_id, salt in (
+        ("a", 0, ""),
+        ("b", 0, ""),
+        ("c", 1, ""),
+        ("d", 1, ""),
+        ("e", 1, "tenant"),
+        ("f", 1, "tenant"),
+        ("g", 2, ""),
+        ("h", 0, ""),
+    ):
+        prompt = (*PREFIX[:21], ord(name))
+        (tokens,), steps = run(engine, Request(name, prompt, 3, backbone.adapters.get(adapter_id), salt))
+        assert tokens == backbone.generate_merged(prompt, adapter_id, 3)
+        hits.append(totals(steps)[:2])
+    missed, hit = (0, 22), (20, 2)
+    assert hits == [missed, hit, missed, hit, missed, hit, missed, hit]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_turns_of_a_chat_take_what_was_generated(backbone, monkeypatch, ahead) -> None:
+    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+    engine, prompt = backbone.engine(prefix_cache=True, block_size=4), PREFIX[:6]
+    for turn, hit in enumerate((0, 12, 24)):
+        (tokens,), steps = run(engine, Request(str(turn), prompt, 7, backbone.adapters[3]))
+        assert tokens == backbone.generate_merged(prompt, 3, 7)
+        assert totals(steps)[0] == hit
+        prompt = (*prompt, *tokens, *PREFIX[turn : turn + 5])
+
+
+def test_a_prompt_with_one_token_of_answer_is_kept(backbone, monkeypatch) -> None:
+    monkeypatch.setattr(ModelRunner, "works_ahead", True)
+    engine = backbone.engine(prefix_cache=True, block_size=4)
+    for hit in (0, 16):
+        _, steps = run(engine, Request("a", PREFIX[:20], 1))
+        assert totals(steps)[0] == hit
+
+
+def test_other_weights_under_the_same_name_never_hit(backbone, tmp_path) -> None:
+    """Reloaded between turns, in place and by removal, and while another request waits to join."""
+    adapter = LoRARequest("name", 9, str(tmp_path / "adapter"))
+    engine, prompt, seen = backbone.engine(prefix_cache=True, block_size=4), PREFIX[:21], []
+    for seed in (1, 2, 1, 3):
+        write_random_adapter(tmp_path / "adapter", backbone.config, 8, seed)
+        again = LoRARequest("name", 9, adapter.lora_path, load_inplace=True)
+        outputs, steps = run(engine, Request("a", prompt, 4, again), Request("b", prompt, 4, adapter))
+        plain = backbone.engine()
+        expected = tokens_of(plain.generate([prompt], [again], 4))
+        assert outputs == expected * 2
+        seen.append(totals(steps)[0])
+    assert seen == [20] * 4, "only the second of two"
+    engine.manager.remove_adapter(9)
+    write_random_adapter(tmp_path / "adapter", backbone.config, 8, 4)
+    _, steps = run(engine, Request("a", prompt, 4, adapter))
+    assert totals(steps)[0] == 0
+    _, steps = run(engine, Request("a", prompt, 4, adapter))
+    assert totals(steps)[0] == 20
+
+
+def test_free_blocks_are_never_read(backbone) -> None:
+    """Poison in blocks that no request owns and that are not registered; and evictions, when there are no others."""
+    engine = backbone.engine("chunked", prefill_chunk=6, prefix_cache=True, block_size=4, num_blocks=14)
+    evicted = 0
+    for turn in range(12):
+        free = [block for block in range(14) if not engine.blocks._used[block]]
+        for cached in (*engine.runner.attention.cache.keys, *engine.runner.attention.cache.values):
+            for block in free:
+                cached[4 * block : 4 * block + 4] = float("nan")
+        start = turn % 5
+        prompts = [(*PREFIX[start : start + 13], i, turn // 6) for i in range(2)]
+        outputs, steps = run(
+            engine, *(Request(str(i), prompt, 9, backbone.adapters.get(i)) for i, prompt in enumerate(prompts))
+        )
+        assert outputs == [backbone.generate_merged(prompt, i, 9) for i, prompt in enumerate(prompts)]
+        evicted += totals(steps)[2]
+    assert evicted > 20
+
+
+def test_a_preempted_request_gets_its_blocks_back(backbone) -> None:
+    engine = backbone.engine(prefix_cache=True, block_size=2, num_blocks=14)
+    outputs, steps = run(engine, *(Request(str(i), [i + 1] * 3, 17, backbone.adapters.get(i)) for i in range(3)))
+    assert outputs == [backbone.generate_merged((i + 1,) * 3, i, 17) for i in range(3)]
+    assert sum(step.num_preempted for step in steps) > 0
+    assert totals(steps)[0] > 0
+
+
+def test_blocks_of_a_cache_that_is_off_are_where_they_were(backbone) -> None:
+    engine = backbone.engine(block_size=4)
+    assert type(engine.blocks).__name__ == "BlockManager"
+    _, steps = run(engine, Request("a", PREFIX[:9], 3))
+    assert totals(steps) == totals([StepStatistics()]) == (0, 0, 0)
+
+
+def test_fp8(backbone) -> None:
+    """What is cached is rounded: a hit may differ from a miss, but hits from each other do not."""
+    engine = backbone.engine(prefix_cache=True, block_size=4, fp8_kv_cache=True)
+    outputs = [run(engine, Request(str(i), PREFIX[:21], 5, backbone.adapters[1]))[0] for i in range(3)]
+    assert outputs[1] == outputs[2]
+
+
+def test_under_batch_invariance_prompts_are_cut_at_tiles_of_the_attention(backbone, monkeypatch) -> None:
+    """So sums have one order. What decode rows computed is not taken: a prompt's rows have other bits."""
+    monkeypatch.setattr("punica.engine.engine.check_batch_invariant", lambda layers: None)  # of a GPU
+    monkeypatch.setattr("punica.engine.config._TILE_TOKENS", 8)
+    engine = backbone.engine("chunked", prefix_cache=True, prefill_chunk=12, block_size=4, batch_invariant=True)
+    prompts = [PREFIX[:11], PREFIX[:30]]
+    outputs, steps = run(engine, *(Request(str(i), prompt, 9) for i, prompt in enumerate(prompts)))
+    assert outputs == [backbone.generate_merged(prompt, 0, 9) for prompt in prompts]
+    assert [step.num_prefill_tokens for step in steps][:5] == [11, 8, 8, 6, 0]
+    turns = [(*prompt, *output, 7, 8) for prompt, output in zip(prompts, outputs, strict=True)]
+    outputs, steps = run(engine, *(Request(str(i), prompt, 3) for i, prompt in enumerate(turns)))
+    assert outputs == [backbone.generate_merged(prompt, 0, 3) for prompt in turns]
+    assert totals(steps)[0] == 8 + 24
