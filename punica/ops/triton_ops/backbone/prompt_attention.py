@@ -2,7 +2,7 @@
 
 For the rows of prompt p, and head h of the G = H / Hkv heads that share kv head ``h // G``:
 
-    out[t, h] = softmax(q[t, h] [C_p, K[s : t + 1]]^T / sqrt(D)) [D_p, V[s : t + 1]]      s = starts[p] <= t < starts[p+1]
+    out[t, h] = softmax(q[t, h] [C_p, K[s : t + 1]]^T / sqrt(D)) [D_p, V[s : t + 1]]    s = starts[p] <= t < starts[p+1]
 
 C_p and D_p are keys and values of the tokens before, in blocks of the cache: of a prefix that another request computed,
 or of earlier chunks of the prompt. Without any (``cached``) the rows are whole prompts. Own keys and values are read
