@@ -215,7 +215,7 @@ def _digest(weights: ModuleWeights) -> bytes:
         form = None if tensor is None else (tuple(tensor.shape), str(tensor.dtype))
         digest.update(f"{form};".encode())
         if tensor is not None:
-            digest.update(memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            digest.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))  # type: ignore[arg-type]
     return digest.digest()
 
 

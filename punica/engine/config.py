@@ -23,7 +23,7 @@ from punica.parallel import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
-from punica.scheduling import ADAPTER_INDEX_RULES, AdmissionRule
+from punica.scheduling import ADAPTER_INDEX_RULES, AdmissionRule, BlockManager, PrefixCache
 
 DEFAULT_MODEL_LEN = 8192
 """Default of ``max_model_len``; step buffers grow with it."""
@@ -132,6 +132,12 @@ class EngineConfig:
         """Return a ``LoRAConfig`` with :attr:`full_slots`."""
         sizes = {"max_lora_rank": max_lora_rank, "max_loras": self.full_slots}
         return LoRAConfig(**{**sizes, "batch_invariant": self.batch_invariant, **fields})
+
+
+def blocks_for(config: EngineConfig) -> BlockManager:
+    if config.prefix_cache:
+        return PrefixCache(config.total_blocks, config.block_size, config.prompt_grain)
+    return BlockManager(config.total_blocks, config.block_size)
 
 
 def check_rule(rule: AdmissionRule, config: EngineConfig) -> None:

@@ -12,7 +12,6 @@ still on the device. A request that arrives after the launch joins one step late
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from punica.adapters import LoRAModelManager, LoRARequest
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
 from punica.engine.attention import KVCache
-from punica.engine.config import EngineConfig, EngineMemory, cache_for, check_parts, check_rule
+from punica.engine.config import EngineConfig, EngineMemory, blocks_for, cache_for, check_parts, check_rule
 from punica.engine.generation import Generation, exclusive
 from punica.engine.overlap import BegunStep, Overlap
 from punica.engine.pretrained import GenerationDefaults, as_requests, load_pretrained
@@ -50,16 +49,7 @@ from punica.parallel import (
     set_batch_invariant,
 )
 from punica.progress import shown
-from punica.scheduling import (
-    ADMISSION_RULES,
-    BlockManager,
-    PrefixCache,
-    Request,
-    RequestState,
-    RequestStatus,
-    Scheduler,
-    StepLayout,
-)
+from punica.scheduling import ADMISSION_RULES, Request, RequestState, RequestStatus, Scheduler, StepLayout
 
 WARM_UP_TOKENS = 1024
 """Most rows of prompts in the steps of a warm-up, whose time grows with it; longer prompts are rarer."""
@@ -120,10 +110,7 @@ class Engine(Generation):
             self.manager = LoRAModelManager(model, config.max_batch_size, rows, self.vocab_size, lora_config, device)
             self._residency = AdapterResidency(self.manager, reads_beside=alone and device.type == "cuda")
         set_batch_invariant(layers, config.batch_invariant)
-        self._prefixes: PrefixCache | None = None
-        if config.prefix_cache:
-            self._prefixes = PrefixCache(config.total_blocks, config.block_size, config.prompt_grain)
-        self.blocks = self._prefixes or BlockManager(config.total_blocks, config.block_size)
+        self.blocks = blocks_for(config)
         self.runner = ModelRunner(model, cache, self.manager, config)
         max_adapters = None if self.manager is None else self.manager.lora_slots
         self.scheduler = Scheduler(
@@ -273,35 +260,21 @@ class Engine(Generation):
         try:
             current = None if upcoming is None else self._overlap.take_up(upcoming, failed)
             current = current or self._overlap.begin(pinned, failed)
-            plan, in_flight = current.plan, current.in_flight
+            in_flight = current.in_flight
             if in_flight is None:
-                idle = StepStatistics(num_preempted=len(plan.preempted), schedule_s=current.scheduled_s - start)
+                idle = current.statistics(start, {})
                 return self._with_kept(StepOutput({}, (), idle, tuple(self._results_of(failed))))
             if self.scheduler.waiting:
                 self._overlap.prefetch(pinned)
             following = self._overlap.prepare_next(current, pinned, failed)
             tokens = in_flight.tokens()
-            if self._prefixes is not None:
-                self._register(in_flight.layout, tokens)
+            if self.config.prefix_cache:
+                self._overlap.register(in_flight.layout, tokens.token_ids)
         except BaseException:
             self._overlap.drop(current or upcoming, following)
             self._keep(self._results_of(failed))
             raise
-        scheduled, ready = current.scheduled_s, max(current.scheduled_s, in_flight.metadata_ready_s)
-        layout = in_flight.layout
-        statistics = StepStatistics(
-            batch_size=len(layout.requests),
-            num_idle=len(layout.requests) - len(plan.prefills) - len(plan.decodes),
-            num_prefill_tokens=layout.num_prefill_rows,
-            num_segments=sum([slot >= 0 for slot, _ in layout.segments]),
-            num_preempted=len(plan.preempted),
-            schedule_s=scheduled - start, metadata_s=ready - scheduled, model_s=time.perf_counter() - ready,
-        )  # fmt: skip
-        if self._prefixes is not None:
-            hits, misses, evictions = self._prefixes.take_counts()
-            statistics = replace(
-                statistics, num_hit_tokens=hits, num_missed_tokens=misses, num_evicted_blocks=evictions
-            )
+        layout, statistics = in_flight.layout, current.statistics(start, self.blocks.take_counts())
         try:
             output = self._deliver(layout, tokens, statistics, failed)
         except BaseException:  # an interrupt: requests without their token compute it again
@@ -352,12 +325,7 @@ class Engine(Generation):
     def _warm_up(self, prompt_tokens: int) -> float:
         """Run steps of all sizes; return the seconds that they took."""
         start = time.perf_counter()
-        if self.manager is not None:  # the kernel that writes slots; no mark of embedding or head stays
-            dummy = self.manager.create_dummy_lora(1, 1, embedding_modules=())
-            if dummy.loras:  # LoRA may be on embedding and head alone
-                self.manager.add_adapter(dummy)
-                self.manager.activate_adapter(1)
-                self.manager.remove_adapter(1)
+        self.runner.warm_up_slots()
         on_gpu = self.runner.model.lm_head.weight.is_cuda
         self.runner.warm_up(prompt_tokens, progress=on_gpu and get_tensor_model_parallel_rank() == 0)
         seconds = time.perf_counter() - start
@@ -370,17 +338,6 @@ class Engine(Generation):
             self._requests.pop(request.request_id, None)
             results.append(self.result_of(request))
         return results
-
-    def _register(self, layout: StepLayout, tokens: StepTokens) -> None:
-        """Register the blocks that a step has filled, before requests leave with it; none of a row that holds NaN."""
-        assert self._prefixes is not None
-        for request, span, token in zip(layout.requests, layout.spans, tokens.token_ids, strict=True):
-            if span.length == 1 and span.kv_length % self.blocks.block_size:
-                continue
-            if request.status is RequestStatus.RUNNING and request.prefix_key is not None and token != NO_TOKEN:
-                # bits of decode rows differ from a prompt's
-                last = min(span.kv_length, request.computed) if self.config.batch_invariant else span.kv_length
-                self._prefixes.register(request.request_id, request.tokens_between, last, request.prefix_key)
 
     def _deliver(
         self, layout: StepLayout, tokens: StepTokens, statistics: StepStatistics, failed: list[RequestState]

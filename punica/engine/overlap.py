@@ -9,14 +9,16 @@ other step. One that stops at a token has a row in step k + 1 that is not read.
 """
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from punica.engine.requests import StepStatistics
 from punica.engine.residency import AdapterResidency
 from punica.engine.runner import InFlight, ModelRunner
-from punica.scheduling import PrefixCache, RequestState, RequestStatus, Scheduler, StepPlan, lay_out
+from punica.engine.sampler import NO_TOKEN
+from punica.scheduling import PrefixCache, RequestState, RequestStatus, Scheduler, StepLayout, StepPlan, lay_out
 
 
 class BegunStep(NamedTuple):
@@ -29,6 +31,21 @@ class BegunStep(NamedTuple):
     in_flight: InFlight | None
     adapter_uses: int
     scheduled_s: float
+
+    def statistics(self, start: float, counts: Mapping[str, int]) -> StepStatistics:
+        """Describe a step, now that its tokens are read; ``start``: when the host began with it."""
+        plan, in_flight, scheduled = self.plan, self.in_flight, self.scheduled_s
+        if in_flight is None:
+            return StepStatistics(num_preempted=len(plan.preempted), schedule_s=scheduled - start)
+        layout, ready = in_flight.layout, max(scheduled, in_flight.metadata_ready_s)
+        return StepStatistics(
+            batch_size=len(layout.requests),
+            num_idle=len(layout.requests) - len(plan.prefills) - len(plan.decodes),
+            num_prefill_tokens=layout.num_prefill_rows,
+            num_segments=sum([slot >= 0 for slot, _ in layout.segments]),
+            num_preempted=len(plan.preempted),
+            schedule_s=scheduled - start, metadata_s=ready - scheduled, model_s=time.perf_counter() - ready, **counts,
+        )  # fmt: skip
 
 
 class Overlap:
@@ -113,13 +130,27 @@ class Overlap:
     def drop(self, *steps: BegunStep | None) -> None:
         """Queue the requests again that would have joined in these steps, in order, or left with the first.
 
-        A prompt that began in a step before goes on where these steps would have.
+        A prompt that earlier steps began keeps their rows.
         """
         first, *later = steps
         for step in reversed(later):
             self._take_back(None if step is None else step.plan)
         self._requeue(self._scheduler.leaving)
         self._take_back(None if first is None else first.plan)
+
+    def register(self, layout: StepLayout, tokens: Sequence[int]) -> None:
+        """Register the blocks that a step has filled in a prefix cache, before requests leave with it.
+
+        None of a row that holds NaN. Under batch invariance those of prompts alone: bits of decode rows differ.
+        """
+        blocks = self._scheduler.blocks
+        assert isinstance(blocks, PrefixCache)
+        for request, span, token in zip(layout.requests, layout.spans, tokens, strict=True):
+            if span.length == 1 and span.kv_length % blocks.block_size:
+                continue
+            if request.status is RequestStatus.RUNNING and request.prefix_key is not None and token != NO_TOKEN:
+                end = span.kv_length if self._scheduler.grain == 1 else min(span.kv_length, request.computed)
+                blocks.register(request.request_id, request.tokens_between, end, request.prefix_key)
 
     def prefetch(self, pinned: Collection[int]) -> None:
         """Load the adapter of the head of the queue into a spare slot, beside the step (section 5.2 of the paper)."""

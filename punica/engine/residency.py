@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
-from punica.adapters import LoadedAdapter, LoRAModel, LoRAModelManager, LoRARequest
+from punica.adapters import LoadedAdapter, LoRAModel, LoRAModelManager, LoRARequest, activation_start
 from punica.adapters.request import check_same_source
 from punica.checks import clip
 from punica.parallel import get_tensor_model_parallel_world_size
@@ -334,13 +334,7 @@ class AdapterResidency:
 
 def _activation_of(request: RequestState, lora: LoRAModel) -> int | None:
     """Return the first token of a request that is computed with an adapter; ``None``: none is."""
-    invocation = getattr(lora, "invocation", None)
-    return 0 if invocation is None else activation_start(request.prompt_token_ids, invocation)
-
-
-def activation_start(tokens, invocation):
-    n = len(invocation)
-    return next((i for i in range(len(tokens) - n, -1, -1) if tuple(tokens[i : i + n]) == tuple(invocation)), None)
+    return 0 if lora.invocation is None else activation_start(request.prompt_token_ids, lora.invocation)
 
 
 def _source_of(adapter: object) -> tuple[str, str] | None:

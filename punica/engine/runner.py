@@ -157,6 +157,16 @@ class ModelRunner:
             logprobs = token_logprobs(logits, tokens, layout.requests)
             return InFlight(layout, tokens, PendingCopy(tokens), None if logprobs is None else logprobs.copied(), ready)
 
+    def warm_up_slots(self) -> None:
+        """Run the kernel that writes slots; no mark of embedding or head stays."""
+        if self.manager is None:
+            return
+        dummy = self.manager.create_dummy_lora(1, 1, embedding_modules=())
+        if dummy.loras:  # LoRA may be on embedding and head alone
+            self.manager.add_adapter(dummy)
+            self.manager.activate_adapter(1)
+            self.manager.remove_adapter(1)
+
     @torch.inference_mode()
     def warm_up(self, prompt_rows: int, *, progress: bool) -> None:
         """Capture the graphs of all steps with up to ``prompt_rows`` rows of prompts.

@@ -64,6 +64,10 @@ class BlockManager:
             self._used[block] = 0
         self.num_free += len(table)
 
+    def take_counts(self) -> dict[str, int]:
+        """Return what a prefix cache has counted since the last call, by field of ``StepStatistics``; nothing here."""
+        return {}
+
     def _next_block(self, table: list[int], needed: int) -> int:
         """Return the block after the last one, else one in the largest gap, whose spare room its neighbour shares."""
         if table and table[-1] + 1 < self.num_blocks and not self._used[table[-1] + 1]:

@@ -49,7 +49,7 @@ class StepLayout:
     ``requests``, ``spans``, ``sampled_slots``: length S, in row order; slot -1 applies no adapter.
     ``token_ids``, ``positions``, ``kv_rows``: length T; cache row that each row's key and value are written to.
     ``num_prefill_rows``: rows of prompts, which come first.
-    ``partial``: the request whose prompt goes on in a later step; its sampled token is none.
+    ``partial``: the request whose prompt has rows in a later step, so that its sampled token is none.
     ``plain_rows``: per span, its first rows that are before the activation of its adapter; empty where none has such.
     """
 

@@ -10,7 +10,7 @@ was free longest is evicted first, and of one request the last block before the 
 """
 
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ Tokens = Callable[[int, int], tuple[int, ...]]
 
 
 class PrefixKey(NamedTuple):
-    """What keys and values depend on beside the tokens.
+    """Dependencies of keys and values beside the tokens.
 
     ``activation``: the first token computed with the adapter. ``weights``: digest of the adapter's content (not its
     name or id, whose weights may change); empty without adapter. ``salt``: keeps those of others apart.
@@ -48,8 +48,7 @@ class _Registered(NamedTuple):
 class PrefixCache(BlockManager):
     """Blocks with reference counts, registered ones found again; ``num_free`` counts the free registered ones.
 
-    ``grain``: hits are a multiple of this number of tokens. ``counts``: tokens of joining requests that were hit and
-    missed, and blocks evicted, since :meth:`take_counts`.
+    ``grain``: hits are a multiple of this number of tokens. Hits and misses are counted in tokens of new owners.
     """
 
     def __init__(self, num_blocks: int, block_size: int, grain: int = 1) -> None:
@@ -61,7 +60,7 @@ class PrefixCache(BlockManager):
         self._registered: dict[int, _Registered] = {}  # by block
         self._idle: OrderedDict[int, None] = OrderedDict()  # registered blocks without owner, the oldest first
         self._chains: dict[Hashable, tuple[int, int]] = {}  # of each owner: blocks in entries, serial of the last
-        self._counts = [0, 0, 0]
+        self._counts = Counter[str]()
 
     def find(self, tokens: Tokens, most: int, key: PrefixKey) -> list[int]:
         """Return the registered blocks of a request's first tokens, at most ``most`` of them."""
@@ -90,8 +89,8 @@ class PrefixCache(BlockManager):
             self._owners[block] += 1
         self._tables[owner] = [*hit]
         self._chains[owner] = len(hit), self._registered[hit[-1]].serial if hit else 0
-        self._counts[0] += len(hit) * self.block_size
-        self._counts[1] += num_tokens - len(hit) * self.block_size
+        hits = len(hit) * self.block_size
+        self._counts.update(num_hit_tokens=hits, num_missed_tokens=num_tokens - hits)
 
     def register(self, owner: Hashable, tokens: Tokens, num_tokens: int, key: PrefixKey) -> None:
         """Register the full blocks of an owner's first ``num_tokens`` tokens, which are computed.
@@ -124,10 +123,9 @@ class PrefixCache(BlockManager):
             else:
                 self._used[block] = 0
 
-    def take_counts(self) -> tuple[int, int, int]:
-        hits, misses, evictions = self._counts
-        self._counts = [0, 0, 0]
-        return hits, misses, evictions
+    def take_counts(self) -> dict[str, int]:
+        counts, self._counts = self._counts, Counter[str]()
+        return counts
 
     def _next_block(self, table: list[int], needed: int) -> int:
         if 0 not in self._used:
@@ -140,4 +138,4 @@ class PrefixCache(BlockManager):
         block, _ = self._idle.popitem(last=False)
         self._entries.pop(self._registered.pop(block).entry, None)
         self._used[block] = 0
-        self._counts[2] += 1
+        self._counts["num_evicted_blocks"] += 1

@@ -1,10 +1,8 @@
 """Chunks of prompts and cached prefixes: an engine with them generates the tokens of one without."""
 
-import hashlib
-
 import pytest
 
-from punica.adapters import LoRAModel, LoRARequest, write_random_adapter
+from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine.requests import StepStatistics
 from punica.engine.runner import ModelRunner
@@ -12,19 +10,6 @@ from punica.scheduling import SamplingParams
 from tests.world import finish, tokens_of
 
 PREFIX = tuple(range(40, 72))
-
-
-@pytest.fixture(autouse=True)
-def contents(monkeypatch) -> None:  # STAND-IN
-    if not hasattr(LoRAModel, "content_hash"):
-
-        def content_hash(lora) -> bytes:
-            parts = [
-                t.numpy().tobytes() for m in lora.loras.values() for pair in m.slices for t in pair if t is not None
-            ]
-            return hashlib.sha256(b"".join(parts)).digest()
-
-        monkeypatch.setattr(LoRAModel, "content_hash", content_hash, raising=False)
 
 
 def totals(steps) -> tuple[int, int, int]:

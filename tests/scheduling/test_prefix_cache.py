@@ -31,8 +31,8 @@ def test_a_prefix_is_shared_and_the_last_token_is_computed() -> None:
     assert compute(cache, "d", [*tokens[:6], 99, 99, 99]) == 4
     assert cache.block_table("a") == cache.block_table("c")[:3]
     assert cache.num_free == 10 - 3 - 1 - 1 - 2
-    assert cache.take_counts() == (8 + 12 + 4, 12 + 4 + 1 + 5, 0)
-    assert cache.take_counts() == (0, 0, 0)
+    assert cache.take_counts() == {"num_hit_tokens": 8 + 12 + 4, "num_missed_tokens": 12 + 4 + 1 + 5}
+    assert cache.take_counts() == {}
 
 
 def test_tokens_of_equal_hash_are_no_hit() -> None:
@@ -69,7 +69,7 @@ def test_the_end_of_the_prefix_that_was_free_longest_is_evicted_first() -> None:
         cache.release(name)
     assert cache.num_free == 4
     assert cache.reserve("plain", 2)
-    assert cache.take_counts()[2] == 1
+    assert cache.take_counts()["num_evicted_blocks"] == 1
     assert len(cache.find(slices([0, 1, 2, 3, 4]), 4, BASE)) == 1, "the last block of a is gone"
     assert len(cache.find(slices([10, 11, 12, 13, 14]), 4, BASE)) == 2
     assert cache.reserve("plain", 8)
@@ -127,4 +127,4 @@ def test_random_life(seed) -> None:
             cache.register(step, slices(tokens), len(tokens), key)
         owned = {block for name in live for block in cache.block_table(name)}
         assert cache.num_free == 17 - len(owned)
-    assert cache.take_counts()[0] > 100
+    assert cache.take_counts()["num_hit_tokens"] > 100
