@@ -36,7 +36,7 @@ sys.path.insert(
 )  # fmt: skip
 from experiments.claims.bounds import described, read_bounds
 from experiments.claims.judge import VERDICTS
-from experiments.facts.paper import read_claims, read_disagreements
+from experiments.facts.paper import read_claims
 from experiments.measure.records import read_rows
 from experiments.report.expected import read_expected
 from experiments.report.machines import recorded_folders
@@ -128,11 +128,10 @@ display(as_markdown(pd.DataFrame(lines)))
 # %% [markdown]
 # ## 5. Where the paper disagrees with itself
 #
-# Text, figures and released code disagree in places. [REPRODUCING.md](../REPRODUCING.md) has what is measured about
-# each.
+# Text, figures and released code disagree in places. What this repository does about each:
 
 # %%
-display(as_markdown(pd.DataFrame([{"id": one.id, "about": one.title} for one in read_disagreements(PAPER)])))
+display(as_markdown(pd.read_csv(PAPER / "disagreement_answers.csv", usecols=["disagreement", "answer"])))
 
 # %% [markdown]
 # Next: [1. SGMV, and why batching many adapters pays](01_sgmv_and_batching.ipynb), or

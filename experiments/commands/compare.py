@@ -1,12 +1,12 @@
 """Two sets of rows side by side: my kernel, or my GPU, against the recorded one.
 
     make compare A=results/h200 B=outputs/h200/rows
-    python -m experiments.commands.compare a=results/h200/fig08_lora_operator.csv b=outputs/h200/rows out=ratios.csv
+    python -m experiments.commands.compare a=results/h200/fig08_lora_operator.csv b=outputs/h200/rows
 
 `a` and `b` are files of rows, or folders of them. Of each point the repeats that count are merged, as in figures and
 claims (`experiments.harness.counted`). Points meet when figure, panel, system, workload, model, batch_size, seq_len,
 rank, metric, timer and statistic (medians and single values) are equal. Every pair is printed with the ratio B / A and
-what it means, then the geometric mean of the ratios per figure, system and metric. `out=` writes the pairs as CSV too.
+what it means, then the geometric mean of the ratios per figure, system and metric.
 """
 
 import statistics
@@ -20,7 +20,7 @@ import pandas as pd
 from experiments.harness.command import with_options
 from experiments.harness.counted import POINT, counted, frame_of, merged
 from experiments.harness.schema import ConfigError, Settings
-from experiments.measure.records import RowsError, read_rows
+from experiments.measure.records import read_rows
 from experiments.plots.frames import distinct
 from experiments.report.machines import rows_files
 
@@ -39,15 +39,12 @@ class Options(Settings):
 
     a: str  # a file of rows, or a folder of them
     b: str  # the same
-    out: str | None = None  # file.csv that receives the pairs
 
 
-def compare(a: str, b: str, out: str | None = None) -> None:
-    """Join, print, write."""
+def compare(a: str, b: str) -> None:
+    """Join and print."""
     sets = {"a": load("a", Path(a)), "b": load("b", Path(b))}
     pairs = join(*sets.values())
-    if out is not None:
-        write_csv(Path(out), pairs)
     for (letter, rows), path in zip(sets.items(), (a, b), strict=True):
         names = ("hardware", "device", "scale", "timer", "commit")
         facts = "; ".join(f"{name} {', '.join(distinct(rows, name)) or '-'}" for name in names)
@@ -140,18 +137,6 @@ def mean_text(pairs: pd.DataFrame) -> str:
     mean = statistics.geometric_mean(ratios)
     verdict = meaning(mean, pairs["better"].iloc[0])
     return f"{mean:.3f} over {len(ratios)} of {len(pairs)} rows" + (f", {verdict}" if verdict else "")
-
-
-def write_csv(path: Path, pairs: pd.DataFrame) -> None:
-    """Write the pairs as CSV; `ConfigError` rather than over a file that is no table of ratios."""
-    header = ",".join(COLUMNS).encode()
-    if path.is_dir() or (path.exists() and path.read_bytes()[: len(header)] != header):
-        raise ConfigError(f"out={path} is there and is no table of ratios: choose another file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pairs.to_csv(path, index=False, lineterminator="\n")
-    except OSError as error:
-        raise RowsError(f"cannot write out={path} ({error.strerror}): choose another file") from None
 
 
 if __name__ == "__main__":

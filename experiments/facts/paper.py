@@ -3,7 +3,6 @@
 """
 
 import csv
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -138,27 +137,3 @@ def claim_clocks(folder: str | Path) -> dict[str, str]:
     if unknown := sorted(set(found.values()) - set(TIMERS)):
         raise ValueError(f"{path}: clock {unknown[0]!r} must be one of {', '.join(TIMERS)}")
     return found
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """A place where text, figures and released code of the paper disagree: our answer, and claims that it concerns."""
-
-    id: str
-    title: str
-    answer: str
-    claims: tuple[str, ...]
-
-
-def read_disagreements(folder: str | Path) -> list[Disagreement]:
-    """The disagreements in ``folder``, D01 first; ValueError for a title without an answer, or the reverse."""
-    readme, table = paper_file(folder, "README.md"), paper_file(folder, "disagreement_answers.csv")
-    found = re.findall(r"^\* \*\*(D\d\d) (.+?)\*\*", readme.read_text(encoding="utf-8"), re.MULTILINE)
-    titles = {id: title.rstrip(".") for id, title in found}
-    with table.open(newline="", encoding="utf-8") as stream:
-        answers = {line["disagreement"]: line for line in csv.DictReader(stream)}
-    if odd := sorted(set(titles) ^ set(answers)):
-        raise ValueError(f"{table}: {', '.join(odd)} must be in it and in {readme}, each once: add what is missing")
-    return [
-        Disagreement(id, titles[id], one["answer"], tuple(one["claims"].split())) for id, one in sorted(answers.items())
-    ]

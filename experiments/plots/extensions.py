@@ -98,10 +98,9 @@ def _fill(
     axis: Axes, lines: Lines, rows: pd.DataFrame | None = None, line: str = "system", x: str = "batch_size",
     log: bool = True,
 ) -> None:  # fmt: skip
-    """Every line in its own colour and marker, dashed where it is of bytes; disturbed points of `rows` crossed."""
+    """Every line in its own colour and marker; disturbed points of `rows` crossed."""
     for name, values in lines.items():
-        dash = {"linestyle": "--"} if name.startswith("bytes") else {}
-        axis.plot(values.index.astype(float), values.astype(float), label=name, **style.measured_style(name) | dash)
+        axis.plot(values.index.astype(float), values.astype(float), label=name, **style.measured_style(name))
         if rows is not None:
             style.crossed(axis, values.index, values, disturbed_at(rows[rows[line] == name], x))
     style.log_x(axis)
@@ -109,9 +108,9 @@ def _fill(
         style.log_y(axis)
 
 
-def _floor(axis: Axes, rows: pd.DataFrame, x: str = "batch_size", label: str = "bytes / bandwidth") -> None:
+def _floor(axis: Axes, rows: pd.DataFrame, label: str = "bytes / bandwidth") -> None:
     """The least time of the bytes that `rows` tell."""
-    floor = rows[rows["metric"] == FLOOR].groupby(x)["value"].min()
+    floor = rows[rows["metric"] == FLOOR].groupby("batch_size")["value"].min()
     if len(floor):
         axis.plot(floor.index.astype(float), floor.astype(float), label=label, **style.FLOOR)
 

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from experiments.claims.rows import Rows
-from experiments.commands.compare import COLUMNS, compare, join, load, mean_text
+from experiments.commands.compare import compare, join, load, mean_text
 from experiments.harness.counted import counted, frame_of
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.measure.records import Row, RowsError, read_rows, write_rows
@@ -105,22 +105,6 @@ def test_a_file_a_folder_and_the_folder_above_rows_are_all_taken(tmp_path):
     (tmp_path / "h200" / "claims.csv").write_text("id,verdict\n")
     paths = tmp_path / "h200", tmp_path / "h200" / "rows", tmp_path / "h200" / "rows" / "fig08.csv"
     assert [len(load("a", path)) for path in paths] == [3, 3, 3]
-
-
-def test_out_is_a_table_and_never_replaces_rows(tmp_path):
-    folder = str(stored(tmp_path / "a", "fig08", rows()))
-    target = tmp_path / "new" / "ratios.csv"
-    for _ in range(2):
-        compare(folder, folder, str(target))
-    found = pd.read_csv(target)
-    assert list(found) == COLUMNS
-    assert found["ratio"].tolist() == [1, 1, 1]
-    before = (tmp_path / "a" / "fig08.csv").read_text()
-    with pytest.raises(ConfigError, match="is no table of ratios"):
-        compare(folder, folder, f"{folder}/fig08.csv")
-    assert (tmp_path / "a" / "fig08.csv").read_text() == before
-    with pytest.raises(RowsError, match="cannot write out="):
-        compare(folder, folder, f"{folder}/fig08.csv/ratios.csv")
 
 
 def test_paths_that_are_wrong_are_named(tmp_path):

@@ -22,7 +22,7 @@ def settled(tmp_path, *overrides):
 def test_every_system_is_measured_and_drawn_and_not_measured_again(tmp_path):
     words = ("figure.batch_sizes=[1,7]", "adapters.ranks=[8]", "workload.names=[Distinct]")
     outcome = run(composed(tmp_path, *words, "draw=true", name=FP8.name), FP8)
-    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 2 * 4 + 2, 3)
+    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 2 * 4 + 2, 2)
     rows = read_rows(outcome.rows_file)
     metrics = {"latency", "error", "bytes_read", "logit_error", "changed_greedy_tokens", "bytes"}
     assert {row.metric for row in rows} == metrics

@@ -206,7 +206,7 @@ def test_the_grid_has_every_kind_of_step_without_adapters_and_with(tmp_path):
 def test_it_measures_draws_and_does_not_measure_again(tmp_path, monkeypatch):
     monkeypatch.setattr(step_parts, "copy_bandwidth", lambda _: 1e10)
     outcome = run(composed(tmp_path, "draw=true", name=BREAKDOWN.name), BREAKDOWN)
-    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 12, 3)
+    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 12, 2)
     rows = [row for row in read_rows(outcome.rows_file) if row.statistic in ("median", "value")]
     cells = pd.DataFrame([vars(row) for row in rows]).set_index(["panel", "seq_len", "workload", "metric"])["value"]
     cells = cells.sort_index()

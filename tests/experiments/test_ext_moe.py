@@ -126,7 +126,7 @@ def test_every_system_is_measured_and_drawn(tmp_path):
     words = ("figure.batch_sizes=[1,3]", "workload.names=[Distinct,Identical]", "figure.layers=1")
     outcome = run(composed(tmp_path, *words, "draw=true", name="ext_moe"), MOE)
     assert (outcome.failed, outcome.measured) == ([], 2 * 2 * 2 * (len(SYSTEMS) + len(ENGINES)))
-    assert len(outcome.figures) == 3
+    assert len(outcome.figures) == 2
     rows = [row for row in read_rows(outcome.rows_file) if row.statistic == "median"]
     units = {(row.system, row.metric, row.unit) for row in rows}
     assert units == {

@@ -271,7 +271,7 @@ def test_engines_do_the_same_work_and_rows_name_versions_and_settings(tmp_path, 
     names = "system.names=[punica_many,vllm,vllm_dual_stream,vllm_invariant]"
     cfg = composed(tmp_path, f"figure.vllm_python={python}", names, "draw=true", name=SERVERS.name)
     outcome = run(cfg, SERVERS)
-    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 44, 3)
+    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 44, 2)
     kept = [file.read_text() for file in tmp_path.rglob("ext_servers.*") if file.suffix in (".csv", ".json")]
     assert not [one for one in kept if str(python.parent) in one or "/some" in one]
     rows = [row for row in read_rows(outcome.rows_file) if row.statistic in ("median", "value")]

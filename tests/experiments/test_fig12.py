@@ -172,5 +172,5 @@ def test_a_cell_on_two_ranks_and_its_figure(tmp_path, hardware):
     assert value["punica", "Distinct", "distinct_over_own_identical"] == pytest.approx(
         value["punica", "Distinct", "throughput"] / value["punica", "Identical", "throughput"]
     )
-    assert len(outcome.figures) == 3
+    assert len(outcome.figures) == 2
     assert run(config, Fig12()).measured == 0

@@ -168,7 +168,7 @@ def test_the_simulated_hour_predicts_the_paper():
 def test_fig13_measures_draws_and_does_not_measure_again(tmp_path):
     cfg = composed(tmp_path, "draw=true", name=FIG13.name)
     outcome = run(cfg, FIG13)
-    assert (outcome.failed, len(outcome.figures)) == ([], 3)
+    assert (outcome.failed, len(outcome.figures)) == ([], 2)
     rows = read_rows(outcome.rows_file)
     assert {(row.kind, bool(row.cost_model), row.disturbed) for row in rows} == {("simulated", True, None)}
     assert {row.gpu for row in rows if row.metric == "gpu_batch_size_60s_mean"} == set(range(16))

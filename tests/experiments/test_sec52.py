@@ -182,7 +182,7 @@ def test_a_slow_load_is_seen_in_every_number_that_it_should_be_in(tmp_path, benc
 def test_it_measures_draws_and_does_not_measure_again(tmp_path):
     words = ("adapters.ranks=[8,16]", "figure.overlap_rank=16")
     outcome = run(composed(tmp_path, *words, "draw=true", name=SEC52.name), SEC52)
-    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 3 * (2 * 2 + 1), 3)
+    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 3 * (2 * 2 + 1), 2)
     rows = read_rows(outcome.rows_file)
     sizes = {(row.panel, row.rank): row.value for row in rows if row.metric == "bytes"}
     assert sizes["model", 16] == sizes["overlap", 16] == 2 * sizes["layer", 16] == 4 * sizes["layer", 8]

@@ -97,7 +97,7 @@ def test_what_is_recomputed_is_compared_with_what_was_there(migration, monkeypat
 def test_rows_of_both_ways(tmp_path):
     config = composed(tmp_path, "figure.contexts=[20]", "draw=true", name=NAME)
     outcome = run(config, MigrationExperiment())
-    assert (outcome.measured, outcome.failed, len(outcome.figures)) == (5, [], 3)
+    assert (outcome.measured, outcome.failed, len(outcome.figures)) == (5, [], 2)
     rows = read_rows(tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv")
     value = {(row.system, row.metric): row.value for row in rows if row.statistic in ("value", "median")}
     kinds = {row.system: row.kind for row in rows}

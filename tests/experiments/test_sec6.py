@@ -32,7 +32,7 @@ def test_it_measures_draws_and_does_not_measure_again(tmp_path) -> None:
     assert {(row.system, row.batch_size) for row in medians} == {(s, n) for s in ("unfused", "fused") for n in (1, 32)}
     kinds = {(row.figure, row.metric, row.unit, row.timer) for row in medians}
     assert kinds == {("text 6", "norm_latency", "us", "host_clock")}
-    assert len(outcome.figures) == 3
+    assert len(outcome.figures) == 2
     assert run(cfg, sec6_norm.EXPERIMENT).measured == 0
 
 
