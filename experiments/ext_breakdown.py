@@ -91,7 +91,6 @@ class Breakdown(Experiment):
         return [_readings(cfg, point, cases) for point in points]
 
     def _bench(self, cfg: Config, system: str, rank: int) -> EngineSteps:
-        """The checked engine, built once per system and rank."""
         from experiments.benches.engine_steps import EngineSteps, check_adapters_matter
 
         figure, batch = cast(BreakdownConf, cfg.figure), self._batch(cfg)
@@ -107,7 +106,6 @@ class Breakdown(Experiment):
 
 
 def _shape(point: Point) -> StepShape:
-    """The step of a point: the adapters of its requests by popularity, those of neighbours side by side."""
     from experiments.benches.engine_steps import StepShape
 
     requests, length = cast(int, point.batch_size), cast(int, point.seq_len)

@@ -34,11 +34,9 @@ class Line:
 
     @property
     def label(self) -> str:
-        """Its name in tables."""
         return f"{self.model} T={self.tokens} {self.adapters} adapters"
 
     def total(self, ending: str) -> float | None:
-        """Both products, without the alignment."""
         parts = [self.us[f"{site}{ending}"] for site in SITES if f"{site}{ending}" in self.us]
         return sum(parts) if len(parts) == len(SITES) else None
 
@@ -50,7 +48,6 @@ class Line:
 
 
 def lines() -> list[Line]:
-    """The batches of the anchors."""
     return [Line(*cell) for cell in product(LAYERS, (1, 8, 32, 128), (1, 4))]
 
 

@@ -122,7 +122,6 @@ class LatencyUnderLoad(Experiment):
         return readings + (bound(readings) if point.panel == AT_BASELINE else [])
 
     def _capacity(self, cfg: Config, point: Point, system: str) -> float:
-        """Requests per second that `system` takes, from its row of `point`'s repeat; measured without one."""
         asked = replace(_point(cfg, CAPACITY, system, point.workload), repeat=point.repeat)
         known = row_on_disk(self, cfg, asked, "capacity")
         return self.measure(cfg, asked)[0].value if known is None else known.value

@@ -105,7 +105,6 @@ def panel_of(model: str, fp8: str | None, slots: int | None = None) -> str:
 
 
 def _readings(system: str, samples: Sequence[float]) -> list[Reading]:
-    """The rows of one point from its microseconds."""
     return sampled("layer_latency" if system in LAYER else "latency", samples, "us")
 
 

@@ -55,7 +55,6 @@ class TablesConf(FigureConf):
     tables: list[str] = ["A"]
 
     def chosen(self) -> list[str]:
-        """Return the tables that are named. `ConfigError` for an unknown name."""
         for name in self.tables:
             if name not in (*TABLES, "all"):
                 raise ConfigError(f"figure.tables has {name!r}, which is unknown: it takes {', '.join(TABLES)}, or all")
@@ -89,7 +88,6 @@ class OperatorTables(Experiment):
                 yield Point(f"{table}: {line.label}", column, settings=settings, **about)
 
     def shown(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Table A, with the fastest public kernels as a system."""
         best = {f"A: {line.label}": kernel[1] for line in lines("A") if (kernel := best_existing(line))}
         import pandas as pd
 

@@ -148,7 +148,6 @@ _hour = lru_cache(maxsize=32)(paper_hour)  # the same for every rule
 
 
 def _changing(asked: Trace, point: Point, seed: int) -> NDArray[np.int64]:
-    """Draw adapters whose popularity changes over the arrivals of ``asked``."""
     shares = adapter_shares(point.workload, point.settings["adapters"])
     end = float(asked.arrivals[-1])
     drawn = independent_seeds(seed, 5)[-1]  # the fifth, behind those of the hour
@@ -158,7 +157,6 @@ def _changing(asked: Trace, point: Point, seed: int) -> NDArray[np.int64]:
 
 
 def _panel(point: Point) -> str:
-    """Return the panel without its cost model."""
     return point.panel.partition(", cost ")[0]
 
 

@@ -101,7 +101,6 @@ class ServersConf(FigureConf):
 
     @property
     def span(self) -> Span:
-        """The seconds of a load."""
         return Span(self.before, self.seconds, self.after)
 
     def loads(self) -> dict[str, float]:
@@ -236,7 +235,6 @@ def _stream(cfg: Config, workload: str, adapters: Sequence[str], repeat: int = 0
 
 
 def _settings(cfg: Config, system: str) -> dict[str, Any]:
-    """Return what decides the numbers of `system`."""
     figure, about = cast(ServersConf, cfg.figure), SYSTEMS[system]
     engine = [versions(about, figure.vllm_python), about.described()]
     load = {"load": list(astuple(figure.span))} if about.is_server else {}
@@ -253,7 +251,6 @@ def _loads(cfg: Config, points: Sequence[Point], adapters: Sequence[str]) -> dic
 
 
 def _parts(cfg: Config, points: Sequence[Point], bench: Bench) -> list[tuple[str, dict[str, Any]]]:
-    """Return the parts of a job that measure `points`."""
     figure, parts = cast(ServersConf, cfg.figure), list[tuple[str, dict[str, Any]]]()
     rows, mean = figure.batch_size, sum(figure.new_tokens) // 2
     names = dict.fromkeys(point.workload for point in points if point.panel in (*METRICS, STREAM))

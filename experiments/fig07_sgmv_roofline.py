@@ -72,7 +72,6 @@ class Fig07(OperatorExperiment):
 
 
 def _roof(cfg: Config, panel: str) -> list[Reading]:
-    """Return the two lines of a roofline: measured on this device, or of its data sheet in `conf/hardware`."""
     hardware, dtype = cfg.hardware, operator_conf(cfg).dtype.name
     short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[dtype]
     if panel == SHEET:

@@ -164,7 +164,6 @@ class Fig11(Experiment):
 
 
 def sizes_of(cfg: Config) -> tuple[Limits, StreamConf]:
-    """Build the limits of a batch, and the stream with its windows."""
     from experiments.systems.bench import WHOLE_DRAWS, StreamConf
     from experiments.systems.weights import Limits
 
@@ -175,7 +174,6 @@ def sizes_of(cfg: Config) -> tuple[Limits, StreamConf]:
 
 
 def ratios(throughput: Mapping[str, float], disturbed: bool | None = None) -> list[Reading]:
-    """Compute Punica's gains, from the throughput of each system on one workload."""
     punica, static, mixed = (throughput[name] for name in ("punica", "punica_static", "hf_peft_mixed"))
     gains = {
         "speedup_over_best_baseline": punica / max(throughput[name] for name in measured_baselines()),

@@ -81,7 +81,6 @@ class Fig13(Experiment):
 
 
 def _world(cfg: Config) -> ModuleType:
-    """Return the module of `cfg.runtime`."""
     from experiments.cluster import ray_hour, simulated_hour
 
     return {"simulated": simulated_hour, "ray": ray_hour}[cfg.runtime.name]

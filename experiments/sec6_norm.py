@@ -78,7 +78,6 @@ def unfused(x: "Tensor", weight: "Tensor") -> "Tensor":
 
 
 def fused(x: "Tensor", weight: "Tensor") -> "Tensor":
-    """Norm as our models do."""
     from punica.ops.backbone import add_rms_norm
 
     return add_rms_norm(x, None, weight, EPS)

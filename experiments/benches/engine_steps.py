@@ -55,7 +55,6 @@ class StepShape:
 
     @property
     def rows(self) -> int:
-        """Tokens that the step computes."""
         return self.decodes + self.prompt
 
     @property
@@ -196,7 +195,6 @@ class Launched(NamedTuple):
 
 @contextmanager
 def launch_times(engine: Engine) -> Iterator[list[Launched]]:
-    """Collect the times of every step inside."""
     overlap, given, seen = engine._overlap, [0.0], list[Launched]()
     begin, prepare = overlap.begin, overlap.prepare_next
 
@@ -232,7 +230,6 @@ def put(engine: Engine, request: Request, generated: int) -> None:
 
 
 def clear(engine: Engine) -> None:
-    """End all requests, waiting and running, and wait for the device."""
     scheduler = engine.scheduler
     for state in [*scheduler.running, *scheduler.waiting]:
         if not state.has_ended:

@@ -43,7 +43,6 @@ IN_A_ROW = 4
 
 
 def model_config(name: str, layers: int, divisor: int) -> Any:
-    """The Hugging Face config of `name` with `layers` layers, its widths over `divisor`; ValueError for others."""
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
     kind, widths, rest = MODELS[name]
@@ -64,7 +63,6 @@ class MoESizes(NamedTuple):
     fp8: str | None = None
 
     def random_model(self, device: str) -> MixtureOfExpertsForCausalLM:
-        """Build the model with random weights."""
         config = model_config(self.model, self.layers, self.divisor)
         model = MixtureOfExpertsForCausalLM(config, dtype=getattr(torch, self.dtype), device=device)
         model.init_random_weights(0)
@@ -146,7 +144,6 @@ class MoEBench:
         return self.invocation.begin(spans(len(adapter_ids), 1, self.context))
 
     def _without(self, call: Callable[[], Any]) -> Any:
-        """`call` with the experts' LoRA taken off."""
         experts = [layer.base_layer.routed_experts for layer in self.layers]
         for one in experts:
             one.lora_context = None

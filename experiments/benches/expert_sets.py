@@ -89,7 +89,6 @@ class ExpertSets:
         )  # fmt: skip
 
     def _align(self, i: int) -> None:
-        """The alignment alone."""
         _, ids = self.routing[i]
         active = self.wrapper._active(self.wrapper._slots_of_tokens(None, self.tokens), self.adapters)
         tokens, top_k = ids.shape
@@ -99,7 +98,6 @@ class ExpertSets:
         )
 
     def _w13(self, i: int, add: bool) -> None:
-        """Run `add_lora_w13` without its alignment."""
         ids, experts, counts, mapping = self.aligned[i]
         if ids is not None:
             ids, experts = ids.view(self.adapters, -1), experts.view(self.adapters, -1)

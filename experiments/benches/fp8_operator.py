@@ -52,7 +52,6 @@ def _bank(a: Tensor, b: Tensor, fp8: torch.dtype) -> Quantised:
 
 
 def quantised(problem: Problem, fp8: torch.dtype) -> Quantised:
-    """The problem's window of the weights in FP8."""
     slots, rank, h1 = problem.a.shape
     first = problem.a.storage_offset() // (rank * h1)
     bank = _bank(cast(Tensor, problem.a._base), cast(Tensor, problem.b._base), fp8)
@@ -75,7 +74,6 @@ def checked_calls(batches: Sequence[Problem], system: str) -> tuple[list[Call], 
 
 
 def _call(problem: Problem, system: str) -> Call:
-    """Prepare a layer's call on the wrapper of the problem's device."""
     weights, fp8 = weights_of(problem), FORMATS[system]
     if fp8 is not None:
         a, a_scale, b, b_scale = quantised(problem, fp8)

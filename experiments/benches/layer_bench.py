@@ -50,12 +50,10 @@ class LayerBench:
         return self.layer(x, None, cos, sin, self.invocation.attention)
 
     def output(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output of `x` `[T, hidden]`, which is not changed."""
         x = x.clone()
         return x.add_(self.run(x, cos, sin))
 
     def checked_call(self, adapter_ids: list[int], kv_length: int) -> Call:
-        """The call of a decode step, checked."""
         self.check(adapter_ids, kv_length)
         x = self.rows(len(adapter_ids))
         cos, sin = self.begin(adapter_ids, kv_length)

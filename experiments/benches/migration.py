@@ -39,7 +39,6 @@ class Blocks:
         return torch.empty(shape, dtype=self._parts[0].dtype, device=device, pin_memory=pinned)
 
     def gather(self, out: Tensor) -> Tensor:
-        """Copy them into `out`, which is returned."""
         for part, place in zip(self._parts, out, strict=True):
             torch.index_select(part, 0, self._table, out=place)
         return out
@@ -53,7 +52,6 @@ class Blocks:
 
 
 def parts_of(cache: KVCache) -> list[Tensor]:
-    """A cache as `Blocks` wants it."""
     return [rows.view(cache.num_blocks, -1) for rows in (*cache.keys, *cache.values)]
 
 
@@ -68,7 +66,6 @@ class Route:
     between: Sequence[Tensor]
 
     def move(self) -> None:
-        """Move the request; the host does not wait."""
         self.source.gather(self.between[0])
         for here, there in itertools.pairwise(self.between):
             there.copy_(here, non_blocking=True)

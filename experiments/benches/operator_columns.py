@@ -136,7 +136,6 @@ def eager_us(sets: OperatorSets, name: str, call: Call) -> float:
 
 
 def _checked_call(sets: OperatorSets, name: str, call: Call) -> float:
-    """Check one call, and return its tolerance."""
     tolerance = (4 if name.startswith(TORCH) else 1) * TOLERANCE
     check_error(name, sets.relative_error(call), tolerance)
     return tolerance

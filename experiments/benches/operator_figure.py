@@ -25,7 +25,6 @@ class OperatorConf(FigureConf):
     dtype: DType
 
     def settings(self, cfg: Config) -> dict[str, Any]:
-        """Return the settings that decide an operator's time beside batch, popularity and rank."""
         return {"h1": self.h1, "h2": self.h2, "dtype": self.dtype.name, "resident": self.resident(cfg)}
 
     def resident(self, cfg: Config) -> int:
@@ -34,7 +33,6 @@ class OperatorConf(FigureConf):
 
 
 def operator_conf(cfg: Config) -> OperatorConf:
-    """`cfg.figure` with its type."""
     return cast(OperatorConf, cfg.figure)
 
 
@@ -54,7 +52,6 @@ class OperatorExperiment(Experiment):
     host_clock_too = True
 
     def points(self, cfg: Config) -> list[Point]:
-        """Return every system at every rank, batch and popularity."""
         settings = self.settings(cfg)
         return [
             Point(self.panel(workload, rank), system, workload, batch_size=rows, rank=rank, settings=settings)
@@ -65,11 +62,9 @@ class OperatorExperiment(Experiment):
         ]
 
     def panel(self, workload: str, rank: int) -> str:
-        """Name the panel of a point."""
         return workload
 
     def settings(self, cfg: Config) -> dict[str, Any]:
-        """Return the settings that decide a point's number beside its columns."""
         return operator_conf(cfg).settings(cfg)
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
@@ -88,11 +83,9 @@ class OperatorExperiment(Experiment):
         ]
 
     def readings(self, cfg: Config, point: Point, samples: list[float]) -> list[Reading]:
-        """Return the readings of one point from its microseconds."""
         return sampled("latency", samples, "us")
 
     def calls(self, cfg: Config, point: Point) -> list[Call]:
-        """Prepare checked calls of `point` on different inputs."""
         from experiments.benches import operators
 
         if point.rank is None:
@@ -100,7 +93,6 @@ class OperatorExperiment(Experiment):
         return operators.prepare_checked(self.problems(cfg, point), point.system)
 
     def problems(self, cfg: Config, point: Point) -> list[Problem]:
-        """Return the batch of `point`, as often as the timer needs it."""
         from experiments.benches.operators import problems
 
         return problems(cfg, point.workload, cast(int, point.batch_size), cast(int, point.rank))

@@ -51,7 +51,6 @@ class Operator:
 
     @property
     def tokens(self) -> int:
-        """Rows of the batch."""
         return sum(self.sizes)
 
     def bytes(self) -> int:
@@ -61,7 +60,6 @@ class Operator:
         return 2 * (weights + self.tokens * (self.k + 2 * sum(self.widths)))
 
     def floor_us(self) -> float:
-        """Time of the bytes alone, at the copy rate."""
         return self.bytes() / COPY_RATE / 1e6
 
     def stream_us(self) -> float:
@@ -97,7 +95,6 @@ def anchors(name: str, anchor: Anchor) -> dict[str, float]:
 
 
 def anchors_of(line: Line) -> dict[str, float]:
-    """Graph time of every implementation of this line's operator, in microseconds."""
     return anchors(ANCHORS if "group" in line.anchor else SHAPES, line.anchor) if line.anchor else {}
 
 
@@ -108,17 +105,14 @@ def best_of(times: dict[str, float]) -> tuple[str, float] | None:
 
 
 def best_existing(line: Line) -> tuple[str, float] | None:
-    """The fastest public implementation of this line's operator, and its time."""
     return best_of(anchors_of(line))
 
 
 def lines(table: str) -> list[Line]:
-    """The lines of one of `TABLES`."""
     return TABLES[table]()
 
 
 def _decode(rank: int, pattern: str, tokens: int, projection: Projection = UP) -> Operator:
-    """A decode batch of `tokens` rows whose adapters have the popularity `pattern`."""
     return Operator(*projection, rank, tuple(popularity(pattern).group_sizes(tokens)))
 
 

@@ -102,7 +102,6 @@ class OperatorSets:
 
 
 def check_error(name: str, error: float, tolerance: float) -> None:
-    """Raise `CheckFailed` unless the relative `error` is at most `tolerance`."""
     if not error <= tolerance:
         raise CheckFailed(f"{name}: relative error {error:.1e} is above {tolerance:.0e}: not timed")
 
@@ -122,5 +121,4 @@ def captured(call: Call, sets: int, calls: int) -> tuple[torch.cuda.CUDAGraph, i
 
 
 def median_us(graph: torch.cuda.CUDAGraph, calls: int, replays: int) -> float:
-    """Median microseconds per call over replays of a graph of so many."""
     return statistics.median(seconds_between_events(graph.replay) * 1e6 / calls for _ in range(replays))

@@ -51,7 +51,6 @@ class Problem:
     sizes: tuple[int, ...]  # rows per segment
 
     def rounded(self, dtype: torch.dtype) -> Problem:
-        """A copy in another dtype, with a result of its own."""
         parts = {name: getattr(self, name).to(dtype) for name in ("x", "a", "b", "stored_b")}
         return replace(self, y=torch.zeros_like(self.y, dtype=dtype), **parts)
 
@@ -62,11 +61,9 @@ class Problem:
         return v
 
     def expected(self) -> torch.Tensor:
-        """x A^T B^T by the reference, [T, h2] float32."""
         return self.expanded(self.shrunk())
 
     def expanded(self, v: torch.Tensor) -> torch.Tensor:
-        """v B^T by the reference, [T, h2] float32."""
         out = torch.zeros(self.y.shape, dtype=torch.float32, device=self.y.device)
         reference.bgmv_expand(v, self.b, out, self.slots.to(v.device), add_inputs=False)
         return out
@@ -86,7 +83,6 @@ OPERATORS: Registry[Callable[[Problem], Prepared]] = Registry("operator")
 
 
 def kernel_meta_args(slots: torch.Tensor, max_loras: int, device: torch.device) -> MetaArgs:
-    """The seven metadata arguments of the Triton operators for rows that use `slots`, [T] int64 on the host."""
     meta = LoRAKernelMeta.make(max_loras, len(slots), device)
     meta.prepare_tensors(slots)
     return meta.meta_args(len(slots), specialize_active_lora=True)
@@ -124,7 +120,6 @@ def weights_of(batch: Problem) -> LoRAWeights:
 
 
 def layer_call(batch: Problem) -> Call:
-    """Prepare a layer's call on `batch`."""
     return partial(step_of(batch).add_linear, batch.y, batch.x, weights_of(batch))
 
 
@@ -179,7 +174,6 @@ def _gather(problem: Problem) -> Prepared:
 
 @OPERATORS.register("BMM")
 def _bmm(problem: Problem) -> Prepared:
-    """Two batched matmuls on gathered weights."""
     return adding(problem, partial(_bmm_rows, problem, *gathered(problem, problem.slots.to(problem.x.device))))
 
 
@@ -227,7 +221,6 @@ def grouped_mm_available(device: torch.device | str, dtype: torch.dtype) -> bool
 
 
 def adding(problem: Problem, call: Call) -> Prepared:
-    """A whole operator: it adds into y."""
     return Prepared(call, lambda: problem.y, problem.expected)
 
 
@@ -279,7 +272,6 @@ def copies(cfg: Config, nbytes: int) -> int:
 
 
 def flush_bytes(cfg: Config) -> int:
-    """Return a number of bytes that no cache has room for."""
     return (cfg.hardware.flush_mib or 0) << 20
 
 
@@ -319,7 +311,6 @@ def microseconds(cfg: Config, calls: Mapping[Name, Sequence[Call]], apart: bool 
 
 
 def protocol(cfg: Config) -> Protocol:
-    """The timing protocol that `cfg` asks for."""
     return Protocol(
         timer=cfg.timer.name,
         device=cfg.hardware.device,

@@ -81,7 +81,6 @@ def panel_of(panel: str, cost: str) -> str:
 
 @cache
 def model_bytes(model: str) -> ModelBytes:
-    """Return the bytes of `conf/model/<model>.yaml`."""
     conf = model_conf(model)
     return ModelBytes.llama(
         conf.hidden_size, conf.intermediate_size, conf.num_hidden_layers, conf.num_attention_heads,
@@ -90,7 +89,6 @@ def model_bytes(model: str) -> ModelBytes:
 
 
 def datasheet(hardware: str) -> tuple[float, float]:
-    """Read bytes/s and FLOP/s of `conf/hardware/<hardware>.yaml`."""
     conf = OmegaConf.load(CONF / "hardware" / f"{hardware}.yaml")
     return 1e9 * conf.bandwidth_gb_s, 1e12 * conf.tflop_s
 
@@ -183,7 +181,6 @@ def _seconds(row: Mapping) -> float:
 
 
 def machines(results: Path) -> list[Path]:
-    """List the folders of recorded rows."""
     return sorted(path for path in results.glob("*") if path.is_dir())
 
 
@@ -217,7 +214,6 @@ def load_cost(results: Path, machine: str, model: str) -> LoadCost:
 
 
 def timed_links(rows: pd.DataFrame) -> TimedLoads:
-    """Read Punica's loads of whole models from host memory."""
     whole = rows["panel"].isin(("model", "overlap")) & (rows["system"] == "punica")
     chosen = rows[whole & (rows["metric"] == "load_time") & (rows["statistic"] == "median")]
     return [(int(row["rank"]), _seconds(row)) for row in chosen.to_dict("records")]

@@ -97,11 +97,9 @@ class World:
 
     @property
     def duration_s(self) -> int:
-        """Seconds in which requests arrive, on the paper's clock."""
         return self.seconds // STEADY_PART if self.share else self.seconds
 
     def trace(self) -> Trace:
-        """Draw the requests, in the paper's seconds."""
         return self._drawn(self.duration_s, STEADY_SEED if self.share else RELEASED_SEED, self.share)
 
     def rehearsal(self) -> Trace:

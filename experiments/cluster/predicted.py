@@ -133,11 +133,9 @@ class Load:
     others: tuple[float, ...] = ()
 
     def arrivals(self) -> NDArray[np.float64]:
-        """Draw seconds at which requests arrive."""
         return self.span.at(self.rate).arrivals(self.rate, self.seed + self.repeat)
 
     def counts(self, arrivals: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return which of the arrivals are measured."""
         return self.span.at(self.rate).counts(arrivals)
 
     @property
@@ -148,7 +146,6 @@ class Load:
 
 @cache
 def recorded_loads(results: Path) -> dict[tuple[str, str], list[Load]]:
-    """Read machine and model -> loads, of the folders of ``results`` that have some."""
     folders = [folder for folder in machines(results) if (folder / f"{LOADS_FILE}.csv").exists()]
     return {(folder.name, model): found for folder in folders for model, found in read_loads(folder).items()}
 

@@ -91,7 +91,6 @@ def _checked(found: "Served", world: World) -> list[Reading]:
 
 
 def hour_of(served: "Served", trace: Trace, world: World) -> ServedHour:
-    """Convert the steps of runners to a served hour in the paper's seconds."""
     names = sorted(f"runner-{i:04}" for i in range(world.runners))[::-1]  # the rule prefers the last
     seconds = int(max(step.end_s for step in served.steps) * world.speed_up) + 1
     tokens, batch = np.zeros(seconds, dtype=np.int64), np.zeros((world.runners, seconds), dtype=np.int64)
@@ -109,7 +108,6 @@ def hour_of(served: "Served", trace: Trace, world: World) -> ServedHour:
 
 
 def check_numbers(served: list[list[int]], asked: list[int]) -> None:
-    """Raise `CheckFailed` where a request has not as many tokens as it asked for."""
     wrong = [i for i, (tokens, number) in enumerate(zip(served, asked, strict=True)) if len(tokens) != number]
     if wrong:
         i = wrong[0]

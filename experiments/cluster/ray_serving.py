@@ -95,9 +95,7 @@ def runners(world: World, tenants: Tenants) -> Iterator[RayCluster]:
     """Start the runners of ``world``, a GPU for each on GPUs; `ConfigError` where Ray or a runner does not come up."""
     address, resources = world.address or None, RankResources(num_gpus=int(world.device == "cuda"))
     try:
-        started = RayCluster(
-            tenants.build, world.runners, resources=resources, rule=world.rule, address=address
-        )
+        started = RayCluster(tenants.build, world.runners, resources=resources, rule=world.rule, address=address)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"runtime=ray: {error}") from error
     with started as cluster:

@@ -82,7 +82,6 @@ class ServedHour:
 
     @property
     def active(self) -> NDArray[np.int64]:
-        """[seconds], GPUs that gave a token in each second."""
         return (self.batch > 0).sum(axis=0)
 
     def filled(self, values: NDArray) -> NDArray:
@@ -91,12 +90,10 @@ class ServedHour:
         return np.pad(known, [(0, 0)] * (known.ndim - 1) + [(0, int(self.duration_s) - known.shape[-1])])
 
     def reading(self, metric: str, value: float, unit: str, **where: Any) -> Reading:
-        """Build a reading, marked with the kind of this world; ``where``: its ``t_s`` and ``gpu``."""
         return Reading(metric, float(value), unit, kind=self.kind, cost_model=self.cost_model, **where)
 
 
 def readings(served: ServedHour) -> list[Reading]:
-    """Return all of `series` and `summary`."""
     return [*series(served), *summary(served)]
 
 
@@ -198,13 +195,11 @@ def smoothed(batch: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def means(values: NDArray[np.float64] | NDArray[np.int64], window: int) -> NDArray[np.float64]:
-    """Return means of ``values`` [seconds] over the whole windows that they fill."""
     count = len(values) // window
     return values[: count * window].reshape(count, window).mean(axis=1)
 
 
 def mean_from(values: pd.Series, start: float, seconds: float) -> float:
-    """Return the mean of the windows that begin in ``seconds`` from ``start`` on."""
     return float(values[(values.index >= start) & (values.index < start + seconds)].mean())
 
 
@@ -267,7 +262,6 @@ class Windows:
 
 
 def over_time(frame: pd.DataFrame, metric: str) -> pd.Series:
-    """Return values of ``metric`` by the start of their window."""
     return frame[frame["metric"] == metric].set_index("t_s")["value"].sort_index().astype(float)
 
 

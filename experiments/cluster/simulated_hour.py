@@ -30,17 +30,14 @@ ServedBy = Callable[[StepCost, int], ServedHour]
 
 
 def points(cfg: Config) -> list[Point]:
-    """List the hour under each chosen scheduling rule, then the rest."""
     return [point for point, _ in _panels(cfg)]
 
 
 def measure(cfg: Config, point: Point) -> list[Reading]:
-    """Simulate or predict the panel of ``point``."""
     return next(run for one, run in _panels(cfg) if one.key() == point.key())()
 
 
 def _panels(cfg: Config) -> Iterator[tuple[Point, Callable[[], list[Reading]]]]:
-    """Yield each point with what gives its readings."""
     figure: Any = cfg.figure
     paper, results = folders(cfg).paper, folders(cfg).recorded_rows.parent
     cost = costs.chosen_cost(figure.cost, MODEL, paper, results)
@@ -84,7 +81,6 @@ def costs_of(paper: Path, results: Path) -> dict[tuple[str, str], Fitted[StepCos
 
 
 def _point(panel: str, system: str, workload: str, model: str, cost: StepCost, **settings: Any) -> Point:
-    """Build a point whose settings hold the cost model."""
     batch, rank = (MAX_BATCH, RANK) if workload else (None, None)
     return Point(panel, system, workload, model, batch, None, rank, {**settings, "cost": asdict(cost)})
 

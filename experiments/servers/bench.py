@@ -106,7 +106,6 @@ class Bench:
         return {"prompts": prompts, "adapters": adapters, "new_tokens": new}
 
     def prompts(self, lengths: Sequence[int], seed: int) -> list[list[int]]:
-        """Draw prompts of token ids."""
         draw = random.Random(seed)
         return [[draw.randrange(3, self.model.vocab_size) for _ in range(length)] for length in lengths]
 

@@ -134,7 +134,6 @@ class Client:
         await self._http.__aexit__(*error)
 
     def now(self) -> float:
-        """Return the seconds since the start of the run."""
         return time.perf_counter() - self.start
 
     async def send(self, answer: Answer) -> None:
@@ -158,7 +157,6 @@ class Client:
         answer.end = self.now()
 
     async def _read(self, response: httpx2.Response, answer: Answer) -> str:
-        """Read a stream to its end; return the kind of its error."""
         texts = 0
         async for event in httpx2.EventSource(response):
             answer.detail = event.data

@@ -115,7 +115,6 @@ def _waits(metric: str, seconds: Sequence[float]) -> list[Reading]:
 
 
 def _counts(users: Sequence[Answer], right: Sequence[Answer]) -> list[Reading]:
-    """Count requests, errors by kind, answers that ended early, tokens."""
     kinds = Counter(answer.error for answer in users if answer.error)
     found = {"requests": len(users), "errors": kinds.total()}
     found |= {f"errors_{re.sub(r'[^a-z0-9]+', '_', kind)}": count for kind, count in sorted(kinds.items())}

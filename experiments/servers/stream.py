@@ -41,7 +41,6 @@ class Stream:
     words: bool = False
 
     def jobs(self) -> Iterator[Job]:
-        """Yield requests without end."""
         lengths, adapters = (
             stream_lengths(self.requests, *self.lengths),
             popularity(self.workload).requests(self.requests),

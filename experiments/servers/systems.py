@@ -47,7 +47,6 @@ class System:
 
     @property
     def is_server(self) -> bool:
-        """Check that it is measured over HTTP."""
         return self.module != WORKER
 
     def described(self) -> str:
@@ -58,7 +57,6 @@ class System:
         return ", ".join(said) or "as shipped"
 
     def command(self, python: Path | None) -> list[str]:
-        """Return the command that runs its process, without arguments."""
         return [sys.executable if self.engine == PUNICA else str(python), "-m", self.module]
 
     def variables(self, device: str, threads: int) -> dict[str, str]:

@@ -185,7 +185,6 @@ def lines_of(job: dict[str, Any], build: Callable[[dict[str, Any]], Any]) -> Ite
 
 
 def serve(build: Callable[[dict[str, Any]], Any]) -> None:
-    """Do the job of the command line."""
     found = lines_of(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), build)
     Path(sys.argv[2]).write_text("".join(json.dumps(line) + "\n" for line in found), encoding="utf-8")
 

@@ -40,7 +40,6 @@ class StepCost:
     join: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
-        """Return the predicted seconds of a step."""
         decoding = self.base + self.row * work.decodes + self.kv * work.kv_tokens
         join = self.join if work.prefill_tokens else 0.0
         return decoding + self.prefill * work.prefill_tokens + self.rank * work.adapter_ranks + join
@@ -52,7 +51,6 @@ class StepCost:
         return [constant + self.kv * tokens + ranks for tokens in read]  # in the order of `seconds`, to the bit
 
     def slowed(self, factor: float, name: str) -> "StepCost":
-        """Return the same GPU with every step ``factor`` times as long."""
         scaled = {key: value * factor for key, value in asdict(self).items() if key != "name"}
         return StepCost(name, **scaled)
 
@@ -88,7 +86,6 @@ class Residuals:
 
 
 def residuals(cost: StepCost, steps: Sequence[TimedStep]) -> Residuals:
-    """Compare ``cost`` with the times of ``steps``, fitted to or not."""
     return Residuals(np.array([cost.seconds(step.work) / step.seconds - 1 for step in steps]))
 
 
@@ -135,7 +132,6 @@ class ModelBytes:
     def llama(
         cls, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, itemsize: int = 2
     ) -> "ModelBytes":
-        """Count from the sizes of a Hugging Face config."""
         kv_width = hidden // heads * kv_heads
         shapes = [(hidden, hidden)] * 2 + [(hidden, kv_width)] * 2 + [(hidden, intermediate)] * 3
         head = hidden * vocab

@@ -251,7 +251,6 @@ class Chameleon(LargestWorkingSet):
         return min(gpus, key=lambda gpu: (sum(map(self._size, gpu.members.values())), gpu.uuid))
 
     def victim(self, gpu: Gpu) -> ClusterRequest:
-        """Return the largest member, the newest of equal ones."""
         return max(gpu.members.values(), key=lambda request: (self._size(request), request.arrival))
 
     def _size(self, request: ClusterRequest) -> float:

@@ -61,7 +61,6 @@ class Residency:
 
     @property
     def load_ends(self) -> float:
-        """End of the load in flight; infinite without one."""
         self._advance()
         return self._loading[0]
 
@@ -75,12 +74,10 @@ class Residency:
         return self._slots.get(adapter_id, inf) if adapter_id else -inf
 
     def loading(self, adapter_id: int) -> bool:
-        """Return True while the adapter's load waits or runs."""
         self._advance()
         return self._loading[1] == adapter_id or (adapter_id in self._users and adapter_id not in self._slots)
 
     def on_host(self, adapter_id: int) -> bool:
-        """Return True when the adapter is in host memory."""
         self._advance()
         return self._config.host_adapters is None or adapter_id in self._host
 
@@ -115,7 +112,6 @@ class Residency:
         self._begin_load(self._clock())
 
     def _advance(self) -> None:
-        """End the loads that end until now."""
         now = self._clock()
         while self._loading[0] <= now:
             ended, adapter = self._loading
@@ -126,7 +122,6 @@ class Residency:
             self._begin_load(ended)
 
     def _begin_load(self, now: float) -> None:
-        """Begin the first load of the queue, once the link is free."""
         if self._loading[1] or not self._queue:
             return
         if len(self._slots) == self.num_slots:  # one of them is idle, as members have at most so many adapters

@@ -118,7 +118,6 @@ class _Stride:
 
     @property
     def began(self) -> float:
-        """Begin of the step in flight."""
         return self._ends[self._done - 1] if self._done else self._began
 
     def begin(self, now: float, work: StepWork, joined: int, prompt_tokens: int, cost: StepCost, further: int) -> float:
@@ -167,7 +166,6 @@ class _Stride:
         return began
 
     def _record(self, ended: int) -> None:
-        """Record the steps before ``ended``."""
         ends, done, record = self._ends, self._done, self.record
         record.seconds_by_batch[self.size] += ends[ended - 1] - self.began
         record.steps += ended - done
@@ -273,7 +271,6 @@ class _Simulation:
             self._begin(stride)
 
     def _end(self, stride: _Stride) -> None:
-        """End a stride, and the requests that have all their tokens."""
         gpu, began = stride.gpu, stride.end()
         self.policy.end_step(gpu.uuid)
         leaving = []

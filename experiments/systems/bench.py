@@ -82,7 +82,6 @@ class StreamBench:
         ]
 
     def drawn(self, system: str, workload: str) -> Drawn:
-        """Return the stream of `workload` under the admission rule of `system`, and its windows."""
         facts = SYSTEMS.get(system)
         return self._draw(workload, facts.admission, self.stream.slow_steps if facts.slow else self.stream.steps)
 

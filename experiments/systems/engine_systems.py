@@ -71,7 +71,6 @@ class EngineSystem(ServingSystem):
                 self.world.registered[key] = manager.list_adapters()[adapter_id]
 
     def capture_for(self, jobs: Sequence[Job]) -> None:
-        """Capture the CUDA graphs of all steps of a stream."""
         timeline = timeline_of(jobs, self.facts.admission, self.world.limits.max_batch_size)
         self._capture(timeline, 0, timeline.steps)
 
@@ -92,7 +91,6 @@ class EngineSystem(ServingSystem):
         return self.run_all_steps(jobs, timeline, start - warm, count + warm)[warm:]
 
     def run_all_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:
-        """Run the steps of `run_steps` without any before them."""
         self._capture(timeline, start, start + count + 1)  # one more is launched ahead
         with self.captures_nothing():
             self._set_up(jobs, timeline, start, count)

@@ -54,7 +54,6 @@ class Layer(DynamicLayer):
         self.keys, self.values = self._read = keys[:, :, :filled], values[:, :, :filled]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of new tokens; return those that the layer reads."""
         if self._at is not None:
             for whole, states in zip(self._all, (key_states, value_states), strict=True):
                 whole.index_copy_(2, self._at, states)
@@ -121,7 +120,6 @@ class Decoding:
         return torch.stack(positions, dim=1)
 
     def step(self) -> list[int]:
-        """Invoke the model once; return its greedy tokens, on the host."""
         tokens = self.logits().argmax(dim=-1)
         self.take(tokens)
         return tokens.tolist()
@@ -221,7 +219,6 @@ class PeftBackend:
 
     @contextmanager
     def adapter(self, adapter_id: int | None) -> Iterator[None]:
-        """Apply `adapter_id` to the whole batch, or no adapter (None)."""
         if adapter_id is not None:
             self.load(self._names[0], adapter_id)
         with self.model.disable_adapter() if adapter_id is None else nullcontext():
@@ -304,7 +301,6 @@ class PeftBackend:
         self._faster = faster | {MIXED: self._faster_of(MIXED, most, most * [place])}
 
     def _faster_of(self, batch: str, size: int, rows: list[str] | None = None) -> type[nn.Linear]:
-        """Time a few steps of a batch with either product, twice."""
         seconds: dict[type[nn.Linear], float] = {SameProduct: math.inf, nn.Linear: math.inf}
         for kind in 2 * [*seconds]:
             use_product(kind, self.model, self.weights.device)

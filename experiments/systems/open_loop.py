@@ -53,7 +53,6 @@ class Traced:
     gaps: list[float] = field(default_factory=list)
 
     def note_token(self, step: Step, number: int) -> None:
-        """Note a token of the step of this number."""
         if self.last is None:
             self.first, self.step = step.end, number
         else:
@@ -136,7 +135,6 @@ def wronged(trace: Trace) -> dict[str, int]:
 
 
 def users_of(trace: Trace, span: Span) -> list[Traced]:
-    """The requests that arrived within the measured time; `CheckFailed`: none did, or one was wronged."""
     wrong = {name: count for name, count in wronged(trace).items() if count}
     if wrong:
         raise CheckFailed(f"of {len(trace.requests)} requests some were not served right: {wrong}")

@@ -98,7 +98,6 @@ class RankBench(StreamBench):
 
 
 def _on_cpu(work: Callable[[], None]) -> float:
-    """Time the group's collectives, by a clock around each; seconds."""
     group: Any = current_group()
     spent = list[float]()
 
@@ -119,7 +118,6 @@ def _on_cpu(work: Callable[[], None]) -> float:
 
 
 def _on_gpu(work: Callable[[], None]) -> float:
-    """Profile NCCL's kernels, inside of graphs too; seconds."""
     return sum(kernel.end - kernel.start for kernel in watched_kernels(work) if kernel.name.startswith("nccl"))
 
 

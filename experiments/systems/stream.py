@@ -61,7 +61,6 @@ class Stretch:
 
     @property
     def running(self) -> tuple[tuple[int, int], ...]:
-        """The members that joined before."""
         return self.members[: len(self.members) - self.joined]
 
 
@@ -95,7 +94,6 @@ class Timeline:
         return Stretch(step, 1, self._grown(whole.members, passed), 0 if passed else whole.joined, whole.begun)
 
     def between(self, first: int, end: int) -> Iterator[Stretch]:
-        """Yield the stretches of steps `[first, end)`, cut where these begin and end."""
         while first < min(end, self.steps):
             whole = self.stretches[bisect_right(self._starts, first) - 1]
             steps = min(end, whole.first + whole.steps) - first

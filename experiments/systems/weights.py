@@ -68,7 +68,6 @@ class Weights:
         return copy.deepcopy(self._backbone, shared)
 
     def exported(self) -> dict[str, torch.Tensor]:
-        """Return the weights under Hugging Face names."""
         return exported(self._backbone)
 
     def adapter_set(self, adapter_id: int) -> int:
@@ -86,13 +85,11 @@ class Weights:
         return drawn
 
     def adapter(self, adapter_id: int) -> LoRAModel:
-        """Build the adapter for our engine, in host memory."""
         config = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": self.target_modules}
         return LoRAModel.from_lora_tensors(adapter_id, self.adapter_tensors(adapter_id), PEFTHelper.from_dict(config))
 
 
 def exported(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
-    """Return the weights of a whole model under Hugging Face names; parts of packed matrices are views."""
     state, used = dict[str, torch.Tensor](), dict[int, int]()
     for entry in model.checkpoint_entries():
         start = used.get(id(entry.parameter), 0)

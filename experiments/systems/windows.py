@@ -93,7 +93,6 @@ class _Stream:
         self._limits[_TOKENS] = AGREEMENT * self._means[_TOKENS]
 
     def accepts(self, starts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which of the draws `starts [draws, pieces]` agree."""
         share, size, ends = self._means[_PREFILLS], starts.shape[1] * self._length, starts + self._length
         whole = (self._sums[ends] - self._sums[starts]).sum(axis=1)
         first, end = (np.searchsorted(self._begins, steps) for steps in (starts, ends))

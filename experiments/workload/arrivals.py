@@ -67,17 +67,14 @@ class Span:
     """... up to this (or `seconds`, if more)."""
 
     def at(self, rate: float) -> "Span":
-        """The span for `rate` requests per second."""
         return replace(self, seconds=max(self.seconds, min(self.least / rate, self.longest)))
 
     @property
     def measured(self) -> tuple[float, float]:
-        """From when to when requests count that arrive."""
         return self.warm, self.warm + self.seconds
 
     @property
     def deadline(self) -> float:
-        """When patience ends, and arrivals with it."""
         return self.warm + self.seconds + self.drain
 
     def arrivals(self, rate: float, seed: int) -> NDArray[np.float64]:
@@ -85,6 +82,5 @@ class Span:
         return poisson_arrivals(rate, self.deadline, independent_seeds(seed, 1)[0])
 
     def counts(self, arrivals: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Which of the arrivals are measured."""
         first, end = self.measured
         return (first <= arrivals) & (arrivals < end)

@@ -111,7 +111,6 @@ class Popularity:
         return self.rule(check_count("n", n, 1, "row or request"))
 
     def number_of_adapters(self, n: int) -> int:
-        """Return the number of adapters that n rows name."""
         return len(self.group_sizes(n))
 
     def slots(self, n: int) -> NDArray[np.int64]:
