@@ -2,8 +2,8 @@
 
 Claim: what LoRA adds is little beside the base products, and less the longer the context. Expected shape: a decode step
 is mostly base products at a short context and attention gains on them at a long one, both bound by bytes; shrink hides
-beside the base product on a GPU, expand is what is seen. A prompt makes a step one of arithmetic, and the decodes that
-join it (the paper's mixed step, section 5) cost a fraction of their own.
+beside the base product on a GPU, expand is what is seen. The decodes that join a prompt's step (the paper's mixed step,
+section 5) cost a fraction of their own.
 
 Measured on an `Engine` whose slots are full: a decode step of `batch_size` requests at each of `contexts`, a prompt
 alone, and a prompt with `batch_size` - 1 decodes; each without adapters, with one for all (Identical), and with one for
@@ -11,12 +11,10 @@ every request (Distinct), in turns. Every step is checked to be the one that was
 On a GPU also what two switches of the engine cost or save: `batch_invariant`, and keys and values in FP8.
 
     step_latency           the step by the host's clock, from `Engine.step` to the tokens, as a server sees it
-    time_<part>            means over steps that were watched, which add up to step_latency_watched: on a GPU a few with
-                           a profiler, every instant counted once (`benches.step_parts`), `gaps` is when nothing runs;
-                           on a CPU schedule, metadata, and the rest
+    time_<part>            means that add up to step_latency_watched: on a GPU of a few steps with a profiler
+                           (`benches.step_parts`; `gaps`: nothing runs), on a CPU schedule, metadata, and the rest
     inflation              on a GPU step_latency_watched / step_latency: what the profiler costs
-    host_<phase>           what the host does for a step: schedule, metadata (tables of the step), and on a GPU launch
-                           (until all is given to the device), then ahead (the next step, meanwhile)
+    host_<phase>           of the host: schedule, metadata, on a GPU launch (of all), then ahead (the next step)
     added_latency          what the adapters add to the step; added_per_token: over the tokens that it computes
     floor                  the time of the bytes that must move, at the bandwidth of a large copy (copy_bandwidth)
 

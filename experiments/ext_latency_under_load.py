@@ -1,15 +1,12 @@
-"""Extension: throughput *and* latency of requests that arrive by the clock.
+"""Extension: throughput *and* latency of requests that arrive by the clock, as a Poisson process (an open loop).
 
-The paper promises "only a small latency" and shows throughput with all requests waiting from the start. Here they
-arrive as a Poisson process (an open loop), at rates up to the system's saturation and beyond. Claim: where the best
-baseline saturates, Punica is far from it, and its users wait a few steps. Expected shape: latencies flat up to a knee
-and steep behind it; the baselines' knee is at a fraction of Punica's rate. The paper's rule of one prefill per step
-bounds what a step costs those who decode, and queues bursts; without the limit (`punica_many`) first tokens come sooner
-and single gaps between tokens have the longer tail.
+Claim: where the best baseline saturates, Punica is far from it, and its users wait a few steps. Expected shape:
+latencies flat up to a knee and steep behind it; the baselines' knee is at a fraction of Punica's rate. The paper's rule
+of one prefill per step bounds what a step costs those who decode, and queues bursts; without the limit (`punica_many`)
+first tokens come sooner and single gaps between tokens have the longer tail.
 
 A system's rates are parts (`loads`) of its own capacity, which each repeat measures first (panel `capacity`). `punica`
 and `punica_many` are also loaded with the rate at which the better baseline saturates (panel `baseline capacity`).
-Rates come from the rows of the same repeat and settings.
 
     time_to_first_token, time_per_output_token, request_latency: from the time at which the request should arrive to
                   the end of the step; median, p10, p90 and _p95, _max and, of 100 samples or more, _p99
@@ -19,9 +16,8 @@ Rates come from the rows of the same repeat and settings.
     ttft_bound:   in panel `baseline capacity`: five decode steps and the step of a prompt; ttft_p99_over_bound
 
 Lengths are those that the paper states (D01), scaled to `max_len`. Baselines run without LoRA, and switching their
-adapter costs nothing, as in Figure 11.
-
-Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 a command measures one repeat of what it names.
+adapter costs nothing. Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 a command measures one
+repeat of what it names.
 """
 
 from __future__ import annotations

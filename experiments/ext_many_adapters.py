@@ -1,15 +1,14 @@
 """Extension: many more adapters than slots, and more than host memory holds.
 
-The paper's Distinct has one adapter for each request and hides loading behind decoding (section 5.2). Claim: how many
-adapters there are costs little throughput, and a request whose adapter must be loaded waits hardly longer. Expected
-shape: throughput of 1,000 adapters close to that of 32; time to first token of requests that must load above that of
-resident ones by a load, milliseconds. While all slots are in use a request for another adapter waits. First come, first
-served, it delays all requests behind it; `punica_resident_first` lets at most 32 of those with a loaded adapter pass.
+Claim: how many adapters there are costs little throughput, and a request whose adapter must be loaded waits hardly
+longer. Expected shape: throughput of 1,000 adapters close to that of 32; the first token of requests that must load
+later by milliseconds. While all slots are in use a request for another adapter waits. First come, first served, it
+delays all requests behind it; `punica_resident_first` lets at most 32 of those with a loaded adapter pass.
 
 Adapters of a stream are drawn by popularity (`experiments.workload.drawn_adapters`). Panels:
 
-    N adapters                 all in host memory, a slot per place in the batch.
-    N adapters, S slots        the same, with fewer slots than the batch has places.
+    N adapters                 all in host memory, a slot per place in the batch
+    N adapters, S slots        the same, with fewer slots than the batch has places
     N adapters, M in memory    in PEFT folders, M of which host memory holds, the most popular ones at first
 
 In each the capacity is measured first, then requests arrive by the clock, as in `ext_latency_under_load`, at half
@@ -18,12 +17,10 @@ In each the capacity is measured first, then requests arrive by the clock, as in
     time_to_first_token_resident, _loading, _from_memory, _from_disk: of requests whose adapter is in a slot when it is
                   their turn, of the others, and of those by where it is; loading_over_resident
     slot_hit_rate, memory_hit_rate: requests that find their adapter there when they arrive; _at_join: at their turn
-    weight_sets:  adapters with weights of their own; others, for which `ROOM` of host memory, or of the drive, has no
-                  room, are further ids of the same
+    weight_sets:  adapters with weights of their own, as many as `ROOM` of memory or of the drive has room for
 
-Where folders are in memory, as in some /tmp, `disk` has no drive's time: set TMPDIR.
-
-Cost at scale=laptop: about 60 seconds on two cores, 3 GB. On an H200 a command measures one repeat of what it names.
+Where folders are in memory, as in some /tmp, `disk` has no drive's time: set TMPDIR. Cost at scale=laptop: about 60
+seconds on two cores, 3 GB. On an H200 a command measures one repeat of what it names.
 """
 
 from __future__ import annotations

@@ -49,8 +49,7 @@ class Fig10(Experiment):
         return cfg.adapters.slots or max(cast(LayerConf, cfg.figure).batch_sizes)
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        from experiments.benches.layer_bench import LayerBench
-        from experiments.benches.model_steps import step_tokens
+        from experiments.benches.model_steps import LayerBench, step_tokens
         from experiments.benches.operators import microseconds
 
         figure, device = cast(LayerConf, cfg.figure), cfg.hardware.device

@@ -1,12 +1,10 @@
-"""Figure 13: one hour of requests on 16 GPUs, under Punica's scheduling.
-
-Claim (section 7.3): the cluster's throughput follows the offered load, GPUs that work do so at full batches, and few
-GPUs work while the load is low. Expected shape: active GPUs rise and fall with the request rate, at batch 31 or 32
-nearly all of the time, and a GPU that became idle stays idle.
+"""Figure 13: one hour of requests on 16 GPUs, under Punica's scheduling. Claim (section 7.3): the cluster's throughput
+follows the offered load, GPUs that work do so at full batches, and few GPUs work while the load is low. Expected shape:
+active GPUs rise and fall with the request rate, at batch 31 or 32 nearly always; an idle GPU stays idle.
 
 `runtime` chooses the world that serves the hour; the scheduling policy is the same object in all of them:
 
-    python -m experiments.fig13_cluster runtime=simulated [figure.cost=h200|roofline:h100] [figure.gpus=1000]
+    python -m experiments.fig13_cluster runtime=simulated [figure.cost=h200] [figure.gpus=1000]
     python -m experiments.fig13_cluster runtime=ray [figure.kill=true] [address=host:6379]
 
 `simulated` is a virtual clock around the policy (`experiments.simulator`) with a cost model fitted to the paper's

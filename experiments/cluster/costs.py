@@ -2,7 +2,7 @@
 
 The paper's A100: Figure 10's layer times their number, the head's bytes, and Figure 1's prefills, in proportion to the
 weights for other models; the cluster's 40 GB cards have slower memory. Other GPUs: recorded rows of Figures 1 and 10
-and `ext_breakdown`, or a roofline. Nothing is fitted to Figures 11 to 13. Loads: `load_time` of section 5.2 from host
+and `ext_breakdown`. Nothing is fitted to Figures 11 to 13. Loads: `load_time` of section 5.2 from host
 memory; from disk, the waits of `ext_many_adapters` less those from memory, in proportion to the rank. A step beside a
 load is not slowed.
 """
@@ -30,14 +30,13 @@ from experiments.simulator import (
     TimedStep,
     fit_step_cost,
     residuals,
-    roofline_cost,
 )
 from experiments.workload import popularity
 from punica.cluster import StepWork
 
 PAPER_GPU, CLUSTER_GPU = "a100-80g", "a100-40g"
 """Testbeds 1 (Figures 1 and 10) and 2 (Figure 13) of the paper."""
-PAPERS, ROOFLINE = "a100", "roofline:"
+PAPERS = "a100"
 STEPS = {"1": "fig01_batching", "10": "fig10_layer", "ext breakdown": "ext_breakdown"}
 """Figure whose rows give the cost of a step -> its file."""
 LAYER, STEP = "layer_latency", "step_latency"
@@ -60,17 +59,13 @@ class Fitted(Generic[Cost]):
 
 
 def chosen_cost(name: str, model: str, paper: Path, results: Path) -> StepCost:
-    """The steps of ``a100`` (the paper's cards), of a machine of ``results``, or of ``roofline:<hardware>``."""
+    """The steps of ``a100`` (the paper's cards), or of a machine of ``results``."""
     if name == PAPERS:
         return a100_of_the_cluster(paper)
-    cards = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml") if "tflop_s" in path.read_text("utf-8"))
-    card = name.removeprefix(ROOFLINE)
-    if name.startswith(ROOFLINE) and card in cards:
-        return roofline_cost(f"{card} {model}, roofline of the datasheet", model_bytes(model), *datasheet(card))
     recorded = {machine: fitted.cost for (machine, what), fitted in recorded_costs(results).items() if what == model}
     if name in recorded:
         return recorded[name]
-    known = ", ".join([PAPERS, *sorted(recorded), *(f"{ROOFLINE}{card}" for card in cards)])
+    known = ", ".join([PAPERS, *sorted(recorded)])
     raise ConfigError(f"figure.cost is {name!r}, no cost model of {model}; it can be {known}")
 
 

@@ -5,5 +5,5 @@ bench.py       checkpoint and adapters on disk, processes on them, and the check
 worker.py      the process of an engine alone. Standard library at its top: vLLM's interpreter has vLLM alone.
 stream.py      requests: their adapters and lengths.
 client.py      OpenAI's API with adapters by model name: what a server has, streams, arrivals, requests in flight.
-readings.py    rows of a run of that client.
+served.py      a server as an engine and under loads, and the rows of a load.
 """

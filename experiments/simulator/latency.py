@@ -147,12 +147,3 @@ class ModelBytes:
         if pages < 1:
             raise ValueError(f"{memory:.4g} bytes hold no KV page beside the weights; use a larger GPU or more of them")
         return pages
-
-
-def roofline_cost(name: str, model: ModelBytes, bandwidth: float, flops: float) -> StepCost:
-    """Roofline cost with ``bandwidth`` bytes/s and ``flops`` FLOP/s: a lower bound of decode steps, an upper bound of
-    the prefill's share.
-    """
-    per_byte = model.itemsize / bandwidth
-    arithmetic = 2 * model.weights / flops
-    return StepCost(name, model.weights * per_byte, 0.0, model.kv * per_byte, arithmetic, model.lora * per_byte)

@@ -6,8 +6,7 @@ from fakes import composed
 from tiny import TINY
 
 from experiments.benches import model_steps
-from experiments.benches.layer_bench import LayerBench
-from experiments.benches.model_steps import Invocation, check_decode, difference, random_llama, spans
+from experiments.benches.model_steps import Invocation, LayerBench, check_decode, difference, random_llama, spans
 from experiments.harness import CheckFailed
 from experiments.harness.catalogue import experiments
 from experiments.harness.schema import DType

@@ -6,7 +6,7 @@ from fakes import composed
 from tiny import TINY
 
 from experiments.benches import operators
-from experiments.benches.layer_bench import LayerBench
+from experiments.benches.model_steps import LayerBench
 from experiments.benches.operators import OPERATORS, Prepared, problems
 from experiments.harness import CheckFailed, Point
 from experiments.harness.catalogue import experiments

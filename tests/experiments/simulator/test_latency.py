@@ -1,4 +1,4 @@
-"""Cost models: a fit recovers the coefficients behind the times, and its residuals; a roofline is arithmetic."""
+"""Cost models: a fit recovers the coefficients behind the times, and its residuals."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.simulator import ModelBytes, StepCost, TimedStep, fit_step_cost, residuals, roofline_cost
+from experiments.simulator import ModelBytes, StepCost, TimedStep, fit_step_cost, residuals
 from punica.cluster import StepWork
 
 TRUE = StepCost("true", base=0.011, row=2e-5, kv=4e-7, prefill=1e-4, rank=4e-6)
@@ -77,11 +77,3 @@ def test_a_slower_gpu_and_slower_memory_cost_the_factor_and_the_bytes_that_are_r
         assert slow.seconds(work) == pytest.approx(1.5 * TRUE.seconds(work))
         elements = LLAMA_7B.weights + work.kv_tokens * LLAMA_7B.kv + work.adapter_ranks * LLAMA_7B.lora
         assert moved.seconds(work) - TRUE.seconds(work) == pytest.approx(2 * elements * (1e-12 - 5e-13))
-
-
-def test_roofline_reads_everything_once():
-    cost = roofline_cost("roof", LLAMA_7B, bandwidth=2e12, flops=3e14)
-    assert cost.seconds(StepWork(1)) == pytest.approx(2 * LLAMA_7B.weights / 2e12)
-    assert cost.seconds(StepWork(32, 32 * 1024)) - cost.seconds(StepWork(1)) == pytest.approx(2048 * 8_388_608 / 2e12)
-    assert cost.seconds(StepWork(1, 0, 0, 16)) - cost.seconds(StepWork(1)) == pytest.approx(79_953_920 / 2e12)
-    assert cost.seconds(StepWork(0, 0, 1000)) - cost.base == pytest.approx(2000 * LLAMA_7B.weights / 3e14)
