@@ -90,15 +90,3 @@ def test_what_is_refused_on_arrival(make_manager, tenants, changes, config, erro
         with pytest.raises(error, match=f"cannot load adapter 'tenant 3' from 'tensors .*{message}"):
             call(request)
     assert_unchanged(manager, before)
-
-
-def test_versions_that_are_alike_share_a_certificate(make_manager, monkeypatch) -> None:
-    manager = make_manager()
-    certified = []
-    real = manager._loader._certify
-    monkeypatch.setattr(manager._loader, "_certify", lambda *given: (certified.append(1), real(*given))[1])
-    for seed in range(3):
-        manager.add_adapter(in_memory(1, tensors=adapter_tensors(seed), load_inplace=True))
-    assert len(certified) == 1
-    manager.add_adapter(in_memory(1, config=peft_config(4, lora_alpha=5, target_modules=ALL), load_inplace=True))
-    assert len(certified) == 2

@@ -32,10 +32,8 @@ def biased() -> nn.Module:
 
 
 IA3 = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
-PROMPTS = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
 REFUSED: dict[str, tuple[Any, peft.PeftConfig, str]] = {
     "bias all": (biased, lora_config(bias="all"), r"\.bias'.* is a bias, trained with bias='all'"),
-    "bias lora_only": (biased, lora_config(bias="lora_only"), r"q_proj.*\.bias'.*train with bias='none', or merge"),
     "lora_bias": (hugging_face_model, lora_config(lora_bias=True), "lora_bias is set"),
     "new tokens": (hugging_face_model, lora_config(trainable_token_indices=[1, 2]), r"indices is set \(\[1, 2\]\)"),
     "replication": (hugging_face_model, lora_config(layer_replication=[(0, 2), (1, 2)]), "layer_replication is set"),
@@ -43,8 +41,6 @@ REFUSED: dict[str, tuple[Any, peft.PeftConfig, str]] = {
     "KaSA": (hugging_face_model, lora_config(kasa_config=peft.KasaConfig()), "kasa_config is set"),
     "transposed": (transposed, lora_config(target_modules=["c_attn"], fan_in_fan_out=True), r"c_attn.*expected names"),
     "IA3": (hugging_face_model, IA3, "peft_type is 'IA3', only 'LORA'"),
-    "prompt tuning": (hugging_face_model, PROMPTS, "peft_type is 'PROMPT_TUNING', only 'LORA'"),
-    "LoHa": (hugging_face_model, peft.LoHaConfig(r=4, target_modules=["q_proj"]), "peft_type is 'LOHA', only 'LORA'"),
     "many things": (
         hugging_face_model, lora_config(r=MAX_RANK + 2, use_dora=True, modules_to_save=["lm_head"]),
         rf"use_dora.*modules_to_save.*rank {MAX_RANK + 2} exceeds max_lora_rank {MAX_RANK}",
