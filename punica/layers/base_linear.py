@@ -94,8 +94,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
                 beside = Beside(aside, plain if self._has_plain_product(x, rows) else ())
         output = x.new_empty(x.shape[0], self.output_size) if beside.base else self._base_output(x, bias)
         y = as_rows(output)
-        returned = self._inner.add_linear(y, rows, self.lora_weights, True, beside)
-        y = y if returned is None else returned
+        self._inner.add_linear(y, rows, self.lora_weights, True, beside)
         return y if y.ndim == output.ndim else y.view(output.shape)
 
     def _adapter_rows(self, x: Tensor) -> Tensor:

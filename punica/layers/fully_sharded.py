@@ -49,10 +49,10 @@ class _FullySharded(BaseLinearLayerWithLoRA):
             return output
         shape = (self.n_slices, rows.shape[0], self.lora_a_stacked[0].shape[-2])
         h = torch.zeros(shape, dtype=torch.float32, device=rows.device)
-        shrunk = self._inner.add_shrunk(h, rows, self.stack_a)
-        h, y = self._join(h if shrunk is None else shrunk), as_rows(output)
-        returned = self._inner.add_expanded(y, h, self.stack_b, self._first_column())
-        return (y if returned is None else returned).view(output.shape)
+        self._inner.add_shrunk(h, rows, self.stack_a)
+        y = as_rows(output)
+        self._inner.add_expanded(y, self._join(h), self.stack_b, self._first_column())
+        return y.view(output.shape)
 
     def _join(self, h: Tensor) -> Tensor:
         """Combine the ranks' intermediates to ``[n, T, R]``."""

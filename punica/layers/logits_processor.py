@@ -41,13 +41,9 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
     should_modify_greedy_probs_inplace = property(attrgetter("base_layer.should_modify_greedy_probs_inplace"))
 
     def __init__(
-        self,
-        base_layer: Any,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, base_layer: Any, hidden_size: int, dtype: torch.dtype, device: torch.device | str,
         sharded_to_full_mapping: list[int] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(base_layer, torch.device(device))
         self.hidden_size = self.full_input_size = hidden_size
         self.full_output_sizes = (base_layer.vocab_size,)
@@ -83,8 +79,7 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
             return None
         if has_vocabulary_work(self.filled_slots, logits):
             rows = hidden_states.to(cast(LoRAConfig, self.lora_config).lora_dtype)
-            returned = self._inner.add_logits(logits, rows, self.lora_weights)
-            logits = logits if returned is None else returned
+            self._inner.add_logits(logits, rows, self.lora_weights)
         return logits[..., : self.vocab_size]
 
     @classmethod

@@ -70,10 +70,9 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
         output = self.base_layer(input_)
         if has_no_lora(wrapper) or not has_vocabulary_work(self.filled_slots, input_):
             return output
-        flat = output.view(-1, output.shape[-1])
         shrunk = self._shrunk(input_.reshape(-1)[:tokens], slots)
-        returned = self._inner.add_embedding(flat[:tokens], shrunk, self.stack_b)
-        return output if returned is None else torch.cat((returned, flat[tokens:])).view(output.shape)
+        self._inner.add_embedding(output.view(-1, output.shape[-1])[:tokens], shrunk, self.stack_b)
+        return output
 
     def _shrunk(self, ids: Tensor, slots: Tensor) -> Tensor:
         """``x A^T``: the gathered rows ``[T, R]``, zero for ids outside the original vocabulary.

@@ -247,7 +247,7 @@ def inner_form(wrapper: Any) -> Any:
 
 
 class _ThroughContract:
-    """The inner form by the contract's methods of a wrapper, which know no base product."""
+    """The inner form by the contract's methods of a wrapper, which know no base product and may return a new y."""
 
     takes_aside = False
 
@@ -256,23 +256,28 @@ class _ThroughContract:
 
     def add_linear(
         self, y: Tensor, x: Tensor, weights: LoRAWeights, add_inputs: bool = True, beside: Beside = ALONE
-    ) -> Tensor | None:
+    ) -> None:
         a, b, given = weights.a, weights.b, _keywords_of(weights.a, weights.b)
         given |= {} if add_inputs else {"add_inputs": False}
-        return self.wrapper.add_lora_linear(y, x, a.tensors, b.tensors, 1.0, b.form.stored.widths, **given)
+        _store(y, self.wrapper.add_lora_linear(y, x, a.tensors, b.tensors, 1.0, b.form.stored.widths, **given))
 
-    def add_logits(self, y: Tensor, x: Tensor, weights: LoRAWeights) -> Tensor | None:
+    def add_logits(self, y: Tensor, x: Tensor, weights: LoRAWeights) -> None:
         a, b = weights.a, weights.b
-        return self.wrapper.add_lora_logits(y, x, a.tensors[0], b.tensors[0], 1.0, **_keywords_of(a, b))
+        _store(y, self.wrapper.add_lora_logits(y, x, a.tensors[0], b.tensors[0], 1.0, **_keywords_of(a, b)))
 
-    def add_shrunk(self, y: Tensor, x: Tensor, a: Stack) -> Tensor | None:
-        return self.wrapper.add_shrink(y, x, a.tensors, 1.0, **_keywords_of(a))
+    def add_shrunk(self, y: Tensor, x: Tensor, a: Stack) -> None:
+        _store(y, self.wrapper.add_shrink(y, x, a.tensors, 1.0, **_keywords_of(a)))
 
-    def add_expanded(self, y: Tensor, x: Tensor, b: Stack, offset_start: int = 0) -> Tensor | None:
-        return self.wrapper.add_expand(y, x, b.tensors, b.form.stored.widths, offset_start, **_keywords_of(b))
+    def add_expanded(self, y: Tensor, x: Tensor, b: Stack, offset_start: int = 0) -> None:
+        _store(y, self.wrapper.add_expand(y, x, b.tensors, b.form.stored.widths, offset_start, **_keywords_of(b)))
 
-    def add_embedding(self, y: Tensor, x: Tensor, b: Stack) -> Tensor | None:
-        return self.wrapper.add_lora_embedding(y, x, b.tensors[0], **_keywords_of(b))
+    def add_embedding(self, y: Tensor, x: Tensor, b: Stack) -> None:
+        _store(y, self.wrapper.add_lora_embedding(y, x, b.tensors[0], **_keywords_of(b)))
+
+
+def _store(y: Tensor, returned: Tensor | None) -> None:
+    if returned is not None and returned is not y:
+        y.copy_(returned)
 
 
 def _keywords_of(*stacks: Stack) -> dict[str, Any]:

@@ -142,16 +142,15 @@ def test_steps_that_an_embedding_refuses() -> None:
 class Recorder:
     """Counts the LoRA work that reaches a wrapper by its contract."""
 
-    def __init__(self, slots=MIXED, returned=None) -> None:
-        self._wrapper, self.calls, self._returned = wrapper_for(config_for(torch.float32), "cpu"), [], returned
-        use(self._wrapper, slots, ORG)
+    def __init__(self) -> None:
+        self._wrapper, self.calls = wrapper_for(config_for(torch.float32), "cpu"), []
+        use(self._wrapper, MIXED, ORG)
 
     def __getattr__(self, name):
         return getattr(self._wrapper, name)
 
     def add_lora_embedding(self, y, *args, **kwargs):
         self.calls.append(kwargs)
-        return y + self._returned if self._returned else None
 
     add_lora_logits = add_lora_embedding
 
@@ -189,20 +188,6 @@ def test_no_adapter_in_any_slot_means_no_work(kind, monkeypatch) -> None:
     assert calls() == 5, "a writer that fills slots by itself says so"
     with capturing_vocabulary(False):
         assert calls() == 6, "it says nothing of steps that are not captured"
-
-
-def test_a_returned_tensor_is_honoured() -> None:
-    layer, _ = embedding()
-    layer.set_mapping(Recorder(MIXED[:4], 1.0))
-    difference = layer(IDS.view(1, T))[0] - layer.base_layer(IDS)
-    torch.testing.assert_close(difference, torch.tensor([1.0, 1, 1, 1, 0, 0, 0])[:, None].expand(T, DIM))
-    layer.set_mapping(without := Recorder([-1] * T))
-    layer(IDS)
-    assert without.calls == []
-    logits, head, _ = logits_of()
-    logits.set_mapping(Recorder(returned=1.0))
-    hidden = torch.randn(T, DIM)
-    torch.testing.assert_close(logits(head, hidden), logits.base_layer(head, hidden) + 1)
 
 
 def test_what_one_thread_captures_says_nothing_of_another(monkeypatch) -> None:
