@@ -100,9 +100,16 @@ COMMON: dict[str, Any] = {}
 """Options of every configuration: what a whole set of checks is run with."""
 
 
-def config_for(dtype: torch.dtype, **options: Any) -> LoRAConfig:
+def config_for(dtype: torch.dtype = torch.float32, max_lora_rank: int = MAX_RANK, **options: Any) -> LoRAConfig:
     options = COMMON | options
-    return LoRAConfig(max_lora_rank=MAX_RANK, max_loras=MAX_LORAS, lora_dtype=dtype, **options)
+    return LoRAConfig(max_lora_rank=max_lora_rank, max_loras=MAX_LORAS, lora_dtype=dtype, **options)
+
+
+def used(slots: list[int]) -> PunicaWrapperBase:
+    """A wrapper on the CPU whose rows use these slots."""
+    wrapper = wrapper_for(config_for(), "cpu")
+    use(wrapper, slots)
+    return wrapper
 
 
 def wrapper_for(config: LoRAConfig, device: str) -> PunicaWrapperBase:

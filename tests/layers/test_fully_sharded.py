@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_cases import config_for, used
 from torch import Tensor
 
 from punica import layers
@@ -100,15 +101,15 @@ def with_example(lora_class: type, base: Any, config: Any, wrapper: Any, slices:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("plain", "build", "slices", "rows"), COLUMN_KINDS.values(), ids=COLUMN_KINDS)
-def test_worked_example_of_every_column_kind(plain, build, slices, rows, rank, lora_config, wrapper_for) -> None:
-    config, place = lora_config(max_lora_rank=4), {"tp_rank": rank, "tp_size": 2}
-    layer = with_example(plain, build(**place), config, wrapper_for([2]), slices)
+def test_worked_example_of_every_column_kind(plain, build, slices, rows, rank) -> None:
+    config, place = config_for(max_lora_rank=4), {"tp_rank": rank, "tp_size": 2}
+    layer = with_example(plain, build(**place), config, used([2]), slices)
     for a in layer.lora_a_stacked:
         assert (X @ a[2, 0].T).tolist() == [[1, 1, 3, 0]]
     assert layer(X)[0].tolist() == DELTA[rows[rank]].tolist()
     if (sharded := getattr(layers, plain.__name__.replace("WithLoRA", "WithShardedLoRA"), None)) is None:
         return
-    layer = with_example(sharded, build(**place), config, wrapper_for([2]), slices)
+    layer = with_example(sharded, build(**place), config, used([2]), slices)
     shrunk = [torch.tensor(h).expand(len(slices), 1, 2) for h in ([[[1.0, 1]]], [[[3.0, 0]]])]
     group = Scripted(rank, shrunk)
     with tensor_parallel(group):
@@ -123,13 +124,13 @@ def test_worked_example_of_every_column_kind(plain, build, slices, rows, rank, l
         (1, [0.0, -1, 0, 0], [0, -1, 0, -1, -1, 0], [0, 0, 0, 2, 4, 4]),
     ],
 )
-def test_worked_example_of_both_row_kinds(rank, h, partial, own, lora_config, wrapper_for) -> None:
-    config, place = lora_config(max_lora_rank=4), {"tp_rank": rank, "tp_size": 2}
+def test_worked_example_of_both_row_kinds(rank, h, partial, own) -> None:
+    config, place = config_for(max_lora_rank=4), {"tp_rank": rank, "tp_size": 2}
     x = X.chunk(2, dim=-1)[rank]
-    layer = with_example(RowParallelLinearWithLoRA, row(**place), config, wrapper_for([2]))
+    layer = with_example(RowParallelLinearWithLoRA, row(**place), config, used([2]))
     assert (x @ layer.lora_a_stacked[0][2, 0].T)[0].tolist() == h
     assert layer(x)[0].tolist() == partial
-    layer = with_example(RowParallelLinearWithShardedLoRA, row(**place), config, wrapper_for([2]))
+    layer = with_example(RowParallelLinearWithShardedLoRA, row(**place), config, used([2]))
     group = Scripted(rank, [torch.tensor([[[1.0, 2, 3, 0]]]), torch.tensor([[[0.0, -1, 0, 0]]])])
     with tensor_parallel(group):
         assert layer(x)[0].tolist() == own
@@ -159,10 +160,10 @@ def labels(part: Tensor) -> list[int]:
     ],
     ids=["column", "merged-as-one", "qkv"],
 )
-def test_column_kinds_keep_their_ranks_of_a(lora_class, build, tp_size, given, kept, lora_config) -> None:
+def test_column_kinds_keep_their_ranks_of_a(lora_class, build, tp_size, given, kept) -> None:
     for rank, rows in enumerate(kept):
         layer = lora_class(build(tp_rank=rank, tp_size=tp_size))
-        layer.create_lora_weights(4, lora_config())
+        layer.create_lora_weights(4, config_for())
         several = layer.slice_lora_a([numbered(given), None])
         assert labels(layer.slice_lora_a(numbered(given))) == labels(several[0]) == rows
         assert several[1] is None
@@ -230,9 +231,9 @@ def test_what_is_whole_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize(("tp_size", "rank", "rows"), [(1, 0, range(8)), (2, 1, range(4, 8)), (4, 2, range(4, 6))])
-def test_row_keeps_its_columns_of_a_and_rows_of_b(tp_size, rank, rows, lora_config) -> None:
+def test_row_keeps_its_columns_of_a_and_rows_of_b(tp_size, rank, rows) -> None:
     layer = RowParallelLinearWithShardedLoRA(RowParallelLinear(8, 8, tp_rank=rank, tp_size=tp_size))
-    layer.create_lora_weights(4, lora_config())
+    layer.create_lora_weights(4, config_for())
     assert labels(layer.slice_lora_b(numbered(8))) == labels(layer.slice_lora_a(numbered(8).T[:3]).T) == list(rows)
     assert tuple(layer.lora_a_stacked[0].shape) == (4, 1, 8, 8 // tp_size)
     assert tuple(layer.lora_b_stacked[0].shape) == (4, 1, *layer.output_slices, 8) == (4, 1, 8 // tp_size, 8)
@@ -246,9 +247,9 @@ def test_row_keeps_its_columns_of_a_and_rows_of_b(tp_size, rank, rows, lora_conf
     ],
     ids=["column", "row"],
 )
-def test_small_adapter_after_a_large_one_leaves_no_trace(build, held, ranks, lora_config) -> None:
+def test_small_adapter_after_a_large_one_leaves_no_trace(build, held, ranks) -> None:
     layer = build(tp_rank=1, tp_size=4)
-    layer.create_lora_weights(4, lora_config())
+    layer.create_lora_weights(4, config_for())
     layer.set_lora(3, torch.ones(8, 4), torch.ones(8, 8))
     layer.set_lora(1, torch.ones(8, 4), torch.ones(8, 8))
     layer.set_lora(1, torch.full((2, 4), 2.0), torch.full((8, 2), 3.0))
@@ -271,10 +272,10 @@ def test_small_adapter_after_a_large_one_leaves_no_trace(build, held, ranks, lor
     ],
     ids=["column", "row"],
 )
-def test_sizes_that_do_not_divide_over_the_ranks(lora_class, base, message, lora_config) -> None:
+def test_sizes_that_do_not_divide_over_the_ranks(lora_class, base, message) -> None:
     layer = lora_class(base)
     with pytest.raises(ValueError, match=message):
-        layer.create_lora_weights(4, lora_config())
+        layer.create_lora_weights(4, config_for())
     assert (layer.lora_config, layer.lora_ranks) == (None, None)
 
 
@@ -284,10 +285,10 @@ def test_slicing_a_needs_slots() -> None:
         layer.slice_lora_a(A)
 
 
-def test_slices_that_disagree(lora_config, wrapper_for) -> None:
+def test_slices_that_disagree() -> None:
     base = qkv(tp_rank=0, tp_size=2)
     layer = with_example(
-        MergedQKVParallelLinearWithShardedLoRA, base, lora_config(max_lora_rank=4), wrapper_for([2]), [2, 2, 2]
+        MergedQKVParallelLinearWithShardedLoRA, base, config_for(max_lora_rank=4), used([2]), [2, 2, 2]
     )
     layer.lora_a_stacked = layer.lora_a_stacked[:2]
     with pytest.raises(RuntimeError, match=r"\(2, 3, 3\)"):
@@ -300,9 +301,9 @@ def test_slices_that_disagree(lora_config, wrapper_for) -> None:
     [(ColumnParallelLinearWithShardedLoRA, column, 4), (RowParallelLinearWithShardedLoRA, row, 2)],
     ids=["column", "row"],
 )
-def test_a_step_without_adapters_has_no_collective(lora_class, build, width, slots, lora_config, wrapper_for) -> None:
+def test_a_step_without_adapters_has_no_collective(lora_class, build, width, slots) -> None:
     base = build(tp_rank=0, tp_size=2)
-    layer = with_example(lora_class, base, lora_config(max_lora_rank=4), wrapper_for(slots))
+    layer = with_example(lora_class, base, config_for(max_lora_rank=4), used(slots))
     group = Scripted(0, [torch.zeros(1, 1, 4)] * 2)
     with tensor_parallel(group):
         assert layer(torch.ones(len(slots), width)).tolist() == [[0.0] * base.weight.shape[0]] * len(slots)
@@ -313,9 +314,9 @@ def test_a_step_without_adapters_has_no_collective(lora_class, build, width, slo
     ("lora_class", "build"),
     [(QKVParallelLinearWithShardedLoRA, qkv), (RowParallelLinearWithShardedLoRA, row)],
 )
-def test_one_rank_takes_the_plain_path(lora_class, build, lora_config, wrapper_for) -> None:
-    wrapper = wrapper_for([2])
-    layer = with_example(lora_class, build(tp_rank=0, tp_size=1), lora_config(max_lora_rank=4), wrapper)
+def test_one_rank_takes_the_plain_path(lora_class, build) -> None:
+    wrapper = used([2])
+    layer = with_example(lora_class, build(tp_rank=0, tp_size=1), config_for(max_lora_rank=4), wrapper)
     wrapper.add_shrink = wrapper.add_expand = None
     layer.set_mapping(wrapper)
     assert layer(X)[0].tolist() == DELTA.tolist()

@@ -19,6 +19,7 @@ from layer_cases import (
     random_pair,
     under_default_devices,
     use,
+    used,
     wrapper_for,
 )
 from torch import nn
@@ -101,11 +102,11 @@ def test_rows_and_calls_that_are_missing(name):
     for call in (lambda: layer(x), lambda: layer.set_lora(0, None, None), lambda: layer.reset_lora(0)):
         with pytest.raises(RuntimeError, match="create_lora_weights"):
             call()
-    layer.create_lora_weights(MAX_LORAS, config_for(torch.float32))
+    layer.create_lora_weights(MAX_LORAS, config_for())
     with pytest.raises(RuntimeError, match="set_mapping"):
         layer(x)
     with pytest.raises(RuntimeError, match="create_lora_weights"):
-        layer.create_lora_weights(MAX_LORAS, config_for(torch.float32))
+        layer.create_lora_weights(MAX_LORAS, config_for())
 
 
 class Gate(ReplicatedLinear):
@@ -116,13 +117,13 @@ class Gate(ReplicatedLinear):
 
 
 @pytest.mark.parametrize("base_class", [Gate, ColumnParallelLinear])
-def test_adapters_of_another_dtype_than_the_output(base_class, wrapper_for):
+def test_adapters_of_another_dtype_than_the_output(base_class):
     """A base forward of its own that computes in float32, and activations in float32."""
     dtype = torch.bfloat16 if base_class is Gate else torch.float32
     base = base_class(IN, 7, False, return_bias=False, params_dtype=dtype)
     base.weight.data.normal_()
     layer = from_layer(base, MAX_LORAS, config_for(torch.bfloat16), [])
-    layer.set_mapping(wrapper_for([0, -1, 1]))
+    layer.set_mapping(used([0, -1, 1]))
     adapters = {slot: [random_pair(4, IN, 7)] for slot in (0, 1)}
     for slot, pairs in adapters.items():
         fill(layer, slot, pairs)
@@ -141,16 +142,16 @@ class Doubled(MergedColumnParallelLinear):
 
 
 @pytest.mark.parametrize("cls", [MergedColumnParallelLinearWithLoRA, ColumnParallelLinearWithLoRA])
-def test_merged_subclass_keeps_its_own_forward(cls, lora_config, wrapper_for):
+def test_merged_subclass_keeps_its_own_forward(cls):
     layer = cls(base := Doubled(IN, [5, 6]))
     base.weight.data.normal_()
-    layer.create_lora_weights(4, lora_config())
-    layer.set_mapping(wrapper_for([-1, -1]))
+    layer.create_lora_weights(4, config_for())
+    layer.set_mapping(used([-1, -1]))
     x = torch.randn(2, IN)
     assert torch.equal(layer(x)[0], base(x)[0])
 
 
-def test_a_wrapper_of_the_contract_alone(lora_config):
+def test_a_wrapper_of_the_contract_alone():
     """What it is given, and that the tensor it returns is honoured."""
     calls = []
 
@@ -161,7 +162,7 @@ def test_a_wrapper_of_the_contract_alone(lora_config):
 
     layer = MergedQKVParallelLinearWithLoRA(QKVParallelLinear(IN, 3, 4, 2, return_bias=False))
     layer.base_layer.weight.data.normal_()
-    layer.create_lora_weights(4, lora_config())
+    layer.create_lora_weights(4, config_for())
     layer.set_mapping(OutOfPlace())
     x = torch.randn(2, 3, IN)
     assert torch.equal(layer(x), layer.base_layer(x) + 1)
@@ -175,7 +176,7 @@ def test_a_wrapper_of_the_contract_alone(lora_config):
 
 
 @pytest.mark.parametrize("where", ["class", "instance"])
-def test_a_contract_method_of_ones_own_is_called(where, lora_config, monkeypatch):
+def test_a_contract_method_of_ones_own_is_called(where, monkeypatch):
     """In a subclass of the library's wrappers, or in place of the method of one object."""
 
     def add_lora_linear(*call, **keywords):
@@ -185,7 +186,7 @@ def test_a_contract_method_of_ones_own_is_called(where, lora_config, monkeypatch
         pass
 
     calls, layer = [], RowParallelLinearWithLoRA(RowParallelLinear(IN, 7))
-    layer.create_lora_weights(4, lora_config())
+    layer.create_lora_weights(4, config_for())
     wrapper = Own(8, 8, "cpu", max_loras=4)
     monkeypatch.setattr(Own if where == "class" else wrapper, "add_lora_linear", add_lora_linear)
     layer.set_mapping(wrapper)
@@ -205,16 +206,16 @@ def test_one_function_is_between_forward_and_the_wrapper(name):
                 callers.append(frame.f_code.co_name)
                 frame = frame.f_back
 
-    layer, _ = linear_layer(LINEAR[name], config_for(torch.float32), place=ALONE)
+    layer, _ = linear_layer(LINEAR[name], config_for(), place=ALONE)
     layer.set_mapping(Recorder(8, 8, "cpu", max_loras=4))
     layer(torch.randn(6, IN))
     assert callers == ["apply", "forward"]
 
 
 @pytest.mark.parametrize("base_class", [ColumnParallelLinear, ReplicatedLinear])
-def test_a_linear_layer_where_gradients_are_needed(base_class, wrapper_for):
-    layer = from_layer(base_class(IN, 5, return_bias=False), MAX_LORAS, config_for(torch.float32), [])
-    layer.requires_grad_(False).set_mapping(wrapper_for([0, -1, 0]))
+def test_a_linear_layer_where_gradients_are_needed(base_class):
+    layer = from_layer(base_class(IN, 5, return_bias=False), MAX_LORAS, config_for(), [])
+    layer.requires_grad_(False).set_mapping(used([0, -1, 0]))
     layer.base_layer.weight.normal_()
     layer.set_lora(0, *random_pair(4, IN, 5))
     x = torch.randn(3, IN)
@@ -234,4 +235,4 @@ def test_a_linear_layer_where_gradients_are_needed(base_class, wrapper_for):
 )
 def test_what_no_class_wraps_is_named_once(layer, instead):
     with pytest.warns(UserWarning, match=instead):
-        assert from_layer(layer, 2, config_for(torch.float32), []) is layer
+        assert from_layer(layer, 2, config_for(), []) is layer

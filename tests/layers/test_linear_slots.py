@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layer_cases import random_pair
+from layer_cases import config_for, random_pair, used
 from torch import nn
 
 from punica.layers import (
@@ -21,15 +21,15 @@ from punica.parallel import (
 )
 
 
-def column(lora_config, **options):
+def column(**options):
     layer = ColumnParallelLinearWithLoRA(ColumnParallelLinear(6, 10, **options))
-    layer.create_lora_weights(4, lora_config())
+    layer.create_lora_weights(4, config_for())
     return layer
 
 
-def merged(lora_config, **options):
+def merged(**options):
     layer = MergedColumnParallelLinearWithLoRA(MergedColumnParallelLinear(6, [8, 4], **options))
-    layer.create_lora_weights(4, lora_config())
+    layer.create_lora_weights(4, config_for())
     return layer
 
 
@@ -55,8 +55,8 @@ TWO, FOUR = {"tp_rank": 1, "tp_size": 2}, {"tp_rank": 3, "tp_size": 4}
     ],
 )
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float32, 4)])
-def test_buffers(base, packed, sharded, a_shapes, b_shapes, dtype, size, lora_config):
-    layer = from_layer(base, 4, lora_config(lora_dtype=dtype, fully_sharded_loras=sharded), ["m"] * packed)
+def test_buffers(base, packed, sharded, a_shapes, b_shapes, dtype, size):
+    layer = from_layer(base, 4, config_for(dtype, fully_sharded_loras=sharded), ["m"] * packed)
     assert [tuple(t.shape) for t in layer.lora_a_stacked] == [(4, 1, *shape) for shape in a_shapes]
     assert [tuple(t.shape) for t in layer.lora_b_stacked] == [(4, 1, *shape) for shape in b_shapes]
     assert all(t.dtype == dtype for t in buffers(layer)[:-1])
@@ -70,8 +70,8 @@ def held(layer, slot, i=0):
     return layer.lora_a_stacked[i][slot, 0], layer.lora_b_stacked[i][slot, 0]
 
 
-def test_second_adapter_leaves_no_trace_of_the_first(lora_config):
-    layer, empty = column(lora_config), column(lora_config)
+def test_second_adapter_leaves_no_trace_of_the_first():
+    layer, empty = column(), column()
     layer.set_lora(3, torch.full((2, 6), 7.0), torch.full((10, 2), 7.0))
     layer.set_lora(1, torch.ones(8, 6), torch.ones(10, 8))
     layer.set_lora(1, torch.full((2, 6), 2.0), torch.full((10, 2), 3.0))
@@ -86,8 +86,8 @@ def test_second_adapter_leaves_no_trace_of_the_first(lora_config):
     assert bool((held(layer, 3)[1][:, :2] == 7).all())
 
 
-def test_ranks_belong_to_slices(lora_config):
-    layer = merged(lora_config)
+def test_ranks_belong_to_slices():
+    layer = merged()
     layer.set_lora(2, [torch.ones(3, 6), torch.ones(8, 6)], [torch.ones(8, 3), torch.ones(4, 8)])
     assert layer.lora_ranks.tolist() == [[0, 0, 3, 0], [0, 0, 8, 0]]
     layer.set_lora(2, [None, torch.ones(5, 6)], [None, torch.ones(4, 5)])
@@ -96,8 +96,8 @@ def test_ranks_belong_to_slices(lora_config):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_transposed_source_of_another_dtype(dtype, lora_config):
-    layer = column(lora_config)
+def test_transposed_source_of_another_dtype(dtype):
+    layer = column()
     a, b = torch.randn(6, 3).to(dtype).T, torch.randn(3, 10).to(dtype).T
     layer.set_lora(0, a, b)
     assert torch.equal(held(layer, 0)[0][:3], a.float())
@@ -131,8 +131,8 @@ B8, B4 = torch.ones(8, 2), torch.ones(4, 2)
         pytest.param(column, 1, A, B.to_sparse(), TypeError, r"lora_b .*sparse", id="sparse"),
     ],
 )
-def test_refused_adapter_changes_nothing(build, index, lora_a, lora_b, error, message, lora_config):
-    layer = build(lora_config)
+def test_refused_adapter_changes_nothing(build, index, lora_a, lora_b, error, message):
+    layer = build()
     if build is merged:
         layer.set_lora(1, [torch.randn(3, 6)] * 2, [torch.randn(8, 3), torch.randn(4, 3)])
     else:
@@ -144,13 +144,13 @@ def test_refused_adapter_changes_nothing(build, index, lora_a, lora_b, error, me
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
-def test_full_sizes_are_asked_for_on_every_rank(tp_size, lora_config):
+def test_full_sizes_are_asked_for_on_every_rank(tp_size):
     row = RowParallelLinearWithLoRA(RowParallelLinear(8, 10, tp_rank=1, tp_size=tp_size))
-    row.create_lora_weights(4, lora_config())
+    row.create_lora_weights(4, config_for())
     with pytest.raises(ValueError, match=f"8 .* {8 // tp_size}"):
         row.set_lora(0, torch.ones(2, 8 // tp_size), torch.ones(10, 2))
     qkv = MergedQKVParallelLinearWithLoRA(QKVParallelLinear(8, 2, 4, 2, tp_rank=1, tp_size=tp_size))
-    qkv.create_lora_weights(4, lora_config())
+    qkv.create_lora_weights(4, config_for())
     a = torch.ones(2, 8)
     with pytest.raises(ValueError, match=r"slice 1: lora_b .* 4 .* 8"):
         qkv.set_lora(0, [a, a, a], [torch.ones(8, 2)] * 3)
@@ -164,11 +164,11 @@ def test_full_sizes_are_asked_for_on_every_rank(tp_size, lora_config):
         (4, "auto", TypeError, "auto"),
     ],
 )
-def test_bad_creation(max_loras, dtype, error, message, lora_config):
+def test_bad_creation(max_loras, dtype, error, message):
     layer = ColumnParallelLinearWithLoRA(ColumnParallelLinear(6, 10))
     with pytest.raises(error, match=message):
-        layer.create_lora_weights(max_loras, lora_config(lora_dtype=dtype))
-    layer.create_lora_weights(4, lora_config())
+        layer.create_lora_weights(max_loras, config_for(dtype))
+    layer.create_lora_weights(4, config_for())
 
 
 @pytest.mark.parametrize("name", ["weight_packed", "qweight", None])
@@ -186,11 +186,11 @@ def test_device_and_weight_of_a_quantised_base(name):
     assert layer.weight is packed
 
 
-def test_parameters_in_training_fill_a_slot_like_any_tensor(lora_config, wrapper_for):
+def test_parameters_in_training_fill_a_slot_like_any_tensor():
     """As they come out of a PEFT model that is still being trained: the slot must not become part of its graph."""
     layer = ColumnParallelLinearWithLoRA(ColumnParallelLinear(6, 7, return_bias=False))
-    layer.create_lora_weights(4, lora_config())
-    layer.set_mapping(wrapper_for([1, -1]))
+    layer.create_lora_weights(4, config_for())
+    layer.set_mapping(used([1, -1]))
     a, b = random_pair(4, 6, 7)
     layer.set_lora(1, torch.nn.Parameter(a), torch.nn.Parameter(b))
     assert not layer.lora_a_stacked[0].requires_grad

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layer_cases import lora_term, random_pair
+from layer_cases import config_for, lora_term, random_pair, used
 
 from punica.layers import (
     MergedColumnParallelLinearVariableSliceWithLoRA,
@@ -57,15 +57,15 @@ def test_impossible_grouping(sizes, rows, message):
     assert str(list(sizes)) in str(info.value)
 
 
-def variable(lora_config):
+def variable():
     layer = MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear(5, [8, 4, 4, 6]))
-    layer.create_lora_weights(4, lora_config())
+    layer.create_lora_weights(4, config_for())
     return layer
 
 
 @pytest.mark.parametrize("several", ["neither", "a", "b"])
-def test_single_tensors_for_many_slices(several, lora_config):
-    layer, a, b = variable(lora_config), [torch.randn(3, 5) for _ in range(4)], torch.randn(22, 3)
+def test_single_tensors_for_many_slices(several):
+    layer, a, b = variable(), [torch.randn(3, 5) for _ in range(4)], torch.randn(22, 3)
     a = a if several == "a" else a[:1] * 4
     layer.set_lora(1, a if several == "a" else a[0], [b[:16], b[16:]] if several == "b" else b)
     assert all(torch.equal(held[1, 0, :3], given) for held, given in zip(layer.lora_a_stacked, a, strict=True))
@@ -85,21 +85,21 @@ def test_single_tensors_for_many_slices(several, lora_config):
     ],
     ids=["rows", "1-d", "two-a"],
 )
-def test_bad_single_tensor(lora_a, lora_b, message, lora_config):
-    layer = variable(lora_config)
+def test_bad_single_tensor(lora_a, lora_b, message):
+    layer = variable()
     with pytest.raises(ValueError, match=message):
         layer.set_lora(1, lora_a, lora_b)
     assert (layer.lora_ranks == 0).all()
 
 
-def test_qkv_with_absent_k(lora_config, wrapper_for):
+def test_qkv_with_absent_k():
     """Adapters for q_proj and v_proj only, as in the LoRA paper: k keeps the base output."""
     base = QKVParallelLinear(6, 2, 4, 2, return_bias=False)
     for parameter in base.parameters():
         parameter.data.normal_()
     layer = MergedQKVParallelLinearWithLoRA(base)
-    layer.create_lora_weights(4, lora_config())
-    layer.set_mapping(wrapper_for([0, -1, 0]))
+    layer.create_lora_weights(4, config_for())
+    layer.set_mapping(used([0, -1, 0]))
     (a_q, b_q), (a_v, b_v) = random_pair(4, 6, 8), random_pair(2, 6, 4)
     layer.set_lora(0, [a_q, None, a_v], [b_q, None, b_v])
     x = torch.randn(3, 6)
@@ -110,10 +110,10 @@ def test_qkv_with_absent_k(lora_config, wrapper_for):
     torch.testing.assert_close(result.double(), reference, rtol=1e-4, atol=1e-4)
 
 
-def test_expansion_splits_by_full_sizes_on_every_rank(lora_config):
+def test_expansion_splits_by_full_sizes_on_every_rank():
     base = QKVParallelLinear(6, 2, 4, 2, tp_rank=3, tp_size=4)
     layer = MergedQKVParallelLinearWithLoRA(base)
-    layer.create_lora_weights(4, lora_config())
+    layer.create_lora_weights(4, config_for())
     b = torch.arange(16).float().unsqueeze(1)
     layer.set_lora(0, [torch.ones(1, 6)] * 2, [b[:12], b[12:]])
     assert [stacked[0, 0, :, 0].tolist() for stacked in layer.lora_b_stacked] == [[6, 7], [10, 11], [14, 15]]

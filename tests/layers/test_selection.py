@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from layer_cases import config_for
 from torch import nn
 
 from punica import layers
@@ -84,8 +85,8 @@ def named(name):
     ("cls", "sizes", "packed", "expected"),
     [pytest.param(*row, id=f"{row[0].__name__}-{row[1]}-packed{row[2]}") for row in TABLE],
 )
-def test_every_cell_of_the_table(cls, sizes, packed, expected, sharded, tp_size, lora_config):
-    base, config = build(cls, tp_size, sizes), lora_config(fully_sharded_loras=sharded)
+def test_every_cell_of_the_table(cls, sizes, packed, expected, sharded, tp_size):
+    base, config = build(cls, tp_size, sizes), config_for(fully_sharded_loras=sharded)
     wanted = named(expected[2 * sharded + tp_size - 1])
     result = from_layer(base, 4, config, ["m"] * packed)
     willing = [
@@ -105,10 +106,10 @@ def test_every_cell_of_the_table(cls, sizes, packed, expected, sharded, tp_size,
 
 
 @pytest.mark.parametrize(("tp_size", "sharded"), [(1, True), (2, False)])
-def test_logits_processor_has_its_own_function(tp_size, sharded, lora_config):
+def test_logits_processor_has_its_own_function(tp_size, sharded):
     processor = LogitsProcessor(8)
     head = ParallelLMHead(8, 6, params_dtype=torch.bfloat16, padding_size=4, tp_rank=0, tp_size=tp_size)
-    config = lora_config(fully_sharded_loras=sharded)
+    config = config_for(fully_sharded_loras=sharded)
     layer = from_layer_logits_processor(processor, head, 4, config)
     assert type(layer) is layers.LogitsProcessorWithLoRA
     assert layer.base_layer is processor
@@ -119,11 +120,11 @@ def test_logits_processor_has_its_own_function(tp_size, sharded, lora_config):
 
 
 @pytest.mark.parametrize("cls", LORA_CLASSES)
-def test_keywords_are_required(cls, lora_config):
+def test_keywords_are_required(cls):
     layer = ReplicatedLinear(4, 4)
     for arguments, options in (
         ((), {"source_layer": layer, "packed_modules_list": []}),
-        ((layer, lora_config(), []), {}),
+        ((layer, config_for(), []), {}),
     ):
         with pytest.raises(TypeError):
             cls.can_replace_layer(*arguments, **options)
@@ -140,8 +141,8 @@ class Sharded(ColumnParallelLinearWithLoRA):
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("base", [ColumnParallelLinear(4, 4), RowParallelLinear(4, 4)], ids=["column", "row"])
-def test_decorators(sharded, base, lora_config):
-    config = lora_config(fully_sharded_loras=sharded)
+def test_decorators(sharded, base):
+    config = config_for(fully_sharded_loras=sharded)
     arguments = {"source_layer": base, "lora_config": config, "packed_modules_list": []}
     suits = isinstance(base, ColumnParallelLinear)
     assert Sharded.can_replace_layer(**arguments) is (suits and sharded)
@@ -149,15 +150,15 @@ def test_decorators(sharded, base, lora_config):
     assert ColumnParallelLinearWithLoRA.can_replace_layer(**arguments, decorate=False) is suits
 
 
-def test_registered_replacement_stands_for_the_class(lora_config):
+def test_registered_replacement_stands_for_the_class():
     register_layer_class("ColumnParallelLinear", MyColumn)
     try:
         assert resolve_layer_class(ColumnParallelLinear) is MyColumn
-        assert type(from_layer(MyColumn(4, 4), 4, lora_config(), [])) is ColumnParallelLinearWithLoRA
+        assert type(from_layer(MyColumn(4, 4), 4, config_for(), [])) is ColumnParallelLinearWithLoRA
         original = ColumnParallelLinear(4, 4)
-        assert from_layer(original, 4, lora_config(), []) is original
+        assert from_layer(original, 4, config_for(), []) is original
     finally:
         register_layer_class("ColumnParallelLinear", ColumnParallelLinear)
     with pytest.raises(TypeError):
         register_layer_class("ColumnParallelLinear", torch.Tensor)
-    assert type(from_layer(ColumnParallelLinear(4, 4), 4, lora_config(), [])) is ColumnParallelLinearWithLoRA
+    assert type(from_layer(ColumnParallelLinear(4, 4), 4, config_for(), [])) is ColumnParallelLinearWithLoRA

@@ -43,7 +43,7 @@ T = len(MIXED)
 
 
 def mapped(layer, slots=MIXED, vocab_size=ORG):
-    use(wrapper := wrapper_for(config_for(torch.float32), layer.device), slots, vocab_size)
+    use(wrapper := wrapper_for(config_for(), layer.device), slots, vocab_size)
     layer.set_mapping(wrapper)
     return layer
 
@@ -143,7 +143,7 @@ class Recorder:
     """Counts the LoRA work that reaches a wrapper by its contract."""
 
     def __init__(self) -> None:
-        self._wrapper, self.calls = wrapper_for(config_for(torch.float32), "cpu"), []
+        self._wrapper, self.calls = wrapper_for(config_for(), "cpu"), []
         use(self._wrapper, MIXED, ORG)
 
     def __getattr__(self, name):
@@ -224,7 +224,7 @@ def test_bias_sampled_rows_dtype_and_a_wrapped_head() -> None:
     hidden, bias = torch.randn(T, DIM), torch.randn(head.num_embeddings_padded)
     check(layer(head, hidden, bias), layer.base_layer(head, hidden, bias), hidden, MIXED, adapters)
     assert torch.equal(layer(SimpleNamespace(base_layer=head), hidden), layer(head, hidden))
-    wrapper = wrapper_for(config_for(torch.float32), "cpu")
+    wrapper = wrapper_for(config_for(), "cpu")
     wrapper.update_metadata(LoRAMapping([0] * 7, [3, 1]), [*range(1, MAX_LORAS + 1)], MAX_LORAS, 32)
     layer.set_mapping(wrapper)  # sampled rows have their own slots
     check(layer(head, hidden[:2]), layer.base_layer(head, hidden[:2]), hidden[:2], [2, 0], adapters)
@@ -240,7 +240,7 @@ def test_reordering_example() -> None:
     """Ids 0..3 original, 4 and 5 added, padding 4, two ranks: the gathered columns hold ids 0,1,4,5 | 2,3,-,-."""
     head = ParallelLMHead(6, DIM, org_num_embeddings=4, padding_size=4, tp_rank=0, tp_size=2)
     processor = LogitsProcessor(6)
-    layer = mapped(from_layer_logits_processor(processor, head, MAX_LORAS, config_for(torch.float32)), [1])
+    layer = mapped(from_layer_logits_processor(processor, head, MAX_LORAS, config_for()), [1])
     assert layer.sharded_to_full_mapping == [0, 1, 4, 5, 2, 3, 6, 7]
     assert layer.sharded_to_full_mapping_gpu.tolist() == layer.sharded_to_full_mapping
     assert layer.sharded_to_full_mapping_gpu.dtype == torch.int64

@@ -47,18 +47,6 @@ def assert_untouched() -> None:
     assert isinstance(process_wide_group(), SingleProcessGroup)
 
 
-def test_with_block_initialises_and_destroys(alone) -> None:
-    with init_tensor_parallel(**alone) as group:
-        assert dist.is_initialized()
-        assert process_wide_group() is group
-        assert (group.rank, group.world_size) == (0, 1)
-        world = weakref.ref(dist.group.WORLD)
-    assert_untouched()
-    assert world() is None  # gloo aborts a process that ends while its world lives
-    with pytest.raises(RuntimeError, match="after it ended"):
-        _ = group.rank
-
-
 class Holder:
     """Of what must end before the world does."""
 
@@ -69,16 +57,21 @@ class Holder:
         self.found.append(dist.is_initialized())
 
 
-def test_what_depends_on_the_group_is_released_before_the_world_ends(alone) -> None:
+def test_with_block_initialises_releases_and_destroys(alone) -> None:
     held, gone = Holder(), Holder()
     noted = gone.found
     with init_tensor_parallel(**alone) as group:
-        assert not group.can_be_captured  # gloo
+        assert process_wide_group() is group
+        assert (group.rank, group.world_size, group.can_be_captured) == (0, 1, False)  # gloo
+        world = weakref.ref(dist.group.WORLD)
         group.before_close(held.release)
         group.before_close(gone.release)
         del gone
     assert (held.found, noted) == ([True], [])
     assert_untouched()
+    assert world() is None  # gloo aborts a process that ends while its world lives
+    with pytest.raises(RuntimeError):
+        _ = group.rank
 
 
 LATE_IMPORT = """
@@ -244,54 +237,36 @@ def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
             os.kill(pid, 0)
 
 
-def fail_on_one(rank: int, pids: str) -> None:
+def fail(rank: int, how: str, pids: str) -> object:
     (Path(pids) / str(rank)).write_text(str(os.getpid()))
+    if how == "sys.exit":
+        sys.exit(0)
+    if how == "unpicklable":
+        return lambda: rank
     tensor_model_parallel_all_reduce(torch.ones(1))
+    if rank == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         raise KeyError("no such adapter")
     tensor_model_parallel_all_reduce(torch.ones(1))  # fails too, because rank 1 has left
     time.sleep(LONG)
 
 
-def be_killed_amid_sums(rank: int, pids: str) -> None:
-    (Path(pids) / str(rank)).write_text(str(os.getpid()))
-    tensor_model_parallel_all_reduce(torch.ones(1))
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    tensor_model_parallel_all_reduce(torch.ones(1))  # fails, with an error of a connection
-    time.sleep(LONG)
-
-
-def leave_early(rank: int, pids: str) -> None:
-    sys.exit(0)
-
-
-def return_the_unpicklable(rank: int, pids: str) -> object:
-    return lambda: rank
-
-
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("how", "message"),
     [
-        pytest.param(fail_on_one, r"rank 1 of 2 failed\n(.|\n)*in fail_on_one\n(.|\n)*no such adapter", id="raises"),
-        pytest.param(
-            be_killed_amid_sums,
-            r"rank 1 of 2(: .*SIGKILL| was ended by signal 9 \(Killed\))",
-            id="others raise",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(leave_early, "rank 0 of 2 ended without a result", id="sys.exit", marks=pytest.mark.slow),
-        pytest.param(
-            return_the_unpicklable, "rank [01] of 2 failed\n(.|\n)*pickle", id="unpicklable", marks=pytest.mark.slow
-        ),
+        ("raises", r"rank 1 of 2 failed\n(.|\n)*in fail\n(.|\n)*no such adapter"),
+        pytest.param("killed", r"rank 1 of 2(: .*SIGKILL| was ended by signal 9)", marks=pytest.mark.slow),
+        pytest.param("sys.exit", "rank 0 of 2 ended without a result", marks=pytest.mark.slow),
+        pytest.param("unpicklable", "rank [01] of 2 failed\n(.|\n)*pickle", marks=pytest.mark.slow),
     ],
 )
-def test_a_failing_rank_ends_them_all(function, message, temporary_home: Path, tmp_path: Path) -> None:
+def test_a_failing_rank_ends_them_all(how, message, temporary_home: Path, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=message):
-        spawn_tensor_parallel(function, 2, str(pids), backend="gloo")
+        spawn_tensor_parallel(fail, 2, how, str(pids), backend="gloo")
     assert time.monotonic() - started < LONG  # nobody slept to the end
     for file in pids.iterdir():
         with pytest.raises(ProcessLookupError):
