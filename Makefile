@@ -55,7 +55,7 @@ figures: $(VENV)/.experiments ## Draw the figures again from recorded rows (resu
 report: $(VENV)/.experiments ## Judge the paper's claims, write their pages: make report ARGS=source=recorded
 	@$(RUN) -m experiments.commands.report $(ARGS)
 
-record: $(VENV)/.experiments ## Copy this machine's rows, samples and figures to results/ and figures/, if they are of their commits
+record: $(VENV)/.experiments ## Copy this machine's rows and figures to results/ and figures/, if they are of their commits
 	@$(RUN) -m experiments.commands.record $(ARGS)
 
 record-all: $(VENV)/.dev ## Measure all recorded sets, in calls that continue: make record-all HARDWARE=h200 LIMIT=9

@@ -1,14 +1,14 @@
 """All recorded sets of a hardware, measured in calls of a few minutes each.
 
     make record-all HARDWARE=h200 LIMIT=9
-    python -m experiments.commands.record_all machine=h200 limit=9 list=true
+    python -m experiments.commands.record_all machine=h200 limit=9
 
 `conf/recording.yaml` lists the sets. Those that decide claims are measured first, one repeat of all of them before the
 next: a cut run leaves whole claims, and repeats are of different times or machines.
 
 A call ends after `limit` minutes, and the same command continues: `outputs/<hardware>/record_all.json` says what is
 done, at which commit. A set of more minutes than `limit` is not begun. Carry `outputs` to the next machine. Rows are of
-one commit: a changed tree is refused, and rows of another commit are, too. `list=true` prints sets and minutes.
+one commit: a changed tree is refused, and rows of another commit are, too.
 """
 
 import json
@@ -38,7 +38,6 @@ class Options(Settings):
 
     machine: str  # cpu, or a GPU of conf/hardware
     limit: float = 9.0  # minutes of this call
-    list: bool = False  # print the sets and what is left of them; measure nothing
     vllm_python: str | None = None  # Python of an environment with vLLM, for the sets that need one
 
 
@@ -55,8 +54,6 @@ def record_all(options: Options) -> None:
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
     done = {(run, round_) for run, round_ in kept["done"] if kept["commit"] == revision}
-    if options.list:
-        return show(sets, done)
     if is_uncommitted(revision):
         raise RowsError(f"the tree is of {revision}: commit, or carry the stamp of experiments.measure.commit")
     known = {kept["commit"], *(row.commit for file in outputs.glob("rows/*.csv") for row in read_rows(file))}
@@ -125,15 +122,6 @@ def gpu_memory(machine: str) -> list[float]:
     if (found := hardware_slug()) != machine:
         raise ConfigError(f"machine={machine}, but this GPU is {found}: choose machine={found}")
     return [torch.cuda.get_device_properties(index).total_memory / 1e9 for index in range(torch.cuda.device_count())]
-
-
-def show(sets: Sequence[RecordedSet], done: Collection[tuple[str, int]]) -> None:
-    """Print the sets with minutes and rounds, and what is left."""
-    for one in sets:
-        rounds = sum((one.run, round_) in done for round_ in range(one.rounds))
-        print(f"{rounds}/{one.rounds} rounds of {one.minutes:g} min  {one.claims or '-':14} {one.run}")
-    minutes = sum(one.minutes for one, _ in left(sets, done))
-    print(f"{minutes / 60:.1f} hours are left; a call measures for limit= minutes")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from experiments.plots import style
-from experiments.plots.frames import FEWEST_FOR_BAND, centre, measured, series, text_numbers
+from experiments.plots.frames import centre, measured, series, text_numbers
 from experiments.plots.overlay import curve
 
 PAPER_RANK = 16  # of D03; the text names none
@@ -79,54 +79,35 @@ def _look(name: str) -> dict[str, Any]:
 
 
 def _beside_decode(above: Axes, below: Axes, rows: pd.DataFrame, said: dict[str, float]) -> None:
-    """Above: each load alone (bar mark) and beside a step (dot), with the step's own time. Below: the step's delay."""
-    mine = rows[rows["panel"] == "overlap"]
+    """Above: each load beside a decode step, that step (dashed), and the paper's load. Below: the step's delay."""
+    mine = centre(rows[rows["panel"] == "overlap"])
     systems = _systems(mine)
     if not systems:
         above.set_axis_off()
         below.set_axis_off()
         return
     rank, batch, length = (int(mine[name].iloc[0]) for name in ("rank", "batch_size", "seq_len"))
-    alone = rows[(rows["panel"] == "model") & (rows["rank"] == rank)]
-    step, end = _statistics(mine, "step_latency_alone")["median"], len(systems)
-    for place, name in enumerate(systems):
-        look = _look(name) | {"linestyle": "", "marker": _look(name)["marker"] or "d"}
-        own = mine[mine["system"] == name]
-        lone, both = (_statistics(frame, "load_time") for frame in (alone[alone["system"] == name], own))
-        if "median" in lone:
-            above.plot([lone["median"]], [place], **look | {"marker": "|", "markersize": 9})
-        above.plot([both["median"]], [place], **look)
-        style.note(above, f"{both['median']:.2g}", both["median"], place, lift=4)
-        if stall := _statistics(own, "stall"):
-            low, middle, high = (100 * stall[one] / step for one in ("p10", "median", "p90"))
-            below.plot([middle], [place], **look)
-            if stall.get("count", 0) >= FEWEST_FOR_BAND:
-                below.hlines(place, low, high, color="0.2", linewidth=1.0, zorder=2)
-            style.note(below, f"{middle:.1f} %", middle, place, lift=4)
-    above.plot([said["load_one_model"]], [end], **PAPER)
-    style.note(above, f"{said['load_one_model']:.2g}", said["load_one_model"], end, lift=4)
-    for value, ends, colour in ((step, (-0.6, end - 0.5), "0"), (said["decode_step"], (end - 0.5, end + 0.6), "0.5")):
-        above.vlines(value, *ends, color=colour, linestyle="--", linewidth=1.0)
-        style.note(above, f" step {value:.3g} ", value, ends[1], ha="right")
+    step = float(mine.loc[mine["metric"] == "step_latency_alone", "value"].iloc[0])
+    for axis, metric, scale, unit in ((above, "load_time", 1.0, ""), (below, "stall", 100 / step, " %")):
+        values = scale * mine[mine["metric"] == metric].drop_duplicates("system").set_index("system")["value"]
+        for place, name in enumerate(systems):
+            if name in values:
+                axis.plot([values[name]], [place], **_look(name) | {"marker": _look(name)["marker"] or "d"})
+                style.note(axis, f"{values[name]:.3g}{unit}", values[name], place, lift=4)
+    above.plot([said["load_one_model"]], [len(systems)], **PAPER)
+    above.axvline(step, color="0", linestyle="--", linewidth=1.0)
     above.set_xscale("log")
     style.label_decades(above.xaxis)
     title = f"beside a decode step of {batch} rows,\nlen {length}, rank {rank}"
-    above.set(title=title, xlabel="ms; bar: alone, dot: beside a step")
+    above.set(title=title, xlabel=f"ms; dashed: the step, {step:.3g}")
     below.set_xscale("symlog", linthresh=1.0)  # linear within 1 %, so that small delays are seen beside large ones
     below.xaxis.set_major_formatter(style.PLAIN)
-    below.axvline(0.0, color="0.3", linewidth=0.8)
     below.set_xlabel("the step's delay (% of the step)")
     for axis, names in ((above, [*systems, "paper"]), (below, systems)):
         axis.set_yticks(range(len(names)), names)
         axis.set_ylim(len(names) - 0.4, -0.7)
         axis.margins(x=0.15)
         axis.grid(axis="y", visible=False)
-
-
-def _statistics(frame: pd.DataFrame, metric: str) -> dict[str, float]:
-    """Statistic -> the first value of `metric` in `frame`."""
-    chosen = frame[frame["metric"] == metric].drop_duplicates("statistic")
-    return dict(zip(chosen["statistic"], chosen["value"].astype(float), strict=True))
 
 
 def draw_migration(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
