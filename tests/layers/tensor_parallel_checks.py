@@ -130,58 +130,46 @@ def steps_of(name: str, sharded: bool, device: str, dtype: torch.dtype, place: d
 
 
 def check_embedding(name: str, sharded: bool, device: str, dtype: torch.dtype) -> None:
-    ids = torch.tensor([0, 19, 7, 14, 15, 3, 8], device=device)
-    together, alone = (embedded(ids, sharded, device, dtype, place) for place in ({}, ALONE))
-    for output, expected in zip(together, alone, strict=True):
-        assert_close(output, expected)
-    assert not torch.equal(alone[0], alone[1].view_as(alone[0]))
-
-
-def embedded(
-    ids: Tensor, sharded: bool, device: str, dtype: torch.dtype, place: dict[str, int]
-) -> tuple[Tensor, Tensor]:
     """With adapters, 1-D; without, 2-D (all ids but the first)."""
-    torch.manual_seed(2)
-    config = config_for(dtype, fully_sharded_loras=sharded)
-    layer, _ = embedding_layer(config, device, **place)
-    wrapper = wrapper_for(config, device)
-    layer.set_mapping(wrapper)
-    use(wrapper, MIXED, ORG)
-    flat = layer(ids)
-    use(wrapper, [-1] * 6, ORG)
-    plain = layer(ids[1:].view(2, 3))
-    assert plain.shape == (2, 3, DIM)
-    return flat, torch.cat((layer.base_layer(ids[:1]), plain.view(6, DIM)))
+    ids, found = torch.tensor([0, 19, 7, 14, 15, 3, 8], device=device), []
+    for place in ({}, ALONE):
+        torch.manual_seed(2)
+        config = config_for(dtype, fully_sharded_loras=sharded)
+        layer, _ = embedding_layer(config, device, **place)
+        wrapper = wrapper_for(config, device)
+        layer.set_mapping(wrapper)
+        use(wrapper, MIXED, ORG)
+        flat = layer(ids)
+        use(wrapper, [-1] * 6, ORG)
+        plain = layer(ids[1:].view(2, 3))
+        assert plain.shape == (2, 3, DIM)
+        found.append((flat, plain))
+    for output, expected in zip(*found, strict=True):
+        assert_close(output, expected)
+    assert not torch.equal(flat[1:].view(2, 3, DIM), plain)
 
 
 def check_logits(name: str, sharded: bool, device: str, dtype: torch.dtype) -> None:
     hidden = torch.linspace(-2, 2, len(MIXED) * DIM, device=device).view(-1, DIM).to(dtype)
-    expected = logits_of(hidden, sharded, device, dtype, True, ALONE)
-    everywhere = logits_of(hidden, sharded, device, dtype, True, {})
-    at_root = logits_of(hidden, sharded, device, dtype, False, {})
+
+    def logits_of(all_gather: bool, place: dict[str, int]) -> Tensor | None:
+        torch.manual_seed(3)
+        config = config_for(dtype, fully_sharded_loras=sharded)
+        processor = LogitsProcessor(VOCAB, scale=0.5, soft_cap=2.0)
+        processor.use_all_gather = all_gather
+        layer, head, _ = logits_layer(config, device, processor=processor, **place)
+        assert (layer.sharded_to_full_mapping_gpu is None) == bool(place)
+        wrapper = wrapper_for(config, device)
+        layer.set_mapping(wrapper)
+        use(wrapper, MIXED)
+        if place:
+            processor._gather_logits = lambda logits: logits  # one rank beside the group
+        return layer(head, hidden)
+
+    expected, everywhere, at_root = logits_of(True, ALONE), logits_of(True, {}), logits_of(False, {})
     assert expected is not None
     assert expected.shape == (len(MIXED), VOCAB)
-    assert everywhere is not None
-    assert_close(everywhere, expected)
-    if get_tensor_model_parallel_rank() == 0:
-        assert at_root is not None
-        assert_close(at_root, expected)
-    else:
-        assert at_root is None
-
-
-def logits_of(
-    hidden: Tensor, sharded: bool, device: str, dtype: torch.dtype, all_gather: bool, place: dict[str, int]
-) -> Tensor | None:
-    torch.manual_seed(3)
-    config = config_for(dtype, fully_sharded_loras=sharded)
-    processor = LogitsProcessor(VOCAB, scale=0.5, soft_cap=2.0)
-    processor.use_all_gather = all_gather
-    layer, head, _ = logits_layer(config, device, processor=processor, **place)
-    assert (layer.sharded_to_full_mapping_gpu is None) == bool(place)
-    wrapper = wrapper_for(config, device)
-    layer.set_mapping(wrapper)
-    use(wrapper, MIXED)
-    if place:
-        processor._gather_logits = lambda logits: logits  # one rank beside the group
-    return layer(head, hidden)
+    for found, here in ((everywhere, True), (at_root, get_tensor_model_parallel_rank() == 0)):
+        assert (found is not None) == here
+        if found is not None:
+            assert_close(found, expected)

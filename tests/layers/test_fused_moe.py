@@ -42,39 +42,48 @@ def tenants(experts: int, shared: bool = False) -> dict[int, Any]:
     return {slot: adapter(experts, rank, slot, shared) for slot, rank in ADAPTERS.items()}
 
 
+SWIGLU = {"activation": "swigluoai"}
+
+
 @pytest.mark.parametrize(
-    ("experts", "top_k", "options"),
+    ("experts", "top_k", "options", "three_d", "fp8"),
     [
-        (5, 2, {}),
-        (8, 8, {}),
-        (128, 8, {"renormalize": False}),
-        (4, 1, {"is_act_and_mul": False, "activation": "relu2"}),
-        (3, 2, {"is_act_and_mul": False}),
-        (4, 1, {"apply_router_weight_on_input": True, "renormalize": False}),
+        (5, 2, {}, False, None),
+        (8, 8, {}, False, None),
+        (128, 8, {"renormalize": False}, False, None),
+        (4, 1, {"is_act_and_mul": False, "activation": "relu2"}, False, None),
+        (3, 2, {"is_act_and_mul": False}, False, None),
+        (4, 1, {"apply_router_weight_on_input": True, "renormalize": False}, False, None),
+        (5, 2, {"w13_layout": "concatenated", **SWIGLU}, True, None),
+        (5, 2, {"w13_layout": "interleaved", **SWIGLU}, True, None),
+        (5, 2, {"w13_layout": "interleaved", **SWIGLU}, True, E4M3),
+        (5, 2, {}, False, E4M3),
+        (5, 2, {}, False, E5M2),
     ],
 )
-def test_equals_merged_weights(experts, top_k, options):
-    base, adapters = base_layer(experts, top_k, **options), tenants(experts)
-    wanted = merged_output(base, adapters, *inputs(experts))
-    close(wrapped(base, adapters)(*inputs(experts)), wanted, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("layout", "fp8"), [("concatenated", None), ("interleaved", None), ("interleaved", E4M3)])
-def test_gate_and_up_as_one_equals_merged_weights(layout, fp8):
-    base, adapters = base_layer(w13_layout=layout, activation="swigluoai"), tenants(5, shared=True)
+def test_equals_merged_weights_and_without_adapters_the_layer_alone(experts, top_k, options, three_d, fp8):
+    base, adapters = base_layer(experts, top_k, **options), tenants(experts, shared=three_d)
     held = adapters if fp8 is None else {slot: rounded(one, fp8) for slot, one in adapters.items()}
-    wanted = merged_output(base, held, *inputs(5))
-    as_one = {slot: stacked(*one, layout) for slot, one in adapters.items()}
-    close(wrapped(base, as_one, three_d=True, fp8=fp8)(*inputs(5)), wanted, rtol=1e-4, atol=1e-4)
+    plain, wanted = base(*inputs(experts)), merged_output(base, held, *inputs(experts))
+    if three_d:
+        adapters = {slot: stacked(*one, options["w13_layout"]) for slot, one in adapters.items()}
+    layer = wrapped(base, adapters, three_d, fp8=fp8)
+    assert layer.w13_lora_a_stacked[0].dtype == (fp8 or torch.float32)
+    close(layer(*inputs(experts)), wanted, rtol=1e-4, atol=1e-4)
+    assert layer.adapter_enabled.tolist() == [1, 1, 1, 0, 0]
+    for slot in ADAPTERS:
+        layer.reset_lora(slot)
+    assert layer.adapter_enabled.tolist() == [0] * 5
+    assert torch.equal(layer(*inputs(experts)), plain)
+    assert not any(bool(part.slots.float().any()) for part in layer.slot_parts())
 
 
 def test_unused_slots_and_experts_are_not_read():
-    base, adapters = base_layer(), tenants(5)
-    layer = wrapped(base, adapters)
+    layer = wrapped(base_layer(), tenants(5))
     x, logits = inputs(5)
     logits[:, 4] = -100.0  # the last expert has no token
     before = layer(x, logits)
-    for stack in (*layer.w13_lora_a_stacked, *layer.w13_lora_b_stacked, *layer.w2_lora_a_stacked):
+    for stack in (*layer._slots[0], *layer._slots[1]):
         stack[3] = float("nan")
         stack[:, 4] = float("nan")
     assert torch.equal(layer(x, logits), before)
@@ -97,17 +106,6 @@ def test_no_token(backend, parallel, monkeypatch):
         assert layer(x[:0], logits[:0]).shape == (0, HIDDEN)
 
 
-def test_flags_and_resets():
-    layer = wrapped(base_layer(), tenants(5))
-    assert layer.adapter_enabled.tolist() == [1, 1, 1, 0, 0]
-    for slot in ADAPTERS:
-        layer.reset_lora(slot)
-    assert layer.adapter_enabled.tolist() == [0] * 5
-    plain = base_layer()(*inputs(5))
-    assert torch.equal(layer(*inputs(5)), plain)
-    assert not any(bool(stack.any()) for stack in (*layer.w13_lora_a_stacked, *layer.w2_lora_b_stacked))
-
-
 def test_a_new_adapter_replaces_all_of_the_old_one():
     first, second = wrapped(base_layer(), tenants(5)), wrapped(base_layer(), {0: adapter(5, 2, 9)})
     for slot in (1, 2):
@@ -126,9 +124,7 @@ def test_nothing_beyond_a_rank_is_read(config):
     before = layer(*inputs(5))
     zeros = [a1[:, :2], a2, torch.zeros_like(a3)], [b1[..., :2], b2, torch.zeros_like(b3)]
     torch.testing.assert_close(before, wrapped(base_layer(), {0: zeros, 1: adapter(5, 3, 5)}, **config)(*inputs(5)))
-    stacks_a = (*layer.w13_lora_a_stacked, *layer.w2_lora_a_stacked)
-    stacks_b = (*layer.w13_lora_b_stacked, *layer.w2_lora_b_stacked)
-    for a, b, of_slice in zip(stacks_a, stacks_b, layer.lora_ranks.tolist(), strict=True):
+    for a, b, of_slice in zip(*layer._slots, layer.lora_ranks.tolist(), strict=True):
         for slot, rank in enumerate(of_slice):
             a[slot, :, rank:] = float("nan")
             b[slot, :, :, rank:] = float("nan")
@@ -136,19 +132,6 @@ def test_nothing_beyond_a_rank_is_read(config):
         for slot, rank in enumerate(ranks.tolist()):
             scale[slot, :, rank:] = float("nan")
     assert torch.equal(layer(*inputs(5)), before)
-
-
-@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
-def test_fp8_slots_equal_merged_rounded_weights(fp8):
-    base, adapters = base_layer(), tenants(5)
-    wanted = merged_output(base, {slot: rounded(one, fp8) for slot, one in adapters.items()}, *inputs(5))
-    layer = wrapped(base, adapters, fp8=fp8)
-    assert layer.w13_lora_a_stacked[0].dtype == fp8
-    close(layer(*inputs(5)), wanted, rtol=1e-4, atol=1e-4)
-    for slot in ADAPTERS:
-        layer.reset_lora(slot)
-    assert torch.equal(layer(*inputs(5)), base_layer()(*inputs(5)))
-    assert not any(bool(scale.any()) for scale in (*layer.lora_a_scale, *layer.lora_b_scale))
 
 
 def test_values_with_scales_go_into_a_slot_as_they_are():

@@ -40,11 +40,6 @@ def layer_of(
     return from_layer(base, MAX_LORAS, config, ["m"] * LINEAR[name].packed), IN, LINEAR[name].sizes
 
 
-def adapter(layer: Any, rank: int, in_size: int, sizes: Sequence[int]) -> Any:
-    """A random adapter as `set_lora` and `check_lora` take it."""
-    return as_arguments(layer, [random_pair(rank, in_size, size) for size in sizes])
-
-
 def by_kernel(image: Tensor, slots: Sequence[Tensor], ranks: Sequence[Tensor], index: int) -> None:
     slot_write.write_slot(image.to(DEVICE), slot_write.SlotTable(slots, ranks), index)
 
@@ -55,8 +50,8 @@ def by_kernel(image: Tensor, slots: Sequence[Tensor], ranks: Sequence[Tensor], i
 def test_an_image_fills_a_slot_as_set_lora_does(
     name: str, place: dict[str, Any], rank: int, dtype: torch.dtype, write: Callable[..., None]
 ) -> None:
-    layer, *widths = layer_of(name, **place, dtype=dtype)
-    given = adapter(layer, rank, *widths)
+    layer, in_size, sizes = layer_of(name, **place, dtype=dtype)
+    given = as_arguments(layer, [random_pair(rank, in_size, size) for size in sizes])
     layer.set_lora(SLOT, *given)
     parts = layer.slot_parts(layer.check_lora(*given))
     expected = [(part.slots.clone(), part.ranks.clone()) for part in parts]
