@@ -3,10 +3,6 @@
 ``meta`` stands in for any other device: a host tensor built without a device would become a meta tensor and fail.
 """
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -67,40 +63,3 @@ def test_metadata_wrappers_and_operators_under_cuda(backend: str) -> None:
         inside = step("cuda", backend)
     for one, other in zip(outside, inside, strict=True):
         assert torch.equal(one, other)
-
-
-SERVE = """
-import tempfile, torch
-torch.set_default_device({device!r})
-from transformers import LlamaConfig
-from punica.adapters import LoRARequest, write_random_adapter
-from punica.engine import Engine, EngineConfig
-from punica.models import LlamaForCausalLM
-shape = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
-model = LlamaForCausalLM(shape, device={device!r} if {device!r} != "meta" else "cpu")
-model.init_random_weights(seed=0)
-folder = write_random_adapter(tempfile.mkdtemp() + "/a", shape, rank=4, seed=1)
-config = EngineConfig(max_batch_size=4)
-engine = Engine(model, config.lora_config(max_lora_rank=8), config)
-results = engine.generate([[1, 2, 3]] * 2, [LoRARequest("a", 1, str(folder)), None], 4)
-print([result.token_ids for result in results])
-"""
-
-
-def served(device: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", SERVE.format(device=device)], capture_output=True, text=True, check=False,
-        cwd=Path(__file__).resolve().parent.parent,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
-
-
-@pytest.mark.slow
-def test_an_engine_serves_under_a_default_device_meta() -> None:
-    assert served("meta") == served("cpu")
-
-
-@pytest.mark.gpu
-def test_an_engine_serves_under_a_default_device_cuda() -> None:
-    assert served("cuda").startswith("[[")

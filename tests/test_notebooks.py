@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from shutil import copytree, ignore_patterns
-from typing import Any
 
 import jupytext
 import matplotlib.pyplot as plt
@@ -15,14 +14,11 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from experiments.ext_breakdown import EXPERIMENT as BREAKDOWN
 from experiments.ext_many_adapters import EXPERIMENT as MANY
 from experiments.facts.paper import as_rows, read_figure
-from experiments.fig01_batching import EXPERIMENT as FIG1
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG7
 from experiments.fig08_lora_operator import EXPERIMENT as FIG8
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG9
-from experiments.fig10_layer import EXPERIMENT as FIG10
 from experiments.harness.experiment import Experiment
 from experiments.measure.records import COLUMNS, Row, write_rows
 from experiments.plots.draw import draw
@@ -68,13 +64,6 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_gpu_measures_what_takes_hours_at_a_smaller_scale(tmp_path: Path) -> None:
-    h200, cpu = (StoredRows(tmp_path, name) for name in ("h200", "cpu"))
-    assert "figures=[ext_many_adapters] hardware=h200 scale=gpu" in how_to_measure(h200, MANY)
-    assert "figures=[fig08_lora_operator] hardware=h200 scale=paper" in how_to_measure(h200, FIG8)
-    assert "scale" not in how_to_measure(cpu, MANY)
-
-
 def execute(path: Path) -> NotebookNode:
     """Run the notebook at ``path`` from its folder; an error in a cell raises."""
     notebook = nbformat.read(path, as_version=4)
@@ -91,12 +80,17 @@ def outputs(notebook: NotebookNode) -> list[NotebookNode]:
 def texts(notebook: NotebookNode) -> str:
     """Join all text outputs."""
     parts = [output.get("text", "") for output in outputs(notebook)]
-    parts += [output.get("data", {}).get("text/markdown", "") for output in outputs(notebook)]
-    return "\n".join(parts)
+    return "\n".join([*parts, *(output.get("data", {}).get("text/markdown", "") for output in outputs(notebook))])
 
 
 def pictures(notebook: NotebookNode) -> int:
     return texts(notebook).count("![Figure ")
+
+
+def is_clean(notebook: NotebookNode) -> bool:
+    """Check for errors, warnings and this machine's paths."""
+    wrong = [one for one in outputs(notebook) if one.output_type == "error" or one.get("name") == "stderr"]
+    return not wrong and not ABSOLUTE_PATH.search(texts(notebook))
 
 
 def test_there_are_notebooks() -> None:
@@ -114,35 +108,22 @@ def test_source_and_notebook_are_in_sync(path: Path) -> None:
 
 
 @each_notebook
-def test_stored_outputs_are_complete_and_clean(path: Path) -> None:
+def test_stored_outputs_are_complete_and_clean_and_figures_are_files(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "not run from top to bottom"
-    assert not [output for output in outputs(notebook) if output.output_type == "error"]
-    assert not [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
-    assert not ABSOLUTE_PATH.search(texts(notebook))
-
-
-@each_notebook
-def test_stored_figures_are_files_and_not_copies(path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1)), "not run from top to bottom"
+    assert is_clean(notebook)
     assert path.stat().st_size < 1 << 20
     assert not [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
     assert all((path.parent / link).is_file() for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", texts(notebook)))
-
-
-@each_notebook
-def test_stored_tables_name_systems_by_what_they_are(path: Path) -> None:
-    assert not re.search("(continuous|static)_batching", texts(nbformat.read(path, as_version=4)))
+    assert not re.search("(continuous|static)_batching", texts(notebook)), "tables name systems by what they are"
 
 
 @pytest.mark.slow
 @pytest.mark.notebook
 @each_notebook
 def test_notebook_runs(path: Path) -> None:
-    notebook = execute(path)
-    assert not [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
-    assert not ABSOLUTE_PATH.search(texts(notebook))
+    assert is_clean(execute(path))
 
 
 @pytest.mark.slow
@@ -152,9 +133,7 @@ def test_first_notebook_without_rows(repository: Path) -> None:
     said = texts(notebook)
     assert pictures(notebook) == 0
     for experiment in OPERATORS:
-        assert f"Figure {experiment.figure} has no rows of `cpu` yet" in said
         assert f'make reproduce ARGS="figures=[{experiment.name}] hardware=cpu"' in said
-    assert "A chapter on an H200 appears here with its rows" in said
     assert "equals the loop: True" in said
     assert "False" not in said
 
@@ -167,54 +146,13 @@ def test_first_notebook_with_rows(repository: Path) -> None:
     notebook = execute(repository / "notebooks" / FIRST)
     said = texts(notebook)
     assert pictures(notebook) == 6
-    assert "`outputs/cpu/rows/fig08_lora_operator.csv` (fresh). Measured on a laptop" in said
-    assert "`results/h200/fig08_lora_operator.csv` (recorded). Measured on an H200" in said
+    assert "`outputs/cpu/rows/fig08_lora_operator.csv` (fresh)" in said
+    assert "`results/h200/fig08_lora_operator.csv` (recorded)" in said
     assert said.count("14 reproduced, 1 shape holds, 1 holds by arithmetic (16 claims)") == 1
     on_a_cpu = "13 reproduced, 1 holds by arithmetic, 2 not testable on this hardware"  # C13, C14: launches
     assert said.count(f"{on_a_cpu} (16 claims)") == 1
-    assert "## 5. On an H200" in said
     assert "has no rows" not in said
-    assert not ABSOLUTE_PATH.search(said)
-
-
-def write_breakdown(folder: Path, hardware: str, model: str) -> None:
-    """Write a breakdown as measured by ``hardware``: Distinct adds a tenth to a decode step."""
-    about: dict[str, Any] = {
-        "figure": BREAKDOWN.figure, "panel": "decode", "system": "punica", "model": model, "hardware": hardware,
-        "batch_size": 32, "seq_len": 512, "rank": 16, "timer": "host_clock", "scale": "gpu", "device": "a device",
-        "date": "2024-01-02T03:04:05",
-    }  # fmt: skip
-    rows = []
-    for workload, added in (("", 0.0), ("Distinct", 0.5)):
-        metrics = {"step_latency": 5 + added, "time_base_gemm": 4.0, "time_lora_expand": added, "time_gaps": 1.0}
-        metrics |= {"floor": 4.4, "copy_bandwidth": 4200.0, "host_schedule": 0.1, "host_metadata": 0.2}
-        if added:
-            metrics |= {"added_latency": added, "added_per_token": 1e3 * added / 32}
-        rows += [Row(workload=workload, metric=name, value=x, unit="ms", **about) for name, x in metrics.items()]
-    write_rows(folder / f"{BREAKDOWN.name}.csv", rows)
-
-
-@pytest.mark.slow
-@pytest.mark.notebook
-def test_layer_notebook_shows_the_machines_that_have_rows(repository: Path) -> None:
-    cpu, h200 = repository / "outputs" / "cpu" / "rows", repository / "results" / "h200"
-    write_paper_rows(cpu, "cpu", [FIG1, FIG10], device="a laptop")
-    write_breakdown(cpu, "cpu", "llama-small")
-    path = repository / "notebooks" / "03_layer_and_breakdown.ipynb"
-    said = texts(alone := execute(path))
-    assert pictures(alone) == 3
-    assert said.count("has no rows of `h200` yet") == 3
-    assert "| llama-small | 32 | 512 | Distinct | 5.5 | 4.4 | 1.25 |" in said
-    write_paper_rows(h200, "h200", [FIG1, FIG10], device="an H200")
-    write_breakdown(h200, "h200", "llama2-7b")
-    said = texts(both := execute(path))
-    assert pictures(both) == 6
-    assert "has no rows" not in said
-    assert "| llama2-7b | decode | 32 | 512 | Distinct | 0.5 | 15.6 | 1.1 |" in said
-    assert "| 7B | 512 | 1.16 |" in said
-    counts = re.findall(r"6 reproduced, 1 shape holds, 1 ([^(\n]*) \(8 claims", said)
-    assert counts == ["not testable on this hardware", "not measured here"]  # C25; C23 holds at most in shape
-    assert not ABSOLUTE_PATH.search(said)
+    assert is_clean(notebook)
 
 
 def test_recorded_rows_win_and_are_never_mixed(tmp_path: Path) -> None:
@@ -225,6 +163,10 @@ def test_recorded_rows_win_and_are_never_mixed(tmp_path: Path) -> None:
     stored = StoredRows(tmp_path, "cpu")
     assert stored.folder == recorded
     assert [stored.has(experiment) for experiment in OPERATORS] == [False, True, False]
+    for hardware, experiment, scale in (("h200", MANY, "gpu"), ("h200", FIG8, "paper")):
+        how = how_to_measure(StoredRows(tmp_path, hardware), experiment)
+        assert f"figures=[{experiment.name}] hardware=h200 scale={scale}" in how
+    assert "scale" not in how_to_measure(stored, MANY)
 
 
 @pytest.mark.slow
@@ -263,21 +205,21 @@ def frames() -> tuple[pd.DataFrame, pd.DataFrame]:
     return measured, frame.assign(value=2 * frame["value"] * frame["batch_size"])
 
 
-def test_growth_table() -> None:
-    table = growth("latency", "workload")(*frames())
-    assert list(table.columns) == ["workload", "measured: latency, batch 8 / batch 1", "paper, A100"]
-    assert table.to_numpy().tolist() == [["Distinct", 3.0, 24.0], ["Identical", 1.5, 12.0]]
-
-
-def test_relative_table_is_at_the_largest_batch() -> None:
-    table = relative_to("SGMV")(*frames())
-    assert list(table.columns) == ["workload", "system", "measured: latency / SGMV, batch 8", "paper, A100"]
-    assert table.to_numpy().tolist() == [["Distinct", "Loop", 4.0, 4.0], ["Identical", "Loop", 1.5, 1.5]]
-
-
-def test_contest_counts_cells_that_both_have() -> None:
-    table = contest("SGMV")(*frames())
-    assert table.to_numpy().tolist() == [["Loop", "2 of 3", 0.5, 4.0, 0.5]]
+@pytest.mark.parametrize(
+    ("make", "columns", "rows"),
+    [
+        (growth("latency", "workload"), ["workload", "measured: latency, batch 8 / batch 1", "paper, A100"],
+         [["Distinct", 3.0, 24.0], ["Identical", 1.5, 12.0]]),
+        (relative_to("SGMV"), ["workload", "system", "measured: latency / SGMV, batch 8", "paper, A100"],
+         [["Distinct", "Loop", 4.0, 4.0], ["Identical", "Loop", 1.5, 1.5]]),
+        (contest("SGMV"), None, [["Loop", "2 of 3", 0.5, 4.0, 0.5]]),
+    ],
+    ids=["growth", "at the largest batch", "cells that both have"],
+)  # fmt: skip
+def test_tables_of_two_systems(make, columns, rows) -> None:
+    table = make(*frames())
+    assert columns in (None, list(table.columns))
+    assert table.to_numpy().tolist() == rows
 
 
 def test_part_of_the_roof() -> None:

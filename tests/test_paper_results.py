@@ -3,7 +3,6 @@
 import csv
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import yaml
 
@@ -11,7 +10,6 @@ from experiments.facts.paper import (
     FIGURE_FILES,
     SOURCES,
     as_rows,
-    paper_file,
     read_claims,
     read_figure,
 )
@@ -32,19 +30,23 @@ def lines(name):
 
 
 @pytest.mark.parametrize("figure", FIGURE_FILES)
-def test_figure_file_is_complete(figure):
-    content = lines(FIGURE_FILES[figure])
+def test_figure_file_is_complete_with_one_value_per_quantity(figure):
+    content, frame = lines(FIGURE_FILES[figure]), read_figure(PAPER, figure)
     assert len(content) == ROWS[figure]
     assert [name for name in content[0] if name not in ("t_s", "gpu")] == HEADER
     assert {line["figure"] for line in content} == {figure}
     assert {line["source"] for line in content} <= set(SOURCES)
     assert all(float(line["value"]) >= 0 for line in content if line["metric"] != "linear_fit_intercept")
+    assert not frame.duplicated(KEY + [name for name in ("t_s", "gpu") if name in frame]).any()
+    assert {line["metric"] for line in content} == set(frame["metric"])
 
 
-def test_every_claim_points_at_its_data():
-    claims = read_claims(PAPER)
+def test_every_claim_and_disagreement_is_complete():
+    claims, found = read_claims(PAPER), lines("disagreement_answers.csv")
     assert [claim.id for claim in claims] == [f"C{number:02d}" for number in range(1, 53)]
     assert all((PAPER / claim.data_file).is_file() for claim in claims)
+    assert [one["disagreement"] for one in found] == [f"D{number:02d}" for number in range(1, 23)]
+    assert all(one["answer"] and set(one["claims"].split()) <= {claim.id for claim in claims} for one in found)
 
 
 def test_setup_agrees_with_the_code():
@@ -64,39 +66,17 @@ def test_readme_stands_alone():
     assert "../" not in text
 
 
-def test_every_disagreement_has_an_answer_and_its_claims_exist():
-    found = lines("disagreement_answers.csv")
-    assert [one["disagreement"] for one in found] == [f"D{number:02d}" for number in range(1, 23)]
-    known = {claim.id for claim in read_claims(PAPER)}
-    assert all(one["answer"] and set(one["claims"].split()) <= known for one in found)
-
-
-def test_anchors_hold_checked_measurements():
+def test_anchors_hold_checked_measurements_and_five_public_kernels_of_other_shapes():
     content = lines("anchors.csv")
     assert len(content) == 1271
     assert {line["group"] for line in content} == set("ABCDEFG")
     for line in content:
-        if line["group"] != "F":
-            assert line["ok"] in ("True", "see A/C")
-            assert float(line["graph_us"]) > 0
-
-
-def test_anchors_of_other_shapes_hold_five_public_kernels_each():
+        assert line["group"] == "F" or (line["ok"] in ("True", "see A/C") and float(line["graph_us"]) > 0)
     content = lines("anchors_shapes.csv")
     shapes = {tuple(line[name] for name in ("case", "pattern", "T", "K", "N", "r")) for line in content}
     assert (len(content), len(shapes)) == (310, 62)
     assert {line["impl"] for line in content} == {"sgl_v2_best", "sgl_v2", "vllm_tuned", "vllm", "torch_loop"}
-    for line in content:
-        assert len(line["N"].split("+")) == int(line["S"])
-        assert float(line["graph_us"]) > 0
-
-
-@pytest.mark.parametrize("figure", FIGURE_FILES)
-def test_one_value_per_quantity(figure):
-    frame = read_figure(PAPER, figure)
-    assert not frame.duplicated(KEY + [name for name in ("t_s", "gpu") if name in frame]).any()
-    assert frame["value"].notna().all()
-    assert set(pd.read_csv(PAPER / FIGURE_FILES[figure])["metric"]) == set(frame["metric"])
+    assert all(len(line["N"].split("+")) == int(line["S"]) and float(line["graph_us"]) > 0 for line in content)
 
 
 def test_digitised_wins_over_label_and_text():
@@ -120,4 +100,3 @@ def test_missing_file_and_figure_say_what_to_do(tmp_path):
         read_figure(tmp_path, "1")
     with pytest.raises(ValueError, match="figure '2'; known: 1, 7, 8"):
         read_figure(PAPER, "2")
-    assert paper_file(PAPER, "claims.csv").is_file()

@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 HEADLESS = re.compile(r"(What|Whether|Who|Of|How)\b")
 BANNED = re.compile(r"\b(nobody|somebody|everybody|whoever|lies|goes on)\b", re.IGNORECASE)
@@ -34,12 +32,8 @@ def faults(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", ["punica", "experiments"])
-def test_docstrings_are_in_house_style(folder: str) -> None:
-    files = sorted((ROOT / folder).rglob("*.py"))
+def test_docstrings_are_in_house_style() -> None:
+    files = [path for folder in ("punica", "experiments") for path in sorted((ROOT / folder).rglob("*.py"))]
     assert [f"{path.relative_to(ROOT)}:{one}" for path in files for one in faults(path.read_text("utf-8"))] == []
-
-
-def test_the_check_sees_faults() -> None:
     source = '"""Lists."""\nX = 1\n"""Of rows."""\ndef f():\n    """Return x; it\n    goes on, and nobody lies."""\n'
     assert faults(source) == ["3: begins with 'Of'", "5: 'goes on'", "5: 'nobody'", "5: 'lies'"]

@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 from experiments.harness.catalogue import experiments
 from experiments.harness.settings import keys_read, refuse_unread
 from punica.adapters import write_random_adapter
-from tests.world import BEGIN, END, VOCAB, byte_tokenizer, save_tokenizer
+from tests.world import BEGIN, END, VOCAB, byte_tokenizer, write_backbone
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,15 +34,10 @@ def quickstart(folder: Path, epilogue: str) -> str:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """Folder with the names of the first block: a tiny Llama with a tokenizer, and two adapters."""
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB,
-        initializer_range=0.15, bos_token_id=BEGIN, eos_token_id=END,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "checkpoint")
-    save_tokenizer(tmp_path / "checkpoint")
+    ends = {"vocab_size": VOCAB, "bos_token_id": BEGIN, "eos_token_id": END}
+    backbone = write_backbone(tmp_path / "checkpoint", {}, byte_tokenizer(), seed=1, **ends)
     for rank, name in ((4, "sql"), (8, "poet")):
-        write_random_adapter(tmp_path / "adapters" / name, config, rank=rank, seed=rank)
+        write_random_adapter(tmp_path / "adapters" / name, backbone.config, rank=rank, seed=rank)
     return tmp_path
 
 

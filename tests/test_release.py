@@ -1,14 +1,20 @@
-"""`make release`: a commit as archives, with checksums."""
+"""The package for others: files that cite it agree, the Containerfile names what exists, a release packs a commit."""
 
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+
+import punica
 
 ROOT = Path(__file__).parents[1]
 BUILD = "#!/bin/sh\nmkdir -p outputs/site && echo built > outputs/site/index.html\n"
@@ -57,3 +63,39 @@ def test_uncommitted_changes_are_refused(checkout: Path) -> None:
     assert done.returncode == 1
     assert "commit them first" in done.stderr
     assert not (checkout / "outputs").exists()
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_files_that_cite_the_package_agree() -> None:
+    citation, project = yaml.safe_load(text_of("CITATION.cff")), tomllib.loads(text_of("pyproject.toml"))["project"]
+    zenodo, codemeta = (json.loads(text_of(name)) for name in (".zenodo.json", "codemeta.json"))
+    (version,) = {one["version"] for one in (citation, project, zenodo, codemeta)} | {punica.__version__}
+    (date,) = {str(citation["date-released"]), zenodo["publication_date"], codemeta["datePublished"]}
+    assert f"\n## {version} ({date})\n" in text_of("CHANGELOG.md")
+    assert {citation["license"], project["license"], zenodo["license"]} == {"Apache-2.0"}
+    assert codemeta["license"].endswith("/Apache-2.0")
+    assert len({tuple(one["name"] for one in authors) for authors in (
+        citation["authors"], zenodo["creators"], codemeta["author"])}) == 1  # fmt: skip
+    (reference,), paper = citation["references"], codemeta["referencePublication"]
+    assert reference["identifiers"][0]["value"] == zenodo["related_identifiers"][0]["identifier"] == paper["identifier"]
+    assert len(paper["author"]) == len(reference["authors"])
+    assert zenodo["description"] == codemeta["description"] == citation["abstract"].strip()
+    required = {text.split(">")[0].split(";")[0].strip() for text in project["dependencies"]}
+    assert set(codemeta["softwareRequirements"]) == required
+
+
+def test_the_containerfile_names_packages_targets_and_files_that_exist() -> None:
+    text, ignored = text_of("Containerfile"), text_of(".dockerignore").split("\n")
+    (fresh,) = re.findall(r"--include=(\S+)", text_of(".ci/fresh"))
+    (installed,) = re.findall(r"--no-install-recommends ([\w\- ]+) \$more", text)
+    assert sorted(installed.split()) == sorted(fresh.split(","))
+    targets = {*re.findall(r"make (\w+)", text), *re.findall(r'CMD \["make", "(\w+)"\]', text)} - {"git"}
+    assert targets >= {"setup", "reproduce"}
+    assert all(re.search(rf"^{target}:", text_of("Makefile"), re.MULTILINE) for target in targets)
+    (copied,) = re.findall(r"^COPY (.+) \./$", text, re.MULTILINE)
+    assert all((ROOT / name).is_file() for name in copied.split())
+    assert ".git" not in ignored
+    assert {".venv", "outputs"} <= set(ignored)

@@ -180,10 +180,11 @@ def test_engine_and_model_must_fit(backbone) -> None:
     assert result.token_ids == backbone.generate_merged((5, 6), 0, 3)
 
 
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("adapters", [(0, 0, 0), (1, 0, 3)], ids=["no LoRA", "adapters"])
-def test_an_engine_under_a_default_device_runs_on_the_devices_that_are_named(backbone, adapters) -> None:
+def test_an_engine_under_a_default_device_runs_on_the_devices_that_are_named(backbone, adapters, device) -> None:
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
-    with torch.device("meta"):
+    with torch.device(device):
         if any(adapters):
             engine = backbone.engine(block_size=2, num_blocks=40, max_loras=2)
         else:
